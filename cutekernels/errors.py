@@ -1,0 +1,47 @@
+"""What can go wrong, as a tree of exceptions.
+
+::
+
+    CuteKernelsError
+    ├── UnsupportedProblem (ValueError)   these arguments pose a problem no kernel solves
+    ├── InvalidConfig (ValueError)        this configuration breaks a rule of the op's ``why_not``
+    ├── UnknownGpu (LookupError)          no such GPU in the table, or none in the machine
+    ├── CompileError                      the DSL, ptxas or the compiling child process failed
+    ├── WrongResult                       a kernel's output disagrees with its reference
+    ├── JobError (ValueError)             a tuning job file breaks a rule
+    └── StoreError                        the tuned-config database cannot be read or written
+
+A message says the rule, the value that broke it, and the remedy.
+"""
+
+
+class CuteKernelsError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class UnsupportedProblem(CuteKernelsError, ValueError):
+    """The arguments of an op pose a problem that no kernel solves."""
+
+
+class InvalidConfig(CuteKernelsError, ValueError):
+    """A configuration breaks a rule stated in its op's ``why_not``."""
+
+
+class UnknownGpu(CuteKernelsError, LookupError):
+    """A GPU name that is not in the table, or ``auto`` on a machine without a GPU."""
+
+
+class CompileError(CuteKernelsError):
+    """A kernel did not compile: the DSL, ptxas, or the compiling child process failed."""
+
+
+class WrongResult(CuteKernelsError):
+    """A kernel's output disagrees with its reference by more than the tolerance."""
+
+
+class JobError(CuteKernelsError, ValueError):
+    """A tuning job file breaks a rule."""
+
+
+class StoreError(CuteKernelsError):
+    """The tuned-config database cannot be read or written."""

@@ -1,0 +1,202 @@
+"""The GPUs: the one place that knows them. Elsewhere, code asks for a capability, never for a name.
+
+Figures are the vendor's datasheets (dense rates, fp32 accumulation unless said); they feed analytical
+models and rooflines, never a constraint on correctness.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from cutekernels.errors import UnknownGpu
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What every GPU of one compute capability shares."""
+
+    target: str  # what compilers call it
+    smem_per_sm_bytes: int
+    smem_per_block_bytes: int
+    max_warps: int  # resident on one SM
+    has_tma: bool = False
+    has_wgmma: bool = False
+    has_pdl: bool = False  # programmatic dependent launch
+
+
+ARCHITECTURES: dict[tuple[int, int], Architecture] = {
+    (8, 0): Architecture("sm_80", 164 * KIB, 163 * KIB, 64),
+    (8, 6): Architecture("sm_86", 100 * KIB, 99 * KIB, 48),
+    (8, 9): Architecture("sm_89", 100 * KIB, 99 * KIB, 48),
+    (9, 0): Architecture("sm_90a", 228 * KIB, 227 * KIB, 64, has_tma=True, has_wgmma=True, has_pdl=True),
+    (12, 0): Architecture("sm_120a", 100 * KIB, 99 * KIB, 48, has_tma=True, has_pdl=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSpec:
+    """One GPU model: its identity in the database, its limits and its peaks.
+
+    ``name`` is the identity (lower case, no serials); ``mma_tflops`` is the fp16/bf16 rate of warp-level
+    MMA with fp32 accumulation, ``mma_fp16_tflops`` the same with fp16 accumulation, ``peak_tflops`` the
+    best rate any instruction reaches.
+    """
+
+    name: str
+    product: str
+    capability: tuple[int, int]
+    sm_count: int
+    l2_bytes: int
+    memory_bytes: int
+    dram_gbps: float
+    mma_tflops: float
+    mma_fp16_tflops: float
+    peak_tflops: float
+
+    REGISTERS_PER_SM = 64 * KIB
+    MAX_REGISTERS_PER_THREAD = 255
+    SMEM_RESERVED_BYTES = KIB  # the driver's share of each resident block
+
+    @property
+    def arch(self) -> Architecture:
+        return ARCHITECTURES[self.capability]
+
+    @property
+    def target(self) -> str:
+        return self.arch.target
+
+    @property
+    def smem_per_sm_bytes(self) -> int:
+        return self.arch.smem_per_sm_bytes
+
+    @property
+    def smem_per_block_bytes(self) -> int:
+        return self.arch.smem_per_block_bytes
+
+    @property
+    def max_warps(self) -> int:
+        return self.arch.max_warps
+
+    @property
+    def has_tma(self) -> bool:
+        return self.arch.has_tma
+
+    @property
+    def has_wgmma(self) -> bool:
+        return self.arch.has_wgmma
+
+    @property
+    def has_pdl(self) -> bool:
+        return self.arch.has_pdl
+
+
+def _row(
+    name: str,
+    product: str,
+    capability: tuple[int, int],
+    sm_count: int,
+    l2_mib: int,
+    memory_gib: int,
+    dram_gbps: float,
+    mma_tflops: float,
+    mma_fp16_tflops: float | None = None,
+    peak_tflops: float | None = None,
+) -> GpuSpec:
+    fp16 = mma_tflops if mma_fp16_tflops is None else mma_fp16_tflops
+    peak = max(mma_tflops, fp16) if peak_tflops is None else peak_tflops
+    return GpuSpec(
+        name, product, capability, sm_count, l2_mib * MIB, memory_gib * GIB, dram_gbps, mma_tflops, fp16, peak
+    )
+
+
+# On Hopper warp MMA tops out near 63 % of the warpgroup rate (H200: about 620 of 989.5 TFLOP/s).
+GPUS: tuple[GpuSpec, ...] = (
+    _row("rtx5090", "NVIDIA GeForce RTX 5090", (12, 0), 170, 96, 32, 1792, 209.5, 419),
+    _row("rtxpro6000", "NVIDIA RTX PRO 6000 Blackwell", (12, 0), 188, 128, 96, 1792, 503.8),
+    _row("rtx4090", "NVIDIA GeForce RTX 4090", (8, 9), 128, 72, 24, 1008, 165.2, 330.3),
+    _row("rtx3090", "NVIDIA GeForce RTX 3090", (8, 6), 82, 6, 24, 936, 71, 142),
+    _row("l40s", "NVIDIA L40S", (8, 9), 142, 96, 48, 864, 362),
+    _row("l4", "NVIDIA L4", (8, 9), 58, 48, 24, 300, 121),
+    _row("a100-sxm-40gb", "NVIDIA A100-SXM4-40GB", (8, 0), 108, 40, 40, 1555, 312),
+    _row("a100-sxm-80gb", "NVIDIA A100-SXM4-80GB", (8, 0), 108, 40, 80, 2039, 312),
+    _row("a100-pcie-40gb", "NVIDIA A100-PCIE-40GB", (8, 0), 108, 40, 40, 1555, 312),
+    _row("a100-pcie-80gb", "NVIDIA A100 80GB PCIe", (8, 0), 108, 40, 80, 1935, 312),
+    _row("a10", "NVIDIA A10", (8, 6), 72, 6, 24, 600, 125),
+    _row("h100-sxm", "NVIDIA H100 80GB HBM3", (9, 0), 132, 50, 80, 3350, 620, peak_tflops=989.5),
+    _row("h100-pcie", "NVIDIA H100 PCIe", (9, 0), 114, 50, 80, 2039, 474, peak_tflops=756),
+    _row("h200", "NVIDIA H200", (9, 0), 132, 60, 141, 4800, 620, peak_tflops=989.5),
+)
+
+ALIASES = {"a100": "a100-sxm-80gb", "h100": "h100-sxm"}
+
+_BY_NAME = {gpu.name: gpu for gpu in GPUS}
+_BY_PRODUCT = {gpu.product.lower(): gpu for gpu in GPUS}
+
+
+def lookup(name: str) -> GpuSpec:
+    """The GPU called ``name`` (``"h200"``, ``"a100"``, ...), or the machine's own for ``"auto"``.
+
+    Raises:
+        UnknownGpu: no such row, or ``auto`` where no CUDA device is present.
+    """
+    key = name.strip().lower()
+    if key == "auto":
+        return detect()
+    key = ALIASES.get(key, key)
+    if key in _BY_NAME:
+        return _BY_NAME[key]
+    known = ", ".join(sorted([*_BY_NAME, *ALIASES]))
+    raise UnknownGpu(f"no GPU is called {name!r}; known: {known}. A GPU outside the table is met with --gpu auto on it")
+
+
+@cache
+def detect(device: int | None = None) -> GpuSpec:
+    """The GPU in this machine: its row of the table, or a description from its device properties.
+
+    Raises:
+        UnknownGpu: no CUDA device is visible, or its compute capability has no compile target here.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnknownGpu("no CUDA device is visible; name one with --gpu, e.g. --gpu a100")
+    return describe(torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device))
+
+
+def describe(properties: Any) -> GpuSpec:
+    """The spec for ``torch.cuda.get_device_properties(...)``: the table's row, else built from its attributes."""
+    row = _BY_PRODUCT.get(properties.name.lower())
+    if row is None:  # "NVIDIA RTX PRO 6000 Blackwell Workstation Edition" and other suffixed products
+        row = next((g for p, g in _BY_PRODUCT.items() if properties.name.lower().startswith(p + " ")), None)
+    capability = (properties.major, properties.minor)
+    if row is not None and row.capability == capability and row.sm_count == properties.multi_processor_count:
+        return row
+    if capability not in ARCHITECTURES:
+        known = ", ".join(f"{a}.{b}" for a, b in ARCHITECTURES)
+        raise UnknownGpu(f"{properties.name} has compute capability {capability[0]}.{capability[1]}; known: {known}")
+    # Scale a relative of the same capability by SM count; memory rate from the bus where torch reports it.
+    kin = max((g for g in GPUS if g.capability == capability), key=lambda g: g.sm_count)
+    scale = properties.multi_processor_count / kin.sm_count
+    clock_khz = getattr(properties, "memory_clock_rate", 0)
+    bus_bits = getattr(properties, "memory_bus_width", 0)
+    gbps = 2 * clock_khz * 1e3 * bus_bits / 8 / 1e9 if clock_khz and bus_bits else kin.dram_gbps * scale
+    slug = re.sub(r"[^a-z0-9]+", "-", properties.name.lower().removeprefix("nvidia ")).strip("-")
+    return GpuSpec(
+        name=f"{slug}-{properties.multi_processor_count}sm",
+        product=properties.name,
+        capability=capability,
+        sm_count=properties.multi_processor_count,
+        l2_bytes=getattr(properties, "L2_cache_size", kin.l2_bytes),
+        memory_bytes=properties.total_memory,
+        dram_gbps=gbps,
+        mma_tflops=kin.mma_tflops * scale,
+        mma_fp16_tflops=kin.mma_fp16_tflops * scale,
+        peak_tflops=kin.peak_tflops * scale,
+    )

@@ -1,0 +1,263 @@
+"""Problem, Config, Op: the declaration everything else works from.
+
+An op is *one* declaration. The dispatcher, the tuner, the bench, the tests and the documentation read it;
+none of them knows a particular op. To add one, write its Problem, its Config and its Op in ``ops/``, its
+kernel in ``kernels/``, and one line in ``ops/registry.py``.
+
+Problems and configs have one text form, used in job files, logs, the command line and the database::
+
+    m=4096 n=11008 k=4096 dtype=bf16 b_major=n
+    tile_m=128 tile_n=256 tile_k=64 stages=3
+
+Fields that hold their default are left out of it, so a field added later leaves old texts meaning what they
+meant. Text is parsed against the declared fields: a stranger's database cannot name a field or a value that
+the dataclass does not allow.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+
+from cutekernels.errors import InvalidConfig, UnsupportedProblem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from cutekernels.compile import Artifact
+    from cutekernels.gpu import GpuSpec
+
+Scalar = int | str | bool
+
+
+# ---- fields ---------------------------------------------------------------------------------------------
+
+
+def exact(extent: int) -> int:
+    """A bucket per extent: for weight extents, of which a model has a handful."""
+    return extent
+
+
+def ladder(extent: int) -> int:
+    """Two buckets per octave, rounded up: 1 2 3 4 6 8 12 16 24 32 48 64 96 ... for token counts."""
+    if extent <= 2:
+        return extent
+    octave = 1 << (extent - 1).bit_length()
+    return octave * 3 // 4 if extent <= octave * 3 // 4 else octave
+
+
+def extent(bucket: Callable[[int], int] = exact, default: int | None = None) -> Any:
+    """A run-time extent of a problem: any non-negative int; compiled kernels do not depend on it."""
+    return field(default=MISSING if default is None else default, metadata={"bucket": bucket})  # type: ignore[call-overload]
+
+
+def plain(*values: Scalar) -> Any:
+    """A compile-time property of a problem, one of ``values``; the first is the default."""
+    return field(default=values[0], metadata={"values": values})
+
+
+def knob(*values: Scalar) -> Any:
+    """A field of a config: ``values`` is what the tuner searches."""
+    return field(metadata={"values": values})
+
+
+def _one_of(f: Field[Any], value: object) -> bool:
+    return any(value == v and type(value) is type(v) for v in f.metadata["values"])
+
+
+class _Record:
+    """A frozen dataclass of ints, strings and bools with one canonical text form."""
+
+    def __str__(self) -> str:
+        words = []
+        for f in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, f.name)
+            if f.default is MISSING or value != f.default:
+                words.append(f"{f.name}={int(value) if isinstance(value, bool) else value}")
+        return " ".join(words)
+
+    @classmethod
+    def _values(cls, text: str, error: type[ValueError]) -> dict[str, Scalar]:
+        known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+        values: dict[str, Scalar] = {}
+        for word in text.split():
+            name, eq, raw = word.partition("=")
+            if not eq or name not in known:
+                raise error(f"{word!r} is not a field of {cls.__name__}; its fields: {', '.join(known)}")
+            if name in values:
+                raise error(f"{name!r} stands twice in {text!r}")
+            values[name] = _parse(known[name], raw, error)
+        missing = [f.name for f in known.values() if f.default is MISSING and f.name not in values]
+        if missing:
+            raise error(f"{cls.__name__} needs {', '.join(missing)}; got {text!r}")
+        return values
+
+    def replace(self, **changes: Scalar) -> Self:
+        """A copy with some fields changed."""
+        return replace(self, **changes)  # type: ignore[type-var]
+
+
+def _parse(f: Field[Any], raw: str, error: type[ValueError]) -> Scalar:
+    if "values" not in f.metadata:
+        if not (raw.isascii() and raw.isdigit() and len(raw) <= 18):
+            raise error(f"{f.name} is an extent, a whole number from 0 up; got {raw!r}")
+        return int(raw)
+    for value in f.metadata["values"]:
+        if raw == str(int(value) if isinstance(value, bool) else value):
+            return value  # type: ignore[no-any-return]
+    raise error(f"{f.name} must be one of {', '.join(map(str, f.metadata['values']))}; got {raw!r}")
+
+
+@dataclass(frozen=True)
+class Problem(_Record):
+    """What is asked of an op, without the data: extents and compile-time properties.
+
+    Declare extents with :func:`extent` and the rest with :func:`plain`. Validated on construction.
+    """
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if "values" in f.metadata:
+                if not _one_of(f, value):
+                    allowed = ", ".join(map(str, f.metadata["values"]))
+                    raise UnsupportedProblem(f"{f.name} must be one of {allowed}; it is {value!r}")
+            elif type(value) is not int or value < 0:
+                raise UnsupportedProblem(f"{f.name} is an extent, a whole number from 0 up; it is {value!r}")
+
+    def __str__(self) -> str:  # dataclass would otherwise leave the mixin's in place; stated for readers
+        return _Record.__str__(self)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The problem ``text`` describes. Raises UnsupportedProblem for an unknown field or value."""
+        return cls(**cls._values(text, UnsupportedProblem))
+
+    @classmethod
+    def extent_names(cls) -> tuple[str, ...]:
+        return tuple(f.name for f in fields(cls) if "bucket" in f.metadata)
+
+    def extents(self) -> tuple[int, ...]:
+        return tuple(getattr(self, name) for name in self.extent_names())
+
+    def static(self) -> tuple[tuple[str, Scalar], ...]:
+        """What a compiled kernel depends on: every field that is not an extent, by name."""
+        return tuple((f.name, getattr(self, f.name)) for f in fields(self) if "bucket" not in f.metadata)
+
+    def bucket(self) -> Self:
+        """The problem that stands for this one in the tuned-config database (idempotent)."""
+        rounded = {f.name: f.metadata["bucket"](getattr(self, f.name)) for f in fields(self) if "bucket" in f.metadata}
+        return replace(self, **rounded)
+
+
+@dataclass(frozen=True)
+class Config(_Record):
+    """How an op solves a problem: one value per knob. Declare each field with :func:`knob`."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not _one_of(f, value):
+                allowed = ", ".join(map(str, f.metadata["values"]))
+                raise InvalidConfig(f"{f.name} must be one of {allowed}; it is {value!r}")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The config ``text`` describes. Raises InvalidConfig for an unknown knob or value."""
+        return cls(**cls._values(text, InvalidConfig))
+
+    @classmethod
+    def space(cls) -> dict[str, tuple[Scalar, ...]]:
+        """Knob by knob, the values the tuner may try."""
+        return {f.name: f.metadata["values"] for f in fields(cls)}
+
+    @classmethod
+    def every(cls) -> Iterator[Self]:
+        """The whole space in a fixed order, rules not applied."""
+        space = cls.space()
+        for values in product(*space.values()):
+            yield cls(**dict(zip(space, values, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The least a problem needs: floating-point operations, and bytes through device memory."""
+
+    flops: float
+    bytes: float
+
+    def floor_us(self, gpu: GpuSpec) -> float:
+        """The roofline: no kernel runs faster than this on ``gpu``."""
+        return max(self.flops / (gpu.peak_tflops * 1e6), self.bytes / (gpu.dram_gbps * 1e3))
+
+
+P = TypeVar("P", bound=Problem)
+C = TypeVar("C", bound=Config)
+
+
+class Op(ABC, Generic[P, C]):
+    """One operator: its problems, its configs, the rules between them, its kernels and its truth.
+
+    ``args`` below are the op's tensors and scalars in one fixed order, the same for ``outputs``, ``sample``,
+    ``reference`` and for the launch: ``launch(*outputs, *args)``. Absent optional tensors are None.
+    """
+
+    name: ClassVar[str]
+    revision: ClassVar[int]
+    """Raised by hand when stored winners stop being good advice (a kernel rewritten, a knob's meaning changed)."""
+    suite: ClassVar[tuple[str, ...]]
+    """Problems that tests, ``bench`` and documentation take as typical, in text form."""
+    Problem: type[P]
+    Config: type[C]
+
+    @abstractmethod
+    def why_not(self, p: P, c: C, gpu: GpuSpec) -> str | None:
+        """None where ``c`` solves ``p`` on ``gpu``; else the rule it breaks. The only home of constraints."""
+
+    @abstractmethod
+    def default(self, p: P, gpu: GpuSpec) -> C:
+        """The analytical choice for a problem nobody tuned. ``why_not`` accepts it, for any problem and GPU."""
+
+    @abstractmethod
+    def estimate_us(self, p: P, c: C, gpu: GpuSpec) -> float:
+        """The model's time for a valid config: what ranks candidates where no GPU can measure them."""
+
+    @abstractmethod
+    def build(self, p: P, c: C, gpu: GpuSpec) -> Artifact:
+        """Compiles a kernel from ``p.static()``, ``c`` and ``gpu`` alone. Needs no GPU."""
+
+    @abstractmethod
+    def bind(self, p: P, c: C, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        """``launch(*outputs, *args)`` over the loaded ``kernel`` for this exact problem."""
+
+    @abstractmethod
+    def outputs(self, p: P, *args: Any) -> tuple[Tensor, ...]:
+        """Allocates the results (on meta tensors too, where it serves as torch.compile's fake)."""
+
+    @abstractmethod
+    def sample(self, p: P, device: str, seed: int) -> tuple[Any, ...]:
+        """Random arguments that pose ``p``: standard normal data, never zeros, never all-ones weights."""
+
+    @abstractmethod
+    def reference(self, p: P, *args: Any) -> tuple[Tensor, ...]:
+        """The same mathematics in plain PyTorch, in fp32 or better, rounded once to the output dtype."""
+
+    @abstractmethod
+    def work(self, p: P) -> Work:
+        """Least flops and bytes."""
+
+    # -- what follows from the declaration
+
+    def check(self, p: P, c: C, gpu: GpuSpec) -> C:
+        """``c``, or InvalidConfig with the rule it breaks."""
+        reason = self.why_not(p, c, gpu)
+        if reason is not None:
+            raise InvalidConfig(f"{self.name} [{p}] on {gpu.name} cannot take [{c}]: {reason}")
+        return c
+
+    def valid(self, p: P, gpu: GpuSpec) -> Iterator[C]:
+        """Every config that ``why_not`` accepts, in the space's fixed order."""
+        return (c for c in self.Config.every() if self.why_not(p, c, gpu) is None)

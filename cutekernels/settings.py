@@ -1,0 +1,65 @@
+"""The three environment variables, read here and nowhere else.
+
+``CUTEKERNELS_DB``
+    Where the tuned-config database is: a path to an SQLite file or a SQLAlchemy URL
+    (``postgresql+psycopg://...``). Default: ``tuned.db`` under the XDG data directory.
+``CUTEKERNELS_CACHE``
+    Directory of compiled kernels, created with mode 0700. Default: the XDG cache directory.
+``CUTEKERNELS_LOG``
+    Level of the ``cutekernels`` logger (``debug``, ``info``, ``warning``, ``error``). Default ``warning``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+APP = "cutekernels"
+DB_VARIABLE = "CUTEKERNELS_DB"
+CACHE_VARIABLE = "CUTEKERNELS_CACHE"
+LOG_VARIABLE = "CUTEKERNELS_LOG"
+
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the environment says, resolved once per :func:`load`."""
+
+    database_url: str
+    cache_dir: Path
+    log_level: int
+
+    @property
+    def database_path(self) -> Path | None:
+        """The SQLite file behind :attr:`database_url`, or None for another database."""
+        prefix = "sqlite:///"
+        return Path(self.database_url[len(prefix) :]) if self.database_url.startswith(prefix) else None
+
+
+def database_url(text: str) -> str:
+    """A SQLAlchemy URL for ``text``, which is a URL already or a path to an SQLite file."""
+    return text if "://" in text else f"sqlite:///{Path(text).expanduser().absolute()}"
+
+
+def load() -> Settings:
+    """Reads the environment. Raises ValueError for an unknown log level."""
+    import platformdirs
+
+    database = os.environ.get(DB_VARIABLE) or str(Path(platformdirs.user_data_dir(APP)) / "tuned.db")
+    cache = os.environ.get(CACHE_VARIABLE) or platformdirs.user_cache_dir(APP)
+    level = os.environ.get(LOG_VARIABLE, "warning").lower()
+    if level not in _LEVELS:
+        raise ValueError(f"{LOG_VARIABLE} must be one of {', '.join(_LEVELS)}; it is {level!r}")
+    return Settings(database_url(database), Path(cache).expanduser().absolute(), _LEVELS[level])
+
+
+def logger(name: str) -> logging.Logger:
+    """The package's logger for ``name``, at the level the environment asks for."""
+    log = logging.getLogger(f"{APP}.{name}")
+    root = logging.getLogger(APP)
+    if root.level == logging.NOTSET:
+        root.setLevel(load().log_level)
+    return log
