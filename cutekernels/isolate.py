@@ -1,0 +1,413 @@
+"""Functions run in processes that may die: compilers that abort, kernels that fault, hang or exit.
+
+:class:`Child` is one spawned process answering requests in turn; :class:`Pool` is several of them sharing a list
+of tasks. Both know nothing of kernels: what runs is named by a dotted path, ``"package.module:function"``, and takes
+one picklable request. What belongs here is how a process is started, spoken to, given up on and reaped::
+
+    with Child("cutekernels.autotune.worker:answer") as child:
+        reply = child.ask(request, deadline_s=30)     # ChildDied, ChildTimeout or RemoteError; the next ask respawns
+
+Four decisions, each with its reason:
+
+* Spawned with ``subprocess`` and a bootstrap of our own: a forked CUDA context is unusable, and ``multiprocessing``'s
+  spawn would import the caller's ``__main__`` again, which runs an unguarded script twice.
+* Every read and write in the parent is non-blocking with a deadline, so that neither a hung nor a stopped child
+  holds it; a child that misses the deadline is killed with everything it started.
+* The child's stdout and stderr go to an unlinked file, whose end is quoted when it dies: a pipe nobody drains
+  would block it. The file is emptied after each answer.
+* The child leads a session of its own, so Ctrl-C reaches the parent only, which kills it on the way out; and it leaves
+  when the request pipe closes, so a parent that was killed leaves no orphan behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import importlib
+import json
+import os
+import pickle
+import queue
+import select
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import IO, Any, NoReturn, Self
+
+from cutekernels.errors import CuteKernelsError
+
+START_DEADLINE_S = 180.0  # a cold import of torch and a DSL from a network disk
+_TAIL_BYTES = 4000
+_POLL_S = 0.2  # how often a silent child is checked for being alive
+_REAP_S = 10.0  # a process stuck inside the driver may outlive SIGKILL; nobody waits longer for it
+_HEADER = struct.Struct(">Q")
+_BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from cutekernels.isolate import _serve; "
+    "_serve(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])"
+)
+
+
+class ChildFailure(CuteKernelsError):
+    """A request that got no answer: :class:`ChildDied`, :class:`ChildTimeout` or :class:`RemoteError`."""
+
+
+class ChildDied(ChildFailure):
+    """The process ended while it worked on a request."""
+
+    def __init__(self, target: str, exitcode: int | None, stderr: str) -> None:
+        self.target, self.exitcode, self.stderr = target, exitcode, stderr
+        super().__init__(f"the process running {target} {self.cause}{_quoted(stderr)}")
+
+    @property
+    def cause(self) -> str:
+        """``"died of SIGABRT"`` or ``"exited with code 3"``."""
+        if self.exitcode is None:
+            return "vanished"
+        if self.exitcode >= 0:
+            return f"exited with code {self.exitcode}"
+        try:
+            return f"died of {signal.Signals(-self.exitcode).name}"
+        except ValueError:
+            return f"died of signal {-self.exitcode}"
+
+
+class ChildTimeout(ChildFailure):
+    """The process was killed: no answer within the deadline."""
+
+    def __init__(self, target: str, deadline_s: float, stderr: str) -> None:
+        self.target, self.deadline_s, self.stderr = target, deadline_s, stderr
+        super().__init__(f"{target} gave no answer within {deadline_s:g} s and was killed{_quoted(stderr)}")
+
+
+class RemoteError(ChildFailure):
+    """The function raised. The process lives on."""
+
+    def __init__(self, type_name: str, message: str, traceback_text: str = "") -> None:
+        self.type_name, self.message, self.traceback_text = type_name, message, traceback_text
+        super().__init__(f"{type_name}: {message}")
+
+
+def _quoted(stderr: str) -> str:
+    return f"; its output ends:\n{stderr.strip()}" if stderr.strip() else "; it printed nothing"
+
+
+class Child:
+    """One spawned process that answers requests one at a time through the function ``target`` names.
+
+    Args:
+        target: ``"package.module:function"``, importable with this process's ``sys.path``.
+        env: changes to the inherited environment; None removes a variable. ``{"CUDA_VISIBLE_DEVICES": ""}``
+            makes the process blind to GPUs.
+        start_deadline_s: for starting the process and importing ``target``; not part of a request's deadline.
+    """
+
+    def __init__(
+        self, target: str, *, env: Mapping[str, str | None] | None = None, start_deadline_s: float = START_DEADLINE_S
+    ) -> None:
+        if target.count(":") != 1:
+            raise ValueError(f"a target is 'package.module:function'; got {target!r}")
+        self.target = target
+        self._env = dict(env or {})
+        self._start_deadline_s = start_deadline_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._request_fd = self._reply_fd = -1
+        self._log: IO[bytes] | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def ask(self, request: Any, deadline_s: float) -> Any:
+        """The function's answer to ``request``; the process is started if none is alive.
+
+        Raises:
+            ChildDied: the process ended first, by a signal or an exit.
+            ChildTimeout: no answer within ``deadline_s``; the process was killed.
+            RemoteError: the function raised, or could not be imported.
+        """
+        payload = pickle.dumps(request)
+        with self._lock:
+            try:
+                self._ensure_started()
+                limit = time.monotonic() + deadline_s
+                self._write(payload, limit, deadline_s)
+                kind, body = self._read(limit, deadline_s)
+                self._empty_log()
+            except RemoteError:
+                self._reap()  # raised by starting alone: a process that could not import its target is of no use
+                raise
+            except BaseException:  # Ctrl-C included: a half-answered request must not meet the next one
+                self._reap()
+                raise
+        if kind == "error":
+            raise RemoteError(*body)
+        return body
+
+    def kill(self) -> None:
+        """Ends the process, whatever it is doing. The next :meth:`ask` starts another."""
+        self._signal_group()
+        with self._lock:
+            self._reap()
+
+    def close(self) -> None:
+        """Ends the process for good. Safe to call from another thread and twice."""
+        self._closed = True
+        self.kill()
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id while one is alive."""
+        return None if self._process is None else self._process.pid
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- the process
+
+    def _ensure_started(self) -> None:
+        if self._closed:
+            raise ChildDied(self.target, None, "the child was closed")
+        if self._process is not None and (self._process.poll() is not None or self._hung_up()):
+            self._reap()  # died between requests (the out-of-memory killer, say): nobody's request is lost
+        if self._process is not None:
+            return
+        child_in, self._request_fd = os.pipe()
+        self._reply_fd, child_out = os.pipe()
+        os.set_blocking(self._request_fd, False)
+        os.set_blocking(self._reply_fd, False)
+        self._log = tempfile.TemporaryFile(prefix="cutekernels-child-")  # noqa: SIM115 (lives as long as the process)
+        # Appending keeps the child's writes at the end after _empty_log cut the file under it.
+        fcntl.fcntl(self._log, fcntl.F_SETFL, fcntl.fcntl(self._log, fcntl.F_GETFL) | os.O_APPEND)
+        environment = {**os.environ, **{k: v for k, v in self._env.items() if v is not None}}
+        for name in (k for k, v in self._env.items() if v is None):
+            environment.pop(name, None)
+        arguments = [json.dumps(sys.path), str(child_in), str(child_out), self.target]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOTSTRAP, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=(child_in, child_out),
+                env=environment,
+                start_new_session=True,
+            )
+        finally:
+            os.close(child_in)
+            os.close(child_out)
+        kind, body = self._read(time.monotonic() + self._start_deadline_s, self._start_deadline_s)
+        if kind == "error":
+            raise RemoteError(*body)
+
+    def _hung_up(self) -> bool:
+        poller = select.poll()  # no answer is due, so anything to read is the end of the pipe
+        poller.register(self._reply_fd, select.POLLIN)
+        return bool(poller.poll(0))
+
+    def _signal_group(self) -> None:
+        process = self._process
+        if process is not None:  # also when it is dead: the compilers it started may not be
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        self._signal_group()
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_REAP_S)
+        for fd in (self._request_fd, self._reply_fd):
+            if fd >= 0:
+                os.close(fd)
+        if self._log is not None:
+            self._log.close()
+        self._process, self._log, self._request_fd, self._reply_fd = None, None, -1, -1
+
+    # -- frames, with a deadline
+
+    def _write(self, payload: bytes, limit: float, deadline_s: float) -> None:
+        view = memoryview(_HEADER.pack(len(payload)) + payload)
+        while view:
+            if self._ready(self._request_fd, select.POLLOUT, limit, deadline_s):
+                try:
+                    view = view[os.write(self._request_fd, view) :]
+                except BlockingIOError:
+                    continue
+                except BrokenPipeError:
+                    self._died()
+
+    def _read(self, limit: float, deadline_s: float) -> tuple[str, Any]:
+        (size,) = _HEADER.unpack(self._read_exactly(_HEADER.size, limit, deadline_s))
+        kind, body = pickle.loads(self._read_exactly(size, limit, deadline_s))
+        return kind, body
+
+    def _read_exactly(self, size: int, limit: float, deadline_s: float) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            if self._ready(self._reply_fd, select.POLLIN, limit, deadline_s):
+                try:
+                    chunk = os.read(self._reply_fd, min(size - len(data), 1 << 20))
+                except BlockingIOError:
+                    continue
+                if not chunk:
+                    self._died()
+                data += chunk
+        return bytes(data)
+
+    def _ready(self, fd: int, event: int, limit: float, deadline_s: float) -> bool:
+        """Waits a moment for ``fd``. Raises when the deadline has passed or the process is gone."""
+        poller = select.poll()
+        poller.register(fd, event)
+        left = limit - time.monotonic()
+        if poller.poll(max(0.0, min(left, _POLL_S)) * 1000):
+            return True
+        if self._process is not None and self._process.poll() is not None and not poller.poll(0):
+            self._died()  # a surviving grandchild may hold the pipe open
+        if left <= 0:
+            raise ChildTimeout(self.target, deadline_s, self._tail())
+        return False
+
+    def _died(self) -> NoReturn:
+        assert self._process is not None
+        exitcode: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            exitcode = self._process.wait(_REAP_S)
+        raise ChildDied(self.target, exitcode, self._tail())
+
+    def _tail(self) -> str:
+        if self._log is None:
+            return ""
+        size = os.fstat(self._log.fileno()).st_size
+        data = os.pread(self._log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES))
+        return data.decode("utf-8", "replace")
+
+    def _empty_log(self) -> None:
+        if self._log is not None:
+            os.ftruncate(self._log.fileno(), 0)
+
+
+class Pool:
+    """``size`` children working through tasks in parallel; a death or a missed deadline fails that task only."""
+
+    def __init__(
+        self,
+        target: str,
+        size: int,
+        *,
+        env: Mapping[str, str | None] | None = None,
+        start_deadline_s: float = START_DEADLINE_S,
+    ) -> None:
+        if size < 1:
+            raise ValueError(f"a pool has at least one process; got {size}")
+        self.size = size
+        self._children = [Child(target, env=env, start_deadline_s=start_deadline_s) for _ in range(size)]
+        # Last in, first out: a task prefers a process that is already warm over one not yet started.
+        self._idle: queue.LifoQueue[Child] = queue.LifoQueue()
+        for child in self._children:
+            self._idle.put(child)
+        # One thread per child, each of which only waits for its process.
+        self._threads = ThreadPoolExecutor(size, thread_name_prefix="cutekernels-pool")
+
+    def submit(self, task: Any, deadline_s: float) -> Future[Any]:
+        """Queues one task; the future holds its reply or one of the :class:`ChildFailure` errors."""
+        return self._threads.submit(self._work, task, deadline_s)
+
+    def run(self, tasks: Iterable[Any], deadline_s: float) -> Iterator[tuple[int, Any]]:
+        """``(index, reply)`` of each task as it completes; a failed task yields its ChildFailure as the reply.
+
+        All tasks are queued at once and go on while the caller handles a result. Leaving the loop early, by
+        ``break`` or an exception, drops the tasks not yet begun.
+        """
+        index_of = {self.submit(task, deadline_s): index for index, task in enumerate(tasks)}
+        try:
+            for future in as_completed(list(index_of)):
+                error = future.exception()
+                if error is not None and not isinstance(error, ChildFailure):
+                    raise error
+                yield index_of.pop(future), error if error is not None else future.result()
+        finally:
+            for future in index_of:
+                future.cancel()
+
+    def _work(self, task: Any, deadline_s: float) -> Any:
+        child = self._idle.get()
+        try:
+            return child.ask(task, deadline_s)
+        finally:
+            self._idle.put(child)
+
+    def close(self) -> None:
+        """Kills the children and drops the tasks not yet begun."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for child in self._children:
+            child.close()
+        self._threads.shutdown(wait=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+# ---- the child's side ------------------------------------------------------------------------------------
+
+
+def _serve(request_fd: int, reply_fd: int, target: str) -> None:
+    """The child's life: import ``target``, say so, then answer until the parent closes the pipe."""
+    faulthandler.enable(all_threads=False)
+    for fd in (request_fd, reply_fd):
+        os.set_inheritable(fd, False)  # a compiler this process starts must not keep the parent's pipe open
+    # A reader thread, so that the parent's death ends this process in the middle of a request too.
+    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(request_fd, requests), daemon=True).start()
+    try:
+        module, _, name = target.partition(":")
+        function: Callable[[Any], Any] = getattr(importlib.import_module(module), name)
+    except Exception as error:  # this edge turns any failure into an answer
+        _send(reply_fd, ("error", _described(error)))
+        return
+    _send(reply_fd, ("ready", None))
+    while True:
+        request = requests.get()
+        try:
+            answer = pickle.dumps(("reply", function(pickle.loads(request))))
+        except Exception as error:  # this edge turns any failure into an answer
+            answer = pickle.dumps(("error", _described(error)))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        _send_bytes(reply_fd, answer)
+
+
+def _described(error: Exception) -> tuple[str, str, str]:
+    return type(error).__name__, str(error), "".join(traceback.format_exception(error))[-_TAIL_BYTES:]
+
+
+def _listen(fd: int, requests: queue.SimpleQueue[bytes]) -> None:
+    with os.fdopen(fd, "rb") as stream:
+        while True:
+            header = stream.read(_HEADER.size)
+            if len(header) < _HEADER.size:
+                os._exit(0)  # the parent is gone, or has given this process up
+            requests.put(stream.read(_HEADER.unpack(header)[0]))
+
+
+def _send(fd: int, message: tuple[str, Any]) -> None:
+    _send_bytes(fd, pickle.dumps(message))
+
+
+def _send_bytes(fd: int, payload: bytes) -> None:
+    view = memoryview(_HEADER.pack(len(payload)) + payload)
+    try:
+        while view:
+            view = view[os.write(fd, view) :]
+    except BrokenPipeError:
+        os._exit(0)
