@@ -1,0 +1,288 @@
+"""The one timer: device time per launch, for the tuner and the bench alike.
+
+How a number comes about, and why each step is there:
+
+* A candidate is a list of no-argument launches, one per *input set*. Sets rotate, and :func:`l2_rotation` says how
+  many it takes for an input to have left the L2 cache before it is read again (a 26 MB weight otherwise stays there,
+  and the number is the cache's). One set alone measures a *warm* L2.
+* The launches are captured in a CUDA graph that is replayed whole: no launch gaps, no Python. A graph holds enough
+  launches to run ``least_us``; an untimed replay in front hides the latency of starting the graph and leaves the
+  caches as the timed one will.
+* Candidates take turns, in a new random order each round, so that clocks and temperature drift under all alike; a
+  comparison is paired by round: :meth:`Samples.ratio` is the median of per-round ratios with a bootstrap interval.
+* The inputs' values are the caller's duty: random, never zeros (zeros run up to 15 % faster).
+
+Statistics and scheduling are plain Python over a :class:`Round`; only :class:`GraphRound` touches a GPU, and torch is
+imported there. What belongs here is time; whether a result is *right* is judged in ``verify.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+from typing import Any, Protocol
+
+Launch = Callable[[], object]
+
+L2_FACTOR = 3  # rotated bytes over L2 bytes: replacement is not strictly least-recently-used
+MOST_SETS = 512  # tiny inputs: beyond this the rotation costs more to set up than it tells
+LEAST_ROUNDS = 5  # before any verdict, and despite any budget
+_RACE_MARGIN = 0.97  # a candidate leaves the race when even its interval's upper end is below this
+_RACE_EVERY = 5  # rounds between verdicts: a bootstrap costs as much as a round
+_LEAD_BELOW_US = 5000.0  # longer replays do not notice the few µs of starting a graph
+_MOST_LAUNCHES = 8192  # in one graph
+_RESAMPLES = 1000
+
+
+# ---- statistics ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How many times faster: a value and its 95 % confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Device time of one launch in µs, one sample per round."""
+
+    us: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.us:
+            raise ValueError("Samples needs at least one round; got none")
+
+    @cached_property
+    def median(self) -> float:
+        return median(self.us)
+
+    @cached_property
+    def p20(self) -> float:
+        return _quantile(sorted(self.us), 0.2)
+
+    @cached_property
+    def p80(self) -> float:
+        return _quantile(sorted(self.us), 0.8)
+
+    def ratio(self, other: Samples) -> Ratio:
+        """``time(other) / time(self)``: above 1, ``self`` is the faster one.
+
+        The samples must come from one :func:`time_interleaved`: sample ``i`` of both is the same round. Where one
+        of them left the race early, the rounds they shared count. The interval is a percentile bootstrap over
+        rounds, with a fixed seed: the same samples always give the same verdict.
+        """
+        ratios = [theirs / mine for mine, theirs in zip(self.us, other.us, strict=False)]
+        draw = random.Random(0)
+        count = len(ratios)
+        medians = sorted(median(draw.choices(ratios, k=count)) for _ in range(_RESAMPLES))
+        return Ratio(median(ratios), _quantile(medians, 0.025), _quantile(medians, 0.975))
+
+
+def _quantile(ordered: Sequence[float], q: float) -> float:
+    position = q * (len(ordered) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+# ---- scheduling ------------------------------------------------------------------------------------------
+
+
+def l2_rotation(set_bytes: int, l2_bytes: int) -> int:
+    """How many input sets of ``set_bytes`` (inputs and outputs) keep the L2 cache cold.
+
+    Their bytes are at least three times the L2, up to 512 sets: below ``3 * l2_bytes / 512`` per set (350 KB on an
+    H200) inputs are partly met in the cache, as such small ones are in practice.
+    """
+    if set_bytes <= 0:
+        return 1
+    return max(1, min(MOST_SETS, math.ceil(L2_FACTOR * l2_bytes / set_bytes)))
+
+
+class Round(Protocol):
+    """A candidate made ready: each call runs ``launches`` launches and answers with the µs of one."""
+
+    launches: int
+
+    def __call__(self) -> float: ...
+
+
+Prepare = Callable[[Sequence[Launch], float], Round]
+
+
+def time_interleaved(
+    candidates: Mapping[str, Sequence[Launch] | Round],
+    *,
+    rounds: int = 20,
+    least_us: float = 200.0,
+    budget_us: float | None = None,
+    race: str | None = None,
+    seed: int = 0,
+    prepare: Prepare | None = None,
+) -> dict[str, Samples]:
+    """Device time per launch of each candidate, measured in interleaved rounds.
+
+    Args:
+        candidates: by name, one launch per rotated input set; or a :class:`Round` prepared before.
+        rounds: samples per candidate.
+        least_us: what one replay lasts at least; short kernels are repeated inside the graph.
+        budget_us: stop after this much timed device time, all candidates together, but not before five rounds.
+        race: a candidate's name; others that are clearly slower than it (upper end of the interval below 0.97)
+            stop early, and have fewer samples.
+        seed: of the order of candidates within a round.
+        prepare: makes a :class:`Round` of launches; :class:`GraphRound` unless a test says otherwise.
+
+    Returns:
+        :class:`Samples` by name, in the order of ``candidates``.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1; it is {rounds}")
+    if race is not None and race not in candidates:
+        raise ValueError(f"race names a candidate ({', '.join(candidates)}); it is {race!r}")
+    make = GraphRound if prepare is None else prepare
+    ready: dict[str, Round] = {n: c if callable(c) else make(c, least_us) for n, c in candidates.items()}
+    times: dict[str, list[float]] = {name: [] for name in ready}
+    running = list(ready)
+    order = random.Random(seed)
+    spent_us = 0.0
+    for done in range(1, rounds + 1):
+        order.shuffle(running)
+        for name in running:
+            us = ready[name]()
+            times[name].append(us)
+            spent_us += us * ready[name].launches
+        if budget_us is not None and spent_us >= budget_us and done >= LEAST_ROUNDS:
+            break
+        if race is not None and done % _RACE_EVERY == 0 and done < rounds:
+            leader = Samples(tuple(times[race]))
+            running = [n for n in running if n == race or _in_the_race(Samples(tuple(times[n])), leader)]
+            if running == [race] and len(ready) > 1:
+                break
+    return {name: Samples(tuple(us)) for name, us in times.items()}
+
+
+def _in_the_race(candidate: Samples, leader: Samples) -> bool:
+    return candidate.ratio(leader).high >= _RACE_MARGIN
+
+
+# ---- the GPU ---------------------------------------------------------------------------------------------
+
+
+class GraphRound:
+    """Launches captured in a CUDA graph; each call replays it and returns the device µs of one launch.
+
+    The launches run on torch's current stream, once before the capture (module loading and lazy initialisation
+    are illegal inside it); what they allocate lives in the graph's own pool.
+    """
+
+    def __init__(self, launches: Sequence[Launch], least_us: float = 200.0) -> None:
+        import torch
+
+        cuda: Any = torch.cuda  # torch's own annotations stop here
+        if not launches:
+            raise ValueError("a candidate has at least one launch; got none")
+        self._kept = tuple(launches)  # the graph holds raw pointers: the tensors must outlive it
+        self._stream = cuda.Stream()
+        self._start = cuda.Event(enable_timing=True)
+        self._end = cuda.Event(enable_timing=True)
+        self._lead = True
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for launch in launches:
+                launch()
+        self._stream.synchronize()
+        self._capture(passes=1)
+        self()  # the first replay uploads the graph
+        replay_us = self() * self.launches
+        passes = min(math.ceil(least_us / max(replay_us, 1e-3)), max(1, _MOST_LAUNCHES // len(launches)))
+        if passes > 1:
+            self._capture(passes)
+            self()
+        self._lead = replay_us * passes < _LEAD_BELOW_US
+
+    def _capture(self, passes: int) -> None:
+        import torch
+
+        self.launches = passes * len(self._kept)
+        graph = torch.cuda.CUDAGraph()
+        # torch.cuda.graph() would collect garbage and empty the allocator's cache at each capture, 0.1 s and more;
+        # what it guards against is a collection *during* the capture, so that is what we rule out.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin()
+                try:
+                    for _ in range(passes):
+                        for launch in self._kept:
+                            launch()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
+        self._graph: Any = graph
+
+    def __call__(self) -> float:
+        import torch
+
+        with torch.cuda.stream(self._stream):
+            if self._lead:
+                self._graph.replay()
+            self._start.record()
+            self._graph.replay()
+            self._end.record()
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end)) * 1000 / self.launches
+
+
+# ---- the host --------------------------------------------------------------------------------------------
+
+
+def cpu_us_per_call(
+    fn: Launch,
+    *,
+    calls: int = 200,
+    rounds: int = 15,
+    synchronize: Callable[[], object] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Samples:
+    """Host time of one call in µs: a loop of ``calls``, the device drained before and after, outside the clock.
+
+    ``calls`` stays well under the driver's queue depth (about 1000 launches), past which a call waits for the
+    device and the number is the kernel's.
+    """
+    drain = _device_synchronize() if synchronize is None else synchronize
+    for _ in range(10):
+        fn()
+    times = []
+    for _ in range(rounds):
+        drain()
+        begin = clock()
+        for _ in range(calls):
+            fn()
+        end = clock()
+        times.append((end - begin) * 1e6 / calls)
+    drain()
+    return Samples(tuple(times))
+
+
+def _device_synchronize() -> Callable[[], object]:
+    torch = sys.modules.get("torch")  # a caller that never loaded it has nothing on a device
+    if torch is not None and torch.cuda.is_available():
+        return torch.cuda.synchronize  # type: ignore[no-any-return]
+    return lambda: None

@@ -1,0 +1,116 @@
+"""Right or wrong: outputs judged against a reference, with a tolerance that is derived, not typed in.
+
+The reference is computed in fp32 or better and rounded once to the output's type (``Op.reference``). A correct
+kernel accumulates in its own order and rounds once as well. Per element, its distance to the reference is then
+at most the sum of
+
+* **1.5 ulp** of the output's type at the element's magnitude. Torch's own error is half an ulp, a kernel is
+  granted twice that, and the reference itself is off by another half;
+* **16 ulp of fp32**, relative: the few fp32 operations around the sum (scaling, activation, ``exp2``);
+* the **accumulation error**, absolute: a sum that cancels keeps the error of its large partial sums. Tensor cores
+  truncate once per k-step of 8, each time up to an ulp of a partial sum as large as the typical output:
+  ``depth / 8 * eps(fp32) * rms(expected)`` for sums of ``depth`` products. With fp16 accumulation the ulp is 8192 times
+  larger, so a worst case would allow anything; its steps round to nearest, and four standard deviations
+  of that random walk are granted instead: ``4 * sqrt(depth / 8) * eps(fp16) * rms(expected)``.
+
+:func:`error_ratio` is the worst distance over that sum: up to 1 is right. NaN where the reference has a number is
+infinitely wrong, which is what makes :func:`poison` find elements that nobody wrote. For bf16 and a depth of 4096,
+leaving out *one* product of an element's sum fails (``tests/test_verify.py`` plants it, and other bugs).
+
+Torch is imported inside the functions: a command line that only prints a database loads this file too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from cutekernels.errors import WrongResult
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ULPS = 1.5
+_FP32_ULPS = 16
+_K_STEP = 8  # of one tensor-core instruction, the smallest of any GPU here
+_CHUNK = 1 << 24  # elements compared at a time: fp64 copies of a whole output would not always fit
+ACCUMULATE_EPS = {"fp32": 2.0**-23, "fp16": 2.0**-10}
+
+
+def poison(outputs: Iterable[Tensor | None]) -> None:
+    """Fills ``outputs`` with values no kernel writes: NaN, or an integer type's lowest number."""
+    import torch
+
+    for out in outputs:
+        if out is None:
+            continue
+        if out.is_floating_point():
+            out.fill_(math.nan)
+        elif out.dtype is not torch.bool:
+            out.fill_(torch.iinfo(out.dtype).min)
+
+
+def accumulation_error(expected: Tensor, depth: float, accumulate: str = "fp32") -> float:
+    """What accumulating sums of ``depth`` products may cost, as an absolute error. See the module's text."""
+    if accumulate not in ACCUMULATE_EPS:
+        raise ValueError(f"accumulate must be one of {', '.join(ACCUMULATE_EPS)}; it is {accumulate!r}")
+    if expected.numel() == 0 or not expected.is_floating_point():
+        return 0.0
+    total = 0.0
+    flat = expected.reshape(-1)
+    for begin in range(0, flat.numel(), _CHUNK):
+        total += float(flat[begin : begin + _CHUNK].double().square().sum())
+    rms = math.sqrt(total / flat.numel())
+    steps = max(1.0, depth / _K_STEP)
+    growth = steps if accumulate == "fp32" else 4 * math.sqrt(steps)
+    return growth * ACCUMULATE_EPS[accumulate] * rms
+
+
+def error_ratio(actual: Tensor, expected: Tensor, scale: float = 0.0) -> float:
+    """The worst error of ``actual`` over its tolerance: 1 or less is right, ``inf`` for NaN or an unwritten element.
+
+    Args:
+        actual: what the kernel wrote.
+        expected: the reference, of the same shape and type.
+        scale: absolute error granted to every element, from :func:`accumulation_error`.
+
+    Raises:
+        WrongResult: shapes or types differ.
+    """
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        raise WrongResult(
+            f"an output must be {tuple(expected.shape)} {expected.dtype}; it is {tuple(actual.shape)} {actual.dtype}"
+        )
+    ours, truth = actual.reshape(-1), expected.reshape(-1)
+    worst = 0.0
+    for begin in range(0, truth.numel(), _CHUNK):
+        worst = max(worst, _chunk_ratio(ours[begin : begin + _CHUNK], truth[begin : begin + _CHUNK], scale))
+    return worst
+
+
+def _chunk_ratio(ours: Tensor, truth: Tensor, scale: float) -> float:
+    import torch
+
+    if not truth.is_floating_point():
+        return 0.0 if torch.equal(ours, truth) else math.inf
+    kind = torch.finfo(truth.dtype)
+    a, b = ours.double(), truth.double()
+    # An ulp is eps at the element's power of two, and that of the smallest normal number below it.
+    _, exponent = torch.frexp(b.abs().clamp_min(kind.smallest_normal))
+    ulp = torch.ldexp(torch.full_like(b, kind.eps), exponent - 1)
+    tolerance = _ULPS * ulp + _FP32_ULPS * 2.0**-23 * b.abs() + scale
+    ratio = (a - b).abs() / tolerance
+    # inf - inf is NaN, yet an overflow that the reference has too is right; a NaN in the reference excuses nothing.
+    ratio = torch.where((a == b) & a.isinf(), torch.zeros_like(ratio), ratio)
+    return float(torch.nan_to_num(ratio, nan=math.inf, posinf=math.inf).max())
+
+
+def worst_error(
+    actual: Sequence[Tensor | None], expected: Sequence[Tensor | None], flops: float, accumulate: str = "fp32"
+) -> float:
+    """:func:`error_ratio` over all outputs of a launch; the depth of the sums follows from the problem's ``flops``."""
+    pairs = [(a, e) for a, e in zip(actual, expected, strict=True) if a is not None and e is not None]
+    elements = sum(e.numel() for _, e in pairs)
+    depth = flops / (2 * elements) if elements else 0.0
+    return max((error_ratio(a, e, accumulation_error(e, depth, accumulate)) for a, e in pairs), default=0.0)
