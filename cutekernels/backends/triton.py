@@ -1,0 +1,294 @@
+"""Triton to artifact: compiled for any GPU on any machine, saved as a recipe, launched with little overhead.
+
+The saved file is a *recipe* (JSON: which function, which signature, which constexprs, which target), not a
+binary: Triton keeps binaries in a disk cache of its own, keyed by source, options and version, which is
+placed under our cache directory. Loading a recipe therefore recompiles only when one of those changed.
+
+A recipe is untrusted text: its shape and types are checked, and it can name nothing but a ``@triton.jit``
+function of ``cutekernels.kernels.triton``.
+
+Works with Triton 3.6 to 3.9, which agree on everything used here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar
+
+from cutekernels import settings
+from cutekernels.backends import Artifact, Facts
+from cutekernels.backends.cubin import resource_usage
+from cutekernels.errors import CompileError
+from cutekernels.gpu import ARCHITECTURES, GpuSpec
+
+KERNEL_PACKAGE = "cutekernels.kernels.triton"
+WARP_SIZE = 32
+
+Constant = int | bool | str | float
+Kernel = Callable[..., None]
+
+_TYPES = frozenset(
+    ["constexpr", "i1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "fp32"]
+    + ["*" + t for t in ("i1", "i8", "u8", "i16", "i32", "i64", "fp16", "bf16", "fp32", "fp64")]
+)
+_OPTIONS: dict[str, type] = {"num_warps": int, "num_stages": int, "maxnreg": int, "enable_fp_fusion": bool}
+_CAPABILITIES = frozenset(major * 10 + minor for major, minor in ARCHITECTURES)
+
+_compiling = threading.Lock()
+
+
+# ---- recipes --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that Triton needs to compile one kernel.
+
+    ``signature`` gives every argument its type in order (``"constexpr"`` for one valued in ``constexprs``,
+    which any argument may be); ``divisible`` promises that a pointer (in bytes) or an integer argument is a multiple
+    of a power of two, which is what lets Triton widen loads.
+    """
+
+    module: str
+    function: str
+    signature: dict[str, str]
+    constexprs: dict[str, Constant]
+    divisible: dict[str, int]
+    options: dict[str, Constant]
+    capability: int
+    facts: Facts | None = None
+
+    def __post_init__(self) -> None:
+        for rule, broken in self._rules():
+            if broken:
+                raise CompileError(f"a Triton recipe breaks a rule: {rule}; got {', '.join(map(repr, broken))}")
+
+    def _rules(self) -> Iterator[tuple[str, list[object]]]:
+        """Each rule with what breaks it, in an order that lets a rule lean on those before it."""
+        for text in (self.module, self.function):
+            yield "module and function are text", [] if isinstance(text, str) else [text]
+        inside = re.fullmatch(rf"{re.escape(KERNEL_PACKAGE)}(\.[a-z][a-z0-9_]*)+", self.module)
+        yield f"the module is inside {KERNEL_PACKAGE}", [] if inside else [self.module]
+        public = re.fullmatch(r"[a-z][a-z0-9_]*", self.function)
+        yield "the function is a public identifier", [] if public else [self.function]
+        for table in (self.signature, self.constexprs, self.divisible, self.options):
+            named = isinstance(table, dict) and all(isinstance(key, str) for key in table)
+            yield "signature, constexprs, divisible and options map names to values", [] if named else [table]
+        types = self.signature.values()
+        yield "argument types are Triton's", [t for t in types if not isinstance(t, str) or t not in _TYPES]
+        constants = {n for n, t in self.signature.items() if t == "constexpr"}
+        yield "each constexpr has one value", sorted(constants ^ set(self.constexprs))
+        scalar = (int, bool, str, float)
+        yield "constexprs are numbers, strings or bools", [v for v in self.constexprs.values() if type(v) not in scalar]
+        yield "only run-time arguments are divisible", sorted(set(self.divisible) - (set(self.signature) - constants))
+        divisors = self.divisible.values()
+        yield "divisors are powers of two", [d for d in divisors if type(d) is not int or d < 1 or d & (d - 1)]
+        wrong = [(n, v) for n, v in self.options.items() if type(v) is not _OPTIONS.get(n)]
+        yield f"options are {', '.join(_OPTIONS)}", wrong
+        known = type(self.capability) is int and self.capability in _CAPABILITIES
+        yield f"the target is one of {sorted(_CAPABILITIES)}", [] if known else [self.capability]
+        numbers = () if self.facts is None else (self.facts.registers, self.facts.stack_bytes, self.facts.smem_bytes)
+        yield "facts are whole numbers", [n for n in numbers if type(n) is not int or n < 0]
+
+    def jit_function(self) -> Any:
+        """The ``@triton.jit`` function the recipe names. CompileError for anything else."""
+        from triton.runtime.jit import JITFunction
+
+        try:
+            fn = getattr(import_module(self.module), self.function, None)
+        except ImportError as error:
+            raise CompileError(f"{self.module} cannot be imported: {error}; rebuild the cached kernel") from error
+        if not isinstance(fn, JITFunction):
+            raise CompileError(f"{self.module} has no Triton kernel {self.function!r}; rebuild the cached kernel")
+        if list(fn.arg_names) != list(self.signature):
+            raise CompileError(
+                f"{self.function} takes ({', '.join(fn.arg_names)}), the recipe gives ({', '.join(self.signature)}); "
+                "rebuild the cached kernel"
+            )
+        return fn
+
+    def dump(self) -> str:
+        facts = self.facts and [self.facts.registers, self.facts.stack_bytes, self.facts.smem_bytes]
+        return json.dumps({**vars(self), "facts": facts}, indent=1)
+
+    @classmethod
+    def parse(cls, text: str) -> Recipe:
+        """The recipe in ``text``. CompileError unless every field is there and legal."""
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise CompileError(f"a Triton recipe is JSON: {error}; rebuild the cached kernel") from error
+        expected = set(cls.__dataclass_fields__)
+        if not isinstance(values, dict) or set(values) != expected:
+            raise CompileError(
+                f"a Triton recipe has the fields {', '.join(sorted(expected))}; rebuild the cached kernel"
+            )
+        facts = values.pop("facts")
+        if not isinstance(facts, list) or len(facts) != 3:
+            raise CompileError("a Triton recipe's facts are three numbers; rebuild the cached kernel")
+        return cls(**values, facts=Facts(*facts))
+
+
+# ---- compiling ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _triton_cache() -> Iterator[None]:
+    """Triton's disk cache under our own directory, for the duration of one compile."""
+    from triton import knobs
+
+    directory = settings.load().cache_dir / "triton"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _compiling, knobs.cache.scope():
+        # What `knobs.cache.dir = ...` does, less its side effect: that one also exports TRITON_CACHE_DIR.
+        vars(knobs.cache)["dir"] = str(directory)
+        yield
+
+
+def _compile(recipe: Recipe) -> Any:
+    """Triton's ``CompiledKernel``, from its disk cache where that has it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    fn = recipe.jit_function()
+    source = ASTSource(
+        fn=fn,
+        signature=recipe.signature,
+        constexprs=recipe.constexprs,
+        attrs={(fn.arg_names.index(name),): [["tt.divisibility", n]] for name, n in recipe.divisible.items()},
+    )
+    # Said explicitly since Triton 3.9 warns where it is left open and 3.10 changes what that means.
+    options = {"enable_fp_fusion": True, **recipe.options}
+    with _triton_cache():
+        try:
+            return triton.compile(source, target=GPUTarget("cuda", recipe.capability, WARP_SIZE), options=options)
+        except Exception as error:  # Triton has no root for its errors: front end, MLIR passes, ptxas, file system
+            raise CompileError(
+                f"Triton could not compile {recipe.function} for compute capability {recipe.capability / 10}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+def compile_kernel(
+    fn: Any,
+    *,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, Constant],
+    divisible: Mapping[str, int],
+    options: Mapping[str, Constant],
+    gpu: GpuSpec,
+) -> TritonArtifact:
+    """Compiles ``fn``, a ``@triton.jit`` function of ``cutekernels.kernels.triton``, for ``gpu``. Needs no GPU.
+
+    Arguments are those of :class:`Recipe`. ``options`` are Triton's ``num_warps``, ``num_stages``,
+    ``maxnreg`` and ``enable_fp_fusion`` (default True).
+
+    Raises:
+        CompileError: Triton or ptxas refused, or an argument breaks one of the recipe's rules.
+    """
+    major, minor = gpu.capability
+    recipe = Recipe(
+        fn.__module__,
+        fn.__name__,
+        dict(signature),
+        dict(constexprs),
+        {name: divisor for name, divisor in divisible.items() if divisor > 1},
+        dict(options),
+        major * 10 + minor,
+    )
+    compiled = _compile(recipe)
+    static = resource_usage(compiled.asm["cubin"])[compiled.metadata.name]
+    # Triton asks for all its shared memory at launch; the binary knows of none.
+    facts = replace(static, smem_bytes=static.smem_bytes + compiled.metadata.shared)
+    return TritonArtifact(replace(recipe, facts=facts), compiled)
+
+
+@dataclass(frozen=True, eq=False)
+class TritonArtifact(Artifact):
+    """One compiled Triton kernel and the recipe that makes it again."""
+
+    backend: ClassVar[str] = "triton"
+    recipe: Recipe
+    compiled: Any
+
+    @property
+    def facts(self) -> Facts:  # type: ignore[override]
+        assert self.recipe.facts is not None
+        return self.recipe.facts
+
+    @property
+    def ptx(self) -> str:
+        return str(self.compiled.asm["ptx"])
+
+    def save(self, path: Path) -> None:
+        path.write_text(self.recipe.dump())
+
+    @classmethod
+    def load(cls, path: Path) -> Kernel:
+        """The launchable kernel of the recipe in ``path``. CompileError for a damaged or hostile one."""
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise CompileError(f"{path} is not a readable Triton recipe: {error}") from error
+        recipe = Recipe.parse(text)
+        return launcher(recipe, _compile(recipe))
+
+    def kernel(self) -> Kernel:
+        return launcher(self.recipe, self.compiled)
+
+
+# ---- launching ------------------------------------------------------------------------------------------
+
+
+def launcher(recipe: Recipe, compiled: Any) -> Kernel:
+    """``kernel(grid, *args)``: launches on the current device and torch's current stream of it.
+
+    ``grid`` is three ints; a zero in it launches nothing. ``args`` follow the signature: pointers as
+    ``tensor.data_ptr()`` (an int spares Triton a method call and a driver query per tensor) and ints. What
+    stands in a constexpr's place is ignored; constexprs at the end may be left out. Binaries belong to a device, so each device loads its own at its first launch; where
+    CUDA is up already, the current device's is loaded here, so that a first launch can be captured in a graph.
+    Triton's launch hooks are not called.
+    """
+    import torch
+
+    current_device: Callable[[], int] = torch._C._cuda_getDevice if torch.cuda.is_available() else _no_cuda
+    current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _device: 0)
+    types = list(recipe.signature.values())
+    trailing = len(types) - max((i + 1 for i, t in enumerate(types) if t != "constexpr"), default=0)
+    constants = (None,) * trailing
+    unclaimed = [compiled]
+    loaded: dict[int, tuple[Callable[..., None], int, Any]] = {}
+    loading = threading.Lock()
+
+    def load(device: int) -> tuple[Callable[..., None], int, Any]:
+        with loading:
+            if device not in loaded:
+                own = unclaimed.pop() if unclaimed else _compile(recipe)
+                run = own.run  # loads the binary, and on Triton 3.6 builds the launcher of this signature
+                loaded[device] = (run, own.function, own.packed_metadata)
+                owners.append(own)  # its death would unload the binary
+            return loaded[device]
+
+    owners: list[Any] = []
+
+    def kernel(grid: tuple[int, int, int], *args: Any) -> None:
+        device = current_device()
+        run, function, metadata = loaded.get(device) or load(device)
+        x, y, z = grid
+        run(x, y, z, current_stream(device), function, metadata, None, None, None, *args, *constants)
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        load(current_device())
+    return kernel
+
+
+def _no_cuda() -> int:
+    raise CompileError("no CUDA device is visible, so a compiled kernel cannot be launched; run it where a GPU is")
