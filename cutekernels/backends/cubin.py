@@ -54,7 +54,7 @@ def resource_usage(cubin: bytes) -> dict[str, Facts]:
         file.write(cubin)
         file.flush()
         try:
-            command = [cuobjdump(), "--dump-resource-usage", file.name]
+            command = [str(cuobjdump()), "--dump-resource-usage", file.name]
             done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_TIMEOUT_S)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise CompileError(f"{cuobjdump()} did not run: {error}") from error

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -70,7 +70,7 @@ class Recipe:
             if broken:
                 raise CompileError(f"a Triton recipe breaks a rule: {rule}; got {', '.join(map(repr, broken))}")
 
-    def _rules(self) -> Iterator[tuple[str, list[object]]]:
+    def _rules(self) -> Iterator[tuple[str, Sequence[object]]]:
         """Each rule with what breaks it, in an order that lets a rule lean on those before it."""
         for text in (self.module, self.function):
             yield "module and function are text", [] if isinstance(text, str) else [text]
