@@ -1,0 +1,215 @@
+"""Opening a database: checked, migrated, and ready for transactions that hold under threads, processes and forks.
+
+For writing, an SQLite file is prepared under the file lock ``<path>.lock``: refused on a network filesystem;
+examined, and set aside under another name where it is damaged; migrated; put into the journal mode this SQLite
+version can be trusted with. A PostgreSQL database is migrated under an advisory lock. For reading only, nothing is
+created, migrated or repaired.
+
+Each transaction opens its own connection and closes it (NullPool): a forked child finds none to share. A writing
+transaction on SQLite begins with BEGIN IMMEDIATE, so that two writers queue instead of failing on lock upgrade.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from sqlalchemy import Connection, Engine, create_engine, event, inspect, make_url, text
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.pool import NullPool
+
+from cutekernels import settings
+from cutekernels.db import sqlite
+from cutekernels.db.migrations import HEAD
+from cutekernels.errors import StoreError
+
+WRITING = "cutekernels_writing"  # execution option: this transaction will write
+
+_LOCK_TIMEOUT_S = 120.0
+_CONNECT_TIMEOUT_S = 10
+_MIGRATION_LOCK = 0x6375_7465  # PostgreSQL advisory lock: "cute"
+
+
+def open_engine(url: str, *, readonly: bool = False) -> Engine:
+    """An engine on the database at ``url``, whose schema is this package's.
+
+    Raises:
+        StoreError: unreachable, locked for too long, of a newer schema, not ours, or not writable here.
+    """
+    path = sqlite.path_of(url)
+    with translated(shown(url)):
+        if path is None:
+            engine = _postgres(url)
+            if not readonly:
+                with engine.execution_options(**{WRITING: True}).begin() as connection:
+                    connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _MIGRATION_LOCK})
+                    migrate(connection)
+        elif readonly:
+            if not path.is_file():
+                raise StoreError(f"there is no database at {path}; `cutekernels tune` and `db import` create one")
+            engine = _sqlite(path, readonly=True)
+        else:
+            engine = _sqlite(path)
+            _prepare(path, engine)
+        if readonly:
+            with engine.connect() as connection:
+                _require_head(connection)
+    return engine
+
+
+def shown(url: str) -> str:
+    """``url`` as it may stand in a message: without its password."""
+    try:
+        return make_url(url).render_as_string(hide_password=True)
+    except (ArgumentError, ValueError):
+        return url.partition("://")[0] + "://..."
+
+
+@contextmanager
+def translated(name: str) -> Iterator[None]:
+    """Turns what SQLAlchemy, sqlite3 and the file system raise into a StoreError about database ``name``."""
+    try:
+        yield
+    except (SQLAlchemyError, sqlite3.Error, OSError) as error:
+        cause = str(getattr(error, "orig", None) or error).strip()
+        first = next(iter(cause.splitlines()), type(error).__name__)
+        raise StoreError(f"database {name}: {first}{_remedy(first)}") from error
+
+
+def _remedy(cause: str) -> str:
+    if "locked" in cause:
+        return f"; another process has held it for {sqlite.BUSY_TIMEOUT_S:.0f} s, try again when it is done"
+    if "readonly" in cause or "Permission denied" in cause or "unable to open" in cause or "Read-only" in cause:
+        return "; name a place that you may write with --db or CUTEKERNELS_DB"
+    return ""
+
+
+# ---- engines ------------------------------------------------------------------------------------------------
+
+
+def _postgres(url: str) -> Engine:
+    scheme, _, rest = url.partition("://")
+    if scheme in ("postgres", "postgresql"):  # the driver is ours to choose where the URL names none
+        url = f"postgresql+psycopg://{rest}"
+    elif not scheme.startswith("postgresql+"):
+        raise StoreError(f"a database is an SQLite file or PostgreSQL; {shown(url)!r} is neither")
+    try:
+        return create_engine(url, poolclass=NullPool, connect_args={"connect_timeout": _CONNECT_TIMEOUT_S})
+    except (ImportError, NoSuchModuleError) as error:
+        raise StoreError(f"no driver for {shown(url)}: {error}; pip install 'cutekernels[postgres]'") from error
+    except ValueError as error:
+        raise StoreError(f"not a database URL: {shown(url)}: {error}") from error
+
+
+def _sqlite(path: Path, *, readonly: bool = False) -> Engine:
+    def connect() -> sqlite3.Connection:
+        if readonly:
+            return sqlite.connect_readonly(path, sqlite.BUSY_TIMEOUT_S, immutable=sqlite.needs_immutable(path))
+        return sqlite.connect(path)
+
+    engine = create_engine("sqlite://", creator=connect, poolclass=NullPool)
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        writing = connection.get_execution_options().get(WRITING, False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writing else "BEGIN")
+
+    return engine
+
+
+def _prepare(path: Path, engine: Engine) -> None:
+    filesystem = sqlite.network_filesystem(path)
+    if filesystem is not None:
+        raise StoreError(
+            f"{path} lies on a network filesystem ({filesystem}), where SQLite's locks cannot be trusted; "
+            "name a local file or a PostgreSQL URL with --db or CUTEKERNELS_DB"
+        )
+    if path.exists() and not path.is_file():
+        raise StoreError(f"an SQLite database is a file; {path} is not one")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(f"{path}.lock", timeout=_LOCK_TIMEOUT_S):
+            trouble = sqlite.damage(path) if path.exists() else None
+            if trouble is not None:
+                aside = sqlite.set_aside(path)
+                settings.logger("db").warning(
+                    "the database %s is damaged (%s); it was renamed to %s and a fresh one begun. "
+                    "`sqlite3 FILE .recover` may save its rows",
+                    path,
+                    trouble,
+                    aside,
+                )
+            with engine.execution_options(**{WRITING: True}).begin() as connection:
+                migrate(connection)
+            with closing(sqlite.connect(path)) as connection:
+                sqlite.set_journal_mode(connection, wal=sqlite.wal_is_safe())
+    except Timeout as error:
+        raise StoreError(
+            f"{path}.lock has been held for {_LOCK_TIMEOUT_S:.0f} s: another process is opening the database"
+        ) from error
+
+
+# ---- the schema ---------------------------------------------------------------------------------------------
+
+
+def migrate(connection: Connection) -> None:
+    """Brings the schema to :data:`HEAD` within the connection's transaction.
+
+    Raises:
+        StoreError: the schema is newer than this package, or the file holds somebody else's tables.
+    """
+    found = _version(connection)
+    if found == HEAD:
+        return
+    if found is None:
+        strangers = set(inspect(connection).get_table_names()) - {"alembic_version"}
+        ours = {"gpu", "environment", "trial", "winner", "request"}
+        if strangers & ours or (strangers and connection.dialect.name == "sqlite"):
+            raise StoreError(f"the database holds tables that are not ours: {', '.join(sorted(strangers)[:5])}")
+    elif found > HEAD:
+        raise _newer(found)
+    from alembic import command  # imported here: only the first opening and upgrades need it
+    from alembic.util import CommandError
+
+    try:
+        command.upgrade(alembic_config(connection), "head")
+    except CommandError as error:
+        raise StoreError(f"the database's schema {found!r} cannot be upgraded to {HEAD!r}: {error}") from error
+
+
+def alembic_config(connection: Connection) -> Any:
+    """Alembic's configuration for the packaged migrations on ``connection``; no ``alembic.ini`` involved."""
+    from alembic.config import Config
+
+    config = Config(attributes={"connection": connection})
+    config.set_main_option("script_location", str(files("cutekernels.db") / "migrations").replace("%", "%%"))
+    return config
+
+
+def _require_head(connection: Connection) -> None:
+    found = _version(connection)
+    if found is None:
+        raise StoreError("this is not a tuned-config database: it has no schema revision")
+    if found > HEAD:
+        raise _newer(found)
+    if found != HEAD:
+        raise StoreError(f"the database has schema {found}, older than {HEAD}; any writing command upgrades it")
+
+
+def _version(connection: Connection) -> str | None:
+    if not inspect(connection).has_table("alembic_version"):
+        return None
+    found = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
+    return None if found is None else str(found)
+
+
+def _newer(found: str) -> StoreError:
+    return StoreError(
+        f"the database has schema {found[:40]!r}, newer than {HEAD!r}, the newest this cutekernels knows; "
+        "upgrade cutekernels or name another database with --db or CUTEKERNELS_DB"
+    )

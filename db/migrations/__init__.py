@@ -1,0 +1,7 @@
+"""How the tables came to be: one file in ``versions/`` per change, numbered ``0001``, ``0002``, ...
+
+To add one: write ``versions/NNNN_<what>.py`` and raise :data:`HEAD`. Numbers sort as text, so a database whose
+number is greater than HEAD is newer than this package. Standard library only: the snapshot reads HEAD.
+"""
+
+HEAD = "0001"

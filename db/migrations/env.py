@@ -1,0 +1,16 @@
+"""What Alembic runs around the migrations: on the connection and in the transaction that the caller gives it."""
+
+from __future__ import annotations
+
+from alembic import context
+
+from cutekernels.db.models import Base
+
+context.configure(
+    connection=context.config.attributes["connection"],
+    target_metadata=Base.metadata,
+    # SQLite can roll back DDL; Alembic assumes it cannot. The caller's transaction holds the whole upgrade.
+    transactional_ddl=True,
+    render_as_batch=True,
+)
+context.run_migrations()

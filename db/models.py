@@ -1,0 +1,155 @@
+"""The tables. A change here needs a file in ``migrations/versions/`` (a test compares the two).
+
+The tuning key is (gpu name, op, revision, problem). ``winner`` holds that key and *points* to a trial: a
+configuration stands in one row of ``trial`` and nowhere else. Column names are the fields of
+:class:`cutekernels.db.trial.Trial`.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any, ClassVar
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    DateTime,
+    Dialect,
+    Double,
+    ForeignKey,
+    Index,
+    MetaData,
+    String,
+    Text,
+    TypeDecorator,
+    UniqueConstraint,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from cutekernels.db.trial import ORIGINS, STATUSES
+
+
+class UtcDateTime(TypeDecorator[datetime]):
+    """A moment in UTC: SQLite keeps no offset, so it is put back on reading."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        return None if value is None else value.astimezone(UTC)
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+class Base(DeclarativeBase):
+    """Root of the tables; constraint names are fixed so that migrations can name them."""
+
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s",
+            "ck": "ck_%(table_name)s_%(constraint_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    type_annotation_map: ClassVar[dict[Any, Any]] = {str: Text(), float: Double(), datetime: UtcDateTime()}
+
+
+class Gpu(Base):
+    """A GPU model, told apart by all of its attributes."""
+
+    __tablename__ = "gpu"
+    __table_args__ = (
+        UniqueConstraint("name", "target", "sm_count", "smem_per_block_bytes", "l2_bytes", "memory_bytes"),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str]
+    target: Mapped[str]
+    sm_count: Mapped[int]
+    smem_per_block_bytes: Mapped[int] = mapped_column(BigInteger)
+    l2_bytes: Mapped[int] = mapped_column(BigInteger)
+    memory_bytes: Mapped[int] = mapped_column(BigInteger)
+
+
+class Environment(Base):
+    """The versions a measurement depends on."""
+
+    __tablename__ = "environment"
+    __table_args__ = (UniqueConstraint("driver", "cuda", "dsl", "ptxas", "triton", "torch"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    driver: Mapped[str]
+    cuda: Mapped[str]
+    dsl: Mapped[str]
+    ptxas: Mapped[str]
+    triton: Mapped[str]
+    torch: Mapped[str]
+
+
+def _in(column: str, values: tuple[str, ...]) -> CheckConstraint:
+    return CheckConstraint(f"{column} IN ({', '.join(repr(v) for v in values)})", name=column)
+
+
+class Trial(Base):
+    """One attempt; rows are added and never changed."""
+
+    __tablename__ = "trial"
+    __table_args__ = (
+        _in("origin", ORIGINS),
+        _in("status", STATUSES),
+        Index(None, "op", "revision", "problem", "gpu_id"),
+    )
+
+    id: Mapped[str] = mapped_column(String(36), primary_key=True)
+    created_at: Mapped[datetime]
+    gpu_id: Mapped[int] = mapped_column(ForeignKey("gpu.id"))
+    environment_id: Mapped[int] = mapped_column(ForeignKey("environment.id"))
+    op: Mapped[str]
+    revision: Mapped[int]
+    problem: Mapped[str]
+    config: Mapped[str]
+    origin: Mapped[str]
+    status: Mapped[str]
+    median_us: Mapped[float | None]
+    p20_us: Mapped[float | None]
+    p80_us: Mapped[float | None]
+    samples: Mapped[int | None] = mapped_column(BigInteger)
+    ratio: Mapped[float | None]
+    ratio_low: Mapped[float | None]
+    ratio_high: Mapped[float | None]
+    baseline_us: Mapped[float | None]
+    error: Mapped[float | None]
+    registers: Mapped[int | None] = mapped_column(BigInteger)
+    stack_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    smem_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    message: Mapped[str]
+
+
+class Winner(Base):
+    """Which trial a dispatcher should follow for a tuning key. ``gpu`` is the GPU's name."""
+
+    __tablename__ = "winner"
+
+    gpu: Mapped[str] = mapped_column(primary_key=True)
+    op: Mapped[str] = mapped_column(primary_key=True)
+    revision: Mapped[int] = mapped_column(primary_key=True)
+    problem: Mapped[str] = mapped_column(primary_key=True)
+    trial_id: Mapped[str] = mapped_column(String(36), ForeignKey("trial.id"), index=True)
+
+
+class Request(Base):
+    """A problem that dispatchers met: the tuner's queue. ``gpu`` is the GPU's name."""
+
+    __tablename__ = "request"
+
+    gpu: Mapped[str] = mapped_column(primary_key=True)
+    op: Mapped[str] = mapped_column(primary_key=True)
+    revision: Mapped[int] = mapped_column(primary_key=True)
+    problem: Mapped[str] = mapped_column(primary_key=True)
+    hits: Mapped[int] = mapped_column(BigInteger)
+    last_seen: Mapped[datetime]

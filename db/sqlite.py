@@ -1,0 +1,179 @@
+"""What is particular to SQLite files. Standard library only: a dispatcher's snapshot goes through here.
+
+Four facts of life. Some SQLite versions can lose a write in WAL mode. A file can be damaged. Locks do not work
+on network filesystems. And even a read-only connection creates files beside a database in WAL mode.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+
+from cutekernels.errors import StoreError
+
+BUSY_TIMEOUT_S = 30.0
+SUFFIXES = ("-journal", "-wal", "-shm")
+
+_URL_PREFIX = "sqlite:///"
+_MAGIC = b"SQLite format 3\x00"
+
+# The WAL-reset bug: two connections checkpointing at once could drop committed pages. Fixed in 3.51.3 and carried
+# back to these two branches; see https://sqlite.org/wal.html.
+_WAL_FIXED = (3, 51, 3)
+_WAL_FIXED_BRANCHES = {(3, 50): 7, (3, 44): 6}
+
+_NETWORK_FILESYSTEMS = {
+    "9p",
+    "afs",
+    "beegfs",
+    "ceph",
+    "cifs",
+    "davfs",
+    "gfs",
+    "gfs2",
+    "glusterfs",
+    "gpfs",
+    "lustre",
+    "ncpfs",
+    "nfs",
+    "nfs4",
+    "ocfs2",
+    "orangefs",
+    "panfs",
+    "pvfs2",
+    "smb",
+    "smb2",
+    "smb3",
+    "smbfs",
+    "wekafs",
+    "fuse.ceph",
+    "fuse.ceph-fuse",
+    "fuse.davfs",
+    "fuse.gcsfuse",
+    "fuse.glusterfs",
+    "fuse.juicefs",
+    "fuse.rclone",
+    "fuse.s3fs",
+    "fuse.sshfs",
+}
+
+
+def path_of(url: str) -> Path | None:
+    """The file behind an SQLite URL; None for another database's URL. Raises StoreError for one without a file."""
+    if url.startswith(_URL_PREFIX):
+        text = url[len(_URL_PREFIX) :]
+        if text not in ("", ":memory:"):
+            return Path(text).expanduser().absolute()
+    if url.startswith("sqlite"):
+        raise StoreError(f"an SQLite database is a file, {_URL_PREFIX}<path>; it is {url!r}. Give a path to a file")
+    return None
+
+
+def wal_is_safe(version: tuple[int, int, int] = sqlite3.sqlite_version_info) -> bool:
+    """Whether this SQLite is free of the WAL-reset bug."""
+    fixed_patch = _WAL_FIXED_BRANCHES.get(version[:2])
+    return version >= _WAL_FIXED or (fixed_patch is not None and version[2] >= fixed_patch)
+
+
+def network_filesystem(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
+    """The kind of network filesystem ``path`` lies on (``"nfs4"``, ...); None where it is local or unknown."""
+    try:
+        lines = mounts.read_text(errors="replace").splitlines()
+    except OSError:  # not Linux
+        return None
+    place, kind, best = path.resolve(), None, -1
+    for line in lines:
+        words = line.split()
+        if len(words) < 3:
+            continue
+        mount = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), words[1]))
+        # A later mount hides an earlier one on the same point, hence >=.
+        if place.is_relative_to(mount) and len(mount.parts) >= best:
+            kind, best = words[2], len(mount.parts)
+    return kind if kind in _NETWORK_FILESYSTEMS else None
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """A connection for reading and writing whose transactions the caller begins."""
+    connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+    connection.execute("PRAGMA foreign_keys = ON")
+    return connection
+
+
+def in_wal_mode(path: Path) -> bool:
+    """Whether the file's header says WAL."""
+    with path.open("rb") as file:
+        header = file.read(20)
+    return header.startswith(_MAGIC) and header[18:20] == b"\x02\x02"
+
+
+def needs_immutable(path: Path) -> bool:
+    """Whether only ``immutable=1`` reads this file without creating ``-wal`` and ``-shm`` beside it.
+
+    So it is for a file in WAL mode that nobody has open: its ``-wal`` is absent or empty, all content is in the
+    file itself. Immutable reading takes no lock, so see with :func:`stamp` that nobody wrote meanwhile.
+    """
+    wal = Path(f"{path}-wal")
+    return in_wal_mode(path) and (not wal.exists() or wal.stat().st_size == 0)
+
+
+def connect_readonly(path: Path, timeout_s: float, *, immutable: bool) -> sqlite3.Connection:
+    """A connection that cannot write and does not create the file."""
+    uri = f"{path.as_uri()}?mode=ro" + ("&immutable=1" if immutable else "")
+    return sqlite3.connect(uri, uri=True, timeout=timeout_s, isolation_level=None)
+
+
+def stamp(path: Path) -> tuple[int, ...]:
+    """Changes when a database is written: inode, time and size of the file, and the size of its ``-wal``."""
+    wal = Path(f"{path}-wal")
+    file = path.stat()
+    return file.st_ino, file.st_mtime_ns, file.st_size, wal.stat().st_size if wal.exists() else 0
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with the file, by SQLite's own quick check; None for a sound or an empty one.
+
+    Raises:
+        sqlite3.OperationalError: it cannot be examined: locked, unreadable, disk full.
+    """
+    try:
+        with closing(connect(path)) as connection:
+            verdict = [str(row[0]) for row in connection.execute("PRAGMA quick_check(1)")]
+    except sqlite3.DatabaseError as error:
+        if (error.sqlite_errorcode & 0xFF) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            return str(error)
+        raise
+    return None if verdict == ["ok"] else "; ".join(verdict)
+
+
+def set_aside(path: Path) -> Path:
+    """Renames a damaged file, with its journal, to ``<path>.corrupt-<UTC time>``; nothing is deleted.
+
+    The journal must go along: left behind, SQLite would play it into the new file of that name.
+    """
+    moment = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+    aside = Path(f"{path}.corrupt-{moment}")
+    for suffix in SUFFIXES:
+        companion = Path(f"{path}{suffix}")
+        if companion.exists():
+            companion.rename(f"{aside}{suffix}")
+    path.rename(aside)
+    return aside
+
+
+def set_journal_mode(connection: sqlite3.Connection, *, wal: bool) -> None:
+    """WAL or the rollback journal, where it is not so already.
+
+    A busy file keeps its rollback journal, which is always safe; a busy WAL file that should leave WAL raises.
+    """
+    wanted = "wal" if wal else "delete"
+    if connection.execute("PRAGMA journal_mode").fetchone()[0] == wanted:
+        return
+    try:
+        connection.execute(f"PRAGMA journal_mode = {wanted}")
+    except sqlite3.OperationalError:
+        if not wal:
+            raise

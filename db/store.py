@@ -1,0 +1,450 @@
+"""Store: reading and writing the tuned-config database.
+
+Each method is one transaction, so a killed process leaves whole calls only. A Store may be shared by threads, and
+used on in a forked child: it keeps no connection between calls.
+
+Who wins (:meth:`Store.crown`, :meth:`Store.import_`, :meth:`Store.merge`): a trial of status ``ok``; a predicted one
+never replaces a measured one. ``crown`` is the tuner's word and otherwise replaces. Import and merge compare two
+winners instead: measured beats predicted, then the newer ``created_at`` wins, then the greater id; so merging is a
+union, whatever the order, and doing it twice changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO, TypeVar
+
+from sqlalchemy import ColumnElement, and_, case, func, select
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.dialects import sqlite as sqlite_dialect
+from sqlalchemy.orm import Session
+
+from cutekernels import settings
+from cutekernels.db import models, trial
+from cutekernels.db.engine import WRITING, open_engine, shown, translated
+from cutekernels.db.trial import LINE_LIMIT, Environment, Gpu, Trial
+from cutekernels.errors import StoreError
+
+__all__ = ["Environment", "Gpu", "ImportReport", "Request", "Stat", "Store", "Trial"]
+
+_CLOCK_SKEW = timedelta(days=1)
+_BATCH = 500  # ids per IN (...); SQLite takes 32,766 variables, 999 in old builds
+
+R = TypeVar("R", Gpu, Environment)
+
+_GPU_FIELDS = tuple(f.name for f in fields(Gpu))
+_ENVIRONMENT_FIELDS = tuple(f.name for f in fields(Environment))
+_TRIAL_FIELDS = tuple(f.name for f in fields(Trial) if f.name not in ("gpu", "environment"))
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A problem that dispatchers met and nobody measured. ``gpu`` is the GPU's name."""
+
+    gpu: str
+    op: str
+    revision: int
+    problem: str
+    hits: int
+    last_seen: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """Counts per GPU, op and origin."""
+
+    gpu: str
+    op: str
+    origin: str
+    trials: int
+    ok: int
+    winners: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImportReport:
+    """What an import or a merge did: trials added, winners set, winners that stood against the incoming ones."""
+
+    added: int
+    crowned: int
+    kept: int
+
+
+class Store:
+    """The database at ``url`` (a path, an SQLite or a PostgreSQL URL; None for the one in the settings).
+
+    Opening for writing creates and migrates it; ``readonly`` does neither and works where nothing may be written.
+
+    Raises:
+        StoreError: from every method, when the database cannot be opened, read or written.
+    """
+
+    def __init__(self, url: str | os.PathLike[str] | None = None, *, readonly: bool = False) -> None:
+        self.url = settings.load().database_url if url is None else settings.database_url(os.fspath(url))
+        self._engine = open_engine(self.url, readonly=readonly)
+        self._writer = self._engine.execution_options(**{WRITING: True})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Store({shown(self.url)!r})"
+
+    def close(self) -> None:
+        """Nothing stays open between calls; this is for symmetry and for engines that learn to pool."""
+        self._engine.dispose()
+
+    @contextmanager
+    def _reading(self) -> Iterator[Session]:
+        with translated(shown(self.url)), Session(self._engine) as session, session.begin():
+            yield session
+
+    @contextmanager
+    def _writing(self) -> Iterator[Session]:
+        with translated(shown(self.url)), Session(self._writer) as session, session.begin():
+            yield session
+
+    # ---- trials ---------------------------------------------------------------------------------------------
+
+    def record(self, trials: Iterable[Trial]) -> int:
+        """Adds trials, all or none; those whose id is there already are passed over. Returns how many were added."""
+        batch = list(trials)
+        if not batch:
+            return 0
+        with self._writing() as session:
+            return _add(session, batch)
+
+    def trials(
+        self,
+        *,
+        gpu: str | None = None,
+        op: str | None = None,
+        revision: int | None = None,
+        problem: str | None = None,
+        config: str | None = None,
+        origin: str | None = None,
+        status: str | None = None,
+        limit: int | None = None,
+    ) -> list[Trial]:
+        """Trials with these values, oldest first."""
+        where = _where(gpu, op, revision, problem, origin)
+        for column, value in ((models.Trial.config, config), (models.Trial.status, status)):
+            if value is not None:
+                where.append(column == value)
+        with self._reading() as session:
+            return _select(session, where, by_age=True, limit=limit)
+
+    def trial(self, trial_id: str) -> Trial | None:
+        """The trial with this id, or None."""
+        with self._reading() as session:
+            return next(iter(_by_id(session, [trial_id]).values()), None)
+
+    def find(self, prefix: str, *, limit: int = 10) -> list[Trial]:
+        """Trials whose id starts with ``prefix``, at most ``limit``, oldest first."""
+        starts = models.Trial.id.startswith(prefix.lower(), autoescape=True)
+        with self._reading() as session:
+            return _select(session, [starts], by_age=True, limit=limit)
+
+    # ---- winners --------------------------------------------------------------------------------------------
+
+    def crown(self, trial_id: str) -> bool:
+        """Makes a recorded trial of status ``ok`` the winner of its (gpu, op, revision, problem).
+
+        Returns:
+            False where it is predicted and a measured trial holds the place; True where it is the winner now.
+
+        Raises:
+            StoreError: no such trial, or its status is not ``ok``.
+        """
+        with self._writing() as session:
+            candidate = _by_id(session, [trial_id]).get(trial_id)
+            if candidate is None:
+                raise StoreError(f"there is no trial {trial_id!r} to crown; record it first")
+            if candidate.status != "ok":
+                raise StoreError(f"only a trial of status ok can win; {trial_id} has {candidate.status!r}")
+            return _enthrone(session, candidate, newest=False)
+
+    def winners(
+        self,
+        *,
+        gpu: str | None = None,
+        op: str | None = None,
+        revision: int | None = None,
+        problem: str | None = None,
+        origin: str | None = None,
+    ) -> list[Trial]:
+        """The winning trials with these values, ordered by their tuning key."""
+        with self._reading() as session:
+            return _select(session, _where(gpu, op, revision, problem, origin), winning=True)
+
+    # ---- requests: the tuner's queue ------------------------------------------------------------------------
+
+    def note_requests(self, rows: Iterable[tuple[str, str, int, str, int]]) -> None:
+        """Adds hits to problems that dispatchers met untuned: rows of (gpu, op, revision, problem, hits)."""
+        hits: dict[tuple[str, str, int, str], int] = {}
+        for gpu, op, revision, problem, count in rows:
+            trial.require("gpu", gpu, trial.gpu_name_rule)
+            trial.require("op", op, trial.op_rule)
+            trial.require("revision", revision, trial.revision_rule)
+            trial.require("problem", problem, trial.problem_rule)
+            if type(count) is not int or not 0 < count <= trial.INT32_MAX:
+                raise StoreError(f"hits must be a whole number from 1 to {trial.INT32_MAX}; it is {count!r}")
+            key = (gpu, op, revision, problem)
+            hits[key] = hits.get(key, 0) + count
+        if not hits:
+            return
+        now = datetime.now(UTC)
+        names = ("gpu", "op", "revision", "problem")
+        # Sorted, here and in _add, so that two writers lock rows in one order and never each other out.
+        values = [dict(zip(names, key, strict=True), hits=n, last_seen=now) for key, n in sorted(hits.items())]
+        with self._writing() as session:
+            insert = _insert(session, models.Request)
+            session.execute(
+                insert.on_conflict_do_update(
+                    index_elements=list(names),
+                    set_={"hits": models.Request.hits + insert.excluded.hits, "last_seen": insert.excluded.last_seen},
+                ),
+                values,
+            )
+
+    def requests(self, *, gpu: str | None = None, limit: int | None = None) -> list[Request]:
+        """Problems that dispatchers met and that have no measured winner, most hits first."""
+        request, winner = models.Request, models.Winner
+        measured = (
+            select(winner.trial_id)
+            .join(models.Trial, models.Trial.id == winner.trial_id)
+            .where(
+                and_(*(getattr(winner, k) == getattr(request, k) for k in ("gpu", "op", "revision", "problem"))),
+                models.Trial.origin == "measured",
+            )
+        )
+        query = select(request).where(~measured.exists())
+        if gpu is not None:
+            query = query.where(request.gpu == gpu)
+        query = query.order_by(request.hits.desc(), request.gpu, request.op, request.revision, request.problem)
+        with self._reading() as session:
+            rows = session.scalars(query.limit(limit))
+            return [Request(r.gpu, r.op, r.revision, r.problem, r.hits, r.last_seen) for r in rows]
+
+    def stats(self) -> list[Stat]:
+        """How many trials, good trials and winners there are, per GPU, op and origin."""
+        t, g, w = models.Trial, models.Gpu, models.Winner
+        query = (
+            select(
+                g.name,
+                t.op,
+                t.origin,
+                func.count(),
+                func.sum(case((t.status == "ok", 1), else_=0)),
+                func.count(w.trial_id),
+            )
+            .join(g, g.id == t.gpu_id)
+            .outerjoin(w, w.trial_id == t.id)
+            .group_by(g.name, t.op, t.origin)
+            .order_by(g.name, t.op, t.origin)
+        )
+        with self._reading() as session:
+            return [Stat(*row[:3], *map(int, row[3:])) for row in session.execute(query)]
+
+    # ---- exchange -------------------------------------------------------------------------------------------
+
+    def export(self, target: str | os.PathLike[str] | TextIO, *, gpu: str | None = None, op: str | None = None) -> int:
+        """Writes the winners as JSON lines, ordered by tuning key, to a path (atomically) or a stream.
+
+        Returns:
+            How many there were.
+        """
+        lines = [f"{winner.as_line()}\n" for winner in self.winners(gpu=gpu, op=op)]
+        if isinstance(target, str | os.PathLike):
+            with translated(os.fspath(target)):
+                _replace_file(Path(target), "".join(lines))
+        else:
+            target.writelines(lines)
+        return len(lines)
+
+    def import_(self, source: str | os.PathLike[str] | TextIO) -> ImportReport:
+        """Takes in winners that :meth:`export` wrote; all lines or, where one breaks a rule, none.
+
+        Raises:
+            StoreError: naming the line and the rule it breaks.
+        """
+        if isinstance(source, str | os.PathLike):
+            name = os.fspath(source)
+            # surrogateescape: a byte that is not UTF-8 becomes a character that no rule lets through
+            with translated(name), open(source, encoding="utf-8", errors="surrogateescape") as stream:
+                incoming = _read_lines(stream, name)
+        else:
+            incoming = _read_lines(source, getattr(source, "name", "stream"))
+        return self._take_in(incoming, [t for t in incoming if t.status == "ok"])
+
+    def merge(self, other_url: str | os.PathLike[str]) -> ImportReport:
+        """Takes in every trial and winner of another database; the other one is only read."""
+        with Store(other_url, readonly=True) as other, other._reading() as session:
+            incoming = _select(session, [], by_age=True)
+            champions = _select(session, [], winning=True)
+        return self._take_in(incoming, champions)
+
+    def _take_in(self, incoming: Sequence[Trial], champions: Sequence[Trial]) -> ImportReport:
+        if not incoming:
+            return ImportReport(0, 0, 0)
+        with self._writing() as session:
+            added = _add(session, incoming)
+            # An id that was here already keeps the contents it has here, whatever the incoming row says.
+            recorded = _by_id(session, [t.id for t in champions])
+            best: dict[tuple[str, str, int, str], Trial] = {}
+            for candidate in recorded.values():
+                rival = best.get(candidate.key)
+                if candidate.status == "ok" and (rival is None or _rank(candidate) > _rank(rival)):
+                    best[candidate.key] = candidate
+            crowned = sum(_enthrone(session, best[key], newest=True) for key in sorted(best))
+        return ImportReport(added, crowned, len(champions) - crowned)
+
+
+# ---- statements: each inside a transaction that a Store method opened ----------------------------------------
+
+
+def _insert(session: Session, table: type[models.Base]) -> Any:
+    """INSERT of the database's own dialect: both know ON CONFLICT, each under its own class."""
+    dialect = session.get_bind().dialect.name
+    return postgresql.insert(table) if dialect == "postgresql" else sqlite_dialect.insert(table)
+
+
+def _add(session: Session, batch: Sequence[Trial]) -> int:
+    gpus = _ids(session, models.Gpu, _GPU_FIELDS, {t.gpu for t in batch})
+    environments = _ids(session, models.Environment, _ENVIRONMENT_FIELDS, {t.environment for t in batch})
+    rows = [
+        {name: getattr(t, name) for name in _TRIAL_FIELDS}
+        | {"gpu_id": gpus[t.gpu], "environment_id": environments[t.environment]}
+        for t in sorted(batch, key=lambda t: t.id)
+    ]
+    insert = _insert(session, models.Trial).on_conflict_do_nothing(index_elements=["id"])
+    return len(session.execute(insert.returning(models.Trial.id), rows).all())
+
+
+def _ids(
+    session: Session, table: type[models.Gpu] | type[models.Environment], names: tuple[str, ...], records: set[R]
+) -> dict[R, int]:
+    ids: dict[R, int] = {}
+    for record in sorted(records, key=repr):
+        values = {name: getattr(record, name) for name in names}
+        query = select(table.id).filter_by(**values)
+        found = session.scalar(query)
+        if found is None:
+            session.execute(_insert(session, table).on_conflict_do_nothing(), [values])
+            found = session.scalars(query).one()
+        ids[record] = found
+    return ids
+
+
+def _where(
+    gpu: str | None, op: str | None, revision: int | None, problem: str | None, origin: str | None
+) -> list[ColumnElement[bool]]:
+    t = models.Trial
+    asked = ((models.Gpu.name, gpu), (t.op, op), (t.revision, revision), (t.problem, problem), (t.origin, origin))
+    return [column == value for column, value in asked if value is not None]
+
+
+def _select(
+    session: Session,
+    where: Sequence[ColumnElement[bool]],
+    *,
+    winning: bool = False,
+    by_age: bool = False,
+    limit: int | None = None,
+) -> list[Trial]:
+    t, g = models.Trial, models.Gpu
+    query = select(t, g, models.Environment).join(g, g.id == t.gpu_id)
+    query = query.join(models.Environment, models.Environment.id == t.environment_id).where(*where)
+    if winning:
+        query = query.join(models.Winner, models.Winner.trial_id == t.id)
+    order = (t.created_at, t.id) if by_age else (g.name, t.op, t.revision, t.problem)
+    return [_trial(*row) for row in session.execute(query.order_by(*order).limit(limit))]
+
+
+def _by_id(session: Session, ids: Sequence[str]) -> dict[str, Trial]:
+    found: dict[str, Trial] = {}
+    for start in range(0, len(ids), _BATCH):
+        found |= {t.id: t for t in _select(session, [models.Trial.id.in_(ids[start : start + _BATCH])])}
+    return found
+
+
+def _trial(row: models.Trial, gpu: models.Gpu, environment: models.Environment) -> Trial:
+    return Trial(
+        gpu=Gpu(**{name: getattr(gpu, name) for name in _GPU_FIELDS}),
+        environment=Environment(**{name: getattr(environment, name) for name in _ENVIRONMENT_FIELDS}),
+        **{name: getattr(row, name) for name in _TRIAL_FIELDS},
+    )
+
+
+def _rank(t: Trial) -> tuple[bool, datetime, str]:
+    return t.origin == "measured", t.created_at, t.id
+
+
+def _enthrone(session: Session, candidate: Trial, *, newest: bool) -> bool:
+    """Points the winner at ``candidate`` where the rules let it; the module's docstring states them.
+
+    Atomic against other writers: either the row is inserted here, or it is locked (SQLite: by BEGIN IMMEDIATE)
+    before its holder is looked at. The holder is read by a statement of its own, because PostgreSQL would show a
+    joined trial as it was before the lock was waited for.
+    """
+    names = ("gpu", "op", "revision", "problem")
+    row = dict(zip(names, candidate.key, strict=True), trial_id=candidate.id)
+    insert = _insert(session, models.Winner).on_conflict_do_nothing(index_elements=list(names))
+    if session.execute(insert.returning(models.Winner.trial_id), [row]).all():
+        return True
+    winner = session.get_one(models.Winner, candidate.key, with_for_update=True)
+    holder = _by_id(session, [winner.trial_id])[winner.trial_id]
+    if holder.id == candidate.id:
+        return not newest
+    wins = _rank(candidate) > _rank(holder) if newest else candidate.origin == "measured" or holder.origin != "measured"
+    if wins:
+        winner.trial_id = candidate.id
+        session.flush()
+    return wins
+
+
+# ---- files --------------------------------------------------------------------------------------------------
+
+
+def _read_lines(stream: TextIO, name: str) -> list[Trial]:
+    trials = []
+    latest = datetime.now(UTC) + _CLOCK_SKEW
+    number = 0
+    while line := stream.readline(LINE_LIMIT + 1):
+        number += 1
+        if not line.strip():
+            continue
+        try:
+            incoming = Trial.from_line(line)
+            if incoming.created_at > latest:  # or it would win every comparison from now on
+                raise StoreError(f"created_at lies in the future: {incoming.created_at.isoformat()}")
+        except StoreError as error:
+            raise StoreError(f"{name}, line {number}: {error}; nothing was imported") from None
+        trials.append(incoming)
+    return trials
+
+
+def _replace_file(path: Path, text: str) -> None:
+    """Writes beside ``path`` and renames, so that a reader sees the old file or the new one, whole."""
+    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            os.fchmod(file.fileno(), 0o644)
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
