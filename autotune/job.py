@@ -1,0 +1,189 @@
+"""A job file says what to tune: TOML in, a tuple of :class:`Task` out.
+
+::
+
+    name = "llama-3-8b"          # required; how reports call the job
+    trials = 40                  # attempts per task, the default config included; default 40
+    budget_s = 900               # seconds for the whole job; default none
+
+    [[tasks]]
+    op = "gemm"                  # a name of the ops' registry
+    problems = ["m=4096 n=4096 k=4096", "m=16 n=11008 k=4096 dtype=fp16"]
+
+    [[tasks]]
+    op = "gemm"
+    trials = 20                  # overrides the job's
+    [tasks.grid]                 # every combination of the values below
+    m = [1, 16, 256, 2048]
+    "n k" = [[4096, 4096], [14336, 4096]]      # fields that vary together
+    b_major = "k"                # a single value needs no brackets
+
+A task is an op and a *bucketed* problem: problems that share a bucket are one task, and the first one's ``trials``
+counts. The file is input from outside: unknown keys, wrong types, fields and values that the op does not declare are a
+:class:`~cutekernels.errors.JobError` that names file, key, value and remedy. What belongs here is reading and
+checking; nothing is tuned.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from cutekernels.errors import JobError, UnsupportedProblem
+from cutekernels.op import Op, Problem
+
+DEFAULT_TRIALS = 40
+MOST_TASKS = 10_000
+_JOB_KEYS = ("name", "trials", "budget_s", "tasks")
+_TASK_KEYS = ("op", "trials", "problems", "grid")
+
+FindOp = Callable[[str], Op[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One search: the best config of ``op`` for ``problem``, which is its own bucket."""
+
+    op: Op[Any, Any]
+    problem: Problem
+    trials: int
+
+    def __str__(self) -> str:
+        return f"{self.op.name} [{self.problem}]"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked job file."""
+
+    name: str
+    tasks: tuple[Task, ...]
+    budget_s: float | None = None
+    source: str = ""
+
+
+def bundled() -> tuple[str, ...]:
+    """Names of the job files that come with the package."""
+    folder = resources.files("cutekernels.autotune") / "jobs"
+    return tuple(sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")))
+
+
+def load(job: str | Path, *, find: FindOp | None = None) -> Job:
+    """The job in a file, or the bundled one of that name (``"demo"``).
+
+    Raises:
+        JobError: no such file, or the file breaks a rule.
+    """
+    path = Path(job)
+    if path.is_file():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise JobError(f"{path}: a job file is UTF-8 text; {error}") from error
+        return parse(text, str(path), find=find)
+    if str(job) in bundled():
+        text = (resources.files("cutekernels.autotune") / "jobs" / f"{job}.toml").read_text(encoding="utf-8")
+        return parse(text, f"{job}.toml (bundled)", find=find)
+    raise JobError(f"{str(job)!r} is neither a file nor a bundled job; bundled: {', '.join(bundled())}")
+
+
+def parse(text: str, source: str, *, find: FindOp | None = None) -> Job:
+    """The job that ``text`` describes; ``source`` is how errors call it, ``find`` looks an op up by name."""
+    if find is None:
+        from cutekernels.ops.registry import get as find
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise JobError(f"{source}: not TOML: {error}") from error
+    _known(data, _JOB_KEYS, source)
+    name = data.get("name")
+    if not isinstance(name, str) or not name.strip():
+        raise JobError(f"{source}: name must be a non-empty text, e.g. name = \"my-model\"; it is {name!r}")
+    trials = _trials(data.get("trials", DEFAULT_TRIALS), f"{source}: trials")
+    budget_s = data.get("budget_s")
+    if budget_s is not None and (isinstance(budget_s, bool) or not isinstance(budget_s, int | float) or budget_s <= 0):
+        raise JobError(f"{source}: budget_s must be a number of seconds above 0; it is {budget_s!r}")
+    entries = data.get("tasks")
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise JobError(f"{source}: tasks must be at least one [[tasks]] table; it is {entries!r}")
+    tasks: dict[tuple[str, Problem], Task] = {}
+    for number, entry in enumerate(entries, 1):
+        for task in _tasks(entry, f"{source}: tasks[{number}]", trials, find):
+            tasks.setdefault((task.op.name, task.problem), task)
+    if len(tasks) > MOST_TASKS:
+        raise JobError(f"{source}: a job has at most {MOST_TASKS} tasks; these are {len(tasks)}: split the file")
+    return Job(name, tuple(tasks.values()), None if budget_s is None else float(budget_s), source)
+
+
+def _known(table: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
+    for key in table:
+        if key not in keys:
+            raise JobError(f"{where}: unknown key {key!r} = {table[key]!r}; known: {', '.join(keys)}")
+
+
+def _trials(value: object, where: str) -> int:
+    if type(value) is not int or value < 1:
+        raise JobError(f"{where} must be a whole number from 1 up; it is {value!r}")
+    return value
+
+
+def _tasks(entry: Mapping[str, Any], where: str, trials: int, find: FindOp) -> Iterable[Task]:
+    _known(entry, _TASK_KEYS, where)
+    if not isinstance(entry.get("op"), str):
+        raise JobError(f"{where}.op must name an op, e.g. op = \"gemm\"; it is {entry.get('op')!r}")
+    try:
+        op = find(entry["op"])
+    except UnsupportedProblem as error:
+        raise JobError(f"{where}.op = {entry['op']!r}: {error}") from error
+    trials = _trials(entry.get("trials", trials), f"{where}.trials")
+    texts = list(_problem_texts(entry, where))
+    if not texts:
+        raise JobError(f"{where} holds no problem: give problems = [\"{op.suite[0]}\"] or a [tasks.grid]")
+    for key, text in texts:
+        try:
+            problem = op.Problem.parse(text)
+        except UnsupportedProblem as error:
+            raise JobError(f"{where}.{key}: {text!r} is no problem of {op.name}: {error}") from error
+        if 0 in problem.extents():
+            raise JobError(f"{where}.{key}: {text!r} has an empty extent, so there is nothing to tune: remove it")
+        yield Task(op, problem.bucket(), trials)
+
+
+def _problem_texts(entry: Mapping[str, Any], where: str) -> Iterable[tuple[str, str]]:
+    problems = entry.get("problems", [])
+    if not isinstance(problems, list) or not all(isinstance(text, str) for text in problems):
+        raise JobError(f'{where}.problems must be a list of texts such as "m=16 n=4096 k=4096"; it is {problems!r}')
+    yield from ((f"problems[{number}]", text) for number, text in enumerate(problems, 1))
+    grid = entry.get("grid")
+    if grid is None:
+        return
+    if not isinstance(grid, dict) or not grid:
+        raise JobError(f"{where}.grid must be a table of field = [values]; it is {grid!r}")
+    axes = [_axis(key, value, f"{where}.grid") for key, value in grid.items()]
+    size = 1
+    for axis in axes:
+        size *= len(axis)
+    if size > MOST_TASKS:
+        raise JobError(f"{where}.grid spans {size} problems; at most {MOST_TASKS}: shorten its lists")
+    yield from (("grid", " ".join(words)) for words in product(*axes))
+
+
+def _axis(key: str, value: object, where: str) -> list[str]:
+    """The texts of one grid axis: ``m`` with [1, 16] -> ["m=1", "m=16"]; ``"n k"`` with [[2, 3]] -> ["n=2 k=3"]."""
+    fields = key.split()
+    values = value if isinstance(value, list) else [value]
+    if not fields or not values:
+        raise JobError(f"{where}.{key!r} must be a value or a non-empty list of values; it is {value!r}")
+    texts = []
+    for entry in values:
+        row = entry if len(fields) > 1 else [entry]
+        if not isinstance(row, list) or len(row) != len(fields) or not all(isinstance(v, int | str) for v in row):
+            wanted = f"a list of {len(fields)} values, one per field" if len(fields) > 1 else "a whole number or a text"
+            raise JobError(f"{where}.{key!r}: each value must be {wanted}; one is {entry!r}")
+        texts.append(" ".join(f"{f}={int(v) if isinstance(v, bool) else v}" for f, v in zip(fields, row, strict=True)))
+    return texts

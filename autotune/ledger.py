@@ -1,0 +1,160 @@
+"""One task's rows of the database: what was tried before, and how an outcome becomes a trial.
+
+Every attempt is a row the moment it is known, so a run that is killed loses the attempt in flight and nothing else.
+What belongs here is the translation between a search's words (config objects, facts, samples, failures) and
+:class:`~cutekernels.db.store.Trial`; decisions are ``search.py``'s and ``predict.py``'s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from cutekernels.backends import Facts
+from cutekernels.db.store import Environment, Gpu, Store, Trial
+from cutekernels.errors import CuteKernelsError, InvalidConfig, UnsupportedProblem
+from cutekernels.gpu import GpuSpec
+from cutekernels.isolate import ChildDied, ChildFailure, ChildTimeout, RemoteError
+from cutekernels.measure import Ratio, Samples
+from cutekernels.op import Config, Op, Problem
+
+ATTEMPTS = ("ok", "compile_error", "wrong_result", "crashed", "timeout", "pruned")
+"""Statuses that count against a task's budget; ``invalid`` cost nothing."""
+
+_REMOTE_STATUS = {"CompileError": "compile_error", "InvalidConfig": "invalid", "WrongResult": "wrong_result"}
+
+
+class Ledger:
+    """The rows of one (gpu, op, revision, problem)."""
+
+    def __init__(
+        self, store: Store, op: Op[Any, Any], problem: Problem, gpu: GpuSpec, environment: Environment, origin: str
+    ) -> None:
+        self.op, self.problem, self.gpu, self.origin = op, problem, gpu, origin
+        self._store = store
+        self._gpu_row = Gpu(
+            gpu.name, gpu.target, gpu.sm_count, gpu.smem_per_block_bytes, gpu.l2_bytes, gpu.memory_bytes
+        )
+        self._environment = environment
+        self._key: dict[str, Any] = dict(gpu=gpu.name, op=op.name, revision=op.revision, problem=str(problem))
+
+    # -- reading
+
+    def history(self) -> list[Trial]:
+        """Earlier rows of this task and origin, oldest first."""
+        return self._store.trials(**self._key, origin=self.origin)
+
+    def winner(self) -> Trial | None:
+        winners = self._store.winners(**self._key)
+        return winners[0] if winners else None
+
+    def config_of(self, trial: Trial) -> Config | None:
+        """The trial's config, or None where today's declaration no longer reads it."""
+        try:
+            config: Config = self.op.Config.parse(trial.config)
+        except InvalidConfig:
+            return None
+        return config
+
+    def seeds(self, neighbours: int = 3) -> list[Config]:
+        """The previous winner of this task, then those of the nearest problems with the same static fields."""
+        found: list[tuple[float, str, Trial]] = []
+        for trial in self._store.winners(gpu=self.gpu.name, op=self.op.name, revision=self.op.revision):
+            try:
+                other = self.op.Problem.parse(trial.problem)
+            except UnsupportedProblem:
+                continue  # a row from before a field changed
+            if other.static() == self.problem.static():
+                found.append((_log_distance(self.problem, other), trial.problem, trial))
+        found.sort(key=lambda row: row[:2])
+        configs = [self.config_of(trial) for _, _, trial in found[: neighbours + 1]]
+        return [c for c in configs if c is not None]
+
+    # -- writing
+
+    def write(
+        self,
+        config: Config,
+        status: str,
+        *,
+        facts: Facts | None = None,
+        samples: Samples | None = None,
+        ratio: Ratio | None = None,
+        estimate_us: float | None = None,
+        error: float | None = None,
+        message: str = "",
+    ) -> Trial:
+        """Records one attempt and returns its row."""
+        trial = self.row(
+            config,
+            status,
+            facts=facts,
+            samples=samples,
+            ratio=ratio,
+            estimate_us=estimate_us,
+            error=error,
+            message=message,
+        )
+        self.record([trial])
+        return trial
+
+    def row(
+        self,
+        config: Config,
+        status: str,
+        *,
+        facts: Facts | None = None,
+        samples: Samples | None = None,
+        ratio: Ratio | None = None,
+        estimate_us: float | None = None,
+        error: float | None = None,
+        message: str = "",
+    ) -> Trial:
+        """A row not yet recorded, for callers that record many at once."""
+        return Trial.new(
+            gpu=self._gpu_row,
+            environment=self._environment,
+            op=self.op.name,
+            revision=self.op.revision,
+            problem=str(self.problem),
+            config=str(config),
+            origin=self.origin,
+            status=status,
+            median_us=samples.median if samples else estimate_us,
+            p20_us=samples.p20 if samples else None,
+            p80_us=samples.p80 if samples else None,
+            samples=len(samples.us) if samples else None,
+            ratio=ratio.value if ratio else None,
+            ratio_low=ratio.low if ratio else None,
+            ratio_high=ratio.high if ratio else None,
+            error=error,
+            registers=facts.registers if facts else None,
+            stack_bytes=facts.stack_bytes if facts else None,
+            smem_bytes=facts.smem_bytes if facts else None,
+            message=message,
+        )
+
+    def record(self, trials: Iterable[Trial]) -> None:
+        self._store.record(trials)
+
+    def crown(self, trial: Trial) -> bool:
+        """Points the task's winner at ``trial``; False where a measured winner keeps a predicted one out."""
+        return self._store.crown(trial.id)
+
+
+def status_of(failure: CuteKernelsError, *, compiling: bool) -> str:
+    """The status that names a failed request: which process failed, and how."""
+    if isinstance(failure, RemoteError) and failure.type_name in _REMOTE_STATUS:
+        return _REMOTE_STATUS[failure.type_name]
+    if compiling and isinstance(failure, ChildFailure):
+        return "compile_error"
+    if isinstance(failure, ChildTimeout):
+        return "timeout"
+    if isinstance(failure, ChildDied | RemoteError):
+        return "crashed"
+    raise failure
+
+
+def _log_distance(a: Problem, b: Problem) -> float:
+    return sum(abs(math.log2(max(x, 1)) - math.log2(max(y, 1))) for x, y in zip(a.extents(), b.extents(), strict=True))

@@ -1,0 +1,77 @@
+"""The processes behind a search: a pool of compilers that see no GPU, and one worker that measures on it.
+
+A search talks to :class:`Runtime`, a protocol of three verbs; :class:`LocalRuntime` is the one that starts processes.
+Deadlines live here: a compile, the first request of a problem (inputs, reference, a cold CUDA context) and a
+measurement each have their own.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any, Protocol, Self
+
+from cutekernels.autotune.worker import Measure, Outcome
+from cutekernels.backends import Facts
+from cutekernels.gpu import GpuSpec
+from cutekernels.isolate import Child, Pool
+from cutekernels.op import Config, Op, Problem
+
+COMPILE_TARGET = "cutekernels.compile:compile_task"
+WORKER_TARGET = "cutekernels.autotune.worker:answer"
+COMPILE_DEADLINE_S = 120.0
+PREPARE_DEADLINE_S = 180.0
+MEASURE_DEADLINE_S = 30.0
+
+
+class Runtime(Protocol):
+    """What a search needs of the machine."""
+
+    width: int
+    """Compiles that run at once."""
+
+    def compile(self, op: Op[Any, Any], problem: Problem, config: Config, gpu: GpuSpec) -> Future[Facts]:
+        """Starts a compile; the future holds its facts or a :class:`~cutekernels.isolate.ChildFailure`."""
+        ...
+
+    def measure(self, request: Measure) -> dict[str, Outcome]:
+        """Outcomes by config. Raises :class:`~cutekernels.isolate.ChildFailure`; the next request works again."""
+        ...
+
+    def refresh(self) -> None:
+        """The next measurement runs in a fresh process."""
+        ...
+
+
+class LocalRuntime:
+    """Processes on this machine. ``jobs`` compilers; the worker starts with the first measurement."""
+
+    def __init__(self, jobs: int) -> None:
+        self.width = jobs
+        # Blind, so that hundreds of megabytes of CUDA context are not made once per compiler.
+        self._pool = Pool(COMPILE_TARGET, jobs, env={"CUDA_VISIBLE_DEVICES": ""})
+        self._worker = Child(WORKER_TARGET)
+        self._prepared: tuple[int | None, object] | None = None
+
+    def compile(self, op: Op[Any, Any], problem: Problem, config: Config, gpu: GpuSpec) -> Future[Facts]:
+        return self._pool.submit((op.name, str(problem), str(config), gpu.name), COMPILE_DEADLINE_S)
+
+    def measure(self, request: Measure) -> dict[str, Outcome]:
+        if self._worker.pid is None or self._prepared != (self._worker.pid, request.prepare):
+            self._worker.ask(request.prepare, PREPARE_DEADLINE_S)
+            self._prepared = (self._worker.pid, request.prepare)
+        outcomes: dict[str, Outcome] = self._worker.ask(request, MEASURE_DEADLINE_S)
+        return outcomes
+
+    def refresh(self) -> None:
+        self._worker.kill()
+
+    def close(self) -> None:
+        """Ends all processes; compiles not yet begun are dropped."""
+        self._pool.close()
+        self._worker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,175 @@
+"""Inside the measuring process: load a compiled config, verify it, time it. One problem at a time, one GPU.
+
+Runs in a spawned :class:`~cutekernels.isolate.Child`, because a wrong candidate can fault (which ruins the CUDA context
+of its whole process) or hang. Requests are :class:`Prepare` and :class:`Measure`; both carry everything needed, so a
+fresh process answers as well as the one that died. A candidate passes three gates:
+
+1. its outputs are poisoned with NaN, launched into once, and compared with the op's reference (``verify.py``);
+2. it is timed, interleaved with the others of the request, over input sets that keep the L2 cold (``measure.py``);
+3. the outputs are poisoned again and one timed round is repeated and compared: a race that a single launch does not
+   show, or a launch that a graph captured wrongly, ends here.
+
+After a failure the device is asked whether it still works; where it does not, the process ends itself, and the
+parent sees a death rather than one error for each later candidate.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from cutekernels import compile as compiler
+from cutekernels import gpu as gpus
+from cutekernels.errors import UnknownGpu
+from cutekernels.measure import GraphRound, Launch, l2_rotation, time_interleaved
+from cutekernels.op import Config, Op, Problem
+from cutekernels.ops import registry
+from cutekernels.verify import poison, worst_error
+
+DEVICE_LOST = 70  # exit code: the CUDA context is unusable
+_MEMORY_SHARE = 0.5  # of what is free, for input sets; references and graphs need the rest
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Make the inputs and the reference of a problem."""
+
+    op: str
+    problem: str
+    gpu: str
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Verify ``configs`` and time those that are right, interleaved. ``race`` is the one to beat (``measure.py``)."""
+
+    prepare: Prepare
+    configs: tuple[str, ...]
+    race: str | None = None
+    rounds: int = 20
+    budget_us: float | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one config. ``error`` over 1 means a wrong result, which was not timed or does not count."""
+
+    error: float
+    us: tuple[float, ...] = ()
+
+    @property
+    def right(self) -> bool:
+        return self.error <= 1 and bool(self.us)
+
+
+def answer(request: Prepare | Measure) -> dict[str, Outcome] | None:
+    """The process's one entry: outcomes by config for :class:`Measure`, None for :class:`Prepare`."""
+    import torch
+
+    try:
+        if isinstance(request, Prepare):
+            _bench(request)
+            return None
+        return _bench(request.prepare).measure(request)
+    except Exception:
+        try:
+            torch.cuda.synchronize()
+        except Exception:  # a sticky error: every later call in this process would fail with it
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(DEVICE_LOST)
+        raise
+
+
+_current: tuple[Prepare, _Bench] | None = None
+
+
+def _bench(request: Prepare) -> _Bench:
+    global _current
+    if _current is None or _current[0] != request:
+        _release()
+        _current = (request, _Bench(request))
+    return _current[1]
+
+
+def _release() -> None:
+    """Drops the previous problem's tensors and graphs before the next one's are made."""
+    global _current
+    import torch
+
+    _current = None
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+class _Bench:
+    """One problem's input sets, reference and prepared candidates."""
+
+    def __init__(self, request: Prepare) -> None:
+        import torch
+
+        spec = gpus.detect()
+        if spec.name != request.gpu:
+            raise UnknownGpu(f"the job tunes for {request.gpu}, the GPU here is {spec.name}: name it with --gpu auto")
+        self.gpu = spec
+        self.op: Op[Any, Any] = registry.get(request.op)
+        self.problem: Problem = self.op.Problem.parse(request.problem)
+        first = self._input_set(request.seed)
+        set_bytes = sum(t.numel() * t.element_size() for part in first for t in part if isinstance(t, torch.Tensor))
+        room = int(torch.cuda.mem_get_info()[0] * _MEMORY_SHARE) // max(1, set_bytes)
+        count = max(1, min(l2_rotation(set_bytes, spec.l2_bytes), room + 1))
+        # Seeds 1000 apart: two requests' seeds (the search's and the final's) share no input set.
+        self.sets = [first, *(self._input_set(request.seed * 1000 + i) for i in range(1, count))]
+        self.expected = self.op.reference(self.problem, *first[1])
+        self._rounds: dict[str, GraphRound] = {}
+        self._errors: dict[str, float] = {}
+
+    def _input_set(self, seed: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        args = self.op.sample(self.problem, "cuda", seed)
+        return self.op.outputs(self.problem, *args), args
+
+    def measure(self, request: Measure) -> dict[str, Outcome]:
+        self._rounds = {text: r for text, r in self._rounds.items() if text in request.configs}
+        for text in request.configs:
+            if text not in self._errors:
+                self._load(text)
+            elif self._errors[text] <= 1 and text not in self._rounds:
+                self._rounds[text] = GraphRound(self._launches(self.op.Config.parse(text)))
+        rounds = {text: self._rounds[text] for text in request.configs if text in self._rounds}
+        race = request.race if request.race in rounds else None
+        samples = {}
+        if rounds:
+            samples = time_interleaved(rounds, rounds=request.rounds, budget_us=request.budget_us, race=race)
+        for text, timed in rounds.items():
+            poison(self.sets[0][0])
+            timed()
+            self._errors[text] = max(self._errors[text], self._error())
+        return {t: Outcome(self._errors[t], samples[t].us if t in samples else ()) for t in request.configs}
+
+    def _load(self, text: str) -> None:
+        """Gate one: a single launch into poisoned outputs; the right ones are captured for timing."""
+        import torch
+
+        launches = self._launches(self.op.Config.parse(text))
+        poison(self.sets[0][0])
+        launches[0]()
+        torch.cuda.synchronize()
+        self._errors[text] = self._error()
+        if self._errors[text] <= 1:
+            self._rounds[text] = GraphRound(launches)
+
+    def _launches(self, config: Config) -> list[Launch]:
+        kernel = compiler.get(self.op, self.problem, config, self.gpu)
+        launch = self.op.bind(self.problem, config, kernel)
+        return [partial(launch, *outputs, *args) for outputs, args in self.sets]
+
+    def _error(self) -> float:
+        # A problem that accumulates in less than fp32 says so in a plain field called "accumulate".
+        accumulate = getattr(self.problem, "accumulate", "fp32")
+        return worst_error(self.sets[0][0], self.expected, self.op.work(self.problem).flops, accumulate)
