@@ -46,9 +46,7 @@ def open_engine(url: str, *, readonly: bool = False) -> Engine:
         if path is None:
             engine = _postgres(url)
             if not readonly:
-                with engine.execution_options(**{WRITING: True}).begin() as connection:
-                    connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _MIGRATION_LOCK})
-                    migrate(connection)
+                _upgrade(engine)
         elif readonly:
             if not path.is_file():
                 raise StoreError(f"there is no database at {path}; `cutekernels tune` and `db import` create one")
@@ -107,10 +105,22 @@ def _postgres(url: str) -> Engine:
 
 
 def _sqlite(path: Path, *, readonly: bool = False) -> Engine:
+    def connect_readonly() -> sqlite3.Connection:
+        return sqlite.connect_readonly(path, sqlite.BUSY_TIMEOUT_S, immutable=sqlite.needs_immutable(path))
+
     def connect() -> sqlite3.Connection:
-        if readonly:
-            return sqlite.connect_readonly(path, sqlite.BUSY_TIMEOUT_S, immutable=sqlite.needs_immutable(path))
-        return sqlite.connect(path)
+        if not readonly:
+            return sqlite.connect(path)
+        connection = connect_readonly()
+        try:
+            connection.execute("PRAGMA schema_version").fetchone()
+        except sqlite3.OperationalError as error:
+            connection.close()
+            if not sqlite.is_half_written(error):
+                raise
+            sqlite.roll_back(path)
+            return connect_readonly()
+        return connection
 
     engine = create_engine("sqlite://", creator=connect, poolclass=NullPool)
 
@@ -144,8 +154,7 @@ def _prepare(path: Path, engine: Engine) -> None:
                     trouble,
                     aside,
                 )
-            with engine.execution_options(**{WRITING: True}).begin() as connection:
-                migrate(connection)
+            _upgrade(engine)
             with closing(sqlite.connect(path)) as connection:
                 sqlite.set_journal_mode(connection, wal=sqlite.wal_is_safe())
     except Timeout as error:
@@ -157,12 +166,18 @@ def _prepare(path: Path, engine: Engine) -> None:
 # ---- the schema ---------------------------------------------------------------------------------------------
 
 
-def migrate(connection: Connection) -> None:
-    """Brings the schema to :data:`HEAD` within the connection's transaction.
+def _upgrade(engine: Engine) -> None:
+    with engine.connect() as connection:
+        if _version(connection) == HEAD:  # nearly always: no writer has to be waited for
+            return
+    with engine.execution_options(**{WRITING: True}).begin() as connection:
+        if connection.dialect.name == "postgresql":
+            connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _MIGRATION_LOCK})
+        _migrate(connection)
 
-    Raises:
-        StoreError: the schema is newer than this package, or the file holds somebody else's tables.
-    """
+
+def _migrate(connection: Connection) -> None:
+    """Brings the schema to :data:`HEAD` within the connection's transaction; refuses what it does not know."""
     found = _version(connection)
     if found == HEAD:
         return

@@ -140,13 +140,16 @@ def _read_sqlite(path: Path, gpu: str) -> list[_Row]:
     if not path.is_file():
         raise StoreError("it is not a file")
     for _ in range(_ATTEMPTS):
-        before, immutable = sqlite.stamp(path), sqlite.needs_immutable(path)
+        immutable = sqlite.needs_immutable(path)
+        before = sqlite.stamp(path) if immutable else None
         try:
             with closing(sqlite.connect_readonly(path, _TIMEOUT_S, immutable=immutable)) as connection:
                 connection.execute("BEGIN")  # one view of the file for both statements
                 _require_known(connection.execute(_VERSION).fetchone())
                 rows = connection.execute(_WINNERS, {"gpu": gpu}).fetchall()
-        except sqlite3.DatabaseError:
+        except sqlite3.DatabaseError as error:
+            if sqlite.is_half_written(error):
+                raise StoreError("a killed writer left it half-written; `cutekernels db stats` repairs it") from error
             # Immutable reading takes no lock: what looks damaged may be a checkpoint under way.
             if immutable and sqlite.stamp(path) != before:
                 continue

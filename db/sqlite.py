@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
+import time
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,50 +16,22 @@ from pathlib import Path
 from cutekernels.errors import StoreError
 
 BUSY_TIMEOUT_S = 30.0
+
 SUFFIXES = ("-journal", "-wal", "-shm")
 
+_TIME_STEP_S = 0.03  # three times the coarsest kernel clock
 _URL_PREFIX = "sqlite:///"
 _MAGIC = b"SQLite format 3\x00"
 
 # The WAL-reset bug: two connections checkpointing at once could drop committed pages. Fixed in 3.51.3 and carried
-# back to these two branches; see https://sqlite.org/wal.html.
+# back to these two branches.
 _WAL_FIXED = (3, 51, 3)
 _WAL_FIXED_BRANCHES = {(3, 50): 7, (3, 44): 6}
 
-_NETWORK_FILESYSTEMS = {
-    "9p",
-    "afs",
-    "beegfs",
-    "ceph",
-    "cifs",
-    "davfs",
-    "gfs",
-    "gfs2",
-    "glusterfs",
-    "gpfs",
-    "lustre",
-    "ncpfs",
-    "nfs",
-    "nfs4",
-    "ocfs2",
-    "orangefs",
-    "panfs",
-    "pvfs2",
-    "smb",
-    "smb2",
-    "smb3",
-    "smbfs",
-    "wekafs",
-    "fuse.ceph",
-    "fuse.ceph-fuse",
-    "fuse.davfs",
-    "fuse.gcsfuse",
-    "fuse.glusterfs",
-    "fuse.juicefs",
-    "fuse.rclone",
-    "fuse.s3fs",
-    "fuse.sshfs",
-}
+_NETWORK_FILESYSTEM = re.compile(
+    r"(fuse\.)?(9p|afs|beegfs|ceph|ceph-fuse|cifs|davfs|gcsfuse|gfs2?|glusterfs|gpfs|juicefs|lustre|ncpfs|nfs4?|ocfs2"
+    r"|orangefs|panfs|pvfs2|rclone|s3fs|smb[23]?|smbfs|sshfs|wekafs)"
+)
 
 
 def path_of(url: str) -> Path | None:
@@ -93,7 +66,7 @@ def network_filesystem(path: Path, mounts: Path = Path("/proc/mounts")) -> str |
         # A later mount hides an earlier one on the same point, hence >=.
         if place.is_relative_to(mount) and len(mount.parts) >= best:
             kind, best = words[2], len(mount.parts)
-    return kind if kind in _NETWORK_FILESYSTEMS else None
+    return kind if kind is not None and _NETWORK_FILESYSTEM.fullmatch(kind) else None
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -126,8 +99,26 @@ def connect_readonly(path: Path, timeout_s: float, *, immutable: bool) -> sqlite
     return sqlite3.connect(uri, uri=True, timeout=timeout_s, isolation_level=None)
 
 
+def is_half_written(error: sqlite3.Error) -> bool:
+    """Whether reading failed because a killed writer's transaction has yet to be rolled back (:func:`roll_back`)."""
+    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_READONLY_ROLLBACK
+
+
+def roll_back(path: Path) -> None:
+    """Undoes what a killed writer left half-written, as SQLite does on any first reading that is allowed to write."""
+    with closing(connect(path)) as connection:
+        connection.execute("PRAGMA schema_version").fetchone()
+
+
 def stamp(path: Path) -> tuple[int, ...]:
-    """Changes when a database is written: inode, time and size of the file, and the size of its ``-wal``."""
+    """Changes when a database is written: inode, time and size of the file, and the size of its ``-wal``.
+
+    File times move in steps of up to 10 ms: two writes within a step share one. So a file written just now is
+    given time to age; a write after this stamp then shows.
+    """
+    age_s = time.time() - path.stat().st_mtime
+    if 0 <= age_s < _TIME_STEP_S:
+        time.sleep(_TIME_STEP_S - age_s)
     wal = Path(f"{path}-wal")
     file = path.stat()
     return file.st_ino, file.st_mtime_ns, file.st_size, wal.stat().st_size if wal.exists() else 0
