@@ -94,8 +94,6 @@ def load(job: str | Path, *, find: FindOp | None = None) -> Job:
 
 def parse(text: str, source: str, *, find: FindOp | None = None) -> Job:
     """The job that ``text`` describes; ``source`` is how errors call it, ``find`` looks an op up by name."""
-    if find is None:
-        from cutekernels.ops.registry import get as find
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -103,7 +101,7 @@ def parse(text: str, source: str, *, find: FindOp | None = None) -> Job:
     _known(data, _JOB_KEYS, source)
     name = data.get("name")
     if not isinstance(name, str) or not name.strip():
-        raise JobError(f"{source}: name must be a non-empty text, e.g. name = \"my-model\"; it is {name!r}")
+        raise JobError(f'{source}: name must be a non-empty text, e.g. name = "my-model"; it is {name!r}')
     trials = _trials(data.get("trials", DEFAULT_TRIALS), f"{source}: trials")
     budget_s = data.get("budget_s")
     if budget_s is not None and (isinstance(budget_s, bool) or not isinstance(budget_s, int | float) or budget_s <= 0):
@@ -113,11 +111,17 @@ def parse(text: str, source: str, *, find: FindOp | None = None) -> Job:
         raise JobError(f"{source}: tasks must be at least one [[tasks]] table; it is {entries!r}")
     tasks: dict[tuple[str, Problem], Task] = {}
     for number, entry in enumerate(entries, 1):
-        for task in _tasks(entry, f"{source}: tasks[{number}]", trials, find):
+        for task in _tasks(entry, f"{source}: tasks[{number}]", trials, find or _registered):
             tasks.setdefault((task.op.name, task.problem), task)
     if len(tasks) > MOST_TASKS:
         raise JobError(f"{source}: a job has at most {MOST_TASKS} tasks; these are {len(tasks)}: split the file")
     return Job(name, tuple(tasks.values()), None if budget_s is None else float(budget_s), source)
+
+
+def _registered(name: str) -> Op[Any, Any]:
+    from cutekernels.ops import registry
+
+    return registry.get(name)
 
 
 def _known(table: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
@@ -135,7 +139,7 @@ def _trials(value: object, where: str) -> int:
 def _tasks(entry: Mapping[str, Any], where: str, trials: int, find: FindOp) -> Iterable[Task]:
     _known(entry, _TASK_KEYS, where)
     if not isinstance(entry.get("op"), str):
-        raise JobError(f"{where}.op must name an op, e.g. op = \"gemm\"; it is {entry.get('op')!r}")
+        raise JobError(f'{where}.op must name an op, e.g. op = "gemm"; it is {entry.get("op")!r}')
     try:
         op = find(entry["op"])
     except UnsupportedProblem as error:
@@ -143,7 +147,7 @@ def _tasks(entry: Mapping[str, Any], where: str, trials: int, find: FindOp) -> I
     trials = _trials(entry.get("trials", trials), f"{where}.trials")
     texts = list(_problem_texts(entry, where))
     if not texts:
-        raise JobError(f"{where} holds no problem: give problems = [\"{op.suite[0]}\"] or a [tasks.grid]")
+        raise JobError(f'{where} holds no problem: give problems = ["{op.suite[0]}"] or a [tasks.grid]')
     for key, text in texts:
         try:
             problem = op.Problem.parse(text)

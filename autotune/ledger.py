@@ -37,7 +37,7 @@ class Ledger:
             gpu.name, gpu.target, gpu.sm_count, gpu.smem_per_block_bytes, gpu.l2_bytes, gpu.memory_bytes
         )
         self._environment = environment
-        self._key: dict[str, Any] = dict(gpu=gpu.name, op=op.name, revision=op.revision, problem=str(problem))
+        self._key: dict[str, Any] = {"gpu": gpu.name, "op": op.name, "revision": op.revision, "problem": str(problem)}
 
     # -- reading
 
@@ -73,32 +73,6 @@ class Ledger:
 
     # -- writing
 
-    def write(
-        self,
-        config: Config,
-        status: str,
-        *,
-        facts: Facts | None = None,
-        samples: Samples | None = None,
-        ratio: Ratio | None = None,
-        estimate_us: float | None = None,
-        error: float | None = None,
-        message: str = "",
-    ) -> Trial:
-        """Records one attempt and returns its row."""
-        trial = self.row(
-            config,
-            status,
-            facts=facts,
-            samples=samples,
-            ratio=ratio,
-            estimate_us=estimate_us,
-            error=error,
-            message=message,
-        )
-        self.record([trial])
-        return trial
-
     def row(
         self,
         config: Config,
@@ -111,7 +85,7 @@ class Ledger:
         error: float | None = None,
         message: str = "",
     ) -> Trial:
-        """A row not yet recorded, for callers that record many at once."""
+        """One attempt as a trial, not yet recorded."""
         return Trial.new(
             gpu=self._gpu_row,
             environment=self._environment,
@@ -136,6 +110,7 @@ class Ledger:
         )
 
     def record(self, trials: Iterable[Trial]) -> None:
+        """Stores rows, in one transaction."""
         self._store.record(trials)
 
     def crown(self, trial: Trial) -> bool:

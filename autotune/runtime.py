@@ -8,9 +8,9 @@ measurement each have their own.
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-from cutekernels.autotune.worker import Measure, Outcome
 from cutekernels.backends import Facts
 from cutekernels.gpu import GpuSpec
 from cutekernels.isolate import Child, Pool
@@ -21,6 +21,39 @@ WORKER_TARGET = "cutekernels.autotune.worker:answer"
 COMPILE_DEADLINE_S = 120.0
 PREPARE_DEADLINE_S = 180.0
 MEASURE_DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Make the inputs and the reference of a problem."""
+
+    op: str
+    problem: str
+    gpu: str
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Verify ``configs`` and time those that are right, interleaved. ``race`` is the one to beat (``measure.py``)."""
+
+    prepare: Prepare
+    configs: tuple[str, ...]
+    race: str | None = None
+    rounds: int = 20
+    budget_us: float | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one config. ``error`` over 1 means a wrong result, which was not timed or does not count."""
+
+    error: float
+    us: tuple[float, ...] = ()
+
+    @property
+    def right(self) -> bool:
+        return self.error <= 1 and bool(self.us)
 
 
 class Runtime(Protocol):

@@ -29,7 +29,9 @@ class Suggester:
         self._optuna = optuna
         self._kind = kind
         self._space = kind.space()
-        self._spread = {name: optuna.distributions.CategoricalDistribution(vs) for name, vs in self._space.items()}
+        self._spread: dict[str, Any] = {
+            name: optuna.distributions.CategoricalDistribution(vs) for name, vs in self._space.items()
+        }
         self._untried: dict[Config, tuple[int, ...]] = {c: self._ranks(c) for c in valid}
         self._valid = frozenset(valid)
         self._seeds = deque(seeds)

@@ -1,8 +1,8 @@
 """Inside the measuring process: load a compiled config, verify it, time it. One problem at a time, one GPU.
 
 Runs in a spawned :class:`~cutekernels.isolate.Child`, because a wrong candidate can fault (which ruins the CUDA context
-of its whole process) or hang. Requests are :class:`Prepare` and :class:`Measure`; both carry everything needed, so a
-fresh process answers as well as the one that died. A candidate passes three gates:
+of its whole process) or hang. Requests are ``runtime.Prepare`` and ``runtime.Measure``; both carry everything needed,
+so a fresh process answers as well as the one that died. A candidate passes three gates:
 
 1. its outputs are poisoned with NaN, launched into once, and compared with the op's reference (``verify.py``);
 2. it is timed, interleaved with the others of the request, over input sets that keep the L2 cold (``measure.py``);
@@ -19,12 +19,14 @@ import gc
 import os
 import sys
 import traceback
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from cutekernels import compile as compiler
 from cutekernels import gpu as gpus
+from cutekernels.autotune.runtime import Measure, Outcome, Prepare
 from cutekernels.errors import UnknownGpu
 from cutekernels.measure import GraphRound, Launch, l2_rotation, time_interleaved
 from cutekernels.op import Config, Op, Problem
@@ -35,43 +37,8 @@ DEVICE_LOST = 70  # exit code: the CUDA context is unusable
 _MEMORY_SHARE = 0.5  # of what is free, for input sets; references and graphs need the rest
 
 
-@dataclass(frozen=True)
-class Prepare:
-    """Make the inputs and the reference of a problem."""
-
-    op: str
-    problem: str
-    gpu: str
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Measure:
-    """Verify ``configs`` and time those that are right, interleaved. ``race`` is the one to beat (``measure.py``)."""
-
-    prepare: Prepare
-    configs: tuple[str, ...]
-    race: str | None = None
-    rounds: int = 20
-    budget_us: float | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one config. ``error`` over 1 means a wrong result, which was not timed or does not count."""
-
-    error: float
-    us: tuple[float, ...] = ()
-
-    @property
-    def right(self) -> bool:
-        return self.error <= 1 and bool(self.us)
-
-
 def answer(request: Prepare | Measure) -> dict[str, Outcome] | None:
     """The process's one entry: outcomes by config for :class:`Measure`, None for :class:`Prepare`."""
-    import torch
-
     try:
         if isinstance(request, Prepare):
             _bench(request)
@@ -80,7 +47,7 @@ def answer(request: Prepare | Measure) -> dict[str, Outcome] | None:
     except Exception:
         try:
             torch.cuda.synchronize()
-        except Exception:  # a sticky error: every later call in this process would fail with it
+        except Exception:  # noqa: BLE001  a sticky error: every later call in this process would fail with it
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(DEVICE_LOST)
@@ -101,8 +68,6 @@ def _bench(request: Prepare) -> _Bench:
 def _release() -> None:
     """Drops the previous problem's tensors and graphs before the next one's are made."""
     global _current
-    import torch
-
     _current = None
     gc.collect()
     torch.cuda.empty_cache()
@@ -112,19 +77,17 @@ class _Bench:
     """One problem's input sets, reference and prepared candidates."""
 
     def __init__(self, request: Prepare) -> None:
-        import torch
-
         spec = gpus.detect()
         if spec.name != request.gpu:
             raise UnknownGpu(f"the job tunes for {request.gpu}, the GPU here is {spec.name}: name it with --gpu auto")
         self.gpu = spec
         self.op: Op[Any, Any] = registry.get(request.op)
         self.problem: Problem = self.op.Problem.parse(request.problem)
-        first = self._input_set(request.seed)
+        first = self._input_set(request.seed * 1000)
         set_bytes = sum(t.numel() * t.element_size() for part in first for t in part if isinstance(t, torch.Tensor))
         room = int(torch.cuda.mem_get_info()[0] * _MEMORY_SHARE) // max(1, set_bytes)
         count = max(1, min(l2_rotation(set_bytes, spec.l2_bytes), room + 1))
-        # Seeds 1000 apart: two requests' seeds (the search's and the final's) share no input set.
+        # Seeds 1000 apart: the search and the final share no input set.
         self.sets = [first, *(self._input_set(request.seed * 1000 + i) for i in range(1, count))]
         self.expected = self.op.reference(self.problem, *first[1])
         self._rounds: dict[str, GraphRound] = {}
@@ -154,8 +117,6 @@ class _Bench:
 
     def _load(self, text: str) -> None:
         """Gate one: a single launch into poisoned outputs; the right ones are captured for timing."""
-        import torch
-
         launches = self._launches(self.op.Config.parse(text))
         poison(self.sets[0][0])
         launches[0]()

@@ -1,0 +1,147 @@
+"""One task for a GPU that is absent: compile the valid space, prune by static facts, rank by the op's model.
+
+Needs no GPU at all: kernels are compiled for the asked target in processes that may abort, which costs that candidate
+only. Every candidate becomes a row of origin ``predicted``: ``ok`` with the model's estimate as its time, ``pruned`` or
+``compile_error``. The best is crowned as predicted, which never displaces a measured winner. An interrupted run goes
+on where it stopped, best estimates first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, as_completed
+from dataclasses import dataclass, field
+from itertools import islice
+
+from cutekernels.autotune.job import Task
+from cutekernels.autotune.ledger import Ledger, status_of
+from cutekernels.autotune.report import TaskReport
+from cutekernels.autotune.runtime import Runtime
+from cutekernels.autotune.search import OnTrial, prune_reason
+from cutekernels.backends import Facts
+from cutekernels.db.store import Trial
+from cutekernels.gpu import GpuSpec
+from cutekernels.isolate import ChildFailure
+from cutekernels.op import Config
+
+_FLUSH_S = 1.0  # rows are stored at least this often; a transaction each would cost as much as a compile
+_AHEAD = 4  # compiles queued per process: enough to keep them busy, few enough that a budget ends the run promptly
+
+
+@dataclass
+class Prediction:
+    """The prediction of one task. :meth:`run` is the whole of it.
+
+    Args:
+        limit: compile only this many, the best by the model; None for the whole valid space.
+        deadline: on ``clock``; after it nothing new is compiled.
+        force: forget earlier rows (they stay in the database) and compile anew.
+    """
+
+    task: Task
+    gpu: GpuSpec
+    ledger: Ledger
+    runtime: Runtime
+    limit: int | None = None
+    deadline: float | None = None
+    force: bool = False
+    on_trial: OnTrial = lambda trial, done, wanted: None
+    clock: Callable[[], float] = time.monotonic
+    _attempts: Counter[str] = field(default_factory=Counter)
+    _rows: dict[Config, Trial] = field(default_factory=dict)
+    _unstored: list[Trial] = field(default_factory=list)
+    _stored_at: float = 0.0
+
+    def run(self) -> TaskReport:
+        """Compiles, ranks, crowns and reports. Rows are written on the way."""
+        op, problem = self.task.op, self.task.problem
+        begin = self._stored_at = self.clock()
+        default = op.check(problem, op.default(problem, self.gpu), self.gpu)
+        estimates = {c: op.estimate_us(problem, c, self.gpu) for c in op.valid(problem, self.gpu)}
+        ranked = sorted(estimates, key=lambda c: (estimates[c], str(c)))[: self.limit]
+        if not self.force:
+            self._rows = self._remembered()
+        todo = [c for c in ranked if c not in self._rows]
+        resumed = len(ranked) - len(todo)
+        try:
+            self._compile_all(todo, estimates, len(ranked))
+        finally:
+            self._flush()
+        late = any(c not in self._rows for c in ranked)
+        fine = [c for c in ranked if c in self._rows and self._rows[c].status == "ok"]
+        winner = self.ledger.winner()
+        message = ""
+        if fine and (todo or winner is None):
+            best = self._rows[fine[0]]
+            if self.ledger.crown(best):
+                winner = best
+            else:
+                message = "a measured winner stays"
+        state = "unfinished" if late else "predicted" if todo else "done"
+        if not fine and not late:
+            state, message = "failed", f"none of {len(ranked)} configs compiled without spilling"
+        return TaskReport(
+            op=op.name,
+            problem=str(problem),
+            state=state,
+            winner=winner,
+            default=str(default),
+            attempts=dict(self._attempts),
+            resumed=resumed,
+            seconds=self.clock() - begin,
+            message=message,
+        )
+
+    def _remembered(self) -> dict[Config, Trial]:
+        rows = ((self.ledger.config_of(trial), trial) for trial in self.ledger.history())
+        return {config: trial for config, trial in rows if config is not None}
+
+    def _compile_all(self, todo: list[Config], estimates: dict[Config, float], wanted: int) -> None:
+        """Compiles ``todo`` in order, until all are rows or time ends."""
+        waiting = iter(todo)
+        compiling: dict[Future[Facts], Config] = {}
+        try:
+            while True:
+                if self._late():
+                    for queued in [future for future in compiling if future.cancel()]:
+                        del compiling[queued]
+                else:
+                    for config in islice(waiting, self.runtime.width * _AHEAD - len(compiling)):
+                        compiling[self.runtime.compile(self.task.op, self.task.problem, config, self.gpu)] = config
+                if not compiling:
+                    return
+                future = next(as_completed(compiling))
+                config = compiling.pop(future)
+                self._note(config, self._row(config, future, estimates[config]), wanted)
+        finally:
+            for future in compiling:
+                future.cancel()
+
+    def _row(self, config: Config, future: Future[Facts], estimate_us: float) -> Trial:
+        try:
+            facts = future.result()
+        except ChildFailure as error:
+            return self.ledger.row(config, status_of(error, compiling=True), message=str(error))
+        reason = prune_reason(facts, self.gpu)
+        if reason is not None:
+            return self.ledger.row(config, "pruned", facts=facts, message=reason)
+        return self.ledger.row(config, "ok", facts=facts, estimate_us=estimate_us)
+
+    def _note(self, config: Config, trial: Trial, wanted: int) -> None:
+        self._rows[config] = trial
+        self._attempts[trial.status] += 1
+        self._unstored.append(trial)
+        if self.clock() - self._stored_at >= _FLUSH_S:
+            self._flush()
+        self.on_trial(trial, len(self._rows), wanted)
+
+    def _flush(self) -> None:
+        if self._unstored:
+            self.ledger.record(self._unstored)
+            self._unstored = []
+        self._stored_at = self.clock()
+
+    def _late(self) -> bool:
+        return self.deadline is not None and self.clock() >= self.deadline

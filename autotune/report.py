@@ -1,0 +1,158 @@
+"""What a run did: one line per task, as a table, JSON or CSV.
+
+Data goes to stdout and nothing else does. What belongs here is presentation; the numbers come from the trials.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from cutekernels.db.store import Trial
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+STATES = {
+    "tuned": "measured in this run, winner crowned",
+    "predicted": "compiled and ranked by the model, best crowned as predicted",
+    "done": "nothing to do: earlier runs measured or compiled enough",
+    "unfinished": "the time budget ended first; run again to go on",
+    "failed": "no winner; the message says why",
+}
+
+
+@dataclass(frozen=True)
+class TaskReport:
+    """One task's outcome.
+
+    Attributes:
+        state: a key of :data:`STATES`.
+        winner: the crowned trial, if there is one.
+        default: the default config's text, to tell whether the winner is it.
+        attempts: rows this run wrote, by status; configs that a rule refused count as ``invalid``.
+        resumed: attempts of earlier runs that this one did not repeat.
+    """
+
+    op: str
+    problem: str
+    state: str
+    winner: Trial | None
+    default: str
+    attempts: Mapping[str, int] = field(default_factory=dict)
+    resumed: int = 0
+    seconds: float = 0.0
+    message: str = ""
+
+    @property
+    def measured(self) -> int:
+        """Attempts of this run that reached the compiler or the GPU."""
+        return sum(count for status, count in self.attempts.items() if status != "invalid")
+
+    def as_row(self) -> dict[str, Any]:
+        """Plain values, for JSON and CSV."""
+        w = self.winner
+        return {
+            "op": self.op,
+            "problem": self.problem,
+            "state": self.state,
+            "config": w.config if w else None,
+            "is_default": w.config == self.default if w else None,
+            "origin": w.origin if w else None,
+            "median_us": w.median_us if w else None,
+            "ratio": w.ratio if w else None,
+            "ratio_low": w.ratio_low if w else None,
+            "ratio_high": w.ratio_high if w else None,
+            "attempts": dict(self.attempts),
+            "measured": self.measured,
+            "resumed": self.resumed,
+            "seconds": round(self.seconds, 2),
+            "message": self.message,
+        }
+
+
+@dataclass(frozen=True)
+class TuneReport:
+    """A job's outcome on one GPU. ``origin`` says whether times were measured or predicted."""
+
+    job: str
+    gpu: str
+    origin: str
+    tasks: tuple[TaskReport, ...]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """No task failed."""
+        return all(task.state != "failed" for task in self.tasks)
+
+    @property
+    def measured(self) -> int:
+        return sum(task.measured for task in self.tasks)
+
+    def as_json(self) -> str:
+        return json.dumps(
+            {
+                "job": self.job,
+                "gpu": self.gpu,
+                "origin": self.origin,
+                "seconds": round(self.seconds, 2),
+                "measured": self.measured,
+                "tasks": [task.as_row() for task in self.tasks],
+            },
+            indent=2,
+        )
+
+    def as_csv(self) -> str:
+        out = io.StringIO()
+        rows = [{**task.as_row(), "attempts": counts(task.attempts)} for task in self.tasks]
+        writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return out.getvalue()
+
+    def as_table(self) -> Table:
+        from rich.markup import escape
+        from rich.table import Table
+
+        table = Table(title=self.headline(), title_justify="left", caption_justify="left")
+        for column in ("problem", "winner", "origin"):
+            table.add_column(column, overflow="fold")
+        table.add_column("µs", justify="right")
+        table.add_column("times faster than default", justify="right")
+        table.add_column("this run", overflow="fold")
+        for task in self.tasks:
+            w = task.winner
+            config = "none" if w is None else ("default: " if w.config == task.default else "") + w.config
+            done = [task.state, counts(task.attempts), f"{task.resumed} resumed" if task.resumed else "", task.message]
+            table.add_row(
+                escape(f"{task.op} {task.problem}"),
+                escape(config),
+                w.origin if w else "",
+                "" if w is None or w.median_us is None else f"{w.median_us:.2f}",
+                "" if w is None else times_faster(w),
+                escape("; ".join(part for part in done if part)),
+            )
+        return table
+
+    def headline(self) -> str:
+        """One sentence: what was asked, what was done."""
+        verb = "measured" if self.origin == "measured" else "predicted (no such GPU here)"
+        done = f"{self.measured} attempts" if self.measured else "nothing measured, all of it resumed"
+        return f"{self.job} on {self.gpu}, {verb}: {len(self.tasks)} tasks, {done}, {self.seconds:.0f} s"
+
+
+def counts(attempts: Mapping[str, int]) -> str:
+    """``"23 ok, 2 pruned"``."""
+    return ", ".join(f"{count} {status}" for status, count in attempts.items() if count)
+
+
+def times_faster(trial: Trial) -> str:
+    """The ratio to the default with its interval, ``""`` where nothing was measured."""
+    if trial.ratio is None or trial.ratio_low is None or trial.ratio_high is None:
+        return ""
+    return f"{trial.ratio:.3f} [{trial.ratio_low:.3f}, {trial.ratio_high:.3f}]"

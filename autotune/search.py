@@ -1,0 +1,317 @@
+"""One task on a GPU that is present: ask, compile ahead, measure, race, the final, the crown.
+
+The coordinator below is one thread. It keeps ``runtime.width`` candidates compiling while the GPU measures, one at
+a time, whatever is ready::
+
+    suggest -> why_not -> compile pool -> static facts -> worker: verify, time beside default and incumbent -> row
+
+``why_not`` and the static facts cost no GPU time; only attempts that reached the compiler count against ``trials``.
+Earlier rows of the same (gpu, op, revision, problem) are attempts too: they teach the sampler and are never repeated.
+
+The final measures the three best and the default again, together, in a fresh process with fresh inputs. A winner must
+beat the default there with its whole confidence interval; otherwise the default is crowned. Among those that do,
+configs not told apart from the fastest (their head-to-head interval holds 1) are equal, and the first in the order of
+their texts wins, so that two runs crown one winner.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from cutekernels.autotune.job import Task
+from cutekernels.autotune.ledger import ATTEMPTS, Ledger, status_of
+from cutekernels.autotune.report import TaskReport
+from cutekernels.autotune.runtime import Measure, Outcome, Prepare, Runtime
+from cutekernels.autotune.suggest import Suggester
+from cutekernels.backends import Facts
+from cutekernels.db.store import Trial
+from cutekernels.errors import CuteKernelsError
+from cutekernels.gpu import GpuSpec
+from cutekernels.isolate import ChildFailure
+from cutekernels.measure import Samples
+from cutekernels.op import Config
+
+FINALISTS = 3
+STACK_LIMIT_BYTES = 256  # a spill-free kernel's stack is up to 120 B; 128x256 tiles that spill show kilobytes
+MODEL_SEEDS = 3  # the op's own model is right often enough to be asked first
+RACE_ROUNDS, RACE_BUDGET_US = 20, 150_000.0
+FINAL_ROUNDS, FINAL_BUDGET_US = 60, 2_000_000.0
+
+OnTrial = Callable[[Trial, int, int], None]  # a row just written, attempts so far, attempts wanted
+
+
+def prune_reason(facts: Facts, gpu: GpuSpec) -> str | None:
+    """Why a compiled candidate is not worth running, from the compiler's facts alone; None where it is."""
+    if facts.smem_bytes > gpu.smem_per_block_bytes:
+        return f"{facts.smem_bytes} B of shared memory, {gpu.name} has {gpu.smem_per_block_bytes} per block"
+    if facts.stack_bytes > STACK_LIMIT_BYTES:
+        return f"spills: {facts.stack_bytes} B of stack per thread, over {STACK_LIMIT_BYTES}"
+    return None
+
+
+@dataclass
+class Search:
+    """The search of one task. :meth:`run` is the whole of it.
+
+    Args:
+        deadline: on ``clock``; after it nothing new is measured, and the final decides among what there is.
+        force: forget earlier attempts (their rows stay) and measure anew.
+    """
+
+    task: Task
+    gpu: GpuSpec
+    ledger: Ledger
+    runtime: Runtime
+    deadline: float | None = None
+    force: bool = False
+    seed: int = 0
+    on_trial: OnTrial = lambda trial, done, wanted: None
+    clock: Callable[[], float] = time.monotonic
+    _attempts: Counter[str] = field(default_factory=Counter)
+    _known: dict[Config, Trial] = field(default_factory=dict)
+    _default: Config = field(init=False)
+
+    def run(self) -> TaskReport:
+        """Searches, crowns and reports. Rows are written on the way."""
+        op, problem = self.task.op, self.task.problem
+        begin = self.clock()
+        self._default = op.check(problem, op.default(problem, self.gpu), self.gpu)
+        if not self.force:
+            self._known = self._remembered()
+        resumed = len(self._known)
+        message = ""
+        suggester = self._suggester()
+        winner = self.ledger.winner()
+        crowned = winner is not None and winner.origin == "measured" and not self.force
+        if crowned and (self._spent() >= self.task.trials or not suggester.untried):
+            state = "done"
+        elif self._late():
+            state, message = "unfinished", "no time was left to begin"
+        else:
+            try:
+                state = "tuned" if self._explore(suggester) else "unfinished"
+                winner = self._final()
+            except _DefaultFailed as error:
+                state, winner, message = "failed", self.ledger.winner(), str(error)
+        return TaskReport(
+            op=op.name,
+            problem=str(problem),
+            state=state,
+            winner=winner,
+            default=str(self._default),
+            attempts=dict(self._attempts),
+            resumed=resumed,
+            seconds=self.clock() - begin,
+            message=message,
+        )
+
+    # -- before the first measurement
+
+    def _remembered(self) -> dict[Config, Trial]:
+        """Earlier attempts by config; of several rows the latest holds: the final may have unmasked a candidate."""
+        known: dict[Config, Trial] = {}
+        for trial in self.ledger.history():
+            config = self.ledger.config_of(trial)
+            if config is not None and trial.status in ATTEMPTS:
+                known[config] = trial
+        if self._default in known and known[self._default].status != "ok":
+            del known[self._default]  # without its time there is nothing to compare with: measured again
+        return known
+
+    def _suggester(self) -> Suggester:
+        op, problem = self.task.op, self.task.problem
+        valid = list(op.valid(problem, self.gpu))
+        by_model = sorted(valid, key=lambda c: (op.estimate_us(problem, c, self.gpu), str(c)))[:MODEL_SEEDS]
+        seeds = [self._default, *self.ledger.seeds(), *by_model]
+        suggester = Suggester(op.Config, valid, seeds, self.seed)
+        for config, trial in self._known.items():
+            suggester.observe(config, _value(trial))
+        return suggester
+
+    # -- the search
+
+    def _explore(self, suggester: Suggester) -> bool:
+        """Attempts candidates until enough or none are left. False where time ended first."""
+        compiling: dict[Future[Facts], Config] = {}
+        try:
+            if self._default not in self._known:
+                self._measure_default(suggester, compiling)
+            while not self._late():
+                self._fill(suggester, compiling)
+                if not compiling:
+                    return True
+                for future in self._ready(compiling):
+                    self._attempt(compiling.pop(future), future, suggester)
+                    if self._late():
+                        break
+            return False
+        finally:
+            for future in compiling:
+                future.cancel()
+
+    def _fill(self, suggester: Suggester, compiling: dict[Future[Facts], Config]) -> None:
+        while len(compiling) < self.runtime.width and self._spent() + len(compiling) < self.task.trials:
+            config = suggester.next()
+            for refused in suggester.take_refused():
+                reason = self.task.op.why_not(self.task.problem, refused, self.gpu)
+                self._note(self.ledger.row(refused, "invalid", message=reason or ""))
+            if config is None:
+                return
+            compiling[self._compile(config)] = config
+
+    def _ready(self, compiling: dict[Future[Facts], Config]) -> Iterator[Future[Facts]]:
+        done = wait(compiling, timeout=self._left(), return_when=FIRST_COMPLETED).done
+        return iter([future for future in compiling if future in done])  # in the order they were suggested
+
+    def _compile(self, config: Config) -> Future[Facts]:
+        return self.runtime.compile(self.task.op, self.task.problem, config, self.gpu)
+
+    def _measure_default(self, suggester: Suggester, compiling: dict[Future[Facts], Config]) -> None:
+        first = suggester.next()  # the first seed
+        assert first == self._default
+        future = self._compile(self._default)
+        self._fill(suggester, compiling)  # the pool is busy while the default is measured
+        self._attempt(self._default, future, suggester)
+        trial = self._known[self._default]
+        if trial.status != "ok":
+            raise _DefaultFailed(f"the default config [{trial.config}] gave {trial.status}: {trial.message}")
+
+    def _attempt(self, config: Config, future: Future[Facts], suggester: Suggester) -> None:
+        """One candidate from its compile to its row."""
+        trial = self._outcome(config, future)
+        self._known[config] = trial
+        self._note(trial)
+        suggester.observe(config, _value(trial))
+
+    def _outcome(self, config: Config, future: Future[Facts]) -> Trial:
+        is_default = config == self._default
+        try:
+            facts = future.result()
+        except ChildFailure as error:
+            return self.ledger.row(config, status_of(error, compiling=True), message=str(error))
+        reason = None if is_default else prune_reason(facts, self.gpu)
+        if reason is not None:
+            return self.ledger.row(config, "pruned", facts=facts, message=reason)
+        incumbent = self._incumbent()
+        rivals = dict.fromkeys([self._default, incumbent, config])
+        request = Measure(
+            self._prepare(0),
+            tuple(map(str, rivals)),
+            race=None if is_default else str(incumbent),
+            rounds=RACE_ROUNDS,
+            budget_us=RACE_BUDGET_US,
+        )
+        try:
+            outcomes = self.runtime.measure(request)
+        except ChildFailure as error:
+            return self.ledger.row(config, status_of(error, compiling=False), facts=facts, message=str(error))
+        return self._judge(config, outcomes, facts)
+
+    def _judge(self, config: Config, outcomes: dict[str, Outcome], facts: Facts | None) -> Trial:
+        """The row of one config out of a measurement that held the default too."""
+        mine, base = outcomes[str(config)], outcomes[str(self._default)]
+        if not mine.right:
+            message = f"error {mine.error:.3g} times the tolerance"
+            return self.ledger.row(config, "wrong_result", facts=facts, error=mine.error, message=message)
+        if not base.right:
+            raise _DefaultFailed(f"the default config [{self._default}] was wrong: error {base.error:.3g}")
+        samples = Samples(mine.us)
+        ratio = samples.ratio(Samples(base.us))
+        return self.ledger.row(config, "ok", facts=facts, samples=samples, ratio=ratio, error=mine.error)
+
+    def _incumbent(self) -> Config:
+        return self._best(1)[0] if self._best(1) else self._default
+
+    def _best(self, count: int) -> list[Config]:
+        """The fastest so far by ratio to the default: absolute times of different hours do not compare."""
+        ok = [(_value(trial), str(c), c) for c, trial in self._known.items() if trial.status == "ok"]
+        return [c for value, _, c in sorted((v, t, c) for v, t, c in ok if v is not None)][:count]
+
+    # -- the final
+
+    def _final(self) -> Trial:
+        """Measures the finalists beside the default, records and crowns."""
+        challengers = [c for c in self._best(FINALISTS + 1) if c != self._default][:FINALISTS]
+        outcomes = self._measure_final(challengers)
+        if outcomes is None:  # one of them brought the process down: which one, and what do the others say
+            alone = [c for c in challengers if self._measure_final([c], blame=True) is not None]
+            outcomes = self._measure_final(alone) or self._measure_final([], blame=True)
+        if outcomes is None:
+            raise _DefaultFailed(f"the default config [{self._default}] failed in the final; the rows say how")
+        rows: dict[Config, Trial] = {}
+        for config in [self._default, *challengers]:
+            if str(config) in outcomes:
+                rows[config] = self._judge(config, outcomes, self._facts(config))
+                self._note(rows[config])
+        champion = self._champion(rows, outcomes)
+        self.ledger.crown(rows[champion])
+        return rows[champion]
+
+    def _measure_final(self, challengers: list[Config], *, blame: bool = False) -> dict[str, Outcome] | None:
+        """Outcomes out of a fresh process, or None where it died; ``blame`` records that as the last config's."""
+        self.runtime.refresh()
+        texts = tuple(map(str, [self._default, *challengers]))
+        request = Measure(self._prepare(1), texts, rounds=FINAL_ROUNDS, budget_us=FINAL_BUDGET_US)
+        try:
+            return self.runtime.measure(request)
+        except ChildFailure as error:
+            if blame:
+                blamed = challengers[-1] if challengers else self._default
+                self._known[blamed] = self.ledger.row(blamed, status_of(error, compiling=False), message=str(error))
+                self._note(self._known[blamed])
+            return None
+
+    def _champion(self, rows: dict[Config, Trial], outcomes: dict[str, Outcome]) -> Config:
+        better = [
+            c
+            for c, trial in rows.items()
+            if c != self._default and trial.ratio_low is not None and trial.ratio_low > 1.0
+        ]
+        if rows[self._default].status != "ok":
+            raise _DefaultFailed(f"the default config [{self._default}] was wrong in the final")
+        if not better:
+            return self._default
+        samples = {c: Samples(outcomes[str(c)].us) for c in better}
+        fastest = min(better, key=lambda c: (_value(rows[c]), str(c)))
+        tied = [c for c in better if c == fastest or samples[fastest].ratio(samples[c]).low <= 1.0]
+        return min(tied, key=str)
+
+    def _facts(self, config: Config) -> Facts | None:
+        t = self._known.get(config)
+        if t is None or t.registers is None or t.stack_bytes is None or t.smem_bytes is None:
+            return None
+        return Facts(t.registers, t.stack_bytes, t.smem_bytes)
+
+    # -- small things
+
+    def _prepare(self, seed: int) -> Prepare:
+        return Prepare(self.task.op.name, str(self.task.problem), self.gpu.name, seed)
+
+    def _note(self, trial: Trial) -> None:
+        self.ledger.record([trial])
+        self._attempts[trial.status] += 1
+        self.on_trial(trial, min(self._spent(), self.task.trials), self.task.trials)
+
+    def _spent(self) -> int:
+        return sum(trial.status in ATTEMPTS for trial in self._known.values())
+
+    def _left(self) -> float | None:
+        return None if self.deadline is None else max(0.0, self.deadline - self.clock())
+
+    def _late(self) -> bool:
+        return self.deadline is not None and self.clock() >= self.deadline
+
+
+class _DefaultFailed(CuteKernelsError):
+    """The default config gave no time: nothing can be compared, and the op needs repair, not tuning."""
+
+
+def _value(trial: Trial) -> Any:
+    """What the sampler minimises: the logarithm of time over the default's time; None without a time."""
+    return -math.log(trial.ratio) if trial.status == "ok" and trial.ratio else None
