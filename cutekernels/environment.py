@@ -1,0 +1,123 @@
+"""What a measurement ran on: versions of everything between the Python source and the silicon.
+
+Read without importing torch, Triton or the DSL (a command line that prints a row must not wait for them):
+versions come from package metadata, the driver's from NVML, ptxas's from the binary in Triton's wheel. What is
+absent is ``""``. A new thing that can change a kernel's speed gets a line in :func:`collect`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import platform
+import re
+import subprocess
+from datetime import UTC, datetime
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+_HERE = Path(__file__).resolve()
+_DEADLINE_S = 10.0
+
+
+def collect() -> dict[str, str]:
+    """``driver cuda dsl ptxas triton torch python commit``, each a version or ``""`` where it is absent."""
+    return dict(_collect())
+
+
+def stamp(gpu: str, commit: str | None = None) -> dict[str, str]:
+    """:func:`collect` with the GPU's name and the UTC time: what a benchmark row carries.
+
+    Args:
+        gpu: name of the GPU the rows were measured on.
+        commit: the commit under test, for a copy of the checkout that left ``.git`` behind.
+    """
+    facts = collect()
+    if commit is not None:
+        facts["commit"] = commit
+    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "gpu": gpu, **facts}
+
+
+@cache
+def _collect() -> tuple[tuple[str, str], ...]:
+    return (
+        ("driver", driver_version()),
+        ("cuda", cuda_version()),
+        ("dsl", package_version("nvidia-cutlass-dsl") or package_version("nvidia-cutlass-dsl-libs-base")),
+        ("ptxas", ptxas_version()),
+        ("triton", package_version("triton")),
+        ("torch", package_version("torch")),
+        ("python", platform.python_version()),
+        ("commit", commit()),
+    )
+
+
+def package_version(distribution: str) -> str:
+    """The installed version of ``distribution``; ``""`` where it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def driver_version() -> str:
+    """The NVIDIA driver's version from NVML, which needs no CUDA context; ``""`` without a driver."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return ""
+    if nvml.nvmlInit_v2() != 0:
+        return ""
+    try:
+        text = ctypes.create_string_buffer(96)
+        return text.value.decode() if nvml.nvmlSystemGetDriverVersion(text, len(text)) == 0 else ""
+    finally:
+        nvml.nvmlShutdown()
+
+
+def cuda_version() -> str:
+    """The CUDA version torch was built with; ``""`` for a CPU build."""
+    root = _package_root("torch")
+    version_file = root / "version.py" if root else None
+    if version_file is None or not version_file.is_file():
+        return ""
+    found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", version_file.read_text(), re.MULTILINE)
+    return found.group(1) if found else ""
+
+
+def ptxas() -> Path | None:
+    """The assembler in Triton's wheel. (The DSL carries its own inside; its version follows from the DSL's.)"""
+    root = _package_root("triton")
+    tool = root / "backends" / "nvidia" / "bin" / "ptxas" if root else None
+    return tool if tool is not None and tool.is_file() else None
+
+
+def ptxas_version() -> str:
+    """What :func:`ptxas` says it is, e.g. ``"12.9.86"``; ``""`` without one."""
+    tool = ptxas()
+    found = re.search(r"\bV(\d[\d.]*)", _output(str(tool), "--version")) if tool else None
+    return found.group(1) if found else ""
+
+
+def commit() -> str:
+    """The commit of the checkout this package lies in, ``-dirty`` where tracked files changed; ``""`` outside one."""
+    git = ("git", "-C", str(_HERE.parent))
+    # Tracked, not merely inside: a virtual environment may lie in somebody else's repository.
+    if not _output(*git, "ls-files", "--", _HERE.name).strip():
+        return ""
+    head = _output(*git, "rev-parse", "--short=12", "HEAD").strip()
+    return f"{head}-dirty" if head and _output(*git, "status", "--porcelain", "--untracked-files=no").strip() else head
+
+
+def _package_root(name: str) -> Path | None:
+    spec = importlib.util.find_spec(name)  # finds a top-level package without running it
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
