@@ -1,0 +1,78 @@
+# Everything installs itself into $(VENV) on first use; a stamp makes the second run instant.
+#   make demo    tune, look into the database, call the winner   (with or without a GPU)
+#   make test    lint, types, tests                              (no GPU needed)
+#   make bench   every suite against its peers                   (needs a GPU)
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+GPU ?= l40s# whom to prepare for where no GPU is present
+WORKERS ?= 2
+
+BIN := $(abspath $(VENV))/bin
+STAMP := $(VENV)/.installed
+TYPES := build/types
+DEMO_PROBLEM := m=4096 n=4096 k=4096
+
+export PATH := $(BIN):$(PATH)
+
+.PHONY: demo test lint format types bench install clean
+
+install: $(STAMP)
+
+# torch first and by itself: pip then takes the build that fits the machine, and the constraints accept either.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	pip install --quiet --disable-pip-version-check $(TORCH) -c constraints.txt
+	pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+demo: $(STAMP)
+	@if python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
+	    $(MAKE) --no-print-directory demo-gpu; else $(MAKE) --no-print-directory demo-cpu; fi
+
+.PHONY: demo-gpu demo-cpu
+demo-gpu: $(STAMP)
+	cutekernels tune demo --gpu auto
+	cutekernels db query
+	python -c 'import torch, cutekernels as ck; \
+	    a, b = (torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2)); \
+	    print("gemm agrees with torch.mm:", torch.allclose(ck.gemm(a, b), a @ b, rtol=2e-2, atol=1))'
+	cutekernels explain gemm "$(DEMO_PROBLEM)"
+
+# No GPU: the same job compiles candidates for one that is elsewhere, ranks them and stores predictions.
+demo-cpu: $(STAMP)
+	cutekernels tune demo --gpu $(GPU) --limit 4
+	cutekernels db query --gpu $(GPU)
+	python -c 'import torch, cutekernels as ck; \
+	    a, b = (torch.randn(256, 256, dtype=torch.bfloat16) for _ in range(2)); \
+	    print("gemm agrees with torch.mm:", torch.allclose(ck.gemm(a, b), a @ b, rtol=2e-2, atol=1))'
+	cutekernels explain gemm "$(DEMO_PROBLEM)" --gpu $(GPU)
+
+test: lint
+	pytest -n $(WORKERS)
+
+lint: $(STAMP)
+	ruff check .
+	ruff format --check .
+	@$(MAKE) --no-print-directory types
+
+# mypy does not see through the mapping of autotune/ and db/ to cutekernels.*; a tree of links lays it out.
+types: $(STAMP)
+	@rm -rf $(TYPES) && mkdir -p $(TYPES)/cutekernels
+	@ln -s $(CURDIR)/cutekernels/* $(CURDIR)/autotune $(CURDIR)/db $(TYPES)/cutekernels/
+	@ln -s $(CURDIR)/bench $(TYPES)/bench
+	cd $(TYPES) && mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p cutekernels -p bench
+
+format: $(STAMP)
+	ruff check --fix .
+	ruff format .
+
+bench: $(STAMP)
+	python -m bench gemm --suite square
+	python -m bench gemm --suite llm
+	python -m bench gemm --suite alphabeta
+	python -m bench silu_mul
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

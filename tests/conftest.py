@@ -1,0 +1,33 @@
+"""What every test stands on: its own database and cache directory, and a GPU where it is marked ``gpu``.
+
+Nothing here imports torch unless a test marked ``gpu`` was collected.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+
+@cache
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """``gpu`` tests are skipped where there is no CUDA device, whichever way they were selected."""
+    for item in items:
+        if item.get_closest_marker("gpu") is not None and not _has_cuda():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _own_database_and_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the user's tuned-config database or compiled kernels."""
+    monkeypatch.setenv("CUTEKERNELS_DB", str(tmp_path / "tuned.db"))
+    monkeypatch.setenv("CUTEKERNELS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CUTEKERNELS_LOG", raising=False)
