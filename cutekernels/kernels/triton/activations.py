@@ -40,8 +40,11 @@ def _over_one_plus_exp(x, y, PRECISE: tl.constexpr):
 
 @triton.jit
 def _tile(rows, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, DENSE: tl.constexpr):
-    """This program's tile: its first row and column, and how many of each are inside the matrix."""
-    pid = tl.program_id(0).to(tl.int64)
+    """This program's tile: its first row and column, and how many of each are inside the matrix.
+
+    A grid's first axis ends at 2^31 - 1, so programs are counted over two; surplus ones find nothing left.
+    """
+    pid = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     if DENSE:
         row = pid * 0
         col = pid * BLOCK_COLS
@@ -49,8 +52,8 @@ def _tile(rows, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, DENSE:
         col_blocks = tl.cdiv(cols, BLOCK_COLS)
         row = pid // col_blocks * BLOCK_ROWS
         col = pid % col_blocks * BLOCK_COLS
-    rows_left = tl.minimum(rows - row, BLOCK_ROWS).to(tl.int32)
-    cols_left = tl.minimum(cols - col, BLOCK_COLS).to(tl.int32)
+    rows_left = tl.maximum(0, tl.minimum(rows - row, BLOCK_ROWS)).to(tl.int32)
+    cols_left = tl.maximum(0, tl.minimum(cols - col, BLOCK_COLS)).to(tl.int32)
     return row, col, rows_left, cols_left
 
 
