@@ -119,22 +119,20 @@ class TuneReport:
         from rich.markup import escape
         from rich.table import Table
 
-        table = Table(title=self.headline(), title_justify="left", caption_justify="left")
-        for column in ("problem", "winner", "origin"):
-            table.add_column(column, overflow="fold")
+        table = Table(title=self.headline(), title_justify="left", show_lines=True)
+        table.add_column("problem and winner", overflow="fold")
         table.add_column("µs", justify="right")
-        table.add_column("times faster than default", justify="right")
+        table.add_column("times default", justify="right")
         table.add_column("this run", overflow="fold")
         for task in self.tasks:
             w = task.winner
-            config = "none" if w is None else ("default: " if w.config == task.default else "") + w.config
+            config = "no winner" if w is None else ("default: " if w.config == task.default else "") + w.config
+            origin = "" if w is None else f"\n{w.origin}"
             done = [task.state, counts(task.attempts), f"{task.resumed} resumed" if task.resumed else "", task.message]
             table.add_row(
-                escape(f"{task.op} {task.problem}"),
-                escape(config),
-                w.origin if w else "",
+                escape(f"{task.op} {task.problem}\n{config}{origin}"),
                 "" if w is None or w.median_us is None else f"{w.median_us:.2f}",
-                "" if w is None else times_faster(w),
+                "" if w is None else escape(times_faster(w).replace(" [", "\n[")),
                 escape("; ".join(part for part in done if part)),
             )
         return table
