@@ -12,6 +12,7 @@ transaction on SQLite begins with BEGIN IMMEDIATE, so that two writers queue ins
 from __future__ import annotations
 
 import sqlite3
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from importlib.resources import files
@@ -33,6 +34,7 @@ WRITING = "cutekernels_writing"  # execution option: this transaction will write
 _LOCK_TIMEOUT_S = 120.0
 _CONNECT_TIMEOUT_S = 10
 _MIGRATION_LOCK = 0x6375_7465  # PostgreSQL advisory lock: "cute"
+_alembic_lock = threading.Lock()  # Alembic's context is one per process, whatever the database
 
 
 def open_engine(url: str, *, readonly: bool = False) -> Engine:
@@ -192,7 +194,8 @@ def _migrate(connection: Connection) -> None:
     from alembic.util import CommandError
 
     try:
-        command.upgrade(alembic_config(connection), "head")
+        with _alembic_lock:
+            command.upgrade(alembic_config(connection), "head")
     except CommandError as error:
         raise StoreError(f"the database's schema {found!r} cannot be upgraded to {HEAD!r}: {error}") from error
 

@@ -144,7 +144,7 @@ class Store:
             if value is not None:
                 where.append(column == value)
         with self._reading() as session:
-            return _select(session, where, by_age=True, limit=limit)
+            return _select(session, where, limit=limit)
 
     def trial(self, trial_id: str) -> Trial | None:
         """The trial with this id, or None."""
@@ -155,7 +155,7 @@ class Store:
         """Trials whose id starts with ``prefix``, at most ``limit``, oldest first."""
         starts = models.Trial.id.startswith(prefix.lower(), autoescape=True)
         with self._reading() as session:
-            return _select(session, [starts], by_age=True, limit=limit)
+            return _select(session, [starts], limit=limit)
 
     # ---- winners --------------------------------------------------------------------------------------------
 
@@ -187,7 +187,8 @@ class Store:
     ) -> list[Trial]:
         """The winning trials with these values, ordered by their tuning key."""
         with self._reading() as session:
-            return _select(session, _where(gpu, op, revision, problem, origin), winning=True)
+            found = _select(session, _where(gpu, op, revision, problem, origin), winning=True)
+        return sorted(found, key=lambda t: t.key)  # not by the database, whose collation may be anything
 
     # ---- requests: the tuner's queue ------------------------------------------------------------------------
 
@@ -253,10 +254,10 @@ class Store:
             .join(g, g.id == t.gpu_id)
             .outerjoin(w, w.trial_id == t.id)
             .group_by(g.name, t.op, t.origin)
-            .order_by(g.name, t.op, t.origin)
         )
         with self._reading() as session:
-            return [Stat(*row[:3], *map(int, row[3:])) for row in session.execute(query)]
+            found = [Stat(*row[:3], *map(int, row[3:])) for row in session.execute(query)]
+        return sorted(found, key=lambda s: (s.gpu, s.op, s.origin))
 
     # ---- exchange -------------------------------------------------------------------------------------------
 
@@ -292,7 +293,7 @@ class Store:
     def merge(self, other_url: str | os.PathLike[str]) -> ImportReport:
         """Takes in every trial and winner of another database; the other one is only read."""
         with Store(other_url, readonly=True) as other, other._reading() as session:
-            incoming = _select(session, [], by_age=True)
+            incoming = _select(session, [])
             champions = _select(session, [], winning=True)
         return self._take_in(incoming, champions)
 
@@ -361,7 +362,6 @@ def _select(
     where: Sequence[ColumnElement[bool]],
     *,
     winning: bool = False,
-    by_age: bool = False,
     limit: int | None = None,
 ) -> list[Trial]:
     t, g = models.Trial, models.Gpu
@@ -369,8 +369,7 @@ def _select(
     query = query.join(models.Environment, models.Environment.id == t.environment_id).where(*where)
     if winning:
         query = query.join(models.Winner, models.Winner.trial_id == t.id)
-    order = (t.created_at, t.id) if by_age else (g.name, t.op, t.revision, t.problem)
-    return [_trial(*row) for row in session.execute(query.order_by(*order).limit(limit))]
+    return [_trial(*row) for row in session.execute(query.order_by(t.created_at, t.id).limit(limit))]
 
 
 def _by_id(session: Session, ids: Sequence[str]) -> dict[str, Trial]:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -55,6 +56,7 @@ def postgres() -> Iterator[Callable[[], str]]:
     try:
         yield fresh
     finally:
+        os.kill(server.get_pid(), signal.SIGQUIT)  # at once: a tidy stop first writes every database out
         server.cleanup()
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -126,6 +128,24 @@ def test_a_newer_schema_is_refused_and_left_alone(url: str, caplog: pytest.LogCa
         assert snapshot.load("h200", url).table == {}
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert "newer" in caplog.text
+
+
+def test_threads_making_databases_at_once(fresh: Callable[[], str]) -> None:
+    urls = [fresh() for _ in range(3)] * 2
+    recorded: list[int] = []
+    start = threading.Barrier(len(urls))
+
+    def make(url: str) -> None:
+        start.wait()
+        with Store(url) as store:
+            recorded.append(store.record([trial()]))
+
+    threads = [threading.Thread(target=make, args=(url,)) for url in urls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert recorded == [1] * len(urls)
 
 
 def test_someone_elses_tables_are_not_touched(url: str) -> None:

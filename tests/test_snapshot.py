@@ -282,6 +282,8 @@ def locked_by_another_process(path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("one_warning")
 def test_locked_by_another_process(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "_TIMEOUT_S", 0.1)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode = delete")  # in WAL mode nobody can lock readers out
     with locked_by_another_process(path):
         load_twice(path)
 
