@@ -1,0 +1,309 @@
+"""The root of the command line: ``explain`` and ``doctor`` are here, ``tune``, ``db`` and ``bench`` are mounted.
+
+Data goes to stdout, talk to stderr. Exit code 0: done; 1: it failed, said in one line; 2: the command was misused.
+
+A mounted verb is imported when it is called, and commands import what they need inside themselves, so
+``cutekernels --help`` waits neither for torch nor for a DSL. A new verb gets a line in ``_MOUNTED``, or a
+command here if it has no room of its own.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+import typer.main
+from typer.core import TyperCommand, TyperGroup
+
+from cutekernels import environment, settings
+from cutekernels.errors import CompileError, CuteKernelsError, StoreError, UnknownGpu
+
+_MOUNTED = {  # verb: (where its Typer app is, what --help says of it)
+    "tune": ("cutekernels.autotune.cli:app", "Tune a job's problems for one GPU and crown the winners."),
+    "db": ("cutekernels.db.cli:app", "Look into the tuned-config database; export, import and merge winners."),
+    "bench": ("bench.__main__:app", "Time an op's suites beside its peers (from a checkout)."),
+}
+
+
+class Format(StrEnum):
+    """How a result is written."""
+
+    table = "table"
+    json = "json"
+    csv = "csv"
+
+
+As = Annotated[Format, typer.Option("--format", help="How to write it.")]
+
+
+class _Verbs(TyperGroup):
+    """Knows its mounted verbs by name and help; imports one when it is called."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*_MOUNTED, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in _MOUNTED:
+            return TyperCommand(cmd_name, help=_MOUNTED[cmd_name][1])
+        return super().get_command(ctx, cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, _mounted(name) if name in _MOUNTED else command, rest
+
+
+app = typer.Typer(cls=_Verbs, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def main() -> None:
+    """The ``cutekernels`` script. An error this package raises on purpose is one line on stderr and exit code 1."""
+    try:
+        app()
+    except CuteKernelsError as error:
+        _fail(str(error))
+
+
+def _mounted(verb: str) -> Any:
+    module, _, attribute = _MOUNTED[verb][0].partition(":")
+    if module.startswith("bench"):
+        _reach_bench()
+    return typer.main.get_command(getattr(importlib.import_module(module), attribute))
+
+
+def _reach_bench() -> None:
+    root = Path(__file__).resolve().parents[1]
+    if not (root / "bench" / "__main__.py").is_file():
+        _fail("the benchmarks are not installed: run `python -m bench` in a checkout of the repository")
+    sys.path.insert(0, str(root))
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"cutekernels {environment.package_version('cutekernels')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """LLM kernels in CuTe DSL and Triton, tuned per GPU: tune them, look the winners up, see which one a call takes."""
+    try:
+        settings.load()
+    except ValueError as error:  # an environment variable is set wrongly
+        _fail(str(error), code=2)
+
+
+# ---- explain ------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def explain(
+    op: Annotated[str, typer.Argument(help="An op's name, e.g. gemm.")],
+    problem: Annotated[str, typer.Argument(help='A problem as text, e.g. "m=4096 n=4096 k=4096 dtype=bf16".')],
+    gpu: Annotated[str, typer.Option(help="auto, or a name such as a100, l40s, rtx5090, h200.")] = "auto",
+    format: As = Format.table,
+) -> None:
+    """Which config a call would take on a GPU, where it comes from, and what was considered. Compiles nothing."""
+    from cutekernels import dispatch
+    from cutekernels.gpu import lookup
+    from cutekernels.ops import registry
+
+    declared = registry.get(op)
+    explanation = dispatch.explain(declared, declared.Problem.parse(problem), lookup(gpu))
+    if format is Format.table:
+        _console().print(explanation)
+    else:
+        _write(explanation.rows(), format)
+
+
+# ---- doctor -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing ``doctor`` looked at. ``absent`` is no fault: a machine without a GPU compiles and predicts."""
+
+    what: str
+    state: str  # ok | absent | broken
+    value: str
+    remedy: str = ""
+
+
+_DSL_IMPORT_DEADLINE_S = 120
+_STYLES = {"ok": "green", "absent": "yellow", "broken": "red"}
+
+
+@app.command()
+def doctor(format: As = Format.table) -> None:
+    """Check versions, GPU, cache, database and compilers. Exit code 1 if something is broken."""
+    findings = diagnose()
+    if format is Format.table:
+        _write_findings(findings)
+    else:
+        _write([asdict(f) for f in findings], format)
+    raise typer.Exit(1 if any(f.state == "broken" for f in findings) else 0)
+
+
+def diagnose() -> list[Finding]:
+    """Everything ``doctor`` looks at, in the order it is printed."""
+    facts = environment.collect()
+    return [
+        Finding("cutekernels", "ok", environment.package_version("cutekernels") or "not installed, run from source"),
+        Finding("python", "ok", facts["python"]),
+        *(_package(name, facts[name]) for name in ("torch", "triton", "dsl")),
+        _dsl_import(),
+        Finding("driver", "ok", facts["driver"])
+        if facts["driver"]
+        else Finding("driver", "absent", "no NVIDIA driver"),
+        _gpu(facts),
+        _cache_dir(settings.load().cache_dir),
+        _database(settings.load().database_url),
+        _tool("ptxas", environment.ptxas()),
+        _cuobjdump(),
+    ]
+
+
+def _package(name: str, version: str) -> Finding:
+    if version:
+        return Finding(name, "ok", version)
+    return Finding(name, "broken", "not installed", "pip install cutekernels pulls it in")
+
+
+def _dsl_import() -> Finding:
+    # In a child: an import that ends in a native abort must be a finding, not the end of the doctor.
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", "import cutlass.cute"],
+            capture_output=True,
+            text=True,
+            timeout=_DSL_IMPORT_DEADLINE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Finding("dsl import", "broken", f"still importing after {_DSL_IMPORT_DEADLINE_S} s", "reinstall the DSL")
+    if done.returncode == 0:
+        return Finding("dsl import", "ok", "import cutlass.cute works")
+    said = done.stderr.strip().splitlines()
+    return Finding(
+        "dsl import",
+        "broken",
+        said[-1] if said else f"exit code {done.returncode}",
+        "pip install --force-reinstall nvidia-cutlass-dsl; for CUDA 13: cutekernels[cu13]",
+    )
+
+
+def _gpu(facts: dict[str, str]) -> Finding:
+    from cutekernels.gpu import lookup
+
+    try:
+        gpu = lookup("auto")
+    except UnknownGpu as error:
+        if facts["driver"]:
+            remedy = (
+                "install a CUDA build of torch" if not facts["cuda"] else "check CUDA_VISIBLE_DEVICES and the driver"
+            )
+            return Finding("gpu", "broken", str(error), remedy)
+        return Finding("gpu", "absent", "none; kernels compile for a named GPU, and CPU tensors run the reference")
+    except ImportError as error:
+        return Finding("gpu", "broken", f"torch does not import: {error}", "reinstall torch")
+    return Finding("gpu", "ok", f"{gpu.name} ({gpu.product}, {gpu.sm_count} SMs, {gpu.target})")
+
+
+def _cache_dir(path: Path) -> Finding:
+    remedy = f"compiled code is loaded from a directory of one's own: set {settings.CACHE_VARIABLE}"
+    if not os.path.lexists(path):
+        parent = next(p for p in path.parents if os.path.exists(p))
+        if os.access(parent, os.W_OK | os.X_OK):
+            return Finding("cache", "ok", f"{path} (made on first use)")
+        return Finding("cache", "broken", f"{path} cannot be made in {parent}", remedy)
+    if not path.is_dir():
+        return Finding("cache", "broken", f"{path} is not a directory", remedy)
+    status = path.stat()
+    if status.st_uid != os.getuid():
+        value = f"{path} belongs to uid {status.st_uid}, this is uid {os.getuid()}"
+        return Finding("cache", "broken", value, remedy)
+    value = f"{path} (mode {status.st_mode & 0o7777:04o})"
+    if status.st_mode & 0o077:
+        return Finding("cache", "broken", value, f"others could plant code there: chmod 700 {path}")
+    return Finding("cache", "ok", value)
+
+
+def _database(url: str) -> Finding:
+    path = settings.load().database_path
+    if path is not None and not os.path.exists(path):
+        return Finding("database", "ok", f"{path} (made on first use)")
+    from cutekernels.db.engine import shown
+    from cutekernels.db.store import Store
+
+    try:
+        with Store(url, readonly=True) as store:
+            winners = sum(row.winners for row in store.stats())
+    except StoreError as error:
+        return Finding("database", "broken", str(error), f"set {settings.DB_VARIABLE}, or move the file away")
+    return Finding("database", "ok", f"{shown(url)} ({winners} winners)")
+
+
+def _tool(name: str, path: Path | None) -> Finding:
+    if path is None:
+        return Finding(
+            name, "broken", "not found", "it comes with Triton's wheel: pip install --force-reinstall triton"
+        )
+    return Finding(name, "ok", str(path))
+
+
+def _cuobjdump() -> Finding:
+    from cutekernels.backends import cubin
+
+    try:
+        return _tool("cuobjdump", cubin.cuobjdump())
+    except CompileError:
+        return _tool("cuobjdump", None)
+
+
+def _write_findings(findings: Iterable[Finding]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("what", "state", "found", "remedy")
+    for f in findings:
+        table.add_row(f.what, Text(f.state, style=_STYLES[f.state]), Text(f.value), Text(f.remedy))
+    _console().print(table)
+
+
+# ---- talking ------------------------------------------------------------------------------------------------
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    # Made per call, so that a redirected stdout is the one in use. A pipe has no width: leave room for a row.
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=200)
+
+
+def _write(rows: list[dict[str, Any]], format: Format) -> None:
+    if format is Format.json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    typer.echo(text.getvalue(), nl=False)
+
+
+def _fail(message: str, code: int = 1) -> NoReturn:
+    typer.echo(" ".join(message.split()), err=True)
+    sys.exit(code)
