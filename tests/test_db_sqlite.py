@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from db_trials import trial
 
-from cutekernels.db import engine, sqlite
+from cutekernels.db import engine, snapshot, sqlite
 from cutekernels.db.store import Store
 from cutekernels.errors import StoreError
 
@@ -314,6 +314,31 @@ def test_network_filesystems_are_refused_for_writing(tmp_path: Path, monkeypatch
         assert len(store.trials()) == 1
         with pytest.raises(StoreError, match="readonly"):
             store.record([trial()])
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("sqlite://", "a file"),
+        ("sqlite:///:memory:", "a file"),
+        ("mysql://root@localhost/x", "is neither"),
+        ("postgresql+nosuchdriver://localhost/x", "no driver"),
+        ("postgresql://me:secret@localhost:port/x", "database URL"),
+        ("postgresql://me:secret@127.0.0.1:1/x", "database postgresql"),
+    ],
+)
+def test_addresses_that_lead_nowhere(address: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(StoreError, match=reason) as caught:
+        Store(address)
+    assert "secret" not in str(caught.value)
+    assert snapshot.load("h200", address).table == {}
+    assert len(caplog.records) == 1
+    assert "secret" not in caplog.text
+
+
+def test_messages_show_no_password(tmp_path: Path) -> None:
+    assert engine.shown("postgresql://me:secret@host/x") == "postgresql://me:***@host/x"
+    assert repr(Store(tmp_path / "x.db")) == f"Store('sqlite:///{tmp_path}/x.db')"
 
 
 # ---- journal modes ------------------------------------------------------------------------------------------

@@ -574,31 +574,3 @@ def test_processes_creating_and_writing_at_once(url: str) -> None:
     with Store(url) as store:
         assert len(store.trials()) == 200
         assert len(store.winners()) == 1
-
-
-# ---- addresses ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("address", "reason"),
-    [
-        ("sqlite://", "a file"),
-        ("sqlite:///:memory:", "a file"),
-        ("mysql://root@localhost/x", "is neither"),
-        ("postgresql+nosuchdriver://localhost/x", "no driver"),
-        ("postgresql://me:secret@localhost:port/x", "database URL"),
-        ("postgresql://me:secret@127.0.0.1:1/x", "database postgresql"),
-    ],
-)
-def test_addresses_that_lead_nowhere(address: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(StoreError, match=reason) as caught:
-        Store(address)
-    assert "secret" not in str(caught.value)
-    assert snapshot.load("h200", address).table == {}
-    assert len(caplog.records) == 1
-    assert "secret" not in caplog.text
-
-
-def test_the_store_shows_no_password(url: str) -> None:
-    assert engine.shown("postgresql://me:secret@host/x") == "postgresql://me:***@host/x"
-    assert repr(Store(url)).startswith("Store('")
