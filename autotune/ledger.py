@@ -13,9 +13,9 @@ from typing import Any
 
 from cutekernels.backends import Facts
 from cutekernels.db.store import Environment, Gpu, Store, Trial
-from cutekernels.errors import CuteKernelsError, InvalidConfig, UnsupportedProblem
+from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.gpu import GpuSpec
-from cutekernels.isolate import ChildDied, ChildFailure, ChildTimeout, RemoteError
+from cutekernels.isolate import ChildFailure, ChildTimeout, RemoteError, StartFailed
 from cutekernels.measure import Ratio, Samples
 from cutekernels.op import Config, Op, Problem
 
@@ -118,17 +118,19 @@ class Ledger:
         return self._store.crown(trial.id)
 
 
-def status_of(failure: CuteKernelsError, *, compiling: bool) -> str:
-    """The status that names a failed request: which process failed, and how."""
+def status_of(failure: ChildFailure, *, compiling: bool) -> str:
+    """The status that names a failed request: which process failed, and how.
+
+    Raises:
+        StartFailed: no process could be started, which says nothing of the config: it must not become a row.
+    """
+    if isinstance(failure, StartFailed):
+        raise failure
     if isinstance(failure, RemoteError) and failure.type_name in _REMOTE_STATUS:
         return _REMOTE_STATUS[failure.type_name]
-    if compiling and isinstance(failure, ChildFailure):
+    if compiling:
         return "compile_error"
-    if isinstance(failure, ChildTimeout):
-        return "timeout"
-    if isinstance(failure, ChildDied | RemoteError):
-        return "crashed"
-    raise failure
+    return "timeout" if isinstance(failure, ChildTimeout) else "crashed"
 
 
 def _log_distance(a: Problem, b: Problem) -> float:

@@ -35,11 +35,11 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Measure:
-    """Verify ``configs`` and time those that are right, interleaved. ``race`` is the one to beat (``measure.py``)."""
+    """Verify ``configs`` and time those that are right, interleaved. ``race``: leader, contenders (``measure.py``)."""
 
     prepare: Prepare
     configs: tuple[str, ...]
-    race: str | None = None
+    race: tuple[str, ...] = ()
     rounds: int = 20
     budget_us: float | None = None
 

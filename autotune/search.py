@@ -1,6 +1,6 @@
 """One task on a GPU that is present: ask, compile ahead, measure, race, the final, the crown.
 
-The coordinator below is one thread. It keeps ``runtime.width`` candidates compiling while the GPU measures, one at
+The coordinator below is one thread. It keeps a few candidates compiling while the GPU measures, one at
 a time, whatever is ready::
 
     suggest -> why_not -> compile pool -> static facts -> worker: verify, time beside default and incumbent -> row
@@ -40,6 +40,7 @@ from cutekernels.op import Config
 FINALISTS = 3
 STACK_LIMIT_BYTES = 256  # a spill-free kernel's stack is up to 120 B; 128x256 tiles that spill show kilobytes
 MODEL_SEEDS = 3  # the op's own model is right often enough to be asked first
+AHEAD = 8  # candidates in the compile pool: enough to keep the GPU busy, few enough for the sampler to learn in time
 RACE_ROUNDS, RACE_BUDGET_US = 20, 150_000.0
 FINAL_ROUNDS, FINAL_BUDGET_US = 60, 2_000_000.0
 
@@ -156,7 +157,7 @@ class Search:
                 future.cancel()
 
     def _fill(self, suggester: Suggester, compiling: dict[Future[Facts], Config]) -> None:
-        while len(compiling) < self.runtime.width and self._spent() + len(compiling) < self.task.trials:
+        while len(compiling) < min(self.runtime.width, AHEAD) and self._spent() + len(compiling) < self.task.trials:
             config = suggester.next()
             for refused in suggester.take_refused():
                 reason = self.task.op.why_not(self.task.problem, refused, self.gpu)
@@ -203,7 +204,7 @@ class Search:
         request = Measure(
             self._prepare(0),
             tuple(map(str, rivals)),
-            race=None if is_default else str(incumbent),
+            race=() if is_default else (str(incumbent), str(config)),
             rounds=RACE_ROUNDS,
             budget_us=RACE_BUDGET_US,
         )

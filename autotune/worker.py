@@ -105,7 +105,7 @@ class _Bench:
             elif self._errors[text] <= 1 and text not in self._rounds:
                 self._rounds[text] = GraphRound(self._launches(self.op.Config.parse(text)))
         rounds = {text: self._rounds[text] for text in request.configs if text in self._rounds}
-        race = request.race if request.race in rounds else None
+        race = request.race if all(text in rounds for text in request.race) else ()
         samples = {}
         if rounds:
             samples = time_interleaved(rounds, rounds=request.rounds, budget_us=request.budget_us, race=race)

@@ -5,7 +5,7 @@ of tasks. Both know nothing of kernels: what runs is named by a dotted path, ``"
 one picklable request. What belongs here is how a process is started, spoken to, given up on and reaped::
 
     with Child("cutekernels.autotune.worker:answer") as child:
-        reply = child.ask(request, deadline_s=30)     # ChildDied, ChildTimeout or RemoteError; the next ask respawns
+        reply = child.ask(request, deadline_s=30)     # or a ChildFailure; after a death the next ask respawns
 
 Four decisions, each with its reason:
 
@@ -56,7 +56,7 @@ _BOOTSTRAP = (
 
 
 class ChildFailure(CuteKernelsError):
-    """A request that got no answer: :class:`ChildDied`, :class:`ChildTimeout` or :class:`RemoteError`."""
+    """A request that got no answer: :class:`ChildDied`, :class:`ChildTimeout`, :class:`RemoteError`, StartFailed."""
 
 
 class ChildDied(ChildFailure):
@@ -95,6 +95,10 @@ class RemoteError(ChildFailure):
         super().__init__(f"{type_name}: {message}")
 
 
+class StartFailed(ChildFailure):
+    """The process never became ready: its target did not import, or it died or hung before. Not the request's fault."""
+
+
 def _quoted(stderr: str) -> str:
     return f"; its output ends:\n{stderr.strip()}" if stderr.strip() else "; it printed nothing"
 
@@ -129,7 +133,8 @@ class Child:
         Raises:
             ChildDied: the process ended first, by a signal or an exit.
             ChildTimeout: no answer within ``deadline_s``; the process was killed.
-            RemoteError: the function raised, or could not be imported.
+            RemoteError: the function raised.
+            StartFailed: no process could be brought to answer; nothing is known of this request.
         """
         payload = pickle.dumps(request)
         with self._lock:
@@ -139,9 +144,6 @@ class Child:
                 self._write(payload, limit, deadline_s)
                 kind, body = self._read(limit, deadline_s)
                 self._empty_log()
-            except RemoteError:
-                self._reap()  # raised by starting alone: a process that could not import its target is of no use
-                raise
             except BaseException:  # Ctrl-C included: a half-answered request must not meet the next one
                 self._reap()
                 raise
@@ -175,7 +177,7 @@ class Child:
 
     def _ensure_started(self) -> None:
         if self._closed:
-            raise ChildDied(self.target, None, "the child was closed")
+            raise StartFailed(f"the process for {self.target} was closed; it takes no more requests")
         if self._process is not None and (self._process.poll() is not None or self._hung_up()):
             self._reap()  # died between requests (the out-of-memory killer, say): nobody's request is lost
         if self._process is not None:
@@ -204,9 +206,12 @@ class Child:
         finally:
             os.close(child_in)
             os.close(child_out)
-        kind, body = self._read(time.monotonic() + self._start_deadline_s, self._start_deadline_s)
+        try:
+            kind, body = self._read(time.monotonic() + self._start_deadline_s, self._start_deadline_s)
+        except ChildFailure as error:
+            raise StartFailed(f"no process for {self.target} could be started: {error}") from error
         if kind == "error":
-            raise RemoteError(*body)
+            raise StartFailed(f"{self.target} cannot be imported: {body[0]}: {body[1]}") from RemoteError(*body)
 
     def _hung_up(self) -> bool:
         poller = select.poll()  # no answer is due, so anything to read is the end of the pipe

@@ -34,7 +34,7 @@ Launch = Callable[[], object]
 L2_FACTOR = 3  # rotated bytes over L2 bytes: replacement is not strictly least-recently-used
 MOST_SETS = 512  # tiny inputs: beyond this the rotation costs more to set up than it tells
 LEAST_ROUNDS = 5  # before any verdict, and despite any budget
-_RACE_MARGIN = 0.97  # a candidate leaves the race when even its interval's upper end is below this
+_RACE_MARGIN = 0.97  # a contender leaves the race when even its interval's upper end is below this
 _RACE_EVERY = 5  # rounds between verdicts: a bootstrap costs as much as a round
 _LEAD_BELOW_US = 5000.0  # longer replays do not notice the few µs of starting a graph
 _MOST_LAUNCHES = 8192  # in one graph
@@ -130,7 +130,7 @@ def time_interleaved(
     rounds: int = 20,
     least_us: float = 200.0,
     budget_us: float | None = None,
-    race: str | None = None,
+    race: Sequence[str] = (),
     seed: int = 0,
     prepare: Prepare | None = None,
 ) -> dict[str, Samples]:
@@ -141,8 +141,8 @@ def time_interleaved(
         rounds: samples per candidate.
         least_us: what one replay lasts at least; short kernels are repeated inside the graph.
         budget_us: stop after this much timed device time, all candidates together, but not before five rounds.
-        race: a candidate's name; others that are clearly slower than it (upper end of the interval below 0.97)
-            stop early, and have fewer samples.
+        race: names of a leader and of its contenders. A contender that is clearly slower than the leader (the upper
+            end of its interval below 0.97) stops early and has fewer samples; without any left, all stop.
         seed: of the order of candidates within a round.
         prepare: makes a :class:`Round` of launches; :class:`GraphRound` unless a test says otherwise.
 
@@ -151,8 +151,10 @@ def time_interleaved(
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1; it is {rounds}")
-    if race is not None and race not in candidates:
-        raise ValueError(f"race names a candidate ({', '.join(candidates)}); it is {race!r}")
+    for name in race:
+        if name not in candidates:
+            raise ValueError(f"race takes names of candidates ({', '.join(candidates)}); it holds {name!r}")
+    contenders = set(race[1:])
     make = GraphRound if prepare is None else prepare
     ready: dict[str, Round] = {n: c if callable(c) else make(c, least_us) for n, c in candidates.items()}
     times: dict[str, list[float]] = {name: [] for name in ready}
@@ -167,16 +169,14 @@ def time_interleaved(
             spent_us += us * ready[name].launches
         if budget_us is not None and spent_us >= budget_us and done >= LEAST_ROUNDS:
             break
-        if race is not None and done % _RACE_EVERY == 0 and done < rounds:
-            leader = Samples(tuple(times[race]))
-            running = [n for n in running if n == race or _in_the_race(Samples(tuple(times[n])), leader)]
-            if running == [race] and len(ready) > 1:
+        if contenders and done % _RACE_EVERY == 0 and done < rounds:
+            leader = Samples(tuple(times[race[0]]))
+            lost = {n for n in contenders if Samples(tuple(times[n])).ratio(leader).high < _RACE_MARGIN}
+            running = [n for n in running if n not in lost]
+            contenders -= lost
+            if not contenders:
                 break
     return {name: Samples(tuple(us)) for name, us in times.items()}
-
-
-def _in_the_race(candidate: Samples, leader: Samples) -> bool:
-    return candidate.ratio(leader).high >= _RACE_MARGIN
 
 
 # ---- the GPU ---------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cutekernels.isolate import Child, ChildDied, ChildTimeout, Pool, RemoteError
+from cutekernels.isolate import Child, ChildDied, ChildTimeout, Pool, RemoteError, StartFailed
 
 HERE = Path(__file__).parent
 TARGET = "test_isolate:obey"
@@ -160,8 +160,21 @@ def test_environment_overrides() -> None:
 
 
 @pytest.mark.parametrize("target", ["no_such_module_here:f", "test_isolate:no_such_function"])
-def test_a_target_that_does_not_import_is_a_remote_error(target: str) -> None:
-    with Child(target) as child, pytest.raises(RemoteError, match="no_such"):
+def test_a_target_that_does_not_import_is_not_the_requests_fault(target: str) -> None:
+    with Child(target) as child, pytest.raises(StartFailed, match="no_such"):
+        child.ask(1, 10)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"), [("import os; os.abort()", "SIGABRT"), ("import time; time.sleep(60)", "0.5 s")]
+)
+def test_a_process_that_dies_or_hangs_while_starting(
+    body: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad_start.py").write_text(body)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    start_s = 0.5 if "sleep" in body else 30
+    with Child("bad_start:f", start_deadline_s=start_s) as child, pytest.raises(StartFailed, match=says):
         child.ask(1, 10)
 
 
@@ -189,7 +202,7 @@ def test_a_closed_child_stays_closed(child: Child) -> None:
     pid = child.ask(("pid", None), 10)
     child.close()
     assert gone(pid)
-    with pytest.raises(ChildDied, match="closed"):
+    with pytest.raises(StartFailed, match="closed"):
         child.ask(("echo", 1), 10)
 
 

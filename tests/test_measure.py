@@ -139,24 +139,30 @@ class TestScheduling:
 
     def test_a_clear_loser_leaves_the_race(self) -> None:
         field = {"best": FakeRound(10), "near": FakeRound(10.1, seed=2), "far": FakeRound(15, seed=3)}
-        out = interleaved(field, rounds=30, race="best")
+        out = interleaved(field, rounds=30, race=("best", "near", "far"))
         assert len(out["far"].us) == LEAST_ROUNDS
         assert len(out["best"].us) == len(out["near"].us) == 30
         assert out["far"].ratio(out["best"]).high < 1
 
     def test_the_race_ends_when_nobody_is_left(self) -> None:
-        out = interleaved({"best": FakeRound(10), "far": FakeRound(15)}, rounds=30, race="best")
-        assert len(out["best"].us) == LEAST_ROUNDS
+        field = {"best": FakeRound(10), "far": FakeRound(15), "bystander": FakeRound(30)}
+        out = interleaved(field, rounds=30, race=("best", "far"))
+        assert [len(s.us) for s in out.values()] == [LEAST_ROUNDS] * 3
+
+    def test_who_does_not_race_runs_to_the_end(self) -> None:
+        field = {"slow": FakeRound(30), "best": FakeRound(10), "near": FakeRound(10.1, seed=2)}
+        out = interleaved(field, rounds=20, race=("best", "near"))
+        assert [len(s.us) for s in out.values()] == [20] * 3
 
     def test_a_faster_one_never_leaves(self) -> None:
-        out = interleaved({"old": FakeRound(10), "new": FakeRound(6)}, rounds=20, race="old")
+        out = interleaved({"old": FakeRound(10), "new": FakeRound(6)}, rounds=20, race=("old", "new"))
         assert len(out["new"].us) == 20
 
     def test_wrong_arguments(self) -> None:
         with pytest.raises(ValueError, match="rounds"):
             interleaved({"x": FakeRound(1)}, rounds=0)
         with pytest.raises(ValueError, match="'y'"):
-            interleaved({"x": FakeRound(1)}, race="y")
+            interleaved({"x": FakeRound(1)}, race=("x", "y"))
 
 
 class TestHostTime:

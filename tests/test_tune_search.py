@@ -174,7 +174,7 @@ class TestOutcomes:
         best: ToyConfig = DEFAULT
         for request in machine.measured[1:-1]:
             assert request.configs[0] == str(DEFAULT)
-            assert request.race == str(best)
+            assert request.race == (str(best), request.configs[-1])
             assert str(best) in request.configs
             candidate = ToyConfig.parse(request.configs[-1])
             best = min(best, candidate, key=true_us)

@@ -95,9 +95,9 @@ def _cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 PREPARE = Prepare("toy", "m=1024 n=8192", "h200")  # 32 MiB a set, so 6 sets for a 60 MiB L2
 
 
-def ask(*configs: ToyConfig, race: ToyConfig | None = None) -> Any:
+def ask(*configs: ToyConfig, race: Sequence[ToyConfig] = ()) -> Any:
     texts = tuple(map(str, configs))
-    outcomes = worker.answer(Measure(PREPARE, texts, str(race) if race else None, rounds=5))
+    outcomes = worker.answer(Measure(PREPARE, texts, tuple(map(str, race)), rounds=5))
     assert outcomes is not None
     assert tuple(outcomes) == texts
     return [outcomes[text] for text in texts]
@@ -135,7 +135,7 @@ def test_the_final_sees_inputs_the_search_did_not() -> None:
 @pytest.mark.parametrize("bug", [off_by_a_little, leaves_the_last_row])
 def test_a_wrong_one_is_told_and_not_timed(bug: Callable[[Any, Any], None]) -> None:
     KERNELS[BAD] = bug
-    good, bad = ask(GOOD, BAD, race=GOOD)
+    good, bad = ask(GOOD, BAD, race=(GOOD, BAD))
     assert good.right
     assert bad.error > 1 and bad.us == () and not bad.right
     assert StubRound.made == 1
