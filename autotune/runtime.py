@@ -16,7 +16,7 @@ from cutekernels.gpu import GpuSpec
 from cutekernels.isolate import Child, Pool
 from cutekernels.op import Config, Op, Problem
 
-COMPILE_TARGET = "cutekernels.compile:compile_task"
+COMPILE_TARGET = "cutekernels.autotune.runtime:compile_candidate"
 WORKER_TARGET = "cutekernels.autotune.worker:answer"
 COMPILE_DEADLINE_S = 120.0
 PREPARE_DEADLINE_S = 180.0
@@ -86,7 +86,7 @@ class LocalRuntime:
         self._prepared: tuple[int | None, object] | None = None
 
     def compile(self, op: Op[Any, Any], problem: Problem, config: Config, gpu: GpuSpec) -> Future[Facts]:
-        return self._pool.submit((op.name, str(problem), str(config), gpu.name), COMPILE_DEADLINE_S)
+        return self._pool.submit((op.name, str(problem), str(config), gpu), COMPILE_DEADLINE_S)
 
     def measure(self, request: Measure) -> dict[str, Outcome]:
         if self._worker.pid is None or self._prepared != (self._worker.pid, request.prepare):
@@ -108,3 +108,16 @@ class LocalRuntime:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def compile_candidate(request: tuple[str, str, str, GpuSpec]) -> Facts:
+    """Inside a compiler process: makes sure the kernel's object is in the disk cache.
+
+    The GPU travels whole: one that is not in the table was described by the process that sees it.
+    """
+    from cutekernels import compile as compiler
+    from cutekernels.ops import registry
+
+    name, problem, config, gpu = request
+    op = registry.get(name)
+    return compiler.prepare(op, op.Problem.parse(problem), op.Config.parse(config), gpu)

@@ -14,7 +14,7 @@ from cutekernels.autotune.predict import Prediction
 from cutekernels.autotune.report import TaskReport
 from cutekernels.backends import Facts
 from cutekernels.db.store import Environment, Store
-from cutekernels.isolate import ChildDied
+from cutekernels.isolate import ChildDied, StartFailed
 from cutekernels.op import Config
 
 ABORTED = ChildDied("compile", -6, "MLIR assertion")
@@ -139,3 +139,10 @@ def test_a_config_that_a_rule_refuses_today_is_not_crowned(store: Store) -> None
     report = Prediction(job, A100, ledger, ToyMachine(), force=True).run()
     assert report.winner is not None and report.winner.config == str(RANKED[1])
     assert isinstance(RANKED[1], ToyConfig)
+
+
+def test_an_environment_that_cannot_compile_writes_no_rows(store: Store) -> None:
+    broken = StartFailed("cutekernels.compile cannot be imported: No module named 'cutlass'")
+    with pytest.raises(StartFailed, match="cutlass"):
+        run(store, ToyMachine(compile_failures=dict.fromkeys(VALID, broken)))
+    assert store.trials() == []
