@@ -113,19 +113,23 @@ def explain(
     op: Annotated[str, typer.Argument(help="An op's name, e.g. gemm.")],
     problem: Annotated[str, typer.Argument(help='A problem as text, e.g. "m=4096 n=4096 k=4096 dtype=bf16".')],
     gpu: Annotated[str, typer.Option(help="auto, or a name such as a100, l40s, rtx5090, h200.")] = "auto",
+    config: Annotated[str | None, typer.Option(help="Explain this config, as text, instead of the chosen one.")] = None,
     format: As = Format.table,
 ) -> None:
     """Which config a call would take on a GPU, where it comes from, and what was considered. Compiles nothing."""
-    from cutekernels import dispatch
-    from cutekernels.gpu import lookup
-    from cutekernels.ops import registry
+    from cutekernels import face
 
-    declared = registry.get(op)
-    explanation = dispatch.explain(declared, declared.Problem.parse(problem), lookup(gpu))
-    if format is Format.table:
-        _console().print(explanation)
-    else:
-        _write(explanation.rows(), format)
+    rows = face.explain(op, problem, gpu_name=gpu, config=config).rows
+    if format is not Format.table:
+        _write([dict(rows)], format)
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        table.add_row(Text(name, style="bold"), Text(value))
+    _console().print(table)
 
 
 # ---- doctor -------------------------------------------------------------------------------------------------

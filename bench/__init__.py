@@ -1,0 +1,6 @@
+"""Benchmarks: the ops' suites beside their peers, on the GPU at hand. Not installed; run from a checkout.
+
+``suites.py`` says what is timed, ``baselines.py`` against whom, ``run.py`` how, ``rows.py`` what is recorded,
+``plots.py`` draws it. ``python -m bench gemm --suite square`` writes ``results/<gpu>/gemm_square.jsonl`` and a PNG.
+``published.json`` holds what others published, measured by them on their GPUs.
+"""

@@ -1,0 +1,212 @@
+"""``python -m bench OP``: the command line of the benchmarks. The table goes to stdout, talk to stderr.
+
+Exit code 0: done; 1: it could not be measured here; 2: the command was misused. Results are only ever written
+where a CUDA device measured them; ``--dry-run`` lists what would be timed, anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bench.suites import SUITES, Case
+from bench.suites import cases as cases_of
+from cutekernels import environment
+from cutekernels.errors import CuteKernelsError, UnknownGpu
+
+if TYPE_CHECKING:
+    from bench.rows import Row
+
+HERE = Path(__file__).parent
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+class Op(StrEnum):
+    """What can be benchmarked."""
+
+    gemm = "gemm"
+    silu_mul = "silu_mul"
+
+
+class Dtype(StrEnum):
+    """Of the operands."""
+
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+
+class Accumulate(StrEnum):
+    """What a matrix product sums in."""
+
+    fp32 = "fp32"
+    fp16 = "fp16"
+
+
+@app.command()
+def bench(
+    op: Annotated[Op, typer.Argument(help="What to time.")],
+    suite: Annotated[str | None, typer.Option(help="gemm: square, llm or alphabeta; silu_mul: llm.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of the operands.")] = Dtype.bf16,
+    accumulate: Annotated[Accumulate, typer.Option(help="fp16 wants --dtype fp16.")] = Accumulate.fp32,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results; default bench/results/<gpu>.")] = None,
+    max_smem_kib: Annotated[int | None, typer.Option(min=1, help="Time our best within this much smem too.")] = None,
+    match: Annotated[str, typer.Option(help="Only cases with this in their label or problem.")] = "",
+    warm: Annotated[bool, typer.Option("--warm", help="One input set, met in the L2 cache.")] = False,
+    rounds: Annotated[int, typer.Option(min=5, help="Samples per contender.")] = 30,
+    plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw a PNG beside the rows.")] = True,
+    commit: Annotated[str | None, typer.Option(help="The commit under test, where .git was left behind.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cases and contenders; time nothing.")] = False,
+) -> None:
+    """Time an op's suite beside its peers, all contenders of a case interleaved, and record every row."""
+    suite = suite or next(iter(SUITES[op]))
+    try:
+        cases = cases_of(op, suite, dtype=dtype, accumulate=accumulate, match=match)
+        for case in cases:
+            _check(case)
+    except ValueError as error:
+        _fail(str(error), code=2)
+    if not cases:
+        _fail(f"no case of {op} {suite} has {match!r} in its label or problem", code=2)
+    if dry_run:
+        _list(cases)
+        return
+    try:
+        gpu = _gpu()
+    except UnknownGpu:
+        _fail("no CUDA device is visible, and times are only taken on one; --dry-run lists what would be timed")
+    from bench import run as runner
+
+    name = run_name(op, suite, dtype=dtype, accumulate=accumulate, max_smem_kib=max_smem_kib, match=match, warm=warm)
+    path = (out or HERE / "results" / gpu.name) / f"{name}.jsonl"
+    plan = runner.Plan(suite, gpu, environment.stamp(gpu.name, commit), warm, max_smem_kib, rounds)
+    talk = Console(stderr=True, highlight=False)
+    try:
+        rows = runner.run(cases, plan, path, runner.Timer(), lambda some: _progress(talk, some))
+    except (CuteKernelsError, ValueError) as error:
+        _fail(str(error))
+    _console().print(table(rows))
+    if suite == "alphabeta":
+        _console().print(published_table())
+    if plots and any(r.status == "ok" for r in rows):
+        from bench.plots import draw
+
+        draw(rows, path.with_suffix(".png"))
+    talk.print(f"{len(rows)} rows in {path}")
+    if any(r.status in ("failed", "wrong_result") and r.contender.startswith("cutekernels") for r in rows):
+        _fail("one of ours failed or was wrong; its row says why")
+
+
+def _check(case: Case) -> None:
+    from bench.run import posed
+
+    posed(case)
+
+
+def _gpu() -> Any:
+    from cutekernels.gpu import lookup
+
+    return lookup("auto")
+
+
+def run_name(
+    op: str, suite: str, *, dtype: str, accumulate: str, max_smem_kib: int | None, match: str, warm: bool
+) -> str:
+    """The file a run writes: one name per thing measured, so that a later run replaces exactly its predecessor."""
+    words = [op, suite]
+    words += [dtype] if dtype != "bf16" else []
+    words += ["acc" + accumulate] if accumulate != "fp32" else []
+    words += [f"smem{max_smem_kib}"] if max_smem_kib is not None else []
+    words += ["".join(c if c.isalnum() else "-" for c in match)] if match else []
+    words += ["warm"] if warm else []
+    return "_".join(words)
+
+
+# ---- talking --------------------------------------------------------------------------------------------
+
+
+def table(rows: list[Row]) -> Table:
+    """Every row, losing and failing ones too, with the GPU in the title."""
+    stamp = rows[0].stamp
+    shown = Table(title=f"{rows[0].op} {rows[0].suite} on {stamp.get('gpu', '?')}, {rows[0].l2} L2, µs of GPU time")
+    for name in ("case", "contender"):
+        shown.add_column(name)
+    for name in ("median", "TFLOP/s", "GB/s", "% roof", "% mma", "speed-up [95 %]", "CPU µs", "err/torch"):
+        shown.add_column(name, justify="right")
+    shown.add_column("config or reason", overflow="fold")
+    for r in rows:
+        speedup = "" if r.speedup is None else f"{r.speedup:.3f} [{r.speedup_low:.3f}, {r.speedup_high:.3f}]"
+        said = f"{r.config} ({r.origin})" if r.config else ""
+        shown.add_row(
+            r.label,
+            r.contender,
+            _number(r.median_us, 2) if r.status == "ok" else Text(r.status, style="yellow"),
+            _number(r.tflops, 1),
+            _number(r.gbps, 0),
+            _percent(r.roofline_fraction),
+            _percent(r.mma_fraction),
+            speedup,
+            _number(r.cpu_us, 2),
+            _number(r.error_vs_torch, 2),
+            Text(r.reason or said),
+        )
+    return shown
+
+
+def published_table() -> Table:
+    """What others published for the alphabeta suite: their systems, their GPUs, never beside our times."""
+    rows = json.loads((HERE / "published.json").read_text())
+    shown = Table(title="published by others, on their GPUs, fp16 with fp16 accumulation, µs", caption="published.json")
+    for name in ("system", "their GPU", "m = n = k", "alpha, beta", "their baseline", "baseline", "system"):
+        shown.add_column(name)
+    for r in rows:
+        scale = f"{r['alpha']:g}, {r['beta']:g}"
+        times = (str(r["baseline_us"]), str(r["system_us"]))
+        shown.add_row(r["system"], r["gpu"], str(r["m"]), scale, r["baseline"], *times)
+    return shown
+
+
+def _list(cases: list[Case]) -> None:
+    from bench.baselines import PEERS
+
+    shown = Table("op", "case", "problem", "alpha", "beta", "contenders")
+    names = ", ".join([*(peer.name for peer in PEERS[cases[0].op]), "cutekernels"])
+    for case in cases:
+        shown.add_row(case.op, case.label, case.problem, f"{case.alpha:g}", f"{case.beta:g}", names)
+    _console().print(shown)
+
+
+def _progress(talk: Console, rows: list[Row]) -> None:
+    said = ", ".join(
+        f"{r.contender} {r.median_us:.1f} µs" if r.median_us else f"{r.contender} {r.status}" for r in rows
+    )
+    talk.print(Text(f"{rows[0].label}: {said}"))
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.0f}"
+
+
+def _console() -> Console:
+    console = Console(highlight=False)  # made per call: a redirected stdout is the one in use
+    return console if console.is_terminal else Console(highlight=False, width=220)
+
+
+def _fail(message: str, code: int = 1) -> NoReturn:
+    typer.echo(" ".join(message.split()), err=True)
+    raise typer.Exit(code)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m bench")

@@ -1,0 +1,139 @@
+"""Against whom: each contender is a name and a function that binds it to input sets.
+
+A binding returns one no-argument launch per input set; the launch returns the tensor it wrote. A peer that cannot
+take part raises :class:`Absent` with the reason, which becomes a row. The first contender is the baseline that
+speed-ups refer to. To add a peer, write its binding and put it into ``PEERS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import cutekernels as ck
+from bench.suites import Case
+
+Launch = Callable[[], Tensor]
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Absent(Exception):
+    """A peer cannot take part: not installed, or it has no such operation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The operands of one call. ``b`` is (K, N); where the weight lies as (N, K), it is that weight transposed."""
+
+    operands: tuple[Tensor, ...]
+    out: Tensor
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.operands, self.out))
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A name in the tables, and what binds it to input sets."""
+
+    name: str
+    bind: Callable[[Case, Sequence[Inputs]], Sequence[Launch]]
+
+
+# ---- operands -------------------------------------------------------------------------------------------
+
+
+def inputs(case: Case, problem: Any, device: str, seed: int) -> Inputs:
+    """Standard normal operands that pose ``case``; ``problem`` is its parsed text."""
+    draw = torch.Generator(device).manual_seed(seed)
+    normal = partial(torch.randn, generator=draw, device=device, dtype=DTYPES[problem.dtype])
+    if case.op == "silu_mul":
+        shape = (problem.rows, problem.cols)
+        return Inputs((normal(shape), normal(shape)), torch.empty(shape, device=device, dtype=DTYPES[problem.dtype]))
+    m, n, k = problem.m, problem.n, problem.k
+    b = normal((n, k)).t() if problem.b_major == "k" else normal((k, n))
+    operands = (normal((m, k)), b) + ((normal((m, n)),) if case.beta else ())
+    return Inputs(operands, torch.empty((m, n), device=device, dtype=DTYPES[problem.dtype]))
+
+
+def truth(case: Case, i: Inputs) -> Tensor:
+    """The result in fp64."""
+    wide = [t.double() for t in i.operands]
+    if case.op == "silu_mul":
+        return F.silu(wide[0]) * wide[1]
+    product = case.alpha * (wide[0] @ wide[1])
+    return product + case.beta * wide[2] if case.beta else product
+
+
+# ---- ours -----------------------------------------------------------------------------------------------
+
+
+def ours(name: str, config: Any = None, accumulate: str = "fp32") -> Contender:
+    """The public function: with the config its dispatcher finds, or with ``config``."""
+    return Contender(name, partial(_ours, config, accumulate))
+
+
+def _ours(config: Any, accumulate: str, case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    if case.op == "silu_mul":
+        return [partial(ck.silu_mul, *i.operands, out=i.out, config=config) for i in sets]
+    options = {"alpha": case.alpha, "beta": case.beta, "accumulate": accumulate, "config": config}
+    return [partial(ck.gemm, *i.operands, out=i.out, **options) for i in sets]
+
+
+# ---- peers ----------------------------------------------------------------------------------------------
+
+
+def _cublas(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    if (case.alpha, case.beta) == (1.0, 0.0):
+        return [partial(torch.mm, *i.operands, out=i.out) for i in sets]
+    scale = {"alpha": case.alpha, "beta": case.beta}  # beta=0 leaves addmm's first operand unread
+    thirds = [i.operands[2] if case.beta else i.out for i in sets]
+    return [partial(torch.addmm, c, *i.operands[:2], **scale, out=i.out) for c, i in zip(thirds, sets, strict=True)]
+
+
+def _quack(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    try:
+        from quack import gemm_interface
+    except ImportError as error:
+        raise Absent(f"quack-kernels does not import: {error}") from error
+    if not case.beta:
+        scaled = partial(gemm_interface.gemm, alpha=case.alpha, tuned=False)
+        return [partial(scaled, *i.operands, out=i.out) for i in sets]
+    added = partial(gemm_interface.gemm_add, alpha=case.alpha, beta=case.beta, tuned=False)
+    return [partial(added, *i.operands, out=i.out) for i in sets]
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def _eager(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    return [partial(_swiglu, *i.operands) for i in sets]
+
+
+def _compiled(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    torch.compiler.reset()  # or the shapes of earlier cases count against the limit of recompilations
+    fused = torch.compile(_swiglu, dynamic=False)
+    return [partial(fused, *i.operands) for i in sets]
+
+
+def _liger(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    try:
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+    except ImportError as error:
+        raise Absent(f"liger-kernel does not import: {error}") from error
+    return [partial(LigerSiLUMulFunction.apply, *i.operands) for i in sets]
+
+
+PEERS: dict[str, tuple[Contender, ...]] = {
+    "gemm": (Contender("cublas", _cublas), Contender("quack (untuned)", _quack)),
+    "silu_mul": (Contender("torch.compile", _compiled), Contender("eager", _eager), Contender("liger", _liger)),
+}

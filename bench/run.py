@@ -1,0 +1,245 @@
+"""How it is timed: every contender of one case interleaved, through the tuner's own timer.
+
+For each case: input sets are drawn, each contender is bound to them, run once and judged against fp64, captured,
+then all are timed in interleaved rounds. What goes wrong with one contender becomes its row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench import baselines
+from bench.baselines import Absent, Contender, Inputs, Launch
+from bench.rows import Row, write
+from bench.suites import Case
+from cutekernels import dispatch, measure, verify
+from cutekernels.gpu import GPUS, GpuSpec
+from cutekernels.measure import Samples
+from cutekernels.op import Op
+from cutekernels.ops import registry
+
+ROUNDS = 30
+CASE_BUDGET_US = 3e6  # timed device time of one case, all contenders together
+WRONG = 4.0  # times the tolerance: a peer may round twice, a broken kernel is off by thousands
+_CPU_BUDGET_US = 20_000.0  # device time behind one round of the host's timing
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run is asked for, besides its cases."""
+
+    suite: str
+    gpu: GpuSpec
+    stamp: dict[str, str]
+    warm: bool = False
+    max_smem_kib: int | None = None
+    rounds: int = ROUNDS
+    device: str = "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Timer:
+    """How time is taken; tests put a clock of their own here."""
+
+    prepare: measure.Prepare = measure.GraphRound
+    cpu_us: Callable[..., Samples] = measure.cpu_us_per_call
+
+
+def run(cases: Sequence[Case], plan: Plan, path: Path, timer: Timer, say: Callable[[list[Row]], None]) -> list[Row]:
+    """Times ``cases`` and writes ``path`` after each, so that an interrupted run keeps what it measured."""
+    rows: list[Row] = []
+    for case in cases:
+        of_case = run_case(case, plan, contenders(case, plan), timer)
+        rows += of_case
+        write(path, rows)
+        say(of_case)
+    return rows
+
+
+# ---- who takes part -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """One of our contenders, and what is recorded of it."""
+
+    contender: Contender
+    config: str
+    origin: str
+
+
+def contenders(case: Case, plan: Plan) -> list[Contender | Ours]:
+    """The peers first, the baseline at their head; then ours: dispatched, default if that differs, limited in smem."""
+    op, problem = posed(case)
+    accumulate = getattr(problem, "accumulate", "fp32")
+    choice = dispatch.resolve(op, problem, plan.gpu)
+    found = [Ours(baselines.ours("cutekernels", None, accumulate), str(choice.config), choice.origin)]
+    default = op.default(problem, plan.gpu)
+    if default != choice.config:
+        found.append(_forced("cutekernels (default)", default, "default", accumulate))
+    if plan.max_smem_kib is not None:
+        config, origin = within_smem(op, problem, plan.gpu, plan.max_smem_kib)
+        found.append(_forced(f"cutekernels (<= {plan.max_smem_kib} KiB smem)", config, origin, accumulate))
+    return [*baselines.PEERS[case.op], *found]
+
+
+def _forced(name: str, config: Any, origin: str, accumulate: str) -> Ours:
+    return Ours(baselines.ours(name, config, accumulate), str(config), origin)
+
+
+def posed(case: Case) -> tuple[Op[Any, Any], Any]:
+    """The op of ``case`` and its problem, parsed."""
+    op = registry.get(case.op)
+    return op, op.Problem.parse(case.problem)
+
+
+def within_smem(op: Op[Any, Any], problem: Any, gpu: GpuSpec, kib: int) -> tuple[Any, str]:
+    """The fastest config measured here that takes at most ``kib`` KiB of shared memory, and its origin.
+
+    Where nobody tuned the problem: the default of the first GPU in the table that has no more than that.
+    """
+    from cutekernels import settings
+    from cutekernels.db.store import Store
+
+    path = settings.load().database_path
+    if path is None or path.exists():
+        with Store(readonly=True) as store:
+            trials = store.trials(
+                gpu=gpu.name,
+                op=op.name,
+                revision=op.revision,
+                problem=str(problem.bucket()),
+                origin="measured",
+                status="ok",
+            )
+        fitting = [t for t in trials if t.median_us is not None and (t.smem_bytes or 0) <= kib * 1024]
+        if fitting:
+            return op.Config.parse(min(fitting, key=lambda t: t.median_us or 0.0).config), "tuned"
+    smaller = next((g for g in GPUS if g.smem_per_block_bytes <= kib * 1024), None)
+    if smaller is None:
+        raise ValueError(f"no GPU of the table has {kib} KiB of shared memory or less; 99 stands for L40S and RTX 5090")
+    return op.default(problem, smaller), "default"
+
+
+# ---- one case -------------------------------------------------------------------------------------------
+
+
+def run_case(case: Case, plan: Plan, who: Sequence[Contender | Ours], timer: Timer) -> list[Row]:
+    """A row for each of ``who``, in their order."""
+    op, problem = posed(case)
+    sets = _input_sets(case, problem, plan)
+    truth = baselines.truth(case, sets[0])
+    work = op.work(problem)
+    accumulate = getattr(problem, "accumulate", "fp32")
+    with _accumulation(accumulate):
+        candidates = [_Candidate(case, plan, w, len(sets)) for w in who]
+        for candidate in candidates:
+            candidate.make_ready(case, sets, truth, work.flops, accumulate, timer)
+        ready = {c.name: c.round for c in candidates if c.round is not None}
+        samples = (
+            measure.time_interleaved(ready, rounds=plan.rounds, budget_us=CASE_BUDGET_US, prepare=timer.prepare)
+            if ready
+            else {}
+        )
+        baseline = samples.get(candidates[0].name)
+        torch_error = candidates[0].error_abs
+        return [c.row(samples.get(c.name), baseline, torch_error, work, timer) for c in candidates]
+
+
+def _input_sets(case: Case, problem: Any, plan: Plan) -> list[Inputs]:
+    first = baselines.inputs(case, problem, plan.device, seed=0)
+    count = 1 if plan.warm else measure.l2_rotation(first.bytes, plan.gpu.l2_bytes)
+    return [first, *(baselines.inputs(case, problem, plan.device, seed) for seed in range(1, count))]
+
+
+@contextlib.contextmanager
+def _accumulation(accumulate: str) -> Iterator[None]:
+    """cuBLAS accumulates as the case asks: fp32 unless fp16 is meant."""
+    flags: Any = torch.backends.cuda.matmul
+    before = flags.allow_fp16_accumulation
+    flags.allow_fp16_accumulation = accumulate == "fp16"
+    try:
+        yield
+    finally:
+        flags.allow_fp16_accumulation = before
+
+
+class _Candidate:
+    """One contender on its way to a row."""
+
+    def __init__(self, case: Case, plan: Plan, who: Contender | Ours, sets: int) -> None:
+        self.contender = who.contender if isinstance(who, Ours) else who
+        self.name = self.contender.name
+        self.round: measure.Round | None = None
+        self.error_abs: float | None = None
+        self._launches: Sequence[Launch] = ()
+        self._plan = plan
+        self._row: dict[str, Any] = {
+            **dataclasses.asdict(case),
+            "suite": plan.suite,
+            "contender": self.name,
+            "config": who.config if isinstance(who, Ours) else "",
+            "origin": who.origin if isinstance(who, Ours) else "",
+            "status": "ok",
+            "l2": "warm" if plan.warm else "cold",
+            "sets": sets,
+            "stamp": plan.stamp,
+        }
+
+    def make_ready(
+        self, case: Case, sets: Sequence[Inputs], truth: Tensor, flops: float, accumulate: str, timer: Timer
+    ) -> None:
+        try:
+            self._launches = self.contender.bind(case, sets)
+            verify.poison([sets[0].out])
+            out = self._launches[0]()
+            self._judge(out, truth, flops, accumulate)
+            if self._row["status"] == "ok":
+                self.round = timer.prepare(self._launches, 200.0)
+        except Absent as reason:
+            self._fail("absent", str(reason))
+        except Exception as error:  # noqa: BLE001  a peer may fail in any way; that is a result, and has its row
+            self._fail("failed", f"{type(error).__name__}: {error}")
+
+    def _judge(self, out: Tensor, truth: Tensor, flops: float, accumulate: str) -> None:
+        error = verify.worst_error([out], [truth.to(out.dtype)], flops, accumulate)
+        self._row["error"] = error if error < float("inf") else None
+        self.error_abs = float((out.double() - truth).abs().max())
+        if not error <= WRONG:
+            self._fail("wrong_result", f"off by {error:.3g} times the tolerance")
+
+    def _fail(self, status: str, reason: str) -> None:
+        self._row |= {"status": status, "reason": " ".join(reason.split())[:500]}
+
+    def row(
+        self, samples: Samples | None, baseline: Samples | None, torch_error: float | None, work: Any, timer: Timer
+    ) -> Row:
+        if self.error_abs is not None and torch_error:
+            self._row["error_vs_torch"] = self.error_abs / torch_error
+        if samples is None:
+            return Row(**self._row)
+        gpu, us = self._plan.gpu, samples.median
+        calls = int(min(200.0, max(20.0, _CPU_BUDGET_US / us)))
+        self._row |= {
+            "rounds": len(samples.us),
+            "median_us": us,
+            "p20_us": samples.p20,
+            "p80_us": samples.p80,
+            "tflops": work.flops / us / 1e6,
+            "gbps": work.bytes / us / 1e3,
+            "roofline_fraction": work.floor_us(gpu) / us,
+            "mma_fraction": work.flops / us / 1e6 / gpu.mma_tflops if self._row["op"] == "gemm" else None,
+            "cpu_us": timer.cpu_us(self._launches[0], calls=calls, rounds=5).median,
+        }
+        if baseline is not None:
+            ratio = samples.ratio(baseline)
+            self._row |= {"speedup": ratio.value, "speedup_low": ratio.low, "speedup_high": ratio.high}
+        return Row(**self._row)
