@@ -72,6 +72,15 @@ def test_compiling_leaves_the_process_as_it_was(cache: Path, artifact: TritonArt
     assert (cache / "triton").stat().st_mode & 0o077 == 0
 
 
+def test_a_cache_others_may_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Binaries in it are loaded and run."""
+    monkeypatch.setenv("CUTEKERNELS_CACHE", str(tmp_path))
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton").chmod(0o777)
+    with pytest.raises(CompileError, match=r"mode 777.*CUTEKERNELS_CACHE"):
+        build()
+
+
 def test_shared_memory_and_spills_are_counted(artifact: TritonArtifact) -> None:
     facts = resource_usage(artifact.compiled.asm["cubin"])
     assert facts == {"silu_mul": artifact.facts}

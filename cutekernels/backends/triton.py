@@ -13,7 +13,9 @@ Works with Triton 3.6 to 3.9, which agree on everything used here.
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,6 +44,14 @@ _OPTIONS: dict[str, type] = {"num_warps": int, "num_stages": int, "maxnreg": int
 _CAPABILITIES = frozenset(major * 10 + minor for major, minor in ARCHITECTURES)
 
 _compiling = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _compiling
+    _compiling = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 # ---- recipes --------------------------------------------------------------------------------------------
@@ -139,13 +149,29 @@ class Recipe:
 # ---- compiling ------------------------------------------------------------------------------------------
 
 
+def _directory() -> Path:
+    """Where Triton keeps its binaries, created 0700. CompileError where they could be someone else's."""
+    path = settings.load().cache_dir / "triton"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.stat()
+    except OSError as error:
+        raise CompileError(f"Triton's cache {path} cannot be used: {error}; set {settings.CACHE_VARIABLE}") from error
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise CompileError(
+            f"Triton's cache {path} must be this user's own and closed to others (0700), since its binaries are run; "
+            f"it has owner {status.st_uid} and mode {stat.S_IMODE(status.st_mode):o}. "
+            f"chmod it or set {settings.CACHE_VARIABLE}"
+        )
+    return path
+
+
 @contextmanager
 def _triton_cache() -> Iterator[None]:
     """Triton's disk cache under our own directory, for the duration of one compile."""
     from triton import knobs
 
-    directory = settings.load().cache_dir / "triton"
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory = _directory()
     with _compiling, knobs.cache.scope():
         # What `knobs.cache.dir = ...` does, less its side effect: that one also exports TRITON_CACHE_DIR.
         vars(knobs.cache)["dir"] = str(directory)
@@ -170,7 +196,7 @@ def _compile(recipe: Recipe) -> Any:
     with _triton_cache():
         try:
             return triton.compile(source, target=GPUTarget("cuda", recipe.capability, WARP_SIZE), options=options)
-        except Exception as error:  # Triton has no root for its errors: front end, MLIR passes, ptxas, file system
+        except Exception as error:
             raise CompileError(
                 f"Triton could not compile {recipe.function} for compute capability {recipe.capability / 10}: "
                 f"{type(error).__name__}: {error}"
@@ -253,9 +279,11 @@ def launcher(recipe: Recipe, compiled: Any) -> Kernel:
 
     ``grid`` is three ints; a zero in it launches nothing. ``args`` follow the signature: pointers as
     ``tensor.data_ptr()`` (an int spares Triton a method call and a driver query per tensor) and ints. What
-    stands in a constexpr's place is ignored; constexprs at the end may be left out. Binaries belong to a device, so each device loads its own at its first launch; where
-    CUDA is up already, the current device's is loaded here, so that a first launch can be captured in a graph.
-    Triton's launch hooks are not called.
+    stands in a constexpr's place is ignored; constexprs at the end may be left out.
+
+    Binaries belong to a device, so each device loads its own at its first launch. Where CUDA is up already, the
+    current device's is loaded here, so that a first launch can be captured in a graph. Triton's launch hooks are
+    not called.
     """
     import torch
 

@@ -1,6 +1,6 @@
 """``silu_mul``: the elementwise half of SwiGLU, and its gradient.
 
-Two ops share one Problem, one Config and one schedule (:class:`_Elementwise`); they differ in operands,
+Two ops share one Problem, one Config and one schedule (:class:`_SiluMulOp`); they differ in operands,
 kernel and reference. Below the declarations stand the public function and its registration with torch.
 """
 
@@ -13,18 +13,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import Config, Op, Problem, Work, exact, extent, knob, ladder, plain
-from cutekernels.ops.strides import matrix, overlaps_itself, relation, row_stride
+from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain
+from cutekernels.ops.calls import GPU_DTYPES, WIDEST_BYTES, ElementwiseOp, check_operands, check_overlap, run
+from cutekernels.ops.strides import matrix
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_WIDEST_BYTES = 16  # one thread's widest access
+_NAMES = {dtype: name for name, dtype in GPU_DTYPES.items()}
 
 
 # ---- declarations ---------------------------------------------------------------------------------------
@@ -54,7 +52,7 @@ class SiluMulProblem(Problem):
 
     @property
     def itemsize(self) -> int:
-        return _DTYPES[self.dtype].itemsize
+        return GPU_DTYPES[self.dtype].itemsize
 
     @property
     def vec(self) -> int:
@@ -75,6 +73,7 @@ class SiluMulConfig(Config):
 _EVICT = {"normal": "", "first": "evict_first"}
 _MAX_OPERAND_REGISTERS = 160
 _GRID_AXIS = 1 << 30
+_MAX_WALKS = 64  # sets of strides that one launch remembers
 
 
 def _power_of_two(n: int) -> int:
@@ -82,13 +81,17 @@ def _power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-class _Elementwise(Op[SiluMulProblem, SiluMulConfig]):
-    """What both passes have in common. ``results`` and ``inputs`` name the kernel's operands in order."""
+def _matrix_strides(t: Tensor) -> tuple[int, int]:
+    found = matrix(t.shape, t.stride())
+    assert found is not None, "problem() refuses operands that are no matrix"
+    return found[2:]
+
+
+class _SiluMulOp(ElementwiseOp[SiluMulProblem, SiluMulConfig]):
+    """What both passes have in common."""
 
     Problem = SiluMulProblem
     Config = SiluMulConfig
-    results: ClassVar[tuple[str, ...]]
-    inputs: ClassVar[tuple[str, ...]]
     flops_per_element: ClassVar[int]
 
     def problem(self, *operands: Tensor) -> SiluMulProblem:
@@ -109,7 +112,7 @@ class _Elementwise(Op[SiluMulProblem, SiluMulConfig]):
         if any(col_stride != 1 for *_, col_stride in matrices):
             return SiluMulProblem(rows, cols, _NAMES[dtype], "strided")
         dense = rows == 1 or all(pitch == cols for _, _, pitch, _ in matrices)
-        bits = _WIDEST_BYTES
+        bits = WIDEST_BYTES
         for t, (_, _, pitch, _) in zip(operands, matrices, strict=True):
             bits |= t.data_ptr() | (0 if dense else pitch * dtype.itemsize)
         return SiluMulProblem(rows, cols, _NAMES[dtype], "dense" if dense else "rows", bits & -bits)
@@ -140,7 +143,7 @@ class _Elementwise(Op[SiluMulProblem, SiluMulConfig]):
         # that leaves SMs idle, smaller blocks.
         wave = gpu.sm_count * (gpu.max_warps // 4)
         for warps, accesses in ((4, 2), (4, 1), (2, 1), (1, 1)):
-            c = self._tile(p, 32 * warps * accesses * _WIDEST_BYTES // p.itemsize, warps)
+            c = self._tile(p, 32 * warps * accesses * WIDEST_BYTES // p.itemsize, warps)
             if self._tiles(p, c) >= (4 * wave if accesses == 2 else gpu.sm_count):
                 break
         return c
@@ -222,12 +225,15 @@ class _Elementwise(Op[SiluMulProblem, SiluMulConfig]):
         if p.layout == "dense":
             elements = rows * cols
             return lambda *operands: kernel(grid, *[t.data_ptr() for t in operands], 1, elements)
-        unit = p.layout == "rows" or cols == 1
+        known: dict[tuple[object, ...], list[int]] = {}
 
         def launch(*operands: Tensor) -> None:
-            strides: list[int] = []
-            for t in operands:
-                strides += (row_stride(t), 1 if unit else t.stride(-1))
+            walks = tuple([t.stride() for t in operands])
+            strides = known.get(walks)
+            if strides is None:
+                if len(known) >= _MAX_WALKS:
+                    known.clear()
+                strides = known[walks] = [s for t in operands for s in _matrix_strides(t)]
             kernel(grid, *[t.data_ptr() for t in operands], rows, cols, *strides)
 
         return launch
@@ -242,7 +248,7 @@ class _Elementwise(Op[SiluMulProblem, SiluMulConfig]):
 
     def sample(self, p: SiluMulProblem, device: str, seed: int) -> tuple[Tensor, ...]:
         generator = torch.Generator(device).manual_seed(seed)
-        dtype, skew = _DTYPES[p.dtype], p.align % _WIDEST_BYTES // p.itemsize  # elements off a 16-byte boundary
+        dtype, skew = GPU_DTYPES[p.dtype], p.align % WIDEST_BYTES // p.itemsize  # elements off a 16-byte boundary
         samples = []
         for i, _ in enumerate(self.inputs):
             if p.layout == "dense":
@@ -262,7 +268,7 @@ class _Elementwise(Op[SiluMulProblem, SiluMulConfig]):
         return Work(flops=float(self.flops_per_element * elements), bytes=float(operands * p.itemsize * elements))
 
 
-class SiluMul(_Elementwise):
+class SiluMul(_SiluMulOp):
     """``out = silu(gate) * up``. Arguments: gate, up."""
 
     name = "silu_mul"
@@ -288,7 +294,7 @@ class SiluMul(_Elementwise):
         return (_reference(*args),)
 
 
-class SiluMulBackward(_Elementwise):
+class SiluMulBackward(_SiluMulOp):
     """The gradient of :class:`SiluMul`: (dgate, dup). Arguments: dout, gate, up."""
 
     name = "silu_mul_backward"
@@ -365,9 +371,9 @@ def silu_mul(
         and torch._C._functorch.peek_interpreter_stack() is None
     ):
         if out is None:
-            return _run(SILU_MUL, None, (gate, up), config)[0]
+            return run(SILU_MUL, None, (gate, up), config)[0]
         torch.autograd.graph.increment_version(out)
-        return _run(SILU_MUL, (out,), (gate, up), config)[0]
+        return run(SILU_MUL, (out,), (gate, up), config)[0]
     text = None if config is None else str(config)
     if out is None:
         return torch.ops.cutekernels.silu_mul(gate, up, text)  # type: ignore[no-any-return]
@@ -381,129 +387,22 @@ def _wants_gradient(gate: Tensor, up: Tensor, out: Tensor | None) -> bool:
     return gate.requires_grad or up.requires_grad or (out is not None and out.requires_grad)
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """What is known of a call from its operands' shapes, strides, types and alignment."""
-
-    problem: SiluMulProblem | None  # None where there is nothing to compute
-    device: int
-    copied: tuple[bool, ...]  # results, then inputs, that a contiguous copy must stand in for
-    copies: bool
-
-
-_CALLS: dict[tuple[object, ...], _Call] = {}
-_MAX_CALLS = 4096
-
-
-def _facts(t: Tensor) -> tuple[object, ...]:
-    return t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() & (_WIDEST_BYTES - 1)
-
-
-def _run(
-    op: _Elementwise, results: tuple[Tensor, ...] | None, inputs: tuple[Tensor, ...], config: SiluMulConfig | str | None
-) -> tuple[Tensor, ...]:
-    """Checks, allocates and launches on the GPU that holds ``inputs``."""
-    key = (op.name, *map(_facts, inputs), None if results is None else tuple(map(_facts, results)))
-    call = _CALLS.get(key)
-    if call is None:
-        if len(_CALLS) >= _MAX_CALLS:
-            _CALLS.clear()
-        call = _CALLS[key] = _admit(op, results, inputs)
-    if results is None:
-        first = inputs[0]
-        results = tuple(torch.empty(first.shape, dtype=first.dtype, device=first.device) for _ in op.results)
-    else:
-        _check_aliasing(results, inputs)
-    if call.problem is None:
-        return results
-    if torch._C._cuda_getDevice() != call.device:
-        with torch.cuda.device(call.device):
-            _launch(op, call, results, inputs, config)
-    else:
-        _launch(op, call, results, inputs, config)
-    return results
-
-
-def _launch(
-    op: _Elementwise,
-    call: _Call,
-    results: tuple[Tensor, ...],
-    inputs: tuple[Tensor, ...],
-    config: SiluMulConfig | str | None,
-) -> None:
-    assert call.problem is not None
-    plan = dispatch.plan(op, call.problem, call.device, config)
-    if not call.copies:
-        plan.launch(*results, *inputs)
-        return
-    operands = [
-        torch.empty_like(t, memory_format=torch.contiguous_format) if copy and i < len(results)
-        else t.contiguous() if copy
-        else t
-        for i, (t, copy) in enumerate(zip((*results, *inputs), call.copied, strict=True))
-    ]  # fmt: skip
-    plan.launch(*operands)
-    for result, operand in zip(results, operands, strict=False):
-        if operand is not result:
-            result.copy_(operand)
-
-
-def _admit(op: _Elementwise, results: tuple[Tensor, ...] | None, inputs: tuple[Tensor, ...]) -> _Call:
-    """Refuses what no kernel takes, and reads the problem off the rest."""
-    first = inputs[0]
-    _check_operands(op, (*inputs, *(results or ())))
-    if first.numel() == 0:
-        return _Call(None, first.get_device(), (), False)
-    fresh = torch.empty(first.shape, dtype=first.dtype, device="meta")  # what an aligned contiguous tensor looks like
-    operands = (*(results or [fresh] * len(op.results)), *inputs)
-    copied = tuple(matrix(t.shape, t.stride()) is None for t in operands)
-    problem = op.problem(*[fresh if copy else t for t, copy in zip(operands, copied, strict=True)])
-    return _Call(problem, first.get_device(), copied, any(copied))
-
-
-def _check_operands(op: _Elementwise, operands: tuple[Tensor, ...]) -> None:
-    first = operands[0]
-    allowed = [*_NAMES, torch.float64] if first.device.type == "cpu" else list(_NAMES)
-    if first.dtype not in allowed:
-        names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
-        raise UnsupportedProblem(f"{op.name} on {first.device.type} takes {names}; got {first.dtype}")
-    for t in operands[1:]:
-        for what in ("shape", "dtype", "device"):
-            if getattr(t, what) != getattr(first, what):
-                raise UnsupportedProblem(
-                    f"{op.name} takes operands of one {what}; got {getattr(first, what)} and {getattr(t, what)}: "
-                    "expand or convert one explicitly"
-                )
-
-
-def _check_aliasing(results: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> None:
-    for result in results:
-        if overlaps_itself(result):
-            raise UnsupportedProblem(
-                "out= must not overlap itself: an expanded tensor has one address for many elements"
-            )
-        for t in inputs:
-            if relation(result, t) == "overlap":
-                raise UnsupportedProblem(
-                    "out= overlaps an input other than element upon element, so that inputs would be overwritten "
-                    "before they are read: write to memory of its own, or to the input itself"
-                )
-
-
 # ---- torch.library --------------------------------------------------------------------------------------
 
 
 def register(library: torch.library.Library) -> None:
     """Defines the ops in ``library`` (namespace "cutekernels"): schemas, GPU and CPU, fakes, autograd."""
-    library.define("silu_mul(Tensor gate, Tensor up, str? config=None) -> Tensor")
-    library.define("silu_mul_out(Tensor gate, Tensor up, Tensor(a!) out, str? config=None) -> ()")
-    library.define("silu_mul_backward(Tensor dout, Tensor gate, Tensor up) -> (Tensor, Tensor)")
-    library.impl("silu_mul", _forward_cuda, "CUDA")
-    library.impl("silu_mul", _forward_cpu, "CPU")
-    library.impl("silu_mul_out", _out_cuda, "CUDA")
-    library.impl("silu_mul_out", _out_cpu, "CPU")
-    library.impl("silu_mul_backward", _backward_cuda, "CUDA")
-    library.impl("silu_mul_backward", _backward_cpu, "CPU")
+    define: Callable[[str], object] = library.define  # torch leaves both untyped
+    implement: Callable[[str, Callable[..., object], str], object] = library.impl
+    define("silu_mul(Tensor gate, Tensor up, str? config=None) -> Tensor")
+    define("silu_mul_out(Tensor gate, Tensor up, Tensor(a!) out, str? config=None) -> ()")
+    define("silu_mul_backward(Tensor dout, Tensor gate, Tensor up) -> (Tensor, Tensor)")
+    implement("silu_mul", _forward_cuda, "CUDA")
+    implement("silu_mul", _forward_cpu, "CPU")
+    implement("silu_mul_out", _out_cuda, "CUDA")
+    implement("silu_mul_out", _out_cpu, "CPU")
+    implement("silu_mul_backward", _backward_cuda, "CUDA")
+    implement("silu_mul_backward", _backward_cpu, "CPU")
     torch.library.register_fake("cutekernels::silu_mul", _forward_fake, lib=library)
     torch.library.register_fake("cutekernels::silu_mul_out", _out_fake, lib=library)
     torch.library.register_fake("cutekernels::silu_mul_backward", _backward_fake, lib=library)
@@ -512,46 +411,46 @@ def register(library: torch.library.Library) -> None:
 
 
 def _forward_cuda(gate: Tensor, up: Tensor, config: str | None = None) -> Tensor:
-    return _run(SILU_MUL, None, (gate, up), config)[0]
+    return run(SILU_MUL, None, (gate, up), config)[0]
 
 
 def _forward_cpu(gate: Tensor, up: Tensor, config: str | None = None) -> Tensor:
-    _check_operands(SILU_MUL, (gate, up))
+    check_operands(SILU_MUL, (gate, up))
     return _reference(gate, up).contiguous()
 
 
 def _forward_fake(gate: Tensor, up: Tensor, config: str | None = None) -> Tensor:
-    _check_operands(SILU_MUL, (gate, up))
+    check_operands(SILU_MUL, (gate, up))
     return gate.new_empty(gate.shape)
 
 
 def _out_cuda(gate: Tensor, up: Tensor, out: Tensor, config: str | None = None) -> None:
-    _run(SILU_MUL, (out,), (gate, up), config)
+    run(SILU_MUL, (out,), (gate, up), config)
 
 
 def _out_cpu(gate: Tensor, up: Tensor, out: Tensor, config: str | None = None) -> None:
-    _check_operands(SILU_MUL, (gate, up, out))
-    _check_aliasing((out,), (gate, up))
+    check_operands(SILU_MUL, (gate, up), (out,))
+    check_overlap((out,), (gate, up))
     out.copy_(_reference(gate, up))
 
 
 def _out_fake(gate: Tensor, up: Tensor, out: Tensor, config: str | None = None) -> None:
-    _check_operands(SILU_MUL, (gate, up, out))
+    check_operands(SILU_MUL, (gate, up), (out,))
 
 
 def _backward_cuda(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    dgate, dup = _run(SILU_MUL_BACKWARD, None, (dout, gate, up), None)
+    dgate, dup = run(SILU_MUL_BACKWARD, None, (dout, gate, up), None)
     return dgate, dup
 
 
 def _backward_cpu(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    _check_operands(SILU_MUL_BACKWARD, (dout, gate, up))
+    check_operands(SILU_MUL_BACKWARD, (dout, gate, up))
     dgate, dup = _reference_backward(dout, gate, up)
     return dgate.contiguous(), dup.contiguous()
 
 
 def _backward_fake(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    _check_operands(SILU_MUL_BACKWARD, (dout, gate, up))
+    check_operands(SILU_MUL_BACKWARD, (dout, gate, up))
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 

@@ -36,15 +36,6 @@ def matrix(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int,
     return rows, cols, row_stride, col_stride
 
 
-def row_stride(t: Tensor) -> int:
-    """:func:`matrix`'s row stride, quickly, for a tensor known to be a matrix of several rows."""
-    shape = t.shape
-    for i in range(len(shape) - 2, -1, -1):
-        if shape[i] > 1:
-            return t.stride(i)
-    return 0
-
-
 def overlaps_itself(t: Tensor) -> bool:
     """Whether two elements may share an address: an expanded dimension, a sliding window."""
     reach = 0

@@ -16,7 +16,8 @@ import triton.language as tl
 @triton.jit
 def _exp(x, PRECISE: tl.constexpr):
     """e^x in fp32. Plain ``tl.exp`` rounds x * log2(e) once: up to 5e-6 relative at |x| = 80, enough for a
-    half result. PRECISE reduces the argument first (Cody and Waite), for fp32 results."""
+    half result. PRECISE reduces the argument first (Cody and Waite), for fp32 results.
+    """
     if PRECISE:
         # The clamp keeps inf - inf out of the reduction; e^x is 0 or inf long before it.
         x = tl.minimum(tl.maximum(x, -1000.0), 1000.0)
@@ -31,7 +32,8 @@ def _exp(x, PRECISE: tl.constexpr):
 @triton.jit
 def _over_one_plus_exp(x, y, PRECISE: tl.constexpr):
     """x / (1 + e^-y) in fp32. Where e^-y overflows to inf the quotient is 0, or nan for an infinite x, as in
-    PyTorch."""
+    PyTorch.
+    """
     if PRECISE:
         return tl.div_rn(x, 1.0 + _exp(-y, PRECISE))
     else:
