@@ -1,0 +1,48 @@
+"""cutekernels: tuned GPU kernels for LLM operators, and the service that tunes them.
+
+Importing this package loads nothing heavy; each name below is fetched at first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cutekernels.dispatch import reload as reload
+    from cutekernels.dispatch import warmup as warmup
+    from cutekernels.face import explain as explain
+    from cutekernels.ops.activations import silu_mul as silu_mul
+    from cutekernels.ops.matmul import gemm as gemm
+    from cutekernels.ops.matmul import linear as linear
+
+_HOMES = {
+    "gemm": "cutekernels.ops.matmul",
+    "linear": "cutekernels.ops.matmul",
+    "silu_mul": "cutekernels.ops.activations",
+    "explain": "cutekernels.face",
+    "reload": "cutekernels.dispatch",
+    "warmup": "cutekernels.dispatch",
+}
+_REGISTRY = "cutekernels.ops.registry"  # registers the torch ops that the functions fall back on
+
+try:
+    __version__ = version("cutekernels")
+except PackageNotFoundError:  # a checkout on the path, not installed
+    __version__ = "0"
+
+__all__ = ["__version__", "explain", "gemm", "linear", "reload", "silu_mul", "warmup"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'cutekernels' has no attribute {name!r}")
+    import_module(_REGISTRY)
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,124 @@
+"""CuTe DSL to artifact: cross-compiled for any GPU on any machine, saved as an object file, launched through TVM-FFI.
+
+``compile`` takes a kernel body and fake tensors; the object it gives holds the host launcher and the device code
+for one architecture. Such an object, built on a CPU box, loads on the GPU in milliseconds. The DSL keeps state
+per process and is not thread-safe, so compiling happens under one lock, or better in child processes (a bad tile
+shape can abort its process).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, ClassVar
+
+from cutekernels.backends import Artifact, Facts
+from cutekernels.backends.cubin import resource_usage
+from cutekernels.errors import CompileError
+from cutekernels.gpu import GpuSpec
+
+_SYMBOL = "cutekernels_launch"
+_ARCH_VARIABLE = "CUTE_DSL_ARCH"  # the DSL's own, read once per compile
+
+_compiling = threading.Lock()
+
+# The host program stores the launch's dynamic shared memory into field 2 of the cudaLaunchConfig.
+_LAUNCH_SMEM = re.compile(
+    r"(?P<field>%\d+) = llvm\.getelementptr %\d+\[0, 2\] : \(!llvm\.ptr\) -> !llvm\.ptr, "
+    r"!llvm\.struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>\s+"
+    r"llvm\.store (?P<value>%\w+), (?P=field) : i64"
+)
+
+
+class CuteArtifact(Artifact):
+    """One compiled kernel, in memory."""
+
+    backend: ClassVar[str] = "cute"
+
+    def __init__(self, function: Any, facts: Facts) -> None:
+        self._function = function
+        self.facts = facts
+
+    def save(self, path: Path) -> None:
+        self._function.export_to_c(str(path), _SYMBOL)
+
+    @classmethod
+    def load(cls, path: Path) -> Callable[..., Any]:
+        import cutlass.cute as cute
+
+        try:
+            module = cute.runtime.load_module(str(path), enable_tvm_ffi=True)
+            return getattr(module, _SYMBOL)  # type: ignore[no-any-return]
+        except Exception as error:  # the loader raises whatever the JIT linker says
+            raise CompileError(f"{path} is not a compiled kernel this DSL can load: {error}") from error
+
+    def kernel(self) -> Callable[..., Any]:
+        return self._function  # type: ignore[no-any-return]
+
+
+def compile(body: Any, *args: Any, gpu: GpuSpec) -> CuteArtifact:
+    """Compiles ``body(*args, stream)`` for ``gpu``; ``args`` are the DSL's fake tensors, scalars and None.
+
+    Raises:
+        CompileError: the DSL or ptxas refused; its message is quoted.
+    """
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_stream
+
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    with _compiling, tempfile.TemporaryDirectory(prefix="cutekernels-") as dump, _architecture(gpu.target):
+        options = f"--enable-tvm-ffi --gpu-arch={gpu.target} --keep-cubin --dump-dir={dump}"
+        try:
+            function = cute.compile(body, *args, stream, options=options)
+        except Exception as error:
+            raise CompileError(f"{type(body).__name__} does not compile for {gpu.target}: {_first_lines(error)}") from error
+    return CuteArtifact(function, _facts(function))
+
+
+def source_version() -> str:
+    """What, besides the kernel's source, decides the machine code: the DSL (which carries its ptxas) and the FFI."""
+    return f"nvidia-cutlass-dsl {version('nvidia-cutlass-dsl')} apache-tvm-ffi {version('apache-tvm-ffi')}"
+
+
+@contextmanager
+def _architecture(target: str) -> Iterator[None]:
+    """Tells the DSL its target without a GPU to ask: the option alone does not reach every query."""
+    before = os.environ.get(_ARCH_VARIABLE)
+    os.environ[_ARCH_VARIABLE] = target
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ARCH_VARIABLE]
+        else:
+            os.environ[_ARCH_VARIABLE] = before
+
+
+def _facts(function: Any) -> Facts:
+    kernels = list(resource_usage(function.artifacts.CUBIN).values())
+    host = str(function.ir_module)
+    dynamic = []
+    for launch in _LAUNCH_SMEM.finditer(host):
+        constant = host.rfind(f"{launch['value']} = llvm.mlir.constant(", 0, launch.start())
+        number = re.match(r"\((\d+) : i64\)", host[host.index("(", constant) :]) if constant >= 0 else None
+        if number is None:
+            raise CompileError("the launch's shared memory is not a constant in the host program; has the DSL changed?")
+        dynamic.append(int(number[1]))
+    if not kernels or len(dynamic) != len(kernels):
+        raise CompileError(f"expected one launch per kernel, found {len(dynamic)} for {len(kernels)}; has the DSL changed?")
+    return Facts(
+        registers=max(k.registers for k in kernels),
+        stack_bytes=max(k.stack_bytes for k in kernels),
+        smem_bytes=max(k.smem_bytes for k in kernels) + max(dynamic),
+    )
+
+
+def _first_lines(error: Exception, limit: int = 400) -> str:
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    return " ".join(text.split())[:limit]

@@ -1,0 +1,264 @@
+"""From a problem to a launch: which config, from where, and the compiled kernel behind it.
+
+``resolve`` chooses, ``plan`` chooses and compiles (remembered per device and problem), ``explain`` tells. A config
+comes from the first of these that ``why_not`` accepts for the *exact* problem:
+
+1. ``forced``: the caller's ``config=``;
+2. ``tuned``: a measured winner of the problem's bucket;
+3. ``nearest``: a measured winner whose static fields agree and whose extents are within two octaves in all;
+4. ``predicted``: the model's winner of the bucket, or of its nearest neighbour;
+5. ``default``: the op's analytical choice.
+
+The winners are read once per GPU into immutable dicts; :func:`reload` reads them again. Nothing is tuned here, no op
+call touches the database after its first sight of a problem, and a broken database means defaults, never an error.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cutekernels import compile as compiler
+from cutekernels import gpu as gpus
+from cutekernels.db import snapshot as snapshots
+from cutekernels.errors import InvalidConfig, UnsupportedProblem
+
+if TYPE_CHECKING:
+    from cutekernels.db.snapshot import Snapshot, Winner
+    from cutekernels.gpu import GpuSpec
+    from cutekernels.op import Config, Op, Problem
+
+MAX_OCTAVES = 2.0
+"""How far a neighbour's extents may be, summed over them in powers of two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A config for one problem: ``origin`` is where it came from, ``note`` says why in a sentence."""
+
+    config: Config
+    origin: str
+    note: str
+    winner: Winner | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A choice, compiled: ``launch(*outputs, *args)`` runs it on the current device and stream."""
+
+    config: Config
+    launch: Callable[..., Any]
+    origin: str
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a call runs the config it runs. ``considered`` lists each source that was asked, in order."""
+
+    op: str
+    problem: Problem
+    gpu: str
+    choice: Choice
+    considered: tuple[tuple[str, str], ...]
+    rows: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        width = max(len(name) for name, _ in self.rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in self.rows)
+
+
+_lock = threading.RLock()
+_snapshots: dict[str, Snapshot] = {}
+_plans: dict[tuple[Any, ...], Plan] = {}
+_listeners: list[Callable[[], None]] = []
+
+
+def resolve(
+    op: Op[Any, Any], p: Any, gpu: GpuSpec, snapshot: Snapshot | None = None, forced: Config | str | None = None
+) -> Choice:
+    """The config for ``p`` on ``gpu``; compiles nothing.
+
+    Raises:
+        InvalidConfig: ``forced`` is not a config of the op, or breaks one of its rules.
+    """
+    if forced is not None:
+        return _forced(op, p, gpu, forced)
+    for _, outcome in _sources(op, p, gpu, snapshot or winners(gpu)):
+        if isinstance(outcome, Choice):
+            return outcome
+    raise AssertionError("the last source is the default, which always answers")
+
+
+def plan(op: Op[Any, Any], p: Any, device: int | None = None, forced: Config | str | None = None) -> Plan:
+    """The compiled choice for ``p`` on CUDA device ``device`` (None: the current one), remembered.
+
+    Raises:
+        InvalidConfig: as :func:`resolve`.
+        CompileError: the kernel does not compile.
+    """
+    key = (op.name, p, device, None if forced is None else str(forced))
+    found = _plans.get(key)
+    if found is not None:
+        return found
+    gpu = gpus.detect(device)
+    with _lock:
+        choice = resolve(op, p, gpu, forced=forced)
+        launch = op.bind(p, choice.config, compiler.get(op, p, choice.config, gpu))
+        made = Plan(choice.config, launch, choice.origin, choice.note)
+        _plans[key] = made
+    return made
+
+
+def explain(op: Op[Any, Any], p: Any, gpu: GpuSpec, config: Config | str | None = None) -> Explanation:
+    """What a call that poses ``p`` would run on ``gpu``, where that came from and what it beat. Compiles nothing."""
+    considered = []
+    choice = None if config is None else _forced(op, p, gpu, config)
+    if choice is None:
+        for name, outcome in _sources(op, p, gpu, winners(gpu)):
+            considered.append((name, outcome.note if isinstance(outcome, Choice) else outcome))
+            if isinstance(outcome, Choice):
+                choice = outcome
+                break
+    assert choice is not None
+    estimate = op.estimate_us(p, choice.config, gpu)
+    rows = [
+        ("op", f"{op.name} (revision {op.revision})"),
+        ("problem", str(p)),
+        ("bucket", str(p.bucket())),
+        ("gpu", f"{gpu.name} ({gpu.product})"),
+        ("config", str(choice.config)),
+        ("origin", choice.origin),
+        ("why", choice.note),
+        ("floor", f"{op.work(p).floor_us(gpu):.2f} us (roofline)"),
+        ("model", f"{estimate:.2f} us (analytical)"),
+    ]
+    if choice.winner is not None and choice.winner.origin == "measured" and choice.winner.median_us is not None:
+        against = f", {choice.winner.ratio:.3f}x the default" if choice.winner.ratio is not None else ""
+        rows.append(("measured", f"{choice.winner.median_us:.2f} us at its bucket{against}"))
+    rows += [(f"asked: {name}", said) for name, said in considered]
+    return Explanation(op.name, p, gpu.name, choice, tuple(considered), tuple(rows))
+
+
+def winners(gpu: GpuSpec) -> Snapshot:
+    """The winners known for ``gpu``, read at first use."""
+    found = _snapshots.get(gpu.name)
+    if found is None:
+        with _lock:
+            found = _snapshots.setdefault(gpu.name, snapshots.load(gpu.name))
+    return found
+
+
+def reload() -> None:
+    """Forgets winners and plans, so that the next calls see what has been tuned since. Compiled kernels stay."""
+    with _lock:
+        _snapshots.clear()
+        _plans.clear()
+        for forget in _listeners:
+            forget()
+
+
+def on_reload(forget: Callable[[], None]) -> None:
+    """Has :func:`reload` call ``forget``: for ops that keep plans in a faster table of their own."""
+    _listeners.append(forget)
+
+
+def warmup(problems: Iterable[tuple[str, str]], device: int | None = None) -> list[Plan]:
+    """Compiles ahead what calls will need: ``[("gemm", "m=16 n=4096 k=4096"), ...]``, on one device.
+
+    Returns:
+        The plans, in order.
+
+    Raises:
+        UnsupportedProblem: an op or a problem that does not exist.
+        CompileError: a kernel does not compile.
+    """
+    from importlib import import_module
+
+    import torch
+
+    registry = import_module("cutekernels.ops.registry")
+    index = torch.cuda.current_device() if device is None and torch.cuda.is_available() else device
+    ops = [(registry.get(name), text) for name, text in problems]
+    return [plan(op, op.Problem.parse(text), index) for op, text in ops]
+
+
+# ---- where configs come from ----------------------------------------------------------------------------
+
+
+def _forced(op: Op[Any, Any], p: Any, gpu: GpuSpec, config: Config | str) -> Choice:
+    if isinstance(config, str):
+        config = op.Config.parse(config)
+    if not isinstance(config, op.Config):
+        raise InvalidConfig(f"{op.name} takes a {op.Config.__name__} or its text; got {config!r}")
+    return Choice(op.check(p, config, gpu), "forced", "the caller's config=")
+
+
+def _sources(op: Op[Any, Any], p: Any, gpu: GpuSpec, snapshot: Snapshot) -> Iterator[tuple[str, Choice | str]]:
+    """Each source in order, with its choice or the reason it has none."""
+    table = snapshot.table.get((op.name, op.revision), {})
+    bucket = p.bucket()
+    at_bucket = table.get(str(bucket))
+    if at_bucket is None:
+        yield "tuned", f"nobody tuned the bucket {bucket}"
+    elif at_bucket.origin != "measured":
+        yield "tuned", "the bucket has only a prediction"
+    else:
+        yield "tuned", _adopt(op, p, gpu, at_bucket, "tuned", f"measured for its bucket ({at_bucket.source})")
+    yield "nearest", _nearest(op, p, gpu, table.values(), "measured", "nearest")
+    if at_bucket is not None and at_bucket.origin == "predicted":
+        yield "predicted", _adopt(op, p, gpu, at_bucket, "predicted", f"the model's best for its bucket ({at_bucket.source})")
+    else:
+        yield "predicted", _nearest(op, p, gpu, table.values(), "predicted", "predicted")
+    yield "default", Choice(op.default(p, gpu), "default", "the op's analytical choice")
+
+
+def _nearest(
+    op: Op[Any, Any], p: Any, gpu: GpuSpec, rows: Iterable[Winner], wanted: str, origin: str
+) -> Choice | str:
+    """The closest acceptable neighbour among the rows of origin ``wanted``."""
+    own = p.bucket()
+    neighbours = []
+    for row in rows:
+        if row.origin != wanted:
+            continue
+        try:
+            other = op.Problem.parse(row.problem)
+        except UnsupportedProblem:
+            continue  # written by another version of this op
+        if other.static() == own.static() and other != own and (distance := octaves(own, other)) <= MAX_OCTAVES:
+            neighbours.append((distance, row.problem, row))
+    reason = f"no {wanted} neighbour within {MAX_OCTAVES:g} octaves"
+    for distance, problem, row in sorted(neighbours, key=lambda n: n[:2]):
+        outcome = _adopt(op, p, gpu, row, origin, f"{wanted} for {problem}, {distance:.2f} octaves away ({row.source})")
+        if isinstance(outcome, Choice):
+            return outcome
+        reason = outcome
+    return reason
+
+
+def octaves(a: Problem, b: Problem) -> float:
+    """How far two problems' extents are apart, in powers of two, summed over the extents."""
+    return sum(abs(math.log2((x or 0.5) / (y or 0.5))) for x, y in zip(a.extents(), b.extents(), strict=True))
+
+
+def _adopt(op: Op[Any, Any], p: Any, gpu: GpuSpec, row: Winner, origin: str, note: str) -> Choice | str:
+    """The row's config, if it is one and solves this exact problem; else the reason it does not."""
+    try:
+        config = op.Config.parse(row.config)
+    except InvalidConfig as error:
+        return f"its config is not one of this version's: {error}"
+    reason = op.why_not(p, config, gpu)
+    return f"{note}, but {reason}" if reason is not None else Choice(config, origin, note, row)
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,164 @@
+"""From accumulators to the result: scale, add C, add bias, activate, round once, store 16 bytes a thread."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, const_expr
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers
+
+from cutekernels.kernels.cute.parts.load import load_threads
+
+SQRT_HALF = 0.7071067811865476
+SQRT_2_OVER_PI = 0.7978845608028654
+
+
+@dataclass(frozen=True)
+class Activation:
+    """``"none" | "relu" | "gelu" | "gelu_tanh" | "silu"`` in fp32, with PyTorch's definitions and its NaN behaviour."""
+
+    name: str
+
+    @cute.jit
+    def apply(self, x: cute.TensorSSA) -> cute.TensorSSA:
+        y = x
+        if const_expr(self.name == "relu"):
+            y = cute.where(x < 0.0, cute.full_like(x, 0.0), x)  # false for NaN, which passes through
+        elif const_expr(self.name == "silu"):
+            y = x / (1.0 + cute.math.exp(-x, fastmath=True))
+        elif const_expr(self.name == "gelu"):
+            y = 0.5 * x * (1.0 + cute.math.erf(x * SQRT_HALF))
+        elif const_expr(self.name == "gelu_tanh"):
+            y = 0.5 * x * (1.0 + cute.math.tanh(SQRT_2_OVER_PI * (x + 0.044715 * x * x * x)))
+        return y
+
+
+@dataclass(frozen=True)
+class GemmEpilogue:
+    """``out = activation(alpha * acc + beta * c + bias)`` for one ``(tile_m, tile_n)`` tile, through shared memory.
+
+    ``alignment`` and ``source_alignment`` are the widest vectors (elements) into out and out of C;
+    ``source`` is how C is read: not at all, ``"staged"`` through the tile in shared memory (its N is
+    contiguous), or ``"direct"`` element by element. ``bias`` runs along ``"n"``, ``"m"``, or is ``"none"``.
+    """
+
+    tile_m: int
+    tile_n: int
+    threads: int
+    alignment: int
+    source: str
+    source_alignment: int
+    bias: str
+    activation: Activation
+
+    def smem_layout(self, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
+        """``(tile_m, tile_n)``, swizzled: fragment writes and 16-byte row reads both miss no bank."""
+        atom = hopper_helpers.make_smem_layout_atom(
+            hopper_helpers.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, self.tile_n), dtype
+        )
+        return cute.tile_to_shape(atom, (self.tile_m, self.tile_n), order=(0, 1))
+
+    def tiled_copy(self, dtype: type[cutlass.Numeric], alignment: int) -> cute.TiledCopy:
+        along, across = load_threads(self.tile_m, self.tile_n, True, alignment, self.threads)
+        return cute.make_tiled_copy_tv(
+            cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=alignment * dtype.width),
+            cute.make_layout((across, along), stride=(along, 1)),
+            cute.make_layout((1, alignment)),
+        )
+
+    @cute.jit
+    def mask(self, tc: cute.Tensor, extents: cute.Shape) -> cute.Tensor:
+        """Which of this thread's vectors lie inside the matrix: ``(REST_V, CPY_M, CPY_N)``."""
+        inside = cute.make_rmem_tensor(
+            cute.make_layout((tc.shape[0][1], cute.size(tc, mode=[1]), cute.size(tc, mode=[2]))), Boolean
+        )
+        for v in cutlass.range_constexpr(inside.shape[0]):
+            for i in cutlass.range_constexpr(inside.shape[1]):
+                for j in cutlass.range_constexpr(inside.shape[2]):
+                    inside[v, i, j] = cute.elem_less(tc[(0, v), i, j], extents)
+        return inside
+
+    @cute.jit
+    def stage_source(self, tid: cutlass.Int32, gC: cute.Tensor, cD: cute.Tensor, sD: cute.Tensor, extents: cute.Shape):
+        """Copies C's tile into ``sD``, from where each thread takes the elements it will overwrite."""
+        thr = self.tiled_copy(gC.element_type, self.source_alignment).get_slice(tid)
+        tCgC, tCsD = thr.partition_S(gC), thr.partition_D(sD)  # (CPY, CPY_M, CPY_N)
+        rC = cute.make_fragment_like(tCsD)
+        inside = self.mask(thr.partition_S(cD), extents)
+        cute.copy(thr, tCgC, rC, pred=inside)
+        cute.copy(thr, rC, tCsD)
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def gather(self, mC: cute.Tensor, tCcD: cute.Tensor, extents: cute.Shape) -> cute.Tensor:
+        """This thread's elements of a C that no vector fits: ((2, 2), MMA_M, MMA_N)."""
+        rC = cute.make_rmem_tensor(tCcD.shape, mC.element_type)
+        rC.fill(0.0)
+        for i in cutlass.range_constexpr(cute.size(tCcD)):
+            if cute.elem_less(tCcD[i], extents):
+                rC[i] = mC[tCcD[i]]
+        return rC
+
+    @cute.jit
+    def spread_bias(self, mBias: cute.Tensor, tCcD: cute.Tensor, extents: cute.Shape) -> cute.Tensor:
+        """The bias of this thread's elements in fp32, each value loaded once: ((2, 2), MMA_M, MMA_N), broadcast."""
+        along = const_expr(1 if self.bias == "n" else 0)  # the matrix mode the bias runs along
+        repeats = cute.size(tCcD, mode=[2 if along == 1 else 1])
+        rBias = cute.make_rmem_tensor(cute.make_layout((2, repeats)), Float32)
+        rBias.fill(0.0)
+        for j in cutlass.range_constexpr(repeats):
+            for v in cutlass.range_constexpr(2):
+                at = (tCcD[(v, 0), 0, j] if along == 1 else tCcD[(0, v), j, 0])[along]
+                if at < extents[along]:
+                    rBias[v, j] = mBias[at].to(Float32)
+        stride = ((1, 0), 0, 2) if along == 1 else ((0, 1), 2, 0)
+        return cute.make_tensor(rBias.iterator, cute.make_layout(tCcD.shape, stride=stride))
+
+    @cute.jit
+    def finish(
+        self,
+        acc: cute.Tensor,  # ((2, 2), MMA_M, MMA_N)
+        thr_mma: cute.TiledMma,
+        tid: cutlass.Int32,
+        gD: cute.Tensor,  # (tile_m, tile_n)
+        cD: cute.Tensor,  # (tile_m, tile_n), coordinates
+        sD: cute.Tensor,  # (tile_m, tile_n)
+        extents: cute.Shape,  # (M, N)
+        mC: cute.Tensor | None,
+        gC: cute.Tensor | None,
+        mBias: cute.Tensor | None,
+        alpha: Float32,
+        beta: Float32,
+    ):
+        tCcD = thr_mma.partition_C(cD)  # ((2, 2), MMA_M, MMA_N)
+        tCsD = thr_mma.partition_C(sD)
+        if const_expr(self.source == "staged"):
+            stage_source = self.stage_source
+            stage_source(tid, gC, cD, sD, extents)
+        x = alpha * acc.load().to(Float32)
+        if const_expr(self.source == "staged"):
+            rC = cute.make_fragment_like(acc, gC.element_type)
+            cute.autovec_copy(tCsD, rC)
+            x = x + beta * rC.load().to(Float32)
+        elif const_expr(self.source == "direct"):
+            gather = self.gather
+            x = x + beta * gather(mC, tCcD, extents).load().to(Float32)
+        if const_expr(self.bias != "none"):
+            spread = self.spread_bias
+            x = x + spread(mBias, tCcD, extents).load()
+        activate = self.activation.apply
+        rD = cute.make_fragment_like(acc, gD.element_type)
+        rD.store(activate(x).to(gD.element_type))
+        cute.autovec_copy(rD, tCsD)
+        cute.arch.sync_threads()
+        self._store(tid, gD, cD, sD, extents)
+
+    @cute.jit
+    def _store(self, tid: cutlass.Int32, gD: cute.Tensor, cD: cute.Tensor, sD: cute.Tensor, extents: cute.Shape):
+        thr = self.tiled_copy(gD.element_type, self.alignment).get_slice(tid)
+        tDsD, tDgD = thr.partition_S(sD), thr.partition_D(gD)  # (CPY, CPY_M, CPY_N)
+        rD = cute.make_fragment_like(tDsD)
+        cute.copy(thr, tDsD, rD)
+        inside = self.mask(thr.partition_D(cD), extents)
+        cute.copy(thr, rD, tDgD, pred=inside)

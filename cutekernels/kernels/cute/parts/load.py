@@ -1,0 +1,94 @@
+"""Global to shared memory by ``cp.async``, 4 to 16 bytes a thread, or element by element where nothing is aligned."""
+
+import math
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+from cutlass.cute.nvgpu import cpasync
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers
+
+
+@dataclass(frozen=True)
+class OperandLoad:
+    """Loads ``(rows, tile_k)`` tiles of one GEMM operand into a swizzled pipeline of ``stages`` buffers.
+
+    ``rows`` runs along M for A and along N for B. ``k_major`` says which mode is contiguous in global memory;
+    shared memory keeps the same major, and ``ldmatrix`` transposes on the way to registers if it must.
+    ``alignment`` (elements) is the widest vector that the pointer, the strides and the contiguous extent allow.
+    """
+
+    rows: int
+    tile_k: int
+    stages: int
+    threads: int
+    k_major: bool
+    alignment: int
+
+    def smem_layout(self, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
+        """``(rows, tile_k, STAGE)``, swizzled so that neither 16-byte copies nor ldmatrix conflict in banks."""
+        major = LayoutEnum.ROW_MAJOR if self.k_major else LayoutEnum.COL_MAJOR
+        return hopper_helpers.make_smem_layout_a(major, (self.rows, 0, self.tile_k), dtype, self.stages)
+
+    def vector_bits(self, dtype: type[cutlass.Numeric]) -> int:
+        return self.alignment * dtype.width
+
+    def tiled_copy(self, dtype: type[cutlass.Numeric]) -> cute.TiledCopy:
+        """Threads run along the contiguous mode first, so that a warp reads whole sectors."""
+        bits = self.vector_bits(dtype)
+        if bits >= 32:
+            # L1 keeps nothing of what goes to shared memory anyway; only 16-byte copies may bypass it.
+            cache = cpasync.LoadCacheMode.GLOBAL if bits == 128 else cpasync.LoadCacheMode.ALWAYS
+            atom = cute.make_copy_atom(cpasync.CopyG2SOp(cache_mode=cache), dtype, num_bits_per_copy=bits)
+        else:
+            atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=bits)
+        along, across = load_threads(self.rows, self.tile_k, self.k_major, self.alignment, self.threads)
+        if self.k_major:
+            threads = cute.make_layout((across, along), stride=(along, 1))
+            values = cute.make_layout((1, self.alignment))
+        else:
+            threads = cute.make_layout((along, across), stride=(1, along))
+            values = cute.make_layout((self.alignment, 1))
+        return cute.make_tiled_copy_tv(atom, threads, values)
+
+    @cute.jit
+    def shifted(self, g: cute.Tensor, residue: Int32) -> cute.Tensor:
+        """``g`` moved by ``residue`` (<= 0) along K, so that the *first* k-tile is the partial one."""
+        moved = cute.domain_offset((0, residue, 0), g)
+        return cute.make_tensor(moved.iterator.align(self.alignment * g.element_type.width // 8), moved.layout)
+
+    @cute.jit
+    def row_mask(self, tc: cute.Tensor, extent: Int32) -> cute.Tensor:
+        """Which of this thread's vectors lie inside the matrix along ``rows``: ``(REST_V, CPY_ROWS, CPY_K)``, K broadcast."""
+        mask = cute.make_rmem_tensor(
+            cute.make_layout(
+                (tc.shape[0][1], cute.size(tc, mode=[1]), cute.size(tc, mode=[2])),
+                stride=(cute.size(tc, mode=[1]), 1, 0),
+            ),
+            Boolean,
+        )
+        for v in cutlass.range_constexpr(mask.shape[0]):
+            for i in cutlass.range_constexpr(mask.shape[1]):
+                mask[v, i, 0] = cute.elem_less(tc[(0, v), i, 0, 0][0], extent)
+        return mask
+
+    @cute.jit
+    def first_mask(self, tc: cute.Tensor, extent: Int32) -> cute.Tensor:
+        """The mask of the first k-tile, which starts before K does: ``(REST_V, CPY_ROWS, CPY_K)``, dense."""
+        mask = cute.make_rmem_tensor(
+            cute.make_layout((tc.shape[0][1], cute.size(tc, mode=[1]), cute.size(tc, mode=[2]))), Boolean
+        )
+        for v in cutlass.range_constexpr(mask.shape[0]):
+            for i in cutlass.range_constexpr(mask.shape[1]):
+                for k in cutlass.range_constexpr(mask.shape[2]):
+                    at = tc[(0, v), i, k, 0]
+                    mask[v, i, k] = cute.elem_less(at[0], extent) and cute.elem_less(Int32(-1), at[1])
+        return mask
+
+
+def load_threads(rows: int, tile_k: int, k_major: bool, alignment: int, threads: int) -> tuple[int, int]:
+    """Threads along and across the contiguous mode of a tile: as many along as divide both tile and CTA."""
+    along = math.gcd((tile_k if k_major else rows) // alignment, threads)
+    return along, threads // along

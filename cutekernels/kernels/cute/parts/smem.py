@@ -1,0 +1,37 @@
+"""How much shared memory a kernel takes: plain arithmetic, read by ``why_not`` and by the kernels.
+
+A test compiles kernels and holds these numbers to the cubin's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ALIGNMENT = 1024  # the span of a 128-byte swizzle pattern
+
+
+@dataclass(frozen=True, slots=True)
+class GemmSmem:
+    """Shared memory of a multistage GEMM: A and B stages, then the output tile in the same bytes."""
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    stages: int
+    element_bytes: int = 2
+
+    @property
+    def a_bytes(self) -> int:
+        return self.tile_m * self.tile_k * self.stages * self.element_bytes
+
+    @property
+    def b_bytes(self) -> int:
+        return self.tile_n * self.tile_k * self.stages * self.element_bytes
+
+    @property
+    def out_bytes(self) -> int:
+        return self.tile_m * self.tile_n * self.element_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return max(self.a_bytes + self.b_bytes, self.out_bytes)

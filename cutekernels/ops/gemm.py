@@ -1,0 +1,444 @@
+"""GEMM: the declaration. ``out = activation(alpha * a @ b + beta * c + bias)``; public functions in ``matmul.py``.
+
+Operands are as the caller has them: a ``([B,] M, K)``, b ``([B,] K, N)``, c and out ``([B,] M, N)``. A field like
+``b_major=k`` names the contiguous extent, so ``weight.t()`` of an ``(N, K)`` weight is ``b_major=k``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.kernels.cute.parts.smem import GemmSmem
+from cutekernels.op import Config, Op, Problem, Work, extent, knob, ladder, plain
+
+if TYPE_CHECKING:
+    from cutekernels.backends import Artifact
+    from cutekernels.gpu import GpuSpec
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "relu": torch.relu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "silu": torch.nn.functional.silu,
+}
+ELEMENT_BYTES = 2
+WIDEST = 8  # elements in 16 bytes
+
+
+@dataclass(frozen=True)
+class GemmProblem(Problem):
+    """Extents, majors, alignments (elements), epilogue.
+
+    ``wide`` asks for 64-bit strides: some operand spans 2^31 elements or more. ``c`` names C's contiguous extent,
+    ``strided`` a C with none. Alignments divide the address, every stride but the contiguous one, and
+    the contiguous extent.
+    """
+
+    m: int = extent(ladder)
+    n: int = extent()
+    k: int = extent()
+    batch: int = extent(default=1)
+    dtype: str = plain("bf16", "fp16")
+    a_major: str = plain("k", "m")
+    b_major: str = plain("n", "k")
+    out_major: str = plain("n", "m")
+    c: str = plain("none", "n", "m")
+    bias: str = plain("none", "same", "fp32")
+    activation: str = plain(*ACTIVATIONS)
+    accumulate: str = plain("fp32", "fp16")
+    a_align: int = plain(8, 4, 2, 1)
+    b_align: int = plain(8, 4, 2, 1)
+    c_align: int = plain(8, 4, 2, 1)
+    out_align: int = plain(8, 4, 2, 1)
+    batched: bool = plain(False, True)
+    wide: bool = plain(False, True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.accumulate == "fp16" and self.dtype != "fp16":
+            raise UnsupportedProblem(f"accumulate='fp16' is for fp16 operands; they are {self.dtype}")
+        if self.batch != 1 and not self.batched:
+            raise UnsupportedProblem(f"batch={self.batch} needs batched=1")
+        contiguous = [("a", self.a_major), ("b", self.b_major), ("out", self.out_major)]
+        if self.c != "none":
+            contiguous.append(("c", self.c))
+        for operand, major in contiguous:
+            length, align = getattr(self, major), getattr(self, f"{operand}_align")
+            if length % align:
+                fits = math.gcd(length, WIDEST)
+                raise UnsupportedProblem(
+                    f"{major}={length} is contiguous in {operand}, so {operand}_align must divide it; "
+                    f"it is {align}: write {operand}_align={fits}"
+                )
+
+    @property
+    def transposed(self) -> bool:
+        """Computed as ``out^T = b^T a^T``, so that the kernel's output rows are contiguous."""
+        return self.out_major == "m"
+
+    def sides(self) -> tuple[Side, Side]:
+        """What the kernel sees: the operand of its tile rows and that of its tile columns."""
+        a = Side(self.m, self.a_major == "k", self.a_align)
+        b = Side(self.n, self.b_major == "k", self.b_align)
+        return (b, a) if self.transposed else (a, b)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One multiplied operand as the kernel sees it."""
+
+    extent: int
+    k_major: bool
+    align: int
+
+
+@dataclass(frozen=True)
+class GemmConfig(Config):
+    """The multistage schedule's knobs; see ``kernels/cute/gemm_multistage.py``."""
+
+    tile_m: int = knob(32, 64, 128, 256)
+    tile_n: int = knob(32, 64, 128, 256)
+    tile_k: int = knob(32, 64)
+    warps_m: int = knob(1, 2, 4)
+    warps_n: int = knob(1, 2, 4)
+    stages: int = knob(2, 3, 4, 6)
+    raster: int = knob(1, 8, 16)
+    ctas_per_sm: int = knob(1, 2, 3)
+
+    @property
+    def warps(self) -> int:
+        return self.warps_m * self.warps_n
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def smem(self) -> GemmSmem:
+        return GemmSmem(self.tile_m, self.tile_n, self.tile_k, self.stages)
+
+    @property
+    def warp_tile(self) -> tuple[int, int]:
+        return self.tile_m // self.warps_m, self.tile_n // self.warps_n
+
+
+MAX_WARPS = 8
+MAX_CTAS = 3
+MIN_TILE = 32
+MIN_WARP_TILE = 16
+# Registers beside accumulators and double-buffered fragments: addresses, masks, loop state. At 64x64 per warp the
+# compiler needs 234 to 252 (sm_90a, 2026-11-21), where accumulators and fragments make 192.
+OTHER_REGISTERS = 48
+
+
+class Gemm(Op[GemmProblem, GemmConfig]):
+    """Arguments: a, b, c or None, bias or None, alpha, beta. Result: out."""
+
+    name = "gemm"
+    revision = 1
+    Problem = GemmProblem
+    Config = GemmConfig
+    suite = (
+        "m=512 n=512 k=512",
+        "m=4096 n=4096 k=4096",
+        "m=4096 n=4096 k=4096 dtype=fp16 accumulate=fp16",
+        "m=1024 n=1024 k=1024 b_major=k c=n bias=fp32 activation=gelu",
+        "m=2048 n=4608 k=3584 b_major=k bias=same",
+        "m=256 n=4096 k=14336 b_major=k activation=silu",
+        "m=16 n=4096 k=4096 b_major=k",
+        "m=1 n=4096 k=4096 b_major=k",
+        "m=384 n=512 k=320 a_major=m b_major=n out_major=m c=m activation=relu dtype=fp16",
+        "m=384 n=512 k=320 a_major=m b_major=k c=n activation=gelu_tanh",
+        "m=100 n=300 k=500 a_align=4 b_align=4 out_align=4",
+        "m=77 n=129 k=131 a_align=1 b_align=1 out_align=1 c=n c_align=1 bias=same dtype=fp16",
+        "m=130 n=200 k=64 batch=7 batched=1",
+    )
+
+    # -- rules
+
+    def why_not(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> str | None:
+        return next(self._broken(p, c, gpu), None)
+
+    def _broken(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
+        if c.warps > MAX_WARPS:
+            yield f"{c.warps_m}x{c.warps_n} warps are more than {MAX_WARPS}"
+        if c.warps < 4 and c.tile_m * c.tile_n > 32 * 64:
+            yield f"{c.warps} warps are too few for a {c.tile_m}x{c.tile_n} tile: take 4"
+        for name, tile, warps in (("m", c.tile_m, c.warps_m), ("n", c.tile_n, c.warps_n)):
+            if tile % (MIN_WARP_TILE * warps):
+                yield f"tile_{name}={tile} does not divide among {warps} warps of {MIN_WARP_TILE}"
+        if max(c.warp_tile) > 2 * min(c.warp_tile):
+            yield f"a warp's {c.warp_tile[0]}x{c.warp_tile[1]} tile is lopsided: at most 2 to 1"
+        if min(c.warp_tile) < 32 and c.tile_m * c.tile_n >= 128 * 64:
+            yield f"{c.warps} warps of {c.warp_tile[0]}x{c.warp_tile[1]} load more than they multiply: take fewer"
+        yield from self._overflows(p, c, gpu)
+        rows, columns = p.sides()
+        for name, tile, side in (("m", c.tile_m, rows), ("n", c.tile_n, columns)):
+            if not divides(tile, c.tile_k, side.k_major, side.align, c.threads):
+                yield f"{c.threads} threads do not divide a {tile}x{c.tile_k} tile (alignment {side.align})"
+            if tile > max(MIN_TILE, power_of_two(side.extent)):
+                yield f"tile_{name}={tile} idles most of a tile over an extent of {side.extent}"
+        for align in {p.out_align} | ({p.c_align} if source(p) == "staged" else set()):
+            if not divides(c.tile_m, c.tile_n, True, align, c.threads):
+                yield f"{c.threads} threads do not divide the output tile (alignment {align})"
+        if c.ctas_per_sm < MAX_CTAS and self._fits(p, c.replace(ctas_per_sm=c.ctas_per_sm + 1), gpu):
+            yield f"one more CTA than ctas_per_sm={c.ctas_per_sm} fits on an SM: say so"
+        tile_rows = -(-rows.extent // c.tile_m)
+        best = 1 if tile_rows < 2 else 8
+        if c.raster != best and not (c.raster == 16 and tile_rows >= 64) and not (c.raster == 1 and tile_rows <= 4):
+            yield f"raster={c.raster} does not suit {tile_rows} tile rows: take {best}"
+
+    def _overflows(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
+        """What ``ctas_per_sm`` CTAs need of an SM and it has not."""
+        registers = registers_per_thread(c, p.accumulate)
+        available = min(gpu.MAX_REGISTERS_PER_THREAD, gpu.REGISTERS_PER_SM // (c.threads * c.ctas_per_sm))
+        if registers > available:
+            yield f"a thread needs about {registers} registers; {c.ctas_per_sm} CTAs of {c.threads} leave {available}"
+        smem = c.smem.total_bytes
+        if smem > gpu.smem_per_block_bytes:
+            yield f"{smem} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
+        if c.ctas_per_sm * (smem + gpu.SMEM_RESERVED_BYTES) > gpu.smem_per_sm_bytes:
+            yield f"{c.ctas_per_sm} CTAs of {smem} bytes of shared memory exceed an SM's {gpu.smem_per_sm_bytes}"
+        if c.ctas_per_sm * c.warps > gpu.max_warps:
+            yield f"{c.ctas_per_sm} CTAs of {c.warps} warps exceed an SM's {gpu.max_warps}"
+
+    def _fits(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> bool:
+        return next(self._overflows(p, c, gpu), None) is None
+
+    # -- choice
+
+    def default(self, p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
+        """The model's best of a shortlist."""
+        return _default(self, p, gpu)
+
+    def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> float:
+        """Waves of CTAs, each as slow as its tensor cores, its L2 traffic or its DRAM traffic, plus fixed costs.
+
+        Efficiencies fitted to a sweep of 120 configs on an H200 (4096^3 and 8192^3 bf16, 2026-11-21).
+        """
+        rows, columns = p.sides()
+        tiles = -(-rows.extent // c.tile_m) * -(-columns.extent // c.tile_n) * p.batch
+        if tiles == 0:
+            return 0.0
+        resident = c.ctas_per_sm
+        peak = gpu.mma_fp16_tflops if p.accumulate == "fp16" else gpu.mma_tflops
+        warp_m, warp_n = c.warp_tile
+        intensity = warp_m * warp_n / (warp_m + warp_n)  # MMAs per fragment loaded
+        # An SM with few CTAs to run has as many resident as it got.
+        together = min(resident, -(-tiles // gpu.sm_count))
+        feeding = min(1.0, (together * c.warps / 8) ** 0.5)
+        depth = {2: 0.82, 3: 0.97}.get(c.stages, 1.0)
+        narrow = {8: 1.0, 4: 0.85, 2: 0.6, 1: 0.3}[min(p.a_align, p.b_align)]
+        efficiency = intensity / (intensity + 7) * feeding * depth * narrow
+        k_padded = max(1, -(-p.k // c.tile_k)) * c.tile_k
+        tile_flops = 2.0 * c.tile_m * c.tile_n * k_padded
+        per_sm = peak * 1e6 / gpu.sm_count  # flops per us
+        per_wave = together * tile_flops / (per_sm * efficiency)
+        # What a CTA fetches per wave, from L2 at three times the DRAM rate, shared fairly.
+        fetched = gpu.sm_count * together * (c.tile_m + c.tile_n) * k_padded * ELEMENT_BYTES
+        fetched_us = fetched / (3.2 * gpu.dram_gbps * 1e3)
+        # A CTA alone on its SM shows its prologue and epilogue; two hide each other's.
+        exposed = (2.0 + 1.2e-4 * c.tile_m * c.tile_n) / together
+        waves = tiles / (gpu.sm_count * resident)
+        waves = math.ceil(waves) if waves > 0.5 else 1
+        latency = 0.35 * max(0, k_padded // c.tile_k) / max(1, c.stages - 1)  # memory latency of a lone CTA
+        busy = waves * (max(per_wave, fetched_us, latency) + exposed)
+        spread = min(1.0, tiles * (c.stages - 1) * (c.tile_m + c.tile_n) * c.tile_k * ELEMENT_BYTES / (gpu.sm_count * 40_000))
+        dram = self.work(p).bytes / (gpu.dram_gbps * 1e3 * 0.9 * max(spread, 0.05))
+        raster = 1.0 if c.raster > 1 or rows.extent <= 4 * c.tile_m else 1.02
+        return 2.0 + max(busy, dram) * raster
+
+    # -- kernel
+
+    def build(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Artifact:
+        import cutlass
+        from cutlass.cute.runtime import make_fake_tensor
+
+        from cutekernels.backends import cute as backend
+        from cutekernels.kernels.cute.gemm_multistage import MultistageGemm
+        from cutekernels.kernels.cute.parts.epilogue import Activation, GemmEpilogue
+        from cutekernels.kernels.cute.parts.load import OperandLoad
+        from cutekernels.kernels.cute.parts.mma import WarpMma
+        from cutekernels.kernels.cute.parts.schedule import Raster
+
+        rows, columns = p.sides()
+        dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[p.dtype]
+        accumulate = cutlass.Float16 if p.accumulate == "fp16" else cutlass.Float32
+        bias_axis = "none" if p.bias == "none" else "m" if p.transposed else "n"
+        body = MultistageGemm(
+            load_a=OperandLoad(c.tile_m, c.tile_k, c.stages, c.threads, rows.k_major, rows.align),
+            load_b=OperandLoad(c.tile_n, c.tile_k, c.stages, c.threads, columns.k_major, columns.align),
+            mma=WarpMma(c.warps_m, c.warps_n, accumulate, rows.k_major, columns.k_major),
+            raster=Raster(c.raster),
+            epilogue=GemmEpilogue(
+                c.tile_m, c.tile_n, c.threads, p.out_align, source(p), p.c_align, bias_axis, Activation(p.activation)
+            ),
+            ctas_per_sm=c.ctas_per_sm,
+            transposed=p.transposed,
+        )
+        cute = cutlass.cute
+        extents = {name: cute.sym_int(divisibility=divisibility(p, name)) for name in "mnk"}
+        batch = cute.sym_int()
+
+        def operand(first: str, second: str, major: str, align: int) -> Any:
+            pitch = cute.sym_int(64 if p.wide else 32, divisibility=align)
+            stride = (pitch, 1) if major == second else (1, pitch)
+            shape = (extents[first], extents[second])
+            if p.batched:
+                shape, stride = (batch, *shape), (cute.sym_int(64 if p.wide else 32, divisibility=align), *stride)
+            return make_fake_tensor(dtype, shape, stride=stride, assumed_align=align * ELEMENT_BYTES)
+
+        bias = None
+        if p.bias != "none":
+            kind = cutlass.Float32 if p.bias == "fp32" else dtype
+            bias = make_fake_tensor(kind, (extents["n"],), stride=(1,), assumed_align=kind.width // 8)
+        return backend.compile(
+            body,
+            operand("m", "n", p.out_major, p.out_align),
+            operand("m", "k", p.a_major, p.a_align),
+            operand("k", "n", p.b_major, p.b_align),
+            None if p.c == "none" else operand("m", "n", p.c, p.c_align),
+            bias,
+            cutlass.Float32(1.0),
+            cutlass.Float32(0.0),
+            gpu=gpu,
+        )
+
+    def bind(self, p: GemmProblem, c: GemmConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        if 0 in (p.m, p.n, p.batch):
+            return _nothing
+        return kernel  # its arguments are out, a, b, c, bias, alpha, beta already
+
+    # -- mathematics
+
+    def outputs(self, p: GemmProblem, *args: Any) -> tuple[Tensor, ...]:
+        a = args[0]
+        shape = (p.batch, p.m, p.n) if p.batched else (p.m, p.n)
+        if p.out_major == "n":
+            return (a.new_empty(padded(shape, p.out_align))[..., : p.n],)
+        swapped = (*shape[:-2], p.n, p.m)
+        return (a.new_empty(padded(swapped, p.out_align))[..., : p.m].mT,)
+
+    def sample(self, p: GemmProblem, device: str, seed: int) -> tuple[Any, ...]:
+        generator = torch.Generator(device=device).manual_seed(seed)
+        lead = (p.batch,) if p.batched else ()
+
+        def operand(first: int, second: int, contiguous_last: bool, align: int) -> Tensor:
+            shape = (*lead, first, second) if contiguous_last else (*lead, second, first)
+            t = torch.randn(padded(shape, align), generator=generator, device=device, dtype=torch.float32)
+            t = t.to(DTYPES[p.dtype])[..., : shape[-1]]
+            return t if contiguous_last else t.mT
+
+        a = operand(p.m, p.k, p.a_major == "k", p.a_align)
+        b = operand(p.k, p.n, p.b_major == "n", p.b_align)
+        c = None if p.c == "none" else operand(p.m, p.n, p.c == "n", p.c_align)
+        bias = None
+        if p.bias != "none":
+            bias = torch.randn(p.n, generator=generator, device=device, dtype=torch.float32)
+            bias = bias if p.bias == "fp32" else bias.to(DTYPES[p.dtype])
+        # A scale that keeps results near 1, where an activation is neither linear nor saturated.
+        return a, b, c, bias, (1.0 / max(1, p.k)) ** 0.5, 0.0 if c is None else 0.5
+
+    def reference(self, p: GemmProblem, *args: Any) -> tuple[Tensor, ...]:
+        return (reference(*args, activation=p.activation),)
+
+    def work(self, p: GemmProblem) -> Work:
+        outputs = p.batch * p.m * p.n
+        moved = p.batch * (p.m * p.k + p.k * p.n) + outputs * (1 if p.c == "none" else 2)
+        bias = 0 if p.bias == "none" else p.n * (4 if p.bias == "fp32" else ELEMENT_BYTES)
+        return Work(flops=2.0 * outputs * p.k, bytes=float(moved * ELEMENT_BYTES + bias))
+
+
+GEMM = Gemm()
+
+
+def reference(
+    a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, alpha: float, beta: float, *, activation: str
+) -> Tensor:
+    """The same mathematics in plain PyTorch: in fp64 (fp32 would leave an error of its own), rounded once."""
+    x = alpha * (a.double() @ b.double())
+    if c is not None and beta != 0.0:
+        x = x + beta * c.double()
+    if bias is not None:
+        x = x + bias.double()
+    return ACTIVATIONS[activation](x).to(a.dtype)
+
+
+# ---- arithmetic of the rules ----------------------------------------------------------------------------
+
+
+def source(p: GemmProblem) -> str:
+    """How the epilogue reads C: through shared memory where C's contiguous extent is out's."""
+    return "none" if p.c == "none" else "staged" if p.c == p.out_major else "direct"
+
+
+def divisibility(p: GemmProblem, name: str) -> int:
+    """What the compiled kernel may assume of an extent: the widest vector along it."""
+    along = [(p.a_major, p.a_align), (p.b_major, p.b_align), (p.out_major, p.out_align)]
+    if p.c != "none":
+        along.append((p.c, p.c_align))
+    return max((align for major, align in along if major == name), default=1)
+
+
+def registers_per_thread(c: GemmConfig, accumulate: str) -> int:
+    """About what the compiler will need: accumulators, two k-blocks of fragments, and the rest."""
+    warp_m, warp_n = c.warp_tile
+    accumulators = warp_m * warp_n // 32 // (2 if accumulate == "fp16" else 1)
+    fragments = 2 * (warp_m + warp_n) * 16 * ELEMENT_BYTES // 4 // 32
+    return accumulators + fragments + OTHER_REGISTERS
+
+
+def divides(rows: int, columns: int, along_columns: bool, align: int, threads: int) -> bool:
+    """Whether ``threads`` vectors of ``align`` elements cover a ``rows x columns`` tile evenly."""
+    along_extent, across_extent = (columns, rows) if along_columns else (rows, columns)
+    along = math.gcd(along_extent // align, threads)
+    return across_extent % (threads // along) == 0
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two from ``n`` up."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def padded(shape: tuple[int, ...], align: int) -> tuple[int, ...]:
+    """``shape`` with its last extent grown until its pitch is a multiple of ``align``, of no more where that is < 8."""
+    pitch = -(-shape[-1] // WIDEST) * WIDEST + (0 if align == WIDEST else align)
+    return (*shape[:-1], pitch)
+
+
+def _nothing(*args: Any) -> None:
+    """The launch of an empty problem."""
+
+
+@cache
+def _default(op: Gemm, p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
+    candidates = (c for c in _shortlist() if op.why_not(p, c, gpu) is None)
+    best = min(candidates, key=lambda c: (op.estimate_us(p, c, gpu), str(c)), default=None)
+    assert best is not None, f"no config for {p} on {gpu.name}"
+    return best
+
+
+@cache
+def _shortlist() -> tuple[GemmConfig, ...]:
+    shapes = [
+        (128, 256, 2, 4), (256, 128, 4, 2), (128, 128, 2, 2), (128, 128, 2, 4), (64, 128, 2, 2), (128, 64, 2, 2),
+        (64, 64, 2, 2), (32, 128, 1, 4), (32, 64, 1, 2), (64, 32, 2, 1), (32, 32, 1, 1), (32, 32, 2, 2), (32, 256, 1, 4), (128, 32, 4, 1), (256, 32, 4, 1),
+    ]  # fmt: skip
+    return tuple(
+        GemmConfig(tile_m, tile_n, tile_k, warps_m, warps_n, stages, raster, ctas)
+        for tile_m, tile_n, warps_m, warps_n in shapes
+        for tile_k in (32, 64)
+        for stages in (2, 3, 4, 6)
+        for raster in (1, 8, 16)
+        for ctas in (1, 2, 3)
+    )

@@ -1,0 +1,424 @@
+"""``gemm`` and ``linear``: the public functions over the GEMM declaration, their gradients, their registration.
+
+The warm path is the first lines of :func:`gemm`: one table lookup keyed by everything a plan depends on, then the launch. Whatever
+is unusual (a first sight, gradients, tracing, subclasses, CPU tensors, another device) leaves it for the slow path.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutekernels import dispatch
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.gemm import ACTIVATIONS, DTYPES, GEMM, WIDEST, GemmConfig, GemmProblem, reference
+from cutekernels.ops.strides import overlaps_itself, relation, span_bytes
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_PLAIN = frozenset([Tensor, torch.nn.Parameter])
+_WARM_ENTRIES = 4096  # problems remembered; a caller with more shapes than this pays the slow path again
+
+_Warm = tuple[Callable[..., Any], int, int, int, int]
+_warm: dict[tuple[Any, ...], _Warm] = {}
+dispatch.on_reload(_warm.clear)
+
+_is_compiling = torch.compiler.is_compiling
+_grad_enabled = torch.is_grad_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_top = torch._C._functorch.peek_interpreter_stack
+_current_device = torch._C._cuda_getDevice if hasattr(torch._C, "_cuda_getDevice") else (lambda: 0)
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    accumulate: str = "fp32",
+    out: Tensor | None = None,
+    config: GemmConfig | str | None = None,
+) -> Tensor:
+    """``out = activation(alpha * a @ b + beta * c + bias)``, accumulated in fp32, rounded once.
+
+    Args:
+        a: ``(M, K)`` or ``(B, M, K)``, fp16 or bf16. K or M contiguous (``x.t()`` costs nothing); 16-byte aligned
+            rows are fastest, any alignment works. Strides with no contiguous extent cost a copy of that operand.
+        b: ``(K, N)`` or ``(B, K, N)``, dtype of ``a``, likewise; ``weight.t()`` of an ``(N, K)`` weight is free.
+            Where only one of ``a`` and ``b`` has a batch, the other is used for every entry of it.
+        c: ``(M, N)`` or ``(B, M, N)``, shape and dtype of the result. With ``beta=0`` it is never read.
+        alpha: factor of the product.
+        beta: factor of ``c``.
+        bias: ``(N,)``, dtype of ``a`` or fp32.
+        activation: ``"relu" | "gelu" | "gelu_tanh" | "silu"``; None for identity.
+        accumulate: ``"fp32"``, or ``"fp16"`` for fp16 operands: faster on GeForce and Ada, and less exact.
+        out: where to write: shape and dtype of the result, N or M contiguous, a slice included. It may be ``c``
+            itself, element upon element; any other overlap with an operand is refused. Not differentiable.
+        config: overrides the tuned choice, as a :class:`GemmConfig` or its text. Ignored on the CPU.
+
+    Returns:
+        ``(M, N)`` or ``(B, M, N)``, dtype of ``a``; or ``out``. Differentiable in a, b, c and bias.
+
+    Raises:
+        UnsupportedProblem: a dtype no kernel takes, mismatched extents, dtypes or devices, ``c`` missing where
+            ``beta`` is not 0, an ``out`` that overlaps an operand or itself, ``out`` together with gradients.
+        InvalidConfig: ``config`` breaks a rule of the op.
+    """
+    if beta == 0.0:
+        c = None
+    if (
+        out is not None
+        and type(a) in _PLAIN
+        and type(b) in _PLAIN
+        and type(out) in _PLAIN
+        and not _is_compiling()
+        and not (_grad_enabled() and _wants_gradient(a, b, c, bias, out))
+        and _dispatch_modes() == 0
+        and _functorch_top() is None
+    ):
+        at_a, at_b, at_out = a.data_ptr(), b.data_ptr(), out.data_ptr()
+        extra = None if c is None and bias is None and config is None else _extra(c, bias, config)
+        key = (
+            a.shape, a.stride(), b.shape, b.stride(), out.shape, out.stride(), a.dtype, b.dtype, out.dtype,
+            (at_a | at_b | at_out) & 15, a.get_device(), b.get_device(), out.get_device(), _current_device(),
+            activation, accumulate, extra,
+        )  # fmt: skip
+        warm = _warm.get(key)
+        if warm is not None:
+            launch, span_a, span_b, span_out, version = warm
+            end = at_out + span_out
+            if (end <= at_a or at_a + span_a <= at_out) and (end <= at_b or at_b + span_b <= at_out):
+                launch(out, a, b, c, bias, alpha, beta)
+                if version:
+                    torch.autograd.graph.increment_version(out)
+                return out
+        else:
+            return _first(key, a, b, c, alpha, beta, bias, activation, accumulate, out, config)
+    return _general(a, b, c, alpha, beta, bias, activation, accumulate, out, config)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None, out: Tensor | None = None
+) -> Tensor:
+    """``out[..., n] = activation(sum_k x[..., k] * weight[n, k] + bias[n])``, accumulated in fp32, rounded once.
+
+    Args:
+        x: ``(..., K)``, fp16 or bf16. Any strides; K contiguous and 16-byte aligned rows are fastest. Leading
+            dimensions that no single stride walks cost a copy.
+        weight: ``(N, K)``, dtype of ``x``: the layout of ``nn.Linear.weight``.
+        bias: ``(N,)``, dtype of ``x`` or fp32.
+        activation: ``"relu" | "gelu" | "gelu_tanh" | "silu"``; None for identity.
+        out: where to write, ``(..., N)``; must not overlap an input. Not differentiable.
+
+    Returns:
+        ``(..., N)``, dtype of ``x``; or ``out``. Differentiable in x, weight and bias.
+
+    Raises:
+        UnsupportedProblem: a dtype no kernel takes, mismatched extents, dtypes or devices, an ``out`` that
+            overlaps an input or itself, ``out`` together with gradients.
+    """
+    if weight.dim() != 2:
+        raise UnsupportedProblem(f"weight must be (N, K); its shape is {tuple(weight.shape)}")
+    if x.dim() == 2:
+        return gemm(x, weight.t(), bias=bias, activation=activation, out=out)
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise UnsupportedProblem(
+            f"x must be (..., K) with weight's K={weight.shape[1]}; its shape is {tuple(x.shape)}"
+        )
+    rows, shape = math.prod(x.shape[:-1]), (*x.shape[:-1], weight.shape[0])
+    flat = x.reshape(rows, x.shape[-1])
+    if out is None:
+        return gemm(flat, weight.t(), bias=bias, activation=activation).view(shape)
+    if out.shape != shape:
+        raise UnsupportedProblem(f"out must have shape {tuple(shape)}; it has {tuple(out.shape)}")
+    try:
+        gemm(flat, weight.t(), bias=bias, activation=activation, out=out.view(rows, shape[-1]))
+    except RuntimeError:  # no single stride walks out's rows
+        if relation(out, x) == "overlap" or relation(out, weight) == "overlap" or overlaps_itself(out):
+            raise UnsupportedProblem("out overlaps an input or itself; give it memory of its own") from None
+        out.copy_(gemm(flat, weight.t(), bias=bias, activation=activation).view(shape))
+    return out
+
+
+# ---- the slow path --------------------------------------------------------------------------------------
+
+
+def _extra(c: Tensor | None, bias: Tensor | None, config: GemmConfig | str | None) -> tuple[Any, ...]:
+    """The key's part for what most calls do without."""
+    of_c = None if c is None else (c.shape, c.stride(), c.dtype, c.get_device(), c.data_ptr() & 15, type(c))
+    of_bias = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device(), bias.data_ptr() & 15, type(bias))
+    return of_c, of_bias, config
+
+
+def _wants_gradient(*tensors: Tensor | None) -> bool:
+    return any(t is not None and t.requires_grad for t in tensors)
+
+
+def _first(key: Any, a: Tensor, b: Tensor, c: Any, alpha: Any, beta: Any, bias: Any, activation: Any, accumulate: Any, out: Tensor, config: Any) -> Tensor:
+    """The first sight of a problem: through the general path, and into the warm table where that may be repeated."""
+    result = _general(a, b, c, alpha, beta, bias, activation, accumulate, out, config)
+    plain = all(t is None or type(t) in _PLAIN for t in (c, bias))
+    kept = all(canonical(t) is t for t in (a, b, out)) and (c is None or canonical(c) is c)
+    same_rank = a.dim() == b.dim()
+    here = a.is_cuda and a.get_device() == _current_device()
+    apart_c = c is None  # c may be out, which is re-checked each time on the general path
+    if plain and kept and same_rank and here and apart_c and out.numel():
+        if len(_warm) >= _WARM_ENTRIES:
+            _warm.clear()
+        problem = pose(a, b, c, bias, activation, accumulate, out)
+        launch = dispatch.plan(GEMM, problem, a.get_device(), config).launch
+        _warm[key] = (launch, span_bytes(a), span_bytes(b), span_bytes(out), 1)
+    return result
+
+
+def _general(a: Tensor, b: Tensor, c: Any, alpha: Any, beta: Any, bias: Any, activation: Any, accumulate: Any, out: Any, config: Any) -> Tensor:
+    text = None if config is None else str(config)
+    name = activation or "none"
+    if out is None:
+        return torch.ops.cutekernels.gemm(a, b, c, bias, alpha, beta, name, accumulate, text)  # type: ignore[no-any-return]
+    if _grad_enabled() and _wants_gradient(a, b, c, bias, out):
+        raise UnsupportedProblem("out= is not differentiable: leave it out, or call under torch.no_grad()")
+    torch.ops.cutekernels.gemm_out(a, b, c, bias, out, alpha, beta, name, accumulate, text)
+    return out  # type: ignore[no-any-return]
+
+
+def pose(
+    a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, activation: str | None, accumulate: str, out: Tensor
+) -> GemmProblem:
+    """The problem these canonical tensors pose (see :func:`canonical`)."""
+    batched = out.dim() == 3
+    operands = [t for t in (a, b, c, out) if t is not None]
+    return GemmProblem(
+        m=out.shape[-2],
+        n=out.shape[-1],
+        k=a.shape[-1],
+        batch=out.shape[0] if batched else 1,
+        dtype=_NAMES[a.dtype],
+        a_major="k" if a.stride(-1) == 1 else "m",
+        b_major="n" if b.stride(-1) == 1 else "k",
+        out_major="n" if out.stride(-1) == 1 else "m",
+        c="none" if c is None else "n" if c.stride(-1) == 1 else "m",
+        bias="none" if bias is None else "fp32" if bias.dtype == torch.float32 else "same",
+        activation=activation or "none",
+        accumulate=accumulate,
+        a_align=alignment(a),
+        b_align=alignment(b),
+        c_align=WIDEST if c is None else alignment(c),
+        out_align=alignment(out),
+        batched=batched,
+        wide=any(span_bytes(t) >= 2 * 2**31 for t in operands),
+    )
+
+
+def alignment(t: Tensor) -> int:
+    """Elements in the widest vector that address, strides and contiguous extent allow: 8, 4, 2 or 1."""
+    along = -1 if t.stride(-1) == 1 else -2
+    bits = WIDEST | (t.data_ptr() // t.element_size()) | t.shape[along]
+    for i in range(t.dim()):
+        if i != t.dim() + along:
+            bits |= t.stride(i)
+    return bits & -bits
+
+
+def canonical(t: Tensor) -> Tensor:
+    """``t`` itself where one of its last two strides is 1 and none is negative or shared; else a view or copy that is."""
+    if t.stride(-1) == 1 or t.stride(-2) == 1:
+        return t
+    if t.shape[-1] == 1:  # a stride never taken
+        return t.as_strided(t.shape, (*t.stride()[:-1], 1))
+    if t.shape[-2] == 1:
+        return t.as_strided(t.shape, (*t.stride()[:-2], 1, t.stride(-1)))
+    return t.contiguous()
+
+
+def _check(a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, beta: float, activation: str, accumulate: str) -> tuple[int, ...]:
+    """The result's shape. Raises UnsupportedProblem for arguments that pose no problem."""
+    if a.dim() not in (2, 3) or b.dim() not in (2, 3):
+        raise UnsupportedProblem(f"a and b must be matrices or batches of them; they have shapes {tuple(a.shape)} and {tuple(b.shape)}")
+    if a.shape[-1] != b.shape[-2]:
+        raise UnsupportedProblem(f"a's K={a.shape[-1]} must be b's K={b.shape[-2]}; shapes {tuple(a.shape)} and {tuple(b.shape)}")
+    batches = {t.shape[0] for t in (a, b) if t.dim() == 3}
+    if len(batches) > 1:
+        raise UnsupportedProblem(f"a and b must have one batch; they have {a.shape[0]} and {b.shape[0]}")
+    shape = (*batches, a.shape[-2], b.shape[-1])
+    if activation not in ACTIVATIONS:
+        known = ", ".join(name for name in ACTIVATIONS if name != "none")
+        raise UnsupportedProblem(f"activation must be one of {known}, or None; it is {activation!r}")
+    if beta != 0.0 and c is None:
+        raise UnsupportedProblem(f"beta={beta} needs c")
+    if c is not None and tuple(c.shape) != shape:
+        raise UnsupportedProblem(f"c must have the result's shape {shape}; it has {tuple(c.shape)}")
+    if bias is not None and tuple(bias.shape) != shape[-1:]:
+        raise UnsupportedProblem(f"bias must be (N,) = ({shape[-1]},); its shape is {tuple(bias.shape)}")
+    for name, t in (("b", b), ("c", c), ("bias", bias)):
+        if t is None:
+            continue
+        if t.dtype != a.dtype and not (name == "bias" and t.dtype == torch.float32):
+            raise UnsupportedProblem(f"{name} must have a's dtype {a.dtype}; it has {t.dtype}: cast it")
+        if t.device != a.device:
+            raise UnsupportedProblem(f"{name} must be on a's device {a.device}; it is on {t.device}")
+    if accumulate not in ("fp32", "fp16"):
+        raise UnsupportedProblem(f"accumulate must be fp32 or fp16; it is {accumulate!r}")
+    if accumulate == "fp16" and a.dtype != torch.float16:
+        raise UnsupportedProblem(f"accumulate='fp16' is for fp16 operands; they are {a.dtype}")
+    if not a.dtype.is_floating_point or (not a.device.type == "cpu" and a.dtype not in _NAMES):
+        raise UnsupportedProblem(f"gemm takes fp16 and bf16; got {a.dtype}")
+    return shape
+
+
+def _check_out(out: Tensor, shape: tuple[int, ...], a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None) -> None:
+    if tuple(out.shape) != shape or out.dtype != a.dtype or out.device != a.device:
+        raise UnsupportedProblem(
+            f"out must be {shape}, {a.dtype}, on {a.device}; it is {tuple(out.shape)}, {out.dtype}, on {out.device}"
+        )
+    if overlaps_itself(out):
+        raise UnsupportedProblem(f"out must not overlap itself; its strides are {out.stride()}")
+    for name, t in (("a", a), ("b", b), ("c", c), ("bias", bias)):
+        if t is None:
+            continue
+        how = relation(out, t)
+        if how == "overlap" or (how == "same" and name != "c"):
+            raise UnsupportedProblem(f"out overlaps {name}: give it memory of its own")
+
+
+def _run(a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, out: Tensor, alpha: float, beta: float, activation: str, accumulate: str, config: str | None) -> None:
+    """Poses, plans and launches for checked GPU tensors."""
+    if out.dim() == 3:
+        a = a if a.dim() == 3 else a.expand(out.shape[0], *a.shape)
+        b = b if b.dim() == 3 else b.expand(out.shape[0], *b.shape)
+    if out.numel() == 0:
+        return
+    a, b, c = canonical(a), canonical(b), None if c is None else canonical(c)
+    target = out if out.stride(-1) == 1 or out.stride(-2) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
+    bias = None if bias is None else bias.contiguous()
+    with torch.cuda.device(a.device):
+        problem = pose(a, b, c, bias, activation, accumulate, target)
+        plan = dispatch.plan(GEMM, problem, a.get_device(), config)
+        plan.launch(target, a, b, c, bias, alpha, beta)
+        if target is not out:
+            out.copy_(target)
+
+
+# ---- torch.library --------------------------------------------------------------------------------------
+
+_ARGS = "Tensor a, Tensor b, Tensor? c, Tensor? bias"
+_OPTIONS = "float alpha=1.0, float beta=0.0, str activation='none', str accumulate='fp32', str? config=None"
+
+
+def register(library: torch.library.Library) -> None:
+    """Defines the ops in ``library`` (namespace "cutekernels"): schemas, GPU and CPU, fakes, autograd."""
+    library.define(f"gemm({_ARGS}, {_OPTIONS}) -> Tensor")
+    library.define(f"gemm_out({_ARGS}, Tensor(a!) out, {_OPTIONS}) -> ()")
+    library.impl("gemm", _gemm_cuda, "CUDA")
+    library.impl("gemm", _gemm_cpu, "CPU")
+    library.impl("gemm_out", _gemm_out_cuda, "CUDA")
+    library.impl("gemm_out", _gemm_out_cpu, "CPU")
+    torch.library.register_fake("cutekernels::gemm", _gemm_fake, lib=library)
+    torch.library.register_fake("cutekernels::gemm_out", _gemm_out_fake, lib=library)
+    torch.library.register_autograd("cutekernels::gemm", _gemm_backward, setup_context=_remember, lib=library)
+
+
+def _gemm_cuda(a, b, c, bias, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
+    c = c if beta != 0.0 else None
+    out = a.new_empty(_check(a, b, c, bias, beta, activation, accumulate))
+    _run(a, b, c, bias, out, alpha, beta, activation, accumulate, config)
+    return out
+
+
+def _gemm_cpu(a, b, c, bias, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
+    c = c if beta != 0.0 else None
+    _check(a, b, c, bias, beta, activation, accumulate)
+    return reference(a, b, c, bias, alpha, beta, activation=activation)
+
+
+def _gemm_fake(a, b, c, bias, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
+    return a.new_empty(_check(a, b, c if beta != 0.0 else None, bias, beta, activation, accumulate))
+
+
+def _gemm_out_cuda(a, b, c, bias, out, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
+    c = c if beta != 0.0 else None
+    _check_out(out, _check(a, b, c, bias, beta, activation, accumulate), a, b, c, bias)
+    _run(a, b, c, bias, out, alpha, beta, activation, accumulate, config)
+
+
+def _gemm_out_cpu(a, b, c, bias, out, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
+    c = c if beta != 0.0 else None
+    _check_out(out, _check(a, b, c, bias, beta, activation, accumulate), a, b, c, bias)
+    out.copy_(reference(a, b, c, bias, alpha, beta, activation=activation))
+
+
+def _gemm_out_fake(a, b, c, bias, out, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
+    _check(a, b, c if beta != 0.0 else None, bias, beta, activation, accumulate)
+
+
+# ---- gradients ------------------------------------------------------------------------------------------
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, c, bias, alpha, beta, activation, accumulate, _ = inputs
+    ctx.options = (alpha, beta, activation, accumulate)
+    ctx.has = (c is not None, bias is not None)
+    ctx.save_for_backward(a, b, c if beta != 0.0 else None, bias, output if activation == "relu" else None)
+
+
+def _gemm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """dz = grad * activation'(z); da = alpha dz b^T; db = alpha a^T dz; dc = beta dz; dbias = sum of dz.
+
+    z, which the fused forward never stored, is computed again; ReLU needs only its sign, which the output has.
+    """
+    a, b, c, bias, output = ctx.saved_tensors
+    alpha, beta, activation, accumulate = ctx.options
+    op = torch.ops.cutekernels.gemm
+    if activation == "none":
+        dz = grad
+    elif activation == "relu":
+        dz = torch.where(output > 0, grad, torch.zeros_like(grad))
+    else:
+        z = op(a, b, c, bias, alpha, beta, "none", accumulate)
+        wide = torch.float64 if z.dtype == torch.float64 else torch.float32
+        dz = (grad.to(wide) * _SLOPES[activation](z.to(wide))).to(grad.dtype)
+    da = db = dc = dbias = None
+    if ctx.needs_input_grad[0]:
+        da = op(dz, b.mT, None, None, alpha, 0.0) if a.dim() == dz.dim() else _summed(dz, b.mT, alpha)
+    if ctx.needs_input_grad[1]:
+        db = op(a.mT, dz, None, None, alpha, 0.0) if b.dim() == dz.dim() else _summed(a.mT, dz, alpha)
+    if ctx.has[0] and ctx.needs_input_grad[2]:
+        dc = dz * beta
+    if ctx.has[1] and ctx.needs_input_grad[3]:
+        dbias = dz.sum(tuple(range(dz.dim() - 1)), dtype=torch.promote_types(dz.dtype, torch.float32)).to(bias.dtype)
+    return da, db, dc, dbias, None, None, None, None, None
+
+
+def _summed(x: Tensor, y: Tensor, alpha: float) -> Tensor:
+    """``alpha * sum_b x[b] @ y[b]``, as one product over the joint extent (batch, K); y or x may be unbatched."""
+    batch = (x if x.dim() == 3 else y).shape[0]
+    x = x if x.dim() == 3 else x.expand(batch, *x.shape)
+    y = y if y.dim() == 3 else y.expand(batch, *y.shape)
+    joint_x = x.permute(1, 0, 2).reshape(x.shape[1], -1)
+    joint_y = y.reshape(-1, y.shape[-1])
+    return torch.ops.cutekernels.gemm(joint_x, joint_y, None, None, alpha, 0.0)  # type: ignore[no-any-return]
+
+
+def _silu_slope(z: Tensor) -> Tensor:
+    s = torch.sigmoid(z)
+    return s * (1 + z * (1 - s))
+
+
+def _gelu_slope(z: Tensor) -> Tensor:
+    return 0.5 * (1 + torch.erf(z * math.sqrt(0.5))) + z * torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+
+
+def _gelu_tanh_slope(z: Tensor) -> Tensor:
+    k = math.sqrt(2 / math.pi)
+    t = torch.tanh(k * (z + 0.044715 * z**3))
+    return 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * k * (1 + 3 * 0.044715 * z * z)
+
+
+_SLOPES = {"silu": _silu_slope, "gelu": _gelu_slope, "gelu_tanh": _gelu_tanh_slope}

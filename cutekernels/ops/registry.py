@@ -1,0 +1,29 @@
+"""The ops, written out. One line per op in ``OPS``; the rest of the house finds them here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.op import Op
+from cutekernels.ops import activations, matmul
+from cutekernels.ops.activations import SILU_MUL, SILU_MUL_BACKWARD
+from cutekernels.ops.gemm import GEMM
+
+OPS: tuple[Op[Any, Any], ...] = (GEMM, SILU_MUL, SILU_MUL_BACKWARD)
+
+_BY_NAME = {op.name: op for op in OPS}
+
+# torch.compile, autograd and other dispatch reach the ops as torch.ops.cutekernels.*; the library lives as long as this module.
+LIBRARY = torch.library.Library("cutekernels", "FRAGMENT")
+for module in (matmul, activations):
+    module.register(LIBRARY)
+
+
+def get(name: str) -> Op[Any, Any]:
+    """The op called ``name``. Raises UnsupportedProblem for any other."""
+    if name not in _BY_NAME:
+        raise UnsupportedProblem(f"no op is called {name!r}; the ops: {', '.join(_BY_NAME)}")
+    return _BY_NAME[name]
