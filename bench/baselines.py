@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import cutekernels as ck
 from bench.suites import Case
+from cutekernels.ops.activations import silu_mul
+from cutekernels.ops.matmul import gemm
 
 Launch = Callable[[], Tensor]
 
@@ -83,9 +84,9 @@ def ours(name: str, config: Any = None, accumulate: str = "fp32") -> Contender:
 
 def _ours(config: Any, accumulate: str, case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     if case.op == "silu_mul":
-        return [partial(ck.silu_mul, *i.operands, out=i.out, config=config) for i in sets]
+        return [partial(silu_mul, *i.operands, out=i.out, config=config) for i in sets]
     options = {"alpha": case.alpha, "beta": case.beta, "accumulate": accumulate, "config": config}
-    return [partial(ck.gemm, *i.operands, out=i.out, **options) for i in sets]
+    return [partial(gemm, *i.operands, out=i.out, **options) for i in sets]
 
 
 # ---- peers ----------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from cutekernels.errors import InvalidConfig, UnsupportedProblem
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from cutekernels.compile import Artifact
+    from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
 Scalar = int | str | bool
@@ -51,7 +51,7 @@ def ladder(extent: int) -> int:
 
 def extent(bucket: Callable[[int], int] = exact, default: int | None = None) -> Any:
     """A run-time extent of a problem: any non-negative int; compiled kernels do not depend on it."""
-    return field(default=MISSING if default is None else default, metadata={"bucket": bucket})  # type: ignore[call-overload]
+    return field(default=MISSING if default is None else default, metadata={"bucket": bucket})
 
 
 def plain(*values: Scalar) -> Any:

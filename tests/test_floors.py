@@ -1,0 +1,179 @@
+"""The house keeps its floors: a file imports only lower ones, or its own room. DESIGN says why; the table says where."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAX_LINES = 600
+
+# A file's floor; a folder stands for all files in it, and is one room. The longest match counts.
+FLOORS = {
+    "cutekernels/cli.py": 8,
+    "cutekernels/__init__.py": 8,
+    "cutekernels/face.py": 7,
+    "autotune/": 7,
+    "bench/": 7,
+    "cutekernels/ops/": 6,
+    "cutekernels/dispatch.py": 5,
+    "cutekernels/compile.py": 4,
+    "cutekernels/op.py": 3,
+    "cutekernels/backends/": 3,
+    "cutekernels/backends/__init__.py": 2,  # the contract, which Op.build speaks of
+    "cutekernels/gpu.py": 2,
+    "cutekernels/measure.py": 2,
+    "cutekernels/verify.py": 2,
+    "cutekernels/isolate.py": 2,
+    "cutekernels/environment.py": 2,
+    "db/": 2,
+    "cutekernels/errors.py": 1,
+    "cutekernels/settings.py": 1,
+    "cutekernels/kernels/": 1,
+}
+# Imports upwards, by name and at run time only: an op travels to a child process, or into warmup(), as text.
+UPWARDS = {
+    ("cutekernels/compile.py", "cutekernels.ops.registry"),
+    ("cutekernels/dispatch.py", "cutekernels.ops.registry"),
+    ("cutekernels/cli.py", "bench.__main__"),  # not upwards; named here because it stands in a table of text
+}
+FOLDERS = {"cutekernels.autotune": "autotune", "cutekernels.db": "db"}
+HEAVY_IN_DB = {"torch", "triton", "cutlass", "cuda", "tvm_ffi"}
+FILES = sorted(
+    str(path.relative_to(ROOT))
+    for folder in ("cutekernels", "autotune", "db", "bench")
+    for path in (ROOT / folder).rglob("*.py")
+)
+
+
+def room(file: str) -> str:
+    """The row of ``FLOORS`` that ``file`` belongs to."""
+    found = [key for key in FLOORS if file == key or (key.endswith("/") and file.startswith(key))]
+    assert found, f"{file} has no floor: give it one in {Path(__file__).name}, as low as its imports let it lie"
+    return max(found, key=len)
+
+
+def file_of(module: str) -> str | None:
+    """The file a dotted name of ours refers to: the module, or the one that holds the name."""
+    words = module.split(".")
+    for prefix, folder in FOLDERS.items():
+        if module == prefix or module.startswith(prefix + "."):
+            words = [folder, *words[2:]]
+    while words:
+        path = "/".join(words)
+        for candidate in (f"{path}.py", f"{path}/__init__.py"):
+            if (ROOT / candidate).is_file():
+                return candidate
+        words.pop()
+    return None
+
+
+def imports(file: str) -> Iterator[str]:
+    """Every dotted name ``file`` imports, inside functions too, and by ``import_module`` with a literal."""
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value.partition(":")[0]
+            if re.fullmatch(r"cutekernels(\.\w+)+", name) and file_of(name) not in (None, "cutekernels/__init__.py"):
+                yield name
+
+
+def ours(module: str) -> bool:
+    return module.split(".")[0] in ("cutekernels", "bench", "autotune", "db")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_imports_only_lower_floors(file: str) -> None:
+    here = room(file)
+    for module in imports(file):
+        target = file_of(module) if ours(module) else None
+        if target is None or (file, module) in UPWARDS:
+            continue
+        there = room(target)
+        allowed = there == here or FLOORS[there] < FLOORS[here]
+        assert allowed, f"{file} (floor {FLOORS[here]}) imports {module} (floor {FLOORS[there]})"
+
+
+def test_every_exception_is_in_use() -> None:
+    for file, module in UPWARDS - {("cutekernels/cli.py", "bench.__main__")}:
+        assert module in set(imports(file)), f"{file} no longer names {module}: take it off UPWARDS"
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.startswith("db/")])
+def test_the_database_knows_neither_ops_nor_torch(file: str) -> None:
+    for module in imports(file):
+        assert module.split(".")[0] not in HEAVY_IN_DB, f"{file} imports {module}"
+        assert not module.startswith("cutekernels.op"), f"{file} imports {module}"
+
+
+def test_the_snapshot_needs_only_the_standard_library() -> None:
+    tree = ast.parse((ROOT / "db/snapshot.py").read_text())
+    top = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
+    names = {alias.name if isinstance(n, ast.Import) else str(n.module) for n in top for alias in n.names}
+    assert not any(name.split(".")[0] in ("sqlalchemy", "alembic") for name in names), names
+
+
+def test_files_are_short_and_well_named() -> None:
+    for file in [*FILES, *(str(p.relative_to(ROOT)) for p in (ROOT / "tests").glob("*.py"))]:
+        lines = len((ROOT / file).read_text().splitlines())
+        assert lines <= MAX_LINES, (
+            f"{file} has {lines} lines, {MAX_LINES} at most: split it along what belongs together"
+        )
+        assert Path(file).stem not in ("utils", "helpers", "util", "common", "misc"), f"{file}: say what is in it"
+        assert not re.search(r"sm_?\d{2}|_v\d$", Path(file).stem), f"{file}: bodies per schedule, not per GPU"
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f != "cutekernels/gpu.py"])
+def test_architectures_are_named_in_gpu_py_only(file: str) -> None:
+    tree = ast.parse((ROOT / file).read_text())
+    prose = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        words = [getattr(node, a) for a in ("id", "attr", "name", "arg") if isinstance(getattr(node, a, None), str)]
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            words.append(node.value)
+        for word in words:
+            assert " " in word or not re.search(r"\bsm_?\d{2}", word), (
+                f"{file} names {word!r}; ask the GpuSpec for a capability"
+            )
+
+
+def test_every_package_is_installed() -> None:
+    """The packages stand in pyproject.toml by hand; a new folder with Python in it must be listed."""
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    names = {"autotune": "cutekernels.autotune", "db": "cutekernels.db", "cutekernels": "cutekernels"}
+    found = set()
+    for file in FILES:
+        first, *rest = Path(file).parent.parts
+        if first in names:
+            found.add(".".join([names[first], *rest]))
+    assert listed == found
+
+
+def test_the_check_itself_sees_a_violation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("test_floors.ROOT", tmp_path)
+    for file, text in {
+        "cutekernels/gpu.py": "def f():\n    from cutekernels.ops import gemm\n",
+        "cutekernels/ops/gemm.py": "from cutekernels import gpu\n",
+        "db/store.py": "NAME = 'cutekernels.ops.gemm:GEMM'\n",
+    }.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    test_imports_only_lower_floors("cutekernels/ops/gemm.py")
+    for file in ("cutekernels/gpu.py", "db/store.py"):
+        with pytest.raises(AssertionError, match=r"floor 2\) imports cutekernels.ops.gemm"):
+            test_imports_only_lower_floors(file)
