@@ -1,4 +1,4 @@
-"""The house keeps its floors: a file imports only lower ones, or its own room. DESIGN says why; the table says where."""
+"""The house keeps its floors: a file imports only lower ones, or its own room. CONTRIBUTING says what they are for."""
 
 from __future__ import annotations
 
@@ -125,9 +125,7 @@ def test_the_snapshot_needs_only_the_standard_library() -> None:
 def test_files_are_short_and_well_named() -> None:
     for file in [*FILES, *(str(p.relative_to(ROOT)) for p in (ROOT / "tests").glob("*.py"))]:
         lines = len((ROOT / file).read_text().splitlines())
-        assert lines <= MAX_LINES, (
-            f"{file} has {lines} lines, {MAX_LINES} at most: split it along what belongs together"
-        )
+        assert lines <= MAX_LINES, f"{file} has {lines} lines, {MAX_LINES} at most: split it where two ideas meet"
         assert Path(file).stem not in ("utils", "helpers", "util", "common", "misc"), f"{file}: say what is in it"
         assert not re.search(r"sm_?\d{2}|_v\d$", Path(file).stem), f"{file}: bodies per schedule, not per GPU"
 
@@ -147,9 +145,7 @@ def test_architectures_are_named_in_gpu_py_only(file: str) -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
             words.append(node.value)
         for word in words:
-            assert " " in word or not re.search(r"\bsm_?\d{2}", word), (
-                f"{file} names {word!r}; ask the GpuSpec for a capability"
-            )
+            assert " " in word or not re.search(r"\bsm_?\d{2}", word), f"{file} names {word!r}: ask GpuSpec instead"
 
 
 def test_every_package_is_installed() -> None:

@@ -1,0 +1,124 @@
+"""The GPU table: names, aliases, and GPUs that are not in it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cutekernels import gpu as gpus
+from cutekernels.errors import CuteKernelsError, UnknownGpu
+from cutekernels.gpu import ALIASES, ARCHITECTURES, GPUS, KIB, GpuSpec, describe, lookup
+
+ASKED_FOR = {"rtx5090", "rtx4090", "rtx3090", "rtxpro6000", "l40s", "l4", "a10", "h100-sxm", "h100-pcie", "h200"} | {
+    f"a100-{form}-{memory}" for form in ("sxm", "pcie") for memory in ("40gb", "80gb")
+}
+
+
+def properties(spec: GpuSpec, **changes: Any) -> SimpleNamespace:
+    """What torch would say of ``spec``."""
+    major, minor = spec.capability
+    said = {
+        "name": spec.product,
+        "major": major,
+        "minor": minor,
+        "multi_processor_count": spec.sm_count,
+        "L2_cache_size": spec.l2_bytes,
+        "total_memory": spec.memory_bytes,
+    }
+    return SimpleNamespace(**(said | changes))
+
+
+def test_the_table_has_every_gpu_that_was_asked_for() -> None:
+    assert [g.name for g in GPUS] == list(dict.fromkeys(g.name for g in GPUS)), "names are identities"
+    assert ASKED_FOR <= {g.name for g in GPUS}
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda g: g.name)
+def test_a_row_is_plausible(gpu: GpuSpec) -> None:
+    assert lookup(gpu.name) is gpu
+    assert lookup(f" {gpu.name.upper()} ") is gpu
+    assert gpu.arch is ARCHITECTURES[gpu.capability]
+    assert gpu.name == gpu.name.lower()
+    assert " " not in gpu.name
+    assert gpu.smem_per_block_bytes + gpu.SMEM_RESERVED_BYTES == gpu.smem_per_sm_bytes
+    assert 0 < gpu.mma_tflops <= gpu.peak_tflops
+    assert gpu.mma_tflops <= gpu.mma_fp16_tflops <= gpu.peak_tflops
+    assert gpu.l2_bytes < gpu.memory_bytes
+    assert 100 < gpu.dram_gbps < 10_000
+
+
+def test_capabilities_are_asked_not_names() -> None:
+    assert not lookup("a100").has_tma
+    assert lookup("h200").has_tma
+    assert lookup("h200").has_wgmma
+    assert lookup("rtx5090").has_tma
+    assert not lookup("rtx5090").has_wgmma
+    assert lookup("l40s").smem_per_block_bytes == 99 * KIB
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_aliases_lead_to_rows(alias: str) -> None:
+    assert lookup(alias).name == ALIASES[alias]
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(UnknownGpu, match=r"no GPU is called 'h300'; known: .*h200.*--gpu auto") as raised:
+        lookup("h300")
+    assert isinstance(raised.value, CuteKernelsError)
+    assert isinstance(raised.value, LookupError)
+
+
+def test_auto_without_a_gpu_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    gpus.detect.cache_clear()
+    try:
+        with pytest.raises(UnknownGpu, match="no CUDA device is visible; name one with --gpu"):
+            lookup("auto")
+    finally:
+        gpus.detect.cache_clear()
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda g: g.name)
+def test_a_device_is_recognised_by_its_product(gpu: GpuSpec) -> None:
+    assert describe(properties(gpu)) is gpu
+    assert describe(properties(gpu, name=gpu.product + " Workstation Edition")).capability == gpu.capability
+
+
+def test_a_gpu_outside_the_table_is_described_from_its_properties() -> None:
+    found = describe(properties(lookup("rtx4090"), name="NVIDIA GeForce RTX 4070 Ti", multi_processor_count=60))
+    assert found not in GPUS
+    assert found.name == "geforce-rtx-4070-ti-60sm"
+    assert found.product == "NVIDIA GeForce RTX 4070 Ti"
+    assert found.target == lookup("rtx4090").target
+    assert found.sm_count == 60
+    assert 0 < found.mma_tflops < lookup("rtx4090").mma_tflops
+
+
+def test_memory_rate_comes_from_the_bus_where_torch_tells() -> None:
+    told = properties(
+        lookup("rtx4090"), name="NVIDIA X", multi_processor_count=60, memory_clock_rate=10_501_000, memory_bus_width=192
+    )
+    assert describe(told).dram_gbps == pytest.approx(504, rel=0.01)
+
+
+def test_a_slice_of_a_gpu_is_not_the_gpu() -> None:
+    """MIG: the product's name with fewer SMs must not look up winners of the whole."""
+    found = describe(properties(lookup("h200"), multi_processor_count=60))
+    assert found.name != "h200"
+    assert found.sm_count == 60
+
+
+def test_an_unknown_capability_is_refused() -> None:
+    with pytest.raises(UnknownGpu, match=r"has compute capability 7\.5; known: 8\.0"):
+        describe(properties(lookup("a10"), name="NVIDIA T4", major=7, minor=5))
+
+
+def test_specs_are_values() -> None:
+    assert replace(lookup("h200"), name="other") != lookup("h200")
+    with pytest.raises(AttributeError):
+        lookup("h200").name = "x"  # type: ignore[misc]
