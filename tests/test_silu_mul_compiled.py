@@ -20,13 +20,6 @@ from cutekernels.ops.activations import SILU_MUL, SiluMulConfig, SiluMulProblem
 TARGETS = [gpu.lookup(name) for name in ("a100", "rtx3090", "l40s", "h200", "rtx5090")]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compiled_here(tmp_path_factory: pytest.TempPathFactory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUTEKERNELS_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @cache
 def ptx(op: str, problem: SiluMulProblem, config: SiluMulConfig, target: str) -> str:
     return OPS[op].build(problem, config, gpu.lookup(target)).ptx  # type: ignore[attr-defined, no-any-return]

@@ -53,10 +53,13 @@ def run(
     """Checks, allocates and launches on the GPU that holds ``inputs``. Raises UnsupportedProblem."""
     operands = inputs if results is None else (*results, *inputs)
     facts: list[object] = [op.name, config]
+    begins: list[int] = []
     bits = 0
     for t in operands:
         facts += (t.shape, t.stride(), t.dtype, t.get_device())
-        bits |= t.data_ptr()
+        begin = t.data_ptr()
+        begins.append(begin)
+        bits |= begin
     facts.append(bits & (WIDEST_BYTES - 1))
     key = tuple(facts)
     call = _CALLS.get(key)
@@ -68,7 +71,7 @@ def run(
         first = inputs[0]
         results = tuple([torch.empty(first.shape, dtype=first.dtype, device=first.device) for _ in op.results])
     else:
-        _check_overlap(call.spans, results, inputs)
+        _check_overlap(begins, call.spans, results, inputs)
     if call.launch is not None:
         if torch._C._cuda_getDevice() == call.device:
             call.launch(*results, *inputs)
@@ -136,16 +139,20 @@ def check_operands(op: ElementwiseOp[P, C], inputs: Sequence[Tensor], results: S
 
 def check_overlap(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     """Refuses results that share memory with an input other than element upon element."""
-    _check_overlap([span_bytes(t) for t in (*results, *inputs)], results, inputs)
+    operands = (*results, *inputs)
+    _check_overlap([t.data_ptr() for t in operands], [span_bytes(t) for t in operands], results, inputs)
 
 
-def _check_overlap(spans: Sequence[int], results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    for result, span in zip(results, spans, strict=False):
-        begin = result.data_ptr()
-        end = begin + span
-        for t, other_span in zip(inputs, spans[len(results) :], strict=True):
-            other = t.data_ptr()
-            if begin < other + other_span and other < end and relation(result, t) == "overlap":
+def _check_overlap(
+    begins: Sequence[int], spans: Sequence[int], results: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> None:
+    n = len(results)
+    for i in range(n):
+        begin = begins[i]
+        end = begin + spans[i]
+        for j in range(n, n + len(inputs)):
+            other = begins[j]
+            if begin < other + spans[j] and other < end and relation(results[i], inputs[j - n]) == "overlap":
                 raise UnsupportedProblem(
                     "out= overlaps an input other than element upon element, so that inputs would be overwritten "
                     "before they are read: write to memory of its own, or to the input itself"
