@@ -88,7 +88,9 @@ def _print(report: TuneReport, format: Format) -> None:
     elif format is Format.CSV:
         typer.echo(report.as_csv(), nl=False)
     else:
-        Console().print(report.as_table())
+        console = Console()
+        # A pipe has no width: leave room for a row.
+        (console if console.is_terminal else Console(width=160)).print(report.as_table())
 
 
 class _Progress:

@@ -1,6 +1,6 @@
 """The processes behind a search: a pool of compilers that see no GPU, and one worker that measures on it.
 
-A search talks to :class:`Runtime`, a protocol of three verbs; :class:`LocalRuntime` is the one that starts processes.
+A search talks to :class:`Runtime`, a protocol of four verbs; :class:`LocalRuntime` is the one that starts processes.
 Deadlines live here: a compile, the first request of a problem (inputs, reference, a cold CUDA context) and a
 measurement each have their own.
 """
@@ -66,6 +66,10 @@ class Runtime(Protocol):
         """Starts a compile; the future holds its facts or a :class:`~cutekernels.isolate.ChildFailure`."""
         ...
 
+    def prepare(self, request: Prepare) -> None:
+        """Readies the worker for a problem ahead of time; :meth:`measure` does it where nobody did."""
+        ...
+
     def measure(self, request: Measure) -> dict[str, Outcome]:
         """Outcomes by config. Raises :class:`~cutekernels.isolate.ChildFailure`; the next request works again."""
         ...
@@ -88,10 +92,13 @@ class LocalRuntime:
     def compile(self, op: Op[Any, Any], problem: Problem, config: Config, gpu: GpuSpec) -> Future[Facts]:
         return self._pool.submit((op.name, str(problem), str(config), gpu), COMPILE_DEADLINE_S)
 
+    def prepare(self, request: Prepare) -> None:
+        if self._worker.pid is None or self._prepared != (self._worker.pid, request):
+            self._worker.ask(request, PREPARE_DEADLINE_S)
+            self._prepared = (self._worker.pid, request)
+
     def measure(self, request: Measure) -> dict[str, Outcome]:
-        if self._worker.pid is None or self._prepared != (self._worker.pid, request.prepare):
-            self._worker.ask(request.prepare, PREPARE_DEADLINE_S)
-            self._prepared = (self._worker.pid, request.prepare)
+        self.prepare(request.prepare)
         outcomes: dict[str, Outcome] = self._worker.ask(request, MEASURE_DEADLINE_S)
         return outcomes
 

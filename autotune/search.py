@@ -16,6 +16,7 @@ their texts wins, so that two runs crown one winner.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import Counter
@@ -177,7 +178,9 @@ class Search:
         first = suggester.next()  # the first seed
         assert first == self._default
         future = self._compile(self._default)
-        self._fill(suggester, compiling)  # the pool is busy while the default is measured
+        self._fill(suggester, compiling)
+        with contextlib.suppress(ChildFailure):  # measuring the default meets it again, and makes it a row
+            self.runtime.prepare(self._prepare(0))  # inputs and reference, while the pool compiles
         self._attempt(self._default, future, suggester)
         trial = self._known[self._default]
         if trial.status != "ok":

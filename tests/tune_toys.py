@@ -10,7 +10,7 @@ from typing import Any
 
 from cutekernels import gpu as gpus
 from cutekernels.autotune.job import Task
-from cutekernels.autotune.runtime import Measure, Outcome
+from cutekernels.autotune.runtime import Measure, Outcome, Prepare
 from cutekernels.backends import Facts
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.isolate import ChildFailure
@@ -113,6 +113,7 @@ class ToyMachine:
     seconds_per_measure: float = 1.0
     compiled: list[Config] = field(default_factory=list)
     measured: list[Measure] = field(default_factory=list)
+    prepared: list[Prepare] = field(default_factory=list)
     refreshed: int = 0
     on_measure: Callable[[Measure], None] = lambda request: None
 
@@ -128,6 +129,9 @@ class ToyMachine:
         else:
             future.set_result(self.facts.get(config, Facts(64, 0, 1024)))
         return future
+
+    def prepare(self, request: Prepare) -> None:
+        self.prepared.append(request)
 
     def measure(self, request: Measure) -> dict[str, Outcome]:
         self.measured.append(request)
