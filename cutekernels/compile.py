@@ -106,7 +106,8 @@ def directory() -> Path:
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise CompileError(
             f"the kernel cache {path} must be this user's own and closed to others (0700), since its objects are run; "
-            f"it has owner {status.st_uid} and mode {stat.S_IMODE(status.st_mode):o}. chmod it or set {settings.CACHE_VARIABLE}"
+            f"it has owner {status.st_uid} and mode {stat.S_IMODE(status.st_mode):o}. "
+            f"chmod it or set {settings.CACHE_VARIABLE}"
         )
     return path
 

@@ -211,15 +211,16 @@ def _sources(op: Op[Any, Any], p: Any, gpu: GpuSpec, snapshot: Snapshot) -> Iter
         yield "tuned", _adopt(op, p, gpu, at_bucket, "tuned", f"measured for its bucket ({at_bucket.source})")
     yield "nearest", _nearest(op, p, gpu, table.values(), "measured", "nearest")
     if at_bucket is not None and at_bucket.origin == "predicted":
-        yield "predicted", _adopt(op, p, gpu, at_bucket, "predicted", f"the model's best for its bucket ({at_bucket.source})")
+        yield (
+            "predicted",
+            _adopt(op, p, gpu, at_bucket, "predicted", f"the model's best for its bucket ({at_bucket.source})"),
+        )
     else:
         yield "predicted", _nearest(op, p, gpu, table.values(), "predicted", "predicted")
     yield "default", Choice(op.default(p, gpu), "default", "the op's analytical choice")
 
 
-def _nearest(
-    op: Op[Any, Any], p: Any, gpu: GpuSpec, rows: Iterable[Winner], wanted: str, origin: str
-) -> Choice | str:
+def _nearest(op: Op[Any, Any], p: Any, gpu: GpuSpec, rows: Iterable[Winner], wanted: str, origin: str) -> Choice | str:
     """The closest acceptable neighbour among the rows of origin ``wanted``."""
     own = p.bucket()
     neighbours = []

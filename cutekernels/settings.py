@@ -46,14 +46,18 @@ def database_url(text: str) -> str:
 
 def load() -> Settings:
     """Reads the environment. Raises ValueError for an unknown log level."""
-    import platformdirs
-
-    database = os.environ.get(DB_VARIABLE) or str(Path(platformdirs.user_data_dir(APP)) / "tuned.db")
-    cache = os.environ.get(CACHE_VARIABLE) or platformdirs.user_cache_dir(APP)
+    database = os.environ.get(DB_VARIABLE) or str(_xdg("XDG_DATA_HOME", ".local/share") / APP / "tuned.db")
+    cache = os.environ.get(CACHE_VARIABLE) or str(_xdg("XDG_CACHE_HOME", ".cache") / APP)
     level = os.environ.get(LOG_VARIABLE, "warning").lower()
     if level not in _LEVELS:
         raise ValueError(f"{LOG_VARIABLE} must be one of {', '.join(_LEVELS)}; it is {level!r}")
     return Settings(database_url(database), Path(cache).expanduser().absolute(), _LEVELS[level])
+
+
+def _xdg(variable: str, below_home: str) -> Path:
+    """A directory of the XDG base directory specification, which ignores relative paths."""
+    named = os.environ.get(variable, "")
+    return Path(named) if os.path.isabs(named) else Path.home() / below_home
 
 
 def logger(name: str) -> logging.Logger:

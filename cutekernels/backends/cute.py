@@ -77,7 +77,9 @@ def compile(body: Any, *args: Any, gpu: GpuSpec) -> CuteArtifact:
         try:
             function = cute.compile(body, *args, stream, options=options)
         except Exception as error:
-            raise CompileError(f"{type(body).__name__} does not compile for {gpu.target}: {_first_lines(error)}") from error
+            raise CompileError(
+                f"{type(body).__name__} does not compile for {gpu.target}: {_first_lines(error)}"
+            ) from error
     return CuteArtifact(function, _facts(function))
 
 
@@ -111,7 +113,9 @@ def _facts(function: Any) -> Facts:
             raise CompileError("the launch's shared memory is not a constant in the host program; has the DSL changed?")
         dynamic.append(int(number[1]))
     if not kernels or len(dynamic) != len(kernels):
-        raise CompileError(f"expected one launch per kernel, found {len(dynamic)} for {len(kernels)}; has the DSL changed?")
+        raise CompileError(
+            f"expected one launch per kernel, found {len(dynamic)} for {len(kernels)}; has the DSL changed?"
+        )
     return Facts(
         registers=max(k.registers for k in kernels),
         stack_bytes=max(k.stack_bytes for k in kernels),

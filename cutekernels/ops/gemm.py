@@ -253,7 +253,9 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         waves = math.ceil(waves) if waves > 0.5 else 1
         latency = 0.35 * max(0, k_padded // c.tile_k) / max(1, c.stages - 1)  # memory latency of a lone CTA
         busy = waves * (max(per_wave, fetched_us, latency) + exposed)
-        spread = min(1.0, tiles * (c.stages - 1) * (c.tile_m + c.tile_n) * c.tile_k * ELEMENT_BYTES / (gpu.sm_count * 40_000))
+        spread = min(
+            1.0, tiles * (c.stages - 1) * (c.tile_m + c.tile_n) * c.tile_k * ELEMENT_BYTES / (gpu.sm_count * 40_000)
+        )
         dram = self.work(p).bytes / (gpu.dram_gbps * 1e3 * 0.9 * max(spread, 0.05))
         raster = 1.0 if c.raster > 1 or rows.extent <= 4 * c.tile_m else 1.02
         return 2.0 + max(busy, dram) * raster
@@ -292,8 +294,8 @@ class Gemm(Op[GemmProblem, GemmConfig]):
 
         def operand(first: str, second: str, major: str, align: int) -> Any:
             pitch = cute.sym_int(64 if p.wide else 32, divisibility=align)
-            stride = (pitch, 1) if major == second else (1, pitch)
-            shape = (extents[first], extents[second])
+            stride: tuple[Any, ...] = (pitch, 1) if major == second else (1, pitch)
+            shape: tuple[Any, ...] = (extents[first], extents[second])
             if p.batched:
                 shape, stride = (batch, *shape), (cute.sym_int(64 if p.wide else 32, divisibility=align), *stride)
             return make_fake_tensor(dtype, shape, stride=stride, assumed_align=align * ELEMENT_BYTES)
@@ -411,7 +413,7 @@ def power_of_two(n: int) -> int:
 
 
 def padded(shape: tuple[int, ...], align: int) -> tuple[int, ...]:
-    """``shape`` with its last extent grown until its pitch is a multiple of ``align``, of no more where that is < 8."""
+    """``shape`` with its last extent grown so that its pitch divides by ``align``, and by no more where that is < 8."""
     pitch = -(-shape[-1] // WIDEST) * WIDEST + (0 if align == WIDEST else align)
     return (*shape[:-1], pitch)
 

@@ -1,7 +1,7 @@
 """``gemm`` and ``linear``: the public functions over the GEMM declaration, their gradients, their registration.
 
-The warm path is the first lines of :func:`gemm`: one table lookup keyed by everything a plan depends on, then the launch. Whatever
-is unusual (a first sight, gradients, tracing, subclasses, CPU tensors, another device) leaves it for the slow path.
+The warm path is the first lines of :func:`gemm`: one table lookup keyed by what a plan depends on, then the launch,
+which checks the rest. Whatever is unusual (a first sight, gradients, tracing, subclasses, CPU tensors, another device) leaves it for the slow path.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
@@ -19,18 +20,17 @@ from cutekernels.ops.gemm import ACTIVATIONS, DTYPES, GEMM, WIDEST, GemmConfig, 
 from cutekernels.ops.strides import overlaps_itself, relation, span_bytes
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_PLAIN = frozenset([Tensor, torch.nn.Parameter])
 _WARM_ENTRIES = 4096  # problems remembered; a caller with more shapes than this pays the slow path again
 
-_Warm = tuple[Callable[..., Any], int, int, int, int]
-_warm: dict[tuple[Any, ...], _Warm] = {}
+_Warm = tuple[Callable[..., Any], int, int, int, tuple[int, ...]]
+_warm: dict[tuple[Any, ...], _Warm] = {}  # (launch, bytes that a, b and out span, out's shape)
+_one_gpu = False  # known after the first launch; then keys need not name devices
 dispatch.on_reload(_warm.clear)
 
 _is_compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_functorch_top = torch._C._functorch.peek_interpreter_stack
-_current_device = torch._C._cuda_getDevice if hasattr(torch._C, "_cuda_getDevice") else (lambda: 0)
+_increment_version = torch._C._increment_version
 
 
 def gemm(
@@ -74,33 +74,54 @@ def gemm(
     if beta == 0.0:
         c = None
     if (
-        out is not None
-        and type(a) in _PLAIN
-        and type(b) in _PLAIN
-        and type(out) in _PLAIN
+        type(a) is Tensor
+        and (type(b) is Tensor or type(b) is Parameter)
+        and (out is None or type(out) is Tensor)
         and not _is_compiling()
-        and not (_grad_enabled() and _wants_gradient(a, b, c, bias, out))
+        and not (_grad_enabled() and (a.requires_grad or b.requires_grad or _wants_gradient(out, c, bias)))
         and _dispatch_modes() == 0
-        and _functorch_top() is None
     ):
-        at_a, at_b, at_out = a.data_ptr(), b.data_ptr(), out.data_ptr()
-        extra = None if c is None and bias is None and config is None else _extra(c, bias, config)
-        key = (
-            a.shape, a.stride(), b.shape, b.stride(), out.shape, out.stride(), a.dtype, b.dtype, out.dtype,
-            (at_a | at_b | at_out) & 15, a.get_device(), b.get_device(), out.get_device(), _current_device(),
-            activation, accumulate, extra,
-        )  # fmt: skip
-        warm = _warm.get(key)
-        if warm is not None:
-            launch, span_a, span_b, span_out, version = warm
+        key: Any = None
+        try:
+            at_a, at_b = a.data_ptr(), b.data_ptr()
+            rare = (
+                None
+                if c is None and bias is None and config is None and _one_gpu
+                else _rare(a, b, c, bias, out, config)
+            )
+            if out is None:
+                key = (
+                    a.shape,
+                    a.stride(),
+                    b.shape,
+                    b.stride(),
+                    a.dtype,
+                    (at_a | at_b) & 15,
+                    activation,
+                    accumulate,
+                    rare,
+                )
+                launch, _, _, _, shape = _warm[key]
+                out = a.new_empty(shape)
+                launch(out, a, b, c, bias, alpha, beta)
+                return out
+            at_out = out.data_ptr()
+            key = (
+                a.shape, a.stride(), out.shape, out.stride(), b.stride(), a.dtype, (at_a | at_b | at_out) & 15,
+                activation, accumulate, rare,
+            )  # fmt: skip
+            launch, span_a, span_b, span_out, _ = _warm[key]
             end = at_out + span_out
             if (end <= at_a or at_a + span_a <= at_out) and (end <= at_b or at_b + span_b <= at_out):
                 launch(out, a, b, c, bias, alpha, beta)
-                if version:
-                    torch.autograd.graph.increment_version(out)
+                _increment_version((out,))
                 return out
-        else:
+        except KeyError:
             return _first(key, a, b, c, alpha, beta, bias, activation, accumulate, out, config)
+        except (ValueError, TypeError, RuntimeError):
+            # What the key leaves out, the launch checks (b's extents and dtype, out's dtype, devices): the
+            # general path says what is wrong. It also takes tensors without an address.
+            pass
     return _general(a, b, c, alpha, beta, bias, activation, accumulate, out, config)
 
 
@@ -129,9 +150,7 @@ def linear(
     if x.dim() == 2:
         return gemm(x, weight.t(), bias=bias, activation=activation, out=out)
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
-        raise UnsupportedProblem(
-            f"x must be (..., K) with weight's K={weight.shape[1]}; its shape is {tuple(x.shape)}"
-        )
+        raise UnsupportedProblem(f"x must be (..., K) with weight's K={weight.shape[1]}; its shape is {tuple(x.shape)}")
     rows, shape = math.prod(x.shape[:-1]), (*x.shape[:-1], weight.shape[0])
     flat = x.reshape(rows, x.shape[-1])
     if out is None:
@@ -150,35 +169,53 @@ def linear(
 # ---- the slow path --------------------------------------------------------------------------------------
 
 
-def _extra(c: Tensor | None, bias: Tensor | None, config: GemmConfig | str | None) -> tuple[Any, ...]:
-    """The key's part for what most calls do without."""
-    of_c = None if c is None else (c.shape, c.stride(), c.dtype, c.get_device(), c.data_ptr() & 15, type(c))
-    of_bias = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device(), bias.data_ptr() & 15, type(bias))
-    return of_c, of_bias, config
+def _rare(
+    a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, out: Tensor | None, config: GemmConfig | str | None
+) -> tuple[Any, ...]:
+    """The key's part for what most calls do without: C, a bias, a forced config, a second GPU."""
+    facts: list[Any] = [config, torch.cuda.current_device() if a.is_cuda else -1]
+    for t in (c, bias):
+        facts += [None] if t is None else [type(t), t.shape, t.stride(), t.dtype, t.data_ptr() & 15]
+    return (*facts, *(None if t is None else t.get_device() for t in (a, b, c, bias, out)))
+
+
+def _first(
+    key: Any, a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, bias: Tensor | None,
+    activation: str | None, accumulate: str, out: Tensor | None, config: GemmConfig | str | None,
+) -> Tensor:  # fmt: skip
+    """The first sight of a problem: through the general path, then into the warm table if a launch is all it takes."""
+    global _one_gpu
+    result = _general(a, b, c, alpha, beta, bias, activation, accumulate, out, config)
+    operands = [t for t in (a, b, c, result) if t is not None]
+    as_they_are = all(canonical(t) is t and t.dim() == result.dim() for t in operands) and (
+        bias is None or bias.is_contiguous()
+    )
+    # A C that may be out itself is looked at each time.
+    fresh = out is None or c is None
+    if (
+        result.is_cuda
+        and result.get_device() == torch.cuda.current_device()
+        and result.numel()
+        and as_they_are
+        and fresh
+    ):
+        if len(_warm) >= _WARM_ENTRIES:
+            _warm.clear()
+        _one_gpu = torch.cuda.device_count() == 1
+        problem = pose(a, b, c, bias, activation, accumulate, result)
+        launch = dispatch.plan(GEMM, problem, a.get_device(), config).launch
+        _warm[key] = (launch, span_bytes(a), span_bytes(b), span_bytes(result), tuple(result.shape))
+    return result
 
 
 def _wants_gradient(*tensors: Tensor | None) -> bool:
     return any(t is not None and t.requires_grad for t in tensors)
 
 
-def _first(key: Any, a: Tensor, b: Tensor, c: Any, alpha: Any, beta: Any, bias: Any, activation: Any, accumulate: Any, out: Tensor, config: Any) -> Tensor:
-    """The first sight of a problem: through the general path, and into the warm table where that may be repeated."""
-    result = _general(a, b, c, alpha, beta, bias, activation, accumulate, out, config)
-    plain = all(t is None or type(t) in _PLAIN for t in (c, bias))
-    kept = all(canonical(t) is t for t in (a, b, out)) and (c is None or canonical(c) is c)
-    same_rank = a.dim() == b.dim()
-    here = a.is_cuda and a.get_device() == _current_device()
-    apart_c = c is None  # c may be out, which is re-checked each time on the general path
-    if plain and kept and same_rank and here and apart_c and out.numel():
-        if len(_warm) >= _WARM_ENTRIES:
-            _warm.clear()
-        problem = pose(a, b, c, bias, activation, accumulate, out)
-        launch = dispatch.plan(GEMM, problem, a.get_device(), config).launch
-        _warm[key] = (launch, span_bytes(a), span_bytes(b), span_bytes(out), 1)
-    return result
-
-
-def _general(a: Tensor, b: Tensor, c: Any, alpha: Any, beta: Any, bias: Any, activation: Any, accumulate: Any, out: Any, config: Any) -> Tensor:
+def _general(
+    a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, bias: Tensor | None,
+    activation: str | None, accumulate: str, out: Tensor | None, config: GemmConfig | str | None,
+) -> Tensor:  # fmt: skip
     text = None if config is None else str(config)
     name = activation or "none"
     if out is None:
@@ -186,7 +223,7 @@ def _general(a: Tensor, b: Tensor, c: Any, alpha: Any, beta: Any, bias: Any, act
     if _grad_enabled() and _wants_gradient(a, b, c, bias, out):
         raise UnsupportedProblem("out= is not differentiable: leave it out, or call under torch.no_grad()")
     torch.ops.cutekernels.gemm_out(a, b, c, bias, out, alpha, beta, name, accumulate, text)
-    return out  # type: ignore[no-any-return]
+    return out
 
 
 def pose(
@@ -228,7 +265,7 @@ def alignment(t: Tensor) -> int:
 
 
 def canonical(t: Tensor) -> Tensor:
-    """``t`` itself where one of its last two strides is 1 and none is negative or shared; else a view or copy that is."""
+    """``t`` itself where one of its last two strides is 1; else a view or a copy of which that is true."""
     if t.stride(-1) == 1 or t.stride(-2) == 1:
         return t
     if t.shape[-1] == 1:  # a stride never taken
@@ -238,12 +275,18 @@ def canonical(t: Tensor) -> Tensor:
     return t.contiguous()
 
 
-def _check(a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, beta: float, activation: str, accumulate: str) -> tuple[int, ...]:
+def _check(
+    a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, beta: float, activation: str, accumulate: str
+) -> tuple[int, ...]:
     """The result's shape. Raises UnsupportedProblem for arguments that pose no problem."""
     if a.dim() not in (2, 3) or b.dim() not in (2, 3):
-        raise UnsupportedProblem(f"a and b must be matrices or batches of them; they have shapes {tuple(a.shape)} and {tuple(b.shape)}")
+        raise UnsupportedProblem(
+            f"a and b must be matrices or batches of them; they have shapes {tuple(a.shape)} and {tuple(b.shape)}"
+        )
     if a.shape[-1] != b.shape[-2]:
-        raise UnsupportedProblem(f"a's K={a.shape[-1]} must be b's K={b.shape[-2]}; shapes {tuple(a.shape)} and {tuple(b.shape)}")
+        raise UnsupportedProblem(
+            f"a's K={a.shape[-1]} must be b's K={b.shape[-2]}; shapes {tuple(a.shape)} and {tuple(b.shape)}"
+        )
     batches = {t.shape[0] for t in (a, b) if t.dim() == 3}
     if len(batches) > 1:
         raise UnsupportedProblem(f"a and b must have one batch; they have {a.shape[0]} and {b.shape[0]}")
@@ -273,7 +316,9 @@ def _check(a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, beta: fl
     return shape
 
 
-def _check_out(out: Tensor, shape: tuple[int, ...], a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None) -> None:
+def _check_out(
+    out: Tensor, shape: tuple[int, ...], a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None
+) -> None:
     if tuple(out.shape) != shape or out.dtype != a.dtype or out.device != a.device:
         raise UnsupportedProblem(
             f"out must be {shape}, {a.dtype}, on {a.device}; it is {tuple(out.shape)}, {out.dtype}, on {out.device}"
@@ -288,7 +333,18 @@ def _check_out(out: Tensor, shape: tuple[int, ...], a: Tensor, b: Tensor, c: Ten
             raise UnsupportedProblem(f"out overlaps {name}: give it memory of its own")
 
 
-def _run(a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, out: Tensor, alpha: float, beta: float, activation: str, accumulate: str, config: str | None) -> None:
+def _run(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    alpha: float,
+    beta: float,
+    activation: str,
+    accumulate: str,
+    config: str | None,
+) -> None:
     """Poses, plans and launches for checked GPU tensors."""
     if out.dim() == 3:
         a = a if a.dim() == 3 else a.expand(out.shape[0], *a.shape)
@@ -296,7 +352,11 @@ def _run(a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, out: Tenso
     if out.numel() == 0:
         return
     a, b, c = canonical(a), canonical(b), None if c is None else canonical(c)
-    target = out if out.stride(-1) == 1 or out.stride(-2) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
+    target = (
+        out
+        if out.stride(-1) == 1 or out.stride(-2) == 1
+        else torch.empty_like(out, memory_format=torch.contiguous_format)
+    )
     bias = None if bias is None else bias.contiguous()
     with torch.cuda.device(a.device):
         problem = pose(a, b, c, bias, activation, accumulate, target)

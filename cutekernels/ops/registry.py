@@ -16,8 +16,8 @@ OPS: tuple[Op[Any, Any], ...] = (GEMM, SILU_MUL, SILU_MUL_BACKWARD)
 
 _BY_NAME = {op.name: op for op in OPS}
 
-# torch.compile, autograd and other dispatch reach the ops as torch.ops.cutekernels.*; the library lives as long as this module.
-LIBRARY = torch.library.Library("cutekernels", "FRAGMENT")
+# How torch.compile and autograd reach the ops, as torch.ops.cutekernels.*; it lives as long as this module.
+LIBRARY = torch.library.Library("cutekernels", "FRAGMENT")  # type: ignore[no-untyped-call]
 for module in (matmul, activations):
     module.register(LIBRARY)
 

@@ -103,21 +103,37 @@ class MultistageGemm:
         gA = shift_a(cute.local_tile(mA[None, None, layer], (tile_m, tile_k), (at_m, None)), residue)
         gB = shift_b(cute.local_tile(mB[None, None, layer], (tile_n, tile_k), (at_n, None)), residue)
         gD = cute.local_tile(mD[None, None, layer], (tile_m, tile_n), (at_m, at_n))
-        cA = cute.domain_offset((0, residue, 0), cute.local_tile(cute.make_identity_tensor((m, k)), (tile_m, tile_k), (at_m, None)))
-        cB = cute.domain_offset((0, residue, 0), cute.local_tile(cute.make_identity_tensor((n, k)), (tile_n, tile_k), (at_n, None)))
+        cA = cute.domain_offset(
+            (0, residue, 0), cute.local_tile(cute.make_identity_tensor((m, k)), (tile_m, tile_k), (at_m, None))
+        )
+        cB = cute.domain_offset(
+            (0, residue, 0), cute.local_tile(cute.make_identity_tensor((n, k)), (tile_n, tile_k), (at_n, None))
+        )
         cD = cute.local_tile(cute.make_identity_tensor((m, n)), (tile_m, tile_n), (at_m, at_n))
 
         layout_a, layout_b, layout_d = load_a.smem_layout(dtype), load_b.smem_layout(dtype), epilogue.smem_layout(dtype)
         a_elements, b_elements = cute.cosize(layout_a), cute.cosize(layout_b)
-        storage = SmemAllocator().allocate_array(dtype, max(a_elements + b_elements, cute.cosize(layout_d)), byte_alignment=ALIGNMENT)
+        storage = SmemAllocator().allocate_array(
+            dtype, max(a_elements + b_elements, cute.cosize(layout_d)), byte_alignment=ALIGNMENT
+        )
         sA = cute.make_tensor(cute.recast_ptr(storage, layout_a.inner, dtype), layout_a.outer)  # (M, K, STAGE)
-        sB = cute.make_tensor(cute.recast_ptr(storage + a_elements, layout_b.inner, dtype), layout_b.outer)  # (N, K, STAGE)
+        sB = cute.make_tensor(
+            cute.recast_ptr(storage + a_elements, layout_b.inner, dtype), layout_b.outer
+        )  # (N, K, STAGE)
         sD = cute.make_tensor(cute.recast_ptr(storage, layout_d.inner, dtype), layout_d.outer)  # (M, N)
 
         copy_a, copy_b = load_a.tiled_copy(dtype), load_b.tiled_copy(dtype)
         thr_a, thr_b = copy_a.get_slice(tid), copy_b.get_slice(tid)
-        tAgA, tAsA, tAcA = thr_a.partition_S(gA), thr_a.partition_D(sA), thr_a.partition_S(cA)  # (CPY, CPY_M, CPY_K, k | STAGE | k)
-        tBgB, tBsB, tBcB = thr_b.partition_S(gB), thr_b.partition_D(sB), thr_b.partition_S(cB)  # (CPY, CPY_N, CPY_K, k | STAGE | k)
+        tAgA, tAsA, tAcA = (
+            thr_a.partition_S(gA),
+            thr_a.partition_D(sA),
+            thr_a.partition_S(cA),
+        )  # (CPY, CPY_M, CPY_K, k | STAGE | k)
+        tBgB, tBsB, tBcB = (
+            thr_b.partition_S(gB),
+            thr_b.partition_D(sB),
+            thr_b.partition_S(cB),
+        )  # (CPY, CPY_N, CPY_K, k | STAGE | k)
         rows_of_a, rows_of_b = load_a.row_mask, load_b.row_mask
         pA, pB = rows_of_a(tAcA, m), rows_of_b(tBcB, n)
 

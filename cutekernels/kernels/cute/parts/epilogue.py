@@ -8,7 +8,7 @@ from cutlass import Boolean, Float32, const_expr
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
-from cutekernels.kernels.cute.parts.load import load_threads
+from cutekernels.kernels.cute.parts.load import load_threads, vectors
 
 SQRT_HALF = 0.7071067811865476
 SQRT_2_OVER_PI = 0.7978845608028654
@@ -70,9 +70,7 @@ class GemmEpilogue:
     @cute.jit
     def mask(self, tc: cute.Tensor, extents: cute.Shape) -> cute.Tensor:
         """Which of this thread's vectors lie inside the matrix: ``(REST_V, CPY_M, CPY_N)``."""
-        inside = cute.make_rmem_tensor(
-            cute.make_layout((tc.shape[0][1], cute.size(tc, mode=[1]), cute.size(tc, mode=[2]))), Boolean
-        )
+        inside = cute.make_rmem_tensor(cute.make_layout(vectors(tc)), Boolean)
         for v in cutlass.range_constexpr(inside.shape[0]):
             for i in cutlass.range_constexpr(inside.shape[1]):
                 for j in cutlass.range_constexpr(inside.shape[2]):

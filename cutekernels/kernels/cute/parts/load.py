@@ -61,12 +61,9 @@ class OperandLoad:
 
     @cute.jit
     def row_mask(self, tc: cute.Tensor, extent: Int32) -> cute.Tensor:
-        """Which of this thread's vectors lie inside the matrix along ``rows``: ``(REST_V, CPY_ROWS, CPY_K)``, K broadcast."""
+        """Which of this thread's vectors lie inside along ``rows``: ``(REST_V, CPY_ROWS, CPY_K)``, K broadcast."""
         mask = cute.make_rmem_tensor(
-            cute.make_layout(
-                (tc.shape[0][1], cute.size(tc, mode=[1]), cute.size(tc, mode=[2])),
-                stride=(cute.size(tc, mode=[1]), 1, 0),
-            ),
+            cute.make_layout(vectors(tc), stride=(cute.size(tc, mode=[1]), 1, 0)),
             Boolean,
         )
         for v in cutlass.range_constexpr(mask.shape[0]):
@@ -77,15 +74,18 @@ class OperandLoad:
     @cute.jit
     def first_mask(self, tc: cute.Tensor, extent: Int32) -> cute.Tensor:
         """The mask of the first k-tile, which starts before K does: ``(REST_V, CPY_ROWS, CPY_K)``, dense."""
-        mask = cute.make_rmem_tensor(
-            cute.make_layout((tc.shape[0][1], cute.size(tc, mode=[1]), cute.size(tc, mode=[2]))), Boolean
-        )
+        mask = cute.make_rmem_tensor(cute.make_layout(vectors(tc)), Boolean)
         for v in cutlass.range_constexpr(mask.shape[0]):
             for i in cutlass.range_constexpr(mask.shape[1]):
                 for k in cutlass.range_constexpr(mask.shape[2]):
                     at = tc[(0, v), i, k, 0]
                     mask[v, i, k] = cute.elem_less(at[0], extent) and cute.elem_less(Int32(-1), at[1])
         return mask
+
+
+def vectors(tc: cute.Tensor) -> tuple[int, int, int]:
+    """Vectors a thread copies of a partitioned tile: ``(REST_V, CPY_ROWS, CPY_COLUMNS)``, inner modes merged."""
+    return cute.size(tc.shape[0][1]), cute.size(tc, mode=[1]), cute.size(tc, mode=[2])
 
 
 def load_threads(rows: int, tile_k: int, k_major: bool, alignment: int, threads: int) -> tuple[int, int]:

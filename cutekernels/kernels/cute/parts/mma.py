@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import warp
 
 @dataclass(frozen=True)
 class WarpMma:
-    """``warps_m x warps_n`` warps, each multiplying m16n8k16; N is taken 16 at a time so that one ldmatrix.x4 feeds it."""
+    """``warps_m x warps_n`` warps, each multiplying m16n8k16; N goes 16 at a time, so that one ldmatrix.x4 feeds it."""
 
     warps_m: int
     warps_n: int
@@ -24,7 +24,9 @@ class WarpMma:
             permutation_mnk=(self.warps_m * 16, self.warps_n * 16, 16),
         )
 
-    def fragment_copies(self, mma: cute.TiledMma, dtype: type[cutlass.Numeric]) -> tuple[cute.TiledCopy, cute.TiledCopy]:
+    def fragment_copies(
+        self, mma: cute.TiledMma, dtype: type[cutlass.Numeric]
+    ) -> tuple[cute.TiledCopy, cute.TiledCopy]:
         """The tiled copies that fill A and B fragments by ldmatrix, transposing what is not K-major."""
         a = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(not self.a_k_major, 4), dtype)
         b = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(not self.b_k_major, 4), dtype)

@@ -27,4 +27,3 @@ class Raster:
         inside = block - band * band_tiles
         column = inside // rows
         return first + inside - column * rows, column
-
