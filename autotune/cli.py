@@ -70,13 +70,17 @@ def command(
                 watcher=progress,
             )
     except (JobError, UnknownGpu) as error:
-        talk.print(str(error), style="red", markup=False)
+        talk.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     except CuteKernelsError as error:
-        talk.print(str(error), style="red", markup=False)
+        talk.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        talk.print("interrupted; what was measured is stored, and the same command goes on from there", style="yellow")
+        talk.print(
+            "interrupted; what was measured is stored, and the same command goes on from there",
+            style="yellow",
+            soft_wrap=True,
+        )
         raise typer.Exit(1) from None
     _print(report, format)
     raise typer.Exit(0 if report.ok else 1)
@@ -129,6 +133,7 @@ class _Progress:
                 style="yellow",
                 markup=False,
                 highlight=False,
+                soft_wrap=True,
             )
 
     def end(self, report: TaskReport) -> None:

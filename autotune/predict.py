@@ -60,7 +60,8 @@ class Prediction:
         begin = self._stored_at = self.clock()
         default = op.check(problem, op.default(problem, self.gpu), self.gpu)
         estimates = {c: op.estimate_us(problem, c, self.gpu) for c in op.valid(problem, self.gpu)}
-        ranked = sorted(estimates, key=lambda c: (estimates[c], str(c)))[: self.limit]
+        # Among equals the default: a prediction that is no better than it has no reason to replace it.
+        ranked = sorted(estimates, key=lambda c: (estimates[c], c != default, str(c)))[: self.limit]
         if not self.force:
             self._rows = self._remembered()
         todo = [c for c in ranked if c not in self._rows]

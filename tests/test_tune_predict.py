@@ -54,6 +54,12 @@ def test_every_valid_config_is_a_predicted_row_and_the_best_that_holds_is_crowne
     assert report.default == str(DEFAULT)
 
 
+def test_among_equals_the_default_is_crowned(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(TOY), "estimate_us", lambda self, p, c, gpu: 5.0)
+    report = run(store, ToyMachine())
+    assert report.winner is not None and report.winner.config == str(DEFAULT)
+
+
 def test_a_second_run_compiles_nothing(store: Store) -> None:
     first = run(store, ToyMachine())
     machine = ToyMachine()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,7 +84,7 @@ def _cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     StubRound.made = 0
     monkeypatch.setattr(worker, "_current", None)
     monkeypatch.setattr(worker, "GraphRound", StubRound)
-    monkeypatch.setattr(worker.gpus, "detect", lambda: H200)
+    monkeypatch.setattr(worker.gpus, "detect", lambda: SMALL)
     monkeypatch.setattr(worker.registry, "get", lambda name: Doubling())
     monkeypatch.setattr(worker.compiler, "get", lambda op, p, c, gpu: KERNELS[c])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 40, 1 << 40))
@@ -92,7 +93,8 @@ def _cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     worker._current = None
 
 
-PREPARE = Prepare("toy", "m=1024 n=8192", "h200")  # 32 MiB a set, so 6 sets for a 60 MiB L2
+SMALL = replace(H200, l2_bytes=1 << 20)
+PREPARE = Prepare("toy", "m=256 n=512", "h200")  # 512 KiB a set, so 6 sets for a 1 MiB L2
 
 
 def ask(*configs: ToyConfig, race: Sequence[ToyConfig] = ()) -> Any:
@@ -115,7 +117,7 @@ def test_inputs_are_made_once_and_keep_the_l2_cold() -> None:
     assert worker._current is not None
     bench = worker._current[1]
     args = [a[0] for _, a in bench.sets]
-    assert len(args) == measure.l2_rotation(32 << 20, H200.l2_bytes) == 6
+    assert len(args) == measure.l2_rotation(512 << 10, SMALL.l2_bytes) == 6
     assert len({a.data_ptr() for a in args}) == 6
     assert not torch.equal(args[0], args[1])
     ask(GOOD)
