@@ -219,19 +219,14 @@ class GraphRound:
 
         self.launches = passes * len(self._kept)
         graph = torch.cuda.CUDAGraph()
-        # torch.cuda.graph() would collect garbage and empty the allocator's cache at each capture, 0.1 s and more;
-        # what it guards against is a collection *during* the capture, so that is what we rule out.
+        # A collection during the capture might free a dead graph's memory, which is illegal inside one.
         collecting = gc.isenabled()
         gc.disable()
         try:
-            with torch.cuda.stream(self._stream):
-                graph.capture_begin()
-                try:
-                    for _ in range(passes):
-                        for launch in self._kept:
-                            launch()
-                finally:
-                    graph.capture_end()
+            with torch.cuda.graph(graph, stream=self._stream):
+                for _ in range(passes):
+                    for launch in self._kept:
+                        launch()
         finally:
             if collecting:
                 gc.enable()
