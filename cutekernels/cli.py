@@ -145,6 +145,7 @@ class Finding:
     remedy: str = ""
 
 
+_DSL_IMPORT = "import cutlass.cute"
 _DSL_IMPORT_DEADLINE_S = 120
 _STYLES = {"ok": "green", "absent": "yellow", "broken": "red"}
 
@@ -189,7 +190,7 @@ def _dsl_import() -> Finding:
     # In a child: an import that ends in a native abort must be a finding, not the end of the doctor.
     try:
         done = subprocess.run(
-            [sys.executable, "-c", "import cutlass.cute"],
+            [sys.executable, "-c", _DSL_IMPORT],
             capture_output=True,
             text=True,
             timeout=_DSL_IMPORT_DEADLINE_S,
@@ -198,7 +199,7 @@ def _dsl_import() -> Finding:
     except subprocess.TimeoutExpired:
         return Finding("dsl import", "broken", f"still importing after {_DSL_IMPORT_DEADLINE_S} s", "reinstall the DSL")
     if done.returncode == 0:
-        return Finding("dsl import", "ok", "import cutlass.cute works")
+        return Finding("dsl import", "ok", f"{_DSL_IMPORT} works")
     said = done.stderr.strip().splitlines()
     return Finding(
         "dsl import",
