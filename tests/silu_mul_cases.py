@@ -218,6 +218,8 @@ CASES = numerics_cases()
 SPECIAL = {
     f"{op} {dtype}": {"op": op, "dtype": dtype, "values": VALUES} for op, dtype in product(OPS, ("bf16", "fp32"))
 }
+ROOT = [str(-1.30 + 0.05 * i / 400) for i in range(401)]
+AT_THE_ROOT = {"root": {"op": "silu_mul_backward", "dtype": "fp32", "values": ROOT}}
 _SMALL = {"op": "silu_mul", "rows": 5, "cols": 100, "dtype": "bf16"}
 PLANTED = {
     "a column forgotten": _SMALL | {"kind": "halves", "edit": {"cols": -1}},

@@ -20,7 +20,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import silu_mul_cases
-from silu_mul_cases import CASES, DTYPES, H200, OPS, PLANTED, SPECIAL, VALUES, error_ratio, truth
+from silu_mul_cases import AT_THE_ROOT, CASES, DTYPES, H200, OPS, PLANTED, ROOT, SPECIAL, VALUES, error_ratio, truth
 
 from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
@@ -31,7 +31,7 @@ from cutekernels.ops.activations import SILU_MUL, SILU_MUL_BACKWARD, SiluMulConf
 @pytest.fixture(scope="session")
 def interpreted() -> dict[str, dict[str, Any]]:
     """What the child says of every case above."""
-    cases = {**CASES, **SPECIAL, **PLANTED}
+    cases = {**CASES, **SPECIAL, **PLANTED, **AT_THE_ROOT}
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run(
         [sys.executable, silu_mul_cases.__file__],
@@ -85,6 +85,15 @@ def test_special_values_are_torch_s(interpreted: dict[str, dict[str, Any]], case
         tolerance = 2.0**-7 if "bf16" in case else 2.0**-20
         torch.testing.assert_close(actual, want, rtol=tolerance, atol=1e-37, equal_nan=True)
         assert torch.equal(actual.signbit() | actual.isnan(), want.signbit() | want.isnan())
+
+
+def test_gradient_is_exact_around_its_zero(interpreted: dict[str, dict[str, Any]]) -> None:
+    """Near gate = -1.278 terms of size 1 cancel: the naive 1 + g * (1 - s) is off by 2e-8 there."""
+    gate = torch.tensor([float(v) for v in ROOT])
+    exact = truth("silu_mul_backward", [torch.ones_like(gate), gate, torch.ones_like(gate)])[0][0]
+    actual = torch.tensor([float(v) for v in interpreted["root"]["results"][0]]).double()
+    assert exact.min() < 0 < exact.max()
+    assert (actual - exact).abs().max() < 8e-9
 
 
 # ---- the declaration ------------------------------------------------------------------------------------
