@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from bench.rows import Row
 
 HERE = Path(__file__).parent
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 class Op(StrEnum):
