@@ -225,6 +225,7 @@ def test_gradients(activation: str | None) -> None:
         assert relative < 1.2e-2, relative
 
 
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # Inductor's own
 def test_cuda_graph_side_stream_and_compile() -> None:
     a, b, out = randn(256, 512), randn(512, 384), torch.empty(256, 384, device="cuda", dtype=torch.bfloat16)
     ck.gemm(a, b, out=out)

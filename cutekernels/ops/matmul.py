@@ -1,7 +1,7 @@
 """``gemm`` and ``linear``: the public functions over the GEMM declaration, their gradients, their registration.
 
 The warm path is the first lines of :func:`gemm`: one table lookup keyed by what a plan depends on, then the launch,
-which checks the rest. Whatever is unusual (a first sight, gradients, tracing, subclasses, CPU tensors, another device) leaves it for the slow path.
+which checks the rest. Whatever is unusual (a first sight, gradients, tracing, subclasses, CPU tensors) leaves it.
 """
 
 from __future__ import annotations
@@ -76,46 +76,40 @@ def gemm(
     if (
         type(a) is Tensor
         and (type(b) is Tensor or type(b) is Parameter)
-        and (out is None or type(out) is Tensor)
         and not _is_compiling()
-        and not (_grad_enabled() and (a.requires_grad or b.requires_grad or _wants_gradient(out, c, bias)))
-        and _dispatch_modes() == 0
+        and not (
+            _grad_enabled()
+            and (
+                a.requires_grad
+                or b.requires_grad
+                or (out is not None and out.requires_grad)
+                or (not c is bias is None and _wants_gradient(c, bias))
+            )
+        )
+        and not _dispatch_modes()
     ):
         key: Any = None
         try:
-            at_a, at_b = a.data_ptr(), b.data_ptr()
-            rare = (
-                None
-                if c is None and bias is None and config is None and _one_gpu
-                else _rare(a, b, c, bias, out, config)
-            )
+            at_a = a.data_ptr()
+            at_b = b.data_ptr()
+            rare = None if _one_gpu and c is bias is config is None else _rare(a, b, c, bias, out, config)
             if out is None:
-                key = (
-                    a.shape,
-                    a.stride(),
-                    b.shape,
-                    b.stride(),
-                    a.dtype,
-                    (at_a | at_b) & 15,
-                    activation,
-                    accumulate,
-                    rare,
-                )
+                bits = (at_a | at_b) & 15
+                key = a.shape, a.stride(), b.shape, b.stride(), a.dtype, bits, activation, accumulate, rare
                 launch, _, _, _, shape = _warm[key]
                 out = a.new_empty(shape)
                 launch(out, a, b, c, bias, alpha, beta)
                 return out
-            at_out = out.data_ptr()
-            key = (
-                a.shape, a.stride(), out.shape, out.stride(), b.stride(), a.dtype, (at_a | at_b | at_out) & 15,
-                activation, accumulate, rare,
-            )  # fmt: skip
-            launch, span_a, span_b, span_out, _ = _warm[key]
-            end = at_out + span_out
-            if (end <= at_a or at_a + span_a <= at_out) and (end <= at_b or at_b + span_b <= at_out):
-                launch(out, a, b, c, bias, alpha, beta)
-                _increment_version((out,))
-                return out
+            if type(out) is Tensor:
+                at = out.data_ptr()
+                bits = (at_a | at_b | at) & 15
+                shapes = a.shape, a.stride(), b.stride(), out.shape, out.stride()
+                key = *shapes, a.dtype, bits, activation, accumulate, rare
+                launch, span_a, span_b, span, _ = _warm[key]
+                if (at + span <= at_a or at_a + span_a <= at) and (at + span <= at_b or at_b + span_b <= at):
+                    launch(out, a, b, c, bias, alpha, beta)
+                    _increment_version((out,))
+                    return out
         except KeyError:
             return _first(key, a, b, c, alpha, beta, bias, activation, accumulate, out, config)
         except (ValueError, TypeError, RuntimeError):
