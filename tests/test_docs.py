@@ -112,7 +112,7 @@ def test_links_and_paths_lead_somewhere(name: str) -> None:
 
 
 def test_decisions_are_short_and_dated() -> None:
-    first, *entries = re.split(r"^## ", (ROOT / "DECISIONS.md").read_text(), flags=re.MULTILINE)
+    _, *entries = re.split(r"^## ", (ROOT / "DECISIONS.md").read_text(), flags=re.MULTILINE)
     assert entries
     for entry in entries:
         title, *lines = entry.strip().splitlines()
