@@ -251,6 +251,9 @@ class Op(ABC, Generic[P, C]):
 
     # -- what follows from the declaration
 
+    def __repr__(self) -> str:  # the same in every process: it names tests and stands in messages
+        return f"<op {self.name}>"
+
     def check(self, p: P, c: C, gpu: GpuSpec) -> C:
         """``c``, or InvalidConfig with the rule it breaks."""
         reason = self.why_not(p, c, gpu)

@@ -170,6 +170,9 @@ class TestSpace:
         assert every == list(ToyConfig.every())
         assert str(every[0]) == "tile=32 feed=copy split=0"
 
+    def test_ops_read_the_same_in_every_process(self) -> None:
+        assert [repr(op) for op in registry.OPS] == [f"<op {op.name}>" for op in registry.OPS]
+
     def test_a_roofline_takes_the_slower_axis(self) -> None:
         from cutekernels.gpu import lookup
 
