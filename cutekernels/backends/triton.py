@@ -292,6 +292,7 @@ def launcher(recipe: Recipe, compiled: Any) -> Kernel:
     types = list(recipe.signature.values())
     trailing = len(types) - max((i + 1 for i, t in enumerate(types) if t != "constexpr"), default=0)
     constants = (None,) * trailing
+    needed = len(types) - trailing
     unclaimed = [compiled]
     loaded: dict[int, tuple[Callable[..., None], int, Any]] = {}
     loading = threading.Lock()
@@ -311,7 +312,7 @@ def launcher(recipe: Recipe, compiled: Any) -> Kernel:
         device = current_device()
         run, function, metadata = loaded.get(device) or load(device)
         x, y, z = grid
-        run(x, y, z, current_stream(device), function, metadata, None, None, None, *args, *constants)
+        run(x, y, z, current_stream(device), function, metadata, None, None, None, *args, *constants[len(args) - needed :])
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         load(current_device())
