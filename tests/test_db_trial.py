@@ -55,6 +55,11 @@ def test_threads_never_share_an_id() -> None:
     assert len(set(ids)) == 2000
 
 
+# Written out: parametrized tests must have the same names in every process of pytest-xdist.
+UUID4 = "fa4dc7ec-c579-4fe5-8e96-9a3b52e68e28"
+UUID7 = "01a1fc2b-3224-78c2-8a88-a11cbb1d4ba5"
+
+
 def test_a_forked_child_starts_its_own_sequence() -> None:
     sequence = uuid7_module._sequence
     uuid7_module._start_afresh()  # what os.register_at_fork runs in the child
@@ -64,7 +69,7 @@ def test_a_forked_child_starts_its_own_sequence() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "x" * 36, str(uuid.uuid4()), uuid7().upper().replace("0", "A"), uuid7().replace("-", ""), f"{uuid7()} "],
+    ["", "x" * 36, UUID4, UUID7.upper().replace("0", "A"), UUID7.replace("-", ""), f"{UUID7} "],
 )
 def test_other_ids_are_told_apart(text: str) -> None:
     assert not is_uuid7(text)
@@ -135,7 +140,7 @@ def test_as_row_is_ordered_and_nested() -> None:
 BAD_VALUES = [
     ("id", "1"),
     ("id", None),
-    ("id", str(uuid.uuid4())),
+    ("id", UUID4),
     ("created_at", "yesterday"),
     ("created_at", 5),
     ("created_at", "0001-01-01T00:00:00+23:59"),
