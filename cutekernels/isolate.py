@@ -206,6 +206,8 @@ class Child:
         finally:
             os.close(child_in)
             os.close(child_out)
+        if self._closed:  # close() came while there was no process yet for it to end
+            raise StartFailed(f"the process for {self.target} was closed while it started")
         try:
             kind, body = self._read(time.monotonic() + self._start_deadline_s, self._start_deadline_s)
         except ChildFailure as error:

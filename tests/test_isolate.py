@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,6 +197,27 @@ def test_a_child_that_died_between_requests_costs_nobody_a_request(child: Child)
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # dead, and left for the child object to find
     assert child.ask(("pid", None), 10) != pid
+
+
+def test_closing_a_child_that_is_just_starting_ends_it(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    """close() finds no process to kill yet; without care it would wait for the whole request."""
+    real = subprocess.Popen
+    closing = threading.Thread(target=child.close)
+
+    def slow_to_start(*args: Any, **kwargs: Any) -> Any:
+        closing.start()
+        while not child._closed:
+            time.sleep(0.001)
+        time.sleep(0.05)  # close() has looked for a process by now
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(subprocess, "Popen", slow_to_start)
+    begin = time.monotonic()
+    with pytest.raises(StartFailed, match="closed"):
+        child.ask(("hang", 60), 100)
+    closing.join()
+    assert time.monotonic() - begin < 20
+    assert child.pid is None
 
 
 def test_a_closed_child_stays_closed(child: Child) -> None:
