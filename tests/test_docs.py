@@ -108,7 +108,8 @@ def test_links_and_paths_lead_somewhere(name: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         assert target.startswith("http") or (ROOT / target).exists(), f"{name} links to {target}"
     for path in re.findall(r"`((?:cutekernels|tests|autotune|db|bench)/[\w/.-]+)`", text):
-        assert (ROOT / path).exists(), f"{name} speaks of {path}"
+        if not path.startswith("bench/results/"):  # there once a GPU has measured
+            assert (ROOT / path).exists(), f"{name} speaks of {path}"
 
 
 def test_decisions_are_short_and_dated() -> None:
