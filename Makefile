@@ -42,7 +42,7 @@ demo-gpu: $(STAMP)
 
 # No GPU: the same job compiles candidates for one that is elsewhere, ranks them and stores predictions.
 demo-cpu: $(STAMP)
-	cutekernels tune demo --gpu $(GPU) --limit 4
+	cutekernels tune demo --gpu $(GPU) --limit 12
 	cutekernels db query --gpu $(GPU)
 	python -c 'import torch, cutekernels as ck; \
 	    a, b = (torch.randn(256, 256, dtype=torch.bfloat16) for _ in range(2)); \
