@@ -413,3 +413,24 @@ def test_a_plot_of_rows_that_failed_too(tmp_path: Path) -> None:
     some.append(Row(**values, label="0", contender="liger", status="absent", reason="not installed"))
     plots.draw(some, tmp_path / "deep" / "x.png")
     assert (tmp_path / "deep" / "x.png").stat().st_size > 5000
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [Case("gemm", "m=512 n=256 k=256 c=n", "x", 2.0, 3.0), Case("silu_mul", "rows=512 cols=1024", "x")],
+    ids=lambda case: case.op,
+)
+def test_a_case_on_the_gpu(case: Case) -> None:
+    here = run.Plan("square", lookup("auto"), STAMP, rounds=5)
+    found = {r.contender: r for r in run.run_case(case, here, run.contenders(case, here), run.Timer())}
+    ours = found["cutekernels"]
+    assert ours.status == "ok", ours.reason
+    assert ours.sets > 1
+    assert 0 < (ours.median_us or 0) < 1000
+    assert 0 < (ours.cpu_us or 0) < 1000
+    assert (ours.error or 0) <= 1
+    if case.op == "gemm":
+        assert found["cublas"].status == "ok"
+        assert ours.speedup is not None
+        assert (ours.error_vs_torch or 0) <= 2
