@@ -312,9 +312,21 @@ def launcher(recipe: Recipe, compiled: Any) -> Kernel:
         device = current_device()
         run, function, metadata = loaded.get(device) or load(device)
         x, y, z = grid
-        run(x, y, z, current_stream(device), function, metadata, None, None, None, *args, *constants[len(args) - needed :])
+        run(
+            x,
+            y,
+            z,
+            current_stream(device),
+            function,
+            metadata,
+            None,
+            None,
+            None,
+            *args,
+            *constants[len(args) - needed :],
+        )
 
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
         load(current_device())
     return kernel
 

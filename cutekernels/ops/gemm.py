@@ -258,7 +258,7 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         )
         dram = self.work(p).bytes / (gpu.dram_gbps * 1e3 * 0.9 * max(spread, 0.05))
         raster = 1.0 if c.raster > 1 or rows.extent <= 4 * c.tile_m else 1.02
-        return 2.0 + max(busy, dram) * raster
+        return float(2.0 + max(busy, dram) * raster)
 
     # -- kernel
 

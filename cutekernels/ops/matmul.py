@@ -92,7 +92,11 @@ def gemm(
         try:
             at_a = a.data_ptr()
             at_b = b.data_ptr()
-            rare = None if _one_gpu and c is bias is config is None else _rare(a, b, c, bias, out, config)
+            rare = (
+                None
+                if _one_gpu and c is None and bias is None and config is None
+                else _rare(a, b, c, bias, out, config)
+            )
             if out is None:
                 bits = (at_a | at_b) & 15
                 key = a.shape, a.stride(), b.shape, b.stride(), a.dtype, bits, activation, accumulate, rare

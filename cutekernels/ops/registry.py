@@ -17,7 +17,7 @@ OPS: tuple[Op[Any, Any], ...] = (GEMM, SILU_MUL, SILU_MUL_BACKWARD)
 _BY_NAME = {op.name: op for op in OPS}
 
 # How torch.compile and autograd reach the ops, as torch.ops.cutekernels.*; it lives as long as this module.
-LIBRARY = torch.library.Library("cutekernels", "FRAGMENT")  # type: ignore[no-untyped-call]
+LIBRARY = torch.library.Library("cutekernels", "FRAGMENT")
 for module in (matmul, activations):
     module.register(LIBRARY)
 
