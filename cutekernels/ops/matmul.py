@@ -110,7 +110,11 @@ def gemm(
                 shapes = a.shape, a.stride(), b.stride(), out.shape, out.stride()
                 key = *shapes, a.dtype, bits, activation, accumulate, rare
                 launch, span_a, span_b, span, _ = _warm[key]
-                if (at + span <= at_a or at_a + span_a <= at) and (at + span <= at_b or at_b + span_b <= at):
+                if (
+                    (at + span <= at_a or at_a + span_a <= at)
+                    and (at + span <= at_b or at_b + span_b <= at)
+                    and (bias is None or relation(out, bias) == "apart")
+                ):
                     launch(out, a, b, c, bias, alpha, beta)
                     _increment_version((out,))
                     return out
@@ -153,14 +157,15 @@ def linear(
     flat = x.reshape(rows, x.shape[-1])
     if out is None:
         return gemm(flat, weight.t(), bias=bias, activation=activation).view(shape)
-    if out.shape != shape:
-        raise UnsupportedProblem(f"out must have shape {tuple(shape)}; it has {tuple(out.shape)}")
+    _check_fits(out, shape, x)
     try:
-        gemm(flat, weight.t(), bias=bias, activation=activation, out=out.view(rows, shape[-1]))
+        flat_out = out.view(rows, shape[-1])
     except RuntimeError:  # no single stride walks out's rows
-        if relation(out, x) == "overlap" or relation(out, weight) == "overlap" or overlaps_itself(out):
-            raise UnsupportedProblem("out overlaps an input or itself; give it memory of its own") from None
+        _refuse_gradient(x, weight, bias, out)
+        _check_apart(out, x=x, weight=weight, bias=bias)
         out.copy_(gemm(flat, weight.t(), bias=bias, activation=activation).view(shape))
+    else:
+        gemm(flat, weight.t(), bias=bias, activation=activation, out=flat_out)
     return out
 
 
@@ -210,6 +215,11 @@ def _wants_gradient(*tensors: Tensor | None) -> bool:
     return any(t is not None and t.requires_grad for t in tensors)
 
 
+def _refuse_gradient(*tensors: Tensor | None) -> None:
+    if _grad_enabled() and _wants_gradient(*tensors):
+        raise UnsupportedProblem("out= is not differentiable: leave it out, or call under torch.no_grad()")
+
+
 def _general(
     a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, bias: Tensor | None,
     activation: str | None, accumulate: str, out: Tensor | None, config: GemmConfig | str | None,
@@ -218,8 +228,7 @@ def _general(
     name = activation or "none"
     if out is None:
         return torch.ops.cutekernels.gemm(a, b, c, bias, alpha, beta, name, accumulate, text)  # type: ignore[no-any-return]
-    if _grad_enabled() and _wants_gradient(a, b, c, bias, out):
-        raise UnsupportedProblem("out= is not differentiable: leave it out, or call under torch.no_grad()")
+    _refuse_gradient(a, b, c, bias, out)
     torch.ops.cutekernels.gemm_out(a, b, c, bias, out, alpha, beta, name, accumulate, text)
     return out
 
@@ -285,10 +294,10 @@ def _check(
         raise UnsupportedProblem(
             f"a's K={a.shape[-1]} must be b's K={b.shape[-2]}; shapes {tuple(a.shape)} and {tuple(b.shape)}"
         )
-    batches = {t.shape[0] for t in (a, b) if t.dim() == 3}
-    if len(batches) > 1:
+    if a.dim() == b.dim() == 3 and a.shape[0] != b.shape[0]:
         raise UnsupportedProblem(f"a and b must have one batch; they have {a.shape[0]} and {b.shape[0]}")
-    shape = (*batches, a.shape[-2], b.shape[-1])
+    batch = a.shape[:1] if a.dim() == 3 else b.shape[:-2]
+    shape = (*batch, a.shape[-2], b.shape[-1])
     if activation not in ACTIVATIONS:
         known = ", ".join(name for name in ACTIVATIONS if name != "none")
         raise UnsupportedProblem(f"activation must be one of {known}, or None; it is {activation!r}")
@@ -314,16 +323,18 @@ def _check(
     return shape
 
 
-def _check_out(
-    out: Tensor, shape: tuple[int, ...], a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None
-) -> None:
+def _check_fits(out: Tensor, shape: tuple[int, ...], a: Tensor) -> None:
     if tuple(out.shape) != shape or out.dtype != a.dtype or out.device != a.device:
         raise UnsupportedProblem(
             f"out must be {shape}, {a.dtype}, on {a.device}; it is {tuple(out.shape)}, {out.dtype}, on {out.device}"
         )
+
+
+def _check_apart(out: Tensor, **operands: Tensor | None) -> None:
+    """Refuses an ``out`` that overlaps itself or an operand; only ``c`` it may be, element upon element."""
     if overlaps_itself(out):
-        raise UnsupportedProblem(f"out must not overlap itself; its strides are {out.stride()}")
-    for name, t in (("a", a), ("b", b), ("c", c), ("bias", bias)):
+        raise UnsupportedProblem(f"out must not overlap itself; its strides are {out.stride()}: give it dense memory")
+    for name, t in operands.items():
         if t is None:
             continue
         how = relation(out, t)
@@ -402,18 +413,20 @@ def _gemm_fake(a, b, c, bias, alpha=1.0, beta=0.0, activation="none", accumulate
 
 def _gemm_out_cuda(a, b, c, bias, out, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
     c = c if beta != 0.0 else None
-    _check_out(out, _check(a, b, c, bias, beta, activation, accumulate), a, b, c, bias)
+    _check_fits(out, _check(a, b, c, bias, beta, activation, accumulate), a)
+    _check_apart(out, a=a, b=b, c=c, bias=bias)
     _run(a, b, c, bias, out, alpha, beta, activation, accumulate, config)
 
 
 def _gemm_out_cpu(a, b, c, bias, out, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
     c = c if beta != 0.0 else None
-    _check_out(out, _check(a, b, c, bias, beta, activation, accumulate), a, b, c, bias)
+    _check_fits(out, _check(a, b, c, bias, beta, activation, accumulate), a)
+    _check_apart(out, a=a, b=b, c=c, bias=bias)
     out.copy_(reference(a, b, c, bias, alpha, beta, activation=activation))
 
 
 def _gemm_out_fake(a, b, c, bias, out, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
-    _check(a, b, c if beta != 0.0 else None, bias, beta, activation, accumulate)
+    _check_fits(out, _check(a, b, c if beta != 0.0 else None, bias, beta, activation, accumulate), a)
 
 
 # ---- gradients ------------------------------------------------------------------------------------------
@@ -459,8 +472,8 @@ def _summed(x: Tensor, y: Tensor, alpha: float) -> Tensor:
     batch = (x if x.dim() == 3 else y).shape[0]
     x = x if x.dim() == 3 else x.expand(batch, *x.shape)
     y = y if y.dim() == 3 else y.expand(batch, *y.shape)
-    joint_x = x.permute(1, 0, 2).reshape(x.shape[1], -1)
-    joint_y = y.reshape(-1, y.shape[-1])
+    joint_x = x.permute(1, 0, 2).reshape(x.shape[1], batch * x.shape[2])
+    joint_y = y.reshape(batch * y.shape[1], y.shape[2])
     return torch.ops.cutekernels.gemm(joint_x, joint_y, None, None, alpha, 0.0)  # type: ignore[no-any-return]
 
 
