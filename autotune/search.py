@@ -40,7 +40,7 @@ from cutekernels.op import Config
 
 FINALISTS = 3
 STACK_LIMIT_BYTES = 256  # a spill-free kernel's stack is up to 120 B; 128x256 tiles that spill show kilobytes
-MODEL_SEEDS = 3  # the op's own model is right often enough to be asked first
+MODEL_SEEDS = 8  # the op's own model is right often enough to be asked first
 AHEAD = 8  # candidates in the compile pool: enough to keep the GPU busy, few enough for the sampler to learn in time
 RACE_ROUNDS, RACE_BUDGET_US = 20, 150_000.0
 FINAL_ROUNDS, FINAL_BUDGET_US = 60, 2_000_000.0
