@@ -107,6 +107,9 @@ def plan(op: Op[Any, Any], p: Any, device: int | None = None, forced: Config | s
         return found
     gpu = gpus.detect(device)
     with _lock:
+        found = _plans.get(key)  # another thread may have made it while this one waited
+        if found is not None:
+            return found
         choice = resolve(op, p, gpu, forced=forced)
         launch = op.bind(p, choice.config, compiler.get(op, p, choice.config, gpu))
         made = Plan(choice.config, launch, choice.origin, choice.note)
@@ -183,8 +186,8 @@ def warmup(problems: Iterable[tuple[str, str]], device: int | None = None) -> li
 
     registry = import_module("cutekernels.ops.registry")
     index = torch.cuda.current_device() if device is None and torch.cuda.is_available() else device
-    ops = [(registry.get(name), text) for name, text in problems]
-    return [plan(op, op.Problem.parse(text), index) for op, text in ops]
+    posed = [(op := registry.get(name), op.Problem.parse(text)) for name, text in problems]  # mistakes show first
+    return [plan(op, problem, index) for op, problem in posed]
 
 
 # ---- where configs come from ----------------------------------------------------------------------------
