@@ -18,7 +18,8 @@ import os
 import stat
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -97,18 +98,22 @@ def directory() -> Path:
     Raises:
         CompileError: it belongs to someone else, or others may write to it.
     """
-    path = settings.load().cache_dir / "objects"
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.stat()
-    except OSError as error:
-        raise CompileError(f"the kernel cache {path} cannot be used: {error}; set {settings.CACHE_VARIABLE}") from error
-    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise CompileError(
-            f"the kernel cache {path} must be this user's own and closed to others (0700), since its objects are run; "
-            f"it has owner {status.st_uid} and mode {stat.S_IMODE(status.st_mode):o}. "
-            f"chmod it or set {settings.CACHE_VARIABLE}"
-        )
+    root = settings.load().cache_dir
+    path = root / "objects"
+    for place in (root, path):  # whoever may write to the first could put another in the place of the second
+        try:
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = place.stat()
+        except OSError as error:
+            raise CompileError(
+                f"the kernel cache {place} cannot be used: {error}; set {settings.CACHE_VARIABLE}"
+            ) from error
+        if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise CompileError(
+                f"the kernel cache {place} must be this user's own and closed to others (0700), since its objects "
+                f"are run; it has owner {status.st_uid} and mode {stat.S_IMODE(status.st_mode):o}. "
+                f"chmod it or set {settings.CACHE_VARIABLE}"
+            )
     return path
 
 
@@ -142,29 +147,60 @@ def _load(key: str) -> Callable[..., Any] | None:
         return _backend(backend).load(path)
     except CompileError as error:
         _log.warning("the cached kernel %s does not load (%s); building it again", key, error)
+        with suppress(OSError, CompileError), _locked(key):
+            (directory() / f"{key}.json").unlink(missing_ok=True)  # else the builder would find it sound
         return None
 
 
 def _build(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec, key: str) -> tuple[Facts, Callable[[], Callable[..., Any]]]:
-    from filelock import FileLock
-
-    root = directory()
-    with FileLock(root / f"{key}.lock", mode=0o600):
+    with _locked(key):
         entry = _entry(key)  # another process may have built it while this one waited
         if entry is not None:
             path, facts, backend = entry
             return facts, lambda: _backend(backend).load(path)
         artifact = op.build(p, c, gpu)
-        path = root / f"{key}.{artifact.backend}"
-        _replace(path, artifact.save)
-        record = {
-            "backend": artifact.backend,
-            "facts": asdict(artifact.facts),
-            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-            "made_from": {"op": op.name, "static": dict(p.static()), "config": str(c), "target": gpu.target},
-        }
-        _replace(root / f"{key}.json", lambda file: file.write_text(json.dumps(record, indent=1)))
+        made_from = {"op": op.name, "static": dict(p.static()), "config": str(c), "target": gpu.target}
+        try:
+            _keep(artifact, made_from, key)
+        except OSError as error:
+            raise _unwritable(error) from error
     return artifact.facts, artifact.kernel
+
+
+@contextmanager
+def _locked(key: str) -> Iterator[None]:
+    """Holds the key against other processes."""
+    from filelock import FileLock
+
+    lock = FileLock(directory() / f"{key}.lock", mode=0o600)
+    try:
+        lock.acquire()
+    except OSError as error:
+        raise _unwritable(error) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _unwritable(error: OSError) -> CompileError:
+    place = settings.load().cache_dir
+    return CompileError(
+        f"the kernel cache {place} cannot be written: {error}; free it or set {settings.CACHE_VARIABLE}"
+    )
+
+
+def _keep(artifact: Artifact, made_from: dict[str, Any], key: str) -> None:
+    root = directory()
+    path = root / f"{key}.{artifact.backend}"
+    _replace(path, artifact.save)
+    record = {
+        "backend": artifact.backend,
+        "facts": asdict(artifact.facts),
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "made_from": made_from,
+    }
+    _replace(root / f"{key}.json", lambda file: file.write_text(json.dumps(record, indent=1)))
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:

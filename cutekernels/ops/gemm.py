@@ -201,9 +201,12 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         if c.ctas_per_sm < MAX_CTAS and self._fits(p, c.replace(ctas_per_sm=c.ctas_per_sm + 1), gpu):
             yield f"one more CTA than ctas_per_sm={c.ctas_per_sm} fits on an SM: say so"
         tile_rows = -(-rows.extent // c.tile_m)
-        best = 1 if tile_rows < 2 else 8
-        if c.raster != best and not (c.raster == 16 and tile_rows >= 64) and not (c.raster == 1 and tile_rows <= 4):
-            yield f"raster={c.raster} does not suit {tile_rows} tile rows: take {best}"
+        # Together, an SM array's CTAs should cover about as many rows as columns: wide tiles want taller bands.
+        fitting = {1} if tile_rows < 2 else {1, 8} if tile_rows <= 4 else {8}
+        if tile_rows >= 64 or (tile_rows >= 16 and c.tile_n > c.tile_m):
+            fitting |= {16}
+        if c.raster not in fitting:
+            yield f"raster={c.raster} does not suit {tile_rows} tile rows: take {' or '.join(map(str, sorted(fitting)))}"
 
     def _overflows(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
         """What ``ctas_per_sm`` CTAs need of an SM and it has not."""

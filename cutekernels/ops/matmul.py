@@ -92,11 +92,9 @@ def gemm(
         try:
             at_a = a.data_ptr()
             at_b = b.data_ptr()
-            rare = (
-                None
-                if _one_gpu and c is None and bias is None and config is None
-                else _rare(a, b, c, bias, out, config)
-            )
+            rare = None
+            if c is not None or bias is not None or config is not None or not _one_gpu:
+                rare = _rare(a, b, c, bias, out, config)
             if out is None:
                 bits = (at_a | at_b) & 15
                 key = a.shape, a.stride(), b.shape, b.stride(), a.dtype, bits, activation, accumulate, rare
@@ -107,8 +105,9 @@ def gemm(
             if type(out) is Tensor:
                 at = out.data_ptr()
                 bits = (at_a | at_b | at) & 15
-                shapes = a.shape, a.stride(), b.stride(), out.shape, out.stride()
-                key = *shapes, a.dtype, bits, activation, accumulate, rare
+                key = (
+                    a.shape, a.stride(), b.stride(), out.shape, out.stride(), a.dtype, bits, activation, accumulate, rare
+                )  # fmt: skip
                 launch, span_a, span_b, span, _ = _warm[key]
                 if (
                     (at + span <= at_a or at_a + span_a <= at)
