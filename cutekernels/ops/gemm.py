@@ -206,7 +206,7 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         if tile_rows >= 64 or (tile_rows >= 16 and c.tile_n > c.tile_m):
             fitting |= {16}
         if c.raster not in fitting:
-            yield f"raster={c.raster} does not suit {tile_rows} tile rows: take {' or '.join(map(str, sorted(fitting)))}"
+            yield f"raster={c.raster} does not suit {tile_rows} tile rows: take one of {sorted(fitting)}"
 
     def _overflows(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
         """What ``ctas_per_sm`` CTAs need of an SM and it has not."""

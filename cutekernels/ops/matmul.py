@@ -106,7 +106,8 @@ def gemm(
                 at = out.data_ptr()
                 bits = (at_a | at_b | at) & 15
                 key = (
-                    a.shape, a.stride(), b.stride(), out.shape, out.stride(), a.dtype, bits, activation, accumulate, rare
+                    a.shape, a.stride(), b.stride(), out.shape, out.stride(),
+                    a.dtype, bits, activation, accumulate, rare,
                 )  # fmt: skip
                 launch, span_a, span_b, span, _ = _warm[key]
                 if (
