@@ -1,10 +1,9 @@
-"""``gemm`` and ``linear`` on the CPU: values, views, refusals, gradients, tracing, and the warm path around a stub."""
+"""``gemm`` and ``linear`` on the CPU: values, views, refusals, gradients, tracing. The warm path has its own file."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops import matmul, registry
+from cutekernels.ops import registry
 from cutekernels.ops.gemm import ACTIVATIONS, GemmConfig
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -23,10 +22,8 @@ NAMES = [None, "relu", "gelu", "gelu_tanh", "silu"]
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> Iterator[None]:
+def _seeded() -> None:
     torch.manual_seed(0)
-    yield
-    matmul._warm.clear()
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -471,173 +468,6 @@ def test_functorch_maps_and_refuses_to_differentiate() -> None:
     torch.testing.assert_close(torch.func.vmap(ck.linear, in_dims=(0, None))(a, b[0].t()), a @ b[0])
     with pytest.raises(RuntimeError, match="functorch"):  # torch.library's register_autograd has no such transforms
         torch.func.grad(lambda x: ck.gemm(x, b[0]).sum())(a[0])
-
-
-# ---- the warm path, its launch stubbed ------------------------------------------------------------------
-
-
-class Keys(dict[Any, Any]):
-    """A warm table that is always cold and remembers what it was asked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[Any] = []
-
-    def __missing__(self, key: Any) -> Any:
-        self.asked.append(key)
-        raise KeyError(key)
-
-
-@pytest.fixture
-def warmed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Puts an entry whose launch is ``launch`` where ``gemm(a, b, **options)`` looks for its own."""
-    monkeypatch.setattr(matmul, "_one_gpu", True)
-
-    def put(launch: Callable[..., None], a: Tensor, b: Tensor, **options: Any) -> None:
-        table = Keys()
-        monkeypatch.setattr(matmul, "_warm", table)
-        out = ck.gemm(a, b, **options)
-        (key,) = table.asked
-        spans = tuple(t.numel() * t.element_size() for t in (a, b, out))
-        monkeypatch.setattr(matmul, "_warm", {key: (launch, *spans, tuple(out.shape))})
-
-    return put
-
-
-BF16 = torch.bfloat16
-
-
-def test_a_warm_call_is_one_lookup_and_the_launch(warmed: Callable[..., None]) -> None:
-    a, b, out = randn(4, 8, dtype=BF16), randn(8, 6, dtype=BF16), torch.zeros(4, 6, dtype=BF16)
-    calls: list[tuple[Any, ...]] = []
-    warmed(lambda *args: calls.append(args), a, b, out=out)
-    out.zero_()
-    version = out._version
-    for left, right in ((a, b), (a.clone(), b.clone()), (a, Parameter(b, requires_grad=False))):
-        assert ck.gemm(left, right, alpha=0.5, out=out) is out
-        launched = calls.pop()
-        assert launched[0] is out
-        assert launched[1] is left
-        assert launched[2] is right
-        assert launched[3:] == (None, None, 0.5, 0.0)
-    assert not out.any(), "nothing but the stub ran"
-    assert out._version == version + 3
-    warmed(lambda *args: calls.append(args), a, b)
-    fresh = ck.gemm(a, b)
-    assert (fresh.shape, fresh.dtype) == ((4, 6), BF16)
-    assert calls.pop()[0] is fresh
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda a, b: (a[:3], b, {}),
-        lambda a, b: (a.half(), b.half(), {}),
-        lambda a, b: (a.t().contiguous().t(), b, {}),
-        lambda a, b: (a, b.t().contiguous().t(), {}),
-        lambda a, b: (a, b, {"activation": "relu"}),
-        lambda a, b: (a, b, {"bias": torch.ones(6, dtype=BF16)}),
-        lambda a, b: (a, b, {"c": torch.ones(4, 6, dtype=BF16), "beta": 1.0}),
-        lambda a, b: (a, b, {"config": "tile_m=64"}),
-        lambda a, b: (torch.zeros(33, dtype=BF16)[1:].view(4, 8), b, {}),  # 2-byte aligned
-    ],
-)
-def test_another_problem_is_another_entry(warmed: Callable[..., None], other: Callable[..., Any]) -> None:
-    a, b = randn(4, 8, dtype=BF16), randn(8, 6, dtype=BF16)
-    calls: list[Any] = []
-    warmed(lambda *args: calls.append(args), a, b)
-    left, right, options = other(a, b)
-    ck.gemm(left, right, **options)
-    assert not calls
-    options.pop("c", None)
-    warmed(lambda *args: calls.append(args), a, b, out=torch.empty(4, 6, dtype=BF16))
-    ck.gemm(left, right, out=torch.empty(len(left), 6, dtype=left.dtype), **(options | {"beta": 0.0}))
-    assert not calls or "beta" in options
-
-
-def test_gradients_and_modes_leave_the_warm_path(warmed: Callable[..., None]) -> None:
-    a, b = randn(4, 8, dtype=BF16), randn(8, 6, dtype=BF16)
-    calls: list[Any] = []
-    warmed(lambda *args: calls.append(args), a, b)
-    leaf = a.clone().requires_grad_()
-    assert ck.gemm(leaf, b).requires_grad
-    assert ck.gemm(a, Parameter(b)).requires_grad
-    seen: list[str] = []
-    with recording(seen):
-        ck.gemm(a, b)
-    assert seen == ["cutekernels.gemm.default"]
-    assert not calls
-    with torch.no_grad():
-        ck.gemm(leaf, b)
-    assert len(calls) == 1
-
-
-def test_overlap_is_refused_when_warm_too(warmed: Callable[..., None]) -> None:
-    memory = torch.zeros(256, dtype=BF16)
-    a, b, out = memory[:64].view(8, 8), memory[64:128].view(8, 8), memory[128:192].view(8, 8)
-    calls: list[Any] = []
-    warmed(lambda *args: calls.append(args), a, b, out=out)
-    ck.gemm(a, b, out=out)
-    assert len(calls) == 1
-    for bad, said in (
-        (a, "overlaps a"),
-        (b, "overlaps b"),
-        (memory[56:120].view(8, 8), "overlaps"),
-        (memory[120:184].view(8, 8), "overlaps b"),
-    ):
-        with pytest.raises(UnsupportedProblem, match=said):
-            ck.gemm(a, b, out=bad)
-    bias = torch.zeros(8, dtype=BF16)
-    warmed(lambda *args: calls.append(args), a, b, bias=bias, out=out)
-    ck.gemm(a, b, bias=bias, out=out)
-    assert len(calls) == 2
-    with pytest.raises(UnsupportedProblem, match="overlaps bias"):
-        ck.gemm(a, b, bias=out[3], out=out)
-    assert len(calls) == 2
-
-
-@pytest.mark.parametrize("error", [ValueError, TypeError, RuntimeError])
-def test_what_a_launch_refuses_the_general_path_explains(warmed: Callable[..., None], error: type[Exception]) -> None:
-    a, b = randn(4, 8, dtype=BF16), randn(8, 6, dtype=BF16)
-
-    def launch(*args: Any) -> None:
-        raise error("argument #2: mismatched dtype")
-
-    for options in ({}, {"out": torch.empty(4, 6, dtype=BF16)}):
-        warmed(launch, a, b, **options)
-        close(ck.gemm(a, b, **options), a.double() @ b.double())  # nothing was wrong with it: it is computed
-        with pytest.raises(UnsupportedProblem, match="b must have a's dtype"):
-            ck.gemm(a, b.half(), **options)
-
-
-def test_reload_forgets_warm_entries() -> None:
-    matmul._warm[("a key",)] = (lambda: None, 0, 0, 0, ())
-    ck.reload()
-    assert not matmul._warm
-
-
-def test_a_warm_call_costs_the_host_less_than_3_us(warmed: Callable[..., None]) -> None:
-    """The dispatcher around a launch that does nothing. A shared core is noisy, so: the best of seven medians."""
-    a, b = randn(64, 64, dtype=BF16), randn(64, 64, dtype=BF16)
-    out = torch.empty(64, 64, dtype=BF16)
-    launched = 0
-
-    def launch(*args: Any) -> None:
-        nonlocal launched
-        launched += 1
-
-    warmed(launch, a, b, out=out)
-    gemm, clock, medians = ck.gemm, time.perf_counter_ns, []
-    for _ in range(7):
-        chunks = []
-        for _ in range(200):
-            begin = clock()
-            for _ in range(100):
-                gemm(a, b, out=out)
-            chunks.append(clock() - begin)
-        medians.append(sorted(chunks)[100] / 100 / 1000)
-    assert launched == 7 * 20_000
-    assert min(medians) < 3.0, medians
 
 
 def test_activations_are_the_declaration_s() -> None:
