@@ -58,6 +58,7 @@ def bench(
     accumulate: Annotated[Accumulate, typer.Option(help="fp16 wants --dtype fp16.")] = Accumulate.fp32,
     out: Annotated[Path | None, typer.Option(help="Folder of the results; default bench/results/<gpu>.")] = None,
     max_smem_kib: Annotated[int | None, typer.Option(min=1, help="Time our best within this much smem too.")] = None,
+    example: Annotated[Path | None, typer.Option(help="NVIDIA's tensorop_gemm.py, from a CUTLASS checkout.")] = None,
     match: Annotated[str, typer.Option(help="Only cases with this in their label or problem.")] = "",
     warm: Annotated[bool, typer.Option("--warm", help="One input set, met in the L2 cache.")] = False,
     rounds: Annotated[int, typer.Option(min=5, help="Samples per contender.")] = 30,
@@ -86,7 +87,7 @@ def bench(
 
     name = run_name(op, suite, dtype=dtype, accumulate=accumulate, max_smem_kib=max_smem_kib, match=match, warm=warm)
     path = (out or HERE / "results" / gpu.name) / f"{name}.jsonl"
-    plan = runner.Plan(suite, gpu, environment.stamp(gpu.name, commit), warm, max_smem_kib, rounds)
+    plan = runner.Plan(suite, gpu, environment.stamp(gpu.name, commit), warm, max_smem_kib, rounds, example=example)
     talk = Console(stderr=True, highlight=False)
     try:
         rows = runner.run(cases, plan, path, runner.Timer(), lambda some: _progress(talk, some))

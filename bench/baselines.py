@@ -7,9 +7,11 @@ speed-ups refer to. To add a peer, write its binding and put it into ``PEERS``.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,6 +112,43 @@ def _quack(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
         return [partial(scaled, *i.operands, out=i.out) for i in sets]
     added = partial(gemm_interface.gemm_add, alpha=case.alpha, beta=case.beta, tuned=False)
     return [partial(added, *i.operands, out=i.out) for i in sets]
+
+
+def nvidia_example(file: Path) -> Contender:
+    """NVIDIA's CuTe DSL example ``ampere/.../tensorop_gemm.py``, from a CUTLASS checkout: mma.sync, as ours is."""
+    return Contender("nvidia tensorop_gemm", partial(_nvidia, file))
+
+
+def _nvidia(file: Path, case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    if (case.alpha, case.beta) != (1.0, 0.0):
+        raise Absent("the example has neither alpha nor beta")
+    import cuda.bindings.driver as cuda
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import from_dlpack
+
+    spec = importlib.util.spec_from_file_location("nvidia_tensorop_gemm", file)
+    if spec is None or spec.loader is None:
+        raise Absent(f"{file} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kinds = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
+
+    def posed(t: Tensor) -> Any:
+        lead = 1 if t.stride(1) == 1 else 0
+        dynamic = from_dlpack(t.unsqueeze(-1), assumed_align=16).mark_layout_dynamic(leading_dim=lead)
+        return dynamic.mark_compact_shape_dynamic(mode=lead, stride_order=(2, 1 - lead, lead), divisibility=8)
+
+    kind = kinds[sets[0].out.dtype]
+    kernel = module.TensorOpGemm(kind, kind, cutlass.Float32, (2, 2, 1))
+    posed_sets = [(posed(i.operands[0]), posed(i.operands[1].t()), posed(i.out)) for i in sets]
+    compiled = cute.compile(kernel, *posed_sets[0], cuda.CUstream(torch.cuda.current_stream().cuda_stream))
+
+    def launch(i: Inputs, tensors: tuple[Any, ...]) -> Tensor:
+        compiled(*tensors, cuda.CUstream(torch.cuda.current_stream().cuda_stream))
+        return i.out
+
+    return [partial(launch, i, tensors) for i, tensors in zip(sets, posed_sets, strict=True)]
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from bench.baselines import Absent, Contender, Inputs, Launch
 from bench.rows import Row, write
 from bench.suites import Case
 from cutekernels import dispatch, measure, verify
-from cutekernels.gpu import GPUS, GpuSpec
+from cutekernels.gpu import GpuSpec
 from cutekernels.measure import Samples
 from cutekernels.op import Op
 from cutekernels.ops import registry
@@ -43,6 +43,7 @@ class Plan:
     max_smem_kib: int | None = None
     rounds: int = ROUNDS
     device: str = "cuda"
+    example: Path | None = None  # NVIDIA's tensorop_gemm.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,8 @@ def contenders(case: Case, plan: Plan) -> list[Contender | Ours]:
     if plan.max_smem_kib is not None:
         config, origin = within_smem(op, problem, plan.gpu, plan.max_smem_kib)
         found.append(_forced(f"cutekernels (<= {plan.max_smem_kib} KiB smem)", config, origin, accumulate))
-    return [*baselines.PEERS[case.op], *found]
+    example = [baselines.nvidia_example(plan.example)] if plan.example is not None and case.op == "gemm" else []
+    return [*baselines.PEERS[case.op], *example, *found]
 
 
 def _forced(name: str, config: Any, origin: str, accumulate: str) -> Ours:
@@ -102,9 +104,9 @@ def posed(case: Case) -> tuple[Op[Any, Any], Any]:
 
 
 def within_smem(op: Op[Any, Any], problem: Any, gpu: GpuSpec, kib: int) -> tuple[Any, str]:
-    """The fastest config measured here that takes at most ``kib`` KiB of shared memory, and its origin.
+    """The fastest config measured here that takes at most ``kib`` KiB of shared memory of an SM, and its origin.
 
-    Where nobody tuned the problem: the default of the first GPU in the table that has no more than that.
+    Where nobody tuned the problem: the model's best of those.
     """
     from cutekernels import settings
     from cutekernels.db.store import Store
@@ -120,13 +122,19 @@ def within_smem(op: Op[Any, Any], problem: Any, gpu: GpuSpec, kib: int) -> tuple
                 origin="measured",
                 status="ok",
             )
-        fitting = [t for t in trials if t.median_us is not None and (t.smem_bytes or 0) <= kib * 1024]
+        fitting = [t for t in trials if t.median_us is not None and _sm_smem(op.Config.parse(t.config)) <= kib * 1024]
         if fitting:
             return op.Config.parse(min(fitting, key=lambda t: t.median_us or 0.0).config), "tuned"
-    smaller = next((g for g in GPUS if g.smem_per_block_bytes <= kib * 1024), None)
-    if smaller is None:
-        raise ValueError(f"no GPU of the table has {kib} KiB of shared memory or less; 99 stands for L40S and RTX 5090")
-    return op.default(problem, smaller), "default"
+    small = [c for c in op.valid(problem, gpu) if _sm_smem(c) <= kib * 1024]
+    if not small:
+        raise ValueError(f"no config of {op.name} takes {kib} KiB of shared memory or less; 99 is what an L40S has")
+    return min(small, key=lambda c: (op.estimate_us(problem, c, gpu), str(c))), "default"
+
+
+def _sm_smem(config: Any) -> int:
+    """What all of a config's CTAs on one SM take; 0 for ops that use none."""
+    smem = getattr(config, "smem", None)
+    return 0 if smem is None else int(smem.total_bytes * config.ctas_per_sm)
 
 
 # ---- one case -------------------------------------------------------------------------------------------

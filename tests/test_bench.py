@@ -281,28 +281,40 @@ class TestOurs:
         from cutekernels.db.store import Store
 
         op, problem = run.posed(SMALL)
-        fits, slow, big = [c for _, c in zip(range(3), op.valid(problem, H200), strict=False)]
+
+        def whole_sm(c: Any) -> int:
+            return c.smem.total_bytes * c.ctas_per_sm
+
+        by_smem = sorted(op.valid(problem, H200), key=whole_sm)
+        fits, slow, big = by_smem[0], by_smem[1], by_smem[-1]
+        assert whole_sm(slow) <= 99 * 1024 < whole_sm(big)
         with Store() as store:
             store.record(
-                _trial(op, problem, config, median_us, smem)
-                for config, median_us, smem in ((fits, 5.0, 90), (slow, 9.0, 40), (big, 1.0, 200))
+                _trial(op, problem, config, median_us, config.smem.total_bytes)
+                for config, median_us in ((fits, 5.0), (slow, 9.0), (big, 1.0))
             )
         assert run.within_smem(op, problem, H200, 99) == (fits, "tuned")
 
-    def test_within_smem_falls_back_to_a_smaller_gpus_default(self) -> None:
+    def test_within_smem_falls_back_to_the_models_best(self) -> None:
         op, problem = run.posed(SMALL)
         config, origin = run.within_smem(op, problem, H200, 99)
-        assert origin == "default"
-        assert op.why_not(problem, config, lookup("l40s")) is None
-        with pytest.raises(ValueError, match="no GPU of the table has 10 KiB"):
-            run.within_smem(op, problem, H200, 10)
+        assert origin == "default" and config.smem.total_bytes * config.ctas_per_sm <= 99 * 1024
+        assert op.why_not(problem, config, H200) is None
+        with pytest.raises(ValueError, match="takes 1 KiB"):
+            run.within_smem(op, problem, H200, 1)
+
+    def test_an_example_adds_a_contender_that_says_why_it_cannot_scale(self) -> None:
+        who = run.contenders(SMALL, plan(example=Path("tensorop_gemm.py")))
+        (example,) = [w for w in who if isinstance(w, Contender) and w.name.startswith("nvidia")]
+        with pytest.raises(Absent, match="neither alpha nor beta"):
+            example.bind(dataclasses.replace(SMALL, alpha=2.0), [])
 
     def test_a_limit_adds_a_contender(self) -> None:
         names = [w.contender.name for w in run.contenders(SMALL, plan(max_smem_kib=99)) if isinstance(w, run.Ours)]
         assert names[-1] == "cutekernels (<= 99 KiB smem)"
 
 
-def _trial(op: Any, problem: Any, config: Any, median_us: float, smem_kib: int) -> Any:
+def _trial(op: Any, problem: Any, config: Any, median_us: float, smem_bytes: int) -> Any:
     return dataclasses.replace(
         db_trial(),
         op=op.name,
@@ -310,7 +322,7 @@ def _trial(op: Any, problem: Any, config: Any, median_us: float, smem_kib: int) 
         problem=str(problem.bucket()),
         config=str(config),
         median_us=median_us,
-        smem_bytes=smem_kib * 1024,
+        smem_bytes=smem_bytes,
     )
 
 
