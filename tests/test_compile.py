@@ -9,6 +9,7 @@ import os
 import pickle
 import stat
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -58,6 +59,7 @@ class Compiled(ToyOp):
     def build(self, p: ToyProblem, c: ToyConfig, gpu: Any) -> Any:
         with built_log().open("a") as log:
             log.write(f"{os.getpid()} {c}\n")
+        time.sleep(0.05)  # long enough for others to arrive meanwhile
         return TextArtifact(f"toy [{c}] for {gpu.target}")
 
 
@@ -70,10 +72,6 @@ def built_log() -> Path:
 
 def builds() -> int:
     return len(built_log().read_text().splitlines()) if built_log().exists() else 0
-
-
-def register() -> None:
-    compiler._BACKENDS["text"] = f"{__name__}:TextArtifact"
 
 
 @pytest.fixture(autouse=True)
@@ -370,8 +368,14 @@ class TestDirectory:
 
 
 def prepare_in_child(config: str) -> tuple[int, Facts]:
-    """A request to a process of its own: see :class:`TestProcesses`."""
-    register()
+    """A request to a process of its own, which begins when three processes have one: see :class:`TestProcesses`."""
+    compiler._BACKENDS["text"] = f"{__name__}:TextArtifact"
+    ready = Path(os.environ["CUTEKERNELS_CACHE"] + ".ready")
+    ready.mkdir(exist_ok=True)
+    (ready / str(os.getpid())).touch()
+    deadline = time.monotonic() + 60
+    while len(list(ready.iterdir())) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
     return os.getpid(), compiler.prepare(OP, PROBLEM, ToyConfig.parse(config), H200)
 
 
@@ -379,6 +383,7 @@ class TestProcesses:
     def test_they_build_a_key_once_between_them(self) -> None:
         with Pool(f"{__name__}:prepare_in_child", 3) as pool:
             replies = dict(pool.run([str(CONFIG)] * 9, 120))
+        assert len({pid for pid, _ in replies.values()}) == 3
         assert len(replies) == 9
         assert {facts for _, facts in replies.values()} == {FACTS}
         assert builds() == 1
