@@ -28,7 +28,9 @@ from cutekernels.ops import registry
 
 ROUNDS = 30
 CASE_BUDGET_US = 3e6  # timed device time of one case, all contenders together
-WRONG = 4.0  # times the tolerance: a peer may round twice, a broken kernel is off by thousands
+# Times the tolerance: a peer that rounds the product before it adds C is off by tens where the two cancel, a broken
+# kernel by thousands. Ours is held to the tolerance itself by the tests.
+WRONG = 100.0
 _CPU_BUDGET_US = 20_000.0  # device time behind one round of the host's timing
 
 

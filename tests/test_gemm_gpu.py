@@ -176,6 +176,43 @@ def test_more_than_two_to_the_31_elements() -> None:
     assert not torch.isnan(out).any()
 
 
+@pytest.mark.parametrize("shape", [(700, 650, 777), (641, 1024, 643), (1000, 999, 1001), (642, 700, 1030)])
+def test_large_unaligned_operands_go_through_aligned_copies(shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    for a in (randn(m, k), randn(k, m).t(), randn(m, k + 3)[:, 1 : k + 1]):
+        for b in (randn(k, n), randn(n, k).t()):
+            expected = a.double() @ b.double()
+            out = torch.full((m, n + 2), 7.0, device="cuda", dtype=torch.bfloat16)
+            for _ in range(2):  # copies are not remembered: new data, new result
+                close(ck.gemm(a, b), expected)
+                close(ck.gemm(a, b, out=out[:, 1 : n + 1]), expected)
+            assert (out[:, 0] == 7).all() and (out[:, -1] == 7).all()
+    x = randn(3, m, k)
+    close(ck.gemm(x, b), x.double() @ b.double())
+    close(ck.gemm(x[0], b.expand(3, k, n)), x[:1].double() @ b.double().expand(3, k, n))
+
+
+def test_a_warm_call_still_refuses() -> None:
+    a, b, out = randn(64, 64), randn(64, 64), randn(64, 64)
+    for _ in range(2):
+        ck.gemm(a, b, out=out)
+        ck.gemm(a, b)
+    for bad in (
+        lambda: ck.gemm(a, b[:32], out=out),
+        lambda: ck.gemm(a, b.half(), out=out),
+        lambda: ck.gemm(a, b.cpu(), out=out),
+        lambda: ck.gemm(a, b, out=out.half()),
+        lambda: ck.gemm(a, b, out=out.cpu()),
+        lambda: ck.gemm(a, b.half()),
+        lambda: ck.gemm(a, b.cpu()),
+        lambda: ck.gemm(a.cpu(), b),
+        lambda: ck.gemm(a, b, out=b),
+    ):
+        with pytest.raises(UnsupportedProblem):
+            bad()
+    close(ck.gemm(a, b, out=out), a.double() @ b.double())
+
+
 def test_outliers_and_non_finite() -> None:
     a, b = randn(128, 256), randn(256, 128)
     a[:, 7] *= 1e4

@@ -81,6 +81,10 @@ class GemmProblem(Problem):
                     f"it is {align}: write {operand}_align={fits}"
                 )
 
+    def bucket(self) -> GemmProblem:
+        """The epilogue hardly moves the best tile, so one tuning serves every bias, activation and C."""
+        return super().bucket().replace(bias="none", activation="none", c="none", c_align=WIDEST, wide=False)
+
     @property
     def transposed(self) -> bool:
         """Computed as ``out^T = b^T a^T``, so that the kernel's output rows are contiguous."""
@@ -210,7 +214,7 @@ class Gemm(Op[GemmProblem, GemmConfig]):
 
     def _overflows(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
         """What ``ctas_per_sm`` CTAs need of an SM and it has not."""
-        registers = registers_per_thread(c, p.accumulate)
+        registers = registers_per_thread(p, c)
         available = min(gpu.MAX_REGISTERS_PER_THREAD, gpu.REGISTERS_PER_SM // (c.threads * c.ctas_per_sm))
         if registers > available:
             yield f"a thread needs about {registers} registers; {c.ctas_per_sm} CTAs of {c.threads} leave {available}"
@@ -397,12 +401,15 @@ def divisibility(p: GemmProblem, name: str) -> int:
     return max((align for major, align in along if major == name), default=1)
 
 
-def registers_per_thread(c: GemmConfig, accumulate: str) -> int:
-    """About what the compiler will need: accumulators, two k-blocks of fragments, and the rest."""
+def registers_per_thread(p: GemmProblem, c: GemmConfig) -> int:
+    """About what the compiler will need: accumulators, two k-blocks of fragments, narrow loads, and the rest."""
     warp_m, warp_n = c.warp_tile
-    accumulators = warp_m * warp_n // 32 // (2 if accumulate == "fp16" else 1)
+    accumulators = warp_m * warp_n // 32 // (2 if p.accumulate == "fp16" else 1)
     fragments = 2 * (warp_m + warp_n) * 16 * ELEMENT_BYTES // 4 // 32
-    return accumulators + fragments + OTHER_REGISTERS
+    # Vectors of one or two elements are many, and each has an address and a mask: 22 configs an alignment, sm_90a.
+    sides = zip((c.tile_m, c.tile_n), p.sides(), strict=True)
+    vectors = sum(tile * c.tile_k // side.align // c.threads for tile, side in sides if side.align <= 2)
+    return accumulators + fragments + 2 * vectors + OTHER_REGISTERS
 
 
 def divides(rows: int, columns: int, along_columns: bool, align: int, threads: int) -> bool:

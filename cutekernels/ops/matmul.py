@@ -193,8 +193,8 @@ def _first(
     as_they_are = all(canonical(t) is t and t.dim() == result.dim() for t in operands) and (
         bias is None or bias.is_contiguous()
     )
-    # A C that may be out itself is looked at each time.
-    fresh = out is None or c is None
+    # A C that may be out itself is looked at each time, and copies are made each time.
+    fresh = (out is None or c is None) and not any(worth_copying(a, b))
     if (
         result.is_cuda
         and result.get_device() == torch.cuda.current_device()
@@ -269,6 +269,32 @@ def alignment(t: Tensor) -> int:
         if i != t.dim() + along:
             bits |= t.stride(i)
     return bits & -bits
+
+
+# Copying an operand moves a few bytes per element; loading it element by element costs the whole product a multiple.
+# 4095^3 bf16 on an H200: 2395 us without copies, where cuBLAS takes 907 (2026-11-21).
+_COPY_FROM = 2**28  # products M*N*K from which copies pay
+_COPY_EXTENT = 128  # and the least M and N: below, the operands are most of the traffic
+
+
+def worth_copying(a: Tensor, b: Tensor) -> tuple[bool, bool]:
+    """Which canonical operands to copy into aligned rows first, because their own would slow a large product."""
+    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+    narrow = alignment(a) < WIDEST, alignment(b) < WIDEST
+    if not any(narrow) or m * n * k < _COPY_FROM or min(m, n) < _COPY_EXTENT:
+        return False, False
+    return (True, True) if k % WIDEST else narrow  # a K that grows, grows in both
+
+
+def k_contiguous(t: Tensor) -> Tensor:
+    """A copy of ``([B,] rows, K)`` with K contiguous and grown to a multiple of 8 with zeros, which change no sum."""
+    if t.dim() == 3 and t.stride(0) == 0:
+        return k_contiguous(t[0]).expand(t.shape[0], -1, -1)
+    k = t.shape[-1]
+    copy = t.new_empty((*t.shape[:-1], -(-k // WIDEST) * WIDEST))
+    copy[..., :k] = t
+    copy[..., k:] = 0
+    return copy
 
 
 def canonical(t: Tensor) -> Tensor:
@@ -361,6 +387,8 @@ def _run(
     if out.numel() == 0:
         return
     a, b, c = canonical(a), canonical(b), None if c is None else canonical(c)
+    copied = worth_copying(a, b)
+    a, b = (k_contiguous(a) if copied[0] else a), (k_contiguous(b.mT).mT if copied[1] else b)
     target = (
         out
         if out.stride(-1) == 1 or out.stride(-2) == 1
