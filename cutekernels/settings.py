@@ -31,6 +31,7 @@ class Settings:
     database_url: str
     cache_dir: Path
     log_level: int
+    database_named: bool  # whether the environment names one; the default need not exist
 
     @property
     def database_path(self) -> Path | None:
@@ -51,7 +52,8 @@ def load() -> Settings:
     level = os.environ.get(LOG_VARIABLE, "warning").lower()
     if level not in _LEVELS:
         raise ValueError(f"{LOG_VARIABLE} must be one of {', '.join(_LEVELS)}; it is {level!r}")
-    return Settings(database_url(database), Path(cache).expanduser().absolute(), _LEVELS[level])
+    named = bool(os.environ.get(DB_VARIABLE))
+    return Settings(database_url(database), Path(cache).expanduser().absolute(), _LEVELS[level], named)
 
 
 def _xdg(variable: str, below_home: str) -> Path:

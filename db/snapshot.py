@@ -105,6 +105,8 @@ def _database(gpu: str, url: str | None) -> list[tuple[tuple[str, int], Winner]]
         place = settings.load().database_url if url is None else settings.database_url(url)
         shown = re.sub(r"(?<=:)[^:@/]*(?=@)", "***", place)  # a password has no place in a log
         path = sqlite.path_of(place)
+        if url is None and path is not None and not path.exists() and not settings.load().database_named:
+            return []  # nobody tuned yet, which is how everybody begins
         rows = _read_postgres(place, gpu) if path is None else _read_sqlite(path, gpu)
     except (StoreError, sqlite3.Error, OSError, ValueError, RuntimeError, ImportError) as error:
         # ValueError: a bad setting or URL; RuntimeError: no home directory; ImportError: no PostgreSQL driver.

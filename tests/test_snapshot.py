@@ -343,3 +343,15 @@ def test_rows_of_the_wrong_type_are_skipped_with_one_line(path: Path, caplog: py
 def test_the_known_schema_is_a_number_that_sorts() -> None:
     assert migrations.HEAD.isdigit()
     assert len(migrations.HEAD) == 4
+
+
+def test_nobody_tuned_yet_is_nothing_to_warn_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("CUTEKERNELS_DB")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert snapshot.load("l4").table == {}
+    assert not caplog.records
+    monkeypatch.setenv("CUTEKERNELS_DB", str(tmp_path / "named.db"))
+    assert snapshot.load("l4").table == {}
+    assert "there is none" in caplog.text
