@@ -122,7 +122,7 @@ def nvidia_example(file: Path) -> Contender:
 def _nvidia(file: Path, case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     if (case.alpha, case.beta) != (1.0, 0.0):
         raise Absent("the example has neither alpha nor beta")
-    import cuda.bindings.driver as cuda
+    import cuda.bindings.driver as cuda  # type: ignore[import-untyped]
     import cutlass
     import cutlass.cute as cute
     from cutlass.cute.runtime import from_dlpack

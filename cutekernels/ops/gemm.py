@@ -261,14 +261,14 @@ class Gemm(Op[GemmProblem, GemmConfig]):
             barrier = 0.08 * (1.8 if c.stages == 2 else 1.0) / min(together, 2)
             step = max(multiply, fetch) + barrier
             fixed = 0.8 / min(together, 2) + 2.7e-4 * c.tile_m * c.tile_n * together
-            return k_tiles * max(step, _LATENCY_US / (c.stages - 1)) + fixed
+            return float(k_tiles * max(step, _LATENCY_US / (c.stages - 1)) + fixed)
 
         full, rest = divmod(tiles, gpu.sm_count * c.ctas_per_sm)
         busy = full * wave_us(c.ctas_per_sm) + (wave_us(-(-rest // gpu.sm_count)) if rest else 0.0)
         # Little's law: what is in flight bounds the bandwidth.
         in_flight = min(tiles, gpu.sm_count * c.ctas_per_sm) * (c.stages - 1) * stage_bytes
         bytes_per_us = min(0.92 * gpu.dram_gbps * 1e3, in_flight / _DRAM_LATENCY_US)
-        return _LAUNCH_US + max(busy, self.work(p).bytes / bytes_per_us)
+        return float(_LAUNCH_US + max(busy, self.work(p).bytes / bytes_per_us))
 
     # -- kernel
 
