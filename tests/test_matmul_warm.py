@@ -110,6 +110,19 @@ def test_another_problem_is_another_entry(warmed: Callable[..., None], other: Ca
     assert not calls
 
 
+def test_c_is_read_warm_beside_out_or_in_its_place_and_nowhere_else(warmed: Callable[..., None]) -> None:
+    a, b, memory = randn(4, 8), randn(8, 6), randn(9, 6)
+    out, c = memory[:4], memory[4:8]
+    calls: list[tuple[Any, ...]] = []
+    warmed(lambda *args: calls.append(args), a, b, c=c, beta=2.0, out=out)
+    for third in (c, out, memory[:4], c.clone()):
+        assert ck.gemm(a, b, third, beta=2.0, out=out) is out
+        assert calls.pop()[3] is third
+    with pytest.raises(UnsupportedProblem, match="out overlaps c"):
+        ck.gemm(a, b, memory[1:5], beta=2.0, out=out)
+    assert not calls
+
+
 def test_gradients_and_modes_leave_the_warm_path(warmed: Callable[..., None]) -> None:
     a, b = randn(4, 8), randn(8, 6)
     calls: list[Any] = []

@@ -114,6 +114,7 @@ def gemm(
                     (at + span <= at_a or at_a + span_a <= at)
                     and (at + span <= at_b or at_b + span_b <= at)
                     and (bias is None or relation(out, bias) == "apart")
+                    and (c is None or c is out or relation(out, c) != "overlap")
                 ):
                     launch(out, a, b, c, bias, alpha, beta)
                     _increment_version((out,))
@@ -193,14 +194,13 @@ def _first(
     as_they_are = all(canonical(t) is t and t.dim() == result.dim() for t in operands) and (
         bias is None or bias.is_contiguous()
     )
-    # A C that may be out itself is looked at each time, and copies are made each time.
-    fresh = (out is None or c is None) and not any(worth_copying(a, b))
+    copies = any(worth_copying(a, b))  # made each time
     if (
         result.is_cuda
         and result.get_device() == torch.cuda.current_device()
         and result.numel()
         and as_they_are
-        and fresh
+        and not copies
     ):
         if len(_warm) >= _WARM_ENTRIES:
             _warm.clear()
