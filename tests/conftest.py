@@ -31,3 +31,14 @@ def _own_database_and_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("CUTEKERNELS_DB", str(tmp_path / "tuned.db"))
     monkeypatch.setenv("CUTEKERNELS_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CUTEKERNELS_LOG", raising=False)
+
+
+@pytest.fixture
+def shipped(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder that stands in for ``db/shipped``: what we ship changes, a test's expectations do not."""
+    from cutekernels.db import snapshot
+
+    folder = tmp_path_factory.mktemp("package") / "shipped"
+    folder.mkdir()
+    monkeypatch.setattr(snapshot, "files", lambda package: folder.parent)
+    return folder

@@ -30,6 +30,8 @@ from cutekernels.db import engine, migrations, models, snapshot
 from cutekernels.db.store import Environment, ImportReport, Store, Trial
 from cutekernels.errors import StoreError
 
+pytestmark = pytest.mark.usefixtures("shipped")
+
 PROBLEM = "m=16 n=64 k=32"
 
 

@@ -21,21 +21,14 @@ from cutekernels.db import migrations, snapshot, sqlite
 from cutekernels.db.snapshot import Winner
 from cutekernels.db.store import Store, Trial
 
+pytestmark = pytest.mark.usefixtures("shipped")
+
 PROBLEM = "m=16 n=64 k=32"
 
 
 @pytest.fixture(autouse=True)
 def _nothing_said_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "_said", set())
-
-
-@pytest.fixture(autouse=True)
-def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder that stands in for ``db/shipped``: what we ship changes, these tests do not."""
-    folder = tmp_path / "package" / "shipped"
-    folder.mkdir(parents=True)
-    monkeypatch.setattr(snapshot, "files", lambda package: folder.parent)
-    return folder
 
 
 @pytest.fixture
