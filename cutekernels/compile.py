@@ -15,7 +15,6 @@ import hashlib
 import importlib
 import json
 import os
-import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cutekernels import settings
-from cutekernels.backends import Artifact, Facts
+from cutekernels.backends import Artifact, Facts, own_directory
 from cutekernels.environment import package_version
 from cutekernels.errors import CompileError
 
@@ -99,22 +98,8 @@ def directory() -> Path:
         CompileError: it belongs to someone else, or others may write to it.
     """
     root = settings.load().cache_dir
-    path = root / "objects"
-    for place in (root, path):  # whoever may write to the first could put another in the place of the second
-        try:
-            place.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = place.stat()
-        except OSError as error:
-            raise CompileError(
-                f"the kernel cache {place} cannot be used: {error}; set {settings.CACHE_VARIABLE}"
-            ) from error
-        if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise CompileError(
-                f"the kernel cache {place} must be this user's own and closed to others (0700), since its objects "
-                f"are run; it has owner {status.st_uid} and mode {stat.S_IMODE(status.st_mode):o}. "
-                f"chmod it or set {settings.CACHE_VARIABLE}"
-            )
-    return path
+    own_directory(root)  # whoever may write here could put another directory in the place of the next
+    return own_directory(root / "objects")
 
 
 def _backend(name: str) -> type[Artifact]:

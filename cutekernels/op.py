@@ -128,9 +128,6 @@ class Problem(_Record):
             elif type(value) is not int or value < 0:
                 raise UnsupportedProblem(f"{f.name} is an extent, a whole number from 0 up; it is {value!r}")
 
-    def __str__(self) -> str:  # dataclass would otherwise leave the mixin's in place; stated for readers
-        return _Record.__str__(self)
-
     @classmethod
     def parse(cls, text: str) -> Self:
         """The problem ``text`` describes. Raises UnsupportedProblem for an unknown field or value."""

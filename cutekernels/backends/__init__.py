@@ -6,11 +6,16 @@ knows neither DSL.
 
 from __future__ import annotations
 
+import os
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+
+from cutekernels import settings
+from cutekernels.errors import CompileError
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +25,26 @@ class Facts:
     registers: int
     stack_bytes: int  # local memory: spills and run-time-indexed arrays
     smem_bytes: int
+
+
+def own_directory(path: Path) -> Path:
+    """``path``, created 0700 if missing: a place for compiled objects, which are run, so it is this user's alone.
+
+    Raises:
+        CompileError: it cannot be used, belongs to someone else, or others may write to it.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.stat()
+    except OSError as error:
+        raise CompileError(f"the kernel cache {path} cannot be used: {error}; set {settings.CACHE_VARIABLE}") from error
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise CompileError(
+            f"the kernel cache {path} must be this user's own and closed to others (0700), since its objects "
+            f"are run; it has owner {status.st_uid} and mode {stat.S_IMODE(status.st_mode):o}. "
+            f"chmod it or set {settings.CACHE_VARIABLE}"
+        )
+    return path
 
 
 class Artifact(ABC):

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cutekernels import settings
-from cutekernels.backends import Artifact, Facts
+from cutekernels.backends import Artifact, Facts, own_directory
 from cutekernels.backends.cubin import resource_usage
 from cutekernels.errors import CompileError
 from cutekernels.gpu import ARCHITECTURES, GpuSpec
@@ -151,19 +150,7 @@ class Recipe:
 
 def _directory() -> Path:
     """Where Triton keeps its binaries, created 0700. CompileError where they could be someone else's."""
-    path = settings.load().cache_dir / "triton"
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.stat()
-    except OSError as error:
-        raise CompileError(f"Triton's cache {path} cannot be used: {error}; set {settings.CACHE_VARIABLE}") from error
-    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise CompileError(
-            f"Triton's cache {path} must be this user's own and closed to others (0700), since its binaries are run; "
-            f"it has owner {status.st_uid} and mode {stat.S_IMODE(status.st_mode):o}. "
-            f"chmod it or set {settings.CACHE_VARIABLE}"
-        )
-    return path
+    return own_directory(settings.load().cache_dir / "triton")
 
 
 @contextmanager

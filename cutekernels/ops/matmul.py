@@ -83,7 +83,7 @@ def gemm(
                 a.requires_grad
                 or b.requires_grad
                 or (out is not None and out.requires_grad)
-                or (not c is bias is None and _wants_gradient(c, bias))
+                or ((c is not None or bias is not None) and _wants_gradient(c, bias))
             )
         )
         and not _dispatch_modes()
@@ -99,9 +99,9 @@ def gemm(
                 bits = (at_a | at_b) & 15
                 key = a.shape, a.stride(), b.shape, b.stride(), a.dtype, bits, activation, accumulate, rare
                 launch, _, _, _, shape = _warm[key]
-                out = a.new_empty(shape)
-                launch(out, a, b, c, bias, alpha, beta)
-                return out
+                fresh = a.new_empty(shape)
+                launch(fresh, a, b, c, bias, alpha, beta)
+                return fresh
             if type(out) is Tensor:
                 at = out.data_ptr()
                 bits = (at_a | at_b | at) & 15
@@ -121,7 +121,7 @@ def gemm(
                     return out
         except KeyError:
             return _first(key, a, b, c, alpha, beta, bias, activation, accumulate, out, config)
-        except (ValueError, TypeError, RuntimeError):
+        except (ValueError, TypeError, RuntimeError, BufferError):
             # What the key leaves out, the launch checks (b's extents and dtype, out's dtype, devices): the
             # general path says what is wrong. It also takes tensors without an address.
             pass
