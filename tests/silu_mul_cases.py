@@ -1,8 +1,7 @@
 """What the tests of ``silu_mul`` share: a judge, arrangements of operands, and cases for Triton's interpreter.
 
 Triton decides at decoration time whether a kernel is interpreted, so interpreted cases run in a child process:
-this file as a script, with TRITON_INTERPRET=1, cases as JSON on stdin and one reply each on stdout. What the child
-runs is the op's own ``build`` and ``bind``; only the compiler between them is replaced.
+this file as a script, cases as JSON on stdin and one reply each on stdout (see ``interpreted.py``).
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from interpreted import H200, interpret
 from torch import Tensor
 
-from cutekernels import gpu
-from cutekernels.ops.activations import SILU_MUL, SILU_MUL_BACKWARD, SiluMulConfig, SiluMulProblem
+from cutekernels.ops.activations import SILU_MUL, SILU_MUL_BACKWARD, SiluMulProblem
 
 OPS = {op.name: op for op in (SILU_MUL, SILU_MUL_BACKWARD)}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-H200 = gpu.lookup("h200")
 
 
 # ---- the judge ------------------------------------------------------------------------------------------
@@ -103,36 +101,6 @@ def operands(
 # ---- the child process ----------------------------------------------------------------------------------
 
 
-def interpret(
-    op_name: str, results: list[Tensor], inputs: list[Tensor], config: str | None, edit: dict[str, int]
-) -> str:
-    """Runs the op's kernel on CPU tensors; ``edit`` changes run-time arguments, to plant bugs. Returns the problem."""
-    from cutekernels.backends import triton as backend
-    from cutekernels.kernels.triton import activations as kernels
-
-    op = OPS[op_name]
-    problem = op.problem(*results, *inputs)
-    chosen = op.default(problem, H200) if config is None else SiluMulConfig.parse(config)
-    op.check(problem, chosen, H200)
-    built: dict[str, Any] = {}
-    backend.compile_kernel = lambda fn, **given: built.update(given)  # type: ignore[assignment]
-    op.build(problem, chosen, H200)
-    tensors = {t.data_ptr(): t.as_strided((1,), (1,)) for t in (*results, *inputs)}
-
-    def kernel(grid: tuple[int, int, int], *args: Any) -> None:
-        names = dict(zip(built["signature"], args, strict=False))
-        for name, value in built["constexprs"].items():  # what was promised must be what is passed
-            assert name not in names or names[name] == value or problem.rows == 1, (name, names[name], value)
-        for name, divisor in built["divisible"].items():
-            assert names[name] % divisor == 0 or (name.endswith("_row") and problem.rows == 1), (name, names[name])
-        names = {n: v + edit.get(n, 0) for n, v in names.items()} | built["constexprs"]
-        names |= {n: tensors[v] for n, v in names.items() if n.endswith("_ptr")}
-        getattr(kernels, op_name)[grid](**names, num_warps=chosen.warps)
-
-    op.bind(problem, chosen, kernel)(*results, *inputs)
-    return str(problem)
-
-
 def child_case(case: dict[str, Any]) -> dict[str, Any]:
     if "values" in case:
         results = [
@@ -140,13 +108,13 @@ def child_case(case: dict[str, Any]) -> dict[str, Any]:
         ]
         inputs = [torch.ones_like(results[0]) for _ in OPS[case["op"]].inputs]
         inputs[-2].copy_(torch.tensor([float(v) for v in case["values"]]))
-        interpret(case["op"], results, inputs, None, {})
+        interpret(OPS[case["op"]], results, inputs)
         return {"results": [[str(v) for v in r.tolist()] for r in results]}
     results, inputs, memory = operands(case["kind"], case["op"], case["rows"], case["cols"], DTYPES[case["dtype"]])
     if case.get("inplace"):
         results = [inputs[-2], *results[1:]]
     exact = truth(case["op"], inputs)
-    problem = interpret(case["op"], results, inputs, case.get("config"), case.get("edit", {}))
+    problem = interpret(OPS[case["op"]], results, inputs, config=case.get("config"), edit=case.get("edit"))
     outside = True
     for view, whole in zip(results, memory, strict=True):
         if not case.get("inplace"):

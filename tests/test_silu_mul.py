@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -20,6 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import silu_mul_cases
+from interpreted import replies
 from silu_mul_cases import AT_THE_ROOT, CASES, DTYPES, H200, OPS, PLANTED, ROOT, SPECIAL, VALUES, error_ratio, truth
 
 from cutekernels import gpu
@@ -32,18 +29,7 @@ from cutekernels.ops.activations import SILU_MUL, SILU_MUL_BACKWARD, SiluMulConf
 def interpreted() -> dict[str, dict[str, Any]]:
     """What the child says of every case above."""
     cases = {**CASES, **SPECIAL, **PLANTED, **AT_THE_ROOT}
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run(
-        [sys.executable, silu_mul_cases.__file__],
-        input=json.dumps(list(cases.values())),
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(zip(cases, json.loads(done.stdout), strict=True))
+    return dict(zip(cases, replies(silu_mul_cases.__file__, list(cases.values())), strict=True))
 
 
 # ---- kernels, interpreted -------------------------------------------------------------------------------
@@ -313,7 +299,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SiluMulProblem]]:
 
 
 def run(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
-    return calls.run(SILU_MUL, None if out is None else (out,), (gate, up), None)[0]
+    return calls.run(SILU_MUL, None if out is None else (out,), (gate, up))[0]
 
 
 def test_launch_poses_what_it_launches(launches: list[SiluMulProblem]) -> None:

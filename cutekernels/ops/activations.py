@@ -15,14 +15,13 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain
-from cutekernels.ops.calls import GPU_DTYPES, WIDEST_BYTES, ElementwiseOp, check_operands, check_overlap, run
+from cutekernels.ops import calls
+from cutekernels.ops.calls import DTYPE_NAMES, GPU_DTYPES, WIDEST_BYTES, ElementwiseOp, present
 from cutekernels.ops.strides import matrix
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
-
-_NAMES = {dtype: name for name, dtype in GPU_DTYPES.items()}
 
 
 # ---- declarations ---------------------------------------------------------------------------------------
@@ -94,13 +93,13 @@ class _SiluMulOp(ElementwiseOp[SiluMulProblem, SiluMulConfig]):
     Config = SiluMulConfig
     flops_per_element: ClassVar[int]
 
-    def problem(self, *operands: Tensor) -> SiluMulProblem:
-        """Reads the problem off the operands that a launch takes, in any order. Raises UnsupportedProblem."""
-        dtype = operands[0].dtype
-        if dtype not in _NAMES:
-            raise UnsupportedProblem(f"{self.name} on a GPU takes {', '.join(_NAMES.values())}; got {dtype}")
+    def problem(self, *operands: Tensor | None, **options: Any) -> SiluMulProblem:
+        given = present(operands)
+        dtype = given[0].dtype
+        if dtype not in DTYPE_NAMES:
+            raise UnsupportedProblem(f"{self.name} on a GPU takes {', '.join(DTYPE_NAMES.values())}; got {dtype}")
         matrices = []
-        for t in operands:
+        for t in given:
             m = matrix(t.shape, t.stride())
             if m is None:
                 raise UnsupportedProblem(
@@ -110,12 +109,12 @@ class _SiluMulOp(ElementwiseOp[SiluMulProblem, SiluMulConfig]):
             matrices.append(m)
         rows, cols = matrices[0][:2]
         if any(col_stride != 1 for *_, col_stride in matrices):
-            return SiluMulProblem(rows, cols, _NAMES[dtype], "strided")
+            return SiluMulProblem(rows, cols, DTYPE_NAMES[dtype], "strided")
         dense = rows == 1 or all(pitch == cols for _, _, pitch, _ in matrices)
         bits = WIDEST_BYTES
-        for t, (_, _, pitch, _) in zip(operands, matrices, strict=True):
+        for t, (_, _, pitch, _) in zip(given, matrices, strict=True):
             bits |= t.data_ptr() | (0 if dense else pitch * dtype.itemsize)
-        return SiluMulProblem(rows, cols, _NAMES[dtype], "dense" if dense else "rows", bits & -bits)
+        return SiluMulProblem(rows, cols, DTYPE_NAMES[dtype], "dense" if dense else "rows", bits & -bits)
 
     def why_not(self, p: SiluMulProblem, c: SiluMulConfig, gpu: GpuSpec) -> str | None:
         threads = 32 * c.warps
@@ -288,10 +287,13 @@ class SiluMul(_SiluMulOp):
     )
     results = ("out",)
     inputs = ("gate", "up")
+    schema = "Tensor gate, Tensor up"
     flops_per_element = 5
 
-    def reference(self, p: SiluMulProblem, *args: Tensor) -> tuple[Tensor, ...]:
-        return (_reference(*args),)
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        gate, up = args
+        wide = torch.float32 if gate.dtype.itemsize == 2 else torch.float64
+        return ((torch.nn.functional.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype),)
 
 
 class SiluMulBackward(_SiluMulOp):
@@ -310,31 +312,22 @@ class SiluMulBackward(_SiluMulOp):
     )
     results = ("dgate", "dup")
     inputs = ("dout", "gate", "up")
+    schema = "Tensor dout, Tensor gate, Tensor up"
     flops_per_element = 11
 
-    def reference(self, p: SiluMulProblem, *args: Tensor) -> tuple[Tensor, ...]:
-        return _reference_backward(*args)
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        # fp64 throughout: dgate crosses zero near gate = -1.278, where fp32 would leave nothing but its own error.
+        dout, gate, up = args
+        d, g, u = dout.double(), gate.double(), up.double()
+        s = torch.sigmoid(g)
+        return (d * u * (s * (1 + g * (1 - s)))).to(gate.dtype), (d * (g * s)).to(up.dtype)
 
 
 SILU_MUL = SiluMul()
 SILU_MUL_BACKWARD = SiluMulBackward()
 
 
-def _reference(gate: Tensor, up: Tensor) -> Tensor:
-    wide = torch.float32 if gate.dtype.itemsize == 2 else torch.float64
-    return (torch.nn.functional.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
-
-
-def _reference_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    # fp64 throughout: dgate crosses zero near gate = -1.278, where fp32 would leave nothing but its own error.
-    d, g, u = dout.double(), gate.double(), up.double()
-    s = torch.sigmoid(g)
-    return (d * u * (s * (1 + g * (1 - s)))).to(gate.dtype), (d * (g * s)).to(up.dtype)
-
-
 # ---- the function ---------------------------------------------------------------------------------------
-
-_PLAIN_TENSORS = frozenset([Tensor, torch.nn.Parameter])
 
 
 def silu_mul(
@@ -359,99 +352,26 @@ def silu_mul(
             overlaps an input or itself, ``out`` together with gradients.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    # The direct path: nobody is tracing, differentiating, vectorizing or intercepting. Costs 1 µs, saves 5.
-    if (
-        not torch.compiler.is_compiling()
-        and type(gate) in _PLAIN_TENSORS
-        and type(up) in _PLAIN_TENSORS
-        and gate.is_cuda
-        and (out is None or type(out) in _PLAIN_TENSORS)
-        and not (torch.is_grad_enabled() and _wants_gradient(gate, up, out))
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-    ):
+    if calls.direct(gate, up, out):
         if out is None:
-            return run(SILU_MUL, None, (gate, up), config)[0]
+            return calls.run(SILU_MUL, None, (gate, up), config=config)[0]
         torch.autograd.graph.increment_version(out)
-        return run(SILU_MUL, (out,), (gate, up), config)[0]
+        return calls.run(SILU_MUL, (out,), (gate, up), config=config)[0]
     text = None if config is None else str(config)
     if out is None:
         return torch.ops.cutekernels.silu_mul(gate, up, text)  # type: ignore[no-any-return]
-    if torch.is_grad_enabled() and _wants_gradient(gate, up, out):
-        raise UnsupportedProblem("out= is not differentiable: leave it out, or call under torch.no_grad()")
+    calls.refuse_gradient(gate, up, out)
     torch.ops.cutekernels.silu_mul_out(gate, up, out, text)
     return out
-
-
-def _wants_gradient(gate: Tensor, up: Tensor, out: Tensor | None) -> bool:
-    return gate.requires_grad or up.requires_grad or (out is not None and out.requires_grad)
 
 
 # ---- torch.library --------------------------------------------------------------------------------------
 
 
 def register(library: torch.library.Library) -> None:
-    """Defines the ops in ``library`` (namespace "cutekernels"): schemas, GPU and CPU, fakes, autograd."""
-    define: Callable[[str], object] = library.define  # torch leaves both untyped
-    implement: Callable[[str, Callable[..., object], str], object] = library.impl
-    define("silu_mul(Tensor gate, Tensor up, str? config=None) -> Tensor")
-    define("silu_mul_out(Tensor gate, Tensor up, Tensor(a!) out, str? config=None) -> ()")
-    define("silu_mul_backward(Tensor dout, Tensor gate, Tensor up) -> (Tensor, Tensor)")
-    implement("silu_mul", _forward_cuda, "CUDA")
-    implement("silu_mul", _forward_cpu, "CPU")
-    implement("silu_mul_out", _out_cuda, "CUDA")
-    implement("silu_mul_out", _out_cpu, "CPU")
-    implement("silu_mul_backward", _backward_cuda, "CUDA")
-    implement("silu_mul_backward", _backward_cpu, "CPU")
-    torch.library.register_fake("cutekernels::silu_mul", _forward_fake, lib=library)
-    torch.library.register_fake("cutekernels::silu_mul_out", _out_fake, lib=library)
-    torch.library.register_fake("cutekernels::silu_mul_backward", _backward_fake, lib=library)
-    torch.library.register_autograd("cutekernels::silu_mul", _autograd, setup_context=_remember, lib=library)
-    torch.library.register_autograd("cutekernels::silu_mul_backward", _no_second_gradient, lib=library)
-
-
-def _forward_cuda(gate: Tensor, up: Tensor, config: str | None = None) -> Tensor:
-    return run(SILU_MUL, None, (gate, up), config)[0]
-
-
-def _forward_cpu(gate: Tensor, up: Tensor, config: str | None = None) -> Tensor:
-    check_operands(SILU_MUL, (gate, up))
-    return _reference(gate, up).contiguous()
-
-
-def _forward_fake(gate: Tensor, up: Tensor, config: str | None = None) -> Tensor:
-    check_operands(SILU_MUL, (gate, up))
-    return gate.new_empty(gate.shape)
-
-
-def _out_cuda(gate: Tensor, up: Tensor, out: Tensor, config: str | None = None) -> None:
-    run(SILU_MUL, (out,), (gate, up), config)
-
-
-def _out_cpu(gate: Tensor, up: Tensor, out: Tensor, config: str | None = None) -> None:
-    check_operands(SILU_MUL, (gate, up), (out,))
-    check_overlap((out,), (gate, up))
-    out.copy_(_reference(gate, up))
-
-
-def _out_fake(gate: Tensor, up: Tensor, out: Tensor, config: str | None = None) -> None:
-    check_operands(SILU_MUL, (gate, up), (out,))
-
-
-def _backward_cuda(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    dgate, dup = run(SILU_MUL_BACKWARD, None, (dout, gate, up), None)
-    return dgate, dup
-
-
-def _backward_cpu(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    check_operands(SILU_MUL_BACKWARD, (dout, gate, up))
-    dgate, dup = _reference_backward(dout, gate, up)
-    return dgate.contiguous(), dup.contiguous()
-
-
-def _backward_fake(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    check_operands(SILU_MUL_BACKWARD, (dout, gate, up))
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+    """Defines the ops of this file in ``library``, with their gradients."""
+    calls.register(library, SILU_MUL, backward=_silu_mul_gradient, setup_context=_remember)
+    calls.register(library, SILU_MUL_BACKWARD)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -459,9 +379,5 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(gate, up)
 
 
-def _autograd(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, None]:
+def _silu_mul_gradient(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, None]:
     return (*torch.ops.cutekernels.silu_mul_backward(dout, *ctx.saved_tensors), None)
-
-
-def _no_second_gradient(ctx: Any, *grads: Tensor) -> None:
-    raise UnsupportedProblem("silu_mul is differentiable once; for second derivatives use torch's silu and mul")

@@ -1,36 +1,86 @@
-"""From a call's tensors to a launch, for ops whose operands share one shape, dtype and device.
+"""From a call's tensors to a launch, for ops whose kernels are Triton's: what every such op would write alike.
 
-Checks, outputs, copies, aliasing and the device guard. What shapes, strides and types imply, the plan included,
-is remembered: the warm path is one dict lookup.
+An op says what is special about it (:class:`TensorOp`); :func:`run` is the way to the GPU, :func:`register` the way
+to ``torch.ops.cutekernels``, :func:`direct` tells a public function which of the two a call may take. What shapes,
+strides and types imply, the plan included, is remembered: the warm path is one dict lookup.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import C, Op, P
+from cutekernels.op import C, Op, P, Scalar
 from cutekernels.ops.strides import matrix, overlaps_itself, relation, span_bytes
 
 GPU_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPE_NAMES = {dtype: name for name, dtype in GPU_DTYPES.items()}
 WIDEST_BYTES = 16  # one thread's widest access; what alignment beyond is worth nothing
 
 
-class ElementwiseOp(Op[P, C]):
-    """An op over tensors of one shape. ``results`` and ``inputs`` name its launch's operands in order."""
+# ---- what an op declares --------------------------------------------------------------------------------
+
+
+class TensorOp(Op[P, C]):
+    """An op called with tensors, compile-time options and run-time numbers, in this order.
+
+    Its launch takes ``(*results, *inputs, *scalars)``; an absent optional tensor is None. ``options`` are fields of
+    its Problem. ``schema`` is what follows the name in torch's: ``"Tensor x, Tensor? weight, bool offset, float
+    eps"``, the inputs, options and scalars by their names.
+    """
 
     results: ClassVar[tuple[str, ...]]
     inputs: ClassVar[tuple[str, ...]]
+    options: ClassVar[tuple[str, ...]] = ()
+    scalars: ClassVar[tuple[str, ...]] = ()
+    schema: ClassVar[str]
+    in_place: ClassVar[bool] = True
+    """Whether a result may be an input itself, element upon element. No other overlap is ever allowed."""
+    flattens: ClassVar[bool] = True
+    """Whether kernels see matrices: an operand whose leading dimensions no single stride walks is then copied."""
 
-    def problem(self, *operands: Tensor) -> P:
-        """Reads the problem off the operands of a launch. Raises UnsupportedProblem."""
-        raise NotImplementedError
+    @abstractmethod
+    def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
+        """Raises UnsupportedProblem for operands that pose no problem. Asked on the CPU and of fakes too."""
+
+    @abstractmethod
+    def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
+        """New results, contiguous, on the inputs' device (meta included)."""
+
+    @abstractmethod
+    def problem(self, *operands: Tensor | None, **options: Any) -> P:
+        """Reads the problem off a launch's ``(*results, *inputs)``. Raises UnsupportedProblem."""
+
+    @abstractmethod
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        """The mathematics in plain PyTorch on ``(*inputs, *scalars)``: in fp32 or better, rounded once."""
+
+    def reference(self, p: P, *args: Any) -> tuple[Tensor, ...]:
+        return self.evaluate(*args, **{name: getattr(p, name) for name in self.options})
+
+
+class ElementwiseOp(TensorOp[P, C]):
+    """An op over tensors of one shape, dtype and device."""
+
+    def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
+        first, *rest = present(inputs)
+        check_dtype(self, first)
+        check_alike(self, first, [*rest, *results])
+        check_results(results)
+
+    def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
+        first = present(inputs)[0]
+        return tuple([first.new_empty(first.shape) for _ in self.results])
+
+
+# ---- the way to the GPU ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,112 +98,273 @@ dispatch.on_reload(_CALLS.clear)
 
 
 def run(
-    op: ElementwiseOp[P, C], results: tuple[Tensor, ...] | None, inputs: tuple[Tensor, ...], config: C | str | None
+    op: TensorOp[P, C],
+    results: tuple[Tensor, ...] | None,
+    inputs: tuple[Tensor | None, ...],
+    *,
+    options: tuple[Scalar, ...] = (),
+    scalars: tuple[float, ...] = (),
+    config: C | str | None = None,
 ) -> tuple[Tensor, ...]:
-    """Checks, allocates and launches on the GPU that holds ``inputs``. Raises UnsupportedProblem."""
+    """Checks, allocates unless ``results`` are given, and launches on the GPU that holds ``inputs``.
+
+    Raises:
+        UnsupportedProblem: what ``op.admit`` and ``op.problem`` refuse, and results that overlap inputs.
+    """
     operands = inputs if results is None else (*results, *inputs)
-    facts: list[object] = [op.name, config]
+    facts: list[object] = [op.name, options, config]
     begins: list[int] = []
     bits = 0
     for t in operands:
-        facts += (t.shape, t.stride(), t.dtype, t.get_device())
-        begin = t.data_ptr()
-        begins.append(begin)
-        bits |= begin
+        if t is None:
+            facts.append(None)
+            begins.append(0)
+        else:
+            facts += (t.shape, t.stride(), t.dtype, t.get_device())
+            begin = t.data_ptr()
+            begins.append(begin)
+            bits |= begin
     facts.append(bits & (WIDEST_BYTES - 1))
     key = tuple(facts)
     call = _CALLS.get(key)
     if call is None:
         if len(_CALLS) >= _MAX_CALLS:
             _CALLS.clear()
-        call = _CALLS[key] = _admit(op, results, inputs, config)
+        call = _CALLS[key] = _first(op, results, inputs, dict(zip(op.options, options, strict=True)), config)
     if results is None:
-        first = inputs[0]
-        results = tuple([torch.empty(first.shape, dtype=first.dtype, device=first.device) for _ in op.results])
+        results = op.fresh(*inputs, **dict(zip(op.options, options, strict=True)))
     else:
-        _check_overlap(begins, call.spans, results, inputs)
+        _check_overlap(op, begins, call.spans, results, inputs)
     if call.launch is not None:
         if torch._C._cuda_getDevice() == call.device:
-            call.launch(*results, *inputs)
+            call.launch(*results, *inputs, *scalars)
         else:
             with torch.cuda.device(call.device):
-                call.launch(*results, *inputs)
+                call.launch(*results, *inputs, *scalars)
     return results
 
 
-def _admit(
-    op: ElementwiseOp[P, C], results: tuple[Tensor, ...] | None, inputs: tuple[Tensor, ...], config: C | str | None
+def _first(
+    op: TensorOp[P, C],
+    results: tuple[Tensor, ...] | None,
+    inputs: tuple[Tensor | None, ...],
+    options: dict[str, Scalar],
+    config: C | str | None,
 ) -> _Call:
     """Refuses what no kernel takes, reads the problem off the rest, and plans it."""
-    first, device = inputs[0], inputs[0].get_device()
-    check_operands(op, inputs, results or ())
-    spans = tuple(map(span_bytes, (*(results or ()), *inputs)))
-    if first.numel() == 0:
+    op.admit(inputs, results or (), **options)
+    given = present(inputs)
+    device = given[0].get_device()
+    spans = tuple([0 if t is None else span_bytes(t) for t in (*(results or ()), *inputs)])
+    if results is None:
+        results = op.fresh(*[None if t is None else _dense(t) for t in inputs], **options)
+    if all(t.numel() == 0 for t in results):
         return _Call(None, device, spans)
-    fresh = torch.empty(first.shape, dtype=first.dtype, device="meta")  # how an aligned contiguous tensor looks
-    operands = (*(results or [fresh] * len(op.results)), *inputs)
-    copied = [matrix(t.shape, t.stride()) is None for t in operands]
-    problem = op.problem(*[fresh if copy else t for t, copy in zip(operands, copied, strict=True)])
+    operands = (*results, *inputs)
+    copied = [op.flattens and t is not None and matrix(t.shape, t.stride()) is None for t in operands]
+    posed = [_dense(t) if copy and t is not None else t for t, copy in zip(operands, copied, strict=True)]
+    problem = op.problem(*posed, **options)
     with torch.cuda.device(device):
         launch = dispatch.plan(op, problem, device, config).launch
-    return _Call(_through_copies(launch, copied, len(op.results)) if any(copied) else launch, device, spans)
+    return _Call(_through_copies(launch, copied, len(results)) if any(copied) else launch, device, spans)
+
+
+def _dense(t: Tensor) -> Tensor:
+    """How an aligned contiguous copy of ``t`` looks, without its memory."""
+    return torch.empty(t.shape, dtype=t.dtype, device="meta")
 
 
 def _through_copies(launch: Callable[..., None], copied: list[bool], results: int) -> Callable[..., None]:
     """``launch`` with contiguous copies in the place of operands that are no matrix."""
 
-    def copying(*operands: Tensor) -> None:
-        places = [
-            t
-            if not copy
-            else torch.empty_like(t, memory_format=torch.contiguous_format)
-            if i < results
-            else t.contiguous()
-            for i, (t, copy) in enumerate(zip(operands, copied, strict=True))
-        ]
+    def copying(*args: Any) -> None:
+        places = list(args)
+        for i, copy in enumerate(copied):
+            if copy:
+                t = args[i]
+                places[i] = (
+                    torch.empty_like(t, memory_format=torch.contiguous_format) if i < results else t.contiguous()
+                )
         launch(*places)
-        for t, place in zip(operands[:results], places, strict=False):
+        for t, place in zip(args[:results], places, strict=False):
             if place is not t:
                 t.copy_(place)
 
     return copying
 
 
-def check_operands(op: ElementwiseOp[P, C], inputs: Sequence[Tensor], results: Sequence[Tensor] = ()) -> None:
-    """Refuses types no kernel takes, operands that differ, and results with two elements at one address."""
-    first = inputs[0]
-    allowed = [*GPU_DTYPES.values(), torch.float64] if first.device.type == "cpu" else list(GPU_DTYPES.values())
-    if first.dtype not in allowed:
+# ---- what an op's admit() is made of --------------------------------------------------------------------
+
+
+def present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    return [t for t in tensors if t is not None]
+
+
+def check_dtype(op: Op[Any, Any], t: Tensor) -> None:
+    """Refuses a type that no kernel takes."""
+    allowed = [*GPU_DTYPES.values(), torch.float64] if t.device.type == "cpu" else list(GPU_DTYPES.values())
+    if t.dtype not in allowed:
         names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
-        raise UnsupportedProblem(f"{op.name} on {first.device.type} takes {names}; got {first.dtype}")
-    for t in (*inputs[1:], *results):
-        for what in ("shape", "dtype", "device"):
-            if getattr(t, what) != getattr(first, what):
+        raise UnsupportedProblem(f"{op.name} on {t.device.type} takes {names}; got {t.dtype}")
+
+
+def check_alike(
+    op: Op[Any, Any], first: Tensor, others: Sequence[Tensor], what: Sequence[str] = ("shape", "dtype", "device")
+) -> None:
+    """Refuses operands that differ from ``first``."""
+    for t in others:
+        for name in what:
+            if getattr(t, name) != getattr(first, name):
                 raise UnsupportedProblem(
-                    f"{op.name} takes operands of one {what}; got {getattr(first, what)} and {getattr(t, what)}: "
+                    f"{op.name} takes operands of one {name}; got {getattr(first, name)} and {getattr(t, name)}: "
                     "expand or convert one explicitly"
                 )
+
+
+def check_results(results: Sequence[Tensor]) -> None:
+    """Refuses results with two elements at one address."""
     if any(map(overlaps_itself, results)):
         raise UnsupportedProblem("out= must not overlap itself: an expanded tensor has one address for many elements")
 
 
-def check_overlap(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Refuses results that share memory with an input other than element upon element."""
+def check_overlap(op: TensorOp[P, C], results: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> None:
+    """Refuses results that share memory with an input or with one another, but as ``op.in_place`` allows."""
     operands = (*results, *inputs)
-    _check_overlap([t.data_ptr() for t in operands], [span_bytes(t) for t in operands], results, inputs)
+    begins = [0 if t is None else t.data_ptr() for t in operands]
+    spans = [0 if t is None else span_bytes(t) for t in operands]
+    _check_overlap(op, begins, spans, results, inputs)
 
 
 def _check_overlap(
-    begins: Sequence[int], spans: Sequence[int], results: Sequence[Tensor], inputs: Sequence[Tensor]
+    op: TensorOp[P, C],
+    begins: Sequence[int],
+    spans: Sequence[int],
+    results: Sequence[Tensor],
+    inputs: Sequence[Tensor | None],
 ) -> None:
     n = len(results)
     for i in range(n):
         begin = begins[i]
         end = begin + spans[i]
-        for j in range(n, n + len(inputs)):
+        for j in range(i + 1, len(begins)):
             other = begins[j]
-            if begin < other + spans[j] and other < end and relation(results[i], inputs[j - n]) == "overlap":
-                raise UnsupportedProblem(
-                    "out= overlaps an input other than element upon element, so that inputs would be overwritten "
-                    "before they are read: write to memory of its own, or to the input itself"
-                )
+            if begin < other + spans[j] and other < end:
+                t = results[j] if j < n else inputs[j - n]
+                assert t is not None
+                found = relation(results[i], t)
+                if found == "overlap" or (found == "same" and (j < n or not op.in_place)):
+                    raise UnsupportedProblem(_OVERLAP[op.in_place])
+
+
+_OVERLAP = {
+    True: "out= overlaps an operand other than element upon element, so that inputs would be overwritten before they "
+    "are read: write to memory of its own, or to the input itself",
+    False: "out= overlaps an operand, which would be overwritten before it is read: write to memory of its own",
+}
+
+
+# ---- the way through torch ------------------------------------------------------------------------------
+
+_PLAIN_TENSORS = frozenset([Tensor, torch.nn.Parameter])
+
+
+def direct(*tensors: Tensor | None) -> bool:
+    """Whether a call may go straight to :func:`run`: on a GPU, nobody tracing, differentiating or intercepting it."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    grad = torch.is_grad_enabled()
+    for t in tensors:
+        if t is not None and (type(t) not in _PLAIN_TENSORS or not t.is_cuda or (grad and t.requires_grad)):
+            return False
+    return torch._C._functorch.peek_interpreter_stack() is None
+
+
+def refuse_gradient(*tensors: Tensor | None) -> None:
+    """For calls with ``out=``."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise UnsupportedProblem("out= is not differentiable: leave it out, or call under torch.no_grad()")
+
+
+def register(
+    library: torch.library.Library,
+    op: TensorOp[Any, Any],
+    *,
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., None] | None = None,
+) -> None:
+    """Defines ``op.name(schema, str? config=None) -> results`` and ``op.name + "_out"``, for GPU, CPU and fakes.
+
+    The second takes the results behind the inputs. Without ``backward`` a gradient is refused with a clear error.
+    """
+    define: Callable[[str], object] = library.define  # torch leaves both untyped
+    implement: Callable[[str, Callable[..., object], str], object] = library.impl
+    n, o = len(op.inputs), len(op.options)
+    r = len(op.results)
+
+    def tidy(results: tuple[Tensor, ...]) -> Any:
+        return results[0] if r == 1 else results
+
+    def split(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...], Any]:
+        tail = n + o + len(op.scalars)
+        return args[:n], args[n : n + o], args[n + o : tail], args[tail] if len(args) > tail else None
+
+    def admitted(args: tuple[Any, ...], results: tuple[Tensor, ...] = ()) -> dict[str, Any]:
+        options = dict(zip(op.options, args[n : n + o], strict=True))
+        op.admit(args[:n], results, **options)
+        return options
+
+    def cuda(*args: Any) -> Any:
+        inputs, options, scalars, config = split(args)
+        return tidy(run(op, None, inputs, options=options, scalars=scalars, config=config))
+
+    def cpu(*args: Any) -> Any:
+        options = admitted(args)
+        inputs, _, scalars, _ = split(args)
+        return tidy(tuple([t.contiguous() for t in op.evaluate(*inputs, *scalars, **options)]))
+
+    def fake(*args: Any) -> Any:
+        return tidy(op.fresh(*args[:n], **admitted(args)))
+
+    def apart(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+        """The arguments of the functional form, and the results among ``args``."""
+        return (*args[:n], *args[n + r :]), args[n : n + r]
+
+    def out_cuda(*args: Any) -> None:
+        args, results = apart(args)
+        inputs, options, scalars, config = split(args)
+        run(op, results, inputs, options=options, scalars=scalars, config=config)
+
+    def out_cpu(*args: Any) -> None:
+        args, results = apart(args)
+        options = admitted(args, results)
+        inputs, _, scalars, _ = split(args)
+        check_overlap(op, results, inputs)
+        for place, value in zip(results, op.evaluate(*inputs, *scalars, **options), strict=True):
+            place.copy_(value)
+
+    def out_fake(*args: Any) -> None:
+        args, results = apart(args)
+        admitted(args, results)
+
+    words = op.schema.split(", ")
+    places = [f"Tensor({chr(ord('a') + i)}!) {name}" for i, name in enumerate(op.results)]
+    returns = "Tensor" if r == 1 else "(" + ", ".join(["Tensor"] * r) + ")"
+    define(f"{op.name}({op.schema}, str? config=None) -> {returns}")
+    define(f"{op.name}_out({', '.join([*words[:n], *places, *words[n:]])}, str? config=None) -> ()")
+    for name, on_cuda, on_cpu, on_fake in (
+        (op.name, cuda, cpu, fake),
+        (f"{op.name}_out", out_cuda, out_cpu, out_fake),
+    ):
+        implement(name, on_cuda, "CUDA")
+        implement(name, on_cpu, "CPU")
+        torch.library.register_fake(f"cutekernels::{name}", on_fake, lib=library)
+
+    def no_gradient(ctx: Any, *grads: Tensor) -> None:
+        raise UnsupportedProblem(f"{op.name} has no gradient{_AGAIN if 'backward' in op.name else ''}")
+
+    torch.library.register_autograd(
+        f"cutekernels::{op.name}", backward or no_gradient, setup_context=setup_context, lib=library
+    )
+
+
+_AGAIN = ": its op is differentiable once; for second derivatives write it out in torch"
