@@ -18,7 +18,6 @@ from cutekernels.autotune.report import TaskReport, TuneReport
 from cutekernels.autotune.runtime import LocalRuntime, Runtime
 from cutekernels.autotune.search import Search
 from cutekernels.db.store import Environment, Store, Trial
-from cutekernels.errors import UnknownGpu
 from cutekernels.gpu import GpuSpec
 
 
@@ -82,7 +81,7 @@ def tune(
     """
     loaded = job if isinstance(job, Job) else load(job)
     spec = gpus.lookup(gpu)
-    measured = _present(spec)
+    measured = gpus.present(spec)
     begin = clock()
     budget = loaded.budget_s if budget_s is None else budget_s
     end = None if budget is None else begin + budget
@@ -106,13 +105,6 @@ def tune(
             watch.end(report)
             reports.append(report)
     return TuneReport(loaded.name, spec.name, "measured" if measured else "predicted", tuple(reports), clock() - begin)
-
-
-def _present(spec: GpuSpec) -> bool:
-    try:
-        return gpus.detect() == spec
-    except UnknownGpu:
-        return False
 
 
 def _processes(runtime: Runtime | None, jobs: int | None, measured: bool) -> AbstractContextManager[Runtime]:

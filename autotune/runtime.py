@@ -29,7 +29,7 @@ class Prepare:
 
     op: str
     problem: str
-    gpu: str
+    gpu: GpuSpec
     seed: int = 0
 
 

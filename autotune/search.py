@@ -295,7 +295,7 @@ class Search:
     # -- small things
 
     def _prepare(self, seed: int) -> Prepare:
-        return Prepare(self.task.op.name, str(self.task.problem), self.gpu.name, seed)
+        return Prepare(self.task.op.name, str(self.task.problem), self.gpu, seed)
 
     def _note(self, trial: Trial) -> None:
         self.ledger.record([trial])

@@ -77,9 +77,11 @@ class _Bench:
     """One problem's input sets, reference and prepared candidates."""
 
     def __init__(self, request: Prepare) -> None:
-        spec = gpus.detect()
-        if spec.name != request.gpu:
-            raise UnknownGpu(f"the job tunes for {request.gpu}, the GPU here is {spec.name}: name it with --gpu auto")
+        spec = request.gpu
+        if not gpus.present(spec):
+            raise UnknownGpu(
+                f"the job tunes for {spec.name}, the GPU here is {gpus.detect().name}: name it with --gpu auto"
+            )
         self.gpu = spec
         self.op: Op[Any, Any] = registry.get(request.op)
         self.problem: Problem = self.op.Problem.parse(request.problem)

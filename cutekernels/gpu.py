@@ -7,7 +7,7 @@ models and rooflines, never a constraint on correctness.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -59,6 +59,7 @@ class GpuSpec:
     mma_tflops: float
     mma_fp16_tflops: float
     peak_tflops: float
+    smem_cap_bytes: int | None = None  # see limited()
 
     REGISTERS_PER_SM = 64 * KIB
     MAX_REGISTERS_PER_THREAD = 255
@@ -74,11 +75,20 @@ class GpuSpec:
 
     @property
     def smem_per_sm_bytes(self) -> int:
-        return self.arch.smem_per_sm_bytes
+        whole = self.arch.smem_per_sm_bytes
+        return whole if self.smem_cap_bytes is None else min(whole, self.smem_cap_bytes + self.SMEM_RESERVED_BYTES)
 
     @property
     def smem_per_block_bytes(self) -> int:
-        return self.arch.smem_per_block_bytes
+        whole = self.arch.smem_per_block_bytes
+        return whole if self.smem_cap_bytes is None else min(whole, self.smem_cap_bytes)
+
+    def limited(self, smem_kib: int) -> GpuSpec:
+        """This GPU with ``smem_kib`` KiB of shared memory on an SM: how it stands in for one that has no more.
+
+        A GPU of its own to the database: ``h200-99kib``.
+        """
+        return replace(self, name=f"{self.name}-{smem_kib}kib", smem_cap_bytes=smem_kib * KIB)
 
     @property
     def max_warps(self) -> int:
@@ -143,12 +153,17 @@ _BY_PRODUCT = {gpu.product.lower(): gpu for gpu in GPUS}
 def lookup(name: str) -> GpuSpec:
     """The GPU called ``name`` (``"h200"``, ``"a100"``, ...), or the machine's own for ``"auto"``.
 
+    ``"h200-99kib"`` is an H200 confined to 99 KiB of shared memory on an SM (:meth:`GpuSpec.limited`).
+
     Raises:
         UnknownGpu: no such row, or ``auto`` where no CUDA device is present.
     """
     key = name.strip().lower()
     if key == "auto":
         return detect()
+    cap = re.fullmatch(r"(.+)-([1-9][0-9]{0,3})kib", key)
+    if cap is not None:
+        return lookup(cap[1]).limited(int(cap[2]))
     key = ALIASES.get(key, key)
     if key in _BY_NAME:
         return _BY_NAME[key]
@@ -168,6 +183,15 @@ def detect(device: int | None = None) -> GpuSpec:
     if not torch.cuda.is_available():
         raise UnknownGpu("no CUDA device is visible; name one with --gpu, e.g. --gpu a100")
     return describe(torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device))
+
+
+def present(spec: GpuSpec) -> bool:
+    """Whether the machine's GPU is ``spec``, or what ``spec`` confines."""
+    try:
+        own = detect()
+    except UnknownGpu:
+        return False
+    return spec in (own, own if spec.smem_cap_bytes is None else own.limited(spec.smem_cap_bytes // KIB))
 
 
 def describe(properties: Any) -> GpuSpec:

@@ -122,3 +122,18 @@ def test_specs_are_values() -> None:
     assert replace(lookup("h200"), name="other") != lookup("h200")
     with pytest.raises(AttributeError):
         lookup("h200").name = "x"  # type: ignore[misc]
+
+
+def test_a_gpu_confined_to_less_shared_memory_is_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    confined = lookup("h200-99kib")
+    assert confined == lookup("h200").limited(99)
+    assert confined.name == "h200-99kib"
+    assert (confined.smem_per_block_bytes, confined.smem_per_sm_bytes) == (99 * KIB, 100 * KIB)
+    assert lookup("l40s").limited(500).smem_per_block_bytes == lookup("l40s").smem_per_block_bytes
+    assert lookup("a100-64kib").sm_count == lookup("a100").sm_count
+    monkeypatch.setattr(gpus, "detect", lambda: lookup("h200"))
+    assert gpus.present(confined)
+    assert gpus.present(lookup("h200"))
+    assert not gpus.present(lookup("l40s-99kib"))
+    with pytest.raises(UnknownGpu):
+        lookup("h200-0kib")

@@ -111,7 +111,7 @@ def toy_worker(request: Any) -> Any:
 class TestWorker:
     def test_right_wrong_faulting_hanging(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.syspath_prepend(str(Path(__file__).parent))
-        prepare = Prepare("toy", "m=2048 n=4096", gpus.detect().name)
+        prepare = Prepare("toy", "m=2048 n=4096", gpus.detect())
         right, wrong = DEFAULT, ToyConfig(32, 1, True)
         faults, hangs = ToyConfig(128, 8, True), ToyConfig(128, 8, False)
         with Child("test_tune_gpu:toy_worker") as child:

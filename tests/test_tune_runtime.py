@@ -54,8 +54,8 @@ def test_compiles_see_no_gpu_and_an_abort_costs_one(machine: LocalRuntime) -> No
 
 
 def test_the_worker_is_prepared_once_per_problem_and_process(machine: LocalRuntime) -> None:
-    first = Prepare("toy", str(PROBLEM), "h200")
-    second = Prepare("toy", str(PROBLEM), "h200", seed=1)
+    first = Prepare("toy", str(PROBLEM), H200)
+    second = Prepare("toy", str(PROBLEM), H200, seed=1)
 
     def ask(prepare: Prepare, config: Any = DEFAULT) -> tuple[float, ...]:
         return machine.measure(Measure(prepare, (str(config),)))[str(config)].us

@@ -94,7 +94,7 @@ def _cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 SMALL = replace(H200, l2_bytes=1 << 20)
-PREPARE = Prepare("toy", "m=256 n=512", "h200")  # 512 KiB a set, so 6 sets for a 1 MiB L2
+PREPARE = Prepare("toy", "m=256 n=512", SMALL)  # 512 KiB a set, so 6 sets for a 1 MiB L2
 
 
 def ask(*configs: ToyConfig, race: Sequence[ToyConfig] = ()) -> Any:
@@ -122,7 +122,7 @@ def test_inputs_are_made_once_and_keep_the_l2_cold() -> None:
     assert not torch.equal(args[0], args[1])
     ask(GOOD)
     assert worker._current[1] is bench
-    worker.answer(Prepare("toy", "m=2 n=8", "h200"))
+    worker.answer(Prepare("toy", "m=2 n=8", SMALL))
     assert worker._current[1] is not bench
 
 
@@ -167,7 +167,7 @@ def test_default_and_incumbent_are_captured_once_and_let_go_when_not_asked_for()
 
 def test_another_gpu_than_the_jobs_is_refused() -> None:
     with pytest.raises(UnknownGpu, match="a100"):
-        worker.answer(Prepare("toy", "m=2 n=8", "a100-sxm-80gb"))
+        worker.answer(Prepare("toy", "m=2 n=8", worker.gpus.lookup("a100")))
 
 
 def test_a_failure_on_a_healthy_device_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
