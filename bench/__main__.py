@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bench.suites import SUITES, Case
-from bench.suites import cases as cases_of
+from bench import workloads
+from bench.suites import Case
+from bench.workloads import cases as cases_of
 from cutekernels import environment
 from cutekernels.errors import CuteKernelsError, UnknownGpu
 
@@ -26,13 +27,6 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-
-
-class Op(StrEnum):
-    """What can be benchmarked."""
-
-    gemm = "gemm"
-    silu_mul = "silu_mul"
 
 
 class Dtype(StrEnum):
@@ -52,8 +46,8 @@ class Accumulate(StrEnum):
 
 @app.command()
 def bench(
-    op: Annotated[Op, typer.Argument(help="What to time.")],
-    suite: Annotated[str | None, typer.Option(help="gemm: square, llm or alphabeta; silu_mul: llm.")] = None,
+    op: Annotated[str, typer.Argument(help=f"What to time: {', '.join(workloads.OPS)}.")],
+    suite: Annotated[str | None, typer.Option(help="Which of its suites; the first by default.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the operands.")] = Dtype.bf16,
     accumulate: Annotated[Accumulate, typer.Option(help="fp16 wants --dtype fp16.")] = Accumulate.fp32,
     out: Annotated[Path | None, typer.Option(help="Folder of the results; default bench/results/<gpu>.")] = None,
@@ -67,8 +61,8 @@ def bench(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cases and contenders; time nothing.")] = False,
 ) -> None:
     """Time an op's suite beside its peers, all contenders of a case interleaved, and record every row."""
-    suite = suite or next(iter(SUITES[op]))
     try:
+        suite = suite or next(iter(workloads.get(op).suites))
         cases = cases_of(op, suite, dtype=dtype, accumulate=accumulate, match=match)
         for case in cases:
             _check(case)
@@ -106,9 +100,7 @@ def bench(
 
 
 def _check(case: Case) -> None:
-    from bench.run import posed
-
-    posed(case)
+    workloads.posed(case)
 
 
 def _gpu() -> Any:
@@ -175,10 +167,8 @@ def published_table() -> Table:
 
 
 def _list(cases: list[Case]) -> None:
-    from bench.baselines import PEERS
-
     shown = Table("op", "case", "problem", "alpha", "beta", "contenders")
-    names = ", ".join([*(peer.name for peer in PEERS[cases[0].op]), "cutekernels"])
+    names = ", ".join([*(peer.name for peer in workloads.get(cases[0].op).peers), "cutekernels"])
     for case in cases:
         shown.add_row(case.op, case.label, case.problem, f"{case.alpha:g}", f"{case.beta:g}", names)
     _console().print(shown)

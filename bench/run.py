@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import baselines
+from bench import workloads
 from bench.baselines import Absent, Contender, Inputs, Launch
 from bench.rows import Row, write
 from bench.suites import Case
+from bench.workloads import posed
 from cutekernels import dispatch, measure, verify
 from cutekernels.gpu import GpuSpec
 from cutekernels.measure import Samples
 from cutekernels.op import Op
-from cutekernels.ops import registry
 
 ROUNDS = 30
 CASE_BUDGET_US = 3e6  # timed device time of one case, all contenders together
@@ -84,27 +84,26 @@ class Ours:
 def contenders(case: Case, plan: Plan) -> list[Contender | Ours]:
     """The peers first, the baseline at their head; then ours: dispatched, default if that differs, limited in smem."""
     op, problem = posed(case)
-    accumulate = getattr(problem, "accumulate", "fp32")
     choice = dispatch.resolve(op, problem, plan.gpu)
-    found = [Ours(baselines.ours("cutekernels", None, accumulate), str(choice.config), choice.origin)]
+    found = [Ours(ours("cutekernels"), str(choice.config), choice.origin)]
     default = op.default(problem, plan.gpu)
     if default != choice.config:
-        found.append(_forced("cutekernels (default)", default, "default", accumulate))
+        found.append(_forced("cutekernels (default)", default, "default"))
     if plan.max_smem_kib is not None:
         config, origin = within_smem(op, problem, plan.gpu, plan.max_smem_kib)
-        found.append(_forced(f"cutekernels (<= {plan.max_smem_kib} KiB smem)", config, origin, accumulate))
-    example = [baselines.nvidia_example(plan.example)] if plan.example is not None and case.op == "gemm" else []
-    return [*baselines.PEERS[case.op], *example, *found]
+        found.append(_forced(f"cutekernels (<= {plan.max_smem_kib} KiB smem)", config, origin))
+    workload = workloads.get(case.op)
+    example = [workload.example(plan.example)] if plan.example is not None and workload.example is not None else []
+    return [*workload.peers, *example, *found]
 
 
-def _forced(name: str, config: Any, origin: str, accumulate: str) -> Ours:
-    return Ours(baselines.ours(name, config, accumulate), str(config), origin)
+def ours(name: str, config: Any = None) -> Contender:
+    """The public function: with the config its dispatcher finds, or with ``config``."""
+    return Contender(name, lambda case, sets: workloads.get(case.op).ours(case, sets, config))
 
 
-def posed(case: Case) -> tuple[Op[Any, Any], Any]:
-    """The op of ``case`` and its problem, parsed."""
-    op = registry.get(case.op)
-    return op, op.Problem.parse(case.problem)
+def _forced(name: str, config: Any, origin: str) -> Ours:
+    return Ours(ours(name, config), str(config), origin)
 
 
 def within_smem(op: Op[Any, Any], problem: Any, gpu: GpuSpec, kib: int) -> tuple[Any, str]:
@@ -148,12 +147,15 @@ def run_case(case: Case, plan: Plan, who: Sequence[Contender | Ours], timer: Tim
     """A row for each of ``who``, in their order."""
     op, problem = posed(case)
     sets = _input_sets(case, problem, plan)
-    truth = baselines.truth(case, sets[0])
+    truth = workloads.get(case.op).truth(case, sets[0])
+    first = tuple([t.clone() for t in sets[0].updated])
     work = op.work(problem)
     accumulate = getattr(problem, "accumulate", "fp32")
     with _accumulation(accumulate):
         candidates = [_Candidate(case, plan, w, len(sets)) for w in who]
         for candidate in candidates:
+            for t, value in zip(sets[0].updated, first, strict=True):
+                t.copy_(value)
             candidate.make_ready(case, sets, truth, work.flops, accumulate, timer)
         ready = {c.name: c.round for c in candidates if c.round is not None}
         samples = (
@@ -167,9 +169,10 @@ def run_case(case: Case, plan: Plan, who: Sequence[Contender | Ours], timer: Tim
 
 
 def _input_sets(case: Case, problem: Any, plan: Plan) -> list[Inputs]:
-    first = baselines.inputs(case, problem, plan.device, seed=0)
+    draw = workloads.get(case.op).inputs
+    first = draw(case, problem, plan.device, 0)
     count = 1 if plan.warm else measure.l2_rotation(first.bytes, plan.gpu.l2_bytes)
-    return [first, *(baselines.inputs(case, problem, plan.device, seed) for seed in range(1, count))]
+    return [first, *(draw(case, problem, plan.device, seed) for seed in range(1, count))]
 
 
 @contextlib.contextmanager
@@ -207,13 +210,20 @@ class _Candidate:
         }
 
     def make_ready(
-        self, case: Case, sets: Sequence[Inputs], truth: Tensor, flops: float, accumulate: str, timer: Timer
+        self,
+        case: Case,
+        sets: Sequence[Inputs],
+        truth: tuple[Tensor, ...],
+        flops: float,
+        accumulate: str,
+        timer: Timer,
     ) -> None:
         try:
             self._launches = self.contender.bind(case, sets)
-            verify.poison([sets[0].out])
-            out = self._launches[0]()
-            self._judge(out, truth, flops, accumulate)
+            verify.poison([t for t in sets[0].results if all(t is not u for u in sets[0].updated)])
+            written = self._launches[0]()
+            if self.contender.judged:
+                self._judge(written if isinstance(written, tuple) else (written,), truth, flops, accumulate)
             if self._row["status"] == "ok":
                 self.round = timer.prepare(self._launches, 200.0)
         except Absent as reason:
@@ -221,12 +231,16 @@ class _Candidate:
         except Exception as error:  # noqa: BLE001  a peer may fail in any way; that is a result, and has its row
             self._fail("failed", f"{type(error).__name__}: {error}")
 
-    def _judge(self, out: Tensor, truth: Tensor, flops: float, accumulate: str) -> None:
-        error = verify.worst_error([out], [truth.to(out.dtype)], flops, accumulate)
+    def _judge(self, written: tuple[Tensor, ...], truth: tuple[Tensor, ...], flops: float, accumulate: str) -> None:
+        error = verify.worst_error(
+            written, [t.to(w.dtype) for w, t in zip(written, truth, strict=True)], flops, accumulate
+        )
         self._row["error"] = error if error < float("inf") else None
-        self.error_abs = float((out.double() - truth).abs().max())
-        norm = float((out.double() - truth).norm() / truth.norm().clamp_min(1e-30))
-        if not error <= WRONG and not norm <= NORM:  # either is NaN where something was left unwritten
+        off = [(w.double() - t, t.double()) for w, t in zip(written, truth, strict=True) if w.numel()]
+        self.error_abs = max((float(distance.abs().max()) for distance, _ in off), default=0.0)
+        norms = [float(distance.norm() / value.norm().clamp_min(1e-30)) for distance, value in off]
+        # Either is NaN where something was left unwritten.
+        if not error <= WRONG and not all(norm <= NORM for norm in norms):
             self._fail("wrong_result", f"off by {error:.3g} times the tolerance")
 
     def _fail(self, status: str, reason: str) -> None:

@@ -16,15 +16,17 @@ from db_trials import trial as db_trial
 from typer.testing import CliRunner
 
 from bench import __main__ as command
-from bench import baselines, plots, rows, run, suites
-from bench.baselines import Absent, Contender, Inputs
+from bench import plots, rows, run, workloads
+from bench.baselines import STREAM, Absent, Contender, Inputs
 from bench.rows import Row
 from bench.suites import Case
+from bench.workloads import gemm as gemm_workload
 from cutekernels import dispatch
 from cutekernels.gpu import lookup
 from cutekernels.measure import Samples
 
 H200 = lookup("h200")
+SUITES = [(op, suite) for op in workloads.OPS for suite in workloads.get(op).suites]
 STAMP = {"date": "2026-11-21T00:00:00+00:00", "gpu": "h200", "commit": "abc"}
 SMALL = Case("gemm", "m=24 n=16 k=32 c=n", "small", 0.5, 2.0)
 
@@ -70,11 +72,13 @@ def plan(**changes: Any) -> run.Plan:
 
 
 class TestSuites:
-    @pytest.mark.parametrize(("op", "suite"), [(op, suite) for op, found in suites.SUITES.items() for suite in found])
+    @pytest.mark.parametrize(
+        ("op", "suite"), [(op, suite) for op in workloads.OPS for suite in workloads.get(op).suites]
+    )
     @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
     def test_every_case_poses_a_valid_problem_that_a_default_solves(self, op: str, suite: str, dtype: str) -> None:
-        cases = suites.cases(op, suite, dtype=dtype)
-        assert len({(c.problem, c.alpha, c.beta) for c in cases}) == len(cases)
+        cases = workloads.cases(op, suite, dtype=dtype)
+        assert len({(c.problem, c.alpha, c.beta) for c in cases}) == len({c.label for c in cases}) == len(cases)
         for case in cases:
             declared, problem = run.posed(case)
             assert problem.dtype == dtype
@@ -82,20 +86,20 @@ class TestSuites:
             assert str(problem) == case.problem, "already in canonical form"
 
     def test_the_suites_are_what_their_names_say(self) -> None:
-        assert [c.label for c in suites.cases("gemm", "square")] == ["512", "1024", "2048", "4096", "8192"]
-        assert len(suites.cases("gemm", "alphabeta")) == 20
-        llm = suites.cases("gemm", "llm")
+        assert [c.label for c in workloads.cases("gemm", "square")] == ["512", "1024", "2048", "4096", "8192"]
+        assert len(workloads.cases("gemm", "alphabeta")) == 20
+        llm = workloads.cases("gemm", "llm")
         assert len(llm) == 2 * 4 * 3
         assert all("b_major=k" in c.problem for c in llm)
-        for case in suites.cases("gemm", "alphabeta"):
+        for case in workloads.cases("gemm", "alphabeta"):
             assert ("c=n" in case.problem) == (case.beta != 0)
 
     def test_match_narrows_and_names_are_checked(self) -> None:
-        assert [c.label for c in suites.cases("gemm", "square", match="4096")] == ["4096"]
+        assert [c.label for c in workloads.cases("gemm", "square", match="4096")] == ["4096"]
         with pytest.raises(ValueError, match="gemm has no suite 'cube'; it has square, llm, alphabeta"):
-            suites.cases("gemm", "cube")
+            workloads.cases("gemm", "cube")
         with pytest.raises(ValueError, match="no suite for 'conv'"):
-            suites.cases("conv", "square")
+            workloads.cases("conv", "square")
 
     @pytest.mark.parametrize("words", ["", " b_major=k", " c=n", " dtype=fp16"])
     def test_the_call_poses_the_cases_problem(self, words: str) -> None:
@@ -104,7 +108,7 @@ class TestSuites:
 
         case = Case("gemm", f"m=24 n=16 k=32{words}", "x", beta=float("c=n" in words))
         problem = run.posed(case)[1]
-        i = baselines.inputs(case, problem, "cpu", 0)
+        i = workloads.get(case.op).inputs(case, problem, "cpu", 0)
         a, b, *c = i.operands
         assert pose(a, b, c[0] if c else None, None, None, "fp32", i.out) == problem
 
@@ -163,17 +167,17 @@ class TestOperands:
     )
     def test_ours_and_the_plain_peers_agree_with_fp64(self, case: Case) -> None:
         problem = run.posed(case)[1]
-        i = baselines.inputs(case, problem, "cpu", 0)
-        truth = baselines.truth(case, i)
+        i = workloads.get(case.op).inputs(case, problem, "cpu", 0)
+        (truth,) = workloads.get(case.op).truth(case, i)
         assert truth.dtype is torch.float64
-        peer = next(p for p in baselines.PEERS[case.op] if p.name in ("cublas", "eager"))
-        for contender in (baselines.ours("cutekernels"), peer):
+        peer = next(p for p in workloads.get(case.op).peers if p.name in ("cublas", "eager"))
+        for contender in (run.ours("cutekernels"), peer):
             (launch,) = contender.bind(case, [i])
             torch.testing.assert_close(launch().double(), truth, rtol=2e-2, atol=2e-2)
 
     def test_seeds_differ_and_repeat(self) -> None:
         problem = run.posed(SMALL)[1]
-        draw = partial(baselines.inputs, SMALL, problem, "cpu")
+        draw = partial(workloads.get("gemm").inputs, SMALL, problem, "cpu")
         assert torch.equal(draw(1).operands[0], draw(1).operands[0])
         assert not torch.equal(draw(1).operands[0], draw(2).operands[0])
         assert draw(1).bytes == 2 * (24 * 32 + 32 * 16 + 24 * 16 * 2)
@@ -213,9 +217,9 @@ class TestCase:
             return [lambda i=i: i.out for i in sets]  # returns what nobody wrote
 
         def wrong(case: Case, sets: Sequence[Inputs]) -> Any:
-            return [lambda i=i: i.out.copy_(baselines.truth(case, i) * 1.1) for i in sets]
+            return [lambda i=i: i.out.copy_(workloads.get("gemm").truth(case, i)[0] * 1.1) for i in sets]
 
-        who = [baselines.PEERS["gemm"][0], *(Contender(f.__name__, f) for f in (absent, failing, lazy, wrong))]
+        who = [workloads.get("gemm").peers[0], *(Contender(f.__name__, f) for f in (absent, failing, lazy, wrong))]
         found = {r.contender: r for r in run.run_case(SMALL, plan(), who, timer(Clock()))}
         assert found["cublas"].status == "ok"
         assert (found["absent"].status, found["absent"].reason) == ("absent", "not installed")
@@ -225,11 +229,37 @@ class TestCase:
         assert "times the tolerance" in found["wrong"].reason
         assert found["wrong"].median_us is None
 
+    def test_results_in_place_and_several_of_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each contender meets the operands as they were drawn; what is only timed is not judged."""
+
+        def draw(case: Case, problem: Any, device: str, seed: int) -> Inputs:
+            x = torch.randn(24, 16, generator=torch.Generator().manual_seed(seed))
+            return Inputs((x,), (x, torch.empty(24, 16, dtype=torch.int64)), updated=(x,))
+
+        def exact(case: Case, i: Inputs) -> tuple[torch.Tensor, ...]:
+            return 2 * i.operands[0].double(), i.operands[0].sign().long()
+
+        def doubling(sign: int, case: Case, sets: Sequence[Inputs]) -> Any:
+            def launch(i: Inputs) -> tuple[torch.Tensor, ...]:
+                i.results[1].copy_(sign * i.operands[0].sign())
+                return i.operands[0].mul_(2), i.results[1]
+
+            return [partial(launch, i) for i in sets]
+
+        toy = dataclasses.replace(workloads.get("gemm"), inputs=draw, truth=exact)
+        monkeypatch.setattr(workloads, "get", lambda op: toy)
+        who = [Contender("a", partial(doubling, 1)), Contender("b", partial(doubling, 1)), STREAM]
+        who += [Contender("wrong", partial(doubling, -1))]
+        found = run.run_case(SMALL, plan(), who, timer(Clock()))
+        assert [r.status for r in found] == ["ok", "ok", "ok", "wrong_result"]
+        assert [r.error for r in found] == [0, 0, None, None]
+        assert found[2].gbps is not None
+
     def test_without_the_baseline_there_is_no_speedup(self) -> None:
         def absent(case: Case, sets: Sequence[Inputs]) -> Any:
             raise Absent("not installed")
 
-        _, ours = run.run_case(SMALL, plan(), [Contender("peer", absent), baselines.ours("mine")], timer(Clock()))
+        _, ours = run.run_case(SMALL, plan(), [Contender("peer", absent), run.ours("mine")], timer(Clock()))
         assert ours.status == "ok"
         assert ours.speedup is None
         assert ours.error_vs_torch is None
@@ -238,7 +268,7 @@ class TestCase:
         tiny = dataclasses.replace(H200, l2_bytes=4096)
         cold = dataclasses.replace(plan(), gpu=tiny, warm=False)
         clock = Clock()
-        (row,) = run.run_case(SMALL, cold, [baselines.ours("mine")], timer(clock))
+        (row,) = run.run_case(SMALL, cold, [run.ours("mine")], timer(clock))
         assert row.l2 == "cold"
         assert row.sets == clock.launched == 3  # 3 x 4096 bytes over sets of 4096
 
@@ -330,11 +360,13 @@ class TestCommand:
     def run(self, *words: str) -> Any:
         return CliRunner().invoke(command.app, list(words))
 
-    @pytest.mark.parametrize(("op", "suite"), [(op, suite) for op, found in suites.SUITES.items() for suite in found])
+    @pytest.mark.parametrize(
+        ("op", "suite"), [(op, suite) for op in workloads.OPS for suite in workloads.get(op).suites]
+    )
     def test_a_dry_run_lists_every_case_and_writes_nothing(self, op: str, suite: str, tmp_path: Path) -> None:
         result = self.run(op, "--suite", suite, "--dry-run", "--out", str(tmp_path))
         assert result.exit_code == 0, result.output
-        for case in suites.cases(op, suite):
+        for case in workloads.cases(op, suite):
             assert case.problem in result.stdout
         assert list(tmp_path.iterdir()) == []
 
@@ -386,7 +418,7 @@ class TestCommand:
         monkeypatch.setattr(command, "_gpu", lambda: H200)
         monkeypatch.setattr(run, "Timer", constant(timer(Clock())))
         monkeypatch.setattr(run, "Plan", partial(run.Plan, device="cpu"))
-        monkeypatch.setattr(baselines, "gemm", broken)
+        monkeypatch.setattr(gemm_workload, "gemm", broken)
         result = self.run("gemm", "--suite", "square", "--out", str(tmp_path), "--no-plots")
         assert result.exit_code == 1
         assert "one of ours failed" in result.stderr
@@ -410,9 +442,9 @@ def test_published_rows_are_facts_with_their_gpu() -> None:
         assert row["gpu"] != ""
         assert row["baseline_us"] > 0
         assert row["system_us"] > 0
-        assert (row["alpha"], row["beta"]) in suites.SCALES
+        assert (row["alpha"], row["beta"]) in gemm_workload.SCALES
         assert row["m"] == row["n"] == row["k"]
-        assert row["m"] in suites.SQUARES
+        assert row["m"] in gemm_workload.SQUARES
 
 
 def test_a_plot_of_rows_that_failed_too(tmp_path: Path) -> None:

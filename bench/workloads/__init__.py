@@ -1,0 +1,58 @@
+"""The families of ops, one module each: suites, operands, truth, how ours is called, and peers.
+
+To benchmark another op, write its :class:`~bench.baselines.Workload` in the module of its family (or a new module):
+
+* ``suites``: functions of ``(dtype, accumulate)`` that list :class:`~bench.suites.Case`; ``problem`` is the op's
+  canonical text, and ``label`` is unique in its suite;
+* ``inputs``: tensors that pose the problem. ``operands`` is what contenders are called with, ``results`` what ours
+  writes to (they are poisoned before each contender is judged), ``updated`` the operands that a call changes in place
+  (they get their first values back);
+* ``truth``: a tuple with each result in fp64, of whole numbers in their own type. Where operands are updated it is
+  asked before anything runs;
+* ``ours``: one launch per input set. A launch returns a tensor or a tuple, in the order of ``truth``;
+* ``peers``: the baseline first. ``baselines.compiled`` and ``baselines.eager`` wrap a plain function of the operands.
+
+Then give it a line in ``_HOMES``. A backward pass is an op of its own, with a Workload of its own. Modules are
+imported when one of their ops is asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from bench.suites import Case
+
+if TYPE_CHECKING:
+    from bench.baselines import Workload
+    from cutekernels.op import Op
+
+_HOMES = {
+    "gemm": "gemm",
+    "silu_mul": "activations",
+}
+OPS = tuple(_HOMES)
+
+
+def get(op: str) -> Workload:
+    """How ``op`` is benchmarked. ValueError for one that is not."""
+    if op not in _HOMES:
+        raise ValueError(f"no suite for {op!r}; there are some for {', '.join(OPS)}")
+    found: dict[str, Workload] = {w.op: w for w in import_module(f"{__name__}.{_HOMES[op]}").WORKLOADS}
+    return found[op]
+
+
+def cases(op: str, suite: str, *, dtype: str = "bf16", accumulate: str = "fp32", match: str = "") -> list[Case]:
+    """The cases of ``suite`` whose label or problem contains ``match``. ValueError for a name there is none of."""
+    suites = get(op).suites
+    if suite not in suites:
+        raise ValueError(f"{op} has no suite {suite!r}; it has {', '.join(suites)}")
+    return [c for c in suites[suite](dtype, accumulate) if match in c.label or match in c.problem]
+
+
+def posed(case: Case) -> tuple[Op[Any, Any], Any]:
+    """The op of ``case`` and its problem, parsed."""
+    from cutekernels.ops import registry
+
+    op = registry.get(case.op)
+    return op, op.Problem.parse(case.problem)

@@ -1,0 +1,151 @@
+"""Matrix products: squares, the projections of two models, and the (alpha, beta) table others published."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload
+from bench.suites import TOKENS, Case, unless
+from bench.workloads import posed
+from cutekernels.ops.matmul import gemm
+
+# ---- cases ----------------------------------------------------------------------------------------------
+
+# Weights as nn.Linear keeps them: (N, K) of every projection in a layer.
+PROJECTIONS = {
+    "llama-3-8b": {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
+    "qwen2.5-7b": {"qkv": (4608, 3584), "out": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)},
+}
+SQUARES = (512, 1024, 2048, 4096, 8192)
+SCALES = ((1.0, 0.0), (1.0, 1.0), (2.0, 3.0), (0.5, 2.0))  # (alpha, beta), as minfer's table has them
+
+
+def _square(dtype: str, accumulate: str) -> list[Case]:
+    return [Case("gemm", _text(s, s, s, dtype, accumulate), str(s)) for s in SQUARES]
+
+
+def _llm(dtype: str, accumulate: str) -> list[Case]:
+    return [
+        Case("gemm", _text(m, n, k, dtype, accumulate, b_major="k"), f"{model} {name} m={m}")
+        for model, projections in PROJECTIONS.items()
+        for name, (n, k) in projections.items()
+        for m in TOKENS
+    ]
+
+
+def _alphabeta(dtype: str, accumulate: str) -> list[Case]:
+    return [
+        Case("gemm", _text(s, s, s, dtype, accumulate, c=beta != 0), f"{s} ({alpha:g}, {beta:g})", alpha, beta)
+        for s in SQUARES
+        for alpha, beta in SCALES
+    ]
+
+
+def _text(m: int, n: int, k: int, dtype: str, accumulate: str, *, b_major: str = "n", c: bool = False) -> str:
+    words = f"m={m} n={n} k={k}" + unless("dtype", dtype, "bf16") + unless("b_major", b_major, "n")
+    return words + (" c=n" if c else "") + unless("accumulate", accumulate, "fp32")
+
+
+# ---- operands -------------------------------------------------------------------------------------------
+
+
+def _inputs(case: Case, problem: Any, device: str, seed: int) -> Inputs:
+    """A, B and C where it is added. B is (K, N); where the weight lies as (N, K), it is that weight transposed."""
+    draw = torch.Generator(device).manual_seed(seed)
+    normal = partial(torch.randn, generator=draw, device=device, dtype=DTYPES[problem.dtype])
+    m, n, k = problem.m, problem.n, problem.k
+    b = normal((n, k)).t() if problem.b_major == "k" else normal((k, n))
+    operands = (normal((m, k)), b) + ((normal((m, n)),) if case.beta else ())
+    return Inputs(operands, (torch.empty((m, n), device=device, dtype=DTYPES[problem.dtype]),))
+
+
+def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
+    wide = [t.double() for t in i.operands]
+    product = case.alpha * (wide[0] @ wide[1])
+    return (product + case.beta * wide[2] if case.beta else product,)
+
+
+# ---- contenders -----------------------------------------------------------------------------------------
+
+
+def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
+    accumulate = posed(case)[1].accumulate
+    options = {"alpha": case.alpha, "beta": case.beta, "accumulate": accumulate, "config": config}
+    return [partial(gemm, *i.operands, out=i.out, **options) for i in sets]
+
+
+def _cublas(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    if (case.alpha, case.beta) == (1.0, 0.0):
+        return [partial(torch.mm, *i.operands, out=i.out) for i in sets]
+    scale = {"alpha": case.alpha, "beta": case.beta}  # beta=0 leaves addmm's first operand unread
+    thirds = [i.operands[2] if case.beta else i.out for i in sets]
+    return [partial(torch.addmm, c, *i.operands[:2], **scale, out=i.out) for c, i in zip(thirds, sets, strict=True)]
+
+
+def _quack(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    try:
+        from quack import gemm_interface
+    except ImportError as error:
+        raise Absent(f"quack-kernels does not import: {error}") from error
+    if not case.beta:
+        scaled = partial(gemm_interface.gemm, alpha=case.alpha, tuned=False)
+        return [partial(scaled, *i.operands, out=i.out) for i in sets]
+    added = partial(gemm_interface.gemm_add, alpha=case.alpha, beta=case.beta, tuned=False)
+    return [partial(added, *i.operands, out=i.out) for i in sets]
+
+
+def nvidia_example(file: Path) -> Contender:
+    """NVIDIA's CuTe DSL example ``ampere/.../tensorop_gemm.py``, from a CUTLASS checkout: mma.sync, as ours is."""
+    return Contender("nvidia tensorop_gemm", partial(_nvidia, file))
+
+
+def _nvidia(file: Path, case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    if (case.alpha, case.beta) != (1.0, 0.0):
+        raise Absent("the example has neither alpha nor beta")
+    import cuda.bindings.driver as cuda  # type: ignore[import-untyped]
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import from_dlpack
+
+    spec = importlib.util.spec_from_file_location("nvidia_tensorop_gemm", file)
+    if spec is None or spec.loader is None:
+        raise Absent(f"{file} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kinds = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
+
+    def fitted(t: Tensor) -> Any:
+        lead = 1 if t.stride(1) == 1 else 0
+        dynamic = from_dlpack(t.unsqueeze(-1), assumed_align=16).mark_layout_dynamic(leading_dim=lead)
+        return dynamic.mark_compact_shape_dynamic(mode=lead, stride_order=(2, 1 - lead, lead), divisibility=8)
+
+    kind = kinds[sets[0].out.dtype]
+    kernel = module.TensorOpGemm(kind, kind, cutlass.Float32, (2, 2, 1))
+    fitted_sets = [(fitted(i.operands[0]), fitted(i.operands[1].t()), fitted(i.out)) for i in sets]
+    compiled = cute.compile(kernel, *fitted_sets[0], cuda.CUstream(torch.cuda.current_stream().cuda_stream))
+
+    def launch(i: Inputs, tensors: tuple[Any, ...]) -> Tensor:
+        compiled(*tensors, cuda.CUstream(torch.cuda.current_stream().cuda_stream))
+        return i.out
+
+    return [partial(launch, i, tensors) for i, tensors in zip(sets, fitted_sets, strict=True)]
+
+
+WORKLOADS = (
+    Workload(
+        op="gemm",
+        suites={"square": _square, "llm": _llm, "alphabeta": _alphabeta},
+        inputs=_inputs,
+        truth=_truth,
+        ours=_ours,
+        peers=(Contender("cublas", _cublas), Contender("quack (untuned)", _quack)),
+        example=nvidia_example,
+    ),
+)
