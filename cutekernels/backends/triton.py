@@ -260,62 +260,107 @@ class TritonArtifact(Artifact):
 
 # ---- launching ------------------------------------------------------------------------------------------
 
+Fire = Callable[[list[int], tuple[Any, ...]], None]
+_Loaded = tuple[Callable[..., None], tuple[Any, ...], bool]  # (function, what follows the stream, arguments as one)
 
-def launcher(recipe: Recipe, compiled: Any) -> Kernel:
+
+class TritonKernel:
     """``kernel(grid, *args)``: launches on the current device and torch's current stream of it.
 
     ``grid`` is three ints; a zero in it launches nothing. ``args`` follow the signature: pointers as
-    ``tensor.data_ptr()`` (an int spares Triton a method call and a driver query per tensor) and ints. What
+    ``tensor.data_ptr()`` (an int spares Triton a method call and a driver query per tensor) and numbers. What
     stands in a constexpr's place is ignored; constexprs at the end may be left out.
 
     Binaries belong to a device, so each device loads its own at its first launch. Where CUDA is up already, the
     current device's is loaded here, so that a first launch can be captured in a graph. Triton's launch hooks are
     not called.
     """
-    import torch
 
-    current_device: Callable[[], int] = torch._C._cuda_getDevice if torch.cuda.is_available() else _no_cuda
-    current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _device: 0)
-    types = list(recipe.signature.values())
-    trailing = len(types) - max((i + 1 for i, t in enumerate(types) if t != "constexpr"), default=0)
-    constants = (None,) * trailing
-    needed = len(types) - trailing
-    unclaimed = [compiled]
-    loaded: dict[int, tuple[Callable[..., None], int, Any]] = {}
-    loading = threading.Lock()
+    def __init__(self, recipe: Recipe, compiled: Any) -> None:
+        import torch
 
-    def load(device: int) -> tuple[Callable[..., None], int, Any]:
-        with loading:
-            if device not in loaded:
-                own = unclaimed.pop() if unclaimed else _compile(recipe)
-                run = own.run  # loads the binary, and on Triton 3.6 builds the launcher of this signature
-                loaded[device] = (run, own.function, own.packed_metadata)
-                owners.append(own)  # its death would unload the binary
-            return loaded[device]
+        self._recipe = recipe
+        self._current_device: Callable[[], int] = torch._C._cuda_getDevice if torch.cuda.is_available() else _no_cuda
+        self._current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _device: 0)
+        types = list(recipe.signature.values())
+        trailing = len(types) - max((i + 1 for i, t in enumerate(types) if t != "constexpr"), default=0)
+        self._constants = (None,) * trailing
+        self._needed = len(types) - trailing
+        self._unclaimed = [compiled]
+        self._loaded: dict[int, _Loaded] = {}
+        self._owners: list[Any] = []
+        self._loading = threading.Lock()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self._load(self._current_device())
 
-    owners: list[Any] = []
+    def __call__(self, grid: tuple[int, int, int], *args: Any) -> None:
+        device = self._current_device()
+        launch, head, packed = self._loaded.get(device) or self._load(device)
+        args += self._constants[len(args) - self._needed :]
+        if packed:
+            launch(*grid, self._current_stream(device), *head, args)
+        else:
+            launch(*grid, self._current_stream(device), *head, *args)
 
-    def kernel(grid: tuple[int, int, int], *args: Any) -> None:
-        device = current_device()
-        run, function, metadata = loaded.get(device) or load(device)
+    def settled(self, grid: tuple[int, int, int], numbers: Sequence[Any], others: int) -> Fire:
+        """``kernel(grid, *addresses, *numbers, *scalars)`` as ``fire(addresses, scalars)``, for the device current now.
+
+        ``others`` counts addresses and scalars. Who fires sees to it that the device is current; the stream is
+        asked for at each launch.
+        """
+        device = self._current_device()
+        launch, head, packed = self._loaded.get(device) or self._load(device)
+        current_stream = self._current_stream
         x, y, z = grid
-        run(
-            x,
-            y,
-            z,
-            current_stream(device),
-            function,
-            metadata,
-            None,
-            None,
-            None,
-            *args,
-            *constants[len(args) - needed :],
-        )
+        constants = self._constants[len(numbers) + others - self._needed :]
 
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        load(current_device())
-    return kernel
+        def fire_packed(addresses: list[int], scalars: tuple[Any, ...]) -> None:
+            launch(x, y, z, current_stream(device), *head, (*addresses, *numbers, *scalars, *constants))
+
+        def fire(addresses: list[int], scalars: tuple[Any, ...]) -> None:
+            launch(x, y, z, current_stream(device), *head, *addresses, *numbers, *scalars, *constants)
+
+        chosen = fire_packed if packed else fire
+        vars(chosen)["owner"] = self  # whose death would unload the binary
+        return chosen
+
+    def _load(self, device: int) -> _Loaded:
+        with self._loading:
+            if device not in self._loaded:
+                own = self._unclaimed.pop() if self._unclaimed else _compile(self._recipe)
+                run = own.run  # loads the binary, and on Triton 3.6 builds the launcher of this signature
+                self._owners.append(own)  # its death would unload the binary
+                self._loaded[device] = _entry(run, own.function, own.packed_metadata)
+            return self._loaded[device]
+
+
+def launcher(recipe: Recipe, compiled: Any) -> Kernel:
+    """The launchable kernel over Triton's ``compiled``."""
+    return TritonKernel(recipe, compiled)
+
+
+def _entry(run: Any, function: int, metadata: Any) -> _Loaded:
+    """How ``run``, Triton's launcher of one kernel, is called with the least ado.
+
+    It is a Python object that allocates scratch memory, of which our kernels have none, and passes everything on to
+    a C function. Where that function's form is known, it is called itself.
+    """
+    import triton
+
+    hooks = (None, None, None)  # launch metadata, on entering, on leaving
+    form = _FORMS.get(".".join(triton.__version__.split(".")[:2]))
+    if form is None or type(run).__name__ != "CudaLauncher" or run.global_scratch_size or run.profile_scratch_size:
+        return run, (function, metadata, *hooks), False
+    flags = (function, run.launch_cooperative_grid, run.launch_pdl)
+    scratch = (None, None)
+    if form == "flat":
+        return run.launch, (*flags, *scratch, metadata, *hooks), False
+    return run.launch, (*flags, metadata, *hooks, *scratch, run.arg_annotations, run.kernel_signature), True
+
+
+# By Triton's version: "flat" where one C function is made per signature and takes each argument by itself, "packed"
+# where one C function takes them as a tuple beside their types. Other versions go through Triton's own launcher.
+_FORMS = {"3.6": "flat", "3.7": "packed"}
 
 
 def _no_cuda() -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain
 from cutekernels.ops import calls
-from cutekernels.ops.calls import DTYPE_NAMES, GPU_DTYPES, WIDEST_BYTES, ElementwiseOp, present
+from cutekernels.ops.calls import DTYPE_NAMES, GPU_DTYPES, WIDEST_BYTES, ElementwiseOp, Launch, present
 from cutekernels.ops.strides import matrix
 
 if TYPE_CHECKING:
@@ -72,7 +72,6 @@ class SiluMulConfig(Config):
 _EVICT = {"normal": "", "first": "evict_first"}
 _MAX_OPERAND_REGISTERS = 160
 _GRID_AXIS = 1 << 30
-_MAX_WALKS = 64  # sets of strides that one launch remembers
 
 
 def _power_of_two(n: int) -> int:
@@ -222,20 +221,13 @@ class _SiluMulOp(ElementwiseOp[SiluMulProblem, SiluMulConfig]):
         if rows == 0 or cols == 0:
             return lambda *operands: None
         if p.layout == "dense":
-            elements = rows * cols
-            return lambda *operands: kernel(grid, *[t.data_ptr() for t in operands], 1, elements)
-        known: dict[tuple[object, ...], list[int]] = {}
-
-        def launch(*operands: Tensor) -> None:
-            walks = tuple([t.stride() for t in operands])
-            strides = known.get(walks)
-            if strides is None:
-                if len(known) >= _MAX_WALKS:
-                    known.clear()
-                strides = known[walks] = [s for t in operands for s in _matrix_strides(t)]
-            kernel(grid, *[t.data_ptr() for t in operands], rows, cols, *strides)
-
-        return launch
+            return Launch(kernel, grid, len(self.results) + len(self.inputs), lambda *operands: (1, rows * cols))
+        return Launch(
+            kernel,
+            grid,
+            len(self.results) + len(self.inputs),
+            lambda *operands: (rows, cols, *[s for t in operands for s in _matrix_strides(t)]),
+        )
 
     def outputs(self, p: SiluMulProblem, *args: Tensor) -> tuple[Tensor, ...]:
         shape, vec = args[0].shape, p.vec

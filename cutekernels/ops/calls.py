@@ -82,19 +82,68 @@ class ElementwiseOp(TensorOp[P, C]):
 
 # ---- the way to the GPU ---------------------------------------------------------------------------------
 
+Fire = Callable[[list[int], tuple[Any, ...]], None]  # (addresses of the operands, scalars)
+_MAX_WALKS = 64  # sets of strides that one launch remembers
+
+
+class Launch:
+    """``launch(*results, *inputs, *scalars)`` over one kernel: what most ops' ``bind`` returns.
+
+    The kernel takes the operands' addresses (0 for an absent one), then ``numbers(*operands)``, which must follow
+    from their shapes and strides alone, then the scalars. :func:`run`, which remembers calls by those, settles the
+    numbers once and launches with addresses it has read already.
+    """
+
+    __slots__ = ("_grid", "_kernel", "_known", "_numbers", "_operands")
+
+    def __init__(
+        self,
+        kernel: Callable[..., Any],
+        grid: tuple[int, int, int],
+        operands: int,
+        numbers: Callable[..., Sequence[int]],
+    ) -> None:
+        self._kernel = kernel
+        self._grid = grid
+        self._operands = operands
+        self._numbers = numbers
+        self._known: dict[tuple[object, ...], Sequence[int]] = {}
+
+    def __call__(self, *args: Any) -> None:
+        operands = args[: self._operands]
+        walks = tuple([None if t is None else (t.shape, t.stride()) for t in operands])
+        numbers = self._known.get(walks)
+        if numbers is None:
+            if len(self._known) >= _MAX_WALKS:
+                self._known.clear()
+            numbers = self._known[walks] = self._numbers(*operands)
+        addresses = [0 if t is None else t.data_ptr() for t in operands]
+        self._kernel(self._grid, *addresses, *numbers, *args[self._operands :])
+
+    def settled(self, operands: Sequence[Tensor | None], scalars: int) -> Fire:
+        """The launch for operands that lie as these do, on the current device."""
+        numbers = self._numbers(*operands)
+        settle = getattr(self._kernel, "settled", None)
+        if settle is not None:
+            return settle(self._grid, numbers, len(operands) + scalars)  # type: ignore[no-any-return]
+        kernel, grid = self._kernel, self._grid
+        return lambda addresses, scalars: kernel(grid, *addresses, *numbers, *scalars)
+
 
 @dataclass(frozen=True, slots=True)
 class _Call:
     """What follows from the shapes, strides, types and alignment of a call's operands."""
 
-    launch: Callable[..., None] | None  # None where there is nothing to compute
     device: int
-    spans: tuple[int, ...]  # bytes from an operand's first to its last; results, then inputs
+    launch: Callable[..., None] | None = None  # by tensors; None where there is nothing to compute
+    fire: Fire | None = None  # by addresses, where the op's launch can
+    apart: tuple[tuple[int, int, int, int], ...] = ()  # (i, j, span of i, span of j) of operands to be kept apart
 
 
 _CALLS: dict[tuple[object, ...], _Call] = {}
 _MAX_CALLS = 4096
 dispatch.on_reload(_CALLS.clear)
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 
 
 def run(
@@ -120,7 +169,8 @@ def run(
             facts.append(None)
             begins.append(0)
         else:
-            facts += (t.shape, t.stride(), t.dtype, t.get_device())
+            # A contiguous tensor's strides follow from its shape, but for those that are never taken.
+            facts += (t.shape, t.is_contiguous() or t.stride(), t.dtype, t.get_device())
             begin = t.data_ptr()
             begins.append(begin)
             bits |= begin
@@ -130,17 +180,27 @@ def run(
     if call is None:
         if len(_CALLS) >= _MAX_CALLS:
             _CALLS.clear()
-        call = _CALLS[key] = _first(op, results, inputs, dict(zip(op.options, options, strict=True)), config)
+        call = _first(op, results, inputs, dict(zip(op.options, options, strict=True)), len(scalars), config)
+        _CALLS[key] = call
     if results is None:
         results = op.fresh(*inputs, **dict(zip(op.options, options, strict=True)))
+        begins[:0] = [t.data_ptr() for t in results]
     else:
-        _check_overlap(op, begins, call.spans, results, inputs)
+        for i, j, span, other_span in call.apart:
+            if -other_span < begins[j] - begins[i] < span:
+                _refuse_overlap(op, results, inputs, i, j)
     if call.launch is not None:
-        if torch._C._cuda_getDevice() == call.device:
-            call.launch(*results, *inputs, *scalars)
+        if _current_device() == call.device:
+            if call.fire is not None:
+                call.fire(begins, scalars)
+            else:
+                call.launch(*results, *inputs, *scalars)
         else:
             with torch.cuda.device(call.device):
-                call.launch(*results, *inputs, *scalars)
+                if call.fire is not None:
+                    call.fire(begins, scalars)
+                else:
+                    call.launch(*results, *inputs, *scalars)
     return results
 
 
@@ -149,24 +209,41 @@ def _first(
     results: tuple[Tensor, ...] | None,
     inputs: tuple[Tensor | None, ...],
     options: dict[str, Scalar],
+    scalars: int,
     config: C | str | None,
 ) -> _Call:
     """Refuses what no kernel takes, reads the problem off the rest, and plans it."""
     op.admit(inputs, results or (), **options)
     given = present(inputs)
     device = given[0].get_device()
-    spans = tuple([0 if t is None else span_bytes(t) for t in (*(results or ()), *inputs)])
+    apart = () if results is None else _pairs(len(results), (*results, *inputs))
     if results is None:
         results = op.fresh(*[None if t is None else _dense(t) for t in inputs], **options)
     if all(t.numel() == 0 for t in results):
-        return _Call(None, device, spans)
+        return _Call(device, apart=apart)
     operands = (*results, *inputs)
     copied = [op.flattens and t is not None and matrix(t.shape, t.stride()) is None for t in operands]
     posed = [_dense(t) if copy and t is not None else t for t, copy in zip(operands, copied, strict=True)]
     problem = op.problem(*posed, **options)
     with torch.cuda.device(device):
         launch = dispatch.plan(op, problem, device, config).launch
-    return _Call(_through_copies(launch, copied, len(results)) if any(copied) else launch, device, spans)
+        if any(copied):
+            return _Call(device, _through_copies(launch, copied, len(results)), apart=apart)
+        fire = launch.settled(operands, scalars) if isinstance(launch, Launch) else None
+    return _Call(device, launch, fire, apart)
+
+
+def _pairs(results: int, operands: Sequence[Tensor | None]) -> tuple[tuple[int, int, int, int], ...]:
+    """Each result beside every operand after it, with their extents in bytes; empty ones touch nothing."""
+    spans = [0 if t is None else span_bytes(t) for t in operands]
+    return tuple(
+        [
+            (i, j, spans[i], spans[j])
+            for i in range(results)
+            for j in range(i + 1, len(operands))
+            if spans[i] and spans[j]
+        ]
+    )
 
 
 def _dense(t: Tensor) -> Tensor:
@@ -231,29 +308,20 @@ def check_overlap(op: TensorOp[P, C], results: Sequence[Tensor], inputs: Sequenc
     """Refuses results that share memory with an input or with one another, but as ``op.in_place`` allows."""
     operands = (*results, *inputs)
     begins = [0 if t is None else t.data_ptr() for t in operands]
-    spans = [0 if t is None else span_bytes(t) for t in operands]
-    _check_overlap(op, begins, spans, results, inputs)
+    for i, j, span, other_span in _pairs(len(results), operands):
+        if -other_span < begins[j] - begins[i] < span:
+            _refuse_overlap(op, results, inputs, i, j)
 
 
-def _check_overlap(
-    op: TensorOp[P, C],
-    begins: Sequence[int],
-    spans: Sequence[int],
-    results: Sequence[Tensor],
-    inputs: Sequence[Tensor | None],
+def _refuse_overlap(
+    op: TensorOp[P, C], results: Sequence[Tensor], inputs: Sequence[Tensor | None], i: int, j: int
 ) -> None:
-    n = len(results)
-    for i in range(n):
-        begin = begins[i]
-        end = begin + spans[i]
-        for j in range(i + 1, len(begins)):
-            other = begins[j]
-            if begin < other + spans[j] and other < end:
-                t = results[j] if j < n else inputs[j - n]
-                assert t is not None
-                found = relation(results[i], t)
-                if found == "overlap" or (found == "same" and (j < n or not op.in_place)):
-                    raise UnsupportedProblem(_OVERLAP[op.in_place])
+    """Raises unless result ``i`` and operand ``j``, whose extents meet, lie as they may."""
+    t = (*results, *inputs)[j]
+    assert t is not None
+    found = relation(results[i], t)
+    if found == "overlap" or (found == "same" and (j < len(results) or not op.in_place)):
+        raise UnsupportedProblem(_OVERLAP[op.in_place])
 
 
 _OVERLAP = {
@@ -265,18 +333,25 @@ _OVERLAP = {
 
 # ---- the way through torch ------------------------------------------------------------------------------
 
-_PLAIN_TENSORS = frozenset([Tensor, torch.nn.Parameter])
+# Looked up once: each dotted name costs a warm call 30 ns.
+_is_compiling = torch.compiler.is_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+_is_grad_enabled = torch.is_grad_enabled
+_Parameter = torch.nn.Parameter
 
 
 def direct(*tensors: Tensor | None) -> bool:
     """Whether a call may go straight to :func:`run`: on a GPU, nobody tracing, differentiating or intercepting it."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if _is_compiling() or _dispatch_modes() or _transforms() is not None:
         return False
-    grad = torch.is_grad_enabled()
+    grad = _is_grad_enabled()
     for t in tensors:
-        if t is not None and (type(t) not in _PLAIN_TENSORS or not t.is_cuda or (grad and t.requires_grad)):
-            return False
-    return torch._C._functorch.peek_interpreter_stack() is None
+        if t is not None:
+            kind = type(t)
+            if (kind is not Tensor and kind is not _Parameter) or not t.is_cuda or (grad and t.requires_grad):
+                return False
+    return True
 
 
 def refuse_gradient(*tensors: Tensor | None) -> None:
