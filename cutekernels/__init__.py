@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from cutekernels.ops.activations import silu_mul as silu_mul
     from cutekernels.ops.matmul import gemm as gemm
     from cutekernels.ops.matmul import linear as linear
+    from cutekernels.ops.rope import rope as rope
 
 _HOMES = {
     "gemm": "cutekernels.ops.matmul",
     "linear": "cutekernels.ops.matmul",
     "silu_mul": "cutekernels.ops.activations",
+    "rope": "cutekernels.ops.rope",
     "explain": "cutekernels.face",
     "reload": "cutekernels.dispatch",
     "warmup": "cutekernels.dispatch",
@@ -32,7 +34,7 @@ try:
 except PackageNotFoundError:  # a checkout on the path, not installed
     __version__ = "0"
 
-__all__ = ["__version__", "explain", "gemm", "linear", "reload", "silu_mul", "warmup"]
+__all__ = ["__version__", "explain", "gemm", "linear", "reload", "rope", "silu_mul", "warmup"]
 
 
 def __getattr__(name: str) -> Any:

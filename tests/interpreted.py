@@ -62,7 +62,7 @@ def interpret(
         op.build(problem, chosen, H200)
     finally:
         backend.compile_kernel = real
-    tensors = {t.data_ptr(): t.as_strided((1,), (1,)) for t in (*results, *inputs) if t is not None}
+    tensors = {t.data_ptr(): t.as_strided((1,), (1,)) for t in (*results, *inputs) if t is not None and t.numel()}
 
     def kernel(grid: tuple[int, int, int], *args: Any) -> None:
         names = dict(zip(built["signature"], args, strict=False))

@@ -66,3 +66,20 @@ def test_relation_is_exact_between_slices_of_one_buffer(data: st.DataObject, pit
     out, t = rows_of(), rows_of()
     shared = bool(set(addresses(out)) & set(addresses(t)))
     assert (strides.relation(out, t) != "apart") == shared
+
+
+def test_relation_of_what_lies_interleaved() -> None:
+    """Heads of a joint projection, whatever is sliced off around them; real and imaginary parts."""
+    buffer = torch.zeros(2, 5, 3 * 8)  # (batch, seq, channels of q, k and v)
+    for joint in (buffer, buffer[:, 1:4]):
+        q, k = joint[..., :16].unflatten(-1, (4, 4)), joint[..., 16:20].unflatten(-1, (1, 4))
+        assert strides.relation(q, k) == strides.relation(k, q) == "apart"
+        assert strides.relation(q, q.transpose(1, 2)) == "overlap"
+        assert strides.relation(q, joint[..., 15:19]) == "overlap"
+    pairs = torch.zeros(3, 7, 2)
+    assert strides.relation(pairs[..., 0], pairs[..., 1]) == "apart"
+    assert strides.relation(pairs[:, 1:, 0], pairs[:, :-1, 1]) == "apart"
+    assert strides.relation(pairs[:, 1:, 0], pairs[:, :-1, 0]) == "overlap"
+    storage = torch.zeros(2, 4, 6, 8)  # (batch, heads, seq, channels), read as (batch, seq, heads, channels)
+    heads = storage.transpose(1, 2)
+    assert strides.relation(heads[:, :, :3], heads[:, :, 3:]) == "apart"

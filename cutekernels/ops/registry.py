@@ -8,17 +8,18 @@ import torch
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op
-from cutekernels.ops import activations, matmul
+from cutekernels.ops import activations, matmul, rope
 from cutekernels.ops.activations import SILU_MUL, SILU_MUL_BACKWARD
 from cutekernels.ops.gemm import GEMM
+from cutekernels.ops.rope import ROPE
 
-OPS: tuple[Op[Any, Any], ...] = (GEMM, SILU_MUL, SILU_MUL_BACKWARD)
+OPS: tuple[Op[Any, Any], ...] = (GEMM, SILU_MUL, SILU_MUL_BACKWARD, ROPE)
 
 _BY_NAME = {op.name: op for op in OPS}
 
 # How torch.compile and autograd reach the ops, as torch.ops.cutekernels.*; it lives as long as this module.
 LIBRARY = torch.library.Library("cutekernels", "FRAGMENT")
-for module in (matmul, activations):
+for module in (matmul, activations, rope):
     module.register(LIBRARY)
 
 

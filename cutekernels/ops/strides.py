@@ -36,6 +36,28 @@ def matrix(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int,
     return rows, cols, row_stride, col_stride
 
 
+def cube(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int, int, int, int] | None:
+    """``(rows, heads, cols, row_stride, head_stride, col_stride)``: a matrix whose last leading dimension is apart.
+
+    None where no single stride walks the dimensions before that. A stride that is never taken reads as 0, but that of
+    a single column as 1.
+    """
+    heads, head_stride = (shape[-2], strides[-2]) if len(shape) > 1 else (1, 0)
+    found = matrix((*shape[:-2], 1), (*strides[:-2], 1))
+    if found is None:
+        return None
+    rows, _, row_stride, _ = found
+    cols, col_stride = (shape[-1], strides[-1]) if shape else (1, 1)
+    return (
+        rows,
+        heads,
+        cols,
+        row_stride if rows > 1 else 0,
+        head_stride if heads > 1 else 0,
+        col_stride if cols > 1 else 1,
+    )
+
+
 def overlaps_itself(t: Tensor) -> bool:
     """Whether two elements may share an address: an expanded dimension, a sliding window."""
     reach = 0
@@ -58,7 +80,8 @@ def relation(out: Tensor, t: Tensor) -> Relation:
     """How ``out`` lies to ``t``: nowhere near, element upon element, or overlapping in some other way.
 
     Exact for slices of one buffer with equal row pitch, such as ``out = buffer[:, n:]`` beside
-    ``t = buffer[:, :n]``; where that is too hard to tell, "overlap".
+    ``t = buffer[:, :n]``, and tells apart any two that share a period without reaching out of it (channels of heads
+    of batches, say); where that is too hard to tell, "overlap".
     """
     begin, other = out.data_ptr(), t.data_ptr()
     if begin + span_bytes(out) <= other or other + span_bytes(t) <= begin:
@@ -67,19 +90,55 @@ def relation(out: Tensor, t: Tensor) -> Relation:
         return "apart"
     if begin == other and out.dtype == t.dtype and out.shape == t.shape and _walk(out) == _walk(t):
         return "same"
-    ours, theirs = matrix(out.shape, out.stride()), matrix(t.shape, t.stride())
-    if ours is None or theirs is None or ours[3] != 1 or theirs[3] != 1:
+    ours, theirs = _lattice(out), _lattice(t)
+    if ours is None or theirs is None:
         return "overlap"
-    pitches = {m[2] * x.element_size() for m, x in ((ours, out), (theirs, t)) if m[0] > 1}
+    (steps, width), (other_steps, other_width) = ours, theirs
+    distance = other - begin
+    if steps and steps == other_steps:
+        first, gap, last = (width, distance, other_width) if distance >= 0 else (other_width, -distance, width)
+        if first <= gap and gap + last <= steps[0][1] and _nested(steps):
+            return "apart"
+    if len(steps) > 1 or len(other_steps) > 1:
+        return "overlap"
+    pitches = {stride for found in (steps, other_steps) for _, stride in found}
     pitch = pitches.pop() if len(pitches) == 1 else 0
     if pitch <= 0:
         return "overlap"
+    rows, other_rows = (found[0][0] if found else 1 for found in (steps, other_steps))
     # Row j of t begins k * pitch + (other - begin) after row i of out, with k = j - i. They share a byte
     # where that distance is inside (-width of t's row, width of out's row): look at the first k past the left end.
-    width, other_width = ours[1] * out.element_size(), theirs[1] * t.element_size()
-    distance = other - begin
-    k = max((-other_width - distance) // pitch + 1, -(ours[0] - 1))
-    return "overlap" if k <= theirs[0] - 1 and distance + k * pitch < width else "apart"
+    k = max((-other_width - distance) // pitch + 1, -(rows - 1))
+    return "overlap" if k <= other_rows - 1 and distance + k * pitch < width else "apart"
+
+
+def _lattice(t: Tensor) -> tuple[list[tuple[int, int]], int] | None:
+    """``t`` as runs of contiguous bytes: (count, stride in bytes) of the runs, closest first, and a run's width.
+
+    Dimensions that one stride walks are joined, whatever their order. None where an address repeats for certain.
+    """
+    joined: list[tuple[int, int]] = []
+    width = size = t.element_size()
+    for stride, count in sorted((s * size, n) for n, s in zip(t.shape, t.stride(), strict=True) if n != 1):
+        if stride <= 0:
+            return None
+        if not joined and stride == width:
+            width *= count
+        elif joined and stride == joined[-1][0] * joined[-1][1]:
+            joined[-1] = (joined[-1][0] * count, joined[-1][1])
+        else:
+            joined.append((count, stride))
+    return joined, width
+
+
+def _nested(steps: Sequence[tuple[int, int]]) -> bool:
+    """Whether the points of a lattice are at least its smallest stride apart."""
+    reach = steps[0][1]
+    for count, stride in steps:
+        if stride < reach:
+            return False
+        reach += (count - 1) * stride
+    return True
 
 
 def _walk(t: Tensor) -> tuple[int, ...]:
