@@ -74,7 +74,7 @@ def compile_task(request: tuple[str, str, str, str]) -> Facts:
 
 def cache_key(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec) -> str:
     """Names a compiled object by all it was made from."""
-    made_from = [op.name, gpu.target, p.static(), str(c), source_fingerprint(type(op).__module__)]
+    made_from = [op.name, gpu.target, gpu.sm_count, p.static(), str(c), source_fingerprint(type(op).__module__)]
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]
 
 

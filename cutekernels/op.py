@@ -59,9 +59,12 @@ def plain(*values: Scalar) -> Any:
     return field(default=values[0], metadata={"values": values})
 
 
-def knob(*values: Scalar) -> Any:
-    """A field of a config: ``values`` is what the tuner searches."""
-    return field(metadata={"values": values})
+def knob(*values: Scalar, added: bool = False) -> Any:
+    """A field of a config: ``values`` is what the tuner searches.
+
+    A knob ``added`` to configs that are stored already has a default, its first value, which must mean what they meant.
+    """
+    return field(default=values[0] if added else MISSING, metadata={"values": values})
 
 
 def _one_of(f: Field[Any], value: object) -> bool:
@@ -181,10 +184,15 @@ class Config(_Record):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The least a problem needs: floating-point operations, and bytes through device memory."""
+    """The least a problem needs: floating-point operations, and bytes through device memory.
+
+    ``depth``: terms in an output's longest sum, which says how exact a result can be; None where it is
+    the same for all outputs, so that it follows from ``flops``.
+    """
 
     flops: float
     bytes: float
+    depth: float | None = None
 
     def floor_us(self, gpu: GpuSpec) -> float:
         """The roofline: no kernel runs faster than this on ``gpu``."""

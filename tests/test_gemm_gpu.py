@@ -76,6 +76,17 @@ def test_larger_random_configs() -> None:
         assert_right(launch(problem, args, config), problem, args, config)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_persistent_configs_over_many_tiles(seed: int) -> None:
+    """Several tiles a CTA, of any layout and epilogue; the last wave is partial."""
+    rng, spec = random.Random(seed), gpu.detect()
+    problem = random_problem(rng, (1991, 2056, 2304)).replace(k=rng.choice((40, 200, 328)))
+    persistent = [c for c in GEMM.valid(problem, spec) if c.persistent]
+    args = GEMM.sample(problem, "cuda", seed)
+    config = str(rng.choice(persistent))
+    assert_right(launch(problem, args, config), problem, args, config)
+
+
 def test_a_planted_bug_fails() -> None:
     problem = GemmProblem.parse("m=256 n=256 k=512")
     a, b, c, bias, alpha, beta = GEMM.sample(problem, "cuda", 0)

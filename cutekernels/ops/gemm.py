@@ -118,6 +118,7 @@ class GemmConfig(Config):
     stages: int = knob(2, 3, 4, 6)
     raster: int = knob(1, 8, 16)
     ctas_per_sm: int = knob(1, 2, 3)
+    persistent: bool = knob(False, True, added=True)
 
     @property
     def warps(self) -> int:
@@ -129,7 +130,7 @@ class GemmConfig(Config):
 
     @property
     def smem(self) -> GemmSmem:
-        return GemmSmem(self.tile_m, self.tile_n, self.tile_k, self.stages)
+        return GemmSmem(self.tile_m, self.tile_n, self.tile_k, self.stages, self.persistent)
 
     @property
     def warp_tile(self) -> tuple[int, int]:
@@ -204,7 +205,11 @@ class Gemm(Op[GemmProblem, GemmConfig]):
                 yield f"{c.threads} threads do not divide the output tile (alignment {align})"
         if c.ctas_per_sm < MAX_CTAS and self._fits(p, c.replace(ctas_per_sm=c.ctas_per_sm + 1), gpu):
             yield f"one more CTA than ctas_per_sm={c.ctas_per_sm} fits on an SM: say so"
-        tile_rows = -(-rows.extent // c.tile_m)
+        tile_rows, tile_columns = -(-rows.extent // c.tile_m), -(-columns.extent // c.tile_n)
+        if c.persistent and (c.ctas_per_sm > 1 or c.tile_m * c.tile_n < 128 * 128):
+            yield "persistent=1 is for large tiles that have an SM to themselves: others hide each other's ends"
+        if c.persistent and tile_rows * tile_columns * p.batch <= gpu.sm_count:
+            yield "persistent=1 is for more tiles than there are SMs"
         # Together, an SM array's CTAs should cover about as many rows as columns: wide tiles want taller bands.
         fitting = {1} if tile_rows < 2 else {1, 8} if tile_rows <= 4 else {8}
         if tile_rows >= 64 or (tile_rows >= 16 and c.tile_n > c.tile_m):
@@ -261,6 +266,8 @@ class Gemm(Op[GemmProblem, GemmConfig]):
             barrier = 0.08 * (1.8 if c.stages == 2 else 1.0) / min(together, 2)
             step = max(multiply, fetch) + barrier
             fixed = 0.8 / min(together, 2) + 2.7e-4 * c.tile_m * c.tile_n * together
+            if c.persistent:  # most of it passes while the next tile's loads are under way
+                fixed *= 0.4
             return float(k_tiles * max(step, _LATENCY_US / (c.stages - 1)) + fixed)
 
         full, rest = divmod(tiles, gpu.sm_count * c.ctas_per_sm)
@@ -297,6 +304,7 @@ class Gemm(Op[GemmProblem, GemmConfig]):
             ),
             ctas_per_sm=c.ctas_per_sm,
             transposed=p.transposed,
+            resident=gpu.sm_count * c.ctas_per_sm if c.persistent else 0,
         )
         cute = cutlass.cute
         extents = {name: cute.sym_int(divisibility=divisibility(p, name)) for name in "mnk"}
@@ -451,10 +459,11 @@ def _shortlist() -> tuple[GemmConfig, ...]:
         (256, 32, 4, 1), (32, 64, 1, 4), (64, 32, 4, 1), (32, 32, 2, 2),
     ]  # fmt: skip
     return tuple(
-        GemmConfig(tile_m, tile_n, tile_k, warps_m, warps_n, stages, raster, ctas)
+        GemmConfig(tile_m, tile_n, tile_k, warps_m, warps_n, stages, raster, ctas, persistent)
         for tile_m, tile_n, warps_m, warps_n in shapes
         for tile_k in (32, 64)
         for stages in (2, 3, 4, 6)
         for raster in (1, 8, 16)
         for ctas in (1, 2, 3)
+        for persistent in (False, True)
     )

@@ -54,6 +54,24 @@ class OperandLoad:
         return cute.make_tiled_copy_tv(atom, threads, values)
 
     @cute.jit
+    def copies(self, tid: Int32, mX: cute.Tensor, sX: cute.Tensor, at: Int32, layer: Int32):
+        """How thread ``tid`` copies the k-tiles of row panel ``at``: ``(copy, tXgX, tXsX, tXcX, pX)``.
+
+        Source ``(CPY, CPY_ROWS, CPY_K, k)``, destination ``(CPY, CPY_ROWS, CPY_K, STAGE)``, coordinates as the
+        source, mask of the rows that exist. The *first* k-tile is the partial one: it starts before K does.
+        """
+        extent, k = cute.size(mX, mode=[0]), cute.size(mX, mode=[1])
+        residue = k - cute.ceil_div(k, self.tile_k) * self.tile_k  # <= 0
+        shift, masked = self.shifted, self.row_mask
+        gX = shift(cute.local_tile(mX[None, None, layer], (self.rows, self.tile_k), (at, None)), residue)
+        identity = cute.make_identity_tensor((extent, k))
+        cX = cute.domain_offset((0, residue, 0), cute.local_tile(identity, (self.rows, self.tile_k), (at, None)))
+        copy = self.tiled_copy(mX.element_type)
+        thr = copy.get_slice(tid)
+        tXcX = thr.partition_S(cX)
+        return copy, thr.partition_S(gX), thr.partition_D(sX), tXcX, masked(tXcX, extent)
+
+    @cute.jit
     def shifted(self, g: cute.Tensor, residue: Int32) -> cute.Tensor:
         """``g`` moved by ``residue`` (<= 0) along K, so that the *first* k-tile is the partial one."""
         moved = cute.domain_offset((0, residue, 0), g)

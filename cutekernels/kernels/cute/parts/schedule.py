@@ -27,3 +27,11 @@ class Raster:
         inside = block - band * band_tiles
         column = inside // rows
         return first + inside - column * rows, column
+
+    @cute.jit
+    def place(self, block: Int32, tiles_m: Int32, tiles_n: Int32) -> tuple[Int32, Int32, Int32]:
+        """``(tile_m, tile_n, layer)`` of a batch of such matrices, one layer after the other."""
+        layer = block // (tiles_m * tiles_n)
+        tile = self.tile
+        at_m, at_n = tile(block - layer * (tiles_m * tiles_n), tiles_m, tiles_n)
+        return at_m, at_n, layer

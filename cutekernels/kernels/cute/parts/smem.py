@@ -12,12 +12,16 @@ ALIGNMENT = 1024  # the span of a 128-byte swizzle pattern
 
 @dataclass(frozen=True, slots=True)
 class GemmSmem:
-    """Shared memory of a multistage GEMM: A and B stages, then the output tile in the same bytes."""
+    """Shared memory of a multistage GEMM: A and B stages, then the output tile in the same bytes.
+
+    A persistent one keeps the output tile apart, since the next tile's loads begin before it has left.
+    """
 
     tile_m: int
     tile_n: int
     tile_k: int
     stages: int
+    persistent: bool = False
     element_bytes: int = 2
 
     @property
@@ -34,4 +38,5 @@ class GemmSmem:
 
     @property
     def total_bytes(self) -> int:
-        return max(self.a_bytes + self.b_bytes, self.out_bytes)
+        staged = self.a_bytes + self.b_bytes
+        return staged + self.out_bytes if self.persistent else max(staged, self.out_bytes)
