@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import resources
 from itertools import product
 from pathlib import Path
@@ -153,7 +153,7 @@ def _tasks(entry: Mapping[str, Any], where: str, trials: int, find: FindOp) -> I
             problem = op.Problem.parse(text)
         except UnsupportedProblem as error:
             raise JobError(f"{where}.{key}: {text!r} is no problem of {op.name}: {error}") from error
-        if 0 in problem.extents():
+        if any(getattr(problem, f.name) == 0 != f.default for f in fields(problem) if "bucket" in f.metadata):
             raise JobError(f"{where}.{key}: {text!r} has an empty extent, so there is nothing to tune: remove it")
         yield Task(op, problem.bucket(), trials)
 

@@ -197,7 +197,7 @@ def numerics_cases() -> dict[str, dict[str, Any]]:
     for kind, rotary, interleaved in product(("dense", "every other"), (16, 32), (False, True)):
         shape = _BASE | {"width": 40, "rotary": rotary, "seq": 7, "kind": kind, "interleaved": interleaved}
         layout = "rows" if kind == "dense" else "strided"
-        p = RopeProblem(2, 7, 3, 2, 40, rotary, layout=layout, interleaved=interleaved)
+        p = RopeProblem(2, 7, 3, 40, rotary, 2, layout=layout, interleaved=interleaved)
         for config in rng.sample(list(ROPE.valid(p, H200)), 3):
             cases[f"{kind} {rotary} {interleaved=} [{config}]"] = shape | {"config": str(config)}
     return cases

@@ -139,8 +139,10 @@ def test_bundled_jobs_hold_real_problems() -> None:
         job = load(name)
         assert job.name == name
         ops = {task.op.name for task in job.tasks}
-        assert ops == {"gemm", "silu_mul"} if name in models else ops
+        assert ops >= {"gemm", "silu_mul"} if name in models else ops
     assert len(load("demo").tasks) == 4
     llama = [str(task.problem) for task in load("llama-3-8b").tasks]
     assert any(text.startswith("m=1 n=28672 k=4096") for text in llama)
     assert any(text.startswith("m=8192 n=4096 k=14336") for text in llama)
+    # An extent that is 0 unless said, of what may be absent, is not an empty one.
+    assert any("heads_kv" not in str(task.problem) for task in load("rope").tasks)

@@ -104,7 +104,7 @@ def test_there_are_few_configs() -> None:
         assert 8 <= len(list(ROPE.valid(RopeProblem.parse(text), H200))) <= 80, text
 
 
-@pytest.mark.parametrize("text", [*ROPE.suite, "batch=2 seq=3 heads_q=2 heads_kv=1 head_dim=44 rotary=40 align=8"])
+@pytest.mark.parametrize("text", [*ROPE.suite, "batch=2 seq=3 heads_q=2 head_dim=44 rotary=40 heads_kv=1 align=8"])
 def test_suite_samples_pose_their_problem(text: str) -> None:
     problem = RopeProblem.parse(text)
     small = problem.replace(batch=min(problem.batch, 3), seq=min(problem.seq, 20))
@@ -119,7 +119,7 @@ def test_suite_samples_pose_their_problem(text: str) -> None:
 
 
 def test_work_is_what_must_be_moved() -> None:
-    problem = RopeProblem(2, 100, 32, 8, 128, 64)
+    problem = RopeProblem(2, 100, 32, 128, 64, 8)
     assert ROPE.work(problem).bytes == 2 * 2 * 2 * 100 * 40 * 128 + 2 * 4 * 100 * 32
 
 
@@ -135,7 +135,7 @@ def test_work_is_what_must_be_moved() -> None:
 )
 def test_rules_say_what_is_wrong(config: str, rule: str) -> None:
     with pytest.raises(InvalidConfig, match=rule):
-        ROPE.check(RopeProblem(4, 3, 32, 8, 128, 128), RopeConfig.parse(config), H200)
+        ROPE.check(RopeProblem(4, 3, 32, 128, 128, 8), RopeConfig.parse(config), H200)
 
 
 @pytest.mark.parametrize(
@@ -353,13 +353,13 @@ def test_launch_poses_what_it_launches(launches: list[str]) -> None:
     run(q[..., 1:21], k[..., 1:21], *args)
     run(q, k, *table(9, 8), torch.tensor([1, 2]), 0, interleaved=True)
     run(q, k, *table(5, 12, torch.bfloat16), torch.zeros(2, 5, dtype=torch.int32), 0, inplace=True)
-    same = "batch=2 seq=5 heads_q=3 heads_kv=1 head_dim=24"
-    assert launches[:2] == [f"{same} rotary=16"] * 2
+    same = "batch=2 seq=5 heads_q=3 head_dim=24"
+    assert launches[:2] == [f"{same} rotary=16 heads_kv=1"] * 2
     assert launches[-4:] == [
-        "batch=2 seq=5 heads_q=3 heads_kv=0 head_dim=24 rotary=16",
-        "batch=2 seq=5 heads_q=3 heads_kv=1 head_dim=20 rotary=16 align=2",
-        f"{same} rotary=16 interleaved=1 positions=batch",
-        f"{same} rotary=24 table=same positions=token index=i32 align=8",
+        "batch=2 seq=5 heads_q=3 head_dim=24 rotary=16",
+        "batch=2 seq=5 heads_q=3 head_dim=20 rotary=16 heads_kv=1 align=2",
+        f"{same} rotary=16 heads_kv=1 interleaved=1 positions=batch",
+        f"{same} rotary=24 heads_kv=1 table=same positions=token index=i32 align=8",
     ]
 
 

@@ -17,7 +17,7 @@ from cutekernels import gpu
 from cutekernels.ops.rope import ROPE, RopeConfig, RopeProblem
 
 TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
-PREFILL = RopeProblem(1, 2048, 32, 8, 128, 128)
+PREFILL = RopeProblem(1, 2048, 32, 128, 128, 8)
 
 
 @cache
@@ -42,7 +42,7 @@ def test_compiles_for_every_architecture(spec: gpu.GpuSpec) -> None:
 
 @pytest.mark.parametrize("words", ["", "interleaved=1", "layout=strided", "dtype=fp32"])
 def test_the_largest_tiles_do_not_spill(words: str) -> None:
-    problem = RopeProblem.parse(f"batch=1 seq=2048 heads_q=32 heads_kv=8 head_dim=192 rotary=128 {words}")
+    problem = RopeProblem.parse(f"batch=1 seq=2048 heads_q=32 head_dim=192 rotary=128 heads_kv=8 {words}")
     worst = max(ROPE.valid(problem, H200), key=lambda c: (c.tokens * c.heads * c.block / c.warps, c.tokens))
     assert built(problem, worst, "h200").facts.stack_bytes == 0, worst
 
@@ -58,7 +58,7 @@ def test_every_knob_changes_the_code_or_the_grid() -> None:
             made = (built(PREFILL, config, "h200").ptx, ROPE.grid(PREFILL, config))
             assert made not in seen, f"{knob} changes nothing in {config}"
             seen.add(made)
-    wide = RopeProblem(1, 2048, 32, 8, 256, 256)
+    wide = RopeProblem(1, 2048, 32, 256, 256, 8)
     assert wide.static() == PREFILL.static()
     config = ROPE.check(wide, base.replace(block=128), H200)
     assert built(wide, config, "h200").ptx not in {code for code, _ in seen}
@@ -75,7 +75,7 @@ def test_every_knob_changes_the_code_or_the_grid() -> None:
     ],
 )
 def test_accesses_are_as_wide_as_alignment_allows(words: str, widths: set[str]) -> None:
-    problem = RopeProblem.parse(f"batch=1 seq=2048 heads_q=32 heads_kv=8 head_dim=128 rotary=128 {words}")
+    problem = RopeProblem.parse(f"batch=1 seq=2048 heads_q=32 head_dim=128 rotary=128 heads_kv=8 {words}")
     for target in ("a100", "h200", "rtx5090"):
         artifact = built(problem, ROPE.default(problem, gpu.lookup(target)), target)
         found = accesses(artifact.ptx)
@@ -87,5 +87,5 @@ def test_accesses_are_as_wide_as_alignment_allows(words: str, widths: set[str]) 
 
 def test_compiled_code_does_not_depend_on_extents() -> None:
     config = RopeConfig(1, 4, 64, 1)
-    other = RopeProblem(3, 77, 5, 4, 250, 122, align=2)
+    other = RopeProblem(3, 77, 5, 250, 122, 4, align=2)
     assert built(PREFILL.replace(align=2), config, "h200").ptx == built(other, config, "h200").ptx

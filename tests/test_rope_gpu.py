@@ -23,12 +23,12 @@ from cutekernels.ops.rope import ROPE, RopeProblem
 pytestmark = pytest.mark.gpu
 
 AWKWARD = [
-    "batch=1 seq=1 heads_q=1 heads_kv=1 head_dim=2 rotary=2 align=2",
-    "batch=5 seq=9 heads_q=7 heads_kv=0 head_dim=33 rotary=14 align=2 positions=token",
-    "batch=2 seq=33 heads_q=3 heads_kv=2 head_dim=96 rotary=96 interleaved=1 dtype=fp32 positions=batch",
-    "batch=1 seq=40 heads_q=2 heads_kv=70 head_dim=600 rotary=528 dtype=fp16",
-    "batch=3 seq=11 heads_q=4 heads_kv=4 head_dim=40 rotary=32 interleaved=1 layout=strided inverse=1",
-    "batch=300 seq=1 heads_q=12 heads_kv=2 head_dim=64 rotary=64 positions=batch index=i32 table=same",
+    "batch=1 seq=1 heads_q=1 head_dim=2 rotary=2 heads_kv=1 align=2",
+    "batch=5 seq=9 heads_q=7 head_dim=33 rotary=14 align=2 positions=token",
+    "batch=2 seq=33 heads_q=3 head_dim=96 rotary=96 heads_kv=2 interleaved=1 dtype=fp32 positions=batch",
+    "batch=1 seq=40 heads_q=2 head_dim=600 rotary=528 heads_kv=70 dtype=fp16",
+    "batch=3 seq=11 heads_q=4 head_dim=40 rotary=32 heads_kv=4 interleaved=1 layout=strided inverse=1",
+    "batch=300 seq=1 heads_q=12 head_dim=64 rotary=64 heads_kv=2 positions=batch index=i32 table=same",
 ]
 
 

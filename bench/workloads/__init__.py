@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "gemm": "gemm",
     "silu_mul": "activations",
+    "rope": "rope",
 }
 OPS = tuple(_HOMES)
 

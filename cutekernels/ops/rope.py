@@ -42,9 +42,9 @@ class RopeProblem(Problem):
     batch: int = extent(ladder)
     seq: int = extent(ladder)
     heads_q: int = extent(exact)
-    heads_kv: int = extent(exact)
     head_dim: int = extent(exact)
     rotary: int = extent(exact)
+    heads_kv: int = extent(exact, default=0)
     dtype: str = plain("bf16", "fp16", "fp32")
     table: str = plain("fp32", "same")
     interleaved: bool = plain(False, True)
@@ -147,19 +147,19 @@ class Rope(TensorOp[RopeProblem, RopeConfig]):
     Problem = RopeProblem
     Config = RopeConfig
     suite = (
-        "batch=1 seq=1 heads_q=32 heads_kv=8 head_dim=128 rotary=128",
-        "batch=16 seq=1 heads_q=28 heads_kv=4 head_dim=128 rotary=128 positions=batch",
-        "batch=64 seq=1 heads_q=32 heads_kv=8 head_dim=128 rotary=128 positions=token index=i32",
-        "batch=3 seq=77 heads_q=5 heads_kv=1 head_dim=80 rotary=20 align=4 dtype=fp16",
-        "batch=2 seq=33 heads_q=3 heads_kv=3 head_dim=64 rotary=64 layout=strided",
-        "batch=2 seq=130 heads_q=6 heads_kv=0 head_dim=128 rotary=64 interleaved=1 table=same",
-        "batch=1 seq=512 heads_q=32 heads_kv=0 head_dim=128 rotary=128 dtype=fp16",
-        "batch=1 seq=2048 heads_q=32 heads_kv=8 head_dim=128 rotary=128",
-        "batch=1 seq=2048 heads_q=28 heads_kv=4 head_dim=128 rotary=128 inverse=1",
-        "batch=1 seq=2048 heads_q=28 heads_kv=4 head_dim=128 rotary=128 dtype=fp32",
-        "batch=4 seq=4096 heads_q=32 heads_kv=8 head_dim=128 rotary=128",
-        "batch=8 seq=1024 heads_q=48 heads_kv=0 head_dim=128 rotary=64 dtype=fp16",
-        "batch=8 seq=1024 heads_q=48 heads_kv=0 head_dim=128 rotary=64 dtype=fp16 interleaved=1",
+        "batch=1 seq=1 heads_q=32 head_dim=128 rotary=128 heads_kv=8",
+        "batch=16 seq=1 heads_q=28 head_dim=128 rotary=128 heads_kv=4 positions=batch",
+        "batch=64 seq=1 heads_q=32 head_dim=128 rotary=128 heads_kv=8 positions=token index=i32",
+        "batch=3 seq=77 heads_q=5 head_dim=80 rotary=20 heads_kv=1 align=4 dtype=fp16",
+        "batch=2 seq=33 heads_q=3 head_dim=64 rotary=64 heads_kv=3 layout=strided",
+        "batch=2 seq=130 heads_q=6 head_dim=128 rotary=64 interleaved=1 table=same",
+        "batch=1 seq=512 heads_q=32 head_dim=128 rotary=128 dtype=fp16",
+        "batch=1 seq=2048 heads_q=32 head_dim=128 rotary=128 heads_kv=8",
+        "batch=1 seq=2048 heads_q=28 head_dim=128 rotary=128 heads_kv=4 inverse=1",
+        "batch=1 seq=2048 heads_q=28 head_dim=128 rotary=128 heads_kv=4 dtype=fp32",
+        "batch=4 seq=4096 heads_q=32 head_dim=128 rotary=128 heads_kv=8",
+        "batch=8 seq=1024 heads_q=48 head_dim=128 rotary=64 dtype=fp16",
+        "batch=8 seq=1024 heads_q=48 head_dim=128 rotary=64 dtype=fp16 interleaved=1",
     )
     results = ("out_q", "out_k")
     inputs = ("q", "k", "cos", "sin", "positions")
@@ -255,7 +255,7 @@ class Rope(TensorOp[RopeProblem, RopeConfig]):
             for t in tables:
                 bits |= t.data_ptr() | t.element_size() * reduce(or_, _table_walk(t)[:2])
             facts["align"] = bits & -bits
-        return RopeProblem(batch, seq, heads_q, heads_kv, head_dim, rotary, **facts, **options)
+        return RopeProblem(batch, seq, heads_q, head_dim, rotary, heads_kv, **facts, **options)
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         q, k, cos, sin, positions, start = args

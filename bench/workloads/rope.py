@@ -1,0 +1,165 @@
+"""Rotary embeddings: two models' queries and keys, and the rows that others published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.baselines import DTYPES, STREAM, Absent, Contender, Inputs, Launch, Workload, compiled, eager
+from bench.suites import Case
+from cutekernels.ops.rope import RopeProblem, rope
+
+HEADS = {"llama-3-8b": (32, 8), "qwen2.5-7b": (28, 4)}
+HEADS_FIRST = "heads first"  # in a label: operands lie as (B, H, S, D)
+_CONTEXT = 8192  # positions that decoding starts from
+
+
+def _case(label: str, problem: RopeProblem) -> Case:
+    return Case("rope", str(problem), label)
+
+
+def _llm(dtype: str, accumulate: str) -> list[Case]:
+    return [
+        _case(
+            f"{model} {batch}x{seq}",
+            RopeProblem(batch, seq, q, 128, 128, kv, str(dtype), positions="batch" if seq == 1 else "start"),
+        )
+        for model, (q, kv) in HEADS.items()
+        for batch, seq in ((1, 1), (16, 1), (64, 1), (1, 256), (1, 2048), (4, 4096))
+    ]
+
+
+def _reference(dtype: str, accumulate: str) -> list[Case]:
+    """One tensor of 32 heads; q and k; half of the channels, in halves and interleaved. They were published in fp16."""
+    tokens = (512, 1024, 2048, 4096, 8192)
+    one = [_case(f"q, {HEADS_FIRST}, {s}", RopeProblem(1, s, 32, 128, 128, 0, str(dtype))) for s in tokens]
+    both = [_case(f"q and k, {s}", RopeProblem(1, s, 32, 128, 128, 32, str(dtype))) for s in tokens]
+    partial_ = [
+        _case(
+            f"64 of 128 {'interleaved' if interleaved else 'halves'}, {s}",
+            RopeProblem(8, s, 48, 128, 64, 0, str(dtype), interleaved=interleaved),
+        )
+        for s in (1024, 4096, 8192, 16384)
+        for interleaved in (True, False)
+    ]
+    return [*one, *both, *partial_]
+
+
+def _inputs(case: Case, problem: RopeProblem, device: str, seed: int) -> Inputs:
+    draw = torch.Generator(device).manual_seed(seed)
+    normal = partial(torch.randn, generator=draw, device=device, dtype=DTYPES[problem.dtype])
+    batch, seq, width = problem.batch, problem.seq, problem.head_dim
+    if HEADS_FIRST in case.label:
+        q, k = (normal((batch, h, seq, width)).transpose(1, 2) for h in (problem.heads_q, problem.heads_kv))
+    else:
+        q, k = (normal((batch, seq, h, width)) for h in (problem.heads_q, problem.heads_kv))
+    starts = torch.empty(0, device=device, dtype=torch.long)
+    if problem.positions == "batch":
+        starts = torch.randint(0, _CONTEXT, (batch,), generator=draw, device=device)
+    steps = torch.arange(_CONTEXT + 1 if starts.numel() else seq, device=device, dtype=torch.float32)
+    angles = steps[:, None] * 10000.0 ** -(torch.arange(problem.half, device=device) / problem.half)
+    # Nobody writes to given results here: they stand for the bytes that a call writes. Some change q and k in place.
+    results = (torch.empty_like(q), torch.empty_like(k))
+    return Inputs((q, k, angles.cos(), angles.sin(), starts), results, (q, k))
+
+
+def _rotated(case: Case) -> Callable[..., Any]:
+    interleaved = RopeProblem.parse(case.problem).interleaved
+
+    def turned(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        half = c.shape[-1]
+        head = x[..., : 2 * half].to(c.dtype)
+        a, b = (head[..., ::2], head[..., 1::2]) if interleaved else (head[..., :half], head[..., half:])
+        y = (a * c - b * s, b * c + a * s)
+        z = torch.stack(y, -1).flatten(-2) if interleaved else torch.cat(y, -1)
+        return torch.cat((z.to(x.dtype), x[..., 2 * half :]), -1)
+
+    def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
+        if starts.numel():
+            rows = starts[:, None] + torch.arange(q.shape[1], device=q.device)
+            cos, sin = cos[rows], sin[rows]
+        c, s = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        return (turned(q, c, s), turned(k, c, s)) if k.shape[2] else (turned(q, c, s),)
+
+    return rotated
+
+
+def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
+    q, k, cos, sin, starts = i.operands
+    found = _rotated(case)(q.double(), k.double(), cos.double(), sin.double(), starts)
+    return tuple(found)
+
+
+def _ours(case: Case, sets: Sequence[Inputs], config: Any, inplace: bool = False) -> Sequence[Launch]:
+    interleaved = RopeProblem.parse(case.problem).interleaved
+
+    def bound(i: Inputs) -> Launch:
+        q, k, cos, sin, starts = i.operands
+        call = partial(
+            rope,
+            q,
+            k if k.shape[2] else None,
+            cos,
+            sin,
+            interleaved=interleaved,
+            positions=starts if starts.numel() else None,
+            inplace=inplace,
+            config=config,
+        )
+        return lambda: tuple([t for t in call() if t is not None])
+
+    return [bound(i) for i in sets]
+
+
+def _in_place(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    return _ours(case, sets, None, inplace=True)
+
+
+def _liger(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    """In place too. Its tables are gathered ahead, which it is not charged for."""
+    try:
+        from liger_kernel.ops.rope import LigerRopeFunction
+    except ImportError as error:
+        raise Absent(f"liger-kernel does not import: {error}") from error
+    problem = RopeProblem.parse(case.problem)
+    if problem.interleaved or problem.rotary < problem.head_dim or not problem.heads_kv:
+        raise Absent("liger turns all channels, as pairs of halves, of q and k together")
+
+    def bound(i: Inputs) -> Launch:
+        q, k, cos, sin, starts = i.operands
+        if starts.numel():
+            rows = starts[:, None] + torch.arange(q.shape[1], device=q.device)
+            cos, sin = cos[rows], sin[rows]
+        else:
+            cos, sin = cos[None], sin[None]
+        tables = [torch.cat((t, t), -1) for t in (cos, sin)]
+
+        def launch() -> tuple[Tensor, ...]:
+            turned = LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), *tables)
+            return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
+
+        return launch
+
+    return [bound(i) for i in sets]
+
+
+WORKLOADS = (
+    Workload(
+        op="rope",
+        suites={"llm": _llm, "reference": _reference},
+        inputs=_inputs,
+        truth=_truth,
+        ours=_ours,
+        peers=(
+            compiled(_rotated),
+            eager(_rotated),
+            Contender("liger (in place)", _liger),
+            Contender("cutekernels (in place)", _in_place),
+            STREAM,
+        ),
+    ),
+)
