@@ -19,7 +19,7 @@ import triton.language as tl
 from interpreted import H200, interpret
 from torch import Tensor
 
-from cutekernels.ops.activations import SILU_MUL, SILU_MUL_BACKWARD, SiluMulProblem
+from cutekernels.ops.glu import SILU_MUL, SILU_MUL_BACKWARD, GluProblem
 
 OPS = {op.name: op for op in (SILU_MUL, SILU_MUL_BACKWARD)}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -173,7 +173,7 @@ def numerics_cases() -> dict[str, dict[str, Any]]:
     for op, text in product(
         OPS.values(), ["rows=9 cols=75 layout=rows", "rows=9 cols=75 layout=strided", "rows=9 cols=75"]
     ):
-        problem = SiluMulProblem.parse(text)
+        problem = GluProblem.parse(text)
         kind = {"rows": "padded", "strided": "every other", "dense": "dense"}[problem.layout]
         for config in rng.sample(list(op.valid(problem, H200)), 4):
             key = f"{op.name} {kind} [{config}]"

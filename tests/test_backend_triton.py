@@ -21,7 +21,7 @@ from cutekernels.kernels.triton import activations
 
 STRIDES = ("out_row", "out_col", "gate_row", "gate_col", "up_row", "up_col")
 POINTERS = ("out_ptr", "gate_ptr", "up_ptr")
-CONSTANTS = {"BLOCK_ROWS": 1, "BLOCK_COLS": 512, "VEC": 8, "DENSE": False, "PRECISE": False, "EVICT": ""}
+CONSTANTS = {"ACT": "silu", "DENSE": False, "BLOCK_ROWS": 1, "BLOCK_COLS": 512, "VEC": 8, "PRECISE": False, "EVICT": ""}
 SIGNATURE = (
     dict.fromkeys(POINTERS, "*bf16")
     | dict.fromkeys(("rows", "cols", *STRIDES), "i64")
@@ -45,7 +45,7 @@ def build(name: str = "h200", **changes: Any) -> TritonArtifact:
         "options": {"num_warps": 4},
         "gpu": gpu.lookup(name),
     }
-    return compile_kernel(changes.pop("fn", activations.silu_mul), **(given | changes))
+    return compile_kernel(changes.pop("fn", activations.glu), **(given | changes))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_compiling_leaves_the_process_as_it_was(cache: Path, artifact: TritonArt
 
     assert "TRITON_CACHE_DIR" not in os.environ
     assert not knobs.cache.dir.startswith(str(cache))
-    assert list((cache / "triton").rglob("silu_mul.cubin"))
+    assert list((cache / "triton").rglob("glu.cubin"))
     assert (cache / "triton").stat().st_mode & 0o077 == 0
 
 
@@ -83,7 +83,7 @@ def test_a_cache_others_may_write_to_is_refused(tmp_path: Path, monkeypatch: pyt
 
 def test_shared_memory_and_spills_are_counted(artifact: TritonArtifact) -> None:
     facts = resource_usage(artifact.compiled.asm["cubin"])
-    assert facts == {"silu_mul": artifact.facts}
+    assert facts == {"glu": artifact.facts}
     # 64 elements of each operand per thread, with run-time strides, in 32 registers must spill.
     narrow = build(constexprs=CONSTANTS | {"BLOCK_COLS": 8192, "VEC": 1}, options={"num_warps": 4, "maxnreg": 32})
     assert narrow.facts.registers <= 32
@@ -96,7 +96,7 @@ def test_resource_usage_refuses_what_is_no_binary() -> None:
 
 
 def test_ptxas_or_front_end_failure_is_a_compile_error() -> None:
-    with pytest.raises(CompileError, match="(?s)could not compile silu_mul.*power of 2"):
+    with pytest.raises(CompileError, match="(?s)could not compile glu.*power of 2"):
         build(constexprs=CONSTANTS | {"BLOCK_COLS": 500})
 
 
@@ -118,8 +118,8 @@ HOSTILE = {
     "no such module": {"module": "cutekernels.kernels.triton.absent"},
     "a module's attribute that is no kernel": {"function": "tl"},
     "a private kernel": {"function": "_tile"},
-    "a dotted function": {"function": "silu_mul.fn"},
-    "no such kernel": {"function": "gelu_mul"},
+    "a dotted function": {"function": "glu.fn"},
+    "no such kernel": {"function": "absent"},
     "a module that is a number": {"module": 3},
     "an argument missing": {"signature": {k: v for k, v in SIGNATURE.items() if k != "rows"}},
     "a type Triton lacks": {"signature": SIGNATURE | {"rows": "PyObject*"}},

@@ -18,8 +18,8 @@ from cutekernels.backends import triton as backend
 from cutekernels.backends.triton import Recipe, TritonKernel
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops import calls
-from cutekernels.ops.activations import SILU_MUL
 from cutekernels.ops.calls import Launch
+from cutekernels.ops.glu import SILU_MUL
 
 BF16 = torch.bfloat16
 

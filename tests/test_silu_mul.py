@@ -22,7 +22,9 @@ from silu_mul_cases import AT_THE_ROOT, CASES, DTYPES, H200, OPS, PLANTED, ROOT,
 from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops import calls, registry
-from cutekernels.ops.activations import SILU_MUL, SILU_MUL_BACKWARD, SiluMulConfig, SiluMulProblem, silu_mul
+from cutekernels.ops.activations import silu_mul
+from cutekernels.ops.glu import SILU_MUL, SILU_MUL_BACKWARD, GluProblem
+from cutekernels.ops.tiles import TileConfig
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +45,7 @@ def test_kernel_numerics(interpreted: dict[str, dict[str, Any]], case: str) -> N
 
 
 def test_every_layout_was_among_the_cases(interpreted: dict[str, dict[str, Any]]) -> None:
-    problems = [SiluMulProblem.parse(interpreted[case]["problem"]) for case in CASES]
+    problems = [GluProblem.parse(interpreted[case]["problem"]) for case in CASES]
     assert {p.layout for p in problems} == {"dense", "rows", "strided"}
     assert {p.align for p in problems if p.layout != "strided"} == {2, 4, 8, 16}
 
@@ -85,7 +87,7 @@ def test_gradient_is_exact_around_its_zero(interpreted: dict[str, dict[str, Any]
 # ---- the declaration ------------------------------------------------------------------------------------
 
 problems = st.builds(
-    SiluMulProblem,
+    GluProblem,
     rows=st.integers(0, 1 << 40) | st.integers(0, 70),
     cols=st.integers(0, 1 << 40) | st.integers(0, 70),
     dtype=st.sampled_from(list(DTYPES)),
@@ -96,25 +98,25 @@ problems = st.builds(
 
 @given(problem=problems, spec=st.sampled_from(gpu.GPUS))
 @settings(deadline=None, max_examples=200)
-def test_default_is_valid_and_everything_round_trips(problem: SiluMulProblem, spec: gpu.GpuSpec) -> None:
+def test_default_is_valid_and_everything_round_trips(problem: GluProblem, spec: gpu.GpuSpec) -> None:
     for op in OPS.values():
         config = op.default(problem, spec)
         assert op.why_not(problem, config, spec) is None, (problem, config)
         assert op.estimate_us(problem, config, spec) > 0
-        assert SiluMulConfig.parse(str(config)) == config
+        assert TileConfig.parse(str(config)) == config
         x, y, z = op.grid(problem, config)
         assert x < 1 << 31
         assert z == 1
         if problem.rows * problem.cols < 1 << 50:
             assert y < 1 << 16
-    assert SiluMulProblem.parse(str(problem)) == problem
+    assert GluProblem.parse(str(problem)) == problem
     assert problem.bucket().bucket() == problem.bucket()
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
 def test_suite_samples_pose_their_problem(op: Any) -> None:
     for text in op.suite:
-        problem = SiluMulProblem.parse(text)
+        problem = GluProblem.parse(text)
         small = problem.replace(rows=min(problem.rows, 40))
         args = op.sample(small, "cpu", 3)
         results = op.outputs(small, *args)
@@ -134,18 +136,18 @@ def test_suite_samples_pose_their_problem(op: Any) -> None:
 )
 def test_awkward_problems_can_be_posed(op: Any, text: str) -> None:
     """A promised alignment that a contiguous row does not have: outputs come padded."""
-    problem = SiluMulProblem.parse(text)
+    problem = GluProblem.parse(text)
     args = op.sample(problem, "cpu", 0)
     assert op.problem(*op.outputs(problem, *args), *args) == problem
 
 
 def test_work_is_what_must_be_moved() -> None:
-    problem = SiluMulProblem(2048, 4096)
+    problem = GluProblem(2048, 4096)
     assert SILU_MUL.work(problem).bytes == 3 * 2 * 2048 * 4096
     assert SILU_MUL_BACKWARD.work(problem).bytes == 5 * 2 * 2048 * 4096
     # KERNELS.md: compiled SwiGLU takes 13.1 µs at 2048x4096 and 55.1 at 2048x18944 on an H200; the model is near.
     for cols, measured in ((4096, 13.1), (18944, 55.1)):
-        problem = SiluMulProblem(2048, cols)
+        problem = GluProblem(2048, cols)
         model = SILU_MUL.estimate_us(problem, SILU_MUL.default(problem, H200), H200)
         assert measured / 1.25 < model < measured * 1.25
 
@@ -163,7 +165,7 @@ def test_work_is_what_must_be_moved() -> None:
 )
 def test_rules_say_what_is_wrong(problem: str, config: str, rule: str) -> None:
     with pytest.raises(InvalidConfig, match=rule):
-        SILU_MUL.check(SiluMulProblem.parse(problem), SiluMulConfig.parse(config), H200)
+        SILU_MUL.check(GluProblem.parse(problem), TileConfig.parse(config), H200)
 
 
 def test_both_passes_are_registered() -> None:
@@ -173,7 +175,7 @@ def test_both_passes_are_registered() -> None:
 
 def test_alignment_covers_an_element() -> None:
     with pytest.raises(UnsupportedProblem, match="one element of fp32, 4 bytes; it is 2"):
-        SiluMulProblem(1, 1, "fp32", align=2)
+        GluProblem(1, 1, "fp32", align=2)
 
 
 # ---- the function, on the CPU ---------------------------------------------------------------------------
@@ -276,11 +278,11 @@ def test_traced_whole() -> None:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SiluMulProblem]]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GluProblem]]:
     """Replaces dispatch by the reference, and records the problem of every launch."""
-    seen: list[SiluMulProblem] = []
+    seen: list[GluProblem] = []
 
-    def plan(op: Any, problem: SiluMulProblem, device: int, config: object = None) -> Any:
+    def plan(op: Any, problem: GluProblem, device: int, config: object = None) -> Any:
         def launch(*given: Tensor) -> None:
             results, args = given[: len(op.results)], given[len(op.results) :]
             assert op.problem(*given) == problem
@@ -302,7 +304,7 @@ def run(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
     return calls.run(SILU_MUL, None if out is None else (out,), (gate, up))[0]
 
 
-def test_launch_poses_what_it_launches(launches: list[SiluMulProblem]) -> None:
+def test_launch_poses_what_it_launches(launches: list[GluProblem]) -> None:
     joint = torch.randn(2, 3, 32)
     gate, up = joint.chunk(2, dim=-1)
     assert torch.equal(run(gate, up), silu_mul(gate, up))
@@ -319,7 +321,7 @@ def test_launch_poses_what_it_launches(launches: list[SiluMulProblem]) -> None:
     ]
 
 
-def test_operands_that_are_no_matrix_are_copied(launches: list[SiluMulProblem]) -> None:
+def test_operands_that_are_no_matrix_are_copied(launches: list[GluProblem]) -> None:
     gate, up = torch.randn(4, 3, 8).transpose(0, 1), torch.randn(3, 4, 8)
     out = torch.zeros(4, 3, 8).transpose(0, 1)
     expected = silu_mul(gate, up)
@@ -331,12 +333,12 @@ def test_operands_that_are_no_matrix_are_copied(launches: list[SiluMulProblem]) 
     assert [str(p) for p in launches] == ["rows=12 cols=8 dtype=fp32"] * 3
 
 
-def test_nothing_is_launched_for_nothing(launches: list[SiluMulProblem]) -> None:
+def test_nothing_is_launched_for_nothing(launches: list[GluProblem]) -> None:
     assert run(torch.empty(0, 8), torch.empty(0, 8)).shape == (0, 8)
     assert launches == []
 
 
-def test_calls_are_told_apart(launches: list[SiluMulProblem]) -> None:
+def test_calls_are_told_apart(launches: list[GluProblem]) -> None:
     """One memo entry per shape, strides, dtype and alignment, and a refusal is not remembered as a success."""
     x = torch.randn(9, 64)
     for begin in (0, 1, 2, 4, 0, 1):
@@ -352,4 +354,4 @@ def test_calls_are_told_apart(launches: list[SiluMulProblem]) -> None:
 
 def test_half_only_on_a_gpu() -> None:
     with pytest.raises(UnsupportedProblem, match="takes bf16, fp16, fp32"):
-        SILU_MUL.problem(torch.randn(4, dtype=torch.float64))
+        SILU_MUL.problem(*[torch.randn(4, dtype=torch.float64)] * 3)

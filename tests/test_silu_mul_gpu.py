@@ -18,7 +18,9 @@ import cutekernels
 from cutekernels import compile as compiler
 from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
-from cutekernels.ops.activations import SILU_MUL, SILU_MUL_BACKWARD, SiluMulConfig, SiluMulProblem, silu_mul
+from cutekernels.ops.activations import silu_mul
+from cutekernels.ops.glu import SILU_MUL, SILU_MUL_BACKWARD, GluProblem
+from cutekernels.ops.tiles import TileConfig
 
 pytestmark = pytest.mark.gpu
 
@@ -73,7 +75,7 @@ def right(out: Tensor, gate: Tensor, up: Tensor) -> bool:
 
 @pytest.mark.parametrize(("op", "text"), SUITES + [(op, t) for op in OPS.values() for t in AWKWARD], ids=str)
 def test_every_suite_with_default_and_random_configs(op: Any, text: str) -> None:
-    problem, spec = SiluMulProblem.parse(text), gpu.detect()
+    problem, spec = GluProblem.parse(text), gpu.detect()
     inputs = op.sample(problem, "cuda", 11)
     valid = list(op.valid(problem, spec))
     default = op.default(problem, spec)
@@ -236,7 +238,7 @@ def test_devices_are_not_mixed() -> None:
 
 def test_forced_config() -> None:
     gate, up = normal(64, 4096), normal(64, 4096)
-    config = SiluMulConfig(1, 512, 2, "first")
+    config = TileConfig(1, 512, 2, "first")
     expected = silu_mul(gate, up)
     assert torch.equal(silu_mul(gate, up, config=config), expected)
     assert torch.equal(silu_mul(gate, up, config=str(config)), expected)

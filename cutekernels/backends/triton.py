@@ -184,9 +184,12 @@ def _compile(recipe: Recipe) -> Any:
         try:
             return triton.compile(source, target=GPUTarget("cuda", recipe.capability, WARP_SIZE), options=options)
         except Exception as error:
+            inner: BaseException = error  # an error in a function that a kernel calls is named in the last cause only
+            while inner.__cause__ is not None:
+                inner = inner.__cause__
             raise CompileError(
                 f"Triton could not compile {recipe.function} for compute capability {recipe.capability / 10}: "
-                f"{type(error).__name__}: {error}"
+                f"{type(inner).__name__}: {inner}"
             ) from error
 
 

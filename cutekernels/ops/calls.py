@@ -46,6 +46,10 @@ class TensorOp(Op[P, C]):
     flattens: ClassVar[bool] = True
     """Whether kernels see matrices: an operand whose leading dimensions no single stride walks is then copied."""
 
+    def takes(self, name: str, t: Tensor) -> bool:
+        """Whether kernels take operand ``name`` as ``t`` lies; else a contiguous copy stands in for it."""
+        return not self.flattens or matrix(t.shape, t.stride()) is not None
+
     @abstractmethod
     def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
         """Raises UnsupportedProblem for operands that pose no problem. Asked on the CPU and of fakes too."""
@@ -222,7 +226,8 @@ def _first(
     if all(t.numel() == 0 for t in results):
         return _Call(device, apart=apart)
     operands = (*results, *inputs)
-    copied = [op.flattens and t is not None and matrix(t.shape, t.stride()) is None for t in operands]
+    names = (*op.results, *op.inputs)
+    copied = [t is not None and not op.takes(name, t) for name, t in zip(names, operands, strict=True)]
     posed = [_dense(t) if copy and t is not None else t for t, copy in zip(operands, copied, strict=True)]
     problem = op.problem(*posed, **options)
     with torch.cuda.device(device):
@@ -244,6 +249,11 @@ def _pairs(results: int, operands: Sequence[Tensor | None]) -> tuple[tuple[int, 
             if spans[i] and spans[j]
         ]
     )
+
+
+def scratch(like: Tensor, *shape: int) -> Tensor:
+    """fp32 memory for one launch, on the device of ``like``: what programs leave for a second pass."""
+    return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
 def _dense(t: Tensor) -> Tensor:
@@ -371,8 +381,6 @@ def register(
 
     The second takes the results behind the inputs. Without ``backward`` a gradient is refused with a clear error.
     """
-    define: Callable[[str], object] = library.define  # torch leaves both untyped
-    implement: Callable[[str, Callable[..., object], str], object] = library.impl
     n, o = len(op.inputs), len(op.options)
     r = len(op.results)
 
@@ -424,22 +432,38 @@ def register(
     words = op.schema.split(", ")
     places = [f"Tensor({chr(ord('a') + i)}!) {name}" for i, name in enumerate(op.results)]
     returns = "Tensor" if r == 1 else "(" + ", ".join(["Tensor"] * r) + ")"
-    define(f"{op.name}({op.schema}, str? config=None) -> {returns}")
-    define(f"{op.name}_out({', '.join([*words[:n], *places, *words[n:]])}, str? config=None) -> ()")
-    for name, on_cuda, on_cpu, on_fake in (
-        (op.name, cuda, cpu, fake),
-        (f"{op.name}_out", out_cuda, out_cpu, out_fake),
-    ):
-        implement(name, on_cuda, "CUDA")
-        implement(name, on_cpu, "CPU")
-        torch.library.register_fake(f"cutekernels::{name}", on_fake, lib=library)
-
-    def no_gradient(ctx: Any, *grads: Tensor) -> None:
-        raise UnsupportedProblem(f"{op.name} has no gradient{_AGAIN if 'backward' in op.name else ''}")
-
+    define(library, f"{op.name}({op.schema}, str? config=None) -> {returns}", cuda, cpu, fake)
+    schema = f"{op.name}_out({', '.join([*words[:n], *places, *words[n:]])}, str? config=None) -> ()"
+    define(library, schema, out_cuda, out_cpu, out_fake)
     torch.library.register_autograd(
-        f"cutekernels::{op.name}", backward or no_gradient, setup_context=setup_context, lib=library
+        f"cutekernels::{op.name}", backward or no_gradient(op.name), setup_context=setup_context, lib=library
     )
+
+
+def define(
+    library: torch.library.Library,
+    schema: str,
+    cuda: Callable[..., Any],
+    cpu: Callable[..., Any],
+    fake: Callable[..., Any],
+) -> None:
+    """Defines one op of torch's with its three implementations."""
+    declare: Callable[[str], object] = library.define  # torch leaves both untyped
+    implement: Callable[[str, Callable[..., object], str], object] = library.impl
+    name = schema.partition("(")[0]
+    declare(schema)
+    implement(name, cuda, "CUDA")
+    implement(name, cpu, "CPU")
+    torch.library.register_fake(f"cutekernels::{name}", fake, lib=library)
+
+
+def no_gradient(name: str) -> Callable[..., Any]:
+    """What autograd runs for an op that has none."""
+
+    def refuse(ctx: Any, *grads: Tensor) -> None:
+        raise UnsupportedProblem(f"{name} has no gradient{_AGAIN if 'backward' in name else ''}")
+
+    return refuse
 
 
 _AGAIN = ": its op is differentiable once; for second derivatives write it out in torch"
