@@ -55,6 +55,9 @@ def bench(
     example: Annotated[Path | None, typer.Option(help="NVIDIA's tensorop_gemm.py, from a CUTLASS checkout.")] = None,
     match: Annotated[str, typer.Option(help="Only cases with this in their label or problem.")] = "",
     warm: Annotated[bool, typer.Option("--warm", help="One input set, met in the L2 cache.")] = False,
+    rest_ms: Annotated[
+        float, typer.Option(min=0, help="Idle before each sample: 50 for bursts at full clock; 0 for sustained load.")
+    ] = 0.0,
     rounds: Annotated[int, typer.Option(min=5, help="Samples per contender.")] = 30,
     plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw a PNG beside the rows.")] = True,
     commit: Annotated[str | None, typer.Option(help="The commit under test, where .git was left behind.")] = None,
@@ -79,9 +82,20 @@ def bench(
         _fail("no CUDA device is visible, and times are only taken on one; --dry-run lists what would be timed")
     from bench import run as runner
 
-    name = run_name(op, suite, dtype=dtype, accumulate=accumulate, max_smem_kib=max_smem_kib, match=match, warm=warm)
+    name = run_name(
+        op,
+        suite,
+        dtype=dtype,
+        accumulate=accumulate,
+        max_smem_kib=max_smem_kib,
+        match=match,
+        warm=warm,
+        rest_ms=rest_ms,
+    )
     path = (out or HERE / "results" / gpu.name) / f"{name}.jsonl"
-    plan = runner.Plan(suite, gpu, environment.stamp(gpu.name, commit), warm, max_smem_kib, rounds, example=example)
+    plan = runner.Plan(
+        suite, gpu, environment.stamp(gpu.name, commit), warm, rest_ms, max_smem_kib, rounds, example=example
+    )
     talk = Console(stderr=True, highlight=False)
     try:
         rows = runner.run(cases, plan, path, runner.Timer(), lambda some: _progress(talk, some))
@@ -110,7 +124,15 @@ def _gpu() -> Any:
 
 
 def run_name(
-    op: str, suite: str, *, dtype: str, accumulate: str, max_smem_kib: int | None, match: str, warm: bool
+    op: str,
+    suite: str,
+    *,
+    dtype: str,
+    accumulate: str,
+    max_smem_kib: int | None,
+    match: str,
+    warm: bool,
+    rest_ms: float = 0.0,
 ) -> str:
     """The file a run writes: one name per thing measured, so that a later run replaces exactly its predecessor."""
     words = [op, suite]
@@ -119,6 +141,7 @@ def run_name(
     words += [f"smem{max_smem_kib}"] if max_smem_kib is not None else []
     words += ["".join(c if c.isalnum() else "-" for c in match)] if match else []
     words += ["warm"] if warm else []
+    words += ["rested"] if rest_ms else []
     return "_".join(words)
 
 
@@ -128,7 +151,9 @@ def run_name(
 def table(rows: list[Row]) -> Table:
     """Every row, losing and failing ones too, with the GPU in the title."""
     stamp = rows[0].stamp
-    shown = Table(title=f"{rows[0].op} {rows[0].suite} on {stamp.get('gpu', '?')}, {rows[0].l2} L2, µs of GPU time")
+    shown = Table(
+        title=f"{rows[0].op} {rows[0].suite} on {stamp.get('gpu', '?')}, {_conditions(rows[0])}, µs of GPU time"
+    )
     for name in ("case", "contender"):
         shown.add_column(name)
     for name in ("median", "TFLOP/s", "GB/s", "% roof", "% mma", "speed-up [95 %]", "CPU µs", "err/torch"):
@@ -151,6 +176,11 @@ def table(rows: list[Row]) -> Table:
             Text(r.reason or said),
         )
     return shown
+
+
+def _conditions(row: Row) -> str:
+    load = f"{row.rest_ms:g} ms of rest before each sample" if row.rest_ms else "sustained load"
+    return f"{row.l2} L2, {load}"
 
 
 def published_table() -> Table:

@@ -44,6 +44,7 @@ class Plan:
     gpu: GpuSpec
     stamp: dict[str, str]
     warm: bool = False
+    rest_ms: float = 0.0
     max_smem_kib: int | None = None
     rounds: int = ROUNDS
     device: str = "cuda"
@@ -107,37 +108,19 @@ def _forced(name: str, config: Any, origin: str) -> Ours:
 
 
 def within_smem(op: Op[Any, Any], problem: Any, gpu: GpuSpec, kib: int) -> tuple[Any, str]:
-    """The fastest config measured here that takes at most ``kib`` KiB of shared memory of an SM, and its origin.
+    """What the dispatcher of this GPU confined to ``kib`` KiB of shared memory would take, and where that came from.
 
-    Where nobody tuned the problem: the model's best of those.
+    Winners are those of ``tune --gpu <gpu>-<kib>kib``. One that the whole GPU refuses, since more of its CTAs would
+    fit, gives way to the model's best of those that both accept.
     """
-    from cutekernels import settings
-    from cutekernels.db.store import Store
-
-    path = settings.load().database_path
-    if path is None or path.exists():
-        with Store(readonly=True) as store:
-            trials = store.trials(
-                gpu=gpu.name,
-                op=op.name,
-                revision=op.revision,
-                problem=str(problem.bucket()),
-                origin="measured",
-                status="ok",
-            )
-        fitting = [t for t in trials if t.median_us is not None and _sm_smem(op.Config.parse(t.config)) <= kib * 1024]
-        if fitting:
-            return op.Config.parse(min(fitting, key=lambda t: t.median_us or 0.0).config), "tuned"
-    small = [c for c in op.valid(problem, gpu) if _sm_smem(c) <= kib * 1024]
-    if not small:
+    confined = gpu.limited(kib)
+    choice = dispatch.resolve(op, problem, confined)
+    if op.why_not(problem, choice.config, gpu) is None:
+        return choice.config, choice.origin
+    both = [c for c in op.valid(problem, confined) if op.why_not(problem, c, gpu) is None]
+    if not both:
         raise ValueError(f"no config of {op.name} takes {kib} KiB of shared memory or less; 99 is what an L40S has")
-    return min(small, key=lambda c: (op.estimate_us(problem, c, gpu), str(c))), "default"
-
-
-def _sm_smem(config: Any) -> int:
-    """What all of a config's CTAs on one SM take; 0 for ops that use none."""
-    smem = getattr(config, "smem", None)
-    return 0 if smem is None else int(smem.total_bytes * config.ctas_per_sm)
+    return min(both, key=lambda c: (op.estimate_us(problem, c, gpu), str(c))), "default"
 
 
 # ---- one case -------------------------------------------------------------------------------------------
@@ -159,7 +142,9 @@ def run_case(case: Case, plan: Plan, who: Sequence[Contender | Ours], timer: Tim
             candidate.make_ready(case, sets, truth, work.flops, accumulate, timer)
         ready = {c.name: c.round for c in candidates if c.round is not None}
         samples = (
-            measure.time_interleaved(ready, rounds=plan.rounds, budget_us=CASE_BUDGET_US, prepare=timer.prepare)
+            measure.time_interleaved(
+                ready, rounds=plan.rounds, budget_us=CASE_BUDGET_US, rest_s=plan.rest_ms / 1e3, prepare=timer.prepare
+            )
             if ready
             else {}
         )
@@ -205,6 +190,7 @@ class _Candidate:
             "origin": who.origin if isinstance(who, Ours) else "",
             "status": "ok",
             "l2": "warm" if plan.warm else "cold",
+            "rest_ms": plan.rest_ms,
             "sets": sets,
             "stamp": plan.stamp,
         }

@@ -131,6 +131,7 @@ def time_interleaved(
     least_us: float = 200.0,
     budget_us: float | None = None,
     race: Sequence[str] = (),
+    rest_s: float = 0.0,
     seed: int = 0,
     prepare: Prepare | None = None,
 ) -> dict[str, Samples]:
@@ -143,6 +144,9 @@ def time_interleaved(
         budget_us: stop after this much timed device time, all candidates together, but not before five rounds.
         race: names of a leader and of its contenders. A contender that is clearly slower than the leader (the upper
             end of its interval below 0.97) stops early and has fewer samples; without any left, all stop.
+        rest_s: how long the device idles before each sample. Without rest, heavy kernels are throttled by power as
+            under sustained load (an H200's SM clock falls from 1980 to 1700 MHz in a GEMM, 2026-11-21); with 50 ms
+            of it every candidate runs at full clock, as in a short burst.
         seed: of the order of candidates within a round.
         prepare: makes a :class:`Round` of launches; :class:`GraphRound` unless a test says otherwise.
 
@@ -164,6 +168,8 @@ def time_interleaved(
     for done in range(1, rounds + 1):
         order.shuffle(running)
         for name in running:
+            if rest_s:
+                time.sleep(rest_s)
             us = ready[name]()
             times[name].append(us)
             spent_us += us * ready[name].launches

@@ -307,31 +307,22 @@ class TestOurs:
         assert [w.origin for w in ours] == ["tuned", "default"]
         assert [w.config for w in ours] == [str(other), str(default)]
 
-    def test_within_smem_takes_the_fastest_trial_that_fits(self) -> None:
-        from cutekernels.db.store import Store
-
-        op, problem = run.posed(SMALL)
-
-        def whole_sm(c: Any) -> int:
-            return c.smem.total_bytes * c.ctas_per_sm
-
-        by_smem = sorted(op.valid(problem, H200), key=whole_sm)
-        fits, slow, big = by_smem[0], by_smem[1], by_smem[-1]
-        assert whole_sm(slow) <= 99 * 1024 < whole_sm(big)
-        with Store() as store:
-            store.record(
-                _trial(op, problem, config, median_us, config.smem.total_bytes)
-                for config, median_us in ((fits, 5.0), (slow, 9.0), (big, 1.0))
-            )
-        assert run.within_smem(op, problem, H200, 99) == (fits, "tuned")
-
-    def test_within_smem_falls_back_to_the_models_best(self) -> None:
+    def test_within_smem_asks_the_dispatcher_of_the_confined_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         op, problem = run.posed(SMALL)
         config, origin = run.within_smem(op, problem, H200, 99)
-        assert origin == "default" and config.smem.total_bytes * config.ctas_per_sm <= 99 * 1024
+        assert origin == "default"
+        assert config.smem.total_bytes * config.ctas_per_sm <= 99 * 1024
         assert op.why_not(problem, config, H200) is None
-        with pytest.raises(ValueError, match="takes 1 KiB"):
-            run.within_smem(op, problem, H200, 1)
+        winner = next(c for c in op.valid(problem, H200.limited(99)) if op.why_not(problem, c, H200) is None)
+        crowded = next(c for c in op.valid(problem, H200.limited(99)) if op.why_not(problem, c, H200) is not None)
+        for found, expected in ((winner, "tuned"), (crowded, "default")):
+            choice = SimpleNamespace(config=found, origin="tuned")
+            monkeypatch.setattr(dispatch, "resolve", lambda op, p, gpu, c=choice: {"h200-99kib": c}[gpu.name])
+            config, origin = run.within_smem(op, problem, H200, 99)
+            assert origin == expected
+            assert (config == found) == (found is winner)
+            assert op.why_not(problem, config, H200) is None
+            assert op.why_not(problem, config, H200.limited(99)) is None
 
     def test_an_example_adds_a_contender_that_says_why_it_cannot_scale(self) -> None:
         who = run.contenders(SMALL, plan(example=Path("tensorop_gemm.py")))
@@ -429,7 +420,14 @@ class TestCommand:
         name = partial(command.run_name, "gemm", "square")
         plain = {"dtype": "bf16", "accumulate": "fp32", "max_smem_kib": None, "match": "", "warm": False}
         assert name(**plain) == "gemm_square"
-        variants = [{"dtype": "fp16"}, {"accumulate": "fp16"}, {"max_smem_kib": 99}, {"match": "m=16"}, {"warm": True}]
+        variants = [
+            {"dtype": "fp16"},
+            {"accumulate": "fp16"},
+            {"max_smem_kib": 99},
+            {"match": "m=16"},
+            {"warm": True},
+            {"rest_ms": 50.0},
+        ]
         names = [name(**plain | change) for change in variants]
         assert len({*names, name(**plain)}) == len(variants) + 1
         assert not any(set(n) & set("/= ") for n in names)

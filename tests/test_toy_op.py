@@ -147,7 +147,7 @@ class Here:
 
     def measure(self, request: Measure) -> dict[str, Outcome]:
         self.prepare(request.prepare)
-        spec = gpus.lookup(request.prepare.gpu)
+        spec = request.prepare.gpu
         outcomes = {}
         for text in request.configs:
             config = self.op.Config.parse(text)

@@ -9,15 +9,17 @@ dispatch keys of all tensors) confirms in 0.3 us, where making and looking up th
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from cutekernels import dispatch
 
+TensorGuards: Any
 try:
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # a torch that keeps them elsewhere: calls alone is a little slower
+    TensorGuards = import_module("torch._C._dynamo.guards").TensorGuards
+except (ImportError, AttributeError):  # a torch that keeps them elsewhere: calls alone is a little slower
     TensorGuards = None
 
 MOST_CALLS = 4096  # problems remembered; a caller with more shapes than this pays the slow path again
