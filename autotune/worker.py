@@ -135,4 +135,5 @@ class _Bench:
     def _error(self) -> float:
         # A problem that accumulates in less than fp32 says so in a plain field called "accumulate".
         accumulate = getattr(self.problem, "accumulate", "fp32")
-        return worst_error(self.sets[0][0], self.expected, self.op.work(self.problem).flops, accumulate)
+        work = self.op.work(self.problem)
+        return worst_error(self.sets[0][0], self.expected, work.flops, accumulate, work.depth)

@@ -16,9 +16,15 @@ if TYPE_CHECKING:
     from cutekernels.ops.activations import silu_mul as silu_mul
     from cutekernels.ops.matmul import gemm as gemm
     from cutekernels.ops.matmul import linear as linear
+    from cutekernels.ops.norms import add_rms_norm as add_rms_norm
+    from cutekernels.ops.norms import layer_norm as layer_norm
+    from cutekernels.ops.norms import rms_norm as rms_norm
     from cutekernels.ops.rope import rope as rope
 
 _HOMES = {
+    "add_rms_norm": "cutekernels.ops.norms",
+    "layer_norm": "cutekernels.ops.norms",
+    "rms_norm": "cutekernels.ops.norms",
     "gemm": "cutekernels.ops.matmul",
     "linear": "cutekernels.ops.matmul",
     "silu_mul": "cutekernels.ops.activations",
@@ -34,7 +40,19 @@ try:
 except PackageNotFoundError:  # a checkout on the path, not installed
     __version__ = "0"
 
-__all__ = ["__version__", "explain", "gemm", "linear", "reload", "rope", "silu_mul", "warmup"]
+__all__ = [
+    "__version__",
+    "add_rms_norm",
+    "explain",
+    "gemm",
+    "layer_norm",
+    "linear",
+    "reload",
+    "rms_norm",
+    "rope",
+    "silu_mul",
+    "warmup",
+]
 
 
 def __getattr__(name: str) -> Any:

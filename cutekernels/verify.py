@@ -107,10 +107,15 @@ def _chunk_ratio(ours: Tensor, truth: Tensor, scale: float) -> float:
 
 
 def worst_error(
-    actual: Sequence[Tensor | None], expected: Sequence[Tensor | None], flops: float, accumulate: str = "fp32"
+    actual: Sequence[Tensor | None],
+    expected: Sequence[Tensor | None],
+    flops: float,
+    accumulate: str = "fp32",
+    depth: float | None = None,
 ) -> float:
-    """:func:`error_ratio` over all outputs of a launch; the depth of the sums follows from the problem's ``flops``."""
+    """:func:`error_ratio` over all outputs of a launch; unless given, the depth of the sums follows from ``flops``."""
     pairs = [(a, e) for a, e in zip(actual, expected, strict=True) if a is not None and e is not None]
     elements = sum(e.numel() for _, e in pairs)
-    depth = flops / (2 * elements) if elements else 0.0
+    if depth is None:
+        depth = flops / (2 * elements) if elements else 0.0
     return max((error_ratio(a, e, accumulation_error(e, depth, accumulate)) for a, e in pairs), default=0.0)

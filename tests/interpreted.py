@@ -6,6 +6,7 @@ TRITON_INTERPRET=1: a test module calls :func:`replies` with cases as JSON, and 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cutekernels import gpu
@@ -35,6 +37,14 @@ def replies(script: str, cases: Any, timeout_s: float = 600) -> Any:
     return json.loads(done.stdout)
 
 
+def _at(address: int, kind: str) -> Tensor:
+    """The first element of memory that a launch took for itself."""
+    return torch.frombuffer((ctypes.c_char * 8).from_address(address), dtype=_SCRATCH[kind], count=1)
+
+
+_SCRATCH = {"*i32": torch.int32, "*i64": torch.int64, "*fp32": torch.float32}
+
+
 def interpret(
     op: Any,
     results: Sequence[Tensor],
@@ -43,23 +53,26 @@ def interpret(
     *,
     config: str | None = None,
     edit: dict[str, int] | None = None,
+    spec: gpu.GpuSpec = H200,
     **options: Any,
 ) -> str:
     """Launches ``op`` interpreted; returns the problem it posed.
 
-    ``config`` is text, None for the op's default. ``edit`` changes run-time integers, to plant bugs. What ``build``
+    ``config`` is text, None for the op's default. ``edit`` changes run-time integers, to plant bugs ("then.rows" one of
+    an op that the launch runs). What ``build``
     promised the compiler (constants in an argument's place, divisibility) is checked against what ``bind`` passes.
+    Scratch memory begins as NaN, and ops that the launch runs are interpreted too.
     """
     from cutekernels.backends import triton as backend
 
     problem = op.problem(*results, *inputs, **options)
-    chosen = op.default(problem, H200) if config is None else op.Config.parse(config)
-    op.check(problem, chosen, H200)
+    chosen = op.default(problem, spec) if config is None else op.Config.parse(config)
+    op.check(problem, chosen, spec)
     built: dict[str, Any] = {}
     real = backend.compile_kernel
     backend.compile_kernel = lambda fn, **given: built.update(given, fn=fn)  # type: ignore[assignment]
     try:
-        op.build(problem, chosen, H200)
+        op.build(problem, chosen, spec)
     finally:
         backend.compile_kernel = real
     tensors = {t.data_ptr(): t.as_strided((1,), (1,)) for t in (*results, *inputs) if t is not None and t.numel()}
@@ -76,8 +89,24 @@ def interpret(
         for name, divisor in built["divisible"].items():
             assert names[name] % divisor == 0 or name.endswith("_row"), (name, names[name], divisor)
         names = {n: v + edit.get(n, 0) if edit else v for n, v in names.items()} | constants
-        names |= {n: tensors[v] for n, v in names.items() if n.endswith("_ptr") and v in tensors}
+        names |= {
+            n: tensors[v] if v in tensors else _at(v, built["signature"][n])
+            for n, v in names.items()
+            if n.endswith("_ptr") and v
+        }
         built["fn"][grid](**names, num_warps=built["options"].get("num_warps", 4))
 
-    op.bind(problem, chosen, kernel)(*results, *inputs, *scalars)
+    from cutekernels.ops import calls
+
+    def scratch(like: Tensor, *shape: int) -> Tensor:
+        return torch.full(shape, float("nan"))
+
+    healthy = calls.scratch, calls.run, gpu.detect
+    calls.scratch, gpu.detect = scratch, lambda device=None: spec  # type: ignore[assignment]
+    then = {name.removeprefix("then."): n for name, n in (edit or {}).items() if name.startswith("then.")}
+    calls.run = lambda op, results, inputs: interpret(op, results, inputs, edit=then)  # type: ignore[assignment]
+    try:
+        op.bind(problem, chosen, kernel)(*results, *inputs, *scalars)
+    finally:
+        calls.scratch, calls.run, gpu.detect = healthy  # type: ignore[assignment]
     return str(problem)

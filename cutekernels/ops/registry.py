@@ -8,18 +8,31 @@ import torch
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op
-from cutekernels.ops import activations, matmul, rope
+from cutekernels.ops import activations, matmul, norm_gradients, norms, rope
 from cutekernels.ops.activations import SILU_MUL, SILU_MUL_BACKWARD
 from cutekernels.ops.gemm import GEMM
+from cutekernels.ops.norm_gradients import COLUMN_SUM, LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD
+from cutekernels.ops.norms import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from cutekernels.ops.rope import ROPE
 
-OPS: tuple[Op[Any, Any], ...] = (GEMM, SILU_MUL, SILU_MUL_BACKWARD, ROPE)
+OPS: tuple[Op[Any, Any], ...] = (
+    GEMM,
+    SILU_MUL,
+    SILU_MUL_BACKWARD,
+    ROPE,
+    RMS_NORM,
+    RMS_NORM_BACKWARD,
+    ADD_RMS_NORM,
+    LAYER_NORM,
+    LAYER_NORM_BACKWARD,
+    COLUMN_SUM,
+)
 
 _BY_NAME = {op.name: op for op in OPS}
 
 # How torch.compile and autograd reach the ops, as torch.ops.cutekernels.*; it lives as long as this module.
 LIBRARY = torch.library.Library("cutekernels", "FRAGMENT")
-for module in (matmul, activations, rope):
+for module in (matmul, activations, rope, norms, norm_gradients):
     module.register(LIBRARY)
 
 

@@ -1,0 +1,343 @@
+"""RMSNorm and LayerNorm, with or without a residual before them.
+
+Operands are cubes of (rows, heads, cols); a matrix (NESTED=False) has no heads. A *tile* is BLOCK_ROWS rows at one
+head. Where rows fit in registers (RESIDENT) a tile is as wide as a row, and every element is read once. Wider rows
+are walked in chunks of BLOCK_COLS: once for the statistics, twice where they are centred, and once more for the
+results, by when the row is in the L2 cache.
+
+A program takes one tile, or (STAGES > 0) stays and strides over the tiles: Triton then copies the operands of the
+next STAGES - 1 tiles into shared memory while this one is reduced. The stride is a multiple of the heads where each
+head has weights of its own, so that a program meets one row of weights and loads it once.
+
+Inside the kernels an operand is a tuple: pointer, then the strides of rows, heads and columns; weights and biases
+have a row stride of 0. Arithmetic is in fp32, results are rounded once, offsets are 64 bits wide.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _program():
+    """This program's number: a grid's first axis ends at 2^31 - 1, so programs are counted over two."""
+    return tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+
+
+@triton.jit
+def _programs():
+    return tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
+
+
+@triton.jit
+def _place(index, heads, BLOCK_ROWS: tl.constexpr, NESTED: tl.constexpr):
+    """First row and head of a tile."""
+    if NESTED:
+        return index // heads * BLOCK_ROWS, index % heads
+    else:
+        return index * BLOCK_ROWS, index * 0
+
+
+@triton.jit
+def _at(operand, row, head, r, c):
+    """Pointers to the columns ``c`` of the rows ``row + r`` at ``head``. Shape (height of r, width of c)."""
+    start = operand[0] + row * operand[1] + head * operand[2]
+    return start + r.to(tl.int64)[:, None] * operand[1] + c.to(tl.int64)[None, :] * operand[3]
+
+
+@triton.jit
+def _affine(operand, head, c, inside, offset, PRESENT: tl.constexpr):
+    """A weight or a bias plus ``offset``, in fp32. Shape (1, width of c)."""
+    if PRESENT:
+        at = operand[0] + head * operand[2] + c.to(tl.int64) * operand[3]
+        return tl.load(at, mask=inside, other=0.0).to(tl.float32)[None, :] + offset
+    else:
+        return 0.0
+
+
+@triton.jit
+def _summed(x, residual, row, head, r, c, inside, RESIDUAL: tl.constexpr):
+    """``x``, or ``x + residual`` rounded to their type: what is normalised is what is stored. In fp32."""
+    value = tl.load(_at(x, row, head, r, c), mask=inside, other=0.0)
+    if RESIDUAL:
+        other = tl.load(_at(residual, row, head, r, c), mask=inside, other=0.0)
+        value = (value.to(tl.float32) + other.to(tl.float32)).to(value.dtype)
+    return value.to(tl.float32)
+
+
+@triton.jit
+def _store(operand, value, row, head, r, c, inside):
+    tl.store(_at(operand, row, head, r, c), value.to(operand[0].dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _scaled(x, rstd, weight, bias, result, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROUND_TWICE: tl.constexpr):
+    y = x * rstd[:, None]
+    if ROUND_TWICE:
+        y = y.to(result[0].dtype.element_ty).to(tl.float32)
+    if WEIGHT:
+        y = y * weight
+    if BIAS:
+        y = y + bias
+    return y
+
+
+@triton.jit
+def _resident(
+    y,
+    u,
+    x,
+    residual,
+    weight,
+    bias,
+    row,
+    head,
+    rows,
+    cols,
+    eps,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    CENTRED: tl.constexpr,
+    ROUND_TWICE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """One tile that holds whole rows."""
+    r = tl.arange(0, BLOCK_ROWS)
+    c = tl.arange(0, BLOCK_COLS)
+    inside = (r < rows - row)[:, None] & (c < cols)[None, :]
+    value = _summed(x, residual, row, head, r, c, inside, RESIDUAL)
+    if RESIDUAL:
+        _store(u, value, row, head, r, c, inside)
+    if CENTRED:
+        value = tl.where(inside, value - (tl.sum(value, axis=1) / cols)[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(value * value, axis=1) / cols + eps)
+    _store(y, _scaled(value, rstd, weight, bias, y, WEIGHT, BIAS, ROUND_TWICE), row, head, r, c, inside)
+
+
+@triton.jit
+def _chunked(
+    y,
+    u,
+    x,
+    residual,
+    weight,
+    bias,
+    row,
+    head,
+    rows,
+    cols,
+    eps,
+    weight_offset,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    CENTRED: tl.constexpr,
+    ROUND_TWICE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """One tile whose rows are walked in chunks. A result may be an operand itself: nothing is written before the
+    last pass, which reads what it overwrites.
+    """
+    r = tl.arange(0, BLOCK_ROWS)
+    live = (r < rows - row)[:, None]
+    mean = tl.zeros([BLOCK_ROWS], tl.float32)
+    if CENTRED:
+        total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+        for start in range(0, cols, BLOCK_COLS):
+            c = start + tl.arange(0, BLOCK_COLS)
+            total += _summed(x, residual, row, head, r, c, live & (c < cols)[None, :], RESIDUAL)
+        mean = tl.sum(total, axis=1) / cols
+    squares = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    for start in range(0, cols, BLOCK_COLS):
+        c = start + tl.arange(0, BLOCK_COLS)
+        inside = live & (c < cols)[None, :]
+        value = _summed(x, residual, row, head, r, c, inside, RESIDUAL)
+        if CENTRED:
+            value = tl.where(inside, value - mean[:, None], 0.0)
+        squares += value * value
+    rstd = tl.rsqrt(tl.sum(squares, axis=1) / cols + eps)
+    for start in range(0, cols, BLOCK_COLS):
+        c = start + tl.arange(0, BLOCK_COLS)
+        inside = live & (c < cols)[None, :]
+        value = _summed(x, residual, row, head, r, c, inside, RESIDUAL)
+        if RESIDUAL:
+            _store(u, value, row, head, r, c, inside)
+        w = _affine(weight, head, c, c < cols, weight_offset, WEIGHT)
+        b = _affine(bias, head, c, c < cols, 0.0, BIAS)
+        _store(y, _scaled(value - mean[:, None], rstd, w, b, y, WEIGHT, BIAS, ROUND_TWICE), row, head, r, c, inside)
+
+
+@triton.jit
+def _forward(
+    y,
+    u,
+    x,
+    residual,
+    weight,
+    bias,
+    rows,
+    heads,
+    cols,
+    eps,
+    weight_offset,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    CENTRED: tl.constexpr,
+    ROUND_TWICE: tl.constexpr,
+    NESTED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    RESIDENT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    if RESIDENT:
+        row, head = _place(_program(), heads, BLOCK_ROWS, NESTED)
+        # Asked for before any row is waited for, so that they arrive together.
+        c = tl.arange(0, BLOCK_COLS)
+        w = _affine(weight, head, c, c < cols, weight_offset, WEIGHT)
+        b = _affine(bias, head, c, c < cols, 0.0, BIAS)
+        if STAGES > 0:
+            for index in tl.range(_program(), tl.cdiv(rows, BLOCK_ROWS) * heads, _programs(), num_stages=STAGES):
+                row, head = _place(index, heads, BLOCK_ROWS, NESTED)
+                _resident(
+                    y, u, x, residual, w, b, row, head, rows, cols, eps,
+                    WEIGHT, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, BLOCK_ROWS, BLOCK_COLS,
+                )  # fmt: skip
+        else:
+            _resident(
+                y, u, x, residual, w, b, row, head, rows, cols, eps,
+                WEIGHT, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, BLOCK_ROWS, BLOCK_COLS,
+            )  # fmt: skip
+    else:
+        row, head = _place(_program(), heads, BLOCK_ROWS, NESTED)
+        _chunked(
+            y, u, x, residual, weight, bias, row, head, rows, cols, eps, weight_offset,
+            WEIGHT, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, BLOCK_ROWS, BLOCK_COLS,
+        )  # fmt: skip
+
+
+@triton.jit
+def rms_norm(
+    y_ptr,
+    x_ptr,
+    weight_ptr,
+    rows,
+    heads,
+    cols,
+    y_row,
+    y_head,
+    y_col,
+    x_row,
+    x_head,
+    x_col,
+    weight_head,
+    weight_col,
+    eps,
+    weight_offset,
+    WEIGHT: tl.constexpr,
+    ROUND_TWICE: tl.constexpr,
+    NESTED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    RESIDENT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """``y = x * rstd * (weight + weight_offset)`` with ``rstd = 1 / sqrt(mean(x^2) + eps)``.
+
+    ROUND_TWICE rounds ``x * rstd`` before the product, as Hugging Face's modules do.
+    """
+    x = (x_ptr, x_row, x_head, x_col)
+    y = (y_ptr, y_row, y_head, y_col)
+    weight = (weight_ptr, 0, weight_head, weight_col)
+    _forward(
+        y, y, x, x, weight, weight, rows, heads, cols, eps, weight_offset,
+        WEIGHT, False, False, False, ROUND_TWICE, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
+def add_rms_norm(
+    y_ptr,
+    u_ptr,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    rows,
+    heads,
+    cols,
+    y_row,
+    y_head,
+    y_col,
+    u_row,
+    u_head,
+    u_col,
+    x_row,
+    x_head,
+    x_col,
+    residual_row,
+    residual_head,
+    residual_col,
+    weight_head,
+    weight_col,
+    eps,
+    weight_offset,
+    WEIGHT: tl.constexpr,
+    ROUND_TWICE: tl.constexpr,
+    NESTED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    RESIDENT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """``u = x + residual``, rounded, and ``y`` the RMSNorm of that ``u``."""
+    x = (x_ptr, x_row, x_head, x_col)
+    residual = (residual_ptr, residual_row, residual_head, residual_col)
+    y = (y_ptr, y_row, y_head, y_col)
+    u = (u_ptr, u_row, u_head, u_col)
+    weight = (weight_ptr, 0, weight_head, weight_col)
+    _forward(
+        y, u, x, residual, weight, weight, rows, heads, cols, eps, weight_offset,
+        WEIGHT, False, True, False, ROUND_TWICE, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
+def layer_norm(
+    y_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    rows,
+    heads,
+    cols,
+    y_row,
+    y_head,
+    y_col,
+    x_row,
+    x_head,
+    x_col,
+    weight_head,
+    weight_col,
+    bias_head,
+    bias_col,
+    eps,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    NESTED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    RESIDENT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """``y = (x - mean) * rstd * weight + bias`` with ``rstd = 1 / sqrt(mean((x - mean)^2) + eps)``."""
+    x = (x_ptr, x_row, x_head, x_col)
+    y = (y_ptr, y_row, y_head, y_col)
+    weight = (weight_ptr, 0, weight_head, weight_col)
+    bias = (bias_ptr, 0, bias_head, bias_col)
+    _forward(
+        y, y, x, x, weight, bias, rows, heads, cols, eps, 0.0,
+        WEIGHT, BIAS, False, True, False, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
+    )  # fmt: skip
