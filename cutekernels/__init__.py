@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from cutekernels.dispatch import reload as reload
     from cutekernels.dispatch import warmup as warmup
     from cutekernels.face import explain as explain
+    from cutekernels.ops.activations import bias_gelu as bias_gelu
+    from cutekernels.ops.activations import gelu_mul as gelu_mul
     from cutekernels.ops.activations import silu_mul as silu_mul
     from cutekernels.ops.matmul import gemm as gemm
     from cutekernels.ops.matmul import linear as linear
@@ -27,6 +29,8 @@ _HOMES = {
     "rms_norm": "cutekernels.ops.norms",
     "gemm": "cutekernels.ops.matmul",
     "linear": "cutekernels.ops.matmul",
+    "bias_gelu": "cutekernels.ops.activations",
+    "gelu_mul": "cutekernels.ops.activations",
     "silu_mul": "cutekernels.ops.activations",
     "rope": "cutekernels.ops.rope",
     "explain": "cutekernels.face",
@@ -43,7 +47,9 @@ except PackageNotFoundError:  # a checkout on the path, not installed
 __all__ = [
     "__version__",
     "add_rms_norm",
+    "bias_gelu",
     "explain",
+    "gelu_mul",
     "gemm",
     "layer_norm",
     "linear",

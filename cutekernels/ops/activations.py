@@ -15,7 +15,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops import calls
 from cutekernels.ops.bias_gelu import BIAS_GELU, BIAS_GELU_BACKWARD
-from cutekernels.ops.glu import GELU_MUL, GELU_MUL_BACKWARD, SILU_MUL, SILU_MUL_BACKWARD, Gated, GeluMul, SiluMul
+from cutekernels.ops.glu import GELU_MUL, GELU_MUL_BACKWARD, SILU_MUL, SILU_MUL_BACKWARD, Gated
 from cutekernels.ops.tiles import TileConfig
 
 # ---- the functions --------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def bias_gelu(
 
 
 def _gated(
-    op: SiluMul | GeluMul,
+    op: Gated[Any],
     gate: Tensor,
     up: Tensor | None,
     options: tuple[str, ...],
@@ -203,25 +203,25 @@ def _register_packed(library: torch.library.Library, op: Gated[Any], backward: G
     """Defines ``<op>_packed`` and ``<op>_packed_backward``: of one tensor, with one gradient, by the ops' kernels."""
     forward_name, backward_name = f"{op.name}_packed", f"{op.name}_packed_backward"
 
-    def options(values: Sequence[Any]) -> dict[str, Any]:
-        return dict(zip(op.options, values, strict=True))
+    n = len(op.options)
 
-    def admitted(packed: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    def options(values: Sequence[Any]) -> dict[str, Any]:
+        return dict(zip(op.options, values[:n], strict=True))
+
+    def admitted(packed: Tensor, values: Sequence[Any]) -> tuple[Tensor, Tensor]:
         halves = _halves(op.name, packed)
-        op.admit(halves, **options(rest))
+        op.admit(halves, **options(values))
         return halves
 
     def cuda(packed: Tensor, *rest: Any) -> Tensor:
-        *chosen, config = rest
-        return calls.run(op, None, _halves(op.name, packed), options=tuple(chosen), config=config)[0]
+        config = rest[n] if len(rest) > n else None
+        return calls.run(op, None, _halves(op.name, packed), options=rest[:n], config=config)[0]
 
     def cpu(packed: Tensor, *rest: Any) -> Tensor:
-        *chosen, _ = rest
-        return op.evaluate(*admitted(packed, *chosen), **options(chosen))[0].contiguous()
+        return op.evaluate(*admitted(packed, rest), **options(rest))[0].contiguous()
 
     def fake(packed: Tensor, *rest: Any) -> Tensor:
-        *chosen, _ = rest
-        return op.fresh(*admitted(packed, *chosen))[0]
+        return op.fresh(*admitted(packed, rest))[0]
 
     def backward_cuda(dout: Tensor, packed: Tensor, *chosen: Any) -> Tensor:
         dpacked = packed.new_empty(packed.shape)
@@ -230,10 +230,10 @@ def _register_packed(library: torch.library.Library, op: Gated[Any], backward: G
         return dpacked
 
     def backward_cpu(dout: Tensor, packed: Tensor, *chosen: Any) -> Tensor:
-        return torch.cat(backward.evaluate(dout, *admitted(packed, *chosen), **options(chosen)), dim=-1)
+        return torch.cat(backward.evaluate(dout, *admitted(packed, chosen), **options(chosen)), dim=-1)
 
     def backward_fake(dout: Tensor, packed: Tensor, *chosen: Any) -> Tensor:
-        admitted(packed, *chosen)
+        admitted(packed, chosen)
         return packed.new_empty(packed.shape)
 
     words = "".join(f", str {name}" for name in op.options)

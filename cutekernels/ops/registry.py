@@ -9,8 +9,9 @@ import torch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op
 from cutekernels.ops import activations, matmul, norm_gradients, norms, rope
-from cutekernels.ops.activations import SILU_MUL, SILU_MUL_BACKWARD
+from cutekernels.ops.bias_gelu import BIAS_GELU, BIAS_GELU_BACKWARD
 from cutekernels.ops.gemm import GEMM
+from cutekernels.ops.glu import GELU_MUL, GELU_MUL_BACKWARD, SILU_MUL, SILU_MUL_BACKWARD
 from cutekernels.ops.norm_gradients import COLUMN_SUM, LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD
 from cutekernels.ops.norms import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from cutekernels.ops.rope import ROPE
@@ -19,6 +20,10 @@ OPS: tuple[Op[Any, Any], ...] = (
     GEMM,
     SILU_MUL,
     SILU_MUL_BACKWARD,
+    GELU_MUL,
+    GELU_MUL_BACKWARD,
+    BIAS_GELU,
+    BIAS_GELU_BACKWARD,
     ROPE,
     RMS_NORM,
     RMS_NORM_BACKWARD,
