@@ -16,14 +16,24 @@ if TYPE_CHECKING:
     from cutekernels.ops.activations import bias_gelu as bias_gelu
     from cutekernels.ops.activations import gelu_mul as gelu_mul
     from cutekernels.ops.activations import silu_mul as silu_mul
+    from cutekernels.ops.expert_rows import moe_combine as moe_combine
+    from cutekernels.ops.expert_rows import moe_gather as moe_gather
     from cutekernels.ops.matmul import gemm as gemm
     from cutekernels.ops.matmul import linear as linear
     from cutekernels.ops.norms import add_rms_norm as add_rms_norm
     from cutekernels.ops.norms import layer_norm as layer_norm
     from cutekernels.ops.norms import rms_norm as rms_norm
+    from cutekernels.ops.permutation import moe_permute as moe_permute
     from cutekernels.ops.rope import rope as rope
+    from cutekernels.ops.routing import moe_route as moe_route
+    from cutekernels.ops.sampling import sample_filter as sample_filter
 
 _HOMES = {
+    "moe_combine": "cutekernels.ops.expert_rows",
+    "moe_gather": "cutekernels.ops.expert_rows",
+    "moe_permute": "cutekernels.ops.permutation",
+    "moe_route": "cutekernels.ops.routing",
+    "sample_filter": "cutekernels.ops.sampling",
     "add_rms_norm": "cutekernels.ops.norms",
     "layer_norm": "cutekernels.ops.norms",
     "rms_norm": "cutekernels.ops.norms",
@@ -53,9 +63,14 @@ __all__ = [
     "gemm",
     "layer_norm",
     "linear",
+    "moe_combine",
+    "moe_gather",
+    "moe_permute",
+    "moe_route",
     "reload",
     "rms_norm",
     "rope",
+    "sample_filter",
     "silu_mul",
     "warmup",
 ]

@@ -8,13 +8,27 @@ import torch
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op
-from cutekernels.ops import activations, matmul, norm_gradients, norms, rope
+from cutekernels.ops import (
+    activations,
+    expert_rows,
+    matmul,
+    norm_gradients,
+    norms,
+    permutation,
+    rope,
+    routing,
+    sampling,
+)
 from cutekernels.ops.bias_gelu import BIAS_GELU, BIAS_GELU_BACKWARD
+from cutekernels.ops.expert_rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_GATHER
 from cutekernels.ops.gemm import GEMM
 from cutekernels.ops.glu import GELU_MUL, GELU_MUL_BACKWARD, SILU_MUL, SILU_MUL_BACKWARD
 from cutekernels.ops.norm_gradients import COLUMN_SUM, LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD
 from cutekernels.ops.norms import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
+from cutekernels.ops.permutation import MOE_PERMUTE
 from cutekernels.ops.rope import ROPE
+from cutekernels.ops.routing import MOE_ROUTE, MOE_ROUTE_BACKWARD
+from cutekernels.ops.sampling import SAMPLE_FILTER
 
 OPS: tuple[Op[Any, Any], ...] = (
     GEMM,
@@ -31,13 +45,20 @@ OPS: tuple[Op[Any, Any], ...] = (
     LAYER_NORM,
     LAYER_NORM_BACKWARD,
     COLUMN_SUM,
+    MOE_ROUTE,
+    MOE_ROUTE_BACKWARD,
+    MOE_PERMUTE,
+    MOE_GATHER,
+    MOE_COMBINE,
+    MOE_COMBINE_BACKWARD,
+    SAMPLE_FILTER,
 )
 
 _BY_NAME = {op.name: op for op in OPS}
 
 # How torch.compile and autograd reach the ops, as torch.ops.cutekernels.*; it lives as long as this module.
 LIBRARY = torch.library.Library("cutekernels", "FRAGMENT")
-for module in (matmul, activations, rope, norms, norm_gradients):
+for module in (matmul, activations, rope, norms, norm_gradients, routing, permutation, expert_rows, sampling):
     module.register(LIBRARY)
 
 

@@ -1,0 +1,244 @@
+"""Grouping (token, slot) pairs by expert, and moving rows there and back.
+
+A counting sort, stable and without atomics: programs take consecutive runs of the pairs, in order. Each counts its
+runs per expert; what is before a program in the output follows from everyone's counts; inside a block of pairs a
+bitonic sort of ``id * BLOCK + place`` keeps equal ids in order.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _bins(ids_ptr, begin, end, experts, BLOCK: tl.constexpr):
+    """Which of the pairs from ``begin`` on are before ``end``, and their bins.
+
+    An id that names no expert goes to the bin behind the last expert.
+    """
+    i = begin + tl.arange(0, BLOCK)
+    here = i < end
+    ids = tl.load(ids_ptr + i, mask=here, other=0)
+    return here, tl.where((ids >= 0) & (ids < experts), ids, experts).to(tl.int32)
+
+
+@triton.jit
+def _count(counts_ptr, ids_ptr, begin, end, experts, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    """Writes how many of the pairs from ``begin`` to ``end`` go to each bin, as this program's row."""
+    counts = tl.zeros([BINS], tl.int32)
+    for at in range(begin, end, BLOCK):
+        here, bin = _bins(ids_ptr, at, end, experts, BLOCK)
+        counts += tl.histogram(bin, BINS, mask=here)
+    tl.store(counts_ptr + tl.program_id(0) * BINS + tl.arange(0, BINS), counts)
+
+
+@triton.jit
+def _everyones(counts_ptr, BINS: tl.constexpr):
+    """The counts of all programs, and of those before this one."""
+    TILE: tl.constexpr = 8192 // BINS  # rows whose loads are in flight together
+    total = tl.zeros([BINS], tl.int32)
+    before = tl.zeros([BINS], tl.int32)
+    for row in range(0, tl.num_programs(0), TILE):
+        rows = row + tl.arange(0, TILE)
+        at = rows[:, None] * BINS + tl.arange(0, BINS)[None, :]
+        counts = tl.load(counts_ptr + at, mask=(rows < tl.num_programs(0))[:, None], other=0)
+        total += tl.sum(counts, axis=0)
+        before += tl.sum(tl.where((rows < tl.program_id(0))[:, None], counts, 0), axis=0)
+    return total, before
+
+
+@triton.jit
+def _own(ids_ptr, begin, pairs, experts, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    """:func:`_everyones`, counted by this program itself. ``begin`` is a multiple of BLOCK."""
+    total = tl.zeros([BINS], tl.int32)
+    before = tl.zeros([BINS], tl.int32)
+    for at in range(0, pairs, BLOCK):
+        here, bin = _bins(ids_ptr, at, pairs, experts, BLOCK)
+        counts = tl.histogram(bin, BINS, mask=here)
+        total += counts
+        before += tl.where(at < begin, counts, 0)
+    return total, before
+
+
+@triton.jit
+def _place(
+    order_ptr,
+    offsets_ptr,
+    inverse_ptr,
+    ids_ptr,
+    begin,
+    end,
+    experts,
+    total,
+    before,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    bins = tl.arange(0, BINS)
+    lane = tl.arange(0, BLOCK)
+    starts = tl.cumsum(total, 0) - total
+    if tl.program_id(0) == 0:
+        tl.store(offsets_ptr + bins, starts, mask=bins <= experts)
+    goal = starts + before  # where this program's next pair of each bin goes
+    for at in range(begin, end, BLOCK):
+        here, bin = _bins(ids_ptr, at, end, experts, BLOCK)
+        key = tl.sort(tl.where(here, bin * BLOCK + lane, BINS * BLOCK))
+        bin = key // BLOCK
+        there = bin < BINS
+        pair = at + key % BLOCK
+        counts = tl.histogram(bin, BINS, mask=there)
+        first = tl.cumsum(counts, 0) - counts  # of each bin, in the sorted block
+        to = tl.gather(goal - first, tl.where(there, bin, 0), 0) + lane
+        tl.store(order_ptr + to, pair, mask=there)
+        tl.store(inverse_ptr + pair, to, mask=there)
+        goal += counts
+
+
+@triton.jit
+def moe_permute(
+    order_ptr,
+    offsets_ptr,
+    inverse_ptr,
+    ids_ptr,
+    counts_ptr,
+    pairs,
+    experts,
+    run,
+    phase,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PASSES: tl.constexpr,
+):
+    """``order``: pairs grouped by expert; ``offsets``: where each group begins; ``inverse``: where each pair went.
+
+    Schedule: program p owns pairs [p * run, (p + 1) * run). With two PASSES it is launched twice: phase 0 writes the
+    counts of each program, phase 1 reads everyone's and places. With one, each program counts all pairs itself.
+    """
+    begin = tl.program_id(0) * run
+    end = tl.minimum(begin + run, pairs)
+    if PASSES == 1:
+        total, before = _own(ids_ptr, begin, pairs, experts, BINS, BLOCK)
+        _place(order_ptr, offsets_ptr, inverse_ptr, ids_ptr, begin, end, experts, total, before, BINS, BLOCK)
+    else:
+        if phase == 0:
+            _count(counts_ptr, ids_ptr, begin, end, experts, BINS, BLOCK)
+        else:
+            total, before = _everyones(counts_ptr, BINS)
+            _place(order_ptr, offsets_ptr, inverse_ptr, ids_ptr, begin, end, experts, total, before, BINS, BLOCK)
+
+
+@triton.jit
+def moe_gather(
+    rows_ptr,
+    x_ptr,
+    inverse_ptr,
+    tokens,
+    cols,
+    rows_row,
+    rows_col,
+    x_row,
+    x_col,
+    inverse_row,
+    inverse_col,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``rows[inverse[t, j]] = x[t]``: each row is read once and written TOP_K times.
+
+    Schedule: a program per token and BLOCK columns.
+    """
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < cols
+    c = c.to(tl.int64)
+    x = tl.load(x_ptr + t * x_row + c * x_col, mask=inside)
+    for j in tl.static_range(TOP_K):
+        at = tl.load(inverse_ptr + t * inverse_row + j * inverse_col).to(tl.int64)
+        known = (at >= 0) & (at < tokens * TOP_K)
+        tl.store(rows_ptr + at * rows_row + c * rows_col, x, mask=inside & known)
+
+
+@triton.jit
+def moe_combine(
+    out_ptr,
+    rows_ptr,
+    inverse_ptr,
+    weights_ptr,
+    tokens,
+    cols,
+    out_row,
+    out_col,
+    rows_row,
+    rows_col,
+    inverse_row,
+    inverse_col,
+    weights_row,
+    weights_col,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
+    """``out[t] = sum_j weights[t, j] * rows[inverse[t, j]]``, in fp32, in the order of j, rounded once.
+
+    Schedule: a program per token and BLOCK columns; the loads of all TOP_K rows are in flight together.
+    """
+    t = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < cols
+    c = c.to(tl.int64)
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(TOP_K):
+        at = tl.load(inverse_ptr + t * inverse_row + j * inverse_col).to(tl.int64)
+        known = (at >= 0) & (at < tokens * TOP_K)
+        row = tl.load(rows_ptr + at * rows_row + c * rows_col, mask=inside & known, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            row = row * tl.load(weights_ptr + t * weights_row + j * weights_col)
+        total += row
+    tl.store(out_ptr + t * out_row + c * out_col, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def moe_combine_backward(
+    drows_ptr,
+    dweights_ptr,
+    dout_ptr,
+    rows_ptr,
+    inverse_ptr,
+    weights_ptr,
+    tokens,
+    cols,
+    drows_row,
+    drows_col,
+    dweights_row,
+    dweights_col,
+    dout_row,
+    dout_col,
+    rows_row,
+    rows_col,
+    inverse_row,
+    inverse_col,
+    weights_row,
+    weights_col,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``drows[inverse[t, j]] = weights[t, j] * dout[t]`` and ``dweights[t, j] = <dout[t], rows[inverse[t, j]]>``.
+
+    Schedule: a program per (token, slot), through the columns in BLOCKs; a token's slots are neighbours, so that
+    dout comes from L2 for all but the first. fp32 arithmetic; each gradient is rounded once.
+    """
+    t = (tl.program_id(0) // TOP_K).to(tl.int64)
+    j = (tl.program_id(0) % TOP_K).to(tl.int64)
+    at = tl.load(inverse_ptr + t * inverse_row + j * inverse_col).to(tl.int64)
+    known = (at >= 0) & (at < tokens * TOP_K)
+    w = tl.load(weights_ptr + t * weights_row + j * weights_col)
+    dot = tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, cols, BLOCK):
+        c = begin + tl.arange(0, BLOCK)
+        inside = (c < cols) & known
+        c = c.to(tl.int64)
+        d = tl.load(dout_ptr + t * dout_row + c * dout_col, mask=inside, other=0.0).to(tl.float32)
+        row = tl.load(rows_ptr + at * rows_row + c * rows_col, mask=inside, other=0.0).to(tl.float32)
+        dot += d * row
+        drow = (w * d).to(drows_ptr.dtype.element_ty)
+        tl.store(drows_ptr + at * drows_row + c * drows_col, drow, mask=inside)
+    tl.store(dweights_ptr + t * dweights_row + j * dweights_col, tl.sum(dot))

@@ -1,0 +1,208 @@
+"""Routing tokens to experts: softmax with top-k in one pass over the logits, and its gradient.
+
+Logits are ranked as integers: :func:`ordered` maps a float to an int32 whose order is that of torch.sort (-0 equals 0,
+NaN above everything), so one integer comparison ranks any two, and the lowest int32 is left for columns that are not
+there or taken already.
+"""
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-(1 << 31))
+_HIGHEST = tl.constexpr((1 << 31) - 1)
+
+
+@triton.jit
+def ordered(x):
+    """An int32 for each element of ``x`` (fp32, fp16, bf16), in the order of torch.sort; never LOWEST.
+
+    Half types fill the lower 16 bits: -32767 to 32767.
+    """
+    if x.dtype.primitive_bitwidth == 32:
+        bits = x.to(tl.int32, bitcast=True)
+        highest: tl.constexpr = _HIGHEST
+    else:
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32)
+        highest: tl.constexpr = 32767
+    wide = x.to(tl.float32)
+    key = bits ^ ((bits >> 31) & highest)  # negative floats grow as integers the further they are from zero
+    key = tl.where(wide == 0.0, 0, key)
+    return tl.where(wide != wide, highest, key)
+
+
+@triton.jit
+def valued(key, dtype: tl.constexpr):
+    """The fp32 value of a float of type ``dtype`` from its :func:`ordered` key."""
+    if dtype.primitive_bitwidth == 32:
+        bits = key ^ ((key >> 31) & _HIGHEST)
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        bits = key ^ ((key >> 31) & 32767)
+        return bits.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _exp(x):
+    """e^x for x <= 0, to a few ulp of fp32 (``tl.exp`` alone loses ``|x|`` of them). NaN stays NaN."""
+    x = tl.where(x < -1000.0, -1000.0, x)  # keeps inf - inf out of the reduction
+    n = tl.floor(x * 1.4426950408889634)
+    rest = (x - n * 0.693115234375) - n * 3.194618494528623e-05
+    return tl.exp2(n) * tl.exp2(rest * 1.4426950408889634)
+
+
+@triton.jit
+def _rows(tokens, TOKENS: tl.constexpr):
+    """This program's first row, and which of its TOKENS rows there are."""
+    first = tl.program_id(0).to(tl.int64) * TOKENS
+    left = tl.minimum(tokens - first, TOKENS).to(tl.int32)
+    r = tl.arange(0, TOKENS)
+    return first, r, r < left
+
+
+@triton.jit
+def moe_route(
+    weights_ptr,
+    ids_ptr,
+    logits_ptr,
+    tokens,
+    experts,
+    logits_row,
+    logits_col,
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    METHOD: tl.constexpr,
+):
+    """``weights[t, j], ids[t, j]``: the j-th largest of softmax(logits[t]), ties to the lower expert.
+
+    Schedule: a program keeps TOKENS rows in registers, WIDTH experts wide. METHOD "rounds": TOP_K times the row's
+    maximum, which is then struck out. "sort": a bitonic sort that keeps SLOTS candidates per run. A half logit shares
+    an int32 with its column, so that a maximum finds both; an fp32 logit takes a second reduction, or an int64.
+    """
+    first, r, here = _rows(tokens, TOKENS)
+    c = tl.arange(0, WIDTH)
+    col = tl.broadcast_to(c[None, :], [TOKENS, WIDTH])
+    there = here[:, None] & (c < experts)[None, :]
+    start = logits_ptr + first * logits_row
+    x = tl.load(
+        start + r.to(tl.int64)[:, None] * logits_row + c.to(tl.int64)[None, :] * logits_col, mask=there, other=0
+    )
+    dtype: tl.constexpr = x.dtype
+    half: tl.constexpr = dtype.primitive_bitwidth == 16
+    key = ordered(x)
+
+    # Ranked: the key above, WIDTH - 1 - column below.
+    if METHOD == "sort":
+        if half:
+            ranked = tl.where(there, key * 65536 + (WIDTH - 1 - col), LOWEST)
+            best = tl.topk(ranked, SLOTS)
+            top = best >> 16
+            ids = WIDTH - 1 - (best & 65535)
+        else:
+            ranked = tl.where(there, key, LOWEST).to(tl.int64) * 4294967296 + (WIDTH - 1 - col)
+            best = tl.topk(ranked, SLOTS)
+            top = (best >> 32).to(tl.int32)
+            ids = WIDTH - 1 - (best & 4294967295).to(tl.int32)
+        slot = tl.arange(0, SLOTS)
+        most = tl.max(tl.where(slot[None, :] == 0, top, LOWEST), axis=1, keep_dims=True)
+    else:
+        # Results gather in the first TOP_K columns of the tile itself: no layout is ever converted.
+        top = tl.full([TOKENS, WIDTH], 0, tl.int32)
+        ids = tl.full([TOKENS, WIDTH], 0, tl.int32)
+        if half:
+            ranked = tl.where(there, key * 65536 + (WIDTH - 1 - col), LOWEST)
+            for j in tl.static_range(TOP_K):
+                best = tl.max(ranked, axis=1, keep_dims=True)
+                top = tl.where(col == j, best, top)
+                ranked = tl.where(ranked == best, LOWEST, ranked)
+                if j == 0:
+                    most = best >> 16
+            ids = WIDTH - 1 - (top & 65535)
+            top = top >> 16
+        else:
+            ranked = tl.where(there, key, LOWEST)
+            for j in tl.static_range(TOP_K):
+                best = tl.max(ranked, axis=1, keep_dims=True)
+                at = tl.min(tl.where(ranked == best, col, WIDTH), axis=1, keep_dims=True)
+                top = tl.where(col == j, best, top)
+                ids = tl.where(col == j, at, ids)
+                ranked = tl.where(col == at, LOWEST, ranked)
+                if j == 0:
+                    most = best
+        slot = c
+
+    # The row's maximum is NaN if there is any: as in torch's softmax, the whole row is then NaN.
+    most = valued(most, dtype)
+    e = _exp(valued(top, dtype) - most)
+    if RENORMALIZE:
+        total = tl.sum(tl.where(slot[None, :] < TOP_K, e, 0.0), axis=1, keep_dims=True)
+    else:
+        total = tl.sum(tl.where(there, _exp(x.to(tl.float32) - most), 0.0), axis=1, keep_dims=True)
+    w = tl.div_rn(e, tl.broadcast_to(total, e.shape))
+    inside = here[:, None] & (slot < TOP_K)[None, :]
+    to = first * TOP_K + (r * TOP_K)[:, None] + slot[None, :]
+    tl.store(weights_ptr + to, w, mask=inside)
+    tl.store(ids_ptr + to, ids, mask=inside)
+
+
+@triton.jit
+def moe_route_backward(
+    dlogits_ptr,
+    dweights_ptr,
+    weights_ptr,
+    ids_ptr,
+    logits_ptr,
+    tokens,
+    experts,
+    dlogits_row,
+    dlogits_col,
+    dweights_row,
+    dweights_col,
+    weights_row,
+    weights_col,
+    ids_row,
+    ids_col,
+    logits_row,
+    logits_col,
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+):
+    """``dlogits = p * (d - sum_j w_j dw_j)``, d the gradient of an expert that was chosen, 0 for the others.
+
+    ``p`` are the weights themselves where they were renormalised (0 for the others), else the softmax, computed again.
+
+    Schedule: a program spreads the TOP_K slots of TOKENS rows over a tile in registers and writes it: no atomics.
+    """
+    first, r, here = _rows(tokens, TOKENS)
+    c = tl.arange(0, WIDTH)
+    row = first + r.to(tl.int64)
+    there = here[:, None] & (c < experts)[None, :]
+    p = tl.full([TOKENS, WIDTH], 0.0, tl.float32)
+    d = tl.full([TOKENS, WIDTH], 0.0, tl.float32)
+    dot = tl.full([TOKENS], 0.0, tl.float32)
+    for j in tl.static_range(TOP_K):
+        w = tl.load(weights_ptr + row * weights_row + j * weights_col, mask=here, other=0.0)
+        dw = tl.load(dweights_ptr + row * dweights_row + j * dweights_col, mask=here, other=0.0)
+        at = tl.load(ids_ptr + row * ids_row + j * ids_col, mask=here, other=0)
+        dot += w * dw
+        chosen = c[None, :] == at[:, None]
+        d = tl.where(chosen, dw[:, None], d)
+        if RENORMALIZE:
+            p = tl.where(chosen, w[:, None], p)
+    cols = c.to(tl.int64)[None, :]
+    if not RENORMALIZE:
+        x = tl.load(logits_ptr + row[:, None] * logits_row + cols * logits_col, mask=there, other=float("-inf"))
+        # The row's maximum, or NaN if there is any.
+        most = valued(tl.max(tl.where(there, ordered(x), LOWEST), axis=1, keep_dims=True), x.dtype)
+        e = tl.where(there, _exp(x.to(tl.float32) - most), 0.0)
+        p = tl.div_rn(e, tl.broadcast_to(tl.sum(e, axis=1, keep_dims=True), e.shape))
+    dlogits = p * (d - dot[:, None])
+    tl.store(
+        dlogits_ptr + row[:, None] * dlogits_row + cols * dlogits_col,
+        dlogits.to(dlogits_ptr.dtype.element_ty),
+        mask=there,
+    )

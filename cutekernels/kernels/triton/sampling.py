@@ -1,0 +1,282 @@
+"""Filtering logits before sampling: temperature, top-k, top-p and min-p without sorting the vocabulary.
+
+Each filter keeps what ranks at or above a threshold, so it is the threshold that is searched: the largest key (see
+``routing.ordered``) from which up there are enough, in number for top-k, in mass for top-p. A search fixes BITS bits of
+the key at a time, from the top: one pass over the row measures all FAN = 2^BITS candidates.
+
+Masses are whole numbers, exp(x - max) in units of 2^-40, so that their sums are exact: the tokens that are kept depend
+neither on the order of summation nor on the config. They are made from fp32 additions and multiplications alone, each
+rounded by itself (the kernel is compiled without fused multiply-add): any machine gets the same ones.
+"""
+
+import triton
+import triton.language as tl
+
+from cutekernels.kernels.triton.routing import LOWEST, ordered, valued
+
+ONE = tl.constexpr(1 << 40)
+_ALL = tl.constexpr(1 << 62)  # more than there is of anything: a search for it keeps everything
+
+
+@triton.jit
+def mass(d):
+    """exp(d) for d <= 0 in units of 2^-40, an int64. 0 below -28, and for NaN."""
+    d = tl.where(d > -64.0, d, -64.0)
+    n = tl.floor(d * 1.4426950408889634 + 0.5)
+    r = (d - n * 0.693115234375) - n * 3.194618494528623e-05  # in [-0.35, 0.35]; n * the first part is exact
+    e = r * 0.001388888888888889 + 0.008333333333333333
+    e = e * r + 0.041666666666666664
+    e = e * r + 0.16666666666666666
+    e = e * r + 0.5
+    e = e * r + 1.0
+    e = e * r + 1.0
+    whole = (e * 16777216.0).to(tl.int32).to(tl.int64)  # exact: e has 24 bits and is at least 0.7
+    return (whole << 16) >> tl.minimum(0.0 - n, 63.0).to(tl.int64)
+
+
+@triton.jit
+def _keys(logits, at, cols, col, BLOCK: tl.constexpr):
+    """A block of a row from column ``at`` on: columns, which of them there are, values and keys."""
+    c = at + tl.arange(0, BLOCK)
+    there = c < cols
+    x = tl.load(logits + c.to(tl.int64) * col, mask=there, other=0.0)
+    return c, there, x, tl.where(there, ordered(x), LOWEST)
+
+
+@triton.jit
+def _most(logits, begin, end, cols, col, BLOCK: tl.constexpr):
+    """The row's largest key and its first column, as one number that is never negative."""
+    best = tl.zeros([BLOCK], tl.int64)
+    for at in range(begin, end, BLOCK):
+        c, there, _, key = _keys(logits, at, cols, col, BLOCK)
+        both = (key.to(tl.int64) + 2147483648) * 2147483648 + (2147483647 - c)
+        best = tl.maximum(best, tl.where(there, both, 0))
+    return tl.max(best, axis=0)
+
+
+@triton.jit
+def _candidates(low, phase, BITS: tl.constexpr, KEY_BITS: tl.constexpr):
+    return low + (tl.arange(0, 1 << BITS) << (KEY_BITS - BITS * (phase + 1)))
+
+
+@triton.jit
+def _counts(logits, begin, end, cols, col, candidates, BLOCK: tl.constexpr, FAN: tl.constexpr):
+    """How many keys reach each candidate."""
+    found = tl.zeros([FAN, BLOCK], tl.int32)
+    for at in range(begin, end, BLOCK):
+        _, there, _, key = _keys(logits, at, cols, col, BLOCK)
+        found += ((key[None, :] >= candidates[:, None]) & there[None, :]).to(tl.int32)
+    return tl.sum(found, axis=1).to(tl.int64)
+
+
+@triton.jit
+def _masses(
+    logits, begin, end, cols, col, candidates, floor, most, temperature, BLOCK: tl.constexpr, FAN: tl.constexpr
+):
+    """The mass of the keys that reach each candidate, and ``floor`` too."""
+    found = tl.zeros([FAN, BLOCK], tl.int64)
+    top = tl.div_rn(valued(most, logits.dtype.element_ty), temperature)
+    useful = tl.maximum(floor, tl.min(candidates, axis=0))
+    for at in range(begin, end, BLOCK):
+        _, there, x, key = _keys(logits, at, cols, col, BLOCK)
+        if tl.max(key, axis=0) >= useful:
+            m = mass(tl.div_rn(x.to(tl.float32), temperature) - top)
+            m = tl.where(key == most, ONE, m)
+            m = tl.where((key >= floor) & there, m, 0)
+            found += tl.where(key[None, :] >= candidates[:, None], m[None, :], 0)
+    return tl.sum(found, axis=1)
+
+
+@triton.jit
+def _share(p, total):
+    """The least whole mass that is ``p`` of ``total`` or more: at least 1; all there is and more from p = 1 on."""
+    exact = p.to(tl.float64) * total.to(tl.float64)
+    whole = exact.to(tl.int64)
+    whole = tl.maximum(whole + (whole.to(tl.float64) < exact).to(tl.int64), 1)
+    return tl.where(p < 1.0, whole, _ALL)
+
+
+@triton.jit
+def _advance(low, sums, wanted, phase, BITS: tl.constexpr, KEY_BITS: tl.constexpr):
+    """``low`` with BITS more bits: the last candidate that is enough."""
+    enough = (sums >= wanted) & (tl.arange(0, 1 << BITS) > 0)
+    return low + (tl.sum(enough.to(tl.int32), axis=0) << (KEY_BITS - BITS * (phase + 1)))
+
+
+@triton.jit
+def _found(table, wanted, done, LOW: tl.constexpr, BITS: tl.constexpr, KEY_BITS: tl.constexpr):
+    """Where a search stands after ``done`` phases, from their sums. Those of the phase that runs are still growing."""
+    FAN: tl.constexpr = 1 << BITS
+    phase = tl.arange(0, KEY_BITS // BITS)
+    j = tl.arange(0, FAN)
+    sums = tl.load(table + phase[:, None] * FAN + j[None, :], mask=(phase < done)[:, None], other=0)
+    enough = ((sums >= wanted) & (j[None, :] > 0)).to(tl.int32)
+    return LOW + tl.sum(tl.sum(enough, axis=1) << (KEY_BITS - BITS * (phase + 1)), axis=0)
+
+
+@triton.jit
+def _write(
+    out, out_col, logits, begin, end, cols, col, floor, best, temperature, greedy, least, BY_MIN_P, BLOCK: tl.constexpr
+):
+    """Writes what is kept, scaled, and -inf for the rest."""
+    most = (best // 2147483648 - 2147483648).to(tl.int32)
+    first = (2147483647 - best % 2147483648).to(tl.int32)
+    top = tl.div_rn(valued(most, logits.dtype.element_ty), temperature)
+    for at in range(begin, end, BLOCK):
+        c, there, x, key = _keys(logits, at, cols, col, BLOCK)
+        y = tl.div_rn(x.to(tl.float32), temperature)
+        kept = key >= floor
+        if BY_MIN_P:
+            kept = kept & ((key == most) | (mass(y - top) >= least))
+        kept = tl.where(greedy, c == first, kept)
+        y = tl.where(kept, y, float("-inf"))
+        tl.store(out + c.to(tl.int64) * out_col, y.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def sample_filter(
+    out_ptr,
+    logits_ptr,
+    temperatures_ptr,
+    top_ks_ptr,
+    top_ps_ptr,
+    min_ps_ptr,
+    state_ptr,
+    cols,
+    chunk,
+    out_row,
+    out_col,
+    logits_row,
+    logits_col,
+    stage,
+    phase,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    TEMPERATURES: tl.constexpr,
+    TOP_KS: tl.constexpr,
+    TOP_PS: tl.constexpr,
+    MIN_PS: tl.constexpr,
+    BY_K: tl.constexpr,
+    BY_P: tl.constexpr,
+    BY_MIN_P: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BITS: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """One row of ``sample_filter``; what is kept is described where the op is declared.
+
+    Schedule: without SPLIT a program does all of a row, pass after pass. With it, each pass is a launch, and each
+    program of a row takes ``chunk`` columns: the sums meet in ``state`` by integer atomics, whose order changes
+    nothing, and each program of the next launch reads the search so far off them. ``stage`` says which pass: 0 the
+    maximum, 1 counts, 2 masses, 3 the result.
+    """
+    FAN: tl.constexpr = 1 << BITS
+    PHASES: tl.constexpr = KEY_BITS // BITS
+    LOW: tl.constexpr = -(1 << (KEY_BITS - 1))
+    row = tl.program_id(0).to(tl.int64)
+    begin = tl.program_id(1) * chunk
+    end = tl.minimum(begin + chunk, cols)
+    logits = logits_ptr + row * logits_row
+    out = out_ptr + row * out_row
+    # tl.full makes tensors of numbers: the interpreter passes Python's own, in fp64.
+    temperature = tl.load(temperatures_ptr + row) if TEMPERATURES else tl.full([], temperature, tl.float32)
+    top_k = tl.load(top_ks_ptr + row) if TOP_KS else tl.full([], top_k, tl.int32)
+    top_p = tl.load(top_ps_ptr + row) if TOP_PS else tl.full([], top_p, tl.float32)
+    min_p = tl.load(min_ps_ptr + row) if MIN_PS else tl.full([], min_p, tl.float32)
+    greedy = ~(temperature > 0.0)
+    temperature = tl.where(greedy, 1.0, temperature)
+    searched_k = (top_k > 0) & (top_k < cols) & ~greedy
+    searched_p = (top_p < 1.0) & ~greedy
+    # min-p: a share of the largest mass, which is ONE.
+    least = tl.where(min_p > 0.0, _share(tl.minimum(min_p, 1.0) * 0.5, tl.full([], ONE * 2, tl.int64)), 0)
+
+    if SPLIT:
+        state = state_ptr + row * (1 + 2 * PHASES * FAN)
+        counted = state + 1
+        weighed = counted + PHASES * FAN
+        if stage == 0:
+            best = _most(logits, begin, end, cols, logits_col, BLOCK)
+            tl.atomic_max(state, best, sem="relaxed")
+        else:
+            best = tl.load(state)
+            most = (best // 2147483648 - 2147483648).to(tl.int32)
+            floor = tl.full([], LOW, tl.int32)
+            if BY_K:
+                done = tl.where(stage == 1, phase, PHASES)
+                floor = _found(counted, tl.where(searched_k, top_k.to(tl.int64), _ALL), done, LOW, BITS, KEY_BITS)
+            if stage == 1:
+                if searched_k:
+                    candidates = _candidates(floor, phase, BITS, KEY_BITS)
+                    sums = _counts(logits, begin, end, cols, logits_col, candidates, BLOCK, FAN)
+                    tl.atomic_add(counted + phase * FAN + tl.arange(0, FAN), sums, sem="relaxed")
+            else:
+                low = tl.full([], LOW, tl.int32)
+                if BY_P:
+                    wanted = tl.where(searched_p, _share(top_p, tl.load(weighed)), _ALL)
+                    low = _found(weighed, wanted, tl.where(stage == 2, phase, PHASES), LOW, BITS, KEY_BITS)
+                if stage == 2:
+                    if searched_p:
+                        candidates = _candidates(low, phase, BITS, KEY_BITS)
+                        sums = _masses(
+                            logits, begin, end, cols, logits_col, candidates, floor, most, temperature, BLOCK, FAN
+                        )
+                        tl.atomic_add(weighed + phase * FAN + tl.arange(0, FAN), sums, sem="relaxed")
+                else:
+                    floor = tl.maximum(floor, low)
+                    _write(
+                        out,
+                        out_col,
+                        logits,
+                        begin,
+                        end,
+                        cols,
+                        logits_col,
+                        floor,
+                        best,
+                        temperature,
+                        greedy,
+                        least,
+                        BY_MIN_P,
+                        BLOCK,
+                    )
+    else:
+        best = _most(logits, 0, cols, cols, logits_col, BLOCK)
+        most = (best // 2147483648 - 2147483648).to(tl.int32)
+        floor = tl.full([], LOW, tl.int32)
+        if BY_K:  # noqa: SIM102 - known at compile time, unlike what follows
+            if searched_k:
+                for i in range(PHASES):
+                    candidates = _candidates(floor, i, BITS, KEY_BITS)
+                    sums = _counts(logits, 0, cols, cols, logits_col, candidates, BLOCK, FAN)
+                    floor = _advance(floor, sums, top_k.to(tl.int64), i, BITS, KEY_BITS)
+        if BY_P:  # noqa: SIM102
+            if searched_p:
+                low = tl.full([], LOW, tl.int32)
+                wanted = tl.full([], 0, tl.int64)
+                for i in range(PHASES):
+                    candidates = _candidates(low, i, BITS, KEY_BITS)
+                    sums = _masses(logits, 0, cols, cols, logits_col, candidates, floor, most, temperature, BLOCK, FAN)
+                    if i == 0:  # the first candidate is reached by all
+                        total = tl.sum(tl.where(tl.arange(0, FAN) == 0, sums, 0), axis=0)
+                        wanted = _share(top_p, total)
+                    low = _advance(low, sums, wanted, i, BITS, KEY_BITS)
+                floor = tl.maximum(floor, low)
+        _write(
+            out,
+            out_col,
+            logits,
+            0,
+            cols,
+            cols,
+            logits_col,
+            floor,
+            best,
+            temperature,
+            greedy,
+            least,
+            BY_MIN_P,
+            BLOCK,
+        )

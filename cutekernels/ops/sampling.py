@@ -1,0 +1,444 @@
+"""``sample_filter``: which tokens may be sampled, and with what logits.
+
+Four filters in the order of Hugging Face's logits warpers: temperature, top-k, top-p, min-p. Each says from which
+rank down tokens go; what is left is the intersection. Exactly, for one row of logits x with maximum m:
+
+1. Temperature T > 0: y = x / T. T = 0 is greedy: the first of the largest logits stays, unscaled, whatever the other
+   filters say.
+2. Top-k: tokens with fewer than k larger logits stay; so all that tie with the k-th do.
+3. Top-p: the masses exp(y - m / T) of the tokens that are left, in descending order, up to the first whose running sum
+   reaches p of their total; then all that tie with it, which makes the result independent of any order. Never nothing.
+4. Min-p: tokens with exp(y - m / T) >= min_p, i.e. at least min_p times as probable as the first.
+
+-0 equals 0. NaN ranks above +inf, as in torch.sort; where the largest logit is infinite or NaN, those equal to it have
+all the mass. Masses are fp32 exponentials to within a few ulp, truncated to whole multiples of 2^-40 and then summed
+exactly, so that the choice is the same on any machine, in any config, and on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.op import Config, Problem, Work, extent, knob, ladder, plain
+from cutekernels.ops import calls
+from cutekernels.ops.calls import (
+    DTYPE_NAMES,
+    GPU_DTYPES,
+    TensorOp,
+    check_alike,
+    check_dtype,
+    check_results,
+)
+from cutekernels.ops.routing import check_alignment, laid_out, place, walk
+
+if TYPE_CHECKING:
+    from cutekernels.backends import Artifact
+    from cutekernels.gpu import GpuSpec
+
+MAX_COLS = 1 << 30
+_BIG = 1 << 62
+_ONE = 1 << 40
+
+
+# ---- the declaration ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SampleFilterProblem(Problem):
+    """Rows of logits, leading dimensions flattened; ``cols`` is the vocabulary.
+
+    ``by_k``, ``by_p``, ``by_min_p``: which filters are asked for. ``temperatures`` and the three after it: which
+    parameters differ from row to row. ``layout`` and ``align`` as in moe_route, for logits and result.
+    """
+
+    rows: int = extent(ladder)
+    cols: int = extent()
+    dtype: str = plain("bf16", "fp16", "fp32")
+    by_k: bool = plain(False, True)
+    by_p: bool = plain(False, True)
+    by_min_p: bool = plain(False, True)
+    temperatures: bool = plain(False, True)
+    top_ks: bool = plain(False, True)
+    top_ps: bool = plain(False, True)
+    min_ps: bool = plain(False, True)
+    layout: str = plain("rows", "strided")
+    align: int = plain(16, 8, 4, 2)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cols > MAX_COLS:
+            raise UnsupportedProblem(f"a vocabulary has up to {MAX_COLS} tokens; it has {self.cols}")
+        check_alignment(self.layout, self.align, self.cols, self.itemsize)
+        for each, filtered in (("top_ks", self.by_k), ("top_ps", self.by_p), ("min_ps", self.by_min_p)):
+            if getattr(self, each) and not filtered:
+                raise UnsupportedProblem(f"{each}=1 are parameters of a filter that is not asked for")
+
+    @property
+    def itemsize(self) -> int:
+        return GPU_DTYPES[self.dtype].itemsize
+
+    @property
+    def searches(self) -> int:
+        return self.by_k + self.by_p
+
+
+@dataclass(frozen=True)
+class SampleFilterConfig(Config):
+    """A search fixes ``bits`` of a threshold in one pass over a row, shared by ``splits`` programs (a launch each)."""
+
+    block: int = knob(1024, 4096)
+    warps: int = knob(4, 8, 16, 32)
+    bits: int = knob(1, 2, 4)
+    splits: int = knob(1, 8, 32)
+
+
+_MAX_SUMS = 32  # 64-bit sums of one thread
+
+
+class SampleFilter(TensorOp[SampleFilterProblem, SampleFilterConfig]):
+    """The filtered logits. Arguments: logits, four tensors of one parameter a row or None, four parameters."""
+
+    name = "sample_filter"
+    revision = 1
+    Problem = SampleFilterProblem
+    Config = SampleFilterConfig
+    suite = (
+        "rows=1 cols=128256 dtype=fp32 by_k=1 by_p=1",
+        "rows=1 cols=151936 by_k=1 by_p=1 by_min_p=1",
+        "rows=16 cols=128256 dtype=fp32 by_p=1",
+        "rows=64 cols=152064 dtype=fp32 by_k=1 by_p=1 by_min_p=1 temperatures=1 top_ks=1 top_ps=1 min_ps=1",
+        "rows=256 cols=128256 dtype=fp32 by_k=1 by_p=1",
+        "rows=33 cols=50257 dtype=fp16 by_k=1 by_p=1 align=2",
+        "rows=7 cols=1001 by_p=1 by_min_p=1 layout=strided",
+        "rows=1024 cols=32000 dtype=fp32 by_min_p=1",
+        "rows=4 cols=262144 dtype=fp32 by_k=1",
+    )
+    results = ("out",)
+    inputs = ("logits", "temperatures", "top_ks", "top_ps", "min_ps")
+    options = ("by_k", "by_p", "by_min_p")
+    scalars = ("temperature", "top_k", "top_p", "min_p")
+    schema = (
+        "Tensor logits, Tensor? temperatures, Tensor? top_ks, Tensor? top_ps, Tensor? min_ps, "
+        "bool by_k, bool by_p, bool by_min_p, float temperature, int top_k, float top_p, float min_p"
+    )
+    in_place = False  # splits read a row after others have written to it
+    flattens = False
+
+    def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
+        logits, *parameters = inputs
+        assert logits is not None
+        check_dtype(self, logits)
+        if logits.dim() == 0:
+            raise UnsupportedProblem("sample_filter takes logits (..., V); got a single number")
+        check_alike(self, logits, results)
+        check_results(results)
+        kinds = (torch.float32, torch.int32, torch.float32, torch.float32)
+        for name, t, kind in zip(self.scalars, parameters, kinds, strict=True):
+            if t is None:
+                continue
+            if t.shape != logits.shape[:-1] or t.dtype is not kind or t.device != logits.device:
+                raise UnsupportedProblem(
+                    f"{name} by row is {kind} of shape {tuple(logits.shape[:-1])} on {logits.device}; got {t.dtype} of "
+                    f"shape {tuple(t.shape)} on {t.device}"
+                )
+
+    def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
+        logits = inputs[0]
+        assert logits is not None
+        return (logits.new_empty(logits.shape),)
+
+    def problem(self, *operands: Tensor | None, **options: Any) -> SampleFilterProblem:
+        out, logits, *parameters = operands
+        assert out is not None
+        assert logits is not None
+        cols = logits.shape[-1]
+        given = [t is not None for t in parameters]
+        flags = [options[name] for name in self.options]
+        rows = logits.numel() // max(1, cols)
+        return SampleFilterProblem(rows, cols, DTYPE_NAMES[logits.dtype], *flags, *given, *laid_out(out, logits))
+
+    def why_not(self, p: SampleFilterProblem, c: SampleFilterConfig, gpu: GpuSpec) -> str | None:
+        per_thread = c.block // (32 * c.warps)
+        if not 2 <= per_thread <= 8:
+            return f"a thread of {32 * c.warps} takes 2 to 8 elements of a block; {c.block} give it {per_thread}"
+        if p.searches and per_thread << c.bits > _MAX_SUMS:
+            return f"bits={c.bits} make {per_thread << c.bits} sums in each thread; at most {_MAX_SUMS}"
+        if not p.searches and c.bits > 1:
+            return "nothing is searched: bits must be 1"
+        if c.splits > 1 and c.splits * c.block > 2 * p.cols:
+            return f"splits={c.splits} of a block of {c.block} or more idle on rows of {p.cols}"
+        if c.splits > 1 and p.rows * c.splits > 16 * gpu.sm_count:
+            return f"splits={c.splits} of {p.rows} rows are more programs than {gpu.sm_count} SMs run at once"
+        return None
+
+    def default(self, p: SampleFilterProblem, gpu: GpuSpec) -> SampleFilterConfig:
+        block, warps, bits = 4096, 16, 2
+        splits = next((n for n in (32, 8) if p.rows * n <= 2 * gpu.sm_count), 1)
+        if splits > 1:
+            block, warps, bits = 1024, 16, 4
+        if splits * block > 2 * p.cols:
+            splits = 1
+        return SampleFilterConfig(block, warps, bits if p.searches else 1, splits)
+
+    def grid(self, p: SampleFilterProblem, c: SampleFilterConfig) -> tuple[int, int, int]:
+        return p.rows, -(-p.cols // self.chunk(p, c)), 1
+
+    def chunk(self, p: SampleFilterProblem, c: SampleFilterConfig) -> int:
+        """Columns of one program: whole blocks."""
+        return max(1, -(-p.cols // (c.splits * c.block))) * c.block
+
+    def passes(self, p: SampleFilterProblem, c: SampleFilterConfig) -> list[tuple[int, int]]:
+        """(stage, phase) of each pass over a row."""
+        phases = range(8 * p.itemsize // c.bits)
+        counts = [(1, i) for i in phases] if p.by_k else []
+        return [(0, 0), *counts, *([(2, i) for i in phases] if p.by_p else []), (3, 0)]
+
+    def estimate_us(self, p: SampleFilterProblem, c: SampleFilterConfig, gpu: GpuSpec) -> float:
+        programs = p.rows * self.grid(p, c)[1]
+        waves = max(1.0, programs * c.warps / (gpu.sm_count * gpu.max_warps))
+        elements = self.chunk(p, c)
+        total = 0.0
+        for stage, _ in self.passes(p, c):
+            instructions = (12, 4 + 2 * (1 << c.bits), 45 + 4 * (1 << c.bits), 30)[stage]
+            share = min(1.0, gpu.sm_count / programs) if programs else 1.0  # of an SM, where programs are few
+            alone = elements * instructions / (32 * min(4, c.warps)) * 0.0006
+            crowded = alone * max(1.0, programs / gpu.sm_count) if share < 1 else alone
+            memory = p.rows * p.cols * p.itemsize / (gpu.dram_gbps * 1e3)
+            total += max(crowded, memory) + (1.5 if c.splits > 1 else 0.3)
+        return 1.5 + total * max(1.0, waves * 0.0 + 1.0)
+
+    def build(self, p: SampleFilterProblem, c: SampleFilterConfig, gpu: GpuSpec) -> Artifact:
+        from cutekernels.backends.triton import compile_kernel
+        from cutekernels.kernels.triton import sampling
+
+        signature = {"out_ptr": f"*{p.dtype}", "logits_ptr": f"*{p.dtype}", "temperatures_ptr": "*fp32"}
+        signature |= {"top_ks_ptr": "*i32", "top_ps_ptr": "*fp32", "min_ps_ptr": "*fp32", "state_ptr": "*i64"}
+        signature |= {"cols": "i32", "chunk": "i32"}
+        signature |= dict.fromkeys(["out_row", "out_col", "logits_row", "logits_col"], "i64")
+        signature |= {"stage": "i32", "phase": "i32"}
+        signature |= {"temperature": "fp32", "top_k": "i32", "top_p": "fp32", "min_p": "fp32"}
+        constants: dict[str, int | bool | str] = {
+            "TEMPERATURES": p.temperatures,
+            "TOP_KS": p.top_ks,
+            "TOP_PS": p.top_ps,
+            "MIN_PS": p.min_ps,
+            "BY_K": p.by_k,
+            "BY_P": p.by_p,
+            "BY_MIN_P": p.by_min_p,
+            "BLOCK": c.block,
+            "BITS": c.bits,
+            "KEY_BITS": 8 * p.itemsize,
+            "SPLIT": c.splits > 1,
+        }
+        divisible = {"chunk": c.block}
+        if p.layout == "rows":
+            units = p.align // p.itemsize
+            constants |= {"out_col": 1, "logits_col": 1}
+            divisible |= {"out_ptr": p.align, "logits_ptr": p.align, "cols": units}
+            divisible |= {"out_row": units, "logits_row": units}
+        return compile_kernel(
+            sampling.sample_filter,
+            signature=signature | dict.fromkeys(constants, "constexpr"),
+            constexprs=constants,
+            divisible=divisible,
+            options={"num_warps": c.warps, "enable_fp_fusion": False},
+            gpu=gpu,
+        )
+
+    def bind(self, p: SampleFilterProblem, c: SampleFilterConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
+        grid, chunk, passes = self.grid(p, c), self.chunk(p, c), self.passes(p, c)
+        state_size = p.rows * (1 + 2 * (8 * p.itemsize // c.bits << c.bits))
+
+        def launch(out: Tensor, logits: Tensor, *rest: Any) -> None:
+            parameters, scalars = rest[:4], rest[4:]
+            # Matrices, but for those that no stride walks: they are copied, as are parameters that do not lie densely.
+            source = logits if _walkable(logits) else logits.contiguous()
+            to = out if _walkable(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
+            dense = [t if t is None else t.contiguous() for t in parameters]
+            addresses = [to.data_ptr(), source.data_ptr(), *[0 if t is None else t.data_ptr() for t in dense]]
+            numbers = (p.cols, chunk, *walk(to), *walk(source))
+            if c.splits == 1:
+                kernel(grid, *addresses, 0, *numbers, 0, 0, *scalars)
+            else:
+                state = torch.zeros(state_size, dtype=torch.int64, device=logits.device)
+                for stage, phase in passes:
+                    kernel(grid, *addresses, state.data_ptr(), *numbers, stage, phase, *scalars)
+            if to is not out:
+                out.copy_(to)
+
+        return launch
+
+    def outputs(self, p: SampleFilterProblem, *args: Any) -> tuple[Tensor, ...]:
+        return (place(args[0].new_empty, p, p.rows, p.cols),)
+
+    def sample(self, p: SampleFilterProblem, device: str, seed: int) -> tuple[Any, ...]:
+        draw = torch.Generator(device).manual_seed(seed)
+
+        def normal(size: int) -> Tensor:
+            return torch.randn(size, generator=draw, device=device).mul_(4).to(GPU_DTYPES[p.dtype])
+
+        def uniform(given: bool, low: float, high: float) -> Tensor | None:
+            return torch.rand(p.rows, generator=draw, device=device).mul_(high - low).add_(low) if given else None
+
+        top_ks = uniform(p.top_ks, 1, 100)
+        return (
+            place(normal, p, p.rows, p.cols),
+            uniform(p.temperatures, 0.5, 1.5),
+            None if top_ks is None else top_ks.int(),
+            uniform(p.top_ps, 0.5, 1),
+            uniform(p.min_ps, 0, 0.1),
+            0.8,
+            50,
+            0.9,
+            0.02,
+        )
+
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        logits = args[0]
+        given = [_by_row(t, number, logits) for t, number in zip(args[1:5], args[5:], strict=True)]
+        temperature, top_k, top_p, min_p = given
+        if logits.numel() == 0:
+            return (logits.clone(),)
+        greedy = ~(temperature > 0)
+        wide = logits if logits.dtype is torch.float64 else logits.float()
+        y = wide / torch.where(greedy, 1.0, temperature).to(wide.dtype)
+        keys = _keys(logits)
+        most = keys.amax(-1, keepdim=True)
+        first = (keys == most).int().argmax(-1, keepdim=True)
+        masses = _masses((y - y.gather(-1, first)).float())
+        masses = torch.where(keys == most, _ONE, masses)
+        ranked, order = torch.sort(keys, dim=-1, descending=True)
+        floor = torch.full_like(most, torch.iinfo(torch.int64).min)
+        cols = logits.shape[-1]
+        if options["by_k"]:
+            kth = ranked.gather(-1, (top_k.long() - 1).clamp(0, cols - 1))
+            floor = torch.where((top_k > 0) & (top_k < cols), kth, floor)
+        if options["by_p"]:
+            running = torch.where(ranked >= floor, masses.gather(-1, order), 0).cumsum(-1)
+            wanted = (top_p.double() * running[..., -1:].double()).ceil().long().clamp_min(1)
+            last = (running < wanted).sum(-1, keepdim=True).clamp_max(cols - 1)
+            floor = torch.where(top_p < 1, torch.maximum(floor, ranked.gather(-1, last)), floor)
+        kept = keys >= floor
+        if options["by_min_p"]:
+            kept &= (masses.double() >= min_p.double().clamp_max(1) * _ONE) | ~(min_p > 0)
+        columns = torch.arange(cols, device=logits.device)
+        kept = torch.where(greedy, columns == first, kept)
+        return (torch.where(kept, y, float("-inf")).to(logits.dtype),)
+
+    def work(self, p: SampleFilterProblem) -> Work:
+        return Work(0.0, 2.0 * p.rows * p.cols * p.itemsize)
+
+
+def _walkable(t: Tensor) -> bool:
+    try:
+        walk(t)
+    except UnsupportedProblem:
+        return False
+    return True
+
+
+def _by_row(t: Tensor | None, number: float, logits: Tensor) -> Tensor:
+    """A parameter as a column beside the logits, in the type that kernels take."""
+    if t is not None:
+        return t.unsqueeze(-1)
+    kind = torch.int32 if isinstance(number, int) else torch.float32
+    return torch.full((*logits.shape[:-1], 1), number, dtype=kind, device=logits.device)
+
+
+def _keys(x: Tensor) -> Tensor:
+    """Integers in the order of torch.sort: -0 equals 0, NaN is the largest."""
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    highest = torch.iinfo(kind).max
+    bits = x.contiguous().view(kind).long()
+    keys = torch.where(bits < 0, bits ^ highest, bits)
+    return torch.where(x == 0, 0, torch.where(x.isnan(), highest, keys))
+
+
+def _masses(d: Tensor) -> Tensor:
+    """exp(d) in units of 2^-40, by the same fp32 operations as the kernel's, each rounded by itself."""
+    d = torch.where(d > -64, d, -64.0)
+    n = torch.floor(d * 1.4426950408889634 + 0.5)
+    r = (d - n * 0.693115234375) - n * 3.194618494528623e-05
+    e = r * 0.001388888888888889 + 0.008333333333333333
+    for coefficient in (0.041666666666666664, 0.16666666666666666, 0.5, 1.0, 1.0):
+        e = e * r + coefficient
+    return ((e * 16777216.0).long() << 16) >> (-n).long().clamp_max(63)
+
+
+SAMPLE_FILTER = SampleFilter()
+
+
+# ---- the function ---------------------------------------------------------------------------------------
+
+
+def sample_filter(
+    logits: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    top_k: int | Tensor = 0,
+    top_p: float | Tensor = 1.0,
+    min_p: float | Tensor = 0.0,
+    config: SampleFilterConfig | str | None = None,
+) -> Tensor:
+    """Logits scaled by temperature, with -inf for each token that top-k, top-p or min-p rules out.
+
+    What exactly is kept says the text of this file; ties are kept together. ``softmax`` of the result is what to
+    sample from.
+
+    Args:
+        logits: ``(..., V)``, fp16, bf16 or fp32 (on the CPU fp64 too), V up to 2^30; any strides.
+        temperature: divides the logits; 0 keeps the first of the largest logits alone.
+        top_k: how many to keep; 0, or V and more, for all.
+        top_p: the share of the mass to keep, from 0 to 1; 1 for all.
+        min_p: the least probability, as a share of the largest, from 0 to 1; 0 for none.
+            Each of the four is a number or one for each row: a tensor of the logits' leading shape and device, int32
+            for ``top_k`` and fp32 for the others, with numbers as above (not checked: that would wait for the GPU; a
+            temperature that is not positive is greedy).
+        config: overrides the tuned choice, as a :class:`SampleFilterConfig` or its text. Ignored on the CPU.
+
+    Returns:
+        ``(..., V)``, dtype of ``logits``, contiguous; the quotient is rounded once. Not differentiable.
+
+    Raises:
+        UnsupportedProblem: a dtype no kernel takes, a number out of range, a tensor of another shape or type.
+        InvalidConfig: ``config`` breaks a rule of the op.
+    """
+    tensors: list[Tensor | None] = []
+    numbers: list[float] = []
+    for name, given, neutral, high in (
+        ("temperature", temperature, 1.0, _INFINITE),
+        ("top_k", top_k, 0, _INT32),
+        ("top_p", top_p, 1.0, 1.0),
+        ("min_p", min_p, 0.0, 1.0),
+    ):
+        if isinstance(given, Tensor):
+            tensors.append(given)
+            numbers.append(neutral)
+        elif isinstance(given, int | float) and 0 <= given <= high:
+            tensors.append(None)
+            numbers.append(type(neutral)(given))
+        else:
+            raise UnsupportedProblem(f"{name} is a number from 0 to {high:g}, or a tensor of them; it is {given!r}")
+    by_k = tensors[1] is not None or numbers[1] > 0
+    by_p = tensors[2] is not None or numbers[2] < 1
+    by_min_p = tensors[3] is not None or numbers[3] > 0
+    options, scalars = (by_k, by_p, by_min_p), tuple(numbers)
+    if calls.direct(logits, *tensors):
+        return calls.run(SAMPLE_FILTER, None, (logits, *tensors), options=options, scalars=scalars, config=config)[0]
+    text = None if config is None else str(config)
+    return torch.ops.cutekernels.sample_filter(logits, *tensors, *options, *scalars, text)  # type: ignore[no-any-return]
+
+
+_INFINITE = 3.4e38
+_INT32 = (1 << 31) - 1
+
+
+def register(library: torch.library.Library) -> None:
+    """Defines the op of this file in ``library``. It has no gradient: what is sampled is not differentiated."""
+    calls.register(library, SAMPLE_FILTER)
