@@ -43,8 +43,13 @@ def gelu(x: Tensor, approximate: str) -> tuple[Tensor, Tensor, Tensor]:
     return share, rest, share + rest.abs()
 
 
-def truth(op: str, inputs: list[Tensor], approximate: str) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """For each result: its value in fp64, the magnitude of its terms, and what multiplies the normal distribution."""
+def truth(
+    op: str, inputs: list[Tensor], approximate: str, slab: int | None = None
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """For each result: its value in fp64, the magnitude of its terms, and what multiplies the normal distribution.
+
+    ``slab``: rows that one partial sum is of, where ``inputs`` are a part of a call's.
+    """
     wide = [t.double() for t in inputs]
     if op in ("bias_gelu", "bias_gelu_backward"):
         *d, x, bias = wide
@@ -56,7 +61,7 @@ def truth(op: str, inputs: list[Tensor], approximate: str) -> list[tuple[Tensor,
         factor = d[0].abs() * (1 + x.abs() + bias.abs())
         if not len(dx):
             return [(dx, magnitude, factor)] * 2
-        sums = [torch.stack([p.sum(0) for p in t.split(slab_rows(len(dx)))]) for t in (dx, magnitude, factor)]
+        sums = [torch.stack([p.sum(0) for p in t.split(slab or slab_rows(len(dx)))]) for t in (dx, magnitude, factor)]
         return [(dx, magnitude, factor), (sums[0], sums[1], sums[2])]
     *d, g, u = wide
     share, rest, size = gelu(g, approximate)
