@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cutekernels.ops.norms import add_rms_norm as add_rms_norm
     from cutekernels.ops.norms import layer_norm as layer_norm
     from cutekernels.ops.norms import rms_norm as rms_norm
+    from cutekernels.ops.optimizer import adamw_step as adamw_step
     from cutekernels.ops.permutation import moe_permute as moe_permute
     from cutekernels.ops.rope import rope as rope
     from cutekernels.ops.routing import moe_route as moe_route
@@ -43,6 +44,7 @@ _HOMES = {
     "gelu_mul": "cutekernels.ops.activations",
     "silu_mul": "cutekernels.ops.activations",
     "rope": "cutekernels.ops.rope",
+    "adamw_step": "cutekernels.ops.optimizer",
     "explain": "cutekernels.face",
     "reload": "cutekernels.dispatch",
     "warmup": "cutekernels.dispatch",
@@ -56,6 +58,7 @@ except PackageNotFoundError:  # a checkout on the path, not installed
 
 __all__ = [
     "__version__",
+    "adamw_step",
     "add_rms_norm",
     "bias_gelu",
     "explain",

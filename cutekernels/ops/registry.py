@@ -14,6 +14,7 @@ from cutekernels.ops import (
     matmul,
     norm_gradients,
     norms,
+    optimizer,
     permutation,
     rope,
     routing,
@@ -25,6 +26,7 @@ from cutekernels.ops.gemm import GEMM
 from cutekernels.ops.glu import GELU_MUL, GELU_MUL_BACKWARD, SILU_MUL, SILU_MUL_BACKWARD
 from cutekernels.ops.norm_gradients import COLUMN_SUM, LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD
 from cutekernels.ops.norms import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
+from cutekernels.ops.optimizer import ADAMW_STEP
 from cutekernels.ops.permutation import MOE_PERMUTE
 from cutekernels.ops.rope import ROPE
 from cutekernels.ops.routing import MOE_ROUTE, MOE_ROUTE_BACKWARD
@@ -39,6 +41,7 @@ OPS: tuple[Op[Any, Any], ...] = (
     BIAS_GELU,
     BIAS_GELU_BACKWARD,
     ROPE,
+    ADAMW_STEP,
     RMS_NORM,
     RMS_NORM_BACKWARD,
     ADD_RMS_NORM,
@@ -58,7 +61,18 @@ _BY_NAME = {op.name: op for op in OPS}
 
 # How torch.compile and autograd reach the ops, as torch.ops.cutekernels.*; it lives as long as this module.
 LIBRARY = torch.library.Library("cutekernels", "FRAGMENT")
-for module in (matmul, activations, rope, norms, norm_gradients, routing, permutation, expert_rows, sampling):
+for module in (
+    matmul,
+    activations,
+    rope,
+    optimizer,
+    norms,
+    norm_gradients,
+    routing,
+    permutation,
+    expert_rows,
+    sampling,
+):
     module.register(LIBRARY)
 
 

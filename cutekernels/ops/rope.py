@@ -20,6 +20,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain
 from cutekernels.ops import calls
 from cutekernels.ops.calls import DTYPE_NAMES, GPU_DTYPES, WIDEST_BYTES, TensorOp
+from cutekernels.ops.inplace import register as register_inplace
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
@@ -553,33 +554,7 @@ def refuse_table_gradient(*tables: Tensor) -> None:
 def register(library: torch.library.Library) -> None:
     """Defines the ops of this file in ``library``: ``rope``, its gradient, and ``rope_inplace``."""
     calls.register(library, ROPE, backward=_gradient, setup_context=_remember)
-    define: Callable[[str], object] = library.define  # torch leaves both untyped
-    implement: Callable[[str, Callable[..., object], str], object] = library.impl
-    places = ROPE.schema.replace("Tensor q, Tensor k", "Tensor(a!) q, Tensor(b!) k")
-    define(f"rope_inplace({places}, str? config=None) -> ()")
-    implement("rope_inplace", _inplace_cuda, "CUDA")
-    implement("rope_inplace", _inplace_cpu, "CPU")
-    torch.library.register_fake("cutekernels::rope_inplace", _inplace_fake, lib=library)
-
-
-def _inplace_cuda(*args: Any) -> None:
-    q, k, cos, sin, positions, interleaved, inverse, start = args[:8]
-    config = args[8] if len(args) > 8 else None
-    options = (interleaved, inverse)
-    calls.run(ROPE, (q, k), (q, k, cos, sin, positions), options=options, scalars=(start,), config=config)
-
-
-def _inplace_cpu(*args: Any) -> None:
-    q, k, *_ = args
-    _inplace_fake(*args)
-    calls.check_overlap(ROPE, (q, k), args[:5])
-    turned = ROPE.evaluate(*args[:5], args[7], interleaved=args[5], inverse=args[6])
-    for place, value in zip((q, k), turned, strict=True):
-        place.copy_(value)
-
-
-def _inplace_fake(*args: Any) -> None:
-    ROPE.admit(args[:5], args[:2], interleaved=args[5], inverse=args[6])
+    register_inplace(library, ROPE, updated=(0, 1))
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

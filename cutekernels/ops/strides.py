@@ -68,6 +68,14 @@ def overlaps_itself(t: Tensor) -> bool:
     return False
 
 
+def is_dense(t: Tensor) -> bool:
+    """Whether the elements of ``t`` fill one run of memory, each once, in whatever order of dimensions."""
+    if t.is_contiguous() or t.numel() == 0:
+        return True
+    found = _lattice(t)
+    return found is not None and not found[0]
+
+
 def span_bytes(t: Tensor) -> int:
     """From the first byte of ``t`` to behind its last one; 0 for an empty tensor."""
     if t.numel() == 0:

@@ -1,0 +1,466 @@
+"""``adamw_step``: one AdamW update of one tensor, in place; and the kernel that updates all tensors in a table.
+
+The op writes results of its own, which the public function lets be the inputs. ``cutekernels.optim`` drives the table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.op import Config, Problem, Work, extent, knob, ladder, plain
+from cutekernels.ops import calls
+from cutekernels.ops.calls import DTYPE_NAMES, GPU_DTYPES, WIDEST_BYTES, TensorOp, present
+from cutekernels.ops.inplace import register as register_inplace
+from cutekernels.ops.strides import is_dense
+
+if TYPE_CHECKING:
+    from cutekernels.backends import Artifact
+    from cutekernels.gpu import GpuSpec
+
+
+# ---- declaration ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AdamWProblem(Problem):
+    """``elements`` that lie densely in every operand. Moments and master copies are fp32.
+
+    ``grad``: the gradient's type, "same" as the parameter's or fp32. ``step`` and ``rate``: where the number of the
+    step and the learning rate come from. ``align``: bytes that divide every address.
+    """
+
+    elements: int = extent(ladder)
+    dtype: str = plain("fp32", "bf16", "fp16")
+    grad: str = plain("same", "fp32")
+    master: bool = plain(False, True)
+    maximize: bool = plain(False, True)
+    step: str = plain("host", "device")
+    rate: str = plain("host", "device")
+    align: int = plain(16, 4, 2)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.dtype, self.grad) == ("fp32", "fp32"):
+            raise UnsupportedProblem("beside fp32 parameters an fp32 gradient is called grad=same, not fp32")
+        if (self.dtype, self.master) == ("fp32", True):
+            raise UnsupportedProblem("fp32 parameters are their own master copy: leave master out")
+        if self.align not in (WIDEST_BYTES, self.itemsize):
+            raise UnsupportedProblem(f"align is 16 or one element of {self.dtype}; it is {self.align}")
+
+    @property
+    def itemsize(self) -> int:
+        return GPU_DTYPES[self.dtype].itemsize
+
+    @property
+    def grad_dtype(self) -> str:
+        return self.dtype if self.grad == "same" else "fp32"
+
+    @property
+    def vec(self) -> int:
+        """Elements in one access: 16 bytes of fp32. More of a half type would have fp32 stores cross threads."""
+        return 4 if self.align == WIDEST_BYTES else 1
+
+
+@dataclass(frozen=True)
+class AdamWConfig(Config):
+    """``block`` elements per program; ``evict="first"`` asks the caches to drop what is read and written once."""
+
+    block: int = knob(256, 512, 1024, 2048, 4096, 8192)
+    warps: int = knob(1, 2, 4, 8)
+    evict: str = knob("normal", "first")
+
+
+_EVICT = {"normal": "", "first": "evict_first"}
+_MAX_PER_THREAD = 16  # elements: each takes an address, four values and what becomes of them
+RESULTS = ("out_param", "out_exp_avg", "out_exp_avg_sq", "out_master")
+INPUTS = ("param", "grad", "exp_avg", "exp_avg_sq", "master", "step", "lr")
+UPDATED = (0, 2, 3, 4)  # inputs that the in-place form writes to
+
+
+class Hyper(NamedTuple):
+    """What every element's update needs of the hyper-parameters, in the kernels' order.
+
+    ``c1`` and ``c2``: the bias corrections ``1 - beta1^t`` and ``sqrt(1 - beta2^t)``, or where the step t is on the
+    device, the logarithms of the betas. Differences from 1 are taken in double precision: 1 - 0.999 in fp32 has
+    four digits.
+    """
+
+    lr: float
+    weight_decay: float
+    w1: float
+    beta2: float
+    w2: float
+    eps: float
+    c1: float
+    c2: float
+
+    @classmethod
+    def of(
+        cls, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, step: int | None = None
+    ) -> Hyper:
+        """``step``: counted from 1; None where it is on the device."""
+        beta1, beta2 = betas
+        if step is None:
+            corrections = [math.log(beta) if beta > 0 else -1e4 for beta in betas]
+        else:
+            corrections = [1 - beta1**step, math.sqrt(1 - beta2**step)]
+        return cls(lr, weight_decay, 1 - beta1, beta2, 1 - beta2, eps, *corrections)
+
+
+class AdamW(TensorOp[AdamWProblem, AdamWConfig]):
+    """Arguments: param, grad, exp_avg, exp_avg_sq, master, step, lr; then the numbers of :class:`Hyper`."""
+
+    name = "adamw_step"
+    revision = 1
+    Problem = AdamWProblem
+    Config = AdamWConfig
+    suite = (
+        "elements=1000",
+        "elements=100003 align=4",
+        "elements=1000000",
+        "elements=1048577 dtype=bf16",
+        "elements=1000003 dtype=fp16 grad=fp32 align=2 maximize=1",
+        "elements=10000000 step=device rate=device",
+        "elements=10000000 dtype=bf16 master=1",
+        "elements=10000000 dtype=bf16 grad=fp32 master=1",
+        "elements=50000000",
+    )
+    results = RESULTS
+    inputs = INPUTS
+    options = ("maximize",)
+    scalars = Hyper._fields
+    schema = (
+        "Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, Tensor? master, Tensor? step, "
+        "Tensor? lr_tensor, bool maximize, float lr, float weight_decay, float w1, float beta2, float w2, float eps, "
+        "float c1, float c2"
+    )
+    flattens = False
+
+    # -- calls
+
+    def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
+        param, grad, exp_avg, exp_avg_sq, master, step, lr = inputs
+        assert param is not None and grad is not None and exp_avg is not None and exp_avg_sq is not None
+        calls.check_dtype(self, param)
+        given = present(inputs)
+        calls.check_alike(self, param, given, ("device",))
+        calls.check_alike(self, param, given[: 4 + (master is not None)], ("shape",))
+        wide = torch.promote_types(param.dtype, torch.float32)
+        for name, t in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq), ("master", master)):
+            if t is not None and t.dtype != wide:
+                raise UnsupportedProblem(f"{name} of {param.dtype} parameters is {wide}; it is {t.dtype}: convert it")
+        if grad.dtype not in (param.dtype, wide):
+            raise UnsupportedProblem(f"grad is {param.dtype}, as the parameter, or {wide}; it is {grad.dtype}")
+        if master is not None and param.dtype == wide:
+            raise UnsupportedProblem(f"{wide} parameters are their own master copy: leave master out")
+        for name, t in (("step", step), ("lr", lr)):
+            if t is not None and (t.numel() != 1 or t.dtype != torch.float32):
+                raise UnsupportedProblem(
+                    f"a {name} on the device is one number in fp32; got {tuple(t.shape)} {t.dtype}"
+                )
+        expected = (param, exp_avg, exp_avg_sq, *([] if master is None else [master]))
+        for t, out in zip(expected, results, strict=False):
+            calls.check_alike(self, t, [out])
+        calls.check_results(results)
+
+    def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
+        found = []
+        for i in UPDATED:
+            t, param = inputs[i], inputs[0]
+            assert param is not None
+            found.append(param.new_empty(0) if t is None else torch.empty_like(t))
+        return tuple(found)
+
+    def problem(self, *operands: Tensor | None, **options: Any) -> AdamWProblem:
+        results, (param, grad, *rest) = operands[:4], operands[4:]
+        assert param is not None and grad is not None
+        if param.dtype not in DTYPE_NAMES:
+            raise UnsupportedProblem(f"{self.name} on a GPU takes {', '.join(DTYPE_NAMES.values())}; got {param.dtype}")
+        runs = [t for t in (*results, param, grad, *rest[:3]) if t is not None and t.numel()]
+        if not all(is_dense(t) and t.stride() == param.stride() for t in runs):
+            raise UnsupportedProblem(
+                "operands lie densely and alike: clone them with torch.contiguous_format, or use adamw_step, "
+                f"which does; got strides {', '.join(str(t.stride()) for t in runs)}"
+            )
+        bits = WIDEST_BYTES
+        for t in runs:
+            bits |= t.data_ptr()
+        return AdamWProblem(
+            param.numel(),
+            DTYPE_NAMES[param.dtype],
+            "same" if grad.dtype == param.dtype else "fp32",
+            master=rest[2] is not None,
+            step="host" if rest[3] is None else "device",
+            rate="host" if rest[4] is None else "device",
+            align=WIDEST_BYTES if bits & -bits == WIDEST_BYTES else param.element_size(),
+            **options,
+        )
+
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        param, grad, exp_avg, exp_avg_sq, master, step, lr_tensor, *numbers = args
+        hyper = Hyper(*numbers)
+        lr: Any = hyper.lr if lr_tensor is None else lr_tensor.double()
+        bias1, root = hyper.c1, hyper.c2
+        if step is not None:
+            bias1, root = -torch.expm1(step.double() * hyper.c1), (-torch.expm1(step.double() * hyper.c2)).sqrt()
+        g, p = grad.double(), (param if master is None else master).double()
+        if options["maximize"]:
+            g = -g
+        m = exp_avg.double() + hyper.w1 * (g - exp_avg.double())
+        v = exp_avg_sq.double() * hyper.beta2 + hyper.w2 * g * g
+        p = p * (1 - lr * hyper.weight_decay) - lr / bias1 * (m / (v.sqrt() / root + hyper.eps))
+        kept = param.new_empty(0) if master is None else p.to(master.dtype)
+        return p.to(param.dtype), m.to(exp_avg.dtype), v.to(exp_avg.dtype), kept
+
+    # -- configs
+
+    def why_not(self, p: AdamWProblem, c: AdamWConfig, gpu: GpuSpec) -> str | None:
+        threads = 32 * c.warps
+        if c.block < threads * p.vec:
+            return f"{threads} threads of {p.vec} elements an access need a block of {threads * p.vec}"
+        if c.block > threads * _MAX_PER_THREAD:
+            return f"a thread takes at most {_MAX_PER_THREAD} elements; {c.block} make {c.block // threads}"
+        return None
+
+    def default(self, p: AdamWProblem, gpu: GpuSpec) -> AdamWConfig:
+        # Blocks of 4 warps with an access a thread, or two where even those fill the GPU eight times over.
+        warps = 4
+        while warps > 1 and p.elements < gpu.sm_count * 32 * warps * p.vec:
+            warps //= 2
+        block = max(256, 32 * warps * p.vec)
+        if p.elements >= 64 * gpu.sm_count * block and 2 * block <= 32 * warps * _MAX_PER_THREAD:
+            block *= 2
+        return AdamWConfig(block, warps, "normal")
+
+    def grid(self, p: AdamWProblem, c: AdamWConfig) -> tuple[int, int, int]:
+        return -(-p.elements // c.block), 1, 1
+
+    def estimate_us(self, p: AdamWProblem, c: AdamWConfig, gpu: GpuSpec) -> float:
+        """Bytes over bandwidth, stretched where too few bytes are in flight or the last wave is thin."""
+        blocks = max(1, self.grid(p, c)[0])
+        resident = min(32, gpu.max_warps // c.warps)
+        waves = max(1.0, blocks / (gpu.sm_count * resident))
+        busy = min(1.0, blocks / gpu.sm_count) if waves == 1 else waves / -(-waves // 1)
+        in_flight = gpu.sm_count * min(resident, blocks / gpu.sm_count) * c.block * 16
+        needed = gpu.dram_gbps * 1e3 * 0.8
+        memory = self.work(p).bytes / (gpu.dram_gbps * 1e3 * 0.92)
+        issue = blocks / gpu.sm_count * 0.05
+        return 1.7 + max(issue, memory / max(0.05, min(1.0, in_flight / needed) * max(0.5, busy)))
+
+    def work(self, p: AdamWProblem) -> Work:
+        # Moments in and out, the gradient; the parameter in and out, or its copy in and out and itself out.
+        item = p.itemsize
+        each = 16 + GPU_DTYPES[p.grad_dtype].itemsize + (8 + item if p.master else 2 * item)
+        return Work(flops=float(15 * p.elements), bytes=float(each * p.elements))
+
+    # -- kernels
+
+    def build(self, p: AdamWProblem, c: AdamWConfig, gpu: GpuSpec) -> Artifact:
+        from cutekernels.backends.triton import compile_kernel
+        from cutekernels.kernels.triton import optimizer as kernels
+
+        types = {"param": p.dtype, "grad": p.grad_dtype}
+        absent = [name for name, there in (("master", p.master), ("step", p.step == "device")) if not there]
+        absent += ["lr"] * (p.rate == "host") + ["out_master"] * (not p.master)
+        signature = {f"{name}_ptr": f"*{types.get(name.removeprefix('out_'), 'fp32')}" for name in (*RESULTS, *INPUTS)}
+        constants: dict[str, int | bool | str] = {f"{name}_ptr": 0 for name in absent}
+        runs = [name for name in signature if name not in constants and name not in ("step_ptr", "lr_ptr")]
+        divisible = {name: p.vec * (4 if signature[name] == "*fp32" else 2) for name in runs}
+        signature |= {"elements": "i64"} | dict.fromkeys(Hyper._fields, "fp32")
+        constants |= _common(p, c) | {"STEP_ON_DEVICE": p.step == "device"}
+        return compile_kernel(
+            kernels.adamw_step,
+            signature=signature | dict.fromkeys(constants, "constexpr"),
+            constexprs=constants,
+            divisible=divisible,
+            options={"num_warps": c.warps},
+            gpu=gpu,
+        )
+
+    def bind(self, p: AdamWProblem, c: AdamWConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
+        if p.elements == 0:
+            return lambda *operands: None
+        return calls.Launch(kernel, self.grid(p, c), len(RESULTS) + len(INPUTS), lambda *operands: (p.elements,))
+
+    # -- samples
+
+    def outputs(self, p: AdamWProblem, *args: Any) -> tuple[Tensor, ...]:
+        return tuple(
+            args[0].new_empty(0) if args[i] is None else _skewed(torch.empty_like, args[i], p.align) for i in UPDATED
+        )
+
+    def sample(self, p: AdamWProblem, device: str, seed: int) -> tuple[Any, ...]:
+        """The third step of a parameter, its moments as two gradients of its kind would have left them."""
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(dtype: str, scale: float = 1.0) -> Tensor:
+            t = torch.randn(p.elements, generator=generator, device=device) * scale
+            return _skewed(lambda t: t.to(GPU_DTYPES[dtype]), t, p.align)
+
+        master = normal("fp32") if p.master else None
+        param = normal(p.dtype) if master is None else _skewed(lambda t: t.to(GPU_DTYPES[p.dtype]), master, p.align)
+        grad, exp_avg, exp_avg_sq = normal(p.grad_dtype), normal("fp32", 0.1), normal("fp32", 0.05).square_()
+        step = torch.full((), 3.0, device=device) if p.step == "device" else None
+        lr = torch.full((), 0.01, device=device) if p.rate == "device" else None
+        hyper = Hyper.of(0.01, (0.9, 0.999), 1e-8, 0.1, 3 if step is None else None)
+        return (param, grad, exp_avg, exp_avg_sq, master, step, lr, *hyper)
+
+
+class AdamWTable(AdamW):
+    """:class:`AdamW` of all tensors in a table, in place. It borrows the config of one tensor of as many elements.
+
+    Its launch takes (table, chunks, lr) and the numbers of :class:`Hyper`, and has no grid before it sees the chunks.
+    """
+
+    name = "adamw_table"
+
+    def build(self, p: AdamWProblem, c: AdamWConfig, gpu: GpuSpec) -> Artifact:
+        from cutekernels.backends.triton import compile_kernel
+        from cutekernels.kernels.triton import optimizer as kernels
+
+        signature = {"table_ptr": "*i64", "chunks_ptr": "*i32", "lr_ptr": "*fp32"} | dict.fromkeys(
+            Hyper._fields, "fp32"
+        )
+        constants = _common(p, c) | {"PARAM": p.dtype, "GRAD": p.grad_dtype}
+        if p.rate == "host":
+            constants["lr_ptr"] = 0
+        return compile_kernel(
+            kernels.adamw_table,
+            signature=signature | dict.fromkeys(constants, "constexpr"),
+            constexprs=constants,
+            divisible={},
+            options={"num_warps": c.warps},
+            gpu=gpu,
+        )
+
+    def bind(self, p: AdamWProblem, c: AdamWConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
+        def launch(table: Tensor, chunks: Tensor, lr: Tensor | None, *hyper: float) -> None:
+            rate = 0 if lr is None else lr.data_ptr()
+            kernel((chunks.shape[0], 1, 1), table.data_ptr(), chunks.data_ptr(), rate, *hyper)
+
+        return launch
+
+
+def _common(p: AdamWProblem, c: AdamWConfig) -> dict[str, int | bool | str]:
+    return {
+        "BLOCK": c.block,
+        "VEC": p.vec,
+        "MASTER": p.master,
+        "MAXIMIZE": p.maximize,
+        "LR_ON_DEVICE": p.rate == "device",
+        "EVICT": _EVICT[c.evict],
+    }
+
+
+def _skewed(make: Callable[[Tensor], Tensor], t: Tensor, align: int) -> Tensor:
+    """What ``make`` makes of ``t``, with its address a multiple of ``align`` and of no more."""
+    made = make(t)
+    skew = align % WIDEST_BYTES // made.element_size() or int(align < WIDEST_BYTES)
+    return made.new_empty(made.numel() + skew)[skew:].copy_(made) if skew else made
+
+
+ADAMW_STEP = AdamW()
+ADAMW_TABLE = AdamWTable()
+
+
+# ---- the function ---------------------------------------------------------------------------------------
+
+
+def adamw_step(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int | Tensor,
+    lr: float | Tensor = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    maximize: bool = False,
+    master: Tensor | None = None,
+    config: AdamWConfig | str | None = None,
+) -> Tensor:
+    """One AdamW update in place: ``m += (1 - b1)(g - m)``, ``v = b2 v + (1 - b2) g^2``, then
+    ``p = p (1 - lr wd) - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)``, as :class:`torch.optim.AdamW` does.
+
+    Args:
+        param: any shape, fp32, bf16 or fp16 (on the CPU fp64 too). Dense operands of equal strides are fast; others
+            cost copies.
+        grad: shape of ``param``, its dtype or fp32.
+        exp_avg: the first moment m, shape of ``param``, fp32.
+        exp_avg_sq: the second moment v, likewise.
+        step: which step this is, counted from 1: an int, or one fp32 number on the device, which is not waited for.
+        lr: the learning rate, a float or one fp32 number on the device.
+        betas: decay rates of the moments, from 0 to below 1.
+        eps: added to the denominator.
+        weight_decay: decoupled from the gradient.
+        maximize: ascend.
+        master: an fp32 copy of a bf16 or fp16 ``param``: it is updated, and ``param`` is its rounding.
+        config: overrides the tuned choice, as a :class:`AdamWConfig` or its text. Ignored on the CPU.
+
+    Returns:
+        ``param``. Not differentiable.
+
+    Raises:
+        UnsupportedProblem: shapes, dtypes or devices that do not fit, betas or a step out of range, sparse or complex
+            tensors, operands that overlap, a call that asks for gradients.
+        InvalidConfig: ``config`` breaks a rule of the op.
+    """
+    steps, count = (step, None) if isinstance(step, Tensor) else (None, step)
+    rates, rate = (lr, 0.0) if isinstance(lr, Tensor) else (None, lr)
+    check_hyper(rate, betas, eps, weight_decay)
+    if count is not None and count < 1:
+        raise UnsupportedProblem(f"steps are counted from 1; step is {count}")
+    hyper = Hyper.of(rate, betas, eps, weight_decay, count)
+    inputs = (param, grad, exp_avg, exp_avg_sq, master, steps, rates)
+    for t in present(inputs):
+        if t.layout != torch.strided:
+            raise UnsupportedProblem(f"adamw_step takes dense tensors; got {t.layout}: call .to_dense() on it")
+    if torch.is_grad_enabled() and any(t.requires_grad for t in present(inputs)):
+        raise UnsupportedProblem("adamw_step is not differentiable: call it under torch.no_grad()")
+    runs = [t for t in inputs[:5] if t is not None]
+    if not all(t.stride() == param.stride() and is_dense(t) for t in runs):
+        copies = [None if t is None else t.contiguous() for t in inputs[:5]]
+        _launched((*copies, steps, rates), maximize, hyper, config)
+        for i in UPDATED:
+            target, source = inputs[i], copies[i]
+            if target is not None and source is not None and target is not source:
+                target.copy_(source)
+        return param
+    _launched(inputs, maximize, hyper, config)
+    return param
+
+
+def _launched(inputs: tuple[Tensor | None, ...], maximize: bool, hyper: Hyper, config: Any) -> None:
+    if calls.direct(*inputs):
+        results = tuple([inputs[0].new_empty(0) if inputs[i] is None else inputs[i] for i in UPDATED])  # type: ignore[union-attr]
+        for t in results:
+            torch.autograd.graph.increment_version(t)  # type: ignore[arg-type]
+        calls.run(ADAMW_STEP, results, inputs, options=(maximize,), scalars=hyper, config=config)  # type: ignore[arg-type]
+    else:
+        text = None if config is None else str(config)
+        torch.ops.cutekernels.adamw_step_inplace(*inputs, maximize, *hyper, text)
+
+
+def check_hyper(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Refuses what torch.optim.AdamW refuses."""
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        if not value >= 0.0:
+            raise UnsupportedProblem(f"{name} is 0 or more; it is {value}")
+    for beta in betas:
+        if not 0.0 <= beta < 1.0:
+            raise UnsupportedProblem(f"betas are from 0 to below 1; got {betas}")
+
+
+def register(library: torch.library.Library) -> None:
+    """Defines the ops of this file in ``library``."""
+    calls.register(library, ADAMW_STEP)
+    register_inplace(library, ADAMW_STEP, UPDATED)
