@@ -119,7 +119,8 @@ _GRID_AXIS = 1 << 30
 _WIDE_ROW = 8192  # from here on rows may be walked in chunks
 _WIDE_STRIDED_ROW = 1024  # addresses take the registers
 _CHUNKS = (1024, 8192)
-_PERSISTENT_TILES = (1024, 4096)  # elements
+_PERSISTENT_TILES = (2048, 4096)  # elements
+_LEAST_STAYING = 8  # elements of a thread
 _IN_FLIGHT = (24 << 10, 128 << 10)  # bytes copied ahead on one SM
 _REGISTERS = 28  # of a thread, beside its tile
 
@@ -276,6 +277,8 @@ class NormOp(TensorOp[N, NormConfig]):
         low, high = _PERSISTENT_TILES
         if c.block_rows > 1 and not low <= tile <= high:
             return f"programs that stay take tiles of one row, or of {low} to {high} elements"
+        if c.warps > 1 and tile < 32 * c.warps * _LEAST_STAYING:
+            return f"threads that stay take {_LEAST_STAYING} elements or more each; a tile has {tile}"
         walks = tiles >= 2 * gpu.sm_count * c.per_sm  # every program has tiles to copy ahead
         if self.strides_over_tiles:
             if not c.resident or p.layout == "strided" or p.align < 4:
