@@ -222,7 +222,12 @@ class _Candidate:
             written, [t.to(w.dtype) for w, t in zip(written, truth, strict=True)], flops, accumulate
         )
         self._row["error"] = error if error < float("inf") else None
-        off = [(w.double() - t, t.double()) for w, t in zip(written, truth, strict=True) if w.numel()]
+        # Infinities that both have are no distance.
+        off = [
+            (torch.where(w == t, 0.0, w.double() - t), t.double().nan_to_num(posinf=0.0, neginf=0.0))
+            for w, t in zip(written, truth, strict=True)
+            if w.numel()
+        ]
         self.error_abs = max((float(distance.abs().max()) for distance, _ in off), default=0.0)
         norms = [float(distance.norm() / value.norm().clamp_min(1e-30)) for distance, value in off]
         # Either is NaN where something was left unwritten.

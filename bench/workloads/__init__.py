@@ -31,6 +31,11 @@ _HOMES = {
     "gemm": "gemm",
     "silu_mul": "activations",
     "rope": "rope",
+    "moe_route": "routing",
+    "moe_permute": "routing",
+    "moe_gather": "routing",
+    "moe_combine": "routing",
+    "sample_filter": "sampling",
 }
 OPS = tuple(_HOMES)
 

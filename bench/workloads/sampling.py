@@ -1,0 +1,98 @@
+"""Filtering logits at the vocabularies of three models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.baselines import DTYPES, STREAM, Contender, Inputs, Launch, Workload, compiled, eager
+from bench.suites import Case
+from cutekernels.ops.sampling import SAMPLE_FILTER, SampleFilterProblem, sample_filter
+
+VOCABULARIES = {"llama-3": 128256, "qwen2.5": 152064, "gemma-3": 262144}
+FILTERS = {
+    "top-k, top-p, min-p": {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.02},
+    "top-p": {"temperature": 0.8, "top_p": 0.9},
+    "top-k": {"temperature": 0.8, "top_k": 50},
+}
+
+
+def _parameters(case: Case) -> dict[str, Any]:
+    return FILTERS[case.label.split(" | ")[1]]
+
+
+def _cases(dtype: str, accumulate: str) -> list[Case]:
+    def case(model: str, cols: int, rows: int, name: str) -> Case:
+        asked = {f"by_{n.removeprefix('top_')}": True for n in FILTERS[name] if n != "temperature"}
+        return Case(
+            "sample_filter", str(SampleFilterProblem(rows, cols, str(dtype), **asked)), f"{model} {rows} | {name}"
+        )
+
+    models = [
+        case(model, cols, rows, "top-k, top-p, min-p")
+        for model, cols in VOCABULARIES.items()
+        for rows in (1, 16, 64, 256)
+    ]
+    return [*models, *[case("llama-3", 128256, rows, name) for name in ("top-p", "top-k") for rows in (1, 16, 64, 256)]]
+
+
+def _inputs(case: Case, problem: Any, device: str, seed: int) -> Inputs:
+    """Standard normal logits, four times as wide: a few hundred tokens share most of the mass."""
+    draw = torch.Generator(device).manual_seed(seed)
+    logits = torch.randn((problem.rows, problem.cols), generator=draw, device=device).mul_(4).to(DTYPES[problem.dtype])
+    return Inputs((logits,), (torch.empty_like(logits),))
+
+
+def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
+    given = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | _parameters(case)
+    asked = {"by_k": given["top_k"] > 0, "by_p": given["top_p"] < 1, "by_min_p": given["min_p"] > 0}
+    scalars = [given[n] for n in SAMPLE_FILTER.scalars]
+    (logits,) = i.operands
+    filtered = SAMPLE_FILTER.evaluate(logits, None, None, None, None, *scalars, **asked)[0]
+    return (torch.where(filtered.isneginf(), float("-inf"), logits.double() / given["temperature"]),)
+
+
+def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
+    return [partial(sample_filter, *i.operands, **_parameters(case), config=config) for i in sets]
+
+
+def filtered(case: Case) -> Callable[..., Any]:
+    """As model libraries do it: top-k's threshold, one sort for top-p, softmax for each share."""
+    given = _parameters(case)
+
+    def chain(logits: Tensor) -> Tensor:
+        y = logits.float() / given["temperature"]
+        if "top_k" in given:
+            y = y.masked_fill(y < y.topk(given["top_k"], dim=-1).values[:, -1:], float("-inf"))
+        if "top_p" in given:
+            values, order = y.sort(dim=-1, descending=True)
+            p = values.softmax(-1)
+            dropped = p.cumsum(-1) - p >= given["top_p"]
+            y = y.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), float("-inf"))
+        if "min_p" in given:
+            p = y.softmax(-1)
+            y = y.masked_fill(p < given["min_p"] * p.amax(-1, keepdim=True), float("-inf"))
+        return y.to(logits.dtype)
+
+    return chain
+
+
+def _unjudged(peer: Contender) -> Contender:
+    """A sort in fp32 draws the line of top-p a token earlier or later now and then, and through the midst of ties."""
+    return Contender(peer.name, peer.bind, judged=False)
+
+
+WORKLOADS = (
+    Workload(
+        op="sample_filter",
+        suites={"llm": _cases},
+        inputs=_inputs,
+        truth=_truth,
+        ours=_ours,
+        peers=(_unjudged(compiled(filtered)), _unjudged(eager(filtered)), STREAM),
+    ),
+)
