@@ -49,6 +49,7 @@ _HOMES = {
     "reload": "cutekernels.dispatch",
     "warmup": "cutekernels.dispatch",
 }
+_ROOMS = ("nn",)  # packages that a name of this one may be
 _REGISTRY = "cutekernels.ops.registry"  # registers the torch ops that the functions fall back on
 
 try:
@@ -80,6 +81,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'cutekernels' has no attribute {name!r}")
     import_module(_REGISTRY)
@@ -89,4 +92,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*globals(), *_HOMES, *_ROOMS])

@@ -1,0 +1,94 @@
+"""The gated MLP of a transformer layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutekernels.ops import registry
+from cutekernels.ops.activations import silu_mul
+from cutekernels.ops.matmul import linear
+
+_HALVES = ("gate_proj", "up_proj")
+_PACKED = "gate_up_proj"
+
+
+class SwiGLU(torch.nn.Module):
+    """``down_proj(silu(gate_proj(x)) * up_proj(x))``, with gate and up as one matrix product.
+
+    The state dict is that of Hugging Face's ``LlamaMLP``, ``Qwen2MLP`` and their like: ``gate_proj.weight``,
+    ``up_proj.weight``, ``down_proj.weight``. In memory the first two are one parameter, ``gate_up_proj.weight`` of
+    ``(2 * intermediate_size, hidden_size)``: what is saved is views of it, and loading packs.
+
+    Args:
+        hidden_size: width of the input and of the result.
+        intermediate_size: width of gate and up.
+        bias: whether the projections add one.
+        device: of the parameters.
+        dtype: of the parameters; kernels take fp16 and bf16, CPU tensors any.
+
+    Shape: ``(..., hidden_size)`` to the same. Differentiable in the input and the parameters, once.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        assert registry.LIBRARY is not None  # the functions below fall back on torch.ops.cutekernels
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.gate_up_proj = torch.nn.Linear(hidden_size, 2 * intermediate_size, bias, device, dtype)
+        self.down_proj = torch.nn.Linear(intermediate_size, hidden_size, bias, device, dtype)
+        self.register_state_dict_post_hook(_unpack)
+        self.register_load_state_dict_pre_hook(_pack)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = linear(x, self.gate_up_proj.weight, self.gate_up_proj.bias)
+        return linear(silu_mul(packed), self.down_proj.weight, self.down_proj.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, {self.intermediate_size}, bias={self.down_proj.bias is not None}"
+
+
+def _unpack(module: SwiGLU, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
+    """Names the halves of what was saved as the twins do."""
+    for kind in ("weight", "bias"):
+        packed = state_dict.pop(f"{prefix}{_PACKED}.{kind}", None)
+        if packed is not None:
+            for name, half in zip(_HALVES, packed.chunk(2), strict=True):
+                state_dict[f"{prefix}{name}.{kind}"] = half
+
+
+def _pack(
+    module: SwiGLU,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Lays the halves of what is loaded side by side; a state dict that is packed already passes as it is."""
+    for kind in ("weight", "bias"):
+        own = getattr(module.gate_up_proj, kind)
+        names = [f"{prefix}{name}.{kind}" for name in _HALVES]
+        found = [state_dict.pop(name) for name in names if name in state_dict]
+        if not found:
+            continue
+        wanted = (module.intermediate_size, *(() if own is None else own.shape[1:]))
+        if len(found) < 2:
+            error_msgs.append(f"{' and '.join(names)} come together: the state dict has only one of them")
+        elif own is not None and any(t.shape != wanted for t in found):
+            shapes = " and ".join(str(tuple(t.shape)) for t in found)
+            error_msgs.append(f"{' and '.join(names)} must be {wanted}; they are {shapes}")
+        else:
+            state_dict[f"{prefix}{_PACKED}.{kind}"] = torch.cat(found)
