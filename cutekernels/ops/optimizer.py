@@ -79,6 +79,7 @@ class AdamWConfig(Config):
 
 _EVICT = {"normal": "", "first": "evict_first"}
 _MAX_PER_THREAD = 16  # elements: each takes an address, four values and what becomes of them
+_DEPTH = 32.0  # a gradient and a moment several times the typical one may cancel: 4 ulp of fp32 of that
 RESULTS = ("out_param", "out_exp_avg", "out_exp_avg_sq", "out_master")
 INPUTS = ("param", "grad", "exp_avg", "exp_avg_sq", "master", "step", "lr")
 UPDATED = (0, 2, 3, 4)  # inputs that the in-place form writes to
@@ -258,7 +259,7 @@ class AdamW(TensorOp[AdamWProblem, AdamWConfig]):
         # Moments in and out, the gradient; the parameter in and out, or its copy in and out and itself out.
         item = p.itemsize
         each = 16 + GPU_DTYPES[p.grad_dtype].itemsize + (8 + item if p.master else 2 * item)
-        return Work(flops=float(15 * p.elements), bytes=float(each * p.elements))
+        return Work(flops=float(15 * p.elements), bytes=float(each * p.elements), depth=_DEPTH)
 
     # -- kernels
 
@@ -306,7 +307,8 @@ class AdamW(TensorOp[AdamWProblem, AdamWConfig]):
 
         master = normal("fp32") if p.master else None
         param = normal(p.dtype) if master is None else _skewed(lambda t: t.to(GPU_DTYPES[p.dtype]), master, p.align)
-        grad, exp_avg, exp_avg_sq = normal(p.grad_dtype), normal("fp32", 0.1), normal("fp32", 0.05).square_()
+        grad, exp_avg, exp_avg_sq = normal(p.grad_dtype), normal("fp32", 0.1), normal("fp32", 0.05)
+        exp_avg_sq.abs_().add_(0.05).square_()
         step = torch.full((), 3.0, device=device) if p.step == "device" else None
         lr = torch.full((), 0.01, device=device) if p.rate == "device" else None
         hyper = Hyper.of(0.01, (0.9, 0.999), 1e-8, 0.1, 3 if step is None else None)

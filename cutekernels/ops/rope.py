@@ -118,6 +118,7 @@ class RopeConfig(Config):
 _MAX_OPERAND_REGISTERS = 128
 _MAX_TOKENS = (1 << 31) - 1  # the grid's first axis
 _MOST = (1 << 16) - 1  # its others
+_DEPTH = 32.0  # terms several times the size of a typical result may cancel: 4 ulp of fp32 of that
 _WASTE = 1.25  # of a tile's heads, those that are not there
 
 
@@ -260,7 +261,7 @@ class Rope(TensorOp[RopeProblem, RopeConfig]):
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         q, k, cos, sin, positions, start = args
-        wide = torch.float32 if q.dtype.itemsize == 2 else torch.float64
+        wide = torch.float64  # the two terms of an element may cancel, and leave nothing but the reference's own error
         tables = []
         for table in (cos, sin):
             if table.dim() == 3:
@@ -343,7 +344,8 @@ class Rope(TensorOp[RopeProblem, RopeConfig]):
     def work(self, p: RopeProblem) -> Work:
         elements = p.batch * p.seq * (p.heads_q + p.heads_kv)
         table = 2 * p.seq * p.half * (4 if p.table == "fp32" else p.itemsize)
-        return Work(flops=float(elements * p.half * 6), bytes=float(2 * elements * p.head_dim * p.itemsize + table))
+        moved = float(2 * elements * p.head_dim * p.itemsize + table)
+        return Work(flops=float(elements * p.half * 6), bytes=moved, depth=_DEPTH)
 
     # -- kernels
 
