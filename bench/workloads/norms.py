@@ -1,0 +1,255 @@
+"""Norms and their gradients: decoding, prefill and batches of two models, and the rows that others published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.baselines import DTYPES, STREAM, Absent, Contender, Inputs, Launch, Workload, compiled, eager
+from bench.suites import Case, unless
+from cutekernels.ops import calls
+from cutekernels.ops.norm_gradients import LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD
+from cutekernels.ops.norms import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
+
+EPS = 1e-6
+_AFFINE = {"layer_norm": 2, "layer_norm_backward": 1}  # vectors beside the matrices; else one
+_MATRICES = {"add_rms_norm": 2, "rms_norm_backward": 2, "layer_norm_backward": 2}  # operands of full size; else one
+
+
+# ---- cases ----------------------------------------------------------------------------------------------
+
+
+def _cases(op: str, shapes: Sequence[tuple[int, int]], dtype: str, label: str = "") -> list[Case]:
+    return [
+        Case(op, f"rows={rows} cols={cols}" + unless("dtype", dtype, "bf16"), f"{label}{rows}x{cols}")
+        for rows, cols in shapes
+    ]
+
+
+def _llm(op: str, *shapes: tuple[int, int]) -> Callable[[str, str], list[Case]]:
+    return lambda dtype, accumulate: _cases(op, shapes, dtype)
+
+
+_FORWARD = ((1, 4096), (16, 3584), (2048, 896), (2048, 3584), (2048, 4096), (32768, 4096), (32768, 8192))
+_BACKWARD = ((16, 4096), (2048, 4096), (2048, 8192), (32768, 4096), (32768, 8192))
+
+
+def _reference(dtype: str, accumulate: str) -> list[Case]:
+    """Published in fp16: hidden sizes at 2048 rows, whole vectors and 48 heads of 128, and one training shape."""
+    hidden = (896, 1536, 2048, 3072, 3584, 4096)
+    tokens = tuple(8 * seq for seq in (1024, 4096, 8192, 16384))
+    return [
+        *_cases("rms_norm", [(2048, n) for n in hidden], dtype),
+        *_cases("rms_norm", [(rows, 6144) for rows in tokens], dtype, "vector "),
+        *_cases("rms_norm", [(48 * rows, 128) for rows in tokens], dtype, "heads "),
+        *_cases("rms_norm", [(32 * 128, 4096)], dtype, "training "),
+    ]
+
+
+def _inputs(case: Case, problem: Any, device: str, seed: int) -> Inputs:
+    draw = torch.Generator(device).manual_seed(seed)
+    normal = partial(torch.randn, generator=draw, device=device, dtype=DTYPES[problem.dtype])
+    shape = (problem.rows, problem.cols)
+    full = [normal(shape) for _ in range(_MATRICES.get(case.op, 1))]
+    vectors = [normal(problem.cols) for _ in range(_AFFINE.get(case.op, 1))]
+    results = [torch.empty_like(full[0])]
+    if case.op == "add_rms_norm":
+        results.append(torch.empty_like(full[0]))
+    if case.op.endswith("backward"):
+        results += [torch.empty_like(vectors[0]) for _ in range(2 if "layer" in case.op else 1)]
+    return Inputs((*full, *vectors), tuple(results))
+
+
+# ---- the mathematics, in plain torch --------------------------------------------------------------------
+
+
+def _rms(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * weight.to(wide.dtype)).to(x.dtype)
+
+
+def _add_rms(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    u = x + residual
+    return _rms(u, weight), u
+
+
+def _layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
+
+
+def _rms_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    kind = torch.promote_types(x.dtype, torch.float32)
+    d, v = dy.to(kind), x.to(kind)
+    rstd = torch.rsqrt(v.square().mean(-1, keepdim=True) + EPS)
+    v = v * rstd
+    g = d * weight.to(kind)
+    dx = rstd * (g - v * (g * v).mean(-1, keepdim=True))
+    return dx.to(x.dtype), (d * v).sum(0).to(weight.dtype)
+
+
+def _layer_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    kind = torch.promote_types(x.dtype, torch.float32)
+    d, v = dy.to(kind), x.to(kind)
+    v = v - v.mean(-1, keepdim=True)
+    rstd = torch.rsqrt(v.square().mean(-1, keepdim=True) + EPS)
+    v = v * rstd
+    g = d * weight.to(kind)
+    dx = rstd * (g - g.mean(-1, keepdim=True) - v * (g * v).mean(-1, keepdim=True))
+    return dx.to(x.dtype), (d * v).sum(0).to(weight.dtype), d.sum(0).to(weight.dtype)
+
+
+_PLAIN: dict[str, Callable[..., Any]] = {
+    "rms_norm": _rms,
+    "add_rms_norm": _add_rms,
+    "layer_norm": _layer,
+    "rms_norm_backward": _rms_backward,
+    "layer_norm_backward": _layer_backward,
+}
+
+
+def _plain(case: Case) -> Callable[..., Any]:
+    return _PLAIN[case.op]
+
+
+def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
+    if case.op == "add_rms_norm":  # the norm of the rounded sum
+        x, residual, weight = i.operands
+        u = x + residual
+        return _rms(u.double(), weight.double()), u.double()
+    found = _plain(case)(*[t.double() for t in i.operands])
+    return found if isinstance(found, tuple) else (found,)
+
+
+# ---- contenders -----------------------------------------------------------------------------------------
+
+
+def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
+    def into(i: Inputs, op: Any, absent: int, options: tuple[Any, ...], scalars: tuple[float, ...]) -> Launch:
+        operands = (*i.operands, *[None] * absent)
+
+        def launch() -> tuple[Tensor, ...]:
+            return calls.run(op, i.results, operands, options=options, scalars=scalars, config=config)
+
+        return launch
+
+    bound: dict[str, Callable[[Inputs], Launch]] = {
+        "rms_norm": lambda i: into(i, RMS_NORM, 0, ("once",), (EPS, 0.0)),
+        "add_rms_norm": lambda i: into(i, ADD_RMS_NORM, 0, ("once",), (EPS, 0.0)),
+        "layer_norm": lambda i: into(i, LAYER_NORM, 0, (), (EPS,)),
+        "rms_norm_backward": lambda i: into(i, RMS_NORM_BACKWARD, 1, (True,), (EPS, 0.0)),
+        "layer_norm_backward": lambda i: into(i, LAYER_NORM_BACKWARD, 0, (True, "same"), (EPS,)),
+    }
+    return [bound[case.op](i) for i in sets]
+
+
+def _torchs(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    """torch's own kernel, where it has one."""
+    aten, cols = torch.ops.aten, sets[0].operands[0].shape[-1:]
+
+    def rms_backward(dy: Tensor, x: Tensor, w: Tensor) -> Launch:
+        rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS)
+        return lambda: aten._fused_rms_norm_backward(dy, x, cols, rstd, w, [True, True])  # type: ignore[no-any-return]
+
+    def layer_backward(dy: Tensor, x: Tensor, w: Tensor) -> Launch:
+        _, mean, rstd = aten.native_layer_norm(x, cols, w, w, EPS)
+        return lambda: aten.native_layer_norm_backward(  # type: ignore[no-any-return]
+            dy, x, cols, mean, rstd, w, w, [True, True, True]
+        )
+
+    makers: dict[str, Callable[..., Launch]] = {
+        "rms_norm": lambda x, w: partial(F.rms_norm, x, cols, w, EPS),
+        "layer_norm": lambda x, w, b: partial(F.layer_norm, x, cols, w, b, EPS),
+        "rms_norm_backward": rms_backward,
+        "layer_norm_backward": layer_backward,
+    }
+    if case.op not in makers:
+        raise Absent("torch has no kernel of its own for this")
+    return [makers[case.op](*i.operands) for i in sets]
+
+
+def _quack(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    try:
+        from quack import rmsnorm as module
+        from quack.rmsnorm import rmsnorm, rmsnorm_bwd
+    except ImportError as error:
+        raise Absent(f"quack does not import: {error}") from error
+
+    def backward(dy: Tensor, x: Tensor, w: Tensor) -> Launch:
+        rstd = torch.rsqrt(x.float().square().mean(-1) + EPS)
+        return lambda: tuple(rmsnorm_bwd(x, w, dy, rstd)[:2])
+
+    def layer(x: Tensor, w: Tensor, b: Tensor) -> Launch:
+        layernorm = getattr(module, "layernorm_fwd", None)
+        if layernorm is None:
+            from quack.layernorm import layernorm
+        wide = [t.float() for t in (w, b)]  # it takes no others
+        return partial(layernorm, x, *wide, eps=EPS)
+
+    makers: dict[str, Callable[..., Launch]] = {
+        "rms_norm": lambda x, w: partial(rmsnorm, x, w, eps=EPS),
+        "add_rms_norm": lambda x, r, w: partial(rmsnorm, x, w, residual=r, eps=EPS, prenorm=True),
+        "layer_norm": layer,
+        "rms_norm_backward": backward,
+    }
+    if case.op not in makers:
+        raise Absent("quack has no gradient of LayerNorm")
+    return [makers[case.op](*i.operands) for i in sets]
+
+
+def _liger(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    """Its kernels without autograd. ``gemma`` is its name for arithmetic that rounds once."""
+    try:
+        from liger_kernel.ops import fused_add_rms_norm, layer_norm, rms_norm
+    except ImportError as error:
+        raise Absent(f"liger-kernel does not import: {error}") from error
+
+    def rms_backward(dy: Tensor, x: Tensor, w: Tensor) -> Launch:
+        _, x, rstd, block, warps, mode = rms_norm.rms_norm_forward(x, w, EPS, 0.0, "gemma", None)
+        return lambda: tuple(rms_norm.rms_norm_backward(dy, x, w, rstd, 0.0, mode, block, warps, False, None))
+
+    def layer_backward(dy: Tensor, x: Tensor, w: Tensor) -> Launch:
+        _, x, mean, rstd, *_ = layer_norm.layer_norm_forward(x, w, w, EPS)
+        return lambda: tuple(layer_norm.layer_norm_backward(dy, x, w, w, mean, rstd))
+
+    makers: dict[str, Callable[..., Launch]] = {
+        "rms_norm": lambda x, w: lambda: rms_norm.rms_norm_forward(x, w, EPS, 0.0, "gemma", None)[0],
+        "add_rms_norm": lambda x, r, w: (
+            lambda: tuple(fused_add_rms_norm.fused_add_rms_norm_forward(x, r, w, EPS, 0.0, "gemma")[:2])
+        ),
+        "layer_norm": lambda x, w, b: lambda: layer_norm.layer_norm_forward(x, w, b, EPS)[0],
+        "rms_norm_backward": rms_backward,
+        "layer_norm_backward": layer_backward,
+    }
+    return [makers[case.op](*i.operands) for i in sets]
+
+
+def _workload(op: str, suites: dict[str, Any]) -> Workload:
+    return Workload(
+        op=op,
+        suites=suites,
+        inputs=_inputs,
+        truth=_truth,
+        ours=_ours,
+        peers=(
+            compiled(_plain),
+            eager(_plain),
+            Contender("torch's kernel", _torchs),
+            Contender("quack", _quack),
+            Contender("liger", _liger),
+            STREAM,
+        ),
+    )
+
+
+WORKLOADS = (
+    _workload("rms_norm", {"llm": _llm("rms_norm", *_FORWARD), "reference": _reference}),
+    _workload("add_rms_norm", {"llm": _llm("add_rms_norm", *_FORWARD)}),
+    _workload("layer_norm", {"llm": _llm("layer_norm", *_FORWARD)}),
+    _workload("rms_norm_backward", {"llm": _llm("rms_norm_backward", *_BACKWARD)}),
+    _workload("layer_norm_backward", {"llm": _llm("layer_norm_backward", *_BACKWARD)}),
+)
