@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,8 +48,10 @@ class SwiGLU(torch.nn.Module):
         self.intermediate_size = intermediate_size
         self.gate_up_proj = torch.nn.Linear(hidden_size, 2 * intermediate_size, bias, device, dtype)
         self.down_proj = torch.nn.Linear(intermediate_size, hidden_size, bias, device, dtype)
-        self.register_state_dict_post_hook(_unpack)
-        self.register_load_state_dict_pre_hook(_pack)
+        after_saving: Callable[[Any], object] = self.register_state_dict_post_hook  # torch leaves both untyped
+        before_loading: Callable[[Any], object] = self.register_load_state_dict_pre_hook
+        after_saving(_unpack)
+        before_loading(_pack)
 
     def forward(self, x: Tensor) -> Tensor:
         packed = linear(x, self.gate_up_proj.weight, self.gate_up_proj.bias)
