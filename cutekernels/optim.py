@@ -126,7 +126,7 @@ class FusedAdamW(torch.optim.Optimizer):
                 operands = self._operands(param, group)
                 kinds.setdefault(operands.kind, []).append(operands)
             for kind, found in kinds.items():
-                if found[0].param.is_cuda:
+                if _has_kernels(found[0].param):
                     self._launch((number, *kind), found, group)
                 else:
                     for o in found:
@@ -262,6 +262,10 @@ class _Table:
         while len(self.spare) < _SPARES:
             self.spare.append(torch.empty(len(rows), dtype=torch.int64, pin_memory=True))
         return self.numbers
+
+
+def _has_kernels(param: Tensor) -> bool:
+    return param.is_cuda
 
 
 def _alone(o: _Operands, group: dict[str, Any]) -> None:
