@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -153,13 +154,11 @@ def _torchs(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
 
     def rms_backward(dy: Tensor, x: Tensor, w: Tensor) -> Launch:
         rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS)
-        return lambda: aten._fused_rms_norm_backward(dy, x, cols, rstd, w, [True, True])  # type: ignore[no-any-return]
+        return lambda: aten._fused_rms_norm_backward(dy, x, cols, rstd, w, [True, True])
 
     def layer_backward(dy: Tensor, x: Tensor, w: Tensor) -> Launch:
         _, mean, rstd = aten.native_layer_norm(x, cols, w, w, EPS)
-        return lambda: aten.native_layer_norm_backward(  # type: ignore[no-any-return]
-            dy, x, cols, mean, rstd, w, w, [True, True, True]
-        )
+        return lambda: aten.native_layer_norm_backward(dy, x, cols, mean, rstd, w, w, [True, True, True])
 
     makers: dict[str, Callable[..., Launch]] = {
         "rms_norm": lambda x, w: partial(F.rms_norm, x, cols, w, EPS),
@@ -174,7 +173,6 @@ def _torchs(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
 
 def _quack(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     try:
-        from quack import rmsnorm as module
         from quack.rmsnorm import rmsnorm, rmsnorm_bwd
     except ImportError as error:
         raise Absent(f"quack does not import: {error}") from error
@@ -184,9 +182,9 @@ def _quack(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
         return lambda: tuple(rmsnorm_bwd(x, w, dy, rstd)[:2])
 
     def layer(x: Tensor, w: Tensor, b: Tensor) -> Launch:
-        layernorm = getattr(module, "layernorm_fwd", None)
-        if layernorm is None:
-            from quack.layernorm import layernorm
+        layernorm: Any = (
+            getattr(import_module("quack.rmsnorm"), "layernorm_fwd", None) or import_module("quack.layernorm").layernorm
+        )
         wide = [t.float() for t in (w, b)]  # it takes no others
         return partial(layernorm, x, *wide, eps=EPS)
 

@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cutekernels.nn.mlp import SwiGLU as SwiGLU
+    from cutekernels.nn.norms import LayerNorm as LayerNorm
+    from cutekernels.nn.norms import RMSNorm as RMSNorm
 
 _HOMES = {
+    "LayerNorm": "cutekernels.nn.norms",
+    "RMSNorm": "cutekernels.nn.norms",
     "SwiGLU": "cutekernels.nn.mlp",
 }
 
-__all__ = ["SwiGLU"]
+__all__ = ["LayerNorm", "RMSNorm", "SwiGLU"]
 
 
 def __getattr__(name: str) -> Any:

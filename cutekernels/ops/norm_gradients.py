@@ -95,7 +95,8 @@ class ColumnSum(TensorOp[ColumnSumProblem, ColumnSumConfig]):
         assert parts is not None
         bits = WIDEST_BYTES | parts.data_ptr() | parts.shape[1] * 4
         # The result is written once; it may lie anywhere.
-        return ColumnSumProblem(*parts.shape, DTYPE_NAMES[out.dtype], bits & -bits)
+        rows, cols = parts.shape
+        return ColumnSumProblem(rows, cols, DTYPE_NAMES[out.dtype], bits & -bits)
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         return (args[0].double().sum(0).float(),)
@@ -204,7 +205,7 @@ class _NormBackward(NormOp[N]):
 
     def bind(self, p: N, c: NormConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
         if p.rows * p.heads * p.cols == 0:
-            return lambda *operands: [t.zero_() for t in operands[: len(self.results)]] and None
+            return self._nothing
         grid = self.grid(p, c, sms_here())
         programs = math.prod(grid)
         launch = Launch(kernel, grid, len(self.results) + len(self.inputs), lambda *o: self.numbers(p, *o))
@@ -223,6 +224,11 @@ class _NormBackward(NormOp[N]):
                 calls.run(COLUMN_SUM, (args[i].view(-1),), (places[i],))
 
         return launch_both
+
+    def _nothing(self, *operands: Any) -> None:
+        """The sums over no rows."""
+        for t in operands[: len(self.results)]:
+            t.zero_()
 
 
 class RmsNormBackward(_NormBackward[RmsNormBackwardProblem]):

@@ -165,7 +165,7 @@ class NormOp(TensorOp[N, NormConfig]):
         return cube(t.shape, t.stride()) is not None
 
     def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
-        named = dict(zip(self.operands, (*(results or [None] * len(self.results)), *inputs), strict=True))
+        named = dict(zip(self.operands, (*(results or (None,) * len(self.results)), *inputs), strict=True))
         x = named["x"]
         assert x is not None
         check_dtype(self, x)
@@ -453,16 +453,15 @@ class NormOp(TensorOp[N, NormConfig]):
             if kind is None:
                 args.append(None)
             elif name in _AFFINE:
-                wide = (p.heads, p.cols) if p.per_head else (p.cols,)
-                args.append(torch.randn(wide, generator=generator, device=device, dtype=GPU_DTYPES[kind]))
+                affine_shape = (p.heads, p.cols) if p.per_head else (p.cols,)
+                args.append(torch.randn(affine_shape, generator=generator, device=device, dtype=GPU_DTYPES[kind]))
             else:
+                strides: tuple[int, ...] = (p.cols, 1)
                 if p.layout == "strided":  # columns far apart, rows close
-                    strides, size = (p.heads, 1, p.rows * p.heads), p.rows * p.heads * p.cols
+                    strides = (p.heads, 1, p.rows * p.heads)
                 elif p.layout == "heads":  # some of the heads of a joint projection
                     strides = ((p.heads + 2) * p.cols, p.cols, 1)
-                    size = p.rows * strides[0]
-                else:
-                    strides, size = (p.cols, 1), p.rows * p.cols
+                size = p.rows * max(strides[0], p.heads * p.cols)
                 memory = torch.randn(size + skew, generator=generator, device=device, dtype=GPU_DTYPES[kind])
                 args.append(memory.as_strided(shape, strides, skew))
         scalars = {"eps": 1e-5, "weight_offset": 0.25}

@@ -1,0 +1,103 @@
+"""Norms of a transformer layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cutekernels.ops import registry
+from cutekernels.ops.norms import add_rms_norm, layer_norm, rms_norm
+
+
+class RMSNorm(torch.nn.Module):
+    """:func:`cutekernels.rms_norm` with its weight; given a residual, :func:`cutekernels.add_rms_norm`.
+
+    The state dict is that of Hugging Face's ``LlamaRMSNorm`` and of ``torch.nn.RMSNorm``: ``weight``. Attributes are
+    those of both: ``variance_epsilon`` and ``eps``, ``normalized_shape``.
+
+    Args:
+        hidden_size: length of a row.
+        eps: added to the mean of squares.
+        heads: how many rows of weights, for inputs of ``(..., heads, hidden_size)``; None for one that all share.
+        weight_offset: what is added to the weight: 1.0 for Gemma's.
+        rounding: ``"once"``, or ``"huggingface"`` to round where ``LlamaRMSNorm`` does.
+        elementwise_affine: whether there is a weight.
+        device: of the weight.
+        dtype: of the weight.
+
+    Shape: ``(..., hidden_size)`` to the same, or to a pair of the same. Differentiable in the inputs and the
+    weight, once.
+    """
+
+    weight: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        *,
+        heads: int | None = None,
+        weight_offset: float = 0.0,
+        rounding: str = "once",
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        assert registry.LIBRARY is not None  # the functions below fall back on torch.ops.cutekernels
+        self.normalized_shape = (hidden_size,)
+        self.variance_epsilon = eps
+        self.weight_offset = weight_offset
+        self.rounding = rounding
+        shape = (hidden_size,) if heads is None else (heads, hidden_size)
+        weight = torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if elementwise_affine else None
+        self.register_parameter("weight", weight)
+        self.reset_parameters()
+
+    @property
+    def eps(self) -> float:
+        return self.variance_epsilon
+
+    def reset_parameters(self) -> None:
+        """The norm alone: a weight that, with its offset, is one."""
+        if self.weight is not None:
+            torch.nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """The norm of ``x``; with a residual, ``(norm of the sum, the sum)``."""
+        if residual is None:
+            return rms_norm(
+                x,
+                self.weight,
+                eps=self.variance_epsilon,
+                weight_offset=self.weight_offset,
+                rounding=self.rounding,
+            )
+        return add_rms_norm(
+            x,
+            residual,
+            self.weight,
+            eps=self.variance_epsilon,
+            weight_offset=self.weight_offset,
+            rounding=self.rounding,
+        )
+
+    def extra_repr(self) -> str:
+        shape = self.normalized_shape if self.weight is None else tuple(self.weight.shape)
+        offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
+        return f"{shape}, eps={self.variance_epsilon}{offset}, elementwise_affine={self.weight is not None}"
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """``torch.nn.LayerNorm`` over :func:`cutekernels.layer_norm`: the same arguments, attributes and state dict.
+
+    Shape: ``(..., *normalized_shape)`` to the same. Differentiable in the input and the parameters, once.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert registry.LIBRARY is not None
+        weight, bias = (None if t is None else t.flatten() for t in (self.weight, self.bias))
+        rows = x if len(self.normalized_shape) == 1 else x.flatten(-len(self.normalized_shape))
+        if x.shape[x.dim() - len(self.normalized_shape) :] != self.normalized_shape:
+            raise ValueError(f"the last dimensions must be {self.normalized_shape}; the input is {tuple(x.shape)}")
+        return layer_norm(rows, weight, bias, eps=self.eps).view(x.shape)
