@@ -53,7 +53,7 @@ def _route_truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
 
 def _route_ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
     top_k = MoeRouteProblem.parse(case.problem).top_k
-    return [partial(moe_route, *i.operands, top_k, config=config) for i in sets]
+    return [partial(moe_route, i.operands[0], top_k, config=config) for i in sets]
 
 
 def _routed(case: Case) -> Callable[..., Any]:
@@ -88,7 +88,7 @@ def _permute_truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
 
 def _permute_ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
     experts = MoePermuteProblem.parse(case.problem).experts
-    return [partial(moe_permute, *i.operands, experts, config=config) for i in sets]
+    return [partial(moe_permute, i.operands[0], experts, config=config) for i in sets]
 
 
 def _permuted(case: Case) -> Callable[..., Any]:

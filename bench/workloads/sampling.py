@@ -27,10 +27,11 @@ def _parameters(case: Case) -> dict[str, Any]:
 
 def _cases(dtype: str, accumulate: str) -> list[Case]:
     def case(model: str, cols: int, rows: int, name: str) -> Case:
-        asked = {f"by_{n.removeprefix('top_')}": True for n in FILTERS[name] if n != "temperature"}
-        return Case(
-            "sample_filter", str(SampleFilterProblem(rows, cols, str(dtype), **asked)), f"{model} {rows} | {name}"
+        given = FILTERS[name]
+        asked = SampleFilterProblem(
+            rows, cols, str(dtype), by_k="top_k" in given, by_p="top_p" in given, by_min_p="min_p" in given
         )
+        return Case("sample_filter", str(asked), f"{model} {rows} | {name}")
 
     models = [
         case(model, cols, rows, "top-k, top-p, min-p")
@@ -64,7 +65,7 @@ def filtered(case: Case) -> Callable[..., Any]:
     """As model libraries do it: top-k's threshold, one sort for top-p, softmax for each share."""
     given = _parameters(case)
 
-    def chain(logits: Tensor) -> Tensor:
+    def chain(logits: Tensor) -> Any:
         y = logits.float() / given["temperature"]
         if "top_k" in given:
             y = y.masked_fill(y < y.topk(given["top_k"], dim=-1).values[:, -1:], float("-inf"))

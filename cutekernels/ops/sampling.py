@@ -159,9 +159,11 @@ class SampleFilter(TensorOp[SampleFilterProblem, SampleFilterConfig]):
         assert logits is not None
         cols = logits.shape[-1]
         given = [t is not None for t in parameters]
-        flags = [options[name] for name in self.options]
         rows = logits.numel() // max(1, cols)
-        return SampleFilterProblem(rows, cols, DTYPE_NAMES[logits.dtype], *flags, *given, *laid_out(out, logits))
+        layout, align = laid_out(out, logits)
+        each = dict(zip(("temperatures", "top_ks", "top_ps", "min_ps"), given, strict=True))
+        kind = DTYPE_NAMES[logits.dtype]
+        return SampleFilterProblem(rows, cols, kind, **options, **each, layout=layout, align=align)
 
     def why_not(self, p: SampleFilterProblem, c: SampleFilterConfig, gpu: GpuSpec) -> str | None:
         per_thread = c.block // (32 * c.warps)
