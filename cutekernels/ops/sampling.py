@@ -128,7 +128,6 @@ class SampleFilter(TensorOp[SampleFilterProblem, SampleFilterConfig]):
         "bool by_k, bool by_p, bool by_min_p, float temperature, int top_k, float top_p, float min_p"
     )
     in_place = False  # splits read a row after others have written to it
-    flattens = False
 
     def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
         logits, *parameters = inputs
@@ -259,20 +258,15 @@ class SampleFilter(TensorOp[SampleFilterProblem, SampleFilterConfig]):
 
         def launch(out: Tensor, logits: Tensor, *rest: Any) -> None:
             parameters, scalars = rest[:4], rest[4:]
-            # Matrices, but for those that no stride walks: they are copied, as are parameters that do not lie densely.
-            source = logits if _walkable(logits) else logits.contiguous()
-            to = out if _walkable(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
             dense = [t if t is None else t.contiguous() for t in parameters]
-            addresses = [to.data_ptr(), source.data_ptr(), *[0 if t is None else t.data_ptr() for t in dense]]
-            numbers = (p.cols, chunk, *walk(to), *walk(source))
+            addresses = [out.data_ptr(), logits.data_ptr(), *[0 if t is None else t.data_ptr() for t in dense]]
+            numbers = (p.cols, chunk, *walk(out), *walk(logits))
             if c.splits == 1:
                 kernel(grid, *addresses, 0, *numbers, 0, 0, *scalars)
             else:
                 state = torch.zeros(state_size, dtype=torch.int64, device=logits.device)
                 for stage, phase in passes:
                     kernel(grid, *addresses, state.data_ptr(), *numbers, stage, phase, *scalars)
-            if to is not out:
-                out.copy_(to)
 
         return launch
 
@@ -335,14 +329,6 @@ class SampleFilter(TensorOp[SampleFilterProblem, SampleFilterConfig]):
 
     def work(self, p: SampleFilterProblem) -> Work:
         return Work(0.0, 2.0 * p.rows * p.cols * p.itemsize)
-
-
-def _walkable(t: Tensor) -> bool:
-    try:
-        walk(t)
-    except UnsupportedProblem:
-        return False
-    return True
 
 
 def _by_row(t: Tensor | None, number: float, logits: Tensor) -> Tensor:
