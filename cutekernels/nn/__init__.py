@@ -12,14 +12,16 @@ if TYPE_CHECKING:
     from cutekernels.nn.mlp import SwiGLU as SwiGLU
     from cutekernels.nn.norms import LayerNorm as LayerNorm
     from cutekernels.nn.norms import RMSNorm as RMSNorm
+    from cutekernels.nn.rotary import RotaryEmbedding as RotaryEmbedding
 
 _HOMES = {
+    "RotaryEmbedding": "cutekernels.nn.rotary",
     "LayerNorm": "cutekernels.nn.norms",
     "RMSNorm": "cutekernels.nn.norms",
     "SwiGLU": "cutekernels.nn.mlp",
 }
 
-__all__ = ["LayerNorm", "RMSNorm", "SwiGLU"]
+__all__ = ["LayerNorm", "RMSNorm", "RotaryEmbedding", "SwiGLU"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,125 @@
+"""``RotaryEmbedding``: the tables of cosines and sines, and the rotation of queries and keys by them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops import registry as _registry  # noqa: F401  registers the torch ops that calls fall back on
+from cutekernels.ops.rope import rope
+
+_KINDS = ("default", "linear", "llama3")
+
+
+class RotaryEmbedding(nn.Module):
+    """Turns queries and keys by their positions, at the frequencies of Hugging Face's ``LlamaRotaryEmbedding``.
+
+    Tables are built in fp32 at first use and grow with the positions that are known on the host; they cover at least
+    ``max_positions``, which is what positions in a tensor may use. The state dict is empty, as its twin's.
+
+    Args:
+        head_dim: channels of a head.
+        rope_theta: the base of the frequencies ``rope_theta ** (-2i / R)``.
+        partial_rotary_factor: which part of the channels turns: ``R = int(head_dim * partial_rotary_factor)``.
+        rope_scaling: Hugging Face's dictionary; ``rope_type`` (or ``type``) is "default", "linear" (``factor``) or
+            "llama3" (``factor, low_freq_factor, high_freq_factor, original_max_position_embeddings``).
+        max_positions: rows of the tables, or more.
+        interleaved: pairs of neighbours instead of halves.
+        device: where the frequencies live.
+
+    Raises:
+        UnsupportedProblem: another ``rope_type``, an odd number of channels to turn, a value that is not positive.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        rope_theta: float = 10000.0,
+        partial_rotary_factor: float = 1.0,
+        rope_scaling: Mapping[str, Any] | None = None,
+        max_positions: int = 2048,
+        interleaved: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.head_dim, self.rotary = head_dim, int(head_dim * partial_rotary_factor)
+        if self.rotary % 2 or not 0 < self.rotary <= head_dim:
+            raise UnsupportedProblem(
+                f"channels turn in pairs, 2 to head_dim of them; {partial_rotary_factor} of {head_dim} is {self.rotary}"
+            )
+        if not rope_theta > 0 or max_positions < 1:
+            raise UnsupportedProblem(f"rope_theta and max_positions are positive; got {rope_theta} and {max_positions}")
+        self.rope_theta, self.max_positions, self.interleaved = rope_theta, max_positions, interleaved
+        self.rope_scaling = dict(rope_scaling or {})
+        self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def forward(
+        self, q: Tensor, k: Tensor | None = None, positions: Tensor | int | None = None, *, inplace: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """:func:`cutekernels.rope` of q ``(B, S, Hq, D)`` and k ``(B, S, Hkv, D)``; arguments are its."""
+        needed = q.shape[1] if positions is None else positions + q.shape[1] if isinstance(positions, int) else 0
+        cos, sin = self.tables(needed)
+        return rope(q, k, cos, sin, interleaved=self.interleaved, positions=positions, inplace=inplace)
+
+    def tables(self, positions: int = 0) -> tuple[Tensor, Tensor]:
+        """Cosines and sines ``(T, R/2)`` in fp32, T at least ``positions`` and ``max_positions``."""
+        if self._tables is None or self._tables[0].shape[0] < positions:
+            rows = self.max_positions
+            while rows < positions:
+                rows *= 2
+            with torch.inference_mode(False), torch.no_grad():  # or gradients could not be taken through them later
+                steps = torch.arange(rows, device=self.inv_freq.device, dtype=torch.float32)
+                angles = torch.outer(steps, self.inv_freq)
+                self._tables = angles.cos(), angles.sin()
+        return self._tables
+
+    def extra_repr(self) -> str:
+        scaling = f", rope_scaling={self.rope_scaling}" if self.rope_scaling else ""
+        return f"{self.head_dim}, rotary={self.rotary}, rope_theta={self.rope_theta}{scaling}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
+        """To another device, but never to another type: frequencies in bf16 would be off by whole turns."""
+        super()._apply(fn, recurse)
+        if self.inv_freq.dtype != torch.float32:
+            self.inv_freq = self._frequencies(self.inv_freq.device)
+        self._tables = None
+        return self
+
+    def _frequencies(self, device: torch.device | str | None) -> Tensor:
+        scaling = self.rope_scaling
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind not in _KINDS:
+            raise UnsupportedProblem(
+                f"rope_type is one of {', '.join(_KINDS)}; it is {kind!r}: build tables of your own and call rope"
+            )
+        exponents = torch.arange(0, self.rotary, 2, device=device, dtype=torch.int64).float() / self.rotary
+        frequencies = 1.0 / self.rope_theta**exponents
+        if kind == "default":
+            return frequencies
+        factor = self._positive("factor")
+        if kind == "linear":
+            return frequencies / factor
+        low, high = self._positive("low_freq_factor"), self._positive("high_freq_factor")
+        trained = self._positive("original_max_position_embeddings")
+        if not high > low:
+            raise UnsupportedProblem(f"high_freq_factor is above low_freq_factor; got {high} and {low}")
+        # Waves that turned often within the trained length stay, those that turned less than once or so are
+        # stretched, and between the two it goes over smoothly.
+        turns = trained * frequencies / (2 * math.pi)
+        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        return (1 - kept) * frequencies / factor + kept * frequencies
+
+    def _positive(self, name: str) -> float:
+        value = self.rope_scaling.get(name)
+        if not isinstance(value, int | float) or not value > 0:
+            raise UnsupportedProblem(f"this rope_scaling needs {name}, a positive number; it is {value!r}")
+        return float(value)
