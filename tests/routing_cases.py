@@ -224,16 +224,15 @@ def numerics_cases() -> dict[str, dict[str, Any]]:
             cases.append({**back, "dtype": "bf16" if kind == "odd" else "fp32"})
     cases.append({"op": "moe_route_backward", **route, "kind": "expanded", "dtype": "fp16"})
 
-    for pairs, experts in [(0, 5), (1, 1), (77, 6), (300, 70)]:
+    for pairs, experts in [(0, 5), (1, 1), (77, 6)]:
         cases.append({"op": "moe_permute", "pairs": pairs, "experts": experts})
-    cases.append({"op": "moe_permute", "pairs": 700, "experts": 33, "index": "i64"})
+    cases.append({"op": "moe_permute", "pairs": 300, "experts": 70, "index": "i64"})
     for config in (
         "block=256 programs=1 passes=1 warps=4",
         "block=256 programs=32 passes=1 warps=4",
         "block=256 programs=32 passes=2 warps=4",
-        "block=512 programs=32 passes=2 warps=8",
     ):
-        cases.append({"op": "moe_permute", "pairs": 1100, "experts": 6, "config": config})
+        cases.append({"op": "moe_permute", "pairs": 600, "experts": 6, "config": config})
 
     for op in MOVING:
         move = {"op": op, "rows": 5, "cols": 70, "top_k": 3, "dtype": "bf16"}
@@ -262,7 +261,7 @@ def numerics_cases() -> dict[str, dict[str, Any]]:
 
 CASES = numerics_cases()
 _ROUTE = {"op": "moe_route", "rows": 5, "cols": 20, "top_k": 3, "renormalize": True, "kind": "padded", "dtype": "fp32"}
-_PERMUTE = {"op": "moe_permute", "pairs": 700, "experts": 6, "config": "block=256 programs=32 passes=2 warps=4"}
+_PERMUTE = {"op": "moe_permute", "pairs": 300, "experts": 6, "config": "block=256 programs=32 passes=2 warps=4"}
 _MOVE = {"rows": 5, "cols": 70, "top_k": 3, "dtype": "fp32", "kind": "padded"}
 PLANTED = {
     "an expert forgotten": _ROUTE | {"edit": {"experts": -1}, "top_k": 20, "kind": "dense"},
