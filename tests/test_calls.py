@@ -19,7 +19,7 @@ from cutekernels.backends.triton import Recipe, TritonKernel
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops import calls
 from cutekernels.ops.calls import Launch
-from cutekernels.ops.glu import SILU_MUL
+from cutekernels.ops.glu import GELU_MUL, SILU_MUL
 
 BF16 = torch.bfloat16
 
@@ -54,9 +54,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
     monkeypatch.setattr(calls.dispatch, "plan", plan)
     monkeypatch.setattr(calls, "_current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    calls._CALLS.clear()
+    calls.forget()
     yield made
-    calls._CALLS.clear()
+    calls.forget()
 
 
 def run(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
@@ -89,6 +89,62 @@ def test_a_contiguous_tensor_is_known_by_its_shape(kernel: Kernel) -> None:
     run(wide.view(4, 32)[:2], wide.view(4, 32)[:2])
     assert len(calls._CALLS) == 3
     assert [numbers[3:5] for numbers in kernel.fired] == [(1, 32), (1, 32), (2, 32), (1, 64)]
+
+
+def test_an_op_s_last_call_is_known_by_a_guard(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another shape, stride, type, alignment, option or count of operands is another call, whoever came last."""
+    keys: list[Any] = []
+    met = calls._met
+    monkeypatch.setattr(
+        calls, "_met", lambda op, results, inputs, *more: keys.append(0) or met(op, results, inputs, *more)
+    )
+    x, y, wide = torch.randn(4, 32, dtype=BF16), torch.randn(4, 32, dtype=BF16), torch.randn(4, 64, dtype=BF16)
+    ways: list[Any] = [
+        lambda: run(x, y),
+        lambda: run(x, y, torch.empty_like(x)),
+        lambda: run(x[:2], y[:2]),
+        lambda: run(wide[:, :32], x),
+        lambda: run(wide[:, 2:34], x),
+        lambda: run(x.half(), y.half()),
+        lambda: calls.run(GELU_MUL, None, (x, y), options=("none",)),
+        lambda: calls.run(GELU_MUL, None, (x, y), options=("tanh",)),
+    ]
+    for way in (*ways, *ways):
+        before = len(keys)
+        way()
+        fired, first = kernel.fired[-1], len(keys)
+        way()
+        assert len(keys) == first >= before, "confirmed by the guard"
+        assert kernel.fired[-1][3:] == fired[3:]
+    assert len(kernel.fired) == 4 * len(ways)
+    run(x, x)
+    assert kernel.fired[-1][3:] == (1, 128)
+    with pytest.raises(UnsupportedProblem, match="one dtype"):
+        run(x, x.half())
+    with pytest.raises(UnsupportedProblem, match="one shape"):
+        run(x, x[:2])
+
+
+def test_a_view_that_negates_is_not_read_as_it_lies(kernel: Kernel) -> None:
+    spectrum = torch.randn(4, 32, dtype=torch.complex64)
+    plain, negated = spectrum.imag, spectrum.conj().imag
+    for _ in range(2):
+        run(plain, torch.empty(4, 32))
+        with pytest.raises(UnsupportedProblem, match="resolve_neg"):
+            run(negated, torch.empty(4, 32))
+    run(negated.resolve_neg(), torch.empty(4, 32))
+
+
+def test_an_op_called_in_ever_other_ways_gives_up_on_guards(kernel: Kernel) -> None:
+    x, y = torch.randn(200, 32, dtype=BF16), torch.randn(200, 32, dtype=BF16)
+    for rows in range(1, 100):
+        run(x[:rows], y[:rows])
+    assert "silu_mul" not in calls._RECENT
+    run(x[:7], y[:7])
+    assert kernel.fired[-1][3:] == (1, 7 * 32)
+    calls.forget()
+    run(x, y)
+    assert "silu_mul" in calls._RECENT
 
 
 def test_another_device_s_call_is_made_there(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,8 +193,8 @@ def test_a_launch_called_with_tensors_passes_what_follows_from_their_strides() -
     assert plain == [(1, 2, 7)]
 
 
-def test_a_warm_call_costs_the_host_less_than_4_us(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the launch itself. A shared core is noisy, so: the best of seven medians. 2.8 when this was written."""
+def test_a_warm_call_costs_the_host_less_than_3_us(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the launch itself. A shared core is noisy, so: the best of seven medians. 1.9 when this was written."""
     monkeypatch.setattr(kernel, "settled", lambda grid, numbers, others: lambda addresses, scalars: None)
     gate, up, out = (torch.randn(16, 4096, dtype=BF16) for _ in range(3))
     results, inputs, call, clock = (out,), (gate, up), calls.run, time.perf_counter_ns
@@ -152,7 +208,7 @@ def test_a_warm_call_costs_the_host_less_than_4_us(kernel: Kernel, monkeypatch: 
                 call(SILU_MUL, results, inputs)
             chunks.append(clock() - begin)
         medians.append(sorted(chunks)[50] / 50 / 1000)
-    assert min(medians) < 4.0, medians
+    assert min(medians) < 3.0, medians
 
 
 # ---- how Triton is called -------------------------------------------------------------------------------

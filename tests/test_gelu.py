@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -286,7 +286,7 @@ def test_traced_whole() -> None:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Replaces dispatch by the reference, and records the problem of every launch."""
     seen: list[str] = []
 
@@ -302,8 +302,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(calls.dispatch, "plan", plan)
     monkeypatch.setattr(calls, "_current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "device", lambda index: torch.no_grad())
-    monkeypatch.setattr(calls, "_CALLS", {})
-    return seen
+    calls.forget()
+    yield seen
+    calls.forget()
 
 
 def test_launches_pose_what_they_launch(launches: list[str]) -> None:

@@ -412,9 +412,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(calls.dispatch, "plan", plan)
     monkeypatch.setattr(calls, "_current_device", lambda: -1)  # the index of CPU tensors
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    calls._CALLS.clear()
+    calls.forget()
     yield seen
-    calls._CALLS.clear()
+    calls.forget()
 
 
 def run(x: Tensor, weight: Tensor | None = None, out: Tensor | None = None) -> Tensor:

@@ -331,9 +331,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(calls.dispatch, "plan", plan)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    calls._CALLS.clear()
+    calls.forget()
     yield seen
-    calls._CALLS.clear()
+    calls.forget()
 
 
 def run(*args: Any, inplace: bool = False, interleaved: bool = False) -> tuple[Tensor, ...]:

@@ -295,9 +295,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GluProblem]]:
     monkeypatch.setattr(calls.dispatch, "plan", plan)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # the index of CPU tensors
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    calls._CALLS.clear()
+    calls.forget()
     yield seen
-    calls._CALLS.clear()
+    calls.forget()
 
 
 def run(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:

@@ -19,6 +19,7 @@ from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import C, Op, P, Scalar
 from cutekernels.ops.strides import matrix, overlaps_itself, relation, span_bytes
+from cutekernels.ops.warm import TensorGuards
 
 GPU_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPE_NAMES = {dtype: name for name, dtype in GPU_DTYPES.items()}
@@ -144,10 +145,35 @@ class _Call:
     apart: tuple[tuple[int, int, int, int], ...] = ()  # (i, j, span of i, span of j) of operands to be kept apart
 
 
+@dataclass(frozen=True, slots=True)
+class _Recent:
+    """A :class:`_Call` as an op made it last. ``guard(*operands)``: they are as they were then."""
+
+    guard: Callable[..., bool]
+    operands: int
+    rest: tuple[object, ...]  # options, config and alignment
+    call: _Call
+
+
+# Two tables, the second within the first: calls by what a plan depends on, and an op's last call, which one of torch's
+# compiled guards confirms in less than half the time that the key to the first table takes to make. An op that is
+# called in ever other ways gives up on the second.
 _CALLS: dict[tuple[object, ...], _Call] = {}
+_RECENT: dict[str, _Recent] = {}
+_CHANGES: dict[str, int] = {}
 _MAX_CALLS = 4096
-dispatch.on_reload(_CALLS.clear)
+_MAX_CHANGES = 64
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+
+
+def forget() -> None:
+    """Of calls made before: what they came to know."""
+    _CALLS.clear()
+    _RECENT.clear()
+    _CHANGES.clear()
+
+
+dispatch.on_reload(forget)
 
 
 def run(
@@ -165,27 +191,18 @@ def run(
         UnsupportedProblem: what ``op.admit`` and ``op.problem`` refuse, and results that overlap inputs.
     """
     operands = inputs if results is None else (*results, *inputs)
-    facts: list[object] = [op.name, options, config]
     begins: list[int] = []
     bits = 0
     for t in operands:
-        if t is None:
-            facts.append(None)
-            begins.append(0)
-        else:
-            # A contiguous tensor's strides follow from its shape, but for those that are never taken.
-            facts += (t.shape, t.is_contiguous() or t.stride(), t.dtype, t.get_device())
-            begin = t.data_ptr()
-            begins.append(begin)
-            bits |= begin
-    facts.append(bits & (WIDEST_BYTES - 1))
-    key = tuple(facts)
-    call = _CALLS.get(key)
-    if call is None:
-        if len(_CALLS) >= _MAX_CALLS:
-            _CALLS.clear()
-        call = _first(op, results, inputs, dict(zip(op.options, options, strict=True)), len(scalars), config)
-        _CALLS[key] = call
+        begin = 0 if t is None else t.data_ptr()
+        begins.append(begin)
+        bits |= begin
+    rest = (options, config, bits & (WIDEST_BYTES - 1))
+    recent = _RECENT.get(op.name)
+    if recent is not None and recent.operands == len(operands) and recent.rest == rest and recent.guard(*operands):
+        call = recent.call
+    else:
+        call = _met(op, results, inputs, rest, len(scalars))
     if results is None:
         results = op.fresh(*inputs, **dict(zip(op.options, options, strict=True)))
         begins[:0] = [t.data_ptr() for t in results]
@@ -206,6 +223,42 @@ def run(
                 else:
                     call.launch(*results, *inputs, *scalars)
     return results
+
+
+def _met(
+    op: TensorOp[P, C],
+    results: tuple[Tensor, ...] | None,
+    inputs: tuple[Tensor | None, ...],
+    rest: tuple[Any, ...],
+    scalars: int,
+) -> _Call:
+    """The call that such operands made before, or the first of their kind."""
+    operands = inputs if results is None else (*results, *inputs)
+    facts: list[object] = [op.name, rest]
+    for t in operands:
+        # A contiguous tensor's strides follow from its shape, but for those that are never taken.
+        facts += (None,) if t is None else (t.shape, t.is_contiguous() or t.stride(), t.dtype, t.get_device())
+        if t is not None and t.is_neg():  # of which a guard takes note too
+            raise UnsupportedProblem(f"{op.name} reads memory as it lies, not negated: call resolve_neg() first")
+    key = tuple(facts)
+    call = _CALLS.get(key)
+    if call is None:
+        if len(_CALLS) >= _MAX_CALLS:
+            forget()
+        options, config, _ = rest
+        call = _first(op, results, inputs, dict(zip(op.options, options, strict=True)), scalars, config)
+        _CALLS[key] = call
+    changes = _CHANGES.get(op.name, 0)
+    if TensorGuards is None or changes > _MAX_CHANGES:
+        _RECENT.pop(op.name, None)
+        return call
+    tensors = present(operands)
+    if len(set(map(id, tensors))) == len(operands):  # guards know neither absent tensors nor one in two places
+        _CHANGES[op.name] = changes + 1
+        sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+        guard = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        _RECENT[op.name] = _Recent(guard, len(operands), rest, call)
+    return call
 
 
 def _first(
