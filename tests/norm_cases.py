@@ -271,6 +271,8 @@ def numerics_cases() -> dict[str, dict[str, Any]]:
     cases["rms_norm_backward du, in chunks"] = residual | {"kind": "every other", "rows": 2, "cols": 1100}
     for op in ("rms_norm_backward", "layer_norm_backward"):
         cases[f"{op} frozen"] = small | {"op": op, "kind": "dense", "dweight": False, "dbias": "none"}
+    for wanted in ({"dweight": False}, {"dbias": "none"}):
+        cases[f"layer_norm_backward {wanted}"] = small | {"op": "layer_norm_backward", "kind": "padded"} | wanted
     cases["layer_norm_backward fp32 bias"] = small | {"op": "layer_norm_backward", "kind": "dense", "dbias": "fp32"}
     return cases | config_cases()
 
@@ -321,6 +323,7 @@ PLANTED = {
     "the gradient one per cent off": _BACK | {"planted": "slope", "dtype": "fp32"},
     "a gradient's row forgotten": _BACK | {"edit": {"rows": -1}},
     "a part forgotten": _BACK | {"edit": {"then.parts": -1}},
+    "a part of two forgotten": _BACK | {"op": "layer_norm_backward", "edit": {"then.parts": -1}},
     "a column of the parts forgotten": _BACK | {"edit": {"then.cols": -1}},
 }
 

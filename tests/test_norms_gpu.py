@@ -19,7 +19,7 @@ import cutekernels
 from cutekernels import compile as compiler
 from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
-from cutekernels.ops.norm_gradients import COLUMN_SUM
+from cutekernels.ops.norm_gradients import COLUMN_SUM, COLUMN_SUM_PAIR
 from cutekernels.ops.norms import add_rms_norm, layer_norm, rms_norm
 
 pytestmark = pytest.mark.gpu
@@ -91,16 +91,22 @@ def test_every_suite_with_default_and_random_configs(op: Any, text: str) -> None
         assert ratio <= 1, f"{op.name} [{problem}] [{config}] is off by {ratio:.3g} tolerances"
 
 
-@pytest.mark.parametrize("text", COLUMN_SUM.suite)
-def test_column_sum(text: str) -> None:
-    problem, spec = COLUMN_SUM.Problem.parse(text), gpu.detect()
-    (parts,) = COLUMN_SUM.sample(problem, "cuda", 3)
-    exact = parts.double().sum(0)
-    valid = list(COLUMN_SUM.valid(problem, spec))
-    for config in [COLUMN_SUM.default(problem, spec), *random.Random(text).sample(valid, 5)]:
-        (out,) = COLUMN_SUM.outputs(problem, parts)
-        COLUMN_SUM.bind(problem, config, compiler.get(COLUMN_SUM, problem, config, spec))(out.fill_(torch.nan), parts)
-        assert error_ratio(out, exact, parts.double().abs().sum(0)) <= 1
+@pytest.mark.parametrize(
+    ("op", "text"), [(op, text) for op in (COLUMN_SUM, COLUMN_SUM_PAIR) for text in op.suite], ids=str
+)
+def test_column_sum(op: Any, text: str) -> None:
+    problem, spec = op.Problem.parse(text), gpu.detect()
+    (parts,) = op.sample(problem, "cuda", 3)
+    halves = parts.double().chunk(len(op.results))
+    valid = list(op.valid(problem, spec))
+    for config in [op.default(problem, spec), *random.Random(text).sample(valid, 5)]:
+        results = op.outputs(problem, parts)
+        assert op.problem(*results, parts) == problem
+        for result in results:
+            result.fill_(float("nan"))
+        op.bind(problem, config, compiler.get(op, problem, config, spec))(*results, parts)
+        for result, half in zip(results, halves, strict=True):
+            assert error_ratio(result, half.sum(0), half.abs().sum(0)) <= 1
 
 
 def test_gradients_are_the_same_bits_every_time() -> None:
@@ -211,7 +217,7 @@ def test_empty(shape: tuple[int, ...]) -> None:
     for y in (rms_norm(x, w), layer_norm(x, w, w), *add_rms_norm(x, x, w)):
         assert y.shape == shape
         x.grad = w.grad = None
-        y.sum().backward()
+        y.sum().backward(retain_graph=True)
         assert x.grad is not None
         assert x.grad.shape == shape
         assert w.grad is None or (w.grad == 0).all()

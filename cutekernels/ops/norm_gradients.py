@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ColumnSumProblem(Problem):
-    """``parts`` rows of fp32; ``dtype`` is the result's. ``align``: bytes that divide addresses and a row's length."""
+    """``parts`` rows of fp32 for each result, whose type is ``dtype``.
+
+    ``align``: bytes that divide the address of the parts and a row's length.
+    """
 
     parts: int = extent(ladder)
     cols: int = extent(exact)
@@ -57,7 +60,7 @@ class ColumnSum(TensorOp[ColumnSumProblem, ColumnSumConfig]):
 
     name = "column_sum"
     revision = 1
-    suite = (
+    suite: ClassVar[tuple[str, ...]] = (
         "parts=132 cols=4096",
         "parts=264 cols=4096 dtype=bf16",
         "parts=7 cols=1001 align=4",
@@ -65,7 +68,7 @@ class ColumnSum(TensorOp[ColumnSumProblem, ColumnSumConfig]):
     )
     Problem = ColumnSumProblem
     Config = ColumnSumConfig
-    results = ("out",)
+    results: ClassVar[tuple[str, ...]] = ("out",)
     inputs = ("parts",)
     schema = "Tensor parts"
     in_place = False
@@ -80,6 +83,8 @@ class ColumnSum(TensorOp[ColumnSumProblem, ColumnSumConfig]):
             raise UnsupportedProblem(
                 f"{self.name} takes a matrix of torch.float32; got {tuple(parts.shape)} of {parts.dtype}"
             )
+        if parts.shape[0] % len(self.results):
+            raise UnsupportedProblem(f"{self.name} sums as many rows into each result; got {parts.shape[0]}")
         for out in results:
             if out.shape != parts.shape[1:] or out.device != parts.device or out.dtype not in DTYPE_NAMES:
                 raise UnsupportedProblem(f"{self.name} writes {tuple(parts.shape[1:])}; got {tuple(out.shape)}")
@@ -87,22 +92,23 @@ class ColumnSum(TensorOp[ColumnSumProblem, ColumnSumConfig]):
     def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
         (parts,) = inputs
         assert parts is not None
-        return (parts.new_empty(parts.shape[1:]),)
+        return tuple([parts.new_empty(parts.shape[1:]) for _ in self.results])
 
     def problem(self, *operands: Tensor | None, **options: Any) -> ColumnSumProblem:
-        out, parts = operands
+        out, parts = operands[0], operands[-1]
         assert out is not None
         assert parts is not None
         bits = WIDEST_BYTES | parts.data_ptr() | parts.shape[1] * 4
         # The result is written once; it may lie anywhere.
         rows, cols = parts.shape
-        return ColumnSumProblem(rows, cols, DTYPE_NAMES[out.dtype], bits & -bits)
+        return ColumnSumProblem(rows // len(self.results), cols, DTYPE_NAMES[out.dtype], bits & -bits)
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        return (args[0].double().sum(0).float(),)
+        return tuple([half.double().sum(0).float() for half in args[0].chunk(len(self.results))])
 
     def reference(self, p: ColumnSumProblem, *args: Any) -> tuple[Tensor, ...]:
-        return (args[0].double().sum(0).to(GPU_DTYPES[p.dtype]),)
+        halves = args[0].chunk(len(self.results)) if p.parts else [args[0]] * len(self.results)
+        return tuple([half.double().sum(0).to(GPU_DTYPES[p.dtype]) for half in halves])
 
     def why_not(self, p: ColumnSumProblem, c: ColumnSumConfig, gpu: GpuSpec) -> str | None:
         per_thread = c.block_parts * c.block_cols // (32 * c.warps)
@@ -135,34 +141,45 @@ class ColumnSum(TensorOp[ColumnSumProblem, ColumnSumConfig]):
         from cutekernels.kernels.triton import norm_gradients
 
         constants: dict[str, int | bool | str | float] = {"BLOCK_PARTS": c.block_parts, "BLOCK_COLS": c.block_cols}
-        signature = {"out_ptr": f"*{p.dtype}", "parts_ptr": "*fp32", "parts": "i32", "cols": "i64"}
+        signature = {f"{name}_ptr": f"*{p.dtype}" for name in self.results}
+        signature |= {"parts_ptr": "*fp32", "parts": "i32", "cols": "i64"}
         return compile_kernel(
-            norm_gradients.column_sum,
+            getattr(norm_gradients, self.name),
             signature=signature | dict.fromkeys(constants, "constexpr"),
             constexprs=constants,
-            divisible={"out_ptr": GPU_DTYPES[p.dtype].itemsize, "parts_ptr": p.align, "cols": p.align // 4},
+            divisible={"parts_ptr": p.align, "cols": p.align // 4},
             options={"num_warps": c.warps},
             gpu=gpu,
         )
 
     def grid(self, p: ColumnSumProblem, c: ColumnSumConfig) -> tuple[int, int, int]:
-        return -(-p.cols // c.block_cols), 1, 1
+        return -(-p.cols // c.block_cols), len(self.results), 1
 
     def bind(self, p: ColumnSumProblem, c: ColumnSumConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
-        return Launch(kernel, self.grid(p, c), 2, lambda *operands: (p.parts, p.cols))
+        return Launch(kernel, self.grid(p, c), len(self.results) + 1, lambda *operands: (p.parts, p.cols))
 
     def outputs(self, p: ColumnSumProblem, *args: Any) -> tuple[Tensor, ...]:
-        return (args[0].new_empty(p.cols, dtype=GPU_DTYPES[p.dtype]),)
+        return tuple([args[0].new_empty(p.cols, dtype=GPU_DTYPES[p.dtype]) for _ in self.results])
 
     def sample(self, p: ColumnSumProblem, device: str, seed: int) -> tuple[Any, ...]:
         generator = torch.Generator(device).manual_seed(seed)
         skew = p.align % WIDEST_BYTES // 4
-        memory = torch.randn(p.parts * p.cols + skew, generator=generator, device=device)
-        return (memory[skew:].view(p.parts, p.cols),)
+        rows = p.parts * len(self.results)
+        memory = torch.randn(rows * p.cols + skew, generator=generator, device=device)
+        return (memory[skew:].view(rows, p.cols),)
 
     def work(self, p: ColumnSumProblem) -> Work:
         moved = 4 * p.parts * p.cols + GPU_DTYPES[p.dtype].itemsize * p.cols
-        return Work(flops=float(p.parts * p.cols), bytes=float(moved), depth=float(p.parts))
+        n = len(self.results)
+        return Work(flops=float(n * p.parts * p.cols), bytes=float(n * moved), depth=float(p.parts))
+
+
+class ColumnSumPair(ColumnSum):
+    """Two of them: the first half of the rows summed into ``out``, the second into ``more``. Argument: parts."""
+
+    name = "column_sum_pair"
+    suite = ("parts=132 cols=4096", "parts=264 cols=4096 dtype=bf16", "parts=7 cols=1001 align=4")
+    results = ("out", "more")
 
 
 # ---- the gradients --------------------------------------------------------------------------------------
@@ -217,11 +234,16 @@ class _NormBackward(NormOp[N]):
             places = list(args)
             for i in absent:
                 places[i] = None
-            for i in summed:
-                places[i] = calls.scratch(args[0], programs // per_head, per_head * p.cols)
+            parts = calls.scratch(args[0], len(summed), programs // per_head, per_head * p.cols) if summed else None
+            for i, part in zip(summed, () if parts is None else parts.unbind(), strict=True):
+                places[i] = part
             launch(*places)
-            for i in summed:
-                calls.run(COLUMN_SUM, (args[i].view(-1),), (places[i],))
+            if len(summed) == 2 and args[summed[0]].dtype == args[summed[1]].dtype:
+                assert parts is not None
+                calls.run(COLUMN_SUM_PAIR, tuple([args[i].view(-1) for i in summed]), (parts.flatten(0, 1),))
+            else:
+                for i in summed:
+                    calls.run(COLUMN_SUM, (args[i].view(-1),), (places[i],))
 
         return launch_both
 
@@ -384,6 +406,7 @@ def _summed(t: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 COLUMN_SUM = ColumnSum()
+COLUMN_SUM_PAIR = ColumnSumPair()
 RMS_NORM_BACKWARD = RmsNormBackward()
 LAYER_NORM_BACKWARD = LayerNormBackward()
 

@@ -24,7 +24,7 @@ from cutekernels.ops.bias_gelu import BIAS_GELU, BIAS_GELU_BACKWARD
 from cutekernels.ops.expert_rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_GATHER
 from cutekernels.ops.gemm import GEMM
 from cutekernels.ops.glu import GELU_MUL, GELU_MUL_BACKWARD, SILU_MUL, SILU_MUL_BACKWARD
-from cutekernels.ops.norm_gradients import COLUMN_SUM, LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD
+from cutekernels.ops.norm_gradients import COLUMN_SUM, COLUMN_SUM_PAIR, LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD
 from cutekernels.ops.norms import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from cutekernels.ops.optimizer import ADAMW_STEP
 from cutekernels.ops.permutation import MOE_PERMUTE
@@ -48,6 +48,7 @@ OPS: tuple[Op[Any, Any], ...] = (
     LAYER_NORM,
     LAYER_NORM_BACKWARD,
     COLUMN_SUM,
+    COLUMN_SUM_PAIR,
     MOE_ROUTE,
     MOE_ROUTE_BACKWARD,
     MOE_PERMUTE,

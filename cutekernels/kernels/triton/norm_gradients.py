@@ -310,24 +310,31 @@ def layer_norm_backward(
 
 
 @triton.jit
-def column_sum(
-    out_ptr,
-    parts_ptr,
-    parts,
-    cols,
-    BLOCK_PARTS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-):
-    """``out[c] = sum over p of parts[p, c]``, in an order that only the config decides.
-
-    Schedule: a program owns BLOCK_COLS columns and walks down them, BLOCK_PARTS rows at a time.
-    """
+def _column_sum(out_ptr, parts_ptr, parts, cols, BLOCK_PARTS: tl.constexpr, BLOCK_COLS: tl.constexpr):
     c = tl.program_id(0).to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     p = tl.arange(0, BLOCK_PARTS)
     total = tl.zeros([BLOCK_PARTS, BLOCK_COLS], tl.float32)
     for start in range(0, parts, BLOCK_PARTS):
         inside = (p < parts - start)[:, None] & (c < cols)[None, :]
         at = parts_ptr + (start + p).to(tl.int64)[:, None] * cols + c[None, :]
-        total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(at, mask=inside, other=0.0)
     result = tl.sum(total, axis=0)
     tl.store(out_ptr + c, result.to(out_ptr.dtype.element_ty), mask=c < cols)
+
+
+@triton.jit
+def column_sum(out_ptr, parts_ptr, parts, cols, BLOCK_PARTS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """``out[c] = sum over p of parts[p, c]``, in an order that only the config decides.
+
+    Schedule: a program owns BLOCK_COLS columns and walks down them, BLOCK_PARTS rows at a time.
+    """
+    _column_sum(out_ptr, parts_ptr, parts, cols, BLOCK_PARTS, BLOCK_COLS)
+
+
+@triton.jit
+def column_sum_pair(out_ptr, more_ptr, parts_ptr, parts, cols, BLOCK_PARTS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """Two sums in one launch: the first ``parts`` rows into ``out``, as many after them into ``more``."""
+    if tl.program_id(1) == 0:
+        _column_sum(out_ptr, parts_ptr, parts, cols, BLOCK_PARTS, BLOCK_COLS)
+    else:
+        _column_sum(more_ptr, parts_ptr + parts.to(tl.int64) * cols, parts, cols, BLOCK_PARTS, BLOCK_COLS)
