@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cutekernels.ops.activations import bias_gelu as bias_gelu
     from cutekernels.ops.activations import gelu_mul as gelu_mul
     from cutekernels.ops.activations import silu_mul as silu_mul
+    from cutekernels.ops.embedding import embedding as embedding
     from cutekernels.ops.expert_rows import moe_combine as moe_combine
     from cutekernels.ops.expert_rows import moe_gather as moe_gather
     from cutekernels.ops.matmul import gemm as gemm
@@ -44,6 +45,7 @@ _HOMES = {
     "gelu_mul": "cutekernels.ops.activations",
     "silu_mul": "cutekernels.ops.activations",
     "rope": "cutekernels.ops.rope",
+    "embedding": "cutekernels.ops.embedding",
     "adamw_step": "cutekernels.ops.optimizer",
     "explain": "cutekernels.face",
     "reload": "cutekernels.dispatch",
@@ -62,6 +64,7 @@ __all__ = [
     "adamw_step",
     "add_rms_norm",
     "bias_gelu",
+    "embedding",
     "explain",
     "gelu_mul",
     "gemm",

@@ -10,6 +10,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op
 from cutekernels.ops import (
     activations,
+    embedding,
     expert_rows,
     matmul,
     norm_gradients,
@@ -21,6 +22,7 @@ from cutekernels.ops import (
     sampling,
 )
 from cutekernels.ops.bias_gelu import BIAS_GELU, BIAS_GELU_BACKWARD
+from cutekernels.ops.embedding import EMBEDDING, EMBEDDING_BACKWARD
 from cutekernels.ops.expert_rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_GATHER
 from cutekernels.ops.gemm import GEMM
 from cutekernels.ops.glu import GELU_MUL, GELU_MUL_BACKWARD, SILU_MUL, SILU_MUL_BACKWARD
@@ -42,6 +44,8 @@ OPS: tuple[Op[Any, Any], ...] = (
     BIAS_GELU_BACKWARD,
     ROPE,
     ADAMW_STEP,
+    EMBEDDING,
+    EMBEDDING_BACKWARD,
     RMS_NORM,
     RMS_NORM_BACKWARD,
     ADD_RMS_NORM,
@@ -67,6 +71,7 @@ for module in (
     activations,
     rope,
     optimizer,
+    embedding,
     norms,
     norm_gradients,
     routing,

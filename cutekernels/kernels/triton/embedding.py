@@ -1,0 +1,141 @@
+"""Rows of a table by number, and the gradient of the table: sums of the rows that were given the same number.
+
+A tile's edge is masked in units of VEC columns, which is one access; the at most VEC - 1 columns beyond the last whole
+unit follow one by one. Offsets are 64 bits wide.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _gather(out, table, known, there, cols_inside):
+    """Rows whose number is in the table, NaN in the others' place."""
+    values = tl.load(table, mask=known[:, None] & cols_inside[None, :], other=float("nan"))
+    tl.store(out, values, mask=there[:, None] & cols_inside[None, :])
+
+
+@triton.jit
+def embedding(
+    out_ptr,
+    ids_ptr,
+    table_ptr,
+    rows,
+    vocabulary,
+    cols,
+    out_row,
+    out_col,
+    ids_row,
+    table_row,
+    table_col,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """``out[r] = table[ids[r]]``. A number that is not in the table gives NaN, and reads nothing.
+
+    Schedule: a program loads the numbers of its rows, then copies a block of columns of each.
+    """
+    r = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    begin = tl.program_id(1).to(tl.int64) * BLOCK_COLS
+    there = r < rows
+    ids = tl.load(ids_ptr + r * ids_row, mask=there, other=0).to(tl.int64)
+    known = there & (ids >= 0) & (ids < vocabulary)
+    left = tl.minimum(cols - begin, BLOCK_COLS).to(tl.int32)
+    sources = table_ptr + begin * table_col + ids[:, None] * table_row
+    targets = out_ptr + begin * out_col + r[:, None] * out_row
+    c = tl.arange(0, BLOCK_COLS)
+    wide = c.to(tl.int64)[None, :]
+    _gather(targets + wide * out_col, sources + wide * table_col, known, there, c // VEC < left // VEC)
+    if VEC > 1:
+        whole = left // VEC * VEC
+        if whole < left:
+            last = whole + tl.arange(0, VEC)
+            tail = last.to(tl.int64)[None, :]
+            _gather(targets + tail * out_col, sources + tail * table_col, known, there, last < left)
+
+
+@triton.jit
+def _sum_rows(
+    dtable,
+    dout,
+    order_ptr,
+    begin,
+    end,
+    dout_row,
+    order_row,
+    inside,
+    WIDTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """Adds up rows ``order[begin:end]`` of WIDTH columns in fp32, BLOCK_ROWS at a time, and rounds once."""
+    total = tl.zeros((BLOCK_ROWS, WIDTH), tl.float32)
+    for at in range(begin, end, BLOCK_ROWS):
+        i = at + tl.arange(0, BLOCK_ROWS)
+        rows = tl.load(order_ptr + i * order_row, mask=i < end, other=0).to(tl.int64)
+        total += tl.load(dout + rows[:, None] * dout_row, mask=(i < end)[:, None] & inside[None, :], other=0.0).to(
+            tl.float32
+        )
+    tl.store(dtable, tl.sum(total, axis=0).to(dtable.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def embedding_backward(
+    dtable_ptr,
+    dout_ptr,
+    order_ptr,
+    starts_ptr,
+    cols,
+    dtable_row,
+    dtable_col,
+    dout_row,
+    dout_col,
+    order_row,
+    starts_row,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """``dtable[v] = sum of dout[order[i]] for starts[v] <= i < starts[v + 1]``: zero for rows that nobody asked for.
+
+    Schedule: a program owns a block of columns of one row of the table and walks its rows of ``dout`` in order, so that
+    every element is written once and sums are the same each time.
+    """
+    v = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1).to(tl.int64) * BLOCK_COLS
+    begin = tl.load(starts_ptr + v * starts_row).to(tl.int64)
+    end = tl.load(starts_ptr + (v + 1) * starts_row).to(tl.int64)
+    left = tl.minimum(cols - column, BLOCK_COLS).to(tl.int32)
+    target = dtable_ptr + v * dtable_row + column * dtable_col
+    source = dout_ptr + column * dout_col
+    c = tl.arange(0, BLOCK_COLS)
+    wide = c.to(tl.int64)
+    _sum_rows(
+        target + wide * dtable_col,
+        source + wide[None, :] * dout_col,
+        order_ptr,
+        begin,
+        end,
+        dout_row,
+        order_row,
+        c // VEC < left // VEC,
+        BLOCK_COLS,
+        BLOCK_ROWS,
+    )
+    if VEC > 1:
+        whole = left // VEC * VEC
+        if whole < left:
+            last = whole + tl.arange(0, VEC)
+            tail = last.to(tl.int64)
+            _sum_rows(
+                target + tail * dtable_col,
+                source + tail[None, :] * dout_col,
+                order_ptr,
+                begin,
+                end,
+                dout_row,
+                order_row,
+                last < left,
+                VEC,
+                BLOCK_ROWS,
+            )
