@@ -54,7 +54,8 @@ def test_compiles_for_every_architecture(op: Any, spec: gpu.GpuSpec) -> None:
     for p, c in made:
         facts = built(op.name, str(p), str(c), spec.name).facts
         assert facts.registers * 32 * c.warps <= 64 * 1024
-        assert facts.stack_bytes <= (64 if c.warps == 32 else 0), (str(p), str(c), facts)
+        # The largest search keeps 32 sums of 64 bits in 128 registers, and a few words that are seldom needed elsewhere.
+        assert facts.stack_bytes <= (32 if op is SAMPLE_FILTER else 0), (str(p), str(c), facts)
         assert facts.smem_bytes <= 48 * 1024
 
 

@@ -78,6 +78,7 @@ class MoePermuteConfig(Config):
     warps: int = knob(4, 8)
 
 
+_SORTED = 8  # more spill on sm_80, and take half a minute to compile
 _RECOUNTED = 16  # blocks that every program may count for itself
 
 
@@ -133,6 +134,8 @@ class MoePermute(TensorOp[MoePermuteProblem, MoePermuteConfig]):
         blocks = -(-p.pairs // c.block)
         if c.block > max(256, power_of_two(p.pairs)):
             return f"block={c.block} idles most of a block with {p.pairs} ids"
+        if c.block > _SORTED * 32 * c.warps:
+            return f"a thread sorts {c.block // (32 * c.warps)} ids of a block; at most {_SORTED}"
         fewer = max((n for n in _PROGRAMS if n < c.programs), default=0)
         if fewer >= max(1, blocks):
             return f"programs={c.programs}: {fewer} are enough for {blocks} blocks"

@@ -249,8 +249,6 @@ class MoeRoute(_RouteOp[MoeRouteConfig]):
         )
 
     def why_not(self, p: MoeRouteProblem, c: MoeRouteConfig, gpu: GpuSpec) -> str | None:
-        if c.method == "sort" and p.top_k > 16 and p.width > 256:
-            return "sorting wide rows for many experts takes minutes to compile: take the rounds"
         return self._fits(p, c.tokens, c.warps)
 
     def default(self, p: MoeRouteProblem, gpu: GpuSpec) -> MoeRouteConfig:

@@ -168,8 +168,9 @@ class SampleFilter(TensorOp[SampleFilterProblem, SampleFilterConfig]):
         per_thread = c.block // (32 * c.warps)
         if not 2 <= per_thread <= 8:
             return f"a thread of {32 * c.warps} takes 2 to 8 elements of a block; {c.block} give it {per_thread}"
-        if p.searches and per_thread << c.bits > _MAX_SUMS:
-            return f"bits={c.bits} make {per_thread << c.bits} sums in each thread; at most {_MAX_SUMS}"
+        most = _MAX_SUMS if c.warps <= 16 else _MAX_SUMS // 4  # a thread of 1024 has 64 registers
+        if p.searches and per_thread << c.bits > most:
+            return f"bits={c.bits} make {per_thread << c.bits} sums in each thread; at most {most}"
         if not p.searches and c.bits > 1:
             return "nothing is searched: bits must be 1"
         if c.splits > 1 and c.splits * c.block > 2 * p.cols:
