@@ -54,7 +54,7 @@ def test_compiles_for_every_architecture(op: Any, spec: gpu.GpuSpec) -> None:
     for p, c in made:
         facts = built(op.name, str(p), str(c), spec.name).facts
         assert facts.registers * 32 * c.warps <= 64 * 1024
-        # The largest search keeps 32 sums of 64 bits in 128 registers, and a few words that are seldom needed elsewhere.
+        # The largest search keeps 32 sums of 64 bits in 128 registers, and a few words that are seldom used elsewhere.
         assert facts.stack_bytes <= (32 if op is SAMPLE_FILTER else 0), (str(p), str(c), facts)
         assert facts.smem_bytes <= 48 * 1024
 
