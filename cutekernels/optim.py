@@ -21,7 +21,7 @@ from cutekernels import gpu as gpus
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops import registry as _registry  # noqa: F401  registers the torch op that CPU tensors fall back on
 from cutekernels.ops.optimizer import ADAMW_STEP, ADAMW_TABLE, AdamWProblem, Hyper, adamw_step, check_hyper
-from cutekernels.ops.strides import is_dense
+from cutekernels.ops.strides import is_dense, walk
 
 _ROW = 8  # numbers of a tensor in a table, as the kernel reads them
 _SPARES = 4  # steps that one capture may hold
@@ -112,7 +112,7 @@ class FusedAdamW(torch.optim.Optimizer):
         self._tables.clear()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient. ``closure`` is evaluated first, with gradients enabled."""
         loss = None
         if closure is not None:
@@ -156,13 +156,13 @@ class FusedAdamW(torch.optim.Optimizer):
         if group["master_weights"] and param.dtype != wide and "master" not in state:
             state["master"] = torch.empty_like(param, dtype=wide).copy_(param)
         master = state.get("master") if param.dtype != wide else None
-        moments = [state[name] for name in _MOMENTS]
+        exp_avg, exp_avg_sq = (state[name] for name in _MOMENTS)
         home = None
-        if not is_dense(param) or param.stride() != moments[0].stride():
-            home, param = param, torch.empty_like(moments[0], dtype=param.dtype).copy_(param)
-        if grad.stride() != param.stride():
+        if not is_dense(param) or walk(param) != walk(exp_avg):
+            home, param = param, torch.empty_like(exp_avg, dtype=param.dtype).copy_(param)
+        if walk(grad) != walk(param):
             grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
-        return _Operands(param, grad, *moments, master, state["step"], home)
+        return _Operands(param, grad, exp_avg, exp_avg_sq, master, state["step"], home)
 
     def _launch(self, kind: tuple[Any, ...], found: list[_Operands], group: dict[str, Any]) -> None:
         lr, device = group["lr"], found[0].param.device

@@ -147,7 +147,14 @@ def test_cpu_tensors_run_the_reference(dtype: str, master: bool, count: Any) -> 
 
 
 @pytest.mark.parametrize(
-    "lay", [lambda t: t.view(12, 25), lambda t: t.view(12, 25).t(), lambda t: t[::2], lambda t: t[:1]]
+    "lay",
+    [
+        lambda t: t.view(12, 25)[:1],
+        lambda t: t.view(12, 25),
+        lambda t: t.view(12, 25).t(),
+        lambda t: t[::2],
+        lambda t: t[:1],
+    ],
 )
 def test_any_strides(lay: Callable[[Tensor], Tensor]) -> None:
     given = [lay(t) for t in operands(300, "fp32") if t is not None]

@@ -87,7 +87,7 @@ def _table(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     return [_stepping(FusedAdamW, case, i) for i in sets]
 
 
-def _torch(case: Case, sets: Sequence[Inputs], **how: bool) -> Sequence[Launch]:
+def _torch(case: Case, sets: Sequence[Inputs], **how: Any) -> Sequence[Launch]:
     if AdamWProblem.parse(case.problem).dtype != "fp32":
         raise Absent("torch keeps the moments in the parameters' type")
     return [_stepping(partial(torch.optim.AdamW, **how), case, i) for i in sets]

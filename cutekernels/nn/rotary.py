@@ -88,7 +88,7 @@ class RotaryEmbedding(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
         """To another device, but never to another type: frequencies in bf16 would be off by whole turns."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.inv_freq.dtype != torch.float32:
             self.inv_freq = self._frequencies(self.inv_freq.device)
         self._tables = None

@@ -18,7 +18,7 @@ from cutekernels.op import Config, Problem, Work, extent, knob, ladder, plain
 from cutekernels.ops import calls
 from cutekernels.ops.calls import DTYPE_NAMES, GPU_DTYPES, WIDEST_BYTES, TensorOp, present
 from cutekernels.ops.inplace import register as register_inplace
-from cutekernels.ops.strides import is_dense
+from cutekernels.ops.strides import is_dense, walk
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
@@ -185,7 +185,7 @@ class AdamW(TensorOp[AdamWProblem, AdamWConfig]):
         if param.dtype not in DTYPE_NAMES:
             raise UnsupportedProblem(f"{self.name} on a GPU takes {', '.join(DTYPE_NAMES.values())}; got {param.dtype}")
         runs = [t for t in (*results, param, grad, *rest[:3]) if t is not None and t.numel()]
-        if not all(is_dense(t) and t.stride() == param.stride() for t in runs):
+        if not all(is_dense(t) and walk(t) == walk(param) for t in runs):
             raise UnsupportedProblem(
                 "operands lie densely and alike: clone them with torch.contiguous_format, or use adamw_step, "
                 f"which does; got strides {', '.join(str(t.stride()) for t in runs)}"
@@ -208,7 +208,8 @@ class AdamW(TensorOp[AdamWProblem, AdamWConfig]):
         param, grad, exp_avg, exp_avg_sq, master, step, lr_tensor, *numbers = args
         hyper = Hyper(*numbers)
         lr: Any = hyper.lr if lr_tensor is None else lr_tensor.double()
-        bias1, root = hyper.c1, hyper.c2
+        bias1: Any = hyper.c1
+        root: Any = hyper.c2
         if step is not None:
             bias1, root = -torch.expm1(step.double() * hyper.c1), (-torch.expm1(step.double() * hyper.c2)).sqrt()
         g, p = grad.double(), (param if master is None else master).double()
@@ -429,7 +430,7 @@ def adamw_step(
     if torch.is_grad_enabled() and any(t.requires_grad for t in present(inputs)):
         raise UnsupportedProblem("adamw_step is not differentiable: call it under torch.no_grad()")
     runs = [t for t in inputs[:5] if t is not None]
-    if not all(t.stride() == param.stride() and is_dense(t) for t in runs):
+    if not all(walk(t) == walk(param) and is_dense(t) for t in runs):
         copies = [None if t is None else t.contiguous() for t in inputs[:5]]
         _launched((*copies, steps, rates), maximize, hyper, config)
         for i in UPDATED:

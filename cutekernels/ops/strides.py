@@ -96,7 +96,7 @@ def relation(out: Tensor, t: Tensor) -> Relation:
         return "apart"
     if out.device != t.device:
         return "apart"
-    if begin == other and out.dtype == t.dtype and out.shape == t.shape and _walk(out) == _walk(t):
+    if begin == other and out.dtype == t.dtype and out.shape == t.shape and walk(out) == walk(t):
         return "same"
     ours, theirs = _lattice(out), _lattice(t)
     if ours is None or theirs is None:
@@ -149,6 +149,6 @@ def _nested(steps: Sequence[tuple[int, int]]) -> bool:
     return True
 
 
-def _walk(t: Tensor) -> tuple[int, ...]:
+def walk(t: Tensor) -> tuple[int, ...]:
     """The strides that are ever taken."""
     return tuple(s for n, s in zip(t.shape, t.stride(), strict=True) if n != 1)
