@@ -24,7 +24,7 @@ from bench.workloads import posed
 from cutekernels import dispatch, measure, verify
 from cutekernels.gpu import GpuSpec
 from cutekernels.measure import Samples
-from cutekernels.op import Op
+from cutekernels.op import Op, Work
 
 ROUNDS = 30
 CASE_BUDGET_US = 3e6  # timed device time of one case, all contenders together
@@ -139,7 +139,7 @@ def run_case(case: Case, plan: Plan, who: Sequence[Contender | Ours], timer: Tim
         for candidate in candidates:
             for t, value in zip(sets[0].updated, first, strict=True):
                 t.copy_(value)
-            candidate.make_ready(case, sets, truth, work.flops, accumulate, timer)
+            candidate.make_ready(case, sets, truth, work, accumulate, timer)
         ready = {c.name: c.round for c in candidates if c.round is not None}
         samples = (
             measure.time_interleaved(
@@ -200,7 +200,7 @@ class _Candidate:
         case: Case,
         sets: Sequence[Inputs],
         truth: tuple[Tensor, ...],
-        flops: float,
+        work: Work,
         accumulate: str,
         timer: Timer,
     ) -> None:
@@ -209,7 +209,7 @@ class _Candidate:
             verify.poison([t for t in sets[0].results if all(t is not u for u in sets[0].updated)])
             written = self._launches[0]()
             if self.contender.judged:
-                self._judge(written if isinstance(written, tuple) else (written,), truth, flops, accumulate)
+                self._judge(written if isinstance(written, tuple) else (written,), truth, work, accumulate)
             if self._row["status"] == "ok":
                 self.round = timer.prepare(self._launches, 200.0)
         except Absent as reason:
@@ -217,10 +217,9 @@ class _Candidate:
         except Exception as error:  # noqa: BLE001  a peer may fail in any way; that is a result, and has its row
             self._fail("failed", f"{type(error).__name__}: {error}")
 
-    def _judge(self, written: tuple[Tensor, ...], truth: tuple[Tensor, ...], flops: float, accumulate: str) -> None:
-        error = verify.worst_error(
-            written, [t.to(w.dtype) for w, t in zip(written, truth, strict=True)], flops, accumulate
-        )
+    def _judge(self, written: tuple[Tensor, ...], truth: tuple[Tensor, ...], work: Work, accumulate: str) -> None:
+        expected = [t.to(w.dtype) for w, t in zip(written, truth, strict=True)]
+        error = verify.worst_error(written, expected, work.flops, accumulate, work.depth)
         self._row["error"] = error if error < float("inf") else None
         # Infinities that both have are no distance.
         off = [

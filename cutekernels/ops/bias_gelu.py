@@ -14,7 +14,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.gpu import GpuSpec
 from cutekernels.op import Work, plain
 from cutekernels.ops import calls
-from cutekernels.ops.glu import gelu_and_slope
+from cutekernels.ops.glu import gelu_and_slope, gelu_depth
 from cutekernels.ops.tiles import TileConfig, TiledOp, TileProblem, power_of_two
 
 
@@ -62,6 +62,9 @@ class _BiasGelu(TiledOp[BiasGeluProblem]):
 
     def element(self, p: BiasGeluProblem, name: str) -> str:
         return "fp32" if name == "bias" and p.bias == "fp32" else super().element(p, name)
+
+    def depth(self, p: BiasGeluProblem) -> float:
+        return gelu_depth(p)
 
     def constants(self, p: BiasGeluProblem) -> dict[str, int | bool | str]:
         return {"ACT": "gelu" if p.approximate == "none" else "gelu_tanh"}
@@ -157,7 +160,7 @@ class BiasGeluBackward(_BiasGelu):
 
     def work(self, p: BiasGeluProblem) -> Work:
         found = super().work(p)
-        return Work(found.flops, found.bytes + 4 * slabs(p.rows) * p.cols)
+        return Work(found.flops, found.bytes + 4 * slabs(p.rows) * p.cols, found.depth)
 
 
 def slab_rows(rows: int) -> int:

@@ -305,7 +305,11 @@ class TiledOp(TensorOp[T, TileConfig]):
         elements = p.rows * p.cols
         bytes_ = len(self._matrices()) * p.itemsize * elements
         bytes_ += sum(GPU_DTYPES[self.element(p, name)].itemsize * p.cols for name in self.vectors)
-        return Work(flops=float(self.flops_per_element * elements), bytes=float(bytes_))
+        return Work(float(self.flops_per_element * elements), float(bytes_), self.depth(p))
+
+    def depth(self, p: T) -> float | None:
+        """As :class:`~cutekernels.op.Work` has it."""
+        return None
 
 
 def _step(vector: Tensor) -> int:
