@@ -49,11 +49,10 @@ def truth(
     )
     torchs.state[one] = {"step": torch.tensor(step - 1.0), "exp_avg": m, "exp_avg_sq": v}
     torchs.step()
-    sizes = (
-        p.abs() + param.double().abs() + (one.detach() - param.double()).abs(),
-        exp_avg.double().abs() + (1 - betas[0]) * (grad.double() - exp_avg.double()).abs(),
-        v.abs(),
-    )
+    of_m = exp_avg.double().abs() + (1 - betas[0]) * (grad.double() - exp_avg.double()).abs()
+    # Where the moment's terms cancel, what is left of their rounding moves the parameter as far as they would.
+    moved = lr / (1 - betas[0] ** step) * of_m / ((v / (1 - betas[1] ** step)).sqrt() + eps)
+    sizes = (p.abs() + param.double().abs() + moved, of_m, v.abs())
     return list(zip((one.detach(), m, v), sizes, strict=True))
 
 

@@ -45,11 +45,11 @@ def _at(operand, row, head, r, c):
 
 
 @triton.jit
-def _affine(operand, head, c, inside, offset, PRESENT: tl.constexpr):
-    """A weight or a bias plus ``offset``, in fp32. Shape (1, width of c)."""
+def _affine(operand, head, c, inside, PRESENT: tl.constexpr):
+    """A weight or a bias as it is stored: half the registers of fp32 while rows are reduced. Shape (1, width of c)."""
     if PRESENT:
         at = operand[0] + head * operand[2] + c.to(tl.int64) * operand[3]
-        return tl.load(at, mask=inside, other=0.0).to(tl.float32)[None, :] + offset
+        return tl.load(at, mask=inside, other=0.0)[None, :]
     else:
         return 0.0
 
@@ -70,14 +70,16 @@ def _store(operand, value, row, head, r, c, inside):
 
 
 @triton.jit
-def _scaled(x, rstd, weight, bias, result, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROUND_TWICE: tl.constexpr):
+def _scaled(
+    x, rstd, weight, offset, bias, result, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROUND_TWICE: tl.constexpr
+):
     y = x * rstd[:, None]
     if ROUND_TWICE:
         y = y.to(result[0].dtype.element_ty).to(tl.float32)
     if WEIGHT:
-        y = y * weight
+        y = y * (weight.to(tl.float32) + offset)
     if BIAS:
-        y = y + bias
+        y = y + bias.to(tl.float32)
     return y
 
 
@@ -94,6 +96,7 @@ def _resident(
     rows,
     cols,
     eps,
+    weight_offset,
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -112,7 +115,8 @@ def _resident(
     if CENTRED:
         value = tl.where(inside, value - (tl.sum(value, axis=1) / cols)[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(value * value, axis=1) / cols + eps)
-    _store(y, _scaled(value, rstd, weight, bias, y, WEIGHT, BIAS, ROUND_TWICE), row, head, r, c, inside)
+    scaled = _scaled(value, rstd, weight, weight_offset, bias, y, WEIGHT, BIAS, ROUND_TWICE)
+    _store(y, scaled, row, head, r, c, inside)
 
 
 @triton.jit
@@ -164,9 +168,10 @@ def _chunked(
         value = _summed(x, residual, row, head, r, c, inside, RESIDUAL)
         if RESIDUAL:
             _store(u, value, row, head, r, c, inside)
-        w = _affine(weight, head, c, c < cols, weight_offset, WEIGHT)
-        b = _affine(bias, head, c, c < cols, 0.0, BIAS)
-        _store(y, _scaled(value - mean[:, None], rstd, w, b, y, WEIGHT, BIAS, ROUND_TWICE), row, head, r, c, inside)
+        w = _affine(weight, head, c, c < cols, WEIGHT)
+        b = _affine(bias, head, c, c < cols, BIAS)
+        scaled = _scaled(value - mean[:, None], rstd, w, weight_offset, b, y, WEIGHT, BIAS, ROUND_TWICE)
+        _store(y, scaled, row, head, r, c, inside)
 
 
 @triton.jit
@@ -197,18 +202,18 @@ def _forward(
         row, head = _place(_program(), heads, BLOCK_ROWS, NESTED)
         # Asked for before any row is waited for, so that they arrive together.
         c = tl.arange(0, BLOCK_COLS)
-        w = _affine(weight, head, c, c < cols, weight_offset, WEIGHT)
-        b = _affine(bias, head, c, c < cols, 0.0, BIAS)
+        w = _affine(weight, head, c, c < cols, WEIGHT)
+        b = _affine(bias, head, c, c < cols, BIAS)
         if STAGES > 0:
             for index in tl.range(_program(), tl.cdiv(rows, BLOCK_ROWS) * heads, _programs(), num_stages=STAGES):
                 row, head = _place(index, heads, BLOCK_ROWS, NESTED)
                 _resident(
-                    y, u, x, residual, w, b, row, head, rows, cols, eps,
+                    y, u, x, residual, w, b, row, head, rows, cols, eps, weight_offset,
                     WEIGHT, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, BLOCK_ROWS, BLOCK_COLS,
                 )  # fmt: skip
         else:
             _resident(
-                y, u, x, residual, w, b, row, head, rows, cols, eps,
+                y, u, x, residual, w, b, row, head, rows, cols, eps, weight_offset,
                 WEIGHT, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, BLOCK_ROWS, BLOCK_COLS,
             )  # fmt: skip
     else:
