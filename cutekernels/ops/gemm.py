@@ -10,14 +10,16 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.kernels.cute.parts.smem import GemmSmem
+from cutekernels.kernels.cute.parts.smem import GemmSmem, SkinnySmem
 from cutekernels.op import Config, Op, Problem, Work, extent, knob, ladder, plain
+from cutekernels.ops import gemm_skinny
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
@@ -108,28 +110,39 @@ class Side:
 
 @dataclass(frozen=True)
 class GemmConfig(Config):
-    """The multistage schedule's knobs; see ``kernels/cute/gemm_multistage.py``."""
+    """The knobs of two schedules: ``kernels/cute/gemm_multistage.py`` and, for a few tokens, ``gemm_skinny.py``."""
 
-    tile_m: int = knob(32, 64, 128, 256)
-    tile_n: int = knob(32, 64, 128, 256)
-    tile_k: int = knob(32, 64)
+    tile_m: int = knob(16, 32, 64, 128, 256)
+    tile_n: int = knob(8, 16, 32, 64, 128, 256)
+    tile_k: int = knob(32, 64, 128, 256)
     warps_m: int = knob(1, 2, 4)
     warps_n: int = knob(1, 2, 4)
-    stages: int = knob(2, 3, 4, 6)
+    stages: int = knob(2, 3, 4, 5, 6, 8)
     raster: int = knob(1, 8, 16)
     ctas_per_sm: int = knob(1, 2, 3)
     persistent: bool = knob(False, True, added=True)
+    body: str = knob("multistage", "skinny", added=True)
+    warps_k: int = knob(1, 2, 4, 8, added=True)
+    split_k: int = knob(1, 2, 4, added=True)
+    pdl: bool = knob(False, True, added=True)
+
+    @classmethod
+    def every(cls) -> Iterator[GemmConfig]:
+        """The whole space: each schedule's own."""
+        return iter(_every())
 
     @property
     def warps(self) -> int:
-        return self.warps_m * self.warps_n
+        return self.warps_m * self.warps_n * self.warps_k
 
     @property
     def threads(self) -> int:
         return 32 * self.warps
 
     @property
-    def smem(self) -> GemmSmem:
+    def smem(self) -> GemmSmem | SkinnySmem:
+        if self.body == "skinny":
+            return gemm_skinny.smem(self)
         return GemmSmem(self.tile_m, self.tile_n, self.tile_k, self.stages, self.persistent)
 
     @property
@@ -137,6 +150,30 @@ class GemmConfig(Config):
         return self.tile_m // self.warps_m, self.tile_n // self.warps_n
 
 
+# What each schedule searches; a knob that is missing keeps its first value.
+BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "multistage": {
+        "tile_m": (32, 64, 128, 256),
+        "tile_n": (32, 64, 128, 256),
+        "tile_k": (32, 64),
+        "warps_m": (1, 2, 4),
+        "warps_n": (1, 2, 4),
+        "stages": (2, 3, 4, 6),
+        "raster": (1, 8, 16),
+        "ctas_per_sm": (1, 2, 3),
+        "persistent": (False, True),
+    },
+    "skinny": {
+        "tile_m": (16, 32, 64, 128),
+        "tile_n": (8, 16, 32, 64),
+        "tile_k": (64, 128, 256),
+        "warps_m": (1, 2, 4),
+        "warps_k": (1, 2, 4, 8),
+        "stages": (3, 4, 5, 6, 8),
+        "split_k": (1, 2, 4),
+        "pdl": (False, True),
+    },
+}
 MAX_WARPS = 8
 MAX_CTAS = 3
 MIN_TILE = 32
@@ -182,6 +219,12 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         return next(self._broken(p, c, gpu), None)
 
     def _broken(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
+        for name, allowed in _OWN_VALUES[c.body]:
+            if getattr(c, name) not in allowed:
+                yield f"body={c.body} takes {name} from {', '.join(map(str, allowed))}; it is {getattr(c, name)}"
+        yield from (gemm_skinny.broken if c.body == "skinny" else self._broken_multistage)(p, c, gpu)
+
+    def _broken_multistage(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
         if c.warps > MAX_WARPS:
             yield f"{c.warps_m}x{c.warps_n} warps are more than {MAX_WARPS}"
         if c.warps < 4 and c.tile_m * c.tile_n > 32 * 64:
@@ -234,6 +277,10 @@ class Gemm(Op[GemmProblem, GemmConfig]):
     def _fits(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> bool:
         return next(self._overflows(p, c, gpu), None) is None
 
+    def valid(self, p: GemmProblem, gpu: GpuSpec) -> Iterator[GemmConfig]:
+        few = next(gemm_skinny.refused(p), None) is None
+        return (c for c in _every() if (few or c.body != "skinny") and self.why_not(p, c, gpu) is None)
+
     # -- choice
 
     def default(self, p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
@@ -247,6 +294,8 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         elsewhere. They rank: the best estimate is 1.11 times the best time measured, on average, while the
         estimates themselves are off by 20 %. No substitute for measuring.
         """
+        if c.body == "skinny":
+            return gemm_skinny.estimate_us(p, c, gpu)
         rows, columns = p.sides()
         tiles = -(-rows.extent // c.tile_m) * -(-columns.extent // c.tile_n) * p.batch
         if tiles == 0:
@@ -285,28 +334,9 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         from cutlass.cute.runtime import make_fake_tensor
 
         from cutekernels.backends import cute as backend
-        from cutekernels.kernels.cute.gemm_multistage import MultistageGemm
-        from cutekernels.kernels.cute.parts.epilogue import Activation, GemmEpilogue
-        from cutekernels.kernels.cute.parts.load import OperandLoad
-        from cutekernels.kernels.cute.parts.mma import WarpMma
-        from cutekernels.kernels.cute.parts.schedule import Raster
 
-        rows, columns = p.sides()
+        body = gemm_skinny.body(p, c) if c.body == "skinny" else self._multistage(p, c, gpu)
         dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[p.dtype]
-        accumulate = cutlass.Float16 if p.accumulate == "fp16" else cutlass.Float32
-        bias_axis = "none" if p.bias == "none" else "m" if p.transposed else "n"
-        body = MultistageGemm(
-            load_a=OperandLoad(c.tile_m, c.tile_k, c.stages, c.threads, rows.k_major, rows.align),
-            load_b=OperandLoad(c.tile_n, c.tile_k, c.stages, c.threads, columns.k_major, columns.align),
-            mma=WarpMma(c.warps_m, c.warps_n, accumulate, rows.k_major, columns.k_major),
-            raster=Raster(c.raster),
-            epilogue=GemmEpilogue(
-                c.tile_m, c.tile_n, c.threads, p.out_align, source(p), p.c_align, bias_axis, Activation(p.activation)
-            ),
-            ctas_per_sm=c.ctas_per_sm,
-            transposed=p.transposed,
-            resident=gpu.sm_count * c.ctas_per_sm if c.persistent else 0,
-        )
         cute = cutlass.cute
         extents = {name: cute.sym_int(divisibility=divisibility(p, name)) for name in "mnk"}
         batch = cute.sym_int()
@@ -323,8 +353,12 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         if p.bias != "none":
             kind = cutlass.Float32 if p.bias == "fp32" else dtype
             bias = make_fake_tensor(kind, (extents["n"],), stride=(1,), assumed_align=kind.width // 8)
+        workspace: list[Any] = []
+        if c.split_k > 1:
+            whole = [(cutlass.Float32, 16), (cutlass.Int32, 4)]
+            workspace = [make_fake_tensor(t, (cute.sym_int(),), stride=(1,), assumed_align=n) for t, n in whole]
         return backend.compile(
-            body,
+            body.shared if workspace else body,
             operand("m", "n", p.out_major, p.out_align),
             operand("m", "k", p.a_major, p.a_align),
             operand("k", "n", p.b_major, p.b_align),
@@ -332,13 +366,40 @@ class Gemm(Op[GemmProblem, GemmConfig]):
             bias,
             cutlass.Float32(1.0),
             cutlass.Float32(0.0),
+            *workspace,
             gpu=gpu,
+        )
+
+    def _multistage(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Any:
+        """The multistage body with its parts."""
+        import cutlass
+
+        from cutekernels.kernels.cute.gemm_multistage import MultistageGemm
+        from cutekernels.kernels.cute.parts.epilogue import Activation, GemmEpilogue
+        from cutekernels.kernels.cute.parts.load import OperandLoad
+        from cutekernels.kernels.cute.parts.mma import WarpMma
+        from cutekernels.kernels.cute.parts.schedule import Raster
+
+        rows, columns = p.sides()
+        accumulate = cutlass.Float16 if p.accumulate == "fp16" else cutlass.Float32
+        bias_axis = "none" if p.bias == "none" else "m" if p.transposed else "n"
+        return MultistageGemm(
+            load_a=OperandLoad(c.tile_m, c.tile_k, c.stages, c.threads, rows.k_major, rows.align),
+            load_b=OperandLoad(c.tile_n, c.tile_k, c.stages, c.threads, columns.k_major, columns.align),
+            mma=WarpMma(c.warps_m, c.warps_n, accumulate, rows.k_major, columns.k_major),
+            raster=Raster(c.raster),
+            epilogue=GemmEpilogue(
+                c.tile_m, c.tile_n, c.threads, p.out_align, source(p), p.c_align, bias_axis, Activation(p.activation)
+            ),
+            ctas_per_sm=c.ctas_per_sm,
+            transposed=p.transposed,
+            resident=gpu.sm_count * c.ctas_per_sm if c.persistent else 0,
         )
 
     def bind(self, p: GemmProblem, c: GemmConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
         if 0 in (p.m, p.n, p.batch):
             return _nothing
-        return kernel  # its arguments are out, a, b, c, bias, alpha, beta already
+        return gemm_skinny.bind(p, c, kernel)  # a kernel's arguments are out, a, b, c, bias, alpha, beta already
 
     # -- mathematics
 
@@ -444,9 +505,28 @@ def _nothing(*args: Any) -> None:
     """The launch of an empty problem."""
 
 
+_SPACE = GemmConfig.space()
+# What each knob may be under a body, in the order of the fields.
+_OWN_VALUES = {
+    body: tuple((name, own.get(name, (body,) if name == "body" else values[:1])) for name, values in _SPACE.items())
+    for body, own in BODIES.items()
+}
+
+
+@cache
+def _every() -> tuple[GemmConfig, ...]:
+    return tuple(
+        GemmConfig(**dict(zip(GemmConfig.space(), chosen, strict=True)))
+        for own in _OWN_VALUES.values()
+        for chosen in product(*[values for _, values in own])
+    )
+
+
 @cache
 def _default(op: Gemm, p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
-    candidates = (c for c in _shortlist() if op.why_not(p, c, gpu) is None)
+    candidates = [c for c in _shortlist() if op.why_not(p, c, gpu) is None]
+    if p.m <= gemm_skinny.ALWAYS_TOKENS:
+        candidates = [c for c in candidates if c.body == "skinny"] or candidates
     best = min(candidates, key=lambda c: (op.estimate_us(p, c, gpu), str(c)), default=None)
     assert best is not None, f"no config for {p} on {gpu.name}"
     return best
@@ -459,7 +539,8 @@ def _shortlist() -> tuple[GemmConfig, ...]:
         (128, 64, 4, 1), (64, 128, 1, 4), (64, 64, 2, 2), (32, 128, 1, 4), (128, 32, 4, 1), (32, 256, 1, 4),
         (256, 32, 4, 1), (32, 64, 1, 4), (64, 32, 4, 1), (32, 32, 2, 2),
     ]  # fmt: skip
-    return tuple(
+    skinny = [c for c in _every() if c.body == "skinny" and c.stages in (3, 5, 8) and c.tile_k >= 128]
+    return *skinny, *(
         GemmConfig(tile_m, tile_n, tile_k, warps_m, warps_n, stages, raster, ctas, persistent)
         for tile_m, tile_n, warps_m, warps_n in shapes
         for tile_k in (32, 64)

@@ -40,3 +40,32 @@ class GemmSmem:
     def total_bytes(self) -> int:
         staged = self.a_bytes + self.b_bytes
         return staged + self.out_bytes if self.persistent else max(staged, self.out_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnySmem:
+    """Shared memory of a skinny GEMM: stages of weight rows and tokens, later sums of warps in their place; a flag."""
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    stages: int
+    warps_k: int
+    element_bytes: int = 2
+    FLAG_BYTES = 16
+
+    @property
+    def staged_bytes(self) -> int:
+        return (self.tile_m + self.tile_n) * self.tile_k * self.stages * self.element_bytes
+
+    @property
+    def summed_bytes(self) -> int:
+        return (self.warps_k - 1) * self.tile_m * self.tile_n * 4
+
+    @property
+    def flag_at(self) -> int:
+        return max(self.staged_bytes, self.summed_bytes)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.flag_at + self.FLAG_BYTES

@@ -1,0 +1,121 @@
+"""The skinny schedule of ``gemm`` on a GPU: numerics for every token count, configs, ragged edges, split-K, PDL."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from test_gemm_gpu import assert_right, launch
+
+import cutekernels as ck
+from cutekernels import gpu
+from cutekernels.ops.gemm import ACTIVATIONS, GEMM, GemmConfig, GemmProblem
+
+pytestmark = pytest.mark.gpu
+TOKENS = (1, 2, 3, 4, 7, 8, 9, 16, 17, 24, 31, 32, 33, 48, 64, 65, 96, 127, 128)
+
+
+def skinny(problem: GemmProblem, **values: Any) -> list[GemmConfig]:
+    spec = gpu.detect()
+    valid = [c for c in GEMM.valid(problem, spec) if c.body == "skinny"]
+    return [c for c in valid if all(getattr(c, name) == value for name, value in values.items())]
+
+
+def posed(rng: random.Random, m: int) -> GemmProblem:
+    n = rng.choice((1, 9, 64, 257, 1000, 1024, 3584))
+    return GemmProblem(
+        m=m,
+        n=n,
+        k=rng.choice((8, 72, 264, 512, 1000, 2048, 3592)),
+        b_major="k",
+        dtype=rng.choice(("bf16", "fp16")),
+        c=rng.choice(("none", "n")),
+        c_align=1,
+        out_align=rng.choice([a for a in (8, 4, 2, 1) if n % a == 0]),
+        bias=rng.choice(("none", "same", "fp32")),
+        activation=rng.choice(tuple(ACTIVATIONS)),
+    )
+
+
+@pytest.mark.parametrize("m", TOKENS)
+def test_random_problems_and_configs(m: int) -> None:
+    rng = random.Random(m)
+    for seed in range(6):
+        problem = posed(rng, m)
+        args = GEMM.sample(problem, "cuda", seed)
+        for config in rng.sample(skinny(problem), 2):
+            assert_right(launch(problem, args, str(config)), problem, args, str(config))
+
+
+@pytest.mark.parametrize("split_k", [2, 4])
+def test_split_k_is_the_same_every_time(split_k: int) -> None:
+    """Which CTA is last differs from run to run; the order of the sum does not. Outliers make it matter."""
+    problem = GemmProblem.parse("m=16 n=1024 k=4096 b_major=k")
+    a, b, *rest = GEMM.sample(problem, "cuda", 0)
+    a[:, ::97] *= 1e4
+    for config in random.Random(split_k).sample(skinny(problem, split_k=split_k), 3):
+        results = [launch(problem, (a, b, *rest), str(config)).clone() for _ in range(20)]
+        assert all(torch.equal(results[0], r) for r in results[1:]), config
+
+
+@pytest.mark.parametrize("split_k", [1, 4])
+def test_graphs_and_streams_do_not_share_a_workspace(split_k: int) -> None:
+    problem = GemmProblem.parse("m=8 n=512 k=4096 b_major=k")
+    config = str(skinny(problem, split_k=split_k)[0])
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    xs = [torch.randn(8, 4096, device="cuda", dtype=torch.bfloat16) for _ in streams]
+    w = torch.randn(512, 4096, device="cuda", dtype=torch.bfloat16)
+    expected = [ck.gemm(x, w.t(), config=config) for x in xs]
+    torch.cuda.synchronize()
+    graphs, outs = [], [torch.empty_like(e) for e in expected]
+    for x, out in zip(xs, outs, strict=True):  # captured one after another: one capture stream
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(5):
+                ck.gemm(x, w.t(), out=out, config=config)
+        graphs.append(graph)
+    eager: list[list[torch.Tensor]] = [[] for _ in streams]
+    for _ in range(20):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                graphs[i].replay()
+                eager[i].append(ck.gemm(xs[i], w.t(), config=config))
+    torch.cuda.synchronize()
+    for i, want in enumerate(expected):
+        assert torch.equal(outs[i], want)
+        assert all(torch.equal(e, want) for e in eager[i])
+
+
+def test_dependent_launches_see_what_came_before() -> None:
+    """A chain through activations and through a weight, in one stream and in one graph."""
+    if not gpu.detect().has_pdl:
+        pytest.skip("no programmatic dependent launch here")
+    problem = GemmProblem.parse("m=4 n=2048 k=2048 b_major=k")
+    config = str(skinny(problem, pdl=True, split_k=1)[-1])
+    x0 = torch.randn(4, 2048, device="cuda", dtype=torch.bfloat16)
+    ws = [torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) / 45 for _ in range(4)]
+    weight = torch.empty_like(ws[0])
+
+    def chain(x: torch.Tensor, how: Any) -> torch.Tensor:
+        for w in ws * 3:
+            torch.mul(w, 2.0, out=weight)
+            x = how(x, weight)
+            x = how(x, w) * 0.5
+        return x
+
+    def ours(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return ck.gemm(x, w.t(), config=config)
+
+    want = chain(x0, lambda x, w: ck.gemm(x, w.t(), config=config.replace("pdl=1", "")))
+    torch.cuda.synchronize()
+    for _ in range(10):
+        assert torch.equal(chain(x0, ours), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(x0, ours)
+    for _ in range(10):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, want)
