@@ -18,7 +18,6 @@ from cutekernels.autotune.report import TaskReport, TuneReport
 from cutekernels.autotune.runtime import LocalRuntime, Runtime
 from cutekernels.autotune.search import Search
 from cutekernels.db.store import Environment, Store, Trial
-from cutekernels.gpu import GpuSpec
 
 
 class Watcher(Protocol):

@@ -42,6 +42,7 @@ class Measure:
     race: tuple[str, ...] = ()
     rounds: int = 20
     budget_us: float | None = None
+    rest_s: float = 0.0  # before each sample (``measure.py``)
 
 
 @dataclass(frozen=True)

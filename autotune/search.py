@@ -44,6 +44,7 @@ MODEL_SEEDS = 8  # the op's own model is right often enough to be asked first
 AHEAD = 8  # candidates in the compile pool: enough to keep the GPU busy, few enough for the sampler to learn in time
 RACE_ROUNDS, RACE_BUDGET_US = 20, 150_000.0
 FINAL_ROUNDS, FINAL_BUDGET_US = 60, 2_000_000.0
+FINAL_REST_S = 0.005  # at full clock: under power throttling large products all take the same time
 
 OnTrial = Callable[[Trial, int, int], None]  # a row just written, attempts so far, attempts wanted
 
@@ -261,7 +262,7 @@ class Search:
         """Outcomes out of a fresh process, or None where it died; ``blame`` records that as the last config's."""
         self.runtime.refresh()
         texts = tuple(map(str, [self._default, *challengers]))
-        request = Measure(self._prepare(1), texts, rounds=FINAL_ROUNDS, budget_us=FINAL_BUDGET_US)
+        request = Measure(self._prepare(1), texts, rounds=FINAL_ROUNDS, budget_us=FINAL_BUDGET_US, rest_s=FINAL_REST_S)
         try:
             return self.runtime.measure(request)
         except ChildFailure as error:

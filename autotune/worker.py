@@ -110,7 +110,9 @@ class _Bench:
         race = request.race if all(text in rounds for text in request.race) else ()
         samples = {}
         if rounds:
-            samples = time_interleaved(rounds, rounds=request.rounds, budget_us=request.budget_us, race=race)
+            samples = time_interleaved(
+                rounds, rounds=request.rounds, budget_us=request.budget_us, race=race, rest_s=request.rest_s
+            )
         for text, timed in rounds.items():
             poison(self.sets[0][0])
             timed()

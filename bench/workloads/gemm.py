@@ -23,6 +23,8 @@ PROJECTIONS = {
     "llama-3-8b": {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
     "qwen2.5-7b": {"qkv": (4608, 3584), "out": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)},
 }
+DECODE = ((3584, 3584), (18944, 3584), (4096, 4096), (6144, 4096), (3584, 18944))  # weights (N, K)
+DECODE_TOKENS = (1, 4, 8, 16, 32, 64, 128)
 SQUARES = (512, 1024, 2048, 4096, 8192)
 SCALES = ((1.0, 0.0), (1.0, 1.0), (2.0, 3.0), (0.5, 2.0))  # (alpha, beta), as minfer's table has them
 
@@ -37,6 +39,14 @@ def _llm(dtype: str, accumulate: str) -> list[Case]:
         for model, projections in PROJECTIONS.items()
         for name, (n, k) in projections.items()
         for m in TOKENS
+    ]
+
+
+def _decode(dtype: str, accumulate: str) -> list[Case]:
+    return [
+        Case("gemm", _text(m, n, k, dtype, accumulate, b_major="k"), f"{n}x{k} m={m}")
+        for n, k in DECODE
+        for m in DECODE_TOKENS
     ]
 
 
@@ -141,7 +151,7 @@ def _nvidia(file: Path, case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
 WORKLOADS = (
     Workload(
         op="gemm",
-        suites={"square": _square, "llm": _llm, "alphabeta": _alphabeta},
+        suites={"square": _square, "llm": _llm, "decode": _decode, "alphabeta": _alphabeta},
         inputs=_inputs,
         truth=_truth,
         ours=_ours,
