@@ -525,8 +525,8 @@ def _every() -> tuple[GemmConfig, ...]:
 @cache
 def _default(op: Gemm, p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
     candidates = [c for c in _shortlist() if op.why_not(p, c, gpu) is None]
-    if p.m <= gemm_skinny.ALWAYS_TOKENS:
-        candidates = [c for c in candidates if c.body == "skinny"] or candidates
+    body = "skinny" if p.m <= gemm_skinny.DEFAULT_TOKENS else "multistage"
+    candidates = [c for c in candidates if c.body == body] or candidates
     best = min(candidates, key=lambda c: (op.estimate_us(p, c, gpu), str(c)), default=None)
     assert best is not None, f"no config for {p} on {gpu.name}"
     return best
