@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from cutekernels.ops.expert_rows import moe_gather as moe_gather
     from cutekernels.ops.matmul import gemm as gemm
     from cutekernels.ops.matmul import linear as linear
+    from cutekernels.ops.norm_linear import fold as fold
+    from cutekernels.ops.norm_linear import linear_silu_mul as linear_silu_mul
+    from cutekernels.ops.norm_linear import rms_norm_linear as rms_norm_linear
     from cutekernels.ops.norms import add_rms_norm as add_rms_norm
     from cutekernels.ops.norms import layer_norm as layer_norm
     from cutekernels.ops.norms import rms_norm as rms_norm
@@ -39,6 +42,9 @@ _HOMES = {
     "add_rms_norm": "cutekernels.ops.norms",
     "layer_norm": "cutekernels.ops.norms",
     "rms_norm": "cutekernels.ops.norms",
+    "fold": "cutekernels.ops.norm_linear",
+    "linear_silu_mul": "cutekernels.ops.norm_linear",
+    "rms_norm_linear": "cutekernels.ops.norm_linear",
     "gemm": "cutekernels.ops.matmul",
     "linear": "cutekernels.ops.matmul",
     "bias_gelu": "cutekernels.ops.activations",
@@ -66,16 +72,19 @@ __all__ = [
     "bias_gelu",
     "embedding",
     "explain",
+    "fold",
     "gelu_mul",
     "gemm",
     "layer_norm",
     "linear",
+    "linear_silu_mul",
     "moe_combine",
     "moe_gather",
     "moe_permute",
     "moe_route",
     "reload",
     "rms_norm",
+    "rms_norm_linear",
     "rope",
     "sample_filter",
     "silu_mul",
