@@ -133,7 +133,7 @@ def test_a_file_and_a_missing_one(tmp_path: Path) -> None:
 
 
 def test_bundled_jobs_hold_real_problems() -> None:
-    models = {"demo", "llama-3-8b", "qwen2.5-7b"}
+    models = {"demo", "llama-3-8b", "mistral-7b", "qwen2.5-7b", "qwen3-8b"}
     assert {*models, "square"} <= set(bundled())
     for name in bundled():
         job = load(name)
