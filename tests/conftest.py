@@ -5,6 +5,7 @@ Nothing here imports torch unless a test marked ``gpu`` was collected.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -31,6 +32,22 @@ def _own_database_and_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("CUTEKERNELS_DB", str(tmp_path / "tuned.db"))
     monkeypatch.setenv("CUTEKERNELS_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CUTEKERNELS_LOG", raising=False)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture
+def one_cache_one_seed(kernels: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For files of GPU tests: kernels are compiled once for a whole file, random numbers are the same each time."""
+    import torch
+
+    monkeypatch.setenv("CUTEKERNELS_CACHE", kernels)
+    torch.manual_seed(7)
+    yield
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.activations import bias_gelu, gelu_mul, silu_mul
 from cutekernels.ops.bias_gelu import slab_rows
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
 
 AWKWARD = [
     "rows=1 cols=1",
@@ -34,20 +33,6 @@ AWKWARD = [
     "rows=5 cols=65536 approximate=tanh",
 ]
 SUITES = [(op, text) for op in OPS.values() for text in (*op.suite, *AWKWARD)]
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("kernels"))
-
-
-@pytest.fixture(autouse=True)
-def one_cache_one_seed(kernels: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels are compiled once for the whole file."""
-    monkeypatch.setenv("CUTEKERNELS_CACHE", kernels)
-    torch.manual_seed(7)
-    yield
-    torch.cuda.empty_cache()
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

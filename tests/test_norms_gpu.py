@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.norm_gradients import COLUMN_SUM, COLUMN_SUM_PAIR
 from cutekernels.ops.norms import add_rms_norm, layer_norm, rms_norm
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
 
 SUITES = [(op, text) for op in OPS.values() for text in op.suite]
 AWKWARD = [
@@ -39,20 +38,6 @@ AWKWARD = [
     "rows=300 cols=65536",
     "rows=9 cols=65535 align=2",
 ]
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("kernels"))
-
-
-@pytest.fixture(autouse=True)
-def one_cache_one_seed(kernels: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels are compiled once for the whole file."""
-    monkeypatch.setenv("CUTEKERNELS_CACHE", kernels)
-    torch.manual_seed(7)
-    yield
-    torch.cuda.empty_cache()
 
 
 def worst(op: Any, results: Any, args: dict[str, Any]) -> float:

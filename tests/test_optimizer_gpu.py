@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,23 +20,9 @@ from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.optimizer import ADAMW_STEP, AdamWProblem
 from cutekernels.optim import FusedAdamW
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
 
 AWKWARD = ["elements=1", "elements=7 dtype=bf16 align=2", "elements=131073 dtype=fp16 master=1 grad=fp32 rate=device"]
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("kernels"))
-
-
-@pytest.fixture(autouse=True)
-def one_cache_one_seed(kernels: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels are compiled once for the whole file."""
-    monkeypatch.setenv("CUTEKERNELS_CACHE", kernels)
-    torch.manual_seed(7)
-    yield
-    torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("text", [*ADAMW_STEP.suite, *AWKWARD])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from cutekernels import gpu, rope
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.rope import ROPE, RopeProblem
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
 
 AWKWARD = [
     "batch=1 seq=1 heads_q=1 head_dim=2 rotary=2 heads_kv=1 align=2",
@@ -30,20 +29,6 @@ AWKWARD = [
     "batch=3 seq=11 heads_q=4 head_dim=40 rotary=32 heads_kv=4 interleaved=1 layout=strided inverse=1",
     "batch=300 seq=1 heads_q=12 head_dim=64 rotary=64 heads_kv=2 positions=batch index=i32 table=same",
 ]
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("kernels"))
-
-
-@pytest.fixture(autouse=True)
-def one_cache_one_seed(kernels: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels are compiled once for the whole file."""
-    monkeypatch.setenv("CUTEKERNELS_CACHE", kernels)
-    torch.manual_seed(7)
-    yield
-    torch.cuda.empty_cache()
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

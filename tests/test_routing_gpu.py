@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +22,7 @@ from cutekernels.ops.expert_rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_G
 from cutekernels.ops.permutation import MOE_PERMUTE
 from cutekernels.ops.routing import MOE_ROUTE, MOE_ROUTE_BACKWARD
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
 
 moe_route, moe_permute = cutekernels.moe_route, cutekernels.moe_permute
 moe_gather, moe_combine = cutekernels.moe_gather, cutekernels.moe_combine
@@ -46,20 +45,6 @@ AWKWARD = [
     (MOE_COMBINE_BACKWARD, "tokens=31 cols=8191 top_k=5 dtype=fp32 weighted=1 align=4"),
 ]
 _JUDGED_BYTES = 1 << 28  # what fp64 copies of a whole problem may come from
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("kernels"))
-
-
-@pytest.fixture(autouse=True)
-def one_cache_one_seed(kernels: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels are compiled once for the whole file."""
-    monkeypatch.setenv("CUTEKERNELS_CACHE", kernels)
-    torch.manual_seed(7)
-    yield
-    torch.cuda.empty_cache()
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

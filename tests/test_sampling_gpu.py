@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from cutekernels import gpu, verify
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.sampling import SAMPLE_FILTER, SampleFilterProblem
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
 
 sample_filter = cutekernels.sample_filter
 AWKWARD = [
@@ -29,20 +28,6 @@ AWKWARD = [
     "rows=2 cols=65537 by_k=1 by_p=1 dtype=fp32 align=4",
     "rows=2 cols=65537 by_k=1 by_p=1 by_min_p=1 dtype=fp16 layout=strided",
 ]
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("kernels"))
-
-
-@pytest.fixture(autouse=True)
-def one_cache_one_seed(kernels: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels are compiled once for the whole file."""
-    monkeypatch.setenv("CUTEKERNELS_CACHE", kernels)
-    torch.manual_seed(7)
-    yield
-    torch.cuda.empty_cache()
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from cutekernels.ops.activations import silu_mul
 from cutekernels.ops.glu import SILU_MUL, SILU_MUL_BACKWARD, GluProblem
 from cutekernels.ops.tiles import TileConfig
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
 
 SUITES = [(op, text) for op in (SILU_MUL, SILU_MUL_BACKWARD) for text in op.suite]
 AWKWARD = [
@@ -35,20 +34,6 @@ AWKWARD = [
     "rows=1023 cols=77 dtype=fp32 layout=strided",
 ]
 _CHUNK_ROWS = 512
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("kernels"))
-
-
-@pytest.fixture(autouse=True)
-def one_cache_one_seed(kernels: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels are compiled once for the whole file."""
-    monkeypatch.setenv("CUTEKERNELS_CACHE", kernels)
-    torch.manual_seed(7)
-    yield
-    torch.cuda.empty_cache()
 
 
 def worst(op: str, results: Any, inputs: Any) -> float:
