@@ -70,9 +70,7 @@ def _store(operand, value, row, head, r, c, inside):
 
 
 @triton.jit
-def _scaled(
-    x, rstd, weight, offset, bias, result, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROUND_TWICE: tl.constexpr
-):
+def _scaled(x, rstd, weight, offset, bias, result, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROUND_TWICE: tl.constexpr):
     y = x * rstd[:, None]
     if ROUND_TWICE:
         y = y.to(result[0].dtype.element_ty).to(tl.float32)
