@@ -102,6 +102,15 @@ class TestDefault:
 
 
 class TestRules:
+    def test_a_grid_holds_every_tile(self) -> None:
+        h200 = gpu.lookup("h200")
+        many = GemmProblem.parse("m=1 n=1100000 k=1024 b_major=k")
+        skinny = [c for c in GEMM.valid(many, h200) if c.body == "skinny"]
+        assert skinny
+        assert all(-(-many.n // c.tile_m) <= 65535 for c in skinny)
+        endless = GemmProblem.parse("m=1 n=9000000 k=64 b_major=k")
+        assert GEMM.default(endless, h200).body == "multistage"
+
     @pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
     def test_valid_is_what_why_not_accepts_and_the_rest_gets_a_sentence(self, spec: gpu.GpuSpec) -> None:
         problem = SUITE[3]

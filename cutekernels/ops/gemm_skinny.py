@@ -25,6 +25,7 @@ WIDEST_TOKENS = 64  # of one tile
 DEFAULT_TOKENS = 32
 LEAST_IN_FLIGHT = 32 * 1024  # bytes of stages
 _OTHER_REGISTERS = 48
+_GRID_AXIS = 65535
 
 # The model's constants, fitted to 540 configs of six problems on an H200 (2026-11-21): 11 % off, root mean square.
 _LAUNCH_US, _DEPENDENT_US, _SPLIT_US = 1.4, 0.63, 2.8
@@ -86,6 +87,8 @@ def broken(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
         yield f"split_k={c.split_k} leaves less than two k-tiles of {c.tile_k} to each"
     if c.pdl and not gpu.has_pdl:
         yield f"{gpu.name} has no programmatic dependent launch"
+    if -(-p.n // c.tile_m) > _GRID_AXIS:
+        yield f"{p.n} weight rows are more than {_GRID_AXIS} tiles of {c.tile_m}"
     if c.tile_m > max(32, p.n):
         yield f"tile_m={c.tile_m} idles most of a tile over {p.n} weight rows"
 
