@@ -122,7 +122,8 @@ def estimate_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> float:
     dram = 2.0 * p.n * p.k / (_DRAM_RATE * gpu.dram_gbps * 1e3)
     l2 = ctas * cta_bytes / (_L2_BYTES_PER_US_PER_SM * gpu.sm_count)
     us = _LAUNCH_US - (_DEPENDENT_US if c.pdl else 0.0) + max(dram, l2, busy) + (_SPLIT_US if c.split_k > 1 else 0.0)
-    return float(us * (1.05 if c.pdl and resident > 1 else 1.0))
+    crowding = c.pdl and resident > 1 and waves == 0  # early CTAs crowd on the SMs that happen to be free
+    return float(us * (1.15 if crowding else 1.0))
 
 
 def body(p: GemmProblem, c: GemmConfig) -> Any:
