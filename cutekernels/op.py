@@ -49,6 +49,11 @@ def ladder(extent: int) -> int:
     return octave * 3 // 4 if extent <= octave * 3 // 4 else octave
 
 
+def power_of_two(n: int) -> int:
+    """The smallest power of two from ``n`` up; 1 for nothing."""
+    return 1 << max(0, n - 1).bit_length()
+
+
 def extent(bucket: Callable[[int], int] = exact, default: int | None = None) -> Any:
     """A run-time extent of a problem: any non-negative int; compiled kernels do not depend on it."""
     return field(default=MISSING if default is None else default, metadata={"bucket": bucket})

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.gpu import GpuSpec
-from cutekernels.op import Work, plain
+from cutekernels.op import Work, plain, power_of_two
 from cutekernels.ops import calls
 from cutekernels.ops.glu import gelu_and_slope, gelu_depth
-from cutekernels.ops.tiles import TileConfig, TiledOp, TileProblem, power_of_two
+from cutekernels.ops.tiles import TileConfig, TiledOp, TileProblem
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import C, Op, P, Scalar
 from cutekernels.ops.strides import matrix, overlaps_itself, relation, span_bytes
-from cutekernels.ops.warm import TensorGuards
+from cutekernels.ops.warm import TensorGuards, guard_of
 
 GPU_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPE_NAMES = {dtype: name for name, dtype in GPU_DTYPES.items()}
@@ -255,9 +255,7 @@ def _met(
     tensors = present(operands)
     if len(set(map(id, tensors))) == len(operands):  # guards know neither absent tensors nor one in two places
         _CHANGES[op.name] = changes + 1
-        sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-        guard = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-        _RECENT[op.name] = _Recent(guard, len(operands), rest, call)
+        _RECENT[op.name] = _Recent(guard_of(tensors), len(operands), rest, call)
     return call
 
 

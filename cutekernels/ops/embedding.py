@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain
+from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops import calls
 from cutekernels.ops.calls import DTYPE_NAMES, GPU_DTYPES, WIDEST_BYTES, TensorOp
 from cutekernels.ops.strides import matrix
@@ -75,11 +75,6 @@ _MOST_COLS = (1 << 16) * 64 - 64  # and its second, in the narrowest blocks
 _MAX_REGISTERS = 96
 
 
-def _power_of_two(n: int) -> int:
-    """The smallest power of two from ``n`` up; 1 for nothing."""
-    return 1 << max(0, n - 1).bit_length()
-
-
 def _strides(t: Tensor) -> tuple[int, int]:
     found = matrix(t.shape, t.stride())
     assert found is not None
@@ -116,19 +111,19 @@ class _EmbeddingOp(TensorOp[EmbeddingProblem, EmbeddingConfig]):
         registers = max(1, per_thread) * (5 if p.layout == "strided" else 2)
         if registers > _MAX_REGISTERS:
             return f"a thread's tile takes {registers} registers; at most {_MAX_REGISTERS}"
-        if c.block_cols > max(64, _power_of_two(p.cols)):
+        if c.block_cols > max(64, power_of_two(p.cols)):
             return f"block_cols={c.block_cols} idles most of a tile in rows of {p.cols}"
-        if c.block_rows > _power_of_two(p.rows):
+        if c.block_rows > power_of_two(p.rows):
             return f"block_rows={c.block_rows} idles most of a tile with {p.rows} rows"
         return None
 
     def default(self, p: EmbeddingProblem, gpu: GpuSpec) -> EmbeddingConfig:
-        width = max(64, min(32 * 4 * max(2, p.vec), _power_of_two(p.cols)))
-        height = max(1, min(8, _power_of_two(p.rows), 32 * 4 * p.vec // width))
+        width = max(64, min(32 * 4 * max(2, p.vec), power_of_two(p.cols)))
+        height = max(1, min(8, power_of_two(p.rows), 32 * 4 * p.vec // width))
         if p.rows * -(-p.cols // width) < gpu.sm_count * 4 * height:
             height = 1
         warps = max(1, min(4, height * width // (32 * p.vec)))
-        return EmbeddingConfig(height, width, _power_of_two(warps + 1) // 2 if warps & (warps - 1) else warps)
+        return EmbeddingConfig(height, width, power_of_two(warps + 1) // 2 if warps & (warps - 1) else warps)
 
     def estimate_us(self, p: EmbeddingProblem, c: EmbeddingConfig, gpu: GpuSpec) -> float:
         x, y, _ = self.grid(p, c)

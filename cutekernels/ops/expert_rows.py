@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import Config, Problem, Work, extent, knob, ladder, plain
+from cutekernels.op import Config, Problem, Work, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops import calls
 from cutekernels.ops.calls import (
     DTYPE_NAMES,
@@ -27,7 +27,7 @@ from cutekernels.ops.calls import (
     present,
 )
 from cutekernels.ops.permutation import MAX_PAIRS
-from cutekernels.ops.routing import MAX_TOP_K, check_alignment, laid_out, place, power_of_two, walk
+from cutekernels.ops.routing import MAX_TOP_K, check_alignment, laid_out, place, walk
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact

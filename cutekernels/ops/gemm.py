@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.smem import GemmSmem, SkinnySmem
-from cutekernels.op import Config, Op, Problem, Work, extent, knob, ladder, plain
+from cutekernels.op import Config, Op, Problem, Work, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops import gemm_skinny
 
 if TYPE_CHECKING:
@@ -488,11 +488,6 @@ def divides(rows: int, columns: int, along_columns: bool, align: int, threads: i
     along_extent, across_extent = (columns, rows) if along_columns else (rows, columns)
     along = math.gcd(along_extent // align, threads)
     return across_extent % (threads // along) == 0
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two from ``n`` up."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 def padded(shape: tuple[int, ...], align: int) -> tuple[int, ...]:

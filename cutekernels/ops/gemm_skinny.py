@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.kernels.cute.parts.smem import SkinnySmem
+from cutekernels.op import power_of_two
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -57,7 +58,7 @@ def refused(p: GemmProblem) -> Iterator[str]:
 def broken(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
     """The rules that ``c`` breaks."""
     yield from refused(p)
-    fitting = min(WIDEST_TOKENS, max(8, 1 << max(0, p.m - 1).bit_length()))
+    fitting = min(WIDEST_TOKENS, max(8, power_of_two(p.m)))
     if c.tile_n != fitting:
         yield f"tile_n={c.tile_n} does not suit {p.m} tokens: take {fitting}"
     if c.tile_k < 128 and c.tile_n <= 16:

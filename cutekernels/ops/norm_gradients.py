@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain
+from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops import calls
 from cutekernels.ops.calls import DTYPE_NAMES, GPU_DTYPES, WIDEST_BYTES, Launch, TensorOp
-from cutekernels.ops.norm_op import N, NormConfig, NormOp, NormProblem, power_of_two, sms_here, typed
+from cutekernels.ops.norm_op import N, NormConfig, NormOp, NormProblem, sms_here, typed
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cutekernels import gpu as gpus
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain
+from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.calls import (
     DTYPE_NAMES,
     GPU_DTYPES,
@@ -102,11 +102,6 @@ class NormConfig(Config):
     warps: int = knob(1, 2, 4, 8, 16)
     per_sm: int = knob(0, 1, 2, 4)
     stages: int = knob(1, 2, 3, 4)
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two from ``n`` up; 1 for nothing."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 # ---- what all norms have in common ----------------------------------------------------------------------
@@ -416,7 +411,7 @@ class NormOp(TensorOp[N, NormConfig]):
         """Few enough registers for a full SM, where a thread's tile is small enough that they suffice.
 
         2048 rows of 3584 on an H200: 38 registers let 6 programs of 8 warps on an SM, so 2.6 waves, for 10.1 us where
-        Liger's kernel took 8.8; 32 let 8 (1.9 waves) without a spill (2026-11-21).
+        Liger's kernel took 8.8; 32 let 8 (1.9 waves) and compile without a spill. Not timed yet (2026-11-21).
         """
         per_thread = c.block_rows * c.block_cols // (32 * c.warps)
         small = 8 < per_thread * p.itemsize // 2 <= 16 and p.layout != "strided"

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain
+from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops import calls
 from cutekernels.ops.calls import TensorOp, check_alike, present
-from cutekernels.ops.routing import check_contiguous, power_of_two
+from cutekernels.ops.routing import check_contiguous
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
@@ -78,7 +78,7 @@ class MoePermuteConfig(Config):
     warps: int = knob(4, 8)
 
 
-_SORTED = 8  # more spill on sm_80, and take half a minute to compile
+_SORTED = 8  # more spill on Ampere, and take half a minute to compile
 _RECOUNTED = 16  # blocks that every program may count for itself
 
 

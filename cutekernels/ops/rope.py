@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain
+from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops import calls
 from cutekernels.ops.calls import DTYPE_NAMES, GPU_DTYPES, WIDEST_BYTES, TensorOp
 from cutekernels.ops.inplace import register as register_inplace
@@ -120,11 +120,6 @@ _MAX_TOKENS = (1 << 31) - 1  # the grid's first axis
 _MOST = (1 << 16) - 1  # its others
 _DEPTH = 32.0  # terms several times the size of a typical result may cancel: 4 ulp of fp32 of that
 _WASTE = 1.25  # of a tile's heads, those that are not there
-
-
-def _power_of_two(n: int) -> int:
-    """The smallest power of two from ``n`` up; 1 for nothing."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 def _walk(t: Tensor, dims: int) -> list[int]:
@@ -286,28 +281,28 @@ class Rope(TensorOp[RopeProblem, RopeConfig]):
         registers = per_thread * (10 if p.layout == "strided" else 4)
         if registers > _MAX_OPERAND_REGISTERS:
             return f"a thread's tile takes {registers} registers; at most {_MAX_OPERAND_REGISTERS}"
-        block = max(8, min(256, _power_of_two(p.half)))
+        block = max(8, min(256, power_of_two(p.half)))
         if c.block != block:
             return f"a block covers what {p.half} pairs leave of a power of two from 8 to 256, {block}; it is {c.block}"
-        if c.heads > _power_of_two(max(p.heads_q, p.heads_kv)):
+        if c.heads > power_of_two(max(p.heads_q, p.heads_kv)):
             return f"heads={c.heads} idles most of a tile with {p.heads_q} and {p.heads_kv} heads"
-        if c.tokens > _power_of_two(p.seq):
+        if c.tokens > power_of_two(p.seq):
             return f"tokens={c.tokens} idles most of a tile with {p.seq} tokens"
         return None
 
     def default(self, p: RopeProblem, gpu: GpuSpec) -> RopeConfig:
         # 32 bytes of a thread where that fills the GPU, else 16, else smaller blocks; heads that divide both q's and
         # k's before many heads.
-        block = max(8, min(256, _power_of_two(p.half)))
-        most = min(64, _power_of_two(max(p.heads_q, p.heads_kv)))
+        block = max(8, min(256, power_of_two(p.half)))
+        most = min(64, power_of_two(max(p.heads_q, p.heads_kv)))
         while most > 1 and self._blocks(p, most) * most > _WASTE * (p.heads_q + p.heads_kv):
             most //= 2
         for warps, accesses in ((4, 2), (4, 1), (2, 1), (1, 1)):
             pairs = 32 * warps * accesses * max(2, p.pairs_per_access)
             heads = max(1, min(most, pairs // block))
-            tokens = max(1, min(16, _power_of_two(p.seq), pairs // (block * heads)))
+            tokens = max(1, min(16, power_of_two(p.seq), pairs // (block * heads)))
             filled = tokens * heads * block
-            c = RopeConfig(tokens, heads, block, _power_of_two(max(1, min(warps, filled // (32 * p.pairs_per_access)))))
+            c = RopeConfig(tokens, heads, block, power_of_two(max(1, min(warps, filled // (32 * p.pairs_per_access)))))
             if self._programs(p, c) >= gpu.sm_count * (8 if accesses == 2 else 1):
                 break
         while c.warps < 8 and self._crowded(p, c):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import C, Config, Problem, Scalar, Work, extent, knob, ladder, plain
+from cutekernels.op import C, Config, Problem, Scalar, Work, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops import calls
 from cutekernels.ops.calls import (
     DTYPE_NAMES,
@@ -100,11 +100,6 @@ class MoeRouteBackwardConfig(Config):
 
 
 _MAX_TILE = 32  # elements of a thread's tile, each with its key, its result and a mask
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two from ``n`` up; 1 for nothing."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 def check_alignment(layout: str, align: int, cols: int, itemsize: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain
+from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.calls import DTYPE_NAMES, GPU_DTYPES, WIDEST_BYTES, Launch, TensorOp
 from cutekernels.ops.strides import matrix
 
@@ -68,11 +68,6 @@ class TileConfig(Config):
 EVICT = {"normal": "", "first": "evict_first"}
 _MAX_OPERAND_REGISTERS = 160
 _GRID_AXIS = 1 << 30
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two from ``n`` up; 1 for nothing."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 def matrix_strides(t: Tensor) -> tuple[int, int]:

@@ -8,7 +8,7 @@ dispatch keys of all tensors) confirms in 0.3 us, where making and looking up th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -85,6 +85,10 @@ def expect(address: int, call: Call, *tensors: Tensor) -> None:
         recent.clear()
         _changes.clear()
     _changes[address] = changes + 1
+    recent[address] = Recent(guard_of(tensors), *call)
+
+
+def guard_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """``guard(*others)``: whether they are as ``tensors`` are in all but address and values."""
     sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-    guard = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    recent[address] = Recent(guard, *call)
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore[no-any-return]

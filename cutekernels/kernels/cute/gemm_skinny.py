@@ -10,8 +10,9 @@ Schedule:
     result does not depend on who was last. Results go straight from registers to memory: they are few.
     With programmatic dependent launch, CTAs are placed and set up while the kernel ahead still runs. H200, 16 tokens,
     K = N = 3584, one CTA an SM: 8.96 -> 8.41 us. Where several share an SM it loses, since early CTAs crowd on the
-    SMs that happen to be free. Asking the L2 for the weight before the wait gained nothing (8.37; all of it: 10.1);
-    loading it into shared memory then would be wrong where the kernel ahead writes the weight (2026-11-21).
+    SMs that happen to be free. Asking the L2 for the first k-tiles before the wait gained nothing (8.37), asking for
+    all of the weight lost (one token: 8.51 without either, 9.11 with both). Loading it into shared memory then would be
+    wrong where the kernel ahead writes the weight (2026-11-21).
 
 Source:
     Swapped operands and split-K with a ticket are common practice (CUTLASS "stream-K" and "split-K semaphore"); the
