@@ -192,7 +192,9 @@ class GraphRound:
     """Launches captured in a CUDA graph; each call replays it and returns the device µs of one launch.
 
     The launches run on torch's current stream, once before the capture (module loading and lazy initialisation
-    are illegal inside it); what they allocate lives in the graph's own pool.
+    are illegal inside it); what they allocate lives in the graph's own pool. What they return is kept until the
+    capture ends, so that every launch writes to memory of its own: a result in the place of the last one would be
+    overwritten in the L2 cache and never reach DRAM.
     """
 
     def __init__(self, launches: Sequence[Launch], least_us: float = 200.0) -> None:
@@ -235,9 +237,8 @@ class GraphRound:
         gc.disable()
         try:
             with torch.cuda.graph(graph, stream=self._stream):
-                for _ in range(passes):
-                    for launch in self._kept:
-                        launch()
+                results = [launch() for _ in range(passes) for launch in self._kept]
+            del results
         finally:
             if collecting:
                 gc.enable()

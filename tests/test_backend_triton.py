@@ -204,7 +204,7 @@ def test_launch_protocol(artifact: TritonArtifact, monkeypatch: pytest.MonkeyPat
     first = Binary(current)
     kernel = launcher(artifact.recipe, first)
     args = tuple(range(11))
-    tail = (None,) * len(CONSTANTS)
+    tail = (None,) * (len(CONSTANTS) + 1)  # and DEPENDENT
     kernel((5, 2, 1), *args)
     kernel((6, 1, 1), *args)
     current[0] = 1
@@ -244,7 +244,7 @@ def test_constexprs_in_the_middle_keep_their_place(artifact: TritonArtifact) -> 
         patch.setattr("torch._C._cuda_getDevice", lambda: 0, raising=False)
         patch.setattr("torch._C._cuda_getCurrentRawStream", lambda device: 0, raising=False)
         launcher(made.recipe, Recorder([0]))((1, 1, 1), 10, 20, 30, 1, 4096)
-    assert calls.args == (10, 20, 30, 1, 4096, *([None] * (len(dense) - 5)))
+    assert calls.args == (10, 20, 30, 1, 4096, *([None] * (len(made.recipe.signature) - 5)))
 
 
 def test_facts_of_a_recipe_are_the_compiler_s(artifact: TritonArtifact) -> None:

@@ -39,7 +39,14 @@ _TYPES = frozenset(
     ["constexpr", "i1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "fp32"]
     + ["*" + t for t in ("i1", "i8", "u8", "i16", "i32", "i64", "fp16", "bf16", "fp32", "fp64")]
 )
-_OPTIONS: dict[str, type] = {"num_warps": int, "num_stages": int, "maxnreg": int, "enable_fp_fusion": bool}
+_OPTIONS: dict[str, type] = {
+    "num_warps": int,
+    "num_stages": int,
+    "maxnreg": int,
+    "enable_fp_fusion": bool,
+    "launch_pdl": bool,
+}
+DEPENDENT = "DEPENDENT"  # the last parameter of every kernel, see kernels/triton/dependent.py
 _CAPABILITIES = frozenset(major * 10 + minor for major, minor in ARCHITECTURES)
 
 _compiling = threading.Lock()
@@ -204,20 +211,24 @@ def compile_kernel(
 ) -> TritonArtifact:
     """Compiles ``fn``, a ``@triton.jit`` function of ``cutekernels.kernels.triton``, for ``gpu``. Needs no GPU.
 
-    Arguments are those of :class:`Recipe`. ``options`` are Triton's ``num_warps``, ``num_stages``,
-    ``maxnreg`` and ``enable_fp_fusion`` (default True).
+    Arguments are those of :class:`Recipe`, less what follows from the GPU: kernels with a parameter DEPENDENT are
+    launched as dependents of the kernel ahead where it can be done. ``options`` are Triton's ``num_warps``,
+    ``num_stages``, ``maxnreg`` and ``enable_fp_fusion`` (default True).
 
     Raises:
         CompileError: Triton or ptxas refused, or an argument breaks one of the recipe's rules.
     """
     major, minor = gpu.capability
+    types, constants, chosen = dict(signature), dict(constexprs), dict(options)
+    if DEPENDENT in fn.arg_names:
+        types[DEPENDENT], constants[DEPENDENT], chosen["launch_pdl"] = "constexpr", gpu.has_pdl, gpu.has_pdl
     recipe = Recipe(
         fn.__module__,
         fn.__name__,
-        dict(signature),
-        dict(constexprs),
+        types,
+        constants,
         {name: divisor for name, divisor in divisible.items() if divisor > 1},
-        dict(options),
+        chosen,
         major * 10 + minor,
     )
     compiled = _compile(recipe)

@@ -130,7 +130,6 @@ class NormOp(TensorOp[N, NormConfig]):
     Config = NormConfig
     kernels: ClassVar[str]  # the module
     strides_over_tiles: ClassVar[bool]  # always, because its programs keep sums
-    fits_full_sm: ClassVar[bool] = False  # 32 registers do for 16 elements of a thread
     flops_per_element: ClassVar[int]
 
     @property
@@ -403,21 +402,9 @@ class NormOp(TensorOp[N, NormConfig]):
             signature=signature | dict.fromkeys(constants, "constexpr"),
             constexprs=constants,
             divisible={name: n for name, n in divisible.items() if name not in constants},
-            options={"num_warps": c.warps} | self._register_cap(p, c, gpu),
+            options={"num_warps": c.warps},
             gpu=gpu,
         )
-
-    def _register_cap(self, p: N, c: NormConfig, gpu: GpuSpec) -> dict[str, int]:
-        """Few enough registers for a full SM, where a thread's tile is small enough that they suffice.
-
-        2048 rows of 3584 on an H200: 38 registers let 6 programs of 8 warps on an SM, so 2.6 waves, for 10.1 us where
-        Liger's kernel took 8.8; 32 let 8 (1.9 waves) and compile without a spill. Not timed yet (2026-11-21).
-        """
-        per_thread = c.block_rows * c.block_cols // (32 * c.warps)
-        small = 8 < per_thread * p.itemsize // 2 <= 16 and p.layout != "strided"
-        if not small or c.per_sm or not c.resident or not self.fits_full_sm:
-            return {}
-        return {"maxnreg": gpu.REGISTERS_PER_SM // (32 * gpu.max_warps) // 8 * 8}
 
     def _programs(self, p: N, c: NormConfig, sm_count: int) -> int:
         tiles = self._tiles(p, c)

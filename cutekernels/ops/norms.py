@@ -41,7 +41,6 @@ class _RmsNorms(NormOp[RmsNormProblem]):
     options = ("rounding",)
     scalars = ("eps", "weight_offset")
     strides_over_tiles = False
-    fits_full_sm = True
 
     def kind(self, p: RmsNormProblem, name: str) -> str | None:
         return typed(p, p.weight) if name == "weight" else p.dtype

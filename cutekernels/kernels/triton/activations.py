@@ -14,6 +14,8 @@ per result. PRECISE is for fp32 results; without it the functions are good to 2^
 import triton
 import triton.language as tl
 
+from cutekernels.kernels.triton.dependent import await_turn
+
 # ---- functions of one element ---------------------------------------------------------------------------
 
 
@@ -205,11 +207,13 @@ def glu(
     VEC: tl.constexpr,
     PRECISE: tl.constexpr,
     EVICT: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """``out = act(gate) * up``.
 
     Schedule: one program per tile: load both operands, compute in registers, store.
     """
+    await_turn(DEPENDENT)
     ptrs, row_strides, col_strides = (
         (out_ptr, gate_ptr, up_ptr),
         (out_row, gate_row, up_row),
@@ -244,11 +248,13 @@ def glu_backward(
     VEC: tl.constexpr,
     PRECISE: tl.constexpr,
     EVICT: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """``dgate = dout * up * act'(gate)`` and ``dup = dout * act(gate)``.
 
     Schedule: as :func:`glu`. The activation is recomputed: nothing of the forward pass but its inputs is read.
     """
+    await_turn(DEPENDENT)
     ptrs = (dgate_ptr, dup_ptr, dout_ptr, gate_ptr, up_ptr)
     row_strides = (dgate_row, dup_row, dout_row, gate_row, up_row)
     col_strides = (dgate_col, dup_col, dout_col, gate_col, up_col)
@@ -281,11 +287,13 @@ def bias_gelu(
     VEC: tl.constexpr,
     PRECISE: tl.constexpr,
     EVICT: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """``out = gelu(x + bias)``.
 
     Schedule: one program per tile; the bias is loaded once for all rows of it.
     """
+    await_turn(DEPENDENT)
     row, col, rows_left, cols_left = _tile(rows, cols, BLOCK_ROWS, BLOCK_COLS, False)
     r = tl.arange(0, BLOCK_ROWS)
     c = tl.arange(0, BLOCK_COLS)
@@ -346,12 +354,14 @@ def bias_gelu_backward(
     VEC: tl.constexpr,
     PRECISE: tl.constexpr,
     EVICT: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """``dx = dout * gelu'(x + bias)``, and its sum over each slab of rows in ``partials``, in fp32.
 
     Schedule: one program per block of columns and slab of ``slab`` rows, which it walks BLOCK_ROWS at a time. Each
     sum is of fp32 gradients, before they are rounded, and always taken in the same order.
     """
+    await_turn(DEPENDENT)
     col_blocks = tl.cdiv(cols, BLOCK_COLS)
     pid = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     col = pid % col_blocks * BLOCK_COLS

@@ -7,6 +7,8 @@ unit follow one by one. Offsets are 64 bits wide.
 import triton
 import triton.language as tl
 
+from cutekernels.kernels.triton.dependent import await_turn
+
 
 @triton.jit
 def _gather(out, table, known, there, cols_inside):
@@ -31,11 +33,13 @@ def embedding(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     VEC: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """``out[r] = table[ids[r]]``. A number that is not in the table gives NaN, and reads nothing.
 
     Schedule: a program loads the numbers of its rows, then copies a block of columns of each.
     """
+    await_turn(DEPENDENT)
     r = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     begin = tl.program_id(1).to(tl.int64) * BLOCK_COLS
     there = r < rows
@@ -95,12 +99,14 @@ def embedding_backward(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     VEC: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """``dtable[v] = sum of dout[order[i]] for starts[v] <= i < starts[v + 1]``: zero for rows that nobody asked for.
 
     Schedule: a program owns a block of columns of one row of the table and walks its rows of ``dout`` in order, so that
     every element is written once and sums are the same each time.
     """
+    await_turn(DEPENDENT)
     v = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1).to(tl.int64) * BLOCK_COLS
     begin = tl.load(starts_ptr + v * starts_row).to(tl.int64)

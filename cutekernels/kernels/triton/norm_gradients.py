@@ -10,6 +10,7 @@ add bytes.
 import triton
 import triton.language as tl
 
+from cutekernels.kernels.triton.dependent import await_turn
 from cutekernels.kernels.triton.norms import _affine, _at, _place, _program, _programs, _store
 
 
@@ -247,10 +248,12 @@ def rms_norm_backward(
     BLOCK_COLS: tl.constexpr,
     RESIDENT: tl.constexpr,
     STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """With ``g = dy * (weight + weight_offset)`` and ``z = x * rstd``: ``dx = rstd * (g - z * mean(g * z)) + du`` and
     ``dweight = sum over rows of dy * z``. ``du`` is the gradient of ``u``, where ``x`` is ``add_rms_norm``'s.
     """
+    await_turn(DEPENDENT)
     _backward(
         (dx_ptr, dx_row, dx_head, dx_col),
         (dy_ptr, dy_row, dy_head, dy_col),
@@ -293,10 +296,12 @@ def layer_norm_backward(
     BLOCK_COLS: tl.constexpr,
     RESIDENT: tl.constexpr,
     STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """With ``g = dy * weight`` and ``z = (x - mean) * rstd``: ``dx = rstd * (g - mean(g) - z * mean(g * z))``,
     ``dweight = sum of dy * z`` and ``dbias = sum of dy`` over rows.
     """
+    await_turn(DEPENDENT)
     x = (x_ptr, x_row, x_head, x_col)
     _backward(
         (dx_ptr, dx_row, dx_head, dx_col),
@@ -323,17 +328,36 @@ def _column_sum(out_ptr, parts_ptr, parts, cols, BLOCK_PARTS: tl.constexpr, BLOC
 
 
 @triton.jit
-def column_sum(out_ptr, parts_ptr, parts, cols, BLOCK_PARTS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+def column_sum(
+    out_ptr,
+    parts_ptr,
+    parts,
+    cols,
+    BLOCK_PARTS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
+):
     """``out[c] = sum over p of parts[p, c]``, in an order that only the config decides.
 
     Schedule: a program owns BLOCK_COLS columns and walks down them, BLOCK_PARTS rows at a time.
     """
+    await_turn(DEPENDENT)
     _column_sum(out_ptr, parts_ptr, parts, cols, BLOCK_PARTS, BLOCK_COLS)
 
 
 @triton.jit
-def column_sum_pair(out_ptr, more_ptr, parts_ptr, parts, cols, BLOCK_PARTS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+def column_sum_pair(
+    out_ptr,
+    more_ptr,
+    parts_ptr,
+    parts,
+    cols,
+    BLOCK_PARTS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
+):
     """Two sums in one launch: the first ``parts`` rows into ``out``, as many after them into ``more``."""
+    await_turn(DEPENDENT)
     if tl.program_id(1) == 0:
         _column_sum(out_ptr, parts_ptr, parts, cols, BLOCK_PARTS, BLOCK_COLS)
     else:

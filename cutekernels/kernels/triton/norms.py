@@ -16,6 +16,8 @@ have a row stride of 0. Arithmetic is in fp32, results are rounded once, offsets
 import triton
 import triton.language as tl
 
+from cutekernels.kernels.triton.dependent import await_turn
+
 
 @triton.jit
 def _program():
@@ -247,11 +249,13 @@ def rms_norm(
     BLOCK_COLS: tl.constexpr,
     RESIDENT: tl.constexpr,
     STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """``y = x * rstd * (weight + weight_offset)`` with ``rstd = 1 / sqrt(mean(x^2) + eps)``.
 
     ROUND_TWICE rounds ``x * rstd`` before the product, as Hugging Face's modules do.
     """
+    await_turn(DEPENDENT)
     x = (x_ptr, x_row, x_head, x_col)
     y = (y_ptr, y_row, y_head, y_col)
     weight = (weight_ptr, 0, weight_head, weight_col)
@@ -294,8 +298,10 @@ def add_rms_norm(
     BLOCK_COLS: tl.constexpr,
     RESIDENT: tl.constexpr,
     STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """``u = x + residual``, rounded, and ``y`` the RMSNorm of that ``u``."""
+    await_turn(DEPENDENT)
     x = (x_ptr, x_row, x_head, x_col)
     residual = (residual_ptr, residual_row, residual_head, residual_col)
     y = (y_ptr, y_row, y_head, y_col)
@@ -334,8 +340,10 @@ def layer_norm(
     BLOCK_COLS: tl.constexpr,
     RESIDENT: tl.constexpr,
     STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """``y = (x - mean) * rstd * weight + bias`` with ``rstd = 1 / sqrt(mean((x - mean)^2) + eps)``."""
+    await_turn(DEPENDENT)
     x = (x_ptr, x_row, x_head, x_col)
     y = (y_ptr, y_row, y_head, y_col)
     weight = (weight_ptr, 0, weight_head, weight_col)

@@ -8,6 +8,8 @@ the at most VEC - 1 elements beyond the last whole unit follow one by one.
 import triton
 import triton.language as tl
 
+from cutekernels.kernels.triton.dependent import await_turn
+
 ROW = tl.constexpr(8)  # numbers of a tensor in a table: param, grad, exp_avg, exp_avg_sq, master, step, elements, 0
 
 
@@ -178,12 +180,14 @@ def adamw_step(
     LR_ON_DEVICE: tl.constexpr,
     EVICT: tl.constexpr,
     STEP_ON_DEVICE: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """``p <- p (1 - lr wd) - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)`` with the moments m and v of g.
 
     Schedule: one block of elements per program: all loads, the arithmetic in fp32, all stores.
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, in the order of torch.optim.AdamW.
     """
+    await_turn(DEPENDENT)
     if LR_ON_DEVICE:
         lr = tl.load(lr_ptr).to(tl.float32)
     bias1, root = _corrections(step_ptr, c1, c2, STEP_ON_DEVICE)
@@ -251,6 +255,7 @@ def adamw_table(
     EVICT: tl.constexpr,
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """:func:`adamw_step` in place, of every tensor in a table.
 
@@ -259,6 +264,7 @@ def adamw_table(
 
     Schedule: as :func:`adamw_step`, behind two dependent loads of addresses that all programs share through the cache.
     """
+    await_turn(DEPENDENT)
     pid = tl.program_id(0).to(tl.int64)
     tensor = tl.load(chunks_ptr + 2 * pid).to(tl.int64)
     begin = tl.load(chunks_ptr + 2 * pid + 1).to(tl.int64) * BLOCK

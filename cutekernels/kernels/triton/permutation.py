@@ -8,6 +8,8 @@ bitonic sort of ``id * BLOCK + place`` keeps equal ids in order.
 import triton
 import triton.language as tl
 
+from cutekernels.kernels.triton.dependent import await_turn
+
 
 @triton.jit
 def _bins(ids_ptr, begin, end, experts, BLOCK: tl.constexpr):
@@ -107,12 +109,14 @@ def moe_permute(
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
     PASSES: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """``order``: pairs grouped by expert; ``offsets``: where each group begins; ``inverse``: where each pair went.
 
     Schedule: program p owns pairs [p * run, (p + 1) * run). With two PASSES it is launched twice: phase 0 writes the
     counts of each program, phase 1 reads everyone's and places. With one, each program counts all pairs itself.
     """
+    await_turn(DEPENDENT)
     begin = tl.program_id(0) * run
     end = tl.minimum(begin + run, pairs)
     if PASSES == 1:
@@ -141,11 +145,13 @@ def moe_gather(
     inverse_col,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """``rows[inverse[t, j]] = x[t]``: each row is read once and written TOP_K times.
 
     Schedule: a program per token and BLOCK columns.
     """
+    await_turn(DEPENDENT)
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < cols
@@ -176,11 +182,13 @@ def moe_combine(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """``out[t] = sum_j weights[t, j] * rows[inverse[t, j]]``, in fp32, in the order of j, rounded once.
 
     Schedule: a program per token and BLOCK columns; the loads of all TOP_K rows are in flight together.
     """
+    await_turn(DEPENDENT)
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < cols
@@ -220,12 +228,14 @@ def moe_combine_backward(
     weights_col,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """``drows[inverse[t, j]] = weights[t, j] * dout[t]`` and ``dweights[t, j] = <dout[t], rows[inverse[t, j]]>``.
 
     Schedule: a program per (token, slot), through the columns in BLOCKs; a token's slots are neighbours, so that
     dout comes from L2 for all but the first. fp32 arithmetic; each gradient is rounded once.
     """
+    await_turn(DEPENDENT)
     t = (tl.program_id(0) // TOP_K).to(tl.int64)
     j = (tl.program_id(0) % TOP_K).to(tl.int64)
     at = tl.load(inverse_ptr + t * inverse_row + j * inverse_col).to(tl.int64)

@@ -8,6 +8,8 @@ those of k, the third blocks of channels, those that rotate before those that a 
 import triton
 import triton.language as tl
 
+from cutekernels.kernels.triton.dependent import await_turn
+
 
 @triton.jit
 def _position(positions_ptr, start, s, at, inside, POSITIONS: tl.constexpr):
@@ -126,6 +128,7 @@ def rope(
     POSITIONS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     INVERSE: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """Turns q and k by the angles of their tokens' positions, or back by them (INVERSE). fp32, one rounding.
 
@@ -134,6 +137,7 @@ def rope(
     the L1 cache, which spares them a detour through shared memory.
     A position outside of the table makes its token NaN; nothing is read out of bounds.
     """
+    await_turn(DEPENDENT)
     pid = tl.program_id(0)
     batch = (pid // seq_blocks).to(tl.int64)
     first = pid % seq_blocks * TOKENS

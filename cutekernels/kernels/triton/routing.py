@@ -8,6 +8,8 @@ there or taken already.
 import triton
 import triton.language as tl
 
+from cutekernels.kernels.triton.dependent import await_turn
+
 LOWEST = tl.constexpr(-(1 << 31))
 _HIGHEST = tl.constexpr((1 << 31) - 1)
 
@@ -74,6 +76,7 @@ def moe_route(
     SLOTS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     METHOD: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """``weights[t, j], ids[t, j]``: the j-th largest of softmax(logits[t]), ties to the lower expert.
 
@@ -81,6 +84,7 @@ def moe_route(
     maximum, which is then struck out. "sort": a bitonic sort that keeps SLOTS candidates per run. A half logit shares
     an int32 with its column, so that a maximum finds both; an fp32 logit takes a second reduction, or an int64.
     """
+    await_turn(DEPENDENT)
     first, r, here = _rows(tokens, TOKENS)
     c = tl.arange(0, WIDTH)
     col = tl.broadcast_to(c[None, :], [TOKENS, WIDTH])
@@ -170,6 +174,7 @@ def moe_route_backward(
     WIDTH: tl.constexpr,
     TOP_K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """``dlogits = p * (d - sum_j w_j dw_j)``, d the gradient of an expert that was chosen, 0 for the others.
 
@@ -177,6 +182,7 @@ def moe_route_backward(
 
     Schedule: a program spreads the TOP_K slots of TOKENS rows over a tile in registers and writes it: no atomics.
     """
+    await_turn(DEPENDENT)
     first, r, here = _rows(tokens, TOKENS)
     c = tl.arange(0, WIDTH)
     row = first + r.to(tl.int64)

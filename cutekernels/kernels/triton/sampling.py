@@ -12,6 +12,7 @@ rounded by itself (the kernel is compiled without fused multiply-add): any machi
 import triton
 import triton.language as tl
 
+from cutekernels.kernels.triton.dependent import await_turn
 from cutekernels.kernels.triton.routing import LOWEST, ordered, valued
 
 ONE = tl.constexpr(1 << 40)
@@ -165,6 +166,7 @@ def sample_filter(
     BITS: tl.constexpr,
     KEY_BITS: tl.constexpr,
     SPLIT: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):
     """One row of ``sample_filter``; what is kept is described where the op is declared.
 
@@ -173,6 +175,7 @@ def sample_filter(
     nothing, and each program of the next launch reads the search so far off them. ``stage`` says which pass: 0 the
     maximum, 1 counts, 2 masses, 3 the result.
     """
+    await_turn(DEPENDENT)
     FAN: tl.constexpr = 1 << BITS
     PHASES: tl.constexpr = KEY_BITS // BITS
     LOW: tl.constexpr = -(1 << (KEY_BITS - 1))
