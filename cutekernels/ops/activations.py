@@ -44,11 +44,6 @@ def silu_mul(
             width, an ``out`` that overlaps an input or itself, ``out`` together with gradients.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    if up is not None and calls.direct(gate, up, out):
-        if out is None:
-            return calls.run(SILU_MUL, None, (gate, up), config=config)[0]
-        torch.autograd.graph.increment_version(out)
-        return calls.run(SILU_MUL, (out,), (gate, up), config=config)[0]
     return _gated(SILU_MUL, gate, up, (), out, config)
 
 
@@ -76,11 +71,6 @@ def gelu_mul(
         UnsupportedProblem: as :func:`silu_mul` raises it; another ``approximate``.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    if up is not None and calls.direct(gate, up, out):
-        if out is None:
-            return calls.run(GELU_MUL, None, (gate, up), options=(approximate,), config=config)[0]
-        torch.autograd.graph.increment_version(out)
-        return calls.run(GELU_MUL, (out,), (gate, up), options=(approximate,), config=config)[0]
     return _gated(GELU_MUL, gate, up, (approximate,), out, config)
 
 
@@ -112,11 +102,9 @@ def bias_gelu(
             an ``out`` that overlaps an input or itself, ``out`` together with gradients.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    if calls.direct(x, bias, out):
-        if out is None:
-            return calls.run(BIAS_GELU, None, (x, bias), options=(approximate,), config=config)[0]
-        torch.autograd.graph.increment_version(out)
-        return calls.run(BIAS_GELU, (out,), (x, bias), options=(approximate,), config=config)[0]
+    found = calls.eager(BIAS_GELU, None if out is None else (out,), (x, bias), (approximate,), (), config)
+    if found is not None:
+        return found[0]
     text = None if config is None else str(config)
     if out is None:
         return torch.ops.cutekernels.bias_gelu(x, bias, approximate, text)  # type: ignore[no-any-return]
@@ -133,18 +121,16 @@ def _gated(
     out: Tensor | None,
     config: TileConfig | str | None,
 ) -> Tensor:
-    """Packed calls, and those that must go through torch."""
-    direct = up is None and calls.direct(gate, out)
+    """``op`` of two tensors, or of the halves of one."""
     text = None if config is None else str(config)
-    if up is None and out is None and not direct:
+    if up is None and out is None and not calls.direct(gate):
         return getattr(torch.ops.cutekernels, f"{op.name}_packed")(gate, *options, text)  # type: ignore[no-any-return]
     if up is None:
         calls.refuse_gradient(None if out is None else gate)
         gate, up = _halves(op.name, gate)
-    if direct:
-        if out is not None:
-            torch.autograd.graph.increment_version(out)
-        return calls.run(op, None if out is None else (out,), (gate, up), options=options, config=config)[0]
+    found = calls.eager(op, None if out is None else (out,), (gate, up), options, (), config)
+    if found is not None:
+        return found[0]
     if out is None:
         return getattr(torch.ops.cutekernels, op.name)(gate, up, *options, text)  # type: ignore[no-any-return]
     calls.refuse_gradient(gate, up, out)

@@ -19,7 +19,7 @@ from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import C, Op, P, Scalar
 from cutekernels.ops.strides import matrix, overlaps_itself, relation, span_bytes
-from cutekernels.ops.warm import TensorGuards, guard_of
+from cutekernels.ops.warm import guard_for, keep
 
 GPU_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPE_NAMES = {dtype: name for name, dtype in GPU_DTYPES.items()}
@@ -145,35 +145,81 @@ class _Call:
     apart: tuple[tuple[int, int, int, int], ...] = ()  # (i, j, span of i, span of j) of operands to be kept apart
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Recent:
-    """A :class:`_Call` as an op made it last. ``guard(*operands)``: they are as they were then."""
+    """A :class:`_Call` as an op last made it with one last operand. ``guard(*operands)``: they are as they were then.
+
+    ``begins``: the operands' addresses at the last launch, which were found aligned and apart as the call wants them.
+    """
 
     guard: Callable[..., bool]
-    operands: int
-    rest: tuple[object, ...]  # options, config and alignment
+    options: tuple[Scalar, ...]
+    config: object
+    bits: int
+    begins: list[int]
     call: _Call
+    named: dict[str, Scalar]  # the options
 
 
-# Two tables, the second within the first: calls by what a plan depends on, and an op's last call, which one of torch's
-# compiled guards confirms in less than half the time that the key to the first table takes to make. An op that is
-# called in ever other ways gives up on the second.
+# Calls by what a plan depends on; and by (op, last operand's address), whose company one of torch's compiled guards
+# confirms in less than half the time that the key to the first table takes to make.
 _CALLS: dict[tuple[object, ...], _Call] = {}
-_RECENT: dict[str, _Recent] = {}
-_CHANGES: dict[str, int] = {}
-_MAX_CALLS = 4096
-_MAX_CHANGES = 64
+_RECENT: dict[tuple[str, int], _Recent] = {}
+_ALIGNED = WIDEST_BYTES - 1
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+_increment_version = torch._C._increment_version
+_traced_by_dynamo = torch.compiler.is_dynamo_compiling
 
 
 def forget() -> None:
     """Of calls made before: what they came to know."""
     _CALLS.clear()
     _RECENT.clear()
-    _CHANGES.clear()
 
 
 dispatch.on_reload(forget)
+
+
+def again(
+    op: TensorOp[P, C],
+    results: tuple[Tensor, ...] | None,
+    inputs: tuple[Tensor | None, ...],
+    options: tuple[Scalar, ...] = (),
+    scalars: tuple[float, ...] = (),
+    config: C | str | None = None,
+) -> tuple[Tensor, ...] | None:
+    """:func:`run` for a call that only repeats one; None for any other, and nothing was done."""
+    if _traced_by_dynamo():
+        return None
+    operands = inputs if results is None else (*results, *inputs)
+    try:
+        begins = [t.data_ptr() for t in operands if t is not None]
+    except RuntimeError:  # what has no memory of its own
+        return None
+    if len(begins) != len(operands):
+        return None
+    recent = _RECENT.get((op.name, begins[-1] if results is None else ~begins[-1]))
+    if (
+        recent is None
+        or recent.options != options
+        or recent.config is not config
+        or not recent.guard(*operands)
+        or recent.call.fire is None
+        or recent.call.device != _current_device()
+    ):
+        return None
+    call = recent.call
+    if begins != recent.begins:
+        if _bits(begins) != recent.bits or (results is not None and _meeting(call, begins)):
+            return None
+        recent.begins = begins
+    if results is None:
+        results = op.fresh(*inputs, **recent.named)
+        call.fire([*[t.data_ptr() for t in results], *begins], scalars)  # type: ignore[misc]
+    else:
+        call.fire(begins, scalars)  # type: ignore[misc]
+        _increment_version(results)
+    return results
 
 
 def run(
@@ -190,26 +236,22 @@ def run(
     Raises:
         UnsupportedProblem: what ``op.admit`` and ``op.problem`` refuse, and results that overlap inputs.
     """
+    found = again(op, results, inputs, options, scalars, config)
+    if found is not None:
+        return found
     operands = inputs if results is None else (*results, *inputs)
-    begins: list[int] = []
-    bits = 0
-    for t in operands:
-        begin = 0 if t is None else t.data_ptr()
-        begins.append(begin)
-        bits |= begin
-    rest = (options, config, bits & (WIDEST_BYTES - 1))
-    recent = _RECENT.get(op.name)
-    if recent is not None and recent.operands == len(operands) and recent.rest == rest and recent.guard(*operands):
-        call = recent.call
-    else:
-        call = _met(op, results, inputs, rest, len(scalars))
+    begins = [0 if t is None else t.data_ptr() for t in operands]
+    rest = (options, config, _bits(begins))
+    call = _met(op, results, inputs, rest, len(scalars))
+    expected = (op.name, begins[-1] if results is None else ~begins[-1])
+    named = dict(zip(op.options, options, strict=True))
     if results is None:
-        results = op.fresh(*inputs, **dict(zip(op.options, options, strict=True)))
+        results = op.fresh(*inputs, **named)
         begins[:0] = [t.data_ptr() for t in results]
     else:
-        for i, j, span, other_span in call.apart:
-            if -other_span < begins[j] - begins[i] < span:
-                _refuse_overlap(op, results, inputs, i, j)
+        for i, j in _meeting(call, begins):
+            _refuse_overlap(op, results, inputs, i, j)
+        _increment_version(results)
     if call.launch is not None:
         if _current_device() == call.device:
             if call.fire is not None:
@@ -222,7 +264,27 @@ def run(
                     call.fire(begins, scalars)
                 else:
                     call.launch(*results, *inputs, *scalars)
+    if call.fire is not None and len(set(map(id, present(operands)))) == len(operands):
+        # A guard knows neither absent tensors nor one in two places.
+        guard = guard_for(expected, present(operands))
+        if guard is not None:
+            keep(_RECENT, expected, _Recent(guard, options, config, rest[2], [], call, named))
+        else:
+            _RECENT.pop(expected, None)
     return results
+
+
+def _bits(begins: Sequence[int]) -> int:
+    """What the operands' addresses have in their last bits, joined."""
+    bits = 0
+    for begin in begins:
+        bits |= begin
+    return bits & _ALIGNED
+
+
+def _meeting(call: _Call, begins: Sequence[int]) -> list[tuple[int, int]]:
+    """The operands to be kept apart whose extents meet."""
+    return [(i, j) for i, j, span, other_span in call.apart if -other_span < begins[j] - begins[i] < span]
 
 
 def _met(
@@ -243,19 +305,9 @@ def _met(
     key = tuple(facts)
     call = _CALLS.get(key)
     if call is None:
-        if len(_CALLS) >= _MAX_CALLS:
-            forget()
         options, config, _ = rest
         call = _first(op, results, inputs, dict(zip(op.options, options, strict=True)), scalars, config)
-        _CALLS[key] = call
-    changes = _CHANGES.get(op.name, 0)
-    if TensorGuards is None or changes > _MAX_CHANGES:
-        _RECENT.pop(op.name, None)
-        return call
-    tensors = present(operands)
-    if len(set(map(id, tensors))) == len(operands):  # guards know neither absent tensors nor one in two places
-        _CHANGES[op.name] = changes + 1
-        _RECENT[op.name] = _Recent(guard_of(tensors), len(operands), rest, call)
+        keep(_CALLS, key, call)
     return call
 
 
@@ -413,6 +465,21 @@ def direct(*tensors: Tensor | None) -> bool:
             if (kind is not Tensor and kind is not _Parameter) or not t.is_cuda or (grad and t.requires_grad):
                 return False
     return True
+
+
+def eager(
+    op: TensorOp[P, C],
+    results: tuple[Tensor, ...] | None,
+    inputs: tuple[Tensor | None, ...],
+    options: tuple[Scalar, ...] = (),
+    scalars: tuple[float, ...] = (),
+    config: C | str | None = None,
+) -> tuple[Tensor, ...] | None:
+    """:func:`run` where a call may go straight to it; None, and nothing was done, where it must go through torch."""
+    found = again(op, results, inputs, options, scalars, config)
+    if found is None and direct(*inputs, *(results or ())):
+        return run(op, results, inputs, options=options, scalars=scalars, config=config)
+    return found
 
 
 def refuse_gradient(*tensors: Tensor | None) -> None:

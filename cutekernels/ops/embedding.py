@@ -368,11 +368,9 @@ def embedding(ids: Tensor, table: Tensor, *, config: EmbeddingConfig | str | Non
         InvalidConfig: ``config`` breaks a rule of the op.
     """
     flat = ids.reshape(-1)
-    if calls.direct(flat, table):
-        found = calls.run(EMBEDDING, None, (flat, table), config=config)[0]
-    else:
-        found = torch.ops.cutekernels.embedding(flat, table, None if config is None else str(config))
-    return found.view(*ids.shape, table.shape[-1])
+    found = calls.eager(EMBEDDING, None, (flat, table), (), (), config)
+    rows = found[0] if found else torch.ops.cutekernels.embedding(flat, table, None if config is None else str(config))
+    return rows.view(*ids.shape, table.shape[-1])
 
 
 # ---- torch.library --------------------------------------------------------------------------------------

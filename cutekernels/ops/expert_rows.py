@@ -405,8 +405,9 @@ def moe_gather(x: Tensor, inverse: Tensor, *, config: MoeMoveConfig | str | None
         UnsupportedProblem: a dtype no kernel takes, shapes that do not fit, other devices.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    if calls.direct(x, inverse):
-        return calls.run(MOE_GATHER, None, (x, inverse), config=config)[0]
+    found = calls.eager(MOE_GATHER, None, (x, inverse), config=config)
+    if found is not None:
+        return found[0]
     text = None if config is None else str(config)
     return torch.ops.cutekernels.moe_gather(x, inverse, text)  # type: ignore[no-any-return]
 
@@ -430,8 +431,9 @@ def moe_combine(
         UnsupportedProblem: a dtype no kernel takes, shapes that do not fit, other devices.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    if calls.direct(rows, inverse, weights):
-        return calls.run(MOE_COMBINE, None, (rows, inverse, weights), config=config)[0]
+    found = calls.eager(MOE_COMBINE, None, (rows, inverse, weights), config=config)
+    if found is not None:
+        return found[0]
     text = None if config is None else str(config)
     return torch.ops.cutekernels.moe_combine(rows, inverse, weights, text)  # type: ignore[no-any-return]
 

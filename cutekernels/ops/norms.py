@@ -233,12 +233,10 @@ def rms_norm(
 
     Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
     """
-    if calls.direct(x, weight, out):
-        scalars = (eps, weight_offset)
-        if out is None:
-            return calls.run(RMS_NORM, None, (x, weight), options=(rounding,), scalars=scalars, config=config)[0]
-        torch.autograd.graph.increment_version(out)
-        return calls.run(RMS_NORM, (out,), (x, weight), options=(rounding,), scalars=scalars, config=config)[0]
+    results = None if out is None else (out,)
+    found = calls.eager(RMS_NORM, results, (x, weight), (rounding,), (eps, weight_offset), config)
+    if found is not None:
+        return found[0]
     text = None if config is None else str(config)
     if out is None:
         return torch.ops.cutekernels.rms_norm(  # type: ignore[no-any-return]
@@ -280,16 +278,9 @@ def add_rms_norm(
         UnsupportedProblem: a dtype no kernel takes, mismatched shapes, dtypes or devices.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    if calls.direct(x, residual, weight):
-        y, u = calls.run(
-            ADD_RMS_NORM,
-            None,
-            (x, residual, weight),
-            options=(rounding,),
-            scalars=(eps, weight_offset),
-            config=config,
-        )
-        return y, u
+    found = calls.eager(ADD_RMS_NORM, None, (x, residual, weight), (rounding,), (eps, weight_offset), config)
+    if found is not None:
+        return found[0], found[1]
     text = None if config is None else str(config)
     return torch.ops.cutekernels.add_rms_norm(  # type: ignore[no-any-return]
         x, residual, weight, rounding, eps, weight_offset, text
@@ -325,8 +316,9 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton 2016, https://arxiv.org/abs/1607.06450.
     """
-    if calls.direct(x, weight, bias):
-        return calls.run(LAYER_NORM, None, (x, weight, bias), scalars=(eps,), config=config)[0]
+    found = calls.eager(LAYER_NORM, None, (x, weight, bias), (), (eps,), config)
+    if found is not None:
+        return found[0]
     text = None if config is None else str(config)
     return torch.ops.cutekernels.layer_norm(x, weight, bias, eps, text)  # type: ignore[no-any-return]
 

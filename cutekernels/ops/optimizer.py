@@ -445,8 +445,6 @@ def adamw_step(
 def _launched(inputs: tuple[Tensor | None, ...], maximize: bool, hyper: Hyper, config: Any) -> None:
     if calls.direct(*inputs):
         results = tuple([inputs[0].new_empty(0) if inputs[i] is None else inputs[i] for i in UPDATED])  # type: ignore[union-attr]
-        for t in results:
-            torch.autograd.graph.increment_version(t)  # type: ignore[arg-type]
         calls.run(ADAMW_STEP, results, inputs, options=(maximize,), scalars=hyper, config=config)  # type: ignore[arg-type]
     else:
         text = None if config is None else str(config)

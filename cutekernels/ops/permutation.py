@@ -261,9 +261,9 @@ def moe_permute(
         UnsupportedProblem: another dtype, more than 1023 experts, more than 2^31 - 2^20 pairs.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    if calls.direct(ids):
-        order, offsets, inverse = calls.run(MOE_PERMUTE, None, (ids,), options=(num_experts,), config=config)
-        return order, offsets, inverse
+    found = calls.eager(MOE_PERMUTE, None, (ids,), (num_experts,), (), config)
+    if found is not None:
+        return found[0], found[1], found[2]
     text = None if config is None else str(config)
     return torch.ops.cutekernels.moe_permute(ids, num_experts, text)  # type: ignore[no-any-return]
 

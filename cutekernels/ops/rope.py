@@ -521,14 +521,10 @@ def rope(
     if start and cos.dim() == 3:
         raise UnsupportedProblem("a (B or 1, S, R) table is gathered already: pass a (T, R/2) table beside positions")
     keys = q.new_empty((*q.shape[:2], 0, *q.shape[3:])) if k is None else k
-    if calls.direct(q, keys, cos, sin, places):
-        if inplace:
-            torch.autograd.graph.increment_version(q)
-            torch.autograd.graph.increment_version(keys)
-        operands = (q, keys, cos, sin, places)
-        results = (q, keys) if inplace else None
-        turned = calls.run(ROPE, results, operands, options=(interleaved, False), scalars=(start,), config=config)
-    else:
+    operands = (q, keys, cos, sin, places)
+    results = (q, keys) if inplace else None
+    turned: tuple[Tensor, ...] | None = calls.eager(ROPE, results, operands, (interleaved, False), (start,), config)
+    if turned is None:
         refuse_table_gradient(cos, sin)
         text = None if config is None else str(config)
         if inplace:

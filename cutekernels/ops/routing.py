@@ -480,9 +480,9 @@ def moe_route(
         UnsupportedProblem: a dtype no kernel takes, too many experts, ``top_k`` out of range.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    if calls.direct(logits):
-        weights, ids = calls.run(MOE_ROUTE, None, (logits,), options=(top_k, renormalize), config=config)
-        return weights, ids
+    found = calls.eager(MOE_ROUTE, None, (logits,), (top_k, renormalize), (), config)
+    if found is not None:
+        return found[0], found[1]
     text = None if config is None else str(config)
     return torch.ops.cutekernels.moe_route(logits, top_k, renormalize, text)  # type: ignore[no-any-return]
 

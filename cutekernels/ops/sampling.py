@@ -418,8 +418,9 @@ def sample_filter(
     by_p = tensors[2] is not None or numbers[2] < 1
     by_min_p = tensors[3] is not None or numbers[3] > 0
     options, scalars = (by_k, by_p, by_min_p), tuple(numbers)
-    if calls.direct(logits, *tensors):
-        return calls.run(SAMPLE_FILTER, None, (logits, *tensors), options=options, scalars=scalars, config=config)[0]
+    found = calls.eager(SAMPLE_FILTER, None, (logits, *tensors), options, scalars, config)
+    if found is not None:
+        return found[0]
     text = None if config is None else str(config)
     return torch.ops.cutekernels.sample_filter(logits, *tensors, *options, *scalars, text)  # type: ignore[no-any-return]
 
