@@ -6,7 +6,6 @@ where a CUDA device measured them; ``--dry-run`` lists what would be timed, anyw
 
 from __future__ import annotations
 
-import json
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -16,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bench import workloads
+from bench import published, workloads
 from bench.suites import Case
 from bench.workloads import cases as cases_of
 from cutekernels import environment
@@ -62,8 +61,14 @@ def bench(
     plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw a PNG beside the rows.")] = True,
     commit: Annotated[str | None, typer.Option(help="The commit under test, where .git was left behind.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cases and contenders; time nothing.")] = False,
+    reproduced: Annotated[
+        bool, typer.Option("--published", help="Set recorded rows beside what others published of OP; time nothing.")
+    ] = False,
 ) -> None:
     """Time an op's suite beside its peers, all contenders of a case interleaved, and record every row."""
+    if reproduced:
+        _reproduced(op, suite, out, warm=warm, plots=plots)
+        return
     try:
         suite = suite or next(iter(workloads.get(op).suites))
         cases = cases_of(op, suite, dtype=dtype, accumulate=accumulate, match=match)
@@ -102,8 +107,9 @@ def bench(
     except (CuteKernelsError, ValueError) as error:
         _fail(str(error))
     _console().print(table(rows))
-    if suite == "alphabeta":
-        _console().print(published_table())
+    theirs = published.load(op, suite)
+    if theirs:
+        _console().print(published.published_table(theirs))
     if plots and any(r.status == "ok" for r in rows):
         from bench.plots import draw
 
@@ -111,6 +117,27 @@ def bench(
     talk.print(f"{len(rows)} rows in {path}")
     if any(r.status in ("failed", "wrong_result") and r.contender.startswith("cutekernels") for r in rows):
         _fail("one of ours failed or was wrong; its row says why")
+
+
+def _reproduced(op: str, suite: str | None, out: Path | None, *, warm: bool, plots: bool) -> None:
+    """Tables of what others published, and of the same cases in the results' folders, one for each GPU."""
+    theirs = published.load(op, suite)
+    if not theirs:
+        _fail(f"nothing is published of {' '.join(filter(None, (op, suite)))}; see bench/published.json", code=2)
+    talk = Console(stderr=True, highlight=False)
+    folders = [out] if out is not None else sorted(p for p in (HERE / "results").iterdir() if p.is_dir())
+    for folder in folders:
+        lines = published.reproduce(theirs, folder, warm=warm)
+        gpu = next((r.stamp.get("gpu", folder.name) for x in lines if (r := x.ours) is not None), folder.name)
+        _console().print(published.reproduced_table(lines, f"{gpu}, {'warm' if warm else 'cold'} L2"))
+        for command in published.missing(lines):
+            line = f"not measured in {folder}; measure with: {command}{' --warm' if warm else ''}"
+            talk.print(line, soft_wrap=True)
+        if plots and any(line.ours is not None for line in lines):
+            from bench.plots import draw_reproduced
+
+            draw_reproduced(lines, gpu, folder / f"{op}_published{'_warm' if warm else ''}.png")
+    _console().print(published.published_table(theirs))
 
 
 def _check(case: Case) -> None:
@@ -156,7 +183,7 @@ def table(rows: list[Row]) -> Table:
     )
     for name in ("case", "contender"):
         shown.add_column(name)
-    for name in ("median", "TFLOP/s", "GB/s", "% roof", "% mma", "speed-up [95 %]", "CPU µs", "err/torch"):
+    for name in ("median", "TFLOP/s", "GB/s", "% roof", "% stream", "% mma", "speed-up [95 %]", "CPU µs", "err/torch"):
         shown.add_column(name, justify="right")
     shown.add_column("config or reason", overflow="fold")
     for r in rows:
@@ -169,6 +196,7 @@ def table(rows: list[Row]) -> Table:
             _number(r.tflops, 1),
             _number(r.gbps, 0),
             _percent(r.roofline_fraction),
+            _number(None if r.stream_fraction is None else 100 * r.stream_fraction, 1),
             _percent(r.mma_fraction),
             speedup,
             _number(r.cpu_us, 2),
@@ -183,23 +211,12 @@ def _conditions(row: Row) -> str:
     return f"{row.l2} L2, {load}"
 
 
-def published_table() -> Table:
-    """What others published for the alphabeta suite: their systems, their GPUs, never beside our times."""
-    rows = json.loads((HERE / "published.json").read_text())
-    shown = Table(title="published by others, on their GPUs, fp16 with fp16 accumulation, µs", caption="published.json")
-    for name in ("system", "their GPU", "m = n = k", "alpha, beta", "their baseline", "baseline", "system"):
-        shown.add_column(name)
-    for r in rows:
-        scale = f"{r['alpha']:g}, {r['beta']:g}"
-        times = (str(r["baseline_us"]), str(r["system_us"]))
-        shown.add_row(r["system"], r["gpu"], str(r["m"]), scale, r["baseline"], *times)
-    return shown
-
-
 def _list(cases: list[Case]) -> None:
     shown = Table("op", "case", "problem", "alpha", "beta", "contenders")
-    names = ", ".join([*(peer.name for peer in workloads.get(cases[0].op).peers), "cutekernels"])
+    workload = workloads.get(cases[0].op)
     for case in cases:
+        streams = [] if workload.streams is None else ["streaming {}:{}".format(*workload.streams(case))]
+        names = ", ".join([*(peer.name for peer in workload.peers), *streams, "cutekernels"])
         shown.add_row(case.op, case.label, case.problem, f"{case.alpha:g}", f"{case.beta:g}", names)
     _console().print(shown)
 

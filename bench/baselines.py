@@ -38,6 +38,8 @@ class Inputs:
     operands: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
     updated: tuple[Tensor, ...] = ()
+    read_bytes: int | None = None
+    """Of the operands, where a call does not read all of them: some rows of a table."""
 
     @property
     def out(self) -> Tensor:
@@ -47,7 +49,13 @@ class Inputs:
 
     @property
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (*self.operands, *self.results))
+        """What a call reads and writes."""
+        read = _bytes(self.operands) if self.read_bytes is None else self.read_bytes
+        return read + _bytes(self.results)
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +83,9 @@ class Workload:
     """Binds the public function; the third argument is its ``config``, None for the dispatcher's choice."""
     peers: tuple[Contender, ...]
     """The first one is the baseline that speed-ups and errors refer to."""
+    streams: Callable[[Case], tuple[int, int]] | None = None
+    """How many arrays of like size a call reads, and how many it writes: what the streaming contenders move. None where
+    memory is not the limit."""
     example: Callable[[Path], Contender] | None = None
     """A peer read from a file of somebody else's."""
 
@@ -96,18 +107,3 @@ def compiled(function: Callable[[Case], Callable[..., Any]]) -> Contender:
         return [partial(fused, *i.operands) for i in sets]
 
     return Contender("torch.compile", bind)
-
-
-def _stream(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
-    def launch(source: Tensor, target: Tensor) -> Tensor:
-        return target.copy_(source)
-
-    def bound(i: Inputs) -> Launch:
-        source = torch.zeros(i.bytes // 8, dtype=torch.float32, device=i.operands[0].device).normal_()
-        return partial(launch, source, torch.empty_like(source))
-
-    return [bound(i) for i in sets]
-
-
-STREAM = Contender("copy of as many bytes", _stream, judged=False)
-"""A copy that reads half of the operands' and results' bytes and writes the other half: what memory can do."""

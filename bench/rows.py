@@ -42,6 +42,7 @@ class Row:
     gbps: float | None = None
     roofline_fraction: float | None = None  # of the least time the problem needs on this GPU
     mma_fraction: float | None = None  # of the rate of warp-level MMA
+    stream_fraction: float | None = None  # of the rate of the best streaming contender of the same case
     speedup: float | None = None  # over the first baseline of the same case, with its 95 % interval
     speedup_low: float | None = None
     speedup_high: float | None = None

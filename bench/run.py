@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import workloads
+from bench import stream, workloads
 from bench.baselines import Absent, Contender, Inputs, Launch
 from bench.rows import Row, write
 from bench.suites import Case
@@ -83,7 +83,9 @@ class Ours:
 
 
 def contenders(case: Case, plan: Plan) -> list[Contender | Ours]:
-    """The peers first, the baseline at their head; then ours: dispatched, default if that differs, limited in smem."""
+    """The peers first, the baseline at their head; what memory can do; then ours: dispatched, default if that differs,
+    limited in smem.
+    """
     op, problem = posed(case)
     choice = dispatch.resolve(op, problem, plan.gpu)
     found = [Ours(ours("cutekernels"), str(choice.config), choice.origin)]
@@ -95,7 +97,8 @@ def contenders(case: Case, plan: Plan) -> list[Contender | Ours]:
         found.append(_forced(f"cutekernels (<= {plan.max_smem_kib} KiB smem)", config, origin))
     workload = workloads.get(case.op)
     example = [workload.example(plan.example)] if plan.example is not None and workload.example is not None else []
-    return [*workload.peers, *example, *found]
+    streams = [] if workload.streams is None else stream.contenders(*workload.streams(case), plan.gpu)
+    return [*workload.peers, *example, *streams, *found]
 
 
 def ours(name: str, config: Any = None) -> Contender:
@@ -150,7 +153,8 @@ def run_case(case: Case, plan: Plan, who: Sequence[Contender | Ours], timer: Tim
         )
         baseline = samples.get(candidates[0].name)
         torch_error = candidates[0].error_abs
-        return [c.row(samples.get(c.name), baseline, torch_error, work, timer) for c in candidates]
+        streamed = min((s.median for n, s in samples.items() if n.startswith(stream.NAME)), default=None)
+        return [c.row(samples.get(c.name), baseline, torch_error, work, streamed, timer) for c in candidates]
 
 
 def _input_sets(case: Case, problem: Any, plan: Plan) -> list[Inputs]:
@@ -237,7 +241,13 @@ class _Candidate:
         self._row |= {"status": status, "reason": " ".join(reason.split())[:500]}
 
     def row(
-        self, samples: Samples | None, baseline: Samples | None, torch_error: float | None, work: Any, timer: Timer
+        self,
+        samples: Samples | None,
+        baseline: Samples | None,
+        torch_error: float | None,
+        work: Work,
+        streamed_us: float | None,
+        timer: Timer,
     ) -> Row:
         if self.error_abs is not None and torch_error:
             self._row["error_vs_torch"] = self.error_abs / torch_error
@@ -254,6 +264,7 @@ class _Candidate:
             "gbps": work.bytes / us / 1e3,
             "roofline_fraction": work.floor_us(gpu) / us,
             "mma_fraction": work.flops / us / 1e6 / gpu.mma_tflops if self._row["op"] == "gemm" else None,
+            "stream_fraction": None if streamed_us is None else streamed_us / us,
             "cpu_us": timer.cpu_us(self._launches[0], calls=calls, rounds=5).median,
         }
         if baseline is not None:

@@ -10,7 +10,8 @@ To benchmark another op, write its :class:`~bench.baselines.Workload` in the mod
 * ``truth``: a tuple with each result in fp64, of whole numbers in their own type. Where operands are updated it is
   asked before anything runs;
 * ``ours``: one launch per input set. A launch returns a tensor or a tuple, in the order of ``truth``;
-* ``peers``: the baseline first. ``baselines.compiled`` and ``baselines.eager`` wrap a plain function of the operands.
+* ``peers``: the baseline first. ``baselines.compiled`` and ``baselines.eager`` wrap a plain function of the operands;
+* ``streams``, where memory is the limit: arrays that a call reads and writes, for the streaming contenders.
 
 Then give it a line in ``_HOMES``. A backward pass is an op of its own, with a Workload of its own. Modules are
 imported when one of their ops is asked for.
@@ -41,7 +42,10 @@ _HOMES = {
     "add_rms_norm": "norms",
     "layer_norm": "norms",
     "layer_norm_backward": "norms",
+    "column_sum": "norms",
     "adamw_step": "optimizer",
+    "embedding": "embedding",
+    "embedding_backward": "embedding",
     "moe_route": "routing",
     "moe_permute": "routing",
     "moe_gather": "routing",

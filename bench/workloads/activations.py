@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.baselines import DTYPES, STREAM, Absent, Contender, Inputs, Launch, Workload, compiled, eager
+from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload, compiled, eager
 from bench.suites import INTERMEDIATE, TOKENS, Case, Suite, unless
 from bench.workloads import posed
 from cutekernels.ops.activations import bias_gelu, gelu_mul, silu_mul
@@ -124,6 +124,27 @@ def _bias_gelu(approximate: str, x: Tensor, bias: Tensor) -> Tensor:
     return F.gelu(x + bias, approximate=approximate)
 
 
+def _wide_swiglu(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    """A kernel for each operation, in fp32, rounded at the end."""
+
+    def chain(gate: Tensor, up: Tensor) -> Tensor:
+        return _swiglu(gate.float(), up.float()).to(gate.dtype)
+
+    return [partial(chain, *i.operands) for i in sets]
+
+
+def _erf_chain(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    """Exact GELU as it is written down, a kernel for each operation."""
+    if _approximate(case) != "none":
+        raise Absent("erf is of the exact GELU")
+
+    def chain(x: Tensor, bias: Tensor) -> Tensor:
+        y = x + bias
+        return 0.5 * y * (1.0 + torch.erf(y * 0.5**0.5))
+
+    return [partial(chain, *i.operands) for i in sets]
+
+
 def _bias_gelu_backward(approximate: str, dout: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     dx = torch.ops.aten.gelu_backward(dout, x + bias, approximate=approximate)
     return dx, dx.sum(dim=0)
@@ -176,9 +197,21 @@ def _liger(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     return [partial(function.apply, *i.operands) for i in sets]
 
 
+# Operands and results of full size.
+_STREAMS = {
+    "silu_mul": (2, 1),
+    "gelu_mul": (2, 1),
+    "bias_gelu": (1, 1),
+    "silu_mul_backward": (3, 2),
+    "gelu_mul_backward": (3, 2),
+    "bias_gelu_backward": (2, 1),
+}
+
+
 def _workload(op: str, suites: dict[str, Suite], inputs: Any, ours: Any, *more: Contender) -> Workload:
-    peers = (compiled(PLAIN[op]), eager(PLAIN[op]), *more, STREAM)
-    return Workload(op=op, suites=suites, inputs=inputs, truth=_truth, ours=ours, peers=peers)
+    peers = (compiled(PLAIN[op]), eager(PLAIN[op]), *more)
+    streams = _STREAMS[op]
+    return Workload(op, suites, inputs, _truth, ours, peers, streams=lambda case: streams)
 
 
 _TANH = " approximate=tanh"
@@ -195,6 +228,7 @@ WORKLOADS = (
         _gate_and_up,
         _ours(silu_mul),
         _LIGER,
+        Contender("eager (fp32 chain)", _wide_swiglu),
     ),
     _workload(
         "gelu_mul",
@@ -216,6 +250,7 @@ WORKLOADS = (
         },
         _x_and_bias,
         _ours(bias_gelu),
+        Contender("eager (erf chain)", _erf_chain),
     ),
     _workload(
         "silu_mul_backward",

@@ -11,15 +11,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.baselines import DTYPES, STREAM, Absent, Contender, Inputs, Launch, Workload, compiled, eager
+from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload, compiled, eager
 from bench.suites import Case, unless
 from cutekernels.ops import calls
-from cutekernels.ops.norm_gradients import LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD
-from cutekernels.ops.norms import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
+from cutekernels.ops.norm_gradients import COLUMN_SUM, LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD, ColumnSumProblem
+from cutekernels.ops.norms import add_rms_norm, layer_norm, rms_norm
 
 EPS = 1e-6
 _AFFINE = {"layer_norm": 2, "layer_norm_backward": 1}  # vectors beside the matrices; else one
-_MATRICES = {"add_rms_norm": 2, "rms_norm_backward": 2, "layer_norm_backward": 2}  # operands of full size; else one
+# Operands and results of full size.
+_STREAMS = {
+    "rms_norm": (1, 1),
+    "add_rms_norm": (2, 2),
+    "layer_norm": (1, 1),
+    "rms_norm_backward": (2, 1),
+    "layer_norm_backward": (2, 1),
+}
 
 
 # ---- cases ----------------------------------------------------------------------------------------------
@@ -56,11 +63,9 @@ def _inputs(case: Case, problem: Any, device: str, seed: int) -> Inputs:
     draw = torch.Generator(device).manual_seed(seed)
     normal = partial(torch.randn, generator=draw, device=device, dtype=DTYPES[problem.dtype])
     shape = (problem.rows, problem.cols)
-    full = [normal(shape) for _ in range(_MATRICES.get(case.op, 1))]
+    full = [normal(shape) for _ in range(_STREAMS[case.op][0])]
     vectors = [normal(problem.cols) for _ in range(_AFFINE.get(case.op, 1))]
-    results = [torch.empty_like(full[0])]
-    if case.op == "add_rms_norm":
-        results.append(torch.empty_like(full[0]))
+    results = [torch.empty_like(full[0]) for _ in range(_STREAMS[case.op][1])]
     if case.op.endswith("backward"):
         results += [torch.empty_like(vectors[0]) for _ in range(2 if "layer" in case.op else 1)]
     return Inputs((*full, *vectors), tuple(results))
@@ -130,6 +135,8 @@ def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
 
 
 def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
+    """The public functions; of a backward pass what autograd runs, into given results."""
+
     def into(i: Inputs, op: Any, absent: int, options: tuple[Any, ...], scalars: tuple[float, ...]) -> Launch:
         operands = (*i.operands, *[None] * absent)
 
@@ -139,9 +146,9 @@ def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
         return launch
 
     bound: dict[str, Callable[[Inputs], Launch]] = {
-        "rms_norm": lambda i: into(i, RMS_NORM, 0, ("once",), (EPS, 0.0)),
-        "add_rms_norm": lambda i: into(i, ADD_RMS_NORM, 0, ("once",), (EPS, 0.0)),
-        "layer_norm": lambda i: into(i, LAYER_NORM, 0, (), (EPS,)),
+        "rms_norm": lambda i: partial(rms_norm, *i.operands, eps=EPS, out=i.out, config=config),
+        "add_rms_norm": lambda i: partial(add_rms_norm, *i.operands, eps=EPS, config=config),
+        "layer_norm": lambda i: partial(layer_norm, *i.operands, eps=EPS, config=config),
         "rms_norm_backward": lambda i: into(i, RMS_NORM_BACKWARD, 1, (True,), (EPS, 0.0)),
         "layer_norm_backward": lambda i: into(i, LAYER_NORM_BACKWARD, 0, (True, "same"), (EPS,)),
     }
@@ -239,9 +246,36 @@ def _workload(op: str, suites: dict[str, Any]) -> Workload:
             Contender("torch's kernel", _torchs),
             Contender("quack", _quack),
             Contender("liger", _liger),
-            STREAM,
         ),
+        streams=lambda case: _STREAMS[op],
     )
+
+
+# ---- the second pass of weights' gradients --------------------------------------------------------------
+
+
+def _parts_cases(dtype: str, accumulate: str) -> list[Case]:
+    """As many partial sums as programs of one to four per SM leave on an H200."""
+    return [
+        Case("column_sum", str(ColumnSumProblem(parts, cols, str(dtype))), f"{parts}x{cols}")
+        for cols in (4096, 8192)
+        for parts in (132, 264, 528)
+    ]
+
+
+def _parts(case: Case, problem: Any, device: str, seed: int) -> Inputs:
+    draw = torch.Generator(device).manual_seed(seed)
+    parts = torch.randn((problem.parts, problem.cols), generator=draw, device=device)
+    return Inputs((parts,), (parts.new_empty(problem.cols, dtype=DTYPES[problem.dtype]),))
+
+
+def _summed(case: Case) -> Callable[..., Any]:
+    dtype = DTYPES[ColumnSumProblem.parse(case.problem).dtype]
+    return lambda parts: parts.sum(0).to(dtype)
+
+
+def _column_sums(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
+    return [partial(calls.run, COLUMN_SUM, i.results, i.operands, config=config) for i in sets]
 
 
 WORKLOADS = (
@@ -250,4 +284,12 @@ WORKLOADS = (
     _workload("layer_norm", {"llm": _llm("layer_norm", *_FORWARD)}),
     _workload("rms_norm_backward", {"llm": _llm("rms_norm_backward", *_BACKWARD)}),
     _workload("layer_norm_backward", {"llm": _llm("layer_norm_backward", *_BACKWARD)}),
+    Workload(
+        op="column_sum",
+        suites={"parts": _parts_cases},
+        inputs=_parts,
+        truth=lambda case, i: (i.operands[0].double().sum(0),),
+        ours=_column_sums,
+        peers=(compiled(_summed), eager(_summed)),
+    ),
 )

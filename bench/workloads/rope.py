@@ -1,4 +1,4 @@
-"""Rotary embeddings: two models' queries and keys, and the rows that others published."""
+"""Rotary embeddings: two models' queries and keys, both ways, and the rows that others published."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.baselines import DTYPES, STREAM, Absent, Contender, Inputs, Launch, Workload, compiled, eager
+from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload, compiled, eager
 from bench.suites import Case
 from cutekernels.ops.rope import RopeProblem, rope
 
@@ -30,6 +30,15 @@ def _llm(dtype: str, accumulate: str) -> list[Case]:
         )
         for model, (q, kv) in HEADS.items()
         for batch, seq in ((1, 1), (16, 1), (64, 1), (1, 256), (1, 2048), (4, 4096))
+    ]
+
+
+def _backward(dtype: str, accumulate: str) -> list[Case]:
+    """Gradients turn the other way round."""
+    return [
+        _case(f"{model} {batch}x{seq}", RopeProblem(batch, seq, q, 128, 128, kv, str(dtype), inverse=True))
+        for model, (q, kv) in HEADS.items()
+        for batch, seq in ((1, 2048), (4, 4096))
     ]
 
 
@@ -68,7 +77,8 @@ def _inputs(case: Case, problem: RopeProblem, device: str, seed: int) -> Inputs:
 
 
 def _rotated(case: Case) -> Callable[..., Any]:
-    interleaved = RopeProblem.parse(case.problem).interleaved
+    problem = RopeProblem.parse(case.problem)
+    interleaved = problem.interleaved
 
     def turned(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
         half = c.shape[-1]
@@ -82,7 +92,7 @@ def _rotated(case: Case) -> Callable[..., Any]:
         if starts.numel():
             rows = starts[:, None] + torch.arange(q.shape[1], device=q.device)
             cos, sin = cos[rows], sin[rows]
-        c, s = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        c, s = cos.unsqueeze(-2), (-sin if problem.inverse else sin).unsqueeze(-2)
         return (turned(q, c, s), turned(k, c, s)) if k.shape[2] else (turned(q, c, s),)
 
     return rotated
@@ -95,10 +105,14 @@ def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
 
 
 def _ours(case: Case, sets: Sequence[Inputs], config: Any, inplace: bool = False) -> Sequence[Launch]:
-    interleaved = RopeProblem.parse(case.problem).interleaved
+    problem = RopeProblem.parse(case.problem)
+    interleaved = problem.interleaved
 
     def bound(i: Inputs) -> Launch:
         q, k, cos, sin, starts = i.operands
+        if problem.inverse:  # what autograd runs
+            text = None if config is None else str(config)
+            return partial(torch.ops.cutekernels.rope, *i.operands[:4], None, interleaved, True, 0, text)
         call = partial(
             rope,
             q,
@@ -116,7 +130,31 @@ def _ours(case: Case, sets: Sequence[Inputs], config: Any, inplace: bool = False
 
 
 def _in_place(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    if RopeProblem.parse(case.problem).inverse:
+        raise Absent("a gradient is not turned in place")
     return _ours(case, sets, None, inplace=True)
+
+
+def _complex(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    """Plain torch again: each pair is a complex number in fp32, and turning it one product."""
+    problem = RopeProblem.parse(case.problem)
+    if problem.inverse or problem.positions != "start":
+        raise Absent("it is there for the rows that others published")
+    turning = problem.rotary
+
+    def turned(x: Tensor, turns: Tensor) -> Tensor:
+        head = x[..., :turning].float()
+        pairs = head.unflatten(-1, (-1, 2)) if problem.interleaved else head.unflatten(-1, (2, -1)).transpose(-1, -2)
+        product = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turns)
+        product = (product if problem.interleaved else product.transpose(-1, -2)).flatten(-2)
+        return torch.cat((product.to(x.dtype), x[..., turning:]), -1)
+
+    def bound(i: Inputs) -> Launch:
+        q, k, cos, sin, _ = i.operands
+        turns = torch.complex(cos, sin).unsqueeze(-2)
+        return lambda: tuple([turned(t, turns) for t in (q, k) if t.shape[2]])
+
+    return [bound(i) for i in sets]
 
 
 def _liger(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
@@ -126,6 +164,8 @@ def _liger(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     except ImportError as error:
         raise Absent(f"liger-kernel does not import: {error}") from error
     problem = RopeProblem.parse(case.problem)
+    if problem.inverse:
+        raise Absent("its gradient is bound to its forward pass")
     if problem.interleaved or problem.rotary < problem.head_dim or not problem.heads_kv:
         raise Absent("liger turns all channels, as pairs of halves, of q and k together")
 
@@ -150,16 +190,17 @@ def _liger(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
 WORKLOADS = (
     Workload(
         op="rope",
-        suites={"llm": _llm, "reference": _reference},
+        suites={"llm": _llm, "reference": _reference, "backward": _backward},
         inputs=_inputs,
         truth=_truth,
         ours=_ours,
         peers=(
             compiled(_rotated),
             eager(_rotated),
+            Contender("eager (complex)", _complex),
             Contender("liger (in place)", _liger),
             Contender("cutekernels (in place)", _in_place),
-            STREAM,
         ),
+        streams=lambda case: (1, 1),
     ),
 )

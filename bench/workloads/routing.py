@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.baselines import DTYPES, STREAM, Inputs, Launch, Workload, compiled, eager
+from bench.baselines import DTYPES, Inputs, Launch, Workload, compiled, eager
 from bench.suites import Case
 from cutekernels.ops.expert_rows import MoeMoveProblem, moe_combine, moe_gather
 from cutekernels.ops.permutation import MOE_PERMUTE, MoePermuteProblem, moe_permute
@@ -186,7 +186,8 @@ WORKLOADS = (
         inputs=_move_inputs,
         truth=_gather_truth,
         ours=_gather_ours,
-        peers=(compiled(_gathered), eager(_gathered), STREAM),
+        peers=(compiled(_gathered), eager(_gathered)),
+        streams=lambda case: (1, MoeMoveProblem.parse(case.problem).top_k),
     ),
     Workload(
         op="moe_combine",
@@ -194,6 +195,7 @@ WORKLOADS = (
         inputs=_move_inputs,
         truth=_combine_truth,
         ours=_combine_ours,
-        peers=(compiled(_combined), eager(_combined), STREAM),
+        peers=(compiled(_combined), eager(_combined)),
+        streams=lambda case: (MoeMoveProblem.parse(case.problem).top_k, 1),
     ),
 )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.baselines import DTYPES, STREAM, Contender, Inputs, Launch, Workload, compiled, eager
+from bench.baselines import DTYPES, Contender, Inputs, Launch, Workload, compiled, eager
 from bench.suites import Case
 from cutekernels.ops.sampling import SAMPLE_FILTER, SampleFilterProblem, sample_filter
 
@@ -94,6 +94,7 @@ WORKLOADS = (
         inputs=_inputs,
         truth=_truth,
         ours=_ours,
-        peers=(_unjudged(compiled(filtered)), _unjudged(eager(filtered)), STREAM),
+        peers=(_unjudged(compiled(filtered)), _unjudged(eager(filtered))),
+        streams=lambda case: (1, 1),
     ),
 )

@@ -1,0 +1,175 @@
+"""What others published, and the same cases measured here: their baseline, the strongest peer, ours.
+
+``published.json`` holds their numbers as they gave them, each labelled with their GPU. A time of theirs is never set
+beside a time of ours; what can be compared is how many times faster than the same baseline each is, on its own GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from rich.table import Table
+
+from bench import rows, workloads
+from bench.rows import Row
+
+FILE = Path(__file__).parent / "published.json"
+OURS = "cutekernels"
+UNITS = {"us": -1, "tokens/s": 1}  # whether more is slower or faster
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One number of a system, beside that of a baseline on the same GPU; None where only a script was published."""
+
+    system: str
+    gpu: str
+    op: str
+    suite: str
+    case: str  # its label in the suite
+    dtype: str
+    accumulate: str
+    baseline: str  # in their words
+    peer: str  # the contender of ours that stands for it
+    unit: str
+    baseline_value: float | None
+    system_value: float | None
+    variant: str
+    note: str
+
+    @property
+    def speedup(self) -> float | None:
+        """Over their baseline."""
+        if self.baseline_value is None or self.system_value is None:
+            return None
+        return float((self.system_value / self.baseline_value) ** UNITS[self.unit])
+
+    @property
+    def name(self) -> str:
+        return f"{self.system} ({self.variant})" if self.variant else self.system
+
+    @property
+    def problem(self) -> str:
+        """Of the case, canonical."""
+        cases = _labelled(self.op, self.suite, self.dtype, self.accumulate)
+        if self.case not in cases:
+            raise ValueError(f"{self.op} {self.suite} has no case {self.case!r}; it has {', '.join(cases)}")
+        return cases[self.case]
+
+    @property
+    def command(self) -> str:
+        """Measures it."""
+        words = ["python -m bench", self.op, "--suite", self.suite]
+        words += ["--dtype", self.dtype] if self.dtype != "bf16" else []
+        words += ["--accumulate", self.accumulate] if self.accumulate != "fp32" else []
+        return " ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Reproduced:
+    """A published number, and the rows of one run here; None for what was not measured."""
+
+    published: Published
+    baseline: Row | None = None
+    strongest: Row | None = None
+    """The fastest of the peers, torch.compile among them."""
+    ours: Row | None = None
+
+    def speedup(self, row: Row | None) -> float | None:
+        """Of ``row`` over the baseline measured beside it."""
+        if row is None or self.baseline is None or not row.median_us or not self.baseline.median_us:
+            return None
+        return self.baseline.median_us / row.median_us
+
+
+@cache
+def _labelled(op: str, suite: str, dtype: str, accumulate: str) -> dict[str, str]:
+    return {c.label: c.problem for c in workloads.cases(op, suite, dtype=dtype, accumulate=accumulate)}
+
+
+def load(op: str, suite: str | None = None) -> list[Published]:
+    """What is published of ``op``, of one of its suites or all."""
+    found = [Published(**values) for values in json.loads(FILE.read_text())]
+    return [p for p in found if p.op == op and suite in (None, p.suite)]
+
+
+def reproduce(published: Iterable[Published], folder: Path, *, warm: bool = False) -> list[Reproduced]:
+    """``published`` beside the rows in ``folder``, taken under sustained load. Of several runs the latest counts."""
+    runs: dict[tuple[str, str, str], list[Row]] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        of_file: dict[tuple[str, str, str], list[Row]] = {}
+        for row in rows.read(path):
+            if row.l2 == ("warm" if warm else "cold") and not row.rest_ms:
+                of_file.setdefault((row.op, row.problem, row.label), []).append(row)
+        for key, found in of_file.items():
+            if key not in runs or _date(found) > _date(runs[key]):
+                runs[key] = found
+    return [_beside(p, runs.get((p.op, p.problem, p.case), [])) for p in published]
+
+
+def _date(found: Sequence[Row]) -> str:
+    return found[0].stamp.get("date", "")
+
+
+def _beside(published: Published, run: Sequence[Row]) -> Reproduced:
+    of = {r.contender: r for r in run if r.status == "ok"}
+    peers = {peer.name for peer in workloads.get(published.op).peers if peer.judged and OURS not in peer.name}
+    timed = [r for name, r in of.items() if name in peers]
+    strongest = min(timed, key=lambda r: r.median_us or float("inf"), default=None)
+    return Reproduced(published, of.get(published.peer), strongest, of.get(OURS))
+
+
+def missing(lines: Iterable[Reproduced]) -> list[str]:
+    """The commands that measure what was not."""
+    return list(dict.fromkeys(line.published.command for line in lines if line.baseline is None or line.ours is None))
+
+
+# ---- tables ---------------------------------------------------------------------------------------------
+
+
+def published_table(published: Sequence[Published]) -> Table:
+    """Their numbers alone."""
+    shown = Table(title=f"{published[0].op}, published by others, on their GPUs", caption=FILE.name)
+    for name in ("system", "their GPU", "case", "dtype", "their baseline", "unit", "baseline", "system", "note"):
+        shown.add_column(name)
+    for p in published:
+        numbers = ["not published" if v is None else f"{v:g}" for v in (p.baseline_value, p.system_value)]
+        shown.add_row(p.name, p.gpu, p.case, p.dtype, p.baseline, p.unit.replace("us", "µs"), *numbers, p.note)
+    return shown
+
+
+def reproduced_table(lines: Sequence[Reproduced], gpu: str) -> Table:
+    """Speed-ups over their baseline: theirs on their GPU; the strongest peer's and ours here, with the times here."""
+    shown = Table(title=f"{lines[0].published.op}: how many times faster than their baseline, there and on {gpu}")
+    for name in ("case", "dtype", "system", "their GPU", "there"):
+        shown.add_column(name)
+    for name in ("their baseline, µs here", "strongest peer, µs here", "ours, µs here", "strongest peer", "ours"):
+        shown.add_column(name, justify="right")
+    for line in lines:
+        p = line.published
+        strongest = "" if line.strongest is None else f" ({line.strongest.contender})"
+        shown.add_row(
+            p.case,
+            p.dtype,
+            p.name,
+            p.gpu,
+            "not published" if p.speedup is None else f"{p.speedup:.2f}",
+            _us(line.baseline) + ("" if line.baseline is None else f" ({p.peer})"),
+            _us(line.strongest) + strongest,
+            _us(line.ours),
+            _times(line.speedup(line.strongest)),
+            _times(line.speedup(line.ours)),
+        )
+    return shown
+
+
+def _us(row: Row | None) -> str:
+    return "not measured" if row is None or row.median_us is None else f"{row.median_us:.2f}"
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

@@ -1,0 +1,94 @@
+"""Norms, embedding and rope as they are benchmarked: operands pose the case, and contenders agree with the truth."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from bench import run, workloads
+from bench.baselines import Absent, Contender, Inputs
+from bench.suites import Case
+
+SMALL: dict[str, dict[str, Any]] = {
+    "rms_norm": {"rows": 24, "cols": 64},
+    "add_rms_norm": {"rows": 24, "cols": 64},
+    "layer_norm": {"rows": 24, "cols": 64},
+    "rms_norm_backward": {"rows": 24, "cols": 64},
+    "layer_norm_backward": {"rows": 24, "cols": 64},
+    "column_sum": {"parts": 8, "cols": 64},
+    "embedding": {"rows": 24, "vocabulary": 32, "cols": 64},
+    "embedding_backward": {"rows": 24, "vocabulary": 32, "cols": 64},
+    "rope": {"seq": 6, "batch": 2},
+    "silu_mul": {"rows": 24, "cols": 64},
+    "bias_gelu": {"rows": 24, "cols": 64},
+}
+GPU_ONLY = ("rms_norm_backward", "layer_norm_backward", "column_sum")  # all but the eager peer
+PLAIN = ("eager", "eager (complex)", "eager (fp32 chain)", "eager (erf chain)", "torch's kernel")
+
+
+def small(case: Case) -> tuple[Case, Any, Inputs]:
+    _, problem = run.posed(case)
+    problem = problem.replace(**SMALL[case.op])
+    case = dataclasses.replace(case, problem=str(problem))
+    return case, problem, workloads.get(case.op).inputs(case, problem, "cpu", 0)
+
+
+def who(op: str) -> list[Contender]:
+    if op in GPU_ONLY:
+        return [peer for peer in workloads.get(op).peers if peer.name == "eager"]
+    return [*[peer for peer in workloads.get(op).peers if peer.name in PLAIN], run.ours("cutekernels")]
+
+
+@pytest.mark.parametrize(("op", "suite"), [(op, suite) for op in SMALL for suite in workloads.get(op).suites])
+def test_contenders_agree_with_the_truth(op: str, suite: str) -> None:
+    cases = workloads.cases(op, suite, dtype="fp16")
+    took_part = set()
+    for case in {c.problem.partition(" ")[2]: c for c in cases}.values():  # one of each kind
+        for contender in who(op):
+            shrunk, _, i = small(case)
+            exact = workloads.get(op).truth(shrunk, i)
+            for t in i.results:
+                if t.is_floating_point():
+                    t.fill_(float("nan"))
+            try:
+                written = contender.bind(shrunk, [i])[0]()
+            except Absent:
+                continue
+            took_part.add(contender.name)
+            for result, value in zip(written if isinstance(written, tuple) else (written,), exact, strict=True):
+                torch.testing.assert_close(result.double(), value.double(), rtol=1e-2, atol=2e-2)
+    assert took_part >= ({"eager"} if op in GPU_ONLY else {"eager", "cutekernels"})
+
+
+def test_each_baseline_in_others_words_takes_part_in_their_rows() -> None:
+    for op, suite, name in (
+        ("rope", "reference", "eager (complex)"),
+        ("silu_mul", "published", "eager (fp32 chain)"),
+        ("bias_gelu", "published", "eager (erf chain)"),
+        ("rms_norm", "reference", "torch's kernel"),
+    ):
+        (peer,) = [p for p in workloads.get(op).peers if p.name == name]
+        for case in workloads.cases(op, suite, dtype="fp16"):
+            shrunk, _, i = small(case)
+            assert len(peer.bind(shrunk, [i])) == 1
+
+
+@pytest.mark.parametrize("op", [op for op in SMALL if op not in ("rope", "embedding_backward")])
+def test_operands_pose_the_case(op: str) -> None:
+    """What is looked up for a row's config is what the call it times looks up."""
+    for suite in workloads.get(op).suites:
+        case, problem, i = small(workloads.cases(op, suite, dtype="fp16")[0])
+        declared, _ = run.posed(case)
+        options = {name: getattr(problem, name) for name in declared.options if hasattr(problem, name)}
+        missing = [None] * (len(declared.inputs) - len(i.operands))
+        assert declared.problem(*i.results, *i.operands, *missing, **options) == problem
+
+
+def test_an_embedding_reads_some_rows_of_one_table() -> None:
+    _, _, first = small(workloads.cases("embedding", "llm")[0])
+    _, _, second = small(workloads.cases("embedding", "llm")[0])
+    assert first.operands[1] is second.operands[1]
+    assert first.bytes == 24 * 8 + 2 * 24 * 64 * 2
