@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bench.suites import Case, Suite
+from cutekernels.op import Work
 
 Launch = Callable[[], Tensor | tuple[Tensor, ...]]
 Bind = Callable[[Case, "Sequence[Inputs]"], Sequence[Launch]]
@@ -86,6 +87,10 @@ class Workload:
     streams: Callable[[Case], tuple[int, int]] | None = None
     """How many arrays of like size a call reads, and how many it writes: what the streaming contenders move. None where
     memory is not the limit."""
+    poses: str | None = None
+    """The registered op whose problems the cases pose, where ``op`` is not one: a chain of several."""
+    work: Callable[[Case], Work] | None = None
+    """The least a case needs; that of the op's problem unless given."""
     example: Callable[[Path], Contender] | None = None
     """A peer read from a file of somebody else's."""
 

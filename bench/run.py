@@ -131,11 +131,11 @@ def within_smem(op: Op[Any, Any], problem: Any, gpu: GpuSpec, kib: int) -> tuple
 
 def run_case(case: Case, plan: Plan, who: Sequence[Contender | Ours], timer: Timer) -> list[Row]:
     """A row for each of ``who``, in their order."""
-    op, problem = posed(case)
+    _, problem = posed(case)
     sets = _input_sets(case, problem, plan)
     truth = workloads.get(case.op).truth(case, sets[0])
     first = tuple([t.clone() for t in sets[0].updated])
-    work = op.work(problem)
+    work = workloads.work(case)
     accumulate = getattr(problem, "accumulate", "fp32")
     with _accumulation(accumulate):
         candidates = [_Candidate(case, plan, w, len(sets)) for w in who]

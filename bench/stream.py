@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bench.baselines import Contender, Inputs, Launch
 from bench.suites import Case
-from bench.workloads import posed
+from bench.workloads import work
 from cutekernels.gpu import GpuSpec
 from cutekernels.kernels.triton.dependent import await_turn
 
@@ -107,8 +107,7 @@ def arrays(case: Case, reads: int, writes: int, device: torch.device, seed: int)
 
     Together they are the bytes that the op says ``case`` moves at least, and up to 64 more for each array.
     """
-    op, problem = posed(case)
-    words = -(-int(op.work(problem).bytes) // (4 * (reads + writes) * _UNIT)) * _UNIT
+    words = -(-int(work(case).bytes) // (4 * (reads + writes) * _UNIT)) * _UNIT
     draw = torch.Generator(device).manual_seed(seed)
     halves = torch.randn((reads, 2 * words), generator=draw, device=device, dtype=torch.bfloat16)
     source = halves.view(torch.int32)

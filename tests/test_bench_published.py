@@ -32,7 +32,7 @@ def run(p: Published, baseline: float, strong: float, ours: float, **changes: An
 
 
 def test_every_row_is_a_fact_about_a_case_here() -> None:
-    assert len(ALL) == 92
+    assert len(ALL) == 95
     for p in ALL:
         assert p.gpu
         assert p.baseline
@@ -41,7 +41,7 @@ def test_every_row_is_a_fact_about_a_case_here() -> None:
         assert (p.baseline_value is None) == (p.system_value is None) == (p.speedup is None)
         assert p.speedup is None or p.speedup > 0
         assert p.peer in [peer.name for peer in workloads.get(p.op).peers]
-        assert registry.get(p.op).Problem.parse(p.problem).dtype == p.dtype  # type: ignore[attr-defined]
+        assert registry.get(workloads.get(p.op).poses or p.op).Problem.parse(p.problem).dtype == p.dtype
 
 
 def test_a_case_that_no_suite_has_is_named() -> None:

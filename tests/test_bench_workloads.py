@@ -24,8 +24,15 @@ SMALL: dict[str, dict[str, Any]] = {
     "rope": {"seq": 6, "batch": 2},
     "silu_mul": {"rows": 24, "cols": 64},
     "bias_gelu": {"rows": 24, "cols": 64},
+    "swiglu": {"rows": 24, "cols": 64},
+    "moe_route": {"tokens": 24},
+    "moe_route_backward": {"tokens": 24},
+    "moe_gather": {"tokens": 24},
+    "moe_combine": {"tokens": 24},
+    "moe_combine_backward": {"tokens": 24},
 }
 GPU_ONLY = ("rms_norm_backward", "layer_norm_backward", "column_sum")  # all but the eager peer
+UNLIKE = ("rope", "embedding_backward", "swiglu", "moe_gather")  # operands are the contenders', not the op's
 PLAIN = ("eager", "eager (complex)", "eager (fp32 chain)", "eager (erf chain)", "torch's kernel")
 
 
@@ -76,7 +83,7 @@ def test_each_baseline_in_others_words_takes_part_in_their_rows() -> None:
             assert len(peer.bind(shrunk, [i])) == 1
 
 
-@pytest.mark.parametrize("op", [op for op in SMALL if op not in ("rope", "embedding_backward")])
+@pytest.mark.parametrize("op", [op for op in SMALL if op not in UNLIKE])
 def test_operands_pose_the_case(op: str) -> None:
     """What is looked up for a row's config is what the call it times looks up."""
     for suite in workloads.get(op).suites:
@@ -92,3 +99,14 @@ def test_an_embedding_reads_some_rows_of_one_table() -> None:
     _, _, second = small(workloads.cases("embedding", "llm")[0])
     assert first.operands[1] is second.operands[1]
     assert first.bytes == 24 * 8 + 2 * 24 * 64 * 2
+
+
+def test_a_chain_states_its_own_work_and_poses_the_problem_of_one_op() -> None:
+    case = next(c for c in workloads.cases("swiglu", "published", dtype="fp16") if c.label == "32x512, hidden 4096")
+    declared, problem = workloads.posed(case)
+    assert declared.name == "silu_mul"
+    work = workloads.work(case)
+    assert work.flops == 6 * 16384 * 4096 * 6912
+    assert work.bytes == 2 * (2 * 16384 * 4096 + 3 * 4096 * 6912)
+    silu = dataclasses.replace(case, op="silu_mul")
+    assert workloads.work(silu) == declared.work(problem)

@@ -26,7 +26,7 @@ from bench.suites import Case
 
 if TYPE_CHECKING:
     from bench.baselines import Workload
-    from cutekernels.op import Op
+    from cutekernels.op import Op, Work
 
 _HOMES = {
     "gemm": "gemm",
@@ -36,6 +36,7 @@ _HOMES = {
     "silu_mul_backward": "activations",
     "gelu_mul_backward": "activations",
     "bias_gelu_backward": "activations",
+    "swiglu": "mlp",
     "rope": "rope",
     "rms_norm": "norms",
     "rms_norm_backward": "norms",
@@ -50,6 +51,8 @@ _HOMES = {
     "moe_permute": "routing",
     "moe_gather": "routing",
     "moe_combine": "routing",
+    "moe_route_backward": "routing",
+    "moe_combine_backward": "routing",
     "sample_filter": "sampling",
 }
 OPS = tuple(_HOMES)
@@ -71,9 +74,18 @@ def cases(op: str, suite: str, *, dtype: str = "bf16", accumulate: str = "fp32",
     return [c for c in suites[suite](dtype, accumulate) if match in c.label or match in c.problem]
 
 
+def work(case: Case) -> Work:
+    """The least that ``case`` needs."""
+    stated = get(case.op).work
+    if stated is not None:
+        return stated(case)
+    op, problem = posed(case)
+    return op.work(problem)
+
+
 def posed(case: Case) -> tuple[Op[Any, Any], Any]:
-    """The op of ``case`` and its problem, parsed."""
+    """The op whose config ``case`` depends on, and its problem, parsed."""
     from cutekernels.ops import registry
 
-    op = registry.get(case.op)
+    op = registry.get(get(case.op).poses or case.op)
     return op, op.Problem.parse(case.problem)

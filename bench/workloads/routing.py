@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from bench.baselines import DTYPES, Inputs, Launch, Workload, compiled, eager
 from bench.suites import Case
-from cutekernels.ops.expert_rows import MoeMoveProblem, moe_combine, moe_gather
+from bench.workloads import posed
+from cutekernels.ops.expert_rows import MOE_COMBINE_BACKWARD, MoeMoveProblem, moe_combine, moe_gather
 from cutekernels.ops.permutation import MOE_PERMUTE, MoePermuteProblem, moe_permute
-from cutekernels.ops.routing import MOE_ROUTE, MoeRouteProblem, moe_route
+from cutekernels.ops.routing import MOE_ROUTE, MOE_ROUTE_BACKWARD, MoeRouteProblem, moe_route
 
 ROUTERS = {
     "8 top 2": (8, 2),
@@ -163,6 +165,88 @@ def _combined(case: Case) -> Callable[..., Any]:
     return combined
 
 
+# ---- gradients ------------------------------------------------------------------------------------------
+
+
+def _fewer(cases: Callable[[str, str], list[Case]]) -> Callable[[str, str], list[Case]]:
+    """Those of training: batches of tokens."""
+    return lambda dtype, accumulate: [c for c in cases(dtype, accumulate) if posed(c)[1].tokens >= 256]
+
+
+def _route_backward_cases(dtype: str, accumulate: str) -> list[Case]:
+    return [dataclasses.replace(c, op="moe_route_backward") for c in _route_cases(dtype, accumulate)]
+
+
+def _route_backward_inputs(case: Case, problem: Any, device: str, seed: int) -> Inputs:
+    forward = _route_inputs(case, problem, device, seed)
+    (logits,) = forward.operands
+    weights, ids = MOE_ROUTE.evaluate(logits, top_k=problem.top_k, renormalize=problem.renormalize)
+    draw = torch.Generator(device).manual_seed(seed)
+    dweights = torch.randn(weights.shape, generator=draw, device=device, dtype=weights.dtype)
+    return Inputs((dweights, weights, ids, logits), (torch.empty_like(logits),))
+
+
+def _route_backward_truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
+    problem = MoeRouteProblem.parse(case.problem)
+    dweights, weights, ids, logits = i.operands
+    wide = (dweights.double(), weights.double(), ids, logits.double())
+    return MOE_ROUTE_BACKWARD.evaluate(*wide, top_k=problem.top_k, renormalize=problem.renormalize)
+
+
+def _route_backward_ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
+    problem, text = MoeRouteProblem.parse(case.problem), None if config is None else str(config)
+
+    def launch(i: Inputs) -> tuple[Tensor, ...]:
+        torch.ops.cutekernels.moe_route_backward_out(*i.operands, *i.results, problem.top_k, problem.renormalize, text)
+        return i.results
+
+    return [partial(launch, i) for i in sets]
+
+
+def _unrouted(case: Case) -> Callable[..., Any]:
+    def gradient(dweights: Tensor, weights: Tensor, ids: Tensor, logits: Tensor) -> Tensor:
+        pulls = weights * (dweights - (weights * dweights).sum(-1, keepdim=True))
+        return torch.zeros_like(logits).scatter_(-1, ids.long(), pulls.to(logits.dtype))
+
+    return gradient
+
+
+def _combine_backward_cases(dtype: str, accumulate: str) -> list[Case]:
+    return [dataclasses.replace(c, op="moe_combine_backward") for c in _move_cases("moe_combine", dtype, accumulate)]
+
+
+def _combine_backward_inputs(case: Case, problem: Any, device: str, seed: int) -> Inputs:
+    forward = _move_inputs(dataclasses.replace(case, op="moe_combine"), problem, device, seed)
+    (rows, inverse, weights), (out,) = forward.operands, forward.results
+    dout = torch.randn(out.shape, generator=torch.Generator(device).manual_seed(seed), device=device, dtype=out.dtype)
+    return Inputs((dout, rows, inverse, weights), (torch.empty_like(rows), torch.empty_like(weights)))
+
+
+def _combine_backward_truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
+    dout, rows, inverse, weights = i.operands
+    return MOE_COMBINE_BACKWARD.evaluate(dout.double(), rows.double(), inverse, weights.double())
+
+
+def _combine_backward_ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
+    text = None if config is None else str(config)
+
+    def launch(i: Inputs) -> tuple[Tensor, ...]:
+        torch.ops.cutekernels.moe_combine_backward_out(*i.operands, *i.results, text)
+        return i.results
+
+    return [partial(launch, i) for i in sets]
+
+
+def _uncombined(case: Case) -> Callable[..., Any]:
+    def gradient(dout: Tensor, rows: Tensor, inverse: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        d = dout.float().unsqueeze(-2)
+        terms = (weights.unsqueeze(-1) * d).to(rows.dtype).reshape(rows.shape)
+        drows = torch.empty_like(rows).index_copy_(0, inverse.flatten().long(), terms)
+        return drows, (rows[inverse] * d).sum(-1)
+
+    return gradient
+
+
 WORKLOADS = (
     Workload(
         op="moe_route",
@@ -197,5 +281,22 @@ WORKLOADS = (
         ours=_combine_ours,
         peers=(compiled(_combined), eager(_combined)),
         streams=lambda case: (MoeMoveProblem.parse(case.problem).top_k, 1),
+    ),
+    Workload(
+        op="moe_route_backward",
+        suites={"routers": _fewer(_route_backward_cases)},
+        inputs=_route_backward_inputs,
+        truth=_route_backward_truth,
+        ours=_route_backward_ours,
+        peers=(compiled(_unrouted), eager(_unrouted)),
+    ),
+    Workload(
+        op="moe_combine_backward",
+        suites={"llm": _fewer(_combine_backward_cases)},
+        inputs=_combine_backward_inputs,
+        truth=_combine_backward_truth,
+        ours=_combine_backward_ours,
+        peers=(compiled(_uncombined), eager(_uncombined)),
+        streams=lambda case: (1, 1),
     ),
 )

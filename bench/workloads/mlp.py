@@ -1,0 +1,100 @@
+"""A whole gated MLP: ``(silu(x @ gate.T) * (x @ up.T)) @ down.T``, as others published it and of two models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.baselines import Inputs, Launch, Workload, compiled, eager
+from bench.suites import HIDDEN, INTERMEDIATE, TOKENS, Case, unless
+from cutekernels.op import Work
+from cutekernels.ops.activations import silu_mul
+from cutekernels.ops.glu import GluProblem
+from cutekernels.ops.matmul import linear
+
+PUBLISHED = ((8, 128, 2048), (16, 256, 4096), (32, 512, 4096))  # batch x tokens x hidden, all 6912 wide inside
+_WIDTH = "hidden "  # in a label, before the number that the problem lacks
+
+
+def _case(label: str, rows: int, hidden: int, intermediate: int, dtype: str) -> Case:
+    """The problem is that of the activation between the products, on halves of one tensor."""
+    words = unless("dtype", dtype, "bf16")
+    return Case("swiglu", f"rows={rows} cols={intermediate}{words} layout=rows", f"{label}, {_WIDTH}{hidden}")
+
+
+def _published(dtype: str, accumulate: str) -> list[Case]:
+    return [_case(f"{b}x{t}", b * t, hidden, 6912, dtype) for b, t, hidden in PUBLISHED]
+
+
+def _llm(dtype: str, accumulate: str) -> list[Case]:
+    return [
+        _case(f"{model}, {rows} tokens", rows, HIDDEN[model], INTERMEDIATE[model], dtype)
+        for model in HIDDEN
+        for rows in TOKENS
+    ]
+
+
+def _hidden(case: Case) -> int:
+    return int(case.label.rpartition(_WIDTH)[2])
+
+
+def _inputs(case: Case, problem: Any, device: str, seed: int) -> Inputs:
+    """x, gate and up in one weight, down."""
+    draw = torch.Generator(device).manual_seed(seed)
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[problem.dtype]
+    normal = partial(torch.randn, generator=draw, device=device, dtype=kind)
+    hidden, inner = _hidden(case), problem.cols
+    gate_up = normal((2 * inner, hidden)).mul_(hidden**-0.5)
+    down = normal((hidden, inner)).mul_(inner**-0.5)
+    x = normal((problem.rows, hidden))
+    return Inputs((x, gate_up, down), (torch.empty_like(x),))
+
+
+def _work(case: Case) -> Work:
+    problem, hidden = GluProblem.parse(case.problem), _hidden(case)
+    products = 3 * hidden * problem.cols
+    moved = 2 * (2 * problem.rows * hidden + products)
+    return Work(2.0 * problem.rows * products, float(moved), depth=float(max(hidden, problem.cols)))
+
+
+def _plain(case: Case) -> Callable[..., Any]:
+    """Three products."""
+
+    def mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2)
+        return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+    return mlp
+
+
+def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
+    return (_plain(case)(*[t.double() for t in i.operands]),)
+
+
+def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
+    """``cutekernels.nn.SwiGLU``'s forward pass; ``config`` is the activation's."""
+
+    def launch(i: Inputs) -> Tensor:
+        x, gate_up, down = i.operands
+        return linear(silu_mul(linear(x, gate_up), config=config), down, out=i.out)
+
+    return [partial(launch, i) for i in sets]
+
+
+WORKLOADS = (
+    Workload(
+        op="swiglu",
+        poses="silu_mul",
+        suites={"published": _published, "llm": _llm},
+        inputs=_inputs,
+        truth=_truth,
+        ours=_ours,
+        peers=(compiled(_plain), eager(_plain)),
+        work=_work,
+    ),
+)
