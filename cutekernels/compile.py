@@ -33,7 +33,11 @@ if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
     from cutekernels.op import Op
 
-_BACKENDS = {"cute": "cutekernels.backends.cute:CuteArtifact", "triton": "cutekernels.backends.triton:TritonArtifact"}
+_BACKENDS = {
+    "cute": "cutekernels.backends.cute:CuteArtifact",
+    "triton": "cutekernels.backends.triton:TritonArtifact",
+    "chained": "cutekernels.backends.chained:Chained",
+}
 _COMPILERS = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "triton")
 _PACKAGE = Path(__file__).parent
 

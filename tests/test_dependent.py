@@ -10,12 +10,13 @@ from cutekernels import gpu
 from cutekernels.backends.triton import TritonArtifact
 from cutekernels.ops import registry
 from cutekernels.ops.calls import TensorOp
+from cutekernels.ops.norm_linear_op import NormLinear
 
 MEMORY = re.compile(r"\b(ld|st|atom|red|cp\.async)[.a-z0-9:]*\.(global|shared\.global)")
 WAIT = "griddepcontrol.wait"
 
 
-TRITON = [op.name for op in registry.OPS if isinstance(op, TensorOp)]
+TRITON = [op.name for op in registry.OPS if isinstance(op, TensorOp) and not isinstance(op, NormLinear)]
 
 
 def compiled(name: str, spec: gpu.GpuSpec) -> TritonArtifact:

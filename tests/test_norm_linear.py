@@ -10,10 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cutekernels as ck
-from cutekernels.errors import UnsupportedProblem
+from cutekernels import gpu
+from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.ops.norm_linear_op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
+from cutekernels.ops.norm_linear_problem import CHAIN, NormLinearConfig
+from cutekernels.verify import worst_error
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BF16 = torch.bfloat16
+OPS: tuple[NormLinear[Any], ...] = (RMS_NORM_LINEAR, LINEAR_SILU_MUL)
+TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
 
 
 def randn(*shape: int, device: str = "cpu", dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
@@ -170,6 +176,149 @@ def test_refusals() -> None:
         (lambda: ck.linear_silu_mul(x, w[:31]), "2 . I"),
         (lambda: ck.linear_silu_mul(x, w, norm_weight=g, norm=False), "norm=False"),
         (lambda: ck.fold(g[:3], w), "norm_weight must be"),
+    ):
+        with pytest.raises(UnsupportedProblem, match=said):
+            call()
+
+
+# ---- declarations ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("op", "text"), [(op, text) for op in OPS for text in op.suite])
+def test_declaration(op: NormLinear[Any], text: str) -> None:
+    p = op.Problem.parse(text)
+    assert op.Problem.parse(str(p)) == p
+    assert p.bucket().bucket() == p.bucket()
+    args = op.sample(p, "cpu", 0)
+    outputs = op.outputs(p, *args)
+    options = {name: getattr(p, name) for name in op.options}
+    assert op.problem(*outputs, *args[: len(op.inputs)], **options) == p
+    for spec in TARGETS:
+        assert op.why_not(p, op.default(p, spec), spec) is None
+        assert op.estimate_us(p, CHAIN, spec) > 0
+    reference = op.reference(p, *args)
+    assert [t.shape for t in reference] == [t.shape for t in outputs]
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_the_paths_a_problem_has(op: NormLinear[Any]) -> None:
+    spec = gpu.lookup("h200")
+    paths = {m: {c.path for c in op.valid(op.Problem.parse(f"m={m} n=1024 k=1024"), spec)} for m in (1, 128, 129, 4096)}
+    assert paths == {1: {"chain", "fused"}, 128: {"chain", "fused"}, 129: {"chain"}, 4096: {"chain"}}
+    some = next(c for c in op.valid(op.Problem.parse("m=8 n=1024 k=1024"), spec) if c.path == "fused")
+    for text, config, said in (
+        ("m=8 n=1024 k=1024", CHAIN.replace(tile_m=32), "path=chain has no tile_m"),
+        ("m=8 n=1024 k=1024 layout=any", some, "16-byte aligned"),
+        ("m=256 n=1024 k=1024", some, "at most 128 rows"),
+        ("m=8 n=1024 k=1024", some.replace(tile_n=16), "does not suit 8 tokens"),
+    ):
+        assert said in str(op.why_not(op.Problem.parse(text), config, spec))
+    with pytest.raises(InvalidConfig, match="path must be one of chain, fused"):
+        NormLinearConfig.parse(str(CHAIN).replace("chain", "both"))
+
+
+def test_rows_of_a_gate_come_by_eights() -> None:
+    spec = gpu.lookup("h200")
+    some = next(c for c in LINEAR_SILU_MUL.valid(LINEAR_SILU_MUL.Problem.parse("m=8 n=64 k=64"), spec) if c != CHAIN)
+    reason = LINEAR_SILU_MUL.why_not(LINEAR_SILU_MUL.Problem.parse("m=8 n=68 k=64"), some, spec)
+    assert "8 at a time" in str(reason)
+    with pytest.raises(UnsupportedProblem, match="needs norm=1"):
+        LINEAR_SILU_MUL.Problem.parse("m=1 n=8 k=8 norm_weight=same")
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_explain_says_which_path(op: NormLinear[Any]) -> None:
+    said = str(ck.explain(op.name, "m=16 n=3584 k=3584", gpu_name="h200"))
+    assert "path=" in said
+    said = str(ck.explain(op.name, "m=4096 n=3584 k=3584", gpu_name="h200"))
+    assert "path=chain" in said
+
+
+def test_the_tolerance_grants_a_rounded_operand_and_no_more() -> None:
+    """Both paths, their roundings written out, are right; a norm's weight that is wrong for one k-block is not."""
+    for text in ("m=16 n=512 k=1024", "m=16 n=512 k=1024 dtype=fp16"):
+        p = RMS_NORM_LINEAR.Problem.parse(text)
+        args = x, g, w, _, _, eps = RMS_NORM_LINEAR.sample(p, "cpu", 0)
+        work, expected = RMS_NORM_LINEAR.work(p), RMS_NORM_LINEAR.reference(p, *args)
+        rstd = torch.rsqrt(x.double().square().mean(-1, keepdim=True) + eps)
+
+        def wrong(y: Tensor) -> float:
+            return worst_error((y.to(x.dtype),), expected, work.flops, depth=work.depth)  # noqa: B023
+
+        fused = x.double() @ (w.float() * g.float()).to(w.dtype).double().t() * rstd
+        chain = (x.double() * rstd * g.double()).to(x.dtype).double() @ w.double().t()
+        assert max(wrong(fused), wrong(chain)) <= 1
+        almost = g.clone()
+        almost[512:528] = 1.0
+        assert wrong(normed(x, almost, eps) @ w.double().t()) > 1
+
+
+def test_each_square_is_counted_once() -> None:
+    """The fragments of m16n8k16, written out: a B fragment, repeated, is an A fragment of the same tokens.
+
+    The diagonal of ``x x^T`` then lies where ``TokenNorm.leave`` reads it, and of the warps that share a k-block one
+    takes it, so that each (token, k) is counted once.
+    """
+    x = torch.randn(8, 16, dtype=torch.float64)
+    lanes = range(32)
+    b = {lane: [x[lane // 4, lane % 4 * 2 + v + 8 * half] for half in (0, 1) for v in (0, 1)] for lane in lanes}
+    a = torch.empty(16, 16, dtype=torch.float64)
+    for lane in lanes:  # ((2, 2, 2) : (1, 0, 2)) over b: neighbours, rows 8 apart (the same), k 8 apart
+        for v, row_half, k_half in ((v, r, k) for v in (0, 1) for r in (0, 1) for k in (0, 1)):
+            a[lane // 4 + 8 * row_half, lane % 4 * 2 + v + 8 * k_half] = b[lane][v + 2 * k_half]
+    assert torch.equal(a, torch.cat([x, x]))
+    d = a @ x.t()
+    held = {}
+    for lane in lanes:
+        c = [d[lane // 4 + 8 * half, lane % 4 * 2 + v] for half in (0, 1) for v in (0, 1)]
+        row = lane // 4
+        if lane % 4 == row // 2:
+            held[row] = c[row % 2]
+    torch.testing.assert_close(torch.stack([held[row] for row in range(8)]), x.square().sum(-1))
+    for warps_m, warps_k, tile_k in ((1, 4, 128), (2, 4, 128), (4, 2, 64), (4, 1, 64), (4, 2, 128)):
+        blocks = tile_k // 16 // warps_k
+        counted = torch.zeros(6 * tile_k // 16, dtype=torch.int64)
+        for k_tile in range(6):
+            for slice_k, warp in ((s, w) for s in range(warps_k) for w in range(warps_m)):
+                for block in range(blocks):
+                    if (k_tile * blocks + block) % warps_m == warp:
+                        counted[k_tile * (tile_k // 16) + block * warps_k + slice_k] += 1
+        assert (counted == 1).all()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_registered_with_torch(weighted: bool) -> None:
+    x, g, w = (t.requires_grad_() for t in (randn(4, 32, dtype=torch.float32), randn(32, dtype=torch.float32),
+                                            randn(16, 32, dtype=torch.float32)))  # fmt: skip
+    gamma = g if weighted else None
+    rstd = torch.rand(4) + 0.5
+    bias = randn(16, dtype=torch.float32).requires_grad_()
+    torch.library.opcheck(torch.ops.cutekernels.rms_norm_linear.default, (x, gamma, w, bias, None, "silu", 1e-6))
+    torch.library.opcheck(torch.ops.cutekernels.rms_norm_linear.default, (x, gamma, w, None, rstd, "none", 1e-6))
+    torch.library.opcheck(torch.ops.cutekernels.linear_silu_mul.default, (x, w, gamma, weighted, 1e-6))
+
+
+def test_the_op_has_the_gradients_of_the_chain() -> None:
+    leaves = [randn(*shape, dtype=torch.float64).requires_grad_() for shape in ((3, 6), (6,), (4, 6))]
+    x, g, w = leaves
+    raw = torch.ops.cutekernels.rms_norm_linear(x, g, w, None, None, "silu", 1e-6)
+    ours = torch.autograd.grad(raw.square().sum(), leaves)
+    y = ck.rms_norm_linear(x, g, w, activation="silu")
+    assert isinstance(y, Tensor)
+    for a, b in zip(ours, torch.autograd.grad(y.square().sum(), leaves), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_more_refusals() -> None:
+    x, g, w = randn(4, 64), randn(64), randn(32, 64)
+    for call, said in (
+        (lambda: ck.rms_norm_linear(x, g, w, residual=x, config=CHAIN), "config= is for one kernel"),
+        (lambda: ck.rms_norm_linear(x, g, w.float()), "weight must have x's dtype"),
+        (lambda: ck.rms_norm_linear(x, g, w, randn(31)), "bias must be"),
+        (lambda: ck.rms_norm_linear(x, g, w, out=randn(4, 31)), "out must be"),
+        (lambda: ck.rms_norm_linear(x, g, w, out=x[:, :32]), "overlaps"),
+        (lambda: ck.rms_norm_linear(x.int(), g, w.int()), "takes bfloat16"),
+        (lambda: ck.linear_silu_mul(x, w, norm_weight=g[:3]), "norm_weight must be"),
     ):
         with pytest.raises(UnsupportedProblem, match=said):
             call()

@@ -1,5 +1,7 @@
 """The skinny schedule as ``gemm`` sees it: which problems and configs it takes, its model, its body, its workspace.
 
+The same for ``norm_linear_op.py``, whose kernel is this body with a norm in front of the product or a gate behind it.
+
 ``tile_m`` are weight rows (of N) here and ``tile_n`` tokens (of M): operands are swapped.
 """
 
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,8 +40,25 @@ _L2_BYTES_PER_US_PER_SM = 54.6e3
 _CTA_US, _TILE_US = 1.3, 0.009
 
 
-def smem(c: GemmConfig) -> SkinnySmem:
-    return SkinnySmem(c.tile_m, c.tile_n, c.tile_k, c.stages, c.warps_k)
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What the body does beside the product."""
+
+    gamma_bytes: int = 0  # an element of the norm's weight, in front
+    squares: bool = False  # the norm's statistics
+    gated: bool = False  # two weight rows to an output
+
+    def registers(self, c: GemmConfig) -> int:
+        """Squares, their factors in the epilogue, gamma's fragments."""
+        return c.tile_n * self.squares + c.tile_k // 16 // c.warps_k * self.gamma_bytes
+
+
+PLAIN = Extras()
+
+
+def smem(c: GemmConfig, extras: Extras = PLAIN) -> SkinnySmem:
+    frame = SkinnySmem(c.tile_m, c.tile_n, c.tile_k, c.stages, c.warps_k)
+    return replace(frame, squaring=c.warps if extras.squares else 0, gamma_bytes=extras.gamma_bytes)
 
 
 def tiles(p: GemmProblem, c: GemmConfig) -> int:
@@ -55,7 +75,7 @@ def refused(p: GemmProblem) -> Iterator[str]:
         yield "skinny takes no batch, no 64-bit strides and accumulates in fp32"
 
 
-def broken(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
+def broken(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
     """The rules that ``c`` breaks."""
     yield from refused(p)
     fitting = min(WIDEST_TOKENS, max(8, power_of_two(p.m)))
@@ -69,15 +89,16 @@ def broken(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
         yield f"tile_m={c.tile_m} does not divide among {c.warps_m} warps of 16"
     if c.tile_k // 16 % c.warps_k:
         yield f"tile_k={c.tile_k} does not deal out among {c.warps_k} warps"
-    frame = smem(c)
+    frame = smem(c, extras)
     if frame.total_bytes > gpu.smem_per_block_bytes:
         yield f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
     if frame.staged_bytes < LEAST_IN_FLIGHT:
         yield f"{frame.staged_bytes} bytes of stages keep too few in flight: take {LEAST_IN_FLIGHT} or more"
     accumulators = c.tile_m * c.tile_n // (32 * c.warps_m)
     fragments = c.tile_k // 16 // c.warps_k * (c.tile_m // c.warps_m // 4 + c.tile_n // 4)
-    if accumulators + fragments + _OTHER_REGISTERS > gpu.MAX_REGISTERS_PER_THREAD:
-        yield f"a thread needs about {accumulators + fragments + _OTHER_REGISTERS} registers"
+    registers = accumulators + fragments + extras.registers(c) + _OTHER_REGISTERS
+    if registers > gpu.MAX_REGISTERS_PER_THREAD:
+        yield f"a thread needs about {registers} registers"
     for name, rows in (("m", c.tile_m), ("n", c.tile_n)):
         across = loaders(rows, c) // min(loaders(rows, c), c.tile_k // 8)
         if rows % across:
@@ -99,12 +120,12 @@ def loaders(rows: int, c: GemmConfig) -> int:
     return min(c.threads, rows * c.tile_k // 8)
 
 
-def estimate_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> float:
+def estimate_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
     """What an SM's CTAs pull through its port, or latency, DRAM or the L2 allow, whichever is slowest; fixed costs."""
     if p.m == 0 or p.n == 0:
         return 0.0
     ctas = tiles(p, c) * c.split_k
-    frame = smem(c)
+    frame = smem(c, extras)
     fit = gpu.smem_per_sm_bytes // (frame.total_bytes + gpu.SMEM_RESERVED_BYTES)
     resident = max(1, min(fit, gpu.max_warps // c.warps))
     tokens = min(p.m, c.tile_n)
@@ -127,8 +148,8 @@ def estimate_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> float:
     return float(us * (1.15 if crowding else 1.0))
 
 
-def body(p: GemmProblem, c: GemmConfig) -> Any:
-    """The kernel body with its parts."""
+def body(p: GemmProblem, c: GemmConfig, norm: Any = None, extras: Extras = PLAIN) -> Any:
+    """The kernel body with its parts; ``norm`` is a ``TokenNorm`` or None."""
     import cutlass
 
     from cutekernels.kernels.cute.gemm_skinny import SkinnyGemm
@@ -143,8 +164,10 @@ def body(p: GemmProblem, c: GemmConfig) -> Any:
         warps_k=c.warps_k,
         split_k=c.split_k,
         dependent=c.pdl,
-        activation=Activation(p.activation),
+        activation=Activation("silu" if extras.gated else p.activation),
         ctas_per_sm=c.ctas_per_sm,
+        norm=norm,
+        gated=extras.gated,
     )
 
 
@@ -206,10 +229,15 @@ def bind(p: GemmProblem, c: GemmConfig, kernel: Callable[..., Any]) -> Callable[
     """``launch(out, a, b, c, bias, alpha, beta)``."""
     if c.split_k == 1:
         return kernel
-    count = tiles(p, c)
-    workspace = Workspace(count * c.split_k * c.tile_m * c.tile_n, count)
+    shared = workspace(p, c)
 
     def launch(*args: Any) -> None:
-        kernel(*args, *workspace.get())
+        kernel(*args, *shared.get())
 
     return launch
+
+
+def workspace(p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> Workspace:
+    """For ``split_k > 1``."""
+    count = tiles(p, c)
+    return Workspace(count * c.split_k * (c.tile_m + extras.squares) * c.tile_n, count)

@@ -1,19 +1,24 @@
 """``rms_norm_linear`` and ``linear_silu_mul``: what surrounds the projections of a transformer block.
 
-Both run as the tuned ops they are made of, one after the other: the norm's kernel, the product's, the gate's. That
-path is also what a fused kernel must beat; none is written yet, so it is the only candidate, and nothing here is an op
-of its own to the tuner. Gradients, ``torch.compile`` and CUDA graphs come from the parts.
+Up to 128 tokens both are ops of their own (``norm_linear_op.py``), where the tuner weighs one kernel against the ops
+they are made of, one after the other. Beyond, with a residual, with ``exact`` and where gradients are wanted, they are
+those ops, which keep what a gradient needs (``norm_linear_chain.py``).
 """
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.activations import silu_mul
-from cutekernels.ops.matmul import linear
-from cutekernels.ops.norms import add_rms_norm, rms_norm
+from cutekernels.ops import calls
+from cutekernels.ops.gemm_skinny import MOST_TOKENS
+from cutekernels.ops.norm_linear_chain import linear_then_gate, norm_then_linear
+from cutekernels.ops.norm_linear_op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
+from cutekernels.ops.norm_linear_problem import NormLinearConfig
 
 
 def rms_norm_linear(
@@ -28,11 +33,13 @@ def rms_norm_linear(
     activation: str | None = None,
     exact: bool = False,
     out: Tensor | None = None,
+    config: NormLinearConfig | str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``y = activation(rms_norm(u) @ weight.T + bias)`` with ``u = x``, or ``u = x + residual`` rounded to its type.
 
-    The normalised rows are rounded once to their type before the product, which accumulates in fp32: a norm kernel
-    and a GEMM, one after the other.
+    The product accumulates in fp32. Each of its terms has one rounding to the type of ``x``: one after the other, the
+    ops round the normalised rows; the fused kernel rounds ``norm_weight * weight``, takes ``x`` as it is and multiplies
+    the fp32 sums by rstd. In fp16 that wants ``norm_weight * weight`` below 4094, and keeps its bits down to 4e-6.
 
     Args:
         x: ``(..., K)``, fp16 or bf16 (on the CPU fp32 and fp64 too), any strides.
@@ -45,6 +52,7 @@ def rms_norm_linear(
         activation: ``"relu" | "gelu" | "gelu_tanh" | "silu"``; None for identity.
         exact: round ``u * rstd`` to the type of ``x`` before ``norm_weight``, as Hugging Face's modules do.
         out: where to write y, ``(..., N)``; must not overlap an input. Not differentiable.
+        config: overrides the tuned choice, as a :class:`NormLinearConfig` or its text. Ignored on the CPU.
 
     Returns:
         ``y``, ``(..., N)``, dtype of ``x``; with ``residual``, ``(y, u)``. Differentiable in x, residual, norm_weight,
@@ -52,7 +60,8 @@ def rms_norm_linear(
 
     Raises:
         UnsupportedProblem: a dtype no kernel takes, mismatched extents, dtypes or devices, an ``out`` that overlaps an
-            input or itself, ``out`` together with gradients.
+            input or itself, ``out`` together with gradients, ``config`` with a residual or ``exact``.
+        InvalidConfig: ``config`` breaks a rule of the op.
     """
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise UnsupportedProblem(
@@ -62,16 +71,15 @@ def rms_norm_linear(
         raise UnsupportedProblem(
             f"norm_weight must be (K,) = ({x.shape[-1]},); its shape is {tuple(norm_weight.shape)}"
         )
-    rounding = "huggingface" if exact else "once"
-    if rstd is not None:
-        u = x if residual is None else _sum(x, residual)
-        h = _normalised(u, rstd, norm_weight, exact)
-    elif residual is None:
-        u, h = x, rms_norm(x, norm_weight, eps=eps, rounding=rounding)
-    else:
-        h, u = add_rms_norm(x, residual, norm_weight, eps=eps, rounding=rounding)
-    y = linear(h, weight, bias, activation=activation, out=out)
-    return y if residual is None else (y, u)
+    composed = residual is not None or exact
+    if config is not None and composed:
+        raise UnsupportedProblem("config= is for one kernel; with residual= or exact=True several run: leave it out")
+    if composed or _as_chain(config, x, norm_weight, weight, bias):
+        y, u = norm_then_linear(
+            x, norm_weight, weight, bias, rstd, eps, activation, residual=residual, exact=exact, out=out
+        )
+        return y if residual is None else (y, u)
+    return _call(RMS_NORM_LINEAR, (x, norm_weight, weight, bias, rstd), (activation or "none",), eps, out, config)
 
 
 def linear_silu_mul(
@@ -82,11 +90,12 @@ def linear_silu_mul(
     eps: float = 1e-6,
     norm: bool | None = None,
     out: Tensor | None = None,
+    config: NormLinearConfig | str | None = None,
 ) -> Tensor:
     """``silu(h @ w_gate.T) * (h @ w_up.T)``, gate and up projected in one product; ``h`` is ``x`` or its RMS norm.
 
-    Both projections are rounded to the type of ``x`` before the gate: a GEMM and an elementwise kernel, one after the
-    other.
+    One after the other, the ops round both projections to the type of ``x`` before the gate; the fused kernel, which
+    rounds the result alone, is closer to the truth. The norm is that of :func:`rms_norm_linear`.
 
     Args:
         x: ``(..., K)``, fp16 or bf16 (on the CPU fp32 and fp64 too), any strides.
@@ -95,6 +104,7 @@ def linear_silu_mul(
         eps: of the norm.
         norm: True for the norm in front without a weight (say after :func:`fold`); by default as ``norm_weight`` says.
         out: where to write, ``(..., I)``; must not overlap an input. Not differentiable.
+        config: overrides the tuned choice, as a :class:`NormLinearConfig` or its text. Ignored on the CPU.
 
     Returns:
         ``(..., I)``, dtype of ``x``. Differentiable in x, w_gate_up and norm_weight.
@@ -102,6 +112,7 @@ def linear_silu_mul(
     Raises:
         UnsupportedProblem: an odd number of weight rows, ``norm=False`` with a ``norm_weight``, and what
             :func:`rms_norm_linear` and ``silu_mul`` refuse.
+        InvalidConfig: ``config`` breaks a rule of the op.
     """
     if w_gate_up.dim() != 2 or w_gate_up.shape[0] % 2:
         raise UnsupportedProblem(
@@ -109,12 +120,10 @@ def linear_silu_mul(
         )
     if norm is False and norm_weight is not None:
         raise UnsupportedProblem("norm=False takes no norm_weight: leave one of them out")
-    if norm or norm_weight is not None:
-        packed = rms_norm_linear(x, norm_weight, w_gate_up, eps=eps)
-        assert isinstance(packed, Tensor)
-    else:
-        packed = linear(x, w_gate_up)
-    return silu_mul(packed, out=out)
+    norm = bool(norm) or norm_weight is not None
+    if _as_chain(config, x, norm_weight, w_gate_up):
+        return linear_then_gate(x, w_gate_up, norm_weight, eps, norm, out=out)
+    return _call(LINEAR_SILU_MUL, (x, w_gate_up, norm_weight), (norm,), eps, out, config)
 
 
 def fold(norm_weight: Tensor, weight: Tensor) -> Tensor:
@@ -132,24 +141,77 @@ def fold(norm_weight: Tensor, weight: Tensor) -> Tensor:
     return (weight.to(wide) * norm_weight.to(wide)).to(weight.dtype)
 
 
-def _sum(x: Tensor, residual: Tensor) -> Tensor:
-    for what in ("shape", "dtype", "device"):
-        if getattr(residual, what) != getattr(x, what):
-            raise UnsupportedProblem(f"residual must have x's {what} {getattr(x, what)}; got {getattr(residual, what)}")
-    return x + residual
+# ---- which way ------------------------------------------------------------------------------------------
 
 
-def _normalised(u: Tensor, rstd: Tensor, norm_weight: Tensor | None, exact: bool) -> Tensor:
-    """``u * rstd * norm_weight`` by torch's own kernels, rounded once, or twice where ``exact``."""
-    if rstd.shape != u.shape[:-1] or rstd.dtype not in (torch.float32, torch.float64) or rstd.device != u.device:
-        raise UnsupportedProblem(
-            f"rstd must be {tuple(u.shape[:-1])}, fp32, on {u.device}; it is {tuple(rstd.shape)}, {rstd.dtype}, on "
-            f"{rstd.device}"
-        )
-    wide = torch.promote_types(u.dtype, torch.float32)
-    h = u.to(wide) * rstd.to(wide).unsqueeze(-1)
-    if exact:
-        h = h.to(u.dtype).to(wide)
-    if norm_weight is not None:
-        h = h * norm_weight.to(wide)
-    return h.to(u.dtype)
+def _as_chain(config: NormLinearConfig | str | None, x: Tensor, *others: Tensor | None) -> bool:
+    """Whether a call is for the ops one after the other: too many tokens for any other config, or gradients."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others)):
+        return True
+    return config is None and math.prod(x.shape[:-1]) > MOST_TOKENS
+
+
+def _call(
+    op: NormLinear[Any],
+    inputs: tuple[Tensor | None, ...],
+    options: tuple[Any, ...],
+    eps: float,
+    out: Tensor | None,
+    config: NormLinearConfig | str | None,
+) -> Tensor:
+    if calls.direct(*inputs, out):
+        if out is None:
+            return calls.run(op, None, inputs, options=options, scalars=(eps,), config=config)[0]
+        torch.autograd.graph.increment_version(out)
+        return calls.run(op, (out,), inputs, options=options, scalars=(eps,), config=config)[0]
+    text = None if config is None else str(config)
+    if out is None:
+        return getattr(torch.ops.cutekernels, op.name)(*inputs, *options, eps, text)  # type: ignore[no-any-return]
+    calls.refuse_gradient(*inputs, out)
+    getattr(torch.ops.cutekernels, f"{op.name}_out")(*inputs, out, *options, eps, text)
+    return out
+
+
+# ---- torch.library --------------------------------------------------------------------------------------
+
+
+def register(library: torch.library.Library) -> None:
+    """Defines both ops in ``library``. Their gradients are those of the ops they are made of, computed again."""
+    calls.register(library, RMS_NORM_LINEAR, backward=_gradient(_norm_then_linear), setup_context=_remember)
+    calls.register(library, LINEAR_SILU_MUL, backward=_gradient(_linear_then_gate), setup_context=_remember)
+
+
+def _norm_then_linear(
+    x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None, rstd: Tensor | None,
+    activation: str, eps: float, config: str | None = None,
+) -> Tensor:  # fmt: skip
+    return norm_then_linear(x, norm_weight, weight, bias, rstd, eps, None if activation == "none" else activation)[0]
+
+
+def _linear_then_gate(
+    x: Tensor, w_gate_up: Tensor, norm_weight: Tensor | None, norm: bool, eps: float, config: str | None = None
+) -> Tensor:
+    return linear_then_gate(x, w_gate_up, norm_weight, eps, norm)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    tensors = [t if isinstance(t, Tensor) else None for t in inputs]
+    ctx.save_for_backward(*tensors)
+    ctx.others = [None if isinstance(t, Tensor) else t for t in inputs]
+
+
+def _gradient(chain: Any) -> Any:
+    """The backward of an op that computes what ``chain`` does, whose arguments it has."""
+
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = [*ctx.needs_input_grad, *[False] * len(ctx.others)][: len(ctx.others)]  # defaults left out have none
+        leaves = [
+            None if t is None else t.detach().requires_grad_(w) for t, w in zip(ctx.saved_tensors, wanted, strict=True)
+        ]
+        with torch.enable_grad():
+            y = chain(*[other if t is None else t for t, other in zip(leaves, ctx.others, strict=True)])
+        asked = [t for t, w in zip(leaves, wanted, strict=True) if t is not None and w]
+        grads = iter(torch.autograd.grad(y, asked, dy))
+        return tuple([next(grads) if w else None for w in wanted])
+
+    return backward

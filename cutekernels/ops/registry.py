@@ -10,10 +10,12 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op
 from cutekernels.ops import (
     activations,
+    attend,
     embedding,
     expert_rows,
     matmul,
     norm_gradients,
+    norm_linear,
     norms,
     optimizer,
     permutation,
@@ -21,12 +23,14 @@ from cutekernels.ops import (
     routing,
     sampling,
 )
+from cutekernels.ops.attention import ATTENTION
 from cutekernels.ops.bias_gelu import BIAS_GELU, BIAS_GELU_BACKWARD
 from cutekernels.ops.embedding import EMBEDDING, EMBEDDING_BACKWARD
 from cutekernels.ops.expert_rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_GATHER
 from cutekernels.ops.gemm import GEMM
 from cutekernels.ops.glu import GELU_MUL, GELU_MUL_BACKWARD, SILU_MUL, SILU_MUL_BACKWARD
 from cutekernels.ops.norm_gradients import COLUMN_SUM, COLUMN_SUM_PAIR, LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD
+from cutekernels.ops.norm_linear_op import LINEAR_SILU_MUL, RMS_NORM_LINEAR
 from cutekernels.ops.norms import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from cutekernels.ops.optimizer import ADAMW_STEP
 from cutekernels.ops.permutation import MOE_PERMUTE
@@ -36,6 +40,8 @@ from cutekernels.ops.sampling import SAMPLE_FILTER
 
 OPS: tuple[Op[Any, Any], ...] = (
     GEMM,
+    RMS_NORM_LINEAR,
+    LINEAR_SILU_MUL,
     SILU_MUL,
     SILU_MUL_BACKWARD,
     GELU_MUL,
@@ -68,12 +74,14 @@ _BY_NAME = {op.name: op for op in OPS}
 LIBRARY = torch.library.Library("cutekernels", "FRAGMENT")
 for module in (
     matmul,
+    attend,
     activations,
     rope,
     optimizer,
     embedding,
     norms,
     norm_gradients,
+    norm_linear,
     routing,
     permutation,
     expert_rows,

@@ -31,6 +31,7 @@ from cutekernels.kernels.cute.gemm_multistage import columns_first, rows_first
 from cutekernels.kernels.cute.parts.epilogue import Activation
 from cutekernels.kernels.cute.parts.load import OperandLoad
 from cutekernels.kernels.cute.parts.mma import WarpMma
+from cutekernels.kernels.cute.parts.norm import TokenNorm
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SkinnySmem
 
 
@@ -46,6 +47,8 @@ class SkinnyGemm:
     dependent: bool  # launched under programmatic dependent launch
     activation: Activation
     ctas_per_sm: int
+    norm: TokenNorm | None = None  # of the tokens, in front
+    gated: bool = False  # W is (2 * I, K), the gate's rows before up's; out (M, I) is activation(gate) * up
 
     @property
     def group(self) -> int:
@@ -55,6 +58,25 @@ class SkinnyGemm:
     @property
     def threads(self) -> int:
         return self.group * self.warps_k
+
+    @property
+    def weighted(self) -> bool:
+        return self.norm is not None and self.norm.weighted
+
+    @property
+    def squaring(self) -> bool:
+        return self.norm is not None and self.norm.statistics
+
+    def smem(self, gamma_bytes: int) -> SkinnySmem:
+        return SkinnySmem(
+            self.load_w.rows,
+            self.load_x.rows,
+            self.load_w.tile_k,
+            self.load_w.stages,
+            self.warps_k,
+            squaring=self.threads // 32 if self.squaring else 0,
+            gamma_bytes=gamma_bytes,
+        )
 
     @cute.jit
     def __call__(
@@ -92,7 +114,19 @@ class SkinnyGemm:
         tiles_n = cute.ceil_div(cute.size(mD, mode=[0]), self.load_w.rows)
         tiles_m = cute.ceil_div(cute.size(mD, mode=[1]), self.load_x.rows)
         self.kernel(
-            mD, rows_first(mX), mW, mC, mBias, alpha, beta, mPartials, mTickets, self.mma.tiled_mma(mX.element_type)
+            mD,
+            rows_first(mX),
+            mW,
+            mC,
+            mBias,
+            alpha,
+            beta,
+            mPartials,
+            mTickets,
+            None,
+            None,
+            None,
+            self.mma.tiled_mma(mX.element_type),
         ).launch(
             grid=[self.split_k, tiles_m, tiles_n],
             block=[self.threads, 1, 1],
@@ -101,6 +135,62 @@ class SkinnyGemm:
             use_pdl=self.dependent,
             stream=stream,
         )
+
+    @cute.jit
+    def normed(
+        self,
+        mD: cute.Tensor,  # (M, N), or (M, I) where gated
+        mX: cute.Tensor,  # (M, K)
+        mW: cute.Tensor,  # (N, K), or (2 * I, K) where gated
+        mBias: cute.Tensor | None,  # (N,)
+        mGamma: cute.Tensor | None,  # (K,)
+        mRstd: cute.Tensor | None,  # (M,)
+        eps: Float32,
+        mPartials: cute.Tensor | None,  # (tiles * split_k * (tile_m * tile_n + tile_n),)
+        mTickets: cute.Tensor | None,
+        stream: cuda.CUstream,
+    ):
+        """With what ``norm`` and ``gated`` say; the workspace for ``split_k > 1``."""
+        alpha = const_expr(1.0 if self.norm is None else 1.0 / self.norm.scale)
+        interleave = self.interleaved
+        mD, mW = columns_first(mD), interleave(mW) if const_expr(self.gated) else rows_first(mW)
+        tiles_n = cute.ceil_div(cute.size(mW, mode=[0]), self.load_w.rows)
+        tiles_m = cute.ceil_div(cute.size(mD, mode=[1]), self.load_x.rows)
+        self.kernel(
+            mD,
+            rows_first(mX),
+            mW,
+            None,
+            mBias,
+            Float32(alpha),
+            Float32(0.0),
+            mPartials,
+            mTickets,
+            mGamma,
+            mRstd,
+            eps,
+            self.mma.tiled_mma(mX.element_type),
+        ).launch(
+            grid=[self.split_k, tiles_m, tiles_n],
+            block=[self.threads, 1, 1],
+            min_blocks_per_mp=self.ctas_per_sm,
+            preferred_smem_carveout=100,  # percent
+            use_pdl=self.dependent,
+            stream=stream,
+        )
+
+    @cute.jit
+    def interleaved(self, mW: cute.Tensor) -> cute.Tensor:
+        """``(2 * I, K)`` as ``((8, 2, I / 8), K, 1)``: 8 rows of the gate, then the same 8 of up.
+
+        Rows r and r + 8 of an MMA are one thread's, so it has the gate and up of its outputs.
+        """
+        pitch, half = mW.stride[0], cute.size(mW, mode=[0]) // 2
+        up = cute.assume(half * pitch, divby=8)
+        layout = cute.make_layout(
+            ((8, 2, half // 8), cute.size(mW, mode=[1]), 1), stride=((pitch, up, pitch * 8), 1, 0)
+        )
+        return cute.make_tensor(mW.iterator, layout)
 
     @cute.kernel
     def kernel(
@@ -114,6 +204,9 @@ class SkinnyGemm:
         beta: Float32,
         mPartials: cute.Tensor | None,
         mTickets: cute.Tensor | None,
+        mGamma: cute.Tensor | None,
+        mRstd: cute.Tensor | None,
+        eps: Float32 | None,
         tiled_mma: cute.TiledMma,
     ):
         tid, _, _ = cute.arch.thread_idx()
@@ -132,13 +225,21 @@ class SkinnyGemm:
         shape_acc = tiled_mma.partition_shape_C((tile_n, tile_m))
         acc = cute.make_rmem_tensor(shape_acc, Float32)  # ((2, 2), MMA_N, MMA_M)
         per_thread = cute.size(acc)
-        smem = SkinnySmem(tile_n, tile_m, tile_k, stages, self.warps_k)
+        smem = self.smem(mGamma.element_type.width // 8 if const_expr(self.weighted) else 0)
         storage = SmemAllocator().allocate(smem.total_bytes, byte_alignment=ALIGNMENT)
         base = cute.recast_ptr(storage, dtype=dtype)
         sW = cute.make_tensor(cute.recast_ptr(base, layout_w.inner, dtype), layout_w.outer)  # (N, K, STAGE)
         sX = cute.make_tensor(
             cute.recast_ptr(base + w_elements, layout_x.inner, dtype), layout_x.outer
         )  # (M, K, STAGE)
+
+        sQ = copy_g = tGgG = tGsG = tCsG = rG = squares = None
+        g_exists = loads_g = False
+        if const_expr(self.squaring):
+            sQ = cute.make_tensor(
+                cute.recast_ptr(storage + smem.squares_at, dtype=Float32),
+                cute.make_layout((tile_m, self.threads // 32)),
+            )
 
         if const_expr(self.dependent):
             cute.arch.griddepcontrol_launch_dependents()
@@ -149,6 +250,16 @@ class SkinnyGemm:
         copy_x, tXgX, tXsX, tXcX, pX = copies_x(tid % load_x.threads, mX, sX, at_m, Int32(0))
         loads_x = tid < load_x.threads
         loads_w = tid < load_w.threads
+        if const_expr(self.weighted):
+            kind = mGamma.element_type
+            sG = cute.make_tensor(
+                cute.recast_ptr(storage + smem.gamma_at, dtype=kind), cute.make_layout((tile_k, stages))
+            )
+            copies_g, of_fragments = self.norm.copies, self.norm.of_fragments
+            fetch, clear = self.norm.fetch, self.norm.clear
+            copy_g, tGgG, tGsG, g_exists = copies_g(tid, mGamma, sG)
+            loads_g = tid < self.norm.load_threads(kind)
+            tCsG = of_fragments(tid, sG)  # ((2, 2), MMA_K, STAGE)
 
         # -- prologue: the partial k-tile comes first, zero-filled
         if first == 0 and k_tiles * tile_k > k:
@@ -156,18 +267,24 @@ class SkinnyGemm:
                 tWsW[None, None, None, 0].fill(0.0)
             if loads_x:
                 tXsX[None, None, None, 0].fill(0.0)
+            if const_expr(self.weighted):
+                clear(loads_g, tGsG[None, None, 0])
             cute.arch.sync_threads()
             first_of_w, first_of_x = load_w.first_mask, load_x.first_mask
             if loads_w:
                 cute.copy(copy_w, tWgW[None, None, None, 0], tWsW[None, None, None, 0], pred=first_of_w(tWcW, n))
             if loads_x:
                 cute.copy(copy_x, tXgX[None, None, None, 0], tXsX[None, None, None, 0], pred=first_of_x(tXcX, m))
+            if const_expr(self.weighted):
+                fetch(loads_g and g_exists, copy_g, tGgG[None, None, 0], tGsG[None, None, 0])
         else:
             if first < end:
                 if loads_w:
                     cute.copy(copy_w, tWgW[None, None, None, first], tWsW[None, None, None, 0], pred=pW)
                 if loads_x:
                     cute.copy(copy_x, tXgX[None, None, None, first], tXsX[None, None, None, 0], pred=pX)
+                if const_expr(self.weighted):
+                    fetch(loads_g, copy_g, tGgG[None, None, first], tGsG[None, None, 0])
         cute.arch.cp_async_commit_group()
         for stage in cutlass.range_constexpr(1, stages - 1):
             if first + stage < end:
@@ -175,6 +292,8 @@ class SkinnyGemm:
                     cute.copy(copy_w, tWgW[None, None, None, first + stage], tWsW[None, None, None, stage], pred=pW)
                 if loads_x:
                     cute.copy(copy_x, tXgX[None, None, None, first + stage], tXsX[None, None, None, stage], pred=pX)
+                if const_expr(self.weighted):
+                    fetch(loads_g, copy_g, tGgG[None, None, first + stage], tGsG[None, None, stage])
             cute.arch.cp_async_commit_group()
 
         # -- mainloop: this warp's k-blocks of each k-tile
@@ -188,6 +307,13 @@ class SkinnyGemm:
         tCsW, tCrW = ldm_w.partition_S(sW), ldm_w.retile(rW)  # (CPY, CPY_N, CPY_K, STAGE)
         tCsX, tCrX = ldm_x.partition_S(sX), ldm_x.retile(rX)  # (CPY, CPY_M, CPY_K, STAGE)
         blocks = const_expr(tile_k // 16 // self.warps_k)
+        if const_expr(self.weighted):
+            rG = cute.make_rmem_tensor(((2, 2), blocks), mGamma.element_type)
+            weigh = self.norm.weigh
+        if const_expr(self.squaring):
+            squares = cute.make_rmem_tensor(((2, 2), cute.size(rX, mode=[1])), Float32)
+            squares.fill(0.0)
+            square, leave = self.norm.square, self.norm.leave
 
         acc.fill(0.0)
         read, write = Int32(0), Int32(stages - 1)
@@ -200,12 +326,20 @@ class SkinnyGemm:
                     cute.copy(copy_w, tWgW[None, None, None, ahead], tWsW[None, None, None, write], pred=pW)
                 if loads_x:
                     cute.copy(copy_x, tXgX[None, None, None, ahead], tXsX[None, None, None, write], pred=pX)
+                if const_expr(self.weighted):
+                    fetch(loads_g, copy_g, tGgG[None, None, ahead], tGsG[None, None, write])
             cute.arch.cp_async_commit_group()
             for block in cutlass.range_constexpr(blocks):
                 kb = block * self.warps_k + slice_k
                 cute.copy(to_w, tCsW[None, None, kb, read], tCrW[None, None, block])
                 cute.copy(to_x, tCsX[None, None, kb, read], tCrX[None, None, block])
+                if const_expr(self.weighted):
+                    cute.autovec_copy(tCsG[None, kb, read], rG[None, block])
             for block in cutlass.range_constexpr(blocks):
+                if const_expr(self.weighted):
+                    weigh(rW[None, None, block], rG[None, block])
+                if const_expr(self.squaring):
+                    square(tiled_mma, lane // 32, k_tile * blocks + block, squares, rX[None, None, block])
                 cute.gemm(tiled_mma, acc, rW[None, None, block], rX[None, None, block], acc)
             read = read + 1
             if read == stages:
@@ -213,6 +347,8 @@ class SkinnyGemm:
             write = write + 1
             if write == stages:
                 write = Int32(0)
+        if const_expr(self.squaring):
+            leave(tid, squares, sQ)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
 
@@ -235,14 +371,22 @@ class SkinnyGemm:
 
         # -- the splits' sums meet in whichever CTA is last
         finish = self.finish
+        if const_expr(self.squaring):
+            total = self.norm.total
         if const_expr(self.split_k == 1):
+            if const_expr(self.squaring):
+                if tid < tile_m:
+                    sQ[tid, 0] = cute.math.rsqrt(total(sQ, tid) / k + eps)
+                cute.arch.sync_threads()
             if slice_k == 0:
-                finish(acc, thr_mma, at_n, at_m, mD, mC, mBias, alpha, beta)
+                finish(acc, thr_mma, at_n, at_m, mD, mC, mBias, alpha, beta, mRstd, sQ)
         else:
             _, tiles_m, _ = cute.arch.grid_dim()
             tile = at_n * tiles_m + at_m
+            squares_left = const_expr(tile_m if self.squaring else 0)
+            left = mPartials.iterator + Int64(tile) * (self.split_k * (self.group * per_thread + squares_left))
             partials = cute.make_tensor(
-                mPartials.iterator + Int64(tile) * (self.split_k * self.group * per_thread),
+                left,
                 cute.make_layout(
                     (self.group, per_thread, self.split_k), stride=(1, self.group, self.group * per_thread)
                 ),
@@ -251,6 +395,12 @@ class SkinnyGemm:
             if slice_k == 0:
                 for i in cutlass.range_constexpr(per_thread):
                     partials[lane, i, split] = acc[i]
+            if const_expr(self.squaring):
+                gQ = cute.make_tensor(
+                    left + self.split_k * self.group * per_thread, cute.make_layout((tile_m, self.split_k))
+                )
+                if tid < tile_m:
+                    gQ[tid, split] = total(sQ, tid)
             cute.arch.fence_acq_rel_gpu()
             cute.arch.sync_threads()
             if tid == 0:
@@ -258,12 +408,16 @@ class SkinnyGemm:
             cute.arch.sync_threads()
             if flag[0] == self.split_k - 1:
                 cute.arch.fence_acq_rel_gpu()
+                if const_expr(self.squaring):
+                    if tid < tile_m:
+                        sQ[tid, 0] = cute.math.rsqrt(total(gQ, tid) / k + eps)
+                    cute.arch.sync_threads()
                 if slice_k == 0:
                     acc.fill(0.0)
                     for s in cutlass.range_constexpr(self.split_k):
                         for i in cutlass.range_constexpr(per_thread):
                             acc[i] = acc[i] + partials[lane, i, s]
-                    finish(acc, thr_mma, at_n, at_m, mD, mC, mBias, alpha, beta)
+                    finish(acc, thr_mma, at_n, at_m, mD, mC, mBias, alpha, beta, mRstd, sQ)
                 if tid == 0:
                     mTickets[tile] = Int32(0)
 
@@ -279,12 +433,20 @@ class SkinnyGemm:
         mBias: cute.Tensor | None,
         alpha: Float32,
         beta: Float32,
+        mRstd: cute.Tensor | None,  # (M,)
+        sQ: cute.Tensor | None,  # (tile_m, warps): rstd in its first column
     ):
-        n, m = cute.size(mD, mode=[0]), cute.size(mD, mode=[1])
+        n, m = cute.size(mD, mode=[0]) * (2 if const_expr(self.gated) else 1), cute.size(mD, mode=[1])
         tile = (self.load_w.rows, self.load_x.rows)
         cD = cute.local_tile(cute.make_identity_tensor((n, m)), tile, (at_n, at_m))
         tCcD = thr_mma.partition_C(cD)  # ((2, 2), MMA_N, MMA_M)
         x = alpha * acc.load()
+        if const_expr(self.norm is not None):
+            spread = self.norm.spread
+            if const_expr(self.squaring):
+                x = x * spread(tCcD, at_m * tile[1], Int32(tile[1]), sQ[None, 0]).load()
+            else:
+                x = x * spread(tCcD, Int32(0), m, mRstd).load()
         if const_expr(mC is not None):
             rC = cute.make_rmem_tensor(tCcD.shape, Float32)
             rC.fill(0.0)
@@ -300,8 +462,19 @@ class SkinnyGemm:
                     rBias[i] = mBias[tCcD[i][0]].to(Float32)
             x = x + rBias.load()
         activate = self.activation.apply
-        rD = cute.make_rmem_tensor(tCcD.shape, mD.element_type)
-        rD.store(activate(x).to(mD.element_type))
-        for i in cutlass.range_constexpr(cute.size(tCcD)):
-            if cute.elem_less(tCcD[i], (n, m)):
-                mD[tCcD[i][0], tCcD[i][1], 0] = rD[i]
+        if const_expr(self.gated):
+            rY = cute.make_rmem_tensor(tCcD.shape, Float32)
+            rY.store(x)
+            gate, up = rY[(None, 0), None, None], rY[(None, 1), None, None]  # (2, MMA_N, MMA_M)
+            tCcG = tCcD[(None, 0), None, None]
+            rG = cute.make_rmem_tensor(gate.shape, mD.element_type)
+            rG.store((activate(gate.load()) * up.load()).to(mD.element_type))
+            for i in cutlass.range_constexpr(cute.size(tCcG)):
+                if cute.elem_less(tCcG[i], (n, m)):
+                    mD[tCcG[i][0] // 16 * 8 + tCcG[i][0] % 8, tCcG[i][1], 0] = rG[i]
+        else:
+            rD = cute.make_rmem_tensor(tCcD.shape, mD.element_type)
+            rD.store(activate(x).to(mD.element_type))
+            for i in cutlass.range_constexpr(cute.size(tCcD)):
+                if cute.elem_less(tCcD[i], (n, m)):
+                    mD[tCcD[i][0], tCcD[i][1], 0] = rD[i]

@@ -44,7 +44,11 @@ class GemmSmem:
 
 @dataclass(frozen=True, slots=True)
 class SkinnySmem:
-    """Shared memory of a skinny GEMM: stages of weight rows and tokens, later sums of warps in their place; a flag."""
+    """Shared memory of a skinny GEMM: stages of weight rows and tokens, later sums of warps in their place; a flag.
+
+    With a norm in front, ``squaring`` warps leave a sum of squares for each token, and the stages hold the norm's
+    weight too, ``gamma_bytes`` an element.
+    """
 
     tile_m: int
     tile_n: int
@@ -52,6 +56,8 @@ class SkinnySmem:
     stages: int
     warps_k: int
     element_bytes: int = 2
+    squaring: int = 0
+    gamma_bytes: int = 0
     FLAG_BYTES = 16
 
     @property
@@ -67,5 +73,13 @@ class SkinnySmem:
         return max(self.staged_bytes, self.summed_bytes)
 
     @property
-    def total_bytes(self) -> int:
+    def squares_at(self) -> int:
         return self.flag_at + self.FLAG_BYTES
+
+    @property
+    def gamma_at(self) -> int:
+        return self.squares_at + self.tile_n * self.squaring * 4
+
+    @property
+    def total_bytes(self) -> int:
+        return self.gamma_at + self.tile_k * self.stages * self.gamma_bytes

@@ -1,0 +1,145 @@
+"""RMSNorm within a skinny GEMM: its weight on fragments, sums of squares by the tensor cores, rstd in the epilogue."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+VECTOR_BITS = 128
+
+
+@dataclass(frozen=True)
+class TokenNorm:
+    """``rstd[token] * sum_k (weight[n, k] * gamma[k]) * x[token, k]``, with the tokens as they lie in memory.
+
+    gamma multiplies fragments of the *weight*, rounded once: each of those is in one warp of the CTA, tokens' are in
+    all of its ``warps_m``, and a token's outlier times gamma could leave the range of fp16. There, gamma is scaled by
+    ``scale``, a power of two, so that small products of weights and gamma stay normal numbers.
+
+    Squares are summed in fp32 by the MMA itself, as the diagonal of ``x x^T``: a thread's B fragment of 8 tokens,
+    taken for rows 8 to 15 as well, is an A fragment of them. The ``warps_m`` warps that hold the same tokens take
+    turns, so each k-block is counted once.
+    """
+
+    tokens: int  # of a tile
+    tile_k: int
+    stages: int
+    warps_m: int
+    warps_k: int
+    weighted: bool
+    statistics: bool  # sums squares; else rstd is given
+    scale: float = 1.0
+
+    @property
+    def warps(self) -> int:
+        return self.warps_m * self.warps_k
+
+    def vector(self, dtype: type[cutlass.Numeric]) -> int:
+        return VECTOR_BITS // dtype.width
+
+    def load_threads(self, dtype: type[cutlass.Numeric]) -> int:
+        return self.tile_k // self.vector(dtype)
+
+    @cute.jit
+    def copies(self, tid: Int32, mG: cute.Tensor, sG: cute.Tensor):
+        """How thread ``tid`` copies gamma's k-tiles: ``(copy, tGgG, tGsG, exists)``.
+
+        Source ``(CPY, 1, k)``, destination ``(CPY, 1, STAGE)``; ``exists``: this thread's vector of the first k-tile,
+        which starts before K does.
+        """
+        dtype = mG.element_type
+        vector, k = self.vector(dtype), cute.size(mG)
+        residue = k - cute.ceil_div(k, self.tile_k) * self.tile_k  # <= 0
+        moved = cute.domain_offset((residue,), mG)
+        moved = cute.make_tensor(moved.iterator.align(VECTOR_BITS // 8), moved.layout)
+        atom = cute.make_copy_atom(
+            cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=VECTOR_BITS
+        )
+        copy = cute.make_tiled_copy_tv(atom, cute.make_layout(self.load_threads(dtype)), cute.make_layout(vector))
+        thr = copy.get_slice(tid % self.load_threads(dtype))
+        tiles = cute.local_tile(moved, (self.tile_k,), (None,))  # (tile_k, k)
+        exists = (tid % self.load_threads(dtype)) * vector + residue >= 0
+        return copy, thr.partition_S(tiles), thr.partition_D(sG), exists
+
+    @cute.jit
+    def fetch(self, loads: Boolean, copy: cute.TiledCopy, source: cute.Tensor, target: cute.Tensor):
+        if loads:
+            cute.copy(copy, source, target)
+
+    @cute.jit
+    def clear(self, loads: Boolean, target: cute.Tensor):
+        if loads:
+            target.fill(0.0)
+
+    @cute.jit
+    def of_fragments(self, lane: Int32, sG: cute.Tensor) -> cute.Tensor:
+        """gamma beside this thread's fragments: ``((2, 2), k-block, STAGE)``, neighbours in k and their eighth next."""
+        layout = cute.make_layout(((2, 2), self.tile_k // 16, self.stages), stride=((1, 8), 16, self.tile_k))
+        return cute.make_tensor(sG.iterator + lane % 4 * 2, layout)
+
+    @cute.jit
+    def weigh(self, rW: cute.Tensor, rG: cute.Tensor):
+        """``rW *= gamma``, rounded once: rW ((2, 2, 2), MMA_N) of one k-block, rG ((2, 2)) of the same."""
+        dtype = rW.element_type
+        g = rG.load()
+        if const_expr(self.scale != 1.0):
+            g = g * rG.element_type(self.scale)
+        scaled = cute.make_rmem_tensor(rG.shape, rG.element_type)
+        scaled.store(g)
+        spread = cute.make_tensor(scaled.iterator, cute.make_layout(rW.shape, stride=((1, 0, 2), 0)))
+        if const_expr(rG.element_type is dtype):
+            rW.store(rW.load() * spread.load())
+        else:
+            rW.store((rW.load().to(Float32) * spread.load()).to(dtype))
+
+    @cute.jit
+    def square(self, tiled_mma: cute.TiledMma, warp: Int32, block: Int32, squares: cute.Tensor, rX: cute.Tensor):
+        """``squares += x x^T`` of 8 tokens each, if k-block ``block`` is ``warp``'s of the ``warps_m`` that hold it.
+
+        squares ((2, 2), MMA_M); rX ((2, 2), MMA_M), of that k-block.
+        """
+        if block % self.warps_m == warp:
+            for j in cutlass.range_constexpr(cute.size(rX, mode=[1])):
+                x, d = rX[None, j].iterator, squares[None, j].iterator
+                rA = cute.make_tensor(x, cute.make_layout(((2, 2, 2), 1), stride=((1, 0, 2), 0)))
+                rB = cute.make_tensor(x, cute.make_layout(((2, 2), 1), stride=((1, 2), 0)))
+                rD = cute.make_tensor(d, cute.make_layout(((2, 2), 1, 1), stride=((1, 2), 0, 0)))
+                cute.gemm(tiled_mma, rD, rA, rB, rD)
+
+    @cute.jit
+    def leave(self, tid: Int32, squares: cute.Tensor, sums: cute.Tensor):
+        """Puts the diagonals, which some lanes of each warp hold, where all can read: sums (tokens, warps)."""
+        warp, lane = tid // 32, tid % 32
+        row = lane // 4
+        if lane % 4 == row // 2:
+            for j in cutlass.range_constexpr(cute.size(squares, mode=[1])):
+                diagonal = squares[0, j]
+                if row % 2 == 1:
+                    diagonal = squares[1, j]
+                sums[8 * j + row, warp] = diagonal
+
+    @cute.jit
+    def total(self, sums: cute.Tensor, token: Int32) -> Float32:
+        """The sum of a row of ``sums`` in its order."""
+        whole = sums[token, 0]
+        for i in cutlass.range_constexpr(1, cute.size(sums, mode=[1])):
+            whole = whole + sums[token, i]
+        return whole
+
+    @cute.jit
+    def spread(self, tCcD: cute.Tensor, first: Int32, end: Int32, factors: cute.Tensor) -> cute.Tensor:
+        """``factors`` (by token) of this thread's accumulators: ((2, 2), MMA_N, MMA_M), broadcast along N.
+
+        ``first`` is the tile's first token, ``end`` the number of those that ``factors`` has.
+        """
+        repeats = cute.size(tCcD, mode=[2])
+        rF = cute.make_rmem_tensor(cute.make_layout((2, repeats)), Float32)
+        rF.fill(0.0)
+        for j in cutlass.range_constexpr(repeats):
+            for v in cutlass.range_constexpr(2):
+                token = tCcD[(v, 0), 0, j][1] - first
+                if token < end:
+                    rF[v, j] = factors[token]
+        return cute.make_tensor(rF.iterator, cute.make_layout(tCcD.shape, stride=((1, 0), 0, 2)))

@@ -1,0 +1,479 @@
+"""The declarations of ``rms_norm_linear`` and ``linear_silu_mul``; the public functions are in ``norm_linear.py``.
+
+A config's ``path`` is ``fused``, one kernel (``kernels/cute/gemm_skinny.py`` with a norm in front of the product, or
+the gate behind it), or ``chain``, the norm, the product and the gate as they are tuned themselves. So the tuner times
+the one against the other, and the dispatcher never makes a call slower than our own ops one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.op import Work
+from cutekernels.ops import gemm_skinny
+from cutekernels.ops.calls import TensorOp, check_results
+from cutekernels.ops.gemm import ACTIVATIONS, DTYPES, ELEMENT_BYTES, GEMM, WIDEST, GemmConfig, GemmProblem
+from cutekernels.ops.matmul import alignment
+from cutekernels.ops.norm_linear_chain import check_rstd, linear_then_gate, norm_then_linear
+from cutekernels.ops.norm_linear_problem import (
+    CHAIN,
+    FUSED_KNOBS,
+    LinearSiluMulProblem,
+    NormLinearConfig,
+    NormLinearProblem,
+    RmsNormLinearProblem,
+)
+from cutekernels.ops.norms import RMS_NORM, RmsNormProblem
+from cutekernels.ops.strides import span_bytes
+
+if TYPE_CHECKING:
+    from cutekernels.backends import Artifact
+    from cutekernels.gpu import GpuSpec
+
+# Up to which a problem that nobody tuned takes the fused kernel: none, until it is measured.
+FUSED_TOKENS = 0
+# What fp16 weights of the norm are scaled by before they multiply the linear layer's: products down to 4e-6 stay normal
+# numbers (fp16's own end at 6e-5), and those up to 4094 stay finite. The epilogue takes it back.
+FP16_SCALE = 16.0
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_GATE_ROWS = 8  # of the gate, then as many of up, in an MMA's 16
+# The model: what the fused kernel does beside the product, which mostly hides behind the loads.
+_SQUARES_US_PER_TOKEN = 0.02
+_NORM_LAUNCH_US = 0.3
+
+
+# ---- ops ------------------------------------------------------------------------------------------------
+
+N = TypeVar("N", bound=NormLinearProblem)
+
+
+class NormLinear(TensorOp[N, NormLinearConfig]):
+    """What the two ops share: the paths, the rules, the model and the kernel."""
+
+    Config = NormLinearConfig
+    results = ("y",)
+    scalars = ("eps",)
+    in_place = False
+    weight_at: ClassVar[int]  # where the linear layer's weight stands among the inputs
+    gates: ClassVar[bool]
+
+    # -- rules and choice
+
+    def why_not(self, p: N, c: NormLinearConfig, gpu: GpuSpec) -> str | None:
+        return next(self._broken(p, c, gpu), None)
+
+    def _broken(self, p: N, c: NormLinearConfig, gpu: GpuSpec) -> Iterator[str]:
+        if c.path == "chain":
+            for name, values in FUSED_KNOBS.items():
+                if getattr(c, name) != values[0]:
+                    yield f"path=chain has no {name}: leave it at {values[0]}"
+            return
+        if p.layout != "aligned":
+            yield "path=fused takes rows of x and weight 16-byte aligned, K contiguous, of less than 2^31 elements"
+        if p.k == 0:
+            yield "path=fused needs a K to sum over"
+        if p.extras.gated and p.n % _GATE_ROWS:
+            yield f"path=fused takes the gate's rows {_GATE_ROWS} at a time; there are {p.n}"
+        yield from gemm_skinny.broken(p.product, c.skinny, gpu, p.extras)
+
+    def valid(self, p: N, gpu: GpuSpec) -> Iterator[NormLinearConfig]:
+        if p.layout != "aligned" or next(gemm_skinny.refused(p.product), None) is not None:
+            return iter([CHAIN])
+        return super().valid(p, gpu)
+
+    def default(self, p: N, gpu: GpuSpec) -> NormLinearConfig:
+        if p.m > FUSED_TOKENS:
+            return CHAIN
+        fused = [
+            c
+            for c in NormLinearConfig.every()
+            if c.stages in (3, 5, 8) and c.tile_k >= 128 and self.why_not(p, c, gpu) is None
+        ]
+        return min(fused, key=lambda c: (self.estimate_us(p, c, gpu), str(c)), default=CHAIN)
+
+    def estimate_us(self, p: N, c: NormLinearConfig, gpu: GpuSpec) -> float:
+        """The models of the ops it launches, one after the other; or the skinny product's and what goes with it."""
+        if p.m == 0 or p.n == 0:
+            return 0.0
+        if c.path == "fused":
+            beside = _SQUARES_US_PER_TOKEN * min(p.m, c.tile_n) * p.k / 4096 if p.extras.squares else 0.0
+            return gemm_skinny.estimate_us(p.product, c.skinny, gpu, p.extras) + beside
+        alone = GEMM.estimate_us(p.product, _product_default(p.product, gpu), gpu)
+        if p.extras.squares or p.gamma_bytes:
+            align = p.product.a_align * ELEMENT_BYTES
+            norm = RmsNormProblem(rows=p.m, cols=p.k, dtype=p.dtype, align=align)
+            alone += RMS_NORM.estimate_us(norm, RMS_NORM.default(norm, gpu), gpu) + _NORM_LAUNCH_US
+        if p.extras.gated:
+            alone += 1.5 + 6.0 * p.m * p.n / (gpu.dram_gbps * 1e3)
+        return alone
+
+    # -- kernel
+
+    def build(self, p: N, c: NormLinearConfig, gpu: GpuSpec) -> Artifact:
+        if c.path == "chain":
+            from cutekernels.backends.chained import Chained
+
+            return Chained()
+        import cutlass
+        from cutlass.cute.runtime import make_fake_tensor
+
+        from cutekernels.backends import cute as backend
+        from cutekernels.kernels.cute.parts.norm import TokenNorm
+
+        cute = cutlass.cute
+        dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[p.dtype]
+        kinds = {"same": dtype, "fp32": cutlass.Float32}
+        gated, squares = p.extras.gated, p.extras.squares
+        norm = None
+        if self.normalises(p):
+            scale = FP16_SCALE if p.dtype == "fp16" and p.weight != "none" else 1.0
+            norm = TokenNorm(c.tile_n, c.tile_k, c.stages, c.warps_m, c.warps_k, p.weight != "none", squares, scale)
+        body = gemm_skinny.body(self.epilogue(p), c.skinny, norm, p.extras)
+        m, k = cute.sym_int(), cute.sym_int(divisibility=WIDEST)
+        rows = cute.sym_int(divisibility=2 * _GATE_ROWS if gated else 1)
+        n = cute.sym_int(divisibility=_GATE_ROWS) if gated else rows
+
+        def matrix(first: Any, second: Any, align: int) -> Any:
+            pitch = cute.sym_int(divisibility=align)
+            return make_fake_tensor(dtype, (first, second), stride=(pitch, 1), assumed_align=align * ELEMENT_BYTES)
+
+        def vector(kind: Any, length: Any, align: int) -> Any:
+            return make_fake_tensor(kind, (length,), stride=(1,), assumed_align=align)
+
+        bias = self.epilogue(p).bias
+        workspace: list[Any] = [None, None]
+        if c.split_k > 1:
+            workspace = [vector(cutlass.Float32, cute.sym_int(), 16), vector(cutlass.Int32, cute.sym_int(), 4)]
+        return backend.compile(
+            body.normed,
+            matrix(m, n, 1),
+            matrix(m, k, WIDEST),
+            matrix(rows, k, WIDEST),
+            None if bias == "none" else vector(kinds[bias], n, kinds[bias].width // 8),
+            None if p.weight == "none" else vector(kinds[p.weight], k, 16),
+            vector(cutlass.Float32, m, 4) if norm is not None and not squares else None,
+            cutlass.Float32(0.0),
+            *workspace,
+            gpu=gpu,
+        )
+
+    def bind(self, p: N, c: NormLinearConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        if 0 in (p.m, p.n):
+            return _nothing
+        if c.path == "chain":
+            return self.chain(p)
+        shared = gemm_skinny.workspace(p.product, c.skinny, p.extras) if c.split_k > 1 else None
+
+        def launch(y: Tensor, *inputs: Any) -> None:
+            x, norm_weight, weight, bias, rstd, eps = self.kernel_arguments(*inputs)
+            partials, tickets = (None, None) if shared is None else shared.get()
+            kernel(_matrix(y), _matrix(x), weight, bias, norm_weight, rstd, eps, partials, tickets)
+
+        return launch
+
+    @abstractmethod
+    def normalises(self, p: N) -> bool:
+        """Whether a norm stands in front."""
+
+    @abstractmethod
+    def epilogue(self, p: N) -> GemmProblem:
+        """The product with the bias and activation behind it."""
+
+    @abstractmethod
+    def chain(self, p: N) -> Callable[..., None]:
+        """``launch(*results, *inputs, *scalars)`` by the ops it is made of."""
+
+    @abstractmethod
+    def kernel_arguments(self, *args: Any) -> tuple[Any, ...]:
+        """``(x, norm_weight, weight, bias, rstd, eps)`` of a launch's inputs and scalars."""
+
+    # -- operands
+
+    def takes(self, name: str, t: Tensor) -> bool:
+        if t.dim() == 1:
+            return t.is_contiguous()
+        if name == "rstd":
+            return t.is_contiguous()
+        return super().takes(name, t)
+
+    def _admit(self, x: Tensor, weight: Tensor, norm_weight: Tensor | None, results: Sequence[Tensor]) -> None:
+        """What both ops ask of their operands."""
+        allowed = [*DTYPES.values(), *([torch.float32, torch.float64] if x.device.type == "cpu" else [])]
+        if x.dtype not in allowed:
+            names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
+            raise UnsupportedProblem(f"{self.name} on {x.device.type} takes {names}; got {x.dtype}")
+        if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+            raise UnsupportedProblem(
+                f"x must be (..., K) and weight (N, K); their shapes are {tuple(x.shape)} and {tuple(weight.shape)}"
+            )
+        if norm_weight is not None and tuple(norm_weight.shape) != (x.shape[-1],):
+            raise UnsupportedProblem(
+                f"norm_weight must be (K,) = ({x.shape[-1]},); its shape is {tuple(norm_weight.shape)}"
+            )
+        self._alike(x, weight=weight)
+        self._alike(x, torch.float32, norm_weight=norm_weight)
+        rows = weight.shape[0] // (2 if self.gates else 1)
+        for out in results:
+            self._alike(x, out=out)
+            if out.shape != (*x.shape[:-1], rows):
+                raise UnsupportedProblem(f"out must be {(*x.shape[:-1], rows)}; its shape is {tuple(out.shape)}")
+        check_results(results)
+
+    def _alike(self, x: Tensor, *others: torch.dtype, **operands: Tensor | None) -> None:
+        for name, t in operands.items():
+            if t is not None and (t.device != x.device or t.dtype not in (x.dtype, *others)):
+                raise UnsupportedProblem(
+                    f"{name} must have x's dtype {x.dtype} and be on {x.device}; it has {t.dtype}, on {t.device}: "
+                    "convert it"
+                )
+
+    def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
+        x, weight = inputs[0], inputs[self.weight_at]
+        assert x is not None and weight is not None
+        return (x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if self.gates else 1))),)
+
+    def outputs(self, p: N, *args: Any) -> tuple[Tensor, ...]:
+        return self.fresh(*args[: len(self.inputs)])
+
+    def work(self, p: N) -> Work:
+        g = p.product
+        moved = (g.m * g.k + g.n * g.k + p.m * p.n) * ELEMENT_BYTES + p.k * p.gamma_bytes
+        return Work(flops=2.0 * g.m * g.n * g.k, bytes=float(moved), depth=depth(p))
+
+
+def depth(p: NormLinearProblem) -> float:
+    """The sum's length that grants what rounding an operand costs, ``x * rstd * gamma`` or ``weight * gamma``.
+
+    Each product is then off by half an ulp of its type at most, their sum by a normal error of ``eps / sqrt(12)`` times
+    the typical output. Seven standard deviations are granted, for the most of a million outputs; five times that
+    behind a gate, which multiplies two such sums. ``verify.py`` grants ``depth / 8 * eps(fp32)``.
+    """
+    eps = {"bf16": 2.0**-7, "fp16": 2.0**-10}[p.dtype]
+    granted = 7 * (5 if p.extras.gated else 1) * eps / math.sqrt(12)
+    return max(float(p.k), 8 * granted / 2.0**-23)
+
+
+def _nothing(*args: Any) -> None:
+    """The launch of an empty problem."""
+
+
+def _matrix(t: Tensor) -> Tensor:
+    return t if t.dim() == 2 else t.view(-1, t.shape[-1])
+
+
+@cache
+def _product_default(p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
+    return GEMM.default(p, gpu)
+
+
+def _kind(t: Tensor | None, x: Tensor) -> str:
+    return "none" if t is None else "same" if t.dtype == x.dtype else "fp32"
+
+
+def _posed(y: Tensor, x: Tensor, weight: Tensor, norm_weight: Tensor | None) -> dict[str, Any]:
+    """The fields both problems have."""
+    k = x.shape[-1]
+    m = math.prod(x.shape[:-1])
+    aligned = False
+    if m and k:
+        flat = x.reshape(m, k) if x.dim() != 2 else x
+        aligned = (
+            flat.stride(-1) == weight.stride(-1) == y.stride(-1) == 1
+            and min(alignment(flat), alignment(weight)) == WIDEST
+            and (norm_weight is None or norm_weight.data_ptr() % 16 == 0)
+            and max(map(span_bytes, (flat, weight, y))) < 2 * 2**31
+        )
+    return {"m": m, "n": y.shape[-1], "k": k, "dtype": _NAMES[x.dtype], "layout": "aligned" if aligned else "any"}
+
+
+class RmsNormLinear(NormLinear[RmsNormLinearProblem]):
+    """``y = activation(rms_norm(x) @ weight.T + bias)``. Arguments: x, norm_weight, weight, bias, rstd, eps."""
+
+    name = "rms_norm_linear"
+    revision = 1
+    suite = (
+        "m=1 n=3584 k=3584",
+        "m=16 n=3584 k=3584",
+        "m=64 n=3584 k=3584",
+        "m=4 n=1024 k=520 dtype=fp16 norm_weight=fp32 bias=fp32 activation=gelu",
+        "m=8 n=4096 k=4096 norm_weight=none rstd=given bias=same activation=silu",
+        "m=100 n=513 k=328 dtype=fp16",
+        "m=256 n=3584 k=3584",
+        "m=3 n=70 k=131 layout=any",
+    )
+    Problem = RmsNormLinearProblem
+    inputs = ("x", "norm_weight", "weight", "bias", "rstd")
+    options = ("activation",)
+    schema = "Tensor x, Tensor? norm_weight, Tensor weight, Tensor? bias, Tensor? rstd, str activation, float eps"
+    weight_at = 2
+    gates = False
+
+    def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
+        x, norm_weight, weight, bias, rstd = inputs
+        assert x is not None and weight is not None
+        self._admit(x, weight, norm_weight, results)
+        if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+            raise UnsupportedProblem(f"bias must be (N,) = ({weight.shape[0]},); its shape is {tuple(bias.shape)}")
+        self._alike(x, torch.float32, bias=bias)
+        if rstd is not None:
+            check_rstd(rstd, x)
+            if x.is_cuda:
+                self._alike(x, torch.float32, rstd=rstd)
+        if options["activation"] not in ACTIVATIONS:
+            known = ", ".join(name for name in ACTIVATIONS if name != "none")
+            raise UnsupportedProblem(f"activation must be one of {known}, or None; it is {options['activation']!r}")
+
+    def problem(self, *operands: Tensor | None, **options: Any) -> RmsNormLinearProblem:
+        y, x, norm_weight, weight, bias, rstd = operands
+        assert y is not None and x is not None and weight is not None
+        return RmsNormLinearProblem(
+            **_posed(y, x, weight, norm_weight),
+            norm_weight=_kind(norm_weight, x),
+            rstd="computed" if rstd is None else "given",
+            bias=_kind(bias, x),
+            **options,
+        )
+
+    def normalises(self, p: RmsNormLinearProblem) -> bool:
+        return True
+
+    def epilogue(self, p: RmsNormLinearProblem) -> GemmProblem:
+        return p.product.replace(bias=p.bias, activation=p.activation)
+
+    def chain(self, p: RmsNormLinearProblem) -> Callable[..., None]:
+        activation = None if p.activation == "none" else p.activation
+
+        def launch(
+            y: Tensor,
+            x: Tensor,
+            norm_weight: Tensor | None,
+            weight: Tensor,
+            bias: Tensor | None,
+            rstd: Tensor | None,
+            eps: float,
+        ) -> None:
+            norm_then_linear(x, norm_weight, weight, bias, rstd, eps, activation, out=y)
+
+        return launch
+
+    def kernel_arguments(self, *args: Any) -> tuple[Any, ...]:
+        *others, rstd, eps = args
+        return (*others, rstd if rstd is None else rstd.view(-1), eps)
+
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        x, norm_weight, weight, bias, rstd, eps = args
+        z = _normed(x, norm_weight, rstd, eps) @ weight.double().t()
+        if bias is not None:
+            z = z + bias.double()
+        return (ACTIVATIONS[options["activation"]](z).to(x.dtype),)
+
+    def sample(self, p: RmsNormLinearProblem, device: str, seed: int) -> tuple[Any, ...]:
+        x, norm_weight, weight, draw = _sampled(p, device, seed)
+        bias = None if p.bias == "none" else draw(p.n).to(x.dtype if p.bias == "same" else torch.float32)
+        rstd = None if p.rstd == "computed" else (1 + 0.2 * draw(p.m)).abs()  # not what would be computed
+        return x, norm_weight, weight, bias, rstd, 1e-5
+
+
+class LinearSiluMul(NormLinear[LinearSiluMulProblem]):
+    """``silu(h @ w_gate.T) * (h @ w_up.T)``, h = x or its norm. Arguments: x, w_gate_up, norm_weight, eps."""
+
+    name = "linear_silu_mul"
+    revision = 1
+    suite = (
+        "m=1 n=18944 k=3584",
+        "m=16 n=18944 k=3584 norm=1 norm_weight=same",
+        "m=5 n=1000 k=520 dtype=fp16 norm=1 norm_weight=fp32",
+        "m=64 n=512 k=1024 norm=1",
+        "m=256 n=512 k=1024",
+        "m=3 n=35 k=131 layout=any",
+    )
+    Problem = LinearSiluMulProblem
+    inputs = ("x", "w_gate_up", "norm_weight")
+    options = ("norm",)
+    schema = "Tensor x, Tensor w_gate_up, Tensor? norm_weight, bool norm, float eps"
+    weight_at = 1
+    gates = True
+
+    def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
+        x, w_gate_up, norm_weight = inputs
+        assert x is not None and w_gate_up is not None
+        if w_gate_up.dim() != 2 or w_gate_up.shape[0] % 2:
+            raise UnsupportedProblem(
+                f"w_gate_up must be (2 * I, K), the gate's rows before up's; its shape is {tuple(w_gate_up.shape)}"
+            )
+        if norm_weight is not None and not options["norm"]:
+            raise UnsupportedProblem("norm=False takes no norm_weight: leave one of them out")
+        self._admit(x, w_gate_up, norm_weight, results)
+
+    def problem(self, *operands: Tensor | None, **options: Any) -> LinearSiluMulProblem:
+        y, x, w_gate_up, norm_weight = operands
+        assert y is not None and x is not None and w_gate_up is not None
+        return LinearSiluMulProblem(
+            **_posed(y, x, w_gate_up, norm_weight), norm_weight=_kind(norm_weight, x), **options
+        )
+
+    def normalises(self, p: LinearSiluMulProblem) -> bool:
+        return p.norm
+
+    def epilogue(self, p: LinearSiluMulProblem) -> GemmProblem:
+        return p.product
+
+    def chain(self, p: LinearSiluMulProblem) -> Callable[..., None]:
+        def launch(y: Tensor, x: Tensor, w_gate_up: Tensor, norm_weight: Tensor | None, eps: float) -> None:
+            linear_then_gate(x, w_gate_up, norm_weight, eps, p.norm, out=y)
+
+        return launch
+
+    def kernel_arguments(self, *args: Any) -> tuple[Any, ...]:
+        x, w_gate_up, norm_weight, eps = args
+        return x, norm_weight, w_gate_up, None, None, eps
+
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        x, w_gate_up, norm_weight, eps = args
+        h = _normed(x, norm_weight, None, eps) if options["norm"] else x.double()
+        gate, up = (h @ w_gate_up.double().t()).chunk(2, -1)
+        return ((torch.nn.functional.silu(gate) * up).to(x.dtype),)
+
+    def sample(self, p: LinearSiluMulProblem, device: str, seed: int) -> tuple[Any, ...]:
+        x, norm_weight, weight, _ = _sampled(p, device, seed)
+        return x, weight, norm_weight, 1e-5
+
+
+def _normed(x: Tensor, norm_weight: Tensor | None, rstd: Tensor | None, eps: float) -> Tensor:
+    """In fp64."""
+    u = x.double()
+    scale = torch.rsqrt(u.square().mean(-1) + eps) if rstd is None else rstd.double()
+    h = u * scale.unsqueeze(-1)
+    return h if norm_weight is None else h * norm_weight.double()
+
+
+def _sampled(
+    p: NormLinearProblem, device: str, seed: int
+) -> tuple[Tensor, Tensor | None, Tensor, Callable[..., Tensor]]:
+    """x, the norm's weight, the linear layer's with outputs near 1, and where more numbers come from."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+
+    dtype = DTYPES[p.dtype]
+    spread = 0.5 + 2 * torch.rand(p.m, 1, generator=generator, device=device)  # so that rows differ in rstd
+    pitch = p.k + (p.layout == "any")
+    x = (draw(p.m, pitch) * spread).to(dtype)[:, : p.k]
+    weight = (draw(p.product.n, p.k) * (1.0 / max(1, p.k)) ** 0.5).to(dtype)
+    gamma = None
+    if p.weight != "none":
+        gamma = draw(p.k).to(dtype if p.weight == "same" else torch.float32)
+    return x, gamma, weight, draw
+
+
+RMS_NORM_LINEAR = RmsNormLinear()
+LINEAR_SILU_MUL = LinearSiluMul()

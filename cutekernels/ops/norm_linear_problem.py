@@ -1,0 +1,139 @@
+"""Problems and configs of ``rms_norm_linear`` and ``linear_silu_mul``; the ops are in ``norm_linear_op.py``."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.op import Config, Problem, extent, knob, ladder, plain
+from cutekernels.ops.gemm import ACTIVATIONS, BODIES, ELEMENT_BYTES, WIDEST, GemmConfig, GemmProblem
+from cutekernels.ops.gemm_skinny import Extras
+
+_SKINNY = BODIES["skinny"]
+
+# ---- problems -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NormLinearProblem(Problem):
+    """m tokens, n outputs of each, k. ``layout``: ``aligned`` where the fused kernel takes the operands as they lie."""
+
+    m: int = extent(ladder)
+    n: int = extent()
+    k: int = extent()
+    dtype: str = plain("bf16", "fp16")
+    layout: str = plain("aligned", "any")
+
+    @property
+    @abstractmethod
+    def weight(self) -> str:
+        """The norm's: ``same`` type as x, ``fp32`` or ``none``."""
+
+    @property
+    @abstractmethod
+    def extras(self) -> Extras:
+        """What stands around the product."""
+
+    @property
+    def product(self) -> GemmProblem:
+        """The product alone, its weight as ``nn.Linear`` keeps it."""
+        rows = self.n * (2 if self.extras.gated else 1)
+        align = WIDEST if self.layout == "aligned" and self.k % WIDEST == 0 else 1
+        return GemmProblem(
+            m=self.m, n=rows, k=self.k, dtype=self.dtype, b_major="k", a_align=align, b_align=align, out_align=1
+        )
+
+    @property
+    def gamma_bytes(self) -> int:
+        return {"none": 0, "same": ELEMENT_BYTES, "fp32": 4}[self.weight]
+
+
+@dataclass(frozen=True)
+class RmsNormLinearProblem(NormLinearProblem):
+    """``rstd``: of each token, computed or given."""
+
+    norm_weight: str = plain("same", "none", "fp32")
+    rstd: str = plain("computed", "given")
+    bias: str = plain("none", "same", "fp32")
+    activation: str = plain(*ACTIVATIONS)
+
+    def bucket(self) -> RmsNormLinearProblem:
+        """One tuning serves every epilogue, as in ``gemm``."""
+        return super().bucket().replace(bias="none", activation="none")
+
+    @property
+    def weight(self) -> str:
+        return self.norm_weight
+
+    @property
+    def extras(self) -> Extras:
+        return Extras(self.gamma_bytes, self.rstd == "computed", False)
+
+
+@dataclass(frozen=True)
+class LinearSiluMulProblem(NormLinearProblem):
+    """``norm``: whether there is one in front."""
+
+    norm: bool = plain(False, True)
+    norm_weight: str = plain("none", "same", "fp32")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.norm_weight != "none" and not self.norm:
+            raise UnsupportedProblem(f"norm_weight={self.norm_weight} needs norm=1")
+
+    @property
+    def weight(self) -> str:
+        return self.norm_weight
+
+    @property
+    def extras(self) -> Extras:
+        return Extras(self.gamma_bytes, self.norm, True)
+
+
+# ---- configs --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NormLinearConfig(Config):
+    """``path``, and the knobs of the fused kernel, which are those of ``gemm``'s skinny body."""
+
+    path: str = knob("chain", "fused")
+    tile_m: int = knob(*_SKINNY["tile_m"])
+    tile_n: int = knob(*_SKINNY["tile_n"])
+    tile_k: int = knob(*_SKINNY["tile_k"])
+    warps_m: int = knob(*_SKINNY["warps_m"])
+    warps_k: int = knob(*_SKINNY["warps_k"])
+    stages: int = knob(*_SKINNY["stages"])
+    split_k: int = knob(*_SKINNY["split_k"])
+    pdl: bool = knob(*_SKINNY["pdl"])
+
+    @classmethod
+    def every(cls) -> Iterator[NormLinearConfig]:
+        return iter(_every())
+
+    @property
+    def skinny(self) -> GemmConfig:
+        """The same for the product alone."""
+        return _skinny(self)
+
+
+FUSED_KNOBS = {name: values for name, values in NormLinearConfig.space().items() if name != "path"}
+CHAIN = NormLinearConfig("chain", *[values[0] for values in FUSED_KNOBS.values()])  # type: ignore[arg-type]
+
+
+@cache
+def _every() -> tuple[NormLinearConfig, ...]:
+    return CHAIN, *(NormLinearConfig("fused", *values) for values in product(*FUSED_KNOBS.values()))  # type: ignore[arg-type]
+
+
+@cache
+def _skinny(c: NormLinearConfig) -> GemmConfig:
+    return GemmConfig(
+        tile_m=c.tile_m, tile_n=c.tile_n, tile_k=c.tile_k, warps_m=c.warps_m, warps_n=1, stages=c.stages, raster=1,
+        ctas_per_sm=1, body="skinny", warps_k=c.warps_k, split_k=c.split_k, pdl=c.pdl,
+    )  # fmt: skip

@@ -1,0 +1,132 @@
+"""The fused kernels of ``rms_norm_linear`` and ``linear_silu_mul``, compiled for GPUs that are not there."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+from test_gemm_compiled import text_sections
+
+from cutekernels import gpu
+from cutekernels.backends.cubin import cuobjdump
+from cutekernels.backends.cute import CuteArtifact
+from cutekernels.ops import gemm_skinny
+from cutekernels.ops.norm_linear_op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
+from cutekernels.ops.norm_linear_problem import NormLinearConfig
+
+TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
+OPS: dict[str, NormLinear[Any]] = {op.name: op for op in (RMS_NORM_LINEAR, LINEAR_SILU_MUL)}
+PROBLEMS = [
+    ("rms_norm_linear", "m=1 n=3584 k=3584"),
+    ("rms_norm_linear", "m=64 n=3584 k=3584 norm_weight=fp32 bias=same activation=gelu"),
+    ("rms_norm_linear", "m=100 n=513 k=328 dtype=fp16 bias=fp32"),
+    ("rms_norm_linear", "m=8 n=4096 k=4096 norm_weight=none rstd=given activation=silu"),
+    ("linear_silu_mul", "m=16 n=18944 k=3584 norm=1 norm_weight=same"),
+    ("linear_silu_mul", "m=32 n=1000 k=520"),
+]
+
+
+@cache
+def fused(name: str, text: str, target: str = "h200") -> tuple[NormLinearConfig, ...]:
+    op = OPS[name]
+    return tuple(c for c in op.valid(op.Problem.parse(text), gpu.lookup(target)) if c.path == "fused")
+
+
+def best(name: str, text: str, target: str = "h200") -> NormLinearConfig:
+    """What the model would take."""
+    op, spec = OPS[name], gpu.lookup(target)
+    p = op.Problem.parse(text)
+    return min(fused(name, text, target), key=lambda c: (op.estimate_us(p, c, spec), str(c)))
+
+
+@cache
+def built(name: str, text: str, config: NormLinearConfig, target: str = "h200") -> CuteArtifact:
+    op = OPS[name]
+    artifact = op.build(op.Problem.parse(text), config, gpu.lookup(target))
+    assert isinstance(artifact, CuteArtifact)
+    return artifact
+
+
+def code(name: str, text: str, config: NormLinearConfig, target: str = "h200") -> bytes:
+    return b"".join(text_sections(built(name, text, config, target)._function.artifacts.CUBIN))
+
+
+def opcodes(name: str, text: str, config: NormLinearConfig, target: str = "h200") -> Counter[str]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built(name, text, config, target)._function.artifacts.CUBIN)
+        file.flush()
+        command = [str(cuobjdump()), "-sass", file.name]
+        sass = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    return Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)", sass, re.MULTILINE))
+
+
+@pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
+@pytest.mark.parametrize(("name", "text"), PROBLEMS)
+def test_compiles_for_every_architecture_as_predicted(name: str, text: str, spec: gpu.GpuSpec) -> None:
+    problem = OPS[name].Problem.parse(text)
+    chosen = random.Random(f"{text} {spec.name}").choice(fused(name, text, spec.name))
+    for config in (best(name, text, spec.name), chosen):
+        facts = built(name, text, config, spec.name).facts
+        assert facts.smem_bytes == gemm_skinny.smem(config.skinny, problem.extras).total_bytes, config
+        assert facts.smem_bytes <= spec.smem_per_block_bytes
+        assert facts.stack_bytes == 0, f"spills: {config}"
+
+
+@pytest.mark.parametrize("knob", [k for k in NormLinearConfig.space() if k != "path"])
+def test_every_knob_changes_the_code(knob: str) -> None:
+    rng = random.Random(knob)
+    for name, text in (PROBLEMS[1], PROBLEMS[4]):
+        alike: dict[str, list[NormLinearConfig]] = {}
+        for config in fused(name, text):
+            others = " ".join(word for word in str(config).split() if not word.startswith(f"{knob}="))
+            alike.setdefault(others, []).append(config)
+        groups = [configs for configs in alike.values() if len(configs) > 1]
+        if groups:
+            first, second = rng.sample(rng.choice(groups), 2)
+        else:  # tied to the problem or to the other knobs
+            first = rng.choice(fused(name, text))
+            values = [v for v in NormLinearConfig.space()[knob] if v != getattr(first, knob)]
+            second = first.replace(**{knob: values[-1]})
+        assert code(name, text, first) != code(name, text, second), f"{knob}: [{first}] and [{second}]"
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["dtype=fp16", "norm_weight=none", "norm_weight=fp32", "rstd=given", "bias=same", "bias=fp32", "activation=silu"],
+)
+def test_every_static_field_changes_the_code(change: str) -> None:
+    name, text = PROBLEMS[0]
+    config = best(name, text)
+    assert code(name, text, config) != code(name, f"{text} {change}", config)
+
+
+def test_squares_and_weights_cost_what_they_should() -> None:
+    """Per k-block and warp: an MMA per 8 tokens for squares, 4 packed multiplications per 16 rows for the weight."""
+    text, config = "m=8 n=3584 k=3584", NormLinearConfig("fused", 32, 8, 256, 1, 4, 4, 1, False)
+    found = {
+        change: opcodes("rms_norm_linear", f"{text} {change}", config)
+        for change in ("", "norm_weight=none", "rstd=given", "norm_weight=none rstd=given")
+    }
+    blocks = 256 // 16 // 4
+    mma = {change: sum(n for op, n in ops.items() if op.startswith("HMMA")) for change, ops in found.items()}
+    assert mma == {"": blocks * 3, "norm_weight=none": blocks * 3, "rstd=given": blocks * 2} | {
+        "norm_weight=none rstd=given": blocks * 2
+    }
+    assert {c: ops["HMUL2.BF16_V2"] for c, ops in found.items()} == {
+        "": blocks * 8, "rstd=given": blocks * 8, "norm_weight=none": 0, "norm_weight=none rstd=given": 0,
+    }  # fmt: skip
+
+
+def test_a_chain_has_no_kernel_of_its_own(tmp_path: Any) -> None:
+    op = RMS_NORM_LINEAR
+    p = op.Problem.parse("m=300 n=64 k=64")
+    artifact = op.build(p, op.default(p, gpu.lookup("h200")), gpu.lookup("h200"))
+    artifact.save(tmp_path / "chain")
+    with pytest.raises(AssertionError, match="no kernel of its own"):
+        type(artifact).load(tmp_path / "chain")()
