@@ -36,29 +36,46 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 def draw_reproduced(lines: Sequence[Reproduced], gpu: str, path: Path) -> None:
     """Speed-ups over the published baselines, each on its own GPU. What was not measured or published has no bar."""
-    labels = [f"{line.published.case}\n{line.published.name}, {line.published.gpu}" for line in lines]
+    labels = [
+        "\n".join(filter(None, (p.case, f"{p.name}, {p.gpu}", p.note))) for p in (line.published for line in lines)
+    ]
     bars = {
         f"cutekernels, {gpu}": [line.speedup(line.ours) or 0.0 for line in lines],
         f"strongest peer, {gpu}": [line.speedup(line.strongest) or 0.0 for line in lines],
         "as published, on their GPU": [line.published.speedup or 0.0 for line in lines],
     }
     op = lines[0].published.op
-    _save(labels, bars, "speed-up", f"{op}: times faster than the published baseline, each on its own GPU", path)
+    title = f"{op}: times faster than the published baseline, each on its own GPU"
+    _save(labels, bars, "speed-up", title, path, ratios=True)
 
 
-def _save(labels: Sequence[str], bars: Mapping[str, Sequence[float]], unit: str, title: str, path: Path) -> None:
-    """A group for each label and in it a bar of each name."""
+def _save(
+    labels: Sequence[str],
+    bars: Mapping[str, Sequence[float]],
+    unit: str,
+    title: str,
+    path: Path,
+    ratios: bool = False,
+) -> None:
+    """A group for each label and in it a bar of each name; ``ratios`` on a logarithmic axis around 1."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(max(7.0, 0.16 * len(labels) * (len(bars) + 2)), 4.5), layout="constrained")
+    upright = sum(map(len, labels)) > 70
+    lines = [line for label in labels for line in label.splitlines()]
+    size = (max(7.0, 0.16 * len(labels) * (len(bars) + 2)), 4.0 + 0.09 * max(map(len, lines)) * upright)
+    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
     width = 0.8 / len(bars)
     for i, (name, heights) in enumerate(bars.items()):
         places = [x + (i - (len(bars) - 1) / 2) * width for x in range(len(labels))]
         axes.bar(places, heights, width, label=name, color=_COLORS[i % len(_COLORS)])
-    axes.set_xticks(range(len(labels)), labels, rotation=0 if sum(map(len, labels)) <= 70 else 90)
+    axes.set_xticks(range(len(labels)), labels, rotation=90 * upright)
+    if ratios:
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=0.5)
+        axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_ylabel(unit)
     axes.set_title(title)
     axes.spines[["top", "right"]].set_visible(False)
