@@ -10,7 +10,6 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op
 from cutekernels.ops import (
     activations,
-    attend,
     embedding,
     expert_rows,
     matmul,
@@ -23,7 +22,6 @@ from cutekernels.ops import (
     routing,
     sampling,
 )
-from cutekernels.ops.attention import ATTENTION
 from cutekernels.ops.bias_gelu import BIAS_GELU, BIAS_GELU_BACKWARD
 from cutekernels.ops.embedding import EMBEDDING, EMBEDDING_BACKWARD
 from cutekernels.ops.expert_rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_GATHER
@@ -74,7 +72,6 @@ _BY_NAME = {op.name: op for op in OPS}
 LIBRARY = torch.library.Library("cutekernels", "FRAGMENT")
 for module in (
     matmul,
-    attend,
     activations,
     rope,
     optimizer,
