@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "gemm": "gemm",
+    "rms_norm_linear": "norm_linear",
+    "linear_silu_mul": "norm_linear",
     "silu_mul": "activations",
     "gelu_mul": "activations",
     "bias_gelu": "activations",
