@@ -12,8 +12,11 @@ from torch import Tensor
 import cutekernels as ck
 from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.ops.glu import SILU_MUL
+from cutekernels.ops.matmul import pose
 from cutekernels.ops.norm_linear_op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from cutekernels.ops.norm_linear_problem import CHAIN, NormLinearConfig
+from cutekernels.ops.norms import RMS_NORM
 from cutekernels.verify import worst_error
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -230,8 +233,33 @@ def test_rows_of_a_gate_come_by_eights() -> None:
 def test_explain_says_which_path(op: NormLinear[Any]) -> None:
     said = str(ck.explain(op.name, "m=16 n=3584 k=3584", gpu_name="h200"))
     assert "path=" in said
-    said = str(ck.explain(op.name, "m=4096 n=3584 k=3584", gpu_name="h200"))
-    assert "path=chain" in said
+    large = ck.explain(op.name, "m=4096 n=3584 k=3584", gpu_name="h200")
+    assert str(large.choice.config) == "path=chain"
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_a_chain_s_parts_are_what_it_calls(op: NormLinear[Any]) -> None:
+    """What is compiled ahead for a chain is what its ops look up, down to alignment."""
+    for p in map(op.Problem.parse, op.suite):
+        if p.layout != "aligned":
+            continue
+        args = op.sample(p, "cpu", 0)
+        y = op.outputs(p, *args)[0]
+        h = torch.empty(p.m, p.k, dtype=y.dtype)
+        named = dict(zip(op.inputs, args, strict=False))
+        g, w = named["norm_weight"], args[op.weight_at]
+        z = torch.empty(p.m, w.shape[0], dtype=y.dtype)
+        gate, up = z.chunk(2, -1) if op is LINEAR_SILU_MUL else (None, None)
+        for part, posed in op.parts(p):
+            if part is RMS_NORM:
+                found = part.problem(h, args[0], g, rounding="once")
+            elif part is SILU_MUL:
+                found = part.problem(y, gate, up)
+            else:
+                out = z if op is LINEAR_SILU_MUL else y
+                activation = getattr(p, "activation", "none")
+                found = pose(h, w.t(), None, named.get("bias"), activation, "fp32", out)
+            assert found == posed
 
 
 def test_the_tolerance_grants_a_rounded_operand_and_no_more() -> None:

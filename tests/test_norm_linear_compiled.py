@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -108,7 +109,7 @@ def test_every_static_field_changes_the_code(change: str) -> None:
 
 def test_squares_and_weights_cost_what_they_should() -> None:
     """Per k-block and warp: an MMA per 8 tokens for squares, 4 packed multiplications per 16 rows for the weight."""
-    text, config = "m=8 n=3584 k=3584", NormLinearConfig("fused", 32, 8, 256, 1, 4, 4, 1, False)
+    text, config = "m=8 n=3584 k=3584", NormLinearConfig("fused", 32, 8, 256, warps_k=4, stages=4)
     found = {
         change: opcodes("rms_norm_linear", f"{text} {change}", config)
         for change in ("", "norm_weight=none", "rstd=given", "norm_weight=none rstd=given")
@@ -130,3 +131,36 @@ def test_a_chain_has_no_kernel_of_its_own(tmp_path: Any) -> None:
     artifact.save(tmp_path / "chain")
     with pytest.raises(AssertionError, match="no kernel of its own"):
         type(artifact).load(tmp_path / "chain")()
+
+
+# ---- where things lie -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [8, 16, 32, 64])
+def test_fragments_lie_where_the_norm_looks(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B fragments: token 8j + lane/4, k = lane%4*2 + {0, 1} and 8 more. Accumulators: rows 8 apart in one thread."""
+    import cutlass
+    import cutlass.cute as cute
+
+    from cutekernels.kernels.cute.parts.mma import WarpMma
+
+    found = []
+
+    def collect() -> None:  # plain Python: all of it is static
+        mma = WarpMma(2, 1, cutlass.Float32, True, True, min(16, tokens)).tiled_mma(cutlass.BFloat16)
+        for thread, j, i in product(range(64), range(tokens // 8), range(8)):
+            lane, rest, half, v = thread % 32, i // 4, i // 2 % 2, i % 2
+            b = mma.get_slice(thread).partition_B(cute.make_identity_tensor((tokens, 32)))
+            c = mma.get_slice(thread).partition_C(cute.make_identity_tensor((64, tokens)))
+            found.append((b[(v, half), j, rest], (8 * j + lane // 4, 16 * rest + lane % 4 * 2 + v + 8 * half)))
+            row = 32 * rest + thread // 32 * 16 + lane // 4 + 8 * half
+            found.append((c[(v, half), rest, j], (row, 8 * j + lane % 4 * 2 + v)))
+
+    @cute.jit
+    def look() -> None:
+        collect()
+
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    cute.compile(look)
+    assert len(found) == 64 * tokens // 8 * 16
+    assert all(tuple(map(int, at)) == wanted for at, wanted in found)

@@ -83,7 +83,7 @@ def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
 def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
     def projection(i: Inputs) -> Launch:
         x, weight, norm_weight = i.operands
-        return partial(rms_norm_linear, x, norm_weight, weight, eps=EPS, out=i.out, config=config)  # type: ignore[return-value]
+        return partial(rms_norm_linear, x, norm_weight, weight, eps=EPS, out=i.out, config=config)
 
     def gated(i: Inputs) -> Launch:
         x, weight, *norm = i.operands

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import Work
+from cutekernels.op import Op, Problem, Work
 from cutekernels.ops import gemm_skinny
 from cutekernels.ops.calls import TensorOp, check_results
-from cutekernels.ops.gemm import ACTIVATIONS, DTYPES, ELEMENT_BYTES, GEMM, WIDEST, GemmConfig, GemmProblem
+from cutekernels.ops.gemm import ACTIVATIONS, DTYPES, ELEMENT_BYTES, GEMM, WIDEST, GemmProblem
+from cutekernels.ops.glu import SILU_MUL, GluProblem
 from cutekernels.ops.matmul import alignment
 from cutekernels.ops.norm_linear_chain import check_rstd, linear_then_gate, norm_then_linear
 from cutekernels.ops.norm_linear_problem import (
@@ -47,12 +49,12 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _GATE_ROWS = 8  # of the gate, then as many of up, in an MMA's 16
 # The model: what the fused kernel does beside the product, which mostly hides behind the loads.
 _SQUARES_US_PER_TOKEN = 0.02
-_NORM_LAUNCH_US = 0.3
 
 
 # ---- ops ------------------------------------------------------------------------------------------------
 
 N = TypeVar("N", bound=NormLinearProblem)
+Part = tuple[Op[Any, Any], Problem]
 
 
 class NormLinear(TensorOp[N, NormLinearConfig]):
@@ -106,14 +108,7 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         if c.path == "fused":
             beside = _SQUARES_US_PER_TOKEN * min(p.m, c.tile_n) * p.k / 4096 if p.extras.squares else 0.0
             return gemm_skinny.estimate_us(p.product, c.skinny, gpu, p.extras) + beside
-        alone = GEMM.estimate_us(p.product, _product_default(p.product, gpu), gpu)
-        if p.extras.squares or p.gamma_bytes:
-            align = p.product.a_align * ELEMENT_BYTES
-            norm = RmsNormProblem(rows=p.m, cols=p.k, dtype=p.dtype, align=align)
-            alone += RMS_NORM.estimate_us(norm, RMS_NORM.default(norm, gpu), gpu) + _NORM_LAUNCH_US
-        if p.extras.gated:
-            alone += 1.5 + 6.0 * p.m * p.n / (gpu.dram_gbps * 1e3)
-        return alone
+        return sum(_default_us(op, part, gpu) for op, part in self.parts(p))
 
     # -- kernel
 
@@ -169,6 +164,9 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         if 0 in (p.m, p.n):
             return _nothing
         if c.path == "chain":
+            if p.layout == "aligned":  # else their problems are known at the call
+                for op, part in self.parts(p):
+                    dispatch.plan(op, part, torch.cuda.current_device())  # compiled now, for graphs captured later
             return self.chain(p)
         shared = gemm_skinny.workspace(p.product, c.skinny, p.extras) if c.split_k > 1 else None
 
@@ -186,6 +184,10 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
     @abstractmethod
     def epilogue(self, p: N) -> GemmProblem:
         """The product with the bias and activation behind it."""
+
+    @abstractmethod
+    def parts(self, p: N) -> list[Part]:
+        """The ops that :meth:`chain` launches, and what it poses to them where ``p`` is aligned."""
 
     @abstractmethod
     def chain(self, p: N) -> Callable[..., None]:
@@ -270,8 +272,17 @@ def _matrix(t: Tensor) -> Tensor:
 
 
 @cache
-def _product_default(p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
-    return GEMM.default(p, gpu)
+def _default_us(op: Op[Any, Any], p: Problem, gpu: GpuSpec) -> float:
+    return op.estimate_us(p, op.default(p, gpu), gpu)
+
+
+def _norm(p: NormLinearProblem) -> Part:
+    align = p.product.a_align * ELEMENT_BYTES
+    return RMS_NORM, RmsNormProblem(rows=p.m, cols=p.k, dtype=p.dtype, weight=p.weight, align=align)
+
+
+def _product(g: GemmProblem) -> Part:
+    return GEMM, g.replace(out_align=math.gcd(g.n, WIDEST))
 
 
 def _kind(t: Tensor | None, x: Tensor) -> str:
@@ -347,6 +358,10 @@ class RmsNormLinear(NormLinear[RmsNormLinearProblem]):
 
     def epilogue(self, p: RmsNormLinearProblem) -> GemmProblem:
         return p.product.replace(bias=p.bias, activation=p.activation)
+
+    def parts(self, p: RmsNormLinearProblem) -> list[Part]:
+        norm = [_norm(p)] if p.rstd == "computed" else []  # torch's own kernels multiply by what is given
+        return [*norm, _product(self.epilogue(p))]
 
     def chain(self, p: RmsNormLinearProblem) -> Callable[..., None]:
         activation = None if p.activation == "none" else p.activation
@@ -425,6 +440,11 @@ class LinearSiluMul(NormLinear[LinearSiluMulProblem]):
 
     def epilogue(self, p: LinearSiluMulProblem) -> GemmProblem:
         return p.product
+
+    def parts(self, p: LinearSiluMulProblem) -> list[Part]:
+        align = math.gcd(p.n, WIDEST) * ELEMENT_BYTES
+        halves = GluProblem(p.m, p.n, dtype=p.dtype, layout="rows" if p.m > 1 else "dense", align=align)
+        return [*([_norm(p)] if p.norm else []), _product(p.product), (SILU_MUL, halves)]
 
     def chain(self, p: LinearSiluMulProblem) -> Callable[..., None]:
         def launch(y: Tensor, x: Tensor, w_gate_up: Tensor, norm_weight: Tensor | None, eps: float) -> None:

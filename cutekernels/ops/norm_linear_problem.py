@@ -100,17 +100,20 @@ class LinearSiluMulProblem(NormLinearProblem):
 
 @dataclass(frozen=True)
 class NormLinearConfig(Config):
-    """``path``, and the knobs of the fused kernel, which are those of ``gemm``'s skinny body."""
+    """``path``, and the knobs of the fused kernel, which are those of ``gemm``'s skinny body.
+
+    These have defaults, which a chain keeps: its text is ``path=chain``.
+    """
 
     path: str = knob("chain", "fused")
-    tile_m: int = knob(*_SKINNY["tile_m"])
-    tile_n: int = knob(*_SKINNY["tile_n"])
-    tile_k: int = knob(*_SKINNY["tile_k"])
-    warps_m: int = knob(*_SKINNY["warps_m"])
-    warps_k: int = knob(*_SKINNY["warps_k"])
-    stages: int = knob(*_SKINNY["stages"])
-    split_k: int = knob(*_SKINNY["split_k"])
-    pdl: bool = knob(*_SKINNY["pdl"])
+    tile_m: int = knob(*_SKINNY["tile_m"], added=True)
+    tile_n: int = knob(*_SKINNY["tile_n"], added=True)
+    tile_k: int = knob(*_SKINNY["tile_k"], added=True)
+    warps_m: int = knob(*_SKINNY["warps_m"], added=True)
+    warps_k: int = knob(*_SKINNY["warps_k"], added=True)
+    stages: int = knob(*_SKINNY["stages"], added=True)
+    split_k: int = knob(*_SKINNY["split_k"], added=True)
+    pdl: bool = knob(*_SKINNY["pdl"], added=True)
 
     @classmethod
     def every(cls) -> Iterator[NormLinearConfig]:
@@ -123,7 +126,7 @@ class NormLinearConfig(Config):
 
 
 FUSED_KNOBS = {name: values for name, values in NormLinearConfig.space().items() if name != "path"}
-CHAIN = NormLinearConfig("chain", *[values[0] for values in FUSED_KNOBS.values()])  # type: ignore[arg-type]
+CHAIN = NormLinearConfig("chain")
 
 
 @cache
