@@ -196,7 +196,7 @@ def child_case(case: dict[str, Any]) -> dict[str, Any]:
 
 
 @triton.jit
-def unrounded(x, residual, row, head, r, c, inside, RESIDUAL):
+def unrounded(x, residual, row, head, r, c, inside, RESIDUAL, EVICT):
     value = tl.load(_healthy_at(x, row, head, r, c), mask=inside, other=0.0).to(tl.float32)
     return value + tl.load(_healthy_at(residual, row, head, r, c), mask=inside, other=0.0).to(tl.float32)
 

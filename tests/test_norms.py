@@ -187,7 +187,7 @@ _BASE = "block_rows=1 block_cols=4096 resident=1 warps=8 per_sm=0 stages=1"
     ("op", "problem", "config", "rule"),
     [
         ("rms_norm", "rows=4 cols=4096", _BASE.replace("4096", "2048"), "take block_cols=4096"),
-        ("rms_norm", "rows=4 cols=4096", _BASE.replace("resident=1", "resident=0"), "resident must be true"),
+        ("rms_norm", "rows=4 cols=2048", _BASE.replace("resident=1", "resident=0"), "resident must be true"),
         ("rms_norm", "rows=4 cols=9000", _BASE.replace("4096", "256").replace("t=1", "t=0"), "chunks are of 1024"),
         ("rms_norm", "rows=4 cols=4096", _BASE.replace("block_rows=1", "block_rows=8"), "with 4 rows"),
         ("rms_norm", "rows=4 cols=4096", _BASE.replace("warps=8", "warps=1"), "registers"),

@@ -111,7 +111,7 @@ N = TypeVar("N", bound=NormProblem)
 _AFFINE = frozenset(["weight", "bias"])
 _SUMMED = frozenset(["dweight", "dbias"])
 _GRID_AXIS = 1 << 30
-_WIDE_ROW = 8192  # from here on rows may be walked in chunks
+_MANY_ROWS = 8192
 _WIDE_STRIDED_ROW = 1024  # addresses take the registers
 _CHUNKS = (1024, 8192)
 _PERSISTENT_TILES = (2048, 4096)  # elements
@@ -130,6 +130,10 @@ class NormOp(TensorOp[N, NormConfig]):
     Config = NormConfig
     kernels: ClassVar[str]  # the module
     strides_over_tiles: ClassVar[bool]  # always, because its programs keep sums
+    wide_row: ClassVar[int] = 8192
+    """Beyond so many columns rows may be walked in chunks."""
+    paired: ClassVar[bool] = False
+    """Whether many wide rows go two to a program."""
     flops_per_element: ClassVar[int]
 
     @property
@@ -234,7 +238,7 @@ class NormOp(TensorOp[N, NormConfig]):
             if c.block_cols != p.width:
                 return f"whole rows of {p.cols} take block_cols={p.width}"
         else:
-            wide = _WIDE_STRIDED_ROW if p.layout == "strided" else _WIDE_ROW
+            wide = _WIDE_STRIDED_ROW if p.layout == "strided" else self.wide_row
             if p.cols <= wide:
                 return f"rows of {p.cols} are walked whole: resident must be true up to {wide}"
             if not _CHUNKS[0] <= c.block_cols <= min(_CHUNKS[1], p.width // 2):
@@ -319,6 +323,8 @@ class NormOp(TensorOp[N, NormConfig]):
         # Two accesses of 16 bytes per thread, one where rows are so few that latency rules. Narrow rows share a tile.
         elements = max(p.vec, 8) if few else 2 * max(p.vec, 8 // max(1, p.itemsize // 2))
         rows = 1 if few else min(64, power_of_two(p.rows), max(1, 128 * elements // p.width))
+        if self.paired and 4096 <= p.width <= 16384 and p.rows * p.heads >= _MANY_ROWS:
+            yield NormConfig(2, p.width, True, min(16, p.width // 512), 0, 1)
         if p.width <= 16384:
             for per_sm, stages in stay:
                 for block_rows in (rows, 1):

@@ -57,11 +57,11 @@ def _affine(operand, head, c, inside, PRESENT: tl.constexpr):
 
 
 @triton.jit
-def _summed(x, residual, row, head, r, c, inside, RESIDUAL: tl.constexpr):
+def _summed(x, residual, row, head, r, c, inside, RESIDUAL: tl.constexpr, EVICT: tl.constexpr):
     """``x``, or ``x + residual`` rounded to their type: what is normalised is what is stored. In fp32."""
-    value = tl.load(_at(x, row, head, r, c), mask=inside, other=0.0)
+    value = tl.load(_at(x, row, head, r, c), mask=inside, other=0.0, eviction_policy=EVICT)
     if RESIDUAL:
-        other = tl.load(_at(residual, row, head, r, c), mask=inside, other=0.0)
+        other = tl.load(_at(residual, row, head, r, c), mask=inside, other=0.0, eviction_policy=EVICT)
         value = (value.to(tl.float32) + other.to(tl.float32)).to(value.dtype)
     return value.to(tl.float32)
 
@@ -109,7 +109,7 @@ def _resident(
     r = tl.arange(0, BLOCK_ROWS)
     c = tl.arange(0, BLOCK_COLS)
     inside = (r < rows - row)[:, None] & (c < cols)[None, :]
-    value = _summed(x, residual, row, head, r, c, inside, RESIDUAL)
+    value = _summed(x, residual, row, head, r, c, inside, RESIDUAL, "")
     if RESIDUAL:
         _store(u, value, row, head, r, c, inside)
     if CENTRED:
@@ -151,13 +151,13 @@ def _chunked(
         total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
         for start in range(0, cols, BLOCK_COLS):
             c = start + tl.arange(0, BLOCK_COLS)
-            total += _summed(x, residual, row, head, r, c, live & (c < cols)[None, :], RESIDUAL)
+            total += _summed(x, residual, row, head, r, c, live & (c < cols)[None, :], RESIDUAL, "evict_last")
         mean = tl.sum(total, axis=1) / cols
     squares = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
     for start in range(0, cols, BLOCK_COLS):
         c = start + tl.arange(0, BLOCK_COLS)
         inside = live & (c < cols)[None, :]
-        value = _summed(x, residual, row, head, r, c, inside, RESIDUAL)
+        value = _summed(x, residual, row, head, r, c, inside, RESIDUAL, "evict_last")
         if CENTRED:
             value = tl.where(inside, value - mean[:, None], 0.0)
         squares += value * value
@@ -165,7 +165,7 @@ def _chunked(
     for start in range(0, cols, BLOCK_COLS):
         c = start + tl.arange(0, BLOCK_COLS)
         inside = live & (c < cols)[None, :]
-        value = _summed(x, residual, row, head, r, c, inside, RESIDUAL)
+        value = _summed(x, residual, row, head, r, c, inside, RESIDUAL, "evict_first")
         if RESIDUAL:
             _store(u, value, row, head, r, c, inside)
         w = _affine(weight, head, c, c < cols, WEIGHT)
