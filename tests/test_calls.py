@@ -14,12 +14,14 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from cutekernels import gpu
 from cutekernels.backends import triton as backend
 from cutekernels.backends.triton import Recipe, TritonKernel
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops import calls, warm
 from cutekernels.ops.calls import Launch
 from cutekernels.ops.glu import GELU_MUL, SILU_MUL
+from cutekernels.ops.norms import LAYER_NORM
 
 BF16 = torch.bfloat16
 
@@ -124,6 +126,26 @@ def test_the_last_call_at_an_address_is_known_by_a_guard(kernel: Kernel, monkeyp
         run(x, x.half())
     with pytest.raises(UnsupportedProblem, match="one shape"):
         run(x, x[:2])
+
+
+def test_absent_operands_are_part_of_a_call(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight alone and a bias alone look alike to a guard."""
+    x, vector = torch.randn(4, 32, dtype=BF16), torch.randn(32, dtype=BF16)
+    known: list[bool] = []
+    again = calls.again
+    monkeypatch.setattr(calls, "again", lambda *args: known.append((found := again(*args)) is not None) or found)
+    spec = gpu.lookup("h200")
+    monkeypatch.setattr(
+        calls.dispatch,
+        "plan",
+        lambda op, p, device, config=None: SimpleNamespace(launch=op.bind(p, op.default(p, spec), kernel)),
+    )
+    for weight, bias in ((vector, None), (None, vector), (None, None), (vector, None)):
+        for _ in range(2):
+            (y,) = calls.run(LAYER_NORM, None, (x, weight, bias), scalars=(1e-5,))
+            addresses = [0 if t is None else t.data_ptr() for t in (y, x, weight, bias)]
+            assert kernel.fired[-1][:4] == tuple(addresses)
+    assert known == [False, True] * 4
 
 
 def test_a_view_that_negates_is_not_read_as_it_lies(kernel: Kernel) -> None:

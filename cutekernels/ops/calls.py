@@ -147,12 +147,14 @@ class _Call:
 
 @dataclass(slots=True)
 class _Recent:
-    """A :class:`_Call` as an op last made it with one last operand. ``guard(*operands)``: they are as they were then.
+    """A :class:`_Call` as an op last made it with one last operand. ``guard(*operands)``: they are as they were then,
+    but for those ``absent``.
 
     ``begins``: the operands' addresses at the last launch, which were found aligned and apart as the call wants them.
     """
 
     guard: Callable[..., bool]
+    absent: list[int]
     options: tuple[Scalar, ...]
     config: object
     bits: int
@@ -193,22 +195,22 @@ def again(
         return None
     operands = inputs if results is None else (*results, *inputs)
     try:
-        begins = [t.data_ptr() for t in operands if t is not None]
+        begins = [0 if t is None else t.data_ptr() for t in operands]
     except RuntimeError:  # what has no memory of its own
         return None
-    if len(begins) != len(operands):
+    recent = _RECENT.get(_company(op, begins, results is None))
+    if recent is None or recent.options != options or recent.config is not config:
         return None
-    recent = _RECENT.get((op.name, begins[-1] if results is None else ~begins[-1]))
-    if (
-        recent is None
-        or recent.options != options
-        or recent.config is not config
-        or not recent.guard(*operands)
-        or recent.call.fire is None
-        or recent.call.device != _current_device()
-    ):
+    given: Sequence[Tensor | None] = operands
+    if 0 in begins:  # guards know nothing of absent tensors
+        if [i for i, t in enumerate(operands) if t is None] != recent.absent:
+            return None
+        given = present(operands)
+    elif recent.absent:
         return None
     call = recent.call
+    if not recent.guard(*given) or call.fire is None or call.device != _current_device():
+        return None
     if begins != recent.begins:
         if _bits(begins) != recent.bits or (results is not None and _meeting(call, begins)):
             return None
@@ -243,7 +245,7 @@ def run(
     begins = [0 if t is None else t.data_ptr() for t in operands]
     rest = (options, config, _bits(begins))
     call = _met(op, results, inputs, rest, len(scalars))
-    expected = (op.name, begins[-1] if results is None else ~begins[-1])
+    company = _company(op, begins, results is None)
     named = dict(zip(op.options, options, strict=True))
     if results is None:
         results = op.fresh(*inputs, **named)
@@ -264,14 +266,21 @@ def run(
                     call.fire(begins, scalars)
                 else:
                     call.launch(*results, *inputs, *scalars)
-    if call.fire is not None and len(set(map(id, present(operands)))) == len(operands):
-        # A guard knows neither absent tensors nor one in two places.
-        guard = guard_for(expected, present(operands))
+    given = present(operands)
+    if call.fire is not None and len(set(map(id, given))) == len(given):  # no guard knows one tensor in two places
+        guard = guard_for(company, given)
         if guard is not None:
-            keep(_RECENT, expected, _Recent(guard, options, config, rest[2], [], call, named))
+            absent = [i for i, t in enumerate(operands) if t is None]
+            keep(_RECENT, company, _Recent(guard, absent, options, config, rest[2], [], call, named))
         else:
-            _RECENT.pop(expected, None)
+            _RECENT.pop(company, None)
     return results
+
+
+def _company(op: TensorOp[P, C], begins: Sequence[int], fresh: bool) -> tuple[str, int]:
+    """What a call is remembered by: the op, its last operand's address, and whether results were given."""
+    address = begins[-1] or next(filter(None, reversed(begins)), 0)
+    return op.name, address if fresh else ~address
 
 
 def _bits(begins: Sequence[int]) -> int:
