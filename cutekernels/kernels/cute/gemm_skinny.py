@@ -13,10 +13,14 @@ Schedule:
     SMs that happen to be free. Asking the L2 for the first k-tiles before the wait gained nothing (8.37), asking for
     all of the weight lost (one token: 8.51 without either, 9.11 with both). Loading it into shared memory then would be
     wrong where the kernel ahead writes the weight (2026-11-21).
+    With a norm of the tokens in front (``parts/norm.py``) its weight travels in the same stages; sums of squares meet
+    as the products' do, in shared memory and in the workspace, and rstd multiplies the fp32 sums. With a gate behind,
+    8 rows of the gate's weight and the same 8 of up's make an MMA's 16, so that one thread has both of an output.
 
 Source:
     Swapped operands and split-K with a ticket are common practice (CUTLASS "stream-K" and "split-K semaphore"); the
-    dealing of k-blocks to warps is CUTLASS's "sliced-K".
+    dealing of k-blocks to warps is CUTLASS's "sliced-K"; rstd behind the product is the usual rearrangement of norm and
+    projection.
 """
 
 from dataclasses import dataclass
@@ -109,14 +113,12 @@ class SkinnyGemm:
         stream: cuda.CUstream,
     ):
         """With a workspace, for ``split_k > 1``."""
-        mD, mW = columns_first(mD), columns_first(mW)  # (N, M, 1), (N, K, 1)
         mC = columns_first(mC) if const_expr(mC is not None) else None
-        tiles_n = cute.ceil_div(cute.size(mD, mode=[0]), self.load_w.rows)
-        tiles_m = cute.ceil_div(cute.size(mD, mode=[1]), self.load_x.rows)
-        self.kernel(
-            mD,
-            rows_first(mX),
-            mW,
+        start = self.start
+        start(
+            columns_first(mD),
+            mX,
+            columns_first(mW),
             mC,
             mBias,
             alpha,
@@ -126,14 +128,7 @@ class SkinnyGemm:
             None,
             None,
             None,
-            self.mma.tiled_mma(mX.element_type),
-        ).launch(
-            grid=[self.split_k, tiles_m, tiles_n],
-            block=[self.threads, 1, 1],
-            min_blocks_per_mp=self.ctas_per_sm,
-            preferred_smem_carveout=100,  # percent
-            use_pdl=self.dependent,
-            stream=stream,
+            stream,
         )
 
     @cute.jit
@@ -151,25 +146,33 @@ class SkinnyGemm:
         stream: cuda.CUstream,
     ):
         """With what ``norm`` and ``gated`` say; the workspace for ``split_k > 1``."""
-        alpha = const_expr(1.0 if self.norm is None else 1.0 / self.norm.scale)
-        interleave = self.interleaved
-        mD, mW = columns_first(mD), interleave(mW) if const_expr(self.gated) else rows_first(mW)
+        alpha = Float32(const_expr(1.0 if self.norm is None else 1.0 / self.norm.scale))
+        beta, interleave, start = Float32(0.0), self.interleaved, self.start
+        mW = interleave(mW) if const_expr(self.gated) else rows_first(mW)
+        start(columns_first(mD), mX, mW, None, mBias, alpha, beta, mPartials, mTickets, mGamma, mRstd, eps, stream)
+
+    @cute.jit
+    def start(
+        self,
+        mD: cute.Tensor,  # (N, M, 1)
+        mX: cute.Tensor,  # (M, K)
+        mW: cute.Tensor,  # (N, K, 1)
+        mC: cute.Tensor | None,  # (N, M, 1)
+        mBias: cute.Tensor | None,
+        alpha: Float32,
+        beta: Float32,
+        mPartials: cute.Tensor | None,
+        mTickets: cute.Tensor | None,
+        mGamma: cute.Tensor | None,
+        mRstd: cute.Tensor | None,
+        eps: Float32 | None,
+        stream: cuda.CUstream,
+    ):
         tiles_n = cute.ceil_div(cute.size(mW, mode=[0]), self.load_w.rows)
         tiles_m = cute.ceil_div(cute.size(mD, mode=[1]), self.load_x.rows)
+        tiled_mma = self.mma.tiled_mma(mX.element_type)
         self.kernel(
-            mD,
-            rows_first(mX),
-            mW,
-            None,
-            mBias,
-            Float32(alpha),
-            Float32(0.0),
-            mPartials,
-            mTickets,
-            mGamma,
-            mRstd,
-            eps,
-            self.mma.tiled_mma(mX.element_type),
+            mD, rows_first(mX), mW, mC, mBias, alpha, beta, mPartials, mTickets, mGamma, mRstd, eps, tiled_mma
         ).launch(
             grid=[self.split_k, tiles_m, tiles_n],
             block=[self.threads, 1, 1],
