@@ -132,6 +132,8 @@ class NormOp(TensorOp[N, NormConfig]):
     strides_over_tiles: ClassVar[bool]  # always, because its programs keep sums
     wide_row: ClassVar[int] = 8192
     """Beyond so many columns rows may be walked in chunks."""
+    chunked_cost: ClassVar[float] = 1.3
+    """The time of many rows in chunks, in that of whole ones."""
     paired: ClassVar[bool] = False
     """Whether many wide rows go two to a program."""
     flops_per_element: ClassVar[int]
@@ -323,8 +325,11 @@ class NormOp(TensorOp[N, NormConfig]):
         # Two accesses of 16 bytes per thread, one where rows are so few that latency rules. Narrow rows share a tile.
         elements = max(p.vec, 8) if few else 2 * max(p.vec, 8 // max(1, p.itemsize // 2))
         rows = 1 if few else min(64, power_of_two(p.rows), max(1, 128 * elements // p.width))
-        if self.paired and 4096 <= p.width <= 16384 and p.rows * p.heads >= _MANY_ROWS:
-            yield NormConfig(2, p.width, True, min(16, p.width // 512), 0, 1)
+        if p.rows * p.heads >= _MANY_ROWS and p.width >= 4096:
+            if self.chunked_cost < 1.0:
+                yield NormConfig(1, 2048, False, 8, 0, 1)
+            if self.paired and p.width <= 16384:
+                yield NormConfig(2, p.width, True, min(16, p.width // 512), 0, 1)
         if p.width <= 16384:
             for per_sm, stages in stay:
                 for block_rows in (rows, 1):
@@ -346,11 +351,13 @@ class NormOp(TensorOp[N, NormConfig]):
         resident = max(1, min(32, gpu.max_warps // c.warps, by_registers)) if c.per_sm == 0 else c.per_sm
         busy = min(1.0, tiles / gpu.sm_count)
         share = min(float(resident), tiles / gpu.sm_count) * max(1, c.stages - 1)
-        in_flight = gpu.sm_count * share * c.block_rows * min(c.block_cols, p.cols) * p.itemsize * self._copied(p)
+        width = min(p.cols, c.block_cols if c.resident else 2 * c.block_cols)  # the next chunk is asked for early
+        in_flight = gpu.sm_count * share * c.block_rows * width * p.itemsize * self._copied(p)
         # Little's law: bandwidth times a loaded memory latency of 0.8 µs must be in flight. A tile's registers are
         # idle while it is reduced, unless the next tiles are on their way.
         needed = gpu.dram_gbps * 1e3 * 0.8 * (1.0 if c.stages > 1 else 1.5)
-        passes = 1.0 if c.resident else 1.3
+        # Rows that are walked again come from the caches; threads that hold little of them leave room for more.
+        passes = 1.0 if c.resident else self.chunked_cost
         narrow = 4.0 if p.layout == "strided" else 1.0
         memory = self.work(p).bytes / (gpu.dram_gbps * 1e3 * 0.92) * narrow * passes
         second = 0.0

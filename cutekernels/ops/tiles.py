@@ -95,6 +95,9 @@ class TiledOp(TensorOp[T, TileConfig]):
     """Whether rows that lie end to end are one long row: the layout "dense"."""
     vectors: ClassVar[tuple[str, ...]] = ()
     """Inputs of one row, ``(cols,)``."""
+    large: ClassVar[tuple[tuple[int, int, float], ...]] = ((4, 2, 4.0),)
+    """For large problems: warps, a thread's accesses to each operand, and from how many tiles on, in numbers of what
+    the GPU holds of 4 warps."""
     partials: ClassVar[tuple[str, ...]] = ()
     """Contiguous fp32 results of a shape of their own."""
 
@@ -169,12 +172,12 @@ class TiledOp(TensorOp[T, TileConfig]):
             # Square tiles: whichever dimension is contiguous, neighbouring threads use up the sectors they fetch.
             rows = min(32, power_of_two(p.rows))
             return TileConfig(rows, 32, min(4, rows), "normal")
-        # 32 bytes of each operand per thread where that still fills the GPU four times over, else 16; where even
+        # What suits large problems where that fills the GPU well, else 16 bytes of each operand per thread; where even
         # that leaves SMs idle, smaller blocks.
         wave = gpu.sm_count * (gpu.max_warps // 4)
-        for warps, accesses in ((4, 2), (4, 1), (2, 1), (1, 1)):
+        for warps, accesses, least in (*self.large, (4, 1, 0.0), (2, 1, 0.0), (1, 1, 0.0)):
             c = self._tile(p, 32 * warps * accesses * WIDEST_BYTES // p.itemsize, warps)
-            if self.tiles(p, c) >= (4 * wave if accesses == 2 else gpu.sm_count):
+            if self.tiles(p, c) >= max(gpu.sm_count, least * wave):
                 break
         return c
 
