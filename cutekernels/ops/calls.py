@@ -217,9 +217,9 @@ def again(
         recent.begins = begins
     if results is None:
         results = op.fresh(*inputs, **recent.named)
-        call.fire([*[t.data_ptr() for t in results], *begins], scalars)  # type: ignore[misc]
+        call.fire([*[t.data_ptr() for t in results], *begins], scalars)
     else:
-        call.fire(begins, scalars)  # type: ignore[misc]
+        call.fire(begins, scalars)
         _increment_version(results)
     return results
 
