@@ -63,8 +63,10 @@ class CuteArtifact(Artifact):
         return self._function.__tvm_ffi_object__()  # type: ignore[no-any-return]
 
 
-def compile(body: Any, *args: Any, gpu: GpuSpec) -> CuteArtifact:
+def compile(body: Any, *args: Any, gpu: GpuSpec, names_stream: bool = False) -> CuteArtifact:
     """Compiles ``body(*args, stream)`` for ``gpu``; ``args`` are the DSL's fake tensors, scalars and None.
+
+    The stream is torch's current one, or where ``names_stream`` the last argument of each launch, an int.
 
     Raises:
         CompileError: the DSL or ptxas refused; its message is quoted.
@@ -72,7 +74,7 @@ def compile(body: Any, *args: Any, gpu: GpuSpec) -> CuteArtifact:
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream
 
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    stream = make_fake_stream(use_tvm_ffi_env_stream=not names_stream)
     with _compiling, tempfile.TemporaryDirectory(prefix="cutekernels-") as dump, _architecture(gpu.target):
         options = f"--enable-tvm-ffi --gpu-arch={gpu.target} --keep-cubin --dump-dir={dump}"
         try:

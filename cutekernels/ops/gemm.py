@@ -20,6 +20,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.smem import GemmSmem, SkinnySmem
 from cutekernels.op import Config, Op, Problem, Work, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops import gemm_skinny
+from cutekernels.ops.gemm_launch import AddressedLaunch, addressed, contiguous
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
@@ -338,6 +339,8 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         body = gemm_skinny.body(p, c) if c.body == "skinny" else self._multistage(p, c, gpu)
         dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[p.dtype]
         cute = cutlass.cute
+        if addressed(p, c):
+            return self._addressed(p, body, dtype, gpu)
         extents = {name: cute.sym_int(divisibility=divisibility(p, name)) for name in "mnk"}
         batch = cute.sym_int()
 
@@ -370,6 +373,27 @@ class Gemm(Op[GemmProblem, GemmConfig]):
             gpu=gpu,
         )
 
+    def _addressed(self, p: GemmProblem, body: Any, dtype: Any, gpu: GpuSpec) -> Artifact:
+        from cutlass import Float32, Int32
+        from cutlass.cute import AddressSpace
+        from cutlass.cute.runtime import make_ptr
+
+        from cutekernels.backends import cute as backend
+        from cutekernels.kernels.cute.addressed import Addressed, Operand
+
+        aligns = (p.out_align, p.a_align, p.b_align)
+        lie = [Operand(along, align) for along, align in zip(contiguous(p), aligns, strict=True)]
+        m, n, k = (divisibility(p, name) for name in "mnk")
+        return backend.compile(
+            Addressed(body, *lie, divisors=(m, n, k)),
+            *[make_ptr(dtype, 16, AddressSpace.gmem, assumed_align=o.align * ELEMENT_BYTES) for o in lie],
+            *[Int32(1) for _ in range(6)],
+            Float32(1.0),
+            Float32(0.0),
+            gpu=gpu,
+            names_stream=True,
+        )
+
     def _multistage(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Any:
         """The multistage body with its parts."""
         import cutlass
@@ -399,6 +423,8 @@ class Gemm(Op[GemmProblem, GemmConfig]):
     def bind(self, p: GemmProblem, c: GemmConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
         if 0 in (p.m, p.n, p.batch):
             return _nothing
+        if addressed(p, c):
+            return AddressedLaunch(kernel, contiguous(p))
         return gemm_skinny.bind(p, c, kernel)  # a kernel's arguments are out, a, b, c, bias, alpha, beta already
 
     # -- mathematics

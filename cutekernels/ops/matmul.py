@@ -17,6 +17,7 @@ from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops import warm
 from cutekernels.ops.gemm import ACTIVATIONS, DTYPES, GEMM, WIDEST, GemmConfig, GemmProblem, reference
+from cutekernels.ops.gemm_launch import AddressedLaunch, current_stream
 from cutekernels.ops.strides import overlaps_itself, relation, span_bytes
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -76,21 +77,29 @@ def gemm(
             at_b = b.data_ptr()
             found = _recent(at_b if out is not None else ~at_b)
             if found is not None:
-                guard, launch, its_activation, its_accumulate, places, call = found
+                guard, launch, numbers, device, its_activation, its_accumulate, places, call = found
                 if its_activation is not activation or its_accumulate is not accumulate:
                     pass
                 elif out is None:
-                    if guard(a, b) and (a.data_ptr() | at_b) & 15 == call.bits:
+                    if guard(a, b) and ((at_a := a.data_ptr()) | at_b) & 15 == call.bits:
                         fresh = a.new_empty(call.shape)
-                        launch(fresh, a, b, c, bias, alpha, beta)
+                        if numbers is None:
+                            launch(fresh, a, b, c, bias, alpha, beta)
+                        else:
+                            launch(fresh.data_ptr(), at_a, at_b, *numbers, alpha, beta, current_stream(device))
                         return fresh
                 elif guard(a, b, out):
                     at_a = a.data_ptr()
                     at = out.data_ptr()
-                    if places != [at_a, at] and call.fits(at_a, at_b, at):
+                    there = places[0] == at_a and places[1] == at
+                    if not there and call.fits(at_a, at_b, at):
                         places[:] = at_a, at
-                    if places == [at_a, at]:
-                        launch(out, a, b, c, bias, alpha, beta)
+                        there = True
+                    if there:
+                        if numbers is None:
+                            launch(out, a, b, c, bias, alpha, beta)
+                        else:
+                            launch(at, at_a, at_b, *numbers, alpha, beta, current_stream(device))
                         _increment_version((out,))
                         return out
         if (
@@ -107,7 +116,10 @@ def gemm(
                 rare = _rare(a, b, c, bias, out, config)
             if out is None:
                 bits = (at_a | at_b) & 15
-                key = a.shape, a.stride(), b.shape, b.stride(), a.dtype, bits, activation, accumulate, rare
+                key = (
+                    a.shape, a.stride(), b.shape, b.stride(), a.dtype, b.dtype, a.get_device(), b.get_device(),
+                    bits, activation, accumulate, rare,
+                )  # fmt: skip
                 call = warm.calls[key]
                 fresh = a.new_empty(call.shape)
                 call.launch(fresh, a, b, c, bias, alpha, beta)
@@ -118,8 +130,8 @@ def gemm(
                 at = out.data_ptr()
                 bits = (at_a | at_b | at) & 15
                 key = (
-                    a.shape, a.stride(), b.stride(), out.shape, out.stride(),
-                    a.dtype, bits, activation, accumulate, rare,
+                    a.shape, a.stride(), b.shape, b.stride(), out.shape, out.stride(), a.dtype, b.dtype, out.dtype,
+                    a.get_device(), b.get_device(), out.get_device(), bits, activation, accumulate, rare,
                 )  # fmt: skip
                 call = warm.calls[key]
                 if (
@@ -135,8 +147,7 @@ def gemm(
     except KeyError:
         return _first(key, a, b, c, alpha, beta, bias, activation, accumulate, out, config)
     except (ValueError, TypeError, RuntimeError, BufferError):
-        # What keys and guards leave out, the launch checks (b's extents and dtype, out's dtype, devices): the
-        # general path says what is wrong. It also takes tensors without an address.
+        # What a launch refuses, and tensors without an address: the general path takes them or says what is wrong.
         pass
     return _general(a, b, c, alpha, beta, bias, activation, accumulate, out, config)
 
@@ -220,7 +231,8 @@ def _first(
         launch = dispatch.plan(GEMM, problem, a.get_device(), config).launch
         bits = (a.data_ptr() | b.data_ptr() | (0 if out is None else out.data_ptr())) & 15
         spans = span_bytes(a), span_bytes(b), span_bytes(result)
-        warm.remember(key, warm.Call(launch, *spans, tuple(result.shape), bits, activation, accumulate))
+        numbers = launch.numbers(result, a, b) if isinstance(launch, AddressedLaunch) else None
+        warm.remember(key, warm.Call(launch, *spans, tuple(result.shape), bits, activation, accumulate, numbers))
     return result
 
 

@@ -29,6 +29,7 @@ MOST_CHANGES = 16  # how often an address may be met in other company before it 
 class Call(NamedTuple):
     """What a warm call needs: the launch, the bytes that a, b and out span, out's shape, and what tensors do not say.
 
+    ``launch(out, a, b, c, bias, alpha, beta)``; where ``numbers`` are known, it has a ``kernel`` that takes addresses.
     ``bits``: the last four bits of the addresses, joined.
     """
 
@@ -40,6 +41,7 @@ class Call(NamedTuple):
     bits: int
     activation: str | None
     accumulate: str
+    numbers: tuple[int, ...] | None = None
 
     def fits(self, at_a: int, at_b: int, at: int) -> bool:
         """Whether out, at ``at``, is apart from a and b, and all are aligned as the launch was planned for."""
@@ -53,11 +55,14 @@ class Call(NamedTuple):
 class Recent(NamedTuple):
     """A :class:`Call` as it was last made with one b. ``guard(*tensors)``: they are as they were then.
 
+    ``launch``: the call's, or where it has ``numbers`` its kernel's, of addresses.
     ``places``: a's and out's addresses at the last launch, which were found apart and as aligned as the call wants.
     """
 
     guard: Callable[..., bool]
     launch: Callable[..., Any]
+    numbers: tuple[int, ...] | None
+    device: int
     activation: str | None
     accumulate: str
     places: list[int]
@@ -88,7 +93,9 @@ def expect(address: int, call: Call, *tensors: Tensor) -> None:
     """Has the next call with b at ``address`` look like this one, where torch has guards and nobody differentiates."""
     guard = None if any(t.requires_grad for t in tensors) else guard_for(address, tensors)
     if guard is not None:
-        keep(recent, address, Recent(guard, call.launch, call.activation, call.accumulate, [-1, -1], call))
+        launch = call.launch if call.numbers is None else call.launch.kernel  # type: ignore[attr-defined]
+        said = call.activation, call.accumulate
+        keep(recent, address, Recent(guard, launch, call.numbers, tensors[0].get_device(), *said, [-1, -1], call))
 
 
 def guard_for(key: Hashable, tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
