@@ -382,11 +382,11 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         from cutekernels.kernels.cute.addressed import Addressed, Operand
 
         aligns = (p.out_align, p.a_align, p.b_align)
-        lie = [Operand(along, align) for along, align in zip(contiguous(p), aligns, strict=True)]
+        out, a, b = (Operand(along, align) for along, align in zip(contiguous(p), aligns, strict=True))
         m, n, k = (divisibility(p, name) for name in "mnk")
         return backend.compile(
-            Addressed(body, *lie, divisors=(m, n, k)),
-            *[make_ptr(dtype, 16, AddressSpace.gmem, assumed_align=o.align * ELEMENT_BYTES) for o in lie],
+            Addressed(body, out, a, b, (m, n, k)),
+            *[make_ptr(dtype, 16, AddressSpace.gmem, assumed_align=o.align * ELEMENT_BYTES) for o in (out, a, b)],
             *[Int32(1) for _ in range(6)],
             Float32(1.0),
             Float32(0.0),
