@@ -132,8 +132,8 @@ class NormOp(TensorOp[N, NormConfig]):
     strides_over_tiles: ClassVar[bool]  # always, because its programs keep sums
     wide_row: ClassVar[int] = 8192
     """Beyond so many columns rows may be walked in chunks."""
-    chunked_cost: ClassVar[float] = 1.3
-    """The time of many rows in chunks, in that of whole ones."""
+    chunks: ClassVar[Mapping[int, tuple[int, int]]] = {}
+    """By a row's width, where many rows are faster in chunks than whole: a chunk's columns, and warps."""
     paired: ClassVar[bool] = False
     """Whether many wide rows go two to a program."""
     flops_per_element: ClassVar[int]
@@ -325,10 +325,11 @@ class NormOp(TensorOp[N, NormConfig]):
         # Two accesses of 16 bytes per thread, one where rows are so few that latency rules. Narrow rows share a tile.
         elements = max(p.vec, 8) if few else 2 * max(p.vec, 8 // max(1, p.itemsize // 2))
         rows = 1 if few else min(64, power_of_two(p.rows), max(1, 128 * elements // p.width))
-        if p.rows * p.heads >= _MANY_ROWS and p.width >= 4096:
-            if self.chunked_cost < 1.0:
-                yield NormConfig(1, 2048, False, 8, 0, 1)
-            if self.paired and p.width <= 16384:
+        if p.rows * p.heads >= _MANY_ROWS:
+            if p.width in self.chunks:
+                columns, warps = self.chunks[p.width]
+                yield NormConfig(1, columns, False, warps, 0, 1)
+            if self.paired and 4096 <= p.width <= 16384:
                 yield NormConfig(2, p.width, True, min(16, p.width // 512), 0, 1)
         if p.width <= 16384:
             for per_sm, stages in stay:
@@ -357,7 +358,7 @@ class NormOp(TensorOp[N, NormConfig]):
         # idle while it is reduced, unless the next tiles are on their way.
         needed = gpu.dram_gbps * 1e3 * 0.8 * (1.0 if c.stages > 1 else 1.5)
         # Rows that are walked again come from the caches; threads that hold little of them leave room for more.
-        passes = 1.0 if c.resident else self.chunked_cost
+        passes = 1.0 if c.resident else 0.97 if self.chunks else 1.3
         narrow = 4.0 if p.layout == "strided" else 1.0
         memory = self.work(p).bytes / (gpu.dram_gbps * 1e3 * 0.92) * narrow * passes
         second = 0.0

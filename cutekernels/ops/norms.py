@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -73,8 +73,9 @@ class RmsNorm(_RmsNorms):
 
     name = "rms_norm"
     revision = 1
-    # H200, 32768 rows of 4096: 128.5 us in chunks of 2048 (8 warps) with evictions hinted, 130.4 whole (2026-11-21).
-    chunked_cost = 0.97
+    # H200, 32768 rows, us in chunks and whole: 4096 columns 128.5 and 130.4, 6144 of fp16 193 and 213 (2026-11-21). At
+    # 8192, whole rows take 265 where torch.compile takes 250; chunks have not been timed there.
+    chunks: ClassVar[Mapping[int, tuple[int, int]]] = {4096: (2048, 8), 8192: (2048, 8)}
     suite = (
         "rows=1 cols=4096",
         "rows=16 cols=3584",
@@ -106,6 +107,8 @@ class AddRmsNorm(_RmsNorms):
 
     name = "add_rms_norm"
     revision = 1
+    # H200, 32768 rows, us in chunks and whole: 4096 columns 260 and 264, 8192 516 and 522 (2026-11-21).
+    chunks: ClassVar[Mapping[int, tuple[int, int]]] = {4096: (2048, 8), 8192: (4096, 16)}
     suite = (
         "rows=1 cols=4096",
         "rows=16 cols=3584",
