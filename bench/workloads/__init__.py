@@ -89,5 +89,6 @@ def posed(case: Case) -> tuple[Op[Any, Any], Any]:
     """The op whose config ``case`` depends on, and its problem, parsed."""
     from cutekernels.ops import registry
 
-    op = registry.get(get(case.op).poses or case.op)
+    poses = get(case.op).poses if case.op in _HOMES else None  # an op may have no suite
+    op = registry.get(poses or case.op)
     return op, op.Problem.parse(case.problem)
