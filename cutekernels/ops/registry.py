@@ -10,6 +10,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op
 from cutekernels.ops import (
     activations,
+    attend,
     embedding,
     expert_rows,
     matmul,
@@ -22,6 +23,7 @@ from cutekernels.ops import (
     routing,
     sampling,
 )
+from cutekernels.ops.attention import ATTENTION
 from cutekernels.ops.bias_gelu import BIAS_GELU, BIAS_GELU_BACKWARD
 from cutekernels.ops.embedding import EMBEDDING, EMBEDDING_BACKWARD
 from cutekernels.ops.expert_rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_GATHER
@@ -38,6 +40,7 @@ from cutekernels.ops.sampling import SAMPLE_FILTER
 
 OPS: tuple[Op[Any, Any], ...] = (
     GEMM,
+    ATTENTION,
     RMS_NORM_LINEAR,
     LINEAR_SILU_MUL,
     SILU_MUL,
@@ -72,6 +75,7 @@ _BY_NAME = {op.name: op for op in OPS}
 LIBRARY = torch.library.Library("cutekernels", "FRAGMENT")
 for module in (
     matmul,
+    attend,
     activations,
     rope,
     optimizer,

@@ -1,0 +1,159 @@
+"""Attention of whole prompts: the shapes of the FlashAttention papers, three models' heads, rows others published."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload
+from bench.suites import Case
+from bench.workloads import posed
+from cutekernels.ops.attend import attention
+from cutekernels.ops.attention import AttentionProblem, reference
+
+MODELS = {"llama-3-8b": (32, 8), "qwen2.5-7b": (28, 4), "minfer": (48, 8)}  # heads of q, and of k and v
+
+# ---- cases ----------------------------------------------------------------------------------------------
+
+
+def _case(
+    dtype: str, batch: int, seq: int, heads: int, heads_kv: int, head_dim: int, causal: bool, label: str = ""
+) -> Case:
+    problem = AttentionProblem(batch, seq, seq, heads, heads_kv, head_dim=head_dim, dtype=str(dtype), causal=causal)
+    shape = f"b{batch} h{heads}{'' if heads == heads_kv else f'/{heads_kv}'} s{seq} d{head_dim}"
+    return Case("attention", str(problem), f"{label}{shape} {'causal' if causal else 'full'}")
+
+
+def _prefill(dtype: str, accumulate: str) -> list[Case]:
+    """16k tokens in all, as the papers have it, and one long prompt."""
+    square = [
+        _case(dtype, 16384 // seq, seq, 2048 // d, 2048 // d, d, causal)
+        for d in (128, 64)
+        for causal in (False, True)
+        for seq in (1024, 4096, 16384)
+    ]
+    return [
+        *square,
+        _case(dtype, 4, 2048, 32, 32, 64, True),
+        _case(dtype, 1, 16384, 32, 8, 128, True),
+    ]
+
+
+def _llm(dtype: str, accumulate: str) -> list[Case]:
+    return [
+        _case(dtype, batch, seq, *heads, 128, True, f"{model} ")
+        for model, heads in MODELS.items()
+        for batch, seq in ((1, 512), (1, 2048), (4, 4096))
+    ]
+
+
+def _published(dtype: str, accumulate: str) -> list[Case]:
+    small = [
+        _case(dtype, batch, seq, heads, heads, 64, causal)
+        for batch, heads, seq in ((1, 1, 512), (1, 1, 1024), (1, 1, 2048), (2, 4, 512))
+        for causal in (False, True)
+    ]
+    return [*small, *[_case(dtype, 4, seq, *MODELS["minfer"], 128, True) for seq in (4096, 8192, 16384)]]
+
+
+# ---- operands -------------------------------------------------------------------------------------------
+
+
+def _inputs(case: Case, problem: AttentionProblem, device: str, seed: int) -> Inputs:
+    draw = torch.Generator(device).manual_seed(seed)
+    normal = partial(torch.randn, generator=draw, device=device, dtype=DTYPES[problem.dtype])
+    q = normal((problem.batch, problem.seq_q, problem.heads_q, problem.head_dim))
+    k, v = (normal((problem.batch, problem.seq_kv, problem.heads_kv, problem.head_dim)) for _ in range(2))
+    return Inputs((q, k, v), (torch.empty_like(q),))
+
+
+def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
+    problem = AttentionProblem.parse(case.problem)
+    q, k, v = (t.double() for t in i.operands)
+    scale = problem.head_dim**-0.5
+    right = 0 if problem.causal else None
+    return reference(q, k, v, None, None, None, scale, 0.0, left=None, right=right)[:1]
+
+
+# ---- contenders -----------------------------------------------------------------------------------------
+
+
+def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
+    causal = posed(case)[1].causal
+    return [partial(attention, *i.operands, causal=causal, out=i.out, config=config) for i in sets]
+
+
+def _sdpa(backend: SDPBackend, case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    problem = posed(case)[1]
+    options = {"is_causal": problem.causal, "enable_gqa": problem.heads_q != problem.heads_kv}
+
+    def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            out = scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
+        return out.transpose(1, 2)
+
+    return [partial(launch, *i.operands) for i in sets]
+
+
+def nvidia_example(file: Path) -> Contender:
+    """NVIDIA's CuTe DSL example ``ampere/.../flash_attention_v2.py``, from a CUTLASS checkout: mma.sync, as ours is."""
+    return Contender("nvidia flash_attention_v2", partial(_nvidia, file))
+
+
+def _nvidia(file: Path, case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    problem = posed(case)[1]
+    if problem.heads_q != problem.heads_kv:
+        raise Absent("the example has a head of K and V for each head of Q")
+    import cuda.bindings.driver as cuda  # type: ignore[import-untyped]
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import from_dlpack
+
+    spec = importlib.util.spec_from_file_location("nvidia_flash_attention_v2", file)
+    if spec is None or spec.loader is None:
+        raise Absent(f"{file} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def fitted(t: Tensor) -> Any:
+        dynamic = from_dlpack(t, assumed_align=16).mark_layout_dynamic(leading_dim=3)
+        return dynamic.mark_compact_shape_dynamic(mode=3, stride_order=t.dim_order(), divisibility=8)
+
+    def stream() -> Any:
+        return cuda.CUstream(torch.cuda.current_stream().cuda_stream)
+
+    keys = 64 if problem.head_dim == 128 else 128  # of a block; queries and threads as the example has them
+    kernel = module.FlashAttentionForwardAmpere(problem.head_dim, 128, keys, 128, problem.causal)
+    scale = cutlass.Float32(problem.head_dim**-0.5)
+    fitted_sets = [[fitted(t) for t in (*i.operands, i.out)] for i in sets]
+    compiled = cute.compile(kernel, *fitted_sets[0], scale, stream())
+
+    def launch(i: Inputs, tensors: list[Any]) -> Tensor:
+        compiled(*tensors, scale, stream())
+        return i.out
+
+    return [partial(launch, i, tensors) for i, tensors in zip(sets, fitted_sets, strict=True)]
+
+
+WORKLOADS = (
+    Workload(
+        op="attention",
+        suites={"prefill": _prefill, "llm": _llm, "published": _published},
+        inputs=_inputs,
+        truth=_truth,
+        ours=_ours,
+        peers=(
+            Contender("torch sdpa flash", partial(_sdpa, SDPBackend.FLASH_ATTENTION)),
+            Contender("torch sdpa cudnn", partial(_sdpa, SDPBackend.CUDNN_ATTENTION)),
+        ),
+        example=nvidia_example,
+    ),
+)

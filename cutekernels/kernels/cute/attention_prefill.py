@@ -1,0 +1,402 @@
+"""Attention, prefill schedule: ``out = softmax(scale * Q K^T) V`` on any GPU with cp.async and mma.sync.
+
+Schedule:
+    A CTA takes ``tile_q`` queries of one head and walks the blocks of keys they see from the last to the first. Warps
+    share the keys and divide the queries, so a row's softmax stays within four threads. Probabilities go from the
+    accumulators of one product to the A operand of the next in registers. Blocks at the edges of what is seen run
+    masking code, those between have none.
+    With ``stages = 1``, K and V have one buffer each: while ``Q K^T`` runs, V flies; while the softmax and ``P V`` run,
+    the next K does. Two barriers a block. With ``stages = 2`` the next block's K and V fly behind a whole block, and
+    one barrier is enough.
+    A row's reference score moves only where a block exceeds it by far (``parts/softmax.py``), which spares most blocks
+    the rescaling of the output accumulators.
+
+Source:
+    FlashAttention-2 (Dao 2023); rescaling on demand is FlashAttention-4's. NVIDIA's CuTe DSL ``flash_attention_v2``
+    example has the one-buffer pipeline.
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.memory import SmemAllocator
+
+from cutekernels.kernels.cute.parts.fragments import load_fragments, span_bytes, swizzled
+from cutekernels.kernels.cute.parts.heads import WIDEST, HeadRows
+from cutekernels.kernels.cute.parts.mask import BandMask
+from cutekernels.kernels.cute.parts.mma import WarpMma
+from cutekernels.kernels.cute.parts.smem import ALIGNMENT
+from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax, as_operand, by_rows
+
+
+@dataclass(frozen=True)
+class HeadOrder:
+    """In which order CTAs take tiles of queries: heads in bands, in a band the heaviest tiles of all its heads first.
+
+    ``"rows"``: a band is one head, whose K and V are then read together. ``"heads"``: one band of all, so that the
+    heaviest tiles come first everywhere. ``"l2"``: as many heads as have their K and V in ``l2_bytes``.
+    """
+
+    order: str
+    l2_bytes: int
+
+    def band(self, heads: Int32, group: Int32, bytes_per_head: Int64) -> Int32:
+        """Query heads in a band; ``group`` of them share a head of K and V of ``bytes_per_head``."""
+        if self.order == "rows":
+            return Int32(1)
+        if self.order == "heads":
+            return heads
+        fitting = cutlass.max(Int64(self.l2_bytes) // cutlass.max(bytes_per_head, Int64(1)), Int64(1))
+        return cutlass.max(Int32(cutlass.min(fitting * Int64(group), Int64(heads))), Int32(1))
+
+    @cute.jit
+    def place(self, block: Int32, heads: Int32, tiles: Int32, band: Int32) -> tuple[Int32, Int32]:
+        """``(tile, head)`` of a CTA; every block below ``heads * tiles`` has its own."""
+        at = block // (band * tiles)
+        first = at * band
+        width = cutlass.min(band, heads - first)
+        inside = block - first * tiles
+        return tiles - 1 - inside // width, first + inside % width
+
+
+@dataclass(frozen=True)
+class PrefillAttention:
+    """The body. ``ops/attention.py`` chooses the parts; ``ctas_per_sm`` bounds registers so that many fit."""
+
+    rows_q: HeadRows
+    rows_kv: HeadRows
+    mma_qk: WarpMma
+    mma_pv: WarpMma
+    mask: BandMask
+    softmax: OnlineSoftmax
+    order: HeadOrder
+    q_in_registers: bool
+    varlen: bool
+    ctas_per_sm: int
+
+    @property
+    def threads(self) -> int:
+        return self.rows_q.threads
+
+    @cute.jit
+    def __call__(
+        self,
+        mO: cute.Tensor,  # (B, SQ, HQ, D), or (TOTAL_Q, HQ, D)
+        mLse: cute.Tensor | None,  # (B * HQ * SQ,), as (B, HQ, SQ), or as (HQ, TOTAL_Q)
+        mQ: cute.Tensor,  # as mO
+        mK: cute.Tensor,  # (B, SKV, HKV, D), or (TOTAL_KV, HKV, D)
+        mV: cute.Tensor,  # as mK
+        mMask: cute.Tensor | None,  # (B, HQ, SQ, SKV)
+        mCuQ: cute.Tensor | None,  # (B + 1,)
+        mCuKv: cute.Tensor | None,  # (B + 1,)
+        scale: Float32,  # of scores, to base 2
+        cap_inner: Float32,
+        cap_outer: Float32,
+        left: Int32,  # keys seen before a row's own and behind it, where limited
+        right: Int32,
+        stream: cuda.CUstream,
+    ):
+        at = const_expr(0 if self.varlen else 1)  # the mode of rows
+        heads, heads_kv = mQ.shape[at + 1], mK.shape[at + 1]
+        seq_kv = mK.shape[at]
+        tile_q = self.rows_q.rows
+        if const_expr(self.varlen):
+            sequences = mCuQ.shape[0] - 1
+            tiles = mQ.shape[0] // tile_q + sequences  # no fewer than there are
+            layers = heads
+            seq_kv = seq_kv // cutlass.max(sequences, Int32(1))
+        else:
+            tiles = cute.ceil_div(mQ.shape[1], tile_q)
+            layers = heads * mQ.shape[0]
+        group = heads // heads_kv
+        bytes_per_head = Int64(seq_kv) * (4 * self.rows_kv.head_dim)
+        band = self.order.band(layers, group, bytes_per_head)
+        self.kernel(
+            mO, mLse, mQ, mK, mV, mMask, mCuQ, mCuKv, scale, cap_inner, cap_outer, left, right,
+            tiles, layers, band, self.mma_qk.tiled_mma(mQ.element_type),
+        ).launch(
+            grid=[tiles * layers, 1, 1],
+            block=[self.threads, 1, 1],
+            min_blocks_per_mp=self.ctas_per_sm,
+            preferred_smem_carveout=100,  # percent
+            stream=stream,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        mO: cute.Tensor,
+        mLse: cute.Tensor | None,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mMask: cute.Tensor | None,
+        mCuQ: cute.Tensor | None,
+        mCuKv: cute.Tensor | None,
+        scale: Float32,
+        cap_inner: Float32,
+        cap_outer: Float32,
+        left: Int32,
+        right: Int32,
+        tiles: Int32,
+        layers: Int32,
+        band: Int32,
+        tiled_mma: cute.TiledMma,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        dtype = mQ.element_type
+        rows_q, rows_kv, mask, softmax = self.rows_q, self.rows_kv, self.mask, self.softmax
+        tile_q, tile_kv, padded = rows_q.rows, rows_kv.rows, rows_q.padded
+        stages = const_expr(rows_kv.stages)
+
+        # -- which queries of which head
+        place = self.order.place
+        tile, layer = place(block, layers, tiles, band)
+        at = const_expr(0 if self.varlen else 1)
+        heads, heads_kv = mQ.shape[at + 1], mK.shape[at + 1]
+        head = layer
+        batch = Int32(0)
+        if const_expr(self.varlen):
+            find = self.find
+            batch, tile = find(mCuQ, tile)
+            begin_q, begin_kv = mCuQ[batch], mCuKv[batch]
+            seq_q, seq_kv = mCuQ[batch + 1] - begin_q, mCuKv[batch + 1] - begin_kv
+        else:
+            batch = layer // heads
+            head = layer - batch * heads
+            begin_q, begin_kv = Int32(0), Int32(0)
+            seq_q, seq_kv = mQ.shape[1], mK.shape[1]
+        head_kv = head // (heads // heads_kv)
+        row = tile * tile_q
+        alive = cutlass.min(cutlass.max(seq_q - row, Int32(0)), Int32(tile_q))  # rows of the tile that exist
+        pointer = self.pointer
+        q_head, q_stride = pointer(mQ, batch, begin_q, head)
+        k_head, k_stride = pointer(mK, batch, begin_kv, head_kv)
+        v_head, v_stride = pointer(mV, batch, begin_kv, head_kv)
+
+        # -- which keys
+        shift = seq_kv - seq_q
+        left, right = left - shift, right + shift
+        seen = mask.blocks
+        first, open_, closed, end = seen(row, seq_q, seq_kv, left, right)
+        if alive <= 0:
+            open_, closed, end = first, first, first
+        gMask = None
+        if const_expr(mask.given):
+            gMask = mMask[batch, head, None, None]
+
+        # -- setup: shared memory and fragments
+        layout_q, layout_kv = rows_q.smem_layout(dtype), rows_kv.smem_layout(dtype)
+        q_elements, kv_elements = cute.cosize(layout_q), cute.cosize(layout_kv)
+        storage = SmemAllocator().allocate_array(dtype, q_elements + 2 * kv_elements, byte_alignment=ALIGNMENT)
+        at_k, at_v = storage + q_elements, storage + (q_elements + kv_elements)
+        sQ = cute.make_tensor(cute.recast_ptr(storage, layout_q.inner, dtype), layout_q.outer)[None, None, 0]
+        sK = cute.make_tensor(cute.recast_ptr(at_k, layout_kv.inner, dtype), layout_kv.outer)  # (KV, D, STAGE)
+        sV = cute.make_tensor(cute.recast_ptr(at_v, layout_kv.inner, dtype), layout_kv.outer)  # (KV, D, STAGE)
+
+        # -- prologue: Q and the last block, of which rows may be missing
+        clear_q, clear_kv, fetch_q, fetch_kv = rows_q.clear_padding, rows_kv.clear_padding, rows_q.fetch, rows_kv.fetch
+        into_q, into_kv = rows_q.address, rows_kv.address
+        stage_bytes = const_expr(tile_kv * padded * dtype.width // 8)
+        to_q, to_k = into_q(tid, storage), into_kv(tid, at_k)
+        to_v = to_k + stages * stage_bytes
+        clear_q(tid, dtype, to_q)
+        for stage in cutlass.range_constexpr(stages):
+            clear_kv(tid, dtype, to_k + stage * stage_bytes)
+        fetch_q(tid, q_head, q_stride, row, to_q, alive)
+        column = (end - 1) * tile_kv
+        if end > first:
+            fetch_kv(tid, k_head, k_stride, column, to_k, seq_kv - column)
+        cute.arch.cp_async_commit_group()
+        if end > first:
+            fetch_kv(tid, v_head, v_stride, column, to_v, seq_kv - column)
+        cute.arch.cp_async_commit_group()
+        thr_mma = tiled_mma.get_slice(tid)
+        acc_o = cute.make_rmem_tensor(tiled_mma.partition_shape_C((tile_q, padded)), Float32)  # ((2, 2), MMA_M, MMA_D)
+        own_rows = const_expr(acc_o.shape[0][1] * acc_o.shape[1])
+        reference, total = cute.make_rmem_tensor(own_rows, Float32), cute.make_rmem_tensor(own_rows, Float32)
+        acc_o.fill(0.0)
+        start = softmax.start
+        start(reference, total)
+        cute.arch.cp_async_wait_group(1 if stages == 1 else 0)
+        cute.arch.sync_threads()
+        rQ = thr_mma.make_fragment_A(thr_mma.partition_A(sQ))  # (MMA, MMA_M, MMA_D)
+        # The tensors below have no swizzle: they tell layouts, and where a thread's first fragment is.
+        uQ = cute.make_tensor(storage, layout_q.outer)[None, None, 0]
+        uK = cute.make_tensor(at_k, layout_kv.outer)[None, None, 0]
+        uV = cute.make_tensor(at_v, layout_kv.outer)[None, None, 0]
+        uVt = cute.make_tensor(at_v, cute.select(uV.layout, mode=[1, 0]))  # (D, KV)
+        ldm_q, ldm_k = self.mma_qk.fragment_copies(tiled_mma, dtype)
+        _, ldm_v = self.mma_pv.fragment_copies(tiled_mma, dtype)
+        tSuQ = ldm_q.get_slice(tid).partition_S(uQ)  # (CPY, CPY_M, CPY_D)
+        tSuK = ldm_k.get_slice(tid).partition_S(uK)  # (CPY, CPY_KV, CPY_D)
+        tOuV = ldm_v.get_slice(tid).partition_S(uVt)  # (CPY, CPY_D, CPY_KV)
+        span = const_expr(span_bytes(padded))
+        from_q, from_k, from_v = [swizzled(t.iterator.toint().to(Int32), span) for t in (tSuQ, tSuK, tOuV)]
+        if const_expr(self.q_in_registers):
+            tSrQ = ldm_q.get_slice(tid).retile(rQ)
+            for kb in cutlass.range_constexpr(padded // 16):
+                load_fragments(ldm_q, from_q, tSuQ.layout, span, tSrQ, kb)
+
+        # -- blocks of keys, from the last: those with the right edge, whole ones, those with the left edge
+        attend = self.attend
+        slot = Int32(0)
+        keys = (k_head, k_stride, v_head, v_stride, to_k, first)
+        sources = ((from_q, from_k, from_v), (tSuQ.layout, tSuK.layout, tOuV.layout))
+        tensors = (sK, sV, rQ, acc_o, reference, total)
+        factors = (scale, cap_inner, cap_outer)
+        edges = (row, seq_q, seq_kv, left, right, gMask)
+        for i in cutlass.range(end - closed, unroll=1):
+            slot = attend(tid, end - 1 - i, slot, True, keys, sources, tensors, factors, edges, tiled_mma)
+        if const_expr(not mask.given):
+            for i in cutlass.range(closed - open_, unroll=1):
+                slot = attend(tid, closed - 1 - i, slot, False, keys, sources, tensors, factors, edges, tiled_mma)
+            if const_expr(mask.limited_left):
+                for i in cutlass.range(open_ - first, unroll=1):
+                    slot = attend(tid, open_ - 1 - i, slot, True, keys, sources, tensors, factors, edges, tiled_mma)
+
+        # -- epilogue: out through the queries' shared memory, 16 bytes a thread
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        finish = softmax.finish
+        finish(acc_o, reference, total)
+        rO = cute.make_fragment_like(acc_o, dtype)
+        rO.store(acc_o.load().to(dtype))
+        cute.autovec_copy(rO, thr_mma.partition_C(sQ))
+        cute.arch.sync_threads()
+        o_head, o_stride = pointer(mO, batch, begin_q, head)
+        store = rows_q.store
+        store(tid, o_head, o_stride, row, to_q, alive)
+        if const_expr(mLse is not None):
+            lse_at = Int64(layer) * seq_q + row
+            if const_expr(self.varlen):
+                lse_at = Int64(head) * mQ.shape[0] + (begin_q + row)
+            places = by_rows(thr_mma.partition_C(cute.make_identity_tensor((tile_q, padded))))
+            if places[0, 0][1] == 0:
+                for r in cutlass.range_constexpr(cute.size(reference)):
+                    own = places[r, 0][0]
+                    if own < alive:
+                        mLse[lse_at + own] = reference[r]
+
+    @cute.jit
+    def attend(
+        self,
+        tid: Int32,
+        block: Int32,
+        slot: Int32,
+        masked: cutlass.Constexpr,
+        keys: tuple[cute.Pointer, Int32, cute.Pointer, Int32, Int32, Int32],
+        sources: cutlass.Constexpr,
+        tensors: tuple[cute.Tensor, ...],
+        factors: tuple[Float32, Float32, Float32],
+        edges: tuple[Int32, Int32, Int32, Int32, Int32, cute.Tensor | None],
+        tiled_mma: cute.TiledMma,
+    ) -> Int32:
+        """One block of keys, whose K is in ``slot``; its V too, or on its way (one stage). Returns the next slot.
+
+        Leaves the same state for ``block - 1``, if there is one.
+        """
+        k_head, k_stride, v_head, v_stride, to_k, first = keys
+        (from_q, from_k, from_v), (layout_q, layout_k, layout_v) = sources
+        sK, sV, rQ, acc_o, reference, total = tensors
+        scale, cap_inner, cap_outer = factors
+        row, seq_q, seq_kv, left, right, gMask = edges
+        rows_kv, mask, softmax = self.rows_kv, self.mask, self.softmax
+        tile_q, tile_kv = self.rows_q.rows, rows_kv.rows
+        dtype = sK.element_type
+        one = const_expr(rows_kv.stages == 1)
+        fetch = rows_kv.fetch
+        ahead = (block - 1) * tile_kv
+        stage_bytes = const_expr(tile_kv * rows_kv.padded * dtype.width // 8)
+        span = const_expr(span_bytes(rows_kv.padded))
+        to_v = to_k + rows_kv.stages * stage_bytes
+        nxt = slot
+        if const_expr(not one):
+            nxt = 1 - slot
+            if block > first:
+                fetch(tid, k_head, k_stride, ahead, to_k + nxt * stage_bytes, None)
+                fetch(tid, v_head, v_stride, ahead, to_v + nxt * stage_bytes, None)
+            cute.arch.cp_async_commit_group()
+
+        # -- scores; ptxas itself lets fragments travel ahead of the products, as far as registers allow
+        thr_mma = tiled_mma.get_slice(tid)
+        ldm_q, ldm_k = self.mma_qk.fragment_copies(tiled_mma, dtype)
+        rK = thr_mma.make_fragment_B(thr_mma.partition_B(sK)[None, None, None, 0])  # (MMA, MMA_KV, MMA_D)
+        tSrQ, tSrK = ldm_q.get_slice(tid).retile(rQ), ldm_k.get_slice(tid).retile(rK)
+        shape_s = tiled_mma.partition_shape_C((tile_q, tile_kv))
+        acc_s = cute.make_rmem_tensor(shape_s, Float32)  # ((2, 2), MMA_M, MMA_KV)
+        acc_s.fill(0.0)
+        at_k = from_k + slot * stage_bytes
+        for kb in cutlass.range_constexpr(cute.size(rK, mode=[2])):
+            if const_expr(not self.q_in_registers):
+                load_fragments(ldm_q, from_q, layout_q, span, tSrQ, kb)
+            load_fragments(ldm_k, at_k, layout_k, span, tSrK, kb)
+            cute.gemm(tiled_mma, acc_s, rQ[None, None, kb], rK[None, None, kb], acc_s)
+
+        if const_expr(one):
+            cute.arch.cp_async_wait_group(0)  # V is there,
+            cute.arch.sync_threads()  # and every warp has read K
+            if block > first:
+                fetch(tid, k_head, k_stride, ahead, to_k, None)
+            cute.arch.cp_async_commit_group()
+
+        # -- softmax
+        step = softmax.step
+        if const_expr(softmax.capped):
+            cap = softmax.cap
+            cap(acc_s, cap_inner, cap_outer)
+        if const_expr(masked):
+            identity = cute.make_identity_tensor((tile_q, tile_kv))
+            hide = mask.apply
+            hide(
+                acc_s, thr_mma.partition_C(identity), tiled_mma.get_slice(0).partition_C(identity),
+                row, block * tile_kv, seq_q, seq_kv, left, right, gMask,
+            )  # fmt: skip
+        step(acc_s, acc_o, reference, total, scale)
+        rP = cute.make_fragment_like(acc_s, dtype)
+        rP.store(acc_s.load().to(dtype))
+        tOrP = as_operand(rP)  # ((2, 2, 2), MMA_M, MMA_KV / 2)
+
+        # -- P V
+        sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))  # (D, KV, STAGE)
+        _, ldm_v = self.mma_pv.fragment_copies(tiled_mma, dtype)
+        rV = thr_mma.make_fragment_B(thr_mma.partition_B(sVt)[None, None, None, 0])  # (MMA, MMA_D, MMA_KV)
+        tOrV = ldm_v.get_slice(tid).retile(rV)
+        at_v = from_v + slot * stage_bytes
+        for kb in cutlass.range_constexpr(cute.size(rV, mode=[2])):
+            load_fragments(ldm_v, at_v, layout_v, span, tOrV, kb)
+            cute.gemm(tiled_mma, acc_o, tOrP[None, None, kb], rV[None, None, kb], acc_o)
+
+        cute.arch.cp_async_wait_group(0)  # what the next block begins with is there,
+        cute.arch.sync_threads()  # and every warp has read this one
+        if const_expr(one):
+            if block > first:
+                fetch(tid, v_head, v_stride, ahead, to_v, None)
+            cute.arch.cp_async_commit_group()
+        return nxt
+
+    @cute.jit
+    def pointer(self, mX: cute.Tensor, batch: Int32, begin: Int32, head: Int32) -> tuple[cute.Pointer, Int32]:
+        """A head's first row, and the stride between its rows (elements)."""
+        stride = mX.layout.stride
+        if const_expr(self.varlen):
+            offset = Int64(begin) * Int64(stride[0]) + Int64(head) * Int64(stride[1])
+            return mX.iterator + offset, cute.assume(Int32(stride[0]), divby=WIDEST)
+        offset = Int64(batch) * Int64(stride[0]) + Int64(head) * Int64(stride[2])
+        return mX.iterator + offset, cute.assume(Int32(stride[1]), divby=WIDEST)
+
+    @cute.jit
+    def find(self, mCuQ: cute.Tensor, tile: Int32) -> tuple[Int32, Int32]:
+        """``(sequence, tile in it)``; tiles that no sequence has are put behind the last one's."""
+        last = mCuQ.shape[0] - 2
+        sequence = Int32(0)
+        tiles = (mCuQ[1] - mCuQ[0] + self.rows_q.rows - 1) // self.rows_q.rows
+        while tile >= tiles and sequence < last:
+            tile = tile - tiles
+            sequence = sequence + 1
+            tiles = (mCuQ[sequence + 1] - mCuQ[sequence] + self.rows_q.rows - 1) // self.rows_q.rows
+        return sequence, tile

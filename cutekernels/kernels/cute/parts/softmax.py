@@ -1,0 +1,140 @@
+"""Softmax over keys that come block by block: exponentials to base 2, relative to a row's reference score."""
+
+import math
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, const_expr
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+NO_REFERENCE = -1e30  # below any score, and finite, so that no difference of two references is NaN
+
+
+@dataclass(frozen=True)
+class OnlineSoftmax:
+    """A row keeps a ``reference`` (a score, base 2) and a ``total`` of ``2^(score - reference)``, a share a thread.
+
+    ``slack`` (base 2) is how far a score may exceed its row's reference before the reference moves and what was summed
+    is rescaled; the result is the same, since sums and totals share the reference. While no row of a warp needs it,
+    the warp skips that work. With 0 every block rescales, without a branch. 16-bit probabilities grow up to
+    ``2^slack``: 8 is far from where fp16 overflows. ``capped`` scores are ``cap * tanh(score / cap)``.
+    """
+
+    slack: float
+    capped: bool
+
+    @cute.jit
+    def start(self, reference: cute.Tensor, total: cute.Tensor):
+        reference.fill(NO_REFERENCE)
+        total.fill(0.0)
+
+    @cute.jit
+    def cap(self, acc: cute.Tensor, inner: Float32, outer: Float32):
+        """``acc = outer * tanh(inner * acc / 2)``; ``inner`` holds the factor ``2 log2(e)`` that exp2 wants.
+
+        Not by MUFU.TANH, whose error of 2^-11 is 0.02 of a score at a cap of 50; this one's is 2^-22.
+        """
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            grown = cute.math.exp2(acc[i] * inner, fastmath=True)
+            acc[i] = outer - 2.0 * outer * cute.arch.rcp_approx(grown + 1.0)
+
+    @cute.jit
+    def step(self, acc_s: cute.Tensor, acc_o: cute.Tensor, reference: cute.Tensor, total: cute.Tensor, scale: Float32):
+        """Turns scores ``acc_s`` into probabilities (unnormalised), moves the references where it must.
+
+        ``acc_s`` ((2, 2), MMA_M, MMA_KV) and ``acc_o`` ((2, 2), MMA_M, MMA_D) are accumulators; ``scale`` (> 0) makes
+        scores of base 2 of ``acc_s``. A score of -inf is one that is masked.
+        """
+        scores, sums = by_rows(acc_s), by_rows(acc_o)
+        rows, columns = const_expr(cute.size(scores, mode=[0])), const_expr(cute.size(scores, mode=[1]))
+        most = cute.make_rmem_tensor(rows, Float32)
+        for r in cutlass.range_constexpr(rows):
+            high = scores[r, 0]
+            for c in cutlass.range_constexpr(1, columns):
+                high = cute.arch.fmax(high, scores[r, c])
+            most[r] = high
+        move = self.move
+        if const_expr(self.slack > 0):
+            excess = most[0] * scale - reference[0]
+            for r in cutlass.range_constexpr(1, rows):
+                excess = cute.arch.fmax(excess, most[r] * scale - reference[r])
+            if cute.arch.vote_any_sync(excess > self.slack):
+                move(most, sums, reference, total, scale)
+        else:
+            move(most, sums, reference, total, scale)
+        for r in cutlass.range_constexpr(rows):
+            added = Float32(0.0)
+            for c in cutlass.range_constexpr(columns):
+                p = cute.math.exp2(scores[r, c] * scale - reference[r], fastmath=True)
+                scores[r, c] = p
+                added = added + p
+            total[r] = total[r] + added
+
+    @cute.jit
+    def move(self, most: cute.Tensor, sums: cute.Tensor, reference: cute.Tensor, total: cute.Tensor, scale: Float32):
+        """Raises the references to the rows' greatest scores so far."""
+        for r in cutlass.range_constexpr(cute.size(most)):
+            raised = cute.arch.fmax(reference[r], quad_max(most[r]) * scale)
+            shrink = cute.math.exp2(reference[r] - raised, fastmath=True)
+            reference[r] = raised
+            total[r] = total[r] * shrink
+            for c in cutlass.range_constexpr(cute.size(sums, mode=[1])):
+                sums[r, c] = sums[r, c] * shrink
+
+    @cute.jit
+    def finish(self, acc_o: cute.Tensor, reference: cute.Tensor, total: cute.Tensor):
+        """Divides by the totals, and leaves each row's log-sum-exp (natural) in ``reference``.
+
+        A row that attended to nothing has 0 and -inf; NaN passes through.
+        """
+        sums = by_rows(acc_o)
+        for r in cutlass.range_constexpr(cute.size(total)):
+            whole = quad_sum(total[r])
+            inverse = Float32(0.0)
+            lse = -Float32.inf
+            if whole != 0.0:
+                inverse = 1.0 / whole
+                lse = (reference[r] + cute.math.log2(whole)) * LN_2
+            reference[r] = lse
+            for c in cutlass.range_constexpr(cute.size(sums, mode=[1])):
+                sums[r, c] = sums[r, c] * inverse
+
+
+def by_rows(acc: cute.Tensor) -> cute.Tensor:
+    """An accumulator ((2, 2), MMA_M, MMA_N) as a matrix ((2, MMA_M), (2, MMA_N)) of this thread's rows and columns."""
+    shape, stride = acc.layout.shape, acc.layout.stride
+    return cute.make_tensor(
+        acc.iterator,
+        cute.make_layout(
+            ((shape[0][1], shape[1]), (shape[0][0], shape[2])),
+            stride=((stride[0][1], stride[1]), (stride[0][0], stride[2])),
+        ),
+    )
+
+
+def as_operand(acc: cute.Tensor) -> cute.Tensor:
+    """An accumulator ((2, 2), MMA_M, MMA_N) as the A operand ((2, 2, 2), MMA_M, MMA_N / 2) of the next product."""
+    shape, stride = acc.layout.shape, acc.layout.stride
+    return cute.make_tensor(
+        acc.iterator,
+        cute.make_layout(
+            ((*shape[0], 2), shape[1], shape[2] // 2),
+            stride=((*stride[0], stride[2]), stride[1], 2 * stride[2]),
+        ),
+    )
+
+
+@cute.jit
+def quad_max(x: Float32) -> Float32:
+    """Over the four threads that share an accumulator's row."""
+    x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=2))
+    return cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1))
+
+
+@cute.jit
+def quad_sum(x: Float32) -> Float32:
+    """Over the four threads that share an accumulator's row."""
+    x = x + cute.arch.shuffle_sync_bfly(x, offset=2)
+    return x + cute.arch.shuffle_sync_bfly(x, offset=1)
