@@ -159,11 +159,9 @@ def _call(
     out: Tensor | None,
     config: NormLinearConfig | str | None,
 ) -> Tensor:
-    if calls.direct(*inputs, out):
-        if out is None:
-            return calls.run(op, None, inputs, options=options, scalars=(eps,), config=config)[0]
-        torch.autograd.graph.increment_version(out)
-        return calls.run(op, (out,), inputs, options=options, scalars=(eps,), config=config)[0]
+    found = calls.eager(op, None if out is None else (out,), inputs, options, (eps,), config)
+    if found is not None:
+        return found[0]
     text = None if config is None else str(config)
     if out is None:
         return getattr(torch.ops.cutekernels, op.name)(*inputs, *options, eps, text)  # type: ignore[no-any-return]
