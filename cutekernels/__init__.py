@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from cutekernels.dispatch import reload as reload
     from cutekernels.dispatch import warmup as warmup
     from cutekernels.face import explain as explain
+    from cutekernels.face import report_misses as report_misses
     from cutekernels.ops.activations import bias_gelu as bias_gelu
     from cutekernels.ops.activations import gelu_mul as gelu_mul
     from cutekernels.ops.activations import silu_mul as silu_mul
@@ -54,6 +55,7 @@ _HOMES = {
     "embedding": "cutekernels.ops.embedding",
     "adamw_step": "cutekernels.ops.optimizer",
     "explain": "cutekernels.face",
+    "report_misses": "cutekernels.face",
     "reload": "cutekernels.dispatch",
     "warmup": "cutekernels.dispatch",
 }
@@ -83,6 +85,7 @@ __all__ = [
     "moe_permute",
     "moe_route",
     "reload",
+    "report_misses",
     "rms_norm",
     "rms_norm_linear",
     "rope",

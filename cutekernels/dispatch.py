@@ -75,6 +75,7 @@ class Explanation:
 _lock = threading.RLock()
 _snapshots: dict[str, Snapshot] = {}
 _plans: dict[tuple[Any, ...], Plan] = {}
+_missed: dict[tuple[str, str, int, str], int] = {}
 _listeners: list[Callable[[], None]] = []
 
 
@@ -114,6 +115,9 @@ def plan(op: Op[Any, Any], p: Any, device: int | None = None, forced: Config | s
         launch = op.bind(p, choice.config, compiler.get(op, p, choice.config, gpu))
         made = Plan(choice.config, launch, choice.origin, choice.note)
         _plans[key] = made
+        if choice.origin not in ("forced", "tuned"):
+            miss = gpu.name, op.name, op.revision, str(p.bucket())
+            _missed[miss] = _missed.get(miss, 0) + 1
     return made
 
 
@@ -163,6 +167,23 @@ def reload() -> None:
         _plans.clear()
         for forget in _listeners:
             forget()
+
+
+def take_missed() -> dict[tuple[str, str, int, str], int]:
+    """What was planned without a measured winner of its bucket, since this was last asked: how many problems of each
+    (gpu, op, revision, bucket).
+    """
+    with _lock:
+        taken = dict(_missed)
+        _missed.clear()
+    return taken
+
+
+def give_back_missed(taken: dict[tuple[str, str, int, str], int]) -> None:
+    """For who took them and could not pass them on."""
+    with _lock:
+        for miss, hits in taken.items():
+            _missed[miss] = _missed.get(miss, 0) + hits
 
 
 def on_reload(forget: Callable[[], None]) -> None:

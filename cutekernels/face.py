@@ -1,6 +1,8 @@
-"""Public functions that concern every op: today, :func:`explain`."""
+"""Public functions that concern every op: :func:`explain` and :func:`report_misses`."""
 
 from __future__ import annotations
+
+from importlib import import_module
 
 from cutekernels import dispatch, gpu
 from cutekernels.ops import registry
@@ -25,3 +27,30 @@ def explain(op: str, problem: str, *, gpu_name: str = "auto", config: str | None
     """
     declared = registry.get(op)
     return dispatch.explain(declared, declared.Problem.parse(problem), gpu.lookup(gpu_name), config)
+
+
+def report_misses(database: str | None = None) -> int:
+    """Puts the problems that this process met and nobody had tuned into the tuner's queue: ``cutekernels db requests``.
+
+    Nothing is written unless this is called, once in a while or at the end of a serving process. A problem counts
+    once per process that planned it (its first call, or the first after :func:`cutekernels.reload`).
+
+    Args:
+        database: a path or a SQLAlchemy URL; None for the one in the settings.
+
+    Returns:
+        How many buckets were reported. They are not reported again.
+
+    Raises:
+        StoreError: the database cannot be written. What was to be reported is kept for the next call.
+    """
+    taken = dispatch.take_missed()
+    if not taken:
+        return 0
+    try:
+        with import_module("cutekernels.db.store").Store(database) as store:
+            store.note_requests([(*miss, hits) for miss, hits in taken.items()])
+    except BaseException:
+        dispatch.give_back_missed(taken)
+        raise
+    return len(taken)

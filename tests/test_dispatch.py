@@ -23,7 +23,7 @@ from cutekernels import gpu as gpus
 from cutekernels.db import snapshot as snapshots
 from cutekernels.db.snapshot import Snapshot, Winner
 from cutekernels.db.store import Store
-from cutekernels.errors import InvalidConfig, UnknownGpu, UnsupportedProblem
+from cutekernels.errors import InvalidConfig, StoreError, UnknownGpu, UnsupportedProblem
 from cutekernels.ops import registry
 
 PROBLEM = ToyProblem(16, 64)
@@ -358,6 +358,29 @@ class TestPlan:
                 dispatch.plan(TOY, PROBLEM, 0, "tile=128 warps=1 fast=0")
         assert built == []
         assert dispatch._plans == {}
+
+    def test_what_was_met_untuned_is_reported_once(
+        self, built: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(dispatch, "_missed", {})
+        tune(A)
+        for problem in (PROBLEM, ToyProblem(48, 64), ToyProblem(47, 64), ToyProblem(500, 8192)):
+            dispatch.plan(TOY, problem, 0)
+            dispatch.plan(TOY, problem, 0)
+        dispatch.plan(TOY, ToyProblem(3, 3), 0, C)  # forced: nobody's to tune
+        missed = [("toy", "m=48 n=64", 2), ("toy", "m=512 n=8192", 1)]
+        with pytest.raises(StoreError):
+            face.report_misses(str(tmp_path))  # a folder
+        database = str(tmp_path / "tuned.db")
+        assert face.report_misses(database) == 2
+        assert face.report_misses(database) == 0
+        with Store(database) as store:
+            assert [(r.op, r.problem, r.hits) for r in store.requests()] == missed
+        dispatch.reload()
+        dispatch.plan(TOY, ToyProblem(48, 64), 0)
+        assert face.report_misses(database) == 1
+        with Store(database) as store:
+            assert store.requests()[0].hits == 3
 
     def test_reload_forgets_plans_and_tells_the_ops(self, built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         told: list[int] = []
