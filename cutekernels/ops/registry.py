@@ -11,6 +11,7 @@ from cutekernels.op import Op
 from cutekernels.ops import (
     activations,
     attend,
+    attend_decode,
     embedding,
     expert_rows,
     matmul,
@@ -24,6 +25,7 @@ from cutekernels.ops import (
     sampling,
 )
 from cutekernels.ops.attention import ATTENTION
+from cutekernels.ops.attention_decode import DECODE_ATTENTION
 from cutekernels.ops.bias_gelu import BIAS_GELU, BIAS_GELU_BACKWARD
 from cutekernels.ops.embedding import EMBEDDING, EMBEDDING_BACKWARD
 from cutekernels.ops.expert_rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_GATHER
@@ -41,6 +43,7 @@ from cutekernels.ops.sampling import SAMPLE_FILTER
 OPS: tuple[Op[Any, Any], ...] = (
     GEMM,
     ATTENTION,
+    DECODE_ATTENTION,
     RMS_NORM_LINEAR,
     LINEAR_SILU_MUL,
     SILU_MUL,
@@ -76,6 +79,7 @@ LIBRARY = torch.library.Library("cutekernels", "FRAGMENT")
 for module in (
     matmul,
     attend,
+    attend_decode,
     activations,
     rope,
     optimizer,

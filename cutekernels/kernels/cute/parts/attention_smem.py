@@ -33,3 +33,44 @@ class PrefillSmem:
     @property
     def total_bytes(self) -> int:
         return self.q_bytes + self.kv_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSmem:
+    """Shared memory of attention's decode: a tile of queries, then the warps' stages of K and of V, a flag.
+
+    The warps' sums in fp32, and their references and totals, take the stages' place.
+    """
+
+    tile_kv: int
+    head_dim: int
+    stages: int
+    warps: int
+    element_bytes: int = 2
+    ROWS = 16  # queries
+    FLAG_BYTES = 16
+
+    @property
+    def q_bytes(self) -> int:
+        return self.ROWS * padded(self.head_dim) * self.element_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        """K's or V's of one stage, all warps together."""
+        return self.tile_kv * padded(self.head_dim) * self.element_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        return 2 * self.stage_bytes * self.stages
+
+    @property
+    def summed_bytes(self) -> int:
+        return self.warps * self.ROWS * (padded(self.head_dim) + 2) * 4
+
+    @property
+    def flag_at(self) -> int:
+        return self.q_bytes + max(self.kv_bytes, self.summed_bytes)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.flag_at + self.FLAG_BYTES

@@ -1,0 +1,108 @@
+"""Attention of one token over a cache: batches that fill the GPU, single long sequences, two models' heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload
+from bench.suites import Case
+from bench.workloads import posed
+from cutekernels.ops.attend_decode import decode_attention
+from cutekernels.ops.attention_decode import DecodeProblem, reference
+
+MODELS = {"llama-3-8b": (32, 8), "qwen2.5-7b": (28, 4)}  # heads of q, and of k and v
+
+# ---- cases ----------------------------------------------------------------------------------------------
+
+
+def _case(dtype: str, model: str, batch: int, seq: int, page_size: int = 0) -> Case:
+    heads, heads_kv = MODELS[model]
+    problem = DecodeProblem(batch, seq, heads, heads_kv, dtype=str(dtype), page_size=page_size)
+    paged = f" pages of {page_size}" if page_size else ""
+    return Case("decode_attention", str(problem), f"{model} b{batch} h{heads}/{heads_kv} s{seq}{paged}")
+
+
+def _decode(dtype: str, accumulate: str) -> list[Case]:
+    return [
+        _case(dtype, "llama-3-8b", 32, 4096),
+        _case(dtype, "llama-3-8b", 32, 4096, 16),
+        _case(dtype, "qwen2.5-7b", 64, 2048),
+        _case(dtype, "llama-3-8b", 1, 32768),
+        _case(dtype, "qwen2.5-7b", 1, 1024),
+        _case(dtype, "qwen2.5-7b", 1, 4096),
+        _case(dtype, "qwen2.5-7b", 1, 4096, 16),
+    ]
+
+
+# ---- operands -------------------------------------------------------------------------------------------
+
+
+def _inputs(case: Case, problem: DecodeProblem, device: str, seed: int) -> Inputs:
+    """Sequences that fill the cache; pages in a random order."""
+    draw = torch.Generator(device).manual_seed(seed)
+    normal = partial(torch.randn, generator=draw, device=device, dtype=DTYPES[problem.dtype])
+    q = normal((problem.batch, problem.seq_q, problem.heads_q, problem.head_dim))
+    lengths = torch.full((problem.batch,), problem.seq_kv, device=device, dtype=torch.int32)
+    size = problem.page_size or problem.seq_kv
+    each = -(-problem.seq_kv // size)
+    k, v = (normal((problem.batch * each, size, problem.heads_kv, problem.head_dim)) for _ in range(2))
+    operands: tuple[Tensor, ...] = (q, k, v, lengths)
+    if problem.page_size:
+        order = torch.randperm(problem.batch * each, generator=draw, device=device)
+        operands = (*operands, order.view(problem.batch, each).to(torch.int32))
+    return Inputs(operands, (torch.empty_like(q),))
+
+
+def _table(i: Inputs) -> Tensor | None:
+    return i.operands[4] if len(i.operands) > 4 else None
+
+
+def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
+    q, k, v = (t.double() for t in i.operands[:3])
+    scale = DecodeProblem.parse(case.problem).head_dim ** -0.5
+    return reference(q, k, v, i.operands[3], _table(i), scale, 0.0, left=None)[:1]
+
+
+# ---- contenders -----------------------------------------------------------------------------------------
+
+
+def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
+    return [partial(decode_attention, *i.operands[:4], page_table=_table(i), out=i.out, config=config) for i in sets]
+
+
+def _sdpa(backend: SDPBackend, case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    problem = posed(case)[1]
+    if problem.page_size:
+        raise Absent("scaled_dot_product_attention takes no pages")
+    grouped = problem.heads_q != problem.heads_kv
+
+    def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            out = scaled_dot_product_attention(
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), enable_gqa=grouped
+            )
+        return out.transpose(1, 2)
+
+    return [partial(launch, *i.operands[:3]) for i in sets]
+
+
+WORKLOADS = (
+    Workload(
+        op="decode_attention",
+        suites={"decode": _decode},
+        inputs=_inputs,
+        truth=_truth,
+        ours=_ours,
+        peers=(
+            Contender("torch sdpa cudnn", partial(_sdpa, SDPBackend.CUDNN_ATTENTION)),
+            Contender("torch sdpa flash", partial(_sdpa, SDPBackend.FLASH_ATTENTION)),
+        ),
+    ),
+)

@@ -1,0 +1,125 @@
+"""Rows of a K or V cache, contiguous or in pages, into shared memory that belongs to one warp."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from cutekernels.kernels.cute.parts.fragments import span_bytes, swizzled
+from cutekernels.kernels.cute.parts.heads import WIDEST, shared_vector, vector
+from cutekernels.kernels.cute.parts.load import OperandLoad
+
+GRAIN = 16  # keys with one entry of the page table: the smallest page
+
+
+@dataclass(frozen=True)
+class CacheRows:
+    """Tiles ``(rows, padded)`` of one head and sequence in ``stages`` swizzled buffers, copied and read by one warp.
+
+    A head is a pointer to its first row and two strides (elements): between pages and between rows of a page. Without
+    pages (``page_size = 0``) a sequence is one page, and the pointer is at its beginning already. Tiles begin at
+    multiples of ``GRAIN`` keys. Keys before ``first`` and behind ``last`` are never read, whatever the tile: the
+    nearest of those between is read in their place, so that what a cache holds elsewhere reaches no sum.
+    """
+
+    rows: int
+    head_dim: int
+    padded: int
+    stages: int
+    page_size: int
+
+    @property
+    def paged(self) -> bool:
+        return self.page_size > 0
+
+    @property
+    def grains(self) -> int:
+        return self.rows // GRAIN
+
+    @property
+    def along(self) -> int:
+        """Lanes side by side in a row: the vectors of a swizzle pattern."""
+        return span_bytes(self.padded) // 16
+
+    @property
+    def across(self) -> int:
+        return 32 // self.along
+
+    def smem_layout(self, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
+        """``(rows, padded, STAGE)``."""
+        return OperandLoad(self.rows, self.padded, self.stages, 32, True, WIDEST).smem_layout(dtype)
+
+    @cute.jit
+    def address(self, lane: Int32, base: cute.Pointer) -> Int32:
+        """Where this lane's first vector lies in the buffer at ``base``."""
+        return swizzled(base.toint().to(Int32) + lane * 16, span_bytes(self.padded))
+
+    def columns(self) -> list[int]:
+        """Where this lane's vectors of a row begin, beyond its first."""
+        return [j * self.along * WIDEST for j in range(self.padded // (self.along * WIDEST))]
+
+    def place(self, row: int, column: int) -> tuple[int, int]:
+        """A vector's way from the lane's first: what its address is XORed with, then what is added (bytes).
+
+        Four rows on, half a pattern of 128 bytes, the swizzle's XOR changes one bit; eight rows on, none.
+        """
+        span = span_bytes(self.padded)
+        offset = (column // (self.along * WIDEST) * self.rows + row) * span
+        return ((row * span) >> 3) & (span - 16), offset
+
+    def ragged(self, column: int) -> bool:
+        """Whether vectors from ``column`` on may lie beyond the head."""
+        return column + self.along * WIDEST > self.head_dim
+
+    @cute.jit
+    def look_up(self, pages: cute.Tensor, gTable: cute.Tensor | None, token: Int32, last: Int32):
+        """Leaves in ``pages`` (grains,) those of the tile at ``token``, from the sequence's row of the page table."""
+        if const_expr(self.paged):
+            for g in cutlass.range_constexpr(self.grains):
+                pages[g] = gTable[cutlass.min(token + g * GRAIN, last) // self.page_size]
+
+    @cute.jit
+    def fetch(
+        self,
+        lane: Int32,
+        head: cute.Pointer,
+        strides: tuple[Int64, Int64],
+        pages: cute.Tensor,
+        token: Int32,
+        first: Int32,
+        last: Int32,
+        address: Int32,
+    ):
+        """Starts the copy of the tile at ``token`` into the buffer of ``address``."""
+        atom = cute.make_copy_atom(cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), head.dtype, num_bits_per_copy=128)
+        between_pages, between_rows = strides
+        own, column = lane // self.along, lane % self.along * WIDEST
+        for i in cutlass.range_constexpr(0, self.rows, self.across):
+            key = cutlass.min(cutlass.max(token + own + i, first), last)
+            if const_expr(self.paged):
+                page = Int64(pages[i // GRAIN]) * between_pages
+                source = head + (page + Int64(key % self.page_size) * between_rows + column)
+            else:
+                source = head + (Int64(key) * between_rows + column)
+            for j in self.columns():
+                flip, offset = self.place(i, j)
+                sX = shared_vector(head.dtype, (address ^ flip) + offset)
+                if const_expr(self.ragged(j)):
+                    if column + j < self.head_dim:
+                        cute.copy(atom, vector(source + j), sX)
+                else:
+                    cute.copy(atom, vector(source + j), sX)
+
+    @cute.jit
+    def clear_padding(self, lane: Int32, dtype: cutlass.Constexpr, address: Int32):
+        """Zeros the columns of a buffer that no copy ever fills."""
+        column = lane % self.along * WIDEST
+        for i in cutlass.range_constexpr(0, self.rows, self.across):
+            for j in self.columns():
+                if const_expr(self.ragged(j)):
+                    beyond = column + j >= self.head_dim
+                    if beyond:
+                        flip, offset = self.place(i, j)
+                        shared_vector(dtype, (address ^ flip) + offset).fill(0.0)
