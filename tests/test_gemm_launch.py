@@ -115,4 +115,6 @@ def test_the_warm_path_tells_what_the_launch_tells(told: list[tuple[Any, ...]]) 
         ck.gemm(a, b.half(), out=out)
     with pytest.raises(UnsupportedProblem, match="overlaps"):
         ck.gemm(a, b, out=a.as_strided((8, 24), (24, 1)))
+    with pytest.raises(UnsupportedProblem, match="needs c"):  # no key and no guard knows of beta
+        ck.gemm(a, b, beta=2.0, out=out)
     assert not told

@@ -18,6 +18,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import PrefillSmem, padded
 from cutekernels.op import Config, Op, Problem, Work, extent, knob, ladder, plain, power_of_two
+from cutekernels.ops.residency import overflows
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
@@ -190,18 +191,8 @@ class Attention(Op[AttentionProblem, AttentionConfig]):
             yield f"order={c.order} needs more than one tile of queries"
 
     def _overflows(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
-        """What ``ctas_per_sm`` CTAs need of an SM and it has not."""
-        registers = registers_per_thread(p, c)
-        available = min(gpu.MAX_REGISTERS_PER_THREAD, gpu.REGISTERS_PER_SM // (c.threads * c.ctas_per_sm))
-        if registers > available:
-            yield f"a thread needs about {registers} registers; {c.ctas_per_sm} CTAs of {c.threads} leave {available}"
-        smem = c.smem(p).total_bytes
-        if smem > gpu.smem_per_block_bytes:
-            yield f"{smem} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
-        if c.ctas_per_sm * (smem + gpu.SMEM_RESERVED_BYTES) > gpu.smem_per_sm_bytes:
-            yield f"{c.ctas_per_sm} CTAs of {smem} bytes of shared memory exceed an SM's {gpu.smem_per_sm_bytes}"
-        if c.ctas_per_sm * c.warps > gpu.max_warps:
-            yield f"{c.ctas_per_sm} CTAs of {c.warps} warps exceed an SM's {gpu.max_warps}"
+        registers, smem = registers_per_thread(p, c), c.smem(p).total_bytes
+        return overflows(gpu, ctas=c.ctas_per_sm, warps=c.warps, registers=registers, smem=smem)
 
     def _fits(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> bool:
         return next(self._overflows(p, c, gpu), None) is None

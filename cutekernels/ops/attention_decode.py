@@ -22,6 +22,7 @@ from cutekernels.op import Config, Op, Problem, Work, extent, knob, ladder, plai
 from cutekernels.ops.attention import DTYPES, LOG2_E, SLACK, UNLIMITED, WIDEST, AttentionProblem, depth
 from cutekernels.ops.attention import reference as attend
 from cutekernels.ops.gemm_skinny import Workspace
+from cutekernels.ops.residency import overflows
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
@@ -169,18 +170,8 @@ class DecodeAttention(Op[DecodeProblem, DecodeConfig]):
             yield f"{p.tiles * c.splits} CTAs are more than a grid's {_MOST_CTAS}"
 
     def _overflows(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec) -> Iterator[str]:
-        """What ``ctas_per_sm`` CTAs need of an SM and it has not."""
-        registers = registers_per_thread(p, c)
-        available = min(gpu.MAX_REGISTERS_PER_THREAD, gpu.REGISTERS_PER_SM // (c.threads * c.ctas_per_sm))
-        if registers > available:
-            yield f"a thread needs about {registers} registers; {c.ctas_per_sm} CTAs of {c.threads} leave {available}"
-        smem = c.smem(p).total_bytes
-        if smem > gpu.smem_per_block_bytes:
-            yield f"{smem} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
-        if c.ctas_per_sm * (smem + gpu.SMEM_RESERVED_BYTES) > gpu.smem_per_sm_bytes:
-            yield f"{c.ctas_per_sm} CTAs of {smem} bytes of shared memory exceed an SM's {gpu.smem_per_sm_bytes}"
-        if c.ctas_per_sm * c.warps > gpu.max_warps:
-            yield f"{c.ctas_per_sm} CTAs of {c.warps} warps exceed an SM's {gpu.max_warps}"
+        registers, smem = registers_per_thread(p, c), c.smem(p).total_bytes
+        return overflows(gpu, ctas=c.ctas_per_sm, warps=c.warps, registers=registers, smem=smem)
 
     def _fits(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec) -> bool:
         return next(self._overflows(p, c, gpu), None) is None

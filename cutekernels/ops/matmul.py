@@ -1,7 +1,7 @@
 """``gemm`` and ``linear``: the public functions over the GEMM declaration, their gradients, their registration.
 
-The warm path is the first lines of :func:`gemm`: one table lookup keyed by what a plan depends on, then the launch,
-which checks the rest. Whatever is unusual (a first sight, gradients, tracing, subclasses, CPU tensors) leaves it.
+The warm path is the first lines of :func:`gemm`: a guard, or a table lookup keyed by all that a plan and its launch
+depend on, then the launch. Whatever is unusual (a first sight, gradients, tracing, subclasses, CPU tensors) leaves it.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ def gemm(
     """
     if beta == 0.0:
         c = None
+    elif c is None:  # refused there; keys and guards know nothing of beta
+        return _general(a, b, c, alpha, beta, bias, activation, accumulate, out, config)
     key: Any = None
     try:
         if type(b) is Tensor and c is None and bias is None and config is None and not _traced_by_dynamo():

@@ -73,8 +73,8 @@ class RmsNorm(_RmsNorms):
 
     name = "rms_norm"
     revision = 1
-    # H200, 32768 rows, us in chunks and whole: 4096 columns 128.5 and 130.4, 6144 of fp16 193 and 213 (2026-11-21). At
-    # 8192, whole rows take 265 where torch.compile takes 250; chunks have not been timed there.
+    # H200, 32768 rows, us in chunks (in the tuner) and whole (in the bench): 4096 columns 129.1 and 133.2, 6144 of fp16
+    # 193 and 213 (2026-11-21). At 8192 whole rows take 265 where torch.compile takes 250; chunks were not timed there.
     chunks: ClassVar[Mapping[int, tuple[int, int]]] = {4096: (2048, 8), 8192: (2048, 8)}
     suite = (
         "rows=1 cols=4096",
@@ -107,7 +107,7 @@ class AddRmsNorm(_RmsNorms):
 
     name = "add_rms_norm"
     revision = 1
-    # H200, 32768 rows, us in chunks and whole: 4096 columns 260 and 264, 8192 516 and 522 (2026-11-21).
+    # H200, 32768 rows, us in chunks (tuner) and whole (bench): 4096 columns 260 and 264, 8192 516 and 522 (2026-11-21).
     chunks: ClassVar[Mapping[int, tuple[int, int]]] = {4096: (2048, 8), 8192: (4096, 16)}
     suite = (
         "rows=1 cols=4096",

@@ -1,6 +1,6 @@
 """Calls met before: what lets ``gemm`` go from its arguments to a launch in about a microsecond.
 
-Two tables, both keyed by what a plan depends on and neither trusted for what the launch itself checks. ``calls`` is
+Two tables, both keyed by all that a plan depends on: a launch by addresses checks nothing. ``calls`` is
 keyed by shapes, strides and scalars. ``recent`` is keyed by b's address alone: weights stay where they are and are
 met again in the same company, which one of torch's compiled guards confirms in 0.3 us, where making and looking up
 the first key takes 1.0. Where the buffers are the last call's too, the arithmetic that tells them apart is spared.

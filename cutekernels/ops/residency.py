@@ -1,0 +1,22 @@
+"""Whether so many CTAs fit on an SM: a rule that several ops' ``why_not`` have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cutekernels.gpu import GpuSpec
+
+
+def overflows(gpu: GpuSpec, *, ctas: int, warps: int, registers: int, smem: int) -> Iterator[str]:
+    """What ``ctas`` CTAs need of an SM and it has not; ``registers`` of a thread, ``smem`` bytes of a CTA."""
+    available = min(gpu.MAX_REGISTERS_PER_THREAD, gpu.REGISTERS_PER_SM // (32 * warps * ctas))
+    if registers > available:
+        yield f"a thread needs about {registers} registers; {ctas} CTAs of {32 * warps} leave {available}"
+    if smem > gpu.smem_per_block_bytes:
+        yield f"{smem} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
+    if ctas * (smem + gpu.SMEM_RESERVED_BYTES) > gpu.smem_per_sm_bytes:
+        yield f"{ctas} CTAs of {smem} bytes of shared memory exceed an SM's {gpu.smem_per_sm_bytes}"
+    if ctas * warps > gpu.max_warps:
+        yield f"{ctas} CTAs of {warps} warps exceed an SM's {gpu.max_warps}"
