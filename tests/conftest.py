@@ -44,6 +44,8 @@ def one_cache_one_seed(kernels: str, monkeypatch: pytest.MonkeyPatch) -> Iterato
     """For files of GPU tests: kernels are compiled once for a whole file, random numbers are the same each time."""
     import torch
 
+    import cutekernels.ops.registry  # noqa: F401  (a file may take functions from their own module, which registers nothing)
+
     monkeypatch.setenv("CUTEKERNELS_CACHE", kernels)
     torch.manual_seed(7)
     yield
