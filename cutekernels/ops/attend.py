@@ -19,7 +19,7 @@ from cutekernels.ops.attention import (
     AttentionProblem,
     reference,
 )
-from cutekernels.ops.calls import define, no_gradient
+from cutekernels.ops.calls import define
 from cutekernels.ops.strides import overlaps_itself, relation
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -45,6 +45,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``out = softmax(scale * q k^T + mask) v``, head by head, in fp32, rounded once.
 
+    Differentiable once in q, k and v, with every option; gradients are deterministic, with the same bits each time.
+
     Args:
         q: ``(B, SQ, HQ, D)``, fp16 or bf16; D a multiple of 8 up to 256. D contiguous and rows 16-byte aligned, as
             slices of a fused projection are; anything else costs a copy. With ``cu_seqlens``, ``(TOTAL_Q, HQ, D)``.
@@ -68,7 +70,7 @@ def attention(
 
     Raises:
         UnsupportedProblem: a dtype or head dim no kernel takes, mismatched shapes, dtypes or devices, options out of
-            range, an ``out`` that overlaps an input or itself; and in the backward pass, which does not exist yet.
+            range, an ``out`` that overlaps an input or itself.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
     left, right = _sides(causal, window)
@@ -78,11 +80,13 @@ def attention(
         raise UnsupportedProblem(f"softcap must be above 0 and finite; it is {softcap}: leave it out for none")
     text = None if config is None else str(config)
     operands = (q, k, v, mask, cu_seqlens_q, cu_seqlens_kv)
-    options = (causal, left, right, factor, cap, return_lse, text)
+    differentiates = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    # The gradients start from the log-sum-exp.
+    options = (causal, left, right, factor, cap, return_lse or (differentiates and out is None), text)
     if out is None:
         result, lse = torch.ops.cutekernels.attention(*operands, *options)
         return (result, lse) if return_lse else result
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, out)):
+    if differentiates or (torch.is_grad_enabled() and out.requires_grad):
         raise UnsupportedProblem("out= is not differentiable: leave it out, or call under torch.no_grad()")
     lse = torch.ops.cutekernels.attention_out(*operands, out, *options)
     return (out, lse) if return_lse else out
@@ -260,7 +264,26 @@ def register(library: torch.library.Library) -> None:
     """Defines the ops in ``library`` (namespace "cutekernels"): schemas, GPU and CPU, fakes, autograd."""
     define(library, f"attention({_ARGS}, {_OPTIONS}) -> (Tensor, Tensor)", _cuda, _cpu, _fake)
     define(library, f"attention_out({_ARGS}, Tensor(a!) out, {_OPTIONS}) -> Tensor", _out_cuda, _out_cpu, _out_fake)
-    torch.library.register_autograd("cutekernels::attention", no_gradient("attention"), lib=library)
+    torch.library.register_autograd("cutekernels::attention", _backward, setup_context=_save, lib=library)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, mask, cu_q, cu_kv, *options = inputs
+    ctx.save_for_backward(q, k, v, *output, mask, cu_q, cu_kv)
+    ctx.options, ctx.lse_given = options[:5], options[5]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, *rest = ctx.saved_tensors
+    absent = (None,) * 10  # what is not differentiable
+    if dout is None and dlse is None:
+        return None, None, None, *absent
+    if not ctx.lse_given:
+        raise UnsupportedProblem("the gradients of attention start from its lse: call the op with return_lse=True")
+    dout = torch.zeros_like(out) if dout is None else dout
+    grads = torch.ops.cutekernels.attention_backward(dout, dlse, q, k, v, out, lse, *rest, *ctx.options)
+    return *grads, *absent
 
 
 def _cuda(*args: Any) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from cutekernels.op import Op
 from cutekernels.ops import (
     activations,
     attend,
+    attend_backward,
     attend_decode,
     embedding,
     expert_rows,
@@ -25,7 +26,9 @@ from cutekernels.ops import (
     sampling,
 )
 from cutekernels.ops.attention import ATTENTION
+from cutekernels.ops.attention_backward import ATTENTION_BACKWARD
 from cutekernels.ops.attention_decode import DECODE_ATTENTION
+from cutekernels.ops.attention_delta import ATTENTION_DELTA
 from cutekernels.ops.bias_gelu import BIAS_GELU, BIAS_GELU_BACKWARD
 from cutekernels.ops.embedding import EMBEDDING, EMBEDDING_BACKWARD
 from cutekernels.ops.expert_rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_GATHER
@@ -43,6 +46,8 @@ from cutekernels.ops.sampling import SAMPLE_FILTER
 OPS: tuple[Op[Any, Any], ...] = (
     GEMM,
     ATTENTION,
+    ATTENTION_DELTA,
+    ATTENTION_BACKWARD,
     DECODE_ATTENTION,
     RMS_NORM_LINEAR,
     LINEAR_SILU_MUL,
@@ -79,6 +84,7 @@ LIBRARY = torch.library.Library("cutekernels", "FRAGMENT")
 for module in (
     matmul,
     attend,
+    attend_backward,
     attend_decode,
     activations,
     rope,

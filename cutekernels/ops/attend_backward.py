@@ -1,0 +1,108 @@
+"""Gradients of ``attention``, from tensors to launches, and their registration with torch; autograd comes from here.
+
+Statistics of the rows first (``attention_delta``), then the passes of ``attention_backward``. Deterministic always.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutekernels import dispatch
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops import calls
+from cutekernels.ops.attend import canonical, check, fresh_lse, pose
+from cutekernels.ops.attention_backward import ATTENTION_BACKWARD, AttentionBackwardProblem, passes, reference
+from cutekernels.ops.attention_delta import ATTENTION_DELTA
+from cutekernels.ops.calls import define, no_gradient
+
+
+def _check(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> None:
+    """Raises UnsupportedProblem for arguments that pose no problem."""
+    mask, cu_q, cu_kv, _, _, _, scale, _ = rest
+    check(q, k, v, mask, cu_q, cu_kv, scale)
+    for name, t in (("dout", dout), ("out", out)):
+        if t.shape != q.shape or t.dtype != q.dtype or t.device != q.device:
+            raise UnsupportedProblem(
+                f"{name} must be as q, {tuple(q.shape)}, {q.dtype}, on {q.device}; it is {tuple(t.shape)}, {t.dtype}, "
+                f"on {t.device}"
+            )
+    rows = fresh_lse(q.new_empty(q.shape, device="meta"), cu_q, True)
+    for name, given in (("lse", lse), ("dlse", dlse)):
+        if given is not None and (given.shape != rows.shape or given.dtype != rows.dtype or given.device != q.device):
+            raise UnsupportedProblem(
+                f"{name} must be {tuple(rows.shape)}, {rows.dtype}, on {q.device}; it is {tuple(given.shape)}, "
+                f"{given.dtype}, on {given.device}: call attention with return_lse"
+            )
+
+
+def _run(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Poses, plans and launches for checked GPU tensors."""
+    mask, cu_q, cu_kv, causal, left, right, scale, softcap = rest
+    results = _fresh(q, k, v)
+    if q.numel() == 0 or k.numel() == 0:
+        for t in results:
+            t.zero_()
+        return results
+    with torch.cuda.device(q.device):
+        dout, q, k, v = (canonical(t) for t in (dout, q, k, v))
+        (stats,) = calls.run(ATTENTION_DELTA, None, (out, dout, lse, dlse))
+        posed = pose(q, k, mask, cu_q, causal, left, right, softcap, False)
+        fields = {name: getattr(posed, name) for name in type(posed).__dataclass_fields__}
+        if mask is not None:
+            mask = mask.expand(q.shape[0], q.shape[2], -1, -1)
+        ends = [None if t is None else t.contiguous() for t in (cu_q, cu_kv)]
+        named = dict(zip("qkv", results, strict=True))
+        for of in passes(q.shape[-1]):
+            problem = AttentionBackwardProblem(**fields, of=of)
+            plan = dispatch.plan(ATTENTION_BACKWARD, problem, q.get_device(), None)
+            plan.launch(*[named[name] for name in of], dout, q, k, v, stats, mask, *ends, scale, softcap)
+    return results
+
+
+def _fresh(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+# ---- torch.library --------------------------------------------------------------------------------------
+
+_SCHEMA = (
+    "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, bool causal, int window_left, int window_right, float scale, "
+    "float softcap) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def register(library: torch.library.Library) -> None:
+    """Defines the op in ``library`` (namespace "cutekernels"): schema, GPU and CPU, fake. Differentiable once."""
+    define(library, _SCHEMA, _cuda, _cpu, _fake)
+    name = "attention_backward"
+    torch.library.register_autograd(f"cutekernels::{name}", no_gradient(name), lib=library)
+
+
+def _cuda(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _check(*args)
+    return _run(*args)
+
+
+def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _check(*args)
+    return _fresh(*args[2:5])
+
+
+def _cpu(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _check(*args)
+    dout, dlse, q, k, v, _, _, mask, cu_q, cu_kv, causal, left, right, scale, softcap = args
+    if mask is not None:
+        mask = mask.expand(q.shape[0], q.shape[2], -1, -1)
+    reach = 0 if causal else right
+    return reference(
+        dout, dlse, q, k, v, mask, cu_q, cu_kv, scale, softcap,
+        left=None if left < 0 else left, right=None if reach < 0 else reach,
+    )  # fmt: skip
