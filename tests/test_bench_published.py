@@ -32,7 +32,7 @@ def run(p: Published, baseline: float, strong: float, ours: float, **changes: An
 
 
 def test_every_row_is_a_fact_about_a_case_here() -> None:
-    assert len(ALL) == 111
+    assert len(ALL) == 122
     for p in ALL:
         assert p.gpu
         assert p.baseline

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "gemm": "gemm",
     "attention": "attention",
+    "attention_backward": "attention_backward",
     "decode_attention": "attention_decode",
     "rms_norm_linear": "norm_linear",
     "linear_silu_mul": "norm_linear",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -103,6 +104,44 @@ def _sdpa(backend: SDPBackend, case: Case, sets: Sequence[Inputs]) -> Sequence[L
     return [partial(launch, *i.operands) for i in sets]
 
 
+_NAIVE_BYTES = 1 << 30  # of scores, beyond which nobody writes them out
+
+
+def _naive(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    """Scores, softmax, product: every one written out."""
+    problem = posed(case)[1]
+    shape = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
+    if math.prod(shape) * 2 > _NAIVE_BYTES or problem.heads_q != problem.heads_kv:
+        raise Absent("not for scores of more than a gigabyte, nor for groups of heads")
+    scale = problem.head_dim**-0.5
+    hidden = torch.ones(shape[2:], dtype=torch.bool, device=sets[0].operands[0].device).triu(1)
+
+    def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        scores = (q @ k.transpose(-1, -2)) * scale
+        if problem.causal:
+            scores = scores.masked_fill(hidden, -math.inf)
+        return (torch.softmax(scores, -1) @ v).transpose(1, 2)
+
+    return [partial(launch, *i.operands) for i in sets]
+
+
+def _masked_sdpa(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    """As minfer's script has it: a bool mask, and K and V repeated for each head of Q beforehand."""
+    problem = posed(case)[1]
+    if problem.heads_q == problem.heads_kv or not problem.causal:
+        raise Absent("for causal attention of groups of heads")
+    seen = torch.ones((problem.seq_q, problem.seq_kv), dtype=torch.bool, device=sets[0].operands[0].device).tril()
+
+    def expanded(t: Tensor) -> Tensor:
+        return t.repeat_interleave(problem.heads_q // problem.heads_kv, 2).transpose(1, 2)
+
+    def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2)
+
+    return [partial(launch, i.operands[0].transpose(1, 2), *map(expanded, i.operands[1:])) for i in sets]
+
+
 def nvidia_example(file: Path) -> Contender:
     """NVIDIA's CuTe DSL example ``ampere/.../flash_attention_v2.py``, from a CUTLASS checkout: mma.sync, as ours is."""
     return Contender("nvidia flash_attention_v2", partial(_nvidia, file))
@@ -153,6 +192,8 @@ WORKLOADS = (
         peers=(
             Contender("torch sdpa flash", partial(_sdpa, SDPBackend.FLASH_ATTENTION)),
             Contender("torch sdpa cudnn", partial(_sdpa, SDPBackend.CUDNN_ATTENTION)),
+            Contender("naive", _naive),
+            Contender("torch sdpa, bool mask", _masked_sdpa),
         ),
         example=nvidia_example,
     ),

@@ -41,6 +41,13 @@ def _decode(dtype: str, accumulate: str) -> list[Case]:
     ]
 
 
+def _published(dtype: str, accumulate: str) -> list[Case]:
+    return [
+        Case("decode_attention", str(DecodeProblem(batch, seq, 8, 8, dtype=str(dtype))), f"b{batch} h8 s{seq} d128")
+        for batch, seq in ((1, 512), (1, 1024), (1, 2048), (2, 1024))
+    ]
+
+
 # ---- operands -------------------------------------------------------------------------------------------
 
 
@@ -93,16 +100,31 @@ def _sdpa(backend: SDPBackend, case: Case, sets: Sequence[Inputs]) -> Sequence[L
     return [partial(launch, *i.operands[:3]) for i in sets]
 
 
+def _naive(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    """Scores, softmax, product: every one written out."""
+    problem = posed(case)[1]
+    if problem.page_size or problem.heads_q != problem.heads_kv:
+        raise Absent("takes neither pages nor groups of heads")
+    scale = problem.head_dim**-0.5
+
+    def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return (torch.softmax((q @ k.transpose(-1, -2)) * scale, -1) @ v).transpose(1, 2)
+
+    return [partial(launch, *i.operands[:3]) for i in sets]
+
+
 WORKLOADS = (
     Workload(
         op="decode_attention",
-        suites={"decode": _decode},
+        suites={"decode": _decode, "published": _published},
         inputs=_inputs,
         truth=_truth,
         ours=_ours,
         peers=(
             Contender("torch sdpa cudnn", partial(_sdpa, SDPBackend.CUDNN_ATTENTION)),
             Contender("torch sdpa flash", partial(_sdpa, SDPBackend.FLASH_ATTENTION)),
+            Contender("naive", _naive),
         ),
     ),
 )
