@@ -94,10 +94,7 @@ def _cudnn(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
 
 
 def _torch(problem: AttentionBackwardProblem, cudnn: bool, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Launch:
-    """K and V are repeated for their group ahead, and their gradients summed behind, as torch's own GQA does."""
-    group = problem.heads_q // problem.heads_kv
-    dout, q = dout.transpose(1, 2), q.transpose(1, 2)
-    k, v = (t.transpose(1, 2).repeat_interleave(group, 1) if group > 1 else t.transpose(1, 2) for t in (k, v))
+    dout, q, k, v = (t.transpose(1, 2) for t in (dout, q, k, v))
     causal, none = problem.causal, torch.empty(0, device=q.device)
     if cudnn:
         out, lse, cu_q, cu_k, most_q, most_k, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
@@ -113,10 +110,7 @@ def _torch(problem: AttentionBackwardProblem, cudnn: bool, dout: Tensor, q: Tens
         kernel = aten._scaled_dot_product_flash_attention_backward
 
     def launch() -> tuple[Tensor, ...]:
-        dq, dk, dv = kernel(dout, q, k, v, out, lse, *rest)
-        if group > 1:
-            dk, dv = (t.unflatten(1, (-1, group)).sum(2) for t in (dk, dv))
-        return tuple([t.transpose(1, 2) for t in (dq, dk, dv)])
+        return tuple([t.transpose(1, 2) for t in kernel(dout, q, k, v, out, lse, *rest)])
 
     return launch
 

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from bench.baselines import Inputs, Launch, Workload, compiled, eager
 from bench.suites import HIDDEN, INTERMEDIATE, TOKENS, Case, unless
+from cutekernels.nn.mlp import swiglu
 from cutekernels.op import Work
-from cutekernels.ops.activations import silu_mul
 from cutekernels.ops.glu import GluProblem
-from cutekernels.ops.matmul import linear
 
 PUBLISHED = ((8, 128, 2048), (16, 256, 4096), (32, 512, 4096))  # batch x tokens x hidden, all 6912 wide inside
 _WIDTH = "hidden "  # in a label, before the number that the problem lacks
@@ -78,12 +77,7 @@ def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
 
 def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
     """``cutekernels.nn.SwiGLU``'s forward pass; ``config`` is the activation's."""
-
-    def launch(i: Inputs) -> Tensor:
-        x, gate_up, down = i.operands
-        return linear(silu_mul(linear(x, gate_up), config=config), down, out=i.out)
-
-    return [partial(launch, i) for i in sets]
+    return [partial(swiglu, *i.operands, config=config) for i in sets]
 
 
 WORKLOADS = (
