@@ -136,7 +136,7 @@ def test_a_chain_has_no_kernel_of_its_own(tmp_path: Any) -> None:
 # ---- where things lie -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokens", [8, 16, 32, 64])
+@pytest.mark.parametrize("tokens", [8, 16, 24, 32, 48, 64, 96, 128])
 def test_fragments_lie_where_the_norm_looks(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """B fragments: token 8j + lane/4, k = lane%4*2 + {0, 1} and 8 more. Accumulators: rows 8 apart in one thread."""
     import cutlass
@@ -147,7 +147,7 @@ def test_fragments_lie_where_the_norm_looks(tokens: int, monkeypatch: pytest.Mon
     found = []
 
     def collect() -> None:  # plain Python: all of it is static
-        mma = WarpMma(2, 1, cutlass.Float32, True, True, min(16, tokens)).tiled_mma(cutlass.BFloat16)
+        mma = WarpMma(2, 1, cutlass.Float32, True, True, 8 if tokens % 16 else 16).tiled_mma(cutlass.BFloat16)
         for thread, j, i in product(range(64), range(tokens // 8), range(8)):
             lane, rest, half, v = thread % 32, i // 4, i // 2 % 2, i % 2
             b = mma.get_slice(thread).partition_B(cute.make_identity_tensor((tokens, 32)))

@@ -111,10 +111,12 @@ class Side:
 
 @dataclass(frozen=True)
 class GemmConfig(Config):
-    """The knobs of two schedules: ``kernels/cute/gemm_multistage.py`` and, for a few tokens, ``gemm_skinny.py``."""
+    """The knobs of three schedules in ``kernels/cute/``: ``gemm_multistage.py`` and, for a few tokens,
+    ``gemm_skinny.py`` and ``gemm_stream.py``.
+    """
 
     tile_m: int = knob(16, 32, 64, 128, 256)
-    tile_n: int = knob(8, 16, 32, 64, 128, 256)
+    tile_n: int = knob(8, 16, 24, 32, 48, 64, 96, 128, 256)
     tile_k: int = knob(32, 64, 128, 256)
     warps_m: int = knob(1, 2, 4)
     warps_n: int = knob(1, 2, 4)
@@ -122,7 +124,7 @@ class GemmConfig(Config):
     raster: int = knob(1, 8, 16)
     ctas_per_sm: int = knob(1, 2, 3)
     persistent: bool = knob(False, True, added=True)
-    body: str = knob("multistage", "skinny", added=True)
+    body: str = knob("multistage", "skinny", "stream", added=True)
     warps_k: int = knob(1, 2, 4, 8, added=True)
     split_k: int = knob(1, 2, 4, added=True)
     pdl: bool = knob(False, True, added=True)
@@ -142,9 +144,14 @@ class GemmConfig(Config):
 
     @property
     def smem(self) -> GemmSmem | SkinnySmem:
-        if self.body == "skinny":
-            return gemm_skinny.smem(self)
-        return GemmSmem(self.tile_m, self.tile_n, self.tile_k, self.stages, self.persistent)
+        if self.body == "multistage":
+            return GemmSmem(self.tile_m, self.tile_n, self.tile_k, self.stages, self.persistent)
+        return gemm_skinny.smem(self)
+
+    @property
+    def shares_tiles(self) -> bool:
+        """Whether CTAs share a tile's K, which takes a workspace."""
+        return self.split_k > 1 or self.body == "stream"
 
     @property
     def warp_tile(self) -> tuple[int, int]:
@@ -166,12 +173,22 @@ BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "skinny": {
         "tile_m": (16, 32, 64, 128),
-        "tile_n": (8, 16, 32, 64),
+        "tile_n": (8, 16, 24, 32, 48, 64, 96, 128),
         "tile_k": (64, 128, 256),
         "warps_m": (1, 2, 4),
         "warps_k": (1, 2, 4, 8),
         "stages": (3, 4, 5, 6, 8),
         "split_k": (1, 2, 4),
+        "pdl": (False, True),
+    },
+    "stream": {
+        "tile_m": (64, 128),
+        "tile_n": (24, 32, 48, 64, 96, 128),
+        "tile_k": (64, 128),
+        "warps_m": (1, 2, 4),
+        "warps_k": (1, 2, 4),
+        "stages": (3, 4, 5, 6),
+        "ctas_per_sm": (1, 2),
         "pdl": (False, True),
     },
 }
@@ -223,7 +240,7 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         for name, allowed in _OWN_VALUES[c.body]:
             if getattr(c, name) not in allowed:
                 yield f"body={c.body} takes {name} from {', '.join(map(str, allowed))}; it is {getattr(c, name)}"
-        yield from (gemm_skinny.broken if c.body == "skinny" else self._broken_multistage)(p, c, gpu)
+        yield from (self._broken_multistage if c.body == "multistage" else gemm_skinny.broken)(p, c, gpu)
 
     def _broken_multistage(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
         if c.warps > MAX_WARPS:
@@ -280,7 +297,7 @@ class Gemm(Op[GemmProblem, GemmConfig]):
 
     def valid(self, p: GemmProblem, gpu: GpuSpec) -> Iterator[GemmConfig]:
         few = next(gemm_skinny.refused(p), None) is None
-        return (c for c in _every() if (few or c.body != "skinny") and self.why_not(p, c, gpu) is None)
+        return (c for c in _every() if (few or c.body == "multistage") and self.why_not(p, c, gpu) is None)
 
     # -- choice
 
@@ -295,7 +312,7 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         elsewhere. They rank: the best estimate is 1.11 times the best time measured, on average, while the
         estimates themselves are off by 20 %. No substitute for measuring.
         """
-        if c.body == "skinny":
+        if c.body != "multistage":
             return gemm_skinny.estimate_us(p, c, gpu)
         rows, columns = p.sides()
         tiles = -(-rows.extent // c.tile_m) * -(-columns.extent // c.tile_n) * p.batch
@@ -336,7 +353,7 @@ class Gemm(Op[GemmProblem, GemmConfig]):
 
         from cutekernels.backends import cute as backend
 
-        body = gemm_skinny.body(p, c) if c.body == "skinny" else self._multistage(p, c, gpu)
+        body = self._multistage(p, c, gpu) if c.body == "multistage" else gemm_skinny.body(p, c)
         dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[p.dtype]
         cute = cutlass.cute
         if addressed(p, c):
@@ -357,7 +374,7 @@ class Gemm(Op[GemmProblem, GemmConfig]):
             kind = cutlass.Float32 if p.bias == "fp32" else dtype
             bias = make_fake_tensor(kind, (extents["n"],), stride=(1,), assumed_align=kind.width // 8)
         workspace: list[Any] = []
-        if c.split_k > 1:
+        if c.shares_tiles:
             whole = [(cutlass.Float32, 16), (cutlass.Int32, 4)]
             workspace = [make_fake_tensor(t, (cute.sym_int(),), stride=(1,), assumed_align=n) for t, n in whole]
         return backend.compile(
@@ -536,16 +553,20 @@ _OWN_VALUES = {
 
 @cache
 def _every() -> tuple[GemmConfig, ...]:
-    return tuple(
-        GemmConfig(**dict(zip(GemmConfig.space(), chosen, strict=True)))
-        for own in _OWN_VALUES.values()
-        for chosen in product(*[values for _, values in own])
-    )
+    return tuple(c for body in BODIES for c in _spanned(body))
+
+
+def _spanned(body: str, **among: tuple[Any, ...]) -> Iterator[GemmConfig]:
+    """Every config of ``body``, some knobs confined to ``among``."""
+    values = dict(_OWN_VALUES[body]) | among
+    return (GemmConfig(**dict(zip(values, chosen, strict=True))) for chosen in product(*values.values()))
 
 
 @cache
 def _default(op: Gemm, p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
-    candidates = [c for c in _shortlist() if op.why_not(p, c, gpu) is None]
+    usual = gemm_skinny.usual_tile(p)
+    candidates = [c for c in _shortlist() if c.body == "multistage" or c.tile_n == usual]
+    candidates = [c for c in candidates if op.why_not(p, c, gpu) is None]
     body = "skinny" if p.m <= gemm_skinny.DEFAULT_TOKENS else "multistage"
     candidates = [c for c in candidates if c.body == body] or candidates
     best = min(candidates, key=lambda c: (op.estimate_us(p, c, gpu), str(c)), default=None)
@@ -560,7 +581,7 @@ def _shortlist() -> tuple[GemmConfig, ...]:
         (128, 64, 4, 1), (64, 128, 1, 4), (64, 64, 2, 2), (32, 128, 1, 4), (128, 32, 4, 1), (32, 256, 1, 4),
         (256, 32, 4, 1), (32, 64, 1, 4), (64, 32, 4, 1), (32, 32, 2, 2),
     ]  # fmt: skip
-    skinny = [c for c in _every() if c.body == "skinny" and c.stages in (3, 5, 8) and c.tile_k >= 128]
+    skinny = _spanned("skinny", tile_n=gemm_skinny.USUAL_TILES, tile_k=(128, 256), stages=(3, 5, 8))
     return *skinny, *(
         GemmConfig(tile_m, tile_n, tile_k, warps_m, warps_n, stages, raster, ctas, persistent)
         for tile_m, tile_n, warps_m, warps_n in shapes

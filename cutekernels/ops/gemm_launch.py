@@ -16,7 +16,7 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 
 def addressed(p: GemmProblem, c: GemmConfig) -> bool:
     """Whether the kernel takes addresses, as :class:`~cutekernels.kernels.cute.addressed.Addressed` does."""
-    return p.c == "none" and p.bias == "none" and not p.batched and not p.wide and c.split_k == 1
+    return p.c == "none" and p.bias == "none" and not p.batched and not p.wide and not c.shares_tiles
 
 
 def contiguous(p: GemmProblem) -> tuple[int, int, int]:

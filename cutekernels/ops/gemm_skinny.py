@@ -1,6 +1,8 @@
-"""The skinny schedule as ``gemm`` sees it: which problems and configs it takes, its model, its body, its workspace.
+"""The skinny schedules as ``gemm`` sees them: which problems and configs they take, models, bodies, the workspace.
 
-The same for ``norm_linear_op.py``, whose kernel is this body with a norm in front of the product or a gate behind it.
+``body=skinny`` has a CTA, or ``split_k`` of them, to a tile. The same serves ``norm_linear_op.py``, whose kernel is
+this body with a norm in front of the product or a gate behind it. ``body=stream`` deals out k-tiles evenly to as many
+CTAs as the GPU holds at once; only the tuner chooses it, where it measured it.
 
 ``tile_m`` are weight rows (of N) here and ``tile_n`` tokens (of M): operands are swapped.
 """
@@ -16,19 +18,24 @@ import torch
 from torch import Tensor
 
 from cutekernels.kernels.cute.parts.smem import SkinnySmem
-from cutekernels.op import power_of_two
+from cutekernels.kernels.cute.parts.stream import SLOTS
+from cutekernels.op import ladder, power_of_two
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
     from cutekernels.ops.gemm import GemmConfig, GemmProblem
 
 MOST_TOKENS = 128
-WIDEST_TOKENS = 64  # of one tile
+USUAL_TILES = (8, 16, 32, 64)  # of tokens, what the default chooses among
+WIDE_WARPS = 8  # of tiles of more tokens than that
 # Up to which the default is skinny wherever it can be; beyond, never. The two models do not compare: at 16 tokens the
 # multistage one is sanguine, at 64 this one is (19.9 us where it says 10.8; H200, K = N = 3584, 2026-11-21).
 DEFAULT_TOKENS = 32
 LEAST_IN_FLIGHT = 32 * 1024  # bytes of stages
-_OTHER_REGISTERS = 48
+_OTHER_REGISTERS, _OTHER_REGISTERS_CLOSE = 48, 40
+# Of 70 configs with other tiles than the usual, those beyond spilled (sm_90a, 2026-11-21): the compiler reads the
+# splits' or the warps' sums of many accumulators together.
+_MOST_SUMMED, _MOST_OF_MANY_WARPS = 240, 96
 _GRID_AXIS = 65535
 
 # The model's constants, fitted to 540 configs of six problems on an H200 (2026-11-21): 11 % off, root mean square.
@@ -56,8 +63,24 @@ class Extras:
 PLAIN = Extras()
 
 
+def usual_tile(p: GemmProblem) -> int:
+    """Tokens of a tile of the default: a power of two."""
+    return min(USUAL_TILES[-1], max(USUAL_TILES[0], power_of_two(p.m)))
+
+
+def fitting_tiles(p: GemmProblem) -> list[int]:
+    """Tokens of a tile that suit ``p``: the usual, and what covers its bucket exactly, in one tile or, if wide, two.
+
+    Of the bucket and not of ``p``, so that what was tuned for a bucket serves every problem in it. Buckets are the
+    ladder's, so 40, 56, 80 and 112 would suit none.
+    """
+    tokens = min(MOST_TOKENS, ladder(p.m))
+    shares = (1, 2) if tokens > USUAL_TILES[-1] else (1,)
+    return sorted({usual_tile(p), *(max(8, -(-tokens // share // 8) * 8) for share in shares)})
+
+
 def smem(c: GemmConfig, extras: Extras = PLAIN) -> SkinnySmem:
-    frame = SkinnySmem(c.tile_m, c.tile_n, c.tile_k, c.stages, c.warps_k)
+    frame = SkinnySmem(c.tile_m, c.tile_n, c.tile_k, c.stages, c.warps_k, apart=c.body == "stream")
     return replace(frame, squaring=c.warps if extras.squares else 0, gamma_bytes=extras.gamma_bytes)
 
 
@@ -78,9 +101,9 @@ def refused(p: GemmProblem) -> Iterator[str]:
 def broken(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
     """The rules that ``c`` breaks."""
     yield from refused(p)
-    fitting = min(WIDEST_TOKENS, max(8, power_of_two(p.m)))
-    if c.tile_n != fitting:
-        yield f"tile_n={c.tile_n} does not suit {p.m} tokens: take {fitting}"
+    fitting = fitting_tiles(p)
+    if c.tile_n not in fitting:
+        yield f"tile_n={c.tile_n} does not suit {p.m} tokens: take {' or '.join(map(str, fitting))}"
     if c.tile_k < 128 and c.tile_n <= 16:
         yield f"tile_k={c.tile_k} is little between barriers for {c.tile_n} tokens: take 128 or more"
     if c.warps not in (4, 8):
@@ -94,15 +117,15 @@ def broken(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) 
         yield f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
     if frame.staged_bytes < LEAST_IN_FLIGHT:
         yield f"{frame.staged_bytes} bytes of stages keep too few in flight: take {LEAST_IN_FLIGHT} or more"
-    accumulators = c.tile_m * c.tile_n // (32 * c.warps_m)
-    fragments = c.tile_k // 16 // c.warps_k * (c.tile_m // c.warps_m // 4 + c.tile_n // 4)
-    registers = accumulators + fragments + extras.registers(c) + _OTHER_REGISTERS
+    registers = registers_per_thread(c, extras)
     if registers > gpu.MAX_REGISTERS_PER_THREAD:
         yield f"a thread needs about {registers} registers"
-    for name, rows in (("m", c.tile_m), ("n", c.tile_n)):
-        across = loaders(rows, c) // min(loaders(rows, c), c.tile_k // 8)
-        if rows % across:
-            yield f"{loaders(rows, c)} threads do not divide tile_{name}={rows} by tile_k={c.tile_k}"
+    if not usual(c):
+        sums = accumulators(c) * c.split_k if c.split_k > 1 else 0
+        if sums > _MOST_SUMMED or (c.warps_k > 2 and accumulators(c) > _MOST_OF_MANY_WARPS):
+            yield f"{c.split_k} splits and {c.warps_k} groups of warps sum {accumulators(c)} accumulators: spills"
+    if c.tile_n > USUAL_TILES[-1] and c.warps < WIDE_WARPS:
+        yield f"tile_n={c.tile_n} takes {WIDE_WARPS} warps; there are {c.warps}"
     if c.split_k > 1 and tiles(p, c) > 2 * gpu.sm_count:
         yield f"split_k={c.split_k}: {tiles(p, c)} tiles fill the GPU without"
     if c.split_k > 1 and c.split_k * 2 > -(-p.k // c.tile_k):
@@ -113,17 +136,62 @@ def broken(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) 
         yield f"{p.n} weight rows are more than {_GRID_AXIS} tiles of {c.tile_m}"
     if c.tile_m > max(32, p.n):
         yield f"tile_m={c.tile_m} idles most of a tile over {p.n} weight rows"
+    if c.body == "stream":
+        yield from _broken_stream(p, c, gpu, registers)
+
+
+def _broken_stream(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, registers: int) -> Iterator[str]:
+    ctas = gpu.sm_count * c.ctas_per_sm
+    if p.k == 0 or p.k % c.tile_k:
+        yield f"body=stream takes K in whole k-tiles of {c.tile_k}; it is {p.k}"
+    if units(p, c) * ctas >= 2**31:
+        yield f"{units(p, c)} k-tiles are more than body=stream counts for {ctas} CTAs"
+    if units(p, c) < 2 * ctas:
+        yield f"body=stream leaves less than two k-tiles to each of {ctas} CTAs"
+    needed = c.ctas_per_sm * (smem(c).total_bytes + gpu.SMEM_RESERVED_BYTES)
+    if needed > gpu.smem_per_sm_bytes:
+        yield f"{c.ctas_per_sm} CTAs take {needed} bytes of an SM's {gpu.smem_per_sm_bytes} of shared memory"
+    available = gpu.REGISTERS_PER_SM // (c.threads * c.ctas_per_sm)
+    if registers > available:
+        yield f"a thread needs about {registers} registers; {c.ctas_per_sm} CTAs of {c.threads} leave {available}"
+
+
+def usual(c: GemmConfig) -> bool:
+    """Whether ``c`` is one of those the default chooses among, knobs aside."""
+    return c.body == "skinny" and c.tile_n in USUAL_TILES
+
+
+def registers_per_thread(c: GemmConfig, extras: Extras = PLAIN) -> int:
+    """About what the compiler will need. Where it is short of them, it reads no more than two k-blocks ahead."""
+    blocks = c.tile_k // 16 // c.warps_k
+    fragment = c.tile_m // c.warps_m // 4 + c.tile_n // 4
+    if usual(c):
+        return accumulators(c) + blocks * fragment + extras.registers(c) + _OTHER_REGISTERS
+    return accumulators(c) + min(2, blocks) * fragment + extras.registers(c) + _OTHER_REGISTERS_CLOSE
+
+
+def accumulators(c: GemmConfig) -> int:
+    """Of a thread."""
+    return c.tile_m * c.tile_n // (32 * c.warps_m)
 
 
 def loaders(rows: int, c: GemmConfig) -> int:
-    """Threads that load a tile of ``rows``: no more than it has vectors."""
-    return min(c.threads, rows * c.tile_k // 8)
+    """Threads that load a tile of ``rows``: as many as divide it by whole vectors along K, none idle."""
+    along = c.tile_k // 8
+    return along * max(across for across in range(1, c.threads // along + 1) if rows % across == 0)
+
+
+def units(p: GemmProblem, c: GemmConfig) -> int:
+    """k-tiles of all tiles, which ``body=stream`` deals out."""
+    return tiles(p, c) * -(-p.k // c.tile_k)
 
 
 def estimate_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
     """What an SM's CTAs pull through its port, or latency, DRAM or the L2 allow, whichever is slowest; fixed costs."""
     if p.m == 0 or p.n == 0:
         return 0.0
+    if c.body == "stream":
+        return _stream_us(p, c, gpu)
     ctas = tiles(p, c) * c.split_k
     frame = smem(c, extras)
     fit = gpu.smem_per_sm_bytes // (frame.total_bytes + gpu.SMEM_RESERVED_BYTES)
@@ -148,19 +216,36 @@ def estimate_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PL
     return float(us * (1.15 if crowding else 1.0))
 
 
+def _stream_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> float:
+    """The same with every SM's share alike, and what it takes to join the tiles that CTAs share.
+
+    No constant is fitted to this body: it is a guess that ranks candidates until they are measured.
+    """
+    tokens = min(p.m, c.tile_n)
+    unit_bytes = (c.tile_m + tokens) * c.tile_k * 2
+    share = -(-units(p, c) // (gpu.sm_count * c.ctas_per_sm))
+    rate = min(_SM_BYTES_PER_US, c.ctas_per_sm * (c.stages - 1) * unit_bytes / _LATENCY_US)
+    busy = c.ctas_per_sm * share * unit_bytes / rate + _CTA_US + _TILE_US * share
+    dram = 2.0 * p.n * p.k / (_DRAM_RATE * gpu.dram_gbps * 1e3)
+    l2 = units(p, c) * unit_bytes / (_L2_BYTES_PER_US_PER_SM * gpu.sm_count)
+    return float(_LAUNCH_US - (_DEPENDENT_US if c.pdl else 0.0) + max(dram, l2, busy) + _SPLIT_US)
+
+
 def body(p: GemmProblem, c: GemmConfig, norm: Any = None, extras: Extras = PLAIN) -> Any:
     """The kernel body with its parts; ``norm`` is a ``TokenNorm`` or None."""
     import cutlass
 
     from cutekernels.kernels.cute.gemm_skinny import SkinnyGemm
+    from cutekernels.kernels.cute.gemm_stream import StreamGemm
     from cutekernels.kernels.cute.parts.epilogue import Activation
     from cutekernels.kernels.cute.parts.load import OperandLoad
     from cutekernels.kernels.cute.parts.mma import WarpMma
 
-    return SkinnyGemm(
+    kind = StreamGemm if c.body == "stream" else SkinnyGemm
+    return kind(
         load_w=OperandLoad(c.tile_m, c.tile_k, c.stages, loaders(c.tile_m, c), True, 8),
         load_x=OperandLoad(c.tile_n, c.tile_k, c.stages, loaders(c.tile_n, c), True, 8),
-        mma=WarpMma(c.warps_m, 1, cutlass.Float32, True, True, min(16, c.tile_n)),
+        mma=WarpMma(c.warps_m, 1, cutlass.Float32, True, True, 8 if c.tile_n % 16 else 16),
         warps_k=c.warps_k,
         split_k=c.split_k,
         dependent=c.pdl,
@@ -171,7 +256,7 @@ def body(p: GemmProblem, c: GemmConfig, norm: Any = None, extras: Extras = PLAIN
     )
 
 
-# ---- the workspace of split-K ---------------------------------------------------------------------------
+# ---- the workspace of shared tiles ----------------------------------------------------------------------
 
 _RESERVE = 1 << 20  # tickets of one device for captured launches
 
@@ -227,7 +312,7 @@ def _take(device: int, tickets: int) -> Tensor:
 
 def bind(p: GemmProblem, c: GemmConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """``launch(out, a, b, c, bias, alpha, beta)``."""
-    if c.split_k == 1:
+    if not c.shares_tiles:
         return kernel
     shared = workspace(p, c)
 
@@ -238,6 +323,9 @@ def bind(p: GemmProblem, c: GemmConfig, kernel: Callable[..., Any]) -> Callable[
 
 
 def workspace(p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> Workspace:
-    """For ``split_k > 1``."""
+    """For tiles that CTAs share. ``body=stream`` starts as many CTAs as theirs has slots for."""
     count = tiles(p, c)
+    if c.body == "stream":
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return Workspace(device.multi_processor_count * c.ctas_per_sm * SLOTS * c.tile_m * c.tile_n, count)
     return Workspace(count * c.split_k * (c.tile_m + extras.squares) * c.tile_n, count)

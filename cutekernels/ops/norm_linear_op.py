@@ -97,7 +97,10 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         fused = [
             c
             for c in NormLinearConfig.every()
-            if c.stages in (3, 5, 8) and c.tile_k >= 128 and self.why_not(p, c, gpu) is None
+            if c.tile_n == gemm_skinny.usual_tile(p.product)
+            and c.stages in (3, 5, 8)
+            and c.tile_k >= 128
+            and self.why_not(p, c, gpu) is None
         ]
         return min(fused, key=lambda c: (self.estimate_us(p, c, gpu), str(c)), default=CHAIN)
 

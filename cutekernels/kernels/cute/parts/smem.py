@@ -46,6 +46,7 @@ class GemmSmem:
 class SkinnySmem:
     """Shared memory of a skinny GEMM: stages of weight rows and tokens, later sums of warps in their place; a flag.
 
+    ``apart``: the sums have a place of their own, since the next tile's loads are under way when they are left.
     With a norm in front, ``squaring`` warps leave a sum of squares for each token, and the stages hold the norm's
     weight too, ``gamma_bytes`` an element.
     """
@@ -58,6 +59,7 @@ class SkinnySmem:
     element_bytes: int = 2
     squaring: int = 0
     gamma_bytes: int = 0
+    apart: bool = False
     FLAG_BYTES = 16
 
     @property
@@ -69,8 +71,12 @@ class SkinnySmem:
         return (self.warps_k - 1) * self.tile_m * self.tile_n * 4
 
     @property
+    def sums_at(self) -> int:
+        return self.staged_bytes if self.apart else 0
+
+    @property
     def flag_at(self) -> int:
-        return max(self.staged_bytes, self.summed_bytes)
+        return max(self.staged_bytes, self.sums_at + self.summed_bytes)
 
     @property
     def squares_at(self) -> int:
