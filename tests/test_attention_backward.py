@@ -277,19 +277,21 @@ def test_rules_are_told() -> None:
     with pytest.raises(UnsupportedProblem, match="leave it out"):
         AttentionBackwardProblem.parse(f"{base} lse=1")
     p = AttentionBackwardProblem.parse(base)
-    config = ATTENTION_BACKWARD.default(p, spec)
-    for change, message in {
-        "tile_own=256 warps=4": "registers",
-        "tile_own=128 warps=8 tile_walked=128 stages=2 ctas_per_sm=1": "shared memory|registers",
-        "tile_own=64 warps=8": "rows each",
-        "ctas_per_sm=1 stages=1": "say so",
-    }.items():
+    config = AttentionBackwardConfig(64, 32, 4, 2, 2, False, "rows")
+    assert ATTENTION_BACKWARD.why_not(p, config, spec) is None
+    for name, change, message in (
+        ("h200", "tile_own=256", "registers"),
+        ("l40s", "tile_own=128 warps=8 tile_walked=64 ctas_per_sm=1", "shared memory"),
+        ("h200", "warps=8", "rows each"),
+        ("h200", "ctas_per_sm=1", "say so"),
+    ):
         words = dict(word.split("=") for word in change.split())
         with pytest.raises(InvalidConfig, match=message):
-            ATTENTION_BACKWARD.check(p, config.replace(**{k: int(v) for k, v in words.items()}), spec)
-    few = p.replace(seq_q=16, seq_kv=16)
+            ATTENTION_BACKWARD.check(p, config.replace(**{k: int(v) for k, v in words.items()}), gpu.lookup(name))
     with pytest.raises(InvalidConfig, match="idles"):
-        ATTENTION_BACKWARD.check(few, AttentionBackwardConfig.parse(str(config.replace(tile_own=128, warps=8))), spec)
+        ATTENTION_BACKWARD.check(p.replace(seq_q=16, seq_kv=16), config.replace(tile_own=128, warps=8), spec)
+    with pytest.raises(InvalidConfig, match="more than one tile"):
+        ATTENTION_BACKWARD.check(p.replace(seq_kv=60), config.replace(order="heads"), spec)
 
 
 def test_work_counts_the_products_of_the_pass() -> None:

@@ -23,7 +23,7 @@ def _check(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> None:
     """Raises UnsupportedProblem for arguments that pose no problem."""
-    mask, cu_q, cu_kv, _, _, _, scale, _ = rest
+    mask, cu_q, cu_kv, _, _, _, scale, *_ = rest
     check(q, k, v, mask, cu_q, cu_kv, scale)
     for name, t in (("dout", dout), ("out", out)):
         if t.shape != q.shape or t.dtype != q.dtype or t.device != q.device:
@@ -44,7 +44,7 @@ def _run(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Poses, plans and launches for checked GPU tensors."""
-    mask, cu_q, cu_kv, causal, left, right, scale, softcap = rest
+    mask, cu_q, cu_kv, causal, left, right, scale, softcap, *forced = rest
     results = _fresh(q, k, v)
     if q.numel() == 0 or k.numel() == 0:
         for t in results:
@@ -61,7 +61,8 @@ def _run(
         named = dict(zip("qkv", results, strict=True))
         for of in passes(q.shape[-1]):
             problem = AttentionBackwardProblem(**fields, of=of)
-            plan = dispatch.plan(ATTENTION_BACKWARD, problem, q.get_device(), None)
+            config = forced[0] if forced and "k" in of else None
+            plan = dispatch.plan(ATTENTION_BACKWARD, problem, q.get_device(), config)
             plan.launch(*[named[name] for name in of], dout, q, k, v, stats, mask, *ends, scale, softcap)
     return results
 
@@ -75,12 +76,15 @@ def _fresh(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 _SCHEMA = (
     "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, bool causal, int window_left, int window_right, float scale, "
-    "float softcap) -> (Tensor, Tensor, Tensor)"
+    "float softcap, str? config=None) -> (Tensor, Tensor, Tensor)"
 )
 
 
 def register(library: torch.library.Library) -> None:
-    """Defines the op in ``library`` (namespace "cutekernels"): schema, GPU and CPU, fake. Differentiable once."""
+    """Defines the op in ``library`` (namespace "cutekernels"): schema, GPU and CPU, fake. It has no gradient itself.
+
+    ``config`` is that of the kernel that gives dK; the others run what the dispatcher finds.
+    """
     define(library, _SCHEMA, _cuda, _cpu, _fake)
     name = "attention_backward"
     torch.library.register_autograd(f"cutekernels::{name}", no_gradient(name), lib=library)
@@ -98,7 +102,7 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _cpu(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     _check(*args)
-    dout, dlse, q, k, v, _, _, mask, cu_q, cu_kv, causal, left, right, scale, softcap = args
+    dout, dlse, q, k, v, _, _, mask, cu_q, cu_kv, causal, left, right, scale, softcap = args[:15]
     if mask is not None:
         mask = mask.expand(q.shape[0], q.shape[2], -1, -1)
     reach = 0 if causal else right

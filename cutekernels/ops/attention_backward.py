@@ -101,12 +101,16 @@ class AttentionBackwardConfig(Config):
 
 MAX_CTAS = 3
 
-# The model's constants (see ``estimate_us``): guesses, to be fitted.
+# The model's constants (see ``estimate_us``): the forward pass's, fitted there, and guesses.
 _LAUNCH_US = 2.0
-_CTA_US = 2.0
+_CTA_US = 2.75
+_TILE_US = 0.17  # of a walked tile, whatever its size
+_WAIT_US = 0.4  # for the next one, with one stage
+_CLOCKS_PER_US = 1700
 _SMEM_BYTES_PER_CLOCK = 128
-_ORDER = {False: {"rows": 1.0, "l2": 1.01, "heads": 1.02}, True: {"rows": 1.02, "l2": 1.0, "heads": 1.005}}
-_FED = 0.8  # of the tensor cores' rate that a full SM of warps reaches
+_SOFTMAX = 0.5  # the share of the exponents' time that products do not hide
+_ORDER = {False: {"rows": 1.0, "l2": 1.01, "heads": 1.02}, True: {"rows": 1.05, "l2": 1.05, "heads": 1.0}}
+_FED = 0.83  # of the tensor cores' rate that a full SM of warps reaches
 
 
 class AttentionBackward(Op[AttentionBackwardProblem, AttentionBackwardConfig]):
@@ -172,28 +176,27 @@ class AttentionBackward(Op[AttentionBackwardProblem, AttentionBackwardConfig]):
     def estimate_us(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec) -> float:
         """Waves of CTAs, each walked tile as slow as tensor cores or shared memory; or DRAM, if slower.
 
-        Not yet fitted to measurements.
+        The forward pass's model; not yet fitted to measurements of its own.
         """
         group = p.heads_q // p.heads_kv
         tiles = -(-p.seq_own // c.tile_own) * p.batch * (p.heads_kv if p.by_keys else p.heads_q)
         if tiles == 0 or p.seq_walked == 0:
             return _LAUNCH_US
         width, products = padded(p.head_dim), _PRODUCTS[p.of]
-        # Walked tiles of an owned one, on average: those its band touches.
-        seen = p.pairs / p.seq_own + (c.tile_own / 2 if p.limited_left or p.limited_right else 0)
+        uneven = p.limited_left or p.limited_right
+        # Walked tiles of an owned one, on average: those its band touches; the ones at its edge cost more.
+        seen = p.pairs / p.seq_own + (1.7 * c.tile_own if uneven else 0)
         steps = max(1.0, min(seen, p.seq_walked) / c.tile_walked + 0.5) * (group if p.by_keys else 1)
-        clock_ghz = 1.7
-        multiply = 2.0 * products * c.tile_own * c.tile_walked * width / (gpu.mma_tflops * 1e6 / gpu.sm_count)
+        multiply = 2.0 * products * c.tile_own * c.tile_walked * width / (_FED * gpu.mma_tflops * 1e6 / gpu.sm_count)
         owned = 0 if c.in_registers else c.rows * (1 if p.of == "v" else 2)
         read = c.warps * (products * c.tile_walked + owned) * width * 2
-        feed = read / (_SMEM_BYTES_PER_CLOCK * clock_ghz * 1e3)
-        exponents = c.tile_own * c.tile_walked / (16 * clock_ghz * 1e3)  # MUFU
-        fed = _FED * min(1.0, (c.ctas_per_sm * c.warps / 8) ** 0.3) * (1.0 if c.ctas_per_sm > 1 else 0.93)
-        overhead = (0.08 if c.stages > 1 else 0.4) * (32 / c.tile_walked + 0.5) / c.ctas_per_sm
-        step = max(multiply, feed * 1.05, exponents) / fed + overhead
+        feed = read / (_SMEM_BYTES_PER_CLOCK * _CLOCKS_PER_US)
+        exponents = c.tile_own * c.tile_walked / (16 * _CLOCKS_PER_US)
+        fixed = _TILE_US + (_WAIT_US if c.stages == 1 else 0.0)
+        crowd = min(1.0, c.ctas_per_sm * c.warps / 8) ** 0.3  # a warp of each scheduler hides nothing
+        step = (max(multiply, feed) + _SOFTMAX * exponents) / crowd + fixed / c.ctas_per_sm
         cta = steps * step + _CTA_US / c.ctas_per_sm
         per_sm = tiles / gpu.sm_count
-        uneven = p.limited_left or p.limited_right
         busy = cta * (max(1.0, per_sm) if uneven or per_sm > 8 else math.ceil(per_sm))
         busy *= _ORDER[uneven][c.order]
         dram = self.work(p).bytes / (0.9 * gpu.dram_gbps * 1e3)
