@@ -47,7 +47,7 @@ def _at(operand, row, head, r, c):
 
 
 @triton.jit
-def _affine(operand, head, c, inside, PRESENT: tl.constexpr, EVICT: tl.constexpr = ""):
+def _affine(operand, head, c, inside, PRESENT: tl.constexpr, EVICT: tl.constexpr):
     """A weight or a bias as it is stored: half the registers of fp32 while rows are reduced. Shape (1, width of c)."""
     if PRESENT:
         at = operand[0] + head * operand[2] + c.to(tl.int64) * operand[3]
@@ -202,8 +202,8 @@ def _forward(
         row, head = _place(_program(), heads, BLOCK_ROWS, NESTED)
         # Asked for before any row is waited for, so that they arrive together.
         c = tl.arange(0, BLOCK_COLS)
-        w = _affine(weight, head, c, c < cols, WEIGHT)
-        b = _affine(bias, head, c, c < cols, BIAS)
+        w = _affine(weight, head, c, c < cols, WEIGHT, "")
+        b = _affine(bias, head, c, c < cols, BIAS, "")
         if STAGES > 0:
             for index in tl.range(_program(), tl.cdiv(rows, BLOCK_ROWS) * heads, _programs(), num_stages=STAGES):
                 row, head = _place(index, heads, BLOCK_ROWS, NESTED)
