@@ -171,7 +171,8 @@ def test_compiles_as_predicted(tile: int, body: str, spec: gpu.GpuSpec) -> None:
         assert spec.smem_per_block_bytes < H200.smem_per_block_bytes, "smem is what large tiles want for"
         return
     best = min(fitting, key=lambda c: (GEMM.estimate_us(p, c, spec), str(c)))
-    for config in (best, random.Random(f"{tile} {body} {spec.name}").choice(fitting)):
+    others = [random.Random(f"{tile} {body}").choice(fitting)] if spec is H200 else []
+    for config in (best, *others):
         facts = built(p, config, spec.name).facts
         assert facts.smem_bytes == config.smem.total_bytes, config
         assert prune_reason(facts, spec) is None, config
