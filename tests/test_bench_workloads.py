@@ -22,6 +22,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "embedding": {"rows": 24, "vocabulary": 32, "cols": 64},
     "embedding_backward": {"rows": 24, "vocabulary": 32, "cols": 64},
     "rope": {"seq": 6, "batch": 2},
+    "kv_append": {"seq": 6, "batch": 2},
     "silu_mul": {"rows": 24, "cols": 64},
     "bias_gelu": {"rows": 24, "cols": 64},
     "swiglu": {"rows": 24, "cols": 64},
@@ -32,7 +33,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "moe_combine_backward": {"tokens": 24},
 }
 GPU_ONLY = ("rms_norm_backward", "layer_norm_backward", "column_sum")  # all but the eager peer
-UNLIKE = ("rope", "embedding_backward", "swiglu", "moe_gather")  # operands are the contenders', not the op's
+# Operands are the contenders', not the op's.
+UNLIKE = ("rope", "kv_append", "embedding_backward", "swiglu", "moe_gather")
 PLAIN = ("eager", "eager (complex)", "eager (fp32 chain)", "eager (erf chain)", "torch's kernel")
 
 

@@ -43,6 +43,7 @@ _HOMES = {
     "bias_gelu_backward": "activations",
     "swiglu": "mlp",
     "rope": "rope",
+    "kv_append": "kv_append",
     "rms_norm": "norms",
     "rms_norm_backward": "norms",
     "add_rms_norm": "norms",

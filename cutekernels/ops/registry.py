@@ -10,6 +10,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op
 from cutekernels.ops import (
     activations,
+    append,
     attend,
     attend_backward,
     attend_decode,
@@ -34,6 +35,7 @@ from cutekernels.ops.embedding import EMBEDDING, EMBEDDING_BACKWARD
 from cutekernels.ops.expert_rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_GATHER
 from cutekernels.ops.gemm import GEMM
 from cutekernels.ops.glu import GELU_MUL, GELU_MUL_BACKWARD, SILU_MUL, SILU_MUL_BACKWARD
+from cutekernels.ops.kv_append import KV_APPEND
 from cutekernels.ops.norm_gradients import COLUMN_SUM, COLUMN_SUM_PAIR, LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD
 from cutekernels.ops.norm_linear_op import LINEAR_SILU_MUL, RMS_NORM_LINEAR
 from cutekernels.ops.norms import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
@@ -58,6 +60,7 @@ OPS: tuple[Op[Any, Any], ...] = (
     BIAS_GELU,
     BIAS_GELU_BACKWARD,
     ROPE,
+    KV_APPEND,
     ADAMW_STEP,
     EMBEDDING,
     EMBEDDING_BACKWARD,
@@ -88,6 +91,7 @@ for module in (
     attend_decode,
     activations,
     rope,
+    append,
     optimizer,
     embedding,
     norms,

@@ -1,0 +1,337 @@
+"""``KVCache``: keys and values of a batch of sequences on the device, with their lengths and the pages they lie in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops import registry as _registry  # noqa: F401  registers the torch ops that calls fall back on
+from cutekernels.ops.append import kv_append
+from cutekernels.ops.attention_decode import PAGE_SIZES
+from cutekernels.ops.kv_append import LENGTHS, LOST, KvAppendConfig
+
+NO_PAGE = -1  # an entry of a page table without a page
+
+
+class CacheView(TypedDict):
+    """A cache as ``decode_attention(q, **cache.view())`` takes it."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    cache_seqlens: Tensor
+    page_table: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """Pages on the host: those that are free, and those of each sequence, in the order of its tokens."""
+
+    free: list[int]
+    held: list[list[int]]
+
+    def __getitem__(self, sequences: slice) -> _Pool:
+        return _Pool(self.free, self.held[sequences])
+
+
+class KVCache:
+    """The keys and values of one layer: contiguous ``(B, T_MAX, HKV, D)``, or in pages ``(PAGES, PAGE_SIZE, HKV, D)``.
+
+    ::
+
+        cache = KVCache.contiguous(8, 4096, heads=8, head_dim=128)
+        q = cache.append(k, v, q=q, cos=cos, sin=sin)
+        out = decode_attention(q, **cache.view())
+
+    Lengths are on the device and :meth:`append` moves them there, so that nothing waits for it and a captured graph is
+    good for any lengths. ``lengths`` may be written to: ``cache.lengths -= rejected`` takes speculated tokens back.
+
+    What finds no room is written nowhere: a sequence ends at its last token that has a place, and ``lost`` counts those
+    behind it. Ask :meth:`check` once in a while, or keep count on the host.
+
+    Pages come from one of three places. By default each sequence has all of its pages for good. With ``pages``, which
+    may be fewer than that takes, :meth:`reserve` hands them out from a free list on the host and :meth:`reset` takes
+    them back. With ``page_table`` they are the caller's; an entry without a page is :data:`NO_PAGE`. Layers whose
+    tokens lie in like pages share a table: reserve and reset in the one that made it, and reset in the others.
+
+    ``cache[i]`` and ``cache[i:j]`` are caches of these sequences, in the same memory: to fill or reset one alone.
+
+    Attributes:
+        k_cache: where keys lie.
+        v_cache: where values lie, alike.
+        lengths: int32 ``(B,)``, tokens of each sequence.
+        lost: int32 ``(B,)``, tokens of each sequence that found no room.
+        page_table: int32 ``(B, MAX_PAGES)``, or None.
+    """
+
+    def __init__(self, k_cache: Tensor, v_cache: Tensor, page_table: Tensor | None = None) -> None:
+        """Around memory that is there, with no tokens in it.
+
+        Args:
+            k_cache: ``(B, T_MAX, HKV, D)``, or with a page table ``(PAGES, PAGE_SIZE, HKV, D)`` with a page size of 16,
+                32, 64, 128 or 256. D contiguous.
+            v_cache: shape, dtype and device of ``k_cache``.
+            page_table: int32 ``(B, MAX_PAGES)``, the page of each ``PAGE_SIZE`` tokens of a sequence.
+        """
+        if k_cache.dim() != 4 or (v_cache.shape, v_cache.dtype) != (k_cache.shape, k_cache.dtype):
+            raise UnsupportedProblem(
+                f"k_cache and v_cache are alike and have four dimensions; got {tuple(k_cache.shape)} {k_cache.dtype} "
+                f"and {tuple(v_cache.shape)} {v_cache.dtype}"
+            )
+        batch = k_cache.shape[0]
+        if page_table is not None:
+            if page_table.dim() != 2 or page_table.dtype != torch.int32:
+                raise UnsupportedProblem(
+                    f"page_table is int32 (B, MAX_PAGES); got {page_table.dtype} {tuple(page_table.shape)}"
+                )
+            if k_cache.shape[1] not in PAGE_SIZES:
+                raise UnsupportedProblem(f"a page has {', '.join(map(str, PAGE_SIZES))} tokens, not {k_cache.shape[1]}")
+            batch = page_table.shape[0]
+        state = torch.zeros((3, batch), dtype=torch.int32, device=k_cache.device)
+        self._set(k_cache, v_cache, page_table, state, None)
+
+    def _set(self, k: Tensor, v: Tensor, page_table: Tensor | None, state: Tensor, pool: _Pool | None) -> None:
+        self.k_cache, self.v_cache, self.page_table = k, v, page_table
+        self.lengths, self.lost = state[LENGTHS], state[LOST]
+        self._state, self._pool = state, pool
+
+    @classmethod
+    def contiguous(
+        cls,
+        batch: int,
+        room: int,
+        heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cuda",
+    ) -> KVCache:
+        """New memory for ``room`` tokens of each of ``batch`` sequences."""
+        k, v = (torch.empty((batch, room, heads, head_dim), dtype=dtype, device=device) for _ in range(2))
+        return cls(k, v)
+
+    @classmethod
+    def paged(
+        cls,
+        batch: int,
+        room: int,
+        heads: int,
+        head_dim: int,
+        *,
+        page_size: int = 16,
+        pages: int | None = None,
+        page_table: Tensor | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cuda",
+    ) -> KVCache:
+        """New pages for up to ``room`` tokens of each of ``batch`` sequences.
+
+        Args:
+            batch: sequences.
+            room: tokens that a sequence's row of the table has entries for, rounded up to whole pages.
+            heads: of keys and values.
+            head_dim: channels of a head.
+            page_size: tokens in a page: 16, 32, 64, 128 or 256.
+            pages: how many there are. All that ``batch`` sequences of ``room`` tokens need if left out, and then each
+                sequence has its own for good, unless there is a ``page_table``; else :meth:`reserve` hands them out.
+            page_table: int32 ``(batch, room / page_size)``: the caller's, who hands pages out.
+            dtype: fp16 or bf16, to attend to; fp32 too, to append to.
+            device: where all of it lives.
+        """
+        if page_size not in PAGE_SIZES:
+            raise UnsupportedProblem(f"a page has {', '.join(map(str, PAGE_SIZES))} tokens, not {page_size}")
+        entries = -(-room // page_size)
+        if page_table is not None and page_table.shape != (batch, entries):
+            raise UnsupportedProblem(
+                f"{batch} sequences of {room} tokens in pages of {page_size} have a page_table {(batch, entries)}; got "
+                f"{tuple(page_table.shape)}"
+            )
+        count = batch * entries if pages is None else pages
+        shape = (count, page_size, heads, head_dim)
+        k, v = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+        pool = None
+        if page_table is None and pages is None:
+            page_table = torch.arange(count, dtype=torch.int32, device=device).view(batch, entries)
+        elif page_table is None:
+            page_table = torch.full((batch, entries), NO_PAGE, dtype=torch.int32, device=device)
+            pool = _Pool(list(range(count))[::-1], [[] for _ in range(batch)])
+        cache = cls(k, v, page_table)
+        cache._pool = pool
+        return cache
+
+    # -- what there is
+
+    @property
+    def batch(self) -> int:
+        return self._state.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page; 0 without pages."""
+        return 0 if self.page_table is None else self.k_cache.shape[1]
+
+    @property
+    def room(self) -> int:
+        """Tokens that a sequence may have."""
+        return self.k_cache.shape[1] * (1 if self.page_table is None else self.page_table.shape[1])
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that :meth:`reserve` has left."""
+        return len(self._pages().free)
+
+    def view(self) -> CacheView:
+        """What ``decode_attention`` takes beside q: ``decode_attention(q, **cache.view())``."""
+        return {
+            "k_cache": self.k_cache,
+            "v_cache": self.v_cache,
+            "cache_seqlens": self.lengths,
+            "page_table": self.page_table,
+        }
+
+    def __len__(self) -> int:
+        return self.batch
+
+    def __getitem__(self, sequences: int | slice) -> KVCache:
+        """The cache of one sequence or of several in a row, in the same memory and with the same lengths."""
+        if isinstance(sequences, int):
+            first = sequences + self.batch if sequences < 0 else sequences
+            if not 0 <= first < self.batch:
+                raise IndexError(f"there are {self.batch} sequences; got {sequences}")
+            sequences = slice(first, first + 1)
+        if sequences.step not in (None, 1):
+            raise UnsupportedProblem(f"sequences of a part lie in a row; got a step of {sequences.step}")
+        part = object.__new__(type(self))
+        table, pool = self.page_table, self._pool
+        if table is None:
+            part._set(self.k_cache[sequences], self.v_cache[sequences], None, self._state[:, sequences], None)
+        else:
+            own = None if pool is None else pool[sequences]
+            part._set(self.k_cache, self.v_cache, table[sequences], self._state[:, sequences], own)
+        return part
+
+    def __repr__(self) -> str:
+        pages = f", pages of {self.page_size}" if self.page_table is not None else ""
+        kind = str(self.k_cache.dtype).removeprefix("torch.")
+        heads, width = self.k_cache.shape[2:]
+        return f"<KVCache of {self.batch} x {self.room} tokens{pages}, {heads} x {width} {kind}>"
+
+    # -- tokens
+
+    def append(
+        self,
+        k: Tensor,
+        v: Tensor,
+        *,
+        q: Tensor | None = None,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
+        interleaved: bool = False,
+        counts: Tensor | None = None,
+        config: KvAppendConfig | str | None = None,
+    ) -> Tensor | None:
+        """Writes each sequence's new tokens behind its last one and moves ``lengths``, in one launch, without waiting.
+
+        With ``cos`` and ``sin``, keys are turned on the way, and queries beside them, as :func:`cutekernels.rope` does
+        with ``positions=lengths``.
+
+        Args:
+            k: ``(B, S, HKV, D)``, dtype and device of the cache. Any strides; D contiguous is fast.
+            v: shape of ``k``.
+            q: ``(B, S, HQ, D)``, turned where it lies.
+            cos: ``(T, R/2)`` with R <= D, fp32 or of k's dtype: a row per position. Or ``(B or 1, S, R)``, a row per
+                token whose halves repeat, as Hugging Face's modules make it. None to turn nothing.
+            sin: shape and dtype of ``cos``.
+            interleaved: pairs of neighbours (GPT-J, Llama's original) instead of halves (NeoX, Hugging Face).
+            counts: int32 ``(B,)``, on the device: how many of its S tokens each sequence appends, its first ones. 0
+                leaves a sequence as it is. None: all.
+            config: overrides the tuned choice, as a :class:`KvAppendConfig` or its text. Ignored on the CPU.
+
+        Returns:
+            ``q``.
+
+        Raises:
+            UnsupportedProblem: shapes, dtypes or devices that do not fit, q without ``cos``, operands that overlap, a
+                call that asks for gradients; on the CPU a position that ``cos`` has no row of (on a GPU NaN).
+            InvalidConfig: ``config`` breaks a rule of the op.
+        """
+        kv_append(
+            k,
+            v,
+            self.k_cache,
+            self.v_cache,
+            self._state,
+            page_table=self.page_table,
+            counts=counts,
+            q=q,
+            cos=cos,
+            sin=sin,
+            interleaved=interleaved,
+            config=config,
+        )
+        return q
+
+    def check(self) -> None:
+        """Waits for the device. Raises UnsupportedProblem if tokens found no room since the last :meth:`reset`."""
+        lost = {b: n for b, n in enumerate(self.lost.tolist()) if n}
+        if lost:
+            raise UnsupportedProblem(
+                f"tokens found no room, by sequence: {lost}: reserve pages ahead of append, or make room for more than "
+                f"{self.room} tokens"
+            )
+
+    def reset(self) -> None:
+        """Forgets all tokens, and gives back pages that :meth:`reserve` took. ``cache[i].reset()`` for one sequence."""
+        self._state.zero_()
+        if self._pool is not None:
+            assert self.page_table is not None
+            for held in self._pool.held:
+                self._pool.free.extend(reversed(held))
+                held.clear()
+            self.page_table.fill_(NO_PAGE)
+
+    def reserve(self, tokens: int | Sequence[int]) -> None:
+        """Sees to it that sequences have pages for ``tokens`` tokens in all, one number or one for each.
+
+        The page table is written where it lies, in the order of the stream and without waiting for it: graphs stay
+        good, but it is no part of one. Call it ahead of what appends.
+
+        Raises:
+            UnsupportedProblem: too few pages are free, in which case none was taken; more tokens than the table has
+                entries for; a cache whose pages are not its own to hand out.
+        """
+        pool, size = self._pages(), self.page_size
+        wanted = [tokens] * self.batch if isinstance(tokens, int) else list(tokens)
+        if len(wanted) != self.batch or not all(0 <= n <= self.room for n in wanted):
+            raise UnsupportedProblem(
+                f"reserve takes a number of tokens up to {self.room}, or one for each of {self.batch} sequences; got "
+                f"{tokens}"
+            )
+        missing = [max(0, -(-n // size) - len(held)) for n, held in zip(wanted, pool.held, strict=True)]
+        if sum(missing) > len(pool.free):
+            raise UnsupportedProblem(
+                f"{sum(missing)} more pages of {size} tokens are needed and {len(pool.free)} are free: reset a sequence"
+            )
+        places: list[tuple[int, int, int]] = []
+        for b, (more, held) in enumerate(zip(missing, pool.held, strict=True)):
+            for _ in range(more):
+                places.append((b, len(held), pool.free.pop()))
+                held.append(places[-1][2])
+        if places:
+            assert self.page_table is not None
+            pinned = self.page_table.is_cuda
+            listed = torch.tensor(places, pin_memory=pinned).t().to(self.page_table.device, non_blocking=pinned)
+            rows, entries, numbers = listed
+            self.page_table[rows, entries] = numbers.int()
+
+    def _pages(self) -> _Pool:
+        if self._pool is None:
+            raise UnsupportedProblem(
+                "this cache hands out no pages: it has none, or sequences have theirs for good, or the page table is "
+                "the caller's; KVCache.paged(..., pages=n) has a free list"
+            )
+        return self._pool

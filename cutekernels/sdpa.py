@@ -1,0 +1,176 @@
+"""``route_sdpa``: torch's ``scaled_dot_product_attention`` through :func:`~cutekernels.ops.attend.attention`."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops import registry as _registry  # noqa: F401  registers torch.ops.cutekernels.attention
+from cutekernels.ops.attend import attention, check
+
+DEVICES = ("cuda",)  # others' calls are passed on: elsewhere there is no kernel of ours
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+@dataclass
+class Routing:
+    """What became of the calls inside of a :func:`route_sdpa`.
+
+    Attributes:
+        routed: calls that ran here.
+        passed_on: how many calls torch ran itself, by the reason.
+    """
+
+    routed: int = 0
+    passed_on: Counter[str] = field(default_factory=Counter)
+
+
+@contextmanager
+def route_sdpa() -> Iterator[Routing]:
+    """Runs ``torch.nn.functional.scaled_dot_product_attention`` as :func:`cutekernels.attention` where that can.
+
+    ::
+
+        with cutekernels.route_sdpa() as routing:
+            model.generate(...)
+        print(routing)
+
+    Every call in this thread and inside of the block is met, whoever made it and however the function was imported;
+    other threads' calls are not. What ``attention`` takes is routed: fp16 and bf16 on a GPU, ``(B, H, S, D)`` with D
+    contiguous, a bool mask or none, ``is_causal`` (from the top left, as torch means it, for any lengths),
+    ``enable_gqa``; gradients are ours too, and can be taken once. Anything else goes to torch, as does what
+    torch.compile traces, and is counted with its reason. Nothing is copied on the way: ``(B, H, S, D)`` and
+    ``(B, S, H, D)`` are two views of one memory.
+
+    Blocks may be nested: the inner one is asked first. Results differ from torch's by rounding. A query that sees
+    no key has 0.
+
+    Yields:
+        A :class:`Routing`, which counts.
+    """
+    routing = Routing()
+    with _Router(routing):
+        yield routing
+
+
+class _Router(TorchFunctionMode):
+    def __init__(self, routing: Routing) -> None:
+        super().__init__()
+        self._routing = routing
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is multi_head_attention_forward and all(t in _PLAIN for t in types):
+            with self:
+                return _unasked(func)(*args, **kwargs)
+        if func is not scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        try:
+            call = _posed(*_bound(args, kwargs))
+        except UnsupportedProblem as reason:
+            self._routing.passed_on[str(reason)] += 1
+            return func(*args, **kwargs)
+        self._routing.routed += 1
+        q, k, v, options = call
+        return attention(q, k, v, **options).transpose(1, 2)  # type: ignore[union-attr]
+
+
+def _unasked(func: Any) -> Any:
+    """``func`` without its question for overrides: while that is answered, no mode sees the calls inside of it.
+
+    Of torch's own functions around ours, ``multi_head_attention_forward`` alone is written in Python and asks.
+    """
+    names = {**func.__globals__, "has_torch_function": lambda tensors: False}
+    twin = FunctionType(func.__code__, names, func.__name__, func.__defaults__)
+    twin.__kwdefaults__ = func.__kwdefaults__
+    return twin
+
+
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+
+
+def _bound(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """All arguments in torch's order. Raises UnsupportedProblem for ones of which it only knows."""
+    given = {**_DEFAULTS, **dict(zip(_NAMES, args, strict=False)), **kwargs}
+    if set(given) != set(_NAMES) or len(args) > len(_NAMES):
+        raise UnsupportedProblem("not for arguments that are missing or not known here")
+    return [given[name] for name in _NAMES]
+
+
+def _posed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """The arguments of ``attention``. Raises UnsupportedProblem where torch had better run the call."""
+    given = [query, key, value, *([] if attn_mask is None else [attn_mask])]
+    for rule, broken in (
+        ("tensors of a class of their own", any(type(t) not in _PLAIN for t in given)),
+        ("a call that is traced or transformed", torch.compiler.is_compiling() or _transformed()),
+        ("tensors that are on no GPU", any(t.device.type not in DEVICES for t in given)),
+        ("dropout", dropout_p != 0.0),
+        ("other than four dimensions", any(t.dim() != 4 for t in given[:3])),
+        ("a mask that is not bool", attn_mask is not None and attn_mask.dtype != torch.bool),
+        ("a mask beside is_causal", attn_mask is not None and is_causal),
+        ("autocast to another type", _autocast(query)),
+    ):
+        if broken:
+            raise UnsupportedProblem(f"not for {rule}")
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    if any(t.stride(3) != 1 for t in (q, k, v)):
+        raise UnsupportedProblem("not for channels that are not contiguous")
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        raise UnsupportedProblem("not for empty tensors")
+    if q.shape[2] != k.shape[2] and not enable_gqa:
+        raise UnsupportedProblem("not for heads that are broadcast")
+    mask = None if attn_mask is None else _mask(attn_mask, q.shape[1], k.shape[1])
+    factor = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
+    check(q, k, v, mask, None, None, factor)
+    options: dict[str, Any] = {"scale": factor, "mask": mask}
+    if is_causal:
+        # From the top left: query i sees keys up to i. Ours is from the bottom right, so later keys are left out, and
+        # where there are more queries than keys, the band is moved by as many.
+        behind = q.shape[1] - k.shape[1]
+        k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
+        options |= {"window": (None, behind)} if behind > 0 else {"causal": True}
+    return q, k, v, options
+
+
+def _mask(mask: Tensor, seq_q: int, seq_kv: int) -> Tensor:
+    """``mask``, broadcast to (B or 1, HQ or 1, SQ, SKV) in the memory it has."""
+    if mask.dim() > 4 or any(
+        n not in (1, wanted) for n, wanted in zip(mask.shape[::-1], (seq_kv, seq_q), strict=False)
+    ):
+        raise UnsupportedProblem("not for a mask that does not broadcast to (B, H, SQ, SKV)")
+    mask = mask[(None,) * (4 - mask.dim())]
+    return mask.expand(*mask.shape[:2], seq_q, seq_kv)
+
+
+def _autocast(t: Tensor) -> bool:
+    """Whether torch would cast ``t`` first."""
+    kind = t.device.type
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != t.dtype
+
+
+def _transformed() -> bool:
+    """Whether torch.func's vmap, grad and the like are at work, whose wrappers are tensors without memory."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
