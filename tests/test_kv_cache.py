@@ -238,3 +238,21 @@ def test_no_sequences(kind: str) -> None:
     cache.check()
     cache.reset()
     assert len(cache) == 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["contiguous", "identity"])
+def test_a_step_is_traced_whole(kind: str) -> None:
+    """``lengths`` is a view of what append updates, and has moved where the graph reads it."""
+    cos, sin = table(64, 8, torch.float64)
+
+    def step(cache: KVCache, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        turned = cache.append(k, v, q=q * 1, cos=cos, sin=sin)
+        assert turned is not None
+        return decode_attention(turned, **cache.view())
+
+    compiled, caches = torch.compile(step, fullgraph=True, backend="aot_eager"), (made(kind), made(kind))
+    for seed in range(3):
+        with torch.no_grad():
+            assert torch.equal(compiled(caches[0], *tokens(2, seed=seed)), step(caches[1], *tokens(2, seed=seed)))
+    assert caches[0].lengths.tolist() == caches[1].lengths.tolist() == [6, 6, 6]
