@@ -16,7 +16,7 @@ import attention_backward_cases
 from attention_backward_cases import CASES, PLANTED, random_backward, torch_gradients
 from interpreted import replies
 
-from cutekernels import gpu
+from cutekernels import gpu, verify
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops import registry
 from cutekernels.ops.attend import attention
@@ -292,6 +292,21 @@ def test_rules_are_told() -> None:
         ATTENTION_BACKWARD.check(p.replace(seq_q=16, seq_kv=16), config.replace(tile_own=128, warps=8), spec)
     with pytest.raises(InvalidConfig, match="more than one tile"):
         ATTENTION_BACKWARD.check(p.replace(seq_kv=60), config.replace(order="heads"), spec)
+
+
+@pytest.mark.parametrize("words", ["", "causal=1"])
+@pytest.mark.parametrize("of", ["kv", "q"])
+def test_the_tolerance_catches_a_tile_left_out(of: str, words: str) -> None:
+    p = AttentionBackwardProblem.parse(f"batch=1 seq_q=512 seq_kv=512 heads_q=2 heads_kv=1 {words} of={of}")
+    args = ATTENTION_BACKWARD.sample(p, "cpu", 0)
+    expected, depth = ATTENTION_BACKWARD.reference(p, *args), ATTENTION_BACKWARD.work(p).depth
+    walked = (0, 1) if p.by_keys else (2, 3)  # dout and q, or k and v
+    read = [t.clone() if i in walked else t for i, t in enumerate(args[:4])]
+    for i in walked:
+        read[i][:, 256:288] = 0.0
+    wrong = ATTENTION_BACKWARD.reference(p, *read, *args[4:])
+    assert verify.worst_error(wrong, expected, 0.0, depth=depth) > 2
+    assert verify.worst_error(expected, expected, 0.0, depth=depth) == 0
 
 
 def test_work_counts_the_products_of_the_pass() -> None:

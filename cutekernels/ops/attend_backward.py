@@ -5,6 +5,7 @@ Statistics of the rows first (``attention_delta``), then the passes of ``attenti
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops import calls
-from cutekernels.ops.attend import canonical, check, fresh_lse, pose
+from cutekernels.ops.attend import canonical, check, pose
+from cutekernels.ops.attention import AttentionProblem
 from cutekernels.ops.attention_backward import ATTENTION_BACKWARD, AttentionBackwardProblem, passes, reference
 from cutekernels.ops.attention_delta import ATTENTION_DELTA
 from cutekernels.ops.calls import define, no_gradient
@@ -31,13 +33,21 @@ def _check(
                 f"{name} must be as q, {tuple(q.shape)}, {q.dtype}, on {q.device}; it is {tuple(t.shape)}, {t.dtype}, "
                 f"on {t.device}"
             )
-    rows = fresh_lse(q.new_empty(q.shape, device="meta"), cu_q, True)
+    rows = (q.shape[0], q.shape[2], q.shape[1]) if cu_q is None else (q.shape[1], q.shape[0])
+    kind = torch.promote_types(q.dtype, torch.float32)
     for name, given in (("lse", lse), ("dlse", dlse)):
-        if given is not None and (given.shape != rows.shape or given.dtype != rows.dtype or given.device != q.device):
+        if given is not None and (given.shape != rows or given.dtype != kind or given.device != q.device):
             raise UnsupportedProblem(
-                f"{name} must be {tuple(rows.shape)}, {rows.dtype}, on {q.device}; it is {tuple(given.shape)}, "
-                f"{given.dtype}, on {given.device}: call attention with return_lse"
+                f"{name} must be {tuple(rows)}, {kind}, on {q.device}; it is {tuple(given.shape)}, {given.dtype}, on "
+                f"{given.device}: call attention with return_lse"
             )
+
+
+@cache
+def _problems(posed: AttentionProblem) -> tuple[AttentionBackwardProblem, ...]:
+    """Those of the passes that give the gradients of ``posed``."""
+    fields = {name: getattr(posed, name) for name in type(posed).__dataclass_fields__}
+    return tuple([AttentionBackwardProblem(**fields, of=of) for of in passes(posed.head_dim)])
 
 
 def _run(
@@ -53,17 +63,15 @@ def _run(
     with torch.cuda.device(q.device):
         dout, q, k, v = (canonical(t) for t in (dout, q, k, v))
         (stats,) = calls.run(ATTENTION_DELTA, None, (out, dout, lse, dlse))
-        posed = pose(q, k, mask, cu_q, causal, left, right, softcap, False)
-        fields = {name: getattr(posed, name) for name in type(posed).__dataclass_fields__}
+        problems = _problems(pose(q, k, mask, cu_q, causal, left, right, softcap, False))
         if mask is not None:
             mask = mask.expand(q.shape[0], q.shape[2], -1, -1)
         ends = [None if t is None else t.contiguous() for t in (cu_q, cu_kv)]
         named = dict(zip("qkv", results, strict=True))
-        for of in passes(q.shape[-1]):
-            problem = AttentionBackwardProblem(**fields, of=of)
-            config = forced[0] if forced and "k" in of else None
+        for problem in problems:
+            config = forced[0] if forced and "k" in problem.of else None
             plan = dispatch.plan(ATTENTION_BACKWARD, problem, q.get_device(), config)
-            plan.launch(*[named[name] for name in of], dout, q, k, v, stats, mask, *ends, scale, softcap)
+            plan.launch(*[named[name] for name in problem.of], dout, q, k, v, stats, mask, *ends, scale, softcap)
     return results
 
 

@@ -339,8 +339,7 @@ class AttentionBackward(Op[AttentionBackwardProblem, AttentionBackwardConfig]):
         if p.mask:
             moved += p.batch * p.seq_q * p.seq_kv
         flops = 2.0 * _PRODUCTS[p.of] * p.batch * p.heads_q * p.pairs * p.head_dim
-        # P and dS are rounded to 16 bits each, as P alone is in the forward pass.
-        return Work(flops=flops, bytes=float(moved), depth=2 * forward.depth(p))
+        return Work(flops=flops, bytes=float(moved), depth=depth(p))
 
 
 ATTENTION_BACKWARD = AttentionBackward()
@@ -419,6 +418,15 @@ def _one_head(
 
 
 # ---- arithmetic of the rules ----------------------------------------------------------------------------
+
+
+def depth(p: AttentionBackwardProblem) -> float:
+    """That of the forward pass, three times: P and dS are rounded, out was, and gradients of keys differ in size.
+
+    Where queries see few keys, gradients are what is left of terms that cancel; of one key, nothing is, and no
+    tolerance follows from a result's size.
+    """
+    return 3 * forward.depth(p) * (1 + 16 * p.seq_q / max(1, p.pairs))
 
 
 def registers_per_thread(p: AttentionBackwardProblem, c: AttentionBackwardConfig) -> int:
