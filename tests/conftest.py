@@ -21,8 +21,11 @@ def _has_cuda() -> bool:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """``gpu`` tests are skipped where there is no CUDA device, whichever way they were selected."""
-    for item in items:
-        if item.get_closest_marker("gpu") is not None and not _has_cuda():
+    marked = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if marked and _has_cuda():
+        import cutekernels.ops.registry  # noqa: F401  (they take functions from their modules, which register nothing)
+    else:
+        for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
@@ -43,8 +46,6 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> str:
 def one_cache_one_seed(kernels: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For files of GPU tests: kernels are compiled once for a whole file, random numbers are the same each time."""
     import torch
-
-    import cutekernels.ops.registry  # noqa: F401  (a file may take functions from their own module, which registers nothing)
 
     monkeypatch.setenv("CUTEKERNELS_CACHE", kernels)
     torch.manual_seed(7)

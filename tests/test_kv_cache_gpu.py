@@ -261,12 +261,14 @@ def test_reserve_and_reset_under_a_captured_append() -> None:
     assert (cache.page_table[0] == NO_PAGE).all()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_append_does_not_wait_for_the_device() -> None:
     cache, k = made(16), normal(4, 1, 2, 128)
+    counts = torch.ones(4, device="cuda", dtype=torch.int32)
     cache.append(k, k)
-    torch.cuda.set_sync_debug_mode("error")
     try:
-        cache.append(k, k, counts=torch.ones(4, device="cuda", dtype=torch.int32))
+        torch.cuda.set_sync_debug_mode("error")
+        cache.append(k, k, counts=counts)
         cache[1:3].append(k[1:3], k[1:3])
         cache.reset()
     finally:
@@ -339,7 +341,7 @@ def test_routed_gradients_agree_with_torch() -> None:
     given = [normal(2, h, s, 64) for h, s in ((8, 90), (2, 120), (2, 120))]
     dout, found = normal(2, 8, 90, 64), []
     for routes, dtype in ((True, torch.bfloat16), (False, torch.float64)):
-        args = [t.to(dtype).requires_grad_() for t in given]
+        args = [t.to(dtype, copy=True).requires_grad_() for t in given]
         with route_sdpa() if routes else nullcontext():
             out = F.scaled_dot_product_attention(*args, is_causal=True, enable_gqa=True)
         out.backward(dout.to(dtype))
