@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     from cutekernels.dispatch import warmup as warmup
     from cutekernels.face import explain as explain
     from cutekernels.face import report_misses as report_misses
+    from cutekernels.kv_cache import KVCache as KVCache
     from cutekernels.ops.activations import bias_gelu as bias_gelu
     from cutekernels.ops.activations import gelu_mul as gelu_mul
     from cutekernels.ops.activations import silu_mul as silu_mul
+    from cutekernels.ops.attend import attention as attention
+    from cutekernels.ops.attend_decode import decode_attention as decode_attention
     from cutekernels.ops.embedding import embedding as embedding
     from cutekernels.ops.expert_rows import moe_combine as moe_combine
     from cutekernels.ops.expert_rows import moe_gather as moe_gather
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from cutekernels.ops.rope import rope as rope
     from cutekernels.ops.routing import moe_route as moe_route
     from cutekernels.ops.sampling import sample_filter as sample_filter
+    from cutekernels.sdpa import route_sdpa as route_sdpa
 
 _HOMES = {
     "moe_combine": "cutekernels.ops.expert_rows",
@@ -46,6 +50,10 @@ _HOMES = {
     "fold": "cutekernels.ops.norm_linear",
     "linear_silu_mul": "cutekernels.ops.norm_linear",
     "rms_norm_linear": "cutekernels.ops.norm_linear",
+    "attention": "cutekernels.ops.attend",
+    "decode_attention": "cutekernels.ops.attend_decode",
+    "KVCache": "cutekernels.kv_cache",
+    "route_sdpa": "cutekernels.sdpa",
     "gemm": "cutekernels.ops.matmul",
     "linear": "cutekernels.ops.matmul",
     "bias_gelu": "cutekernels.ops.activations",
@@ -68,10 +76,13 @@ except PackageNotFoundError:  # a checkout on the path, not installed
     __version__ = "0"
 
 __all__ = [
+    "KVCache",
     "__version__",
     "adamw_step",
     "add_rms_norm",
+    "attention",
     "bias_gelu",
+    "decode_attention",
     "embedding",
     "explain",
     "fold",
@@ -89,6 +100,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_linear",
     "rope",
+    "route_sdpa",
     "sample_filter",
     "silu_mul",
     "warmup",
