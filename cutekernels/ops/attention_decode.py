@@ -121,7 +121,7 @@ _LATENCY_US = 0.2
 _DRAM_RATE = 1.025
 _CTA_US, _BLOCK_US = 2.5, 0.1
 _HIDDEN = 0.1  # the share of the shorter of two times that goes on behind the longer
-_PARTIAL_US = 0.25
+_MEET_US, _PARTIAL_US = 0.07, 0.15
 
 
 class DecodeAttention(Op[DecodeProblem, DecodeConfig]):
@@ -186,8 +186,8 @@ class DecodeAttention(Op[DecodeProblem, DecodeConfig]):
     def estimate_us(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec) -> float:
         """Waves of CTAs at what their bytes in flight, or a block's latency, allow; or DRAM, if slower.
 
-        Fitted to 170 runs of six shapes on an H200, 4 % off where configs are good (2026-11-22); the last term is a guess
-        since, made when partial sums came to be read together.
+        Fitted to 170 runs of six shapes on an H200, 4 % off where configs are good (2026-11-22); what partial sums cost is
+        a guess since they are read together.
         """
         if p.tiles == 0 or p.keys == 0:
             return _LAUNCH_US
@@ -205,7 +205,7 @@ class DecodeAttention(Op[DecodeProblem, DecodeConfig]):
         if rest:
             busy += wave_us(-(-rest // gpu.sm_count))
         dram = self.work(p).bytes / (_DRAM_RATE * gpu.dram_gbps * 1e3)
-        combine = _PARTIAL_US * c.splits / c.warps if c.splits > 1 else 0.0
+        combine = _MEET_US * c.warps + (_PARTIAL_US * c.splits / c.warps if c.splits > 1 else 0.0)
         dram += _CTA_US
         return float(_LAUNCH_US + max(busy, dram) + (1.0 - _HIDDEN) * min(busy, dram) + combine)
 
