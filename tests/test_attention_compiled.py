@@ -82,7 +82,9 @@ def count(body: Counter[str], prefix: str) -> int:
 def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gpu.GpuSpec) -> None:
     problem = AttentionProblem.parse(PROBLEMS[name])
     default = ATTENTION.default(problem, spec)
-    for config in (default, random_config(random.Random(f"{name} {spec.name}"), problem, spec)):
+    rng = random.Random(name)
+    others = [random_config(rng, problem, spec)] if spec is rng.choice(TARGETS) else []  # one a problem, on one of the GPUs
+    for config in (default, *others):
         facts = built(problem, config, spec.name).facts
         assert facts.smem_bytes == config.smem(problem).total_bytes, config
         assert facts.smem_bytes <= spec.smem_per_block_bytes
