@@ -83,7 +83,7 @@ def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gp
     problem = AttentionProblem.parse(PROBLEMS[name])
     default = ATTENTION.default(problem, spec)
     rng = random.Random(name)
-    others = [random_config(rng, problem, spec)] if spec is rng.choice(TARGETS) else []  # one a problem, on one of the GPUs
+    others = [random_config(rng, problem, spec)] if spec is rng.choice(TARGETS) else []  # on one of the GPUs
     for config in (default, *others):
         facts = built(problem, config, spec.name).facts
         assert facts.smem_bytes == config.smem(problem).total_bytes, config

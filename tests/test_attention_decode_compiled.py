@@ -81,7 +81,7 @@ def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gp
     problem = DecodeProblem.parse(PROBLEMS[name])
     default = DECODE_ATTENTION.default(problem, spec)
     rng = random.Random(name)
-    others = [random_config(rng, problem, spec)] if spec is rng.choice(TARGETS) else []  # one a problem, on one of the GPUs
+    others = [random_config(rng, problem, spec)] if spec is rng.choice(TARGETS) else []  # on one of the GPUs
     for config in (default, *others):
         facts = built(problem, config, spec.name).facts
         assert facts.stack_bytes <= (LATE_SPILL_BYTES if name == "wide" and config.splits > 1 else 0), (
