@@ -286,6 +286,7 @@ class Attention(Op[AttentionProblem, AttentionConfig]):
         from cutekernels.kernels.cute.parts.heads import HeadRows
         from cutekernels.kernels.cute.parts.mask import BandMask
         from cutekernels.kernels.cute.parts.mma import WarpMma
+        from cutekernels.kernels.cute.parts.sequences import Sequences
         from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax
 
         width = padded(p.head_dim)
@@ -298,7 +299,7 @@ class Attention(Op[AttentionProblem, AttentionConfig]):
             softmax=OnlineSoftmax(SLACK if c.lazy else 0.0, p.softcap),
             order=HeadOrder(c.order, gpu.l2_bytes // 2),
             q_in_registers=c.q_in_registers,
-            varlen=p.varlen,
+            sequences=Sequences(p.varlen),
             ctas_per_sm=c.ctas_per_sm,
         )
 

@@ -25,9 +25,10 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.fragments import load_fragments, span_bytes, swizzled
-from cutekernels.kernels.cute.parts.heads import WIDEST, HeadRows
+from cutekernels.kernels.cute.parts.heads import HeadRows
 from cutekernels.kernels.cute.parts.mask import BandMask
 from cutekernels.kernels.cute.parts.mma import WarpMma
+from cutekernels.kernels.cute.parts.sequences import Sequences
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
 from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax, as_operand, by_rows
 
@@ -73,8 +74,8 @@ class PrefillAttention:
     mask: BandMask
     softmax: OnlineSoftmax
     order: HeadOrder
+    sequences: Sequences
     q_in_registers: bool
-    varlen: bool
     ctas_per_sm: int
 
     @property
@@ -99,11 +100,11 @@ class PrefillAttention:
         right: Int32,
         stream: cuda.CUstream,
     ):
-        at = const_expr(0 if self.varlen else 1)  # the mode of rows
+        at = const_expr(self.sequences.rows_mode)
         heads, heads_kv = mQ.shape[at + 1], mK.shape[at + 1]
         seq_kv = mK.shape[at]
         tile_q = self.rows_q.rows
-        if const_expr(self.varlen):
+        if const_expr(self.sequences.packed):
             sequences = mCuQ.shape[0] - 1
             tiles = mQ.shape[0] // tile_q + sequences  # no fewer than there are
             layers = heads
@@ -156,13 +157,13 @@ class PrefillAttention:
         # -- which queries of which head
         place = self.order.place
         tile, layer = place(block, layers, tiles, band)
-        at = const_expr(0 if self.varlen else 1)
+        at = const_expr(self.sequences.rows_mode)
         heads, heads_kv = mQ.shape[at + 1], mK.shape[at + 1]
         head = layer
         batch = Int32(0)
-        if const_expr(self.varlen):
-            find = self.find
-            batch, tile = find(mCuQ, tile)
+        if const_expr(self.sequences.packed):
+            find = self.sequences.find
+            batch, tile = find(mCuQ, tile, self.rows_q.rows)
             begin_q, begin_kv = mCuQ[batch], mCuKv[batch]
             seq_q, seq_kv = mCuQ[batch + 1] - begin_q, mCuKv[batch + 1] - begin_kv
         else:
@@ -173,10 +174,10 @@ class PrefillAttention:
         head_kv = head // (heads // heads_kv)
         row = tile * tile_q
         alive = cutlass.min(cutlass.max(seq_q - row, Int32(0)), Int32(tile_q))  # rows of the tile that exist
-        pointer = self.pointer
-        q_head, q_stride = pointer(mQ, batch, begin_q, head)
-        k_head, k_stride = pointer(mK, batch, begin_kv, head_kv)
-        v_head, v_stride = pointer(mV, batch, begin_kv, head_kv)
+        pointer = self.sequences.pointer
+        q_head, q_stride, _ = pointer(mQ, batch, begin_q, head)
+        k_head, k_stride, _ = pointer(mK, batch, begin_kv, head_kv)
+        v_head, v_stride, _ = pointer(mV, batch, begin_kv, head_kv)
 
         # -- which keys
         shift = seq_kv - seq_q
@@ -268,12 +269,12 @@ class PrefillAttention:
         rO.store(acc_o.load().to(dtype))
         cute.autovec_copy(rO, thr_mma.partition_C(sQ))
         cute.arch.sync_threads()
-        o_head, o_stride = pointer(mO, batch, begin_q, head)
+        o_head, o_stride, _ = pointer(mO, batch, begin_q, head)
         store = rows_q.store
         store(tid, o_head, o_stride, row, to_q, alive)
         if const_expr(mLse is not None):
             lse_at = Int64(layer) * seq_q + row
-            if const_expr(self.varlen):
+            if const_expr(self.sequences.packed):
                 lse_at = Int64(head) * mQ.shape[0] + (begin_q + row)
             places = by_rows(thr_mma.partition_C(cute.make_identity_tensor((tile_q, padded))))
             if places[0, 0][1] == 0:
@@ -378,25 +379,3 @@ class PrefillAttention:
                 fetch(tid, v_head, v_stride, ahead, to_v, None)
             cute.arch.cp_async_commit_group()
         return nxt
-
-    @cute.jit
-    def pointer(self, mX: cute.Tensor, batch: Int32, begin: Int32, head: Int32) -> tuple[cute.Pointer, Int32]:
-        """A head's first row, and the stride between its rows (elements)."""
-        stride = mX.layout.stride
-        if const_expr(self.varlen):
-            offset = Int64(begin) * Int64(stride[0]) + Int64(head) * Int64(stride[1])
-            return mX.iterator + offset, cute.assume(Int32(stride[0]), divby=WIDEST)
-        offset = Int64(batch) * Int64(stride[0]) + Int64(head) * Int64(stride[2])
-        return mX.iterator + offset, cute.assume(Int32(stride[1]), divby=WIDEST)
-
-    @cute.jit
-    def find(self, mCuQ: cute.Tensor, tile: Int32) -> tuple[Int32, Int32]:
-        """``(sequence, tile in it)``; tiles that no sequence has are put behind the last one's."""
-        last = mCuQ.shape[0] - 2
-        sequence = Int32(0)
-        tiles = (mCuQ[1] - mCuQ[0] + self.rows_q.rows - 1) // self.rows_q.rows
-        while tile >= tiles and sequence < last:
-            tile = tile - tiles
-            sequence = sequence + 1
-            tiles = (mCuQ[sequence + 1] - mCuQ[sequence] + self.rows_q.rows - 1) // self.rows_q.rows
-        return sequence, tile
