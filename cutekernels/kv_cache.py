@@ -12,7 +12,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops import registry as _registry  # noqa: F401  registers the torch ops that calls fall back on
 from cutekernels.ops.append import kv_append
-from cutekernels.ops.attention_decode import PAGE_SIZES
+from cutekernels.ops.attention_decode import check_page_size
 from cutekernels.ops.kv_append import LENGTHS, LOST, KvAppendConfig
 
 NO_PAGE = -1  # an entry of a page table without a page
@@ -88,8 +88,7 @@ class KVCache:
                 raise UnsupportedProblem(
                     f"page_table is int32 (B, MAX_PAGES); got {page_table.dtype} {tuple(page_table.shape)}"
                 )
-            if k_cache.shape[1] not in PAGE_SIZES:
-                raise UnsupportedProblem(f"a page has {', '.join(map(str, PAGE_SIZES))} tokens, not {k_cache.shape[1]}")
+            check_page_size(k_cache.shape[1])
             batch = page_table.shape[0]
         state = torch.zeros((3, batch), dtype=torch.int32, device=k_cache.device)
         self._set(k_cache, v_cache, page_table, state, None)
@@ -142,8 +141,7 @@ class KVCache:
             dtype: fp16 or bf16, to attend to; fp32 too, to append to.
             device: where all of it lives.
         """
-        if page_size not in PAGE_SIZES:
-            raise UnsupportedProblem(f"a page has {', '.join(map(str, PAGE_SIZES))} tokens, not {page_size}")
+        check_page_size(page_size)
         entries = -(-room // page_size)
         if page_table is not None and page_table.shape != (batch, entries):
             raise UnsupportedProblem(

@@ -15,9 +15,9 @@ from cutekernels.ops.attention import DTYPES, UNLIMITED, WIDEST
 from cutekernels.ops.attention_decode import (
     DECODE_ATTENTION,
     MOST_QUERIES,
-    PAGE_SIZES,
     DecodeConfig,
     DecodeProblem,
+    check_page_size,
     reference,
 )
 from cutekernels.ops.calls import define, no_gradient
@@ -152,8 +152,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None
     _check_index("cache_seqlens", lengths, 1, q)
     if table is not None:
         _check_index("page_table", table, 2, q)
-        if k.shape[1] not in PAGE_SIZES:
-            raise UnsupportedProblem(f"a page has {', '.join(map(str, PAGE_SIZES))} tokens, not {k.shape[1]}")
+        check_page_size(k.shape[1])
 
 
 def _check_index(name: str, t: Tensor, rank: int, q: Tensor) -> None:

@@ -209,7 +209,7 @@ class Attention(Op[AttentionProblem, AttentionConfig]):
     def estimate_us(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float:
         """Waves of CTAs, each block of keys as slow as tensor cores or shared memory; or DRAM, if slower.
 
-        Fitted to 58 runs of four shapes on an H200, from 64x64 to 256x64 tiles: 3.5 % off in the root mean square
+        Fitted to 59 runs of four shapes on an H200, from 64x64 to 256x64 tiles: 4.4 % off in the root mean square
         (2026-11-22).
         """
         tiles = -(-p.seq_q // c.tile_q) * p.heads_q * p.batch
@@ -318,12 +318,9 @@ class Attention(Op[AttentionProblem, AttentionConfig]):
                 if lse is not None:
                     lse.fill_(-math.inf)
                 return
-            factors = (scale * LOG2_E, 0.0, 0.0)
-            if p.softcap:  # scores leave the cap in base 2 already
-                factors = (1.0, 2 * LOG2_E * scale / softcap, softcap * LOG2_E)
             flat = None if lse is None else lse.view(-1)
             given = None if mask is None else mask.view(torch.uint8)
-            kernel(out, flat, q, k, v, given, cu_q, cu_kv, *factors, left, right)
+            kernel(out, flat, q, k, v, given, cu_q, cu_kv, *score_factors(scale, softcap), left, right)
 
         return launch
 
@@ -430,6 +427,13 @@ def band(seq_q: int, seq_kv: int, left: int | None, right: int | None, device: t
 
 
 # ---- arithmetic of the rules ----------------------------------------------------------------------------
+
+
+def score_factors(scale: float, softcap: float) -> tuple[float, float, float]:
+    """What kernels multiply scores by, to base 2, and the two factors of a cap (0: none) that leave them so."""
+    if not softcap:
+        return scale * LOG2_E, 0.0, 0.0
+    return 1.0, 2 * LOG2_E * scale / softcap, softcap * LOG2_E
 
 
 def vectors_along(head_dim: int) -> int:

@@ -19,7 +19,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import padded
 from cutekernels.op import Config, Op, Work, knob, plain, power_of_two
 from cutekernels.ops import attention as forward
-from cutekernels.ops.attention import LOG2_E, UNLIMITED, WIDEST, AttentionProblem, band, vectors_along
+from cutekernels.ops.attention import UNLIMITED, WIDEST, AttentionProblem, band, score_factors, vectors_along
 from cutekernels.ops.attention_delta import ATTENTION_DELTA
 from cutekernels.ops.residency import overflows
 
@@ -294,9 +294,7 @@ class AttentionBackward(Op[AttentionBackwardProblem, AttentionBackwardConfig]):
                     t.zero_()
                 return
             first, second = {"kv": args[:2], "v": (None, args[0])}.get(p.of, (args[0], None))
-            factors = (scale * LOG2_E, 0.0, 0.0)
-            if p.softcap:  # scores leave the cap in base 2 already
-                factors = (1.0, 2 * LOG2_E * scale / softcap, softcap * LOG2_E)
+            factors = score_factors(scale, softcap)
             given = None if mask is None else mask.view(torch.uint8)
             kernel(
                 first, second, dout, q, k, v, stats.view(-1), given, cu_q, cu_kv, *factors, scale, left, right

@@ -18,7 +18,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops import calls
-from cutekernels.ops.attention_decode import PAGE_SIZES
+from cutekernels.ops.attention_decode import PAGE_SIZES, check_page_size
 from cutekernels.ops.calls import DTYPE_NAMES, GPU_DTYPES, WIDEST_BYTES, TensorOp
 from cutekernels.ops.rope import ROPE
 from cutekernels.ops.strides import overlaps_itself
@@ -234,8 +234,8 @@ class KvAppend(TensorOp[KvAppendProblem, KvAppendConfig]):
                     f"{name} is {form}, {k.shape[2]}, {k.shape[3]}); got {tuple(t.shape)}"
                     + (": pages need a page_table" if table is None else "")
                 )
-            if table is not None and t.shape[1] not in PAGE_SIZES:
-                raise UnsupportedProblem(f"a page has {', '.join(map(str, PAGE_SIZES))} tokens, not {t.shape[1]}")
+            if table is not None:
+                check_page_size(t.shape[1])
             if (t.shape[3] > 1 and t.stride(3) != 1) or overlaps_itself(t):
                 raise UnsupportedProblem(
                     f"{name} has its channels side by side and each token in memory of its own; its strides are "

@@ -247,9 +247,8 @@ class NormOp(TensorOp[N, NormConfig]):
                 return f"chunks are of {_CHUNKS[0]} to {_CHUNKS[1]} columns, and less than a row"
             if c.block_rows > 1 or c.stages > 1:
                 return "rows in chunks are taken one by one and not copied ahead: block_rows and stages must be 1"
-        least = threads * (p.vec if c.resident else max(1, p.vec // 2))  # chunks may be read by half accesses
-        if c.warps > 1 and tile < least:
-            return f"{threads} threads need a tile of {least} elements: {p.vec} each, or half of that in chunks"
+        if c.warps > 1 and tile < threads * p.vec:
+            return f"{threads} threads of {p.vec} elements an access need a tile of {threads * p.vec} elements"
         if c.block_rows > power_of_two(p.rows):
             return f"block_rows={c.block_rows} idles most of a tile with {p.rows} rows"
         registers, most = self._registers(p, c), min(gpu.MAX_REGISTERS_PER_THREAD, gpu.REGISTERS_PER_SM // threads)

@@ -74,7 +74,7 @@ class RmsNorm(_RmsNorms):
     name = "rms_norm"
     revision = 1
     # H200, 32768 rows, us in chunks (in the tuner) and whole (in the bench): 4096 columns 128.3 and 133.2, 6144 of fp16
-    # 193 and 213, 8192 255 and 260; chunks of 2048 take 265 there (2026-11-22).
+    # 193 and 213, 8192 256 and 265; chunks of 2048 take 265 there too (2026-11-22).
     chunks: ClassVar[Mapping[int, tuple[int, int]]] = {4096: (2048, 8), 8192: (4096, 16)}
     suite = (
         "rows=1 cols=4096",

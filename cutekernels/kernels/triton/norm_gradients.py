@@ -34,7 +34,7 @@ def _loaded(operand, row, head, r, c, inside):
 def _scale(operand, head, c, inside, weight_offset, WEIGHT: tl.constexpr):
     """What the normalised values were multiplied by."""
     if WEIGHT:
-        return _affine(operand, head, c, inside, True, "").to(tl.float32) + weight_offset
+        return _affine(operand, head, c, inside, True).to(tl.float32) + weight_offset
     else:
         return 1.0
 

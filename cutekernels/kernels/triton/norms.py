@@ -47,11 +47,11 @@ def _at(operand, row, head, r, c):
 
 
 @triton.jit
-def _affine(operand, head, c, inside, PRESENT: tl.constexpr, EVICT: tl.constexpr):
+def _affine(operand, head, c, inside, PRESENT: tl.constexpr):
     """A weight or a bias as it is stored: half the registers of fp32 while rows are reduced. Shape (1, width of c)."""
     if PRESENT:
         at = operand[0] + head * operand[2] + c.to(tl.int64) * operand[3]
-        return tl.load(at, mask=inside, other=0.0, eviction_policy=EVICT)[None, :]
+        return tl.load(at, mask=inside, other=0.0)[None, :]
     else:
         return 0.0
 
@@ -168,8 +168,8 @@ def _chunked(
         value = _summed(x, residual, row, head, r, c, inside, RESIDUAL, "evict_first")
         if RESIDUAL:
             _store(u, value, row, head, r, c, inside)
-        w = _affine(weight, head, c, c < cols, WEIGHT, "evict_last")
-        b = _affine(bias, head, c, c < cols, BIAS, "evict_last")
+        w = _affine(weight, head, c, c < cols, WEIGHT)
+        b = _affine(bias, head, c, c < cols, BIAS)
         scaled = _scaled(value - mean[:, None], rstd, w, weight_offset, b, y, WEIGHT, BIAS, ROUND_TWICE)
         _store(y, scaled, row, head, r, c, inside)
 
@@ -202,8 +202,8 @@ def _forward(
         row, head = _place(_program(), heads, BLOCK_ROWS, NESTED)
         # Asked for before any row is waited for, so that they arrive together.
         c = tl.arange(0, BLOCK_COLS)
-        w = _affine(weight, head, c, c < cols, WEIGHT, "")
-        b = _affine(bias, head, c, c < cols, BIAS, "")
+        w = _affine(weight, head, c, c < cols, WEIGHT)
+        b = _affine(bias, head, c, c < cols, BIAS)
         if STAGES > 0:
             for index in tl.range(_program(), tl.cdiv(rows, BLOCK_ROWS) * heads, _programs(), num_stages=STAGES):
                 row, head = _place(index, heads, BLOCK_ROWS, NESTED)
