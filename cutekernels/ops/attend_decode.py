@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops import attend_calls
 from cutekernels.ops.attend import canonical
 from cutekernels.ops.attention import DTYPES, UNLIMITED, WIDEST
 from cutekernels.ops.attention_decode import (
@@ -20,7 +21,7 @@ from cutekernels.ops.attention_decode import (
     check_page_size,
     reference,
 )
-from cutekernels.ops.calls import define, no_gradient
+from cutekernels.ops.calls import define, no_gradient, refuse_gradient
 from cutekernels.ops.strides import overlaps_itself, relation
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -81,20 +82,25 @@ def decode_attention(
     if softcap is not None and not 0.0 < cap < math.inf:
         raise UnsupportedProblem(f"softcap must be above 0 and finite; it is {softcap}: leave it out for none")
     operands = (queries, k_cache, v_cache, cache_seqlens, page_table)
-    options = (_left(window), factor, cap, return_lse, None if config is None else str(config))
+    left, text = _left(window), None if config is None else str(config)
+    if out is not None and out.shape != q.shape:
+        raise UnsupportedProblem(f"out must have q's shape {tuple(q.shape)}; it has {tuple(out.shape)}")
+    target = out.unsqueeze(1) if single and out is not None else out
+    known = (left, cap > 0.0, return_lse, text)
+    met = attend_calls.again(DECODE_ATTENTION, target, operands, known, (factor, cap))
     result: Tensor
     lse: Tensor
-    if out is None:
-        result, lse = torch.ops.cutekernels.decode_attention(*operands, *options)
-        result = result.squeeze(1) if single else result
+    if met is not None:
+        result, lse = met
+    elif target is None:
+        result, lse = torch.ops.cutekernels.decode_attention(*operands, left, factor, cap, return_lse, text)
     else:
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k_cache, v_cache, out)):
-            raise UnsupportedProblem("out= is not differentiable: leave it out, or call under torch.no_grad()")
-        if out.shape != q.shape:
-            raise UnsupportedProblem(f"out must have q's shape {tuple(q.shape)}; it has {tuple(out.shape)}")
-        target = out.unsqueeze(1) if single else out
-        lse = torch.ops.cutekernels.decode_attention_out(*operands, target, *options)
+        refuse_gradient(q, k_cache, v_cache, target)
+        lse = torch.ops.cutekernels.decode_attention_out(*operands, target, left, factor, cap, return_lse, text)
+    if out is not None:
         result = out
+    elif single:
+        result = result.squeeze(1)
     if not return_lse:
         return result
     return result, lse.squeeze(2) if single else lse
@@ -217,24 +223,30 @@ def _fitted(t: Tensor) -> Tensor:
 
 
 def _run(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None,
+    into: Tensor | None, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None,
     left: int, scale: float, softcap: float, return_lse: bool, config: str | None,
-) -> Tensor:  # fmt: skip
-    """Poses, plans and launches for checked GPU tensors. Returns lse, empty where nobody asked."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Poses, plans and launches for checked GPU tensors: ``(into or a new tensor, lse)``, lse empty if not asked."""
+    out = q.new_empty(q.shape) if into is None else into
     lse = fresh_lse(q, return_lse)
     if out.numel() == 0:
-        return lse
+        return out, lse
+    operands = (q, k, v, lengths, table)
     with torch.cuda.device(q.device):
         problem = pose(q, k, table, left, softcap, return_lse)
         plan = dispatch.plan(DECODE_ATTENTION, problem, q.get_device(), config)
         target = out if readable(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
-        results = (_fitted(target), lse) if return_lse else (_fitted(target),)
+        fitted = _fitted(target)
         caches = _cache("k_cache", k), _cache("v_cache", v)
         pages = None if table is None else table.contiguous()
-        plan.launch(*results, canonical(q), *caches, lengths.contiguous(), pages, scale, softcap)
+        posed = (canonical(q), *caches, lengths.contiguous(), pages)
+        more = (lse,) if return_lse else ()
+        plan.launch(fitted, *more, *posed, scale, softcap)
         if target is not out:
             out.copy_(target)
-    return lse
+    known = (left, softcap > 0.0, return_lse, config)
+    attend_calls.remember(DECODE_ATTENTION, into, operands, known, plan.launch, (out, *more), (fitted, *posed))
+    return out, lse
 
 
 def fresh_lse(q: Tensor, wanted: bool) -> Tensor:
@@ -259,8 +271,7 @@ def register(library: torch.library.Library) -> None:
 def _cuda(*args: Any) -> tuple[Tensor, Tensor]:
     operands, options, config = args[:5], args[5:9], args[9] if len(args) > 9 else None
     check(*(*operands, options[1]))
-    out = operands[0].new_empty(operands[0].shape)
-    return out, _run(*(out, *operands, *options, config))
+    return _run(*(None, *operands, *options, config))
 
 
 def _cpu(*args: Any) -> tuple[Tensor, Tensor]:
@@ -280,7 +291,8 @@ def _out_cuda(*args: Any) -> Tensor:
     operands, out, options, config = args[:5], args[5], args[6:10], args[10] if len(args) > 10 else None
     check(*(*operands, options[1]))
     _check_out(out, *operands)
-    return _run(*(out, *operands, *options, config))
+    torch.autograd.graph.increment_version(out)
+    return _run(*(out, *operands, *options, config))[1]
 
 
 def _out_cpu(*args: Any) -> Tensor:
