@@ -260,7 +260,7 @@ def numerics_cases() -> dict[str, dict[str, Any]]:
         cases[f"{op} in chunks, in place"] = wide | {"rows": 1, "inplace": True, "weight": "fp32"}
         cases[f"{op} in chunks, strided"] = wide | {"cols": 1100, "kind": "every other", "config": None}
     for op in ("rms_norm", "add_rms_norm", "rms_norm_backward"):
-        cases[f"{op} offset"] = small | {"op": op, "kind": "dense", "weight_offset": 1.0}
+        cases[f"{op} offset"] = small | {"op": op, "kind": "dense", "weight_offset": 1.0, "shifted": True}
     for op, dtype in product(("rms_norm", "add_rms_norm"), ("bf16", "fp16")):
         cases[f"{op} huggingface {dtype}"] = small | {
             "op": op, "kind": "dense", "dtype": dtype, "rounding": "huggingface"

@@ -80,10 +80,13 @@ def problems(draw: st.DrawFn, op: Any) -> Any:
     dtype = draw(st.sampled_from(list(DTYPES)))
     align = draw(st.sampled_from([a for a in (16, 8, 4, 2) if a >= DTYPES[dtype].itemsize]))
     vec = 1 if layout == "strided" else align // DTYPES[dtype].itemsize
+    cols = vec * draw(st.integers(0, (1 << 20) // vec) | st.integers(0, 8192 // vec) | st.integers(0, 9))
+    most = (1 << 36) // max(1, cols)
+    heads = 1 if layout == "rows" else draw(st.integers(1, 70_000) | st.integers(1, 40))
     fields = {
-        "rows": draw(st.integers(0, 1 << 34) | st.integers(0, 5000)),
-        "cols": vec * draw(st.integers(0, (1 << 20) // vec) | st.integers(0, 8192 // vec) | st.integers(0, 9)),
-        "heads": 1 if layout == "rows" else draw(st.integers(1, 70_000) | st.integers(1, 40)),
+        "rows": draw(st.integers(0, most // heads) | st.integers(0, min(5000, most // heads))),
+        "cols": cols,
+        "heads": heads,
         "dtype": dtype,
         "layout": layout,
         "align": align,
@@ -94,6 +97,7 @@ def problems(draw: st.DrawFn, op: Any) -> Any:
         ("dweight", [False] if fields["weight"] == "none" else [False, True]),
         ("du", [False, True]),
         ("rounding", ["once", "huggingface"]),
+        ("shifted", [False, True]),
         ("bias", ["same", "none", "fp32"]),
         ("dbias", ["same", "none", "fp32"]),
     ):
@@ -113,11 +117,15 @@ def test_default_is_valid_and_everything_round_trips(op: Any, data: st.DataObjec
     assert op.Config.parse(str(config)) == config
     x, y, z = op.grid(problem, config, spec.sm_count)
     assert x < 1 << 31
-    assert z == 1
-    if problem.rows * problem.heads < 1 << 45:
-        assert y < 1 << 16
+    assert (y, z) == (1, 1)
     assert op.Problem.parse(str(problem)) == problem
     assert problem.bucket().bucket() == problem.bucket()
+
+
+def test_more_tiles_than_a_grid_has_programs_are_refused() -> None:
+    many = RMS_NORM.Problem(1, 8, heads=1 << 31, layout="heads", per_head=True)
+    with pytest.raises(UnsupportedProblem, match="split"):
+        RMS_NORM.default(many, H200)
 
 
 @given(parts=st.integers(0, 4000), cols=st.integers(0, 1 << 20), spec=st.sampled_from(gpu.GPUS))
@@ -351,11 +359,11 @@ def test_opcheck() -> None:
     ops, checked = torch.ops.cutekernels, torch.library.opcheck
     x, r = torch.randn(4, 6, requires_grad=True), torch.randn(8, 6)[::2].requires_grad_()
     w, b = torch.randn(6, requires_grad=True), torch.randn(6, requires_grad=True)
-    checked(ops.rms_norm.default, (x, w, "once", 1e-6, 0.0))
-    checked(ops.add_rms_norm.default, (x, r, None, "huggingface", 1e-6, 0.0))
+    checked(ops.rms_norm.default, (x, w, "once", False, 1e-6, 0.0))
+    checked(ops.add_rms_norm.default, (x, r, None, "huggingface", False, 1e-6, 0.0))
     checked(ops.layer_norm.default, (x, w, b, 1e-6))
     x, r, w = x.detach(), r.detach(), w.detach()
-    checked(ops.rms_norm_out.default, (x, w, torch.empty(4, 6), "once", 1e-6, 0.0))
+    checked(ops.rms_norm_out.default, (x, w, torch.empty(4, 6), "once", False, 1e-6, 0.0))
     checked(ops.rms_norm_backward.default, (r, x, w, x, True, 1e-6, 0.0))
     checked(ops.rms_norm_backward.default, (r, x, None, None, True, 1e-6, 0.0))
     checked(ops.layer_norm_backward.default, (r, x, w, True, "same", 1e-6))
@@ -419,7 +427,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def run(x: Tensor, weight: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     results = None if out is None else (out,)
-    return calls.run(RMS_NORM, results, (x, weight), options=("once",), scalars=(1e-6, 0.0))[0]
+    return calls.run(RMS_NORM, results, (x, weight), options=("once", False), scalars=(1e-6, 0.0))[0]
 
 
 def test_launch_poses_what_it_launches(launches: list[str]) -> None:
@@ -464,7 +472,7 @@ def test_nothing_is_launched_for_nothing(launches: list[str]) -> None:
     assert run(torch.empty(8, 0)).shape == (8, 0)
     assert launches == []
     y, u = calls.run(
-        ADD_RMS_NORM, None, (torch.empty(0, 8), torch.empty(0, 8), None), options=("once",), scalars=(0.0, 0.0)
+        ADD_RMS_NORM, None, (torch.empty(0, 8), torch.empty(0, 8), None), options=("once", False), scalars=(0.0, 0.0)
     )
     assert y.shape == u.shape == (0, 8)
 

@@ -363,10 +363,10 @@ def test_compiled_whole() -> None:
 def test_opcheck() -> None:
     x, w = normal(16, 64, dtype=torch.float32).requires_grad_(), normal(64, dtype=torch.float32).requires_grad_()
     ops, checked = torch.ops.cutekernels, torch.library.opcheck
-    checked(ops.rms_norm.default, (x, w, "once", 1e-6, 0.0))
-    checked(ops.add_rms_norm.default, (x, x.detach().clone(), w, "once", 1e-6, 0.0))
+    checked(ops.rms_norm.default, (x, w, "once", False, 1e-6, 0.0))
+    checked(ops.add_rms_norm.default, (x, x.detach().clone(), w, "once", False, 1e-6, 0.0))
     checked(ops.layer_norm.default, (x, w, w.detach().clone(), 1e-6))
     x, w = x.detach(), w.detach()
-    checked(ops.rms_norm_out.default, (x, w, torch.empty_like(x), "once", 1e-6, 0.0))
+    checked(ops.rms_norm_out.default, (x, w, torch.empty_like(x), "once", False, 1e-6, 0.0))
     checked(ops.rms_norm_backward.default, (x.clone(), x, w, None, True, 1e-6, 0.0))
     checked(ops.layer_norm_backward.default, (x.clone(), x, w, True, "same", 1e-6))

@@ -110,7 +110,7 @@ N = TypeVar("N", bound=NormProblem)
 
 _AFFINE = frozenset(["weight", "bias"])
 _SUMMED = frozenset(["dweight", "dbias"])
-_GRID_AXIS = 1 << 30
+_MAX_PROGRAMS = (1 << 31) - 1
 _MANY_ROWS = 8192
 _WIDE_STRIDED_ROW = 1024  # addresses take the registers
 _CHUNKS = (1024, 8192)
@@ -254,6 +254,8 @@ class NormOp(TensorOp[N, NormConfig]):
         registers, most = self._registers(p, c), min(gpu.MAX_REGISTERS_PER_THREAD, gpu.REGISTERS_PER_SM // threads)
         if registers > most:
             return f"a thread needs about {registers} registers and has at most {most}"
+        if c.per_sm == 0 and self._tiles(p, c) > _MAX_PROGRAMS:
+            return f"{self._tiles(p, c)} tiles are more than the {_MAX_PROGRAMS} programs of a grid"
         if c.per_sm == 0:
             if self.strides_over_tiles:
                 return "programs keep sums over their tiles: per_sm must not be 0"
@@ -316,7 +318,10 @@ class NormOp(TensorOp[N, NormConfig]):
         for c in self._candidates(p, gpu):
             if self.why_not(p, c, gpu) is None:
                 return c
-        raise AssertionError(f"{self.name} has no default for [{p}]")
+        raise UnsupportedProblem(
+            f"{p.rows} rows of {p.cols} at {p.heads} heads are more tiles than a grid's {_MAX_PROGRAMS} programs: "
+            "split them"
+        )
 
     def _candidates(self, p: N, gpu: GpuSpec) -> Iterator[NormConfig]:
         """From the most wanted to what always works."""
@@ -428,8 +433,7 @@ class NormOp(TensorOp[N, NormConfig]):
         return max(p.heads, programs // p.heads * p.heads) if p.per_head else programs
 
     def grid(self, p: N, c: NormConfig, sm_count: int) -> tuple[int, int, int]:
-        programs = self._programs(p, c, sm_count)
-        return min(programs, _GRID_AXIS), -(-programs // _GRID_AXIS), 1
+        return self._programs(p, c, sm_count), 1, 1
 
     def numbers(self, p: N, *operands: Tensor | None) -> list[int]:
         """Extents and strides, in the kernel's order."""

@@ -23,9 +23,16 @@ from cutekernels.ops.norm_op import NormConfig, NormOp, NormProblem, affine_kind
 
 @dataclass(frozen=True)
 class RmsNormProblem(NormProblem):
-    """``rounding``: whether ``x * rstd`` is rounded before it is multiplied by the weight."""
+    """``rounding``: whether ``x * rstd`` is rounded before it is multiplied by the weight. ``shifted``: whether
+    ``weight_offset`` is added to that; 0 needs no addition.
+    """
 
     rounding: str = plain("once", "huggingface")
+    shifted: bool = plain(False, True)
+
+    def bucket(self) -> RmsNormProblem:
+        """One tuning serves weights with and without an offset."""
+        return super().bucket().replace(shifted=False)
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class LayerNormProblem(NormProblem):
 class _RmsNorms(NormOp[RmsNormProblem]):
     Problem = RmsNormProblem
     kernels = "norms"
-    options = ("rounding",)
+    options = ("rounding", "shifted")
     scalars = ("eps", "weight_offset")
     strides_over_tiles = False
     wide_row = 2048
@@ -50,10 +57,14 @@ class _RmsNorms(NormOp[RmsNormProblem]):
         return self._copied(p) + (p.weight != "none")
 
     def flags(self, p: RmsNormProblem) -> dict[str, bool]:
-        return {"WEIGHT": p.weight != "none", "ROUND_TWICE": p.rounding == "huggingface"}
+        return {"WEIGHT": p.weight != "none", "SHIFTED": p.shifted, "ROUND_TWICE": p.rounding == "huggingface"}
 
     def pose(self, common: Mapping[str, Any], named: Any, options: Mapping[str, Any]) -> RmsNormProblem:
         return RmsNormProblem(**common, **options)
+
+    def sample(self, p: RmsNormProblem, device: str, seed: int) -> tuple[Any, ...]:
+        *args, offset = super().sample(p, device, seed)
+        return (*args, offset if p.shifted else 0.0)
 
     def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
         x = inputs[0]
@@ -86,7 +97,7 @@ class RmsNorm(_RmsNorms):
         "rows=2048 cols=896",
         "rows=2048 cols=3584",
         "rows=2048 cols=4096",
-        "rows=2048 cols=4096 weight=fp32",
+        "rows=2048 cols=4096 weight=fp32 shifted=1",
         "rows=2048 cols=5120 dtype=fp32 weight=none",
         "rows=33 cols=20000 dtype=fp16",
         "rows=8192 cols=6144 dtype=fp16",
@@ -94,12 +105,12 @@ class RmsNorm(_RmsNorms):
     )
     results = ("y",)
     inputs = ("x", "weight")
-    schema = "Tensor x, Tensor? weight, str rounding, float eps, float weight_offset"
+    schema = "Tensor x, Tensor? weight, str rounding, bool shifted, float eps, float weight_offset"
     flops_per_element = 4
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         x, weight, eps, offset = args
-        return (self.normalise(x, weight, eps, offset, options["rounding"]),)
+        return (self.normalise(x, weight, eps, offset if options["shifted"] else 0.0, options["rounding"]),)
 
 
 class AddRmsNorm(_RmsNorms):
@@ -122,13 +133,13 @@ class AddRmsNorm(_RmsNorms):
     )
     results = ("y", "u")
     inputs = ("x", "residual", "weight")
-    schema = "Tensor x, Tensor residual, Tensor? weight, str rounding, float eps, float weight_offset"
+    schema = "Tensor x, Tensor residual, Tensor? weight, str rounding, bool shifted, float eps, float weight_offset"
     flops_per_element = 5
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         x, residual, weight, eps, offset = args
         u = (wide(x) + wide(residual)).to(x.dtype)
-        return self.normalise(u, weight, eps, offset, options["rounding"]), u
+        return self.normalise(u, weight, eps, offset if options["shifted"] else 0.0, options["rounding"]), u
 
 
 class LayerNorm(NormOp[LayerNormProblem]):
@@ -243,16 +254,16 @@ def rms_norm(
     Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
     """
     results = None if out is None else (out,)
-    found = calls.eager(RMS_NORM, results, (x, weight), (rounding,), (eps, weight_offset), config)
+    found = calls.eager(RMS_NORM, results, (x, weight), (rounding, weight_offset != 0), (eps, weight_offset), config)
     if found is not None:
         return found[0]
     text = None if config is None else str(config)
     if out is None:
         return torch.ops.cutekernels.rms_norm(  # type: ignore[no-any-return]
-            x, weight, rounding, eps, weight_offset, text
+            x, weight, rounding, weight_offset != 0, eps, weight_offset, text
         )
     calls.refuse_gradient(x, weight, out)
-    torch.ops.cutekernels.rms_norm_out(x, weight, out, rounding, eps, weight_offset, text)
+    torch.ops.cutekernels.rms_norm_out(x, weight, out, rounding, weight_offset != 0, eps, weight_offset, text)
     return out
 
 
@@ -287,12 +298,13 @@ def add_rms_norm(
         UnsupportedProblem: a dtype no kernel takes, mismatched shapes, dtypes or devices.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    found = calls.eager(ADD_RMS_NORM, None, (x, residual, weight), (rounding,), (eps, weight_offset), config)
+    options = (rounding, weight_offset != 0)
+    found = calls.eager(ADD_RMS_NORM, None, (x, residual, weight), options, (eps, weight_offset), config)
     if found is not None:
         return found[0], found[1]
     text = None if config is None else str(config)
     return torch.ops.cutekernels.add_rms_norm(  # type: ignore[no-any-return]
-        x, residual, weight, rounding, eps, weight_offset, text
+        x, residual, weight, rounding, weight_offset != 0, eps, weight_offset, text
     )
 
 
@@ -343,7 +355,7 @@ def register(library: torch.library.Library) -> None:
 
 
 def _remember_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, eps, offset, _ = inputs
+    x, weight, _, _, eps, offset, _ = inputs
     ctx.save_for_backward(x, weight)
     ctx.scalars = (eps, offset)
 
@@ -352,11 +364,11 @@ def _rms_norm_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     wanted = weight is not None and ctx.needs_input_grad[1]
     dx, dweight = torch.ops.cutekernels.rms_norm_backward(dy, x, weight, None, wanted, *ctx.scalars)
-    return dx, dweight if wanted else None, None, None, None, None
+    return dx, dweight if wanted else None, *[None] * 5
 
 
 def _remember_add_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, _, weight, _, eps, offset, _ = inputs
+    _, _, weight, _, _, eps, offset, _ = inputs
     ctx.save_for_backward(output[1], weight)
     ctx.scalars = (eps, offset)
     ctx.set_materialize_grads(False)
@@ -365,10 +377,10 @@ def _remember_add_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tens
 def _add_rms_norm_gradient(ctx: Any, dy: Tensor | None, du: Tensor | None) -> tuple[Tensor | None, ...]:
     u, weight = ctx.saved_tensors
     if dy is None:
-        return du, du, None, None, None, None, None
+        return du, du, *[None] * 6
     wanted = weight is not None and ctx.needs_input_grad[2]
     dx, dweight = torch.ops.cutekernels.rms_norm_backward(dy, u, weight, du, wanted, *ctx.scalars)
-    return dx, dx, dweight if wanted else None, None, None, None, None
+    return dx, dx, dweight if wanted else None, *[None] * 5
 
 
 def _remember_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -97,6 +97,16 @@ class RopeProblem(Problem):
         return self.rotary // 2
 
     @property
+    def block(self) -> int:
+        """Pairs of channels in a tile: what covers them, from 8 to 256."""
+        return max(8, min(256, power_of_two(self.half)))
+
+    @property
+    def parts(self) -> int:
+        """Blocks of channels, those that rotate and those that are only copied."""
+        return -(-self.half // self.block) + -(-(self.head_dim - self.rotary) // (2 * self.block))
+
+    @property
     def pairs_per_access(self) -> int:
         return max(1, self.vec // 2) if self.interleaved else self.vec
 
@@ -116,10 +126,10 @@ class RopeConfig(Config):
 
 
 _MAX_OPERAND_REGISTERS = 128
-_MAX_TOKENS = (1 << 31) - 1  # the grid's first axis
-_MOST = (1 << 16) - 1  # its others
+_MAX_GRID = (1 << 31) - 1  # its first axis
+_MOST = (1 << 16) - 1  # its second
 _DEPTH = 32.0  # terms several times the size of a typical result may cancel: 4 ulp of fp32 of that
-_WASTE = 1.25  # of a tile's heads, those that are not there
+_WASTE, _WASTE_TORN = 1.25, 1.5  # of a tile's heads, those that are not there
 
 
 def _walk(t: Tensor, dims: int) -> list[int]:
@@ -231,8 +241,6 @@ class Rope(TensorOp[RopeProblem, RopeConfig]):
             raise UnsupportedProblem(f"{self.name} on a GPU takes {', '.join(DTYPE_NAMES.values())}; got {q.dtype}")
         batch, seq, heads_q, head_dim = q.shape
         heads_kv, rotary = k.shape[2], cos.shape[-1] * (4 - cos.dim())
-        if batch * seq > _MAX_TOKENS:
-            raise UnsupportedProblem(f"a launch takes up to {_MAX_TOKENS} tokens; got {batch * seq}: split the batch")
         given = [t for t in (out_q, q, out_k, k) if t.numel()]
         tables = (cos, sin)
         contiguous = all(n == 1 or s == 1 for t in (*given, *tables) for n, s in [(t.shape[-1], t.stride(-1))])
@@ -252,7 +260,13 @@ class Rope(TensorOp[RopeProblem, RopeConfig]):
             for t in tables:
                 bits |= t.data_ptr() | t.element_size() * reduce(or_, _table_walk(t)[:2])
             facts["align"] = bits & -bits
-        return RopeProblem(batch, seq, heads_q, head_dim, rotary, heads_kv, **facts, **options)
+        p = RopeProblem(batch, seq, heads_q, head_dim, rotary, heads_kv, **facts, **options)
+        if batch * seq * p.parts > _MAX_GRID:
+            raise UnsupportedProblem(
+                f"tokens times blocks of {2 * p.block} channels are at most {_MAX_GRID} in a launch; "
+                f"got {batch * seq} times {p.parts}: split the batch"
+            )
+        return p
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         q, k, cos, sin, positions, start = args
@@ -281,9 +295,8 @@ class Rope(TensorOp[RopeProblem, RopeConfig]):
         registers = per_thread * (10 if p.layout == "strided" else 4)
         if registers > _MAX_OPERAND_REGISTERS:
             return f"a thread's tile takes {registers} registers; at most {_MAX_OPERAND_REGISTERS}"
-        block = max(8, min(256, power_of_two(p.half)))
-        if c.block != block:
-            return f"a block covers what {p.half} pairs leave of a power of two from 8 to 256, {block}; it is {c.block}"
+        if c.block != p.block:
+            return f"block={c.block} does not cover {p.half} pairs by a power of two from 8 to 256, {p.block}"
         if c.heads > power_of_two(max(p.heads_q, p.heads_kv)):
             return f"heads={c.heads} idles most of a tile with {p.heads_q} and {p.heads_kv} heads"
         if c.tokens > power_of_two(p.seq):
@@ -292,14 +305,15 @@ class Rope(TensorOp[RopeProblem, RopeConfig]):
 
     def default(self, p: RopeProblem, gpu: GpuSpec) -> RopeConfig:
         # 32 bytes of a thread where that fills the GPU, else 16, else smaller blocks; heads that divide both q's and
-        # k's before many heads.
-        block = max(8, min(256, power_of_two(p.half)))
+        # k's before many heads, unless a tile reads its tokens in part: then all heads of a token, which lie together.
+        block = p.block
         most = min(64, power_of_two(max(p.heads_q, p.heads_kv)))
-        while most > 1 and self._blocks(p, most) * most > _WASTE * (p.heads_q + p.heads_kv):
+        torn = p.rotary < p.head_dim and p.layout == "rows"
+        while most > 1 and self._blocks(p, most) * most > (_WASTE_TORN if torn else _WASTE) * (p.heads_q + p.heads_kv):
             most //= 2
         for warps, accesses in ((4, 2), (4, 1), (2, 1), (1, 1)):
             pairs = 32 * warps * accesses * max(2, p.pairs_per_access)
-            heads = max(1, min(most, pairs // block))
+            heads = max(1, min(most, pairs // block * (2 if torn else 1)))
             tokens = max(1, min(16, power_of_two(p.seq), pairs // (block * heads)))
             filled = tokens * heads * block
             c = RopeConfig(tokens, heads, block, power_of_two(max(1, min(warps, filled // (32 * p.pairs_per_access)))))
@@ -317,8 +331,7 @@ class Rope(TensorOp[RopeProblem, RopeConfig]):
         return x * y * z
 
     def grid(self, p: RopeProblem, c: RopeConfig) -> tuple[int, int, int]:
-        parts = -(-p.half // c.block) + -(-(p.head_dim - p.rotary) // (2 * c.block))
-        return p.batch * -(-p.seq // c.tokens), self._blocks(p, c.heads), parts
+        return p.batch * -(-p.seq // c.tokens) * p.parts, self._blocks(p, c.heads), 1
 
     def estimate_us(self, p: RopeProblem, c: RopeConfig, gpu: GpuSpec) -> float:
         """Bytes over bandwidth, stretched where too few bytes are in flight or the last wave is thin."""
@@ -353,7 +366,7 @@ class Rope(TensorOp[RopeProblem, RopeConfig]):
         signature |= dict.fromkeys(["cos_ptr", "sin_ptr"], f"*{p.table_dtype}")
         divisible = {} if p.layout == "strided" else dict.fromkeys(signature, p.align)
         signature |= {"positions_ptr": f"*{p.index}"}
-        names = ("seq", "seq_blocks", "heads_q", "heads_kv", "half", "head_dim", "half_blocks")
+        names = ("seq", "seq_blocks", "heads_q", "heads_kv", "half", "head_dim", "half_blocks", "parts")
         signature |= dict.fromkeys(names, "i32") | {"table_rows": "i64"}
         constants: dict[str, int | bool | str] = {}
         for name in tensors:
@@ -395,12 +408,13 @@ class Rope(TensorOp[RopeProblem, RopeConfig]):
         grid = self.grid(p, c)
         if 0 in grid:
             return lambda *operands: None
-        sizes = (p.seq, -(-p.seq // c.tokens), p.heads_q, p.heads_kv, p.half, p.head_dim, -(-p.half // c.block))
+        sizes = (p.seq, -(-p.seq // c.tokens), p.heads_q, p.heads_kv, p.half, p.head_dim)
+        blocks = (-(-p.half // p.block), p.parts)
 
         def numbers(*operands: Tensor | None) -> list[int]:
             *turned, cos, sin, positions = operands
             assert cos is not None and sin is not None
-            found = [*sizes, cos.shape[-2]]
+            found = [*sizes, *blocks, cos.shape[-2]]
             for t in turned:
                 assert t is not None
                 found += [*_walk(t, 4)[:3], t.stride(-1) if t.shape[-1] != 1 else 1]

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from cutekernels.kernels.triton.dependent import await_turn
-from cutekernels.kernels.triton.norms import _affine, _at, _place, _program, _programs, _store
+from cutekernels.kernels.triton.norms import _affine, _at, _place, _store
 
 
 @triton.jit
@@ -181,8 +181,8 @@ def _backward(
     RESIDENT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    pid = _program()
-    programs = _programs()
+    pid = tl.program_id(0).to(tl.int64)
+    programs = tl.num_programs(0).to(tl.int64)
     tiles = tl.cdiv(rows, BLOCK_ROWS) * heads
     if PARTS:
         dw_parts += pid * cols

@@ -20,17 +20,6 @@ from cutekernels.kernels.triton.dependent import await_turn
 
 
 @triton.jit
-def _program():
-    """This program's number: a grid's first axis ends at 2^31 - 1, so programs are counted over two."""
-    return tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-
-
-@triton.jit
-def _programs():
-    return tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
-
-
-@triton.jit
 def _place(index, heads, BLOCK_ROWS: tl.constexpr, NESTED: tl.constexpr):
     """First row and head of a tile."""
     if NESTED:
@@ -72,12 +61,26 @@ def _store(operand, value, row, head, r, c, inside):
 
 
 @triton.jit
-def _scaled(x, rstd, weight, offset, bias, result, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROUND_TWICE: tl.constexpr):
+def _scaled(
+    x,
+    rstd,
+    weight,
+    offset,
+    bias,
+    result,
+    WEIGHT: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROUND_TWICE: tl.constexpr,
+):
     y = x * rstd[:, None]
     if ROUND_TWICE:
         y = y.to(result[0].dtype.element_ty).to(tl.float32)
     if WEIGHT:
-        y = y * (weight.to(tl.float32) + offset)
+        w = weight.to(tl.float32)
+        if SHIFTED:
+            w += offset
+        y = y * w
     if BIAS:
         y = y + bias.to(tl.float32)
     return y
@@ -98,6 +101,7 @@ def _resident(
     eps,
     weight_offset,
     WEIGHT: tl.constexpr,
+    SHIFTED: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     CENTRED: tl.constexpr,
@@ -115,7 +119,7 @@ def _resident(
     if CENTRED:
         value = tl.where(inside, value - (tl.sum(value, axis=1) / cols)[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(value * value, axis=1) / cols + eps)
-    scaled = _scaled(value, rstd, weight, weight_offset, bias, y, WEIGHT, BIAS, ROUND_TWICE)
+    scaled = _scaled(value, rstd, weight, weight_offset, bias, y, WEIGHT, SHIFTED, BIAS, ROUND_TWICE)
     _store(y, scaled, row, head, r, c, inside)
 
 
@@ -134,6 +138,7 @@ def _chunked(
     eps,
     weight_offset,
     WEIGHT: tl.constexpr,
+    SHIFTED: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     CENTRED: tl.constexpr,
@@ -170,7 +175,7 @@ def _chunked(
             _store(u, value, row, head, r, c, inside)
         w = _affine(weight, head, c, c < cols, WEIGHT)
         b = _affine(bias, head, c, c < cols, BIAS)
-        scaled = _scaled(value - mean[:, None], rstd, w, weight_offset, b, y, WEIGHT, BIAS, ROUND_TWICE)
+        scaled = _scaled(value - mean[:, None], rstd, w, weight_offset, b, y, WEIGHT, SHIFTED, BIAS, ROUND_TWICE)
         _store(y, scaled, row, head, r, c, inside)
 
 
@@ -188,6 +193,7 @@ def _forward(
     eps,
     weight_offset,
     WEIGHT: tl.constexpr,
+    SHIFTED: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     CENTRED: tl.constexpr,
@@ -199,28 +205,30 @@ def _forward(
     STAGES: tl.constexpr,
 ):
     if RESIDENT:
-        row, head = _place(_program(), heads, BLOCK_ROWS, NESTED)
+        row, head = _place(tl.program_id(0).to(tl.int64), heads, BLOCK_ROWS, NESTED)
         # Asked for before any row is waited for, so that they arrive together.
         c = tl.arange(0, BLOCK_COLS)
         w = _affine(weight, head, c, c < cols, WEIGHT)
         b = _affine(bias, head, c, c < cols, BIAS)
         if STAGES > 0:
-            for index in tl.range(_program(), tl.cdiv(rows, BLOCK_ROWS) * heads, _programs(), num_stages=STAGES):
+            first = tl.program_id(0).to(tl.int64)
+            step = tl.num_programs(0).to(tl.int64)
+            for index in tl.range(first, tl.cdiv(rows, BLOCK_ROWS) * heads, step, num_stages=STAGES):
                 row, head = _place(index, heads, BLOCK_ROWS, NESTED)
                 _resident(
                     y, u, x, residual, w, b, row, head, rows, cols, eps, weight_offset,
-                    WEIGHT, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, BLOCK_ROWS, BLOCK_COLS,
+                    WEIGHT, SHIFTED, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, BLOCK_ROWS, BLOCK_COLS,
                 )  # fmt: skip
         else:
             _resident(
                 y, u, x, residual, w, b, row, head, rows, cols, eps, weight_offset,
-                WEIGHT, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, BLOCK_ROWS, BLOCK_COLS,
+                WEIGHT, SHIFTED, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, BLOCK_ROWS, BLOCK_COLS,
             )  # fmt: skip
     else:
-        row, head = _place(_program(), heads, BLOCK_ROWS, NESTED)
+        row, head = _place(tl.program_id(0).to(tl.int64), heads, BLOCK_ROWS, NESTED)
         _chunked(
             y, u, x, residual, weight, bias, row, head, rows, cols, eps, weight_offset,
-            WEIGHT, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, BLOCK_ROWS, BLOCK_COLS,
+            WEIGHT, SHIFTED, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, BLOCK_ROWS, BLOCK_COLS,
         )  # fmt: skip
 
 
@@ -243,6 +251,7 @@ def rms_norm(
     eps,
     weight_offset,
     WEIGHT: tl.constexpr,
+    SHIFTED: tl.constexpr,
     ROUND_TWICE: tl.constexpr,
     NESTED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -253,7 +262,7 @@ def rms_norm(
 ):
     """``y = x * rstd * (weight + weight_offset)`` with ``rstd = 1 / sqrt(mean(x^2) + eps)``.
 
-    ROUND_TWICE rounds ``x * rstd`` before the product, as Hugging Face's modules do.
+    Without SHIFTED the offset is 0. ROUND_TWICE rounds ``x * rstd`` before the product, as Hugging Face's modules do.
     """
     await_turn(DEPENDENT)
     x = (x_ptr, x_row, x_head, x_col)
@@ -261,7 +270,7 @@ def rms_norm(
     weight = (weight_ptr, 0, weight_head, weight_col)
     _forward(
         y, y, x, x, weight, weight, rows, heads, cols, eps, weight_offset,
-        WEIGHT, False, False, False, ROUND_TWICE, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
+        WEIGHT, SHIFTED, False, False, False, ROUND_TWICE, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
     )  # fmt: skip
 
 
@@ -292,6 +301,7 @@ def add_rms_norm(
     eps,
     weight_offset,
     WEIGHT: tl.constexpr,
+    SHIFTED: tl.constexpr,
     ROUND_TWICE: tl.constexpr,
     NESTED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -309,7 +319,7 @@ def add_rms_norm(
     weight = (weight_ptr, 0, weight_head, weight_col)
     _forward(
         y, u, x, residual, weight, weight, rows, heads, cols, eps, weight_offset,
-        WEIGHT, False, True, False, ROUND_TWICE, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
+        WEIGHT, SHIFTED, False, True, False, ROUND_TWICE, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
     )  # fmt: skip
 
 
@@ -350,5 +360,5 @@ def layer_norm(
     bias = (bias_ptr, 0, bias_head, bias_col)
     _forward(
         y, y, x, x, weight, bias, rows, heads, cols, eps, 0.0,
-        WEIGHT, BIAS, False, True, False, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
+        WEIGHT, False, BIAS, False, True, False, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
     )  # fmt: skip

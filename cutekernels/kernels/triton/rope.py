@@ -1,8 +1,11 @@
 """Rotary position embedding: pairs of a head's channels, turned by the angle of their token's position.
 
-The grid's first axis walks tokens (a tile never crosses a batch entry), the second blocks of heads, those of q before
-those of k, the third blocks of channels, those that rotate before those that a partial rotation only copies. A tile is
-(TOKENS, HEADS, BLOCK) pairs. Every operand has its own strides; what the op can promise of them are constexprs.
+The grid's first axis walks blocks of channels, those that rotate before those that a partial rotation only copies, of
+one tile of tokens after the other (a tile never crosses a batch entry); the second walks blocks of heads, those of q
+before those of k. A tile is (TOKENS, HEADS, BLOCK) pairs. Neighbours in time are thus neighbours in memory: half of the
+channels of 8 x 4096 tokens of 48 heads took 227 us where copies came after all rotations, 218 so, and 200 with all
+heads in one tile (H200, fp16; streaming takes 193; 2026-11-22). Every operand has its own strides; what the op can
+promise of them are constexprs.
 """
 
 import triton
@@ -95,6 +98,7 @@ def rope(
     half,
     head_dim,
     half_blocks,
+    parts,
     table_rows,
     out_q_batch,
     out_q_seq,
@@ -138,11 +142,11 @@ def rope(
     A position outside of the table makes its token NaN; nothing is read out of bounds.
     """
     await_turn(DEPENDENT)
-    pid = tl.program_id(0)
+    part = tl.program_id(0) % parts
+    pid = tl.program_id(0) // parts
     batch = (pid // seq_blocks).to(tl.int64)
     first = pid % seq_blocks * TOKENS
     block = tl.program_id(1)
-    part = tl.program_id(2)
     q_blocks = tl.cdiv(heads_q, HEADS)
     s = first + tl.arange(0, TOKENS)
     there = s < seq
