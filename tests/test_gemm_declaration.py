@@ -109,7 +109,9 @@ class TestRules:
         assert skinny
         assert all(-(-many.n // c.tile_m) <= 65535 for c in skinny)
         endless = GemmProblem.parse("m=1 n=9000000 k=64 b_major=k")
-        assert GEMM.default(endless, h200).body == "multistage"
+        assert GEMM.default(endless, gpu.lookup("a100")).body == "multistage"
+        assert GEMM.default(endless, h200).tile_m * 65535 >= endless.n
+        assert GEMM.default(endless.replace(n=90_000_000), h200).body == "multistage"
 
     @pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
     def test_valid_is_what_why_not_accepts_and_the_rest_gets_a_sentence(self, spec: gpu.GpuSpec) -> None:

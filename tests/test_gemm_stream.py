@@ -100,7 +100,8 @@ def test_the_default_chooses_among_the_usual(spec: gpu.GpuSpec) -> None:
     for m in (1, 8, 17, 24, 32, 48, 64, 96, 128):
         for n, k in ((3584, 3584), (18944, 3584), (520, 328)):
             default = GEMM.default(decode(m, n, k), spec)
-            assert default.body == "multistage" or gemm_skinny.usual(default)
+            beyond = "specialized" if spec.has_wgmma else "multistage"
+            assert gemm_skinny.usual(default) if m <= gemm_skinny.DEFAULT_TOKENS else default.body == beyond
 
 
 @pytest.mark.parametrize("tile", NEW_TILES)
@@ -132,11 +133,12 @@ def test_what_stream_refuses(text: str, rule: str | None) -> None:
 
 @pytest.mark.parametrize("m", [48, 64, 96, 128])
 @pytest.mark.parametrize("n", [3584, 18944])
-def test_the_tuner_is_led_to_stream(m: int, n: int) -> None:
+@pytest.mark.parametrize("name", ["a100", "h200"])
+def test_the_tuner_is_led_beyond_multistage(m: int, n: int, name: str) -> None:
     """By the model's seeds; what it then crowns, measurements say."""
-    p = decode(m, n)
-    by_model = sorted(valid(p, H200.name), key=lambda c: (GEMM.estimate_us(p, c, H200), str(c)))
-    assert "stream" in {c.body for c in by_model[:MODEL_SEEDS]}
+    p, spec = decode(m, n), gpu.lookup(name)
+    by_model = sorted(valid(p, name), key=lambda c: (GEMM.estimate_us(p, c, spec), str(c)))
+    assert ("specialized" if spec.has_wgmma else "stream") in {c.body for c in by_model[:MODEL_SEEDS]}
 
 
 def test_a_launch_has_a_workspace() -> None:

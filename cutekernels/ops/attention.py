@@ -450,7 +450,8 @@ def registers_per_thread(p: AttentionProblem, c: AttentionConfig) -> int:
 
 
 def depth(p: AttentionProblem) -> float:
-    """What sums of this depth lose in fp32, probabilities rounded to 16 bits make ours lose: four standard deviations.
+    """What sums of this depth lose in fp32, probabilities rounded to 16 bits make ours lose: six standard deviations,
+    which one element in 5e8 exceeds.
 
     A row's error is ``u * sqrt(sum (p v)^2)``, about ``u`` of the row's own typical result. Rows that see few keys have
     results larger than the whole output's typical one, by the root of how many fewer.
@@ -459,7 +460,7 @@ def depth(p: AttentionProblem) -> float:
     keys = p.pairs / max(1, p.seq_q)
     uneven = p.limited_left or p.limited_right or p.mask or p.varlen
     larger = math.sqrt(max(1.0, keys)) if uneven else 1.0
-    return max(keys, 8 * 2.0**23 * 4 * unit / math.sqrt(3) * larger)
+    return max(keys, 8 * 2.0**23 * 6 * unit / math.sqrt(3) * larger)
 
 
 def _ends(sequences: int, mean: int, generator: torch.Generator, device: str) -> Tensor:

@@ -93,6 +93,7 @@ class DecodeConfig(Config):
     stages: int = knob(2, 3, 4, 6)
     ctas_per_sm: int = knob(1, 2, 3, 4)
     splits: int = knob(1, 2, 3, 4, 6, 8, 11, 16, 24, 33, 48, 66, 96, 132)
+    pdl: bool = knob(False, True, added=True)
 
     @property
     def threads(self) -> int:
@@ -124,6 +125,7 @@ _HIDDEN = 0.47  # the share of the shorter of two times that goes on behind the 
 _MEET_US = 0.15  # of a warp's sums
 _ALONE_US = 0.15  # where a CTA of the next launch finds no room beside one of this
 _PARTIAL_US = 0.52  # of a split's sums
+_DEPENDENT_US = 0.63  # the skinny GEMM's
 
 
 class DecodeAttention(Op[DecodeProblem, DecodeConfig]):
@@ -169,6 +171,8 @@ class DecodeAttention(Op[DecodeProblem, DecodeConfig]):
                 yield f"splits={c.splits}: {p.tiles} tiles of queries fill the GPU with fewer"
             if p.tiles > _MOST_TICKETS:
                 yield f"{p.tiles} tiles of queries are more than the {_MOST_TICKETS} that splits can meet in"
+        if c.pdl and not gpu.has_pdl:
+            yield f"{gpu.name} has no programmatic dependent launch"
         if p.tiles * c.splits > _MOST_CTAS:
             yield f"{p.tiles * c.splits} CTAs are more than a grid's {_MOST_CTAS}"
 
@@ -210,7 +214,9 @@ class DecodeAttention(Op[DecodeProblem, DecodeConfig]):
         combine = _MEET_US * c.warps + (_PARTIAL_US * c.splits / c.warps if c.splits > 1 else 0.0)
         combine += _ALONE_US if c.ctas_per_sm == 1 else 0.0
         dram += _CTA_US
-        return float(_LAUNCH_US + max(busy, dram) + (1.0 - _HIDDEN) * min(busy, dram) + combine)
+        # CTAs of the next launch are placed early where one wave leaves them room.
+        early = (_DEPENDENT_US if waves == 0 else -_DEPENDENT_US) if c.pdl else 0.0
+        return float(_LAUNCH_US - early + max(busy, dram) + (1.0 - _HIDDEN) * min(busy, dram) + combine)
 
     # -- kernel
 
@@ -275,6 +281,7 @@ class DecodeAttention(Op[DecodeProblem, DecodeConfig]):
             limited=p.window,
             q_in_registers=width <= WIDEST_IN_REGISTERS,
             ctas_per_sm=c.ctas_per_sm,
+            dependent=c.pdl,
         )
 
     def bind(self, p: DecodeProblem, c: DecodeConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,7 +21,8 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op, Problem, Work
 from cutekernels.ops import gemm_skinny
 from cutekernels.ops.calls import TensorOp, check_results
-from cutekernels.ops.gemm import ACTIVATIONS, DTYPES, ELEMENT_BYTES, GEMM, WIDEST, GemmProblem
+from cutekernels.ops.gemm import ACTIVATIONS, DTYPES, GEMM, WIDEST, GemmProblem
+from cutekernels.ops.gemm_multistage import ELEMENT_BYTES
 from cutekernels.ops.glu import SILU_MUL, GluProblem
 from cutekernels.ops.matmul import alignment
 from cutekernels.ops.norm_linear_chain import check_rstd, linear_then_gate, norm_then_linear

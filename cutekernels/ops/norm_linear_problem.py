@@ -10,7 +10,8 @@ from itertools import product
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, extent, knob, ladder, plain
-from cutekernels.ops.gemm import ACTIVATIONS, BODIES, ELEMENT_BYTES, WIDEST, GemmConfig, GemmProblem
+from cutekernels.ops.gemm import ACTIVATIONS, BODIES, WIDEST, GemmConfig, GemmProblem
+from cutekernels.ops.gemm_multistage import ELEMENT_BYTES
 from cutekernels.ops.gemm_skinny import Extras
 
 _SKINNY = BODIES["skinny"]

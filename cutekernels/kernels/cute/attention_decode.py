@@ -52,6 +52,7 @@ class DecodeAttention:
     limited: bool
     q_in_registers: bool
     ctas_per_sm: int
+    dependent: bool  # launched under programmatic dependent launch
 
     @property
     def threads(self) -> int:
@@ -104,6 +105,7 @@ class DecodeAttention:
             block=[self.threads, 1, 1],
             min_blocks_per_mp=self.ctas_per_sm,
             preferred_smem_carveout=100,  # percent
+            use_pdl=self.dependent,
             stream=stream,
         )  # fmt: skip
 
@@ -127,6 +129,9 @@ class DecodeAttention:
         tiles: Int32,
         tiled_mma: cute.TiledMma,
     ):
+        if const_expr(self.dependent):  # nothing is read before: lengths, caches and tickets may be the last kernel's
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
         block, _, _ = cute.arch.block_idx()
         heads_kv = mK.shape[2]
         # Neighbours share keys, then lines of memory: tiles of a head, heads of a token, splits, sequences.

@@ -133,7 +133,6 @@ def _chunked(
     bias,
     row,
     head,
-    rows,
     cols,
     eps,
     weight_offset,
@@ -143,25 +142,23 @@ def _chunked(
     RESIDUAL: tl.constexpr,
     CENTRED: tl.constexpr,
     ROUND_TWICE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """One tile whose rows are walked in chunks. A result may be an operand itself: nothing is written before the
-    last pass, which reads what it overwrites.
+    """One row, walked in chunks. A result may be an operand itself: nothing is written before the last pass, which
+    reads what it overwrites.
     """
-    r = tl.arange(0, BLOCK_ROWS)
-    live = (r < rows - row)[:, None]
-    mean = tl.zeros([BLOCK_ROWS], tl.float32)
+    r = tl.arange(0, 1)
+    mean = tl.zeros([1], tl.float32)
     if CENTRED:
-        total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+        total = tl.zeros([1, BLOCK_COLS], tl.float32)
         for start in range(0, cols, BLOCK_COLS):
             c = start + tl.arange(0, BLOCK_COLS)
-            total += _summed(x, residual, row, head, r, c, live & (c < cols)[None, :], RESIDUAL, "evict_last")
+            total += _summed(x, residual, row, head, r, c, (c < cols)[None, :], RESIDUAL, "evict_last")
         mean = tl.sum(total, axis=1) / cols
-    squares = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    squares = tl.zeros([1, BLOCK_COLS], tl.float32)
     for start in range(0, cols, BLOCK_COLS):
         c = start + tl.arange(0, BLOCK_COLS)
-        inside = live & (c < cols)[None, :]
+        inside = (c < cols)[None, :]
         value = _summed(x, residual, row, head, r, c, inside, RESIDUAL, "evict_last")
         if CENTRED:
             value = tl.where(inside, value - mean[:, None], 0.0)
@@ -169,7 +166,7 @@ def _chunked(
     rstd = tl.rsqrt(tl.sum(squares, axis=1) / cols + eps)
     for start in range(0, cols, BLOCK_COLS):
         c = start + tl.arange(0, BLOCK_COLS)
-        inside = live & (c < cols)[None, :]
+        inside = (c < cols)[None, :]
         value = _summed(x, residual, row, head, r, c, inside, RESIDUAL, "evict_first")
         if RESIDUAL:
             _store(u, value, row, head, r, c, inside)
@@ -227,8 +224,8 @@ def _forward(
     else:
         row, head = _place(tl.program_id(0).to(tl.int64), heads, BLOCK_ROWS, NESTED)
         _chunked(
-            y, u, x, residual, weight, bias, row, head, rows, cols, eps, weight_offset,
-            WEIGHT, SHIFTED, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, BLOCK_ROWS, BLOCK_COLS,
+            y, u, x, residual, weight, bias, row, head, cols, eps, weight_offset,
+            WEIGHT, SHIFTED, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, BLOCK_COLS,
         )  # fmt: skip
 
 

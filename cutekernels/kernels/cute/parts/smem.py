@@ -89,3 +89,36 @@ class SkinnySmem:
     @property
     def total_bytes(self) -> int:
         return self.gamma_at + self.tile_k * self.stages * self.gamma_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SpecializedSmem:
+    """Shared memory of a specialized GEMM: stages of X and W, later the sums of a split tile; barriers."""
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    stages: int
+    split: int
+    element_bytes: int = 2
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.tile_m + self.tile_n) * self.tile_k * self.element_bytes
+
+    @property
+    def share(self) -> int:
+        """Of a thread's sums, those that one CTA of the cluster adds up: whole pairs."""
+        return -(-self.tile_n // 4 // self.split) * 2
+
+    @property
+    def summed_bytes(self) -> int:
+        return self.tile_m * self.tile_n * 4 if self.split > 1 else 0
+
+    @property
+    def barriers_at(self) -> int:
+        return max(self.stages * self.stage_bytes, self.summed_bytes)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.barriers_at + 16 * self.stages

@@ -1,0 +1,367 @@
+"""GEMM, specialized schedule: ``out = act(alpha * X @ W^T + beta * C + bias)`` by TMA and warpgroup MMA.
+
+Schedule:
+    One warp asks the TMA for tiles of X and W, ``stages`` ahead, and does nothing else; ``groups`` warp groups multiply
+    64 rows of X (tokens) by ``tile_n`` rows of W each, straight from shared memory. They meet on two barriers a stage
+    alone (full, empty), so no barrier of the CTA is in the loop, and no instruction is spent on copies or fragments.
+    ``tile_n`` is any multiple of 8 up to 256: what deals N out evenly. H200, 64 tokens, N = 18944, K = 3584: 132 tiles
+    of 144 rows are one for each SM; with warp MMA such a tile is bound by its SM's instructions and not by DRAM, and
+    takes 39.0 us (2026-11-22).
+    ``split`` CTAs of a cluster share a tile's K. Their sums meet in shared memory: each leaves all of its own, and
+    adds up an equal share of everybody's in the order of K, so the result is the same each time.
+    Rows and columns beyond the operands arrive as zeros, K's end included. Where X has fewer rows than are multiplied,
+    only ``rows`` of them are loaded: the products of what lies behind them in shared memory are not stored.
+
+Source:
+    The pairing of full and empty barriers, and a producer warp beside consumer groups, are CUTLASS's "warp
+    specialized" mainloop for Hopper; tokens on the m64 side and odd tile widths are for few tokens.
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers
+
+from cutekernels.kernels.cute.parts.epilogue import Activation
+from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SpecializedSmem
+
+GROUP = 128  # threads of a warp group
+ROWS = 64  # of X that a warp group multiplies
+SWIZZLED_ROWS, SWIZZLED = 8, 64  # an atom of the 128-byte swizzle: rows, elements of K
+
+
+@dataclass(frozen=True)
+class SpecializedGemm:
+    """The body. ``rows`` of X are loaded: whole groups' 64, or all that there are. ``paired``: two neighbouring columns
+    of out are one aligned store.
+    """
+
+    rows: int
+    tile_n: int
+    tile_k: int
+    stages: int
+    split: int
+    dependent: bool  # launched under programmatic dependent launch
+    activation: Activation
+    paired: bool
+    ctas_per_sm: int
+
+    @property
+    def groups(self) -> int:
+        return -(-self.rows // ROWS)
+
+    @property
+    def tile_m(self) -> int:
+        """Rows that are multiplied."""
+        return ROWS * self.groups
+
+    @property
+    def threads(self) -> int:
+        """The producer warp comes last."""
+        return GROUP * self.groups + 32
+
+    @property
+    def smem(self) -> SpecializedSmem:
+        return SpecializedSmem(self.rows, self.tile_n, self.tile_k, self.stages, self.split)
+
+    def layouts(self, dtype: type[cutlass.Numeric]) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
+        """Of the stages of X and W: ``(rows, tile_k, STAGE)``, as TMA writes and warpgroup MMA reads them."""
+        tile = (self.rows, self.tile_n, self.tile_k)
+        return (
+            hopper_helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, dtype, self.stages),
+            hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, dtype, self.stages),
+        )
+
+    def multiplied(self) -> cute.Layout:
+        """The stages of X with all rows that are multiplied: ``(tile_m, tile_k, STAGE)``."""
+        shape = ((SWIZZLED_ROWS, self.tile_m // SWIZZLED_ROWS), (SWIZZLED, self.tile_k // SWIZZLED), self.stages)
+        stride = ((SWIZZLED, SWIZZLED_ROWS * SWIZZLED), (1, self.rows * SWIZZLED), self.rows * self.tile_k)
+        return cute.make_layout(shape, stride=stride)
+
+    @cute.jit
+    def __call__(
+        self,
+        mD: cute.Tensor,  # (M, N)
+        mX: cute.Tensor,  # (M, K)
+        mW: cute.Tensor,  # (K, N)
+        mC: cute.Tensor | None,  # (M, N)
+        mBias: cute.Tensor | None,  # (N,)
+        alpha: Float32,
+        beta: Float32,
+        stream: cuda.CUstream,
+    ):
+        dtype = mX.element_type
+        layout_x, layout_w = self.layouts(dtype)
+        pitched = self.pitched
+        mX = pitched(mX)
+        mW = pitched(cute.make_tensor(mW.iterator, cute.select(mW.layout, mode=[1, 0])))  # (N, K)
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        one_x, one_w = cute.slice_(layout_x, (None, None, 0)), cute.slice_(layout_w, (None, None, 0))
+        tma_x, tX = cpasync.make_tiled_tma_atom(op, mX, one_x, (self.rows, self.tile_k))
+        tma_w, tW = cpasync.make_tiled_tma_atom(op, mW, one_w, (self.tile_n, self.tile_k))
+        tiled_mma = hopper_helpers.make_trivial_tiled_mma(
+            dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (self.groups, 1, 1), (ROWS, self.tile_n)
+        )
+        tiles_m = cute.ceil_div(cute.size(mD, mode=[0]), self.tile_m)
+        tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), self.tile_n)
+        self.kernel(mD, tX, tW, mC, mBias, alpha, beta, tma_x, tma_w, layout_x, layout_w, tiled_mma).launch(
+            grid=[self.split, tiles_m, tiles_n],
+            block=[self.threads, 1, 1],
+            cluster=[self.split, 1, 1],
+            min_blocks_per_mp=self.ctas_per_sm,
+            preferred_smem_carveout=100,  # percent
+            use_pdl=self.dependent,
+            stream=stream,
+        )
+
+    @cute.jit
+    def pitched(self, t: cute.Tensor) -> cute.Tensor:
+        """``t`` ``(rows, K)``; a lone row, whose pitch may be anything, gets one that the TMA takes."""
+        rows, k = t.shape
+        pitch = k if rows == 1 else t.stride[0]
+        return cute.make_tensor(
+            t.iterator, cute.make_layout((rows, k), stride=(cute.assume(pitch, divby=SWIZZLED_ROWS), 1))
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mD: cute.Tensor,
+        tX: cute.Tensor,  # (M, K), coordinates
+        tW: cute.Tensor,  # (N, K), coordinates
+        mC: cute.Tensor | None,
+        mBias: cute.Tensor | None,
+        alpha: Float32,
+        beta: Float32,
+        tma_x: cute.CopyAtom,
+        tma_w: cute.CopyAtom,
+        layout_x: cute.ComposedLayout,
+        layout_w: cute.ComposedLayout,
+        tiled_mma: cute.TiledMma,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        split, at_m, at_n = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        producer = const_expr(self.groups * 4)
+        stages = const_expr(self.stages)
+        dtype = mD.element_type
+        k_tiles = cute.ceil_div(cute.size(tX, mode=[1]), self.tile_k)
+        first, end = split * k_tiles // self.split, (split + 1) * k_tiles // self.split
+
+        # -- setup
+        smem = self.smem
+        storage = SmemAllocator().allocate(smem.total_bytes, byte_alignment=ALIGNMENT)
+        base = cute.recast_ptr(storage, dtype=dtype)
+        at_x = cute.recast_ptr(base, layout_x.inner, dtype)
+        sX = cute.make_tensor(at_x, layout_x.outer)  # (M, K, STAGE)
+        sM = cute.make_tensor(at_x, self.multiplied())
+        sW = cute.make_tensor(
+            cute.recast_ptr(base + cute.cosize(layout_x), layout_w.inner, dtype), layout_w.outer
+        )  # (N, K, STAGE)
+        full = cute.recast_ptr(storage + smem.barriers_at, dtype=Int64)
+        empty = full + stages
+        if warp == producer:
+            cpasync.prefetch_descriptor(tma_x)
+            cpasync.prefetch_descriptor(tma_w)
+            with cute.arch.elect_one():
+                for stage in cutlass.range_constexpr(stages):
+                    cute.arch.mbarrier_init(full + stage, 1)
+                    cute.arch.mbarrier_init(empty + stage, self.groups)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        if const_expr(self.dependent):
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
+
+        if warp == producer:
+            produce = self.produce
+            produce(tX, tW, sX, sW, tma_x, tma_w, full, empty, at_m, at_n, first, end)
+            if const_expr(self.split > 1):
+                for _ in cutlass.range_constexpr(2):  # as often as the others meet
+                    cute.arch.cluster_arrive()
+                    cute.arch.cluster_wait()
+        else:
+            consume, finish = self.consume, self.finish
+            thr_mma = tiled_mma.get_slice(cute.arch.make_warp_uniform(tid // GROUP) * GROUP)
+            shape = tiled_mma.partition_shape_C((self.tile_m, self.tile_n))
+            acc = cute.make_rmem_tensor(shape, Float32)  # ((2, 2, N / 8), 1, 1)
+            consume(tid, acc, thr_mma, tiled_mma, sM, sW, full, empty, first, end)
+            cD = cute.local_tile(cute.make_identity_tensor(mD.shape), (self.tile_m, self.tile_n), (at_m, at_n))
+            tCcD = tiled_mma.get_slice(tid).partition_C(cD)  # ((2, 2, N / 8), 1, 1)
+            if const_expr(self.split == 1):
+                finish(acc, tCcD, 0, mD, mC, mBias, alpha, beta)
+            else:
+                meet = self.meet
+                meet(tid, acc, tCcD, split, storage, mD, mC, mBias, alpha, beta)
+
+    @cute.jit
+    def produce(
+        self,
+        tX: cute.Tensor,
+        tW: cute.Tensor,
+        sX: cute.Tensor,
+        sW: cute.Tensor,
+        tma_x: cute.CopyAtom,
+        tma_w: cute.CopyAtom,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        at_m: Int32,
+        at_n: Int32,
+        first: Int32,
+        end: Int32,
+    ):
+        """Keeps the stages full."""
+        gX = cute.local_tile(tX, (self.rows, self.tile_k), (at_m, None))  # (M, K, k)
+        gW = cute.local_tile(tW, (self.tile_n, self.tile_k), (at_n, None))  # (N, K, k)
+        alone = cute.make_layout(1)
+        to_x, from_x = cpasync.tma_partition(tma_x, 0, alone, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
+        to_w, from_w = cpasync.tma_partition(tma_w, 0, alone, cute.group_modes(sW, 0, 2), cute.group_modes(gW, 0, 2))
+        stage, phase = Int32(0), Int32(1)  # of a fresh barrier, the phase before counts as complete
+        for k_tile in cutlass.range(first, end, unroll=1):
+            cute.arch.mbarrier_wait(empty + stage, phase)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.smem.stage_bytes)
+            cute.copy(tma_w, from_w[None, k_tile], to_w[None, stage], tma_bar_ptr=full + stage)
+            cute.copy(tma_x, from_x[None, k_tile], to_x[None, stage], tma_bar_ptr=full + stage)
+            stage = stage + 1
+            if stage == self.stages:
+                stage = Int32(0)
+                phase = phase ^ 1
+
+    @cute.jit
+    def consume(
+        self,
+        tid: Int32,
+        acc: cute.Tensor,
+        thr_mma: cute.TiledMma,
+        tiled_mma: cute.TiledMma,
+        sX: cute.Tensor,
+        sW: cute.Tensor,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        first: Int32,
+        end: Int32,
+    ):
+        """Multiplies what comes; a stage is given back when the products of the next are under way."""
+        rX = tiled_mma.make_fragment_A(thr_mma.partition_A(sX))  # descriptors: (MMA, MMA_M, MMA_K, STAGE)
+        rW = tiled_mma.make_fragment_B(thr_mma.partition_B(sW))
+        acc.fill(0.0)
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+        stage, before, phase = Int32(0), Int32(0), Int32(0)
+        for k_tile in cutlass.range(first, end, unroll=1):
+            cute.arch.mbarrier_wait(full + stage, phase)
+            warpgroup.fence()
+            for kb in cutlass.range_constexpr(self.tile_k // 16):
+                cute.gemm(tiled_mma, acc, rX[None, None, kb, stage], rW[None, None, kb, stage], acc)
+            warpgroup.commit_group()
+            warpgroup.wait_group(1)
+            if k_tile > first and tid % GROUP == 0:
+                cute.arch.mbarrier_arrive(empty + before)
+            before = stage
+            stage = stage + 1
+            if stage == self.stages:
+                stage = Int32(0)
+                phase = phase ^ 1
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def meet(
+        self,
+        tid: Int32,
+        acc: cute.Tensor,
+        tCcD: cute.Tensor,
+        split: Int32,
+        storage: cute.Pointer,
+        mD: cute.Tensor,
+        mC: cute.Tensor | None,
+        mBias: cute.Tensor | None,
+        alpha: Float32,
+        beta: Float32,
+    ):
+        """The cluster's sums, in the place of the stages: all leave theirs, each adds up and finishes its share."""
+        count = const_expr(cute.size(acc))
+        share = const_expr(self.smem.share)
+        members = const_expr(GROUP * self.groups)
+        at = cute.recast_ptr(storage, dtype=Float32)
+        mine = cute.make_tensor(at, cute.make_layout((count, members), stride=(members, 1)))
+        cute.arch.barrier(barrier_id=1, number_of_threads=members)  # all have read their stages
+        for i in cutlass.range_constexpr(count):
+            mine[i, tid] = acc[i]
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        finish = self.finish
+        for part in cutlass.range_constexpr(self.split):
+            if split == part:
+                begin = const_expr(part * share)
+                size = const_expr(max(0, min(share, count - part * share)))
+                if const_expr(size > 0):
+                    some = cute.make_rmem_tensor(size, Float32)
+                    some.fill(0.0)
+                    for s in cutlass.range_constexpr(self.split):
+                        theirs = cute.arch.map_dsmem_ptr(at, s).toint() + 4 * tid
+                        for i in cutlass.range_constexpr(size):
+                            some[i] = some[i] + load_peer(theirs + 4 * members * (begin + i))
+                    finish(some, tCcD, begin, mD, mC, mBias, alpha, beta)
+        cute.arch.cluster_arrive()  # nobody leaves while others read what it left
+        cute.arch.cluster_wait()
+
+    @cute.jit
+    def finish(
+        self,
+        acc: cute.Tensor,
+        tCcD: cute.Tensor,
+        begin: cutlass.Constexpr[int],
+        mD: cute.Tensor,
+        mC: cute.Tensor | None,
+        mBias: cute.Tensor | None,
+        alpha: Float32,
+        beta: Float32,
+    ):
+        """Scales, adds, activates, rounds and stores ``acc``, this thread's sums from number ``begin`` on, in pairs."""
+        m, n = mD.shape
+        activate = self.activation.apply
+        for i in cutlass.range_constexpr(0, cute.size(acc), 2):
+            row, column = tCcD[begin + i]
+            pair = cute.make_rmem_tensor(2, Float32)
+            for j in cutlass.range_constexpr(2):
+                pair[j] = alpha * acc[i + j]
+                if row < m and column + j < n:
+                    if const_expr(mC is not None):
+                        pair[j] = pair[j] + beta * mC[row, column + j].to(Float32)
+                    if const_expr(mBias is not None):
+                        pair[j] = pair[j] + mBias[column + j].to(Float32)
+            rounded = cute.make_rmem_tensor(2, mD.element_type)
+            rounded.store(activate(pair.load()).to(mD.element_type))
+            if const_expr(self.paired):
+                if row < m and column < n:
+                    target = (mD.iterator + cute.crd2idx((row, column), mD.layout)).align(4)
+                    cute.autovec_copy(rounded, cute.make_tensor(target, cute.make_layout(2)))
+            else:
+                for j in cutlass.range_constexpr(2):
+                    if row < m and column + j < n:
+                        mD[row, column + j] = rounded[j]
+
+
+@dsl_user_op
+def load_peer(address: Int32, *, loc: object = None, ip: object = None) -> Float32:
+    """What lies at ``address``, one that ``map_dsmem_ptr`` has given, in the shared memory of a CTA of the cluster."""
+    loaded = llvm.inline_asm(
+        T.f32(),
+        [address.ir_value(loc=loc, ip=ip)],
+        "ld.shared::cluster.f32 $0, [$1];",
+        "=f,r,~{memory}",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+    return Float32(loaded)

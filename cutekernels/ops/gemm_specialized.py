@@ -1,0 +1,149 @@
+"""The specialized schedule as ``gemm`` sees it: TMA and warpgroup MMA, for GPUs that have them.
+
+Operands are swapped as in ``gemm_skinny.py``: ``tile_m`` are columns of out (rows of a weight), ``tile_n`` its rows
+(tokens). ``split_k`` CTAs of a cluster share a tile's K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from cutekernels.kernels.cute.parts.smem import SpecializedSmem
+from cutekernels.op import ladder
+
+if TYPE_CHECKING:
+    from cutekernels.gpu import GpuSpec
+    from cutekernels.ops.gemm import GemmConfig, GemmProblem
+
+TILES = tuple(range(32, 257, 16))  # of columns
+TOKEN_TILES = (8, 16, 32, 48, 64, 96, 128)
+GROUP_TOKENS = 64  # that a warp group multiplies
+LEAST_IN_FLIGHT = 32 * 1024  # bytes of stages
+_OTHER_REGISTERS = 40
+_GRID_AXIS = 65535
+
+# The model's constants, fitted to 343 runs of 12 problems on an H200 (2026-11-22): 10 % off, root mean square, and its
+# choice among a problem's runs within 6 % of their best. Of other problems nothing is known.
+_LAUNCH_US, _UNDEPENDENT_US, _SPLIT_US = 2.46, 0.59, 1.12
+_SM_BYTES_PER_US = 99e3
+_SM_FLOPS_PER_US = 6.22e6
+_LATENCY_US = 0.674
+_SHALLOW = 0.257  # what few stages cost
+_COLUMNS_LOST = 20  # that an MMA could multiply in the time it takes to begin
+_DRAM_RATE = 0.80  # of the datasheet's
+_SUMS_PER_US = 6.4e3
+
+
+def groups(c: GemmConfig) -> int:
+    return -(-c.tile_n // GROUP_TOKENS)
+
+
+def threads(c: GemmConfig) -> int:
+    """Groups that multiply, and the warp that loads."""
+    return 128 * groups(c) + 32
+
+
+def smem(c: GemmConfig) -> SpecializedSmem:
+    return SpecializedSmem(c.tile_n, c.tile_m, c.tile_k, c.stages, c.split_k)
+
+
+def fitting_tiles(p: GemmProblem) -> list[int]:
+    """Tokens of a tile that suit ``p``: the least that cover its bucket in one tile; beyond, whole warp groups."""
+    least = min((t for t in TOKEN_TILES if t >= min(ladder(p.m), TOKEN_TILES[-1])), default=TOKEN_TILES[-1])
+    return sorted({least, GROUP_TOKENS, TOKEN_TILES[-1]} if p.m > GROUP_TOKENS else {least})
+
+
+def waves(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, tile_m: int) -> int:
+    """How often all CTAs that fit on the GPU are replaced, with tiles of ``tile_m`` columns."""
+    tiles = -(-p.n // tile_m) * -(-p.m // (GROUP_TOKENS * groups(c)))
+    return -(-tiles * c.split_k // (gpu.sm_count * c.ctas_per_sm))
+
+
+def refused(p: GemmProblem, gpu: GpuSpec) -> Iterator[str]:
+    """The rules that ``p`` breaks, whatever the config."""
+    if not (gpu.has_tma and gpu.has_wgmma):
+        yield f"{gpu.name} has no warpgroup MMA"
+    if (p.a_major, p.b_major, p.out_major) != ("k", "k", "n") or min(p.a_align, p.b_align) < 8:
+        yield "specialized takes a and b with K contiguous and 16-byte aligned rows, and out with N contiguous"
+    if p.batched or p.wide or p.accumulate != "fp32":
+        yield "specialized takes no batch, no 64-bit strides and accumulates in fp32"
+    if p.k == 0:
+        yield "specialized takes a K of 8 or more"
+
+
+def broken(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
+    """The rules that ``c`` breaks."""
+    yield from refused(p, gpu)
+    fitting = fitting_tiles(p)
+    if c.tile_n not in fitting:
+        yield f"tile_n={c.tile_n} does not suit {p.m} tokens: take {' or '.join(map(str, fitting))}"
+    best = next(t for t in TILES if waves(p, c, gpu, t) == waves(p, c, gpu, c.tile_m))
+    if best < c.tile_m:
+        yield f"tile_m={c.tile_m} makes as many waves of CTAs as tile_m={best}"
+    if -(-p.n // c.tile_m) > _GRID_AXIS or -(-p.m // GROUP_TOKENS) > _GRID_AXIS:
+        yield f"{p.m} x {p.n} are more tiles than an axis of a grid has, {_GRID_AXIS}"
+    frame = smem(c)
+    if frame.total_bytes > gpu.smem_per_block_bytes:
+        yield f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
+    needed = c.ctas_per_sm * (frame.total_bytes + gpu.SMEM_RESERVED_BYTES)
+    if needed > gpu.smem_per_sm_bytes:
+        yield f"{c.ctas_per_sm} CTAs take {needed} bytes of an SM's {gpu.smem_per_sm_bytes} of shared memory"
+    in_flight = c.ctas_per_sm * c.stages * frame.stage_bytes
+    if in_flight < LEAST_IN_FLIGHT:
+        yield f"{in_flight} bytes of stages keep too few in flight: take {LEAST_IN_FLIGHT} or more"
+    available = min(gpu.MAX_REGISTERS_PER_THREAD, gpu.REGISTERS_PER_SM // (threads(c) * c.ctas_per_sm))
+    if registers_per_thread(c) > available:
+        yield f"a thread needs about {registers_per_thread(c)} registers; it has {available}"
+    if c.split_k > 1 and waves(p, c, gpu, c.tile_m) > 1:
+        yield f"split_k={c.split_k}: the tiles fill the GPU without"
+    if c.split_k * 2 > -(-p.k // c.tile_k) and c.split_k > 1:
+        yield f"split_k={c.split_k} leaves less than two k-tiles of {c.tile_k} to each"
+    if c.pdl and not gpu.has_pdl:
+        yield f"{gpu.name} has no programmatic dependent launch"
+
+
+def registers_per_thread(c: GemmConfig) -> int:
+    """About what the compiler will need."""
+    return c.tile_m // 2 + _OTHER_REGISTERS
+
+
+def estimate_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> float:
+    """What an SM's CTAs pull or multiply, or a stage's latency, or DRAM, whichever is slowest; fixed costs."""
+    if p.m == 0 or p.n == 0:
+        return 0.0
+    frame, rows = smem(c), GROUP_TOKENS * groups(c)
+    ctas = -(-p.n // c.tile_m) * -(-p.m // rows) * c.split_k
+    k_tiles = -(-p.k // c.tile_k) / c.split_k
+
+    def wave_us(together: int) -> float:
+        step = max(
+            together * frame.stage_bytes / _SM_BYTES_PER_US,
+            together * 2 * rows * (c.tile_m + _COLUMNS_LOST) * c.tile_k / _SM_FLOPS_PER_US,
+            _LATENCY_US / (c.stages - 1),
+        )
+        return k_tiles * step * (1.0 + _SHALLOW / c.stages) + together * rows * c.tile_m / _SUMS_PER_US
+
+    full, rest = divmod(ctas, gpu.sm_count * c.ctas_per_sm)
+    busy = full * wave_us(c.ctas_per_sm) + (wave_us(-(-rest // gpu.sm_count)) if rest else 0.0)
+    dram = 2.0 * p.n * (p.k + p.m) / (_DRAM_RATE * gpu.dram_gbps * 1e3)
+    fixed = _LAUNCH_US + (0.0 if c.pdl else _UNDEPENDENT_US) + (_SPLIT_US if c.split_k > 1 else 0.0)
+    return float(fixed + max(busy, dram))
+
+
+def body(p: GemmProblem, c: GemmConfig) -> Any:
+    """The kernel body with its parts."""
+    from cutekernels.kernels.cute.gemm_specialized import SpecializedGemm
+    from cutekernels.kernels.cute.parts.epilogue import Activation
+
+    return SpecializedGemm(
+        rows=c.tile_n,
+        tile_n=c.tile_m,
+        tile_k=c.tile_k,
+        stages=c.stages,
+        split=c.split_k,
+        dependent=c.pdl,
+        activation=Activation(p.activation),
+        paired=p.out_align > 1,
+        ctas_per_sm=c.ctas_per_sm,
+    )

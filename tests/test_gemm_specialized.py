@@ -1,0 +1,93 @@
+"""The specialized schedule of ``gemm``, without a GPU: whom it takes, its tiles, what the compiler makes of it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from cutekernels import gpu
+from cutekernels.ops import gemm_specialized
+from cutekernels.ops.gemm import GEMM, GemmConfig, GemmProblem
+
+H200 = gpu.lookup("h200")
+
+
+def linear(m: int, n: int = 3584, k: int = 3584, words: str = "") -> GemmProblem:
+    return GemmProblem.parse(f"m={m} n={n} k={k} b_major=k {words}")
+
+
+def valid(p: GemmProblem, spec: gpu.GpuSpec = H200) -> list[GemmConfig]:
+    return [c for c in GEMM.valid(p, spec) if c.body == "specialized"]
+
+
+@pytest.mark.parametrize("name", ["a100", "l40s", "rtx5090"])
+def test_without_warpgroup_mma_there_is_none(name: str) -> None:
+    spec = gpu.lookup(name)
+    assert not valid(linear(64), spec)
+    config = valid(linear(64))[0]
+    assert "no warpgroup MMA" in str(GEMM.why_not(linear(64), config, spec))
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        ("a_align=4", "16-byte aligned rows"),
+        ("b_align=2", "16-byte aligned rows"),
+        ("batch=2 batched=1", "no batch"),
+        ("wide=1", "no 64-bit strides"),
+        ("dtype=fp16 accumulate=fp16", "fp32"),
+    ],
+)
+def test_refuses_what_the_tma_cannot_load(words: str, rule: str) -> None:
+    problem, config = linear(64, words=words), valid(linear(64))[0]
+    assert rule in str(GEMM.why_not(problem, config, H200))
+    assert not valid(problem)
+    assert GEMM.default(problem, H200).body == "multistage"
+
+
+def test_no_k_is_refused() -> None:
+    empty = linear(64, k=0)
+    assert "K of 8 or more" in next(gemm_specialized.refused(empty, H200))
+    assert GEMM.why_not(empty, GEMM.default(empty, H200), H200) is None
+
+
+def test_tokens_choose_the_tile() -> None:
+    tiles = {m: gemm_specialized.fitting_tiles(linear(m)) for m in (1, 8, 9, 16, 17, 33, 49, 64, 65, 97, 128, 4096)}
+    assert tiles == {
+        1: [8], 8: [8], 9: [16], 16: [16], 17: [32], 33: [48], 49: [64], 64: [64],
+        65: [64, 96, 128], 97: [64, 128], 128: [64, 128], 4096: [64, 128],
+    }  # fmt: skip
+    for m in range(1, 700):
+        for tile in gemm_specialized.fitting_tiles(linear(m)):
+            assert tile >= min(m, 64), m  # all tokens in one tile, or whole groups of 64
+            assert tile >= m or tile % 64 == 0, m
+
+
+def test_columns_are_dealt_out_evenly() -> None:
+    """132 SMs: 144 columns each of 18944 are one wave; no tile makes as many waves with more."""
+    tiles = {c.tile_m for c in valid(linear(64, 18944)) if c.ctas_per_sm == 1}
+    assert 144 in tiles
+    assert not tiles & {160, 176, 192, 208, 224, 240, 256}
+    one_wave = GemmConfig.parse(str(next(c for c in valid(linear(64, 18944)) if c.tile_m == 144)))
+    assert "as many waves" in str(GEMM.why_not(linear(64, 18944), one_wave.replace(tile_m=160), H200))
+
+
+def test_default_beyond_a_few_tokens() -> None:
+    bodies = {m: GEMM.default(linear(m), H200).body for m in (1, 16, 32, 33, 64, 128, 1024, 8192)}
+    assert bodies == dict.fromkeys((1, 16, 32), "skinny") | dict.fromkeys((33, 64, 128, 1024, 8192), "specialized")
+    assert GEMM.default(linear(64), gpu.lookup("l40s")).body == "multistage"
+
+
+def test_compiles_without_spills() -> None:
+    """Random configs, the widest and the narrowest tile, in both types, with every epilogue."""
+    rng = random.Random(0)
+    words = ["", "dtype=fp16", "bias=fp32 activation=gelu", "c=n bias=same activation=silu out_align=1"]
+    for i, (m, n) in enumerate([(40, 3584), (48, 1000), (64, 18944), (96, 3584), (300, 4096), (4096, 4096)]):
+        problem = linear(m, n, words=words[i % len(words)])
+        found = valid(problem)
+        for config in {rng.choice(found), max(found, key=lambda c: (c.tile_m, c.tile_n)), GEMM.default(problem, H200)}:
+            facts = GEMM.build(problem, config, H200).facts
+            assert facts.stack_bytes == 0, config
+            assert facts.smem_bytes == config.smem.total_bytes, config
+            assert facts.registers <= gemm_specialized.registers_per_thread(config) + 8, (config, facts)
