@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_gemm_compiled import TARGETS, built, code
 
 from cutekernels import gpu
-from cutekernels.autotune.search import prune_reason
+from cutekernels.autotune.search import MODEL_SEEDS, prune_reason
 from cutekernels.kernels.cute.parts import stream
 from cutekernels.op import ladder
 from cutekernels.ops import gemm_skinny
@@ -138,7 +138,7 @@ def test_the_tuner_is_led_beyond_multistage(m: int, n: int, name: str) -> None:
     """By the model's seeds; what it then crowns, measurements say."""
     p, spec = decode(m, n), gpu.lookup(name)
     by_model = sorted(valid(p, name), key=lambda c: (GEMM.estimate_us(p, c, spec), str(c)))
-    assert by_model[0].body in (("specialized",) if spec.has_wgmma else ("skinny", "stream"))
+    assert {c.body for c in by_model[:MODEL_SEEDS]} & ({"specialized"} if spec.has_wgmma else {"skinny", "stream"})
 
 
 def test_a_launch_has_a_workspace() -> None:
