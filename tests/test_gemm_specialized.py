@@ -74,8 +74,8 @@ def test_columns_are_dealt_out_evenly() -> None:
 
 
 def test_default_beyond_a_few_tokens() -> None:
-    bodies = {m: GEMM.default(linear(m), H200).body for m in (1, 16, 32, 33, 64, 128, 1024, 8192)}
-    assert bodies == dict.fromkeys((1, 16, 32), "skinny") | dict.fromkeys((33, 64, 128, 1024, 8192), "specialized")
+    bodies = {m: GEMM.default(linear(m), H200).body for m in (1, 16, 17, 33, 64, 128, 1024, 8192)}
+    assert bodies == dict.fromkeys((1, 16), "skinny") | dict.fromkeys((17, 33, 64, 128, 1024, 8192), "specialized")
     assert GEMM.default(linear(64), gpu.lookup("l40s")).body == "multistage"
 
 

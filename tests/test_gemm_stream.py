@@ -17,7 +17,7 @@ from cutekernels import gpu
 from cutekernels.autotune.search import MODEL_SEEDS, prune_reason
 from cutekernels.kernels.cute.parts import stream
 from cutekernels.op import ladder
-from cutekernels.ops import gemm_skinny
+from cutekernels.ops import gemm_skinny, gemm_specialized
 from cutekernels.ops.gemm import GEMM, GemmConfig, GemmProblem
 from cutekernels.ops.gemm_launch import addressed
 
@@ -100,8 +100,9 @@ def test_the_default_chooses_among_the_usual(spec: gpu.GpuSpec) -> None:
     for m in (1, 8, 17, 24, 32, 48, 64, 96, 128):
         for n, k in ((3584, 3584), (18944, 3584), (520, 328)):
             default = GEMM.default(decode(m, n, k), spec)
+            few = m < gemm_specialized.LEAST_TOKENS if spec.has_wgmma else m <= gemm_skinny.DEFAULT_TOKENS
             beyond = "specialized" if spec.has_wgmma else "multistage"
-            assert gemm_skinny.usual(default) if m <= gemm_skinny.DEFAULT_TOKENS else default.body == beyond
+            assert gemm_skinny.usual(default) if few else default.body == beyond
 
 
 @pytest.mark.parametrize("tile", NEW_TILES)

@@ -442,7 +442,8 @@ def _default(op: Gemm, p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
     where it can be, of multistage.
     """
     bodies = _bodies(p, gpu)
-    preferred = (["skinny"] if p.m <= gemm_skinny.DEFAULT_TOKENS else []) + ["specialized", "multistage"]
+    few = gemm_specialized.LEAST_TOKENS if "specialized" in bodies else gemm_skinny.DEFAULT_TOKENS + 1
+    preferred = (["skinny"] if p.m < few else []) + ["specialized", "multistage"]
     for body in (b for b in preferred if b in bodies):
         usual = (c for c in _shortlist(body) if body != "skinny" or c.tile_n == gemm_skinny.usual_tile(p))
         candidates = [c for c in usual if op.why_not(p, c, gpu) is None]
