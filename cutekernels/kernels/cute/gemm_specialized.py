@@ -9,8 +9,10 @@ Schedule:
     takes 39.0 us (2026-11-22).
     ``split`` CTAs of a cluster share a tile's K. Their sums meet in shared memory: each leaves all of its own, and
     adds up an equal share of everybody's in the order of K, so the result is the same each time.
-    Rows and columns beyond the operands arrive as zeros, K's end included. Where X has fewer rows than are multiplied,
-    only ``rows`` of them are loaded: the products of what lies behind them in shared memory are not stored.
+    K's end arrives as zeros. The TMA takes long over rows that do not exist (33 tokens of a box of 48: 9.9 us where 40
+    took 8.6; 65 of 96: 14.0 and 10.4), so the last tile of either operand begins early enough to end where the operand
+    does, and what another tile has too is not stored. X's ``rows`` come in two boxes, of which the second may overlap
+    the first. The products of what lies behind them in shared memory, up to whole groups, are not stored either.
 
 Source:
     The pairing of full and empty barriers, and a producer warp beside consumer groups, are CUTLASS's "warp
@@ -35,6 +37,7 @@ from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SpecializedSmem
 
 GROUP = 128  # threads of a warp group
 ROWS = 64  # of X that a warp group multiplies
+Box = tuple[cute.CopyAtom | None, cute.Tensor | None]
 SWIZZLED_ROWS, SWIZZLED = 8, 64  # an atom of the 128-byte swizzle: rows, elements of K
 
 
@@ -64,6 +67,11 @@ class SpecializedGemm:
         return ROWS * self.groups
 
     @property
+    def head(self) -> int:
+        """Rows of X's first box: more than half of them, since tiles of fewer serve fewer tokens."""
+        return max(SWIZZLED_ROWS, 1 << ((self.rows - 1).bit_length() - 1))
+
+    @property
     def threads(self) -> int:
         """The producer warp comes last."""
         return GROUP * self.groups + 32
@@ -80,11 +88,18 @@ class SpecializedGemm:
             hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, dtype, self.stages),
         )
 
-    def multiplied(self) -> cute.Layout:
-        """The stages of X with all rows that are multiplied: ``(tile_m, tile_k, STAGE)``."""
-        shape = ((SWIZZLED_ROWS, self.tile_m // SWIZZLED_ROWS), (SWIZZLED, self.tile_k // SWIZZLED), self.stages)
+    def of_rows(self, rows: int) -> cute.Layout:
+        """The stages of X as if they had ``rows``: ``(rows, tile_k, STAGE)``."""
+        shape = ((SWIZZLED_ROWS, rows // SWIZZLED_ROWS), (SWIZZLED, self.tile_k // SWIZZLED), self.stages)
         stride = ((SWIZZLED, SWIZZLED_ROWS * SWIZZLED), (1, self.rows * SWIZZLED), self.rows * self.tile_k)
         return cute.make_layout(shape, stride=stride)
+
+    def boxed(self, op: cpasync.TmaCopyOp, mX: cute.Tensor, layout_x: cute.ComposedLayout, rows: int) -> Box:
+        """The TMA's copy of ``rows`` of X into a stage; None for none."""
+        if rows == 0:
+            return None, None
+        one = cute.make_composed_layout(layout_x.inner, 0, cute.select(self.of_rows(rows), mode=[0, 1]))
+        return cpasync.make_tiled_tma_atom(op, mX, one, (rows, self.tile_k))
 
     @cute.jit
     def __call__(
@@ -104,15 +119,17 @@ class SpecializedGemm:
         mX = pitched(mX)
         mW = pitched(cute.make_tensor(mW.iterator, cute.select(mW.layout, mode=[1, 0])))  # (N, K)
         op = cpasync.CopyBulkTensorTileG2SOp()
-        one_x, one_w = cute.slice_(layout_x, (None, None, 0)), cute.slice_(layout_w, (None, None, 0))
-        tma_x, tX = cpasync.make_tiled_tma_atom(op, mX, one_x, (self.rows, self.tile_k))
-        tma_w, tW = cpasync.make_tiled_tma_atom(op, mW, one_w, (self.tile_n, self.tile_k))
+        tma_w, tW = cpasync.make_tiled_tma_atom(
+            op, mW, cute.slice_(layout_w, (None, None, 0)), (self.tile_n, self.tile_k)
+        )
+        head = self.boxed(op, mX, layout_x, self.head)
+        tail = self.boxed(op, mX, layout_x, self.rows - self.head)
         tiled_mma = hopper_helpers.make_trivial_tiled_mma(
             dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (self.groups, 1, 1), (ROWS, self.tile_n)
         )
         tiles_m = cute.ceil_div(cute.size(mD, mode=[0]), self.tile_m)
         tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), self.tile_n)
-        self.kernel(mD, tX, tW, mC, mBias, alpha, beta, tma_x, tma_w, layout_x, layout_w, tiled_mma).launch(
+        self.kernel(mD, tW, mC, mBias, alpha, beta, tma_w, *head, *tail, layout_x, layout_w, tiled_mma).launch(
             grid=[self.split, tiles_m, tiles_n],
             block=[self.threads, 1, 1],
             cluster=[self.split, 1, 1],
@@ -135,14 +152,16 @@ class SpecializedGemm:
     def kernel(
         self,
         mD: cute.Tensor,
-        tX: cute.Tensor,  # (M, K), coordinates
         tW: cute.Tensor,  # (N, K), coordinates
         mC: cute.Tensor | None,
         mBias: cute.Tensor | None,
         alpha: Float32,
         beta: Float32,
-        tma_x: cute.CopyAtom,
         tma_w: cute.CopyAtom,
+        tma_head: cute.CopyAtom,
+        tHead: cute.Tensor,  # (M, K), coordinates
+        tma_tail: cute.CopyAtom | None,
+        tTail: cute.Tensor | None,
         layout_x: cute.ComposedLayout,
         layout_w: cute.ComposedLayout,
         tiled_mma: cute.TiledMma,
@@ -153,7 +172,7 @@ class SpecializedGemm:
         producer = const_expr(self.groups * 4)
         stages = const_expr(self.stages)
         dtype = mD.element_type
-        k_tiles = cute.ceil_div(cute.size(tX, mode=[1]), self.tile_k)
+        k_tiles = cute.ceil_div(cute.size(tW, mode=[1]), self.tile_k)
         first, end = split * k_tiles // self.split, (split + 1) * k_tiles // self.split
 
         # -- setup
@@ -161,15 +180,14 @@ class SpecializedGemm:
         storage = SmemAllocator().allocate(smem.total_bytes, byte_alignment=ALIGNMENT)
         base = cute.recast_ptr(storage, dtype=dtype)
         at_x = cute.recast_ptr(base, layout_x.inner, dtype)
-        sX = cute.make_tensor(at_x, layout_x.outer)  # (M, K, STAGE)
-        sM = cute.make_tensor(at_x, self.multiplied())
+        sX = cute.make_tensor(at_x, self.of_rows(self.tile_m))  # (M, K, STAGE)
         sW = cute.make_tensor(
             cute.recast_ptr(base + cute.cosize(layout_x), layout_w.inner, dtype), layout_w.outer
         )  # (N, K, STAGE)
         full = cute.recast_ptr(storage + smem.barriers_at, dtype=Int64)
         empty = full + stages
         if warp == producer:
-            cpasync.prefetch_descriptor(tma_x)
+            cpasync.prefetch_descriptor(tma_head)
             cpasync.prefetch_descriptor(tma_w)
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(stages):
@@ -181,9 +199,24 @@ class SpecializedGemm:
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
 
+        # -- where this tile begins: the last ones early, so that they end where the operands do
+        m, n = mD.shape
+        own_m, own_n = at_m * self.rows, at_n * self.tile_n
+        row = cutlass.max(cutlass.min(own_m, m - self.rows), Int32(0))
+        later = cutlass.min(own_m + self.head, m - (self.rows - self.head))  # the second box's
+        column = cutlass.max(cutlass.min(own_n, n - self.tile_n), Int32(0))
+
         if warp == producer:
+            loads_w, loads_x = self.loads, self.loads
+            boxes = [loads_w(tma_w, tW, sW, column, self.tile_n)]
+            at_head = cute.make_tensor(at_x, self.of_rows(self.head))
+            boxes += [loads_x(tma_head, tHead, at_head, row, self.head)]
+            if const_expr(tma_tail is not None):
+                tail = const_expr(self.rows - self.head)
+                at_tail = cute.make_tensor(at_x + self.head * SWIZZLED, self.of_rows(tail))
+                boxes += [loads_x(tma_tail, tTail, at_tail, later, tail)]
             produce = self.produce
-            produce(tX, tW, sX, sW, tma_x, tma_w, full, empty, at_m, at_n, first, end)
+            produce(boxes, full, empty, first, end)
             if const_expr(self.split > 1):
                 for _ in cutlass.range_constexpr(2):  # as often as the others meet
                     cute.arch.cluster_arrive()
@@ -193,44 +226,41 @@ class SpecializedGemm:
             thr_mma = tiled_mma.get_slice(cute.arch.make_warp_uniform(tid // GROUP) * GROUP)
             shape = tiled_mma.partition_shape_C((self.tile_m, self.tile_n))
             acc = cute.make_rmem_tensor(shape, Float32)  # ((2, 2, N / 8), 1, 1)
-            consume(tid, acc, thr_mma, tiled_mma, sM, sW, full, empty, first, end)
-            cD = cute.local_tile(cute.make_identity_tensor(mD.shape), (self.tile_m, self.tile_n), (at_m, at_n))
+            consume(tid, acc, thr_mma, tiled_mma, sX, sW, full, empty, first, end)
+            cD = cute.make_identity_tensor((self.tile_m, self.tile_n))
             tCcD = tiled_mma.get_slice(tid).partition_C(cD)  # ((2, 2, N / 8), 1, 1)
+            place = (own_m, row, later, own_n, column)
             if const_expr(self.split == 1):
-                finish(acc, tCcD, 0, mD, mC, mBias, alpha, beta)
+                finish(acc, tCcD, 0, place, mD, mC, mBias, alpha, beta)
             else:
                 meet = self.meet
-                meet(tid, acc, tCcD, split, storage, mD, mC, mBias, alpha, beta)
+                meet(tid, acc, tCcD, split, storage, place, mD, mC, mBias, alpha, beta)
+
+    @cute.jit
+    def loads(self, tma: cute.CopyAtom, tX: cute.Tensor, sX: cute.Tensor, row: Int32, rows: cutlass.Constexpr[int]):
+        """How ``rows`` from ``row`` on come into the stages: ``(copy, source (TMA, k), target (TMA, STAGE))``."""
+        gX = cute.local_tile(cute.domain_offset((row, 0), tX), (rows, self.tile_k), (0, None))  # (rows, K, k)
+        alone = cute.make_layout(1)
+        target, source = cpasync.tma_partition(tma, 0, alone, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
+        return tma, source, target
 
     @cute.jit
     def produce(
         self,
-        tX: cute.Tensor,
-        tW: cute.Tensor,
-        sX: cute.Tensor,
-        sW: cute.Tensor,
-        tma_x: cute.CopyAtom,
-        tma_w: cute.CopyAtom,
+        boxes: list[tuple[cute.CopyAtom, cute.Tensor, cute.Tensor]],
         full: cute.Pointer,
         empty: cute.Pointer,
-        at_m: Int32,
-        at_n: Int32,
         first: Int32,
         end: Int32,
     ):
         """Keeps the stages full."""
-        gX = cute.local_tile(tX, (self.rows, self.tile_k), (at_m, None))  # (M, K, k)
-        gW = cute.local_tile(tW, (self.tile_n, self.tile_k), (at_n, None))  # (N, K, k)
-        alone = cute.make_layout(1)
-        to_x, from_x = cpasync.tma_partition(tma_x, 0, alone, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
-        to_w, from_w = cpasync.tma_partition(tma_w, 0, alone, cute.group_modes(sW, 0, 2), cute.group_modes(gW, 0, 2))
         stage, phase = Int32(0), Int32(1)  # of a fresh barrier, the phase before counts as complete
         for k_tile in cutlass.range(first, end, unroll=1):
             cute.arch.mbarrier_wait(empty + stage, phase)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.smem.stage_bytes)
-            cute.copy(tma_w, from_w[None, k_tile], to_w[None, stage], tma_bar_ptr=full + stage)
-            cute.copy(tma_x, from_x[None, k_tile], to_x[None, stage], tma_bar_ptr=full + stage)
+            for tma, source, target in boxes:
+                cute.copy(tma, source[None, k_tile], target[None, stage], tma_bar_ptr=full + stage)
             stage = stage + 1
             if stage == self.stages:
                 stage = Int32(0)
@@ -280,6 +310,7 @@ class SpecializedGemm:
         tCcD: cute.Tensor,
         split: Int32,
         storage: cute.Pointer,
+        place: tuple[Int32, ...],
         mD: cute.Tensor,
         mC: cute.Tensor | None,
         mBias: cute.Tensor | None,
@@ -309,7 +340,7 @@ class SpecializedGemm:
                         theirs = cute.arch.map_dsmem_ptr(at, s).toint() + 4 * tid
                         for i in cutlass.range_constexpr(size):
                             some[i] = some[i] + load_peer(theirs + 4 * members * (begin + i))
-                    finish(some, tCcD, begin, mD, mC, mBias, alpha, beta)
+                    finish(some, tCcD, begin, place, mD, mC, mBias, alpha, beta)
         cute.arch.cluster_arrive()  # nobody leaves while others read what it left
         cute.arch.cluster_wait()
 
@@ -319,6 +350,7 @@ class SpecializedGemm:
         acc: cute.Tensor,
         tCcD: cute.Tensor,
         begin: cutlass.Constexpr[int],
+        place: tuple[Int32, ...],
         mD: cute.Tensor,
         mC: cute.Tensor | None,
         mBias: cute.Tensor | None,
@@ -327,13 +359,19 @@ class SpecializedGemm:
     ):
         """Scales, adds, activates, rounds and stores ``acc``, this thread's sums from number ``begin`` on, in pairs."""
         m, n = mD.shape
+        own_m, first_row, later, own_n, first_column = place
         activate = self.activation.apply
         for i in cutlass.range_constexpr(0, cute.size(acc), 2):
-            row, column = tCcD[begin + i]
+            at, across = tCcD[begin + i]
+            row, least = first_row + at, own_m
+            if at >= self.head:  # of the second box, what the first has not
+                row, least = later + at - self.head, cutlass.max(own_m, first_row + self.head)
+            column = first_column + across
+            mine = at < self.rows and row >= least and row < m
             pair = cute.make_rmem_tensor(2, Float32)
             for j in cutlass.range_constexpr(2):
                 pair[j] = alpha * acc[i + j]
-                if row < m and column + j < n:
+                if mine and column + j >= own_n and column + j < n:
                     if const_expr(mC is not None):
                         pair[j] = pair[j] + beta * mC[row, column + j].to(Float32)
                     if const_expr(mBias is not None):
@@ -341,12 +379,12 @@ class SpecializedGemm:
             rounded = cute.make_rmem_tensor(2, mD.element_type)
             rounded.store(activate(pair.load()).to(mD.element_type))
             if const_expr(self.paired):
-                if row < m and column < n:
+                if mine and column >= own_n and column < n:
                     target = (mD.iterator + cute.crd2idx((row, column), mD.layout)).align(4)
                     cute.autovec_copy(rounded, cute.make_tensor(target, cute.make_layout(2)))
             else:
                 for j in cutlass.range_constexpr(2):
-                    if row < m and column + j < n:
+                    if mine and column + j >= own_n and column + j < n:
                         mD[row, column + j] = rounded[j]
 
 
