@@ -188,7 +188,9 @@ class TestProblem:
         bucket = problem.bucket()
         assert bucket.bucket() == bucket
         epilogue = {"bias": "none", "activation": "none", "c": "none", "c_align": 8, "wide": False}
-        assert bucket.static() == problem.replace(**epilogue).static(), "one tuning serves every epilogue"
+        kind = {} if problem.accumulate == "fp16" else {"dtype": "bf16"}
+        alike = problem.replace(**epilogue).replace(**kind)
+        assert bucket.static() == alike.static(), "one tuning serves every epilogue and both types"
         assert bucket.m >= problem.m
         assert (bucket.n, bucket.k, bucket.batch) == (problem.n, problem.k, problem.batch)
         assert GemmProblem.parse(str(bucket)) == bucket

@@ -63,8 +63,8 @@ class RmsNormLinearProblem(NormLinearProblem):
     activation: str = plain(*ACTIVATIONS)
 
     def bucket(self) -> RmsNormLinearProblem:
-        """One tuning serves every epilogue, as in ``gemm``."""
-        return super().bucket().replace(bias="none", activation="none")
+        """One tuning serves every epilogue and both types, as in ``gemm``."""
+        return super().bucket().replace(bias="none", activation="none", dtype="bf16")
 
     @property
     def weight(self) -> str:
@@ -86,6 +86,10 @@ class LinearSiluMulProblem(NormLinearProblem):
         super().__post_init__()
         if self.norm_weight != "none" and not self.norm:
             raise UnsupportedProblem(f"norm_weight={self.norm_weight} needs norm=1")
+
+    def bucket(self) -> LinearSiluMulProblem:
+        """One tuning serves both types, as in ``gemm``."""
+        return super().bucket().replace(dtype="bf16")
 
     @property
     def weight(self) -> str:
