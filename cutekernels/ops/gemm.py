@@ -86,8 +86,8 @@ class GemmProblem(Problem):
 
     def bucket(self) -> GemmProblem:
         """The epilogue hardly moves the best tile, so one tuning serves every bias, activation and C; and both types,
-        which take the same bytes and the same time (H200, 64 tokens, K = 3584: N = 3584 8.78 and 8.79 us, 18944 35.3 and
-        35.2; 2026-11-22).
+        which take the same bytes and the same time (H200, 64 tokens, K = 3584: 3584 columns 8.78 and 8.79 us, 18944
+        columns 35.3 and 35.2; 2026-11-22).
         """
         plain = super().bucket().replace(bias="none", activation="none", c="none", c_align=WIDEST, wide=False)
         return plain if self.accumulate == "fp16" else plain.replace(dtype="bf16")
