@@ -4,7 +4,7 @@ Schedule:
     One warp asks the TMA for tiles of X and W, ``stages`` ahead, and does nothing else; ``groups`` warp groups multiply
     64 rows of X (tokens) by ``tile_n`` rows of W each, straight from shared memory. They meet on two barriers a stage
     alone (full, empty), so no barrier of the CTA is in the loop, and no instruction is spent on copies or fragments.
-    ``tile_n`` is any multiple of 8 up to 256: what deals N out evenly. H200, 64 tokens, N = 18944, K = 3584: 132 tiles
+    ``tile_n`` is any multiple of 16 up to 256: what deals N out evenly. H200, 64 tokens, N = 18944, K = 3584: 132 tiles
     of 144 rows are one for each SM; with warp MMA such a tile is bound by its SM's instructions and not by DRAM, and
     takes 39.0 us (2026-11-22).
     ``split`` CTAs of a cluster share a tile's K. Their sums meet in shared memory: each leaves all of its own, and
@@ -43,8 +43,8 @@ SWIZZLED_ROWS, SWIZZLED = 8, 64  # an atom of the 128-byte swizzle: rows, elemen
 
 @dataclass(frozen=True)
 class SpecializedGemm:
-    """The body. ``rows`` of X are loaded: whole groups' 64, or all that there are. ``paired``: two neighbouring columns
-    of out are one aligned store.
+    """The body. ``rows`` of X are loaded: whole groups' 64, or where a tile has all there are, about as many. ``paired``:
+    two neighbouring columns of out are one aligned store.
     """
 
     rows: int
