@@ -43,8 +43,8 @@ SWIZZLED_ROWS, SWIZZLED = 8, 64  # an atom of the 128-byte swizzle: rows, elemen
 
 @dataclass(frozen=True)
 class SpecializedGemm:
-    """The body. ``rows`` of X are loaded: whole groups' 64, or where a tile has all there are, about as many. ``paired``:
-    two neighbouring columns of out are one aligned store.
+    """The body. ``rows`` of X are loaded: whole groups' 64, or where one tile has all there are, about as many.
+    ``paired``: two neighbouring columns of out are one aligned store.
     """
 
     rows: int
