@@ -18,7 +18,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import PrefillSmem, padded
 from cutekernels.op import Config, Op, Problem, Work, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops.residency import overflows
+from cutekernels.ops.residency import crowding
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
@@ -187,18 +187,10 @@ class Attention(Op[AttentionProblem, AttentionConfig]):
             yield f"tile_q={c.tile_q} idles most of a tile over {p.seq_q} queries"
         if c.tile_kv > max(32, power_of_two(p.seq_kv)):
             yield f"tile_kv={c.tile_kv} idles most of a tile over {p.seq_kv} keys"
-        yield from self._overflows(p, c, gpu)
-        if c.ctas_per_sm < MAX_CTAS and self._fits(p, c.replace(ctas_per_sm=c.ctas_per_sm + 1), gpu):
-            yield f"one more CTA than ctas_per_sm={c.ctas_per_sm} fits on an SM: say so"
+        registers, smem = registers_per_thread(p, c), c.smem(p).total_bytes
+        yield from crowding(gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem)
         if c.order != "rows" and p.seq_q <= c.tile_q:
             yield f"order={c.order} needs more than one tile of queries"
-
-    def _overflows(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
-        registers, smem = registers_per_thread(p, c), c.smem(p).total_bytes
-        return overflows(gpu, ctas=c.ctas_per_sm, warps=c.warps, registers=registers, smem=smem)
-
-    def _fits(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> bool:
-        return next(self._overflows(p, c, gpu), None) is None
 
     # -- choice
 
@@ -239,37 +231,27 @@ class Attention(Op[AttentionProblem, AttentionConfig]):
 
     def build(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Artifact:
         import cutlass
-        from cutlass.cute.runtime import make_fake_tensor
 
         from cutekernels.backends import cute as backend
+        from cutekernels.ops import attention_fakes as fakes
 
-        cute = cutlass.cute
-        dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[p.dtype]
-        batch, seq_q, seq_kv, heads_q, heads_kv, ends = [cute.sym_int() for _ in range(6)]
+        batch, seq_q, seq_kv, heads_q, heads_kv, ends = [cutlass.cute.sym_int() for _ in range(6)]
 
         def rows(seq: Any, heads: Any) -> Any:
-            shape = (seq, heads, p.head_dim) if p.varlen else (batch, seq, heads, p.head_dim)
-            stride = (*[cute.sym_int(64, divisibility=WIDEST) for _ in shape[1:]], 1)
-            return make_fake_tensor(dtype, shape, stride=stride, assumed_align=16)
+            return fakes.rows(p.dtype, p.head_dim, *(() if p.varlen else (batch,)), seq, heads)
 
-        def vector(kind: Any, extent: Any) -> Any:
-            return make_fake_tensor(kind, (extent,), stride=(1,), assumed_align=4)
-
-        mask = None
-        if p.mask:
-            strides = tuple([cute.sym_int(64) for _ in range(4)])
-            mask = make_fake_tensor(cutlass.Uint8, (batch, heads_q, seq_q, seq_kv), stride=strides, assumed_align=1)
+        mask = fakes.mask(batch, heads_q, seq_q, seq_kv) if p.mask else None
         number, limit = cutlass.Float32(1.0), cutlass.Int32(0)
         return backend.compile(
             self._body(p, c, gpu),
             rows(seq_q, heads_q),
-            vector(cutlass.Float32, cute.sym_int()) if p.lse else None,
+            fakes.vector(cutlass.Float32) if p.lse else None,
             rows(seq_q, heads_q),
             rows(seq_kv, heads_kv),
             rows(seq_kv, heads_kv),
             mask,
-            vector(cutlass.Int32, ends) if p.varlen else None,
-            vector(cutlass.Int32, ends) if p.varlen else None,
+            fakes.vector(cutlass.Int32, ends) if p.varlen else None,
+            fakes.vector(cutlass.Int32, ends) if p.varlen else None,
             number,
             number,
             number,

@@ -19,10 +19,10 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import DecodeSmem, padded
 from cutekernels.op import Config, Op, Problem, Work, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops.attention import DTYPES, SLACK, UNLIMITED, WIDEST, AttentionProblem, depth, score_factors
+from cutekernels.ops.attention import DTYPES, SLACK, UNLIMITED, AttentionProblem, depth, score_factors
 from cutekernels.ops.attention import reference as attend
 from cutekernels.ops.gemm_skinny import Workspace
-from cutekernels.ops.residency import overflows
+from cutekernels.ops.residency import crowding
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
@@ -160,9 +160,8 @@ class DecodeAttention(Op[DecodeProblem, DecodeConfig]):
             yield f"{c.warps} warps of tile_kv={c.tile_kv} have {c.rows} keys each: take 16 or 32"
         if c.tile_kv > max(32, power_of_two(p.keys)):
             yield f"tile_kv={c.tile_kv} idles most of a block over {p.keys} keys"
-        yield from self._overflows(p, c, gpu)
-        if c.ctas_per_sm < MAX_CTAS and self._fits(p, c.replace(ctas_per_sm=c.ctas_per_sm + 1), gpu):
-            yield f"one more CTA than ctas_per_sm={c.ctas_per_sm} fits on an SM: say so"
+        registers, smem = registers_per_thread(p, c), c.smem(p).total_bytes
+        yield from crowding(gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem)
         if c.splits > 1:
             blocks = -(-p.keys // c.tile_kv)
             if c.splits > blocks:
@@ -175,13 +174,6 @@ class DecodeAttention(Op[DecodeProblem, DecodeConfig]):
             yield f"{gpu.name} has no programmatic dependent launch"
         if p.tiles * c.splits > _MOST_CTAS:
             yield f"{p.tiles * c.splits} CTAs are more than a grid's {_MOST_CTAS}"
-
-    def _overflows(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec) -> Iterator[str]:
-        registers, smem = registers_per_thread(p, c), c.smem(p).total_bytes
-        return overflows(gpu, ctas=c.ctas_per_sm, warps=c.warps, registers=registers, smem=smem)
-
-    def _fits(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec) -> bool:
-        return next(self._overflows(p, c, gpu), None) is None
 
     # -- choice
 
@@ -225,17 +217,13 @@ class DecodeAttention(Op[DecodeProblem, DecodeConfig]):
         from cutlass.cute.runtime import make_fake_tensor
 
         from cutekernels.backends import cute as backend
+        from cutekernels.ops import attention_fakes as fakes
 
         cute = cutlass.cute
-        dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[p.dtype]
         batch, seq_q, heads_q, heads_kv, layers, room = [cute.sym_int() for _ in range(6)]
 
-        def rows(*shape: Any) -> Any:
-            stride = (*[cute.sym_int(64, divisibility=WIDEST) for _ in shape], 1)
-            return make_fake_tensor(dtype, (*shape, p.head_dim), stride=stride, assumed_align=16)
-
-        def vector(kind: Any, extent: Any) -> Any:
-            return make_fake_tensor(kind, (extent,), stride=(1,), assumed_align=4)
+        def rows(*lead: Any) -> Any:
+            return fakes.rows(p.dtype, p.head_dim, *lead)
 
         table = None
         if p.page_size:
@@ -246,18 +234,18 @@ class DecodeAttention(Op[DecodeProblem, DecodeConfig]):
         return backend.compile(
             self._body(p, c),
             rows(batch, seq_q, heads_q),
-            vector(cutlass.Float32, cute.sym_int()) if p.lse else None,
+            fakes.vector(cutlass.Float32) if p.lse else None,
             rows(batch, seq_q, heads_q),
             rows(layers, room, heads_kv),
             rows(layers, room, heads_kv),
-            vector(cutlass.Int32, batch),
+            fakes.vector(cutlass.Int32, batch),
             table,
             number,
             number,
             number,
             cutlass.Int32(0),
-            vector(cutlass.Float32, cute.sym_int()) if split else None,
-            vector(cutlass.Int32, cute.sym_int()) if split else None,
+            fakes.vector(cutlass.Float32) if split else None,
+            fakes.vector(cutlass.Int32) if split else None,
             gpu=gpu,
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from cutekernels.op import power_of_two
+from cutekernels.ops.residency import crowding
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -46,7 +47,8 @@ def broken(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
         yield f"a warp's {c.warp_tile[0]}x{c.warp_tile[1]} tile is lopsided: at most 2 to 1"
     if min(c.warp_tile) < 32 and c.tile_m * c.tile_n >= 128 * 64:
         yield f"{c.warps} warps of {c.warp_tile[0]}x{c.warp_tile[1]} load more than they multiply: take fewer"
-    yield from _overflows(p, c, gpu)
+    registers, smem = registers_per_thread(p, c), c.smem.total_bytes
+    yield from crowding(gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem)
     rows, columns = p.sides()
     for name, tile, side in (("m", c.tile_m, rows), ("n", c.tile_n, columns)):
         if not divides(tile, c.tile_k, side.k_major, side.align, c.threads):
@@ -56,8 +58,6 @@ def broken(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
     for align in {p.out_align} | ({p.c_align} if source(p) == "staged" else set()):
         if not divides(c.tile_m, c.tile_n, True, align, c.threads):
             yield f"{c.threads} threads do not divide the output tile (alignment {align})"
-    if c.ctas_per_sm < MAX_CTAS and _fits(p, c.replace(ctas_per_sm=c.ctas_per_sm + 1), gpu):
-        yield f"one more CTA than ctas_per_sm={c.ctas_per_sm} fits on an SM: say so"
     tile_rows, tile_columns = -(-rows.extent // c.tile_m), -(-columns.extent // c.tile_n)
     if c.persistent and (c.ctas_per_sm > 1 or c.tile_m * c.tile_n < 128 * 128):
         yield "persistent=1 is for large tiles that have an SM to themselves: others hide each other's ends"
@@ -69,25 +69,6 @@ def broken(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
         fitting |= {16}
     if c.raster not in fitting:
         yield f"raster={c.raster} does not suit {tile_rows} tile rows: take one of {sorted(fitting)}"
-
-
-def _overflows(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
-    """What ``ctas_per_sm`` CTAs need of an SM and it has not."""
-    registers = registers_per_thread(p, c)
-    available = min(gpu.MAX_REGISTERS_PER_THREAD, gpu.REGISTERS_PER_SM // (c.threads * c.ctas_per_sm))
-    if registers > available:
-        yield f"a thread needs about {registers} registers; {c.ctas_per_sm} CTAs of {c.threads} leave {available}"
-    smem = c.smem.total_bytes
-    if smem > gpu.smem_per_block_bytes:
-        yield f"{smem} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
-    if c.ctas_per_sm * (smem + gpu.SMEM_RESERVED_BYTES) > gpu.smem_per_sm_bytes:
-        yield f"{c.ctas_per_sm} CTAs of {smem} bytes of shared memory exceed an SM's {gpu.smem_per_sm_bytes}"
-    if c.ctas_per_sm * c.warps > gpu.max_warps:
-        yield f"{c.ctas_per_sm} CTAs of {c.warps} warps exceed an SM's {gpu.max_warps}"
-
-
-def _fits(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> bool:
-    return next(_overflows(p, c, gpu), None) is None
 
 
 def estimate_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> float:

@@ -9,6 +9,14 @@ if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
 
+def crowding(gpu: GpuSpec, *, ctas: int, most: int, warps: int, registers: int, smem: int) -> Iterator[str]:
+    """What :func:`overflows` has to say of ``ctas``; or that one more would fit, up to ``most``."""
+    yield from overflows(gpu, ctas=ctas, warps=warps, registers=registers, smem=smem)
+    more = overflows(gpu, ctas=ctas + 1, warps=warps, registers=registers, smem=smem)
+    if ctas < most and next(more, None) is None:
+        yield f"one more CTA than ctas_per_sm={ctas} fits on an SM: say so"
+
+
 def overflows(gpu: GpuSpec, *, ctas: int, warps: int, registers: int, smem: int) -> Iterator[str]:
     """What ``ctas`` CTAs need of an SM and it has not; ``registers`` of a thread, ``smem`` bytes of a CTA."""
     available = min(gpu.MAX_REGISTERS_PER_THREAD, gpu.REGISTERS_PER_SM // (32 * warps * ctas))
