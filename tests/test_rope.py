@@ -128,7 +128,7 @@ def test_work_is_what_must_be_moved() -> None:
     [
         ("tokens=1 heads=1 block=64 warps=4", "128 threads of 8 pairs an access need 1024"),
         ("tokens=4 heads=32 block=64 warps=4", "registers"),
-        ("tokens=1 heads=4 block=128 warps=1", "leave of a power of two from 8 to 256, 64; it is 128"),
+        ("tokens=1 heads=4 block=128 warps=1", "block=128 does not cover 64 pairs by a power of two from 8 to 256, 64"),
         ("tokens=1 heads=64 block=64 warps=8", "with 32 and 8 heads"),
         ("tokens=8 heads=1 block=64 warps=1", "with 3 tokens"),
     ],
