@@ -452,7 +452,8 @@ def _default(op: Gemm, p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
         usual = (c for c in _shortlist(body) if body != "skinny" or c.tile_n == gemm_skinny.usual_tile(p))
         candidates = [c for c in usual if op.why_not(p, c, gpu) is None]
         if candidates:
-            return min(candidates, key=lambda c: (op.estimate_us(p, c, gpu), str(c)))
+            among_equals = gemm_skinny.preference if body == "skinny" else str
+            return min(candidates, key=lambda c: (op.estimate_us(p, c, gpu), among_equals(c)))
     raise AssertionError(f"no config for {p} on {gpu.name}")
 
 
