@@ -165,8 +165,8 @@ def preference(c: GemmConfig) -> tuple[object, ...]:
     """The least is preferred among configs of one estimate, which is DRAM's for many.
 
     Small tiles, then many warps, of them many along the rows. H200, us, 2026-11-22. 18944 x 3584: one token 38.9 with
-    tiles of 128 rows, four 35.3 with 16; sixteen 35.2 with 1x4 warps, 34.3 with 1x8, 34.1 with 2x4. 3584 x 3584: one 8.2
-    with 1x8, 8.0 with 2x4; sixteen 8.4 and 8.2.
+    tiles of 128 rows, four 35.3 with 16; sixteen 35.2 with 1x4 warps, 34.3 with 1x8, 34.1 with 2x4. 3584 x 3584: one
+    8.2 with 1x8, 8.0 with 2x4; sixteen 8.4 and 8.2.
     """
     return c.tile_m, -c.warps, -c.warps_m, str(c)
 
