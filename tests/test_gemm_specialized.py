@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from cutekernels import gpu
+from cutekernels import dispatch, gpu
+from cutekernels.op import ladder
 from cutekernels.ops import gemm_specialized
 from cutekernels.ops.gemm import GEMM, GemmConfig, GemmProblem
 
@@ -53,15 +54,19 @@ def test_no_k_is_refused() -> None:
 
 
 def test_tokens_choose_the_tile() -> None:
-    tiles = {m: gemm_specialized.fitting_tiles(linear(m)) for m in (1, 8, 9, 16, 17, 33, 49, 64, 65, 97, 128, 4096)}
+    tiles = {
+        m: gemm_specialized.fitting_tiles(linear(m)) for m in (1, 8, 9, 16, 17, 33, 49, 64, 65, 97, 128, 129, 200, 4096)
+    }
     assert tiles == {
         1: [8], 8: [8], 9: [16], 16: [16], 17: [32], 33: [48], 49: [64], 64: [64],
-        65: [64, 96, 128], 97: [64, 128], 128: [64, 128], 4096: [64, 128],
+        65: [96, 128], 97: [128], 128: [128], 129: [64, 128], 200: [128], 4096: [128],
     }  # fmt: skip
     for m in range(1, 700):
         for tile in gemm_specialized.fitting_tiles(linear(m)):
             assert tile >= min(m, 64), m  # all tokens in one tile, or whole groups of 64
             assert tile >= m or tile % 64 == 0, m
+        bucket = set(gemm_specialized.fitting_tiles(linear(ladder(m))))
+        assert bucket <= set(gemm_specialized.fitting_tiles(linear(m))), "what a bucket was tuned with serves all of it"
 
 
 def test_columns_are_dealt_out_evenly() -> None:
@@ -71,6 +76,16 @@ def test_columns_are_dealt_out_evenly() -> None:
     assert not tiles & {160, 176, 192, 208, 224, 240, 256}
     one_wave = GemmConfig.parse(str(next(c for c in valid(linear(64, 18944)) if c.tile_m == 144)))
     assert "as many waves" in str(GEMM.why_not(linear(64, 18944), one_wave.replace(tile_m=160), H200))
+
+
+def test_a_neighbour_s_tile_is_not_taken_where_it_idles_the_gpu() -> None:
+    """3584 columns are 112 tiles of 32; 4608 would be 144, two waves of 132 SMs, where 48 make one."""
+    tuned = dispatch.resolve(GEMM, linear(64), H200)
+    assert (tuned.origin, tuned.config.tile_m) == ("tuned", 32)
+    for m in (48, 64, 96, 128):
+        found = dispatch.resolve(GEMM, linear(m, 4608), H200)
+        assert (found.origin, found.config.tile_m) in {("default", 48), ("default", 80), ("default", 144)}, found
+    assert "of the GPU at work where" in str(GEMM.why_not(linear(64, 4608), tuned.config, H200))
 
 
 def test_default_beyond_a_few_tokens() -> None:

@@ -7,6 +7,7 @@ Operands are swapped as in ``gemm_skinny.py``: ``tile_m`` are columns of out (ro
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from cutekernels.kernels.cute.parts.smem import SpecializedSmem
@@ -23,6 +24,9 @@ GROUP_TOKENS = 64  # that a warp group multiplies
 # 9.8; 32 tokens 9.3, 9.2. 18944 columns: 16 tokens 35.3, 34.4; 32 tokens 37.9, 35.0.
 LEAST_TOKENS = 17
 LEAST_IN_FLIGHT = 32 * 1024  # bytes of stages
+# Of the best tile's share of the GPU at work. Less was never among the best, and a tuned neighbour's tile, which suits
+# its own number of columns, is not taken over where it would leave an SM in three idle.
+LEAST_BUSY = 0.8
 _OTHER_REGISTERS = 40
 _GRID_AXIS = 65535
 
@@ -52,15 +56,26 @@ def smem(c: GemmConfig) -> SpecializedSmem:
 
 
 def fitting_tiles(p: GemmProblem) -> list[int]:
-    """Tokens of a tile that suit ``p``: the least that cover its bucket in one tile; beyond, whole warp groups."""
-    least = min((t for t in TOKEN_TILES if t >= min(ladder(p.m), TOKEN_TILES[-1])), default=TOKEN_TILES[-1])
-    return sorted({least, GROUP_TOKENS, TOKEN_TILES[-1]} if p.m > GROUP_TOKENS else {least})
+    """Tokens of a tile that suit ``p``: the least that cover its bucket in one tile, whole groups of warps; beyond, two
+    groups, or one where that wastes less.
+    """
+    widest = TOKEN_TILES[-1]
+    if p.m > widest:
+        return [GROUP_TOKENS, widest] if 0 < p.m % widest <= GROUP_TOKENS else [widest]
+    least = min(t for t in TOKEN_TILES if t >= min(ladder(p.m), widest))
+    return sorted({least, widest} if p.m > GROUP_TOKENS else {least})
 
 
-def waves(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, tile_m: int) -> int:
-    """How often all CTAs that fit on the GPU are replaced, with tiles of ``tile_m`` columns."""
-    tiles = -(-p.n // tile_m) * -(-p.m // (GROUP_TOKENS * groups(c)))
-    return -(-tiles * c.split_k // (gpu.sm_count * c.ctas_per_sm))
+def waves(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> dict[int, tuple[int, float]]:
+    """By a tile's columns: how often all CTAs that fit on the GPU are replaced, and their share that is at work."""
+    return _waves(p.n, -(-p.m // (GROUP_TOKENS * groups(c))) * c.split_k, gpu.sm_count * c.ctas_per_sm)
+
+
+@cache
+def _waves(columns: int, ctas: int, room: int) -> dict[int, tuple[int, float]]:
+    """For ``ctas`` to a tile's columns; an idle column of a tile counts as an idle share of its CTA."""
+    counts = {tile: -(-(-(-columns // tile) * ctas) // room) for tile in TILES}
+    return {tile: (n, columns * ctas / max(1, n * room * tile)) for tile, n in counts.items()}
 
 
 def refused(p: GemmProblem, gpu: GpuSpec) -> Iterator[str]:
@@ -81,9 +96,15 @@ def broken(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
     fitting = fitting_tiles(p)
     if c.tile_n not in fitting:
         yield f"tile_n={c.tile_n} does not suit {p.m} tokens: take {' or '.join(map(str, fitting))}"
-    best = next(t for t in TILES if waves(p, c, gpu, t) == waves(p, c, gpu, c.tile_m))
-    if best < c.tile_m:
-        yield f"tile_m={c.tile_m} makes as many waves of CTAs as tile_m={best}"
+    if c.tile_m in TILES:
+        by_tile = waves(p, c, gpu)
+        count, busy = by_tile[c.tile_m]
+        least = next(tile for tile in TILES if by_tile[tile][0] == count)
+        if least < c.tile_m:
+            yield f"tile_m={c.tile_m} makes as many waves of CTAs as tile_m={least}"
+        best = max(TILES, key=lambda tile: by_tile[tile][1])
+        if busy < LEAST_BUSY * by_tile[best][1]:
+            yield f"tile_m={c.tile_m} has {busy:.0%} of the GPU at work where tile_m={best} has {by_tile[best][1]:.0%}"
     if -(-p.n // c.tile_m) > _GRID_AXIS or -(-p.m // GROUP_TOKENS) > _GRID_AXIS:
         yield f"{p.m} x {p.n} are more tiles than an axis of a grid has, {_GRID_AXIS}"
     frame = smem(c)
@@ -98,7 +119,7 @@ def broken(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
     available = min(gpu.MAX_REGISTERS_PER_THREAD, gpu.REGISTERS_PER_SM // (threads(c) * c.ctas_per_sm))
     if registers_per_thread(c) > available:
         yield f"a thread needs about {registers_per_thread(c)} registers; it has {available}"
-    if c.split_k > 1 and waves(p, c, gpu, c.tile_m) > 1:
+    if c.split_k > 1 and waves(p, c, gpu)[c.tile_m][0] > 1:
         yield f"split_k={c.split_k}: the tiles fill the GPU without"
     if c.split_k * 2 > -(-p.k // c.tile_k) and c.split_k > 1:
         yield f"split_k={c.split_k} leaves less than two k-tiles of {c.tile_k} to each"
