@@ -7,7 +7,7 @@ Operands are swapped as in ``gemm_skinny.py``: ``tile_m`` are columns of out (ro
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from cutekernels.kernels.cute.parts.smem import SpecializedSmem
@@ -71,7 +71,7 @@ def waves(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> dict[int, tuple[int, f
     return _waves(p.n, -(-p.m // (GROUP_TOKENS * groups(c))) * c.split_k, gpu.sm_count * c.ctas_per_sm)
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _waves(columns: int, ctas: int, room: int) -> dict[int, tuple[int, float]]:
     """For ``ctas`` to a tile's columns; an idle column of a tile counts as an idle share of its CTA."""
     counts = {tile: -(-(-(-columns // tile) * ctas) // room) for tile in TILES}
