@@ -24,7 +24,8 @@ def skinny(problem: GemmProblem, **values: Any) -> list[GemmConfig]:
     return [c for c in valid if all(getattr(c, name) == value for name, value in values.items())]
 
 
-def posed(rng: random.Random, m: int) -> GemmProblem:
+def posed(rng: random.Random, m: int, sources: tuple[str, ...] = ("none", "n")) -> GemmProblem:
+    """A linear layer of ``m`` tokens with any epilogue, C among ``sources``."""
     n = rng.choice((1, 9, 64, 257, 1000, 1024, 3584))
     return GemmProblem(
         m=m,
@@ -32,7 +33,7 @@ def posed(rng: random.Random, m: int) -> GemmProblem:
         k=rng.choice((8, 72, 264, 512, 1000, 2048, 3592)),
         b_major="k",
         dtype=rng.choice(("bf16", "fp16")),
-        c=rng.choice(("none", "n")),
+        c=rng.choice(sources),
         c_align=1,
         out_align=rng.choice([a for a in (8, 4, 2, 1) if n % a == 0]),
         bias=rng.choice(("none", "same", "fp32")),
@@ -72,13 +73,18 @@ def test_stream_deals_out_any_number_of_tiles(m: int) -> None:
             assert_right(launch(problem, (a, *rest), str(config)), problem, (a, *rest), str(config))
 
 
-def test_stream_is_the_same_every_time() -> None:
-    problem = GemmProblem.parse("m=64 n=3584 k=3584 b_major=k")
+def assert_same_every_time(problem: GemmProblem, configs: list[GemmConfig]) -> None:
+    """Which CTA is last differs from run to run; the order of the sum does not. Outliers make it matter."""
     a, b, *rest = GEMM.sample(problem, "cuda", 0)
     a[:, ::97] *= 1e4
-    for config in random.Random(0).sample(skinny(problem, body="stream"), 4):
+    for config in configs:
         results = [launch(problem, (a, b, *rest), str(config)).clone() for _ in range(20)]
         assert all(torch.equal(results[0], r) for r in results[1:]), config
+
+
+def test_stream_is_the_same_every_time() -> None:
+    problem = GemmProblem.parse("m=64 n=3584 k=3584 b_major=k")
+    assert_same_every_time(problem, random.Random(0).sample(skinny(problem, body="stream"), 4))
 
 
 def test_graphs_and_streams_of_stream_do_not_share_a_workspace() -> None:
@@ -110,13 +116,8 @@ def test_graphs_and_streams_of_stream_do_not_share_a_workspace() -> None:
 
 @pytest.mark.parametrize("split_k", [2, 4])
 def test_split_k_is_the_same_every_time(split_k: int) -> None:
-    """Which CTA is last differs from run to run; the order of the sum does not. Outliers make it matter."""
     problem = GemmProblem.parse("m=16 n=1024 k=4096 b_major=k")
-    a, b, *rest = GEMM.sample(problem, "cuda", 0)
-    a[:, ::97] *= 1e4
-    for config in random.Random(split_k).sample(skinny(problem, split_k=split_k), 3):
-        results = [launch(problem, (a, b, *rest), str(config)).clone() for _ in range(20)]
-        assert all(torch.equal(results[0], r) for r in results[1:]), config
+    assert_same_every_time(problem, random.Random(split_k).sample(skinny(problem, split_k=split_k), 3))
 
 
 @pytest.mark.parametrize("split_k", [1, 4])
@@ -147,34 +148,34 @@ def test_graphs_and_streams_do_not_share_a_workspace(split_k: int) -> None:
         assert all(torch.equal(e, want) for e in eager[i])
 
 
-def test_dependent_launches_see_what_came_before() -> None:
+def assert_dependents_wait(m: int, config: str) -> None:
     """A chain through activations and through a weight, in one stream and in one graph."""
-    if not gpu.detect().has_pdl:
-        pytest.skip("no programmatic dependent launch here")
-    problem = GemmProblem.parse("m=4 n=2048 k=2048 b_major=k")
-    config = str(skinny(problem, pdl=True, split_k=1)[-1])
-    x0 = torch.randn(4, 2048, device="cuda", dtype=torch.bfloat16)
+    x0 = torch.randn(m, 2048, device="cuda", dtype=torch.bfloat16)
     ws = [torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) / 45 for _ in range(4)]
     weight = torch.empty_like(ws[0])
 
-    def chain(x: torch.Tensor, how: Any) -> torch.Tensor:
+    def chain(x: torch.Tensor, config: str) -> torch.Tensor:
         for w in ws * 3:
             torch.mul(w, 2.0, out=weight)
-            x = how(x, weight)
-            x = how(x, w) * 0.5
+            x = ck.gemm(x, weight.t(), config=config)
+            x = ck.gemm(x, w.t(), config=config) * 0.5
         return x
 
-    def ours(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return ck.gemm(x, w.t(), config=config)
-
-    want = chain(x0, lambda x, w: ck.gemm(x, w.t(), config=config.replace("pdl=1", "")))
+    want = chain(x0, config.replace("pdl=1", ""))
     torch.cuda.synchronize()
     for _ in range(10):
-        assert torch.equal(chain(x0, ours), want)
+        assert torch.equal(chain(x0, config), want)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = chain(x0, ours)
+        out = chain(x0, config)
     for _ in range(10):
         out.zero_()
         graph.replay()
         assert torch.equal(out, want)
+
+
+def test_dependent_launches_see_what_came_before() -> None:
+    if not gpu.detect().has_pdl:
+        pytest.skip("no programmatic dependent launch here")
+    problem = GemmProblem.parse("m=4 n=2048 k=2048 b_major=k")
+    assert_dependents_wait(4, str(skinny(problem, pdl=True, split_k=1)[-1]))

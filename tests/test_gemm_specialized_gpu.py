@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from test_gemm_gpu import assert_right, launch
+from test_gemm_skinny_gpu import assert_dependents_wait, assert_same_every_time, posed
 
 import cutekernels as ck
 from cutekernels import gpu
-from cutekernels.ops.gemm import ACTIVATIONS, GEMM, GemmConfig, GemmProblem
+from cutekernels.ops.gemm import GEMM, GemmConfig, GemmProblem
 
 pytestmark = pytest.mark.gpu
 TOKENS = (1, 2, 7, 8, 9, 16, 17, 31, 33, 48, 63, 64, 65, 96, 97, 128, 129, 200, 513)
@@ -28,27 +29,11 @@ def specialized(problem: GemmProblem, **values: Any) -> list[GemmConfig]:
     return [c for c in valid if all(getattr(c, name) == value for name, value in values.items())]
 
 
-def posed(rng: random.Random, m: int) -> GemmProblem:
-    n = rng.choice((1, 9, 64, 257, 1000, 1024, 3584))
-    return GemmProblem(
-        m=m,
-        n=n,
-        k=rng.choice((8, 72, 264, 512, 1000, 2048, 3592)),
-        b_major="k",
-        dtype=rng.choice(("bf16", "fp16")),
-        c=rng.choice(("none", "n", "m")),
-        c_align=1,
-        out_align=rng.choice([a for a in (8, 4, 2, 1) if n % a == 0]),
-        bias=rng.choice(("none", "same", "fp32")),
-        activation=rng.choice(tuple(ACTIVATIONS)),
-    )
-
-
 @pytest.mark.parametrize("m", TOKENS)
 def test_random_problems_and_configs(m: int) -> None:
     rng = random.Random(m)
     for seed in range(5):
-        problem = posed(rng, m)
+        problem = posed(rng, m, ("none", "n", "m"))
         args = GEMM.sample(problem, "cuda", seed)
         for config in rng.sample(specialized(problem), 2):
             assert_right(launch(problem, args, str(config)), problem, args, str(config))
@@ -68,11 +53,7 @@ def test_nothing_beyond_the_tokens_reaches_the_result(tile_n: int) -> None:
 
 def test_a_cluster_s_sum_is_the_same_every_time() -> None:
     problem = GemmProblem.parse("m=64 n=3584 k=3584 b_major=k")
-    a, b, *rest = GEMM.sample(problem, "cuda", 0)
-    a[:, ::97] *= 1e4
-    for config in random.Random(0).sample(specialized(problem, split_k=2), 4):
-        results = [launch(problem, (a, b, *rest), str(config)).clone() for _ in range(20)]
-        assert all(torch.equal(results[0], r) for r in results[1:]), config
+    assert_same_every_time(problem, random.Random(0).sample(specialized(problem, split_k=2), 4))
 
 
 def test_default_of_many_sizes() -> None:
@@ -110,26 +91,4 @@ def test_weights_without_rows_apart() -> None:
 
 def test_dependent_launches_see_what_came_before() -> None:
     problem = GemmProblem.parse("m=64 n=2048 k=2048 b_major=k")
-    config = str(specialized(problem, pdl=True, split_k=1)[-1])
-    x0 = torch.randn(64, 2048, device="cuda", dtype=torch.bfloat16)
-    ws = [torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) / 45 for _ in range(4)]
-    weight = torch.empty_like(ws[0])
-
-    def chain(x: torch.Tensor, config: str) -> torch.Tensor:
-        for w in ws * 3:
-            torch.mul(w, 2.0, out=weight)
-            x = ck.gemm(x, weight.t(), config=config)
-            x = ck.gemm(x, w.t(), config=config) * 0.5
-        return x
-
-    want = chain(x0, config.replace("pdl=1", ""))
-    torch.cuda.synchronize()
-    for _ in range(10):
-        assert torch.equal(chain(x0, config), want)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = chain(x0, config)
-    for _ in range(10):
-        out.zero_()
-        graph.replay()
-        assert torch.equal(out, want)
+    assert_dependents_wait(64, str(specialized(problem, pdl=True, split_k=1)[-1]))

@@ -68,7 +68,7 @@ class SpecializedGemm:
 
     @property
     def head(self) -> int:
-        """Rows of X's first box: more than half of them, since tiles of fewer serve fewer tokens."""
+        """Rows of X's first box: half of them or more, and all of them tokens, since fewer take a smaller tile."""
         return max(SWIZZLED_ROWS, 1 << ((self.rows - 1).bit_length() - 1))
 
     @property
@@ -207,14 +207,14 @@ class SpecializedGemm:
         column = cutlass.max(cutlass.min(own_n, n - self.tile_n), Int32(0))
 
         if warp == producer:
-            loads_w, loads_x = self.loads, self.loads
-            boxes = [loads_w(tma_w, tW, sW, column, self.tile_n)]
+            loads = self.loads
+            boxes = [loads(tma_w, tW, sW, column, self.tile_n)]
             at_head = cute.make_tensor(at_x, self.of_rows(self.head))
-            boxes += [loads_x(tma_head, tHead, at_head, row, self.head)]
+            boxes += [loads(tma_head, tHead, at_head, row, self.head)]
             if const_expr(tma_tail is not None):
                 tail = const_expr(self.rows - self.head)
                 at_tail = cute.make_tensor(at_x + self.head * SWIZZLED, self.of_rows(tail))
-                boxes += [loads_x(tma_tail, tTail, at_tail, later, tail)]
+                boxes += [loads(tma_tail, tTail, at_tail, later, tail)]
             produce = self.produce
             produce(boxes, full, empty, first, end)
             if const_expr(self.split > 1):
