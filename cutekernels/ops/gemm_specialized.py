@@ -30,9 +30,10 @@ LEAST_BUSY = 0.8
 _OTHER_REGISTERS = 40
 _GRID_AXIS = 65535
 
-# The model's constants, fitted to 343 runs of 12 problems on an H200 (2026-11-22): 10 % off, root mean square
-# (runs beyond 1.25 times their problem's best count a quarter). The default was within 4 % of the best run of eleven of them, and not among the runs of the twelfth (4096 tokens). Among
-# all configs, shallow ones too, its choice was up to 29 % off. Of other problems nothing is known.
+# The model's constants, fitted to 343 runs of 12 problems on an H200 (2026-11-22): 10 % off, root mean square (runs
+# beyond 1.25 times their problem's best count a quarter). The default was within 4 % of the best run of eleven of
+# them, and not among the runs of the twelfth (4096 tokens). Among all configs, shallow ones too, the model's choice
+# was up to 29 % off. Of other problems nothing is known.
 _LAUNCH_US, _UNDEPENDENT_US, _SPLIT_US = 2.46, 0.59, 1.12
 _SM_BYTES_PER_US = 99e3
 _SM_FLOPS_PER_US = 6.22e6
