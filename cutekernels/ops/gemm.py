@@ -120,11 +120,11 @@ class GemmConfig(Config):
     """
 
     tile_m: int = knob(16, *gemm_specialized.TILES)
-    tile_n: int = knob(8, 16, 24, 32, 48, 64, 96, 128, 256)
+    tile_n: int = knob(8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
     tile_k: int = knob(32, 64, 128, 256)
     warps_m: int = knob(1, 2, 4)
     warps_n: int = knob(1, 2, 4)
-    stages: int = knob(2, 3, 4, 5, 6, 8)
+    stages: int = knob(2, 3, 4, 5, 6, 8, 12)
     raster: int = knob(1, 8, 16)
     ctas_per_sm: int = knob(1, 2, 3)
     persistent: bool = knob(False, True, added=True)
@@ -132,6 +132,7 @@ class GemmConfig(Config):
     warps_k: int = knob(1, 2, 4, 8, added=True)
     split_k: int = knob(1, 2, 4, added=True)
     pdl: bool = knob(False, True, added=True)
+    ahead: int = knob(0, 2, 4, 8, added=True)
 
     @classmethod
     def every(cls) -> Iterator[GemmConfig]:
@@ -186,6 +187,7 @@ BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
         "stages": (3, 4, 5, 6, 8),
         "split_k": (1, 2, 4),
         "pdl": (False, True),
+        "ahead": (0, 2, 4, 8),
     },
     "stream": {
         "tile_m": (64, 128),
@@ -201,10 +203,11 @@ BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
         "tile_m": gemm_specialized.TILES,
         "tile_n": gemm_specialized.TOKEN_TILES,
         "tile_k": (64, 128),
-        "stages": (2, 3, 4, 5, 6, 8),
+        "stages": (2, 3, 4, 5, 6, 8, 12),
         "ctas_per_sm": (1, 2),
         "split_k": (1, 2),
         "pdl": (False, True),
+        "ahead": (0, 2, 4, 8),
     },
 }
 
@@ -433,6 +436,13 @@ _SCHEDULES: dict[str, Any] = {
 }
 
 
+# Of configs of one estimate; the least is preferred.
+_PREFERENCES: dict[str, Callable[[GemmConfig], Any]] = {
+    "skinny": gemm_skinny.preference,
+    "specialized": gemm_specialized.preference,
+}
+
+
 def _bodies(p: GemmProblem, gpu: GpuSpec) -> set[str]:
     """The schedules that take ``p``, whatever the config."""
     few = next(gemm_skinny.refused(p), None) is None
@@ -452,7 +462,7 @@ def _default(op: Gemm, p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
         usual = (c for c in _shortlist(body) if body != "skinny" or c.tile_n == gemm_skinny.usual_tile(p))
         candidates = [c for c in usual if op.why_not(p, c, gpu) is None]
         if candidates:
-            among_equals = gemm_skinny.preference if body == "skinny" else str
+            among_equals = _PREFERENCES.get(body, str)
             return min(candidates, key=lambda c: (op.estimate_us(p, c, gpu), among_equals(c)))
     raise AssertionError(f"no config for {p} on {gpu.name}")
 
@@ -460,9 +470,10 @@ def _default(op: Gemm, p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
 @cache
 def _shortlist(body: str) -> tuple[GemmConfig, ...]:
     if body == "skinny":
-        return tuple(_spanned(body, tile_n=gemm_skinny.USUAL_TILES, tile_k=(128, 256), stages=(3, 5, 8)))
+        few = {"tile_n": gemm_skinny.USUAL_TILES, "tile_k": (128, 256), "stages": (3, 5, 8), "ahead": (0, 2, 4)}
+        return tuple(_spanned(body, **few))
     if body == "specialized":
-        return tuple(_spanned(body, stages=(4, 6, 8)))
+        return tuple(_spanned(body, stages=(4, 6, 8, 12), ahead=(0, 2, 4)))
     return tuple(
         GemmConfig(tile_m, tile_n, tile_k, warps_m, warps_n, stages, raster, ctas, persistent)
         for tile_m, tile_n, warps_m, warps_n in gemm_multistage.SHORTLIST

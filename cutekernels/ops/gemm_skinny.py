@@ -20,6 +20,7 @@ from torch import Tensor
 from cutekernels.kernels.cute.parts.smem import SkinnySmem
 from cutekernels.kernels.cute.parts.stream import SLOTS
 from cutekernels.op import ladder, power_of_two
+from cutekernels.ops import gemm_ahead
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -130,8 +131,7 @@ def broken(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) 
         yield f"split_k={c.split_k}: {tiles(p, c)} tiles fill the GPU without"
     if c.split_k > 1 and c.split_k * 2 > -(-p.k // c.tile_k):
         yield f"split_k={c.split_k} leaves less than two k-tiles of {c.tile_k} to each"
-    if c.pdl and not gpu.has_pdl:
-        yield f"{gpu.name} has no programmatic dependent launch"
+    yield from gemm_ahead.broken(c, gpu)
     if -(-p.n // c.tile_m) > _GRID_AXIS:
         yield f"{p.n} weight rows are more than {_GRID_AXIS} tiles of {c.tile_m}"
     if c.tile_m > max(32, p.n):
@@ -222,6 +222,8 @@ def estimate_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PL
     dram = 2.0 * p.n * p.k / (_DRAM_RATE * gpu.dram_gbps * 1e3)
     l2 = ctas * cta_bytes / (_L2_BYTES_PER_US_PER_SM * gpu.sm_count)
     us = _LAUNCH_US - (_DEPENDENT_US if c.pdl else 0.0) + max(dram, l2, busy) + (_SPLIT_US if c.split_k > 1 else 0.0)
+    if ctas <= gpu.sm_count * resident:
+        us -= gemm_ahead.saved_us(c)
     crowding = c.pdl and resident > 1 and waves == 0  # early CTAs crowd on the SMs that happen to be free
     return float(us * (1.15 if crowding else 1.0))
 
@@ -261,6 +263,7 @@ def body(p: GemmProblem, c: GemmConfig, norm: Any = None, extras: Extras = PLAIN
         dependent=c.pdl,
         activation=Activation("silu" if extras.gated else p.activation),
         ctas_per_sm=c.ctas_per_sm,
+        ahead=c.ahead,
         norm=norm,
         gated=extras.gated,
     )

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from cutekernels.kernels.cute.parts.smem import SpecializedSmem
 from cutekernels.op import ladder
+from cutekernels.ops import gemm_ahead
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
     from cutekernels.ops.gemm import GemmConfig, GemmProblem
 
 TILES = tuple(range(32, 257, 16))  # of columns
-TOKEN_TILES = (8, 16, 32, 48, 64, 96, 128)
+TOKEN_TILES = (8, 16, 32, 48, 64, 96, 128, 192, 256)
 GROUP_TOKENS = 64  # that a warp group multiplies
+USUAL_TOKENS = 128  # of a tile, where there are more
 # From which on it is the default. Skinny's default and this one's in us, 32 tokens, H200, 2026-11-22: 3584 columns 9.3
 # and 9.4, 18944 columns 37.9 and 34.6. At 16 tokens, the best of either by hand: 8.2 and 9.8, 34.1 and 34.4.
 LEAST_TOKENS = 17
@@ -53,19 +55,27 @@ def threads(c: GemmConfig) -> int:
     return 128 * groups(c) + 32
 
 
+def _reserved_threads(c: GemmConfig) -> int:
+    """Registers are set aside for whole groups of warps: ptxas gives 96 a thread to 544 threads, not 120."""
+    return -(-threads(c) // 128) * 128
+
+
 def smem(c: GemmConfig) -> SpecializedSmem:
     return SpecializedSmem(c.tile_n, c.tile_m, c.tile_k, c.stages, c.split_k)
 
 
 def fitting_tiles(p: GemmProblem) -> list[int]:
-    """Tokens of a tile that suit ``p``: the least that cover its bucket in one tile, whole groups of warps; beyond, two
-    groups, or one where that wastes less.
+    """Tokens of a tile that suit ``p``: the least that cover its bucket in one tile, whole groups of warps; beyond,
+    USUAL_TOKENS or twice as many, or one group where that wastes less.
     """
-    widest = TOKEN_TILES[-1]
-    if p.m > widest:
-        return [GROUP_TOKENS, widest] if 0 < p.m % widest <= GROUP_TOKENS else [widest]
-    least = min(t for t in TOKEN_TILES if t >= min(ladder(p.m), widest))
-    return sorted({least, widest} if p.m > GROUP_TOKENS else {least})
+    tokens = min(ladder(p.m), TOKEN_TILES[-1])
+    least = min(t for t in TOKEN_TILES if t >= tokens)
+    fitting = {least} if p.m <= TOKEN_TILES[-1] else {TOKEN_TILES[-1]}
+    if p.m > GROUP_TOKENS:
+        fitting.add(USUAL_TOKENS)
+    if p.m > USUAL_TOKENS and 0 < p.m % USUAL_TOKENS <= GROUP_TOKENS:
+        fitting.add(GROUP_TOKENS)
+    return sorted(fitting)
 
 
 def waves(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> dict[int, tuple[int, float]]:
@@ -118,20 +128,27 @@ def broken(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
     in_flight = c.ctas_per_sm * c.stages * frame.stage_bytes
     if in_flight < LEAST_IN_FLIGHT:
         yield f"{in_flight} bytes of stages keep too few in flight: take {LEAST_IN_FLIGHT} or more"
-    available = min(gpu.MAX_REGISTERS_PER_THREAD, gpu.REGISTERS_PER_SM // (threads(c) * c.ctas_per_sm))
+    available = min(gpu.MAX_REGISTERS_PER_THREAD, gpu.REGISTERS_PER_SM // (_reserved_threads(c) * c.ctas_per_sm))
     if registers_per_thread(c) > available:
         yield f"a thread needs about {registers_per_thread(c)} registers; it has {available}"
     if c.split_k > 1 and waves(p, c, gpu)[c.tile_m][0] > 1:
         yield f"split_k={c.split_k}: the tiles fill the GPU without"
     if c.split_k * 2 > -(-p.k // c.tile_k) and c.split_k > 1:
         yield f"split_k={c.split_k} leaves less than two k-tiles of {c.tile_k} to each"
-    if c.pdl and not gpu.has_pdl:
-        yield f"{gpu.name} has no programmatic dependent launch"
+    yield from gemm_ahead.broken(c, gpu)
 
 
 def registers_per_thread(c: GemmConfig) -> int:
-    """About what the compiler will need."""
+    """About what the compiler will need; it takes more where there are, to load a bias ahead of its use."""
     return c.tile_m // 2 + _OTHER_REGISTERS
+
+
+def preference(c: GemmConfig) -> tuple[object, ...]:
+    """The least is preferred among configs of one estimate, which is DRAM's for many: one CTA to an SM, most bytes in
+    flight, long k-tiles. H200, 64 tokens x 18944, us: 104 KiB 37.0, 156 KiB 35.2, 208 KiB 35.2 and, in half as many
+    k-tiles, 35.0; two CTAs to an SM 37.7 (2026-11-22).
+    """
+    return c.ctas_per_sm, -c.stages * smem(c).stage_bytes, -c.tile_k, str(c)
 
 
 def estimate_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> float:
@@ -150,11 +167,12 @@ def estimate_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> float:
         )
         return k_tiles * step * (1.0 + _SHALLOW / c.stages) + together * rows * c.tile_m / _SUMS_PER_US
 
-    full, rest = divmod(ctas, gpu.sm_count * c.ctas_per_sm)
+    room = gpu.sm_count * c.ctas_per_sm
+    full, rest = divmod(ctas, room)
     busy = full * wave_us(c.ctas_per_sm) + (wave_us(-(-rest // gpu.sm_count)) if rest else 0.0)
     dram = 2.0 * p.n * (p.k + p.m) / (_DRAM_RATE * gpu.dram_gbps * 1e3)
     fixed = _LAUNCH_US + (0.0 if c.pdl else _UNDEPENDENT_US) + (_SPLIT_US if c.split_k > 1 else 0.0)
-    return float(fixed + max(busy, dram))
+    return float(fixed + max(busy, dram) - (gemm_ahead.saved_us(c) if ctas <= room else 0.0))
 
 
 def body(p: GemmProblem, c: GemmConfig) -> Any:
@@ -170,6 +188,7 @@ def body(p: GemmProblem, c: GemmConfig) -> Any:
         split=c.split_k,
         dependent=c.pdl,
         activation=Activation(p.activation),
-        paired=p.out_align > 1,
+        out_align=p.out_align,
         ctas_per_sm=c.ctas_per_sm,
+        ahead=c.ahead,
     )

@@ -10,9 +10,10 @@ Schedule:
     result does not depend on who was last. Results go straight from registers to memory: they are few.
     With programmatic dependent launch, CTAs are placed and set up while the kernel ahead still runs. H200, 16 tokens,
     K = N = 3584, one CTA an SM: 8.96 -> 8.41 us. Where several share an SM it loses, since early CTAs crowd on the
-    SMs that happen to be free. Asking the L2 for the first k-tiles before the wait gained nothing (8.37), asking for
-    all of the weight lost (one token: 8.51 without either, 9.11 with both). Loading it into shared memory then would be
-    wrong where the kernel ahead writes the weight (2026-11-21).
+    SMs that happen to be free (2026-11-21). While they wait they ask the L2 for ``ahead`` k-tiles of the weight; to
+    load it into shared memory then would be wrong where the kernel ahead writes it. The next kernel is let in when the
+    last loads are on their way: let in at the start, its CTAs take memory's time from this one's (12.4 us where 9.2,
+    16 tokens, 3584, 73 KiB a CTA; 2026-11-22).
     With a norm of the tokens in front (``parts/norm.py``) its weight travels in the same stages; sums of squares meet
     as the products' do, in shared memory and in the workspace, and rstd multiplies the fp32 sums. With a gate behind,
     8 rows of the gate's weight and the same 8 of up's make an MMA's 16, so that one thread has both of an output.
@@ -36,6 +37,7 @@ from cutekernels.kernels.cute.parts.epilogue import Activation
 from cutekernels.kernels.cute.parts.load import OperandLoad
 from cutekernels.kernels.cute.parts.mma import WarpMma
 from cutekernels.kernels.cute.parts.norm import TokenNorm
+from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SkinnySmem
 
 
@@ -52,6 +54,7 @@ class SkinnyGemm:
     activation: Activation
     ctas_per_sm: int
     norm: TokenNorm | None = None  # of the tokens, in front
+    ahead: int = 0  # k-tiles of W that are asked for before the turn comes
     gated: bool = False  # W is (2 * I, K), the gate's rows before up's; out (M, I) is activation(gate) * up
 
     @property
@@ -245,7 +248,12 @@ class SkinnyGemm:
             )
 
         if const_expr(self.dependent):
-            cute.arch.griddepcontrol_launch_dependents()
+            if const_expr(self.ahead > 0):
+                row = at_n * tile_n + tid
+                column = first * tile_k
+                if tid < tile_n and row < n and column < k:
+                    count = cutlass.min(k - column, cutlass.min(self.ahead, end - first) * tile_k)
+                    prefetch_bulk((mW.iterator + cute.crd2idx((row, column, 0), mW.layout)).toint(), count * 2)
             cute.arch.griddepcontrol_wait()
 
         copies_w, copies_x = load_w.copies, load_x.copies
@@ -323,15 +331,18 @@ class SkinnyGemm:
         for k_tile in cutlass.range(first, end, unroll=1):
             cute.arch.cp_async_wait_group(stages - 2)
             cute.arch.sync_threads()
-            ahead = k_tile + (stages - 1)
-            if ahead < end:
+            coming = k_tile + (stages - 1)
+            if coming < end:
                 if loads_w:
-                    cute.copy(copy_w, tWgW[None, None, None, ahead], tWsW[None, None, None, write], pred=pW)
+                    cute.copy(copy_w, tWgW[None, None, None, coming], tWsW[None, None, None, write], pred=pW)
                 if loads_x:
-                    cute.copy(copy_x, tXgX[None, None, None, ahead], tXsX[None, None, None, write], pred=pX)
+                    cute.copy(copy_x, tXgX[None, None, None, coming], tXsX[None, None, None, write], pred=pX)
                 if const_expr(self.weighted):
-                    fetch(loads_g, copy_g, tGgG[None, None, ahead], tGsG[None, None, write])
+                    fetch(loads_g, copy_g, tGgG[None, None, coming], tGsG[None, None, write])
             cute.arch.cp_async_commit_group()
+            if const_expr(self.dependent):  # noqa: SIM102  known when compiled
+                if k_tile == cutlass.max(first, end - stages + 1):
+                    cute.arch.griddepcontrol_launch_dependents()  # whose CTAs' loads follow ours
             for block in cutlass.range_constexpr(blocks):
                 kb = block * self.warps_k + slice_k
                 cute.copy(to_w, tCsW[None, None, kb, read], tCrW[None, None, block])

@@ -36,6 +36,7 @@ from cutekernels.kernels.cute.parts.epilogue import Activation
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SpecializedSmem
 
 GROUP = 128  # threads of a warp group
+WIDEST = 8  # elements in 16 bytes
 ROWS = 64  # of X that a warp group multiplies
 Box = tuple[cute.CopyAtom | None, cute.Tensor | None]
 SWIZZLED_ROWS, SWIZZLED = 8, 64  # an atom of the 128-byte swizzle: rows, elements of K
@@ -44,7 +45,7 @@ SWIZZLED_ROWS, SWIZZLED = 8, 64  # an atom of the 128-byte swizzle: rows, elemen
 @dataclass(frozen=True)
 class SpecializedGemm:
     """The body. ``rows`` of X are loaded: whole groups' 64, or where one tile has all there are, about as many.
-    ``paired``: two neighbouring columns of out are one aligned store.
+    ``out_align`` columns of out are one aligned store.
     """
 
     rows: int
@@ -54,8 +55,9 @@ class SpecializedGemm:
     split: int
     dependent: bool  # launched under programmatic dependent launch
     activation: Activation
-    paired: bool
+    out_align: int
     ctas_per_sm: int
+    ahead: int  # k-tiles of W that are asked for before the turn comes
 
     @property
     def groups(self) -> int:
@@ -195,9 +197,6 @@ class SpecializedGemm:
                     cute.arch.mbarrier_init(empty + stage, self.groups)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        if const_expr(self.dependent):
-            cute.arch.griddepcontrol_launch_dependents()
-            cute.arch.griddepcontrol_wait()
 
         # -- where this tile begins: the last ones early, so that they end where the operands do
         m, n = mD.shape
@@ -205,9 +204,16 @@ class SpecializedGemm:
         row = cutlass.max(cutlass.min(own_m, m - self.rows), Int32(0))
         later = cutlass.min(own_m + self.head, m - (self.rows - self.head))  # the second box's
         column = cutlass.max(cutlass.min(own_n, n - self.tile_n), Int32(0))
+        loads = self.loads
+        if const_expr(self.dependent):
+            if const_expr(self.ahead > 0):  # noqa: SIM102  known when compiled
+                if warp == producer:
+                    _, early, _ = loads(tma_w, tW, sW, column, self.tile_n)
+                    for k_tile in cutlass.range(first, cutlass.min(first + self.ahead, end), unroll=1):
+                        cute.prefetch(tma_w, early[None, k_tile])
+            cute.arch.griddepcontrol_wait()
 
         if warp == producer:
-            loads = self.loads
             boxes = [loads(tma_w, tW, sW, column, self.tile_n)]
             at_head = cute.make_tensor(at_x, self.of_rows(self.head))
             boxes += [loads(tma_head, tHead, at_head, row, self.head)]
@@ -217,6 +223,8 @@ class SpecializedGemm:
                 boxes += [loads(tma_tail, tTail, at_tail, later, tail)]
             produce = self.produce
             produce(boxes, full, empty, first, end)
+            if const_expr(self.dependent):
+                cute.arch.griddepcontrol_launch_dependents()  # whose CTAs' loads follow ours
             if const_expr(self.split > 1):
                 for _ in cutlass.range_constexpr(2):  # as often as the others meet
                     cute.arch.cluster_arrive()
@@ -231,7 +239,7 @@ class SpecializedGemm:
             tCcD = tiled_mma.get_slice(tid).partition_C(cD)  # ((2, 2, N / 8), 1, 1)
             place = (own_m, row, later, own_n, column)
             if const_expr(self.split == 1):
-                finish(acc, tCcD, 0, place, mD, mC, mBias, alpha, beta)
+                finish(tid, acc, tCcD, 0, storage, place, mD, mC, mBias, alpha, beta)
             else:
                 meet = self.meet
                 meet(tid, acc, tCcD, split, storage, place, mD, mC, mBias, alpha, beta)
@@ -340,16 +348,18 @@ class SpecializedGemm:
                         theirs = cute.arch.map_dsmem_ptr(at, s).toint() + 4 * tid
                         for i in cutlass.range_constexpr(size):
                             some[i] = some[i] + load_peer(theirs + 4 * members * (begin + i))
-                    finish(some, tCcD, begin, place, mD, mC, mBias, alpha, beta)
+                    finish(tid, some, tCcD, begin, storage, place, mD, mC, mBias, alpha, beta)
         cute.arch.cluster_arrive()  # nobody leaves while others read what it left
         cute.arch.cluster_wait()
 
     @cute.jit
     def finish(
         self,
+        tid: Int32,
         acc: cute.Tensor,
         tCcD: cute.Tensor,
         begin: cutlass.Constexpr[int],
+        storage: cute.Pointer,
         place: tuple[Int32, ...],
         mD: cute.Tensor,
         mC: cute.Tensor | None,
@@ -357,28 +367,44 @@ class SpecializedGemm:
         alpha: Float32,
         beta: Float32,
     ):
-        """Scales, adds, activates, rounds and stores ``acc``, this thread's sums from number ``begin`` on, in pairs."""
-        m, n = mD.shape
-        own_m, first_row, later, own_n, first_column = place
-        activate = self.activation.apply
+        """Scales, adds, activates, rounds and stores ``acc``, this thread's sums from number ``begin`` on.
+
+        In pairs, as the MMA leaves them; where out is aligned by way of shared memory, so that 16 bytes are a store.
+        """
+        n = cute.size(mD, mode=[1])
+        _, _, _, own_n, first_column = place
+        dtype = mD.element_type
+        activate, row_of = self.activation.apply, self.row_of
+        through = const_expr(self.out_align == WIDEST)
+        members = const_expr(GROUP * self.groups)
+        width = const_expr(cute.size(acc) // self.smem.SUMS_PER_BLOCK * 8)
+        begin_column = const_expr(begin // self.smem.SUMS_PER_BLOCK * 8)
+        sD = cute.make_tensor(
+            cute.recast_ptr(storage + self.smem.out_at, dtype=dtype),
+            cute.make_layout((self.rows, width), stride=(self.smem.out_pitch, 1)),
+        )
+        if const_expr(through and self.split == 1):
+            cute.arch.barrier(barrier_id=1, number_of_threads=members)  # all have read their stages
         for i in cutlass.range_constexpr(0, cute.size(acc), 2):
             at, across = tCcD[begin + i]
-            row, least = first_row + at, own_m
-            if at >= self.head:  # of the second box, what the first has not
-                row, least = later + at - self.head, cutlass.max(own_m, first_row + self.head)
+            row, mine = row_of(at, place, cute.size(mD, mode=[0]))
             column = first_column + across
-            mine = at < self.rows and row >= least and row < m
             pair = cute.make_rmem_tensor(2, Float32)
             for j in cutlass.range_constexpr(2):
                 pair[j] = alpha * acc[i + j]
-                if mine and column + j >= own_n and column + j < n:
-                    if const_expr(mC is not None):
-                        pair[j] = pair[j] + beta * mC[row, column + j].to(Float32)
-                    if const_expr(mBias is not None):
-                        pair[j] = pair[j] + mBias[column + j].to(Float32)
-            rounded = cute.make_rmem_tensor(2, mD.element_type)
-            rounded.store(activate(pair.load()).to(mD.element_type))
-            if const_expr(self.paired):
+                if const_expr(mC is not None or mBias is not None):  # noqa: SIM102  known when compiled
+                    if mine and column + j >= own_n and column + j < n:
+                        if const_expr(mC is not None):
+                            pair[j] = pair[j] + beta * mC[row, column + j].to(Float32)
+                        if const_expr(mBias is not None):
+                            pair[j] = pair[j] + mBias[column + j].to(Float32)
+            rounded = cute.make_rmem_tensor(2, dtype)
+            rounded.store(activate(pair.load()).to(dtype))
+            if const_expr(through):
+                if at < self.rows:
+                    left = (sD.iterator + cute.crd2idx((at, across - begin_column), sD.layout)).align(4)
+                    cute.autovec_copy(rounded, cute.make_tensor(left, cute.make_layout(2)))
+            elif const_expr(self.out_align > 1):
                 if mine and column >= own_n and column < n:
                     target = (mD.iterator + cute.crd2idx((row, column), mD.layout)).align(4)
                     cute.autovec_copy(rounded, cute.make_tensor(target, cute.make_layout(2)))
@@ -386,6 +412,29 @@ class SpecializedGemm:
                 for j in cutlass.range_constexpr(2):
                     if mine and column + j >= own_n and column + j < n:
                         mD[row, column + j] = rounded[j]
+        if const_expr(through):
+            cute.arch.barrier(barrier_id=1, number_of_threads=members)
+            across = const_expr(width // WIDEST)
+            for vector in cutlass.range(tid, self.rows * across, members, unroll=2):
+                at = vector // across
+                row, mine = row_of(at, place, cute.size(mD, mode=[0]))
+                inside = vector % across * WIDEST
+                column = first_column + begin_column + inside
+                if mine and column >= own_n and column < n:
+                    taken = cute.make_rmem_tensor(WIDEST, dtype)
+                    left = (sD.iterator + cute.crd2idx((at, inside), sD.layout)).align(16)
+                    target = (mD.iterator + cute.crd2idx((row, column), mD.layout)).align(16)
+                    cute.autovec_copy(cute.make_tensor(left, cute.make_layout(WIDEST)), taken)
+                    cute.autovec_copy(taken, cute.make_tensor(target, cute.make_layout(WIDEST)))
+
+    @cute.jit
+    def row_of(self, at: Int32, place: tuple[Int32, ...], m: Int32) -> tuple[Int32, cutlass.Boolean]:
+        """Which row of out is this tile's ``at``-th, and whether it is this tile's to store."""
+        own_m, first_row, later, _, _ = place
+        row, least = first_row + at, own_m
+        if at >= self.head:  # of the second box, what the first has not
+            row, least = later + at - self.head, cutlass.max(own_m, first_row + self.head)
+        return row, at < self.rows and row >= least and row < m
 
 
 @dsl_user_op

@@ -93,7 +93,9 @@ class SkinnySmem:
 
 @dataclass(frozen=True, slots=True)
 class SpecializedSmem:
-    """Shared memory of a specialized GEMM: stages of X and W, later the sums of a split tile; barriers."""
+    """Shared memory of a specialized GEMM: stages of X and W, in their place the sums of a split tile and behind them
+    the results; barriers.
+    """
 
     tile_m: int
     tile_n: int
@@ -101,6 +103,8 @@ class SpecializedSmem:
     stages: int
     split: int
     element_bytes: int = 2
+    GROUP_ROWS = 64  # of the MMA, which multiplies more than tile_m where that is no multiple
+    SUMS_PER_BLOCK = 4  # of a thread, in 8 columns
 
     @property
     def stage_bytes(self) -> int:
@@ -108,16 +112,26 @@ class SpecializedSmem:
 
     @property
     def share(self) -> int:
-        """Of a thread's sums, those that one CTA of the cluster adds up: whole pairs."""
-        return -(-self.tile_n // 4 // self.split) * 2
+        """Of a thread's sums, those that one CTA of the cluster adds up: whole blocks of 8 columns."""
+        return -(-self.tile_n // 8 // self.split) * self.SUMS_PER_BLOCK
 
     @property
     def summed_bytes(self) -> int:
-        return self.tile_m * self.tile_n * 4 if self.split > 1 else 0
+        multiplied = -(-self.tile_m // self.GROUP_ROWS) * self.GROUP_ROWS
+        return multiplied * self.tile_n * 4 if self.split > 1 else 0
+
+    @property
+    def out_pitch(self) -> int:
+        """Elements from one row of results to the next: 8 rows of a store lie in different banks."""
+        return self.share // self.SUMS_PER_BLOCK * 8 + 8
+
+    @property
+    def out_at(self) -> int:
+        return self.summed_bytes
 
     @property
     def barriers_at(self) -> int:
-        return max(self.stages * self.stage_bytes, self.summed_bytes)
+        return max(self.stages * self.stage_bytes, self.out_at + self.tile_m * self.out_pitch * self.element_bytes)
 
     @property
     def total_bytes(self) -> int:
