@@ -147,6 +147,7 @@ def child() -> None:
 
 _BASE = {"batch": 2, "seq": 5, "heads": (3, 2), "width": 16, "rotary": 16, "dtype": "bf16", "kind": "dense"}
 _PAGED = _BASE | {"page_size": 16, "room": 48}
+_WHOLE = "tokens={} heads=8 block=8 warps={} whole=1"
 
 
 def numerics_cases() -> dict[str, dict[str, Any]]:
@@ -197,6 +198,16 @@ def numerics_cases() -> dict[str, dict[str, Any]]:
         "holes": [(0, 74, -1)],
         "rows": 1600,
     }
+    for size, rotary, interleaved in product((0, 16), (0, 8, 16), (False, True)):
+        if rotary or not interleaved:  # all heads of a token, those of q, k and v, in blocks that do not divide them
+            more = {"rotary": rotary, "interleaved": interleaved, "heads": (11, 9), "inplace": rotary == 8}
+            base = (_PAGED if size else _BASE) | more | {"seq": 21 if size else 5, "config": _WHOLE.format(2, 1)}
+            cases[f"whole {size} {rotary} {interleaved=}"] = base
+    for size in (0, 16):
+        more = {"seq": 1, "config": _WHOLE.format(1, 1), "heads": (3, 9), "inplace": True, "batch": 3}
+        cases[f"one program for a sequence {size}"] = (_PAGED if size else _BASE) | more
+    more = {"holes": [(0, 1, -1)], "seq": 16, "lengths": [12, 1], "heads": (3, 9), "config": _WHOLE.format(16, 2)}
+    cases["a hole in one tile"] = _PAGED | more
     rng = random.Random(11)
     for size, rotary, interleaved in product((0, 16), (16, 32), (False, True)):
         base = (_PAGED if size else _BASE) | {"width": 40, "rotary": rotary, "seq": 7, "interleaved": interleaved}

@@ -122,6 +122,11 @@ class KvAppendProblem(Problem):
         """Pairs of channels in a tile: all that turn, or all there are, up to 256."""
         return max(8, min(256, power_of_two(self.half or -(-self.head_dim // 2))))
 
+    @property
+    def parts(self) -> int:
+        """Blocks of channels, those that turn and those that do not."""
+        return -(-self.half // self.block) + -(-(self.head_dim - self.rotary) // (2 * self.block))
+
 
 def _runs(head_dim: int, rotary: int, interleaved: bool) -> int:
     return head_dim | rotary | (0 if interleaved else rotary // 2)
@@ -129,18 +134,23 @@ def _runs(head_dim: int, rotary: int, interleaved: bool) -> int:
 
 @dataclass(frozen=True)
 class KvAppendConfig(Config):
-    """One tile of ``tokens`` x ``heads`` x ``block`` pairs of channels per program."""
+    """One tile of ``tokens`` x ``heads`` x ``block`` pairs of channels per program.
+
+    ``whole``: a program takes all heads of its tokens, those of q, k and v, one tile after the other.
+    """
 
     tokens: int = knob(1, 2, 4, 8, 16)
     heads: int = knob(1, 2, 4, 8, 16, 32, 64)
     block: int = knob(8, 16, 32, 64, 128, 256)
     warps: int = knob(1, 2, 4, 8)
+    whole: bool = knob(False, True, added=True)
 
 
 _MAX_OPERAND_REGISTERS = 128
 _MAX_TOKENS = (1 << 31) - 1  # the grid's first axis
 _MOST = (1 << 16) - 1  # its others
 _DEPTH = 32.0  # see ``rope``
+_WHOLE_PER_SM = 3  # programs, from which on each takes all heads of its tokens
 _WASTE = 1.25  # of a tile's heads, those that are not there
 _SPARE = 16  # tokens that a sample's sequences have room for beyond their new ones
 _PLACED = ("k_cache", "v_cache")
@@ -325,7 +335,8 @@ class KvAppend(TensorOp[KvAppendProblem, KvAppendConfig]):
         per_thread = c.tokens * c.heads * c.block // threads
         if c.warps > 1 and per_thread < p.pairs_per_access:
             return f"{threads} threads of {p.pairs_per_access} pairs an access need {threads * p.pairs_per_access}"
-        registers = per_thread * 4  # in fp32: the pair, its cosine and sine
+        # In fp32: the pair, its cosine and sine; a program of all heads has the next pair as it is loaded.
+        registers = per_thread * (4 + (p.itemsize // 2 if c.whole else 0))
         if registers > _MAX_OPERAND_REGISTERS:
             return f"a thread's tile takes {registers} registers; at most {_MAX_OPERAND_REGISTERS}"
         if c.block != p.block:
@@ -334,6 +345,11 @@ class KvAppend(TensorOp[KvAppendProblem, KvAppendConfig]):
             return f"heads={c.heads} idles most of a tile with {p.heads_q} and {p.heads_kv} heads"
         if c.tokens > power_of_two(p.seq):
             return f"tokens={c.tokens} idles most of a tile with {p.seq} tokens"
+        least = min(8, max(4, power_of_two(p.heads_kv)), power_of_two(max(p.heads_q, p.heads_kv)))
+        if c.whole and c.heads < least:
+            return f"a program of all heads takes them {least} at a time or more, as they lie together; not {c.heads}"
+        if c.whole and self.grid(p, c)[0] > _MAX_TOKENS:
+            return f"whole=1 and tokens={c.tokens} make {self.grid(p, c)[0]} programs; a grid ends at {_MAX_TOKENS}"
         return None
 
     def default(self, p: KvAppendProblem, gpu: GpuSpec) -> KvAppendConfig:
@@ -352,32 +368,38 @@ class KvAppend(TensorOp[KvAppendProblem, KvAppendConfig]):
                 break
         while c.warps < 8 and c.tokens * c.heads * c.block // (32 * c.warps) * 4 > _MAX_OPERAND_REGISTERS:
             c = c.replace(warps=2 * c.warps)
-        return c
+        whole = c.replace(whole=True)
+        many = c.tokens > 1 and self._programs(p, whole) >= gpu.sm_count * _WHOLE_PER_SM
+        return whole if many and self.why_not(p, whole, gpu) is None else c
 
     def _programs(self, p: KvAppendProblem, c: KvAppendConfig) -> int:
         x, y, z = self.grid(p, c)
         return x * y * z
 
     def grid(self, p: KvAppendProblem, c: KvAppendConfig) -> tuple[int, int, int]:
-        parts = -(-p.half // c.block) + -(-(p.head_dim - p.rotary) // (2 * c.block))
-        return p.batch * -(-p.seq // c.tokens), self._blocks(p, c.heads), parts
+        tiles = p.batch * -(-p.seq // c.tokens)
+        return (tiles * p.parts, 1, 1) if c.whole else (tiles, self._blocks(p, c.heads), p.parts)
 
     def estimate_us(self, p: KvAppendProblem, c: KvAppendConfig, gpu: GpuSpec) -> float:
         """Bytes over bandwidth, stretched where too few bytes are in flight or the last wave is thin; and tickets."""
         programs = max(1, self._programs(p, c))
+        blocks = self._blocks(p, c.heads)
+        tiles = programs * blocks if c.whole else programs
         resident = min(24, gpu.max_warps // c.warps)
         waves = max(1.0, programs / (gpu.sm_count * resident))
         busy = min(1.0, programs / gpu.sm_count) if waves == 1 else waves / -(-waves // 1)
-        tile = 2 * c.tokens * c.heads * c.block * p.itemsize
-        used = (p.heads_q + 2 * p.heads_kv) / max(1, self._blocks(p, c.heads) * c.heads)
+        tile = 2 * c.tokens * c.heads * c.block * p.itemsize * (2 if c.whole else 1)  # and the next
+        used = (p.heads_q + 2 * p.heads_kv) / max(1, blocks * c.heads)
         in_flight = gpu.sm_count * min(resident, programs / gpu.sm_count) * tile * used
         memory = self.work(p).bytes / (gpu.dram_gbps * 1e3 * 0.92)
-        issue = programs / gpu.sm_count * 0.05
+        issue = (programs * 0.03 + tiles * 0.02) / gpu.sm_count
         tables = programs / gpu.sm_count * c.tokens * c.block * 8 / 64e3 if p.turning else 0.0
         shares = programs / max(1, p.batch)
-        ticket = 0.7 + shares * 0.002 if shares > 1 else 0.0
+        ticket = 0.2 + shares * 0.001 if shares > 1 else 0.0
+        steps = 0.6 * (blocks - 1) if c.whole else 0.0  # one behind the other, which only many programs hide
         needed = gpu.dram_gbps * 1e3 * 0.8
-        return 1.7 + ticket + max(issue, tables + memory / max(0.05, min(1.0, in_flight / needed) * max(0.5, busy)))
+        streamed = tables + memory / max(0.05, min(1.0, in_flight / needed) * max(0.5, busy))
+        return 1.9 + ticket + max(issue, streamed, steps)
 
     def work(self, p: KvAppendProblem) -> Work:
         tokens = p.batch * p.seq
@@ -408,7 +430,7 @@ class KvAppend(TensorOp[KvAppendProblem, KvAppendConfig]):
             "sin": (p.table_dtype, angles),
         }
         signature = {f"{name}_ptr": f"*{kind}" for name, (kind, _) in operands.items()}
-        sizes = ("seq", "seq_blocks", "heads_q", "heads_kv", "half", "head_dim", "half_blocks")
+        sizes = ("seq", "seq_blocks", "heads_q", "heads_kv", "half", "head_dim", "half_blocks", "parts")
         signature |= dict.fromkeys(sizes, "i32") | dict.fromkeys(("room", "pages", "angles"), "i64")
         signature |= {f"{name}_{step}": "i64" for name, (_, steps) in operands.items() for step in steps}
         divisible = {"head_dim": p.vec}
@@ -425,6 +447,8 @@ class KvAppend(TensorOp[KvAppendProblem, KvAppendConfig]):
             "HEADS": c.heads,
             "BLOCK": c.block,
             "SPREAD": c.tokens * c.block >= 32 * c.warps,
+            "WHOLE": c.whole,
+            "THREADS": 32 * c.warps,
             "PAGE_SIZE": p.page_size,
             "COUNTED": p.counted,
             "TURNING": p.turning,
@@ -444,7 +468,8 @@ class KvAppend(TensorOp[KvAppendProblem, KvAppendConfig]):
         grid = self.grid(p, c)
         if 0 in grid:
             return lambda *operands: operands[3].copy_(operands[7])
-        sizes = (p.seq, -(-p.seq // c.tokens), p.heads_q, p.heads_kv, p.half, p.head_dim, -(-p.half // c.block))
+        blocks = (-(-p.half // p.block), p.parts)
+        sizes = (p.seq, -(-p.seq // c.tokens), p.heads_q, p.heads_kv, p.half, p.head_dim, *blocks)
 
         def numbers(*operands: Tensor | None) -> list[int]:
             out_q, k_cache, v_cache, out_state, q, k, v, state, table, counts, cos, sin = operands

@@ -1,8 +1,9 @@
 """New tokens into a cache of keys and values: where each sequence ends, and its end with them.
 
 The grid's first axis walks tokens (a tile never crosses a sequence), the second blocks of heads, those of q, of k, of
-v, the third blocks of channels, those that turn before those that do not. A cache is walked by page, slot and head;
-without pages a sequence is one page.
+v, the third blocks of channels, those that turn before those that do not. Where a program takes all heads (WHOLE) the
+first axis walks blocks of channels of one tile of tokens after the other, as in ``rope``: neighbours in time are
+neighbours in memory. A cache is walked by page, slot and head; without pages a sequence is one page.
 """
 
 import triton
@@ -14,41 +15,177 @@ _ENTRIES = tl.constexpr(64)  # of a page table that are looked at together
 
 
 @triton.jit
-def _turn(out_rows, x_rows, cos, sin, read, written, half, column, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """``(x1 cos - x2 sin, x2 cos + x1 sin)`` of BLOCK pairs of channels. Rows, (TOKENS, HEADS): pointers.
-
-    All that are ``read`` are loaded, those ``written`` are stored: loads need not wait for the sequence's length.
-    """
-    if INTERLEAVED:
-        d = 2 * column + tl.arange(0, 2 * BLOCK)
-        channels = (d < 2 * half)[None, None, :]
-        x = tl.load(x_rows[:, :, None] + d[None, None, :], mask=read[:, :, None] & channels, other=0.0)
-        x1, x2 = tl.split(tl.reshape(x, (x_rows.shape[0], x_rows.shape[1], BLOCK, 2)))
-        x1 = x1.to(tl.float32)
-        x2 = x2.to(tl.float32)
-        y = tl.join(x1 * cos - x2 * sin, x2 * cos + x1 * sin).to(out_rows.dtype.element_ty)
-        y = tl.reshape(y, (x_rows.shape[0], x_rows.shape[1], 2 * BLOCK))
-        tl.store(out_rows[:, :, None] + d[None, None, :], y, mask=written[:, :, None] & channels)
-    else:
-        d = column + tl.arange(0, BLOCK)
-        channels = (d < half)[None, None, :]
-        x_first = x_rows[:, :, None] + d[None, None, :]
-        x1 = tl.load(x_first, mask=read[:, :, None] & channels, other=0.0).to(tl.float32)
-        x2 = tl.load(x_first + half, mask=read[:, :, None] & channels, other=0.0).to(tl.float32)
-        out_first = out_rows[:, :, None] + d[None, None, :]
-        tl.store(out_first, (x1 * cos - x2 * sin).to(out_rows.dtype.element_ty), mask=written[:, :, None] & channels)
-        tl.store(
-            out_first + half, (x2 * cos + x1 * sin).to(out_rows.dtype.element_ty), mask=written[:, :, None] & channels
-        )
+def _of(block, sizes, q, k, v):
+    """Of q, k and v, (pointer, three strides) each, the one that ``block`` is of."""
+    q_blocks, kv_blocks, _, _ = sizes
+    pointer, outer, inner, head = v
+    if block < q_blocks:
+        pointer, outer, inner, head = q
+    elif block < q_blocks + kv_blocks:
+        pointer, outer, inner, head = k
+    return pointer, outer, inner, head
 
 
 @triton.jit
-def _copy(out_rows, x_rows, read, written, begin, end, WIDTH: tl.constexpr):
-    """Channels from ``begin`` to before ``end``, WIDTH of them at most, as they are."""
-    d = begin + tl.arange(0, WIDTH)
-    channels = (d < end)[None, None, :]
-    x = tl.load(x_rows[:, :, None] + d[None, None, :], mask=read[:, :, None] & channels, other=0.0)
-    tl.store(out_rows[:, :, None] + d[None, None, :], x, mask=written[:, :, None] & channels)
+def _heads(block, sizes, HEADS: tl.constexpr):
+    """Heads of a block, in whichever of q, k and v it is, and whether they are there. None is in a block too many."""
+    q_blocks, kv_blocks, heads_q, heads_kv = sizes
+    first = block - q_blocks - kv_blocks
+    heads = heads_kv
+    if block < q_blocks:
+        first = block
+        heads = heads_q
+    elif block < q_blocks + kv_blocks:
+        first = block - q_blocks
+    h = first * HEADS + tl.arange(0, HEADS)
+    return h.to(tl.int64), h < heads
+
+
+@triton.jit
+def _channels(block, part, sizes, widths, BLOCK: tl.constexpr, TURNING: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Where a tile's two runs of BLOCK channels begin and what ends them; interleaved, it is one run of twice that.
+
+    Of v, and of q and k behind what turns, the second run follows the first.
+    """
+    q_blocks, kv_blocks, _, _ = sizes
+    half, head_dim, half_blocks, stays = widths
+    first = part * (2 * BLOCK)
+    second = first + BLOCK
+    first_end = head_dim
+    second_end = head_dim
+    if TURNING:
+        rotary = block < q_blocks + kv_blocks
+        if rotary:
+            if part < half_blocks:
+                if INTERLEAVED:
+                    first_end = 2 * half
+                else:
+                    first = part * BLOCK
+                    second = half + first
+                    first_end = half
+                    second_end = 2 * half
+            else:
+                first = 2 * half + (part - half_blocks) * (2 * BLOCK)
+                second = first + BLOCK
+                if stays & (block < q_blocks):
+                    first_end = 0
+                    second_end = 0
+    return first, second, first_end, second_end
+
+
+@triton.jit
+def _load(rows, there, channels, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """A tile's two runs of channels, or twice the same of both. Rows, (TOKENS, HEADS): pointers."""
+    first, second, first_end, second_end = channels
+    if INTERLEAVED:
+        d = first + tl.arange(0, 2 * BLOCK)
+        x = tl.load(rows[:, :, None] + d[None, None, :], mask=there[:, :, None] & (d < first_end)[None, None, :])
+        return x, x
+    else:
+        d = first + tl.arange(0, BLOCK)
+        x1 = tl.load(rows[:, :, None] + d[None, None, :], mask=there[:, :, None] & (d < first_end)[None, None, :])
+        d = second + tl.arange(0, BLOCK)
+        x2 = tl.load(rows[:, :, None] + d[None, None, :], mask=there[:, :, None] & (d < second_end)[None, None, :])
+        return x1, x2
+
+
+@triton.jit
+def _store(rows, there, channels, x1, x2, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """What ``_load`` loaded, to where it goes."""
+    first, second, first_end, second_end = channels
+    if INTERLEAVED:
+        d = first + tl.arange(0, 2 * BLOCK)
+        tl.store(rows[:, :, None] + d[None, None, :], x1, mask=there[:, :, None] & (d < first_end)[None, None, :])
+    else:
+        d = first + tl.arange(0, BLOCK)
+        tl.store(rows[:, :, None] + d[None, None, :], x1, mask=there[:, :, None] & (d < first_end)[None, None, :])
+        d = second + tl.arange(0, BLOCK)
+        tl.store(rows[:, :, None] + d[None, None, :], x2, mask=there[:, :, None] & (d < second_end)[None, None, :])
+
+
+@triton.jit
+def _turn(x1, x2, cos, sin, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """``(x1 cos - x2 sin, x2 cos + x1 sin)`` of BLOCK pairs of channels, in fp32, rounded once."""
+    if INTERLEAVED:
+        even, odd = tl.split(tl.reshape(x1, (x1.shape[0], x1.shape[1], BLOCK, 2)))
+        even = even.to(tl.float32)
+        odd = odd.to(tl.float32)
+        y = tl.join(even * cos - odd * sin, odd * cos + even * sin).to(x1.dtype)
+        y = tl.reshape(y, (x1.shape[0], x1.shape[1], 2 * BLOCK))
+        return y, y
+    else:
+        a = x1.to(tl.float32)
+        b = x2.to(tl.float32)
+        return (a * cos - b * sin).to(x1.dtype), (b * cos + a * sin).to(x1.dtype)
+
+
+@triton.jit
+def _fetch(
+    block,
+    part,
+    sizes,
+    widths,
+    q,
+    k,
+    v,
+    batch,
+    s,
+    there,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TURNING: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Tokens ``s`` of a block of heads, as they are."""
+    pointer, outer, inner, head = _of(block, sizes, q, k, v)
+    h, real = _heads(block, sizes, HEADS)
+    rows = pointer + batch * outer + s[:, None] * inner + h[None, :] * head
+    channels = _channels(block, part, sizes, widths, BLOCK, TURNING, INTERLEAVED)
+    return _load(rows, there[:, None] & real[None, :], channels, BLOCK, INTERLEAVED)
+
+
+@triton.jit
+def _put(
+    block,
+    part,
+    sizes,
+    widths,
+    q,
+    k,
+    v,
+    batch,
+    s,
+    there,
+    page,
+    slot,
+    kept,
+    x1,
+    x2,
+    cos,
+    sin,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TURNING: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """What was fetched, turned if it is to be: q to its tokens' rows, k and v to the places of those that are kept."""
+    q_blocks, kv_blocks, _, _ = sizes
+    half_blocks = widths[2]
+    if TURNING:
+        turns = (block < q_blocks + kv_blocks) & (part < half_blocks)
+        if turns:
+            x1, x2 = _turn(x1, x2, cos, sin, BLOCK, INTERLEAVED)
+    pointer, outer, inner, head = _of(block, sizes, q, k, v)
+    h, real = _heads(block, sizes, HEADS)
+    outermost = page.to(tl.int64)
+    innermost = slot.to(tl.int64)
+    if block < q_blocks:
+        outermost = tl.zeros_like(s) + batch
+        innermost = s
+        kept = there
+    rows = pointer + (outermost * outer + innermost * inner)[:, None] + h[None, :] * head
+    channels = _channels(block, part, sizes, widths, BLOCK, TURNING, INTERLEAVED)
+    _store(rows, kept[:, None] & real[None, :], channels, x1, x2, BLOCK, INTERLEAVED)
 
 
 @triton.jit
@@ -91,6 +228,7 @@ def kv_append(
     half,
     head_dim,
     half_blocks,
+    parts,
     room,
     pages,
     angles,
@@ -125,6 +263,8 @@ def kv_append(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     SPREAD: tl.constexpr,
+    WHOLE: tl.constexpr,
+    THREADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     COUNTED: tl.constexpr,
     TURNING: tl.constexpr,
@@ -137,26 +277,49 @@ def kv_append(
     ``state``: (3, B) int32, the sequences' lengths, the tokens that found no room, and tickets, which are zero
     between launches.
 
-    Schedule: programs load a tile's rows, turn or copy them, and store them where the sequence's length and page
-    table say. All programs of a sequence read its length, so the last of them to finish, which its ticket tells,
-    writes the new one: each has loaded it before the barrier ahead of its ticket. Where there is only one, it takes
-    no ticket. SPREAD: see ``rope``.
+    Schedule: a program sends for a tile's rows, then for the sequence's length, and while both are on their way for
+    what follows from the length: pages, cosines and sines, a ticket. It turns or copies the rows and stores them where
+    length and page table say. A program of all heads (WHOLE) does so block by block of heads, and loads one ahead.
+    All programs of a sequence read its length, so the last of them to have done so, which its ticket tells, writes the
+    new one. One thread reads and hands it on: whoever knows the length needs it no more, so that the ticket may be
+    taken early and without a fence, which would wait for the stores and empty the L1 cache. A sequence's only program
+    takes none. SPREAD: see ``rope``.
     A token without a page, or behind the last one there is room for, is written nowhere. A position outside of
     the table of angles makes its token NaN; nothing is read out of bounds.
     """
     await_turn(DEPENDENT)
-    pid = tl.program_id(0)
-    batch = (pid // seq_blocks).to(tl.int64)
-    block = tl.program_id(1)
-    part = tl.program_id(2)
     q_blocks = tl.cdiv(heads_q, HEADS)
     kv_blocks = tl.cdiv(heads_kv, HEADS)
-    start = tl.minimum(tl.maximum(tl.load(state_ptr + batch).to(tl.int64), 0), room)
+    if WHOLE:
+        part = tl.program_id(0) % parts
+        pid = tl.program_id(0) // parts
+        block = 0
+        shares = seq_blocks * parts
+    else:
+        part = tl.program_id(2)
+        pid = tl.program_id(0)
+        block = tl.program_id(1)
+        shares = seq_blocks * tl.num_programs(1) * tl.num_programs(2)
+    batch = (pid // seq_blocks).to(tl.int64)
+    lane = tl.arange(0, THREADS)
+    words = tl.load(state_ptr + lane * state_row + batch, mask=lane < 2, other=0)  # the length, the tokens lost
     count = tl.full((), 0, tl.int64) + seq
     if COUNTED:
         count = tl.minimum(tl.maximum(tl.load(counts_ptr + batch * counts_step).to(tl.int64), 0), count)
 
+    x_q = (q_ptr, q_batch, q_seq, q_head)
+    x_k = (k_ptr, k_batch, k_seq, k_head)
+    x_v = (v_ptr, v_batch, v_seq, v_head)
+    out_q = (out_q_ptr, out_q_batch, out_q_seq, out_q_head)
+    out_k = (k_cache_ptr, k_cache_page, k_cache_slot, k_cache_head)
+    out_v = (v_cache_ptr, v_cache_page, v_cache_slot, v_cache_head)
+    sizes = (q_blocks, kv_blocks, heads_q, heads_kv)
+    widths = (half, head_dim, half_blocks, out_q_ptr.to(tl.int64) == q_ptr.to(tl.int64))
     s = pid % seq_blocks * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
+    there = s < seq
+    x1, x2 = _fetch(block, part, sizes, widths, x_q, x_k, x_v, batch, s, there, HEADS, BLOCK, TURNING, INTERLEAVED)
+
+    start = tl.minimum(tl.max(tl.where(lane == 0, words, 0), axis=0).to(tl.int64), room)
     position = start + s
     kept = (s < count) & (position < room)
     if PAGE_SIZE == 0:
@@ -164,68 +327,93 @@ def kv_append(
         slot = position
     else:
         entry = table_ptr + batch * table_batch + position // PAGE_SIZE * table_entry
-        page = tl.load(entry, mask=kept, other=0).to(tl.int64)
-        slot = position % PAGE_SIZE
+        page = tl.load(entry, mask=kept, other=0)
+        slot = (position % PAGE_SIZE).to(tl.int32)
         kept = kept & _legal(page, pages)
-
-    there = s < seq
-    if block < q_blocks:
-        h = block * HEADS + tl.arange(0, HEADS).to(tl.int64)
-        x_rows = q_ptr + batch * q_batch + s[:, None] * q_seq + h[None, :] * q_head
-        out_rows = out_q_ptr + batch * out_q_batch + s[:, None] * out_q_seq + h[None, :] * out_q_head
-        read = there[:, None] & (h < heads_q)[None, :]
-        written = read
-    elif block < q_blocks + kv_blocks:
-        h = (block - q_blocks) * HEADS + tl.arange(0, HEADS).to(tl.int64)
-        x_rows = k_ptr + batch * k_batch + s[:, None] * k_seq + h[None, :] * k_head
-        out_rows = k_cache_ptr + (page * k_cache_page + slot * k_cache_slot)[:, None] + h[None, :] * k_cache_head
-        read = there[:, None] & (h < heads_kv)[None, :]
-        written = read & kept[:, None]
-    else:
-        h = (block - q_blocks - kv_blocks) * HEADS + tl.arange(0, HEADS).to(tl.int64)
-        x_rows = v_ptr + batch * v_batch + s[:, None] * v_seq + h[None, :] * v_head
-        out_rows = v_cache_ptr + (page * v_cache_page + slot * v_cache_slot)[:, None] + h[None, :] * v_cache_head
-        read = there[:, None] & (h < heads_kv)[None, :]
-        written = read & kept[:, None]
-
-    begin = part * (2 * BLOCK)
+    cos = 0.0
+    sin = 0.0
     if TURNING:
-        turns = block < q_blocks + kv_blocks
-        if turns & (part < half_blocks):
-            place = position
-            if GATHERED:
-                place = s
-            column = part * BLOCK
-            d = column + tl.arange(0, BLOCK)
-            legal = (there & (place < angles))[:, None, None] & (d < half)[None, None, :]
-            nan = float("nan")
-            cos_at = cos_ptr + batch * cos_batch + place[:, None, None] * cos_row + d[None, None, :]
-            sin_at = sin_ptr + batch * sin_batch + place[:, None, None] * sin_row + d[None, None, :]
-            if SPREAD:
-                legal = tl.broadcast_to(legal, (TOKENS, HEADS, BLOCK))
-                cos_at = tl.broadcast_to(cos_at, (TOKENS, HEADS, BLOCK))
-                sin_at = tl.broadcast_to(sin_at, (TOKENS, HEADS, BLOCK))
-            cos = tl.load(cos_at, mask=legal, other=nan).to(tl.float32)
-            sin = tl.load(sin_at, mask=legal, other=nan).to(tl.float32)
-            _turn(out_rows, x_rows, cos, sin, read, written, half, column, BLOCK, INTERLEAVED)
-            begin = head_dim
-        elif turns:
-            begin = 2 * half + (part - half_blocks) * (2 * BLOCK)
-            if (block < q_blocks) & (out_q_ptr.to(tl.int64) == q_ptr.to(tl.int64)):
-                begin = head_dim
-    if begin < head_dim:
-        _copy(out_rows, x_rows, read, written, begin, head_dim, 2 * BLOCK)
-
-    tl.debug_barrier()  # no thread may still want the length that the last program overwrites
-    shares = seq_blocks * tl.num_programs(1) * tl.num_programs(2)
+        place = position
+        if GATHERED:
+            place = s
+        d = part * BLOCK + tl.arange(0, BLOCK)
+        turning = (part < half_blocks) & (block < q_blocks + kv_blocks)
+        legal = (there & (place < angles) & turning)[:, None, None] & (d < half)[None, None, :]
+        nan = float("nan")
+        cos_at = cos_ptr + batch * cos_batch + place[:, None, None] * cos_row + d[None, None, :]
+        sin_at = sin_ptr + batch * sin_batch + place[:, None, None] * sin_row + d[None, None, :]
+        if SPREAD:
+            legal = tl.broadcast_to(legal, (TOKENS, HEADS, BLOCK))
+            cos_at = tl.broadcast_to(cos_at, (TOKENS, HEADS, BLOCK))
+            sin_at = tl.broadcast_to(sin_at, (TOKENS, HEADS, BLOCK))
+        cos = tl.load(cos_at, mask=legal, other=nan).to(tl.float32)
+        sin = tl.load(sin_at, mask=legal, other=nan).to(tl.float32)
     last = shares == 1
     if shares > 1:
-        last = tl.atomic_add(state_ptr + 2 * state_row + batch, 1) == shares - 1
+        last = tl.atomic_add(state_ptr + 2 * state_row + batch, 1, sem="relaxed") == shares - 1
+    if WHOLE:
+        for i in range(q_blocks + 2 * kv_blocks):
+            next1, next2 = _fetch(
+                i + 1, part, sizes, widths, x_q, x_k, x_v, batch, s, there, HEADS, BLOCK, TURNING, INTERLEAVED
+            )
+            _put(
+                i,
+                part,
+                sizes,
+                widths,
+                out_q,
+                out_k,
+                out_v,
+                batch,
+                s,
+                there,
+                page,
+                slot,
+                kept,
+                x1,
+                x2,
+                cos,
+                sin,
+                HEADS,
+                BLOCK,
+                TURNING,
+                INTERLEAVED,
+            )
+            x1 = next1
+            x2 = next2
+    else:
+        _put(
+            block,
+            part,
+            sizes,
+            widths,
+            out_q,
+            out_k,
+            out_v,
+            batch,
+            s,
+            there,
+            page,
+            slot,
+            kept,
+            x1,
+            x2,
+            cos,
+            sin,
+            HEADS,
+            BLOCK,
+            TURNING,
+            INTERLEAVED,
+        )
+
     if last:
         end = tl.minimum(start + count, room)
         if PAGE_SIZE > 0:
-            end = _end(table_ptr + batch * table_batch, table_entry, start, end, pages, PAGE_SIZE)
-        lost = tl.load(state_ptr + state_row + batch)
+            if seq_blocks == 1:  # every token is in this tile
+                end = tl.min(tl.where((s < count) & ~kept, tl.minimum(position, end), end), axis=0)
+            else:
+                end = _end(table_ptr + batch * table_batch, table_entry, start, end, pages, PAGE_SIZE)
+        lost = tl.sum(tl.where(lane == 1, words, 0), axis=0)
         tl.store(out_state_ptr + batch, end.to(tl.int32))
         tl.store(out_state_ptr + out_state_row + batch, lost + (start + count - end).to(tl.int32))
         tl.store(state_ptr + 2 * state_row + batch, 0)
