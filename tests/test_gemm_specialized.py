@@ -89,8 +89,9 @@ def test_a_neighbour_s_tile_is_not_taken_where_it_idles_the_gpu() -> None:
 
 
 def test_default_beyond_a_few_tokens() -> None:
-    bodies = {m: GEMM.default(linear(m), H200).body for m in (1, 16, 17, 33, 64, 128, 1024, 8192)}
-    assert bodies == dict.fromkeys((1, 16), "skinny") | dict.fromkeys((17, 33, 64, 128, 1024, 8192), "specialized")
+    bodies = {m: GEMM.default(linear(m), H200).body for m in (1, 8, 9, 33, 64, 128, 1024, 8192)}
+    assert bodies == dict.fromkeys((1, 8), "skinny") | dict.fromkeys((9, 33, 64, 128, 1024, 8192), "specialized")
+    assert GEMM.default(linear(1, 18944), H200).body == "specialized"
     assert GEMM.default(linear(64), gpu.lookup("l40s")).body == "multistage"
 
 

@@ -99,8 +99,11 @@ def test_a_bucket_and_its_problems_take_the_same_tiles() -> None:
 def test_the_default_chooses_among_the_usual(spec: gpu.GpuSpec) -> None:
     for m in (1, 8, 17, 24, 32, 48, 64, 96, 128):
         for n, k in ((3584, 3584), (18944, 3584), (520, 328)):
-            default = GEMM.default(decode(m, n, k), spec)
-            few = m < gemm_specialized.LEAST_TOKENS if spec.has_wgmma else m <= gemm_skinny.DEFAULT_TOKENS
+            problem = decode(m, n, k)
+            default = GEMM.default(problem, spec)
+            few = m <= gemm_skinny.DEFAULT_TOKENS
+            if spec.has_wgmma:
+                few = m < gemm_specialized.least_tokens(problem, spec)
             beyond = "specialized" if spec.has_wgmma else "multistage"
             assert gemm_skinny.usual(default) if few else default.body == beyond
 

@@ -456,7 +456,8 @@ def _default(op: Gemm, p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
     where it can be, of multistage.
     """
     bodies = _bodies(p, gpu)
-    few = gemm_specialized.LEAST_TOKENS if "specialized" in bodies else gemm_skinny.DEFAULT_TOKENS + 1
+    special = "specialized" in bodies
+    few = gemm_specialized.least_tokens(p, gpu) if special else gemm_skinny.DEFAULT_TOKENS + 1
     preferred = (["skinny"] if p.m < few else []) + ["specialized", "multistage"]
     for body in (b for b in preferred if b in bodies):
         usual = (c for c in _shortlist(body) if body != "skinny" or c.tile_n == gemm_skinny.usual_tile(p))
@@ -473,7 +474,7 @@ def _shortlist(body: str) -> tuple[GemmConfig, ...]:
         few = {"tile_n": gemm_skinny.USUAL_TILES, "tile_k": (128, 256), "stages": (3, 5, 8), "ahead": (0, 2, 4)}
         return tuple(_spanned(body, **few))
     if body == "specialized":
-        return tuple(_spanned(body, stages=(4, 6, 8, 12), ahead=(0, 2, 4)))
+        return tuple(_spanned(body, stages=(4, 5, 6, 8, 12), ahead=(0, 2, 4)))
     return tuple(
         GemmConfig(tile_m, tile_n, tile_k, warps_m, warps_n, stages, raster, ctas, persistent)
         for tile_m, tile_n, warps_m, warps_n in gemm_multistage.SHORTLIST

@@ -22,9 +22,11 @@ TILES = tuple(range(32, 257, 16))  # of columns
 TOKEN_TILES = (8, 16, 32, 48, 64, 96, 128, 192, 256)
 GROUP_TOKENS = 64  # that a warp group multiplies
 USUAL_TOKENS = 128  # of a tile, where there are more
-# From which on it is the default. Skinny's default and this one's in us, 32 tokens, H200, 2026-11-22: 3584 columns 9.3
-# and 9.4, 18944 columns 37.9 and 34.6. At 16 tokens, the best of either by hand: 8.2 and 9.8, 34.1 and 34.4.
-LEAST_TOKENS = 17
+# From how many tokens on it is the default, where skinny's tiles of 32 columns are one wave of CTAs; with more columns
+# it always is. The best of either in us, H200, 2026-11-22: 3584 columns, one token 7.68 and 7.84, sixteen 7.98 and
+# 7.85; 18944 columns, one token 32.84 and 32.71, sixteen 34.05 and 33.31.
+LEAST_TOKENS = 9
+_SKINNY_COLUMNS = 32
 LEAST_IN_FLIGHT = 32 * 1024  # bytes of stages
 # Of the best tile's share of the GPU at work. Less was never among the best, and a tuned neighbour's tile, which suits
 # its own number of columns, is not taken over where it would leave an SM in three idle.
@@ -44,6 +46,8 @@ _SHALLOW = 0.257  # what few stages cost
 _COLUMNS_LOST = 20  # that an MMA could multiply in the time it takes to begin
 _DRAM_RATE = 0.80  # of the datasheet's
 _SUMS_PER_US = 6.4e3
+# Not of that fit: 96 SMs take longer than all 132 (4608 columns, 16 tokens: 10.8 us and 9.9), 112 and 128 do not.
+_ENOUGH_SMS, _FEW_SMS = 0.85, 0.7
 
 
 def groups(c: GemmConfig) -> int:
@@ -88,6 +92,11 @@ def _waves(columns: int, ctas: int, room: int) -> dict[int, tuple[int, float]]:
     """For ``ctas`` to a tile's columns; an idle column of a tile counts as an idle share of its CTA."""
     counts = {tile: -(-(-(-columns // tile) * ctas) // room) for tile in TILES}
     return {tile: (n, columns * ctas / max(1, n * room * tile)) for tile, n in counts.items()}
+
+
+def least_tokens(p: GemmProblem, gpu: GpuSpec) -> int:
+    """From how many on this schedule is the default, where it can be."""
+    return LEAST_TOKENS if p.n <= _SKINNY_COLUMNS * gpu.sm_count else 1
 
 
 def refused(p: GemmProblem, gpu: GpuSpec) -> Iterator[str]:
@@ -170,7 +179,8 @@ def estimate_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> float:
     room = gpu.sm_count * c.ctas_per_sm
     full, rest = divmod(ctas, room)
     busy = full * wave_us(c.ctas_per_sm) + (wave_us(-(-rest // gpu.sm_count)) if rest else 0.0)
-    dram = 2.0 * p.n * (p.k + p.m) / (_DRAM_RATE * gpu.dram_gbps * 1e3)
+    asking = min(1.0, ctas / (_ENOUGH_SMS * gpu.sm_count)) ** _FEW_SMS
+    dram = 2.0 * p.n * (p.k + p.m) / (_DRAM_RATE * gpu.dram_gbps * 1e3 * asking)
     fixed = _LAUNCH_US + (0.0 if c.pdl else _UNDEPENDENT_US) + (_SPLIT_US if c.split_k > 1 else 0.0)
     return float(fixed + max(busy, dram) - (gemm_ahead.saved_us(c) if ctas <= room else 0.0))
 

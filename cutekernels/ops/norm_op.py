@@ -136,6 +136,8 @@ class NormOp(TensorOp[N, NormConfig]):
     """By a row's width, where many rows are faster in chunks than whole: a chunk's columns, and warps."""
     paired: ClassVar[bool] = False
     """Whether many wide rows go two to a program."""
+    summands: ClassVar[int] = 1
+    """How many rows are added up ahead of the norm: of narrow ones, a thread takes as much in all."""
     flops_per_element: ClassVar[int]
 
     @property
@@ -329,7 +331,11 @@ class NormOp(TensorOp[N, NormConfig]):
         few = p.rows * p.heads <= gpu.sm_count
         # Two accesses of 16 bytes per thread, one where rows are so few that latency rules. Narrow rows share a tile.
         elements = max(p.vec, 8) if few else 2 * max(p.vec, 8 // max(1, p.itemsize // 2))
-        rows = 1 if few else min(64, power_of_two(p.rows), max(1, 128 * elements // p.width))
+        narrow = 128 * elements // p.width
+        if narrow > 1:
+            elements //= self.summands
+            narrow //= self.summands
+        rows = 1 if few else min(64, power_of_two(p.rows), max(1, narrow))
         if p.rows * p.heads >= _MANY_ROWS:
             if p.width in self.chunks:
                 columns, warps = self.chunks[p.width]
