@@ -187,7 +187,7 @@ BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
         "stages": (3, 4, 5, 6, 8),
         "split_k": (1, 2, 4),
         "pdl": (False, True),
-        "ahead": (0, 2, 4, 8),
+        "ahead": (0, 2, 4),
     },
     "stream": {
         "tile_m": (64, 128),
@@ -423,9 +423,12 @@ def _every() -> tuple[GemmConfig, ...]:
 
 
 def _spanned(body: str, **among: tuple[Any, ...]) -> Iterator[GemmConfig]:
-    """Every config of ``body``, some knobs confined to ``among``."""
+    """Every config of ``body``, some knobs confined to ``among``; ``ahead`` is for ``pdl`` alone."""
     values = dict(_OWN_VALUES[body]) | among
-    return (GemmConfig(**dict(zip(values, chosen, strict=True))) for chosen in product(*values.values()))
+    for chosen in product(*values.values()):
+        knobs = dict(zip(values, chosen, strict=True))
+        if knobs["pdl"] or not knobs["ahead"]:
+            yield GemmConfig(**knobs)
 
 
 _SCHEDULES: dict[str, Any] = {
