@@ -39,7 +39,6 @@ from cutekernels.measure import Samples
 from cutekernels.op import Config
 
 FINALISTS = 3
-STACK_LIMIT_BYTES = 256  # a spill-free kernel's stack is up to 120 B; 128x256 tiles that spill show kilobytes
 MODEL_SEEDS = 8  # the op's own model is right often enough to be asked first
 AHEAD = 8  # candidates in the compile pool: enough to keep the GPU busy, few enough for the sampler to learn in time
 RACE_ROUNDS, RACE_BUDGET_US = 20, 150_000.0
@@ -50,11 +49,15 @@ OnTrial = Callable[[Trial, int, int], None]  # a row just written, attempts so f
 
 
 def prune_reason(facts: Facts, gpu: GpuSpec) -> str | None:
-    """Why a compiled candidate is not worth running, from the compiler's facts alone; None where it is."""
+    """Why a compiled candidate is not worth running, from the compiler's facts alone; None where it is.
+
+    No kernel of ours has arrays indexed at run time, so all of a stack is spilled registers. Of 1164 products tuned on
+    an H200 38 had one, of 8 to 176 bytes, and none of those won (2026-11-22).
+    """
     if facts.smem_bytes > gpu.smem_per_block_bytes:
         return f"{facts.smem_bytes} B of shared memory, {gpu.name} has {gpu.smem_per_block_bytes} per block"
-    if facts.stack_bytes > STACK_LIMIT_BYTES:
-        return f"spills: {facts.stack_bytes} B of stack per thread, over {STACK_LIMIT_BYTES}"
+    if facts.stack_bytes:
+        return f"spills: {facts.stack_bytes} B of stack per thread"
     return None
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from cutekernels import dispatch, gpu
 from cutekernels.op import ladder
-from cutekernels.ops import gemm_specialized
+from cutekernels.ops import gemm_ahead, gemm_specialized
 from cutekernels.ops.gemm import GEMM, GemmConfig, GemmProblem
 
 H200 = gpu.lookup("h200")
@@ -86,6 +86,30 @@ def test_a_neighbour_s_tile_is_not_taken_where_it_idles_the_gpu() -> None:
         found = dispatch.resolve(GEMM, linear(m, 4608), H200)
         assert (found.origin, found.config.tile_m) in {("default", 48), ("default", 80), ("default", 144)}, found
     assert "of the GPU at work where" in str(GEMM.why_not(linear(64, 4608), tuned.config, H200))
+
+
+def test_sums_and_results_lie_within_the_shared_memory() -> None:
+    """Sums of whole groups of 64 rows, however few are loaded, then a tile of results, before the barriers."""
+    split = [c for m in (64, 80, 96, 128) for c in valid(linear(m)) if c.split_k == 2]
+    assert any(c.tile_n == 96 and c.stages == 2 for c in split)
+    for c in split:
+        frame = gemm_specialized.smem(c)
+        sums = 128 * gemm_specialized.groups(c) * (c.tile_m // 2) * 4  # bytes: threads, sums of each
+        assert frame.out_at == sums
+        assert sums + c.tile_n * frame.out_pitch * 2 <= frame.barriers_at
+        assert frame.out_pitch > frame.share // 4 * 8 >= c.tile_m // 2
+
+
+def test_asks_ahead_only_as_a_dependent_and_for_little() -> None:
+    config = GEMM.default(linear(64), H200)
+    assert config.pdl
+    assert config.ahead
+    assert "is for pdl=1" in str(GEMM.why_not(linear(64), config.replace(pdl=False), H200))
+    much = GEMM.default(linear(64, 18944), H200).replace(tile_k=128, stages=4, ahead=8)
+    assert f"asks for {8 * 144 * 128 * 2} bytes" in str(GEMM.why_not(linear(64, 18944), much, H200))
+    assert all(c.pdl or not c.ahead for c in GemmConfig.every())
+    by_ahead = {a: gemm_ahead.saved_us(config.replace(ahead=a)) for a in (0, 2, 4, 8)}  # of 8 KiB each
+    assert by_ahead[0] == 0.0 < by_ahead[2] < by_ahead[4] == by_ahead[8]
 
 
 def test_default_beyond_a_few_tokens() -> None:

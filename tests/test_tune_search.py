@@ -13,7 +13,7 @@ from tune_toys import BEST, DEFAULT, H200, PROBLEM, TOY, VALID, ToyConfig, ToyMa
 
 from cutekernels.autotune.ledger import Ledger
 from cutekernels.autotune.report import TaskReport
-from cutekernels.autotune.search import STACK_LIMIT_BYTES, Search
+from cutekernels.autotune.search import Search
 from cutekernels.autotune.suggest import Suggester
 from cutekernels.backends import Facts
 from cutekernels.db.store import Environment, Store, Trial
@@ -131,7 +131,7 @@ class TestOutcomes:
                 refused: RemoteError("InvalidConfig", "bad tile"),
             },
             facts={
-                spill: Facts(255, STACK_LIMIT_BYTES + 8, 1024),
+                spill: Facts(255, 8, 1024),
                 fat: Facts(32, 0, H200.smem_per_block_bytes + 1),
             },
         )
@@ -143,7 +143,7 @@ class TestOutcomes:
         assert status[wrong].status == "wrong_result" and status[wrong].error == 7.5
         assert status[broken].status == "compile_error" and "MLIR assertion" in status[broken].message
         assert status[remote].status == "crashed" and "no room" in status[remote].message
-        assert status[spill].status == "pruned" and "264 B of stack" in status[spill].message
+        assert status[spill].status == "pruned" and "8 B of stack" in status[spill].message
         assert status[fat].status == "pruned" and "shared memory" in status[fat].message
         assert status[refused].status == "invalid" and "bad tile" in status[refused].message
         assert all(t.median_us is None and t.ratio is None for t in status.values())
