@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import re
+import subprocess
+import tempfile
 from functools import cache
 from typing import Any
 
@@ -14,6 +16,7 @@ pytest.importorskip("triton")
 from interpreted import H200
 
 from cutekernels import gpu
+from cutekernels.backends.cubin import cuobjdump
 from cutekernels.ops.kv_append import KV_APPEND, KvAppendConfig, KvAppendProblem
 
 TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
@@ -82,6 +85,20 @@ def test_the_length_is_read_by_one_thread_which_has_it_before_a_ticket_is_taken(
         assert len(re.findall(r"ld\.global\.b32", ptx)) == 1
         read = re.search(r"@%p\d+ ld\.global\.b32 \{ (%r\d+) \}", ptx)
         assert read and read.end() < ptx.index("st.shared") < ptx.index("bar.sync") < ptx.index("ld.shared") < ticket
+
+
+@pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
+def test_the_assembler_keeps_the_length_ahead_of_the_ticket(spec: gpu.GpuSpec) -> None:
+    """In programs of one warp no barrier stands between; the hand-over itself must."""
+    problem = KvAppendProblem.parse("batch=64 seq=1 heads_q=32 rotary=128 heads_kv=8 head_dim=128")
+    config = KV_APPEND.default(problem, spec)
+    assert config.warps == 1
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built(problem, config, spec.name).compiled.asm["cubin"])
+        file.flush()
+        code = subprocess.check_output([cuobjdump(), "--dump-sass", file.name], text=True)
+    read, handed_on, ticket = (code.index(name) for name in (" LDG.E R", " REDUX.MAX", " ATOMG.E.ADD"))
+    assert read < handed_on < ticket
 
 
 def test_rows_are_on_their_way_before_the_length_is_waited_for() -> None:
