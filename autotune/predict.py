@@ -53,12 +53,13 @@ class Prediction:
     _rows: dict[Config, Trial] = field(default_factory=dict)
     _unstored: list[Trial] = field(default_factory=list)
     _stored_at: float = 0.0
+    _default: Config | None = None
 
     def run(self) -> TaskReport:
         """Compiles, ranks, crowns and reports. Rows are written on the way."""
         op, problem = self.task.op, self.task.problem
         begin = self._stored_at = self.clock()
-        default = op.check(problem, op.default(problem, self.gpu), self.gpu)
+        default = self._default = op.check(problem, op.default(problem, self.gpu), self.gpu)
         estimates = {c: op.estimate_us(problem, c, self.gpu) for c in op.valid(problem, self.gpu)}
         # Among equals the default: a prediction that is no better than it has no reason to replace it.
         ranked = sorted(estimates, key=lambda c: (estimates[c], c != default, str(c)))[: self.limit]
@@ -125,7 +126,7 @@ class Prediction:
             facts = future.result()
         except ChildFailure as error:
             return self.ledger.row(config, status_of(error, compiling=True), message=str(error))
-        reason = prune_reason(facts, self.gpu)
+        reason = None if config == self._default else prune_reason(facts, self.task.op, self.gpu)
         if reason is not None:
             return self.ledger.row(config, "pruned", facts=facts, message=reason)
         return self.ledger.row(config, "ok", facts=facts, estimate_us=estimate_us)

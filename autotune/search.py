@@ -36,7 +36,7 @@ from cutekernels.errors import CuteKernelsError
 from cutekernels.gpu import GpuSpec
 from cutekernels.isolate import ChildFailure
 from cutekernels.measure import Samples
-from cutekernels.op import Config
+from cutekernels.op import Config, Op
 
 FINALISTS = 3
 MODEL_SEEDS = 8  # the op's own model is right often enough to be asked first
@@ -48,16 +48,12 @@ FINAL_REST_S = 0.005  # at full clock: under power throttling large products all
 OnTrial = Callable[[Trial, int, int], None]  # a row just written, attempts so far, attempts wanted
 
 
-def prune_reason(facts: Facts, gpu: GpuSpec) -> str | None:
-    """Why a compiled candidate is not worth running, from the compiler's facts alone; None where it is.
-
-    No kernel of ours has arrays indexed at run time, so all of a stack is spilled registers. Of 1164 products tuned on
-    an H200 38 had one, of 8 to 176 bytes, and none of those won (2026-11-22).
-    """
+def prune_reason(facts: Facts, op: Op[Any, Any], gpu: GpuSpec) -> str | None:
+    """Why a compiled candidate is not worth running, from the compiler's facts alone; None where it is."""
     if facts.smem_bytes > gpu.smem_per_block_bytes:
         return f"{facts.smem_bytes} B of shared memory, {gpu.name} has {gpu.smem_per_block_bytes} per block"
-    if facts.stack_bytes:
-        return f"spills: {facts.stack_bytes} B of stack per thread"
+    if facts.stack_bytes > op.most_stack_bytes:
+        return f"spills: {facts.stack_bytes} B of stack per thread, over {op.most_stack_bytes}"
     return None
 
 
@@ -203,7 +199,7 @@ class Search:
             facts = future.result()
         except ChildFailure as error:
             return self.ledger.row(config, status_of(error, compiling=True), message=str(error))
-        reason = None if is_default else prune_reason(facts, self.gpu)
+        reason = None if is_default else prune_reason(facts, self.task.op, self.gpu)
         if reason is not None:
             return self.ledger.row(config, "pruned", facts=facts, message=reason)
         incumbent = self._incumbent()

@@ -222,6 +222,8 @@ class Op(ABC, Generic[P, C]):
     """Problems that tests, ``bench`` and documentation take as typical, in text form."""
     Problem: type[P]
     Config: type[C]
+    most_stack_bytes: ClassVar[int] = 256
+    """Of a thread; the tuner runs no candidate with more. A few words need not be spills; kilobytes are."""
 
     @abstractmethod
     def why_not(self, p: P, c: C, gpu: GpuSpec) -> str | None:

@@ -221,6 +221,7 @@ def test_every_value_of_every_knob_is_reachable() -> None:
         decode = [f"m={m} n=4096 k=4096 b_major=k" for m in (1, 16, 24, 48, 64, 96)]
         for text in (
             "m=8192 n=8192 k=4096",
+            "m=192 n=4096 k=4096 b_major=k",
             *wide,
             "m=256 n=64 k=512 dtype=fp16 accumulate=fp16",
             "m=32 n=32 k=64",

@@ -13,12 +13,15 @@ from tune_toys import BEST, DEFAULT, H200, PROBLEM, TOY, VALID, ToyConfig, ToyMa
 
 from cutekernels.autotune.ledger import Ledger
 from cutekernels.autotune.report import TaskReport
-from cutekernels.autotune.search import Search
+from cutekernels.autotune.search import Search, prune_reason
 from cutekernels.autotune.suggest import Suggester
 from cutekernels.backends import Facts
 from cutekernels.db.store import Environment, Store, Trial
 from cutekernels.isolate import ChildDied, ChildTimeout, RemoteError
 from cutekernels.op import Config
+from cutekernels.ops.attention import ATTENTION
+from cutekernels.ops.attention_backward import ATTENTION_BACKWARD
+from cutekernels.ops.attention_decode import DECODE_ATTENTION
 
 DIED = ChildDied("worker", -11, "illegal address")
 HUNG = ChildTimeout("worker", 30, "")
@@ -119,6 +122,13 @@ class TestCrowning:
         assert again.state == "done"
 
 
+def test_an_op_says_how_much_stack_is_too_much() -> None:
+    facts = Facts(255, 8, 1024)
+    for op in (ATTENTION, ATTENTION_BACKWARD, DECODE_ATTENTION):
+        assert "spills: 8 B" in str(prune_reason(facts, op, H200))
+    assert prune_reason(facts, TOY, H200) is None
+
+
 class TestOutcomes:
     def test_every_outcome_is_a_row_and_the_search_goes_on(self, store: Store) -> None:
         by_law = sorted(VALID, key=true_us)
@@ -131,7 +141,7 @@ class TestOutcomes:
                 refused: RemoteError("InvalidConfig", "bad tile"),
             },
             facts={
-                spill: Facts(255, 8, 1024),
+                spill: Facts(255, TOY.most_stack_bytes + 8, 1024),
                 fat: Facts(32, 0, H200.smem_per_block_bytes + 1),
             },
         )
@@ -143,7 +153,7 @@ class TestOutcomes:
         assert status[wrong].status == "wrong_result" and status[wrong].error == 7.5
         assert status[broken].status == "compile_error" and "MLIR assertion" in status[broken].message
         assert status[remote].status == "crashed" and "no room" in status[remote].message
-        assert status[spill].status == "pruned" and "8 B of stack" in status[spill].message
+        assert status[spill].status == "pruned" and "264 B of stack" in status[spill].message
         assert status[fat].status == "pruned" and "shared memory" in status[fat].message
         assert status[refused].status == "invalid" and "bad tile" in status[refused].message
         assert all(t.median_us is None and t.ratio is None for t in status.values())

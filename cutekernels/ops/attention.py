@@ -157,6 +157,7 @@ class Attention(Op[AttentionProblem, AttentionConfig]):
 
     name = "attention"
     revision = 1
+    most_stack_bytes = 0  # at the register limit all of it is spilled
     Problem = AttentionProblem
     Config = AttentionConfig
     suite = (

@@ -122,6 +122,7 @@ class AttentionBackward(Op[AttentionBackwardProblem, AttentionBackwardConfig]):
 
     name = "attention_backward"
     revision = 1
+    most_stack_bytes = 0  # at the register limit all of it is spilled
     Problem = AttentionBackwardProblem
     Config = AttentionBackwardConfig
     suite = (

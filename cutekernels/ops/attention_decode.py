@@ -136,6 +136,7 @@ class DecodeAttention(Op[DecodeProblem, DecodeConfig]):
 
     name = "decode_attention"
     revision = 1
+    most_stack_bytes = 0  # at the register limit all of it is spilled
     Problem = DecodeProblem
     Config = DecodeConfig
     suite = (

@@ -37,6 +37,9 @@ _OTHER_REGISTERS, _OTHER_REGISTERS_CLOSE = 48, 40
 # Of 70 configs with other tiles than the usual, those beyond spilled (sm_90a, 2026-11-21): the compiler reads the
 # splits' or the warps' sums of many accumulators together.
 _MOST_SUMMED, _MOST_OF_MANY_WARPS = 240, 96
+# Sums of a thread where groups of warps share K. With 128 nearly all configs have 8 to 200 bytes of stack, and with 96
+# of a tile of 24, 48 or 96 tokens 8 to 48 (sm_80, sm_89, sm_90a, sm_120a, 2026-11-22).
+_MOST_SUMS = {True: 96, False: 88}  # by whether the tile is a usual one
 _GRID_AXIS = 65535
 
 # The model's constants, fitted to 540 configs of six problems on an H200 (2026-11-21): 11 % off, root mean square.
@@ -121,6 +124,8 @@ def broken(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) 
     registers = registers_per_thread(c, extras)
     if registers > gpu.MAX_REGISTERS_PER_THREAD:
         yield f"a thread needs about {registers} registers"
+    if c.body == "skinny" and c.warps_k > 1 and accumulators(c) > _MOST_SUMS[usual(c)]:
+        yield f"a thread holds {accumulators(c)} sums, and spills: take more warps along the rows"
     if not usual(c):
         sums = accumulators(c) * c.split_k if c.split_k > 1 else 0
         if sums > _MOST_SUMMED or (c.warps_k > 2 and accumulators(c) > _MOST_OF_MANY_WARPS):
