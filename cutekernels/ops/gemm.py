@@ -247,8 +247,10 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         yield from _SCHEDULES[c.body].broken(p, c, gpu)
 
     def valid(self, p: GemmProblem, gpu: GpuSpec) -> Iterator[GemmConfig]:
-        bodies = _bodies(p, gpu)
-        return (c for c in _every() if c.body in bodies and self.why_not(p, c, gpu) is None)
+        few, special = gemm_skinny.fitting_tiles(p), gemm_specialized.fitting_tiles(p)
+        fitting = {"multistage": _SPACE["tile_n"], "skinny": few, "stream": few, "specialized": special}
+        tiles = {(body, tile) for body in _bodies(p, gpu) for tile in fitting[body]}  # first the rule that most break
+        return (c for c in _every() if (c.body, c.tile_n) in tiles and self.why_not(p, c, gpu) is None)
 
     # -- choice
 
