@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 TILES = tuple(range(32, 257, 16))  # of columns
 TOKEN_TILES = (8, 16, 32, 48, 64, 96, 128, 192, 256)
-GROUP_TOKENS = 64  # that a warp group multiplies
+GROUP_TOKENS = SpecializedSmem.GROUP_ROWS  # that a warp group multiplies
 USUAL_TOKENS = 128  # of a tile, where there are more
 # From how many tokens on it is the default, where skinny's tiles of 32 columns are one wave of CTAs; with more columns
 # it always is. The best of either in us, H200, 2026-11-22: 3584 columns, one token 7.68 and 7.84, sixteen 7.98 and

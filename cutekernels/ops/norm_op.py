@@ -332,7 +332,7 @@ class NormOp(TensorOp[N, NormConfig]):
         # Two accesses of 16 bytes per thread, one where rows are so few that latency rules. Narrow rows share a tile.
         elements = max(p.vec, 8) if few else 2 * max(p.vec, 8 // max(1, p.itemsize // 2))
         narrow = 128 * elements // p.width
-        if narrow > 1:
+        if narrow > 1 and not few:
             elements //= self.summands
             narrow //= self.summands
         rows = 1 if few else min(64, power_of_two(p.rows), max(1, narrow))

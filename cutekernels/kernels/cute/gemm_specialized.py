@@ -41,7 +41,7 @@ from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SpecializedSmem
 
 GROUP = 128  # threads of a warp group
 WIDEST = 8  # elements in 16 bytes
-ROWS = 64  # of X that a warp group multiplies
+ROWS = SpecializedSmem.GROUP_ROWS  # of X that a warp group multiplies
 Box = tuple[cute.CopyAtom | None, cute.Tensor | None]
 SWIZZLED_ROWS, SWIZZLED = 8, 64  # an atom of the 128-byte swizzle: rows, elements of K
 

@@ -153,12 +153,7 @@ def _put(
     q,
     k,
     v,
-    batch,
-    s,
-    there,
-    page,
-    slot,
-    kept,
+    tile,
     x1,
     x2,
     cos,
@@ -169,6 +164,7 @@ def _put(
     INTERLEAVED: tl.constexpr,
 ):
     """What was fetched, turned if it is to be: q to its tokens' rows, k and v to the places of those that are kept."""
+    batch, s, there, page, slot, kept = tile
     q_blocks, kv_blocks, _, _ = sizes
     half_blocks = widths[2]
     if TURNING:
@@ -348,6 +344,7 @@ def kv_append(
             sin_at = tl.broadcast_to(sin_at, (TOKENS, HEADS, BLOCK))
         cos = tl.load(cos_at, mask=legal, other=nan).to(tl.float32)
         sin = tl.load(sin_at, mask=legal, other=nan).to(tl.float32)
+    tile = (batch, s, there, page, slot, kept)
     last = shares == 1
     if shares > 1:
         last = tl.atomic_add(state_ptr + 2 * state_row + batch, 1, sem="relaxed") == shares - 1
@@ -357,53 +354,13 @@ def kv_append(
                 i + 1, part, sizes, widths, x_q, x_k, x_v, batch, s, there, HEADS, BLOCK, TURNING, INTERLEAVED
             )
             _put(
-                i,
-                part,
-                sizes,
-                widths,
-                out_q,
-                out_k,
-                out_v,
-                batch,
-                s,
-                there,
-                page,
-                slot,
-                kept,
-                x1,
-                x2,
-                cos,
-                sin,
-                HEADS,
-                BLOCK,
-                TURNING,
-                INTERLEAVED,
+                i, part, sizes, widths, out_q, out_k, out_v, tile, x1, x2, cos, sin, HEADS, BLOCK, TURNING, INTERLEAVED
             )
             x1 = next1
             x2 = next2
     else:
         _put(
-            block,
-            part,
-            sizes,
-            widths,
-            out_q,
-            out_k,
-            out_v,
-            batch,
-            s,
-            there,
-            page,
-            slot,
-            kept,
-            x1,
-            x2,
-            cos,
-            sin,
-            HEADS,
-            BLOCK,
-            TURNING,
-            INTERLEAVED,
+            block, part, sizes, widths, out_q, out_k, out_v, tile, x1, x2, cos, sin, HEADS, BLOCK, TURNING, INTERLEAVED
         )
 
     if last:
