@@ -89,15 +89,18 @@ def test_a_neighbour_s_tile_is_not_taken_where_it_idles_the_gpu() -> None:
 
 
 def test_sums_and_results_lie_within_the_shared_memory() -> None:
-    """Sums of whole groups of 64 rows, however few are loaded, then a tile of results, before the barriers."""
+    """Results take the place of the stages; sums of the others, of whole groups of 64 rows, lie behind both."""
     split = [c for m in (64, 80, 96, 128) for c in valid(linear(m)) if c.split_k == 2]
     assert any(c.tile_n == 96 and c.stages == 2 for c in split)
     for c in split:
         frame = gemm_specialized.smem(c)
-        sums = 128 * gemm_specialized.groups(c) * (c.tile_m // 2) * 4  # bytes: threads, sums of each
-        assert frame.out_at == sums
-        assert sums + c.tile_n * frame.out_pitch * 2 <= frame.barriers_at
-        assert frame.out_pitch > frame.share // 4 * 8 >= c.tile_m // 2
+        sums = 128 * gemm_specialized.groups(c) * frame.share * 4  # bytes: threads, sums of each
+        assert c.split_k * frame.share >= c.tile_m // 2, "all of a thread's sums are somebody's share"
+        assert frame.inbox_at >= c.stages * frame.stage_bytes
+        assert frame.inbox_at >= c.tile_n * frame.out_pitch * 2
+        assert frame.inbox_at % 16 == 0, "sums are sent 16 bytes at a time"
+        assert frame.barriers_at >= frame.inbox_at + (c.split_k - 1) * sums
+        assert frame.total_bytes >= frame.barriers_at + 8 * (2 * c.stages + 1)
 
 
 def test_asks_ahead_only_as_a_dependent_and_for_little() -> None:
@@ -109,7 +112,7 @@ def test_asks_ahead_only_as_a_dependent_and_for_little() -> None:
     assert f"asks for {8 * 144 * 128 * 2} bytes" in str(GEMM.why_not(linear(64, 18944), much, H200))
     assert all(c.pdl or not c.ahead for c in GemmConfig.every())
     by_ahead = {a: gemm_ahead.saved_us(config.replace(ahead=a)) for a in (0, 2, 4, 8)}  # of 8 KiB each
-    assert by_ahead[0] == 0.0 < by_ahead[2] < by_ahead[4] == by_ahead[8]
+    assert by_ahead[0] == 0.0 < by_ahead[2] < by_ahead[8] < by_ahead[4], "64 KiB are more than pays"
 
 
 def test_default_beyond_a_few_tokens() -> None:

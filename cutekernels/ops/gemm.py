@@ -132,7 +132,7 @@ class GemmConfig(Config):
     warps_k: int = knob(1, 2, 4, 8, added=True)
     split_k: int = knob(1, 2, 4, added=True)
     pdl: bool = knob(False, True, added=True)
-    ahead: int = knob(0, 2, 4, 8, added=True)
+    ahead: int = knob(0, 1, 2, 4, 8, added=True)
 
     @classmethod
     def every(cls) -> Iterator[GemmConfig]:
@@ -207,7 +207,7 @@ BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
         "ctas_per_sm": (1, 2),
         "split_k": (1, 2),
         "pdl": (False, True),
-        "ahead": (0, 2, 4, 8),
+        "ahead": (0, 1, 2, 4, 8),
     },
 }
 
@@ -479,7 +479,7 @@ def _shortlist(body: str) -> tuple[GemmConfig, ...]:
         few = {"tile_n": gemm_skinny.USUAL_TILES, "tile_k": (128, 256), "stages": (3, 5, 8), "ahead": (0, 2, 4)}
         return tuple(_spanned(body, **few))
     if body == "specialized":
-        return tuple(_spanned(body, stages=(4, 5, 6, 8, 12), ahead=(0, 2, 4)))
+        return tuple(_spanned(body, stages=(4, 5, 6, 8, 12), ahead=(0, 1, 2, 4)))
     return tuple(
         GemmConfig(tile_m, tile_n, tile_k, warps_m, warps_n, stages, raster, ctas, persistent)
         for tile_m, tile_n, warps_m, warps_n in gemm_multistage.SHORTLIST

@@ -38,7 +38,7 @@ _GRID_AXIS = 65535
 # beyond 1.25 times their problem's best count a quarter). The default was within 4 % of the best run of eleven of
 # them, and not among the runs of the twelfth (4096 tokens). Among all configs, shallow ones too, the model's choice
 # was up to 29 % off. Of other problems nothing is known.
-_LAUNCH_US, _UNDEPENDENT_US, _SPLIT_US = 2.46, 0.59, 1.12
+_LAUNCH_US, _UNDEPENDENT_US = 2.46, 0.59
 _SM_BYTES_PER_US = 99e3
 _SM_FLOPS_PER_US = 6.22e6
 _LATENCY_US = 0.674
@@ -46,7 +46,9 @@ _SHALLOW = 0.257  # what few stages cost
 _COLUMNS_LOST = 20  # that an MMA could multiply in the time it takes to begin
 _DRAM_RATE = 0.80  # of the datasheet's
 _SUMS_PER_US = 6.4e3
-# Not of that fit: 96 SMs take longer than all 132 (4608 columns, 16 tokens: 10.8 us and 9.9), 112 and 128 do not.
+# Not of that fit, since sums are sent: of 0.68 to 1.12 all choose what was the faster at 32 to 128 tokens x 3584.
+_SPLIT_US = 0.75
+# Nor this: 96 SMs take longer than all 132 (4608 columns, 16 tokens: 10.8 us and 9.9), 112 and 128 do not.
 _ENOUGH_SMS, _FEW_SMS = 0.85, 0.7
 
 

@@ -16,7 +16,9 @@ have a row stride of 0. Arithmetic is in fp32, results are rounded once, offsets
 import triton
 import triton.language as tl
 
-from cutekernels.kernels.triton.dependent import await_turn
+from cutekernels.kernels.triton.dependent import ask, await_turn
+
+FEW = tl.constexpr(128)  # programs, all of which are placed at once
 
 
 @triton.jit
@@ -26,6 +28,21 @@ def _place(index, heads, BLOCK_ROWS: tl.constexpr, NESTED: tl.constexpr):
         return index // heads * BLOCK_ROWS, index % heads
     else:
         return index * BLOCK_ROWS, index * 0
+
+
+@triton.jit
+def _ask(operand, weight, cols, WEIGHT: tl.constexpr, NESTED: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """Asks for the first row of this program's tile, and for the weight, where programs are few.
+
+    H200, cold L2, one row of 3584 and a product behind it: 8.30 -> 8.05 us (18944 columns 33.56 -> 33.05); 16 and 64
+    rows neither gain nor lose. More programs would ask for what they are about to load.
+    """
+    if not NESTED:
+        if operand[3] == 1:
+            if tl.num_programs(0) <= FEW:
+                ask(operand[0] + tl.program_id(0).to(tl.int64) * BLOCK_ROWS * operand[1], cols)
+                if WEIGHT:
+                    ask(weight[0], cols)
 
 
 @triton.jit
@@ -261,10 +278,12 @@ def rms_norm(
 
     Without SHIFTED the offset is 0. ROUND_TWICE rounds ``x * rstd`` before the product, as Hugging Face's modules do.
     """
-    await_turn(DEPENDENT)
     x = (x_ptr, x_row, x_head, x_col)
     y = (y_ptr, y_row, y_head, y_col)
     weight = (weight_ptr, 0, weight_head, weight_col)
+    if DEPENDENT:
+        _ask(x, weight, cols, WEIGHT, NESTED, BLOCK_ROWS)
+    await_turn(DEPENDENT)
     _forward(
         y, y, x, x, weight, weight, rows, heads, cols, eps, weight_offset,
         WEIGHT, SHIFTED, False, False, False, ROUND_TWICE, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
@@ -308,12 +327,15 @@ def add_rms_norm(
     DEPENDENT: tl.constexpr = False,
 ):
     """``u = x + residual``, rounded, and ``y`` the RMSNorm of that ``u``."""
-    await_turn(DEPENDENT)
     x = (x_ptr, x_row, x_head, x_col)
     residual = (residual_ptr, residual_row, residual_head, residual_col)
     y = (y_ptr, y_row, y_head, y_col)
     u = (u_ptr, u_row, u_head, u_col)
     weight = (weight_ptr, 0, weight_head, weight_col)
+    if DEPENDENT:
+        _ask(x, weight, cols, WEIGHT, NESTED, BLOCK_ROWS)
+        _ask(residual, weight, cols, False, NESTED, BLOCK_ROWS)
+    await_turn(DEPENDENT)
     _forward(
         y, u, x, residual, weight, weight, rows, heads, cols, eps, weight_offset,
         WEIGHT, SHIFTED, False, True, False, ROUND_TWICE, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,

@@ -116,23 +116,23 @@ class SpecializedSmem:
         return -(-self.tile_n // 8 // self.split) * self.SUMS_PER_BLOCK
 
     @property
-    def summed_bytes(self) -> int:
-        multiplied = -(-self.tile_m // self.GROUP_ROWS) * self.GROUP_ROWS
-        return multiplied * self.tile_n * 4 if self.split > 1 else 0
-
-    @property
     def out_pitch(self) -> int:
         """Elements from one row of results to the next: 8 rows of a store lie in different banks."""
         return self.share // self.SUMS_PER_BLOCK * 8 + 8
 
     @property
-    def out_at(self) -> int:
-        return self.summed_bytes
+    def inbox_at(self) -> int:
+        return max(self.stages * self.stage_bytes, self.tile_m * self.out_pitch * self.element_bytes)
+
+    @property
+    def inbox_bytes(self) -> int:
+        multiplied = -(-self.tile_m // self.GROUP_ROWS) * self.GROUP_ROWS
+        return (self.split - 1) * self.share * 2 * multiplied * 4
 
     @property
     def barriers_at(self) -> int:
-        return max(self.stages * self.stage_bytes, self.out_at + self.tile_m * self.out_pitch * self.element_bytes)
+        return self.inbox_at + self.inbox_bytes
 
     @property
     def total_bytes(self) -> int:
-        return self.barriers_at + 16 * self.stages
+        return self.barriers_at + 16 * self.stages + (8 if self.split > 1 else 0)
