@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 # 2026-11-22. 3584 x 3584, 16 tokens, specialized, tiles of 8 KiB: none 8.58, 16 KiB 8.24, 32 KiB 8.06, 64 KiB 7.96;
 # 64 tokens 8.91, 8.62, 8.54, 9.02, 128 KiB 9.64. 18944 x 3584, tiles of 36 KiB, 16 tokens: none 34.43, 72 KiB 34.01,
 # 144 KiB 34.22, 288 KiB 34.8; in another run, by 36 and 72 KiB, 16 tokens 33.00 and 33.03, 64 tokens 33.92 and 34.29,
-# behind a norm 33.92 and 34.03, 35.26 and 35.39. Behind a norm no more than alone: 64 tokens x 3584, by none to 128 KiB,
-# 10.20, 9.92, 9.81, 9.92, 10.19.
+# behind a norm 33.92 and 34.03, 35.26 and 35.39. Behind a norm no more than alone: 64 tokens x 3584, by none to
+# 128 KiB, 10.20, 9.92, 9.81, 9.92, 10.19.
 ENOUGH, TOO_MUCH = 32 * 1024, 48 * 1024
 MOST = 128 * 1024
 _GAIN_US = 0.4
