@@ -37,6 +37,12 @@ def fused(op: NormLinear[Any], p: NormLinearProblem, **values: Any) -> list[Norm
     return [c for c in valid if all(getattr(c, name) == value for name, value in values.items())]
 
 
+def some(op: NormLinear[Any], p: NormLinearProblem, rng: random.Random, count: int = 1) -> list[NormLinearConfig]:
+    """``count`` configs of each body that takes ``p``."""
+    by_body = [fused(op, p, body=body) for body in ("skinny", "specialized")]
+    return [c for configs in by_body for c in rng.sample(configs, min(count, len(configs)))]
+
+
 def launch(op: NormLinear[Any], p: NormLinearProblem, args: tuple[Any, ...], config: NormLinearConfig) -> Tensor:
     outputs = op.outputs(p, *args)
     poison(outputs)
@@ -82,8 +88,7 @@ def test_random_problems_and_configs(op: NormLinear[Any], m: int) -> None:
     for seed in range(4):
         p = posed(op, rng, m)
         args = op.sample(p, "cuda", seed)
-        configs = fused(op, p)
-        for config in rng.sample(configs, min(2, len(configs))):
+        for config in some(op, p, rng):
             found = error(op, p, args, launch(op, p, args, config))
             assert found <= 1, f"{op.name} [{p}] [{config}]: {found:.3g} times the tolerance"
 
@@ -97,18 +102,19 @@ def test_no_further_from_the_truth_than_the_chain(op: NormLinear[Any], eps: floa
     for m in (1, 5, 16, 64, 128):
         p = op.Problem.parse(f"m={m} n=1024 k=1536 dtype={dtype} {more}")
         rng = random.Random(f"{m} {dtype}")
-        ours, theirs = 0.0, 0.0
+        ours, theirs = dict.fromkeys(("skinny", "specialized"), 0.0), 0.0
         for seed in range(12 if m < 64 else 4):
             args = list(op.sample(p, "cuda", seed))
             if outliers:
                 args[0][:, seed % 97 :: 97] *= 1e4 if dtype == "bf16" else 1e3
             args[-1] = eps
             exact = truth(op, p, tuple(args))
-            config = rng.choice(fused(op, p))
-            ours += float((launch(op, p, tuple(args), config).double() - exact).square().sum())
+            for config in some(op, p, rng):
+                ours[config.body] += float((launch(op, p, tuple(args), config).double() - exact).square().sum())
             theirs += float((launch(op, p, tuple(args), CHAIN).double() - exact).square().sum())
-        assert math.isfinite(ours)
-        assert math.sqrt(ours) <= 1.25 * math.sqrt(theirs), f"m={m}: {math.sqrt(ours / theirs):.3f} times the chain's"
+        for body, found in ours.items():
+            assert math.isfinite(found)
+            assert math.sqrt(found) <= 1.25 * math.sqrt(theirs), f"m={m} {body}: {math.sqrt(found / theirs):.3f} times"
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -121,7 +127,7 @@ def test_every_token_has_its_own_statistics(dtype: str) -> None:
         x = (torch.randn(m, 512, device="cuda") * scale[:, None]).to(kind)
         gamma = torch.rand(512, device="cuda").to(kind) + 0.5
         args = x, gamma, torch.eye(64, 512, device="cuda", dtype=kind), None, None, 1e-9
-        for config in random.Random(m).sample(fused(RMS_NORM_LINEAR, p), 4):
+        for config in some(RMS_NORM_LINEAR, p, random.Random(m), 3):
             y = launch(RMS_NORM_LINEAR, p, args, config)
             assert error(RMS_NORM_LINEAR, p, args, y) <= 1, config
 
@@ -136,7 +142,7 @@ def test_large_and_small_weights_of_the_norm(dtype: str) -> None:
         x[:, ::101] = 6e4
         exact = truth(RMS_NORM_LINEAR, p, (x, gamma, w, *rest))
         theirs = (launch(RMS_NORM_LINEAR, p, (x, gamma, w, *rest), CHAIN).double() - exact).norm()
-        for config in random.Random(0).sample(fused(RMS_NORM_LINEAR, p), 4):
+        for config in some(RMS_NORM_LINEAR, p, random.Random(0), 3):
             y = launch(RMS_NORM_LINEAR, p, (x, gamma, w, *rest), config)
             assert y.isfinite().all(), config
             # Few terms carry the sum here, so luck weighs more than over many.
@@ -150,15 +156,20 @@ def test_split_k_is_the_same_every_time(op: NormLinear[Any], split_k: int) -> No
     p = op.Problem.parse(f"m=16 n=512 k=4096{more}")
     args = op.sample(p, "cuda", 0)
     args[0][:, ::97] *= 1e4
-    for config in random.Random(split_k).sample(fused(op, p, split_k=split_k), 3):
+    rng = random.Random(split_k)
+    by_body = [fused(op, p, split_k=split_k, body=body) for body in ("skinny", "specialized")]
+    for config in [c for configs in by_body for c in rng.sample(configs, min(2, len(configs)))]:
         results = [launch(op, p, args, config) for _ in range(20)]
         assert all(torch.equal(results[0], r) for r in results[1:]), config
 
 
-@pytest.mark.parametrize("split_k", [1, 4])
-def test_graphs_and_streams_do_not_share_a_workspace(split_k: int) -> None:
+@pytest.mark.parametrize(("body", "split_k"), [("skinny", 1), ("skinny", 4), ("specialized", 2)])
+def test_graphs_and_streams_do_not_share_a_workspace(body: str, split_k: int) -> None:
     p = RmsNormLinearProblem(m=8, n=512, k=4096)
-    config = str(fused(RMS_NORM_LINEAR, p, split_k=split_k)[0])
+    found = fused(RMS_NORM_LINEAR, p, body=body, split_k=split_k)
+    if not found:
+        pytest.skip(f"no body={body} here")
+    config = str(found[0])
     streams = [torch.cuda.Stream() for _ in range(3)]
     xs = [torch.randn(8, 4096, device="cuda", dtype=torch.bfloat16) for _ in streams]
     g = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
@@ -184,11 +195,13 @@ def test_graphs_and_streams_do_not_share_a_workspace(split_k: int) -> None:
         assert all(torch.equal(e, want) for e in eager[i])
 
 
-def test_dependent_launches_see_what_came_before() -> None:
-    if not gpu.detect().has_pdl:
-        pytest.skip("no programmatic dependent launch here")
+@pytest.mark.parametrize("body", ["skinny", "specialized"])
+def test_dependent_launches_see_what_came_before(body: str) -> None:
     p = RmsNormLinearProblem(m=4, n=2048, k=2048)
-    config = fused(RMS_NORM_LINEAR, p, pdl=True, split_k=1)[-1]
+    found = fused(RMS_NORM_LINEAR, p, body=body, pdl=True, split_k=1)
+    if not found:
+        pytest.skip(f"no dependent launch of body={body} here")
+    config = found[-1]  # specialized: one that asks ahead
     x0 = torch.randn(4, 2048, device="cuda", dtype=torch.bfloat16)
     g = torch.randn(2048, device="cuda", dtype=torch.bfloat16)
     ws = [torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) / 45 for _ in range(4)]
@@ -202,7 +215,7 @@ def test_dependent_launches_see_what_came_before() -> None:
             x = ck.rms_norm_linear(x, gamma, w, config=how)
         return x
 
-    want = chain(x0, config.replace(pdl=False))
+    want = chain(x0, config.replace(pdl=False, ahead=0))
     torch.cuda.synchronize()
     for _ in range(10):
         assert torch.equal(chain(x0, config), want)

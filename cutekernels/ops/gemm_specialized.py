@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from cutekernels.kernels.cute.parts.smem import SpecializedSmem
 from cutekernels.op import ladder
 from cutekernels.ops import gemm_ahead
+from cutekernels.ops.gemm_skinny import PLAIN, Extras
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -26,7 +27,7 @@ USUAL_TOKENS = 128  # of a tile, where there are more
 # it always is. The best of either in us, H200, 2026-11-22: 3584 columns, one token 7.68 and 7.84, sixteen 7.98 and
 # 7.85; 18944 columns, one token 32.84 and 32.71, sixteen 34.05 and 33.31.
 LEAST_TOKENS = 9
-_SKINNY_COLUMNS = 32
+SKINNY_COLUMNS = 32
 LEAST_IN_FLIGHT = 32 * 1024  # bytes of stages
 # Of the best tile's share of the GPU at work. Less was never among the best, and a tuned neighbour's tile, which suits
 # its own number of columns, is not taken over where it would leave an SM in three idle.
@@ -48,6 +49,8 @@ _DRAM_RATE = 0.80  # of the datasheet's
 _SUMS_PER_US = 6.4e3
 # Not of that fit, since sums are sent: of 0.68 to 1.12 all choose what was the faster at 32 to 128 tokens x 3584.
 _SPLIT_US = 0.75
+# Nor this: 64 tokens of one k, squared and weighed on their way to the MMA (11.7 us of 3584, tiles of 32 columns).
+_WEIGHED_US = 2.8e-3
 # Nor this: 96 SMs take longer than all 132 (4608 columns, 16 tokens: 10.8 us and 9.9), 112 and 128 do not.
 _ENOUGH_SMS, _FEW_SMS = 0.85, 0.7
 
@@ -66,8 +69,8 @@ def _reserved_threads(c: GemmConfig) -> int:
     return -(-threads(c) // 128) * 128
 
 
-def smem(c: GemmConfig) -> SpecializedSmem:
-    return SpecializedSmem(c.tile_n, c.tile_m, c.tile_k, c.stages, c.split_k)
+def smem(c: GemmConfig, extras: Extras = PLAIN) -> SpecializedSmem:
+    return SpecializedSmem(c.tile_n, c.tile_m, c.tile_k, c.stages, c.split_k, extras.gamma_bytes, extras.squares)
 
 
 def fitting_tiles(p: GemmProblem) -> list[int]:
@@ -98,7 +101,7 @@ def _waves(columns: int, ctas: int, room: int) -> dict[int, tuple[int, float]]:
 
 def least_tokens(p: GemmProblem, gpu: GpuSpec) -> int:
     """From how many on this schedule is the default, where it can be."""
-    return LEAST_TOKENS if p.n <= _SKINNY_COLUMNS * gpu.sm_count else 1
+    return LEAST_TOKENS if p.n <= SKINNY_COLUMNS * gpu.sm_count else 1
 
 
 def refused(p: GemmProblem, gpu: GpuSpec) -> Iterator[str]:
@@ -113,7 +116,7 @@ def refused(p: GemmProblem, gpu: GpuSpec) -> Iterator[str]:
         yield "specialized takes a K of 8 or more"
 
 
-def broken(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
+def broken(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
     """The rules that ``c`` breaks."""
     yield from refused(p, gpu)
     fitting = fitting_tiles(p)
@@ -130,7 +133,7 @@ def broken(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
             yield f"tile_m={c.tile_m} has {busy:.0%} of the GPU at work where tile_m={best} has {by_tile[best][1]:.0%}"
     if -(-p.n // c.tile_m) > _GRID_AXIS or -(-p.m // GROUP_TOKENS) > _GRID_AXIS:
         yield f"{p.m} x {p.n} are more tiles than an axis of a grid has, {_GRID_AXIS}"
-    frame = smem(c)
+    frame = smem(c, extras)
     if frame.total_bytes > gpu.smem_per_block_bytes:
         yield f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
     needed = c.ctas_per_sm * (frame.total_bytes + gpu.SMEM_RESERVED_BYTES)
@@ -162,11 +165,12 @@ def preference(c: GemmConfig) -> tuple[object, ...]:
     return c.ctas_per_sm, -c.stages * smem(c).stage_bytes, -c.tile_k, str(c)
 
 
-def estimate_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> float:
-    """What an SM's CTAs pull or multiply, or a stage's latency, or DRAM, whichever is slowest; fixed costs."""
+def estimate_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
+    """What an SM's CTAs pull, multiply or weigh, or a stage's latency, or DRAM, whichever is slowest; fixed costs."""
     if p.m == 0 or p.n == 0:
         return 0.0
     frame, rows = smem(c), GROUP_TOKENS * groups(c)
+    weighed = extras != PLAIN
     ctas = -(-p.n // c.tile_m) * -(-p.m // rows) * c.split_k
     k_tiles = -(-p.k // c.tile_k) / c.split_k
 
@@ -175,6 +179,7 @@ def estimate_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> float:
             together * frame.stage_bytes / _SM_BYTES_PER_US,
             together * 2 * rows * (c.tile_m + _COLUMNS_LOST) * c.tile_k / _SM_FLOPS_PER_US,
             _LATENCY_US / (c.stages - 1),
+            together * groups(c) * weighed * _WEIGHED_US * c.tile_k,
         )
         return k_tiles * step * (1.0 + _SHALLOW / c.stages) + together * rows * c.tile_m / _SUMS_PER_US
 
@@ -187,7 +192,7 @@ def estimate_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> float:
     return float(fixed + max(busy, dram) - (gemm_ahead.saved_us(c) if ctas <= room else 0.0))
 
 
-def body(p: GemmProblem, c: GemmConfig) -> Any:
+def body(p: GemmProblem, c: GemmConfig, norm: Any = None, extras: Extras = PLAIN) -> Any:
     """The kernel body with its parts."""
     from cutekernels.kernels.cute.gemm_specialized import SpecializedGemm
     from cutekernels.kernels.cute.parts.epilogue import Activation
@@ -203,4 +208,6 @@ def body(p: GemmProblem, c: GemmConfig) -> Any:
         out_align=p.out_align,
         ctas_per_sm=c.ctas_per_sm,
         ahead=c.ahead,
+        norm=norm,
+        gamma_bytes=extras.gamma_bytes,
     )

@@ -19,7 +19,7 @@ from torch import Tensor
 from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op, Problem, Work
-from cutekernels.ops import gemm_skinny
+from cutekernels.ops import gemm_skinny, gemm_specialized
 from cutekernels.ops.calls import TensorOp, check_results
 from cutekernels.ops.gemm import ACTIVATIONS, DTYPES, GEMM, WIDEST, GemmProblem
 from cutekernels.ops.gemm_multistage import ELEMENT_BYTES
@@ -28,7 +28,8 @@ from cutekernels.ops.matmul import alignment
 from cutekernels.ops.norm_linear_chain import check_rstd, linear_then_gate, norm_then_linear
 from cutekernels.ops.norm_linear_problem import (
     CHAIN,
-    FUSED_KNOBS,
+    FUSED,
+    KNOBS,
     LinearSiluMulProblem,
     NormLinearConfig,
     NormLinearProblem,
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
-# Up to which a problem that nobody tuned takes the fused kernel: none, until it is measured.
-FUSED_TOKENS = 0
 # What fp16 weights of the norm are scaled by before they multiply the linear layer's: products down to 4e-6 stay normal
 # numbers (fp16's own end at 6e-5), and those up to 4094 stay finite. The epilogue takes it back.
 FP16_SCALE = 16.0
@@ -50,6 +49,11 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _GATE_ROWS = 8  # of the gate, then as many of up, in an MMA's 16
 # The model: what the fused kernel does beside the product, which mostly hides behind the loads.
 _SQUARES_US_PER_TOKEN = 0.02
+# What the norm's kernel costs in front of a product. The norm within the specialized product and the norm before it,
+# us, H200, 2026-11-22: 18944 columns, 32.4 and 32.8 at one token, 32.9 and 33.9 at 16, 33.9 and 35.3 at 64, 37.6 and
+# 38.8 at 128; 3584, where DRAM leaves less time for weighing: 8.44 and 8.05, 8.94 and 8.80, 9.10 and 9.68, 12.6 and
+# 11.2.
+_NORM_US = 0.7
 
 
 # ---- ops ------------------------------------------------------------------------------------------------
@@ -75,17 +79,36 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
 
     def _broken(self, p: N, c: NormLinearConfig, gpu: GpuSpec) -> Iterator[str]:
         if c.path == "chain":
-            for name, values in FUSED_KNOBS.items():
+            for name, values in KNOBS.items():
                 if getattr(c, name) != values[0]:
                     yield f"path=chain has no {name}: leave it at {values[0]}"
             return
+        for name, values in KNOBS.items():
+            allowed = FUSED[c.body].get(name, values[:1])
+            if getattr(c, name) not in allowed:
+                yield f"body={c.body} takes {name} from {', '.join(map(str, allowed))}; it is {getattr(c, name)}"
         if p.layout != "aligned":
             yield "path=fused takes rows of x and weight 16-byte aligned, K contiguous, of less than 2^31 elements"
         if p.k == 0:
             yield "path=fused needs a K to sum over"
         if p.extras.gated and p.n % _GATE_ROWS:
             yield f"path=fused takes the gate's rows {_GATE_ROWS} at a time; there are {p.n}"
-        yield from gemm_skinny.broken(p.product, c.skinny, gpu, p.extras)
+        if c.body == "specialized":
+            yield from self._unspecialized(p, c, gpu)
+        else:
+            yield from gemm_skinny.broken(p.product, c.product, gpu, p.extras)
+
+    def _unspecialized(self, p: N, c: NormLinearConfig, gpu: GpuSpec) -> Iterator[str]:
+        """The rules of the specialized body that ``c`` breaks."""
+        if p.extras.gated or not self.normalises(p):
+            yield "body=specialized has a norm in front of the product and no gate behind it"
+        if p.dtype == "fp16" and p.weight != "none":
+            yield "body=specialized multiplies x by norm_weight before rstd is known, which may leave the range of fp16"
+        if p.m > gemm_skinny.MOST_TOKENS:
+            yield f"path=fused takes {gemm_skinny.MOST_TOKENS} tokens or fewer; there are {p.m}"
+        if p.n % WIDEST:
+            yield f"body=specialized stores {WIDEST} outputs at a time; there are {p.n}"
+        yield from gemm_specialized.broken(self._stored(p), c.product, gpu, p.extras)
 
     def valid(self, p: N, gpu: GpuSpec) -> Iterator[NormLinearConfig]:
         if p.layout != "aligned" or next(gemm_skinny.refused(p.product), None) is not None:
@@ -93,26 +116,33 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         return super().valid(p, gpu)
 
     def default(self, p: N, gpu: GpuSpec) -> NormLinearConfig:
-        if p.m > FUSED_TOKENS:
+        """The specialized body's best by its model, where weighing rows costs less than a kernel for it; the chain."""
+        stored = self._stored(p)
+        if p.layout != "aligned" or 0 in (p.m, p.n) or next(gemm_specialized.refused(stored, gpu), None) is not None:
             return CHAIN
-        fused = [
-            c
-            for c in NormLinearConfig.every()
-            if c.tile_n == gemm_skinny.usual_tile(p.product)
-            and c.stages in (3, 5, 8)
-            and c.tile_k >= 128
-            and self.why_not(p, c, gpu) is None
-        ]
-        return min(fused, key=lambda c: (self.estimate_us(p, c, gpu), str(c)), default=CHAIN)
+        tiles = gemm_specialized.fitting_tiles(p.product)[:1]
+        among = [c for c in _shortlist() if c.tile_n in tiles and self.why_not(p, c, gpu) is None]
+        if not among:
+            return CHAIN
+        fused = {c: self.estimate_us(p, c, gpu) for c in among}
+        best = min(among, key=lambda c: (fused[c], gemm_specialized.preference(c.product)))
+        alone = min(gemm_specialized.estimate_us(stored, c.product, gpu) for c in among)
+        return best if fused[best] < alone + _NORM_US else CHAIN
 
     def estimate_us(self, p: N, c: NormLinearConfig, gpu: GpuSpec) -> float:
         """The models of the ops it launches, one after the other; or the skinny product's and what goes with it."""
         if p.m == 0 or p.n == 0:
             return 0.0
+        if c.path == "fused" and c.body == "specialized":
+            return gemm_specialized.estimate_us(self._stored(p), c.product, gpu, p.extras)
         if c.path == "fused":
             beside = _SQUARES_US_PER_TOKEN * min(p.m, c.tile_n) * p.k / 4096 if p.extras.squares else 0.0
-            return gemm_skinny.estimate_us(p.product, c.skinny, gpu, p.extras) + beside
+            return gemm_skinny.estimate_us(p.product, c.product, gpu, p.extras) + beside
         return sum(_default_us(op, part, gpu) for op, part in self.parts(p))
+
+    def _stored(self, p: N) -> GemmProblem:
+        """The product as the specialized body has it: rows of out are aligned where N is."""
+        return self.epilogue(p).replace(out_align=math.gcd(p.n, WIDEST))
 
     # -- kernel
 
@@ -125,19 +155,29 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         from cutlass.cute.runtime import make_fake_tensor
 
         from cutekernels.backends import cute as backend
-        from cutekernels.kernels.cute.parts.norm import TokenNorm
+        from cutekernels.kernels.cute.parts.norm import RowNorm, TokenNorm
 
         cute = cutlass.cute
         dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[p.dtype]
         kinds = {"same": dtype, "fp32": cutlass.Float32}
         gated, squares = p.extras.gated, p.extras.squares
-        norm = None
+        norm: Any = None
         if self.normalises(p):
-            scale = FP16_SCALE if p.dtype == "fp16" and p.weight != "none" else 1.0
-            norm = TokenNorm(c.tile_n, c.tile_k, c.stages, c.warps_m, c.warps_k, p.weight != "none", squares, scale)
-        body = gemm_skinny.body(self.epilogue(p), c.skinny, norm, p.extras)
+            weighted = p.weight != "none"
+            if c.body == "specialized":
+                norm = RowNorm(tile_k=c.tile_k, stages=c.stages, weighted=weighted, statistics=squares)
+            else:
+                norm = TokenNorm(
+                    tokens=c.tile_n, tile_k=c.tile_k, stages=c.stages, warps_m=c.warps_m, warps_k=c.warps_k,
+                    weighted=weighted, statistics=squares,
+                    scale=FP16_SCALE if p.dtype == "fp16" and weighted else 1.0,
+                )  # fmt: skip
+        if c.body == "specialized":
+            body, out_align = gemm_specialized.body(self._stored(p), c.product, norm, p.extras), WIDEST
+        else:
+            body, out_align = gemm_skinny.body(self.epilogue(p), c.product, norm, p.extras), 1
         m, k = cute.sym_int(), cute.sym_int(divisibility=WIDEST)
-        rows = cute.sym_int(divisibility=2 * _GATE_ROWS if gated else 1)
+        rows = cute.sym_int(divisibility=2 * _GATE_ROWS if gated else out_align)
         n = cute.sym_int(divisibility=_GATE_ROWS) if gated else rows
 
         def matrix(first: Any, second: Any, align: int) -> Any:
@@ -149,11 +189,11 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
 
         bias = self.epilogue(p).bias
         workspace: list[Any] = [None, None]
-        if c.split_k > 1:
+        if c.split_k > 1 and c.body == "skinny":
             workspace = [vector(cutlass.Float32, cute.sym_int(), 16), vector(cutlass.Int32, cute.sym_int(), 4)]
         return backend.compile(
             body.normed,
-            matrix(m, n, 1),
+            matrix(m, n, out_align),
             matrix(m, k, WIDEST),
             matrix(rows, k, WIDEST),
             None if bias == "none" else vector(kinds[bias], n, kinds[bias].width // 8),
@@ -172,7 +212,7 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
                 for op, part in self.parts(p):
                     dispatch.plan(op, part, torch.cuda.current_device())  # compiled now, for graphs captured later
             return self.chain(p)
-        shared = gemm_skinny.workspace(p.product, c.skinny, p.extras) if c.split_k > 1 else None
+        shared = gemm_skinny.workspace(p.product, c.product, p.extras) if c.product.shares_tiles else None
 
         def launch(y: Tensor, *inputs: Any) -> None:
             x, norm_weight, weight, bias, rstd, eps = self.kernel_arguments(*inputs)
@@ -267,6 +307,12 @@ def depth(p: NormLinearProblem) -> float:
     return max(float(p.k), 8 * granted / 2.0**-23)
 
 
+@cache
+def _shortlist() -> tuple[NormLinearConfig, ...]:
+    every = NormLinearConfig.every()
+    return tuple(c for c in every if c.body == "specialized" and c.pdl and c.stages > 3 and c.ahead < 8)
+
+
 def _nothing(*args: Any) -> None:
     """The launch of an empty problem."""
 
@@ -303,6 +349,7 @@ def _posed(y: Tensor, x: Tensor, weight: Tensor, norm_weight: Tensor | None) -> 
         aligned = (
             flat.stride(-1) == weight.stride(-1) == y.stride(-1) == 1
             and min(alignment(flat), alignment(weight)) == WIDEST
+            and (y.shape[-1] % WIDEST > 0 or alignment(y) == WIDEST)
             and (norm_weight is None or norm_weight.data_ptr() % 16 == 0)
             and max(map(span_bytes, (flat, weight, y))) < 2 * 2**31
         )

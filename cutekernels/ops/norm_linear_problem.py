@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from typing import Any
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, extent, knob, ladder, plain
@@ -14,7 +15,13 @@ from cutekernels.ops.gemm import ACTIVATIONS, BODIES, WIDEST, GemmConfig, GemmPr
 from cutekernels.ops.gemm_multistage import ELEMENT_BYTES
 from cutekernels.ops.gemm_skinny import Extras
 
-_SKINNY = BODIES["skinny"]
+_SKINNY, _SPECIALIZED = BODIES["skinny"], BODIES["specialized"]
+
+
+def _either(knob: str) -> tuple[int, ...]:
+    """What either kernel takes; skinny's first value first."""
+    return tuple(dict.fromkeys((*_SKINNY[knob], *_SPECIALIZED[knob])))
+
 
 # ---- problems -------------------------------------------------------------------------------------------
 
@@ -105,43 +112,55 @@ class LinearSiluMulProblem(NormLinearProblem):
 
 @dataclass(frozen=True)
 class NormLinearConfig(Config):
-    """``path``, and the knobs of the fused kernel, which are those of ``gemm``'s skinny body.
+    """``path``, and the knobs of the fused kernel, which are those of ``gemm``'s skinny or specialized body.
 
     These have defaults, which a chain keeps: its text is ``path=chain``.
     """
 
     path: str = knob("chain", "fused")
-    tile_m: int = knob(*_SKINNY["tile_m"], added=True)
-    tile_n: int = knob(*_SKINNY["tile_n"], added=True)
-    tile_k: int = knob(*_SKINNY["tile_k"], added=True)
+    tile_m: int = knob(*_either("tile_m"), added=True)
+    tile_n: int = knob(*_either("tile_n"), added=True)
+    tile_k: int = knob(*_either("tile_k"), added=True)
     warps_m: int = knob(*_SKINNY["warps_m"], added=True)
     warps_k: int = knob(*_SKINNY["warps_k"], added=True)
-    stages: int = knob(*_SKINNY["stages"], added=True)
-    split_k: int = knob(*_SKINNY["split_k"], added=True)
+    stages: int = knob(*_either("stages"), added=True)
+    split_k: int = knob(*_either("split_k"), added=True)
     pdl: bool = knob(*_SKINNY["pdl"], added=True)
+    body: str = knob("skinny", "specialized", added=True)
+    ahead: int = knob(*_either("ahead"), added=True)
 
     @classmethod
     def every(cls) -> Iterator[NormLinearConfig]:
         return iter(_every())
 
     @property
-    def skinny(self) -> GemmConfig:
+    def product(self) -> GemmConfig:
         """The same for the product alone."""
-        return _skinny(self)
+        return _product(self)
 
 
-FUSED_KNOBS = {name: values for name, values in NormLinearConfig.space().items() if name != "path"}
 CHAIN = NormLinearConfig("chain")
+KNOBS = {name: values for name, values in NormLinearConfig.space().items() if name != "path"}
+# What each body searches; a knob that is missing keeps its first value.
+FUSED: dict[str, dict[str, tuple[Any, ...]]] = {
+    body: {name: values for name, values in own.items() if name in KNOBS and name != left_out} | {"body": (body,)}
+    for body, own, left_out in (("skinny", _SKINNY, "ahead"), ("specialized", _SPECIALIZED, ""))
+}
 
 
 @cache
 def _every() -> tuple[NormLinearConfig, ...]:
-    return CHAIN, *(NormLinearConfig("fused", *values) for values in product(*FUSED_KNOBS.values()))  # type: ignore[arg-type]
+    fused = [
+        NormLinearConfig("fused", **dict(zip(own, values, strict=True)))
+        for own in FUSED.values()
+        for values in product(*own.values())
+    ]
+    return CHAIN, *(c for c in fused if c.pdl or not c.ahead)
 
 
 @cache
-def _skinny(c: NormLinearConfig) -> GemmConfig:
+def _product(c: NormLinearConfig) -> GemmConfig:
     return GemmConfig(
         tile_m=c.tile_m, tile_n=c.tile_n, tile_k=c.tile_k, warps_m=c.warps_m, warps_n=1, stages=c.stages, raster=1,
-        ctas_per_sm=1, body="skinny", warps_k=c.warps_k, split_k=c.split_k, pdl=c.pdl,
+        ctas_per_sm=1, body=c.body, warps_k=c.warps_k, split_k=c.split_k, pdl=c.pdl, ahead=c.ahead,
     )  # fmt: skip

@@ -351,7 +351,7 @@ class SkinnyGemm:
                     cute.autovec_copy(tCsG[None, kb, read], rG[None, block])
             for block in cutlass.range_constexpr(blocks):
                 if const_expr(self.weighted):
-                    weigh(rW[None, None, block], rG[None, block])
+                    weigh(rW[None, None, block], rG[None, block], rW[None, None, block])
                 if const_expr(self.squaring):
                     square(tiled_mma, lane // 32, k_tile * blocks + block, squares, rX[None, None, block])
                 cute.gemm(tiled_mma, acc, rW[None, None, block], rX[None, None, block], acc)

@@ -32,15 +32,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.parts.epilogue import Activation
+from cutekernels.kernels.cute.parts.norm import RowNorm
+from cutekernels.kernels.cute.parts.results import GROUP, TileResults
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SpecializedSmem
 
-GROUP = 128  # threads of a warp group
-WIDEST = 8  # elements in 16 bytes
 ROWS = SpecializedSmem.GROUP_ROWS  # of X that a warp group multiplies
 Box = tuple[cute.CopyAtom | None, cute.Tensor | None]
 SWIZZLED_ROWS, SWIZZLED = 8, 64  # an atom of the 128-byte swizzle: rows, elements of K
@@ -62,6 +63,19 @@ class SpecializedGemm:
     out_align: int
     ctas_per_sm: int
     ahead: int  # k-tiles of W that are asked for before the turn comes
+    norm: RowNorm | None = None  # of X's rows
+    gamma_bytes: int = 0  # an element of its weight
+
+    @property
+    def weighted(self) -> bool:
+        return self.norm is not None and self.norm.weighted
+
+    @property
+    def squaring(self) -> bool:
+        return self.norm is not None and self.norm.statistics
+
+    def gamma_type(self, dtype: type[cutlass.Numeric]) -> type[cutlass.Numeric]:
+        return Float32 if self.gamma_bytes == 4 else dtype
 
     @property
     def groups(self) -> int:
@@ -84,7 +98,9 @@ class SpecializedGemm:
 
     @property
     def smem(self) -> SpecializedSmem:
-        return SpecializedSmem(self.rows, self.tile_n, self.tile_k, self.stages, self.split)
+        return SpecializedSmem(
+            self.rows, self.tile_n, self.tile_k, self.stages, self.split, self.gamma_bytes, self.squaring
+        )
 
     def layouts(self, dtype: type[cutlass.Numeric]) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
         """Of the stages of X and W: ``(rows, tile_k, STAGE)``, as TMA writes and warpgroup MMA reads them."""
@@ -119,11 +135,47 @@ class SpecializedGemm:
         beta: Float32,
         stream: cuda.CUstream,
     ):
+        start = self.start
+        mW = cute.make_tensor(mW.iterator, cute.select(mW.layout, mode=[1, 0]))  # (N, K)
+        start(mD, mX, mW, mC, mBias, alpha, beta, None, None, None, stream)
+
+    @cute.jit
+    def normed(
+        self,
+        mD: cute.Tensor,  # (M, N)
+        mX: cute.Tensor,  # (M, K)
+        mW: cute.Tensor,  # (N, K)
+        mBias: cute.Tensor | None,  # (N,)
+        mGamma: cute.Tensor | None,  # (K,)
+        mRstd: cute.Tensor | None,  # (M,)
+        eps: Float32,
+        mPartials: cute.Tensor | None,  # as skinny has them; none here
+        mTickets: cute.Tensor | None,
+        stream: cuda.CUstream,
+    ):
+        """With ``norm`` in front of X."""
+        start = self.start
+        start(mD, mX, mW, None, mBias, Float32(1.0), Float32(0.0), mGamma, mRstd, eps, stream)
+
+    @cute.jit
+    def start(
+        self,
+        mD: cute.Tensor,
+        mX: cute.Tensor,
+        mW: cute.Tensor,  # (N, K)
+        mC: cute.Tensor | None,
+        mBias: cute.Tensor | None,
+        alpha: Float32,
+        beta: Float32,
+        mGamma: cute.Tensor | None,
+        mRstd: cute.Tensor | None,
+        eps: Float32 | None,
+        stream: cuda.CUstream,
+    ):
         dtype = mX.element_type
         layout_x, layout_w = self.layouts(dtype)
         pitched = self.pitched
-        mX = pitched(mX)
-        mW = pitched(cute.make_tensor(mW.iterator, cute.select(mW.layout, mode=[1, 0])))  # (N, K)
+        mX, mW = pitched(mX), pitched(mW)
         op = cpasync.CopyBulkTensorTileG2SOp()
         tma_w, tW = cpasync.make_tiled_tma_atom(
             op, mW, cute.slice_(layout_w, (None, None, 0)), (self.tile_n, self.tile_k)
@@ -131,11 +183,17 @@ class SpecializedGemm:
         head = self.boxed(op, mX, layout_x, self.head)
         tail = self.boxed(op, mX, layout_x, self.rows - self.head)
         tiled_mma = hopper_helpers.make_trivial_tiled_mma(
-            dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (self.groups, 1, 1), (ROWS, self.tile_n)
-        )
+            dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (self.groups, 1, 1), (ROWS, self.tile_n),
+            warpgroup.OperandSource.SMEM if const_expr(self.norm is None) else warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+        gamma = (None, None)
+        if const_expr(self.weighted):
+            gamma = cpasync.make_tiled_tma_atom(op, mGamma, cute.make_layout(self.tile_k), (self.tile_k,))
         tiles_m = cute.ceil_div(cute.size(mD, mode=[0]), self.tile_m)
         tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), self.tile_n)
-        self.kernel(mD, tW, mC, mBias, alpha, beta, tma_w, *head, *tail, layout_x, layout_w, tiled_mma).launch(
+        self.kernel(
+            mD, tW, mC, mBias, alpha, beta, tma_w, *head, *tail, layout_x, layout_w, tiled_mma, *gamma, mRstd, eps
+        ).launch(
             grid=[self.split, tiles_m, tiles_n],
             block=[self.threads, 1, 1],
             cluster=[self.split, 1, 1],
@@ -171,6 +229,10 @@ class SpecializedGemm:
         layout_x: cute.ComposedLayout,
         layout_w: cute.ComposedLayout,
         tiled_mma: cute.TiledMma,
+        tma_gamma: cute.CopyAtom | None,
+        tGamma: cute.Tensor | None,  # (K,), coordinates
+        mRstd: cute.Tensor | None,
+        eps: Float32 | None,
     ):
         tid, _, _ = cute.arch.thread_idx()
         split, at_m, at_n = cute.arch.block_idx()
@@ -190,6 +252,12 @@ class SpecializedGemm:
         sW = cute.make_tensor(
             cute.recast_ptr(base + cute.cosize(layout_x), layout_w.inner, dtype), layout_w.outer
         )  # (N, K, STAGE)
+        sG = None
+        if const_expr(self.weighted):
+            sG = cute.make_tensor(
+                cute.recast_ptr(storage + smem.gamma_at, dtype=self.gamma_type(dtype)),
+                cute.make_layout((self.tile_k, stages)),
+            )
         full = cute.recast_ptr(storage + smem.barriers_at, dtype=Int64)
         empty = full + stages
         met = empty + stages
@@ -214,22 +282,24 @@ class SpecializedGemm:
         later = cutlass.min(own_m + self.head, m - (self.rows - self.head))  # the second box's
         column = cutlass.max(cutlass.min(own_n, n - self.tile_n), Int32(0))
         loads = self.loads
+        boxes = [loads(tma_w, tW, sW, column, self.tile_n)]
+        at_head = cute.make_tensor(at_x, self.of_rows(self.head))
+        boxes += [loads(tma_head, tHead, at_head, row, self.head)]
+        if const_expr(tma_tail is not None):
+            tail = const_expr(self.rows - self.head)
+            at_tail = cute.make_tensor(at_x + self.head * SWIZZLED, self.of_rows(tail))
+            boxes += [loads(tma_tail, tTail, at_tail, later, tail)]
+        if const_expr(self.weighted):
+            gG = cute.local_tile(tGamma, (self.tile_k,), (None,))  # (tile_k, k)
+            target, source = cpasync.tma_partition(tma_gamma, 0, cute.make_layout(1), sG, gG)
+            boxes += [(tma_gamma, source, target)]
         if const_expr(self.dependent):
-            if const_expr(self.ahead > 0):  # noqa: SIM102  known when compiled
-                if warp == producer:
-                    _, early, _ = loads(tma_w, tW, sW, column, self.tile_n)
-                    for k_tile in cutlass.range(first, cutlass.min(first + self.ahead, end), unroll=1):
-                        cute.prefetch(tma_w, early[None, k_tile])
+            ask = self.ask
+            if warp == producer:
+                ask(boxes, at_n * self.split + split, k_tiles, first, end)
             cute.arch.griddepcontrol_wait()
 
         if warp == producer:
-            boxes = [loads(tma_w, tW, sW, column, self.tile_n)]
-            at_head = cute.make_tensor(at_x, self.of_rows(self.head))
-            boxes += [loads(tma_head, tHead, at_head, row, self.head)]
-            if const_expr(tma_tail is not None):
-                tail = const_expr(self.rows - self.head)
-                at_tail = cute.make_tensor(at_x + self.head * SWIZZLED, self.of_rows(tail))
-                boxes += [loads(tma_tail, tTail, at_tail, later, tail)]
             produce = self.produce
             produce(boxes, full, empty, first, end)
             if const_expr(self.dependent):
@@ -237,19 +307,24 @@ class SpecializedGemm:
             if const_expr(self.split > 1):
                 cute.arch.cluster_wait()
         else:
-            consume, finish = self.consume, self.finish
+            consume = self.consume
             thr_mma = tiled_mma.get_slice(cute.arch.make_warp_uniform(tid // GROUP) * GROUP)
             shape = tiled_mma.partition_shape_C((self.tile_m, self.tile_n))
             acc = cute.make_rmem_tensor(shape, Float32)  # ((2, 2, N / 8), 1, 1)
-            consume(tid, acc, thr_mma, tiled_mma, sX, sW, full, empty, first, end)
+            factors = None
+            if const_expr(self.norm is None):
+                consume(tid, acc, thr_mma, tiled_mma, sX, sW, full, empty, first, end)
+            else:
+                factors = cute.make_rmem_tensor(2, Float32)  # of this thread's rows
+                factors.fill(0.0)
+                weigh = self.consume_weighed
+                weigh(tid, acc, factors, tiled_mma, sX, sW, sG, full, empty, first, end)
             cD = cute.make_identity_tensor((self.tile_m, self.tile_n))
             tCcD = tiled_mma.get_slice(tid).partition_C(cD)  # ((2, 2, N / 8), 1, 1)
             place = (own_m, row, later, own_n, column)
-            if const_expr(self.split == 1):
-                finish(tid, acc, tCcD, 0, storage, place, mD, mC, mBias, alpha, beta)
-            else:
-                meet = self.meet
-                meet(tid, acc, tCcD, split, storage, place, mD, mC, mBias, alpha, beta)
+            results = TileResults(smem, self.head, self.activation, self.out_align, self.squaring)
+            deliver, operands = results.deliver, (mD, mC, mBias, mRstd, alpha, beta, eps)
+            deliver(tid, acc, factors, cute.size(tW, mode=[1]), tCcD, split, storage, place, operands)
 
     @cute.jit
     def loads(self, tma: cute.CopyAtom, tX: cute.Tensor, sX: cute.Tensor, row: Int32, rows: cutlass.Constexpr[int]):
@@ -258,6 +333,24 @@ class SpecializedGemm:
         alone = cute.make_layout(1)
         target, source = cpasync.tma_partition(tma, 0, alone, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
         return tma, source, target
+
+    @cute.jit
+    def ask(
+        self,
+        boxes: list[tuple[cute.CopyAtom, cute.Tensor, cute.Tensor]],
+        number: Int32,
+        k_tiles: Int32,
+        first: Int32,
+        end: Int32,
+    ):
+        """Before the turn: the first CTAs ask for a k-tile each of what all will read, all for W's that they will."""
+        if const_expr(self.ahead > 0):
+            if number < k_tiles:
+                for tma, source, _ in boxes[1:]:
+                    cute.prefetch(tma, source[None, number])
+            tma, source, _ = boxes[0]
+            for k_tile in cutlass.range(first, cutlass.min(first + self.ahead, end), unroll=1):
+                cute.prefetch(tma, source[None, k_tile])
 
     @cute.jit
     def produce(
@@ -318,144 +411,73 @@ class SpecializedGemm:
         warpgroup.wait_group(0)
 
     @cute.jit
-    def meet(
+    def consume_weighed(
         self,
         tid: Int32,
         acc: cute.Tensor,
-        tCcD: cute.Tensor,
-        split: Int32,
-        storage: cute.Pointer,
-        place: tuple[Int32, ...],
-        mD: cute.Tensor,
-        mC: cute.Tensor | None,
-        mBias: cute.Tensor | None,
-        alpha: Float32,
-        beta: Float32,
+        squares: cute.Tensor,  # (2,)
+        tiled_mma: cute.TiledMma,
+        sX: cute.Tensor,
+        sW: cute.Tensor,
+        sG: cute.Tensor | None,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        first: Int32,
+        end: Int32,
     ):
-        """The cluster's sums: each CTA adds up a share of all, and sends the others theirs."""
-        count = const_expr(cute.size(acc))
-        share = const_expr(self.smem.share)
-        members = const_expr(GROUP * self.groups)
-        inbox = cute.recast_ptr(storage + self.smem.inbox_at, dtype=Float32)
-        met = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64) + 2 * self.stages
-        bits = cute.recast_tensor(acc, Int32)
-        cute.arch.cluster_wait()  # all have set up their barriers
-        for part in cutlass.range_constexpr(self.split):
-            begin = const_expr(part * share)
-            size = const_expr(max(0, min(share, count - part * share)))
-            if split != part:
-                slot = split
-                if split > part:
-                    slot = split - 1
-                theirs = inbox + slot * share * members + 4 * tid
-                for i in cutlass.range_constexpr(0, size, 4):
-                    four = tuple([bits[begin + i + j] for j in range(4)])
-                    cute.arch.store_async_dsmem((theirs + members * i).align(16), four, met, part)
-        finish = self.finish
-        for part in cutlass.range_constexpr(self.split):
-            if split == part:
-                begin = const_expr(part * share)
-                size = const_expr(max(0, min(share, count - part * share)))
-                if const_expr(size > 0):
-                    if tid == 0:
-                        cute.arch.mbarrier_arrive_and_expect_tx(met, (self.split - 1) * size * members * 4)
-                    cute.arch.mbarrier_wait(met, 0)
-                    some = cute.make_rmem_tensor(size, Float32)
-                    some.fill(0.0)
-                    for s in cutlass.range_constexpr(self.split):
-                        if const_expr(s == part):
-                            for i in cutlass.range_constexpr(size):
-                                some[i] = some[i] + acc[begin + i]
-                        else:
-                            slot = const_expr(s if s < part else s - 1)
-                            for i in cutlass.range_constexpr(0, size, 4):
-                                taken = cute.make_rmem_tensor(4, Float32)
-                                left = (inbox + slot * share * members + members * i + 4 * tid).align(16)
-                                cute.autovec_copy(cute.make_tensor(left, cute.make_layout(4)), taken)
-                                for j in cutlass.range_constexpr(4):
-                                    some[i + j] = some[i + j] + taken[j]
-                    finish(tid, some, tCcD, begin, storage, place, mD, mC, mBias, alpha, beta)
+        """As :meth:`consume`, with X's fragments in registers, where they are squared and weighed.
 
-    @cute.jit
-    def finish(
-        self,
-        tid: Int32,
-        acc: cute.Tensor,
-        tCcD: cute.Tensor,
-        begin: cutlass.Constexpr[int],
-        storage: cute.Pointer,
-        place: tuple[Int32, ...],
-        mD: cute.Tensor,
-        mC: cute.Tensor | None,
-        mBias: cute.Tensor | None,
-        alpha: Float32,
-        beta: Float32,
-    ):
-        """Scales, adds, activates, rounds and stores ``acc``, this thread's sums from number ``begin`` on.
-
-        In pairs, as the MMA leaves them; where out is aligned by way of shared memory, so that 16 bytes are a store.
+        Half of a tile is read and weighed while the products of the other half run.
         """
-        n = cute.size(mD, mode=[1])
-        _, _, _, own_n, first_column = place
-        dtype = mD.element_type
-        activate, row_of = self.activation.apply, self.row_of
-        through = const_expr(self.out_align == WIDEST)
-        members = const_expr(GROUP * self.groups)
-        width = const_expr(cute.size(acc) // self.smem.SUMS_PER_BLOCK * 8)
-        begin_column = const_expr(begin // self.smem.SUMS_PER_BLOCK * 8)
-        sD = cute.make_tensor(
-            cute.recast_ptr(storage, dtype=dtype),
-            cute.make_layout((self.rows, width), stride=(self.smem.out_pitch, 1)),
-        )
-        if const_expr(through):
-            cute.arch.barrier(barrier_id=1, number_of_threads=members)  # all have read their stages
-        for i in cutlass.range_constexpr(0, cute.size(acc), 2):
-            at, across = tCcD[begin + i]
-            row, mine = row_of(at, place, cute.size(mD, mode=[0]))
-            column = first_column + across
-            pair = cute.make_rmem_tensor(2, Float32)
-            for j in cutlass.range_constexpr(2):
-                pair[j] = alpha * acc[i + j]
-                if const_expr(mC is not None or mBias is not None):  # noqa: SIM102  known when compiled
-                    if mine and column + j >= own_n and column + j < n:
-                        if const_expr(mC is not None):
-                            pair[j] = pair[j] + beta * mC[row, column + j].to(Float32)
-                        if const_expr(mBias is not None):
-                            pair[j] = pair[j] + mBias[column + j].to(Float32)
-            rounded = cute.make_rmem_tensor(2, dtype)
-            rounded.store(activate(pair.load()).to(dtype))
-            if const_expr(through):
-                if at < self.rows:
-                    left = (sD.iterator + cute.crd2idx((at, across - begin_column), sD.layout)).align(4)
-                    cute.autovec_copy(rounded, cute.make_tensor(left, cute.make_layout(2)))
-            elif const_expr(self.out_align > 1):
-                if mine and column >= own_n and column < n:
-                    target = (mD.iterator + cute.crd2idx((row, column), mD.layout)).align(4)
-                    cute.autovec_copy(rounded, cute.make_tensor(target, cute.make_layout(2)))
-            else:
-                for j in cutlass.range_constexpr(2):
-                    if mine and column + j >= own_n and column + j < n:
-                        mD[row, column + j] = rounded[j]
-        if const_expr(through):
-            cute.arch.barrier(barrier_id=1, number_of_threads=members)
-            across = const_expr(width // WIDEST)
-            for vector in cutlass.range(tid, self.rows * across, members, unroll=2):
-                at = vector // across
-                row, mine = row_of(at, place, cute.size(mD, mode=[0]))
-                inside = vector % across * WIDEST
-                column = first_column + begin_column + inside
-                if mine and column >= own_n and column < n:
-                    taken = cute.make_rmem_tensor(WIDEST, dtype)
-                    left = (sD.iterator + cute.crd2idx((at, inside), sD.layout)).align(16)
-                    target = (mD.iterator + cute.crd2idx((row, column), mD.layout)).align(16)
-                    cute.autovec_copy(cute.make_tensor(left, cute.make_layout(WIDEST)), taken)
-                    cute.autovec_copy(taken, cute.make_tensor(target, cute.make_layout(WIDEST)))
-
-    @cute.jit
-    def row_of(self, at: Int32, place: tuple[Int32, ...], m: Int32) -> tuple[Int32, cutlass.Boolean]:
-        """Which row of out is this tile's ``at``-th, and whether it is this tile's to store."""
-        own_m, first_row, later, _, _ = place
-        row, least = first_row + at, own_m
-        if at >= self.head:  # of the second box, what the first has not
-            row, least = later + at - self.head, cutlass.max(own_m, first_row + self.head)
-        return row, at < self.rows and row >= least and row < m
+        dtype = sX.element_type
+        blocks = const_expr(self.tile_k // 16)
+        thr_mma = tiled_mma.get_slice(tid)
+        rX = thr_mma.make_fragment_A(thr_mma.partition_A(sX)[None, None, None, 0])  # ((2, 2, 2), 1, MMA_K)
+        of_group = tiled_mma.get_slice(cute.arch.make_warp_uniform(tid // GROUP) * GROUP)
+        rW = tiled_mma.make_fragment_B(of_group.partition_B(sW))  # descriptors
+        to_x = cute.make_tiled_copy_A(cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), dtype), tiled_mma)
+        ldm_x = to_x.get_slice(tid)
+        raw = cute.make_rmem_tensor(((2, 2, 2), 1, blocks // 2), dtype)
+        tCsX, tCrX = ldm_x.partition_S(sX), ldm_x.retile(raw)
+        square, weigh = self.norm.square, self.norm.weigh
+        sums = cute.make_rmem_tensor((2, 2), Float32)
+        sums.fill(0.0)
+        if const_expr(self.weighted):
+            of_fragments = self.norm.of_fragments
+            tCsG = of_fragments(tid % 32, sG)  # ((2, 2), MMA_K, STAGE)
+            rG = cute.make_rmem_tensor(((2, 2), blocks // 2), sG.element_type)
+        acc.fill(0.0)
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+        stage, before, phase = Int32(0), Int32(0), Int32(0)
+        for k_tile in cutlass.range(first, end, unroll=1):
+            cute.arch.mbarrier_wait(full + stage, phase)
+            for half in cutlass.range_constexpr(2):
+                begin = const_expr(half * blocks // 2)
+                for i in cutlass.range_constexpr(blocks // 2):
+                    cute.copy(to_x, tCsX[None, None, begin + i, stage], tCrX[None, None, i])
+                    if const_expr(self.weighted):
+                        cute.autovec_copy(tCsG[None, begin + i, stage], rG[None, i])
+                warpgroup.wait_group(1)  # this half's registers are free
+                for i in cutlass.range_constexpr(blocks // 2):
+                    if const_expr(self.weighted):
+                        weigh(raw[None, None, i], rG[None, i], rX[None, None, begin + i])
+                    else:
+                        rX[None, None, begin + i].store(raw[None, None, i].load())
+                warpgroup.fence()
+                for i in cutlass.range_constexpr(begin, begin + blocks // 2):
+                    cute.gemm(tiled_mma, acc, rX[None, None, i], rW[None, None, i, stage], acc)
+                warpgroup.commit_group()
+                if const_expr(self.squaring):  # while they are multiplied
+                    for i in cutlass.range_constexpr(blocks // 2):
+                        square(sums, raw[None, None, i])
+            if k_tile > first and tid % GROUP == 0:
+                cute.arch.mbarrier_arrive(empty + before)
+            before = stage
+            stage = stage + 1
+            if stage == self.stages:
+                stage = Int32(0)
+                phase = phase ^ 1
+        warpgroup.wait_group(0)
+        if const_expr(self.squaring):
+            total = self.norm.total
+            total(sums, squares)

@@ -1,17 +1,80 @@
-"""RMSNorm within a skinny GEMM: its weight on fragments, sums of squares by the tensor cores, rstd in the epilogue."""
+"""RMSNorm within a GEMM for few tokens: its weight on fragments, sums of squares on the way, rstd in the epilogue."""
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 VECTOR_BITS = 128
 
 
-@dataclass(frozen=True)
-class TokenNorm:
+@dataclass(frozen=True, kw_only=True)
+class NormWeight:
+    """gamma, which multiplies one operand's fragments; in fp16 scaled by ``scale``, a power of two."""
+
+    tile_k: int
+    stages: int
+    weighted: bool
+    statistics: bool  # sums squares; else rstd is given
+    scale: float = 1.0
+
+    @cute.jit
+    def of_fragments(self, lane: Int32, sG: cute.Tensor) -> cute.Tensor:
+        """gamma beside this thread's fragments: ``((2, 2), k-block, STAGE)``, neighbours in k and their eighth next."""
+        layout = cute.make_layout(((2, 2), self.tile_k // 16, self.stages), stride=((1, 8), 16, self.tile_k))
+        return cute.make_tensor(sG.iterator + lane % 4 * 2, layout)
+
+    @cute.jit
+    def weigh(self, rA: cute.Tensor, rG: cute.Tensor, weighed: cute.Tensor):
+        """``weighed = rA * gamma``, rounded once: A fragments ((2, 2, 2), MMA_M) of one k-block, rG ((2, 2)) beside."""
+        dtype = rA.element_type
+        g = rG.load()
+        if const_expr(self.scale != 1.0):
+            g = g * rG.element_type(self.scale)
+        scaled = cute.make_rmem_tensor(rG.shape, rG.element_type)
+        scaled.store(g)
+        spread = cute.make_tensor(scaled.iterator, cute.make_layout(rA.shape, stride=((1, 0, 2), 0)))
+        if const_expr(rG.element_type is dtype):
+            weighed.store(rA.load() * spread.load())
+        else:
+            weighed.store((rA.load().to(Float32) * spread.load()).to(dtype))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowNorm(NormWeight):
+    """``sum_k (x[token, k] * gamma[k]) * weight[n, k] * rstd[token]``, with tokens on the MMA's 64 rows.
+
+    gamma multiplies fragments of the tokens on their way from shared memory, rounded once, and their squares are summed
+    in fp32 beside: an MMA that takes its A operand from registers needs them there anyway. A thread has two rows.
+    """
+
+    @cute.jit
+    def square(self, squares: cute.Tensor, rX: cute.Tensor):
+        """``squares`` (2, 2), rows by eighths of a k-block, ``+=`` those of a k-block's fragment ((2, 2, 2), 1)."""
+        wide = cute.make_rmem_tensor((2, 2, 2), Float32)
+        if const_expr(rX.element_type is cutlass.BFloat16):  # whose bits are a float's upper half
+            pairs, bits = cute.recast_tensor(rX, Uint32), cute.recast_tensor(wide, Uint32)
+            for i in cutlass.range_constexpr(4):
+                bits[2 * i] = pairs[i] << 16
+                bits[2 * i + 1] = pairs[i] & Uint32(0xFFFF0000)
+        else:
+            wide.store(rX.load().to(Float32).reshape((2, 2, 2)))
+        for i in cutlass.range_constexpr(2):
+            for half in cutlass.range_constexpr(2):
+                for k in cutlass.range_constexpr(2):
+                    squares[half, k] = squares[half, k] + wide[i, half, k] * wide[i, half, k]
+
+    @cute.jit
+    def total(self, squares: cute.Tensor, totals: cute.Tensor):
+        """``totals`` (2,): what the four threads of a row have."""
+        for half in cutlass.range_constexpr(2):
+            totals[half] = cute.arch.warp_reduction_sum(squares[half, 0] + squares[half, 1], threads_in_group=4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenNorm(NormWeight):
     """``rstd[token] * sum_k (weight[n, k] * gamma[k]) * x[token, k]``, with the tokens as they lie in memory.
 
     gamma multiplies fragments of the *weight*, rounded once: each of those is in one warp of the CTA, tokens' are in
@@ -24,13 +87,8 @@ class TokenNorm:
     """
 
     tokens: int  # of a tile
-    tile_k: int
-    stages: int
     warps_m: int
     warps_k: int
-    weighted: bool
-    statistics: bool  # sums squares; else rstd is given
-    scale: float = 1.0
 
     @property
     def warps(self) -> int:
@@ -72,27 +130,6 @@ class TokenNorm:
     def clear(self, loads: Boolean, target: cute.Tensor):
         if loads:
             target.fill(0.0)
-
-    @cute.jit
-    def of_fragments(self, lane: Int32, sG: cute.Tensor) -> cute.Tensor:
-        """gamma beside this thread's fragments: ``((2, 2), k-block, STAGE)``, neighbours in k and their eighth next."""
-        layout = cute.make_layout(((2, 2), self.tile_k // 16, self.stages), stride=((1, 8), 16, self.tile_k))
-        return cute.make_tensor(sG.iterator + lane % 4 * 2, layout)
-
-    @cute.jit
-    def weigh(self, rW: cute.Tensor, rG: cute.Tensor):
-        """``rW *= gamma``, rounded once: rW ((2, 2, 2), MMA_N) of one k-block, rG ((2, 2)) of the same."""
-        dtype = rW.element_type
-        g = rG.load()
-        if const_expr(self.scale != 1.0):
-            g = g * rG.element_type(self.scale)
-        scaled = cute.make_rmem_tensor(rG.shape, rG.element_type)
-        scaled.store(g)
-        spread = cute.make_tensor(scaled.iterator, cute.make_layout(rW.shape, stride=((1, 0, 2), 0)))
-        if const_expr(rG.element_type is dtype):
-            rW.store(rW.load() * spread.load())
-        else:
-            rW.store((rW.load().to(Float32) * spread.load()).to(dtype))
 
     @cute.jit
     def square(self, tiled_mma: cute.TiledMma, warp: Int32, block: Int32, squares: cute.Tensor, rX: cute.Tensor):

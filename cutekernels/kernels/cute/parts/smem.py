@@ -93,8 +93,10 @@ class SkinnySmem:
 
 @dataclass(frozen=True, slots=True)
 class SpecializedSmem:
-    """Shared memory of a specialized GEMM: stages of X and W, in their place the sums of a split tile and behind them
-    the results; barriers.
+    """Shared memory of a specialized GEMM: stages of X and W, in their place the results; behind them what the others
+    of a split tile's cluster send; barriers.
+
+    With a norm in front, stages hold its weight too, ``gamma_bytes`` an element, and ``squares`` of rows are sent.
     """
 
     tile_m: int
@@ -102,13 +104,19 @@ class SpecializedSmem:
     tile_k: int
     stages: int
     split: int
+    gamma_bytes: int = 0
+    squares: bool = False
     element_bytes: int = 2
     GROUP_ROWS = 64  # of the MMA, which multiplies more than tile_m where that is no multiple
     SUMS_PER_BLOCK = 4  # of a thread, in 8 columns
 
     @property
     def stage_bytes(self) -> int:
-        return (self.tile_m + self.tile_n) * self.tile_k * self.element_bytes
+        return ((self.tile_m + self.tile_n) * self.element_bytes + self.gamma_bytes) * self.tile_k
+
+    @property
+    def gamma_at(self) -> int:
+        return self.stages * (self.tile_m + self.tile_n) * self.tile_k * self.element_bytes
 
     @property
     def share(self) -> int:
@@ -125,13 +133,17 @@ class SpecializedSmem:
         return max(self.stages * self.stage_bytes, self.tile_m * self.out_pitch * self.element_bytes)
 
     @property
-    def inbox_bytes(self) -> int:
-        multiplied = -(-self.tile_m // self.GROUP_ROWS) * self.GROUP_ROWS
-        return (self.split - 1) * self.share * 2 * multiplied * 4
+    def members(self) -> int:
+        """Threads that multiply."""
+        return -(-self.tile_m // self.GROUP_ROWS) * 128
+
+    @property
+    def squares_at(self) -> int:
+        return self.inbox_at + (self.split - 1) * self.share * self.members * 4
 
     @property
     def barriers_at(self) -> int:
-        return self.inbox_at + self.inbox_bytes
+        return self.squares_at + (self.split - 1) * 2 * self.members * 4 * self.squares
 
     @property
     def total_bytes(self) -> int:

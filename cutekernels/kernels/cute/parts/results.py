@@ -1,0 +1,193 @@
+"""From a specialized GEMM's sums in registers to rows of out: two CTAs' shares, the epilogue, whole lines."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cutekernels.kernels.cute.parts.epilogue import Activation
+from cutekernels.kernels.cute.parts.smem import SpecializedSmem
+
+GROUP = 128  # threads of a warp group
+WIDEST = 8  # elements in 16 bytes
+
+
+@dataclass(frozen=True)
+class TileResults:
+    """What a CTA does with its sums, once all of its stages are read.
+
+    ``place`` are the tile's own first row, where its two boxes of rows begin, its own first column and where that
+    begins; ``operands`` are out, C, bias, rstd (or None), alpha, beta and eps (or None).
+    """
+
+    smem: SpecializedSmem
+    head: int  # rows of X's first box
+    activation: Activation
+    out_align: int
+    squaring: bool  # factors are sums of squares
+
+    @cute.jit
+    def deliver(
+        self,
+        tid: Int32,
+        acc: cute.Tensor,
+        factors: cute.Tensor | None,  # (2,), of this thread's rows
+        k: Int32,
+        tCcD: cute.Tensor,
+        split: Int32,
+        storage: cute.Pointer,
+        place: tuple[Int32, ...],
+        operands: tuple,
+    ):
+        mD, _, _, mRstd, _, _, eps = operands
+        if const_expr(mRstd is not None):
+            row_of = self.row_of
+            for half in cutlass.range_constexpr(2):
+                row, mine = row_of(tCcD[2 * half][0], place, cute.size(mD, mode=[0]))
+                if mine:
+                    factors[half] = mRstd[row]
+        if const_expr(self.smem.split == 1):
+            if const_expr(self.squaring):
+                for half in cutlass.range_constexpr(2):
+                    factors[half] = cute.math.rsqrt(factors[half] / k + eps)
+            finish = self.finish
+            finish(tid, acc, factors, tCcD, 0, storage, place, operands)
+        else:
+            meet = self.meet
+            meet(tid, acc, factors, k, tCcD, split, storage, place, operands)
+
+    @cute.jit
+    def meet(
+        self,
+        tid: Int32,
+        acc: cute.Tensor,
+        factors: cute.Tensor | None,
+        k: Int32,
+        tCcD: cute.Tensor,
+        split: Int32,
+        storage: cute.Pointer,
+        place: tuple[Int32, ...],
+        operands: tuple,
+    ):
+        """Two CTAs halve a tile's columns between them: each sends the other its sums of that one's half."""
+        smem = self.smem
+        count, share, members = const_expr(cute.size(acc)), const_expr(smem.share), const_expr(smem.members)
+        inbox = cute.recast_ptr(storage + smem.inbox_at, dtype=Float32)
+        inbox_squares = cute.recast_ptr(storage + smem.squares_at, dtype=Float32) + 2 * tid
+        met = cute.recast_ptr(storage + smem.barriers_at, dtype=Int64) + 2 * smem.stages
+        bits = cute.recast_tensor(acc, Int32)
+        cute.arch.cluster_wait()  # both have set up their barriers
+        for part in cutlass.range_constexpr(2):
+            if split != part:
+                for i in cutlass.range_constexpr(0, min(share, count - part * share), 4):
+                    four = tuple([bits[part * share + i + j] for j in range(4)])
+                    cute.arch.store_async_dsmem((inbox + members * i + 4 * tid).align(16), four, met, part)
+                if const_expr(self.squaring):
+                    pair = cute.recast_tensor(factors, Int32)
+                    cute.arch.store_async_dsmem(inbox_squares.align(8), (pair[0], pair[1]), met, part)
+        finish = self.finish
+        for part in cutlass.range_constexpr(2):
+            if split == part:
+                begin, size = const_expr(part * share), const_expr(min(share, count - part * share))
+                if tid == 0:
+                    sent = const_expr(4 * size + (8 if self.squaring else 0))
+                    cute.arch.mbarrier_arrive_and_expect_tx(met, sent * members)
+                cute.arch.mbarrier_wait(met, 0)
+                some = cute.make_rmem_tensor(size, Float32)
+                for i in cutlass.range_constexpr(0, size, 4):
+                    theirs = cute.make_rmem_tensor(4, Float32)
+                    left = (inbox + members * i + 4 * tid).align(16)
+                    cute.autovec_copy(cute.make_tensor(left, cute.make_layout(4)), theirs)
+                    for j in cutlass.range_constexpr(4):
+                        some[i + j] = acc[begin + i + j] + theirs[j]
+                if const_expr(self.squaring):
+                    squares = cute.make_tensor(inbox_squares, cute.make_layout(2))
+                    _, _, _, _, _, _, eps = operands
+                    for half in cutlass.range_constexpr(2):
+                        factors[half] = cute.math.rsqrt((factors[half] + squares[half]) / k + eps)
+                finish(tid, some, factors, tCcD, begin, storage, place, operands)
+
+    @cute.jit
+    def finish(
+        self,
+        tid: Int32,
+        acc: cute.Tensor,
+        factors: cute.Tensor | None,
+        tCcD: cute.Tensor,
+        begin: cutlass.Constexpr[int],
+        storage: cute.Pointer,
+        place: tuple[Int32, ...],
+        operands: tuple,
+    ):
+        """Scales, adds, activates, rounds and stores ``acc``, this thread's sums from number ``begin`` on.
+
+        In pairs, as the MMA leaves them; where out is aligned by way of shared memory, so that 16 bytes are a store.
+        """
+        mD, mC, mBias, _, alpha, beta, _ = operands
+        n = cute.size(mD, mode=[1])
+        _, _, _, own_n, first_column = place
+        dtype = mD.element_type
+        activate, row_of = self.activation.apply, self.row_of
+        through = const_expr(self.out_align == WIDEST)
+        members, rows = const_expr(self.smem.members), const_expr(self.smem.tile_m)
+        width = const_expr(cute.size(acc) // self.smem.SUMS_PER_BLOCK * 8)
+        begin_column = const_expr(begin // self.smem.SUMS_PER_BLOCK * 8)
+        sD = cute.make_tensor(
+            cute.recast_ptr(storage, dtype=dtype),
+            cute.make_layout((rows, width), stride=(self.smem.out_pitch, 1)),
+        )
+        if const_expr(through):
+            cute.arch.barrier(barrier_id=1, number_of_threads=members)  # all have read their stages
+        for i in cutlass.range_constexpr(0, cute.size(acc), 2):
+            at, across = tCcD[begin + i]
+            row, mine = row_of(at, place, cute.size(mD, mode=[0]))
+            column = first_column + across
+            pair = cute.make_rmem_tensor(2, Float32)
+            for j in cutlass.range_constexpr(2):
+                pair[j] = alpha * acc[i + j]
+                if const_expr(factors is not None):
+                    pair[j] = pair[j] * factors[(i + j) % 4 // 2]
+                if const_expr(mC is not None or mBias is not None):  # noqa: SIM102  known when compiled
+                    if mine and column + j >= own_n and column + j < n:
+                        if const_expr(mC is not None):
+                            pair[j] = pair[j] + beta * mC[row, column + j].to(Float32)
+                        if const_expr(mBias is not None):
+                            pair[j] = pair[j] + mBias[column + j].to(Float32)
+            rounded = cute.make_rmem_tensor(2, dtype)
+            rounded.store(activate(pair.load()).to(dtype))
+            if const_expr(through):
+                if at < rows:
+                    left = (sD.iterator + cute.crd2idx((at, across - begin_column), sD.layout)).align(4)
+                    cute.autovec_copy(rounded, cute.make_tensor(left, cute.make_layout(2)))
+            elif const_expr(self.out_align > 1):
+                if mine and column >= own_n and column < n:
+                    target = (mD.iterator + cute.crd2idx((row, column), mD.layout)).align(4)
+                    cute.autovec_copy(rounded, cute.make_tensor(target, cute.make_layout(2)))
+            else:
+                for j in cutlass.range_constexpr(2):
+                    if mine and column + j >= own_n and column + j < n:
+                        mD[row, column + j] = rounded[j]
+        if const_expr(through):
+            cute.arch.barrier(barrier_id=1, number_of_threads=members)
+            across = const_expr(width // WIDEST)
+            for vector in cutlass.range(tid, rows * across, members, unroll=2):
+                at = vector // across
+                row, mine = row_of(at, place, cute.size(mD, mode=[0]))
+                inside = vector % across * WIDEST
+                column = first_column + begin_column + inside
+                if mine and column >= own_n and column < n:
+                    taken = cute.make_rmem_tensor(WIDEST, dtype)
+                    left = (sD.iterator + cute.crd2idx((at, inside), sD.layout)).align(16)
+                    target = (mD.iterator + cute.crd2idx((row, column), mD.layout)).align(16)
+                    cute.autovec_copy(cute.make_tensor(left, cute.make_layout(WIDEST)), taken)
+                    cute.autovec_copy(taken, cute.make_tensor(target, cute.make_layout(WIDEST)))
+
+    @cute.jit
+    def row_of(self, at: Int32, place: tuple[Int32, ...], m: Int32) -> tuple[Int32, cutlass.Boolean]:
+        """Which row of out is this tile's ``at``-th, and whether it is this tile's to store."""
+        own_m, first_row, later, _, _ = place
+        row, least = first_row + at, own_m
+        if at >= self.head:  # of the second box, what the first has not
+            row, least = later + at - self.head, cutlass.max(own_m, first_row + self.head)
+        return row, at < self.smem.tile_m and row >= least and row < m
