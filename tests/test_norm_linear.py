@@ -220,6 +220,40 @@ def test_the_paths_a_problem_has(op: NormLinear[Any]) -> None:
         NormLinearConfig.parse(str(CHAIN).replace("chain", "both"))
 
 
+def test_what_the_specialized_body_refuses() -> None:
+    spec = gpu.lookup("h200")
+    few = RMS_NORM_LINEAR.Problem.parse("m=64 n=18944 k=3584")
+    config = RMS_NORM_LINEAR.default(few, spec)
+    assert (config.path, config.body) == ("fused", "specialized")
+    for words, said in (
+        ("m=64 n=18944 k=3584 dtype=fp16", "the range of fp16"),
+        ("m=64 n=18948 k=3584", "8 outputs at a time"),
+        ("m=129 n=18944 k=3584", "128 tokens or fewer"),
+        ("m=64 n=18944 k=3584 layout=any", "16-byte aligned"),
+    ):
+        problem = RMS_NORM_LINEAR.Problem.parse(words)
+        assert said in " ".join(RMS_NORM_LINEAR._broken(problem, config, spec))
+        assert RMS_NORM_LINEAR.default(problem, spec) == CHAIN
+    unweighted = RMS_NORM_LINEAR.Problem.parse("m=64 n=18944 k=3584 dtype=fp16 norm_weight=none")
+    assert RMS_NORM_LINEAR.why_not(unweighted, config, spec) is None, "nothing multiplies x"
+    gated = LINEAR_SILU_MUL.Problem.parse("m=64 n=9472 k=3584 norm=1 norm_weight=same")
+    assert "no gate behind" in str(LINEAR_SILU_MUL.why_not(gated, config, spec))
+    assert "body=specialized takes warps_m from 1" in str(RMS_NORM_LINEAR.why_not(few, config.replace(warps_m=2), spec))
+    assert "no warpgroup MMA" in str(RMS_NORM_LINEAR.why_not(few, config, gpu.lookup("a100")))
+
+
+def test_the_default_is_fused_where_weighing_hides() -> None:
+    spec = gpu.lookup("h200")
+
+    def path(m: int, n: int, k: int = 3584) -> str:
+        return RMS_NORM_LINEAR.default(RMS_NORM_LINEAR.Problem.parse(f"m={m} n={n} k={k}"), spec).path
+
+    assert [path(m, 18944) for m in (1, 16, 64, 128)] == ["fused"] * 4
+    assert [path(m, 3584) for m in (1, 16, 64, 128)] == ["chain", "chain", "fused", "chain"]
+    assert path(16, 6144, 4096) == "chain", "weighing would take most of the product's time"
+    assert path(64, 37888) == "chain", "two waves of CTAs"
+
+
 def test_rows_of_a_gate_come_by_eights() -> None:
     spec = gpu.lookup("h200")
     some = next(c for c in LINEAR_SILU_MUL.valid(LINEAR_SILU_MUL.Problem.parse("m=8 n=64 k=64"), spec) if c != CHAIN)

@@ -33,6 +33,7 @@ LEAST_IN_FLIGHT = 32 * 1024  # bytes of stages
 # its own number of columns, is not taken over where it would leave an SM in three idle.
 LEAST_BUSY = 0.8
 _OTHER_REGISTERS = 40
+_WEIGHING_REGISTERS = 56  # of k-tiles of 128: fragments as they come and as they are multiplied, the norm's weight
 _GRID_AXIS = 65535
 
 # The model's constants, fitted to 343 runs of 12 problems on an H200 (2026-11-22): 10 % off, root mean square (runs
@@ -136,15 +137,16 @@ def broken(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) 
     frame = smem(c, extras)
     if frame.total_bytes > gpu.smem_per_block_bytes:
         yield f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
-    needed = c.ctas_per_sm * (frame.total_bytes + gpu.SMEM_RESERVED_BYTES)
-    if needed > gpu.smem_per_sm_bytes:
-        yield f"{c.ctas_per_sm} CTAs take {needed} bytes of an SM's {gpu.smem_per_sm_bytes} of shared memory"
+    taken = c.ctas_per_sm * (frame.total_bytes + gpu.SMEM_RESERVED_BYTES)
+    if taken > gpu.smem_per_sm_bytes:
+        yield f"{c.ctas_per_sm} CTAs take {taken} bytes of an SM's {gpu.smem_per_sm_bytes} of shared memory"
     in_flight = c.ctas_per_sm * c.stages * frame.stage_bytes
     if in_flight < LEAST_IN_FLIGHT:
         yield f"{in_flight} bytes of stages keep too few in flight: take {LEAST_IN_FLIGHT} or more"
     available = min(gpu.MAX_REGISTERS_PER_THREAD, gpu.REGISTERS_PER_SM // (_reserved_threads(c) * c.ctas_per_sm))
-    if registers_per_thread(c) > available:
-        yield f"a thread needs about {registers_per_thread(c)} registers; it has {available}"
+    needed = registers_per_thread(c) + (_WEIGHING_REGISTERS * c.tile_k // 128 if extras != PLAIN else 0)
+    if needed > available:
+        yield f"a thread needs about {needed} registers; it has {available}"
     if c.split_k > 1 and waves(p, c, gpu)[c.tile_m][0] > 1:
         yield f"split_k={c.split_k}: the tiles fill the GPU without"
     if c.split_k * 2 > -(-p.k // c.tile_k) and c.split_k > 1:
@@ -170,16 +172,16 @@ def estimate_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PL
     if p.m == 0 or p.n == 0:
         return 0.0
     frame, rows = smem(c), GROUP_TOKENS * groups(c)
-    weighed = extras != PLAIN
     ctas = -(-p.n // c.tile_m) * -(-p.m // rows) * c.split_k
     k_tiles = -(-p.k // c.tile_k) / c.split_k
+    weighed = weighing_us(p, c) / k_tiles if extras != PLAIN else 0.0
 
     def wave_us(together: int) -> float:
         step = max(
             together * frame.stage_bytes / _SM_BYTES_PER_US,
             together * 2 * rows * (c.tile_m + _COLUMNS_LOST) * c.tile_k / _SM_FLOPS_PER_US,
             _LATENCY_US / (c.stages - 1),
-            together * groups(c) * weighed * _WEIGHED_US * c.tile_k,
+            together * weighed,
         )
         return k_tiles * step * (1.0 + _SHALLOW / c.stages) + together * rows * c.tile_m / _SUMS_PER_US
 
@@ -190,6 +192,11 @@ def estimate_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PL
     dram = 2.0 * p.n * (p.k + p.m) / (_DRAM_RATE * gpu.dram_gbps * 1e3 * asking)
     fixed = _LAUNCH_US + (0.0 if c.pdl else _UNDEPENDENT_US) + (_SPLIT_US if c.split_k > 1 else 0.0)
     return float(fixed + max(busy, dram) - (gemm_ahead.saved_us(c) if ctas <= room else 0.0))
+
+
+def weighing_us(p: GemmProblem, c: GemmConfig) -> float:
+    """What a CTA's warps need to square its tokens and multiply them by the norm's weight."""
+    return -(-p.k // c.tile_k) / c.split_k * c.tile_k * groups(c) * _WEIGHED_US
 
 
 def body(p: GemmProblem, c: GemmConfig, norm: Any = None, extras: Extras = PLAIN) -> Any:

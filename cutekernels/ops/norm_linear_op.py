@@ -54,6 +54,8 @@ _SQUARES_US_PER_TOKEN = 0.02
 # 38.8 at 128; 3584, where DRAM leaves less time for weighing: 8.44 and 8.05, 8.94 and 8.80, 9.10 and 9.68, 12.6 and
 # 11.2.
 _NORM_US = 0.7
+# Of the product's time that weighing may take and be hidden: 6144 x 4096, 16 tokens, 0.75 of it, 15.4 us and 14.5.
+_HIDDEN = 0.7
 
 
 # ---- ops ------------------------------------------------------------------------------------------------
@@ -113,21 +115,31 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
     def valid(self, p: N, gpu: GpuSpec) -> Iterator[NormLinearConfig]:
         if p.layout != "aligned" or next(gemm_skinny.refused(p.product), None) is not None:
             return iter([CHAIN])
-        return super().valid(p, gpu)
+        bodies = {"skinny": gemm_skinny, "specialized": gemm_specialized}
+        tiles = {(body, tile) for body, own in bodies.items() for tile in own.fitting_tiles(p.product)}
+        likely = (c for c in NormLinearConfig.every() if c == CHAIN or (c.body, c.tile_n) in tiles)
+        return (c for c in likely if self.why_not(p, c, gpu) is None)
 
     def default(self, p: N, gpu: GpuSpec) -> NormLinearConfig:
-        """The specialized body's best by its model, where weighing rows costs less than a kernel for it; the chain."""
+        """The specialized body's best by its model where all of its CTAs run at once and weighing rows hides behind the
+        loads, and costs less than a kernel for it; else the chain.
+        """
         stored = self._stored(p)
         if p.layout != "aligned" or 0 in (p.m, p.n) or next(gemm_specialized.refused(stored, gpu), None) is not None:
             return CHAIN
         tiles = gemm_specialized.fitting_tiles(p.product)[:1]
-        among = [c for c in _shortlist() if c.tile_n in tiles and self.why_not(p, c, gpu) is None]
+        among = [
+            c
+            for c in _shortlist()
+            if c.tile_n in tiles and -(-p.n // c.tile_m) * c.split_k <= gpu.sm_count and self.why_not(p, c, gpu) is None
+        ]
         if not among:
             return CHAIN
         fused = {c: self.estimate_us(p, c, gpu) for c in among}
         best = min(among, key=lambda c: (fused[c], gemm_specialized.preference(c.product)))
         alone = min(gemm_specialized.estimate_us(stored, c.product, gpu) for c in among)
-        return best if fused[best] < alone + _NORM_US else CHAIN
+        hidden = gemm_specialized.weighing_us(stored, best.product) < _HIDDEN * alone
+        return best if hidden and fused[best] < alone + _NORM_US else CHAIN
 
     def estimate_us(self, p: N, c: NormLinearConfig, gpu: GpuSpec) -> float:
         """The models of the ops it launches, one after the other; or the skinny product's and what goes with it."""
