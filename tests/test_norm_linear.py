@@ -242,6 +242,18 @@ def test_what_the_specialized_body_refuses() -> None:
     assert "no warpgroup MMA" in str(RMS_NORM_LINEAR.why_not(few, config, gpu.lookup("a100")))
 
 
+@pytest.mark.parametrize(("n", "pitch", "layout"), [(256, 256, "aligned"), (256, 300, "inputs"), (255, 300, "aligned")])
+def test_a_result_whose_rows_are_not_aligned_is_for_the_skinny_body(n: int, pitch: int, layout: str) -> None:
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16)
+
+    operands = empty(16, 512), empty(512), empty(n, 512), None, None
+    posed = RMS_NORM_LINEAR.problem(empty(16, pitch)[:, :n], *operands, activation="none")
+    assert posed.layout == layout
+    bodies = {c.body for c in RMS_NORM_LINEAR.valid(posed, gpu.lookup("h200")) if c.path == "fused"}
+    assert bodies == ({"skinny", "specialized"} if (n, layout) == (256, "aligned") else {"skinny"})
+
+
 def test_the_default_is_fused_where_weighing_hides() -> None:
     spec = gpu.lookup("h200")
 

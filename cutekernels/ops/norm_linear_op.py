@@ -89,7 +89,7 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
             allowed = FUSED[c.body].get(name, values[:1])
             if getattr(c, name) not in allowed:
                 yield f"body={c.body} takes {name} from {', '.join(map(str, allowed))}; it is {getattr(c, name)}"
-        if p.layout != "aligned":
+        if p.layout == "any":
             yield "path=fused takes rows of x and weight 16-byte aligned, K contiguous, of less than 2^31 elements"
         if p.k == 0:
             yield "path=fused needs a K to sum over"
@@ -108,12 +108,12 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
             yield "body=specialized multiplies x by norm_weight before rstd is known, which may leave the range of fp16"
         if p.m > gemm_skinny.MOST_TOKENS:
             yield f"path=fused takes {gemm_skinny.MOST_TOKENS} tokens or fewer; there are {p.m}"
-        if p.n % WIDEST:
-            yield f"body=specialized stores {WIDEST} outputs at a time; there are {p.n}"
+        if p.n % WIDEST or p.layout == "inputs":
+            yield f"body=specialized stores {WIDEST} outputs at a time, aligned: n={p.n}, layout={p.layout}"
         yield from gemm_specialized.broken(self._stored(p), c.product, gpu, p.extras)
 
     def valid(self, p: N, gpu: GpuSpec) -> Iterator[NormLinearConfig]:
-        if p.layout != "aligned" or next(gemm_skinny.refused(p.product), None) is not None:
+        if p.layout == "any" or next(gemm_skinny.refused(p.product), None) is not None:
             return iter([CHAIN])
         bodies = {"skinny": gemm_skinny, "specialized": gemm_specialized}
         tiles = {(body, tile) for body, own in bodies.items() for tile in own.fitting_tiles(p.product)}
@@ -299,6 +299,8 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         return (x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if self.gates else 1))),)
 
     def outputs(self, p: N, *args: Any) -> tuple[Tensor, ...]:
+        if p.layout == "inputs":  # rows of the result further apart, so that few are aligned
+            return (args[0].new_empty((p.m, p.n + 1))[:, : p.n],)
         return self.fresh(*args[: len(self.inputs)])
 
     def work(self, p: N) -> Work:
@@ -361,11 +363,13 @@ def _posed(y: Tensor, x: Tensor, weight: Tensor, norm_weight: Tensor | None) -> 
         aligned = (
             flat.stride(-1) == weight.stride(-1) == y.stride(-1) == 1
             and min(alignment(flat), alignment(weight)) == WIDEST
-            and (y.shape[-1] % WIDEST > 0 or alignment(y) == WIDEST)
             and (norm_weight is None or norm_weight.data_ptr() % 16 == 0)
             and max(map(span_bytes, (flat, weight, y))) < 2 * 2**31
         )
-    return {"m": m, "n": y.shape[-1], "k": k, "dtype": _NAMES[x.dtype], "layout": "aligned" if aligned else "any"}
+    n = y.shape[-1]
+    whole = n % WIDEST > 0 or alignment(y) == WIDEST
+    layout = "any" if not aligned else "aligned" if whole else "inputs"
+    return {"m": m, "n": n, "k": k, "dtype": _NAMES[x.dtype], "layout": layout}
 
 
 class RmsNormLinear(NormLinear[RmsNormLinearProblem]):
@@ -382,6 +386,7 @@ class RmsNormLinear(NormLinear[RmsNormLinearProblem]):
         "m=100 n=513 k=328 dtype=fp16",
         "m=256 n=3584 k=3584",
         "m=3 n=70 k=131 layout=any",
+        "m=5 n=512 k=1024 layout=inputs",
     )
     Problem = RmsNormLinearProblem
     inputs = ("x", "norm_weight", "weight", "bias", "rstd")

@@ -28,13 +28,17 @@ def _either(knob: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class NormLinearProblem(Problem):
-    """m tokens, n outputs of each, k. ``layout``: ``aligned`` where the fused kernel takes the operands as they lie."""
+    """m tokens, n outputs of each, k.
+
+    ``layout``: ``aligned`` where a fused kernel takes all operands as they lie, ``inputs`` where rows of the result are
+    not 16-byte aligned though there are outputs for it, ``any`` where no fused kernel does.
+    """
 
     m: int = extent(ladder)
     n: int = extent()
     k: int = extent()
     dtype: str = plain("bf16", "fp16")
-    layout: str = plain("aligned", "any")
+    layout: str = plain("aligned", "any", "inputs")
 
     @property
     @abstractmethod
@@ -50,7 +54,7 @@ class NormLinearProblem(Problem):
     def product(self) -> GemmProblem:
         """The product alone, its weight as ``nn.Linear`` keeps it."""
         rows = self.n * (2 if self.extras.gated else 1)
-        align = WIDEST if self.layout == "aligned" and self.k % WIDEST == 0 else 1
+        align = WIDEST if self.layout != "any" and self.k % WIDEST == 0 else 1
         return GemmProblem(
             m=self.m, n=rows, k=self.k, dtype=self.dtype, b_major="k", a_align=align, b_align=align, out_align=1
         )
