@@ -7,10 +7,13 @@ Schedule:
     ``tile_n`` is any multiple of 16 up to 256: what deals N out evenly. H200, 64 tokens, N = 18944, K = 3584: 132 tiles
     of 144 rows are one for each SM; with warp MMA such a tile is bound by its SM's instructions and not by DRAM, and
     takes 39.0 us (2026-11-22).
-    ``split`` CTAs of a cluster share a tile's K. Each sends the others its sums of their shares, into shared memory of
-    theirs, and adds up an equal share of everybody's in the order of K, so the result is the same each time. As stores
-    that ring the receiver's barrier this takes 0.7 us less than with barriers of the cluster (64 tokens x 3584: 9.1 us
-    and 8.4, 2026-11-22).
+    With ``split`` = 2 the two CTAs of a cluster share a tile's K. Each sends the other its sums of that one's half of
+    the columns, into shared memory there, and adds up its own half, so the result is the same each time. As stores that
+    ring the receiver's barrier this takes 0.7 us less than with barriers of the cluster (64 tokens x 3584: 9.1 us and
+    8.4, 2026-11-22).
+    With a ``norm`` X's fragments go through registers, where they are squared and multiplied by the norm's weight, half
+    a k-tile while the products of the other half run; rstd multiplies the sums. A k-tile of 128 takes a group's warps
+    about 0.36 us: hidden where N is large, 0.7 us longer than without at 64 tokens x 3584 (2026-11-22).
     As a dependent launch a CTA asks the L2 for its first ``ahead`` k-tiles of W while the kernel ahead still runs, and
     lets the next kernel in when its own last loads are on their way (``ops/gemm_ahead.py``).
     Where rows of out are aligned its results go through shared memory, in the place of the stages, and leave as whole
