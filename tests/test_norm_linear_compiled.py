@@ -127,6 +127,24 @@ def test_squares_and_weights_cost_what_they_should() -> None:
     }  # fmt: skip
 
 
+def test_tokens_are_squared_and_weighed_beside_warpgroup_mma() -> None:
+    """Per k-block and thread: 8 squares, 4 packed multiplications, 2 loads of the weight; nothing waits for an MMA."""
+    text = "m=64 n=18944 k=3584"
+    config = RMS_NORM_LINEAR.default(RMS_NORM_LINEAR.Problem.parse(text), gpu.lookup("h200"))
+    assert (config.body, config.tile_k) == ("specialized", 128)
+    found = {change: opcodes("rms_norm_linear", f"{text} {change}", config) for change in ("", "norm_weight=none")}
+    blocks = 128 // 16
+    for change, ops in found.items():
+        assert sum(n for op, n in ops.items() if op.startswith("HGMMA")) == blocks
+        assert ops["LDSM.16.M88.4"] == blocks
+        assert ops["HMUL2.BF16_V2"] == (0 if change else 4 * blocks)
+        assert ops["FFMA"] >= 8 * blocks
+    # One wait before each half's registers are overwritten and one at the end: the compiler adds none.
+    assert found[""]["WARPGROUP.DEPBAR.LE"] == 3
+    given = opcodes("rms_norm_linear", f"{text} rstd=given", config)
+    assert given["FFMA"] < 8 * blocks
+
+
 def test_a_chain_has_no_kernel_of_its_own(tmp_path: Any) -> None:
     op = RMS_NORM_LINEAR
     p = op.Problem.parse("m=300 n=64 k=64")
@@ -166,4 +184,38 @@ def test_fragments_lie_where_the_norm_looks(tokens: int, monkeypatch: pytest.Mon
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     cute.compile(look)
     assert len(found) == 64 * tokens // 8 * 16
+    assert all(tuple(map(int, at)) == wanted for at, wanted in found)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_fragments_of_tokens_lie_where_the_norm_looks(groups: int) -> None:
+    """A fragments: token lane/4 of a warp's 16 and 8 more, k as above; sums of the same two tokens in one thread."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+    from cutlass.utils import hopper_helpers
+
+    found = []
+
+    def collect() -> None:
+        k_major = OperandMajorMode.K
+        mma = hopper_helpers.make_trivial_tiled_mma(
+            cutlass.BFloat16, cutlass.BFloat16, k_major, k_major, cutlass.Float32, (groups, 1, 1), (64, 32),
+            warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+        tokens = 64 * groups
+        for thread, i in product(range(128 * groups), range(8)):
+            lane, rest, half, v = thread % 32, i // 4, i // 2 % 2, i % 2
+            a = mma.get_slice(thread).partition_A(cute.make_identity_tensor((tokens, 16)))
+            c = mma.get_slice(thread).partition_C(cute.make_identity_tensor((tokens, 32)))
+            token = thread // 32 * 16 + lane // 4 + 8 * half
+            found.append((a[(v, half, rest), 0, 0], (token, 8 * rest + lane % 4 * 2 + v)))
+            found.append((c[(v, half, rest), 0, 0], (token, 8 * rest + lane % 4 * 2 + v)))
+
+    @cute.jit
+    def look() -> None:
+        collect()
+
+    cute.compile(look, options="--gpu-arch=sm_90a")
+    assert len(found) == 128 * groups * 16
     assert all(tuple(map(int, at)) == wanted for at, wanted in found)

@@ -2,8 +2,8 @@
 
 A config's ``path`` is ``fused``, one kernel, or ``chain``, the norm, the product and the gate as they are tuned
 themselves. So the tuner times the one against the other, and the dispatcher never makes a call slower than our own ops
-one after the other. A fused kernel's ``body`` is ``gemm``'s: ``kernels/cute/gemm_skinny.py`` with a norm in front of the
-product or a gate behind it, or ``gemm_specialized.py`` with a norm in front.
+one after the other. A fused kernel's ``body`` is one of ``gemm``'s: ``kernels/cute/gemm_skinny.py`` with a norm in
+front of the product or a gate behind it, or ``gemm_specialized.py`` with a norm in front.
 """
 
 from __future__ import annotations
