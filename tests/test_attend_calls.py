@@ -8,16 +8,17 @@ from __future__ import annotations
 import gc
 import inspect
 import math
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from host_cost import host_cost
 from torch import Tensor
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import BaseTorchDispatchMode
@@ -577,19 +578,11 @@ def test_a_launch_that_fails_is_not_remembered(seen: Seen, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", ["plain", "packed", "decode", "decode, pages"])
-def test_a_warm_call_costs_the_host_less_than_20_us(seen: Seen, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """All but the kernel. A shared core is noisy, so: the best of seven medians. 8 to 13 when this was written."""
+def test_a_warm_call_costs_the_host_less_than_42_keys(seen: Seen, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """All but the kernel. 16, 24, 26 and 27 on 2026-11-22, on a box where a key takes 1.1 us."""
     function, given = CALLS[name]()
     monkeypatch.setattr(seen, "kernel", lambda *args: None)
-    clock, medians = time.perf_counter_ns, []
     function(**given)
-    for _ in range(7):
-        chunks = []
-        for _ in range(50):
-            begin = clock()
-            for _ in range(10):
-                function(**given)
-            chunks.append(clock() - begin)
-        medians.append(sorted(chunks)[25] / 10 / 1000)
+    found = host_cost(partial(function, **given), calls=10, chunks=50)
     assert seen.general == 1
-    assert min(medians) < 20.0, medians
+    assert found < 42

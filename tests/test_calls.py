@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from host_cost import host_cost
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -216,22 +217,14 @@ def test_a_launch_called_with_tensors_passes_what_follows_from_their_strides() -
     assert plain == [(1, 2, 7)]
 
 
-def test_a_warm_call_costs_the_host_less_than_3_us(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the launch itself. A shared core is noisy, so: the best of seven medians. 1.9 when this was written."""
+def test_a_warm_call_costs_the_host_less_than_5_keys(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the launch itself. 2.9 on 2026-11-22, on a box where a key takes 1.1 us."""
     monkeypatch.setattr(kernel, "settled", lambda grid, numbers, others: lambda addresses, scalars: None)
     gate, up, out = (torch.randn(16, 4096, dtype=BF16) for _ in range(3))
-    results, inputs, call, clock = (out,), (gate, up), calls.run, time.perf_counter_ns
+    results, inputs, call = (out,), (gate, up), calls.run
     call(SILU_MUL, results, inputs)
-    medians = []
-    for _ in range(7):
-        chunks = []
-        for _ in range(100):
-            begin = clock()
-            for _ in range(50):
-                call(SILU_MUL, results, inputs)
-            chunks.append(clock() - begin)
-        medians.append(sorted(chunks)[50] / 50 / 1000)
-    assert min(medians) < 3.0, medians
+    found = host_cost(partial(call, SILU_MUL, results, inputs), calls=50, chunks=100)
+    assert found < 5
 
 
 # ---- how Triton is called -------------------------------------------------------------------------------

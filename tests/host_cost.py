@@ -1,0 +1,35 @@
+"""What a call costs the host, for tests that hold it to a limit on machines of any speed, whose cores others share.
+
+The unit is what any dispatcher must do for one tensor: make a key of what it looks like, and look it up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+
+def host_cost(call: Callable[[], object], *, calls: int, chunks: int) -> float:
+    """How many keys of a tensor ``call`` is worth: the best of seven medians, each beside that of keys."""
+    keyed = torch.empty(4, 8, 16)
+    known: dict[object, object] = {}
+
+    def key() -> object:
+        t = keyed
+        return known.get((t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr()))
+
+    found = []
+    for _ in range(7):
+        both = [(_ns(call, calls), _ns(key, 20)) for _ in range(chunks)]
+        found.append(median(taken for taken, _ in both) / median(unit for _, unit in both))
+    return min(found)
+
+
+def _ns(call: Callable[[], object], calls: int) -> float:
+    begin = time.perf_counter_ns()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter_ns() - begin) / calls
