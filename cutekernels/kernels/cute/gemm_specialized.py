@@ -310,18 +310,14 @@ class SpecializedGemm:
             if const_expr(self.split > 1):
                 cute.arch.cluster_wait()
         else:
-            consume = self.consume
-            thr_mma = tiled_mma.get_slice(cute.arch.make_warp_uniform(tid // GROUP) * GROUP)
             shape = tiled_mma.partition_shape_C((self.tile_m, self.tile_n))
             acc = cute.make_rmem_tensor(shape, Float32)  # ((2, 2, N / 8), 1, 1)
             factors = None
-            if const_expr(self.norm is None):
-                consume(tid, acc, thr_mma, tiled_mma, sX, sW, full, empty, first, end)
-            else:
+            if const_expr(self.norm is not None):
                 factors = cute.make_rmem_tensor(2, Float32)  # of this thread's rows
                 factors.fill(0.0)
-                weigh = self.consume_weighed
-                weigh(tid, acc, factors, tiled_mma, sX, sW, sG, full, empty, first, end)
+            consume = self.consume
+            consume(tid, acc, factors, tiled_mma, sX, sW, sG, full, empty, first, end)
             cD = cute.make_identity_tensor((self.tile_m, self.tile_n))
             tCcD = tiled_mma.get_slice(tid).partition_C(cD)  # ((2, 2, N / 8), 1, 1)
             place = (own_m, row, later, own_n, column)
@@ -382,43 +378,7 @@ class SpecializedGemm:
         self,
         tid: Int32,
         acc: cute.Tensor,
-        thr_mma: cute.TiledMma,
-        tiled_mma: cute.TiledMma,
-        sX: cute.Tensor,
-        sW: cute.Tensor,
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        first: Int32,
-        end: Int32,
-    ):
-        """Multiplies what comes; a stage is given back when the products of the next are under way."""
-        rX = tiled_mma.make_fragment_A(thr_mma.partition_A(sX))  # descriptors: (MMA, MMA_M, MMA_K, STAGE)
-        rW = tiled_mma.make_fragment_B(thr_mma.partition_B(sW))
-        acc.fill(0.0)
-        tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-        stage, before, phase = Int32(0), Int32(0), Int32(0)
-        for k_tile in cutlass.range(first, end, unroll=1):
-            cute.arch.mbarrier_wait(full + stage, phase)
-            warpgroup.fence()
-            for kb in cutlass.range_constexpr(self.tile_k // 16):
-                cute.gemm(tiled_mma, acc, rX[None, None, kb, stage], rW[None, None, kb, stage], acc)
-            warpgroup.commit_group()
-            warpgroup.wait_group(1)
-            if k_tile > first and tid % GROUP == 0:
-                cute.arch.mbarrier_arrive(empty + before)
-            before = stage
-            stage = stage + 1
-            if stage == self.stages:
-                stage = Int32(0)
-                phase = phase ^ 1
-        warpgroup.wait_group(0)
-
-    @cute.jit
-    def consume_weighed(
-        self,
-        tid: Int32,
-        acc: cute.Tensor,
-        squares: cute.Tensor,  # (2,)
+        squares: cute.Tensor | None,  # (2,)
         tiled_mma: cute.TiledMma,
         sX: cute.Tensor,
         sW: cute.Tensor,
@@ -428,51 +388,31 @@ class SpecializedGemm:
         first: Int32,
         end: Int32,
     ):
-        """As :meth:`consume`, with X's fragments in registers, where they are squared and weighed.
-
-        Half of a tile is read and weighed while the products of the other half run.
-        """
-        dtype = sX.element_type
-        blocks = const_expr(self.tile_k // 16)
-        thr_mma = tiled_mma.get_slice(tid)
-        rX = thr_mma.make_fragment_A(thr_mma.partition_A(sX)[None, None, None, 0])  # ((2, 2, 2), 1, MMA_K)
+        """Multiplies what comes; a stage is given back when the products of the next are under way."""
         of_group = tiled_mma.get_slice(cute.arch.make_warp_uniform(tid // GROUP) * GROUP)
+        rX = sums = None
+        if const_expr(self.norm is None):
+            rX = tiled_mma.make_fragment_A(of_group.partition_A(sX))  # descriptors: (MMA, MMA_M, MMA_K, STAGE)
+        else:
+            thr_mma = tiled_mma.get_slice(tid)
+            rX = thr_mma.make_fragment_A(thr_mma.partition_A(sX)[None, None, None, 0])  # ((2, 2, 2), 1, MMA_K)
+            sums = cute.make_rmem_tensor((2, 2), Float32)
+            sums.fill(0.0)
         rW = tiled_mma.make_fragment_B(of_group.partition_B(sW))  # descriptors
-        to_x = cute.make_tiled_copy_A(cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), dtype), tiled_mma)
-        ldm_x = to_x.get_slice(tid)
-        raw = cute.make_rmem_tensor(((2, 2, 2), 1, blocks // 2), dtype)
-        tCsX, tCrX = ldm_x.partition_S(sX), ldm_x.retile(raw)
-        square, weigh = self.norm.square, self.norm.weigh
-        sums = cute.make_rmem_tensor((2, 2), Float32)
-        sums.fill(0.0)
-        if const_expr(self.weighted):
-            of_fragments = self.norm.of_fragments
-            tCsG = of_fragments(tid % 32, sG)  # ((2, 2), MMA_K, STAGE)
-            rG = cute.make_rmem_tensor(((2, 2), blocks // 2), sG.element_type)
         acc.fill(0.0)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+        multiply_weighed = self.multiply_weighed
         stage, before, phase = Int32(0), Int32(0), Int32(0)
         for k_tile in cutlass.range(first, end, unroll=1):
             cute.arch.mbarrier_wait(full + stage, phase)
-            for half in cutlass.range_constexpr(2):
-                begin = const_expr(half * blocks // 2)
-                for i in cutlass.range_constexpr(blocks // 2):
-                    cute.copy(to_x, tCsX[None, None, begin + i, stage], tCrX[None, None, i])
-                    if const_expr(self.weighted):
-                        cute.autovec_copy(tCsG[None, begin + i, stage], rG[None, i])
-                warpgroup.wait_group(1)  # this half's registers are free
-                for i in cutlass.range_constexpr(blocks // 2):
-                    if const_expr(self.weighted):
-                        weigh(raw[None, None, i], rG[None, i], rX[None, None, begin + i])
-                    else:
-                        rX[None, None, begin + i].store(raw[None, None, i].load())
+            if const_expr(self.norm is None):
                 warpgroup.fence()
-                for i in cutlass.range_constexpr(begin, begin + blocks // 2):
-                    cute.gemm(tiled_mma, acc, rX[None, None, i], rW[None, None, i, stage], acc)
+                for kb in cutlass.range_constexpr(self.tile_k // 16):
+                    cute.gemm(tiled_mma, acc, rX[None, None, kb, stage], rW[None, None, kb, stage], acc)
                 warpgroup.commit_group()
-                if const_expr(self.squaring):  # while they are multiplied
-                    for i in cutlass.range_constexpr(blocks // 2):
-                        square(sums, raw[None, None, i])
+                warpgroup.wait_group(1)
+            else:
+                multiply_weighed(tid, acc, sums, tiled_mma, sX, rX, rW, sG, stage)
             if k_tile > first and tid % GROUP == 0:
                 cute.arch.mbarrier_arrive(empty + before)
             before = stage
@@ -484,3 +424,50 @@ class SpecializedGemm:
         if const_expr(self.squaring):
             total = self.norm.total
             total(sums, squares)
+
+    @cute.jit
+    def multiply_weighed(
+        self,
+        tid: Int32,
+        acc: cute.Tensor,
+        sums: cute.Tensor,  # (2, 2), of squares
+        tiled_mma: cute.TiledMma,
+        sX: cute.Tensor,
+        rX: cute.Tensor,  # ((2, 2, 2), 1, MMA_K)
+        rW: cute.Tensor,
+        sG: cute.Tensor | None,
+        stage: Int32,
+    ):
+        """One stage with X's fragments in registers, where they are squared and weighed: half of it while the products
+        of the other half run.
+        """
+        dtype = sX.element_type
+        blocks = const_expr(self.tile_k // 16)
+        to_x = cute.make_tiled_copy_A(cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), dtype), tiled_mma)
+        ldm_x = to_x.get_slice(tid)
+        raw = cute.make_rmem_tensor(((2, 2, 2), 1, blocks // 2), dtype)
+        tCsX, tCrX = ldm_x.partition_S(sX), ldm_x.retile(raw)
+        square, weigh = self.norm.square, self.norm.weigh
+        if const_expr(self.weighted):
+            of_fragments = self.norm.of_fragments
+            tCsG = of_fragments(tid % 32, sG)  # ((2, 2), MMA_K, STAGE)
+            rG = cute.make_rmem_tensor(((2, 2), blocks // 2), sG.element_type)
+        for half in cutlass.range_constexpr(2):
+            begin = const_expr(half * blocks // 2)
+            for i in cutlass.range_constexpr(blocks // 2):
+                cute.copy(to_x, tCsX[None, None, begin + i, stage], tCrX[None, None, i])
+                if const_expr(self.weighted):
+                    cute.autovec_copy(tCsG[None, begin + i, stage], rG[None, i])
+            warpgroup.wait_group(1)  # this half's registers are free
+            for i in cutlass.range_constexpr(blocks // 2):
+                if const_expr(self.weighted):
+                    weigh(raw[None, None, i], rG[None, i], rX[None, None, begin + i])
+                else:
+                    rX[None, None, begin + i].store(raw[None, None, i].load())
+            warpgroup.fence()
+            for i in cutlass.range_constexpr(begin, begin + blocks // 2):
+                cute.gemm(tiled_mma, acc, rX[None, None, i], rW[None, None, i, stage], acc)
+            warpgroup.commit_group()
+            if const_expr(self.squaring):  # while they are multiplied
+                for i in cutlass.range_constexpr(blocks // 2):
+                    square(sums, raw[None, None, i])
