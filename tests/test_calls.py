@@ -217,14 +217,14 @@ def test_a_launch_called_with_tensors_passes_what_follows_from_their_strides() -
     assert plain == [(1, 2, 7)]
 
 
-def test_a_warm_call_costs_the_host_less_than_5_keys(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_call_costs_the_host_less_than_4_5_keys(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the launch itself. 2.9 on 2026-11-22, on a box where a key takes 1.1 us."""
     monkeypatch.setattr(kernel, "settled", lambda grid, numbers, others: lambda addresses, scalars: None)
     gate, up, out = (torch.randn(16, 4096, dtype=BF16) for _ in range(3))
     results, inputs, call = (out,), (gate, up), calls.run
     call(SILU_MUL, results, inputs)
     found = host_cost(partial(call, SILU_MUL, results, inputs), calls=50, chunks=100)
-    assert found < 5
+    assert found < 4.5
 
 
 # ---- how Triton is called -------------------------------------------------------------------------------

@@ -277,7 +277,7 @@ def test_reload_forgets_warm_entries() -> None:
     assert not warm.recent
 
 
-def test_a_warm_call_costs_the_host_less_than_4_keys(warmed: Callable[..., None]) -> None:
+def test_a_warm_call_costs_the_host_less_than_3_8_keys(warmed: Callable[..., None]) -> None:
     """The dispatcher around a launch that does nothing. 2.4 on 2026-11-22, on a box where a key takes 1.1 us."""
     a, b = randn(64, 64), randn(64, 64)
     out = torch.empty(64, 64, dtype=BF16)
@@ -291,4 +291,4 @@ def test_a_warm_call_costs_the_host_less_than_4_keys(warmed: Callable[..., None]
     gemm = ck.gemm
     found = host_cost(partial(gemm, a, b, out=out), calls=100, chunks=200)
     assert launched == 7 * 20_000
-    assert found < 4
+    assert found < 3.8

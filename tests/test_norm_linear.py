@@ -254,6 +254,14 @@ def test_a_result_whose_rows_are_not_aligned_is_for_the_skinny_body(n: int, pitc
     assert bodies == ({"skinny", "specialized"} if (n, layout) == (256, "aligned") else {"skinny"})
 
 
+def test_one_tuning_serves_both_types_where_its_config_can() -> None:
+    spec = gpu.lookup("h200")
+    both = [RMS_NORM_LINEAR.Problem.parse(f"m=64 n=18944 k=3584{words}") for words in ("", " dtype=fp16")]
+    assert both[0].bucket() == both[1].bucket()
+    fused = RMS_NORM_LINEAR.default(both[0], spec)
+    assert [RMS_NORM_LINEAR.why_not(p, fused, spec) is None for p in both] == [True, False]
+
+
 def test_the_default_is_fused_where_weighing_hides() -> None:
     spec = gpu.lookup("h200")
 

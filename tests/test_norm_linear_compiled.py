@@ -139,6 +139,7 @@ def test_tokens_are_squared_and_weighed_beside_warpgroup_mma() -> None:
         assert ops["LDSM.16.M88.4"] == blocks
         assert ops["HMUL2.BF16_V2"] == (0 if change else 4 * blocks)
         assert ops["FFMA"] >= 8 * blocks
+        assert ops["LDS"] == (0 if change else 2 * blocks)
     # One wait before each half's registers are overwritten and one at the end: the compiler adds none.
     assert found[""]["WARPGROUP.DEPBAR.LE"] == 3
     given = opcodes("rms_norm_linear", f"{text} rstd=given", config)

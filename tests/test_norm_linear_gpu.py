@@ -88,7 +88,7 @@ def test_random_problems_and_configs(op: NormLinear[Any], m: int) -> None:
     for seed in range(4):
         p = posed(op, rng, m)
         args = op.sample(p, "cuda", seed)
-        for config in some(op, p, rng):
+        for config in some(op, p, rng, 2):
             found = error(op, p, args, launch(op, p, args, config))
             assert found <= 1, f"{op.name} [{p}] [{config}]: {found:.3g} times the tolerance"
 
@@ -102,7 +102,8 @@ def test_no_further_from_the_truth_than_the_chain(op: NormLinear[Any], eps: floa
     for m in (1, 5, 16, 64, 128):
         p = op.Problem.parse(f"m={m} n=1024 k=1536 dtype={dtype} {more}")
         rng = random.Random(f"{m} {dtype}")
-        ours, theirs = dict.fromkeys(("skinny", "specialized"), 0.0), 0.0
+        ours: dict[str, float] = {}
+        theirs = 0.0
         for seed in range(12 if m < 64 else 4):
             args = list(op.sample(p, "cuda", seed))
             if outliers:
@@ -110,8 +111,10 @@ def test_no_further_from_the_truth_than_the_chain(op: NormLinear[Any], eps: floa
             args[-1] = eps
             exact = truth(op, p, tuple(args))
             for config in some(op, p, rng):
-                ours[config.body] += float((launch(op, p, tuple(args), config).double() - exact).square().sum())
+                found = float((launch(op, p, tuple(args), config).double() - exact).square().sum())
+                ours[config.body] = ours.get(config.body, 0.0) + found
             theirs += float((launch(op, p, tuple(args), CHAIN).double() - exact).square().sum())
+        assert "skinny" in ours
         for body, found in ours.items():
             assert math.isfinite(found)
             assert math.sqrt(found) <= 1.25 * math.sqrt(theirs), f"m={m} {body}: {math.sqrt(found / theirs):.3f} times"
@@ -127,7 +130,7 @@ def test_every_token_has_its_own_statistics(dtype: str) -> None:
         x = (torch.randn(m, 512, device="cuda") * scale[:, None]).to(kind)
         gamma = torch.rand(512, device="cuda").to(kind) + 0.5
         args = x, gamma, torch.eye(64, 512, device="cuda", dtype=kind), None, None, 1e-9
-        for config in some(RMS_NORM_LINEAR, p, random.Random(m), 3):
+        for config in some(RMS_NORM_LINEAR, p, random.Random(m), 4):
             y = launch(RMS_NORM_LINEAR, p, args, config)
             assert error(RMS_NORM_LINEAR, p, args, y) <= 1, config
 
@@ -142,7 +145,7 @@ def test_large_and_small_weights_of_the_norm(dtype: str) -> None:
         x[:, ::101] = 6e4
         exact = truth(RMS_NORM_LINEAR, p, (x, gamma, w, *rest))
         theirs = (launch(RMS_NORM_LINEAR, p, (x, gamma, w, *rest), CHAIN).double() - exact).norm()
-        for config in some(RMS_NORM_LINEAR, p, random.Random(0), 3):
+        for config in some(RMS_NORM_LINEAR, p, random.Random(0), 4):
             y = launch(RMS_NORM_LINEAR, p, (x, gamma, w, *rest), config)
             assert y.isfinite().all(), config
             # Few terms carry the sum here, so luck weighs more than over many.
@@ -158,7 +161,7 @@ def test_split_k_is_the_same_every_time(op: NormLinear[Any], split_k: int) -> No
     args[0][:, ::97] *= 1e4
     rng = random.Random(split_k)
     by_body = [fused(op, p, split_k=split_k, body=body) for body in ("skinny", "specialized")]
-    for config in [c for configs in by_body for c in rng.sample(configs, min(2, len(configs)))]:
+    for config in [c for configs in by_body for c in rng.sample(configs, min(3, len(configs)))]:
         results = [launch(op, p, args, config) for _ in range(20)]
         assert all(torch.equal(results[0], r) for r in results[1:]), config
 

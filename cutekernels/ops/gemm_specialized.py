@@ -27,7 +27,7 @@ USUAL_TOKENS = 128  # of a tile, where there are more
 # it always is. The best of either in us, H200, 2026-11-22: 3584 columns, one token 7.68 and 7.84, sixteen 7.98 and
 # 7.85; 18944 columns, one token 32.84 and 32.71, sixteen 34.05 and 33.31.
 LEAST_TOKENS = 9
-SKINNY_COLUMNS = 32
+_SKINNY_COLUMNS = 32
 LEAST_IN_FLIGHT = 32 * 1024  # bytes of stages
 # Of the best tile's share of the GPU at work. Less was never among the best, and a tuned neighbour's tile, which suits
 # its own number of columns, is not taken over where it would leave an SM in three idle.
@@ -102,7 +102,7 @@ def _waves(columns: int, ctas: int, room: int) -> dict[int, tuple[int, float]]:
 
 def least_tokens(p: GemmProblem, gpu: GpuSpec) -> int:
     """From how many on this schedule is the default, where it can be."""
-    return LEAST_TOKENS if p.n <= SKINNY_COLUMNS * gpu.sm_count else 1
+    return LEAST_TOKENS if p.n <= _SKINNY_COLUMNS * gpu.sm_count else 1
 
 
 def refused(p: GemmProblem, gpu: GpuSpec) -> Iterator[str]:

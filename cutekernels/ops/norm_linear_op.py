@@ -97,11 +97,11 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         if p.extras.gated and p.n % _GATE_ROWS:
             yield f"path=fused takes the gate's rows {_GATE_ROWS} at a time; there are {p.n}"
         if c.body == "specialized":
-            yield from self._unspecialized(p, c, gpu)
+            yield from self._broken_specialized(p, c, gpu)
         else:
             yield from gemm_skinny.broken(p.product, c.product, gpu, p.extras)
 
-    def _unspecialized(self, p: N, c: NormLinearConfig, gpu: GpuSpec) -> Iterator[str]:
+    def _broken_specialized(self, p: N, c: NormLinearConfig, gpu: GpuSpec) -> Iterator[str]:
         """The rules of the specialized body that ``c`` breaks."""
         if p.extras.gated or not self.normalises(p):
             yield "body=specialized has a norm in front of the product and no gate behind it"

@@ -42,10 +42,11 @@ from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.parts.epilogue import Activation
 from cutekernels.kernels.cute.parts.norm import RowNorm
-from cutekernels.kernels.cute.parts.results import GROUP, TileResults
+from cutekernels.kernels.cute.parts.results import TileResults
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SpecializedSmem
 
-ROWS = SpecializedSmem.GROUP_ROWS  # of X that a warp group multiplies
+GROUP = SpecializedSmem.GROUP_THREADS  # a warp group
+ROWS = SpecializedSmem.GROUP_ROWS  # of X that it multiplies
 Box = tuple[cute.CopyAtom | None, cute.Tensor | None]
 SWIZZLED_ROWS, SWIZZLED = 8, 64  # an atom of the 128-byte swizzle: rows, elements of K
 
@@ -321,7 +322,7 @@ class SpecializedGemm:
             cD = cute.make_identity_tensor((self.tile_m, self.tile_n))
             tCcD = tiled_mma.get_slice(tid).partition_C(cD)  # ((2, 2, N / 8), 1, 1)
             place = (own_m, row, later, own_n, column)
-            results = TileResults(smem, self.head, self.activation, self.out_align, self.squaring)
+            results = TileResults(smem, self.head, self.activation, self.out_align)
             deliver, operands = results.deliver, (mD, mC, mBias, mRstd, alpha, beta, eps)
             deliver(tid, acc, factors, cute.size(tW, mode=[1]), tCcD, split, storage, place, operands)
 

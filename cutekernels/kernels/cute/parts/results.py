@@ -9,7 +9,6 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutekernels.kernels.cute.parts.epilogue import Activation
 from cutekernels.kernels.cute.parts.smem import SpecializedSmem
 
-GROUP = 128  # threads of a warp group
 WIDEST = 8  # elements in 16 bytes
 
 
@@ -25,7 +24,6 @@ class TileResults:
     head: int  # rows of X's first box
     activation: Activation
     out_align: int
-    squaring: bool  # factors are sums of squares
 
     @cute.jit
     def deliver(
@@ -48,7 +46,7 @@ class TileResults:
                 if mine:
                     factors[half] = mRstd[row]
         if const_expr(self.smem.split == 1):
-            if const_expr(self.squaring):
+            if const_expr(self.smem.squares):
                 for half in cutlass.range_constexpr(2):
                     factors[half] = cute.math.rsqrt(factors[half] / k + eps)
             finish = self.finish
@@ -83,7 +81,7 @@ class TileResults:
                 for i in cutlass.range_constexpr(0, min(share, count - part * share), 4):
                     four = tuple([bits[part * share + i + j] for j in range(4)])
                     cute.arch.store_async_dsmem((inbox + members * i + 4 * tid).align(16), four, met, part)
-                if const_expr(self.squaring):
+                if const_expr(self.smem.squares):
                     pair = cute.recast_tensor(factors, Int32)
                     cute.arch.store_async_dsmem(inbox_squares.align(8), (pair[0], pair[1]), met, part)
         finish = self.finish
@@ -91,7 +89,7 @@ class TileResults:
             if split == part:
                 begin, size = const_expr(part * share), const_expr(min(share, count - part * share))
                 if tid == 0:
-                    sent = const_expr(4 * size + (8 if self.squaring else 0))
+                    sent = const_expr(4 * size + (8 if self.smem.squares else 0))
                     cute.arch.mbarrier_arrive_and_expect_tx(met, sent * members)
                 cute.arch.mbarrier_wait(met, 0)
                 some = cute.make_rmem_tensor(size, Float32)
@@ -101,7 +99,7 @@ class TileResults:
                     cute.autovec_copy(cute.make_tensor(left, cute.make_layout(4)), theirs)
                     for j in cutlass.range_constexpr(4):
                         some[i + j] = acc[begin + i + j] + theirs[j]
-                if const_expr(self.squaring):
+                if const_expr(self.smem.squares):
                     squares = cute.make_tensor(inbox_squares, cute.make_layout(2))
                     _, _, _, _, _, _, eps = operands
                     for half in cutlass.range_constexpr(2):

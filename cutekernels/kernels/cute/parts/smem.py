@@ -108,6 +108,7 @@ class SpecializedSmem:
     squares: bool = False
     element_bytes: int = 2
     GROUP_ROWS = 64  # of the MMA, which multiplies more than tile_m where that is no multiple
+    GROUP_THREADS = 128  # that share those rows
     SUMS_PER_BLOCK = 4  # of a thread, in 8 columns
 
     @property
@@ -135,7 +136,7 @@ class SpecializedSmem:
     @property
     def members(self) -> int:
         """Threads that multiply."""
-        return -(-self.tile_m // self.GROUP_ROWS) * 128
+        return -(-self.tile_m // self.GROUP_ROWS) * self.GROUP_THREADS
 
     @property
     def squares_at(self) -> int:
