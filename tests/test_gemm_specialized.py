@@ -54,12 +54,11 @@ def test_no_k_is_refused() -> None:
 
 
 def test_tokens_choose_the_tile() -> None:
-    tiles = {
-        m: gemm_specialized.fitting_tiles(linear(m)) for m in (1, 8, 9, 16, 17, 33, 49, 64, 65, 97, 128, 129, 200, 4096)
-    }
+    tokens = (1, 8, 9, 16, 17, 33, 49, 64, 65, 97, 128, 129, 200, 300, 4096)
+    tiles = {m: gemm_specialized.fitting_tiles(linear(m)) for m in tokens}
     assert tiles == {
         1: [8], 8: [8], 9: [16], 16: [16], 17: [32], 33: [48], 49: [64], 64: [64],
-        65: [96, 128], 97: [128], 128: [128], 129: [64, 128, 192], 200: [128, 256], 4096: [128, 256],
+        65: [96, 128], 97: [128], 128: [128], 129: [128, 192], 200: [128, 256], 300: [64, 128, 256], 4096: [128, 256],
     }  # fmt: skip
     for m in range(1, 700):
         for tile in gemm_specialized.fitting_tiles(linear(m)):
@@ -79,13 +78,18 @@ def test_columns_are_dealt_out_evenly() -> None:
 
 
 def test_a_neighbour_s_tile_is_not_taken_where_it_idles_the_gpu() -> None:
-    """3584 columns are 112 tiles of 32; 4608 would be 144, two waves of 132 SMs, where 48 make one."""
-    tuned = dispatch.resolve(GEMM, linear(64), H200)
-    assert (tuned.origin, tuned.config.tile_m) == ("tuned", 32)
+    """18944 columns are 132 tiles of 144, one for each SM; 4608 would be 32, where 64 of 72 go to two SMs each. Of 32
+    they would be 144, and most SMs would have one while some have two.
+    """
+    tuned = dispatch.resolve(GEMM, linear(128, 18944), H200)
+    assert (tuned.origin, tuned.config.tile_m) == ("tuned", 144)
     for m in (48, 64, 96, 128):
         found = dispatch.resolve(GEMM, linear(m, 4608), H200)
-        assert (found.origin, found.config.tile_m) in {("default", 48), ("default", 80), ("default", 144)}, found
-    assert "of the GPU at work where" in str(GEMM.why_not(linear(64, 4608), tuned.config, H200))
+        assert (found.origin, found.config.tile_m, found.config.split_k) == ("default", 72, 2), found
+    assert "as many waves of CTAs" in str(GEMM.why_not(linear(128, 4608), tuned.config, H200))
+    narrow = GEMM.default(linear(64, 4096), H200)
+    assert (narrow.tile_m, narrow.split_k) == (32, 1)
+    assert "of the GPU at work where" in str(GEMM.why_not(linear(64, 4608), narrow, H200))
 
 
 def test_sums_and_results_lie_within_the_shared_memory() -> None:
@@ -111,13 +115,14 @@ def test_asks_ahead_only_as_a_dependent_and_for_little() -> None:
     much = GEMM.default(linear(64, 18944), H200).replace(tile_k=128, stages=4, ahead=8)
     assert f"asks for {8 * 144 * 128 * 2} bytes" in str(GEMM.why_not(linear(64, 18944), much, H200))
     assert all(c.pdl or not c.ahead for c in GemmConfig.every())
-    by_ahead = {a: gemm_ahead.saved_us(config.replace(ahead=a)) for a in (0, 2, 4, 8)}  # of 8 KiB each
+    by_ahead = {a: gemm_ahead.saved_us(config.replace(tile_m=32, ahead=a)) for a in (0, 2, 4, 8)}  # of 8 KiB each
     assert by_ahead[0] == 0.0 < by_ahead[2] < by_ahead[8] < by_ahead[4], "64 KiB are more than pays"
 
 
 def test_default_beyond_a_few_tokens() -> None:
-    bodies = {m: GEMM.default(linear(m), H200).body for m in (1, 8, 9, 33, 64, 128, 1024, 8192)}
+    bodies = {m: GEMM.default(linear(m, 1024), H200).body for m in (1, 8, 9, 33, 64, 128, 1024, 8192)}
     assert bodies == dict.fromkeys((1, 8), "skinny") | dict.fromkeys((9, 33, 64, 128, 1024, 8192), "specialized")
+    assert GEMM.default(linear(1), H200).body == "specialized"
     assert GEMM.default(linear(1, 18944), H200).body == "specialized"
     assert GEMM.default(linear(64), gpu.lookup("l40s")).body == "multistage"
 

@@ -269,7 +269,8 @@ def test_the_default_is_fused_where_weighing_hides() -> None:
         return RMS_NORM_LINEAR.default(RMS_NORM_LINEAR.Problem.parse(f"m={m} n={n} k={k}"), spec).path
 
     assert [path(m, 18944) for m in (1, 16, 64, 128)] == ["fused"] * 4
-    assert [path(m, 3584) for m in (1, 16, 64, 128)] == ["chain", "chain", "fused", "chain"]
+    assert [path(m, 3584) for m in (1, 16, 32, 48, 64, 128)] == ["chain", "fused", "fused", "fused", "fused", "chain"]
+    assert [path(m, 4096, 4096) for m in (16, 64)] == ["chain", "fused"]
     assert path(16, 6144, 4096) == "chain", "weighing would take most of the product's time"
     assert path(64, 37888) == "chain", "two waves of CTAs"
 

@@ -19,15 +19,16 @@ if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
     from cutekernels.ops.gemm import GemmConfig, GemmProblem
 
-TILES = tuple(range(32, 257, 16))  # of columns
+TILES = tuple(range(32, 257, 8))  # of columns
 TOKEN_TILES = (8, 16, 32, 48, 64, 96, 128, 192, 256)
 GROUP_TOKENS = SpecializedSmem.GROUP_ROWS  # that a warp group multiplies
 USUAL_TOKENS = 128  # of a tile, where there are more
-# From how many tokens on it is the default, where skinny's tiles of 32 columns are one wave of CTAs; with more columns
-# it always is. The best of either in us, H200, 2026-11-22: 3584 columns, one token 7.68 and 7.84, sixteen 7.98 and
-# 7.85; 18944 columns, one token 32.84 and 32.71, sixteen 34.05 and 33.31.
+# From how many tokens on it is the default, where there are few columns to an SM; with more it always is. Skinny and
+# it, us, H200, 2026-11-22: 512 x 3584, one token 3.67 and 3.75, eight 3.65 and 3.79; 1024 x 4096 4.18 and 4.46, 5.05
+# and 4.54; 2048 x 4096 5.93 and 5.87, 6.29 and 5.97; 2560 x 2560 5.77 and 4.56, 5.78 and 4.74; 3584 x 3584 7.61 and
+# 7.22, 7.76 and 7.34; 4096 x 4096 9.30 and 9.11, 9.37 and 9.17.
 LEAST_TOKENS = 9
-_SKINNY_COLUMNS = 32
+_SKINNY_COLUMNS = 15
 LEAST_IN_FLIGHT = 32 * 1024  # bytes of stages
 # Of the best tile's share of the GPU at work. Less was never among the best, and a tuned neighbour's tile, which suits
 # its own number of columns, is not taken over where it would leave an SM in three idle.
@@ -48,12 +49,16 @@ _SHALLOW = 0.257  # what few stages cost
 _COLUMNS_LOST = 20  # that an MMA could multiply in the time it takes to begin
 _DRAM_RATE = 0.80  # of the datasheet's
 _SUMS_PER_US = 6.4e3
-# Not of that fit, since sums are sent: of 0.68 to 1.12 all choose what was the faster at 32 to 128 tokens x 3584.
-_SPLIT_US = 0.75
+# Not of that fit, since sums are sent and tiles come in steps of 8: 3584 x 3584 by two CTAs of 56 columns and one of
+# 32, one token 7.22 and 7.73, 16 tokens 7.56 and 7.90, 64 tokens 8.01 and 8.37; 4096 x 4096 of 64 and 32, 16 tokens
+# 9.27 and 9.27, 64 tokens 9.75 and 10.1.
+_SPLIT_US = 0.1
 # Nor this: 64 tokens of one k, squared and weighed on their way to the MMA (11.7 us of 3584, tiles of 32 columns).
 _WEIGHED_US = 2.8e-3
-# Nor this: 96 SMs take longer than all 132 (4608 columns, 16 tokens: 10.8 us and 9.9), 112 and 128 do not.
-_ENOUGH_SMS, _FEW_SMS = 0.85, 0.7
+_FEW_TOKENS, _FEW_TOKENS_WEIGHTS, _WEIGHTS = 16, 84_000, 70_000  # bytes of W in flight that are enough
+# Nor this: 96 SMs take longer than all 132 (4608 columns, 16 tokens: 10.8 us and 9.9), and 112 longer than 128, or some
+# with fewer CTAs than others.
+_ENOUGH_SMS, _FEW_SMS = 0.96, 0.3
 
 
 def groups(c: GemmConfig) -> int:
@@ -76,14 +81,15 @@ def smem(c: GemmConfig, extras: Extras = PLAIN) -> SpecializedSmem:
 
 def fitting_tiles(p: GemmProblem) -> list[int]:
     """Tokens of a tile that suit ``p``: the least that cover its bucket in one tile, whole groups of warps; beyond,
-    USUAL_TOKENS or twice as many, or one group where that wastes less.
+    USUAL_TOKENS or twice as many, or one group where that wastes less. 192 tokens x 3584, H200: 11.2 us by tiles of
+    192, 13.7 by three of 64 (2026-11-22).
     """
     tokens = min(ladder(p.m), TOKEN_TILES[-1])
     least = min(t for t in TOKEN_TILES if t >= tokens)
     fitting = {least} if p.m <= TOKEN_TILES[-1] else {TOKEN_TILES[-1]}
     if p.m > GROUP_TOKENS:
         fitting.add(USUAL_TOKENS)
-    if p.m > USUAL_TOKENS and 0 < p.m % USUAL_TOKENS <= GROUP_TOKENS:
+    if p.m > TOKEN_TILES[-1] and 0 < p.m % USUAL_TOKENS <= GROUP_TOKENS:
         fitting.add(GROUP_TOKENS)
     return sorted(fitting)
 
@@ -162,9 +168,16 @@ def registers_per_thread(c: GemmConfig) -> int:
 def preference(c: GemmConfig) -> tuple[object, ...]:
     """The least is preferred among configs of one estimate, which is DRAM's for many: one CTA to an SM, most bytes in
     flight, long k-tiles. H200, 64 tokens x 18944, us: 104 KiB 37.0, 156 KiB 35.2, 208 KiB 35.2 and, in half as many
-    k-tiles, 35.0; two CTAs to an SM 37.7 (2026-11-22).
+    k-tiles, 35.0; two CTAs to an SM 37.7. Of two CTAs to a tile, just enough of W: 3584 x 3584, by 5, 6, 8 stages of 14
+    KiB of it, one token 7.22 in 6, 7.40 in 8; 16 tokens 7.79, 7.56, 7.63; 64 tokens 8.01, 8.04, behind a norm 8.69,
+    8.83; 4096 x 4096, 16 KiB, 16 tokens 10.22, 9.27, 9.36, 64 tokens 9.75, 9.81 (2026-11-22).
     """
-    return c.ctas_per_sm, -c.stages * smem(c).stage_bytes, -c.tile_k, str(c)
+    in_flight = c.stages * smem(c).stage_bytes
+    if c.split_k == 1:
+        return c.ctas_per_sm, -in_flight, -c.tile_k, str(c)
+    weights = c.stages * c.tile_m * c.tile_k * smem(c).element_bytes
+    enough = _FEW_TOKENS_WEIGHTS if c.tile_n <= _FEW_TOKENS else _WEIGHTS
+    return c.ctas_per_sm, -min(weights, enough), -c.tile_k, in_flight, str(c)
 
 
 def estimate_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
@@ -188,7 +201,8 @@ def estimate_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PL
     room = gpu.sm_count * c.ctas_per_sm
     full, rest = divmod(ctas, room)
     busy = full * wave_us(c.ctas_per_sm) + (wave_us(-(-rest // gpu.sm_count)) if rest else 0.0)
-    asking = min(1.0, ctas / (_ENOUGH_SMS * gpu.sm_count)) ** _FEW_SMS
+    each = -(-ctas // gpu.sm_count)  # SM's CTAs, or most SMs'
+    asking = min(1.0, ctas / (_ENOUGH_SMS * each * gpu.sm_count)) ** _FEW_SMS if ctas <= room else 1.0
     dram = 2.0 * p.n * (p.k + p.m) / (_DRAM_RATE * gpu.dram_gbps * 1e3 * asking)
     fixed = _LAUNCH_US + (0.0 if c.pdl else _UNDEPENDENT_US) + (_SPLIT_US if c.split_k > 1 else 0.0)
     return float(fixed + max(busy, dram) - (gemm_ahead.saved_us(c) if ctas <= room else 0.0))

@@ -50,11 +50,12 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _GATE_ROWS = 8  # of the gate, then as many of up, in an MMA's 16
 # The model: what the fused kernel does beside the product, which mostly hides behind the loads.
 _SQUARES_US_PER_TOKEN = 0.02
-# What the norm's kernel costs in front of a product. The norm within the specialized product and the norm before it,
-# us, H200, 2026-11-22: 18944 columns, 32.4 and 32.8 at one token, 32.9 and 33.9 at 16, 33.9 and 35.3 at 64, 37.6 and
-# 38.8 at 128; 3584, where DRAM leaves less time for weighing: 8.44 and 8.05, 8.94 and 8.80, 9.10 and 9.68, 12.6 and
-# 11.2.
-_NORM_US = 0.7
+# What the norm's kernel costs in front of a product, and within it where it is hidden. The norm within the specialized
+# product, the norm and the product, the product alone, us, H200, 2026-11-22: 3584 columns, 8.06, 8.00, 7.5 at one
+# token; 8.31, 8.77, 7.9 at 16; 8.43, 9.19, 8.1 at 32; 8.69, 9.67, 8.4 at 64; 18944 columns, 32.4, 32.9, 31.9; 33.1,
+# 34.0, 32.5 at 16; 34.1, 35.3, 33.5 at 64; 4096 x 4096, 10.1, 10.4, 9.3 at 16; 6144 x 4096, 14.0, 14.5 at 16.
+_NORM_US, _NORM_US_PER_TOKEN, _NORM_TOKENS, _NORM_OF_PRODUCT = 0.35, 0.014, 64, 0.02
+_WITHIN_US = 0.7
 # Of the product's time that weighing may take and be hidden: 6144 x 4096, 16 tokens, 0.75 of it, 15.4 us and 14.5.
 _HIDDEN = 0.7
 
@@ -140,7 +141,8 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         best = min(among, key=lambda c: (fused[c], gemm_specialized.preference(c.product)))
         alone = min(gemm_specialized.estimate_us(stored, c.product, gpu) for c in among)
         hidden = gemm_specialized.weighing_us(stored, best.product) < _HIDDEN * alone
-        return best if hidden and fused[best] < alone + _NORM_US else CHAIN
+        norm = _NORM_US + _NORM_US_PER_TOKEN * min(p.m, _NORM_TOKENS) + _NORM_OF_PRODUCT * alone
+        return best if hidden and fused[best] + _WITHIN_US < alone + norm else CHAIN
 
     def estimate_us(self, p: N, c: NormLinearConfig, gpu: GpuSpec) -> float:
         """The models of the ops it launches, one after the other; or the skinny product's and what goes with it."""

@@ -4,16 +4,18 @@ Schedule:
     One warp asks the TMA for tiles of X and W, ``stages`` ahead, and does nothing else; ``groups`` warp groups multiply
     64 rows of X (tokens) by ``tile_n`` rows of W each, straight from shared memory. They meet on two barriers a stage
     alone (full, empty), so no barrier of the CTA is in the loop, and no instruction is spent on copies or fragments.
-    ``tile_n`` is any multiple of 16 up to 256: what deals N out evenly. H200, 64 tokens, N = 18944, K = 3584: 132 tiles
+    ``tile_n`` is any multiple of 8 up to 256: what deals N out evenly. H200, 64 tokens, N = 18944, K = 3584: 132 tiles
     of 144 rows are one for each SM; with warp MMA such a tile is bound by its SM's instructions and not by DRAM, and
-    takes 39.0 us (2026-11-22).
+    takes 39.0 us. 3584 rows are 128 halves of tiles of 56 and take 8.0 us, 112 halves of 64 or tiles of 32 8.3
+    (2026-11-22).
     With ``split`` = 2 the two CTAs of a cluster share a tile's K. Each sends the other its sums of that one's half of
     the columns, into shared memory there, and adds up its own half, so the result is the same each time. As stores that
     ring the receiver's barrier this takes 0.7 us less than with barriers of the cluster (64 tokens x 3584: 9.1 us and
     8.4, 2026-11-22).
     With a ``norm`` X's fragments go through registers, where they are squared and multiplied by the norm's weight, half
     a k-tile while the products of the other half run; rstd multiplies the sums. A k-tile of 128 takes a group's warps
-    about 0.36 us: hidden where N is large, 0.7 us longer than without at 64 tokens x 3584 (2026-11-22).
+    about 0.36 us, most of them latency: hidden where N is large, 0.7 us longer than without at 64 tokens x 3584
+    (2026-11-22).
     As a dependent launch a CTA asks the L2 for its first ``ahead`` k-tiles of W while the kernel ahead still runs, and
     lets the next kernel in when its own last loads are on their way (``ops/gemm_ahead.py``).
     Where rows of out are aligned its results go through shared memory, in the place of the stages, and leave as whole
@@ -33,22 +35,25 @@ from dataclasses import dataclass
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.parts.epilogue import Activation
 from cutekernels.kernels.cute.parts.norm import RowNorm
 from cutekernels.kernels.cute.parts.results import TileResults
-from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SpecializedSmem
+from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, SpecializedSmem
 
 GROUP = SpecializedSmem.GROUP_THREADS  # a warp group
 ROWS = SpecializedSmem.GROUP_ROWS  # of X that it multiplies
 Box = tuple[cute.CopyAtom | None, cute.Tensor | None]
-SWIZZLED_ROWS, SWIZZLED = 8, 64  # an atom of the 128-byte swizzle: rows, elements of K
+
+
+def swizzle() -> cute.Swizzle:
+    """Of 128 bytes: 8 rows' chunks of 16 bytes lie in different banks."""
+    return cute.make_swizzle(3, 4, 3)
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,11 @@ class SpecializedGemm:
         return ROWS * self.groups
 
     @property
+    def eager(self) -> bool:
+        """A stage is given back before the next one is waited for, since there are few and more bytes than work."""
+        return self.groups == 2 and self.split == 2
+
+    @property
     def head(self) -> int:
         """Rows of X's first box: half of them or more, and all of them tokens, since fewer take a smaller tile."""
         return max(SWIZZLED_ROWS, 1 << ((self.rows - 1).bit_length() - 1))
@@ -106,26 +116,20 @@ class SpecializedGemm:
             self.rows, self.tile_n, self.tile_k, self.stages, self.split, self.gamma_bytes, self.squaring
         )
 
-    def layouts(self, dtype: type[cutlass.Numeric]) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
-        """Of the stages of X and W: ``(rows, tile_k, STAGE)``, as TMA writes and warpgroup MMA reads them."""
-        tile = (self.rows, self.tile_n, self.tile_k)
-        return (
-            hopper_helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, dtype, self.stages),
-            hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, dtype, self.stages),
-        )
-
-    def of_rows(self, rows: int) -> cute.Layout:
-        """The stages of X as if they had ``rows``: ``(rows, tile_k, STAGE)``."""
-        shape = ((SWIZZLED_ROWS, rows // SWIZZLED_ROWS), (SWIZZLED, self.tile_k // SWIZZLED), self.stages)
-        stride = ((SWIZZLED, SWIZZLED_ROWS * SWIZZLED), (1, self.rows * SWIZZLED), self.rows * self.tile_k)
+    def stages_of(self, rows: int, taken: int = 0) -> cute.Layout:
+        """Of an operand's ``rows``, ``(rows, tile_k, STAGE)``, as TMA writes and warpgroup MMA reads them but for the
+        swizzle; as if they were ``taken``, where that is given.
+        """
+        shape = ((SWIZZLED_ROWS, (taken or rows) // SWIZZLED_ROWS), (SWIZZLED, self.tile_k // SWIZZLED), self.stages)
+        stride = ((SWIZZLED, SWIZZLED_ROWS * SWIZZLED), (1, rows * SWIZZLED), rows * self.tile_k)
         return cute.make_layout(shape, stride=stride)
 
-    def boxed(self, op: cpasync.TmaCopyOp, mX: cute.Tensor, layout_x: cute.ComposedLayout, rows: int) -> Box:
-        """The TMA's copy of ``rows`` of X into a stage; None for none."""
-        if rows == 0:
+    def boxed(self, op: cpasync.TmaCopyOp, mX: cute.Tensor, rows: int, taken: int) -> Box:
+        """The TMA's copy of ``taken`` of an operand's ``rows`` into a stage; None for none."""
+        if taken == 0:
             return None, None
-        one = cute.make_composed_layout(layout_x.inner, 0, cute.select(self.of_rows(rows), mode=[0, 1]))
-        return cpasync.make_tiled_tma_atom(op, mX, one, (rows, self.tile_k))
+        one = cute.select(self.stages_of(rows, taken), mode=[0, 1])
+        return cpasync.make_tiled_tma_atom(op, mX, cute.make_composed_layout(swizzle(), 0, one), (taken, self.tile_k))
 
     @cute.jit
     def __call__(
@@ -177,15 +181,12 @@ class SpecializedGemm:
         stream: cuda.CUstream,
     ):
         dtype = mX.element_type
-        layout_x, layout_w = self.layouts(dtype)
         pitched = self.pitched
         mX, mW = pitched(mX), pitched(mW)
         op = cpasync.CopyBulkTensorTileG2SOp()
-        tma_w, tW = cpasync.make_tiled_tma_atom(
-            op, mW, cute.slice_(layout_w, (None, None, 0)), (self.tile_n, self.tile_k)
-        )
-        head = self.boxed(op, mX, layout_x, self.head)
-        tail = self.boxed(op, mX, layout_x, self.rows - self.head)
+        tma_w, tW = self.boxed(op, mW, self.tile_n, self.tile_n)
+        head = self.boxed(op, mX, self.rows, self.head)
+        tail = self.boxed(op, mX, self.rows, self.rows - self.head)
         tiled_mma = hopper_helpers.make_trivial_tiled_mma(
             dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (self.groups, 1, 1), (ROWS, self.tile_n),
             warpgroup.OperandSource.SMEM if const_expr(self.norm is None) else warpgroup.OperandSource.RMEM,
@@ -195,9 +196,7 @@ class SpecializedGemm:
             gamma = cpasync.make_tiled_tma_atom(op, mGamma, cute.make_layout(self.tile_k), (self.tile_k,))
         tiles_m = cute.ceil_div(cute.size(mD, mode=[0]), self.tile_m)
         tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), self.tile_n)
-        self.kernel(
-            mD, tW, mC, mBias, alpha, beta, tma_w, *head, *tail, layout_x, layout_w, tiled_mma, *gamma, mRstd, eps
-        ).launch(
+        self.kernel(mD, tW, mC, mBias, alpha, beta, tma_w, *head, *tail, tiled_mma, *gamma, mRstd, eps).launch(
             grid=[self.split, tiles_m, tiles_n],
             block=[self.threads, 1, 1],
             cluster=[self.split, 1, 1],
@@ -230,8 +229,6 @@ class SpecializedGemm:
         tHead: cute.Tensor,  # (M, K), coordinates
         tma_tail: cute.CopyAtom | None,
         tTail: cute.Tensor | None,
-        layout_x: cute.ComposedLayout,
-        layout_w: cute.ComposedLayout,
         tiled_mma: cute.TiledMma,
         tma_gamma: cute.CopyAtom | None,
         tGamma: cute.Tensor | None,  # (K,), coordinates
@@ -250,12 +247,10 @@ class SpecializedGemm:
         # -- setup
         smem = self.smem
         storage = SmemAllocator().allocate(smem.total_bytes, byte_alignment=ALIGNMENT)
-        base = cute.recast_ptr(storage, dtype=dtype)
-        at_x = cute.recast_ptr(base, layout_x.inner, dtype)
-        sX = cute.make_tensor(at_x, self.of_rows(self.tile_m))  # (M, K, STAGE)
-        sW = cute.make_tensor(
-            cute.recast_ptr(base + cute.cosize(layout_x), layout_w.inner, dtype), layout_w.outer
-        )  # (N, K, STAGE)
+        at_x = cute.recast_ptr(storage, swizzle(), dtype)
+        at_w = cute.recast_ptr(storage + smem.w_at, swizzle(), dtype)
+        sX = cute.make_tensor(at_x, self.stages_of(self.rows, self.tile_m))  # (M, K, STAGE)
+        sW = cute.make_tensor(at_w, self.stages_of(self.tile_n))  # (N, K, STAGE)
         sG = None
         if const_expr(self.weighted):
             sG = cute.make_tensor(
@@ -287,11 +282,11 @@ class SpecializedGemm:
         column = cutlass.max(cutlass.min(own_n, n - self.tile_n), Int32(0))
         loads = self.loads
         boxes = [loads(tma_w, tW, sW, column, self.tile_n)]
-        at_head = cute.make_tensor(at_x, self.of_rows(self.head))
+        at_head = cute.make_tensor(at_x, self.stages_of(self.rows, self.head))
         boxes += [loads(tma_head, tHead, at_head, row, self.head)]
         if const_expr(tma_tail is not None):
             tail = const_expr(self.rows - self.head)
-            at_tail = cute.make_tensor(at_x + self.head * SWIZZLED, self.of_rows(tail))
+            at_tail = cute.make_tensor(at_x + self.head * SWIZZLED, self.stages_of(self.rows, tail))
             boxes += [loads(tma_tail, tTail, at_tail, later, tail)]
         if const_expr(self.weighted):
             gG = cute.local_tile(tGamma, (self.tile_k,), (None,))  # (tile_k, k)
@@ -389,7 +384,9 @@ class SpecializedGemm:
         first: Int32,
         end: Int32,
     ):
-        """Multiplies what comes; a stage is given back when the products of the next are under way."""
+        """Multiplies what comes; a stage is given back when the products of the next are under way, or where
+        ``eager`` at once.
+        """
         of_group = tiled_mma.get_slice(cute.arch.make_warp_uniform(tid // GROUP) * GROUP)
         rX = sums = None
         if const_expr(self.norm is None):
@@ -406,16 +403,22 @@ class SpecializedGemm:
         stage, before, phase = Int32(0), Int32(0), Int32(0)
         for k_tile in cutlass.range(first, end, unroll=1):
             cute.arch.mbarrier_wait(full + stage, phase)
+            gives = k_tile > first and tid % GROUP == 0
             if const_expr(self.norm is None):
                 warpgroup.fence()
                 for kb in cutlass.range_constexpr(self.tile_k // 16):
                     cute.gemm(tiled_mma, acc, rX[None, None, kb, stage], rW[None, None, kb, stage], acc)
                 warpgroup.commit_group()
-                warpgroup.wait_group(1)
+                if const_expr(self.eager):
+                    warpgroup.wait_group(0)
+                    if tid % GROUP == 0:
+                        cute.arch.mbarrier_arrive(empty + stage)
+                else:
+                    warpgroup.wait_group(1)
+                    if gives:
+                        cute.arch.mbarrier_arrive(empty + before)
             else:
-                multiply_weighed(tid, acc, sums, tiled_mma, sX, rX, rW, sG, stage)
-            if k_tile > first and tid % GROUP == 0:
-                cute.arch.mbarrier_arrive(empty + before)
+                multiply_weighed(tid, acc, sums, tiled_mma, sX, rX, rW, sG, stage, empty + before, gives)
             before = stage
             stage = stage + 1
             if stage == self.stages:
@@ -438,6 +441,8 @@ class SpecializedGemm:
         rW: cute.Tensor,
         sG: cute.Tensor | None,
         stage: Int32,
+        before: cute.Pointer,  # the barrier of the one before, given back if ``gives``
+        gives: Boolean,
     ):
         """One stage with X's fragments in registers, where they are squared and weighed: half of it while the products
         of the other half run.
@@ -459,7 +464,10 @@ class SpecializedGemm:
                 cute.copy(to_x, tCsX[None, None, begin + i, stage], tCrX[None, None, i])
                 if const_expr(self.weighted):
                     cute.autovec_copy(tCsG[None, begin + i, stage], rG[None, i])
-            warpgroup.wait_group(1)  # this half's registers are free
+            warpgroup.wait_group(half)  # this half's registers are free
+            if const_expr(half == 0):  # noqa: SIM102  known when compiled
+                if gives:
+                    cute.arch.mbarrier_arrive(before)
             for i in cutlass.range_constexpr(blocks // 2):
                 if const_expr(self.weighted):
                     weigh(raw[None, None, i], rG[None, i], rX[None, None, begin + i])

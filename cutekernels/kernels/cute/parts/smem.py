@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ALIGNMENT = 1024  # the span of a 128-byte swizzle pattern
+SWIZZLED_ROWS, SWIZZLED = 8, 64  # which is of rows by 2-byte elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +117,12 @@ class SpecializedSmem:
         return ((self.tile_m + self.tile_n) * self.element_bytes + self.gamma_bytes) * self.tile_k
 
     @property
+    def w_at(self) -> int:
+        return self.stages * self.tile_m * self.tile_k * self.element_bytes
+
+    @property
     def gamma_at(self) -> int:
-        return self.stages * (self.tile_m + self.tile_n) * self.tile_k * self.element_bytes
+        return self.w_at + self.stages * self.tile_n * self.tile_k * self.element_bytes
 
     @property
     def share(self) -> int:
