@@ -23,12 +23,13 @@ TILES = tuple(range(32, 257, 8))  # of columns
 TOKEN_TILES = (8, 16, 32, 48, 64, 96, 128, 192, 256)
 GROUP_TOKENS = SpecializedSmem.GROUP_ROWS  # that a warp group multiplies
 USUAL_TOKENS = 128  # of a tile, where there are more
-# From how many tokens on it is the default, where there are few columns to an SM; with more it always is. Skinny and
-# it, us, H200, 2026-11-22: 512 x 3584, one token 3.67 and 3.75, eight 3.65 and 3.79; 1024 x 4096 4.18 and 4.46, 5.05
-# and 4.54; 2048 x 4096 5.93 and 5.87, 6.29 and 5.97; 2560 x 2560 5.77 and 4.56, 5.78 and 4.74; 3584 x 3584 7.61 and
-# 7.22, 7.76 and 7.34; 4096 x 4096 9.30 and 9.11, 9.37 and 9.17.
+# From how many tokens on it is the default, where skinny's tiles of 32 columns are one wave of CTAs; with more columns
+# it always is. In a chain of its own it would be with fewer too, but behind a norm of so few rows it takes longer, we
+# do not know why. Skinny and it, us, H200, 2026-11-22: 512 x 3584, one token 3.67 and 3.75, eight 3.65 and 3.79; 1024 x
+# 4096 4.18 and 4.46, 5.05 and 4.54; 2048 x 4096 5.93 and 5.87, 6.29 and 5.97; 2560 x 2560 5.77 and 4.56, 5.78 and 4.74;
+# 3584 x 3584 7.51 and 7.23, 7.69 and 7.34, behind `rms_norm` 8.0 and 9.0 at one token, 8.7 and 8.7 at 16.
 LEAST_TOKENS = 9
-_SKINNY_COLUMNS = 15
+_SKINNY_COLUMNS = 32
 LEAST_IN_FLIGHT = 32 * 1024  # bytes of stages
 # Of the best tile's share of the GPU at work. Less was never among the best, and a tuned neighbour's tile, which suits
 # its own number of columns, is not taken over where it would leave an SM in three idle.
@@ -51,8 +52,8 @@ _DRAM_RATE = 0.80  # of the datasheet's
 _SUMS_PER_US = 6.4e3
 # Not of that fit, since sums are sent and tiles come in steps of 8: 3584 x 3584 by two CTAs of 56 columns and one of
 # 32, one token 7.22 and 7.73, 16 tokens 7.56 and 7.90, 64 tokens 8.01 and 8.37; 4096 x 4096 of 64 and 32, 16 tokens
-# 9.27 and 9.27, 64 tokens 9.75 and 10.1.
-_SPLIT_US = 0.1
+# 9.27 and 9.27, 64 tokens 9.75 and 10.1. Of eight tokens or fewer see LEAST_TOKENS.
+_SPLIT_US, _SPLIT_FEW_US = 0.1, 0.6
 # Nor this: 64 tokens of one k, squared and weighed on their way to the MMA (11.7 us of 3584, tiles of 32 columns).
 _WEIGHED_US = 2.8e-3
 _FEW_TOKENS, _FEW_TOKENS_WEIGHTS, _WEIGHTS = 16, 84_000, 70_000  # bytes of W in flight that are enough
@@ -204,7 +205,8 @@ def estimate_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PL
     each = -(-ctas // gpu.sm_count)  # SM's CTAs, or most SMs'
     asking = min(1.0, ctas / (_ENOUGH_SMS * each * gpu.sm_count)) ** _FEW_SMS if ctas <= room else 1.0
     dram = 2.0 * p.n * (p.k + p.m) / (_DRAM_RATE * gpu.dram_gbps * 1e3 * asking)
-    fixed = _LAUNCH_US + (0.0 if c.pdl else _UNDEPENDENT_US) + (_SPLIT_US if c.split_k > 1 else 0.0)
+    meeting = 0.0 if c.split_k == 1 else _SPLIT_US if p.m >= LEAST_TOKENS else _SPLIT_FEW_US
+    fixed = _LAUNCH_US + (0.0 if c.pdl else _UNDEPENDENT_US) + meeting
     return float(fixed + max(busy, dram) - (gemm_ahead.saved_us(c) if ctas <= room else 0.0))
 
 

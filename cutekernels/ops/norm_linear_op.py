@@ -57,7 +57,7 @@ _SQUARES_US_PER_TOKEN = 0.02
 _NORM_US, _NORM_US_PER_TOKEN, _NORM_TOKENS, _NORM_OF_PRODUCT = 0.35, 0.014, 64, 0.02
 _WITHIN_US = 0.7
 # Of the product's time that weighing may take and be hidden: 6144 x 4096, 16 tokens, 0.75 of it, 15.4 us and 14.5.
-_HIDDEN = 0.7
+_HIDDEN = 0.65
 
 
 # ---- ops ------------------------------------------------------------------------------------------------

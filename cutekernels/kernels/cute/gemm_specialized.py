@@ -97,7 +97,9 @@ class SpecializedGemm:
 
     @property
     def eager(self) -> bool:
-        """A stage is given back before the next one is waited for, since there are few and more bytes than work."""
+        """A stage is given back before the next one is waited for, where there are few and more bytes than work: 128
+        tokens x 3584, H200, 9.47 -> 9.06 us; with 64 it would take 0.5 longer (2026-11-22).
+        """
         return self.groups == 2 and self.split == 2
 
     @property
