@@ -5,7 +5,8 @@ comes from the first of these that ``why_not`` accepts for the *exact* problem:
 
 1. ``forced``: the caller's ``config=``;
 2. ``tuned``: a measured winner of the problem's bucket;
-3. ``nearest``: a measured winner whose static fields agree and whose extents are within two octaves in all;
+3. ``nearest``: a measured winner whose static fields agree and whose extents are within two octaves in all, unless the
+   model has it far behind the default here and not there;
 4. ``predicted``: the model's winner of the bucket, or of its nearest neighbour;
 5. ``default``: the op's analytical choice.
 
@@ -34,6 +35,11 @@ if TYPE_CHECKING:
 
 MAX_OCTAVES = 2.0
 """How far a neighbour's extents may be, summed over them in powers of two."""
+MOST_BEHIND = 1.15
+"""How many times as far behind the default the model may have a neighbour's config here as at its own problem.
+
+H200, 1024 x 4096, one token: the winner of 3584 x 3584, of whose tiles there are 32 here, takes 5.91 us and the default
+4.18 (the model: 1.33 times as far behind); 2048 x 4096, eight tokens, 6.67 and 6.29 (1.25)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,14 +262,24 @@ def _nearest(op: Op[Any, Any], p: Any, gpu: GpuSpec, rows: Iterable[Winner], wan
         except UnsupportedProblem:
             continue  # written by another version of this op
         if other.static() == own.static() and other != own and (distance := octaves(own, other)) <= MAX_OCTAVES:
-            neighbours.append((distance, row.problem, row))
+            neighbours.append((distance, row.problem, row, other))
     reason = f"no {wanted} neighbour within {MAX_OCTAVES:g} octaves"
-    for distance, problem, row in sorted(neighbours, key=lambda n: n[:2]):
-        outcome = _adopt(op, p, gpu, row, origin, f"{wanted} for {problem}, {distance:.2f} octaves away ({row.source})")
+    for distance, problem, row, other in sorted(neighbours, key=lambda n: n[:2]):
+        note = f"{wanted} for {problem}, {distance:.2f} octaves away ({row.source})"
+        outcome = _adopt(op, p, gpu, row, origin, note)
         if isinstance(outcome, Choice):
-            return outcome
+            behind = _behind(op, p, outcome.config, gpu) / max(1.0, _behind(op, other, outcome.config, gpu))
+            if behind <= MOST_BEHIND:
+                return outcome
+            outcome = f"{note}, but the model has it {behind:.2f} times as far behind the default as there"
         reason = outcome
     return reason
+
+
+def _behind(op: Op[Any, Any], p: Any, config: Config, gpu: GpuSpec) -> float:
+    """The model's time for ``config`` over that for the default."""
+    least = op.estimate_us(p, op.default(p, gpu), gpu)
+    return op.estimate_us(p, config, gpu) / least if least > 0 else 1.0
 
 
 def octaves(a: Problem, b: Problem) -> float:

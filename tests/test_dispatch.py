@@ -151,6 +151,25 @@ class TestNearest:
     def test_measured_far_beats_predicted_near(self) -> None:
         assert origin(winner("m=24 n=64", A, "predicted"), winner("m=64 n=64", B)) == ("nearest", B)
 
+    def test_what_the_model_has_far_behind_here_and_not_there_is_passed_over(self) -> None:
+        class Fading(ToyOp):
+            """A takes ``us`` with 32 rows, and by a power of them more with fewer; all others 10."""
+
+            def estimate_us(self, p: ToyProblem, c: ToyConfig, gpu: Any) -> float:
+                return us * (32 / p.m) ** power if c == A else 10.0
+
+        row = winner("m=32 n=64", A)
+        for us, power, found in (
+            (10.0, 0.1, ("nearest", A)),
+            (10.0, 0.5, ("default", DEFAULT)),
+            (30.0, 0.0, ("nearest", A)),  # the model never thought much of it, and it won
+            (5.0, 0.5, ("nearest", A)),  # nor of the default
+            (30.0, 0.5, ("default", DEFAULT)),
+        ):
+            assert origin(row, op=Fading()) == found, (us, power)
+        assert origin(row, winner("m=64 n=64", B), op=Fading()) == ("nearest", B)
+        assert origin(row, problem=ToyProblem(32, 64), op=Fading()) == ("tuned", A), "what was measured is not asked"
+
     def test_distance_is_a_metric_and_knows_zero(self) -> None:
         extents = [0, 1, 2, 3, 16, 4096]
         problems = [ToyProblem(m, n) for m in extents for n in extents]

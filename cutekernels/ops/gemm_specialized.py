@@ -24,10 +24,11 @@ TOKEN_TILES = (8, 16, 32, 48, 64, 96, 128, 192, 256)
 GROUP_TOKENS = SpecializedSmem.GROUP_ROWS  # that a warp group multiplies
 USUAL_TOKENS = 128  # of a tile, where there are more
 # From how many tokens on it is the default, where skinny's tiles of 32 columns are one wave of CTAs; with more columns
-# it always is. In a chain of its own it would be with fewer too, but behind a norm of so few rows it takes longer, we
-# do not know why. Skinny and it, us, H200, 2026-11-22: 512 x 3584, one token 3.67 and 3.75, eight 3.65 and 3.79; 1024 x
-# 4096 4.18 and 4.46, 5.05 and 4.54; 2048 x 4096 5.93 and 5.87, 6.29 and 5.97; 2560 x 2560 5.77 and 4.56, 5.78 and 4.74;
-# 3584 x 3584 7.51 and 7.23, 7.69 and 7.34, behind `rms_norm` 8.0 and 9.0 at one token, 8.7 and 8.7 at 16.
+# it always is. In a chain of its own it would be with fewer too, but behind a norm of so few rows it takes longer: two
+# of its CTAs fit one SM then, which others may idle for (we infer). Skinny and it, us, H200, 2026-11-22: 512 x 3584,
+# one token 3.67 and 3.75, eight 3.65 and 3.79; 1024 x 4096 4.18 and 4.46, 5.05 and 4.54; 2048 x 4096 5.93 and 5.87,
+# 6.29 and 5.97; 2560 x 2560 5.77 and 4.56, 5.78 and 4.74; 3584 x 3584 7.51 and 7.23, 7.69 and 7.34, behind `rms_norm`
+# 8.0 and 9.0 at one token, 8.7 and 8.7 at 16.
 LEAST_TOKENS = 9
 _SKINNY_COLUMNS = 32
 LEAST_IN_FLIGHT = 32 * 1024  # bytes of stages
