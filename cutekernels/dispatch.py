@@ -268,7 +268,7 @@ def _nearest(op: Op[Any, Any], p: Any, gpu: GpuSpec, rows: Iterable[Winner], wan
         note = f"{wanted} for {problem}, {distance:.2f} octaves away ({row.source})"
         outcome = _adopt(op, p, gpu, row, origin, note)
         if isinstance(outcome, Choice):
-            behind = _behind(op, p, outcome.config, gpu) / max(1.0, _behind(op, other, outcome.config, gpu))
+            behind = _behind(op, own, outcome.config, gpu) / max(1.0, _behind(op, other, outcome.config, gpu))
             if behind <= MOST_BEHIND:
                 return outcome
             outcome = f"{note}, but the model has it {behind:.2f} times as far behind the default as there"

@@ -271,7 +271,8 @@ def test_the_default_is_fused_where_weighing_hides() -> None:
     assert [path(m, 18944) for m in (1, 16, 64, 128)] == ["fused"] * 4
     assert [path(m, 3584) for m in (1, 16, 32, 48, 64, 128)] == ["chain", "fused", "fused", "fused", "fused", "chain"]
     assert [path(m, 4096, 4096) for m in (16, 64)] == ["chain", "fused"]
-    assert path(16, 6144, 4096) == "chain", "weighing would take most of the product's time"
+    assert path(16, 6144, 4096) == "fused", "two CTAs to a tile weigh for less than half of the product's time"
+    assert path(64, 3584, 18944) == "chain", "they would for most of it"
     assert path(64, 37888) == "chain", "two waves of CTAs"
 
 

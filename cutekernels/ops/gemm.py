@@ -464,8 +464,9 @@ def _default(op: Gemm, p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
     special = "specialized" in bodies
     few = gemm_specialized.least_tokens(p, gpu) if special else gemm_skinny.DEFAULT_TOKENS + 1
     preferred = (["skinny"] if p.m < few else []) + ["specialized", "multistage"]
+    tiles = {"skinny": [gemm_skinny.usual_tile(p)], "specialized": gemm_specialized.fitting_tiles(p)}
     for body in (b for b in preferred if b in bodies):
-        usual = (c for c in _shortlist(body) if body != "skinny" or c.tile_n == gemm_skinny.usual_tile(p))
+        usual = (c for c in _shortlist(body) if c.tile_n in tiles.get(body, _SPACE["tile_n"]))
         candidates = [c for c in usual if op.why_not(p, c, gpu) is None]
         if candidates:
             among_equals = _PREFERENCES.get(body, str)

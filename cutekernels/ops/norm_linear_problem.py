@@ -152,14 +152,18 @@ FUSED: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 
 
+def spanned(body: str, **fewer: tuple[Any, ...]) -> Iterator[NormLinearConfig]:
+    """What fused ``body`` searches, with ``fewer`` values of some knobs."""
+    own = FUSED[body] | fewer
+    for values in product(*own.values()):
+        c = NormLinearConfig("fused", **dict(zip(own, values, strict=True)))
+        if c.pdl or not c.ahead:
+            yield c
+
+
 @cache
 def _every() -> tuple[NormLinearConfig, ...]:
-    fused = [
-        NormLinearConfig("fused", **dict(zip(own, values, strict=True)))
-        for own in FUSED.values()
-        for values in product(*own.values())
-    ]
-    return CHAIN, *(c for c in fused if c.pdl or not c.ahead)
+    return CHAIN, *(c for body in FUSED for c in spanned(body))
 
 
 @cache
