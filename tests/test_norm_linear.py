@@ -269,8 +269,9 @@ def test_the_default_is_fused_where_weighing_hides() -> None:
         return RMS_NORM_LINEAR.default(RMS_NORM_LINEAR.Problem.parse(f"m={m} n={n} k={k}"), spec).path
 
     assert [path(m, 18944) for m in (1, 16, 64, 128)] == ["fused"] * 4
-    assert [path(m, 3584) for m in (1, 16, 32, 48, 64, 128)] == ["chain", "fused", "fused", "fused", "fused", "chain"]
-    assert [path(m, 4096, 4096) for m in (16, 64)] == ["chain", "fused"]
+    assert [path(m, 3584) for m in (1, 8, 16, 32, 48, 64, 128)] == ["fused"] * 6 + ["chain"]
+    assert [path(m, 4096, 4096) for m in (1, 16, 64, 128)] == ["fused"] * 3 + ["chain"]
+    assert path(16, 2048, 4096) == "chain", "one CTA's share of W comes sooner than its tokens are weighed"
     assert path(16, 6144, 4096) == "fused", "two CTAs to a tile weigh for less than half of the product's time"
     assert path(64, 3584, 18944) == "chain", "they would for most of it"
     assert path(64, 37888) == "chain", "two waves of CTAs"

@@ -23,14 +23,14 @@ TILES = tuple(range(32, 257, 8))  # of columns
 TOKEN_TILES = (8, 16, 32, 48, 64, 96, 128, 192, 256)
 GROUP_TOKENS = SpecializedSmem.GROUP_ROWS  # that a warp group multiplies
 USUAL_TOKENS = 128  # of a tile, where there are more
-# From how many tokens on it is the default, where skinny's tiles of 32 columns are one wave of CTAs; with more columns
-# it always is. In a chain of its own it would be with fewer too, but behind a norm of so few rows it takes longer: two
-# of its CTAs fit one SM then, which others may idle for (we infer). Skinny and it, us, H200, 2026-11-22: 512 x 3584,
-# one token 3.67 and 3.75, eight 3.65 and 3.79; 1024 x 4096 4.18 and 4.46, 5.05 and 4.54; 2048 x 4096 5.93 and 5.87,
-# 6.29 and 5.97; 2560 x 2560 5.77 and 4.56, 5.78 and 4.74; 3584 x 3584 7.51 and 7.23, 7.69 and 7.34, behind `rms_norm`
-# 8.0 and 9.0 at one token, 8.7 and 8.7 at 16.
-LEAST_TOKENS = 9
-_SKINNY_COLUMNS = 32
+# From how many tokens on it is the default, where two CTAs to a tile of 32 columns keep fewer than this share of the
+# SMs at work; where they keep as many it always is. Skinny and it, us, H200, 2026-11-22: 512 x 3584, one token 3.67 and
+# 3.75, eight 3.65 and 3.79; 1024 x 4096, four 4.21 and 3.85, eight 5.05 and 3.91; 2048 x 4096, one 6.03 and 5.35, eight
+# 6.48 and 5.60; 2560 x 2560 5.77 and 4.57, 5.78 and 4.74; 3584 x 3584 7.52 and 7.34, 7.70 and 7.46; 4096 x 4096 9.26
+# and 9.11, 9.39 and 9.08. Behind `rms_norm` skinny is the faster one at 3584 x 3584, one token 8.02 and 8.22, eight
+# 8.45 and 8.53; the norm within the product is faster than both, 7.90 and 7.91.
+LEAST_TOKENS = 8
+_ENOUGH_AT_WORK = 0.45
 LEAST_IN_FLIGHT = 32 * 1024  # bytes of stages
 # Of the best tile's share of the GPU at work. Less was never among the best, and a tuned neighbour's tile, which suits
 # its own number of columns, is not taken over where it would leave an SM in three idle.
@@ -52,12 +52,15 @@ _COLUMNS_LOST = 20  # that an MMA could multiply in the time it takes to begin
 _DRAM_RATE = 0.80  # of the datasheet's
 _SUMS_PER_US = 6.4e3
 # Not of that fit, since sums are sent and tiles come in steps of 8: 3584 x 3584 by two CTAs of 56 columns and one of
-# 32, one token 7.22 and 7.73, 16 tokens 7.56 and 7.90, 64 tokens 8.01 and 8.37; 4096 x 4096 of 64 and 32, 16 tokens
-# 9.27 and 9.27, 64 tokens 9.75 and 10.1. Of eight tokens or fewer see LEAST_TOKENS.
-_SPLIT_US, _SPLIT_FEW_US = 0.1, 0.6
-# Nor this: 64 tokens of one k, squared and weighed on their way to the MMA (11.7 us of 3584, tiles of 32 columns).
-_WEIGHED_US = 2.8e-3
-_FEW_TOKENS, _FEW_TOKENS_WEIGHTS, _WEIGHTS = 16, 84_000, 70_000  # bytes of W in flight that are enough
+# 32, one token 7.34 and 7.73, 16 tokens 7.58 and 7.90, 64 tokens 8.01 and 8.37; 4096 x 4096 of 64 and 32, one token
+# 9.11 and 9.30, 16 9.39 and 9.39, 64 9.83 and 10.1; 6144 x 4096 of 96 and 48, 13.1 and 13.1, 13.6 and 13.3, 14.05 and
+# 13.9.
+_SPLIT_US = 0.0
+# Nor this: 64 tokens of one k, weighed on their way to the MMA (2048 x 4096, one token: 6.5 us, 5.4 without; a k-tile
+# of 128 takes about 0.28).
+_WEIGHED_US = 2.2e-3
+# Bytes of W in flight that are enough, of two CTAs to a tile.
+_FEW_TOKENS, _FEW_TOKENS_WEIGHTS, _WEIGHTS = 16, 80_000, 70_000
 # Nor this: 96 SMs take longer than all 132 (4608 columns, 16 tokens: 10.8 us and 9.9), and 112 longer than 128, or some
 # with fewer CTAs than others.
 _ENOUGH_SMS, _FEW_SMS = 0.96, 0.3
@@ -78,7 +81,17 @@ def _reserved_threads(c: GemmConfig) -> int:
 
 
 def smem(c: GemmConfig, extras: Extras = PLAIN) -> SpecializedSmem:
-    return SpecializedSmem(c.tile_n, c.tile_m, c.tile_k, c.stages, c.split_k, extras.gamma_bytes, extras.squares)
+    return SpecializedSmem(
+        c.tile_n, c.tile_m, c.tile_k, c.stages, c.split_k, extras.gamma_bytes, extras.squares, alone(c)
+    )
+
+
+def alone(c: GemmConfig) -> bool:
+    """Whether no second CTA may come to an SM, though it would fit. Two to a tile are about as many as there are SMs;
+    where two of them shared one, others had none. H200, 3584 x 3584, 92 KiB: 16 tokens 8.41 us, alone 7.65; with the
+    norm within, 8 tokens 10.8 and 8.4 (2026-11-22).
+    """
+    return c.split_k > 1 and c.ctas_per_sm == 1
 
 
 def fitting_tiles(p: GemmProblem) -> list[int]:
@@ -110,7 +123,7 @@ def _waves(columns: int, ctas: int, room: int) -> dict[int, tuple[int, float]]:
 
 def least_tokens(p: GemmProblem, gpu: GpuSpec) -> int:
     """From how many on this schedule is the default, where it can be."""
-    return LEAST_TOKENS if p.n <= _SKINNY_COLUMNS * gpu.sm_count else 1
+    return LEAST_TOKENS if 2 * -(-p.n // TILES[0]) < _ENOUGH_AT_WORK * gpu.sm_count else 1
 
 
 def refused(p: GemmProblem, gpu: GpuSpec) -> Iterator[str]:
@@ -167,19 +180,20 @@ def registers_per_thread(c: GemmConfig) -> int:
     return c.tile_m // 2 + _OTHER_REGISTERS
 
 
-def preference(c: GemmConfig) -> tuple[object, ...]:
-    """The least is preferred among configs of one estimate, which is DRAM's for many: one CTA to an SM, most bytes in
-    flight, long k-tiles. H200, 64 tokens x 18944, us: 104 KiB 37.0, 156 KiB 35.2, 208 KiB 35.2 and, in half as many
-    k-tiles, 35.0; two CTAs to an SM 37.7. Of two CTAs to a tile, just enough of W: 3584 x 3584, by 5, 6, 8 stages of 14
-    KiB of it, one token 7.22 in 6, 7.40 in 8; 16 tokens 7.79, 7.56, 7.63; 64 tokens 8.01, 8.04, behind a norm 8.69,
-    8.83; 4096 x 4096, 16 KiB, 16 tokens 10.22, 9.27, 9.36, 64 tokens 9.75, 9.81 (2026-11-22).
+def preference(c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
+    """The least is preferred among configs of one estimate, which is DRAM's for many: one CTA to an SM, two to a tile
+    (``_SPLIT_US``), most bytes in flight, long k-tiles. H200, 64 tokens x 18944, us: 104 KiB 37.0, 156 KiB 35.2, 208
+    KiB 35.2 and, in half as many k-tiles, 35.0; two CTAs to an SM 37.7. Of two CTAs to a tile, just enough of W: 3584 x
+    3584, by 5, 6, 8 stages of 14 KiB of it, 16 tokens 7.61, 7.58, 7.63, behind a norm 8.11, 8.21; 64 tokens 8.01, 8.04,
+    behind a norm 8.83, 9.03; of 18944 long rows, one token 33.9, 33.0; 4096 x 4096, 16 KiB, 8 tokens 9.08, 9.11, 64
+    tokens 9.75, 9.81 (2026-11-22).
     """
     in_flight = c.stages * smem(c).stage_bytes
     if c.split_k == 1:
-        return c.ctas_per_sm, -in_flight, -c.tile_k, str(c)
+        return c.ctas_per_sm, -1, -in_flight, -c.tile_k, str(c)
     weights = c.stages * c.tile_m * c.tile_k * smem(c).element_bytes
-    enough = _FEW_TOKENS_WEIGHTS if c.tile_n <= _FEW_TOKENS else _WEIGHTS
-    return c.ctas_per_sm, -min(weights, enough), -c.tile_k, in_flight, str(c)
+    enough = _FEW_TOKENS_WEIGHTS if c.tile_n <= _FEW_TOKENS and extras == PLAIN else _WEIGHTS
+    return c.ctas_per_sm, -c.split_k, -min(weights, enough), -c.tile_k, in_flight, str(c)
 
 
 def estimate_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
@@ -206,13 +220,13 @@ def estimate_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PL
     each = -(-ctas // gpu.sm_count)  # SM's CTAs, or most SMs'
     asking = min(1.0, ctas / (_ENOUGH_SMS * each * gpu.sm_count)) ** _FEW_SMS if ctas <= room else 1.0
     dram = 2.0 * p.n * (p.k + p.m) / (_DRAM_RATE * gpu.dram_gbps * 1e3 * asking)
-    meeting = 0.0 if c.split_k == 1 else _SPLIT_US if p.m >= LEAST_TOKENS else _SPLIT_FEW_US
+    meeting = 0.0 if c.split_k == 1 else _SPLIT_US
     fixed = _LAUNCH_US + (0.0 if c.pdl else _UNDEPENDENT_US) + meeting
     return float(fixed + max(busy, dram) - (gemm_ahead.saved_us(c) if ctas <= room else 0.0))
 
 
 def weighing_us(p: GemmProblem, c: GemmConfig) -> float:
-    """What a CTA's warps need to square its tokens and multiply them by the norm's weight."""
+    """What a CTA's warps need to multiply its tokens by the norm's weight."""
     return -(-p.k // c.tile_k) / c.split_k * c.tile_k * groups(c) * _WEIGHED_US
 
 
@@ -231,6 +245,7 @@ def body(p: GemmProblem, c: GemmConfig, norm: Any = None, extras: Extras = PLAIN
         activation=Activation(p.activation),
         out_align=p.out_align,
         ctas_per_sm=c.ctas_per_sm,
+        alone=alone(c),
         ahead=c.ahead,
         norm=norm,
         gamma_bytes=extras.gamma_bytes,

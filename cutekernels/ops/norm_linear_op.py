@@ -52,14 +52,16 @@ _GATE_ROWS = 8  # of the gate, then as many of up, in an MMA's 16
 # The model: what the fused kernel does beside the product, which mostly hides behind the loads.
 _SQUARES_US_PER_TOKEN = 0.02
 # What the norm's kernel costs in front of a product, and within it where it is hidden. The norm within the specialized
-# product, the norm and the product, the product alone, us, H200, 2026-11-22: 3584 columns, 8.06, 8.00, 7.5 at one
-# token; 8.31, 8.77, 7.9 at 16; 8.43, 9.19, 8.1 at 32; 8.69, 9.67, 8.4 at 64; 18944 columns, 32.4, 32.9, 31.9; 33.1,
-# 34.0, 32.5 at 16; 34.1, 35.3, 33.5 at 64; 4096 x 4096, 10.1, 10.4, 9.3 at 16; 6144 x 4096, 14.0, 14.5 at 16.
-_NORM_US, _NORM_US_PER_TOKEN, _NORM_TOKENS, _NORM_OF_PRODUCT = 0.35, 0.014, 64, 0.02
-_WITHIN_US = 0.7
-# Of the product's time that weighing may take and be hidden: 6144 x 4096, 16 tokens, 0.75 of it, 15.4 us and 14.5; by
-# two CTAs to a tile, 0.38 of it, 14.1 and 14.4.
-_HIDDEN = 0.65
+# product, the norm and the product, the product alone, us, H200, 2026-11-22: 3584 columns, 7.90, 8.02, 7.34 at one
+# token; 7.91, 8.45, 7.46 at 8; 8.11, 8.69, 7.58 at 16; 8.32, 9.01, 7.7 at 32; 8.83, 9.29, 8.00 at 64; 18944 columns,
+# 32.4, 32.9, 31.9; 32.7, 33.8, 32.6 at 16; 33.8, 34.9, 33.2 at 64; 4096 x 4096, 9.76, 10.2, 9.11 at one; 2560 x 2560,
+# 5.50, 5.67, 4.57; 6.23, 6.22, 5.10 at 64.
+_NORM_US, _NORM_US_PER_TOKEN, _NORM_TOKENS, _NORM_OF_PRODUCT = 0.8, 0.005, 64, 0.02
+_WITHIN_US = 0.5
+# Of the product's time that weighing may take and be hidden: 2048 x 4096, 0.82 of it, 64 tokens 7.70 us and by norm
+# and product 7.18, 16 tokens 6.68 and 6.65; 6144 x 4096, 0.68 of it, 16 tokens 14.4 and 14.5, by two CTAs to a tile,
+# 0.34 of it, 14.0; 2560 x 2560 above, 0.61 of it (of the model's time 0.51).
+_HIDDEN = 0.55
 
 
 # ---- ops ------------------------------------------------------------------------------------------------
@@ -144,7 +146,7 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         if not hidden:
             return CHAIN
         fused = {c: self.estimate_us(p, c, gpu) for c in hidden}
-        best = min(hidden, key=lambda c: (fused[c], gemm_specialized.preference(c.product)))
+        best = min(hidden, key=lambda c: (fused[c], gemm_specialized.preference(c.product, p.extras)))
         norm = _NORM_US + _NORM_US_PER_TOKEN * min(p.m, _NORM_TOKENS) + _NORM_OF_PRODUCT * alone
         return best if fused[best] + _WITHIN_US < alone + norm else CHAIN
 

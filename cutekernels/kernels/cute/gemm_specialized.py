@@ -12,10 +12,10 @@ Schedule:
     the columns, into shared memory there, and adds up its own half, so the result is the same each time. As stores that
     ring the receiver's barrier this takes 0.7 us less than with barriers of the cluster (64 tokens x 3584: 9.1 us and
     8.4, 2026-11-22).
-    With a ``norm`` X's fragments go through registers, where they are squared and multiplied by the norm's weight, half
-    a k-tile while the products of the other half run; rstd multiplies the sums. A k-tile of 128 takes a group's warps
-    about 0.36 us, most of them latency: hidden where N is large, 0.7 us longer than without at 64 tokens x 3584
-    (2026-11-22).
+    With a ``norm`` X's fragments go through registers, where they are multiplied by the norm's weight, half a k-tile
+    while the products of the other half run; rstd multiplies the sums. Warps beside square the rows as they lie in the
+    stages (``parts/statistics.py``). At 64 tokens x 3584 that takes 0.8 us longer than the product alone, of which the
+    registers are 0.3 (2026-11-22).
     As a dependent launch a CTA asks the L2 for its first ``ahead`` k-tiles of W while the kernel ahead still runs, and
     lets the next kernel in when its own last loads are on their way (``ops/gemm_ahead.py``).
     Where rows of out are aligned its results go through shared memory, in the place of the stages, and leave as whole
@@ -45,8 +45,10 @@ from cutekernels.kernels.cute.parts.epilogue import Activation
 from cutekernels.kernels.cute.parts.norm import RowNorm
 from cutekernels.kernels.cute.parts.results import TileResults
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, SpecializedSmem
+from cutekernels.kernels.cute.parts.statistics import StageSquares
 
 GROUP = SpecializedSmem.GROUP_THREADS  # a warp group
+SQUARING_WARPS = SpecializedSmem.SQUARING_WARPS
 ROWS = SpecializedSmem.GROUP_ROWS  # of X that it multiplies
 Box = tuple[cute.CopyAtom | None, cute.Tensor | None]
 
@@ -71,6 +73,7 @@ class SpecializedGemm:
     activation: Activation
     out_align: int
     ctas_per_sm: int
+    alone: bool  # on its SM, whatever would fit
     ahead: int  # k-tiles of W that are asked for before the turn comes
     norm: RowNorm | None = None  # of X's rows
     gamma_bytes: int = 0  # an element of its weight
@@ -109,13 +112,13 @@ class SpecializedGemm:
 
     @property
     def threads(self) -> int:
-        """The producer warp comes last."""
-        return GROUP * self.groups + 32
+        """The producer warp comes behind the groups, those that square last."""
+        return GROUP * self.groups + 32 + 32 * SQUARING_WARPS * self.squaring
 
     @property
     def smem(self) -> SpecializedSmem:
         return SpecializedSmem(
-            self.rows, self.tile_n, self.tile_k, self.stages, self.split, self.gamma_bytes, self.squaring
+            self.rows, self.tile_n, self.tile_k, self.stages, self.split, self.gamma_bytes, self.squaring, self.alone
         )
 
     def stages_of(self, rows: int, taken: int = 0) -> cute.Layout:
@@ -261,16 +264,19 @@ class SpecializedGemm:
             )
         full = cute.recast_ptr(storage + smem.barriers_at, dtype=Int64)
         empty = full + stages
-        met = empty + stages
+        met = cute.recast_ptr(storage + smem.met_at, dtype=Int64)
+        known = cute.recast_ptr(storage + smem.known_at, dtype=Int64)
         if warp == producer:
             cpasync.prefetch_descriptor(tma_head)
             cpasync.prefetch_descriptor(tma_w)
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(stages):
                     cute.arch.mbarrier_init(full + stage, 1)
-                    cute.arch.mbarrier_init(empty + stage, self.groups)
+                    cute.arch.mbarrier_init(empty + stage, self.groups + SQUARING_WARPS * self.squaring)
                 if const_expr(self.split > 1):
                     cute.arch.mbarrier_init(met, 1)
+                if const_expr(self.squaring):
+                    cute.arch.mbarrier_init(known, SQUARING_WARPS)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if const_expr(self.split > 1):
@@ -298,6 +304,7 @@ class SpecializedGemm:
             ask = self.ask
             if warp == producer:
                 ask(boxes, at_n * self.split + split, k_tiles, first, end)
+        if const_expr(self.dependent):
             cute.arch.griddepcontrol_wait()
 
         if warp == producer:
@@ -307,21 +314,22 @@ class SpecializedGemm:
                 cute.arch.griddepcontrol_launch_dependents()  # whose CTAs' loads follow ours
             if const_expr(self.split > 1):
                 cute.arch.cluster_wait()
-        else:
+        if const_expr(self.squaring):  # noqa: SIM102  known when compiled
+            if warp > producer:
+                squares = StageSquares(smem)
+                run = squares.run
+                run(tid - (GROUP * self.groups + 32), dtype, storage, split, first, end)
+        if warp < producer:
             shape = tiled_mma.partition_shape_C((self.tile_m, self.tile_n))
             acc = cute.make_rmem_tensor(shape, Float32)  # ((2, 2, N / 8), 1, 1)
-            factors = None
-            if const_expr(self.norm is not None):
-                factors = cute.make_rmem_tensor(2, Float32)  # of this thread's rows
-                factors.fill(0.0)
             consume = self.consume
-            consume(tid, acc, factors, tiled_mma, sX, sW, sG, full, empty, first, end)
+            consume(tid, acc, tiled_mma, sX, sW, sG, full, empty, first, end)
             cD = cute.make_identity_tensor((self.tile_m, self.tile_n))
             tCcD = tiled_mma.get_slice(tid).partition_C(cD)  # ((2, 2, N / 8), 1, 1)
             place = (own_m, row, later, own_n, column)
             results = TileResults(smem, self.head, self.activation, self.out_align)
-            deliver, operands = results.deliver, (mD, mC, mBias, mRstd, alpha, beta, eps)
-            deliver(tid, acc, factors, cute.size(tW, mode=[1]), tCcD, split, storage, place, operands)
+            deliver, operands = results.deliver, (mD, mC, mBias, mRstd, alpha, beta, cute.size(tW, mode=[1]), eps)
+            deliver(tid, acc, tCcD, split, storage, place, operands)
 
     @cute.jit
     def loads(self, tma: cute.CopyAtom, tX: cute.Tensor, sX: cute.Tensor, row: Int32, rows: cutlass.Constexpr[int]):
@@ -376,7 +384,6 @@ class SpecializedGemm:
         self,
         tid: Int32,
         acc: cute.Tensor,
-        squares: cute.Tensor | None,  # (2,)
         tiled_mma: cute.TiledMma,
         sX: cute.Tensor,
         sW: cute.Tensor,
@@ -390,18 +397,19 @@ class SpecializedGemm:
         ``eager`` at once.
         """
         of_group = tiled_mma.get_slice(cute.arch.make_warp_uniform(tid // GROUP) * GROUP)
-        rX = sums = None
+        rX = None
         if const_expr(self.norm is None):
             rX = tiled_mma.make_fragment_A(of_group.partition_A(sX))  # descriptors: (MMA, MMA_M, MMA_K, STAGE)
         else:
             thr_mma = tiled_mma.get_slice(tid)
             rX = thr_mma.make_fragment_A(thr_mma.partition_A(sX)[None, None, None, 0])  # ((2, 2, 2), 1, MMA_K)
-            sums = cute.make_rmem_tensor((2, 2), Float32)
-            sums.fill(0.0)
         rW = tiled_mma.make_fragment_B(of_group.partition_B(sW))  # descriptors
         acc.fill(0.0)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
         multiply_weighed = self.multiply_weighed
+        chunks = None
+        if const_expr(self.norm is not None):
+            chunks = self.chunks(tid)
         stage, before, phase = Int32(0), Int32(0), Int32(0)
         for k_tile in cutlass.range(first, end, unroll=1):
             cute.arch.mbarrier_wait(full + stage, phase)
@@ -420,25 +428,32 @@ class SpecializedGemm:
                     if gives:
                         cute.arch.mbarrier_arrive(empty + before)
             else:
-                multiply_weighed(tid, acc, sums, tiled_mma, sX, rX, rW, sG, stage, empty + before, gives)
+                multiply_weighed(tid, acc, tiled_mma, sX, chunks, rX, rW, sG, stage, empty + before, gives)
             before = stage
             stage = stage + 1
             if stage == self.stages:
                 stage = Int32(0)
                 phase = phase ^ 1
         warpgroup.wait_group(0)
-        if const_expr(self.squaring):
-            total = self.norm.total
-            total(sums, squares)
+
+    @cute.jit
+    def chunks(self, tid: Int32) -> list[Int32]:
+        """Where in a stage of X this thread's row has the eight k's that ``ldmatrix`` asks of it, elements, for each of
+        the k-blocks in 128 bytes. From the stages' layout the compiler derives each anew, by four instructions a block.
+        """
+        lane, warp = tid % 32, tid // 32
+        row = warp * 16 + lane % 16
+        blocks = const_expr(min(self.tile_k, SWIZZLED) // 16)
+        return [row * SWIZZLED + ((2 * i + lane // 16) ^ (row % SWIZZLED_ROWS)) * 8 for i in range(blocks)]
 
     @cute.jit
     def multiply_weighed(
         self,
         tid: Int32,
         acc: cute.Tensor,
-        sums: cute.Tensor,  # (2, 2), of squares
         tiled_mma: cute.TiledMma,
         sX: cute.Tensor,
+        chunks: list[Int32],
         rX: cute.Tensor,  # ((2, 2, 2), 1, MMA_K)
         rW: cute.Tensor,
         sG: cute.Tensor | None,
@@ -446,39 +461,39 @@ class SpecializedGemm:
         before: cute.Pointer,  # the barrier of the one before, given back if ``gives``
         gives: Boolean,
     ):
-        """One stage with X's fragments in registers, where they are squared and weighed: half of it while the products
-        of the other half run.
+        """One stage with X's fragments in registers, where they are weighed: half of it while the products of the
+        other half run.
         """
         dtype = sX.element_type
         blocks = const_expr(self.tile_k // 16)
-        to_x = cute.make_tiled_copy_A(cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), dtype), tiled_mma)
-        ldm_x = to_x.get_slice(tid)
-        raw = cute.make_rmem_tensor(((2, 2, 2), 1, blocks // 2), dtype)
-        tCsX, tCrX = ldm_x.partition_S(sX), ldm_x.retile(raw)
-        square, weigh = self.norm.square, self.norm.weigh
+        ldmatrix = cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), dtype)
+        count = const_expr(blocks // 2)
+        raw = cute.make_rmem_tensor(((2, 2, 2), 1, count), dtype)
+        at_x = cute.recast_ptr(sX.iterator, dtype=dtype) + stage * (self.rows * self.tile_k)
+        weigh = self.norm.weigh
         if const_expr(self.weighted):
-            of_fragments = self.norm.of_fragments
-            tCsG = of_fragments(tid % 32, sG)  # ((2, 2), MMA_K, STAGE)
-            rG = cute.make_rmem_tensor(((2, 2), blocks // 2), sG.element_type)
+            fetch = self.norm.fetch
+            rG = cute.make_rmem_tensor(((2, 2), count), sG.element_type)
         for half in cutlass.range_constexpr(2):
-            begin = const_expr(half * blocks // 2)
-            for i in cutlass.range_constexpr(blocks // 2):
-                cute.copy(to_x, tCsX[None, None, begin + i, stage], tCrX[None, None, i])
-                if const_expr(self.weighted):
-                    cute.autovec_copy(tCsG[None, begin + i, stage], rG[None, i])
-            warpgroup.wait_group(half)  # this half's registers are free
-            if const_expr(half == 0):  # noqa: SIM102  known when compiled
+            begin = const_expr(half * count)
+            for i in cutlass.range_constexpr(count):
+                block, chunk = const_expr(divmod(begin + i, len(chunks)))
+                at = at_x + chunks[chunk] + block * (self.rows * SWIZZLED)
+                at = cute.make_ptr(dtype, at.toint(), cute.AddressSpace.smem, assumed_align=16)
+                target = cute.make_tensor(raw.iterator + 8 * i, cute.make_layout(8))
+                cute.copy(ldmatrix, cute.make_tensor(at, cute.make_layout(8)), target)
+            if const_expr(self.weighted):
+                fetch(tid % 32, sG, stage, begin, rG)
+            if const_expr(half == 0):
+                warpgroup.wait_group(0)
                 if gives:
                     cute.arch.mbarrier_arrive(before)
-            for i in cutlass.range_constexpr(blocks // 2):
+            for i in cutlass.range_constexpr(count):
                 if const_expr(self.weighted):
                     weigh(raw[None, None, i], rG[None, i], rX[None, None, begin + i])
                 else:
                     rX[None, None, begin + i].store(raw[None, None, i].load())
             warpgroup.fence()
-            for i in cutlass.range_constexpr(begin, begin + blocks // 2):
+            for i in cutlass.range_constexpr(begin, begin + count):
                 cute.gemm(tiled_mma, acc, rX[None, None, i], rW[None, None, i, stage], acc)
             warpgroup.commit_group()
-            if const_expr(self.squaring):  # while they are multiplied
-                for i in cutlass.range_constexpr(blocks // 2):
-                    square(sums, raw[None, None, i])

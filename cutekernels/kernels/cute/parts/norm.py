@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 
 VECTOR_BITS = 128
 
@@ -46,31 +47,25 @@ class NormWeight:
 class RowNorm(NormWeight):
     """``sum_k (x[token, k] * gamma[k]) * weight[n, k] * rstd[token]``, with tokens on the MMA's 64 rows.
 
-    gamma multiplies fragments of the tokens on their way from shared memory, rounded once, and their squares are summed
-    in fp32 beside: an MMA that takes its A operand from registers needs them there anyway. A thread has two rows.
+    gamma multiplies fragments of the tokens on their way from shared memory, rounded once. Their squares are the
+    business of other warps (``statistics.py``).
     """
 
     @cute.jit
-    def square(self, squares: cute.Tensor, rX: cute.Tensor):
-        """``squares`` (2, 2), rows by eighths of a k-block, ``+=`` those of a k-block's fragment ((2, 2, 2), 1)."""
-        wide = cute.make_rmem_tensor((2, 2, 2), Float32)
-        if const_expr(rX.element_type is cutlass.BFloat16):  # whose bits are a float's upper half
-            pairs, bits = cute.recast_tensor(rX, Uint32), cute.recast_tensor(wide, Uint32)
-            for i in cutlass.range_constexpr(4):
-                bits[2 * i] = pairs[i] << 16
-                bits[2 * i + 1] = pairs[i] & Uint32(0xFFFF0000)
+    def fetch(self, lane: Int32, sG: cute.Tensor, stage: Int32, begin: cutlass.Constexpr[int], rG: cute.Tensor):
+        """gamma beside this thread's fragments from k-block ``begin`` on: rG ((2, 2), k-block)."""
+        blocks = const_expr(cute.size(rG, mode=[1]))
+        if const_expr(sG.element_type.width == 16 and blocks % 2 == 0):
+            for i in cutlass.range_constexpr(blocks // 2):  # two at once: eight times the same row is one for all
+                ldmatrix = cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), sG.element_type)
+                at = sG.iterator + stage * self.tile_k + lane // 8 * 8 + (begin + 2 * i) * 16
+                at = cute.make_ptr(sG.element_type, at.toint(), cute.AddressSpace.smem, assumed_align=16)
+                target = cute.make_tensor(rG.iterator + 8 * i, cute.make_layout(8))
+                cute.copy(ldmatrix, cute.make_tensor(at, cute.make_layout(8)), target)
         else:
-            wide.store(rX.load().to(Float32).reshape((2, 2, 2)))
-        for i in cutlass.range_constexpr(2):
-            for half in cutlass.range_constexpr(2):
-                for k in cutlass.range_constexpr(2):
-                    squares[half, k] = squares[half, k] + wide[i, half, k] * wide[i, half, k]
-
-    @cute.jit
-    def total(self, squares: cute.Tensor, totals: cute.Tensor):
-        """``totals`` (2,): what the four threads of a row have."""
-        for half in cutlass.range_constexpr(2):
-            totals[half] = cute.arch.warp_reduction_sum(squares[half, 0] + squares[half, 1], threads_in_group=4)
+            tCsG = self.of_fragments(lane, sG)
+            for i in cutlass.range_constexpr(blocks):
+                cute.autovec_copy(tCsG[None, begin + i, stage], rG[None, i])
 
 
 @dataclass(frozen=True, kw_only=True)

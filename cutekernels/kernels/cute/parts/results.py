@@ -17,7 +17,7 @@ class TileResults:
     """What a CTA does with its sums, once all of its stages are read.
 
     ``place`` are the tile's own first row, where its two boxes of rows begin, its own first column and where that
-    begins; ``operands`` are out, C, bias, rstd (or None), alpha, beta and eps (or None).
+    begins; ``operands`` are out, C, bias, rstd (or None), alpha, beta, K and eps (or None).
     """
 
     smem: SpecializedSmem
@@ -30,30 +30,29 @@ class TileResults:
         self,
         tid: Int32,
         acc: cute.Tensor,
-        factors: cute.Tensor | None,  # (2,), of this thread's rows
-        k: Int32,
         tCcD: cute.Tensor,
         split: Int32,
         storage: cute.Pointer,
         place: tuple[Int32, ...],
         operands: tuple,
     ):
-        mD, _, _, mRstd, _, _, eps = operands
+        mD, _, _, mRstd, *_ = operands
+        factors = None  # of this thread's two rows
+        if const_expr(mRstd is not None or self.smem.squares):
+            factors = cute.make_rmem_tensor(2, Float32)
         if const_expr(mRstd is not None):
+            factors.fill(0.0)
             row_of = self.row_of
             for half in cutlass.range_constexpr(2):
                 row, mine = row_of(tCcD[2 * half][0], place, cute.size(mD, mode=[0]))
                 if mine:
                     factors[half] = mRstd[row]
         if const_expr(self.smem.split == 1):
-            if const_expr(self.smem.squares):
-                for half in cutlass.range_constexpr(2):
-                    factors[half] = cute.math.rsqrt(factors[half] / k + eps)
             finish = self.finish
             finish(tid, acc, factors, tCcD, 0, storage, place, operands)
         else:
             meet = self.meet
-            meet(tid, acc, factors, k, tCcD, split, storage, place, operands)
+            meet(tid, acc, factors, tCcD, split, storage, place, operands)
 
     @cute.jit
     def meet(
@@ -61,7 +60,6 @@ class TileResults:
         tid: Int32,
         acc: cute.Tensor,
         factors: cute.Tensor | None,
-        k: Int32,
         tCcD: cute.Tensor,
         split: Int32,
         storage: cute.Pointer,
@@ -72,8 +70,7 @@ class TileResults:
         smem = self.smem
         count, share, members = const_expr(cute.size(acc)), const_expr(smem.share), const_expr(smem.members)
         inbox = cute.recast_ptr(storage + smem.inbox_at, dtype=Float32)
-        inbox_squares = cute.recast_ptr(storage + smem.squares_at, dtype=Float32) + 2 * tid
-        met = cute.recast_ptr(storage + smem.barriers_at, dtype=Int64) + 2 * smem.stages
+        met = cute.recast_ptr(storage + smem.met_at, dtype=Int64)
         bits = cute.recast_tensor(acc, Int32)
         cute.arch.cluster_wait()  # both have set up their barriers
         for part in cutlass.range_constexpr(2):
@@ -81,16 +78,12 @@ class TileResults:
                 for i in cutlass.range_constexpr(0, min(share, count - part * share), 4):
                     four = tuple([bits[part * share + i + j] for j in range(4)])
                     cute.arch.store_async_dsmem((inbox + members * i + 4 * tid).align(16), four, met, part)
-                if const_expr(self.smem.squares):
-                    pair = cute.recast_tensor(factors, Int32)
-                    cute.arch.store_async_dsmem(inbox_squares.align(8), (pair[0], pair[1]), met, part)
         finish = self.finish
         for part in cutlass.range_constexpr(2):
             if split == part:
                 begin, size = const_expr(part * share), const_expr(min(share, count - part * share))
                 if tid == 0:
-                    sent = const_expr(4 * size + (8 if self.smem.squares else 0))
-                    cute.arch.mbarrier_arrive_and_expect_tx(met, sent * members)
+                    cute.arch.mbarrier_arrive_and_expect_tx(met, 4 * size * members)
                 cute.arch.mbarrier_wait(met, 0)
                 some = cute.make_rmem_tensor(size, Float32)
                 for i in cutlass.range_constexpr(0, size, 4):
@@ -99,11 +92,6 @@ class TileResults:
                     cute.autovec_copy(cute.make_tensor(left, cute.make_layout(4)), theirs)
                     for j in cutlass.range_constexpr(4):
                         some[i + j] = acc[begin + i + j] + theirs[j]
-                if const_expr(self.smem.squares):
-                    squares = cute.make_tensor(inbox_squares, cute.make_layout(2))
-                    _, _, _, _, _, _, eps = operands
-                    for half in cutlass.range_constexpr(2):
-                        factors[half] = cute.math.rsqrt((factors[half] + squares[half]) / k + eps)
                 finish(tid, some, factors, tCcD, begin, storage, place, operands)
 
     @cute.jit
@@ -122,7 +110,7 @@ class TileResults:
 
         In pairs, as the MMA leaves them; where out is aligned by way of shared memory, so that 16 bytes are a store.
         """
-        mD, mC, mBias, _, alpha, beta, _ = operands
+        mD, mC, mBias, _, alpha, beta, k, eps = operands
         n = cute.size(mD, mode=[1])
         _, _, _, own_n, first_column = place
         dtype = mD.element_type
@@ -135,6 +123,20 @@ class TileResults:
             cute.recast_ptr(storage, dtype=dtype),
             cute.make_layout((rows, width), stride=(self.smem.out_pitch, 1)),
         )
+        if const_expr(self.smem.squares):
+            cute.arch.mbarrier_wait(cute.recast_ptr(storage + self.smem.known_at, dtype=Int64), 0)
+            kept = cute.make_tensor(
+                cute.recast_ptr(storage + self.smem.squares_at, dtype=Float32),
+                cute.make_layout((self.smem.rows, self.smem.split)),
+            )
+            for half in cutlass.range_constexpr(2):
+                total = Float32(0.0)
+                for part in cutlass.range_constexpr(self.smem.split):
+                    total = total + kept[tCcD[2 * half][0], part]
+                factors[half] = cute.math.rsqrt(total / k + eps)
+        if const_expr(factors is not None):
+            for half in cutlass.range_constexpr(2):
+                factors[half] = alpha * factors[half]
         if const_expr(through):
             cute.arch.barrier(barrier_id=1, number_of_threads=members)  # all have read their stages
         for i in cutlass.range_constexpr(0, cute.size(acc), 2):
@@ -143,9 +145,7 @@ class TileResults:
             column = first_column + across
             pair = cute.make_rmem_tensor(2, Float32)
             for j in cutlass.range_constexpr(2):
-                pair[j] = alpha * acc[i + j]
-                if const_expr(factors is not None):
-                    pair[j] = pair[j] * factors[(i + j) % 4 // 2]
+                pair[j] = acc[i + j] * (alpha if const_expr(factors is None) else factors[(i + j) % 4 // 2])
                 if const_expr(mC is not None or mBias is not None):  # noqa: SIM102  known when compiled
                     if mine and column + j >= own_n and column + j < n:
                         if const_expr(mC is not None):
@@ -168,18 +168,44 @@ class TileResults:
                         mD[row, column + j] = rounded[j]
         if const_expr(through):
             cute.arch.barrier(barrier_id=1, number_of_threads=members)
-            across = const_expr(width // WIDEST)
-            for vector in cutlass.range(tid, rows * across, members, unroll=2):
-                at = vector // across
-                row, mine = row_of(at, place, cute.size(mD, mode=[0]))
-                inside = vector % across * WIDEST
-                column = first_column + begin_column + inside
-                if mine and column >= own_n and column < n:
-                    taken = cute.make_rmem_tensor(WIDEST, dtype)
-                    left = (sD.iterator + cute.crd2idx((at, inside), sD.layout)).align(16)
-                    target = (mD.iterator + cute.crd2idx((row, column), mD.layout)).align(16)
-                    cute.autovec_copy(cute.make_tensor(left, cute.make_layout(WIDEST)), taken)
-                    cute.autovec_copy(taken, cute.make_tensor(target, cute.make_layout(WIDEST)))
+            store_lines = self.store_lines
+            store_lines(tid, sD, mD, begin_column, place)
+
+    @cute.jit
+    def store_lines(
+        self,
+        tid: Int32,
+        sD: cute.Tensor,
+        mD: cute.Tensor,
+        begin_column: cutlass.Constexpr[int],
+        place: tuple[Int32, ...],
+    ):
+        """Results in shared memory, 16 bytes a store; all of a thread's are read before the first is stored."""
+        m, n = mD.shape
+        _, _, _, own_n, first_column = place
+        rows, members, dtype = const_expr(self.smem.tile_m), const_expr(self.smem.members), mD.element_type
+        across = const_expr(cute.size(sD, mode=[1]) // WIDEST)
+        vectors = const_expr(rows * across)
+        each = const_expr(-(-vectors // members))
+        row_of = self.row_of
+        taken = cute.make_rmem_tensor((WIDEST, each), dtype)
+        for i in cutlass.range_constexpr(each):
+            vector = tid + i * members
+            if const_expr(vectors % members != 0 and i == each - 1):
+                vector = cutlass.min(vector, vectors - 1)  # once more what another thread has
+            left = sD.iterator + cute.crd2idx((vector // across, vector % across * WIDEST), sD.layout)
+            left = cute.make_ptr(dtype, left.toint(), cute.AddressSpace.smem, assumed_align=16)
+            cute.autovec_copy(cute.make_tensor(left, cute.make_layout(WIDEST)), taken[None, i])
+        for i in cutlass.range_constexpr(each):
+            vector = tid + i * members
+            if const_expr(vectors % members != 0 and i == each - 1):
+                vector = cutlass.min(vector, vectors - 1)
+            row, mine = row_of(vector // across, place, m)
+            column = first_column + begin_column + vector % across * WIDEST
+            if mine and column >= own_n and column < n:
+                target = mD.iterator + cute.crd2idx((row, column), mD.layout)
+                target = cute.make_ptr(dtype, target.toint(), cute.AddressSpace.gmem, assumed_align=16)
+                cute.autovec_copy(taken[None, i], cute.make_tensor(target, cute.make_layout(WIDEST)))
 
     @cute.jit
     def row_of(self, at: Int32, place: tuple[Int32, ...], m: Int32) -> tuple[Int32, cutlass.Boolean]:

@@ -97,7 +97,9 @@ class SpecializedSmem:
     """Shared memory of a specialized GEMM: stages of X and W, in their place the results; behind them what the others
     of a split tile's cluster send; barriers.
 
-    With a norm in front, stages hold its weight too, ``gamma_bytes`` an element, and ``squares`` of rows are sent.
+    With a norm in front, stages hold its weight too, ``gamma_bytes`` an element; sums of rows' ``squares`` by each of
+    the cluster's CTAs, where they are summed, come behind what is sent. ``alone`` takes more than half of an SM's, so
+    that no second CTA comes in.
     """
 
     tile_m: int
@@ -107,10 +109,13 @@ class SpecializedSmem:
     split: int
     gamma_bytes: int = 0
     squares: bool = False
+    alone: bool = False
     element_bytes: int = 2
     GROUP_ROWS = 64  # of the MMA, which multiplies more than tile_m where that is no multiple
     GROUP_THREADS = 128  # that share those rows
     SUMS_PER_BLOCK = 4  # of a thread, in 8 columns
+    ALONE_BYTES = 114 * 1024  # of an SM's 228 KiB; a CTA's own reserve comes on top
+    SQUARING_WARPS = 3  # beside the one that loads: registers are set aside for four
 
     @property
     def stage_bytes(self) -> int:
@@ -141,7 +146,12 @@ class SpecializedSmem:
     @property
     def members(self) -> int:
         """Threads that multiply."""
-        return -(-self.tile_m // self.GROUP_ROWS) * self.GROUP_THREADS
+        return self.rows // self.GROUP_ROWS * self.GROUP_THREADS
+
+    @property
+    def rows(self) -> int:
+        """That they multiply: whole groups'."""
+        return -(-self.tile_m // self.GROUP_ROWS) * self.GROUP_ROWS
 
     @property
     def squares_at(self) -> int:
@@ -149,8 +159,18 @@ class SpecializedSmem:
 
     @property
     def barriers_at(self) -> int:
-        return self.squares_at + (self.split - 1) * 2 * self.members * 4 * self.squares
+        return self.squares_at + self.split * self.rows * 4 * self.squares
+
+    @property
+    def met_at(self) -> int:
+        """The barrier of what the cluster's CTAs send, behind those of stages, full and empty."""
+        return self.barriers_at + 16 * self.stages
+
+    @property
+    def known_at(self) -> int:
+        """The barrier of ``squares``."""
+        return self.met_at + 8 * (self.split > 1)
 
     @property
     def total_bytes(self) -> int:
-        return self.barriers_at + 16 * self.stages + (8 if self.split > 1 else 0)
+        return max(self.known_at + 8 * self.squares, self.ALONE_BYTES * self.alone)

@@ -1,0 +1,124 @@
+"""Sums of the squares of a tile's rows, from its stages in shared memory, by warps beside those that multiply."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from cutekernels.kernels.cute.parts.smem import SWIZZLED, SpecializedSmem
+
+WARPS = SpecializedSmem.SQUARING_WARPS
+_VECTOR = 8  # elements in 16 bytes
+_LANES = SWIZZLED // _VECTOR  # that share a row of 128 bytes; in which order those come is all the same to its sum
+_TOGETHER = 32 // _LANES  # rows that a warp reads at once
+
+
+@dataclass(frozen=True)
+class StageSquares:
+    """Sums the squares of X's rows, stage by stage. Each warp has every third four rows.
+
+    Where two CTAs share K each leaves its sums in the other's shared memory too, beside that one's own.
+    """
+
+    smem: SpecializedSmem
+
+    @property
+    def fours(self) -> int:
+        """Of rows, that a warp has."""
+        return -(-self.smem.tile_m // (_TOGETHER * WARPS))
+
+    @cute.jit
+    def run(
+        self,
+        tid: Int32,  # of these warps
+        dtype: cutlass.Constexpr[type[cutlass.Numeric]],
+        storage: cute.Pointer,
+        split: Int32,
+        first: Int32,  # k-tile
+        end: Int32,
+    ):
+        warp, lane = cute.arch.make_warp_uniform(tid // 32), tid % 32
+        full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
+        empty = full + self.smem.stages
+        sums = cute.make_rmem_tensor((self.fours, self.smem.tile_k // SWIZZLED), Float32)
+        sums.fill(0.0)
+        begin = storage + (warp * _TOGETHER * SWIZZLED * self.smem.element_bytes + lane * 16)
+        pitch = const_expr(self.smem.tile_m * self.smem.tile_k * self.smem.element_bytes)
+        add, leave = self.add, self.leave
+        stage, phase = Int32(0), Int32(0)
+        for _ in cutlass.range(first, end, unroll=1):
+            cute.arch.mbarrier_wait(full + stage, phase)
+            add(begin + stage * pitch, dtype, sums)
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(empty + stage)
+            stage = stage + 1
+            if stage == self.smem.stages:
+                stage = Int32(0)
+                phase = phase ^ 1
+        leave(warp, lane, storage, split, sums)
+
+    @cute.jit
+    def add(self, begin: cute.Pointer, dtype: cutlass.Constexpr[type[cutlass.Numeric]], sums: cute.Tensor):
+        """``sums`` ``(fours, blocks)`` of this lane's share of its warp's rows ``+=`` a stage's squares.
+
+        What lies behind the last row is read and summed with the rest, and not kept.
+        """
+        blocks = const_expr(cute.size(sums, mode=[1]))
+        x = cute.make_rmem_tensor((_VECTOR, self.fours, blocks), dtype)
+        for i in cutlass.range_constexpr(self.fours):
+            for block in cutlass.range_constexpr(blocks):
+                at = begin + (i * WARPS * _TOGETHER + block * self.smem.tile_m) * SWIZZLED * self.smem.element_bytes
+                at = cute.make_ptr(dtype, at.toint(), cute.AddressSpace.smem, assumed_align=16)
+                cute.autovec_copy(cute.make_tensor(at, cute.make_layout(_VECTOR)), x[None, i, block])
+        pairs = cute.recast_tensor(x, Uint32)
+        wide = cute.make_rmem_tensor(2, Float32)
+        bits = cute.recast_tensor(wide, Uint32)
+        # Pair by pair: the squares of one sum would wait for each other.
+        for j in cutlass.range_constexpr(_VECTOR // 2):
+            for i in cutlass.range_constexpr(self.fours):
+                for block in cutlass.range_constexpr(blocks):
+                    if const_expr(dtype is cutlass.BFloat16):  # whose bits are a float's upper half
+                        bits[0] = pairs[j, i, block] << 16
+                        bits[1] = pairs[j, i, block] & Uint32(0xFFFF0000)
+                    else:
+                        for k in cutlass.range_constexpr(2):
+                            wide[k] = x[2 * j + k, i, block].to(Float32)
+                    for k in cutlass.range_constexpr(2):
+                        sums[i, block] = sums[i, block] + wide[k] * wide[k]
+
+    @cute.jit
+    def leave(self, warp: Int32, lane: Int32, storage: cute.Pointer, split: Int32, sums: cute.Tensor):
+        """Rows' sums where those that multiply find them. Of a row's lanes number ``i`` leaves the ``i``-th four's."""
+        known = cute.recast_ptr(storage + self.smem.known_at, dtype=Int64)
+        kept = cute.recast_ptr(storage + self.smem.squares_at, dtype=Float32) + split * self.smem.rows
+        own = cute.make_tensor(kept, cute.make_layout(self.smem.rows))
+        totals = cute.make_rmem_tensor(self.fours, Float32)
+        for i in cutlass.range_constexpr(self.fours):
+            totals[i] = sums[i, 0]
+            for block in cutlass.range_constexpr(1, cute.size(sums, mode=[1])):
+                totals[i] = totals[i] + sums[i, block]
+        for step in cutlass.range_constexpr(_LANES.bit_length() - 1):
+            for i in cutlass.range_constexpr(self.fours):
+                totals[i] = totals[i] + cute.arch.shuffle_sync_bfly(totals[i], offset=1 << step)
+        if const_expr(self.smem.split > 1):
+            cute.arch.cluster_wait()  # the other has set up its barriers
+        for first in cutlass.range_constexpr(0, self.fours, _LANES):
+            mine, number = totals[first], first + lane % _LANES
+            for i in cutlass.range_constexpr(first + 1, min(first + _LANES, self.fours)):
+                if number == i:
+                    mine = totals[i]
+            row = (number * WARPS + warp) * _TOGETHER + lane // _LANES
+            if number < self.fours and row < self.smem.tile_m:
+                own[row] = mine
+                if const_expr(self.smem.split > 1):
+                    sent = cute.make_rmem_tensor(1, Float32)
+                    sent[0] = mine
+                    cute.arch.store_async_dsmem(kept + row, cute.recast_tensor(sent, Int32)[0], known, 1 - split)
+        cute.arch.sync_warp()
+        if lane == 0:
+            if warp == 0 and const_expr(self.smem.split > 1):
+                cute.arch.mbarrier_arrive_and_expect_tx(known, self.smem.tile_m * 4)
+            else:
+                cute.arch.mbarrier_arrive(known)
