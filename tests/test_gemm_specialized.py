@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from cutekernels import dispatch, gpu
+from cutekernels.kernels.cute.parts.smem import SpecializedSmem
 from cutekernels.op import ladder
 from cutekernels.ops import gemm_ahead, gemm_specialized
 from cutekernels.ops.gemm import GEMM, GemmConfig, GemmProblem
@@ -117,6 +119,29 @@ def test_asks_ahead_only_as_a_dependent_and_for_little() -> None:
     assert all(c.pdl or not c.ahead for c in GemmConfig.every())
     by_ahead = {a: gemm_ahead.saved_us(config.replace(tile_m=32, ahead=a)) for a in (0, 2, 4, 8)}  # of 8 KiB each
     assert by_ahead[0] == 0.0 < by_ahead[2] < by_ahead[8] < by_ahead[4], "64 KiB are more than pays"
+
+
+def test_two_ctas_to_a_tile_have_their_sms_to_themselves() -> None:
+    """Unless the config asks for two to an SM; one CTA to a tile takes what it needs."""
+    for c in valid(linear(16)):
+        total, used = gemm_specialized.smem(c).total_bytes, replace(gemm_specialized.smem(c), alone=False).total_bytes
+        together = 2 * (total + H200.SMEM_RESERVED_BYTES) <= H200.smem_per_sm_bytes
+        if c.split_k == 2 and c.ctas_per_sm == 1:
+            assert not together, c
+        else:
+            assert total == used, c
+
+
+def test_a_norm_s_sums_lie_behind_the_others() -> None:
+    """Rows' sums by each CTA of the cluster, whole groups of rows, and three barriers more than stages have."""
+    for tile_m, split in ((8, 1), (48, 2), (64, 1), (96, 2), (128, 2)):
+        frame = SpecializedSmem(tile_m, 56, 128, 4, split, gamma_bytes=2, squares=True)
+        assert frame.squares_at >= frame.inbox_at + (split - 1) * frame.share * frame.members * 4
+        assert frame.barriers_at == frame.squares_at + 4 * split * -(-tile_m // 64) * 64
+        assert frame.barriers_at % 8 == 0
+        assert frame.met_at == frame.barriers_at + 2 * 8 * frame.stages
+        assert frame.known_at == frame.met_at + (8 if split > 1 else 0)
+        assert frame.total_bytes == frame.known_at + 8
 
 
 def test_default_beyond_a_few_tokens() -> None:
