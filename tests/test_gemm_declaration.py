@@ -97,7 +97,9 @@ class TestDefault:
         h200 = gpu.lookup("h200")
         thin = GEMM.default(GemmProblem.parse("m=1 n=4096 k=4096 b_major=k"), h200)
         square = GEMM.default(GemmProblem.parse("m=4096 n=4096 k=4096"), h200)
-        assert (thin.body, thin.tile_n) == ("skinny", 8)
+        assert (thin.body, thin.tile_n) == ("specialized", 8)
+        warps = GEMM.default(GemmProblem.parse("m=1 n=4096 k=4096 b_major=k"), gpu.lookup("a100"))
+        assert (warps.body, warps.tile_n) == ("skinny", 8)
         assert square.tile_m * square.tile_n >= 128 * 128
 
 
