@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from cutekernels import dispatch
+from cutekernels import gpu as gpus
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op, Problem, Work
-from cutekernels.ops import gemm_skinny, gemm_specialized
+from cutekernels.ops import gemm_skinny, gemm_specialized, row_words
 from cutekernels.ops.calls import TensorOp, check_results
 from cutekernels.ops.gemm import ACTIVATIONS, DTYPES, GEMM, WIDEST, GemmProblem
 from cutekernels.ops.gemm_multistage import ELEMENT_BYTES
@@ -190,7 +191,8 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
                     scale=FP16_SCALE if p.dtype == "fp16" and weighted else 1.0,
                 )  # fmt: skip
         if c.body == "specialized":
-            body, out_align = gemm_specialized.body(_stored(self, p), c.product, norm, p.extras), WIDEST
+            apart = self._apart(p, c, gpu)
+            body, out_align = gemm_specialized.body(_stored(self, p), c.product, norm, p.extras, apart), WIDEST
         else:
             body, out_align = gemm_skinny.body(self.epilogue(p), c.product, norm, p.extras), 1
         m, k = cute.sym_int(), cute.sym_int(divisibility=WIDEST)
@@ -208,6 +210,8 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         workspace: list[Any] = [None, None]
         if c.split_k > 1 and c.body == "skinny":
             workspace = [vector(cutlass.Float32, cute.sym_int(), 16), vector(cutlass.Int32, cute.sym_int(), 4)]
+        if self._apart(p, c, gpu)[0]:
+            workspace = [None, vector(cutlass.Int64, cute.sym_int(), 8)]
         return backend.compile(
             body.normed,
             matrix(m, n, out_align),
@@ -230,13 +234,23 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
                     dispatch.plan(op, part, torch.cuda.current_device())  # compiled now, for graphs captured later
             return self.chain(p)
         shared = gemm_skinny.workspace(p.product, c.product, p.extras) if c.product.shares_tiles else None
+        device = torch.cuda.current_device()
+        apart = self._apart(p, c, gpus.detect(device))[0] > 0
+        if apart:
+            row_words.prepare(device)
 
         def launch(y: Tensor, *inputs: Any) -> None:
             x, norm_weight, weight, bias, rstd, eps = self.kernel_arguments(*inputs)
-            partials, tickets = (None, None) if shared is None else shared.get()
+            partials, tickets = (None, row_words.words() if apart else None) if shared is None else shared.get()
             kernel(_matrix(y), _matrix(x), weight, bias, norm_weight, rstd, eps, partials, tickets)
 
         return launch
+
+    def _apart(self, p: N, c: NormLinearConfig, gpu: GpuSpec) -> tuple[int, int]:
+        """CTAs that square rows for the others, and when they are asked."""
+        if c.body != "specialized":
+            return 0, 0
+        return gemm_specialized.apart(_stored(self, p), c.product, gpu, p.extras)
 
     @abstractmethod
     def normalises(self, p: N) -> bool:

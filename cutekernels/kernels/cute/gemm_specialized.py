@@ -14,12 +14,13 @@ Schedule:
     8.4, 2026-11-22).
     With a ``norm`` X's fragments go through registers, where they are multiplied by the norm's weight, half a k-tile
     while the products of the other half run; rstd multiplies the sums. Warps beside square the rows as they lie in the
-    stages (``parts/statistics.py``). At 64 tokens x 3584 that takes 0.8 us longer than the product alone, of which the
-    registers are 0.3 (2026-11-22).
+    stages, or, where SMs have no tile, ``apart`` CTAs on those do (``parts/statistics.py``). At 64 tokens x 3584 the
+    whole takes 0.5 us longer than the product alone, of which the registers are 0.3 (2026-11-22).
     As a dependent launch a CTA asks the L2 for its first ``ahead`` k-tiles of W while the kernel ahead still runs, and
     lets the next kernel in when its own last loads are on their way (``ops/gemm_ahead.py``).
     Where rows of out are aligned its results go through shared memory, in the place of the stages, and leave as whole
-    lines. In pairs, as the MMA has them, they cost 0.9 us more at 64 tokens of 18944 columns (2026-11-22).
+    lines, which the L2 is asked to keep (``parts/store.py``). In pairs, as the MMA has them, they cost 0.9 us more at
+    64 tokens of 18944 columns (2026-11-22).
     K's end arrives as zeros. The TMA takes long over rows that do not exist (33 tokens of a box of 48: 9.9 us where 40
     took 8.6; 65 of 96: 14.0 and 10.4), so the last tile of either operand begins early enough to end where the operand
     does, and what another tile has too is not stored. X's ``rows`` come in two boxes, of which the second may overlap
@@ -45,7 +46,7 @@ from cutekernels.kernels.cute.parts.epilogue import Activation
 from cutekernels.kernels.cute.parts.norm import RowNorm
 from cutekernels.kernels.cute.parts.results import TileResults
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, SpecializedSmem
-from cutekernels.kernels.cute.parts.statistics import StageSquares
+from cutekernels.kernels.cute.parts.statistics import GridSquares, StageSquares
 
 GROUP = SpecializedSmem.GROUP_THREADS  # a warp group
 SQUARING_WARPS = SpecializedSmem.SQUARING_WARPS
@@ -77,6 +78,8 @@ class SpecializedGemm:
     ahead: int  # k-tiles of W that are asked for before the turn comes
     norm: RowNorm | None = None  # of X's rows
     gamma_bytes: int = 0  # an element of its weight
+    apart: int = 0  # CTAs of the grid, whole clusters, that square rows for the others; where none, warps beside do
+    asked_after_ns: int = 0  # how long after their turn the others ask those
 
     @property
     def weighted(self) -> bool:
@@ -121,6 +124,10 @@ class SpecializedGemm:
             self.rows, self.tile_n, self.tile_k, self.stages, self.split, self.gamma_bytes, self.squaring, self.alone
         )
 
+    @property
+    def grid_squares(self) -> GridSquares:
+        return GridSquares(self.smem, self.apart, self.threads // 32, self.asked_after_ns)
+
     def stages_of(self, rows: int, taken: int = 0) -> cute.Layout:
         """Of an operand's ``rows``, ``(rows, tile_k, STAGE)``, as TMA writes and warpgroup MMA reads them but for the
         swizzle; as if they were ``taken``, where that is given.
@@ -150,7 +157,7 @@ class SpecializedGemm:
     ):
         start = self.start
         mW = cute.make_tensor(mW.iterator, cute.select(mW.layout, mode=[1, 0]))  # (N, K)
-        start(mD, mX, mW, mC, mBias, alpha, beta, None, None, None, stream)
+        start(mD, mX, mW, mC, mBias, alpha, beta, None, None, None, None, stream)
 
     @cute.jit
     def normed(
@@ -163,12 +170,12 @@ class SpecializedGemm:
         mRstd: cute.Tensor | None,  # (M,)
         eps: Float32,
         mPartials: cute.Tensor | None,  # as skinny has them; none here
-        mTickets: cute.Tensor | None,
+        mWords: cute.Tensor | None,  # where some CTAs square rows ``apart``; int64 (1 + M,)
         stream: cuda.CUstream,
     ):
         """With ``norm`` in front of X."""
         start = self.start
-        start(mD, mX, mW, None, mBias, Float32(1.0), Float32(0.0), mGamma, mRstd, eps, stream)
+        start(mD, mX, mW, None, mBias, Float32(1.0), Float32(0.0), mGamma, mRstd, eps, mWords, stream)
 
     @cute.jit
     def start(
@@ -183,11 +190,14 @@ class SpecializedGemm:
         mGamma: cute.Tensor | None,
         mRstd: cute.Tensor | None,
         eps: Float32 | None,
+        mWords: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
         dtype = mX.element_type
         pitched = self.pitched
         mX, mW = pitched(mX), pitched(mW)
+        apart = const_expr(self.apart // self.split)
+        squared = mX if const_expr(apart > 0) else None
         op = cpasync.CopyBulkTensorTileG2SOp()
         tma_w, tW = self.boxed(op, mW, self.tile_n, self.tile_n)
         head = self.boxed(op, mX, self.rows, self.head)
@@ -201,8 +211,9 @@ class SpecializedGemm:
             gamma = cpasync.make_tiled_tma_atom(op, mGamma, cute.make_layout(self.tile_k), (self.tile_k,))
         tiles_m = cute.ceil_div(cute.size(mD, mode=[0]), self.tile_m)
         tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), self.tile_n)
-        self.kernel(mD, tW, mC, mBias, alpha, beta, tma_w, *head, *tail, tiled_mma, *gamma, mRstd, eps).launch(
-            grid=[self.split, tiles_m, tiles_n],
+        epilogue = mD, tW, mC, mBias, alpha, beta
+        self.kernel(*epilogue, tma_w, *head, *tail, tiled_mma, *gamma, mRstd, eps, squared, mWords).launch(
+            grid=[self.split, tiles_m, tiles_n + apart],
             block=[self.threads, 1, 1],
             cluster=[self.split, 1, 1],
             min_blocks_per_mp=self.ctas_per_sm,
@@ -239,9 +250,45 @@ class SpecializedGemm:
         tGamma: cute.Tensor | None,  # (K,), coordinates
         mRstd: cute.Tensor | None,
         eps: Float32 | None,
+        mX: cute.Tensor | None,  # (M, K), where rows are squared ``apart``
+        mWords: cute.Tensor | None,
     ):
-        tid, _, _ = cute.arch.thread_idx()
+        operands = (mD, mC, mBias, mRstd, alpha, beta, cute.size(tW, mode=[1]), eps)
+        boxed = (tma_w, tW), (tma_head, tHead), (tma_tail, tTail), (tma_gamma, tGamma)
         split, at_m, at_n = cute.arch.block_idx()
+        storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
+        tile = self.tile
+        if const_expr(self.apart == 0):
+            tile(split, at_m, at_n, storage, operands, boxed, tiled_mma, None)
+        else:
+            apart = const_expr(self.apart // self.split)
+            squares = self.grid_squares
+            if at_n < apart:
+                if const_expr(self.dependent):
+                    ask = squares.ask
+                    ask(at_n * self.split + split, mX)
+                    cute.arch.griddepcontrol_wait()
+                run = squares.run
+                run(at_n * self.split + split, at_m, mX, mWords)
+            else:
+                tile(split, at_m, at_n - apart, storage, operands, boxed, tiled_mma, (mX, mWords))
+
+    @cute.jit
+    def tile(
+        self,
+        split: Int32,
+        at_m: Int32,
+        at_n: Int32,
+        storage: cute.Pointer,
+        operands: tuple,
+        boxed: tuple[Box, ...],
+        tiled_mma: cute.TiledMma,
+        squared: tuple[cute.Tensor, cute.Tensor] | None,
+    ):
+        """A CTA with a tile, or its share of one."""
+        mD = operands[0]
+        (tma_w, tW), (tma_head, tHead), (tma_tail, tTail), (tma_gamma, tGamma) = boxed
+        tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(tid // 32)
         producer = const_expr(self.groups * 4)
         stages = const_expr(self.stages)
@@ -249,9 +296,10 @@ class SpecializedGemm:
         k_tiles = cute.ceil_div(cute.size(tW, mode=[1]), self.tile_k)
         first, end = split * k_tiles // self.split, (split + 1) * k_tiles // self.split
 
+        beside = const_expr(self.squaring and self.apart == 0)
+
         # -- setup
         smem = self.smem
-        storage = SmemAllocator().allocate(smem.total_bytes, byte_alignment=ALIGNMENT)
         at_x = cute.recast_ptr(storage, swizzle(), dtype)
         at_w = cute.recast_ptr(storage + smem.w_at, swizzle(), dtype)
         sX = cute.make_tensor(at_x, self.stages_of(self.rows, self.tile_m))  # (M, K, STAGE)
@@ -272,11 +320,11 @@ class SpecializedGemm:
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(stages):
                     cute.arch.mbarrier_init(full + stage, 1)
-                    cute.arch.mbarrier_init(empty + stage, self.groups + SQUARING_WARPS * self.squaring)
+                    cute.arch.mbarrier_init(empty + stage, self.groups + SQUARING_WARPS * beside)
                 if const_expr(self.split > 1):
                     cute.arch.mbarrier_init(met, 1)
                 if const_expr(self.squaring):
-                    cute.arch.mbarrier_init(known, SQUARING_WARPS)
+                    cute.arch.mbarrier_init(known, SQUARING_WARPS if beside else 1)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if const_expr(self.split > 1):
@@ -314,11 +362,15 @@ class SpecializedGemm:
                 cute.arch.griddepcontrol_launch_dependents()  # whose CTAs' loads follow ours
             if const_expr(self.split > 1):
                 cute.arch.cluster_wait()
-        if const_expr(self.squaring):  # noqa: SIM102  known when compiled
+        if const_expr(beside):
             if warp > producer:
                 squares = StageSquares(smem)
                 run = squares.run
                 run(tid - (GROUP * self.groups + 32), dtype, storage, split, first, end)
+        elif const_expr(self.squaring):  # noqa: SIM102  known when compiled
+            if warp == producer + 1:
+                gather = self.grid_squares.gather
+                gather(tid % 32, *squared, storage, self.head, row, later)
         if warp < producer:
             shape = tiled_mma.partition_shape_C((self.tile_m, self.tile_n))
             acc = cute.make_rmem_tensor(shape, Float32)  # ((2, 2, N / 8), 1, 1)
@@ -327,8 +379,8 @@ class SpecializedGemm:
             cD = cute.make_identity_tensor((self.tile_m, self.tile_n))
             tCcD = tiled_mma.get_slice(tid).partition_C(cD)  # ((2, 2, N / 8), 1, 1)
             place = (own_m, row, later, own_n, column)
-            results = TileResults(smem, self.head, self.activation, self.out_align)
-            deliver, operands = results.deliver, (mD, mC, mBias, mRstd, alpha, beta, cute.size(tW, mode=[1]), eps)
+            results = TileResults(smem, self.head, self.activation, self.out_align, 1 if self.apart else self.split)
+            deliver = results.deliver
             deliver(tid, acc, tCcD, split, storage, place, operands)
 
     @cute.jit

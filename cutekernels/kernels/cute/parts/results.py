@@ -8,6 +8,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cutekernels.kernels.cute.parts.epilogue import Activation
 from cutekernels.kernels.cute.parts.smem import SpecializedSmem
+from cutekernels.kernels.cute.parts.store import eviction, store_16
 
 WIDEST = 8  # elements in 16 bytes
 
@@ -24,6 +25,7 @@ class TileResults:
     head: int  # rows of X's first box
     activation: Activation
     out_align: int
+    summed_by: int  # of the squares of a row, the CTAs that summed them
 
     @cute.jit
     def deliver(
@@ -47,7 +49,9 @@ class TileResults:
                 row, mine = row_of(tCcD[2 * half][0], place, cute.size(mD, mode=[0]))
                 if mine:
                     factors[half] = mRstd[row]
+        scale = self.scale
         if const_expr(self.smem.split == 1):
+            scale(factors, tCcD, storage, operands)
             finish = self.finish
             finish(tid, acc, factors, tCcD, 0, storage, place, operands)
         else:
@@ -78,7 +82,8 @@ class TileResults:
                 for i in cutlass.range_constexpr(0, min(share, count - part * share), 4):
                     four = tuple([bits[part * share + i + j] for j in range(4)])
                     cute.arch.store_async_dsmem((inbox + members * i + 4 * tid).align(16), four, met, part)
-        finish = self.finish
+        scale, finish = self.scale, self.finish
+        scale(factors, tCcD, storage, operands)  # while the other's sums are on their way
         for part in cutlass.range_constexpr(2):
             if split == part:
                 begin, size = const_expr(part * share), const_expr(min(share, count - part * share))
@@ -93,6 +98,25 @@ class TileResults:
                     for j in cutlass.range_constexpr(4):
                         some[i + j] = acc[begin + i + j] + theirs[j]
                 finish(tid, some, factors, tCcD, begin, storage, place, operands)
+
+    @cute.jit
+    def scale(self, factors: cute.Tensor | None, tCcD: cute.Tensor, storage: cute.Pointer, operands: tuple):
+        """What this thread's rows are multiplied by: rstd, where squares are summed from those, times alpha."""
+        _, _, _, _, alpha, _, k, eps = operands
+        if const_expr(self.smem.squares):
+            cute.arch.mbarrier_wait(cute.recast_ptr(storage + self.smem.known_at, dtype=Int64), 0)
+            kept = cute.make_tensor(
+                cute.recast_ptr(storage + self.smem.squares_at, dtype=Float32),
+                cute.make_layout((self.smem.rows, self.smem.split)),
+            )
+            for half in cutlass.range_constexpr(2):
+                total = Float32(0.0)
+                for part in cutlass.range_constexpr(self.summed_by):
+                    total = total + kept[tCcD[2 * half][0], part]
+                factors[half] = cute.math.rsqrt(total / k + eps)
+        if const_expr(factors is not None):
+            for half in cutlass.range_constexpr(2):
+                factors[half] = alpha * factors[half]
 
     @cute.jit
     def finish(
@@ -110,7 +134,7 @@ class TileResults:
 
         In pairs, as the MMA leaves them; where out is aligned by way of shared memory, so that 16 bytes are a store.
         """
-        mD, mC, mBias, _, alpha, beta, k, eps = operands
+        mD, mC, mBias, _, alpha, beta, _, _ = operands
         n = cute.size(mD, mode=[1])
         _, _, _, own_n, first_column = place
         dtype = mD.element_type
@@ -123,20 +147,6 @@ class TileResults:
             cute.recast_ptr(storage, dtype=dtype),
             cute.make_layout((rows, width), stride=(self.smem.out_pitch, 1)),
         )
-        if const_expr(self.smem.squares):
-            cute.arch.mbarrier_wait(cute.recast_ptr(storage + self.smem.known_at, dtype=Int64), 0)
-            kept = cute.make_tensor(
-                cute.recast_ptr(storage + self.smem.squares_at, dtype=Float32),
-                cute.make_layout((self.smem.rows, self.smem.split)),
-            )
-            for half in cutlass.range_constexpr(2):
-                total = Float32(0.0)
-                for part in cutlass.range_constexpr(self.smem.split):
-                    total = total + kept[tCcD[2 * half][0], part]
-                factors[half] = cute.math.rsqrt(total / k + eps)
-        if const_expr(factors is not None):
-            for half in cutlass.range_constexpr(2):
-                factors[half] = alpha * factors[half]
         if const_expr(through):
             cute.arch.barrier(barrier_id=1, number_of_threads=members)  # all have read their stages
         for i in cutlass.range_constexpr(0, cute.size(acc), 2):
@@ -188,6 +198,7 @@ class TileResults:
         vectors = const_expr(rows * across)
         each = const_expr(-(-vectors // members))
         row_of = self.row_of
+        policy = eviction(Int64(m) * n * (dtype.width // 8))
         taken = cute.make_rmem_tensor((WIDEST, each), dtype)
         for i in cutlass.range_constexpr(each):
             vector = tid + i * members
@@ -204,8 +215,7 @@ class TileResults:
             column = first_column + begin_column + vector % across * WIDEST
             if mine and column >= own_n and column < n:
                 target = mD.iterator + cute.crd2idx((row, column), mD.layout)
-                target = cute.make_ptr(dtype, target.toint(), cute.AddressSpace.gmem, assumed_align=16)
-                cute.autovec_copy(taken[None, i], cute.make_tensor(target, cute.make_layout(WIDEST)))
+                store_16(target, cute.recast_tensor(taken[None, i], Int32), policy)
 
     @cute.jit
     def row_of(self, at: Int32, place: tuple[Int32, ...], m: Int32) -> tuple[Int32, cutlass.Boolean]:

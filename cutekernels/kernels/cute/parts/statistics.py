@@ -1,17 +1,59 @@
-"""Sums of the squares of a tile's rows, from its stages in shared memory, by warps beside those that multiply."""
+"""Sums of the squares of a product's rows: by warps beside those that multiply, or by CTAs that have no tile."""
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
 
+from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.smem import SWIZZLED, SpecializedSmem
 
 WARPS = SpecializedSmem.SQUARING_WARPS
 _VECTOR = 8  # elements in 16 bytes
 _LANES = SWIZZLED // _VECTOR  # that share a row of 128 bytes; in which order those come is all the same to its sum
 _TOGETHER = 32 // _LANES  # rows that a warp reads at once
+_VECTORS = 16  # of a row, that a lane sends for at once
+_QUESTIONS = 64  # until a CTA sums a row itself
+_NAP_NS = 200
+
+
+@dsl_user_op
+def sleep(nanoseconds: int, *, loc: object = None, ip: object = None) -> None:
+    """For about that long, so that other warps may issue."""
+    llvm.inline_asm(
+        None,
+        [Int32(nanoseconds).ir_value(loc=loc, ip=ip)],
+        "nanosleep.u32 $0;",
+        "r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@cute.jit
+def add_squares(x: cute.Tensor, sums: cute.Tensor):
+    """``sums`` ``(...) +=`` squares of ``x`` ``(8, ...)``, pair by pair: those of one sum would wait for each other."""
+    dtype, count = x.element_type, const_expr(cute.size(sums))
+    pairs = cute.make_tensor(cute.recast_tensor(x, Uint32).iterator, cute.make_layout((_VECTOR // 2, count)))
+    values = cute.make_tensor(x.iterator, cute.make_layout((_VECTOR, count)))
+    wide = cute.make_rmem_tensor(2, Float32)
+    bits = cute.recast_tensor(wide, Uint32)
+    for j in cutlass.range_constexpr(_VECTOR // 2):
+        for i in cutlass.range_constexpr(count):
+            if const_expr(dtype is cutlass.BFloat16):  # whose bits are a float's upper half
+                bits[0] = pairs[j, i] << 16
+                bits[1] = pairs[j, i] & Uint32(0xFFFF0000)
+            else:
+                for k in cutlass.range_constexpr(2):
+                    wide[k] = values[2 * j + k, i].to(Float32)
+            for k in cutlass.range_constexpr(2):
+                sums[i] = sums[i] + wide[k] * wide[k]
 
 
 @dataclass(frozen=True)
@@ -72,21 +114,7 @@ class StageSquares:
                 at = begin + (i * WARPS * _TOGETHER + block * self.smem.tile_m) * SWIZZLED * self.smem.element_bytes
                 at = cute.make_ptr(dtype, at.toint(), cute.AddressSpace.smem, assumed_align=16)
                 cute.autovec_copy(cute.make_tensor(at, cute.make_layout(_VECTOR)), x[None, i, block])
-        pairs = cute.recast_tensor(x, Uint32)
-        wide = cute.make_rmem_tensor(2, Float32)
-        bits = cute.recast_tensor(wide, Uint32)
-        # Pair by pair: the squares of one sum would wait for each other.
-        for j in cutlass.range_constexpr(_VECTOR // 2):
-            for i in cutlass.range_constexpr(self.fours):
-                for block in cutlass.range_constexpr(blocks):
-                    if const_expr(dtype is cutlass.BFloat16):  # whose bits are a float's upper half
-                        bits[0] = pairs[j, i, block] << 16
-                        bits[1] = pairs[j, i, block] & Uint32(0xFFFF0000)
-                    else:
-                        for k in cutlass.range_constexpr(2):
-                            wide[k] = x[2 * j + k, i, block].to(Float32)
-                    for k in cutlass.range_constexpr(2):
-                        sums[i, block] = sums[i, block] + wide[k] * wide[k]
+        add_squares(x, sums)
 
     @cute.jit
     def leave(self, warp: Int32, lane: Int32, storage: cute.Pointer, split: Int32, sums: cute.Tensor):
@@ -122,3 +150,154 @@ class StageSquares:
                 cute.arch.mbarrier_arrive_and_expect_tx(known, self.smem.tile_m * 4)
             else:
                 cute.arch.mbarrier_arrive(known)
+
+
+@dataclass(frozen=True)
+class GridSquares:
+    """Sums the squares of X's rows in CTAs of the grid that have no tile, for those that have.
+
+    ``words`` ``(1 + rows,)``, zero before their first launch, are this stream's or graph's. The first counts launches
+    in its upper half: of each, one CTA adds what is missing to 2^32, the others one, when they are done with the
+    words. Those of rows hold the number of the launch and, below, the sum; so nobody clears them. A CTA that finds
+    another launch's too often, since not all CTAs need run at once, sums the row itself, in the same order.
+    """
+
+    smem: SpecializedSmem
+    ctas: int  # without a tile
+    warps: int  # of a CTA
+    asked_after_ns: int  # their turn: who asks too early asks twice, and beside loads that takes 2 us
+
+    @property
+    def together(self) -> int:
+        """Rows that a warp sends for at once: all of its own, one or two."""
+        return min(2, -(-self.smem.tile_m // (self.ctas * self.warps)))
+
+    @cute.jit
+    def launches(self, words: cute.Tensor) -> Int64:
+        return cute.arch.load(words.iterator, Int64, sem="relaxed", scope="gpu") >> 32
+
+    @cute.jit
+    def done(self, words: cute.Tensor, first: Boolean):
+        """By one thread of each CTA, once it has read ``launches``."""
+        x, y, z = cute.arch.grid_dim()
+        mine = Int64(1)
+        if first:
+            mine = (Int64(1) << 32) - Int64(x * y * z - 1)
+        cute.arch.atomic_add(words.iterator, mine, sem="relaxed", scope="gpu")
+
+    @cute.jit
+    def ask(self, number: Int32, mX: cute.Tensor):
+        """Before the turn: asks the L2 for the rows of CTA ``number`` of those without a tile."""
+        tid, _, _ = cute.arch.thread_idx()
+        m, k = mX.shape
+        row = number + self.ctas * tid
+        if row < m:
+            begin = mX.iterator + cute.crd2idx((row, 0), mX.layout)
+            prefetch_bulk(Int64(begin.toint()), k * (mX.element_type.width // 8))
+
+    @cute.jit
+    def run(self, number: Int32, at_m: Int32, mX: cute.Tensor, words: cute.Tensor):
+        """The whole of CTA ``number`` of those without a tile: every so-many-th row by each warp. Those of further
+        tiles of rows have nothing to do.
+        """
+        tid, _, _ = cute.arch.thread_idx()
+        warp, lane = cute.arch.make_warp_uniform(tid // 32), tid % 32
+        launch, done, row_sums = self.launches(words) + 1, self.done, self.row_sums
+        m = cute.size(mX, mode=[0]) if at_m == 0 else 0
+        step, together = const_expr(self.ctas * self.warps), self.together
+        for first in cutlass.range(number * self.warps + warp, m, step * together, unroll=1):
+            rows = cute.make_rmem_tensor(together, Int32)
+            for i in cutlass.range_constexpr(together):
+                rows[i] = cutlass.min(first + step * i, m - 1)
+            totals = cute.make_rmem_tensor(together, Float32)
+            row_sums(mX, rows, lane, totals)
+            bits = cute.recast_tensor(totals, Uint32)
+            for i in cutlass.range_constexpr(together):
+                if lane == i:
+                    word = (launch << 32) | Int64(bits[i])
+                    cute.arch.store(words.iterator + 1 + rows[i], word, sem="relaxed", scope="gpu")
+        cute.arch.sync_threads()
+        if tid == 0:
+            done(words, number + at_m == 0)
+
+    @cute.jit
+    def row_sums(self, mX: cute.Tensor, rows: cute.Tensor, lane: Int32, totals: cute.Tensor):
+        """``totals`` (rows,) by a warp, each in an order that is always the same."""
+        count = const_expr(cute.size(rows))
+        vectors = cute.size(mX, mode=[1]) // _VECTOR
+        sums = cute.make_rmem_tensor((_VECTORS, count), Float32)
+        sums.fill(0.0)
+        for first in cutlass.range(lane, vectors, 32 * _VECTORS, unroll=1):
+            x = cute.make_rmem_tensor((_VECTOR, _VECTORS, count), mX.element_type)
+            x.fill(0.0)
+            for row in cutlass.range_constexpr(count):
+                begin = mX.iterator + cute.crd2idx((rows[row], 0), mX.layout)
+                for i in cutlass.range_constexpr(_VECTORS):
+                    vector = first + 32 * i
+                    if vector < vectors:
+                        at = begin + vector * _VECTOR
+                        at = cute.make_ptr(mX.element_type, at.toint(), cute.AddressSpace.gmem, assumed_align=16)
+                        cute.autovec_copy(cute.make_tensor(at, cute.make_layout(_VECTOR)), x[None, i, row])
+            add_squares(x, sums)
+        for row in cutlass.range_constexpr(count):
+            total = sums[0, row]
+            for i in cutlass.range_constexpr(1, _VECTORS):
+                total = total + sums[i, row]
+            totals[row] = cute.arch.warp_reduction_sum(total)
+
+    @cute.jit
+    def gather(
+        self,
+        lane: Int32,
+        mX: cute.Tensor,
+        words: cute.Tensor,
+        storage: cute.Pointer,
+        head: cutlass.Constexpr[int],
+        row: Int32,
+        later: Int32,
+    ):
+        """By a warp of a CTA with a tile: sums of its rows, which begin at ``row``, and from number ``head`` on at
+        ``later``, where those that multiply find them.
+        """
+        each = const_expr(-(-self.smem.tile_m // 32))
+        rows = cute.make_rmem_tensor(each, Int32)
+        for i in cutlass.range_constexpr(each):
+            rows[i] = row + lane + 32 * i
+            if lane + 32 * i >= head:
+                rows[i] = later + lane + 32 * i - head
+            rows[i] = cutlass.min(rows[i], cute.size(mX, mode=[0]) - 1)
+        begin = cute.arch.globaltimer()
+        launches, done, row_sums = self.launches, self.done, self.row_sums
+        while cute.arch.globaltimer() - begin < self.asked_after_ns:
+            sleep(_NAP_NS)
+        found = cute.make_rmem_tensor(each, Int64)
+        found.fill(0)
+        missing, launch, questions = Boolean(True), Int64(0), Int32(0)
+        while missing and questions < _QUESTIONS:
+            launch = launches(words) + 1
+            missing = Boolean(False)
+            for i in cutlass.range_constexpr(each):
+                found[i] = cute.arch.load(words.iterator + 1 + rows[i], Int64, sem="relaxed", scope="gpu")
+                missing = missing | ((found[i] >> 32) != launch)
+            missing = cute.arch.vote_any_sync(missing)
+            questions = questions + 1
+        kept = cute.make_tensor(
+            cute.recast_ptr(storage + self.smem.squares_at, dtype=Uint32), cute.make_layout(self.smem.rows)
+        )
+        for i in cutlass.range_constexpr(each):
+            if lane + 32 * i < self.smem.tile_m:
+                kept[lane + 32 * i] = Uint32(found[i] & Int64(0xFFFFFFFF))
+        if missing:
+            for i in cutlass.range_constexpr(each):
+                lacking = cute.arch.vote_ballot_sync((found[i] >> 32) != launch)
+                for other in cutlass.range(32, unroll=1):
+                    if (lacking >> other) & 1 == 1:
+                        total, lacked = cute.make_rmem_tensor(1, Float32), cute.make_rmem_tensor(1, Int32)
+                        lacked[0] = cute.arch.shuffle_sync(rows[i], other)
+                        row_sums(mX, lacked, lane, total)
+                        if lane == other and lane + 32 * i < self.smem.tile_m:
+                            kept[lane + 32 * i] = cute.recast_tensor(total, Uint32)[0]
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(cute.recast_ptr(storage + self.smem.known_at, dtype=Int64))
+            done(words, Boolean(False))
