@@ -15,7 +15,7 @@ from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.glu import SILU_MUL
 from cutekernels.ops.matmul import pose
 from cutekernels.ops.norm_linear_op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
-from cutekernels.ops.norm_linear_problem import CHAIN, NormLinearConfig
+from cutekernels.ops.norm_linear_problem import CHAIN, NormLinearConfig, RmsNormLinearProblem
 from cutekernels.ops.norms import RMS_NORM
 from cutekernels.verify import worst_error
 
@@ -407,3 +407,25 @@ def test_more_refusals() -> None:
     ):
         with pytest.raises(UnsupportedProblem, match=said):
             call()
+
+
+def test_rows_are_squared_apart_where_sms_have_no_tile_and_the_answer_is_in_time() -> None:
+    h200 = gpu.lookup("h200")
+
+    def chosen(text: str) -> str:
+        return RMS_NORM_LINEAR.default(RmsNormLinearProblem.parse(text), h200).squares
+
+    assert {chosen(f"m=64 n={n} k={k}") for n, k in ((3584, 3584), (4096, 4096), (4608, 3584))} == {"apart"}
+    assert chosen("m=64 n=18944 k=3584") == "beside", "every SM has a tile"
+    assert chosen("m=64 n=2560 k=2560") == "beside", "over before the answer"
+    assert chosen("m=32 n=3584 k=3584") == "beside", "no gain"
+    assert chosen("m=64 n=3584 k=3584 rstd=given") == "beside", "nothing to square"
+
+    p = RmsNormLinearProblem.parse("m=64 n=18944 k=3584")
+    config = RMS_NORM_LINEAR.default(p, h200).replace(squares="apart")
+    assert "SMs without a tile" in str(RMS_NORM_LINEAR.why_not(p, config, h200))
+    p = RmsNormLinearProblem.parse("m=64 n=3584 k=3584")
+    config = RMS_NORM_LINEAR.default(p, h200)
+    assert "rstd=computed" in str(RMS_NORM_LINEAR.why_not(p.replace(rstd="given"), config, h200))
+    skinny = config.replace(body="skinny", tile_m=32, warps_k=4, stages=4, ahead=0, split_k=1)
+    assert "takes squares from beside" in str(RMS_NORM_LINEAR.why_not(p, skinny, h200))

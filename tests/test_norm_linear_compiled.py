@@ -58,13 +58,17 @@ def code(name: str, text: str, config: NormLinearConfig, target: str = "h200") -
     return b"".join(text_sections(built(name, text, config, target)._function.artifacts.CUBIN))
 
 
-def opcodes(name: str, text: str, config: NormLinearConfig, target: str = "h200") -> Counter[str]:
+def sass(name: str, text: str, config: NormLinearConfig, target: str = "h200") -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built(name, text, config, target)._function.artifacts.CUBIN)
         file.flush()
         command = [str(cuobjdump()), "-sass", file.name]
-        sass = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
-    return Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)", sass, re.MULTILINE))
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def opcodes(name: str, text: str, config: NormLinearConfig, target: str = "h200") -> Counter[str]:
+    found = sass(name, text, config, target)
+    return Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)", found, re.MULTILINE))
 
 
 @pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
@@ -146,6 +150,32 @@ def test_tokens_are_squared_and_weighed_beside_warpgroup_mma() -> None:
     assert found[""]["WARPGROUP.DEPBAR.LE"] == 2
     given = opcodes("rms_norm_linear", f"{text} rstd=given", config)
     assert given["FFMA"] < 8 * reads
+
+
+def test_rows_squared_apart_leave_the_stages_to_the_product() -> None:
+    """No warp reads a stage to square it; CTAs without a tile read 16 rows' vectors at a time, two rows a warp."""
+    text = "m=64 n=3584 k=3584"
+    config = RMS_NORM_LINEAR.default(RMS_NORM_LINEAR.Problem.parse(text), gpu.lookup("h200"))
+    assert config.squares == "apart"
+    found = {where: opcodes("rms_norm_linear", text, config.replace(squares=where)) for where in ("apart", "beside")}
+    loads = {where: sum(n for op, n in ops.items() if op.startswith("LDG.E.128")) for where, ops in found.items()}
+    assert loads["beside"] == 0 < 2 * 16 <= loads["apart"]
+    stages = {where: ops["LDS.128"] for where, ops in found.items()}
+    assert stages["apart"] < stages["beside"]
+    for where in found:
+        facts = built("rms_norm_linear", text, config.replace(squares=where)).facts
+        extras = RMS_NORM_LINEAR.Problem.parse(text).extras
+        assert facts.stack_bytes == 0
+        assert facts.smem_bytes == gemm_specialized.smem(config.product, extras).total_bytes
+
+
+def test_results_of_few_tokens_are_kept() -> None:
+    """Whole lines are stored with one of two policies for the L2 cache, by how many bytes there are."""
+    text = "m=64 n=3584 k=3584"
+    config = RMS_NORM_LINEAR.default(RMS_NORM_LINEAR.Problem.parse(text), gpu.lookup("h200"))
+    found = sass("rms_norm_linear", text, config)
+    assert "0x14f00000" in found, "evict_last"
+    assert "0x10000000" in found, "evict_normal"
 
 
 def test_a_chain_has_no_kernel_of_its_own(tmp_path: Any) -> None:

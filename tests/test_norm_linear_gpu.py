@@ -16,6 +16,7 @@ from torch import Tensor
 
 import cutekernels as ck
 from cutekernels import dispatch, gpu
+from cutekernels.kernels.cute.parts.smem import SpecializedSmem
 from cutekernels.ops.gemm import ACTIVATIONS
 from cutekernels.ops.norm_linear_op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from cutekernels.ops.norm_linear_problem import (
@@ -166,15 +167,24 @@ def test_split_k_is_the_same_every_time(op: NormLinear[Any], split_k: int) -> No
         assert all(torch.equal(results[0], r) for r in results[1:]), config
 
 
-@pytest.mark.parametrize(("body", "split_k"), [("skinny", 1), ("skinny", 4), ("specialized", 2)])
-def test_graphs_and_streams_do_not_share_a_workspace(body: str, split_k: int) -> None:
-    p = RmsNormLinearProblem(m=8, n=512, k=4096)
-    found = fused(RMS_NORM_LINEAR, p, body=body, split_k=split_k)
+@pytest.mark.parametrize(
+    ("m", "knobs"),
+    [
+        (8, {"body": "skinny", "split_k": 1}),
+        (8, {"body": "skinny", "split_k": 4}),
+        (8, {"body": "specialized", "split_k": 2}),
+        (64, {"squares": "apart"}),
+    ],
+    ids=str,
+)
+def test_graphs_and_streams_do_not_share_a_workspace(m: int, knobs: dict[str, Any]) -> None:
+    p = RmsNormLinearProblem(m=m, n=512, k=4096)
+    found = fused(RMS_NORM_LINEAR, p, **knobs)
     if not found:
-        pytest.skip(f"no body={body} here")
+        pytest.skip(f"no {knobs} here")
     config = str(found[0])
     streams = [torch.cuda.Stream() for _ in range(3)]
-    xs = [torch.randn(8, 4096, device="cuda", dtype=torch.bfloat16) for _ in streams]
+    xs = [torch.randn(m, 4096, device="cuda", dtype=torch.bfloat16) for _ in streams]
     g = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(512, 4096, device="cuda", dtype=torch.bfloat16)
     expected = [ck.rms_norm_linear(x, g, w, config=config) for x in xs]
@@ -196,6 +206,31 @@ def test_graphs_and_streams_do_not_share_a_workspace(body: str, split_k: int) ->
     for i, want in enumerate(expected):
         assert torch.equal(outs[i], want)
         assert all(torch.equal(e, want) for e in eager[i])
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(64, 3584, 3584), (49, 512, 4104), (128, 1000, 2048)])
+def test_rows_squared_apart(m: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each launch its own rows; the same every time, and by CTAs that do not wait for the others' sums."""
+    p = RmsNormLinearProblem(m=m, n=n, k=k)
+    found = fused(RMS_NORM_LINEAR, p, squares="apart")
+    if not found:
+        pytest.skip("no squares=apart here")
+    config = max(found, key=lambda c: (c.split_k, c.pdl, c.ahead, c.stages))
+    args = RMS_NORM_LINEAR.sample(p, "cuda", 0)
+    others = [(args[0].roll(i, 0) * 2.0**i, *args[1:]) for i in range(4)]
+    results = [[launch(RMS_NORM_LINEAR, p, other, config) for other in others] for _ in range(5)]
+    for other, result in zip(others, results[0], strict=True):
+        assert error(RMS_NORM_LINEAR, p, other, result) <= 1.0
+    assert all(torch.equal(a, b) for again in results[1:] for a, b in zip(again, results[0], strict=True))
+
+    monkeypatch.setattr(SpecializedSmem, "ASKED_PS", 0)
+    monkeypatch.setattr("cutekernels.kernels.cute.parts.statistics._QUESTIONS", 1)
+    impatient = RMS_NORM_LINEAR.build(p, config, gpu.detect()).kernel()
+    outputs = RMS_NORM_LINEAR.outputs(p, *args)
+    for other, result in zip(others, results[0], strict=True):
+        poison(outputs)
+        RMS_NORM_LINEAR.bind(p, config, impatient)(*outputs, *other)
+        assert torch.equal(outputs[0], result)
 
 
 @pytest.mark.parametrize("body", ["skinny", "specialized"])

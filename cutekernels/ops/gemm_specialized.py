@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 TILES = tuple(range(32, 257, 8))  # of columns
 TOKEN_TILES = (8, 16, 32, 48, 64, 96, 128, 192, 256)
+SQUARING_CTAS = SpecializedSmem.SQUARING_CTAS
 GROUP_TOKENS = SpecializedSmem.GROUP_ROWS  # that a warp group multiplies
 USUAL_TOKENS = 128  # of a tile, where there are more
 # From how many tokens on it is the default, where two CTAs to a tile of 32 columns keep fewer than this share of the
@@ -39,15 +40,14 @@ _OTHER_REGISTERS = 40
 _WEIGHING_REGISTERS = 56  # of k-tiles of 128: fragments as they come and as they are multiplied, the norm's weight
 _GRID_AXIS = 65535
 
-# Rows are squared by CTAs of their own from how many tokens of a tile on. By warps beside and by them, us, H200,
-# 2026-11-22, chains of dependent launches: 3584 x 3584, 64 tokens 8.61 and 8.20, 48 8.16 and 8.14, 32 7.94 and 8.01, 16
-# 7.82 and 7.92; 4096 x 4096, 64 tokens 10.44 and 10.16; 4608 x 3584 10.27 and 10.04.
-SQUARING_CTAS = 4
-_LEAST_APART = 64
-# When they are asked, us for each element of a tile's rows: their sums are there 4.0 us after the turn at 64 x 3584,
-# 5.2 at 64 x 4096, since all read those rows. Asked at 2.3, 3, 3.5, 4, 4.5, 5 us, 64 x 3584 took 9.36, 8.54, 8.50,
-# 8.25, 8.16, 8.18, and at 4.8 and 5.5 64 x 4096 10.61 and 10.16. An answer takes up to 2 us.
-_ASKED_US, _ANSWERED_US = 2.1e-5, 2.5
+# Rows are squared by CTAs apart from how many tokens of a tile on. By warps beside and by them, us, H200, 2026-11-22,
+# chains of dependent launches: 3584 x 3584, 64 tokens 8.61 and 8.20, 48 8.16 and 8.14, 32 7.94 and 8.01, 16 7.82 and
+# 7.92; 4096 x 4096, 64 tokens 10.44 and 10.16; 4608 x 3584 10.27 and 10.04.
+LEAST_APART = 64
+# Their sums are there 4.0 us after the turn at 64 x 3584, 5.2 at 64 x 4096, since all read those rows. Asked at 2.3, 3,
+# 3.5, 4, 4.5, 5 us, 64 x 3584 took 9.36, 8.54, 8.50, 8.25, 8.16, 8.18, and at 4.8 and 5.5 64 x 4096 10.61 and 10.16.
+# An answer takes up to 2 us; who asks too early asks twice.
+_ANSWERED_US, _APART_US = 2.5, 0.3
 
 # The model's constants, fitted to 343 runs of 12 problems on an H200 (2026-11-22): 10 % off, root mean square (runs
 # beyond 1.25 times their problem's best count a quarter). The default was within 4 % of the best run of eleven of
@@ -240,22 +240,21 @@ def weighing_us(p: GemmProblem, c: GemmConfig) -> float:
     return -(-p.k // c.tile_k) / c.split_k * c.tile_k * groups(c) * _WEIGHED_US
 
 
-def apart(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> tuple[int, int]:
-    """How many CTAs of the grid, on SMs that no tile needs, square rows for the others, and how long after their turn
-    these ask for the sums, ns; (0, 0): warps beside those that multiply square them.
-    """
-    asked_us = p.k * c.tile_n * _ASKED_US
+def crowded(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
+    """Whether there are SMs without a tile for CTAs that square rows."""
     idle = gpu.sm_count - -(-p.n // c.tile_m) * -(-p.m // (GROUP_TOKENS * groups(c))) * c.split_k
-    if not extras.squares or c.ctas_per_sm > 1 or c.tile_n < _LEAST_APART or idle < SQUARING_CTAS:
-        return 0, 0
-    if estimate_us(p, c, gpu) < asked_us + _ANSWERED_US:
-        return 0, 0
-    return SQUARING_CTAS, round(1e3 * asked_us)
+    if idle < SQUARING_CTAS:
+        yield f"squares=apart needs {SQUARING_CTAS} SMs without a tile; there are {max(0, idle)}"
 
 
-def body(
-    p: GemmProblem, c: GemmConfig, norm: Any = None, extras: Extras = PLAIN, apart: tuple[int, int] = (0, 0)
-) -> Any:
+def apart_saves_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> float:
+    """Of the time that warps beside take to square rows; less than none where the answer would be waited for."""
+    asked_us = p.k * c.tile_n * SpecializedSmem.ASKED_PS * 1e-6
+    spare_us = estimate_us(p, c, gpu) - asked_us - _ANSWERED_US
+    return _APART_US if c.tile_n >= LEAST_APART and spare_us >= 0 else -_APART_US - max(0.0, -spare_us)
+
+
+def body(p: GemmProblem, c: GemmConfig, norm: Any = None, extras: Extras = PLAIN, apart: bool = False) -> Any:
     """The kernel body with its parts."""
     from cutekernels.kernels.cute.gemm_specialized import SpecializedGemm
     from cutekernels.kernels.cute.parts.epilogue import Activation
@@ -274,6 +273,5 @@ def body(
         ahead=c.ahead,
         norm=norm,
         gamma_bytes=extras.gamma_bytes,
-        apart=apart[0],
-        asked_after_ns=apart[1],
+        apart=apart,
     )

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from cutekernels import dispatch
-from cutekernels import gpu as gpus
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op, Problem, Work
 from cutekernels.ops import gemm_skinny, gemm_specialized, row_words
@@ -117,6 +116,10 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
             yield f"path=fused takes {gemm_skinny.MOST_TOKENS} tokens or fewer; there are {p.m}"
         if p.n % WIDEST or p.layout == "inputs":
             yield f"body=specialized stores {WIDEST} outputs at a time, aligned: n={p.n}, layout={p.layout}"
+        if c.squares == "apart":
+            if not p.extras.squares:
+                yield "squares=apart is for rstd=computed"
+            yield from gemm_specialized.crowded(_stored(self, p), c.product, gpu)
         yield from gemm_specialized.broken(_stored(self, p), c.product, gpu, p.extras)
 
     def valid(self, p: N, gpu: GpuSpec) -> Iterator[NormLinearConfig]:
@@ -148,6 +151,10 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
             return CHAIN
         fused = {c: self.estimate_us(p, c, gpu) for c in hidden}
         best = min(hidden, key=lambda c: (fused[c], gemm_specialized.preference(c.product, p.extras)))
+        apart = best.replace(squares="apart")
+        if self.why_not(p, apart, gpu) is None and gemm_specialized.apart_saves_us(stored, best.product, gpu) > 0:
+            best = apart
+            fused[best] = self.estimate_us(p, best, gpu)
         norm = _NORM_US + _NORM_US_PER_TOKEN * min(p.m, _NORM_TOKENS) + _NORM_OF_PRODUCT * alone
         return best if fused[best] + _WITHIN_US < alone + norm else CHAIN
 
@@ -156,7 +163,9 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         if p.m == 0 or p.n == 0:
             return 0.0
         if c.path == "fused" and c.body == "specialized":
-            return gemm_specialized.estimate_us(_stored(self, p), c.product, gpu, p.extras)
+            stored = _stored(self, p)
+            saved = gemm_specialized.apart_saves_us(stored, c.product, gpu) if c.squares == "apart" else 0.0
+            return gemm_specialized.estimate_us(stored, c.product, gpu, p.extras) - saved
         if c.path == "fused":
             beside = _SQUARES_US_PER_TOKEN * min(p.m, c.tile_n) * p.k / 4096 if p.extras.squares else 0.0
             return gemm_skinny.estimate_us(p.product, c.product, gpu, p.extras) + beside
@@ -191,7 +200,7 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
                     scale=FP16_SCALE if p.dtype == "fp16" and weighted else 1.0,
                 )  # fmt: skip
         if c.body == "specialized":
-            apart = self._apart(p, c, gpu)
+            apart = c.squares == "apart"
             body, out_align = gemm_specialized.body(_stored(self, p), c.product, norm, p.extras, apart), WIDEST
         else:
             body, out_align = gemm_skinny.body(self.epilogue(p), c.product, norm, p.extras), 1
@@ -210,7 +219,7 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         workspace: list[Any] = [None, None]
         if c.split_k > 1 and c.body == "skinny":
             workspace = [vector(cutlass.Float32, cute.sym_int(), 16), vector(cutlass.Int32, cute.sym_int(), 4)]
-        if self._apart(p, c, gpu)[0]:
+        if c.squares == "apart":
             workspace = [None, vector(cutlass.Int64, cute.sym_int(), 8)]
         return backend.compile(
             body.normed,
@@ -234,10 +243,9 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
                     dispatch.plan(op, part, torch.cuda.current_device())  # compiled now, for graphs captured later
             return self.chain(p)
         shared = gemm_skinny.workspace(p.product, c.product, p.extras) if c.product.shares_tiles else None
-        device = torch.cuda.current_device()
-        apart = self._apart(p, c, gpus.detect(device))[0] > 0
+        apart = c.squares == "apart"
         if apart:
-            row_words.prepare(device)
+            row_words.prepare(torch.cuda.current_device())
 
         def launch(y: Tensor, *inputs: Any) -> None:
             x, norm_weight, weight, bias, rstd, eps = self.kernel_arguments(*inputs)
@@ -245,12 +253,6 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
             kernel(_matrix(y), _matrix(x), weight, bias, norm_weight, rstd, eps, partials, tickets)
 
         return launch
-
-    def _apart(self, p: N, c: NormLinearConfig, gpu: GpuSpec) -> tuple[int, int]:
-        """CTAs that square rows for the others, and when they are asked."""
-        if c.body != "specialized":
-            return 0, 0
-        return gemm_specialized.apart(_stored(self, p), c.product, gpu, p.extras)
 
     @abstractmethod
     def normalises(self, p: N) -> bool:
@@ -348,7 +350,7 @@ def _stored(op: NormLinear[Any], p: NormLinearProblem) -> GemmProblem:
 
 @cache
 def _shortlist() -> tuple[NormLinearConfig, ...]:
-    return tuple(spanned("specialized", pdl=(True,), stages=(4, 5, 6, 8, 12), ahead=(0, 1, 2, 4)))
+    return tuple(spanned("specialized", pdl=(True,), stages=(4, 5, 6, 8, 12), ahead=(0, 1, 2, 4), squares=("beside",)))
 
 
 def _nothing(*args: Any) -> None:

@@ -14,6 +14,7 @@ from cutekernels.op import Config, Problem, extent, knob, ladder, plain
 from cutekernels.ops.gemm import ACTIVATIONS, BODIES, WIDEST, GemmConfig, GemmProblem
 from cutekernels.ops.gemm_multistage import ELEMENT_BYTES
 from cutekernels.ops.gemm_skinny import Extras
+from cutekernels.ops.gemm_specialized import LEAST_APART
 
 _SKINNY, _SPECIALIZED = BODIES["skinny"], BODIES["specialized"]
 
@@ -118,7 +119,8 @@ class LinearSiluMulProblem(NormLinearProblem):
 class NormLinearConfig(Config):
     """``path``, and the knobs of the fused kernel, which are those of ``gemm``'s skinny or specialized body.
 
-    These have defaults, which a chain keeps: its text is ``path=chain``.
+    These have defaults, which a chain keeps: its text is ``path=chain``. ``squares`` of rows are summed by warps of
+    each CTA, beside those that multiply, or by CTAs apart, which have no tile.
     """
 
     path: str = knob("chain", "fused")
@@ -132,6 +134,7 @@ class NormLinearConfig(Config):
     pdl: bool = knob(*_SKINNY["pdl"], added=True)
     body: str = knob("skinny", "specialized", added=True)
     ahead: int = knob(*_either("ahead"), added=True)
+    squares: str = knob("beside", "apart", added=True)
 
     @classmethod
     def every(cls) -> Iterator[NormLinearConfig]:
@@ -150,6 +153,7 @@ FUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     body: {name: values for name, values in own.items() if name in KNOBS and name != left_out} | {"body": (body,)}
     for body, own, left_out in (("skinny", _SKINNY, "ahead"), ("specialized", _SPECIALIZED, ""))
 }
+FUSED["specialized"]["squares"] = ("beside", "apart")
 
 
 def spanned(body: str, **fewer: tuple[Any, ...]) -> Iterator[NormLinearConfig]:
@@ -157,7 +161,7 @@ def spanned(body: str, **fewer: tuple[Any, ...]) -> Iterator[NormLinearConfig]:
     own = FUSED[body] | fewer
     for values in product(*own.values()):
         c = NormLinearConfig("fused", **dict(zip(own, values, strict=True)))
-        if c.pdl or not c.ahead:
+        if (c.pdl or not c.ahead) and (c.squares == "beside" or c.tile_n >= LEAST_APART):
             yield c
 
 

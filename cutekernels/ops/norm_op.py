@@ -15,7 +15,6 @@ from torch import Tensor
 
 from cutekernels import gpu as gpus
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.kernels.cache import KEPT_BYTES
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.calls import (
     DTYPE_NAMES,
@@ -423,8 +422,6 @@ class NormOp(TensorOp[N, NormConfig]):
             "RESIDENT": c.resident,
             "STAGES": c.stages if c.per_sm else 0,
         }
-        if self.kernels == "norms":
-            constants["KEPT"] = p.rows * p.heads * p.cols * p.itemsize <= KEPT_BYTES
         return compile_kernel(
             getattr(import_module(f"cutekernels.kernels.triton.{self.kernels}"), self.name),
             signature=signature | dict.fromkeys(constants, "constexpr"),

@@ -14,7 +14,7 @@ Schedule:
     8.4, 2026-11-22).
     With a ``norm`` X's fragments go through registers, where they are multiplied by the norm's weight, half a k-tile
     while the products of the other half run; rstd multiplies the sums. Warps beside square the rows as they lie in the
-    stages, or, where SMs have no tile, ``apart`` CTAs on those do (``parts/statistics.py``). At 64 tokens x 3584 the
+    stages, or, ``apart``, CTAs on SMs that have no tile do (``parts/statistics.py``). At 64 tokens x 3584 the
     whole takes 0.5 us longer than the product alone, of which the registers are 0.3 (2026-11-22).
     As a dependent launch a CTA asks the L2 for its first ``ahead`` k-tiles of W while the kernel ahead still runs, and
     lets the next kernel in when its own last loads are on their way (``ops/gemm_ahead.py``).
@@ -49,7 +49,7 @@ from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_RO
 from cutekernels.kernels.cute.parts.statistics import GridSquares, StageSquares
 
 GROUP = SpecializedSmem.GROUP_THREADS  # a warp group
-SQUARING_WARPS = SpecializedSmem.SQUARING_WARPS
+SQUARING_WARPS, SQUARING_CTAS = SpecializedSmem.SQUARING_WARPS, SpecializedSmem.SQUARING_CTAS
 ROWS = SpecializedSmem.GROUP_ROWS  # of X that it multiplies
 Box = tuple[cute.CopyAtom | None, cute.Tensor | None]
 
@@ -78,8 +78,7 @@ class SpecializedGemm:
     ahead: int  # k-tiles of W that are asked for before the turn comes
     norm: RowNorm | None = None  # of X's rows
     gamma_bytes: int = 0  # an element of its weight
-    apart: int = 0  # CTAs of the grid, whole clusters, that square rows for the others; where none, warps beside do
-    asked_after_ns: int = 0  # how long after their turn the others ask those
+    apart: bool = False  # rows are squared by CTAs without a tile, not by warps beside those that multiply
 
     @property
     def weighted(self) -> bool:
@@ -126,7 +125,7 @@ class SpecializedGemm:
 
     @property
     def grid_squares(self) -> GridSquares:
-        return GridSquares(self.smem, self.apart, self.threads // 32, self.asked_after_ns)
+        return GridSquares(self.smem, self.threads // 32)
 
     def stages_of(self, rows: int, taken: int = 0) -> cute.Layout:
         """Of an operand's ``rows``, ``(rows, tile_k, STAGE)``, as TMA writes and warpgroup MMA reads them but for the
@@ -196,8 +195,7 @@ class SpecializedGemm:
         dtype = mX.element_type
         pitched = self.pitched
         mX, mW = pitched(mX), pitched(mW)
-        apart = const_expr(self.apart // self.split)
-        squared = mX if const_expr(apart > 0) else None
+        squared = mX if const_expr(self.apart) else None
         op = cpasync.CopyBulkTensorTileG2SOp()
         tma_w, tW = self.boxed(op, mW, self.tile_n, self.tile_n)
         head = self.boxed(op, mX, self.rows, self.head)
@@ -213,7 +211,7 @@ class SpecializedGemm:
         tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), self.tile_n)
         epilogue = mD, tW, mC, mBias, alpha, beta
         self.kernel(*epilogue, tma_w, *head, *tail, tiled_mma, *gamma, mRstd, eps, squared, mWords).launch(
-            grid=[self.split, tiles_m, tiles_n + apart],
+            grid=[self.split, tiles_m, tiles_n + SQUARING_CTAS // self.split * self.apart],
             block=[self.threads, 1, 1],
             cluster=[self.split, 1, 1],
             min_blocks_per_mp=self.ctas_per_sm,
@@ -258,10 +256,10 @@ class SpecializedGemm:
         split, at_m, at_n = cute.arch.block_idx()
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
         tile = self.tile
-        if const_expr(self.apart == 0):
+        if const_expr(not self.apart):
             tile(split, at_m, at_n, storage, operands, boxed, tiled_mma, None)
         else:
-            apart = const_expr(self.apart // self.split)
+            apart = const_expr(SQUARING_CTAS // self.split)
             squares = self.grid_squares
             if at_n < apart:
                 if const_expr(self.dependent):
@@ -296,7 +294,7 @@ class SpecializedGemm:
         k_tiles = cute.ceil_div(cute.size(tW, mode=[1]), self.tile_k)
         first, end = split * k_tiles // self.split, (split + 1) * k_tiles // self.split
 
-        beside = const_expr(self.squaring and self.apart == 0)
+        beside = const_expr(self.squaring and not self.apart)
 
         # -- setup
         smem = self.smem

@@ -10,16 +10,17 @@ next STAGES - 1 tiles into shared memory while this one is reduced. The stride i
 head has weights of its own, so that a program meets one row of weights and loads it once.
 
 Inside the kernels an operand is a tuple: pointer, then the strides of rows, heads and columns; weights and biases
-have a row stride of 0. Arithmetic is in fp32, results are rounded once, offsets are 64 bits wide. The L2 cache is asked
-to keep results where they are KEPT (``kernels/cache.py``).
+have a row stride of 0. Arithmetic is in fp32, results are rounded once, offsets are 64 bits wide.
 """
 
 import triton
 import triton.language as tl
 
+from cutekernels.kernels.cache import KEPT_BYTES
 from cutekernels.kernels.triton.dependent import ask, await_turn
 
 FEW = tl.constexpr(128)  # programs, all of which are placed at once
+KEPT = tl.constexpr(KEPT_BYTES)
 
 
 @triton.jit
@@ -74,9 +75,15 @@ def _summed(x, residual, row, head, r, c, inside, RESIDUAL: tl.constexpr, EVICT:
 
 
 @triton.jit
-def _store(operand, value, row, head, r, c, inside, KEPT: tl.constexpr = False):
+def _store(operand, value, row, head, r, c, inside):
+    tl.store(_at(operand, row, head, r, c), value.to(operand[0].dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _keep(operand, value, row, head, r, c, inside, size):
+    """``_store``; the L2 cache is asked to keep few bytes (``kernels/cache.py``). The result has ``size`` elements."""
     at, rounded = _at(operand, row, head, r, c), value.to(operand[0].dtype.element_ty)
-    if KEPT:
+    if size * (operand[0].dtype.element_ty.primitive_bitwidth // 8) <= KEPT:
         tl.store(at, rounded, mask=inside, eviction_policy="evict_last")
     else:
         tl.store(at, rounded, mask=inside)
@@ -120,6 +127,7 @@ def _resident(
     head,
     rows,
     cols,
+    size,
     eps,
     weight_offset,
     WEIGHT: tl.constexpr,
@@ -128,7 +136,6 @@ def _resident(
     RESIDUAL: tl.constexpr,
     CENTRED: tl.constexpr,
     ROUND_TWICE: tl.constexpr,
-    KEPT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
@@ -138,12 +145,12 @@ def _resident(
     inside = (r < rows - row)[:, None] & (c < cols)[None, :]
     value = _summed(x, residual, row, head, r, c, inside, RESIDUAL, "")
     if RESIDUAL:
-        _store(u, value, row, head, r, c, inside, KEPT)
+        _keep(u, value, row, head, r, c, inside, size)
     if CENTRED:
         value = tl.where(inside, value - (tl.sum(value, axis=1) / cols)[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(value * value, axis=1) / cols + eps)
     scaled = _scaled(value, rstd, weight, weight_offset, bias, y, WEIGHT, SHIFTED, BIAS, ROUND_TWICE)
-    _store(y, scaled, row, head, r, c, inside, KEPT)
+    _keep(y, scaled, row, head, r, c, inside, size)
 
 
 @triton.jit
@@ -157,6 +164,7 @@ def _chunked(
     row,
     head,
     cols,
+    size,
     eps,
     weight_offset,
     WEIGHT: tl.constexpr,
@@ -165,7 +173,6 @@ def _chunked(
     RESIDUAL: tl.constexpr,
     CENTRED: tl.constexpr,
     ROUND_TWICE: tl.constexpr,
-    KEPT: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
     """One row, walked in chunks. A result may be an operand itself: nothing is written before the last pass, which
@@ -193,11 +200,11 @@ def _chunked(
         inside = (c < cols)[None, :]
         value = _summed(x, residual, row, head, r, c, inside, RESIDUAL, "evict_first")
         if RESIDUAL:
-            _store(u, value, row, head, r, c, inside, KEPT)
+            _keep(u, value, row, head, r, c, inside, size)
         w = _affine(weight, head, c, c < cols, WEIGHT)
         b = _affine(bias, head, c, c < cols, BIAS)
         scaled = _scaled(value - mean[:, None], rstd, w, weight_offset, b, y, WEIGHT, SHIFTED, BIAS, ROUND_TWICE)
-        _store(y, scaled, row, head, r, c, inside, KEPT)
+        _keep(y, scaled, row, head, r, c, inside, size)
 
 
 @triton.jit
@@ -219,13 +226,13 @@ def _forward(
     RESIDUAL: tl.constexpr,
     CENTRED: tl.constexpr,
     ROUND_TWICE: tl.constexpr,
-    KEPT: tl.constexpr,
     NESTED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     RESIDENT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    size = rows * heads * cols
     if RESIDENT:
         row, head = _place(tl.program_id(0).to(tl.int64), heads, BLOCK_ROWS, NESTED)
         # Asked for before any row is waited for, so that they arrive together.
@@ -238,19 +245,19 @@ def _forward(
             for index in tl.range(first, tl.cdiv(rows, BLOCK_ROWS) * heads, step, num_stages=STAGES):
                 row, head = _place(index, heads, BLOCK_ROWS, NESTED)
                 _resident(
-                    y, u, x, residual, w, b, row, head, rows, cols, eps, weight_offset,
-                    WEIGHT, SHIFTED, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, KEPT, BLOCK_ROWS, BLOCK_COLS,
+                    y, u, x, residual, w, b, row, head, rows, cols, size, eps, weight_offset,
+                    WEIGHT, SHIFTED, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, BLOCK_ROWS, BLOCK_COLS,
                 )  # fmt: skip
         else:
             _resident(
-                y, u, x, residual, w, b, row, head, rows, cols, eps, weight_offset,
-                WEIGHT, SHIFTED, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, KEPT, BLOCK_ROWS, BLOCK_COLS,
+                y, u, x, residual, w, b, row, head, rows, cols, size, eps, weight_offset,
+                WEIGHT, SHIFTED, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, BLOCK_ROWS, BLOCK_COLS,
             )  # fmt: skip
     else:
         row, head = _place(tl.program_id(0).to(tl.int64), heads, BLOCK_ROWS, NESTED)
         _chunked(
-            y, u, x, residual, weight, bias, row, head, cols, eps, weight_offset,
-            WEIGHT, SHIFTED, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, KEPT, BLOCK_COLS,
+            y, u, x, residual, weight, bias, row, head, cols, size, eps, weight_offset,
+            WEIGHT, SHIFTED, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, BLOCK_COLS,
         )  # fmt: skip
 
 
@@ -280,7 +287,6 @@ def rms_norm(
     BLOCK_COLS: tl.constexpr,
     RESIDENT: tl.constexpr,
     STAGES: tl.constexpr,
-    KEPT: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):
     """``y = x * rstd * (weight + weight_offset)`` with ``rstd = 1 / sqrt(mean(x^2) + eps)``.
@@ -295,7 +301,7 @@ def rms_norm(
     await_turn(DEPENDENT)
     _forward(
         y, y, x, x, weight, weight, rows, heads, cols, eps, weight_offset,
-        WEIGHT, SHIFTED, False, False, False, ROUND_TWICE, KEPT, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
+        WEIGHT, SHIFTED, False, False, False, ROUND_TWICE, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
     )  # fmt: skip
 
 
@@ -333,7 +339,6 @@ def add_rms_norm(
     BLOCK_COLS: tl.constexpr,
     RESIDENT: tl.constexpr,
     STAGES: tl.constexpr,
-    KEPT: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):
     """``u = x + residual``, rounded, and ``y`` the RMSNorm of that ``u``."""
@@ -348,7 +353,7 @@ def add_rms_norm(
     await_turn(DEPENDENT)
     _forward(
         y, u, x, residual, weight, weight, rows, heads, cols, eps, weight_offset,
-        WEIGHT, SHIFTED, False, True, False, ROUND_TWICE, KEPT, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
+        WEIGHT, SHIFTED, False, True, False, ROUND_TWICE, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
     )  # fmt: skip
 
 
@@ -379,7 +384,6 @@ def layer_norm(
     BLOCK_COLS: tl.constexpr,
     RESIDENT: tl.constexpr,
     STAGES: tl.constexpr,
-    KEPT: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):
     """``y = (x - mean) * rstd * weight + bias`` with ``rstd = 1 / sqrt(mean((x - mean)^2) + eps)``."""
@@ -390,5 +394,5 @@ def layer_norm(
     bias = (bias_ptr, 0, bias_head, bias_col)
     _forward(
         y, y, x, x, weight, bias, rows, heads, cols, eps, 0.0,
-        WEIGHT, False, BIAS, False, True, False, KEPT, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
+        WEIGHT, False, BIAS, False, True, False, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
     )  # fmt: skip

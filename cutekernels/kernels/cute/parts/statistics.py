@@ -163,9 +163,8 @@ class GridSquares:
     """
 
     smem: SpecializedSmem
-    ctas: int  # without a tile
     warps: int  # of a CTA
-    asked_after_ns: int  # their turn: who asks too early asks twice, and beside loads that takes 2 us
+    ctas = SpecializedSmem.SQUARING_CTAS
 
     @property
     def together(self) -> int:
@@ -266,9 +265,9 @@ class GridSquares:
             if lane + 32 * i >= head:
                 rows[i] = later + lane + 32 * i - head
             rows[i] = cutlass.min(rows[i], cute.size(mX, mode=[0]) - 1)
-        begin = cute.arch.globaltimer()
+        begin, until = cute.arch.globaltimer(), cute.size(mX, mode=[1]) * self.smem.tile_m * self.smem.ASKED_PS // 1000
         launches, done, row_sums = self.launches, self.done, self.row_sums
-        while cute.arch.globaltimer() - begin < self.asked_after_ns:
+        while cute.arch.globaltimer() - begin < until:
             sleep(_NAP_NS)
         found = cute.make_rmem_tensor(each, Int64)
         found.fill(0)
