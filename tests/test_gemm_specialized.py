@@ -95,9 +95,7 @@ def test_a_neighbour_s_tile_is_not_taken_where_it_idles_the_gpu() -> None:
 
 
 def test_sums_and_results_lie_within_the_shared_memory() -> None:
-    """Sums of the others, of whole groups of 64 rows, lie behind the stages; results take the place of the stages or
-    lie behind the barriers.
-    """
+    """Results take the place of the stages; sums of the others, of whole groups of 64 rows, lie behind both."""
     split = [c for m in (64, 80, 96, 128) for c in valid(linear(m)) if c.split_k == 2]
     assert any(c.tile_n == 96 and c.stages == 2 for c in split)
     for c in split:
@@ -105,17 +103,10 @@ def test_sums_and_results_lie_within_the_shared_memory() -> None:
         sums = 128 * gemm_specialized.groups(c) * frame.share * 4  # bytes: threads, sums of each
         assert c.split_k * frame.share >= c.tile_m // 2, "all of a thread's sums are somebody's share"
         assert frame.inbox_at >= c.stages * frame.stage_bytes
-        assert frame.results_at >= frame.met_at + 8
-        assert frame.results_at % 16 == 0, "and stored so"
-        assert frame.total_bytes >= frame.results_at + c.tile_n * frame.out_pitch * 2
+        assert frame.inbox_at >= c.tile_n * frame.out_pitch * 2
         assert frame.inbox_at % 16 == 0, "sums are sent 16 bytes at a time"
         assert frame.barriers_at >= frame.inbox_at + (c.split_k - 1) * sums
         assert frame.total_bytes >= frame.barriers_at + 8 * (2 * c.stages + 1)
-    for c in valid(linear(64, 18944)):
-        if c.split_k == 1:
-            frame = gemm_specialized.smem(c)
-            assert frame.results_at == 0
-            assert frame.barriers_at >= max(c.stages * frame.stage_bytes, c.tile_n * frame.out_pitch * 2)
 
 
 def test_asks_ahead_only_as_a_dependent_and_for_little() -> None:
@@ -150,8 +141,7 @@ def test_a_norm_s_sums_lie_behind_the_others() -> None:
         assert frame.barriers_at % 8 == 0
         assert frame.met_at == frame.barriers_at + 2 * 8 * frame.stages
         assert frame.known_at == frame.met_at + (8 if split > 1 else 0)
-        assert (frame.known_at + 8 if split == 1 else frame.results_at + frame.results_bytes) == frame.total_bytes
-        assert split == 1 or frame.results_at >= frame.known_at + 8
+        assert frame.total_bytes == frame.known_at + 8
 
 
 def test_default_beyond_a_few_tokens() -> None:

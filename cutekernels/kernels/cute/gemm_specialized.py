@@ -398,12 +398,10 @@ class SpecializedGemm:
         first: Int32,
         end: Int32,
     ):
-        """Before the turn: the first CTAs ask for a k-tile each of what all will read, or CTAs without a tile for X's
-        rows; all for W's that they will.
-        """
+        """Before the turn: the first CTAs ask for a k-tile each of what all will read, all for W's that they will."""
         if const_expr(self.ahead > 0):
             if number < k_tiles:
-                for tma, source, _ in boxes[-1:] if const_expr(self.apart) else boxes[1:]:
+                for tma, source, _ in boxes[1:]:
                     cute.prefetch(tma, source[None, number])
             tma, source, _ = boxes[0]
             for k_tile in cutlass.range(first, cutlass.min(first + self.ahead, end), unroll=1):

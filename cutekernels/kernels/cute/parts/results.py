@@ -144,10 +144,10 @@ class TileResults:
         width = const_expr(cute.size(acc) // self.smem.SUMS_PER_BLOCK * 8)
         begin_column = const_expr(begin // self.smem.SUMS_PER_BLOCK * 8)
         sD = cute.make_tensor(
-            cute.recast_ptr(storage + self.smem.results_at, dtype=dtype),
+            cute.recast_ptr(storage, dtype=dtype),
             cute.make_layout((rows, width), stride=(self.smem.out_pitch, 1)),
         )
-        if const_expr(through and self.smem.split == 1):
+        if const_expr(through):
             cute.arch.barrier(barrier_id=1, number_of_threads=members)  # all have read their stages
         for i in cutlass.range_constexpr(0, cute.size(acc), 2):
             at, across = tCcD[begin + i]

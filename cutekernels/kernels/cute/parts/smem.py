@@ -94,8 +94,8 @@ class SkinnySmem:
 
 @dataclass(frozen=True, slots=True)
 class SpecializedSmem:
-    """Shared memory of a specialized GEMM: stages of X and W, in their place the results; behind them barriers. Of a
-    split tile what the others of the cluster send comes before those, and the results behind.
+    """Shared memory of a specialized GEMM: stages of X and W, in their place the results; behind them what the others
+    of a split tile's cluster send; barriers.
 
     With a norm in front, stages hold its weight too, ``gamma_bytes`` an element; sums of rows' ``squares`` by each of
     the cluster's CTAs, where they are summed, come behind what is sent. ``alone`` takes more than half of an SM's, so
@@ -142,13 +142,8 @@ class SpecializedSmem:
         return self.share // self.SUMS_PER_BLOCK * 8 + 8
 
     @property
-    def results_bytes(self) -> int:
-        return self.tile_m * self.out_pitch * self.element_bytes
-
-    @property
     def inbox_at(self) -> int:
-        staged = self.stages * self.stage_bytes
-        return max(staged, self.results_bytes) if self.split == 1 else staged
+        return max(self.stages * self.stage_bytes, self.tile_m * self.out_pitch * self.element_bytes)
 
     @property
     def members(self) -> int:
@@ -179,13 +174,5 @@ class SpecializedSmem:
         return self.met_at + 8 * (self.split > 1)
 
     @property
-    def results_at(self) -> int:
-        """In the place of the stages, or of a split tile, whose are fewer, behind all else: nobody waits until all have
-        read their stages.
-        """
-        return 0 if self.split == 1 else -(-(self.known_at + 8 * self.squares) // 16) * 16
-
-    @property
     def total_bytes(self) -> int:
-        end = self.known_at + 8 * self.squares if self.split == 1 else self.results_at + self.results_bytes
-        return max(end, self.ALONE_BYTES * self.alone)
+        return max(self.known_at + 8 * self.squares, self.ALONE_BYTES * self.alone)
