@@ -22,13 +22,12 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.epilogue import GemmEpilogue
 from cutekernels.kernels.cute.parts.load import OperandLoad
 from cutekernels.kernels.cute.parts.mma import WarpMma
+from cutekernels.kernels.cute.parts.ptx import instruction
 from cutekernels.kernels.cute.parts.schedule import Raster
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
 
@@ -253,21 +252,9 @@ class MultistageGemm:
         cute.arch.sync_threads()  # and every warp has read
 
 
-@dsl_user_op
-def opaque(x: Int32, *, loc: object = None, ip: object = None) -> Int32:
+def opaque(x: Int32) -> Int32:
     """``x``, as a value of which the compiler knows nothing: what follows from it is not computed ahead and kept."""
-    moved = llvm.inline_asm(
-        T.i32(),
-        [x.ir_value(loc=loc, ip=ip)],
-        "mov.b32 $0, $1;",
-        "=r,r",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
-    )
-    return Int32(moved)
+    return Int32(instruction("mov.b32 $0, $1;", "=r,r", x, result=Int32.mlir_type))
 
 
 def rows_first(t: cute.Tensor) -> cute.Tensor:

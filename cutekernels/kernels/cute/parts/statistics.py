@@ -5,10 +5,9 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import dsl_user_op
 
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
+from cutekernels.kernels.cute.parts.ptx import instruction
 from cutekernels.kernels.cute.parts.smem import SWIZZLED, SpecializedSmem
 
 WARPS = SpecializedSmem.SQUARING_WARPS
@@ -20,20 +19,9 @@ _QUESTIONS = 64  # until a CTA sums a row itself
 _NAP_NS = 200
 
 
-@dsl_user_op
-def sleep(nanoseconds: int, *, loc: object = None, ip: object = None) -> None:
-    """For about that long, so that other warps may issue."""
-    llvm.inline_asm(
-        None,
-        [Int32(nanoseconds).ir_value(loc=loc, ip=ip)],
-        "nanosleep.u32 $0;",
-        "r",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
-    )
+def nap() -> None:
+    """For up to twice as long, so that other warps may issue."""
+    instruction("nanosleep.u32 $0;", "r", Int32(_NAP_NS))
 
 
 @cute.jit
@@ -268,7 +256,7 @@ class GridSquares:
         begin, until = cute.arch.globaltimer(), cute.size(mX, mode=[1]) * self.smem.tile_m * self.smem.ASKED_PS // 1000
         launches, done, row_sums = self.launches, self.done, self.row_sums
         while cute.arch.globaltimer() - begin < until:
-            sleep(_NAP_NS)
+            nap()
         found = cute.make_rmem_tensor(each, Int64)
         found.fill(0)
         missing, launch, questions = Boolean(True), Int64(0), Int32(0)
