@@ -121,6 +121,20 @@ def test_asks_ahead_only_as_a_dependent_and_for_little() -> None:
     assert by_ahead[0] == 0.0 < by_ahead[2] < by_ahead[8] < by_ahead[4], "64 KiB are more than pays"
 
 
+def test_loads_keep_pace_with_memory() -> None:
+    """All CTAs that run at once get a k-tile each step, at 98 % of the datasheet's rate; those of later waves wait for
+    their turn, and do not make the step longer.
+    """
+    c = GEMM.default(linear(64), H200)
+    step = gemm_specialized.step_ns(linear(64), c, H200)
+    rate = 128 * c.tile_m * c.tile_k * 2 / step  # bytes/ns; 64 tiles, two CTAs each
+    assert c.tile_m == 56
+    assert rate == pytest.approx(0.98 * H200.dram_gbps, rel=1 / step)
+    assert gemm_specialized.step_ns(linear(64), c, gpu.lookup("h100")) > 1.3 * step
+    full = gemm_specialized.step_ns(linear(64, 132 * 28), c, H200)
+    assert gemm_specialized.step_ns(linear(64, 4 * 132 * 28), c, H200) == full > step
+
+
 def test_two_ctas_to_a_tile_have_their_sms_to_themselves() -> None:
     """Unless the config asks for two to an SM; one CTA to a tile takes what it needs."""
     for c in valid(linear(16)):

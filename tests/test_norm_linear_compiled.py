@@ -18,6 +18,7 @@ from cutekernels import gpu
 from cutekernels.backends.cubin import cuobjdump
 from cutekernels.backends.cute import CuteArtifact
 from cutekernels.ops import gemm_skinny, gemm_specialized
+from cutekernels.ops.gemm import GEMM, GemmProblem
 from cutekernels.ops.norm_linear_op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from cutekernels.ops.norm_linear_problem import NormLinearConfig
 
@@ -59,8 +60,12 @@ def code(name: str, text: str, config: NormLinearConfig, target: str = "h200") -
 
 
 def sass(name: str, text: str, config: NormLinearConfig, target: str = "h200") -> str:
+    return disassembled(built(name, text, config, target))
+
+
+def disassembled(artifact: Any) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built(name, text, config, target)._function.artifacts.CUBIN)
+        file.write(artifact._function.artifacts.CUBIN)
         file.flush()
         command = [str(cuobjdump()), "-sass", file.name]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
@@ -88,8 +93,8 @@ def test_compiles_for_every_architecture_as_predicted(name: str, text: str, spec
 def test_every_knob_changes_the_code(knob: str) -> None:
     rng = random.Random(knob)
     for name, text in (PROBLEMS[1], PROBLEMS[4]):
-        if knob in ("body", "ahead") and name == "linear_silu_mul":
-            continue  # has one body, which does not ask ahead
+        if knob in ("body", "ahead", "squares") and name == "linear_silu_mul":
+            continue  # has one body, which does not ask ahead and squares in one way
         alike: dict[str, list[NormLinearConfig]] = {}
         for config in fused(name, text):
             others = " ".join(word for word in str(config).split() if not word.startswith(f"{knob}="))
@@ -167,6 +172,16 @@ def test_rows_squared_apart_leave_the_stages_to_the_product() -> None:
         extras = RMS_NORM_LINEAR.Problem.parse(text).extras
         assert facts.stack_bytes == 0
         assert facts.smem_bytes == gemm_specialized.smem(config.product, extras).total_bytes
+
+
+def test_loads_keep_pace_where_rows_are_normed_alone() -> None:
+    """The loading warp reads the time there, for each k-tile; a product alone, which gains nothing, reads none."""
+    text = "m=16 n=3584 k=3584"
+    config = RMS_NORM_LINEAR.default(RMS_NORM_LINEAR.Problem.parse(text), gpu.lookup("h200"))
+    assert (config.body, config.squares) == ("specialized", "beside")
+    assert "SR_GLOBALTIMERLO" in sass("rms_norm_linear", text, config)
+    alone = GEMM.build(GemmProblem.parse(f"{text} b_major=k"), config.product, gpu.lookup("h200"))
+    assert "SR_GLOBALTIMERLO" not in disassembled(alone)
 
 
 def test_results_of_few_tokens_are_kept() -> None:

@@ -347,3 +347,8 @@ def workspace(p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> Workspac
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
         return Workspace(device.multi_processor_count * c.ctas_per_sm * SLOTS * c.tile_m * c.tile_n, count)
     return Workspace(count * c.split_k * (c.tile_m + extras.squares) * c.tile_n, count)
+
+
+def norm_arguments(p: GemmProblem, c: GemmConfig, extras: Extras) -> Callable[[], tuple[Any, ...]]:
+    """What a launch with a norm or a gate takes last: the workspace of tiles that CTAs share."""
+    return workspace(p, c, extras).get if c.shares_tiles else lambda: (None, None)

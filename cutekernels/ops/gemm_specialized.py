@@ -6,13 +6,16 @@ Operands are swapped as in ``gemm_skinny.py``: ``tile_m`` are columns of out (ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from cutekernels import gpu as gpus
 from cutekernels.kernels.cute.parts.smem import SpecializedSmem
 from cutekernels.op import ladder
-from cutekernels.ops import gemm_ahead
+from cutekernels.ops import gemm_ahead, row_words
 from cutekernels.ops.gemm_skinny import PLAIN, Extras
 
 if TYPE_CHECKING:
@@ -48,6 +51,14 @@ LEAST_APART = 64
 # 3.5, 4, 4.5, 5 us, 64 x 3584 took 9.36, 8.54, 8.50, 8.25, 8.16, 8.18, and at 4.8 and 5.5 64 x 4096 10.61 and 10.16.
 # An answer takes up to 2 us; who asks too early asks twice.
 _ANSWERED_US, _APART_US = 2.5, 0.3
+
+# Of the datasheet's DRAM rate, at which CTAs ask for W where rows are normed on their way. H200, us, 2026-11-23, by
+# 382 (the datasheet's), 390, 400, 410 ns a k-tile: 64 tokens x 3584 8.04, 8.03, 8.04, 8.03, at will 8.14 to 8.21; by
+# 382, 400 and at will 48 tokens 8.02, 8.00, 8.05, 32 7.80, 7.80, 7.84, 8 7.61, 7.61, 7.63. By 437 and at will 64 x 4096
+# 9.77 and 9.96; 64 x 4608, 64 x 6144 the same. With everything in the L2 64 x 3584 takes 6.76 at will, 6.85 by 382 and
+# 7.03 by 400. Without a norm there is nothing to gain (7.76 and 7.77; 16 tokens 7.36 and 7.36, by 400 7.41; 64 x 4096
+# 9.48 and 9.56), and 6.0 in the L2 would become 6.7.
+_PACE = 0.98
 
 # The model's constants, fitted to 343 runs of 12 problems on an H200 (2026-11-22): 10 % off, root mean square (runs
 # beyond 1.25 times their problem's best count a quarter). The default was within 4 % of the best run of eleven of
@@ -238,6 +249,23 @@ def estimate_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PL
 def weighing_us(p: GemmProblem, c: GemmConfig) -> float:
     """What a CTA's warps need to multiply its tokens by the norm's weight."""
     return -(-p.k // c.tile_k) / c.split_k * c.tile_k * groups(c) * _WEIGHED_US
+
+
+def step_ns(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> int:
+    """What DRAM takes for a k-tile of W for each CTA that runs."""
+    ctas = -(-p.n // c.tile_m) * -(-p.m // (GROUP_TOKENS * groups(c))) * c.split_k
+    bytes_each = c.tile_m * c.tile_k * smem(c).element_bytes
+    return round(min(ctas, gpu.sm_count * c.ctas_per_sm) * bytes_each / (_PACE * gpu.dram_gbps))
+
+
+def norm_arguments(p: GemmProblem, c: GemmConfig, apart: bool) -> Callable[[], tuple[Any, ...]]:
+    """What a launch with a norm takes last: where rows are squared ``apart``, the step of its loads."""
+    device = torch.cuda.current_device()
+    step = step_ns(p, c, gpus.detect(device))
+    if not apart:
+        return lambda: (None, step)
+    row_words.prepare(device)
+    return lambda: (row_words.words(), step)
 
 
 def crowded(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op, Problem, Work
-from cutekernels.ops import gemm_skinny, gemm_specialized, row_words
+from cutekernels.ops import gemm_skinny, gemm_specialized
 from cutekernels.ops.calls import TensorOp, check_results
 from cutekernels.ops.gemm import ACTIVATIONS, DTYPES, GEMM, WIDEST, GemmProblem
 from cutekernels.ops.gemm_multistage import ELEMENT_BYTES
@@ -216,11 +216,11 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
             return make_fake_tensor(kind, (length,), stride=(1,), assumed_align=align)
 
         bias = self.epilogue(p).bias
-        workspace: list[Any] = [None, None]
-        if c.split_k > 1 and c.body == "skinny":
-            workspace = [vector(cutlass.Float32, cute.sym_int(), 16), vector(cutlass.Int32, cute.sym_int(), 4)]
-        if c.squares == "apart":
-            workspace = [None, vector(cutlass.Int64, cute.sym_int(), 8)]
+        own: list[Any] = [None, None]  # the body's: a workspace, or words and a step
+        if c.body == "specialized":
+            own = [vector(cutlass.Int64, cute.sym_int(), 8) if c.squares == "apart" else None, cutlass.Int32(0)]
+        elif c.split_k > 1:
+            own = [vector(cutlass.Float32, cute.sym_int(), 16), vector(cutlass.Int32, cute.sym_int(), 4)]
         return backend.compile(
             body.normed,
             matrix(m, n, out_align),
@@ -230,7 +230,7 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
             None if p.weight == "none" else vector(kinds[p.weight], k, 16),
             vector(cutlass.Float32, m, 4) if norm is not None and not squares else None,
             cutlass.Float32(0.0),
-            *workspace,
+            *own,
             gpu=gpu,
         )
 
@@ -242,15 +242,14 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
                 for op, part in self.parts(p):
                     dispatch.plan(op, part, torch.cuda.current_device())  # compiled now, for graphs captured later
             return self.chain(p)
-        shared = gemm_skinny.workspace(p.product, c.product, p.extras) if c.product.shares_tiles else None
-        apart = c.squares == "apart"
-        if apart:
-            row_words.prepare(torch.cuda.current_device())
+        if c.body == "specialized":
+            own = gemm_specialized.norm_arguments(_stored(self, p), c.product, c.squares == "apart")
+        else:
+            own = gemm_skinny.norm_arguments(p.product, c.product, p.extras)
 
         def launch(y: Tensor, *inputs: Any) -> None:
             x, norm_weight, weight, bias, rstd, eps = self.kernel_arguments(*inputs)
-            partials, tickets = (None, row_words.words() if apart else None) if shared is None else shared.get()
-            kernel(_matrix(y), _matrix(x), weight, bias, norm_weight, rstd, eps, partials, tickets)
+            kernel(_matrix(y), _matrix(x), weight, bias, norm_weight, rstd, eps, *own())
 
         return launch
 

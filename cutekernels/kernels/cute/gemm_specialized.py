@@ -15,7 +15,8 @@ Schedule:
     With a ``norm`` X's fragments go through registers, where they are multiplied by the norm's weight, half a k-tile
     while the products of the other half run; rstd multiplies the sums. Warps beside square the rows as they lie in the
     stages, or, ``apart``, CTAs on SMs that have no tile do (``parts/statistics.py``). At 64 tokens x 3584 the
-    whole takes 0.5 us longer than the product alone, of which the registers are 0.3 (2026-11-22).
+    whole takes 0.3 us longer than the product alone. Its CTAs ask for W no faster than DRAM gives it, a k-tile each
+    ``step``, so that those served first leave the late ones their share: 8.15 us -> 8.03 there (2026-11-23).
     As a dependent launch a CTA asks the L2 for its first ``ahead`` k-tiles of W while the kernel ahead still runs, and
     lets the next kernel in when its own last loads are on their way (``ops/gemm_ahead.py``).
     Where rows of out are aligned its results go through shared memory, in the place of the stages, and leave as whole
@@ -156,7 +157,7 @@ class SpecializedGemm:
     ):
         start = self.start
         mW = cute.make_tensor(mW.iterator, cute.select(mW.layout, mode=[1, 0]))  # (N, K)
-        start(mD, mX, mW, mC, mBias, alpha, beta, None, None, None, None, stream)
+        start(mD, mX, mW, mC, mBias, alpha, beta, None, None, None, None, None, stream)
 
     @cute.jit
     def normed(
@@ -168,13 +169,13 @@ class SpecializedGemm:
         mGamma: cute.Tensor | None,  # (K,)
         mRstd: cute.Tensor | None,  # (M,)
         eps: Float32,
-        mPartials: cute.Tensor | None,  # as skinny has them; none here
         mWords: cute.Tensor | None,  # where some CTAs square rows ``apart``; int64 (1 + M,)
+        step: Int32,  # nanoseconds from one of a CTA's k-tiles to the next, at least
         stream: cuda.CUstream,
     ):
         """With ``norm`` in front of X."""
         start = self.start
-        start(mD, mX, mW, None, mBias, Float32(1.0), Float32(0.0), mGamma, mRstd, eps, mWords, stream)
+        start(mD, mX, mW, None, mBias, Float32(1.0), Float32(0.0), mGamma, mRstd, eps, mWords, step, stream)
 
     @cute.jit
     def start(
@@ -190,6 +191,7 @@ class SpecializedGemm:
         mRstd: cute.Tensor | None,
         eps: Float32 | None,
         mWords: cute.Tensor | None,
+        step: Int32 | None,
         stream: cuda.CUstream,
     ):
         dtype = mX.element_type
@@ -210,7 +212,7 @@ class SpecializedGemm:
         tiles_m = cute.ceil_div(cute.size(mD, mode=[0]), self.tile_m)
         tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), self.tile_n)
         epilogue = mD, tW, mC, mBias, alpha, beta
-        self.kernel(*epilogue, tma_w, *head, *tail, tiled_mma, *gamma, mRstd, eps, squared, mWords).launch(
+        self.kernel(*epilogue, tma_w, *head, *tail, tiled_mma, *gamma, mRstd, eps, squared, mWords, step).launch(
             grid=[self.split, tiles_m, tiles_n + SQUARING_CTAS // self.split * self.apart],
             block=[self.threads, 1, 1],
             cluster=[self.split, 1, 1],
@@ -250,6 +252,7 @@ class SpecializedGemm:
         eps: Float32 | None,
         mX: cute.Tensor | None,  # (M, K), where rows are squared ``apart``
         mWords: cute.Tensor | None,
+        step: Int32 | None,
     ):
         operands = (mD, mC, mBias, mRstd, alpha, beta, cute.size(tW, mode=[1]), eps)
         boxed = (tma_w, tW), (tma_head, tHead), (tma_tail, tTail), (tma_gamma, tGamma)
@@ -257,7 +260,7 @@ class SpecializedGemm:
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
         tile = self.tile
         if const_expr(not self.apart):
-            tile(split, at_m, at_n, storage, operands, boxed, tiled_mma, None)
+            tile(split, at_m, at_n, storage, operands, boxed, tiled_mma, step, None)
         else:
             apart = const_expr(SQUARING_CTAS // self.split)
             squares = self.grid_squares
@@ -269,7 +272,7 @@ class SpecializedGemm:
                 run = squares.run
                 run(at_n * self.split + split, at_m, mX, mWords)
             else:
-                tile(split, at_m, at_n - apart, storage, operands, boxed, tiled_mma, (mX, mWords))
+                tile(split, at_m, at_n - apart, storage, operands, boxed, tiled_mma, step, (mX, mWords))
 
     @cute.jit
     def tile(
@@ -281,6 +284,7 @@ class SpecializedGemm:
         operands: tuple,
         boxed: tuple[Box, ...],
         tiled_mma: cute.TiledMma,
+        step: Int32 | None,
         squared: tuple[cute.Tensor, cute.Tensor] | None,
     ):
         """A CTA with a tile, or its share of one."""
@@ -355,7 +359,7 @@ class SpecializedGemm:
 
         if warp == producer:
             produce = self.produce
-            produce(boxes, full, empty, first, end)
+            produce(boxes, full, empty, first, end, step)
             if const_expr(self.dependent):
                 cute.arch.griddepcontrol_launch_dependents()  # whose CTAs' loads follow ours
             if const_expr(self.split > 1):
@@ -415,11 +419,20 @@ class SpecializedGemm:
         empty: cute.Pointer,
         first: Int32,
         end: Int32,
+        step: Int32 | None,
     ):
-        """Keeps the stages full."""
+        """Keeps the stages full; from the third k-tile on, asks for one each ``step`` at most."""
         stage, phase = Int32(0), Int32(1)  # of a fresh barrier, the phase before counts as complete
+        due = Int64(0)
+        if const_expr(step is not None):
+            due = cute.arch.globaltimer() + step
         for k_tile in cutlass.range(first, end, unroll=1):
             cute.arch.mbarrier_wait(empty + stage, phase)
+            if const_expr(step is not None):  # noqa: SIM102  known when compiled
+                if k_tile >= first + 2:
+                    while cute.arch.globaltimer() < due:
+                        pass
+                    due = due + step
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.smem.stage_bytes)
             for tma, source, target in boxes:

@@ -117,7 +117,7 @@ class SpecializedSmem:
     ALONE_BYTES = 114 * 1024  # of an SM's 228 KiB; a CTA's own reserve comes on top
     SQUARING_WARPS = 3  # beside the one that loads: registers are set aside for four
     SQUARING_CTAS = 4  # or these, on SMs that no tile needs: whole clusters, whatever the split
-    ASKED_PS = 21  # for each element of a tile's rows, after their turn, the others ask for their sums
+    ASKED_PS = 23  # for each element of a tile's rows, after their turn, the others ask for their sums
 
     @property
     def stage_bytes(self) -> int:
