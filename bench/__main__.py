@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench import published, workloads
+from bench.evenness import steepest
 from bench.suites import Case
 from bench.workloads import cases as cases_of
 from cutekernels import environment
@@ -53,6 +54,7 @@ def bench(
     max_smem_kib: Annotated[int | None, typer.Option(min=1, help="Time our best within this much smem too.")] = None,
     example: Annotated[Path | None, typer.Option(help="NVIDIA's tensorop_gemm.py, from a CUTLASS checkout.")] = None,
     match: Annotated[str, typer.Option(help="Only cases with this in their label or problem.")] = "",
+    alone: Annotated[bool, typer.Option("--alone", help="Ours without its peers: many cases in little time.")] = False,
     warm: Annotated[bool, typer.Option("--warm", help="One input set, met in the L2 cache.")] = False,
     rest_ms: Annotated[
         float, typer.Option(min=0, help="Idle before each sample: 50 for bursts at full clock; 0 for sustained load.")
@@ -94,12 +96,21 @@ def bench(
         accumulate=accumulate,
         max_smem_kib=max_smem_kib,
         match=match,
+        alone=alone,
         warm=warm,
         rest_ms=rest_ms,
     )
     path = (out or HERE / "results" / gpu.name) / f"{name}.jsonl"
     plan = runner.Plan(
-        suite, gpu, environment.stamp(gpu.name, commit), warm, rest_ms, max_smem_kib, rounds, example=example
+        suite,
+        gpu,
+        environment.stamp(gpu.name, commit),
+        warm,
+        rest_ms,
+        max_smem_kib,
+        rounds,
+        example=example,
+        alone=alone,
     )
     talk = Console(stderr=True, highlight=False)
     try:
@@ -107,6 +118,9 @@ def bench(
     except (CuteKernelsError, ValueError) as error:
         _fail(str(error))
     _console().print(table(rows))
+    if suite == "tokens":
+        for row, times in steepest(rows):
+            _console().print(f"{row.contender}, {row.label} is the steepest: {times:.3f} of its neighbours' mean")
     theirs = published.load(op, suite)
     if theirs:
         _console().print(published.published_table(theirs))
@@ -158,6 +172,7 @@ def run_name(
     accumulate: str,
     max_smem_kib: int | None,
     match: str,
+    alone: bool = False,
     warm: bool,
     rest_ms: float = 0.0,
 ) -> str:
@@ -167,6 +182,7 @@ def run_name(
     words += ["acc" + accumulate] if accumulate != "fp32" else []
     words += [f"smem{max_smem_kib}"] if max_smem_kib is not None else []
     words += ["".join(c if c.isalnum() else "-" for c in match)] if match else []
+    words += ["alone"] if alone else []
     words += ["warm"] if warm else []
     words += ["rested"] if rest_ms else []
     return "_".join(words)

@@ -49,6 +49,7 @@ class Plan:
     rounds: int = ROUNDS
     device: str = "cuda"
     example: Path | None = None  # NVIDIA's tensorop_gemm.py
+    alone: bool = False  # without peers, so nothing is compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,8 @@ def contenders(case: Case, plan: Plan) -> list[Contender | Ours]:
     if plan.max_smem_kib is not None:
         config, origin = within_smem(op, problem, plan.gpu, plan.max_smem_kib)
         found.append(_forced(f"cutekernels (<= {plan.max_smem_kib} KiB smem)", config, origin))
+    if plan.alone:
+        return list(found)
     workload = workloads.get(case.op)
     example = [workload.example(plan.example)] if plan.example is not None and workload.example is not None else []
     streams = [] if workload.streams is None else stream.contenders(*workload.streams(case), plan.gpu)
@@ -151,8 +154,8 @@ def run_case(case: Case, plan: Plan, who: Sequence[Contender | Ours], timer: Tim
             if ready
             else {}
         )
-        baseline = samples.get(candidates[0].name)
-        torch_error = candidates[0].error_abs
+        baseline = None if plan.alone else samples.get(candidates[0].name)
+        torch_error = None if plan.alone else candidates[0].error_abs
         streamed = min((s.median for n, s in samples.items() if n.startswith(stream.NAME)), default=None)
         return [c.row(samples.get(c.name), baseline, torch_error, work, streamed, timer) for c in candidates]
 

@@ -22,6 +22,7 @@ Suite = Callable[[str, str], list[Case]]  # (dtype of the operands, what a matri
 HIDDEN = {"llama-3-8b": 4096, "qwen2.5-7b": 3584}
 INTERMEDIATE = {"llama-3-8b": 14336, "qwen2.5-7b": 18944}
 TOKENS = (16, 256, 2048)
+EVERY_FEW = tuple(range(1, 129))  # tokens, one by one, as far as decoding goes
 
 
 def unless(name: str, value: str | int, default: str | int) -> str:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from bench import __main__ as command
 from bench import plots, rows, run, workloads
 from bench.baselines import Absent, Contender, Inputs
+from bench.evenness import steepest
 from bench.rows import Row
 from bench.suites import Case
 from bench.workloads import gemm as gemm_workload
@@ -96,7 +97,7 @@ class TestSuites:
 
     def test_match_narrows_and_names_are_checked(self) -> None:
         assert [c.label for c in workloads.cases("gemm", "square", match="4096")] == ["4096"]
-        with pytest.raises(ValueError, match="gemm has no suite 'cube'; it has square, llm, decode, alphabeta"):
+        with pytest.raises(ValueError, match="gemm has no suite 'cube'; it has square, llm, decode, tokens, alphabeta"):
             workloads.cases("gemm", "cube")
         with pytest.raises(ValueError, match="no suite for 'conv'"):
             workloads.cases("conv", "square")
@@ -150,6 +151,15 @@ class TestRows:
         rows.write(path, [self.row(label="2")])
         assert [r.label for r in rows.read(path)] == ["2"]
         assert list(tmp_path.iterdir()) == [path]
+
+    def test_the_steepest_row_is_measured_by_its_neighbours(self) -> None:
+        """Of each weight; a token without both neighbours, or whose neighbour failed, is not judged."""
+        wide = [self.row(problem=f"m={m} n=2 k=1", median_us=us) for m, us in {1: 5.0, 2: 6.0, 3: 9.0, 4: 9.5}.items()]
+        narrow = [self.row(problem=f"m={m} n=1 k=1", median_us=us) for m, us in {8: 1.0, 9: 1.2, 10: 1.0}.items()]
+        failed = [self.row(problem=f"m={m} n=3 k=1", median_us=us) for m, us in {1: 1.0, 2: 9.0}.items()]
+        failed += [self.row(problem="m=3 n=3 k=1", status="failed", median_us=None, reason="no")]
+        found = {r.problem: times for r, times in steepest([*failed, *wide, *reversed(narrow)])}
+        assert found == {"m=3 n=2 k=1": pytest.approx(18 / 15.5), "m=9 n=1 k=1": pytest.approx(1.2)}
 
     def test_an_interrupted_write_keeps_the_old_rows(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.jsonl"
@@ -420,6 +430,23 @@ class TestCommand:
         assert "L40S" in theirs
         assert "cutekernels" not in theirs
 
+    def test_ours_alone_is_compared_with_nobody(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """Token by token, and the steepest of them is named."""
+        cases = [
+            dataclasses.replace(SMALL, problem=SMALL.problem.replace("m=24", f"m={m}"), label=f"{m}") for m in (7, 8, 9)
+        ]
+        assert len({c.problem for c in cases}) == 3
+        monkeypatch.setattr(command, "cases_of", lambda *_, **__: cases)
+        monkeypatch.setattr(command, "_gpu", lambda: H200)
+        monkeypatch.setattr(run, "Timer", constant(timer(Clock())))
+        monkeypatch.setattr(run, "Plan", partial(run.Plan, device="cpu"))
+        result = self.run("gemm", "--suite", "tokens", "--alone", "--out", str(tmp_path), "--no-plots")
+        assert result.exit_code == 0, result.output
+        found = rows.read(tmp_path / "gemm_tokens_alone.jsonl")
+        assert all(r.contender.startswith("cutekernels") and r.median_us for r in found)
+        assert all(r.speedup is None and r.error_vs_torch is None for r in found)
+        assert "8 is the steepest" in result.stdout
+
     def test_ours_going_wrong_fails_the_run(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         def broken(*_: Any, **__: Any) -> Any:
             raise RuntimeError("illegal address")
@@ -444,6 +471,7 @@ class TestCommand:
             {"accumulate": "fp16"},
             {"max_smem_kib": 99},
             {"match": "m=16"},
+            {"alone": True},
             {"warm": True},
             {"rest_ms": 50.0},
         ]

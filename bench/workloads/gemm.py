@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload
-from bench.suites import TOKENS, Case, unless
+from bench.suites import EVERY_FEW, TOKENS, Case, unless
 from bench.workloads import posed
 from cutekernels.ops.matmul import gemm
 
@@ -42,11 +42,11 @@ def _llm(dtype: str, accumulate: str) -> list[Case]:
     ]
 
 
-def _decode(dtype: str, accumulate: str) -> list[Case]:
+def _linear(weights: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: str, accumulate: str) -> list[Case]:
     return [
         Case("gemm", _text(m, n, k, dtype, accumulate, b_major="k"), f"{n}x{k} m={m}")
-        for n, k in DECODE
-        for m in DECODE_TOKENS
+        for n, k in weights
+        for m in tokens
     ]
 
 
@@ -151,7 +151,13 @@ def _nvidia(file: Path, case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
 WORKLOADS = (
     Workload(
         op="gemm",
-        suites={"square": _square, "llm": _llm, "decode": _decode, "alphabeta": _alphabeta},
+        suites={
+            "square": _square,
+            "llm": _llm,
+            "decode": partial(_linear, DECODE, DECODE_TOKENS),
+            "tokens": partial(_linear, DECODE[:2], EVERY_FEW),
+            "alphabeta": _alphabeta,
+        },
         inputs=_inputs,
         truth=_truth,
         ours=_ours,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.baselines import DTYPES, Contender, Inputs, Launch, Workload, compiled, eager
-from bench.suites import HIDDEN, INTERMEDIATE, Case, unless
+from bench.suites import EVERY_FEW, HIDDEN, INTERMEDIATE, Case, unless
 from cutekernels.ops.norm_linear import linear_silu_mul, rms_norm_linear
 from cutekernels.ops.norm_linear_problem import CHAIN
 
@@ -100,7 +100,11 @@ def _chain(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
 def _workload(op: str, cases: Callable[[Sequence[int], str, str], list[Case]]) -> Workload:
     return Workload(
         op=op,
-        suites={"qwen": partial(cases, TOKENS), "decode": partial(cases, DECODE_TOKENS)},
+        suites={
+            "qwen": partial(cases, TOKENS),
+            "decode": partial(cases, DECODE_TOKENS),
+            "tokens": partial(cases, EVERY_FEW),
+        },
         inputs=_inputs,
         truth=_truth,
         ours=_ours,
