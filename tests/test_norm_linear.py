@@ -418,7 +418,8 @@ def test_rows_are_squared_apart_where_sms_have_no_tile_and_the_answer_is_in_time
     assert {chosen(f"m=64 n={n} k={k}") for n, k in ((3584, 3584), (4096, 4096), (4608, 3584))} == {"apart"}
     assert chosen("m=64 n=18944 k=3584") == "beside", "every SM has a tile"
     assert chosen("m=64 n=2560 k=2560") == "beside", "over before the answer"
-    assert chosen("m=32 n=3584 k=3584") == "beside", "no gain"
+    assert {chosen(f"m={m} n=3584 k=3584") for m in (9, 17, 33)} == {"apart"}
+    assert chosen("m=8 n=3584 k=3584") == "beside", "no gain"
     assert chosen("m=64 n=3584 k=3584 rstd=given") == "beside", "nothing to square"
 
     p = RmsNormLinearProblem.parse("m=64 n=18944 k=3584")

@@ -173,6 +173,7 @@ def test_split_k_is_the_same_every_time(op: NormLinear[Any], split_k: int) -> No
         (8, {"body": "skinny", "split_k": 1}),
         (8, {"body": "skinny", "split_k": 4}),
         (8, {"body": "specialized", "split_k": 2}),
+        (16, {"squares": "apart"}),
         (64, {"squares": "apart"}),
     ],
     ids=str,
@@ -208,7 +209,9 @@ def test_graphs_and_streams_do_not_share_a_workspace(m: int, knobs: dict[str, An
         assert all(torch.equal(e, want) for e in eager[i])
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(64, 3584, 3584), (49, 512, 4104), (128, 1000, 2048)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(64, 3584, 3584), (9, 3584, 3584), (33, 1024, 4104), (49, 512, 4104), (128, 1000, 2048)]
+)
 def test_rows_squared_apart(m: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each launch its own rows; the same every time, and by CTAs that do not wait for the others' sums."""
     p = RmsNormLinearProblem(m=m, n=n, k=k)
@@ -223,7 +226,7 @@ def test_rows_squared_apart(m: int, n: int, k: int, monkeypatch: pytest.MonkeyPa
         assert error(RMS_NORM_LINEAR, p, other, result) <= 1.0
     assert all(torch.equal(a, b) for again in results[1:] for a, b in zip(again, results[0], strict=True))
 
-    monkeypatch.setattr(SpecializedSmem, "ASKED_PS", 0)
+    monkeypatch.setattr(SpecializedSmem, "asked_ps", 0)
     monkeypatch.setattr("cutekernels.kernels.cute.parts.statistics._QUESTIONS", 1)
     impatient = RMS_NORM_LINEAR.build(p, config, gpu.detect()).kernel()
     outputs = RMS_NORM_LINEAR.outputs(p, *args)

@@ -43,14 +43,16 @@ _OTHER_REGISTERS = 40
 _WEIGHING_REGISTERS = 56  # of k-tiles of 128: fragments as they come and as they are multiplied, the norm's weight
 _GRID_AXIS = 65535
 
-# Rows are squared by CTAs apart from how many tokens of a tile on. By warps beside and by them, us, H200, 2026-11-22,
-# chains of dependent launches: 3584 x 3584, 64 tokens 8.61 and 8.20, 48 8.16 and 8.14, 32 7.94 and 8.01, 16 7.82 and
-# 7.92; 4096 x 4096, 64 tokens 10.44 and 10.16; 4608 x 3584 10.27 and 10.04.
-LEAST_APART = 64
+# Rows are squared by CTAs apart from how many tokens of a tile on. By warps beside and by them, us, H200, 2026-11-23,
+# chains of dependent launches: 3584 x 3584, 64 tokens 8.56 and 8.05, 48 8.09 and 7.95, 32 7.90 and 7.83, 16 7.83 and
+# 7.73, 8 7.70 and 7.68; 4096 x 4096 10.25 and 9.83, 9.78 and 9.72, 9.72 and 9.67, 9.73 and 9.68, 9.59 and 9.55; 4608 x
+# 3584, 48 tokens 9.85 and 9.76, 32 9.78 and 9.68.
+LEAST_APART = 16
 # Their sums are there 4.0 us after the turn at 64 x 3584, 5.2 at 64 x 4096, since all read those rows. Asked at 2.3, 3,
-# 3.5, 4, 4.5, 5 us, 64 x 3584 took 9.36, 8.54, 8.50, 8.25, 8.16, 8.18, and at 4.8 and 5.5 64 x 4096 10.61 and 10.16.
-# An answer takes up to 2 us; who asks too early asks twice.
-_ANSWERED_US, _APART_US = 2.5, 0.3
+# 3.5, 4, 4.5, 5 us, 64 x 3584 took 9.36, 8.54, 8.50, 8.25, 8.16, 8.18, and at 4.8 and 5.5 64 x 4096 10.61 and 10.16;
+# with loads in step, at 4.4 to 5.7 us 64 x 3584 took 8.03. Fewer tokens ask no earlier: at 2.6 us 32 took as long as
+# at 5.3, 16 at 1.3 us 8.00. An answer takes up to 2 us; who asks too early asks twice.
+_ANSWERED_US, _APART_US = 2.5, 0.3  # the latter of a whole group's tokens
 
 # Of the datasheet's DRAM rate, at which CTAs ask for W where rows are normed on their way. H200, us, 2026-11-23, by
 # 382 (the datasheet's), 390, 400, 410 ns a k-tile: 64 tokens x 3584 8.04, 8.03, 8.04, 8.03, at will 8.14 to 8.21; by
@@ -277,9 +279,9 @@ def crowded(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
 
 def apart_saves_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> float:
     """Of the time that warps beside take to square rows; less than none where the answer would be waited for."""
-    asked_us = p.k * c.tile_n * SpecializedSmem.ASKED_PS * 1e-6
-    spare_us = estimate_us(p, c, gpu) - asked_us - _ANSWERED_US
-    return _APART_US if c.tile_n >= LEAST_APART and spare_us >= 0 else -_APART_US - max(0.0, -spare_us)
+    spare_us = estimate_us(p, c, gpu) - p.k * smem(c).asked_ps * 1e-6 - _ANSWERED_US
+    saved_us = _APART_US * min(1.0, c.tile_n / GROUP_TOKENS)
+    return saved_us if c.tile_n >= LEAST_APART and spare_us >= 0 else -_APART_US - max(0.0, -spare_us)
 
 
 def body(p: GemmProblem, c: GemmConfig, norm: Any = None, extras: Extras = PLAIN, apart: bool = False) -> Any:

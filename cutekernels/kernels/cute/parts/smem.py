@@ -117,7 +117,6 @@ class SpecializedSmem:
     ALONE_BYTES = 114 * 1024  # of an SM's 228 KiB; a CTA's own reserve comes on top
     SQUARING_WARPS = 3  # beside the one that loads: registers are set aside for four
     SQUARING_CTAS = 4  # or these, on SMs that no tile needs: whole clusters, whatever the split
-    ASKED_PS = 23  # for each element of a tile's rows, after their turn, the others ask for their sums
 
     @property
     def stage_bytes(self) -> int:
@@ -162,6 +161,11 @@ class SpecializedSmem:
     @property
     def barriers_at(self) -> int:
         return self.squares_at + self.split * self.rows * 4 * self.squares
+
+    @property
+    def asked_ps(self) -> int:
+        """How long after their turn, for each element of a row, the others ask for their rows' sums."""
+        return 23 * max(self.tile_m, self.GROUP_ROWS)
 
     @property
     def met_at(self) -> int:

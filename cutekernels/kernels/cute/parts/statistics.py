@@ -253,7 +253,7 @@ class GridSquares:
             if lane + 32 * i >= head:
                 rows[i] = later + lane + 32 * i - head
             rows[i] = cutlass.min(rows[i], cute.size(mX, mode=[0]) - 1)
-        begin, until = cute.arch.globaltimer(), cute.size(mX, mode=[1]) * self.smem.tile_m * self.smem.ASKED_PS // 1000
+        begin, until = cute.arch.globaltimer(), cute.size(mX, mode=[1]) * self.smem.asked_ps // 1000
         launches, done, row_sums = self.launches, self.done, self.row_sums
         while cute.arch.globaltimer() - begin < until:
             nap()
