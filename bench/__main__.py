@@ -71,6 +71,8 @@ def bench(
     if reproduced:
         _reproduced(op, suite, out, warm=warm, plots=plots)
         return
+    if alone and example is not None:
+        _fail("--example adds a peer and --alone leaves them out: give one of the two", code=2)
     try:
         suite = suite or next(iter(workloads.get(op).suites))
         cases = cases_of(op, suite, dtype=dtype, accumulate=accumulate, match=match)
@@ -81,7 +83,7 @@ def bench(
     if not cases:
         _fail(f"no case of {op} {suite} has {match!r} in its label or problem", code=2)
     if dry_run:
-        _list(cases)
+        _list(cases, alone)
         return
     try:
         gpu = _gpu()
@@ -227,12 +229,13 @@ def _conditions(row: Row) -> str:
     return f"{row.l2} L2, {load}"
 
 
-def _list(cases: list[Case]) -> None:
+def _list(cases: list[Case], alone: bool) -> None:
     shown = Table("op", "case", "problem", "alpha", "beta", "contenders")
     workload = workloads.get(cases[0].op)
     for case in cases:
         streams = [] if workload.streams is None else ["streaming {}:{}".format(*workload.streams(case))]
-        names = ", ".join([*(peer.name for peer in workload.peers), *streams, "cutekernels"])
+        peers = [] if alone else [*(peer.name for peer in workload.peers), *streams]
+        names = ", ".join([*peers, "cutekernels"])
         shown.add_row(case.op, case.label, case.problem, f"{case.alpha:g}", f"{case.beta:g}", names)
     _console().print(shown)
 

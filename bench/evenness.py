@@ -1,4 +1,4 @@
-"""How even a time is over the number of tokens: what one token more costs, and no more than its neighbours say."""
+"""Whether one token more costs a jump: each number of tokens beside the mean of its neighbours."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ def steepest(rows: Sequence[Row]) -> list[tuple[Row, float]]:
 
 
 def _steps(rows: Sequence[Row]) -> Iterator[tuple[Row, float]]:
-    by_tokens = {int(r.problem.partition(" ")[0].removeprefix("m=")): r for r in rows if r.median_us}
-    for m, row in by_tokens.items():
-        fewer, more = by_tokens.get(m - 1), by_tokens.get(m + 1)
-        if fewer is not None and more is not None:
-            assert row.median_us
-            assert fewer.median_us
-            assert more.median_us
-            yield row, 2 * row.median_us / (fewer.median_us + more.median_us)
+    timed = {int(r.problem.partition(" ")[0].removeprefix("m=")): (r, r.median_us) for r in rows if r.median_us}
+    for m, (row, us) in timed.items():
+        if m - 1 in timed and m + 1 in timed:
+            yield row, 2 * us / (timed[m - 1][1] + timed[m + 1][1])

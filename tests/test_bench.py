@@ -390,6 +390,12 @@ class TestCommand:
             assert case.problem in result.stdout
         assert list(tmp_path.iterdir()) == []
 
+    def test_a_dry_run_of_ours_alone_lists_no_peer(self) -> None:
+        result = self.run("gemm", "--suite", "square", "--alone", "--dry-run")
+        assert result.exit_code == 0, result.output
+        assert "cublas" not in result.stdout
+        assert "cublas" in self.run("gemm", "--suite", "square", "--dry-run").stdout
+
     def test_without_a_gpu_nothing_is_measured(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         result = self.run("gemm", "--out", str(tmp_path))
@@ -402,6 +408,7 @@ class TestCommand:
         "words",
         [
             ("gemm", "--suite", "cube"),
+            ("gemm", "--alone", "--example", "tensorop_gemm.py"),
             ("conv",),
             ("gemm", "--match", "nothing at all"),
             ("gemm", "--dtype", "fp32", "--dry-run"),

@@ -9,7 +9,6 @@ CTAs as the GPU holds at once; only the tuner chooses it, where it measured it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from cutekernels.kernels.cute.parts.smem import SkinnySmem
 from cutekernels.kernels.cute.parts.stream import SLOTS
 from cutekernels.op import ladder, power_of_two
 from cutekernels.ops import gemm_ahead
+from cutekernels.ops.per_stream import PerStream, Reserve
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -276,56 +276,25 @@ def body(p: GemmProblem, c: GemmConfig, norm: Any = None, extras: Extras = PLAIN
 
 # ---- the workspace of shared tiles ----------------------------------------------------------------------
 
-_RESERVE = 1 << 20  # tickets of one device for captured launches
+_tickets = Reserve(1 << 20, torch.int32)  # of captured launches; each leaves its own zero
 
 
-class Workspace:
-    """Partial sums and tickets for launches of one size, per stream.
+class Workspace(PerStream[tuple[Tensor, Tensor]]):
+    """Partial sums and tickets for launches of one size.
 
-    Launches of one stream follow one another and share theirs. A launch captured in a graph has partial sums in the
-    graph's own memory and tickets that no other launch has (of a million, taken in turn), since graphs replay on any
-    stream. Tickets are zero between launches: the last CTA of a tile clears its own.
+    A captured launch has partial sums in the graph's own memory and tickets that no other launch has. Tickets are zero
+    between launches: the last CTA of a tile clears its own.
     """
 
     def __init__(self, partials: int, tickets: int) -> None:
-        self._partials, self._tickets = partials, tickets
-        self._by_stream: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        with _lock:
-            _reserve(torch.cuda.current_device())  # allocated before any capture
+        def fresh() -> tuple[Tensor, Tensor]:
+            return torch.empty(partials, device="cuda"), torch.zeros(tickets, device="cuda", dtype=torch.int32)
 
-    def get(self) -> tuple[Tensor, Tensor]:
-        device = torch.cuda.current_device()
-        if torch.cuda.is_current_stream_capturing():
-            return torch.empty(self._partials, device="cuda"), _take(device, self._tickets)
-        key = device, torch._C._cuda_getCurrentRawStream(device)
-        found = self._by_stream.get(key)
-        if found is None:
-            found = self._by_stream[key] = (
-                torch.empty(self._partials, device="cuda"),
-                torch.zeros(self._tickets, device="cuda", dtype=torch.int32),
-            )
-        return found
+        def captured() -> tuple[Tensor, Tensor]:
+            return torch.empty(partials, device="cuda"), _tickets.take(tickets)
 
-
-_lock = threading.Lock()
-_reserves: dict[int, Tensor] = {}
-_taken: dict[int, int] = {}
-
-
-def _reserve(device: int) -> Tensor:
-    if device not in _reserves:
-        _reserves[device] = torch.zeros(_RESERVE, device=f"cuda:{device}", dtype=torch.int32)
-        torch.cuda.current_stream(device).synchronize()  # whoever takes some may do so on another stream
-    return _reserves[device]
-
-
-def _take(device: int, tickets: int) -> Tensor:
-    with _lock:
-        begin = _taken.get(device, 0)
-        if begin + tickets > _RESERVE:
-            begin = 0
-        _taken[device] = begin + tickets
-        return _reserve(device)[begin : begin + tickets]
+        super().__init__(fresh, captured)
+        _tickets.prepare()
 
 
 def bind(p: GemmProblem, c: GemmConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from cutekernels import gpu as gpus
 from cutekernels.kernels.cute.parts.smem import SpecializedSmem
 from cutekernels.op import ladder
@@ -58,8 +56,8 @@ _ANSWERED_US, _APART_US = 2.5, 0.3  # the latter of a whole group's tokens
 # 382 (the datasheet's), 390, 400, 410 ns a k-tile: 64 tokens x 3584 8.04, 8.03, 8.04, 8.03, at will 8.14 to 8.21; by
 # 382, 400 and at will 48 tokens 8.02, 8.00, 8.05, 32 7.80, 7.80, 7.84, 8 7.61, 7.61, 7.63. By 437 and at will 64 x 4096
 # 9.77 and 9.96; 64 x 4608, 64 x 6144 the same. With everything in the L2 64 x 3584 takes 6.76 at will, 6.85 by 382 and
-# 7.03 by 400. Without a norm there is nothing to gain (7.76 and 7.77; 16 tokens 7.36 and 7.36, by 400 7.41; 64 x 4096
-# 9.48 and 9.56), and 6.0 in the L2 would become 6.7.
+# 7.03 by 400. Without a norm there is less to gain (7.76 and 7.77; 16 tokens 7.36 and 7.36, by 400 7.41; 64 x 4096 9.48
+# and 9.56; 64 x 18944 32.25 and 32.42), and 6.0 in the L2 would become 6.7.
 _PACE = 0.98
 
 # The model's constants, fitted to 343 runs of 12 problems on an H200 (2026-11-22): 10 % off, root mean square (runs
@@ -101,6 +99,11 @@ def threads(c: GemmConfig) -> int:
 def _reserved_threads(c: GemmConfig) -> int:
     """Registers are set aside for whole groups of warps: ptxas gives 96 a thread to 544 threads, not 120."""
     return -(-threads(c) // 128) * 128
+
+
+def ctas(p: GemmProblem, c: GemmConfig) -> int:
+    """That have a tile, or a share of one."""
+    return -(-p.n // c.tile_m) * -(-p.m // (GROUP_TOKENS * groups(c))) * c.split_k
 
 
 def smem(c: GemmConfig, extras: Extras = PLAIN) -> SpecializedSmem:
@@ -224,7 +227,7 @@ def estimate_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PL
     if p.m == 0 or p.n == 0:
         return 0.0
     frame, rows = smem(c), GROUP_TOKENS * groups(c)
-    ctas = -(-p.n // c.tile_m) * -(-p.m // rows) * c.split_k
+    count = ctas(p, c)
     k_tiles = -(-p.k // c.tile_k) / c.split_k
     weighed = weighing_us(p, c) / k_tiles if extras != PLAIN else 0.0
 
@@ -238,14 +241,14 @@ def estimate_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PL
         return k_tiles * step * (1.0 + _SHALLOW / c.stages) + together * rows * c.tile_m / _SUMS_PER_US
 
     room = gpu.sm_count * c.ctas_per_sm
-    full, rest = divmod(ctas, room)
+    full, rest = divmod(count, room)
     busy = full * wave_us(c.ctas_per_sm) + (wave_us(-(-rest // gpu.sm_count)) if rest else 0.0)
-    each = -(-ctas // gpu.sm_count)  # SM's CTAs, or most SMs'
-    asking = min(1.0, ctas / (_ENOUGH_SMS * each * gpu.sm_count)) ** _FEW_SMS if ctas <= room else 1.0
+    each = -(-count // gpu.sm_count)  # SM's CTAs, or most SMs'
+    asking = min(1.0, count / (_ENOUGH_SMS * each * gpu.sm_count)) ** _FEW_SMS if count <= room else 1.0
     dram = 2.0 * p.n * (p.k + p.m) / (_DRAM_RATE * gpu.dram_gbps * 1e3 * asking)
     meeting = 0.0 if c.split_k == 1 else _SPLIT_US
     fixed = _LAUNCH_US + (0.0 if c.pdl else _UNDEPENDENT_US) + meeting
-    return float(fixed + max(busy, dram) - (gemm_ahead.saved_us(c) if ctas <= room else 0.0))
+    return float(fixed + max(busy, dram) - (gemm_ahead.saved_us(c) if count <= room else 0.0))
 
 
 def weighing_us(p: GemmProblem, c: GemmConfig) -> float:
@@ -255,24 +258,22 @@ def weighing_us(p: GemmProblem, c: GemmConfig) -> float:
 
 def step_ns(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> int:
     """What DRAM takes for a k-tile of W for each CTA that runs."""
-    ctas = -(-p.n // c.tile_m) * -(-p.m // (GROUP_TOKENS * groups(c))) * c.split_k
     bytes_each = c.tile_m * c.tile_k * smem(c).element_bytes
-    return round(min(ctas, gpu.sm_count * c.ctas_per_sm) * bytes_each / (_PACE * gpu.dram_gbps))
+    return round(min(ctas(p, c), gpu.sm_count * c.ctas_per_sm) * bytes_each / (_PACE * gpu.dram_gbps))
 
 
 def norm_arguments(p: GemmProblem, c: GemmConfig, apart: bool) -> Callable[[], tuple[Any, ...]]:
     """What a launch with a norm takes last: where rows are squared ``apart``, the step of its loads."""
-    device = torch.cuda.current_device()
-    step = step_ns(p, c, gpus.detect(device))
+    step = step_ns(p, c, gpus.detect())
     if not apart:
         return lambda: (None, step)
-    row_words.prepare(device)
-    return lambda: (row_words.words(), step)
+    row_words.reserve.prepare()
+    return lambda: (row_words.words.get(), step)
 
 
 def crowded(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
     """Whether there are SMs without a tile for CTAs that square rows."""
-    idle = gpu.sm_count - -(-p.n // c.tile_m) * -(-p.m // (GROUP_TOKENS * groups(c))) * c.split_k
+    idle = gpu.sm_count - ctas(p, c)
     if idle < SQUARING_CTAS:
         yield f"squares=apart needs {SQUARING_CTAS} SMs without a tile; there are {max(0, idle)}"
 

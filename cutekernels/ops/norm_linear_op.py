@@ -152,9 +152,9 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         fused = {c: self.estimate_us(p, c, gpu) for c in hidden}
         best = min(hidden, key=lambda c: (fused[c], gemm_specialized.preference(c.product, p.extras)))
         apart = best.replace(squares="apart")
-        if self.why_not(p, apart, gpu) is None and gemm_specialized.apart_saves_us(stored, best.product, gpu) > 0:
-            best = apart
-            fused[best] = self.estimate_us(p, best, gpu)
+        if self.why_not(p, apart, gpu) is None:
+            fused[apart] = self.estimate_us(p, apart, gpu)
+            best = min(best, apart, key=fused.__getitem__)
         norm = _NORM_US + _NORM_US_PER_TOKEN * min(p.m, _NORM_TOKENS) + _NORM_OF_PRODUCT * alone
         return best if fused[best] + _WITHIN_US < alone + norm else CHAIN
 
