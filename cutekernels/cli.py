@@ -117,9 +117,9 @@ def explain(
     format: As = Format.table,
 ) -> None:
     """Which config a call would take on a GPU, where it comes from, and what was considered. Compiles nothing."""
-    from cutekernels import face
+    from cutekernels import introspection
 
-    rows = face.explain(op, problem, gpu_name=gpu, config=config).rows
+    rows = introspection.explain(op, problem, gpu_name=gpu, config=config).rows
     if format is not Format.table:
         _write([dict(rows)], format)
         return

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops import registry as _registry  # noqa: F401  registers the torch ops that calls fall back on
-from cutekernels.ops.append import kv_append
-from cutekernels.ops.attention_decode import check_page_size
-from cutekernels.ops.kv_append import LENGTHS, LOST, KvAppendConfig
+from cutekernels.ops.attention.decode import check_page_size
+from cutekernels.ops.kv_append.api import kv_append
+from cutekernels.ops.kv_append.op import LENGTHS, LOST, KvAppendConfig
 
 NO_PAGE = -1  # an entry of a page table without a page
 

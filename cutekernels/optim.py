@@ -19,9 +19,8 @@ from cutekernels import compile as compiler
 from cutekernels import dispatch
 from cutekernels import gpu as gpus
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops import registry as _registry  # noqa: F401  registers the torch op that CPU tensors fall back on
 from cutekernels.ops.optimizer import ADAMW_STEP, ADAMW_TABLE, AdamWProblem, Hyper, adamw_step, check_hyper
-from cutekernels.ops.strides import is_dense, walk
+from cutekernels.ops.shared.strides import is_dense, walk
 
 _ROW = 8  # numbers of a tensor in a table, as the kernel reads them
 _SPARES = 4  # steps that one capture may hold

@@ -1,4 +1,4 @@
-"""``route_sdpa``: torch's ``scaled_dot_product_attention`` through :func:`~cutekernels.ops.attend.attention`."""
+"""``route_sdpa``: torch's ``scaled_dot_product_attention`` through :func:`~cutekernels.ops.attention.api.attention`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from torch.nn.functional import multi_head_attention_forward, scaled_dot_product
 from torch.overrides import TorchFunctionMode
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops import registry as _registry  # noqa: F401  registers torch.ops.cutekernels.attention
-from cutekernels.ops.attend import attention, check
+from cutekernels.ops.attention.api import attention, check
 
 DEVICES = ("cuda",)  # others' calls are passed on: elsewhere there is no kernel of ours
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -96,17 +96,17 @@ def interpret(
         }
         built["fn"][grid](**names, num_warps=built["options"].get("num_warps", 4))
 
-    from cutekernels.ops import calls
+    from cutekernels.ops.shared import tensor_op
 
     def scratch(like: Tensor, *shape: int) -> Tensor:
         return torch.full(shape, float("nan"))
 
-    healthy = calls.scratch, calls.run, gpu.detect
-    calls.scratch, gpu.detect = scratch, lambda device=None: spec  # type: ignore[assignment]
+    healthy = tensor_op.scratch, tensor_op.run, gpu.detect
+    tensor_op.scratch, gpu.detect = scratch, lambda device=None: spec  # type: ignore[assignment]
     then = {name.removeprefix("then."): n for name, n in (edit or {}).items() if name.startswith("then.")}
-    calls.run = lambda op, results, inputs: interpret(op, results, inputs, edit=then)  # type: ignore[assignment]
+    tensor_op.run = lambda op, results, inputs: interpret(op, results, inputs, edit=then)  # type: ignore[assignment]
     try:
         op.bind(problem, chosen, kernel)(*results, *inputs, *scalars)
     finally:
-        calls.scratch, calls.run, gpu.detect = healthy  # type: ignore[assignment]
+        tensor_op.scratch, tensor_op.run, gpu.detect = healthy  # type: ignore[assignment]
     return str(problem)

@@ -15,17 +15,30 @@ MAX_LINES = 600
 
 # A file's floor; a folder stands for all files in it, and is one room. The longest match counts.
 FLOORS = {
-    "cutekernels/__main__.py": 9,
-    "cutekernels/cli.py": 8,
-    "cutekernels/__init__.py": 8,
-    "cutekernels/face.py": 7,
-    "cutekernels/optim.py": 7,
-    "cutekernels/kv_cache.py": 7,
-    "cutekernels/sdpa.py": 7,
-    "cutekernels/nn/": 7,
-    "autotune/": 7,
-    "bench/": 8,
-    "cutekernels/ops/": 6,
+    "cutekernels/__main__.py": 19,
+    "bench/": 18,
+    "cutekernels/cli.py": 18,
+    "cutekernels/introspection.py": 17,
+    "cutekernels/optim.py": 17,
+    "cutekernels/kv_cache.py": 17,
+    "cutekernels/sdpa.py": 17,
+    "cutekernels/nn/": 17,
+    "autotune/": 17,
+    # Inside ops/ each family's floor; between a family's own files, see test_a_family_has_no_circle.
+    "cutekernels/ops/__init__.py": 12,
+    "cutekernels/ops/registry.py": 11,
+    "cutekernels/ops/norm_linear/": 9,
+    "cutekernels/ops/kv_append/": 9,
+    "cutekernels/ops/attention/": 8,
+    "cutekernels/ops/gemm/": 8,
+    "cutekernels/ops/rope.py": 8,
+    "cutekernels/ops/norms/": 8,
+    "cutekernels/ops/activations/": 8,
+    "cutekernels/ops/moe/": 8,
+    "cutekernels/ops/embedding.py": 8,
+    "cutekernels/ops/optimizer.py": 8,
+    "cutekernels/ops/sampling.py": 8,
+    "cutekernels/ops/shared/": 7,
     "cutekernels/dispatch.py": 5,
     "cutekernels/compile.py": 4,
     "cutekernels/op.py": 3,
@@ -39,6 +52,8 @@ FLOORS = {
     "db/": 2,
     "cutekernels/errors.py": 1,
     "cutekernels/settings.py": 1,
+    "cutekernels/lazy.py": 1,
+    "cutekernels/__init__.py": 2,
     "cutekernels/kernels/": 1,
 }
 # Imports upwards, by name and at run time only: an op travels to a child process, or into warmup(), as text.
@@ -128,7 +143,7 @@ def test_the_snapshot_needs_only_the_standard_library() -> None:
 
 
 def test_files_are_short_and_well_named() -> None:
-    for file in [*FILES, *(str(p.relative_to(ROOT)) for p in (ROOT / "tests").glob("*.py"))]:
+    for file in [*FILES, *(str(p.relative_to(ROOT)) for p in (ROOT / "tests").rglob("*.py"))]:
         lines = len((ROOT / file).read_text().splitlines())
         assert lines <= MAX_LINES, f"{file} has {lines} lines, {MAX_LINES} at most: split it where two ideas meet"
         assert Path(file).stem not in ("utils", "helpers", "util", "common", "misc"), f"{file}: say what is in it"
@@ -166,15 +181,15 @@ def test_every_package_is_installed() -> None:
 
 
 def test_the_check_itself_sees_a_violation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("test_floors.ROOT", tmp_path)
+    monkeypatch.setattr("tests.test_floors.ROOT", tmp_path)
     for file, text in {
-        "cutekernels/gpu.py": "def f():\n    from cutekernels.ops import gemm\n",
-        "cutekernels/ops/gemm.py": "from cutekernels import gpu\n",
-        "db/store.py": "NAME = 'cutekernels.ops.gemm:GEMM'\n",
+        "cutekernels/gpu.py": "def f():\n    from cutekernels.ops.gemm import op\n",
+        "cutekernels/ops/gemm/op.py": "from cutekernels import gpu\n",
+        "db/store.py": "NAME = 'cutekernels.ops.gemm.op:GEMM'\n",
     }.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(text)
-    test_imports_only_lower_floors("cutekernels/ops/gemm.py")
+    test_imports_only_lower_floors("cutekernels/ops/gemm/op.py")
     for file in ("cutekernels/gpu.py", "db/store.py"):
-        with pytest.raises(AssertionError, match=r"floor 2\) imports cutekernels.ops.gemm"):
+        with pytest.raises(AssertionError, match=r"floor 2\) imports cutekernels.ops.gemm.op"):
             test_imports_only_lower_floors(file)

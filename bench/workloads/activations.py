@@ -13,9 +13,9 @@ from torch import Tensor
 from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload, compiled, eager
 from bench.suites import INTERMEDIATE, TOKENS, Case, Suite, unless
 from bench.workloads import posed
-from cutekernels.ops.activations import bias_gelu, gelu_mul, silu_mul
-from cutekernels.ops.bias_gelu import BIAS_GELU_BACKWARD
-from cutekernels.ops.glu import gelu_and_slope
+from cutekernels.ops.activations.api import bias_gelu, gelu_mul, silu_mul
+from cutekernels.ops.activations.bias_gelu import BIAS_GELU_BACKWARD
+from cutekernels.ops.activations.glu import gelu_and_slope
 
 # ---- cases ----------------------------------------------------------------------------------------------
 

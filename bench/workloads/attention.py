@@ -17,8 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload
 from bench.suites import Case
 from bench.workloads import posed
-from cutekernels.ops.attend import attention
-from cutekernels.ops.attention import AttentionProblem, reference
+from cutekernels.ops.attention.api import attention
+from cutekernels.ops.attention.op import AttentionProblem, reference
 
 MODELS = {"llama-3-8b": (32, 8), "qwen2.5-7b": (28, 4), "minfer": (48, 8)}  # heads of q, and of k and v
 

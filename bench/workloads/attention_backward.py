@@ -19,9 +19,9 @@ from bench.suites import Case
 from bench.workloads import attention as forward
 from bench.workloads import posed
 from cutekernels.op import Work
-from cutekernels.ops.attend import attention
-from cutekernels.ops.attention import AttentionProblem
-from cutekernels.ops.attention_backward import AttentionBackwardProblem, passes, reference
+from cutekernels.ops.attention.api import attention
+from cutekernels.ops.attention.backward import AttentionBackwardProblem, passes, reference
+from cutekernels.ops.attention.op import AttentionProblem
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload
 from bench.suites import EVERY_FEW, TOKENS, Case, unless
 from bench.workloads import posed
-from cutekernels.ops.matmul import gemm
+from cutekernels.ops.gemm.api import gemm
 
 # ---- cases ----------------------------------------------------------------------------------------------
 

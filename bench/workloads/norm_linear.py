@@ -12,8 +12,8 @@ from torch import Tensor
 
 from bench.baselines import DTYPES, Contender, Inputs, Launch, Workload, compiled, eager
 from bench.suites import EVERY_FEW, HIDDEN, INTERMEDIATE, Case, unless
-from cutekernels.ops.norm_linear import linear_silu_mul, rms_norm_linear
-from cutekernels.ops.norm_linear_problem import CHAIN
+from cutekernels.ops.norm_linear.api import linear_silu_mul, rms_norm_linear
+from cutekernels.ops.norm_linear.problem import CHAIN
 
 EPS = 1e-6
 K = HIDDEN["qwen2.5-7b"]

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutekernels.ops import registry
-from cutekernels.ops.activations import silu_mul
-from cutekernels.ops.gemm_skinny import DEFAULT_TOKENS
-from cutekernels.ops.matmul import linear
+from cutekernels.ops.activations.api import silu_mul
+from cutekernels.ops.gemm.api import linear
+from cutekernels.ops.gemm.skinny import DEFAULT_TOKENS
 
 _HALVES = ("gate_proj", "up_proj")
 _PACKED = "gate_up_proj"
@@ -44,7 +43,6 @@ class SwiGLU(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        assert registry.LIBRARY is not None  # the functions below fall back on torch.ops.cutekernels
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
         self.gate_up_proj = torch.nn.Linear(hidden_size, 2 * intermediate_size, bias, device, dtype)

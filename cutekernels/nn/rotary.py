@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops import registry as _registry  # noqa: F401  registers the torch ops that calls fall back on
 from cutekernels.ops.rope import rope
 
 _KINDS = ("default", "linear", "llama3")

@@ -1,5 +1,8 @@
-"""The ops: one module per family, each with its declarations (Problem, Config, Op) and public functions.
+"""The ops: one module or package per family, each with its declarations (Problem, Config, Op) and public functions.
 
-A line about what an op accepts, how it is configured or what it means belongs here; how a kernel does its
-work belongs in ``kernels/``, which only an op's ``build`` imports. ``registry.py`` lists every op.
+What an op accepts, how it is configured and what it means belongs here. How a kernel does its work belongs in
+``kernels/``, which only an op's ``build`` imports. Importing any module of this package registers every op with torch
+(``torch.ops.cutekernels``).
 """
+
+from cutekernels.ops import registry as registry

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops import calls
-from cutekernels.ops.calls import DTYPE_NAMES, GPU_DTYPES, WIDEST_BYTES, TensorOp
-from cutekernels.ops.strides import matrix
+from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared.strides import matrix
+from cutekernels.ops.shared.tensor_op import DTYPE_NAMES, GPU_DTYPES, WIDEST_BYTES, TensorOp
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
@@ -197,17 +197,17 @@ class Embedding(_EmbeddingOp):
     def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
         ids, table = inputs
         assert ids is not None and table is not None
-        calls.check_dtype(self, table)
-        calls.check_alike(self, table, [ids, *results], ("device",))
+        tensor_op.check_dtype(self, table)
+        tensor_op.check_alike(self, table, [ids, *results], ("device",))
         if table.dim() != 2 or ids.dim() != 1 or ids.dtype not in (torch.int64, torch.int32):
             raise UnsupportedProblem(
                 f"embedding takes int32 or int64 numbers and a (V, D) table; got {ids.dtype} and {tuple(table.shape)}"
             )
         for out in results:
-            calls.check_alike(self, table, [out], ("dtype",))
+            tensor_op.check_alike(self, table, [out], ("dtype",))
             if out.shape != (ids.shape[0], table.shape[1]):
                 raise UnsupportedProblem(f"out must be {(ids.shape[0], table.shape[1])}; it is {tuple(out.shape)}")
-        calls.check_results(results)
+        tensor_op.check_results(results)
 
     def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
         ids, table = inputs
@@ -236,7 +236,7 @@ class Embedding(_EmbeddingOp):
             return (p.rows, p.vocabulary, p.cols, *_strides(out), ids.stride(0), *_strides(table))
 
         grid = self.grid(p, c)
-        return calls.Launch(kernel, grid, 3, numbers) if 0 not in grid else lambda *operands: None
+        return tensor_op.Launch(kernel, grid, 3, numbers) if 0 not in grid else lambda *operands: None
 
     def outputs(self, p: EmbeddingProblem, *args: Any) -> tuple[Tensor, ...]:
         return (self._empty(p, p.rows, args[1]),)
@@ -272,8 +272,8 @@ class EmbeddingBackward(_EmbeddingOp):
     def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
         dout, order, starts = inputs
         assert dout is not None and order is not None and starts is not None
-        calls.check_dtype(self, dout)
-        calls.check_alike(self, dout, [order, starts, *results], ("device",))
+        tensor_op.check_dtype(self, dout)
+        tensor_op.check_alike(self, dout, [order, starts, *results], ("device",))
         if dout.dim() != 2 or order.shape != dout.shape[:1] or starts.dim() != 1 or starts.shape[0] < 1:
             raise UnsupportedProblem(
                 f"dout is (N, D), order (N,), starts (V + 1,); got {tuple(dout.shape)}, {tuple(order.shape)}, "
@@ -282,10 +282,10 @@ class EmbeddingBackward(_EmbeddingOp):
         if order.dtype != torch.int64 or starts.dtype != torch.int64:
             raise UnsupportedProblem(f"order and starts are int64; got {order.dtype} and {starts.dtype}")
         for out in results:
-            calls.check_alike(self, dout, [out], ("dtype",))
+            tensor_op.check_alike(self, dout, [out], ("dtype",))
             if out.shape != (starts.shape[0] - 1, dout.shape[1]):
                 raise UnsupportedProblem(f"out must have {starts.shape[0] - 1} rows; it is {tuple(out.shape)}")
-        calls.check_results(results)
+        tensor_op.check_results(results)
 
     def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
         dout, _, starts = inputs
@@ -317,7 +317,7 @@ class EmbeddingBackward(_EmbeddingOp):
             return (p.cols, *_strides(dtable), *_strides(dout), order.stride(0), starts.stride(0))
 
         grid = self.grid(p, c)
-        return calls.Launch(kernel, grid, 4, numbers) if 0 not in grid else lambda *operands: None
+        return tensor_op.Launch(kernel, grid, 4, numbers) if 0 not in grid else lambda *operands: None
 
     def outputs(self, p: EmbeddingProblem, *args: Any) -> tuple[Tensor, ...]:
         return (self._empty(p, p.vocabulary, args[0]),)
@@ -335,6 +335,7 @@ class EmbeddingBackward(_EmbeddingOp):
 _DEPTH = 64.0  # tokens that a row of the table adds up: several times what is typical of random ones
 EMBEDDING = Embedding()
 EMBEDDING_BACKWARD = EmbeddingBackward()
+OPS = (EMBEDDING, EMBEDDING_BACKWARD)
 
 
 def grouped(ids: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
@@ -368,7 +369,7 @@ def embedding(ids: Tensor, table: Tensor, *, config: EmbeddingConfig | str | Non
         InvalidConfig: ``config`` breaks a rule of the op.
     """
     flat = ids.reshape(-1)
-    found = calls.eager(EMBEDDING, None, (flat, table), (), (), config)
+    found = tensor_op.eager(EMBEDDING, None, (flat, table), (), (), config)
     rows = found[0] if found else torch.ops.cutekernels.embedding(flat, table, None if config is None else str(config))
     return rows.view(*ids.shape, table.shape[-1])
 
@@ -378,8 +379,8 @@ def embedding(ids: Tensor, table: Tensor, *, config: EmbeddingConfig | str | Non
 
 def register(library: torch.library.Library) -> None:
     """Defines the ops of this file in ``library``, with their gradients."""
-    calls.register(library, EMBEDDING, backward=_gradient, setup_context=_remember)
-    calls.register(library, EMBEDDING_BACKWARD)
+    tensor_op.register(library, EMBEDDING, backward=_gradient, setup_context=_remember)
+    tensor_op.register(library, EMBEDDING_BACKWARD)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

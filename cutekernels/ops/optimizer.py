@@ -15,10 +15,10 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, extent, knob, ladder, plain
-from cutekernels.ops import calls
-from cutekernels.ops.calls import DTYPE_NAMES, GPU_DTYPES, WIDEST_BYTES, TensorOp, present
-from cutekernels.ops.inplace import register as register_inplace
-from cutekernels.ops.strides import is_dense, walk
+from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared.registration import register as register_inplace
+from cutekernels.ops.shared.strides import is_dense, walk
+from cutekernels.ops.shared.tensor_op import DTYPE_NAMES, GPU_DTYPES, WIDEST_BYTES, TensorOp, present
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
@@ -149,10 +149,10 @@ class AdamW(TensorOp[AdamWProblem, AdamWConfig]):
     def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
         param, grad, exp_avg, exp_avg_sq, master, step, lr = inputs
         assert param is not None and grad is not None and exp_avg is not None and exp_avg_sq is not None
-        calls.check_dtype(self, param)
+        tensor_op.check_dtype(self, param)
         given = present(inputs)
-        calls.check_alike(self, param, given, ("device",))
-        calls.check_alike(self, param, given[: 4 + (master is not None)], ("shape",))
+        tensor_op.check_alike(self, param, given, ("device",))
+        tensor_op.check_alike(self, param, given[: 4 + (master is not None)], ("shape",))
         wide = torch.promote_types(param.dtype, torch.float32)
         for name, t in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq), ("master", master)):
             if t is not None and t.dtype != wide:
@@ -168,8 +168,8 @@ class AdamW(TensorOp[AdamWProblem, AdamWConfig]):
                 )
         expected = (param, exp_avg, exp_avg_sq, *([] if master is None else [master]))
         for t, out in zip(expected, results, strict=False):
-            calls.check_alike(self, t, [out])
-        calls.check_results(results)
+            tensor_op.check_alike(self, t, [out])
+        tensor_op.check_results(results)
 
     def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
         found = []
@@ -289,7 +289,7 @@ class AdamW(TensorOp[AdamWProblem, AdamWConfig]):
     def bind(self, p: AdamWProblem, c: AdamWConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
         if p.elements == 0:
             return lambda *operands: None
-        return calls.Launch(kernel, self.grid(p, c), len(RESULTS) + len(INPUTS), lambda *operands: (p.elements,))
+        return tensor_op.Launch(kernel, self.grid(p, c), len(RESULTS) + len(INPUTS), lambda *operands: (p.elements,))
 
     # -- samples
 
@@ -370,6 +370,7 @@ def _skewed(make: Callable[[Tensor], Tensor], t: Tensor, align: int) -> Tensor:
 
 
 ADAMW_STEP = AdamW()
+OPS = (ADAMW_STEP,)
 ADAMW_TABLE = AdamWTable()
 
 
@@ -443,9 +444,9 @@ def adamw_step(
 
 
 def _launched(inputs: tuple[Tensor | None, ...], maximize: bool, hyper: Hyper, config: Any) -> None:
-    if calls.direct(*inputs):
+    if tensor_op.direct(*inputs):
         results = tuple([inputs[0].new_empty(0) if inputs[i] is None else inputs[i] for i in UPDATED])  # type: ignore[union-attr]
-        calls.run(ADAMW_STEP, results, inputs, options=(maximize,), scalars=hyper, config=config)  # type: ignore[arg-type]
+        tensor_op.run(ADAMW_STEP, results, inputs, options=(maximize,), scalars=hyper, config=config)  # type: ignore[arg-type]
     else:
         text = None if config is None else str(config)
         torch.ops.cutekernels.adamw_step_inplace(*inputs, maximize, *hyper, text)
@@ -463,5 +464,5 @@ def check_hyper(lr: float, betas: tuple[float, float], eps: float, weight_decay:
 
 def register(library: torch.library.Library) -> None:
     """Defines the ops of this file in ``library``."""
-    calls.register(library, ADAMW_STEP)
+    tensor_op.register(library, ADAMW_STEP)
     register_inplace(library, ADAMW_STEP, UPDATED)

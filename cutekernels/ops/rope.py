@@ -18,9 +18,9 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops import calls
-from cutekernels.ops.calls import DTYPE_NAMES, GPU_DTYPES, WIDEST_BYTES, TensorOp
-from cutekernels.ops.inplace import register as register_inplace
+from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared.registration import register as register_inplace
+from cutekernels.ops.shared.tensor_op import DTYPE_NAMES, GPU_DTYPES, WIDEST_BYTES, TensorOp
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
@@ -182,9 +182,9 @@ class Rope(TensorOp[RopeProblem, RopeConfig]):
     def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
         q, k, cos, sin, positions = inputs
         assert q is not None and k is not None and cos is not None and sin is not None
-        calls.check_dtype(self, q)
-        calls.check_alike(self, q, [k], ("dtype", "device"))
-        calls.check_alike(self, q, [cos, sin], ("device",))
+        tensor_op.check_dtype(self, q)
+        tensor_op.check_alike(self, q, [k], ("dtype", "device"))
+        tensor_op.check_alike(self, q, [cos, sin], ("device",))
         if q.dim() != 4 or k.dim() != 4 or (q.shape[:2], q.shape[3]) != (k.shape[:2], k.shape[3]):
             raise UnsupportedProblem(
                 "q is (B, S, Hq, D) and k (B, S, Hkv, D), of the same B, S and D; "
@@ -192,18 +192,18 @@ class Rope(TensorOp[RopeProblem, RopeConfig]):
             )
         self._check_tables(q, cos, sin, options["interleaved"], positions)
         if positions is not None:
-            calls.check_alike(self, q, [positions], ("device",))
+            tensor_op.check_alike(self, q, [positions], ("device",))
             if positions.dtype not in (torch.int64, torch.int32) or positions.shape not in (q.shape[:1], q.shape[:2]):
                 raise UnsupportedProblem(
                     f"positions are (B,) or (B, S) = {tuple(q.shape[:2])} int32 or int64; "
                     f"got {tuple(positions.shape)} {positions.dtype}"
                 )
         for out, t in zip(results, (q, k), strict=bool(results)):
-            calls.check_alike(self, t, [out])
-        calls.check_results(results)
+            tensor_op.check_alike(self, t, [out])
+        tensor_op.check_results(results)
 
     def _check_tables(self, q: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, positions: Tensor | None) -> None:
-        calls.check_alike(self, cos, [sin], ("shape", "dtype"))
+        tensor_op.check_alike(self, cos, [sin], ("shape", "dtype"))
         if cos.dtype != q.dtype and cos.dtype != torch.float32:
             raise UnsupportedProblem(f"cos and sin are fp32 or of q's type, {q.dtype}; got {cos.dtype}: convert them")
         if cos.dim() == 2:
@@ -422,7 +422,7 @@ class Rope(TensorOp[RopeProblem, RopeConfig]):
                 found += _table_walk(t)
             return [*found, *([0, 0] if positions is None else [*_walk(positions, positions.dim()), 0][:2])]
 
-        return calls.Launch(kernel, grid, len(self.results) + len(self.inputs), numbers)
+        return tensor_op.Launch(kernel, grid, len(self.results) + len(self.inputs), numbers)
 
     # -- samples
 
@@ -483,6 +483,7 @@ def _turned(x: Tensor, c: Tensor, s: Tensor, interleaved: bool) -> Tensor:
 
 
 ROPE = Rope()
+OPS = (ROPE,)
 
 
 # ---- the function ---------------------------------------------------------------------------------------
@@ -537,12 +538,12 @@ def rope(
     keys = q.new_empty((*q.shape[:2], 0, *q.shape[3:])) if k is None else k
     operands = (q, keys, cos, sin, places)
     results = (q, keys) if inplace else None
-    turned: tuple[Tensor, ...] | None = calls.eager(ROPE, results, operands, (interleaved, False), (start,), config)
+    turned: tuple[Tensor, ...] | None = tensor_op.eager(ROPE, results, operands, (interleaved, False), (start,), config)
     if turned is None:
         refuse_table_gradient(cos, sin)
         text = None if config is None else str(config)
         if inplace:
-            calls.refuse_gradient(q, keys)
+            tensor_op.refuse_gradient(q, keys)
             torch.ops.cutekernels.rope_inplace(q, keys, cos, sin, places, interleaved, False, start, text)
             turned = (q, keys)
         else:
@@ -560,7 +561,7 @@ def refuse_table_gradient(*tables: Tensor) -> None:
 
 def register(library: torch.library.Library) -> None:
     """Defines the ops of this file in ``library``: ``rope``, its gradient, and ``rope_inplace``."""
-    calls.register(library, ROPE, backward=_gradient, setup_context=_remember)
+    tensor_op.register(library, ROPE, backward=_gradient, setup_context=_remember)
     register_inplace(library, ROPE, updated=(0, 1))
 
 

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, extent, knob, ladder, plain
-from cutekernels.ops import calls
-from cutekernels.ops.calls import (
+from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared.layout import check_alignment, laid_out, place, walk
+from cutekernels.ops.shared.tensor_op import (
     DTYPE_NAMES,
     GPU_DTYPES,
     TensorOp,
@@ -35,7 +36,6 @@ from cutekernels.ops.calls import (
     check_dtype,
     check_results,
 )
-from cutekernels.ops.routing import check_alignment, laid_out, place, walk
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
@@ -361,6 +361,7 @@ def _masses(d: Tensor) -> Tensor:
 
 
 SAMPLE_FILTER = SampleFilter()
+OPS = (SAMPLE_FILTER,)
 
 
 # ---- the function ---------------------------------------------------------------------------------------
@@ -418,7 +419,7 @@ def sample_filter(
     by_p = tensors[2] is not None or numbers[2] < 1
     by_min_p = tensors[3] is not None or numbers[3] > 0
     options, scalars = (by_k, by_p, by_min_p), tuple(numbers)
-    found = calls.eager(SAMPLE_FILTER, None, (logits, *tensors), options, scalars, config)
+    found = tensor_op.eager(SAMPLE_FILTER, None, (logits, *tensors), options, scalars, config)
     if found is not None:
         return found[0]
     text = None if config is None else str(config)
@@ -431,4 +432,4 @@ _INT32 = (1 << 31) - 1
 
 def register(library: torch.library.Library) -> None:
     """Defines the op of this file in ``library``. It has no gradient: what is sampled is not differentiated."""
-    calls.register(library, SAMPLE_FILTER)
+    tensor_op.register(library, SAMPLE_FILTER)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from cutekernels.kernels.triton.dependent import await_turn
-from cutekernels.kernels.triton.routing import LOWEST, ordered, valued
+from cutekernels.kernels.triton.moe.route import LOWEST, ordered, valued
 
 ONE = tl.constexpr(1 << 40)
 _ALL = tl.constexpr(1 << 62)  # more than there is of anything: a search for it keeps everything

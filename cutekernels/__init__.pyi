@@ -1,0 +1,33 @@
+from cutekernels import autotune as autotune
+from cutekernels import db as db
+from cutekernels import nn as nn
+from cutekernels import optim as optim
+from cutekernels.dispatch import reload as reload
+from cutekernels.dispatch import warmup as warmup
+from cutekernels.introspection import explain as explain
+from cutekernels.introspection import report_misses as report_misses
+from cutekernels.kv_cache import KVCache as KVCache
+from cutekernels.ops.activations.api import bias_gelu as bias_gelu
+from cutekernels.ops.activations.api import gelu_mul as gelu_mul
+from cutekernels.ops.activations.api import silu_mul as silu_mul
+from cutekernels.ops.attention.api import attention as attention
+from cutekernels.ops.attention.decode_api import decode_attention as decode_attention
+from cutekernels.ops.embedding import embedding as embedding
+from cutekernels.ops.gemm.api import gemm as gemm
+from cutekernels.ops.gemm.api import linear as linear
+from cutekernels.ops.moe.permute import moe_permute as moe_permute
+from cutekernels.ops.moe.route import moe_route as moe_route
+from cutekernels.ops.moe.rows import moe_combine as moe_combine
+from cutekernels.ops.moe.rows import moe_gather as moe_gather
+from cutekernels.ops.norm_linear.api import fold as fold
+from cutekernels.ops.norm_linear.api import linear_silu_mul as linear_silu_mul
+from cutekernels.ops.norm_linear.api import rms_norm_linear as rms_norm_linear
+from cutekernels.ops.norms.api import add_rms_norm as add_rms_norm
+from cutekernels.ops.norms.api import layer_norm as layer_norm
+from cutekernels.ops.norms.api import rms_norm as rms_norm
+from cutekernels.ops.optimizer import adamw_step as adamw_step
+from cutekernels.ops.rope import rope as rope
+from cutekernels.ops.sampling import sample_filter as sample_filter
+from cutekernels.sdpa import route_sdpa as route_sdpa
+
+__version__: str

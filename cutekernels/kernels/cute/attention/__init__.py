@@ -1,0 +1,1 @@
+"""Attention bodies: prefill, decode and backward."""

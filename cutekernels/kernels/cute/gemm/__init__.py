@@ -1,0 +1,1 @@
+"""GEMM bodies, one per schedule."""

@@ -1,0 +1,1 @@
+"""Routing and permutation for mixture of experts."""

@@ -1,0 +1,364 @@
+"""The gradients of the norms in ``norms.py``, and the sums over rows that weights and biases need.
+
+A program strides over tiles (its stride a multiple of the heads where each head has weights of its own) and keeps its
+share of the weight's gradient in fp32: in registers where rows are RESIDENT, else in its own row of ``dweight_parts``,
+which stays in the L2 cache. Shares are added by :func:`column_sum` in a fixed order: no atomics, the same bits
+on every run. The statistics are computed again from ``x``, which has to be read anyway: saving them would only
+add bytes.
+"""
+
+import triton
+import triton.language as tl
+
+from cutekernels.kernels.triton.dependent import await_turn
+from cutekernels.kernels.triton.norms.forward import _affine, _at, _place, _store
+
+
+@triton.jit
+def _both(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _sums(a, b):
+    """Row sums of two tiles, in one exchange between warps."""
+    return tl.reduce((a, b), 1, _both)
+
+
+@triton.jit
+def _loaded(operand, row, head, r, c, inside):
+    return tl.load(_at(operand, row, head, r, c), mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _scale(operand, head, c, inside, weight_offset, WEIGHT: tl.constexpr):
+    """What the normalised values were multiplied by."""
+    if WEIGHT:
+        return _affine(operand, head, c, inside, True).to(tl.float32) + weight_offset
+    else:
+        return 1.0
+
+
+@triton.jit
+def _resident(
+    dx,
+    dy,
+    x,
+    du,
+    weight,
+    dw,
+    db,
+    row,
+    head,
+    rows,
+    cols,
+    eps,
+    CENTRED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """One tile of whole rows; returns the program's shares with this tile's added."""
+    r = tl.arange(0, BLOCK_ROWS)
+    c = tl.arange(0, BLOCK_COLS)
+    inside = (r < rows - row)[:, None] & (c < cols)[None, :]
+    d = _loaded(dy, row, head, r, c, inside)
+    v = _loaded(x, row, head, r, c, inside)
+    g = d * weight
+    if CENTRED:
+        mean, drift = _sums(v, g)
+        v = tl.where(inside, v - (mean / cols)[:, None], 0.0)
+        g_centred = g - (drift / cols)[:, None]
+    else:
+        g_centred = g
+    squares, slope = _sums(v * v, g * v)
+    rstd = tl.rsqrt(squares / cols + eps)
+    v = v * rstd[:, None]
+    result = rstd[:, None] * (g_centred - v * (slope * rstd / cols)[:, None])
+    if RESIDUAL:
+        result += _loaded(du, row, head, r, c, inside)
+    _store(dx, result, row, head, r, c, inside)
+    if PARTS:
+        dw += d * v
+    if BIAS:
+        db += d
+    return dw, db
+
+
+@triton.jit
+def _chunked(
+    dx,
+    dy,
+    x,
+    du,
+    weight,
+    dw_parts,
+    db_parts,
+    row,
+    head,
+    rows,
+    cols,
+    eps,
+    weight_offset,
+    begun,
+    CENTRED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """One row in chunks. Its shares are added to the program's row of parts, which is written first if not begun."""
+    r = tl.arange(0, 1)
+    live = (r < rows - row)[:, None]
+    mean = tl.zeros([1], tl.float32)
+    drift = tl.zeros([1], tl.float32)
+    if CENTRED:
+        first = tl.zeros([1, BLOCK_COLS], tl.float32)
+        second = tl.zeros([1, BLOCK_COLS], tl.float32)
+        for start in range(0, cols, BLOCK_COLS):
+            c = start + tl.arange(0, BLOCK_COLS)
+            inside = live & (c < cols)[None, :]
+            first += _loaded(x, row, head, r, c, inside)
+            second += _loaded(dy, row, head, r, c, inside) * _scale(weight, head, c, c < cols, weight_offset, WEIGHT)
+        mean, drift = _sums(first, second)
+        mean /= cols
+        drift /= cols
+    first = tl.zeros([1, BLOCK_COLS], tl.float32)
+    second = tl.zeros([1, BLOCK_COLS], tl.float32)
+    for start in range(0, cols, BLOCK_COLS):
+        c = start + tl.arange(0, BLOCK_COLS)
+        inside = live & (c < cols)[None, :]
+        v = tl.where(inside, _loaded(x, row, head, r, c, inside) - mean[:, None], 0.0)
+        g = _loaded(dy, row, head, r, c, inside) * _scale(weight, head, c, c < cols, weight_offset, WEIGHT)
+        first += v * v
+        second += g * v
+    squares, slope = _sums(first, second)
+    rstd = tl.rsqrt(squares / cols + eps)
+    for start in range(0, cols, BLOCK_COLS):
+        c = start + tl.arange(0, BLOCK_COLS)
+        inside = live & (c < cols)[None, :]
+        d = _loaded(dy, row, head, r, c, inside)
+        v = (_loaded(x, row, head, r, c, inside) - mean[:, None]) * rstd[:, None]
+        g = d * _scale(weight, head, c, c < cols, weight_offset, WEIGHT)
+        result = rstd[:, None] * (g - drift[:, None] - v * (slope * rstd / cols)[:, None])
+        if RESIDUAL:
+            result += _loaded(du, row, head, r, c, inside)
+        _store(dx, result, row, head, r, c, inside)
+        mine = (c < cols)[None, :]
+        if PARTS:
+            at = dw_parts + c.to(tl.int64)[None, :]
+            tl.store(at, tl.load(at, mask=mine & begun, other=0.0) + tl.where(inside, d * v, 0.0), mask=mine)
+        if BIAS:
+            at = db_parts + c.to(tl.int64)[None, :]
+            tl.store(at, tl.load(at, mask=mine & begun, other=0.0) + d, mask=mine)
+
+
+@triton.jit
+def _backward(
+    dx,
+    dy,
+    x,
+    du,
+    weight,
+    dw_parts,
+    db_parts,
+    rows,
+    heads,
+    cols,
+    eps,
+    weight_offset,
+    CENTRED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    NESTED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    RESIDENT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    pid = tl.program_id(0).to(tl.int64)
+    programs = tl.num_programs(0).to(tl.int64)
+    tiles = tl.cdiv(rows, BLOCK_ROWS) * heads
+    if PARTS:
+        dw_parts += pid * cols
+    if BIAS:
+        db_parts += pid * cols
+    if RESIDENT:
+        c = tl.arange(0, BLOCK_COLS)
+        row, head = _place(pid, heads, BLOCK_ROWS, NESTED)
+        w = _scale(weight, head, c, c < cols, weight_offset, WEIGHT)
+        dw = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+        db = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+        for index in tl.range(pid, tiles, programs, num_stages=STAGES):
+            row, head = _place(index, heads, BLOCK_ROWS, NESTED)
+            dw, db = _resident(
+                dx, dy, x, du, w, dw, db, row, head, rows, cols, eps,
+                CENTRED, RESIDUAL, PARTS, BIAS, BLOCK_ROWS, BLOCK_COLS,
+            )  # fmt: skip
+        if PARTS:
+            tl.store(dw_parts + c.to(tl.int64), tl.sum(dw, axis=0), mask=c < cols)
+        if BIAS:
+            tl.store(db_parts + c.to(tl.int64), tl.sum(db, axis=0), mask=c < cols)
+    else:
+        for index in range(pid, tiles, programs):
+            row, head = _place(index, heads, BLOCK_ROWS, NESTED)
+            _chunked(
+                dx, dy, x, du, weight, dw_parts, db_parts, row, head, rows, cols, eps, weight_offset, index >= programs,
+                CENTRED, RESIDUAL, WEIGHT, PARTS, BIAS, BLOCK_COLS,
+            )  # fmt: skip
+
+
+@triton.jit
+def rms_norm_backward(
+    dx_ptr,
+    dweight_parts_ptr,
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    du_ptr,
+    rows,
+    heads,
+    cols,
+    dx_row,
+    dx_head,
+    dx_col,
+    dy_row,
+    dy_head,
+    dy_col,
+    x_row,
+    x_head,
+    x_col,
+    weight_head,
+    weight_col,
+    du_row,
+    du_head,
+    du_col,
+    eps,
+    weight_offset,
+    RESIDUAL: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    PARTS: tl.constexpr,
+    NESTED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    RESIDENT: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
+):
+    """With ``g = dy * (weight + weight_offset)`` and ``z = x * rstd``: ``dx = rstd * (g - z * mean(g * z)) + du`` and
+    ``dweight = sum over rows of dy * z``. ``du`` is the gradient of ``u``, where ``x`` is ``add_rms_norm``'s.
+    """
+    await_turn(DEPENDENT)
+    _backward(
+        (dx_ptr, dx_row, dx_head, dx_col),
+        (dy_ptr, dy_row, dy_head, dy_col),
+        (x_ptr, x_row, x_head, x_col),
+        (du_ptr, du_row, du_head, du_col),
+        (weight_ptr, 0, weight_head, weight_col),
+        dweight_parts_ptr, dweight_parts_ptr, rows, heads, cols, eps, weight_offset,
+        False, RESIDUAL, WEIGHT, PARTS, False, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
+def layer_norm_backward(
+    dx_ptr,
+    dweight_parts_ptr,
+    dbias_parts_ptr,
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    rows,
+    heads,
+    cols,
+    dx_row,
+    dx_head,
+    dx_col,
+    dy_row,
+    dy_head,
+    dy_col,
+    x_row,
+    x_head,
+    x_col,
+    weight_head,
+    weight_col,
+    eps,
+    WEIGHT: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    NESTED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    RESIDENT: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
+):
+    """With ``g = dy * weight`` and ``z = (x - mean) * rstd``: ``dx = rstd * (g - mean(g) - z * mean(g * z))``,
+    ``dweight = sum of dy * z`` and ``dbias = sum of dy`` over rows.
+    """
+    await_turn(DEPENDENT)
+    x = (x_ptr, x_row, x_head, x_col)
+    _backward(
+        (dx_ptr, dx_row, dx_head, dx_col),
+        (dy_ptr, dy_row, dy_head, dy_col),
+        x,
+        x,
+        (weight_ptr, 0, weight_head, weight_col),
+        dweight_parts_ptr, dbias_parts_ptr, rows, heads, cols, eps, 0.0,
+        True, False, WEIGHT, PARTS, BIAS, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
+def _column_sum(out_ptr, parts_ptr, parts, cols, BLOCK_PARTS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    c = tl.program_id(0).to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    p = tl.arange(0, BLOCK_PARTS)
+    total = tl.zeros([BLOCK_PARTS, BLOCK_COLS], tl.float32)
+    for start in range(0, parts, BLOCK_PARTS):
+        inside = (p < parts - start)[:, None] & (c < cols)[None, :]
+        at = parts_ptr + (start + p).to(tl.int64)[:, None] * cols + c[None, :]
+        total += tl.load(at, mask=inside, other=0.0)
+    result = tl.sum(total, axis=0)
+    tl.store(out_ptr + c, result.to(out_ptr.dtype.element_ty), mask=c < cols)
+
+
+@triton.jit
+def column_sum(
+    out_ptr,
+    parts_ptr,
+    parts,
+    cols,
+    BLOCK_PARTS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
+):
+    """``out[c] = sum over p of parts[p, c]``, in an order that only the config decides.
+
+    Schedule: a program owns BLOCK_COLS columns and walks down them, BLOCK_PARTS rows at a time.
+    """
+    await_turn(DEPENDENT)
+    _column_sum(out_ptr, parts_ptr, parts, cols, BLOCK_PARTS, BLOCK_COLS)
+
+
+@triton.jit
+def column_sum_pair(
+    out_ptr,
+    more_ptr,
+    parts_ptr,
+    parts,
+    cols,
+    BLOCK_PARTS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
+):
+    """Two sums in one launch: the first ``parts`` rows into ``out``, as many after them into ``more``."""
+    await_turn(DEPENDENT)
+    if tl.program_id(1) == 0:
+        _column_sum(out_ptr, parts_ptr, parts, cols, BLOCK_PARTS, BLOCK_COLS)
+    else:
+        _column_sum(more_ptr, parts_ptr + parts.to(tl.int64) * cols, parts, cols, BLOCK_PARTS, BLOCK_COLS)

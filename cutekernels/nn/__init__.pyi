@@ -1,0 +1,4 @@
+from cutekernels.nn.mlp import SwiGLU as SwiGLU
+from cutekernels.nn.norms import LayerNorm as LayerNorm
+from cutekernels.nn.norms import RMSNorm as RMSNorm
+from cutekernels.nn.rotary import RotaryEmbedding as RotaryEmbedding

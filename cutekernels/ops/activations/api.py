@@ -1,0 +1,237 @@
+"""``silu_mul``, ``gelu_mul`` and ``bias_gelu``: the public functions, and their registration with torch.
+
+Gate and up may be the halves of one packed tensor: then autograd sees one operand and gets one gradient, whose halves
+the same kernels write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.activations.bias_gelu import BIAS_GELU, BIAS_GELU_BACKWARD
+from cutekernels.ops.activations.glu import GELU_MUL, GELU_MUL_BACKWARD, SILU_MUL, SILU_MUL_BACKWARD, Gated
+from cutekernels.ops.activations.tiles import TileConfig
+from cutekernels.ops.shared import tensor_op
+
+# ---- the functions --------------------------------------------------------------------------------------
+
+
+def silu_mul(
+    gate: Tensor, up: Tensor | None = None, *, out: Tensor | None = None, config: TileConfig | str | None = None
+) -> Tensor:
+    """``out = silu(gate) * up`` with ``silu(x) = x / (1 + exp(-x))``: in fp32, rounded once.
+
+    Args:
+        gate: ``(..., N)``, fp16, bf16 or fp32 (on the CPU fp64 too). Any strides: operands whose rows are
+            contiguous are fast, the two halves of a joint projection included. Leading dimensions that no
+            single stride walks (say, a transposed batch) cost a contiguous copy of that operand.
+        up: shape, dtype and device of ``gate``; nothing is broadcast or cast. Without it ``gate`` is packed,
+            ``(..., 2N)``: its first half is the gate, its second half is up, and its gradient is one tensor.
+        out: where to write: shape, dtype and device of ``gate`` (of a half), any strides. It may be ``gate`` or
+            ``up`` itself, element upon element; any other overlap is refused. Not differentiable.
+        config: overrides the tuned choice, as a :class:`TileConfig` or its text. Ignored on the CPU.
+
+    Returns:
+        ``(..., N)``, contiguous, or ``out``. Differentiable in ``gate`` and ``up``, once.
+
+    Raises:
+        UnsupportedProblem: a dtype no kernel takes, mismatched shapes, dtypes or devices, a packed tensor of odd
+            width, an ``out`` that overlaps an input or itself, ``out`` together with gradients.
+        InvalidConfig: ``config`` breaks a rule of the op.
+    """
+    return _gated(SILU_MUL, gate, up, (), out, config)
+
+
+def gelu_mul(
+    gate: Tensor,
+    up: Tensor | None = None,
+    *,
+    approximate: str = "none",
+    out: Tensor | None = None,
+    config: TileConfig | str | None = None,
+) -> Tensor:
+    """``out = gelu(gate) * up`` in fp32, rounded once; ``gelu(x)`` is ``x`` times the normal distribution function.
+
+    Args:
+        gate: as :func:`silu_mul` takes it, packed where ``up`` is left out.
+        up: shape, dtype and device of ``gate``.
+        approximate: ``"none"``, or ``"tanh"`` for ``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))``.
+        out: where to write, as in :func:`silu_mul`.
+        config: overrides the tuned choice, as a :class:`TileConfig` or its text. Ignored on the CPU.
+
+    Returns:
+        ``(..., N)``, contiguous, or ``out``. Differentiable in ``gate`` and ``up``, once.
+
+    Raises:
+        UnsupportedProblem: as :func:`silu_mul` raises it; another ``approximate``.
+        InvalidConfig: ``config`` breaks a rule of the op.
+    """
+    return _gated(GELU_MUL, gate, up, (approximate,), out, config)
+
+
+def bias_gelu(
+    x: Tensor,
+    bias: Tensor,
+    *,
+    approximate: str = "none",
+    out: Tensor | None = None,
+    config: TileConfig | str | None = None,
+) -> Tensor:
+    """``out = gelu(x + bias)`` in fp32, rounded once; ``gelu(z)`` is ``z`` times the normal distribution function.
+
+    Args:
+        x: ``(..., N)``, fp16, bf16 or fp32 (on the CPU fp64 too). Any strides; contiguous rows are fastest, and N
+            a multiple of 16 bytes. Leading dimensions that no single stride walks cost a contiguous copy.
+        bias: ``(N,)``, dtype of ``x`` or fp32, any stride.
+        approximate: ``"none"``, or ``"tanh"`` as :func:`gelu_mul` takes it.
+        out: where to write: shape, dtype and device of ``x``, any strides. It may be ``x`` itself, element upon
+            element; any other overlap is refused. Not differentiable.
+        config: overrides the tuned choice, as a :class:`TileConfig` or its text. Ignored on the CPU.
+
+    Returns:
+        ``(..., N)``, contiguous, or ``out``. Differentiable in ``x`` and ``bias``, once; the gradient of ``bias`` is
+        summed in fp32, in the same order each time.
+
+    Raises:
+        UnsupportedProblem: a dtype no kernel takes, mismatched shapes, dtypes or devices, another ``approximate``,
+            an ``out`` that overlaps an input or itself, ``out`` together with gradients.
+        InvalidConfig: ``config`` breaks a rule of the op.
+    """
+    found = tensor_op.eager(BIAS_GELU, None if out is None else (out,), (x, bias), (approximate,), (), config)
+    if found is not None:
+        return found[0]
+    text = None if config is None else str(config)
+    if out is None:
+        return torch.ops.cutekernels.bias_gelu(x, bias, approximate, text)  # type: ignore[no-any-return]
+    tensor_op.refuse_gradient(x, bias, out)
+    torch.ops.cutekernels.bias_gelu_out(x, bias, out, approximate, text)
+    return out
+
+
+def _gated(
+    op: Gated[Any],
+    gate: Tensor,
+    up: Tensor | None,
+    options: tuple[str, ...],
+    out: Tensor | None,
+    config: TileConfig | str | None,
+) -> Tensor:
+    """``op`` of two tensors, or of the halves of one."""
+    text = None if config is None else str(config)
+    if up is None and out is None and not tensor_op.direct(gate):
+        return getattr(torch.ops.cutekernels, f"{op.name}_packed")(gate, *options, text)  # type: ignore[no-any-return]
+    if up is None:
+        tensor_op.refuse_gradient(None if out is None else gate)
+        gate, up = _halves(op.name, gate)
+    found = tensor_op.eager(op, None if out is None else (out,), (gate, up), options, (), config)
+    if found is not None:
+        return found[0]
+    if out is None:
+        return getattr(torch.ops.cutekernels, op.name)(gate, up, *options, text)  # type: ignore[no-any-return]
+    tensor_op.refuse_gradient(gate, up, out)
+    getattr(torch.ops.cutekernels, f"{op.name}_out")(gate, up, out, *options, text)
+    return out
+
+
+def _halves(name: str, packed: Tensor) -> tuple[Tensor, Tensor]:
+    if packed.dim() == 0 or packed.shape[-1] % 2:
+        raise UnsupportedProblem(
+            f"{name} of one tensor takes (..., 2N), gate and up side by side; got {tuple(packed.shape)}: "
+            "pass up too, or an even width"
+        )
+    n = packed.shape[-1] // 2
+    return packed.narrow(-1, 0, n), packed.narrow(-1, n, n)
+
+
+# ---- torch.library --------------------------------------------------------------------------------------
+
+
+def register(library: torch.library.Library) -> None:
+    """Defines the ops of this file in ``library``, with their gradients."""
+    for op, backward in ((SILU_MUL, SILU_MUL_BACKWARD), (GELU_MUL, GELU_MUL_BACKWARD)):
+        tensor_op.register(library, op, backward=_gradient(backward.name), setup_context=_remember)
+        tensor_op.register(library, backward)
+        _register_packed(library, op, backward)
+    tensor_op.register(library, BIAS_GELU, backward=_bias_gelu_gradient, setup_context=_remember)
+    tensor_op.register(library, BIAS_GELU_BACKWARD)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    tensors = [t for t in inputs if isinstance(t, Tensor)]
+    ctx.save_for_backward(*tensors)
+    ctx.options = inputs[len(tensors) : -1]
+
+
+def _gradient(name: str) -> Callable[..., tuple[Any, ...]]:
+    """The gradient by the op called ``name``: of (dout, *what was remembered)."""
+
+    def gradient(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        op = getattr(torch.ops.cutekernels, name)
+        found = op(dout, *ctx.saved_tensors, *ctx.options)
+        return (*(found if isinstance(found, tuple | list) else (found,)), *[None] * len(ctx.options), None)
+
+    return gradient
+
+
+def _bias_gelu_gradient(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+    x, bias = ctx.saved_tensors
+    dx, partials = torch.ops.cutekernels.bias_gelu_backward(dout, x, bias, *ctx.options)
+    dbias = partials.sum(dim=0).to(bias.dtype) if ctx.needs_input_grad[1] else None
+    return dx, dbias, None, None
+
+
+def _register_packed(library: torch.library.Library, op: Gated[Any], backward: Gated[Any]) -> None:
+    """Defines ``<op>_packed`` and ``<op>_packed_backward``: of one tensor, with one gradient, by the ops' kernels."""
+    forward_name, backward_name = f"{op.name}_packed", f"{op.name}_packed_backward"
+
+    n = len(op.options)
+
+    def options(values: Sequence[Any]) -> dict[str, Any]:
+        return dict(zip(op.options, values[:n], strict=True))
+
+    def admitted(packed: Tensor, values: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        halves = _halves(op.name, packed)
+        op.admit(halves, **options(values))
+        return halves
+
+    def cuda(packed: Tensor, *rest: Any) -> Tensor:
+        config = rest[n] if len(rest) > n else None
+        return tensor_op.run(op, None, _halves(op.name, packed), options=rest[:n], config=config)[0]
+
+    def cpu(packed: Tensor, *rest: Any) -> Tensor:
+        return op.evaluate(*admitted(packed, rest), **options(rest))[0].contiguous()
+
+    def fake(packed: Tensor, *rest: Any) -> Tensor:
+        return op.fresh(*admitted(packed, rest))[0]
+
+    def backward_cuda(dout: Tensor, packed: Tensor, *chosen: Any) -> Tensor:
+        dpacked = packed.new_empty(packed.shape)
+        operands = (dout, *_halves(op.name, packed))
+        tensor_op.run(backward, _halves(op.name, dpacked), operands, options=chosen)
+        return dpacked
+
+    def backward_cpu(dout: Tensor, packed: Tensor, *chosen: Any) -> Tensor:
+        return torch.cat(backward.evaluate(dout, *admitted(packed, chosen), **options(chosen)), dim=-1)
+
+    def backward_fake(dout: Tensor, packed: Tensor, *chosen: Any) -> Tensor:
+        admitted(packed, chosen)
+        return packed.new_empty(packed.shape)
+
+    words = "".join(f", str {name}" for name in op.options)
+    tensor_op.define(library, f"{forward_name}(Tensor packed{words}, str? config=None) -> Tensor", cuda, cpu, fake)
+    tensor_op.define(
+        library,
+        f"{backward_name}(Tensor dout, Tensor packed{words}) -> Tensor",
+        backward_cuda,
+        backward_cpu,
+        backward_fake,
+    )
+    torch.library.register_autograd(
+        f"cutekernels::{forward_name}", _gradient(backward_name), setup_context=_remember, lib=library
+    )
+    torch.library.register_autograd(f"cutekernels::{backward_name}", tensor_op.no_gradient(backward.name), lib=library)

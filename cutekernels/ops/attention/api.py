@@ -1,0 +1,354 @@
+"""``attention``: the public function over the declaration in ``attention.py``, and its registration with torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutekernels import dispatch
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.attention import replay as attend_calls
+from cutekernels.ops.attention.op import (
+    ATTENTION,
+    DTYPES,
+    UNLIMITED,
+    WIDEST,
+    AttentionConfig,
+    AttentionProblem,
+    reference,
+)
+from cutekernels.ops.shared.strides import overlaps_itself, relation
+from cutekernels.ops.shared.tensor_op import define
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_WIDEST_HEAD = 256
+_MOST_ROW_STRIDE = 2**23  # elements; a tile's offsets have 32 bits
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    config: AttentionConfig | str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``out = softmax(scale * q k^T + mask) v``, head by head, in fp32, rounded once.
+
+    Differentiable once in q, k and v, with every option; gradients are deterministic, with the same bits each time.
+
+    Args:
+        q: ``(B, SQ, HQ, D)``, fp16 or bf16; D a multiple of 8 up to 256. D contiguous and rows 16-byte aligned, as
+            slices of a fused projection are; anything else costs a copy. With ``cu_seqlens``, ``(TOTAL_Q, HQ, D)``.
+        k: ``(B, SKV, HKV, D)``, dtype of ``q``; HKV divides HQ, and ``HQ / HKV`` query heads in a row share a head of
+            k and v. With ``cu_seqlens``, ``(TOTAL_KV, HKV, D)``.
+        v: shape and dtype of ``k``.
+        causal: a query sees no later keys, where the *last* query is aligned with the last key.
+        window: ``(left, right)``: a query sees this many keys before and behind its own; None is no limit.
+        scale: factor of ``q k^T``, above 0; ``1 / sqrt(D)`` if left out.
+        softcap: scores become ``softcap * tanh(score / softcap)``.
+        mask: bool ``(B or 1, HQ or 1, SQ, SKV)``, True where a query sees a key. Not with ``cu_seqlens``.
+        cu_seqlens_q: int32 ``(sequences + 1,)``, where packed sequences begin and end: ``[0, ..., TOTAL_Q]``.
+        cu_seqlens_kv: likewise for k and v.
+        return_lse: return the rows' log-sum-exp too.
+        out: where to write: shape and dtype of ``q``, memory of its own. Not differentiable.
+        config: overrides the tuned choice, as an :class:`AttentionConfig` or its text. Ignored on the CPU.
+
+    Returns:
+        Shape and dtype of ``q``, or ``out``; with ``return_lse`` also fp32 ``(B, HQ, SQ)`` or ``(HQ, TOTAL_Q)``. A
+        query that sees nothing has 0, and -inf as lse.
+
+    Raises:
+        UnsupportedProblem: a dtype or head dim no kernel takes, mismatched shapes, dtypes or devices, options out of
+            range, an ``out`` that overlaps an input or itself.
+        InvalidConfig: ``config`` breaks a rule of the op.
+    """
+    left, right = _sides(causal, window)
+    factor = (1.0 / math.sqrt(q.shape[-1]) if q.dim() and q.shape[-1] else 1.0) if scale is None else float(scale)
+    cap = 0.0 if softcap is None else float(softcap)
+    if softcap is not None and not 0.0 < cap < math.inf:
+        raise UnsupportedProblem(f"softcap must be above 0 and finite; it is {softcap}: leave it out for none")
+    text = None if config is None else str(config)
+    operands = (q, k, v, mask, cu_seqlens_q, cu_seqlens_kv)
+    known = (causal, left, right, cap > 0.0, return_lse, text)
+    met = attend_calls.again(ATTENTION, out, operands, known, (factor, cap))
+    if met is not None:
+        return met if return_lse else met[0]
+    differentiates = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    # The gradients start from the log-sum-exp.
+    options = (causal, left, right, factor, cap, return_lse or (differentiates and out is None), text)
+    if out is None:
+        result, lse = torch.ops.cutekernels.attention(*operands, *options)
+        return (result, lse) if return_lse else result
+    if differentiates or (torch.is_grad_enabled() and out.requires_grad):
+        raise UnsupportedProblem("out= is not differentiable: leave it out, or call under torch.no_grad()")
+    lse = torch.ops.cutekernels.attention_out(*operands, out, *options)
+    return (out, lse) if return_lse else out
+
+
+def _sides(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[int, int]:
+    """The window's ``(left, right)``, -1 for no limit."""
+    if window is None:
+        return -1, -1
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise UnsupportedProblem(f"window must be (left, right), each a number of keys or None; it is {window!r}")
+    for side in window:
+        if side is not None and not 0 <= side < UNLIMITED:
+            raise UnsupportedProblem(
+                f"a side of window must be from 0 up to 2^30; it is {side}: write None for no limit"
+            )
+    left, right = (-1 if side is None else int(side) for side in window)
+    return left, -1 if causal else right
+
+
+def check(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: Tensor | None, cu_kv: Tensor | None, scale: float
+) -> None:
+    """Raises UnsupportedProblem for arguments that pose no problem."""
+    packed = cu_q is not None or cu_kv is not None
+    rank, form = (3, "(TOTAL, H, D)") if packed else (4, "(B, S, H, D)")
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.dim() != rank:
+            raise UnsupportedProblem(
+                f"{name} must be {form}; its shape is {tuple(t.shape)}"
+                + ("" if packed else ": packed sequences need cu_seqlens_q and cu_seqlens_kv")
+            )
+        if t.dtype != q.dtype or t.device != q.device:
+            raise UnsupportedProblem(
+                f"{name} must have q's dtype {q.dtype} and device {q.device}; it has {t.dtype} on {t.device}"
+            )
+    if not q.dtype.is_floating_point or (q.device.type != "cpu" and q.dtype not in _NAMES):
+        raise UnsupportedProblem(f"attention takes fp16 and bf16; got {q.dtype}")
+    if k.shape != v.shape:
+        raise UnsupportedProblem(f"k and v must have one shape; they have {tuple(k.shape)} and {tuple(v.shape)}")
+    head_dim = q.shape[-1]
+    if k.shape[-1] != head_dim or (not packed and k.shape[0] != q.shape[0]):
+        raise UnsupportedProblem(
+            f"q and k must agree in head dim and batch; their shapes are {tuple(q.shape)} and {tuple(k.shape)}"
+        )
+    if head_dim % WIDEST or not 0 < head_dim <= _WIDEST_HEAD:
+        raise UnsupportedProblem(f"the head dim must be a multiple of {WIDEST} up to {_WIDEST_HEAD}; it is {head_dim}")
+    heads_q, heads_kv = q.shape[-2], k.shape[-2]
+    if heads_kv == 0 or heads_q % heads_kv:
+        raise UnsupportedProblem(f"k's {heads_kv} heads must divide q's {heads_q}")
+    if not 0.0 < scale < math.inf:
+        raise UnsupportedProblem(f"scale must be above 0 and finite; it is {scale}: negate q for the opposite sign")
+    if mask is not None:
+        if packed:
+            raise UnsupportedProblem("mask is for a batch of one length: packed sequences take none")
+        wanted = (q.shape[0], heads_q, q.shape[1], k.shape[1])
+        fits = mask.dim() == 4 and all(
+            n == w or (n == 1 and i < 2) for i, (n, w) in enumerate(zip(mask.shape, wanted, strict=True))
+        )
+        if mask.dtype != torch.bool or mask.device != q.device or not fits:
+            raise UnsupportedProblem(
+                f"mask must be bool, (B or 1, HQ or 1, SQ, SKV) of {wanted}, on {q.device}; it is {mask.dtype}, "
+                f"{tuple(mask.shape)}, on {mask.device}"
+            )
+    if packed:
+        if cu_q is None or cu_kv is None:
+            raise UnsupportedProblem("packed sequences need both cu_seqlens_q and cu_seqlens_kv; one is missing")
+        for name, t in (("cu_seqlens_q", cu_q), ("cu_seqlens_kv", cu_kv)):
+            if t.dtype != torch.int32 or t.dim() != 1 or t.shape != cu_q.shape or t.device != q.device or not len(t):
+                raise UnsupportedProblem(
+                    f"{name} must be int32, (sequences + 1,), of one length with the other, on {q.device}; it is "
+                    f"{t.dtype}, {tuple(t.shape)}, on {t.device}"
+                )
+        if len(cu_q) == 1 and q.shape[0]:
+            raise UnsupportedProblem(f"cu_seqlens_q of length 1 has no sequence, yet q has {q.shape[0]} rows")
+
+
+def _check_out(out: Tensor, q: Tensor, *inputs: Tensor | None) -> None:
+    if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device:
+        raise UnsupportedProblem(
+            f"out must be {tuple(q.shape)}, {q.dtype}, on {q.device}; it is {tuple(out.shape)}, {out.dtype}, "
+            f"on {out.device}"
+        )
+    if overlaps_itself(out):
+        raise UnsupportedProblem(f"out must not overlap itself; its strides are {out.stride()}: give it dense memory")
+    if any(t is not None and relation(out, t) != "apart" for t in (q, *inputs)):
+        raise UnsupportedProblem("out overlaps an input: give it memory of its own")
+
+
+def pose(
+    q: Tensor, k: Tensor, mask: Tensor | None, cu_q: Tensor | None,
+    causal: bool, left: int, right: int, softcap: float, lse: bool,
+) -> AttentionProblem:  # fmt: skip
+    """The problem these checked arguments pose."""
+    if cu_q is None:
+        batch, seq_q, seq_kv = q.shape[0], q.shape[1], k.shape[1]
+    else:
+        batch = cu_q.shape[0] - 1
+        seq_q, seq_kv = (-(-t.shape[0] // max(1, batch)) for t in (q, k))
+    limits = {(False, False): "none", (True, False): "left", (False, True): "right", (True, True): "both"}
+    return AttentionProblem(
+        batch=batch,
+        seq_q=seq_q,
+        seq_kv=seq_kv,
+        heads_q=q.shape[-2],
+        heads_kv=k.shape[-2],
+        window_left=max(left, 0),
+        window_right=max(right, 0),
+        head_dim=q.shape[-1],
+        dtype=_NAMES[q.dtype],
+        causal=causal,
+        window=limits[left >= 0, right >= 0],
+        softcap=softcap > 0.0,
+        mask=mask is not None,
+        varlen=cu_q is not None,
+        lse=lse,
+    )
+
+
+def canonical(t: Tensor) -> Tensor:
+    """``t`` itself where its rows are contiguous and aligned; else a view or a copy of which that is true."""
+    strides = [0 if n == 1 else s for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
+    aligned = all(s % WIDEST == 0 for s in strides) and t.data_ptr() % 16 == 0
+    if t.stride(-1) != 1 or not aligned or strides[-2] >= _MOST_ROW_STRIDE:
+        return t.clone(memory_format=torch.contiguous_format)
+    return t if (*strides, 1) == t.stride() else t.as_strided(t.shape, (*strides, 1))
+
+
+def _run(
+    into: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: Tensor | None,
+    cu_kv: Tensor | None, causal: bool, left: int, right: int, scale: float, softcap: float, return_lse: bool,
+    config: str | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Poses, plans and launches for checked GPU tensors: ``(into or a new tensor, lse)``, lse empty if not asked."""
+    out = q.new_empty(q.shape) if into is None else into
+    lse = fresh_lse(q, cu_q, return_lse)
+    if out.numel() == 0:
+        return out, lse
+    operands = (q, k, v, mask, cu_q, cu_kv)
+    with torch.cuda.device(q.device):
+        problem = pose(q, k, mask, cu_q, causal, left, right, softcap, return_lse)
+        plan = dispatch.plan(ATTENTION, problem, q.get_device(), config)
+        target = canonical(out) if _is_canonical(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
+        if mask is not None:
+            mask = mask.expand(q.shape[0], q.shape[2], -1, -1)
+        ends = [None if t is None else t.contiguous() for t in (cu_q, cu_kv)]
+        posed = (canonical(q), canonical(k), canonical(v), mask, *ends)
+        more = (lse,) if return_lse else ()
+        plan.launch(target, *more, *posed, scale, softcap)
+        if not _is_canonical(out):
+            out.copy_(target)
+    known = (causal, left, right, softcap > 0.0, return_lse, config)
+    attend_calls.remember(ATTENTION, into, operands, known, plan.launch, (out, *more), (target, *posed))
+    return out, lse
+
+
+def _is_canonical(t: Tensor) -> bool:
+    """Whether :func:`canonical` gives a view."""
+    aligned = all(s % WIDEST == 0 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n != 1)
+    wide = t.shape[-3] != 1 and t.stride(-3) >= _MOST_ROW_STRIDE
+    return t.stride(-1) == 1 and aligned and not wide and t.data_ptr() % 16 == 0
+
+
+def fresh_lse(q: Tensor, cu_q: Tensor | None, wanted: bool) -> Tensor:
+    kind = torch.promote_types(q.dtype, torch.float32)
+    if not wanted:
+        return q.new_empty((0,), dtype=kind)
+    shape = (q.shape[0], q.shape[2], q.shape[1]) if cu_q is None else (q.shape[1], q.shape[0])
+    return q.new_empty(shape, dtype=kind)
+
+
+# ---- torch.library --------------------------------------------------------------------------------------
+
+_ARGS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv"
+_OPTIONS = (
+    "bool causal, int window_left, int window_right, float scale, float softcap, bool return_lse, str? config=None"
+)
+
+
+def register(library: torch.library.Library) -> None:
+    """Defines the ops in ``library`` (namespace "cutekernels"): schemas, GPU and CPU, fakes, autograd."""
+    define(library, f"attention({_ARGS}, {_OPTIONS}) -> (Tensor, Tensor)", _cuda, _cpu, _fake)
+    define(library, f"attention_out({_ARGS}, Tensor(a!) out, {_OPTIONS}) -> Tensor", _out_cuda, _out_cpu, _out_fake)
+    torch.library.register_autograd("cutekernels::attention", _backward, setup_context=_save, lib=library)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, mask, cu_q, cu_kv, *options = inputs
+    ctx.save_for_backward(q, k, v, *output, mask, cu_q, cu_kv)
+    ctx.options, ctx.lse_given = options[:5], options[5]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, *rest = ctx.saved_tensors
+    absent = (None,) * 10  # what is not differentiable
+    if dout is None and dlse is None:
+        return None, None, None, *absent
+    if not ctx.lse_given:
+        raise UnsupportedProblem("the gradients of attention start from its lse: call the op with return_lse=True")
+    dout = torch.zeros_like(out) if dout is None else dout
+    grads = torch.ops.cutekernels.attention_backward(dout, dlse, q, k, v, out, lse, *rest, *ctx.options)
+    return *grads, *absent
+
+
+def _cuda(*args: Any) -> tuple[Tensor, Tensor]:
+    operands, options, config = args[:6], args[6:12], args[12] if len(args) > 12 else None
+    check(*(*operands, options[3]))
+    return _run(*(None, *operands, *options, config))
+
+
+def _cpu(*args: Any) -> tuple[Tensor, Tensor]:
+    operands, options = args[:6], args[6:12]
+    check(*(*operands, options[3]))
+    return _on_cpu(operands, options)
+
+
+def _fake(*args: Any) -> tuple[Tensor, Tensor]:
+    operands, options = args[:6], args[6:12]
+    check(*(*operands, options[3]))
+    q = operands[0]
+    return q.new_empty(q.shape), fresh_lse(q, operands[4], options[5])
+
+
+def _out_cuda(*args: Any) -> Tensor:
+    operands, out, options, config = args[:6], args[6], args[7:13], args[13] if len(args) > 13 else None
+    check(*(*operands, options[3]))
+    _check_out(out, *operands[:4])
+    torch.autograd.graph.increment_version(out)
+    return _run(*(out, *operands, *options, config))[1]
+
+
+def _out_cpu(*args: Any) -> Tensor:
+    operands, out, options = args[:6], args[6], args[7:13]
+    check(*(*operands, options[3]))
+    _check_out(out, *operands[:4])
+    result, lse = _on_cpu(operands, options)
+    out.copy_(result)
+    return lse
+
+
+def _out_fake(*args: Any) -> Tensor:
+    operands, out, options = args[:6], args[6], args[7:13]
+    check(*(*operands, options[3]))
+    if out.shape != operands[0].shape or out.dtype != operands[0].dtype:
+        raise UnsupportedProblem(f"out must be {tuple(operands[0].shape)}, {operands[0].dtype}")
+    return fresh_lse(operands[0], operands[4], options[5])
+
+
+def _on_cpu(operands: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    q, k, v, mask, cu_q, cu_kv = operands
+    causal, left, right, scale, softcap, return_lse = options
+    if mask is not None:
+        mask = mask.expand(q.shape[0], q.shape[2], -1, -1)
+    reach = 0 if causal else right
+    out, lse = reference(
+        q, k, v, mask, cu_q, cu_kv, scale, softcap,
+        left=None if left < 0 else left, right=None if reach < 0 else reach,
+    )  # fmt: skip
+    return out, lse if return_lse else fresh_lse(q, cu_q, False)

@@ -1,0 +1,419 @@
+"""Attention of few queries over a cache: the declaration. Public function in ``attend_decode.py``.
+
+Operands are as the caller has them: q and out ``(B, SQ, HQ, D)``, caches ``(B, T_MAX, HKV, D)``, or in pages
+``(PAGES, PAGE_SIZE, HKV, D)`` with a table ``(B, MAX_PAGES)`` of the pages of each sequence. Lengths are on the device.
+The queries are a sequence's last tokens, so they see each other causally.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.kernels.cute.parts.attention_smem import DecodeSmem, padded
+from cutekernels.op import Config, Op, Problem, Work, extent, knob, ladder, plain, power_of_two
+from cutekernels.ops.attention.op import DTYPES, SLACK, UNLIMITED, AttentionProblem, depth, score_factors
+from cutekernels.ops.attention.op import reference as attend
+from cutekernels.ops.shared.occupancy import crowding
+from cutekernels.ops.shared.per_stream import Workspace
+
+if TYPE_CHECKING:
+    from cutekernels.backends import Artifact
+    from cutekernels.gpu import GpuSpec
+
+MOST_QUERIES = 16  # of one sequence
+PAGE_SIZES = (16, 32, 64, 128, 256)
+TILE_Q = DecodeSmem.ROWS
+
+
+@dataclass(frozen=True)
+class DecodeProblem(Problem):
+    """Extents, and what kernels are compiled for.
+
+    ``seq_kv`` is the longest sequence that the cache has room for; ``page_size=0`` is a contiguous cache. With
+    ``window``, a query sees ``window_left`` keys before its own.
+    """
+
+    batch: int = extent(ladder)
+    seq_kv: int = extent(ladder)
+    heads_q: int = extent()
+    heads_kv: int = extent()
+    seq_q: int = extent(default=1)
+    window_left: int = extent(ladder, default=0)
+    head_dim: int = plain(128, *range(8, 128, 8), *range(136, 264, 8))
+    dtype: str = plain("bf16", "fp16")
+    page_size: int = plain(0, *PAGE_SIZES)
+    window: bool = plain(False, True)
+    softcap: bool = plain(False, True)
+    lse: bool = plain(False, True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.heads_kv == 0 or self.heads_q % self.heads_kv:
+            raise UnsupportedProblem(
+                f"heads_q={self.heads_q} must be a multiple of heads_kv={self.heads_kv}: each K and V head serves a "
+                "group of query heads"
+            )
+        if not 1 <= self.seq_q <= MOST_QUERIES:
+            raise UnsupportedProblem(
+                f"a sequence has from 1 to {MOST_QUERIES} queries here, not {self.seq_q}: attention takes more"
+            )
+        if self.window_left and not self.window:
+            raise UnsupportedProblem("window_left needs window=1")
+
+    def bucket(self) -> DecodeProblem:
+        """One tuning serves results with and without lse, and the head dims of one padded size."""
+        return super().bucket().replace(lse=False, head_dim=padded(self.head_dim))
+
+    @property
+    def keys(self) -> int:
+        """Keys of the longest sequence that some query sees."""
+        return min(self.seq_kv, self.window_left + self.seq_q) if self.window else self.seq_kv
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of queries, each with all keys of its sequence and head."""
+        rows = self.seq_q * (self.heads_q // self.heads_kv)
+        return self.batch * self.heads_kv * -(-rows // TILE_Q)
+
+
+@dataclass(frozen=True)
+class DecodeConfig(Config):
+    """The knobs of ``kernels/cute/attention_decode.py``. ``splits`` CTAs share the keys of a tile of queries."""
+
+    tile_kv: int = knob(32, 64, 128, 256)
+    warps: int = knob(2, 4, 8)
+    stages: int = knob(2, 3, 4, 6)
+    ctas_per_sm: int = knob(1, 2, 3, 4)
+    splits: int = knob(1, 2, 3, 4, 6, 8, 11, 16, 24, 33, 48, 66, 96, 132)
+    pdl: bool = knob(False, True, added=True)
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def rows(self) -> int:
+        """Keys of a warp in a block."""
+        return self.tile_kv // self.warps
+
+    def smem(self, p: DecodeProblem) -> DecodeSmem:
+        return DecodeSmem(self.tile_kv, p.head_dim, self.stages, self.warps)
+
+
+MAX_CTAS = 4
+WIDEST_IN_REGISTERS = 192  # padded head dims whose queries stay in registers
+MOST_WAVES = 16  # of one CTA an SM that splits may make
+OTHER_REGISTERS = 72  # beside accumulators and Q: fragments, row statistics, addresses, pages
+_MOST_TICKETS = 2**20  # of ``Workspace``
+_MOST_CTAS = 2**31 - 1
+
+# The model's constants (see ``estimate_us``).
+_LAUNCH_US = 1.0
+_SM_BYTES_PER_US = 59e3  # the skinny GEMM's
+_LATENCY_US = 0.69
+_DRAM_RATE = 1.31
+_CTA_US, _BLOCK_US = 2.0, 0.033
+_HIDDEN = 0.47  # the share of the shorter of two times that goes on behind the longer
+_MEET_US = 0.15  # of a warp's sums
+_ALONE_US = 0.15  # where a CTA of the next launch finds no room beside one of this
+_PARTIAL_US = 0.52  # of a split's sums
+_DEPENDENT_US = 0.63  # the skinny GEMM's
+
+
+class DecodeAttention(Op[DecodeProblem, DecodeConfig]):
+    """Arguments: q, k and v caches, lengths int32 (B,), page table int32 or None, scale, softcap (0: none).
+
+    Results: out, and the rows' log-sum-exp ``(B, HQ, SQ)`` in fp32 where ``lse``.
+    """
+
+    name = "decode_attention"
+    revision = 1
+    most_stack_bytes = 0  # at the register limit all of it is spilled
+    Problem = DecodeProblem
+    Config = DecodeConfig
+    suite = (
+        "batch=32 seq_kv=4096 heads_q=32 heads_kv=8",
+        "batch=64 seq_kv=2048 heads_q=28 heads_kv=4",
+        "batch=1 seq_kv=32768 heads_q=32 heads_kv=8",
+        "batch=1 seq_kv=4096 heads_q=28 heads_kv=4",
+        "batch=2 seq_kv=1024 heads_q=28 heads_kv=4 page_size=16 lse=1",
+        "batch=3 seq_kv=777 heads_q=8 heads_kv=8 head_dim=64 dtype=fp16 lse=1",
+        "batch=2 seq_kv=2000 heads_q=32 heads_kv=1 seq_q=4 window_left=300 window=1 page_size=64",
+        "batch=2 seq_kv=500 heads_q=8 heads_kv=2 seq_q=16 head_dim=80 softcap=1",
+        "batch=2 seq_kv=600 heads_q=8 heads_kv=2 head_dim=256 page_size=256 dtype=fp16",
+    )
+
+    # -- rules
+
+    def why_not(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec) -> str | None:
+        return next(self._broken(p, c, gpu), None)
+
+    def _broken(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec) -> Iterator[str]:
+        if c.rows not in (16, 32):
+            yield f"{c.warps} warps of tile_kv={c.tile_kv} have {c.rows} keys each: take 16 or 32"
+        if c.tile_kv > max(32, power_of_two(p.keys)):
+            yield f"tile_kv={c.tile_kv} idles most of a block over {p.keys} keys"
+        registers, smem = registers_per_thread(p, c), c.smem(p).total_bytes
+        yield from crowding(gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem)
+        if c.splits > 1:
+            blocks = -(-p.keys // c.tile_kv)
+            if c.splits > blocks:
+                yield f"splits={c.splits} are more than the {blocks} blocks of tile_kv={c.tile_kv} keys"
+            if p.tiles * c.splits > MOST_WAVES * gpu.sm_count:
+                yield f"splits={c.splits}: {p.tiles} tiles of queries fill the GPU with fewer"
+            if p.tiles > _MOST_TICKETS:
+                yield f"{p.tiles} tiles of queries are more than the {_MOST_TICKETS} that splits can meet in"
+        if c.pdl and not gpu.has_pdl:
+            yield f"{gpu.name} has no programmatic dependent launch"
+        if p.tiles * c.splits > _MOST_CTAS:
+            yield f"{p.tiles * c.splits} CTAs are more than a grid's {_MOST_CTAS}"
+
+    # -- choice
+
+    def default(self, p: DecodeProblem, gpu: GpuSpec) -> DecodeConfig:
+        """The model's best."""
+        return _default(self, p, gpu)
+
+    def estimate_us(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec) -> float:
+        """Waves of CTAs at what their bytes in flight, or a block's latency, allow; or DRAM, if slower.
+
+        Fitted to 179 runs of six shapes on an H200; over the 85 within 10 % of their shape's best, 2.7 % off in the
+        root mean square (2026-11-22).
+        """
+        if p.tiles == 0 or p.keys == 0:
+            return _LAUNCH_US
+        row_bytes = 4 * p.head_dim  # of K and of V
+        blocks = math.ceil(-(-p.keys // c.tile_kv) / c.splits)
+        cta_bytes = blocks * c.tile_kv * row_bytes
+
+        def wave_us(together: int) -> float:
+            in_flight = together * (c.stages - 1) * c.tile_kv * row_bytes
+            rate = min(_SM_BYTES_PER_US, in_flight / _LATENCY_US)
+            return max(together * cta_bytes / rate, blocks * c.rows / 16 * _BLOCK_US) + _CTA_US
+
+        waves, rest = divmod(p.tiles * c.splits, gpu.sm_count * c.ctas_per_sm)
+        busy = waves * wave_us(c.ctas_per_sm)
+        if rest:
+            busy += wave_us(-(-rest // gpu.sm_count))
+        dram = self.work(p).bytes / (_DRAM_RATE * gpu.dram_gbps * 1e3)
+        combine = _MEET_US * c.warps + (_PARTIAL_US * c.splits / c.warps if c.splits > 1 else 0.0)
+        combine += _ALONE_US if c.ctas_per_sm == 1 else 0.0
+        dram += _CTA_US
+        # CTAs of the next launch are placed early where one wave leaves them room.
+        early = (_DEPENDENT_US if waves == 0 else -_DEPENDENT_US) if c.pdl else 0.0
+        return float(_LAUNCH_US - early + max(busy, dram) + (1.0 - _HIDDEN) * min(busy, dram) + combine)
+
+    # -- kernel
+
+    def build(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec) -> Artifact:
+        import cutlass
+        from cutlass.cute.runtime import make_fake_tensor
+
+        from cutekernels.backends import cute as backend
+        from cutekernels.ops.attention import fakes
+
+        cute = cutlass.cute
+        batch, seq_q, heads_q, heads_kv, layers, room = [cute.sym_int() for _ in range(6)]
+
+        def rows(*lead: Any) -> Any:
+            return fakes.rows(p.dtype, p.head_dim, *lead)
+
+        table = None
+        if p.page_size:
+            strides = (cute.sym_int(64), 1)
+            table = make_fake_tensor(cutlass.Int32, (batch, cute.sym_int()), stride=strides, assumed_align=4)
+        split = c.splits > 1
+        number = cutlass.Float32(1.0)
+        return backend.compile(
+            self._body(p, c),
+            rows(batch, seq_q, heads_q),
+            fakes.vector(cutlass.Float32) if p.lse else None,
+            rows(batch, seq_q, heads_q),
+            rows(layers, room, heads_kv),
+            rows(layers, room, heads_kv),
+            fakes.vector(cutlass.Int32, batch),
+            table,
+            number,
+            number,
+            number,
+            cutlass.Int32(0),
+            fakes.vector(cutlass.Float32) if split else None,
+            fakes.vector(cutlass.Int32) if split else None,
+            gpu=gpu,
+        )
+
+    def _body(self, p: DecodeProblem, c: DecodeConfig) -> Any:
+        """The body with its parts."""
+        import cutlass
+
+        from cutekernels.kernels.cute.attention.decode import DecodeAttention
+        from cutekernels.kernels.cute.parts.cache import CacheRows
+        from cutekernels.kernels.cute.parts.mma import WarpMma
+        from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax
+
+        width = padded(p.head_dim)
+        return DecodeAttention(
+            rows_kv=CacheRows(c.rows, p.head_dim, width, c.stages, p.page_size),
+            mma_qk=WarpMma(1, 1, cutlass.Float32, True, True),
+            mma_pv=WarpMma(1, 1, cutlass.Float32, True, False),
+            softmax=OnlineSoftmax(SLACK, p.softcap),
+            warps=c.warps,
+            splits=c.splits,
+            limited=p.window,
+            q_in_registers=width <= WIDEST_IN_REGISTERS,
+            ctas_per_sm=c.ctas_per_sm,
+            dependent=c.pdl,
+        )
+
+    def bind(self, p: DecodeProblem, c: DecodeConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        left = p.window_left if p.window else UNLIMITED
+        empty = p.seq_kv == 0
+        shared = None
+        if c.splits > 1 and p.tiles:
+            shared = Workspace(p.tiles * c.splits * TILE_Q * (padded(p.head_dim) + 2), p.tiles)
+
+        def launch(*args: Any) -> None:
+            out, lse = args[0], args[1] if p.lse else None
+            q, k, v, lengths, table, scale, softcap = args[2 if p.lse else 1 :]
+            if out.numel() == 0:
+                return
+            if empty:
+                out.zero_()
+                if lse is not None:
+                    lse.fill_(-math.inf)
+                return
+            flat = None if lse is None else lse.view(-1)
+            workspace = (None, None) if shared is None else shared.get()
+            kernel(out, flat, q, k, v, lengths, table, *score_factors(scale, softcap), left, *workspace)
+
+        return launch
+
+    # -- mathematics
+
+    def outputs(self, p: DecodeProblem, *args: Any) -> tuple[Tensor, ...]:
+        q = args[0]
+        out = q.new_empty(q.shape)
+        return (out, q.new_empty((p.batch, p.heads_q, p.seq_q), dtype=torch.float32)) if p.lse else (out,)
+
+    def sample(self, p: DecodeProblem, device: str, seed: int) -> tuple[Any, ...]:
+        """Sequences that nearly fill the cache, each of its own length; NaN wherever no sequence has a token."""
+        generator = torch.Generator(device=device).manual_seed(seed)
+        spare = torch.randint(0, min(16, p.seq_kv // 2) + 1, (p.batch,), generator=generator, device=device)
+        lengths = (p.seq_kv - spare).to(torch.int32)
+        return (*posed(p, lengths, generator), p.head_dim**-0.5, 2.0 if p.softcap else 0.0)
+
+    def reference(self, p: DecodeProblem, *args: Any) -> tuple[Tensor, ...]:
+        out, lse = reference(*args, left=p.window_left if p.window else None)
+        return (out, lse) if p.lse else (out,)
+
+    def work(self, p: DecodeProblem) -> Work:
+        queries = p.batch * p.seq_q * p.heads_q
+        moved = 4 * p.batch * p.keys * p.heads_kv * p.head_dim + 4 * queries * p.head_dim + 4 * p.batch
+        if p.page_size:
+            moved += 4 * p.batch * -(-p.keys // p.page_size)
+        whole = AttentionProblem(p.batch, p.seq_q, p.keys, p.heads_q, p.heads_kv, head_dim=p.head_dim, dtype=p.dtype)
+        return Work(
+            flops=4.0 * queries * p.keys * p.head_dim,
+            bytes=float(moved + (4 * queries if p.lse else 0)),
+            depth=depth(whole),
+        )
+
+
+DECODE_ATTENTION = DecodeAttention()
+
+
+def check_page_size(size: int) -> None:
+    """Raises UnsupportedProblem for a number of tokens that no page has."""
+    if size not in PAGE_SIZES:
+        raise UnsupportedProblem(f"a page has {', '.join(map(str, PAGE_SIZES))} tokens, not {size}")
+
+
+def posed(p: DecodeProblem, lengths: Tensor, generator: torch.Generator) -> tuple[Any, ...]:
+    """Random ``(q, k, v, lengths, page table or None)``: NaN in the caches wherever no sequence has a token.
+
+    Pages lie in a random order. Entries of the table that a sequence does not need name a page of NaN.
+    """
+    device = lengths.device
+
+    def normal(*shape: int) -> Tensor:
+        t = torch.empty(shape, device=device, dtype=DTYPES[p.dtype])
+        return t.normal_(generator=generator)
+
+    q = normal(p.batch, p.seq_q, p.heads_q, p.head_dim)
+    size = p.page_size or p.seq_kv
+    entries = -(-p.seq_kv // size) if p.page_size else 1
+    table = None
+    pages = p.batch
+    if p.page_size:
+        pages = p.batch * entries + 1
+        order = torch.randperm(pages - 1, generator=generator, device=device).view(p.batch, entries)
+        needed = torch.arange(entries, device=device) * size < lengths.unsqueeze(-1)
+        table = order.masked_fill(~needed, pages - 1).to(torch.int32)
+    caches = [normal(pages, size, p.heads_kv, p.head_dim) for _ in range(2)]
+    filled = (torch.arange(entries * size, device=device) < lengths.unsqueeze(-1)).view(p.batch, entries, size)
+    tokens = torch.zeros(pages, size, dtype=torch.bool, device=device)
+    if table is None:
+        tokens = filled[:, 0]
+    else:
+        tokens[table.long()[needed]] = filled[needed]
+    for t in caches:
+        t.masked_fill_(~tokens[..., None, None], math.nan)
+    return q, *caches, lengths, table
+
+
+def reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    table: Tensor | None,
+    scale: float,
+    softcap: float,
+    *,
+    left: int | None,
+) -> tuple[Tensor, Tensor]:
+    """The same mathematics in plain PyTorch, in fp64, rounded once: ``(out, lse)``; a sequence at a time."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    kind = torch.promote_types(q.dtype, torch.float32)
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=kind)
+    for b, length in enumerate(lengths.tolist()):
+        if table is None:
+            k, v = k_cache[b, :length], v_cache[b, :length]
+        else:
+            pages = table[b, : -(-length // k_cache.shape[1])].long()
+            k, v = (t[pages].flatten(0, 1)[:length] for t in (k_cache, v_cache))
+        out[b : b + 1], lse[b : b + 1] = attend(
+            q[b : b + 1], k[None], v[None], None, None, None, scale, softcap, left=left, right=0
+        )
+    return out, lse
+
+
+# ---- arithmetic of the rules ----------------------------------------------------------------------------
+
+
+def registers_per_thread(p: DecodeProblem, c: DecodeConfig) -> int:
+    """About what the compiler will need: accumulators of both products, queries, and the rest."""
+    width = padded(p.head_dim)
+    queries = width // 4 if width <= WIDEST_IN_REGISTERS else 0
+    return width // 2 + c.rows // 2 + queries + OTHER_REGISTERS
+
+
+@cache
+def _every() -> tuple[DecodeConfig, ...]:
+    return tuple(DecodeConfig.every())
+
+
+@cache
+def _default(op: DecodeAttention, p: DecodeProblem, gpu: GpuSpec) -> DecodeConfig:
+    candidates = [c for c in _every() if op.why_not(p, c, gpu) is None]
+    best = min(candidates, key=lambda c: (op.estimate_us(p, c, gpu), str(c)), default=None)
+    assert best is not None, f"no config for {p} on {gpu.name}"
+    return best

@@ -1,0 +1,321 @@
+"""``decode_attention``: the public function over the declaration in ``attention_decode.py``, registered with torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutekernels import dispatch
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.attention import replay as attend_calls
+from cutekernels.ops.attention.api import canonical
+from cutekernels.ops.attention.decode import (
+    DECODE_ATTENTION,
+    MOST_QUERIES,
+    DecodeConfig,
+    DecodeProblem,
+    check_page_size,
+    reference,
+)
+from cutekernels.ops.attention.op import DTYPES, UNLIMITED, WIDEST
+from cutekernels.ops.shared.strides import overlaps_itself, relation
+from cutekernels.ops.shared.tensor_op import define, no_gradient, refuse_gradient
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_WIDEST_HEAD = 256
+
+
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    page_table: Tensor | None = None,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    config: DecodeConfig | str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``out = softmax(scale * q k^T) v`` of each sequence's last tokens over its cache, in fp32, rounded once.
+
+    The queries' own keys and values are in the cache already, and counted in its length: the last query sees
+    ``cache_seqlens`` keys, the one before one less.
+
+    Args:
+        q: ``(B, HQ, D)``, or ``(B, SQ, HQ, D)`` with up to 16 tokens of each sequence, fp16 or bf16; D a multiple of 8
+            up to 256. D contiguous and rows 16-byte aligned; anything else costs a copy.
+        k_cache: ``(B, T_MAX, HKV, D)``, or ``(PAGES, PAGE_SIZE, HKV, D)`` with a page size of 16, 32, 64, 128 or 256;
+            dtype of ``q``; HKV divides HQ. D contiguous and rows 16-byte aligned, for a cache is not copied.
+        v_cache: shape and dtype of ``k_cache``.
+        cache_seqlens: int32 ``(B,)``, tokens of each sequence in the cache. Read on the device, so that a captured
+            graph is good for any lengths; one above what the cache has room for counts as just that. What a cache
+            holds beyond a length is never read.
+        page_table: int32 ``(B, MAX_PAGES)``: the page of each ``PAGE_SIZE`` tokens of a sequence. Entries that no query
+            sees a token of may be anything.
+        scale: factor of ``q k^T``, above 0; ``1 / sqrt(D)`` if left out.
+        window: ``(left, None)``: a query sees this many keys before its own. None is no limit.
+        softcap: scores become ``softcap * tanh(score / softcap)``.
+        return_lse: return the rows' log-sum-exp too.
+        out: where to write: shape and dtype of ``q``, memory of its own.
+        config: overrides the tuned choice, as a :class:`DecodeConfig` or its text. Ignored on the CPU.
+
+    Returns:
+        Shape and dtype of ``q``, or ``out``; with ``return_lse`` also fp32 ``(B, HQ)`` or ``(B, HQ, SQ)``. A query that
+        sees nothing has 0, and -inf as lse.
+
+    Raises:
+        UnsupportedProblem: a dtype, head dim or page size no kernel takes, mismatched shapes, dtypes or devices, a
+            cache whose rows are not aligned, options out of range, an ``out`` that overlaps an input or itself; and in
+            the backward pass, which does not exist.
+        InvalidConfig: ``config`` breaks a rule of the op.
+    """
+    single = q.dim() == 3
+    queries = q.unsqueeze(1) if single else q
+    factor = (1.0 / math.sqrt(q.shape[-1]) if q.dim() and q.shape[-1] else 1.0) if scale is None else float(scale)
+    cap = 0.0 if softcap is None else float(softcap)
+    if softcap is not None and not 0.0 < cap < math.inf:
+        raise UnsupportedProblem(f"softcap must be above 0 and finite; it is {softcap}: leave it out for none")
+    operands = (queries, k_cache, v_cache, cache_seqlens, page_table)
+    left, text = _left(window), None if config is None else str(config)
+    if out is not None and out.shape != q.shape:
+        raise UnsupportedProblem(f"out must have q's shape {tuple(q.shape)}; it has {tuple(out.shape)}")
+    target = out.unsqueeze(1) if single and out is not None else out
+    known = (left, cap > 0.0, return_lse, text)
+    met = attend_calls.again(DECODE_ATTENTION, target, operands, known, (factor, cap))
+    result: Tensor
+    lse: Tensor
+    if met is not None:
+        result, lse = met
+    elif target is None:
+        result, lse = torch.ops.cutekernels.decode_attention(*operands, left, factor, cap, return_lse, text)
+    else:
+        refuse_gradient(q, k_cache, v_cache, target)
+        lse = torch.ops.cutekernels.decode_attention_out(*operands, target, left, factor, cap, return_lse, text)
+    if out is not None:
+        result = out
+    elif single:
+        result = result.squeeze(1)
+    if not return_lse:
+        return result
+    return result, lse.squeeze(2) if single else lse
+
+
+def _left(window: tuple[int | None, int | None] | None) -> int:
+    """The window's left side, -1 for no limit."""
+    if window is None:
+        return -1
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise UnsupportedProblem(f"window must be (left, None), left a number of keys or None; it is {window!r}")
+    left, right = window
+    if right not in (None, 0):
+        raise UnsupportedProblem(f"window's right side must be None: there are no later keys; it is {right}")
+    if left is not None and not 0 <= left < UNLIMITED:
+        raise UnsupportedProblem(f"window's left side must be from 0 up to 2^30; it is {left}: write None for no limit")
+    return -1 if left is None else int(left)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, scale: float) -> None:
+    """Raises UnsupportedProblem for arguments that pose no problem."""
+    if q.dim() != 4:
+        raise UnsupportedProblem(f"q must be (B, HQ, D) or (B, SQ, HQ, D); its shape is {tuple(q.shape)}")
+    form = "(B, T_MAX, HKV, D)" if table is None else "(PAGES, PAGE_SIZE, HKV, D)"
+    for name, t in (("k_cache", k), ("v_cache", v)):
+        if t.dim() != 4:
+            raise UnsupportedProblem(f"{name} must be {form}; its shape is {tuple(t.shape)}")
+        if t.dtype != q.dtype or t.device != q.device:
+            raise UnsupportedProblem(
+                f"{name} must have q's dtype {q.dtype} and device {q.device}; it has {t.dtype} on {t.device}"
+            )
+    if not q.dtype.is_floating_point or (q.device.type != "cpu" and q.dtype not in _NAMES):
+        raise UnsupportedProblem(f"decode_attention takes fp16 and bf16; got {q.dtype}")
+    if k.shape != v.shape:
+        raise UnsupportedProblem(
+            f"k_cache and v_cache must have one shape; they have {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    batch, seq_q, heads_q, head_dim = q.shape
+    if not 1 <= seq_q <= MOST_QUERIES:
+        raise UnsupportedProblem(
+            f"a sequence has from 1 to {MOST_QUERIES} queries here, not {seq_q}: attention takes more"
+        )
+    if head_dim % WIDEST or not 0 < head_dim <= _WIDEST_HEAD:
+        raise UnsupportedProblem(f"the head dim must be a multiple of {WIDEST} up to {_WIDEST_HEAD}; it is {head_dim}")
+    if k.shape[3] != head_dim or (table is None and k.shape[0] != batch):
+        raise UnsupportedProblem(
+            f"q and k_cache must agree in head dim and batch; their shapes are {tuple(q.shape)} and {tuple(k.shape)}"
+            + (": pages need a page_table" if table is None else "")
+        )
+    heads_kv = k.shape[2]
+    if heads_kv == 0 or heads_q % heads_kv:
+        raise UnsupportedProblem(f"k_cache's {heads_kv} heads must divide q's {heads_q}")
+    if not 0.0 < scale < math.inf:
+        raise UnsupportedProblem(f"scale must be above 0 and finite; it is {scale}: negate q for the opposite sign")
+    _check_index("cache_seqlens", lengths, 1, q)
+    if table is not None:
+        _check_index("page_table", table, 2, q)
+        check_page_size(k.shape[1])
+
+
+def _check_index(name: str, t: Tensor, rank: int, q: Tensor) -> None:
+    if t.dtype != torch.int32 or t.dim() != rank or t.shape[0] != q.shape[0] or t.device != q.device:
+        form = f"({q.shape[0]},)" if rank == 1 else f"({q.shape[0]}, MAX_PAGES)"
+        raise UnsupportedProblem(
+            f"{name} must be int32, {form}, on {q.device}; it is {t.dtype}, {tuple(t.shape)}, on {t.device}"
+        )
+
+
+def _check_out(out: Tensor, q: Tensor, *inputs: Tensor | None) -> None:
+    if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device:
+        raise UnsupportedProblem(
+            f"out must be {tuple(q.shape)}, {q.dtype}, on {q.device}; it is {tuple(out.shape)}, {out.dtype}, "
+            f"on {out.device}"
+        )
+    if overlaps_itself(out):
+        raise UnsupportedProblem(f"out must not overlap itself; its strides are {out.stride()}: give it dense memory")
+    if any(t is not None and relation(out, t) != "apart" for t in (q, *inputs)):
+        raise UnsupportedProblem("out overlaps an input: give it memory of its own")
+
+
+def pose(
+    q: Tensor, k: Tensor, table: Tensor | None, left: int, softcap: float, lse: bool
+) -> DecodeProblem:  # fmt: skip
+    """The problem these checked arguments pose."""
+    return DecodeProblem(
+        batch=q.shape[0],
+        seq_kv=k.shape[1] if table is None else table.shape[1] * k.shape[1],
+        heads_q=q.shape[2],
+        heads_kv=k.shape[2],
+        seq_q=q.shape[1],
+        window_left=max(left, 0),
+        head_dim=q.shape[3],
+        dtype=_NAMES[q.dtype],
+        page_size=0 if table is None else k.shape[1],
+        window=left >= 0,
+        softcap=softcap > 0.0,
+        lse=lse,
+    )
+
+
+def readable(t: Tensor) -> bool:
+    """Whether kernels read ``t`` where it lies: rows contiguous, 16-byte aligned."""
+    aligned = all(s % WIDEST == 0 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1)
+    return t.stride(-1) == 1 and aligned and t.data_ptr() % 16 == 0
+
+
+def _cache(name: str, t: Tensor) -> Tensor:
+    """``t`` with strides that kernels take. Raises UnsupportedProblem where only a copy would do."""
+    if not readable(t):
+        raise UnsupportedProblem(
+            f"{name} must have D contiguous and rows 16-byte aligned; its strides are {t.stride()} and it begins "
+            f"{t.data_ptr() % 16} bytes behind a multiple of 16: a cache is not copied, allocate it so"
+        )
+    return _fitted(t)
+
+
+def _fitted(t: Tensor) -> Tensor:
+    """A readable ``t`` with strides that kernels take: 0 where there is one of something."""
+    return t.as_strided(t.shape, (*[0 if n == 1 else s for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)], 1))
+
+
+def _run(
+    into: Tensor | None, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None,
+    left: int, scale: float, softcap: float, return_lse: bool, config: str | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Poses, plans and launches for checked GPU tensors: ``(into or a new tensor, lse)``, lse empty if not asked."""
+    out = q.new_empty(q.shape) if into is None else into
+    lse = fresh_lse(q, return_lse)
+    if out.numel() == 0:
+        return out, lse
+    operands = (q, k, v, lengths, table)
+    with torch.cuda.device(q.device):
+        problem = pose(q, k, table, left, softcap, return_lse)
+        plan = dispatch.plan(DECODE_ATTENTION, problem, q.get_device(), config)
+        target = out if readable(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
+        fitted = _fitted(target)
+        caches = _cache("k_cache", k), _cache("v_cache", v)
+        pages = None if table is None else table.contiguous()
+        posed = (canonical(q), *caches, lengths.contiguous(), pages)
+        more = (lse,) if return_lse else ()
+        plan.launch(fitted, *more, *posed, scale, softcap)
+        if target is not out:
+            out.copy_(target)
+    known = (left, softcap > 0.0, return_lse, config)
+    attend_calls.remember(DECODE_ATTENTION, into, operands, known, plan.launch, (out, *more), (fitted, *posed))
+    return out, lse
+
+
+def fresh_lse(q: Tensor, wanted: bool) -> Tensor:
+    kind = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1]) if wanted else (0,), dtype=kind)
+
+
+# ---- torch.library --------------------------------------------------------------------------------------
+
+_ARGS = "Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? page_table"
+_OPTIONS = "int window_left, float scale, float softcap, bool return_lse, str? config=None"
+
+
+def register(library: torch.library.Library) -> None:
+    """Defines the ops in ``library`` (namespace "cutekernels"): schemas, GPU and CPU, fakes, autograd."""
+    define(library, f"decode_attention({_ARGS}, {_OPTIONS}) -> (Tensor, Tensor)", _cuda, _cpu, _fake)
+    into = f"decode_attention_out({_ARGS}, Tensor(a!) out, {_OPTIONS}) -> Tensor"
+    define(library, into, _out_cuda, _out_cpu, _out_fake)
+    torch.library.register_autograd("cutekernels::decode_attention", no_gradient("decode_attention"), lib=library)
+
+
+def _cuda(*args: Any) -> tuple[Tensor, Tensor]:
+    operands, options, config = args[:5], args[5:9], args[9] if len(args) > 9 else None
+    check(*(*operands, options[1]))
+    return _run(*(None, *operands, *options, config))
+
+
+def _cpu(*args: Any) -> tuple[Tensor, Tensor]:
+    operands, options = args[:5], args[5:9]
+    check(*(*operands, options[1]))
+    return _on_cpu(operands, options)
+
+
+def _fake(*args: Any) -> tuple[Tensor, Tensor]:
+    operands, options = args[:5], args[5:9]
+    check(*(*operands, options[1]))
+    q = operands[0]
+    return q.new_empty(q.shape), fresh_lse(q, options[3])
+
+
+def _out_cuda(*args: Any) -> Tensor:
+    operands, out, options, config = args[:5], args[5], args[6:10], args[10] if len(args) > 10 else None
+    check(*(*operands, options[1]))
+    _check_out(out, *operands)
+    torch.autograd.graph.increment_version(out)
+    return _run(*(out, *operands, *options, config))[1]
+
+
+def _out_cpu(*args: Any) -> Tensor:
+    operands, out, options = args[:5], args[5], args[6:10]
+    check(*(*operands, options[1]))
+    _check_out(out, *operands)
+    result, lse = _on_cpu(operands, options)
+    out.copy_(result)
+    return lse
+
+
+def _out_fake(*args: Any) -> Tensor:
+    operands, out, options = args[:5], args[5], args[6:10]
+    check(*(*operands, options[1]))
+    if out.shape != operands[0].shape or out.dtype != operands[0].dtype:
+        raise UnsupportedProblem(f"out must be {tuple(operands[0].shape)}, {operands[0].dtype}")
+    return fresh_lse(operands[0], options[3])
+
+
+def _on_cpu(operands: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    q, k, v, lengths, table = operands
+    left, scale, softcap, return_lse = options
+    room = k.shape[1] if table is None else table.shape[1] * k.shape[1]
+    seen = lengths.clamp(0, room)  # as the kernel does, which cannot raise
+    out, lse = reference(q, k, v, seen, table, scale, softcap, left=None if left < 0 else left)
+    return out, lse if return_lse else fresh_lse(q, False)

@@ -1,0 +1,51 @@
+"""How a GEMM is launched where addresses and numbers say all: no C, no bias, one matrix each, no shared tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from cutekernels.ops.gemm.op import GemmConfig, GemmProblem
+
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+
+
+def addressed(p: GemmProblem, c: GemmConfig) -> bool:
+    """Whether the kernel takes addresses, as :class:`~cutekernels.kernels.cute.addressed.Addressed` does."""
+    return p.c == "none" and p.bias == "none" and not p.batched and not p.wide and not c.shares_tiles
+
+
+def contiguous(p: GemmProblem) -> tuple[int, int, int]:
+    """Which extent of out, a and b is contiguous, 0 or 1."""
+    return int(p.out_major == "n"), int(p.a_major == "k"), int(p.b_major == "n")
+
+
+class AddressedLaunch:
+    """``launch(out, a, b, c, bias, alpha, beta)`` over a kernel that takes addresses.
+
+    A caller that knows :meth:`numbers` from before calls ``kernel(out, a, b, *numbers, alpha, beta, stream)`` itself,
+    with addresses, and the current stream's handle.
+    """
+
+    __slots__ = ("_along", "kernel")
+
+    def __init__(self, kernel: Callable[..., Any], along: tuple[int, int, int]) -> None:
+        self.kernel = kernel
+        self._along = along
+
+    def numbers(self, out: Tensor, a: Tensor, b: Tensor) -> tuple[int, ...]:
+        """m, n, k and the pitches of out, a and b, which follow from shapes and strides."""
+        pitches = [
+            t.stride(1 - along) if t.shape[1 - along] > 1 else 0  # a stride that is never taken may be anything
+            for t, along in zip((out, a, b), self._along, strict=True)
+        ]
+        return (*out.shape, a.shape[1], *pitches)
+
+    def __call__(self, out: Tensor, a: Tensor, b: Tensor, c: None, bias: None, alpha: float, beta: float) -> None:
+        stream = current_stream(out.get_device())
+        addresses = out.data_ptr(), a.data_ptr(), b.data_ptr()
+        self.kernel(*addresses, *self.numbers(out, a, b), alpha, beta, stream)

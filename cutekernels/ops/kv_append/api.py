@@ -1,0 +1,95 @@
+"""``kv_append``: the function over the declaration in ``kv_append.py``, and its registration with torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.kv_append.op import KV_APPEND, KvAppendConfig
+from cutekernels.ops.rope import refuse_table_gradient
+from cutekernels.ops.shared import tensor_op
+
+
+def kv_append(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    state: Tensor,
+    *,
+    page_table: Tensor | None = None,
+    counts: Tensor | None = None,
+    q: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    interleaved: bool = False,
+    config: KvAppendConfig | str | None = None,
+) -> None:
+    """Writes new tokens behind each sequence's end and moves the end: what :meth:`KVCache.append` runs, and says.
+
+    Args:
+        k: ``(B, S, Hkv, D)``, fp16, bf16 or fp32 (on the CPU fp64 too). Any strides; D contiguous is fast.
+        v: shape and dtype of ``k``.
+        k_cache: ``(B, T_MAX, Hkv, D)``, or ``(PAGES, PAGE_SIZE, Hkv, D)`` beside a ``page_table``; D contiguous.
+        v_cache: shape and dtype of ``k_cache``.
+        state: int32 ``(3, B)``: lengths, tokens that found no room, and zeros. Updated.
+        page_table: int32 ``(B, MAX_PAGES)``; an entry that is no page's number has no room.
+        counts: int32 ``(B,)``: how many of its S tokens each sequence appends, the first ones; None for all.
+        q: ``(B, S, Hq, D)``, turned in place beside ``k``.
+        cos: ``(T, R/2)`` or ``(B or 1, S, R)``, as :func:`cutekernels.rope` takes it; None to turn nothing.
+        sin: shape and dtype of ``cos``.
+        interleaved: pairs of neighbours instead of halves.
+        config: overrides the tuned choice, as a :class:`KvAppendConfig` or its text. Ignored on the CPU.
+
+    Raises:
+        UnsupportedProblem: a dtype no kernel takes, shapes, dtypes, devices or strides that do not fit, operands that
+            overlap, a call that asks for gradients.
+        InvalidConfig: ``config`` breaks a rule of the op.
+    """
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v)):
+        raise UnsupportedProblem("kv_append is not differentiable: detach its operands, or call under torch.no_grad()")
+    if cos is not None and sin is not None:
+        refuse_table_gradient(cos, sin)
+    queries = k.new_empty((*k.shape[:2], 0, *k.shape[3:])) if q is None else q
+    results = (queries, k_cache, v_cache, state)
+    operands = (queries, k, v, state, page_table, counts, cos, sin)
+    if tensor_op.eager(KV_APPEND, results, operands, (interleaved,), (), config) is None:
+        text = None if config is None else str(config)
+        torch.ops.cutekernels.kv_append(
+            q, k, v, k_cache, v_cache, state, page_table, counts, cos, sin, interleaved, text
+        )
+
+
+# ---- torch.library --------------------------------------------------------------------------------------
+
+
+def register(library: torch.library.Library) -> None:
+    """Defines ``kv_append`` in ``library``, which updates q, the caches and the state, for GPU, CPU and fakes."""
+    tensor_op.define(library, f"kv_append({KV_APPEND.schema}, str? config=None) -> ()", _cuda, _cpu, _fake)
+
+
+def _operands(args: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+    """Results and inputs of a launch, from the arguments of torch's op."""
+    q, k, v, k_cache, v_cache, state, *rest = args[:10]
+    queries = k.new_empty((*k.shape[:2], 0, *k.shape[3:])) if q is None else q
+    return (queries, k_cache, v_cache, state), (queries, k, v, state, *rest)
+
+
+def _cuda(*args: Any) -> None:
+    results, inputs = _operands(args)
+    tensor_op.run(KV_APPEND, results, inputs, options=(args[10],), config=args[11] if len(args) > 11 else None)
+
+
+def _cpu(*args: Any) -> None:
+    results, inputs = _operands(args)
+    KV_APPEND.admit(inputs, results, interleaved=args[10])
+    tensor_op.check_overlap(KV_APPEND, results, inputs)
+    KV_APPEND.update(results, inputs, interleaved=args[10])
+
+
+def _fake(*args: Any) -> None:
+    results, inputs = _operands(args)
+    KV_APPEND.admit(inputs, results, interleaved=args[10])

@@ -1,0 +1,273 @@
+"""Grouping tokens by expert for a grouped GEMM, and bringing the results back.
+
+A mixture of experts, for tokens ``x`` (T, H), K experts each out of E::
+
+    weights, ids = moe_route(x @ router.T, K)                 # (T, K) fp32, (T, K) int32
+    order, offsets, inverse = moe_permute(ids, E)             # (T*K,), (E+1,), (T, K), all int32
+    rows = moe_gather(x, inverse)                             # (T*K, H), grouped by expert
+    y = grouped_gemm(rows, experts, offsets)                  # rows[offsets[e] : offsets[e+1]] @ experts[e]
+    out = moe_combine(y, inverse, weights)                    # (T, H)
+
+A *pair* is a token and one of its slots, ``t * K + j``. Row r of the grouped order holds pair ``order[r]``, so a GEMM
+that gathers for itself reads ``x[order[r] // K]``; pair p went to row ``inverse.flatten()[p]``. The order is stable:
+within a group, pairs stand as they came. Nothing waits for the host, which learns no group's size: ``offsets`` is for
+kernels (``torch._grouped_mm`` takes ``offs=offsets[1:]``).
+
+Everything is deterministic: moving rows is a permutation, so the gradient of one way is the other, and sums run over
+a token's slots in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain, power_of_two
+from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared.layout import check_contiguous
+from cutekernels.ops.shared.tensor_op import TensorOp, check_alike, present
+
+if TYPE_CHECKING:
+    from cutekernels.backends import Artifact
+    from cutekernels.gpu import GpuSpec
+
+MAX_GROUPS = 1023
+MAX_PAIRS = (1 << 31) - (1 << 20)  # what int32 numbers, with room for the last block
+_INDEX_NAMES = {torch.int32: "i32", torch.int64: "i64"}
+
+
+# ---- the order ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MoePermuteProblem(Problem):
+    """``pairs`` ids of type ``index``, each naming one of ``experts`` groups."""
+
+    pairs: int = extent(ladder)
+    experts: int = extent()
+    index: str = plain("i32", "i64")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_groups(self.experts)
+
+    @property
+    def bins(self) -> int:
+        """One for each expert and one for ids that name none, to a power of two."""
+        return max(32, power_of_two(self.experts + 1))
+
+    def static(self) -> tuple[tuple[str, Scalar], ...]:
+        return (*super().static(), ("bins", self.bins))
+
+
+_PROGRAMS = (1, 32, 128, 256)
+
+
+@dataclass(frozen=True)
+class MoePermuteConfig(Config):
+    """At most ``programs``, in blocks of ``block`` ids. ``passes=1``: each program counts all ids by itself."""
+
+    block: int = knob(256, 512, 1024, 2048)
+    programs: int = knob(*_PROGRAMS)
+    passes: int = knob(1, 2)
+    warps: int = knob(4, 8)
+
+
+_SORTED = 8  # more spill on Ampere, and take half a minute to compile
+_RECOUNTED = 16  # blocks that every program may count for itself
+
+
+class MoePermute(TensorOp[MoePermuteProblem, MoePermuteConfig]):
+    """``(order, offsets, inverse)`` of a stable sort by expert. Arguments: ids."""
+
+    name = "moe_permute"
+    revision = 1
+    Problem = MoePermuteProblem
+    Config = MoePermuteConfig
+    suite = (
+        "pairs=8 experts=128",
+        "pairs=128 experts=128",
+        "pairs=1999 experts=60 index=i64",
+        "pairs=8192 experts=8",
+        "pairs=32768 experts=128",
+        "pairs=40960 experts=512",
+        "pairs=262144 experts=256",
+        "pairs=16777216 experts=128",
+    )
+    results = ("order", "offsets", "inverse")
+    inputs = ("ids",)
+    options = ("experts",)
+    schema = "Tensor ids, int experts"
+    in_place = False
+    flattens = False
+
+    def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
+        (ids,) = present(inputs)
+        if ids.dtype not in _INDEX_NAMES:
+            raise UnsupportedProblem(f"moe_permute takes ids in int32 or int64; got {ids.dtype}")
+        _check_groups(options["experts"])
+        if ids.numel() > MAX_PAIRS:
+            raise UnsupportedProblem(f"moe_permute takes up to {MAX_PAIRS} ids, numbered in int32; got {ids.numel()}")
+        for t, like in zip(results, self.fresh(*inputs, **options), strict=bool(results)):
+            check_alike(self, like, [t])
+        check_contiguous(self, results)
+
+    def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
+        (ids,) = present(inputs)
+        kind: Any = {"dtype": torch.int32}
+        return (
+            ids.new_empty(ids.numel(), **kind),
+            ids.new_empty(options["experts"] + 1, **kind),
+            ids.new_empty(ids.shape, **kind),
+        )
+
+    def problem(self, *operands: Tensor | None, **options: Any) -> MoePermuteProblem:
+        ids = present(operands)[3]
+        return MoePermuteProblem(ids.numel(), options["experts"], _INDEX_NAMES[ids.dtype])
+
+    def why_not(self, p: MoePermuteProblem, c: MoePermuteConfig, gpu: GpuSpec) -> str | None:
+        blocks = -(-p.pairs // c.block)
+        if c.block > max(256, power_of_two(p.pairs)):
+            return f"block={c.block} idles most of a block with {p.pairs} ids"
+        if c.block > _SORTED * 32 * c.warps:
+            return f"a thread sorts {c.block // (32 * c.warps)} ids of a block; at most {_SORTED}"
+        fewer = max((n for n in _PROGRAMS if n < c.programs), default=0)
+        if fewer >= max(1, blocks):
+            return f"programs={c.programs}: {fewer} are enough for {blocks} blocks"
+        if c.passes == 1 and blocks > _RECOUNTED:
+            return f"passes=1 has every program count {blocks} blocks; at most {_RECOUNTED}"
+        if c.passes == 2 and min(c.programs, blocks) <= 1:
+            return "one program needs no second pass"
+        return None
+
+    def default(self, p: MoePermuteProblem, gpu: GpuSpec) -> MoePermuteConfig:
+        # One program for what one block holds; else small blocks, until there is one for every program.
+        block = min(1024, max(256, power_of_two(p.pairs)))
+        if p.pairs > block:
+            block = max(256, min(block, power_of_two(p.pairs // 128)))
+        blocks = -(-p.pairs // block)
+        programs = next((n for n in _PROGRAMS if n >= blocks or n > gpu.sm_count), _PROGRAMS[-1])
+        passes = 1 if blocks <= 4 else 2
+        return MoePermuteConfig(block, programs, passes, 8 if block >= 512 else 4)
+
+    def grid(self, p: MoePermuteProblem, c: MoePermuteConfig) -> tuple[int, int, int]:
+        return max(1, -(-p.pairs // self.run(p, c))), 1, 1
+
+    def run(self, p: MoePermuteProblem, c: MoePermuteConfig) -> int:
+        """Ids of one program: whole blocks."""
+        blocks = max(1, -(-p.pairs // c.block))
+        return -(-blocks // min(c.programs, blocks)) * c.block
+
+    def estimate_us(self, p: MoePermuteProblem, c: MoePermuteConfig, gpu: GpuSpec) -> float:
+        programs, blocks = self.grid(p, c)[0], max(1, -(-p.pairs // c.block))
+        waves = -(-programs // (gpu.sm_count * 4))
+        count = 0.6 + 0.3 * c.block / (32 * c.warps * 4)
+        place = 1.0 + 1.2 * c.block / (32 * c.warps * 4)
+        own = self.run(p, c) // c.block
+        counting = count * (blocks if c.passes == 1 else own) * waves
+        reading = 0.0 if c.passes == 1 else 1.0 + programs * p.bins / 8192 * 0.6
+        memory = self.work(p).bytes / (gpu.dram_gbps * 1e3 * 0.7)
+        return 1.5 * c.passes + max(memory, counting + reading + place * own * waves)
+
+    def build(self, p: MoePermuteProblem, c: MoePermuteConfig, gpu: GpuSpec) -> Artifact:
+        from cutekernels.backends.triton import compile_kernel
+        from cutekernels.kernels.triton.moe import permute as permutation
+
+        signature = dict.fromkeys(["order_ptr", "offsets_ptr", "inverse_ptr"], "*i32") | {"ids_ptr": f"*{p.index}"}
+        signature |= {"counts_ptr": "*i32", "pairs": "i32", "experts": "i32", "run": "i32", "phase": "i32"}
+        constants: dict[str, int | bool | str] = {"BINS": p.bins, "BLOCK": c.block, "PASSES": c.passes}
+        return compile_kernel(
+            permutation.moe_permute,
+            signature=signature | dict.fromkeys(constants, "constexpr"),
+            constexprs=constants,
+            divisible={"counts_ptr": 16, "run": c.block},
+            options={"num_warps": c.warps},
+            gpu=gpu,
+        )
+
+    def bind(self, p: MoePermuteProblem, c: MoePermuteConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
+        grid, run, pairs, experts, bins = self.grid(p, c), self.run(p, c), p.pairs, p.experts, p.bins
+
+        def launch(order: Tensor, offsets: Tensor, inverse: Tensor, ids: Tensor) -> None:
+            dense = ids.contiguous()
+            to = (order.data_ptr(), offsets.data_ptr(), inverse.data_ptr(), dense.data_ptr())
+            if c.passes == 1:
+                kernel(grid, *to, 0, pairs, experts, run, 1)
+            else:
+                counts = order.new_empty(grid[0] * bins)
+                kernel(grid, *to, counts.data_ptr(), pairs, experts, run, 0)
+                kernel(grid, *to, counts.data_ptr(), pairs, experts, run, 1)
+
+        return launch
+
+    def outputs(self, p: MoePermuteProblem, *args: Tensor) -> tuple[Tensor, ...]:
+        return self.fresh(*args, experts=p.experts)
+
+    def sample(self, p: MoePermuteProblem, device: str, seed: int) -> tuple[Tensor, ...]:
+        draw = torch.Generator(device).manual_seed(seed)
+        kind = next(kind for kind, name in _INDEX_NAMES.items() if name == p.index)
+        # Some experts are more popular than others.
+        popularity = torch.randn(p.pairs, generator=draw, device=device).sigmoid()
+        return ((popularity * p.experts).to(kind).clamp_(0, p.experts - 1),)
+
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        (ids,) = args
+        experts = options["experts"]
+        bins = torch.where((ids >= 0) & (ids < experts), ids, experts).flatten().long()
+        order = torch.argsort(bins, stable=True)
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=ids.device))
+        counts = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
+        counts.scatter_add_(0, bins, torch.ones_like(bins))
+        offsets = counts.cumsum(0) - counts
+        return order.int(), offsets.int(), inverse.int().view(ids.shape)
+
+    def work(self, p: MoePermuteProblem) -> Work:
+        return Work(0.0, float(p.pairs * (8 + (4 if p.index == "i32" else 8)) + 4 * (p.experts + 1)))
+
+
+def _check_groups(experts: int) -> None:
+    if not 1 <= experts <= MAX_GROUPS:
+        raise UnsupportedProblem(f"moe_permute groups by 1 to {MAX_GROUPS} experts; got {experts}")
+
+
+MOE_PERMUTE = MoePermute()
+
+
+# ---- the function ---------------------------------------------------------------------------------------
+
+
+def moe_permute(
+    ids: Tensor, num_experts: int, *, config: MoePermuteConfig | str | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Groups (token, slot) pairs by expert, stably: what a grouped GEMM needs (see this file's text).
+
+    Args:
+        ids: ``(..., K)``, int32 or int64, any strides: the expert of each pair, pairs numbered front to back. An id
+            that names no expert (-1, say, for one on another device) is grouped behind all others.
+        num_experts: E, from 1 to 1023.
+        config: overrides the tuned choice, as a :class:`MoePermuteConfig` or its text. Ignored on the CPU.
+
+    Returns:
+        ``(order, offsets, inverse)``, int32. ``order`` ``(T*K,)``: the pairs, grouped. ``offsets`` ``(E+1,)``: expert
+        e has rows ``offsets[e]`` to ``offsets[e+1]`` of the grouped order. ``inverse``, shaped as ``ids``: the row
+        of each pair. ``order`` and ``inverse`` are permutations of ``range(T*K)`` whatever the ids are.
+
+    Raises:
+        UnsupportedProblem: another dtype, more than 1023 experts, more than 2^31 - 2^20 pairs.
+        InvalidConfig: ``config`` breaks a rule of the op.
+    """
+    found = tensor_op.eager(MOE_PERMUTE, None, (ids,), (num_experts,), (), config)
+    if found is not None:
+        return found[0], found[1], found[2]
+    text = None if config is None else str(config)
+    return torch.ops.cutekernels.moe_permute(ids, num_experts, text)  # type: ignore[no-any-return]
+
+
+def register(library: torch.library.Library) -> None:
+    """Defines the op of this file in ``library``."""
+    tensor_op.register(library, MOE_PERMUTE)

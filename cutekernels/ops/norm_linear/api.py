@@ -1,0 +1,216 @@
+"""``rms_norm_linear`` and ``linear_silu_mul``: what surrounds the projections of a transformer block.
+
+Up to 128 tokens both are ops of their own (``norm_linear_op.py``), where the tuner weighs one kernel against the ops
+they are made of, one after the other. Beyond, with a residual, with ``exact`` and where gradients are wanted, they are
+those ops, which keep what a gradient needs (``norm_linear_chain.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.gemm.skinny import MOST_TOKENS
+from cutekernels.ops.norm_linear.chain import linear_then_gate, norm_then_linear
+from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
+from cutekernels.ops.norm_linear.problem import NormLinearConfig
+from cutekernels.ops.shared import tensor_op
+
+
+def rms_norm_linear(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    rstd: Tensor | None = None,
+    activation: str | None = None,
+    exact: bool = False,
+    out: Tensor | None = None,
+    config: NormLinearConfig | str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``y = activation(rms_norm(u) @ weight.T + bias)`` with ``u = x``, or ``u = x + residual`` rounded to its type.
+
+    The product accumulates in fp32. Each of its terms has one rounding to the type of ``x``: one after the other, the
+    ops round the normalised rows; the fused kernels round ``norm_weight * weight`` (``body=skinny``) or, in bf16,
+    ``x * norm_weight`` (``body=specialized``), and multiply the fp32 sums by rstd. In fp16 that wants ``norm_weight *
+    weight`` below 4094, and keeps its bits down to 4e-6.
+
+    Args:
+        x: ``(..., K)``, fp16 or bf16 (on the CPU fp32 and fp64 too), any strides.
+        norm_weight: ``(K,)``, dtype of ``x`` or fp32; None for ones, say where :func:`fold` has put it into ``weight``.
+        weight: ``(N, K)``, dtype of ``x``: the layout of ``nn.Linear.weight``.
+        bias: ``(N,)``, dtype of ``x`` or fp32.
+        eps: added to the mean of squares. Not used with ``rstd``.
+        residual: shape, dtype and device of ``x``.
+        rstd: ``(...)``, fp32: ``1 / sqrt(mean(u^2) + eps)`` of each row where a preceding op has it; then not computed.
+        activation: ``"relu" | "gelu" | "gelu_tanh" | "silu"``; None for identity.
+        exact: round ``u * rstd`` to the type of ``x`` before ``norm_weight``, as Hugging Face's modules do.
+        out: where to write y, ``(..., N)``; must not overlap an input. Not differentiable.
+        config: overrides the tuned choice, as a :class:`NormLinearConfig` or its text. Ignored on the CPU.
+
+    Returns:
+        ``y``, ``(..., N)``, dtype of ``x``; with ``residual``, ``(y, u)``. Differentiable in x, residual, norm_weight,
+        weight and bias; with ``rstd``, that is taken as given.
+
+    Raises:
+        UnsupportedProblem: a dtype no kernel takes, mismatched extents, dtypes or devices, an ``out`` that overlaps an
+            input or itself, ``out`` together with gradients, ``config`` with a residual or ``exact``.
+        InvalidConfig: ``config`` breaks a rule of the op.
+    """
+    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise UnsupportedProblem(
+            f"x must be (..., K) and weight (N, K); their shapes are {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    if norm_weight is not None and tuple(norm_weight.shape) != (x.shape[-1],):
+        raise UnsupportedProblem(
+            f"norm_weight must be (K,) = ({x.shape[-1]},); its shape is {tuple(norm_weight.shape)}"
+        )
+    composed = residual is not None or exact
+    if config is not None and composed:
+        raise UnsupportedProblem("config= is for one kernel; with residual= or exact=True several run: leave it out")
+    if composed or _as_chain(config, x, norm_weight, weight, bias):
+        y, u = norm_then_linear(
+            x, norm_weight, weight, bias, rstd, eps, activation, residual=residual, exact=exact, out=out
+        )
+        return y if residual is None else (y, u)
+    return _call(RMS_NORM_LINEAR, (x, norm_weight, weight, bias, rstd), (activation or "none",), eps, out, config)
+
+
+def linear_silu_mul(
+    x: Tensor,
+    w_gate_up: Tensor,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    norm: bool | None = None,
+    out: Tensor | None = None,
+    config: NormLinearConfig | str | None = None,
+) -> Tensor:
+    """``silu(h @ w_gate.T) * (h @ w_up.T)``, gate and up projected in one product; ``h`` is ``x`` or its RMS norm.
+
+    One after the other, the ops round both projections to the type of ``x`` before the gate; the fused kernel, which
+    rounds the result alone, is closer to the truth. The norm is that of :func:`rms_norm_linear`.
+
+    Args:
+        x: ``(..., K)``, fp16 or bf16 (on the CPU fp32 and fp64 too), any strides.
+        w_gate_up: ``(2 * I, K)``, dtype of ``x``: the rows of the gate's weight, then those of up's.
+        norm_weight: ``(K,)``, dtype of ``x`` or fp32: asks for the norm in front.
+        eps: of the norm.
+        norm: True for the norm in front without a weight (say after :func:`fold`); by default as ``norm_weight`` says.
+        out: where to write, ``(..., I)``; must not overlap an input. Not differentiable.
+        config: overrides the tuned choice, as a :class:`NormLinearConfig` or its text. Ignored on the CPU.
+
+    Returns:
+        ``(..., I)``, dtype of ``x``. Differentiable in x, w_gate_up and norm_weight.
+
+    Raises:
+        UnsupportedProblem: an odd number of weight rows, ``norm=False`` with a ``norm_weight``, and what
+            :func:`rms_norm_linear` and ``silu_mul`` refuse.
+        InvalidConfig: ``config`` breaks a rule of the op.
+    """
+    if w_gate_up.dim() != 2 or w_gate_up.shape[0] % 2:
+        raise UnsupportedProblem(
+            f"w_gate_up must be (2 * I, K), the gate's rows before up's; its shape is {tuple(w_gate_up.shape)}"
+        )
+    if norm is False and norm_weight is not None:
+        raise UnsupportedProblem("norm=False takes no norm_weight: leave one of them out")
+    norm = bool(norm) or norm_weight is not None
+    if _as_chain(config, x, norm_weight, w_gate_up):
+        return linear_then_gate(x, w_gate_up, norm_weight, eps, norm, out=out)
+    return _call(LINEAR_SILU_MUL, (x, w_gate_up, norm_weight), (norm,), eps, out, config)
+
+
+def fold(norm_weight: Tensor, weight: Tensor) -> Tensor:
+    """``weight * norm_weight``, ``(N, K)``: a projection that has its norm's weight in it, rounded once.
+
+    ``rms_norm_linear(x, None, fold(norm_weight, weight))`` then needs no weight for the norm. A copy as large as
+    ``weight``, to be made again whenever either changes; for training, keep them apart.
+    """
+    if weight.dim() != 2 or tuple(norm_weight.shape) != (weight.shape[1],):
+        raise UnsupportedProblem(
+            f"norm_weight must be (K,) and weight (N, K); their shapes are {tuple(norm_weight.shape)} and "
+            f"{tuple(weight.shape)}"
+        )
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return (weight.to(wide) * norm_weight.to(wide)).to(weight.dtype)
+
+
+# ---- which way ------------------------------------------------------------------------------------------
+
+
+def _as_chain(config: NormLinearConfig | str | None, x: Tensor, *others: Tensor | None) -> bool:
+    """Whether a call is for the ops one after the other: too many tokens for any other config, or gradients."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others)):
+        return True
+    return config is None and math.prod(x.shape[:-1]) > MOST_TOKENS
+
+
+def _call(
+    op: NormLinear[Any],
+    inputs: tuple[Tensor | None, ...],
+    options: tuple[Any, ...],
+    eps: float,
+    out: Tensor | None,
+    config: NormLinearConfig | str | None,
+) -> Tensor:
+    found = tensor_op.eager(op, None if out is None else (out,), inputs, options, (eps,), config)
+    if found is not None:
+        return found[0]
+    text = None if config is None else str(config)
+    if out is None:
+        return getattr(torch.ops.cutekernels, op.name)(*inputs, *options, eps, text)  # type: ignore[no-any-return]
+    tensor_op.refuse_gradient(*inputs, out)
+    getattr(torch.ops.cutekernels, f"{op.name}_out")(*inputs, out, *options, eps, text)
+    return out
+
+
+# ---- torch.library --------------------------------------------------------------------------------------
+
+
+def register(library: torch.library.Library) -> None:
+    """Defines both ops in ``library``. Their gradients are those of the ops they are made of, computed again."""
+    tensor_op.register(library, RMS_NORM_LINEAR, backward=_gradient(_norm_then_linear), setup_context=_remember)
+    tensor_op.register(library, LINEAR_SILU_MUL, backward=_gradient(_linear_then_gate), setup_context=_remember)
+
+
+def _norm_then_linear(
+    x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None, rstd: Tensor | None,
+    activation: str, eps: float, config: str | None = None,
+) -> Tensor:  # fmt: skip
+    return norm_then_linear(x, norm_weight, weight, bias, rstd, eps, None if activation == "none" else activation)[0]
+
+
+def _linear_then_gate(
+    x: Tensor, w_gate_up: Tensor, norm_weight: Tensor | None, norm: bool, eps: float, config: str | None = None
+) -> Tensor:
+    return linear_then_gate(x, w_gate_up, norm_weight, eps, norm)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    tensors = [t if isinstance(t, Tensor) else None for t in inputs]
+    ctx.save_for_backward(*tensors)
+    ctx.others = [None if isinstance(t, Tensor) else t for t in inputs]
+
+
+def _gradient(chain: Any) -> Any:
+    """The backward of an op that computes what ``chain`` does, whose arguments it has."""
+
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = [*ctx.needs_input_grad, *[False] * len(ctx.others)][: len(ctx.others)]  # defaults left out have none
+        leaves = [
+            None if t is None else t.detach().requires_grad_(w) for t, w in zip(ctx.saved_tensors, wanted, strict=True)
+        ]
+        with torch.enable_grad():
+            y = chain(*[other if t is None else t for t, other in zip(leaves, ctx.others, strict=True)])
+        asked = [t for t, w in zip(leaves, wanted, strict=True) if t is not None and w]
+        grads = iter(torch.autograd.grad(y, asked, dy))
+        return tuple([next(grads) if w else None for w in wanted])
+
+    return backward

@@ -1,0 +1,178 @@
+"""Problems and configs of ``rms_norm_linear`` and ``linear_silu_mul``; the ops are in ``norm_linear_op.py``."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.op import Config, Problem, extent, knob, ladder, plain
+from cutekernels.ops.gemm.multistage import ELEMENT_BYTES
+from cutekernels.ops.gemm.op import ACTIVATIONS, BODIES, WIDEST, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.skinny import Extras
+from cutekernels.ops.gemm.specialized import LEAST_APART
+
+_SKINNY, _SPECIALIZED = BODIES["skinny"], BODIES["specialized"]
+
+
+def _either(knob: str) -> tuple[int, ...]:
+    """What either kernel takes; skinny's first value first."""
+    return tuple(dict.fromkeys((*_SKINNY[knob], *_SPECIALIZED[knob])))
+
+
+# ---- problems -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NormLinearProblem(Problem):
+    """m tokens, n outputs of each, k.
+
+    ``layout``: ``aligned`` where a fused kernel takes all operands as they lie, ``inputs`` where rows of the result are
+    not 16-byte aligned though there are outputs for it, ``any`` where no fused kernel does.
+    """
+
+    m: int = extent(ladder)
+    n: int = extent()
+    k: int = extent()
+    dtype: str = plain("bf16", "fp16")
+    layout: str = plain("aligned", "any", "inputs")
+
+    @property
+    @abstractmethod
+    def weight(self) -> str:
+        """The norm's: ``same`` type as x, ``fp32`` or ``none``."""
+
+    @property
+    @abstractmethod
+    def extras(self) -> Extras:
+        """What stands around the product."""
+
+    @property
+    def product(self) -> GemmProblem:
+        """The product alone, its weight as ``nn.Linear`` keeps it."""
+        rows = self.n * (2 if self.extras.gated else 1)
+        align = WIDEST if self.layout != "any" and self.k % WIDEST == 0 else 1
+        return GemmProblem(
+            m=self.m, n=rows, k=self.k, dtype=self.dtype, b_major="k", a_align=align, b_align=align, out_align=1
+        )
+
+    @property
+    def gamma_bytes(self) -> int:
+        return {"none": 0, "same": ELEMENT_BYTES, "fp32": 4}[self.weight]
+
+
+@dataclass(frozen=True)
+class RmsNormLinearProblem(NormLinearProblem):
+    """``rstd``: of each token, computed or given."""
+
+    norm_weight: str = plain("same", "none", "fp32")
+    rstd: str = plain("computed", "given")
+    bias: str = plain("none", "same", "fp32")
+    activation: str = plain(*ACTIVATIONS)
+
+    def bucket(self) -> RmsNormLinearProblem:
+        """One tuning serves every epilogue and both types, as in ``gemm``."""
+        return super().bucket().replace(bias="none", activation="none", dtype="bf16")
+
+    @property
+    def weight(self) -> str:
+        return self.norm_weight
+
+    @property
+    def extras(self) -> Extras:
+        return Extras(self.gamma_bytes, self.rstd == "computed", False)
+
+
+@dataclass(frozen=True)
+class LinearSiluMulProblem(NormLinearProblem):
+    """``norm``: whether there is one in front."""
+
+    norm: bool = plain(False, True)
+    norm_weight: str = plain("none", "same", "fp32")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.norm_weight != "none" and not self.norm:
+            raise UnsupportedProblem(f"norm_weight={self.norm_weight} needs norm=1")
+
+    def bucket(self) -> LinearSiluMulProblem:
+        """One tuning serves both types, as in ``gemm``."""
+        return super().bucket().replace(dtype="bf16")
+
+    @property
+    def weight(self) -> str:
+        return self.norm_weight
+
+    @property
+    def extras(self) -> Extras:
+        return Extras(self.gamma_bytes, self.norm, True)
+
+
+# ---- configs --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NormLinearConfig(Config):
+    """``path``, and the knobs of the fused kernel, which are those of ``gemm``'s skinny or specialized body.
+
+    These have defaults, which a chain keeps: its text is ``path=chain``. ``squares`` of rows are summed by warps of
+    each CTA, beside those that multiply, or by CTAs apart, which have no tile.
+    """
+
+    path: str = knob("chain", "fused")
+    tile_m: int = knob(*_either("tile_m"), added=True)
+    tile_n: int = knob(*_either("tile_n"), added=True)
+    tile_k: int = knob(*_either("tile_k"), added=True)
+    warps_m: int = knob(*_SKINNY["warps_m"], added=True)
+    warps_k: int = knob(*_SKINNY["warps_k"], added=True)
+    stages: int = knob(*_either("stages"), added=True)
+    split_k: int = knob(*_either("split_k"), added=True)
+    pdl: bool = knob(*_SKINNY["pdl"], added=True)
+    body: str = knob("skinny", "specialized", added=True)
+    ahead: int = knob(*_either("ahead"), added=True)
+    squares: str = knob("beside", "apart", added=True)
+
+    @classmethod
+    def every(cls) -> Iterator[NormLinearConfig]:
+        return iter(_every())
+
+    @property
+    def product(self) -> GemmConfig:
+        """The same for the product alone."""
+        return _product(self)
+
+
+CHAIN = NormLinearConfig("chain")
+KNOBS = {name: values for name, values in NormLinearConfig.space().items() if name != "path"}
+# What each body searches; a knob that is missing keeps its first value.
+FUSED: dict[str, dict[str, tuple[Any, ...]]] = {
+    body: {name: values for name, values in own.items() if name in KNOBS and name != left_out} | {"body": (body,)}
+    for body, own, left_out in (("skinny", _SKINNY, "ahead"), ("specialized", _SPECIALIZED, ""))
+}
+FUSED["specialized"]["squares"] = ("beside", "apart")
+
+
+def spanned(body: str, **fewer: tuple[Any, ...]) -> Iterator[NormLinearConfig]:
+    """What fused ``body`` searches, with ``fewer`` values of some knobs."""
+    own = FUSED[body] | fewer
+    for values in product(*own.values()):
+        c = NormLinearConfig("fused", **dict(zip(own, values, strict=True)))
+        if (c.pdl or not c.ahead) and (c.squares == "beside" or c.tile_n >= LEAST_APART):
+            yield c
+
+
+@cache
+def _every() -> tuple[NormLinearConfig, ...]:
+    return CHAIN, *(c for body in FUSED for c in spanned(body))
+
+
+@cache
+def _product(c: NormLinearConfig) -> GemmConfig:
+    return GemmConfig(
+        tile_m=c.tile_m, tile_n=c.tile_n, tile_k=c.tile_k, warps_m=c.warps_m, warps_n=1, stages=c.stages, raster=1,
+        ctas_per_sm=1, body=c.body, warps_k=c.warps_k, split_k=c.split_k, pdl=c.pdl, ahead=c.ahead,
+    )  # fmt: skip

@@ -1,0 +1,201 @@
+"""``rms_norm``, ``add_rms_norm`` and ``layer_norm``: public functions and their registration with torch.
+
+Backward saves only tensors that exist anyway. ``rstd`` is recomputed from ``x``, which a gradient reads in any case.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutekernels.ops.norms.op import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
+from cutekernels.ops.norms.rows import NormConfig, affine_kind
+from cutekernels.ops.shared import tensor_op
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+    out: Tensor | None = None,
+    config: NormConfig | str | None = None,
+) -> Tensor:
+    """``y = x * rstd * (weight + weight_offset)`` with ``rstd = 1 / sqrt(mean(x^2) + eps)`` over the last dimension.
+
+    In fp32 (fp64 inputs, on the CPU, in fp64), rounded once.
+
+    Args:
+        x: ``(..., N)``, fp16, bf16 or fp32 (on the CPU fp64 too). Any strides: rows whose elements are contiguous are
+            fast, slices of a joint projection included. Where no single stride walks the dimensions before the last
+            two, a contiguous copy is made.
+        weight: ``(N,)``, or ``(H, N)`` for an ``x`` of ``(..., H, N)``, a row for each head; dtype of ``x`` or
+            fp32. None for ones; ``weight_offset`` is then not used.
+        eps: added to the mean of squares.
+        weight_offset: 1.0 for Gemma's weights, which are stored less one.
+        rounding: ``"once"``, or ``"huggingface"`` to round ``x * rstd`` to the type of ``x`` before it is multiplied
+            by the weight, as ``LlamaRMSNorm`` does. Gradients are the same for both.
+        out: where to write: shape, dtype and device of ``x``, any strides. It may be ``x`` itself; any
+            other overlap is refused. Not differentiable.
+        config: overrides the tuned choice, as a :class:`NormConfig` or its text. Ignored on the CPU.
+
+    Returns:
+        ``(..., N)``, dtype of ``x`` whatever the weight's, contiguous, or ``out``. Differentiable in ``x`` and
+        ``weight``, once; the gradient of ``weight`` is summed in fp32 in a fixed order.
+
+    Raises:
+        UnsupportedProblem: a dtype no kernel takes, mismatched shapes, dtypes or devices, an ``out`` that
+            overlaps an operand or itself, ``out`` together with gradients.
+        InvalidConfig: ``config`` breaks a rule of the op.
+
+    Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
+    """
+    results = None if out is None else (out,)
+    found = tensor_op.eager(
+        RMS_NORM, results, (x, weight), (rounding, weight_offset != 0), (eps, weight_offset), config
+    )
+    if found is not None:
+        return found[0]
+    text = None if config is None else str(config)
+    if out is None:
+        return torch.ops.cutekernels.rms_norm(  # type: ignore[no-any-return]
+            x, weight, rounding, weight_offset != 0, eps, weight_offset, text
+        )
+    tensor_op.refuse_gradient(x, weight, out)
+    torch.ops.cutekernels.rms_norm_out(x, weight, out, rounding, weight_offset != 0, eps, weight_offset, text)
+    return out
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+    config: NormConfig | str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``u = x + residual`` and ``y = rms_norm(u, weight)``, in one pass: a transformer block's residual and next norm.
+
+    ``u`` is rounded to its type, and ``y`` is the norm of that rounded ``u``: what the two steps give one by one.
+
+    Args:
+        x: ``(..., N)``, fp16, bf16 or fp32 (on the CPU fp64 too), any strides, as in :func:`rms_norm`.
+        residual: shape, dtype and device of ``x``; nothing is broadcast or cast.
+        weight: ``(N,)`` or ``(H, N)``, dtype of ``x`` or fp32, or None, as in :func:`rms_norm`.
+        eps: added to the mean of squares.
+        weight_offset: as in :func:`rms_norm`.
+        rounding: as in :func:`rms_norm`.
+        config: overrides the tuned choice, as a :class:`NormConfig` or its text. Ignored on the CPU.
+
+    Returns:
+        ``(y, u)``, both ``(..., N)`` and contiguous, dtype of ``x``. Differentiable in ``x``, ``residual`` and
+        ``weight``, once, through both results.
+
+    Raises:
+        UnsupportedProblem: a dtype no kernel takes, mismatched shapes, dtypes or devices.
+        InvalidConfig: ``config`` breaks a rule of the op.
+    """
+    options = (rounding, weight_offset != 0)
+    found = tensor_op.eager(ADD_RMS_NORM, None, (x, residual, weight), options, (eps, weight_offset), config)
+    if found is not None:
+        return found[0], found[1]
+    text = None if config is None else str(config)
+    return torch.ops.cutekernels.add_rms_norm(  # type: ignore[no-any-return]
+        x, residual, weight, rounding, weight_offset != 0, eps, weight_offset, text
+    )
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    config: NormConfig | str | None = None,
+) -> Tensor:
+    """``y = (x - mean) / sqrt(var + eps) * weight + bias`` over the last dimension, ``var`` biased as in PyTorch.
+
+    The mean is subtracted before squares are summed. In fp32 (fp64 inputs, on the CPU, in fp64), rounded once.
+
+    Args:
+        x: ``(..., N)``, fp16, bf16 or fp32 (on the CPU fp64 too), any strides, as in :func:`rms_norm`.
+        weight: ``(N,)`` or ``(H, N)``, dtype of ``x`` or fp32, or None for ones.
+        bias: shape of ``weight``, dtype of ``x`` or fp32, or None for zeros.
+        eps: added to the variance.
+        config: overrides the tuned choice, as a :class:`NormConfig` or its text. Ignored on the CPU.
+
+    Returns:
+        ``(..., N)``, dtype of ``x``, contiguous. Differentiable in ``x``, ``weight`` and ``bias``, once; the gradients
+        of ``weight`` and ``bias`` are summed in fp32 in a fixed order.
+
+    Raises:
+        UnsupportedProblem: a dtype no kernel takes, mismatched shapes, dtypes or devices.
+        InvalidConfig: ``config`` breaks a rule of the op.
+
+    Source: Ba, Kiros and Hinton 2016, https://arxiv.org/abs/1607.06450.
+    """
+    found = tensor_op.eager(LAYER_NORM, None, (x, weight, bias), (), (eps,), config)
+    if found is not None:
+        return found[0]
+    text = None if config is None else str(config)
+    return torch.ops.cutekernels.layer_norm(x, weight, bias, eps, text)  # type: ignore[no-any-return]
+
+
+# ---- torch.library --------------------------------------------------------------------------------------
+
+
+def register(library: torch.library.Library) -> None:
+    """Defines the ops of this file in ``library``, with their gradients."""
+    tensor_op.register(library, RMS_NORM, backward=_rms_norm_gradient, setup_context=_remember_rms_norm)
+    tensor_op.register(library, ADD_RMS_NORM, backward=_add_rms_norm_gradient, setup_context=_remember_add_rms_norm)
+    tensor_op.register(library, LAYER_NORM, backward=_layer_norm_gradient, setup_context=_remember_layer_norm)
+
+
+def _remember_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _, _, eps, offset, _ = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.scalars = (eps, offset)
+
+
+def _rms_norm_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    wanted = weight is not None and ctx.needs_input_grad[1]
+    dx, dweight = torch.ops.cutekernels.rms_norm_backward(dy, x, weight, None, wanted, *ctx.scalars)
+    return dx, dweight if wanted else None, *[None] * 5
+
+
+def _remember_add_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, _, weight, _, _, eps, offset, _ = inputs
+    ctx.save_for_backward(output[1], weight)
+    ctx.scalars = (eps, offset)
+    ctx.set_materialize_grads(False)
+
+
+def _add_rms_norm_gradient(ctx: Any, dy: Tensor | None, du: Tensor | None) -> tuple[Tensor | None, ...]:
+    u, weight = ctx.saved_tensors
+    if dy is None:
+        return du, du, *[None] * 6
+    wanted = weight is not None and ctx.needs_input_grad[2]
+    dx, dweight = torch.ops.cutekernels.rms_norm_backward(dy, u, weight, du, wanted, *ctx.scalars)
+    return dx, dx, dweight if wanted else None, *[None] * 5
+
+
+def _remember_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, eps, _ = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.bias = affine_kind(bias, x)
+    ctx.eps = eps
+
+
+def _layer_norm_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    wanted = weight is not None and ctx.needs_input_grad[1]
+    bias = ctx.bias if ctx.needs_input_grad[2] else "none"
+    dx, dweight, dbias = torch.ops.cutekernels.layer_norm_backward(dy, x, weight, wanted, bias, ctx.eps)
+    return dx, dweight if wanted else None, None if bias == "none" else dbias, None, None

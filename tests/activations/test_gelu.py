@@ -1,0 +1,335 @@
+"""``gelu_mul``, ``bias_gelu`` and packed gates without a GPU: interpreted kernels, declarations, CPU and call path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from cutekernels import gpu
+from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.ops import registry
+from cutekernels.ops.activations.api import bias_gelu, gelu_mul, silu_mul
+from cutekernels.ops.activations.bias_gelu import BIAS_GELU, BIAS_GELU_BACKWARD, BiasGeluProblem
+from cutekernels.ops.activations.glu import GELU_MUL, SILU_MUL_BACKWARD, GeluProblem
+from cutekernels.ops.shared import tensor_op
+from tests.activations import gelu_cases
+from tests.activations.gelu_cases import APPROXIMATE, CASES, OPS, PLANTED, SPECIAL, VALUES, error_ratio, truth
+from tests.activations.silu_mul_cases import DTYPES, H200
+from tests.interpreted import replies
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> dict[str, dict[str, Any]]:
+    """What the child says of every case above."""
+    cases = {**CASES, **SPECIAL, **PLANTED}
+    return dict(zip(cases, replies(gelu_cases.__file__, list(cases.values())), strict=True))
+
+
+# ---- kernels, interpreted -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernel_numerics(interpreted: dict[str, dict[str, Any]], case: str) -> None:
+    reply = interpreted[case]
+    assert reply["ratio"] <= 1, reply
+    assert reply["outside"], f"wrote outside of its result: {reply}"
+
+
+def test_every_layout_was_among_the_cases(interpreted: dict[str, dict[str, Any]]) -> None:
+    problems = [BiasGeluProblem.parse(interpreted[c]["problem"]) for c in CASES if c.startswith("bias_gelu")]
+    assert {(p.layout, p.bias, p.approximate) for p in problems} == {
+        (layout, bias, approximate)
+        for layout in ("rows", "strided")
+        for bias in ("same", "fp32")
+        for approximate in APPROXIMATE
+    }
+    assert {p.align for p in problems if p.layout == "rows"} == {2, 4, 8, 16}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_caught(interpreted: dict[str, dict[str, Any]], bug: str) -> None:
+    reply = interpreted[bug]
+    assert reply["ratio"] > 1 or not reply["outside"], reply
+
+
+@pytest.mark.parametrize("case", SPECIAL)
+def test_special_values_are_torch_s(interpreted: dict[str, dict[str, Any]], case: str) -> None:
+    """NaN and infinities come out as from ``F.gelu`` on a GPU: -inf * 0 is NaN."""
+    x = torch.tensor([float(v) for v in VALUES], dtype=DTYPES[SPECIAL[case]["dtype"]]).float()
+    expected = F.gelu(x, approximate=SPECIAL[case]["approximate"])
+    expected[1] = torch.inf  # F.gelu on a CPU says NaN of inf, for its vectorized erf does
+    actual = torch.tensor([float(v) for v in interpreted[case]["results"]])
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert torch.equal(actual.isinf(), expected.isinf())
+    tolerance = 2.0**-7 if "bf16" in case else 2.0**-20
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=2.0**-20, equal_nan=True)
+
+
+# ---- the declarations -----------------------------------------------------------------------------------
+
+
+def _problems(kind: Any, layouts: list[str], **more: Any) -> Any:
+    extents = st.integers(0, 1 << 40) | st.integers(0, 70)
+    return st.builds(
+        kind,
+        rows=extents,
+        cols=extents,
+        dtype=st.sampled_from(list(DTYPES)),
+        layout=st.sampled_from(layouts),
+        align=st.sampled_from([16, 8, 4]),
+        approximate=st.sampled_from(APPROXIMATE),
+        **more,
+    )
+
+
+gated = _problems(GeluProblem, ["dense", "rows", "strided"])
+biased = _problems(BiasGeluProblem, ["rows", "strided"], bias=st.sampled_from(["same", "fp32"]))
+
+
+@given(problem=gated | biased, spec=st.sampled_from(gpu.GPUS))
+@settings(deadline=None, max_examples=150)
+def test_default_is_valid_and_everything_round_trips(problem: Any, spec: gpu.GpuSpec) -> None:
+    for op in OPS.values():
+        if op.Problem is not type(problem):
+            continue
+        config = op.default(problem, spec)
+        assert op.why_not(problem, config, spec) is None, (problem, config)
+        assert op.estimate_us(problem, config, spec) > 0
+        x, y, z = op.grid(problem, config)
+        assert x < 1 << 31
+        assert z == 1
+        if problem.rows * problem.cols < 1 << 50:
+            assert y < 1 << 16
+    assert type(problem).parse(str(problem)) == problem
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
+def test_suite_samples_pose_their_problem(op: Any) -> None:
+    assert registry.get(op.name) is op
+    for text in op.suite:
+        problem = op.Problem.parse(text)
+        small = problem.replace(rows=min(problem.rows, 40))
+        args = op.sample(small, "cpu", 3)
+        options = {"approximate": problem.approximate}
+        results = op.outputs(small, *args)
+        assert op.problem(*results, *args, **options) == small
+        reference = op.reference(small, *args)
+        assert [r.shape for r in reference] == [r.shape for r in results]
+        exact = truth(op.name, list(args), problem.approximate)
+        for result, one in zip(reference, exact, strict=True):
+            assert error_ratio(result, *one, precise=result.dtype is torch.float32) <= 1
+
+
+def test_a_slab_is_no_shorter_than_a_tile() -> None:
+    problem = BiasGeluProblem(64, 4096)
+    with pytest.raises(InvalidConfig, match="slabs of 8 rows"):
+        BIAS_GELU_BACKWARD.check(
+            problem, BIAS_GELU_BACKWARD.Config.parse("block_rows=16 block_cols=256 warps=4 evict=normal"), H200
+        )
+
+
+def test_work_is_what_must_be_moved() -> None:
+    assert BIAS_GELU.work(BiasGeluProblem(2048, 4096, bias="fp32")).bytes == 2 * 2 * 2048 * 4096 + 4 * 4096
+    assert BIAS_GELU_BACKWARD.work(BiasGeluProblem(2048, 4096)).bytes == 3 * 2 * 2048 * 4096 + 2 * 4096 + 64 * 4 * 4096
+
+
+# ---- the functions, on the CPU --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("approximate", APPROXIMATE)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(5,), (3, 7), (2, 3, 4), (0, 4), (4, 0)], ids=str)
+def test_cpu_tensors_run_the_reference(dtype: torch.dtype, shape: tuple[int, ...], approximate: str) -> None:
+    x, up = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    bias = torch.randn(shape[-1:]).to(dtype)
+    expected = (F.gelu(x.double(), approximate=approximate) * up.double()).to(dtype)
+    torch.testing.assert_close(gelu_mul(x, up, approximate=approximate), expected)
+    expected = F.gelu(x.double() + bias.double(), approximate=approximate).to(dtype)
+    torch.testing.assert_close(bias_gelu(x, bias, approximate=approximate), expected)
+    out = torch.empty_like(x)
+    assert bias_gelu(x, bias, approximate=approximate, out=out) is out
+    torch.testing.assert_close(out, expected)
+    if dtype is not torch.float64:
+        torch.testing.assert_close(bias_gelu(x, bias.float(), approximate=approximate), expected)
+
+
+GATED: list[Callable[..., Tensor]] = [silu_mul, gelu_mul, lambda *t, **o: gelu_mul(*t, approximate="tanh", **o)]
+
+
+@pytest.mark.parametrize("function", GATED)
+def test_packed_is_two_halves(function: Callable[..., Tensor]) -> None:
+    packed = torch.randn(3, 5, 12, requires_grad=True)
+    gate, up = (t.detach().requires_grad_() for t in packed.chunk(2, dim=-1))
+    out, expected = function(packed), function(gate, up)
+    assert torch.equal(out, expected)
+    assert out.is_contiguous()
+    out.sum().backward()
+    expected.sum().backward()
+    assert packed.grad is not None
+    assert torch.equal(packed.grad, torch.cat([gate.grad, up.grad], dim=-1))  # type: ignore[list-item]
+    place = torch.empty(3, 5, 6)
+    with torch.no_grad():
+        assert function(packed, out=place) is place
+    assert torch.equal(place, out.detach())
+
+
+def refusals() -> dict[str, Callable[[], Any]]:
+    x, bias = torch.randn(4, 6), torch.randn(6)
+    return {
+        "approximate must be one of none, tanh; it is 'erf'": lambda: gelu_mul(x, x, approximate="erf"),
+        "must be one of none, tanh; it is 'sigmoid'": lambda: bias_gelu(x, bias, approximate="sigmoid"),
+        "side by side; got .3, 5.": lambda: silu_mul(torch.randn(3, 5)),
+        r"side by side; got \(\)": lambda: gelu_mul(torch.randn(())),
+        "one shape": lambda: silu_mul(torch.randn(4, 12), out=torch.empty(4, 12)),
+        "not differentiable": lambda: silu_mul(torch.randn(4, 12, requires_grad=True), out=torch.empty(4, 6)),
+        "element upon element": lambda: silu_mul(w := torch.randn(4, 12), out=w[:, 3:9]),
+        "got torch.complex64": lambda: gelu_mul(torch.randn(4, 6).cfloat()),
+        r"a bias of \(N,\); got \(4, 6\) and \(4,\)": lambda: bias_gelu(x, bias[:4]),
+        r"got \(4, 6\) and \(1, 6\)": lambda: bias_gelu(x, bias[None]),
+        "or of torch.float32; got torch.float64": lambda: bias_gelu(x, bias.double()),
+        "got torch.float16: convert it": lambda: bias_gelu(x.bfloat16(), bias.half()),
+        "takes .*; got torch.int32": lambda: bias_gelu(x.int(), bias.int()),
+        "one shape; got": lambda: bias_gelu(x, bias, out=torch.empty(6, 4)),
+        "overlap itself": lambda: bias_gelu(x, bias, out=torch.empty(6).expand(4, 6)),
+        "overlaps an operand other than element upon element": lambda: bias_gelu(x, x[0], out=x),
+        "out= is not differentiable": lambda: bias_gelu(x, bias.clone().requires_grad_(), out=torch.empty(4, 6)),
+    }
+
+
+@pytest.mark.parametrize("rule", refusals())
+def test_refusals_say_the_rule(rule: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=rule):
+        refusals()[rule]()
+
+
+@pytest.mark.parametrize("approximate", APPROXIMATE)
+def test_gradients(approximate: str) -> None:
+    x, up = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    bias = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *t: gelu_mul(*t, approximate=approximate), (x, up))
+    assert torch.autograd.gradcheck(lambda t: gelu_mul(t, approximate=approximate), (x,))
+    assert torch.autograd.gradcheck(silu_mul, (x,))
+    assert torch.autograd.gradcheck(lambda *t: bias_gelu(*t, approximate=approximate), (x, bias))
+    assert torch.autograd.gradcheck(lambda *t: bias_gelu(*t, approximate=approximate), (x.detach(), bias))
+    many = torch.randn(300, 4, dtype=torch.float64, requires_grad=True)  # several slabs
+    (found,) = torch.autograd.grad(bias_gelu(many, bias, approximate=approximate).sum(), bias)
+    (expected,) = torch.autograd.grad(F.gelu(many + bias, approximate=approximate).sum(), bias)
+    torch.testing.assert_close(found, expected)
+    half = torch.randn(4, dtype=torch.bfloat16, requires_grad=True)
+    (found,) = torch.autograd.grad(bias_gelu(many.bfloat16(), half).sum(), half)
+    assert found.dtype is torch.bfloat16
+
+
+def test_second_derivatives_are_refused_clearly() -> None:
+    packed, bias = torch.randn(3, 6, requires_grad=True), torch.randn(6, requires_grad=True)
+    for out in (silu_mul(packed), gelu_mul(packed), bias_gelu(packed, bias)):
+        (grad,) = torch.autograd.grad(out.sum(), packed, create_graph=True)
+        with pytest.raises(UnsupportedProblem, match="differentiable once"):
+            grad.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_opcheck() -> None:
+    ops, x, bias = torch.ops.cutekernels, torch.randn(4, 6), torch.randn(6)
+    for gradient in (False, True):
+        a, b = x.clone().requires_grad_(gradient), bias.clone().requires_grad_(gradient)
+        torch.library.opcheck(ops.gelu_mul.default, (a, x, "tanh"))
+        torch.library.opcheck(ops.silu_mul_packed.default, (a,))
+        torch.library.opcheck(ops.gelu_mul_packed.default, (a, "none"))
+        torch.library.opcheck(ops.bias_gelu.default, (a, b, "none"))
+    torch.library.opcheck(ops.gelu_mul_out.default, (x, x, torch.empty(4, 6), "none"))
+    torch.library.opcheck(ops.gelu_mul_backward.default, (x, x, x, "none"))
+    torch.library.opcheck(ops.silu_mul_packed_backward.default, (x[:, :3], x))
+    torch.library.opcheck(ops.gelu_mul_packed_backward.default, (x[:, 3:], x, "tanh"))
+    torch.library.opcheck(ops.bias_gelu_out.default, (x, bias, torch.empty(4, 6), "tanh"))
+    torch.library.opcheck(ops.bias_gelu_backward.default, (x, x, bias, "none"))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_traced_whole() -> None:
+    """No graph break; one node per op, packed ones included."""
+    graphs: list[Any] = []
+
+    def backend(module: Any, example: Any) -> Any:
+        graphs.append(module)
+        return module
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def traced(packed: Tensor, bias: Tensor) -> Tensor:
+        return silu_mul(packed) + gelu_mul(packed, approximate="tanh") + bias_gelu(packed, bias)[:, :3]
+
+    packed, bias = torch.randn(4, 6, requires_grad=True), torch.randn(6, requires_grad=True)
+    result = traced(packed, bias)
+    torch.testing.assert_close(
+        result, silu_mul(packed) + gelu_mul(packed, approximate="tanh") + bias_gelu(packed, bias)[:, :3]
+    )
+    targets = [str(node.target).removesuffix(".default") for node in graphs[0].graph.nodes]
+    assert [t for t in targets if "cutekernels" in t] == [
+        f"cutekernels.{name}" for name in ("silu_mul_packed", "gelu_mul_packed", "bias_gelu")
+    ]
+    result.sum().backward()
+    assert packed.grad is not None
+    assert bias.grad is not None
+
+
+# ---- the GPU's path, on CPU tensors ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Replaces dispatch by the reference, and records the problem of every launch."""
+    seen: list[str] = []
+
+    def plan(op: Any, problem: Any, device: int, config: object = None) -> Any:
+        def launch(*operands: Tensor) -> None:
+            results, args = operands[: len(op.results)], operands[len(op.results) :]
+            seen.append(f"{op.name} {problem}")
+            for result, value in zip(results, op.reference(problem, *args), strict=True):
+                result.copy_(value)
+
+        return SimpleNamespace(launch=launch)
+
+    monkeypatch.setattr(tensor_op.dispatch, "plan", plan)
+    monkeypatch.setattr(tensor_op, "_current_device", lambda: -1)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: torch.no_grad())
+    tensor_op.forget()
+    yield seen
+    tensor_op.forget()
+
+
+def test_launches_pose_what_they_launch(launches: list[str]) -> None:
+    x, bias = torch.randn(2, 300, 8, dtype=torch.bfloat16), torch.randn(8)
+    (out,) = tensor_op.run(BIAS_GELU, None, (x, bias), options=("tanh",))
+    assert torch.equal(out, bias_gelu(x, bias, approximate="tanh"))
+    dx, partials = tensor_op.run(BIAS_GELU_BACKWARD, None, (x[:1].expand(2, 300, 8), x, bias), options=("none",))
+    assert (dx.shape, partials.shape) == (x.shape, (19, 8))
+    tensor_op.run(BIAS_GELU, None, (x[..., ::2], bias[::2]), options=("none",))
+    tensor_op.run(GELU_MUL, None, (x, x), options=("none",))
+    tensor_op.run(GELU_MUL, None, (x, x), options=("tanh",))
+    tensor_op.run(BIAS_GELU_BACKWARD, None, (x[:0], x[:0], bias), options=("none",))
+    assert launches == [
+        "bias_gelu rows=600 cols=8 bias=fp32 approximate=tanh",
+        "bias_gelu_backward rows=600 cols=8 bias=fp32",
+        "bias_gelu rows=600 cols=4 layout=strided bias=fp32",
+        "gelu_mul rows=600 cols=8",
+        "gelu_mul rows=600 cols=8 approximate=tanh",
+    ]
+
+
+def test_a_packed_gradient_is_written_in_halves(launches: list[str]) -> None:
+    packed, dout = torch.randn(6, 16), torch.randn(6, 8)
+    place = torch.empty_like(packed)
+    halves = place.chunk(2, dim=-1)
+    tensor_op.run(SILU_MUL_BACKWARD, (halves[0], halves[1]), (dout, *packed.chunk(2, dim=-1)))
+    assert torch.equal(place, torch.ops.cutekernels.silu_mul_packed_backward(dout, packed))
+    assert launches == ["silu_mul_backward rows=6 cols=8 dtype=fp32 layout=rows"]

@@ -1,0 +1,369 @@
+"""``silu_mul`` without a GPU: kernels under Triton's interpreter, the declaration, the CPU path, the call path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from cutekernels import gpu
+from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.ops import registry
+from cutekernels.ops.activations.api import silu_mul
+from cutekernels.ops.activations.glu import SILU_MUL, SILU_MUL_BACKWARD, GluProblem
+from cutekernels.ops.activations.tiles import TileConfig
+from cutekernels.ops.shared import tensor_op
+from tests.activations import silu_mul_cases
+from tests.activations.silu_mul_cases import (
+    AT_THE_ROOT,
+    CASES,
+    DTYPES,
+    H200,
+    OPS,
+    PLANTED,
+    ROOT,
+    SPECIAL,
+    VALUES,
+    error_ratio,
+    truth,
+)
+from tests.interpreted import replies
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> dict[str, dict[str, Any]]:
+    """What the child says of every case above."""
+    cases = {**CASES, **SPECIAL, **PLANTED, **AT_THE_ROOT}
+    return dict(zip(cases, replies(silu_mul_cases.__file__, list(cases.values())), strict=True))
+
+
+# ---- kernels, interpreted -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernel_numerics(interpreted: dict[str, dict[str, Any]], case: str) -> None:
+    reply = interpreted[case]
+    assert reply["ratio"] <= 1, reply
+    assert reply["outside"], f"wrote outside of its result: {reply}"
+
+
+def test_every_layout_was_among_the_cases(interpreted: dict[str, dict[str, Any]]) -> None:
+    problems = [GluProblem.parse(interpreted[case]["problem"]) for case in CASES]
+    assert {p.layout for p in problems} == {"dense", "rows", "strided"}
+    assert {p.align for p in problems if p.layout != "strided"} == {2, 4, 8, 16}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_caught(interpreted: dict[str, dict[str, Any]], bug: str) -> None:
+    reply = interpreted[bug]
+    assert reply["ratio"] > 1 or not reply["outside"], reply
+
+
+@pytest.mark.parametrize("case", SPECIAL)
+def test_special_values_are_torch_s(interpreted: dict[str, dict[str, Any]], case: str) -> None:
+    """NaN, infinities and signed zeros come out as from ``F.silu`` in fp32."""
+    gate = torch.tensor([float(v) for v in VALUES], dtype=DTYPES[SPECIAL[case]["dtype"]]).float().requires_grad_()
+    silu = torch.nn.functional.silu(gate)
+    if SPECIAL[case]["op"] == "silu_mul":
+        expected = [silu.detach()]
+    else:
+        silu.sum().backward()
+        assert gate.grad is not None
+        # torch has no value of its own for silu at inf as a factor; dup is silu(gate) as s * gate.
+        expected = [gate.grad, (gate * torch.sigmoid(gate)).detach()]
+    for got, want in zip(interpreted[case]["results"], expected, strict=True):
+        actual = torch.tensor([float(v) for v in got])
+        tolerance = 2.0**-7 if "bf16" in case else 2.0**-20
+        torch.testing.assert_close(actual, want, rtol=tolerance, atol=1e-37, equal_nan=True)
+        assert torch.equal(actual.signbit() | actual.isnan(), want.signbit() | want.isnan())
+
+
+def test_gradient_is_exact_around_its_zero(interpreted: dict[str, dict[str, Any]]) -> None:
+    """Near gate = -1.278 terms of size 1 cancel: the naive 1 + g * (1 - s) is off by 2e-8 there."""
+    gate = torch.tensor([float(v) for v in ROOT])
+    exact = truth("silu_mul_backward", [torch.ones_like(gate), gate, torch.ones_like(gate)])[0][0]
+    actual = torch.tensor([float(v) for v in interpreted["root"]["results"][0]]).double()
+    assert exact.min() < 0 < exact.max()
+    assert (actual - exact).abs().max() < 1.2e-8  # 7e-9 with Triton 3.9, 8.4e-9 with 3.7.1
+
+
+# ---- the declaration ------------------------------------------------------------------------------------
+
+problems = st.builds(
+    GluProblem,
+    rows=st.integers(0, 1 << 40) | st.integers(0, 70),
+    cols=st.integers(0, 1 << 40) | st.integers(0, 70),
+    dtype=st.sampled_from(list(DTYPES)),
+    layout=st.sampled_from(["dense", "rows", "strided"]),
+    align=st.sampled_from([16, 8, 4]),
+)
+
+
+@given(problem=problems, spec=st.sampled_from(gpu.GPUS))
+@settings(deadline=None, max_examples=200)
+def test_default_is_valid_and_everything_round_trips(problem: GluProblem, spec: gpu.GpuSpec) -> None:
+    for op in OPS.values():
+        config = op.default(problem, spec)
+        assert op.why_not(problem, config, spec) is None, (problem, config)
+        assert op.estimate_us(problem, config, spec) > 0
+        assert TileConfig.parse(str(config)) == config
+        x, y, z = op.grid(problem, config)
+        assert x < 1 << 31
+        assert z == 1
+        if problem.rows * problem.cols < 1 << 50:
+            assert y < 1 << 16
+    assert GluProblem.parse(str(problem)) == problem
+    assert problem.bucket().bucket() == problem.bucket()
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
+def test_suite_samples_pose_their_problem(op: Any) -> None:
+    for text in op.suite:
+        problem = GluProblem.parse(text)
+        small = problem.replace(rows=min(problem.rows, 40))
+        args = op.sample(small, "cpu", 3)
+        results = op.outputs(small, *args)
+        assert op.problem(*results, *args) == small
+        assert [r.shape for r in results] == [args[0].shape] * len(op.results)
+        again = op.sample(small, "cpu", 3)
+        assert all(torch.equal(a, b) for a, b in zip(args, again, strict=True))
+        assert not torch.equal(args[0], op.sample(small, "cpu", 4)[0])
+        reference = op.reference(small, *args)
+        for result, exact in zip(reference, truth(op.name, list(args)), strict=True):
+            assert error_ratio(result, *exact) <= 1
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
+@pytest.mark.parametrize(
+    "text", ["rows=6 cols=33 layout=rows", "rows=6 cols=33 layout=rows align=4", "rows=6 cols=40 align=8"]
+)
+def test_awkward_problems_can_be_posed(op: Any, text: str) -> None:
+    """A promised alignment that a contiguous row does not have: outputs come padded."""
+    problem = GluProblem.parse(text)
+    args = op.sample(problem, "cpu", 0)
+    assert op.problem(*op.outputs(problem, *args), *args) == problem
+
+
+def test_work_is_what_must_be_moved() -> None:
+    problem = GluProblem(2048, 4096)
+    assert SILU_MUL.work(problem).bytes == 3 * 2 * 2048 * 4096
+    assert SILU_MUL_BACKWARD.work(problem).bytes == 5 * 2 * 2048 * 4096
+    # KERNELS.md: compiled SwiGLU takes 13.1 µs at 2048x4096 and 55.1 at 2048x18944 on an H200; the model is near.
+    for cols, measured in ((4096, 13.1), (18944, 55.1)):
+        problem = GluProblem(2048, cols)
+        model = SILU_MUL.estimate_us(problem, SILU_MUL.default(problem, H200), H200)
+        assert measured / 1.25 < model < measured * 1.25
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "rule"),
+    [
+        ("rows=4 cols=4096", "block_rows=1 block_cols=256 warps=4 evict=normal", "need a tile of 1024"),
+        ("rows=4 cols=4096", "block_rows=1 block_cols=8192 warps=1 evict=normal", "registers"),
+        ("rows=4 cols=4096", "block_rows=2 block_cols=2048 warps=4 evict=normal", "block_rows must be 1"),
+        ("rows=4 cols=300 layout=rows", "block_rows=1 block_cols=1024 warps=4 evict=normal", "rows of 300"),
+        ("rows=3 cols=4096 layout=rows", "block_rows=8 block_cols=256 warps=4 evict=normal", "with 3 rows"),
+        ("rows=64 cols=64 layout=strided", "block_rows=32 block_cols=64 warps=2 evict=normal", "registers"),
+    ],
+)
+def test_rules_say_what_is_wrong(problem: str, config: str, rule: str) -> None:
+    with pytest.raises(InvalidConfig, match=rule):
+        SILU_MUL.check(GluProblem.parse(problem), TileConfig.parse(config), H200)
+
+
+def test_both_passes_are_registered() -> None:
+    assert registry.get("silu_mul") is SILU_MUL
+    assert registry.get("silu_mul_backward") is SILU_MUL_BACKWARD
+
+
+def test_alignment_covers_an_element() -> None:
+    with pytest.raises(UnsupportedProblem, match="one element of fp32, 4 bytes; it is 2"):
+        GluProblem(1, 1, "fp32", align=2)
+
+
+# ---- the function, on the CPU ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(), (5,), (3, 7), (2, 3, 4), (0, 4), (4, 0)], ids=str)
+def test_cpu_tensors_run_the_reference(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    gate, up = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    out = silu_mul(gate, up)
+    assert out.dtype == dtype
+    assert out.shape == shape
+    assert error_ratio(out, *truth("silu_mul", [gate, up])[0]) <= 1
+
+
+def test_out_is_written_where_it_lies() -> None:
+    gate, up, whole = torch.randn(4, 6), torch.randn(4, 6), torch.full((4, 20), 9.0)
+    expected = silu_mul(gate, up)
+    out = whole[:, 3:15:2]
+    assert silu_mul(gate, up, out=out) is out
+    assert torch.equal(out, expected)
+    assert (whole == 9).sum() == 4 * 14
+    assert silu_mul(gate, up, out=gate) is gate
+    assert torch.equal(gate, expected)
+
+
+def refusals() -> dict[str, Callable[[], Any]]:
+    x, whole = torch.randn(4, 6), torch.randn(8, 12)
+    return {
+        "one shape": lambda: silu_mul(x, x[:1]),
+        "one dtype": lambda: silu_mul(x, x.double()),
+        "takes bfloat16, float16, float32, float64; got torch.int32": lambda: silu_mul(x.int(), x.int()),
+        "got torch.complex64": lambda: silu_mul(x.cfloat(), x.cfloat()),
+        "operands of one device": lambda: silu_mul(x, x, out=torch.empty(4, 6, device="meta")),
+        "one shape; got .*4, 6.* and .*6, 4": lambda: silu_mul(x, x, out=torch.empty(6, 4)),
+        "overlap itself": lambda: silu_mul(x, x, out=torch.empty(1, 6).expand(4, 6)),
+        "element upon element": lambda: silu_mul(whole[:4], x.repeat(1, 2), out=whole[1:5]),
+        "not differentiable": lambda: silu_mul(x.clone().requires_grad_(), x, out=torch.empty(4, 6)),
+    }
+
+
+@pytest.mark.parametrize("rule", refusals())
+def test_refusals_say_the_rule(rule: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=rule):
+        refusals()[rule]()
+
+
+def test_gradients() -> None:
+    gate, up = (torch.randn(3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(silu_mul, (gate, up))
+    assert torch.autograd.gradcheck(silu_mul, (gate, up.detach()))
+    assert torch.autograd.gradcheck(silu_mul, (gate.detach(), up))
+
+
+def test_second_derivatives_are_refused_clearly() -> None:
+    gate = torch.randn(3, 5, requires_grad=True)
+    (grad,) = torch.autograd.grad(silu_mul(gate, gate.detach()).sum(), gate, create_graph=True)
+    with pytest.raises(UnsupportedProblem, match="differentiable once"):
+        grad.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("gradient", [False, True])
+def test_opcheck(gradient: bool) -> None:
+    gate, up = torch.randn(4, 6, requires_grad=gradient), torch.randn(8, 6)[::2].requires_grad_(gradient)
+    torch.library.opcheck(torch.ops.cutekernels.silu_mul.default, (gate, up))
+    if not gradient:
+        torch.library.opcheck(torch.ops.cutekernels.silu_mul_out.default, (gate, up, torch.empty(4, 6)))
+        torch.library.opcheck(torch.ops.cutekernels.silu_mul_backward.default, (gate, gate, up))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_traced_whole() -> None:
+    """No graph break, forward and backward, into ``out`` too; one graph per op."""
+    graphs: list[Any] = []
+
+    def backend(module: Any, example: Any) -> Any:
+        graphs.append(module)
+        return module
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def mlp(gate: Tensor, up: Tensor, out: Tensor) -> Tensor:
+        silu_mul(gate.detach(), up.detach(), out=out)
+        return silu_mul(gate, up) * 2
+
+    gate, up, out = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True), torch.empty(4, 6)
+    result = mlp(gate, up, out)
+    torch.testing.assert_close(result, silu_mul(gate, up) * 2)
+    torch.testing.assert_close(out, silu_mul(gate, up).detach())
+    targets = [str(node.target) for node in graphs[0].graph.nodes]
+    assert [t for t in targets if "silu" in t] == [
+        "cutekernels.silu_mul_out.default",
+        "cutekernels.silu_mul.default",
+    ] or [t for t in targets if "silu" in t] == ["cutekernels.silu_mul_out", "cutekernels.silu_mul"]
+    result.sum().backward()
+    assert gate.grad is not None
+
+
+# ---- the GPU's path, on CPU tensors ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GluProblem]]:
+    """Replaces dispatch by the reference, and records the problem of every launch."""
+    seen: list[GluProblem] = []
+
+    def plan(op: Any, problem: GluProblem, device: int, config: object = None) -> Any:
+        def launch(*given: Tensor) -> None:
+            results, args = given[: len(op.results)], given[len(op.results) :]
+            assert op.problem(*given) == problem
+            seen.append(problem)
+            for result, value in zip(results, op.reference(problem, *args), strict=True):
+                result.copy_(value)
+
+        return SimpleNamespace(launch=launch)
+
+    monkeypatch.setattr(tensor_op.dispatch, "plan", plan)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # the index of CPU tensors
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    tensor_op.forget()
+    yield seen
+    tensor_op.forget()
+
+
+def run(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
+    return tensor_op.run(SILU_MUL, None if out is None else (out,), (gate, up))[0]
+
+
+def test_launch_poses_what_it_launches(launches: list[GluProblem]) -> None:
+    joint = torch.randn(2, 3, 32)
+    gate, up = joint.chunk(2, dim=-1)
+    assert torch.equal(run(gate, up), silu_mul(gate, up))
+    run(gate.contiguous(), up.contiguous())
+    run(gate[..., 1:], up[..., 1:])
+    run(gate.transpose(1, 2)[0], up.transpose(1, 2)[0])
+    run(gate[0, 0], up[0, 0])
+    assert list(map(str, launches)) == [
+        "rows=6 cols=16 dtype=fp32 layout=rows",
+        "rows=6 cols=16 dtype=fp32",
+        "rows=6 cols=15 dtype=fp32 layout=rows align=4",
+        "rows=16 cols=3 dtype=fp32 layout=strided",
+        "rows=1 cols=16 dtype=fp32",
+    ]
+
+
+def test_operands_that_are_no_matrix_are_copied(launches: list[GluProblem]) -> None:
+    gate, up = torch.randn(4, 3, 8).transpose(0, 1), torch.randn(3, 4, 8)
+    out = torch.zeros(4, 3, 8).transpose(0, 1)
+    expected = silu_mul(gate, up)
+    assert torch.equal(run(gate, up), expected)
+    assert run(gate, up, out) is out
+    assert torch.equal(out, expected)
+    assert run(gate, up, gate) is gate
+    assert torch.equal(gate, expected)
+    assert [str(p) for p in launches] == ["rows=12 cols=8 dtype=fp32"] * 3
+
+
+def test_nothing_is_launched_for_nothing(launches: list[GluProblem]) -> None:
+    assert run(torch.empty(0, 8), torch.empty(0, 8)).shape == (0, 8)
+    assert launches == []
+
+
+def test_calls_are_told_apart(launches: list[GluProblem]) -> None:
+    """One memo entry per shape, strides, dtype and alignment, and a refusal is not remembered as a success."""
+    x = torch.randn(9, 64)
+    for begin in (0, 1, 2, 4, 0, 1):
+        run(x[:8, begin : begin + 32], x[1:, begin : begin + 32])
+    assert [p.align for p in launches] == [16, 4, 8, 16, 16, 4]
+    whole = torch.randn(8, 64)
+    run(whole[:, :32], whole[:, :32], whole[:, 32:])
+    with pytest.raises(UnsupportedProblem, match="element upon element"):
+        run(whole[:, :32], whole[:, :32], whole[:, 16:48])
+    with pytest.raises(UnsupportedProblem, match="one shape"):
+        run(whole[:, :32], whole[:, :31])
+
+
+def test_half_only_on_a_gpu() -> None:
+    with pytest.raises(UnsupportedProblem, match="takes bf16, fp16, fp32"):
+        SILU_MUL.problem(*[torch.randn(4, dtype=torch.float64)] * 3)

@@ -1,0 +1,271 @@
+"""``attention`` without a GPU: errors, mathematics, options, registration, the declaration's arithmetic."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from cutekernels import gpu
+from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.ops import registry
+from cutekernels.ops.attention.api import attention, canonical
+from cutekernels.ops.attention.op import ATTENTION, AttentionConfig, AttentionProblem, band
+from tests.attention.cases import random_problem, sides, torch_attention
+
+assert registry.OPS  # registers torch.ops.cutekernels
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def qkv(
+    batch: int = 2, seq_q: int = 9, seq_kv: int = 13, heads_q: int = 4, heads_kv: int = 2, head_dim: int = 16
+) -> Any:
+    k, v = (rows(batch, seq_kv, heads_kv, head_dim, seed=s) for s in (1, 2))
+    return rows(batch, seq_q, heads_q, head_dim), k, v
+
+
+# ---- mathematics ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_agrees_with_torch_in_fp64(seed: int) -> None:
+    p = random_problem(random.Random(seed), lengths=(1, 2, 7, 20, 33)).replace(varlen=False, softcap=False, lse=False)
+    args = tuple(
+        t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+        for t in ATTENTION.sample(p, "cpu", seed)
+    )
+    window = sides(p)
+    out, lse = attention(
+        *args[:3], mask=args[3], causal=p.causal, window=window, scale=args[6], return_lse=True
+    )  # fmt: skip
+    expected = torch_attention(p, args)
+    blind = expected.isnan()
+    torch.testing.assert_close(out[~blind], expected[~blind], rtol=1e-12, atol=1e-12)
+    assert (out[blind] == 0).all()
+    assert torch.equal(lse == -math.inf, blind[..., 0].transpose(1, 2))
+
+
+def test_the_last_query_is_aligned_with_the_last_key() -> None:
+    q, k, v = qkv(1, 2, 5, 1, 1)
+    out = attention(q, k, v, causal=True)
+    torch.testing.assert_close(out[:, 1:], attention(q[:, 1:], k, v))
+    torch.testing.assert_close(out[:, :1], attention(q[:, :1], k[:, :4], v[:, :4]))
+
+
+def test_queries_before_the_first_key_get_zero_and_minus_infinity() -> None:
+    q, k, v = qkv(1, 5, 2, 2, 1)
+    out, lse = attention(q, k, v, causal=True, return_lse=True)
+    assert (out[:, :3] == 0).all()
+    assert (lse[:, :, :3] == -math.inf).all()
+    assert lse[:, :, 3:].isfinite().all()
+
+
+def test_packed_sequences_are_attended_one_by_one() -> None:
+    q, k, v = rows(11, 4, 16), rows(20, 2, 16, seed=1), rows(20, 2, 16, seed=2)
+    ends_q, ends_kv = torch.tensor([0, 4, 4, 11], dtype=torch.int32), torch.tensor([0, 6, 13, 20], dtype=torch.int32)
+    out, lse = attention(q, k, v, causal=True, cu_seqlens_q=ends_q, cu_seqlens_kv=ends_kv, return_lse=True)
+    assert lse.shape == (4, 11)
+    for begin_q, end_q, begin_kv, end_kv in ((0, 4, 0, 6), (4, 11, 13, 20)):
+        alone, own = attention(
+            q[None, begin_q:end_q], k[None, begin_kv:end_kv], v[None, begin_kv:end_kv], causal=True, return_lse=True
+        )
+        torch.testing.assert_close(out[begin_q:end_q], alone[0])
+        torch.testing.assert_close(lse[:, begin_q:end_q], own[0])
+
+
+def test_softcap_bounds_scores() -> None:
+    q, k, v = qkv()
+    capped = attention(q * 100, k, v, softcap=2.0, return_lse=True)[1]
+    assert (capped <= 2.0 + math.log(k.shape[1])).all()
+    scores = 2.0 * torch.tanh(torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) / 4 / 2.0)
+    torch.testing.assert_close(attention(q, k, v, softcap=2.0, return_lse=True)[1], scores.logsumexp(-1))
+
+
+def test_window_sides_none_and_causal_combine() -> None:
+    q, k, v = qkv(seq_q=13)
+    torch.testing.assert_close(attention(q, k, v, window=(None, None)), attention(q, k, v))
+    torch.testing.assert_close(attention(q, k, v, window=(None, 0)), attention(q, k, v, causal=True))
+    both = attention(q, k, v, causal=True, window=(3, 5))
+    torch.testing.assert_close(both, attention(q, k, v, window=(3, 0)))
+    assert not torch.equal(both, attention(q, k, v, causal=True))
+
+
+def test_values_that_nobody_sees_do_no_harm() -> None:
+    q, k, v = qkv(1, 4, 4, 2, 2)
+    seen = torch.tensor([True, True, False, True]).expand(1, 1, 4, 4)
+    v[:, 2] = math.nan
+    assert attention(q, k, v, mask=seen).isfinite().all()
+
+
+@pytest.mark.parametrize(("seq_q", "seq_kv", "batch"), [(0, 5, 2), (5, 0, 2), (0, 0, 1), (3, 3, 0)])
+def test_empty_extents(seq_q: int, seq_kv: int, batch: int) -> None:
+    q, k, v = qkv(batch, seq_q, seq_kv)
+    out, lse = attention(q, k, v, return_lse=True)
+    assert out.shape == q.shape
+    assert lse.shape == (batch, 4, seq_q)
+    if seq_kv == 0:
+        assert (out == 0).all()
+        assert (lse == -math.inf).all()
+
+
+def test_half_precision_is_rounded_once() -> None:
+    q, k, v = (t.bfloat16() for t in qkv())
+    out = attention(q, k, v)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, attention(q.double(), k.double(), v.double()).bfloat16())
+
+
+# ---- arguments ------------------------------------------------------------------------------------------
+
+
+def refused(message: str, *args: Any, **options: Any) -> None:
+    with pytest.raises(UnsupportedProblem, match=message):
+        attention(*args, **options)
+
+
+def test_errors_name_rule_value_and_remedy() -> None:
+    q, k, v = qkv()
+    refused(r"q must be \(B, S, H, D\)", q[0], k, v)
+    refused(r"q must be \(TOTAL, H, D\)", q, k, v, cu_seqlens_q=torch.zeros(2, dtype=torch.int32))
+    refused("k must have q's dtype", q, k.float(), v.float())
+    refused("k and v must have one shape", q, k, v[:, :-1])
+    refused("agree in head dim and batch", q, k[..., :8], v[..., :8])
+    refused("multiple of 8 up to 256; it is 12", q[..., :12], k[..., :12], v[..., :12])
+    refused("k's 3 heads must divide q's 4", q, *(t.repeat(1, 1, 3, 1)[:, :, :3] for t in (k, v)))
+    refused("scale must be above 0", q, k, v, scale=-1.0)
+    refused("scale must be above 0", q, k, v, scale=0.0)
+    refused("softcap must be above 0", q, k, v, softcap=0.0)
+    refused(r"window must be \(left, right\)", q, k, v, window=3)
+    refused("write None for no limit", q, k, v, window=(-1, 0))
+    refused("mask must be bool", q, k, v, mask=torch.ones(2, 4, 9, 13))
+    refused("mask must be bool", q, k, v, mask=torch.ones(2, 4, 1, 13, dtype=torch.bool))
+    refused("out must be", q, k, v, out=torch.empty(2, 9, 4, 8, dtype=q.dtype))
+    refused("out overlaps an input", q, k, v, out=q)
+    refused("out must not overlap itself", q, k, v, out=q.new_empty(1, 9, 4, 16).expand(2, -1, -1, -1))
+
+
+def test_packed_errors() -> None:
+    q, k, v = rows(4, 2, 16), rows(4, 2, 16), rows(4, 2, 16)
+    ends = torch.tensor([0, 4], dtype=torch.int32)
+    refused("one is missing", q, k, v, cu_seqlens_q=ends)
+    refused("must be int32", q, k, v, cu_seqlens_q=ends, cu_seqlens_kv=ends.long())
+    refused("of one length", q, k, v, cu_seqlens_q=ends, cu_seqlens_kv=torch.tensor([0, 2, 4], dtype=torch.int32))
+    refused("has no sequence", q, k, v, cu_seqlens_q=ends[:1], cu_seqlens_kv=ends[:1])
+    refused("take none", q, k, v, cu_seqlens_q=ends, cu_seqlens_kv=ends, mask=torch.ones(1, 1, 4, 4, dtype=torch.bool))
+
+
+def test_out_is_written_and_returned() -> None:
+    q, k, v = qkv()
+    wide = q.new_full((2, 9, 4, 32), math.nan)
+    out = wide[..., :16]
+    assert attention(q, k, v, out=out) is out
+    assert torch.equal(out, attention(q, k, v))
+    assert wide[..., 16:].isnan().all()
+    result, lse = attention(q, k, v, out=out, return_lse=True)
+    assert result is out
+    assert lse.shape == (2, 4, 9)
+
+
+def test_out_is_not_differentiable() -> None:
+    q, k, v = qkv()
+    q.requires_grad_()
+    refused("out= is not differentiable", q, k, v, out=torch.empty_like(q))
+
+
+def test_canonical_copies_only_what_kernels_cannot_read() -> None:
+    fused = rows(2, 8, 3 * 4 * 16, dtype=torch.bfloat16).view(2, 8, 12, 16)
+    part = fused[:, :, 4:8]
+    assert canonical(part) is part
+    assert canonical(part.transpose(1, 2).contiguous().transpose(1, 2)).data_ptr() != part.data_ptr()
+    odd = rows(2, 8, 4, 17, dtype=torch.bfloat16)[..., :16]
+    assert canonical(odd).is_contiguous()
+    assert torch.equal(canonical(odd), odd)
+    shifted = rows(2 * 8 * 4 * 16 + 1, dtype=torch.bfloat16)[1:].view(2, 8, 4, 16)
+    assert canonical(shifted).data_ptr() % 16 == 0
+    single = part[:, :1]
+    assert canonical(single).stride()[1] == 0
+    assert canonical(single).data_ptr() == single.data_ptr()
+
+
+# ---- torch ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [(True, -1, -1, 0.2, 0.0, True), (False, 3, 2, 0.2, 5.0, False)])
+def test_opcheck(options: tuple[Any, ...]) -> None:
+    q, k, v = qkv()
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.cutekernels.attention, (q, k, v, None, None, None, *options), test_utils=tests)
+    torch.library.opcheck(
+        torch.ops.cutekernels.attention_out,
+        (q, k, v, None, None, None, torch.empty_like(q), *options),
+        test_utils=tests,
+    )
+
+
+def test_compiles_without_graph_breaks() -> None:
+    q, k, v = qkv()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        out, lse = attention(q * 2, k, v, causal=True, window=(4, None), return_lse=True)
+        return out + 1, lse
+
+    out, lse = model(q, k, v)
+    expected, expected_lse = attention(q * 2, k, v, causal=True, window=(4, None), return_lse=True)
+    torch.testing.assert_close(out, expected + 1)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+# ---- the declaration ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_pairs_are_those_of_the_band(seed: int) -> None:
+    p = random_problem(random.Random(seed), lengths=(0, 1, 2, 5, 9, 16))
+    assert p.pairs == int(band(p.seq_q, p.seq_kv, *sides(p), torch.device("cpu")).sum())
+
+
+def test_problems_that_contradict_themselves_are_refused() -> None:
+    base = "batch=1 seq_q=8 seq_kv=8 heads_q=4 heads_kv=4"
+    for words, message in {
+        "causal=1 window=right": "limits the right side already",
+        "window_left=3": "needs window=left",
+        "mask=1 varlen=1": "take none",
+    }.items():
+        with pytest.raises(UnsupportedProblem, match=message):
+            AttentionProblem.parse(f"{base} {words}")
+    with pytest.raises(UnsupportedProblem, match="must be a multiple of heads_kv"):
+        AttentionProblem.parse("batch=1 seq_q=8 seq_kv=8 heads_q=4 heads_kv=3")
+
+
+@pytest.mark.parametrize("name", ["a100", "l40s", "h200", "rtx5090", "rtx3090", "h200-99kib"])
+@pytest.mark.parametrize("seed", range(12))
+def test_there_is_a_default_for_every_problem_and_gpu(seed: int, name: str) -> None:
+    spec = gpu.lookup(name)
+    p = random_problem(random.Random(seed), lengths=(0, 1, 7, 64, 1000, 100_000))
+    config = ATTENTION.default(p, spec)
+    assert ATTENTION.why_not(p, config, spec) is None
+    assert p.bucket().bucket() == p.bucket()
+
+
+def test_rules_are_told() -> None:
+    spec = gpu.lookup("h200")
+    p = AttentionProblem.parse("batch=1 seq_q=4096 seq_kv=4096 heads_q=16 heads_kv=16 head_dim=256")
+    config = ATTENTION.default(p, spec)
+    for change, message in {
+        "tile_q=256 warps=4 tile_kv=128 stages=2": "registers",
+        "tile_q=128 tile_kv=128 warps=8 stages=2 ctas_per_sm=1": "shared memory",
+        "tile_q=64 warps=8": "queries each",
+    }.items():
+        words = dict(word.split("=") for word in change.split())
+        with pytest.raises(InvalidConfig, match=message):
+            ATTENTION.check(p, config.replace(**{k: int(v) for k, v in words.items()}), spec)
+    few = p.replace(seq_q=16, seq_kv=16)
+    with pytest.raises(InvalidConfig, match="idles"):
+        ATTENTION.check(few, AttentionConfig.parse(str(config.replace(tile_q=128, warps=8))), spec)

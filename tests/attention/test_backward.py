@@ -1,0 +1,317 @@
+"""Gradients of ``attention`` without a GPU: mathematics, autograd, errors, registration, what the declarations say."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.attention.cases import sides
+
+pytest.importorskip("triton")
+
+from cutekernels import gpu, verify
+from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.ops import registry
+from cutekernels.ops.attention.api import attention
+from cutekernels.ops.attention.backward import (
+    ATTENTION_BACKWARD,
+    AttentionBackwardConfig,
+    AttentionBackwardProblem,
+    passes,
+    reference,
+)
+from cutekernels.ops.attention.delta import ATTENTION_DELTA, DeltaProblem
+from tests.attention import backward_cases as attention_backward_cases
+from tests.attention.backward_cases import CASES, PLANTED, random_backward, torch_gradients
+from tests.interpreted import replies
+
+assert registry.OPS  # registers torch.ops.cutekernels
+GPUS = ("a100", "l40s", "h200", "rtx5090", "rtx3090", "h200-99kib")
+
+
+def rows(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).requires_grad_()
+
+
+def qkv(
+    batch: int = 2, seq_q: int = 9, seq_kv: int = 13, heads_q: int = 4, heads_kv: int = 2, head_dim: int = 16
+) -> Any:
+    k, v = (rows(batch, seq_kv, heads_kv, head_dim, seed=s) for s in (1, 2))
+    return rows(batch, seq_q, heads_q, head_dim), k, v
+
+
+# ---- mathematics ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_reference_is_torch_s_autograd_in_fp64(seed: int) -> None:
+    p = random_backward(random.Random(seed), lengths=(1, 2, 7, 20, 33))
+    args = tuple(
+        t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+        for t in ATTENTION_BACKWARD.sample(p, "cpu", seed)
+    )
+    left, right = sides(p)
+    ours = reference(args[0], None, *args[1:4], *args[5:], left=left, right=right)
+    for mine, theirs in zip(ours, torch_gradients(p, args, plain=True), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True, "window": (4, None)},
+        {"softcap": 2.0, "window": (3, 2)},
+        {"scale": 1.5, "causal": True},
+    ],
+)
+def test_gradcheck(options: dict[str, Any]) -> None:
+    def both(*args: torch.Tensor) -> Any:
+        out, lse = attention(*args, return_lse=True, **options)
+        return out, lse.nan_to_num(neginf=0.0)
+
+    q, k, v = qkv(1, 6, 5, 2, 1, 8)
+    assert torch.autograd.gradcheck(lambda *args: attention(*args, **options), (q, k, v))
+    assert torch.autograd.gradcheck(both, (q, k[:, 1:], v[:, 1:]))  # lse has a gradient too
+
+
+def test_packed_sequences_are_differentiated_one_by_one() -> None:
+    q, k, v = rows(11, 4, 16), rows(20, 2, 16, seed=1), rows(20, 2, 16, seed=2)
+    ends_q, ends_kv = torch.tensor([0, 4, 4, 11], dtype=torch.int32), torch.tensor([0, 6, 13, 20], dtype=torch.int32)
+    weights = rows(11, 4, 16, seed=5).detach()
+    out = attention(q, k, v, causal=True, cu_seqlens_q=ends_q, cu_seqlens_kv=ends_kv)
+    packed = torch.autograd.grad((out * weights).sum(), (q, k, v))
+    for begin_q, end_q, begin_kv, end_kv in ((0, 4, 0, 6), (4, 11, 13, 20)):
+        own = [q[None, begin_q:end_q], k[None, begin_kv:end_kv], v[None, begin_kv:end_kv]]
+        alone = torch.autograd.grad((attention(*own, causal=True)[0] * weights[begin_q:end_q]).sum(), own)
+        torch.testing.assert_close(packed[0][begin_q:end_q], alone[0][0])
+        for together, one in zip(packed[1:], alone[1:], strict=True):
+            torch.testing.assert_close(together[begin_kv:end_kv], one[0])
+    assert (packed[1][6:13] == 0).all()  # the second sequence has no queries
+
+
+def test_queries_that_see_nothing_have_no_gradient() -> None:
+    q, k, v = qkv(1, 5, 2, 2, 1)
+    out, lse = attention(q, k, v, causal=True, return_lse=True)
+    dq, dk, dv = torch.autograd.grad(out.square().sum() + lse[:, :, 3:].sum(), (q, k, v))
+    assert (dq[:, :3] == 0).all()
+    assert (dq[:, 3:] != 0).any()
+    assert all(t.isfinite().all() for t in (dk, dv))
+
+
+@pytest.mark.parametrize(("seq_q", "seq_kv", "batch"), [(0, 5, 2), (5, 0, 2), (0, 0, 1), (3, 3, 0)])
+def test_empty_extents_give_zeros(seq_q: int, seq_kv: int, batch: int) -> None:
+    q, k, v = qkv(batch, seq_q, seq_kv)
+    for t, grad in zip((q, k, v), torch.autograd.grad(attention(q, k, v).sum(), (q, k, v)), strict=True):
+        assert grad.shape == t.shape
+        assert (grad == 0).all()
+
+
+def test_half_precision_is_rounded_once() -> None:
+    q, k, v = (t.detach().bfloat16().requires_grad_() for t in qkv())
+    dout = rows(*q.shape, seed=7).detach().bfloat16()
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    narrow = torch.autograd.grad(attention(q, k, v, causal=True), (q, k, v), dout)
+    exact = torch.autograd.grad(attention(*wide, causal=True), wide, dout.double())
+    for mine, truth in zip(narrow, exact, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert torch.equal(mine, truth.bfloat16())
+
+
+# ---- autograd -------------------------------------------------------------------------------------------
+
+
+def test_only_what_is_asked_for_has_a_gradient() -> None:
+    q, k, v = qkv()
+    whole = torch.autograd.grad(attention(q, k, v).square().sum(), (q, k, v))
+    out = attention(q.detach(), k, v.detach())
+    assert out.requires_grad
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), k)[0], whole[1])
+    with torch.no_grad():
+        assert not attention(q, k, v).requires_grad
+    assert not attention(q.detach(), k.detach(), v.detach()).requires_grad
+
+
+def test_lse_alone_has_a_gradient() -> None:
+    q, k, v = qkv()
+    lse = attention(q, k, v, return_lse=True)[1]
+    dq, dv = torch.autograd.grad(lse.sum(), (q, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) / 4
+    torch.testing.assert_close(dq, torch.autograd.grad(scores.logsumexp(-1).sum(), q)[0])
+    assert (dv == 0).all()
+
+
+def test_a_mask_and_its_broadcasts() -> None:
+    q, k, v = qkv()
+    seen = torch.rand(1, 4, 9, 13, generator=torch.Generator().manual_seed(4)) < 0.6
+    grads = torch.autograd.grad(attention(q, k, v, mask=seen).square().sum(), (q, k, v))
+    again = torch.autograd.grad(
+        attention(q, k, v, mask=seen.expand(2, -1, -1, -1).contiguous()).square().sum(), (q, k, v)
+    )
+    assert all(map(torch.equal, grads, again))
+
+
+def refused(message: str, *args: Any) -> None:
+    with pytest.raises(UnsupportedProblem, match=message):
+        torch.ops.cutekernels.attention_backward(*args)
+
+
+def test_errors_name_rule_value_and_remedy() -> None:
+    q, k, v = (t.detach() for t in qkv())
+    out, lse = attention(q, k, v, return_lse=True)
+    rest = (None, None, None, False, -1, -1, 0.25, 0.0)
+    torch.ops.cutekernels.attention_backward(out, lse, q, k, v, out, lse, *rest)
+    refused("dout must be as q", out[:, :-1], None, q, k, v, out, lse, *rest)
+    refused("out must be as q", out, None, q, k, v, out.float(), lse, *rest)
+    refused("call attention with return_lse", out, None, q, k, v, out, lse[:0], *rest)
+    refused("dlse must be", out, lse.float(), q, k, v, out, lse, *rest)
+    refused("k must have q's dtype", out, None, q, k.float(), v.float(), out, lse, *rest)
+
+
+def test_what_has_no_gradient_says_so() -> None:
+    q, k, v = qkv()
+    (dq,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(UnsupportedProblem, match="differentiable once"):
+        dq.sum().backward()
+    bare = torch.ops.cutekernels.attention(q, k, v, None, None, None, False, -1, -1, 0.25, 0.0, False)[0]
+    with pytest.raises(UnsupportedProblem, match="return_lse=True"):
+        bare.sum().backward()
+
+
+# ---- torch ----------------------------------------------------------------------------------------------
+
+
+def test_opcheck() -> None:
+    q, k, v = qkv()
+    options = (True, 4, -1, 0.25, 5.0)
+    with torch.no_grad():
+        out, lse = attention(q, k, v, causal=True, window=(4, None), softcap=5.0, return_lse=True)
+    given = [t.detach() for t in (q, k, v)]
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(
+        torch.ops.cutekernels.attention_backward,
+        (out, None, *given, out, lse, None, None, None, *options),
+        test_utils=tests,
+    )
+    torch.library.opcheck(
+        torch.ops.cutekernels.attention,
+        (q, k, v, None, None, None, *options, True),
+        test_utils=(*tests, "test_autograd_registration"),
+    )
+
+
+def test_compiles_without_graph_breaks() -> None:
+    q, k, v = qkv()
+
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q * 2, k, v, causal=True, window=(4, None)).square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    ours = torch.autograd.grad(compiled(q, k, v), (q, k, v))
+    for mine, eager in zip(ours, torch.autograd.grad(loss(q, k, v), (q, k, v)), strict=True):
+        torch.testing.assert_close(mine, eager)
+
+
+# ---- attention_delta ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> dict[str, dict[str, Any]]:
+    cases = CASES | PLANTED
+    return dict(zip(cases, replies(attention_backward_cases.__file__, list(cases.values())), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_delta_s_kernel_is_right(interpreted: dict[str, dict[str, Any]], case: str) -> None:
+    reply = interpreted[case]
+    assert reply["error"] < 1e-4, reply  # sums of 256 fp32 products
+    assert reply["outside"], "wrote outside of its result"
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_in_delta_is_caught(interpreted: dict[str, dict[str, Any]], bug: str) -> None:
+    assert interpreted[bug]["error"] > 1e-3
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_delta_has_a_default_for_every_problem(name: str) -> None:
+    spec = gpu.lookup(name)
+    for head_dim in (8, 40, 64, 128, 256):
+        for seq in (0, 1, 1000, 100_000):
+            p = DeltaProblem(2, seq, 8, head_dim)
+            config = ATTENTION_DELTA.default(p, spec)
+            assert ATTENTION_DELTA.why_not(p, config, spec) is None
+
+
+# ---- the declaration ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize("seed", range(12))
+def test_there_is_a_default_for_every_problem_and_gpu(seed: int, name: str) -> None:
+    spec = gpu.lookup(name)
+    p = random_backward(random.Random(seed), lengths=(0, 1, 7, 64, 1000, 100_000))
+    for of in passes(p.head_dim):
+        one = p.replace(of=of)
+        config = ATTENTION_BACKWARD.default(one, spec)
+        assert ATTENTION_BACKWARD.why_not(one, config, spec) is None
+        assert math.isfinite(ATTENTION_BACKWARD.estimate_us(one, config, spec))
+        assert one.bucket().bucket() == one.bucket()
+        assert one.bucket().of == of
+
+
+@pytest.mark.parametrize("head_dim", [8, 32, 64, 96, 128, 192, 200, 256])
+def test_the_passes_give_each_gradient_once(head_dim: int) -> None:
+    assert sorted("".join(passes(head_dim))) == ["k", "q", "v"]
+
+
+def test_rules_are_told() -> None:
+    spec = gpu.lookup("h200")
+    base = "batch=1 seq_q=4096 seq_kv=4096 heads_q=16 heads_kv=16"
+    with pytest.raises(UnsupportedProblem, match="ask for of=k and of=v"):
+        AttentionBackwardProblem.parse(f"{base} head_dim=256")
+    with pytest.raises(UnsupportedProblem, match="leave it out"):
+        AttentionBackwardProblem.parse(f"{base} lse=1")
+    p = AttentionBackwardProblem.parse(base)
+    config = AttentionBackwardConfig(64, 32, 4, 2, 2, False, "rows")
+    assert ATTENTION_BACKWARD.why_not(p, config, spec) is None
+    for name, change, message in (
+        ("h200", "tile_own=256", "registers"),
+        ("l40s", "tile_own=128 warps=8 tile_walked=64 ctas_per_sm=1", "shared memory"),
+        ("h200", "warps=8", "rows each"),
+        ("h200", "ctas_per_sm=1", "say so"),
+    ):
+        words = dict(word.split("=") for word in change.split())
+        with pytest.raises(InvalidConfig, match=message):
+            ATTENTION_BACKWARD.check(p, config.replace(**{k: int(v) for k, v in words.items()}), gpu.lookup(name))
+    with pytest.raises(InvalidConfig, match="idles"):
+        ATTENTION_BACKWARD.check(p.replace(seq_q=16, seq_kv=16), config.replace(tile_own=128, warps=8), spec)
+    with pytest.raises(InvalidConfig, match="more than one tile"):
+        ATTENTION_BACKWARD.check(p.replace(seq_kv=60), config.replace(order="heads"), spec)
+
+
+@pytest.mark.parametrize("words", ["", "causal=1"])
+@pytest.mark.parametrize("of", ["kv", "q"])
+def test_the_tolerance_catches_a_tile_left_out(of: str, words: str) -> None:
+    p = AttentionBackwardProblem.parse(f"batch=1 seq_q=512 seq_kv=512 heads_q=2 heads_kv=1 {words} of={of}")
+    args = ATTENTION_BACKWARD.sample(p, "cpu", 0)
+    expected, depth = ATTENTION_BACKWARD.reference(p, *args), ATTENTION_BACKWARD.work(p).depth
+    walked = (0, 1) if p.by_keys else (2, 3)  # dout and q, or k and v
+    read = [t.clone() if i in walked else t for i, t in enumerate(args[:4])]
+    for i in walked:
+        read[i][:, 256:288] = 0.0
+    wrong = ATTENTION_BACKWARD.reference(p, *read, *args[4:])
+    assert verify.worst_error(wrong, expected, 0.0, depth=depth) > 2
+    assert verify.worst_error(expected, expected, 0.0, depth=depth) == 0
+
+
+def test_work_counts_the_products_of_the_pass() -> None:
+    base = "batch=2 seq_q=100 seq_kv=70 heads_q=4 heads_kv=2 causal=1"
+    flops = {of: ATTENTION_BACKWARD.work(AttentionBackwardProblem.parse(f"{base} of={of}")).flops for of in "qkv"}
+    together = ATTENTION_BACKWARD.work(AttentionBackwardProblem.parse(base)).flops
+    assert flops["q"] == flops["k"] == together * 3 / 4
+    assert flops["v"] == together / 2

@@ -1,0 +1,208 @@
+"""The kernels of attention's gradients compiled for GPUs that are not there: resources, instructions, knobs."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+
+from cutekernels import gpu
+from cutekernels.backends.cubin import cuobjdump
+from cutekernels.kernels.cute.parts.attention_smem import padded
+from cutekernels.ops.attention.backward import (
+    ATTENTION_BACKWARD,
+    AttentionBackwardConfig,
+    AttentionBackwardProblem,
+    passes,
+)
+from cutekernels.ops.attention.delta import ATTENTION_DELTA, DeltaProblem
+from tests.attention.backward_cases import random_config
+from tests.gemm.test_compiled import text_sections
+
+H200 = gpu.lookup("h200")
+TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
+FULL = "batch=4 seq_q=4096 seq_kv=4096 heads_q=16 heads_kv=16"
+NARROW = "batch=4 seq_q=2048 seq_kv=2048 heads_q=32 heads_kv=8 head_dim=64 causal=1 dtype=fp16"
+WIDE = "batch=3 seq_q=2000 seq_kv=2000 heads_q=8 heads_kv=2 head_dim=256 causal=1 softcap=1"
+QUICK = {"causal": f"{FULL} causal=1", "narrow of q": f"{NARROW} of=q", "wide of k": f"{WIDE} of=k"}
+PROBLEMS = QUICK | {
+    "full": FULL,
+    "full of q": f"{FULL} of=q",
+    "causal of q": f"{FULL} causal=1 of=q",
+    "narrow": NARROW,
+    "wide of v": f"{WIDE} of=v",
+    "wide of q": f"{WIDE} of=q",
+    "window": "batch=2 seq_q=300 seq_kv=777 heads_q=4 heads_kv=1 head_dim=80 window=both window_left=30 window_right=9",
+    "mask": "batch=2 seq_q=130 seq_kv=200 heads_q=6 heads_kv=3 head_dim=96 mask=1 dtype=fp16 softcap=1",
+    "varlen": "batch=5 seq_q=150 seq_kv=150 heads_q=8 heads_kv=2 head_dim=40 causal=1 varlen=1",
+    "192": f"{FULL} head_dim=192 causal=1 softcap=1",
+}
+# What is kept beside the loops: addresses, which a tile reads back once. Hardly anything spills within (see below).
+SETUP_SPILL_BYTES = 64
+
+
+@cache
+def built(problem: AttentionBackwardProblem, config: AttentionBackwardConfig, target: str) -> Any:
+    return ATTENTION_BACKWARD.build(problem, config, gpu.lookup(target))
+
+
+def code(problem: AttentionBackwardProblem, config: AttentionBackwardConfig) -> bytes:
+    return b"".join(text_sections(built(problem, config, "h200")._function.artifacts.CUBIN))
+
+
+def loops(problem: AttentionBackwardProblem, config: AttentionBackwardConfig, target: str) -> list[Counter[str]]:
+    """The opcodes of each loop over walked tiles, in the order of the code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built(problem, config, target)._function.artifacts.CUBIN)
+        file.flush()
+        command = [str(cuobjdump()), "-sass", file.name]
+        sass = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)([^;]*);", sass, re.MULTILINE)
+    places = [int(at, 16) for at, _, _ in lines]
+    found = []
+    for at, opcode, operands in lines:
+        target_at = re.search(r"0x([0-9a-f]+)", operands) if opcode == "BRA" else None
+        if target_at and (begin := int(target_at[1], 16)) < (end := int(at, 16)):
+            body = Counter(op for place, (_, op, _) in zip(places, lines, strict=True) if begin <= place <= end)
+            if count(body, "HMMA") == products(problem, config):
+                found.append(body)
+    return found
+
+
+def products(problem: AttentionBackwardProblem, config: AttentionBackwardConfig) -> int:
+    """A warp's m16n8k16 products in one walked tile: S and dP, and the sums of P, of dS."""
+    each = config.rows * config.tile_walked * padded(problem.head_dim) // (16 * 8 * 16)
+    return each * {"kv": 4, "q": 3, "k": 3, "v": 2}[problem.of]
+
+
+def count(body: Counter[str], prefix: str) -> int:
+    return sum(n for op, n in body.items() if op.startswith(prefix))
+
+
+# ---- resources ------------------------------------------------------------------------------------------
+
+
+def check_facts(name: str, spec: gpu.GpuSpec, configs: list[AttentionBackwardConfig]) -> None:
+    problem = AttentionBackwardProblem.parse(PROBLEMS[name])
+    for config in configs:
+        facts = built(problem, config, spec.name).facts
+        assert facts.smem_bytes == config.smem_bytes(problem), config
+        assert facts.smem_bytes <= spec.smem_per_block_bytes
+        assert -(-facts.registers // 8) * 8 * config.threads * config.ctas_per_sm <= spec.REGISTERS_PER_SM
+    assert built(problem, configs[0], spec.name).facts.stack_bytes <= SETUP_SPILL_BYTES, f"spills: {configs[0]}"
+
+
+@pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
+@pytest.mark.parametrize("name", QUICK)
+def test_defaults_compile_for_every_architecture(name: str, spec: gpu.GpuSpec) -> None:
+    check_facts(name, spec, [ATTENTION_BACKWARD.default(AttentionBackwardProblem.parse(PROBLEMS[name]), spec)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_compiles_for_every_architecture_as_why_not_predicts(name: str) -> None:
+    problem = AttentionBackwardProblem.parse(PROBLEMS[name])
+    rng = random.Random(name)
+    drawn = rng.choice(TARGETS)
+    for spec in TARGETS:
+        more = [random_config(rng, problem, spec)] if spec is drawn else []
+        if more or name not in QUICK:
+            check_facts(name, spec, [ATTENTION_BACKWARD.default(problem, spec), *more])
+
+
+@pytest.mark.parametrize("name", ["causal", "narrow of q"])
+def test_tiles_between_the_edges_run_no_masking_code_and_hardly_spill(name: str) -> None:
+    problem = AttentionBackwardProblem.parse(PROBLEMS[name])
+    config = ATTENTION_BACKWARD.default(problem, H200)
+    bodies = loops(problem, config, "h200")
+    scores = config.rows * config.tile_walked // 32
+    kind = "HMMA.16816.F32.BF16" if problem.dtype == "bf16" else "HMMA.16816.F32"
+    inside, edge = sorted(bodies, key=lambda body: count(body, "FSEL"))
+    for body in bodies:
+        assert count(body, kind) == products(problem, config)
+        assert scores <= count(body, "MUFU.EX2") <= scores + 8
+        assert count(body, "LDG.") == 0
+        assert count(body, "LDL") <= 4  # addresses
+        assert count(body, "STL") == 0
+    assert count(edge, "FSEL") >= scores
+    assert count(inside, "FSEL") <= 1
+    copied = 2 * config.tile_walked * problem.head_dim // 8 // config.threads
+    assert count(inside, "LDGSTS.E.BYPASS") == 2 * copied  # of whole tiles, and of those with an end
+    assert scores <= count(inside, "FFMA") <= scores + 16  # a score is scaled within its exponent
+
+
+@pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
+def test_delta_compiles_for_every_architecture(spec: gpu.GpuSpec) -> None:
+    for text in ("batch=4 seq=4096 heads=16", "batch=1 seq=77 heads=2 head_dim=80 dlse=1 dtype=fp16"):
+        problem = DeltaProblem.parse(text)
+        facts = ATTENTION_DELTA.build(problem, ATTENTION_DELTA.default(problem, spec), spec).facts
+        assert facts.stack_bytes == 0
+        assert facts.registers <= 64
+
+
+# ---- what the code depends on ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_kernel_depends_on_the_static_half_of_a_problem_alone() -> None:
+    first = AttentionBackwardProblem.parse(PROBLEMS["causal"])
+    second = first.replace(batch=1, seq_q=200, seq_kv=100, heads_q=28, heads_kv=4)
+    config = next(c for c in ATTENTION_BACKWARD.valid(second, H200) if c.tile_own == 64)
+    assert first.static() == second.static()
+    made = code(first, config)
+    built.cache_clear()
+    assert code(second, config) == made
+
+
+CHANGES = ("dtype=fp16", "head_dim=120", "causal=1", "window=left", "window=right", "softcap=1", "mask=1", "varlen=1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [*CHANGES, "of=q", "of=k", "of=v"])
+def test_every_static_field_changes_the_code(change: str) -> None:
+    base = AttentionBackwardProblem.parse("batch=2 seq_q=256 seq_kv=256 heads_q=4 heads_kv=2")
+    config = ATTENTION_BACKWARD.default(base, H200)
+    assert code(base, config) != code(AttentionBackwardProblem.parse(f"{base} {change}"), config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("knob", list(AttentionBackwardConfig.space()))
+def test_every_knob_changes_the_code(knob: str) -> None:
+    problem = AttentionBackwardProblem.parse(PROBLEMS["narrow"])
+    rng = random.Random(knob)
+    alike: dict[str, list[AttentionBackwardConfig]] = {}
+    for config in ATTENTION_BACKWARD.valid(problem, H200):
+        # How many CTAs fit follows from the rest, from the owned tile above all.
+        left_out = (knob, "ctas_per_sm") if knob == "tile_own" else (knob,)
+        others = " ".join(word for word in str(config).split() if not word.startswith(left_out))
+        alike.setdefault(others, []).append(config)
+    groups = [configs for configs in alike.values() if len(configs) > 1]
+    if not groups:  # the rules leave one value: "what fits"
+        assert knob == "ctas_per_sm"
+        fits = ATTENTION_BACKWARD.default(problem, H200)
+        groups = [[fits, fits.replace(ctas_per_sm=fits.ctas_per_sm % 3 + 1)]]
+    first, second = rng.sample(rng.choice(groups), 2)
+    if knob == "order":  # of CTAs: a number that the host computes for the kernel
+        host = [str(built(problem, config, "h200")._function.ir_module) for config in (first, second)]
+        nameless = [re.sub(r'@\S+|"[^"]*"', "", text) for text in host]
+        assert nameless[0] != nameless[1]
+    else:
+        assert code(problem, first) != code(problem, second), f"{knob} changes nothing: [{first}] and [{second}]"
+
+
+def test_every_value_of_every_knob_is_reachable() -> None:
+    seen: dict[str, set[Any]] = {name: set() for name in AttentionBackwardConfig.space()}
+    for spec in TARGETS:
+        for text in (FULL, NARROW):
+            for of in passes(AttentionBackwardProblem.parse(text).head_dim):
+                for config in ATTENTION_BACKWARD.valid(AttentionBackwardProblem.parse(f"{text} of={of}"), spec):
+                    for name, values in seen.items():
+                        values.add(getattr(config, name))
+    for name, values in AttentionBackwardConfig.space().items():
+        assert seen[name] == set(values), name

@@ -1,0 +1,307 @@
+"""``decode_attention`` without a GPU: errors, mathematics, caches, registration, the declaration's arithmetic."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from cutekernels import gpu
+from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.kernels.cute.parts.cache import CacheRows
+from cutekernels.kernels.cute.parts.fragments import span_bytes, swizzled
+from cutekernels.ops import registry
+from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeConfig, DecodeProblem
+from cutekernels.ops.attention.decode_api import decode_attention, readable
+from tests.attention.decode_cases import arguments, left_of, lengths_of, random_problem
+
+assert registry.OPS  # registers torch.ops.cutekernels
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def call(seq_q: int = 3, room: int = 20, batch: int = 2) -> Any:
+    q, k, v = rows(batch, seq_q, 4, 16), rows(batch, room, 2, 16, seed=1), rows(batch, room, 2, 16, seed=2)
+    return q, k, v, torch.tensor([13, 20, 7, 1][:batch], dtype=torch.int32)
+
+
+def asked(p: DecodeProblem, args: tuple[Any, ...], **options: Any) -> Any:
+    """The public function on an op's arguments."""
+    q, k, v, lengths, table, scale, softcap = args
+    window = (left_of(p), None) if p.window else None
+    return decode_attention(
+        q, k, v, lengths, page_table=table, scale=scale, window=window, softcap=softcap or None, **options
+    )
+
+
+# ---- mathematics ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_agrees_with_torch_in_fp64_whatever_the_cache_holds_elsewhere(seed: int) -> None:
+    rng = random.Random(seed)
+    p = random_problem(rng, rooms=(1, 2, 7, 20, 33)).replace(softcap=False)
+    lengths = lengths_of(rng, p)
+    args = tuple(
+        t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in arguments(p, lengths, seed)
+    )
+    out, lse = asked(p, args, return_lse=True)
+    q, k, v, _, table, scale, _ = args
+    group = p.heads_q // p.heads_kv
+    for b, length in enumerate(lengths.tolist()):
+        own = (k[b], v[b]) if table is None else (t[table[b].long()].flatten(0, 1) for t in (k, v))
+        k1, v1 = (t[:length].repeat_interleave(group, 1).transpose(0, 1) for t in own)
+        at = torch.arange(length) - torch.arange(p.seq_q).unsqueeze(-1) - (length - p.seq_q)
+        seen = (at <= 0) & (at >= -(p.window_left if p.window else length + p.seq_q))
+        expected = functional.scaled_dot_product_attention(q[b].transpose(0, 1), k1, v1, attn_mask=seen, scale=scale)
+        blind = ~seen.any(-1)
+        torch.testing.assert_close(out[b, ~blind], expected.transpose(0, 1)[~blind], rtol=1e-12, atol=1e-12)
+        assert (out[b, blind] == 0).all()
+        assert torch.equal(lse[b] == -math.inf, blind.expand(p.heads_q, -1))
+
+
+def test_pages_are_the_same_as_one_piece() -> None:
+    q, k, v, lengths = call(room=48)
+    expected = decode_attention(q, k, v, lengths)
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(0))
+    pages = [rows(7, 16, 2, 16, seed=9) for _ in range(2)]
+    for cache, whole in zip(pages, (k, v), strict=True):
+        cache[order] = whole.reshape(6, 16, 2, 16)
+    table = order.view(2, 3).to(torch.int32)
+    torch.testing.assert_close(decode_attention(q, *pages, lengths, page_table=table), expected)
+    table[0, 1:], table[1, 2:] = -1, 99  # of no token
+    torch.testing.assert_close(decode_attention(q, *pages, lengths, page_table=table), expected)
+
+
+def test_queries_see_each_other_causally() -> None:
+    q, k, v, lengths = call(seq_q=3)
+    together = decode_attention(q, k, v, lengths)
+    for i in range(3):
+        alone = decode_attention(q[:, i], k, v, lengths - (2 - i))
+        assert alone.shape == (2, 4, 16)
+        torch.testing.assert_close(together[:, i], alone)
+
+
+def test_a_window_reaches_back_from_each_query() -> None:
+    q, k, v, lengths = call(seq_q=2)
+    out = decode_attention(q, k, v, lengths, window=(4, None))
+    for b, length in enumerate(lengths.tolist()):
+        recent = slice(length - 5, length)
+        one = torch.tensor([5], dtype=torch.int32)
+        alone = decode_attention(q[b : b + 1, 1], k[b : b + 1, recent], v[b : b + 1, recent], one)
+        torch.testing.assert_close(out[b : b + 1, 1], alone)
+    torch.testing.assert_close(decode_attention(q, k, v, lengths, window=(None, 0)), decode_attention(q, k, v, lengths))
+
+
+def test_a_length_beyond_the_cache_counts_as_all_of_it() -> None:
+    q, k, v, _ = call()
+    full, above = (torch.tensor([n, n], dtype=torch.int32) for n in (20, 25))
+    assert torch.equal(decode_attention(q, k, v, above), decode_attention(q, k, v, full))
+
+
+def test_softcap_bounds_scores() -> None:
+    q, k, v, lengths = call()
+    lse = decode_attention(q * 100, k, v, lengths, softcap=2.0, return_lse=True)[1]
+    assert (lse <= 2.0 + lengths.double().log().view(2, 1, 1)).all()
+
+
+def test_half_precision_is_rounded_once() -> None:
+    q, k, v, lengths = call()
+    q, k, v = (t.bfloat16() for t in (q, k, v))
+    out = decode_attention(q, k, v, lengths)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, decode_attention(q.double(), k.double(), v.double(), lengths).bfloat16())
+
+
+@pytest.mark.parametrize(("batch", "room"), [(0, 20), (2, 0)])
+def test_empty_extents(batch: int, room: int) -> None:
+    q, k, v, lengths = call(batch=batch, room=room)
+    out, lse = decode_attention(q, k, v, lengths, return_lse=True)
+    assert out.shape == q.shape
+    assert lse.shape == (batch, 4, 3)
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+
+
+# ---- arguments ------------------------------------------------------------------------------------------
+
+
+def refused(message: str, *args: Any, **options: Any) -> None:
+    with pytest.raises(UnsupportedProblem, match=message):
+        decode_attention(*args, **options)
+
+
+def test_errors_name_rule_value_and_remedy() -> None:
+    q, k, v, n = call()
+    refused(r"q must be \(B, HQ, D\)", q[0, 0], k, v, n)
+    refused(r"k_cache must be \(B, T_MAX, HKV, D\)", q, k[0], v[0], n)
+    refused("k_cache must have q's dtype", q, k.float(), v.float(), n)
+    refused("must have one shape", q, k, v[:, :-1], n)
+    refused("agree in head dim and batch.*pages need a page_table", q, k[:1], v[:1], n)
+    refused("multiple of 8 up to 256; it is 12", q[..., :12], k[..., :12], v[..., :12], n)
+    refused("k_cache's 2 heads must divide q's 3", q[:, :, :3], k, v, n)
+    refused("from 1 to 16 queries here, not 17: attention", rows(2, 17, 4, 16), k, v, n)
+    refused("scale must be above 0", q, k, v, n, scale=-1.0)
+    refused("softcap must be above 0", q, k, v, n, softcap=0.0)
+    refused("window must be", q, k, v, n, window=3)
+    refused("no later keys", q, k, v, n, window=(3, 3))
+    refused("write None for no limit", q, k, v, n, window=(-1, None))
+    refused(r"cache_seqlens must be int32, \(2,\)", q, k, v, n.long())
+    refused(r"cache_seqlens must be int32, \(2,\)", q, k, v, n[:1])
+    table = torch.zeros(2, 2, dtype=torch.int32)
+    refused("page_table must be int32", q, k, v, n, page_table=table.long())
+    refused("a page has 16, 32, 64, 128, 256 tokens, not 20", q, k, v, n, page_table=table)
+    refused("out must", q, k, v, n, out=q[0])
+    refused("out overlaps an input", q, k, v, n, out=q)
+    refused("out must not overlap itself", q, k, v, n, out=q.new_empty(1, 3, 4, 16).expand(2, -1, -1, -1))
+
+
+def test_out_is_written_and_returned() -> None:
+    q, k, v, lengths = call(seq_q=1)
+    wide = q.new_full((2, 4, 32), math.nan)
+    out = wide[..., :16]
+    result, lse = decode_attention(q[:, 0], k, v, lengths, out=out, return_lse=True)
+    assert result is out
+    assert lse.shape == (2, 4)
+    assert torch.equal(out, decode_attention(q, k, v, lengths)[:, 0])
+    assert wide[..., 16:].isnan().all()
+
+
+def test_gradients_are_refused_clearly() -> None:
+    q, k, v, lengths = call()
+    q.requires_grad_()
+    with pytest.raises(UnsupportedProblem, match="decode_attention has no gradient"):
+        decode_attention(q, k, v, lengths).sum().backward()
+    refused("out= is not differentiable", q, k, v, lengths, out=torch.empty_like(q))
+
+
+def test_only_aligned_rows_are_read_in_place() -> None:
+    cache = rows(2, 8, 4, 16, dtype=torch.bfloat16)
+    assert readable(cache)
+    assert readable(cache[:, :, 1:3])
+    assert readable(cache.transpose(1, 2))
+    assert not readable(rows(2, 8, 4, 17, dtype=torch.bfloat16)[..., :16])
+    assert not readable(cache.transpose(2, 3))
+
+
+# ---- torch ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [(-1, 0.2, 0.0, True), (3, 0.2, 5.0, False)])
+def test_opcheck(options: tuple[Any, ...]) -> None:
+    q, k, v, lengths = call()
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    ops = torch.ops.cutekernels
+    torch.library.opcheck(ops.decode_attention, (q, k, v, lengths, None, *options), test_utils=tests)
+    into = (q, k, v, lengths, None, torch.empty_like(q), *options)
+    torch.library.opcheck(ops.decode_attention_out, into, test_utils=tests)
+
+
+def test_compiles_without_graph_breaks() -> None:
+    q, k, v, lengths = call(seq_q=1)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def model(q: torch.Tensor) -> Any:
+        out, lse = decode_attention(q * 2, k, v, lengths, window=(9, None), return_lse=True)
+        return out + 1, lse
+
+    out, lse = model(q[:, 0])
+    expected, expected_lse = decode_attention(q[:, 0] * 2, k, v, lengths, window=(9, None), return_lse=True)
+    torch.testing.assert_close(out, expected + 1)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+# ---- the declaration ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [0, 16, 64])
+def test_samples_are_poisoned_wherever_no_sequence_has_a_token(page_size: int) -> None:
+    p = DecodeProblem(3, 128, 4, 2, head_dim=32, page_size=page_size)
+    q, k, v, lengths, table, scale, _ = DECODE_ATTENTION.sample(p, "cpu", 0)
+    assert q.isfinite().all()
+    for t in (k, v):
+        assert int(t.isfinite().sum()) == int(lengths.sum()) * 2 * 32
+        for b, length in enumerate(lengths.tolist()):
+            own = t[b] if table is None else t[table[b].long()].flatten(0, 1)
+            assert own[:length].isfinite().all()
+            assert own[length:].isnan().all()
+    assert int(lengths.min()) > 0
+    assert int(lengths.max()) <= 128
+    (out,) = DECODE_ATTENTION.reference(p, q, k, v, lengths, table, scale, 0.0)
+    assert out.isfinite().all()
+
+
+def test_problems_that_contradict_themselves_are_refused() -> None:
+    base = "batch=1 seq_kv=8 heads_q=4"
+    for words, message in {
+        "heads_kv=3": "must be a multiple of heads_kv",
+        "heads_kv=4 seq_q=17": "from 1 to 16",
+        "heads_kv=4 window_left=3": "needs window=1",
+    }.items():
+        with pytest.raises(UnsupportedProblem, match=message):
+            DecodeProblem.parse(f"{base} {words}")
+
+
+@pytest.mark.parametrize("name", ["a100", "l40s", "h200", "rtx5090", "rtx3090", "h200-99kib"])
+@pytest.mark.parametrize("seed", range(12))
+def test_there_is_a_default_for_every_problem_and_gpu(seed: int, name: str) -> None:
+    spec = gpu.lookup(name)
+    p = random_problem(random.Random(seed), rooms=(0, 1, 7, 64, 1000, 100_000))
+    config = DECODE_ATTENTION.default(p, spec)
+    assert DECODE_ATTENTION.why_not(p, config, spec) is None
+    assert p.bucket().bucket() == p.bucket()
+
+
+def test_splits_fill_the_gpu_where_sequences_are_few_and_are_spared_where_many() -> None:
+    spec = gpu.lookup("h200")
+    few, many = (
+        DecodeProblem.parse(t) for t in ("batch=1 seq_kv=32768 heads_q=32 heads_kv=8", DECODE_ATTENTION.suite[0])
+    )
+    config = DECODE_ATTENTION.default(few, spec)
+    assert few.tiles * config.splits * config.warps >= spec.sm_count * 4
+    assert DECODE_ATTENTION.default(many, spec).splits == 1
+
+
+def test_rules_are_told() -> None:
+    spec = gpu.lookup("h200")
+    p = DecodeProblem.parse("batch=4 seq_kv=4096 heads_q=32 heads_kv=8")
+    config = DecodeConfig.parse("tile_kv=64 warps=4 stages=3 ctas_per_sm=2 splits=4")
+    assert DECODE_ATTENTION.why_not(p, config, spec) is None
+    for change, message in {
+        "warps=8": "keys each",
+        "stages=6": "shared memory",
+        "ctas_per_sm=3": "registers",
+        "ctas_per_sm=1": "one more CTA",
+        "splits=96": "more than the 64 blocks",
+    }.items():
+        name, value = change.split("=")
+        with pytest.raises(InvalidConfig, match=message):
+            DECODE_ATTENTION.check(p, config.replace(**{name: int(value)}), spec)
+    with pytest.raises(InvalidConfig, match="fill the GPU with fewer"):
+        DECODE_ATTENTION.check(p.replace(batch=300), config, spec)
+    with pytest.raises(InvalidConfig, match="idles"):
+        DECODE_ATTENTION.check(p.replace(seq_kv=16), config, spec)
+
+
+@pytest.mark.parametrize("padded", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("rows", [16, 32])
+def test_a_lane_finds_its_vectors_by_constants(rows: int, padded: int) -> None:
+    """``place`` leads from a lane's first vector to where the swizzle puts each of its others; all are covered."""
+    part, span = CacheRows(rows, padded, padded, 3, 0), span_bytes(padded)
+    found = set()
+    for lane in range(32):
+        own, chunk = divmod(lane, part.along)
+        first = swizzled(lane * 16, span)
+        for i in range(0, rows, part.across):
+            for column in part.columns():
+                flip, offset = part.place(i, column)
+                linear = (column * 2 // span * rows + own + i) * span + chunk * 16
+                assert (first ^ flip) + offset == swizzled(linear, span)
+                found.add(linear)
+    assert found == set(range(0, rows * padded * 2, 16))

@@ -1,0 +1,350 @@
+"""The dispatcher's view: read-only, standard library only, and never an exception, whatever the database looks like."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from cutekernels import settings
+from cutekernels.db import migrations, snapshot, sqlite
+from cutekernels.db.snapshot import Winner
+from cutekernels.db.store import Store, Trial
+from tests.db.trials import L40S, trial
+
+pytestmark = pytest.mark.usefixtures("shipped")
+
+PROBLEM = "m=16 n=64 k=32"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "_said", set())
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A database with one winner, ``a=1``."""
+    path = tmp_path / "home" / "tuned.db"
+    fill(path, trial("a=1"))
+    return path
+
+
+def fill(path: Path, *winners: Trial) -> None:
+    with Store(path) as store:
+        store.record(winners)
+        assert all(store.crown(t.id) for t in winners)
+
+
+def configs(path: Path | str, gpu: str = "h200") -> list[str]:
+    return sorted(w.config for table in snapshot.load(gpu, str(path)).table.values() for w in table.values())
+
+
+# ---- what it holds ------------------------------------------------------------------------------------------
+
+
+def test_it_is_immutable(path: Path) -> None:
+    table = snapshot.load("h200", str(path)).table
+    assert isinstance(table, MappingProxyType)
+    assert isinstance(table["gemm", 1], MappingProxyType)
+    with pytest.raises(AttributeError):
+        table["gemm", 1][PROBLEM].config = "a=2"  # type: ignore[misc]
+
+
+def test_ops_revisions_and_gpus_stand_apart(tmp_path: Path) -> None:
+    fill(tmp_path / "x.db", trial("a=1"), trial("a=2", revision=2), trial("a=3", op="silu_mul"), trial("a=4", gpu=L40S))
+    table = snapshot.load("h200", str(tmp_path / "x.db")).table
+    assert {key: [w.config for w in winners.values()] for key, winners in table.items()} == {
+        ("gemm", 1): ["a=1"],
+        ("gemm", 2): ["a=2"],
+        ("silu_mul", 1): ["a=3"],
+    }
+    assert configs(tmp_path / "x.db", "a100-sxm-80gb") == []
+
+
+@pytest.mark.parametrize(
+    ("below", "above", "seen"),
+    [
+        ("measured", "measured", "database"),
+        ("predicted", "measured", "database"),
+        ("predicted", "predicted", "database"),
+        ("measured", "predicted", "shipped"),
+        ("measured", None, "shipped"),
+        (None, "predicted", "database"),
+    ],
+)
+def test_the_users_rows_overlay_the_shipped(
+    shipped: Path, tmp_path: Path, below: str | None, above: str | None, seen: str
+) -> None:
+    if below:
+        (shipped / "h200.jsonl").write_text(trial("a=1", origin=below, ratio=2.0).as_line() + "\n")
+    fill(tmp_path / "x.db", trial("a=9", problem="m=1"), *([trial("a=2", origin=above)] if above else []))
+    table = snapshot.load("h200", str(tmp_path / "x.db")).table["gemm", 1]
+    if seen == "shipped":
+        assert table[PROBLEM] == Winner(PROBLEM, "a=1", below or "", 12.5, 2.0, "shipped")
+    else:
+        assert table[PROBLEM] == Winner(PROBLEM, "a=2", above or "", 12.5, None, "database")
+    assert table["m=1"].source == "database"
+
+
+def test_an_export_can_be_shipped(shipped: Path, path: Path, tmp_path: Path) -> None:
+    with Store(path) as store:
+        store.export(shipped / "h200.jsonl")
+    table = snapshot.load("h200", str(tmp_path / "absent.db")).table
+    assert table == {("gemm", 1): {PROBLEM: Winner(PROBLEM, "a=1", "measured", 12.5, None, "shipped")}}
+
+
+def test_broken_shipped_rows_are_skipped_with_one_line(
+    shipped: Path, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = trial("a=5", problem="m=1")
+    (shipped / "h200.jsonl").write_text(
+        f"not json\n\n{good.as_line()}\n{trial(gpu=L40S).as_line()}\n{json.dumps(good.as_row() | {'op': 5})}\n"
+    )
+    for _ in range(2):
+        assert configs(path) == ["a=1", "a=5"]
+    assert len(caplog.records) == 1
+    assert "3 broken rows skipped, the first: line 1: not a JSON object" in caplog.text
+    assert configs(path, "../shipped/h200") == []
+
+
+def test_every_shipped_row_of_the_package_is_sound() -> None:
+    for file in (Path(snapshot.__file__).parent / "shipped").glob("*.jsonl"):
+        trials = [Trial.from_line(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        assert {t.gpu.name for t in trials} <= {file.stem}
+        assert all(t.status == "ok" for t in trials)
+        keys = [t.key for t in trials]
+        assert keys == sorted(set(keys)), f"{file.name}: one row per key, ordered by key"
+
+
+# ---- what it leaves alone -----------------------------------------------------------------------------------
+
+LIGHT = """
+import sys
+from cutekernels.db import snapshot
+table = snapshot.load("h200", sys.argv[1]).table
+heavy = {"sqlalchemy", "alembic", "torch", "triton", "cutlass", "typer", "rich", "filelock"} & set(sys.modules)
+print(sorted(w.config for winners in table.values() for w in winners.values() if w.source == "database"), sorted(heavy))
+"""
+
+
+def test_loading_imports_the_standard_library_only(path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    child = subprocess.run(
+        [sys.executable, "-c", LIGHT, str(path)], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (child.stdout, child.stderr) == ("['a=1'] []\n", "")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+@pytest.mark.parametrize("wal", [False, True])
+def test_reading_changes_nothing_on_disk(path: Path, wal: bool) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(f"PRAGMA journal_mode = {'wal' if wal else 'delete'}")
+    assert sqlite.in_wal_mode(path) is wal
+    Path(f"{path}.lock").unlink(missing_ok=True)
+    before = contents(path.parent)
+    assert list(before) == ["tuned.db"]
+    assert configs(path) == ["a=1"]
+    assert contents(path.parent) == before
+
+
+def test_it_sees_what_a_live_wal_writer_has_committed(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode = wal")
+        connection.execute("UPDATE trial SET config = 'a=2'")
+        connection.commit()
+        assert Path(f"{path}-wal").stat().st_size > 0
+        assert configs(path) == ["a=2"]
+
+
+def test_a_checkpoint_while_reading_is_noticed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A WAL file at rest is read without locks; whoever writes it meanwhile makes the reader start over."""
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode = wal")
+    readings = 0
+
+    def connect_and_be_overtaken(*args: Any, **kwargs: Any) -> sqlite3.Connection:
+        nonlocal readings
+        readings += 1
+        connection = sqlite_connect_readonly(*args, **kwargs)
+        connection.execute("SELECT count(*) FROM trial")
+        if readings <= overtaken:
+            with closing(sqlite3.connect(path)) as writer:  # closing checkpoints and removes the -wal file
+                writer.execute("UPDATE trial SET config = ?", (f"a={overtaken}{readings}",))
+                writer.commit()
+        return connection
+
+    sqlite_connect_readonly = sqlite.connect_readonly
+    monkeypatch.setattr(sqlite, "connect_readonly", connect_and_be_overtaken)
+    overtaken = 1
+    assert configs(path) == ["a=11"]
+    assert readings == 2
+    readings, overtaken = 0, 99
+    assert configs(path) == []
+
+
+# ---- what it survives ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_warning(shipped: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Path]:
+    """A shipped winner ``a=0`` is there; the test must log one warning, however often it loads."""
+    (shipped / "h200.jsonl").write_text(trial("a=0").as_line() + "\n")
+    yield shipped
+    (record,) = caplog.get_records("call")
+    assert record.levelname == "WARNING"
+    assert "only shipped winners and defaults are used" in record.getMessage()
+
+
+def load_twice(place: Path | str) -> None:
+    for _ in range(2):
+        assert configs(place) == ["a=0"]
+
+
+@pytest.mark.usefixtures("one_warning")
+def test_a_missing_database(tmp_path: Path) -> None:
+    load_twice(tmp_path / "deep" / "absent.db")
+    assert not (tmp_path / "deep").exists()
+
+
+@pytest.mark.usefixtures("one_warning")
+def test_a_directory(tmp_path: Path) -> None:
+    load_twice(tmp_path)
+
+
+@pytest.mark.usefixtures("one_warning")
+def test_a_file_of_something_else(tmp_path: Path) -> None:
+    (tmp_path / "x.db").write_bytes(b"hello, I am not a database at all" * 100)
+    load_twice(tmp_path / "x.db")
+
+
+@pytest.mark.usefixtures("one_warning")
+def test_an_empty_file(tmp_path: Path) -> None:
+    (tmp_path / "x.db").touch()
+    load_twice(tmp_path / "x.db")
+
+
+@pytest.mark.usefixtures("one_warning")
+@pytest.mark.parametrize("wal", [False, True])
+def test_damaged_pages(path: Path, wal: bool) -> None:
+    if wal:
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute("PRAGMA journal_mode = wal")
+    data = path.read_bytes()
+    path.write_bytes(data[:4096] + b"\xff" * (len(data) - 4096))
+    load_twice(path)
+
+
+@pytest.mark.usefixtures("one_warning")
+@pytest.mark.parametrize("version", ["9999", "0000", "", None, 7])
+def test_another_schema(path: Path, version: object) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE other AS SELECT ? AS version_num", (version,))
+        connection.execute("DROP TABLE alembic_version")
+        connection.execute("ALTER TABLE other RENAME TO alembic_version")
+        connection.commit()
+    load_twice(path)
+
+
+@contextmanager
+def locked_by_another_process(path: Path) -> Iterator[None]:
+    code = "import sqlite3, sys; c = sqlite3.connect(sys.argv[1], isolation_level=None); c.execute('BEGIN EXCLUSIVE')"
+    code += "; print('locked', flush=True); sys.stdin.readline()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "locked\n"
+        yield
+        other.communicate("\n", timeout=30)
+
+
+@pytest.mark.usefixtures("one_warning")
+def test_locked_by_another_process(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "_TIMEOUT_S", 0.1)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode = delete")  # in WAL mode nobody can lock readers out
+    with locked_by_another_process(path):
+        load_twice(path)
+
+
+@pytest.mark.usefixtures("one_warning")
+def test_half_written_by_a_killed_writer(path: Path) -> None:
+    code = """if True:
+        import os, signal, sqlite3, sys
+        c = sqlite3.connect(sys.argv[1], isolation_level=None)
+        c.execute("PRAGMA journal_mode = delete")
+        c.execute("PRAGMA cache_size = 5")
+        c.execute("BEGIN IMMEDIATE")
+        c.execute("CREATE TABLE big (x)")
+        c.executemany("INSERT INTO big VALUES (?)", [("x" * 500,)] * 1000)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    subprocess.run([sys.executable, "-c", code, str(path)], timeout=30)
+    load_twice(path)
+    Store(path, readonly=True).close()  # what `cutekernels db stats` does
+    assert configs(path) == ["a=1"]
+
+
+@pytest.mark.usefixtures("one_warning")
+def test_a_bad_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings.LOG_VARIABLE, "loud")
+    for _ in range(2):
+        assert [w.config for w in snapshot.load("h200").table["gemm", 1].values()] == ["a=0"]
+
+
+@pytest.mark.usefixtures("one_warning")
+@pytest.mark.parametrize("place", ["~no-such-user-here/x.db", "sqlite://", "oracle://x", "a\x00b.db"])
+def test_addresses_that_make_no_sense(place: str) -> None:
+    load_twice(place)
+
+
+def test_the_place_comes_from_the_settings(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings.DB_VARIABLE, str(path))
+    assert snapshot.load("h200").table["gemm", 1][PROBLEM].config == "a=1"
+
+
+def test_rows_of_the_wrong_type_are_skipped_with_one_line(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bad = [trial(f"bad={i}", problem=f"m={i}") for i in range(4)]
+    fill(path, *bad)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA ignore_check_constraints = 1")
+        for t, (column, value) in zip(
+            bad, [("config", b"\x00"), ("origin", "guess"), ("median_us", "fast"), ("ratio", b"")], strict=True
+        ):
+            connection.execute(f"UPDATE trial SET {column} = ? WHERE id = ?", (value, t.id))
+        connection.commit()
+    for _ in range(2):
+        assert configs(path) == ["a=1"]
+    assert len(caplog.records) == 1
+    assert "4 broken rows skipped" in caplog.text
+
+
+def test_the_known_schema_is_a_number_that_sorts() -> None:
+    assert migrations.HEAD.isdigit()
+    assert len(migrations.HEAD) == 4
+
+
+def test_nobody_tuned_yet_is_nothing_to_warn_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("CUTEKERNELS_DB")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert snapshot.load("l4").table == {}
+    assert not caplog.records
+    monkeypatch.setenv("CUTEKERNELS_DB", str(tmp_path / "named.db"))
+    assert snapshot.load("l4").table == {}
+    assert "there is none" in caplog.text

@@ -1,0 +1,263 @@
+"""``embedding``: kernels interpreted and compiled, the declaration, the CPU path; and on a GPU."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from cutekernels import compile as compiler
+from cutekernels import embedding, gpu
+from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.ops.embedding import EMBEDDING, EmbeddingConfig, EmbeddingProblem, grouped
+from tests.embedding import cases as embedding_cases
+from tests.embedding.cases import CASES, H200, KINDS, OPS, PLANTED, error_ratio, gradient, laid
+from tests.interpreted import replies
+
+TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> dict[str, dict[str, Any]]:
+    """What the child says of every case."""
+    cases = {**CASES, **PLANTED}
+    return dict(zip(cases, replies(embedding_cases.__file__, list(cases.values())), strict=True))
+
+
+# ---- kernels, interpreted and compiled ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernel_numerics(interpreted: dict[str, dict[str, Any]], case: str) -> None:
+    reply = interpreted[case]
+    assert reply["ratio"] <= 1 - ("embedding_backward" not in case and "gradient" not in case), reply
+    assert reply["outside"], f"wrote outside of its result: {reply}"
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_caught(interpreted: dict[str, dict[str, Any]], bug: str) -> None:
+    reply = interpreted[bug]
+    assert reply["ratio"] >= 1 or not reply["outside"], reply
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
+@pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
+def test_compiles_for_every_architecture(op: Any, spec: gpu.GpuSpec) -> None:
+    rng = random.Random(spec.name)
+    for text in rng.sample(op.suite, 2):
+        problem = EmbeddingProblem.parse(text)
+        for config in (op.default(problem, spec), rng.choice(list(op.valid(problem, spec)))):
+            assert op.build(problem, config, spec).facts.stack_bytes == 0, (text, config)
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
+def test_accesses_are_wide(op: Any) -> None:
+    for words, width in (("", "v4.b32"), (" align=8", "v2.b32"), (" dtype=fp32", "v4.b32")):
+        problem = EmbeddingProblem.parse(f"rows=2048 vocabulary=32000 cols=4096{words}")
+        text = op.build(problem, op.default(problem, H200), H200).ptx
+        for kind in ("ld", "st"):
+            assert width in set(re.findall(rf"{kind}\.global\S*?\.((?:v\d\.)?b\d+)\b", text))
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
+def test_every_knob_changes_the_code_or_the_grid(op: Any) -> None:
+    problem, base = EmbeddingProblem(2048, 32000, 4096), EmbeddingConfig(2, 1024, 4)
+    seen = {(op.build(problem, base, H200).ptx, op.grid(problem, base))}
+    for knob, values in EmbeddingConfig.space().items():
+        others = [base.replace(**{knob: v}) for v in values if v != getattr(base, knob)]
+        others = [c for c in others if op.why_not(problem, c, H200) is None]
+        assert others, knob
+        for config in others[:2]:
+            made = (op.build(problem, config, H200).ptx, op.grid(problem, config))
+            assert made not in seen, f"{knob} changes nothing in {config}"
+            seen.add(made)
+
+
+# ---- the declaration ------------------------------------------------------------------------------------
+
+
+@given(
+    rows=st.integers(0, 70) | st.integers(0, (1 << 31) - 1),
+    vocabulary=st.integers(0, 300000),
+    cols=st.integers(0, 70) | st.integers(0, 70000),
+    dtype=st.sampled_from(["bf16", "fp16", "fp32"]),
+    layout=st.sampled_from(["rows", "strided"]),
+    align=st.sampled_from([16, 8, 4]),
+    spec=st.sampled_from(gpu.GPUS),
+)
+@settings(deadline=None, max_examples=100)
+def test_default_is_valid_and_everything_round_trips(spec: gpu.GpuSpec, **fields: Any) -> None:
+    problem = EmbeddingProblem(**fields)
+    assert EmbeddingProblem.parse(str(problem)) == problem
+    for op in OPS.values():
+        config = op.default(problem, spec)
+        assert op.why_not(problem, config, spec) is None, (problem, config)
+        assert op.estimate_us(problem, config, spec) > 0
+        assert EmbeddingConfig.parse(str(config)) == config
+        assert op.grid(problem, config)[1] < 1 << 16
+
+
+@pytest.mark.parametrize(("op", "text"), [(op, text) for op in OPS.values() for text in op.suite], ids=str)
+def test_suite_samples_pose_their_problem(op: Any, text: str) -> None:
+    problem = EmbeddingProblem.parse(text)
+    small = problem.replace(rows=min(problem.rows, 40), vocabulary=min(problem.vocabulary, 50))
+    args = op.sample(small, "cpu", 3)
+    assert op.problem(*op.outputs(small, *args), *args) == small
+    (reference,) = op.reference(small, *args)
+    assert reference.shape == op.outputs(small, *args)[0].shape
+
+
+def test_rules_say_what_is_wrong() -> None:
+    for text, rule in (
+        ("block_rows=1 block_cols=512 warps=4", "need a tile of 1024"),
+        ("block_rows=8 block_cols=4096 warps=1", "registers"),
+        ("block_rows=1 block_cols=4096 warps=4", "rows of 2000"),
+        ("block_rows=8 block_cols=128 warps=1", "with 3 rows"),
+    ):
+        with pytest.raises(InvalidConfig, match=rule):
+            EMBEDDING.check(EmbeddingProblem(3, 9, 2000), EmbeddingConfig.parse(text), H200)
+    with pytest.raises(UnsupportedProblem, match="split them"):
+        EmbeddingProblem(1 << 31, 5, 5)
+
+
+# ---- the function, on the CPU ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(), (7,), (2, 3), (0,), (2, 0, 3)], ids=str)
+def test_cpu_tensors_run_the_reference(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    ids, table = torch.randint(0, 9, shape), torch.randn(9, 5).to(dtype)
+    for given_ids in (ids, ids.int()):
+        assert torch.equal(embedding(given_ids, table), torch.nn.functional.embedding(ids, table))
+
+
+def refusals() -> dict[str, Callable[[], Any]]:
+    ids, table = torch.tensor([1, 4]), torch.randn(4, 3)
+    return {
+        "numbers 1 to 4 leave a table of 4 rows": lambda: embedding(ids, table),
+        "numbers -1 to 1": lambda: embedding(torch.tensor([1, -1]), table),
+        "int32 or int64": lambda: embedding(ids.float(), table),
+        r"a \(V, D\) table": lambda: embedding(ids, table[0]),
+        "takes bfloat16": lambda: embedding(ids, table.long()),
+        "one device": lambda: embedding(ids, table.to("meta")),
+    }
+
+
+@pytest.mark.parametrize("rule", refusals())
+def test_refusals_say_the_rule(rule: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=rule):
+        refusals()[rule]()
+
+
+def test_gradients() -> None:
+    ids, table = torch.tensor([[1, 0, 1], [4, 1, 4]]), torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: embedding(ids, t), (table,))
+    (grad,) = torch.autograd.grad(embedding(ids, table).sum(), table, create_graph=True)
+    assert grad[5].eq(0).all()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_opcheck() -> None:
+    ids, table = torch.tensor([1, 0, 1]), torch.randn(6, 3, requires_grad=True)
+    torch.library.opcheck(torch.ops.cutekernels.embedding.default, (ids, table))
+    torch.library.opcheck(torch.ops.cutekernels.embedding_backward.default, (torch.randn(3, 4), *grouped(ids, 6)))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_traced_whole() -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def looked_up(ids: Tensor, table: Tensor) -> Tensor:
+        return embedding(ids, table) * 2
+
+    ids, table = torch.tensor([[1, 0, 1], [4, 1, 4]]), torch.randn(6, 3, requires_grad=True)
+    out = looked_up(ids, table)
+    assert torch.equal(out, 2 * table[ids])
+    out.sum().backward()
+    assert table.grad is not None
+    assert torch.equal(table.grad[:, 0], torch.tensor([2.0, 6.0, 0.0, 0.0, 4.0, 0.0]))
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("op", "text"), [(op, text) for op in OPS.values() for text in op.suite], ids=str)
+def test_every_suite_with_default_and_random_configs(op: Any, text: str) -> None:
+    problem, spec = EmbeddingProblem.parse(text), gpu.detect()
+    args = op.sample(problem, "cuda", 11)
+    (expected,) = op.reference(problem, *args)
+    valid = list(op.valid(problem, spec))
+    for config in (op.default(problem, spec), *random.Random(text).sample(valid, min(4, len(valid)))):
+        (out,) = op.outputs(problem, *args)
+        out.fill_(float("nan"))
+        op.bind(problem, config, compiler.get(op, problem, config, spec))(out, *args)
+        if op is EMBEDDING:
+            assert torch.equal(out, expected), config
+        else:
+            ids = torch.empty(problem.rows, dtype=torch.long, device="cuda")
+            ids[args[1]] = torch.searchsorted(args[2], torch.arange(problem.rows, device="cuda"), right=True) - 1
+            assert error_ratio(out, *gradient(ids, args[0], problem.vocabulary), 64) <= 1, config
+
+
+@pytest.mark.gpu
+def test_any_strides_and_ids_outside_of_the_table() -> None:
+    for kind in KINDS:
+        table = laid(kind, 50, 130, torch.bfloat16).cuda()
+        if kind == "transposed":
+            table = table.t().contiguous().t()
+        ids = torch.randint(0, 50, (7, 9), device="cuda")
+        assert torch.equal(embedding(ids.t(), table), table[ids.t()])
+        ids[0, 0], ids[3, 3] = -1, 1 << 50
+        out = embedding(ids, table)
+        assert out[0, 0].isnan().all()
+        assert out[3, 3].isnan().all()
+        assert torch.equal(out[1], table[ids[1]])
+    assert embedding(torch.empty(0, 3, dtype=torch.long, device="cuda"), table).shape == (0, 3, 130)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_on_a_gpu_are_right_and_always_the_same(dtype: torch.dtype) -> None:
+    ids = torch.randint(0, 40, (30, 50), device="cuda")
+    ids[:20] = 3  # one id many times
+    table = torch.randn(41, 200, device="cuda", dtype=dtype, requires_grad=True)
+    dout = torch.randn(30, 50, 200, device="cuda", dtype=dtype)
+    found = [torch.autograd.grad(embedding(ids, table), table, dout)[0] for _ in range(3)]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert error_ratio(found[0], *gradient(ids.reshape(-1), dout.reshape(-1, 200), 41), 1100) <= 1
+    expanded = torch.autograd.grad(embedding(ids, table).sum(), table)[0]
+    assert torch.equal(expanded[40], torch.zeros_like(expanded[40]))
+
+
+@pytest.mark.gpu
+def test_captured_in_a_graph() -> None:
+    ids, table = torch.randint(0, 50, (64,), device="cuda"), torch.randn(50, 512, device="cuda")
+    embedding(ids, table)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = embedding(ids, table)
+    ids.copy_(torch.randint(0, 50, (64,), device="cuda"))
+    graph.replay()
+    assert torch.equal(out, table[ids])
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_more_than_two_billion_elements() -> None:
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GiB of free device memory")
+    table = torch.randn(140_000, 16_384, device="cuda", dtype=torch.bfloat16)
+    ids = torch.randint(0, 140_000, (150_000,), device="cuda")
+    out = embedding(ids, table)
+    for part in (slice(0, 100), slice(131_000, 131_200), slice(149_900, None)):
+        assert torch.equal(out[part], table[ids[part]])

@@ -1,0 +1,247 @@
+"""GEMM's kernels compiled for GPUs that are not there: resources, instructions, and what each knob does to the code.
+
+Code is compared as machine code, kernel names left out: a name holds the config, so it always differs.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import struct
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cutekernels import gpu
+from cutekernels.backends.cubin import cuobjdump
+from cutekernels.ops.gemm import specialized
+from cutekernels.ops.gemm.op import GEMM, GemmConfig, GemmProblem
+from tests.gemm.cases import random_config
+
+H200 = gpu.lookup("h200")
+TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
+PROBLEMS = {
+    "square": "m=4096 n=4096 k=4096",
+    "fp16-accumulate": "m=512 n=1024 k=256 b_major=k c=n bias=fp32 activation=gelu dtype=fp16 accumulate=fp16",
+    "unaligned": "m=77 n=129 k=131 a_align=1 b_align=1 out_align=1 c=n c_align=1 bias=same activation=silu dtype=fp16",
+    "transposed": "m=384 n=512 k=320 batch=3 batched=1 a_major=m out_major=m c=m bias=same activation=relu",
+    "wide": "m=130 n=200 k=64 wide=1 a_align=2 b_align=4 out_align=8 c=m c_align=2 activation=gelu_tanh",
+}
+
+
+@cache
+def built(problem: GemmProblem, config: GemmConfig, target: str) -> Any:
+    return GEMM.build(problem, config, gpu.lookup(target))
+
+
+def code(problem: GemmProblem, config: GemmConfig, target: str = "h200") -> bytes:
+    """The kernel's machine code: the ELF's text sections."""
+    return b"".join(text_sections(built(problem, config, target)._function.artifacts.CUBIN))
+
+
+def text_sections(elf: bytes) -> Iterator[bytes]:
+    assert elf[:6] == b"\x7fELF\x02\x01", "a 64-bit little-endian ELF file"
+    (table,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count, names_at = struct.unpack_from("<HHH", elf, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", elf, table + i * size) for i in range(count)]  # name .. offset, size
+    names = headers[names_at][4]
+    for name, _, _, _, offset, length in headers:
+        if elf.startswith(b".text.", names + name):
+            yield elf[offset : offset + length]
+
+
+def instructions(problem: GemmProblem, config: GemmConfig, target: str) -> set[str]:
+    """The opcodes of the kernel's SASS, modifiers included."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built(problem, config, target)._function.artifacts.CUBIN)
+        file.flush()
+        command = [str(cuobjdump()), "-sass", file.name]
+        sass = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    found = set(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)", sass, re.MULTILINE))
+    assert "EXIT" in found, sass[:500]
+    return found
+
+
+# ---- resources ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gpu.GpuSpec) -> None:
+    problem = GemmProblem.parse(PROBLEMS[name])
+    default = GEMM.default(problem, spec)
+    chosen = random_config(random.Random(f"{name} {spec.name}"), problem, spec)
+    for config in (default, chosen):
+        facts = built(problem, config, spec.name).facts
+        assert facts.smem_bytes == config.smem.total_bytes, config
+        assert facts.smem_bytes <= spec.smem_per_block_bytes
+        assert 0 < facts.registers <= spec.MAX_REGISTERS_PER_THREAD
+        # What the config promises: this many CTAs are resident. Registers are handed out by the 8.
+        assert -(-facts.registers // 8) * 8 * config.threads * config.ctas_per_sm <= spec.REGISTERS_PER_SM
+    assert built(problem, default, spec.name).facts.stack_bytes == 0, f"the default spills: {default}"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_configs_take_the_smem_they_say(seed: int) -> None:
+    rng = random.Random(seed)
+    problem = GemmProblem.parse(rng.choice(list(PROBLEMS.values())))
+    spec = rng.choice(TARGETS)
+    config = random_config(rng, problem, spec)
+    assert built(problem, config, spec.name).facts.smem_bytes == config.smem.total_bytes
+
+
+# ---- instructions ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
+def test_an_aligned_problem_runs_on_tensor_cores_fed_by_16_byte_copies(spec: gpu.GpuSpec) -> None:
+    problem = GemmProblem.parse(PROBLEMS["square"])
+    found = instructions(problem, GEMM.default(problem, spec), spec.name)
+    assert "HMMA.16816.F32.BF16" in found
+    assert {i for i in found if i.startswith("LDSM") and i.endswith(".4")}, "fragments come by ldmatrix.x4"
+    copies = {i for i in found if i.startswith("LDGSTS")}
+    assert copies
+    assert all(i.endswith(".128") and ".BYPASS" in i for i in copies), copies
+    assert {i for i in found if i.startswith("STG")} == {"STG.E.128"}
+    assert not {i for i in found if i.startswith(("LDL", "STL"))}, "no local memory"
+
+
+def test_fp16_accumulation_is_the_tensor_cores_own() -> None:
+    problem = GemmProblem.parse(PROBLEMS["fp16-accumulate"])
+    found = instructions(problem, GEMM.default(problem, H200), "h200")
+    assert "HMMA.16816.F16" in found
+    assert not {i for i in found if i.startswith("HMMA.16816.F32")}
+
+
+def test_an_unaligned_problem_moves_single_elements() -> None:
+    problem = GemmProblem.parse(PROBLEMS["unaligned"])
+    found = instructions(problem, GEMM.default(problem, H200), "h200")
+    assert "HMMA.16816.F32" in found
+    assert not {i for i in found if i.startswith("LDGSTS")}, "cp.async takes 4 bytes or more"
+    assert {i for i in found if i.startswith("STG")} == {"STG.E.U16"}
+
+
+@pytest.mark.parametrize(("align", "bits"), [(8, ".128"), (4, ".64"), (2, "")])
+def test_copies_are_as_wide_as_alignment_allows(align: int, bits: str) -> None:
+    problem = GemmProblem.parse(f"m=64 n=64 k=64 a_align={align} b_align={align} out_align={align}")
+    found = instructions(problem, GEMM.default(problem, H200), "h200")
+    copies = {i for i in found if i.startswith("LDGSTS")}
+    assert copies
+    assert {m[0] if (m := re.search(r"\.(64|128)$", i)) else "" for i in copies} == {bits}
+    assert {i for i in found if i.startswith("STG")} == {f"STG.E{bits}"}
+
+
+def test_the_kernel_depends_on_the_static_half_of_a_problem_alone() -> None:
+    first, second = GemmProblem.parse("m=4096 n=4096 k=4096"), GemmProblem.parse("m=128 n=264 k=72")
+    config = next(c for c in GEMM.valid(second, H200))
+    assert first.static() == second.static()
+    assert code(first, config) == code(second, config)
+
+
+@pytest.mark.parametrize(
+    "change", ["dtype=fp16", "a_major=m", "b_major=k", "c=n", "bias=same", "activation=silu", "batched=1", "wide=1"]
+)
+def test_every_static_field_changes_the_code(change: str) -> None:
+    base = GemmProblem.parse("m=256 n=256 k=256")
+    config = GEMM.default(base, H200)
+    assert code(base, config) != code(GemmProblem.parse(f"{base} {change}"), config)
+
+
+# ---- knobs ----------------------------------------------------------------------------------------------
+
+
+@cache
+def valid(text: str) -> tuple[GemmConfig, ...]:
+    return tuple(GEMM.valid(GemmProblem.parse(text), H200))
+
+
+def neighbours(text: str, knob: str, rng: random.Random) -> tuple[GemmConfig, GemmConfig] | None:
+    """Two valid configs that differ in ``knob`` alone, if the rules leave any."""
+    alike: dict[str, list[GemmConfig]] = {}
+    for config in valid(text):
+        if (config.body, knob) == ("stream", "ctas_per_sm"):
+            continue  # the grid's: see test_gemm_stream.py
+        if (config.body, knob) == ("specialized", "ctas_per_sm") and config.tile_m < 128:
+            continue  # a bound on registers that nothing reaches
+        others = " ".join(word for word in str(config).split() if not word.startswith(f"{knob}="))
+        alike.setdefault(others, []).append(config)
+    groups = [configs for configs in alike.values() if len(configs) > 1]
+    if not groups:
+        return None
+    first, second = rng.sample(rng.choice(groups), 2)
+    return first, second
+
+
+@pytest.mark.parametrize("knob", [name for name in GemmConfig.space() if name != "body"])
+def test_every_knob_changes_the_code(knob: str) -> None:
+    rng = random.Random(knob)
+    texts = ("m=8192 n=4096 k=4096", "m=64 n=4096 k=4096 b_major=k")
+    pairs = {text: pair for text in texts if (pair := neighbours(text, knob, rng)) is not None}
+    for text, (first, second) in pairs.items():
+        problem = GemmProblem.parse(text)
+        assert code(problem, first) != code(problem, second), f"{knob} changes nothing between [{first}] and [{second}]"
+    # Where the rules tie a knob to the others, it must still do something by itself.
+    assert pairs or changes_something(texts[0], knob), f"{knob} changes nothing"
+
+
+def test_the_bodies_differ() -> None:
+    text = "m=64 n=4096 k=4096 b_major=k"
+    kernels = [next(c for c in valid(text) if c.body == body) for body in GemmConfig.space()["body"]]
+    assert len({code(GemmProblem.parse(text), c) for c in kernels}) == len(kernels) == 4
+
+
+def changes_something(text: str, knob: str) -> bool:
+    """Whether ``knob`` alone changes the code of a config with large tiles to a warp; no rules applied."""
+    problem = GemmProblem.parse(text)
+    hungry = sorted(valid(text), key=lambda c: (c.warp_tile[0] * c.warp_tile[1], c.threads, str(c)), reverse=True)
+    return any(
+        code(problem, base) != code(problem, base.replace(**{knob: value}))
+        for base in hungry[:3]
+        for value in GemmConfig.space()[knob]
+    )
+
+
+def test_more_ctas_per_sm_take_fewer_registers() -> None:
+    problem = GemmProblem.parse("m=4096 n=4096 k=4096")
+    hungry = max(valid(str(problem)), key=lambda c: (c.warp_tile[0] * c.warp_tile[1], c.threads, str(c)))
+    alone, crowded = (hungry.replace(ctas_per_sm=n) for n in (1, 3))
+    assert built(problem, crowded, "h200").facts.registers < built(problem, alone, "h200").facts.registers
+
+
+def test_every_value_of_every_knob_is_reachable() -> None:
+    """A value that no rule ever lets through, on any architecture, is no value."""
+    seen: dict[str, set[Any]] = {name: set() for name in GemmConfig.space()}
+    wide = [f"m=64 n={132 * tile} k=4096 b_major=k" for tile in specialized.TILES]
+    for spec in TARGETS:
+        decode = [f"m={m} n=4096 k=4096 b_major=k" for m in (1, 16, 24, 48, 64, 96)]
+        for text in (
+            "m=8192 n=8192 k=4096",
+            "m=192 n=4096 k=4096 b_major=k",
+            *wide,
+            "m=256 n=64 k=512 dtype=fp16 accumulate=fp16",
+            "m=32 n=32 k=64",
+            *decode,
+        ):
+            for config in GEMM.valid(GemmProblem.parse(text), spec):
+                for name, values in seen.items():
+                    values.add(getattr(config, name))
+    for name, values in GemmConfig.space().items():
+        assert seen[name] == set(values), name
+
+
+# ---- files ----------------------------------------------------------------------------------------------
+
+
+def test_an_artifact_saves_a_linkable_object(tmp_path: Path) -> None:
+    problem = GemmProblem.parse("m=64 n=64 k=64")
+    for spec in TARGETS[1:3]:
+        path = tmp_path / f"{spec.name}.cute"
+        built(problem, GEMM.default(problem, spec), spec.name).save(path)
+        content = path.read_bytes()
+        assert content.startswith(b"\x7fELF")
+        assert b"cutekernels_launch" in content

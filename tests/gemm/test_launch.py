@@ -1,0 +1,123 @@
+"""GEMMs launched by addresses: which they are, what their kernels are told, and that the warm path tells the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cutekernels as ck
+from cutekernels import gpu
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.gemm import api as matmul
+from cutekernels.ops.gemm import launch as gemm_launch
+from cutekernels.ops.gemm.launch import AddressedLaunch, addressed, contiguous
+from cutekernels.ops.gemm.op import GEMM
+from cutekernels.ops.shared import call_cache
+from cutekernels.ops.shared.strides import span_bytes
+
+BF16 = torch.bfloat16
+H200 = gpu.lookup("h200")
+STREAM = 7000
+
+
+def posed(out: Tensor, a: Tensor, b: Tensor) -> Any:
+    return matmul.pose(a, b, None, None, None, "fp32", out)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("m=64 n=64 k=64", True),
+        ("m=64 n=64 k=64 activation=silu a_major=m", True),
+        ("m=64 n=64 k=64 c=n", False),
+        ("m=64 n=64 k=64 bias=same", False),
+        ("m=64 n=64 k=64 batch=3 batched=1", False),
+        ("m=64 n=64 k=64 wide=1", False),
+    ],
+)
+def test_which_kernels_take_addresses(text: str, expected: bool) -> None:
+    p = GEMM.Problem.parse(text)
+    assert addressed(p, GEMM.default(p, H200)) is expected
+
+
+def test_shared_tiles_take_tensors() -> None:
+    p = GEMM.Problem.parse("m=16 n=256 k=8192 b_major=k")
+    shared = [c for c in GEMM.valid(p, H200) if c.split_k > 1]
+    by_workspace = {c.body: addressed(p, c) for c in shared}
+    assert by_workspace == {"skinny": False, "specialized": True}  # whose splits meet in a cluster
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+    """What kernels were called with."""
+    monkeypatch.setattr(gemm_launch, "current_stream", lambda device: STREAM)
+    monkeypatch.setattr(matmul, "current_stream", lambda device: STREAM)
+    call_cache.forget()
+    yield []
+    call_cache.forget()
+
+
+def launch_of(told: list[tuple[Any, ...]], out: Tensor, a: Tensor, b: Tensor) -> AddressedLaunch:
+    return AddressedLaunch(lambda *args: told.append(args), contiguous(posed(out, a, b)))
+
+
+def matrix(rows: int, columns: int, along: int, pitch: int) -> Tensor:
+    """(rows, columns) with extent ``along`` contiguous."""
+    if along == 1:
+        return torch.randn(rows, pitch, dtype=BF16)[:, :columns]
+    return torch.randn(columns, pitch, dtype=BF16).t()[:rows]
+
+
+@pytest.mark.parametrize("along_out", [0, 1])
+@pytest.mark.parametrize("along_a", [0, 1])
+@pytest.mark.parametrize("along_b", [0, 1])
+def test_a_kernel_is_told_addresses_extents_and_pitches(
+    told: list[tuple[Any, ...]], along_out: int, along_a: int, along_b: int
+) -> None:
+    out, a, b = matrix(8, 24, along_out, 40), matrix(8, 16, along_a, 48), matrix(16, 24, along_b, 56)
+    launch_of(told, out, a, b)(out, a, b, None, None, 0.5, 0.0)
+    assert told == [(out.data_ptr(), a.data_ptr(), b.data_ptr(), 8, 24, 16, 40, 48, 56, 0.5, 0.0, STREAM)]
+
+
+def test_a_stride_that_is_never_taken_is_not_told(told: list[tuple[Any, ...]]) -> None:
+    a = torch.randn(64, dtype=BF16).as_strided((1, 16), (2**40, 1))
+    b, out = torch.randn(16, 24, dtype=BF16), torch.empty(1, 24, dtype=BF16)
+    launch_of(told, out, a, b)(out, a, b, None, None, 1.0, 0.0)
+    assert told[0][3:9] == (1, 24, 16, 0, 0, 24)
+
+
+def test_the_warm_path_tells_what_the_launch_tells(told: list[tuple[Any, ...]]) -> None:
+    """With out and without, through the same buffers and through others; other operands are other calls."""
+    a, b, out = matrix(8, 16, 1, 48), matrix(16, 24, 0, 16), torch.empty(8, 24, dtype=BF16)
+    launch = launch_of(told, out, a, b)
+    spans = span_bytes(a), span_bytes(b), span_bytes(out)
+    bits = (a.data_ptr() | b.data_ptr() | out.data_ptr()) & 15
+    call = call_cache.Call(launch, *spans, (8, 24), bits, None, "fp32", launch.numbers(out, a, b))
+    call_cache.expect(b.data_ptr(), call, a, b, out)
+    call_cache.expect(~b.data_ptr(), call, a, b)
+    others = matrix(8, 16, 1, 48), torch.empty(8, 24, dtype=BF16)
+    for left, target in ((a, out), (a, out), others, (a, None)):
+        version = out._version
+        found = ck.gemm(left, b, alpha=0.5, out=target)
+        assert [args[:6] for args in told] == [(found.data_ptr(), left.data_ptr(), b.data_ptr(), 8, 24, 16)]
+        told.clear()
+        if target is not None:
+            assert found is target
+            assert out._version == version + (target is out)
+    launch(out, a, b, None, None, 0.5, 0.0)
+    expected = told.pop()
+    ck.gemm(a, b, alpha=0.5, out=out)
+    assert told.pop() == expected
+    ck.gemm(a[:4], b, out=torch.empty(4, 24, dtype=BF16))  # on a CPU: computed by the reference
+    ck.gemm(a.half(), b.half(), out=out.half())
+    with pytest.raises(UnsupportedProblem, match="dtype"):
+        ck.gemm(a, b.half(), out=out)
+    with pytest.raises(UnsupportedProblem, match="overlaps"):
+        ck.gemm(a, b, out=a.as_strided((8, 24), (24, 1)))
+    with pytest.raises(UnsupportedProblem, match="needs c"):  # no key and no guard knows of beta
+        ck.gemm(a, b, beta=2.0, out=out)
+    assert not told

@@ -1,0 +1,238 @@
+"""What the tests of ``kv_append`` share: its truth, token by token, and cases for Triton's interpreter.
+
+Interpreted cases run in a child process: this file as a script, cases as JSON on stdin and one reply each on stdout
+(see ``interpreted.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutekernels.ops.kv_append.op import KV_APPEND, KvAppendProblem
+from tests.interpreted import H200, interpret
+from tests.rope.cases import DTYPES, arrange, error_ratio, table
+from tests.rope.cases import truth as turned
+
+FILLING = 7.0  # of what nobody may write to
+
+
+def ends(state: Tensor, counts: list[int], room: int, pages: int, table: Tensor | None, size: int) -> Any:
+    """Where tokens go, ``{(sequence, token): (page, slot)}``, and the state that they leave."""
+    places: dict[tuple[int, int], tuple[int, int]] = {}
+    after = state.clone()
+    for b, count in enumerate(counts):
+        start = min(max(int(state[0, b]), 0), room)
+        end: int | None = None
+        for s in range(count):
+            position = start + s
+            legal = position < room
+            page, slot = b, position
+            if legal and table is not None:
+                page, slot = int(table[b, position // size]), position % size
+                legal = 0 <= page < pages
+            if legal:
+                places[b, s] = page, slot
+            elif end is None:
+                end = position
+        end = start + count if end is None else end
+        after[:, b] = torch.tensor([end, int(state[1, b]) + start + count - end, 0])
+    return places, after
+
+
+def judge(
+    before: tuple[Tensor, ...], results: tuple[Tensor, ...], inputs: tuple[Any, ...], interleaved: bool = False
+) -> dict[str, Any]:
+    """``before``: what k_cache and v_cache held. Errors of turned rows over their tolerance; the rest bit for bit."""
+    out_q, k_cache, v_cache, out_state = results
+    q, k, v, state, pages, counts, cos, sin = inputs
+    batch, seq = k.shape[:2]
+    size = k_cache.shape[1]
+    room = size if pages is None else size * pages.shape[1]
+    number = [seq] * batch if counts is None else [min(max(int(n), 0), seq) for n in counts]
+    places, after = ends(state, number, room, k_cache.shape[0], pages, size)
+    rows = state[0].long().clamp(0, room)[:, None] + torch.arange(seq, device=k.device)
+    expected_k, expected_v = (t.clone() for t in before)
+    sizes_k = expected_k.double().abs()
+    exact_q, exact_k = (q.double(), q.double().abs()), (k.double(), k.double().abs())
+    if cos is not None:
+        tables = [cos, sin]
+        if cos.dim() == 3:  # a row per token
+            tables = [t[..., : t.shape[2] // 2].expand(batch, -1, -1).flatten(0, 1) for t in tables]
+            rows = torch.arange(batch * seq, device=k.device).view(batch, seq)
+        legal = rows < tables[0].shape[0]
+        exact_q, exact_k = (turned(x, *tables, rows.where(legal, 0), interleaved=interleaved) for x in (q, k))
+        for value, _ in (exact_q, exact_k):
+            value[..., : 2 * tables[0].shape[1]].masked_fill_(~legal[:, :, None, None], float("nan"))
+    wide_k = expected_k.double()
+    for (b, s), (page, slot) in places.items():
+        wide_k[page, slot], sizes_k[page, slot] = exact_k[0][b, s], exact_k[1][b, s]
+        expected_v[page, slot] = v[b, s]
+    return {
+        "ratio": max(error_ratio(out_q, *exact_q), error_ratio(k_cache, wide_k, sizes_k)),
+        "values": bool(torch.equal(v_cache.nan_to_num(-1.0), expected_v.nan_to_num(-1.0))),
+        "state": bool(torch.equal(out_state, after)),
+    }
+
+
+def right(reply: dict[str, Any]) -> bool:
+    return reply["ratio"] <= 1 and reply["values"] and reply["state"] and reply.get("outside", True)
+
+
+# ---- the child process ----------------------------------------------------------------------------------
+
+
+def posed(case: dict[str, Any]) -> tuple[list[Tensor], tuple[Any, ...], list[Tensor]]:
+    """Results, inputs and the memory around the caches."""
+    torch.manual_seed(5)
+    batch, seq, (heads_q, heads_kv), width = (case[name] for name in ("batch", "seq", "heads", "width"))
+    dtype, rotary, size = DTYPES[case["dtype"]], case["rotary"], case.get("page_size", 0)
+    if not rotary:
+        heads_q = 0
+    q, k = arrange(case["kind"], batch, seq, (heads_q, heads_kv), width, dtype)
+    v = arrange(case["kind"], batch, seq, (0, heads_kv), width, dtype)[1]
+    cos = sin = counts = pages = None
+    if rotary:
+        rows = case.get("rows", 64)
+        kind = DTYPES[case.get("table", "fp32")]
+        cos, sin = table(batch * seq if case.get("gathered") else rows, rotary // 2, kind)
+        if case.get("gathered"):
+            cos, sin = (torch.cat((t, t), -1).view(batch, seq, rotary) for t in (cos, sin))
+            if case["gathered"] == "one":
+                cos, sin = cos[:1], sin[:1]
+    if "counts" in case:
+        counts = torch.tensor(case["counts"], dtype=torch.int32)
+    room, number = case.get("room", 24), batch
+    if size:
+        number = batch * room // size + 2
+        pages = torch.randperm(number)[: batch * room // size].view(batch, -1).int()
+        for b, entry, page in case.get("holes", []):
+            pages[b, entry] = page if page < 0 else number + page
+    state = torch.zeros(3, batch, dtype=torch.int32)
+    state[0] = torch.tensor(case.get("lengths", [3, 0, 5, 1][:batch]))
+    state[1] = 4
+    state[2] = case.get("ticket", 0)
+    shape = (number + 2, size or room, heads_kv, width)
+    memory = [torch.full(shape, FILLING, dtype=dtype) for _ in range(2)]
+    if case.get("fused caches"):
+        joint = torch.full((*shape[:2], 2, *shape[2:]), FILLING, dtype=dtype)
+        memory = [joint[:, :, 0], joint[:, :, 1]]
+    caches = [m[1:-1] for m in memory]
+    out_q, out_state = torch.full(q.shape, float("nan"), dtype=dtype), torch.full_like(state, -9)
+    if case.get("inplace"):
+        out_q, out_state = q, state
+    return [out_q, *caches, out_state], (q, k, v, state, pages, counts, cos, sin), memory
+
+
+def child_case(case: dict[str, Any]) -> dict[str, Any]:
+    results, inputs, memory = posed(case)
+    before = tuple([t.clone() for t in results[1:3]])
+    copies = tuple([t.clone() if t is not None else None for t in inputs])
+    flags = {"interleaved": bool(case.get("interleaved"))}
+    problem = interpret(KV_APPEND, results, inputs, config=case.get("config"), edit=case.get("edit"), **flags)
+    reply = judge(before, tuple(results), copies, **flags)
+    reply["outside"] = all(bool((m[[0, -1]] == FILLING).all()) for m in memory)
+    return reply | {"problem": problem}
+
+
+def child() -> None:
+    json.dump([child_case(case) for case in json.load(sys.stdin)], sys.stdout)
+
+
+_BASE = {"batch": 2, "seq": 5, "heads": (3, 2), "width": 16, "rotary": 16, "dtype": "bf16", "kind": "dense"}
+_PAGED = _BASE | {"page_size": 16, "room": 48}
+_WHOLE = "tokens={} heads=8 block=8 warps={} whole=1"
+
+
+def numerics_cases() -> dict[str, dict[str, Any]]:
+    cases: dict[str, dict[str, Any]] = {}
+    for kind, size, interleaved in product(("dense", "joint", "heads first", "misaligned"), (0, 16), (False, True)):
+        base = _PAGED if size else _BASE
+        cases[f"{kind} {size} {interleaved=}"] = base | {"kind": kind, "interleaved": interleaved}
+    for rotary, interleaved in product((0, 2, 6, 10, 22, 24), (False, True)):
+        if rotary or not interleaved:
+            more = {"rotary": rotary, "width": 24, "interleaved": interleaved}
+            cases[f"{rotary} of 24 {interleaved=}"] = _BASE | more
+    for width, rotary in ((15, 6), (12, 0), (1030, 1024), (520, 16)):
+        cases[f"{rotary} of {width}"] = _BASE | {"rotary": rotary, "width": width, "seq": 2}
+    for size in (16, 32, 64, 128, 256):
+        more = {"page_size": size, "room": 2 * size, "seq": 21, "lengths": [size - 4, 3], "rows": 600}
+        cases[f"over the edge of pages of {size}"] = _BASE | more
+    for dtype, t, rotary in product(("fp16", "fp32", "bf16"), ("fp32", "same"), (16, 0)):
+        if (dtype, t) != ("fp32", "same"):
+            cases[f"{dtype} {t} {rotary}"] = _PAGED | {
+                "dtype": dtype,
+                "table": dtype if t == "same" else t,
+                "rotary": rotary,
+            }
+    for gathered, size in product(("each", "one"), (0, 16)):
+        cases[f"gathered {gathered} {size}"] = (_PAGED if size else _BASE) | {"gathered": gathered}
+    for size in (0, 16):
+        base = _PAGED if size else _BASE
+        room = base.get("room", 24)
+        cases[f"counted {size}"] = base | {"counts": [0, 3]}
+        cases[f"wild counts {size}"] = base | {"counts": [-2, 99]}
+        cases[f"full {size}"] = base | {"lengths": [room, room - 2], "inplace": True}
+        cases[f"wild lengths {size}"] = base | {"lengths": [-7, room + 9], "inplace": True}
+        cases[f"outside of the table of angles {size}"] = base | {"rows": 6, "lengths": [3, 0]}
+        cases[f"in place {size}"] = base | {"inplace": True, "kind": "joint", "rotary": 10}
+        cases[f"a sequence of its own {size}"] = base | {"batch": 1, "seq": 1, "heads": (0, 1), "rotary": 0}
+        cases[f"one token of many sequences {size}"] = base | {"batch": 4, "seq": 1, "inplace": True}
+        cases[f"fused caches {size}"] = base | {"fused caches": True}
+    for name, holes in {
+        "no page": [(0, 1, -1)],
+        "a page too many": [(1, 0, 0)],
+        "a hole": [(0, 0, -5), (1, 1, 7)],
+    }.items():
+        cases[name] = _PAGED | {"holes": holes, "seq": 20, "lengths": [12, 1]}
+    cases["a thousand pages"] = _PAGED | {
+        "room": 16 * 100,
+        "seq": 1200,
+        "lengths": [33, 400],
+        "holes": [(0, 74, -1)],
+        "rows": 1600,
+    }
+    for size, rotary, interleaved in product((0, 16), (0, 8, 16), (False, True)):
+        if rotary or not interleaved:  # all heads of a token, those of q, k and v, in blocks that do not divide them
+            more = {"rotary": rotary, "interleaved": interleaved, "heads": (11, 9), "inplace": rotary == 8}
+            base = (_PAGED if size else _BASE) | more | {"seq": 21 if size else 5, "config": _WHOLE.format(2, 1)}
+            cases[f"whole {size} {rotary} {interleaved=}"] = base
+    for size in (0, 16):
+        more = {"seq": 1, "config": _WHOLE.format(1, 1), "heads": (3, 9), "inplace": True, "batch": 3}
+        cases[f"one program for a sequence {size}"] = (_PAGED if size else _BASE) | more
+    more = {"holes": [(0, 1, -1)], "seq": 16, "lengths": [12, 1], "heads": (3, 9), "config": _WHOLE.format(16, 2)}
+    cases["a hole in one tile"] = _PAGED | more
+    rng = random.Random(11)
+    for size, rotary, interleaved in product((0, 16), (16, 32), (False, True)):
+        base = (_PAGED if size else _BASE) | {"width": 40, "rotary": rotary, "seq": 7, "interleaved": interleaved}
+        p = KvAppendProblem(2, 7, 2, 40, 3, rotary, interleaved=interleaved, page_size=size)
+        for config in rng.sample(list(KV_APPEND.valid(p, H200)), 3):
+            cases[f"{size} {rotary} {interleaved=} [{config}]"] = base | {"config": str(config)}
+    return cases
+
+
+CASES = numerics_cases()
+PLANTED = {
+    "a head of q forgotten": _BASE | {"edit": {"heads_q": -1}},
+    "a head of k and v forgotten": _BASE | {"edit": {"heads_kv": -1}},
+    "a token forgotten": _BASE | {"edit": {"seq": -1}},
+    "v read by k's pitch": _BASE | {"kind": "joint", "edit": {"v_seq": 16}},
+    "a channel forgotten": _BASE | {"edit": {"half": -1}},
+    "what does not turn forgotten": _BASE | {"edit": {"head_dim": -1}, "rotary": 8},
+    "written past the room": _BASE | {"edit": {"room": 9}, "lengths": [0, 22]},
+    "a page beyond the last": _PAGED | {"edit": {"pages": 1}, "holes": [(1, 0, 0)]},
+    "one sequence's pages for all": _PAGED | {"edit": {"table_batch": -3}},
+    "all tokens counted alike": _BASE | {"counts": [1, 3], "edit": {"counts_step": -1}},
+    "moved by the first program": _BASE | {"ticket": 4, "inplace": True, "config": "tokens=1 heads=4 block=8 warps=1"},
+    "a ticket too few": _BASE | {"ticket": -1},
+}
+
+
+if __name__ == "__main__":
+    child()

@@ -1,0 +1,367 @@
+"""``kv_append`` without a GPU: the kernel under Triton's interpreter, the declaration, the CPU path, the call path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from cutekernels import gpu
+from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.ops import registry
+from cutekernels.ops.attention.decode import PAGE_SIZES
+from cutekernels.ops.kv_append.api import kv_append
+from cutekernels.ops.kv_append.op import KV_APPEND, LENGTHS, LOST, KvAppendConfig, KvAppendProblem
+from cutekernels.ops.shared import tensor_op
+from tests.interpreted import H200, replies
+from tests.kv_append import cases as kv_append_cases
+from tests.kv_append.cases import CASES, PLANTED, judge, posed, right
+from tests.rope.cases import table
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> dict[str, dict[str, Any]]:
+    """What the child says of every case."""
+    cases = {**CASES, **PLANTED}
+    assert len(cases) == len(CASES) + len(PLANTED)
+    return dict(zip(cases, replies(kv_append_cases.__file__, list(cases.values())), strict=True))
+
+
+# ---- the kernel, interpreted ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernel_numerics(interpreted: dict[str, dict[str, Any]], case: str) -> None:
+    assert right(interpreted[case]), interpreted[case]
+
+
+def test_every_static_field_was_among_the_cases(interpreted: dict[str, dict[str, Any]]) -> None:
+    problems = [KvAppendProblem.parse(interpreted[case]["problem"]) for case in CASES]
+    for name in (n for n, f in KvAppendProblem.__dataclass_fields__.items() if "values" in f.metadata):
+        seen = {getattr(p, name) for p in problems}
+        assert len(seen) == len(KvAppendProblem.__dataclass_fields__[name].metadata["values"]), name
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_caught(interpreted: dict[str, dict[str, Any]], bug: str) -> None:
+    assert not right(interpreted[bug]), interpreted[bug]
+
+
+# ---- the declaration ------------------------------------------------------------------------------------
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> KvAppendProblem:
+    sizes = st.integers(0, 70) | st.integers(0, 1 << 20)
+    heads = st.integers(1, 70) | st.integers(1, 20000)
+    dtype = draw(st.sampled_from(["bf16", "fp16", "fp32"]))
+    half, rest = draw(st.integers(0, 300)), draw(st.integers(1, 300))
+    interleaved = half > 0 and draw(st.booleans())
+    runs = ((2 * half + rest) | 2 * half | (0 if interleaved else half)) * (4 if dtype == "fp32" else 2)
+    tables = ["fp32"] if dtype == "fp32" else ["fp32", "same"]
+    return KvAppendProblem(
+        batch=draw(sizes),
+        seq=draw(sizes),
+        heads_kv=draw(heads),
+        head_dim=2 * half + rest,
+        heads_q=draw(heads) if half else 0,
+        rotary=2 * half,
+        dtype=dtype,
+        table=draw(st.sampled_from(tables)) if half else "none",
+        gathered=half > 0 and not interleaved and draw(st.booleans()),
+        interleaved=interleaved,
+        counted=draw(st.booleans()),
+        page_size=draw(st.sampled_from([0, *PAGE_SIZES])),
+        align=min(16, runs & -runs),
+    )
+
+
+@given(problem=problems(), spec=st.sampled_from(gpu.GPUS))
+@settings(deadline=None, max_examples=200)
+def test_default_is_valid_and_everything_round_trips(problem: KvAppendProblem, spec: gpu.GpuSpec) -> None:
+    config = KV_APPEND.default(problem, spec)
+    assert KV_APPEND.why_not(problem, config, spec) is None, (problem, config)
+    assert KV_APPEND.estimate_us(problem, config, spec) > 0
+    assert KvAppendConfig.parse(str(config)) == config
+    assert KvAppendProblem.parse(str(problem)) == problem
+    assert problem.bucket().bucket() == problem.bucket()
+    _, y, z = KV_APPEND.grid(problem, config)
+    assert max(y, z) < 1 << 16
+
+
+def test_there_are_few_configs() -> None:
+    for text in KV_APPEND.suite:
+        assert 5 <= len(list(KV_APPEND.valid(KvAppendProblem.parse(text), H200))) <= 80, text
+
+
+@pytest.mark.parametrize(
+    "text", [*KV_APPEND.suite, "batch=2 seq=3 heads_kv=2 head_dim=44 table=none page_size=16 align=8 counted=1"]
+)
+def test_suite_samples_pose_their_problem(text: str) -> None:
+    problem = KvAppendProblem.parse(text)
+    small = problem.replace(batch=min(problem.batch, 3), seq=min(problem.seq, 40))
+    inputs = KV_APPEND.sample(small, "cpu", 3)
+    results = KV_APPEND.outputs(small, *inputs)
+    KV_APPEND.admit(inputs, results, interleaved=small.interleaved)
+    assert KV_APPEND.problem(*results, *inputs, interleaved=small.interleaved) == small
+    assert torch.equal(inputs[1], KV_APPEND.sample(small, "cpu", 3)[1])
+    assert not torch.equal(inputs[1], KV_APPEND.sample(small, "cpu", 4)[1])
+    for t in results[1:3]:
+        t.fill_(float("nan"))
+    before = tuple([t.clone() for t in results[1:3]])
+    assert right(judge(before, KV_APPEND.reference(small, *inputs), inputs, small.interleaved))
+
+
+@pytest.mark.parametrize("text", KV_APPEND.suite)
+def test_what_a_tuner_poisons_is_written_whole(text: str) -> None:
+    problem = KvAppendProblem.parse(text).bucket()
+    inputs = KV_APPEND.sample(problem.replace(batch=min(problem.batch, 3), seq=min(problem.seq, 40)), "cpu", 3)
+    small = problem.replace(batch=inputs[1].shape[0], seq=inputs[1].shape[1])
+    for t in KV_APPEND.reference(small, *inputs):
+        assert not (t.isnan().any() if t.is_floating_point() else (t < 0).any())
+
+
+def test_work_is_what_must_be_moved() -> None:
+    problem = KvAppendProblem(2, 100, 8, 128, 32, 64)
+    assert KV_APPEND.work(problem).bytes == 2 * 2 * 2 * 100 * 48 * 128 + 2 * 4 * 100 * 32 + 16
+
+
+@pytest.mark.parametrize(
+    ("config", "rule"),
+    [
+        ("tokens=1 heads=1 block=64 warps=4", "128 threads of 8 pairs an access need 1024"),
+        ("tokens=4 heads=32 block=64 warps=4", "registers"),
+        ("tokens=1 heads=4 block=128 warps=1", "of a power of two, 64; it is 128"),
+        ("tokens=1 heads=64 block=64 warps=8", "with 32 and 8 heads"),
+        ("tokens=8 heads=1 block=64 warps=1", "with 3 tokens"),
+    ],
+)
+def test_rules_say_what_is_wrong(config: str, rule: str) -> None:
+    with pytest.raises(InvalidConfig, match=rule):
+        problem = KvAppendProblem(4, 3, 8, 128, 32, 128)
+        KV_APPEND.check(problem, KvAppendConfig.parse(config), H200)
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        ("rotary=63", "in pairs, 2 to head_dim where there is a table, else 0; it is 63 of 128"),
+        ("rotary=130", "it is 130 of 128"),
+        ("rotary=64 table=none", "with table=none"),
+        ("", "it is 0 of 128 with table=fp32"),
+        ("heads_q=4 table=none", "nothing turns"),
+        ("rotary=64 interleaved=1 gathered=1", "its pairs are no neighbours"),
+        ("dtype=fp32 table=none align=2", "one element of fp32"),
+        ("rotary=64 dtype=fp32 table=same", "table=fp32, not same"),
+        ("rotary=72", "divides each run of channels, 72 of 128"),
+        ("rotary=64 heads_q=65535", "end at 65535; got 65535 [+] 2 x 1"),
+    ],
+)
+def test_problems_that_are_none(words: str, rule: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=rule):
+        KvAppendProblem.parse(f"batch=1 seq=1 heads_kv=1 head_dim=128 {words}")
+
+
+def test_is_registered() -> None:
+    assert registry.get("kv_append") is KV_APPEND
+
+
+# ---- the function, on the CPU ---------------------------------------------------------------------------
+
+
+def called(results: list[Tensor], inputs: tuple[Any, ...], how: Callable[..., None], interleaved: bool) -> None:
+    """In place, as the function works."""
+    _, k_cache, v_cache, _ = results
+    q, k, v, state, pages, counts, cos, sin = inputs
+    turns = q if q.shape[2] else None
+    how(
+        k,
+        v,
+        k_cache,
+        v_cache,
+        state,
+        page_table=pages,
+        counts=counts,
+        q=turns,
+        cos=cos,
+        sin=sin,
+        interleaved=interleaved,
+    )
+    results[0], results[3] = q, state
+
+
+@pytest.mark.parametrize("case", [c for c, given in CASES.items() if "outside of" not in c and "config" not in given])
+def test_cpu_tensors_run_the_reference(case: str) -> None:
+    results, inputs, _ = posed(CASES[case])
+    before = tuple([t.clone() for t in results[1:3]])
+    copies = tuple([None if t is None else t.clone() for t in inputs])
+    interleaved = bool(CASES[case].get("interleaved"))
+    called(results, inputs, kv_append, interleaved)
+    assert right(judge(before, tuple(results), copies, interleaved))
+
+
+def test_a_position_outside_of_the_table_raises_where_a_token_is_kept() -> None:
+    k, (cos, sin) = torch.randn(2, 3, 1, 8), table(6, 4)
+    cache = torch.zeros(2, 9, 1, 8)
+    state = torch.tensor([[4, 3], [0, 0], [0, 0]], dtype=torch.int32)
+    with pytest.raises(UnsupportedProblem, match="leave a table of 6 rows"):
+        kv_append(k, k, cache, cache.clone(), state, cos=cos, sin=sin)
+    kv_append(k, k, cache, cache.clone(), state, cos=cos, sin=sin, counts=torch.tensor([2, 3], dtype=torch.int32))
+    assert state.tolist() == [[6, 6], [0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize(("batch", "seq"), [(0, 3), (2, 0)])
+@pytest.mark.parametrize("paged", [False, True])
+def test_nothing_to_append(paged: bool, batch: int, seq: int) -> None:
+    k = torch.randn(batch, seq, 2, 8)
+    cache = torch.zeros(4 if paged else batch, 16, 2, 8)
+    state = torch.full((3, batch), 2, dtype=torch.int32)
+    state[2] = 0
+    expected = state.clone()
+    pages = torch.zeros(batch, 2, dtype=torch.int32) if paged else None
+    kv_append(k, k, cache, cache.clone(), state, page_table=pages)
+    assert torch.equal(state, expected)
+    assert (cache == 0).all()
+
+
+def refusals() -> dict[str, Callable[[], Any]]:
+    q, k, (cos, sin) = torch.randn(2, 5, 3, 16), torch.randn(2, 5, 1, 16), table(9, 8)
+    caches = torch.zeros(2, 9, 1, 16), torch.zeros(2, 9, 1, 16)
+    state, pages = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int32)
+    numbers = torch.zeros(2, dtype=torch.int32)
+    return {
+        r"k and v are \(B, S, Hkv, D\), alike": lambda: kv_append(k[0], k[0], *caches, state),
+        r"alike; got \(2, 5, 1, 16\) and \(2, 4": lambda: kv_append(k, k[:, :4], *caches, state),
+        "one dtype": lambda: kv_append(k, k.double(), *caches, state),
+        "takes bfloat16, float16, float32, float64; got torch.int32": lambda: kv_append(
+            k.int(), k.int(), *caches, state
+        ),
+        "at least one head": lambda: kv_append(k[:, :, :0], k[:, :, :0], *caches, state),
+        "cos and sin come together": lambda: kv_append(k, k, *caches, state, cos=cos),
+        "one shape": lambda: kv_append(k, k, *caches, state, cos=cos, sin=sin[1:]),
+        "which needs cos and sin: leave it out": lambda: kv_append(k, k, *caches, state, q=q),
+        "interleaved says which channels": lambda: kv_append(k, k, *caches, state, interleaved=True),
+        "of the same B, S and D": lambda: kv_append(k, k, *caches, state, q=q[:, :3], cos=cos, sin=sin),
+        "state is int32": lambda: kv_append(k, k, *caches, state.long()),
+        r"rows contiguous; .* strides \(1, 3\)": lambda: kv_append(k, k, *caches, state.t().contiguous().t()),
+        "counts are int32": lambda: kv_append(k, k, *caches, state, counts=numbers.long()),
+        r"counts are int32 \(2,\)": lambda: kv_append(k, k, *caches, state, counts=numbers[:1]),
+        "page_table is int32": lambda: kv_append(k, k, *caches, state, page_table=pages[0]),
+        "not 9": lambda: kv_append(k, k, *caches, state, page_table=pages),
+        "pages need a page_table": lambda: kv_append(k, k, *(c[:1] for c in caches), state),
+        r"k_cache is \(2, T_MAX, 1, 16\)": lambda: kv_append(k, k, *(c[..., :8] for c in caches), state),
+        "have one shape": lambda: kv_append(k, k, caches[0], caches[1][:, :8], state),
+        "channels side by side": lambda: kv_append(k, k, *(torch.zeros(2, 9, 1, 32)[..., ::2] for _ in caches), state),
+        "each token in memory of its own": lambda: kv_append(
+            k, k, caches[0][:1].expand(2, -1, -1, -1), caches[1], state
+        ),
+        "overlaps an operand": lambda: kv_append(k, k, caches[0], caches[0], state),
+        "kv_append is not differentiable": lambda: kv_append(k.clone().requires_grad_(), k, *caches, state),
+        "no gradient for cos": lambda: kv_append(k, k, *caches, state, cos=cos.clone().requires_grad_(), sin=sin),
+    }
+
+
+@pytest.mark.parametrize("rule", refusals())
+def test_refusals_say_the_rule(rule: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=rule):
+        refusals()[rule]()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("queries", [False, True])
+def test_opcheck(queries: bool) -> None:
+    k, cache, (cos, sin) = torch.randn(2, 3, 1, 16), torch.randn(2, 9, 1, 16), table(9, 8)
+    q = torch.randn(2, 3, 2, 16) if queries else None
+    state = torch.tensor([[4, 3], [0, 0], [0, 0]], dtype=torch.int32)
+    args = (q, k, k.clone(), cache, cache.clone(), state, None, None, cos, sin, False)
+    torch.library.opcheck(torch.ops.cutekernels.kv_append.default, args)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_traced_whole() -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(joint: Tensor, k_cache: Tensor, v_cache: Tensor, state: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = (joint * 2).unflatten(-1, (4, 16))
+        q, k, v = heads[:, :, :2], heads[:, :, 2:3], heads[:, :, 3:]
+        q = q.clone()
+        kv_append(k, v, k_cache, v_cache, state, q=q, cos=cos, sin=sin)
+        return q + state[LENGTHS].sum()
+
+    joint, (cos, sin) = torch.randn(2, 3, 64), table(20, 8)
+    ours, plain = ([torch.zeros(2, 9, 1, 16), torch.zeros(2, 9, 1, 16), torch.zeros(3, 2).int()] for _ in range(2))
+    for _ in range(2):
+        with torch.no_grad():
+            found = step(joint, *ours, cos, sin)
+        heads = (joint * 2).unflatten(-1, (4, 16))
+        q = heads[:, :, :2].clone()
+        kv_append(heads[:, :, 2:3], heads[:, :, 3:], *plain, q=q, cos=cos, sin=sin)
+        torch.testing.assert_close(found, q + plain[2][LENGTHS].sum())
+        for a, b in zip(ours, plain, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+# ---- the GPU's path, on CPU tensors ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Replaces dispatch by the reference, and records the problem of every launch."""
+    seen: list[str] = []
+
+    def plan(op: Any, problem: KvAppendProblem, device: int, config: object = None) -> Any:
+        def launch(*given: Any) -> None:
+            assert op.problem(*given, interleaved=problem.interleaved) == problem
+            seen.append(str(problem))
+            op.update(given[:4], given[4:], interleaved=problem.interleaved)
+
+        return SimpleNamespace(launch=launch)
+
+    monkeypatch.setattr(tensor_op.dispatch, "plan", plan)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    tensor_op.forget()
+    yield seen
+    tensor_op.forget()
+
+
+def test_launch_poses_what_it_launches(launches: list[str]) -> None:
+    """Operands whose channels are apart come as copies; caches never do."""
+
+    def run(k: Any, v: Any, k_cache: Any, v_cache: Any, state: Any, **rest: Any) -> None:
+        queries = k[:, :, :0] if rest["q"] is None else rest["q"]
+        inputs = (queries, k, v, state, rest["page_table"], rest["counts"], rest["cos"], rest["sin"])
+        tensor_op.run(KV_APPEND, (queries, k_cache, v_cache, state), inputs, options=(rest["interleaved"],))
+
+    base = CASES["joint 16 interleaved=False"]
+    for kind in ("joint", "every other", "transposed channels", "misaligned"):
+        results, inputs, _ = posed(base | {"kind": kind})
+        before = tuple([t.clone() for t in results[1:3]])
+        copies = tuple([None if t is None else t.clone() for t in inputs])
+        called(results, inputs, run, False)
+        assert right(judge(before, tuple(results), copies)), kind
+    same = "batch=2 seq=5 heads_kv=2 head_dim=16 heads_q=3 rotary=16 page_size=16"
+    assert launches == [same, same, same, f"{same} align=2"]
+
+
+def test_half_only_on_a_gpu() -> None:
+    k, state = torch.randn(1, 2, 1, 4, dtype=torch.float64), torch.zeros(3, 1, dtype=torch.int32)
+    with pytest.raises(UnsupportedProblem, match="takes bf16, fp16, fp32"):
+        KV_APPEND.problem(k, k, k, state, k, k, k, state, None, None, None, None, interleaved=False)
+
+
+def test_the_judge_sees_a_token_lost() -> None:
+    results, inputs, _ = posed(CASES["dense 0 interleaved=False"])
+    before = tuple([t.clone() for t in results[1:3]])
+    copies = tuple([None if t is None else t.clone() for t in inputs])
+    called(results, inputs, kv_append, False)
+    assert right(judge(before, tuple(results), copies))
+    results[3][LOST, 1] += 1
+    assert not right(judge(before, tuple(results), copies))

@@ -1,0 +1,350 @@
+"""Routing without a GPU: kernels under Triton's interpreter, the declarations, the CPU path, gradients, tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import cutekernels
+from cutekernels import gpu
+from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.ops import registry
+from cutekernels.ops.moe.permute import MOE_PERMUTE, MoePermuteProblem
+from cutekernels.ops.moe.route import MOE_ROUTE, MoeRouteProblem
+from cutekernels.ops.moe.rows import MOE_GATHER, MoeMoveProblem
+from tests.interpreted import replies
+from tests.moe import cases as routing_cases
+from tests.moe.cases import CASES, DTYPES, H200, OPS, PLANTED, worst
+
+moe_route, moe_permute = cutekernels.moe_route, cutekernels.moe_permute
+moe_gather, moe_combine = cutekernels.moe_gather, cutekernels.moe_combine
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> dict[str, dict[str, Any]]:
+    """What the child says of every case."""
+    cases = {**CASES, **PLANTED}
+    return dict(zip(cases, replies(routing_cases.__file__, list(cases.values())), strict=True))
+
+
+# ---- kernels, interpreted -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernel_numerics(interpreted: dict[str, dict[str, Any]], case: str) -> None:
+    reply = interpreted[case]
+    assert reply["ratio"] <= 1, reply
+    assert reply["outside"], f"wrote behind its result: {reply}"
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_caught(interpreted: dict[str, dict[str, Any]], bug: str) -> None:
+    reply = interpreted[bug]
+    assert reply["ratio"] > 1 or not reply["outside"], reply
+
+
+def test_every_layout_was_among_the_cases(interpreted: dict[str, dict[str, Any]]) -> None:
+    problems = [OPS[CASES[c]["op"]].Problem.parse(interpreted[c]["problem"]) for c in CASES]
+    laid = [p for p in problems if not isinstance(p, MoePermuteProblem)]
+    assert {p.layout for p in laid} == {"rows", "strided"}
+    assert {p.align for p in laid if p.layout == "rows"} == {2, 4, 8, 16}
+
+
+# ---- the declarations -----------------------------------------------------------------------------------
+
+
+def aligned(problem: Callable[..., Any], **fields: Any) -> Any:
+    """A problem with the best alignment that its rows allow."""
+    size = 4 if fields["dtype"] == "fp32" else 2
+    cols = fields["experts"] if "experts" in fields else fields["cols"]
+    bits = 16 | cols * size
+    return problem(**fields, align=bits & -bits)
+
+
+@st.composite
+def routes(draw: st.DrawFn) -> MoeRouteProblem:
+    experts = draw(st.integers(1, 512))
+    return aligned(  # type: ignore[no-any-return]
+        MoeRouteProblem,
+        tokens=draw(st.integers(0, 1 << 40) | st.integers(0, 70)),
+        experts=experts,
+        top_k=draw(st.integers(1, min(32, experts))),
+        dtype=draw(st.sampled_from(list(DTYPES))),
+        renormalize=draw(st.booleans()),
+    )
+
+
+@st.composite
+def moves(draw: st.DrawFn) -> MoeMoveProblem:
+    return aligned(  # type: ignore[no-any-return]
+        MoeMoveProblem,
+        tokens=draw(st.integers(0, 1 << 25) | st.integers(0, 70)),
+        cols=draw(st.integers(0, 1 << 25) | st.integers(0, 70)),
+        top_k=draw(st.integers(1, 32)),
+        dtype=draw(st.sampled_from(list(DTYPES))),
+        weighted=True,
+    )
+
+
+permutes = st.builds(
+    MoePermuteProblem,
+    pairs=st.integers(0, (1 << 31) - (1 << 20)) | st.integers(0, 5000),
+    experts=st.integers(1, 1023),
+    index=st.sampled_from(["i32", "i64"]),
+)
+
+
+@given(route=routes(), move=moves(), permute=permutes, spec=st.sampled_from(gpu.GPUS))
+@settings(deadline=None, max_examples=40)
+def test_default_is_valid_and_everything_round_trips(
+    route: MoeRouteProblem, move: MoeMoveProblem, permute: MoePermuteProblem, spec: gpu.GpuSpec
+) -> None:
+    for op in OPS.values():
+        problem = route if "route" in op.name else permute if op.name == "moe_permute" else move
+        config = op.default(problem, spec)
+        assert op.why_not(problem, config, spec) is None, (problem, config)
+        assert op.estimate_us(problem, config, spec) > 0
+        assert op.Config.parse(str(config)) == config
+        assert op.Problem.parse(str(problem)) == problem
+        assert problem.bucket().bucket() == problem.bucket()
+        _, y, z = op.grid(problem, config)
+        assert y < 1 << 16
+        assert z == 1
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
+def test_spaces_are_small(op: Any) -> None:
+    for text in op.suite:
+        assert 2 <= len(list(op.valid(op.Problem.parse(text), H200))) <= 60, text
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
+def test_suite_samples_pose_their_problem(op: Any) -> None:
+    for text in op.suite:
+        problem = op.Problem.parse(text)
+        first = "pairs" if op.name == "moe_permute" else "tokens"
+        small = problem.replace(**{first: min(getattr(problem, first), 40)})
+        args = op.sample(small, "cpu", 3)
+        results = op.outputs(small, *args)
+        options = {name: getattr(small, name) for name in op.options}
+        assert op.problem(*results, *args, **options) == small
+        again = op.sample(small, "cpu", 3)
+        assert all(a is b or torch.equal(a, b) for a, b in zip(args, again, strict=True))
+        assert not torch.equal(args[0], op.sample(small, "cpu", 4)[0])
+        assert worst(op.name, op.reference(small, *args), args, **options) <= 1
+        assert [r.shape for r in op.reference(small, *args)] == [r.shape for r in results]
+        assert op.work(problem).bytes > 0
+
+
+def test_all_are_registered() -> None:
+    assert all(registry.get(op.name) is op for op in OPS.values())
+
+
+@pytest.mark.parametrize(
+    ("op", "problem", "config", "rule"),
+    [
+        (MOE_ROUTE, "tokens=64 experts=128", "tokens=32 warps=1 method=sort", "has 128 elements"),
+        (MOE_ROUTE, "tokens=64 experts=8 top_k=2", "tokens=1 warps=4 method=sort", "share a tile of 8"),
+        (MOE_ROUTE, "tokens=2 experts=128", "tokens=8 warps=4 method=rounds", "with 2 rows"),
+        (MOE_PERMUTE, "pairs=100 experts=8", "block=1024 programs=1 passes=1 warps=4", "block with 100 ids"),
+        (MOE_PERMUTE, "pairs=100 experts=8", "block=256 programs=32 passes=1 warps=4", "1 are enough"),
+        (MOE_PERMUTE, "pairs=100 experts=8", "block=256 programs=1 passes=2 warps=4", "no second pass"),
+        (MOE_PERMUTE, "pairs=1000000 experts=8", "block=256 programs=32 passes=1 warps=4", "at most 16"),
+        (MOE_GATHER, "tokens=4 cols=4096", "block=256 warps=8", "need a block of 2048"),
+        (MOE_GATHER, "tokens=4 cols=4096", "block=4096 warps=1", "has 128 elements"),
+        (MOE_GATHER, "tokens=4 cols=100 align=8", "block=1024 warps=4", "in rows of 100"),
+    ],
+)
+def test_rules_say_what_is_wrong(op: Any, problem: str, config: str, rule: str) -> None:
+    with pytest.raises(InvalidConfig, match=rule):
+        op.check(op.Problem.parse(problem), op.Config.parse(config), H200)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "rule"),
+    [
+        (MoeRouteProblem, "tokens=4 experts=513", "1 to 512 experts; it has 513"),
+        (MoeRouteProblem, "tokens=4 experts=4", "top_k is at most the number of experts, 4; it is 8"),
+        (MoeRouteProblem, "tokens=4 experts=100", "rows of 200 bytes are not aligned to 16"),
+        (MoeRouteProblem, "tokens=4 experts=128 layout=strided align=2", "leave it at 16"),
+        (MoePermuteProblem, "pairs=4 experts=1024", "1 to 1023 experts"),
+        (MoeMoveProblem, "tokens=1 cols=8 dtype=fp32 align=2", "one element, 4 bytes"),
+    ],
+)
+def test_problems_say_what_is_wrong(kind: Any, text: str, rule: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=rule):
+        kind.parse(text)
+
+
+# ---- the functions, on the CPU --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_routing_is_softmax_and_topk(dtype: torch.dtype, renormalize: bool) -> None:
+    logits = torch.randn(2, 9, 64, dtype=torch.float64).to(dtype).unique(dim=-1)
+    weights, ids = moe_route(logits, 6, renormalize=renormalize)
+    p, index = torch.topk(torch.softmax(logits.double(), -1), 6)
+    torch.testing.assert_close(weights.double(), p / p.sum(-1, keepdim=True) if renormalize else p)
+    assert ids.dtype is torch.int32
+    assert weights.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+    if dtype.itemsize > 2:
+        assert torch.equal(ids.long(), index)
+
+
+def test_ids_are_distinct_whatever_the_logits_are() -> None:
+    inf, nan = float("inf"), float("nan")
+    logits = torch.tensor([[-inf] * 4, [nan] * 4, [inf, -inf, nan, 1.0], [0.0, -0.0, 0.0, 1.0]])
+    weights, ids = moe_route(logits, 3)
+    assert ids.tolist() == [[0, 1, 2], [0, 1, 2], [2, 0, 3], [3, 0, 1]]
+    assert weights[:3].isnan().all()
+    torch.testing.assert_close(weights[3].sum(), torch.tensor(1.0))
+
+
+def test_the_whole_dance() -> None:
+    """A mixture of experts, step by step, against every expert on every token."""
+    tokens, hidden, experts, top_k = 13, 6, 5, 2
+    x, router = torch.randn(tokens, hidden), torch.randn(experts, hidden)
+    w = torch.randn(experts, hidden, hidden)
+    weights, ids = moe_route(x @ router.T, top_k)
+    order, offsets, inverse = moe_permute(ids, experts)
+    rows = moe_gather(x, inverse)
+    assert torch.equal(rows, x[order // top_k])
+    y = torch.cat([rows[offsets[e] : offsets[e + 1]] @ w[e] for e in range(experts)])
+    out = moe_combine(y, inverse, weights)
+    dense = torch.einsum("th,eho->teo", x, w)
+    expected = (dense.gather(1, ids.long().unsqueeze(-1).expand(-1, -1, hidden)) * weights.unsqueeze(-1)).sum(1)
+    torch.testing.assert_close(out, expected)
+
+
+def test_permutation_is_stable_and_keeps_strangers_last() -> None:
+    ids = torch.tensor([[2, 0], [-1, 2], [0, 9], [2, 1]], dtype=torch.int64)
+    order, offsets, inverse = moe_permute(ids, 3)
+    assert order.tolist() == [1, 4, 7, 0, 3, 6, 2, 5]
+    assert offsets.tolist() == [0, 2, 3, 6]
+    assert inverse.tolist() == [[3, 0], [6, 4], [1, 7], [5, 2]]
+    assert {order.dtype, offsets.dtype, inverse.dtype} == {torch.int32}
+
+
+def test_nothing_to_route() -> None:
+    weights, ids = moe_route(torch.randn(0, 8), 2)
+    assert weights.shape == ids.shape == (0, 2)
+    order, offsets, inverse = moe_permute(ids, 8)
+    assert order.shape == (0,)
+    assert offsets.tolist() == [0] * 9
+    rows = moe_gather(torch.randn(0, 6), inverse)
+    assert rows.shape == (0, 6)
+    assert moe_combine(rows, inverse, weights).shape == (0, 6)
+    assert moe_combine(torch.randn(8, 0), torch.zeros(4, 2, dtype=torch.int32)).shape == (4, 0)
+
+
+def refusals() -> dict[str, Callable[[], Any]]:
+    x, inverse, weights = torch.randn(4, 6), torch.arange(8, dtype=torch.int32).view(4, 2), torch.rand(4, 2)
+    return {
+        "1 to 512 experts; got shape .4, 513": lambda: moe_route(torch.randn(4, 513), 2),
+        "top_k is from 1 to 6 for 6 experts; it is 7": lambda: moe_route(x, 7),
+        "top_k is from 1 to 6 for 6 experts; it is 0": lambda: moe_route(x, 0),
+        "got torch.int32": lambda: moe_route(x.int(), 2),
+        "ids in int32 or int64; got torch.float32": lambda: moe_permute(x, 2),
+        "1 to 1023 experts; got 0": lambda: moe_permute(inverse, 0),
+        "inverse is int32": lambda: moe_gather(x, inverse.long()),
+        "got .*3, 2.*, .4, 6. and .6, 6": lambda: moe_gather(x, inverse[:3]),
+        "rows .T.K, H.": lambda: moe_combine(x, inverse),
+        "weights are torch.float32 .4, 2. on cpu": lambda: moe_combine(torch.randn(8, 6), inverse, weights.half()),
+        "of one device": lambda: moe_gather(x.to("meta"), inverse),
+        "ids, numbered in int32; got": lambda: moe_permute(inverse[0, :1].expand(1 << 31), 2),
+        "rows are numbered in int32; got": lambda: moe_gather(
+            x[:1, :1].expand(1 << 30, 1), inverse[:1].expand(1 << 30, 2)
+        ),
+    }
+
+
+@pytest.mark.parametrize("rule", refusals())
+def test_refusals_say_the_rule(rule: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=rule):
+        refusals()[rule]()
+
+
+def test_results_are_written_front_to_back() -> None:
+    logits, whole = torch.randn(4, 8), torch.empty(4, 6)
+    with pytest.raises(UnsupportedProblem, match="contiguous results"):
+        torch.ops.cutekernels.moe_route_out(logits, whole[:, :2], torch.empty(4, 2, dtype=torch.int32), 2, True)
+    with pytest.raises(UnsupportedProblem, match="writes .4, 2. torch.int32"):
+        torch.ops.cutekernels.moe_route_out(logits, torch.empty(4, 2), torch.empty(4, 2), 2, True)
+
+
+# ---- gradients and tracing ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_gradients_of_routing(renormalize: bool) -> None:
+    logits = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: moe_route(x, 3, renormalize=renormalize)[0], (logits,))
+
+
+def test_gradients_of_moving() -> None:
+    inverse = torch.randperm(6).int().view(3, 2)
+    x, rows = (torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (3, 6))
+    weights = torch.rand(3, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(moe_gather, (x, inverse))
+    assert torch.autograd.gradcheck(moe_combine, (rows, inverse))
+    assert torch.autograd.gradcheck(moe_combine, (rows, inverse, weights))
+    assert torch.autograd.gradcheck(moe_combine, (rows.detach(), inverse, weights))
+    assert torch.autograd.gradgradcheck(moe_gather, (x, inverse))
+
+
+def test_second_derivatives_are_refused_clearly() -> None:
+    logits = torch.randn(3, 5, requires_grad=True)
+    (grad,) = torch.autograd.grad(moe_route(logits, 2)[0][0, 0], logits, create_graph=True)
+    with pytest.raises(UnsupportedProblem, match="differentiable once"):
+        grad.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("gradient", [False, True])
+def test_opcheck(gradient: bool) -> None:
+    ops = torch.ops.cutekernels
+    logits = torch.randn(4, 6, requires_grad=gradient)
+    weights, ids = moe_route(logits.detach(), 2)
+    _, _, inverse = moe_permute(ids, 6)
+    x, rows = torch.randn(4, 5, requires_grad=gradient), torch.randn(8, 5, requires_grad=gradient)
+    torch.library.opcheck(ops.moe_route.default, (logits, 2, True))
+    torch.library.opcheck(ops.moe_gather.default, (x, inverse))
+    torch.library.opcheck(ops.moe_combine.default, (rows, inverse, weights.requires_grad_(gradient)))
+    if not gradient:
+        torch.library.opcheck(ops.moe_permute.default, (ids, 6))
+        torch.library.opcheck(ops.moe_route_backward.default, (weights, weights, ids, logits, 2, True))
+        torch.library.opcheck(ops.moe_combine_backward.default, (x, rows, inverse, weights))
+        torch.library.opcheck(ops.moe_permute_out.default, (ids, *MOE_PERMUTE.fresh(ids, experts=6), 6))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_traced_whole() -> None:
+    """No graph break, forward and backward; one graph."""
+    graphs: list[Any] = []
+
+    def backend(module: Any, example: Any) -> Any:
+        graphs.append(module)
+        return module
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def mixture(x: Tensor, router: Tensor) -> Tensor:
+        weights, ids = moe_route(x @ router.T, 2)
+        _, _, inverse = moe_permute(ids, 5)
+        return moe_combine(moe_gather(x, inverse) * 2, inverse, weights)
+
+    x, router = torch.randn(7, 6, requires_grad=True), torch.randn(5, 6, requires_grad=True)
+    out = mixture(x, router)
+    torch.testing.assert_close(out, 2 * x)
+    assert len(graphs) == 1
+    out.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, torch.full_like(x, 2.0), rtol=1e-4, atol=1e-4)  # weights sum to one

@@ -1,0 +1,270 @@
+"""The fused kernels of ``rms_norm_linear`` and ``linear_silu_mul``, compiled for GPUs that are not there."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+
+from cutekernels import gpu
+from cutekernels.backends.cubin import cuobjdump
+from cutekernels.backends.cute import CuteArtifact
+from cutekernels.ops.gemm import skinny, specialized
+from cutekernels.ops.gemm.op import GEMM, GemmProblem
+from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
+from cutekernels.ops.norm_linear.problem import NormLinearConfig
+from tests.gemm.test_compiled import text_sections
+
+TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
+OPS: dict[str, NormLinear[Any]] = {op.name: op for op in (RMS_NORM_LINEAR, LINEAR_SILU_MUL)}
+PROBLEMS = [
+    ("rms_norm_linear", "m=1 n=3584 k=3584"),
+    ("rms_norm_linear", "m=64 n=3584 k=3584 norm_weight=fp32 bias=same activation=gelu"),
+    ("rms_norm_linear", "m=100 n=513 k=328 dtype=fp16 bias=fp32"),
+    ("rms_norm_linear", "m=8 n=4096 k=4096 norm_weight=none rstd=given activation=silu"),
+    ("linear_silu_mul", "m=16 n=18944 k=3584 norm=1 norm_weight=same"),
+    ("linear_silu_mul", "m=32 n=1000 k=520"),
+]
+
+
+@cache
+def fused(name: str, text: str, target: str = "h200") -> tuple[NormLinearConfig, ...]:
+    op = OPS[name]
+    return tuple(c for c in op.valid(op.Problem.parse(text), gpu.lookup(target)) if c.path == "fused")
+
+
+def best(name: str, text: str, target: str = "h200") -> NormLinearConfig:
+    """What the model would take."""
+    op, spec = OPS[name], gpu.lookup(target)
+    p = op.Problem.parse(text)
+    return min(fused(name, text, target), key=lambda c: (op.estimate_us(p, c, spec), str(c)))
+
+
+@cache
+def built(name: str, text: str, config: NormLinearConfig, target: str = "h200") -> CuteArtifact:
+    op = OPS[name]
+    artifact = op.build(op.Problem.parse(text), config, gpu.lookup(target))
+    assert isinstance(artifact, CuteArtifact)
+    return artifact
+
+
+def code(name: str, text: str, config: NormLinearConfig, target: str = "h200") -> bytes:
+    return b"".join(text_sections(built(name, text, config, target)._function.artifacts.CUBIN))
+
+
+def sass(name: str, text: str, config: NormLinearConfig, target: str = "h200") -> str:
+    return disassembled(built(name, text, config, target))
+
+
+def disassembled(artifact: Any) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(artifact._function.artifacts.CUBIN)
+        file.flush()
+        command = [str(cuobjdump()), "-sass", file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def opcodes(name: str, text: str, config: NormLinearConfig, target: str = "h200") -> Counter[str]:
+    found = sass(name, text, config, target)
+    return Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)", found, re.MULTILINE))
+
+
+@pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
+@pytest.mark.parametrize(("name", "text"), PROBLEMS)
+def test_compiles_for_every_architecture_as_predicted(name: str, text: str, spec: gpu.GpuSpec) -> None:
+    problem = OPS[name].Problem.parse(text)
+    chosen = random.Random(f"{text} {spec.name}").choice(fused(name, text, spec.name))
+    for config in (best(name, text, spec.name), chosen):
+        facts = built(name, text, config, spec.name).facts
+        schedule = specialized if config.body == "specialized" else skinny
+        assert facts.smem_bytes == schedule.smem(config.product, problem.extras).total_bytes, config
+        assert facts.smem_bytes <= spec.smem_per_block_bytes
+        assert facts.stack_bytes == 0, f"spills: {config}"
+
+
+@pytest.mark.parametrize("knob", [k for k in NormLinearConfig.space() if k != "path"])
+def test_every_knob_changes_the_code(knob: str) -> None:
+    rng = random.Random(knob)
+    for name, text in (PROBLEMS[1], PROBLEMS[4]):
+        if knob in ("body", "ahead", "squares") and name == "linear_silu_mul":
+            continue  # has one body, which does not ask ahead and squares in one way
+        alike: dict[str, list[NormLinearConfig]] = {}
+        for config in fused(name, text):
+            others = " ".join(word for word in str(config).split() if not word.startswith(f"{knob}="))
+            alike.setdefault(others, []).append(config)
+        groups = [configs for configs in alike.values() if len(configs) > 1]
+        if groups:
+            first, second = rng.sample(rng.choice(groups), 2)
+        else:  # tied to the problem or to the other knobs
+            first = rng.choice(fused(name, text))
+            values = [v for v in NormLinearConfig.space()[knob] if v != getattr(first, knob)]
+            second = first.replace(**{knob: values[-1]})
+        assert code(name, text, first) != code(name, text, second), f"{knob}: [{first}] and [{second}]"
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["dtype=fp16", "norm_weight=none", "norm_weight=fp32", "rstd=given", "bias=same", "bias=fp32", "activation=silu"],
+)
+def test_every_static_field_changes_the_code(change: str) -> None:
+    name, text = PROBLEMS[0]
+    config = best(name, text)
+    assert code(name, text, config) != code(name, f"{text} {change}", config)
+
+
+def test_squares_and_weights_cost_what_they_should() -> None:
+    """Per k-block and warp: an MMA per 8 tokens for squares, 4 packed multiplications per 16 rows for the weight."""
+    text, config = "m=8 n=3584 k=3584", NormLinearConfig("fused", 32, 8, 256, warps_k=4, stages=4)
+    found = {
+        change: opcodes("rms_norm_linear", f"{text} {change}", config)
+        for change in ("", "norm_weight=none", "rstd=given", "norm_weight=none rstd=given")
+    }
+    blocks = 256 // 16 // 4
+    mma = {change: sum(n for op, n in ops.items() if op.startswith("HMMA")) for change, ops in found.items()}
+    assert mma == {"": blocks * 3, "norm_weight=none": blocks * 3, "rstd=given": blocks * 2} | {
+        "norm_weight=none rstd=given": blocks * 2
+    }
+    assert {c: ops["HMUL2.BF16_V2"] for c, ops in found.items()} == {
+        "": blocks * 8, "rstd=given": blocks * 8, "norm_weight=none": 0, "norm_weight=none rstd=given": 0,
+    }  # fmt: skip
+
+
+def test_tokens_are_squared_and_weighed_beside_warpgroup_mma() -> None:
+    """Per k-block and warp: 4 packed multiplications, half a load of the weight; no wait but ours. Of 64 rows, each of
+    three warps beside squares 24 of 8 elements a lane, in 16 bytes, for 64 columns.
+    """
+    text = "m=64 n=18944 k=3584"
+    config = RMS_NORM_LINEAR.default(RMS_NORM_LINEAR.Problem.parse(text), gpu.lookup("h200"))
+    assert (config.body, config.tile_k) == ("specialized", 128)
+    found = {change: opcodes("rms_norm_linear", f"{text} {change}", config) for change in ("", "norm_weight=none")}
+    blocks, reads = 128 // 16, 24 // 4 * 2
+    for change, ops in found.items():
+        assert sum(n for op, n in ops.items() if op.startswith("HGMMA")) == blocks
+        assert ops["LDSM.16.M88.4"] == blocks + (0 if change else blocks // 2)
+        assert ops["HMUL2.BF16_V2"] == (0 if change else 4 * blocks)
+        assert ops["FFMA"] >= 8 * reads
+        assert ops["LDS.128"] >= reads
+    # One wait before a stage's registers are overwritten and one at the end: the compiler adds none.
+    assert found[""]["WARPGROUP.DEPBAR.LE"] == 2
+    given = opcodes("rms_norm_linear", f"{text} rstd=given", config)
+    assert given["FFMA"] < 8 * reads
+
+
+def test_rows_squared_apart_leave_the_stages_to_the_product() -> None:
+    """No warp reads a stage to square it; CTAs without a tile read 16 rows' vectors at a time, two rows a warp."""
+    text = "m=64 n=3584 k=3584"
+    config = RMS_NORM_LINEAR.default(RMS_NORM_LINEAR.Problem.parse(text), gpu.lookup("h200"))
+    assert config.squares == "apart"
+    found = {where: opcodes("rms_norm_linear", text, config.replace(squares=where)) for where in ("apart", "beside")}
+    loads = {where: sum(n for op, n in ops.items() if op.startswith("LDG.E.128")) for where, ops in found.items()}
+    assert loads["beside"] == 0 < 2 * 16 <= loads["apart"]
+    stages = {where: ops["LDS.128"] for where, ops in found.items()}
+    assert stages["apart"] < stages["beside"]
+    for where in found:
+        facts = built("rms_norm_linear", text, config.replace(squares=where)).facts
+        extras = RMS_NORM_LINEAR.Problem.parse(text).extras
+        assert facts.stack_bytes == 0
+        assert facts.smem_bytes == specialized.smem(config.product, extras).total_bytes
+
+
+def test_loads_keep_pace_where_rows_are_normed_alone() -> None:
+    """The loading warp reads the time there, for each k-tile; a product alone, which gains nothing, reads none."""
+    text = "m=16 n=3584 k=3584"
+    config = RMS_NORM_LINEAR.default(RMS_NORM_LINEAR.Problem.parse(text), gpu.lookup("h200"))
+    config = config.replace(squares="beside")
+    assert config.body == "specialized"
+    assert "SR_GLOBALTIMERLO" in sass("rms_norm_linear", text, config)
+    alone = GEMM.build(GemmProblem.parse(f"{text} b_major=k"), config.product, gpu.lookup("h200"))
+    assert "SR_GLOBALTIMERLO" not in disassembled(alone)
+
+
+def test_results_of_few_tokens_are_kept() -> None:
+    """Whole lines are stored with one of two policies for the L2 cache, by how many bytes there are."""
+    text = "m=64 n=3584 k=3584"
+    config = RMS_NORM_LINEAR.default(RMS_NORM_LINEAR.Problem.parse(text), gpu.lookup("h200"))
+    found = sass("rms_norm_linear", text, config)
+    assert "0x14f00000" in found, "evict_last"
+    assert "0x10000000" in found, "evict_normal"
+
+
+def test_a_chain_has_no_kernel_of_its_own(tmp_path: Any) -> None:
+    op = RMS_NORM_LINEAR
+    p = op.Problem.parse("m=300 n=64 k=64")
+    artifact = op.build(p, op.default(p, gpu.lookup("h200")), gpu.lookup("h200"))
+    artifact.save(tmp_path / "chain")
+    with pytest.raises(AssertionError, match="no kernel of its own"):
+        type(artifact).load(tmp_path / "chain")()
+
+
+# ---- where things lie -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [8, 16, 24, 32, 48, 64, 96, 128])
+def test_fragments_lie_where_the_norm_looks(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B fragments: token 8j + lane/4, k = lane%4*2 + {0, 1} and 8 more. Accumulators: rows 8 apart in one thread."""
+    import cutlass
+    import cutlass.cute as cute
+
+    from cutekernels.kernels.cute.parts.mma import WarpMma
+
+    found = []
+
+    def collect() -> None:  # plain Python: all of it is static
+        mma = WarpMma(2, 1, cutlass.Float32, True, True, 8 if tokens % 16 else 16).tiled_mma(cutlass.BFloat16)
+        for thread, j, i in product(range(64), range(tokens // 8), range(8)):
+            lane, rest, half, v = thread % 32, i // 4, i // 2 % 2, i % 2
+            b = mma.get_slice(thread).partition_B(cute.make_identity_tensor((tokens, 32)))
+            c = mma.get_slice(thread).partition_C(cute.make_identity_tensor((64, tokens)))
+            found.append((b[(v, half), j, rest], (8 * j + lane // 4, 16 * rest + lane % 4 * 2 + v + 8 * half)))
+            row = 32 * rest + thread // 32 * 16 + lane // 4 + 8 * half
+            found.append((c[(v, half), rest, j], (row, 8 * j + lane % 4 * 2 + v)))
+
+    @cute.jit
+    def look() -> None:
+        collect()
+
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    cute.compile(look)
+    assert len(found) == 64 * tokens // 8 * 16
+    assert all(tuple(map(int, at)) == wanted for at, wanted in found)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_fragments_of_tokens_lie_where_the_norm_looks(groups: int) -> None:
+    """A fragments: token lane/4 of a warp's 16 and 8 more, k as above; sums of the same two tokens in one thread."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+    from cutlass.utils import hopper_helpers
+
+    found = []
+
+    def collect() -> None:
+        k_major = OperandMajorMode.K
+        mma = hopper_helpers.make_trivial_tiled_mma(
+            cutlass.BFloat16, cutlass.BFloat16, k_major, k_major, cutlass.Float32, (groups, 1, 1), (64, 32),
+            warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+        tokens = 64 * groups
+        for thread, i in product(range(128 * groups), range(8)):
+            lane, rest, half, v = thread % 32, i // 4, i // 2 % 2, i % 2
+            a = mma.get_slice(thread).partition_A(cute.make_identity_tensor((tokens, 16)))
+            c = mma.get_slice(thread).partition_C(cute.make_identity_tensor((tokens, 32)))
+            token = thread // 32 * 16 + lane // 4 + 8 * half
+            found.append((a[(v, half, rest), 0, 0], (token, 8 * rest + lane % 4 * 2 + v)))
+            found.append((c[(v, half, rest), 0, 0], (token, 8 * rest + lane % 4 * 2 + v)))
+
+    @cute.jit
+    def look() -> None:
+        collect()
+
+    cute.compile(look, options="--gpu-arch=sm_90a")
+    assert len(found) == 128 * groups * 16
+    assert all(tuple(map(int, at)) == wanted for at, wanted in found)

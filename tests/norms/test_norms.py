@@ -1,0 +1,484 @@
+"""The norms without a GPU: kernels under Triton's interpreter, declarations, the CPU path, the call path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from cutekernels import gpu, verify
+from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.ops import registry
+from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm
+from cutekernels.ops.norms.gradients import COLUMN_SUM, ColumnSumProblem
+from cutekernels.ops.norms.op import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
+from cutekernels.ops.shared import tensor_op
+from tests.interpreted import H200, replies
+from tests.norms import cases as norm_cases
+from tests.norms.cases import CASES, DTYPES, OPS, PLANTED, SPECIAL, error_ratio, truth
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> dict[str, dict[str, Any]]:
+    """What the child says of every case."""
+    cases = {**CASES, **SPECIAL, **PLANTED}
+    return dict(zip(cases, replies(norm_cases.__file__, list(cases.values())), strict=True))
+
+
+# ---- kernels, interpreted -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernel_numerics(interpreted: dict[str, dict[str, Any]], case: str) -> None:
+    reply = interpreted[case]
+    assert reply["ratio"] <= 1, reply
+    assert reply["outside"], f"wrote outside of its result: {reply}"
+
+
+def test_every_layout_was_among_the_cases(interpreted: dict[str, dict[str, Any]]) -> None:
+    problems = [OPS[CASES[case]["op"]].Problem.parse(interpreted[case]["problem"]) for case in CASES]
+    assert {p.layout for p in problems} == {"rows", "heads", "strided"}
+    assert {p.align for p in problems if p.layout != "strided"} == {2, 4, 8, 16}
+    assert {(p.layout, p.per_head) for p in problems} >= {("heads", True), ("heads", False), ("strided", True)}
+    assert {p.weight for p in problems} == {"same", "none", "fp32"}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_caught(interpreted: dict[str, dict[str, Any]], bug: str) -> None:
+    reply = interpreted[bug]
+    assert reply["ratio"] > 1 or not reply["outside"], reply
+
+
+@pytest.mark.parametrize("case", SPECIAL)
+def test_special_values_are_torch_s(interpreted: dict[str, dict[str, Any]], case: str) -> None:
+    """NaN, infinities and squares that overflow spread as in PyTorch: over a row at most."""
+    _, inputs, _, _ = norm_cases.operands(SPECIAL[case])
+    inputs[0].view(-1)[:3] = torch.tensor([float(v) for v in SPECIAL[case]["values"]])
+    x, *affine = [t.float() for t in inputs]
+    expected = (F.rms_norm if "rms" in case else F.layer_norm)(x, (40,), *affine, eps=1e-5).flatten()
+    actual = torch.tensor([float(v) for v in interpreted[case]["results"][0]])
+    tolerance = 2.0**-6 if "bf16" in case else 2.0**-20
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=1e-30, equal_nan=True)
+
+
+# ---- declarations ---------------------------------------------------------------------------------------
+
+
+@st.composite
+def problems(draw: st.DrawFn, op: Any) -> Any:
+    layout = draw(st.sampled_from(["rows", "heads", "strided"]))
+    dtype = draw(st.sampled_from(list(DTYPES)))
+    align = draw(st.sampled_from([a for a in (16, 8, 4, 2) if a >= DTYPES[dtype].itemsize]))
+    vec = 1 if layout == "strided" else align // DTYPES[dtype].itemsize
+    cols = vec * draw(st.integers(0, (1 << 20) // vec) | st.integers(0, 8192 // vec) | st.integers(0, 9))
+    most = (1 << 36) // max(1, cols)
+    heads = 1 if layout == "rows" else draw(st.integers(1, 70_000) | st.integers(1, 40))
+    fields = {
+        "rows": draw(st.integers(0, most // heads) | st.integers(0, min(5000, most // heads))),
+        "cols": cols,
+        "heads": heads,
+        "dtype": dtype,
+        "layout": layout,
+        "align": align,
+        "per_head": layout != "rows" and draw(st.booleans()),
+        "weight": draw(st.sampled_from(["same", "none", "fp32"])),
+    }
+    for name, choices in (
+        ("dweight", [False] if fields["weight"] == "none" else [False, True]),
+        ("du", [False, True]),
+        ("rounding", ["once", "huggingface"]),
+        ("shifted", [False, True]),
+        ("bias", ["same", "none", "fp32"]),
+        ("dbias", ["same", "none", "fp32"]),
+    ):
+        if name in op.Problem.__dataclass_fields__:
+            fields[name] = draw(st.sampled_from(choices))
+    return op.Problem(**fields)
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
+@given(data=st.data(), spec=st.sampled_from(gpu.GPUS))
+@settings(deadline=None, max_examples=40)
+def test_default_is_valid_and_everything_round_trips(op: Any, data: st.DataObject, spec: gpu.GpuSpec) -> None:
+    problem = data.draw(problems(op))
+    config = op.default(problem, spec)
+    assert op.why_not(problem, config, spec) is None, (problem, config)
+    assert op.estimate_us(problem, config, spec) > 0
+    assert op.Config.parse(str(config)) == config
+    x, y, z = op.grid(problem, config, spec.sm_count)
+    assert x < 1 << 31
+    assert (y, z) == (1, 1)
+    assert op.Problem.parse(str(problem)) == problem
+    assert problem.bucket().bucket() == problem.bucket()
+
+
+def test_more_tiles_than_a_grid_has_programs_are_refused() -> None:
+    many = RMS_NORM.Problem(1, 8, heads=1 << 31, layout="heads", per_head=True)
+    with pytest.raises(UnsupportedProblem, match="split"):
+        RMS_NORM.default(many, H200)
+
+
+@given(parts=st.integers(0, 4000), cols=st.integers(0, 1 << 20), spec=st.sampled_from(gpu.GPUS))
+@settings(deadline=None, max_examples=60)
+def test_column_sum_default_is_valid(parts: int, cols: int, spec: gpu.GpuSpec) -> None:
+    assume(cols % 4 == 0 or parts % 2)
+    problem = ColumnSumProblem(parts, cols, align=16 if cols % 4 == 0 else 4)
+    assert COLUMN_SUM.why_not(problem, COLUMN_SUM.default(problem, spec), spec) is None
+
+
+def test_few_configs_are_worth_a_measurement() -> None:
+    for op in OPS.values():
+        for text in (op.suite[0], "rows=2048 cols=768", "rows=32768 cols=4096"):
+            valid = list(op.valid(op.Problem.parse(text), H200))
+            assert 3 <= len(valid) <= 60, (op, text, len(valid))
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
+def test_suite_samples_pose_their_problem(op: Any) -> None:
+    for text in op.suite:
+        problem = op.Problem.parse(text)
+        small = problem.replace(rows=min(problem.rows, 9))
+        args = op.sample(small, "cpu", 3)
+        inputs, scalars = args[: len(op.inputs)], args[len(op.inputs) :]
+        results = op.outputs(small, *args)
+        options = {name: getattr(small, name) for name in op.options}
+        assert op.problem(*results, *inputs, **options) == small
+        again = op.sample(small, "cpu", 3)
+        for a, b in zip(args, again, strict=True):
+            assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
+        assert not torch.equal(args[0], op.sample(small, "cpu", 4)[0])
+        reference = op.reference(small, *args)
+        assert [r.shape for r in reference] == [r.shape for r in results]
+        assert [r.dtype for r in reference] == [r.dtype for r in results]
+        named = dict(zip([*op.inputs, *op.scalars], [*inputs, *scalars], strict=True)) | options
+        judged = zip(reference, truth(op.name, list(reference), named), strict=True)
+        assert max(error_ratio(r, *e) for r, e in judged) <= 1
+
+
+def test_a_weight_s_gradient_is_granted_the_depth_of_its_sum() -> None:
+    """Else an element near zero, whose terms are not, would have to be right to the last bit."""
+    op = OPS["rms_norm_backward"]
+    work = op.work(op.Problem.parse("rows=32768 cols=4096"))
+    assert work.depth == 32768
+    exact = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 181
+    exact[0] = 1e-4
+    actual = exact.clone()
+    actual[0] += 5e-5
+    assert verify.worst_error([actual], [exact], work.flops, depth=work.depth) <= 1
+    assert verify.worst_error([actual], [exact], flops=2 * 4096 * 6) > 1  # what dx alone would be granted
+    actual[0] += 0.5  # one row's term
+    assert verify.worst_error([actual], [exact], work.flops, depth=work.depth) > 1
+
+
+def test_the_model_is_near_what_was_measured() -> None:
+    """The peers' times on an H200, µs, bf16, cold L2: 2048x3584 9.1, 2048x4096 9.8, 32768x4096 130, x8192 252."""
+    for text, measured in (("rows=2048 cols=4096", 9.8), ("rows=32768 cols=4096", 130), ("rows=32768 cols=8192", 252)):
+        problem = RMS_NORM.Problem.parse(text)
+        model = RMS_NORM.estimate_us(problem, RMS_NORM.default(problem, H200), H200)
+        assert measured / 1.4 < model < measured * 1.4, (text, model)
+
+
+_BASE = "block_rows=1 block_cols=4096 resident=1 warps=8 per_sm=0 stages=1"
+
+
+@pytest.mark.parametrize(
+    ("op", "problem", "config", "rule"),
+    [
+        ("rms_norm", "rows=4 cols=4096", _BASE.replace("4096", "2048"), "take block_cols=4096"),
+        ("rms_norm", "rows=4 cols=2048", _BASE.replace("resident=1", "resident=0"), "resident must be true"),
+        ("rms_norm", "rows=4 cols=9000", _BASE.replace("4096", "256").replace("t=1", "t=0"), "chunks are of 1024"),
+        ("rms_norm", "rows=4 cols=4096", _BASE.replace("block_rows=1", "block_rows=8"), "with 4 rows"),
+        ("rms_norm", "rows=4 cols=4096", _BASE.replace("warps=8", "warps=1"), "registers"),
+        ("rms_norm", "rows=4 cols=32 layout=strided", "block_rows=1 block_cols=32 resident=1 warps=2 per_sm=0 stages=1",
+         "need a tile of 64"),
+        ("rms_norm", "rows=4 cols=4096", _BASE.replace("stages=1", "stages=2"), "stages must be 1"),
+        ("rms_norm", "rows=4 cols=4096", _BASE.replace("per_sm=0 stages=1", "per_sm=1 stages=2"), "nothing ahead"),
+        ("rms_norm", "rows=9999 cols=4096", _BASE.replace("per_sm=0", "per_sm=2"), "copy nothing ahead"),
+        ("rms_norm", "rows=9999 cols=4096", _BASE.replace("per_sm=0 stages=1", "per_sm=1 stages=2"), "bytes ahead"),
+        ("rms_norm", "rows=300 cols=4096", _BASE.replace("per_sm=0 stages=1", "per_sm=4 stages=2"), "without one"),
+        ("rms_norm_backward", "rows=4 cols=4096", _BASE, "per_sm must not be 0"),
+        ("rms_norm_backward", "rows=9999 cols=4096", _BASE.replace("per_sm=0", "per_sm=1"), "copy ahead where"),
+        ("rms_norm_backward", "rows=9999 cols=4096", _BASE.replace("per_sm=0", "per_sm=4"), "registers"),
+    ],
+)  # fmt: skip
+def test_rules_say_what_is_wrong(op: str, problem: str, config: str, rule: str) -> None:
+    declared = OPS[op]
+    with pytest.raises(InvalidConfig, match=rule):
+        declared.check(declared.Problem.parse(problem), declared.Config.parse(config), H200)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("rows=1 cols=1 dtype=fp32 align=2", "one element of fp32, 4 bytes; it is 2"),
+        ("rows=1 cols=1001", "1001 elements of bf16 want a smaller one"),
+        ("rows=1 cols=8 heads=2", "layout=heads"),
+        ("rows=1 cols=2147483648", "at most"),
+    ],
+)
+def test_problems_that_do_not_exist(text: str, rule: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=rule):
+        RMS_NORM.Problem.parse(text)
+
+
+def test_all_are_registered() -> None:
+    assert all(registry.get(name) is op for name, op in OPS.items())
+    with pytest.raises(UnsupportedProblem, match="absent weight"):
+        OPS["rms_norm_backward"].Problem.parse("rows=1 cols=8 weight=none")
+
+
+# ---- the functions, on the CPU --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(), (5,), (3, 7), (2, 3, 4), (0, 4), (4, 0)], ids=str)
+def test_cpu_tensors_run_the_reference(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, r = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    cols = shape[-1:] or (1,)
+    w, b = torch.randn(cols).to(dtype), torch.randn(cols).to(dtype)
+    y, u = add_rms_norm(x, r, w)
+    checked = partial(torch.testing.assert_close, rtol=8e-3 if dtype == torch.bfloat16 else 1e-3, atol=1e-3)
+    assert torch.equal(u, x + r)
+    assert torch.equal(y, rms_norm(u, w))
+    if shape and shape[-1]:
+        checked(rms_norm(x, w), F.rms_norm(x, cols, w, eps=1e-6))
+        checked(rms_norm(x), F.rms_norm(x, cols, eps=1e-6))
+        checked(rms_norm(x, w, weight_offset=1.0), F.rms_norm(x.double(), cols, w.double() + 1, eps=1e-6).to(dtype))
+        checked(layer_norm(x, w, b), F.layer_norm(x, cols, w, b))
+        checked(layer_norm(x), F.layer_norm(x, cols))
+        checked(layer_norm(x, None, b), F.layer_norm(x, cols, None, b))
+
+
+def test_weights_of_each_head() -> None:
+    x, w, b = torch.randn(2, 5, 3, 8), torch.randn(3, 8), torch.randn(3, 8)
+    for h in range(3):
+        torch.testing.assert_close(rms_norm(x, w)[:, :, h], rms_norm(x[:, :, h], w[h]))
+        torch.testing.assert_close(layer_norm(x, w, b)[:, :, h], layer_norm(x[:, :, h], w[h], b[h]))
+
+
+def test_huggingface_s_order_of_rounding() -> None:
+    x, w = torch.randn(64, 96).bfloat16(), torch.randn(96).bfloat16()
+    normalised = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+    theirs = w * normalised.bfloat16()
+    assert torch.equal(rms_norm(x, w, rounding="huggingface"), theirs)
+    once = rms_norm(x, w)
+    assert not torch.equal(once, theirs)
+    exact = normalised.double() * w.double()
+    # On average: the largest error is the same, by either, in one draw of 37.
+    assert (once.double() - exact).abs().mean() < (theirs.double() - exact).abs().mean()
+
+
+def test_fp32_weights_beside_half() -> None:
+    x, w = torch.randn(4, 8).bfloat16(), torch.randn(8)
+    assert rms_norm(x, w).dtype == torch.bfloat16
+    torch.testing.assert_close(rms_norm(x, w).float(), F.rms_norm(x.float(), (8,), w, eps=1e-6), rtol=4e-3, atol=1e-4)
+    x, w = x.requires_grad_(), w.requires_grad_()
+    rms_norm(x, w).sum().backward()
+    assert x.grad is not None
+    assert w.grad is not None
+    assert (x.grad.dtype, w.grad.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_out_is_written_where_it_lies() -> None:
+    x, w, whole = torch.randn(4, 6), torch.randn(6), torch.full((4, 20), 9.0)
+    expected = rms_norm(x, w)
+    out = whole[:, 3:15:2]
+    assert rms_norm(x, w, out=out) is out
+    assert torch.equal(out, expected)
+    assert (whole == 9).sum() == 4 * 14
+    assert rms_norm(x, w, out=x) is x
+    assert torch.equal(x, expected)
+
+
+def refusals() -> dict[str, Callable[[], Any]]:
+    x, w, whole = torch.randn(4, 6), torch.randn(6), torch.randn(8, 12)
+    return {
+        "operands of one shape": lambda: add_rms_norm(x, x[:1], w),
+        "operands of one dtype": lambda: add_rms_norm(x, x.double(), w),
+        r"weights of shape \(6,\) or \(4, 6\); got \(5,\)": lambda: rms_norm(x, w[:5]),
+        "got torch.int32": lambda: rms_norm(x.int(), w),
+        "takes weights of torch.float32 or torch.float32; got torch.bfloat16": lambda: rms_norm(x, w.bfloat16()),
+        "operands of one device": lambda: rms_norm(x, w.to("meta")),
+        "a bias for each head needs weights": lambda: layer_norm(x, None, x),
+        "one shape; got .*6.* and .*4, 6": lambda: layer_norm(x, w, x),
+        "rounding must be one of once, huggingface": lambda: rms_norm(x, w, rounding="twice"),
+        "one shape; got .*4, 6.* and .*6, 4": lambda: rms_norm(x, w, out=torch.empty(6, 4)),
+        "one dtype; got": lambda: rms_norm(x, w, out=torch.empty(4, 6, dtype=torch.float64)),
+        "overlap itself": lambda: rms_norm(x, w, out=torch.empty(1, 6).expand(4, 6)),
+        "element upon element": lambda: rms_norm(whole[:4], None, out=whole[1:5]),
+        "not differentiable": lambda: rms_norm(x.clone().requires_grad_(), w, out=torch.empty(4, 6)),
+    }
+
+
+@pytest.mark.parametrize("rule", refusals())
+def test_refusals_say_the_rule(rule: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=rule):
+        refusals()[rule]()
+
+
+def fp64(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+def test_gradients() -> None:
+    x, r, w, b, heads, more = fp64(2, 3, 5), fp64(2, 3, 5), fp64(5), fp64(5), fp64(3, 5), fp64(3, 5)
+    checked = torch.autograd.gradcheck
+    assert checked(rms_norm, (x, w))
+    assert checked(rms_norm, (x,))
+    assert checked(rms_norm, (x, heads))
+    assert checked(partial(rms_norm, weight_offset=1.0, eps=1e-3), (x, w))
+    assert checked(rms_norm, (x.detach(), w))
+    assert checked(rms_norm, (x, w.detach()))
+    assert checked(add_rms_norm, (x, r, w))
+    assert checked(lambda *args: add_rms_norm(*args)[0], (x, r, w))
+    assert checked(lambda *args: add_rms_norm(*args)[1], (x, r, w))
+    assert checked(layer_norm, (x, w, b))
+    assert checked(layer_norm, (x, heads, more))
+    assert checked(layer_norm, (x, None, b))
+    assert checked(layer_norm, (x.detach(), w, b.detach()))
+
+
+def test_second_derivatives_are_refused_clearly() -> None:
+    x = torch.randn(3, 5, requires_grad=True)
+    (grad,) = torch.autograd.grad(rms_norm(x).square().sum(), x, create_graph=True)
+    with pytest.raises(UnsupportedProblem, match="differentiable once"):
+        grad.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_opcheck() -> None:
+    ops, checked = torch.ops.cutekernels, torch.library.opcheck
+    x, r = torch.randn(4, 6, requires_grad=True), torch.randn(8, 6)[::2].requires_grad_()
+    w, b = torch.randn(6, requires_grad=True), torch.randn(6, requires_grad=True)
+    checked(ops.rms_norm.default, (x, w, "once", False, 1e-6, 0.0))
+    checked(ops.add_rms_norm.default, (x, r, None, "huggingface", False, 1e-6, 0.0))
+    checked(ops.layer_norm.default, (x, w, b, 1e-6))
+    x, r, w = x.detach(), r.detach(), w.detach()
+    checked(ops.rms_norm_out.default, (x, w, torch.empty(4, 6), "once", False, 1e-6, 0.0))
+    checked(ops.rms_norm_backward.default, (r, x, w, x, True, 1e-6, 0.0))
+    checked(ops.rms_norm_backward.default, (r, x, None, None, True, 1e-6, 0.0))
+    checked(ops.layer_norm_backward.default, (r, x, w, True, "same", 1e-6))
+    checked(ops.layer_norm_backward.default, (r, x, None, False, "none", 1e-6))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_traced_whole() -> None:
+    """No graph break, forward and backward; one node per op."""
+    graphs: list[Any] = []
+
+    def backend(module: Any, example: Any) -> Any:
+        graphs.append(module)
+        return module
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def block(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+        y, u = add_rms_norm(x, residual, weight)
+        return layer_norm(rms_norm(y, weight) + u, weight)
+
+    x, r, w = (torch.randn(s, requires_grad=True) for s in ((4, 6), (4, 6), (6,)))
+    result = block(x, r, w)
+    y, u = add_rms_norm(x, r, w)
+    torch.testing.assert_close(result, layer_norm(rms_norm(y, w) + u, w))
+    targets = [str(node.target).removesuffix(".default") for node in graphs[0].graph.nodes]
+    assert [t.removeprefix("cutekernels.") for t in targets if "norm" in t and "cutekernels" in t] == [
+        "add_rms_norm",
+        "rms_norm",
+        "layer_norm",
+    ]
+    result.sum().backward()
+    assert x.grad is not None
+
+
+# ---- the GPU's path, on CPU tensors ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Replaces dispatch by the reference, and records the problem of every launch."""
+    seen: list[str] = []
+
+    def plan(op: Any, problem: Any, device: int, config: object = None) -> Any:
+        def launch(*given: Any) -> None:
+            n, m = len(op.results), len(op.results) + len(op.inputs)
+            options = {name: getattr(problem, name) for name in op.options}
+            assert op.problem(*given[:m], **options) == problem
+            seen.append(str(problem))
+            for result, value in zip(given[:n], op.reference(problem, *given[n:]), strict=True):
+                result.copy_(value)
+
+        return SimpleNamespace(launch=launch)
+
+    monkeypatch.setattr(tensor_op.dispatch, "plan", plan)
+    monkeypatch.setattr(tensor_op, "_current_device", lambda: -1)  # the index of CPU tensors
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    tensor_op.forget()
+    yield seen
+    tensor_op.forget()
+
+
+def run(x: Tensor, weight: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    results = None if out is None else (out,)
+    return tensor_op.run(RMS_NORM, results, (x, weight), options=("once", False), scalars=(1e-6, 0.0))[0]
+
+
+def test_launch_poses_what_it_launches(launches: list[str]) -> None:
+    joint = torch.randn(2, 3, 6, 16)  # heads of a joint projection
+    queries, w = joint[:, :, :4], torch.randn(16)
+    assert torch.equal(run(queries, w), rms_norm(queries, w))
+    run(queries, torch.randn(4, 16))
+    run(joint, w)
+    run(joint[:, :, 0], w)
+    run(joint.transpose(0, 1)[..., 0, :], w)
+    run(joint[0, 0].t())
+    run(joint[..., 1:])
+    run(joint[0, 0, 0], w)
+    run(joint, torch.randn(40)[1:17])
+    assert launches == [
+        "rows=6 cols=16 heads=4 dtype=fp32 layout=heads",
+        "rows=6 cols=16 heads=4 dtype=fp32 layout=heads per_head=1",
+        "rows=36 cols=16 dtype=fp32",
+        "rows=6 cols=16 dtype=fp32",
+        "rows=3 cols=16 heads=2 dtype=fp32 layout=heads",
+        "rows=16 cols=6 dtype=fp32 weight=none layout=strided",
+        "rows=36 cols=15 dtype=fp32 weight=none align=4",
+        "rows=1 cols=16 dtype=fp32",
+        "rows=36 cols=16 dtype=fp32 align=4",
+    ]
+
+
+def test_operands_that_are_no_cube_are_copied(launches: list[str]) -> None:
+    x, w = torch.randn(4, 3, 2, 8).transpose(0, 1), torch.randn(16)[::2]
+    out = torch.zeros(4, 3, 2, 8).transpose(0, 1)
+    expected = rms_norm(x, w)
+    assert torch.equal(run(x, w), expected)
+    assert run(x, w, out) is out
+    assert torch.equal(out, expected)
+    assert run(x, w, x) is x
+    assert torch.equal(x, expected)
+    assert launches == ["rows=24 cols=8 dtype=fp32"] * 3
+
+
+def test_nothing_is_launched_for_nothing(launches: list[str]) -> None:
+    assert run(torch.empty(0, 8)).shape == (0, 8)
+    assert run(torch.empty(8, 0)).shape == (8, 0)
+    assert launches == []
+    y, u = tensor_op.run(
+        ADD_RMS_NORM, None, (torch.empty(0, 8), torch.empty(0, 8), None), options=("once", False), scalars=(0.0, 0.0)
+    )
+    assert y.shape == u.shape == (0, 8)
+
+
+def test_half_only_on_a_gpu() -> None:
+    with pytest.raises(UnsupportedProblem, match="takes bf16, fp16, fp32"):
+        LAYER_NORM.problem(torch.randn(4, 4).double(), torch.randn(4, 4).double(), None, None)

@@ -1,0 +1,240 @@
+"""What the tests of ``adamw_step`` share: a judge, operands, and cases for Triton's interpreter.
+
+Interpreted cases run in a child process: this file as a script, cases as JSON on stdin and one reply each on stdout
+(see ``interpreted.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from itertools import product
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cutekernels.ops.optimizer import ADAMW_STEP, ADAMW_TABLE, AdamWProblem, Hyper
+from tests.interpreted import H200, interpret
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SETTINGS = {"lr": 0.02, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+
+
+# ---- the judge ------------------------------------------------------------------------------------------
+
+
+def truth(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: int,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    maximize: bool = False,
+) -> list[tuple[Tensor, Tensor]]:
+    """Parameter and moments after a step of torch.optim.AdamW in fp64, each with the size of its terms."""
+    p, m, v = (t.double().clone() for t in (param, exp_avg, exp_avg_sq))
+    one = torch.nn.Parameter(p)
+    one.grad = grad.double()
+    torchs = torch.optim.AdamW(
+        [one], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize, foreach=False
+    )
+    torchs.state[one] = {"step": torch.tensor(step - 1.0), "exp_avg": m, "exp_avg_sq": v}
+    torchs.step()
+    of_m = exp_avg.double().abs() + (1 - betas[0]) * (grad.double() - exp_avg.double()).abs()
+    # Where the moment's terms cancel, what is left of their rounding moves the parameter as far as they would.
+    moved = lr / (1 - betas[0] ** step) * of_m / ((v / (1 - betas[1] ** step)).sqrt() + eps)
+    sizes = (p.abs() + param.double().abs() + moved, of_m, v.abs())
+    return list(zip((one.detach(), m, v), sizes, strict=True))
+
+
+def error_ratio(actual: Tensor, exact: Tensor, magnitude: Tensor) -> float:
+    """Worst error over its tolerance: an ulp of the output's type (rounding once costs half of one; the interpreter
+    truncates to bf16), and 8 ulp of fp32 of the terms: the arithmetic, and numbers that come in fp32.
+    """
+    kind = torch.finfo(actual.dtype)
+    _, exponent = torch.frexp(exact.abs().clamp(kind.smallest_normal, kind.max))
+    ulp = torch.ldexp(torch.full_like(exact, kind.eps), exponent - 1)
+    ratio = (actual.double() - exact).abs() / (ulp + 8 * 2.0**-23 * magnitude)
+    ratio = torch.where(actual.double() == exact, 0.0, ratio)
+    return float(torch.nan_to_num(ratio, nan=1e30, posinf=1e30).max()) if ratio.numel() else 0.0
+
+
+def worst(results: Any, exact: list[tuple[Tensor, Tensor]]) -> float:
+    """``results``: parameter, moments and, where there is one, the master copy."""
+    param, exp_avg, exp_avg_sq, *master = results
+    pairs = [*zip((param, exp_avg, exp_avg_sq), exact, strict=True), *((m, exact[0]) for m in master if m.numel())]
+    return max(error_ratio(r, *e) for r, e in pairs)
+
+
+# ---- operands -------------------------------------------------------------------------------------------
+
+
+def operands(
+    n: int, dtype: str, grad: str = "same", master: bool = False, skew: int = 0, device: str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """(param, grad, exp_avg, exp_avg_sq, master) after some steps with gradients of many sizes."""
+
+    def placed(t: Tensor, kind: torch.dtype) -> Tensor:
+        memory = torch.empty(n + skew, dtype=kind, device=device)
+        return memory[skew:].copy_(t)
+
+    sizes = 10.0 ** (6 * torch.rand(n, device=device) - 4)
+    g = torch.randn(n, device=device) * sizes
+    copy = placed(torch.randn(n, device=device), torch.float32) if master else None
+    param = placed(torch.randn(n, device=device) if copy is None else copy, DTYPES[dtype])
+    moments = placed(torch.randn(n, device=device) * sizes, torch.float32), placed(sizes**2, torch.float32)
+    return param, placed(g, DTYPES[dtype] if grad == "same" else torch.float32), *moments, copy
+
+
+# ---- the child process ----------------------------------------------------------------------------------
+
+
+def child_case(case: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(3)
+    step, settings = case.get("step", 3), SETTINGS | case.get("settings", {})
+    settings["betas"] = tuple(settings["betas"])
+    maximize = bool(case.get("maximize"))
+    if "sizes" in case:
+        return table_case(case, step, settings, maximize)
+    given = operands(case["n"], case["dtype"], case.get("grad", "same"), bool(case.get("master")), case.get("skew", 0))
+    if case.get("zero"):
+        for t in given:
+            if t is not None:
+                t.zero_()
+    param, grad, exp_avg, exp_avg_sq, master = given
+    before = [None if t is None else t.clone() for t in given]
+    exact = truth(param if master is None else master, grad, exp_avg, exp_avg_sq, step, maximize=maximize, **settings)
+    results = [param, exp_avg, exp_avg_sq, param.new_empty(0) if master is None else master]
+    if not case.get("inplace"):
+        results = [torch.full_like(torch.empty(t.numel() + 9, dtype=t.dtype), float("nan"))[:-9] for t in results]
+    on_device = case.get("on device")
+    count = torch.tensor(float(step)) if on_device else None
+    rate = torch.tensor(settings["lr"]) if on_device else None
+    hyper = Hyper.of(**settings, step=None if on_device else step)
+    if on_device:
+        hyper = hyper._replace(lr=float("nan"))
+    inputs = (*given, count, rate)
+    problem = interpret(
+        ADAMW_STEP, results, inputs, hyper, config=case.get("config"), edit=case.get("edit"), maximize=maximize
+    )
+    outside = True
+    if not case.get("inplace"):
+        outside = all(bool(r.as_strided((9,), (1,), r.numel()).isnan().all()) for r in results)
+        outside &= all(a is None or torch.equal(a, b) for a, b in zip(before, given, strict=True))
+    return {"ratio": worst(results, exact), "outside": outside, "problem": problem}
+
+
+def table_case(case: dict[str, Any], step: int, settings: dict[str, Any], maximize: bool) -> dict[str, Any]:
+    """Tensors of several sizes, each at a step of its own, through the kernel that reads a table."""
+    from cutekernels.backends import triton as backend
+
+    sizes = case["sizes"]
+    kinds = case["dtype"], case.get("grad", "same"), bool(case.get("master"))
+    every = [operands(n, *kinds, case.get("skew", 0)) for n in sizes]
+    steps = [torch.tensor(float(step + i)) for i in range(len(sizes))]
+    exact = [
+        truth(o[0] if o[4] is None else o[4], *o[1:4], step + i, maximize=maximize, **settings)
+        for i, o in enumerate(every)
+    ]
+    align = 16 if not case.get("skew") else 2 if kinds[0] != "fp32" else 4
+    names = dict(zip(("dtype", "grad", "master"), kinds, strict=True))
+    problem = AdamWProblem(sum(sizes), **names, maximize=maximize, step="device", align=align)
+    config = ADAMW_TABLE.Config.parse(case["config"]) if "config" in case else ADAMW_TABLE.default(problem, H200)
+    built: dict[str, Any] = {}
+    real = backend.compile_kernel
+    backend.compile_kernel = lambda fn, **given: built.update(given, fn=fn)  # type: ignore[assignment]
+    try:
+        ADAMW_TABLE.build(problem, config, H200)
+    finally:
+        backend.compile_kernel = real
+    rows = [
+        [*(0 if t is None else t.data_ptr() for t in (*o, s)), o[0].numel(), 0]
+        for o, s in zip(every, steps, strict=True)
+    ]
+    chunks = [[i, j] for i, n in enumerate(sizes) for j in range(-(-n // config.block))]
+    table, where = torch.tensor(rows), torch.tensor(chunks, dtype=torch.int32)
+
+    def kernel(grid: tuple[int, int, int], *args: Any) -> None:
+        named = dict(zip(built["signature"], args, strict=False)) | built["constexprs"]
+        built["fn"][grid](**(named | {"table_ptr": table, "chunks_ptr": where, "lr_ptr": 0}))
+
+    ADAMW_TABLE.bind(problem, config, kernel)(table, where, None, *Hyper.of(**settings))
+    ratios = [
+        worst((o[0], o[2], o[3], *([] if o[4] is None else [o[4]])), e)
+        for o, e in zip(every, exact, strict=True)
+        if o[0].numel()
+    ]
+    return {"ratio": max(ratios), "outside": True, "problem": str(problem)}
+
+
+@triton.jit
+def uncorrected(step_ptr, c1, c2, ON_DEVICE: tl.constexpr):
+    return 1.0, 1.0
+
+
+def child() -> None:
+    from cutekernels.kernels.triton import optimizer as kernels
+
+    cases = json.load(sys.stdin)
+    healthy = kernels._corrections
+    replies = []
+    for case in cases:
+        kernels._corrections = uncorrected if case.get("planted") else healthy
+        replies.append(child_case(case))
+    json.dump(replies, sys.stdout)
+
+
+def numerics_cases() -> dict[str, dict[str, Any]]:
+    cases: dict[str, dict[str, Any]] = {}
+    for dtype, grad, master, skew in product(DTYPES, ("same", "fp32"), (False, True), (0, 1)):
+        if dtype == "fp32" and (grad == "fp32" or master):
+            continue
+        kind = {"dtype": dtype, "grad": grad, "master": master, "skew": skew}
+        cases[f"{dtype} {grad=} {master=} {skew=}"] = {"n": 1029, **kind}
+        cases[f"table {dtype} {grad=} {master=} {skew=}"] = {"sizes": [5, 1029, 256], **kind}
+    for n in (1, 3, 255, 256, 257, 3000):
+        cases[f"n={n}"] = {"n": n, "dtype": "fp32"}
+    for step in (1, 2, 10, 1000, 100000):
+        cases[f"step {step} on the device"] = {"n": 300, "dtype": "fp32", "step": step, "on device": True}
+        cases[f"step {step}"] = {"n": 300, "dtype": "fp32", "step": step}
+    base = {"n": 300, "dtype": "fp32"}
+    cases["in place"] = base | {"inplace": True}
+    cases["in place with a master copy"] = {"n": 300, "dtype": "bf16", "master": True, "inplace": True}
+    cases["maximize"] = base | {"maximize": True}
+    cases["table maximize"] = {"sizes": [300], "dtype": "fp32", "maximize": True}
+    cases["all zero"] = base | {"zero": True}
+    cases["no decay, no momentum"] = base | {"settings": {"weight_decay": 0.0, "betas": (0.0, 0.0)}}
+    cases["no momentum on the device"] = base | {"settings": {"betas": (0.0, 0.5)}, "on device": True}
+    cases["a large eps"] = base | {"settings": {"eps": 1.0, "betas": (0.5, 0.9999)}, "on device": True}
+    cases["table with nothing in it"] = {"sizes": [0, 1, 0, 17], "dtype": "fp32"}
+    rng = random.Random(2)
+    for dtype in DTYPES:
+        problem = AdamWProblem(5000, dtype)
+        for config in rng.sample(list(ADAMW_STEP.valid(problem, H200)), 2):
+            cases[f"{dtype} [{config}]"] = {"n": 5000, "dtype": dtype, "config": str(config)}
+            cases[f"table {dtype} [{config}]"] = {"sizes": [5000, 9], "dtype": dtype, "config": str(config)}
+    return cases
+
+
+CASES = numerics_cases()
+PLANTED = {
+    "an element forgotten": {"n": 301, "dtype": "fp32", "edit": {"elements": -1}},
+    "written past the end": {"n": 301, "dtype": "fp32", "edit": {"elements": 1}},
+    "no bias correction": {"n": 301, "dtype": "fp32", "planted": True},
+    "no bias correction in a table": {"sizes": [301], "dtype": "fp32", "planted": True},
+    "a beta of 1": {"n": 301, "dtype": "fp32", "edit": {"w1": -0.1}},
+    "decay forgotten": {"n": 301, "dtype": "fp32", "edit": {"weight_decay": -0.1}},
+}
+
+
+if __name__ == "__main__":
+    child()

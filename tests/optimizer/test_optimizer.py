@@ -1,0 +1,437 @@
+"""``adamw_step`` and ``FusedAdamW`` without a GPU: kernels under the interpreter, the declaration, the CPU path."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from cutekernels import adamw_step, gpu
+from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.ops import registry
+from cutekernels.ops.optimizer import ADAMW_STEP, AdamWConfig, AdamWProblem, Hyper
+from cutekernels.optim import FusedAdamW
+from tests.interpreted import replies
+from tests.optimizer import cases as optimizer_cases
+from tests.optimizer.cases import CASES, H200, PLANTED, SETTINGS, operands, truth, worst
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> dict[str, dict[str, Any]]:
+    """What the child says of every case."""
+    cases = {**CASES, **PLANTED}
+    return dict(zip(cases, replies(optimizer_cases.__file__, list(cases.values())), strict=True))
+
+
+# ---- the kernels, interpreted ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernel_numerics(interpreted: dict[str, dict[str, Any]], case: str) -> None:
+    reply = interpreted[case]
+    assert reply["ratio"] <= 1, reply
+    assert reply["outside"], f"wrote outside of its results: {reply}"
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_caught(interpreted: dict[str, dict[str, Any]], bug: str) -> None:
+    reply = interpreted[bug]
+    assert reply["ratio"] > 1 or not reply["outside"], reply
+
+
+# ---- the declaration ------------------------------------------------------------------------------------
+
+
+@given(
+    elements=st.integers(0, 1 << 40),
+    dtype=st.sampled_from(["fp32", "bf16", "fp16"]),
+    wide=st.booleans(),
+    master=st.booleans(),
+    aligned=st.booleans(),
+    spec=st.sampled_from(gpu.GPUS),
+)
+@settings(deadline=None, max_examples=100)
+def test_default_is_valid_and_everything_round_trips(
+    elements: int, dtype: str, wide: bool, master: bool, aligned: bool, spec: gpu.GpuSpec
+) -> None:
+    half = dtype != "fp32"
+    align = 16 if aligned else 2 if half else 4
+    problem = AdamWProblem(elements, dtype, "fp32" if wide and half else "same", master and half, align=align)
+    config = ADAMW_STEP.default(problem, spec)
+    assert ADAMW_STEP.why_not(problem, config, spec) is None, (problem, config)
+    assert ADAMW_STEP.estimate_us(problem, config, spec) > 0
+    assert AdamWConfig.parse(str(config)) == config
+    assert AdamWProblem.parse(str(problem)) == problem
+    assert len(list(ADAMW_STEP.valid(problem, spec))) <= 60
+
+
+@pytest.mark.parametrize("text", ADAMW_STEP.suite)
+def test_suite_samples_pose_their_problem(text: str) -> None:
+    problem = AdamWProblem.parse(text)
+    small = problem.replace(elements=min(problem.elements, 999))
+    args = ADAMW_STEP.sample(small, "cpu", 3)
+    results = ADAMW_STEP.outputs(small, *args)
+    assert ADAMW_STEP.problem(*results, *args[:7], maximize=small.maximize) == small
+    assert torch.equal(args[1], ADAMW_STEP.sample(small, "cpu", 3)[1])
+    assert not torch.equal(args[1], ADAMW_STEP.sample(small, "cpu", 4)[1])
+    start = args[0] if args[4] is None else args[4]
+    exact = truth(
+        start, *args[1:4], 3, lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, maximize=small.maximize
+    )
+    assert worst(ADAMW_STEP.reference(small, *args), exact) <= 1
+
+
+def test_work_is_what_must_be_moved() -> None:
+    assert ADAMW_STEP.work(AdamWProblem(10)).bytes == 280
+    assert ADAMW_STEP.work(AdamWProblem(10, "bf16")).bytes == 220
+    assert ADAMW_STEP.work(AdamWProblem(10, "bf16", master=True)).bytes == 280
+    assert ADAMW_STEP.work(AdamWProblem(10, "bf16", "fp32", master=True)).bytes == 300
+
+
+@pytest.mark.parametrize(
+    ("config", "rule"),
+    [
+        ("block=256 warps=4 evict=normal", "128 threads of 4 elements an access need a block of 512"),
+        ("block=4096 warps=4 evict=first", "at most 16 elements; 4096 make 32"),
+    ],
+)
+def test_rules_say_what_is_wrong(config: str, rule: str) -> None:
+    with pytest.raises(InvalidConfig, match=rule):
+        ADAMW_STEP.check(AdamWProblem(10000), AdamWConfig.parse(config), H200)
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [("grad=fp32", "grad=same"), ("master=1", "their own master"), ("align=2", "one element of fp32; it is 2")],
+)
+def test_problems_that_are_none(words: str, rule: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=rule):
+        AdamWProblem.parse(f"elements=5 {words}")
+
+
+def test_is_registered() -> None:
+    assert registry.get("adamw_step") is ADAMW_STEP
+
+
+def test_small_differences_survive_fp32() -> None:
+    hyper = Hyper.of(1e-3, (0.9, 0.999), 1e-8, 0.0)
+    assert hyper.w2 == pytest.approx(0.001, rel=1e-12)
+    assert float(torch.tensor(hyper.w2)) == pytest.approx(0.001, rel=1e-7)
+    assert float(1 - torch.tensor(0.999)) != pytest.approx(0.001, rel=1e-6)
+
+
+# ---- the function, on the CPU ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("master", [False, True])
+@pytest.mark.parametrize("count", [1, 7, torch.tensor(7.0)], ids=str)
+def test_cpu_tensors_run_the_reference(dtype: str, master: bool, count: Any) -> None:
+    given = operands(300, dtype, master=master and dtype != "fp32")
+    param, grad, exp_avg, exp_avg_sq, copied = given
+    exact = truth(param if copied is None else copied, grad, exp_avg, exp_avg_sq, int(count), **SETTINGS)
+    found = adamw_step(param, grad, exp_avg, exp_avg_sq, step=count, master=copied, **SETTINGS)
+    assert found is param
+    assert worst((param, exp_avg, exp_avg_sq, *([] if copied is None else [copied])), exact) <= 1
+
+
+@pytest.mark.parametrize(
+    "lay",
+    [
+        lambda t: t.view(12, 25)[:1],
+        lambda t: t.view(12, 25),
+        lambda t: t.view(12, 25).t(),
+        lambda t: t[::2],
+        lambda t: t[:1],
+    ],
+)
+def test_any_strides(lay: Callable[[Tensor], Tensor]) -> None:
+    given = [lay(t) for t in operands(300, "fp32") if t is not None]
+    others = [lay(t.clone()) for t in operands(300, "fp32") if t is not None]
+    given[1] = given[1].clone().contiguous()  # a gradient that lies otherwise
+    exact = truth(*given, 2, **SETTINGS)
+    adamw_step(*given, step=2, **SETTINGS)
+    assert worst((given[0], *given[2:]), exact) <= 1
+    assert others[0].shape == given[0].shape
+
+
+def refusals() -> dict[str, Callable[[], Any]]:
+    p, g, m, v, _ = (t for t in operands(6, "fp32"))
+    half = p.bfloat16()
+    return {
+        "one shape": lambda: adamw_step(p, g[:5], m, v, step=1),
+        "takes bfloat16": lambda: adamw_step(p.int(), g, m, v, step=1),
+        "exp_avg of torch.bfloat16 parameters is torch.float32": lambda: adamw_step(half, g, m.bfloat16(), v, step=1),
+        "grad is torch.bfloat16, as the parameter, or torch.float32": lambda: adamw_step(half, g.half(), m, v, step=1),
+        "their own master copy": lambda: adamw_step(p, g, m, v, step=1, master=p.clone()),
+        "counted from 1; step is 0": lambda: adamw_step(p, g, m, v, step=0),
+        "one number in fp32": lambda: adamw_step(p, g, m, v, step=torch.tensor([1, 2])),
+        "from 0 to below 1": lambda: adamw_step(p, g, m, v, step=1, betas=(0.9, 1.0)),
+        "lr is 0 or more; it is -1": lambda: adamw_step(p, g, m, v, step=1, lr=-1),
+        "eps is 0 or more; it is nan": lambda: adamw_step(p, g, m, v, step=1, eps=float("nan")),
+        "got torch.sparse_coo": lambda: adamw_step(p, g.to_sparse(), m, v, step=1),
+        "not differentiable": lambda: adamw_step(p.clone().requires_grad_(), g, m, v, step=1),
+        "overlaps an operand": lambda: adamw_step(p[:4], g[:4], p[1:5], v[:4], step=1),
+        "overlap itself": lambda: ADAMW_STEP.admit((p,) * 4 + (None,) * 3, (p[:1].expand(6), p, p, p)),
+        "FusedAdamW has no amsgrad": lambda: FusedAdamW([p], amsgrad=True),
+        "betas are from 0": lambda: FusedAdamW([p], betas=(0.9, 2.0)),
+        "weight_decay is 0 or more": lambda: FusedAdamW([{"params": [p], "weight_decay": -0.1}]),
+        "a learning rate is one number": lambda: FusedAdamW([p], lr=torch.ones(2)),
+        "torch.optim.SparseAdam": _sparse_step,
+    }
+
+
+def _sparse_step() -> None:
+    param = torch.nn.Parameter(torch.randn(4))
+    param.grad = torch.randn(4).to_sparse()
+    FusedAdamW([param]).step()
+
+
+@pytest.mark.parametrize("rule", refusals())
+def test_refusals_say_the_rule(rule: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=rule):
+        refusals()[rule]()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_opcheck() -> None:
+    for dtype, master, count in (("fp32", False, None), ("bf16", True, torch.tensor(2.0))):
+        given, numbers = operands(20, dtype, master=master), Hyper.of(**SETTINGS, step=2 if count is None else None)
+        torch.library.opcheck(torch.ops.cutekernels.adamw_step_inplace.default, (*given, count, None, False, *numbers))
+        torch.library.opcheck(torch.ops.cutekernels.adamw_step.default, (*given, count, None, True, *numbers))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_traced_whole() -> None:
+    @torch.compile(fullgraph=True, backend="eager")
+    def update(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Tensor:
+        return adamw_step(p, g, m, v, step=2, **SETTINGS) * 2
+
+    p, g, m, v, _ = operands(20, "fp32")
+    exact = truth(p, g, m, v, 2, **SETTINGS)
+    doubled = update(p, g, m, v)
+    assert worst((p, m, v), exact) <= 1
+    assert torch.equal(doubled, 2 * p)
+
+
+# ---- the optimizer, on the CPU --------------------------------------------------------------------------
+
+
+def model(odd: bool = True) -> list[torch.nn.Parameter]:
+    """``odd``: with parameters that do not lie as their gradients do, which torch's fused kernel gets wrong."""
+    torch.manual_seed(1)
+    shapes = [(7, 5), (3,), (), (0, 4), (2, 3, 4, 5)]
+    params = [torch.nn.Parameter(torch.randn(s, dtype=torch.float64)) for s in shapes]
+    if odd:
+        params.append(torch.nn.Parameter(torch.randn(5, 7, dtype=torch.float64).t()))
+        params.append(torch.nn.Parameter(torch.randn(9, 4, dtype=torch.float64)[:, ::2]))
+    return params
+
+
+def grads(params: list[torch.nn.Parameter], seed: int, skip: int | None = None) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    for i, p in enumerate(params):
+        p.grad = None if i == skip else torch.randn(p.shape, generator=draw, dtype=torch.float64).to(p.dtype)
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_steps_as_torch_does(maximize: bool) -> None:
+    ours, theirs = model(), model()
+    options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "maximize": maximize}
+    a, b = FusedAdamW(ours, **options), torch.optim.AdamW(theirs, **options)
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in (a, b)]
+    for seed in range(5):
+        for params, optimizer, schedule in zip((ours, theirs), (a, b), schedules, strict=True):
+            grads(params, seed, skip=seed if seed < 3 else None)
+            optimizer.step()
+            schedule.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+def test_groups_and_closures() -> None:
+    ours, theirs = model(), model()
+    groups = [
+        [{"params": p[:2], "lr": 0.1, "betas": (0.5, 0.9)}, {"params": p[2:], "weight_decay": 0.0}]
+        for p in (ours, theirs)
+    ]
+    a, b = FusedAdamW(groups[0]), torch.optim.AdamW(groups[1])
+    grads(ours, 1)
+    grads(theirs, 1)
+    assert a.step(lambda: torch.tensor(4.0, requires_grad=True) * 2) == 8
+    b.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+    assert ours[0]._version > 0
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_state_goes_both_ways(fused: bool | None) -> None:
+    """Ours, saved and loaded by torch's, goes on as if nothing had happened, and the other way round."""
+
+    def stepped(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], seeds: range) -> None:
+        for seed in seeds:
+            grads(params, seed)
+            optimizer.step()
+
+    def fresh(kind: Any, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        more = {} if kind is FusedAdamW else {"fused": fused}
+        return kind(params, lr=0.01, **more)
+
+    whole = model(odd=False)
+    stepped(fresh(torch.optim.AdamW, whole), whole, range(6))
+    for first, second in ((FusedAdamW, torch.optim.AdamW), (torch.optim.AdamW, FusedAdamW)):
+        params = model(odd=False)
+        before = fresh(first, params)
+        stepped(before, params, range(3))
+        after = fresh(second, params)
+        after.load_state_dict(copy.deepcopy(before.state_dict()))
+        stepped(after, params, range(3, 6))
+        for p, q in zip(params, whole, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+def test_moments_of_half_parameters_stay_fp32() -> None:
+    params = [torch.nn.Parameter(torch.randn(40).bfloat16())]
+    optimizer = FusedAdamW(params, lr=0.01, master_weights=True)
+    for seed in range(3):
+        grads(params, seed)
+        optimizer.step()
+    state = optimizer.state[params[0]]
+    assert {name: t.dtype for name, t in state.items()} == dict.fromkeys(
+        ("step", "exp_avg", "exp_avg_sq", "master"), torch.float32
+    )
+    assert torch.equal(state["master"].bfloat16(), params[0])
+    assert not torch.equal(state["master"], params[0].float())
+    again = [torch.nn.Parameter(params[0].detach().clone())]
+    loaded = FusedAdamW(again, lr=0.01, master_weights=True)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for name, t in loaded.state[again[0]].items():
+        assert torch.equal(t, state[name]), name
+    for found, optimizer_ in ((params, optimizer), (again, loaded)):
+        grads(found, 9)
+        optimizer_.step()
+    assert torch.equal(params[0], again[0])
+    assert torch.equal(state["master"], loaded.state[again[0]]["master"])
+
+
+def test_master_weights_keep_what_rounding_loses() -> None:
+    """Steps below half an ulp of bf16 move the parameter in the long run only if somebody remembers them."""
+    moved = {}
+    for master in (False, True):
+        param = torch.nn.Parameter(torch.full((8,), 256.0).bfloat16())
+        optimizer = FusedAdamW([param], lr=0.01, weight_decay=0.0, master_weights=master)
+        for _ in range(200):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+        moved[master] = float(256 - param.detach()[0].float())
+    assert moved[False] == 0.0
+    assert moved[True] == pytest.approx(2.0, abs=0.1)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+    """The GPU's path on CPU tensors: a kernel that reads the table as the real one does, and records its tensors."""
+    from cutekernels import optim
+
+    seen: list[tuple[int, ...]] = []
+
+    def at(address: int, n: int, dtype: torch.dtype) -> Tensor:
+        return torch.frombuffer((ctypes.c_char * (n * dtype.itemsize)).from_address(address), dtype=dtype)
+
+    def get(op: Any, problem: AdamWProblem, config: AdamWConfig, spec: Any) -> Any:
+        def kernel(grid: tuple[int, int, int], table: int, chunks: int, lr: int, *hyper: float) -> None:
+            places = at(chunks, 2 * grid[0], torch.int32).view(-1, 2).tolist()
+            numbers = at(table, 8 * (1 + max(i for i, _ in places)), torch.int64).view(-1, 8).tolist()
+            seen.append(tuple(row[6] for row in numbers))
+            for i, j in places:
+                begin, n = j * config.block, numbers[i][6]
+                kinds = [optimizer_cases.DTYPES[k] for k in (problem.dtype, problem.grad_dtype, *["fp32"] * 3)]
+                addresses, part = numbers[i][:5], slice(begin, begin + config.block)
+                runs = [at(a, n, k)[part] if a else None for a, k in zip(addresses, kinds, strict=True)]
+                step = at(numbers[i][5], 1, torch.float32)
+                rate = at(lr, 1, torch.float32) if lr else None
+                values = ADAMW_STEP.evaluate(*runs, step, rate, *hyper, maximize=problem.maximize)
+                for place, value in zip((runs[0], *runs[2:]), values, strict=True):
+                    if place is not None:
+                        assert place.numel()
+                        place.copy_(value)
+
+        return kernel
+
+    monkeypatch.setattr(optim, "_has_kernels", lambda param: True)
+    monkeypatch.setattr(optim.compiler, "get", get)
+    monkeypatch.setattr(optim.gpus, "detect", lambda index=None: H200)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    real = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **more: real(*a, **more))
+    yield seen
+
+
+def test_one_launch_for_each_kind(launches: list[tuple[int, ...]]) -> None:
+    torch.manual_seed(4)
+    plain = [torch.nn.Parameter(torch.randn(n)) for n in (5000, 3, 700)]
+    half = [torch.nn.Parameter(torch.randn(n).bfloat16()) for n in (40, 2000)]
+    awkward = [torch.nn.Parameter(torch.randn(31)[1:]), torch.nn.Parameter(torch.randn(9, 6)[:, ::2])]
+    params = [*plain, *half, *awkward]
+    twins = [torch.nn.Parameter(p.detach().float().clone(memory_format=torch.contiguous_format)) for p in params]
+    ours = FusedAdamW(params, lr=0.01, master_weights=True)
+    theirs = torch.optim.AdamW(twins, lr=0.01)
+    for seed in range(4):
+        draw = torch.Generator().manual_seed(seed)
+        for p, q in zip(params, twins, strict=True):
+            g = torch.randn(p.shape, generator=draw)
+            p.grad = g.to(p.dtype)
+            q.grad = p.grad.float()
+        if seed == 2:
+            params[0].grad = twins[0].grad = None
+        ours.step()
+        theirs.step()
+    assert sorted(launches[:3]) == [(30,), (40, 2000), (5000, 3, 700, 27)]
+    assert (3, 700, 27) in launches
+    assert float(ours.state[params[0]]["step"]) == 3
+    for p, q in zip(params, twins, strict=True):
+        kept = ours.state[p].get("master", p)
+        torch.testing.assert_close(kept.detach(), q.detach(), rtol=1e-5, atol=1e-6)
+        assert torch.equal(p.detach(), kept.detach().to(p.dtype))
+
+
+def test_a_capture_needs_a_step_before(launches: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    param = torch.nn.Parameter(torch.randn(50))
+    optimizer = FusedAdamW([param], lr=torch.tensor(0.01))
+    param.grad = torch.randn(50)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UnsupportedProblem, match="run one step of these parameters before"):
+        optimizer.step()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    optimizer.step()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for _ in range(4):
+        param.grad = torch.randn(50)
+        optimizer.step()
+    assert float(optimizer.state[param]["step"]) == 5
+    with pytest.raises(UnsupportedProblem, match="of 4 steps at most"):
+        optimizer.step()
+    assert float(optimizer.state[param]["step"]) == 5
+
+
+def test_copies_and_pickles() -> None:
+    params = model()
+    optimizer = FusedAdamW(params)
+    grads(params, 0)
+    optimizer.step()
+    twin = copy.deepcopy(optimizer)
+    assert twin.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
+    twin.step()

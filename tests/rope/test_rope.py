@@ -1,0 +1,376 @@
+"""``rope`` without a GPU: the kernel under Triton's interpreter, the declaration, the CPU path, the call path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from cutekernels import gpu
+from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.ops import registry
+from cutekernels.ops.rope import ROPE, RopeConfig, RopeProblem, rope
+from cutekernels.ops.shared import tensor_op
+from tests.interpreted import replies
+from tests.rope import cases as rope_cases
+from tests.rope.cases import CASES, H200, KINDS, PLANTED, arrange, error_ratio, rows_of, table, truth, worst
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> dict[str, dict[str, Any]]:
+    """What the child says of every case."""
+    cases = {**CASES, **PLANTED}
+    return dict(zip(cases, replies(rope_cases.__file__, list(cases.values())), strict=True))
+
+
+# ---- the kernel, interpreted ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernel_numerics(interpreted: dict[str, dict[str, Any]], case: str) -> None:
+    reply = interpreted[case]
+    assert reply["ratio"] <= 1, reply
+    assert reply["outside"], f"wrote outside of its result: {reply}"
+
+
+def test_every_static_field_was_among_the_cases(interpreted: dict[str, dict[str, Any]]) -> None:
+    problems = [RopeProblem.parse(interpreted[case]["problem"]) for case in CASES]
+    assert {p.align for p in problems if p.layout == "rows"} == {2, 4, 8, 16}
+    for name in ("dtype", "table", "interleaved", "inverse", "positions", "index", "layout"):
+        seen = {getattr(p, name) for p in problems}
+        assert len(seen) == len(RopeProblem.__dataclass_fields__[name].metadata["values"]), name
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_caught(interpreted: dict[str, dict[str, Any]], bug: str) -> None:
+    reply = interpreted[bug]
+    assert reply["ratio"] > 1 or not reply["outside"], reply
+
+
+# ---- the declaration ------------------------------------------------------------------------------------
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> RopeProblem:
+    sizes = st.integers(0, 70) | st.integers(0, 1 << 20)
+    heads = st.integers(0, 70) | st.integers(0, 32767)
+    half = draw(st.integers(1, 300) | st.integers(1, 32600))
+    dtype = draw(st.sampled_from(["bf16", "fp16", "fp32"]))
+    positions, interleaved = draw(st.sampled_from(["start", "batch", "token"])), draw(st.booleans())
+    rest = draw(st.integers(0, 300))
+    runs = ((2 * half if interleaved else half) | rest) * (4 if dtype == "fp32" else 2)
+    return RopeProblem(
+        batch=draw(sizes),
+        seq=draw(sizes),
+        heads_q=draw(heads),
+        heads_kv=draw(heads),
+        head_dim=2 * half + rest,
+        rotary=2 * half,
+        dtype=dtype,
+        table="fp32" if dtype == "fp32" else draw(st.sampled_from(["fp32", "same"])),
+        interleaved=interleaved,
+        inverse=draw(st.booleans()),
+        positions=positions,
+        index="i64" if positions == "start" else draw(st.sampled_from(["i64", "i32"])),
+        layout=draw(st.sampled_from(["rows", "strided"])),
+        align=min(16, runs & -runs),
+    )
+
+
+@given(problem=problems(), spec=st.sampled_from(gpu.GPUS))
+@settings(deadline=None, max_examples=200)
+def test_default_is_valid_and_everything_round_trips(problem: RopeProblem, spec: gpu.GpuSpec) -> None:
+    config = ROPE.default(problem, spec)
+    assert ROPE.why_not(problem, config, spec) is None, (problem, config)
+    assert ROPE.estimate_us(problem, config, spec) > 0
+    assert RopeConfig.parse(str(config)) == config
+    assert RopeProblem.parse(str(problem)) == problem
+    assert problem.bucket().bucket() == problem.bucket()
+    _, y, z = ROPE.grid(problem, config)
+    assert max(y, z) < 1 << 16
+
+
+def test_there_are_few_configs() -> None:
+    for text in ROPE.suite:
+        assert 8 <= len(list(ROPE.valid(RopeProblem.parse(text), H200))) <= 80, text
+
+
+@pytest.mark.parametrize("text", [*ROPE.suite, "batch=2 seq=3 heads_q=2 head_dim=44 rotary=40 heads_kv=1 align=8"])
+def test_suite_samples_pose_their_problem(text: str) -> None:
+    problem = RopeProblem.parse(text)
+    small = problem.replace(batch=min(problem.batch, 3), seq=min(problem.seq, 20))
+    options = {"interleaved": small.interleaved, "inverse": small.inverse}
+    *inputs, start = ROPE.sample(small, "cpu", 3)
+    results = ROPE.outputs(small, *inputs, start)
+    assert ROPE.problem(*results, *inputs, **options) == small
+    assert [r.shape for r in results] == [inputs[0].shape, inputs[1].shape]
+    assert torch.equal(inputs[0], ROPE.sample(small, "cpu", 3)[0])
+    assert not torch.equal(inputs[0], ROPE.sample(small, "cpu", 4)[0])
+    assert worst(ROPE.reference(small, *inputs, start), (*inputs, start), **options) <= 1
+
+
+def test_work_is_what_must_be_moved() -> None:
+    problem = RopeProblem(2, 100, 32, 128, 64, 8)
+    assert ROPE.work(problem).bytes == 2 * 2 * 2 * 100 * 40 * 128 + 2 * 4 * 100 * 32
+
+
+@pytest.mark.parametrize(
+    ("config", "rule"),
+    [
+        ("tokens=1 heads=1 block=64 warps=4", "128 threads of 8 pairs an access need 1024"),
+        ("tokens=4 heads=32 block=64 warps=4", "registers"),
+        ("tokens=1 heads=4 block=128 warps=1", "block=128 does not cover 64 pairs by a power of two from 8 to 256, 64"),
+        ("tokens=1 heads=64 block=64 warps=8", "with 32 and 8 heads"),
+        ("tokens=8 heads=1 block=64 warps=1", "with 3 tokens"),
+    ],
+)
+def test_rules_say_what_is_wrong(config: str, rule: str) -> None:
+    with pytest.raises(InvalidConfig, match=rule):
+        ROPE.check(RopeProblem(4, 3, 32, 128, 128, 8), RopeConfig.parse(config), H200)
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        ("rotary=129", "in pairs, 2 to head_dim; it is 129 of 128"),
+        ("rotary=130", "it is 130 of 128"),
+        ("rotary=64 dtype=fp32 align=2", "one element of fp32"),
+        ("rotary=64 dtype=fp32 table=same", "table=fp32, not same"),
+        ("rotary=64 index=i32", "no index tensor"),
+        ("rotary=72 align=16", "divides each run of channels, 72 of 128"),
+        ("rotary=64 heads_q=65535", "end at 65535 in all; got 65535 [+] 1"),
+    ],
+)
+def test_problems_that_are_none(words: str, rule: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=rule):
+        RopeProblem.parse(f"batch=1 seq=1 heads_kv=1 head_dim=128 {words}" + " heads_q=1" * ("heads_q" not in words))
+
+
+def test_is_registered() -> None:
+    assert registry.get("rope") is ROPE
+
+
+# ---- the function, on the CPU ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_cpu_tensors_run_the_reference(dtype: torch.dtype, interleaved: bool, kind: str) -> None:
+    q, k = arrange(kind, 2, 5, (3, 2), 24, dtype)
+    cos, sin = table(9, 8)
+    for positions in (None, 4, torch.tensor([4, 0]), torch.tensor([[3, 1, 8, 0, 0], [1, 2, 3, 4, 5]]).int()):
+        results = rope(q, k, cos, sin, interleaved=interleaved, positions=positions)
+        assert [r.dtype for r in results if r is not None] == [dtype] * 2
+        start, places = (positions, None) if isinstance(positions, int) else (0, positions)
+        assert worst(results, (q, k, cos, sin, places, start), interleaved=interleaved) <= 1
+        assert all(r.is_contiguous() for r in results if r is not None)
+
+
+def test_as_hugging_face_turns() -> None:
+    """Its tables, of duplicated halves and gathered by position, and its formula, pairs of halves."""
+    q, k = torch.randn(2, 7, 4, 16), torch.randn(2, 7, 2, 16)
+    angles = torch.rand(2, 7, 8) * 6
+    cos, sin = torch.cat((angles, angles), -1).cos(), torch.cat((angles, angles), -1).sin()
+
+    def rotate_half(x: Tensor) -> Tensor:
+        return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
+
+    for c, s in ((cos, sin), (cos[:1], sin[:1])):
+        results = rope(q, k, c, s)
+        for result, x in zip(results, (q, k), strict=True):
+            torch.testing.assert_close(result, x * c.unsqueeze(2) + rotate_half(x) * s.unsqueeze(2))
+
+
+def test_q_alone() -> None:
+    q, (cos, sin) = torch.randn(2, 5, 3, 16), table(5, 8)
+    turned, none = rope(q, None, cos, sin)
+    assert none is None
+    assert torch.equal(turned, rope(q, q, cos, sin)[0])
+    assert rope(q, None, cos, sin, inplace=True)[0] is q
+    assert torch.equal(q, turned)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 2, 8), (2, 0, 2, 8), (2, 5, 0, 8)], ids=str)
+def test_nothing_to_turn(shape: tuple[int, ...]) -> None:
+    q, (cos, sin) = torch.randn(shape), table(5, 4)
+    turned = rope(q, torch.randn(*shape[:2], 1, 8), cos, sin)
+    assert [t.shape for t in turned if t is not None] == [shape, (*shape[:2], 1, 8)]
+
+
+@pytest.mark.parametrize("kind", ["dense", "joint", "heads first", "every other"])
+def test_in_place(kind: str) -> None:
+    (q, k), (cos, sin) = arrange(kind, 2, 5, (3, 2), 24, torch.float32), table(5, 8)
+    expected = rope(q, k, cos, sin)
+    turned = rope(q, k, cos, sin, inplace=True)
+    assert turned[0] is q
+    assert turned[1] is k
+    assert all(torch.equal(a, b) for a, b in zip(turned, expected, strict=True) if a is not None and b is not None)
+
+
+def refusals() -> dict[str, Callable[[], Any]]:
+    q, k, (cos, sin) = torch.randn(2, 5, 3, 16), torch.randn(2, 5, 1, 16), table(9, 8)
+    wide = torch.cat((cos, cos), -1)[None, :5]
+    far = torch.tensor([0, 5])
+    return {
+        r"q is \(B, S, Hq, D\)": lambda: rope(q[0], k[0], cos, sin),
+        "of the same B, S and D": lambda: rope(q, k[:, :4], cos, sin),
+        "one dtype": lambda: rope(q, k.double(), cos, sin),
+        "takes bfloat16, float16, float32, float64; got torch.int32": lambda: rope(q.int(), k.int(), cos, sin),
+        "fp32 or of q's type, torch.bfloat16; got torch.float16": lambda: rope(
+            q.bfloat16(), k.bfloat16(), cos.half(), sin.half()
+        ),
+        "one shape": lambda: rope(q, k, cos, sin[:-1]),
+        "of a head's 16": lambda: rope(q, k, *table(9, 9)),
+        r"got \(8,\)": lambda: rope(q, k, cos[0], sin[0]),
+        "B or 1, S, R.*here S = 5": lambda: rope(q, k, wide[:, :4], wide[:, :4]),
+        "neither positions nor interleaved": lambda: rope(q, k, wide, wide, interleaved=True),
+        "fits neither positions": lambda: rope(q, k, wide, wide, positions=far),
+        "beside positions": lambda: rope(q, k, wide, wide, positions=3),
+        "positions 5 to 9 leave a table of 9 rows": lambda: rope(q, k, cos, sin, positions=5),
+        "positions -1 to 3": lambda: rope(q, k, cos, sin, positions=-1),
+        "positions 0 to 9 leave a table of 9 rows": lambda: rope(q, k, cos, sin, positions=far),
+        "int32 or int64": lambda: rope(q, k, cos, sin, positions=far.float()),
+        r"\(B,\) or \(B, S\)": lambda: rope(q, k, cos, sin, positions=torch.zeros(5).long()),
+        "no gradient for cos": lambda: rope(q, k, cos.clone().requires_grad_(), sin),
+        "not differentiable": lambda: rope(q.clone().requires_grad_(), k, cos, sin, inplace=True),
+        "overlap itself": lambda: rope(q[:1].expand(2, 5, 3, 16), k, cos, sin, inplace=True),
+        "element upon element": lambda: rope(q, q[:, :, :1], cos, sin, inplace=True),
+    }
+
+
+@pytest.mark.parametrize("rule", refusals())
+def test_refusals_say_the_rule(rule: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=rule):
+        refusals()[rule]()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gradients(interleaved: bool) -> None:
+    cos, sin = table(4, 2, torch.float64)
+
+    def turned(q: Tensor, k: Tensor) -> Any:
+        return rope(q, k, cos, sin, interleaved=interleaved, positions=1)
+
+    q, k = (torch.randn(2, 3, h, 6, dtype=torch.float64, requires_grad=True) for h in (2, 1))
+    assert torch.autograd.gradcheck(turned, (q, k))
+    assert torch.autograd.gradcheck(turned, (q, k.detach()))
+    assert torch.autograd.gradgradcheck(turned, (q, k))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("gradient", [False, True])
+def test_opcheck(gradient: bool) -> None:
+    q, k = torch.randn(2, 5, 3, 16, requires_grad=gradient), torch.randn(2, 3, 5, 16).transpose(1, 2)
+    cos, sin = table(9, 8)
+    for positions in (None, torch.tensor([0, 3])):
+        rest = (cos, sin, positions, False, False, 2 if positions is None else 0)
+        torch.library.opcheck(torch.ops.cutekernels.rope.default, (q, k, *rest))
+        if not gradient:
+            torch.library.opcheck(torch.ops.cutekernels.rope_inplace.default, (q.clone(), k, *rest))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_traced_whole() -> None:
+    """No graph break, in place and not, forward and backward; one graph for every start."""
+    graphs: list[Any] = []
+
+    def backend(module: Any, example: Any) -> Any:
+        graphs.append(module)
+        return module
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def attend(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, start: int) -> Tensor:
+        q, k = (t * 1 for t in (q, k))
+        with torch.no_grad():
+            copies = [t.clone() for t in (q, k)]
+            rope(*copies, cos, sin, positions=start, inplace=True)
+        turned, keys = rope(q, k, cos, sin, positions=start)
+        assert keys is not None
+        return (turned * keys).sum() + copies[0].sum()
+
+    q, (cos, sin) = torch.randn(2, 3, 2, 8, requires_grad=True), table(40, 4)
+    for start in (3, 7, 9, 11):
+        result = attend(q, q.detach(), cos, sin, start)
+        turned, keys = rope(q, q.detach(), cos, sin, positions=start)
+        assert keys is not None
+        torch.testing.assert_close(result, (turned * keys).sum() + turned.sum().detach())
+    assert len(graphs) <= 2, "recompiled for every start"
+    targets = [str(node.target) for node in graphs[0].graph.nodes]
+    assert [t.split(".")[1] for t in targets if "cutekernels" in t] == ["rope_inplace", "rope"]
+    result.backward()
+    assert q.grad is not None
+
+
+# ---- the GPU's path, on CPU tensors ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Replaces dispatch by the reference, and records the problem of every launch."""
+    seen: list[str] = []
+
+    def plan(op: Any, problem: RopeProblem, device: int, config: object = None) -> Any:
+        def launch(*given: Any) -> None:
+            options = {"interleaved": problem.interleaved, "inverse": problem.inverse}
+            assert op.problem(*given[:-1], **options) == problem
+            seen.append(str(problem))
+            for result, value in zip(given[:2], op.reference(problem, *given[2:]), strict=True):
+                result.copy_(value)
+
+        return SimpleNamespace(launch=launch)
+
+    monkeypatch.setattr(tensor_op.dispatch, "plan", plan)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    tensor_op.forget()
+    yield seen
+    tensor_op.forget()
+
+
+def run(*args: Any, inplace: bool = False, interleaved: bool = False) -> tuple[Tensor, ...]:
+    *inputs, start = args
+    results = tuple(inputs[:2]) if inplace else None
+    return tensor_op.run(ROPE, results, tuple(inputs), options=(interleaved, False), scalars=(start,))
+
+
+def test_launch_poses_what_it_launches(launches: list[str]) -> None:
+    q, k = arrange("joint", 2, 5, (3, 1), 24, torch.bfloat16)
+    cos, sin = table(9, 8)
+    args = (cos, sin, None, 2)
+    expected = rope(q, k, cos, sin, positions=2)
+    for got in (run(q, k, *args), run(q.transpose(1, 2).contiguous().transpose(1, 2), k, *args)):
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True) if b is not None)
+    run(q, k[:, :, :0], *args)
+    run(q[..., 1:21], k[..., 1:21], *args)
+    run(q, k, *table(9, 8), torch.tensor([1, 2]), 0, interleaved=True)
+    run(q, k, *table(5, 12, torch.bfloat16), torch.zeros(2, 5, dtype=torch.int32), 0, inplace=True)
+    same = "batch=2 seq=5 heads_q=3 head_dim=24"
+    assert launches[:2] == [f"{same} rotary=16 heads_kv=1"] * 2
+    assert launches[-4:] == [
+        "batch=2 seq=5 heads_q=3 head_dim=24 rotary=16",
+        "batch=2 seq=5 heads_q=3 head_dim=20 rotary=16 heads_kv=1 align=2",
+        f"{same} rotary=16 heads_kv=1 interleaved=1 positions=batch",
+        f"{same} rotary=24 heads_kv=1 table=same positions=token index=i32 align=8",
+    ]
+
+
+def test_half_only_on_a_gpu() -> None:
+    q, (cos, sin) = torch.randn(1, 2, 1, 4, dtype=torch.float64), table(2, 2)
+    with pytest.raises(UnsupportedProblem, match="takes bf16, fp16, fp32"):
+        ROPE.problem(q, q, q, q, cos, sin, None, interleaved=False, inverse=False)
+
+
+def test_the_judge_sees_a_wrong_position() -> None:
+    q, (cos, sin) = torch.randn(2, 5, 3, 16), table(9, 8)
+    exact = truth(q, cos, sin, rows_of(2, 5, None, 0))
+    assert error_ratio(rope(q, None, cos, sin)[0], *exact) <= 1
+    assert error_ratio(rope(q, None, cos, sin, positions=1)[0], *exact) > 1000

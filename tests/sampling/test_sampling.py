@@ -1,0 +1,217 @@
+"""``sample_filter`` without a GPU: its kernel under Triton's interpreter, the declaration, the CPU path, tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import cutekernels
+from cutekernels import gpu
+from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.ops import registry
+from cutekernels.ops.sampling import SAMPLE_FILTER, SampleFilterConfig, SampleFilterProblem, _masses
+from tests.interpreted import H200, replies
+from tests.sampling import cases as sampling_cases
+from tests.sampling.cases import ALL, BY_ROW, CASES, DTYPES, FILTERS, PLANTED, fault, logits_of, numbers_of
+
+sample_filter = cutekernels.sample_filter
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> dict[str, dict[str, Any]]:
+    """What the child says of every case."""
+    cases = {**CASES, **PLANTED}
+    return dict(zip(cases, replies(sampling_cases.__file__, list(cases.values())), strict=True))
+
+
+# ---- the kernel, interpreted ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernel_keeps_what_the_definition_keeps(interpreted: dict[str, dict[str, Any]], case: str) -> None:
+    reply = interpreted[case]
+    assert not reply["fault"], reply
+    assert reply["as on the CPU"], reply
+    assert reply["outside"], f"wrote behind its result: {reply}"
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_caught(interpreted: dict[str, dict[str, Any]], bug: str) -> None:
+    reply = interpreted[bug]
+    assert reply["fault"] or not reply["as on the CPU"] or not reply["outside"], reply
+
+
+# ---- the declaration ------------------------------------------------------------------------------------
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> SampleFilterProblem:
+    dtype, cols = draw(st.sampled_from(list(DTYPES))), draw(st.integers(0, 1 << 19) | st.integers(0, 70))
+    filters = {name: draw(st.booleans()) for name in FILTERS}
+    each = {"top_ks": "by_k", "top_ps": "by_p", "min_ps": "by_min_p"}
+    given = {name: filters[needs] and draw(st.booleans()) for name, needs in each.items()}
+    bits = 16 | cols * DTYPES[dtype].itemsize
+    return SampleFilterProblem(draw(st.integers(0, 1 << 20)), cols, dtype, **filters, **given, align=bits & -bits)
+
+
+@given(problem=problems(), spec=st.sampled_from(gpu.GPUS))
+@settings(deadline=None, max_examples=60)
+def test_default_is_valid_and_everything_round_trips(problem: SampleFilterProblem, spec: gpu.GpuSpec) -> None:
+    config = SAMPLE_FILTER.default(problem, spec)
+    assert SAMPLE_FILTER.why_not(problem, config, spec) is None, (problem, config)
+    assert SAMPLE_FILTER.estimate_us(problem, config, spec) > 0
+    assert SampleFilterConfig.parse(str(config)) == config
+    assert SampleFilterProblem.parse(str(problem)) == problem
+    assert problem.bucket().bucket() == problem.bucket()
+    x, y, _ = SAMPLE_FILTER.grid(problem, config)
+    assert x < 1 << 31
+    assert y <= config.splits
+
+
+def test_suite_samples_pose_their_problem() -> None:
+    for text in SAMPLE_FILTER.suite:
+        problem = SampleFilterProblem.parse(text)
+        small = problem.replace(rows=min(problem.rows, 2))
+        args = SAMPLE_FILTER.sample(small, "cpu", 3)
+        results = SAMPLE_FILTER.outputs(small, *args)
+        options = {name: getattr(small, name) for name in FILTERS}
+        assert SAMPLE_FILTER.problem(*results, *args[:5], **options) == small
+        assert torch.equal(args[0], SAMPLE_FILTER.sample(small, "cpu", 3)[0])
+        assert 2 <= len(list(SAMPLE_FILTER.valid(problem, H200))) <= 60
+        (kept,) = SAMPLE_FILTER.reference(small, *args)
+        assert 0 < kept.isfinite().sum() < kept.numel()
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "rule"),
+    [
+        ("rows=1 cols=4096", "block=4096 warps=4 bits=1 splits=1", "4096 give it 32"),
+        ("rows=1 cols=4096 by_k=1", "block=1024 warps=4 bits=4 splits=1", "make 128 sums"),
+        ("rows=1 cols=4096", "block=1024 warps=4 bits=2 splits=1", "nothing is searched"),
+        ("rows=1 cols=4096 by_k=1", "block=1024 warps=4 bits=2 splits=32", "idle on rows of 4096"),
+        ("rows=1024 cols=131072 by_k=1", "block=1024 warps=4 bits=2 splits=32", "of 1024 rows"),
+    ],
+)
+def test_rules_say_what_is_wrong(problem: str, config: str, rule: str) -> None:
+    with pytest.raises(InvalidConfig, match=rule):
+        SAMPLE_FILTER.check(SampleFilterProblem.parse(problem), SampleFilterConfig.parse(config), H200)
+
+
+def test_a_parameter_needs_its_filter() -> None:
+    with pytest.raises(UnsupportedProblem, match="top_ks=1 are parameters of a filter"):
+        SampleFilterProblem.parse("rows=1 cols=8 top_ks=1")
+
+
+def test_it_is_registered() -> None:
+    assert registry.get("sample_filter") is SAMPLE_FILTER
+
+
+def test_masses_are_exponentials() -> None:
+    """To 2 ulp of fp32 and one unit, and never more for less."""
+    d = -torch.logspace(-8, 1.5, 20_000)
+    exact = torch.exp(d.double()) * 2.0**40
+    assert ((_masses(d).double() - exact).abs() <= 2.0**-22 * exact + 1).all()
+    assert _masses(torch.tensor([0.0, -64.0, -1e30, float("-inf")])).tolist() == [1 << 40, 0, 0, 0]
+
+
+# ---- the function, on the CPU ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cpu_keeps_what_the_definition_keeps(case: str) -> None:
+    logits = logits_of(CASES[case])
+    tensors, scalars, each = numbers_of(CASES[case], logits.shape[0])
+    names = ("temperature", "top_k", "top_p", "min_p")
+    given = {n: s if t is None else t for n, t, s in zip(names, tensors, scalars, strict=True)}
+    assert fault(sample_filter(logits, **given), logits, each) == ""  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_any_leading_shape(dtype: torch.dtype) -> None:
+    logits = torch.randn(2, 3, 50, dtype=torch.float64).to(dtype)
+    top_k = torch.tensor([[1, 2, 3], [4, 5, 0]], dtype=torch.int32)
+    out = sample_filter(logits, top_k=top_k, temperature=0.5)
+    assert out.dtype is dtype
+    assert out.shape == logits.shape
+    flat = sample_filter(logits.view(6, 50), top_k=top_k.view(6), temperature=0.5)
+    assert torch.equal(out.view(6, 50), flat)
+    if dtype.itemsize > 2:  # without ties
+        assert out.isfinite().sum(-1).tolist() == [[1, 2, 3], [4, 5, 50]]
+    one = sample_filter(logits[0, 0], top_k=1)
+    assert one.isfinite().sum() >= 1
+
+
+def test_as_a_sort_would() -> None:
+    """The usual implementation, with softmax, sort and cumsum, on logits without ties."""
+    logits = torch.randn(16, 2000) * 2
+    scaled = logits.double() / torch.tensor(0.7).double()
+    kth = scaled.topk(100, dim=-1).values[:, -1:]
+    masked = scaled.masked_fill(scaled < kth, float("-inf"))
+    values, order = masked.sort(dim=-1, descending=True)
+    p = values.softmax(-1)
+    dropped = (p.cumsum(-1) - p >= 0.8).scatter(-1, order, p.cumsum(-1) - p >= 0.8)
+    masked = masked.masked_fill(dropped, float("-inf"))
+    p = masked.softmax(-1)
+    masked = masked.masked_fill(p < 0.01 * p.amax(-1, keepdim=True), float("-inf"))
+    out = sample_filter(logits, temperature=0.7, top_k=100, top_p=0.8, min_p=0.01)
+    assert torch.equal(out.isneginf(), masked.isneginf())
+    torch.testing.assert_close(out, masked.float())
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (4, 0), (0,)])
+def test_empty(shape: tuple[int, ...]) -> None:
+    assert sample_filter(torch.empty(shape), top_k=3, top_p=0.5).shape == shape
+
+
+def refusals() -> dict[str, Callable[[], Any]]:
+    x = torch.randn(4, 6)
+    return {
+        "temperature is a number from 0 to": lambda: sample_filter(x, temperature=-1.0),
+        "top_p is a number from 0 to 1, or a tensor": lambda: sample_filter(x, top_p=1.5),
+        "min_p is a number from 0 to 1.*nan": lambda: sample_filter(x, min_p=float("nan")),
+        "top_k is a number.*-3": lambda: sample_filter(x, top_k=-3),
+        "got torch.int64": lambda: sample_filter(x.long()),
+        "a single number": lambda: sample_filter(x[0, 0]),
+        "top_k by row is torch.int32 of shape .4,.*int64": lambda: sample_filter(x, top_k=torch.ones(4).long()),
+        "top_p by row is torch.float32 of shape .4,.*shape .3,": lambda: sample_filter(x, top_p=torch.ones(3)),
+    }
+
+
+@pytest.mark.parametrize("rule", refusals())
+def test_refusals_say_the_rule(rule: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=rule):
+        refusals()[rule]()
+
+
+def test_gradients_are_refused() -> None:
+    out = sample_filter(torch.randn(3, 5, requires_grad=True), top_k=2)
+    with pytest.raises(UnsupportedProblem, match="no gradient"):
+        out[0].max().backward()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_opcheck() -> None:
+    logits = torch.randn(9, 40)
+    tensors, _, _ = numbers_of(BY_ROW, 9)
+    op = torch.ops.cutekernels.sample_filter.default
+    torch.library.opcheck(op, (logits, *tensors, True, True, True, 1.0, 0, 1.0, 0.0))
+    torch.library.opcheck(op, (logits.half(), None, None, None, None, True, False, False, 0.5, 3, 1.0, 0.0))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_traced_whole() -> None:
+    @torch.compile(fullgraph=True, backend="eager")
+    def sampled(logits: Tensor, top_p: Tensor) -> Tensor:
+        return sample_filter(logits, **{**ALL, "top_p": top_p}).softmax(-1)  # type: ignore[arg-type]
+
+    logits, top_p = torch.randn(4, 60), torch.rand(4)
+    expected = sample_filter(logits, **{**ALL, "top_p": top_p}).softmax(-1)  # type: ignore[arg-type]
+    torch.testing.assert_close(sampled(logits, top_p), expected)

@@ -1,0 +1,307 @@
+"""The call layer of Triton ops: what a warm call remembers, what it costs the host, and how a kernel is fired."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.host_cost import host_cost
+
+pytest.importorskip("triton")
+
+from cutekernels import gpu
+from cutekernels.backends import triton as backend
+from cutekernels.backends.triton import Recipe, TritonKernel
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.activations.glu import GELU_MUL, SILU_MUL
+from cutekernels.ops.norms.op import LAYER_NORM
+from cutekernels.ops.shared import call_cache, tensor_op
+from cutekernels.ops.shared.tensor_op import Launch
+
+BF16 = torch.bfloat16
+
+
+class Kernel:
+    """A kernel that records its arguments: called, or settled and fired."""
+
+    def __init__(self) -> None:
+        self.called: list[tuple[Any, ...]] = []
+        self.fired: list[tuple[Any, ...]] = []
+
+    def __call__(self, grid: tuple[int, int, int], *args: Any) -> None:
+        self.called.append(args)
+
+    def settled(self, grid: tuple[int, int, int], numbers: Any, others: int) -> Any:
+        def fire(addresses: list[int], scalars: tuple[Any, ...]) -> None:
+            assert others == len(addresses) + len(scalars)
+            self.fired.append((*addresses, *numbers, *scalars))
+
+        return fire
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
+    """Every plan's kernel; the device is that of CPU tensors."""
+    made = Kernel()
+
+    def plan(op: Any, problem: Any, device: int, config: object = None) -> Any:
+        config = op.default(problem, SimpleNamespace(sm_count=132, max_warps=64))
+        return SimpleNamespace(launch=op.bind(problem, config, made))
+
+    monkeypatch.setattr(tensor_op.dispatch, "plan", plan)
+    monkeypatch.setattr(tensor_op, "_current_device", lambda: -1)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    tensor_op.forget()
+    yield made
+    tensor_op.forget()
+
+
+def run(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
+    return tensor_op.run(SILU_MUL, None if out is None else (out,), (gate, up))[0]
+
+
+# ---- what is remembered ---------------------------------------------------------------------------------
+
+
+def test_a_call_fires_with_the_addresses_of_this_call(kernel: Kernel) -> None:
+    joint = torch.randn(4, 32, dtype=BF16)
+    gate, up = joint.chunk(2, dim=-1)
+    for _ in range(2):
+        out = run(gate, up)
+        assert kernel.fired[-1] == (out.data_ptr(), gate.data_ptr(), up.data_ptr(), 4, 16, 16, 1, 32, 1, 32, 1)
+    other = torch.empty(4, 16, dtype=BF16)
+    assert run(gate, up, other) is other
+    assert kernel.fired[-1][0] == other.data_ptr()
+    assert kernel.called == []
+
+
+def test_a_contiguous_tensor_is_known_by_its_shape(kernel: Kernel) -> None:
+    """Strides that are never taken make no difference; any other stride does."""
+    x = torch.randn(1, 32, dtype=BF16)
+    run(x, x)
+    run(x.as_strided((1, 32), (7, 1)), x)
+    assert len(tensor_op._CALLS) == 1
+    wide = torch.randn(2, 64, dtype=BF16)
+    run(wide[:, :32], wide[:, :32])
+    run(wide.view(4, 32)[:2], wide.view(4, 32)[:2])
+    assert len(tensor_op._CALLS) == 3
+    assert [numbers[3:5] for numbers in kernel.fired] == [(1, 32), (1, 32), (2, 32), (1, 64)]
+
+
+def test_the_last_call_at_an_address_is_known_by_a_guard(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another shape, stride, type, alignment, option or count of operands is another call, whoever came last."""
+    keys: list[Any] = []
+    met = tensor_op._met
+    monkeypatch.setattr(
+        tensor_op, "_met", lambda op, results, inputs, *more: keys.append(0) or met(op, results, inputs, *more)
+    )
+    x, y, wide = torch.randn(4, 32, dtype=BF16), torch.randn(4, 32, dtype=BF16), torch.randn(4, 64, dtype=BF16)
+    halves = x.half(), y.half()
+    ways: list[Any] = [
+        lambda: run(x, y),
+        lambda: run(x, y, torch.empty_like(x)),
+        lambda: run(x[:2], y[:2]),
+        lambda: run(wide[:, :32], x),
+        lambda: run(wide[:, 2:34], x),
+        lambda: run(*halves),
+        lambda: tensor_op.run(GELU_MUL, None, (x, y), options=("none",)),
+        lambda: tensor_op.run(GELU_MUL, None, (x, y), options=("tanh",)),
+    ]
+    for way in (*ways, *ways):
+        before = len(keys)
+        way()
+        fired, first = kernel.fired[-1], len(keys)
+        way()
+        assert len(keys) == first >= before, "confirmed by the guard"
+        assert kernel.fired[-1][3:] == fired[3:]
+    assert len(kernel.fired) == 4 * len(ways)
+    run(x, x)
+    assert kernel.fired[-1][3:] == (1, 128)
+    with pytest.raises(UnsupportedProblem, match="one dtype"):
+        run(x, x.half())
+    with pytest.raises(UnsupportedProblem, match="one shape"):
+        run(x, x[:2])
+
+
+def test_absent_operands_are_part_of_a_call(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight alone and a bias alone look alike to a guard."""
+    x, vector = torch.randn(4, 32, dtype=BF16), torch.randn(32, dtype=BF16)
+    known: list[bool] = []
+    again = tensor_op.again
+    monkeypatch.setattr(tensor_op, "again", lambda *args: known.append((found := again(*args)) is not None) or found)
+    spec = gpu.lookup("h200")
+    monkeypatch.setattr(
+        tensor_op.dispatch,
+        "plan",
+        lambda op, p, device, config=None: SimpleNamespace(launch=op.bind(p, op.default(p, spec), kernel)),
+    )
+    for weight, bias in ((vector, None), (None, vector), (None, None), (vector, None)):
+        for _ in range(2):
+            (y,) = tensor_op.run(LAYER_NORM, None, (x, weight, bias), scalars=(1e-5,))
+            addresses = [0 if t is None else t.data_ptr() for t in (y, x, weight, bias)]
+            assert kernel.fired[-1][:4] == tuple(addresses)
+    assert known == [False, True] * 4
+
+
+def test_a_view_that_negates_is_not_read_as_it_lies(kernel: Kernel) -> None:
+    spectrum = torch.randn(4, 32, dtype=torch.complex64)
+    plain, negated = spectrum.imag, spectrum.conj().imag
+    for _ in range(2):
+        run(plain, torch.empty(4, 32))
+        with pytest.raises(UnsupportedProblem, match="resolve_neg"):
+            run(negated, torch.empty(4, 32))
+    run(negated.resolve_neg(), torch.empty(4, 32))
+
+
+def test_an_address_met_in_ever_other_company_is_let_be(kernel: Kernel) -> None:
+    x, y = torch.randn(200, 32, dtype=BF16), torch.randn(200, 32, dtype=BF16)
+    for rows in range(1, 100):
+        run(x[:rows], y[:rows])
+    assert not any(op == "silu_mul" for op, _ in tensor_op._RECENT)
+    run(x[:7], y[:7])
+    assert kernel.fired[-1][3:] == (1, 7 * 32)
+    call_cache.forget()
+    run(x, y)
+    assert ("silu_mul", y.data_ptr()) in tensor_op._RECENT
+
+
+def test_another_device_s_call_is_made_there(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext(entered.append(index)))
+    x = torch.randn(2, 32, dtype=BF16)
+    run(x, x)
+    assert entered == [-1]  # where the kernel was planned and loaded
+    monkeypatch.setattr(tensor_op, "_current_device", lambda: 3)
+    run(x, x)
+    assert entered == [-1, -1]
+    assert len(kernel.fired) == 2
+
+
+def test_overlaps_are_refused_on_the_warm_path_too(kernel: Kernel) -> None:
+    memory = torch.randn(400, dtype=BF16)
+    gate, up = memory[:64].view(2, 32), memory[64:128].view(2, 32)
+    for begin, refused in ((128, False), (64, False), (0, False), (8, True), (120, True), (136, False)):
+        out = memory[begin : begin + 64].view(2, 32)
+        if refused:
+            with pytest.raises(UnsupportedProblem, match="element upon element"):
+                run(gate, up, out)
+        else:
+            run(gate, up, out)
+    assert len(kernel.fired) == 4
+    empty = torch.empty(0, 32, dtype=BF16)
+    run(empty, empty, empty)
+
+
+def test_a_launch_called_with_tensors_passes_what_follows_from_their_strides() -> None:
+    kernel = Kernel()
+    launch = Launch(kernel, (1, 1, 1), 2, lambda x, y: (x.stride(0), 0 if y is None else y.stride(0)))
+    x, y = torch.randn(4, 8), torch.randn(8, 4).t()
+    launch(x, y, 0.5)
+    launch(x, None, 0.25)
+    launch(y, x, 0.125)
+    assert kernel.called == [
+        (x.data_ptr(), y.data_ptr(), 8, 1, 0.5),
+        (x.data_ptr(), 0, 8, 0, 0.25),
+        (y.data_ptr(), x.data_ptr(), 1, 8, 0.125),
+    ]
+    launch.settled((x, None), 1)([1, 0], (0.5,))
+    assert kernel.fired == [(1, 0, 8, 0, 0.5)]
+    plain: list[Any] = []
+    Launch(lambda grid, *args: plain.append(args), (1, 1, 1), 2, lambda x, y: (7,)).settled((x, y), 0)([1, 2], ())
+    assert plain == [(1, 2, 7)]
+
+
+def test_a_warm_call_costs_the_host_less_than_4_5_keys(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the launch itself. 2.9 on 2026-11-22, on a box where a key takes 1.1 us."""
+    monkeypatch.setattr(kernel, "settled", lambda grid, numbers, others: lambda addresses, scalars: None)
+    gate, up, out = (torch.randn(16, 4096, dtype=BF16) for _ in range(3))
+    results, inputs, call = (out,), (gate, up), tensor_op.run
+    call(SILU_MUL, results, inputs)
+    found = host_cost(partial(call, SILU_MUL, results, inputs), calls=50, chunks=100)
+    assert found < 4.5
+
+
+# ---- how Triton is called -------------------------------------------------------------------------------
+
+SIGNATURE = {"x_ptr": "*fp32", "n": "i64", "BLOCK": "constexpr", "eps": "fp32", "WIDE": "constexpr"}
+RECIPE = Recipe("cutekernels.kernels.triton.activations", "x", SIGNATURE, {"BLOCK": 1, "WIDE": 1}, {}, {}, 90)
+
+
+class CudaLauncher:
+    """Triton's, as far as we look into it."""
+
+    launch_cooperative_grid = False
+    launch_pdl = False
+    profile_scratch_size = 0
+    arg_annotations = "annotations"
+    kernel_signature = b"signature"
+
+    def __init__(self, seen: list[tuple[Any, ...]], scratch: int = 0) -> None:
+        self.global_scratch_size = scratch
+        self.launch = lambda *args: seen.append(("inner", *args))
+        self.seen = seen
+
+    def __call__(self, *args: Any) -> None:
+        self.seen.append(("outer", *args))
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A stand-in for CUDA; the list's only item is the current device."""
+    current = [2]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch._C._cuda_getDevice", lambda: current[0], raising=False)
+    monkeypatch.setattr("torch._C._cuda_getCurrentRawStream", lambda device: 7000 + device, raising=False)
+    return current
+
+
+FLAT = ("inner", 5, 1, 1, 7002, 11, False, False, None, None, "metadata", None, None, None, 64, 9, None, 0.5, None)
+PACKED = (
+    *("inner", 5, 1, 1, 7002, 11, False, False, "metadata", None, None, None, None, None),
+    *("annotations", b"signature", (64, 9, None, 0.5, None)),
+)
+OUTER = ("outer", 5, 1, 1, 7002, 11, "metadata", None, None, None, 64, 9, None, 0.5, None)
+
+
+@pytest.mark.parametrize(
+    ("version", "scratch", "expected"),
+    [("3.6.0", 0, FLAT), ("3.7.1", 0, PACKED), ("3.9.0", 0, OUTER), ("3.6.0", 128, OUTER), ("3.7.1", 128, OUTER)],
+)
+def test_triton_s_own_function_is_called_where_its_form_is_known(
+    cuda: list[int], monkeypatch: pytest.MonkeyPatch, version: str, scratch: int, expected: tuple[Any, ...]
+) -> None:
+    """Called or fired, arguments are the same, constexprs at the end included; scratch memory takes the long way."""
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("triton.__version__", version)
+    compiled = SimpleNamespace(run=CudaLauncher(seen, scratch), function=11, packed_metadata="metadata")
+    kernel = TritonKernel(RECIPE, compiled)
+    kernel((5, 1, 1), 64, 9, None, 0.5)
+    kernel((5, 1, 1), 64, 9, None, 0.5, None)
+    kernel.settled((5, 1, 1), (9, None), 2)([64], (0.5,))
+    assert seen == [expected] * 3
+
+
+def test_a_settled_kernel_stays_on_its_device_and_keeps_its_binary(
+    cuda: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Any, ...]] = []
+    binaries = [
+        SimpleNamespace(run=lambda *args: seen.append(args), function=f, packed_metadata=(1, 1, 0)) for f in (11, 22)
+    ]
+    monkeypatch.setattr(backend, "_compile", lambda recipe: binaries[1])
+    kernel = TritonKernel(RECIPE, binaries[0])
+    fire = kernel.settled((1, 1, 1), (9, None), 2)
+    cuda[0] = 5
+    other = kernel.settled((1, 1, 1), (9, None), 2)
+    assert fire.owner is other.owner is kernel  # type: ignore[attr-defined]
+    fire([64], (0.5,))
+    other([64], (0.5,))
+    assert [(args[3], args[4]) for args in seen] == [(7002, 11), (7005, 22)]

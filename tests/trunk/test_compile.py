@@ -1,0 +1,435 @@
+"""The cache of compiled kernels: what is a hit, what is rebuilt, what is refused, and who may build at once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import pickle
+import stat
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from cutekernels import cli
+from cutekernels import compile as compiler
+from cutekernels import gpu as gpus
+from cutekernels.backends import Artifact, Facts
+from cutekernels.errors import CompileError, InvalidConfig, UnknownGpu, UnsupportedProblem
+from cutekernels.isolate import Child, Pool, RemoteError
+from cutekernels.ops.gemm.op import GEMM, GemmProblem
+from tests.tuner.toys import A100, H200, ToyConfig, ToyOp, ToyProblem
+
+PROBLEM = ToyProblem(16, 64)
+CONFIG = ToyConfig(32, 2, True)
+FACTS = Facts(registers=32, stack_bytes=0, smem_bytes=1024)
+
+
+class TextArtifact(Artifact):
+    """A kernel that is a line of text, and whose launch returns it."""
+
+    backend: ClassVar[str] = "text"
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.facts = FACTS
+
+    def save(self, path: Path) -> None:
+        path.write_text(self.text)
+
+    @classmethod
+    def load(cls, path: Path) -> Callable[..., Any]:
+        text = path.read_text()
+        if not text.startswith("toy"):
+            raise CompileError(f"{path} holds no toy kernel")
+        return lambda: f"loaded {text}"
+
+    def kernel(self) -> Callable[..., Any]:
+        return lambda: f"fresh {self.text}"
+
+
+class Compiled(ToyOp):
+    """A toy that compiles, and writes down each time it does."""
+
+    def build(self, p: ToyProblem, c: ToyConfig, gpu: Any) -> Any:
+        with built_log().open("a") as log:
+            log.write(f"{os.getpid()} {c}\n")
+        time.sleep(0.05)  # long enough for others to arrive meanwhile
+        return TextArtifact(f"toy [{c}] for {gpu.target}")
+
+
+OP = Compiled()
+
+
+def built_log() -> Path:
+    return Path(os.environ["CUTEKERNELS_CACHE"] + ".builds")
+
+
+def builds() -> int:
+    return len(built_log().read_text().splitlines()) if built_log().exists() else 0
+
+
+@pytest.fixture(autouse=True)
+def _toy_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(compiler._BACKENDS, "text", f"{__name__}:TextArtifact")
+    monkeypatch.setattr(compiler, "_loaded", {})
+
+
+def files(pattern: str) -> list[Path]:
+    return sorted(compiler.directory().glob(pattern))
+
+
+def only(pattern: str) -> Path:
+    (file,) = files(pattern)
+    return file
+
+
+def get(problem: Any = PROBLEM, config: Any = CONFIG, gpu: Any = H200) -> str:
+    return compiler.get(OP, problem, config, gpu)()  # type: ignore[no-any-return]
+
+
+def forget() -> None:
+    """As a new process would start."""
+    compiler._loaded.clear()
+
+
+# ---- hits -----------------------------------------------------------------------------------------------
+
+
+class TestHits:
+    def test_built_once_then_from_memory_then_from_disk(self) -> None:
+        assert get().startswith("fresh toy")
+        assert get().startswith("fresh toy")
+        forget()
+        assert get() == "loaded toy [tile=32 warps=2 fast=1] for sm_90a"
+        assert builds() == 1
+
+    def test_prepare_builds_without_loading(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(path: Path) -> Any:
+            raise AssertionError("nothing is to be loaded")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(TextArtifact, "load", refuse)
+            patch.setattr(TextArtifact, "kernel", refuse)
+            for _ in range(2):
+                assert compiler.prepare(OP, PROBLEM, CONFIG, H200) == FACTS
+        assert get().startswith("loaded")
+        assert builds() == 1
+
+    def test_an_entry_says_what_it_was_made_from(self) -> None:
+        compiler.prepare(OP, PROBLEM, CONFIG, H200)
+        key = compiler.cache_key(OP, PROBLEM, CONFIG, H200)
+        assert sorted(f.name for f in files("[!.]*")) == [f"{key}.json", f"{key}.lock", f"{key}.text"]
+        record = json.loads(only("*.json").read_text())
+        assert record["made_from"] == {
+            "op": "toy",
+            "static": {"dtype": "bf16"},
+            "config": str(CONFIG),
+            "target": "sm_90a",
+        }
+        assert record["sha256"] == hashlib.sha256(only("*.text").read_bytes()).hexdigest()
+
+    def test_a_build_that_fails_leaves_nothing_and_is_tried_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(p: Any, c: Any, gpu: Any) -> Any:
+            raise CompileError("ptxas said no")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(OP, "build", fail)
+            for call in (compiler.get, compiler.prepare):
+                with pytest.raises(CompileError, match="ptxas said no"):
+                    call(OP, PROBLEM, CONFIG, H200)
+        assert not files("*.text")
+        assert not files("*.json")
+        assert get().startswith("fresh")
+
+
+# ---- keys -----------------------------------------------------------------------------------------------
+
+
+class TestKey:
+    def key(self, problem: Any = PROBLEM, config: Any = CONFIG, gpu: Any = H200, op: Any = OP) -> str:
+        return compiler.cache_key(op, problem, config, gpu)
+
+    def test_extents_are_not_in_it(self) -> None:
+        assert self.key(ToyProblem(4096, 128)) == self.key()
+        assert get() == get(ToyProblem(7, 9))
+        assert builds() == 1
+
+    def test_gpus_of_one_target_share_it(self) -> None:
+        assert self.key(gpu=gpus.lookup("h100")) == self.key(gpu=H200)
+        assert self.key(gpu=A100) != self.key(gpu=H200)
+
+    def test_each_static_field_and_knob_is_in_it(self) -> None:
+        keys = {self.key(), self.key(PROBLEM.replace(dtype="fp16"))}
+        for name, values in ToyConfig.space().items():
+            keys |= {self.key(config=CONFIG.replace(**{name: value})) for value in values}
+        assert len(keys) == 2 + 3 + 3 + 1
+
+    def test_the_op_is_in_it(self) -> None:
+        class Other(Compiled):
+            name = "other"
+
+        assert self.key(op=Other()) != self.key()
+
+    def test_every_static_field_of_gemm_is_in_it(self) -> None:
+        base = GemmProblem(64, 64, 64, dtype="fp16", c="n")
+        config = GEMM.default(base, H200)
+        values = {
+            name: next(v for v in field.metadata["values"] if v != getattr(base, name))
+            for name, field in GemmProblem.__dataclass_fields__.items()
+            if "values" in field.metadata
+        }
+        keys = {compiler.cache_key(GEMM, base.replace(**{name: v}), config, H200) for name, v in values.items()}
+        assert len(keys | {compiler.cache_key(GEMM, base, config, H200)}) == 1 + len(base.static())
+
+    @pytest.mark.parametrize("where", ["kernels/cute/gemm.py", "backends/cute.py", "own"])
+    def test_a_changed_source_is_another_key(self, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        package = tmp_path / "package"
+        for name in ("kernels/cute/gemm.py", "backends/cute.py", "dispatch.py"):
+            (package / name).parent.mkdir(parents=True, exist_ok=True)
+            (package / name).write_text("a = 1\n")
+        own = tmp_path / "toy_op_for_the_fingerprint.py"
+        own.write_text("a = 1\n")
+        monkeypatch.delitem(sys.modules, own.stem, raising=False)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr(compiler, "_PACKAGE", package)
+
+        def fingerprint() -> str:
+            return compiler.source_fingerprint.__wrapped__(own.stem)
+
+        before = fingerprint()
+        (package / "dispatch.py").write_text("a = 2\n")
+        assert fingerprint() == before, "what no kernel is made from does not matter"
+        (own if where == "own" else package / where).write_text("a = 2\n")
+        assert fingerprint() != before
+
+    def test_another_compiler_is_another_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = compiler.source_fingerprint.__wrapped__(__name__)
+        monkeypatch.setattr(compiler, "package_version", lambda name: "99.9")
+        assert compiler.source_fingerprint.__wrapped__(__name__) != before
+
+
+# ---- damage ---------------------------------------------------------------------------------------------
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:5])
+
+
+DAMAGE: dict[str, Callable[[], object]] = {
+    "object truncated": lambda: cut(only("*.text")),
+    "object empty": lambda: only("*.text").write_bytes(b""),
+    "object changed": lambda: only("*.text").write_text("toy [something else]"),
+    "object gone": lambda: only("*.text").unlink(),
+    "json truncated": lambda: cut(only("*.json")),
+    "json binary": lambda: only("*.json").write_bytes(b"\xff\x00\xfe"),
+    "json a list": lambda: only("*.json").write_text("[]"),
+    "json empty": lambda: only("*.json").write_text("{}"),
+    "json gone": lambda: only("*.json").unlink(),
+    "backend unknown": lambda: edit(backend="../../etc/passwd"),
+    "backend no text": lambda: edit(backend=["text"]),
+    "facts of another version": lambda: edit(facts={"registers": 1, "barriers": 2}),
+    "checksum of another": lambda: edit(sha256="0" * 64),
+}
+
+
+def edit(**changes: Any) -> None:
+    file = only("*.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_entry_is_built_again(damage: Callable[[], object], caplog: pytest.LogCaptureFixture) -> None:
+    get()
+    forget()
+    damage()
+    with caplog.at_level(logging.WARNING, logger="cutekernels"):
+        assert get().startswith("fresh")
+    assert builds() == 2
+    forget()
+    assert get().startswith("loaded"), "and then it is whole"
+    assert builds() == 2
+    assert all("building it again" in message for message in caplog.messages)
+
+
+def test_an_object_that_does_not_load_is_built_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Its checksum is right: it was written whole by something that this process cannot load."""
+    get()
+    forget()
+    only("*.text").write_text("another loader's format")
+    edit(sha256=hashlib.sha256(only("*.text").read_bytes()).hexdigest())
+    with caplog.at_level(logging.WARNING, logger="cutekernels"):
+        assert get().startswith("fresh")
+    assert "holds no toy kernel" in caplog.text
+    forget()
+    assert get().startswith("loaded")
+    assert builds() == 2
+
+
+def test_a_save_that_fails_half_way_shows_nobody_half_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+
+    def half(self: TextArtifact, path: Path) -> None:
+        path.write_text(self.text[:6])
+        seen.append([f.name for f in files("[!.]*") if not f.name.endswith(".lock")])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TextArtifact, "save", half)
+        with pytest.raises(CompileError, match="No space left on device") as raised:
+            get()
+    assert "CUTEKERNELS_CACHE" in str(raised.value)
+    assert seen == [[]], "it is written beside its place"
+    assert [f.name for f in files("*") if not f.name.endswith(".lock")] == [], "nothing is left behind"
+    assert get().startswith("fresh")
+    assert len(files("*.text")) == len(files("*.json")) == 1
+
+
+def test_an_index_that_cannot_be_written_leaves_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = compiler._replace
+
+    def replace(path: Path, write: Any) -> None:
+        if path.suffix == ".json":
+            raise OSError(5, "Input/output error")
+        real(path, write)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "_replace", replace)
+        with pytest.raises(CompileError, match="cannot be written"):
+            get()
+    assert not files("*.json")
+    assert get().startswith("fresh"), "an object without its checksum is not believed"
+    assert builds() == 2
+
+
+# ---- the directory --------------------------------------------------------------------------------------
+
+
+class TestDirectory:
+    def test_it_is_private_from_the_start(self) -> None:
+        get()
+        for place in (compiler.directory(), compiler.directory().parent):
+            assert stat.S_IMODE(place.stat().st_mode) == 0o700
+        assert cli._cache_dir(compiler.directory().parent).state == "ok", "the doctor agrees"
+
+    @pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
+    @pytest.mark.parametrize("which", ["objects", ""])
+    def test_one_that_others_can_write_is_refused(self, mode: int, which: str) -> None:
+        get()
+        forget()
+        place = compiler.directory().parent / which
+        place.chmod(mode)
+        for call in (compiler.get, compiler.prepare):
+            with pytest.raises(CompileError) as raised:
+                call(OP, PROBLEM, CONFIG, H200)
+            for part in (str(place), f"mode {mode:o}", "chmod", "CUTEKERNELS_CACHE"):
+                assert part in str(raised.value)
+        place.chmod(0o700)
+        assert get().startswith("loaded")
+
+    def test_one_of_somebody_else_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        get()
+        forget()
+        monkeypatch.setattr(os, "getuid", lambda: 54321)
+        with pytest.raises(CompileError, match="must be this user's own"):
+            get()
+
+    def test_one_that_cannot_be_made_is_an_error_with_a_remedy(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "file").write_text("")
+        for place in (tmp_path / "file", tmp_path / "file" / "below"):
+            monkeypatch.setenv("CUTEKERNELS_CACHE", str(place))
+            with pytest.raises(CompileError, match="cannot be used: .*; set CUTEKERNELS_CACHE"):
+                get()
+
+    def test_a_read_only_one_still_serves_what_it_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import filelock
+
+        get()
+        forget()
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise OSError(30, "Read-only file system")
+
+        monkeypatch.setattr(filelock.FileLock, "acquire", refuse)  # what a read-only mount does first
+        monkeypatch.setattr(compiler.tempfile, "TemporaryDirectory", refuse)
+        assert get().startswith("loaded")
+        with pytest.raises(CompileError, match="cannot be written: .*Read-only file system; .*CUTEKERNELS_CACHE"):
+            get(config=CONFIG.replace(tile=64))
+
+
+# ---- processes ------------------------------------------------------------------------------------------
+
+
+def prepare_in_child(config: str) -> tuple[int, Facts]:
+    """A request to a process of its own, which begins when three processes have one: see :class:`TestProcesses`."""
+    compiler._BACKENDS["text"] = f"{__name__}:TextArtifact"
+    ready = Path(os.environ["CUTEKERNELS_CACHE"] + ".ready")
+    ready.mkdir(exist_ok=True)
+    (ready / str(os.getpid())).touch()
+    deadline = time.monotonic() + 60
+    while len(list(ready.iterdir())) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return os.getpid(), compiler.prepare(OP, PROBLEM, ToyConfig.parse(config), H200)
+
+
+class TestProcesses:
+    def test_they_build_a_key_once_between_them(self) -> None:
+        with Pool(f"{__name__}:prepare_in_child", 3) as pool:
+            replies = dict(pool.run([str(CONFIG)] * 9, 120))
+        assert len({pid for pid, _ in replies.values()}) == 3
+        assert len(replies) == 9
+        assert {facts for _, facts in replies.values()} == {FACTS}
+        assert builds() == 1
+        assert get().startswith("loaded")
+
+    def test_a_blind_child_compiles_gemm_and_this_process_loads_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        problem = GemmProblem.parse("m=64 n=64 k=64")
+        config = GEMM.default(problem, H200)
+        with Child("cutekernels.compile:compile_task", env={"CUDA_VISIBLE_DEVICES": ""}) as child:
+            facts = child.ask(("gemm", str(problem), str(config), "h200"), 120)
+            for request, error in (
+                (("conv", "", "", "h200"), UnsupportedProblem),
+                (("gemm", str(problem), "tile_m=1", "h200"), InvalidConfig),
+                (("gemm", str(problem), str(config), "h300"), UnknownGpu),
+            ):
+                with pytest.raises(RemoteError) as raised:
+                    child.ask(request, 60)
+                assert raised.value.type_name.endswith(error.__name__)
+        assert facts.smem_bytes == config.smem.total_bytes
+        assert pickle.loads(pickle.dumps(facts)) == facts
+
+        def refuse(*args: Any) -> Any:
+            raise AssertionError("it is in the cache")
+
+        monkeypatch.setattr(type(GEMM), "build", refuse)
+        assert compiler.prepare(GEMM, problem, config, H200) == facts
+        assert callable(compiler.get(GEMM, problem, config, H200))
+        assert callable(compiler.get(GEMM, GemmProblem(128, 96, 32), config, H200)), "other extents, the same kernel"
+
+    def test_a_truncated_cute_object_is_refused_by_its_loader(self, tmp_path: Path) -> None:
+        problem = GemmProblem.parse("m=32 n=32 k=32")
+        artifact = GEMM.build(problem, GEMM.default(problem, A100), A100)
+        whole, half = tmp_path / "whole.cute", tmp_path / "half.cute"
+        artifact.save(whole)
+        half.write_bytes(whole.read_bytes()[:3000])
+        loader = type(artifact)
+        assert callable(loader.load(whole))
+        for bad in (half, tmp_path / "none.cute"):
+            with pytest.raises(CompileError, match="is not a compiled kernel this DSL can load"):
+                loader.load(bad)
+
+
+def test_threads_build_a_key_once() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = set(pool.map(lambda _: get(), range(32)))
+    assert len(answers) == 1
+    assert builds() == 1

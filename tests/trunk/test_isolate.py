@@ -1,0 +1,288 @@
+"""Processes that abort, hang, raise and exit: what the parent sees, and that it goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cutekernels.isolate import Child, ChildDied, ChildTimeout, Pool, RemoteError, StartFailed
+
+HERE = Path(__file__).parents[2]
+TARGET = "tests.trunk.test_isolate:obey"
+
+
+def obey(order: tuple[str, Any]) -> Any:
+    """What the children run: does what it is told, however unwise."""
+    verb, value = order
+    if verb == "echo":
+        return value
+    if verb == "pid":
+        return os.getpid()
+    if verb == "env":
+        return os.environ.get(value)
+    if verb == "abort":
+        print("about to abort", file=sys.stderr, flush=True)
+        os.abort()
+    if verb == "exit":
+        sys.exit(value)
+    if verb == "kill":
+        os.kill(os.getpid(), value)
+    if verb == "hang":
+        time.sleep(value)
+        return "late"
+    if verb == "raise":
+        raise KeyError(value)
+    if verb == "chatter":
+        print("x" * value)
+        print("y" * value, file=sys.stderr)
+        return value
+    if verb == "lambda":
+        return lambda: None
+    if verb == "grandchild":  # leaves a process behind, then dies
+        print("left", subprocess.Popen(["sleep", "60"]).pid, flush=True)
+        os._exit(5)
+    raise AssertionError(verb)
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    with Child(TARGET) as one:
+        yield one
+
+
+def gone(pid: int, within_s: float = 5.0) -> bool:
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        if Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_answers_in_one_process(child: Child) -> None:
+    assert child.ask(("echo", {"a": (1, 2.5)}), 10) == {"a": (1, 2.5)}
+    first = child.ask(("pid", None), 10)
+    assert first == child.ask(("pid", None), 10) == child.pid != os.getpid()
+
+
+def test_abort_names_the_signal_and_quotes_stderr_then_respawns(child: Child) -> None:
+    first = child.ask(("pid", None), 10)
+    with pytest.raises(ChildDied, match="SIGABRT") as death:
+        child.ask(("abort", None), 10)
+    assert death.value.exitcode == -signal.SIGABRT
+    assert "about to abort" in death.value.stderr
+    assert "about to abort" in str(death.value)
+    assert child.ask(("pid", None), 10) != first
+
+
+@pytest.mark.parametrize(
+    ("order", "cause"),
+    [
+        (("exit", 3), "exited with code 3"),
+        (("exit", 0), "exited with code 0"),
+        (("kill", signal.SIGSEGV), "died of SIGSEGV"),
+        (("kill", signal.SIGKILL), "died of SIGKILL"),
+    ],
+)
+def test_every_way_to_end_is_a_death(child: Child, order: tuple[str, Any], cause: str) -> None:
+    with pytest.raises(ChildDied) as death:
+        child.ask(order, 10)
+    assert death.value.cause == cause
+
+
+def test_a_hang_is_killed_at_its_deadline(child: Child) -> None:
+    pid = child.ask(("pid", None), 10)
+    begin = time.monotonic()
+    with pytest.raises(ChildTimeout, match=r"within 0\.3 s"):
+        child.ask(("hang", 60), 0.3)
+    assert time.monotonic() - begin < 5
+    assert gone(pid)
+    assert child.ask(("echo", 1), 10) == 1
+
+
+def test_a_stopped_child_cannot_block_a_large_request(child: Child) -> None:
+    pid = child.ask(("pid", None), 10)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(ChildTimeout):
+        child.ask(("echo", b"x" * 4_000_000), 0.5)
+    assert gone(pid)
+
+
+def test_a_remote_exception_carries_type_message_and_traceback(child: Child) -> None:
+    pid = child.ask(("pid", None), 10)
+    with pytest.raises(RemoteError, match="KeyError: 'tile'") as error:
+        child.ask(("raise", "tile"), 10)
+    assert error.value.type_name == "KeyError"
+    assert "obey" in error.value.traceback_text
+    assert child.ask(("pid", None), 10) == pid, "an exception is no reason to lose the process"
+
+
+def test_an_answer_that_does_not_pickle_is_a_remote_error(child: Child) -> None:
+    with pytest.raises(RemoteError, match="pickle"):
+        child.ask(("lambda", None), 10)
+    assert child.ask(("echo", 1), 10) == 1
+
+
+def test_a_flood_of_output_deadlocks_nobody_and_stays_off_stdout(
+    child: Child, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert child.ask(("chatter", 3_000_000), 20) == 3_000_000
+    assert child.ask(("echo", b"z" * 3_000_000), 20) == b"z" * 3_000_000
+    with pytest.raises(ChildDied) as death:
+        child.ask(("abort", None), 10)
+    assert "yyyy" not in death.value.stderr, "the tail is of this request"
+    assert capfd.readouterr().out == ""
+
+
+def test_environment_overrides() -> None:
+    with Child(TARGET, env={"CUDA_VISIBLE_DEVICES": "", "HOME": None}) as child:
+        assert child.ask(("env", "CUDA_VISIBLE_DEVICES"), 10) == ""
+        assert child.ask(("env", "HOME"), 10) is None
+        assert child.ask(("env", "PATH"), 10) == os.environ["PATH"]
+
+
+@pytest.mark.parametrize("target", ["no_such_module_here:f", "tests.trunk.test_isolate:no_such_function"])
+def test_a_target_that_does_not_import_is_not_the_requests_fault(target: str) -> None:
+    with Child(target) as child, pytest.raises(StartFailed, match="no_such"):
+        child.ask(1, 10)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"), [("import os; os.abort()", "SIGABRT"), ("import time; time.sleep(60)", "0.5 s")]
+)
+def test_a_process_that_dies_or_hangs_while_starting(
+    body: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad_start.py").write_text(body)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    start_s = 0.5 if "sleep" in body else 30
+    with Child("bad_start:f", start_deadline_s=start_s) as child, pytest.raises(StartFailed, match=says):
+        child.ask(1, 10)
+
+
+def test_a_malformed_target_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match=r"package\.module:function"):
+        Child("tests.trunk.test_isolate.obey")
+
+
+def test_a_death_is_seen_though_a_grandchild_lives_and_takes_it_along(child: Child) -> None:
+    begin = time.monotonic()
+    with pytest.raises(ChildDied, match="code 5") as death:
+        child.ask(("grandchild", None), 30)
+    assert time.monotonic() - begin < 10
+    assert gone(int(death.value.stderr.removeprefix("left ")))
+
+
+def test_a_child_that_died_between_requests_costs_nobody_a_request(child: Child) -> None:
+    pid = child.ask(("pid", None), 10)
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # dead, and left for the child object to find
+    assert child.ask(("pid", None), 10) != pid
+
+
+def test_closing_a_child_that_is_just_starting_ends_it(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    """close() finds no process to kill yet; without care it would wait for the whole request."""
+    real = subprocess.Popen
+    closing = threading.Thread(target=child.close)
+
+    def slow_to_start(*args: Any, **kwargs: Any) -> Any:
+        closing.start()
+        while not child._closed:
+            time.sleep(0.001)
+        time.sleep(0.05)  # close() has looked for a process by now
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(subprocess, "Popen", slow_to_start)
+    begin = time.monotonic()
+    with pytest.raises(StartFailed, match="closed"):
+        child.ask(("hang", 60), 100)
+    closing.join()
+    assert time.monotonic() - begin < 20
+    assert child.pid is None
+
+
+def test_a_closed_child_stays_closed(child: Child) -> None:
+    pid = child.ask(("pid", None), 10)
+    child.close()
+    assert gone(pid)
+    with pytest.raises(StartFailed, match="closed"):
+        child.ask(("echo", 1), 10)
+
+
+def test_pool_loses_only_the_tasks_that_fail() -> None:
+    tasks = [("echo", 0), ("abort", None), ("echo", 2), ("raise", "k"), ("hang", 60), ("echo", 5), ("exit", 1)]
+    with Pool(TARGET, 2) as pool:
+        outcomes = dict(pool.run(tasks, deadline_s=2))
+        assert sorted(outcomes) == list(range(len(tasks)))
+        assert [outcomes[i] for i in (0, 2, 5)] == [0, 2, 5]
+        assert isinstance(outcomes[1], ChildDied)
+        assert isinstance(outcomes[3], RemoteError)
+        assert isinstance(outcomes[4], ChildTimeout)
+        assert isinstance(outcomes[6], ChildDied)
+        again = dict(pool.run([("pid", None)] * 3, deadline_s=10))
+        assert len(set(again.values())) <= 2
+
+
+def test_pool_yields_as_completed() -> None:
+    with Pool(TARGET, 2) as pool:
+        list(pool.run([("hang", 0.3)] * 2, 10))  # both processes warm
+        order = [index for index, _ in pool.run([("hang", 1.0), ("echo", 1), ("echo", 2)], 10)]
+    assert order[-1] == 0
+
+
+def test_leaving_a_pool_early_kills_its_processes() -> None:
+    begin = time.monotonic()
+    with Pool(TARGET, 2) as pool:
+        pids = {pid for _, pid in pool.run([("pid", None), ("hang", 0.2), ("pid", None)], 10) if isinstance(pid, int)}
+        for _index, _reply in pool.run([("echo", 1), ("hang", 60), ("hang", 60), ("hang", 60)], 100):
+            break
+    assert time.monotonic() - begin < 20
+    assert all(gone(pid) for pid in pids)
+
+
+SCRIPT = """
+import os, sys
+from cutekernels.isolate import Child, Pool
+sys.path.insert(0, {here!r})
+with Pool({target!r}, 2) as pool:
+    for _, pid in pool.run([("pid", None)] * 2, 30):
+        print(pid, flush=True)
+    for _ in pool.run([("hang", 60)] * 4, 100):
+        pass
+"""
+
+
+@pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill -9"])
+def test_no_orphans_when_the_parent_goes(blow: signal.Signals) -> None:
+    """An unguarded script on purpose: a spawned child must not run it a second time."""
+    script = textwrap.dedent(SCRIPT.format(here=str(HERE), target=TARGET))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env
+    )
+    assert parent.stdout is not None
+    pids = {int(parent.stdout.readline()) for _ in range(2)}
+    time.sleep(0.3)  # the second round is under way: the children are busy, not waiting
+    parent.send_signal(blow)
+    assert parent.wait(20) != 0
+    parent.stdout.close()
+    assert all(gone(pid) for pid in pids)

@@ -1,0 +1,154 @@
+"""The same job without the GPU: the space compiled, pruned by facts, ranked by the model, crowned as predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cutekernels.autotune.ledger import Ledger
+from cutekernels.autotune.predict import Prediction
+from cutekernels.autotune.report import TaskReport
+from cutekernels.backends import Facts
+from cutekernels.db.store import Environment, Store
+from cutekernels.isolate import ChildDied, StartFailed
+from cutekernels.op import Config
+from tests.tuner.toys import A100, DEFAULT, PROBLEM, TOY, VALID, ToyConfig, ToyMachine, task
+
+ABORTED = ChildDied("compile", -6, "MLIR assertion")
+RANKED = sorted(VALID, key=lambda c: (TOY.estimate_us(PROBLEM, c, A100), str(c)))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store(str(tmp_path / "t.db")) as one:
+        yield one
+
+
+def book(store: Store, origin: str = "predicted") -> Ledger:
+    return Ledger(store, TOY, PROBLEM, A100, Environment(), origin)
+
+
+def run(store: Store, machine: ToyMachine, **options: Any) -> TaskReport:
+    return Prediction(task(), A100, book(store), machine, clock=machine.clock, **options).run()
+
+
+def test_every_valid_config_is_a_predicted_row_and_the_best_that_holds_is_crowned(store: Store) -> None:
+    best, second, third = RANKED[:3]
+    machine = ToyMachine(compile_failures={best: ABORTED}, facts={second: Facts(255, 2000, 0)})
+    report = run(store, machine)
+    assert machine.compiled == RANKED, "best estimates first"
+    assert machine.measured == []
+    trials = {t.config: t for t in store.trials(op="toy")}
+    assert set(trials) == {str(c) for c in VALID}
+    assert {t.origin for t in trials.values()} == {"predicted"}
+    assert trials[str(best)].status == "compile_error" and "SIGABRT" in trials[str(best)].message
+    assert trials[str(second)].status == "pruned" and trials[str(second)].stack_bytes == 2000
+    assert trials[str(third)].median_us == TOY.estimate_us(PROBLEM, third, A100)
+    assert trials[str(third)].ratio is None, "nothing was measured"
+    assert report.state == "predicted"
+    assert report.winner == trials[str(third)] == store.winners(gpu="a100-sxm-80gb")[0]
+    assert report.attempts == {"ok": len(VALID) - 2, "compile_error": 1, "pruned": 1}
+    assert report.default == str(DEFAULT)
+
+
+def test_among_equals_the_default_is_crowned(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(TOY), "estimate_us", lambda self, p, c, gpu: 5.0)
+    report = run(store, ToyMachine())
+    assert report.winner is not None and report.winner.config == str(DEFAULT)
+
+
+def test_a_second_run_compiles_nothing(store: Store) -> None:
+    first = run(store, ToyMachine())
+    machine = ToyMachine()
+    again = run(store, machine)
+    assert machine.compiled == []
+    assert (again.state, again.measured, again.resumed, again.winner) == ("done", 0, len(VALID), first.winner)
+
+
+def test_limit_takes_the_best_by_the_model(store: Store) -> None:
+    machine = ToyMachine()
+    report = run(store, machine, limit=5)
+    assert machine.compiled == RANKED[:5]
+    assert report.winner is not None and report.winner.config == str(RANKED[0])
+    more = ToyMachine()
+    assert run(store, more, limit=7).resumed == 5
+    assert more.compiled == RANKED[5:7]
+
+
+def test_interrupted_runs_keep_their_rows_and_go_on(store: Store) -> None:
+    machine = ToyMachine(width=1)
+
+    def stop(trial: Any, done: int, wanted: int) -> None:
+        if done == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(store, machine, on_trial=stop)
+    kept = {t.config for t in store.trials(op="toy")}
+    assert len(kept) == 6
+    second = ToyMachine()
+    report = run(store, second)
+    assert report.resumed == 6
+    assert {str(c) for c in second.compiled} == {str(c) for c in VALID} - kept
+
+
+def test_the_deadline_stops_it(store: Store) -> None:
+    machine = ToyMachine(width=1)
+
+    def tick(trial: Any, done: int, wanted: int) -> None:
+        machine.now += 1
+
+    report = run(store, machine, deadline=5.0, on_trial=tick)
+    assert report.state == "unfinished"
+    assert 5 <= report.measured < len(VALID)
+    assert report.winner is not None and report.winner.config == str(RANKED[0])
+    assert run(store, ToyMachine()).state == "predicted"
+
+
+def test_a_measured_winner_stays(store: Store) -> None:
+    measured = book(store, "measured")
+    row = measured.row(DEFAULT, "ok", estimate_us=50.0)
+    measured.record([row])
+    measured.crown(row)
+    report = run(store, ToyMachine())
+    assert report.winner is not None and report.winner.id == row.id
+    assert "measured winner stays" in report.message
+    assert store.winners() == [row]
+
+
+def test_nothing_compiles(store: Store) -> None:
+    report = run(store, ToyMachine(compile_failures=dict.fromkeys(VALID, ABORTED)))
+    assert (report.state, report.winner) == ("failed", None)
+    assert str(len(VALID)) in report.message
+
+
+def test_force_compiles_again(store: Store) -> None:
+    run(store, ToyMachine())
+    machine = ToyMachine()
+    assert run(store, machine, force=True).state == "predicted"
+    assert len(machine.compiled) == len(VALID)
+    assert len(store.trials(op="toy")) == 2 * len(VALID)
+
+
+def test_a_config_that_a_rule_refuses_today_is_not_crowned(store: Store) -> None:
+    class Stricter(type(TOY)):  # type: ignore[misc]
+        def why_not(self, p: Any, c: Config, gpu: Any) -> str | None:
+            return "no longer" if c == RANKED[0] else super().why_not(p, c, gpu)
+
+    run(store, ToyMachine())
+    op = Stricter()
+    ledger = Ledger(store, op, PROBLEM, A100, Environment(), "predicted")
+    job = type(task())(op, PROBLEM, 10)
+    report = Prediction(job, A100, ledger, ToyMachine(), force=True).run()
+    assert report.winner is not None and report.winner.config == str(RANKED[1])
+    assert isinstance(RANKED[1], ToyConfig)
+
+
+def test_an_environment_that_cannot_compile_writes_no_rows(store: Store) -> None:
+    broken = StartFailed("cutekernels.compile cannot be imported: No module named 'cutlass'")
+    with pytest.raises(StartFailed, match="cutlass"):
+        run(store, ToyMachine(compile_failures=dict.fromkeys(VALID, broken)))
+    assert store.trials() == []

@@ -1,0 +1,78 @@
+"""The processes behind a search, for real: compilers that see no GPU, a worker prepared once per problem."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cutekernels.autotune import runtime
+from cutekernels.autotune.runtime import LocalRuntime, Measure, Outcome, Prepare
+from cutekernels.backends import Facts
+from cutekernels.isolate import ChildDied, StartFailed
+from tests.tuner.toys import BEST, DEFAULT, H200, PROBLEM, TOY
+
+_prepared: list[Prepare] = []
+
+
+def fake_compile(request: tuple[str, str, str, Any]) -> Facts:
+    """Stands in for a compiler: aborts on one config, reports what it sees on the others."""
+    _op, _problem, config, gpu = request
+    if config == str(BEST):
+        os.abort()
+    return Facts(gpu.sm_count, len(os.environ["CUDA_VISIBLE_DEVICES"]), os.getpid() != os.getppid())
+
+
+def fake_worker(request: Prepare | Measure) -> Any:
+    """Stands in for the worker: dies on one config, says how often it was prepared on the others."""
+    if isinstance(request, Prepare):
+        _prepared.append(request)
+        return None
+    assert _prepared[-1] == request.prepare
+    if str(BEST) in request.configs:
+        os._exit(70)
+    return {text: Outcome(0.5, (float(len(_prepared)), float(os.getpid()))) for text in request.configs}
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalRuntime]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    monkeypatch.setattr(runtime, "COMPILE_TARGET", "tests.tuner.test_runtime:fake_compile")
+    monkeypatch.setattr(runtime, "WORKER_TARGET", "tests.tuner.test_runtime:fake_worker")
+    with LocalRuntime(2) as one:
+        yield one
+
+
+def test_compiles_see_no_gpu_and_an_abort_costs_one(machine: LocalRuntime) -> None:
+    good, bad, again = (machine.compile(TOY, PROBLEM, c, H200) for c in (DEFAULT, BEST, DEFAULT))
+    assert good.result(60) == again.result(60) == Facts(H200.sm_count, 0, True)
+    with pytest.raises(ChildDied, match="SIGABRT"):
+        bad.result(60)
+
+
+def test_the_worker_is_prepared_once_per_problem_and_process(machine: LocalRuntime) -> None:
+    first = Prepare("toy", str(PROBLEM), H200)
+    second = Prepare("toy", str(PROBLEM), H200, seed=1)
+
+    def ask(prepare: Prepare, config: Any = DEFAULT) -> tuple[float, ...]:
+        return machine.measure(Measure(prepare, (str(config),)))[str(config)].us
+
+    preparations, pid = ask(first)
+    assert preparations == 1
+    assert ask(first) == (1, pid)
+    assert ask(second) == (2, pid)
+    with pytest.raises(ChildDied, match="code 70"):
+        ask(second, BEST)
+    preparations, other = ask(second)
+    assert preparations == 1 and other != pid, "a fresh process, prepared again"
+    machine.refresh()
+    assert ask(second)[1] not in (pid, other)
+
+
+def test_an_environment_that_cannot_compile_is_no_verdict_on_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "COMPILE_TARGET", "no_such_package:f")
+    with LocalRuntime(1) as machine, pytest.raises(StartFailed, match="no_such_package"):
+        machine.compile(TOY, PROBLEM, DEFAULT, H200).result(60)

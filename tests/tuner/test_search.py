@@ -1,0 +1,385 @@
+"""The search of one task, on a toy machine: what is measured, what is written, who is crowned."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cutekernels.autotune.ledger import Ledger
+from cutekernels.autotune.report import TaskReport
+from cutekernels.autotune.search import Search, prune_reason
+from cutekernels.autotune.suggest import Suggester
+from cutekernels.backends import Facts
+from cutekernels.db.store import Environment, Store, Trial
+from cutekernels.isolate import ChildDied, ChildTimeout, RemoteError
+from cutekernels.op import Config
+from cutekernels.ops.attention.backward import ATTENTION_BACKWARD
+from cutekernels.ops.attention.decode import DECODE_ATTENTION
+from cutekernels.ops.attention.op import ATTENTION
+from tests.tuner.toys import BEST, DEFAULT, H200, PROBLEM, TOY, VALID, ToyConfig, ToyMachine, ToyProblem, task, true_us
+
+DIED = ChildDied("worker", -11, "illegal address")
+HUNG = ChildTimeout("worker", 30, "")
+ENVIRONMENT = Environment(driver="580", torch="2.11")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store(str(tmp_path / "t.db")) as one:
+        yield one
+
+
+def ledger(store: Store, problem: ToyProblem = PROBLEM) -> Ledger:
+    return Ledger(store, TOY, problem, H200, ENVIRONMENT, "measured")
+
+
+def run(store: Store, machine: ToyMachine, trials: int = 10, **options: Any) -> TaskReport:
+    job = task(trials)
+    return Search(job, H200, ledger(store), machine, clock=machine.clock, **options).run()
+
+
+def rows(store: Store, config: Config | None = None, status: str | None = None) -> list[Trial]:
+    return store.trials(op="toy", config=None if config is None else str(config), status=status)
+
+
+class TestCrowning:
+    def test_the_whole_space_finds_the_best_and_crowns_its_final_row(self, store: Store) -> None:
+        machine = ToyMachine()
+        report = run(store, machine, trials=100)
+        assert report.state == "tuned"
+        assert report.winner is not None
+        assert report.winner.config == str(BEST)
+        assert store.winners(gpu="h200", op="toy") == [report.winner]
+        w = report.winner
+        assert (w.origin, w.status, w.revision, w.problem) == ("measured", "ok", 3, "m=16 n=64")
+        expected = true_us(DEFAULT) / true_us(BEST)
+        assert w.ratio == pytest.approx(expected, rel=0.01)
+        assert w.ratio_low is not None and w.ratio_high is not None
+        assert 1 < w.ratio_low <= w.ratio <= w.ratio_high
+        assert w.p20_us is not None and w.median_us is not None and w.p80_us is not None
+        assert w.p20_us <= w.median_us <= w.p80_us
+        assert (w.error, w.registers, w.stack_bytes, w.smem_bytes) == (0.3, 64, 0, 1024)
+        assert w.samples == 60
+        assert w.environment == ENVIRONMENT
+        assert report.attempts["ok"] == len(VALID) + 4, "each config once, then the final's four"
+
+    def test_the_final_is_the_three_best_and_the_default_in_a_fresh_process_with_fresh_inputs(
+        self, store: Store
+    ) -> None:
+        machine = ToyMachine()
+        run(store, machine, trials=100)
+        final = machine.measured[-1]
+        by_law = sorted(VALID, key=true_us)
+        assert set(final.configs) == {str(c) for c in [DEFAULT, *by_law[:3]]}
+        assert machine.refreshed == 1
+        assert final.prepare.seed not in {m.prepare.seed for m in machine.measured[:-1]}
+
+    def test_the_default_is_crowned_when_nothing_beats_it(self, store: Store) -> None:
+        machine = ToyMachine(law=lambda c: 10.0 if c == DEFAULT else 12.0)
+        report = run(store, machine, trials=100)
+        assert report.state == "tuned"
+        assert report.winner is not None
+        assert report.winner.config == report.default == str(DEFAULT)
+        assert report.winner.ratio == report.winner.ratio_low == 1.0
+
+    def test_the_default_is_crowned_when_differences_are_noise(self, store: Store) -> None:
+        report = run(store, ToyMachine(law=lambda c: 10.0, noise=0.05), trials=100)
+        assert report.winner is not None
+        assert report.winner.config == str(DEFAULT)
+
+    def test_ties_break_by_the_order_of_texts(self, store: Store) -> None:
+        equal = {ToyConfig(64, 8, True), ToyConfig(32, 2, False), ToyConfig(32, 4, True)}
+        machine = ToyMachine(law=lambda c: 10.0 if c in equal else 20.0, noise=0.03)
+        report = run(store, machine, trials=100)
+        assert report.winner is not None
+        assert report.winner.config == min(map(str, equal))
+
+    def test_a_wrong_finalist_is_not_crowned(self, store: Store) -> None:
+        machine = ToyMachine()
+
+        def unmask(request: Any) -> None:
+            if request.prepare.seed:
+                machine.wrong[BEST] = 40.0
+
+        machine.on_measure = unmask
+        report = run(store, machine, trials=100)
+        assert report.winner is not None
+        assert report.winner.config == str(sorted(VALID, key=true_us)[1])
+        assert rows(store, BEST)[-1].status == "wrong_result"
+
+    def test_a_finalist_that_crashes_is_found_blamed_and_left_out(self, store: Store) -> None:
+        machine = ToyMachine(final_failures={BEST: DIED})
+        report = run(store, machine, trials=100)
+        assert report.winner is not None
+        assert report.winner.config == str(sorted(VALID, key=true_us)[1])
+        assert rows(store, BEST)[-1].status == "crashed"
+        again = run(store, machine, trials=100)
+        assert again.state == "done"
+
+
+def test_an_op_says_how_much_stack_is_too_much() -> None:
+    facts = Facts(255, 8, 1024)
+    for op in (ATTENTION, ATTENTION_BACKWARD, DECODE_ATTENTION):
+        assert "spills: 8 B" in str(prune_reason(facts, op, H200))
+    assert prune_reason(facts, TOY, H200) is None
+
+
+class TestOutcomes:
+    def test_every_outcome_is_a_row_and_the_search_goes_on(self, store: Store) -> None:
+        by_law = sorted(VALID, key=true_us)
+        crash, hang, wrong, broken, remote, spill, fat, refused = by_law[:8]
+        machine = ToyMachine(
+            failures={crash: DIED, hang: HUNG, remote: RemoteError("OutOfMemoryError", "no room")},
+            wrong={wrong: 7.5},
+            compile_failures={
+                broken: ChildDied("compile", -6, "MLIR assertion"),
+                refused: RemoteError("InvalidConfig", "bad tile"),
+            },
+            facts={
+                spill: Facts(255, TOY.most_stack_bytes + 8, 1024),
+                fat: Facts(32, 0, H200.smem_per_block_bytes + 1),
+            },
+        )
+        report = run(store, machine, trials=100)
+        status = {c: rows(store, c)[-1] for c in by_law[:8]}
+        assert status[crash].status == "crashed" and "SIGSEGV" in status[crash].message
+        assert "illegal address" in status[crash].message
+        assert status[hang].status == "timeout" and "30 s" in status[hang].message
+        assert status[wrong].status == "wrong_result" and status[wrong].error == 7.5
+        assert status[broken].status == "compile_error" and "MLIR assertion" in status[broken].message
+        assert status[remote].status == "crashed" and "no room" in status[remote].message
+        assert status[spill].status == "pruned" and "264 B of stack" in status[spill].message
+        assert status[fat].status == "pruned" and "shared memory" in status[fat].message
+        assert status[refused].status == "invalid" and "bad tile" in status[refused].message
+        assert all(t.median_us is None and t.ratio is None for t in status.values())
+        assert not {str(c) for c in (broken, spill, fat, refused)} & {t for m in machine.measured for t in m.configs}
+        assert report.winner is not None
+        assert report.winner.config == str(by_law[8])
+        assert report.attempts["ok"] == len(VALID) - 8 + 4
+
+    def test_rules_prune_without_compiling_and_do_not_count(self, store: Store) -> None:
+        illegal = ToyConfig(128, 1, True)
+        near = ledger(store, ToyProblem(m=32, n=64))  # a neighbour's winner, from before the rule
+        row = near.row(illegal, "ok", estimate_us=1.0)
+        near.record([row])
+        near.crown(row)
+        machine = ToyMachine()
+        report = run(store, machine, trials=len(VALID))
+        assert report.measured == len(VALID) + 4
+        assert set(machine.compiled) == set(VALID)
+        refused = store.trials(op="toy", problem=str(PROBLEM), status="invalid")
+        assert str(illegal) in {t.config for t in refused}
+        assert all("needs 4 warps" in t.message for t in refused)
+        assert len({t.config for t in refused}) == len(refused), "one row each"
+        assert report.attempts["invalid"] == len(refused)
+
+    def test_a_candidate_is_measured_beside_default_and_incumbent_and_races_the_incumbent(self, store: Store) -> None:
+        machine = ToyMachine()
+        run(store, machine, trials=30)
+        best: ToyConfig = DEFAULT
+        for request in machine.measured[1:-1]:
+            assert request.configs[0] == str(DEFAULT)
+            assert request.race == (str(best), request.configs[-1])
+            assert str(best) in request.configs
+            candidate = ToyConfig.parse(request.configs[-1])
+            best = min(best, candidate, key=true_us)
+
+    def test_a_failing_default_fails_the_task_and_says_so(self, store: Store) -> None:
+        machine = ToyMachine(wrong={DEFAULT: 9.0})
+        report = run(store, machine)
+        assert report.state == "failed"
+        assert str(DEFAULT) in report.message and "wrong_result" in report.message
+        assert report.winner is None and store.winners() == []
+        assert len(machine.measured) == 1
+        machine.wrong.clear()
+        assert run(store, machine).state == "tuned", "repaired, the default is measured again"
+
+    def test_a_spilling_default_is_measured_all_the_same(self, store: Store) -> None:
+        report = run(store, ToyMachine(facts={DEFAULT: Facts(255, 4000, 0)}))
+        assert report.state == "tuned"
+
+
+class TestBudgets:
+    def test_trials_bound_the_attempts(self, store: Store) -> None:
+        machine = ToyMachine()
+        report = run(store, machine, trials=6)
+        assert len(set(machine.compiled)) == len(machine.compiled) == 6
+        assert len(machine.measured) == 6 + 1
+        assert report.measured == 6 + 4
+
+    def test_the_space_ends_it_when_it_is_smaller(self, store: Store) -> None:
+        machine = ToyMachine()
+        assert run(store, machine, trials=10_000).state == "tuned"
+        assert sorted(map(str, machine.compiled)) == sorted(map(str, VALID))
+        assert run(store, machine, trials=10_000).state == "done"
+
+    def test_the_deadline_ends_it_and_the_final_still_decides(self, store: Store) -> None:
+        machine = ToyMachine(width=1)
+        report = run(store, machine, trials=100, deadline=5.0)
+        assert report.state == "unfinished"
+        assert len(machine.measured) == 5 + 1
+        assert report.winner is not None
+        more = run(store, machine, trials=100, deadline=None)
+        assert more.state == "tuned" and more.resumed == 5
+
+    def test_no_time_at_all(self, store: Store) -> None:
+        machine = ToyMachine(now=10)
+        report = run(store, machine, deadline=3.0)
+        assert (report.state, report.winner, machine.measured) == ("unfinished", None, [])
+
+
+class TestResume:
+    def test_a_second_run_measures_nothing(self, store: Store) -> None:
+        first = run(store, ToyMachine(), trials=12)
+        before = rows(store)
+        machine = ToyMachine()
+        again = run(store, machine, trials=12)
+        assert (again.state, again.measured, again.resumed) == ("done", 0, 12)
+        assert again.winner == first.winner
+        assert (machine.compiled, machine.measured) == ([], [])
+        assert rows(store) == before
+
+    def test_more_trials_go_on_where_the_first_run_ended(self, store: Store) -> None:
+        first = ToyMachine()
+        run(store, first, trials=8)
+        second = ToyMachine()
+        report = run(store, second, trials=20)
+        assert not set(first.compiled) & set(second.compiled)
+        assert len(second.compiled) == 12
+        assert (report.state, report.resumed) == ("tuned", 8)
+
+    @pytest.mark.parametrize("stopped_at", [1, 5, 8])
+    def test_an_interrupted_run_loses_nothing_it_measured(self, store: Store, stopped_at: int) -> None:
+        first = ToyMachine()
+
+        def interrupt(request: Any) -> None:
+            if len(first.measured) > stopped_at:
+                raise KeyboardInterrupt
+
+        first.on_measure = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            run(store, first, trials=8)
+        done = {t.config for t in rows(store, status="ok")}
+        assert len(done) == min(stopped_at, 8)
+        second = ToyMachine()
+        report = run(store, second, trials=8)
+        assert report.state == "tuned" and report.resumed == len(done)
+        assert not done & {str(c) for c in second.compiled}
+        assert len(done) + len(second.compiled) == 8
+
+    def test_force_measures_again_and_keeps_the_old_rows(self, store: Store) -> None:
+        run(store, ToyMachine(), trials=6)
+        before = len(rows(store))
+        machine = ToyMachine()
+        report = run(store, machine, trials=6, force=True)
+        assert (report.state, report.resumed) == ("tuned", 0)
+        assert len(machine.compiled) == 6
+        assert len(rows(store)) >= 2 * before - len(rows(store, status="invalid"))
+
+    def test_rows_of_another_revision_gpu_or_problem_are_not_ours(self, store: Store) -> None:
+        run(store, ToyMachine(), trials=6)
+        other = Ledger(store, TOY, ToyProblem(m=16, n=128), H200, ENVIRONMENT, "measured")
+        assert other.history() == []
+
+    def test_a_predicted_winner_does_not_make_it_done(self, store: Store) -> None:
+        predicted = Ledger(store, TOY, PROBLEM, H200, ENVIRONMENT, "predicted")
+        row = predicted.row(BEST, "ok", estimate_us=1.0)
+        predicted.record([row])
+        assert predicted.crown(row)
+        machine = ToyMachine()
+        report = run(store, machine, trials=5)
+        assert report.state == "tuned"
+        assert BEST in machine.compiled[:3], "the predicted winner is a seed"
+        assert report.winner is not None and report.winner.origin == "measured"
+
+    def test_rows_that_todays_declaration_cannot_read_are_passed_over(self, store: Store) -> None:
+        book = ledger(store)
+        row = book.row(DEFAULT, "ok", estimate_us=1.0)
+        values = {f: getattr(row, f) for f in ("gpu", "environment", "op", "revision", "problem", "origin", "status")}
+        stale = Trial.new(**values, config="tile=16 warps=1 gone=2")
+        store.record([stale])
+        store.crown(stale.id)
+        report = run(store, ToyMachine(), trials=5)
+        assert (report.state, report.resumed) == ("tuned", 0)
+
+
+class TestSeeds:
+    def test_default_first_then_winners_of_this_and_near_problems_then_the_model(self, store: Store) -> None:
+        for m, config in [(8, ToyConfig(32, 1, False)), (4096, ToyConfig(16, 8, True)), (24, ToyConfig(32, 2, True))]:
+            book = ledger(store, ToyProblem(m=m, n=64))
+            row = book.row(config, "ok", estimate_us=1.0)
+            book.record([row])
+            book.crown(row)
+        alien = ledger(store, ToyProblem(m=16, n=64, dtype="fp16"))
+        row = alien.row(ToyConfig(64, 1, True), "ok", estimate_us=1.0)
+        alien.record([row])
+        alien.crown(row)
+        machine = ToyMachine(width=1)
+        run(store, machine, trials=7)
+        assert machine.compiled == [
+            DEFAULT,
+            ToyConfig(32, 2, True),
+            ToyConfig(32, 1, False),
+            ToyConfig(16, 8, True),
+            ToyConfig(128, 8, False),
+            ToyConfig(128, 8, True),
+            ToyConfig(128, 4, False),
+        ]
+
+
+class TestSuggester:
+    def test_never_repeats_never_breaks_a_rule_and_ends(self) -> None:
+        suggester = Suggester(ToyConfig, VALID, [BEST, BEST, ToyConfig(128, 1, False)])
+        given = []
+        while (config := suggester.next()) is not None:
+            given.append(config)
+            suggester.observe(config, None if config.tile == 32 else true_us(config))
+        assert given[0] == BEST
+        assert Counter(given) == Counter(VALID)
+        assert suggester.untried == 0
+        refused = suggester.take_refused()
+        assert refused[0] == ToyConfig(128, 1, False)
+        assert all(TOY.why_not(PROBLEM, c, H200) for c in refused if isinstance(c, ToyConfig))
+        assert suggester.take_refused() == []
+
+    def test_what_was_observed_is_never_given(self) -> None:
+        suggester = Suggester(ToyConfig, VALID, [])
+        for config in VALID[:-2]:
+            suggester.observe(config, 1.0)
+        assert {suggester.next(), suggester.next()} == set(VALID[-2:])
+        assert suggester.next() is None
+
+    def test_is_deterministic(self) -> None:
+        def first(count: int) -> list[Config | None]:
+            suggester = Suggester(ToyConfig, VALID, [], seed=4)
+            return [suggester.next() for _ in range(count)]
+
+        assert first(9) == first(9)
+
+    def test_learns(self) -> None:
+        """Half of the space suffices, on average over seeds, to find what chance finds with 14 of 28."""
+        calls = []
+        for seed in range(8):
+            suggester = Suggester(ToyConfig, VALID, [DEFAULT], seed=seed)
+            for count in range(1, len(VALID) + 1):
+                config = suggester.next()
+                assert config is not None
+                if config == BEST:
+                    calls.append(count)
+                    break
+                suggester.observe(config, true_us(config))
+        assert sum(calls) / len(calls) < len(VALID) / 2
+
+
+def test_progress_is_told_row_by_row(store: Store) -> None:
+    told: list[tuple[str, int, int]] = []
+    run(store, ToyMachine(), trials=5, on_trial=lambda t, done, wanted: told.append((t.status, done, wanted)))
+    counted = [done for status, done, _ in told if status == "ok"]
+    assert counted == [1, 2, 3, 4, 5, 5, 5, 5, 5]
+    assert {wanted for _, _, wanted in told} == {5}
+    assert re.fullmatch(r"(ok|invalid)( (ok|invalid))*", " ".join(status for status, _, _ in told))
