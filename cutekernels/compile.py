@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import json
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ _BACKENDS = {
 }
 _COMPILERS = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "triton")
 _PACKAGE = Path(__file__).parent
+_REACHED = ("ops", "kernels", "backends")
 
 _lock = threading.RLock()
 _loaded: dict[str, Callable[..., Any]] = {}
@@ -78,18 +80,23 @@ def compile_task(request: tuple[str, str, str, str]) -> Facts:
 
 def cache_key(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec) -> str:
     """Names a compiled object by all it was made from."""
-    made_from = [op.name, gpu.target, gpu.sm_count, p.static(), str(c), source_fingerprint(type(op).__module__)]
+    made_from = [op.name, str(gpu), p.static(), str(c), source_fingerprint(type(op))]
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]
 
 
 @cache
-def source_fingerprint(op_module: str) -> str:
-    """A hash of the kernels, the backends, the op's own file and the compilers' versions."""
+def source_fingerprint(op: type) -> str:
+    """A hash of every source that ``build`` of an ``op`` can reach, and of the compilers' versions.
+
+    That is all of the package below its users (ops, kernels, backends, and the modules beside this one), and the files
+    of the op's classes where they lie elsewhere. It is coarse on purpose: a key that misses one file serves a wrong
+    kernel, one that has too many compiles again.
+    """
+    homes = {Path(sys.modules[base.__module__].__file__ or "") for base in op.__mro__ if base is not object}
+    own = {file for folder in _REACHED for file in (_PACKAGE / folder).rglob("*.py")} | set(_PACKAGE.glob("*.py"))
     digest = hashlib.sha256()
-    files = sorted([*(_PACKAGE / "kernels").rglob("*.py"), *(_PACKAGE / "backends").rglob("*.py")])
-    own = importlib.import_module(op_module).__file__
-    for file in [*files, *([Path(own)] if own else [])]:
-        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    for file in sorted({file for file in homes if file.is_file() and _PACKAGE not in file.parents} | own):
+        digest.update(str(file).removeprefix(str(_PACKAGE)).encode() + b"\0" + file.read_bytes() + b"\0")
     for compiler in _COMPILERS:
         digest.update(f"{compiler} {package_version(compiler)}\0".encode())
     return digest.hexdigest()

@@ -1,0 +1,111 @@
+"""How fast the parts of a GPU are: what analytical models read, so that they hold no machine's numbers.
+
+``gpu.py`` has what a datasheet says; this table has what only a measurement shows (launch, latencies, ports, barriers).
+One row was measured, on the H200. Every other GPU's is scaled from it by clocks and sizes, and says ``measured=False``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cutekernels.gpu import GpuSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Times in µs and rates per µs of one GPU; those "per SM" are one streaming multiprocessor's."""
+
+    measured: bool
+    """Whether this row was measured on this GPU, or scaled from the H200's."""
+    clock_mhz: float
+    """SM clock under sustained load."""
+    launch_us: float
+    """A kernel in a chain of kernels, beside the time its blocks take: launch, first block, last block's end."""
+    dependent_us: float
+    """The share of ``launch_us`` that programmatic dependent launch hides."""
+    block_us: float
+    """An SM starts a block this often."""
+    dram_latency_us: float
+    """From a load to its data, under load. Bandwidth times this is what must be in flight (Little's law)."""
+    dram_share: float
+    """The best stream's share of the datasheet's DRAM bandwidth."""
+    l2_latency_us: float
+    """From a load to its data where the L2 has it."""
+    sm_bytes_per_us: float
+    """Bytes that one SM pulls from the L2, at most."""
+    smem_bytes_per_us: float
+    """Bytes that one SM reads from shared memory."""
+    warpgroup_flops_per_us: float
+    """What one SM multiplies by warpgroup MMA in a steady mainloop; 0 where there is none."""
+    barrier_us: float
+    """A block-wide barrier between two stages of a pipeline."""
+    exchange_us: float
+    """A round of messages between the CTAs of a cluster, or between CTAs by way of the L2."""
+    kept_bytes: int
+    """The largest result that is worth keeping in the L2 for the next kernel."""
+
+
+# H200 SXM, 2026-11, by this project's own kernels (docs/notes): graph chains, cold L2, sustained load.
+_H200 = Rates(
+    measured=True,
+    clock_mhz=1700,
+    launch_us=1.5,
+    dependent_us=0.63,
+    block_us=0.05,
+    dram_latency_us=0.8,
+    dram_share=0.92,
+    l2_latency_us=0.67,
+    sm_bytes_per_us=99e3,
+    smem_bytes_per_us=128 * 1700,
+    warpgroup_flops_per_us=6.22e6,
+    barrier_us=0.08,
+    exchange_us=0.63,
+    kept_bytes=4 << 20,
+)
+_MEASURED = {"h200": _H200}
+
+# Boost clocks of the datasheets, MHz. Under load the H200 keeps 1700 of its 1980, and so, it is assumed, do the others.
+_BOOST_MHZ = {
+    "rtx5090": 2407,
+    "rtxpro6000": 2617,
+    "rtx4090": 2520,
+    "rtx3090": 1695,
+    "l40s": 2520,
+    "l4": 2040,
+    "a100-sxm-40gb": 1410,
+    "a100-sxm-80gb": 1410,
+    "a100-pcie-40gb": 1410,
+    "a100-pcie-80gb": 1410,
+    "a10": 1695,
+    "h100-sxm": 1980,
+    "h100-pcie": 1755,
+    "h200": 1980,
+}
+_H200_L2_BYTES = 60 << 20
+
+
+@cache
+def of(gpu: GpuSpec) -> Rates:
+    """The rates of ``gpu``: measured where somebody measured them, else scaled from the H200's."""
+    if gpu.name in _MEASURED:
+        return _MEASURED[gpu.name]
+    if gpu.smem_cap_bytes is not None and gpu.name.rpartition("-")[0] in _MEASURED:  # confined: see GpuSpec.limited
+        return _MEASURED[gpu.name.rpartition("-")[0]]
+    boost = _BOOST_MHZ.get(gpu.name, _BOOST_MHZ["h200"])
+    faster = boost / _BOOST_MHZ["h200"]
+    return replace(
+        _H200,
+        measured=False,
+        clock_mhz=_H200.clock_mhz * faster,
+        dependent_us=_H200.dependent_us if gpu.has_pdl else 0.0,
+        l2_latency_us=_H200.l2_latency_us / faster,
+        sm_bytes_per_us=_H200.sm_bytes_per_us * faster,
+        smem_bytes_per_us=_H200.smem_bytes_per_us * faster,
+        warpgroup_flops_per_us=_H200.warpgroup_flops_per_us * faster if gpu.has_wgmma else 0.0,
+        barrier_us=_H200.barrier_us / faster,
+        exchange_us=_H200.exchange_us / faster,
+        kept_bytes=_H200.kept_bytes * gpu.l2_bytes // _H200_L2_BYTES,
+    )
