@@ -227,7 +227,7 @@ class TritonOp(TensorOp[P, C]):
         main = self._main(named)
         sizes, _ = self._posed(named, **options)
         declared = self.Problem.__dataclass_fields__
-        found: dict[str, Any] = {name: sizes[name] for name in self.Problem.extent_names() if name in sizes}
+        found: dict[str, Any] = {name: sizes[name] for name in declared if name in sizes}
         if "dtype" in declared:
             if main.dtype not in DTYPE_NAMES:
                 raise UnsupportedProblem(
@@ -291,6 +291,9 @@ class TritonOp(TensorOp[P, C]):
             elif self.operands[name].laid and promised is not None:
                 divisible[f"{name}_ptr"] = promised
         signature |= self.sizes
+        aligned = getattr(self.Problem, "aligns_rows", None)
+        if aligned in self.sizes and promised is not None:
+            divisible[aligned] = p.vec  # type: ignore[attr-defined, index]
         for name, kind in kinds.items():
             operand = self.operands[name]
             for step in operand.strides:
