@@ -113,14 +113,13 @@ def Matrix(
     dtype: str = "dtype",
     *,
     result: bool = False,
+    strides: Sequence[str] = ("row", "col"),
     given: str | None = None,
     optional: bool = False,
     laid: bool | None = None,
 ) -> Operand:
-    """``(rows, cols)``, or with ``"*rows"`` ``(..., cols)``; kernels call its strides ``row`` and ``col``."""
-    return Array(
-        rows, cols, dtype=dtype, strides=("row", "col"), result=result, given=given, optional=optional, laid=laid
-    )
+    """``(rows, cols)``, or with ``"*rows"`` ``(..., cols)``; its strides are ``row`` and ``col`` by default."""
+    return Array(rows, cols, dtype=dtype, strides=strides, result=result, given=given, optional=optional, laid=laid)
 
 
 def Vector(
