@@ -67,7 +67,7 @@ class TritonOp(TensorOp[P, C]):
     """An op whose tensors are :class:`~cutekernels.ops.shared.operands.Operand` attributes of its class.
 
     The kernel's parameters, in this order: ``<operand>_ptr`` of results and inputs, the ``sizes``,
-    ``<operand>_<stride>`` of each, the ``scalars``, constexprs.
+    ``<operand>_<stride>`` of each, the ``scalars``, the ``extras``, constexprs.
     """
 
     kernel: ClassVar[str]
@@ -77,6 +77,8 @@ class TritonOp(TensorOp[P, C]):
     scalar_types: ClassVar[Mapping[str, str]] = {}
     """Numbers of a call and their types."""
     scalar_samples: ClassVar[Mapping[str, float]] = {}
+    extras: ClassVar[Mapping[str, str]] = {}
+    """Parameters behind the scalars, and their types, that only an op's own ``bind`` passes: a workspace, a phase."""
     operands: ClassVar[dict[str, Operand]] = {}
     flattens = False  # each operand says for itself, in ``takes``
 
@@ -109,7 +111,7 @@ class TritonOp(TensorOp[P, C]):
         """The values of ``sizes``: the problem's fields of those names."""
         return tuple([getattr(p, name) for name in self.sizes])
 
-    def divisible(self, p: P) -> dict[str, int]:
+    def divisible(self, p: P, c: C) -> dict[str, int]:
         """What kernels may assume that ``sizes`` are multiples of."""
         return {}
 
@@ -281,7 +283,7 @@ class TritonOp(TensorOp[P, C]):
 
         signature: dict[str, str] = {}
         constants: dict[str, Any] = {}
-        divisible = self.divisible(p)
+        divisible = self.divisible(p, c)
         promised = getattr(p, "align", 1) if getattr(p, "layout", "") != "strided" else None
         kinds = {name: self.kind(p, name) for name in self.operands}
         for name, kind in kinds.items():
@@ -305,11 +307,13 @@ class TritonOp(TensorOp[P, C]):
                         constants[f"{name}_{step}"] = 1
                     else:
                         divisible[f"{name}_{step}"] = max(1, promised // TYPES[kind].itemsize)
-        signature |= self.scalar_types
+        signature |= dict(self.scalar_types) | dict(self.extras)
         constants |= self.constants(p, c)
         module, _, function = self.kernel.partition(":")
+        kernel = getattr(import_module(f"cutekernels.kernels.triton.{module}"), function)
+        constants = {name: constants[name] for name in sorted(constants, key=list(kernel.arg_names).index)}
         return compile_kernel(
-            getattr(import_module(f"cutekernels.kernels.triton.{module}"), function),
+            kernel,
             signature=signature | dict.fromkeys(constants, "constexpr"),
             constexprs=constants,
             divisible={name: n for name, n in divisible.items() if name not in constants},
