@@ -85,7 +85,7 @@ class _MoveOp(TritonOp[MoeMoveProblem, MoeMoveConfig]):
         return None
 
     def default(self, p: MoeMoveProblem, gpu: GpuSpec) -> MoeMoveConfig:
-        if -(-p.cols // 1024) > _GRID_Y:
+        if -(-p.cols // 256) > _GRID_Y:
             return MoeMoveConfig(8192, 8)
         # One access of 16 bytes per thread, in small programs where there is little to do.
         width = max(256, power_of_two(p.cols))

@@ -172,7 +172,9 @@ def misfit(
     op: str, declared: Mapping[str, Operand], given: Mapping[str, Tensor | None], known: Mapping[str, int] = {}
 ) -> UnsupportedProblem:
     """The refusal of shapes that do not fit together."""
-    wanted = ", ".join(f"{name} {operand.describe()}" for name, operand in declared.items() if name in given)
+    wanted = ", ".join(
+        f"{name} {operand.describe()}" for name, operand in declared.items() if given.get(name) is not None
+    )
     got = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items() if t is not None)
     said = "".join(f", {name} = {value}" for name, value in known.items())
     return UnsupportedProblem(f"{op} takes {wanted}{said}, each extent the same wherever it stands; got {got}")

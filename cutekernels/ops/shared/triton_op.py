@@ -49,9 +49,11 @@ class LaidOut:
         if self.aligns_rows is not None:
             row = getattr(self, self.aligns_rows) * self.itemsize
             if self.layout == "strided" and self.align != WIDEST_BYTES:
-                raise UnsupportedProblem(f"align is left at 16 where the layout is strided; it is {self.align}")
+                raise UnsupportedProblem(
+                    f"nothing depends on align in a strided layout: leave it at 16; it is {self.align}"
+                )
             if self.layout != "strided" and row % self.align:
-                raise UnsupportedProblem(f"align divides rows of {row} bytes; it is {self.align}: take less")
+                raise UnsupportedProblem(f"rows of {row} bytes are not aligned to {self.align}: lower align")
 
     @property
     def itemsize(self) -> int:
@@ -253,8 +255,11 @@ class TritonOp(TensorOp[P, C]):
         return next(str(v) for v in values if v != "none" and (main if v == "same" else TYPES[v]) == t.dtype)
 
     def layout(self, named: Mapping[str, Tensor | None], sizes: Sizes, found: Mapping[str, Any]) -> dict[str, Scalar]:
-        """The fields ``layout`` and ``align``."""
-        values = self.Problem.__dataclass_fields__["layout"].metadata["values"]
+        """The fields ``layout`` and ``align``, where the problem has them."""
+        declared = self.Problem.__dataclass_fields__
+        if "layout" not in declared:
+            return {}
+        values = declared["layout"].metadata["values"]
         laid = [(self.operands[name], t) for name, t in named.items() if self.operands[name].laid and t is not None]
         if any(operand.walk(t)[-1] != 1 for operand, t in laid if t.numel()):
             return {"layout": "strided"}
