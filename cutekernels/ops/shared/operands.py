@@ -180,7 +180,7 @@ def misfit(
     return UnsupportedProblem(f"{op} takes {wanted}{said}, each extent the same wherever it stands; got {got}")
 
 
-def shape_of(operand: Operand, sizes: Mapping[str, int], leads: Mapping[str, torch.Size]) -> tuple[int, ...]:
+def shape_of(operand: Operand, sizes: Mapping[str, int], leads: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     """The shape that ``operand`` has; flattened dimensions are one where nobody told them apart."""
     first = leads.get(operand.axes[0], (sizes[operand.names[0]],)) if operand.leads else ()
     return (*first, *[sizes[axis] for axis in operand.axes[operand.leads :]])
