@@ -47,6 +47,7 @@ class SampleFilterProblem(LaidOut, Problem):
     """
 
     aligns_rows: ClassVar[str | None] = "cols"
+    most: ClassVar = {"cols": MAX_COLS}
     rows: int = extent(ladder)
     cols: int = extent()
     dtype: str = plain("bf16", "fp16", "fp32")
@@ -62,8 +63,6 @@ class SampleFilterProblem(LaidOut, Problem):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cols > MAX_COLS:
-            raise UnsupportedProblem(f"a vocabulary has up to {MAX_COLS} tokens; it has {self.cols}")
         for each, filtered in (("top_ks", self.by_k), ("top_ps", self.by_p), ("min_ps", self.by_min_p)):
             if getattr(self, each) and not filtered:
                 raise UnsupportedProblem(f"{each}=1 are parameters of a filter that is not asked for")

@@ -10,7 +10,9 @@ import triton.language as tl
 
 from cutekernels.kernels.triton.dependent import await_turn
 
-ROW = tl.constexpr(8)  # numbers of a tensor in a table: param, grad, exp_avg, exp_avg_sq, master, step, elements, 0
+ROW = tl.constexpr(
+    8
+)  # 64-bit numbers per tensor in a table: param, grad, exp_avg, exp_avg_sq, master, step, elements, 0
 
 
 @triton.jit

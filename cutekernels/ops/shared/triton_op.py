@@ -6,6 +6,7 @@ special about it (hooks below, each with what most ops want).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from importlib import import_module
@@ -40,8 +41,14 @@ class LaidOut:
     aligns_rows: ClassVar[str | None] = None
     """The extent whose bytes ``align`` divides too: a row's length, where kernels assume it."""
 
+    most: ClassVar[Mapping[str, int]] = {}
+    """The largest extents, by name, that grids and offsets allow."""
+
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]
+        for name, limit in self.most.items():
+            if getattr(self, name) > limit:
+                raise UnsupportedProblem(f"{name} is at most {limit}; it is {getattr(self, name)}: split the call")
         if self.align < self.itemsize:
             raise UnsupportedProblem(
                 f"align covers one element of {self.dtype}, {self.itemsize} bytes; it is {self.align}"
@@ -381,10 +388,7 @@ class TritonOp(TensorOp[P, C]):
         for name, operand in self.operands.items():
             kind = self.kind(p, name)
             if kind is not None:
-                count = 1
-                for axis in operand.names:
-                    count *= sizes[axis]
-                total += count * TYPES[kind].itemsize
+                total += math.prod(shape_of(operand, sizes, {})) * TYPES[kind].itemsize
         return float(total)
 
     def work(self, p: P) -> Work:
