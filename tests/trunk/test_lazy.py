@@ -28,7 +28,8 @@ def test_a_function_wins_over_a_module_of_its_name() -> None:
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     (tmp_path / "__init__.pyi").write_text(
-        "from __future__ import annotations\nfrom json import dumps as dumps\nfrom toy import part as part\nversion: str\n"
+        "from __future__ import annotations\nfrom json import dumps as dumps\n"
+        "from toy import part as part\nversion: str\n"
     )
     module = ModuleType("toy")
     module.__path__ = [str(tmp_path)]
