@@ -5,13 +5,11 @@ Data goes to stdout and nothing else does. What belongs here is presentation; th
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from cutekernels import terminal
 from cutekernels.db.store import Trial
 
 if TYPE_CHECKING:
@@ -95,7 +93,7 @@ class TuneReport:
         return sum(task.measured for task in self.tasks)
 
     def as_json(self) -> str:
-        return json.dumps(
+        return terminal.as_json(
             {
                 "job": self.job,
                 "gpu": self.gpu,
@@ -103,17 +101,11 @@ class TuneReport:
                 "seconds": round(self.seconds, 2),
                 "measured": self.measured,
                 "tasks": [task.as_row() for task in self.tasks],
-            },
-            indent=2,
+            }
         )
 
     def as_csv(self) -> str:
-        out = io.StringIO()
-        rows = [{**task.as_row(), "attempts": counts(task.attempts)} for task in self.tasks]
-        writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        return out.getvalue()
+        return terminal.as_csv([{**task.as_row(), "attempts": counts(task.attempts)} for task in self.tasks])
 
     def as_table(self) -> Table:
         from rich.markup import escape

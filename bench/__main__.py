@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,7 +19,7 @@ from bench import published, workloads
 from bench.evenness import steepest
 from bench.suites import Case
 from bench.workloads import cases as cases_of
-from cutekernels import environment
+from cutekernels import environment, terminal
 from cutekernels.errors import CuteKernelsError, UnknownGpu
 
 if TYPE_CHECKING:
@@ -72,23 +72,23 @@ def bench(
         _reproduced(op, suite, out, warm=warm, plots=plots)
         return
     if alone and example is not None:
-        _fail("--example adds a peer and --alone leaves them out: give one of the two", code=2)
+        terminal.fail("--example adds a peer and --alone leaves them out: give one of the two", code=2)
     try:
         suite = suite or next(iter(workloads.get(op).suites))
         cases = cases_of(op, suite, dtype=dtype, accumulate=accumulate, match=match)
         for case in cases:
             _check(case)
     except ValueError as error:
-        _fail(str(error), code=2)
+        terminal.fail(str(error), code=2)
     if not cases:
-        _fail(f"no case of {op} {suite} has {match!r} in its label or problem", code=2)
+        terminal.fail(f"no case of {op} {suite} has {match!r} in its label or problem", code=2)
     if dry_run:
         _list(cases, alone)
         return
     try:
         gpu = _gpu()
     except UnknownGpu:
-        _fail("no CUDA device is visible, and times are only taken on one; --dry-run lists what would be timed")
+        terminal.fail("no CUDA device is visible, and times are only taken on one; --dry-run lists what would be timed")
     from bench import run as runner
 
     name = run_name(
@@ -118,34 +118,36 @@ def bench(
     try:
         rows = runner.run(cases, plan, path, runner.Timer(), lambda some: _progress(talk, some))
     except (CuteKernelsError, ValueError) as error:
-        _fail(str(error))
-    _console().print(table(rows))
+        terminal.fail(str(error))
+    terminal.show(table(rows))
     if suite == "tokens":
         for row, times in steepest(rows):
-            _console().print(f"{row.contender}, {row.label} is the steepest: {times:.3f} of its neighbours' mean")
+            terminal.show(f"{row.contender}, {row.label} is the steepest: {times:.3f} of its neighbours' mean")
     theirs = published.load(op, suite)
     if theirs:
-        _console().print(published.published_table(theirs))
+        terminal.show(published.published_table(theirs))
     if plots and any(r.status == "ok" for r in rows):
         from bench.plots import draw
 
         draw(rows, path.with_suffix(".png"))
     talk.print(f"{len(rows)} rows in {path}")
     if any(r.status in ("failed", "wrong_result") and r.contender.startswith("cutekernels") for r in rows):
-        _fail("one of ours failed or was wrong; its row says why")
+        terminal.fail("one of ours failed or was wrong; its row says why")
 
 
 def _reproduced(op: str, suite: str | None, out: Path | None, *, warm: bool, plots: bool) -> None:
     """Tables of what others published, and of the same cases in the results' folders, one for each GPU."""
     theirs = published.load(op, suite)
     if not theirs:
-        _fail(f"nothing is published of {' '.join(filter(None, (op, suite)))}; see bench/published.json", code=2)
+        terminal.fail(
+            f"nothing is published of {' '.join(filter(None, (op, suite)))}; see bench/published.json", code=2
+        )
     talk = Console(stderr=True, highlight=False)
     folders = [out] if out is not None else sorted(p for p in (HERE / "results").iterdir() if p.is_dir())
     for folder in folders:
         lines = published.reproduce(theirs, folder, warm=warm)
         gpu = next((r.stamp.get("gpu", folder.name) for x in lines if (r := x.ours) is not None), folder.name)
-        _console().print(published.reproduced_table(lines, f"{gpu}, {'warm' if warm else 'cold'} L2"))
+        terminal.show(published.reproduced_table(lines, f"{gpu}, {'warm' if warm else 'cold'} L2"))
         for command in published.missing(lines):
             line = f"not measured in {folder}; measure with: {command}{' --warm' if warm else ''}"
             talk.print(line, soft_wrap=True)
@@ -153,7 +155,7 @@ def _reproduced(op: str, suite: str | None, out: Path | None, *, warm: bool, plo
             from bench.plots import draw_reproduced
 
             draw_reproduced(lines, gpu, folder / f"{op}_published{'_warm' if warm else ''}.png")
-    _console().print(published.published_table(theirs))
+    terminal.show(published.published_table(theirs))
 
 
 def _check(case: Case) -> None:
@@ -237,7 +239,7 @@ def _list(cases: list[Case], alone: bool) -> None:
         peers = [] if alone else [*(peer.name for peer in workload.peers), *streams]
         names = ", ".join([*peers, "cutekernels"])
         shown.add_row(case.op, case.label, case.problem, f"{case.alpha:g}", f"{case.beta:g}", names)
-    _console().print(shown)
+    terminal.show(shown)
 
 
 def _progress(talk: Console, rows: list[Row]) -> None:
@@ -253,16 +255,6 @@ def _number(value: float | None, digits: int) -> str:
 
 def _percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.0f}"
-
-
-def _console() -> Console:
-    console = Console(highlight=False)  # made per call: a redirected stdout is the one in use
-    return console if console.is_terminal else Console(highlight=False, width=220)
-
-
-def _fail(message: str, code: int = 1) -> NoReturn:
-    typer.echo(" ".join(message.split()), err=True)
-    raise typer.Exit(code)
 
 
 if __name__ == "__main__":

@@ -9,42 +9,30 @@ command here if it has no room of its own.
 
 from __future__ import annotations
 
-import csv
 import importlib
-import io
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 import typer.main
+from rich.table import Table
+from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from cutekernels import environment, settings
+from cutekernels import environment, settings, terminal
 from cutekernels.errors import CompileError, CuteKernelsError, StoreError, UnknownGpu
+from cutekernels.terminal import As, Format
 
 _MOUNTED = {  # verb: (where its Typer app is, what --help says of it)
     "tune": ("cutekernels.autotune.cli:app", "Tune a job's problems for one GPU and crown the winners."),
     "db": ("cutekernels.db.cli:app", "Look into the tuned-config database; export, import and merge winners."),
     "bench": ("bench.__main__:app", "Time an op's suites beside its peers (from a checkout)."),
 }
-
-
-class Format(StrEnum):
-    """How a result is written."""
-
-    table = "table"
-    json = "json"
-    csv = "csv"
-
-
-As = Annotated[Format, typer.Option("--format", help="How to write it.")]
 
 
 class _Verbs(TyperGroup):
@@ -71,7 +59,7 @@ def main() -> None:
     try:
         app()
     except CuteKernelsError as error:
-        _fail(str(error))
+        terminal.fail(str(error))
 
 
 def _mounted(verb: str) -> Any:
@@ -84,7 +72,7 @@ def _mounted(verb: str) -> Any:
 def _reach_bench() -> None:
     root = Path(__file__).resolve().parents[1]
     if not (root / "bench" / "__main__.py").is_file():
-        _fail("the benchmarks are not installed: run `python -m bench` in a checkout of the repository")
+        terminal.fail("the benchmarks are not installed: run `python -m bench` in a checkout of the repository")
     sys.path.insert(0, str(root))
 
 
@@ -102,7 +90,7 @@ def _root(
     try:
         settings.load()
     except ValueError as error:  # an environment variable is set wrongly
-        _fail(str(error), code=2)
+        terminal.fail(str(error), code=2)
 
 
 # ---- explain ------------------------------------------------------------------------------------------------
@@ -121,15 +109,12 @@ def explain(
 
     rows = introspection.explain(op, problem, gpu_name=gpu, config=config).rows
     if format is not Format.table:
-        _write([dict(rows)], format)
+        terminal.write([dict(rows)], format)
         return
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table.grid(padding=(0, 2))
     for name, value in rows:
         table.add_row(Text(name, style="bold"), Text(value))
-    _console().print(table)
+    terminal.show(table)
 
 
 # ---- doctor -------------------------------------------------------------------------------------------------
@@ -157,7 +142,7 @@ def doctor(format: As = Format.table) -> None:
     if format is Format.table:
         _write_findings(findings)
     else:
-        _write([asdict(f) for f in findings], format)
+        terminal.write([asdict(f) for f in findings], format)
     raise typer.Exit(1 if any(f.state == "broken" for f in findings) else 0)
 
 
@@ -278,37 +263,7 @@ def _cuobjdump() -> Finding:
 
 
 def _write_findings(findings: Iterable[Finding]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table("what", "state", "found", "remedy")
     for f in findings:
         table.add_row(f.what, Text(f.state, style=_STYLES[f.state]), Text(f.value), Text(f.remedy))
-    _console().print(table)
-
-
-# ---- talking ------------------------------------------------------------------------------------------------
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    # Made per call, so that a redirected stdout is the one in use. A pipe has no width: leave room for a row.
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=200)
-
-
-def _write(rows: list[dict[str, Any]], format: Format) -> None:
-    if format is Format.json:
-        typer.echo(json.dumps(rows, indent=2))
-        return
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    typer.echo(text.getvalue(), nl=False)
-
-
-def _fail(message: str, code: int = 1) -> NoReturn:
-    typer.echo(" ".join(message.split()), err=True)
-    sys.exit(code)
+    terminal.show(table)
