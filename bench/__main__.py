@@ -154,7 +154,7 @@ def _reproduced(op: str, suite: str | None, out: Path | None, *, warm: bool, plo
         if plots and any(line.ours is not None for line in lines):
             from bench.plots import draw_reproduced
 
-            draw_reproduced(lines, gpu, folder / f"{op}_published{'_warm' if warm else ''}.png")
+            draw_reproduced(lines, gpu, folder / published.picture(op, warm=warm))
     terminal.show(published.published_table(theirs))
 
 

@@ -15,10 +15,9 @@ from pathlib import Path
 from rich.table import Table
 
 from bench import rows, workloads
-from bench.rows import Row
+from bench.rows import OURS, Row, is_ours
 
 FILE = Path(__file__).parent / "published.json"
-OURS = "cutekernels"
 UNITS = {"us": -1, "tokens/s": 1}  # whether more is slower or faster
 
 
@@ -117,10 +116,15 @@ def _date(found: Sequence[Row]) -> str:
 
 def _beside(published: Published, run: Sequence[Row]) -> Reproduced:
     of = {r.contender: r for r in run if r.status == "ok"}
-    peers = {peer.name for peer in workloads.get(published.op).peers if peer.judged and OURS not in peer.name}
+    peers = {peer.name for peer in workloads.get(published.op).peers if peer.judged and not is_ours(peer.name)}
     timed = [r for name, r in of.items() if name in peers]
     strongest = min(timed, key=lambda r: r.median_us or float("inf"), default=None)
     return Reproduced(published, of.get(published.peer), strongest, of.get(OURS))
+
+
+def picture(op: str, *, warm: bool = False) -> str:
+    """The file name of the picture that sets published numbers of ``op`` beside recorded rows."""
+    return f"{op}_published{'_warm' if warm else ''}.png"
 
 
 def missing(lines: Iterable[Reproduced]) -> list[str]:

@@ -143,7 +143,26 @@ class TestRows:
         path = tmp_path / "h200" / "gemm_square.jsonl"
         rows.write(path, some)
         assert rows.read(path) == some
-        assert json.loads(path.read_text().splitlines()[0])["stamp"]["gpu"] == "h200"
+        header, first, second = map(json.loads, path.read_text().splitlines())
+        assert header["common"]["stamp"]["gpu"] == "h200"
+        assert header["columns"] == ["status", "reason", "median_us"]
+        assert [first, second] == [["ok", "", 1.0], ["absent", "not installed", None]]
+
+    def test_numbers_keep_four_digits(self, tmp_path: Path) -> None:
+        rows.write(tmp_path / "rows.jsonl", [self.row(median_us=1234.56, p20_us=0.00123456, sets=123456)])
+        (found,) = rows.read(tmp_path / "rows.jsonl")
+        assert (found.median_us, found.p20_us, found.sets) == (1235.0, 0.001235, 123456)
+
+    @pytest.mark.parametrize("text", ["", "[]", '{"common": {}}', '{"common": {"us": 1}, "columns": []}'])
+    def test_a_file_without_a_header_is_named(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "rows.jsonl").write_text(text)
+        with pytest.raises(ValueError, match=r"rows.jsonl:1 is not the header"):
+            rows.read(tmp_path / "rows.jsonl")
+
+    @pytest.mark.parametrize("path", sorted(plots.RESULTS.rglob("*.jsonl")), ids=lambda path: path.stem)
+    def test_every_recorded_file_reads(self, path: Path) -> None:
+        found = rows.read(path)
+        assert {(r.stamp["gpu"], bool(r.stamp["commit"])) for r in found} == {(path.parent.name, True)}
 
     def test_a_later_run_replaces_the_file_and_leaves_nothing_beside_it(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.jsonl"
@@ -185,8 +204,8 @@ class TestRows:
     def test_a_line_that_is_no_row_is_named(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.jsonl"
         rows.write(path, [self.row()])
-        path.write_text(path.read_text() + '{"op": "gemm"}\n')
-        with pytest.raises(ValueError, match=r"rows.jsonl:2 is not a benchmark row"):
+        path.write_text(path.read_text() + '["gemm"]\n')
+        with pytest.raises(ValueError, match=r"rows.jsonl:3 is not a benchmark row"):
             rows.read(path)
 
 
@@ -321,7 +340,8 @@ class TestCase:
         lengths = []
         cases = [SMALL, Case("gemm", "m=8 n=8 k=8", "8")]
         found = run.run(cases, plan(), path, timer(Clock()), lambda some: lengths.append(len(rows.read(path))))
-        assert rows.read(path) == found
+        rows.write(tmp_path / "all.jsonl", found)
+        assert rows.read(path) == rows.read(tmp_path / "all.jsonl")
         assert 0 < lengths[0] < lengths[1] == len(found)
 
 
@@ -497,6 +517,22 @@ def test_a_plot_of_rows_that_failed_too(tmp_path: Path) -> None:
     some.append(Row(**values, label="0", contender="liger", status="absent", reason="not installed"))
     plots.draw(some, tmp_path / "deep" / "x.png")
     assert (tmp_path / "deep" / "x.png").stat().st_size > 5000
+
+
+def test_an_overview_compares_ours_with_the_best_peer_of_each_case(tmp_path: Path) -> None:
+    values = {"op": "silu_mul", "suite": "llm", "problem": "p", "alpha": 1.0, "beta": 0.0, "stamp": STAMP}
+
+    def row(label: str, contender: str, us: float) -> Row:
+        return Row(**values, label=label, contender=contender, status="ok", median_us=us)
+
+    some = [row("a", "torch.compile", 9.0), row("a", "liger", 8.0), row("a", "streaming 2:1", 1.0)]
+    some += [row("a", "cutekernels", 4.0), row("b", "liger", 2.0), row("b", "cutekernels", 4.0)]
+    some += [row("c", "cutekernels", 1.0), row("a", "our ops one by one", 1.0)]
+    assert plots.against_best_peer(some) == [2.0, 0.5]  # a, b; c has no peer
+    rows.write(tmp_path / "silu_mul_llm.jsonl", some)
+    rows.write(tmp_path / "silu_mul_alone.jsonl", some[-2:])
+    assert plots.draw_all(tmp_path) == 3
+    assert sorted(p.name for p in tmp_path.glob("*.png")) == ["overview.png", "silu_mul_alone.png", "silu_mul_llm.png"]
 
 
 @pytest.mark.gpu
