@@ -41,10 +41,10 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Repeat what earlier runs did.")] = False,
     format: As = Format.table,
 ) -> None:
-    """Tune a job's problems for one GPU and crown the winners in the database.
+    """Tune a job's problems for one GPU and store the winners in the database.
 
     Where the GPU is present, candidates are measured on it. Where it is not, they are compiled, ranked by a model
-    and stored as predicted. Interrupted runs go on when started again.
+    and stored as predicted. An interrupted run resumes when started again.
     """
     from cutekernels.autotune.run import tune
     from cutekernels.errors import CuteKernelsError, JobError, UnknownGpu
@@ -67,7 +67,7 @@ def command(
     except CuteKernelsError as error:
         terminal.fail(str(error))
     except KeyboardInterrupt:
-        terminal.fail("interrupted; what was measured is stored, and the same command goes on from there")
+        terminal.fail("interrupted; all measurements so far are stored, and the same command resumes the run")
     _print(report, format)
     raise typer.Exit(0 if report.ok else 1)
 

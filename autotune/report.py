@@ -1,7 +1,4 @@
-"""What a run did: one line per task, as a table, JSON or CSV.
-
-Data goes to stdout and nothing else does. What belongs here is presentation; the numbers come from the trials.
-"""
+"""The outcome of a run: one line per task, as a table, JSON or CSV. The numbers come from the trials."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ class TaskReport:
         state: a key of :data:`STATES`.
         winner: the crowned trial, if there is one.
         default: the default config's text, to tell whether the winner is it.
-        attempts: rows this run wrote, by status; configs that a rule refused count as ``invalid``.
+        attempts: number of rows this run wrote, by status; configs that a rule refused count as ``invalid``.
         resumed: attempts of earlier runs that this one did not repeat.
     """
 
@@ -130,7 +127,7 @@ class TuneReport:
         return table
 
     def headline(self) -> str:
-        """One sentence: what was asked, what was done."""
+        """One sentence: the request and what was done."""
         verb = "measured" if self.origin == "measured" else "predicted (no such GPU here)"
         done = f"{self.measured} attempts" if self.measured else "nothing measured, all of it resumed"
         return f"{self.job} on {self.gpu}, {verb}: {len(self.tasks)} tasks, {done}, {self.seconds:.0f} s"

@@ -1,7 +1,7 @@
-"""``python -m bench OP``: the command line of the benchmarks. The table goes to stdout, talk to stderr.
+"""``python -m bench OP``: the command line of the benchmarks. The table goes to stdout, messages to stderr.
 
-Exit code 0: done; 1: it could not be measured here; 2: the command was misused. Results are only ever written
-where a CUDA device measured them; ``--dry-run`` lists what would be timed, anywhere.
+Exit code 0: done; 1: it could not be measured here; 2: the command was misused. Results are written only
+where a CUDA device measured them; ``--dry-run`` lists the cases and contenders on any machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 
 class Dtype(StrEnum):
-    """Of the operands."""
+    """Type of the operands."""
 
     bf16 = "bf16"
     fp16 = "fp16"
@@ -38,7 +38,7 @@ class Dtype(StrEnum):
 
 
 class Accumulate(StrEnum):
-    """What a matrix product sums in."""
+    """Type in which a matrix product accumulates."""
 
     fp32 = "fp32"
     fp16 = "fp16"
@@ -48,14 +48,16 @@ class Accumulate(StrEnum):
 def bench(
     op: Annotated[str, typer.Argument(help=f"What to time: {', '.join(workloads.OPS)}.")],
     suite: Annotated[str | None, typer.Option(help="Which of its suites; the first by default.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of the operands.")] = Dtype.bf16,
-    accumulate: Annotated[Accumulate, typer.Option(help="fp16 wants --dtype fp16.")] = Accumulate.fp32,
+    dtype: Annotated[Dtype, typer.Option(help="Type of the operands.")] = Dtype.bf16,
+    accumulate: Annotated[
+        Accumulate, typer.Option(help="Type of accumulation; fp16 needs --dtype fp16.")
+    ] = Accumulate.fp32,
     out: Annotated[Path | None, typer.Option(help="Folder of the results; default bench/results/<gpu>.")] = None,
     max_smem_kib: Annotated[int | None, typer.Option(min=1, help="Time our best within this much smem too.")] = None,
     example: Annotated[Path | None, typer.Option(help="NVIDIA's tensorop_gemm.py, from a CUTLASS checkout.")] = None,
     match: Annotated[str, typer.Option(help="Only cases with this in their label or problem.")] = "",
     alone: Annotated[bool, typer.Option("--alone", help="Ours without its peers: many cases in little time.")] = False,
-    warm: Annotated[bool, typer.Option("--warm", help="One input set, met in the L2 cache.")] = False,
+    warm: Annotated[bool, typer.Option("--warm", help="One input set, which stays in the L2 cache.")] = False,
     rest_ms: Annotated[
         float, typer.Option(min=0, help="Idle before each sample: 50 for bursts at full clock; 0 for sustained load.")
     ] = 0.0,
@@ -64,7 +66,8 @@ def bench(
     commit: Annotated[str | None, typer.Option(help="The commit under test, where .git was left behind.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cases and contenders; time nothing.")] = False,
     reproduced: Annotated[
-        bool, typer.Option("--published", help="Set recorded rows beside what others published of OP; time nothing.")
+        bool,
+        typer.Option("--published", help="Compare recorded rows with numbers others published for OP; time nothing."),
     ] = False,
 ) -> None:
     """Time an op's suite beside its peers, all contenders of a case interleaved, and record every row."""
@@ -136,7 +139,7 @@ def bench(
 
 
 def _reproduced(op: str, suite: str | None, out: Path | None, *, warm: bool, plots: bool) -> None:
-    """Tables of what others published, and of the same cases in the results' folders, one for each GPU."""
+    """Print tables of published numbers, and of the same cases recorded here, one for each GPU."""
     theirs = published.load(op, suite)
     if not theirs:
         terminal.fail(
@@ -180,7 +183,7 @@ def run_name(
     warm: bool,
     rest_ms: float = 0.0,
 ) -> str:
-    """The file a run writes: one name per thing measured, so that a later run replaces exactly its predecessor."""
+    """The file name of a run: one per suite and conditions, so that a later run replaces exactly its predecessor."""
     words = [op, suite]
     words += [dtype] if dtype != "bf16" else []
     words += ["acc" + accumulate] if accumulate != "fp32" else []
@@ -192,11 +195,11 @@ def run_name(
     return "_".join(words)
 
 
-# ---- talking --------------------------------------------------------------------------------------------
+# ---- tables and messages --------------------------------------------------------------------------------
 
 
 def table(rows: list[Row]) -> Table:
-    """Every row, losing and failing ones too, with the GPU in the title."""
+    """A table of all rows, losing and failing ones too, with the GPU in the title."""
     stamp = rows[0].stamp
     shown = Table(
         title=f"{rows[0].op} {rows[0].suite} on {stamp.get('gpu', '?')}, {_conditions(rows[0])}, µs of GPU time"

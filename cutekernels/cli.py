@@ -1,10 +1,10 @@
 """The root of the command line: ``explain`` and ``doctor`` are here, ``tune``, ``db`` and ``bench`` are mounted.
 
-Data goes to stdout, talk to stderr. Exit code 0: done; 1: it failed, said in one line; 2: the command was misused.
+Data goes to stdout, messages to stderr. Exit code 0: done; 1: failed, with one line of explanation; 2: misused.
 
-A mounted verb is imported when it is called, and commands import what they need inside themselves, so
-``cutekernels --help`` waits neither for torch nor for a DSL. A new verb gets a line in ``_MOUNTED``, or a
-command here if it has no room of its own.
+A mounted verb is imported when it is called, and commands import what they need in their bodies, so that
+``cutekernels --help`` loads neither torch nor a DSL. A new verb gets a line in ``_MOUNTED``, or a command here if it
+has no room of its own.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from cutekernels import environment, settings, terminal
 from cutekernels.errors import CompileError, CuteKernelsError, StoreError, UnknownGpu
 from cutekernels.terminal import As, Format
 
-_MOUNTED = {  # verb: (where its Typer app is, what --help says of it)
-    "tune": ("cutekernels.autotune.cli:app", "Tune a job's problems for one GPU and crown the winners."),
+_MOUNTED = {  # verb: (its Typer app, its line in --help)
+    "tune": ("cutekernels.autotune.cli:app", "Tune a job's problems for one GPU and store the winners."),
     "db": ("cutekernels.db.cli:app", "Look into the tuned-config database; export, import and merge winners."),
     "bench": ("bench.__main__:app", "Time an op's suites beside its peers (from a checkout)."),
 }
 
 
 class _Verbs(TyperGroup):
-    """Knows its mounted verbs by name and help; imports one when it is called."""
+    """Lists mounted verbs by name and help, and imports one when it is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*_MOUNTED, *super().list_commands(ctx)]
@@ -86,7 +86,7 @@ def _version(wanted: bool) -> None:
 def _root(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
-    """LLM kernels in CuTe DSL and Triton, tuned per GPU: tune them, look the winners up, see which one a call takes."""
+    """LLM kernels in CuTe DSL and Triton, tuned per GPU: tune them, list the winners, see which one a call takes."""
     try:
         settings.load()
     except ValueError as error:  # an environment variable is set wrongly
@@ -104,7 +104,7 @@ def explain(
     config: Annotated[str | None, typer.Option(help="Explain this config, as text, instead of the chosen one.")] = None,
     format: As = Format.table,
 ) -> None:
-    """Which config a call would take on a GPU, where it comes from, and what was considered. Compiles nothing."""
+    """Show which config a call takes on a GPU, its source, and what else was considered. Compiles nothing."""
     from cutekernels import introspection
 
     rows = introspection.explain(op, problem, gpu_name=gpu, config=config).rows
@@ -122,7 +122,7 @@ def explain(
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing ``doctor`` looked at. ``absent`` is no fault: a machine without a GPU compiles and predicts."""
+    """Result of one check. ``absent`` is no fault: a machine without a GPU compiles and predicts."""
 
     what: str
     state: str  # ok | absent | broken
@@ -147,7 +147,7 @@ def doctor(format: As = Format.table) -> None:
 
 
 def diagnose() -> list[Finding]:
-    """Everything ``doctor`` looks at, in the order it is printed."""
+    """All checks of ``doctor``, in the order they are printed."""
     facts = environment.collect()
     return [
         Finding("cutekernels", "ok", environment.package_version("cutekernels") or "not installed, run from source"),
@@ -172,7 +172,7 @@ def _package(name: str, version: str) -> Finding:
 
 
 def _dsl_import() -> Finding:
-    # In a child: an import that ends in a native abort must be a finding, not the end of the doctor.
+    # In a child process: a native abort during the import must become a finding.
     try:
         done = subprocess.run(
             [sys.executable, "-c", _DSL_IMPORT],

@@ -1,6 +1,6 @@
-"""``cutekernels db``: look into the tuned-config database, carry winners from one to another.
+"""``cutekernels db``: query the tuned-config database, carry winners from one to another.
 
-Data goes to stdout, talk to stderr. Exit code 0: done; 1: not found, or it failed; 2: the command was misused.
+Data goes to stdout, messages to stderr. Exit code 0: done; 1: not found, or it failed; 2: the command was misused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ app = typer.Typer(help="Look into the tuned-config database; export, import and 
 
 
 class Origin(StrEnum):
-    """Where a trial's time comes from."""
+    """Source of a trial's time."""
 
     measured = "measured"
     predicted = "predicted"
@@ -55,7 +55,7 @@ def query(
     format: As = Format.table,
     db: Db = None,
 ) -> None:
-    """The winners: which config is used for which problem."""
+    """List the winners: which config is used for which problem."""
     with _open(db) as store:
         found = [t for t in store.winners(gpu=gpu, op=op, origin=origin) if _has_words(t, problem)]
     _list_trials(found, _WINNER_COLUMNS, format, "no winner matches")
@@ -70,7 +70,7 @@ def history(
     format: As = Format.table,
     db: Db = None,
 ) -> None:
-    """Every trial, oldest first: what was tried, what failed, and why."""
+    """List every trial, oldest first, failed ones with the reason."""
     with _open(db) as store:
         found = [t for t in store.trials(gpu=gpu, op=op) if _has_words(t, problem)]
     _list_trials(found[-limit:] if limit else found, _HISTORY_COLUMNS, format, "no trial matches")
@@ -84,7 +84,7 @@ def show(
     format: As = Format.table,
     db: Db = None,
 ) -> None:
-    """All there is to know of one trial, or of the winner of one problem."""
+    """Show all fields of one trial, or of the winner of one problem."""
     with _open(db) as store:
         found = _pick(store, what, gpu, op)
     if not found:
@@ -103,7 +103,7 @@ def show(
 
 @app.command()
 def stats(format: As = Format.table, db: Db = None) -> None:
-    """How many trials and winners there are, per GPU, op and origin."""
+    """Count trials and winners per GPU, op and origin."""
     with _open(db) as store:
         rows = [asdict(row) for row in store.stats()]
     _write(rows, format, ("gpu", "op", "origin", "trials", "ok", "winners"), "the database is empty")
@@ -116,7 +116,7 @@ def requests(
     format: As = Format.table,
     db: Db = None,
 ) -> None:
-    """Problems that dispatchers met and nobody measured, most hits first: what to tune next."""
+    """List problems that were dispatched but never measured, most hits first: candidates to tune next."""
     with _open(db) as store:
         rows = [asdict(row) for row in store.requests(gpu=gpu, limit=limit)]
     _write(rows, format, ("gpu", "op", "revision", "problem", "hits", "last_seen"), "no request is waiting")
@@ -153,7 +153,7 @@ def merge(url: Annotated[str, typer.Argument(help="Path or URL of the other data
         _report(store.merge(url))
 
 
-# ---- talking ------------------------------------------------------------------------------------------------
+# ---- output -------------------------------------------------------------------------------------------------
 
 
 def _report(report: ImportReport) -> None:

@@ -1,4 +1,4 @@
-"""The benchmarks without a GPU: suites, rows, who takes part, and a whole run on a clock of our own."""
+"""Benchmarks without a GPU: suites, rows, contenders, and a whole run on a fake clock."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SMALL = Case("gemm", "m=24 n=16 k=32 c=n", "small", 0.5, 2.0)
 
 
 class Clock:
-    """Stands for the GPU: every round of a candidate lasts what its name is worth."""
+    """A stand-in for the GPU: counts launches, and reports times of its own."""
 
     def __init__(self, us: float = 10.0) -> None:
         self.us = us
@@ -104,7 +104,7 @@ class TestSuites:
 
     @pytest.mark.parametrize("words", ["", " b_major=k", " c=n", " dtype=fp16"])
     def test_the_call_poses_the_cases_problem(self, words: str) -> None:
-        """What is looked up for a row's config is what the call it times looks up."""
+        """A row's config is looked up for the same problem as the call it times."""
         from cutekernels.ops.gemm.api import pose
 
         case = Case("gemm", f"m=24 n=16 k=32{words}", "x", beta=float("c=n" in words))
@@ -172,7 +172,7 @@ class TestRows:
         assert list(tmp_path.iterdir()) == [path]
 
     def test_the_steepest_row_is_measured_by_its_neighbours(self) -> None:
-        """Of each weight; a token without both neighbours, or whose neighbour failed, is not judged."""
+        """Per weight; a number of tokens without both neighbours, or with a failed one, is skipped."""
         wide = [self.row(problem=f"m={m} n=2 k=1", median_us=us) for m, us in {1: 5.0, 2: 6.0, 3: 9.0, 4: 9.5}.items()]
         narrow = [self.row(problem=f"m={m} n=1 k=1", median_us=us) for m, us in {8: 1.0, 9: 1.2, 10: 1.0}.items()]
         failed = [self.row(problem=f"m={m} n=3 k=1", median_us=us) for m, us in {1: 1.0, 2: 9.0}.items()]
@@ -278,7 +278,7 @@ class TestCase:
         assert found["wrong"].median_us is None
 
     def test_results_in_place_and_several_of_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Each contender meets the operands as they were drawn; what is only timed is not judged."""
+        """Each contender gets the operands as drawn; one that is only timed is not judged."""
 
         def draw(case: Case, problem: Any, device: str, seed: int) -> Inputs:
             x = torch.randn(24, 16, generator=torch.Generator().manual_seed(seed))
@@ -320,7 +320,7 @@ class TestCase:
         assert row.l2 == "cold"
         assert row.sets == clock.launched == 3  # 3 x 4096 bytes over sets of 4096
 
-    def test_fp16_accumulation_is_asked_of_the_peer_too_and_undone(self) -> None:
+    def test_fp16_accumulation_is_set_for_the_peer_too_and_reset(self) -> None:
         flags: Any = torch.backends.cuda.matmul
         seen = []
 
@@ -356,7 +356,7 @@ class TestOurs:
         assert [w.origin for w in ours] == ["tuned", "default"]
         assert [w.config for w in ours] == [str(other), str(default)]
 
-    def test_within_smem_asks_the_dispatcher_of_the_confined_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_within_smem_takes_the_config_of_the_confined_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         op, problem = run.posed(SMALL)
         config, origin = run.within_smem(op, problem, H200, 99)
         assert origin == "default"
@@ -441,7 +441,7 @@ class TestCommand:
         assert result.stderr
 
     def test_a_whole_run(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """Everything but the GPU: a small suite, on the CPU, by our clock."""
+        """Everything but the GPU: a small suite, on the CPU, with a fake clock."""
         monkeypatch.setattr(command, "cases_of", lambda *_, **__: [SMALL])
         monkeypatch.setattr(command, "_gpu", lambda: H200)
         monkeypatch.setattr(run, "Timer", constant(timer(Clock())))
@@ -457,8 +457,8 @@ class TestCommand:
         assert "L40S" in theirs
         assert "cutekernels" not in theirs
 
-    def test_ours_alone_is_compared_with_nobody(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """Token by token, and the steepest of them is named."""
+    def test_ours_alone_has_no_speedup(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """Every number of tokens is timed, and the steepest step is named."""
         cases = [
             dataclasses.replace(SMALL, problem=SMALL.problem.replace("m=24", f"m={m}"), label=f"{m}") for m in (7, 8, 9)
         ]

@@ -1,4 +1,4 @@
-"""The streaming contenders: what the kernel writes, how many bytes, and what rows make of the best of them."""
+"""Streaming contenders: results, bytes moved, and the fraction that rows compute from the best of them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_streams_are_as_many_arrays_as_the_op_has() -> None:
 
 
 class _Clock:
-    """Rounds last what ``us`` says of the contender that is prepared, in order."""
+    """A clock whose rounds last ``us``, one entry per prepared contender, in order."""
 
     def __init__(self, *us: float) -> None:
         self._us = iter(us)
