@@ -204,4 +204,5 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradient(ctx: Any, dout: Tensor) -> tuple[None, Tensor, None]:
-    return None, torch.ops.cutekernels.embedding_backward(dout, *grouped(*ctx.saved_tensors, ctx.vocabulary)), None
+    order, starts = grouped(ctx.saved_tensors[0], ctx.vocabulary)
+    return None, torch.ops.cutekernels.embedding_backward(dout, order, starts), None

@@ -174,7 +174,7 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
         assert param is not None
         return tuple([param.new_empty(0) if (t := inputs[i]) is None else torch.empty_like(t) for i in UPDATED])
 
-    def facts(self, named: Mapping[str, Tensor | None], sizes: Sizes) -> dict[str, Scalar]:
+    def facts(self, named: Mapping[str, Tensor | None], sizes: Sizes) -> Mapping[str, Scalar]:
         sources = {"step": named["step"], "rate": named["lr"]}
         return {"master": named["master"] is not None} | {
             name: "host" if t is None else "device" for name, t in sources.items()
@@ -248,7 +248,7 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
 
     # -- kernels
 
-    def constants(self, p: AdamWProblem, c: AdamWConfig) -> dict[str, int | bool | str]:
+    def constants(self, p: AdamWProblem, c: AdamWConfig) -> Mapping[str, int | bool | str]:
         return _common(p, c) | {"STEP_ON_DEVICE": p.step == "device"}
 
     def divisible(self, p: AdamWProblem, c: AdamWConfig) -> dict[str, int]:

@@ -17,7 +17,7 @@ exactly, so that the choice is the same on any machine, in any config, and on th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -124,7 +124,7 @@ class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
     def divisible(self, p: SampleFilterProblem, c: SampleFilterConfig) -> dict[str, int]:
         return {"chunk": c.block}
 
-    def constants(self, p: SampleFilterProblem, c: SampleFilterConfig) -> dict[str, int | bool | str]:
+    def constants(self, p: SampleFilterProblem, c: SampleFilterConfig) -> Mapping[str, int | bool | str]:
         given = {name.upper(): bool(getattr(p, name)) for name in self.inputs[1:]}
         filters = {name.upper(): bool(getattr(p, name)) for name in self.options}
         return (

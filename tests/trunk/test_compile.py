@@ -222,6 +222,14 @@ class TestKey:
         fingerprint(type(GEMM))
         assert not {file for file in ours if str(ROOT / file) not in read}
 
+    def test_a_gpu_that_differs_in_anything_is_another_key(self) -> None:
+        """``build`` may read all of a GpuSpec."""
+        op = registry.get("rms_norm")
+        p = op.Problem.parse("rows=16 cols=4096")
+        c = op.default(p, H200)
+        specs = [*gpu.GPUS, gpu.lookup("h200-99kib")]
+        assert len({compiler.cache_key(op, p, c, spec) for spec in specs}) == len(specs)
+
     def test_another_compiler_is_another_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
         before = fingerprint(Compiled)
         monkeypatch.setattr(compiler, "package_version", lambda name: "99.9")

@@ -112,7 +112,7 @@ class TritonOp(TensorOp[P, C]):
         """Programs along each axis."""
         raise NotImplementedError
 
-    def constants(self, p: P, c: C) -> dict[str, int | bool | str]:
+    def constants(self, p: P, c: C) -> Mapping[str, int | bool | str]:
         """The kernel's constexprs, but for those that follow from operands."""
         raise NotImplementedError
 
@@ -130,7 +130,7 @@ class TritonOp(TensorOp[P, C]):
     def refuse(self, named: Mapping[str, Tensor | None], sizes: Sizes, **options: Any) -> None:
         """Raises UnsupportedProblem for what is special about the op."""
 
-    def facts(self, named: Mapping[str, Tensor | None], sizes: Sizes) -> dict[str, Scalar]:
+    def facts(self, named: Mapping[str, Tensor | None], sizes: Sizes) -> Mapping[str, Scalar]:
         """Fields of the problem that do not follow from the operands' declarations."""
         return {}
 
@@ -251,7 +251,7 @@ class TritonOp(TensorOp[P, C]):
                 found[operand.given] = t is not None
             elif operand.dtype in declared and operand.dtype != "dtype":
                 found[operand.dtype] = self._spelled(operand, t, main.dtype)
-        found |= self.facts(named, sizes) | options
+        found |= {**self.facts(named, sizes), **options}
         return self.Problem(**found, **self.layout(named, sizes, found))
 
     def _spelled(self, operand: Operand, t: Tensor | None, main: torch.dtype) -> str:
