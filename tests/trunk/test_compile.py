@@ -227,7 +227,7 @@ class TestKey:
         op = registry.get("rms_norm")
         p = op.Problem.parse("rows=16 cols=4096")
         c = op.default(p, H200)
-        specs = [*gpu.GPUS, gpu.lookup("h200-99kib")]
+        specs = [*gpus.GPUS, gpus.lookup("h200-99kib")]
         assert len({compiler.cache_key(op, p, c, spec) for spec in specs}) == len(specs)
 
     def test_another_compiler_is_another_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
