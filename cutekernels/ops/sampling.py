@@ -322,11 +322,12 @@ def sample_filter(
         if isinstance(given, Tensor):
             tensors.append(given)
             numbers.append(neutral)
-        elif isinstance(given, int | float) and 0 <= given <= high:
+        elif isinstance(given, type(neutral) if name == "top_k" else int | float) and 0 <= given <= high:
             tensors.append(None)
             numbers.append(type(neutral)(given))
         else:
-            raise UnsupportedProblem(f"{name} is a number from 0 to {high:g}, or a tensor of them; it is {given!r}")
+            kind = "whole number" if name == "top_k" else "number"
+            raise UnsupportedProblem(f"{name} is a {kind} from 0 to {high:g}, or a tensor of them; it is {given!r}")
     by_k = tensors[1] is not None or numbers[1] > 0
     by_p = tensors[2] is not None or numbers[2] < 1
     by_min_p = tensors[3] is not None or numbers[3] > 0
