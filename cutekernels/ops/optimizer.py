@@ -174,7 +174,7 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
         assert param is not None
         return tuple([param.new_empty(0) if (t := inputs[i]) is None else torch.empty_like(t) for i in UPDATED])
 
-    def facts(self, named: Mapping[str, Tensor | None], sizes: Sizes) -> dict[str, Scalar]:
+    def facts(self, named: Mapping[str, Tensor | None], sizes: Sizes) -> Mapping[str, Scalar]:
         sources = {"step": named["step"], "rate": named["lr"]}
         return {"master": named["master"] is not None} | {
             name: "host" if t is None else "device" for name, t in sources.items()
@@ -204,7 +204,8 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
         bias1: Any = hyper.c1
         root: Any = hyper.c2
         if step is not None:
-            bias1, root = -torch.expm1(step.double() * hyper.c1), (-torch.expm1(step.double() * hyper.c2)).sqrt()
+            count = step.double().clamp_min(1)
+            bias1, root = -torch.expm1(count * hyper.c1), (-torch.expm1(count * hyper.c2)).sqrt()
         g, p = grad.double(), (param if master is None else master).double()
         if options["maximize"]:
             g = -g
@@ -248,7 +249,7 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
 
     # -- kernels
 
-    def constants(self, p: AdamWProblem, c: AdamWConfig) -> dict[str, int | bool | str]:
+    def constants(self, p: AdamWProblem, c: AdamWConfig) -> Mapping[str, int | bool | str]:
         return _common(p, c) | {"STEP_ON_DEVICE": p.step == "device"}
 
     def divisible(self, p: AdamWProblem, c: AdamWConfig) -> dict[str, int]:
@@ -362,7 +363,8 @@ def adamw_step(
         grad: shape of ``param``, its dtype or fp32.
         exp_avg: the first moment m, shape of ``param``, fp32.
         exp_avg_sq: the second moment v, likewise.
-        step: which step this is, counted from 1: an int, or one fp32 number on the device, which is not waited for.
+        step: which step this is, counted from 1: an int, or one fp32 number on the device, which is not waited for (a
+            number below 1 there counts as 1).
         lr: the learning rate, a float or one fp32 number on the device.
         betas: decay rates of the moments, from 0 to below 1.
         eps: added to the denominator.
@@ -382,8 +384,8 @@ def adamw_step(
     steps, count = (step, None) if isinstance(step, Tensor) else (None, step)
     rates, rate = (lr, 0.0) if isinstance(lr, Tensor) else (None, lr)
     check_hyper(rate, betas, eps, weight_decay)
-    if count is not None and count < 1:
-        raise UnsupportedProblem(f"steps are counted from 1; step is {count}")
+    if steps is None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+        raise UnsupportedProblem(f"steps are whole numbers counted from 1, or a tensor; step is {count!r}")
     hyper = Hyper.of(rate, betas, eps, weight_decay, count)
     inputs = (param, grad, exp_avg, exp_avg_sq, master, steps, rates)
     for name, t in zip(ADAMW_STEP.inputs, inputs, strict=True):

@@ -17,7 +17,7 @@ exactly, so that the choice is the same on any machine, in any config, and on th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -47,6 +47,7 @@ class SampleFilterProblem(LaidOut, Problem):
     """
 
     aligns_rows: ClassVar[str | None] = "cols"
+    most: ClassVar = {"cols": MAX_COLS}
     rows: int = extent(ladder)
     cols: int = extent()
     dtype: str = plain("bf16", "fp16", "fp32")
@@ -62,8 +63,6 @@ class SampleFilterProblem(LaidOut, Problem):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cols > MAX_COLS:
-            raise UnsupportedProblem(f"a vocabulary has up to {MAX_COLS} tokens; it has {self.cols}")
         for each, filtered in (("top_ks", self.by_k), ("top_ps", self.by_p), ("min_ps", self.by_min_p)):
             if getattr(self, each) and not filtered:
                 raise UnsupportedProblem(f"{each}=1 are parameters of a filter that is not asked for")
@@ -125,7 +124,7 @@ class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
     def divisible(self, p: SampleFilterProblem, c: SampleFilterConfig) -> dict[str, int]:
         return {"chunk": c.block}
 
-    def constants(self, p: SampleFilterProblem, c: SampleFilterConfig) -> dict[str, int | bool | str]:
+    def constants(self, p: SampleFilterProblem, c: SampleFilterConfig) -> Mapping[str, int | bool | str]:
         given = {name.upper(): bool(getattr(p, name)) for name in self.inputs[1:]}
         filters = {name.upper(): bool(getattr(p, name)) for name in self.options}
         return (
@@ -323,11 +322,12 @@ def sample_filter(
         if isinstance(given, Tensor):
             tensors.append(given)
             numbers.append(neutral)
-        elif isinstance(given, int | float) and 0 <= given <= high:
+        elif isinstance(given, type(neutral) if name == "top_k" else int | float) and 0 <= given <= high:
             tensors.append(None)
             numbers.append(type(neutral)(given))
         else:
-            raise UnsupportedProblem(f"{name} is a number from 0 to {high:g}, or a tensor of them; it is {given!r}")
+            kind = "whole number" if name == "top_k" else "number"
+            raise UnsupportedProblem(f"{name} is a {kind} from 0 to {high:g}, or a tensor of them; it is {given!r}")
     by_k = tensors[1] is not None or numbers[1] > 0
     by_p = tensors[2] is not None or numbers[2] < 1
     by_min_p = tensors[3] is not None or numbers[3] > 0

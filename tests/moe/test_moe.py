@@ -256,6 +256,8 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "ids in int32 or int64; got torch.float32": lambda: moe_permute(x, 2),
         "1 to 1023 experts; got 0": lambda: moe_permute(inverse, 0),
         "takes inverse in int32; got torch.int64": lambda: moe_gather(x, inverse.long()),
+        "a permutation of 0 to 7.*entries from -1": lambda: moe_gather(x, inverse - 1),
+        "it has entries from 1 to 8": lambda: moe_combine(torch.randn(8, 6), inverse + 1),
         "got x .4, 6., inverse .3, 2.": lambda: moe_gather(x, inverse[:3]),
         "got rows .4, 6., inverse .4, 2.: pairs = tokens . top_k": lambda: moe_combine(x, inverse),
         "takes weights in float32; got torch.float16": lambda: moe_combine(torch.randn(8, 6), inverse, weights.half()),

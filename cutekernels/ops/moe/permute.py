@@ -100,14 +100,11 @@ class MoePermute(TritonOp[MoePermuteProblem, MoePermuteConfig]):
     options = ("experts",)
     in_place = False
     order = Array("pairs", dtype="i32", strides=(), result=True)
-    offsets = Array("bounds", dtype="i32", strides=(), result=True)
+    offsets = Array("experts+1", dtype="i32", strides=(), result=True)
     inverse = Array("*pairs", dtype="i32", strides=(), result=True)
     ids = Array("*pairs", dtype="index", strides=())
     sizes = {"pairs": "i32", "experts": "i32", "run": "i32"}
     extras = {"counts_ptr": "*i32", "phase": "i32"}
-
-    def derive(self, sizes: Sizes) -> None:
-        sizes["bounds"] = sizes["experts"] + 1
 
     def refuse(self, named: Mapping[str, Tensor | None], sizes: Sizes, **options: Any) -> None:
         _check_groups(options["experts"])

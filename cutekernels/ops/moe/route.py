@@ -3,7 +3,7 @@
     logits = x @ router.T                                  # (T, E)
     weights, ids = moe_route(logits, top_k)                # (T, K) fp32, (T, K) int32
 
-What follows (grouping the tokens by expert, and bringing the experts' results back) is in ``permutation.py``.
+What follows (grouping the tokens by expert, and bringing the experts' results back) is in ``permute.py``.
 """
 
 from __future__ import annotations
@@ -246,10 +246,10 @@ def moe_route(
 ) -> tuple[Tensor, Tensor]:
     """The ``top_k`` largest of ``softmax(logits)`` over all experts, in descending order, and whose they are.
 
-    Experts are ranked by their logits, ties to the lower expert (-0 equals 0). In fp32, rounded never: the weights are
-    fp32 whatever the logits are, since they multiply what experts return. A row with NaN or +inf, or of -inf alone, has
-    weights NaN as ``torch.softmax`` has; its ids are distinct and in range all the same, NaN ranking first as in
-    ``torch.topk``.
+    Experts are ranked by their logits, ties to the lower expert (-0 equals 0). Computed in fp32 and never rounded:
+    weights are fp32 whatever the logits are, since they multiply what experts return. A row with NaN or +inf, or of
+    -inf alone, has weights NaN as ``torch.softmax`` has; its ids are distinct and in range all the same, NaN ranking
+    first as in ``torch.topk``.
 
     Args:
         logits: ``(..., E)``, fp16, bf16 or fp32 (on the CPU fp64 too), E from 1 to 512; any strides.

@@ -112,6 +112,16 @@ class _MoveOp(TritonOp[MoeMoveProblem, MoeMoveConfig]):
         return torch.randperm(p.tokens * p.top_k, generator=generator, device=generator.device).view(shape)
 
 
+def _checked(inverse: Tensor) -> Tensor:
+    """``inverse`` as an index. Raises UnsupportedProblem for an entry that names no row."""
+    if inverse.numel() and not 0 <= int(inverse.min()) <= int(inverse.max()) < inverse.numel():
+        raise UnsupportedProblem(
+            f"inverse is a permutation of 0 to {inverse.numel() - 1}, as moe_permute returns it; it has entries from "
+            f"{int(inverse.min())} to {int(inverse.max())}"
+        )
+    return inverse.long()
+
+
 class MoeGather(_MoveOp):
     """``rows[inverse[t, j]] = x[t]``."""
 
@@ -134,7 +144,7 @@ class MoeGather(_MoveOp):
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         x, inverse = args
         copies = x.unsqueeze(-2).expand(*inverse.shape, x.shape[-1]).reshape(inverse.numel(), x.shape[-1])
-        return (torch.empty_like(copies).index_copy_(0, inverse.flatten().long(), copies),)
+        return (torch.empty_like(copies).index_copy_(0, _checked(inverse).flatten(), copies),)
 
 
 class MoeCombine(_MoveOp):
@@ -162,7 +172,7 @@ class MoeCombine(_MoveOp):
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         rows, inverse, weights = args
-        terms = rows[inverse.long()].double()
+        terms = rows[_checked(inverse)].double()
         if weights is not None:
             terms = terms * weights.double().unsqueeze(-1)
         return (terms.sum(-2).to(rows.dtype),)
@@ -204,7 +214,7 @@ class MoeCombineBackward(_MoveOp):
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         dout, rows, inverse, weights = args
-        at, d = inverse.long(), dout.double().unsqueeze(-2)
+        at, d = _checked(inverse), dout.double().unsqueeze(-2)
         terms = (weights.double().unsqueeze(-1) * d).to(rows.dtype).reshape(rows.shape)
         drows = torch.empty_like(terms).index_copy_(0, at.flatten(), terms)
         return drows, (rows[at].double() * d).sum(-1).to(weights.dtype)
@@ -221,7 +231,7 @@ def moe_gather(x: Tensor, inverse: Tensor, *, config: MoeMoveConfig | str | None
     Args:
         x: ``(..., H)``, fp16, bf16 or fp32 (on the CPU fp64 too); any strides, contiguous rows are fast.
         inverse: ``(..., K)`` int32 from :func:`moe_permute`: a permutation of ``range(T*K)``. Rows that it leaves
-            out are undefined.
+            out are undefined; an entry that names no row is skipped on a GPU, and raises on the CPU.
         config: overrides the tuned choice, as a :class:`MoeMoveConfig` or its text. Ignored on the CPU.
 
     Returns:
@@ -242,7 +252,8 @@ def moe_combine(
 
     Args:
         rows: ``(T*K, H)``, fp16, bf16 or fp32 (on the CPU fp64 too), grouped by expert; any strides.
-        inverse: ``(..., K)`` int32 from :func:`moe_permute`.
+        inverse: ``(..., K)`` int32 from :func:`moe_permute`. An entry that names no row adds nothing on a GPU, and
+            raises on the CPU.
         weights: ``(..., K)`` fp32 from :func:`moe_route` (fp64 beside fp64 rows); None for ones.
         config: overrides the tuned choice, as a :class:`MoeMoveConfig` or its text. Ignored on the CPU.
 

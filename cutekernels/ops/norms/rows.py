@@ -57,9 +57,6 @@ def columns(kind: str, *, result: bool = False, given: str | None = None) -> Ope
     return Array("*heads", "cols", dtype=kind, strides=(), result=result, given=given, optional=True)
 
 
-_MAX_COLS = 1 << 30
-
-
 @dataclass(frozen=True)
 class NormProblem(LaidOut, Problem):
     """Rows of ``cols`` elements, ``rows`` of them at each of ``heads`` heads.
@@ -71,6 +68,7 @@ class NormProblem(LaidOut, Problem):
     """
 
     aligns_rows: ClassVar[str | None] = "cols"
+    most: ClassVar[Mapping[str, int]] = {"cols": 1 << 30}
     rows: int = extent(ladder)
     cols: int = extent(exact)
     heads: int = extent(exact, default=1)
@@ -82,8 +80,6 @@ class NormProblem(LaidOut, Problem):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cols > _MAX_COLS:
-            raise UnsupportedProblem(f"a row has at most {_MAX_COLS} elements; it has {self.cols}: split it")
         if self.layout == "rows" and (self.heads > 1 or self.per_head):
             raise UnsupportedProblem(f"{self.heads} heads, or weights for each, are layout=heads")
 

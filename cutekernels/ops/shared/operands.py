@@ -6,8 +6,9 @@ An op declares each tensor once, as a class attribute::
     ids = Vector("rows", dtype="index")
     table = Matrix("vocabulary", "cols")
 
-Axes are names of extents. Extents of one name are equal wherever they stand; ``"*rows"`` is any number of leading
-dimensions, alike in every operand that has them, flattened into ``rows``.
+Axes are names of extents. Extents of one name are equal wherever they stand; ``"vocabulary+1"`` has one element more
+than that. ``"*rows"`` is any number of leading dimensions, alike in every operand that has them, flattened into
+``rows``.
 """
 
 from __future__ import annotations
@@ -158,7 +159,8 @@ def sizes_of(
         if fits:
             split = t.dim() - n
             for axis, size in zip(operand.axes[operand.leads :], t.shape[split:], strict=True):
-                fits &= sizes.setdefault(axis, size) == size
+                extent, more = _one_more(axis)
+                fits &= sizes.setdefault(extent, size - more) == size - more >= 0
             if operand.leads:
                 lead = t.shape[:split]
                 fits &= leads.setdefault(operand.axes[0], lead) == lead
@@ -183,7 +185,12 @@ def misfit(
 def shape_of(operand: Operand, sizes: Mapping[str, int], leads: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     """The shape that ``operand`` has; flattened dimensions are one where nobody told them apart."""
     first = leads.get(operand.axes[0], (sizes[operand.names[0]],)) if operand.leads else ()
-    return (*first, *[sizes[axis] for axis in operand.axes[operand.leads :]])
+    return (*first, *[sizes[extent] + more for extent, more in map(_one_more, operand.axes[operand.leads :])])
+
+
+def _one_more(axis: str) -> tuple[str, int]:
+    """The extent that an axis names, and how many elements more it has."""
+    return axis.removesuffix("+1"), int(axis.endswith("+1"))
 
 
 def bits_of(operand: Operand, t: Tensor, *, pitches: bool = True) -> int:
