@@ -325,8 +325,7 @@ PLANTED = {
     "written past the columns": _SMALL | {"edit": {"cols": 1}},
     "x read by another pitch": _SMALL | {"edit": {"x_row": -8}},
     "y written by another pitch": _SMALL | {"edit": {"y_row": -8}},
-    "another head's weights": _SMALL
-    | {"kind": "cube", "heads": 4, "rows": 3, "per_head": True, "planted": "head"},
+    "another head's weights": _SMALL | {"kind": "cube", "heads": 4, "rows": 3, "per_head": True, "planted": "head"},
     "the sum normalised before it is rounded": _SMALL | {"op": "add_rms_norm", "planted": "sum", "rows": 40},
     "the gradient one per cent off": _BACK | {"planted": "slope", "dtype": "fp32"},
     "a gradient's row forgotten": _BACK | {"edit": {"rows": -1}},

@@ -133,37 +133,23 @@ def layer_norm(
 def register(library: torch.library.Library) -> None:
     """Defines the ops of this file in ``library``, with their gradients."""
     tensor_op.register(library, RMS_NORM, backward=_rms_norm_gradient, setup_context=_remember_rms_norm)
-    tensor_op.register(library, ADD_RMS_NORM, backward=_add_rms_norm_gradient, setup_context=_remember_add_rms_norm)
+    tensor_op.register(library, ADD_RMS_NORM, backward=_rms_norm_gradient, setup_context=_remember_rms_norm)
     tensor_op.register(library, LAYER_NORM, backward=_layer_norm_gradient, setup_context=_remember_layer_norm)
 
 
-def _remember_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, _, eps, offset, _ = inputs
-    ctx.save_for_backward(x, weight)
-    ctx.scalars = (eps, offset)
-
-
-def _rms_norm_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight = ctx.saved_tensors
-    wanted = weight is not None and ctx.needs_input_grad[1]
-    dx, dweight = torch.ops.cutekernels.rms_norm_backward(dy, x, weight, None, wanted, *ctx.scalars)
-    return dx, dweight if wanted else None, *[None] * 5
-
-
-def _remember_add_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, _, weight, _, _, eps, offset, _ = inputs
-    ctx.save_for_backward(output[1], weight)
-    ctx.scalars = (eps, offset)
+def _remember_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
+    *summed, weight, _, _, eps, offset, _ = inputs
+    ctx.save_for_backward(output[1] if len(summed) == 2 else summed[0], weight)
+    ctx.summands, ctx.scalars = len(summed), (eps, offset)
     ctx.set_materialize_grads(False)
 
 
-def _add_rms_norm_gradient(ctx: Any, dy: Tensor | None, du: Tensor | None) -> tuple[Tensor | None, ...]:
-    u, weight = ctx.saved_tensors
-    if dy is None:
-        return du, du, *[None] * 6
-    wanted = weight is not None and ctx.needs_input_grad[2]
-    dx, dweight = torch.ops.cutekernels.rms_norm_backward(dy, u, weight, du, wanted, *ctx.scalars)
-    return dx, dx, dweight if wanted else None, *[None] * 5
+def _rms_norm_gradient(ctx: Any, dy: Tensor | None, du: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    dx, dweight, wanted = du, None, weight is not None and ctx.needs_input_grad[ctx.summands]
+    if dy is not None:
+        dx, dweight = torch.ops.cutekernels.rms_norm_backward(dy, x, weight, du, wanted, *ctx.scalars)
+    return *[dx] * ctx.summands, dweight if wanted else None, *[None] * 5
 
 
 def _remember_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

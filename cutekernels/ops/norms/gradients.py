@@ -16,9 +16,9 @@ from torch import Tensor
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, exact, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops.norms.rows import N, NormConfig, NormOp, NormProblem, columns, rows
+from cutekernels.ops.norms.rows import SUITE, N, NormConfig, NormOp, NormProblem, columns, rows
 from cutekernels.ops.shared import tensor_op
-from cutekernels.ops.shared.operands import TYPES, Array, Sizes
+from cutekernels.ops.shared.operands import TYPES, Array, Leads, Looks, Named, Sizes
 from cutekernels.ops.shared.tensor_op import WIDEST_BYTES
 from cutekernels.ops.shared.triton_op import TritonOp
 
@@ -81,7 +81,7 @@ class ColumnSum(TritonOp[ColumnSumProblem, ColumnSumConfig]):
         if lines % len(self.results):
             raise ValueError("as many parts for each result")
 
-    def layout(self, named: Mapping[str, Tensor | None], sizes: Sizes, found: Mapping[str, Any]) -> dict[str, Scalar]:
+    def layout(self, named: Named, sizes: Sizes, found: Mapping[str, Any]) -> dict[str, Scalar]:
         parts = named["parts"]
         assert parts is not None
         bits = WIDEST_BYTES | parts.data_ptr() | sizes["cols"] * 4  # results may lie anywhere: they are written once
@@ -109,7 +109,7 @@ class ColumnSum(TritonOp[ColumnSumProblem, ColumnSumConfig]):
     def evaluate(self, *args: Any, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Tensor, ...]:
         lines, cols = args[0].shape
         each = args[0].view(len(self.results), lines // len(self.results), cols)
-        return each.double().sum(1).to(dtype).unbind()
+        return tuple(each.double().sum(1).to(dtype))
 
     def why_not(self, p: ColumnSumProblem, c: ColumnSumConfig, gpu: GpuSpec) -> str | None:
         per_thread = c.block_parts * c.block_cols // (32 * c.warps)
@@ -186,23 +186,15 @@ class _NormBackward(NormOp[N]):
     strides_over_tiles = True
     centred: ClassVar[bool]
 
-    def result(
-        self,
-        name: str,
-        named: Mapping[str, Tensor | None],
-        sizes: Sizes,
-        leads: Mapping[str, tuple[int, ...]],
-        **options: Any,
-    ) -> tuple[tuple[int, ...], tuple[torch.dtype, ...]]:
+    def result(self, name: str, named: Named, sizes: Sizes, leads: Leads, **options: Any) -> Looks:
         shape, types = super().result(name, named, sizes, leads, **options)
         weight = named["weight"]
-        if name == "dx":
-            return shape, types
         if name == "dweight":
             return (weight.shape, (weight.dtype,)) if weight is not None and options["dweight"] else ((0,), types)
-        if options["dbias"] == "none":
-            return (0,), types
-        return shape[-1:] if weight is None else weight.shape, types if options["dbias"] == "same" else (torch.float32,)
+        if name == "dbias":
+            shape = (0,) if options["dbias"] == "none" else shape[-1:] if weight is None else weight.shape
+            return shape, (torch.float32,) if options["dbias"] == "fp32" else types
+        return shape, types
 
     def problem(self, *operands: Tensor | None, **options: Any) -> N:
         weight = operands[len(self.results) + self.inputs.index("weight")]
@@ -214,12 +206,14 @@ class _NormBackward(NormOp[N]):
 
     def bind(self, p: N, c: NormConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
         n = len(self.results)
-        if p.rows * p.heads * p.cols == 0:  # sums over no rows
-            return lambda *args: _zero(args[:n])
         launch = super().bind(p, c, kernel)
         programs, _, _ = self.grid(p, c)
         summed = [i for i, name in enumerate(self.results) if i and self.kind(p, name) is not None]
         per_head = p.heads if p.per_head else 1
+
+        def sums_of_nothing(*args: Any) -> None:
+            for t in args[:n]:
+                t.zero_()
 
         def launch_both(*args: Any) -> None:
             places = [args[0], *[None] * (n - 1), *args[n:]]
@@ -236,7 +230,7 @@ class _NormBackward(NormOp[N]):
                 for i in summed:
                     tensor_op.run(COLUMN_SUM, (args[i].view(-1),), (places[i],))
 
-        return launch_both
+        return launch_both if p.rows * p.heads * p.cols else sums_of_nothing
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         named = dict(zip((*self.inputs, *self.scalars), args, strict=True))
@@ -251,8 +245,7 @@ class _NormBackward(NormOp[N]):
         found = [(dx if du is None else dx + du.double()).to(named["x"].dtype)]
         for name, terms in zip(self.results[1:], (d * v, d), strict=False):
             shape, types = self.result(name, named, {}, {}, **options)
-            wanted = shape != (0,)
-            found.append(terms.reshape(-1, *shape).sum(0).to(types[0]) if wanted else found[0].new_empty(0))
+            found.append((terms.reshape(-1, *shape).sum(0) if shape != (0,) else terms.new_empty(0)).to(types[0]))
         return tuple(found)
 
 
@@ -262,19 +255,15 @@ class RmsNormBackward(_NormBackward[RmsNormBackwardProblem]):
     name = "rms_norm_backward"
     revision = 1
     suite = (
-        "rows=1 cols=4096",
+        *SUITE,
         "rows=16 cols=3584",
-        "rows=333 cols=1001 align=2",
-        "rows=77 cols=130 layout=strided",
         "rows=300 cols=128 heads=5 layout=heads",
         "rows=300 cols=64 heads=3 layout=heads per_head=1",
-        "rows=2048 cols=4096",
         "rows=2048 cols=4096 weight=fp32 du=1",
         "rows=2048 cols=8192 dweight=0",
         "rows=2048 cols=5120 dtype=fp32 weight=none dweight=0",
         "rows=133 cols=20000 dtype=fp16",
         "rows=2048 cols=8192",
-        "rows=32768 cols=4096",
         "rows=32768 cols=8192",
     )
     Problem = RmsNormBackwardProblem
@@ -297,17 +286,13 @@ class LayerNormBackward(_NormBackward[LayerNormBackwardProblem]):
     name = "layer_norm_backward"
     revision = 1
     suite = (
-        "rows=1 cols=4096",
-        "rows=333 cols=1001 align=2",
-        "rows=77 cols=130 layout=strided",
+        *SUITE,
         "rows=300 cols=128 heads=5 layout=heads",
         "rows=2048 cols=768",
-        "rows=2048 cols=4096",
         "rows=2048 cols=4096 weight=fp32 dbias=fp32",
         "rows=2048 cols=5120 dtype=fp32 weight=none dweight=0 dbias=none",
         "rows=133 cols=20000 dtype=fp16",
         "rows=2048 cols=8192",
-        "rows=32768 cols=4096",
     )
     Problem = LayerNormBackwardProblem
     kernel = "norms.gradients:layer_norm_backward"
@@ -321,11 +306,6 @@ class LayerNormBackward(_NormBackward[LayerNormBackwardProblem]):
     scalar_types = {"eps": "fp32"}
     centred = True
     flops_per_element = 17
-
-
-def _zero(results: tuple[Tensor, ...]) -> None:
-    for t in results:
-        t.zero_()
 
 
 COLUMN_SUM = ColumnSum()

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from cutekernels import rates
-from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import plain
-from cutekernels.ops.norms.rows import N, NormConfig, NormOp, NormProblem, columns, rows, wide
-from cutekernels.ops.shared.operands import Sizes
+from cutekernels.ops.norms.rows import SUITE, N, NormConfig, NormOp, NormProblem, columns, rows, wide
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -75,20 +73,16 @@ class RmsNorm(_RmsNorms):
     # Chunks beat whole rows at 32768 rows: docs/notes/norms.md#chunks (H200, 2026-11-22).
     chunks: ClassVar[Mapping[int, tuple[int, int]]] = {4096: (2048, 8), 8192: (4096, 16)}
     suite = (
-        "rows=1 cols=4096",
+        *SUITE,
         "rows=16 cols=3584",
-        "rows=333 cols=1001 align=2",
-        "rows=77 cols=130 layout=strided",
         "rows=300 cols=128 heads=5 layout=heads",
         "rows=300 cols=64 heads=3 layout=heads per_head=1",
         "rows=2048 cols=896",
         "rows=2048 cols=3584",
-        "rows=2048 cols=4096",
         "rows=2048 cols=4096 weight=fp32 shifted=1",
         "rows=2048 cols=5120 dtype=fp32 weight=none",
         "rows=33 cols=20000 dtype=fp16",
         "rows=8192 cols=6144 dtype=fp16",
-        "rows=32768 cols=4096",
     )
     kernel = "norms.forward:rms_norm"
     y = rows(result=True)
@@ -111,15 +105,11 @@ class AddRmsNorm(_RmsNorms):
     # One narrow row to four warps beats two: docs/notes/norms.md#narrow-rows (H200, 2026-11-22).
     summands = 2
     suite = (
-        "rows=1 cols=4096",
+        *SUITE,
         "rows=16 cols=3584",
-        "rows=333 cols=1001 align=2",
-        "rows=77 cols=130 layout=strided",
         "rows=2048 cols=3584",
-        "rows=2048 cols=4096",
         "rows=2048 cols=5120 dtype=fp32",
         "rows=33 cols=20000 dtype=fp16",
-        "rows=32768 cols=4096",
     )
     kernel = "norms.forward:add_rms_norm"
     y = rows(result=True)
@@ -141,17 +131,13 @@ class LayerNorm(_Norm[LayerNormProblem]):
     name = "layer_norm"
     revision = 1
     suite = (
-        "rows=1 cols=4096",
+        *SUITE,
         "rows=16 cols=3584",
-        "rows=333 cols=1001 align=2",
-        "rows=77 cols=130 layout=strided",
         "rows=300 cols=128 heads=5 layout=heads",
         "rows=2048 cols=768",
-        "rows=2048 cols=4096",
         "rows=2048 cols=4096 weight=fp32 bias=fp32",
         "rows=2048 cols=5120 dtype=fp32 weight=none bias=none",
         "rows=33 cols=20000 dtype=fp16 bias=none",
-        "rows=32768 cols=4096",
     )
     Problem = LayerNormProblem
     kernel = "norms.forward:layer_norm"
@@ -163,12 +149,6 @@ class LayerNorm(_Norm[LayerNormProblem]):
     # Pairs of wide rows beat single ones at 32768 rows: docs/notes/norms.md#pairs (H200, 2026-11-21).
     paired = True
     flops_per_element = 7
-
-    def refuse(self, named: Mapping[str, Tensor | None], sizes: Sizes, **options: Any) -> None:
-        super().refuse(named, sizes, **options)
-        weight, bias = named["weight"], named["bias"]
-        if bias is not None and weight is None and bias.dim() > 1:
-            raise UnsupportedProblem("a bias for each head needs weights of its shape; got none: pass ones")
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         x, weight, bias, eps = args

@@ -17,7 +17,7 @@ from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.shared import streaming
-from cutekernels.ops.shared.operands import TYPES, Array, Operand, Sizes, misfit
+from cutekernels.ops.shared.operands import TYPES, Array, Leads, Looks, Named, Operand, Sizes, misfit
 from cutekernels.ops.shared.strides import cube, matrix
 from cutekernels.ops.shared.tensor_op import WIDEST_BYTES
 from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
@@ -109,6 +109,13 @@ class NormConfig(Config):
 
 N = TypeVar("N", bound=NormProblem)
 
+SUITE = (  # problems that all norms are measured at
+    "rows=1 cols=4096",
+    "rows=333 cols=1001 align=2",
+    "rows=77 cols=130 layout=strided",
+    "rows=2048 cols=4096",
+    "rows=32768 cols=4096",
+)
 _MAX_PROGRAMS = (1 << 31) - 1
 _MANY_ROWS = 8192
 _WIDE_STRIDED_ROW = 1024  # 64-bit addresses take the registers
@@ -143,47 +150,41 @@ class NormOp(TritonOp[N, NormConfig]):
 
     # -- from tensors to problems
 
-    def _posed(self, named: Mapping[str, Tensor | None], **options: Any) -> tuple[Sizes, dict[str, torch.Size]]:
+    def _posed(self, named: Named, **options: Any) -> tuple[Sizes, dict[str, torch.Size]]:
         rowed = {name: t for name, t in named.items() if isinstance(self.operands[name], Rows)}
         scalars = {name: t.view(1) for name, t in rowed.items() if t is not None and not t.dim()}
         return super()._posed({**named, **scalars}, **options)
 
-    def result(
-        self,
-        name: str,
-        named: Mapping[str, Tensor | None],
-        sizes: Sizes,
-        leads: Mapping[str, tuple[int, ...]],
-        **options: Any,
-    ) -> tuple[tuple[int, ...], tuple[torch.dtype, ...]]:
+    def result(self, name: str, named: Named, sizes: Sizes, leads: Leads, **options: Any) -> Looks:
         x = named["x"]
         assert x is not None
         return x.shape, (x.dtype,)
 
-    def refuse(self, named: Mapping[str, Tensor | None], sizes: Sizes, **options: Any) -> None:
+    def refuse(self, named: Named, sizes: Sizes, **options: Any) -> None:
         x = named["x"]
         assert x is not None
         for name in self.affine:
             t = named[name]
             if t is not None and t.dim() > 1 and t.shape != x.shape[-2:]:
                 raise misfit(self.name, self.operands, named)
+            if t is not None and t.dim() > 1 and named["weight"] is None:
+                raise UnsupportedProblem("a bias for each head needs weights of its shape; got none: pass ones")
 
-    def facts(self, named: Mapping[str, Tensor | None], sizes: Sizes) -> dict[str, Scalar]:
+    def facts(self, named: Named, sizes: Sizes) -> dict[str, Scalar]:
         per_head = sizes.get("heads", 1) > 1
         rowed = [t for name, t in named.items() if isinstance(self.operands[name], Rows) and t is not None]
         flat = not per_head and all(matrix(t.shape, t.stride()) is not None for t in rowed)
         heads = 1 if flat else rowed[0].shape[-2]
         return {"rows": sizes["rows"] // max(1, heads), "heads": heads, "per_head": per_head}
 
-    def layout(self, named: Mapping[str, Tensor | None], sizes: Sizes, found: Mapping[str, Any]) -> dict[str, Scalar]:
+    def layout(self, named: Named, sizes: Sizes, found: Mapping[str, Any]) -> dict[str, Scalar]:
         laid = super().layout(named, sizes, found)
         if laid["layout"] == "strided":
             return laid
-        align, item = int(laid["align"]), TYPES[found["dtype"]].itemsize
-        affine = [t for name in self.affine if (t := named[name]) is not None]
-        while any(t.data_ptr() % _affine_align(align, item, t.element_size()) for t in affine):
-            align //= 2
-        return {"layout": "rows" if found["heads"] == 1 else "heads", "align": align}
+        bits = int(laid["align"])
+        for t in [t for name in self.affine if (t := named[name]) is not None]:
+            bits |= t.data_ptr() % WIDEST_BYTES * TYPES[found["dtype"]].itemsize // t.element_size()
+        return {"layout": "rows" if found["heads"] == 1 else "heads", "align": bits & -bits}
 
     def strides(self, p: N, name: str, t: Tensor) -> Sequence[int]:
         row, head, col = super().strides(p, name, t)
@@ -378,11 +379,6 @@ class NormOp(TritonOp[N, NormConfig]):
 
 def sms_here() -> int:
     return gpus.detect(torch.cuda.current_device() if torch.cuda.is_available() else None).sm_count
-
-
-def _affine_align(align: int, itemsize: int, affine_itemsize: int) -> int:
-    """What must divide the address of a weight beside operands aligned to ``align``, both with their element sizes."""
-    return min(WIDEST_BYTES, align // itemsize * affine_itemsize) if align > itemsize else 1
 
 
 def wide(t: Tensor) -> Tensor:

@@ -18,7 +18,18 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import C, P, Scalar, Work
 from cutekernels.ops.shared import tensor_op
-from cutekernels.ops.shared.operands import TYPES, Operand, Sizes, bits_of, misfit, shape_of, sizes_of
+from cutekernels.ops.shared.operands import (
+    TYPES,
+    Leads,
+    Looks,
+    Named,
+    Operand,
+    Sizes,
+    bits_of,
+    misfit,
+    shape_of,
+    sizes_of,
+)
 from cutekernels.ops.shared.strides import overlaps_itself
 from cutekernels.ops.shared.tensor_op import DTYPE_NAMES, GPU_DTYPES, WIDEST_BYTES, Launch, TensorOp, check_dtype
 
@@ -151,19 +162,12 @@ class TritonOp(TensorOp[P, C]):
         """The strides of operand ``name`` that the kernel gets."""
         return self.operands[name].walk(t)
 
-    def result(
-        self,
-        name: str,
-        named: Mapping[str, Tensor | None],
-        sizes: Sizes,
-        leads: Mapping[str, tuple[int, ...]],
-        **options: Any,
-    ) -> tuple[tuple[int, ...], tuple[torch.dtype, ...]]:
+    def result(self, name: str, named: Named, sizes: Sizes, leads: Leads, **options: Any) -> Looks:
         """The shape of result ``name``, and the types it may have: the first one where it is allocated here."""
         operand = self.operands[name]
         return shape_of(operand, sizes, leads), self._type(operand, self._main(named).dtype)
 
-    def gpu_constants(self, gpu: GpuSpec) -> dict[str, int]:
+    def gpu_constants(self, gpu: GpuSpec) -> Mapping[str, int]:
         """The kernel's constexprs that follow from the GPU."""
         return {}
 
@@ -241,11 +245,10 @@ class TritonOp(TensorOp[P, C]):
         sizes, leads = self._posed(named, **options)
         self.refuse(named, sizes, **options)
         for name, out in zip(self.results, results, strict=bool(results)):
-            shape, kinds = self.result(name, named, sizes, leads, **options)
-            if out.shape != shape or out.dtype not in kinds:
+            shape, types = self.result(name, named, sizes, leads, **options)
+            if out.shape != shape or out.dtype not in types:
                 raise UnsupportedProblem(
-                    f"{self.name} writes {name} of shape {tuple(shape)} in {kinds[0]}; got {tuple(out.shape)} in "
-                    f"{out.dtype}"
+                    f"{self.name} writes {name} {tuple(shape)} in {types[0]}; got {tuple(out.shape)} in {out.dtype}"
                 )
             if overlaps_itself(out):
                 raise UnsupportedProblem(
@@ -257,7 +260,7 @@ class TritonOp(TensorOp[P, C]):
         main = self._main(named)
         sizes, leads = self._posed(named, **options)
         found = [self.result(name, named, sizes, leads, **options) for name in self.results]
-        return tuple([main.new_empty(shape, dtype=kinds[0]) for shape, kinds in found])
+        return tuple([main.new_empty(shape, dtype=types[0]) for shape, types in found])
 
     def problem(self, *operands: Tensor | None, **options: Any) -> P:
         named = dict(zip((*self.results, *self.inputs), operands, strict=True))
@@ -336,17 +339,17 @@ class TritonOp(TensorOp[P, C]):
             divisible[aligned] = p.vec  # type: ignore[attr-defined, index]
         for name, kind in kinds.items():
             operand = self.operands[name]
-            for step in operand.strides:
+            for i, step in enumerate(operand.strides):
                 signature[f"{name}_{step}"] = "i64"
                 if kind is None:
                     constants[f"{name}_{step}"] = 0
                 elif operand.laid and promised is not None:
-                    if step == operand.strides[-1]:
+                    if i == len(operand.strides) - 1 >= len(operand.axes) - 1:
                         constants[f"{name}_{step}"] = 1
                     else:
                         divisible[f"{name}_{step}"] = max(1, promised // TYPES[kind].itemsize)
         signature |= dict(self.scalar_types) | dict(self.extras)
-        constants |= self.constants(p, c) | self.gpu_constants(gpu)
+        constants |= {**self.constants(p, c), **self.gpu_constants(gpu)}
         module, _, function = self.kernel.partition(":")
         kernel = getattr(import_module(f"cutekernels.kernels.triton.{module}"), function)
         constants = {name: constants[name] for name in sorted(constants, key=list(kernel.arg_names).index)}
