@@ -308,7 +308,9 @@ def refusals() -> dict[str, Callable[[], Any]]:
     return {
         r"residual \(..., cols\).* each extent the same": lambda: add_rms_norm(x, x[:1], w),
         "takes residual in float32; got torch.float64": lambda: add_rms_norm(x, x.double(), w),
-        r"weight \(..., cols\).* got x \(4, 6\), weight \(5,\)": lambda: rms_norm(x, w[:5]),
+        r"weight \(cols,\) or \(heads, cols\).* got x \(4, 6\), weight \(5,\)": lambda: rms_norm(x, w[:5]),
+        r"got x \(4, 6\), weight \(\)": lambda: rms_norm(x, w[0]),
+        r"got x \(6,\), weight \(4, 6\)": lambda: rms_norm(w, x),
         "got torch.int32": lambda: rms_norm(x.int(), w),
         "takes weight in float32; got torch.bfloat16": lambda: rms_norm(x, w.bfloat16()),
         "operands of one device": lambda: rms_norm(x, w.to("meta")),

@@ -17,7 +17,7 @@ from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.shared import streaming
-from cutekernels.ops.shared.operands import TYPES, Array, Leads, Looks, Named, Operand, Sizes, misfit
+from cutekernels.ops.shared.operands import TYPES, Leads, Looks, Named, Operand, Sizes, misfit
 from cutekernels.ops.shared.strides import cube, matrix
 from cutekernels.ops.shared.tensor_op import WIDEST_BYTES
 from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
@@ -47,14 +47,23 @@ class Rows(Operand):
         return cube(t.shape, t.stride()) is not None
 
 
+class Columns(Operand):
+    """``(cols,)``, or ``(heads, cols)`` with a row for each head, contiguous; made by :func:`columns`."""
+
+    __slots__ = ()
+
+    def describe(self) -> str:
+        return "(cols,) or (heads, cols)"
+
+
 def rows(*, result: bool = False, given: str | None = None) -> Operand:
     """A tensor of the shape and type of ``x``."""
     return Rows(("*rows", "cols"), "dtype", ("row", "head", "col"), result, given, given is not None, True)
 
 
 def columns(kind: str, *, result: bool = False, given: str | None = None) -> Operand:
-    """A weight, a bias or the gradient of one: ``(cols,)``, or ``(heads, cols)``, contiguous; ``kind``: its type."""
-    return Array("*heads", "cols", dtype=kind, strides=(), result=result, given=given, optional=True)
+    """A weight, a bias or the gradient of one; ``kind``: the field of the problem that says its type."""
+    return Columns(("*heads", "cols"), kind, (), result, given, True, False)
 
 
 @dataclass(frozen=True)
@@ -193,7 +202,7 @@ class NormOp(TritonOp[N, NormConfig]):
     @property
     def affine(self) -> list[str]:
         """The inputs that are :func:`columns`."""
-        return [name for name in self.inputs if not isinstance(self.operands[name], Rows)]
+        return [name for name in self.inputs if isinstance(self.operands[name], Columns)]
 
     # -- configs
 
@@ -263,7 +272,7 @@ class NormOp(TritonOp[N, NormConfig]):
         per_thread = -(-c.block_rows * c.block_cols // (32 * c.warps))
         # fp32 values that a thread keeps for each element of its tile: gradients keep two operands and a result.
         values = 3 if self.strides_over_tiles else self._rowed(p, self.inputs)
-        values += sum(self.kind(p, n) is not None for n, o in self.operands.items() if not isinstance(o, Rows))
+        values += sum(self.kind(p, n) is not None for n, o in self.operands.items() if isinstance(o, Columns))
         addresses = 2 * self._rowed(p, self.operands) if p.layout == "strided" else 0
         return per_thread * (values + addresses) + _REGISTERS
 
@@ -356,7 +365,7 @@ class NormOp(TritonOp[N, NormConfig]):
         return found | {"heads": 1} if p.layout == "rows" else found
 
     def divisible(self, p: N, c: NormConfig) -> dict[str, int]:
-        kinds = {name: self.kind(p, name) for name, o in self.operands.items() if not isinstance(o, Rows)}
+        kinds = {name: self.kind(p, name) for name, o in self.operands.items() if isinstance(o, Columns)}
         return {f"{n}_ptr": min(WIDEST_BYTES, p.vec * TYPES[k].itemsize) for n, k in kinds.items() if k is not None}
 
     # -- what a problem looks like
