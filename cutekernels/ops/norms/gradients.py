@@ -181,7 +181,7 @@ class LayerNormBackwardProblem(_BackwardProblem):
 
 
 class _NormBackward(NormOp[N]):
-    """What both gradients do alike. ``dweight`` and ``dbias`` are empty where they are not wanted."""
+    """Both gradients' common part. ``dweight`` and ``dbias`` are empty where they are not wanted."""
 
     strides_over_tiles = True
     centred: ClassVar[bool]

@@ -277,7 +277,7 @@ class NormOp(TritonOp[N, NormConfig]):
         return per_thread * (values + addresses) + _REGISTERS
 
     def _rowed(self, p: N, names: Iterable[str]) -> int:
-        """How many of the operands ``names`` are of the shape of ``x`` and there."""
+        """The number of operands among ``names`` that are there and of the shape of ``x``."""
         return sum(isinstance(self.operands[n], Rows) and self.kind(p, n) is not None for n in names)
 
     def _tiles(self, p: N, c: NormConfig) -> int:
@@ -293,7 +293,7 @@ class NormOp(TritonOp[N, NormConfig]):
         )
 
     def _candidates(self, p: N, gpu: GpuSpec) -> Iterator[NormConfig]:
-        """From the most wanted to what always works."""
+        """Configs in order of preference; the last ones fit every problem that a grid holds."""
         stay = [(4, 3), (2, 3), (2, 2), (1, 3), (1, 2), (2, 1), (1, 1)] if self.strides_over_tiles else [(0, 1)]
         few = p.rows * p.heads <= gpu.sm_count
         # Two accesses of 16 bytes per thread, one where rows are so few that latency rules. Narrow rows share a tile.
