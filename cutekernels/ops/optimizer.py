@@ -16,9 +16,15 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, extent, knob, ladder, plain
 from cutekernels.ops.shared import tensor_op
-from cutekernels.ops.shared.registration import register as register_inplace
 from cutekernels.ops.shared.strides import is_dense, walk
-from cutekernels.ops.shared.tensor_op import DTYPE_NAMES, GPU_DTYPES, WIDEST_BYTES, TensorOp, present
+from cutekernels.ops.shared.tensor_op import (
+    DTYPE_NAMES,
+    GPU_DTYPES,
+    WIDEST_BYTES,
+    TensorOp,
+    present,
+    register_inplace,
+)
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
