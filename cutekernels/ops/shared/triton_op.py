@@ -17,7 +17,6 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import C, P, Scalar, Work
-from cutekernels.ops.shared import tensor_op
 from cutekernels.ops.shared.operands import (
     TYPES,
     Leads,
@@ -31,7 +30,16 @@ from cutekernels.ops.shared.operands import (
     sizes_of,
 )
 from cutekernels.ops.shared.strides import overlaps_itself
-from cutekernels.ops.shared.tensor_op import DTYPE_NAMES, GPU_DTYPES, WIDEST_BYTES, Launch, TensorOp, check_dtype
+from cutekernels.ops.shared.tensor_op import (
+    DTYPE_NAMES,
+    GPU_DTYPES,
+    WIDEST_BYTES,
+    Launch,
+    TensorOp,
+    check_dtype,
+    eager,
+    refuse_gradient,
+)
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
@@ -464,10 +472,10 @@ def call(
         UnsupportedProblem: operands that pose no problem, gradients together with ``out``.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    try:  # tensor_op.eager, inlined: a warm call has one frame less
-        found = tensor_op.again(op, out, inputs, options, scalars, config)
-        if found is None and tensor_op.direct(*inputs, *(out or ())):
-            found = tensor_op.run(op, out, inputs, options=options, scalars=scalars, config=config)
+    try:  # replayed here rather than in eager(): a warm call has one frame less
+        found = op.calls.replay(out, inputs, options, scalars, config)
+        if found is None:
+            found = eager(op, out, inputs, options, scalars, config)
     except (AttributeError, TypeError):
         refuse_others(op, inputs, out)
         raise
@@ -478,7 +486,7 @@ def call(
     if out is None:
         results = getattr(torch.ops.cutekernels, op.name)(*inputs, *options, *scalars, text)
         return (results,) if len(op.results) == 1 else tuple(results)
-    tensor_op.refuse_gradient(*inputs, *out)
+    refuse_gradient(*inputs, *out)
     getattr(torch.ops.cutekernels, f"{op.name}_out")(*inputs, *out, *options, *scalars, text)
     return out
 
