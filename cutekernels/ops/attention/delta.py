@@ -1,4 +1,4 @@
-"""``attention_delta``: the row statistics that come before attention's gradients; called by ``attend_backward.py``."""
+"""``attention_delta``: the row statistics that attention's gradients start from; called by ``gradient.py``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import Config, Problem, Work, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops.attention.op import DTYPES, LOG2_E, WIDEST
+from cutekernels.op import Problem, Work, extent, knob, ladder, plain, power_of_two
+from cutekernels.ops.attention.problem import DTYPES, HEAD_DIMS, LOG2_E, WIDEST, WarpsConfig
 from cutekernels.ops.shared.tensor_op import Launch, TensorOp
 
 if TYPE_CHECKING:
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MAX_ELEMENTS = 64  # of out and of dout, a thread
+_MAX_ELEMENTS = 64  # elements of out, and of dout, per thread
 _MOST_PROGRAMS = 2**31 - 1
+_LAUNCH = 2.0 / 1.5  # of launch_us
+_FEW = 1.6  # time that an element in flight per thread adds, as a share, divided by how many there are
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class DeltaProblem(Problem):
     batch: int = extent(ladder)
     seq: int = extent(ladder)
     heads: int = extent()
-    head_dim: int = plain(128, *range(8, 128, 8), *range(136, 264, 8))
+    head_dim: int = plain(*HEAD_DIMS)
     dtype: str = plain("bf16", "fp16")
     dlse: bool = plain(False, True)
 
@@ -44,7 +47,7 @@ class DeltaProblem(Problem):
 
 
 @dataclass(frozen=True)
-class DeltaConfig(Config):
+class DeltaConfig(WarpsConfig):
     """A program takes ``block_rows`` queries of one head."""
 
     block_rows: int = knob(4, 8, 16, 32, 64, 128)
@@ -124,7 +127,7 @@ class AttentionDelta(TensorOp[DeltaProblem, DeltaConfig]):
     # -- configs
 
     def why_not(self, p: DeltaProblem, c: DeltaConfig, gpu: GpuSpec) -> str | None:
-        per_thread = c.block_rows * power_of_two(p.head_dim) // (32 * c.warps)
+        per_thread = c.block_rows * power_of_two(p.head_dim) // c.threads
         if not WIDEST <= per_thread <= _MAX_ELEMENTS:
             return f"a thread has {per_thread} elements of a row's {p.head_dim}: take from {WIDEST} to {_MAX_ELEMENTS}"
         if c.block_rows > max(64, power_of_two(p.seq)):
@@ -140,8 +143,9 @@ class AttentionDelta(TensorOp[DeltaProblem, DeltaConfig]):
 
     def estimate_us(self, p: DeltaProblem, c: DeltaConfig, gpu: GpuSpec) -> float:
         """The bytes, stretched where threads have few in flight."""
-        in_flight = c.block_rows * power_of_two(p.head_dim) / (32 * c.warps)
-        return 2.0 + self.work(p).bytes / (gpu.dram_gbps * 1e3) * (1.0 + 1.6 / in_flight)
+        in_flight = c.block_rows * power_of_two(p.head_dim) / c.threads
+        launch_us = _LAUNCH * rates.of(gpu).launch_us
+        return launch_us + self.work(p).bytes / (gpu.dram_gbps * 1e3) * (1.0 + _FEW / in_flight)
 
     def grid(self, p: DeltaProblem, c: DeltaConfig) -> tuple[int, int, int]:
         return p.batch * p.heads * -(-p.seq // c.block_rows), 1, 1
@@ -173,7 +177,7 @@ class AttentionDelta(TensorOp[DeltaProblem, DeltaConfig]):
 
     def bind(self, p: DeltaProblem, c: DeltaConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
         def steps(t: Tensor) -> list[int]:
-            """Between sequences, queries and heads; 0 where there is one."""
+            """Strides between sequences, queries and heads; 0 where there is one."""
             found = [s if n != 1 else 0 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
             return found if t.dim() == 4 else [0, *found]
 

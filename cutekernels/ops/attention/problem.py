@@ -1,0 +1,336 @@
+"""Common ground of attention's declarations: problems, tolerance, and the rules and model of tiles that walk tiles."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, TypeVar
+
+import torch
+from torch import Tensor
+
+from cutekernels import rates
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.kernels.cute.parts.attention_smem import padded
+from cutekernels.op import C, Config, Op, P, Problem, extent, ladder, plain, power_of_two
+from cutekernels.ops.shared.occupancy import crowding
+
+if TYPE_CHECKING:
+    from cutekernels.gpu import GpuSpec
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+WIDEST = 8  # elements in 16 bytes
+HEAD_DIMS = (128, *range(8, 128, 8), *range(136, 264, 8))
+UNLIMITED = 2**30  # a window's side that reaches to the end
+LOG2_E = math.log2(math.e)
+SLACK = 8.0  # slack of lazy rescaling, base 2: fp16 probabilities up to 256
+MAX_CTAS = 3  # per SM, of tiles that walk tiles
+
+# Constants of the model, most as multiples of rates: docs/notes/attention.md#prefill-model (H200, 2026-11-22).
+_LAUNCH = 2.0 / 1.5  # of launch_us
+_CTA = 2.75 / 0.8  # of dram_latency_us: the beginning and end of a CTA
+_EDGE = 1.7  # masked tiles at the edges of the band cost this share of an owned tile
+_FED = 0.83  # share of the tensor cores' rate that a full SM of warps reaches
+_DRAM = 0.9 / 0.92  # of dram_share
+_UNHIDDEN = 0.05  # share of the shorter of two times that the longer does not hide
+_EXPONENTS_PER_CLOCK = 16
+_MANY = 8  # CTAs per SM from which no wave is left half empty
+_ORDER = {False: {"rows": 1.0, "l2": 1.01, "heads": 1.02}, True: {"rows": 1.05, "l2": 1.05, "heads": 1.0}}
+
+
+class Sides(TypedDict):
+    """The band of keys seen around a query's own; None where nothing limits."""
+
+    left: int | None
+    right: int | None
+
+
+class HeadsProblem(Problem):
+    """Query heads in groups that share a head of K and V. Subclasses declare the fields: each text has its order."""
+
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.heads_kv == 0 or self.heads_q % self.heads_kv:
+            raise UnsupportedProblem(
+                f"heads_q={self.heads_q} must be a multiple of heads_kv={self.heads_kv}: each K and V head serves a "
+                "group of query heads"
+            )
+
+    def bucket(self) -> Self:
+        """The bucket shared by results with and without lse, and by the head dims of one padded size."""
+        return super().bucket().replace(lse=False, head_dim=self.width)
+
+    @property
+    def width(self) -> int:
+        """The padded head dim."""
+        return padded(self.head_dim)
+
+    @property
+    def group(self) -> int:
+        """Query heads to a head of K and V."""
+        return self.heads_q // self.heads_kv
+
+
+@dataclass(frozen=True)
+class AttentionProblem(HeadsProblem):
+    """Extents, and the properties that kernels are compiled for.
+
+    Packed sequences (``varlen``) have lengths of their own; ``seq_q`` and ``seq_kv`` are then their means, rounded up.
+    ``window`` names its sides that limit, by ``window_left`` and ``window_right`` keys; ``causal`` limits the right
+    side at the query's own key, where the last query is aligned with the last key.
+    """
+
+    batch: int = extent(ladder)
+    seq_q: int = extent(ladder)
+    seq_kv: int = extent(ladder)
+    heads_q: int = extent()
+    heads_kv: int = extent()
+    window_left: int = extent(ladder, default=0)
+    window_right: int = extent(ladder, default=0)
+    head_dim: int = plain(*HEAD_DIMS)
+    dtype: str = plain("bf16", "fp16")
+    causal: bool = plain(False, True)
+    window: str = plain("none", "left", "right", "both")
+    softcap: bool = plain(False, True)
+    mask: bool = plain(False, True)
+    varlen: bool = plain(False, True)
+    lse: bool = plain(False, True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.causal and self.window in ("right", "both"):
+            raise UnsupportedProblem(f"causal=1 limits the right side already: window={self.window} must leave it out")
+        for side in ("left", "right"):
+            if getattr(self, f"window_{side}") and self.window not in (side, "both"):
+                raise UnsupportedProblem(f"window_{side} needs window={side} or both; it is {self.window}")
+        if self.mask and self.varlen:
+            raise UnsupportedProblem("a mask is for a batch of one length: packed sequences take none")
+
+    @property
+    def limited_left(self) -> bool:
+        return self.window in ("left", "both")
+
+    @property
+    def limited_right(self) -> bool:
+        return self.causal or self.window in ("right", "both")
+
+    @property
+    def sides(self) -> Sides:
+        right = 0 if self.causal else self.window_right if self.limited_right else None
+        return {"left": self.window_left if self.limited_left else None, "right": right}
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """:attr:`sides` as kernels take them."""
+        left, right = self.sides["left"], self.sides["right"]
+        return UNLIMITED if left is None else left, UNLIMITED if right is None else right
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs of one head and sequence inside the band."""
+        shift = self.seq_kv - self.seq_q
+        ends = _clipped_sum(self.seq_q, shift + self.window_right + 1, self.seq_kv) if self.limited_right else None
+        begins = _clipped_sum(self.seq_q, shift - self.window_left, self.seq_kv) if self.limited_left else 0
+        return max(0, (self.seq_q * self.seq_kv if ends is None else ends) - begins)
+
+    @property
+    def by_keys(self) -> bool:
+        """Whether a CTA owns keys and walks queries, not the reverse."""
+        return False
+
+    @property
+    def seq_own(self) -> int:
+        return self.seq_kv if self.by_keys else self.seq_q
+
+    @property
+    def seq_walked(self) -> int:
+        return self.seq_q if self.by_keys else self.seq_kv
+
+
+def _clipped_sum(rows: int, first: int, most: int) -> int:
+    """``sum(min(max(first + r, 0), most) for r in range(rows))``."""
+
+    def up_to(n: int) -> int:  # the sum of clip(x, 0, most) for x < n
+        if n <= 0:
+            return 0
+        rising = min(n, most)
+        return rising * (rising - 1) // 2 + (n - rising) * most
+
+    return up_to(first + rows) - up_to(first)
+
+
+def depth(p: AttentionProblem) -> float:
+    """The depth whose fp32 sums lose as much as rounding probabilities to 16 bits: six standard deviations, which one
+    element in 5e8 exceeds.
+
+    A row's error is ``u * sqrt(sum (p v)^2)``, about ``u`` of the row's own typical result. Rows that see few keys have
+    results larger than the whole output's typical one, by the root of how many fewer.
+    """
+    unit = {"bf16": 2.0**-9, "fp16": 2.0**-12}[p.dtype]
+    keys = p.pairs / max(1, p.seq_q)
+    uneven = p.limited_left or p.limited_right or p.mask or p.varlen
+    larger = math.sqrt(max(1.0, keys)) if uneven else 1.0
+    return max(keys, 8 * 2.0**23 * 6 * unit / math.sqrt(3) * larger)
+
+
+def score_factors(scale: float, softcap: float) -> tuple[float, float, float]:
+    """The factor of scores, to base 2, and the inner and outer factors of a cap; both are 0 without one."""
+    if not softcap:
+        return scale * LOG2_E, 0.0, 0.0
+    return 1.0, 2 * LOG2_E * scale / softcap, softcap * LOG2_E
+
+
+def launch_blind(lse: bool) -> Callable[..., None]:
+    """The launch for queries without a single key: 0, and -inf as lse."""
+
+    def launch(*args: Tensor) -> None:
+        args[0].zero_()
+        if lse:
+            args[1].fill_(-math.inf)
+
+    return launch
+
+
+# ---- ops ------------------------------------------------------------------------------------------------
+
+
+class AttentionOp(Op[P, C]):
+    """An op whose default is its model's best, over all configs that no rule forbids."""
+
+    most_stack_bytes = 0  # at the register limit any stack is spills
+
+    @abstractmethod
+    def broken(self, p: P, c: C, gpu: GpuSpec) -> Iterator[str]:
+        """The rules that ``c`` breaks."""
+
+    def why_not(self, p: P, c: C, gpu: GpuSpec) -> str | None:
+        return next(self.broken(p, c, gpu), None)
+
+    def default(self, p: P, gpu: GpuSpec) -> C:
+        """The model's best."""
+        return _best(self, p, gpu)  # type: ignore[no-any-return]
+
+
+@cache
+def _every(op: AttentionOp[Any, Any]) -> tuple[Config, ...]:
+    return tuple(op.Config.every())
+
+
+@cache
+def _best(op: AttentionOp[Any, Any], p: Problem, gpu: GpuSpec) -> Any:
+    candidates = [c for c in _every(op) if op.why_not(p, c, gpu) is None]
+    best = min(candidates, key=lambda c: (op.estimate_us(p, c, gpu), str(c)), default=None)
+    assert best is not None, f"no config for {p} on {gpu.name}"
+    return best
+
+
+class WarpsConfig(Config):
+    """Threads of a config whose unit is the warp."""
+
+    warps: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+
+class Tile(NamedTuple):
+    """A tile as rules speak of it: its knob, what its rows are, and how many."""
+
+    knob: str
+    noun: str
+    rows: int
+
+
+class TilesConfig(WarpsConfig):
+    """Config of a CTA that owns a tile of one side's rows and walks tiles of the other side's."""
+
+    stages: int
+    ctas_per_sm: int
+    order: str
+
+    @property
+    @abstractmethod
+    def own(self) -> Tile:
+        """The owned tile."""
+
+    @property
+    @abstractmethod
+    def walked(self) -> Tile:
+        """A walked tile."""
+
+    @property
+    def rows(self) -> int:
+        """Owned rows of a warp."""
+        return self.own.rows // self.warps
+
+
+Q = TypeVar("Q", bound=AttentionProblem)
+T = TypeVar("T", bound=TilesConfig)
+
+
+class TilesOp(AttentionOp[Q, T]):
+    """Rules and model of CTAs that own a tile of rows and walk the other side's tiles."""
+
+    def broken_tiles(self, p: Q, c: T, gpu: GpuSpec, registers: int, smem: int) -> Iterator[str]:
+        if c.rows not in (16, 32, 64):
+            yield f"{c.warps} warps of {c.own.knob}={c.own.rows} have {c.rows} {c.own.noun} each: take 16, 32 or 64"
+        across = c.threads // vectors_along(p)
+        for tile, seq, least in ((c.own, p.seq_own, 64), (c.walked, p.seq_walked, 32)):
+            if tile.rows % across:
+                yield f"{c.threads} threads copy {across} rows at a time, which does not divide {tile.knob}={tile.rows}"
+            if tile.rows > max(least, power_of_two(seq)):
+                yield f"{tile.knob}={tile.rows} idles most of a tile over {seq} {tile.noun}"
+        yield from crowding(gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem)
+        if c.order != "rows" and p.seq_own <= c.own.rows:
+            yield f"order={c.order} needs more than one tile of {c.own.noun}"
+
+    def tiles_us(
+        self, p: Q, c: T, gpu: GpuSpec, *, products: int, read_rows: int, exponents: float, fixed: float,
+        crowd: float, uneven: bool,
+    ) -> float:  # fmt: skip
+        """Waves of CTAs, each walked tile as slow as tensor cores or shared memory; or DRAM, if slower.
+
+        Args:
+            p: the problem.
+            c: the config.
+            gpu: the GPU.
+            products: matrix products per pair of tiles.
+            read_rows: owned rows that a warp reads again from shared memory for each walked tile.
+            exponents: the share of the exponents' time that products do not hide.
+            fixed: the cost of a walked tile, whatever its size, as a multiple of ``barrier_us``.
+            crowd: speedup by warps of other CTAs.
+            uneven: whether tiles differ in work, so that short ones come last.
+        """
+        rate = rates.of(gpu)
+        own, walked = c.own.rows, c.walked.rows
+        tiles = -(-p.seq_own // own) * p.batch * (p.heads_kv if p.by_keys else p.heads_q)
+        if tiles == 0 or p.seq_walked == 0:
+            return _LAUNCH * rate.launch_us
+        # Rows that an owned tile walks, on average.
+        seen = p.pairs / p.seq_own + (_EDGE * own if p.limited_left or p.limited_right else 0)
+        steps = max(1.0, min(seen, p.seq_walked) / walked + 0.5) * (p.group if p.by_keys else 1)
+        multiply = 2.0 * products * own * walked * p.width / (_FED * gpu.mma_tflops * 1e6 / gpu.sm_count)
+        feed = c.warps * (products * walked + read_rows) * p.width * 2 / rate.smem_bytes_per_us
+        exponent_us = own * walked / (_EXPONENTS_PER_CLOCK * rate.clock_mhz)
+        step = (max(multiply, feed) + exponents * exponent_us) / crowd + fixed * rate.barrier_us / c.ctas_per_sm
+        cta = steps * step + _CTA * rate.dram_latency_us / c.ctas_per_sm
+        per_sm = tiles / gpu.sm_count
+        busy = cta * (max(1.0, per_sm) if uneven or per_sm > _MANY else math.ceil(per_sm))
+        # Uneven tiles: the heavy ones had better not be the last. Even ones: K and V had better stay in the L2.
+        busy *= _ORDER[uneven][c.order]
+        dram = self.work(p).bytes / (_DRAM * rate.dram_share * gpu.dram_gbps * 1e3)
+        return float(_LAUNCH * rate.launch_us + max(busy, dram) + _UNHIDDEN * min(busy, dram))
+
+
+def vectors_along(p: HeadsProblem) -> int:
+    """Threads side by side in a row: the 16-byte vectors of a swizzle pattern."""
+    return 8 if p.width % 64 == 0 else 4
