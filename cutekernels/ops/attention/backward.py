@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from cutekernels.op import Work, knob, plain
 from cutekernels.ops.attention import problem, reference
 from cutekernels.ops.attention.delta import ATTENTION_DELTA
 from cutekernels.ops.attention.op import ATTENTION
-from cutekernels.ops.attention.problem import AttentionProblem, Tile, TilesConfig, TilesOp, score_factors
+from cutekernels.ops.attention.problem import AttentionProblem, TilesConfig, TilesOp, score_factors
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
@@ -85,6 +85,7 @@ class AttentionBackwardConfig(TilesConfig):
     ``in_registers``: the owned operands stay there. ``order`` is that of CTAs.
     """
 
+    tiles: ClassVar = ("tile_own", "tile_walked")
     tile_own: int = knob(64, 128, 256)
     tile_walked: int = knob(32, 64, 128)
     warps: int = knob(4, 8)
@@ -92,14 +93,6 @@ class AttentionBackwardConfig(TilesConfig):
     ctas_per_sm: int = knob(1, 2, 3)
     in_registers: bool = knob(False, True)
     order: str = knob("rows", "l2", "heads")
-
-    @property
-    def own(self) -> Tile:
-        return Tile("tile_own", "rows", self.tile_own)
-
-    @property
-    def walked(self) -> Tile:
-        return Tile("tile_walked", "rows", self.tile_walked)
 
     def smem_bytes(self, p: AttentionBackwardProblem) -> int:
         """A CTA's shared memory: the owned operands, the walked ones' stages, and walked queries' statistics."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from cutekernels.ops.attention.problem import (
     DTYPES,
     SLACK,
     AttentionProblem,
-    Tile,
     TilesConfig,
     TilesOp,
     depth,
@@ -48,6 +47,7 @@ class AttentionConfig(TilesConfig):
     ``lazy`` rescales sums only where a block's scores exceed the row's reference by far. ``order`` is that of CTAs.
     """
 
+    tiles: ClassVar = ("tile_q", "tile_kv")
     tile_q: int = knob(64, 128, 256)
     tile_kv: int = knob(32, 64, 128)
     warps: int = knob(4, 8)
@@ -56,14 +56,6 @@ class AttentionConfig(TilesConfig):
     q_in_registers: bool = knob(False, True)
     lazy: bool = knob(True, False)
     order: str = knob("rows", "l2", "heads")
-
-    @property
-    def own(self) -> Tile:
-        return Tile("tile_q", "queries", self.tile_q)
-
-    @property
-    def walked(self) -> Tile:
-        return Tile("tile_kv", "keys", self.tile_kv)
 
     def smem(self, p: AttentionProblem) -> PrefillSmem:
         return PrefillSmem(self.tile_q, self.tile_kv, p.head_dim, self.stages)

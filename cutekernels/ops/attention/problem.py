@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -242,35 +242,26 @@ class WarpsConfig(Config):
         return 32 * self.warps
 
 
-class Tile(NamedTuple):
-    """A tile as rules speak of it: its knob, what its rows are, and how many."""
-
-    knob: str
-    noun: str
-    rows: int
-
-
 class TilesConfig(WarpsConfig):
-    """Config of a CTA that owns a tile of one side's rows and walks tiles of the other side's."""
+    """Config of CTAs that own a tile of one side's rows and walk tiles of the other side's: the knobs ``tiles``."""
 
+    tiles: ClassVar[tuple[str, str]]
     stages: int
     ctas_per_sm: int
     order: str
 
     @property
-    @abstractmethod
-    def own(self) -> Tile:
-        """The owned tile."""
+    def own(self) -> int:
+        return getattr(self, self.tiles[0])  # type: ignore[no-any-return]
 
     @property
-    @abstractmethod
-    def walked(self) -> Tile:
-        """A walked tile."""
+    def walked(self) -> int:
+        return getattr(self, self.tiles[1])  # type: ignore[no-any-return]
 
     @property
     def rows(self) -> int:
         """Owned rows of a warp."""
-        return self.own.rows // self.warps
+        return self.own // self.warps
 
 
 Q = TypeVar("Q", bound=AttentionProblem)
@@ -282,16 +273,16 @@ class TilesOp(AttentionOp[Q, T]):
 
     def broken_tiles(self, p: Q, c: T, gpu: GpuSpec, registers: int, smem: int) -> Iterator[str]:
         if c.rows not in (16, 32, 64):
-            yield f"{c.warps} warps of {c.own.knob}={c.own.rows} have {c.rows} {c.own.noun} each: take 16, 32 or 64"
-        across = c.threads // vectors_along(p)
-        for tile, seq, least in ((c.own, p.seq_own, 64), (c.walked, p.seq_walked, 32)):
-            if tile.rows % across:
-                yield f"{c.threads} threads copy {across} rows at a time, which does not divide {tile.knob}={tile.rows}"
-            if tile.rows > max(least, power_of_two(seq)):
-                yield f"{tile.knob}={tile.rows} idles most of a tile over {seq} {tile.noun}"
+            yield f"{c.warps} warps of {c.tiles[0]}={c.own} have {c.rows} rows each: take 16, 32 or 64"
+        across = c.threads // vectors_along(p.width)
+        for name, tile, seq, least in ((c.tiles[0], c.own, p.seq_own, 64), (c.tiles[1], c.walked, p.seq_walked, 32)):
+            if tile % across:
+                yield f"{c.threads} threads copy {across} rows at a time, which does not divide {name}={tile}"
+            if tile > max(least, power_of_two(seq)):
+                yield f"{name}={tile} idles most of a tile over {seq} rows"
         yield from crowding(gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem)
-        if c.order != "rows" and p.seq_own <= c.own.rows:
-            yield f"order={c.order} needs more than one tile of {c.own.noun}"
+        if c.order != "rows" and p.seq_own <= c.own:
+            yield f"order={c.order} needs more than one tile of rows"
 
     def tiles_us(
         self, p: Q, c: T, gpu: GpuSpec, *, products: int, read_rows: int, exponents: float, fixed: float,
@@ -299,19 +290,12 @@ class TilesOp(AttentionOp[Q, T]):
     ) -> float:  # fmt: skip
         """Waves of CTAs, each walked tile as slow as tensor cores or shared memory; or DRAM, if slower.
 
-        Args:
-            p: the problem.
-            c: the config.
-            gpu: the GPU.
-            products: matrix products per pair of tiles.
-            read_rows: owned rows that a warp reads again from shared memory for each walked tile.
-            exponents: the share of the exponents' time that products do not hide.
-            fixed: the cost of a walked tile, whatever its size, as a multiple of ``barrier_us``.
-            crowd: speedup by warps of other CTAs.
-            uneven: whether tiles differ in work, so that short ones come last.
+        A pair of tiles takes ``products``, and ``read_rows`` owned rows of each warp from shared memory again.
+        ``exponents``: the share of their time that products do not hide. ``fixed``: a walked tile's cost, whatever its
+        size, in ``barrier_us``. ``crowd``: the speedup by more warps. ``uneven``: tiles differ in work.
         """
         rate = rates.of(gpu)
-        own, walked = c.own.rows, c.walked.rows
+        own, walked = c.own, c.walked
         tiles = -(-p.seq_own // own) * p.batch * (p.heads_kv if p.by_keys else p.heads_q)
         if tiles == 0 or p.seq_walked == 0:
             return _LAUNCH * rate.launch_us
@@ -331,6 +315,6 @@ class TilesOp(AttentionOp[Q, T]):
         return float(_LAUNCH * rate.launch_us + max(busy, dram) + _UNHIDDEN * min(busy, dram))
 
 
-def vectors_along(p: HeadsProblem) -> int:
-    """Threads side by side in a row: the 16-byte vectors of a swizzle pattern."""
-    return 8 if p.width % 64 == 0 else 4
+def vectors_along(width: int) -> int:
+    """Threads side by side in a row of a padded head dim: the 16-byte vectors of a swizzle pattern."""
+    return 8 if width % 64 == 0 else 4
