@@ -119,24 +119,20 @@ class Attention(TilesOp[AttentionProblem, AttentionConfig]):
 
     def _body(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Any:
         """The prefill body with its parts."""
-        import cutlass
-
-        from cutekernels.kernels.cute.attention.prefill import HeadOrder, PrefillAttention
+        from cutekernels.kernels.cute.attention.prefill import PrefillAttention
         from cutekernels.kernels.cute.parts.heads import HeadRows
         from cutekernels.kernels.cute.parts.mask import BandMask
-        from cutekernels.kernels.cute.parts.mma import WarpMma
-        from cutekernels.kernels.cute.parts.sequences import Sequences
+        from cutekernels.kernels.cute.parts.products import warp_products
+        from cutekernels.kernels.cute.parts.sequences import HeadOrder, Sequences
         from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax
 
         return PrefillAttention(
             rows_q=HeadRows(c.tile_q, p.head_dim, p.width, 1, c.threads),
             rows_kv=HeadRows(c.tile_kv, p.head_dim, p.width, c.stages, c.threads),
-            mma_qk=WarpMma(c.warps, 1, cutlass.Float32, True, True),
-            mma_pv=WarpMma(c.warps, 1, cutlass.Float32, True, False),
+            products=warp_products(c.warps, c.q_in_registers),
             mask=BandMask(c.tile_q, c.tile_kv, p.limited_left, p.limited_right, p.mask),
             softmax=OnlineSoftmax(SLACK if c.lazy else 0.0, p.softcap),
             order=HeadOrder(c.order, gpu.l2_bytes // 2),
-            q_in_registers=c.q_in_registers,
             sequences=Sequences(p.varlen),
             ctas_per_sm=c.ctas_per_sm,
         )

@@ -24,43 +24,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
-from cutekernels.kernels.cute.parts.fragments import load_fragments, span_bytes, swizzled
 from cutekernels.kernels.cute.parts.heads import HeadRows
 from cutekernels.kernels.cute.parts.mask import BandMask
-from cutekernels.kernels.cute.parts.mma import WarpMma
-from cutekernels.kernels.cute.parts.sequences import Sequences
+from cutekernels.kernels.cute.parts.products import Products
+from cutekernels.kernels.cute.parts.sequences import HeadOrder, Sequences
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
-from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax, as_operand, by_rows
-
-
-@dataclass(frozen=True)
-class HeadOrder:
-    """In which order CTAs take tiles of queries: heads in bands, in a band the heaviest tiles of all its heads first.
-
-    ``"rows"``: a band is one head, whose K and V are then read together. ``"heads"``: one band of all, so that the
-    heaviest tiles come first everywhere. ``"l2"``: as many heads as have their K and V in ``l2_bytes``.
-    """
-
-    order: str
-    l2_bytes: int
-
-    def band(self, heads: Int32, group: Int32, bytes_per_head: Int64) -> Int32:
-        """Query heads in a band; ``group`` of them share a head of K and V of ``bytes_per_head``."""
-        if self.order == "rows":
-            return Int32(1)
-        if self.order == "heads":
-            return heads
-        fitting = cutlass.max(Int64(self.l2_bytes) // cutlass.max(bytes_per_head, Int64(1)), Int64(1))
-        return cutlass.max(Int32(cutlass.min(fitting * Int64(group), Int64(heads))), Int32(1))
-
-    @cute.jit
-    def place(self, block: Int32, heads: Int32, tiles: Int32, band: Int32) -> tuple[Int32, Int32]:
-        """``(tile, head)`` of a CTA; every block below ``heads * tiles`` has its own."""
-        at = block // (band * tiles)
-        first = at * band
-        width = cutlass.min(band, heads - first)
-        inside = block - first * tiles
-        return tiles - 1 - inside // width, first + inside % width
+from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax, by_rows
 
 
 @dataclass(frozen=True)
@@ -69,13 +38,11 @@ class PrefillAttention:
 
     rows_q: HeadRows
     rows_kv: HeadRows
-    mma_qk: WarpMma
-    mma_pv: WarpMma
+    products: Products
     mask: BandMask
     softmax: OnlineSoftmax
     order: HeadOrder
     sequences: Sequences
-    q_in_registers: bool
     ctas_per_sm: int
 
     @property
@@ -101,23 +68,12 @@ class PrefillAttention:
         stream: cuda.CUstream,
     ):
         at = const_expr(self.sequences.rows_mode)
-        heads, heads_kv = mQ.shape[at + 1], mK.shape[at + 1]
-        seq_kv = mK.shape[at]
-        tile_q = self.rows_q.rows
-        if const_expr(self.sequences.packed):
-            sequences = mCuQ.shape[0] - 1
-            tiles = mQ.shape[0] // tile_q + sequences  # no fewer than there are
-            layers = heads
-            seq_kv = seq_kv // cutlass.max(sequences, Int32(1))
-        else:
-            tiles = cute.ceil_div(mQ.shape[1], tile_q)
-            layers = heads * mQ.shape[0]
-        group = heads // heads_kv
-        bytes_per_head = Int64(seq_kv) * (4 * self.rows_kv.head_dim)
-        band = self.order.band(layers, group, bytes_per_head)
+        tiles, layers = self.sequences.grid(mQ, mCuQ, self.rows_q.rows)
+        bytes_per_head = Int64(self.sequences.length(mK, mCuKv)) * (4 * self.rows_kv.head_dim)
+        band = self.order.band(layers, mQ.shape[at + 1] // mK.shape[at + 1], bytes_per_head)
         self.kernel(
             mO, mLse, mQ, mK, mV, mMask, mCuQ, mCuKv, scale, cap_inner, cap_outer, left, right,
-            tiles, layers, band, self.mma_qk.tiled_mma(mQ.element_type),
+            tiles, layers, band, self.products.tiled_mma(mQ.element_type),
         ).launch(
             grid=[tiles * layers, 1, 1],
             block=[self.threads, 1, 1],
@@ -155,26 +111,13 @@ class PrefillAttention:
         stages = const_expr(rows_kv.stages)
 
         # -- which queries of which head
-        place = self.order.place
+        place, locate, pointer = self.order.place, self.sequences.locate, self.sequences.pointer
         tile, layer = place(block, layers, tiles, band)
+        batch, head, tile, begin_q, begin_kv, seq_q, seq_kv = locate(tile, layer, tile_q, mQ, mK, mCuQ, mCuKv)
         at = const_expr(self.sequences.rows_mode)
-        heads, heads_kv = mQ.shape[at + 1], mK.shape[at + 1]
-        head = layer
-        batch = Int32(0)
-        if const_expr(self.sequences.packed):
-            find = self.sequences.find
-            batch, tile = find(mCuQ, tile, self.rows_q.rows)
-            begin_q, begin_kv = mCuQ[batch], mCuKv[batch]
-            seq_q, seq_kv = mCuQ[batch + 1] - begin_q, mCuKv[batch + 1] - begin_kv
-        else:
-            batch = layer // heads
-            head = layer - batch * heads
-            begin_q, begin_kv = Int32(0), Int32(0)
-            seq_q, seq_kv = mQ.shape[1], mK.shape[1]
-        head_kv = head // (heads // heads_kv)
+        head_kv = head // (mQ.shape[at + 1] // mK.shape[at + 1])
         row = tile * tile_q
         alive = cutlass.min(cutlass.max(seq_q - row, Int32(0)), Int32(tile_q))  # rows of the tile that exist
-        pointer = self.sequences.pointer
         q_head, q_stride, _ = pointer(mQ, batch, begin_q, head)
         k_head, k_stride, _ = pointer(mK, batch, begin_kv, head_kv)
         v_head, v_stride, _ = pointer(mV, batch, begin_kv, head_kv)
@@ -196,8 +139,6 @@ class PrefillAttention:
         storage = SmemAllocator().allocate_array(dtype, q_elements + 2 * kv_elements, byte_alignment=ALIGNMENT)
         at_k, at_v = storage + q_elements, storage + (q_elements + kv_elements)
         sQ = cute.make_tensor(cute.recast_ptr(storage, layout_q.inner, dtype), layout_q.outer)[None, None, 0]
-        sK = cute.make_tensor(cute.recast_ptr(at_k, layout_kv.inner, dtype), layout_kv.outer)  # (KV, D, STAGE)
-        sV = cute.make_tensor(cute.recast_ptr(at_v, layout_kv.inner, dtype), layout_kv.outer)  # (KV, D, STAGE)
 
         # -- prologue: Q and the last block, of which rows may be missing
         clear_q, clear_kv, fetch_q, fetch_kv = rows_q.clear_padding, rows_kv.clear_padding, rows_q.fetch, rows_kv.fetch
@@ -226,29 +167,17 @@ class PrefillAttention:
         cute.arch.cp_async_wait_group(1 if stages == 1 else 0)
         cute.arch.sync_threads()
         rQ = thr_mma.make_fragment_A(thr_mma.partition_A(sQ))  # (MMA, MMA_M, MMA_D)
-        # The tensors below have no swizzle: they tell layouts, and where a thread's first fragment is.
-        uQ = cute.make_tensor(storage, layout_q.outer)[None, None, 0]
-        uK = cute.make_tensor(at_k, layout_kv.outer)[None, None, 0]
-        uV = cute.make_tensor(at_v, layout_kv.outer)[None, None, 0]
-        uVt = cute.make_tensor(at_v, cute.select(uV.layout, mode=[1, 0]))  # (D, KV)
-        ldm_q, ldm_k = self.mma_qk.fragment_copies(tiled_mma, dtype)
-        _, ldm_v = self.mma_pv.fragment_copies(tiled_mma, dtype)
-        tSuQ = ldm_q.get_slice(tid).partition_S(uQ)  # (CPY, CPY_M, CPY_D)
-        tSuK = ldm_k.get_slice(tid).partition_S(uK)  # (CPY, CPY_KV, CPY_D)
-        tOuV = ldm_v.get_slice(tid).partition_S(uVt)  # (CPY, CPY_D, CPY_KV)
-        span = const_expr(span_bytes(padded))
-        from_q, from_k, from_v = [swizzled(t.iterator.toint().to(Int32), span) for t in (tSuQ, tSuK, tOuV)]
-        if const_expr(self.q_in_registers):
-            tSrQ = ldm_q.get_slice(tid).retile(rQ)
-            for kb in cutlass.range_constexpr(padded // 16):
-                load_fragments(ldm_q, from_q, tSuQ.layout, span, tSrQ, kb)
+        products = self.products
+        sources = products.sources(tid, tiled_mma, storage, layout_q, at_k, at_v, layout_kv)
+        if const_expr(products.x_in_registers):
+            load = products.load
+            load(tid, rQ, sources.x, Int32(0))
 
         # -- blocks of keys, from the last: those with the right edge, whole ones, those with the left edge
         attend = self.attend
         slot = Int32(0)
         keys = (k_head, k_stride, v_head, v_stride, to_k, first)
-        sources = ((from_q, from_k, from_v), (tSuQ.layout, tSuK.layout, tOuV.layout))
-        tensors = (sK, sV, rQ, acc_o, reference, total)
+        tensors = (rQ, acc_o, reference, total)
         factors = (scale, cap_inner, cap_outer)
         edges = (row, seq_q, seq_kv, left, right, gMask)
         for i in cutlass.range(end - closed, unroll=1):
@@ -302,18 +231,17 @@ class PrefillAttention:
         Leaves the same state for ``block - 1``, if there is one.
         """
         k_head, k_stride, v_head, v_stride, to_k, first = keys
-        (from_q, from_k, from_v), (layout_q, layout_k, layout_v) = sources
-        sK, sV, rQ, acc_o, reference, total = tensors
+        rQ, acc_o, reference, total = tensors
         scale, cap_inner, cap_outer = factors
-        row, seq_q, seq_kv, left, right, gMask = edges
+        row, *seen = edges
         rows_kv, mask, softmax = self.rows_kv, self.mask, self.softmax
+        multiply, add = self.products.multiply, self.products.add
         tile_q, tile_kv = self.rows_q.rows, rows_kv.rows
-        dtype = sK.element_type
+        dtype = rQ.element_type
         one = const_expr(rows_kv.stages == 1)
         fetch = rows_kv.fetch
         ahead = (block - 1) * tile_kv
         stage_bytes = const_expr(tile_kv * rows_kv.padded * dtype.width // 8)
-        span = const_expr(span_bytes(rows_kv.padded))
         to_v = to_k + rows_kv.stages * stage_bytes
         nxt = slot
         if const_expr(not one):
@@ -324,19 +252,11 @@ class PrefillAttention:
             cute.arch.cp_async_commit_group()
 
         # -- scores; ptxas itself lets fragments travel ahead of the products, as far as registers allow
-        thr_mma = tiled_mma.get_slice(tid)
-        ldm_q, ldm_k = self.mma_qk.fragment_copies(tiled_mma, dtype)
-        rK = thr_mma.make_fragment_B(thr_mma.partition_B(sK)[None, None, None, 0])  # (MMA, MMA_KV, MMA_D)
-        tSrQ, tSrK = ldm_q.get_slice(tid).retile(rQ), ldm_k.get_slice(tid).retile(rK)
-        shape_s = tiled_mma.partition_shape_C((tile_q, tile_kv))
-        acc_s = cute.make_rmem_tensor(shape_s, Float32)  # ((2, 2), MMA_M, MMA_KV)
+        acc_s = cute.make_rmem_tensor(
+            tiled_mma.partition_shape_C((tile_q, tile_kv)), Float32
+        )  # ((2, 2), MMA_M, MMA_KV)
         acc_s.fill(0.0)
-        at_k = from_k + slot * stage_bytes
-        for kb in cutlass.range_constexpr(cute.size(rK, mode=[2])):
-            if const_expr(not self.q_in_registers):
-                load_fragments(ldm_q, from_q, layout_q, span, tSrQ, kb)
-            load_fragments(ldm_k, at_k, layout_k, span, tSrK, kb)
-            cute.gemm(tiled_mma, acc_s, rQ[None, None, kb], rK[None, None, kb], acc_s)
+        multiply(tid, acc_s, rQ, sources, Int32(0), slot * stage_bytes, tiled_mma)
 
         if const_expr(one):
             cute.arch.cp_async_wait_group(0)  # V is there,
@@ -351,26 +271,12 @@ class PrefillAttention:
             cap = softmax.cap
             cap(acc_s, cap_inner, cap_outer)
         if const_expr(masked):
-            identity = cute.make_identity_tensor((tile_q, tile_kv))
             hide = mask.apply
-            hide(
-                acc_s, thr_mma.partition_C(identity), tiled_mma.get_slice(0).partition_C(identity),
-                row, block * tile_kv, seq_q, seq_kv, left, right, gMask,
-            )  # fmt: skip
+            hide(tid, acc_s, row, block * tile_kv, seen, tiled_mma)
         step(acc_s, acc_o, reference, total, scale)
         rP = cute.make_fragment_like(acc_s, dtype)
         rP.store(acc_s.load().to(dtype))
-        tOrP = as_operand(rP)  # ((2, 2, 2), MMA_M, MMA_KV / 2)
-
-        # -- P V
-        sVt = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0, 2]))  # (D, KV, STAGE)
-        _, ldm_v = self.mma_pv.fragment_copies(tiled_mma, dtype)
-        rV = thr_mma.make_fragment_B(thr_mma.partition_B(sVt)[None, None, None, 0])  # (MMA, MMA_D, MMA_KV)
-        tOrV = ldm_v.get_slice(tid).retile(rV)
-        at_v = from_v + slot * stage_bytes
-        for kb in cutlass.range_constexpr(cute.size(rV, mode=[2])):
-            load_fragments(ldm_v, at_v, layout_v, span, tOrV, kb)
-            cute.gemm(tiled_mma, acc_o, tOrP[None, None, kb], rV[None, None, kb], acc_o)
+        add(tid, acc_o, rP, sources, slot * stage_bytes, tiled_mma)
 
         cute.arch.cp_async_wait_group(0)  # what the next block begins with is there,
         cute.arch.sync_threads()  # and every warp has read this one

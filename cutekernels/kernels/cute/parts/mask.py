@@ -1,4 +1,4 @@
-"""Which keys a query sees: index arithmetic over blocks of keys, and -inf for the scores of the others."""
+"""The mask of keys a query sees: index arithmetic over blocks of keys, and -inf for the scores of hidden ones."""
 
 from dataclasses import dataclass
 
@@ -51,19 +51,22 @@ class BandMask:
     @cute.jit
     def apply(
         self,
+        tid: Int32,
         acc_s: cute.Tensor,  # ((2, 2), MMA_M, MMA_KV)
-        tScS: cute.Tensor,  # this thread's coordinates in the tile, as acc_s
-        cS: cute.Tensor,  # those of thread 0, which are constants
         row: Int32,
         column: Int32,
-        seq_q: Int32,
-        seq_kv: Int32,
-        left: Int32,
-        right: Int32,
-        mMask: cute.Tensor | None,  # (seq_q, seq_kv)
+        edges: tuple[Int32, Int32, Int32, Int32, cute.Tensor | None],
+        tiled_mma: cute.TiledMma,
     ):
-        """Puts -inf where a row of the tile at ``row`` does not see a key of the block at ``column``."""
-        scores, place, constant = by_rows(acc_s), by_rows(tScS), by_rows(cS)
+        """Puts -inf where a row of the tile at ``row`` does not see a key of the block at ``column``.
+
+        ``edges``: seq_q, seq_kv, left, right, and the given mask (seq_q, seq_kv).
+        """
+        seq_q, seq_kv, left, right, mMask = edges
+        tile = cute.make_identity_tensor((self.tile_q, self.tile_kv))
+        # Coordinates of this thread's scores, and thread 0's, which are constants.
+        scores, place = by_rows(acc_s), by_rows(tiled_mma.get_slice(tid).partition_C(tile))
+        constant = by_rows(tiled_mma.get_slice(0).partition_C(tile))
         own = column + place[0, 0][1]
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
             at = row + place[r, 0][0]

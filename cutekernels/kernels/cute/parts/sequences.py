@@ -1,11 +1,42 @@
-"""Where a head's rows begin, in a batch of one length or in packed sequences, and which sequence a tile belongs to."""
+"""Tiles of heads: the order in which CTAs take them, their sequences, and the addresses of a head's rows."""
 
 from dataclasses import dataclass
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from cutekernels.kernels.cute.parts.heads import WIDEST
+
+
+@dataclass(frozen=True)
+class HeadOrder:
+    """The order in which CTAs take tiles: heads in bands, and in a band the heaviest tiles of all its heads first.
+
+    ``"rows"``: a band is one head, whose K and V are then read together. ``"heads"``: one band of all, so that the
+    heaviest tiles come first everywhere. ``"l2"``: as many heads as have their K and V in ``l2_bytes``.
+    """
+
+    order: str
+    l2_bytes: int
+
+    def band(self, heads: Int32, group: Int32, bytes_per_head: Int64) -> Int32:
+        """Heads in a band; ``group`` of them share the ``bytes_per_head`` that they walk."""
+        if self.order == "rows":
+            return Int32(1)
+        if self.order == "heads":
+            return heads
+        fitting = cutlass.max(Int64(self.l2_bytes) // cutlass.max(bytes_per_head, Int64(1)), Int64(1))
+        return cutlass.max(Int32(cutlass.min(fitting * Int64(group), Int64(heads))), Int32(1))
+
+    @cute.jit
+    def place(self, block: Int32, heads: Int32, tiles: Int32, band: Int32) -> tuple[Int32, Int32]:
+        """``(tile, head)`` of a CTA; every block below ``heads * tiles`` has its own."""
+        at = block // (band * tiles)
+        first = at * band
+        width = cutlass.min(band, heads - first)
+        inside = block - first * tiles
+        return tiles - 1 - inside // width, first + inside % width
 
 
 @dataclass(frozen=True)
@@ -18,6 +49,45 @@ class Sequences:
     def rows_mode(self) -> int:
         """The mode of rows; that of heads is the next."""
         return 0 if self.packed else 1
+
+    def grid(self, mX: cute.Tensor, mCu: cute.Tensor | None, rows: int) -> tuple[Int32, Int32]:
+        """Tiles of ``rows`` of a head, no fewer than there are, and heads; of all sequences together."""
+        heads = mX.shape[self.rows_mode + 1]
+        if self.packed:
+            return mX.shape[0] // rows + mCu.shape[0] - 1, heads
+        return cute.ceil_div(mX.shape[1], rows), heads * mX.shape[0]
+
+    def length(self, mX: cute.Tensor, mCu: cute.Tensor | None) -> Int32:
+        """Rows of a sequence; their mean where packed."""
+        if self.packed:
+            return mX.shape[0] // cutlass.max(mCu.shape[0] - 1, Int32(1))
+        return mX.shape[1]
+
+    @cute.jit
+    def locate(
+        self,
+        tile: Int32,
+        layer: Int32,
+        rows: int,
+        mX: cute.Tensor,
+        mY: cute.Tensor,
+        mCuX: cute.Tensor | None,
+        mCuY: cute.Tensor | None,
+    ) -> tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32]:
+        """``(batch, head, tile in the sequence, begin of X, of Y, length of X, of Y)`` of a tile of X's rows."""
+        batch, head = Int32(0), layer
+        begin_x, begin_y = Int32(0), Int32(0)
+        if const_expr(self.packed):
+            find = self.find
+            batch, tile = find(mCuX, tile, rows)
+            begin_x, begin_y = mCuX[batch], mCuY[batch]
+            seq_x, seq_y = mCuX[batch + 1] - begin_x, mCuY[batch + 1] - begin_y
+        else:
+            heads = mX.shape[2]
+            batch = layer // heads
+            head = layer - batch * heads
+            seq_x, seq_y = mX.shape[1], mY.shape[1]
+        return batch, head, tile, begin_x, begin_y, seq_x, seq_y
 
     @cute.jit
     def pointer(self, mX: cute.Tensor, batch: Int32, begin: Int32, head: Int32) -> tuple[cute.Pointer, Int32, Int64]:

@@ -1,0 +1,116 @@
+"""The two products of attention's loops, with fragments that ldmatrix reads by one address per thread."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from cutekernels.kernels.cute.parts.fragments import load_fragments, span_bytes, swizzled
+from cutekernels.kernels.cute.parts.mma import WarpMma
+from cutekernels.kernels.cute.parts.softmax import as_operand
+
+
+class Source(NamedTuple):
+    """A buffer as a thread reads it."""
+
+    copy: cute.TiledCopy
+    tensor: cute.Tensor  # the buffer without its swizzle, of which only the layout counts
+    layout: cute.Layout  # this thread's partition (CPY, CPY_X, CPY_Y), without the swizzle
+    address: Int32  # of this thread's row of fragment 0
+    span: int  # bytes of a row of the swizzle pattern
+
+
+class Sources(NamedTuple):
+    x: Source
+    y: Source
+    yt: Source
+
+
+@dataclass(frozen=True)
+class Products:
+    """``X Y^T`` over the head dim and ``P Y`` over the rows of Y, for X of a CTA's own rows and Y of those it walks.
+
+    ``x_in_registers``: X's fragments stay there; else each product reads them from shared memory again.
+    """
+
+    xy: WarpMma
+    py: WarpMma
+    x_in_registers: bool
+
+    def tiled_mma(self, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
+        return self.xy.tiled_mma(dtype)
+
+    def sources(
+        self, tid: Int32, tiled_mma: cute.TiledMma, x: Any, layout_x: Any, y: Any, yt: Any, layout_y: Any
+    ) -> Sources:
+        """The buffers at pointers ``x``, ``y`` (for ``X Y^T``) and ``yt`` (for ``P Y``), of ``(rows, D, STAGE)``."""
+        dtype = x.dtype
+        uX, uY, uYt = [
+            cute.make_tensor(at, of.outer)[None, None, 0] for at, of in ((x, layout_x), (y, layout_y), (yt, layout_y))
+        ]
+        span = span_bytes(cute.size(uX, mode=[1]))
+        uYt = cute.make_tensor(yt, cute.select(uYt.layout, mode=[1, 0]))  # (D, rows)
+        copies = (*self.xy.fragment_copies(tiled_mma, dtype), self.py.fragment_copies(tiled_mma, dtype)[1])
+        found = []
+        for copy, tensor in zip(copies, (uX, uY, uYt), strict=True):
+            own = copy.get_slice(tid).partition_S(tensor)
+            address = swizzled(own.iterator.toint().to(Int32), span)
+            found.append(Source(copy, tensor, own.layout, address, span))
+        return Sources(*found)
+
+    @cute.jit
+    def load(self, tid: Int32, rX: cute.Tensor, source: cutlass.Constexpr, at: Int32):
+        """All of X's fragments, ``at`` bytes behind the source's buffer."""
+        tSrX = source.copy.get_slice(tid).retile(rX)
+        for kb in cutlass.range_constexpr(cute.size(rX, mode=[2])):
+            load_fragments(source.copy, source.address + at, source.layout, source.span, tSrX, kb)
+
+    @cute.jit
+    def multiply(
+        self,
+        tid: Int32,
+        acc: cute.Tensor,  # ((2, 2), MMA_M, MMA_Y)
+        rX: cute.Tensor,  # (MMA, MMA_M, MMA_D)
+        sources: cutlass.Constexpr,
+        at_x: Int32,
+        at_y: Int32,
+        tiled_mma: cute.TiledMma,
+    ):
+        """``acc += X Y^T``, of buffers ``at_x`` and ``at_y`` bytes behind the sources'."""
+        x, y, _ = sources
+        thr_mma = tiled_mma.get_slice(tid)
+        rY = thr_mma.make_fragment_B(thr_mma.partition_B(y.tensor))  # (MMA, MMA_Y, MMA_D)
+        tSrX, tSrY = x.copy.get_slice(tid).retile(rX), y.copy.get_slice(tid).retile(rY)
+        for kb in cutlass.range_constexpr(cute.size(rY, mode=[2])):
+            if const_expr(not self.x_in_registers):
+                load_fragments(x.copy, x.address + at_x, x.layout, x.span, tSrX, kb)
+            load_fragments(y.copy, y.address + at_y, y.layout, y.span, tSrY, kb)
+            cute.gemm(tiled_mma, acc, rX[None, None, kb], rY[None, None, kb], acc)
+
+    @cute.jit
+    def add(
+        self,
+        tid: Int32,
+        acc: cute.Tensor,  # ((2, 2), MMA_M, MMA_D)
+        rP: cute.Tensor,  # ((2, 2), MMA_M, MMA_Y)
+        sources: cutlass.Constexpr,
+        at_y: Int32,
+        tiled_mma: cute.TiledMma,
+    ):
+        """``acc += P Y``, of a buffer ``at_y`` bytes behind the source's."""
+        yt = sources.yt
+        thr_mma = tiled_mma.get_slice(tid)
+        rY = thr_mma.make_fragment_B(thr_mma.partition_B(yt.tensor))  # (MMA, MMA_D, MMA_Y)
+        tOrY = yt.copy.get_slice(tid).retile(rY)
+        tOrP = as_operand(rP)  # ((2, 2, 2), MMA_M, MMA_Y / 2)
+        for kb in cutlass.range_constexpr(cute.size(rY, mode=[2])):
+            load_fragments(yt.copy, yt.address + at_y, yt.layout, yt.span, tOrY, kb)
+            cute.gemm(tiled_mma, acc, tOrP[None, None, kb], rY[None, None, kb], acc)
+
+
+def warp_products(warps: int, x_in_registers: bool) -> Products:
+    """Products of ``warps`` that share Y and divide X's rows."""
+    plain, transposed = (WarpMma(warps, 1, cutlass.Float32, True, k_major) for k_major in (True, False))
+    return Products(plain, transposed, x_in_registers)
