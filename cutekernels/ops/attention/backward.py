@@ -166,14 +166,11 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
 
     def _body(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec) -> Any:
         """The body with its parts."""
-        import cutlass
-
         from cutekernels.kernels.cute.attention.backward import AttentionBackward
-        from cutekernels.kernels.cute.attention.prefill import HeadOrder
         from cutekernels.kernels.cute.parts.heads import HeadRows
         from cutekernels.kernels.cute.parts.mask import BandMask
-        from cutekernels.kernels.cute.parts.mma import WarpMma
-        from cutekernels.kernels.cute.parts.sequences import Sequences
+        from cutekernels.kernels.cute.parts.products import warp_products
+        from cutekernels.kernels.cute.parts.sequences import HeadOrder, Sequences
         from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax
 
         limits = (p.limited_left, p.limited_right)
@@ -181,13 +178,11 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
             of=p.of,
             own=HeadRows(c.tile_own, p.head_dim, p.width, 1, c.threads),
             walked=HeadRows(c.tile_walked, p.head_dim, p.width, c.stages, c.threads),
-            mma_scores=WarpMma(c.warps, 1, cutlass.Float32, True, True),
-            mma_sums=WarpMma(c.warps, 1, cutlass.Float32, True, False),
+            products=warp_products(c.warps, c.in_registers),
             mask=BandMask(c.tile_own, c.tile_walked, *(limits[::-1] if p.by_keys else limits), p.mask),
             softmax=OnlineSoftmax(0.0, p.softcap),
             order=HeadOrder(c.order, gpu.l2_bytes // 2),
             sequences=Sequences(p.varlen),
-            in_registers=c.in_registers,
             ctas_per_sm=c.ctas_per_sm,
         )
 

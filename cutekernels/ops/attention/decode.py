@@ -226,22 +226,18 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
 
     def _body(self, p: DecodeProblem, c: DecodeConfig) -> Any:
         """The body with its parts."""
-        import cutlass
-
         from cutekernels.kernels.cute.attention.decode import DecodeAttention
         from cutekernels.kernels.cute.parts.cache import CacheRows
-        from cutekernels.kernels.cute.parts.mma import WarpMma
+        from cutekernels.kernels.cute.parts.products import warp_products
         from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax
 
         return DecodeAttention(
             rows_kv=CacheRows(c.rows, p.head_dim, p.width, c.stages, p.page_size),
-            mma_qk=WarpMma(1, 1, cutlass.Float32, True, True),
-            mma_pv=WarpMma(1, 1, cutlass.Float32, True, False),
+            products=warp_products(1, p.width <= WIDEST_IN_REGISTERS),
             softmax=OnlineSoftmax(SLACK, p.softcap),
             warps=c.warps,
             splits=c.splits,
             limited=p.window,
-            q_in_registers=p.width <= WIDEST_IN_REGISTERS,
             ctas_per_sm=c.ctas_per_sm,
             dependent=c.pdl,
         )

@@ -29,14 +29,12 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutekernels.kernels.cute.attention.prefill import HeadOrder
-from cutekernels.kernels.cute.parts.fragments import load_fragments, span_bytes, swizzled
 from cutekernels.kernels.cute.parts.heads import HeadRows
 from cutekernels.kernels.cute.parts.mask import BandMask
-from cutekernels.kernels.cute.parts.mma import WarpMma
-from cutekernels.kernels.cute.parts.sequences import Sequences
+from cutekernels.kernels.cute.parts.products import Products
+from cutekernels.kernels.cute.parts.sequences import HeadOrder, Sequences
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
-from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax, as_operand, by_rows
+from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax, by_rows
 
 BLIND = float("inf")  # the log-sum-exp that leaves no probability
 
@@ -52,13 +50,11 @@ class AttentionBackward:
     of: str
     own: HeadRows
     walked: HeadRows
-    mma_scores: WarpMma
-    mma_sums: WarpMma
+    products: Products
     mask: BandMask
     softmax: OnlineSoftmax
     order: HeadOrder
     sequences: Sequences
-    in_registers: bool
     ctas_per_sm: int
 
     @property
@@ -104,26 +100,16 @@ class AttentionBackward:
         mOwn, mWalked, mCu = mQ, mK, mCuQ
         if const_expr(self.by_keys):
             mOwn, mWalked, mCu = mK, mQ, mCuKv
-        heads = mOwn.shape[at + 1]
-        rows = self.own.rows
-        seq = mWalked.shape[at]
-        if const_expr(self.sequences.packed):
-            batches = mCu.shape[0] - 1
-            tiles = mOwn.shape[0] // rows + batches  # no fewer than there are
-            layers = heads
-            seq = seq // cutlass.max(batches, Int32(1))
-        else:
-            tiles = cute.ceil_div(mOwn.shape[1], rows)
-            layers = heads * mOwn.shape[0]
+        tiles, layers = self.sequences.grid(mOwn, mCu, self.own.rows)
         group = mQ.shape[at + 1] // mK.shape[at + 1]
-        bytes_per_head = Int64(seq) * (4 * self.walked.head_dim)
+        bytes_per_head = Int64(self.sequences.length(mWalked, mCu)) * (4 * self.walked.head_dim)
         if const_expr(self.by_keys):
             bytes_per_head = bytes_per_head * group
             group = Int32(1)  # none share what they walk
         band = self.order.band(layers, group, bytes_per_head)
         self.kernel(
             mFirst, mSecond, mDo, mQ, mK, mV, mStats, mMask, mCuQ, mCuKv, scale, cap_inner, cap_outer, factor,
-            left, right, tiles, layers, band, self.mma_scores.tiled_mma(mQ.element_type),
+            left, right, tiles, layers, band, self.products.tiled_mma(mQ.element_type),
         ).launch(
             grid=[tiles * layers, 1, 1],
             block=[self.threads, 1, 1],
@@ -168,24 +154,13 @@ class AttentionBackward:
             mX1, mX2, mY1, mY2, mCuX, mCuY = mK, mV, mQ, mDo, mCuKv, mCuQ
 
         # -- which rows of which head
-        place, pointer = self.order.place, self.sequences.pointer
+        place, locate, pointer = self.order.place, self.sequences.locate, self.sequences.pointer
         tile, layer = place(block, layers, tiles, band)
         if const_expr(by_keys):
             tile = tiles - 1 - tile  # under a causal mask the first keys are seen by most
         at = const_expr(self.sequences.rows_mode)
         heads_q, heads_kv = mQ.shape[at + 1], mK.shape[at + 1]
-        head = layer
-        batch = Int32(0)
-        if const_expr(self.sequences.packed):
-            find = self.sequences.find
-            batch, tile = find(mCuX, tile, rows)
-            begin_x, begin_y = mCuX[batch], mCuY[batch]
-            seq_x, seq_y = mCuX[batch + 1] - begin_x, mCuY[batch + 1] - begin_y
-        else:
-            batch = layer // mX1.shape[2]
-            head = layer - batch * mX1.shape[2]
-            begin_x, begin_y = Int32(0), Int32(0)
-            seq_x, seq_y = mX1.shape[1], mY1.shape[1]
+        batch, head, tile, begin_x, begin_y, seq_x, seq_y = locate(tile, layer, rows, mX1, mY1, mCuX, mCuY)
         row = tile * rows
         alive = cutlass.min(cutlass.max(seq_x - row, Int32(0)), Int32(rows))  # rows of the tile that exist
         group = heads_q // heads_kv
@@ -232,7 +207,6 @@ class AttentionBackward:
         at_x2, at_y = storage + (owned - 1) * x_elements, storage + owned * x_elements
         sX = cute.make_tensor(cute.recast_ptr(storage, layout_x.inner, dtype), layout_x.outer)[None, None, 0]
         sX2 = cute.make_tensor(cute.recast_ptr(at_x2, layout_x.inner, dtype), layout_x.outer)[None, None, 0]
-        sY = cute.make_tensor(cute.recast_ptr(at_y, layout_y.inner, dtype), layout_y.outer)  # (WALKED, D, STAGE)
 
         # -- prologue: the owned operands and the first walked tile
         clear_x, clear_y, fetch_x = own.clear_padding, walked.clear_padding, own.fetch
@@ -277,30 +251,18 @@ class AttentionBackward:
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
 
-        # -- fragments. The tensors below have no swizzle: they tell layouts, and where a thread's first fragment is.
-        uX = cute.make_tensor(storage, layout_x.outer)[None, None, 0]
-        uY = cute.make_tensor(at_y, layout_y.outer)[None, None, 0]
-        uYt = cute.make_tensor(at_y, cute.select(uY.layout, mode=[1, 0]))  # (D, WALKED)
-        ldm_x, ldm_y = self.mma_scores.fragment_copies(tiled_mma, dtype)
-        _, ldm_yt = self.mma_sums.fragment_copies(tiled_mma, dtype)
-        tSuX = ldm_x.get_slice(tid).partition_S(uX)  # (CPY, CPY_M, CPY_D)
-        tSuY = ldm_y.get_slice(tid).partition_S(uY)  # (CPY, CPY_WALKED, CPY_D)
-        tGuY = ldm_yt.get_slice(tid).partition_S(uYt)  # (CPY, CPY_D, CPY_WALKED)
-        span = const_expr(span_bytes(padded))
-        from_x, from_y, from_yt = [swizzled(t.iterator.toint().to(Int32), span) for t in (tSuX, tSuY, tGuY)]
         rX1 = thr_mma.make_fragment_A(thr_mma.partition_A(sX))  # (MMA, MMA_M, MMA_D)
         rX2 = thr_mma.make_fragment_A(thr_mma.partition_A(sX2))
-        if const_expr(self.in_registers):
-            for kb in cutlass.range_constexpr(padded // 16):
-                load_fragments(ldm_x, from_x, tSuX.layout, span, ldm_x.get_slice(tid).retile(rX1), kb)
-                if const_expr(two):
-                    load_fragments(ldm_x, from_x + x_bytes, tSuX.layout, span, ldm_x.get_slice(tid).retile(rX2), kb)
+        products = self.products
+        sources = products.sources(tid, tiled_mma, storage, layout_x, at_y, at_y, layout_y)
+        if const_expr(products.x_in_registers):
+            load = products.load
+            load(tid, (rX1, rX2)[:owned], sources.x, x_bytes)
 
         # -- walked tiles, head by head: those at the band's begin, whole ones, those at its end
         step = self.step
         slot = Int32(0)
-        sources = ((from_x, from_y, from_yt), (tSuX.layout, tSuY.layout, tGuY.layout))
-        tensors = (sY, rX1, rX2, acc_1, acc_2, rLse, rDelta)
+        tensors = (rX1, rX2, acc_1, acc_2, rLse, rDelta)
         factors = (scale, cap_inner, cap_outer)
         for turn in cutlass.range(turns, unroll=1):
             gMask = None
@@ -354,16 +316,15 @@ class AttentionBackward:
     ) -> Int32:
         """One walked tile, which is in ``slot``. Returns the next slot, with the next tile, if there is one."""
         sStats, first, end, turns = walk[4], walk[5], walk[6], walk[7]
-        (from_x, from_y, from_yt), (layout_x, layout_y, layout_yt) = sources
-        sY, rX1, rX2, acc_1, acc_2, rLse, rDelta = tensors
+        rX1, rX2, acc_1, acc_2, rLse, rDelta = tensors
         scale, cap_inner, cap_outer = factors
-        row, seq_x, seq_y, left, right, gMask = edges
+        row, *seen = edges
         own, walked, mask, softmax = self.own, self.walked, self.mask, self.softmax
         rows, columns, stages = own.rows, walked.rows, walked.stages
-        dtype = sY.element_type
+        dtype = rX1.element_type
         x_bytes = const_expr(rows * own.padded * dtype.width // 8)
         stage_bytes = const_expr(columns * own.padded * dtype.width // 8)
-        fetch_walked, product, add = self.fetch_walked, self.product, self.add
+        fetch_walked, multiply, add = self.fetch_walked, self.products.multiply, self.products.add
         ahead, ahead_turn = block + 1, turn
         if ahead == end:
             ahead, ahead_turn = first, turn + 1
@@ -377,23 +338,18 @@ class AttentionBackward:
         at_2 = at_1 + stages * stage_bytes
 
         # -- scores, owned rows by walked columns
-        thr_mma = tiled_mma.get_slice(tid)
         shape_s = tiled_mma.partition_shape_C((rows, columns))
         acc_s = cute.make_rmem_tensor(shape_s, Float32)  # ((2, 2), MMA_M, MMA_WALKED)
         acc_s.fill(0.0)
-        product(tid, acc_s, rX1, sY, from_x, layout_x, from_y + at_1, layout_y, tiled_mma)
+        multiply(tid, acc_s, rX1, sources, Int32(0), at_1, tiled_mma)
 
         # -- probabilities
         if const_expr(softmax.capped):
             cap = softmax.cap
             cap(acc_s, cap_inner, cap_outer)
         if const_expr(masked):
-            identity = cute.make_identity_tensor((rows, columns))
             hide = mask.apply
-            hide(
-                acc_s, thr_mma.partition_C(identity), tiled_mma.get_slice(0).partition_C(identity),
-                row, block * columns, seq_x, seq_y, left, right, gMask,
-            )  # fmt: skip
+            hide(tid, acc_s, row, block * columns, seen, tiled_mma)
         scores = by_rows(acc_s)
         many, wide = const_expr(cute.size(scores, mode=[0])), const_expr(cute.size(scores, mode=[1]))
         cLse, cDelta = rLse, rDelta  # a value a row, or a column
@@ -419,17 +375,17 @@ class AttentionBackward:
             acc_s.store(acc_s.load() * slope.load())
 
         if const_expr(self.wants_p):
-            add(tid, acc_2, rP, sY, from_yt + at_2, layout_yt, tiled_mma)
+            add(tid, acc_2, rP, sources, at_2, tiled_mma)
         if const_expr(self.wants_ds):
             acc_dp = cute.make_rmem_tensor(shape_s, Float32)
             slopes = by_rows(acc_dp)
             for r in cutlass.range_constexpr(many):
                 for c in cutlass.range_constexpr(wide):
                     slopes[r, c] = -cDelta[c if self.by_keys else r]
-            product(tid, acc_dp, rX2, sY, from_x + x_bytes, layout_x, from_y + at_2, layout_y, tiled_mma)
+            multiply(tid, acc_dp, rX2, sources, Int32(x_bytes), at_2, tiled_mma)
             rDs = cute.make_fragment_like(acc_s, dtype)
             rDs.store((acc_s.load() * acc_dp.load()).to(dtype))
-            add(tid, acc_1, rDs, sY, from_yt + at_1, layout_yt, tiled_mma)
+            add(tid, acc_1, rDs, sources, at_1, tiled_mma)
 
         if const_expr(stages == 1):
             cute.arch.sync_threads()  # every warp has read this one
@@ -439,55 +395,6 @@ class AttentionBackward:
         cute.arch.cp_async_wait_group(0)  # the next one is there,
         cute.arch.sync_threads()  # and every warp has read this one
         return nxt
-
-    @cute.jit
-    def product(
-        self,
-        tid: Int32,
-        acc: cute.Tensor,  # ((2, 2), MMA_M, MMA_WALKED)
-        rX: cute.Tensor,  # (MMA, MMA_M, MMA_D)
-        sY: cute.Tensor,
-        from_x: Int32,
-        layout_x: cutlass.Constexpr,
-        from_y: Int32,
-        layout_y: cutlass.Constexpr,
-        tiled_mma: cute.TiledMma,
-    ):
-        """``acc += X Y^T`` over the head dim."""
-        dtype = sY.element_type
-        thr_mma = tiled_mma.get_slice(tid)
-        ldm_x, ldm_y = self.mma_scores.fragment_copies(tiled_mma, dtype)
-        rY = thr_mma.make_fragment_B(thr_mma.partition_B(sY)[None, None, None, 0])  # (MMA, MMA_WALKED, MMA_D)
-        tSrX, tSrY = ldm_x.get_slice(tid).retile(rX), ldm_y.get_slice(tid).retile(rY)
-        span = const_expr(span_bytes(self.own.padded))
-        for kb in cutlass.range_constexpr(cute.size(rY, mode=[2])):
-            if const_expr(not self.in_registers):
-                load_fragments(ldm_x, from_x, layout_x, span, tSrX, kb)
-            load_fragments(ldm_y, from_y, layout_y, span, tSrY, kb)
-            cute.gemm(tiled_mma, acc, rX[None, None, kb], rY[None, None, kb], acc)
-
-    @cute.jit
-    def add(
-        self,
-        tid: Int32,
-        acc: cute.Tensor,  # ((2, 2), MMA_M, MMA_D)
-        rP: cute.Tensor,  # ((2, 2), MMA_M, MMA_WALKED)
-        sY: cute.Tensor,
-        from_yt: Int32,
-        layout_yt: cutlass.Constexpr,
-        tiled_mma: cute.TiledMma,
-    ):
-        """``acc += P Y`` over the walked rows."""
-        sYt = cute.make_tensor(sY.iterator, cute.select(sY.layout, mode=[1, 0, 2]))  # (D, WALKED, STAGE)
-        thr_mma = tiled_mma.get_slice(tid)
-        _, ldm_yt = self.mma_sums.fragment_copies(tiled_mma, sY.element_type)
-        rY = thr_mma.make_fragment_B(thr_mma.partition_B(sYt)[None, None, None, 0])  # (MMA, MMA_D, MMA_WALKED)
-        tGrY = ldm_yt.get_slice(tid).retile(rY)
-        tGrP = as_operand(rP)  # ((2, 2, 2), MMA_M, MMA_WALKED / 2)
-        span = const_expr(span_bytes(self.own.padded))
-        for kb in cutlass.range_constexpr(cute.size(rY, mode=[2])):
-            load_fragments(ldm_yt, from_yt, layout_yt, span, tGrY, kb)
-            cute.gemm(tiled_mma, acc, tGrP[None, None, kb], rY[None, None, kb], acc)
 
     @cute.jit
     def of_columns(

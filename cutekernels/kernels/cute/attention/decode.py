@@ -29,11 +29,11 @@ from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.attention_smem import DecodeSmem
 from cutekernels.kernels.cute.parts.cache import GRAIN, CacheRows
-from cutekernels.kernels.cute.parts.fragments import load_fragments, span_bytes, swizzled
+from cutekernels.kernels.cute.parts.fragments import span_bytes, swizzled
 from cutekernels.kernels.cute.parts.heads import WIDEST, shared_vector, vector
-from cutekernels.kernels.cute.parts.mma import WarpMma
+from cutekernels.kernels.cute.parts.products import Products
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
-from cutekernels.kernels.cute.parts.softmax import LN_2, NO_REFERENCE, OnlineSoftmax, as_operand, by_rows, quad_sum
+from cutekernels.kernels.cute.parts.softmax import LN_2, NO_REFERENCE, OnlineSoftmax, by_rows, quad_sum
 
 TILE_Q = DecodeSmem.ROWS
 AT_ONCE = 16  # eighths of a row that are read from the workspace together
@@ -44,13 +44,11 @@ class DecodeAttention:
     """The body. ``ops/attention_decode.py`` chooses the parts; ``limited`` is by a window on the left side."""
 
     rows_kv: CacheRows
-    mma_qk: WarpMma
-    mma_pv: WarpMma
+    products: Products
     softmax: OnlineSoftmax
     warps: int
     splits: int
     limited: bool
-    q_in_registers: bool
     ctas_per_sm: int
     dependent: bool  # launched under programmatic dependent launch
 
@@ -99,7 +97,7 @@ class DecodeAttention:
         tiles = cute.ceil_div(mQ.shape[1] * group, TILE_Q)
         self.kernel(
             mO, mLse, mQ, mK, mV, mLengths, mTable, scale, cap_inner, cap_outer, left, mPartials, mTickets,
-            group, tiles, self.mma_qk.tiled_mma(mQ.element_type),
+            group, tiles, self.products.tiled_mma(mQ.element_type),
         ).launch(
             grid=[tiles * mK.shape[2] * self.splits * mQ.shape[0], 1, 1],
             block=[self.threads, 1, 1],
@@ -239,28 +237,14 @@ class DecodeAttention:
         start = softmax.start
         start(reference, total)
         layout_q = CacheRows(TILE_Q, rows_kv.head_dim, padded, 1, 0).smem_layout(dtype)
-        uQ = cute.make_tensor(at_q, layout_q.outer)[None, None, 0]
-        # Tensors without swizzle: they tell layouts, and where a lane's first fragment is.
-        uK = cute.make_tensor(at_k, layout_kv.outer)[None, None, 0]
-        uV = cute.make_tensor(at_v, layout_kv.outer)[None, None, 0]
-        uVt = cute.make_tensor(at_v, cute.select(uV.layout, mode=[1, 0]))  # (D, KV)
-        ldm_q, ldm_k = self.mma_qk.fragment_copies(tiled_mma, dtype)
-        _, ldm_v = self.mma_pv.fragment_copies(tiled_mma, dtype)
-        tSuQ = ldm_q.get_slice(lane).partition_S(uQ)  # (CPY, CPY_M, CPY_D)
-        tSuK = ldm_k.get_slice(lane).partition_S(uK)  # (CPY, CPY_KV, CPY_D)
-        tOuV = ldm_v.get_slice(lane).partition_S(uVt)  # (CPY, CPY_D, CPY_KV)
-        span = const_expr(span_bytes(padded))
-        from_q, from_k, from_v = [swizzled(t.iterator.toint().to(Int32), span) for t in (tSuQ, tSuK, tOuV)]
-        rQ = thr_mma.make_fragment_A(thr_mma.partition_A(uQ))  # (MMA, 1, MMA_D)
-        rK = thr_mma.make_fragment_B(thr_mma.partition_B(uK))  # (MMA, MMA_KV, MMA_D)
-        rV = thr_mma.make_fragment_B(thr_mma.partition_B(uVt))  # (MMA, MMA_D, MMA_KV)
-        tSrQ, tSrK = ldm_q.get_slice(lane).retile(rQ), ldm_k.get_slice(lane).retile(rK)
-        tOrV = ldm_v.get_slice(lane).retile(rV)
+        products = self.products
+        sources = products.sources(lane, tiled_mma, at_q, layout_q, at_k, at_v, layout_kv)
+        rQ = thr_mma.make_fragment_A(thr_mma.partition_A(sources.x.tensor))  # (MMA, 1, MMA_D)
         cute.arch.cp_async_wait_group(stages - 1)
         cute.arch.sync_threads()
-        if const_expr(self.q_in_registers):
-            for kb in cutlass.range_constexpr(padded // 16):
-                load_fragments(ldm_q, from_q, tSuQ.layout, span, tSrQ, kb)
+        if const_expr(products.x_in_registers):
+            load = products.load
+            load(lane, (rQ,), sources.x, 0)
 
         # -- which keys this lane's two rows see, and between which every row sees all
         places = by_rows(thr_mma.partition_C(cute.make_identity_tensor((TILE_Q, rows))))
@@ -277,6 +261,7 @@ class DecodeAttention:
             whole_from = end - 1 - left
 
         # -- this warp's keys, block by block
+        multiply, add = products.multiply, products.add
         slot, free = Int32(0), Int32(stages - 1)
         for i in cutlass.range(at, stop, unroll=1):
             cute.arch.cp_async_wait_group(stages - 2)
@@ -291,11 +276,7 @@ class DecodeAttention:
 
             acc_s = cute.make_rmem_tensor(tiled_mma.partition_shape_C((TILE_Q, rows)), Float32)  # ((2, 2), 1, MMA_KV)
             acc_s.fill(0.0)
-            for kb in cutlass.range_constexpr(padded // 16):
-                if const_expr(not self.q_in_registers):
-                    load_fragments(ldm_q, from_q, tSuQ.layout, span, tSrQ, kb)
-                load_fragments(ldm_k, from_k + slot * stage_bytes, tSuK.layout, span, tSrK, kb)
-                cute.gemm(tiled_mma, acc_s, rQ[None, None, kb], rK[None, None, kb], acc_s)
+            multiply(lane, acc_s, rQ, sources, Int32(0), slot * stage_bytes, tiled_mma)
             if const_expr(softmax.capped):
                 cap = softmax.cap
                 cap(acc_s, cap_inner, cap_outer)
@@ -313,10 +294,7 @@ class DecodeAttention:
             step(acc_s, acc_o, reference, total, scale)
             rP = cute.make_fragment_like(acc_s, dtype)
             rP.store(acc_s.load().to(dtype))
-            tOrP = as_operand(rP)  # ((2, 2, 2), 1, MMA_KV / 2)
-            for kb in cutlass.range_constexpr(rows // 16):
-                load_fragments(ldm_v, from_v + slot * stage_bytes, tOuV.layout, span, tOrV, kb)
-                cute.gemm(tiled_mma, acc_o, tOrP[None, None, kb], rV[None, None, kb], acc_o)
+            add(lane, acc_o, rP, sources, slot * stage_bytes, tiled_mma)
             slot = slot + 1
             if slot == stages:
                 slot = Int32(0)

@@ -171,7 +171,7 @@ class PrefillAttention:
         sources = products.sources(tid, tiled_mma, storage, layout_q, at_k, at_v, layout_kv)
         if const_expr(products.x_in_registers):
             load = products.load
-            load(tid, rQ, sources.x, Int32(0))
+            load(tid, (rQ,), sources.x, 0)
 
         # -- blocks of keys, from the last: those with the right edge, whole ones, those with the left edge
         attend = self.attend

@@ -7,16 +7,15 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from cutekernels.kernels.cute.parts.fragments import span_bytes, swizzled
-from cutekernels.kernels.cute.parts.heads import WIDEST, shared_vector, vector
-from cutekernels.kernels.cute.parts.load import OperandLoad
+from cutekernels.kernels.cute.parts.fragments import span_bytes
+from cutekernels.kernels.cute.parts.heads import WIDEST, SwizzledRows, shared_vector, vector
 
 GRAIN = 16  # keys with one entry of the page table: the smallest page
 
 
 @dataclass(frozen=True)
-class CacheRows:
-    """Tiles ``(rows, padded)`` of one head and sequence in ``stages`` swizzled buffers, copied and read by one warp.
+class CacheRows(SwizzledRows):
+    """Tiles of one head and sequence, copied and read by one warp.
 
     A head is a pointer to its first row and two strides (elements): between pages and between rows of a page. Without
     pages (``page_size = 0``) a sequence is one page, and the pointer is at its beginning already. Tiles begin at
@@ -24,11 +23,11 @@ class CacheRows:
     nearest of those between is read in their place, so that what a cache holds elsewhere reaches no sum.
     """
 
-    rows: int
-    head_dim: int
-    padded: int
-    stages: int
     page_size: int
+
+    @property
+    def copying(self) -> int:
+        return 32
 
     @property
     def paged(self) -> bool:
@@ -38,30 +37,12 @@ class CacheRows:
     def grains(self) -> int:
         return self.rows // GRAIN
 
-    @property
-    def along(self) -> int:
-        """Lanes side by side in a row: the vectors of a swizzle pattern."""
-        return span_bytes(self.padded) // 16
-
-    @property
-    def across(self) -> int:
-        return 32 // self.along
-
-    def smem_layout(self, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
-        """``(rows, padded, STAGE)``."""
-        return OperandLoad(self.rows, self.padded, self.stages, 32, True, WIDEST).smem_layout(dtype)
-
-    @cute.jit
-    def address(self, lane: Int32, base: cute.Pointer) -> Int32:
-        """Where this lane's first vector lies in the buffer at ``base``."""
-        return swizzled(base.toint().to(Int32) + lane * 16, span_bytes(self.padded))
-
     def columns(self) -> list[int]:
-        """Where this lane's vectors of a row begin, beyond its first."""
+        """The columns of this lane's vectors of a row, beyond its first."""
         return [j * self.along * WIDEST for j in range(self.padded // (self.along * WIDEST))]
 
     def place(self, row: int, column: int) -> tuple[int, int]:
-        """A vector's way from the lane's first: what its address is XORed with, then what is added (bytes).
+        """The way from the lane's first vector to another: the XOR with its address, then the offset (bytes).
 
         Four rows on, half a pattern of 128 bytes, the swizzle's XOR changes one bit; eight rows on, none.
         """
@@ -69,13 +50,9 @@ class CacheRows:
         offset = (column // (self.along * WIDEST) * self.rows + row) * span
         return ((row * span) >> 3) & (span - 16), offset
 
-    def ragged(self, column: int) -> bool:
-        """Whether vectors from ``column`` on may lie beyond the head."""
-        return column + self.along * WIDEST > self.head_dim
-
     @cute.jit
     def look_up(self, pages: cute.Tensor, gTable: cute.Tensor | None, token: Int32, last: Int32):
-        """Leaves in ``pages`` (grains,) those of the tile at ``token``, from the sequence's row of the page table."""
+        """Fills ``pages`` (grains,) with those of the tile at ``token``, from the sequence's row of the page table."""
         if const_expr(self.paged):
             for g in cutlass.range_constexpr(self.grains):
                 pages[g] = gTable[cutlass.min(token + g * GRAIN, last) // self.page_size]

@@ -1,4 +1,4 @@
-"""Rows of one attention head between global and shared memory: 16 bytes a thread, head dims padded in smem alone."""
+"""Rows of one attention head between global and shared memory, 16 bytes a thread; only shared memory pads head dims."""
 
 from dataclasses import dataclass
 
@@ -14,19 +14,18 @@ WIDEST = 8  # elements in 16 bytes
 
 
 @dataclass(frozen=True)
-class HeadRows:
-    """Tiles ``(rows, padded)`` of a head whose rows have ``head_dim`` elements, in ``stages`` swizzled buffers.
-
-    A head is a pointer to its first row and a stride between rows (elements). The pointer is 64 bits wide and moves by
-    whole tiles; within a tile, offsets have 32. A thread's rows are multiples of 8 apart, so that one address in shared
-    memory leads to all its vectors by constant offsets (see ``parts/fragments.py``).
-    """
+class SwizzledRows:
+    """``stages`` swizzled buffers of tiles ``(rows, padded)``; rows in global memory have ``head_dim`` elements."""
 
     rows: int
     head_dim: int
     padded: int
     stages: int
-    threads: int
+
+    @property
+    def copying(self) -> int:
+        """Threads that copy a tile together."""
+        raise NotImplementedError
 
     @property
     def along(self) -> int:
@@ -35,16 +34,36 @@ class HeadRows:
 
     @property
     def across(self) -> int:
-        return self.threads // self.along
+        return self.copying // self.along
 
     def smem_layout(self, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
         """``(rows, padded, STAGE)``."""
-        return OperandLoad(self.rows, self.padded, self.stages, self.threads, True, WIDEST).smem_layout(dtype)
+        return OperandLoad(self.rows, self.padded, self.stages, self.copying, True, WIDEST).smem_layout(dtype)
 
     @cute.jit
     def address(self, tid: Int32, base: cute.Pointer) -> Int32:
-        """Where this thread's first vector lies in the buffer at ``base``."""
+        """The address of this thread's first vector in the buffer at ``base``."""
         return swizzled(base.toint().to(Int32) + tid * 16, span_bytes(self.padded))
+
+    def ragged(self, column: int) -> bool:
+        """Whether vectors from ``column`` on may lie beyond the head."""
+        return column + self.along * WIDEST > self.head_dim
+
+
+@dataclass(frozen=True)
+class HeadRows(SwizzledRows):
+    """Tiles copied by ``threads``.
+
+    A head is a pointer to its first row and a stride between rows (elements). The pointer is 64 bits wide and moves by
+    whole tiles; within a tile, offsets have 32. A thread's rows are multiples of 8 apart, so that one address in shared
+    memory leads to all its vectors by constant offsets (see ``parts/fragments.py``).
+    """
+
+    threads: int
+
+    @property
+    def copying(self) -> int:
+        return self.threads
 
     def vectors(self) -> list[tuple[int, int, int]]:
         """This thread's vectors: ``(row, column, offset in the buffer in bytes)`` beyond its first."""
@@ -55,15 +74,11 @@ class HeadRows:
             for i in range(0, self.rows, self.across)
         ]
 
-    def ragged(self, column: int) -> bool:
-        """Whether vectors from ``column`` on may lie beyond the head."""
-        return column + self.along * WIDEST > self.head_dim
-
     @cute.jit
     def fetch(self, tid: Int32, head: cute.Pointer, stride: Int32, row: Int32, address: Int32, rows: Int32 | None):
         """Starts the copy of the tile at ``row`` into the buffer of ``address``.
 
-        Of the tile, the first ``rows`` rows exist (None: all do); the others become zeros.
+        The first ``rows`` rows of the tile exist (None: all do); the others become zeros.
         """
         dtype = head.dtype
         atom = cute.make_copy_atom(cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=128)

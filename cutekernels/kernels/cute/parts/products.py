@@ -53,19 +53,19 @@ class Products:
         span = span_bytes(cute.size(uX, mode=[1]))
         uYt = cute.make_tensor(yt, cute.select(uYt.layout, mode=[1, 0]))  # (D, rows)
         copies = (*self.xy.fragment_copies(tiled_mma, dtype), self.py.fragment_copies(tiled_mma, dtype)[1])
-        found = []
-        for copy, tensor in zip(copies, (uX, uY, uYt), strict=True):
-            own = copy.get_slice(tid).partition_S(tensor)
-            address = swizzled(own.iterator.toint().to(Int32), span)
-            found.append(Source(copy, tensor, own.layout, address, span))
-        return Sources(*found)
+        tensors = (uX, uY, uYt)
+        parts = [copy.get_slice(tid).partition_S(tensor) for copy, tensor in zip(copies, tensors, strict=True)]
+        addresses = [swizzled(part.iterator.toint().to(Int32), span) for part in parts]
+        layouts = [part.layout for part in parts]
+        return Sources(*map(Source, copies, tensors, layouts, addresses, (span,) * 3))
 
     @cute.jit
-    def load(self, tid: Int32, rX: cute.Tensor, source: cutlass.Constexpr, at: Int32):
-        """All of X's fragments, ``at`` bytes behind the source's buffer."""
-        tSrX = source.copy.get_slice(tid).retile(rX)
-        for kb in cutlass.range_constexpr(cute.size(rX, mode=[2])):
-            load_fragments(source.copy, source.address + at, source.layout, source.span, tSrX, kb)
+    def load(self, tid: Int32, fragments: tuple[cute.Tensor, ...], source: cutlass.Constexpr, apart: int):
+        """All fragments of the source's buffer and of those ``apart`` bytes behind one another."""
+        for kb in cutlass.range_constexpr(cute.size(fragments[0], mode=[2])):
+            for i in cutlass.range_constexpr(len(fragments)):
+                tSrX = source.copy.get_slice(tid).retile(fragments[i])
+                load_fragments(source.copy, source.address + i * apart, source.layout, source.span, tSrX, kb)
 
     @cute.jit
     def multiply(
@@ -80,13 +80,14 @@ class Products:
     ):
         """``acc += X Y^T``, of buffers ``at_x`` and ``at_y`` bytes behind the sources'."""
         x, y, _ = sources
+        from_x, from_y = x.address + at_x, y.address + at_y
         thr_mma = tiled_mma.get_slice(tid)
         rY = thr_mma.make_fragment_B(thr_mma.partition_B(y.tensor))  # (MMA, MMA_Y, MMA_D)
         tSrX, tSrY = x.copy.get_slice(tid).retile(rX), y.copy.get_slice(tid).retile(rY)
         for kb in cutlass.range_constexpr(cute.size(rY, mode=[2])):
             if const_expr(not self.x_in_registers):
-                load_fragments(x.copy, x.address + at_x, x.layout, x.span, tSrX, kb)
-            load_fragments(y.copy, y.address + at_y, y.layout, y.span, tSrY, kb)
+                load_fragments(x.copy, from_x, x.layout, x.span, tSrX, kb)
+            load_fragments(y.copy, from_y, y.layout, y.span, tSrY, kb)
             cute.gemm(tiled_mma, acc, rX[None, None, kb], rY[None, None, kb], acc)
 
     @cute.jit
@@ -101,12 +102,13 @@ class Products:
     ):
         """``acc += P Y``, of a buffer ``at_y`` bytes behind the source's."""
         yt = sources.yt
+        from_yt = yt.address + at_y
         thr_mma = tiled_mma.get_slice(tid)
         rY = thr_mma.make_fragment_B(thr_mma.partition_B(yt.tensor))  # (MMA, MMA_D, MMA_Y)
         tOrY = yt.copy.get_slice(tid).retile(rY)
         tOrP = as_operand(rP)  # ((2, 2, 2), MMA_M, MMA_Y / 2)
         for kb in cutlass.range_constexpr(cute.size(rY, mode=[2])):
-            load_fragments(yt.copy, yt.address + at_y, yt.layout, yt.span, tOrY, kb)
+            load_fragments(yt.copy, from_yt, yt.layout, yt.span, tOrY, kb)
             cute.gemm(tiled_mma, acc, tOrP[None, None, kb], rY[None, None, kb], acc)
 
 

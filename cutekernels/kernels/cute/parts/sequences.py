@@ -54,7 +54,7 @@ class Sequences:
         """Tiles of ``rows`` of a head, no fewer than there are, and heads; of all sequences together."""
         heads = mX.shape[self.rows_mode + 1]
         if self.packed:
-            return mX.shape[0] // rows + mCu.shape[0] - 1, heads
+            return mX.shape[0] // rows + (mCu.shape[0] - 1), heads
         return cute.ceil_div(mX.shape[1], rows), heads * mX.shape[0]
 
     def length(self, mX: cute.Tensor, mCu: cute.Tensor | None) -> Int32:
