@@ -21,7 +21,7 @@ from bench.workloads import posed
 from cutekernels.op import Work
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.backward import AttentionBackwardProblem, passes, reference
-from cutekernels.ops.attention.op import AttentionProblem
+from cutekernels.ops.attention.problem import AttentionProblem
 
 aten = torch.ops.aten
 

@@ -13,7 +13,8 @@ from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops import registry
 from cutekernels.ops.attention.api import attention, canonical
-from cutekernels.ops.attention.op import ATTENTION, AttentionConfig, AttentionProblem, band
+from cutekernels.ops.attention.op import ATTENTION, AttentionConfig
+from cutekernels.ops.attention.problem import AttentionProblem, band
 from tests.attention.cases import random_problem, sides, torch_attention
 
 assert registry.OPS  # registers torch.ops.cutekernels

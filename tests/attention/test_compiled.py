@@ -14,7 +14,8 @@ import pytest
 
 from cutekernels import gpu
 from cutekernels.backends.cubin import cuobjdump
-from cutekernels.ops.attention.op import ATTENTION, AttentionConfig, AttentionProblem
+from cutekernels.ops.attention.op import ATTENTION, AttentionConfig
+from cutekernels.ops.attention.problem import AttentionProblem
 from tests.attention.cases import random_config
 from tests.gemm.test_compiled import text_sections
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from cutekernels import dispatch, gpu, verify
 from cutekernels.ops import registry
 from cutekernels.ops.attention.api import attention
-from cutekernels.ops.attention.op import ATTENTION, AttentionConfig, AttentionProblem, reference
+from cutekernels.ops.attention.op import ATTENTION, AttentionConfig
+from cutekernels.ops.attention.problem import AttentionProblem, reference
 from tests.attention.cases import LENGTHS, random_config, random_problem, sides, torch_attention
 
 pytestmark = pytest.mark.gpu

@@ -28,7 +28,7 @@ from cutekernels.ops import registry
 from cutekernels.ops.attention import api as attend
 from cutekernels.ops.attention import decode as attention_decode
 from cutekernels.ops.attention import decode_api as attend_decode
-from cutekernels.ops.attention.op import score_factors
+from cutekernels.ops.attention.problem import score_factors
 from cutekernels.ops.shared import call_cache
 from cutekernels.ops.shared.registration import with_results
 from tests.host_cost import direct_anywhere, host_cost

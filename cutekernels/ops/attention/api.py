@@ -12,15 +12,8 @@ from torch import Tensor
 
 from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.attention.op import (
-    ATTENTION,
-    DTYPES,
-    UNLIMITED,
-    WIDEST,
-    AttentionConfig,
-    AttentionProblem,
-    reference,
-)
+from cutekernels.ops.attention.op import ATTENTION, AttentionConfig
+from cutekernels.ops.attention.problem import DTYPES, UNLIMITED, WIDEST, AttentionProblem, reference
 from cutekernels.ops.shared.call_cache import Call, CallCache, Inputs, empty_copy, stand_ins
 from cutekernels.ops.shared.registration import define_with_out, direct
 from cutekernels.ops.shared.strides import overlaps_itself, pairs, relation

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import padded
 from cutekernels.op import Config, Op, Work, knob, plain, power_of_two
-from cutekernels.ops.attention import op as forward
 from cutekernels.ops.attention.delta import ATTENTION_DELTA
-from cutekernels.ops.attention.op import UNLIMITED, AttentionProblem, band, score_factors, vectors_along
+from cutekernels.ops.attention.op import ATTENTION
+from cutekernels.ops.attention.problem import UNLIMITED, AttentionProblem, band, score_factors, vectors_along
+from cutekernels.ops.attention.problem import depth as forward_depth
 from cutekernels.ops.shared.occupancy import crowding
 
 if TYPE_CHECKING:
@@ -102,12 +104,8 @@ class AttentionBackwardConfig(Config):
 MAX_CTAS = 3
 
 # The model's constants (see ``estimate_us``): the forward pass's, fitted there, and guesses.
-_LAUNCH_US = 2.0
-_CTA_US = 2.75
-_TILE_US = 0.17  # of a walked tile, whatever its size
-_WAIT_US = 0.4  # for the next one, with one stage
-_CLOCKS_PER_US = 1700
-_SMEM_BYTES_PER_CLOCK = 128
+# Clocks per CTA, per walked tile whatever its size, and of a wait for the next one with one stage.
+_CTA_CLOCKS, _TILE_CLOCKS, _WAIT_CLOCKS = 4675, 289, 680
 _SOFTMAX = 0.5  # the share of the exponents' time that products do not hide
 _ORDER = {False: {"rows": 1.0, "l2": 1.01, "heads": 1.02}, True: {"rows": 1.05, "l2": 1.05, "heads": 1.0}}
 _FED = 0.83  # of the tensor cores' rate that a full SM of warps reaches
@@ -171,10 +169,11 @@ class AttentionBackward(Op[AttentionBackwardProblem, AttentionBackwardConfig]):
 
         The forward pass's model; not yet fitted to measurements of its own.
         """
+        rate = rates.of(gpu)
         group = p.heads_q // p.heads_kv
         tiles = -(-p.seq_own // c.tile_own) * p.batch * (p.heads_kv if p.by_keys else p.heads_q)
         if tiles == 0 or p.seq_walked == 0:
-            return _LAUNCH_US
+            return rate.launch_us
         width, products = padded(p.head_dim), _PRODUCTS[p.of]
         uneven = p.limited_left or p.limited_right
         # Walked tiles of an owned one, on average: those its band touches; the ones at its edge cost more.
@@ -183,17 +182,17 @@ class AttentionBackward(Op[AttentionBackwardProblem, AttentionBackwardConfig]):
         multiply = 2.0 * products * c.tile_own * c.tile_walked * width / (_FED * gpu.mma_tflops * 1e6 / gpu.sm_count)
         owned = 0 if c.in_registers else c.rows * (1 if p.of == "v" else 2)
         read = c.warps * (products * c.tile_walked + owned) * width * 2
-        feed = read / (_SMEM_BYTES_PER_CLOCK * _CLOCKS_PER_US)
-        exponents = c.tile_own * c.tile_walked / (16 * _CLOCKS_PER_US)
-        fixed = _TILE_US + (_WAIT_US if c.stages == 1 else 0.0)
+        feed = read / rate.smem_bytes_per_us
+        exponents = c.tile_own * c.tile_walked / (16 * rate.clock_mhz)
+        fixed = _TILE_CLOCKS / rate.clock_mhz + (_WAIT_CLOCKS / rate.clock_mhz if c.stages == 1 else 0.0)
         crowd = min(1.0, c.ctas_per_sm * c.warps / 8) ** 0.3  # a warp of each scheduler hides nothing
         step = (max(multiply, feed) + _SOFTMAX * exponents) / crowd + fixed / c.ctas_per_sm
-        cta = steps * step + _CTA_US / c.ctas_per_sm
+        cta = steps * step + _CTA_CLOCKS / rate.clock_mhz / c.ctas_per_sm
         per_sm = tiles / gpu.sm_count
         busy = cta * (max(1.0, per_sm) if uneven or per_sm > 8 else math.ceil(per_sm))
         busy *= _ORDER[uneven][c.order]
-        dram = self.work(p).bytes / (0.9 * gpu.dram_gbps * 1e3)
-        return float(_LAUNCH_US + max(busy, dram) + 0.05 * min(busy, dram))
+        dram = self.work(p).bytes / (rate.dram_share * gpu.dram_gbps * 1e3)
+        return float(rate.launch_us + max(busy, dram) + 0.05 * min(busy, dram))
 
     # -- kernel
 
@@ -295,10 +294,10 @@ class AttentionBackward(Op[AttentionBackwardProblem, AttentionBackwardConfig]):
     def sample(self, p: AttentionBackwardProblem, device: str, seed: int) -> tuple[Any, ...]:
         """The forward pass's sample, a random dout, and statistics of what the forward pass would have left."""
         whole = _forward(p)
-        q, *rest = forward.ATTENTION.sample(whole, device, seed)
+        q, *rest = ATTENTION.sample(whole, device, seed)
         generator = torch.Generator(device=device).manual_seed(seed + 1)
         dout = torch.randn(q.shape, generator=generator, device=device, dtype=torch.float32).to(q.dtype)
-        out, lse = forward.ATTENTION.reference(whole, q, *rest)
+        out, lse = ATTENTION.reference(whole, q, *rest)
         (stats,) = ATTENTION_DELTA.evaluate(out, dout, lse, None)
         k, v, *options = rest
         return (dout, q, k, v, stats, *options)
@@ -407,7 +406,7 @@ def depth(p: AttentionBackwardProblem) -> float:
     Where queries see few keys, gradients are what is left of terms that cancel; of one key, nothing is, and no
     tolerance follows from a result's size.
     """
-    return 3 * forward.depth(p) * (1 + 16 * p.seq_q / max(1, p.pairs))
+    return 3 * forward_depth(p) * (1 + 16 * p.seq_q / max(1, p.pairs))
 
 
 def registers_per_thread(p: AttentionBackwardProblem, c: AttentionBackwardConfig) -> int:

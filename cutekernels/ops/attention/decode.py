@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import DecodeSmem, padded
 from cutekernels.op import Config, Op, Problem, Work, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops.attention.op import DTYPES, SLACK, UNLIMITED, AttentionProblem, depth, score_factors
-from cutekernels.ops.attention.op import reference as attend
+from cutekernels.ops.attention.op import SLACK
+from cutekernels.ops.attention.problem import DTYPES, UNLIMITED, AttentionProblem, depth, score_factors
+from cutekernels.ops.attention.problem import reference as attend
 from cutekernels.ops.shared.occupancy import crowding
 from cutekernels.ops.shared.per_stream import Workspace
 
@@ -116,16 +118,14 @@ _MOST_TICKETS = 2**20  # of ``Workspace``
 _MOST_CTAS = 2**31 - 1
 
 # The model's constants (see ``estimate_us``).
-_LAUNCH_US = 1.0
-_SM_BYTES_PER_US = 59e3  # the skinny GEMM's
-_LATENCY_US = 0.69
+_SM_BYTES_PER_CLOCK = 59e3 / 1700
+_LATENCY_CLOCKS = 1173
 _DRAM_RATE = 1.31
-_CTA_US, _BLOCK_US = 2.0, 0.033
+_CTA_CLOCKS, _BLOCK_CLOCKS = 3400, 56.1
 _HIDDEN = 0.47  # the share of the shorter of two times that goes on behind the longer
-_MEET_US = 0.15  # of a warp's sums
-_ALONE_US = 0.15  # where a CTA of the next launch finds no room beside one of this
-_PARTIAL_US = 0.52  # of a split's sums
-_DEPENDENT_US = 0.63  # the skinny GEMM's
+_MEET_CLOCKS = 255  # per warp whose sums are added up
+_ALONE_CLOCKS = 255  # where a CTA of the next launch finds no room beside one of this
+_PARTIAL_CLOCKS = 884  # per split whose sums are added up
 
 
 class DecodeAttention(Op[DecodeProblem, DecodeConfig]):
@@ -188,28 +188,30 @@ class DecodeAttention(Op[DecodeProblem, DecodeConfig]):
         Fitted to 179 runs of six shapes on an H200; over the 85 within 10 % of their shape's best, 2.7 % off in the
         root mean square (2026-11-22).
         """
+        rate = rates.of(gpu)
         if p.tiles == 0 or p.keys == 0:
-            return _LAUNCH_US
+            return rate.launch_us
         row_bytes = 4 * p.head_dim  # of K and of V
         blocks = math.ceil(-(-p.keys // c.tile_kv) / c.splits)
         cta_bytes = blocks * c.tile_kv * row_bytes
 
-        def wave_us(together: int) -> float:
+        def wave_clocks(together: int) -> float:
             in_flight = together * (c.stages - 1) * c.tile_kv * row_bytes
-            rate = min(_SM_BYTES_PER_US, in_flight / _LATENCY_US)
-            return max(together * cta_bytes / rate, blocks * c.rows / 16 * _BLOCK_US) + _CTA_US
+            pulled = min(_SM_BYTES_PER_CLOCK, in_flight / _LATENCY_CLOCKS)
+            return max(together * cta_bytes / pulled, blocks * c.rows / 16 * _BLOCK_CLOCKS) + _CTA_CLOCKS
 
         waves, rest = divmod(p.tiles * c.splits, gpu.sm_count * c.ctas_per_sm)
-        busy = waves * wave_us(c.ctas_per_sm)
+        busy = waves * wave_clocks(c.ctas_per_sm)
         if rest:
-            busy += wave_us(-(-rest // gpu.sm_count))
+            busy += wave_clocks(-(-rest // gpu.sm_count))
         dram = self.work(p).bytes / (_DRAM_RATE * gpu.dram_gbps * 1e3)
-        combine = _MEET_US * c.warps + (_PARTIAL_US * c.splits / c.warps if c.splits > 1 else 0.0)
-        combine += _ALONE_US if c.ctas_per_sm == 1 else 0.0
-        dram += _CTA_US
+        combine = _MEET_CLOCKS * c.warps + (_PARTIAL_CLOCKS * c.splits / c.warps if c.splits > 1 else 0.0)
+        combine = (combine + (_ALONE_CLOCKS if c.ctas_per_sm == 1 else 0.0)) / rate.clock_mhz
+        busy /= rate.clock_mhz
+        dram += _CTA_CLOCKS / rate.clock_mhz
         # CTAs of the next launch are placed early where one wave leaves them room.
-        early = (_DEPENDENT_US if waves == 0 else -_DEPENDENT_US) if c.pdl else 0.0
-        return float(_LAUNCH_US - early + max(busy, dram) + (1.0 - _HIDDEN) * min(busy, dram) + combine)
+        early = (rate.dependent_us if waves == 0 else -rate.dependent_us) if c.pdl else 0.0
+        return float(rate.launch_us - early + max(busy, dram) + (1.0 - _HIDDEN) * min(busy, dram) + combine)
 
     # -- kernel
 

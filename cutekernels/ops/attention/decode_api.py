@@ -19,7 +19,7 @@ from cutekernels.ops.attention.decode import (
     check_page_size,
     reference,
 )
-from cutekernels.ops.attention.op import DTYPES, UNLIMITED, WIDEST
+from cutekernels.ops.attention.problem import DTYPES, UNLIMITED, WIDEST
 from cutekernels.ops.shared.call_cache import CallCache, empty_copy
 from cutekernels.ops.shared.checks import refuse_gradient
 from cutekernels.ops.shared.registration import define_with_out

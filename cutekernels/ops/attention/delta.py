@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops.attention.op import DTYPES, LOG2_E, WIDEST
+from cutekernels.ops.attention.problem import DTYPES, LOG2_E, WIDEST
 from cutekernels.ops.shared.tensor_op import Launch, TensorOp
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ class AttentionDelta(TensorOp[DeltaProblem, DeltaConfig]):
     def estimate_us(self, p: DeltaProblem, c: DeltaConfig, gpu: GpuSpec) -> float:
         """The bytes, stretched where threads have few in flight."""
         in_flight = c.block_rows * power_of_two(p.head_dim) / (32 * c.warps)
-        return 2.0 + self.work(p).bytes / (gpu.dram_gbps * 1e3) * (1.0 + 1.6 / in_flight)
+        return rates.of(gpu).launch_us + self.work(p).bytes / (gpu.dram_gbps * 1e3) * (1.0 + 1.6 / in_flight)
 
     def grid(self, p: DeltaProblem, c: DeltaConfig) -> tuple[int, int, int]:
         return p.batch * p.heads * -(-p.seq // c.block_rows), 1, 1

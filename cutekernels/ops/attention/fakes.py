@@ -11,7 +11,7 @@ import cutlass
 from cutlass.cute import sym_int
 from cutlass.cute.runtime import make_fake_tensor
 
-from cutekernels.ops.attention.op import WIDEST
+from cutekernels.ops.attention.problem import WIDEST
 
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 

@@ -16,7 +16,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention.api import canonical, check, pose
 from cutekernels.ops.attention.backward import ATTENTION_BACKWARD, AttentionBackwardProblem, passes, reference
 from cutekernels.ops.attention.delta import ATTENTION_DELTA
-from cutekernels.ops.attention.op import AttentionProblem
+from cutekernels.ops.attention.problem import AttentionProblem
 from cutekernels.ops.shared import tensor_op
 from cutekernels.ops.shared.registration import define, no_gradient
 
