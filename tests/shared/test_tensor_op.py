@@ -20,7 +20,7 @@ from cutekernels import gpu
 from cutekernels.backends import triton as backend
 from cutekernels.backends.triton import Recipe, TritonKernel
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.activations.glu import GELU_MUL, SILU_MUL
+from cutekernels.ops.activations.op import GELU_MUL, SILU_MUL
 from cutekernels.ops.norms.op import LAYER_NORM
 from cutekernels.ops.shared import call_cache, tensor_op
 from cutekernels.ops.shared.tensor_op import Launch

@@ -13,10 +13,18 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.activations.bias_gelu import BIAS_GELU, BIAS_GELU_BACKWARD
-from cutekernels.ops.activations.glu import GELU_MUL, GELU_MUL_BACKWARD, SILU_MUL, SILU_MUL_BACKWARD, Gated
+from cutekernels.ops.activations.op import (
+    BIAS_GELU,
+    BIAS_GELU_BACKWARD,
+    GELU_MUL,
+    GELU_MUL_BACKWARD,
+    SILU_MUL,
+    SILU_MUL_BACKWARD,
+    Gated,
+)
 from cutekernels.ops.activations.tiles import TileConfig
 from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared.triton_op import call, check_tensor
 
 # ---- the functions --------------------------------------------------------------------------------------
 
@@ -102,15 +110,8 @@ def bias_gelu(
             an ``out`` that overlaps an input or itself, ``out`` together with gradients.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    found = tensor_op.eager(BIAS_GELU, None if out is None else (out,), (x, bias), (approximate,), (), config)
-    if found is not None:
-        return found[0]
-    text = None if config is None else str(config)
-    if out is None:
-        return torch.ops.cutekernels.bias_gelu(x, bias, approximate, text)  # type: ignore[no-any-return]
-    tensor_op.refuse_gradient(x, bias, out)
-    torch.ops.cutekernels.bias_gelu_out(x, bias, out, approximate, text)
-    return out
+    results = None if out is None else (out,)
+    return call(BIAS_GELU, (x, bias), (approximate,), config=config, out=results)[0]
 
 
 def _gated(
@@ -122,20 +123,17 @@ def _gated(
     config: TileConfig | str | None,
 ) -> Tensor:
     """``op`` of two tensors, or of the halves of one."""
-    text = None if config is None else str(config)
-    if up is None and out is None and not tensor_op.direct(gate):
-        return getattr(torch.ops.cutekernels, f"{op.name}_packed")(gate, *options, text)  # type: ignore[no-any-return]
     if up is None:
+        check_tensor(op.name, "gate", gate)
+        if out is None and not tensor_op.direct(gate):
+            text = None if config is None else str(config)
+            return getattr(torch.ops.cutekernels, f"{op.name}_packed")(gate, *options, text)  # type: ignore[no-any-return]
         tensor_op.refuse_gradient(None if out is None else gate)
         gate, up = _halves(op.name, gate)
-    found = tensor_op.eager(op, None if out is None else (out,), (gate, up), options, (), config)
-    if found is not None:
-        return found[0]
-    if out is None:
-        return getattr(torch.ops.cutekernels, op.name)(gate, up, *options, text)  # type: ignore[no-any-return]
-    tensor_op.refuse_gradient(gate, up, out)
-    getattr(torch.ops.cutekernels, f"{op.name}_out")(gate, up, out, *options, text)
-    return out
+    elif isinstance(gate, Tensor) and isinstance(up, Tensor) and not gate.dim():  # one element is a row of one
+        row = _gated(op, gate[None], up[None], options, None if out is None else out[None], config)
+        return row[0] if out is None else out
+    return call(op, (gate, up), options, config=config, out=None if out is None else (out,))[0]
 
 
 def _halves(name: str, packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,7 +150,7 @@ def _halves(name: str, packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def register(library: torch.library.Library) -> None:
-    """Defines the ops of this file in ``library``, with their gradients."""
+    """Defines the family's torch ops in ``library``, with their gradients."""
     for op, backward in ((SILU_MUL, SILU_MUL_BACKWARD), (GELU_MUL, GELU_MUL_BACKWARD)):
         tensor_op.register(library, op, backward=_gradient(backward.name), setup_context=_remember)
         tensor_op.register(library, backward)
@@ -168,7 +166,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradient(name: str) -> Callable[..., tuple[Any, ...]]:
-    """The gradient by the op called ``name``: of (dout, *what was remembered)."""
+    """The gradient as the op ``name`` of dout and the remembered inputs computes it."""
 
     def gradient(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         op = getattr(torch.ops.cutekernels, name)
@@ -186,7 +184,7 @@ def _bias_gelu_gradient(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
 
 
 def _register_packed(library: torch.library.Library, op: Gated[Any], backward: Gated[Any]) -> None:
-    """Defines ``<op>_packed`` and ``<op>_packed_backward``: of one tensor, with one gradient, by the ops' kernels."""
+    """Defines ``<op>_packed`` and ``<op>_packed_backward``: one tensor, one gradient, the same kernels."""
     forward_name, backward_name = f"{op.name}_packed", f"{op.name}_packed_backward"
 
     n = len(op.options)

@@ -44,7 +44,7 @@ class Operand:
     type of the op, or a field whose values are types, "same" for that of the op, and "none" where the operand may be
     absent."""
     strides: tuple[str, ...]
-    """The kernel's names for the strides, one per axis; none for an operand that kernels take contiguous."""
+    """The kernel's names for the strides of the outer axes. Axes that it names none of are contiguous."""
     result: bool
     given: str | None
     """The bool field of the problem that says whether an optional operand is there."""
@@ -81,6 +81,8 @@ class Operand:
         """Whether kernels take ``t`` as it lies; else a contiguous copy stands in for it."""
         if not self.strides:
             return t.is_contiguous()
+        if len(self.strides) < len(self.axes) and self.walk(t)[-1] != 1:
+            return False
         return not self.leads or len(self.axes) != 2 or matrix(t.shape, t.stride()) is not None
 
     def describe(self) -> str:
@@ -113,14 +115,13 @@ def Matrix(
     dtype: str = "dtype",
     *,
     result: bool = False,
+    strides: Sequence[str] = ("row", "col"),
     given: str | None = None,
     optional: bool = False,
     laid: bool | None = None,
 ) -> Operand:
-    """``(rows, cols)``, or with ``"*rows"`` ``(..., cols)``; kernels call its strides ``row`` and ``col``."""
-    return Array(
-        rows, cols, dtype=dtype, strides=("row", "col"), result=result, given=given, optional=optional, laid=laid
-    )
+    """``(rows, cols)``, or with ``"*rows"`` ``(..., cols)``; its strides are ``row`` and ``col`` by default."""
+    return Array(rows, cols, dtype=dtype, strides=strides, result=result, given=given, optional=optional, laid=laid)
 
 
 def Vector(
@@ -173,7 +174,9 @@ def misfit(
     op: str, declared: Mapping[str, Operand], given: Mapping[str, Tensor | None], known: Mapping[str, int] = {}
 ) -> UnsupportedProblem:
     """The refusal of shapes that do not fit together."""
-    wanted = ", ".join(f"{name} {operand.describe()}" for name, operand in declared.items() if name in given)
+    wanted = ", ".join(
+        f"{name} {operand.describe()}" for name, operand in declared.items() if given.get(name) is not None
+    )
     got = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items() if t is not None)
     said = "".join(f", {name} = {value}" for name, value in known.items())
     return UnsupportedProblem(f"{op} takes {wanted}{said}, each extent the same wherever it stands; got {got}")
@@ -188,7 +191,7 @@ def shape_of(operand: Operand, sizes: Mapping[str, int], leads: Mapping[str, tor
 def bits_of(operand: Operand, t: Tensor, *, pitches: bool = True) -> int:
     """What an operand's address and, unless told otherwise, the strides between its rows are multiples of, as bits."""
     bits = t.data_ptr()
-    if pitches:
+    if pitches and operand.strides:
         rows = t.numel() // max(1, t.shape[-1]) if t.dim() else 1
         if rows > 1:
             bits |= t.element_size() * reduce(or_, operand.walk(t)[:-1], 0)

@@ -30,8 +30,9 @@ _SCHEMA_TYPES = {"fp32": "float", "i32": "int", "i64": "SymInt"}
 class LaidOut:
     """The part of a problem that says how its operands lie: mixed into problems with these fields.
 
-    ``layout``: "rows" where the elements of each row are contiguous, "strided" for the rest. ``align``: bytes that
-    divide the address and pitch of every laid operand; nothing depends on it where the layout is strided.
+    ``layout``: "dense", where a problem has that, if all operands are contiguous and their rows one long one; "rows"
+    where the elements of each row are contiguous; "strided" for the rest. ``align``: bytes that divide the address and
+    pitch of every laid operand (dense: the address); nothing depends on it where the layout is strided.
     """
 
     dtype: str
@@ -49,9 +50,11 @@ class LaidOut:
         if self.aligns_rows is not None:
             row = getattr(self, self.aligns_rows) * self.itemsize
             if self.layout == "strided" and self.align != WIDEST_BYTES:
-                raise UnsupportedProblem(f"align is left at 16 where the layout is strided; it is {self.align}")
+                raise UnsupportedProblem(
+                    f"nothing depends on align in a strided layout: leave it at 16; it is {self.align}"
+                )
             if self.layout != "strided" and row % self.align:
-                raise UnsupportedProblem(f"align divides rows of {row} bytes; it is {self.align}: take less")
+                raise UnsupportedProblem(f"rows of {row} bytes are not aligned to {self.align}: lower align")
 
     @property
     def itemsize(self) -> int:
@@ -62,12 +65,17 @@ class LaidOut:
         """Elements in one access."""
         return 1 if self.layout == "strided" else self.align // self.itemsize
 
+    def pitch(self, cols: int, itemsize: int) -> int:
+        """Elements from row to row of ``cols`` elements in memory that lies as promised."""
+        vec = 1 if self.layout in ("dense", "strided") else max(1, self.align // itemsize)
+        return -(-cols // vec) * vec
+
 
 class TritonOp(TensorOp[P, C]):
     """An op whose tensors are :class:`~cutekernels.ops.shared.operands.Operand` attributes of its class.
 
     The kernel's parameters, in this order: ``<operand>_ptr`` of results and inputs, the ``sizes``,
-    ``<operand>_<stride>`` of each, the ``scalars``, constexprs.
+    ``<operand>_<stride>`` of each, the ``scalars``, the ``extras``, constexprs.
     """
 
     kernel: ClassVar[str]
@@ -77,6 +85,8 @@ class TritonOp(TensorOp[P, C]):
     scalar_types: ClassVar[Mapping[str, str]] = {}
     """Numbers of a call and their types."""
     scalar_samples: ClassVar[Mapping[str, float]] = {}
+    extras: ClassVar[Mapping[str, str]] = {}
+    """Parameters behind the scalars, and their types, that only an op's own ``bind`` passes: a workspace, a phase."""
     operands: ClassVar[dict[str, Operand]] = {}
     flattens = False  # each operand says for itself, in ``takes``
 
@@ -88,7 +98,7 @@ class TritonOp(TensorOp[P, C]):
             cls.results = tuple(name for name, operand in cls.operands.items() if operand.result)
             cls.inputs = tuple(name for name, operand in cls.operands.items() if not operand.result)
         cls.scalars = tuple(cls.scalar_types)
-        if own and "schema" not in vars(cls):
+        if cls.operands and hasattr(cls, "Problem") and "schema" not in vars(cls):
             kinds = {f.name: f.type for f in fields(cls.Problem)}
             words = [f"Tensor{'?' if cls.operands[name].optional else ''} {name}" for name in cls.inputs]
             words += [f"{kinds[name]} {name}" for name in cls.options]
@@ -109,7 +119,7 @@ class TritonOp(TensorOp[P, C]):
         """The values of ``sizes``: the problem's fields of those names."""
         return tuple([getattr(p, name) for name in self.sizes])
 
-    def divisible(self, p: P) -> dict[str, int]:
+    def divisible(self, p: P, c: C) -> dict[str, int]:
         """What kernels may assume that ``sizes`` are multiples of."""
         return {}
 
@@ -126,6 +136,10 @@ class TritonOp(TensorOp[P, C]):
     def draw(self, p: P, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
         """Random values of input ``name``, contiguous; None for standard normal ones."""
         return None
+
+    def lay(self, p: P, name: str, values: Tensor) -> Tensor:
+        """A sample's ``values`` of the laid input ``name`` in memory that poses ``p``."""
+        return placed(values, p)
 
     def build_options(self, p: P, c: C) -> dict[str, Any]:
         """Options of Triton's compiler."""
@@ -164,8 +178,8 @@ class TritonOp(TensorOp[P, C]):
         if operand.dtype == "wide":
             return (wide,)
         values = self.Problem.__dataclass_fields__[operand.dtype].metadata["values"]
-        kinds = {"same": main, "fp32": wide}
-        return tuple([kinds.get(value) or TYPES[value] for value in values if value != "none"])
+        kinds = {"same": (main,), "fp32": (wide, torch.float32)}
+        return tuple([t for value in values if value != "none" for t in kinds.get(value) or (TYPES[value],)])
 
     def _main(self, named: Mapping[str, Tensor | None]) -> Tensor:
         """The operand whose type is the op's: the first one declared so, else the first there is."""
@@ -227,7 +241,7 @@ class TritonOp(TensorOp[P, C]):
         main = self._main(named)
         sizes, _ = self._posed(named, **options)
         declared = self.Problem.__dataclass_fields__
-        found: dict[str, Any] = {name: sizes[name] for name in self.Problem.extent_names() if name in sizes}
+        found: dict[str, Any] = {name: sizes[name] for name in declared if name in sizes}
         if "dtype" in declared:
             if main.dtype not in DTYPE_NAMES:
                 raise UnsupportedProblem(
@@ -251,18 +265,24 @@ class TritonOp(TensorOp[P, C]):
         return next(str(v) for v in values if v != "none" and (main if v == "same" else TYPES[v]) == t.dtype)
 
     def layout(self, named: Mapping[str, Tensor | None], sizes: Sizes, found: Mapping[str, Any]) -> dict[str, Scalar]:
-        """The fields ``layout`` and ``align``."""
-        values = self.Problem.__dataclass_fields__["layout"].metadata["values"]
+        """The fields ``layout`` and ``align``, where the problem has them."""
+        declared = self.Problem.__dataclass_fields__
+        values = declared["layout"].metadata["values"] if "layout" in declared else ()
         laid = [(self.operands[name], t) for name, t in named.items() if self.operands[name].laid and t is not None]
-        if any(operand.walk(t)[-1] != 1 for operand, t in laid if t.numel()):
+        laid = [(operand, t) for operand, t in laid if t.numel()]
+        if values and any(operand.walk(t)[-1] != 1 for operand, t in laid):
             return {"layout": "strided"}
-        bits = WIDEST_BYTES
-        aligned = getattr(self.Problem, "aligns_rows", None)
-        if aligned is not None:
-            bits |= sizes[aligned] * TYPES[found["dtype"]].itemsize
-        for operand, t in laid:
-            bits |= bits_of(operand, t)
-        return {"layout": str(values[0]), "align": bits & -bits}
+        dense = "dense" in values and all(t.is_contiguous() for _, t in laid)
+        layout: dict[str, Scalar] = {"layout": "dense" if dense else "rows"} if values else {}
+        if "align" in declared:
+            bits = WIDEST_BYTES
+            aligned = getattr(self.Problem, "aligns_rows", None)
+            if aligned is not None:
+                bits |= sizes[aligned] * TYPES[found["dtype"]].itemsize
+            for operand, t in laid:
+                bits |= bits_of(operand, t, pitches=not dense)
+            layout["align"] = bits & -bits
+        return layout
 
     # -- kernels
 
@@ -281,7 +301,7 @@ class TritonOp(TensorOp[P, C]):
 
         signature: dict[str, str] = {}
         constants: dict[str, Any] = {}
-        divisible = self.divisible(p)
+        divisible = self.divisible(p, c)
         promised = getattr(p, "align", 1) if getattr(p, "layout", "") != "strided" else None
         kinds = {name: self.kind(p, name) for name in self.operands}
         for name, kind in kinds.items():
@@ -291,22 +311,29 @@ class TritonOp(TensorOp[P, C]):
             elif self.operands[name].laid and promised is not None:
                 divisible[f"{name}_ptr"] = promised
         signature |= self.sizes
+        aligned = getattr(self.Problem, "aligns_rows", None)
+        if aligned in self.sizes and promised is not None:
+            divisible[aligned] = p.vec  # type: ignore[attr-defined, index]
         for name, kind in kinds.items():
             operand = self.operands[name]
-            for step in operand.strides:
+            for i, step in enumerate(operand.strides):
                 signature[f"{name}_{step}"] = "i64"
                 if kind is None:
                     constants[f"{name}_{step}"] = 0
                 elif operand.laid and promised is not None:
-                    if step == operand.strides[-1]:
+                    if i == len(operand.axes) - 1:
                         constants[f"{name}_{step}"] = 1
+                    elif getattr(p, "layout", "") == "dense":
+                        constants[f"{name}_{step}"] = 0
                     else:
                         divisible[f"{name}_{step}"] = max(1, promised // TYPES[kind].itemsize)
-        signature |= self.scalar_types
+        signature |= dict(self.scalar_types) | dict(self.extras)
         constants |= self.constants(p, c)
         module, _, function = self.kernel.partition(":")
+        kernel = getattr(import_module(f"cutekernels.kernels.triton.{module}"), function)
+        constants = {name: constants[name] for name in sorted(constants, key=list(kernel.arg_names).index)}
         return compile_kernel(
-            getattr(import_module(f"cutekernels.kernels.triton.{module}"), function),
+            kernel,
             signature=signature | dict.fromkeys(constants, "constexpr"),
             constexprs=constants,
             divisible={name: n for name, n in divisible.items() if name not in constants},
@@ -324,7 +351,8 @@ class TritonOp(TensorOp[P, C]):
         def following(*operands: Tensor | None) -> list[int]:
             found = list(numbers)
             for operand, t in zip(declared, operands, strict=True):
-                found += [0] * len(operand.strides) if t is None else operand.walk(t) if operand.strides else ()
+                steps = len(operand.strides)
+                found += [0] * steps if t is None else operand.walk(t)[:steps]
             return found
 
         return Launch(kernel, grid, len(declared), following)
@@ -339,10 +367,11 @@ class TritonOp(TensorOp[P, C]):
 
     def outputs(self, p: P, *args: Any) -> tuple[Tensor, ...]:
         fresh = self.fresh(*args[: len(self.inputs)], **{name: getattr(p, name) for name in self.options})
-        vec = getattr(p, "vec", 1)
         placed = []
         for name, t in zip(self.results, fresh, strict=True):
-            pitch = -(-t.shape[-1] // vec) * vec if self.operands[name].laid and t.dim() > 1 else 0
+            operand, pitch = self.operands[name], 0
+            if isinstance(p, LaidOut) and operand.laid and operand.strides and t.dim() > 1:
+                pitch = p.pitch(t.shape[-1], t.element_size())
             placed.append(t.new_empty((*t.shape[:-1], pitch))[..., : t.shape[-1]] if pitch > t.shape[-1] else t)
         return tuple(placed)
 
@@ -360,7 +389,7 @@ class TritonOp(TensorOp[P, C]):
             if values is None:
                 values = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
             values = values.to(TYPES[kind])
-            args.append(placed(values, p) if operand.laid else values)
+            args.append(self.lay(p, name, values) if operand.laid else values)
         return (*args, *[self.scalar_samples[name] for name in self.scalars])
 
     def bytes(self, p: P) -> float:
@@ -379,14 +408,16 @@ class TritonOp(TensorOp[P, C]):
         return Work(flops=0.0, bytes=self.bytes(p))
 
 
-def placed(values: Tensor, p: Any) -> Tensor:
-    """``values`` in memory that lies as ``p`` promises and no better: its layout, and align but no multiple of it."""
+def placed(values: Tensor, p: Any, rows_apart: int = 1) -> Tensor:
+    """``values`` in memory that lies as ``p`` promises and no better: its layout, and align but no multiple of it.
+
+    ``rows_apart``: how many rows there is room for from one to the next.
+    """
     item, n = values.element_size(), values.shape[-1] if values.dim() else 1
     if p.layout == "strided":
         memory = values.new_empty((*values.shape, 2))[..., 0]
         return memory.copy_(values)
-    vec = max(1, p.align // item)
-    pitch = -(-n // vec) * vec
+    pitch = p.pitch(n, item) * rows_apart
     rows = values.numel() // max(1, n)
     skew = p.align % WIDEST_BYTES // item
     memory = values.new_empty(rows * pitch + skew)[skew:].view(*values.shape[:-1], pitch)[..., :n]
