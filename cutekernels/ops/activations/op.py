@@ -43,7 +43,7 @@ class _Approximated:
         """How exact GELU and its slope can be: an absolute error left of 0, and where terms of the slope cancel.
 
         Half precision: 2^-17 of the terms, which may be five times a typical result, and so 2048 / 8 ulp of fp32 of
-        that. fp32: 1 + erf loses what torch's loses. Modelled on a CPU with 4M elements: 0.7 and 0.1 of what is granted.
+        that. fp32: 1 + erf loses what torch's loses. docs/notes/activations.md (modelled on a CPU)
         """
         return 256.0 if self.dtype == "fp32" else 2048.0
 

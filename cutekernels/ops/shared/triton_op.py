@@ -116,8 +116,12 @@ class TritonOp(TensorOp[P, C]):
         raise NotImplementedError
 
     def numbers(self, p: P, c: C) -> tuple[int, ...]:
-        """The values of ``sizes``: the problem's fields of those names."""
+        """The values of ``sizes``: the problem's fields of those names. But for those :meth:`measured`."""
         return tuple([getattr(p, name) for name in self.sizes])
+
+    def measured(self, named: Mapping[str, Tensor | None]) -> tuple[int, ...]:
+        """The values of the last ``sizes`` where those are extents of operands that the problem does not have."""
+        return ()
 
     def divisible(self, p: P, c: C) -> dict[str, int]:
         """What kernels may assume that ``sizes`` are multiples of."""
@@ -189,6 +193,7 @@ class TritonOp(TensorOp[P, C]):
 
     def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
         named = self._named(inputs, results)
+        named = {name: named[name] for name in (*self.inputs, *named)}  # inputs are looked at first
         for name, t in named.items():
             check_tensor(self.name, name, t, optional=self.operands[name].optional)
         main = self._main(named)
@@ -349,7 +354,7 @@ class TritonOp(TensorOp[P, C]):
         declared = list(self.operands.values())
 
         def following(*operands: Tensor | None) -> list[int]:
-            found = list(numbers)
+            found = [*numbers, *self.measured(dict(zip(self.operands, operands, strict=True)))]
             for operand, t in zip(declared, operands, strict=True):
                 steps = len(operand.strides)
                 found += [0] * steps if t is None else operand.walk(t)[:steps]
@@ -443,8 +448,11 @@ def call(
     *,
     config: object = None,
     out: tuple[Tensor, ...] | None = None,
+    in_place: bool = False,
 ) -> tuple[Tensor, ...]:
     """What a public function does: replays, launches, or goes through torch where somebody traces or differentiates.
+
+    ``in_place``: ``out`` are inputs, which torch's op ``<name>_inplace`` updates.
 
     Raises:
         UnsupportedProblem: operands that pose no problem, gradients together with ``out``.
@@ -465,7 +473,10 @@ def call(
         results = getattr(torch.ops.cutekernels, op.name)(*inputs, *options, *scalars, text)
         return (results,) if len(op.results) == 1 else tuple(results)
     tensor_op.refuse_gradient(*inputs, *out)
-    getattr(torch.ops.cutekernels, f"{op.name}_out")(*inputs, *out, *options, *scalars, text)
+    if in_place:
+        getattr(torch.ops.cutekernels, f"{op.name}_inplace")(*inputs, *options, *scalars, text)
+    else:
+        getattr(torch.ops.cutekernels, f"{op.name}_out")(*inputs, *out, *options, *scalars, text)
     return out
 
 
