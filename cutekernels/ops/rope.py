@@ -21,7 +21,6 @@ from cutekernels.ops.shared.operands import Array, Sizes
 from cutekernels.ops.shared.registration import register as register_inplace
 from cutekernels.ops.shared.rotary import (
     DEPTH,
-    MAX_PROGRAMS,
     Heads,
     RotaryConfig,
     RotaryOp,
@@ -119,15 +118,6 @@ class Rope(RotaryOp[RopeProblem, RopeConfig]):
         return super().facts(named, sizes) | {
             "positions": "start" if positions is None else ("batch", "token")[positions.dim() - 1]
         }
-
-    def problem(self, *operands: Tensor | None, **options: Any) -> RopeProblem:
-        p = super().problem(*operands, **options)
-        if p.batch * p.seq * p.parts > MAX_PROGRAMS:
-            raise UnsupportedProblem(
-                f"tokens times blocks of {2 * p.block} channels are at most {MAX_PROGRAMS} in a launch; "
-                f"got {p.batch * p.seq} times {p.parts}: split the batch"
-            )
-        return p
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         q, k, cos, sin, positions, start = args
@@ -251,9 +241,8 @@ def rope(
         refuse_others(ROPE, (q, q if k is None else k, cos, sin, None), None)
     start, places = (0, positions) if positions is None or isinstance(positions, Tensor) else (positions, None)
     if not isinstance(start, int | torch.SymInt):
-        raise UnsupportedProblem(
-            f"positions are an int or a torch.Tensor; got {type(positions).__name__}: convert them"
-        )
+        kind = type(positions).__name__  # type: ignore[unreachable]
+        raise UnsupportedProblem(f"positions are an int or a torch.Tensor; got {kind}: convert them")
     if places is None and cos.dim() == 2 and q.dim() == 4 and (start < 0 or start + q.shape[1] > cos.shape[0]):
         raise UnsupportedProblem(
             f"positions {start} to {start + q.shape[1] - 1} leave a table of {cos.shape[0]} rows: build a longer one"

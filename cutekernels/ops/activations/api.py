@@ -6,7 +6,7 @@ the same kernels write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -184,52 +184,26 @@ def _bias_gelu_gradient(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
 
 
 def _register_packed(library: torch.library.Library, op: Gated[Any], backward: Gated[Any]) -> None:
-    """Defines ``<op>_packed`` and ``<op>_packed_backward``: one tensor, one gradient, the same kernels."""
-    forward_name, backward_name = f"{op.name}_packed", f"{op.name}_packed_backward"
+    """Defines ``<op>_packed`` and ``<op>_packed_backward``: one tensor, one gradient, by the ops of the halves."""
 
-    n = len(op.options)
+    def forward(packed: Tensor, *rest: Any) -> Tensor:
+        return getattr(torch.ops.cutekernels, op.name)(*_halves(op.name, packed), *rest)  # type: ignore[no-any-return]
 
-    def options(values: Sequence[Any]) -> dict[str, Any]:
-        return dict(zip(op.options, values[:n], strict=True))
-
-    def admitted(packed: Tensor, values: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        halves = _halves(op.name, packed)
-        op.admit(halves, **options(values))
-        return halves
-
-    def cuda(packed: Tensor, *rest: Any) -> Tensor:
-        config = rest[n] if len(rest) > n else None
-        return tensor_op.run(op, None, _halves(op.name, packed), options=rest[:n], config=config)[0]
-
-    def cpu(packed: Tensor, *rest: Any) -> Tensor:
-        return op.evaluate(*admitted(packed, rest), **options(rest))[0].contiguous()
-
-    def fake(packed: Tensor, *rest: Any) -> Tensor:
-        return op.fresh(*admitted(packed, rest))[0]
-
-    def backward_cuda(dout: Tensor, packed: Tensor, *chosen: Any) -> Tensor:
+    def gradient(dout: Tensor, packed: Tensor, *options: Any) -> Tensor:
         dpacked = packed.new_empty(packed.shape)
-        operands = (dout, *_halves(op.name, packed))
-        tensor_op.run(backward, _halves(op.name, dpacked), operands, options=chosen)
+        places = _halves(op.name, dpacked)
+        getattr(torch.ops.cutekernels, f"{backward.name}_out")(dout, *_halves(op.name, packed), *places, *options)
         return dpacked
 
-    def backward_cpu(dout: Tensor, packed: Tensor, *chosen: Any) -> Tensor:
-        return torch.cat(backward.evaluate(dout, *admitted(packed, chosen), **options(chosen)), dim=-1)
-
-    def backward_fake(dout: Tensor, packed: Tensor, *chosen: Any) -> Tensor:
-        admitted(packed, chosen)
-        return packed.new_empty(packed.shape)
-
-    words = "".join(f", str {name}" for name in op.options)
-    tensor_op.define(library, f"{forward_name}(Tensor packed{words}, str? config=None) -> Tensor", cuda, cpu, fake)
-    tensor_op.define(
-        library,
-        f"{backward_name}(Tensor dout, Tensor packed{words}) -> Tensor",
-        backward_cuda,
-        backward_cpu,
-        backward_fake,
-    )
-    torch.library.register_autograd(
-        f"cutekernels::{forward_name}", _gradient(backward_name), setup_context=_remember, lib=library
-    )
-    torch.library.register_autograd(f"cutekernels::{backward_name}", tensor_op.no_gradient(backward.name), lib=library)
+    name, words = f"{op.name}_packed", "".join(f", str {option}" for option in op.options)
+    schema = f"{name}(Tensor packed{words}, str? config=None) -> Tensor"
+    tensor_op.define(library, schema, forward, forward, forward)
+    schema = f"{name}_backward(Tensor dout, Tensor packed{words}) -> Tensor"
+    tensor_op.define(library, schema, gradient, gradient, gradient)
+    for defined, derivative in ((name, _gradient(f"{name}_backward")), (f"{name}_backward", None)):
+        torch.library.register_autograd(
+            f"cutekernels::{defined}",
+            derivative or tensor_op.no_gradient(backward.name),
+            setup_context=_remember if derivative else None,
+            lib=library,
+        )

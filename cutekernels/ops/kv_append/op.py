@@ -185,14 +185,6 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
             "page_size": 0 if named["page_table"] is None else sizes["slots"],
         }
 
-    def problem(self, *operands: Tensor | None, **options: Any) -> KvAppendProblem:
-        p = super().problem(*operands, **options)
-        if p.batch * p.seq > MAX_PROGRAMS:
-            raise UnsupportedProblem(
-                f"a launch takes up to {MAX_PROGRAMS} tokens; got {p.batch * p.seq}: split the batch"
-            )
-        return p
-
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         """The rows to place: q and k, turned, and v."""
         q, k, v, state, _, counts, cos, sin = args

@@ -161,6 +161,15 @@ class RotaryOp(TritonOp[P, C]):
         cos = named["cos"]
         return {"rotary": 0 if cos is None else turning(cos)}
 
+    def problem(self, *operands: Tensor | None, **options: Any) -> P:
+        p = super().problem(*operands, **options)
+        if p.batch * p.seq * p.parts > MAX_PROGRAMS:
+            raise UnsupportedProblem(
+                f"tokens times blocks of {2 * p.block} channels are at most {MAX_PROGRAMS} in a launch; "
+                f"got {p.batch * p.seq} times {p.parts}: split the batch"
+            )
+        return p
+
     def layout(self, named: Mapping[str, Tensor | None], sizes: Sizes, found: Mapping[str, Any]) -> dict[str, Scalar]:
         laid = super().layout(named, sizes, found)
         if isinstance(align := laid.get("align"), int):

@@ -375,7 +375,7 @@ class TritonOp(TensorOp[P, C]):
         placed = []
         for name, t in zip(self.results, fresh, strict=True):
             operand, pitch = self.operands[name], 0
-            if isinstance(p, LaidOut) and operand.laid and operand.strides and t.dim() > 1:
+            if hasattr(p, "pitch") and operand.laid and operand.strides and t.dim() > 1:
                 pitch = p.pitch(t.shape[-1], t.element_size())
             placed.append(t.new_empty((*t.shape[:-1], pitch))[..., : t.shape[-1]] if pitch > t.shape[-1] else t)
         return tuple(placed)
