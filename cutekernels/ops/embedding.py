@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,14 +11,12 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.shared import streaming, tensor_op
-from cutekernels.ops.shared.operands import TYPES, Matrix, Sizes, Vector
+from cutekernels.ops.shared.operands import TYPES, Matrix, Vector
 from cutekernels.ops.shared.triton_op import LaidOut, TritonOp, call, check_tensor
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
-_MOST_ROWS = (1 << 31) - 1  # a grid's first axis
-_MOST_COLS = (1 << 16) * 64 - 64  # its second axis, in the narrowest blocks
 _MAX_REGISTERS = 96
 _DEPTH = 64.0  # tokens that share a row of the table: several times what is typical of random ids
 
@@ -27,6 +25,8 @@ _DEPTH = 64.0  # tokens that share a row of the table: several times what is typ
 class EmbeddingProblem(LaidOut, Problem):
     """``rows`` ids of type ``index`` into a table of ``vocabulary`` rows of ``cols``."""
 
+    # The first axis of a grid, and its second in the narrowest blocks.
+    most: ClassVar = {"rows": (1 << 31) - 1, "vocabulary": (1 << 31) - 1, "cols": (1 << 16) * 64 - 64}
     rows: int = extent(ladder)
     vocabulary: int = extent(exact)
     cols: int = extent(exact)
@@ -34,14 +34,6 @@ class EmbeddingProblem(LaidOut, Problem):
     index: str = plain("i64", "i32")
     layout: str = plain("rows", "strided")
     align: int = plain(16, 8, 4, 2)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.cols > _MOST_COLS or max(self.rows, self.vocabulary) > _MOST_ROWS:
-            raise UnsupportedProblem(
-                f"up to {_MOST_ROWS} rows of up to {_MOST_COLS} columns; got {self.rows} and {self.vocabulary} rows of "
-                f"{self.cols}: split them"
-            )
 
 
 @dataclass(frozen=True)
@@ -83,10 +75,8 @@ class _EmbeddingOp(TritonOp[EmbeddingProblem, EmbeddingConfig]):
         return EmbeddingConfig(height, width, power_of_two(warps + 1) // 2 if warps & (warps - 1) else warps)
 
     def estimate_us(self, p: EmbeddingProblem, c: EmbeddingConfig, gpu: GpuSpec) -> float:
-        tile = c.block_rows * c.block_cols * p.itemsize
-        return streaming.estimate_us(
-            gpu, self.work(p).bytes, self.grid(p, c), c.warps, tile, coalesced=p.layout == "rows"
-        )
+        tile, moved = c.block_rows * c.block_cols * p.itemsize, self.work(p).bytes
+        return streaming.estimate_us(gpu, moved, self.grid(p, c), c.warps, tile, coalesced=p.layout == "rows")
 
 
 class Embedding(_EmbeddingOp):
@@ -118,7 +108,7 @@ class Embedding(_EmbeddingOp):
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         ids, table = args
-        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < table.shape[0]):
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(table):
             raise UnsupportedProblem(f"ids {int(ids.min())} to {int(ids.max())} leave a table of {table.shape[0]} rows")
         return (table[ids.long()],)
 
@@ -127,10 +117,7 @@ class Embedding(_EmbeddingOp):
 
 
 class EmbeddingBackward(_EmbeddingOp):
-    """The gradient of the table: ``dtable[v]`` sums the rows of dout whose id is v.
-
-    ``order`` lists the rows of dout by id. ``starts`` says where in that list each id begins, and where the last ends.
-    """
+    """``dtable[v]`` sums the rows of dout with id v, in the order and from the starts that :func:`grouped` gives."""
 
     name = "embedding_backward"
     revision = 1
@@ -145,14 +132,8 @@ class EmbeddingBackward(_EmbeddingOp):
     dtable = Matrix("vocabulary", "cols", result=True)
     dout = Matrix("rows", "cols")
     order = Vector("rows", dtype="i64")
-    starts = Vector("bounds", dtype="i64")
+    starts = Vector("vocabulary+1", dtype="i64")
     sizes = {"cols": "i64"}
-
-    def derive(self, sizes: Sizes) -> None:
-        sizes.setdefault("bounds", sizes.get("vocabulary", 0) + 1)
-        sizes["vocabulary"] = sizes["bounds"] - 1
-        if sizes["bounds"] < 1:
-            raise ValueError("starts has one more element than the table has rows")
 
     def grid(self, p: EmbeddingProblem, c: EmbeddingConfig) -> tuple[int, int, int]:
         return p.vocabulary, -(-p.cols // c.block_cols), 1
@@ -193,18 +174,16 @@ def embedding(ids: Tensor, table: Tensor, *, config: EmbeddingConfig | str | Non
     """``out[..., :] = table[ids[...]]``.
 
     Args:
-        ids: any shape, int32 or int64. One that is not in the table gives a row of NaN on a GPU, which waits for
-            nobody and reads nothing out of bounds, and raises on the CPU.
+        ids: any shape, int32 or int64. One outside the table gives a row of NaN on a GPU, and raises on the CPU.
         table: ``(V, D)``, fp16, bf16 or fp32 (on the CPU fp64 too). Any strides; contiguous rows are fast.
         config: overrides the tuned choice, as an :class:`EmbeddingConfig` or its text. Ignored on the CPU.
 
     Returns:
-        ``(..., D)``, contiguous. Differentiable in ``table``, once: the gradient adds up in fp32, in the order of
-        ``ids``, and is the same each time.
+        ``(..., D)``, contiguous. Differentiable once, in ``table``: summed in fp32 in the order of ``ids``, bitwise
+        reproducible.
 
     Raises:
-        UnsupportedProblem: a type no kernel takes, a table that is no matrix, two devices, an id that is not in the
-            table (on the CPU).
+        UnsupportedProblem: a type no kernel takes, a table that is no matrix, two devices, an id outside the table.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
     check_tensor("embedding", "ids", ids)
@@ -220,9 +199,8 @@ def register(library: torch.library.Library) -> None:
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ids, table, *_ = inputs
-    ctx.vocabulary = table.shape[0]
-    ctx.save_for_backward(ids)
+    ctx.vocabulary = inputs[1].shape[0]
+    ctx.save_for_backward(inputs[0])
 
 
 def _gradient(ctx: Any, dout: Tensor) -> tuple[None, Tensor, None]:

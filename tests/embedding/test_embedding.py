@@ -125,7 +125,7 @@ def test_rules_say_what_is_wrong() -> None:
     ):
         with pytest.raises(InvalidConfig, match=rule):
             EMBEDDING.check(EmbeddingProblem(3, 9, 2000), EmbeddingConfig.parse(text), H200)
-    with pytest.raises(UnsupportedProblem, match="split them"):
+    with pytest.raises(UnsupportedProblem, match="split the call"):
         EmbeddingProblem(1 << 31, 5, 5)
 
 

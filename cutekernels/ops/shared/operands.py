@@ -6,8 +6,9 @@ An op declares each tensor once, as a class attribute::
     ids = Vector("rows", dtype="index")
     table = Matrix("vocabulary", "cols")
 
-Axes are names of extents. Extents of one name are equal wherever they stand; ``"*rows"`` is any number of leading
-dimensions, alike in every operand that has them, flattened into ``rows``; ``"seq?"`` may be missing.
+Axes are names of extents. Extents of one name are equal wherever they stand; ``"vocabulary+1"`` has one element more
+than that, ``"seq?"`` may be missing. ``"*rows"`` is any number of leading dimensions, alike in every operand that has
+them, flattened into ``rows``.
 """
 
 from __future__ import annotations
@@ -172,7 +173,8 @@ def sizes_of(
         if fits:
             split = t.dim() - n
             for axis, size in zip(axes[operand.leads :], t.shape[split:], strict=True):
-                fits &= sizes.setdefault(axis.removesuffix("?"), size) == size
+                extent, more = _named(axis)
+                fits &= sizes.setdefault(extent, size - more) == size - more >= 0
             if operand.leads:
                 lead = t.shape[:split]
                 fits &= leads.setdefault(operand.axes[0], lead) == lead
@@ -201,7 +203,12 @@ def misfit(
 def shape_of(operand: Operand, sizes: Mapping[str, int], leads: Mapping[str, torch.Size]) -> tuple[int, ...]:
     """The shape that ``operand`` has; flattened dimensions are one where nobody told them apart."""
     first = leads.get(operand.axes[0], (sizes[operand.names[0]],)) if operand.leads else ()
-    return (*first, *[sizes[axis] for axis in operand.names[operand.leads :]])
+    return (*first, *[sizes[extent] + more for extent, more in map(_named, operand.axes[operand.leads :])])
+
+
+def _named(axis: str) -> tuple[str, int]:
+    """The extent that an axis names, and how many elements more it has."""
+    return axis.removesuffix("?").removesuffix("+1"), int("+1" in axis)
 
 
 def bits_of(operand: Operand, t: Tensor, *, pitches: bool = True) -> int:

@@ -6,6 +6,7 @@ special about it (hooks below, each with what most ops want).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from importlib import import_module
@@ -41,8 +42,14 @@ class LaidOut:
     aligns_rows: ClassVar[str | None] = None
     """The extent whose bytes ``align`` divides too: a row's length, where kernels assume it."""
 
+    most: ClassVar[Mapping[str, int]] = {}
+    """The largest extents, by name, that grids and offsets allow."""
+
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]
+        for name, limit in self.most.items():
+            if getattr(self, name) > limit:
+                raise UnsupportedProblem(f"{name} is at most {limit}; it is {getattr(self, name)}: split the call")
         if self.align < self.itemsize:
             raise UnsupportedProblem(
                 f"align covers one element of {self.dtype}, {self.itemsize} bytes; it is {self.align}"
@@ -111,7 +118,7 @@ class TritonOp(TensorOp[P, C]):
         """Programs along each axis."""
         raise NotImplementedError
 
-    def constants(self, p: P, c: C) -> dict[str, int | bool | str]:
+    def constants(self, p: P, c: C) -> Mapping[str, int | bool | str]:
         """The kernel's constexprs, but for those that follow from operands."""
         raise NotImplementedError
 
@@ -133,7 +140,7 @@ class TritonOp(TensorOp[P, C]):
     def refuse(self, named: Mapping[str, Tensor | None], sizes: Sizes, **options: Any) -> None:
         """Raises UnsupportedProblem for what is special about the op."""
 
-    def facts(self, named: Mapping[str, Tensor | None], sizes: Sizes) -> dict[str, Scalar]:
+    def facts(self, named: Mapping[str, Tensor | None], sizes: Sizes) -> Mapping[str, Scalar]:
         """Fields of the problem that do not follow from the operands' declarations."""
         return {}
 
@@ -259,7 +266,7 @@ class TritonOp(TensorOp[P, C]):
                 found[operand.given] = t is not None
             elif operand.dtype in declared and operand.dtype != "dtype":
                 found[operand.dtype] = self._spelled(operand, t, main.dtype)
-        found |= self.facts(named, sizes) | options
+        found |= {**self.facts(named, sizes), **options}
         return self.Problem(**found, **self.layout(named, sizes, found))
 
     def _spelled(self, operand: Operand, t: Tensor | None, main: torch.dtype) -> str:
@@ -403,10 +410,7 @@ class TritonOp(TensorOp[P, C]):
         for name, operand in self.operands.items():
             kind = self.kind(p, name)
             if kind is not None:
-                count = 1
-                for axis in operand.names:
-                    count *= sizes[axis]
-                total += count * TYPES[kind].itemsize
+                total += math.prod(shape_of(operand, sizes, {})) * TYPES[kind].itemsize
         return float(total)
 
     def work(self, p: P) -> Work:
