@@ -17,9 +17,8 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain
 from cutekernels.ops.shared import streaming, tensor_op
 from cutekernels.ops.shared.operands import TYPES, Array, Sizes
-from cutekernels.ops.shared.registration import register as register_inplace
 from cutekernels.ops.shared.strides import is_dense, walk
-from cutekernels.ops.shared.tensor_op import WIDEST_BYTES, present
+from cutekernels.ops.shared.tensor_op import WIDEST_BYTES, present, register_inplace
 from cutekernels.ops.shared.triton_op import TritonOp, check_tensor
 
 if TYPE_CHECKING:

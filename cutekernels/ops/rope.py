@@ -18,7 +18,6 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Scalar, Work, exact, extent, ladder, plain
 from cutekernels.ops.shared import tensor_op
 from cutekernels.ops.shared.operands import Array, Sizes
-from cutekernels.ops.shared.registration import register as register_inplace
 from cutekernels.ops.shared.rotary import (
     DEPTH,
     Heads,
@@ -28,6 +27,7 @@ from cutekernels.ops.shared.rotary import (
     Table,
     turned,
 )
+from cutekernels.ops.shared.tensor_op import register_inplace
 from cutekernels.ops.shared.triton_op import call, refuse_others
 
 if TYPE_CHECKING:
@@ -238,11 +238,10 @@ def rope(
         InvalidConfig: ``config`` breaks a rule of the op.
     """
     if not (isinstance(q, Tensor) and isinstance(cos, Tensor) and isinstance(sin, Tensor)):
-        refuse_others(ROPE, (q, q if k is None else k, cos, sin, None), None)
+        refuse_others(ROPE, (q, q if k is None else k, cos, sin, None), None)  # type: ignore[unreachable]
     start, places = (0, positions) if positions is None or isinstance(positions, Tensor) else (positions, None)
     if not isinstance(start, int | torch.SymInt):
-        kind = type(positions).__name__  # type: ignore[unreachable]
-        raise UnsupportedProblem(f"positions are an int or a torch.Tensor; got {kind}: convert them")
+        raise UnsupportedProblem(f"positions are an int or a torch.Tensor; got {type(start).__name__}: convert them")
     if places is None and cos.dim() == 2 and q.dim() == 4 and (start < 0 or start + q.shape[1] > cos.shape[0]):
         raise UnsupportedProblem(
             f"positions {start} to {start + q.shape[1] - 1} leave a table of {cos.shape[0]} rows: build a longer one"

@@ -32,7 +32,10 @@ TYPES = {
     "i32": torch.int32,
     "i64": torch.int64,
 }
-Sizes = dict[str, int]
+Sizes = dict[str, int]  # extents by name
+Leads = Mapping[str, tuple[int, ...]]  # leading dimensions by flattened axis
+Named = Mapping[str, Tensor | None]  # tensors by operand
+Looks = tuple[tuple[int, ...], tuple[torch.dtype, ...]]  # a shape, and the types it may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +203,7 @@ def misfit(
     return UnsupportedProblem(f"{op} takes {wanted}{said}, each extent the same wherever it stands; got {got}{why}")
 
 
-def shape_of(operand: Operand, sizes: Mapping[str, int], leads: Mapping[str, torch.Size]) -> tuple[int, ...]:
+def shape_of(operand: Operand, sizes: Mapping[str, int], leads: Leads) -> tuple[int, ...]:
     """The shape that ``operand`` has; flattened dimensions are one where nobody told them apart."""
     first = leads.get(operand.axes[0], (sizes[operand.names[0]],)) if operand.leads else ()
     return (*first, *[sizes[extent] + more for extent, more in map(_named, operand.axes[operand.leads :])])

@@ -17,9 +17,29 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import C, P, Scalar, Work
-from cutekernels.ops.shared.operands import TYPES, Operand, Sizes, bits_of, misfit, shape_of, sizes_of
+from cutekernels.ops.shared.operands import (
+    TYPES,
+    Leads,
+    Looks,
+    Named,
+    Operand,
+    Sizes,
+    bits_of,
+    misfit,
+    shape_of,
+    sizes_of,
+)
 from cutekernels.ops.shared.strides import overlaps_itself
-from cutekernels.ops.shared.tensor_op import DTYPE_NAMES, GPU_DTYPES, WIDEST_BYTES, Launch, TensorOp, check_dtype
+from cutekernels.ops.shared.tensor_op import (
+    DTYPE_NAMES,
+    GPU_DTYPES,
+    WIDEST_BYTES,
+    Launch,
+    TensorOp,
+    check_dtype,
+    eager,
+    refuse_gradient,
+)
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
@@ -144,6 +164,10 @@ class TritonOp(TensorOp[P, C]):
         """Fields of the problem that do not follow from the operands' declarations."""
         return {}
 
+    def leads_in(self, p: P) -> dict[str, tuple[int, ...]]:
+        """The leading dimensions that a sample has in the place of flattened axes; by default one for each."""
+        return {}
+
     def draw(self, p: P, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
         """Random values of input ``name``, contiguous; None for standard normal ones."""
         return None
@@ -151,6 +175,19 @@ class TritonOp(TensorOp[P, C]):
     def lay(self, p: P, name: str, values: Tensor) -> Tensor:
         """A sample's ``values`` of the laid input ``name`` in memory that poses ``p``."""
         return placed(values, p)
+
+    def strides(self, p: P, name: str, t: Tensor) -> Sequence[int]:
+        """The strides of operand ``name`` that the kernel gets."""
+        return self.operands[name].walk(t)
+
+    def result(self, name: str, named: Named, sizes: Sizes, leads: Leads, **options: Any) -> Looks:
+        """The shape of result ``name``, and the types it may have: the first one where it is allocated here."""
+        operand = self.operands[name]
+        return shape_of(operand, sizes, leads), self._type(operand, self._main(named).dtype)
+
+    def gpu_constants(self, gpu: GpuSpec) -> Mapping[str, int]:
+        """The kernel's constexprs that follow from the GPU."""
+        return {}
 
     def build_options(self, p: P, c: C) -> dict[str, Any]:
         """Options of Triton's compiler."""
@@ -193,10 +230,10 @@ class TritonOp(TensorOp[P, C]):
         return tuple([t for value in values if value != "none" for t in kinds.get(value) or (TYPES[value],)])
 
     def _main(self, named: Mapping[str, Tensor | None]) -> Tensor:
-        """The operand whose type is the op's: the first one declared so, else the first there is."""
+        """The operand whose type is the op's: the first one declared so, inputs before results, else the first."""
         given = [(self.operands[name], t) for name, t in named.items() if t is not None]
-        inputs = [(o, t) for o, t in given if not o.result] or given
-        return next((t for o, t in inputs if o.dtype == "dtype"), inputs[0][1])
+        given.sort(key=lambda item: item[0].result)
+        return next((t for o, t in given if o.dtype == "dtype"), given[0][1])
 
     def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
         named = self._named(inputs, results)
@@ -227,9 +264,11 @@ class TritonOp(TensorOp[P, C]):
         sizes, leads = self._posed(named, **options)
         self.refuse(named, sizes, **options)
         for name, out in zip(self.results, results, strict=bool(results)):
-            shape = shape_of(self.operands[name], sizes, leads)
-            if out.shape != shape:
-                raise UnsupportedProblem(f"{self.name} writes {name} of shape {shape}; got {tuple(out.shape)}")
+            shape, types = self.result(name, named, sizes, leads, **options)
+            if out.shape != shape or out.dtype not in types:
+                raise UnsupportedProblem(
+                    f"{self.name} writes {name} {tuple(shape)} in {types[0]}; got {tuple(out.shape)} in {out.dtype}"
+                )
             if overlaps_itself(out):
                 raise UnsupportedProblem(
                     f"{name} must not overlap itself: an expanded tensor has one address for many elements"
@@ -239,14 +278,8 @@ class TritonOp(TensorOp[P, C]):
         named = self._named(inputs)
         main = self._main(named)
         sizes, leads = self._posed(named, **options)
-        return tuple(
-            [
-                main.new_empty(
-                    shape_of(self.operands[name], sizes, leads), dtype=self._type(self.operands[name], main.dtype)[0]
-                )
-                for name in self.results
-            ]
-        )
+        found = [self.result(name, named, sizes, leads, **options) for name in self.results]
+        return tuple([main.new_empty(shape, dtype=types[0]) for shape, types in found])
 
     def problem(self, *operands: Tensor | None, **options: Any) -> P:
         named = dict(zip((*self.results, *self.inputs), operands, strict=True))
@@ -333,14 +366,14 @@ class TritonOp(TensorOp[P, C]):
                 if kind is None:
                     constants[f"{name}_{step}"] = 0
                 elif operand.laid and promised is not None:
-                    if i == len(operand.axes) - 1:
+                    if i == len(operand.strides) - 1 >= len(operand.axes) - 1:
                         constants[f"{name}_{step}"] = 1
                     elif getattr(p, "layout", "") == "dense":
                         constants[f"{name}_{step}"] = 0
                     else:
                         divisible[f"{name}_{step}"] = max(1, promised // TYPES[kind].itemsize)
         signature |= dict(self.scalar_types) | dict(self.extras)
-        constants |= self.constants(p, c)
+        constants |= {**self.constants(p, c), **self.gpu_constants(gpu)}
         module, _, function = self.kernel.partition(":")
         kernel = getattr(import_module(f"cutekernels.kernels.triton.{module}"), function)
         constants = {name: constants[name] for name in sorted(constants, key=list(kernel.arg_names).index)}
@@ -358,16 +391,15 @@ class TritonOp(TensorOp[P, C]):
         if 0 in grid:
             return lambda *operands: None
         numbers = self.numbers(p, c)
-        declared = list(self.operands.values())
+        strided = {name: len(operand.strides) for name, operand in self.operands.items()}
 
         def following(*operands: Tensor | None) -> list[int]:
-            found = [*numbers, *self.measured(dict(zip(self.operands, operands, strict=True)))]
-            for operand, t in zip(declared, operands, strict=True):
-                steps = len(operand.strides)
-                found += [0] * steps if t is None else operand.walk(t)[:steps]
+            found = [*numbers, *self.measured(dict(zip(strided, operands, strict=True)))]
+            for (name, steps), t in zip(strided.items(), operands, strict=True):
+                found += [0] * steps if t is None or not steps else self.strides(p, name, t)[:steps]
             return found
 
-        return Launch(kernel, grid, len(declared), following)
+        return Launch(kernel, grid, len(strided), following)
 
     # -- what a problem looks like
 
@@ -389,14 +421,14 @@ class TritonOp(TensorOp[P, C]):
 
     def sample(self, p: P, device: str, seed: int) -> tuple[Any, ...]:
         generator = torch.Generator(device).manual_seed(seed)
-        sizes = self.sizes_in(p)
+        sizes, leads = self.sizes_in(p), self.leads_in(p)
         args: list[Any] = []
         for name in self.inputs:
             kind, operand = self.kind(p, name), self.operands[name]
             if kind is None:
                 args.append(None)
                 continue
-            shape = shape_of(operand, sizes, {})
+            shape = shape_of(operand, sizes, leads)
             values = self.draw(p, name, shape, generator)
             if values is None:
                 values = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
@@ -406,11 +438,11 @@ class TritonOp(TensorOp[P, C]):
 
     def bytes(self, p: P) -> float:
         """Bytes of all operands, each moved once."""
-        sizes, total = self.sizes_in(p), 0
+        sizes, leads, total = self.sizes_in(p), self.leads_in(p), 0
         for name, operand in self.operands.items():
             kind = self.kind(p, name)
             if kind is not None:
-                total += math.prod(shape_of(operand, sizes, {})) * TYPES[kind].itemsize
+                total += math.prod(shape_of(operand, sizes, leads)) * TYPES[kind].itemsize
         return float(total)
 
     def work(self, p: P) -> Work:
@@ -462,10 +494,10 @@ def call(
         UnsupportedProblem: operands that pose no problem, gradients together with ``out``.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    from cutekernels.ops.shared import tensor_op
-
-    try:
-        found = tensor_op.eager(op, out, inputs, options, scalars, config)
+    try:  # replayed here rather than in eager(): a warm call has one frame less
+        found = op.calls.replay(out, inputs, options, scalars, config)
+        if found is None:
+            found = eager(op, out, inputs, options, scalars, config)
     except (AttributeError, TypeError):
         refuse_others(op, inputs, out)
         raise
@@ -476,7 +508,7 @@ def call(
     if out is None:
         results = getattr(torch.ops.cutekernels, op.name)(*inputs, *options, *scalars, text)
         return (results,) if len(op.results) == 1 else tuple(results)
-    tensor_op.refuse_gradient(*inputs, *out)
+    refuse_gradient(*inputs, *out)
     if in_place:
         getattr(torch.ops.cutekernels, f"{op.name}_inplace")(*inputs, *options, *scalars, text)
     else:
