@@ -116,7 +116,7 @@ def test_the_last_call_at_an_address_is_confirmed_by_a_guard(kernel: Kernel, rec
     assert len(kernel.fired) == 4 * len(ways)
     run(x, x)
     assert kernel.fired[-1][3:5] == (1, 128)
-    with pytest.raises(UnsupportedProblem, match="one dtype"):
+    with pytest.raises(UnsupportedProblem, match="got torch.float16: convert it"):
         run(x, x.half())
     with pytest.raises(UnsupportedProblem, match="one shape"):
         run(x, x[:2])
