@@ -118,7 +118,7 @@ def test_the_last_call_at_an_address_is_confirmed_by_a_guard(kernel: Kernel, rec
     assert kernel.fired[-1][3:5] == (1, 128)
     with pytest.raises(UnsupportedProblem, match="got torch.float16: convert it"):
         run(x, x.half())
-    with pytest.raises(UnsupportedProblem, match="one shape"):
+    with pytest.raises(UnsupportedProblem, match="each extent the same"):
         run(x, x[:2])
 
 
