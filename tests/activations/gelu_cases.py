@@ -18,8 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cutekernels.ops.activations.bias_gelu import BIAS_GELU, BIAS_GELU_BACKWARD, BiasGeluProblem, slab_rows, slabs
-from cutekernels.ops.activations.glu import GELU_MUL, GELU_MUL_BACKWARD
+from cutekernels.ops.activations.op import (
+    BIAS_GELU,
+    BIAS_GELU_BACKWARD,
+    GELU_MUL,
+    GELU_MUL_BACKWARD,
+    BiasGeluProblem,
+    slab_rows,
+    slabs,
+)
 from tests.activations.silu_mul_cases import DTYPES, fill
 from tests.interpreted import H200, interpret
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cutekernels.ops.activations.glu import SILU_MUL, SILU_MUL_BACKWARD, GluProblem
+from cutekernels.ops.activations.op import SILU_MUL, SILU_MUL_BACKWARD, GluProblem
 from tests.interpreted import H200, interpret
 
 OPS = {op.name: op for op in (SILU_MUL, SILU_MUL_BACKWARD)}

@@ -19,8 +19,14 @@ from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops import registry
 from cutekernels.ops.activations.api import bias_gelu, gelu_mul, silu_mul
-from cutekernels.ops.activations.bias_gelu import BIAS_GELU, BIAS_GELU_BACKWARD, BiasGeluProblem
-from cutekernels.ops.activations.glu import GELU_MUL, SILU_MUL_BACKWARD, GeluProblem
+from cutekernels.ops.activations.op import (
+    BIAS_GELU,
+    BIAS_GELU_BACKWARD,
+    GELU_MUL,
+    SILU_MUL_BACKWARD,
+    BiasGeluProblem,
+    GeluProblem,
+)
 from cutekernels.ops.shared import tensor_op
 from tests.activations import gelu_cases
 from tests.activations.gelu_cases import APPROXIMATE, CASES, OPS, PLANTED, SPECIAL, VALUES, error_ratio, truth
@@ -190,16 +196,16 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "must be one of none, tanh; it is 'sigmoid'": lambda: bias_gelu(x, bias, approximate="sigmoid"),
         "side by side; got .3, 5.": lambda: silu_mul(torch.randn(3, 5)),
         r"side by side; got \(\)": lambda: gelu_mul(torch.randn(())),
-        "one shape": lambda: silu_mul(torch.randn(4, 12), out=torch.empty(4, 12)),
+        r"writes out .*\(4, 6\).* got \(4, 12\)": lambda: silu_mul(torch.randn(4, 12), out=torch.empty(4, 12)),
         "not differentiable": lambda: silu_mul(torch.randn(4, 12, requires_grad=True), out=torch.empty(4, 6)),
         "element upon element": lambda: silu_mul(w := torch.randn(4, 12), out=w[:, 3:9]),
         "got torch.complex64": lambda: gelu_mul(torch.randn(4, 6).cfloat()),
-        r"a bias of \(N,\); got \(4, 6\) and \(4,\)": lambda: bias_gelu(x, bias[:4]),
-        r"got \(4, 6\) and \(1, 6\)": lambda: bias_gelu(x, bias[None]),
-        "or of torch.float32; got torch.float64": lambda: bias_gelu(x, bias.double()),
+        r"bias \(cols,\), each extent .* got x \(4, 6\), bias \(4,\)": lambda: bias_gelu(x, bias[:4]),
+        r"got x \(4, 6\), bias \(1, 6\)": lambda: bias_gelu(x, bias[None]),
+        "takes bias in float32; got torch.float64": lambda: bias_gelu(x, bias.double()),
         "got torch.float16: convert it": lambda: bias_gelu(x.bfloat16(), bias.half()),
         "takes .*; got torch.int32": lambda: bias_gelu(x.int(), bias.int()),
-        "one shape; got": lambda: bias_gelu(x, bias, out=torch.empty(6, 4)),
+        r"writes out .*\(4, 6\).* got \(6, 4\)": lambda: bias_gelu(x, bias, out=torch.empty(6, 4)),
         "overlap itself": lambda: bias_gelu(x, bias, out=torch.empty(6).expand(4, 6)),
         "overlaps an operand other than element upon element": lambda: bias_gelu(x, x[0], out=x),
         "out= is not differentiable": lambda: bias_gelu(x, bias.clone().requires_grad_(), out=torch.empty(4, 6)),

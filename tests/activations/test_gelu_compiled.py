@@ -12,8 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 from cutekernels import gpu
-from cutekernels.ops.activations.bias_gelu import BIAS_GELU, BIAS_GELU_BACKWARD
-from cutekernels.ops.activations.glu import GELU_MUL
+from cutekernels.ops.activations.op import BIAS_GELU, BIAS_GELU_BACKWARD, GELU_MUL
 from cutekernels.ops.activations.tiles import TileConfig
 from tests.activations.gelu_cases import OPS
 from tests.activations.silu_mul_cases import H200

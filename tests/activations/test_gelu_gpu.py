@@ -16,7 +16,7 @@ from cutekernels import compile as compiler
 from cutekernels import gpu
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.activations.api import bias_gelu, gelu_mul, silu_mul
-from cutekernels.ops.activations.bias_gelu import slab_rows
+from cutekernels.ops.activations.op import slab_rows
 from tests.activations.gelu_cases import APPROXIMATE, OPS, VALUES, error_ratio, truth
 from tests.activations.silu_mul_cases import DTYPES
 

@@ -19,7 +19,7 @@ from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops import registry
 from cutekernels.ops.activations.api import silu_mul
-from cutekernels.ops.activations.glu import SILU_MUL, SILU_MUL_BACKWARD, GluProblem
+from cutekernels.ops.activations.op import SILU_MUL, SILU_MUL_BACKWARD, GluProblem
 from cutekernels.ops.activations.tiles import TileConfig
 from cutekernels.ops.shared import tensor_op
 from tests.activations import silu_mul_cases
@@ -217,12 +217,12 @@ def test_out_is_written_where_it_lies() -> None:
 def refusals() -> dict[str, Callable[[], Any]]:
     x, whole = torch.randn(4, 6), torch.randn(8, 12)
     return {
-        "one shape": lambda: silu_mul(x, x[:1]),
-        "one dtype": lambda: silu_mul(x, x.double()),
+        "each extent the same": lambda: silu_mul(x, x[:1]),
+        "takes up in float32; got torch.float64: convert": lambda: silu_mul(x, x.double()),
         "takes bfloat16, float16, float32, float64; got torch.int32": lambda: silu_mul(x.int(), x.int()),
         "got torch.complex64": lambda: silu_mul(x.cfloat(), x.cfloat()),
         "operands of one device": lambda: silu_mul(x, x, out=torch.empty(4, 6, device="meta")),
-        "one shape; got .*4, 6.* and .*6, 4": lambda: silu_mul(x, x, out=torch.empty(6, 4)),
+        "writes out .*4, 6.*got .6, 4.": lambda: silu_mul(x, x, out=torch.empty(6, 4)),
         "overlap itself": lambda: silu_mul(x, x, out=torch.empty(1, 6).expand(4, 6)),
         "element upon element": lambda: silu_mul(whole[:4], x.repeat(1, 2), out=whole[1:5]),
         "not differentiable": lambda: silu_mul(x.clone().requires_grad_(), x, out=torch.empty(4, 6)),
@@ -361,7 +361,7 @@ def test_calls_are_told_apart(launches: list[GluProblem]) -> None:
     run(whole[:, :32], whole[:, :32], whole[:, 32:])
     with pytest.raises(UnsupportedProblem, match="element upon element"):
         run(whole[:, :32], whole[:, :32], whole[:, 16:48])
-    with pytest.raises(UnsupportedProblem, match="one shape"):
+    with pytest.raises(UnsupportedProblem, match="each extent the same"):
         run(whole[:, :32], whole[:, :31])
 
 

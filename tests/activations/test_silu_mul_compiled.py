@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 from cutekernels import gpu
-from cutekernels.ops.activations.glu import SILU_MUL, GluProblem
+from cutekernels.ops.activations.op import SILU_MUL, GluProblem
 from cutekernels.ops.activations.tiles import TileConfig
 from tests.activations.silu_mul_cases import H200, OPS
 

@@ -16,7 +16,7 @@ from cutekernels import compile as compiler
 from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.activations.api import silu_mul
-from cutekernels.ops.activations.glu import SILU_MUL, SILU_MUL_BACKWARD, GluProblem
+from cutekernels.ops.activations.op import SILU_MUL, SILU_MUL_BACKWARD, GluProblem
 from cutekernels.ops.activations.tiles import TileConfig
 from tests.activations.silu_mul_cases import DTYPES, OPS, VALUES, error_ratio, truth
 

@@ -227,7 +227,7 @@ PLANTED = {
     "what does not turn forgotten": _BASE | {"edit": {"head_dim": -1}, "rotary": 8},
     "written past the room": _BASE | {"edit": {"room": 9}, "lengths": [0, 22]},
     "a page beyond the last": _PAGED | {"edit": {"pages": 1}, "holes": [(1, 0, 0)]},
-    "one sequence's pages for all": _PAGED | {"edit": {"table_batch": -3}},
+    "one sequence's pages for all": _PAGED | {"edit": {"page_table_batch": -3}},
     "all tokens counted alike": _BASE | {"counts": [1, 3], "edit": {"counts_step": -1}},
     "moved by the first program": _BASE | {"ticket": 4, "inplace": True, "config": "tokens=1 heads=4 block=8 warps=1"},
     "a ticket too few": _BASE | {"ticket": -1},

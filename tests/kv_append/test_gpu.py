@@ -303,7 +303,7 @@ def test_forced_config() -> None:
     cache, k = made(0), normal(4, 3, 2, 128)
     cache.append(k, k, config="tokens=2 heads=2 block=64 warps=1")
     assert torch.equal(cache.k_cache[:, :3], k)
-    with pytest.raises(InvalidConfig, match="it is 128"):
+    with pytest.raises(InvalidConfig, match="block=128 does not cover"):
         cache.append(k, k, config="tokens=1 heads=2 block=128 warps=1")
 
 

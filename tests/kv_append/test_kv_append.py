@@ -140,7 +140,7 @@ def test_work_is_what_must_be_moved() -> None:
     [
         ("tokens=1 heads=1 block=64 warps=4", "128 threads of 8 pairs an access need 1024"),
         ("tokens=4 heads=32 block=64 warps=4", "registers"),
-        ("tokens=1 heads=4 block=128 warps=1", "of a power of two, 64; it is 128"),
+        ("tokens=1 heads=4 block=128 warps=1", "block=128 does not cover 64 pairs by a power of two from 8 to 256, 64"),
         ("tokens=1 heads=64 block=64 warps=8", "with 32 and 8 heads"),
         ("tokens=8 heads=1 block=64 warps=1", "with 3 tokens"),
     ],
@@ -163,7 +163,7 @@ def test_rules_say_what_is_wrong(config: str, rule: str) -> None:
         ("dtype=fp32 table=none align=2", "one element of fp32"),
         ("rotary=64 dtype=fp32 table=same", "table=fp32, not same"),
         ("rotary=72", "divides each run of channels, 72 of 128"),
-        ("rotary=64 heads_q=65535", "end at 65535; got 65535 [+] 2 x 1"),
+        ("rotary=64 heads_q=65535", "end at 65535 in all; got 65535 [+] 1 [+] 1"),
     ],
 )
 def test_problems_that_are_none(words: str, rule: str) -> None:
@@ -239,29 +239,33 @@ def refusals() -> dict[str, Callable[[], Any]]:
     state, pages = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int32)
     numbers = torch.zeros(2, dtype=torch.int32)
     return {
-        r"k and v are \(B, S, Hkv, D\), alike": lambda: kv_append(k[0], k[0], *caches, state),
-        r"alike; got \(2, 5, 1, 16\) and \(2, 4": lambda: kv_append(k, k[:, :4], *caches, state),
-        "one dtype": lambda: kv_append(k, k.double(), *caches, state),
+        r"k \(5, 1, 16\), v .*: q does not fit": lambda: kv_append(k[0], k[0], *caches, state),
+        r"v \(2, 4, 1, 16\), .*: v does not fit": lambda: kv_append(k, k[:, :4], *caches, state),
+        "takes v in float32; got torch.float64": lambda: kv_append(k, k.double(), *caches, state),
         "takes bfloat16, float16, float32, float64; got torch.int32": lambda: kv_append(
             k.int(), k.int(), *caches, state
         ),
-        "at least one head": lambda: kv_append(k[:, :, :0], k[:, :, :0], *caches, state),
+        "at least one head": lambda: kv_append(*(t[:, :, :0] for t in (k, k, *caches)), state),
         "cos and sin come together": lambda: kv_append(k, k, *caches, state, cos=cos),
-        "one shape": lambda: kv_append(k, k, *caches, state, cos=cos, sin=sin[1:]),
+        r"cos \(9, 8\), sin \(8, 8\): sin does not fit": lambda: kv_append(k, k, *caches, state, cos=cos, sin=sin[1:]),
         "which needs cos and sin: leave it out": lambda: kv_append(k, k, *caches, state, q=q),
         "interleaved says which channels": lambda: kv_append(k, k, *caches, state, interleaved=True),
-        "of the same B, S and D": lambda: kv_append(k, k, *caches, state, q=q[:, :3], cos=cos, sin=sin),
-        "state is int32": lambda: kv_append(k, k, *caches, state.long()),
+        r"got q \(2, 3, 3, 16\), k \(2, 5, .*: k does not fit": lambda: kv_append(
+            k, k, *caches, state, q=q[:, :3], cos=cos, sin=sin
+        ),
+        "takes state in int32; got torch.int64": lambda: kv_append(k, k, *caches, state.long()),
         r"rows contiguous; .* strides \(1, 3\)": lambda: kv_append(k, k, *caches, state.t().contiguous().t()),
-        "counts are int32": lambda: kv_append(k, k, *caches, state, counts=numbers.long()),
-        r"counts are int32 \(2,\)": lambda: kv_append(k, k, *caches, state, counts=numbers[:1]),
-        "page_table is int32": lambda: kv_append(k, k, *caches, state, page_table=pages[0]),
+        "takes counts in int32; got torch.int64": lambda: kv_append(k, k, *caches, state, counts=numbers.long()),
+        r"counts \(1,\): counts does not fit": lambda: kv_append(k, k, *caches, state, counts=numbers[:1]),
+        "page_table does not fit": lambda: kv_append(k, k, *caches, state, page_table=pages[0]),
         "not 9": lambda: kv_append(k, k, *caches, state, page_table=pages),
         "pages need a page_table": lambda: kv_append(k, k, *(c[:1] for c in caches), state),
-        r"k_cache is \(2, T_MAX, 1, 16\)": lambda: kv_append(k, k, *(c[..., :8] for c in caches), state),
-        "have one shape": lambda: kv_append(k, k, caches[0], caches[1][:, :8], state),
+        r"heads_kv = 1, head_dim = 16, .*: k_cache does not fit": lambda: kv_append(
+            k, k, *(c[..., :8] for c in caches), state
+        ),
+        "v_cache does not fit": lambda: kv_append(k, k, caches[0], caches[1][:, :8], state),
         "channels side by side": lambda: kv_append(k, k, *(torch.zeros(2, 9, 1, 32)[..., ::2] for _ in caches), state),
-        "each token in memory of its own": lambda: kv_append(
+        "k_cache must not overlap itself": lambda: kv_append(
             k, k, caches[0][:1].expand(2, -1, -1, -1), caches[1], state
         ),
         "overlaps an operand": lambda: kv_append(k, k, caches[0], caches[0], state),

@@ -141,7 +141,7 @@ def test_rules_say_what_is_wrong(config: str, rule: str) -> None:
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
-        ("rotary=129", "in pairs, 2 to head_dim; it is 129 of 128"),
+        ("rotary=129", "in pairs, 2 to head_dim .*; it is 129 of 128"),
         ("rotary=130", "it is 130 of 128"),
         ("rotary=64 dtype=fp32 align=2", "one element of fp32"),
         ("rotary=64 dtype=fp32 table=same", "table=fp32, not same"),
@@ -222,16 +222,16 @@ def refusals() -> dict[str, Callable[[], Any]]:
     wide = torch.cat((cos, cos), -1)[None, :5]
     far = torch.tensor([0, 5])
     return {
-        r"q is \(B, S, Hq, D\)": lambda: rope(q[0], k[0], cos, sin),
-        "of the same B, S and D": lambda: rope(q, k[:, :4], cos, sin),
-        "one dtype": lambda: rope(q, k.double(), cos, sin),
+        r"q \(batch, seq, heads_q, head_dim\), .* got q \(5, 3, 16\)": lambda: rope(q[0], k[0], cos, sin),
+        r"each extent the same .*, k \(2, 4, 1, 16\)": lambda: rope(q, k[:, :4], cos, sin),
+        "takes k in float32; got torch.float64: convert": lambda: rope(q, k.double(), cos, sin),
         "takes bfloat16, float16, float32, float64; got torch.int32": lambda: rope(q.int(), k.int(), cos, sin),
-        "fp32 or of q's type, torch.bfloat16; got torch.float16": lambda: rope(
+        "takes cos in float32 or bfloat16; got torch.float16": lambda: rope(
             q.bfloat16(), k.bfloat16(), cos.half(), sin.half()
         ),
-        "one shape": lambda: rope(q, k, cos, sin[:-1]),
+        r"cos \(9, 8\), sin \(8, 8\)": lambda: rope(q, k, cos, sin[:-1]),
         "of a head's 16": lambda: rope(q, k, *table(9, 9)),
-        r"got \(8,\)": lambda: rope(q, k, cos[0], sin[0]),
+        r"cos \(8,\), sin \(8,\)": lambda: rope(q, k, cos[0], sin[0]),
         "B or 1, S, R.*here S = 5": lambda: rope(q, k, wide[:, :4], wide[:, :4]),
         "neither positions nor interleaved": lambda: rope(q, k, wide, wide, interleaved=True),
         "fits neither positions": lambda: rope(q, k, wide, wide, positions=far),
@@ -239,8 +239,10 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "positions 5 to 9 leave a table of 9 rows": lambda: rope(q, k, cos, sin, positions=5),
         "positions -1 to 3": lambda: rope(q, k, cos, sin, positions=-1),
         "positions 0 to 9 leave a table of 9 rows": lambda: rope(q, k, cos, sin, positions=far),
-        "int32 or int64": lambda: rope(q, k, cos, sin, positions=far.float()),
-        r"\(B,\) or \(B, S\)": lambda: rope(q, k, cos, sin, positions=torch.zeros(5).long()),
+        "takes positions in int64 or int32": lambda: rope(q, k, cos, sin, positions=far.float()),
+        r"positions \(batch, \[seq\]\), .* positions \(5,\)": lambda: rope(
+            q, k, cos, sin, positions=torch.zeros(5).long()
+        ),
         "no gradient for cos": lambda: rope(q, k, cos.clone().requires_grad_(), sin),
         "not differentiable": lambda: rope(q.clone().requires_grad_(), k, cos, sin, inplace=True),
         "overlap itself": lambda: rope(q[:1].expand(2, 5, 3, 16), k, cos, sin, inplace=True),

@@ -20,7 +20,7 @@ from torch import Tensor
 from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op, Problem, Work
-from cutekernels.ops.activations.glu import SILU_MUL, GluProblem
+from cutekernels.ops.activations.op import SILU_MUL, GluProblem
 from cutekernels.ops.gemm import skinny, specialized
 from cutekernels.ops.gemm.api import alignment
 from cutekernels.ops.gemm.multistage import ELEMENT_BYTES
