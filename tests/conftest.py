@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.register_assert_rewrite("tests.interpreted", "tests.triton_compiled")
+
 
 @cache
 def _has_cuda() -> bool:

@@ -36,36 +36,20 @@ from tests.activations.silu_mul_cases import (
     error_ratio,
     truth,
 )
-from tests.interpreted import replies
-
-
-@pytest.fixture(scope="session")
-def interpreted() -> dict[str, dict[str, Any]]:
-    """What the child says of every case above."""
-    cases = {**CASES, **SPECIAL, **PLANTED, **AT_THE_ROOT}
-    return dict(zip(cases, replies(silu_mul_cases.__file__, list(cases.values())), strict=True))
-
+from tests.interpreted import kernel_tests
 
 # ---- kernels, interpreted -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_kernel_numerics(interpreted: dict[str, dict[str, Any]], case: str) -> None:
-    reply = interpreted[case]
-    assert reply["ratio"] <= 1, reply
-    assert reply["outside"], f"wrote outside of its result: {reply}"
+interpreted, test_kernel_numerics, test_a_planted_bug_is_caught = kernel_tests(
+    silu_mul_cases.__file__, CASES, PLANTED, SPECIAL | AT_THE_ROOT
+)
 
 
 def test_every_layout_was_among_the_cases(interpreted: dict[str, dict[str, Any]]) -> None:
     problems = [GluProblem.parse(interpreted[case]["problem"]) for case in CASES]
     assert {p.layout for p in problems} == {"dense", "rows", "strided"}
     assert {p.align for p in problems if p.layout != "strided"} == {2, 4, 8, 16}
-
-
-@pytest.mark.parametrize("bug", PLANTED)
-def test_a_planted_bug_is_caught(interpreted: dict[str, dict[str, Any]], bug: str) -> None:
-    reply = interpreted[bug]
-    assert reply["ratio"] > 1 or not reply["outside"], reply
 
 
 @pytest.mark.parametrize("case", SPECIAL)

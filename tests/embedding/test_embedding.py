@@ -21,32 +21,15 @@ from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.embedding import EMBEDDING, EmbeddingConfig, EmbeddingProblem, grouped
 from tests.embedding import cases as embedding_cases
 from tests.embedding.cases import CASES, H200, KINDS, OPS, PLANTED, error_ratio, gradient, laid
-from tests.interpreted import replies
+from tests.interpreted import kernel_tests
 
 TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
-
-
-@pytest.fixture(scope="session")
-def interpreted() -> dict[str, dict[str, Any]]:
-    """What the child says of every case."""
-    cases = {**CASES, **PLANTED}
-    return dict(zip(cases, replies(embedding_cases.__file__, list(cases.values())), strict=True))
 
 
 # ---- kernels, interpreted and compiled ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_kernel_numerics(interpreted: dict[str, dict[str, Any]], case: str) -> None:
-    reply = interpreted[case]
-    assert reply["ratio"] <= 1 - ("embedding_backward" not in case and "gradient" not in case), reply
-    assert reply["outside"], f"wrote outside of its result: {reply}"
-
-
-@pytest.mark.parametrize("bug", PLANTED)
-def test_a_planted_bug_is_caught(interpreted: dict[str, dict[str, Any]], bug: str) -> None:
-    reply = interpreted[bug]
-    assert reply["ratio"] >= 1 or not reply["outside"], reply
+interpreted, test_kernel_numerics, test_a_planted_bug_is_caught = kernel_tests(embedding_cases.__file__, CASES, PLANTED)
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())

@@ -20,7 +20,7 @@ from cutekernels.ops import registry
 from cutekernels.ops.moe.permute import MOE_PERMUTE, MoePermuteProblem
 from cutekernels.ops.moe.route import MOE_ROUTE, MoeRouteProblem
 from cutekernels.ops.moe.rows import MOE_GATHER, MoeMoveProblem
-from tests.interpreted import replies
+from tests.interpreted import kernel_tests
 from tests.moe import cases as routing_cases
 from tests.moe.cases import CASES, DTYPES, H200, OPS, PLANTED, worst
 
@@ -28,27 +28,10 @@ moe_route, moe_permute = cutekernels.moe_route, cutekernels.moe_permute
 moe_gather, moe_combine = cutekernels.moe_gather, cutekernels.moe_combine
 
 
-@pytest.fixture(scope="session")
-def interpreted() -> dict[str, dict[str, Any]]:
-    """What the child says of every case."""
-    cases = {**CASES, **PLANTED}
-    return dict(zip(cases, replies(routing_cases.__file__, list(cases.values())), strict=True))
-
-
 # ---- kernels, interpreted -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_kernel_numerics(interpreted: dict[str, dict[str, Any]], case: str) -> None:
-    reply = interpreted[case]
-    assert reply["ratio"] <= 1, reply
-    assert reply["outside"], f"wrote behind its result: {reply}"
-
-
-@pytest.mark.parametrize("bug", PLANTED)
-def test_a_planted_bug_is_caught(interpreted: dict[str, dict[str, Any]], bug: str) -> None:
-    reply = interpreted[bug]
-    assert reply["ratio"] > 1 or not reply["outside"], reply
+interpreted, test_kernel_numerics, test_a_planted_bug_is_caught = kernel_tests(routing_cases.__file__, CASES, PLANTED)
 
 
 def test_every_layout_was_among_the_cases(interpreted: dict[str, dict[str, Any]]) -> None:

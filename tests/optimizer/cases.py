@@ -1,14 +1,11 @@
-"""What the tests of ``adamw_step`` share: a judge, operands, and cases for Triton's interpreter.
+"""Shared by the tests of ``adamw_step``: tolerances, operands, and cases for Triton's interpreter.
 
-Interpreted cases run in a child process: this file as a script, cases as JSON on stdin and one reply each on stdout
-(see ``interpreted.py``).
+This file is also the script of the child process that runs the cases (see ``tests/interpreted.py``).
 """
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 from itertools import product
 from typing import Any
 
@@ -17,14 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cutekernels.kernels.triton import optimizer as kernels
 from cutekernels.ops.optimizer import ADAMW_STEP, ADAMW_TABLE, AdamWProblem, Hyper
-from tests.interpreted import H200, interpret
+from tests.interpreted import DTYPES, H200, interpret, serve
+from tests.tolerance import FP32_ULP, worst_ratio
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SETTINGS = {"lr": 0.02, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 
 
-# ---- the judge ------------------------------------------------------------------------------------------
+# ---- tolerances -----------------------------------------------------------------------------------------
 
 
 def truth(
@@ -57,15 +55,8 @@ def truth(
 
 
 def error_ratio(actual: Tensor, exact: Tensor, magnitude: Tensor) -> float:
-    """Worst error over its tolerance: an ulp of the output's type (rounding once costs half of one; the interpreter
-    truncates to bf16), and 8 ulp of fp32 of the terms: the arithmetic, and numbers that come in fp32.
-    """
-    kind = torch.finfo(actual.dtype)
-    _, exponent = torch.frexp(exact.abs().clamp(kind.smallest_normal, kind.max))
-    ulp = torch.ldexp(torch.full_like(exact, kind.eps), exponent - 1)
-    ratio = (actual.double() - exact).abs() / (ulp + 8 * 2.0**-23 * magnitude)
-    ratio = torch.where(actual.double() == exact, 0.0, ratio)
-    return float(torch.nan_to_num(ratio, nan=1e30, posinf=1e30).max()) if ratio.numel() else 0.0
+    """The largest error over its tolerance: an ulp, and 8 ulp of fp32 of the terms (hyperparameters are in fp32)."""
+    return worst_ratio(actual, exact, 8 * FP32_ULP * magnitude)
 
 
 def worst(results: Any, exact: list[tuple[Tensor, Tensor]]) -> float:
@@ -181,18 +172,6 @@ def uncorrected(step_ptr, c1, c2, ON_DEVICE: tl.constexpr):
     return 1.0, 1.0
 
 
-def child() -> None:
-    from cutekernels.kernels.triton import optimizer as kernels
-
-    cases = json.load(sys.stdin)
-    healthy = kernels._corrections
-    replies = []
-    for case in cases:
-        kernels._corrections = uncorrected if case.get("planted") else healthy
-        replies.append(child_case(case))
-    json.dump(replies, sys.stdout)
-
-
 def numerics_cases() -> dict[str, dict[str, Any]]:
     cases: dict[str, dict[str, Any]] = {}
     for dtype, grad, master, skew in product(DTYPES, ("same", "fp32"), (False, True), (0, 1)):
@@ -229,12 +208,12 @@ CASES = numerics_cases()
 PLANTED = {
     "an element forgotten": {"n": 301, "dtype": "fp32", "edit": {"elements": -1}},
     "written past the end": {"n": 301, "dtype": "fp32", "edit": {"elements": 1}},
-    "no bias correction": {"n": 301, "dtype": "fp32", "planted": True},
-    "no bias correction in a table": {"sizes": [301], "dtype": "fp32", "planted": True},
+    "no bias correction": {"n": 301, "dtype": "fp32", "planted": "_corrections"},
+    "no bias correction in a table": {"sizes": [301], "dtype": "fp32", "planted": "_corrections"},
     "a beta of 1": {"n": 301, "dtype": "fp32", "edit": {"w1": -0.1}},
     "decay forgotten": {"n": 301, "dtype": "fp32", "edit": {"weight_decay": -0.1}},
 }
 
 
 if __name__ == "__main__":
-    child()
+    serve(child_case, {"_corrections": (kernels, uncorrected)})

@@ -21,32 +21,14 @@ from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops import registry
 from cutekernels.ops.optimizer import ADAMW_STEP, AdamWConfig, AdamWProblem, Hyper
 from cutekernels.optim import FusedAdamW
-from tests.interpreted import replies
+from tests.interpreted import kernel_tests
 from tests.optimizer import cases as optimizer_cases
 from tests.optimizer.cases import CASES, H200, PLANTED, SETTINGS, operands, truth, worst
-
-
-@pytest.fixture(scope="session")
-def interpreted() -> dict[str, dict[str, Any]]:
-    """What the child says of every case."""
-    cases = {**CASES, **PLANTED}
-    return dict(zip(cases, replies(optimizer_cases.__file__, list(cases.values())), strict=True))
-
 
 # ---- the kernels, interpreted ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_kernel_numerics(interpreted: dict[str, dict[str, Any]], case: str) -> None:
-    reply = interpreted[case]
-    assert reply["ratio"] <= 1, reply
-    assert reply["outside"], f"wrote outside of its results: {reply}"
-
-
-@pytest.mark.parametrize("bug", PLANTED)
-def test_a_planted_bug_is_caught(interpreted: dict[str, dict[str, Any]], bug: str) -> None:
-    reply = interpreted[bug]
-    assert reply["ratio"] > 1 or not reply["outside"], reply
+interpreted, test_kernel_numerics, test_a_planted_bug_is_caught = kernel_tests(optimizer_cases.__file__, CASES, PLANTED)
 
 
 # ---- the declaration ------------------------------------------------------------------------------------

@@ -20,26 +20,14 @@ from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops import registry
 from cutekernels.ops.rope import ROPE, RopeConfig, RopeProblem, rope
 from cutekernels.ops.shared import tensor_op
-from tests.interpreted import replies
+from tests.interpreted import kernel_tests
 from tests.rope import cases as rope_cases
 from tests.rope.cases import CASES, H200, KINDS, PLANTED, arrange, error_ratio, rows_of, table, truth, worst
-
-
-@pytest.fixture(scope="session")
-def interpreted() -> dict[str, dict[str, Any]]:
-    """What the child says of every case."""
-    cases = {**CASES, **PLANTED}
-    return dict(zip(cases, replies(rope_cases.__file__, list(cases.values())), strict=True))
-
 
 # ---- the kernel, interpreted ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_kernel_numerics(interpreted: dict[str, dict[str, Any]], case: str) -> None:
-    reply = interpreted[case]
-    assert reply["ratio"] <= 1, reply
-    assert reply["outside"], f"wrote outside of its result: {reply}"
+interpreted, test_kernel_numerics, test_a_planted_bug_is_caught = kernel_tests(rope_cases.__file__, CASES, PLANTED)
 
 
 def test_every_static_field_was_among_the_cases(interpreted: dict[str, dict[str, Any]]) -> None:
@@ -48,12 +36,6 @@ def test_every_static_field_was_among_the_cases(interpreted: dict[str, dict[str,
     for name in ("dtype", "table", "interleaved", "inverse", "positions", "index", "layout"):
         seen = {getattr(p, name) for p in problems}
         assert len(seen) == len(RopeProblem.__dataclass_fields__[name].metadata["values"]), name
-
-
-@pytest.mark.parametrize("bug", PLANTED)
-def test_a_planted_bug_is_caught(interpreted: dict[str, dict[str, Any]], bug: str) -> None:
-    reply = interpreted[bug]
-    assert reply["ratio"] > 1 or not reply["outside"], reply
 
 
 # ---- the declaration ------------------------------------------------------------------------------------
