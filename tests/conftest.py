@@ -64,3 +64,12 @@ def shipped(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     folder.mkdir()
     monkeypatch.setattr(snapshot, "files", lambda package: folder.parent)
     return folder
+
+
+@pytest.fixture
+def launches() -> Iterator[list[str]]:
+    """The launches of Triton ops called with CPU tensors: see :func:`tests.gpu_path.recorded`."""
+    from tests.gpu_path import recorded
+
+    with recorded() as seen:
+        yield seen

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -267,28 +266,6 @@ def test_traced_whole() -> None:
 
 
 # ---- the GPU's path, on CPU tensors ---------------------------------------------------------------------
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Replaces dispatch by the reference, and records the problem of every launch."""
-    seen: list[str] = []
-
-    def plan(op: Any, problem: Any, device: int, config: object = None) -> Any:
-        def launch(*operands: Tensor) -> None:
-            results, args = operands[: len(op.results)], operands[len(op.results) :]
-            seen.append(f"{op.name} {problem}")
-            for result, value in zip(results, op.reference(problem, *args), strict=True):
-                result.copy_(value)
-
-        return SimpleNamespace(launch=launch)
-
-    monkeypatch.setattr(tensor_op.dispatch, "plan", plan)
-    monkeypatch.setattr(tensor_op, "_current_device", lambda: -1)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: torch.no_grad())
-    tensor_op.forget()
-    yield seen
-    tensor_op.forget()
 
 
 def test_launches_pose_what_they_launch(launches: list[str]) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -273,34 +271,11 @@ def test_traced_whole() -> None:
 # ---- the GPU's path, on CPU tensors ---------------------------------------------------------------------
 
 
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[GluProblem]]:
-    """Replaces dispatch by the reference, and records the problem of every launch."""
-    seen: list[GluProblem] = []
-
-    def plan(op: Any, problem: GluProblem, device: int, config: object = None) -> Any:
-        def launch(*given: Tensor) -> None:
-            results, args = given[: len(op.results)], given[len(op.results) :]
-            assert op.problem(*given) == problem
-            seen.append(problem)
-            for result, value in zip(results, op.reference(problem, *args), strict=True):
-                result.copy_(value)
-
-        return SimpleNamespace(launch=launch)
-
-    monkeypatch.setattr(tensor_op.dispatch, "plan", plan)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # the index of CPU tensors
-    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    tensor_op.forget()
-    yield seen
-    tensor_op.forget()
-
-
 def run(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
     return tensor_op.run(SILU_MUL, None if out is None else (out,), (gate, up))[0]
 
 
-def test_launch_poses_what_it_launches(launches: list[GluProblem]) -> None:
+def test_launch_poses_what_it_launches(launches: list[str]) -> None:
     joint = torch.randn(2, 3, 32)
     gate, up = joint.chunk(2, dim=-1)
     assert torch.equal(run(gate, up), silu_mul(gate, up))
@@ -308,16 +283,16 @@ def test_launch_poses_what_it_launches(launches: list[GluProblem]) -> None:
     run(gate[..., 1:], up[..., 1:])
     run(gate.transpose(1, 2)[0], up.transpose(1, 2)[0])
     run(gate[0, 0], up[0, 0])
-    assert list(map(str, launches)) == [
-        "rows=6 cols=16 dtype=fp32 layout=rows",
-        "rows=6 cols=16 dtype=fp32",
-        "rows=6 cols=15 dtype=fp32 layout=rows align=4",
-        "rows=16 cols=3 dtype=fp32 layout=strided",
-        "rows=1 cols=16 dtype=fp32",
+    assert launches == [
+        "silu_mul rows=6 cols=16 dtype=fp32 layout=rows",
+        "silu_mul rows=6 cols=16 dtype=fp32",
+        "silu_mul rows=6 cols=15 dtype=fp32 layout=rows align=4",
+        "silu_mul rows=16 cols=3 dtype=fp32 layout=strided",
+        "silu_mul rows=1 cols=16 dtype=fp32",
     ]
 
 
-def test_operands_that_are_no_matrix_are_copied(launches: list[GluProblem]) -> None:
+def test_operands_that_are_no_matrix_are_copied(launches: list[str]) -> None:
     gate, up = torch.randn(4, 3, 8).transpose(0, 1), torch.randn(3, 4, 8)
     out = torch.zeros(4, 3, 8).transpose(0, 1)
     expected = silu_mul(gate, up)
@@ -326,20 +301,20 @@ def test_operands_that_are_no_matrix_are_copied(launches: list[GluProblem]) -> N
     assert torch.equal(out, expected)
     assert run(gate, up, gate) is gate
     assert torch.equal(gate, expected)
-    assert [str(p) for p in launches] == ["rows=12 cols=8 dtype=fp32"] * 3
+    assert launches == ["silu_mul rows=12 cols=8 dtype=fp32"] * 3
 
 
-def test_nothing_is_launched_for_nothing(launches: list[GluProblem]) -> None:
+def test_nothing_is_launched_for_nothing(launches: list[str]) -> None:
     assert run(torch.empty(0, 8), torch.empty(0, 8)).shape == (0, 8)
     assert launches == []
 
 
-def test_calls_are_told_apart(launches: list[GluProblem]) -> None:
+def test_calls_are_told_apart(launches: list[str]) -> None:
     """One memo entry per shape, strides, dtype and alignment, and a refusal is not remembered as a success."""
     x = torch.randn(9, 64)
     for begin in (0, 1, 2, 4, 0, 1):
         run(x[:8, begin : begin + 32], x[1:, begin : begin + 32])
-    assert [p.align for p in launches] == [16, 4, 8, 16, 16, 4]
+    assert [p.partition(" align=")[2] for p in launches] == ["", "4", "8", "", "", "4"]
     whole = torch.randn(8, 64)
     run(whole[:, :32], whole[:, :32], whole[:, 32:])
     with pytest.raises(UnsupportedProblem, match="element upon element"):

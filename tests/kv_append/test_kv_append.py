@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -298,26 +296,6 @@ def test_traced_whole() -> None:
 # ---- the GPU's path, on CPU tensors ---------------------------------------------------------------------
 
 
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Replaces dispatch by the reference, and records the problem of every launch."""
-    seen: list[str] = []
-
-    def plan(op: Any, problem: KvAppendProblem, device: int, config: object = None) -> Any:
-        def launch(*given: Any) -> None:
-            assert op.problem(*given, interleaved=problem.interleaved) == problem
-            seen.append(str(problem))
-            op.update(given[:4], given[4:], interleaved=problem.interleaved)
-
-        return SimpleNamespace(launch=launch)
-
-    monkeypatch.setattr(tensor_op.dispatch, "plan", plan)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    tensor_op.forget()
-    yield seen
-    tensor_op.forget()
-
-
 def test_launch_poses_what_it_launches(launches: list[str]) -> None:
     """Operands whose channels are apart come as copies; caches never do."""
 
@@ -333,7 +311,7 @@ def test_launch_poses_what_it_launches(launches: list[str]) -> None:
         copies = tuple([None if t is None else t.clone() for t in inputs])
         called(results, inputs, run, False)
         assert right(judge(before, tuple(results), copies)), kind
-    same = "batch=2 seq=5 heads_kv=2 head_dim=16 heads_q=3 rotary=16 page_size=16"
+    same = "kv_append batch=2 seq=5 heads_kv=2 head_dim=16 heads_q=3 rotary=16 page_size=16"
     assert launches == [same, same, same, f"{same} align=2"]
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -387,30 +385,6 @@ def test_traced_whole() -> None:
 # ---- the GPU's path, on CPU tensors ---------------------------------------------------------------------
 
 
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Replaces dispatch by the reference, and records the problem of every launch."""
-    seen: list[str] = []
-
-    def plan(op: Any, problem: Any, device: int, config: object = None) -> Any:
-        def launch(*given: Any) -> None:
-            n, m = len(op.results), len(op.results) + len(op.inputs)
-            options = {name: getattr(problem, name) for name in op.options}
-            assert op.problem(*given[:m], **options) == problem
-            seen.append(str(problem))
-            for result, value in zip(given[:n], op.reference(problem, *given[n:]), strict=True):
-                result.copy_(value)
-
-        return SimpleNamespace(launch=launch)
-
-    monkeypatch.setattr(tensor_op.dispatch, "plan", plan)
-    monkeypatch.setattr(tensor_op, "_current_device", lambda: -1)  # the index of CPU tensors
-    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    tensor_op.forget()
-    yield seen
-    tensor_op.forget()
-
-
 def run(x: Tensor, weight: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     results = None if out is None else (out,)
     return tensor_op.run(RMS_NORM, results, (x, weight), options=("once", False), scalars=(1e-6, 0.0))[0]
@@ -429,15 +403,15 @@ def test_launch_poses_what_it_launches(launches: list[str]) -> None:
     run(joint[0, 0, 0], w)
     run(joint, torch.randn(40)[1:17])
     assert launches == [
-        "rows=6 cols=16 heads=4 dtype=fp32 layout=heads",
-        "rows=6 cols=16 heads=4 dtype=fp32 layout=heads per_head=1",
-        "rows=36 cols=16 dtype=fp32",
-        "rows=6 cols=16 dtype=fp32",
-        "rows=3 cols=16 heads=2 dtype=fp32 layout=heads",
-        "rows=16 cols=6 dtype=fp32 weight=none layout=strided",
-        "rows=36 cols=15 dtype=fp32 weight=none align=4",
-        "rows=1 cols=16 dtype=fp32",
-        "rows=36 cols=16 dtype=fp32 align=4",
+        "rms_norm rows=6 cols=16 heads=4 dtype=fp32 layout=heads",
+        "rms_norm rows=6 cols=16 heads=4 dtype=fp32 layout=heads per_head=1",
+        "rms_norm rows=36 cols=16 dtype=fp32",
+        "rms_norm rows=6 cols=16 dtype=fp32",
+        "rms_norm rows=3 cols=16 heads=2 dtype=fp32 layout=heads",
+        "rms_norm rows=16 cols=6 dtype=fp32 weight=none layout=strided",
+        "rms_norm rows=36 cols=15 dtype=fp32 weight=none align=4",
+        "rms_norm rows=1 cols=16 dtype=fp32",
+        "rms_norm rows=36 cols=16 dtype=fp32 align=4",
     ]
 
 
@@ -450,7 +424,7 @@ def test_operands_that_are_no_cube_are_copied(launches: list[str]) -> None:
     assert torch.equal(out, expected)
     assert run(x, w, x) is x
     assert torch.equal(x, expected)
-    assert launches == ["rows=24 cols=8 dtype=fp32"] * 3
+    assert launches == ["rms_norm rows=24 cols=8 dtype=fp32"] * 3
 
 
 def test_nothing_is_launched_for_nothing(launches: list[str]) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -296,28 +294,6 @@ def test_traced_whole() -> None:
 # ---- the GPU's path, on CPU tensors ---------------------------------------------------------------------
 
 
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Replaces dispatch by the reference, and records the problem of every launch."""
-    seen: list[str] = []
-
-    def plan(op: Any, problem: RopeProblem, device: int, config: object = None) -> Any:
-        def launch(*given: Any) -> None:
-            options = {"interleaved": problem.interleaved, "inverse": problem.inverse}
-            assert op.problem(*given[:-1], **options) == problem
-            seen.append(str(problem))
-            for result, value in zip(given[:2], op.reference(problem, *given[2:]), strict=True):
-                result.copy_(value)
-
-        return SimpleNamespace(launch=launch)
-
-    monkeypatch.setattr(tensor_op.dispatch, "plan", plan)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    tensor_op.forget()
-    yield seen
-    tensor_op.forget()
-
-
 def run(*args: Any, inplace: bool = False, interleaved: bool = False) -> tuple[Tensor, ...]:
     *inputs, start = args
     results = tuple(inputs[:2]) if inplace else None
@@ -335,11 +311,11 @@ def test_launch_poses_what_it_launches(launches: list[str]) -> None:
     run(q[..., 1:21], k[..., 1:21], *args)
     run(q, k, *table(9, 8), torch.tensor([1, 2]), 0, interleaved=True)
     run(q, k, *table(5, 12, torch.bfloat16), torch.zeros(2, 5, dtype=torch.int32), 0, inplace=True)
-    same = "batch=2 seq=5 heads_q=3 head_dim=24"
+    same = "rope batch=2 seq=5 heads_q=3 head_dim=24"
     assert launches[:2] == [f"{same} rotary=16 heads_kv=1"] * 2
     assert launches[-4:] == [
-        "batch=2 seq=5 heads_q=3 head_dim=24 rotary=16",
-        "batch=2 seq=5 heads_q=3 head_dim=20 rotary=16 heads_kv=1 align=2",
+        "rope batch=2 seq=5 heads_q=3 head_dim=24 rotary=16",
+        "rope batch=2 seq=5 heads_q=3 head_dim=20 rotary=16 heads_kv=1 align=2",
         f"{same} rotary=16 heads_kv=1 interleaved=1 positions=batch",
         f"{same} rotary=24 heads_kv=1 table=same positions=token index=i32 align=8",
     ]
