@@ -14,9 +14,9 @@ TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
 
 
 @cache
-def built(op: Any, problem: Any, config: Any, target: str = "h200") -> Any:
-    """What ``op.build`` compiles for the GPU named ``target``."""
-    return op.build(problem, config, gpu.lookup(target))
+def built(op: Any, problem: Any, config: Any, spec: gpu.GpuSpec = H200) -> Any:
+    """What ``op.build`` compiles for ``spec``."""
+    return op.build(problem, config, spec)
 
 
 def accesses(ptx: str, kind: str = "ld|st") -> set[str]:
@@ -26,7 +26,7 @@ def accesses(ptx: str, kind: str = "ld|st") -> set[str]:
 
 def check_resources(op: Any, problem: Any, config: Any, spec: gpu.GpuSpec = H200, *, stack: int = 0) -> Any:
     """Asserts that the compiled kernel can be launched and takes at most ``stack`` bytes of it; returns its facts."""
-    facts = built(op, problem, config, spec.name).facts
+    facts = built(op, problem, config, spec).facts
     assert facts.stack_bytes <= stack, (str(problem), str(config), facts)
     assert facts.registers * 32 * config.warps <= 64 * 1024, (str(problem), str(config), facts)
     assert facts.smem_bytes <= spec.smem_per_block_bytes, (str(problem), str(config), facts)
