@@ -1,4 +1,4 @@
-"""What every test stands on: its own database and cache directory, and a GPU where it is marked ``gpu``.
+"""Fixtures and hooks for every test: its own database and cache directory, and a GPU where it is marked ``gpu``.
 
 Nothing here imports torch unless a test marked ``gpu`` was collected.
 """

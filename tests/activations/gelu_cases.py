@@ -31,8 +31,9 @@ APPROXIMATE = ("none", "tanh")
 
 
 def gelu(x: Tensor, approximate: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The share of ``x`` that passes, its part of the slope, and the size of the slope's terms: fp64, by other words
-    than the reference's.
+    """The share of ``x`` that passes, its part of the slope, and the size of the slope's terms, in fp64.
+
+    The formulas are written in another way than the reference's.
     """
     if approximate == "none":
         share = torch.special.ndtr(x)
@@ -48,7 +49,7 @@ def truth(
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """For each result: its value in fp64, the magnitude of its terms, and what multiplies the normal distribution.
 
-    ``slab``: rows that one partial sum is of, where ``inputs`` are a part of a call's.
+    ``slab``: rows per partial sum, given where ``inputs`` are only a part of a call's operands.
     """
     wide = [t.double() for t in inputs]
     if op in ("bias_gelu", "bias_gelu_backward"):

@@ -50,7 +50,7 @@ def test_special_values_are_torch_s(interpreted: dict[str, dict[str, Any]], case
     """NaN and infinities come out as from ``F.gelu`` on a GPU: -inf * 0 is NaN."""
     x = torch.tensor([float(v) for v in VALUES], dtype=DTYPES[SPECIAL[case]["dtype"]]).float()
     expected = F.gelu(x, approximate=SPECIAL[case]["approximate"])
-    expected[1] = torch.inf  # F.gelu on a CPU says NaN of inf, for its vectorized erf does
+    expected[1] = torch.inf  # F.gelu of inf is NaN on a CPU, since its vectorized erf is
     actual = torch.tensor([float(v) for v in interpreted[case]["results"]])
     assert torch.equal(actual.isnan(), expected.isnan())
     assert torch.equal(actual.isinf(), expected.isinf())
@@ -240,7 +240,7 @@ def test_opcheck() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_traced_whole() -> None:
-    """No graph break; one node per op, packed ones included."""
+    """Tracing makes no graph break and one node per op, packed ones included."""
     graphs: list[Any] = []
 
     def backend(module: Any, example: Any) -> Any:

@@ -55,7 +55,7 @@ def test_every_knob_changes_the_code_or_the_grid(op: Any) -> None:
     ],
 )
 def test_accesses_are_as_wide_as_alignment_allows(text: str, widths: set[str], target: str) -> None:
-    """The narrow ones belong to the ragged end of a row, whatever its length, and to rows read or written once."""
+    """Narrow accesses belong to the ragged end of a row, whatever its length, and to rows read or written once."""
     for op in (BIAS_GELU, BIAS_GELU_BACKWARD):
         problem, spec = op.Problem.parse(text), gpu.lookup(target)
         ptx = built(op, problem, op.default(problem, spec), spec).ptx
@@ -64,7 +64,7 @@ def test_accesses_are_as_wide_as_alignment_allows(text: str, widths: set[str], t
 
 
 def test_exact_gelu_costs_no_more_than_its_approximation() -> None:
-    """In half precision: a polynomial and one exp2, where tanh takes an exp2 and a division."""
+    """The exact GELU in half precision is a polynomial and one exp2; tanh takes an exp2 and a division."""
     problems = [GELU_MUL.Problem.parse(f"rows=2048 cols=11008 approximate={kind}") for kind in ("none", "tanh")]
     config = TileConfig(1, 2048, 4, "normal")
     exact, approximate = (built(GELU_MUL, problem, config).ptx for problem in problems)

@@ -129,7 +129,7 @@ def test_suite_samples_pose_their_problem(op: Any) -> None:
     "text", ["rows=6 cols=33 layout=rows", "rows=6 cols=33 layout=rows align=4", "rows=6 cols=40 align=8"]
 )
 def test_awkward_problems_can_be_posed(op: Any, text: str) -> None:
-    """A promised alignment that a contiguous row does not have: outputs come padded."""
+    """Outputs are padded where the problem's alignment is more than a contiguous row has."""
     problem = GluProblem.parse(text)
     args = op.sample(problem, "cpu", 0)
     assert op.problem(*op.outputs(problem, *args), *args) == problem
@@ -243,7 +243,7 @@ def test_opcheck(gradient: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_traced_whole() -> None:
-    """No graph break, forward and backward, into ``out`` too; one graph per op."""
+    """Tracing makes no graph break, forward, backward or into ``out``, and one graph per op."""
     graphs: list[Any] = []
 
     def backend(module: Any, example: Any) -> Any:

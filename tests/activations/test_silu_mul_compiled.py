@@ -33,7 +33,7 @@ def test_compiles_for_every_architecture(op: Any, spec: gpu.GpuSpec) -> None:
 
 
 def test_the_largest_tiles_do_not_spill() -> None:
-    """The rule on registers in why_not is there to keep every valid config free of spills."""
+    """The rule on registers in why_not keeps every valid config free of spills."""
     for op, text in product(OPS.values(), ["rows=64 cols=8192 layout=rows", "rows=64 cols=99 layout=strided"]):
         problem = GluProblem.parse(text)
         worst = max(op.valid(problem, H200), key=lambda c: c.block_rows * c.block_cols / c.warps)
@@ -67,7 +67,7 @@ def test_every_knob_changes_the_code_or_the_grid(op: Any, layout: str) -> None:
     ],
 )
 def test_accesses_are_as_wide_as_alignment_allows(text: str, widths: set[str]) -> None:
-    """The narrow ones belong to the ragged end of a row, whatever its length."""
+    """Narrow accesses belong to the ragged end of a row, whatever its length."""
     problem = GluProblem.parse(text)
     for spec in map(gpu.lookup, ("a100", "h200", "rtx5090")):
         assert accesses(built(SILU_MUL, problem, SILU_MUL.default(problem, spec), spec).ptx) == widths

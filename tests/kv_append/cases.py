@@ -17,11 +17,11 @@ from tests.interpreted import DTYPES, H200, interpret, serve
 from tests.rope.cases import arrange, error_ratio, table
 from tests.rope.cases import truth as turned
 
-FILLING = 7.0  # of what nobody may write to
+FILLING = 7.0  # value of memory that must not be written
 
 
 def ends(state: Tensor, counts: list[int], room: int, pages: int, table: Tensor | None, size: int) -> Any:
-    """Where tokens go, ``{(sequence, token): (page, slot)}``, and the state that they leave."""
+    """The place of each token, ``{(sequence, token): (page, slot)}``, and the state after all of them."""
     places: dict[tuple[int, int], tuple[int, int]] = {}
     after = state.clone()
     for b, count in enumerate(counts):

@@ -45,7 +45,7 @@ def test_every_knob_changes_the_code_or_the_grid() -> None:
     ("words", "width"), [("", "v4.b32"), ("interleaved=1", "v4.b32"), ("align=8", "v2.b32"), ("align=4", "b32")]
 )
 def test_accesses_are_as_wide_as_alignment_allows(words: str, width: str) -> None:
-    """But for lengths, pages and tickets, of four bytes each."""
+    """Rows are accessed as wide as alignment allows; lengths, pages and tickets are single words."""
     problem = KvAppendProblem.parse(f"{PREFILL} {words}")
     for spec in map(gpu.lookup, ("a100", "h200", "rtx5090")):
         artifact = built(KV_APPEND, problem, KV_APPEND.default(problem, spec), spec)
@@ -56,7 +56,7 @@ def test_accesses_are_as_wide_as_alignment_allows(words: str, width: str) -> Non
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_the_length_is_read_by_one_thread_which_has_it_before_a_ticket_is_taken(whole: bool) -> None:
-    """The ticket has no fence: what keeps a length from changing before it is read is that one thread hands it on."""
+    """The ticket has no fence: one thread reads the length and hands it on, so it cannot change before it is read."""
     for target in TARGETS:
         problem = PREFILL.replace(page_size=0)
         config = KV_APPEND.default(problem, target).replace(whole=whole)
@@ -71,7 +71,7 @@ def test_the_length_is_read_by_one_thread_which_has_it_before_a_ticket_is_taken(
 
 @pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
 def test_the_assembler_keeps_the_length_ahead_of_the_ticket(spec: gpu.GpuSpec) -> None:
-    """In programs of one warp no barrier stands between; the hand-over itself must."""
+    """Programs of one warp have no barrier, so the exchange within the warp must come between."""
     problem = KvAppendProblem.parse("batch=64 seq=1 heads_q=32 rotary=128 heads_kv=8 head_dim=128")
     config = KV_APPEND.default(problem, spec)
     assert config.warps == 1

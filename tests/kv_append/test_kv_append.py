@@ -163,7 +163,7 @@ def test_is_registered() -> None:
 
 
 def called(results: list[Tensor], inputs: tuple[Any, ...], how: Callable[..., None], interleaved: bool) -> None:
-    """In place, as the function works."""
+    """Calls ``how``, which has the public function's parameters, to update the results in place."""
     _, k_cache, v_cache, _ = results
     q, k, v, state, pages, counts, cos, sin = inputs
     turns = q if q.shape[2] else None
@@ -297,7 +297,7 @@ def test_traced_whole() -> None:
 
 
 def test_launch_poses_what_it_launches(launches: list[str]) -> None:
-    """Operands whose channels are apart come as copies; caches never do."""
+    """Operands whose channels are not contiguous are copied; caches never are."""
 
     def run(k: Any, v: Any, k_cache: Any, v_cache: Any, state: Any, **rest: Any) -> None:
         queries = k[:, :, :0] if rest["q"] is None else rest["q"]

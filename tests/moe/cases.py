@@ -83,7 +83,7 @@ def worst(op: str, results: Sequence[Tensor], inputs: Sequence[Any], **options: 
 
 
 def arranged(t: Tensor, kind: str) -> Tensor:
-    """``t`` (a matrix) as it may lie in memory."""
+    """A copy of the matrix ``t`` laid out in memory as ``kind`` says."""
     rows, cols = t.shape
     if kind == "transposed":
         return t.t().contiguous().t()
@@ -171,7 +171,7 @@ def _named(cases: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {" ".join(f"{k}={v}" for k, v in c.items() if k != "values"): c for c in cases}
 
 
-_ODD = [  # rows that tempt: no number, infinities, ties, zeros of both signs, nothing but -inf
+_ODD = [  # rows of special values: NaN, infinities, ties, zeros of both signs, nothing but -inf
     ["-inf"] * 8,
     ["nan", "0", "1", "2", "nan", "3", "4", "5"],
     ["inf", "1", "inf", "-inf", "2", "3", "4", "5"],

@@ -75,7 +75,7 @@ def test_every_knob_changes_the_code_or_the_launches(op: Any) -> None:
     ],
 )
 def test_accesses_are_as_wide_as_alignment_allows(op: str, text: str, widths: set[str]) -> None:
-    """Whole rows: all but indices and weights, which are single words."""
+    """Rows are accessed as wide as they allow; indices and weights are single words."""
     declared = ALL[op]
     problem = declared.Problem.parse(text)
     for spec in map(gpu.lookup, ("a100", "h200")):

@@ -311,7 +311,7 @@ def test_opcheck(gradient: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_traced_whole() -> None:
-    """No graph break, forward and backward; one graph."""
+    """Tracing makes no graph break, forward or backward, and one graph."""
     graphs: list[Any] = []
 
     def backend(module: Any, example: Any) -> Any:

@@ -247,7 +247,7 @@ def numerics_cases() -> dict[str, dict[str, Any]]:
 
 
 def config_cases() -> dict[str, dict[str, Any]]:
-    """Random valid configs, of programs that stay among them."""
+    """Random valid configs, persistent programs among them."""
     cases: dict[str, dict[str, Any]] = {}
     rng = random.Random(20)
     for name, op in OPS.items():

@@ -99,7 +99,7 @@ def test_programs_that_stay_copy_ahead(op: str, target: str) -> None:
 
 @pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "layer_norm"])
 def test_small_results_are_kept(op: str) -> None:
-    """Each store is there twice, of which the kernel takes one by the result's size."""
+    """Each store is compiled twice; the kernel chooses one by the result's size."""
     problem = OPS[op].Problem(64, 3584)
     text = built(OPS[op], problem, OPS[op].default(problem, H200)).ptx
     kept = re.findall(r"st\.global\.L1::evict_last\.L2::cache_hint\.v4", text)

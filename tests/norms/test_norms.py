@@ -149,7 +149,7 @@ def test_suite_samples_pose_their_problem(op: Any) -> None:
 
 
 def test_a_weight_s_gradient_is_granted_the_depth_of_its_sum() -> None:
-    """Else an element near zero, whose terms are not, would have to be right to the last bit."""
+    """An element near zero may be off by rounding of its larger terms."""
     op = OPS["rms_norm_backward"]
     work = op.work(op.Problem.parse("rows=32768 cols=4096"))
     assert work.depth == 32768
@@ -356,7 +356,7 @@ def test_opcheck() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_traced_whole() -> None:
-    """No graph break, forward and backward; one node per op."""
+    """Tracing makes no graph break, forward or backward, and one node per op."""
     graphs: list[Any] = []
 
     def backend(module: Any, example: Any) -> Any:

@@ -72,7 +72,7 @@ def worst(results: Any, exact: list[tuple[Tensor, Tensor]]) -> float:
 def operands(
     n: int, dtype: str, grad: str = "same", master: bool = False, skew: int = 0, device: str = "cpu"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """(param, grad, exp_avg, exp_avg_sq, master) after some steps with gradients of many sizes."""
+    """Operands (param, grad, exp_avg, exp_avg_sq, master) after some steps with gradients of many sizes."""
 
     def placed(t: Tensor, kind: torch.dtype) -> Tensor:
         memory = torch.empty(n + skew, dtype=kind, device=device)

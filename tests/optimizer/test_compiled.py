@@ -47,7 +47,7 @@ def test_every_knob_changes_the_code_or_the_grid() -> None:
     ],
 )
 def test_accesses_are_as_wide_as_alignment_allows(words: str, widths: set[str]) -> None:
-    """The narrow ones belong to the ragged end, whatever its length; b64 are a table's addresses."""
+    """Narrow accesses belong to the ragged end, whatever its length; b64 are a table's addresses."""
     problem = AdamWProblem.parse(f"elements=1000000 step=device {words}")
     for op in OPS:
         config = ADAMW_STEP.default(problem, H200)

@@ -259,7 +259,7 @@ def test_groups_and_closures() -> None:
 
 @pytest.mark.parametrize("fused", [None, True])
 def test_state_goes_both_ways(fused: bool | None) -> None:
-    """Ours, saved and loaded by torch's, goes on as if nothing had happened, and the other way round."""
+    """Our state dict loads into torch's optimizer, which continues with the same numbers, and the reverse."""
 
     def stepped(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], seeds: range) -> None:
         for seed in seeds:
@@ -308,7 +308,7 @@ def test_moments_of_half_parameters_stay_fp32() -> None:
 
 
 def test_master_weights_keep_what_rounding_loses() -> None:
-    """Steps below half an ulp of bf16 move the parameter in the long run only if somebody remembers them."""
+    """Steps below half an ulp of bf16 move the parameter only if a master copy accumulates them."""
     moved = {}
     for master in (False, True):
         param = torch.nn.Parameter(torch.full((8,), 256.0).bfloat16())

@@ -261,7 +261,7 @@ def test_opcheck(gradient: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_traced_whole() -> None:
-    """No graph break, in place and not, forward and backward; one graph for every start."""
+    """Tracing makes no graph break, in place or not, forward or backward, and one graph for every start."""
     graphs: list[Any] = []
 
     def backend(module: Any, example: Any) -> Any:

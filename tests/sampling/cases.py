@@ -23,8 +23,8 @@ FILTERS = ("by_k", "by_p", "by_min_p")
 def kept_of(row: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[set[int], bool]:
     """The columns that stay, straight from the definition, one token after another in fp64.
 
-    Also whether a hair's breadth decides: a running sum or a mass within 1e-6 of its bound. There the masses' own
-    definition decides, and this one does not tell.
+    The flag tells whether a running sum or a mass is within 1e-6 of its bound: there the masses' own definition
+    decides, and this one cannot tell.
     """
     ranks = [math.inf if math.isnan(x) else x for x in row]  # of rows without both NaN and inf
     most = max(ranks)
@@ -51,7 +51,7 @@ def kept_of(row: list[float], temperature: float, top_k: int, top_p: float, min_
 
 
 def fault(out: Tensor, logits: Tensor, parameters: list[list[float]]) -> str:
-    """What is wrong with a filtered matrix; "" for nothing. ``parameters``: four numbers for each row."""
+    """The fault of a filtered matrix, "" for none. ``parameters``: four numbers for each row."""
     kind = torch.finfo(out.dtype)
     for r, (row, got) in enumerate(zip(logits.tolist(), out.tolist(), strict=True)):
         temperature, top_k, top_p, min_p = parameters[r]
