@@ -124,6 +124,14 @@ def _at(address: int, kind: str) -> Tensor:
 _SCRATCH = {"*i32": torch.int32, "*i64": torch.int64, "*fp32": torch.float32}
 
 
+def build_arguments(op: Any, problem: Any, config: Any, spec: gpu.GpuSpec = H200) -> dict[str, Any]:
+    """The arguments of ``compile_kernel`` in ``op.build``, the kernel itself as ``fn``."""
+    with mock.patch("cutekernels.backends.triton.compile_kernel") as compiling:
+        op.build(problem, config, spec)
+    (fn,) = compiling.call_args.args
+    return {**compiling.call_args.kwargs, "fn": fn}
+
+
 def interpret(
     op: Any,
     results: Sequence[Tensor],
@@ -141,18 +149,10 @@ def interpret(
     argument ``rows`` of an op that the launch itself runs, which is interpreted too. Constants and divisibility that
     ``build`` promised the compiler are checked against what ``bind`` passes. Scratch memory begins as NaN.
     """
-    from cutekernels.backends import triton as backend
-
     problem = op.problem(*results, *inputs, **options)
     chosen = op.default(problem, spec) if config is None else op.Config.parse(config)
     op.check(problem, chosen, spec)
-    built: dict[str, Any] = {}
-    real = backend.compile_kernel
-    backend.compile_kernel = lambda fn, **given: built.update(given, fn=fn)  # type: ignore[assignment]
-    try:
-        op.build(problem, chosen, spec)
-    finally:
-        backend.compile_kernel = real
+    built = build_arguments(op, problem, chosen, spec)
     tensors = {t.data_ptr(): t.as_strided((1,), (1,)) for t in (*results, *inputs) if t is not None and t.numel()}
 
     def kernel(grid: tuple[int, int, int], *args: Any) -> None:

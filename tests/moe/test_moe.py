@@ -23,6 +23,7 @@ from cutekernels.ops.moe.rows import MOE_GATHER, MoeMoveProblem
 from tests.interpreted import kernel_tests
 from tests.moe import cases as routing_cases
 from tests.moe.cases import CASES, DTYPES, H200, OPS, PLANTED, worst
+from tests.traced import Graphs
 
 moe_route, moe_permute = cutekernels.moe_route, cutekernels.moe_permute
 moe_gather, moe_combine = cutekernels.moe_gather, cutekernels.moe_combine
@@ -312,13 +313,9 @@ def test_opcheck(gradient: bool) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_traced_whole() -> None:
     """Tracing makes no graph break, forward or backward, and one graph."""
-    graphs: list[Any] = []
+    graphs = Graphs()
 
-    def backend(module: Any, example: Any) -> Any:
-        graphs.append(module)
-        return module
-
-    @torch.compile(fullgraph=True, backend=backend)
+    @torch.compile(fullgraph=True, backend=graphs.backend)
     def mixture(x: Tensor, router: Tensor) -> Tensor:
         weights, ids = moe_route(x @ router.T, 2)
         _, _, inverse = moe_permute(ids, 5)
@@ -327,7 +324,7 @@ def test_traced_whole() -> None:
     x, router = torch.randn(7, 6, requires_grad=True), torch.randn(5, 6, requires_grad=True)
     out = mixture(x, router)
     torch.testing.assert_close(out, 2 * x)
-    assert len(graphs) == 1
+    assert len(graphs.seen) == 1
     out.sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(x.grad, torch.full_like(x, 2.0), rtol=1e-4, atol=1e-4)  # weights sum to one

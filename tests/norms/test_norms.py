@@ -25,6 +25,7 @@ from cutekernels.ops.shared import tensor_op
 from tests.interpreted import H200, kernel_tests
 from tests.norms import cases as norm_cases
 from tests.norms.cases import CASES, DTYPES, OPS, PLANTED, SPECIAL, error_ratio, truth
+from tests.traced import Graphs
 
 # ---- kernels, interpreted -------------------------------------------------------------------------------
 
@@ -357,13 +358,9 @@ def test_opcheck() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_traced_whole() -> None:
     """Tracing makes no graph break, forward or backward, and one node per op."""
-    graphs: list[Any] = []
+    graphs = Graphs()
 
-    def backend(module: Any, example: Any) -> Any:
-        graphs.append(module)
-        return module
-
-    @torch.compile(fullgraph=True, backend=backend)
+    @torch.compile(fullgraph=True, backend=graphs.backend)
     def block(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
         y, u = add_rms_norm(x, residual, weight)
         return layer_norm(rms_norm(y, weight) + u, weight)
@@ -372,12 +369,7 @@ def test_traced_whole() -> None:
     result = block(x, r, w)
     y, u = add_rms_norm(x, r, w)
     torch.testing.assert_close(result, layer_norm(rms_norm(y, w) + u, w))
-    targets = [str(node.target).removesuffix(".default") for node in graphs[0].graph.nodes]
-    assert [t.removeprefix("cutekernels.") for t in targets if "norm" in t and "cutekernels" in t] == [
-        "add_rms_norm",
-        "rms_norm",
-        "layer_norm",
-    ]
+    assert graphs.ops() == ["add_rms_norm", "rms_norm", "layer_norm"]
     result.sum().backward()
     assert x.grad is not None
 

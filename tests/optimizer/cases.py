@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cutekernels.kernels.triton import optimizer as kernels
 from cutekernels.ops.optimizer import ADAMW_STEP, ADAMW_TABLE, AdamWProblem, Hyper
-from tests.interpreted import DTYPES, H200, interpret, serve
+from tests.interpreted import DTYPES, H200, build_arguments, interpret, serve
 from tests.tolerance import FP32_ULP, worst_ratio
 
 SETTINGS = {"lr": 0.02, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
@@ -126,8 +126,6 @@ def child_case(case: dict[str, Any]) -> dict[str, Any]:
 
 def table_case(case: dict[str, Any], step: int, settings: dict[str, Any], maximize: bool) -> dict[str, Any]:
     """Tensors of several sizes, each at a step of its own, through the kernel that reads a table."""
-    from cutekernels.backends import triton as backend
-
     sizes = case["sizes"]
     kinds = case["dtype"], case.get("grad", "same"), bool(case.get("master"))
     every = [operands(n, *kinds, case.get("skew", 0)) for n in sizes]
@@ -140,13 +138,7 @@ def table_case(case: dict[str, Any], step: int, settings: dict[str, Any], maximi
     names = dict(zip(("dtype", "grad", "master"), kinds, strict=True))
     problem = AdamWProblem(sum(sizes), **names, maximize=maximize, step="device", align=align)
     config = ADAMW_TABLE.Config.parse(case["config"]) if "config" in case else ADAMW_TABLE.default(problem, H200)
-    built: dict[str, Any] = {}
-    real = backend.compile_kernel
-    backend.compile_kernel = lambda fn, **given: built.update(given, fn=fn)  # type: ignore[assignment]
-    try:
-        ADAMW_TABLE.build(problem, config, H200)
-    finally:
-        backend.compile_kernel = real
+    built = build_arguments(ADAMW_TABLE, problem, config)
     rows = [
         [*(0 if t is None else t.data_ptr() for t in (*o, s)), o[0].numel(), 0]
         for o, s in zip(every, steps, strict=True)
