@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cutekernels import gpu
-from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared import call_cache, tensor_op
 
 H200 = gpu.lookup("h200")
 
@@ -28,7 +28,8 @@ def launching(launch_of: Callable[[Any, Any], Callable[..., None]]) -> Iterator[
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_op.dispatch, "plan", plan)
-        patch.setattr(tensor_op, "_current_device", lambda: -1)  # the index of CPU tensors
+        patch.setattr(call_cache, "_current_device", lambda: -1)  # the index of CPU tensors
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
         patch.setattr(torch.cuda, "device", lambda index: nullcontext())
         tensor_op.forget()
         try:

@@ -6,11 +6,14 @@ look it up.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from statistics import median
 
 import torch
+
+from cutekernels.ops.shared import registration
 
 
 def host_cost(call: Callable[[], object], *, calls: int, chunks: int) -> float:
@@ -34,3 +37,12 @@ def _ns(call: Callable[[], object], calls: int) -> float:
     for _ in range(calls):
         call()
     return (time.perf_counter_ns() - begin) / calls
+
+
+def direct_anywhere() -> Callable[..., bool]:
+    """``registration.direct``, but for tensors on the CPU."""
+    source = inspect.getsource(registration.direct)
+    assert source.count("not t.is_cuda") == 1
+    names: dict[str, Callable[..., bool]] = {}
+    exec(source.replace("not t.is_cuda", "False"), vars(registration), names)
+    return names["direct"]

@@ -9,14 +9,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.gpu import lookup
 from cutekernels.ops.moe.permute import MOE_PERMUTE
 from cutekernels.ops.moe.route import MOE_ROUTE
 from cutekernels.ops.moe.rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_GATHER
 from cutekernels.ops.sampling import SAMPLE_FILTER
 from cutekernels.ops.shared import tensor_op
-
-H200 = lookup("h200")
 
 
 def route(logits: Tensor, top_k: int = 3) -> tuple[Tensor, ...]:

@@ -174,13 +174,18 @@ def child_case(case: dict[str, Any]) -> dict[str, Any]:
     return {"ratio": max(ratios), "outside": outside, "problem": problem}
 
 
-_healthy_at, _healthy_sums = forward._at, gradients._sums
+_healthy_affine, _healthy_at, _healthy_sums = forward._affine, forward._at, gradients._sums
 
 
 @triton.jit
 def unrounded(x, residual, row, head, r, c, inside, RESIDUAL, EVICT):
     value = tl.load(_healthy_at(x, row, head, r, c), mask=inside, other=0.0).to(tl.float32)
     return value + tl.load(_healthy_at(residual, row, head, r, c), mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def next_head(operand, head, c, inside, PRESENT):
+    return _healthy_affine(operand, (head + 1) % 4, c, inside, PRESENT)
 
 
 @triton.jit
@@ -286,8 +291,7 @@ PLANTED = {
     "written past the columns": _SMALL | {"edit": {"cols": 1}},
     "x read by another pitch": _SMALL | {"edit": {"x_row": -8}},
     "y written by another pitch": _SMALL | {"edit": {"y_row": -8}},
-    "another head's weights": _SMALL
-    | {"kind": "cube", "heads": 4, "rows": 3, "per_head": True, "edit": {"weight_head": -1}},
+    "another head's weights": _SMALL | {"kind": "cube", "heads": 4, "rows": 3, "per_head": True, "planted": "_affine"},
     "the sum normalised before it is rounded": _SMALL | {"op": "add_rms_norm", "planted": "_summed", "rows": 40},
     "the gradient one per cent off": _BACK | {"planted": "_sums", "dtype": "fp32"},
     "a gradient's row forgotten": _BACK | {"edit": {"rows": -1}},
@@ -298,4 +302,7 @@ PLANTED = {
 
 
 if __name__ == "__main__":
-    serve(child_case, {"_summed": (forward, unrounded), "_sums": (gradients, one_per_cent_off)})
+    serve(
+        child_case,
+        {"_affine": (forward, next_head), "_summed": (forward, unrounded), "_sums": (gradients, one_per_cent_off)},
+    )

@@ -1,4 +1,4 @@
-"""How a GEMM is launched where addresses and numbers say all: no C, no bias, one matrix each, no shared tiles."""
+"""Launches of GEMMs by addresses and numbers alone: no C, no bias, one matrix each, no shared tiles."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from cutekernels.ops.gemm.op import GemmConfig, GemmProblem
+    from cutekernels.ops.shared.call_cache import Fire
 
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 
@@ -20,15 +21,14 @@ def addressed(p: GemmProblem, c: GemmConfig) -> bool:
 
 
 def contiguous(p: GemmProblem) -> tuple[int, int, int]:
-    """Which extent of out, a and b is contiguous, 0 or 1."""
+    """The contiguous extent of out, a and b, 0 or 1 each."""
     return int(p.out_major == "n"), int(p.a_major == "k"), int(p.b_major == "n")
 
 
 class AddressedLaunch:
-    """``launch(out, a, b, c, bias, alpha, beta)`` over a kernel that takes addresses.
+    """``launch(out, a, b, c, bias, alpha, beta)`` over ``kernel(out, a, b, *numbers, alpha, beta, stream)``.
 
-    A caller that knows :meth:`numbers` from before calls ``kernel(out, a, b, *numbers, alpha, beta, stream)`` itself,
-    with addresses, and the current stream's handle.
+    The kernel takes addresses, and the current stream's handle.
     """
 
     __slots__ = ("_along", "kernel")
@@ -44,6 +44,18 @@ class AddressedLaunch:
             for t, along in zip((out, a, b), self._along, strict=True)
         ]
         return (*out.shape, a.shape[1], *pitches)
+
+    def settled(self, out: Tensor, a: Tensor, b: Tensor) -> Fire:
+        """The launch by addresses, for operands that lie as these do."""
+        kernel, device = self.kernel, out.get_device()
+        m, n, k, pitch_out, pitch_a, pitch_b = self.numbers(out, a, b)
+
+        def fire(addresses: list[int], scalars: tuple[Any, ...]) -> None:
+            at, at_a, at_b = addresses
+            alpha, beta = scalars
+            kernel(at, at_a, at_b, m, n, k, pitch_out, pitch_a, pitch_b, alpha, beta, current_stream(device))
+
+        return fire
 
     def __call__(self, out: Tensor, a: Tensor, b: Tensor, c: None, bias: None, alpha: float, beta: float) -> None:
         stream = current_stream(out.get_device())

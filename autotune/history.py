@@ -1,0 +1,137 @@
+"""One task's rows in the database: earlier attempts, and how an outcome becomes a trial.
+
+Every attempt is stored as soon as it is known, so a killed run loses only the attempt in flight. This module
+translates between a search's objects (configs, facts, samples, failures) and :class:`~cutekernels.db.store.Trial`;
+the decisions are made in ``search.py`` and ``predict.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from cutekernels.backends import Facts
+from cutekernels.db.store import Environment, Gpu, Store, Trial
+from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.gpu import GpuSpec
+from cutekernels.isolate import ChildFailure, ChildTimeout, RemoteError, StartFailed
+from cutekernels.measure import Ratio, Samples
+from cutekernels.op import Config, Op, Problem
+
+ATTEMPTS = ("ok", "compile_error", "wrong_result", "crashed", "timeout", "pruned")
+"""Statuses that count against a task's budget; ``invalid`` costs nothing."""
+
+_REMOTE_STATUS = {"CompileError": "compile_error", "InvalidConfig": "invalid", "WrongResult": "wrong_result"}
+
+
+class TaskHistory:
+    """Trials of one (gpu, op, revision, problem): earlier ones, and those this run adds."""
+
+    def __init__(
+        self, store: Store, op: Op[Any, Any], problem: Problem, gpu: GpuSpec, environment: Environment, origin: str
+    ) -> None:
+        self.op, self.problem, self.gpu, self.origin = op, problem, gpu, origin
+        self._store = store
+        self._gpu_row = Gpu(
+            gpu.name, gpu.target, gpu.sm_count, gpu.smem_per_block_bytes, gpu.l2_bytes, gpu.memory_bytes
+        )
+        self._environment = environment
+        self._key: dict[str, Any] = {"gpu": gpu.name, "op": op.name, "revision": op.revision, "problem": str(problem)}
+
+    # -- reading
+
+    def earlier(self) -> list[Trial]:
+        """Rows of this task and origin that are stored already, oldest first."""
+        return self._store.trials(**self._key, origin=self.origin)
+
+    def winner(self) -> Trial | None:
+        winners = self._store.winners(**self._key)
+        return winners[0] if winners else None
+
+    def config_of(self, trial: Trial) -> Config | None:
+        """The trial's config, or None where the op's current declaration cannot parse it."""
+        try:
+            config: Config = self.op.Config.parse(trial.config)
+        except InvalidConfig:
+            return None
+        return config
+
+    def seeds(self, neighbours: int = 3) -> list[Config]:
+        """Winning configs to try first: this task's, then those of the nearest problems with the same static fields."""
+        found: list[tuple[float, str, Trial]] = []
+        for trial in self._store.winners(gpu=self.gpu.name, op=self.op.name, revision=self.op.revision):
+            try:
+                other = self.op.Problem.parse(trial.problem)
+            except UnsupportedProblem:
+                continue  # stored before a field changed
+            if other.static() == self.problem.static():
+                found.append((_log_distance(self.problem, other), trial.problem, trial))
+        found.sort(key=lambda row: row[:2])
+        configs = [self.config_of(trial) for _, _, trial in found[: neighbours + 1]]
+        return [c for c in configs if c is not None]
+
+    # -- writing
+
+    def row(
+        self,
+        config: Config,
+        status: str,
+        *,
+        facts: Facts | None = None,
+        samples: Samples | None = None,
+        ratio: Ratio | None = None,
+        estimate_us: float | None = None,
+        error: float | None = None,
+        message: str = "",
+    ) -> Trial:
+        """One attempt as a trial, not yet recorded."""
+        return Trial.new(
+            gpu=self._gpu_row,
+            environment=self._environment,
+            op=self.op.name,
+            revision=self.op.revision,
+            problem=str(self.problem),
+            config=str(config),
+            origin=self.origin,
+            status=status,
+            median_us=samples.median if samples else estimate_us,
+            p20_us=samples.p20 if samples else None,
+            p80_us=samples.p80 if samples else None,
+            samples=len(samples.us) if samples else None,
+            ratio=ratio.value if ratio else None,
+            ratio_low=ratio.low if ratio else None,
+            ratio_high=ratio.high if ratio else None,
+            error=error,
+            registers=facts.registers if facts else None,
+            stack_bytes=facts.stack_bytes if facts else None,
+            smem_bytes=facts.smem_bytes if facts else None,
+            message=message,
+        )
+
+    def record(self, trials: Iterable[Trial]) -> None:
+        """Store rows in one transaction."""
+        self._store.record(trials)
+
+    def crown(self, trial: Trial) -> bool:
+        """Make ``trial`` the task's winner; False where a measured winner keeps its place over a predicted one."""
+        return self._store.crown(trial.id)
+
+
+def status_of(failure: ChildFailure, *, compiling: bool) -> str:
+    """The trial status for a failed request, by which process failed and how.
+
+    Raises:
+        StartFailed: no process could be started; that is no result about the config, so no row is written.
+    """
+    if isinstance(failure, StartFailed):
+        raise failure
+    if isinstance(failure, RemoteError) and failure.type_name in _REMOTE_STATUS:
+        return _REMOTE_STATUS[failure.type_name]
+    if compiling:
+        return "compile_error"
+    return "timeout" if isinstance(failure, ChildTimeout) else "crashed"
+
+
+def _log_distance(a: Problem, b: Problem) -> float:
+    return sum(abs(math.log2(max(x, 1)) - math.log2(max(y, 1))) for x, y in zip(a.extents(), b.extents(), strict=True))
