@@ -65,7 +65,7 @@ def test_decoding_gives_what_attention_over_everything_does(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sequences_of_their_own_lengths(kind: str) -> None:
-    """Filled one by one, and moved on by some only; without angles nothing turns."""
+    """Sequences are filled one by one, and some of them advanced; without angles no row is rotated."""
     cache = made(kind)
     q, k, v = tokens(40)
     for b, length in enumerate((7, 0, 33)):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,26 +20,17 @@ from cutekernels.ops.attention.decode import PAGE_SIZES
 from cutekernels.ops.kv_append.api import kv_append
 from cutekernels.ops.kv_append.op import KV_APPEND, LENGTHS, LOST, KvAppendConfig, KvAppendProblem
 from cutekernels.ops.shared import tensor_op
-from tests.interpreted import H200, replies
+from tests.interpreted import H200, kernel_tests
 from tests.kv_append import cases as kv_append_cases
 from tests.kv_append.cases import CASES, PLANTED, judge, posed, right
 from tests.rope.cases import table
 
-
-@pytest.fixture(scope="session")
-def interpreted() -> dict[str, dict[str, Any]]:
-    """What the child says of every case."""
-    cases = {**CASES, **PLANTED}
-    assert len(cases) == len(CASES) + len(PLANTED)
-    return dict(zip(cases, replies(kv_append_cases.__file__, list(cases.values())), strict=True))
-
-
 # ---- the kernel, interpreted ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_kernel_numerics(interpreted: dict[str, dict[str, Any]], case: str) -> None:
-    assert right(interpreted[case]), interpreted[case]
+interpreted, test_kernel_numerics, test_a_planted_bug_is_caught = kernel_tests(
+    kv_append_cases.__file__, CASES, PLANTED, correct=right
+)
 
 
 def test_every_static_field_was_among_the_cases(interpreted: dict[str, dict[str, Any]]) -> None:
@@ -49,11 +38,6 @@ def test_every_static_field_was_among_the_cases(interpreted: dict[str, dict[str,
     for name in (n for n, f in KvAppendProblem.__dataclass_fields__.items() if "values" in f.metadata):
         seen = {getattr(p, name) for p in problems}
         assert len(seen) == len(KvAppendProblem.__dataclass_fields__[name].metadata["values"]), name
-
-
-@pytest.mark.parametrize("bug", PLANTED)
-def test_a_planted_bug_is_caught(interpreted: dict[str, dict[str, Any]], bug: str) -> None:
-    assert not right(interpreted[bug]), interpreted[bug]
 
 
 # ---- the declaration ------------------------------------------------------------------------------------
@@ -179,7 +163,7 @@ def test_is_registered() -> None:
 
 
 def called(results: list[Tensor], inputs: tuple[Any, ...], how: Callable[..., None], interleaved: bool) -> None:
-    """In place, as the function works."""
+    """Calls ``how``, which has the public function's parameters, to update the results in place."""
     _, k_cache, v_cache, _ = results
     q, k, v, state, pages, counts, cos, sin = inputs
     turns = q if q.shape[2] else None
@@ -316,28 +300,8 @@ def test_traced_whole() -> None:
 # ---- the GPU's path, on CPU tensors ---------------------------------------------------------------------
 
 
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Replaces dispatch by the reference, and records the problem of every launch."""
-    seen: list[str] = []
-
-    def plan(op: Any, problem: KvAppendProblem, device: int, config: object = None) -> Any:
-        def launch(*given: Any) -> None:
-            assert op.problem(*given, interleaved=problem.interleaved) == problem
-            seen.append(str(problem))
-            op.update(given[:4], given[4:], interleaved=problem.interleaved)
-
-        return SimpleNamespace(launch=launch)
-
-    monkeypatch.setattr(tensor_op.dispatch, "plan", plan)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    tensor_op.forget()
-    yield seen
-    tensor_op.forget()
-
-
 def test_launch_poses_what_it_launches(launches: list[str]) -> None:
-    """Operands whose channels are apart come as copies; caches never do."""
+    """Operands whose channels are not contiguous are copied; caches never are."""
 
     def run(k: Any, v: Any, k_cache: Any, v_cache: Any, state: Any, **rest: Any) -> None:
         queries = k[:, :, :0] if rest["q"] is None else rest["q"]
@@ -351,7 +315,7 @@ def test_launch_poses_what_it_launches(launches: list[str]) -> None:
         copies = tuple([None if t is None else t.clone() for t in inputs])
         called(results, inputs, run, False)
         assert right(judge(before, tuple(results), copies)), kind
-    same = "batch=2 seq=5 heads_kv=2 head_dim=16 heads_q=3 rotary=16 page_size=16"
+    same = "kv_append batch=2 seq=5 heads_kv=2 head_dim=16 heads_q=3 rotary=16 page_size=16"
     assert launches == [same, same, same, f"{same} align=2"]
 
 

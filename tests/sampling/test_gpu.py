@@ -34,7 +34,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def right(out: Tensor, logits: Tensor, **given: float | Tensor) -> bool:
-    """Kept as on the CPU, to the token; values to one rounding."""
+    """The same tokens are kept as on the CPU; values differ by one rounding at most."""
     there = {n: v.cpu() if isinstance(v, Tensor) else v for n, v in given.items()}
     expected = sample_filter(logits.cpu(), **there)  # type: ignore[arg-type]
     return verify.error_ratio(out.cpu(), expected) <= 1

@@ -12,12 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.host_cost import host_cost
-
 pytest.importorskip("triton")
 
 import cutekernels as ck
-from cutekernels import gpu
 from cutekernels.backends import triton as backend
 from cutekernels.backends.triton import Recipe, TritonKernel
 from cutekernels.errors import UnsupportedProblem
@@ -25,6 +22,8 @@ from cutekernels.ops.activations.op import GELU_MUL, SILU_MUL
 from cutekernels.ops.norms.op import LAYER_NORM
 from cutekernels.ops.shared import call_cache, tensor_op
 from cutekernels.ops.shared.tensor_op import Launch
+from tests.gpu_path import H200, launching
+from tests.host_cost import host_cost
 
 BF16 = torch.bfloat16
 
@@ -48,21 +47,11 @@ class Kernel:
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
+def kernel() -> Iterator[Kernel]:
     """Every plan's kernel; the device is that of CPU tensors."""
     made = Kernel()
-
-    def plan(op: Any, problem: Any, device: int, config: object = None) -> Any:
-        config = op.default(problem, SimpleNamespace(sm_count=132, max_warps=64))
-        return SimpleNamespace(launch=op.bind(problem, config, made))
-
-    monkeypatch.setattr(tensor_op.dispatch, "plan", plan)
-    monkeypatch.setattr(call_cache, "_current_device", lambda: -1)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    tensor_op.forget()
-    yield made
-    tensor_op.forget()
+    with launching(lambda op, problem: op.bind(problem, op.default(problem, H200), made)):
+        yield made
 
 
 def run(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
@@ -159,12 +148,6 @@ def test_absent_operands_are_part_of_a_call(
 ) -> None:
     """A weight alone and a bias alone look alike to a guard."""
     x, vector = torch.randn(4, 32, dtype=BF16), torch.randn(32, dtype=BF16)
-    spec = gpu.lookup("h200")
-    monkeypatch.setattr(
-        tensor_op.dispatch,
-        "plan",
-        lambda op, p, device, config=None: SimpleNamespace(launch=op.bind(p, op.default(p, spec), kernel)),
-    )
     for weight, bias in ((vector, None), (None, vector), (None, None), (vector, None)):
         made = len(recalled)
         for first in (True, False):
