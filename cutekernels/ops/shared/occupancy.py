@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
 
-def crowding(gpu: GpuSpec, *, ctas: int, most: int, warps: int, registers: int, smem: int) -> Iterator[str]:
+def occupancy_rules(gpu: GpuSpec, *, ctas: int, most: int, warps: int, registers: int, smem: int) -> Iterator[str]:
     """What :func:`overflows` has to say of ``ctas``; or that one more would fit, up to ``most``."""
     yield from overflows(gpu, ctas=ctas, warps=warps, registers=registers, smem=smem)
     more = overflows(gpu, ctas=ctas + 1, warps=warps, registers=registers, smem=smem)
