@@ -28,7 +28,7 @@ def at(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(synchronize=wait))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: here.stream, raising=False)
     # What there is of a real GPU's stays as it is.
-    monkeypatch.setattr(mailboxes.words, "_by_stream", {})
+    monkeypatch.setattr(mailboxes.MAILBOXES, "_by_stream", {})
     monkeypatch.setattr(mailboxes, "reserve", Reserve(4 * (1 + skinny.MOST_TOKENS), torch.int64))
     monkeypatch.setattr(per_stream, "_tickets", Reserve(1024, torch.int32))
     monkeypatch.setattr(torch, "zeros", lambda *shape, device, **options: zeros(*shape, **options))
@@ -77,10 +77,10 @@ def test_the_workspaces_of_splits_and_rows(at: SimpleNamespace) -> None:
     partials, tickets = workspace.get()
     assert (len(partials), tickets.dtype, tickets.tolist()) == (5, torch.int32, [0, 0])
     assert all(a is b for a, b in zip(workspace.get(), (partials, tickets), strict=True))
-    words = mailboxes.words.get()
+    words = mailboxes.MAILBOXES.get()
     assert (words.dtype, len(words)) == (torch.int64, 1 + skinny.MOST_TOKENS)
-    assert mailboxes.words.get() is words
+    assert mailboxes.MAILBOXES.get() is words
     at.capturing = True
-    captured: list[Any] = [workspace.get()[1] for _ in range(2)] + [mailboxes.words.get() for _ in range(2)]
+    captured: list[Any] = [workspace.get()[1] for _ in range(2)] + [mailboxes.MAILBOXES.get() for _ in range(2)]
     assert len({t.data_ptr() for t in (tickets, words, *captured)}) == 6
     assert [len(t) for t in captured] == [2, 2, len(words), len(words)]
