@@ -2,11 +2,12 @@
 #   make demo    tune, look into the database, call the winner   (with or without a GPU)
 #   make test    lint, types, tests                              (no GPU needed)
 #   make bench   every suite against its peers                   (needs a GPU)
+#   make plots   every picture of recorded rows                  (no GPU needed)
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-GPU ?= l40s# whom to prepare for where no GPU is present
+GPU ?= l40s# the GPU to predict for where none is present
 WORKERS ?= 2
 
 BIN := $(abspath $(VENV))/bin
@@ -16,7 +17,7 @@ DEMO_PROBLEM := m=4096 n=4096 k=4096
 
 export PATH := $(BIN):$(PATH)
 
-.PHONY: demo test lint format types bench install clean
+.PHONY: demo test lint format types plots bench install clean
 
 install: $(STAMP)
 
@@ -67,6 +68,9 @@ types: $(STAMP)
 format: $(STAMP)
 	ruff check --fix .
 	ruff format .
+
+plots: $(STAMP)
+	python -m bench.plots
 
 bench: $(STAMP)
 	python -m bench gemm --suite square

@@ -1,16 +1,16 @@
-"""The tuner: searches each op's configs offline, per GPU, and crowns winners in the tuned-config database.
+"""The tuner: an offline search of each op's configs per GPU, whose winners go to the tuned-config database.
 
 Where a line belongs::
 
     job.py        a job file (TOML) -> tasks: reading and checking input, nothing else
     suggest.py    which config next: seeds, Optuna's sampler, what was tried before
-    search.py     one task on a GPU that is present: compile ahead, measure, race, the final, the crown
+    search.py     one task on a GPU that is present: compile ahead, measure, race, final round, winner
     predict.py    one task for a GPU that is absent: compile the space, prune, rank by the op's model
-    ledger.py     one task's rows of the database: what was tried, how an outcome becomes a trial
+    history.py    one task's rows in the database: earlier attempts, how an outcome becomes a trial
     runtime.py    the processes behind a search: the compile pool and the measuring worker
     worker.py     what runs inside the measuring process: load, verify, time
     run.py        a whole job: ``tune()``, budgets, which path each task takes
-    report.py     what a run did, as a table, JSON or CSV
+    report.py     outcome of a run, as a table, JSON or CSV
     cli.py        ``cutekernels tune``
     jobs/         job files that come with the package
 

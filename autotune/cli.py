@@ -5,11 +5,13 @@ Exit codes: 0 all tasks have their winner, 1 a task failed or the run was interr
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+
+from cutekernels import terminal
+from cutekernels.terminal import As, Format
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -19,14 +21,6 @@ if TYPE_CHECKING:
     from cutekernels.db.store import Trial
 
 app = typer.Typer(no_args_is_help=True)
-
-
-class Format(StrEnum):
-    """How the result is printed."""
-
-    TABLE = "table"
-    JSON = "json"
-    CSV = "csv"
 
 
 @app.command("tune", no_args_is_help=True)
@@ -45,19 +39,18 @@ def command(
         int | None, typer.Option(min=1, help="Without the GPU: compile only this many, the best by the model.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Repeat what earlier runs did.")] = False,
-    format: Annotated[Format, typer.Option(help="How the result is printed.")] = Format.TABLE,
+    format: As = Format.table,
 ) -> None:
-    """Tune a job's problems for one GPU and crown the winners in the database.
+    """Tune a job's problems for one GPU and store the winners in the database.
 
     Where the GPU is present, candidates are measured on it. Where it is not, they are compiled, ranked by a model
-    and stored as predicted. Interrupted runs go on when started again.
+    and stored as predicted. An interrupted run resumes when started again.
     """
     from cutekernels.autotune.run import tune
     from cutekernels.errors import CuteKernelsError, JobError, UnknownGpu
 
-    talk = Console(stderr=True)
     try:
-        with _Progress(talk) as progress:
+        with _Progress(Console(stderr=True)) as progress:
             report = tune(
                 job,
                 gpu,
@@ -70,31 +63,22 @@ def command(
                 watcher=progress,
             )
     except (JobError, UnknownGpu) as error:
-        talk.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+        terminal.fail(str(error), code=2)
     except CuteKernelsError as error:
-        talk.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+        terminal.fail(str(error))
     except KeyboardInterrupt:
-        talk.print(
-            "interrupted; what was measured is stored, and the same command goes on from there",
-            style="yellow",
-            soft_wrap=True,
-        )
-        raise typer.Exit(1) from None
+        terminal.fail("interrupted; all measurements so far are stored, and the same command resumes the run")
     _print(report, format)
     raise typer.Exit(0 if report.ok else 1)
 
 
 def _print(report: TuneReport, format: Format) -> None:
-    if format is Format.JSON:
+    if format is Format.json:
         typer.echo(report.as_json())
-    elif format is Format.CSV:
+    elif format is Format.csv:
         typer.echo(report.as_csv(), nl=False)
     else:
-        console = Console()
-        # A pipe has no width: leave room for a row.
-        (console if console.is_terminal else Console(width=160)).print(report.as_table())
+        terminal.show(report.as_table())
 
 
 class _Progress:

@@ -1,8 +1,8 @@
-"""A job file says what to tune: TOML in, a tuple of :class:`Task` out.
+"""Job files: TOML that lists what to tune, read into a tuple of :class:`Task`.
 
 ::
 
-    name = "llama-3-8b"          # required; how reports call the job
+    name = "llama-3-8b"          # required; the name in reports
     trials = 40                  # attempts per task, the default config included; default 40
     budget_s = 900               # seconds for the whole job; default none
 
@@ -19,9 +19,9 @@
     b_major = "k"                # a single value needs no brackets
 
 A task is an op and a *bucketed* problem: problems that share a bucket are one task, and the first one's ``trials``
-counts. The file is input from outside: unknown keys, wrong types, fields and values that the op does not declare are a
-:class:`~cutekernels.errors.JobError` that names file, key, value and remedy. What belongs here is reading and
-checking; nothing is tuned.
+counts. The file is untrusted input: unknown keys, wrong types, and fields or values that the op does not declare raise
+a :class:`~cutekernels.errors.JobError` that names file, key, value and remedy. This module reads and checks;
+nothing is tuned here.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def load(job: str | Path, *, find: FindOp | None = None) -> Job:
 
 
 def parse(text: str, source: str, *, find: FindOp | None = None) -> Job:
-    """The job that ``text`` describes; ``source`` is how errors call it, ``find`` looks an op up by name."""
+    """The job that ``text`` describes; errors name ``source``, and ``find`` looks an op up by name."""
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -1,9 +1,9 @@
 """One task for a GPU that is absent: compile the valid space, prune by static facts, rank by the op's model.
 
-Needs no GPU at all: kernels are compiled for the asked target in processes that may abort, which costs that candidate
-only. Every candidate becomes a row of origin ``predicted``: ``ok`` with the model's estimate as its time, ``pruned`` or
-``compile_error``. The best is crowned as predicted, which never displaces a measured winner. An interrupted run goes
-on where it stopped, best estimates first.
+No GPU is needed: kernels are compiled for the requested target in child processes, whose abort costs only that
+candidate. Every candidate becomes a row of origin ``predicted``: ``ok`` with the model's estimate as its time,
+``pruned`` or ``compile_error``. The best becomes the predicted winner, which never displaces a measured one. An
+interrupted run resumes where it stopped, best estimates first.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field
 from itertools import islice
 
+from cutekernels.autotune.history import TaskHistory, status_of
 from cutekernels.autotune.job import Task
-from cutekernels.autotune.ledger import Ledger, status_of
 from cutekernels.autotune.report import TaskReport
 from cutekernels.autotune.runtime import Runtime
 from cutekernels.autotune.search import OnTrial, prune_reason
@@ -26,13 +26,13 @@ from cutekernels.gpu import GpuSpec
 from cutekernels.isolate import ChildFailure
 from cutekernels.op import Config
 
-_FLUSH_S = 1.0  # rows are stored at least this often; a transaction each would cost as much as a compile
-_AHEAD = 4  # compiles queued per process: enough to keep them busy, few enough that a budget ends the run promptly
+_FLUSH_S = 1.0  # seconds between stores; one transaction per row would cost as much as a compile
+_AHEAD = 4  # compiles queued per process: keeps them busy, yet a spent budget ends the run promptly
 
 
 @dataclass
 class Prediction:
-    """The prediction of one task. :meth:`run` is the whole of it.
+    """The prediction of one task; :meth:`run` does all of it.
 
     Args:
         limit: compile only this many, the best by the model; None for the whole valid space.
@@ -42,7 +42,7 @@ class Prediction:
 
     task: Task
     gpu: GpuSpec
-    ledger: Ledger
+    history: TaskHistory
     runtime: Runtime
     limit: int | None = None
     deadline: float | None = None
@@ -56,12 +56,12 @@ class Prediction:
     _default: Config | None = None
 
     def run(self) -> TaskReport:
-        """Compiles, ranks, crowns and reports. Rows are written on the way."""
+        """Compile, rank, store the winner and report. Rows are written on the way."""
         op, problem = self.task.op, self.task.problem
         begin = self._stored_at = self.clock()
         default = self._default = op.check(problem, op.default(problem, self.gpu), self.gpu)
         estimates = {c: op.estimate_us(problem, c, self.gpu) for c in op.valid(problem, self.gpu)}
-        # Among equals the default: a prediction that is no better than it has no reason to replace it.
+        # The default comes first among equals: a prediction that is no better must not replace it.
         ranked = sorted(estimates, key=lambda c: (estimates[c], c != default, str(c)))[: self.limit]
         if not self.force:
             self._rows = self._remembered()
@@ -73,11 +73,11 @@ class Prediction:
             self._flush()
         late = any(c not in self._rows for c in ranked)
         fine = [c for c in ranked if c in self._rows and self._rows[c].status == "ok"]
-        winner = self.ledger.winner()
+        winner = self.history.winner()
         message = ""
         if fine and (todo or winner is None):
             best = self._rows[fine[0]]
-            if self.ledger.crown(best):
+            if self.history.crown(best):
                 winner = best
             else:
                 message = "a measured winner stays"
@@ -97,11 +97,11 @@ class Prediction:
         )
 
     def _remembered(self) -> dict[Config, Trial]:
-        rows = ((self.ledger.config_of(trial), trial) for trial in self.ledger.history())
+        rows = ((self.history.config_of(trial), trial) for trial in self.history.earlier())
         return {config: trial for config, trial in rows if config is not None}
 
     def _compile_all(self, todo: list[Config], estimates: dict[Config, float], wanted: int) -> None:
-        """Compiles ``todo`` in order, until all are rows or time ends."""
+        """Compile ``todo`` in order, until all are rows or the deadline passes."""
         waiting = iter(todo)
         compiling: dict[Future[Facts], Config] = {}
         try:
@@ -125,11 +125,11 @@ class Prediction:
         try:
             facts = future.result()
         except ChildFailure as error:
-            return self.ledger.row(config, status_of(error, compiling=True), message=str(error))
+            return self.history.row(config, status_of(error, compiling=True), message=str(error))
         reason = None if config == self._default else prune_reason(facts, self.task.op, self.gpu)
         if reason is not None:
-            return self.ledger.row(config, "pruned", facts=facts, message=reason)
-        return self.ledger.row(config, "ok", facts=facts, estimate_us=estimate_us)
+            return self.history.row(config, "pruned", facts=facts, message=reason)
+        return self.history.row(config, "ok", facts=facts, estimate_us=estimate_us)
 
     def _note(self, config: Config, trial: Trial, wanted: int) -> None:
         self._rows[config] = trial
@@ -141,7 +141,7 @@ class Prediction:
 
     def _flush(self) -> None:
         if self._unstored:
-            self.ledger.record(self._unstored)
+            self.history.record(self._unstored)
             self._unstored = []
         self._stored_at = self.clock()
 

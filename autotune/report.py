@@ -1,17 +1,12 @@
-"""What a run did: one line per task, as a table, JSON or CSV.
-
-Data goes to stdout and nothing else does. What belongs here is presentation; the numbers come from the trials.
-"""
+"""The outcome of a run: one line per task, as a table, JSON or CSV. The numbers come from the trials."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from cutekernels import terminal
 from cutekernels.db.store import Trial
 
 if TYPE_CHECKING:
@@ -34,7 +29,7 @@ class TaskReport:
         state: a key of :data:`STATES`.
         winner: the crowned trial, if there is one.
         default: the default config's text, to tell whether the winner is it.
-        attempts: rows this run wrote, by status; configs that a rule refused count as ``invalid``.
+        attempts: number of rows this run wrote, by status; configs that a rule refused count as ``invalid``.
         resumed: attempts of earlier runs that this one did not repeat.
     """
 
@@ -95,7 +90,7 @@ class TuneReport:
         return sum(task.measured for task in self.tasks)
 
     def as_json(self) -> str:
-        return json.dumps(
+        return terminal.as_json(
             {
                 "job": self.job,
                 "gpu": self.gpu,
@@ -103,17 +98,11 @@ class TuneReport:
                 "seconds": round(self.seconds, 2),
                 "measured": self.measured,
                 "tasks": [task.as_row() for task in self.tasks],
-            },
-            indent=2,
+            }
         )
 
     def as_csv(self) -> str:
-        out = io.StringIO()
-        rows = [{**task.as_row(), "attempts": counts(task.attempts)} for task in self.tasks]
-        writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        return out.getvalue()
+        return terminal.as_csv([{**task.as_row(), "attempts": counts(task.attempts)} for task in self.tasks])
 
     def as_table(self) -> Table:
         from rich.markup import escape
@@ -138,7 +127,7 @@ class TuneReport:
         return table
 
     def headline(self) -> str:
-        """One sentence: what was asked, what was done."""
+        """One sentence: the request and what was done."""
         verb = "measured" if self.origin == "measured" else "predicted (no such GPU here)"
         done = f"{self.measured} attempts" if self.measured else "nothing measured, all of it resumed"
         return f"{self.job} on {self.gpu}, {verb}: {len(self.tasks)} tasks, {done}, {self.seconds:.0f} s"

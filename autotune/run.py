@@ -1,4 +1,4 @@
-"""A whole job: ``tune()``. Which path its tasks take, how the time budget is shared, and the processes around it."""
+"""``tune()``: a whole job. Tasks are measured or predicted, and share the time budget and the processes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Protocol
 
 from cutekernels import environment
 from cutekernels import gpu as gpus
+from cutekernels.autotune.history import TaskHistory
 from cutekernels.autotune.job import Job, Task, load
-from cutekernels.autotune.ledger import Ledger
 from cutekernels.autotune.predict import Prediction
 from cutekernels.autotune.report import TaskReport, TuneReport
 from cutekernels.autotune.runtime import LocalRuntime, Runtime
@@ -21,7 +21,7 @@ from cutekernels.db.store import Environment, Store, Trial
 
 
 class Watcher(Protocol):
-    """What a run tells while it goes; the command line draws it."""
+    """Progress callbacks of a run; the command line draws them."""
 
     def begin(self, task: Task, number: int, of: int) -> None: ...
 
@@ -31,7 +31,7 @@ class Watcher(Protocol):
 
 
 class Silent:
-    """A watcher that draws nothing."""
+    """A watcher that ignores progress."""
 
     def begin(self, task: Task, number: int, of: int) -> None:
         pass
@@ -57,10 +57,10 @@ def tune(
     runtime: Runtime | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TuneReport:
-    """Tunes every task of ``job`` for ``gpu`` and crowns winners in the database.
+    """Tune every task of ``job`` for ``gpu`` and store the winners in the database.
 
     Where a GPU of that kind is present, candidates are measured on it; where none is, they are compiled, ranked by
-    the ops' models and stored as predicted. Stopped at any moment (Ctrl-C, a kill), the next call goes on.
+    the ops' models and stored as predicted. After an interruption (Ctrl-C, a kill) the next call resumes.
 
     Args:
         job: a path, the name of a bundled job, or a :class:`~cutekernels.autotune.job.Job`.
@@ -93,13 +93,15 @@ def tune(
             now = clock()
             deadline = None if end is None else now + max(0.0, end - now) / (len(loaded.tasks) - number + 1)
             origin = "measured" if measured else "predicted"
-            ledger = Ledger(store, task.op, task.problem, spec, versions, origin)
+            history = TaskHistory(store, task.op, task.problem, spec, versions, origin)
             watch.begin(task, number, len(loaded.tasks))
             if measured:
-                report = Search(task, spec, ledger, processes, deadline, force, on_trial=watch.trial, clock=clock).run()
+                report = Search(
+                    task, spec, history, processes, deadline, force, on_trial=watch.trial, clock=clock
+                ).run()
             else:
                 report = Prediction(
-                    task, spec, ledger, processes, limit, deadline, force, on_trial=watch.trial, clock=clock
+                    task, spec, history, processes, limit, deadline, force, on_trial=watch.trial, clock=clock
                 ).run()
             watch.end(report)
             reports.append(report)

@@ -1,8 +1,7 @@
 """The processes behind a search: a pool of compilers that see no GPU, and one worker that measures on it.
 
-A search talks to :class:`Runtime`, a protocol of four verbs; :class:`LocalRuntime` is the one that starts processes.
-Deadlines live here: a compile, the first request of a problem (inputs, reference, a cold CUDA context) and a
-measurement each have their own.
+A search uses :class:`Runtime`, a protocol of four methods; :class:`LocalRuntime` implements it with processes. A
+compile, the first request of a problem (inputs, reference, a cold CUDA context) and a measurement each have a deadline.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MEASURE_DEADLINE_S = 30.0
 
 @dataclass(frozen=True)
 class Prepare:
-    """Make the inputs and the reference of a problem."""
+    """Request: make the inputs and the reference of a problem."""
 
     op: str
     problem: str
@@ -35,7 +34,7 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Measure:
-    """Verify ``configs`` and time those that are right, interleaved. ``race``: leader, contenders (``measure.py``)."""
+    """Request: verify ``configs``, time the correct ones interleaved. ``race``: leader, contenders (``measure.py``)."""
 
     prepare: Prepare
     configs: tuple[str, ...]
@@ -47,7 +46,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one config. ``error`` over 1 means a wrong result, which was not timed or does not count."""
+    """The result for one config. ``error`` over 1 means a wrong result, whose times are missing or do not count."""
 
     error: float
     us: tuple[float, ...] = ()
@@ -58,25 +57,25 @@ class Outcome:
 
 
 class Runtime(Protocol):
-    """What a search needs of the machine."""
+    """The compile and measurement services that a search uses."""
 
     width: int
-    """Compiles that run at once."""
+    """Compiles that run in parallel."""
 
     def compile(self, op: Op[Any, Any], problem: Problem, config: Config, gpu: GpuSpec) -> Future[Facts]:
         """Starts a compile; the future holds its facts or a :class:`~cutekernels.isolate.ChildFailure`."""
         ...
 
     def prepare(self, request: Prepare) -> None:
-        """Readies the worker for a problem ahead of time; :meth:`measure` does it where nobody did."""
+        """Prepare the worker for a problem ahead of time; otherwise :meth:`measure` does it."""
         ...
 
     def measure(self, request: Measure) -> dict[str, Outcome]:
-        """Outcomes by config. Raises :class:`~cutekernels.isolate.ChildFailure`; the next request works again."""
+        """Outcomes by config. Raises :class:`~cutekernels.isolate.ChildFailure`; later requests get a new process."""
         ...
 
     def refresh(self) -> None:
-        """The next measurement runs in a fresh process."""
+        """Kill the worker, so that the next measurement runs in a fresh process."""
         ...
 
 
@@ -85,7 +84,7 @@ class LocalRuntime:
 
     def __init__(self, jobs: int) -> None:
         self.width = jobs
-        # Blind, so that hundreds of megabytes of CUDA context are not made once per compiler.
+        # No visible GPU: otherwise each compiler would make a CUDA context of hundreds of megabytes.
         self._pool = Pool(COMPILE_TARGET, jobs, env={"CUDA_VISIBLE_DEVICES": ""})
         self._worker = Child(WORKER_TARGET)
         self._prepared: tuple[int | None, object] | None = None
@@ -107,7 +106,7 @@ class LocalRuntime:
         self._worker.kill()
 
     def close(self) -> None:
-        """Ends all processes; compiles not yet begun are dropped."""
+        """End all processes; compiles not yet begun are dropped."""
         self._pool.close()
         self._worker.close()
 
@@ -119,9 +118,9 @@ class LocalRuntime:
 
 
 def compile_candidate(request: tuple[str, str, str, GpuSpec]) -> Facts:
-    """Inside a compiler process: makes sure the kernel's object is in the disk cache.
+    """Inside a compiler process: put the kernel's object into the disk cache, unless it is there.
 
-    The GPU travels whole: one that is not in the table was described by the process that sees it.
+    The request holds the whole GpuSpec: this process sees no GPU, and a GPU may be missing from the table.
     """
     from cutekernels import compile as compiler
     from cutekernels.ops import registry

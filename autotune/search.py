@@ -1,17 +1,17 @@
-"""One task on a GPU that is present: ask, compile ahead, measure, race, the final, the crown.
+"""One task on a GPU that is present: suggest, compile ahead, measure, race, final round, winner.
 
-The coordinator below is one thread. It keeps a few candidates compiling while the GPU measures, one at
-a time, whatever is ready::
+The coordinator is one thread. It keeps a few candidates compiling while the GPU measures those that are ready, one
+at a time::
 
     suggest -> why_not -> compile pool -> static facts -> worker: verify, time beside default and incumbent -> row
 
 ``why_not`` and the static facts cost no GPU time; only attempts that reached the compiler count against ``trials``.
-Earlier rows of the same (gpu, op, revision, problem) are attempts too: they teach the sampler and are never repeated.
+Earlier rows of the same (gpu, op, revision, problem) are attempts too: the sampler observes them, none is repeated.
 
-The final measures the three best and the default again, together, in a fresh process with fresh inputs. A winner must
-beat the default there with its whole confidence interval; otherwise the default is crowned. Among those that do,
-configs not told apart from the fastest (their head-to-head interval holds 1) are equal, and the first in the order of
-their texts wins, so that two runs crown one winner.
+The final round measures the three best and the default again, together, in a fresh process with fresh inputs. A winner
+must beat the default there with its whole confidence interval; otherwise the default wins. Configs that cannot be told
+apart from the fastest (their head-to-head interval holds 1) are equal, and the first in text order wins, so that two
+runs choose the same winner.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
+from cutekernels.autotune.history import ATTEMPTS, TaskHistory, status_of
 from cutekernels.autotune.job import Task
-from cutekernels.autotune.ledger import ATTEMPTS, Ledger, status_of
 from cutekernels.autotune.report import TaskReport
 from cutekernels.autotune.runtime import Measure, Outcome, Prepare, Runtime
 from cutekernels.autotune.suggest import Suggester
@@ -39,17 +39,17 @@ from cutekernels.measure import Samples
 from cutekernels.op import Config, Op
 
 FINALISTS = 3
-MODEL_SEEDS = 8  # the op's own model is right often enough to be asked first
-AHEAD = 8  # candidates in the compile pool: enough to keep the GPU busy, few enough for the sampler to learn in time
+MODEL_SEEDS = 8  # the best configs by the op's own model are tried first
+AHEAD = 8  # candidates in the compile pool: keeps the GPU busy, yet the sampler learns before choosing more
 RACE_ROUNDS, RACE_BUDGET_US = 20, 150_000.0
 FINAL_ROUNDS, FINAL_BUDGET_US = 60, 2_000_000.0
-FINAL_REST_S = 0.005  # at full clock: under power throttling large products all take the same time
+FINAL_REST_S = 0.005  # idle before each sample, for full clock: throttled, all large products take the same time
 
 OnTrial = Callable[[Trial, int, int], None]  # a row just written, attempts so far, attempts wanted
 
 
 def prune_reason(facts: Facts, op: Op[Any, Any], gpu: GpuSpec) -> str | None:
-    """Why a compiled candidate is not worth running, from the compiler's facts alone; None where it is."""
+    """The reason not to run a compiled candidate, from the compiler's facts alone; None where there is none."""
     if facts.smem_bytes > gpu.smem_per_block_bytes:
         return f"{facts.smem_bytes} B of shared memory, {gpu.name} has {gpu.smem_per_block_bytes} per block"
     if facts.stack_bytes > op.most_stack_bytes:
@@ -59,7 +59,7 @@ def prune_reason(facts: Facts, op: Op[Any, Any], gpu: GpuSpec) -> str | None:
 
 @dataclass
 class Search:
-    """The search of one task. :meth:`run` is the whole of it.
+    """The search of one task; :meth:`run` does all of it.
 
     Args:
         deadline: on ``clock``; after it nothing new is measured, and the final decides among what there is.
@@ -68,7 +68,7 @@ class Search:
 
     task: Task
     gpu: GpuSpec
-    ledger: Ledger
+    history: TaskHistory
     runtime: Runtime
     deadline: float | None = None
     force: bool = False
@@ -80,7 +80,7 @@ class Search:
     _default: Config = field(init=False)
 
     def run(self) -> TaskReport:
-        """Searches, crowns and reports. Rows are written on the way."""
+        """Search, store the winner and report. Rows are written on the way."""
         op, problem = self.task.op, self.task.problem
         begin = self.clock()
         self._default = op.check(problem, op.default(problem, self.gpu), self.gpu)
@@ -89,7 +89,7 @@ class Search:
         resumed = len(self._known)
         message = ""
         suggester = self._suggester()
-        winner = self.ledger.winner()
+        winner = self.history.winner()
         crowned = winner is not None and winner.origin == "measured" and not self.force
         if crowned and (self._spent() >= self.task.trials or not suggester.untried):
             state = "done"
@@ -100,7 +100,7 @@ class Search:
                 state = "tuned" if self._explore(suggester) else "unfinished"
                 winner = self._final()
             except _DefaultFailed as error:
-                state, winner, message = "failed", self.ledger.winner(), str(error)
+                state, winner, message = "failed", self.history.winner(), str(error)
         return TaskReport(
             op=op.name,
             problem=str(problem),
@@ -116,21 +116,21 @@ class Search:
     # -- before the first measurement
 
     def _remembered(self) -> dict[Config, Trial]:
-        """Earlier attempts by config; of several rows the latest holds: the final may have unmasked a candidate."""
+        """Earlier attempts by config. The latest row counts: the final round may have rejected a candidate."""
         known: dict[Config, Trial] = {}
-        for trial in self.ledger.history():
-            config = self.ledger.config_of(trial)
+        for trial in self.history.earlier():
+            config = self.history.config_of(trial)
             if config is not None and trial.status in ATTEMPTS:
                 known[config] = trial
         if self._default in known and known[self._default].status != "ok":
-            del known[self._default]  # without its time there is nothing to compare with: measured again
+            del known[self._default]  # its time is the baseline of all ratios: measure it again
         return known
 
     def _suggester(self) -> Suggester:
         op, problem = self.task.op, self.task.problem
         valid = list(op.valid(problem, self.gpu))
         by_model = sorted(valid, key=lambda c: (op.estimate_us(problem, c, self.gpu), str(c)))[:MODEL_SEEDS]
-        seeds = [self._default, *self.ledger.seeds(), *by_model]
+        seeds = [self._default, *self.history.seeds(), *by_model]
         suggester = Suggester(op.Config, valid, seeds, self.seed)
         for config, trial in self._known.items():
             suggester.observe(config, _value(trial))
@@ -139,7 +139,7 @@ class Search:
     # -- the search
 
     def _explore(self, suggester: Suggester) -> bool:
-        """Attempts candidates until enough or none are left. False where time ended first."""
+        """Try candidates until there are enough attempts or none is left. False where the deadline came first."""
         compiling: dict[Future[Facts], Config] = {}
         try:
             if self._default not in self._known:
@@ -162,7 +162,7 @@ class Search:
             config = suggester.next()
             for refused in suggester.take_refused():
                 reason = self.task.op.why_not(self.task.problem, refused, self.gpu)
-                self._note(self.ledger.row(refused, "invalid", message=reason or ""))
+                self._note(self.history.row(refused, "invalid", message=reason or ""))
             if config is None:
                 return
             compiling[self._compile(config)] = config
@@ -179,7 +179,7 @@ class Search:
         assert first == self._default
         future = self._compile(self._default)
         self._fill(suggester, compiling)
-        with contextlib.suppress(ChildFailure):  # measuring the default meets it again, and makes it a row
+        with contextlib.suppress(ChildFailure):  # a repeated failure becomes the row of the default's measurement
             self.runtime.prepare(self._prepare(0))  # inputs and reference, while the pool compiles
         self._attempt(self._default, future, suggester)
         trial = self._known[self._default]
@@ -198,10 +198,10 @@ class Search:
         try:
             facts = future.result()
         except ChildFailure as error:
-            return self.ledger.row(config, status_of(error, compiling=True), message=str(error))
+            return self.history.row(config, status_of(error, compiling=True), message=str(error))
         reason = None if is_default else prune_reason(facts, self.task.op, self.gpu)
         if reason is not None:
-            return self.ledger.row(config, "pruned", facts=facts, message=reason)
+            return self.history.row(config, "pruned", facts=facts, message=reason)
         incumbent = self._incumbent()
         rivals = dict.fromkeys([self._default, incumbent, config])
         request = Measure(
@@ -214,36 +214,36 @@ class Search:
         try:
             outcomes = self.runtime.measure(request)
         except ChildFailure as error:
-            return self.ledger.row(config, status_of(error, compiling=False), facts=facts, message=str(error))
+            return self.history.row(config, status_of(error, compiling=False), facts=facts, message=str(error))
         return self._judge(config, outcomes, facts)
 
     def _judge(self, config: Config, outcomes: dict[str, Outcome], facts: Facts | None) -> Trial:
-        """The row of one config out of a measurement that held the default too."""
+        """The row of one config, from a measurement that included the default."""
         mine, base = outcomes[str(config)], outcomes[str(self._default)]
         if not mine.right:
             message = f"error {mine.error:.3g} times the tolerance"
-            return self.ledger.row(config, "wrong_result", facts=facts, error=mine.error, message=message)
+            return self.history.row(config, "wrong_result", facts=facts, error=mine.error, message=message)
         if not base.right:
             raise _DefaultFailed(f"the default config [{self._default}] was wrong: error {base.error:.3g}")
         samples = Samples(mine.us)
         ratio = samples.ratio(Samples(base.us))
-        return self.ledger.row(config, "ok", facts=facts, samples=samples, ratio=ratio, error=mine.error)
+        return self.history.row(config, "ok", facts=facts, samples=samples, ratio=ratio, error=mine.error)
 
     def _incumbent(self) -> Config:
         return self._best(1)[0] if self._best(1) else self._default
 
     def _best(self, count: int) -> list[Config]:
-        """The fastest so far by ratio to the default: absolute times of different hours do not compare."""
+        """The fastest so far by ratio to the default; absolute times of different hours are not comparable."""
         ok = [(_value(trial), str(c), c) for c, trial in self._known.items() if trial.status == "ok"]
         return [c for value, _, c in sorted((v, t, c) for v, t, c in ok if v is not None)][:count]
 
-    # -- the final
+    # -- the final round
 
     def _final(self) -> Trial:
-        """Measures the finalists beside the default, records and crowns."""
+        """Measure the finalists beside the default, record them and store the winner."""
         challengers = [c for c in self._best(FINALISTS + 1) if c != self._default][:FINALISTS]
         outcomes = self._measure_final(challengers)
-        if outcomes is None:  # one of them brought the process down: which one, and what do the others say
+        if outcomes is None:  # one of them killed the process: try each alone, then the others together
             alone = [c for c in challengers if self._measure_final([c], blame=True) is not None]
             outcomes = self._measure_final(alone) or self._measure_final([], blame=True)
         if outcomes is None:
@@ -254,11 +254,11 @@ class Search:
                 rows[config] = self._judge(config, outcomes, self._facts(config))
                 self._note(rows[config])
         champion = self._champion(rows, outcomes)
-        self.ledger.crown(rows[champion])
+        self.history.crown(rows[champion])
         return rows[champion]
 
     def _measure_final(self, challengers: list[Config], *, blame: bool = False) -> dict[str, Outcome] | None:
-        """Outcomes out of a fresh process, or None where it died; ``blame`` records that as the last config's."""
+        """Outcomes from a fresh process, or None where it died; ``blame`` records the death for the last config."""
         self.runtime.refresh()
         texts = tuple(map(str, [self._default, *challengers]))
         request = Measure(self._prepare(1), texts, rounds=FINAL_ROUNDS, budget_us=FINAL_BUDGET_US, rest_s=FINAL_REST_S)
@@ -267,7 +267,7 @@ class Search:
         except ChildFailure as error:
             if blame:
                 blamed = challengers[-1] if challengers else self._default
-                self._known[blamed] = self.ledger.row(blamed, status_of(error, compiling=False), message=str(error))
+                self._known[blamed] = self.history.row(blamed, status_of(error, compiling=False), message=str(error))
                 self._note(self._known[blamed])
             return None
 
@@ -292,13 +292,13 @@ class Search:
             return None
         return Facts(t.registers, t.stack_bytes, t.smem_bytes)
 
-    # -- small things
+    # -- requests, rows, time
 
     def _prepare(self, seed: int) -> Prepare:
         return Prepare(self.task.op.name, str(self.task.problem), self.gpu, seed)
 
     def _note(self, trial: Trial) -> None:
-        self.ledger.record([trial])
+        self.history.record([trial])
         self._attempts[trial.status] += 1
         self.on_trial(trial, min(self._spent(), self.task.trials), self.task.trials)
 
@@ -313,7 +313,7 @@ class Search:
 
 
 class _DefaultFailed(CuteKernelsError):
-    """The default config gave no time: nothing can be compared, and the op needs repair, not tuning."""
+    """The default config gave no time: there is no baseline, and the op has to be repaired before it is tuned."""
 
 
 def _value(trial: Trial) -> Any:

@@ -1,9 +1,9 @@
-"""Which config next: seeds first, then Optuna's sampler, never one that was tried, never one that breaks a rule.
+"""The next config to try: seeds first, then Optuna's sampler; never one that was tried or that breaks a rule.
 
 Optuna knows knobs, not rules: it proposes from the full product of values. A proposal that ``why_not`` refuses, or
-that was tried already, is moved to the *nearest* valid config that was not, so each call gives a fresh candidate until
-the valid space is exhausted. The study lives in memory and holds results only; earlier runs' trials are observed
-like today's, so a resumed search continues with what it had learned.
+that was tried already, is replaced by the *nearest* untried valid config, so each call gives a fresh candidate until
+the valid space is exhausted. The study lives in memory and holds results only; trials of earlier runs are observed
+like those of this one, so a resumed search keeps what it had learned.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cutekernels.op import Config, Scalar
 
 
 class Suggester:
-    """Candidates out of ``valid``, the configs that ``why_not`` accepts, in the space's fixed order.
+    """Candidates from ``valid``, the configs that ``why_not`` accepts, in the space's fixed order.
 
     Attributes:
         refused: proposals outside ``valid`` since the last :meth:`take_refused`, each once.
@@ -44,7 +44,7 @@ class Suggester:
         return len(self._untried)
 
     def observe(self, config: Config, value: float | None) -> None:
-        """A result: ``value`` is what to minimise, None for a config that gave no time."""
+        """Record a result: ``value`` is minimised; None for a config that gave no time."""
         self._untried.pop(config, None)
         state = self._optuna.trial.TrialState
         self._study.add_trial(
@@ -68,7 +68,7 @@ class Suggester:
         if not self._untried:
             return None
         trial = self._study.ask(self._spread)
-        # Told as failed at once, which the sampler ignores: what counts is the result of the config really measured.
+        # Marked as failed, which the sampler ignores: observe() adds the result of the config really measured.
         self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
         proposal = self._kind(**trial.params)
         if proposal not in self._valid:
@@ -92,7 +92,7 @@ class Suggester:
         sizes = [max(1, len(values) - 1) for values in self._space.values()]
 
         def distance(item: tuple[Config, tuple[int, ...]]) -> float:
-            # One for each knob that differs, and a little more the further its value lies along the knob's list.
+            # 1 per differing knob, plus the distance between the values in the knob's list, as a fraction.
             return sum((a != b) + abs(a - b) / size for a, b, size in zip(mine, item[1], sizes, strict=True))
 
         return min(self._untried.items(), key=distance)[0]

@@ -1,16 +1,16 @@
-"""Inside the measuring process: load a compiled config, verify it, time it. One problem at a time, one GPU.
+"""The measuring process: loads a compiled config, verifies it, times it. One problem at a time, one GPU.
 
-Runs in a spawned :class:`~cutekernels.isolate.Child`, because a wrong candidate can fault (which ruins the CUDA context
-of its whole process) or hang. Requests are ``runtime.Prepare`` and ``runtime.Measure``; both carry everything needed,
-so a fresh process answers as well as the one that died. A candidate passes three gates:
+It is a spawned :class:`~cutekernels.isolate.Child`, because a wrong candidate can hang or fault, which ruins the CUDA
+context of its process. Requests are ``runtime.Prepare`` and ``runtime.Measure``; both carry everything needed, so a
+fresh process can answer in place of one that died. A candidate passes three checks:
 
 1. its outputs are poisoned with NaN, launched into once, and compared with the op's reference (``verify.py``);
 2. it is timed, interleaved with the others of the request, over input sets that keep the L2 cold (``measure.py``);
-3. the outputs are poisoned again and one timed round is repeated and compared: a race that a single launch does not
-   show, or a launch that a graph captured wrongly, ends here.
+3. the outputs are poisoned again and one timed round is repeated and compared, which catches a data race that a single
+   launch does not show, or a launch that a graph captured wrongly.
 
-After a failure the device is asked whether it still works; where it does not, the process ends itself, and the
-parent sees a death rather than one error for each later candidate.
+After a failure the device is synchronized; where that fails too, the process exits, and the parent sees one death
+rather than an error for each later candidate.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from cutekernels.ops import registry
 from cutekernels.verify import poison, worst_error
 
 DEVICE_LOST = 70  # exit code: the CUDA context is unusable
-_MEMORY_SHARE = 0.5  # of what is free, for input sets; references and graphs need the rest
+_MEMORY_SHARE = 0.5  # share of free memory for input sets; references and graphs need the rest
 
 
 def answer(request: Prepare | Measure) -> dict[str, Outcome] | None:
-    """The process's one entry: outcomes by config for :class:`Measure`, None for :class:`Prepare`."""
+    """Entry point of the process: outcomes by config for :class:`Measure`, None for :class:`Prepare`."""
     try:
         if isinstance(request, Prepare):
             _bench(request)
@@ -66,7 +66,7 @@ def _bench(request: Prepare) -> _Bench:
 
 
 def _release() -> None:
-    """Drops the previous problem's tensors and graphs before the next one's are made."""
+    """Drop the previous problem's tensors and graphs before the next one's are made."""
     global _current
     _current = None
     gc.collect()
@@ -89,7 +89,7 @@ class _Bench:
         set_bytes = sum(t.numel() * t.element_size() for part in first for t in part if isinstance(t, torch.Tensor))
         room = int(torch.cuda.mem_get_info()[0] * _MEMORY_SHARE) // max(1, set_bytes)
         count = max(1, min(l2_rotation(set_bytes, spec.l2_bytes), room + 1))
-        # Seeds 1000 apart: the search and the final share no input set.
+        # Seeds 1000 apart: the search and the final round share no input set.
         self.sets = [first, *(self._input_set(request.seed * 1000 + i) for i in range(1, count))]
         self.expected = self.op.reference(self.problem, *first[1])
         self._rounds: dict[str, GraphRound] = {}
@@ -120,7 +120,7 @@ class _Bench:
         return {t: Outcome(self._errors[t], samples[t].us if t in samples else ()) for t in request.configs}
 
     def _load(self, text: str) -> None:
-        """Gate one: a single launch into poisoned outputs; the right ones are captured for timing."""
+        """First check: a single launch into poisoned outputs. Correct configs are captured for timing."""
         launches = self._launches(self.op.Config.parse(text))
         poison(self.sets[0][0])
         launches[0]()

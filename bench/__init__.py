@@ -1,7 +1,15 @@
-"""Benchmarks: the ops' suites beside their peers, on the GPU at hand. Not installed; run from a checkout.
+"""Benchmarks: suites of the ops, timed beside their peers on this machine's GPU. Not installed; run from a checkout.
 
-``suites.py`` says what is timed, ``baselines.py`` against whom, ``run.py`` how, ``rows.py`` what is recorded,
-``plots.py`` draws it. ``python -m bench gemm --suite square`` writes ``results/<gpu>/gemm_square.jsonl`` and a PNG.
-``stream.py`` is what memory can do. ``published.json`` holds what others published, measured by them on their GPUs;
-``published.py`` and ``python -m bench rope --published`` set the rows measured here beside it.
+Where a line belongs::
+
+    workloads/      suites, operands, truth and peers of each op, a module per family
+    suites.py       what a suite is made of
+    baselines.py    what a workload is made of, and peers that many share
+    stream.py       kernels that only load and store: the practical limit of memory
+    run.py          how a case is timed and judged
+    rows.py         what is recorded: ``results/<gpu>/<op>_<suite>.jsonl``
+    plots.py        pictures of recorded rows, and the overview
+    published.py    numbers that others published on their GPUs (``published.json``), beside rows recorded here
+    evenness.py     the largest jump in time from one more token
+    __main__.py     ``python -m bench gemm --suite square``
 """

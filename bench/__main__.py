@@ -1,14 +1,14 @@
-"""``python -m bench OP``: the command line of the benchmarks. The table goes to stdout, talk to stderr.
+"""``python -m bench OP``: the command line of the benchmarks. The table goes to stdout, messages to stderr.
 
-Exit code 0: done; 1: it could not be measured here; 2: the command was misused. Results are only ever written
-where a CUDA device measured them; ``--dry-run`` lists what would be timed, anywhere.
+Exit code 0: done; 1: it could not be measured here; 2: the command was misused. Results are written only
+where a CUDA device measured them; ``--dry-run`` lists the cases and contenders on any machine.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,7 +19,7 @@ from bench import published, workloads
 from bench.evenness import steepest
 from bench.suites import Case
 from bench.workloads import cases as cases_of
-from cutekernels import environment
+from cutekernels import environment, terminal
 from cutekernels.errors import CuteKernelsError, UnknownGpu
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 
 class Dtype(StrEnum):
-    """Of the operands."""
+    """Type of the operands."""
 
     bf16 = "bf16"
     fp16 = "fp16"
@@ -38,7 +38,7 @@ class Dtype(StrEnum):
 
 
 class Accumulate(StrEnum):
-    """What a matrix product sums in."""
+    """Type in which a matrix product accumulates."""
 
     fp32 = "fp32"
     fp16 = "fp16"
@@ -48,14 +48,16 @@ class Accumulate(StrEnum):
 def bench(
     op: Annotated[str, typer.Argument(help=f"What to time: {', '.join(workloads.OPS)}.")],
     suite: Annotated[str | None, typer.Option(help="Which of its suites; the first by default.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of the operands.")] = Dtype.bf16,
-    accumulate: Annotated[Accumulate, typer.Option(help="fp16 wants --dtype fp16.")] = Accumulate.fp32,
+    dtype: Annotated[Dtype, typer.Option(help="Type of the operands.")] = Dtype.bf16,
+    accumulate: Annotated[
+        Accumulate, typer.Option(help="Type of accumulation; fp16 needs --dtype fp16.")
+    ] = Accumulate.fp32,
     out: Annotated[Path | None, typer.Option(help="Folder of the results; default bench/results/<gpu>.")] = None,
     max_smem_kib: Annotated[int | None, typer.Option(min=1, help="Time our best within this much smem too.")] = None,
     example: Annotated[Path | None, typer.Option(help="NVIDIA's tensorop_gemm.py, from a CUTLASS checkout.")] = None,
     match: Annotated[str, typer.Option(help="Only cases with this in their label or problem.")] = "",
     alone: Annotated[bool, typer.Option("--alone", help="Ours without its peers: many cases in little time.")] = False,
-    warm: Annotated[bool, typer.Option("--warm", help="One input set, met in the L2 cache.")] = False,
+    warm: Annotated[bool, typer.Option("--warm", help="One input set, which stays in the L2 cache.")] = False,
     rest_ms: Annotated[
         float, typer.Option(min=0, help="Idle before each sample: 50 for bursts at full clock; 0 for sustained load.")
     ] = 0.0,
@@ -64,7 +66,8 @@ def bench(
     commit: Annotated[str | None, typer.Option(help="The commit under test, where .git was left behind.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cases and contenders; time nothing.")] = False,
     reproduced: Annotated[
-        bool, typer.Option("--published", help="Set recorded rows beside what others published of OP; time nothing.")
+        bool,
+        typer.Option("--published", help="Compare recorded rows with numbers others published for OP; time nothing."),
     ] = False,
 ) -> None:
     """Time an op's suite beside its peers, all contenders of a case interleaved, and record every row."""
@@ -72,23 +75,23 @@ def bench(
         _reproduced(op, suite, out, warm=warm, plots=plots)
         return
     if alone and example is not None:
-        _fail("--example adds a peer and --alone leaves them out: give one of the two", code=2)
+        terminal.fail("--example adds a peer and --alone leaves them out: give one of the two", code=2)
     try:
         suite = suite or next(iter(workloads.get(op).suites))
         cases = cases_of(op, suite, dtype=dtype, accumulate=accumulate, match=match)
         for case in cases:
             _check(case)
     except ValueError as error:
-        _fail(str(error), code=2)
+        terminal.fail(str(error), code=2)
     if not cases:
-        _fail(f"no case of {op} {suite} has {match!r} in its label or problem", code=2)
+        terminal.fail(f"no case of {op} {suite} has {match!r} in its label or problem", code=2)
     if dry_run:
         _list(cases, alone)
         return
     try:
         gpu = _gpu()
     except UnknownGpu:
-        _fail("no CUDA device is visible, and times are only taken on one; --dry-run lists what would be timed")
+        terminal.fail("no CUDA device is visible, and times are only taken on one; --dry-run lists what would be timed")
     from bench import run as runner
 
     name = run_name(
@@ -118,42 +121,44 @@ def bench(
     try:
         rows = runner.run(cases, plan, path, runner.Timer(), lambda some: _progress(talk, some))
     except (CuteKernelsError, ValueError) as error:
-        _fail(str(error))
-    _console().print(table(rows))
+        terminal.fail(str(error))
+    terminal.show(table(rows))
     if suite == "tokens":
         for row, times in steepest(rows):
-            _console().print(f"{row.contender}, {row.label} is the steepest: {times:.3f} of its neighbours' mean")
+            terminal.show(f"{row.contender}, {row.label} is the steepest: {times:.3f} of its neighbours' mean")
     theirs = published.load(op, suite)
     if theirs:
-        _console().print(published.published_table(theirs))
+        terminal.show(published.published_table(theirs))
     if plots and any(r.status == "ok" for r in rows):
         from bench.plots import draw
 
         draw(rows, path.with_suffix(".png"))
     talk.print(f"{len(rows)} rows in {path}")
     if any(r.status in ("failed", "wrong_result") and r.contender.startswith("cutekernels") for r in rows):
-        _fail("one of ours failed or was wrong; its row says why")
+        terminal.fail("one of ours failed or was wrong; its row says why")
 
 
 def _reproduced(op: str, suite: str | None, out: Path | None, *, warm: bool, plots: bool) -> None:
-    """Tables of what others published, and of the same cases in the results' folders, one for each GPU."""
+    """Print tables of published numbers, and of the same cases recorded here, one for each GPU."""
     theirs = published.load(op, suite)
     if not theirs:
-        _fail(f"nothing is published of {' '.join(filter(None, (op, suite)))}; see bench/published.json", code=2)
+        terminal.fail(
+            f"nothing is published of {' '.join(filter(None, (op, suite)))}; see bench/published.json", code=2
+        )
     talk = Console(stderr=True, highlight=False)
     folders = [out] if out is not None else sorted(p for p in (HERE / "results").iterdir() if p.is_dir())
     for folder in folders:
         lines = published.reproduce(theirs, folder, warm=warm)
         gpu = next((r.stamp.get("gpu", folder.name) for x in lines if (r := x.ours) is not None), folder.name)
-        _console().print(published.reproduced_table(lines, f"{gpu}, {'warm' if warm else 'cold'} L2"))
+        terminal.show(published.reproduced_table(lines, f"{gpu}, {'warm' if warm else 'cold'} L2"))
         for command in published.missing(lines):
             line = f"not measured in {folder}; measure with: {command}{' --warm' if warm else ''}"
             talk.print(line, soft_wrap=True)
         if plots and any(line.ours is not None for line in lines):
             from bench.plots import draw_reproduced
 
-            draw_reproduced(lines, gpu, folder / f"{op}_published{'_warm' if warm else ''}.png")
-    _console().print(published.published_table(theirs))
+            draw_reproduced(lines, gpu, folder / published.picture(op, warm=warm))
+    terminal.show(published.published_table(theirs))
 
 
 def _check(case: Case) -> None:
@@ -178,7 +183,7 @@ def run_name(
     warm: bool,
     rest_ms: float = 0.0,
 ) -> str:
-    """The file a run writes: one name per thing measured, so that a later run replaces exactly its predecessor."""
+    """The file name of a run: one per suite and conditions, so that a later run replaces exactly its predecessor."""
     words = [op, suite]
     words += [dtype] if dtype != "bf16" else []
     words += ["acc" + accumulate] if accumulate != "fp32" else []
@@ -190,11 +195,11 @@ def run_name(
     return "_".join(words)
 
 
-# ---- talking --------------------------------------------------------------------------------------------
+# ---- tables and messages --------------------------------------------------------------------------------
 
 
 def table(rows: list[Row]) -> Table:
-    """Every row, losing and failing ones too, with the GPU in the title."""
+    """A table of all rows, losing and failing ones too, with the GPU in the title."""
     stamp = rows[0].stamp
     shown = Table(
         title=f"{rows[0].op} {rows[0].suite} on {stamp.get('gpu', '?')}, {_conditions(rows[0])}, µs of GPU time"
@@ -237,7 +242,7 @@ def _list(cases: list[Case], alone: bool) -> None:
         peers = [] if alone else [*(peer.name for peer in workload.peers), *streams]
         names = ", ".join([*peers, "cutekernels"])
         shown.add_row(case.op, case.label, case.problem, f"{case.alpha:g}", f"{case.beta:g}", names)
-    _console().print(shown)
+    terminal.show(shown)
 
 
 def _progress(talk: Console, rows: list[Row]) -> None:
@@ -253,16 +258,6 @@ def _number(value: float | None, digits: int) -> str:
 
 def _percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.0f}"
-
-
-def _console() -> Console:
-    console = Console(highlight=False)  # made per call: a redirected stdout is the one in use
-    return console if console.is_terminal else Console(highlight=False, width=220)
-
-
-def _fail(message: str, code: int = 1) -> NoReturn:
-    typer.echo(" ".join(message.split()), err=True)
-    raise typer.Exit(code)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Against whom: what a workload is made of, and the peers that any of them can name.
+"""Workloads and contenders: the parts a workload is made of, and peers that many workloads share.
 
 A contender is a name and a function that binds it to input sets: one no-argument launch per set, which returns the
 tensor or the tuple of tensors that it wrote. A peer that cannot take part raises :class:`Absent` with the reason,
@@ -31,7 +31,7 @@ class Absent(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The tensors of one call: what it reads, where ours writes, and which operands are changed in place.
+    """The tensors of one call: operands, results of ours, and the operands that are changed in place.
 
     Before a contender's results are judged, ``results`` are poisoned and ``updated`` get their first values back.
     """
@@ -40,7 +40,7 @@ class Inputs:
     results: tuple[Tensor, ...]
     updated: tuple[Tensor, ...] = ()
     read_bytes: int | None = None
-    """Of the operands, where a call does not read all of them: some rows of a table."""
+    """Bytes read from the operands, where a call does not read all of them: some rows of a table."""
 
     @property
     def out(self) -> Tensor:
@@ -50,7 +50,7 @@ class Inputs:
 
     @property
     def bytes(self) -> int:
-        """What a call reads and writes."""
+        """Bytes that a call reads and writes."""
         read = _bytes(self.operands) if self.read_bytes is None else self.read_bytes
         return read + _bytes(self.results)
 
@@ -61,12 +61,12 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A name in the tables, and what binds it to input sets."""
+    """A name in the tables, and the function that binds it to input sets."""
 
     name: str
     bind: Bind
     judged: bool = True
-    """Whether it computes the case's results; else it is there to be timed beside them."""
+    """Whether its results are compared with the truth; otherwise it is only timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Workload:
 
     op: str
     suites: Mapping[str, Suite]
-    """The first one is what is timed where none is named."""
+    """Suites by name; the first is the default."""
     inputs: Callable[[Case, Any, str, int], Inputs]
     """``(case, its problem, device, seed)``: operands that pose the case, standard normal where they are numbers."""
     truth: Callable[[Case, Inputs], tuple[Tensor, ...]]
@@ -85,14 +85,14 @@ class Workload:
     peers: tuple[Contender, ...]
     """The first one is the baseline that speed-ups and errors refer to."""
     streams: Callable[[Case], tuple[int, int]] | None = None
-    """How many arrays of like size a call reads, and how many it writes: what the streaming contenders move. None where
+    """Number of arrays of like size that a call reads and writes, which the streaming contenders move too. None where
     memory is not the limit."""
     poses: str | None = None
-    """The registered op whose problems the cases pose, where ``op`` is not one: a chain of several."""
+    """The registered op whose problems the cases pose, where ``op`` is not registered itself: a chain of several."""
     work: Callable[[Case], Work] | None = None
-    """The least a case needs; that of the op's problem unless given."""
+    """Least flops and bytes of a case; by default those of the op's problem."""
     example: Callable[[Path], Contender] | None = None
-    """A peer read from a file of somebody else's."""
+    """A peer loaded from an example file of another project."""
 
 
 # ---- peers of any workload ------------------------------------------------------------------------------

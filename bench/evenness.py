@@ -1,4 +1,4 @@
-"""Whether one token more costs a jump: each number of tokens beside the mean of its neighbours."""
+"""Jumps in time from one more token: each number of tokens is compared with the mean of its neighbours."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from bench.rows import Row
 
 
 def steepest(rows: Sequence[Row]) -> list[tuple[Row, float]]:
-    """For each contender and weight, the row that is farthest above the mean of its neighbours, one token fewer and one
-    more, and how many times that mean it takes. Tokens without both neighbours are passed over.
+    """For each contender and weight, the row farthest above the mean of its neighbours (one token fewer and one more),
+    and its time over that mean. Numbers of tokens without both neighbours are skipped.
     """
 
     def kind(row: Row) -> tuple[str, str]:

@@ -1,7 +1,7 @@
-"""What others published, and the same cases measured here: their baseline, the strongest peer, ours.
+"""Numbers that others published, and the same cases measured here: their baseline, the strongest peer, ours.
 
-``published.json`` holds their numbers as they gave them, each labelled with their GPU. A time of theirs is never set
-beside a time of ours; what can be compared is how many times faster than the same baseline each is, on its own GPU.
+``published.json`` holds their numbers as published, each labelled with their GPU. Times from different GPUs are never
+compared; the speed-up of each over the same baseline, on its own GPU, is.
 """
 
 from __future__ import annotations
@@ -15,26 +15,25 @@ from pathlib import Path
 from rich.table import Table
 
 from bench import rows, workloads
-from bench.rows import Row
+from bench.rows import OURS, Row, is_ours
 
 FILE = Path(__file__).parent / "published.json"
-OURS = "cutekernels"
-UNITS = {"us": -1, "tokens/s": 1}  # whether more is slower or faster
+UNITS = {"us": -1, "tokens/s": 1}  # -1: less is faster; 1: more is faster
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """One number of a system, beside that of a baseline on the same GPU; None where only a script was published."""
+    """One published number of a system, and of a baseline on the same GPU; None where only a script was published."""
 
     system: str
     gpu: str
     op: str
     suite: str
-    case: str  # its label in the suite
+    case: str  # label in the suite
     dtype: str
     accumulate: str
-    baseline: str  # in their words
-    peer: str  # the contender of ours that stands for it
+    baseline: str  # their name for it
+    peer: str  # our contender that reproduces it
     unit: str
     baseline_value: float | None
     system_value: float | None
@@ -43,7 +42,7 @@ class Published:
 
     @property
     def speedup(self) -> float | None:
-        """Over their baseline."""
+        """Their speed-up over their baseline."""
         if self.baseline_value is None or self.system_value is None:
             return None
         return float((self.system_value / self.baseline_value) ** UNITS[self.unit])
@@ -54,7 +53,7 @@ class Published:
 
     @property
     def problem(self) -> str:
-        """Of the case, canonical."""
+        """The case's problem in canonical text form."""
         cases = _labelled(self.op, self.suite, self.dtype, self.accumulate)
         if self.case not in cases:
             raise ValueError(f"{self.op} {self.suite} has no case {self.case!r}; it has {', '.join(cases)}")
@@ -62,7 +61,7 @@ class Published:
 
     @property
     def command(self) -> str:
-        """Measures it."""
+        """The command line that measures the case here."""
         words = ["python -m bench", self.op, "--suite", self.suite]
         words += ["--dtype", self.dtype] if self.dtype != "bf16" else []
         words += ["--accumulate", self.accumulate] if self.accumulate != "fp32" else []
@@ -71,7 +70,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Reproduced:
-    """A published number, and the rows of one run here; None for what was not measured."""
+    """A published number, and the rows of one run here; None where nothing was measured."""
 
     published: Published
     baseline: Row | None = None
@@ -80,7 +79,7 @@ class Reproduced:
     ours: Row | None = None
 
     def speedup(self, row: Row | None) -> float | None:
-        """Of ``row`` over the baseline measured beside it."""
+        """Speed-up of ``row`` over the baseline measured in the same run."""
         if row is None or self.baseline is None or not row.median_us or not self.baseline.median_us:
             return None
         return self.baseline.median_us / row.median_us
@@ -92,13 +91,13 @@ def _labelled(op: str, suite: str, dtype: str, accumulate: str) -> dict[str, str
 
 
 def load(op: str, suite: str | None = None) -> list[Published]:
-    """What is published of ``op``, of one of its suites or all."""
+    """Published numbers of ``op``, for one of its suites or all."""
     found = [Published(**values) for values in json.loads(FILE.read_text())]
     return [p for p in found if p.op == op and suite in (None, p.suite)]
 
 
 def reproduce(published: Iterable[Published], folder: Path, *, warm: bool = False) -> list[Reproduced]:
-    """``published`` beside the rows in ``folder``, taken under sustained load. Of several runs the latest counts."""
+    """``published`` beside the rows in ``folder`` taken under sustained load; the latest of several runs counts."""
     runs: dict[tuple[str, str, str], list[Row]] = {}
     for path in sorted(folder.glob("*.jsonl")):
         of_file: dict[tuple[str, str, str], list[Row]] = {}
@@ -117,14 +116,19 @@ def _date(found: Sequence[Row]) -> str:
 
 def _beside(published: Published, run: Sequence[Row]) -> Reproduced:
     of = {r.contender: r for r in run if r.status == "ok"}
-    peers = {peer.name for peer in workloads.get(published.op).peers if peer.judged and OURS not in peer.name}
+    peers = {peer.name for peer in workloads.get(published.op).peers if peer.judged and not is_ours(peer.name)}
     timed = [r for name, r in of.items() if name in peers]
     strongest = min(timed, key=lambda r: r.median_us or float("inf"), default=None)
     return Reproduced(published, of.get(published.peer), strongest, of.get(OURS))
 
 
+def picture(op: str, *, warm: bool = False) -> str:
+    """The file name of the picture that sets published numbers of ``op`` beside recorded rows."""
+    return f"{op}_published{'_warm' if warm else ''}.png"
+
+
 def missing(lines: Iterable[Reproduced]) -> list[str]:
-    """The commands that measure what was not."""
+    """Commands that measure the missing cases."""
     return list(dict.fromkeys(line.published.command for line in lines if line.baseline is None or line.ours is None))
 
 
@@ -132,7 +136,7 @@ def missing(lines: Iterable[Reproduced]) -> list[str]:
 
 
 def published_table(published: Sequence[Published]) -> Table:
-    """Their numbers alone."""
+    """A table of the published numbers alone."""
     shown = Table(title=f"{published[0].op}, published by others, on their GPUs", caption=FILE.name)
     for name in ("system", "their GPU", "case", "dtype", "their baseline", "unit", "baseline", "system", "note"):
         shown.add_column(name)
@@ -143,7 +147,7 @@ def published_table(published: Sequence[Published]) -> Table:
 
 
 def reproduced_table(lines: Sequence[Reproduced], gpu: str) -> Table:
-    """Speed-ups over their baseline: theirs on their GPU; the strongest peer's and ours here, with the times here."""
+    """Speed-ups over their baseline: theirs on their GPU, the strongest peer's and ours here with times."""
     shown = Table(title=f"{lines[0].published.op}: how many times faster than their baseline, there and on {gpu}")
     for name in ("case", "dtype", "system", "their GPU", "there"):
         shown.add_column(name)

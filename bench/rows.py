@@ -1,6 +1,7 @@
-"""What a benchmark records: one JSON line per problem and contender, complete in itself.
+"""Rows that a benchmark records: one per problem and contender, the losing, absent, failed and wrong ones too.
 
-A contender that is absent, fails or is wrong has a row too, with the reason: nothing is left out silently.
+A file's first line is a JSON object: ``common`` holds the fields with one value in all rows (op, suite, versions,
+commit, GPU), ``columns`` names the others. Each further line is a JSON array: one row's values in that order.
 """
 
 from __future__ import annotations
@@ -8,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 STATUSES = ("ok", "absent", "failed", "wrong_result")
+OURS = "cutekernels"  # our contender; "cutekernels (default)" and the like are variants of it
+DIGITS = 4  # significant digits kept of a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +43,9 @@ class Row:
     p80_us: float | None = None
     tflops: float | None = None
     gbps: float | None = None
-    roofline_fraction: float | None = None  # of the least time the problem needs on this GPU
-    mma_fraction: float | None = None  # of the rate of warp-level MMA
-    stream_fraction: float | None = None  # of the rate of the best streaming contender of the same case
+    roofline_fraction: float | None = None  # the least time the problem needs on this GPU, over median_us
+    mma_fraction: float | None = None  # tflops over the peak of warp-level MMA
+    stream_fraction: float | None = None  # median_us of the best streaming contender of the same case, over median_us
     speedup: float | None = None  # over the first baseline of the same case, with its 95 % interval
     speedup_low: float | None = None
     speedup_high: float | None = None
@@ -60,12 +63,21 @@ class Row:
             raise ValueError(f"a row that is {self.status} says why; {self.contender} does not")
 
 
+def is_ours(contender: str) -> bool:
+    """Whether ``contender`` runs our kernels, and so is no peer."""
+    return contender.startswith((OURS, "our ops"))
+
+
+_NAMES = tuple(f.name for f in fields(Row))
+
+
 def write(path: Path, rows: Iterable[Row]) -> None:
-    """Replaces ``path`` with ``rows``, whole or not at all."""
+    """Replace ``path`` with ``rows``, whole or not at all; numbers are rounded to ``DIGITS`` significant digits."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    lines = _lines([{name: rounded(getattr(row, name)) for name in _NAMES} for row in rows])
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
-            file.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
+            file.writelines(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines)
             file.flush()
             os.fsync(file.fileno())
             os.chmod(file.name, 0o644)
@@ -75,17 +87,33 @@ def write(path: Path, rows: Iterable[Row]) -> None:
             raise
 
 
+def rounded(value: Any) -> Any:
+    """A float to ``DIGITS`` significant digits; anything else as it is."""
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
+def _lines(rows: Sequence[dict[str, Any]]) -> list[Any]:
+    columns = [name for name in _NAMES if any(row[name] != rows[0][name] for row in rows)]
+    common = {name: value for name, value in rows[0].items() if name not in columns} if rows else {}
+    return [{"common": common, "columns": columns}, *([row[name] for name in columns] for row in rows)]
+
+
 def read(path: Path) -> list[Row]:
     """The rows in ``path``. ValueError for a line that is none."""
-    return [_row(line, f"{path}:{number}") for number, line in enumerate(path.read_text().splitlines(), 1)]
-
-
-def _row(line: str, where: str) -> Row:
+    first, *others = path.read_text().splitlines() or [""]
     try:
-        values: dict[str, Any] = json.loads(line)
-        unknown = set(values) - {f.name for f in fields(Row)}
+        header = json.loads(first)
+        common, columns = dict(header["common"]), list(header["columns"])
+        unknown = {*common, *columns} - set(_NAMES)
         if unknown:
             raise ValueError(f"unknown field {', '.join(sorted(unknown))}")
-        return Row(**values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}:1 is not the header of a benchmark's rows: {error}") from error
+    return [_row(common, columns, line, f"{path}:{number}") for number, line in enumerate(others, 2)]
+
+
+def _row(common: dict[str, Any], columns: Sequence[str], line: str, where: str) -> Row:
+    try:
+        return Row(**common, **dict(zip(columns, json.loads(line), strict=True)))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where} is not a benchmark row: {error}") from error

@@ -1,7 +1,7 @@
-"""How it is timed: every contender of one case interleaved, through the tuner's own timer.
+"""Timing of cases: all contenders of one case interleaved, by the tuner's own timer.
 
 For each case: input sets are drawn, each contender is bound to them, run once and judged against fp64, captured,
-then all are timed in interleaved rounds. What goes wrong with one contender becomes its row.
+then all are timed in interleaved rounds. A contender's failure becomes its row.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CPU_BUDGET_US = 20_000.0  # device time behind one round of the host's timing
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run is asked for, besides its cases."""
+    """Settings of a run, besides its cases."""
 
     suite: str
     gpu: GpuSpec
@@ -54,14 +54,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Timer:
-    """How time is taken; tests put a clock of their own here."""
+    """Clocks for the device and the host; tests replace them."""
 
     prepare: measure.Prepare = measure.GraphRound
     cpu_us: Callable[..., Samples] = measure.cpu_us_per_call
 
 
 def run(cases: Sequence[Case], plan: Plan, path: Path, timer: Timer, say: Callable[[list[Row]], None]) -> list[Row]:
-    """Times ``cases`` and writes ``path`` after each, so that an interrupted run keeps what it measured."""
+    """Time ``cases`` and write ``path`` after each, so that an interrupted run keeps its measurements."""
     rows: list[Row] = []
     for case in cases:
         of_case = run_case(case, plan, contenders(case, plan), timer)
@@ -71,12 +71,12 @@ def run(cases: Sequence[Case], plan: Plan, path: Path, timer: Timer, say: Callab
     return rows
 
 
-# ---- who takes part -------------------------------------------------------------------------------------
+# ---- contenders -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """One of our contenders, and what is recorded of it."""
+    """One of our contenders, with the config and origin that its row records."""
 
     contender: Contender
     config: str
@@ -84,8 +84,8 @@ class Ours:
 
 
 def contenders(case: Case, plan: Plan) -> list[Contender | Ours]:
-    """The peers first, the baseline at their head; what memory can do; then ours: dispatched, default if that differs,
-    limited in smem.
+    """Contenders of a case: the peers, baseline first; streaming kernels; then ours as dispatched, the default config
+    where that differs, and the best config within ``plan.max_smem_kib``.
     """
     op, problem = posed(case)
     choice = dispatch.resolve(op, problem, plan.gpu)
@@ -105,7 +105,7 @@ def contenders(case: Case, plan: Plan) -> list[Contender | Ours]:
 
 
 def ours(name: str, config: Any = None) -> Contender:
-    """The public function: with the config its dispatcher finds, or with ``config``."""
+    """The public function, with ``config`` or the config that the dispatcher finds."""
     return Contender(name, lambda case, sets: workloads.get(case.op).ours(case, sets, config))
 
 
@@ -114,10 +114,10 @@ def _forced(name: str, config: Any, origin: str) -> Ours:
 
 
 def within_smem(op: Op[Any, Any], problem: Any, gpu: GpuSpec, kib: int) -> tuple[Any, str]:
-    """What the dispatcher of this GPU confined to ``kib`` KiB of shared memory would take, and where that came from.
+    """Config and origin that the dispatcher chooses for this GPU confined to ``kib`` KiB of shared memory.
 
-    Winners are those of ``tune --gpu <gpu>-<kib>kib``. One that the whole GPU refuses, since more of its CTAs would
-    fit, gives way to the model's best of those that both accept.
+    Winners are those of ``tune --gpu <gpu>-<kib>kib``. A config that the whole GPU refuses, because more of its CTAs
+    would fit there, is replaced by the model's best of those that both accept.
     """
     confined = gpu.limited(kib)
     choice = dispatch.resolve(op, problem, confined)
@@ -169,7 +169,7 @@ def _input_sets(case: Case, problem: Any, plan: Plan) -> list[Inputs]:
 
 @contextlib.contextmanager
 def _accumulation(accumulate: str) -> Iterator[None]:
-    """cuBLAS accumulates as the case asks: fp32 unless fp16 is meant."""
+    """cuBLAS's accumulation type for the duration of a case: fp16 where the case has it, else fp32."""
     flags: Any = torch.backends.cuda.matmul
     before = flags.allow_fp16_accumulation
     flags.allow_fp16_accumulation = accumulate == "fp16"
@@ -180,7 +180,7 @@ def _accumulation(accumulate: str) -> Iterator[None]:
 
 
 class _Candidate:
-    """One contender on its way to a row."""
+    """A contender of one case: bound, judged and timed, then turned into a row."""
 
     def __init__(self, case: Case, plan: Plan, who: Contender | Ours, sets: int) -> None:
         self.contender = who.contender if isinstance(who, Ours) else who
@@ -228,7 +228,7 @@ class _Candidate:
         expected = [t.to(w.dtype) for w, t in zip(written, truth, strict=True)]
         error = verify.worst_error(written, expected, work.flops, accumulate, work.depth)
         self._row["error"] = error if error < float("inf") else None
-        # Infinities that both have are no distance.
+        # Equal infinities have distance 0.
         off = [
             (torch.where(w == t, 0.0, w.double() - t), t.double().nan_to_num(posinf=0.0, neginf=0.0))
             for w, t in zip(written, truth, strict=True)
@@ -236,7 +236,7 @@ class _Candidate:
         ]
         self.error_abs = max((float(distance.abs().max()) for distance, _ in off), default=0.0)
         norms = [float(distance.norm() / value.norm().clamp_min(1e-30)) for distance, value in off]
-        # Either is NaN where something was left unwritten.
+        # Both are NaN where an element was left unwritten.
         if not error <= WRONG and not all(norm <= NORM for norm in norms):
             self._fail("wrong_result", f"off by {error:.3g} times the tolerance")
 

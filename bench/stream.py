@@ -1,9 +1,8 @@
-"""What memory can do: a kernel that only loads and stores, as many bytes as the op beside it and in its proportion.
+"""The practical limit of memory: a kernel that only loads and stores as many bytes as the op, in the same proportion.
 
-torch's copy is no reference: inside a CUDA graph it is a memcpy node, whose rate swings between 2.7 and 4.2 TB/s on an
-H200 (2026-11-21), and it writes as much as it reads. Which shape streams best depends on size and proportion, so each
-of ``VARIANTS`` is a contender of its own, timed in the same rounds as the others; the best of them is what rows refer
-to as ``stream_fraction``. Its launches depend on each other as those of our kernels do.
+torch's copy is no reference (docs/notes/trunk.md#streaming). The best shape depends on size and proportion, so each of
+ ``VARIANTS`` is a contender of its own, timed in the same rounds as the others; ``stream_fraction`` in a row refers
+to the best of them. Its launches depend on each other as those of our kernels do.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from cutekernels.gpu import GpuSpec
 from cutekernels.kernels.triton.dependent import await_turn
 
 NAME = "streaming"
-_UNIT = 16  # words: a size that Triton sees to be a multiple of 16 keeps masked accesses 16 bytes wide
+_UNIT = 16  # words: Triton keeps masked accesses 16 bytes wide where the size is a multiple of 16
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Words of 4 bytes that a program moves of each array at a time, its warps, and programs per SM.
+    """Shape of one streaming kernel: 4-byte words per program and array, warps, and programs per SM.
 
-    ``per_sm`` 0: one program for each block; else so many stay and take turns.
+    ``per_sm`` 0 launches one program for each block; otherwise that many are persistent.
     """
 
     block: int
@@ -57,9 +56,9 @@ def stream(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Each of WRITES arrays becomes the exclusive or of READS arrays, all of ``words`` words.
+    """Fill each of WRITES arrays with the exclusive or of READS arrays, all of ``words`` words.
 
-    Schedule: programs take blocks of BLOCK words in turns; whatever a block needs is loaded before it is stored.
+    Schedule: programs take blocks of BLOCK words in turns; all inputs of a block are loaded before its stores.
     """
     await_turn(DEPENDENT)
     block = tl.program_id(0).to(tl.int64)
@@ -76,9 +75,9 @@ def stream(  # type: ignore[no-untyped-def]
 
 
 def move(variant: Variant, source: Tensor, target: Tensor, programs: int, dependent: bool) -> Tensor:
-    """Streams ``source`` (reads, words) into ``target`` (writes, words), both int32.
+    """Stream ``source`` (reads, words) into ``target`` (writes, words), both int32.
 
-    ``programs``: how many of those that stay. ``dependent``: launched while the kernel ahead still runs.
+    ``programs``: number of persistent programs. ``dependent``: launched while the preceding kernel still runs.
     """
     (reads, words), writes = source.shape, target.shape[0]
     blocks = -(-words // variant.block)
@@ -89,8 +88,8 @@ def move(variant: Variant, source: Tensor, target: Tensor, programs: int, depend
 
 
 def contenders(reads: int, writes: int, gpu: GpuSpec) -> list[Contender]:
-    """One for each variant: ``reads`` arrays in and ``writes`` out, together the bytes that a case needs to move."""
-    drawn: list[tuple[Tensor, Tensor]] = []  # by the first that is bound; the variants share them
+    """One contender per variant: ``reads`` arrays in and ``writes`` out, together the least bytes a case moves."""
+    drawn: list[tuple[Tensor, Tensor]] = []  # made by the first variant that is bound, shared by all
 
     def bind(variant: Variant, case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
         if not drawn:
@@ -103,9 +102,9 @@ def contenders(reads: int, writes: int, gpu: GpuSpec) -> list[Contender]:
 
 
 def arrays(case: Case, reads: int, writes: int, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
-    """Random words ``(reads, n)``, each a pair of halves, and room for ``(writes, n)``.
+    """Random words ``(reads, n)``, each a pair of 16-bit floats, and room for ``(writes, n)``.
 
-    Together they are the bytes that the op says ``case`` moves at least, and up to 64 more for each array.
+    Together they have the least number of bytes that ``case`` moves, and up to 64 more for each array.
     """
     words = -(-int(work(case).bytes) // (4 * (reads + writes) * _UNIT)) * _UNIT
     draw = torch.Generator(device).manual_seed(seed)

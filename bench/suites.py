@@ -1,4 +1,4 @@
-"""What suites are made of: cases, and sizes that several families share. The suites stand in ``bench/workloads``."""
+"""Cases of suites, and sizes that several families share. The suites themselves are in ``bench/workloads``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Suite = Callable[[str, str], list[Case]]  # (dtype of the operands, what a matri
 HIDDEN = {"llama-3-8b": 4096, "qwen2.5-7b": 3584}
 INTERMEDIATE = {"llama-3-8b": 14336, "qwen2.5-7b": 18944}
 TOKENS = (16, 256, 2048)
-EVERY_FEW = tuple(range(1, 129))  # tokens, one by one, as far as decoding goes
+EVERY_FEW = tuple(range(1, 129))  # every number of tokens that decoding uses
 
 
 def unless(name: str, value: str | int, default: str | int) -> str:

@@ -1,54 +1,42 @@
 """The root of the command line: ``explain`` and ``doctor`` are here, ``tune``, ``db`` and ``bench`` are mounted.
 
-Data goes to stdout, talk to stderr. Exit code 0: done; 1: it failed, said in one line; 2: the command was misused.
+Data goes to stdout, messages to stderr. Exit code 0: done; 1: failed, with one line of explanation; 2: misused.
 
-A mounted verb is imported when it is called, and commands import what they need inside themselves, so
-``cutekernels --help`` waits neither for torch nor for a DSL. A new verb gets a line in ``_MOUNTED``, or a
-command here if it has no room of its own.
+A mounted verb is imported when it is called, and commands import what they need in their bodies, so that
+``cutekernels --help`` loads neither torch nor a DSL. A new verb gets a line in ``_MOUNTED``, or a command here if it
+has no room of its own.
 """
 
 from __future__ import annotations
 
-import csv
 import importlib
-import io
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 import typer.main
+from rich.table import Table
+from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from cutekernels import environment, settings
+from cutekernels import environment, settings, terminal
 from cutekernels.errors import CompileError, CuteKernelsError, StoreError, UnknownGpu
+from cutekernels.terminal import As, Format
 
-_MOUNTED = {  # verb: (where its Typer app is, what --help says of it)
-    "tune": ("cutekernels.autotune.cli:app", "Tune a job's problems for one GPU and crown the winners."),
+_MOUNTED = {  # verb: (its Typer app, its line in --help)
+    "tune": ("cutekernels.autotune.cli:app", "Tune a job's problems for one GPU and store the winners."),
     "db": ("cutekernels.db.cli:app", "Look into the tuned-config database; export, import and merge winners."),
     "bench": ("bench.__main__:app", "Time an op's suites beside its peers (from a checkout)."),
 }
 
 
-class Format(StrEnum):
-    """How a result is written."""
-
-    table = "table"
-    json = "json"
-    csv = "csv"
-
-
-As = Annotated[Format, typer.Option("--format", help="How to write it.")]
-
-
 class _Verbs(TyperGroup):
-    """Knows its mounted verbs by name and help; imports one when it is called."""
+    """Lists mounted verbs by name and help, and imports one when it is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*_MOUNTED, *super().list_commands(ctx)]
@@ -71,7 +59,7 @@ def main() -> None:
     try:
         app()
     except CuteKernelsError as error:
-        _fail(str(error))
+        terminal.fail(str(error))
 
 
 def _mounted(verb: str) -> Any:
@@ -84,7 +72,7 @@ def _mounted(verb: str) -> Any:
 def _reach_bench() -> None:
     root = Path(__file__).resolve().parents[1]
     if not (root / "bench" / "__main__.py").is_file():
-        _fail("the benchmarks are not installed: run `python -m bench` in a checkout of the repository")
+        terminal.fail("the benchmarks are not installed: run `python -m bench` in a checkout of the repository")
     sys.path.insert(0, str(root))
 
 
@@ -98,11 +86,11 @@ def _version(wanted: bool) -> None:
 def _root(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
-    """LLM kernels in CuTe DSL and Triton, tuned per GPU: tune them, look the winners up, see which one a call takes."""
+    """LLM kernels in CuTe DSL and Triton, tuned per GPU: tune them, list the winners, see which one a call takes."""
     try:
         settings.load()
     except ValueError as error:  # an environment variable is set wrongly
-        _fail(str(error), code=2)
+        terminal.fail(str(error), code=2)
 
 
 # ---- explain ------------------------------------------------------------------------------------------------
@@ -116,20 +104,17 @@ def explain(
     config: Annotated[str | None, typer.Option(help="Explain this config, as text, instead of the chosen one.")] = None,
     format: As = Format.table,
 ) -> None:
-    """Which config a call would take on a GPU, where it comes from, and what was considered. Compiles nothing."""
+    """Show which config a call takes on a GPU, its source, and what else was considered. Compiles nothing."""
     from cutekernels import introspection
 
     rows = introspection.explain(op, problem, gpu_name=gpu, config=config).rows
     if format is not Format.table:
-        _write([dict(rows)], format)
+        terminal.write([dict(rows)], format)
         return
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table.grid(padding=(0, 2))
     for name, value in rows:
         table.add_row(Text(name, style="bold"), Text(value))
-    _console().print(table)
+    terminal.show(table)
 
 
 # ---- doctor -------------------------------------------------------------------------------------------------
@@ -137,7 +122,7 @@ def explain(
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing ``doctor`` looked at. ``absent`` is no fault: a machine without a GPU compiles and predicts."""
+    """Result of one check. ``absent`` is no fault: a machine without a GPU compiles and predicts."""
 
     what: str
     state: str  # ok | absent | broken
@@ -157,12 +142,12 @@ def doctor(format: As = Format.table) -> None:
     if format is Format.table:
         _write_findings(findings)
     else:
-        _write([asdict(f) for f in findings], format)
+        terminal.write([asdict(f) for f in findings], format)
     raise typer.Exit(1 if any(f.state == "broken" for f in findings) else 0)
 
 
 def diagnose() -> list[Finding]:
-    """Everything ``doctor`` looks at, in the order it is printed."""
+    """All checks of ``doctor``, in the order they are printed."""
     facts = environment.collect()
     return [
         Finding("cutekernels", "ok", environment.package_version("cutekernels") or "not installed, run from source"),
@@ -187,7 +172,7 @@ def _package(name: str, version: str) -> Finding:
 
 
 def _dsl_import() -> Finding:
-    # In a child: an import that ends in a native abort must be a finding, not the end of the doctor.
+    # In a child process: a native abort during the import must become a finding.
     try:
         done = subprocess.run(
             [sys.executable, "-c", _DSL_IMPORT],
@@ -278,37 +263,7 @@ def _cuobjdump() -> Finding:
 
 
 def _write_findings(findings: Iterable[Finding]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table("what", "state", "found", "remedy")
     for f in findings:
         table.add_row(f.what, Text(f.state, style=_STYLES[f.state]), Text(f.value), Text(f.remedy))
-    _console().print(table)
-
-
-# ---- talking ------------------------------------------------------------------------------------------------
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    # Made per call, so that a redirected stdout is the one in use. A pipe has no width: leave room for a row.
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=200)
-
-
-def _write(rows: list[dict[str, Any]], format: Format) -> None:
-    if format is Format.json:
-        typer.echo(json.dumps(rows, indent=2))
-        return
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    typer.echo(text.getvalue(), nl=False)
-
-
-def _fail(message: str, code: int = 1) -> NoReturn:
-    typer.echo(" ".join(message.split()), err=True)
-    sys.exit(code)
+    terminal.show(table)

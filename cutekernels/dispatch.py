@@ -1,17 +1,17 @@
-"""From a problem to a launch: which config, from where, and the compiled kernel behind it.
+"""Dispatch: from a problem to a config, its compiled kernel and a launch.
 
-``resolve`` chooses, ``plan`` chooses and compiles (remembered per device and problem), ``explain`` tells. A config
-comes from the first of these that ``why_not`` accepts for the *exact* problem:
+``resolve`` chooses a config; ``plan`` chooses and compiles, once per device and problem; ``explain`` describes the
+choice. A config comes from the first of these that ``why_not`` accepts for the *exact* problem:
 
 1. ``forced``: the caller's ``config=``;
 2. ``tuned``: a measured winner of the problem's bucket;
-3. ``nearest``: a measured winner whose static fields agree and whose extents are within two octaves in all, unless the
-   model has it far behind the default here and not there;
+3. ``nearest``: a measured winner with the same static fields and extents within two octaves in all, unless the model
+   has it far behind the default here but not at its own problem;
 4. ``predicted``: the model's winner of the bucket, or of its nearest neighbour;
 5. ``default``: the op's analytical choice.
 
-The winners are read once per GPU into immutable dicts; :func:`reload` reads them again. Nothing is tuned here, no op
-call touches the database after its first sight of a problem, and a broken database means defaults, never an error.
+Winners are read once per GPU into immutable dicts; :func:`reload` reads them again. Nothing is tuned here, no call
+touches the database after the first one with its problem, and a broken database means defaults, never an error.
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ if TYPE_CHECKING:
     from cutekernels.op import Config, Op, Problem
 
 MAX_OCTAVES = 2.0
-"""How far a neighbour's extents may be, summed over them in powers of two."""
+"""Limit on a neighbour's distance: octaves, summed over the extents."""
 MOST_BEHIND = 1.15
-"""How many times as far behind the default the model may have a neighbour's config here as at its own problem.
+"""Limit on a neighbour's config: its time over the default's by the model, here against at its own problem.
 
-H200, 1024 x 4096, one token: the winner of 3584 x 3584, of whose tiles there are 32 here, takes 5.91 us and the default
-4.18 (the model: 1.33 times as far behind); 2048 x 4096, eight tokens, 6.67 and 6.29 (1.25)."""
+1.15: docs/notes/trunk.md#neighbours (H200, 2026-11-22)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A config for one problem: ``origin`` is where it came from, ``note`` says why in a sentence."""
+    """A config for one problem: ``origin`` names its source, ``note`` gives the reason in a sentence."""
 
     config: Config
     origin: str
@@ -64,7 +63,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a call runs the config it runs. ``considered`` lists each source that was asked, in order."""
+    """The reason for a call's config. ``considered`` lists each source that was tried, in order."""
 
     op: str
     problem: Problem
@@ -98,11 +97,11 @@ def resolve(
     for _, outcome in _sources(op, p, gpu, snapshot or winners(gpu)):
         if isinstance(outcome, Choice):
             return outcome
-    raise AssertionError("the last source is the default, which always answers")
+    raise AssertionError("the last source is the default, which always gives a config")
 
 
 def plan(op: Op[Any, Any], p: Any, device: int | None = None, forced: Config | str | None = None) -> Plan:
-    """The compiled choice for ``p`` on CUDA device ``device`` (None: the current one), remembered.
+    """The compiled choice for ``p`` on CUDA device ``device`` (None: the current one), cached.
 
     Raises:
         InvalidConfig: as :func:`resolve`.
@@ -128,7 +127,7 @@ def plan(op: Op[Any, Any], p: Any, device: int | None = None, forced: Config | s
 
 
 def explain(op: Op[Any, Any], p: Any, gpu: GpuSpec, config: Config | str | None = None) -> Explanation:
-    """What a call that poses ``p`` would run on ``gpu``, where that came from and what it beat. Compiles nothing."""
+    """The config that a call with ``p`` would run on ``gpu``, its source and those tried before. Compiles nothing."""
     considered = []
     choice = None if config is None else _forced(op, p, gpu, config)
     if choice is None:
@@ -167,7 +166,7 @@ def winners(gpu: GpuSpec) -> Snapshot:
 
 
 def reload() -> None:
-    """Forgets winners and plans, so that the next calls see what has been tuned since. Compiled kernels stay."""
+    """Forget winners and plans, so that the next calls use winners tuned since. Compiled kernels stay."""
     with _lock:
         _snapshots.clear()
         _plans.clear()
@@ -176,9 +175,7 @@ def reload() -> None:
 
 
 def take_missed() -> dict[tuple[str, str, int, str], int]:
-    """What was planned without a measured winner of its bucket, since this was last asked: how many problems of each
-    (gpu, op, revision, bucket).
-    """
+    """Number of problems planned without a measured winner, by (gpu, op, revision, bucket), since the last call."""
     with _lock:
         taken = dict(_missed)
         _missed.clear()
@@ -186,19 +183,19 @@ def take_missed() -> dict[tuple[str, str, int, str], int]:
 
 
 def give_back_missed(taken: dict[tuple[str, str, int, str], int]) -> None:
-    """For who took them and could not pass them on."""
+    """Undo :func:`take_missed`, where the counts could not be stored."""
     with _lock:
         for miss, hits in taken.items():
             _missed[miss] = _missed.get(miss, 0) + hits
 
 
 def on_reload(forget: Callable[[], None]) -> None:
-    """Has :func:`reload` call ``forget``: for ops that keep plans in a faster table of their own."""
+    """Register ``forget`` to be called by :func:`reload`: for ops that cache plans in a faster table of their own."""
     _listeners.append(forget)
 
 
 def warmup(problems: Iterable[tuple[str, str]], device: int | None = None) -> list[Plan]:
-    """Compiles ahead what calls will need: ``[("gemm", "m=16 n=4096 k=4096"), ...]``, on one device.
+    """Compile ahead the kernels that calls will need: ``[("gemm", "m=16 n=4096 k=4096"), ...]``, on one device.
 
     Returns:
         The plans, in order.
@@ -213,7 +210,9 @@ def warmup(problems: Iterable[tuple[str, str]], device: int | None = None) -> li
 
     registry = import_module("cutekernels.ops.registry")
     index = torch.cuda.current_device() if device is None and torch.cuda.is_available() else device
-    posed = [(op := registry.get(name), op.Problem.parse(text)) for name, text in problems]  # mistakes show first
+    posed = [
+        (op := registry.get(name), op.Problem.parse(text)) for name, text in problems
+    ]  # all are checked before any compiles
     return [plan(op, problem, index) for op, problem in posed]
 
 
@@ -283,12 +282,12 @@ def _behind(op: Op[Any, Any], p: Any, config: Config, gpu: GpuSpec) -> float:
 
 
 def octaves(a: Problem, b: Problem) -> float:
-    """How far two problems' extents are apart, in powers of two, summed over the extents."""
+    """Distance between two problems' extents in powers of two, summed over the extents."""
     return sum(abs(math.log2((x or 0.5) / (y or 0.5))) for x, y in zip(a.extents(), b.extents(), strict=True))
 
 
 def _adopt(op: Op[Any, Any], p: Any, gpu: GpuSpec, row: Winner, origin: str, note: str) -> Choice | str:
-    """The row's config, if it is one and solves this exact problem; else the reason it does not."""
+    """The row's config, if it parses and solves this exact problem; else the reason it does not."""
     try:
         config = op.Config.parse(row.config)
     except InvalidConfig as error:

@@ -1,8 +1,8 @@
-"""What a measurement ran on: versions of everything between the Python source and the silicon.
+"""Versions of everything between the Python source and the GPU that a measurement ran on.
 
-Read without importing torch, Triton or the DSL (a command line that prints a row must not wait for them):
-versions come from package metadata, the driver's from NVML, ptxas's from the binary in Triton's wheel. What is
-absent is ``""``. A new thing that can change a kernel's speed gets a line in :func:`collect`.
+They are read without importing torch, Triton or the DSL, which take seconds: from package metadata, the driver's
+from NVML, ptxas's from the binary in Triton's wheel. An absent one is ``""``. Anything new that can change a kernel's
+speed gets a line in :func:`collect`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DEADLINE_S = 10.0
 
 
 def collect() -> dict[str, str]:
-    """``driver cuda dsl ptxas triton torch python commit``, each a version or ``""`` where it is absent."""
+    """Versions by name: ``driver cuda dsl ptxas triton torch python commit``; ``""`` for an absent one."""
     return dict(_collect())
 
 
@@ -94,7 +94,7 @@ def ptxas() -> Path | None:
 
 
 def ptxas_version() -> str:
-    """What :func:`ptxas` says it is, e.g. ``"12.9.86"``; ``""`` without one."""
+    """The version that :func:`ptxas` prints, e.g. ``"12.9.86"``; ``""`` without one."""
     tool = ptxas()
     found = re.search(r"\bV(\d[\d.]*)", _output(str(tool), "--version")) if tool else None
     return found.group(1) if found else ""
@@ -103,7 +103,7 @@ def ptxas_version() -> str:
 def commit() -> str:
     """The commit of the checkout this package lies in, ``-dirty`` where tracked files changed; ``""`` outside one."""
     git = ("git", "-C", str(_HERE.parent))
-    # Tracked, not merely inside: a virtual environment may lie in somebody else's repository.
+    # The file must be tracked: a virtual environment may lie inside another repository.
     if not _output(*git, "ls-files", "--", _HERE.name).strip():
         return ""
     head = _output(*git, "rev-parse", "--short=12", "HEAD").strip()

@@ -1,4 +1,4 @@
-"""What can go wrong, as a tree of exceptions.
+"""The exceptions of this package.
 
 ::
 
@@ -11,7 +11,7 @@
     ├── JobError (ValueError)             a tuning job file breaks a rule
     └── StoreError                        the tuned-config database cannot be read or written
 
-A message says the rule, the value that broke it, and the remedy.
+A message states the rule, the value that broke it, and the remedy.
 """
 
 

@@ -1,7 +1,7 @@
-"""The GPUs: the one place that knows them. Elsewhere, code asks for a capability, never for a name.
+"""The table of GPUs. Code elsewhere checks a capability, never a GPU's name.
 
-Figures are the vendor's datasheets (dense rates, fp32 accumulation unless said); they feed analytical
-models and rooflines, never a constraint on correctness.
+Figures are from the vendor's datasheets (dense rates, fp32 accumulation unless said); analytical models and
+rooflines use them, correctness never depends on them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ GIB = 1024 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What every GPU of one compute capability shares."""
+    """Properties that all GPUs of one compute capability share."""
 
-    target: str  # what compilers call it
+    target: str  # the compilers' name
     smem_per_sm_bytes: int
     smem_per_block_bytes: int
     max_warps: int  # resident on one SM
@@ -84,9 +84,9 @@ class GpuSpec:
         return whole if self.smem_cap_bytes is None else min(whole, self.smem_cap_bytes)
 
     def limited(self, smem_kib: int) -> GpuSpec:
-        """This GPU with ``smem_kib`` KiB of shared memory on an SM: how it stands in for one that has no more.
+        """This GPU with only ``smem_kib`` KiB of shared memory per SM, to imitate a smaller one.
 
-        A GPU of its own to the database: ``h200-99kib``.
+        In the database it is a GPU of its own: ``h200-99kib``.
         """
         return replace(self, name=f"{self.name}-{smem_kib}kib", smem_cap_bytes=smem_kib * KIB)
 
@@ -168,7 +168,9 @@ def lookup(name: str) -> GpuSpec:
     if key in _BY_NAME:
         return _BY_NAME[key]
     known = ", ".join(sorted([*_BY_NAME, *ALIASES]))
-    raise UnknownGpu(f"no GPU is called {name!r}; known: {known}. A GPU outside the table is met with --gpu auto on it")
+    raise UnknownGpu(
+        f"no GPU is called {name!r}; known: {known}. A GPU outside the table is described by --gpu auto on its machine"
+    )
 
 
 @cache
@@ -186,7 +188,7 @@ def detect(device: int | None = None) -> GpuSpec:
 
 
 def present(spec: GpuSpec) -> bool:
-    """Whether the machine's GPU is ``spec``, or what ``spec`` confines."""
+    """Whether the machine's GPU is ``spec``, or the one that ``spec`` limits."""
     try:
         own = detect()
     except UnknownGpu:
@@ -197,7 +199,7 @@ def present(spec: GpuSpec) -> bool:
 def describe(properties: Any) -> GpuSpec:
     """The spec for ``torch.cuda.get_device_properties(...)``: the table's row, else built from its attributes."""
     row = _BY_PRODUCT.get(properties.name.lower())
-    if row is None:  # "NVIDIA RTX PRO 6000 Blackwell Workstation Edition" and other suffixed products
+    if row is None:  # a product with a suffix, e.g. "... Blackwell Workstation Edition"
         row = next((g for p, g in _BY_PRODUCT.items() if properties.name.lower().startswith(p + " ")), None)
     capability = (properties.major, properties.minor)
     if row is not None and row.capability == capability and row.sm_count == properties.multi_processor_count:
@@ -205,7 +207,7 @@ def describe(properties: Any) -> GpuSpec:
     if capability not in ARCHITECTURES:
         known = ", ".join(f"{a}.{b}" for a, b in ARCHITECTURES)
         raise UnknownGpu(f"{properties.name} has compute capability {capability[0]}.{capability[1]}; known: {known}")
-    # Scale a relative of the same capability by SM count; memory rate from the bus where torch reports it.
+    # Unknown product: scale the largest GPU of its capability by SM count; bandwidth from the bus if torch reports it.
     kin = max((g for g in GPUS if g.capability == capability), key=lambda g: g.sm_count)
     scale = properties.multi_processor_count / kin.sm_count
     clock_khz = getattr(properties, "memory_clock_rate", 0)

@@ -9,7 +9,7 @@ from cutekernels.ops import registry
 
 
 def explain(op: str, problem: str, *, gpu_name: str = "auto", config: str | None = None) -> dispatch.Explanation:
-    """Why a call runs the config it runs: ``print(cutekernels.explain("gemm", "m=16 n=4096 k=4096"))``.
+    """The reason for a call's config: ``print(cutekernels.explain("gemm", "m=16 n=4096 k=4096"))``.
 
     Args:
         op: the op's name, e.g. ``"gemm"``.
@@ -18,7 +18,7 @@ def explain(op: str, problem: str, *, gpu_name: str = "auto", config: str | None
         config: explain this config instead of the chosen one.
 
     Returns:
-        The choice, its origin, every source that was asked, the roofline floor; ``str()`` of it is a table.
+        The choice, its origin, every source that was tried, the roofline floor; ``str()`` of it is a table.
 
     Raises:
         UnsupportedProblem: no such op, or not a problem of it.
@@ -30,19 +30,19 @@ def explain(op: str, problem: str, *, gpu_name: str = "auto", config: str | None
 
 
 def report_misses(database: str | None = None) -> int:
-    """Puts the problems that this process met and nobody had tuned into the tuner's queue: ``cutekernels db requests``.
+    """Store the untuned problems of this process in the tuner's queue, which ``cutekernels db requests`` lists.
 
-    Nothing is written unless this is called, once in a while or at the end of a serving process. A problem counts
+    Nothing is written unless this is called, periodically or at the end of a serving process. A problem counts
     once per process that planned it (its first call, or the first after :func:`cutekernels.reload`).
 
     Args:
         database: a path or a SQLAlchemy URL; None for the one in the settings.
 
     Returns:
-        How many buckets were reported. They are not reported again.
+        Number of buckets stored. They are not stored again.
 
     Raises:
-        StoreError: the database cannot be written. What was to be reported is kept for the next call.
+        StoreError: the database cannot be written. The counts are kept for the next call.
     """
     taken = dispatch.take_missed()
     if not taken:

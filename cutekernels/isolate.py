@@ -1,22 +1,23 @@
-"""Functions run in processes that may die: compilers that abort, kernels that fault, hang or exit.
+"""Child processes for functions that may kill theirs: compilers that abort, kernels that fault, hang or exit.
 
 :class:`Child` is one spawned process answering requests in turn; :class:`Pool` is several of them sharing a list
-of tasks. Both know nothing of kernels: what runs is named by a dotted path, ``"package.module:function"``, and takes
-one picklable request. What belongs here is how a process is started, spoken to, given up on and reaped::
+of tasks. Neither knows anything of kernels: the function to run is named by a dotted path,
+``"package.module:function"``, and takes one picklable request. This module starts processes, exchanges messages with
+them, times them out and reaps them::
 
     with Child("cutekernels.autotune.worker:answer") as child:
-        reply = child.ask(request, deadline_s=30)     # or a ChildFailure; after a death the next ask respawns
+        reply = child.ask(request, deadline_s=30)     # or a ChildFailure; the next ask starts a new process
 
 Four decisions, each with its reason:
 
 * Spawned with ``subprocess`` and a bootstrap of our own: a forked CUDA context is unusable, and ``multiprocessing``'s
   spawn would import the caller's ``__main__`` again, which runs an unguarded script twice.
 * Every read and write in the parent is non-blocking with a deadline, so that neither a hung nor a stopped child
-  holds it; a child that misses the deadline is killed with everything it started.
-* The child's stdout and stderr go to an unlinked file, whose end is quoted when it dies: a pipe nobody drains
-  would block it. The file is emptied after each answer.
-* The child leads a session of its own, so Ctrl-C reaches the parent only, which kills it on the way out; and it leaves
-  when the request pipe closes, so a parent that was killed leaves no orphan behind.
+  blocks it; a child that misses the deadline is killed with everything it started.
+* The child's stdout and stderr go to an unlinked file, whose end is quoted when it dies: a pipe that is not read
+  would block the child. The file is emptied after each answer.
+* The child leads a session of its own, so Ctrl-C reaches the parent only, which kills the child on its way out. The
+  child exits when the request pipe closes, so a killed parent leaves no orphan behind.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from cutekernels.errors import CuteKernelsError
 START_DEADLINE_S = 180.0  # a cold import of torch and a DSL from a network disk
 _TAIL_BYTES = 4000
 _POLL_S = 0.2  # how often a silent child is checked for being alive
-_REAP_S = 10.0  # a process stuck inside the driver may outlive SIGKILL; nobody waits longer for it
+_REAP_S = 10.0  # longest wait for a killed process; one stuck inside the driver may outlive SIGKILL
 _HEADER = struct.Struct(">Q")
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from cutekernels.isolate import _serve; "
@@ -88,7 +89,7 @@ class ChildTimeout(ChildFailure):
 
 
 class RemoteError(ChildFailure):
-    """The function raised. The process lives on."""
+    """The function raised. The process stays alive."""
 
     def __init__(self, type_name: str, message: str, traceback_text: str = "") -> None:
         self.type_name, self.message, self.traceback_text = type_name, message, traceback_text
@@ -96,7 +97,7 @@ class RemoteError(ChildFailure):
 
 
 class StartFailed(ChildFailure):
-    """The process never became ready: its target did not import, or it died or hung before. Not the request's fault."""
+    """The process never became ready: it died, hung, or could not import its target. The request never ran."""
 
 
 def _quoted(stderr: str) -> str:
@@ -109,7 +110,7 @@ class Child:
     Args:
         target: ``"package.module:function"``, importable with this process's ``sys.path``.
         env: changes to the inherited environment; None removes a variable. ``{"CUDA_VISIBLE_DEVICES": ""}``
-            makes the process blind to GPUs.
+            hides all GPUs from the process.
         start_deadline_s: for starting the process and importing ``target``; not part of a request's deadline.
     """
 
@@ -134,7 +135,7 @@ class Child:
             ChildDied: the process ended first, by a signal or an exit.
             ChildTimeout: no answer within ``deadline_s``; the process was killed.
             RemoteError: the function raised.
-            StartFailed: no process could be brought to answer; nothing is known of this request.
+            StartFailed: no process could be started; the request never ran.
         """
         payload = pickle.dumps(request)
         with self._lock:
@@ -144,7 +145,7 @@ class Child:
                 self._write(payload, limit, deadline_s)
                 kind, body = self._read(limit, deadline_s)
                 self._empty_log()
-            except BaseException:  # Ctrl-C included: a half-answered request must not meet the next one
+            except BaseException:  # Ctrl-C included: a late answer must not be read as the next request's
                 self._reap()
                 raise
         if kind == "error":
@@ -152,13 +153,13 @@ class Child:
         return body
 
     def kill(self) -> None:
-        """Ends the process, whatever it is doing. The next :meth:`ask` starts another."""
+        """End the process, whatever it is doing. The next :meth:`ask` starts another."""
         self._signal_group()
         with self._lock:
             self._reap()
 
     def close(self) -> None:
-        """Ends the process for good. Safe to call from another thread and twice."""
+        """End the process for good. Safe to call from another thread and twice."""
         self._closed = True
         self.kill()
 
@@ -179,7 +180,7 @@ class Child:
         if self._closed:
             raise StartFailed(f"the process for {self.target} was closed; it takes no more requests")
         if self._process is not None and (self._process.poll() is not None or self._hung_up()):
-            self._reap()  # died between requests (the out-of-memory killer, say): nobody's request is lost
+            self._reap()  # died between requests (by the out-of-memory killer, say), so no request is lost
         if self._process is not None:
             return
         child_in, self._request_fd = os.pipe()
@@ -187,7 +188,7 @@ class Child:
         os.set_blocking(self._request_fd, False)
         os.set_blocking(self._reply_fd, False)
         self._log = tempfile.TemporaryFile(prefix="cutekernels-child-")  # noqa: SIM115 (lives as long as the process)
-        # Appending keeps the child's writes at the end after _empty_log cut the file under it.
+        # O_APPEND: after _empty_log truncated the file, the child must write at its new end.
         fcntl.fcntl(self._log, fcntl.F_SETFL, fcntl.fcntl(self._log, fcntl.F_GETFL) | os.O_APPEND)
         environment = {**os.environ, **{k: v for k, v in self._env.items() if v is not None}}
         for name in (k for k, v in self._env.items() if v is None):
@@ -206,7 +207,7 @@ class Child:
         finally:
             os.close(child_in)
             os.close(child_out)
-        if self._closed:  # close() came while there was no process yet for it to end
+        if self._closed:  # close() ran before there was a process to kill
             raise StartFailed(f"the process for {self.target} was closed while it started")
         try:
             kind, body = self._read(time.monotonic() + self._start_deadline_s, self._start_deadline_s)
@@ -216,13 +217,13 @@ class Child:
             raise StartFailed(f"{self.target} cannot be imported: {body[0]}: {body[1]}") from RemoteError(*body)
 
     def _hung_up(self) -> bool:
-        poller = select.poll()  # no answer is due, so anything to read is the end of the pipe
+        poller = select.poll()  # no answer is due, so a readable pipe has been closed
         poller.register(self._reply_fd, select.POLLIN)
         return bool(poller.poll(0))
 
     def _signal_group(self) -> None:
         process = self._process
-        if process is not None:  # also when it is dead: the compilers it started may not be
+        if process is not None:  # even if it is dead: the compilers it started may be alive
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
 
@@ -270,7 +271,7 @@ class Child:
         return bytes(data)
 
     def _ready(self, fd: int, event: int, limit: float, deadline_s: float) -> bool:
-        """Waits a moment for ``fd``. Raises when the deadline has passed or the process is gone."""
+        """Wait briefly for ``fd``. Raises when the deadline has passed or the process is gone."""
         poller = select.poll()
         poller.register(fd, event)
         left = limit - time.monotonic()
@@ -369,11 +370,11 @@ class Pool:
 
 
 def _serve(request_fd: int, reply_fd: int, target: str) -> None:
-    """The child's life: import ``target``, say so, then answer until the parent closes the pipe."""
+    """Main loop of the child: import ``target``, report ready, then answer until the parent closes the pipe."""
     faulthandler.enable(all_threads=False)
     for fd in (request_fd, reply_fd):
         os.set_inheritable(fd, False)  # a compiler this process starts must not keep the parent's pipe open
-    # A reader thread, so that the parent's death ends this process in the middle of a request too.
+    # A reader thread, so that the parent's death ends this process even during a request.
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(request_fd, requests), daemon=True).start()
     try:
@@ -403,7 +404,7 @@ def _listen(fd: int, requests: queue.SimpleQueue[bytes]) -> None:
         while True:
             header = stream.read(_HEADER.size)
             if len(header) < _HEADER.size:
-                os._exit(0)  # the parent is gone, or has given this process up
+                os._exit(0)  # the parent is gone, or has closed the pipe
             requests.put(stream.read(_HEADER.unpack(header)[0]))
 
 

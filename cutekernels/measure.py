@@ -1,19 +1,19 @@
-"""The one timer: device time per launch, for the tuner and the bench alike.
+"""The timer of the tuner and the benchmarks: device time per launch.
 
-How a number comes about, and why each step is there:
+How a time is measured, and the reason for each step:
 
-* A candidate is a list of no-argument launches, one per *input set*. Sets rotate, and :func:`l2_rotation` says how
-  many it takes for an input to have left the L2 cache before it is read again (a 26 MB weight otherwise stays there,
-  and the number is the cache's). One set alone measures a *warm* L2.
+* A candidate is a list of no-argument launches, one per *input set*. Sets rotate, and :func:`l2_rotation` gives the
+  number for which an input has left the L2 cache before it is read again (a 26 MB weight otherwise stays there, and
+  the cache's speed is measured). One set alone measures a *warm* L2.
 * The launches are captured in a CUDA graph that is replayed whole: no launch gaps, no Python. A graph holds enough
-  launches to run ``least_us``; an untimed replay in front hides the latency of starting the graph and leaves the
-  caches as the timed one will.
-* Candidates take turns, in a new random order each round, so that clocks and temperature drift under all alike; a
+  launches to run ``least_us``; an untimed replay before it hides the latency of starting the graph and leaves the
+  caches in the state that the timed one leaves.
+* Candidates take turns, in a new random order each round, so that drift of clocks and temperature affects all alike; a
   comparison is paired by round: :meth:`Samples.ratio` is the median of per-round ratios with a bootstrap interval.
-* The inputs' values are the caller's duty: random, never zeros (zeros run up to 15 % faster).
+* The caller chooses the inputs' values: random, never zeros (zeros run up to 15 % faster).
 
 Statistics and scheduling are plain Python over a :class:`Round`; only :class:`GraphRound` touches a GPU, and torch is
-imported there. What belongs here is time; whether a result is *right* is judged in ``verify.py``.
+imported there. Correctness of results is judged in ``verify.py``.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from typing import Any, Protocol
 Launch = Callable[[], object]
 
 L2_FACTOR = 3  # rotated bytes over L2 bytes: replacement is not strictly least-recently-used
-MOST_SETS = 512  # tiny inputs: beyond this the rotation costs more to set up than it tells
-LEAST_ROUNDS = 5  # before any verdict, and despite any budget
-_RACE_MARGIN = 0.97  # a contender leaves the race when even its interval's upper end is below this
+MOST_SETS = 512  # limit for tiny inputs, whose rotation would take too long to set up
+LEAST_ROUNDS = 5  # rounds before a candidate or the run may stop, whatever the budget
+_RACE_MARGIN = 0.97  # a contender stops early when the upper end of its ratio's interval is below this
 _RACE_EVERY = 5  # rounds between verdicts: a bootstrap costs as much as a round
-_LEAD_BELOW_US = 5000.0  # longer replays do not notice the few µs of starting a graph
+_LEAD_BELOW_US = 5000.0  # longer replays need no untimed one: starting a graph takes a few µs
 _MOST_LAUNCHES = 8192  # in one graph
 _RESAMPLES = 1000
 
@@ -46,7 +46,7 @@ _RESAMPLES = 1000
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times faster: a value and its 95 % confidence interval."""
+    """A speed-up and its 95 % confidence interval."""
 
     value: float
     low: float
@@ -103,10 +103,10 @@ def _quantile(ordered: Sequence[float], q: float) -> float:
 
 
 def l2_rotation(set_bytes: int, l2_bytes: int) -> int:
-    """How many input sets of ``set_bytes`` (inputs and outputs) keep the L2 cache cold.
+    """Number of input sets of ``set_bytes`` (inputs and outputs) that keeps the L2 cache cold.
 
     Their bytes are at least three times the L2, up to 512 sets: below ``3 * l2_bytes / 512`` per set (350 KB on an
-    H200) inputs are partly met in the cache, as such small ones are in practice.
+    H200) inputs are partly cached, as such small ones are in practice.
     """
     if set_bytes <= 0:
         return 1
@@ -114,7 +114,7 @@ def l2_rotation(set_bytes: int, l2_bytes: int) -> int:
 
 
 class Round(Protocol):
-    """A candidate made ready: each call runs ``launches`` launches and answers with the µs of one."""
+    """A prepared candidate: each call runs ``launches`` launches and returns the µs of one."""
 
     launches: int
 
@@ -140,15 +140,14 @@ def time_interleaved(
     Args:
         candidates: by name, one launch per rotated input set; or a :class:`Round` prepared before.
         rounds: samples per candidate.
-        least_us: what one replay lasts at least; short kernels are repeated inside the graph.
+        least_us: least duration of one replay; short kernels are repeated inside the graph.
         budget_us: stop after this much timed device time, all candidates together, but not before five rounds.
         race: names of a leader and of its contenders. A contender that is clearly slower than the leader (the upper
             end of its interval below 0.97) stops early and has fewer samples; without any left, all stop.
-        rest_s: how long the device idles before each sample. Without rest, heavy kernels are throttled by power as
-            under sustained load (an H200's SM clock falls from 1980 to 1700 MHz in a GEMM, 2026-11-21); with 50 ms
-            of it every candidate runs at full clock, as in a short burst.
-        seed: of the order of candidates within a round.
-        prepare: makes a :class:`Round` of launches; :class:`GraphRound` unless a test says otherwise.
+        rest_s: idle time before each sample: 0 measures sustained load, where power throttles heavy kernels; 0.05
+            a short burst at full clock. docs/notes/trunk.md#rest (H200, 2026-11-21).
+        seed: for the order of candidates within a round.
+        prepare: makes a :class:`Round` of launches; :class:`GraphRound` except in tests.
 
     Returns:
         :class:`Samples` by name, in the order of ``candidates``.
@@ -192,9 +191,9 @@ class GraphRound:
     """Launches captured in a CUDA graph; each call replays it and returns the device µs of one launch.
 
     The launches run on torch's current stream, once before the capture (module loading and lazy initialisation
-    are illegal inside it); what they allocate lives in the graph's own pool. What they return is kept until the
-    capture ends, so that every launch writes to memory of its own: a result in the place of the last one would be
-    overwritten in the L2 cache and never reach DRAM.
+    are illegal inside it); their allocations live in the graph's own pool. Their results are kept until the capture
+    ends, so that every launch writes to memory of its own: a result in reused memory would be overwritten in the L2
+    cache and never reach DRAM.
     """
 
     def __init__(self, launches: Sequence[Launch], least_us: float = 200.0) -> None:
@@ -215,14 +214,14 @@ class GraphRound:
         self._stream.synchronize()
         most = max(1, _MOST_LAUNCHES // len(launches))
         passes, replay_us = 1, self._captured_us(passes=1)
-        # Twice where it takes two: a short graph's time is mostly its start, so the first guess comes out low.
+        # May take two passes: a short graph's time is mostly its start, so the first guess is too low.
         while replay_us < least_us / 2 and passes < most:
             passes = min(math.ceil(passes * least_us / max(replay_us, 1e-3)), most)
             replay_us = self._captured_us(passes)
         self._lead = replay_us < _LEAD_BELOW_US
 
     def _captured_us(self, passes: int) -> float:
-        """Captures ``passes`` passes; how long one replay of them lasts."""
+        """Capture ``passes`` passes and return the duration of one replay."""
         self._capture(passes)
         self()  # the first replay uploads the graph
         return self() * self.launches

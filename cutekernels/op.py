@@ -1,17 +1,17 @@
 """Problem, Config, Op: the declaration everything else works from.
 
-An op is *one* declaration. The dispatcher, the tuner, the bench, the tests and the documentation read it;
-none of them knows a particular op. To add one, write its Problem, its Config and its Op in ``ops/``, its
-kernel in ``kernels/``, and one line in ``ops/registry.py``.
+An op is *one* declaration. The dispatcher, the tuner, the benchmarks, the tests and the documentation read it;
+none of them knows a particular op. A new one is a Problem, a Config and an Op in ``ops/``, a kernel in
+``kernels/``, and one line in ``ops/registry.py``.
 
 Problems and configs have one text form, used in job files, logs, the command line and the database::
 
     m=4096 n=11008 k=4096 dtype=bf16 b_major=n
     tile_m=128 tile_n=256 tile_k=64 stages=3
 
-Fields that hold their default are left out of it, so a field added later leaves old texts meaning what they
-meant. Text is parsed against the declared fields: a stranger's database cannot name a field or a value that
-the dataclass does not allow.
+Fields that hold their default are left out, so a field added later does not change the meaning of old texts.
+Text is parsed against the declared fields: an untrusted database cannot name a field or a value that the
+dataclass does not allow.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Scalar = int | str | bool
 
 
 def exact(extent: int) -> int:
-    """A bucket per extent: for weight extents, of which a model has a handful."""
+    """One bucket per extent: for weight extents, of which a model has a handful."""
     return extent
 
 
@@ -67,7 +67,7 @@ def plain(*values: Scalar) -> Any:
 def knob(*values: Scalar, added: bool = False) -> Any:
     """A field of a config: ``values`` is what the tuner searches.
 
-    A knob ``added`` to configs that are stored already has a default, its first value, which must mean what they meant.
+    ``added``: a knob that stored configs lack. Its default, the first value, must keep their meaning.
     """
     return field(default=values[0] if added else MISSING, metadata={"values": values})
 
@@ -121,7 +121,7 @@ def _parse(f: Field[Any], raw: str, error: type[ValueError]) -> Scalar:
 
 @dataclass(frozen=True)
 class Problem(_Record):
-    """What is asked of an op, without the data: extents and compile-time properties.
+    """A call without its data: extents and compile-time properties.
 
     Declare extents with :func:`extent` and the rest with :func:`plain`. Validated on construction.
     """
@@ -149,11 +149,11 @@ class Problem(_Record):
         return tuple(getattr(self, name) for name in self.extent_names())
 
     def static(self) -> tuple[tuple[str, Scalar], ...]:
-        """What a compiled kernel depends on: every field that is not an extent, by name."""
+        """The fields a compiled kernel depends on: all that are not extents, by name."""
         return tuple((f.name, getattr(self, f.name)) for f in fields(self) if "bucket" not in f.metadata)
 
     def bucket(self) -> Self:
-        """The problem that stands for this one in the tuned-config database (idempotent)."""
+        """The problem under which the tuned-config database stores this one (idempotent)."""
         rounded = {f.name: f.metadata["bucket"](getattr(self, f.name)) for f in fields(self) if "bucket" in f.metadata}
         return replace(self, **rounded)
 
@@ -176,7 +176,7 @@ class Config(_Record):
 
     @classmethod
     def space(cls) -> dict[str, tuple[Scalar, ...]]:
-        """Knob by knob, the values the tuner may try."""
+        """Values the tuner may try, by knob."""
         return {f.name: f.metadata["values"] for f in fields(cls)}
 
     @classmethod
@@ -189,10 +189,10 @@ class Config(_Record):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The least a problem needs: floating-point operations, and bytes through device memory.
+    """Least work of a problem: floating-point operations, and bytes through device memory.
 
-    ``depth``: terms in an output's longest sum, which says how exact a result can be; None where it is
-    the same for all outputs, so that it follows from ``flops``.
+    ``depth``: terms in an output's longest sum, from which the tolerance is derived; None where it is the same
+    for all outputs and follows from ``flops``.
     """
 
     flops: float
@@ -209,7 +209,7 @@ C = TypeVar("C", bound=Config)
 
 
 class Op(ABC, Generic[P, C]):
-    """One operator: its problems, its configs, the rules between them, its kernels and its truth.
+    """One operator: its problems, its configs, the rules between them, its kernels and its reference.
 
     ``args`` below are the op's tensors and scalars in one fixed order, the same for ``outputs``, ``sample``,
     ``reference`` and for the launch: ``launch(*outputs, *args)``. Absent optional tensors are None.
@@ -217,25 +217,25 @@ class Op(ABC, Generic[P, C]):
 
     name: ClassVar[str]
     revision: ClassVar[int]
-    """Raised by hand when stored winners stop being good advice (a kernel rewritten, a knob's meaning changed)."""
+    """Incremented by hand when stored winners no longer apply (a kernel rewritten, a knob's meaning changed)."""
     suite: ClassVar[tuple[str, ...]]
-    """Problems that tests, ``bench`` and documentation take as typical, in text form."""
+    """Typical problems for tests, ``bench`` and documentation, in text form."""
     Problem: type[P]
     Config: type[C]
     most_stack_bytes: ClassVar[int] = 256
-    """Of a thread; the tuner runs no candidate with more. A few words need not be spills; kilobytes are."""
+    """Per-thread stack limit; the tuner skips candidates above it. A few words need not be spills; kilobytes are."""
 
     @abstractmethod
     def why_not(self, p: P, c: C, gpu: GpuSpec) -> str | None:
-        """None where ``c`` solves ``p`` on ``gpu``; else the rule it breaks. The only home of constraints."""
+        """The rule that ``c`` breaks for ``p`` on ``gpu``, or None. All constraints of the op are stated here."""
 
     @abstractmethod
     def default(self, p: P, gpu: GpuSpec) -> C:
-        """The analytical choice for a problem nobody tuned. ``why_not`` accepts it, for any problem and GPU."""
+        """The analytical choice for an untuned problem. ``why_not`` accepts it, for any problem and GPU."""
 
     @abstractmethod
     def estimate_us(self, p: P, c: C, gpu: GpuSpec) -> float:
-        """The model's time for a valid config: what ranks candidates where no GPU can measure them."""
+        """The model's time for a valid config; it ranks candidates where no GPU can measure them."""
 
     @abstractmethod
     def build(self, p: P, c: C, gpu: GpuSpec) -> Artifact:
@@ -247,7 +247,7 @@ class Op(ABC, Generic[P, C]):
 
     @abstractmethod
     def outputs(self, p: P, *args: Any) -> tuple[Tensor, ...]:
-        """Allocates the results (on meta tensors too, where it serves as torch.compile's fake)."""
+        """Allocates the results (meta tensors too: torch.compile's fake implementation uses it)."""
 
     @abstractmethod
     def sample(self, p: P, device: str, seed: int) -> tuple[Any, ...]:
@@ -261,13 +261,13 @@ class Op(ABC, Generic[P, C]):
     def work(self, p: P) -> Work:
         """Least flops and bytes."""
 
-    # -- what follows from the declaration
+    # -- derived from the declaration
 
-    def __repr__(self) -> str:  # the same in every process: it names tests and stands in messages
+    def __repr__(self) -> str:  # the same in every process, for test ids and messages
         return f"<op {self.name}>"
 
     def check(self, p: P, c: C, gpu: GpuSpec) -> C:
-        """``c``, or InvalidConfig with the rule it breaks."""
+        """``c`` itself, or InvalidConfig with the rule it breaks."""
         reason = self.why_not(p, c, gpu)
         if reason is not None:
             raise InvalidConfig(f"{self.name} [{p}] on {gpu.name} cannot take [{c}]: {reason}")

@@ -1,8 +1,8 @@
 """``FusedAdamW``: torch's AdamW over one table of all parameters, updated in a launch per kind of parameter.
 
-What is on the device is read there: the number of the step always (one per parameter, as ``torch.optim.AdamW`` with
-``fused=True`` keeps it), the learning rate where it is a tensor. So steps never wait for the device, and replay
-correctly from a CUDA graph. Tables of addresses are kept from step to step and sent anew where an address changed.
+Kernels read the step counts on the device (one per parameter, as ``torch.optim.AdamW`` with ``fused=True`` keeps
+them), and the learning rate too where it is a tensor. So steps never wait for the device, and replay correctly from a
+CUDA graph. Address tables are kept from step to step and sent again only where an address changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.optimizer import ADAMW_STEP, ADAMW_TABLE, AdamWProblem, Hyper, adamw_step, check_hyper
 from cutekernels.ops.shared.strides import is_dense, walk
 
-_ROW = 8  # numbers of a tensor in a table, as the kernel reads them
+_ROW = 8  # 64-bit numbers per tensor in a table, as the kernel reads them
 _SPARES = 4  # steps that one capture may hold
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -184,7 +184,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class _Operands:
-    """What one parameter's update reads and writes. ``home``: the parameter, where ``param`` is a dense copy of it."""
+    """The tensors of one parameter's update. ``home``: the parameter, where ``param`` is a dense copy of it."""
 
     param: Tensor
     grad: Tensor

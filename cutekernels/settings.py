@@ -1,7 +1,7 @@
 """The three environment variables, read here and nowhere else.
 
 ``CUTEKERNELS_DB``
-    Where the tuned-config database is: a path to an SQLite file or a SQLAlchemy URL
+    Location of the tuned-config database: a path to an SQLite file or a SQLAlchemy URL
     (``postgresql+psycopg://...``). Default: ``tuned.db`` under the XDG data directory.
 ``CUTEKERNELS_CACHE``
     Directory of compiled kernels, created with mode 0700. Default: the XDG cache directory.
@@ -26,12 +26,12 @@ _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARN
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the environment says, resolved once per :func:`load`."""
+    """Values of the environment variables, resolved once per :func:`load`."""
 
     database_url: str
     cache_dir: Path
     log_level: int
-    database_named: bool  # whether the environment names one; the default need not exist
+    database_named: bool  # whether the environment names it; the default one need not exist
 
     @property
     def database_path(self) -> Path | None:
@@ -46,7 +46,7 @@ def database_url(text: str) -> str:
 
 
 def load() -> Settings:
-    """Reads the environment. Raises ValueError for an unknown log level."""
+    """Read the environment. Raises ValueError for an unknown log level."""
     database = os.environ.get(DB_VARIABLE) or str(_xdg("XDG_DATA_HOME", ".local/share") / APP / "tuned.db")
     cache = os.environ.get(CACHE_VARIABLE) or str(_xdg("XDG_CACHE_HOME", ".cache") / APP)
     level = os.environ.get(LOG_VARIABLE, "warning").lower()
@@ -63,7 +63,7 @@ def _xdg(variable: str, below_home: str) -> Path:
 
 
 def logger(name: str) -> logging.Logger:
-    """The package's logger for ``name``, at the level the environment asks for."""
+    """The package's logger for ``name``, at the level that the environment sets."""
     log = logging.getLogger(f"{APP}.{name}")
     root = logging.getLogger(APP)
     if root.level == logging.NOTSET:

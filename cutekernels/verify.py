@@ -1,8 +1,8 @@
-"""Right or wrong: outputs judged against a reference, with a tolerance that is derived, not typed in.
+"""Correctness: outputs are compared with a reference, within a tolerance that is derived, not chosen.
 
 The reference is computed in fp32 or better and rounded once to the output's type (``Op.reference``). A correct
-kernel accumulates in its own order and rounds once as well. Per element, its distance to the reference is then
-at most the sum of
+kernel accumulates in its own order and rounds once as well. The distance of an element to the reference is then at
+most the sum of
 
 * **1.5 ulp** of the output's type at the element's magnitude. Torch's own error is half an ulp, a kernel is
   granted twice that, and the reference itself is off by another half;
@@ -11,13 +11,13 @@ at most the sum of
   truncate once per k-step of 8, each time up to an ulp of a partial sum as large as the typical output:
   ``depth / 8 * eps(fp32) * rms(expected)`` for sums of ``depth`` products. With fp16 accumulation the ulp is 8192 times
   larger, so a worst case would allow anything; its steps round to nearest, and four standard deviations
-  of that random walk are granted instead: ``4 * sqrt(depth / 8) * eps(fp16) * rms(expected)``.
+  of that random walk are allowed instead: ``4 * sqrt(depth / 8) * eps(fp16) * rms(expected)``.
 
-:func:`error_ratio` is the worst distance over that sum: up to 1 is right. NaN where the reference has a number is
-infinitely wrong, which is what makes :func:`poison` find elements that nobody wrote. For bf16 and a depth of 4096,
-leaving out *one* product of an element's sum fails (``tests/test_verify.py`` plants it, and other bugs).
+:func:`error_ratio` is the worst distance over that sum: up to 1 is correct. NaN where the reference has a number is
+infinitely wrong, so that :func:`poison` reveals elements that were never written. For bf16 and a depth of 4096,
+leaving out *one* product of an element's sum fails (``tests/trunk/test_verify.py`` plants it, and other bugs).
 
-Torch is imported inside the functions: a command line that only prints a database loads this file too.
+Torch is imported inside the functions, because commands that only print a database load this file too.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 _ULPS = 1.5
 _FP32_ULPS = 16
-_K_STEP = 8  # of one tensor-core instruction, the smallest of any GPU here
+_K_STEP = 8  # the smallest k of a tensor-core instruction on any GPU here
 _CHUNK = 1 << 24  # elements compared at a time: fp64 copies of a whole output would not always fit
 ACCUMULATE_EPS = {"fp32": 2.0**-23, "fp16": 2.0**-10}
 
 
 def poison(outputs: Iterable[Tensor | None]) -> None:
-    """Fills ``outputs`` with values no kernel writes: NaN, or an integer type's lowest number."""
+    """Fill ``outputs`` with values no kernel writes: NaN, or an integer type's lowest number."""
     import torch
 
     for out in outputs:
@@ -52,7 +52,7 @@ def poison(outputs: Iterable[Tensor | None]) -> None:
 
 
 def accumulation_error(expected: Tensor, depth: float, accumulate: str = "fp32") -> float:
-    """What accumulating sums of ``depth`` products may cost, as an absolute error. See the module's text."""
+    """Allowed absolute error of accumulating sums of ``depth`` products; see the module's docstring."""
     if accumulate not in ACCUMULATE_EPS:
         raise ValueError(f"accumulate must be one of {', '.join(ACCUMULATE_EPS)}; it is {accumulate!r}")
     if expected.numel() == 0 or not expected.is_floating_point():
@@ -68,12 +68,12 @@ def accumulation_error(expected: Tensor, depth: float, accumulate: str = "fp32")
 
 
 def error_ratio(actual: Tensor, expected: Tensor, scale: float = 0.0) -> float:
-    """The worst error of ``actual`` over its tolerance: 1 or less is right, ``inf`` for NaN or an unwritten element.
+    """The worst error of ``actual`` over its tolerance: correct up to 1, ``inf`` for NaN or an unwritten element.
 
     Args:
-        actual: what the kernel wrote.
+        actual: the kernel's output.
         expected: the reference, of the same shape and type.
-        scale: absolute error granted to every element, from :func:`accumulation_error`.
+        scale: absolute error allowed for every element, from :func:`accumulation_error`.
 
     Raises:
         WrongResult: shapes or types differ.
@@ -96,12 +96,12 @@ def _chunk_ratio(ours: Tensor, truth: Tensor, scale: float) -> float:
         return 0.0 if torch.equal(ours, truth) else math.inf
     kind = torch.finfo(truth.dtype)
     a, b = ours.double(), truth.double()
-    # An ulp is eps at the element's power of two, and that of the smallest normal number below it.
+    # ulp: eps at the element's power of two; for subnormal numbers, that of the smallest normal one.
     _, exponent = torch.frexp(b.abs().clamp_min(kind.smallest_normal))
     ulp = torch.ldexp(torch.full_like(b, kind.eps), exponent - 1)
     tolerance = _ULPS * ulp + _FP32_ULPS * 2.0**-23 * b.abs() + scale
     ratio = (a - b).abs() / tolerance
-    # inf - inf is NaN, yet an overflow that the reference has too is right; a NaN in the reference excuses nothing.
+    # inf - inf is NaN, yet an overflow that the reference has too is correct. A NaN in the reference never matches.
     ratio = torch.where((a == b) & a.isinf(), torch.zeros_like(ratio), ratio)
     return float(torch.nan_to_num(ratio, nan=math.inf, posinf=math.inf).max())
 

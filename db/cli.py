@@ -1,50 +1,37 @@
-"""``cutekernels db``: look into the tuned-config database, carry winners from one to another.
+"""``cutekernels db``: query the tuned-config database, carry winners from one to another.
 
-Data goes to stdout, talk to stderr. Exit code 0: done; 1: not found, or it failed; 2: the command was misused.
+Data goes to stdout, messages to stderr. Exit code 0: done; 1: not found, or it failed; 2: the command was misused.
 """
 
 from __future__ import annotations
 
-import csv
 import io
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
-from datetime import datetime
 from enum import StrEnum
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from cutekernels import settings
+from cutekernels import settings, terminal
 from cutekernels.db.store import ImportReport, Store, Trial
 from cutekernels.errors import StoreError
+from cutekernels.terminal import As, Format
 
 app = typer.Typer(help="Look into the tuned-config database; export, import and merge winners.", no_args_is_help=True)
 
 
-class Format(StrEnum):
-    """How a listing is written."""
-
-    table = "table"
-    json = "json"
-    csv = "csv"
-
-
 class Origin(StrEnum):
-    """Where a trial's time comes from."""
+    """Source of a trial's time."""
 
     measured = "measured"
     predicted = "predicted"
 
 
 Db = Annotated[str | None, typer.Option("--db", metavar="URL", help="Path or URL; default: CUTEKERNELS_DB.")]
-As = Annotated[Format, typer.Option("--format", help="How to write it.")]
 GpuName = Annotated[str | None, typer.Option("--gpu", help="Only this GPU, e.g. h200.")]
 OpName = Annotated[str | None, typer.Option("--op", help="Only this op, e.g. gemm.")]
 Words = Annotated[
@@ -68,7 +55,7 @@ def query(
     format: As = Format.table,
     db: Db = None,
 ) -> None:
-    """The winners: which config is used for which problem."""
+    """List the winners: which config is used for which problem."""
     with _open(db) as store:
         found = [t for t in store.winners(gpu=gpu, op=op, origin=origin) if _has_words(t, problem)]
     _list_trials(found, _WINNER_COLUMNS, format, "no winner matches")
@@ -83,7 +70,7 @@ def history(
     format: As = Format.table,
     db: Db = None,
 ) -> None:
-    """Every trial, oldest first: what was tried, what failed, and why."""
+    """List every trial, oldest first, failed ones with the reason."""
     with _open(db) as store:
         found = [t for t in store.trials(gpu=gpu, op=op) if _has_words(t, problem)]
     _list_trials(found[-limit:] if limit else found, _HISTORY_COLUMNS, format, "no trial matches")
@@ -97,26 +84,26 @@ def show(
     format: As = Format.table,
     db: Db = None,
 ) -> None:
-    """All there is to know of one trial, or of the winner of one problem."""
+    """Show all fields of one trial, or of the winner of one problem."""
     with _open(db) as store:
         found = _pick(store, what, gpu, op)
     if not found:
-        _fail(f"nothing matches {what!r}; `cutekernels db query` lists the winners")
+        terminal.fail(f"nothing matches {what!r}; `cutekernels db query` lists the winners")
     if len(found) > 1:
         several = "; ".join(f"{t.id}  {t.gpu.name} {t.op} r{t.revision} [{t.problem}]" for t in found[:5])
-        _fail(f"{len(found)} trials match {what!r}, name one by its id: {several}")
+        terminal.fail(f"{len(found)} trials match {what!r}, name one by its id: {several}")
     if format is Format.table:
         table = Table("field", "value")
-        for name, value in _flat(found[0].as_row()).items():
-            table.add_row(name, _cell(value))
-        _stdout().print(table)
+        for name, value in terminal.flat(found[0].as_row()).items():
+            table.add_row(name, terminal.cell(value))
+        terminal.show(table)
     else:
-        _write([found[0].as_row()], format, ())
+        terminal.write([found[0].as_row()], format)
 
 
 @app.command()
 def stats(format: As = Format.table, db: Db = None) -> None:
-    """How many trials and winners there are, per GPU, op and origin."""
+    """Count trials and winners per GPU, op and origin."""
     with _open(db) as store:
         rows = [asdict(row) for row in store.stats()]
     _write(rows, format, ("gpu", "op", "origin", "trials", "ok", "winners"), "the database is empty")
@@ -129,7 +116,7 @@ def requests(
     format: As = Format.table,
     db: Db = None,
 ) -> None:
-    """Problems that dispatchers met and nobody measured, most hits first: what to tune next."""
+    """List problems that were dispatched but never measured, most hits first: candidates to tune next."""
     with _open(db) as store:
         rows = [asdict(row) for row in store.requests(gpu=gpu, limit=limit)]
     _write(rows, format, ("gpu", "op", "revision", "problem", "hits", "last_seen"), "no request is waiting")
@@ -145,7 +132,7 @@ def export(
     """Write the winners as JSON lines, each complete in itself."""
     with _open(db) as store:
         count = store.export(sys.stdout if file == "-" else file, gpu=gpu, op=op)
-    _say(f"{count} winners written to {'stdout' if file == '-' else file}")
+    terminal.say(f"{count} winners written to {'stdout' if file == '-' else file}")
 
 
 @app.command("import")
@@ -166,26 +153,11 @@ def merge(url: Annotated[str, typer.Argument(help="Path or URL of the other data
         _report(store.merge(url))
 
 
-# ---- talking ------------------------------------------------------------------------------------------------
-
-
-def _stdout() -> Console:
-    # Made per call, so that a redirected stdout is the one in use. A pipe has no width: leave room for a row.
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=240)
-
-
-def _say(message: str, style: str = "") -> None:
-    Console(stderr=True, highlight=False).print(Text(" ".join(message.split()), style=style), soft_wrap=True)
-
-
-def _fail(message: str) -> NoReturn:
-    _say(message, "red")
-    raise typer.Exit(1)
+# ---- output -------------------------------------------------------------------------------------------------
 
 
 def _report(report: ImportReport) -> None:
-    _say(f"{report.added} trials added, {report.crowned} winners set, {report.kept} winners kept as they were")
+    terminal.say(f"{report.added} trials added, {report.crowned} winners set, {report.kept} winners kept as they were")
 
 
 @contextmanager
@@ -194,7 +166,7 @@ def _open(db: str | None, *, writing: bool = False) -> Iterator[Store]:
         with Store(settings.load().database_url if db is None else db, readonly=not writing) as store:
             yield store
     except (StoreError, ValueError) as error:  # ValueError: an environment variable is set wrongly
-        _fail(str(error))
+        terminal.fail(str(error))
 
 
 def _has_words(trial: Trial, words: str | None) -> bool:
@@ -217,45 +189,7 @@ def _list_trials(trials: Sequence[Trial], columns: Sequence[str], format: Format
     _write(rows, format, columns if format is Format.table else _LISTED, nothing)
 
 
-def _write(rows: Sequence[dict[str, Any]], format: Format, columns: Sequence[str], nothing: str = "") -> None:
-    """Rows to stdout; ``columns`` are those of a table or of CSV, empty for all that a row has."""
-    if not rows and nothing:
-        _say(nothing)
-    if format is Format.json:
-        sys.stdout.write(json.dumps(list(rows), indent=2, default=_plain) + "\n")
-    elif format is Format.csv:
-        flat = [_flat(row) for row in rows]
-        writer = csv.DictWriter(
-            sys.stdout, columns or list(flat[0]), restval="", extrasaction="ignore", lineterminator="\n"
-        )
-        writer.writeheader()
-        writer.writerows({name: _plain(value) for name, value in row.items()} for row in flat)
-    elif rows:
-        table = Table(*columns)
-        for row in rows:
-            table.add_row(*(_cell(row.get(name)) for name in columns))
-        _stdout().print(table)
-
-
-def _plain(value: object) -> object:
-    return value.isoformat() if isinstance(value, datetime) else value
-
-
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """Nested records become columns: ``gpu_name``, ``environment_driver``."""
-    flat: dict[str, Any] = {}
-    for name, value in row.items():
-        if isinstance(value, dict):
-            flat |= {f"{name}_{inner}": v for inner, v in value.items()}
-        else:
-            flat[name] = value
-    return flat
-
-
-def _cell(value: object) -> Text:
-    """Text, not markup: a database is a stranger's and may hold ``[red]``."""
-    if value is None:
-        return Text("")
-    if isinstance(value, float):
-        return Text(f"{value:.4g}" if value < 1000 else f"{value:.1f}", justify="right")
-    return Text(str(_plain(value)), overflow="fold")
+def _write(rows: Sequence[dict[str, Any]], format: Format, columns: Sequence[str], nothing: str) -> None:
+    if not rows:
+        terminal.say(nothing)
+    terminal.write(rows, format, columns)

@@ -1,8 +1,8 @@
 """Opening a database: checked, migrated, and ready for transactions that hold under threads, processes and forks.
 
 For writing, an SQLite file is prepared under the file lock ``<path>.lock``: refused on a network filesystem;
-examined, and set aside under another name where it is damaged; migrated; put into the journal mode this SQLite
-version can be trusted with. A PostgreSQL database is migrated under an advisory lock. For reading only, nothing is
+checked, and renamed where it is damaged; migrated; put into the journal mode that is safe with this SQLite
+version. A PostgreSQL database is migrated under an advisory lock. For reading only, nothing is
 created, migrated or repaired.
 
 Each transaction opens its own connection and closes it (NullPool): a forked child finds none to share. A writing
@@ -38,7 +38,7 @@ _alembic_lock = threading.Lock()  # Alembic's context is one per process, whatev
 
 
 def open_engine(url: str, *, readonly: bool = False) -> Engine:
-    """An engine on the database at ``url``, whose schema is this package's.
+    """An engine on the database at ``url``, with this package's schema.
 
     Raises:
         StoreError: unreachable, locked for too long, of a newer schema, not ours, or not writable here.
@@ -63,7 +63,7 @@ def open_engine(url: str, *, readonly: bool = False) -> Engine:
 
 
 def shown(url: str) -> str:
-    """``url`` as it may stand in a message: without its password."""
+    """``url`` without its password, for messages."""
     try:
         return make_url(url).render_as_string(hide_password=True)
     except (ArgumentError, ValueError):
@@ -72,7 +72,7 @@ def shown(url: str) -> str:
 
 @contextmanager
 def translated(name: str) -> Iterator[None]:
-    """Turns what SQLAlchemy, sqlite3 and the file system raise into a StoreError about database ``name``."""
+    """Turn errors of SQLAlchemy, sqlite3 and the file system into a StoreError about database ``name``."""
     try:
         yield
     except (SQLAlchemyError, sqlite3.Error, OSError) as error:
@@ -94,7 +94,7 @@ def _remedy(cause: str) -> str:
 
 def _postgres(url: str) -> Engine:
     scheme, _, rest = url.partition("://")
-    if scheme in ("postgres", "postgresql"):  # the driver is ours to choose where the URL names none
+    if scheme in ("postgres", "postgresql"):  # the URL names no driver: use psycopg
         url = f"postgresql+psycopg://{rest}"
     elif not scheme.startswith("postgresql+"):
         raise StoreError(f"a database is an SQLite file or PostgreSQL; {shown(url)!r} is neither")

@@ -1,7 +1,7 @@
 """The tables. A change here needs a file in ``migrations/versions/`` (a test compares the two).
 
-The tuning key is (gpu name, op, revision, problem). ``winner`` holds that key and *points* to a trial: a
-configuration stands in one row of ``trial`` and nowhere else. Column names are the fields of
+The tuning key is (gpu name, op, revision, problem). ``winner`` holds that key and *points* to a trial, so that a
+configuration is stored in one row of ``trial`` only. Column names are the fields of
 :class:`cutekernels.db.trial.Trial`.
 """
 
@@ -30,7 +30,7 @@ from cutekernels.db.trial import ORIGINS, STATUSES
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """A moment in UTC: SQLite keeps no offset, so it is put back on reading."""
+    """A moment in UTC. SQLite stores no offset, so it is added on reading."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
@@ -60,7 +60,7 @@ class Base(DeclarativeBase):
 
 
 class Gpu(Base):
-    """A GPU model, told apart by all of its attributes."""
+    """A GPU model, identified by all of its attributes."""
 
     __tablename__ = "gpu"
     __table_args__ = (
@@ -131,7 +131,7 @@ class Trial(Base):
 
 
 class Winner(Base):
-    """Which trial a dispatcher should follow for a tuning key. ``gpu`` is the GPU's name."""
+    """The trial whose config a dispatcher uses for a tuning key. ``gpu`` is the GPU's name."""
 
     __tablename__ = "winner"
 
@@ -143,7 +143,7 @@ class Winner(Base):
 
 
 class Request(Base):
-    """A problem that dispatchers met: the tuner's queue. ``gpu`` is the GPU's name."""
+    """An untuned problem that was dispatched: the tuner's queue. ``gpu`` is the GPU's name."""
 
     __tablename__ = "request"
 

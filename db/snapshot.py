@@ -1,9 +1,8 @@
-"""What a dispatcher knows of past tuning: the winners for one GPU, read once into immutable dicts.
+"""Snapshot for the dispatcher: the winners for one GPU, read once into immutable dicts.
 
-Shipped rows first, overlaid by the user's database; but a prediction never covers a measurement. Reading writes
-nothing, creates nothing and waits a second at most; and :func:`load` never raises: whatever is wrong with a
-database is logged, once per process, and means shipped rows only. Standard library only (SQLAlchemy is imported
-for a PostgreSQL URL, when it is met).
+Shipped rows are overlaid by the user's database, but a prediction never replaces a measurement. Reading writes
+nothing, creates nothing and waits a second at most. :func:`load` never raises: a broken database is logged once per
+process, and only shipped rows are used. Standard library only (SQLAlchemy is imported for a PostgreSQL URL).
 """
 
 from __future__ import annotations
@@ -103,10 +102,10 @@ def _database(gpu: str, url: str | None) -> list[tuple[tuple[str, int], Winner]]
     shown = "from the settings"
     try:
         place = settings.load().database_url if url is None else settings.database_url(url)
-        shown = re.sub(r"(?<=:)[^:@/]*(?=@)", "***", place)  # a password has no place in a log
+        shown = re.sub(r"(?<=:)[^:@/]*(?=@)", "***", place)  # no password in a log
         path = sqlite.path_of(place)
         if url is None and path is not None and not path.exists() and not settings.load().database_named:
-            return []  # nobody tuned yet, which is how everybody begins
+            return []  # nothing has been tuned yet: no reason to warn
         rows = _read_postgres(place, gpu) if path is None else _read_sqlite(path, gpu)
     except (StoreError, sqlite3.Error, OSError, ValueError, RuntimeError, ImportError) as error:
         # ValueError: a bad setting or URL; RuntimeError: no home directory; ImportError: no PostgreSQL driver.
@@ -125,7 +124,7 @@ def _database(gpu: str, url: str | None) -> list[tuple[tuple[str, int], Winner]]
 
 
 def _checked(row: _Row) -> tuple[tuple[str, int], Winner] | None:
-    """SQLite holds any type in any column, so a row is looked at before it is believed."""
+    """The row as a winner, or None for a broken one: SQLite stores any type in any column."""
     op, revision, problem, config, origin, median_us, ratio = row
     if not (isinstance(op, str) and isinstance(revision, int) and isinstance(problem, str) and isinstance(config, str)):
         return None
@@ -152,7 +151,7 @@ def _read_sqlite(path: Path, gpu: str) -> list[_Row]:
         except sqlite3.DatabaseError as error:
             if sqlite.is_half_written(error):
                 raise StoreError("a killed writer left it half-written; `cutekernels db stats` repairs it") from error
-            # Immutable reading takes no lock: what looks damaged may be a checkpoint under way.
+            # Immutable reading takes no lock: apparent damage may be a checkpoint in progress.
             if immutable and sqlite.stamp(path) != before:
                 continue
             raise

@@ -1,7 +1,7 @@
-"""What is particular to SQLite files. Standard library only: a dispatcher's snapshot goes through here.
+"""Handling of SQLite files. Standard library only, because a dispatcher's snapshot uses it.
 
-Four facts of life. Some SQLite versions can lose a write in WAL mode. A file can be damaged. Locks do not work
-on network filesystems. And even a read-only connection creates files beside a database in WAL mode.
+Four problems are handled. Some SQLite versions can lose a write in WAL mode. A file can be damaged. Locks do not work
+on network filesystems. Even a read-only connection creates files beside a database in WAL mode.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def in_wal_mode(path: Path) -> bool:
 def needs_immutable(path: Path) -> bool:
     """Whether only ``immutable=1`` reads this file without creating ``-wal`` and ``-shm`` beside it.
 
-    So it is for a file in WAL mode that nobody has open: its ``-wal`` is absent or empty, all content is in the
-    file itself. Immutable reading takes no lock, so see with :func:`stamp` that nobody wrote meanwhile.
+    True for a file in WAL mode that no process has open: its ``-wal`` is absent or empty, all content is in the file
+    itself. Immutable reading takes no lock; compare :func:`stamp` before and after to detect a writer.
     """
     wal = Path(f"{path}-wal")
     return in_wal_mode(path) and (not wal.exists() or wal.stat().st_size == 0)
@@ -105,16 +105,16 @@ def is_half_written(error: sqlite3.Error) -> bool:
 
 
 def roll_back(path: Path) -> None:
-    """Undoes what a killed writer left half-written, as SQLite does on any first reading that is allowed to write."""
+    """Roll back the transaction of a killed writer, as SQLite does at the first read that may write."""
     with closing(connect(path)) as connection:
         connection.execute("PRAGMA schema_version").fetchone()
 
 
 def stamp(path: Path) -> tuple[int, ...]:
-    """Changes when a database is written: inode, time and size of the file, and the size of its ``-wal``.
+    """A value that changes when a database is written: inode, time and size of the file, and the size of its ``-wal``.
 
-    File times move in steps of up to 10 ms: two writes within a step share one. So a file written just now is
-    given time to age; a write after this stamp then shows.
+    File times advance in steps of up to 10 ms, and two writes within a step share one. For a file written just now
+    this waits for the next step, so that a later write changes the stamp.
     """
     age_s = time.time() - path.stat().st_mtime
     if 0 <= age_s < _TIME_STEP_S:
@@ -125,10 +125,10 @@ def stamp(path: Path) -> tuple[int, ...]:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with the file, by SQLite's own quick check; None for a sound or an empty one.
+    """Damage of the file by SQLite's own quick check; None for an intact or an empty one.
 
     Raises:
-        sqlite3.OperationalError: it cannot be examined: locked, unreadable, disk full.
+        sqlite3.OperationalError: it cannot be checked: locked, unreadable, disk full.
     """
     try:
         with closing(connect(path)) as connection:
@@ -141,9 +141,9 @@ def damage(path: Path) -> str | None:
 
 
 def set_aside(path: Path) -> Path:
-    """Renames a damaged file, with its journal, to ``<path>.corrupt-<UTC time>``; nothing is deleted.
+    """Rename a damaged file, with its journal, to ``<path>.corrupt-<UTC time>``; nothing is deleted.
 
-    The journal must go along: left behind, SQLite would play it into the new file of that name.
+    The journal is renamed too: otherwise SQLite would replay it into the new file of that name.
     """
     moment = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
     aside = Path(f"{path}.corrupt-{moment}")
@@ -156,7 +156,7 @@ def set_aside(path: Path) -> Path:
 
 
 def set_journal_mode(connection: sqlite3.Connection, *, wal: bool) -> None:
-    """WAL or the rollback journal, where it is not so already.
+    """Switch to WAL or to the rollback journal.
 
     A busy file keeps its rollback journal, which is always safe; a busy WAL file that should leave WAL raises.
     """

@@ -1,12 +1,12 @@
 """Store: reading and writing the tuned-config database.
 
-Each method is one transaction, so a killed process leaves whole calls only. A Store may be shared by threads, and
-used on in a forked child: it keeps no connection between calls.
+Each method is one transaction, so a killed process leaves no call half done. A Store may be shared by threads and
+used in a forked child: it keeps no connection between calls.
 
-Who wins (:meth:`Store.crown`, :meth:`Store.import_`, :meth:`Store.merge`): a trial of status ``ok``; a predicted one
-never replaces a measured one. ``crown`` is the tuner's word and otherwise replaces. Import and merge compare two
-winners instead: measured beats predicted, then the newer ``created_at`` wins, then the greater id; so merging is a
-union, whatever the order, and doing it twice changes nothing.
+Rules for winners (:meth:`Store.crown`, :meth:`Store.import_`, :meth:`Store.merge`): the trial has status ``ok``, and
+a predicted one never replaces a measured one. Otherwise ``crown``, which the tuner calls, always replaces. Import and
+merge compare two winners: measured beats predicted, then the newer ``created_at`` wins, then the greater id; so
+merging is a union, in any order, and repeating it changes nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _TRIAL_FIELDS = tuple(f.name for f in fields(Trial) if f.name not in ("gpu", "en
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A problem that dispatchers met and nobody measured. ``gpu`` is the GPU's name."""
+    """A problem that was dispatched and never measured. ``gpu`` is the GPU's name."""
 
     gpu: str
     op: str
@@ -70,7 +70,7 @@ class Stat:
 
 @dataclass(frozen=True, slots=True)
 class ImportReport:
-    """What an import or a merge did: trials added, winners set, winners that stood against the incoming ones."""
+    """Result of an import or a merge: trials added, winners set, winners kept against incoming ones."""
 
     added: int
     crowned: int
@@ -103,7 +103,7 @@ class Store:
         return f"Store({shown(self.url)!r})"
 
     def close(self) -> None:
-        """Nothing stays open between calls; this is for symmetry and for engines that learn to pool."""
+        """Dispose of the engine. With NullPool nothing is open between calls."""
         self._engine.dispose()
 
     @contextmanager
@@ -163,7 +163,7 @@ class Store:
         """Makes a recorded trial of status ``ok`` the winner of its (gpu, op, revision, problem).
 
         Returns:
-            False where it is predicted and a measured trial holds the place; True where it is the winner now.
+            False where it is predicted and the winner is measured; True where it is the winner now.
 
         Raises:
             StoreError: no such trial, or its status is not ``ok``.
@@ -174,7 +174,7 @@ class Store:
                 raise StoreError(f"there is no trial {trial_id!r} to crown; record it first")
             if candidate.status != "ok":
                 raise StoreError(f"only a trial of status ok can win; {trial_id} has {candidate.status!r}")
-            return _enthrone(session, candidate, newest=False)
+            return _set_winner(session, candidate, newest=False)
 
     def winners(
         self,
@@ -193,7 +193,7 @@ class Store:
     # ---- requests: the tuner's queue ------------------------------------------------------------------------
 
     def note_requests(self, rows: Iterable[tuple[str, str, int, str, int]]) -> None:
-        """Adds hits to problems that dispatchers met untuned: rows of (gpu, op, revision, problem, hits)."""
+        """Add hits of problems that were dispatched untuned: rows of (gpu, op, revision, problem, hits)."""
         hits: dict[tuple[str, str, int, str], int] = {}
         for gpu, op, revision, problem, count in rows:
             trial.require("gpu", gpu, trial.gpu_name_rule)
@@ -208,7 +208,7 @@ class Store:
             return
         now = datetime.now(UTC)
         names = ("gpu", "op", "revision", "problem")
-        # Sorted, here and in _add, so that two writers lock rows in one order and never each other out.
+        # Sorted, here and in _add: two writers that lock rows in the same order cannot deadlock.
         values = [dict(zip(names, key, strict=True), hits=n, last_seen=now) for key, n in sorted(hits.items())]
         with self._writing() as session:
             insert = _insert(session, models.Request)
@@ -221,7 +221,7 @@ class Store:
             )
 
     def requests(self, *, gpu: str | None = None, limit: int | None = None) -> list[Request]:
-        """Problems that dispatchers met and that have no measured winner, most hits first."""
+        """Dispatched problems without a measured winner, most hits first."""
         request, winner = models.Request, models.Winner
         measured = (
             select(winner.trial_id)
@@ -240,7 +240,7 @@ class Store:
             return [Request(r.gpu, r.op, r.revision, r.problem, r.hits, r.last_seen) for r in rows]
 
     def stats(self) -> list[Stat]:
-        """How many trials, good trials and winners there are, per GPU, op and origin."""
+        """Numbers of trials, of trials with status ok and of winners, per GPU, op and origin."""
         t, g, w = models.Trial, models.Gpu, models.Winner
         query = (
             select(
@@ -276,7 +276,7 @@ class Store:
         return len(lines)
 
     def import_(self, source: str | os.PathLike[str] | TextIO) -> ImportReport:
-        """Takes in winners that :meth:`export` wrote; all lines or, where one breaks a rule, none.
+        """Import winners that :meth:`export` wrote: all lines or, where one breaks a rule, none.
 
         Raises:
             StoreError: naming the line and the rule it breaks.
@@ -288,29 +288,29 @@ class Store:
                 incoming = _read_lines(stream, name)
         else:
             incoming = _read_lines(source, getattr(source, "name", "stream"))
-        return self._take_in(incoming, [t for t in incoming if t.status == "ok"])
+        return self._import(incoming, [t for t in incoming if t.status == "ok"])
 
     def merge(self, other_url: str | os.PathLike[str]) -> ImportReport:
-        """Takes in every trial and winner of another database; the other one is only read."""
+        """Import every trial and winner of another database, which is only read."""
         with Store(other_url, readonly=True) as other, other._reading() as session:
             incoming = _select(session, [])
-            champions = _select(session, [], winning=True)
-        return self._take_in(incoming, champions)
+            winners = _select(session, [], winning=True)
+        return self._import(incoming, winners)
 
-    def _take_in(self, incoming: Sequence[Trial], champions: Sequence[Trial]) -> ImportReport:
+    def _import(self, incoming: Sequence[Trial], winners: Sequence[Trial]) -> ImportReport:
         if not incoming:
             return ImportReport(0, 0, 0)
         with self._writing() as session:
             added = _add(session, incoming)
             # An id that was here already keeps the contents it has here, whatever the incoming row says.
-            recorded = _by_id(session, [t.id for t in champions])
+            recorded = _by_id(session, [t.id for t in winners])
             best: dict[tuple[str, str, int, str], Trial] = {}
             for candidate in recorded.values():
                 rival = best.get(candidate.key)
                 if candidate.status == "ok" and (rival is None or _rank(candidate) > _rank(rival)):
                     best[candidate.key] = candidate
-            crowned = sum(_enthrone(session, best[key], newest=True) for key in sorted(best))
-        return ImportReport(added, crowned, len(champions) - crowned)
+            crowned = sum(_set_winner(session, best[key], newest=True) for key in sorted(best))
+        return ImportReport(added, crowned, len(winners) - crowned)
 
 
 # ---- statements: each inside a transaction that a Store method opened ----------------------------------------
@@ -391,12 +391,12 @@ def _rank(t: Trial) -> tuple[bool, datetime, str]:
     return t.origin == "measured", t.created_at, t.id
 
 
-def _enthrone(session: Session, candidate: Trial, *, newest: bool) -> bool:
-    """Points the winner at ``candidate`` where the rules let it; the module's docstring states them.
+def _set_winner(session: Session, candidate: Trial, *, newest: bool) -> bool:
+    """Make ``candidate`` the winner where the rules in the module's docstring allow it.
 
     Atomic against other writers: either the row is inserted here, or it is locked (SQLite: by BEGIN IMMEDIATE)
-    before its holder is looked at. The holder is read by a statement of its own, because PostgreSQL would show a
-    joined trial as it was before the lock was waited for.
+    before the present winner is read. That takes a statement of its own, because PostgreSQL would show a joined trial
+    in its state before the wait for the lock.
     """
     names = ("gpu", "op", "revision", "problem")
     row = dict(zip(names, candidate.key, strict=True), trial_id=candidate.id)
@@ -404,10 +404,12 @@ def _enthrone(session: Session, candidate: Trial, *, newest: bool) -> bool:
     if session.execute(insert.returning(models.Winner.trial_id), [row]).all():
         return True
     winner = session.get_one(models.Winner, candidate.key, with_for_update=True)
-    holder = _by_id(session, [winner.trial_id])[winner.trial_id]
-    if holder.id == candidate.id:
+    present = _by_id(session, [winner.trial_id])[winner.trial_id]
+    if present.id == candidate.id:
         return not newest
-    wins = _rank(candidate) > _rank(holder) if newest else candidate.origin == "measured" or holder.origin != "measured"
+    wins = (
+        _rank(candidate) > _rank(present) if newest else candidate.origin == "measured" or present.origin != "measured"
+    )
     if wins:
         winner.trial_id = candidate.id
         session.flush()
@@ -427,7 +429,7 @@ def _read_lines(stream: TextIO, name: str) -> list[Trial]:
             continue
         try:
             incoming = Trial.from_line(line)
-            if incoming.created_at > latest:  # or it would win every comparison from now on
+            if incoming.created_at > latest:  # it would win every later comparison
                 raise StoreError(f"created_at lies in the future: {incoming.created_at.isoformat()}")
         except StoreError as error:
             raise StoreError(f"{name}, line {number}: {error}; nothing was imported") from None
@@ -436,7 +438,7 @@ def _read_lines(stream: TextIO, name: str) -> list[Trial]:
 
 
 def _replace_file(path: Path, text: str) -> None:
-    """Writes beside ``path`` and renames, so that a reader sees the old file or the new one, whole."""
+    """Write beside ``path`` and rename, so that a reader sees either the old file or the new one, complete."""
     handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -1,7 +1,7 @@
 """Trial: one attempt at one problem with one config on one GPU, with its rules and its text form.
 
-A trial is checked when it is made, wherever it comes from: the tuner, a row of a database, a line of a stranger's
-export. Problems and configs are text to this package; here they are only held to be short printable ASCII.
+A trial is validated when it is made, whatever its source: the tuner, a row of a database, a line of an untrusted
+export. Problems and configs are text to this package; only their length and characters are checked.
 
 As text a trial is one JSON object on one line, complete in itself, fields that are None left out::
 
@@ -38,7 +38,7 @@ LINE_LIMIT = 64 * 1024
 Rule = Callable[[object], str | None]
 
 
-# ---- rules: None where a value is fine, else what it must be ------------------------------------------------
+# ---- rules: None for a valid value, else a description of valid ones ----------------------------------------
 
 
 def _text(pattern: str, meaning: str) -> Rule:
@@ -73,7 +73,7 @@ def _instance(kind: type) -> Rule:
     return lambda v: None if type(v) is kind else f"a {kind.__name__}"
 
 
-_CONTROL = r"\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff"  # neither a terminal nor PostgreSQL should meet these
+_CONTROL = r"\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff"  # unsafe for a terminal or PostgreSQL
 _WORDS = rf"[ -~]{{0,{TEXT_LIMIT}}}"
 _WORDS_MEANING = f"printable ASCII, at most {TEXT_LIMIT} characters"
 
@@ -84,7 +84,7 @@ problem_rule = _text(_WORDS, _WORDS_MEANING)
 
 
 def require(name: str, value: object, rule: Rule) -> None:
-    """Raises StoreError naming the field, the rule and the value, where the value breaks it."""
+    """Raise StoreError with the field, the rule and the value, where the value breaks the rule."""
     meaning = rule(value)
     if meaning is not None:
         raise StoreError(f"{name} must be {meaning}; it is {short_repr(value)}")
@@ -170,10 +170,10 @@ class Trial:
 
     @classmethod
     def new(cls, *, message: str = "", **values: Any) -> Self:
-        """A trial of this moment with a fresh id; ``values`` are the other fields, all but the measurements needed.
+        """A trial of this moment with a fresh id; ``values`` are the other fields, of which measurements may be absent.
 
-        What a tuner meets is made storable: control characters leave the message and its middle gives way where
-        it is long; a measurement that is NaN or infinite (a kernel wrote one) is stored as absent.
+        Values are made storable: control characters and the middle of a long message are removed, and a measurement
+        that is NaN or infinite (a kernel wrote one) is stored as absent.
         """
         for name in _MEASUREMENTS:
             if isinstance(values.get(name), float) and not math.isfinite(values[name]):
@@ -255,7 +255,7 @@ _REQUIRED = {"id", "created_at", "gpu", "environment", "op", "revision", "proble
 
 
 def storable(message: str) -> str:
-    """``message`` without what a terminal or a database stumbles over, its middle left out where it is long."""
+    """``message`` without characters unsafe for a terminal or a database; the middle of a long one is left out."""
     clean = re.sub(rf"\x1b\[[0-9;]*[A-Za-z]|[{_CONTROL}]", "", message).strip()
     if len(clean) <= MESSAGE_LIMIT:
         return clean
@@ -264,7 +264,7 @@ def storable(message: str) -> str:
     return clean[:head] + gap + clean[len(clean) - (MESSAGE_LIMIT - head - len(gap)) :]
 
 
-# ---- reading JSON that a stranger wrote ---------------------------------------------------------------------
+# ---- reading untrusted JSON ---------------------------------------------------------------------------------
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -1,15 +1,18 @@
-"""What a call costs the host, for tests that hold it to a limit on machines of any speed, whose cores others share.
+"""Host cost of a call, for tests that hold it to a limit on machines of any speed, whose cores others share.
 
 The unit is what any dispatcher must do for one tensor: make a key of what it looks like, and look it up.
 """
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from statistics import median
 
 import torch
+
+from cutekernels.ops.shared import registration
 
 
 def host_cost(call: Callable[[], object], *, calls: int, chunks: int) -> float:
@@ -33,3 +36,12 @@ def _ns(call: Callable[[], object], calls: int) -> float:
     for _ in range(calls):
         call()
     return (time.perf_counter_ns() - begin) / calls
+
+
+def direct_anywhere() -> Callable[..., bool]:
+    """``registration.direct``, but for tensors on the CPU."""
+    source = inspect.getsource(registration.direct)
+    assert source.count("not t.is_cuda") == 1
+    names: dict[str, Callable[..., bool]] = {}
+    exec(source.replace("not t.is_cuda", "False"), vars(registration), names)
+    return names["direct"]

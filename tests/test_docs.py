@@ -1,4 +1,4 @@
-"""What the documents say is so: examples run or parse, every verb and every room is described, links lead somewhere."""
+"""The documents are true: examples run or parse, every verb, room and decision is listed, links lead somewhere."""
 
 from __future__ import annotations
 
@@ -6,23 +6,35 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from test_floors import FLOORS
 from typer.testing import CliRunner
 
+import cutekernels
 from cutekernels import cli
+from tests.test_floors import FLOORS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "DECISIONS.md", "CHANGELOG.md")
+README_LINES = 150
+PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
+HISTORY = ("DECISIONS.md", "CHANGELOG.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", *HISTORY, *PAGES)
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    text = "\n".join((ROOT / name).read_text() for name in ("README.md", *PAGES))
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def anchors(text: str) -> list[str]:
+    """The names by which a link reaches each heading, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return [re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading.lower())) for heading in headings]
 
 
 def commands() -> list[str]:
@@ -51,7 +63,7 @@ def parse(command: Any, words: list[str], parent: Any = None) -> None:
 
 @pytest.mark.parametrize("number", range(len(blocks("python"))))
 def test_python_examples_run(number: int) -> None:
-    exec(compile(blocks("python")[number], "README.md", "exec"), {"__name__": "readme"})
+    exec(compile(blocks("python")[number], "example", "exec"), {"__name__": "example"})
 
 
 @pytest.mark.parametrize("line", commands())
@@ -60,6 +72,8 @@ def test_console_examples_parse(line: str) -> None:
     if program == "make":
         targets = re.findall(r"^([\w-]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert words[0] in targets
+    elif program == "pip":
+        assert words[0] == "install"
     else:
         assert program == "cutekernels"
         parse(typer.main.get_command(cli.app), [program, *words])
@@ -85,15 +99,24 @@ def test_every_verb_is_in_the_readme() -> None:
         assert re.search(rf"^cutekernels {' '.join(path)}\b", shown, re.MULTILINE), f"no example of {' '.join(path)}"
 
 
-def test_every_room_is_in_the_readme() -> None:
-    table = README[README.index("| floor | room |") : README.index("A file imports only lower floors")]
-    for key, floor in FLOORS.items():
-        name = key.removeprefix("cutekernels/")
-        if Path(key).parts[1:2] == ("backends",) and not key.endswith("/"):
-            continue  # a file of a room that has its row
-        row = next((r for r in table.splitlines() if re.search(rf"`(cutekernels/)?{re.escape(name)}`", r)), None)
-        assert row is not None, f"the README's table lacks {key}"
-        assert row.startswith(f"| {floor} |"), f"{key} is on floor {floor}: {row}"
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= README_LINES
+
+
+def test_every_public_function_is_in_the_readme() -> None:
+    for name in set(cutekernels.__all__) - {"autotune", "db", "nn", "optim", "fold"}:
+        assert re.search(rf"`(ck\.)?{name}\b", README), f"the README does not mention {name}"
+
+
+def test_every_room_is_in_the_architecture_from_the_top_floor_down() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+    named = [[key for key in FLOORS if f"`{key}`" in row] for row in rows]
+    backends = "cutekernels/backends/__init__.py"  # a file of a room that has its row
+    assert set(FLOORS) - {backends} == {key for keys in named for key in keys}
+    floors = [[FLOORS[key] for key in keys] for keys in named if keys]
+    for above, below in pairwise(floors):
+        assert min(above) >= max(below), f"{above} stands above {below}"
 
 
 def test_every_bundled_job_is_in_the_readme() -> None:
@@ -106,10 +129,18 @@ def test_every_bundled_job_is_in_the_readme() -> None:
 def test_links_and_paths_lead_somewhere(name: str) -> None:
     text = (ROOT / name).read_text()
     for target in re.findall(r"\]\(([^)#]+)\)", text):
-        assert target.startswith("http") or (ROOT / target).exists(), f"{name} links to {target}"
-    for path in re.findall(r"`((?:cutekernels|tests|autotune|db|bench)/[\w/.-]+)`", text):
-        if not path.startswith("bench/results/"):  # there once a GPU has measured
-            assert (ROOT / path).exists(), f"{name} speaks of {path}"
+        assert target.startswith("http") or (ROOT / name).parent.joinpath(target).exists(), f"{name} links to {target}"
+    for anchor in re.findall(r"\]\(#([^)]+)\)", text):
+        assert anchor in anchors(text), f"{name} links to #{anchor}"
+    if name in HISTORY:
+        return  # entries keep the paths of their day
+    for path in re.findall(r"`((?:cutekernels|tests|autotune|db|bench|docs)/[\w/.-]+)`", text):
+        assert (ROOT / path).exists(), f"{name} mentions {path}"
+
+
+def test_every_decision_is_in_the_index_once() -> None:
+    text = (ROOT / "DECISIONS.md").read_text()
+    assert sorted(re.findall(r"\]\(#([^)]+)\)", text)) == sorted(anchors(text)[1:])
 
 
 def test_decisions_are_short_and_dated() -> None:

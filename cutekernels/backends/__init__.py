@@ -1,4 +1,4 @@
-"""How one DSL becomes an artifact: compiled without a GPU, saved as a file, loaded where a GPU is.
+"""Backends: each DSL's kernels as artifacts, compiled without a GPU, saved as files, loaded where a GPU is.
 
 ``cute.py`` and ``triton.py`` each provide an :class:`Artifact`; ``cutekernels.compile`` caches them and
 knows neither DSL.
@@ -20,7 +20,7 @@ from cutekernels.errors import CompileError
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the compiler says of a kernel before it ever ran: per thread, per thread, per block."""
+    """Resources of a compiled kernel: registers and stack per thread, shared memory per block."""
 
     registers: int
     stack_bytes: int  # local memory: spills and run-time-indexed arrays
@@ -28,10 +28,10 @@ class Facts:
 
 
 def own_directory(path: Path) -> Path:
-    """``path``, created 0700 if missing: a place for compiled objects, which are run, so it is this user's alone.
+    """``path``, created 0700 if missing. It holds compiled objects, which are run, so it must be this user's alone.
 
     Raises:
-        CompileError: it cannot be used, belongs to someone else, or others may write to it.
+        CompileError: it cannot be used, belongs to another user, or others may write to it.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ class Artifact(ABC):
 
     @abstractmethod
     def save(self, path: Path) -> None:
-        """Writes one file that :meth:`load` reads; the caller makes the write atomic."""
+        """Write one file that :meth:`load` reads; the caller makes the write atomic."""
 
     @classmethod
     @abstractmethod

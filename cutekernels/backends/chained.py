@@ -1,6 +1,6 @@
-"""No kernel of its own: the artifact of a config that launches other ops' plans, one after the other.
+"""Artifact of a config without a kernel of its own, which launches other ops' plans one after the other.
 
-It gives such a config a place in the cache and in the tuner, beside those that are kernels.
+With it such a config is cached and tuned like those that have a kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _CONTENT = "no kernel: the op's bind launches other ops\n"
 
 
 class Chained(Artifact):
-    """Its ``kernel()`` is never launched: the op's ``bind`` leaves it alone."""
+    """A placeholder: the op's ``bind`` never launches its ``kernel()``."""
 
     backend: ClassVar[str] = "chained"
 

@@ -1,8 +1,7 @@
-"""What a compiled binary says of itself: registers, stack and static shared memory, per kernel.
+"""Resource usage of a compiled binary: registers, stack and static shared memory, per kernel.
 
-Read with the ``cuobjdump`` that Triton's wheel carries (about 3 ms a call), so neither a CUDA toolkit nor
-a GPU is needed. Both backends ask here; a fact that is not in the binary (the dynamic shared memory of a
-launch) is added by the backend that knows it.
+It is read with the ``cuobjdump`` in Triton's wheel (about 3 ms a call), so neither a CUDA toolkit nor a GPU is
+needed. Both backends use it; each adds the dynamic shared memory of a launch, which is not in the binary.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from pathlib import Path
 from cutekernels.backends import Facts
 from cutekernels.errors import CompileError
 
-# From compute capability 9.0 on a cubin counts the driver's share of each block (GpuSpec.SMEM_RESERVED_BYTES)
-# as the kernel's own, and says so with this section; below, it does not. Facts never count it.
+# From compute capability 9.0 on, a cubin with this section counts the driver's share of each block
+# (GpuSpec.SMEM_RESERVED_BYTES) as the kernel's. Facts never count it.
 _RESERVED_SECTION = b".nv.shared.reserved."
 _RESERVED_BYTES = 1024
 
@@ -42,10 +41,9 @@ def cuobjdump() -> Path:
 
 
 def resource_usage(cubin: bytes) -> dict[str, Facts]:
-    """Kernel by kernel: registers and stack per thread, static shared memory per block.
+    """Registers and stack per thread and static shared memory per block, by kernel name.
 
-    Stack counts spills and run-time-indexed arrays. The driver's reserved KiB of shared memory is not the
-    kernel's and is left out.
+    Stack includes spills and run-time-indexed arrays. The driver's reserved KiB of shared memory is left out.
 
     Raises:
         CompileError: ``cubin`` is not a CUDA binary, or holds no kernel.

@@ -1,9 +1,9 @@
-"""CuTe DSL to artifact: cross-compiled for any GPU on any machine, saved as an object file, launched through TVM-FFI.
+"""CuTe DSL backend: cross-compiled for any GPU on any machine, saved as an object file, launched through TVM-FFI.
 
-``compile`` takes a kernel body and fake tensors; the object it gives holds the host launcher and the device code
-for one architecture. Such an object, built on a CPU box, loads on the GPU in milliseconds. The DSL keeps state
-per process and is not thread-safe, so compiling happens under one lock, or better in child processes (a bad tile
-shape can abort its process).
+``compile`` takes a kernel body and fake tensors; the resulting object holds the host launcher and the device code
+for one architecture. An object built on a CPU-only machine loads on the GPU in milliseconds. The DSL keeps state
+per process and is not thread-safe, so compiling is under one lock, or better in child processes (a bad tile shape
+can abort its process).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cutekernels.errors import CompileError
 from cutekernels.gpu import GpuSpec
 
 _SYMBOL = "cutekernels_launch"
-_ARCH_VARIABLE = "CUTE_DSL_ARCH"  # the DSL's own, read once per compile
+_ARCH_VARIABLE = "CUTE_DSL_ARCH"  # the DSL's environment variable, read once per compile
 
 _compiling = threading.Lock()
 
@@ -55,18 +55,18 @@ class CuteArtifact(Artifact):
         try:
             module = cute.runtime.load_module(str(path), enable_tvm_ffi=True)
             return getattr(module, _SYMBOL)  # type: ignore[no-any-return]
-        except Exception as error:  # the loader raises whatever the JIT linker says
+        except Exception as error:  # the loader raises any exception of the JIT linker
             raise CompileError(f"{path} is not a compiled kernel this DSL can load: {error}") from error
 
     def kernel(self) -> Callable[..., Any]:
-        # The FFI function itself: the DSL's wrapper around it, for keyword arguments, costs 0.5 us a call.
+        # The FFI function itself: the DSL's wrapper for keyword arguments costs 0.5 us a call.
         return self._function.__tvm_ffi_object__()  # type: ignore[no-any-return]
 
 
 def compile(body: Any, *args: Any, gpu: GpuSpec, names_stream: bool = False) -> CuteArtifact:
-    """Compiles ``body(*args, stream)`` for ``gpu``; ``args`` are the DSL's fake tensors, scalars and None.
+    """Compile ``body(*args, stream)`` for ``gpu``; ``args`` are the DSL's fake tensors, scalars and None.
 
-    The stream is torch's current one, or where ``names_stream`` the last argument of each launch, an int.
+    The stream is torch's current one; with ``names_stream`` it is the last argument of each launch, an int.
 
     Raises:
         CompileError: the DSL or ptxas refused; its message is quoted.
@@ -79,7 +79,7 @@ def compile(body: Any, *args: Any, gpu: GpuSpec, names_stream: bool = False) -> 
         options = f"--enable-tvm-ffi --gpu-arch={gpu.target} --keep-cubin --dump-dir={dump}"
         try:
             with warnings.catch_warnings():
-                # Long unrolled loops are meant: the masks of an unaligned tile hold a flag an element.
+                # Long unrolled loops are intended: the masks of an unaligned tile hold a flag per element.
                 warnings.simplefilter("ignore")
                 function = cute.compile(body, *args, stream, options=options)
         except Exception as error:
@@ -91,7 +91,7 @@ def compile(body: Any, *args: Any, gpu: GpuSpec, names_stream: bool = False) -> 
 
 @contextmanager
 def _architecture(target: str) -> Iterator[None]:
-    """Tells the DSL its target without a GPU to ask: the option alone does not reach every query."""
+    """Set the DSL's target where there is no GPU to query: the compile option does not reach every query."""
     before = os.environ.get(_ARCH_VARIABLE)
     os.environ[_ARCH_VARIABLE] = target
     try:

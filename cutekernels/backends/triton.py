@@ -1,8 +1,8 @@
-"""Triton to artifact: compiled for any GPU on any machine, saved as a recipe, launched with little overhead.
+"""Triton backend: compiled for any GPU on any machine, saved as a recipe, launched with little overhead.
 
-The saved file is a *recipe* (JSON: which function, which signature, which constexprs, which target), not a
-binary: Triton keeps binaries in a disk cache of its own, keyed by source, options and version, which is
-placed under our cache directory. Loading a recipe therefore recompiles only when one of those changed.
+The saved file is a *recipe* (JSON: function, signature, constexprs, target), not a binary: Triton keeps binaries in
+a disk cache of its own under our cache directory, keyed by source, options and version. Loading a recipe therefore
+recompiles only when one of those changed.
 
 A recipe is untrusted text: its shape and types are checked, and it can name nothing but a ``@triton.jit``
 function of ``cutekernels.kernels.triton``.
@@ -65,11 +65,11 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that Triton needs to compile one kernel.
+    """Everything Triton needs to compile one kernel.
 
-    ``signature`` gives every argument its type in order (``"constexpr"`` for one valued in ``constexprs``,
-    which any argument may be); ``divisible`` promises that a pointer (in bytes) or an integer argument is a multiple
-    of a power of two, which is what lets Triton widen loads.
+    ``signature`` maps every argument, in order, to its type (``"constexpr"`` for one whose value is in ``constexprs``,
+    which any argument may be). ``divisible`` promises that a pointer (in bytes) or an integer argument is a multiple
+    of a power of two, which lets Triton widen loads.
     """
 
     module: str
@@ -87,7 +87,7 @@ class Recipe:
                 raise CompileError(f"a Triton recipe breaks a rule: {rule}; got {', '.join(map(repr, broken))}")
 
     def _rules(self) -> Iterator[tuple[str, Sequence[object]]]:
-        """Each rule with what breaks it, in an order that lets a rule lean on those before it."""
+        """Each rule with the values that break it; a rule may rely on those before it."""
         for text in (self.module, self.function):
             yield "module and function are text", [] if isinstance(text, str) else [text]
         inside = re.fullmatch(rf"{re.escape(KERNEL_PACKAGE)}(\.[a-z][a-z0-9_]*)+", self.module)
@@ -156,7 +156,7 @@ class Recipe:
 
 
 def _directory() -> Path:
-    """Where Triton keeps its binaries, created 0700. CompileError where they could be someone else's."""
+    """Directory of Triton's binaries, created 0700. CompileError where another user could have written them."""
     return own_directory(settings.load().cache_dir / "triton")
 
 
@@ -167,7 +167,7 @@ def _triton_cache() -> Iterator[None]:
 
     directory = _directory()
     with _compiling, knobs.cache.scope():
-        # What `knobs.cache.dir = ...` does, less its side effect: that one also exports TRITON_CACHE_DIR.
+        # Like `knobs.cache.dir = ...`, which would also export TRITON_CACHE_DIR.
         vars(knobs.cache)["dir"] = str(directory)
         yield
 
@@ -185,13 +185,13 @@ def _compile(recipe: Recipe) -> Any:
         constexprs=recipe.constexprs,
         attrs={(fn.arg_names.index(name),): [["tt.divisibility", n]] for name, n in recipe.divisible.items()},
     )
-    # Said explicitly since Triton 3.9 warns where it is left open and 3.10 changes what that means.
+    # Explicit: Triton 3.9 warns where it is left out, and 3.10 changes the default.
     options = {"enable_fp_fusion": True, **recipe.options}
     with _triton_cache():
         try:
             return triton.compile(source, target=GPUTarget("cuda", recipe.capability, WARP_SIZE), options=options)
         except Exception as error:
-            inner: BaseException = error  # an error in a function that a kernel calls is named in the last cause only
+            inner: BaseException = error  # only the last cause names an error in a function that the kernel calls
             while inner.__cause__ is not None:
                 inner = inner.__cause__
             raise CompileError(
@@ -209,11 +209,11 @@ def compile_kernel(
     options: Mapping[str, Constant],
     gpu: GpuSpec,
 ) -> TritonArtifact:
-    """Compiles ``fn``, a ``@triton.jit`` function of ``cutekernels.kernels.triton``, for ``gpu``. Needs no GPU.
+    """Compile ``fn``, a ``@triton.jit`` function of ``cutekernels.kernels.triton``, for ``gpu``. Needs no GPU.
 
-    Arguments are those of :class:`Recipe`, less what follows from the GPU: kernels with a parameter DEPENDENT are
-    launched as dependents of the kernel ahead where it can be done. ``options`` are Triton's ``num_warps``,
-    ``num_stages``, ``maxnreg`` and ``enable_fp_fusion`` (default True).
+    Arguments are those of :class:`Recipe`, without those that follow from the GPU: kernels with a parameter DEPENDENT
+    are launched as dependents of the preceding kernel where the GPU supports it. ``options`` are Triton's
+    ``num_warps``, ``num_stages``, ``maxnreg`` and ``enable_fp_fusion`` (default True).
 
     Raises:
         CompileError: Triton or ptxas refused, or an argument breaks one of the recipe's rules.
@@ -233,14 +233,14 @@ def compile_kernel(
     )
     compiled = _compile(recipe)
     static = resource_usage(compiled.asm["cubin"])[compiled.metadata.name]
-    # Triton asks for all its shared memory at launch; the binary knows of none.
+    # Triton requests all its shared memory at launch; the binary declares none.
     facts = replace(static, smem_bytes=static.smem_bytes + compiled.metadata.shared)
     return TritonArtifact(replace(recipe, facts=facts), compiled)
 
 
 @dataclass(frozen=True, eq=False)
 class TritonArtifact(Artifact):
-    """One compiled Triton kernel and the recipe that makes it again."""
+    """One compiled Triton kernel and the recipe to rebuild it."""
 
     backend: ClassVar[str] = "triton"
     recipe: Recipe
@@ -282,12 +282,12 @@ class TritonKernel:
     """``kernel(grid, *args)``: launches on the current device and torch's current stream of it.
 
     ``grid`` is three ints; a zero in it launches nothing. ``args`` follow the signature: pointers as
-    ``tensor.data_ptr()`` (an int spares Triton a method call and a driver query per tensor) and numbers. What
-    stands in a constexpr's place is ignored; constexprs at the end may be left out.
+    ``tensor.data_ptr()`` (an int saves Triton a method call and a driver query per tensor) and numbers. A value in a
+    constexpr's place is ignored; constexprs at the end may be left out.
 
-    Binaries belong to a device, so each device loads its own at its first launch. Where CUDA is up already, the
-    current device's is loaded here, so that a first launch can be captured in a graph. Triton's launch hooks are
-    not called.
+    Binaries belong to a device, so each device loads its own at its first launch. Where CUDA is initialized, the
+    current device's binary is loaded at once, so that the first launch can be captured in a graph. Triton's launch
+    hooks are not called.
     """
 
     def __init__(self, recipe: Recipe, compiled: Any) -> None:
@@ -317,10 +317,10 @@ class TritonKernel:
             launch(*grid, self._current_stream(device), *head, *args)
 
     def settled(self, grid: tuple[int, int, int], numbers: Sequence[Any], others: int) -> Fire:
-        """``kernel(grid, *addresses, *numbers, *scalars)`` as ``fire(addresses, scalars)``, for the device current now.
+        """``kernel(grid, *addresses, *numbers, *scalars)`` as ``fire(addresses, scalars)``, for the current device.
 
-        ``others`` counts addresses and scalars. Who fires sees to it that the device is current; the stream is
-        asked for at each launch.
+        ``others`` is the number of addresses and scalars. The caller makes sure that the device is current when it
+        fires; the stream is looked up at each launch.
         """
         device = self._current_device()
         launch, head, packed = self._loaded.get(device) or self._load(device)
@@ -335,7 +335,7 @@ class TritonKernel:
             launch(x, y, z, current_stream(device), *head, *addresses, *numbers, *scalars, *constants)
 
         chosen = fire_packed if packed else fire
-        vars(chosen)["owner"] = self  # whose death would unload the binary
+        vars(chosen)["owner"] = self  # keeps the binary loaded
         return chosen
 
     def _load(self, device: int) -> _Loaded:
@@ -343,7 +343,7 @@ class TritonKernel:
             if device not in self._loaded:
                 own = self._unclaimed.pop() if self._unclaimed else _compile(self._recipe)
                 run = own.run  # loads the binary, and on Triton 3.6 builds the launcher of this signature
-                self._owners.append(own)  # its death would unload the binary
+                self._owners.append(own)  # keeps the binary loaded
                 self._loaded[device] = _entry(run, own.function, own.packed_metadata)
             return self._loaded[device]
 
@@ -354,10 +354,10 @@ def launcher(recipe: Recipe, compiled: Any) -> Kernel:
 
 
 def _entry(run: Any, function: int, metadata: Any) -> _Loaded:
-    """How ``run``, Triton's launcher of one kernel, is called with the least ado.
+    """The cheapest way to call ``run``, Triton's launcher of one kernel.
 
-    It is a Python object that allocates scratch memory, of which our kernels have none, and passes everything on to
-    a C function. Where that function's form is known, it is called itself.
+    It is a Python object that allocates scratch memory, which our kernels do not use, and passes everything on to a C
+    function. Where that function's form is known, it is called directly.
     """
     import triton
 
@@ -372,8 +372,8 @@ def _entry(run: Any, function: int, metadata: Any) -> _Loaded:
     return run.launch, (*flags, metadata, *hooks, *scratch, run.arg_annotations, run.kernel_signature), True
 
 
-# By Triton's version: "flat" where one C function is made per signature and takes each argument by itself, "packed"
-# where one C function takes them as a tuple beside their types. Other versions go through Triton's own launcher.
+# Form of the C function by Triton version: "flat" is one function per signature that takes each argument by itself,
+# "packed" one function that takes a tuple and the types. Other versions go through Triton's own launcher.
 _FORMS = {"3.6": "flat", "3.7": "packed"}
 
 

@@ -57,7 +57,7 @@ class RMSNorm(torch.nn.Module):
         return self.variance_epsilon
 
     def reset_parameters(self) -> None:
-        """The norm alone: a weight that, with its offset, is one."""
+        """Sets the weight so that, with its offset, it is one."""
         if self.weight is not None:
             torch.nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 

@@ -6,7 +6,7 @@ The op writes results of its own, which the public function lets be the inputs. 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,18 +14,16 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import Config, Problem, Work, extent, knob, ladder, plain
-from cutekernels.ops.shared import tensor_op
-from cutekernels.ops.shared.registration import register as register_inplace
+from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain
+from cutekernels.ops.shared import streaming, tensor_op
+from cutekernels.ops.shared.operands import TYPES, Array, Sizes
 from cutekernels.ops.shared.strides import is_dense, walk
-from cutekernels.ops.shared.tensor_op import DTYPE_NAMES, GPU_DTYPES, WIDEST_BYTES, TensorOp, present
+from cutekernels.ops.shared.tensor_op import WIDEST_BYTES, present, register_inplace
+from cutekernels.ops.shared.triton_op import TritonOp, check_tensor
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
-
-
-# ---- declaration ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class AdamWProblem(Problem):
 
     @property
     def itemsize(self) -> int:
-        return GPU_DTYPES[self.dtype].itemsize
+        return TYPES[self.dtype].itemsize
 
     @property
     def grad_dtype(self) -> str:
@@ -80,9 +78,7 @@ class AdamWConfig(Config):
 _EVICT = {"normal": "", "first": "evict_first"}
 _MAX_PER_THREAD = 16  # elements: each takes an address, four values and what becomes of them
 _DEPTH = 32.0  # a gradient and a moment several times the typical one may cancel: 4 ulp of fp32 of that
-RESULTS = ("out_param", "out_exp_avg", "out_exp_avg_sq", "out_master")
-INPUTS = ("param", "grad", "exp_avg", "exp_avg_sq", "master", "step", "lr")
-UPDATED = (0, 2, 3, 4)  # inputs that the in-place form writes to
+UPDATED = (0, 2, 3, 4)  # inputs that the in-place form writes to: those of the results' names
 
 
 class Hyper(NamedTuple):
@@ -115,8 +111,8 @@ class Hyper(NamedTuple):
         return cls(lr, weight_decay, 1 - beta1, beta2, 1 - beta2, eps, *corrections)
 
 
-class AdamW(TensorOp[AdamWProblem, AdamWConfig]):
-    """Arguments: param, grad, exp_avg, exp_avg_sq, master, step, lr; then the numbers of :class:`Hyper`."""
+class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
+    """One step of one tensor, with the numbers of :class:`Hyper`. The result of an absent master is empty."""
 
     name = "adamw_step"
     revision = 1
@@ -133,76 +129,72 @@ class AdamW(TensorOp[AdamWProblem, AdamWConfig]):
         "elements=10000000 dtype=bf16 grad=fp32 master=1",
         "elements=50000000",
     )
-    results = RESULTS
-    inputs = INPUTS
+    kernel = "optimizer:adamw_step"
     options = ("maximize",)
-    scalars = Hyper._fields
+    out_param = Array("*elements", strides=(), result=True, laid=False)
+    out_exp_avg = Array("*elements", dtype="wide", strides=(), result=True)
+    out_exp_avg_sq = Array("*elements", dtype="wide", strides=(), result=True)
+    out_master = Array("*elements", dtype="wide", strides=(), result=True, given="master")
+    param = Array("*elements", strides=(), laid=False)
+    grad = Array("*elements", dtype="grad", strides=())
+    exp_avg = Array("*elements", dtype="wide", strides=())
+    exp_avg_sq = Array("*elements", dtype="wide", strides=())
+    master = Array("*elements", dtype="wide", strides=(), given="master")
+    step = Array("*one", dtype="fp32", strides=(), optional=True)
+    lr = Array("*one", dtype="fp32", strides=(), optional=True)
+    sizes = {"elements": "i64"}
+    scalar_types = dict.fromkeys(Hyper._fields, "fp32")
     schema = (
         "Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, Tensor? master, Tensor? step, "
         "Tensor? lr_tensor, bool maximize, float lr, float weight_decay, float w1, float beta2, float w2, float eps, "
         "float c1, float c2"
     )
-    flattens = False
 
     # -- calls
 
+    def takes(self, name: str, t: Tensor) -> bool:
+        return True  # alike and dense, which layout() checks
+
+    def refuse(self, named: Mapping[str, Tensor | None], sizes: Sizes, **options: Any) -> None:
+        if sizes.get("one", 1) != 1:
+            raise UnsupportedProblem(f"a step or lr on the device is one number in fp32; got {sizes['one']}")
+        param, master = named["param"], named["master"]
+        if master is not None and param is not None and param.dtype == master.dtype:
+            raise UnsupportedProblem(f"{param.dtype} parameters are their own master copy: leave master out")
+
     def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
-        param, grad, exp_avg, exp_avg_sq, master, step, lr = inputs
-        assert param is not None and grad is not None and exp_avg is not None and exp_avg_sq is not None
-        tensor_op.check_dtype(self, param)
-        given = present(inputs)
-        tensor_op.check_alike(self, param, given, ("device",))
-        tensor_op.check_alike(self, param, given[: 4 + (master is not None)], ("shape",))
-        wide = torch.promote_types(param.dtype, torch.float32)
-        for name, t in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq), ("master", master)):
-            if t is not None and t.dtype != wide:
-                raise UnsupportedProblem(f"{name} of {param.dtype} parameters is {wide}; it is {t.dtype}: convert it")
-        if grad.dtype not in (param.dtype, wide):
-            raise UnsupportedProblem(f"grad is {param.dtype}, as the parameter, or {wide}; it is {grad.dtype}")
-        if master is not None and param.dtype == wide:
-            raise UnsupportedProblem(f"{wide} parameters are their own master copy: leave master out")
-        for name, t in (("step", step), ("lr", lr)):
-            if t is not None and (t.numel() != 1 or t.dtype != torch.float32):
-                raise UnsupportedProblem(
-                    f"a {name} on the device is one number in fp32; got {tuple(t.shape)} {t.dtype}"
-                )
-        expected = (param, exp_avg, exp_avg_sq, *([] if master is None else [master]))
-        for t, out in zip(expected, results, strict=False):
+        super().admit(inputs, **options)
+        for t, out in zip([t for i in UPDATED if (t := inputs[i]) is not None], results, strict=False):
             tensor_op.check_alike(self, t, [out])
         tensor_op.check_results(results)
 
     def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
-        found = []
-        for i in UPDATED:
-            t, param = inputs[i], inputs[0]
-            assert param is not None
-            found.append(param.new_empty(0) if t is None else torch.empty_like(t))
-        return tuple(found)
+        param = inputs[0]
+        assert param is not None
+        return tuple([param.new_empty(0) if (t := inputs[i]) is None else torch.empty_like(t) for i in UPDATED])
 
-    def problem(self, *operands: Tensor | None, **options: Any) -> AdamWProblem:
-        results, (param, grad, *rest) = operands[:4], operands[4:]
-        assert param is not None and grad is not None
-        if param.dtype not in DTYPE_NAMES:
-            raise UnsupportedProblem(f"{self.name} on a GPU takes {', '.join(DTYPE_NAMES.values())}; got {param.dtype}")
-        runs = [t for t in (*results, param, grad, *rest[:3]) if t is not None and t.numel()]
+    def facts(self, named: Mapping[str, Tensor | None], sizes: Sizes) -> Mapping[str, Scalar]:
+        sources = {"step": named["step"], "rate": named["lr"]}
+        return {"master": named["master"] is not None} | {
+            name: "host" if t is None else "device" for name, t in sources.items()
+        }
+
+    def layout(self, named: Mapping[str, Tensor | None], sizes: Sizes, found: Mapping[str, Any]) -> dict[str, Scalar]:
+        param = named["param"]
+        assert param is not None
+        runs = [t for name, t in named.items() if name not in ("step", "lr") and t is not None and t.numel()]
         if not all(is_dense(t) and walk(t) == walk(param) for t in runs):
             raise UnsupportedProblem(
                 "operands lie densely and alike: clone them with torch.contiguous_format, or use adamw_step, "
                 f"which does; got strides {', '.join(str(t.stride()) for t in runs)}"
             )
-        bits = WIDEST_BYTES
-        for t in runs:
-            bits |= t.data_ptr()
-        return AdamWProblem(
-            param.numel(),
-            DTYPE_NAMES[param.dtype],
-            "same" if grad.dtype == param.dtype else "fp32",
-            master=rest[2] is not None,
-            step="host" if rest[3] is None else "device",
-            rate="host" if rest[4] is None else "device",
-            align=WIDEST_BYTES if bits & -bits == WIDEST_BYTES else param.element_size(),
-            **options,
-        )
+        aligned = all(t.data_ptr() % WIDEST_BYTES == 0 for t in runs)
+        return {"align": WIDEST_BYTES if aligned else param.element_size()}
+
+    def kind(self, p: AdamWProblem, name: str) -> str | None:
+        if name in ("step", "lr"):
+            return "fp32" if (p.step if name == "step" else p.rate) == "device" else None
+        return super().kind(p, name)
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         param, grad, exp_avg, exp_avg_sq, master, step, lr_tensor, *numbers = args
@@ -211,7 +203,8 @@ class AdamW(TensorOp[AdamWProblem, AdamWConfig]):
         bias1: Any = hyper.c1
         root: Any = hyper.c2
         if step is not None:
-            bias1, root = -torch.expm1(step.double() * hyper.c1), (-torch.expm1(step.double() * hyper.c2)).sqrt()
+            count = step.double().clamp_min(1)
+            bias1, root = -torch.expm1(count * hyper.c1), (-torch.expm1(count * hyper.c2)).sqrt()
         g, p = grad.double(), (param if master is None else master).double()
         if options["maximize"]:
             g = -g
@@ -245,51 +238,22 @@ class AdamW(TensorOp[AdamWProblem, AdamWConfig]):
         return -(-p.elements // c.block), 1, 1
 
     def estimate_us(self, p: AdamWProblem, c: AdamWConfig, gpu: GpuSpec) -> float:
-        """Bytes over bandwidth, stretched where too few bytes are in flight or the last wave is thin."""
-        blocks = max(1, self.grid(p, c)[0])
-        resident = min(32, gpu.max_warps // c.warps)
-        waves = max(1.0, blocks / (gpu.sm_count * resident))
-        busy = min(1.0, blocks / gpu.sm_count) if waves == 1 else waves / -(-waves // 1)
-        in_flight = gpu.sm_count * min(resident, blocks / gpu.sm_count) * c.block * 16
-        needed = gpu.dram_gbps * 1e3 * 0.8
-        memory = self.work(p).bytes / (gpu.dram_gbps * 1e3 * 0.92)
-        issue = blocks / gpu.sm_count * 0.05
-        return 1.7 + max(issue, memory / max(0.05, min(1.0, in_flight / needed) * max(0.5, busy)))
+        return streaming.estimate_us(gpu, self.work(p).bytes, self.grid(p, c), c.warps, 16 * c.block)
 
     def work(self, p: AdamWProblem) -> Work:
         # Moments in and out, the gradient; the parameter in and out, or its copy in and out and itself out.
         item = p.itemsize
-        each = 16 + GPU_DTYPES[p.grad_dtype].itemsize + (8 + item if p.master else 2 * item)
+        each = 16 + TYPES[p.grad_dtype].itemsize + (8 + item if p.master else 2 * item)
         return Work(flops=float(15 * p.elements), bytes=float(each * p.elements), depth=_DEPTH)
 
     # -- kernels
 
-    def build(self, p: AdamWProblem, c: AdamWConfig, gpu: GpuSpec) -> Artifact:
-        from cutekernels.backends.triton import compile_kernel
-        from cutekernels.kernels.triton import optimizer as kernels
+    def constants(self, p: AdamWProblem, c: AdamWConfig) -> Mapping[str, int | bool | str]:
+        return _common(p, c) | {"STEP_ON_DEVICE": p.step == "device"}
 
-        types = {"param": p.dtype, "grad": p.grad_dtype}
-        absent = [name for name, there in (("master", p.master), ("step", p.step == "device")) if not there]
-        absent += ["lr"] * (p.rate == "host") + ["out_master"] * (not p.master)
-        signature = {f"{name}_ptr": f"*{types.get(name.removeprefix('out_'), 'fp32')}" for name in (*RESULTS, *INPUTS)}
-        constants: dict[str, int | bool | str] = {f"{name}_ptr": 0 for name in absent}
-        runs = [name for name in signature if name not in constants and name not in ("step_ptr", "lr_ptr")]
-        divisible = {name: p.vec * (4 if signature[name] == "*fp32" else 2) for name in runs}
-        signature |= {"elements": "i64"} | dict.fromkeys(Hyper._fields, "fp32")
-        constants |= _common(p, c) | {"STEP_ON_DEVICE": p.step == "device"}
-        return compile_kernel(
-            kernels.adamw_step,
-            signature=signature | dict.fromkeys(constants, "constexpr"),
-            constexprs=constants,
-            divisible=divisible,
-            options={"num_warps": c.warps},
-            gpu=gpu,
-        )
-
-    def bind(self, p: AdamWProblem, c: AdamWConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
-        if p.elements == 0:
-            return lambda *operands: None
-        return tensor_op.Launch(kernel, self.grid(p, c), len(RESULTS) + len(INPUTS), lambda *operands: (p.elements,))
+    def divisible(self, p: AdamWProblem, c: AdamWConfig) -> dict[str, int]:
+        kinds = {name: self.kind(p, name) for name in self.operands if name not in ("step", "lr")}
+        return {f"{name}_ptr": p.vec * TYPES[kind].itemsize for name, kind in kinds.items() if kind is not None}
 
     # -- samples
 
@@ -304,10 +268,10 @@ class AdamW(TensorOp[AdamWProblem, AdamWConfig]):
 
         def normal(dtype: str, scale: float = 1.0) -> Tensor:
             t = torch.randn(p.elements, generator=generator, device=device) * scale
-            return _skewed(lambda t: t.to(GPU_DTYPES[dtype]), t, p.align)
+            return _skewed(lambda t: t.to(TYPES[dtype]), t, p.align)
 
         master = normal("fp32") if p.master else None
-        param = normal(p.dtype) if master is None else _skewed(lambda t: t.to(GPU_DTYPES[p.dtype]), master, p.align)
+        param = normal(p.dtype) if master is None else _skewed(lambda t: t.to(TYPES[p.dtype]), master, p.align)
         grad, exp_avg, exp_avg_sq = normal(p.grad_dtype), normal("fp32", 0.1), normal("fp32", 0.05)
         exp_avg_sq.abs_().add_(0.05).square_()
         step = torch.full((), 3.0, device=device) if p.step == "device" else None
@@ -374,9 +338,6 @@ OPS = (ADAMW_STEP,)
 ADAMW_TABLE = AdamWTable()
 
 
-# ---- the function ---------------------------------------------------------------------------------------
-
-
 def adamw_step(
     param: Tensor,
     grad: Tensor,
@@ -401,7 +362,8 @@ def adamw_step(
         grad: shape of ``param``, its dtype or fp32.
         exp_avg: the first moment m, shape of ``param``, fp32.
         exp_avg_sq: the second moment v, likewise.
-        step: which step this is, counted from 1: an int, or one fp32 number on the device, which is not waited for.
+        step: which step this is, counted from 1: an int, or one fp32 number on the device, which is not waited for (a
+            number below 1 there counts as 1).
         lr: the learning rate, a float or one fp32 number on the device.
         betas: decay rates of the moments, from 0 to below 1.
         eps: added to the denominator.
@@ -421,13 +383,12 @@ def adamw_step(
     steps, count = (step, None) if isinstance(step, Tensor) else (None, step)
     rates, rate = (lr, 0.0) if isinstance(lr, Tensor) else (None, lr)
     check_hyper(rate, betas, eps, weight_decay)
-    if count is not None and count < 1:
-        raise UnsupportedProblem(f"steps are counted from 1; step is {count}")
+    if steps is None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+        raise UnsupportedProblem(f"steps are whole numbers counted from 1, or a tensor; step is {count!r}")
     hyper = Hyper.of(rate, betas, eps, weight_decay, count)
     inputs = (param, grad, exp_avg, exp_avg_sq, master, steps, rates)
-    for t in present(inputs):
-        if t.layout != torch.strided:
-            raise UnsupportedProblem(f"adamw_step takes dense tensors; got {t.layout}: call .to_dense() on it")
+    for name, t in zip(ADAMW_STEP.inputs, inputs, strict=True):
+        check_tensor("adamw_step", name, t, optional=ADAMW_STEP.operands[name].optional)
     if torch.is_grad_enabled() and any(t.requires_grad for t in present(inputs)):
         raise UnsupportedProblem("adamw_step is not differentiable: call it under torch.no_grad()")
     runs = [t for t in inputs[:5] if t is not None]

@@ -1,45 +1,34 @@
-"""The families of ops. A family is a module or package with ``OPS`` and ``register(library)``."""
+"""The families of ops. A family is a module or package of this folder with ``OPS`` and ``register(library)``."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op
-from cutekernels.ops import (
-    activations,
-    attention,
-    embedding,
-    gemm,
-    kv_append,
-    moe,
-    norm_linear,
-    norms,
-    optimizer,
-    rope,
-    sampling,
-)
 
 FAMILIES = (
-    gemm,
-    attention,
-    norm_linear,
-    activations,
-    rope,
-    kv_append,
-    optimizer,
-    embedding,
-    norms,
-    moe,
-    sampling,
+    "gemm",
+    "attention",
+    "norm_linear",
+    "activations",
+    "rope",
+    "kv_append",
+    "optimizer",
+    "embedding",
+    "norms",
+    "moe",
+    "sampling",
 )
-OPS: tuple[Op[Any, Any], ...] = tuple(op for family in FAMILIES for op in family.OPS)
+_FAMILIES = [import_module(f"cutekernels.ops.{name}") for name in FAMILIES]
+OPS: tuple[Op[Any, Any], ...] = tuple(op for family in _FAMILIES for op in family.OPS)
 
 # torch.ops.cutekernels.*: how torch.compile, autograd and CPU tensors reach the ops. Lives as long as this module.
 LIBRARY = torch.library.Library("cutekernels", "FRAGMENT")
-for family in FAMILIES:
+for family in _FAMILIES:
     family.register(LIBRARY)
 
 _BY_NAME = {op.name: op for op in OPS}

@@ -19,8 +19,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.shared import tensor_op
-from cutekernels.ops.shared.registration import register as register_inplace
-from cutekernels.ops.shared.tensor_op import DTYPE_NAMES, GPU_DTYPES, WIDEST_BYTES, TensorOp
+from cutekernels.ops.shared.tensor_op import DTYPE_NAMES, GPU_DTYPES, WIDEST_BYTES, TensorOp, register_inplace
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact

@@ -17,46 +17,37 @@ exactly, so that the choice is the same on any machine, in any config, and on th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, extent, knob, ladder, plain
 from cutekernels.ops.shared import tensor_op
-from cutekernels.ops.shared.layout import check_alignment, laid_out, place, walk
-from cutekernels.ops.shared.tensor_op import (
-    DTYPE_NAMES,
-    GPU_DTYPES,
-    TensorOp,
-    check_alike,
-    check_dtype,
-    check_results,
-)
+from cutekernels.ops.shared.operands import Array, Matrix
+from cutekernels.ops.shared.triton_op import LaidOut, TritonOp, call
 
 if TYPE_CHECKING:
-    from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
 MAX_COLS = 1 << 30
-_BIG = 1 << 62
 _ONE = 1 << 40
 
 
-# ---- the declaration ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
-class SampleFilterProblem(Problem):
+class SampleFilterProblem(LaidOut, Problem):
     """Rows of logits, leading dimensions flattened; ``cols`` is the vocabulary.
 
-    ``by_k``, ``by_p``, ``by_min_p``: which filters are asked for. ``temperatures`` and the three after it: which
-    parameters differ from row to row. ``layout`` and ``align`` as in moe_route, for logits and result.
+    ``by_k``, ``by_p``, ``by_min_p``: the filters that are on. ``temperatures`` and the three after it: the parameters
+    that differ from row to row.
     """
 
+    aligns_rows: ClassVar[str | None] = "cols"
+    most: ClassVar = {"cols": MAX_COLS}
     rows: int = extent(ladder)
     cols: int = extent()
     dtype: str = plain("bf16", "fp16", "fp32")
@@ -72,16 +63,9 @@ class SampleFilterProblem(Problem):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cols > MAX_COLS:
-            raise UnsupportedProblem(f"a vocabulary has up to {MAX_COLS} tokens; it has {self.cols}")
-        check_alignment(self.layout, self.align, self.cols, self.itemsize)
         for each, filtered in (("top_ks", self.by_k), ("top_ps", self.by_p), ("min_ps", self.by_min_p)):
             if getattr(self, each) and not filtered:
                 raise UnsupportedProblem(f"{each}=1 are parameters of a filter that is not asked for")
-
-    @property
-    def itemsize(self) -> int:
-        return GPU_DTYPES[self.dtype].itemsize
 
     @property
     def searches(self) -> int:
@@ -99,10 +83,11 @@ class SampleFilterConfig(Config):
 
 
 _MAX_SUMS = 32  # 64-bit sums of one thread
+_PASS_US = 0.3  # from one pass to the next within a launch
 
 
-class SampleFilter(TensorOp[SampleFilterProblem, SampleFilterConfig]):
-    """The filtered logits. Arguments: logits, four tensors of one parameter a row or None, four parameters."""
+class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
+    """The filtered logits. A parameter is a number, or a tensor with one for each row."""
 
     name = "sample_filter"
     revision = 1
@@ -119,50 +104,42 @@ class SampleFilter(TensorOp[SampleFilterProblem, SampleFilterConfig]):
         "rows=1024 cols=32000 dtype=fp32 by_min_p=1",
         "rows=4 cols=262144 dtype=fp32 by_k=1",
     )
-    results = ("out",)
-    inputs = ("logits", "temperatures", "top_ks", "top_ps", "min_ps")
+    kernel = "sampling:sample_filter"
     options = ("by_k", "by_p", "by_min_p")
-    scalars = ("temperature", "top_k", "top_p", "min_p")
-    schema = (
-        "Tensor logits, Tensor? temperatures, Tensor? top_ks, Tensor? top_ps, Tensor? min_ps, "
-        "bool by_k, bool by_p, bool by_min_p, float temperature, int top_k, float top_p, float min_p"
-    )
     in_place = False  # splits read a row after others have written to it
+    out = Matrix("*rows", "cols", result=True)
+    logits = Matrix("*rows", "cols")
+    temperatures = Array("*rows", dtype="fp32", strides=(), given="temperatures")
+    top_ks = Array("*rows", dtype="i32", strides=(), given="top_ks")
+    top_ps = Array("*rows", dtype="fp32", strides=(), given="top_ps")
+    min_ps = Array("*rows", dtype="fp32", strides=(), given="min_ps")
+    sizes = {"cols": "i32", "chunk": "i32"}
+    scalar_types = {"temperature": "fp32", "top_k": "i32", "top_p": "fp32", "min_p": "fp32"}
+    scalar_samples = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.02}
+    extras = {"state_ptr": "*i64", "stage": "i32", "phase": "i32"}
 
-    def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
-        logits, *parameters = inputs
-        assert logits is not None
-        check_dtype(self, logits)
-        if logits.dim() == 0:
-            raise UnsupportedProblem("sample_filter takes logits (..., V); got a single number")
-        check_alike(self, logits, results)
-        check_results(results)
-        kinds = (torch.float32, torch.int32, torch.float32, torch.float32)
-        for name, t, kind in zip(self.scalars, parameters, kinds, strict=True):
-            if t is None:
-                continue
-            if t.shape != logits.shape[:-1] or t.dtype is not kind or t.device != logits.device:
-                raise UnsupportedProblem(
-                    f"{name} by row is {kind} of shape {tuple(logits.shape[:-1])} on {logits.device}; got {t.dtype} of "
-                    f"shape {tuple(t.shape)} on {t.device}"
-                )
+    def numbers(self, p: SampleFilterProblem, c: SampleFilterConfig) -> tuple[int, ...]:
+        return p.cols, self.chunk(p, c)
 
-    def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
-        logits = inputs[0]
-        assert logits is not None
-        return (logits.new_empty(logits.shape),)
+    def divisible(self, p: SampleFilterProblem, c: SampleFilterConfig) -> dict[str, int]:
+        return {"chunk": c.block}
 
-    def problem(self, *operands: Tensor | None, **options: Any) -> SampleFilterProblem:
-        out, logits, *parameters = operands
-        assert out is not None
-        assert logits is not None
-        cols = logits.shape[-1]
-        given = [t is not None for t in parameters]
-        rows = logits.numel() // max(1, cols)
-        layout, align = laid_out(out, logits)
-        each = dict(zip(("temperatures", "top_ks", "top_ps", "min_ps"), given, strict=True))
-        kind = DTYPE_NAMES[logits.dtype]
-        return SampleFilterProblem(rows, cols, kind, **options, **each, layout=layout, align=align)
+    def constants(self, p: SampleFilterProblem, c: SampleFilterConfig) -> Mapping[str, int | bool | str]:
+        given = {name.upper(): bool(getattr(p, name)) for name in self.inputs[1:]}
+        filters = {name.upper(): bool(getattr(p, name)) for name in self.options}
+        return (
+            given
+            | filters
+            | {
+                "BLOCK": c.block,
+                "BITS": c.bits,
+                "KEY_BITS": 8 * p.itemsize,
+                "SPLIT": c.splits > 1,
+            }
+        )
+
+    def build_options(self, p: SampleFilterProblem, c: SampleFilterConfig) -> dict[str, Any]:
+        return {"num_warps": c.warps, "enable_fp_fusion": False}
 
     def why_not(self, p: SampleFilterProblem, c: SampleFilterConfig, gpu: GpuSpec) -> str | None:
         per_thread = c.block // (32 * c.warps)
@@ -202,99 +179,37 @@ class SampleFilter(TensorOp[SampleFilterProblem, SampleFilterConfig]):
         return [(0, 0), *counts, *([(2, i) for i in phases] if p.by_p else []), (3, 0)]
 
     def estimate_us(self, p: SampleFilterProblem, c: SampleFilterConfig, gpu: GpuSpec) -> float:
-        programs = p.rows * self.grid(p, c)[1]
-        waves = max(1.0, programs * c.warps / (gpu.sm_count * gpu.max_warps))
-        elements = self.chunk(p, c)
+        """Instructions or bytes of each pass over a row, one pass after another."""
+        rate, programs = rates.of(gpu), p.rows * self.grid(p, c)[1]
+        memory = p.rows * p.cols * p.itemsize / (gpu.dram_gbps * 1e3)
+        between = rate.launch_us if c.splits > 1 else _PASS_US
         total = 0.0
         for stage, _ in self.passes(p, c):
             instructions = (12, 4 + 2 * (1 << c.bits), 45 + 4 * (1 << c.bits), 30)[stage]
-            share = min(1.0, gpu.sm_count / programs) if programs else 1.0  # of an SM, where programs are few
-            alone = elements * instructions / (32 * min(4, c.warps)) * 0.0006
-            crowded = alone * max(1.0, programs / gpu.sm_count) if share < 1 else alone
-            memory = p.rows * p.cols * p.itemsize / (gpu.dram_gbps * 1e3)
-            total += max(crowded, memory) + (1.5 if c.splits > 1 else 0.3)
-        return 1.5 + total * max(1.0, waves * 0.0 + 1.0)
-
-    def build(self, p: SampleFilterProblem, c: SampleFilterConfig, gpu: GpuSpec) -> Artifact:
-        from cutekernels.backends.triton import compile_kernel
-        from cutekernels.kernels.triton import sampling
-
-        signature = {"out_ptr": f"*{p.dtype}", "logits_ptr": f"*{p.dtype}", "temperatures_ptr": "*fp32"}
-        signature |= {"top_ks_ptr": "*i32", "top_ps_ptr": "*fp32", "min_ps_ptr": "*fp32", "state_ptr": "*i64"}
-        signature |= {"cols": "i32", "chunk": "i32"}
-        signature |= dict.fromkeys(["out_row", "out_col", "logits_row", "logits_col"], "i64")
-        signature |= {"stage": "i32", "phase": "i32"}
-        signature |= {"temperature": "fp32", "top_k": "i32", "top_p": "fp32", "min_p": "fp32"}
-        constants: dict[str, int | bool | str] = {
-            "TEMPERATURES": p.temperatures,
-            "TOP_KS": p.top_ks,
-            "TOP_PS": p.top_ps,
-            "MIN_PS": p.min_ps,
-            "BY_K": p.by_k,
-            "BY_P": p.by_p,
-            "BY_MIN_P": p.by_min_p,
-            "BLOCK": c.block,
-            "BITS": c.bits,
-            "KEY_BITS": 8 * p.itemsize,
-            "SPLIT": c.splits > 1,
-        }
-        divisible = {"chunk": c.block}
-        if p.layout == "rows":
-            units = p.align // p.itemsize
-            constants |= {"out_col": 1, "logits_col": 1}
-            divisible |= {"out_ptr": p.align, "logits_ptr": p.align, "cols": units}
-            divisible |= {"out_row": units, "logits_row": units}
-        return compile_kernel(
-            sampling.sample_filter,
-            signature=signature | dict.fromkeys(constants, "constexpr"),
-            constexprs=constants,
-            divisible=divisible,
-            options={"num_warps": c.warps, "enable_fp_fusion": False},
-            gpu=gpu,
-        )
+            alone = self.chunk(p, c) * instructions / (32 * min(4, c.warps)) / rate.clock_mhz
+            total += max(alone * max(1.0, programs / gpu.sm_count), memory) + between
+        return rate.launch_us + total
 
     def bind(self, p: SampleFilterProblem, c: SampleFilterConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
-        grid, chunk, passes = self.grid(p, c), self.chunk(p, c), self.passes(p, c)
+        launch, passes = super().bind(p, c, kernel), self.passes(p, c)
         state_size = p.rows * (1 + 2 * (8 * p.itemsize // c.bits << c.bits))
+        if c.splits == 1:
+            return lambda *args: launch(*args, 0, 0, 0)
 
-        def launch(out: Tensor, logits: Tensor, *rest: Any) -> None:
-            parameters, scalars = rest[:4], rest[4:]
-            dense = [t if t is None else t.contiguous() for t in parameters]
-            addresses = [out.data_ptr(), logits.data_ptr(), *[0 if t is None else t.data_ptr() for t in dense]]
-            numbers = (p.cols, chunk, *walk(out), *walk(logits))
-            if c.splits == 1:
-                kernel(grid, *addresses, 0, *numbers, 0, 0, *scalars)
-            else:
-                state = torch.zeros(state_size, dtype=torch.int64, device=logits.device)
-                for stage, phase in passes:
-                    kernel(grid, *addresses, state.data_ptr(), *numbers, stage, phase, *scalars)
+        def pass_by_pass(*args: Any) -> None:
+            state = torch.zeros(state_size, dtype=torch.int64, device=args[0].device)
+            for stage, phase in passes:
+                launch(*args, state.data_ptr(), stage, phase)
 
-        return launch
+        return pass_by_pass
 
-    def outputs(self, p: SampleFilterProblem, *args: Any) -> tuple[Tensor, ...]:
-        return (place(args[0].new_empty, p, p.rows, p.cols),)
-
-    def sample(self, p: SampleFilterProblem, device: str, seed: int) -> tuple[Any, ...]:
-        draw = torch.Generator(device).manual_seed(seed)
-
-        def normal(size: int) -> Tensor:
-            return torch.randn(size, generator=draw, device=device).mul_(4).to(GPU_DTYPES[p.dtype])
-
-        def uniform(given: bool, low: float, high: float) -> Tensor | None:
-            return torch.rand(p.rows, generator=draw, device=device).mul_(high - low).add_(low) if given else None
-
-        top_ks = uniform(p.top_ks, 1, 100)
-        return (
-            place(normal, p, p.rows, p.cols),
-            uniform(p.temperatures, 0.5, 1.5),
-            None if top_ks is None else top_ks.int(),
-            uniform(p.top_ps, 0.5, 1),
-            uniform(p.min_ps, 0, 0.1),
-            0.8,
-            50,
-            0.9,
-            0.02,
-        )
+    def draw(
+        self, p: SampleFilterProblem, name: str, shape: tuple[int, ...], generator: torch.Generator
+    ) -> Tensor | None:
+        if name == "logits":
+            return torch.randn(shape, generator=generator, device=generator.device).mul_(4)
+        low, high = {"temperatures": (0.5, 1.5), "top_ks": (1, 100), "top_ps": (0.5, 1), "min_ps": (0, 0.1)}[name]
+        return torch.rand(shape, generator=generator, device=generator.device).mul_(high - low).add_(low)
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         logits = args[0]
@@ -364,9 +279,6 @@ SAMPLE_FILTER = SampleFilter()
 OPS = (SAMPLE_FILTER,)
 
 
-# ---- the function ---------------------------------------------------------------------------------------
-
-
 def sample_filter(
     logits: Tensor,
     *,
@@ -410,20 +322,17 @@ def sample_filter(
         if isinstance(given, Tensor):
             tensors.append(given)
             numbers.append(neutral)
-        elif isinstance(given, int | float) and 0 <= given <= high:
+        elif isinstance(given, type(neutral) if name == "top_k" else int | float) and 0 <= given <= high:
             tensors.append(None)
             numbers.append(type(neutral)(given))
         else:
-            raise UnsupportedProblem(f"{name} is a number from 0 to {high:g}, or a tensor of them; it is {given!r}")
+            kind = "whole number" if name == "top_k" else "number"
+            raise UnsupportedProblem(f"{name} is a {kind} from 0 to {high:g}, or a tensor of them; it is {given!r}")
     by_k = tensors[1] is not None or numbers[1] > 0
     by_p = tensors[2] is not None or numbers[2] < 1
     by_min_p = tensors[3] is not None or numbers[3] > 0
     options, scalars = (by_k, by_p, by_min_p), tuple(numbers)
-    found = tensor_op.eager(SAMPLE_FILTER, None, (logits, *tensors), options, scalars, config)
-    if found is not None:
-        return found[0]
-    text = None if config is None else str(config)
-    return torch.ops.cutekernels.sample_filter(logits, *tensors, *options, *scalars, text)  # type: ignore[no-any-return]
+    return call(SAMPLE_FILTER, (logits, *tensors), options, scalars, config=config)[0]
 
 
 _INFINITE = 3.4e38

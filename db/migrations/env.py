@@ -1,4 +1,4 @@
-"""What Alembic runs around the migrations: on the connection and in the transaction that the caller gives it."""
+"""Alembic's entry point: runs the migrations on the connection and in the transaction of the caller."""
 
 from __future__ import annotations
 

@@ -319,7 +319,8 @@ def run(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
 def test_launch_poses_what_it_launches(launches: list[GluProblem]) -> None:
     joint = torch.randn(2, 3, 32)
     gate, up = joint.chunk(2, dim=-1)
-    assert torch.equal(run(gate, up), silu_mul(gate, up))
+    expected = silu_mul(gate, up)
+    assert torch.equal(run(gate, up), expected)
     run(gate.contiguous(), up.contiguous())
     run(gate[..., 1:], up[..., 1:])
     run(gate.transpose(1, 2)[0], up.transpose(1, 2)[0])

@@ -1,4 +1,4 @@
-"""Attention calls met before, around a recorded kernel: what it is handed, what leaves the warm path, what it costs.
+"""Repeated attention calls around a recorded kernel: what it is handed, what goes through torch, what they cost.
 
 The GPU's implementations run on CPU tensors here, up to the compiled kernel.
 """
@@ -6,7 +6,6 @@ The GPU's implementations run on CPU tensors here, up to the compiled kernel.
 from __future__ import annotations
 
 import gc
-import inspect
 import math
 import warnings
 import weakref
@@ -29,10 +28,10 @@ from cutekernels.ops import registry
 from cutekernels.ops.attention import api as attend
 from cutekernels.ops.attention import decode as attention_decode
 from cutekernels.ops.attention import decode_api as attend_decode
-from cutekernels.ops.attention import replay as attend_calls
 from cutekernels.ops.attention.op import score_factors
-from cutekernels.ops.shared import call_cache, tensor_op
-from tests.host_cost import host_cost
+from cutekernels.ops.shared import call_cache
+from cutekernels.ops.shared.registration import with_results
+from tests.host_cost import direct_anywhere, host_cost
 
 assert registry.OPS  # registers torch.ops.cutekernels
 BF16, INT32 = torch.bfloat16, torch.int32
@@ -40,7 +39,7 @@ where = Tensor.data_ptr
 
 
 class Workspace:
-    """Of split launches; says whom it was asked for."""
+    """Workspace of split launches, numbered by calls of :meth:`get`."""
 
     asked = 0
 
@@ -57,14 +56,14 @@ def facts(t: Tensor) -> tuple[Any, ...]:
 
 
 class Seen:
-    """What reached the kernel, and how many calls took the general path."""
+    """Launches with their arguments, and how many calls went through torch."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[Any, ...]] = []
         self.general = 0
 
     def kernel(self, *args: Any) -> None:
-        """Of tensors their address, shape, strides and type; of indices what they say, too."""
+        """Notes each tensor's address, shape, strides and type, and the values of indices."""
         self.launches.append(tuple([facts(a) if isinstance(a, Tensor) else a for a in args]))
 
     def count(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,32 +74,23 @@ class Seen:
         return counted
 
 
-def direct_anywhere() -> Callable[..., bool]:
-    """``tensor_op.direct``, but for tensors on the CPU."""
-    source = inspect.getsource(tensor_op.direct)
-    assert source.count("not t.is_cuda") == 1
-    names: dict[str, Any] = {}
-    exec(source.replace("not t.is_cuda", "False"), vars(tensor_op), names)
-    return names["direct"]  # type: ignore[no-any-return]
-
-
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     made, spec = Seen(), gpu.lookup("h200")
     monkeypatch.setattr(dispatch.gpus, "detect", lambda device=None: spec)
     monkeypatch.setattr(dispatch.compiler, "get", lambda *args: made.kernel)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    monkeypatch.setattr(attend_calls, "_current_device", lambda: -1)
-    monkeypatch.setattr(attend_calls, "direct", direct_anywhere())
+    monkeypatch.setattr(call_cache, "_current_device", lambda: -1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(attend, "direct", direct_anywhere())
     monkeypatch.setattr(attention_decode, "Workspace", Workspace)
-    for module in (attend, attend_decode):
-        monkeypatch.setattr(module, "_run", made.count(module._run))
     library = torch.library.Library("cutekernels", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the CPU's are overridden
-        for name, module in (("attention", attend), ("decode_attention", attend_decode)):
-            library.impl(name, module._cuda, "CPU", allow_override=True)
-            library.impl(f"{name}_out", module._out_cuda, "CPU", allow_override=True)
+        for name, module, inputs in (("attention", attend, 6), ("decode_attention", attend_decode, 5)):
+            for results, suffix in enumerate(("", "_out")):
+                run = with_results(made.count(module._cuda), inputs, results)
+                library.impl(f"{name}{suffix}", run, "CPU", allow_override=True)
     dispatch.reload()
     yield made
     library._destroy()
@@ -192,7 +182,7 @@ def test_the_kernel_is_handed_what_the_general_path_hands_it(seen: Seen, call: A
     memo: dict[int, Any] = {}
     others = {name: twin(value, memo) for name, value in given.items()}
     for arguments in (given, others):
-        attend_calls.forget()
+        call_cache.forget()
         before = seen.general
         cold = results(function(**arguments))
         assert seen.general == before + 1
@@ -229,7 +219,7 @@ def test_scale_and_softcap_are_each_call_s_own(seen: Seen) -> None:
 
 
 def test_each_split_launch_asks_for_its_workspace(seen: Seen) -> None:
-    """Which one it is follows from the stream, and from whether a graph is being captured."""
+    """The stream decides which one it is, and whether a graph is being captured."""
     given = decode(room=4096)
     for _ in range(3):
         ck.decode_attention(**given)
@@ -256,10 +246,14 @@ def test_nothing_of_a_call_is_held(seen: Seen) -> None:
     del given, out
     gc.collect()
     assert not any(ref() is not None for ref in refs)
-    assert len(attend_calls._CALLS) == 1
+    assert cached() == 1
 
 
 # ---- other calls ----------------------------------------------------------------------------------------
+
+
+def cached() -> int:
+    return len(attend._CALLS.calls) + len(attend_decode._CALLS.calls)
 
 
 def spread(t: Tensor) -> Tensor:
@@ -272,7 +266,7 @@ def each_is_its_own(seen: Seen, function: Callable[..., Any], ways: list[dict[st
         for i, given in enumerate(ways):
             function(**given)
             assert seen.general == (len(ways) if again else i + 1), f"call {i}"
-    assert len(attend_calls._CALLS) == len(ways)
+    assert cached() == len(ways)
 
 
 def test_another_call_is_another_entry(seen: Seen) -> None:
@@ -346,24 +340,32 @@ def test_rows_that_are_not_aligned_are_copied_each_time(seen: Seen, name: str) -
     ck.attention(**given)
     odd = given | {name: unaligned(given[name])}
     place = ["out", "lse", "q", "k", "v"].index(name)
-    for calls_made in (2, 3):
+    for _ in range(3):
         ck.attention(**odd)
-        assert seen.general == calls_made
+        assert seen.general == 2
         assert seen.launches[-1][place][0] not in (where(given[name]), where(odd[name]))
         assert seen.launches[-1][place][0] % 16 == 0
     ck.attention(**given)
-    assert seen.general == 3
+    assert seen.general == 2
+
+
+def test_results_behind_a_copy_are_written_each_time(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, out = prefill(), unaligned(torch.zeros(2, 6, 4, 16, dtype=BF16))
+    monkeypatch.setattr(seen, "kernel", lambda out, *rest: out.fill_(3))
+    for _ in range(3):
+        ck.attention(**given, out=out.zero_())
+        assert (out == 3).all()
+    assert seen.general == 1
 
 
 def test_what_is_copied_is_copied_each_time(seen: Seen) -> None:
-    """Rows by the general path, indices by any."""
     across, given = prefill(), decode()
     across["k"] = across["k"].transpose(2, 3).contiguous().transpose(2, 3)
     given["cache_seqlens"] = torch.arange(4, dtype=INT32)[::2]
-    for i in range(1, 4):
+    for _ in range(3):
         ck.attention(**across)
         ck.decode_attention(**given)
-        assert seen.general == i + 1
+        assert seen.general == 2
         assert seen.launches[-2][3][0] != where(across["k"])
         assert seen.launches[-1][5][1:] == ((2,), (1,), INT32, given["cache_seqlens"].tolist())
         given["cache_seqlens"] += 1
@@ -373,7 +375,7 @@ def test_what_is_copied_is_copied_each_time(seen: Seen) -> None:
 
 
 @pytest.mark.parametrize("function", [ck.attention, ck.decode_attention])
-def test_overlaps_are_refused_when_warm_too(seen: Seen, function: Any) -> None:
+def test_overlaps_are_refused_of_cached_calls_too(seen: Seen, function: Any) -> None:
     memory = randn(8192)
     size = 2 * 4 * 16
     q = memory[:size].view(2, 1, 4, 16)
@@ -390,10 +392,11 @@ def test_overlaps_are_refused_when_warm_too(seen: Seen, function: Any) -> None:
         with pytest.raises(UnsupportedProblem, match="out overlaps an input"):
             function(q, k, v, *rest, out=into(begin))
     assert len(seen.launches) == 2
+    general = seen.general
     for begin in (1024 - size, 3072, 6144):
         function(q, k, v, *rest, out=into(begin))
     assert len(seen.launches) == 5
-    assert seen.general == 1
+    assert seen.general == general
 
 
 def test_an_index_that_out_would_overwrite_is_seen(seen: Seen) -> None:
@@ -412,7 +415,7 @@ def test_an_index_that_out_would_overwrite_is_seen(seen: Seen) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
-def test_a_scale_out_of_range_is_refused_when_warm_too(seen: Seen, scale: float) -> None:
+def test_a_scale_out_of_range_is_refused_of_cached_calls_too(seen: Seen, scale: float) -> None:
     for function, given in ((ck.attention, prefill()), (ck.decode_attention, decode())):
         function(**given)
         with pytest.raises(UnsupportedProblem, match="scale must be above 0"):
@@ -422,7 +425,7 @@ def test_a_scale_out_of_range_is_refused_when_warm_too(seen: Seen, scale: float)
     assert len(seen.launches) == 2
 
 
-def test_an_out_of_another_kind_is_refused_when_warm_too(seen: Seen) -> None:
+def test_an_out_of_another_kind_is_refused_of_cached_calls_too(seen: Seen) -> None:
     for function, given in ((ck.attention, prefill()), (ck.decode_attention, decode())):
         q = given["q"]
         function(**given, out=torch.empty_like(q))
@@ -434,7 +437,7 @@ def test_an_out_of_another_kind_is_refused_when_warm_too(seen: Seen) -> None:
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
-def test_gradients_leave_the_warm_path(seen: Seen, name: str) -> None:
+def test_gradients_go_through_torch(seen: Seen, name: str) -> None:
     given = prefill() | {"out": torch.empty(2, 6, 4, 16, dtype=BF16)}
     fresh = {n: t for n, t in given.items() if n != "out"}
     ck.attention(**given)
@@ -481,7 +484,7 @@ class Other(Tensor):
         lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype),
     ],
 )
-def test_tensors_that_are_not_plain_leave_the_warm_path(seen: Seen, other: Callable[[Tensor], Tensor]) -> None:
+def test_tensors_that_are_not_plain_go_through_torch(seen: Seen, other: Callable[[Tensor], Tensor]) -> None:
     for function, given in ((ck.attention, prefill()), (ck.decode_attention, decode())):
         for name in [n for n, t in given.items() if t.is_floating_point()]:
             function(**given)
@@ -504,7 +507,7 @@ def test_another_device_is_another_key() -> None:
     """As far as a machine without devices can tell."""
     t = prefill()["q"]
     there = SimpleNamespace(shape=t.shape, stride=t.stride, dtype=t.dtype, get_device=lambda: 1, is_neg=t.is_neg)
-    here, other = (attend_calls._key(attend.ATTENTION, None, (q, None), ()) for q in (t, there))
+    here, other = (call_cache.cache_key((q, None), (16, 0), (), None) for q in (t, there))  # type: ignore[arg-type]
     assert here != other
 
 
@@ -538,12 +541,14 @@ def test_routed_calls_are_remembered_too(seen: Seen, monkeypatch: pytest.MonkeyP
     assert (routing.routed, seen.general) == (3, 1)
 
 
-def test_a_call_of_another_device_is_left_to_the_general_path(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = prefill()
+def test_a_call_of_another_device_is_made_there(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, entered = prefill(), []
+    for _ in range(2):
+        ck.attention(**given)
+    monkeypatch.setattr(call_cache, "_current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext(entered.append(index)))
     ck.attention(**given)
-    monkeypatch.setattr(attend_calls, "_current_device", lambda: 1)
-    ck.attention(**given)
-    assert seen.general == 2
+    assert (seen.general, entered) == (1, [-1])
 
 
 # ---- what is kept ---------------------------------------------------------------------------------------
@@ -558,7 +563,7 @@ def test_reload_forgets(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     ck.decode_attention(**given)
     assert (seen.general, len(seen.launches), len(newer)) == (1, 3, 0)
     ck.reload()
-    assert not attend_calls._CALLS
+    assert not cached()
     for _ in range(2):
         ck.decode_attention(**given)
     assert (seen.general, len(seen.launches), len(newer)) == (2, 3, 2)
@@ -568,8 +573,8 @@ def test_calls_are_remembered_up_to_a_number(seen: Seen, monkeypatch: pytest.Mon
     monkeypatch.setattr(call_cache, "MOST_CALLS", 5)
     for seq in range(1, 23):
         ck.attention(**prefill(seq))
-        assert len(attend_calls._CALLS) <= 5
-    assert attend_calls._CALLS
+        assert cached() <= 5
+    assert cached()
 
 
 def test_a_launch_that_fails_is_not_remembered(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -579,7 +584,7 @@ def test_a_launch_that_fails_is_not_remembered(seen: Seen, monkeypatch: pytest.M
     monkeypatch.setattr(seen, "kernel", broken)
     with pytest.raises(RuntimeError, match="no such kernel"):
         ck.attention(**prefill())
-    assert not attend_calls._CALLS
+    assert not cached()
 
 
 @pytest.mark.parametrize("name", ["plain", "packed", "decode", "decode, pages"])

@@ -1,4 +1,4 @@
-"""Attention calls met before, on a GPU: bit for bit the general path's, wherever operands lie, streams and graphs."""
+"""Repeated attention calls on a GPU: the bits of first calls, wherever operands lie, on streams and in graphs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from cutekernels import gpu
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention import api as attend
 from cutekernels.ops.attention import decode_api as attend_decode
-from cutekernels.ops.attention import replay as attend_calls
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeProblem
+from cutekernels.ops.shared import call_cache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
 BF16, INT32 = torch.bfloat16, torch.int32
@@ -25,15 +25,15 @@ BF16, INT32 = torch.bfloat16, torch.int32
 
 @pytest.fixture
 def general(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The calls that take the general path."""
+    """The calls that are posed and planned."""
     made: list[str] = []
 
     def counted(run: Callable[..., Any], name: str) -> Callable[..., Any]:
         return lambda *args: made.append(name) or run(*args)  # type: ignore[func-returns-value]
 
     for module in (attend, attend_decode):
-        monkeypatch.setattr(module, "_run", counted(module._run, module.__name__))
-    attend_calls.forget()
+        monkeypatch.setattr(module, "_launched", counted(module._launched, module.__name__))
+    call_cache.forget()
     return made
 
 
@@ -131,10 +131,10 @@ def elsewhere(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def cold(function: Any, given: dict[str, Any]) -> Any:
-    """By the general path, which is then forgotten."""
-    attend_calls.forget()
+    """A first call, which is then forgotten."""
+    call_cache.forget()
     returned = function(**given)
-    attend_calls.forget()
+    call_cache.forget()
     return returned
 
 
@@ -216,7 +216,7 @@ def test_in_a_graph(call: Any, general: list[str]) -> None:
 
 
 def test_first_met_in_a_graph(general: list[str]) -> None:
-    """What a captured call remembers holds nothing of the graph."""
+    """A call cached while it was captured holds nothing of the graph."""
     function, given = CALLS["decode, splits"]()
     expected = cold(function, given)
     graph = torch.cuda.CUDAGraph()
@@ -252,7 +252,7 @@ def test_refusals_and_copies_when_warm(general: list[str]) -> None:
         shifted.fill_(math.nan)
         function(**given, out=shifted)
         assert torch.equal(shifted, expected)
-    assert len(general) == before + 4
+    assert len(general) == before + 2
     negated = torch._neg_view(-given["q"])
     assert torch.equal(function(**given | {"q": negated}), expected)
 
@@ -301,4 +301,4 @@ def test_on_another_device(call: Any, general: list[str]) -> None:
         assert same([t.to("cuda:0") for t in results(function(**there))], expected)
         assert len(general) == before
         assert same(function(**given), expected)
-        assert len(general) == before + 1
+        assert len(general) == before

@@ -1,4 +1,4 @@
-"""The benchmarks without a GPU: suites, rows, who takes part, and a whole run on a clock of our own."""
+"""Benchmarks without a GPU: suites, rows, contenders, and a whole run on a fake clock."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SMALL = Case("gemm", "m=24 n=16 k=32 c=n", "small", 0.5, 2.0)
 
 
 class Clock:
-    """Stands for the GPU: every round of a candidate lasts what its name is worth."""
+    """A stand-in for the GPU: counts launches, and reports times of its own."""
 
     def __init__(self, us: float = 10.0) -> None:
         self.us = us
@@ -105,7 +105,7 @@ class TestSuites:
 
     @pytest.mark.parametrize("words", ["", " b_major=k", " c=n", " dtype=fp16"])
     def test_the_call_poses_the_cases_problem(self, words: str) -> None:
-        """What is looked up for a row's config is what the call it times looks up."""
+        """A row's config is looked up for the same problem as the call it times."""
         from cutekernels.ops.gemm.api import pose
 
         case = Case("gemm", f"m=24 n=16 k=32{words}", "x", beta=float("c=n" in words))
@@ -144,7 +144,26 @@ class TestRows:
         path = tmp_path / "h200" / "gemm_square.jsonl"
         rows.write(path, some)
         assert rows.read(path) == some
-        assert json.loads(path.read_text().splitlines()[0])["stamp"]["gpu"] == "h200"
+        header, first, second = map(json.loads, path.read_text().splitlines())
+        assert header["common"]["stamp"]["gpu"] == "h200"
+        assert header["columns"] == ["status", "reason", "median_us"]
+        assert [first, second] == [["ok", "", 1.0], ["absent", "not installed", None]]
+
+    def test_numbers_keep_four_digits(self, tmp_path: Path) -> None:
+        rows.write(tmp_path / "rows.jsonl", [self.row(median_us=1234.56, p20_us=0.00123456, sets=123456)])
+        (found,) = rows.read(tmp_path / "rows.jsonl")
+        assert (found.median_us, found.p20_us, found.sets) == (1235.0, 0.001235, 123456)
+
+    @pytest.mark.parametrize("text", ["", "[]", '{"common": {}}', '{"common": {"us": 1}, "columns": []}'])
+    def test_a_file_without_a_header_is_named(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "rows.jsonl").write_text(text)
+        with pytest.raises(ValueError, match=r"rows.jsonl:1 is not the header"):
+            rows.read(tmp_path / "rows.jsonl")
+
+    @pytest.mark.parametrize("path", sorted(plots.RESULTS.rglob("*.jsonl")), ids=lambda path: path.stem)
+    def test_every_recorded_file_reads(self, path: Path) -> None:
+        found = rows.read(path)
+        assert {(r.stamp["gpu"], bool(r.stamp["commit"])) for r in found} == {(path.parent.name, True)}
 
     def test_a_later_run_replaces_the_file_and_leaves_nothing_beside_it(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.jsonl"
@@ -154,7 +173,7 @@ class TestRows:
         assert list(tmp_path.iterdir()) == [path]
 
     def test_the_steepest_row_is_measured_by_its_neighbours(self) -> None:
-        """Of each weight; a token without both neighbours, or whose neighbour failed, is not judged."""
+        """Per weight; a number of tokens without both neighbours, or with a failed one, is skipped."""
         wide = [self.row(problem=f"m={m} n=2 k=1", median_us=us) for m, us in {1: 5.0, 2: 6.0, 3: 9.0, 4: 9.5}.items()]
         narrow = [self.row(problem=f"m={m} n=1 k=1", median_us=us) for m, us in {8: 1.0, 9: 1.2, 10: 1.0}.items()]
         failed = [self.row(problem=f"m={m} n=3 k=1", median_us=us) for m, us in {1: 1.0, 2: 9.0}.items()]
@@ -186,8 +205,8 @@ class TestRows:
     def test_a_line_that_is_no_row_is_named(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.jsonl"
         rows.write(path, [self.row()])
-        path.write_text(path.read_text() + '{"op": "gemm"}\n')
-        with pytest.raises(ValueError, match=r"rows.jsonl:2 is not a benchmark row"):
+        path.write_text(path.read_text() + '["gemm"]\n')
+        with pytest.raises(ValueError, match=r"rows.jsonl:3 is not a benchmark row"):
             rows.read(path)
 
 
@@ -260,7 +279,7 @@ class TestCase:
         assert found["wrong"].median_us is None
 
     def test_results_in_place_and_several_of_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Each contender meets the operands as they were drawn; what is only timed is not judged."""
+        """Each contender gets the operands as drawn; one that is only timed is not judged."""
 
         def draw(case: Case, problem: Any, device: str, seed: int) -> Inputs:
             x = torch.randn(24, 16, generator=torch.Generator().manual_seed(seed))
@@ -302,7 +321,7 @@ class TestCase:
         assert row.l2 == "cold"
         assert row.sets == clock.launched == 3  # 3 x 4096 bytes over sets of 4096
 
-    def test_fp16_accumulation_is_asked_of_the_peer_too_and_undone(self) -> None:
+    def test_fp16_accumulation_is_set_for_the_peer_too_and_reset(self) -> None:
         flags: Any = torch.backends.cuda.matmul
         seen = []
 
@@ -322,7 +341,8 @@ class TestCase:
         lengths = []
         cases = [SMALL, Case("gemm", "m=8 n=8 k=8", "8")]
         found = run.run(cases, plan(), path, timer(Clock()), lambda some: lengths.append(len(rows.read(path))))
-        assert rows.read(path) == found
+        rows.write(tmp_path / "all.jsonl", found)
+        assert rows.read(path) == rows.read(tmp_path / "all.jsonl")
         assert 0 < lengths[0] < lengths[1] == len(found)
 
 
@@ -337,7 +357,7 @@ class TestOurs:
         assert [w.origin for w in ours] == ["tuned", "default"]
         assert [w.config for w in ours] == [str(other), str(default)]
 
-    def test_within_smem_asks_the_dispatcher_of_the_confined_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_within_smem_takes_the_config_of_the_confined_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         op, problem = run.posed(SMALL)
         config, origin = run.within_smem(op, problem, H200, 99)
         assert origin == "default"
@@ -422,7 +442,7 @@ class TestCommand:
         assert result.stderr
 
     def test_a_whole_run(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """Everything but the GPU: a small suite, on the CPU, by our clock."""
+        """Everything but the GPU: a small suite, on the CPU, with a fake clock."""
         monkeypatch.setattr(command, "cases_of", lambda *_, **__: [SMALL])
         monkeypatch.setattr(command, "_gpu", lambda: H200)
         monkeypatch.setattr(run, "Timer", constant(timer(Clock())))
@@ -438,8 +458,8 @@ class TestCommand:
         assert "L40S" in theirs
         assert "cutekernels" not in theirs
 
-    def test_ours_alone_is_compared_with_nobody(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """Token by token, and the steepest of them is named."""
+    def test_ours_alone_has_no_speedup(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """Every number of tokens is timed, and the steepest step is named."""
         cases = [
             dataclasses.replace(SMALL, problem=SMALL.problem.replace("m=24", f"m={m}"), label=f"{m}") for m in (7, 8, 9)
         ]
@@ -498,6 +518,22 @@ def test_a_plot_of_rows_that_failed_too(tmp_path: Path) -> None:
     some.append(Row(**values, label="0", contender="liger", status="absent", reason="not installed"))
     plots.draw(some, tmp_path / "deep" / "x.png")
     assert (tmp_path / "deep" / "x.png").stat().st_size > 5000
+
+
+def test_an_overview_compares_ours_with_the_best_peer_of_each_case(tmp_path: Path) -> None:
+    values = {"op": "silu_mul", "suite": "llm", "problem": "p", "alpha": 1.0, "beta": 0.0, "stamp": STAMP}
+
+    def row(label: str, contender: str, us: float) -> Row:
+        return Row(**values, label=label, contender=contender, status="ok", median_us=us)
+
+    some = [row("a", "torch.compile", 9.0), row("a", "liger", 8.0), row("a", "streaming 2:1", 1.0)]
+    some += [row("a", "cutekernels", 4.0), row("b", "liger", 2.0), row("b", "cutekernels", 4.0)]
+    some += [row("c", "cutekernels", 1.0), row("a", "our ops one by one", 1.0)]
+    assert plots.against_best_peer(some) == [2.0, 0.5]  # a, b; c has no peer
+    rows.write(tmp_path / "silu_mul_llm.jsonl", some)
+    rows.write(tmp_path / "silu_mul_alone.jsonl", some[-2:])
+    assert plots.draw_all(tmp_path) == 3
+    assert sorted(p.name for p in tmp_path.glob("*.png")) == ["overview.png", "silu_mul_alone.png", "silu_mul_llm.png"]
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""What others published: each number is of a case here, and stands beside rows of one run, never beside their times."""
+"""Published numbers: each is of a case in a suite here, and is compared with rows of a single run."""
 
 from __future__ import annotations
 

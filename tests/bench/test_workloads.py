@@ -1,4 +1,4 @@
-"""Norms, embedding and rope as they are benchmarked: operands pose the case, and contenders agree with the truth."""
+"""Workloads of norms, embedding and rope: operands pose the case, and contenders agree with the truth."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_each_baseline_in_others_words_takes_part_in_their_rows() -> None:
 
 @pytest.mark.parametrize("op", [op for op in SMALL if op not in UNLIKE])
 def test_operands_pose_the_case(op: str) -> None:
-    """What is looked up for a row's config is what the call it times looks up."""
+    """A row's config is looked up for the same problem as the call it times."""
     for suite in workloads.get(op).suites:
         case, problem, i = small(workloads.cases(op, suite, dtype="fp16")[0])
         declared, _ = run.posed(case)

@@ -1,4 +1,4 @@
-"""``cutekernels db``: each verb, its formats, its exit codes, and which stream hears what."""
+"""``cutekernels db``: each verb, its formats, exit codes, and the split between stdout and stderr."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shipped winners are advice this version can follow: known GPU, current revision, legal and measured configs."""
+"""Shipped winners are usable by this version: known GPU, current revision, valid and measured configs."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def test_it_sees_what_a_live_wal_writer_has_committed(path: Path) -> None:
 
 
 def test_a_checkpoint_while_reading_is_noticed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A WAL file at rest is read without locks; whoever writes it meanwhile makes the reader start over."""
+    """A WAL file at rest is read without locks; a concurrent write makes the reader start over."""
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA journal_mode = wal")
     readings = 0

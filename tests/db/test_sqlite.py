@@ -1,4 +1,4 @@
-"""What is particular to SQLite: damage, killed writers, forks, places where nothing may be written, journal modes."""
+"""SQLite files: damage, killed writers, forks, read-only directories, journal modes."""
 
 from __future__ import annotations
 

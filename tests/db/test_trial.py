@@ -1,4 +1,4 @@
-"""Records and their text: what a trial may hold, what a stranger's line may not."""
+"""Records and their text form: allowed values, and untrusted lines that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials to test the database with: made up, told apart by their configs."""
+"""Invented trials for tests of the database, distinguished by their configs."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_rules_say_what_is_wrong() -> None:
     ):
         with pytest.raises(InvalidConfig, match=rule):
             EMBEDDING.check(EmbeddingProblem(3, 9, 2000), EmbeddingConfig.parse(text), H200)
-    with pytest.raises(UnsupportedProblem, match="split them"):
+    with pytest.raises(UnsupportedProblem, match="split the call"):
         EmbeddingProblem(1 << 31, 5, 5)
 
 
@@ -143,10 +143,10 @@ def test_cpu_tensors_run_the_reference(dtype: torch.dtype, shape: tuple[int, ...
 def refusals() -> dict[str, Callable[[], Any]]:
     ids, table = torch.tensor([1, 4]), torch.randn(4, 3)
     return {
-        "numbers 1 to 4 leave a table of 4 rows": lambda: embedding(ids, table),
-        "numbers -1 to 1": lambda: embedding(torch.tensor([1, -1]), table),
-        "int32 or int64": lambda: embedding(ids.float(), table),
-        r"a \(V, D\) table": lambda: embedding(ids, table[0]),
+        "ids 1 to 4 leave a table of 4 rows": lambda: embedding(ids, table),
+        "ids -1 to 1": lambda: embedding(torch.tensor([1, -1]), table),
+        "ids in int64 or int32": lambda: embedding(ids.float(), table),
+        r"table \(vocabulary, cols\)": lambda: embedding(ids, table[0]),
         "takes bfloat16": lambda: embedding(ids, table.long()),
         "one device": lambda: embedding(ids, table.to("meta")),
     }

@@ -17,7 +17,8 @@ from cutekernels.ops.gemm import launch as gemm_launch
 from cutekernels.ops.gemm.launch import AddressedLaunch, addressed, contiguous
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES
 from cutekernels.ops.shared import call_cache
-from cutekernels.ops.shared.strides import span_bytes
+from cutekernels.ops.shared.call_cache import Call
+from cutekernels.ops.shared.strides import pairs
 
 BF16 = torch.bfloat16
 H200 = gpu.lookup("h200")
@@ -54,9 +55,9 @@ def test_shared_tiles_take_tensors() -> None:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """What kernels were called with."""
+    """The arguments of each kernel call."""
     monkeypatch.setattr(gemm_launch, "current_stream", lambda device: STREAM)
-    monkeypatch.setattr(matmul, "current_stream", lambda device: STREAM)
+    monkeypatch.setattr(call_cache, "_current_device", lambda: -1)
     call_cache.forget()
     yield []
     call_cache.forget()
@@ -95,11 +96,10 @@ def test_the_warm_path_tells_what_the_launch_tells(told: list[tuple[Any, ...]]) 
     """With out and without, through the same buffers and through others; other operands are other calls."""
     a, b, out = matrix(8, 16, 1, 48), matrix(16, 24, 0, 16), torch.empty(8, 24, dtype=BF16)
     launch = launch_of(told, out, a, b)
-    spans = span_bytes(a), span_bytes(b), span_bytes(out)
-    bits = (a.data_ptr() | b.data_ptr() | out.data_ptr()) & 15
-    call = call_cache.Call(launch, *spans, (8, 24), bits, None, "fp32", launch.numbers(out, a, b))
-    call_cache.expect(b.data_ptr(), call, a, b, out)
-    call_cache.expect(~b.data_ptr(), call, a, b)
+    fire, rest = launch.settled(out, a, b), (("none", "fp32"), (1.0, 0.0))
+    matmul._CALLS.add(Call.of(launch, (a, b), (), pairs(1, (out, a, b)), fire), (out,), (a, b), *rest)
+    matmul._CALLS.add(Call.of(launch, (a, b), (out,), (), fire), None, (a, b), *rest)
+    told.clear()
     others = matrix(8, 16, 1, 48), torch.empty(8, 24, dtype=BF16)
     for left, target in ((a, out), (a, out), others, (a, None)):
         version = out._version

@@ -1,8 +1,9 @@
-"""The warm path of ``gemm`` around a stubbed launch: what hits it, what leaves it, what it refuses, what it costs."""
+"""Cached calls of ``gemm`` around a stubbed launch: what replays, what does not, what is refused, what it costs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,9 @@ import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.gemm import api as matmul
 from cutekernels.ops.shared import call_cache
-from tests.host_cost import host_cost
+from cutekernels.ops.shared.call_cache import Call
+from cutekernels.ops.shared.strides import pairs
+from tests.host_cost import direct_anywhere, host_cost
 
 BF16 = torch.bfloat16
 
@@ -37,69 +40,40 @@ class Recording(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Keys(dict[Any, Any]):
-    """A warm table that is always cold and remembers what it was asked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[Any] = []
-
-    def __missing__(self, key: Any) -> Any:
-        self.asked.append(key)
-        raise KeyError(key)
-
-
 @pytest.fixture
-def warmed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Puts an entry whose launch is ``launch`` where ``gemm(a, b, **options)`` looks for its own."""
-    monkeypatch.setattr(matmul, "_one_gpu", True)
+def cached(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Adds the call ``gemm(a, b, **options)``, whose launch is ``launch``, for tensors on the CPU."""
+    monkeypatch.setattr(call_cache, "_current_device", lambda: -1)
+    monkeypatch.setattr(matmul, "direct", direct_anywhere())
 
     def put(launch: Callable[..., None], a: Tensor, b: Tensor, **options: Any) -> None:
-        table = Keys()
-        monkeypatch.setattr(call_cache, "calls", table)
-        out = ck.gemm(a, b, **options)
-        (key,) = table.asked
-        spans = tuple(t.numel() * t.element_size() for t in (a, b, out))
         call_cache.forget()
-        address = a.data_ptr() | b.data_ptr() | (out.data_ptr() if "out" in options else 0)
-        said = options.get("activation"), options.get("accumulate", "fp32")
-        call = call_cache.Call(launch, *spans, tuple(out.shape), address & 15, *said)
-        monkeypatch.setattr(call_cache, "calls", {key: call})
+        c, bias, out = (options.get(name) for name in ("c", "bias", "out"))
+        plain = c is None and bias is None
+        inputs, calls = ((a, b), matmul._CALLS) if plain else ((a, b, c, bias), matmul._FUSED_CALLS)
+        results = None if out is None else (out,)
+        apart = () if out is None else pairs(1, (out, *inputs), in_place=(3,))
+        call = Call.of(lambda *args: None, inputs, (a @ b,) if out is None else (), apart)
+        said = options.get("activation") or "none", options.get("accumulate", "fp32")
+        calls.add(call, results, inputs, said)
+        calls.recent.clear()
+        ((key, call),) = calls.calls.items()
+        calls.calls[key] = replace(call, launch=launch)
 
-    return put
-
-
-def test_a_warm_call_is_one_lookup_and_the_launch(warmed: Callable[..., None]) -> None:
-    a, b, out = randn(4, 8), randn(8, 6), torch.zeros(4, 6, dtype=BF16)
-    calls: list[tuple[Any, ...]] = []
-    warmed(lambda *args: calls.append(args), a, b, out=out)
-    out.zero_()
-    version = out._version
-    for left, right in ((a, b), (a.clone(), b.clone()), (a, Parameter(b, requires_grad=False))):
-        assert ck.gemm(left, right, alpha=0.5, out=out) is out
-        launched = calls.pop()
-        assert launched[0] is out
-        assert launched[1] is left
-        assert launched[2] is right
-        assert launched[3:] == (None, None, 0.5, 0.0)
-    assert not out.any(), "nothing but the stub ran"
-    assert out._version == version + 3
-    warmed(lambda *args: calls.append(args), a, b)
-    fresh = ck.gemm(a, b)
-    assert (fresh.shape, fresh.dtype) == ((4, 6), BF16)
-    assert calls.pop()[0] is fresh
+    yield put
+    call_cache.forget()
 
 
 @pytest.fixture
-def met_again(warmed: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """Makes the call twice, so that its b is expected, and takes the other table away. Launches are listed."""
+def guarded(cached: Callable[..., None]) -> Callable[..., list[Any]]:
+    """Makes the call twice, so that b's address is known, and takes the keys away. Launches are listed."""
 
     def put(a: Tensor, b: Tensor, **options: Any) -> list[Any]:
         launches: list[Any] = []
-        warmed(lambda *args: launches.append(args), a, b, **options)
+        cached(lambda *args: launches.append(args), a, b, **options)
         ck.gemm(a, b, **options)
-        assert len(call_cache.recent) == 1
-        monkeypatch.setattr(call_cache, "calls", {})
+        assert len(matmul._CALLS.recent) == 1
+        matmul._CALLS.calls.clear()
         ck.gemm(a, b, **options)
         assert len(launches) == 2
         launches.clear()
@@ -108,11 +82,31 @@ def met_again(warmed: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> C
     return put
 
 
+def test_a_cached_call_is_one_lookup_and_the_launch(cached: Callable[..., None]) -> None:
+    a, b, out = randn(4, 8), randn(8, 6), torch.zeros(4, 6, dtype=BF16)
+    calls: list[tuple[Any, ...]] = []
+    cached(lambda *args: calls.append(args), a, b, out=out)
+    version = out._version
+    for left, right in ((a, b), (a.clone(), b.clone()), (a, Parameter(b, requires_grad=False))):
+        assert ck.gemm(left, right, alpha=0.5, out=out) is out
+        launched = calls.pop()
+        assert launched[0] is out
+        assert launched[1] is left
+        assert launched[2] is right
+        assert launched[3:] == (0.5, 0.0)
+    assert not out.any(), "nothing but the stub ran"
+    assert out._version == version + 3
+    cached(lambda *args: calls.append(args), a, b)
+    fresh = ck.gemm(a, b)
+    assert (fresh.shape, fresh.dtype) == ((4, 6), BF16)
+    assert calls.pop()[0] is fresh
+
+
 @pytest.mark.parametrize("into", [False, True])
-def test_a_weight_met_again_needs_no_key(met_again: Callable[..., list[Any]], into: bool) -> None:
+def test_a_known_weight_needs_no_key(guarded: Callable[..., list[Any]], into: bool) -> None:
     a, b, out = randn(16, 8), randn(8, 8), torch.zeros(16, 8, dtype=BF16)
     options: dict[str, Any] = {"out": out} if into else {}
-    launches = met_again(a, b, **options)
+    launches = guarded(a, b, **options)
     version = out._version
     other = a.clone()
     result = ck.gemm(other, b, alpha=0.25, **options)
@@ -120,7 +114,7 @@ def test_a_weight_met_again_needs_no_key(met_again: Callable[..., list[Any]], in
     assert target is result
     assert left is other
     assert right is b
-    assert rest == [None, None, 0.25, 0.0]
+    assert rest == [0.25, 0.0]
     assert out._version == version + into
     launches.clear()
     # Everything else about a call is noticed.
@@ -151,26 +145,14 @@ def test_a_weight_met_again_needs_no_key(met_again: Callable[..., list[Any]], in
     assert len(launches) == 1
 
 
-def test_overlap_is_refused_when_a_weight_is_met_again(met_again: Callable[..., list[Any]]) -> None:
+def test_overlap_is_refused_when_a_weight_is_guarded(guarded: Callable[..., list[Any]]) -> None:
     memory = torch.zeros(256, dtype=BF16)
     a, b, out = memory[:64].view(8, 8), memory[64:128].view(8, 8), memory[128:192].view(8, 8)
-    launches = met_again(a, b, out=out)
+    launches = guarded(a, b, out=out)
     for bad in (a, b, memory[56:120].view(8, 8), memory[120:184].view(8, 8)):
         with pytest.raises(UnsupportedProblem, match="overlaps"):
             ck.gemm(a, b, out=bad)
     assert not launches
-
-
-def test_an_address_met_in_ever_other_shapes_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = call_cache.Call(lambda *args: None, 0, 0, 0, (), 0, None, "fp32")
-    call_cache.forget()
-    for rows in range(1, 3 * call_cache.MOST_CHANGES):
-        call_cache.expect(7, call, randn(rows, 8))
-    assert call_cache.recent[7].guard(randn(call_cache.MOST_CHANGES + 1, 8))
-    call_cache.forget()
-    monkeypatch.setattr(call_cache, "TensorGuards", None)
-    call_cache.expect(7, call, randn(4, 8))
-    assert not call_cache.recent
 
 
 @pytest.mark.parametrize(
@@ -187,23 +169,23 @@ def test_an_address_met_in_ever_other_shapes_is_let_be(monkeypatch: pytest.Monke
         lambda a, b: (torch.zeros(33, dtype=BF16)[1:].view(4, 8), b, {}),  # 2-byte aligned
     ],
 )
-def test_another_problem_is_another_entry(warmed: Callable[..., None], other: Callable[..., Any]) -> None:
+def test_another_problem_is_another_entry(cached: Callable[..., None], other: Callable[..., Any]) -> None:
     a, b = randn(4, 8), randn(8, 6)
     calls: list[Any] = []
-    warmed(lambda *args: calls.append(args), a, b)
+    cached(lambda *args: calls.append(args), a, b)
     left, right, options = other(a, b)
     ck.gemm(left, right, **options)
     assert not calls
-    warmed(lambda *args: calls.append(args), a, b, out=torch.empty(4, 6, dtype=BF16))
+    cached(lambda *args: calls.append(args), a, b, out=torch.empty(4, 6, dtype=BF16))
     ck.gemm(left, right, out=torch.empty(len(left), 6, dtype=left.dtype), **options)
     assert not calls
 
 
-def test_c_is_read_warm_beside_out_or_in_its_place_and_nowhere_else(warmed: Callable[..., None]) -> None:
+def test_c_of_a_cached_call_lies_beside_out_or_in_its_place_and_nowhere_else(cached: Callable[..., None]) -> None:
     a, b, memory = randn(4, 8), randn(8, 6), randn(9, 6)
     out, c = memory[:4], memory[4:8]
     calls: list[tuple[Any, ...]] = []
-    warmed(lambda *args: calls.append(args), a, b, c=c, beta=2.0, out=out)
+    cached(lambda *args: calls.append(args), a, b, c=c, beta=2.0, out=out)
     for third in (c, out, memory[:4], c.clone()):
         assert ck.gemm(a, b, third, beta=2.0, out=out) is out
         assert calls.pop()[3] is third
@@ -212,10 +194,10 @@ def test_c_is_read_warm_beside_out_or_in_its_place_and_nowhere_else(warmed: Call
     assert not calls
 
 
-def test_gradients_and_modes_leave_the_warm_path(warmed: Callable[..., None]) -> None:
+def test_gradients_and_modes_go_through_torch(cached: Callable[..., None]) -> None:
     a, b = randn(4, 8), randn(8, 6)
     calls: list[Any] = []
-    warmed(lambda *args: calls.append(args), a, b)
+    cached(lambda *args: calls.append(args), a, b)
     leaf = a.clone().requires_grad_()
     assert ck.gemm(leaf, b).requires_grad
     assert ck.gemm(a, Parameter(b)).requires_grad
@@ -228,11 +210,11 @@ def test_gradients_and_modes_leave_the_warm_path(warmed: Callable[..., None]) ->
     assert len(calls) == 1
 
 
-def test_overlap_is_refused_when_warm_too(warmed: Callable[..., None]) -> None:
+def test_overlap_is_refused_of_cached_calls_too(cached: Callable[..., None]) -> None:
     memory = torch.zeros(256, dtype=BF16)
     a, b, out = memory[:64].view(8, 8), memory[64:128].view(8, 8), memory[128:192].view(8, 8)
     calls: list[Any] = []
-    warmed(lambda *args: calls.append(args), a, b, out=out)
+    cached(lambda *args: calls.append(args), a, b, out=out)
     ck.gemm(a, b, out=out)
     assert len(calls) == 1
     for bad, said in (
@@ -244,7 +226,7 @@ def test_overlap_is_refused_when_warm_too(warmed: Callable[..., None]) -> None:
         with pytest.raises(UnsupportedProblem, match=said):
             ck.gemm(a, b, out=bad)
     bias = torch.zeros(8, dtype=BF16)
-    warmed(lambda *args: calls.append(args), a, b, bias=bias, out=out)
+    cached(lambda *args: calls.append(args), a, b, bias=bias, out=out)
     ck.gemm(a, b, bias=bias, out=out)
     assert len(calls) == 2
     with pytest.raises(UnsupportedProblem, match="overlaps bias"):
@@ -253,32 +235,32 @@ def test_overlap_is_refused_when_warm_too(warmed: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, TypeError, RuntimeError])
-def test_what_a_launch_refuses_the_general_path_explains(warmed: Callable[..., None], error: type[Exception]) -> None:
+def test_what_a_launch_refuses_the_general_path_explains(cached: Callable[..., None], error: type[Exception]) -> None:
     a, b = randn(4, 8), randn(8, 6)
 
     def launch(*args: Any) -> None:
         raise error("argument #2: mismatched dtype")
 
     for options in ({}, {"out": torch.empty(4, 6, dtype=BF16)}):
-        warmed(launch, a, b, **options)
+        cached(launch, a, b, **options)
         # Nothing was wrong with this one: it is computed.
         torch.testing.assert_close(ck.gemm(a, b, **options), (a.double() @ b.double()).to(BF16))
         with pytest.raises(UnsupportedProblem, match="b must have a's dtype"):
             ck.gemm(a, b.half(), **options)
 
 
-def test_reload_forgets_warm_entries() -> None:
-    call = call_cache.Call(lambda: None, 0, 0, 0, (), 0, None, "fp32")
-    call_cache.remember(("a key",), call)
-    call_cache.expect(1, call, randn(4, 8))
-    assert call_cache.calls
-    assert call_cache.recent
+def test_reload_forgets_cached_calls(cached: Callable[..., None]) -> None:
+    a, b = randn(4, 8), randn(8, 6)
+    cached(lambda *args: None, a, b)
+    ck.gemm(a, b)
+    assert matmul._CALLS.calls
+    assert matmul._CALLS.recent
     ck.reload()
-    assert not call_cache.calls
-    assert not call_cache.recent
+    assert not matmul._CALLS.calls
+    assert not matmul._CALLS.recent
 
 
-def test_a_warm_call_costs_the_host_less_than_3_8_keys(warmed: Callable[..., None]) -> None:
+def test_a_warm_call_costs_the_host_less_than_3_8_keys(cached: Callable[..., None]) -> None:
     """The dispatcher around a launch that does nothing. 2.4 on 2026-11-22, on a box where a key takes 1.1 us."""
     a, b = randn(64, 64), randn(64, 64)
     out = torch.empty(64, 64, dtype=BF16)
@@ -288,7 +270,7 @@ def test_a_warm_call_costs_the_host_less_than_3_8_keys(warmed: Callable[..., Non
         nonlocal launched
         launched += 1
 
-    warmed(launch, a, b, out=out)
+    cached(launch, a, b, out=out)
     gemm = ck.gemm
     found = host_cost(partial(gemm, a, b, out=out), calls=100, chunks=200)
     assert launched == 7 * 20_000

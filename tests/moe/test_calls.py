@@ -45,7 +45,6 @@ def posed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return SimpleNamespace(launch=launch)
 
     monkeypatch.setattr(tensor_op.dispatch, "plan", plan)
-    monkeypatch.setattr(tensor_op, "_current_device", lambda: -1)  # the index of CPU tensors
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     tensor_op.forget()
     yield seen

@@ -171,12 +171,12 @@ def test_rules_say_what_is_wrong(op: Any, problem: str, config: str, rule: str) 
 @pytest.mark.parametrize(
     ("kind", "text", "rule"),
     [
-        (MoeRouteProblem, "tokens=4 experts=513", "1 to 512 experts; it has 513"),
-        (MoeRouteProblem, "tokens=4 experts=4", "top_k is at most the number of experts, 4; it is 8"),
+        (MoeRouteProblem, "tokens=4 experts=513 align=2", "1 to 512 experts; it has 513"),
+        (MoeRouteProblem, "tokens=4 experts=4 align=8", "top_k is from 1 to 4 for 4 experts; it is 8"),
         (MoeRouteProblem, "tokens=4 experts=100", "rows of 200 bytes are not aligned to 16"),
         (MoeRouteProblem, "tokens=4 experts=128 layout=strided align=2", "leave it at 16"),
         (MoePermuteProblem, "pairs=4 experts=1024", "1 to 1023 experts"),
-        (MoeMoveProblem, "tokens=1 cols=8 dtype=fp32 align=2", "one element, 4 bytes"),
+        (MoeMoveProblem, "tokens=1 cols=8 dtype=fp32 align=2", "one element of fp32, 4 bytes"),
     ],
 )
 def test_problems_say_what_is_wrong(kind: Any, text: str, rule: str) -> None:
@@ -249,16 +249,18 @@ def test_nothing_to_route() -> None:
 def refusals() -> dict[str, Callable[[], Any]]:
     x, inverse, weights = torch.randn(4, 6), torch.arange(8, dtype=torch.int32).view(4, 2), torch.rand(4, 2)
     return {
-        "1 to 512 experts; got shape .4, 513": lambda: moe_route(torch.randn(4, 513), 2),
+        "1 to 512 experts; it has 513": lambda: moe_route(torch.randn(4, 513), 2),
         "top_k is from 1 to 6 for 6 experts; it is 7": lambda: moe_route(x, 7),
-        "top_k is from 1 to 6 for 6 experts; it is 0": lambda: moe_route(x, 0),
+        "top_k must be one of .* it is 0": lambda: moe_route(x, 0),
         "got torch.int32": lambda: moe_route(x.int(), 2),
         "ids in int32 or int64; got torch.float32": lambda: moe_permute(x, 2),
         "1 to 1023 experts; got 0": lambda: moe_permute(inverse, 0),
-        "inverse is int32": lambda: moe_gather(x, inverse.long()),
-        "got .*3, 2.*, .4, 6. and .6, 6": lambda: moe_gather(x, inverse[:3]),
-        "rows .T.K, H.": lambda: moe_combine(x, inverse),
-        "weights are torch.float32 .4, 2. on cpu": lambda: moe_combine(torch.randn(8, 6), inverse, weights.half()),
+        "takes inverse in int32; got torch.int64": lambda: moe_gather(x, inverse.long()),
+        "a permutation of 0 to 7.*entries from -1": lambda: moe_gather(x, inverse - 1),
+        "it has entries from 1 to 8": lambda: moe_combine(torch.randn(8, 6), inverse + 1),
+        "got x .4, 6., inverse .3, 2.": lambda: moe_gather(x, inverse[:3]),
+        "got rows .4, 6., inverse .4, 2.: pairs = tokens . top_k": lambda: moe_combine(x, inverse),
+        "takes weights in float32; got torch.float16": lambda: moe_combine(torch.randn(8, 6), inverse, weights.half()),
         "of one device": lambda: moe_gather(x.to("meta"), inverse),
         "ids, numbered in int32; got": lambda: moe_permute(inverse[0, :1].expand(1 << 31), 2),
         "rows are numbered in int32; got": lambda: moe_gather(
@@ -275,9 +277,10 @@ def test_refusals_say_the_rule(rule: str) -> None:
 
 def test_results_are_written_front_to_back() -> None:
     logits, whole = torch.randn(4, 8), torch.empty(4, 6)
-    with pytest.raises(UnsupportedProblem, match="contiguous results"):
-        torch.ops.cutekernels.moe_route_out(logits, whole[:, :2], torch.empty(4, 2, dtype=torch.int32), 2, True)
-    with pytest.raises(UnsupportedProblem, match="writes .4, 2. torch.int32"):
+    ids = torch.empty(4, 2, dtype=torch.int32)
+    torch.ops.cutekernels.moe_route_out(logits, whole[:, :2], ids, 2, True)  # by way of a copy on a GPU
+    assert torch.equal(whole[:, :2], moe_route(logits, 2)[0])
+    with pytest.raises(UnsupportedProblem, match="takes ids in int32; got torch.float32"):
         torch.ops.cutekernels.moe_route_out(logits, torch.empty(4, 2), torch.empty(4, 2), 2, True)
 
 

@@ -174,7 +174,7 @@ def test_refusals() -> None:
         (lambda: ck.rms_norm_linear(x, g, w, rstd=torch.ones(3)), "rstd must be"),
         (lambda: ck.rms_norm_linear(x, g, w, rstd=torch.ones(4, dtype=BF16)), "rstd must be"),
         (lambda: ck.rms_norm_linear(x, g, w, residual=x[:2], rstd=torch.ones(4)), "residual must have"),
-        (lambda: ck.rms_norm_linear(x, g, w, residual=x[:2]), "one shape"),
+        (lambda: ck.rms_norm_linear(x, g, w, residual=x[:2]), "each extent the same"),
         (lambda: ck.rms_norm_linear(x, g, w, activation="tanh"), "activation must be"),
         (lambda: ck.linear_silu_mul(x, w[:31]), "2 . I"),
         (lambda: ck.linear_silu_mul(x, w, norm_weight=g, norm=False), "norm=False"),

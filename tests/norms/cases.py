@@ -202,20 +202,27 @@ def unrounded(x, residual, row, head, r, c, inside, RESIDUAL, EVICT):
 
 
 @triton.jit
+def next_head(operand, head, c, inside, PRESENT):
+    return _healthy_affine(operand, (head + 1) % 4, c, inside, PRESENT)
+
+
+@triton.jit
 def one_per_cent_off(a, b):
     first, second = _healthy_sums(a, b)
     return first, second * 1.01
 
 
 def child() -> None:
-    from cutekernels.kernels.triton.norms.forward import forward as norms
-    from cutekernels.kernels.triton.norms.forward import gradients as norm_gradients
+    from cutekernels.kernels.triton.norms import forward as norms
+    from cutekernels.kernels.triton.norms import gradients as norm_gradients
 
-    global _healthy_at, _healthy_sums
+    global _healthy_affine, _healthy_at, _healthy_sums
     _healthy_at, _healthy_sums, summed = norms._at, norm_gradients._sums, norms._summed
+    _healthy_affine = norms._affine
     replies = []
     for case in json.load(sys.stdin):
         norms._summed = unrounded if case.get("planted") == "sum" else summed
+        norms._affine = next_head if case.get("planted") == "head" else _healthy_affine
         norm_gradients._sums = one_per_cent_off if case.get("planted") == "slope" else _healthy_sums
         replies.append(child_case(case))
     json.dump(replies, sys.stdout)
@@ -318,8 +325,7 @@ PLANTED = {
     "written past the columns": _SMALL | {"edit": {"cols": 1}},
     "x read by another pitch": _SMALL | {"edit": {"x_row": -8}},
     "y written by another pitch": _SMALL | {"edit": {"y_row": -8}},
-    "another head's weights": _SMALL
-    | {"kind": "cube", "heads": 4, "rows": 3, "per_head": True, "edit": {"weight_head": -1}},
+    "another head's weights": _SMALL | {"kind": "cube", "heads": 4, "rows": 3, "per_head": True, "planted": "head"},
     "the sum normalised before it is rounded": _SMALL | {"op": "add_rms_norm", "planted": "sum", "rows": 40},
     "the gradient one per cent off": _BACK | {"planted": "slope", "dtype": "fp32"},
     "a gradient's row forgotten": _BACK | {"edit": {"rows": -1}},

@@ -70,7 +70,7 @@ def test_weights_of_each_head_and_weights_less_one() -> None:
     assert torch.equal(bare(x), nn.RMSNorm(16)(x))
     assert list(bare.state_dict()) == []
     assert "elementwise_affine=False" in repr(bare)
-    with pytest.raises(UnsupportedProblem, match="weights of shape"):
+    with pytest.raises(UnsupportedProblem, match="each extent the same"):
         norm(torch.randn(2, 3, 16))
 
 

@@ -165,24 +165,37 @@ def test_any_strides(lay: Callable[[Tensor], Tensor]) -> None:
     assert others[0].shape == given[0].shape
 
 
+def test_a_device_step_below_one_counts_as_one() -> None:
+    given = [t for t in operands(40, "fp32") if t is not None]
+    others = [t.clone() for t in given]
+    adamw_step(*given, step=torch.tensor(0.0), **SETTINGS)
+    adamw_step(*others, step=torch.tensor(1.0), **SETTINGS)
+    assert all(torch.equal(a, b) for a, b in zip(given, others, strict=True))
+    assert all(t.isfinite().all() for t in given)
+
+
 def refusals() -> dict[str, Callable[[], Any]]:
     p, g, m, v, _ = (t for t in operands(6, "fp32"))
     half = p.bfloat16()
     return {
-        "one shape": lambda: adamw_step(p, g[:5], m, v, step=1),
+        "got param .6,., grad .5,": lambda: adamw_step(p, g[:5], m, v, step=1),
         "takes bfloat16": lambda: adamw_step(p.int(), g, m, v, step=1),
-        "exp_avg of torch.bfloat16 parameters is torch.float32": lambda: adamw_step(half, g, m.bfloat16(), v, step=1),
-        "grad is torch.bfloat16, as the parameter, or torch.float32": lambda: adamw_step(half, g.half(), m, v, step=1),
+        "takes exp_avg in float32; got torch.bfloat16": lambda: adamw_step(half, g, m.bfloat16(), v, step=1),
+        "takes grad in bfloat16 or float32; got torch.float16": lambda: adamw_step(half, g.half(), m, v, step=1),
         "their own master copy": lambda: adamw_step(p, g, m, v, step=1, master=p.clone()),
-        "counted from 1; step is 0": lambda: adamw_step(p, g, m, v, step=0),
-        "one number in fp32": lambda: adamw_step(p, g, m, v, step=torch.tensor([1, 2])),
+        "counted from 1, or a tensor; step is 0": lambda: adamw_step(p, g, m, v, step=0),
+        "step is None": lambda: adamw_step(p, g, m, v, step=None),  # type: ignore[arg-type]
+        "step is nan": lambda: adamw_step(p, g, m, v, step=float("nan")),  # type: ignore[arg-type]
+        "step is 1.5": lambda: adamw_step(p, g, m, v, step=1.5),  # type: ignore[arg-type]
+        "step is True": lambda: adamw_step(p, g, m, v, step=True),
+        "one number in fp32": lambda: adamw_step(p, g, m, v, step=torch.tensor([1.0, 2.0])),
         "from 0 to below 1": lambda: adamw_step(p, g, m, v, step=1, betas=(0.9, 1.0)),
         "lr is 0 or more; it is -1": lambda: adamw_step(p, g, m, v, step=1, lr=-1),
         "eps is 0 or more; it is nan": lambda: adamw_step(p, g, m, v, step=1, eps=float("nan")),
-        "got torch.sparse_coo": lambda: adamw_step(p, g.to_sparse(), m, v, step=1),
+        "layout torch.sparse_coo: call to_dense": lambda: adamw_step(p, g.to_sparse(), m, v, step=1),
         "not differentiable": lambda: adamw_step(p.clone().requires_grad_(), g, m, v, step=1),
         "overlaps an operand": lambda: adamw_step(p[:4], g[:4], p[1:5], v[:4], step=1),
-        "overlap itself": lambda: ADAMW_STEP.admit((p,) * 4 + (None,) * 3, (p[:1].expand(6), p, p, p)),
+        "overlap itself": lambda: ADAMW_STEP.admit((p,) * 4 + (None,) * 3, (p[:1].expand(6), p, p, p), maximize=False),
         "FusedAdamW has no amsgrad": lambda: FusedAdamW([p], amsgrad=True),
         "betas are from 0": lambda: FusedAdamW([p], betas=(0.9, 2.0)),
         "weight_decay is 0 or more": lambda: FusedAdamW([{"params": [p], "weight_decay": -0.1}]),

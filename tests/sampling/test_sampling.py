@@ -177,11 +177,12 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "temperature is a number from 0 to": lambda: sample_filter(x, temperature=-1.0),
         "top_p is a number from 0 to 1, or a tensor": lambda: sample_filter(x, top_p=1.5),
         "min_p is a number from 0 to 1.*nan": lambda: sample_filter(x, min_p=float("nan")),
-        "top_k is a number.*-3": lambda: sample_filter(x, top_k=-3),
+        "top_k is a whole number.*-3": lambda: sample_filter(x, top_k=-3),
+        "top_k is a whole number.*2.9": lambda: sample_filter(x, top_k=2.9),  # type: ignore[arg-type]
         "got torch.int64": lambda: sample_filter(x.long()),
-        "a single number": lambda: sample_filter(x[0, 0]),
-        "top_k by row is torch.int32 of shape .4,.*int64": lambda: sample_filter(x, top_k=torch.ones(4).long()),
-        "top_p by row is torch.float32 of shape .4,.*shape .3,": lambda: sample_filter(x, top_p=torch.ones(3)),
+        "takes logits .*got logits ..": lambda: sample_filter(x[0, 0]),
+        "takes top_ks in int32; got torch.int64": lambda: sample_filter(x, top_k=torch.ones(4).long()),
+        "got logits .4, 6., top_ps .3,": lambda: sample_filter(x, top_p=torch.ones(3)),
     }
 
 

@@ -1,4 +1,4 @@
-"""The call layer of Triton ops: what a warm call remembers, what it costs the host, and how a kernel is fired."""
+"""Repeated calls of tensor ops: what is cached, what a replay costs the host, and how a kernel is launched."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.host_cost import host_cost
 
 pytest.importorskip("triton")
 
+import cutekernels as ck
 from cutekernels import gpu
 from cutekernels.backends import triton as backend
 from cutekernels.backends.triton import Recipe, TritonKernel
@@ -56,7 +57,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
         return SimpleNamespace(launch=op.bind(problem, config, made))
 
     monkeypatch.setattr(tensor_op.dispatch, "plan", plan)
-    monkeypatch.setattr(tensor_op, "_current_device", lambda: -1)
+    monkeypatch.setattr(call_cache, "_current_device", lambda: -1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     tensor_op.forget()
     yield made
@@ -67,10 +69,19 @@ def run(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
     return tensor_op.run(SILU_MUL, None if out is None else (out,), (gate, up))[0]
 
 
-# ---- what is remembered ---------------------------------------------------------------------------------
+@pytest.fixture
+def recalled(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The keys that were made: one for each call that no guard passed."""
+    keys: list[object] = []
+    made = call_cache.cache_key
+    monkeypatch.setattr(call_cache, "cache_key", lambda *args: keys.append(found := made(*args)) or found)
+    return keys
 
 
-def test_a_call_fires_with_the_addresses_of_this_call(kernel: Kernel) -> None:
+# ---- what is cached -------------------------------------------------------------------------------------
+
+
+def test_each_call_launches_with_its_own_addresses(kernel: Kernel) -> None:
     joint = torch.randn(4, 32, dtype=BF16)
     gate, up = joint.chunk(2, dim=-1)
     for _ in range(2):
@@ -82,26 +93,8 @@ def test_a_call_fires_with_the_addresses_of_this_call(kernel: Kernel) -> None:
     assert kernel.called == []
 
 
-def test_a_contiguous_tensor_is_known_by_its_shape(kernel: Kernel) -> None:
-    """Strides that are never taken make no difference; any other stride does."""
-    x = torch.randn(1, 32, dtype=BF16)
-    run(x, x)
-    run(x.as_strided((1, 32), (7, 1)), x)
-    assert len(tensor_op._CALLS) == 1
-    wide = torch.randn(2, 64, dtype=BF16)
-    run(wide[:, :32], wide[:, :32])
-    run(wide.view(4, 32)[:2], wide.view(4, 32)[:2])
-    assert len(tensor_op._CALLS) == 3
-    assert [numbers[3:5] for numbers in kernel.fired] == [(1, 32), (1, 32), (2, 32), (1, 64)]
-
-
-def test_the_last_call_at_an_address_is_known_by_a_guard(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_call_at_an_address_is_confirmed_by_a_guard(kernel: Kernel, recalled: list[object]) -> None:
     """Another shape, stride, type, alignment, option or count of operands is another call, whoever came last."""
-    keys: list[Any] = []
-    met = tensor_op._met
-    monkeypatch.setattr(
-        tensor_op, "_met", lambda op, results, inputs, *more: keys.append(0) or met(op, results, inputs, *more)
-    )
     x, y, wide = torch.randn(4, 32, dtype=BF16), torch.randn(4, 32, dtype=BF16), torch.randn(4, 64, dtype=BF16)
     halves = x.half(), y.half()
     ways: list[Any] = [
@@ -115,11 +108,10 @@ def test_the_last_call_at_an_address_is_known_by_a_guard(kernel: Kernel, monkeyp
         lambda: tensor_op.run(GELU_MUL, None, (x, y), options=("tanh",)),
     ]
     for way in (*ways, *ways):
-        before = len(keys)
         way()
-        fired, first = kernel.fired[-1], len(keys)
+        fired, made = kernel.fired[-1], len(recalled)
         way()
-        assert len(keys) == first >= before, "confirmed by the guard"
+        assert len(recalled) == made, "confirmed by the guard"
         assert kernel.fired[-1][3:] == fired[3:]
     assert len(kernel.fired) == 4 * len(ways)
     run(x, x)
@@ -130,12 +122,43 @@ def test_the_last_call_at_an_address_is_known_by_a_guard(kernel: Kernel, monkeyp
         run(x, x[:2])
 
 
-def test_absent_operands_are_part_of_a_call(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_operand_s_alignment_is_its_own(kernel: Kernel) -> None:
+    """The same two alignments the other way round are another call."""
+    memory = torch.randn(400, dtype=BF16)
+    aligned, odd, more, odder = (memory[i : i + 64].view(2, 32) for i in (0, 72 + 1, 144, 216 + 1))
+    for _ in range(2):
+        for gate, up in ((aligned, odd), (odd, aligned), (more, odder), (odder, more)):
+            run(gate, up)
+    assert len(SILU_MUL.calls.calls) == 2
+
+
+def test_a_parameter_seen_without_gradients_is_differentiated_with_them(kernel: Kernel) -> None:
+    gate, up = torch.nn.Parameter(torch.randn(4, 32)), torch.randn(4, 32)
+    with torch.no_grad():
+        run(gate, up)
+        assert tensor_op.eager(SILU_MUL, None, (gate, up)) is not None
+    assert tensor_op.eager(SILU_MUL, None, (gate, up)) is None
+    assert ck.silu_mul(gate, up).requires_grad
+
+
+def test_results_in_place_of_an_input_are_replayed(kernel: Kernel, recalled: list[object]) -> None:
+    x, y = torch.randn(4, 32, dtype=BF16), torch.randn(4, 32, dtype=BF16)
+    run(x, y, torch.empty_like(x))
+    made = len(recalled)
+    for _ in range(2):
+        run(x, y, x)
+    assert len(recalled) == made + 2  # of x in two places no guard can tell
+    for _ in range(3):
+        run(x, y, x.view(4, 32))
+    assert len(recalled) == made + 2
+    assert kernel.fired[-1][:3] == (x.data_ptr(), x.data_ptr(), y.data_ptr())
+
+
+def test_absent_operands_are_part_of_a_call(
+    kernel: Kernel, recalled: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A weight alone and a bias alone look alike to a guard."""
     x, vector = torch.randn(4, 32, dtype=BF16), torch.randn(32, dtype=BF16)
-    known: list[bool] = []
-    again = tensor_op.again
-    monkeypatch.setattr(tensor_op, "again", lambda *args: known.append((found := again(*args)) is not None) or found)
     spec = gpu.lookup("h200")
     monkeypatch.setattr(
         tensor_op.dispatch,
@@ -143,11 +166,13 @@ def test_absent_operands_are_part_of_a_call(kernel: Kernel, monkeypatch: pytest.
         lambda op, p, device, config=None: SimpleNamespace(launch=op.bind(p, op.default(p, spec), kernel)),
     )
     for weight, bias in ((vector, None), (None, vector), (None, None), (vector, None)):
-        for _ in range(2):
+        made = len(recalled)
+        for first in (True, False):
             (y,) = tensor_op.run(LAYER_NORM, None, (x, weight, bias), scalars=(1e-5,))
             addresses = [0 if t is None else t.data_ptr() for t in (y, x, weight, bias)]
             assert kernel.fired[-1][:4] == tuple(addresses)
-    assert known == [False, True] * 4
+            assert (len(recalled) > made) is first
+            made = len(recalled)
 
 
 def test_a_view_that_negates_is_not_read_as_it_lies(kernel: Kernel) -> None:
@@ -160,28 +185,39 @@ def test_a_view_that_negates_is_not_read_as_it_lies(kernel: Kernel) -> None:
     run(negated.resolve_neg(), torch.empty(4, 32))
 
 
-def test_an_address_met_in_ever_other_company_is_let_be(kernel: Kernel) -> None:
+def test_an_address_of_ever_other_calls_gets_no_more_guards(kernel: Kernel) -> None:
     x, y = torch.randn(200, 32, dtype=BF16), torch.randn(200, 32, dtype=BF16)
     for rows in range(1, 100):
         run(x[:rows], y[:rows])
-    assert not any(op == "silu_mul" for op, _ in tensor_op._RECENT)
+    assert not SILU_MUL.calls.recent
     run(x[:7], y[:7])
     assert kernel.fired[-1][3:] == (1, 7 * 32)
     call_cache.forget()
     run(x, y)
-    assert ("silu_mul", y.data_ptr()) in tensor_op._RECENT
+    assert list(SILU_MUL.calls.recent) == [y.data_ptr()]
+
+
+def test_without_torch_s_guards_calls_are_recalled_by_key(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_cache, "TensorGuards", None)
+    x = torch.randn(4, 32, dtype=BF16)
+    for _ in range(3):
+        run(x, x.clone())
+    assert not SILU_MUL.calls.recent
+    assert len(SILU_MUL.calls.calls) == 1
+    assert len(kernel.fired) == 3
 
 
 def test_another_device_s_call_is_made_there(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[int] = []
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext(entered.append(index)))
-    x = torch.randn(2, 32, dtype=BF16)
-    run(x, x)
+    x, y = torch.randn(2, 32, dtype=BF16), torch.randn(2, 32, dtype=BF16)
+    run(x, y)
+    run(x, y)
     assert entered == [-1]  # where the kernel was planned and loaded
-    monkeypatch.setattr(tensor_op, "_current_device", lambda: 3)
-    run(x, x)
+    monkeypatch.setattr(call_cache, "_current_device", lambda: 3)
+    run(x, y)
     assert entered == [-1, -1]
-    assert len(kernel.fired) == 2
+    assert len(kernel.fired) == 3
 
 
 def test_overlaps_are_refused_on_the_warm_path_too(kernel: Kernel) -> None:

@@ -148,7 +148,7 @@ def states(findings: list[cli.Finding]) -> dict[str, str]:
 class TestDoctor:
     @pytest.fixture(autouse=True)
     def _no_dsl_import(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Three seconds of import, tested once below."""
+        """A stub for the DSL's import of three seconds, which is tested once below."""
         monkeypatch.setattr(cli, "_dsl_import", lambda: cli.Finding("dsl import", "ok", "not tried"))
 
     def test_this_machine_is_healthy(self) -> None:

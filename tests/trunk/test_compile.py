@@ -1,8 +1,9 @@
-"""The cache of compiled kernels: what is a hit, what is rebuilt, what is refused, and who may build at once."""
+"""The cache of compiled kernels: hits, rebuilds, refusals, and concurrent builds."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -22,7 +23,9 @@ from cutekernels import gpu as gpus
 from cutekernels.backends import Artifact, Facts
 from cutekernels.errors import CompileError, InvalidConfig, UnknownGpu, UnsupportedProblem
 from cutekernels.isolate import Child, Pool, RemoteError
+from cutekernels.ops import registry
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES, GemmProblem
+from tests.test_floors import ROOT, file_of, imports
 from tests.tuner.toys import A100, H200, ToyConfig, ToyOp, ToyProblem
 
 PROBLEM = ToyProblem(16, 64)
@@ -54,7 +57,7 @@ class TextArtifact(Artifact):
 
 
 class Compiled(ToyOp):
-    """A toy that compiles, and writes down each time it does."""
+    """A toy op that records each compile."""
 
     def build(self, p: ToyProblem, c: ToyConfig, gpu: Any) -> Any:
         with built_log().open("a") as log:
@@ -94,7 +97,7 @@ def get(problem: Any = PROBLEM, config: Any = CONFIG, gpu: Any = H200) -> str:
 
 
 def forget() -> None:
-    """As a new process would start."""
+    """Clears memory, as in a new process."""
     compiler._loaded.clear()
 
 
@@ -160,9 +163,9 @@ class TestKey:
         assert get() == get(ToyProblem(7, 9))
         assert builds() == 1
 
-    def test_gpus_of_one_target_share_it(self) -> None:
-        assert self.key(gpu=gpus.lookup("h100")) == self.key(gpu=H200)
-        assert self.key(gpu=A100) != self.key(gpu=H200)
+    def test_each_gpu_has_a_key_of_its_own(self) -> None:
+        """A build may read sizes and rates of the GPU, not only its target."""
+        assert len({self.key(gpu=gpu) for gpu in (gpus.lookup("h100"), H200, A100)}) == 3
 
     def test_each_static_field_and_knob_is_in_it(self) -> None:
         keys = {self.key(), self.key(PROBLEM.replace(dtype="fp16"))}
@@ -187,31 +190,65 @@ class TestKey:
         keys = {compiler.cache_key(GEMM, base.replace(**{name: v}), config, H200) for name, v in values.items()}
         assert len(keys | {compiler.cache_key(GEMM, base, config, H200)}) == 1 + len(base.static())
 
-    @pytest.mark.parametrize("where", ["kernels/cute/gemm.py", "backends/cute.py", "own"])
+    @pytest.mark.parametrize("where", ["kernels/cute/gemm/skinny.py", "ops/gemm/op.py", "backends/cute.py", "gpu.py"])
     def test_a_changed_source_is_another_key(self, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         package = tmp_path / "package"
-        for name in ("kernels/cute/gemm.py", "backends/cute.py", "dispatch.py"):
+        for name in (where, "nn/mlp.py"):
             (package / name).parent.mkdir(parents=True, exist_ok=True)
             (package / name).write_text("a = 1\n")
-        own = tmp_path / "toy_op_for_the_fingerprint.py"
-        own.write_text("a = 1\n")
-        monkeypatch.delitem(sys.modules, own.stem, raising=False)
-        monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.setattr(compiler, "_PACKAGE", package)
+        before = fingerprint(type(GEMM))
+        (package / "nn/mlp.py").write_text("a = 2\n")
+        assert fingerprint(type(GEMM)) == before, "no kernel is built from nn/"
+        (package / where).write_text("a = 2\n")
+        assert fingerprint(type(GEMM)) != before
 
-        def fingerprint() -> str:
-            return compiler.source_fingerprint.__wrapped__(own.stem)
+    def test_an_op_from_elsewhere_brings_its_own_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        own = tmp_path / "toy_op_for_the_fingerprint.py"
+        own.write_text("class Toy:\n    pass\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        toy = importlib.import_module(own.stem).Toy
+        before = fingerprint(toy)
+        own.write_text("class Toy:\n    a = 2\n")
+        assert fingerprint(toy) != before
+        del sys.modules[own.stem]
 
-        before = fingerprint()
-        (package / "dispatch.py").write_text("a = 2\n")
-        assert fingerprint() == before, "what no kernel is made from does not matter"
-        (own if where == "own" else package / where).write_text("a = 2\n")
-        assert fingerprint() != before
+    def test_every_file_that_an_op_imports_is_in_its_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        reached = {file for op in registry.OPS for file in imported(str(file_of(type(op).__module__)))}
+        ours = {file for file in reached if file.startswith("cutekernels/")}
+        assert {"cutekernels/ops/gemm/specialized.py", "cutekernels/kernels/cute/gemm/skinny.py"} < ours
+        read: set[str] = set()
+        monkeypatch.setattr(Path, "read_bytes", lambda self: read.add(str(self)) or b"")
+        fingerprint(type(GEMM))
+        assert not {file for file in ours if str(ROOT / file) not in read}
+
+    def test_a_gpu_that_differs_in_anything_is_another_key(self) -> None:
+        """``build`` may read all of a GpuSpec."""
+        op = registry.get("rms_norm")
+        p = op.Problem.parse("rows=16 cols=4096")
+        c = op.default(p, H200)
+        specs = [*gpus.GPUS, gpus.lookup("h200-99kib")]
+        assert len({compiler.cache_key(op, p, c, spec) for spec in specs}) == len(specs)
 
     def test_another_compiler_is_another_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        before = compiler.source_fingerprint.__wrapped__(__name__)
+        before = fingerprint(Compiled)
         monkeypatch.setattr(compiler, "package_version", lambda name: "99.9")
-        assert compiler.source_fingerprint.__wrapped__(__name__) != before
+        assert fingerprint(Compiled) != before
+
+
+def fingerprint(op: type) -> str:
+    """The source fingerprint, computed anew."""
+    return compiler.source_fingerprint.__wrapped__(op)
+
+
+def imported(file: str) -> set[str]:
+    """``file`` and all files of ours that it imports, directly or not."""
+    found, todo = {file}, [file]
+    while todo:
+        new = {target for module in imports(todo.pop()) if (target := file_of(module)) is not None} - found
+        found |= new
+        todo += new
+    return found
 
 
 # ---- damage ---------------------------------------------------------------------------------------------
@@ -258,7 +295,7 @@ def test_a_damaged_entry_is_built_again(damage: Callable[[], object], caplog: py
 
 
 def test_an_object_that_does_not_load_is_built_again(caplog: pytest.LogCaptureFixture) -> None:
-    """Its checksum is right: it was written whole by something that this process cannot load."""
+    """The checksum is valid, but the object is one that this process cannot load."""
     get()
     forget()
     only("*.text").write_text("another loader's format")

@@ -1,4 +1,4 @@
-"""Triton kernels wait for the kernel ahead before they touch memory, where the GPU lets them start early."""
+"""Triton kernels wait for the preceding kernel before they access memory, where the GPU lets them start early."""
 
 from __future__ import annotations
 

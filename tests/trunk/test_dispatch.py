@@ -1,4 +1,4 @@
-"""The dispatcher: where a config comes from, what it says of it, and that no database ever breaks a call."""
+"""The dispatcher: sources of configs, explanations, and broken databases that never break a call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from cutekernels import compile as compiler
-from cutekernels import dispatch, face
+from cutekernels import dispatch, introspection
 from cutekernels import gpu as gpus
 from cutekernels.db import snapshot as snapshots
 from cutekernels.db.snapshot import Snapshot, Winner
@@ -256,13 +256,13 @@ class TestExplain:
         assert len(starts) == 1, "values stand in one column"
 
     def test_the_public_function_names_op_problem_and_gpu(self) -> None:
-        told = face.explain("gemm", "m=16 n=4096 k=4096 b_major=k", gpu_name="l40s")
+        told = introspection.explain("gemm", "m=16 n=4096 k=4096 b_major=k", gpu_name="l40s")
         assert (told.op, told.gpu, told.choice.origin) == ("gemm", "l40s", "default")
         for words in (("conv", "m=1"), ("gemm", "m=1")):
             with pytest.raises(UnsupportedProblem):
-                face.explain(*words, gpu_name="h200")
+                introspection.explain(*words, gpu_name="h200")
         with pytest.raises(UnknownGpu):
-            face.explain("gemm", "m=1 n=8 k=8", gpu_name="h300")
+            introspection.explain("gemm", "m=1 n=8 k=8", gpu_name="h300")
 
 
 # ---- the database behind it -----------------------------------------------------------------------------
@@ -341,7 +341,7 @@ class TestDatabase:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Configs that were asked of the compiler, which gives stubs."""
+    """Configs requested from a compiler stub."""
     asked: list[str] = []
 
     def get(op: Any, p: Any, c: Any, gpu: Any) -> Callable[..., Any]:
@@ -389,15 +389,15 @@ class TestPlan:
         dispatch.plan(TOY, ToyProblem(3, 3), 0, C)  # forced: nobody's to tune
         missed = [("toy", "m=48 n=64", 2), ("toy", "m=512 n=8192", 1)]
         with pytest.raises(StoreError):
-            face.report_misses(str(tmp_path))  # a folder
+            introspection.report_misses(str(tmp_path))  # a folder
         database = str(tmp_path / "tuned.db")
-        assert face.report_misses(database) == 2
-        assert face.report_misses(database) == 0
+        assert introspection.report_misses(database) == 2
+        assert introspection.report_misses(database) == 0
         with Store(database) as store:
             assert [(r.op, r.problem, r.hits) for r in store.requests()] == missed
         dispatch.reload()
         dispatch.plan(TOY, ToyProblem(48, 64), 0)
-        assert face.report_misses(database) == 1
+        assert introspection.report_misses(database) == 1
         with Store(database) as store:
             assert store.requests()[0].hits == 3
 
@@ -433,7 +433,7 @@ class TestPlan:
 
     @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # this process has threads: that is the point
     def test_a_fork_during_a_build_can_plan(self, built: list[str]) -> None:
-        """The lock is held by a thread that the child does not have."""
+        """The lock is held by a thread that does not exist in the child."""
         release, held = threading.Event(), threading.Event()
 
         def hold() -> None:

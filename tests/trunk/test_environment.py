@@ -1,4 +1,4 @@
-"""Versions are read without loading what they are versions of."""
+"""Versions are read without importing the packages."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ ASKED_FOR = {"rtx5090", "rtx4090", "rtx3090", "rtxpro6000", "l40s", "l4", "a10",
 
 
 def properties(spec: GpuSpec, **changes: Any) -> SimpleNamespace:
-    """What torch would say of ``spec``."""
+    """Device properties as torch reports them for ``spec``."""
     major, minor = spec.capability
     said = {
         "name": spec.product,

@@ -1,4 +1,4 @@
-"""Importing the package costs nothing: nothing heavy is loaded until a function is asked for."""
+"""Importing the package is cheap: nothing heavy is loaded until a function is accessed."""
 
 from __future__ import annotations
 

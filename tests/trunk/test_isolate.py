@@ -1,4 +1,4 @@
-"""Processes that abort, hang, raise and exit: what the parent sees, and that it goes on."""
+"""Child processes that abort, hang, raise and exit: the parent gets the right error and continues."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TARGET = "tests.trunk.test_isolate:obey"
 
 
 def obey(order: tuple[str, Any]) -> Any:
-    """What the children run: does what it is told, however unwise."""
+    """The children's function: aborts, hangs, raises or exits, as requested."""
     verb, value = order
     if verb == "echo":
         return value

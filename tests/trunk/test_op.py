@@ -1,4 +1,4 @@
-"""Problem, Config and Op: the text form, buckets, and what a stranger's text may do (nothing)."""
+"""Problem, Config and Op: the text form, buckets, and refusal of untrusted text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Three environment variables, read when asked."""
+"""The three environment variables: defaults, values, refusals."""
 
 from __future__ import annotations
 

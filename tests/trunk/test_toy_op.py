@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from bench import run as bench_run
 from bench.suites import Case
-from cutekernels import cli, dispatch, face, verify
+from cutekernels import cli, dispatch, introspection, verify
 from cutekernels import compile as compiler
 from cutekernels import gpu as gpus
 from cutekernels.autotune import run as autotune_run
@@ -175,7 +175,7 @@ class Here:
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The registry's line, and a machine that holds an H200."""
+    """Registers the toy op on a machine with an H200."""
     monkeypatch.setattr(registry, "OPS", (*registry.OPS, SCALE))
     monkeypatch.setattr(registry, "_BY_NAME", {op.name: op for op in registry.OPS})
     monkeypatch.setitem(compiler._BACKENDS, "listing", f"{__name__}:Listing")
@@ -261,13 +261,13 @@ def test_it_is_predicted_for_an_absent_gpu(job: Path) -> None:
 
 
 def test_explain_knows_it() -> None:
-    told = face.explain("scale", "rows=30 cols=8 sign=minus", gpu_name="a100")
+    told = introspection.explain("scale", "rows=30 cols=8 sign=minus", gpu_name="a100")
     rows = dict(told.rows)
     assert rows["bucket"] == "rows=32 cols=8 sign=minus"
     assert rows["config"] == "block=1 ends=all"
     assert rows["model"] == "41.00 us (analytical)"
     with pytest.raises(UnsupportedProblem, match="ScaleProblem needs cols"):
-        face.explain("scale", "rows=30", gpu_name="a100")
+        introspection.explain("scale", "rows=30", gpu_name="a100")
 
 
 def test_the_command_line_knows_it(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:

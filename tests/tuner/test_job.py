@@ -1,4 +1,4 @@
-"""Job files: what they may say, and that every refusal names file, key, value and remedy."""
+"""Job files: allowed content, and refusals that name file, key, value and remedy."""
 
 from __future__ import annotations
 

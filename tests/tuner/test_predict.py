@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cutekernels.autotune.ledger import Ledger
+from cutekernels.autotune.history import TaskHistory
 from cutekernels.autotune.predict import Prediction
 from cutekernels.autotune.report import TaskReport
 from cutekernels.backends import Facts
@@ -27,12 +27,12 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield one
 
 
-def book(store: Store, origin: str = "predicted") -> Ledger:
-    return Ledger(store, TOY, PROBLEM, A100, Environment(), origin)
+def task_history(store: Store, origin: str = "predicted") -> TaskHistory:
+    return TaskHistory(store, TOY, PROBLEM, A100, Environment(), origin)
 
 
 def run(store: Store, machine: ToyMachine, **options: Any) -> TaskReport:
-    return Prediction(task(), A100, book(store), machine, clock=machine.clock, **options).run()
+    return Prediction(task(), A100, task_history(store), machine, clock=machine.clock, **options).run()
 
 
 def test_every_valid_config_is_a_predicted_row_and_the_best_that_holds_is_crowned(store: Store) -> None:
@@ -109,7 +109,7 @@ def test_the_deadline_stops_it(store: Store) -> None:
 
 
 def test_a_measured_winner_stays(store: Store) -> None:
-    measured = book(store, "measured")
+    measured = task_history(store, "measured")
     row = measured.row(DEFAULT, "ok", estimate_us=50.0)
     measured.record([row])
     measured.crown(row)
@@ -140,9 +140,9 @@ def test_a_config_that_a_rule_refuses_today_is_not_crowned(store: Store) -> None
 
     run(store, ToyMachine())
     op = Stricter()
-    ledger = Ledger(store, op, PROBLEM, A100, Environment(), "predicted")
+    history = TaskHistory(store, op, PROBLEM, A100, Environment(), "predicted")
     job = type(task())(op, PROBLEM, 10)
-    report = Prediction(job, A100, ledger, ToyMachine(), force=True).run()
+    report = Prediction(job, A100, history, ToyMachine(), force=True).run()
     assert report.winner is not None and report.winner.config == str(RANKED[1])
     assert isinstance(RANKED[1], ToyConfig)
 

@@ -135,14 +135,14 @@ class TestCommandLine:
         assert "wrong_result" in json.loads(result.stdout)["tasks"][0]["message"]
 
     @pytest.mark.usefixtures("on_h200")
-    def test_ctrl_c_exits_1_and_says_how_to_go_on(self, tmp_path: Path) -> None:
+    def test_ctrl_c_exits_1_and_says_how_to_resume(self, tmp_path: Path) -> None:
         def interrupt(request: Any) -> None:
             raise KeyboardInterrupt
 
         self.machine.on_measure = interrupt
         result = self.invoke(tmp_path)
         assert result.exit_code == 1
-        assert "goes on" in result.stderr and result.stdout == ""
+        assert "resumes the run" in result.stderr and result.stdout == ""
 
     @pytest.mark.usefixtures("no_gpu")
     def test_wrong_requests_exit_2(self, tmp_path: Path) -> None:

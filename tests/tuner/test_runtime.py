@@ -1,4 +1,4 @@
-"""The processes behind a search, for real: compilers that see no GPU, a worker prepared once per problem."""
+"""The real processes behind a search: compilers that see no GPU, a worker prepared once per problem."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _prepared: list[Prepare] = []
 
 
 def fake_compile(request: tuple[str, str, str, Any]) -> Facts:
-    """Stands in for a compiler: aborts on one config, reports what it sees on the others."""
+    """A stand-in for a compiler: aborts on one config, reports its environment on the others."""
     _op, _problem, config, gpu = request
     if config == str(BEST):
         os.abort()
@@ -27,7 +27,7 @@ def fake_compile(request: tuple[str, str, str, Any]) -> Facts:
 
 
 def fake_worker(request: Prepare | Measure) -> Any:
-    """Stands in for the worker: dies on one config, says how often it was prepared on the others."""
+    """A stand-in for the worker: dies on one config, reports how often it was prepared on the others."""
     if isinstance(request, Prepare):
         _prepared.append(request)
         return None

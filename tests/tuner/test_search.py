@@ -1,4 +1,4 @@
-"""The search of one task, on a toy machine: what is measured, what is written, who is crowned."""
+"""The search of one task on a toy machine: measurements, stored rows, winners."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cutekernels.autotune.ledger import Ledger
+from cutekernels.autotune.history import TaskHistory
 from cutekernels.autotune.report import TaskReport
 from cutekernels.autotune.search import Search, prune_reason
 from cutekernels.autotune.suggest import Suggester
@@ -34,13 +34,13 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield one
 
 
-def ledger(store: Store, problem: ToyProblem = PROBLEM) -> Ledger:
-    return Ledger(store, TOY, problem, H200, ENVIRONMENT, "measured")
+def task_history(store: Store, problem: ToyProblem = PROBLEM) -> TaskHistory:
+    return TaskHistory(store, TOY, problem, H200, ENVIRONMENT, "measured")
 
 
 def run(store: Store, machine: ToyMachine, trials: int = 10, **options: Any) -> TaskReport:
     job = task(trials)
-    return Search(job, H200, ledger(store), machine, clock=machine.clock, **options).run()
+    return Search(job, H200, task_history(store), machine, clock=machine.clock, **options).run()
 
 
 def rows(store: Store, config: Config | None = None, status: str | None = None) -> list[Trial]:
@@ -164,7 +164,7 @@ class TestOutcomes:
 
     def test_rules_prune_without_compiling_and_do_not_count(self, store: Store) -> None:
         illegal = ToyConfig(128, 1, True)
-        near = ledger(store, ToyProblem(m=32, n=64))  # a neighbour's winner, from before the rule
+        near = task_history(store, ToyProblem(m=32, n=64))  # a neighbour's winner, from before the rule
         row = near.row(illegal, "ok", estimate_us=1.0)
         near.record([row])
         near.crown(row)
@@ -283,11 +283,11 @@ class TestResume:
 
     def test_rows_of_another_revision_gpu_or_problem_are_not_ours(self, store: Store) -> None:
         run(store, ToyMachine(), trials=6)
-        other = Ledger(store, TOY, ToyProblem(m=16, n=128), H200, ENVIRONMENT, "measured")
-        assert other.history() == []
+        other = TaskHistory(store, TOY, ToyProblem(m=16, n=128), H200, ENVIRONMENT, "measured")
+        assert other.earlier() == []
 
     def test_a_predicted_winner_does_not_make_it_done(self, store: Store) -> None:
-        predicted = Ledger(store, TOY, PROBLEM, H200, ENVIRONMENT, "predicted")
+        predicted = TaskHistory(store, TOY, PROBLEM, H200, ENVIRONMENT, "predicted")
         row = predicted.row(BEST, "ok", estimate_us=1.0)
         predicted.record([row])
         assert predicted.crown(row)
@@ -298,8 +298,8 @@ class TestResume:
         assert report.winner is not None and report.winner.origin == "measured"
 
     def test_rows_that_todays_declaration_cannot_read_are_passed_over(self, store: Store) -> None:
-        book = ledger(store)
-        row = book.row(DEFAULT, "ok", estimate_us=1.0)
+        history = task_history(store)
+        row = history.row(DEFAULT, "ok", estimate_us=1.0)
         values = {f: getattr(row, f) for f in ("gpu", "environment", "op", "revision", "problem", "origin", "status")}
         stale = Trial.new(**values, config="tile=16 warps=1 gone=2")
         store.record([stale])
@@ -311,11 +311,11 @@ class TestResume:
 class TestSeeds:
     def test_default_first_then_winners_of_this_and_near_problems_then_the_model(self, store: Store) -> None:
         for m, config in [(8, ToyConfig(32, 1, False)), (4096, ToyConfig(16, 8, True)), (24, ToyConfig(32, 2, True))]:
-            book = ledger(store, ToyProblem(m=m, n=64))
-            row = book.row(config, "ok", estimate_us=1.0)
-            book.record([row])
-            book.crown(row)
-        alien = ledger(store, ToyProblem(m=16, n=64, dtype="fp16"))
+            history = task_history(store, ToyProblem(m=m, n=64))
+            row = history.row(config, "ok", estimate_us=1.0)
+            history.record([row])
+            history.crown(row)
+        alien = task_history(store, ToyProblem(m=16, n=64, dtype="fp16"))
         row = alien.row(ToyConfig(64, 1, True), "ok", estimate_us=1.0)
         alien.record([row])
         alien.crown(row)
@@ -362,7 +362,7 @@ class TestSuggester:
         assert first(9) == first(9)
 
     def test_learns(self) -> None:
-        """Half of the space suffices, on average over seeds, to find what chance finds with 14 of 28."""
+        """The best config is found within half of the space, averaged over seeds: earlier than by chance."""
         calls = []
         for seed in range(8):
             suggester = Suggester(ToyConfig, VALID, [DEFAULT], seed=seed)

@@ -1,4 +1,4 @@
-"""The measuring worker's three gates, on the CPU: planted bugs in toy kernels, a stub in place of CUDA graphs."""
+"""The measuring worker's three checks, on the CPU: planted bugs in toy kernels, a stub for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Doubling(ToyOp):
 
 
 class StubRound:
-    """Runs its launches in turn, like a graph would, and claims a time."""
+    """A stub that runs its launches in turn, as a graph would, and reports a fixed time."""
 
     made = 0
 

@@ -1,4 +1,4 @@
-"""A toy op, a toy GPU machine and a toy clock: what the tuner's tests tune instead of kernels."""
+"""A toy op, a toy GPU machine and a toy clock, for tests of the tuner."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def task(trials: int = 10, text: str = "m=16 n=64") -> Task:
 
 
 def true_us(config: Config) -> float:
-    """The toy GPU's law: distinct for each config, BEST the fastest."""
+    """The toy GPU's time for a config: distinct for each, BEST the fastest."""
     assert isinstance(config, ToyConfig)
     reach = min(config.tile, 64) - (config.tile == 128) * 8
     return 100.0 - reach * 0.5 - config.warps * 2.0 - config.fast * 5.0

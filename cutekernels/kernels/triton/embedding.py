@@ -1,4 +1,4 @@
-"""Rows of a table by number, and the gradient of the table: sums of the rows that were given the same number.
+"""Rows of a table by id, and the gradient of the table: sums of the rows of each id.
 
 A tile's edge is masked in units of VEC columns, which is one access; the at most VEC - 1 columns beyond the last whole
 unit follow one by one. Offsets are 64 bits wide.
@@ -12,7 +12,7 @@ from cutekernels.kernels.triton.dependent import await_turn
 
 @triton.jit
 def _gather(out, table, known, there, cols_inside):
-    """Rows whose number is in the table, NaN in the others' place."""
+    """The rows of ids in the table; NaN for ids outside."""
     values = tl.load(table, mask=known[:, None] & cols_inside[None, :], other=float("nan"))
     tl.store(out, values, mask=there[:, None] & cols_inside[None, :])
 
@@ -35,7 +35,7 @@ def embedding(
     VEC: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):
-    """``out[r] = table[ids[r]]``. A number that is not in the table gives NaN, and reads nothing.
+    """``out[r] = table[ids[r]]``. An id outside the table gives NaN, and reads nothing.
 
     Schedule: a program loads the numbers of its rows, then copies a block of columns of each.
     """
@@ -101,7 +101,7 @@ def embedding_backward(
     VEC: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):
-    """``dtable[v] = sum of dout[order[i]] for starts[v] <= i < starts[v + 1]``: zero for rows that nobody asked for.
+    """``dtable[v] = sum of dout[order[i]] for starts[v] <= i < starts[v + 1]``: zero for rows that no id names.
 
     Schedule: a program owns a block of columns of one row of the table and walks its rows of ``dout`` in order, so that
     every element is written once and sums are the same each time.

@@ -10,7 +10,9 @@ import triton.language as tl
 
 from cutekernels.kernels.triton.dependent import await_turn
 
-ROW = tl.constexpr(8)  # numbers of a tensor in a table: param, grad, exp_avg, exp_avg_sq, master, step, elements, 0
+ROW = tl.constexpr(
+    8
+)  # 64-bit numbers per tensor in a table: param, grad, exp_avg, exp_avg_sq, master, step, elements, 0
 
 
 @triton.jit
@@ -26,7 +28,7 @@ def _one_minus_exp(x):
 def _corrections(step_ptr, c1, c2, ON_DEVICE: tl.constexpr):
     """Bias corrections ``1 - beta1^step`` and ``sqrt(1 - beta2^step)``: given, or from the betas' logarithms."""
     if ON_DEVICE:
-        step = tl.load(step_ptr).to(tl.float32)
+        step = tl.maximum(tl.load(step_ptr).to(tl.float32), 1.0)  # a count below 1 would divide by 0
         return _one_minus_exp(step * c1), tl.sqrt_rn(_one_minus_exp(step * c2))
     else:
         return c1, c2

@@ -16,7 +16,7 @@ from cutekernels.kernels.triton.dependent import await_turn
 from cutekernels.kernels.triton.moe.route import LOWEST, ordered, valued
 
 ONE = tl.constexpr(1 << 40)
-_ALL = tl.constexpr(1 << 62)  # more than there is of anything: a search for it keeps everything
+_ALL = tl.constexpr(1 << 62)  # above any sum, so a search for it keeps everything
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def mass(d):
 
 @triton.jit
 def _keys(logits, at, cols, col, BLOCK: tl.constexpr):
-    """A block of a row from column ``at`` on: columns, which of them there are, values and keys."""
+    """A block of a row from column ``at`` on: columns, their mask, values and keys."""
     c = at + tl.arange(0, BLOCK)
     there = c < cols
     x = tl.load(logits + c.to(tl.int64) * col, mask=there, other=0.0)
@@ -62,7 +62,7 @@ def _candidates(low, phase, BITS: tl.constexpr, KEY_BITS: tl.constexpr):
 
 @triton.jit
 def _counts(logits, begin, end, cols, col, candidates, BLOCK: tl.constexpr, FAN: tl.constexpr):
-    """How many keys reach each candidate."""
+    """The number of keys that reach each candidate."""
     found = tl.zeros([FAN, BLOCK], tl.int32)
     for at in range(begin, end, BLOCK):
         _, there, _, key = _keys(logits, at, cols, col, BLOCK)
@@ -90,7 +90,7 @@ def _masses(
 
 @triton.jit
 def _share(p, total):
-    """The least whole mass that is ``p`` of ``total`` or more: at least 1; all there is and more from p = 1 on."""
+    """The least whole mass from ``p * total`` up, at least 1; above ``total`` for p >= 1."""
     exact = p.to(tl.float64) * total.to(tl.float64)
     whole = exact.to(tl.int64)
     whole = tl.maximum(whole + (whole.to(tl.float64) < exact).to(tl.int64), 1)
@@ -99,14 +99,14 @@ def _share(p, total):
 
 @triton.jit
 def _advance(low, sums, wanted, phase, BITS: tl.constexpr, KEY_BITS: tl.constexpr):
-    """``low`` with BITS more bits: the last candidate that is enough."""
+    """``low`` with BITS more bits: the last candidate whose sum reaches the goal."""
     enough = (sums >= wanted) & (tl.arange(0, 1 << BITS) > 0)
     return low + (tl.sum(enough.to(tl.int32), axis=0) << (KEY_BITS - BITS * (phase + 1)))
 
 
 @triton.jit
 def _found(table, wanted, done, LOW: tl.constexpr, BITS: tl.constexpr, KEY_BITS: tl.constexpr):
-    """Where a search stands after ``done`` phases, from their sums. Those of the phase that runs are still growing."""
+    """The state of a search after ``done`` phases, from their sums; the sums of the running phase still grow."""
     FAN: tl.constexpr = 1 << BITS
     phase = tl.arange(0, KEY_BITS // BITS)
     j = tl.arange(0, FAN)
@@ -142,19 +142,19 @@ def sample_filter(
     top_ks_ptr,
     top_ps_ptr,
     min_ps_ptr,
-    state_ptr,
     cols,
     chunk,
     out_row,
     out_col,
     logits_row,
     logits_col,
-    stage,
-    phase,
     temperature,
     top_k,
     top_p,
     min_p,
+    state_ptr,
+    stage,
+    phase,
     TEMPERATURES: tl.constexpr,
     TOP_KS: tl.constexpr,
     TOP_PS: tl.constexpr,

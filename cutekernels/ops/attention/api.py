@@ -1,8 +1,10 @@
-"""``attention``: the public function over the declaration in ``attention.py``, and its registration with torch."""
+"""``attention``: the public function over the declaration in ``op.py``, and its registration with torch."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +12,6 @@ from torch import Tensor
 
 from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.attention import replay as attend_calls
 from cutekernels.ops.attention.op import (
     ATTENTION,
     DTYPES,
@@ -20,9 +21,14 @@ from cutekernels.ops.attention.op import (
     AttentionProblem,
     reference,
 )
-from cutekernels.ops.shared.strides import overlaps_itself, relation
-from cutekernels.ops.shared.tensor_op import define
+from cutekernels.ops.shared.call_cache import Call, CallCache, Inputs, empty_copy, stand_ins
+from cutekernels.ops.shared.registration import define_with_out, direct
+from cutekernels.ops.shared.strides import overlaps_itself, pairs, relation
 
+_CALLS = CallCache()
+_is_compiling = torch.compiler.is_compiling
+_autocast = torch._C._is_any_autocast_enabled
+_function_modes = torch._C._len_torch_function_stack
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _WIDEST_HEAD = 256
 _MOST_ROW_STRIDE = 2**23  # elements; a tile's offsets have 32 bits
@@ -81,10 +87,9 @@ def attention(
         raise UnsupportedProblem(f"softcap must be above 0 and finite; it is {softcap}: leave it out for none")
     text = None if config is None else str(config)
     operands = (q, k, v, mask, cu_seqlens_q, cu_seqlens_kv)
-    known = (causal, left, right, cap > 0.0, return_lse, text)
-    met = attend_calls.again(ATTENTION, out, operands, known, (factor, cap))
-    if met is not None:
-        return met if return_lse else met[0]
+    made = replayed(_CALLS, out, operands, (causal, left, right, cap > 0.0, return_lse), (factor, cap), text)
+    if made is not None:
+        return made if return_lse else made[0]  # type: ignore[return-value]
     differentiates = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     # The gradients start from the log-sum-exp.
     options = (causal, left, right, factor, cap, return_lse or (differentiates and out is None), text)
@@ -95,6 +100,25 @@ def attention(
         raise UnsupportedProblem("out= is not differentiable: leave it out, or call under torch.no_grad()")
     lse = torch.ops.cutekernels.attention_out(*operands, out, *options)
     return (out, lse) if return_lse else out
+
+
+def replayed(
+    calls: CallCache, out: Tensor | None, operands: Inputs, options: tuple[object, ...],
+    scalars: tuple[float, float], config: str | None,
+) -> tuple[Tensor, ...] | None:  # fmt: skip
+    """``(out[, lse])`` of a call that repeats one; None, and nothing was done, where it must go through torch.
+
+    ``scalars`` are scale and softcap, of which the caller has checked the second.
+    """
+    if _is_compiling() or _function_modes() or _autocast() or not 0.0 < scalars[0] < math.inf:
+        return None
+    if type(operands[0]) is not Tensor:  # a fake's address is not to be read
+        return None
+    results = None if out is None else (out,)
+    made = calls.replay(results, operands, options, scalars, config)
+    if made is None and direct(*operands, out):
+        made = calls.recall(results, operands, options, scalars, config)
+    return made
 
 
 def _sides(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[int, int]:
@@ -169,7 +193,8 @@ def check(
             raise UnsupportedProblem(f"cu_seqlens_q of length 1 has no sequence, yet q has {q.shape[0]} rows")
 
 
-def _check_out(out: Tensor, q: Tensor, *inputs: Tensor | None) -> None:
+def check_out(out: Tensor, q: Tensor, *inputs: Tensor | None) -> None:
+    """Refuses an ``out`` that is not as ``q`` or shares memory with an input."""
     if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device:
         raise UnsupportedProblem(
             f"out must be {tuple(q.shape)}, {q.dtype}, on {q.device}; it is {tuple(out.shape)}, {out.dtype}, "
@@ -179,6 +204,12 @@ def _check_out(out: Tensor, q: Tensor, *inputs: Tensor | None) -> None:
         raise UnsupportedProblem(f"out must not overlap itself; its strides are {out.stride()}: give it dense memory")
     if any(t is not None and relation(out, t) != "apart" for t in (q, *inputs)):
         raise UnsupportedProblem("out overlaps an input: give it memory of its own")
+
+
+def check_out_shape(out: Tensor, q: Tensor) -> None:
+    """:func:`check_out` of fakes, which have no memory."""
+    if out.shape != q.shape or out.dtype != q.dtype:
+        raise UnsupportedProblem(f"out must be {tuple(q.shape)}, {q.dtype}")
 
 
 def pose(
@@ -220,32 +251,50 @@ def canonical(t: Tensor) -> Tensor:
     return t if (*strides, 1) == t.stride() else t.as_strided(t.shape, (*strides, 1))
 
 
-def _run(
-    into: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: Tensor | None,
-    cu_kv: Tensor | None, causal: bool, left: int, right: int, scale: float, softcap: float, return_lse: bool,
-    config: str | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Poses, plans and launches for checked GPU tensors: ``(into or a new tensor, lse)``, lse empty if not asked."""
+def _launched(
+    into: Tensor | None, operands: tuple[Any, ...], causal: bool, left: int, right: int, scale: float, softcap: float,
+    return_lse: bool, config: str | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Poses, plans and launches for checked GPU tensors: ``(into or a new tensor[, lse])``."""
+    q, k, v, mask, cu_q, cu_kv = operands
     out = q.new_empty(q.shape) if into is None else into
-    lse = fresh_lse(q, cu_q, return_lse)
+    more = (fresh_lse(q, cu_q, True),) if return_lse else ()
     if out.numel() == 0:
-        return out, lse
-    operands = (q, k, v, mask, cu_q, cu_kv)
+        return out, *more
     with torch.cuda.device(q.device):
         problem = pose(q, k, mask, cu_q, causal, left, right, softcap, return_lse)
-        plan = dispatch.plan(ATTENTION, problem, q.get_device(), config)
+        launch = dispatch.plan(ATTENTION, problem, q.get_device(), config).launch
         target = canonical(out) if _is_canonical(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
         if mask is not None:
             mask = mask.expand(q.shape[0], q.shape[2], -1, -1)
         ends = [None if t is None else t.contiguous() for t in (cu_q, cu_kv)]
         posed = (canonical(q), canonical(k), canonical(v), mask, *ends)
-        more = (lse,) if return_lse else ()
-        plan.launch(target, *more, *posed, scale, softcap)
-        if not _is_canonical(out):
-            out.copy_(target)
-    known = (causal, left, right, softcap > 0.0, return_lse, config)
-    attend_calls.remember(ATTENTION, into, operands, known, plan.launch, (out, *more), (target, *posed))
-    return out, lse
+    options = (causal, left, right, softcap > 0.0, return_lse)
+    return add(_CALLS, launch, into, operands, options, (scale, softcap), config, (out, *more), (target, *more, *posed))
+
+
+def add(
+    calls: CallCache, launch: Callable[..., None], into: Tensor | None, operands: Inputs, options: tuple[object, ...],
+    scalars: tuple[float, float], config: str | None, results: tuple[Tensor, ...], posed: Sequence[Tensor | None],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Makes and caches the call in which ``launch`` takes ``posed`` for ``(*results, *operands)``."""
+    ways = [_way(t, p, i == 0) for i, (t, p) in enumerate(zip((*results, *operands), posed, strict=True))]
+    copied = [] if posed[0] is None or posed[0].data_ptr() == results[0].data_ptr() else [0]
+    apart = () if into is None else pairs(1, (into, *operands))
+    call = Call.of(stand_ins(launch, ways, copied), operands, results[into is not None :], apart)
+    return calls.add(call, None if into is None else (into,), operands, options, scalars, config)
+
+
+def _way(t: Tensor | None, posed: Tensor | None, result: bool) -> Callable[[Tensor], Tensor] | None:
+    """The function from ``t`` to ``posed``: None for itself, a view that begins where it does, or a contiguous copy."""
+    if t is None or posed is None or posed is t:
+        return None
+    shape, strides = tuple(posed.shape), posed.stride()
+    if posed.data_ptr() != t.data_ptr():
+        if result:
+            return lambda t: empty_copy(t).as_strided(shape, strides)
+        return partial(torch.clone, memory_format=torch.contiguous_format)
+    return None if (shape, strides) == (t.shape, t.stride()) else lambda t: t.as_strided(shape, strides)
 
 
 def _is_canonical(t: Tensor) -> bool:
@@ -265,17 +314,17 @@ def fresh_lse(q: Tensor, cu_q: Tensor | None, wanted: bool) -> Tensor:
 
 # ---- torch.library --------------------------------------------------------------------------------------
 
-_ARGS = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv"
-_OPTIONS = (
-    "bool causal, int window_left, int window_right, float scale, float softcap, bool return_lse, str? config=None"
-)
-
 
 def register(library: torch.library.Library) -> None:
     """Defines the ops in ``library`` (namespace "cutekernels"): schemas, GPU and CPU, fakes, autograd."""
-    define(library, f"attention({_ARGS}, {_OPTIONS}) -> (Tensor, Tensor)", _cuda, _cpu, _fake)
-    define(library, f"attention_out({_ARGS}, Tensor(a!) out, {_OPTIONS}) -> Tensor", _out_cuda, _out_cpu, _out_fake)
-    torch.library.register_autograd("cutekernels::attention", _backward, setup_context=_save, lib=library)
+    inputs = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv"
+    options = (
+        "bool causal, int window_left, int window_right, float scale, float softcap, bool return_lse, str? config=None"
+    )
+    define_with_out(
+        library, "attention", inputs, options, (_cuda, _cpu, _fake), returns=("(Tensor, Tensor)", "Tensor"),
+        backward=_backward, setup_context=_save,
+    )  # fmt: skip
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -297,53 +346,26 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     return *grads, *absent
 
 
-def _cuda(*args: Any) -> tuple[Tensor, Tensor]:
-    operands, options, config = args[:6], args[6:12], args[12] if len(args) > 12 else None
-    check(*(*operands, options[3]))
-    return _run(*(None, *operands, *options, config))
+def _cuda(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) -> Any:
+    causal, left, right, scale, softcap, return_lse, *forced = options
+    check(*(*inputs, scale))
+    if results is not None:
+        check_out(results[0], *inputs[:4])
+    config = forced[0] if forced else None
+    key = (causal, left, right, softcap > 0.0, return_lse)
+    made = _CALLS.recall(results, inputs, key, (scale, softcap), config)
+    if made is None:
+        made = _launched(*(results and results[0], inputs, *options[:6], config))
+    lse = made[1] if return_lse else fresh_lse(inputs[0], inputs[4], False)
+    return (made[0], lse) if results is None else lse
 
 
-def _cpu(*args: Any) -> tuple[Tensor, Tensor]:
-    operands, options = args[:6], args[6:12]
-    check(*(*operands, options[3]))
-    return _on_cpu(operands, options)
-
-
-def _fake(*args: Any) -> tuple[Tensor, Tensor]:
-    operands, options = args[:6], args[6:12]
-    check(*(*operands, options[3]))
-    q = operands[0]
-    return q.new_empty(q.shape), fresh_lse(q, operands[4], options[5])
-
-
-def _out_cuda(*args: Any) -> Tensor:
-    operands, out, options, config = args[:6], args[6], args[7:13], args[13] if len(args) > 13 else None
-    check(*(*operands, options[3]))
-    _check_out(out, *operands[:4])
-    torch.autograd.graph.increment_version(out)
-    return _run(*(out, *operands, *options, config))[1]
-
-
-def _out_cpu(*args: Any) -> Tensor:
-    operands, out, options = args[:6], args[6], args[7:13]
-    check(*(*operands, options[3]))
-    _check_out(out, *operands[:4])
-    result, lse = _on_cpu(operands, options)
-    out.copy_(result)
-    return lse
-
-
-def _out_fake(*args: Any) -> Tensor:
-    operands, out, options = args[:6], args[6], args[7:13]
-    check(*(*operands, options[3]))
-    if out.shape != operands[0].shape or out.dtype != operands[0].dtype:
-        raise UnsupportedProblem(f"out must be {tuple(operands[0].shape)}, {operands[0].dtype}")
-    return fresh_lse(operands[0], operands[4], options[5])
-
-
-def _on_cpu(operands: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    q, k, v, mask, cu_q, cu_kv = operands
-    causal, left, right, scale, softcap, return_lse = options
+def _cpu(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) -> Any:
+    q, k, v, mask, cu_q, cu_kv = inputs
+    causal, left, right, scale, softcap, return_lse = options[:6]
+    check(*(*inputs, scale))
+    if results is not None:
+        check_out(results[0], *inputs[:4])
     if mask is not None:
         mask = mask.expand(q.shape[0], q.shape[2], -1, -1)
     reach = 0 if causal else right
@@ -351,4 +373,18 @@ def _on_cpu(operands: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Tensor
         q, k, v, mask, cu_q, cu_kv, scale, softcap,
         left=None if left < 0 else left, right=None if reach < 0 else reach,
     )  # fmt: skip
-    return out, lse if return_lse else fresh_lse(q, cu_q, False)
+    lse = lse if return_lse else fresh_lse(q, cu_q, False)
+    if results is None:
+        return out, lse
+    results[0].copy_(out)
+    return lse
+
+
+def _fake(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) -> Any:
+    q = inputs[0]
+    check(*(*inputs, options[3]))
+    lse = fresh_lse(q, inputs[4], options[5])
+    if results is None:
+        return q.new_empty(q.shape), lse
+    check_out_shape(results[0], q)
+    return lse

@@ -1,4 +1,4 @@
-"""``decode_attention``: the public function over the declaration in ``attention_decode.py``, registered with torch."""
+"""``decode_attention``: the public function over the declaration in ``decode.py``, and its registration with torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.attention import replay as attend_calls
-from cutekernels.ops.attention.api import canonical
+from cutekernels.ops.attention.api import add, canonical, check_out, check_out_shape, replayed
 from cutekernels.ops.attention.decode import (
     DECODE_ATTENTION,
     MOST_QUERIES,
@@ -21,9 +20,11 @@ from cutekernels.ops.attention.decode import (
     reference,
 )
 from cutekernels.ops.attention.op import DTYPES, UNLIMITED, WIDEST
-from cutekernels.ops.shared.strides import overlaps_itself, relation
-from cutekernels.ops.shared.tensor_op import define, no_gradient, refuse_gradient
+from cutekernels.ops.shared.call_cache import CallCache, empty_copy
+from cutekernels.ops.shared.checks import refuse_gradient
+from cutekernels.ops.shared.registration import define_with_out
 
+_CALLS = CallCache()
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _WIDEST_HEAD = 256
 
@@ -86,12 +87,11 @@ def decode_attention(
     if out is not None and out.shape != q.shape:
         raise UnsupportedProblem(f"out must have q's shape {tuple(q.shape)}; it has {tuple(out.shape)}")
     target = out.unsqueeze(1) if single and out is not None else out
-    known = (left, cap > 0.0, return_lse, text)
-    met = attend_calls.again(DECODE_ATTENTION, target, operands, known, (factor, cap))
+    made = replayed(_CALLS, target, operands, (left, cap > 0.0, return_lse), (factor, cap), text)
     result: Tensor
     lse: Tensor
-    if met is not None:
-        result, lse = met
+    if made is not None:
+        result, lse = made[0], made[-1]
     elif target is None:
         result, lse = torch.ops.cutekernels.decode_attention(*operands, left, factor, cap, return_lse, text)
     else:
@@ -169,21 +169,7 @@ def _check_index(name: str, t: Tensor, rank: int, q: Tensor) -> None:
         )
 
 
-def _check_out(out: Tensor, q: Tensor, *inputs: Tensor | None) -> None:
-    if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device:
-        raise UnsupportedProblem(
-            f"out must be {tuple(q.shape)}, {q.dtype}, on {q.device}; it is {tuple(out.shape)}, {out.dtype}, "
-            f"on {out.device}"
-        )
-    if overlaps_itself(out):
-        raise UnsupportedProblem(f"out must not overlap itself; its strides are {out.stride()}: give it dense memory")
-    if any(t is not None and relation(out, t) != "apart" for t in (q, *inputs)):
-        raise UnsupportedProblem("out overlaps an input: give it memory of its own")
-
-
-def pose(
-    q: Tensor, k: Tensor, table: Tensor | None, left: int, softcap: float, lse: bool
-) -> DecodeProblem:  # fmt: skip
+def pose(q: Tensor, k: Tensor, table: Tensor | None, left: int, softcap: float, lse: bool) -> DecodeProblem:
     """The problem these checked arguments pose."""
     return DecodeProblem(
         batch=q.shape[0],
@@ -222,31 +208,24 @@ def _fitted(t: Tensor) -> Tensor:
     return t.as_strided(t.shape, (*[0 if n == 1 else s for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)], 1))
 
 
-def _run(
-    into: Tensor | None, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None,
-    left: int, scale: float, softcap: float, return_lse: bool, config: str | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Poses, plans and launches for checked GPU tensors: ``(into or a new tensor, lse)``, lse empty if not asked."""
+def _launched(
+    into: Tensor | None, operands: tuple[Any, ...], left: int, scale: float, softcap: float, return_lse: bool,
+    config: str | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Poses, plans and launches for checked GPU tensors: ``(into or a new tensor[, lse])``."""
+    q, k, v, lengths, table = operands
     out = q.new_empty(q.shape) if into is None else into
-    lse = fresh_lse(q, return_lse)
+    more = (fresh_lse(q, True),) if return_lse else ()
     if out.numel() == 0:
-        return out, lse
-    operands = (q, k, v, lengths, table)
+        return out, *more
     with torch.cuda.device(q.device):
         problem = pose(q, k, table, left, softcap, return_lse)
-        plan = dispatch.plan(DECODE_ATTENTION, problem, q.get_device(), config)
-        target = out if readable(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
-        fitted = _fitted(target)
+        launch = dispatch.plan(DECODE_ATTENTION, problem, q.get_device(), config).launch
+        target = _fitted(out if readable(out) else empty_copy(out))
         caches = _cache("k_cache", k), _cache("v_cache", v)
-        pages = None if table is None else table.contiguous()
-        posed = (canonical(q), *caches, lengths.contiguous(), pages)
-        more = (lse,) if return_lse else ()
-        plan.launch(fitted, *more, *posed, scale, softcap)
-        if target is not out:
-            out.copy_(target)
-    known = (left, softcap > 0.0, return_lse, config)
-    attend_calls.remember(DECODE_ATTENTION, into, operands, known, plan.launch, (out, *more), (fitted, *posed))
-    return out, lse
+        posed = (canonical(q), *caches, lengths.contiguous(), None if table is None else table.contiguous())
+    options = (left, softcap > 0.0, return_lse)
+    return add(_CALLS, launch, into, operands, options, (scale, softcap), config, (out, *more), (target, *more, *posed))
 
 
 def fresh_lse(q: Tensor, wanted: bool) -> Tensor:
@@ -256,66 +235,49 @@ def fresh_lse(q: Tensor, wanted: bool) -> Tensor:
 
 # ---- torch.library --------------------------------------------------------------------------------------
 
-_ARGS = "Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? page_table"
-_OPTIONS = "int window_left, float scale, float softcap, bool return_lse, str? config=None"
-
 
 def register(library: torch.library.Library) -> None:
-    """Defines the ops in ``library`` (namespace "cutekernels"): schemas, GPU and CPU, fakes, autograd."""
-    define(library, f"decode_attention({_ARGS}, {_OPTIONS}) -> (Tensor, Tensor)", _cuda, _cpu, _fake)
-    into = f"decode_attention_out({_ARGS}, Tensor(a!) out, {_OPTIONS}) -> Tensor"
-    define(library, into, _out_cuda, _out_cpu, _out_fake)
-    torch.library.register_autograd("cutekernels::decode_attention", no_gradient("decode_attention"), lib=library)
+    """Defines the ops in ``library`` (namespace "cutekernels"): schemas, GPU and CPU, fakes, no gradient."""
+    inputs = "Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? page_table"
+    options = "int window_left, float scale, float softcap, bool return_lse, str? config=None"
+    returns = ("(Tensor, Tensor)", "Tensor")
+    define_with_out(library, "decode_attention", inputs, options, (_cuda, _cpu, _fake), returns=returns)
 
 
-def _cuda(*args: Any) -> tuple[Tensor, Tensor]:
-    operands, options, config = args[:5], args[5:9], args[9] if len(args) > 9 else None
-    check(*(*operands, options[1]))
-    return _run(*(None, *operands, *options, config))
+def _cuda(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) -> Any:
+    left, scale, softcap, return_lse, *forced = options
+    check(*(*inputs, scale))
+    if results is not None:
+        check_out(results[0], *inputs)
+    config = forced[0] if forced else None
+    made = _CALLS.recall(results, inputs, (left, softcap > 0.0, return_lse), (scale, softcap), config)
+    if made is None:
+        made = _launched(*(results and results[0], inputs, *options[:4], config))
+    lse = made[1] if return_lse else fresh_lse(inputs[0], False)
+    return (made[0], lse) if results is None else lse
 
 
-def _cpu(*args: Any) -> tuple[Tensor, Tensor]:
-    operands, options = args[:5], args[5:9]
-    check(*(*operands, options[1]))
-    return _on_cpu(operands, options)
-
-
-def _fake(*args: Any) -> tuple[Tensor, Tensor]:
-    operands, options = args[:5], args[5:9]
-    check(*(*operands, options[1]))
-    q = operands[0]
-    return q.new_empty(q.shape), fresh_lse(q, options[3])
-
-
-def _out_cuda(*args: Any) -> Tensor:
-    operands, out, options, config = args[:5], args[5], args[6:10], args[10] if len(args) > 10 else None
-    check(*(*operands, options[1]))
-    _check_out(out, *operands)
-    torch.autograd.graph.increment_version(out)
-    return _run(*(out, *operands, *options, config))[1]
-
-
-def _out_cpu(*args: Any) -> Tensor:
-    operands, out, options = args[:5], args[5], args[6:10]
-    check(*(*operands, options[1]))
-    _check_out(out, *operands)
-    result, lse = _on_cpu(operands, options)
-    out.copy_(result)
-    return lse
-
-
-def _out_fake(*args: Any) -> Tensor:
-    operands, out, options = args[:5], args[5], args[6:10]
-    check(*(*operands, options[1]))
-    if out.shape != operands[0].shape or out.dtype != operands[0].dtype:
-        raise UnsupportedProblem(f"out must be {tuple(operands[0].shape)}, {operands[0].dtype}")
-    return fresh_lse(operands[0], options[3])
-
-
-def _on_cpu(operands: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    q, k, v, lengths, table = operands
-    left, scale, softcap, return_lse = options
+def _cpu(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) -> Any:
+    q, k, v, lengths, table = inputs
+    left, scale, softcap, return_lse = options[:4]
+    check(*(*inputs, scale))
+    if results is not None:
+        check_out(results[0], *inputs)
     room = k.shape[1] if table is None else table.shape[1] * k.shape[1]
     seen = lengths.clamp(0, room)  # as the kernel does, which cannot raise
     out, lse = reference(q, k, v, seen, table, scale, softcap, left=None if left < 0 else left)
-    return out, lse if return_lse else fresh_lse(q, False)
+    lse = lse if return_lse else fresh_lse(q, False)
+    if results is None:
+        return out, lse
+    results[0].copy_(out)
+    return lse
+
+
+def _fake(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) -> Any:
+    q = inputs[0]
+    check(*(*inputs, options[1]))
+    lse = fresh_lse(q, options[3])
+    if results is None:
+        return q.new_empty(q.shape), lse
+    check_out_shape(results[0], q)
+    return lse

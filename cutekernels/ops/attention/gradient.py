@@ -1,6 +1,6 @@
-"""Gradients of ``attention``, from tensors to launches, and their registration with torch; autograd comes from here.
+"""Gradients of ``attention``, from tensors to launches, and their registration with torch.
 
-Statistics of the rows first (``attention_delta``), then the passes of ``attention_backward``. Deterministic always.
+Statistics of the rows first (``attention_delta``), then the passes of ``attention_backward``. Always deterministic.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cutekernels.ops.attention.backward import ATTENTION_BACKWARD, AttentionBack
 from cutekernels.ops.attention.delta import ATTENTION_DELTA
 from cutekernels.ops.attention.op import AttentionProblem
 from cutekernels.ops.shared import tensor_op
-from cutekernels.ops.shared.tensor_op import define, no_gradient
+from cutekernels.ops.shared.registration import define, no_gradient
 
 
 def _check(
@@ -45,7 +45,7 @@ def _check(
 
 @cache
 def _problems(posed: AttentionProblem) -> tuple[AttentionBackwardProblem, ...]:
-    """Those of the passes that give the gradients of ``posed``."""
+    """The problems of the passes that give the gradients of ``posed``."""
     fields = {name: getattr(posed, name) for name in type(posed).__dataclass_fields__}
     return tuple([AttentionBackwardProblem(**fields, of=of) for of in passes(posed.head_dim)])
 
@@ -91,7 +91,7 @@ _SCHEMA = (
 def register(library: torch.library.Library) -> None:
     """Defines the op in ``library`` (namespace "cutekernels"): schema, GPU and CPU, fake. It has no gradient itself.
 
-    ``config`` is that of the kernel that gives dK; the others run what the dispatcher finds.
+    ``config`` is for the kernel that gives dK; the dispatcher chooses for the others.
     """
     define(library, _SCHEMA, _cuda, _cpu, _fake)
     name = "attention_backward"

@@ -1,7 +1,7 @@
 """``gemm`` and ``linear``: the public functions over the GEMM declaration, their gradients, their registration.
 
-The warm path is the first lines of :func:`gemm`: a guard, or a table lookup keyed by all that a plan and its launch
-depend on, then the launch. Whatever is unusual (a first sight, gradients, tracing, subclasses, CPU tensors) leaves it.
+A repeated call goes from :func:`gemm` to its launch through a cache of calls. Whatever is unusual (a first sight,
+gradients, tracing, subclasses, CPU tensors) goes through torch's op.
 """
 
 from __future__ import annotations
@@ -11,24 +11,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.gemm.launch import AddressedLaunch, current_stream
+from cutekernels.ops.gemm.launch import AddressedLaunch
 from cutekernels.ops.gemm.op import ACTIVATIONS, DTYPES, GEMM, WIDEST, GemmConfig, GemmProblem, reference
 from cutekernels.ops.shared import call_cache
-from cutekernels.ops.shared.strides import overlaps_itself, relation, span_bytes
+from cutekernels.ops.shared.call_cache import Call, CallCache
+from cutekernels.ops.shared.checks import refuse_gradient
+from cutekernels.ops.shared.registration import define_with_out, direct
+from cutekernels.ops.shared.strides import overlaps_itself, pairs, relation, span_bytes
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_one_gpu = False  # known after the first launch; then keys need not name devices
-
-_is_compiling = torch.compiler.is_compiling
-_traced_by_dynamo = torch.compiler.is_dynamo_compiling  # 0.1 us less; other tracers make tensors that guards refuse
-_recent = call_cache.recent.get
-_grad_enabled = torch.is_grad_enabled
-_dispatch_modes = torch._C._len_torch_dispatch_stack
+_CALLS = CallCache()  # a and b alone: a guard takes one number of tensors
+_FUSED_CALLS = CallCache()  # with C or a bias
+_recent = _CALLS.recent.get
+_current_device = call_cache._current_device
 _increment_version = torch._C._increment_version
+_is_grad_enabled = torch.is_grad_enabled
+_traced_by_dynamo = torch.compiler.is_dynamo_compiling
 
 
 def gemm(
@@ -69,89 +70,52 @@ def gemm(
             ``beta`` is not 0, an ``out`` that overlaps an operand or itself, ``out`` together with gradients.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
+    name = activation or "none"
     if beta == 0.0:
         c = None
-    elif c is None:  # refused there; keys and guards know nothing of beta
-        return _general(a, b, c, alpha, beta, bias, activation, accumulate, out, config)
-    key: Any = None
+    elif c is None:  # refused there; keys and guards do not hold beta
+        return _through_torch(a, b, c, alpha, beta, bias, name, accumulate, out, config)
     try:
-        if type(b) is Tensor and c is None and bias is None and config is None and not _traced_by_dynamo():
+        plain = c is None and bias is None
+        if plain and type(b) is Tensor and not _traced_by_dynamo():
+            # CallCache.replay, written out for a and b alone: 0.4 us less (docs/notes/host.md#gemm).
             at_b = b.data_ptr()
-            found = _recent(at_b if out is not None else ~at_b)
+            found = _recent(at_b if out is None else ~at_b)
             if found is not None:
-                guard, launch, numbers, device, its_activation, its_accumulate, places, call = found
-                if its_activation is not activation or its_accumulate is not accumulate:
+                guard, (its_name, its_accumulate), its_config, _, terms, known, call = found
+                if (
+                    its_name is not name
+                    or its_accumulate is not accumulate
+                    or its_config is not config
+                    or (terms is not None and ((terms[0] and _is_grad_enabled()) or terms[1] != _current_device()))
+                ):
                     pass
                 elif out is None:
-                    if guard(a, b) and ((at_a := a.data_ptr()) | at_b) & 15 == call.bits:
-                        fresh = a.new_empty(call.shape)
-                        if numbers is None:
-                            launch(fresh, a, b, c, bias, alpha, beta)
+                    if guard(a, b):
+                        addresses = [a.data_ptr(), at_b]
+                        if addresses == known or call.fits((a, b), addresses, known):
+                            return call.run(None, (a, b), addresses, (alpha, beta))[0]
+                elif guard(*(operands := (out, a, b))):
+                    addresses = [out.data_ptr(), a.data_ptr(), at_b]
+                    if addresses == known or call.fits(operands, addresses, known):
+                        if (fire := call.fire) is not None:
+                            fire(addresses, (alpha, beta))
                         else:
-                            launch(fresh.data_ptr(), at_a, at_b, *numbers, alpha, beta, current_stream(device))
-                        return fresh
-                elif guard(a, b, out):
-                    at_a = a.data_ptr()
-                    at = out.data_ptr()
-                    there = places[0] == at_a and places[1] == at
-                    if not there and call.fits(at_a, at_b, at):
-                        places[:] = at_a, at
-                        there = True
-                    if there:
-                        if numbers is None:
-                            launch(out, a, b, c, bias, alpha, beta)
-                        else:
-                            launch(at, at_a, at_b, *numbers, alpha, beta, current_stream(device))
+                            call.launch(*operands, alpha, beta)  # type: ignore[misc]
                         _increment_version((out,))
                         return out
-        if (
-            type(a) is Tensor
-            and (type(b) is Tensor or type(b) is Parameter)
-            and not _is_compiling()
-            and not (_grad_enabled() and _wants_gradient(a, b, c, bias, out))
-            and not _dispatch_modes()
-        ):
-            at_a = a.data_ptr()
-            at_b = b.data_ptr()
-            rare = None
-            if c is not None or bias is not None or config is not None or not _one_gpu:
-                rare = _rare(a, b, c, bias, out, config)
-            if out is None:
-                bits = (at_a | at_b) & 15
-                key = (
-                    a.shape, a.stride(), b.shape, b.stride(), a.dtype, b.dtype, a.get_device(), b.get_device(),
-                    bits, activation, accumulate, rare,
-                )  # fmt: skip
-                call = call_cache.calls[key]
-                fresh = a.new_empty(call.shape)
-                call.launch(fresh, a, b, c, bias, alpha, beta)
-                if rare is None:
-                    call_cache.expect(~at_b, call, a, b)
-                return fresh
-            if type(out) is Tensor:
-                at = out.data_ptr()
-                bits = (at_a | at_b | at) & 15
-                key = (
-                    a.shape, a.stride(), b.shape, b.stride(), out.shape, out.stride(), a.dtype, b.dtype, out.dtype,
-                    a.get_device(), b.get_device(), out.get_device(), bits, activation, accumulate, rare,
-                )  # fmt: skip
-                call = call_cache.calls[key]
-                if (
-                    call.fits(at_a, at_b, at)
-                    and (bias is None or relation(out, bias) == "apart")
-                    and (c is None or c is out or relation(out, c) != "overlap")
-                ):
-                    call.launch(out, a, b, c, bias, alpha, beta)
-                    _increment_version((out,))
-                    if rare is None:
-                        call_cache.expect(at_b, call, a, b, out)
-                    return out
-    except KeyError:
-        return _first(key, a, b, c, alpha, beta, bias, activation, accumulate, out, config)
+        calls, inputs = (_CALLS, (a, b)) if plain else (_FUSED_CALLS, (a, b, c, bias))
+        text = None if config is None else str(config)
+        call_of = (None if out is None else (out,)), inputs, (name, accumulate), (alpha, beta), text
+        made = None if plain else calls.replay(*call_of)
+        if made is None and direct(a, b, c, bias, out):
+            made = calls.recall(*call_of)
+        if made is not None:
+            return made[0]
     except (ValueError, TypeError, RuntimeError, BufferError):
-        # What a launch refuses, and tensors without an address: the general path takes them or says what is wrong.
+        # Launches refuse arguments and some tensors have no address: torch's op takes them or says what is wrong.
         pass
-    return _general(a, b, c, alpha, beta, bias, activation, accumulate, out, config)
+    return _through_torch(a, b, c, alpha, beta, bias, name, accumulate, out, config)
 
 
 def linear(
@@ -188,7 +152,7 @@ def linear(
     try:
         flat_out = out.view(rows, shape[-1])
     except RuntimeError:  # no single stride walks out's rows
-        _refuse_gradient(x, weight, bias, out)
+        refuse_gradient(x, weight, bias, out)
         _check_apart(out, x=x, weight=weight, bias=bias)
         out.copy_(gemm(flat, weight.t(), bias=bias, activation=activation).view(shape))
     else:
@@ -196,69 +160,18 @@ def linear(
     return out
 
 
-# ---- the slow path --------------------------------------------------------------------------------------
+# ---- from operands to a launch --------------------------------------------------------------------------
 
 
-def _rare(
-    a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, out: Tensor | None, config: GemmConfig | str | None
-) -> tuple[Any, ...]:
-    """The key's part for what most calls do without: C, a bias, a forced config, a second GPU."""
-    facts: list[Any] = [config, torch.cuda.current_device() if a.is_cuda else -1]
-    for t in (c, bias):
-        facts += [None] if t is None else [type(t), t.shape, t.stride(), t.dtype, t.data_ptr() & 15]
-    return (*facts, *(None if t is None else t.get_device() for t in (a, b, c, bias, out)))
-
-
-def _first(
-    key: Any, a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, bias: Tensor | None,
-    activation: str | None, accumulate: str, out: Tensor | None, config: GemmConfig | str | None,
-) -> Tensor:  # fmt: skip
-    """The first sight of a problem: through the general path, then into the warm table if a launch is all it takes."""
-    global _one_gpu
-    result = _general(a, b, c, alpha, beta, bias, activation, accumulate, out, config)
-    operands = [t for t in (a, b, c, result) if t is not None]
-    as_they_are = all(canonical(t) is t and t.dim() == result.dim() for t in operands) and (
-        bias is None or bias.is_contiguous()
-    )
-    copies = any(worth_copying(a, b))  # made each time
-    if (
-        result.is_cuda
-        and result.get_device() == torch.cuda.current_device()
-        and result.numel()
-        and as_they_are
-        and not copies
-    ):
-        _one_gpu = torch.cuda.device_count() == 1
-        problem = pose(a, b, c, bias, activation, accumulate, result)
-        launch = dispatch.plan(GEMM, problem, a.get_device(), config).launch
-        bits = (a.data_ptr() | b.data_ptr() | (0 if out is None else out.data_ptr())) & 15
-        spans = span_bytes(a), span_bytes(b), span_bytes(result)
-        numbers = launch.numbers(result, a, b) if isinstance(launch, AddressedLaunch) else None
-        call_cache.remember(
-            key, call_cache.Call(launch, *spans, tuple(result.shape), bits, activation, accumulate, numbers)
-        )
-    return result
-
-
-def _wants_gradient(*tensors: Tensor | None) -> bool:
-    return any(t is not None and t.requires_grad for t in tensors)
-
-
-def _refuse_gradient(*tensors: Tensor | None) -> None:
-    if _grad_enabled() and _wants_gradient(*tensors):
-        raise UnsupportedProblem("out= is not differentiable: leave it out, or call under torch.no_grad()")
-
-
-def _general(
+def _through_torch(
     a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, bias: Tensor | None,
-    activation: str | None, accumulate: str, out: Tensor | None, config: GemmConfig | str | None,
+    activation: str, accumulate: str, out: Tensor | None, config: GemmConfig | str | None,
 ) -> Tensor:  # fmt: skip
     text = None if config is None else str(config)
-    name = activation or "none"
     if out is None:
-        return torch.ops.cutekernels.gemm(a, b, c, bias, alpha, beta, name, accumulate, text)  # type: ignore[no-any-return]
-    _refuse_gradient(a, b, c, bias, out)
-    torch.ops.cutekernels.gemm_out(a, b, c, bias, out, alpha, beta, name, accumulate, text)
+        return torch.ops.cutekernels.gemm(a, b, c, bias, alpha, beta, activation, accumulate, text)  # type: ignore[no-any-return]
+    refuse_gradient(a, b, c, bias, out)
+    torch.ops.cutekernels.gemm_out(a, b, c, bias, out, alpha, beta, activation, accumulate, text)
     return out
 
 
@@ -300,14 +213,13 @@ def alignment(t: Tensor) -> int:
     return bits & -bits
 
 
-# Copying an operand moves a few bytes per element; loading it element by element costs the whole product a multiple.
-# 4095^3 bf16 on an H200: 2395 -> 467 us, where cuBLAS takes 907; at alignment 4, 399 -> 469 (2026-11-21).
+# Copies make large products of unaligned operands up to 5 times faster: docs/notes/host.md#copies (H200, 2026-11).
 _COPY_FROM = 2**28  # products M*N*K from which copies pay
 _COPY_EXTENT = 128  # and the least M and N: below, the operands are most of the traffic
 
 
 def worth_copying(a: Tensor, b: Tensor) -> tuple[bool, bool]:
-    """Which canonical operands to copy into aligned rows first, because their own would slow a large product."""
+    """Whether to copy canonical a, and b, into aligned rows first, because their own rows slow a large product."""
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
     narrow = alignment(a) <= 2, alignment(b) <= 2
     if not any(narrow) or m * n * k < _COPY_FROM or min(m, n) < _COPY_EXTENT:
@@ -397,93 +309,95 @@ def _check_apart(out: Tensor, **operands: Tensor | None) -> None:
             raise UnsupportedProblem(f"out overlaps {name}: give it memory of its own")
 
 
-def _run(
-    a: Tensor,
-    b: Tensor,
-    c: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
-    alpha: float,
-    beta: float,
-    activation: str,
-    accumulate: str,
-    config: str | None,
-) -> None:
-    """Poses, plans and launches for checked GPU tensors."""
-    if out.dim() == 3:
-        a = a if a.dim() == 3 else a.expand(out.shape[0], *a.shape)
-        b = b if b.dim() == 3 else b.expand(out.shape[0], *b.shape)
-    if out.numel() == 0:
-        return
+def _launched(
+    out: Tensor | None, shape: tuple[int, ...], inputs: tuple[Any, ...], options: tuple[str, str],
+    scalars: tuple[float, float], config: str | None,
+) -> Tensor:  # fmt: skip
+    """Poses, plans and launches for checked GPU tensors. Calls that need no copies are cached."""
+    plain = inputs[2] is None and inputs[3] is None
+    given, calls = (inputs[:2], _CALLS) if plain else (inputs, _FUSED_CALLS)
+    results = None if out is None else (out,)
+    made = calls.recall(results, given, options, scalars, config)
+    if made is not None:
+        return made[0]
+    a, b, c, bias = inputs
+    result = a.new_empty(shape) if out is None else out
+    if result.numel() == 0:
+        return result
+    if result.dim() == 3:
+        a = a if a.dim() == 3 else a.expand(shape[0], *a.shape)
+        b = b if b.dim() == 3 else b.expand(shape[0], *b.shape)
     a, b, c = canonical(a), canonical(b), None if c is None else canonical(c)
     copied = worth_copying(a, b)
     a, b = (k_contiguous(a) if copied[0] else a), (k_contiguous(b.mT).mT if copied[1] else b)
-    target = (
-        out
-        if out.stride(-1) == 1 or out.stride(-2) == 1
-        else torch.empty_like(out, memory_format=torch.contiguous_format)
-    )
     bias = None if bias is None else bias.contiguous()
+    in_place = result.stride(-1) == 1 or result.stride(-2) == 1
+    target = result if in_place else torch.empty_like(result, memory_format=torch.contiguous_format)
     with torch.cuda.device(a.device):
-        problem = pose(a, b, c, bias, activation, accumulate, target)
-        plan = dispatch.plan(GEMM, problem, a.get_device(), config)
-        plan.launch(target, a, b, c, bias, alpha, beta)
-        if target is not out:
-            out.copy_(target)
+        problem = pose(a, b, c, bias, *options, target)
+        launch = dispatch.plan(GEMM, problem, a.get_device(), config).launch
+        if all(t is u for t, u in zip((target, a, b, c, bias), (result, *inputs), strict=True)):
+            fire = launch.settled(target, a, b) if isinstance(launch, AddressedLaunch) else None
+            by_tensors = (lambda out, a, b, *scalars: launch(out, a, b, None, None, *scalars)) if plain else launch
+            apart = () if out is None else pairs(1, (out, *given), in_place=(3,))
+            call = Call.of(by_tensors, given, (result,) if out is None else (), apart, fire)
+            return calls.add(call, results, given, options, scalars, config)[0]
+        launch(target, a, b, c, bias, *scalars)
+        if target is not result:
+            result.copy_(target)
+    return result
 
 
 # ---- torch.library --------------------------------------------------------------------------------------
 
-_ARGS = "Tensor a, Tensor b, Tensor? c, Tensor? bias"
-_OPTIONS = "float alpha=1.0, float beta=0.0, str activation='none', str accumulate='fp32', str? config=None"
-
 
 def register(library: torch.library.Library) -> None:
     """Defines the ops in ``library`` (namespace "cutekernels"): schemas, GPU and CPU, fakes, autograd."""
-    library.define(f"gemm({_ARGS}, {_OPTIONS}) -> Tensor")
-    library.define(f"gemm_out({_ARGS}, Tensor(a!) out, {_OPTIONS}) -> ()")
-    library.impl("gemm", _gemm_cuda, "CUDA")
-    library.impl("gemm", _gemm_cpu, "CPU")
-    library.impl("gemm_out", _gemm_out_cuda, "CUDA")
-    library.impl("gemm_out", _gemm_out_cpu, "CPU")
-    torch.library.register_fake("cutekernels::gemm", _gemm_fake, lib=library)
-    torch.library.register_fake("cutekernels::gemm_out", _gemm_out_fake, lib=library)
-    torch.library.register_autograd("cutekernels::gemm", _gemm_backward, setup_context=_remember, lib=library)
+    inputs = "Tensor a, Tensor b, Tensor? c, Tensor? bias"
+    options = "float alpha=1.0, float beta=0.0, str activation='none', str accumulate='fp32', str? config=None"
+    define_with_out(
+        library, "gemm", inputs, options, (_cuda, _cpu, _fake), backward=_gemm_backward, setup_context=_remember
+    )
 
 
-def _gemm_cuda(a, b, c, bias, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
+def _cuda(results, inputs, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
+    inputs, shape = _checked(results, inputs, beta, activation, accumulate)
+    out = None if results is None else results[0]
+    made = _launched(out, shape, inputs, (activation, accumulate), (alpha, beta), config)
+    return made if results is None else None
+
+
+def _cpu(results, inputs, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
+    inputs, _ = _checked(results, inputs, beta, activation, accumulate)
+    made = reference(*(*inputs, alpha, beta), activation=activation)
+    if results is None:
+        return made
+    results[0].copy_(made)
+    return None
+
+
+def _fake(results, inputs, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
+    inputs, shape = _checked(results, inputs, beta, activation, accumulate, apart=False)
+    return inputs[0].new_empty(shape) if results is None else None
+
+
+def _checked(
+    results: tuple[Tensor] | None,
+    inputs: tuple[Any, ...],
+    beta: float,
+    activation: str,
+    accumulate: str,
+    apart: bool = True,
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """The inputs that are read, and the result's shape."""
+    a, b, c, bias = inputs
     c = c if beta != 0.0 else None
-    out = a.new_empty(_check(a, b, c, bias, beta, activation, accumulate))
-    _run(a, b, c, bias, out, alpha, beta, activation, accumulate, config)
-    return out
-
-
-def _gemm_cpu(a, b, c, bias, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
-    c = c if beta != 0.0 else None
-    _check(a, b, c, bias, beta, activation, accumulate)
-    return reference(a, b, c, bias, alpha, beta, activation=activation)
-
-
-def _gemm_fake(a, b, c, bias, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
-    return a.new_empty(_check(a, b, c if beta != 0.0 else None, bias, beta, activation, accumulate))
-
-
-def _gemm_out_cuda(a, b, c, bias, out, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
-    c = c if beta != 0.0 else None
-    _check_fits(out, _check(a, b, c, bias, beta, activation, accumulate), a)
-    _check_apart(out, a=a, b=b, c=c, bias=bias)
-    _run(a, b, c, bias, out, alpha, beta, activation, accumulate, config)
-
-
-def _gemm_out_cpu(a, b, c, bias, out, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
-    c = c if beta != 0.0 else None
-    _check_fits(out, _check(a, b, c, bias, beta, activation, accumulate), a)
-    _check_apart(out, a=a, b=b, c=c, bias=bias)
-    out.copy_(reference(a, b, c, bias, alpha, beta, activation=activation))
-
-
-def _gemm_out_fake(a, b, c, bias, out, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
-    _check_fits(out, _check(a, b, c if beta != 0.0 else None, bias, beta, activation, accumulate), a)
+    shape = _check(a, b, c, bias, beta, activation, accumulate)
+    if results is not None:
+        _check_fits(results[0], shape, a)
+        if apart:  # fakes have no memory
+            _check_apart(results[0], a=a, b=b, c=c, bias=bias)
+    return (a, b, c, bias), shape
 
 
 # ---- gradients ------------------------------------------------------------------------------------------

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cutekernels.ops.gemm.problem import GemmProblem
+
+if TYPE_CHECKING:
+    from cutekernels.ops.shared.call_cache import Fire
 
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 
@@ -24,10 +27,9 @@ def contiguous(p: GemmProblem) -> tuple[int, int, int]:
 
 
 class AddressedLaunch:
-    """``launch(out, a, b, c, bias, alpha, beta)`` over a kernel that takes addresses.
+    """``launch(out, a, b, c, bias, alpha, beta)`` over ``kernel(out, a, b, *numbers, alpha, beta, stream)``.
 
-    A caller that has kept :meth:`numbers` calls ``kernel(out, a, b, *numbers, alpha, beta, stream)`` itself, with
-    addresses and the current stream's handle.
+    The kernel takes addresses, and the current stream's handle.
     """
 
     __slots__ = ("_along", "kernel")
@@ -43,6 +45,18 @@ class AddressedLaunch:
             for t, along in zip((out, a, b), self._along, strict=True)
         ]
         return (*out.shape, a.shape[1], *pitches)
+
+    def settled(self, out: Tensor, a: Tensor, b: Tensor) -> Fire:
+        """The launch by addresses, for operands that lie as these do."""
+        kernel, device = self.kernel, out.get_device()
+        m, n, k, pitch_out, pitch_a, pitch_b = self.numbers(out, a, b)
+
+        def fire(addresses: list[int], scalars: tuple[Any, ...]) -> None:
+            at, at_a, at_b = addresses
+            alpha, beta = scalars
+            kernel(at, at_a, at_b, m, n, k, pitch_out, pitch_a, pitch_b, alpha, beta, current_stream(device))
+
+        return fire
 
     def __call__(self, out: Tensor, a: Tensor, b: Tensor, c: None, bias: None, alpha: float, beta: float) -> None:
         stream = current_stream(out.get_device())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cutekernels.ops.gemm.skinny import MOST_TOKENS
+from cutekernels.ops.gemm.problem import MOST_TOKENS
 from cutekernels.ops.shared.per_stream import PerStream, Reserve
 
 _COUNT = 1 + MOST_TOKENS

@@ -22,6 +22,7 @@ from cutekernels.op import Config, Problem, extent, knob, ladder, plain
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ELEMENT_BYTES = 2
 WIDEST = 8  # elements in 16 bytes
+MOST_TOKENS = 128  # of the skinny schedule, and of a product with a norm in its kernel
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "relu": torch.relu,

@@ -14,14 +14,13 @@ from cutekernels import rates
 from cutekernels.kernels.cute.parts.smem import SkinnySmem
 from cutekernels.op import ladder, power_of_two
 from cutekernels.ops.gemm import prefetch
-from cutekernels.ops.gemm.problem import ELEMENT_BYTES, WIDEST, GemmConfig, GemmProblem, spanned
+from cutekernels.ops.gemm.problem import ELEMENT_BYTES, MOST_TOKENS, WIDEST, GemmConfig, GemmProblem, spanned
 from cutekernels.ops.gemm.schedule import GRID_AXIS, PLAIN, Extras, Schedule, refused_layout, vector_type
 from cutekernels.ops.shared.per_stream import Workspace
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
-MOST_TOKENS = 128
 USUAL_TILES = (8, 16, 32, 64)  # tokens of a tile that the default chooses among
 WIDE_WARPS = 8  # of tiles of more tokens than those
 # The default up to here on GPUs without warpgroup MMA: docs/notes/gemm.md#skinny-or-multistage (H200, 2026-11-21).

@@ -19,29 +19,25 @@ a token's slots in their order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.shared import tensor_op
-from cutekernels.ops.shared.layout import check_contiguous
-from cutekernels.ops.shared.tensor_op import TensorOp, check_alike, present
+from cutekernels.ops.shared.operands import TYPES, Array, Sizes
+from cutekernels.ops.shared.triton_op import TritonOp, call
 
 if TYPE_CHECKING:
-    from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
 MAX_GROUPS = 1023
 MAX_PAIRS = (1 << 31) - (1 << 20)  # what int32 numbers, with room for the last block
-_INDEX_NAMES = {torch.int32: "i32", torch.int64: "i64"}
-
-
-# ---- the order ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -80,10 +76,11 @@ class MoePermuteConfig(Config):
 
 _SORTED = 8  # more spill on Ampere, and take half a minute to compile
 _RECOUNTED = 16  # blocks that every program may count for itself
+_SCATTERED = 0.7  # share of DRAM's rate that scattered stores reach
 
 
-class MoePermute(TensorOp[MoePermuteProblem, MoePermuteConfig]):
-    """``(order, offsets, inverse)`` of a stable sort by expert. Arguments: ids."""
+class MoePermute(TritonOp[MoePermuteProblem, MoePermuteConfig]):
+    """``(order, offsets, inverse)`` of a stable sort by expert."""
 
     name = "moe_permute"
     revision = 1
@@ -99,36 +96,31 @@ class MoePermute(TensorOp[MoePermuteProblem, MoePermuteConfig]):
         "pairs=262144 experts=256",
         "pairs=16777216 experts=128",
     )
-    results = ("order", "offsets", "inverse")
-    inputs = ("ids",)
+    kernel = "moe.permute:moe_permute"
     options = ("experts",)
-    schema = "Tensor ids, int experts"
     in_place = False
-    flattens = False
+    order = Array("pairs", dtype="i32", strides=(), result=True)
+    offsets = Array("experts+1", dtype="i32", strides=(), result=True)
+    inverse = Array("*pairs", dtype="i32", strides=(), result=True)
+    ids = Array("*pairs", dtype="index", strides=())
+    sizes = {"pairs": "i32", "experts": "i32", "run": "i32"}
+    extras = {"counts_ptr": "*i32", "phase": "i32"}
 
-    def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
-        (ids,) = present(inputs)
-        if ids.dtype not in _INDEX_NAMES:
-            raise UnsupportedProblem(f"moe_permute takes ids in int32 or int64; got {ids.dtype}")
+    def refuse(self, named: Mapping[str, Tensor | None], sizes: Sizes, **options: Any) -> None:
         _check_groups(options["experts"])
-        if ids.numel() > MAX_PAIRS:
-            raise UnsupportedProblem(f"moe_permute takes up to {MAX_PAIRS} ids, numbered in int32; got {ids.numel()}")
-        for t, like in zip(results, self.fresh(*inputs, **options), strict=bool(results)):
-            check_alike(self, like, [t])
-        check_contiguous(self, results)
+        if sizes["pairs"] > MAX_PAIRS:
+            raise UnsupportedProblem(
+                f"moe_permute takes up to {MAX_PAIRS} ids, numbered in int32; got {sizes['pairs']}"
+            )
 
-    def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
-        (ids,) = present(inputs)
-        kind: Any = {"dtype": torch.int32}
-        return (
-            ids.new_empty(ids.numel(), **kind),
-            ids.new_empty(options["experts"] + 1, **kind),
-            ids.new_empty(ids.shape, **kind),
-        )
+    def numbers(self, p: MoePermuteProblem, c: MoePermuteConfig) -> tuple[int, ...]:
+        return p.pairs, p.experts, self.run(p, c)
 
-    def problem(self, *operands: Tensor | None, **options: Any) -> MoePermuteProblem:
-        ids = present(operands)[3]
-        return MoePermuteProblem(ids.numel(), options["experts"], _INDEX_NAMES[ids.dtype])
+    def divisible(self, p: MoePermuteProblem, c: MoePermuteConfig) -> dict[str, int]:
+        return {"run": c.block, "counts_ptr": 16}
+
+    def constants(self, p: MoePermuteProblem, c: MoePermuteConfig) -> dict[str, int | bool | str]:
+        return {"BINS": p.bins, "BLOCK": c.block, "PASSES": c.passes}
 
     def why_not(self, p: MoePermuteProblem, c: MoePermuteConfig, gpu: GpuSpec) -> str | None:
         blocks = -(-p.pairs // c.block)
@@ -164,56 +156,37 @@ class MoePermute(TensorOp[MoePermuteProblem, MoePermuteConfig]):
         return -(-blocks // min(c.programs, blocks)) * c.block
 
     def estimate_us(self, p: MoePermuteProblem, c: MoePermuteConfig, gpu: GpuSpec) -> float:
+        """Counting, reading everyone's counts, and placing; or bytes, if those take longer."""
+        rate = rates.of(gpu)
         programs, blocks = self.grid(p, c)[0], max(1, -(-p.pairs // c.block))
         waves = -(-programs // (gpu.sm_count * 4))
-        count = 0.6 + 0.3 * c.block / (32 * c.warps * 4)
-        place = 1.0 + 1.2 * c.block / (32 * c.warps * 4)
+        each = c.block / (32 * c.warps * 4)
+        count, place = (clocks / rate.clock_mhz for clocks in (1000 + 500 * each, 1700 + 2000 * each))
         own = self.run(p, c) // c.block
         counting = count * (blocks if c.passes == 1 else own) * waves
-        reading = 0.0 if c.passes == 1 else 1.0 + programs * p.bins / 8192 * 0.6
-        memory = self.work(p).bytes / (gpu.dram_gbps * 1e3 * 0.7)
-        return 1.5 * c.passes + max(memory, counting + reading + place * own * waves)
-
-    def build(self, p: MoePermuteProblem, c: MoePermuteConfig, gpu: GpuSpec) -> Artifact:
-        from cutekernels.backends.triton import compile_kernel
-        from cutekernels.kernels.triton.moe import permute as permutation
-
-        signature = dict.fromkeys(["order_ptr", "offsets_ptr", "inverse_ptr"], "*i32") | {"ids_ptr": f"*{p.index}"}
-        signature |= {"counts_ptr": "*i32", "pairs": "i32", "experts": "i32", "run": "i32", "phase": "i32"}
-        constants: dict[str, int | bool | str] = {"BINS": p.bins, "BLOCK": c.block, "PASSES": c.passes}
-        return compile_kernel(
-            permutation.moe_permute,
-            signature=signature | dict.fromkeys(constants, "constexpr"),
-            constexprs=constants,
-            divisible={"counts_ptr": 16, "run": c.block},
-            options={"num_warps": c.warps},
-            gpu=gpu,
-        )
+        reading = 0.0 if c.passes == 1 else (1700 + programs * p.bins / 8) / rate.clock_mhz
+        memory = self.work(p).bytes / (gpu.dram_gbps * 1e3 * _SCATTERED)
+        return rate.launch_us * c.passes + max(memory, counting + reading + place * own * waves)
 
     def bind(self, p: MoePermuteProblem, c: MoePermuteConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
-        grid, run, pairs, experts, bins = self.grid(p, c), self.run(p, c), p.pairs, p.experts, p.bins
+        launch = super().bind(p, c, kernel)
+        if c.passes == 1:
+            return lambda *operands: launch(*operands, 0, 1)
+        size = self.grid(p, c)[0] * p.bins
 
-        def launch(order: Tensor, offsets: Tensor, inverse: Tensor, ids: Tensor) -> None:
-            dense = ids.contiguous()
-            to = (order.data_ptr(), offsets.data_ptr(), inverse.data_ptr(), dense.data_ptr())
-            if c.passes == 1:
-                kernel(grid, *to, 0, pairs, experts, run, 1)
-            else:
-                counts = order.new_empty(grid[0] * bins)
-                kernel(grid, *to, counts.data_ptr(), pairs, experts, run, 0)
-                kernel(grid, *to, counts.data_ptr(), pairs, experts, run, 1)
+        def counted(*operands: Any) -> None:
+            counts = operands[0].new_empty(size)
+            for phase in range(2):
+                launch(*operands, counts.data_ptr(), phase)
 
-        return launch
+        return counted
 
-    def outputs(self, p: MoePermuteProblem, *args: Tensor) -> tuple[Tensor, ...]:
-        return self.fresh(*args, experts=p.experts)
-
-    def sample(self, p: MoePermuteProblem, device: str, seed: int) -> tuple[Tensor, ...]:
-        draw = torch.Generator(device).manual_seed(seed)
-        kind = next(kind for kind, name in _INDEX_NAMES.items() if name == p.index)
+    def draw(
+        self, p: MoePermuteProblem, name: str, shape: tuple[int, ...], generator: torch.Generator
+    ) -> Tensor | None:
         # Some experts are more popular than others.
-        popularity = torch.randn(p.pairs, generator=draw, device=device).sigmoid()
-        return ((popularity * p.experts).to(kind).clamp_(0, p.experts - 1),)
+        popularity = torch.randn(shape, generator=generator, device=generator.device).sigmoid()
+        return (popularity * p.experts).to(TYPES[p.index]).clamp_(0, p.experts - 1)
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         (ids,) = args
@@ -227,7 +200,7 @@ class MoePermute(TensorOp[MoePermuteProblem, MoePermuteConfig]):
         return order.int(), offsets.int(), inverse.int().view(ids.shape)
 
     def work(self, p: MoePermuteProblem) -> Work:
-        return Work(0.0, float(p.pairs * (8 + (4 if p.index == "i32" else 8)) + 4 * (p.experts + 1)))
+        return Work(0.0, self.bytes(p))
 
 
 def _check_groups(experts: int) -> None:
@@ -236,9 +209,6 @@ def _check_groups(experts: int) -> None:
 
 
 MOE_PERMUTE = MoePermute()
-
-
-# ---- the function ---------------------------------------------------------------------------------------
 
 
 def moe_permute(
@@ -261,11 +231,8 @@ def moe_permute(
         UnsupportedProblem: another dtype, more than 1023 experts, more than 2^31 - 2^20 pairs.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    found = tensor_op.eager(MOE_PERMUTE, None, (ids,), (num_experts,), (), config)
-    if found is not None:
-        return found[0], found[1], found[2]
-    text = None if config is None else str(config)
-    return torch.ops.cutekernels.moe_permute(ids, num_experts, text)  # type: ignore[no-any-return]
+    order, offsets, inverse = call(MOE_PERMUTE, (ids,), (num_experts,), config=config)
+    return order, offsets, inverse
 
 
 def register(library: torch.library.Library) -> None:

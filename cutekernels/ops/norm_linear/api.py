@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.gemm.skinny import MOST_TOKENS
+from cutekernels.ops.gemm.problem import MOST_TOKENS
 from cutekernels.ops.norm_linear.chain import linear_then_gate, norm_then_linear
 from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from cutekernels.ops.norm_linear.problem import NormLinearConfig

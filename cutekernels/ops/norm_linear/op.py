@@ -24,9 +24,8 @@ from cutekernels.op import Op, Problem, Work
 from cutekernels.ops.activations.glu import SILU_MUL, GluProblem
 from cutekernels.ops.gemm.api import alignment
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES, takes
-from cutekernels.ops.gemm.problem import ACTIVATIONS, DTYPES, ELEMENT_BYTES, WIDEST, GemmProblem
+from cutekernels.ops.gemm.problem import ACTIVATIONS, DTYPES, ELEMENT_BYTES, MOST_TOKENS, WIDEST, GemmProblem
 from cutekernels.ops.gemm.schedule import Extras
-from cutekernels.ops.gemm.skinny import MOST_TOKENS
 from cutekernels.ops.gemm.specialized import SPECIALIZED, weighing_us
 from cutekernels.ops.norm_linear.chain import check_rstd, linear_then_gate, norm_then_linear
 from cutekernels.ops.norm_linear.problem import (

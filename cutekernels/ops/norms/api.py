@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from cutekernels.ops.norms.op import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
-from cutekernels.ops.norms.rows import NormConfig, affine_kind
+from cutekernels.ops.norms.rows import NormConfig
 from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared.triton_op import call
 
 
 def rms_norm(
@@ -54,20 +55,8 @@ def rms_norm(
 
     Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
     """
-    results = None if out is None else (out,)
-    found = tensor_op.eager(
-        RMS_NORM, results, (x, weight), (rounding, weight_offset != 0), (eps, weight_offset), config
-    )
-    if found is not None:
-        return found[0]
-    text = None if config is None else str(config)
-    if out is None:
-        return torch.ops.cutekernels.rms_norm(  # type: ignore[no-any-return]
-            x, weight, rounding, weight_offset != 0, eps, weight_offset, text
-        )
-    tensor_op.refuse_gradient(x, weight, out)
-    torch.ops.cutekernels.rms_norm_out(x, weight, out, rounding, weight_offset != 0, eps, weight_offset, text)
-    return out
+    options, scalars = (rounding, bool(weight_offset)), (eps, weight_offset)
+    return call(RMS_NORM, (x, weight), options, scalars, config=config, out=None if out is None else (out,))[0]
 
 
 def add_rms_norm(
@@ -101,14 +90,9 @@ def add_rms_norm(
         UnsupportedProblem: a dtype no kernel takes, mismatched shapes, dtypes or devices.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    options = (rounding, weight_offset != 0)
-    found = tensor_op.eager(ADD_RMS_NORM, None, (x, residual, weight), options, (eps, weight_offset), config)
-    if found is not None:
-        return found[0], found[1]
-    text = None if config is None else str(config)
-    return torch.ops.cutekernels.add_rms_norm(  # type: ignore[no-any-return]
-        x, residual, weight, rounding, weight_offset != 0, eps, weight_offset, text
-    )
+    options, scalars = (rounding, bool(weight_offset)), (eps, weight_offset)
+    y, u = call(ADD_RMS_NORM, (x, residual, weight), options, scalars, config=config)
+    return y, u
 
 
 def layer_norm(
@@ -140,11 +124,7 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton 2016, https://arxiv.org/abs/1607.06450.
     """
-    found = tensor_op.eager(LAYER_NORM, None, (x, weight, bias), (), (eps,), config)
-    if found is not None:
-        return found[0]
-    text = None if config is None else str(config)
-    return torch.ops.cutekernels.layer_norm(x, weight, bias, eps, text)  # type: ignore[no-any-return]
+    return call(LAYER_NORM, (x, weight, bias), scalars=(eps,), config=config)[0]
 
 
 # ---- torch.library --------------------------------------------------------------------------------------
@@ -153,43 +133,29 @@ def layer_norm(
 def register(library: torch.library.Library) -> None:
     """Defines the ops of this file in ``library``, with their gradients."""
     tensor_op.register(library, RMS_NORM, backward=_rms_norm_gradient, setup_context=_remember_rms_norm)
-    tensor_op.register(library, ADD_RMS_NORM, backward=_add_rms_norm_gradient, setup_context=_remember_add_rms_norm)
+    tensor_op.register(library, ADD_RMS_NORM, backward=_rms_norm_gradient, setup_context=_remember_rms_norm)
     tensor_op.register(library, LAYER_NORM, backward=_layer_norm_gradient, setup_context=_remember_layer_norm)
 
 
-def _remember_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, _, eps, offset, _ = inputs
-    ctx.save_for_backward(x, weight)
-    ctx.scalars = (eps, offset)
-
-
-def _rms_norm_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight = ctx.saved_tensors
-    wanted = weight is not None and ctx.needs_input_grad[1]
-    dx, dweight = torch.ops.cutekernels.rms_norm_backward(dy, x, weight, None, wanted, *ctx.scalars)
-    return dx, dweight if wanted else None, *[None] * 5
-
-
-def _remember_add_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, _, weight, _, _, eps, offset, _ = inputs
-    ctx.save_for_backward(output[1], weight)
-    ctx.scalars = (eps, offset)
+def _remember_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
+    *summed, weight, _, _, eps, offset, _ = inputs
+    ctx.save_for_backward(output[1] if len(summed) == 2 else summed[0], weight)
+    ctx.summands, ctx.scalars = len(summed), (eps, offset)
     ctx.set_materialize_grads(False)
 
 
-def _add_rms_norm_gradient(ctx: Any, dy: Tensor | None, du: Tensor | None) -> tuple[Tensor | None, ...]:
-    u, weight = ctx.saved_tensors
-    if dy is None:
-        return du, du, *[None] * 6
-    wanted = weight is not None and ctx.needs_input_grad[2]
-    dx, dweight = torch.ops.cutekernels.rms_norm_backward(dy, u, weight, du, wanted, *ctx.scalars)
-    return dx, dx, dweight if wanted else None, *[None] * 5
+def _rms_norm_gradient(ctx: Any, dy: Tensor | None, du: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    dx, dweight, wanted = du, None, weight is not None and ctx.needs_input_grad[ctx.summands]
+    if dy is not None:
+        dx, dweight = torch.ops.cutekernels.rms_norm_backward(dy, x, weight, du, wanted, *ctx.scalars)
+    return *[dx] * ctx.summands, dweight if wanted else None, *[None] * 5
 
 
 def _remember_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, eps, _ = inputs
     ctx.save_for_backward(x, weight)
-    ctx.bias = affine_kind(bias, x)
+    ctx.bias = "none" if bias is None else "same" if bias.dtype == x.dtype else "fp32"
     ctx.eps = eps
 
 

@@ -1,4 +1,4 @@
-"""The gradients of the norms, and the column sum that their weights need.
+"""The gradients of the norms, and the column sums that their weights need.
 
 A launch is two kernels: the first writes ``dx`` and, for weights and biases, one fp32 part per program; the second adds
 the parts up, in a fixed order.
@@ -6,22 +6,23 @@ the parts up, in a fixed order.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops.norms.rows import N, NormConfig, NormOp, NormProblem, sms_here, typed
+from cutekernels.op import Config, Problem, Scalar, Work, exact, extent, knob, ladder, plain, power_of_two
+from cutekernels.ops.norms.rows import SUITE, N, NormConfig, NormOp, NormProblem, columns, rows
 from cutekernels.ops.shared import tensor_op
-from cutekernels.ops.shared.tensor_op import DTYPE_NAMES, GPU_DTYPES, WIDEST_BYTES, Launch, TensorOp
+from cutekernels.ops.shared.operands import TYPES, Array, Leads, Looks, Named, Sizes
+from cutekernels.ops.shared.tensor_op import WIDEST_BYTES
+from cutekernels.ops.shared.triton_op import TritonOp
 
 if TYPE_CHECKING:
-    from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
 
@@ -55,8 +56,8 @@ class ColumnSumConfig(Config):
     warps: int = knob(2, 4, 8)
 
 
-class ColumnSum(TensorOp[ColumnSumProblem, ColumnSumConfig]):
-    """``out[c] = sum of parts[p, c] over p``, in an order that only the config decides. Argument: parts, contiguous."""
+class ColumnSum(TritonOp[ColumnSumProblem, ColumnSumConfig]):
+    """``out[c] = sum of parts[p, c] over p``, in an order that only the config decides."""
 
     name = "column_sum"
     revision = 1
@@ -68,47 +69,47 @@ class ColumnSum(TensorOp[ColumnSumProblem, ColumnSumConfig]):
     )
     Problem = ColumnSumProblem
     Config = ColumnSumConfig
-    results: ClassVar[tuple[str, ...]] = ("out",)
-    inputs = ("parts",)
-    schema = "Tensor parts"
+    kernel = "norms.gradients:column_sum"
+    out = Array("cols", strides=(), result=True, laid=False)
+    parts = Array("lines", "cols", dtype="fp32", strides=(), laid=True)
+    sizes = {"parts": "i32", "cols": "i64"}
     in_place = False
 
-    def takes(self, name: str, t: Tensor) -> bool:
-        return t.is_contiguous()
+    def derive(self, sizes: Sizes) -> None:
+        lines = sizes.setdefault("lines", len(self.results) * sizes.get("parts", 0))
+        sizes["parts"] = lines // len(self.results)
+        if lines % len(self.results):
+            raise ValueError("as many parts for each result")
 
-    def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
-        (parts,) = inputs
+    def layout(self, named: Named, sizes: Sizes, found: Mapping[str, Any]) -> dict[str, Scalar]:
+        parts = named["parts"]
         assert parts is not None
-        if parts.dim() != 2 or parts.dtype != torch.float32:
-            raise UnsupportedProblem(
-                f"{self.name} takes a matrix of torch.float32; got {tuple(parts.shape)} of {parts.dtype}"
-            )
-        if parts.shape[0] % len(self.results):
-            raise UnsupportedProblem(f"{self.name} sums as many rows into each result; got {parts.shape[0]}")
-        for out in results:
-            if out.shape != parts.shape[1:] or out.device != parts.device or out.dtype not in DTYPE_NAMES:
-                raise UnsupportedProblem(f"{self.name} writes {tuple(parts.shape[1:])}; got {tuple(out.shape)}")
+        bits = WIDEST_BYTES | parts.data_ptr() | sizes["cols"] * 4  # results may lie anywhere: they are written once
+        return {"align": bits & -bits}
 
-    def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
-        (parts,) = inputs
-        assert parts is not None
-        return tuple([parts.new_empty(parts.shape[1:]) for _ in self.results])
+    def constants(self, p: ColumnSumProblem, c: ColumnSumConfig) -> dict[str, int | bool | str]:
+        return {"BLOCK_PARTS": c.block_parts, "BLOCK_COLS": c.block_cols}
 
-    def problem(self, *operands: Tensor | None, **options: Any) -> ColumnSumProblem:
-        out, parts = operands[0], operands[-1]
-        assert out is not None
-        assert parts is not None
-        bits = WIDEST_BYTES | parts.data_ptr() | parts.shape[1] * 4
-        # The result is written once; it may lie anywhere.
-        rows, cols = parts.shape
-        return ColumnSumProblem(rows // len(self.results), cols, DTYPE_NAMES[out.dtype], bits & -bits)
+    def divisible(self, p: ColumnSumProblem, c: ColumnSumConfig) -> dict[str, int]:
+        return {"cols": p.align // 4}
 
-    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        return tuple([half.double().sum(0).float() for half in args[0].chunk(len(self.results))])
+    def grid(self, p: ColumnSumProblem, c: ColumnSumConfig) -> tuple[int, int, int]:
+        return -(-p.cols // c.block_cols), len(self.results), 1
+
+    def lay(self, p: ColumnSumProblem, name: str, values: Tensor) -> Tensor:
+        skew = p.align % WIDEST_BYTES // 4
+        return values.new_empty(values.numel() + skew)[skew:].view(values.shape).copy_(values)
+
+    def outputs(self, p: ColumnSumProblem, *args: Any) -> tuple[Tensor, ...]:
+        return tuple([args[0].new_empty(p.cols, dtype=TYPES[p.dtype]) for _ in self.results])
 
     def reference(self, p: ColumnSumProblem, *args: Any) -> tuple[Tensor, ...]:
-        halves = args[0].chunk(len(self.results)) if p.parts else [args[0]] * len(self.results)
-        return tuple([half.double().sum(0).to(GPU_DTYPES[p.dtype]) for half in halves])
+        return self.evaluate(*args, dtype=TYPES[p.dtype])
+
+    def evaluate(self, *args: Any, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Tensor, ...]:
+        lines, cols = args[0].shape
+        each = args[0].view(len(self.results), lines // len(self.results), cols)
+        return tuple(each.double().sum(1).to(dtype))
 
     def why_not(self, p: ColumnSumProblem, c: ColumnSumConfig, gpu: GpuSpec) -> str | None:
         per_thread = c.block_parts * c.block_cols // (32 * c.warps)
@@ -131,278 +132,180 @@ class ColumnSum(TensorOp[ColumnSumProblem, ColumnSumConfig]):
         return ColumnSumConfig(block_parts, 32, warps)
 
     def estimate_us(self, p: ColumnSumProblem, c: ColumnSumConfig, gpu: GpuSpec) -> float:
-        """A chain of L2 round trips, or the bytes."""
+        """A chain of round trips to the L2, or the bytes."""
+        rate = rates.of(gpu)
         rounds = -(-p.parts // c.block_parts)
         waves = max(1.0, self.grid(p, c)[0] / (gpu.sm_count * max(1, gpu.max_warps // c.warps)))
-        return 1.5 + max(rounds * 0.5 * waves, self.work(p).bytes / (gpu.dram_gbps * 1e3))
-
-    def build(self, p: ColumnSumProblem, c: ColumnSumConfig, gpu: GpuSpec) -> Artifact:
-        from cutekernels.backends.triton import compile_kernel
-        from cutekernels.kernels.triton.norms import gradients as norm_gradients
-
-        constants: dict[str, int | bool | str | float] = {"BLOCK_PARTS": c.block_parts, "BLOCK_COLS": c.block_cols}
-        signature = {f"{name}_ptr": f"*{p.dtype}" for name in self.results}
-        signature |= {"parts_ptr": "*fp32", "parts": "i32", "cols": "i64"}
-        return compile_kernel(
-            getattr(norm_gradients, self.name),
-            signature=signature | dict.fromkeys(constants, "constexpr"),
-            constexprs=constants,
-            divisible={"parts_ptr": p.align, "cols": p.align // 4},
-            options={"num_warps": c.warps},
-            gpu=gpu,
-        )
-
-    def grid(self, p: ColumnSumProblem, c: ColumnSumConfig) -> tuple[int, int, int]:
-        return -(-p.cols // c.block_cols), len(self.results), 1
-
-    def bind(self, p: ColumnSumProblem, c: ColumnSumConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
-        return Launch(kernel, self.grid(p, c), len(self.results) + 1, lambda *operands: (p.parts, p.cols))
-
-    def outputs(self, p: ColumnSumProblem, *args: Any) -> tuple[Tensor, ...]:
-        return tuple([args[0].new_empty(p.cols, dtype=GPU_DTYPES[p.dtype]) for _ in self.results])
-
-    def sample(self, p: ColumnSumProblem, device: str, seed: int) -> tuple[Any, ...]:
-        generator = torch.Generator(device).manual_seed(seed)
-        skew = p.align % WIDEST_BYTES // 4
-        rows = p.parts * len(self.results)
-        memory = torch.randn(rows * p.cols + skew, generator=generator, device=device)
-        return (memory[skew:].view(rows, p.cols),)
+        return rate.launch_us + max(rounds * rate.l2_latency_us * waves, self.bytes(p) / (gpu.dram_gbps * 1e3))
 
     def work(self, p: ColumnSumProblem) -> Work:
-        moved = 4 * p.parts * p.cols + GPU_DTYPES[p.dtype].itemsize * p.cols
-        n = len(self.results)
-        return Work(flops=float(n * p.parts * p.cols), bytes=float(n * moved), depth=float(p.parts))
+        return Work(float(len(self.results) * p.parts * p.cols), self.bytes(p), depth=float(p.parts))
 
 
 class ColumnSumPair(ColumnSum):
-    """Two of them: the first half of the rows summed into ``out``, the second into ``more``. Argument: parts."""
+    """Two sums in one launch: the first half of the rows into ``out``, the second into ``more``."""
 
     name = "column_sum_pair"
     suite = ("parts=132 cols=4096", "parts=264 cols=4096 dtype=bf16", "parts=7 cols=1001 align=4")
-    results = ("out", "more")
+    kernel = "norms.gradients:column_sum_pair"
+    out = Array("cols", strides=(), result=True, laid=False)
+    more = Array("cols", strides=(), result=True, laid=False)
+    parts = Array("lines", "cols", dtype="fp32", strides=(), laid=True)
 
 
 # ---- the gradients --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class RmsNormBackwardProblem(NormProblem):
-    """``dweight``: whether it is wanted. ``du``: whether ``x`` is a sum with a gradient of its own."""
-
+class _BackwardProblem(NormProblem):
     dweight: bool = plain(True, False)
-    du: bool = plain(False, True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_dweight(self, self.dweight)
+        if self.dweight and self.weight == "none":
+            raise UnsupportedProblem("there is no gradient of an absent weight: dweight must be 0 with weight=none")
 
 
 @dataclass(frozen=True)
-class LayerNormBackwardProblem(NormProblem):
+class RmsNormBackwardProblem(_BackwardProblem):
+    """``dweight``: whether it is wanted. ``du``: whether ``x`` is a sum with a gradient of its own."""
+
+    du: bool = plain(False, True)
+
+
+@dataclass(frozen=True)
+class LayerNormBackwardProblem(_BackwardProblem):
     """``dweight``: whether it is wanted. ``dbias``: of which type it is wanted."""
 
-    dweight: bool = plain(True, False)
     dbias: str = plain("same", "none", "fp32")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_dweight(self, self.dweight)
-
-
-def _check_dweight(p: NormProblem, wanted: bool) -> None:
-    if wanted and p.weight == "none":
-        raise UnsupportedProblem("there is no gradient of an absent weight: dweight must be 0 with weight=none")
 
 
 class _NormBackward(NormOp[N]):
-    """What both gradients do alike: their sums over rows."""
+    """Both gradients' common part. ``dweight`` and ``dbias`` are empty where they are not wanted."""
 
-    kernels = "norms.gradients"
     strides_over_tiles = True
+    centred: ClassVar[bool]
+
+    def result(self, name: str, named: Named, sizes: Sizes, leads: Leads, **options: Any) -> Looks:
+        shape, types = super().result(name, named, sizes, leads, **options)
+        weight = named["weight"]
+        if name == "dweight":
+            return (weight.shape, (weight.dtype,)) if weight is not None and options["dweight"] else ((0,), types)
+        if name == "dbias":
+            shape = (0,) if options["dbias"] == "none" else shape[-1:] if weight is None else weight.shape
+            return shape, (torch.float32,) if options["dbias"] == "fp32" else types
+        return shape, types
+
+    def problem(self, *operands: Tensor | None, **options: Any) -> N:
+        weight = operands[len(self.results) + self.inputs.index("weight")]
+        return super().problem(*operands, **options | {"dweight": bool(options["dweight"]) and weight is not None})
+
+    def kind(self, p: N, name: str) -> str | None:
+        found = super().kind(p, name)
+        return "fp32" if found is not None and name in ("dweight", "dbias") else found  # parts
 
     def bind(self, p: N, c: NormConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
-        if p.rows * p.heads * p.cols == 0:
-            return self._nothing
-        grid = self.grid(p, c, sms_here())
-        programs = math.prod(grid)
-        launch = Launch(kernel, grid, len(self.results) + len(self.inputs), lambda *o: self.numbers(p, *o))
-        summed = [i for i, name in enumerate(self.results) if name != "dx" and self.kind(p, name) is not None]
-        absent = [i for i, name in enumerate(self.results) if name != "dx" and i not in summed]
+        n = len(self.results)
+        launch = super().bind(p, c, kernel)
+        programs, _, _ = self.grid(p, c)
+        summed = [i for i, name in enumerate(self.results) if i and self.kind(p, name) is not None]
         per_head = p.heads if p.per_head else 1
 
+        def sums_of_nothing(*args: Any) -> None:
+            for t in args[:n]:
+                t.zero_()
+
         def launch_both(*args: Any) -> None:
-            places = list(args)
-            for i in absent:
-                places[i] = None
-            parts = tensor_op.scratch(args[0], len(summed), programs // per_head, per_head * p.cols) if summed else None
-            for i, part in zip(summed, () if parts is None else parts.unbind(), strict=True):
+            places = [args[0], *[None] * (n - 1), *args[n:]]
+            if not summed:
+                launch(*places)
+                return
+            parts = tensor_op.scratch(args[0], len(summed), programs // per_head, per_head * p.cols)
+            for i, part in zip(summed, parts.unbind(), strict=True):
                 places[i] = part
             launch(*places)
-            if len(summed) == 2 and args[summed[0]].dtype == args[summed[1]].dtype:
-                assert parts is not None
-                tensor_op.run(COLUMN_SUM_PAIR, tuple([args[i].view(-1) for i in summed]), (parts.flatten(0, 1),))
+            if len(summed) == 2 and args[1].dtype == args[2].dtype:
+                tensor_op.run(COLUMN_SUM_PAIR, (args[1].view(-1), args[2].view(-1)), (parts.flatten(0, 1),))
             else:
                 for i in summed:
                     tensor_op.run(COLUMN_SUM, (args[i].view(-1),), (places[i],))
 
-        return launch_both
+        return launch_both if p.rows * p.heads * p.cols else sums_of_nothing
 
-    def _nothing(self, *operands: Any) -> None:
-        """The sums over no rows."""
-        for t in operands[: len(self.results)]:
-            t.zero_()
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        named = dict(zip((*self.inputs, *self.scalars), args, strict=True))
+        d, v, weight, du = named["dy"].double(), named["x"].double(), named["weight"], named.get("du")
+        if self.centred:
+            v = v - v.mean(-1, keepdim=True)
+        rstd = torch.rsqrt(v.square().mean(-1, keepdim=True) + named["eps"])
+        v = v * rstd
+        g = d if weight is None else d * (weight.double() + named.get("weight_offset", 0.0))
+        slope = v * (g * v).mean(-1, keepdim=True)
+        dx = rstd * ((g - g.mean(-1, keepdim=True) if self.centred else g) - slope)
+        found = [(dx if du is None else dx + du.double()).to(named["x"].dtype)]
+        for name, terms in zip(self.results[1:], (d * v, d), strict=False):
+            shape, types = self.result(name, named, {}, {}, **options)
+            found.append((terms.reshape(-1, *shape).sum(0) if shape != (0,) else terms.new_empty(0)).to(types[0]))
+        return tuple(found)
 
 
 class RmsNormBackward(_NormBackward[RmsNormBackwardProblem]):
-    """The gradient of RMSNorm: (dx, dweight), plus ``du`` where ``x`` is the ``u`` of ``add_rms_norm``.
-
-    Arguments: dy, x, weight, du, eps, weight_offset. ``dweight`` is empty where it is not wanted.
-    """
+    """The gradient of RMSNorm: (dx, dweight), plus ``du`` where ``x`` is the ``u`` of ``add_rms_norm``."""
 
     name = "rms_norm_backward"
     revision = 1
     suite = (
-        "rows=1 cols=4096",
+        *SUITE,
         "rows=16 cols=3584",
-        "rows=333 cols=1001 align=2",
-        "rows=77 cols=130 layout=strided",
         "rows=300 cols=128 heads=5 layout=heads",
         "rows=300 cols=64 heads=3 layout=heads per_head=1",
-        "rows=2048 cols=4096",
         "rows=2048 cols=4096 weight=fp32 du=1",
         "rows=2048 cols=8192 dweight=0",
         "rows=2048 cols=5120 dtype=fp32 weight=none dweight=0",
         "rows=133 cols=20000 dtype=fp16",
         "rows=2048 cols=8192",
-        "rows=32768 cols=4096",
         "rows=32768 cols=8192",
     )
     Problem = RmsNormBackwardProblem
-    results = ("dx", "dweight")
-    inputs = ("dy", "x", "weight", "du")
+    kernel = "norms.gradients:rms_norm_backward"
+    dx = rows(result=True)
+    dweight = columns("weight", result=True, given="dweight")
+    dy = rows()
+    x = rows()
+    weight = columns("weight")
+    du = rows(given="du")
     options = ("dweight",)
-    scalars = ("eps", "weight_offset")
-    schema = "Tensor dy, Tensor x, Tensor? weight, Tensor? du, bool dweight, float eps, float weight_offset"
+    scalar_types = {"eps": "fp32", "weight_offset": "fp32"}
+    centred = False
     flops_per_element = 13
-
-    def kind(self, p: RmsNormBackwardProblem, name: str) -> str | None:
-        if name == "dweight":
-            return "fp32" if p.dweight else None
-        if name == "du":
-            return p.dtype if p.du else None
-        return typed(p, p.weight) if name == "weight" else p.dtype
-
-    def values(self, p: RmsNormBackwardProblem) -> int:
-        return 3 + (p.weight != "none") + p.dweight
-
-    def flags(self, p: RmsNormBackwardProblem) -> dict[str, bool]:
-        return {"RESIDUAL": p.du, "WEIGHT": p.weight != "none", "PARTS": p.dweight}
-
-    def pose(
-        self, common: Mapping[str, Any], named: Mapping[str, Tensor | None], options: Mapping[str, Any]
-    ) -> RmsNormBackwardProblem:
-        wanted = bool(options.get("dweight", True)) and named["weight"] is not None
-        return RmsNormBackwardProblem(**common, dweight=wanted, du=named["du"] is not None)
-
-    def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
-        dy, _, weight, _ = inputs
-        assert dy is not None
-        wanted = weight if options.get("dweight", True) else None
-        return dy.new_empty(dy.shape), dy.new_empty(0) if wanted is None else wanted.new_empty(wanted.shape)
-
-    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        dy, x, weight, du, eps, offset = args
-        d, v = dy.double(), x.double()
-        rstd = torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
-        g = d if weight is None else d * (weight.double() + offset)
-        v = v * rstd
-        dx = rstd * (g - v * (g * v).mean(-1, keepdim=True))
-        dx = dx if du is None else dx + du.double()
-        wanted = weight is not None and options["dweight"]
-        return dx.to(x.dtype), _summed(d * v, weight, weight.dtype) if wanted else dy.new_empty(0)
 
 
 class LayerNormBackward(_NormBackward[LayerNormBackwardProblem]):
-    """The gradient of LayerNorm: (dx, dweight, dbias). Arguments: dy, x, weight, eps.
-
-    What is not wanted is empty. ``dbias`` says of which type the bias is.
-    """
+    """The gradient of LayerNorm: (dx, dweight, dbias). ``dbias``, an option too, says of which type the bias is."""
 
     name = "layer_norm_backward"
     revision = 1
     suite = (
-        "rows=1 cols=4096",
-        "rows=333 cols=1001 align=2",
-        "rows=77 cols=130 layout=strided",
+        *SUITE,
         "rows=300 cols=128 heads=5 layout=heads",
         "rows=2048 cols=768",
-        "rows=2048 cols=4096",
         "rows=2048 cols=4096 weight=fp32 dbias=fp32",
         "rows=2048 cols=5120 dtype=fp32 weight=none dweight=0 dbias=none",
         "rows=133 cols=20000 dtype=fp16",
         "rows=2048 cols=8192",
-        "rows=32768 cols=4096",
     )
     Problem = LayerNormBackwardProblem
-    results = ("dx", "dweight", "dbias")
-    inputs = ("dy", "x", "weight")
+    kernel = "norms.gradients:layer_norm_backward"
+    dx = rows(result=True)
+    dweight = columns("weight", result=True, given="dweight")
+    dbias = columns("dbias", result=True)
+    dy = rows()
+    x = rows()
+    weight = columns("weight")
     options = ("dweight", "dbias")
-    scalars = ("eps",)
-    schema = "Tensor dy, Tensor x, Tensor? weight, bool dweight, str dbias, float eps"
+    scalar_types = {"eps": "fp32"}
+    centred = True
     flops_per_element = 17
-
-    def kind(self, p: LayerNormBackwardProblem, name: str) -> str | None:
-        if name in ("dweight", "dbias"):
-            return "fp32" if (p.dweight if name == "dweight" else p.dbias != "none") else None
-        return typed(p, p.weight) if name == "weight" else p.dtype
-
-    def values(self, p: LayerNormBackwardProblem) -> int:
-        return 3 + (p.weight != "none") + p.dweight + (p.dbias != "none")
-
-    def flags(self, p: LayerNormBackwardProblem) -> dict[str, bool]:
-        return {"WEIGHT": p.weight != "none", "PARTS": p.dweight, "BIAS": p.dbias != "none"}
-
-    def pose(
-        self, common: Mapping[str, Any], named: Mapping[str, Tensor | None], options: Mapping[str, Any]
-    ) -> LayerNormBackwardProblem:
-        wanted = bool(options.get("dweight", True)) and named["weight"] is not None
-        return LayerNormBackwardProblem(**common, dweight=wanted, dbias=options.get("dbias", "same"))
-
-    def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
-        dy, _, weight = inputs
-        assert dy is not None
-        wanted = weight if options.get("dweight", True) else None
-        dbias, shape = options.get("dbias", "same"), dy.shape[-1:] if weight is None else weight.shape
-        return (
-            dy.new_empty(dy.shape),
-            dy.new_empty(0) if wanted is None else wanted.new_empty(wanted.shape),
-            dy.new_empty(0) if dbias == "none" else dy.new_empty(shape, dtype=_bias_type(dbias, dy)),
-        )
-
-    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        dy, x, weight, eps = args
-        d, v = dy.double(), x.double()
-        v = v - v.mean(-1, keepdim=True)
-        rstd = torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
-        v = v * rstd
-        g = d if weight is None else d * weight.double()
-        dx = rstd * (g - g.mean(-1, keepdim=True) - v * (g * v).mean(-1, keepdim=True))
-        wanted, bias = weight is not None and options["dweight"], options["dbias"]
-        like = dy.new_empty(dy.shape[-1:]) if weight is None else weight
-        return (
-            dx.to(x.dtype),
-            _summed(d * v, weight, weight.dtype) if wanted else dy.new_empty(0),
-            dy.new_empty(0) if bias == "none" else _summed(d, like, _bias_type(bias, dy)),
-        )
-
-
-def _bias_type(kind: str, like: Tensor) -> torch.dtype:
-    return like.dtype if kind == "same" else torch.float32
-
-
-def _summed(t: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """``t`` summed over its leading dimensions to the shape of a weight."""
-    return t.reshape(-1, *like.shape).sum(0).to(dtype)
 
 
 COLUMN_SUM = ColumnSum()

@@ -1,12 +1,11 @@
-"""What norms and their gradients have in common: how operands lie, how rows become tiles, which config may do it.
+"""Operands, problems, configs and rules that norms and their gradients share: :class:`NormOp`.
 
-The ops themselves are in ``norms.py`` and ``norm_gradients.py``.
+The ops are in ``op.py`` and ``gradients.py``.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -14,33 +13,61 @@ import torch
 from torch import Tensor
 
 from cutekernels import gpu as gpus
+from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
+from cutekernels.op import Config, Problem, Scalar, Work, exact, extent, knob, ladder, plain, power_of_two
+from cutekernels.ops.shared import streaming
+from cutekernels.ops.shared.operands import TYPES, Leads, Looks, Named, Operand, Sizes, misfit
 from cutekernels.ops.shared.strides import cube, matrix
-from cutekernels.ops.shared.tensor_op import (
-    DTYPE_NAMES,
-    GPU_DTYPES,
-    WIDEST_BYTES,
-    Launch,
-    TensorOp,
-    check_alike,
-    check_dtype,
-    check_results,
-    present,
-)
+from cutekernels.ops.shared.tensor_op import WIDEST_BYTES
+from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
 
 if TYPE_CHECKING:
-    from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
 
-# ---- problems and configs -------------------------------------------------------------------------------
+# ---- operands, problems and configs ---------------------------------------------------------------------
 
-_MAX_COLS = 1 << 30
+
+class Rows(Operand):
+    """``(..., heads, cols)`` with a stride for each of rows, heads and columns; made by :func:`rows`."""
+
+    __slots__ = ()
+
+    def walk(self, t: Tensor) -> tuple[int, ...]:
+        found = cube(t.shape, t.stride())
+        if found is None:
+            raise UnsupportedProblem(
+                "leading dimensions but the last must be walked by one stride; strides "
+                f"{t.stride()} of shape {tuple(t.shape)} are not: pass a contiguous copy"
+            )
+        return found[3:]
+
+    def taken(self, t: Tensor) -> bool:
+        return cube(t.shape, t.stride()) is not None
+
+
+class Columns(Operand):
+    """``(cols,)``, or ``(heads, cols)`` with a row for each head, contiguous; made by :func:`columns`."""
+
+    __slots__ = ()
+
+    def describe(self) -> str:
+        return "(cols,) or (heads, cols)"
+
+
+def rows(*, result: bool = False, given: str | None = None) -> Operand:
+    """A tensor of the shape and type of ``x``."""
+    return Rows(("*rows", "cols"), "dtype", ("row", "head", "col"), result, given, given is not None, True)
+
+
+def columns(kind: str, *, result: bool = False, given: str | None = None) -> Operand:
+    """A weight, a bias or the gradient of one; ``kind``: the field of the problem that says its type."""
+    return Columns(("*heads", "cols"), kind, (), result, given, True, False)
 
 
 @dataclass(frozen=True)
-class NormProblem(Problem):
+class NormProblem(LaidOut, Problem):
     """Rows of ``cols`` elements, ``rows`` of them at each of ``heads`` heads.
 
     ``layout``: "rows" where one stride walks all rows (``heads`` is 1 then) and elements of a row are contiguous in
@@ -49,6 +76,8 @@ class NormProblem(Problem):
     nothing depends on it where the layout is strided. ``weight`` and ``bias`` say of which type, next to ``dtype``.
     """
 
+    aligns_rows: ClassVar[str | None] = "cols"
+    most: ClassVar[Mapping[str, int]] = {"cols": 1 << 30}
     rows: int = extent(ladder)
     cols: int = extent(exact)
     heads: int = extent(exact, default=1)
@@ -60,27 +89,8 @@ class NormProblem(Problem):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.align < self.itemsize:
-            raise UnsupportedProblem(
-                f"align covers one element of {self.dtype}, {self.itemsize} bytes; it is {self.align}"
-            )
-        if self.cols > _MAX_COLS:
-            raise UnsupportedProblem(f"a row has at most {_MAX_COLS} elements; it has {self.cols}: split it")
-        if self.cols % self.vec:
-            raise UnsupportedProblem(
-                f"align={self.align} divides a row's bytes; {self.cols} elements of {self.dtype} want a smaller one"
-            )
         if self.layout == "rows" and (self.heads > 1 or self.per_head):
             raise UnsupportedProblem(f"{self.heads} heads, or weights for each, are layout=heads")
-
-    @property
-    def itemsize(self) -> int:
-        return GPU_DTYPES[self.dtype].itemsize
-
-    @property
-    def vec(self) -> int:
-        """Elements in one access."""
-        return 1 if self.layout == "strided" else self.align // self.itemsize
 
     @property
     def width(self) -> int:
@@ -108,11 +118,16 @@ class NormConfig(Config):
 
 N = TypeVar("N", bound=NormProblem)
 
-_AFFINE = frozenset(["weight", "bias"])
-_SUMMED = frozenset(["dweight", "dbias"])
+SUITE = (  # problems that all norms are measured at
+    "rows=1 cols=4096",
+    "rows=333 cols=1001 align=2",
+    "rows=77 cols=130 layout=strided",
+    "rows=2048 cols=4096",
+    "rows=32768 cols=4096",
+)
 _MAX_PROGRAMS = (1 << 31) - 1
 _MANY_ROWS = 8192
-_WIDE_STRIDED_ROW = 1024  # addresses take the registers
+_WIDE_STRIDED_ROW = 1024  # 64-bit addresses take the registers
 _CHUNKS = (1024, 8192)
 _PERSISTENT_TILES = (2048, 4096)  # elements
 _LEAST_STAYING = 8  # elements of a thread
@@ -120,119 +135,74 @@ _IN_FLIGHT = (24 << 10, 128 << 10)  # bytes copied ahead on one SM
 _REGISTERS = 28  # of a thread, beside its tile
 
 
-class NormOp(TensorOp[N, NormConfig]):
-    """An op over cubes of one shape and type, with weights and biases that belong to the columns.
+class NormOp(TritonOp[N, NormConfig]):
+    """An op over :func:`rows` of one shape and type and :func:`columns` that belong to them.
 
-    ``weight`` and ``bias`` among the operands are of the columns' shape, as are the results ``dweight`` and ``dbias``,
-    sums over rows, of which a kernel writes one fp32 part per program. All others are of the shape of ``x``.
+    Kernels take weights and biases contiguous. Of results that are :func:`columns`, sums over rows, a kernel writes
+    one fp32 part per program.
     """
 
     Config = NormConfig
-    kernels: ClassVar[str]  # the module
-    strides_over_tiles: ClassVar[bool]  # always, because its programs keep sums
+    sizes = {"rows": "i64", "heads": "i64", "cols": "i32"}
+    scalar_samples = {"eps": 1e-5, "weight_offset": 0.25}
+    strides_over_tiles: ClassVar[bool] = False
+    """Whether programs always stay, because they keep sums."""
     wide_row: ClassVar[int] = 8192
-    """Beyond so many columns rows may be walked in chunks."""
+    """Rows of more columns than this may be walked in chunks."""
     chunks: ClassVar[Mapping[int, tuple[int, int]]] = {}
-    """By a row's width, where many rows are faster in chunks than whole: a chunk's columns, and warps."""
+    """For widths at which many rows are faster in chunks than whole: a chunk's columns, and warps."""
     paired: ClassVar[bool] = False
     """Whether many wide rows go two to a program."""
     summands: ClassVar[int] = 1
-    """How many rows are added up ahead of the norm: of narrow ones, a thread takes as much in all."""
+    """How many rows are added up before the norm. Threads of narrow rows take as many elements in all."""
     flops_per_element: ClassVar[int]
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        return (*self.results, *self.inputs)
-
-    @abstractmethod
-    def kind(self, p: N, name: str) -> str | None:
-        """The type of an operand's elements for the kernel; None for one that is absent."""
-
-    @abstractmethod
-    def values(self, p: N) -> int:
-        """fp32 values that a thread keeps for each element of its tile."""
-
-    @abstractmethod
-    def flags(self, p: N) -> dict[str, bool]:
-        """Constants of the kernel, beside those of the config."""
-
-    @abstractmethod
-    def pose(self, common: Mapping[str, Any], named: Mapping[str, Tensor | None], options: Mapping[str, Any]) -> N:
-        """The problem, from the fields that every norm has and the op's own."""
 
     # -- from tensors to problems
 
-    def takes(self, name: str, t: Tensor) -> bool:
-        if name in _AFFINE or name in _SUMMED:
-            return t.is_contiguous()
-        return cube(t.shape, t.stride()) is not None
+    def _posed(self, named: Named, **options: Any) -> tuple[Sizes, dict[str, torch.Size]]:
+        rowed = {name: t for name, t in named.items() if isinstance(self.operands[name], Rows)}
+        scalars = {name: t.view(1) for name, t in rowed.items() if t is not None and not t.dim()}
+        return super()._posed({**named, **scalars}, **options)
 
-    def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
-        named = dict(zip(self.operands, (*(results or (None,) * len(self.results)), *inputs), strict=True))
+    def result(self, name: str, named: Named, sizes: Sizes, leads: Leads, **options: Any) -> Looks:
         x = named["x"]
         assert x is not None
-        check_dtype(self, x)
-        check_alike(self, x, present([t for name, t in named.items() if name not in _AFFINE | _SUMMED]))
-        shapes = [x.shape[-1:], x.shape[-2:]] if x.dim() > 1 else [torch.Size([x.shape[-1] if x.dim() else 1])]
-        affine = present([named.get(name) for name in ("weight", "bias")])
-        for t in affine:
-            check_alike(self, x, [t], ["device"])
-            if t.shape not in shapes:
-                expected = " or ".join(str(tuple(s)) for s in shapes)
-                raise UnsupportedProblem(
-                    f"{self.name} on {tuple(x.shape)} takes weights of shape {expected}; got {tuple(t.shape)}"
-                )
-            if t.dtype not in (x.dtype, torch.float32):
-                raise UnsupportedProblem(
-                    f"{self.name} on {x.dtype} takes weights of {x.dtype} or torch.float32; got {t.dtype}: convert them"
-                )
-        check_alike(self, affine[0] if affine else x, affine, ["shape"])
-        for name, value in options.items():
-            allowed = self.Problem.__dataclass_fields__[name].metadata["values"]
-            if value not in allowed:
-                raise UnsupportedProblem(f"{name} must be one of {', '.join(map(str, allowed))}; it is {value!r}")
-        if results:
-            for place, like in zip(results, self.fresh(*[_ghost(t) for t in inputs], **options), strict=True):
-                check_alike(self, like, [place], ["shape", "dtype"])
-                check_alike(self, x, [place], ["device"])
-            check_results(results)
+        return x.shape, (x.dtype,)
 
-    def problem(self, *operands: Tensor | None, **options: Any) -> N:
-        named = dict(zip(self.operands, operands, strict=True))
-        full = [t for name, t in named.items() if name not in _AFFINE | _SUMMED and t is not None]
-        affine = present([named.get(name) for name in ("weight", "bias")])
+    def refuse(self, named: Named, sizes: Sizes, **options: Any) -> None:
         x = named["x"]
         assert x is not None
-        if x.dtype not in DTYPE_NAMES:
-            raise UnsupportedProblem(f"{self.name} on a GPU takes {', '.join(DTYPE_NAMES.values())}; got {x.dtype}")
-        per_head = any(t.dim() == 2 and t.shape[0] > 1 for t in affine)
-        cubes = [cube(t.shape, t.stride()) for t in full]
-        flat = not per_head and all(matrix(t.shape, t.stride()) is not None for t in full)
-        walks = [_walk(t, flat) for t in full]
-        if None in cubes or not all(t.is_contiguous() for t in affine):
-            raise UnsupportedProblem(
-                f"{self.name} takes operands whose leading dimensions but the last are walked by one stride, and "
-                "contiguous weights: pass contiguous copies"
-            )
-        rows, heads, cols = walks[0][:3]
-        bits = WIDEST_BYTES | cols * x.dtype.itemsize
-        for t, (*_, row_stride, head_stride, _) in zip(full, walks, strict=True):
-            bits |= t.data_ptr() | (row_stride | head_stride) * t.dtype.itemsize
-        align = bits & -bits
-        while any(t.data_ptr() % _affine_align(align, x.dtype, t.dtype) for t in affine):
-            align //= 2
-        strided = any(col_stride != 1 for *_, col_stride in walks)
-        weight = named.get("weight")
-        common = {
-            "rows": rows,
-            "cols": cols,
-            "heads": heads,
-            "dtype": DTYPE_NAMES[x.dtype],
-            "weight": affine_kind(weight, x),
-            "layout": "strided" if strided else "rows" if flat else "heads",
-            "per_head": per_head,
-        }
-        return self.pose(common if strided else common | {"align": align}, named, options)
+        for name in self.affine:
+            t = named[name]
+            if t is not None and t.dim() > 1 and t.shape != x.shape[-2:]:
+                raise misfit(self.name, self.operands, named)
+            if t is not None and t.dim() > 1 and named["weight"] is None:
+                raise UnsupportedProblem("a bias for each head needs weights of its shape; got none: pass ones")
+
+    def facts(self, named: Named, sizes: Sizes) -> dict[str, Scalar]:
+        per_head = sizes.get("heads", 1) > 1
+        rowed = [t for name, t in named.items() if isinstance(self.operands[name], Rows) and t is not None]
+        flat = not per_head and all(matrix(t.shape, t.stride()) is not None for t in rowed)
+        heads = 1 if flat else rowed[0].shape[-2]
+        return {"rows": sizes["rows"] // max(1, heads), "heads": heads, "per_head": per_head}
+
+    def layout(self, named: Named, sizes: Sizes, found: Mapping[str, Any]) -> dict[str, Scalar]:
+        laid = super().layout(named, sizes, found)
+        if laid["layout"] == "strided":
+            return laid
+        bits = int(laid["align"])
+        for t in [t for name in self.affine if (t := named[name]) is not None]:
+            bits |= t.data_ptr() % WIDEST_BYTES * TYPES[found["dtype"]].itemsize // t.element_size()
+        return {"layout": "rows" if found["heads"] == 1 else "heads", "align": bits & -bits}
+
+    def strides(self, p: N, name: str, t: Tensor) -> Sequence[int]:
+        row, head, col = super().strides(p, name, t)
+        return (head or row, 0, col) if p.heads == 1 else (row, head, col)  # one head: any that ``t`` has are rows
+
+    @property
+    def affine(self) -> list[str]:
+        """The inputs that are :func:`columns`."""
+        return [name for name in self.inputs if isinstance(self.operands[name], Columns)]
 
     # -- configs
 
@@ -269,7 +239,7 @@ class NormOp(TensorOp[N, NormConfig]):
         tile, tiles = c.block_rows * c.block_cols, self._tiles(p, c)
         if c.stages > 1 and (p.layout == "strided" or p.align < 4):
             return "copies ahead are of 4 bytes or more: stages must be 1"
-        ahead = (c.stages - 1) * tile * p.itemsize * self._copied(p)
+        ahead = (c.stages - 1) * tile * p.itemsize * self._rowed(p, self.inputs)
         if ahead + 1024 > gpu.smem_per_block_bytes or c.per_sm * (ahead + 2048) > gpu.smem_per_sm_bytes:
             return f"{c.per_sm} programs on an SM copy {ahead} bytes each ahead; it has {gpu.smem_per_sm_bytes}"
         if c.per_sm > 1:
@@ -300,18 +270,15 @@ class NormOp(TensorOp[N, NormConfig]):
 
     def _registers(self, p: N, c: NormConfig) -> int:
         per_thread = -(-c.block_rows * c.block_cols // (32 * c.warps))
-        addresses = 2 * self._full(p) if p.layout == "strided" else 0
-        return per_thread * (self.values(p) + addresses) + _REGISTERS
+        # fp32 values that a thread keeps for each element of its tile: gradients keep two operands and a result.
+        values = 3 if self.strides_over_tiles else self._rowed(p, self.inputs)
+        values += sum(self.kind(p, n) is not None for n, o in self.operands.items() if isinstance(o, Columns))
+        addresses = 2 * self._rowed(p, self.operands) if p.layout == "strided" else 0
+        return per_thread * (values + addresses) + _REGISTERS
 
-    def _full(self, p: N) -> int:
-        """Operands of the shape of ``x``."""
-        names = [n for n in self.operands if n not in _AFFINE | _SUMMED]
-        return sum(self.kind(p, n) is not None for n in names)
-
-    def _copied(self, p: N) -> int:
-        """Operands of the shape of ``x`` that are read."""
-        names = [n for n in self.inputs if n not in _AFFINE]
-        return sum(self.kind(p, n) is not None for n in names)
+    def _rowed(self, p: N, names: Iterable[str]) -> int:
+        """The number of operands among ``names`` that are there and of the shape of ``x``."""
+        return sum(isinstance(self.operands[n], Rows) and self.kind(p, n) is not None for n in names)
 
     def _tiles(self, p: N, c: NormConfig) -> int:
         return -(-p.rows // c.block_rows) * p.heads
@@ -326,7 +293,7 @@ class NormOp(TensorOp[N, NormConfig]):
         )
 
     def _candidates(self, p: N, gpu: GpuSpec) -> Iterator[NormConfig]:
-        """From the most wanted to what always works."""
+        """Configs in order of preference; the last ones fit every problem that a grid holds."""
         stay = [(4, 3), (2, 3), (2, 2), (1, 3), (1, 2), (2, 1), (1, 1)] if self.strides_over_tiles else [(0, 1)]
         few = p.rows * p.heads <= gpu.sm_count
         # Two accesses of 16 bytes per thread, one where rows are so few that latency rules. Narrow rows share a tile.
@@ -357,184 +324,70 @@ class NormOp(TensorOp[N, NormConfig]):
                     yield NormConfig(1, chunk, False, w, per_sm, 1)
 
     def estimate_us(self, p: N, c: NormConfig, gpu: GpuSpec) -> float:
-        """Bytes over bandwidth, stretched where too few of them are in flight or some SMs are idle."""
-        tiles = self._tiles(p, c)
-        by_registers = gpu.REGISTERS_PER_SM // (32 * c.warps * self._registers(p, c))
-        resident = max(1, min(32, gpu.max_warps // c.warps, by_registers)) if c.per_sm == 0 else c.per_sm
-        busy = min(1.0, tiles / gpu.sm_count)
-        share = min(float(resident), tiles / gpu.sm_count) * max(1, c.stages - 1)
-        width = min(p.cols, c.block_cols if c.resident else 2 * c.block_cols)  # the next chunk is asked for early
-        in_flight = gpu.sm_count * share * c.block_rows * width * p.itemsize * self._copied(p)
-        # Little's law: bandwidth times a loaded memory latency of 0.8 µs must be in flight. A tile's registers are
-        # idle while it is reduced, unless the next tiles are on their way.
-        needed = gpu.dram_gbps * 1e3 * 0.8 * (1.0 if c.stages > 1 else 1.5)
+        grid = self.grid(p, c, gpu.sm_count)
+        width = min(p.cols, c.block_cols if c.resident else 2 * c.block_cols)  # the next chunk is loaded early
+        tile = c.block_rows * width * p.itemsize * self._rowed(p, self.inputs) * max(1, c.stages - 1)
         # Rows that are walked again come from the caches; threads that hold little of them leave room for more.
         passes = 1.0 if c.resident else 0.97 if self.chunks else 1.3
-        narrow = 4.0 if p.layout == "strided" else 1.0
-        memory = self.work(p).bytes / (gpu.dram_gbps * 1e3 * 0.92) * narrow * passes
-        second = 0.0
-        if self.strides_over_tiles:  # parts are written, and read by the second pass
-            parts = 8.0 * self._programs(p, c, gpu.sm_count) * p.cols * sum(n in _SUMMED for n in self.results)
-            second = 1.5 + parts / (gpu.dram_gbps * 1e3)
-        issue = tiles / gpu.sm_count * 0.05 if c.per_sm == 0 else 0.0  # an SM starts a block about every 50 ns
-        return 1.5 + second + max(issue, memory / max(0.02, min(1.0, in_flight / needed) * busy))
+        registers = self._registers(p, c)
+        first = streaming.estimate_us(
+            gpu, passes * self.work(p).bytes, grid, c.warps, tile, registers=registers, coalesced=p.layout != "strided"
+        )
+        if not self.strides_over_tiles:
+            return first
+        parts = 8.0 * grid[0] * p.cols * (len(self.results) - self._rowed(p, self.results))  # written, and read again
+        return first + rates.of(gpu).launch_us + parts / (gpu.dram_gbps * 1e3)
 
     # -- kernels
 
-    def build(self, p: N, c: NormConfig, gpu: GpuSpec) -> Artifact:
-        from importlib import import_module
+    def grid(self, p: N, c: NormConfig, sm_count: int | None = None) -> tuple[int, int, int]:
+        """Programs on a GPU of ``sm_count`` SMs, by default the current one."""
+        programs = self._tiles(p, c)
+        if c.per_sm:
+            programs = min(programs, (sms_here() if sm_count is None else sm_count) * c.per_sm)
+            programs = max(p.heads, programs // p.heads * p.heads) if p.per_head else programs
+        return programs, 1, 1
 
-        from cutekernels.backends.triton import compile_kernel
-
-        signature: dict[str, str] = {}
-        constants: dict[str, int | bool | str | float] = {}
-        divisible: dict[str, int] = {}
-        for name in self.operands:
-            kind, pointer = self.kind(p, name), f"{name}_parts_ptr" if name in _SUMMED else f"{name}_ptr"
-            signature[pointer] = f"*{kind}"
-            if kind is None:
-                constants[pointer] = 0
-            else:
-                divisible[pointer] = min(WIDEST_BYTES, p.vec * GPU_DTYPES[kind].itemsize)
-        signature |= {"rows": "i64", "heads": "i64", "cols": "i32"}
-        divisible["cols"] = p.vec
-        if p.layout == "rows":
-            constants["heads"] = 1
-        for name in self.operands:
-            if name in _SUMMED:
-                continue
-            absent, affine = self.kind(p, name) is None, name in _AFFINE
-            for axis in ("head", "col") if affine else ("row", "head", "col"):
-                stride = f"{name}_{axis}"
-                signature[stride] = "i64"
-                if axis == "col" and (affine or (p.layout != "strided" and not absent)):
-                    constants[stride] = 1
-                elif absent or (axis == "head" and (p.layout == "rows" or (affine and not p.per_head))):
-                    constants[stride] = 0
-                else:
-                    divisible[stride] = p.vec
-        signature |= dict.fromkeys(self.scalars, "fp32")
-        constants |= self.flags(p)
-        constants |= {
+    def constants(self, p: N, c: NormConfig) -> dict[str, int | bool | str]:
+        found: dict[str, int | bool | str] = {
             "NESTED": p.layout != "rows",
+            "PER_HEAD": p.per_head,
             "BLOCK_ROWS": c.block_rows,
             "BLOCK_COLS": c.block_cols,
             "RESIDENT": c.resident,
             "STAGES": c.stages if c.per_sm else 0,
         }
-        return compile_kernel(
-            getattr(import_module(f"cutekernels.kernels.triton.{self.kernels}"), self.name),
-            signature=signature | dict.fromkeys(constants, "constexpr"),
-            constexprs=constants,
-            divisible={name: n for name, n in divisible.items() if name not in constants},
-            options={"num_warps": c.warps},
-            gpu=gpu,
-        )
+        for name, operand in self.operands.items():
+            if operand.optional:
+                found[name.upper()] = self.kind(p, name) is not None
+            if p.layout == "rows" and isinstance(operand, Rows):
+                found[f"{name}_head"] = 0
+        return found | {"heads": 1} if p.layout == "rows" else found
 
-    def _programs(self, p: N, c: NormConfig, sm_count: int) -> int:
-        tiles = self._tiles(p, c)
-        if c.per_sm == 0:
-            return tiles
-        programs = min(tiles, sm_count * c.per_sm)
-        return max(p.heads, programs // p.heads * p.heads) if p.per_head else programs
-
-    def grid(self, p: N, c: NormConfig, sm_count: int) -> tuple[int, int, int]:
-        return self._programs(p, c, sm_count), 1, 1
-
-    def numbers(self, p: N, *operands: Tensor | None) -> list[int]:
-        """Extents and strides, in the kernel's order."""
-        numbers = [p.rows, p.heads, p.cols]
-        for name, t in zip(self.operands, operands, strict=True):
-            if name in _AFFINE:
-                numbers += [p.cols if p.per_head and t is not None else 0, 1]
-            elif name not in _SUMMED:
-                numbers += [0, 0, 0] if t is None else _walk(t, p.heads == 1)[3:]
-        return numbers
-
-    def bind(self, p: N, c: NormConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
-        if p.rows * p.heads * p.cols == 0:
-            return lambda *operands: None
-        grid = self.grid(p, c, sms_here() if c.per_sm else 0)
-        return Launch(kernel, grid, len(self.operands), lambda *operands: self.numbers(p, *operands))
+    def divisible(self, p: N, c: NormConfig) -> dict[str, int]:
+        kinds = {name: self.kind(p, name) for name, o in self.operands.items() if isinstance(o, Columns)}
+        return {f"{n}_ptr": min(WIDEST_BYTES, p.vec * TYPES[k].itemsize) for n, k in kinds.items() if k is not None}
 
     # -- what a problem looks like
 
-    def outputs(self, p: N, *args: Any) -> tuple[Tensor, ...]:
-        return self.fresh(*args[: len(self.inputs)], **{name: getattr(p, name) for name in self.options})
+    def leads_in(self, p: N) -> dict[str, tuple[int, ...]]:
+        rows = (p.rows,) if p.layout == "rows" else (p.rows, p.heads)
+        return {"*rows": rows, "*heads": (p.heads,) if p.per_head else ()}
 
-    def sample(self, p: N, device: str, seed: int) -> tuple[Any, ...]:
-        generator = torch.Generator(device).manual_seed(seed)
-        skew = p.align % WIDEST_BYTES // p.itemsize  # elements off a 16-byte boundary
-        shape = (p.rows, p.cols) if p.layout == "rows" else (p.rows, p.heads, p.cols)
-        args: list[Any] = []
-        for name in self.inputs:
-            kind = self.kind(p, name)
-            if kind is None:
-                args.append(None)
-            elif name in _AFFINE:
-                affine_shape = (p.heads, p.cols) if p.per_head else (p.cols,)
-                args.append(torch.randn(affine_shape, generator=generator, device=device, dtype=GPU_DTYPES[kind]))
-            else:
-                strides: tuple[int, ...] = (p.cols, 1)
-                if p.layout == "strided":  # columns far apart, rows close
-                    strides = (p.heads, 1, p.rows * p.heads)
-                elif p.layout == "heads":  # some of the heads of a joint projection
-                    strides = ((p.heads + 2) * p.cols, p.cols, 1)
-                size = p.rows * max(strides[0], p.heads * p.cols)
-                memory = torch.randn(size + skew, generator=generator, device=device, dtype=GPU_DTYPES[kind])
-                args.append(memory.as_strided(shape, strides, skew))
-        scalars = {"eps": 1e-5, "weight_offset": 0.25}
-        return (*args, *[scalars[name] for name in self.scalars])
+    def lay(self, p: N, name: str, values: Tensor) -> Tensor:
+        if p.layout != "heads":
+            return super().lay(p, name, values)
+        skew = p.align % WIDEST_BYTES // p.itemsize
+        joint = values.new_empty(p.rows * (p.heads + 2) * p.cols + skew)[skew:].view(p.rows, p.heads + 2, p.cols)
+        return joint[:, : p.heads].copy_(values)  # some of the heads of a joint projection
 
     def work(self, p: N) -> Work:
-        elements = p.rows * p.heads * p.cols
-        moved = elements * p.itemsize * self._full(p)
-        for name in self.operands:
-            kind = self.kind(p, name)
-            if kind is not None and name in _AFFINE | _SUMMED:
-                moved += p.cols * (p.heads if p.per_head else 1) * GPU_DTYPES[kind].itemsize
         depth = max(p.cols, p.rows if self.strides_over_tiles else 0)
-        return Work(flops=float(self.flops_per_element * elements), bytes=float(moved), depth=float(depth))
+        return Work(float(self.flops_per_element * p.rows * p.heads * p.cols), self.bytes(p), depth=float(depth))
 
 
 def sms_here() -> int:
     return gpus.detect(torch.cuda.current_device() if torch.cuda.is_available() else None).sm_count
-
-
-def _ghost(t: Tensor | None) -> Tensor | None:
-    """``t`` without its memory."""
-    return None if t is None else torch.empty(t.shape, dtype=t.dtype, device="meta")
-
-
-def _walk(t: Tensor, flat: bool) -> tuple[int, int, int, int, int, int]:
-    """``cube`` of a tensor, its heads among the rows where it is ``flat``."""
-    shape, strides = t.shape, t.stride()
-    if flat:
-        found = matrix(shape, strides)
-        assert found is not None, "problem() asked"
-        rows, cols, row_stride, col_stride = found
-        return rows, 1, cols, row_stride if rows > 1 else 0, 0, col_stride
-    cubed = cube(shape, strides)
-    if cubed is None:
-        raise UnsupportedProblem(
-            f"leading dimensions but the last must be walked by one stride; strides {strides} of shape "
-            f"{tuple(shape)} are not: pass a contiguous copy"
-        )
-    return cubed
-
-
-def _affine_align(align: int, dtype: torch.dtype, kind: torch.dtype) -> int:
-    """What must divide the address of a weight of type ``kind`` beside operands aligned to ``align``."""
-    return min(WIDEST_BYTES, align // dtype.itemsize * kind.itemsize) if align > dtype.itemsize else 1
-
-
-def affine_kind(t: Tensor | None, x: Tensor) -> str:
-    return "none" if t is None else "same" if t.dtype == x.dtype else "fp32"
-
-
-def typed(p: NormProblem, kind: str) -> str | None:
-    """A field like ``weight``, as the type it stands for."""
-    return {"same": p.dtype, "fp32": "fp32", "none": None}[kind]
 
 
 def wide(t: Tensor) -> Tensor:

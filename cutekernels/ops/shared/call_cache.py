@@ -1,124 +1,309 @@
-"""Calls met before: what lets ``gemm`` go from its arguments to a launch in about a microsecond.
+"""Calls that repeat: from operands to a launch without checks, a problem or a plan.
 
-Two tables, both keyed by all that a plan depends on: a launch by addresses checks nothing. ``calls`` is
-keyed by shapes, strides and scalars. ``recent`` is keyed by b's address alone: weights stay where they are and are
-met again in the same company, which one of torch's compiled guards confirms in 0.3 us, where making and looking up
-the first key takes 1.0. Where the buffers are the last call's too, the arithmetic that tells them apart is spared.
+Each op has a :class:`CallCache` of two tables. ``replay`` looks a call up by the address of its last operand (weights
+stay where they are) and has one of torch's compiled guards confirm that all operands look as they did; ``recall``
+looks it up by a key of all that a plan depends on, which takes longer to make than a guard to run. Addresses are
+compared each time: their alignment, and that results lie apart from what they must not overwrite.
+Host times: docs/notes/host.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, NamedTuple
+from operator import xor
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from cutekernels import dispatch
+from cutekernels.ops.shared.checks import WIDEST_BYTES
+from cutekernels.ops.shared.strides import Pair, collide
 
 TensorGuards: Any
 try:
     TensorGuards = import_module("torch._C._dynamo.guards").TensorGuards
-except (ImportError, AttributeError):  # a torch that keeps them elsewhere: calls alone is a little slower
+except (ImportError, AttributeError):  # another home in some other torch: every call is recalled by its key
     TensorGuards = None
 
-MOST_CALLS = 4096  # problems remembered; a caller with more shapes than this pays the slow path again
-MOST_CHANGES = 16  # how often an address may be met in other company before it is let be
+Tensors = tuple[Tensor, ...]
+Inputs = tuple[Tensor | None, ...]
+Fire = Callable[[list[int], tuple[Any, ...]], None]  # (addresses of the operands, scalars)
+
+MOST_CALLS = 4096  # entries of a table, which begins anew when it is full
+MOST_CHANGES = 16  # guards made for one address; behind them its calls are recalled by their keys
+_UNALIGNED = WIDEST_BYTES - 1
+
+# Looked up once: each dotted name costs a call 30 ns.
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+_increment_version = torch._C._increment_version
+_is_grad_enabled = torch.is_grad_enabled
+_traced_by_dynamo = torch.compiler.is_dynamo_compiling  # other tracers make tensors that guards refuse
 
 
-class Call(NamedTuple):
-    """What a warm call needs: the launch, the bytes that a, b and out span, out's shape, and what tensors do not say.
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Everything that options and the operands' shapes, strides, types and alignment decide about a call.
 
-    ``launch(out, a, b, c, bias, alpha, beta)``; where ``numbers`` are known, it has a ``kernel`` that takes addresses.
-    ``bits``: the last four bits of the addresses, joined.
+    ``launch(*results, *inputs, *scalars)``; None where there is nothing to compute. ``fire``: the same by addresses,
+    where the kernel takes them. ``pairs``: operands to keep apart. ``fresh``: sizes and dtype (None for that of the
+    input at ``like``) of the results that a call allocates.
     """
 
-    launch: Callable[..., Any]
-    span_a: int
-    span_b: int
-    span: int
-    shape: tuple[int, ...]
-    bits: int
-    activation: str | None
-    accumulate: str
-    numbers: tuple[int, ...] | None = None
-
-    def fits(self, at_a: int, at_b: int, at: int) -> bool:
-        """Whether out, at ``at``, is apart from a and b, and all are aligned as the launch was planned for."""
-        return (
-            (at_a | at_b | at) & 15 == self.bits
-            and (at + self.span <= at_a or at_a + self.span_a <= at)
-            and (at + self.span <= at_b or at_b + self.span_b <= at)
-        )
-
-
-class Recent(NamedTuple):
-    """A :class:`Call` as it was last made with one b. ``guard(*tensors)``: they are as they were then.
-
-    ``launch``: the call's, or where it has ``numbers`` its kernel's, of addresses.
-    ``places``: a's and out's addresses at the last launch, which were found apart and as aligned as the call wants.
-    """
-
-    guard: Callable[..., bool]
-    launch: Callable[..., Any]
-    numbers: tuple[int, ...] | None
     device: int
-    activation: str | None
-    accumulate: str
-    places: list[int]
-    call: Call
+    launch: Callable[..., None] | None
+    fire: Fire | None
+    pairs: tuple[Pair, ...]
+    fresh: tuple[tuple[tuple[Any, ...], torch.dtype | None], ...]
+    like: int
+
+    @classmethod
+    def of(
+        cls,
+        launch: Callable[..., None] | None,
+        inputs: Inputs,
+        fresh: Sequence[Tensor],
+        pairs: tuple[Pair, ...] = (),
+        fire: Fire | None = None,
+    ) -> Call:
+        """The call of ``inputs`` that allocates what looks like ``fresh``, contiguous."""
+        like, first = next((i, t) for i, t in enumerate(inputs) if t is not None)
+        made = [(tuple(t.shape) or ((),), None if t.dtype == first.dtype else t.dtype) for t in fresh]
+        return cls(first.get_device(), launch, fire, pairs, tuple(made), like)
+
+    def fits(self, operands: Inputs, addresses: list[int], known: list[int]) -> bool:
+        """Whether ``addresses`` are aligned as ``known`` and apart as they must be. They are then the known ones."""
+        for changed in map(xor, addresses, known):
+            if changed & _UNALIGNED:
+                return False
+        for i, j, low, high, _ in self.pairs:  # written out: most spans do not meet
+            if low < addresses[j] - addresses[i] < high and collide(self.pairs, operands, addresses):
+                return False
+        known[:] = addresses
+        return True
+
+    def run(self, results: Tensors | None, inputs: Inputs, addresses: list[int], scalars: tuple[Any, ...]) -> Tensors:
+        """Allocates and launches on the current device."""
+        written = results or ()
+        for size, kind in self.fresh:
+            like: Tensor = inputs[self.like]  # type: ignore[assignment]
+            t = like.new_empty(*size) if kind is None else like.new_empty(*size, dtype=kind)
+            addresses.insert(len(written), t.data_ptr())
+            written += (t,)
+        if self.fire is not None:
+            self.fire(addresses, scalars)
+        elif self.launch is not None:
+            self.launch(*written, *inputs, *scalars)
+        if results is not None:
+            _increment_version(results)
+        return written
 
 
-calls: dict[tuple[Any, ...], Call] = {}
-recent: dict[int, Recent] = {}  # by b's address, complemented for calls without out
-_changes: dict[Hashable, int] = {}
+# A call as it was last made with one last operand: (guard, options, config, absent, terms, known, call).
+# ``guard(*operands)`` says whether all but those ``absent`` look as they did. ``terms`` are (an operand requires a
+# gradient, device), None where no gradient and no other GPU is there. ``known``: addresses found aligned and apart.
+Recent = tuple[
+    Callable[..., bool], tuple[object, ...], object, list[int], tuple[bool, int] | None, list[int], Call
+]  # fmt: skip
+
+
+class CallCache:
+    """The calls of one op. Takes ``results`` as the caller gave them, None for results to be allocated.
+
+    ``options`` and ``config`` are part of what a plan depends on, ``scalars`` are each call's own.
+    """
+
+    __slots__ = ("_changes", "calls", "recent")
+
+    def __init__(self) -> None:
+        self.calls: dict[tuple[object, ...] | None, Call] = {}
+        self.recent: dict[int, Recent] = {}  # by the last operand's address, complemented where results are given
+        self._changes: dict[int, int] = {}
+        _caches.append(self)
+
+    def forget(self) -> None:
+        for table in (self.calls, self.recent, self._changes):
+            table.clear()
+
+    def replay(
+        self,
+        results: Tensors | None,
+        inputs: Inputs,
+        options: tuple[object, ...],
+        scalars: tuple[Any, ...] = (),
+        config: object = None,
+    ) -> Tensors | None:
+        """The results of a call like the last one with its last operand; None, and nothing was done, for any other."""
+        if _traced_by_dynamo():
+            return None
+        operands = inputs if results is None else results + inputs
+        try:
+            addresses = [0 if t is None else t.data_ptr() for t in operands]
+        except RuntimeError:  # a tensor without memory of its own
+            return None
+        last = addresses[-1] or _last(addresses)
+        found = self.recent.get(last if results is None else ~last)
+        if found is None:
+            return None
+        guard, its_options, its_config, absent, terms, known, call = found
+        if its_options != options or its_config is not config:
+            return None
+        if terms is not None and ((terms[0] and _is_grad_enabled()) or terms[1] != _current_device()):
+            return None
+        if not absent:
+            if not guard(*operands):
+                return None
+        elif _absent(operands) != absent or not guard(*[t for t in operands if t is not None]):
+            return None
+        if addresses != known and not call.fits(operands, addresses, known):
+            return None
+        if results is None or call.fire is None or call.fresh:
+            return call.run(results, inputs, addresses, scalars)
+        call.fire(addresses, scalars)
+        _increment_version(results)
+        return results
+
+    def recall(
+        self,
+        results: Tensors | None,
+        inputs: Inputs,
+        options: tuple[object, ...],
+        scalars: tuple[Any, ...] = (),
+        config: object = None,
+    ) -> Tensors | None:
+        """:meth:`replay` for a call like any that was added: by its key, on whatever device."""
+        operands = inputs if results is None else (*results, *inputs)
+        try:
+            addresses = [0 if t is None else t.data_ptr() for t in operands]
+            call = self.calls.get(cache_key(operands, addresses, options, config))
+        except (RuntimeError, TypeError):  # tensors without strides or memory, options without a hash
+            return None
+        if call is None or collide(call.pairs, operands, addresses):
+            return None
+        return self._made(call, results, inputs, addresses, options, scalars, config)
+
+    def add(
+        self,
+        call: Call,
+        results: Tensors | None,
+        inputs: Inputs,
+        options: tuple[object, ...],
+        scalars: tuple[Any, ...] = (),
+        config: object = None,
+    ) -> Tensors:
+        """Makes ``call`` and has calls like it replayed from now on. Its operands have been checked."""
+        operands = inputs if results is None else (*results, *inputs)
+        addresses = [0 if t is None else t.data_ptr() for t in operands]
+        key = cache_key(operands, addresses, options, config)
+        hash(key)  # options without a hash fail before anything is launched
+        made = self._made(call, results, inputs, addresses, options, scalars, config)
+        if key is not None:
+            _keep(self.calls, key, call)
+        return made
+
+    def _made(
+        self,
+        call: Call,
+        results: Tensors | None,
+        inputs: Inputs,
+        addresses: list[int],
+        options: tuple[object, ...],
+        scalars: tuple[Any, ...],
+        config: object,
+    ) -> Tensors:
+        """Runs ``call`` on its device and guards the next one of the same last operand."""
+        known = list(addresses)
+        if call.device == _current_device():
+            made = call.run(results, inputs, addresses, scalars)
+        else:
+            with torch.cuda.device(call.device):
+                made = call.run(results, inputs, addresses, scalars)
+        operands = inputs if results is None else (*results, *inputs)
+        given = [t for t in operands if t is not None]
+        if call.launch is None or len(set(map(id, given))) < len(given):  # no guard passes one tensor in two places
+            return made
+        last = _last(known)
+        place = last if results is None else ~last
+        changes = self._changes.get(place, 0)
+        if TensorGuards is None or changes > MOST_CHANGES:
+            self.recent.pop(place, None)
+        else:
+            _keep(self._changes, place, changes + 1)
+            graded = any(t.requires_grad for t in given)
+            terms = (graded, call.device) if graded or torch.cuda.device_count() != 1 else None
+            _keep(self.recent, place, (guard_of(given), options, config, _absent(operands), terms, known, call))
+        return made
+
+
+_caches: list[CallCache] = []
 
 
 def forget() -> None:
-    calls.clear()
-    recent.clear()
-    _changes.clear()
+    """Drops every cached call."""
+    for cache in _caches:
+        cache.forget()
 
 
 dispatch.on_reload(forget)
 
 
-def remember(key: tuple[Any, ...], call: Call) -> None:
-    if len(calls) >= MOST_CALLS:
-        forget()
-    calls[key] = call
-
-
-def expect(address: int, call: Call, *tensors: Tensor) -> None:
-    """Has the next call with b at ``address`` look like this one, where torch has guards and nobody differentiates."""
-    guard = None if any(t.requires_grad for t in tensors) else guard_for(address, tensors)
-    if guard is not None:
-        launch = call.launch if call.numbers is None else call.launch.kernel  # type: ignore[attr-defined]
-        said = call.activation, call.accumulate
-        keep(recent, address, Recent(guard, launch, call.numbers, tensors[0].get_device(), *said, [-1, -1], call))
-
-
-def guard_for(key: Hashable, tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """:func:`guard_of` the ``tensors`` last met under ``key``; None where those were others too often."""
-    changes = _changes.get(key, 0)
-    if TensorGuards is None or changes > MOST_CHANGES:
-        return None
-    keep(_changes, key, changes + 1)
-    return guard_of(tensors)
-
-
-def keep(table: dict[Any, Any], key: Hashable, value: object) -> None:
-    """``table[key] = value``, in a table that begins anew when it is full."""
-    if len(table) >= MOST_CALLS:
-        table.clear()
-    table[key] = value
+def cache_key(
+    operands: Inputs, addresses: Sequence[int], options: tuple[object, ...], config: object
+) -> tuple[object, ...] | None:
+    """All that a plan depends on. None where memory does not hold an operand's values, so that torch has to step in."""
+    facts: list[object] = [options, config]
+    for t, address in zip(operands, addresses, strict=True):
+        if t is None:
+            facts.append(None)
+        elif t.is_neg() or (not address and t.numel()):
+            return None
+        else:
+            facts += (t.shape, t.stride(), t.dtype, t.get_device(), address & _UNALIGNED)
+    return tuple(facts)
 
 
 def guard_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """``guard(*others)``: whether they are as ``tensors`` are in all but address and values.
 
-    Types, dtypes, devices, sizes, strides and dispatch keys, and whether a gradient is wanted: calls under another
-    mode of torch's (tracing, autograd, a dispatch mode, functorch) are other calls.
+    Types, dtypes, devices, sizes, strides, dispatch keys and ``requires_grad``: calls under another mode of torch's
+    (tracing, inference, a dispatch mode, functorch) are other calls. Whether gradients are enabled it does not say.
     """
     sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
     return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore[no-any-return]
+
+
+def stand_ins(
+    launch: Callable[..., None], ways: Sequence[Callable[[Tensor], Tensor] | None], copied: Sequence[int] = ()
+) -> Callable[..., None]:
+    """``launch`` with ``ways[i](operand)`` in the place of operand ``i``; results ``copied`` are then written back."""
+    if not any(ways):
+        return launch
+
+    def through(*args: Any) -> None:
+        places = [t if way is None or t is None else way(t) for t, way in zip(args, ways, strict=False)]
+        launch(*places, *args[len(ways) :])
+        for i in copied:
+            args[i].copy_(places[i])
+
+    return through
+
+
+def empty_copy(result: Tensor) -> Tensor:
+    """Contiguous memory for a ``result`` that kernels do not write where it lies."""
+    return torch.empty_like(result, memory_format=torch.contiguous_format)
+
+
+def _keep(table: dict[Any, Any], key: object, value: object) -> None:
+    if len(table) >= MOST_CALLS:
+        table.clear()
+    table[key] = value
+
+
+def _last(addresses: Sequence[int]) -> int:
+    return next(filter(None, reversed(addresses)), 0)
+
+
+def _absent(operands: Inputs) -> list[int]:
+    return [i for i, t in enumerate(operands) if t is None]

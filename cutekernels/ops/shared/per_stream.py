@@ -1,4 +1,4 @@
-"""Memory that launches write to on their way: one piece for each stream, whose launches follow one another.
+"""Scratch memory of launches: one piece for each stream, whose launches follow one another.
 
 A launch captured in a graph has a piece of its own, since graphs replay on any stream.
 """
@@ -23,7 +23,7 @@ class PerStream(Generic[T]):
         self._by_stream: dict[tuple[int, int], T] = {}
 
     def get(self) -> T:
-        """Of the current device and stream."""
+        """The piece of the current device and stream."""
         if torch.cuda.is_current_stream_capturing():
             return self._captured()
         device = torch.cuda.current_device()
@@ -35,7 +35,7 @@ class PerStream(Generic[T]):
 
 
 class Reserve:
-    """``count`` zeros of each device, taken in turn: while launches are captured nothing can be zeroed once for all."""
+    """``count`` zeros of each device, taken in turn by captured launches, which cannot have theirs zeroed once."""
 
     def __init__(self, count: int, dtype: torch.dtype) -> None:
         self._count, self._dtype = count, dtype
@@ -44,12 +44,12 @@ class Reserve:
         self._taken: dict[int, int] = {}
 
     def prepare(self) -> None:
-        """Allocates the current device's, before any capture."""
+        """Allocates the zeros of the current device, before any capture."""
         with self._lock:
             self._of(torch.cuda.current_device())
 
     def take(self, count: int) -> Tensor:
-        """The next ``count`` of the current device's, contiguous; from the first on again behind the last."""
+        """The next ``count`` zeros of the current device, contiguous; behind the last ones the first ones again."""
         device = torch.cuda.current_device()
         with self._lock:
             begin = self._taken.get(device, 0)
@@ -61,11 +61,11 @@ class Reserve:
     def _of(self, device: int) -> Tensor:
         if device not in self._zeros:
             self._zeros[device] = torch.zeros(self._count, device=f"cuda:{device}", dtype=self._dtype)
-            torch.cuda.current_stream(device).synchronize()  # whoever takes some may do so on another stream
+            torch.cuda.current_stream(device).synchronize()  # they may be taken on another stream
         return self._zeros[device]
 
 
-_tickets = Reserve(1 << 20, torch.int32)  # for captured launches; each leaves its own zero
+_tickets = Reserve(1 << 20, torch.int32)  # for captured launches; each leaves its tickets zero
 
 
 class Workspace(PerStream[tuple[Tensor, Tensor]]):

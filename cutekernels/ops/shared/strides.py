@@ -1,7 +1,6 @@
 """How tensors lie in memory: as a matrix of rows, over themselves, and beside one another.
 
-Pure arithmetic on shapes, strides and addresses. Any op that flattens leading dimensions or takes ``out=``
-asks here.
+Pure arithmetic on shapes, strides and addresses, for ops that flatten leading dimensions or take ``out=``.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Relation = Literal["apart", "same", "overlap"]
+Pair = tuple[int, int, int, int, bool]  # (result i, operand j, low, high, whether j may be i); see pairs
 
 
 def matrix(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int, int] | None:
@@ -77,7 +77,7 @@ def is_dense(t: Tensor) -> bool:
 
 
 def span_bytes(t: Tensor) -> int:
-    """From the first byte of ``t`` to behind its last one; 0 for an empty tensor."""
+    """Bytes from the first one of ``t`` to its last one, both counted; 0 for an empty tensor."""
     if t.numel() == 0:
         return 0
     reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
@@ -120,6 +120,33 @@ def relation(out: Tensor, t: Tensor) -> Relation:
     return "overlap" if k <= other_rows - 1 and distance + k * pitch < width else "apart"
 
 
+def pairs(results: int, operands: Sequence[Tensor | None], in_place: Sequence[int] = ()) -> tuple[Pair, ...]:
+    """Each of the first ``results`` operands beside every later one; none with an empty tensor, which touches nothing.
+
+    Operand j touches what result i spans where it begins more than ``low`` and less than ``high`` bytes from it.
+    ``in_place``: operands that a result may be, element upon element.
+    """
+    spans = [0 if t is None else span_bytes(t) for t in operands]
+    return tuple(
+        [
+            (i, j, -spans[j], spans[i], j in in_place)
+            for i in range(results)
+            for j in range(i + 1, len(operands))
+            if spans[i] and spans[j]
+        ]
+    )
+
+
+def collide(pairs: Sequence[Pair], operands: Sequence[Tensor | None], addresses: Sequence[int]) -> bool:
+    """Whether a pair shares memory other than as it may. Spans that do not meet are told apart by addresses alone."""
+    for i, j, low, high, in_place in pairs:
+        if low < addresses[j] - addresses[i] < high:
+            found = relation(operands[i], operands[j])  # type: ignore[arg-type]
+            if found == "overlap" or (found == "same" and not in_place):
+                return True
+    return False
+
+
 def _lattice(t: Tensor) -> tuple[list[tuple[int, int]], int] | None:
     """``t`` as runs of contiguous bytes: (count, stride in bytes) of the runs, closest first, and a run's width.
 
@@ -150,5 +177,5 @@ def _nested(steps: Sequence[tuple[int, int]]) -> bool:
 
 
 def walk(t: Tensor) -> tuple[int, ...]:
-    """The strides that are ever taken."""
+    """Strides of the dimensions with more than one element: those that are ever taken."""
     return tuple(s for n, s in zip(t.shape, t.stride(), strict=True) if n != 1)

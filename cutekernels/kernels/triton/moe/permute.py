@@ -1,7 +1,7 @@
 """Grouping (token, slot) pairs by expert, and moving rows there and back.
 
 A counting sort, stable and without atomics: programs take consecutive runs of the pairs, in order. Each counts its
-runs per expert; what is before a program in the output follows from everyone's counts; inside a block of pairs a
+runs per expert; a program's place in the output follows from the counts of all; inside a block of pairs a
 bitonic sort of ``id * BLOCK + place`` keeps equal ids in order.
 """
 
@@ -13,7 +13,7 @@ from cutekernels.kernels.triton.dependent import await_turn
 
 @triton.jit
 def _bins(ids_ptr, begin, end, experts, BLOCK: tl.constexpr):
-    """Which of the pairs from ``begin`` on are before ``end``, and their bins.
+    """A mask of the pairs from ``begin`` on that are before ``end``, and their bins.
 
     An id that names no expert goes to the bin behind the last expert.
     """
@@ -34,7 +34,7 @@ def _count(counts_ptr, ids_ptr, begin, end, experts, BINS: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def _everyones(counts_ptr, BINS: tl.constexpr):
+def _counts_of_all(counts_ptr, BINS: tl.constexpr):
     """The counts of all programs, and of those before this one."""
     TILE: tl.constexpr = 8192 // BINS  # rows whose loads are in flight together
     total = tl.zeros([BINS], tl.int32)
@@ -50,7 +50,7 @@ def _everyones(counts_ptr, BINS: tl.constexpr):
 
 @triton.jit
 def _own(ids_ptr, begin, pairs, experts, BINS: tl.constexpr, BLOCK: tl.constexpr):
-    """:func:`_everyones`, counted by this program itself. ``begin`` is a multiple of BLOCK."""
+    """:func:`_counts_of_all`, counted by this program itself. ``begin`` is a multiple of BLOCK."""
     total = tl.zeros([BINS], tl.int32)
     before = tl.zeros([BINS], tl.int32)
     for at in range(0, pairs, BLOCK):
@@ -101,10 +101,10 @@ def moe_permute(
     offsets_ptr,
     inverse_ptr,
     ids_ptr,
-    counts_ptr,
     pairs,
     experts,
     run,
+    counts_ptr,
     phase,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -114,7 +114,7 @@ def moe_permute(
     """``order``: pairs grouped by expert; ``offsets``: where each group begins; ``inverse``: where each pair went.
 
     Schedule: program p owns pairs [p * run, (p + 1) * run). With two PASSES it is launched twice: phase 0 writes the
-    counts of each program, phase 1 reads everyone's and places. With one, each program counts all pairs itself.
+    counts of each program, phase 1 reads those of all and places. With one, each program counts all pairs itself.
     """
     await_turn(DEPENDENT)
     begin = tl.program_id(0) * run
@@ -126,7 +126,7 @@ def moe_permute(
         if phase == 0:
             _count(counts_ptr, ids_ptr, begin, end, experts, BINS, BLOCK)
         else:
-            total, before = _everyones(counts_ptr, BINS)
+            total, before = _counts_of_all(counts_ptr, BINS)
             _place(order_ptr, offsets_ptr, inverse_ptr, ids_ptr, begin, end, experts, total, before, BINS, BLOCK)
 
 

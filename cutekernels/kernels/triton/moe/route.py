@@ -54,7 +54,7 @@ def _exp(x):
 
 @triton.jit
 def _rows(tokens, TOKENS: tl.constexpr):
-    """This program's first row, and which of its TOKENS rows there are."""
+    """This program's first row, and a mask of its TOKENS rows."""
     first = tl.program_id(0).to(tl.int64) * TOKENS
     left = tl.minimum(tokens - first, TOKENS).to(tl.int32)
     r = tl.arange(0, TOKENS)

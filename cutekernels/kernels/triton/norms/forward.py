@@ -3,24 +3,23 @@
 Operands are cubes of (rows, heads, cols); a matrix (NESTED=False) has no heads. A *tile* is BLOCK_ROWS rows at one
 head. Where rows fit in registers (RESIDENT) a tile is as wide as a row, and every element is read once. Wider rows
 are walked in chunks of BLOCK_COLS: once for the statistics, twice where they are centred, and once more for the
-results, by when the row is in the L2 cache.
+results, when the row is in the L2 cache.
 
 A program takes one tile, or (STAGES > 0) stays and strides over the tiles: Triton then copies the operands of the
-next STAGES - 1 tiles into shared memory while this one is reduced. The stride is a multiple of the heads where each
-head has weights of its own, so that a program meets one row of weights and loads it once.
+next STAGES - 1 tiles into shared memory while this one is reduced. With weights for each head (PER_HEAD) the stride
+is a multiple of the heads, so that all tiles of a program have the same weights, which it loads once.
 
-Inside the kernels an operand is a tuple: pointer, then the strides of rows, heads and columns; weights and biases
-have a row stride of 0. Arithmetic is in fp32, results are rounded once, offsets are 64 bits wide.
+Inside the kernels an operand is a tuple: pointer, then the strides of rows, heads and columns. Weights and biases are
+contiguous: pointer, then the stride of heads, 0 where all share them. Arithmetic is in fp32, results are rounded once,
+offsets are 64 bits wide. The L2 keeps results of at most KEPT bytes (docs/notes/norms.md#kept-results).
 """
 
 import triton
 import triton.language as tl
 
-from cutekernels.kernels.cache import KEPT_BYTES
 from cutekernels.kernels.triton.dependent import ask, await_turn
 
-FEW = tl.constexpr(128)  # programs, all of which are placed at once
-KEPT = tl.constexpr(KEPT_BYTES)
+FEW = tl.constexpr(128)  # programs that all SMs hold at once
 
 
 @triton.jit
@@ -33,11 +32,10 @@ def _place(index, heads, BLOCK_ROWS: tl.constexpr, NESTED: tl.constexpr):
 
 
 @triton.jit
-def _ask(operand, weight, cols, WEIGHT: tl.constexpr, NESTED: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Asks for the first row of this program's tile, and for the weight, where programs are few.
+def _prefetch(operand, weight, cols, WEIGHT: tl.constexpr, NESTED: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """Prefetches the first row of this program's tile, and the weight, into the L2 where programs are few.
 
-    H200, cold L2, one row of 3584 and a product behind it: 8.30 -> 8.05 us (18944 columns 33.56 -> 33.05); 16 and 64
-    rows neither gain nor lose. More programs would ask for what they are about to load.
+    With more programs the prefetch would only repeat the loads that follow. docs/notes/norms.md#prefetch
     """
     if not NESTED:  # noqa: SIM102  known when compiled
         if operand[3] == 1:  # noqa: SIM102
@@ -56,9 +54,9 @@ def _at(operand, row, head, r, c):
 
 @triton.jit
 def _affine(operand, head, c, inside, PRESENT: tl.constexpr):
-    """A weight or a bias as it is stored: half the registers of fp32 while rows are reduced. Shape (1, width of c)."""
+    """A weight or a bias as it is stored, in half the registers of fp32. Shape (1, width of c)."""
     if PRESENT:
-        at = operand[0] + head * operand[2] + c.to(tl.int64) * operand[3]
+        at = operand[0] + head * operand[1] + c.to(tl.int64)
         return tl.load(at, mask=inside, other=0.0)[None, :]
     else:
         return 0.0
@@ -80,8 +78,8 @@ def _store(operand, value, row, head, r, c, inside):
 
 
 @triton.jit
-def _keep(operand, value, row, head, r, c, inside, size):
-    """``_store``; the L2 cache is asked to keep few bytes (``kernels/cache.py``). The result has ``size`` elements."""
+def _keep(operand, value, row, head, r, c, inside, size, KEPT: tl.constexpr):
+    """``_store`` of a result of ``size`` elements, evicted last from the L2 if it has at most KEPT bytes."""
     at, rounded = _at(operand, row, head, r, c), value.to(operand[0].dtype.element_ty)
     if size * (operand[0].dtype.element_ty.primitive_bitwidth // 8) <= KEPT:
         tl.store(at, rounded, mask=inside, eviction_policy="evict_last")
@@ -136,6 +134,7 @@ def _resident(
     RESIDUAL: tl.constexpr,
     CENTRED: tl.constexpr,
     ROUND_TWICE: tl.constexpr,
+    KEPT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
@@ -145,12 +144,12 @@ def _resident(
     inside = (r < rows - row)[:, None] & (c < cols)[None, :]
     value = _summed(x, residual, row, head, r, c, inside, RESIDUAL, "")
     if RESIDUAL:
-        _keep(u, value, row, head, r, c, inside, size)
+        _keep(u, value, row, head, r, c, inside, size, KEPT)
     if CENTRED:
         value = tl.where(inside, value - (tl.sum(value, axis=1) / cols)[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(value * value, axis=1) / cols + eps)
     scaled = _scaled(value, rstd, weight, weight_offset, bias, y, WEIGHT, SHIFTED, BIAS, ROUND_TWICE)
-    _keep(y, scaled, row, head, r, c, inside, size)
+    _keep(y, scaled, row, head, r, c, inside, size, KEPT)
 
 
 @triton.jit
@@ -173,11 +172,10 @@ def _chunked(
     RESIDUAL: tl.constexpr,
     CENTRED: tl.constexpr,
     ROUND_TWICE: tl.constexpr,
+    KEPT: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """One row, walked in chunks. A result may be an operand itself: nothing is written before the last pass, which
-    reads what it overwrites.
-    """
+    """One row, walked in chunks. A result may be an operand itself: only the last pass writes, behind what it reads."""
     r = tl.arange(0, 1)
     mean = tl.zeros([1], tl.float32)
     if CENTRED:
@@ -200,11 +198,11 @@ def _chunked(
         inside = (c < cols)[None, :]
         value = _summed(x, residual, row, head, r, c, inside, RESIDUAL, "evict_first")
         if RESIDUAL:
-            _keep(u, value, row, head, r, c, inside, size)
+            _keep(u, value, row, head, r, c, inside, size, KEPT)
         w = _affine(weight, head, c, c < cols, WEIGHT)
         b = _affine(bias, head, c, c < cols, BIAS)
         scaled = _scaled(value - mean[:, None], rstd, w, weight_offset, b, y, WEIGHT, SHIFTED, BIAS, ROUND_TWICE)
-        _keep(y, scaled, row, head, r, c, inside, size)
+        _keep(y, scaled, row, head, r, c, inside, size, KEPT)
 
 
 @triton.jit
@@ -226,6 +224,7 @@ def _forward(
     RESIDUAL: tl.constexpr,
     CENTRED: tl.constexpr,
     ROUND_TWICE: tl.constexpr,
+    KEPT: tl.constexpr,
     NESTED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
@@ -235,7 +234,7 @@ def _forward(
     size = rows * heads * cols
     if RESIDENT:
         row, head = _place(tl.program_id(0).to(tl.int64), heads, BLOCK_ROWS, NESTED)
-        # Asked for before any row is waited for, so that they arrive together.
+        # Weights are loaded ahead of the first row, so that they arrive together.
         c = tl.arange(0, BLOCK_COLS)
         w = _affine(weight, head, c, c < cols, WEIGHT)
         b = _affine(bias, head, c, c < cols, BIAS)
@@ -246,18 +245,18 @@ def _forward(
                 row, head = _place(index, heads, BLOCK_ROWS, NESTED)
                 _resident(
                     y, u, x, residual, w, b, row, head, rows, cols, size, eps, weight_offset,
-                    WEIGHT, SHIFTED, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, BLOCK_ROWS, BLOCK_COLS,
+                    WEIGHT, SHIFTED, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, KEPT, BLOCK_ROWS, BLOCK_COLS,
                 )  # fmt: skip
         else:
             _resident(
                 y, u, x, residual, w, b, row, head, rows, cols, size, eps, weight_offset,
-                WEIGHT, SHIFTED, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, BLOCK_ROWS, BLOCK_COLS,
+                WEIGHT, SHIFTED, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, KEPT, BLOCK_ROWS, BLOCK_COLS,
             )  # fmt: skip
     else:
         row, head = _place(tl.program_id(0).to(tl.int64), heads, BLOCK_ROWS, NESTED)
         _chunked(
             y, u, x, residual, weight, bias, row, head, cols, size, eps, weight_offset,
-            WEIGHT, SHIFTED, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, BLOCK_COLS,
+            WEIGHT, SHIFTED, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, KEPT, BLOCK_COLS,
         )  # fmt: skip
 
 
@@ -275,14 +274,14 @@ def rms_norm(
     x_row,
     x_head,
     x_col,
-    weight_head,
-    weight_col,
     eps,
     weight_offset,
     WEIGHT: tl.constexpr,
     SHIFTED: tl.constexpr,
     ROUND_TWICE: tl.constexpr,
+    KEPT: tl.constexpr,
     NESTED: tl.constexpr,
+    PER_HEAD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     RESIDENT: tl.constexpr,
@@ -295,13 +294,13 @@ def rms_norm(
     """
     x = (x_ptr, x_row, x_head, x_col)
     y = (y_ptr, y_row, y_head, y_col)
-    weight = (weight_ptr, 0, weight_head, weight_col)
+    weight = (weight_ptr, cols if PER_HEAD else 0)
     if DEPENDENT:
-        _ask(x, weight, cols, WEIGHT, NESTED, BLOCK_ROWS)
+        _prefetch(x, weight, cols, WEIGHT, NESTED, BLOCK_ROWS)
     await_turn(DEPENDENT)
     _forward(
         y, y, x, x, weight, weight, rows, heads, cols, eps, weight_offset,
-        WEIGHT, SHIFTED, False, False, False, ROUND_TWICE, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
+        WEIGHT, SHIFTED, False, False, False, ROUND_TWICE, KEPT, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
     )  # fmt: skip
 
 
@@ -327,14 +326,14 @@ def add_rms_norm(
     residual_row,
     residual_head,
     residual_col,
-    weight_head,
-    weight_col,
     eps,
     weight_offset,
     WEIGHT: tl.constexpr,
     SHIFTED: tl.constexpr,
     ROUND_TWICE: tl.constexpr,
+    KEPT: tl.constexpr,
     NESTED: tl.constexpr,
+    PER_HEAD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     RESIDENT: tl.constexpr,
@@ -346,14 +345,14 @@ def add_rms_norm(
     residual = (residual_ptr, residual_row, residual_head, residual_col)
     y = (y_ptr, y_row, y_head, y_col)
     u = (u_ptr, u_row, u_head, u_col)
-    weight = (weight_ptr, 0, weight_head, weight_col)
+    weight = (weight_ptr, cols if PER_HEAD else 0)
     if DEPENDENT:
-        _ask(x, weight, cols, WEIGHT, NESTED, BLOCK_ROWS)
-        _ask(residual, weight, cols, False, NESTED, BLOCK_ROWS)
+        _prefetch(x, weight, cols, WEIGHT, NESTED, BLOCK_ROWS)
+        _prefetch(residual, weight, cols, False, NESTED, BLOCK_ROWS)
     await_turn(DEPENDENT)
     _forward(
         y, u, x, residual, weight, weight, rows, heads, cols, eps, weight_offset,
-        WEIGHT, SHIFTED, False, True, False, ROUND_TWICE, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
+        WEIGHT, SHIFTED, False, True, False, ROUND_TWICE, KEPT, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
     )  # fmt: skip
 
 
@@ -372,14 +371,12 @@ def layer_norm(
     x_row,
     x_head,
     x_col,
-    weight_head,
-    weight_col,
-    bias_head,
-    bias_col,
     eps,
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
+    KEPT: tl.constexpr,
     NESTED: tl.constexpr,
+    PER_HEAD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     RESIDENT: tl.constexpr,
@@ -390,9 +387,9 @@ def layer_norm(
     await_turn(DEPENDENT)
     x = (x_ptr, x_row, x_head, x_col)
     y = (y_ptr, y_row, y_head, y_col)
-    weight = (weight_ptr, 0, weight_head, weight_col)
-    bias = (bias_ptr, 0, bias_head, bias_col)
+    weight = (weight_ptr, cols if PER_HEAD else 0)
+    bias = (bias_ptr, cols if PER_HEAD else 0)
     _forward(
         y, y, x, x, weight, bias, rows, heads, cols, eps, 0.0,
-        WEIGHT, False, BIAS, False, True, False, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
+        WEIGHT, False, BIAS, False, True, False, KEPT, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
     )  # fmt: skip

@@ -1,9 +1,9 @@
-"""The gradients of the norms in ``norms.py``, and the sums over rows that weights and biases need.
+"""The gradients of the norms in ``forward.py``, and the sums over rows that weights and biases need.
 
-A program strides over tiles (its stride a multiple of the heads where each head has weights of its own) and keeps its
-share of the weight's gradient in fp32: in registers where rows are RESIDENT, else in its own row of ``dweight_parts``,
-which stays in the L2 cache. Shares are added by :func:`column_sum` in a fixed order: no atomics, the same bits
-on every run. The statistics are computed again from ``x``, which has to be read anyway: saving them would only
+A program strides over tiles (with PER_HEAD by a multiple of the heads) and keeps its share of the weight's gradient in
+fp32: in registers where rows are RESIDENT, else in its own row of parts, which stays in the L2 cache. ``dweight_ptr``
+and ``dbias_ptr`` point to the parts, one row per program; :func:`column_sum` adds them in a fixed order: no atomics,
+the same bits on every run. The statistics are computed again from ``x``, which is read anyway: saving them would only
 add bytes.
 """
 
@@ -54,9 +54,9 @@ def _resident(
     cols,
     eps,
     CENTRED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIAS: tl.constexpr,
+    DU: tl.constexpr,
+    DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
@@ -77,12 +77,12 @@ def _resident(
     rstd = tl.rsqrt(squares / cols + eps)
     v = v * rstd[:, None]
     result = rstd[:, None] * (g_centred - v * (slope * rstd / cols)[:, None])
-    if RESIDUAL:
+    if DU:
         result += _loaded(du, row, head, r, c, inside)
     _store(dx, result, row, head, r, c, inside)
-    if PARTS:
+    if DWEIGHT:
         dw += d * v
-    if BIAS:
+    if DBIAS:
         db += d
     return dw, db
 
@@ -104,10 +104,10 @@ def _chunked(
     weight_offset,
     begun,
     CENTRED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
+    DU: tl.constexpr,
     WEIGHT: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIAS: tl.constexpr,
+    DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
     """One row in chunks. Its shares are added to the program's row of parts, which is written first if not begun."""
@@ -144,14 +144,14 @@ def _chunked(
         v = (_loaded(x, row, head, r, c, inside) - mean[:, None]) * rstd[:, None]
         g = d * _scale(weight, head, c, c < cols, weight_offset, WEIGHT)
         result = rstd[:, None] * (g - drift[:, None] - v * (slope * rstd / cols)[:, None])
-        if RESIDUAL:
+        if DU:
             result += _loaded(du, row, head, r, c, inside)
         _store(dx, result, row, head, r, c, inside)
         mine = (c < cols)[None, :]
-        if PARTS:
+        if DWEIGHT:
             at = dw_parts + c.to(tl.int64)[None, :]
             tl.store(at, tl.load(at, mask=mine & begun, other=0.0) + tl.where(inside, d * v, 0.0), mask=mine)
-        if BIAS:
+        if DBIAS:
             at = db_parts + c.to(tl.int64)[None, :]
             tl.store(at, tl.load(at, mask=mine & begun, other=0.0) + d, mask=mine)
 
@@ -171,10 +171,10 @@ def _backward(
     eps,
     weight_offset,
     CENTRED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
+    DU: tl.constexpr,
     WEIGHT: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIAS: tl.constexpr,
+    DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr,
     NESTED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
@@ -184,9 +184,9 @@ def _backward(
     pid = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
     tiles = tl.cdiv(rows, BLOCK_ROWS) * heads
-    if PARTS:
+    if DWEIGHT:
         dw_parts += pid * cols
-    if BIAS:
+    if DBIAS:
         db_parts += pid * cols
     if RESIDENT:
         c = tl.arange(0, BLOCK_COLS)
@@ -198,25 +198,25 @@ def _backward(
             row, head = _place(index, heads, BLOCK_ROWS, NESTED)
             dw, db = _resident(
                 dx, dy, x, du, w, dw, db, row, head, rows, cols, eps,
-                CENTRED, RESIDUAL, PARTS, BIAS, BLOCK_ROWS, BLOCK_COLS,
+                CENTRED, DU, DWEIGHT, DBIAS, BLOCK_ROWS, BLOCK_COLS,
             )  # fmt: skip
-        if PARTS:
+        if DWEIGHT:
             tl.store(dw_parts + c.to(tl.int64), tl.sum(dw, axis=0), mask=c < cols)
-        if BIAS:
+        if DBIAS:
             tl.store(db_parts + c.to(tl.int64), tl.sum(db, axis=0), mask=c < cols)
     else:
         for index in range(pid, tiles, programs):
             row, head = _place(index, heads, BLOCK_ROWS, NESTED)
             _chunked(
                 dx, dy, x, du, weight, dw_parts, db_parts, row, head, rows, cols, eps, weight_offset, index >= programs,
-                CENTRED, RESIDUAL, WEIGHT, PARTS, BIAS, BLOCK_COLS,
+                CENTRED, DU, WEIGHT, DWEIGHT, DBIAS, BLOCK_COLS,
             )  # fmt: skip
 
 
 @triton.jit
 def rms_norm_backward(
     dx_ptr,
-    dweight_parts_ptr,
+    dweight_ptr,
     dy_ptr,
     x_ptr,
     weight_ptr,
@@ -233,17 +233,16 @@ def rms_norm_backward(
     x_row,
     x_head,
     x_col,
-    weight_head,
-    weight_col,
     du_row,
     du_head,
     du_col,
     eps,
     weight_offset,
-    RESIDUAL: tl.constexpr,
+    DU: tl.constexpr,
     WEIGHT: tl.constexpr,
-    PARTS: tl.constexpr,
+    DWEIGHT: tl.constexpr,
     NESTED: tl.constexpr,
+    PER_HEAD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     RESIDENT: tl.constexpr,
@@ -259,17 +258,17 @@ def rms_norm_backward(
         (dy_ptr, dy_row, dy_head, dy_col),
         (x_ptr, x_row, x_head, x_col),
         (du_ptr, du_row, du_head, du_col),
-        (weight_ptr, 0, weight_head, weight_col),
-        dweight_parts_ptr, dweight_parts_ptr, rows, heads, cols, eps, weight_offset,
-        False, RESIDUAL, WEIGHT, PARTS, False, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
+        (weight_ptr, cols if PER_HEAD else 0),
+        dweight_ptr, dweight_ptr, rows, heads, cols, eps, weight_offset,
+        False, DU, WEIGHT, DWEIGHT, False, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
     )  # fmt: skip
 
 
 @triton.jit
 def layer_norm_backward(
     dx_ptr,
-    dweight_parts_ptr,
-    dbias_parts_ptr,
+    dweight_ptr,
+    dbias_ptr,
     dy_ptr,
     x_ptr,
     weight_ptr,
@@ -285,13 +284,12 @@ def layer_norm_backward(
     x_row,
     x_head,
     x_col,
-    weight_head,
-    weight_col,
     eps,
     WEIGHT: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIAS: tl.constexpr,
+    DWEIGHT: tl.constexpr,
+    DBIAS: tl.constexpr,
     NESTED: tl.constexpr,
+    PER_HEAD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     RESIDENT: tl.constexpr,
@@ -308,9 +306,9 @@ def layer_norm_backward(
         (dy_ptr, dy_row, dy_head, dy_col),
         x,
         x,
-        (weight_ptr, 0, weight_head, weight_col),
-        dweight_parts_ptr, dbias_parts_ptr, rows, heads, cols, eps, 0.0,
-        True, False, WEIGHT, PARTS, BIAS, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
+        (weight_ptr, cols if PER_HEAD else 0),
+        dweight_ptr, dbias_ptr, rows, heads, cols, eps, 0.0,
+        True, False, WEIGHT, DWEIGHT, DBIAS, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
-"""One task's rows of the database: what was tried before, and how an outcome becomes a trial.
+"""One task's rows in the database: earlier attempts, and how an outcome becomes a trial.
 
-Every attempt is a row the moment it is known, so a run that is killed loses the attempt in flight and nothing else.
-What belongs here is the translation between a search's words (config objects, facts, samples, failures) and
-:class:`~cutekernels.db.store.Trial`; decisions are ``search.py``'s and ``predict.py``'s.
+Every attempt is stored as soon as it is known, so a killed run loses only the attempt in flight. This module
+translates between a search's objects (configs, facts, samples, failures) and :class:`~cutekernels.db.store.Trial`;
+the decisions are made in ``search.py`` and ``predict.py``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from cutekernels.measure import Ratio, Samples
 from cutekernels.op import Config, Op, Problem
 
 ATTEMPTS = ("ok", "compile_error", "wrong_result", "crashed", "timeout", "pruned")
-"""Statuses that count against a task's budget; ``invalid`` cost nothing."""
+"""Statuses that count against a task's budget; ``invalid`` costs nothing."""
 
 _REMOTE_STATUS = {"CompileError": "compile_error", "InvalidConfig": "invalid", "WrongResult": "wrong_result"}
 
 
-class Ledger:
-    """The rows of one (gpu, op, revision, problem)."""
+class TaskHistory:
+    """Trials of one (gpu, op, revision, problem): earlier ones, and those this run adds."""
 
     def __init__(
         self, store: Store, op: Op[Any, Any], problem: Problem, gpu: GpuSpec, environment: Environment, origin: str
@@ -41,8 +41,8 @@ class Ledger:
 
     # -- reading
 
-    def history(self) -> list[Trial]:
-        """Earlier rows of this task and origin, oldest first."""
+    def earlier(self) -> list[Trial]:
+        """Rows of this task and origin that are stored already, oldest first."""
         return self._store.trials(**self._key, origin=self.origin)
 
     def winner(self) -> Trial | None:
@@ -50,7 +50,7 @@ class Ledger:
         return winners[0] if winners else None
 
     def config_of(self, trial: Trial) -> Config | None:
-        """The trial's config, or None where today's declaration no longer reads it."""
+        """The trial's config, or None where the op's current declaration cannot parse it."""
         try:
             config: Config = self.op.Config.parse(trial.config)
         except InvalidConfig:
@@ -58,13 +58,13 @@ class Ledger:
         return config
 
     def seeds(self, neighbours: int = 3) -> list[Config]:
-        """The previous winner of this task, then those of the nearest problems with the same static fields."""
+        """Winning configs to try first: this task's, then those of the nearest problems with the same static fields."""
         found: list[tuple[float, str, Trial]] = []
         for trial in self._store.winners(gpu=self.gpu.name, op=self.op.name, revision=self.op.revision):
             try:
                 other = self.op.Problem.parse(trial.problem)
             except UnsupportedProblem:
-                continue  # a row from before a field changed
+                continue  # stored before a field changed
             if other.static() == self.problem.static():
                 found.append((_log_distance(self.problem, other), trial.problem, trial))
         found.sort(key=lambda row: row[:2])
@@ -110,19 +110,19 @@ class Ledger:
         )
 
     def record(self, trials: Iterable[Trial]) -> None:
-        """Stores rows, in one transaction."""
+        """Store rows in one transaction."""
         self._store.record(trials)
 
     def crown(self, trial: Trial) -> bool:
-        """Points the task's winner at ``trial``; False where a measured winner keeps a predicted one out."""
+        """Make ``trial`` the task's winner; False where a measured winner keeps its place over a predicted one."""
         return self._store.crown(trial.id)
 
 
 def status_of(failure: ChildFailure, *, compiling: bool) -> str:
-    """The status that names a failed request: which process failed, and how.
+    """The trial status for a failed request, by which process failed and how.
 
     Raises:
-        StartFailed: no process could be started, which says nothing of the config: it must not become a row.
+        StartFailed: no process could be started; that is no result about the config, so no row is written.
     """
     if isinstance(failure, StartFailed):
         raise failure

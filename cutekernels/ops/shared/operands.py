@@ -1,0 +1,206 @@
+"""Operands as data: what an op's tensors are, and how given tensors fit that.
+
+An op declares each tensor once, as a class attribute::
+
+    out = Matrix("rows", "cols", result=True)
+    ids = Vector("rows", dtype="index")
+    table = Matrix("vocabulary", "cols")
+
+Axes are names of extents. Extents of one name are equal wherever they stand; ``"vocabulary+1"`` has one element more
+than that. ``"*rows"`` is any number of leading dimensions, alike in every operand that has them, flattened into
+``rows``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.shared.strides import matrix
+
+TYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "i32": torch.int32,
+    "i64": torch.int64,
+}
+Sizes = dict[str, int]  # extents by name
+Leads = Mapping[str, tuple[int, ...]]  # leading dimensions by flattened axis
+Named = Mapping[str, Tensor | None]  # tensors by operand
+Looks = tuple[tuple[int, ...], tuple[torch.dtype, ...]]  # a shape, and the types it may have
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One tensor of an op. Made by :func:`Matrix`, :func:`Vector` or :func:`Array`."""
+
+    axes: tuple[str, ...]
+    dtype: str
+    """A type of ``TYPES``; "wide" for fp32, or fp64 beside fp64 operands; or a field of the problem: ``dtype``, the
+    type of the op, or a field whose values are types, "same" for that of the op, and "none" where the operand may be
+    absent."""
+    strides: tuple[str, ...]
+    """The kernel's names for the strides, one per axis; none for an operand that kernels take contiguous."""
+    result: bool
+    given: str | None
+    """The bool field of the problem that says whether an optional operand is there."""
+    optional: bool
+    laid: bool
+    """Whether its address, strides and last axis take part in the problem's layout and alignment."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether leading dimensions are flattened."""
+        return self.axes[:1] != () and self.axes[0].startswith("*")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The axes, without the mark of flattened ones."""
+        return tuple([axis.removeprefix("*") for axis in self.axes])
+
+    def walk(self, t: Tensor) -> tuple[int, ...]:
+        """The strides that kernels are told: 0 along an axis of one element that is never walked, a last one as 1."""
+        if len(self.axes) == 2:
+            found = matrix(t.shape, t.stride())
+            if found is None:
+                raise UnsupportedProblem(
+                    f"leading dimensions must be walked by one stride; strides {t.stride()} of shape {tuple(t.shape)} "
+                    "are not: pass a contiguous copy"
+                )
+            return found[2:]
+        if not self.axes:
+            return ()
+        *outer, last = [(n, s) for n, s in zip(t.shape, t.stride(), strict=True)]
+        return (*[s if n != 1 else 0 for n, s in outer], last[1] if last[0] != 1 else 1)
+
+    def taken(self, t: Tensor) -> bool:
+        """Whether kernels take ``t`` as it lies; else a contiguous copy stands in for it."""
+        if not self.strides:
+            return t.is_contiguous()
+        return not self.leads or len(self.axes) != 2 or matrix(t.shape, t.stride()) is not None
+
+    def describe(self) -> str:
+        """Its shape in words: ``(..., cols)``."""
+        names = ["..." if axis.startswith("*") else axis for axis in self.axes]
+        return f"({', '.join(names)}{',' if len(names) == 1 and names != ['...'] else ''})"
+
+
+def Array(
+    *axes: str,
+    dtype: str = "dtype",
+    strides: Sequence[str] | None = None,
+    result: bool = False,
+    given: str | None = None,
+    optional: bool = False,
+    laid: bool | None = None,
+) -> Operand:
+    """A tensor of any rank. ``strides=()`` for one that kernels take contiguous; by default they are named as the axes.
+
+    ``laid`` by default where its type is the op's.
+    """
+    steps = tuple(axis.removeprefix("*") for axis in axes) if strides is None else tuple(strides)
+    laid = dtype == "dtype" if laid is None else laid
+    return Operand(axes, dtype, steps, result, given, optional or given is not None, laid)
+
+
+def Matrix(
+    rows: str,
+    cols: str,
+    dtype: str = "dtype",
+    *,
+    result: bool = False,
+    strides: Sequence[str] = ("row", "col"),
+    given: str | None = None,
+    optional: bool = False,
+    laid: bool | None = None,
+) -> Operand:
+    """``(rows, cols)``, or with ``"*rows"`` ``(..., cols)``; its strides are ``row`` and ``col`` by default."""
+    return Array(rows, cols, dtype=dtype, strides=strides, result=result, given=given, optional=optional, laid=laid)
+
+
+def Vector(
+    extent: str,
+    dtype: str = "dtype",
+    *,
+    stride: str = "row",
+    result: bool = False,
+    given: str | None = None,
+    optional: bool = False,
+    laid: bool | None = None,
+) -> Operand:
+    """``(extent,)``; kernels call its stride ``row`` unless told otherwise."""
+    return Array(extent, dtype=dtype, strides=(stride,), result=result, given=given, optional=optional, laid=laid)
+
+
+# ---- tensors beside their declarations ------------------------------------------------------------------
+
+
+def sizes_of(
+    op: str, declared: Mapping[str, Operand], given: Mapping[str, Tensor | None], known: Mapping[str, int]
+) -> tuple[Sizes, dict[str, torch.Size]]:
+    """``(extents by name, leading dimensions by flattened axis)`` of tensors; ``known``: extents told otherwise.
+
+    Raises:
+        UnsupportedProblem: a rank or an extent does not fit.
+    """
+    sizes: Sizes = dict(known)
+    leads: dict[str, torch.Size] = {}
+    for name, operand in declared.items():
+        t = given.get(name)
+        if t is None:
+            continue
+        n = len(operand.axes) - operand.leads
+        fits = t.dim() >= n if operand.leads else t.dim() == n
+        if fits:
+            split = t.dim() - n
+            for axis, size in zip(operand.axes[operand.leads :], t.shape[split:], strict=True):
+                extent, more = _one_more(axis)
+                fits &= sizes.setdefault(extent, size - more) == size - more >= 0
+            if operand.leads:
+                lead = t.shape[:split]
+                fits &= leads.setdefault(operand.axes[0], lead) == lead
+                sizes[operand.names[0]] = math.prod(lead)
+        if not fits:
+            raise misfit(op, declared, given, known)
+    return sizes, leads
+
+
+def misfit(
+    op: str, declared: Mapping[str, Operand], given: Mapping[str, Tensor | None], known: Mapping[str, int] = {}
+) -> UnsupportedProblem:
+    """The refusal of shapes that do not fit together."""
+    wanted = ", ".join(
+        f"{name} {operand.describe()}" for name, operand in declared.items() if given.get(name) is not None
+    )
+    got = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items() if t is not None)
+    said = "".join(f", {name} = {value}" for name, value in known.items())
+    return UnsupportedProblem(f"{op} takes {wanted}{said}, each extent the same wherever it stands; got {got}")
+
+
+def shape_of(operand: Operand, sizes: Mapping[str, int], leads: Leads) -> tuple[int, ...]:
+    """The shape that ``operand`` has; flattened dimensions are one where nobody told them apart."""
+    first = leads.get(operand.axes[0], (sizes[operand.names[0]],)) if operand.leads else ()
+    return (*first, *[sizes[extent] + more for extent, more in map(_one_more, operand.axes[operand.leads :])])
+
+
+def _one_more(axis: str) -> tuple[str, int]:
+    """The extent that an axis names, and how many elements more it has."""
+    return axis.removesuffix("+1"), int(axis.endswith("+1"))
+
+
+def bits_of(operand: Operand, t: Tensor, *, pitches: bool = True) -> int:
+    """What an operand's address and, unless told otherwise, the strides between its rows are multiples of, as bits."""
+    bits = t.data_ptr()
+    if pitches:
+        rows = t.numel() // max(1, t.shape[-1]) if t.dim() else 1
+        if rows > 1:
+            bits |= t.element_size() * reduce(or_, operand.walk(t)[:-1], 0)
+    return bits

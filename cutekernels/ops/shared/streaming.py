@@ -1,0 +1,48 @@
+"""One model for kernels that memory limits: bytes over bandwidth, stretched where too little is in flight."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from cutekernels import rates
+
+if TYPE_CHECKING:
+    from cutekernels.gpu import GpuSpec
+
+_MOST_BLOCKS = 32  # resident on one SM
+_UNCOALESCED = 4.0  # what strided columns cost: neighbouring threads use an eighth to a half of a sector
+
+
+def estimate_us(
+    gpu: GpuSpec,
+    moved_bytes: float,
+    grid: tuple[int, int, int],
+    warps: int,
+    tile_bytes: float,
+    *,
+    registers: int = 32,
+    coalesced: bool = True,
+) -> float:
+    """Time of a kernel that moves ``moved_bytes`` through DRAM.
+
+    Args:
+        gpu: where it runs.
+        moved_bytes: read and written in all.
+        grid: programs.
+        warps: of one program.
+        tile_bytes: what one program has in flight at a time.
+        registers: of one thread.
+        coalesced: whether neighbouring threads touch neighbouring bytes.
+    """
+    rate = rates.of(gpu)
+    programs = max(1, math.prod(grid))
+    resident = max(1, min(_MOST_BLOCKS, gpu.max_warps // warps, gpu.REGISTERS_PER_SM // (32 * warps * registers)))
+    each = programs / gpu.sm_count
+    in_flight = gpu.sm_count * min(resident, each) * tile_bytes
+    peak = gpu.dram_gbps * 1e3 * rate.dram_share
+    bandwidth = min(1.0, in_flight / (gpu.dram_gbps * 1e3 * rate.dram_latency_us))
+    waves = each / resident
+    busy = min(1.0, each) if waves <= 1 else waves / math.ceil(waves)
+    memory = moved_bytes / peak * (1.0 if coalesced else _UNCOALESCED)
+    return rate.launch_us + max(each * rate.block_us, memory / max(0.05, bandwidth * max(0.5, busy)))

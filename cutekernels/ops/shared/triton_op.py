@@ -1,0 +1,498 @@
+"""An op over declared operands with a Triton kernel. All that follows from the operands is derived here.
+
+What remains to an op: its problem and config, ``constants``, ``grid``, its rules, default and reference, and what is
+special about it (hooks below, each with what most ops want).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.op import C, P, Scalar, Work
+from cutekernels.ops.shared.operands import (
+    TYPES,
+    Leads,
+    Looks,
+    Named,
+    Operand,
+    Sizes,
+    bits_of,
+    misfit,
+    shape_of,
+    sizes_of,
+)
+from cutekernels.ops.shared.strides import overlaps_itself
+from cutekernels.ops.shared.tensor_op import (
+    DTYPE_NAMES,
+    GPU_DTYPES,
+    WIDEST_BYTES,
+    Launch,
+    TensorOp,
+    check_dtype,
+    eager,
+    refuse_gradient,
+)
+
+if TYPE_CHECKING:
+    from cutekernels.backends import Artifact
+    from cutekernels.gpu import GpuSpec
+
+_SCHEMA_TYPES = {"fp32": "float", "i32": "int", "i64": "SymInt"}
+
+
+class LaidOut:
+    """The part of a problem that says how its operands lie: mixed into problems with these fields.
+
+    ``layout``: "rows" where the elements of each row are contiguous, "strided" for the rest. ``align``: bytes that
+    divide the address and pitch of every laid operand; nothing depends on it where the layout is strided.
+    """
+
+    dtype: str
+    layout: str
+    align: int
+    aligns_rows: ClassVar[str | None] = None
+    """The extent whose bytes ``align`` divides too: a row's length, where kernels assume it."""
+
+    most: ClassVar[Mapping[str, int]] = {}
+    """The largest extents, by name, that grids and offsets allow."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        for name, limit in self.most.items():
+            if getattr(self, name) > limit:
+                raise UnsupportedProblem(f"{name} is at most {limit}; it is {getattr(self, name)}: split the call")
+        if self.align < self.itemsize:
+            raise UnsupportedProblem(
+                f"align covers one element of {self.dtype}, {self.itemsize} bytes; it is {self.align}"
+            )
+        if self.aligns_rows is not None:
+            row = getattr(self, self.aligns_rows) * self.itemsize
+            if self.layout == "strided" and self.align != WIDEST_BYTES:
+                raise UnsupportedProblem(
+                    f"nothing depends on align in a strided layout: leave it at 16; it is {self.align}"
+                )
+            if self.layout != "strided" and row % self.align:
+                raise UnsupportedProblem(f"rows of {row} bytes are not aligned to {self.align}: lower align")
+
+    @property
+    def itemsize(self) -> int:
+        return GPU_DTYPES[self.dtype].itemsize
+
+    @property
+    def vec(self) -> int:
+        """Elements in one access."""
+        return 1 if self.layout == "strided" else self.align // self.itemsize
+
+
+class TritonOp(TensorOp[P, C]):
+    """An op whose tensors are :class:`~cutekernels.ops.shared.operands.Operand` attributes of its class.
+
+    The kernel's parameters, in this order: ``<operand>_ptr`` of results and inputs, the ``sizes``,
+    ``<operand>_<stride>`` of each, the ``scalars``, the ``extras``, constexprs.
+    """
+
+    kernel: ClassVar[str]
+    """``module:function`` in ``cutekernels.kernels.triton``."""
+    sizes: ClassVar[Mapping[str, str]]
+    """Run-time numbers of the kernel and their types; :meth:`numbers` has their values."""
+    scalar_types: ClassVar[Mapping[str, str]] = {}
+    """Numbers of a call and their types."""
+    scalar_samples: ClassVar[Mapping[str, float]] = {}
+    extras: ClassVar[Mapping[str, str]] = {}
+    """Parameters behind the scalars, and their types, that only an op's own ``bind`` passes: a workspace, a phase."""
+    operands: ClassVar[dict[str, Operand]] = {}
+    flattens = False  # each operand says for itself, in ``takes``
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = {name: value for name, value in vars(cls).items() if isinstance(value, Operand)}
+        if own:
+            cls.operands = dict(sorted(own.items(), key=lambda item: not item[1].result))
+            cls.results = tuple(name for name, operand in cls.operands.items() if operand.result)
+            cls.inputs = tuple(name for name, operand in cls.operands.items() if not operand.result)
+        cls.scalars = tuple(cls.scalar_types)
+        if own and "schema" not in vars(cls):
+            kinds = {f.name: f.type for f in fields(cls.Problem)}
+            words = [f"Tensor{'?' if cls.operands[name].optional else ''} {name}" for name in cls.inputs]
+            words += [f"{kinds[name]} {name}" for name in cls.options]
+            words += [f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in cls.scalar_types.items()]
+            cls.schema = ", ".join(words)
+
+    # -- hooks
+
+    def grid(self, p: P, c: C) -> tuple[int, int, int]:
+        """Programs along each axis."""
+        raise NotImplementedError
+
+    def constants(self, p: P, c: C) -> Mapping[str, int | bool | str]:
+        """The kernel's constexprs, but for those that follow from operands."""
+        raise NotImplementedError
+
+    def numbers(self, p: P, c: C) -> tuple[int, ...]:
+        """The values of ``sizes``: the problem's fields of those names."""
+        return tuple([getattr(p, name) for name in self.sizes])
+
+    def divisible(self, p: P, c: C) -> dict[str, int]:
+        """What kernels may assume that ``sizes`` are multiples of."""
+        return {}
+
+    def derive(self, sizes: Sizes) -> None:
+        """Adds extents that follow from others. Raises ValueError where those given contradict."""
+
+    def refuse(self, named: Mapping[str, Tensor | None], sizes: Sizes, **options: Any) -> None:
+        """Raises UnsupportedProblem for what is special about the op."""
+
+    def facts(self, named: Mapping[str, Tensor | None], sizes: Sizes) -> Mapping[str, Scalar]:
+        """Fields of the problem that do not follow from the operands' declarations."""
+        return {}
+
+    def leads_in(self, p: P) -> dict[str, tuple[int, ...]]:
+        """The leading dimensions that a sample has in the place of flattened axes; by default one for each."""
+        return {}
+
+    def draw(self, p: P, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
+        """Random values of input ``name``, contiguous; None for standard normal ones."""
+        return None
+
+    def lay(self, p: P, name: str, values: Tensor) -> Tensor:
+        """A sample's ``values`` of the laid input ``name`` in memory that poses ``p``."""
+        return placed(values, p)
+
+    def strides(self, p: P, name: str, t: Tensor) -> Sequence[int]:
+        """The strides of operand ``name`` that the kernel gets."""
+        return self.operands[name].walk(t)
+
+    def result(self, name: str, named: Named, sizes: Sizes, leads: Leads, **options: Any) -> Looks:
+        """The shape of result ``name``, and the types it may have: the first one where it is allocated here."""
+        operand = self.operands[name]
+        return shape_of(operand, sizes, leads), self._type(operand, self._main(named).dtype)
+
+    def gpu_constants(self, gpu: GpuSpec) -> Mapping[str, int]:
+        """The kernel's constexprs that follow from the GPU."""
+        return {}
+
+    def build_options(self, p: P, c: C) -> dict[str, Any]:
+        """Options of Triton's compiler."""
+        return {"num_warps": c.warps}  # type: ignore[attr-defined]
+
+    # -- from tensors to problems
+
+    def takes(self, name: str, t: Tensor) -> bool:
+        return self.operands[name].taken(t)
+
+    def _named(self, inputs: Sequence[Any], results: Sequence[Any] = ()) -> dict[str, Tensor | None]:
+        names = (*(self.results if results else ()), *self.inputs)
+        return dict(zip(names, (*results, *inputs), strict=True))
+
+    def _known(self, options: Mapping[str, Any]) -> Sizes:
+        return {name: value for name, value in options.items() if type(value) is int}
+
+    def _posed(self, named: Mapping[str, Tensor | None], **options: Any) -> tuple[Sizes, dict[str, torch.Size]]:
+        """Extents and leading dimensions of the inputs, what follows from them included."""
+        declared, known = {name: self.operands[name] for name in named}, self._known(options)
+        read = {name: t for name, t in named.items() if not self.operands[name].result}
+        sizes, leads = sizes_of(self.name, {name: declared[name] for name in read}, read, known)
+        try:
+            self.derive(sizes)
+        except ValueError as error:
+            raise UnsupportedProblem(f"{misfit(self.name, declared, named, known)}: {error}") from None
+        return sizes, leads
+
+    def _type(self, operand: Operand, main: torch.dtype) -> tuple[torch.dtype, ...]:
+        """What the type of ``operand`` may be."""
+        if operand.dtype in TYPES:
+            return (TYPES[operand.dtype],)
+        if operand.dtype == "dtype":
+            return (main,)
+        wide = torch.promote_types(main, torch.float32)
+        if operand.dtype == "wide":
+            return (wide,)
+        values = self.Problem.__dataclass_fields__[operand.dtype].metadata["values"]
+        kinds = {"same": (main,), "fp32": (wide, torch.float32)}
+        return tuple([t for value in values if value != "none" for t in kinds.get(value) or (TYPES[value],)])
+
+    def _main(self, named: Mapping[str, Tensor | None]) -> Tensor:
+        """The operand whose type is the op's: the first one declared so, inputs before results, else the first."""
+        given = [(self.operands[name], t) for name, t in named.items() if t is not None]
+        given.sort(key=lambda item: item[0].result)
+        return next((t for o, t in given if o.dtype == "dtype"), given[0][1])
+
+    def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
+        named = self._named(inputs, results)
+        for name, t in named.items():
+            check_tensor(self.name, name, t, optional=self.operands[name].optional)
+        main = self._main(named)
+        if any(operand.dtype == "dtype" for operand in self.operands.values()):
+            check_dtype(self, main)
+        for name, t in named.items():
+            if t is None:
+                continue
+            allowed = self._type(self.operands[name], main.dtype)
+            if t.dtype not in allowed:
+                kinds = " or ".join(str(kind).removeprefix("torch.") for kind in dict.fromkeys(allowed))
+                raise UnsupportedProblem(f"{self.name} takes {name} in {kinds}; got {t.dtype}: convert it")
+            if t.device != main.device:
+                raise UnsupportedProblem(
+                    f"{self.name} takes operands of one device; {name} is on {t.device}, not {main.device}: move it"
+                )
+        for name in self.options:
+            declared = self.Problem.__dataclass_fields__[name].metadata
+            if "values" in declared and not any(
+                options[name] == v and type(options[name]) is type(v) for v in declared["values"]
+            ):
+                values = ", ".join(map(str, declared["values"]))
+                raise UnsupportedProblem(f"{self.name}: {name} must be one of {values}; it is {options[name]!r}")
+        sizes, leads = self._posed(named, **options)
+        self.refuse(named, sizes, **options)
+        for name, out in zip(self.results, results, strict=bool(results)):
+            shape, types = self.result(name, named, sizes, leads, **options)
+            if out.shape != shape or out.dtype not in types:
+                raise UnsupportedProblem(
+                    f"{self.name} writes {name} {tuple(shape)} in {types[0]}; got {tuple(out.shape)} in {out.dtype}"
+                )
+            if overlaps_itself(out):
+                raise UnsupportedProblem(
+                    f"{name} must not overlap itself: an expanded tensor has one address for many elements"
+                )
+
+    def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
+        named = self._named(inputs)
+        main = self._main(named)
+        sizes, leads = self._posed(named, **options)
+        found = [self.result(name, named, sizes, leads, **options) for name in self.results]
+        return tuple([main.new_empty(shape, dtype=types[0]) for shape, types in found])
+
+    def problem(self, *operands: Tensor | None, **options: Any) -> P:
+        named = dict(zip((*self.results, *self.inputs), operands, strict=True))
+        main = self._main(named)
+        sizes, _ = self._posed(named, **options)
+        declared = self.Problem.__dataclass_fields__
+        found: dict[str, Any] = {name: sizes[name] for name in declared if name in sizes}
+        if "dtype" in declared:
+            if main.dtype not in DTYPE_NAMES:
+                raise UnsupportedProblem(
+                    f"{self.name} on a GPU takes {', '.join(DTYPE_NAMES.values())}; got {main.dtype}"
+                )
+            found["dtype"] = DTYPE_NAMES[main.dtype]
+        for name, operand in self.operands.items():
+            t = named[name]
+            if operand.given is not None:
+                found[operand.given] = t is not None
+            elif operand.dtype in declared and operand.dtype != "dtype":
+                found[operand.dtype] = self._spelled(operand, t, main.dtype)
+        found |= {**self.facts(named, sizes), **options}
+        return self.Problem(**found, **self.layout(named, sizes, found))
+
+    def _spelled(self, operand: Operand, t: Tensor | None, main: torch.dtype) -> str:
+        """The type of ``t`` as the operand's field of the problem has it: the first of its values that means that."""
+        values = self.Problem.__dataclass_fields__[operand.dtype].metadata["values"]
+        if t is None:
+            return "none" if "none" in values else str(values[0])
+        return next(str(v) for v in values if v != "none" and (main if v == "same" else TYPES[v]) == t.dtype)
+
+    def layout(self, named: Mapping[str, Tensor | None], sizes: Sizes, found: Mapping[str, Any]) -> dict[str, Scalar]:
+        """The fields ``layout`` and ``align``, where the problem has them."""
+        declared = self.Problem.__dataclass_fields__
+        if "layout" not in declared:
+            return {}
+        values = declared["layout"].metadata["values"]
+        laid = [(self.operands[name], t) for name, t in named.items() if self.operands[name].laid and t is not None]
+        if any(operand.walk(t)[-1] != 1 for operand, t in laid if t.numel()):
+            return {"layout": "strided"}
+        bits = WIDEST_BYTES
+        aligned = getattr(self.Problem, "aligns_rows", None)
+        if aligned is not None:
+            bits |= sizes[aligned] * TYPES[found["dtype"]].itemsize
+        for operand, t in laid:
+            bits |= bits_of(operand, t)
+        return {"layout": str(values[0]), "align": bits & -bits}
+
+    # -- kernels
+
+    def kind(self, p: P, name: str) -> str | None:
+        """The type of an operand's elements for the kernel; None for one that is absent."""
+        operand = self.operands[name]
+        if operand.given is not None and not getattr(p, operand.given):
+            return None
+        if operand.dtype in TYPES or operand.dtype == "wide":
+            return "fp32" if operand.dtype == "wide" else operand.dtype
+        value: str = getattr(p, operand.dtype)
+        return None if value == "none" else str(getattr(p, "dtype", None)) if value == "same" else value
+
+    def build(self, p: P, c: C, gpu: GpuSpec) -> Artifact:
+        from cutekernels.backends.triton import compile_kernel
+
+        signature: dict[str, str] = {}
+        constants: dict[str, Any] = {}
+        divisible = self.divisible(p, c)
+        promised = getattr(p, "align", 1) if getattr(p, "layout", "") != "strided" else None
+        kinds = {name: self.kind(p, name) for name in self.operands}
+        for name, kind in kinds.items():
+            signature[f"{name}_ptr"] = f"*{kind}"
+            if kind is None:
+                constants[f"{name}_ptr"] = 0
+            elif self.operands[name].laid and promised is not None:
+                divisible[f"{name}_ptr"] = promised
+        signature |= self.sizes
+        aligned = getattr(self.Problem, "aligns_rows", None)
+        if aligned in self.sizes and promised is not None:
+            divisible[aligned] = p.vec  # type: ignore[attr-defined, index]
+        for name, kind in kinds.items():
+            operand = self.operands[name]
+            for i, step in enumerate(operand.strides):
+                signature[f"{name}_{step}"] = "i64"
+                if kind is None:
+                    constants[f"{name}_{step}"] = 0
+                elif operand.laid and promised is not None:
+                    if i == len(operand.strides) - 1 >= len(operand.axes) - 1:
+                        constants[f"{name}_{step}"] = 1
+                    else:
+                        divisible[f"{name}_{step}"] = max(1, promised // TYPES[kind].itemsize)
+        signature |= dict(self.scalar_types) | dict(self.extras)
+        constants |= {**self.constants(p, c), **self.gpu_constants(gpu)}
+        module, _, function = self.kernel.partition(":")
+        kernel = getattr(import_module(f"cutekernels.kernels.triton.{module}"), function)
+        constants = {name: constants[name] for name in sorted(constants, key=list(kernel.arg_names).index)}
+        return compile_kernel(
+            kernel,
+            signature=signature | dict.fromkeys(constants, "constexpr"),
+            constexprs=constants,
+            divisible={name: n for name, n in divisible.items() if name not in constants},
+            options=self.build_options(p, c),
+            gpu=gpu,
+        )
+
+    def bind(self, p: P, c: C, kernel: Callable[..., Any]) -> Callable[..., None]:
+        grid = self.grid(p, c)
+        if 0 in grid:
+            return lambda *operands: None
+        numbers = self.numbers(p, c)
+        strided = {name: len(operand.strides) for name, operand in self.operands.items()}
+
+        def following(*operands: Tensor | None) -> list[int]:
+            found = list(numbers)
+            for (name, steps), t in zip(strided.items(), operands, strict=True):
+                found += [0] * steps if t is None or not steps else self.strides(p, name, t)
+            return found
+
+        return Launch(kernel, grid, len(strided), following)
+
+    # -- what a problem looks like
+
+    def sizes_in(self, p: P) -> Sizes:
+        """Extents by name, as a problem has them."""
+        sizes = {f.name: value for f in fields(p) if type(value := getattr(p, f.name)) is int}
+        self.derive(sizes)
+        return sizes
+
+    def outputs(self, p: P, *args: Any) -> tuple[Tensor, ...]:
+        fresh = self.fresh(*args[: len(self.inputs)], **{name: getattr(p, name) for name in self.options})
+        vec = getattr(p, "vec", 1)
+        placed = []
+        for name, t in zip(self.results, fresh, strict=True):
+            pitch = -(-t.shape[-1] // vec) * vec if self.operands[name].laid and t.dim() > 1 else 0
+            placed.append(t.new_empty((*t.shape[:-1], pitch))[..., : t.shape[-1]] if pitch > t.shape[-1] else t)
+        return tuple(placed)
+
+    def sample(self, p: P, device: str, seed: int) -> tuple[Any, ...]:
+        generator = torch.Generator(device).manual_seed(seed)
+        sizes, leads = self.sizes_in(p), self.leads_in(p)
+        args: list[Any] = []
+        for name in self.inputs:
+            kind, operand = self.kind(p, name), self.operands[name]
+            if kind is None:
+                args.append(None)
+                continue
+            shape = shape_of(operand, sizes, leads)
+            values = self.draw(p, name, shape, generator)
+            if values is None:
+                values = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+            values = values.to(TYPES[kind])
+            args.append(self.lay(p, name, values) if operand.laid else values)
+        return (*args, *[self.scalar_samples[name] for name in self.scalars])
+
+    def bytes(self, p: P) -> float:
+        """Bytes of all operands, each moved once."""
+        sizes, leads, total = self.sizes_in(p), self.leads_in(p), 0
+        for name, operand in self.operands.items():
+            kind = self.kind(p, name)
+            if kind is not None:
+                total += math.prod(shape_of(operand, sizes, leads)) * TYPES[kind].itemsize
+        return float(total)
+
+    def work(self, p: P) -> Work:
+        return Work(flops=0.0, bytes=self.bytes(p))
+
+
+def placed(values: Tensor, p: Any) -> Tensor:
+    """``values`` in memory that lies as ``p`` promises and no better: its layout, and align but no multiple of it."""
+    item, n = values.element_size(), values.shape[-1] if values.dim() else 1
+    if p.layout == "strided":
+        memory = values.new_empty((*values.shape, 2))[..., 0]
+        return memory.copy_(values)
+    vec = max(1, p.align // item)
+    pitch = -(-n // vec) * vec
+    rows = values.numel() // max(1, n)
+    skew = p.align % WIDEST_BYTES // item
+    memory = values.new_empty(rows * pitch + skew)[skew:].view(*values.shape[:-1], pitch)[..., :n]
+    return memory.copy_(values)
+
+
+def check_tensor(op: str, name: str, t: object, *, optional: bool = False) -> None:
+    """Refuses what is no dense tensor."""
+    if t is None and optional:
+        return
+    if not isinstance(t, Tensor):
+        kind = "None" if t is None else f"{type(t).__module__}.{type(t).__qualname__}"
+        raise UnsupportedProblem(f"{op} takes {name} as a torch.Tensor; got {kind}: convert it")
+    if t.layout is not torch.strided:
+        raise UnsupportedProblem(f"{op} takes {name} as a dense tensor; got layout {t.layout}: call to_dense()")
+
+
+def call(
+    op: TensorOp[Any, Any],
+    inputs: tuple[Tensor | None, ...],
+    options: tuple[Scalar, ...] = (),
+    scalars: tuple[float, ...] = (),
+    *,
+    config: object = None,
+    out: tuple[Tensor, ...] | None = None,
+) -> tuple[Tensor, ...]:
+    """What a public function does: replays, launches, or goes through torch where somebody traces or differentiates.
+
+    Raises:
+        UnsupportedProblem: operands that pose no problem, gradients together with ``out``.
+        InvalidConfig: ``config`` breaks a rule of the op.
+    """
+    try:  # replayed here rather than in eager(): a warm call has one frame less
+        found = op.calls.replay(out, inputs, options, scalars, config)
+        if found is None:
+            found = eager(op, out, inputs, options, scalars, config)
+    except (AttributeError, TypeError):
+        refuse_others(op, inputs, out)
+        raise
+    if found is not None:
+        return found
+    refuse_others(op, inputs, out)
+    text = None if config is None else str(config)
+    if out is None:
+        results = getattr(torch.ops.cutekernels, op.name)(*inputs, *options, *scalars, text)
+        return (results,) if len(op.results) == 1 else tuple(results)
+    refuse_gradient(*inputs, *out)
+    getattr(torch.ops.cutekernels, f"{op.name}_out")(*inputs, *out, *options, *scalars, text)
+    return out
+
+
+def refuse_others(op: TensorOp[Any, Any], inputs: Sequence[object], out: Sequence[object] | None) -> None:
+    """Refuses operands that are no tensors, before torch does so in words of its own."""
+    declared = getattr(op, "operands", {})
+    for name, t in (*zip(op.inputs, inputs, strict=True), *zip(op.results, out or (), strict=False)):
+        check_tensor(op.name, name, t, optional=name in declared and declared[name].optional)

@@ -1,0 +1,118 @@
+"""A new op, whole: ``softcap(x, cap) = cap * tanh(x / cap)``. Copy it to add your own.
+
+Two files and one line: this one goes to ``cutekernels/ops/softcap.py``, its kernel (``new_op_kernel.py``) to
+``cutekernels/kernels/triton/softcap.py``, and ``"softcap"`` joins ``FAMILIES`` in ``cutekernels/ops/registry.py``. Then
+it is dispatched, tuned, benched, seen by torch.compile, and refuses bad operands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
+from cutekernels.ops.shared import streaming, tensor_op
+from cutekernels.ops.shared.operands import Matrix
+from cutekernels.ops.shared.triton_op import LaidOut, TritonOp, call
+
+if TYPE_CHECKING:
+    from cutekernels.gpu import GpuSpec
+
+
+@dataclass(frozen=True)
+class SoftcapProblem(LaidOut, Problem):
+    """What is asked: extents bucketed for tuning, and properties that a compiled kernel depends on."""
+
+    rows: int = extent(ladder)
+    cols: int = extent(exact)
+    dtype: str = plain("bf16", "fp16", "fp32")
+    layout: str = plain("rows", "strided")
+    align: int = plain(16, 8, 4, 2)
+
+
+@dataclass(frozen=True)
+class SoftcapConfig(Config):
+    """What the tuner searches: columns of a block, and warps."""
+
+    block: int = knob(256, 512, 1024, 2048)
+    warps: int = knob(1, 2, 4, 8)
+
+
+class Softcap(TritonOp[SoftcapProblem, SoftcapConfig]):
+    """``out = cap * tanh(x / cap)``, one block of a row per program."""
+
+    name = "softcap"
+    revision = 1
+    suite = (
+        "rows=16 cols=4096",
+        "rows=333 cols=1001 align=2",
+        "rows=57 cols=130 layout=strided",
+        "rows=2048 cols=4096 dtype=fp32",
+    )
+    Problem = SoftcapProblem
+    Config = SoftcapConfig
+    kernel = "softcap:softcap"
+    # Operands, once: shapes, checks, torch's schema, samples, the kernel's signature and its strides follow.
+    out = Matrix("*rows", "cols", result=True)
+    x = Matrix("*rows", "cols")
+    sizes = {"cols": "i64"}
+    scalar_types = {"cap": "fp32"}
+    scalar_samples = {"cap": 2.0}
+
+    def grid(self, p: SoftcapProblem, c: SoftcapConfig) -> tuple[int, int, int]:
+        return p.rows, -(-p.cols // c.block), 1
+
+    def constants(self, p: SoftcapProblem, c: SoftcapConfig) -> dict[str, int | bool | str]:
+        return {"BLOCK": c.block}
+
+    def why_not(self, p: SoftcapProblem, c: SoftcapConfig, gpu: GpuSpec) -> str | None:
+        if c.block < 32 * c.warps * p.vec:
+            return f"{32 * c.warps} threads of {p.vec} elements an access need a block of {32 * c.warps * p.vec}"
+        if c.block > max(256, power_of_two(p.cols)):
+            return f"block={c.block} idles most of a block in rows of {p.cols}"
+        return None
+
+    def default(self, p: SoftcapProblem, gpu: GpuSpec) -> SoftcapConfig:
+        valid = [c for c in SoftcapConfig.every() if self.why_not(p, c, gpu) is None]
+        return min(valid, key=lambda c: (self.estimate_us(p, c, gpu), str(c)))
+
+    def estimate_us(self, p: SoftcapProblem, c: SoftcapConfig, gpu: GpuSpec) -> float:
+        tile = c.block * p.itemsize
+        return streaming.estimate_us(
+            gpu, self.work(p).bytes, self.grid(p, c), c.warps, tile, coalesced=p.layout == "rows"
+        )
+
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        x, cap = args
+        return ((cap * torch.tanh(x.double() / cap)).to(x.dtype),)
+
+    def work(self, p: SoftcapProblem) -> Work:
+        return Work(flops=10.0 * p.rows * p.cols, bytes=self.bytes(p))
+
+
+SOFTCAP = Softcap()
+OPS = (SOFTCAP,)
+
+
+def softcap(x: Tensor, cap: float, *, out: Tensor | None = None, config: SoftcapConfig | str | None = None) -> Tensor:
+    """``cap * tanh(x / cap)``, in fp32, rounded once.
+
+    Args:
+        x: ``(..., N)``, fp16, bf16 or fp32, any strides.
+        cap: the bound of the result's absolute value.
+        out: where to write: shape, dtype and device of ``x``. Not differentiable.
+        config: overrides the tuned choice. Ignored on the CPU.
+
+    Raises:
+        UnsupportedProblem: operands that no kernel takes.
+        InvalidConfig: ``config`` breaks a rule of the op.
+    """
+    return call(SOFTCAP, (x,), (), (cap,), config=config, out=None if out is None else (out,))[0]
+
+
+def register(library: torch.library.Library) -> None:
+    """Defines ``torch.ops.cutekernels.softcap`` in ``library``."""
+    tensor_op.register(library, SOFTCAP)

@@ -1,0 +1,98 @@
+"""``examples/new_op.py`` joins a copy of the package by two files and one line, and works: the README's promise."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+USE = """
+import ctypes, json, sys
+import torch
+import cutekernels
+from cutekernels import dispatch, gpu, verify
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops import registry
+from cutekernels.ops.softcap import SOFTCAP, softcap
+from tests.interpreted import interpret
+
+assert cutekernels.__file__.startswith(sys.argv[1]), cutekernels.__file__
+report = {"registered": registry.get("softcap") is SOFTCAP}
+x = torch.randn(3, 5, 100, dtype=torch.bfloat16)
+report["cpu"] = torch.equal(softcap(x, 2.0), (2 * torch.tanh(x.double() / 2)).to(x.dtype))
+fakes = torch.compile(lambda t: softcap(t, 2.0), backend="eager", fullgraph=True)
+report["compiled"] = torch.equal(fakes(x), softcap(x, 2.0))
+report["errors"] = {}
+for text in SOFTCAP.suite[:3]:
+    p = SOFTCAP.Problem.parse(text)
+    args = SOFTCAP.sample(p, "cpu", 0)
+    (out,) = SOFTCAP.outputs(p, *args)
+    verify.poison((out,))
+    posed = interpret(SOFTCAP, (out,), args[:1], args[1:])
+    assert SOFTCAP.Problem.parse(posed) == p, (posed, text)
+    report["errors"][text] = verify.worst_error((out,), SOFTCAP.reference(p, *args), SOFTCAP.work(p).flops)
+report["explained"] = str(dispatch.explain(SOFTCAP, SOFTCAP.Problem(16, 4096), gpu.lookup("l40s")).choice.origin)
+refused = []
+for bad in (None, [1.0], torch.ones(3, dtype=torch.int32), torch.ones(3).to_sparse()):
+    try:
+        softcap(bad, 2.0)
+    except UnsupportedProblem as error:
+        refused.append(str(error))
+report["refused"] = refused
+print(json.dumps(report))
+"""
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a process sees of a copy of the package with the example in it."""
+    tree = tmp_path_factory.mktemp("tree")
+    package = shutil.copytree(ROOT / "cutekernels", tree / "cutekernels", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("autotune", "db"):  # as setuptools installs them
+        shutil.copytree(ROOT / folder, package / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (tree / "tests").symlink_to(ROOT / "tests")
+    shutil.copy(ROOT / "examples/new_op.py", package / "ops/softcap.py")
+    shutil.copy(ROOT / "examples/new_op_kernel.py", package / "kernels/triton/softcap.py")
+    registry = package / "ops/registry.py"
+    text = registry.read_text()
+    assert text.count('    "sampling",\n') == 1
+    registry.write_text(text.replace('    "sampling",\n', '    "sampling",\n    "softcap",\n'))
+    done = subprocess.run(
+        [sys.executable, "-c", USE, str(tree)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=tree,
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(tree)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def test_it_is_registered_dispatched_and_traced(report: dict[str, Any]) -> None:
+    assert report["registered"]
+    assert report["cpu"]
+    assert report["compiled"]
+    assert report["explained"] == "default"
+
+
+def test_its_kernel_is_right(report: dict[str, Any]) -> None:
+    assert len(report["errors"]) == 3
+    assert all(error <= 1 for error in report["errors"].values()), report["errors"]
+
+
+def test_bad_operands_are_refused_without_a_line_of_its_own(report: dict[str, Any]) -> None:
+    none, numbers, integers, sparse = report["refused"]
+    assert "x as a torch.Tensor; got None" in none
+    assert "got builtins.list" in numbers
+    assert "takes bfloat16" in integers
+    assert "call to_dense()" in sparse
