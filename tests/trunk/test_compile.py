@@ -24,7 +24,7 @@ from cutekernels.backends import Artifact, Facts
 from cutekernels.errors import CompileError, InvalidConfig, UnknownGpu, UnsupportedProblem
 from cutekernels.isolate import Child, Pool, RemoteError
 from cutekernels.ops import registry
-from cutekernels.ops.gemm.op import GEMM, GemmProblem
+from cutekernels.ops.gemm.op import GEMM, SCHEDULES, GemmProblem
 from tests.test_floors import ROOT, file_of, imports
 from tests.tuner.toys import A100, H200, ToyConfig, ToyOp, ToyProblem
 
@@ -439,7 +439,7 @@ class TestProcesses:
                 with pytest.raises(RemoteError) as raised:
                     child.ask(request, 60)
                 assert raised.value.type_name.endswith(error.__name__)
-        assert facts.smem_bytes == config.smem.total_bytes
+        assert facts.smem_bytes == SCHEDULES[config.body].smem(config).total_bytes
         assert pickle.loads(pickle.dumps(facts)) == facts
 
         def refuse(*args: Any) -> Any:

@@ -23,7 +23,7 @@ from cutekernels.ops.attention.delta import ATTENTION_DELTA
 from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import UNLIMITED, AttentionProblem, band, score_factors, vectors_along
 from cutekernels.ops.attention.problem import depth as forward_depth
-from cutekernels.ops.shared.occupancy import crowding
+from cutekernels.ops.shared.occupancy import occupancy_rules
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
@@ -154,7 +154,9 @@ class AttentionBackward(Op[AttentionBackwardProblem, AttentionBackwardConfig]):
             if tile > max(64 if name == "own" else 32, power_of_two(seq)):
                 yield f"tile_{name}={tile} idles most of a tile over {seq} rows"
         registers, smem = registers_per_thread(p, c), c.smem_bytes(p)
-        yield from crowding(gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem)
+        yield from occupancy_rules(
+            gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem
+        )
         if c.order != "rows" and p.seq_own <= c.tile_own:
             yield f"order={c.order} needs more than one tile of rows"
 

@@ -23,7 +23,7 @@ from cutekernels.op import Config, Op, Problem, Work, extent, knob, ladder, plai
 from cutekernels.ops.attention.op import SLACK
 from cutekernels.ops.attention.problem import DTYPES, UNLIMITED, AttentionProblem, depth, score_factors
 from cutekernels.ops.attention.problem import reference as attend
-from cutekernels.ops.shared.occupancy import crowding
+from cutekernels.ops.shared.occupancy import occupancy_rules
 from cutekernels.ops.shared.per_stream import Workspace
 
 if TYPE_CHECKING:
@@ -162,7 +162,9 @@ class DecodeAttention(Op[DecodeProblem, DecodeConfig]):
         if c.tile_kv > max(32, power_of_two(p.keys)):
             yield f"tile_kv={c.tile_kv} idles most of a block over {p.keys} keys"
         registers, smem = registers_per_thread(p, c), c.smem(p).total_bytes
-        yield from crowding(gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem)
+        yield from occupancy_rules(
+            gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem
+        )
         if c.splits > 1:
             blocks = -(-p.keys // c.tile_kv)
             if c.splits > blocks:

@@ -27,7 +27,7 @@ from cutekernels.ops.attention.problem import (
     score_factors,
     vectors_along,
 )
-from cutekernels.ops.shared.occupancy import crowding
+from cutekernels.ops.shared.occupancy import occupancy_rules
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
@@ -116,7 +116,9 @@ class Attention(Op[AttentionProblem, AttentionConfig]):
         if c.tile_kv > max(32, power_of_two(p.seq_kv)):
             yield f"tile_kv={c.tile_kv} idles most of a tile over {p.seq_kv} keys"
         registers, smem = registers_per_thread(p, c), c.smem(p).total_bytes
-        yield from crowding(gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem)
+        yield from occupancy_rules(
+            gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem
+        )
         if c.order != "rows" and p.seq_q <= c.tile_q:
             yield f"order={c.order} needs more than one tile of queries"
 
