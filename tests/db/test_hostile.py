@@ -40,19 +40,21 @@ def change(path: Path, *statements: str) -> None:
 # ---- forks --------------------------------------------------------------------------------------------------
 
 FORK_UNDER_A_WRITER = """
-import os, sys, threading
+import os, sys, threading, time
 from tests.db.trials import trial
 from cutekernels.db import sqlite
 from cutekernels.db.store import Store
-sqlite.BUSY_TIMEOUT_S = 3.0
+sqlite.BUSY_TIMEOUT_S = 15.0
 with Store(sys.argv[1]) as store:
     end = threading.Event()
     def write():
         while not end.is_set():
             store.record([trial()])
+            time.sleep(0.002)
     def read():
         while not end.is_set():
             store.winners()
+            time.sleep(0.002)
     threads = [threading.Thread(target=write), threading.Thread(target=read)]
     for thread in threads:
         thread.start()
