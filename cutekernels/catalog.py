@@ -62,7 +62,7 @@ class Field:
 
     def stored(self, value: Scalar) -> set[Scalar]:
         """Values under which a row for ``value`` may be stored: itself, its bucket, the value it is folded into."""
-        if self.values is None:
+        if self.values is None and isinstance(value, int):
             return {value, getattr(declarations, self.bucket, declarations.exact)(value)}
         return {value, self.folded.get(str(value), value)}
 

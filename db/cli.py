@@ -23,7 +23,7 @@ from rich.text import Text
 
 from cutekernels import db as database
 from cutekernels import settings, terminal
-from cutekernels.db import listing
+from cutekernels.db import listing, sqlite
 from cutekernels.db.reader import Database, Winner, diff
 from cutekernels.db.store import ImportReport, Store, Trial
 from cutekernels.errors import CuteKernelsError, UnknownGpu, UnsupportedProblem
@@ -125,7 +125,7 @@ def show(
         table = Table("field", "value", box=None, pad_edge=False)
         for name, value in terminal.flat(found[0]).items():
             if value not in (None, ""):
-                table.add_row(name, terminal.cell(value))
+                table.add_row(name, terminal.cell(f"{value:.6g}" if isinstance(value, float) else value))
         terminal.show(table, terminal.NARROW)
     else:
         terminal.write(found, format)
@@ -231,8 +231,10 @@ def doctor(
 ) -> None:
     """Check the database: schema, broken rows, winners of earlier revisions. Exit code 1 if something is broken."""
     if fix:
-        with _store(db):
-            pass  # not there, or not to be read: nothing is made
+        with _errors():
+            path = sqlite.path_of(settings.load().database_url if db is None else settings.database_url(db))
+        if path is not None and not path.exists():
+            terminal.fail(f"there is no database at {path}; `cutekernels tune` and `db import` create one")
         with _store(db, writing=True):
             pass
     rows: list[dict[str, Any]] = []
@@ -330,8 +332,12 @@ def _sorted(rows: list[dict[str, Any]], sort: str | None, declared: Sequence[str
     valued = [(terminal.flat(row).get(name), row) for row in rows]
     some = [pair for pair in valued if pair[0] is not None]
     numbers = all(isinstance(value, int | float) for value, _ in some)
-    some.sort(key=lambda pair: pair[0] if numbers else str(pair[0]), reverse=sort.startswith("-"))
+    some.sort(key=lambda pair: _order(pair[0], numbers), reverse=sort.startswith("-"))
     return [row for _, row in some] + [row for value, row in valued if value is None]
+
+
+def _order(value: Any, number: bool) -> Any:
+    return value if number else str(value)
 
 
 def _write(

@@ -256,11 +256,11 @@ def diff(a: Database, b: Database, *, gpu: str | None = None, op: str | None = N
             Difference(
                 *key,
                 state=state,
-                a_us=x and x.median_us,
-                b_us=y and y.median_us,
+                a_us=x.median_us if x else None,
+                b_us=y.median_us if y else None,
                 speedup=speedup,
-                a_config=x and x.config_text,
-                b_config=y and y.config_text,
+                a_config=x.config_text if x else None,
+                b_config=y.config_text if y else None,
             )
         )
     return found

@@ -66,7 +66,7 @@ def load(gpu: str, url: str | None = None) -> Snapshot:
     for (op, revision), winner in _database(gpu, url):
         table = tables.setdefault((op, revision), {})
         below = table.get(winner.problem)
-        if serves_over(winner.origin, below and below.origin):
+        if serves_over(winner.origin, None if below is None else below.origin):
             table[winner.problem] = winner
     return Snapshot(MappingProxyType({key: MappingProxyType(table) for key, table in tables.items()}))
 

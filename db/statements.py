@@ -33,10 +33,8 @@ _TRIAL_FIELDS = tuple(f.name for f in fields(Trial) if f.name not in ("gpu", "en
 KEY = ("gpu", "op", "revision", "problem")
 
 _trial, _gpu, _environment, _winner = (
-    model.__table__ for model in (models.Trial, models.Gpu, models.Environment, models.Winner)
+    models.Base.metadata.tables[name] for name in ("trial", "gpu", "environment", "winner")
 )
-assert isinstance(_trial, Table) and isinstance(_gpu, Table)
-assert isinstance(_environment, Table) and isinstance(_winner, Table)
 
 Key = tuple[str, str, int, str]
 
@@ -243,7 +241,7 @@ def prune(
 ) -> int:
     """Delete trials that meet the conditions and win nothing, and everything of ``stale`` (op, least revision kept)."""
     t = _trial.c
-    chosen = [(t.op == op) & (t.revision < least) for op, least in stale]
+    chosen: list[ColumnElement[bool]] = [(t.op == op) & (t.revision < least) for op, least in stale]
     if conditions:
         chosen.append(and_(~exists().where(_winner.c.trial_id == t.id), *conditions))
     if not chosen:

@@ -249,7 +249,10 @@ class Store:
             .group_by(g.name, t.op, t.origin)
         )
         with self._reading() as session:
-            found = [Stat(*map(str, row[:3]), *map(int, row[3:])) for row in session.execute(query)]
+            found = [
+                Stat(str(gpu), str(op), str(origin), *map(int, rest))
+                for gpu, op, origin, *rest in session.execute(query)
+            ]
         return sorted(found, key=lambda s: (s.gpu, s.op, s.origin))
 
     # ---- exchange -------------------------------------------------------------------------------------------
