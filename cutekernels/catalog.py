@@ -98,7 +98,7 @@ class Catalog:
     def __init__(self, path: Path | None = None) -> None:
         self._path = path or settings.load().cache_dir / f"catalog-{_fingerprint()}.json"
         kept = _read(self._path)
-        self._changed = kept is None
+        self._changed = self.fresh = kept is None  # fresh: torch is loaded, what else it can tell costs nothing now
         self._kept: dict[str, Any] = kept or {"ops": _declare(), "work": {}}
         self.ops = {name: _declared(row) for name, row in self._kept["ops"].items()}
 

@@ -75,7 +75,7 @@ def query(
     with _opened(db) as opened:
         found = opened.winners(gpu=gpu, op=op, problem=problem, origin=origin)
         if opened.store is None:
-            terminal.say("there is no database yet: these are the shipped winners; `cutekernels tune` makes one")
+            terminal.say("no database yet, only shipped winners; `cutekernels tune` makes one")
     rows = _sorted([w.as_row() for w in found], sort, _names(Winner))
     _write(rows, format, columns, "no winner matches", _names(Winner), wide, listing.winners)
 

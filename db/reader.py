@@ -25,6 +25,8 @@ SHIPPED = "shipped"
 class Catalog(Protocol):
     """What the reader must be told of ops and GPUs; ``cutekernels/catalog.py`` has it."""
 
+    fresh: bool
+
     def gpu(self, name: str, also: Iterable[str] = ()) -> str: ...
     def op(self, name: str, also: Iterable[str] = ()) -> str: ...
     def revision(self, op: str) -> int | None: ...
@@ -126,6 +128,9 @@ class Database:
         self.catalog = catalog
         self.store = None if not local or (url is None and _absent()) else Store(url, readonly=True)
         self._shipped = shipped
+        if catalog.fresh:  # the ops are loaded: keep the rates of all shipped rows for later queries
+            for t in _shipped(None, None):
+                catalog.rates(t.gpu.name, t.op, t.problem, t.median_us)
 
     def __enter__(self) -> Self:
         return self
