@@ -253,7 +253,7 @@ def test_tensors_of_another_device_than_the_current() -> None:
 def test_refusals() -> None:
     with pytest.raises(UnsupportedProblem, match=r"got torch.float64"):
         moe_route(normal(4, 8).double(), 2)
-    with pytest.raises(UnsupportedProblem, match="on cuda"):
+    with pytest.raises(UnsupportedProblem, match="is on cpu, not cuda"):
         moe_combine(normal(8, 6), inverse_of(4, 2), torch.rand(4, 2))
     with pytest.raises(InvalidConfig, match="idles most of a tile"):
         moe_route(normal(2, 8), 2, config="tokens=32 warps=1 method=sort")
