@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from cutekernels.autotune.runtime import NotPrepared
 from cutekernels.backends import Facts
 from cutekernels.db.store import Environment, Gpu, Store, Trial
-from cutekernels.autotune.runtime import NotPrepared
 from cutekernels.errors import CacheUnusable, InvalidConfig, UnsupportedProblem
 from cutekernels.gpu import GpuSpec
 from cutekernels.isolate import OUT_OF_MEMORY, ChildDied, ChildFailure, ChildTimeout, RemoteError, StartFailed
@@ -130,7 +130,7 @@ def status_of(failure: ChildFailure, *, compiling: bool) -> str | None:
     """The trial status for a failed request, by which process failed and how.
 
     None where the failure is the machine's, not the config's: a process killed from outside or out of memory, a
-    deadline missed for want of CPU time, inputs that could not be made. No row is written, and the config is tried again.
+    deadline missed for want of CPU time, inputs that could not be made. It leaves no row and is tried again.
 
     Raises:
         StartFailed: no process could be started.

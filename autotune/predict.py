@@ -104,7 +104,7 @@ class Prediction:
         return {config: trial for config, trial in rows if config is not None}
 
     def _compile_all(self, todo: list[Config], estimates: dict[Config, float], wanted: int) -> None:
-        """Compile ``todo`` in order, until all are rows or the deadline passes. What the machine spoiled goes last, once."""
+        """Compile ``todo`` in order, until all are rows or the deadline passes; what the machine spoiled once more."""
         waiting = deque(todo)
         compiling: dict[Future[Facts], Config] = {}
         try:

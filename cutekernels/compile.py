@@ -24,6 +24,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -56,6 +57,7 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPER
 _NO_SPACE = re.compile(
     "|".join(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG))
 )
+_PROBE_BYTES = 1 << 16  # about an object's size
 _TOOL_KILLED = re.compile(r"error code -(9|15)\b")  # Triton's words for a ptxas that a signal ended
 
 _lock = threading.RLock()
@@ -190,6 +192,13 @@ def _blamed(error: BaseException) -> BaseException:
         if number in _UNWRITABLE or (link is error and number is not None) or _NO_SPACE.search(str(link)):
             return _unwritable(link)
         link = link.__cause__ or link.__context__
+    try:  # whatever words the compiler has for a full disk
+        for folder in (directory(), tempfile.gettempdir()):
+            with tempfile.TemporaryFile(dir=folder) as probe:
+                probe.write(bytes(_PROBE_BYTES))
+                probe.flush()
+    except OSError as full:
+        return _unwritable(full)
     return error
 
 
@@ -263,7 +272,7 @@ def scratch() -> Iterator[Path]:
 def _unwritable(error: BaseException) -> CacheUnusable:
     place = settings.load().cache_dir
     return CacheUnusable(
-        f"the kernel cache {place} cannot be written: {error}; free space, or set {settings.CACHE_VARIABLE} (and TMPDIR)"
+        f"the kernel cache {place} cannot be written: {error}; free space, or set {settings.CACHE_VARIABLE}, TMPDIR"
     )
 
 

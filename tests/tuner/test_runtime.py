@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from cutekernels.autotune import runtime
 from cutekernels import compile as compiler
+from cutekernels.autotune import runtime
 from cutekernels.autotune.runtime import LocalRuntime, Measure, NotPrepared, Outcome, Prepare
 from cutekernels.backends import Facts
 from cutekernels.errors import CacheUnusable
