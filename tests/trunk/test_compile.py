@@ -455,7 +455,16 @@ class TestDirectory:
         get()
         for place in (compiler.directory(), compiler.directory().parent):
             assert stat.S_IMODE(place.stat().st_mode) == 0o700
-        assert cli._cache_dir(compiler.directory().parent).state == "ok", "the doctor agrees"
+
+    @pytest.mark.parametrize("mode", [0o700, 0o755, 0o750, 0o711, 0o770, 0o702, 0o777])
+    def test_the_doctor_agrees_with_the_compiler(self, mode: int) -> None:
+        place = compiler.directory().parent
+        place.chmod(mode)
+        try:
+            usable = bool(compiler.directory())
+        except CacheUnusable:
+            usable = False
+        assert (cli._cache_dir(place).state == "ok") is usable
 
     @pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
     @pytest.mark.parametrize("which", ["objects", ""])
