@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from cutekernels.backends import Facts
 from cutekernels.db.store import Environment, Store, Trial
 from cutekernels.errors import CacheUnusable
 from cutekernels.isolate import ChildDied, ChildFailure, ChildTimeout, RemoteError
+from cutekernels.measure import Ratio, Samples
 from cutekernels.op import Config
 from cutekernels.ops.attention.backward import ATTENTION_BACKWARD
 from cutekernels.ops.attention.decode import DECODE_ATTENTION
@@ -101,6 +103,31 @@ class TestCrowning:
         assert report.winner is not None
         assert report.winner.config == min(map(str, equal))
 
+    @pytest.mark.parametrize(("low", "crowned"), [(0.995, False), (1.0, False), (1.005, True)])
+    def test_a_winner_beats_the_default_with_its_whole_interval(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch, low: float, crowned: bool
+    ) -> None:
+        machine = ToyMachine(law=lambda c: 9.0 if c == BEST else 10.0)
+        real = Samples.ratio
+
+        def ratio(mine: Samples, other: Samples) -> Ratio:
+            found = real(mine, other)
+            return Ratio(found.value, low, found.high) if found.value > 1.05 else found
+
+        monkeypatch.setattr(Samples, "ratio", ratio)
+        report = run(store, machine, trials=100)
+        assert report.winner is not None
+        assert (report.winner.config == str(BEST)) is crowned
+
+    @pytest.mark.parametrize(("lead", "tied"), [(0.0, True), (0.01, False), (0.1, False)])
+    def test_only_what_cannot_be_told_apart_is_tied(self, store: Store, lead: float, tied: bool) -> None:
+        """BEST leads by one per cent, and its interval excludes 1: the other one's text comes first, in vain."""
+        first = min((c for c in VALID if str(c) < str(BEST) and c != DEFAULT), key=str)
+        law = {BEST: 10.0, first: 10.0 * (1 + lead)}
+        report = run(store, ToyMachine(law=lambda c: law.get(c, 20.0), noise=0.002), trials=100)
+        assert report.winner is not None
+        assert report.winner.config == str(first if tied else BEST)
+
     def test_a_wrong_finalist_is_not_crowned(self, store: Store) -> None:
         machine = ToyMachine()
 
@@ -129,6 +156,13 @@ def test_an_op_says_how_much_stack_is_too_much() -> None:
     for op in (ATTENTION, ATTENTION_BACKWARD, DECODE_ATTENTION):
         assert "spills: 8 B" in str(prune_reason(facts, op, H200))
     assert prune_reason(facts, TOY, H200) is None
+
+
+def test_limits_are_allowed() -> None:
+    most = Facts(255, TOY.most_stack_bytes, H200.smem_per_block_bytes)
+    assert prune_reason(most, TOY, H200) is None
+    assert "stack" in str(prune_reason(replace(most, stack_bytes=most.stack_bytes + 1), TOY, H200))
+    assert "shared" in str(prune_reason(replace(most, smem_bytes=most.smem_bytes + 1), TOY, H200))
 
 
 class TestOutcomes:
@@ -199,7 +233,10 @@ class TestOutcomes:
         assert report.winner is None and store.winners() == []
         assert len(machine.measured) == 1
         machine.wrong.clear()
-        assert run(store, machine).state == "tuned", "repaired, the default is measured again"
+        repaired = ToyMachine()
+        assert run(store, repaired).state == "tuned"
+        assert repaired.compiled[0] == DEFAULT and repaired.measured[0].configs == (str(DEFAULT),)
+        assert [t.status for t in rows(store, DEFAULT)][:2] == ["wrong_result", "ok"], "it is measured again"
 
     def test_a_spilling_default_is_measured_all_the_same(self, store: Store) -> None:
         report = run(store, ToyMachine(facts={DEFAULT: Facts(255, 4000, 0)}))
