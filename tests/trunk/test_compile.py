@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -236,6 +237,7 @@ class TestKey:
         p = op.Problem.parse("rows=16 cols=4096")
         c = op.default(p, H200)
         specs = [*gpus.GPUS, gpus.lookup("h200-99kib")]
+        specs += [replace(H200, sm_count=131), replace(H200, l2_bytes=1), replace(H200, dram_gbps=1.0)]
         assert len({compiler.cache_key(op, p, c, spec) for spec in specs}) == len(specs)
 
     def test_another_compiler_is_another_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
