@@ -105,8 +105,8 @@ def parse(text: str, source: str, *, find: FindOp | None = None) -> Job:
         raise JobError(f'{source}: name must be a non-empty text, e.g. name = "my-model"; it is {name!r}')
     trials = _trials(data.get("trials", DEFAULT_TRIALS), f"{source}: trials")
     budget_s = data.get("budget_s")
-    number = isinstance(budget_s, int | float) and not isinstance(budget_s, bool)
-    if budget_s is not None and not (number and 0 < budget_s < MOST_SECONDS):
+    timed = isinstance(budget_s, int | float) and not isinstance(budget_s, bool)
+    if budget_s is not None and not (timed and 0 < budget_s < MOST_SECONDS):
         raise JobError(f"{source}: budget_s must be a number of seconds above 0, at most a year; it is {budget_s!r}")
     entries = data.get("tasks")
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):

@@ -7,12 +7,13 @@ compile, the first request of a problem (inputs, reference, a cold CUDA context)
 from __future__ import annotations
 
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from cutekernels import compile as compiler
 from cutekernels.backends import Facts
+from cutekernels.errors import CacheUnusable
 from cutekernels.gpu import GpuSpec
 from cutekernels.isolate import Child, ChildFailure, Pool, StartFailed
 from cutekernels.op import Config, Op, Problem
@@ -130,6 +131,8 @@ class LocalRuntime:
         self._pool.close()
         self._worker.close()
         self._open.close()
+        with suppress(CacheUnusable):
+            compiler.tidy()
 
     def __enter__(self) -> Self:
         return self

@@ -131,9 +131,10 @@ class Search:
             del known[self._default]  # its time is the baseline of all ratios: measure it again
         return known
 
-    def _is_latest(self, winner: Trial) -> bool:
+    def _is_latest(self, winner: Trial | None) -> bool:
         """Whether the final that chose the winner came after all attempts: it records the winner last."""
-        return max(self._known.values(), key=lambda t: (t.created_at, t.id), default=winner).id == winner.id
+        latest = max(self._known.values(), key=lambda t: (t.created_at, t.id), default=winner)
+        return winner is not None and latest is not None and latest.id == winner.id
 
     def _told_spoiled(self) -> str:
         config, why = next(iter(self._spoiled.items()))
