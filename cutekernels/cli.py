@@ -29,6 +29,7 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from cutekernels import environment, settings, terminal
+from cutekernels.backends import is_own
 from cutekernels.errors import (
     CompileError,
     CuteKernelsError,
@@ -116,6 +117,7 @@ def _root(
     """LLM kernels in CuTe DSL and Triton, tuned per GPU: tune them, list the winners, see which one a call takes."""
     try:
         settings.load()
+        settings.log_level()
     except ValueError as error:  # an environment variable is set wrongly
         terminal.fail(str(error), code=2)
 
@@ -293,13 +295,13 @@ def _cache_dir(path: Path) -> Finding:
     if not path.is_dir():
         return Finding("cache", "broken", f"{path} is not a directory", remedy)
     status = path.stat()
+    value = f"{path} (mode {status.st_mode & 0o7777:04o})"
+    if is_own(status):
+        return Finding("cache", "ok", value)
     if status.st_uid != os.getuid():
         value = f"{path} belongs to uid {status.st_uid}, this is uid {os.getuid()}"
         return Finding("cache", "broken", value, remedy)
-    value = f"{path} (mode {status.st_mode & 0o7777:04o})"
-    if status.st_mode & 0o077:
-        return Finding("cache", "broken", value, f"others could plant code there: chmod 700 {path}")
-    return Finding("cache", "ok", value)
+    return Finding("cache", "broken", value, f"others could plant code there: chmod 700 {path}")
 
 
 def _database(url: str) -> Finding:
