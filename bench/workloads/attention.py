@@ -18,7 +18,8 @@ from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload
 from bench.suites import Case
 from bench.workloads import posed
 from cutekernels.ops.attention.api import attention
-from cutekernels.ops.attention.problem import AttentionProblem, reference
+from cutekernels.ops.attention.problem import AttentionProblem
+from cutekernels.ops.attention.reference import attention as reference
 
 MODELS = {"llama-3-8b": (32, 8), "qwen2.5-7b": (28, 4), "minfer": (48, 8)}  # heads of q, and of k and v
 

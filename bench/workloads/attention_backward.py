@@ -20,8 +20,9 @@ from bench.workloads import attention as forward
 from bench.workloads import posed
 from cutekernels.op import Work
 from cutekernels.ops.attention.api import attention
-from cutekernels.ops.attention.backward import AttentionBackwardProblem, passes, reference
+from cutekernels.ops.attention.backward import AttentionBackwardProblem, passes
 from cutekernels.ops.attention.problem import AttentionProblem
+from cutekernels.ops.attention.reference import gradients as reference
 
 aten = torch.ops.aten
 

@@ -14,8 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload
 from bench.suites import Case
 from bench.workloads import posed
-from cutekernels.ops.attention.decode import DecodeProblem, reference
+from cutekernels.ops.attention.decode import DecodeProblem
 from cutekernels.ops.attention.decode_api import decode_attention
+from cutekernels.ops.attention.reference import decode as reference
 
 MODELS = {"llama-3-8b": (32, 8), "qwen2.5-7b": (28, 4)}  # heads of q, and of k and v
 

@@ -19,7 +19,7 @@ from cutekernels.ops.attention.backward import (
     AttentionBackwardProblem,
     passes,
 )
-from cutekernels.ops.attention.problem import band
+from cutekernels.ops.attention.reference import band
 from tests.attention.cases import random_problem, sides
 
 LENGTHS = (1, 7, 64, 65, 129, 500)

@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from cutekernels.gpu import GpuSpec
 from cutekernels.ops.attention.op import ATTENTION, AttentionConfig
-from cutekernels.ops.attention.problem import AttentionProblem, band
+from cutekernels.ops.attention.problem import AttentionProblem
+from cutekernels.ops.attention.reference import band
 
 LENGTHS = (1, 7, 64, 65, 129, 1000)
 HEAD_DIMS = (32, 40, 64, 72, 80, 96, 128, 192, 256)

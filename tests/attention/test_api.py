@@ -14,7 +14,8 @@ from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops import registry
 from cutekernels.ops.attention.api import attention, canonical
 from cutekernels.ops.attention.op import ATTENTION, AttentionConfig
-from cutekernels.ops.attention.problem import AttentionProblem, band
+from cutekernels.ops.attention.problem import AttentionProblem
+from cutekernels.ops.attention.reference import band
 from tests.attention.cases import random_problem, sides, torch_attention
 
 assert registry.OPS  # registers torch.ops.cutekernels
@@ -262,7 +263,7 @@ def test_rules_are_told() -> None:
     for change, message in {
         "tile_q=256 warps=4 tile_kv=128 stages=2": "registers",
         "tile_q=128 tile_kv=128 warps=8 stages=2 ctas_per_sm=1": "shared memory",
-        "tile_q=64 warps=8": "queries each",
+        "tile_q=64 warps=8": "rows each",
     }.items():
         words = dict(word.split("=") for word in change.split())
         with pytest.raises(InvalidConfig, match=message):

@@ -22,9 +22,9 @@ from cutekernels.ops.attention.backward import (
     AttentionBackwardConfig,
     AttentionBackwardProblem,
     passes,
-    reference,
 )
 from cutekernels.ops.attention.delta import ATTENTION_DELTA, DeltaProblem
+from cutekernels.ops.attention.reference import gradients
 from tests.attention import backward_cases as attention_backward_cases
 from tests.attention.backward_cases import CASES, PLANTED, random_backward, torch_gradients
 from tests.interpreted import replies
@@ -55,7 +55,7 @@ def test_the_reference_is_torch_s_autograd_in_fp64(seed: int) -> None:
         for t in ATTENTION_BACKWARD.sample(p, "cpu", seed)
     )
     left, right = sides(p)
-    ours = reference(args[0], None, *args[1:4], *args[5:], left=left, right=right)
+    ours = gradients(args[0], None, *args[1:4], *args[5:], left=left, right=right)
     for mine, theirs in zip(ours, torch_gradients(p, args, plain=True), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 

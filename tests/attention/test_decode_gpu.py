@@ -13,8 +13,9 @@ from torch import Tensor
 from cutekernels import dispatch, gpu, verify
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops import registry
-from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeConfig, DecodeProblem, reference
+from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeConfig, DecodeProblem
 from cutekernels.ops.attention.decode_api import decode_attention
+from cutekernels.ops.attention.reference import decode
 from tests.attention.decode_cases import GROUPS, arguments, left_of, lengths_of, random_config, random_problem
 
 pytestmark = pytest.mark.gpu
@@ -31,7 +32,7 @@ def launched(p: DecodeProblem, args: tuple[Any, ...], config: DecodeConfig | Non
 def truth(p: DecodeProblem, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """(out, lse) in fp64."""
     wide = [t.double() if t is not None and t.is_floating_point() else t for t in args[:5]]
-    return reference(*wide, *args[5:], left=left_of(p))
+    return decode(*wide, *args[5:], left=left_of(p))
 
 
 def judge(p: DecodeProblem, args: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:

@@ -14,7 +14,8 @@ from cutekernels import dispatch, gpu, verify
 from cutekernels.ops import registry
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.op import ATTENTION, AttentionConfig
-from cutekernels.ops.attention.problem import AttentionProblem, reference
+from cutekernels.ops.attention.problem import AttentionProblem
+from cutekernels.ops.attention.reference import attention as reference
 from tests.attention.cases import LENGTHS, random_config, random_problem, sides, torch_attention
 
 pytestmark = pytest.mark.gpu

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.attention import reference
 from cutekernels.ops.attention.op import ATTENTION, AttentionConfig
-from cutekernels.ops.attention.problem import DTYPES, UNLIMITED, WIDEST, AttentionProblem, reference
+from cutekernels.ops.attention.problem import DTYPES, UNLIMITED, WIDEST, AttentionProblem
 from cutekernels.ops.shared.call_cache import Call, CallCache, Inputs, empty_copy, stand_ins
 from cutekernels.ops.shared.registration import define_with_out, direct
 from cutekernels.ops.shared.strides import overlaps_itself, pairs, relation
@@ -362,7 +363,7 @@ def _cpu(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) 
     if mask is not None:
         mask = mask.expand(q.shape[0], q.shape[2], -1, -1)
     reach = 0 if causal else right
-    out, lse = reference(
+    out, lse = reference.attention(
         q, k, v, mask, cu_q, cu_kv, scale, softcap,
         left=None if left < 0 else left, right=None if reach < 0 else reach,
     )  # fmt: skip

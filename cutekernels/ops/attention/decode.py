@@ -1,4 +1,4 @@
-"""Attention of few queries over a cache: the declaration. Public function in ``attend_decode.py``.
+"""Attention of few queries over a cache: the declaration. Public function in ``decode_api.py``.
 
 Operands are as the caller has them: q and out ``(B, SQ, HQ, D)``, caches ``(B, T_MAX, HKV, D)``, or in pages
 ``(PAGES, PAGE_SIZE, HKV, D)`` with a table ``(B, MAX_PAGES)`` of the pages of each sequence. Lengths are on the device.
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +17,22 @@ from torch import Tensor
 
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.kernels.cute.parts.attention_smem import DecodeSmem, padded
-from cutekernels.op import Config, Op, Problem, Work, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops.attention.op import SLACK
-from cutekernels.ops.attention.problem import DTYPES, UNLIMITED, AttentionProblem, depth, score_factors
-from cutekernels.ops.attention.problem import reference as attend
+from cutekernels.kernels.cute.parts.attention_smem import DecodeSmem
+from cutekernels.op import Work, extent, knob, ladder, plain, power_of_two
+from cutekernels.ops.attention import reference
+from cutekernels.ops.attention.problem import (
+    DTYPES,
+    HEAD_DIMS,
+    SLACK,
+    UNLIMITED,
+    AttentionOp,
+    AttentionProblem,
+    HeadsProblem,
+    WarpsConfig,
+    depth,
+    launch_blind,
+    score_factors,
+)
 from cutekernels.ops.shared.occupancy import occupancy_rules
 from cutekernels.ops.shared.per_stream import Workspace
 
@@ -30,14 +40,14 @@ if TYPE_CHECKING:
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
-MOST_QUERIES = 16  # of one sequence
+MOST_QUERIES = 16  # per sequence
 PAGE_SIZES = (16, 32, 64, 128, 256)
 TILE_Q = DecodeSmem.ROWS
 
 
 @dataclass(frozen=True)
-class DecodeProblem(Problem):
-    """Extents, and what kernels are compiled for.
+class DecodeProblem(HeadsProblem):
+    """Extents, and the properties that kernels are compiled for.
 
     ``seq_kv`` is the longest sequence that the cache has room for; ``page_size=0`` is a contiguous cache. With
     ``window``, a query sees ``window_left`` keys before its own.
@@ -49,7 +59,7 @@ class DecodeProblem(Problem):
     heads_kv: int = extent()
     seq_q: int = extent(default=1)
     window_left: int = extent(ladder, default=0)
-    head_dim: int = plain(128, *range(8, 128, 8), *range(136, 264, 8))
+    head_dim: int = plain(*HEAD_DIMS)
     dtype: str = plain("bf16", "fp16")
     page_size: int = plain(0, *PAGE_SIZES)
     window: bool = plain(False, True)
@@ -58,21 +68,12 @@ class DecodeProblem(Problem):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.heads_kv == 0 or self.heads_q % self.heads_kv:
-            raise UnsupportedProblem(
-                f"heads_q={self.heads_q} must be a multiple of heads_kv={self.heads_kv}: each K and V head serves a "
-                "group of query heads"
-            )
         if not 1 <= self.seq_q <= MOST_QUERIES:
             raise UnsupportedProblem(
                 f"a sequence has from 1 to {MOST_QUERIES} queries here, not {self.seq_q}: attention takes more"
             )
         if self.window_left and not self.window:
             raise UnsupportedProblem("window_left needs window=1")
-
-    def bucket(self) -> DecodeProblem:
-        """One tuning serves results with and without lse, and the head dims of one padded size."""
-        return super().bucket().replace(lse=False, head_dim=padded(self.head_dim))
 
     @property
     def keys(self) -> int:
@@ -82,13 +83,12 @@ class DecodeProblem(Problem):
     @property
     def tiles(self) -> int:
         """Tiles of queries, each with all keys of its sequence and head."""
-        rows = self.seq_q * (self.heads_q // self.heads_kv)
-        return self.batch * self.heads_kv * -(-rows // TILE_Q)
+        return self.batch * self.heads_kv * -(-self.seq_q * self.group // TILE_Q)
 
 
 @dataclass(frozen=True)
-class DecodeConfig(Config):
-    """The knobs of ``kernels/cute/attention_decode.py``. ``splits`` CTAs share the keys of a tile of queries."""
+class DecodeConfig(WarpsConfig):
+    """The knobs of ``kernels/cute/attention/decode.py``. ``splits`` CTAs share the keys of a tile of queries."""
 
     tile_kv: int = knob(32, 64, 128, 256)
     warps: int = knob(2, 4, 8)
@@ -96,10 +96,6 @@ class DecodeConfig(Config):
     ctas_per_sm: int = knob(1, 2, 3, 4)
     splits: int = knob(1, 2, 3, 4, 6, 8, 11, 16, 24, 33, 48, 66, 96, 132)
     pdl: bool = knob(False, True, added=True)
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
 
     @property
     def rows(self) -> int:
@@ -112,23 +108,24 @@ class DecodeConfig(Config):
 
 MAX_CTAS = 4
 WIDEST_IN_REGISTERS = 192  # padded head dims whose queries stay in registers
-MOST_WAVES = 16  # of one CTA an SM that splits may make
+MOST_WAVES = 16  # of one CTA per SM, the most that splits may make
 OTHER_REGISTERS = 72  # beside accumulators and Q: fragments, row statistics, addresses, pages
 _MOST_TICKETS = 2**20  # of ``Workspace``
 _MOST_CTAS = 2**31 - 1
 
-# The model's constants (see ``estimate_us``).
-_SM_BYTES_PER_CLOCK = 59e3 / 1700
-_LATENCY_CLOCKS = 1173
-_DRAM_RATE = 1.31
-_CTA_CLOCKS, _BLOCK_CLOCKS = 3400, 56.1
+# Constants of the model, most as multiples of rates: docs/notes/attention.md#decode-model (H200, 2026-11-22).
+_LAUNCH = 1.0 / 1.5  # of launch_us
+_PORT = 59 / 99  # of sm_bytes_per_us, as in the skinny GEMM
+_LATENCY, _CTA = 0.69 / 0.8, 2.0 / 0.8  # of dram_latency_us: a load, the beginning and end of a CTA
+_DRAM = 1.31 / 0.92  # of dram_share
+_BLOCK_CYCLES = 0.033 * 1700  # per 16 keys of a warp
+_MEET_CYCLES = 0.15 * 1700  # to add up a warp's sums
+_PARTIAL = 0.52 / 0.63  # of exchange_us: to add up a split's sums
+_ALONE = 0.15 / 1.5  # of launch_us, where a CTA of the next launch finds no room beside one of this
 _HIDDEN = 0.47  # the share of the shorter of two times that goes on behind the longer
-_MEET_CLOCKS = 255  # per warp whose sums are added up
-_ALONE_CLOCKS = 255  # where a CTA of the next launch finds no room beside one of this
-_PARTIAL_CLOCKS = 884  # per split whose sums are added up
 
 
-class DecodeAttention(Op[DecodeProblem, DecodeConfig]):
+class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
     """Arguments: q, k and v caches, lengths int32 (B,), page table int32 or None, scale, softcap (0: none).
 
     Results: out, and the rows' log-sum-exp ``(B, HQ, SQ)`` in fp32 where ``lse``.
@@ -136,7 +133,6 @@ class DecodeAttention(Op[DecodeProblem, DecodeConfig]):
 
     name = "decode_attention"
     revision = 1
-    most_stack_bytes = 0  # at the register limit all of it is spilled
     Problem = DecodeProblem
     Config = DecodeConfig
     suite = (
@@ -151,12 +147,9 @@ class DecodeAttention(Op[DecodeProblem, DecodeConfig]):
         "batch=2 seq_kv=600 heads_q=8 heads_kv=2 head_dim=256 page_size=256 dtype=fp16",
     )
 
-    # -- rules
+    # -- rules and choice
 
-    def why_not(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec) -> str | None:
-        return next(self._broken(p, c, gpu), None)
-
-    def _broken(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec) -> Iterator[str]:
+    def broken(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec) -> Iterator[str]:
         if c.rows not in (16, 32):
             yield f"{c.warps} warps of tile_kv={c.tile_kv} have {c.rows} keys each: take 16 or 32"
         if c.tile_kv > max(32, power_of_two(p.keys)):
@@ -178,79 +171,58 @@ class DecodeAttention(Op[DecodeProblem, DecodeConfig]):
         if p.tiles * c.splits > _MOST_CTAS:
             yield f"{p.tiles * c.splits} CTAs are more than a grid's {_MOST_CTAS}"
 
-    # -- choice
-
-    def default(self, p: DecodeProblem, gpu: GpuSpec) -> DecodeConfig:
-        """The model's best."""
-        return _default(self, p, gpu)
-
     def estimate_us(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec) -> float:
-        """Waves of CTAs at what their bytes in flight, or a block's latency, allow; or DRAM, if slower.
-
-        Fitted to 179 runs of six shapes on an H200; over the 85 within 10 % of their shape's best, 2.7 % off in the
-        root mean square (2026-11-22).
-        """
+        """Waves of CTAs at the rate of their bytes in flight, or a block's latency; or DRAM, if slower."""
         rate = rates.of(gpu)
         if p.tiles == 0 or p.keys == 0:
-            return rate.launch_us
-        row_bytes = 4 * p.head_dim  # of K and of V
+            return _LAUNCH * rate.launch_us
+        row_bytes = 4 * p.head_dim  # K's and V's
         blocks = math.ceil(-(-p.keys // c.tile_kv) / c.splits)
         cta_bytes = blocks * c.tile_kv * row_bytes
+        cta_us = _CTA * rate.dram_latency_us
 
-        def wave_clocks(together: int) -> float:
+        def wave_us(together: int) -> float:
             in_flight = together * (c.stages - 1) * c.tile_kv * row_bytes
-            pulled = min(_SM_BYTES_PER_CLOCK, in_flight / _LATENCY_CLOCKS)
-            return max(together * cta_bytes / pulled, blocks * c.rows / 16 * _BLOCK_CLOCKS) + _CTA_CLOCKS
+            port = min(_PORT * rate.sm_bytes_per_us, in_flight / (_LATENCY * rate.dram_latency_us))
+            warp_us = blocks * c.rows / 16 * _BLOCK_CYCLES / rate.clock_mhz
+            return max(together * cta_bytes / port, warp_us) + cta_us
 
         waves, rest = divmod(p.tiles * c.splits, gpu.sm_count * c.ctas_per_sm)
-        busy = waves * wave_clocks(c.ctas_per_sm)
+        busy = waves * wave_us(c.ctas_per_sm)
         if rest:
-            busy += wave_clocks(-(-rest // gpu.sm_count))
-        dram = self.work(p).bytes / (_DRAM_RATE * gpu.dram_gbps * 1e3)
-        combine = _MEET_CLOCKS * c.warps + (_PARTIAL_CLOCKS * c.splits / c.warps if c.splits > 1 else 0.0)
-        combine = (combine + (_ALONE_CLOCKS if c.ctas_per_sm == 1 else 0.0)) / rate.clock_mhz
-        busy /= rate.clock_mhz
-        dram += _CTA_CLOCKS / rate.clock_mhz
+            busy += wave_us(-(-rest // gpu.sm_count))
+        dram = self.work(p).bytes / (_DRAM * rate.dram_share * gpu.dram_gbps * 1e3) + cta_us
+        combine = _MEET_CYCLES / rate.clock_mhz * c.warps
+        combine += _PARTIAL * rate.exchange_us * c.splits / c.warps if c.splits > 1 else 0.0
+        combine += _ALONE * rate.launch_us if c.ctas_per_sm == 1 else 0.0
         # CTAs of the next launch are placed early where one wave leaves them room.
         early = (rate.dependent_us if waves == 0 else -rate.dependent_us) if c.pdl else 0.0
-        return float(rate.launch_us - early + max(busy, dram) + (1.0 - _HIDDEN) * min(busy, dram) + combine)
+        return float(_LAUNCH * rate.launch_us - early + max(busy, dram) + (1.0 - _HIDDEN) * min(busy, dram) + combine)
 
     # -- kernel
 
     def build(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec) -> Artifact:
-        import cutlass
-        from cutlass.cute.runtime import make_fake_tensor
+        from cutlass import Float32, Int32
+        from cutlass.cute import sym_int
 
         from cutekernels.backends import cute as backend
         from cutekernels.ops.attention import fakes
 
-        cute = cutlass.cute
-        batch, seq_q, heads_q, heads_kv, layers, room = [cute.sym_int() for _ in range(6)]
-
-        def rows(*lead: Any) -> Any:
-            return fakes.rows(p.dtype, p.head_dim, *lead)
-
-        table = None
-        if p.page_size:
-            strides = (cute.sym_int(64), 1)
-            table = make_fake_tensor(cutlass.Int32, (batch, cute.sym_int()), stride=strides, assumed_align=4)
-        split = c.splits > 1
-        number = cutlass.Float32(1.0)
+        batch, seq_q, heads_q, heads_kv, layers, room = [sym_int() for _ in range(6)]
+        q, cache = (batch, seq_q, heads_q), (layers, room, heads_kv)
+        out, queries, k, v = [fakes.rows(p.dtype, p.head_dim, *lead) for lead in (q, q, cache, cache)]
+        split, number = c.splits > 1, Float32(1.0)
         return backend.compile(
             self._body(p, c),
-            rows(batch, seq_q, heads_q),
-            fakes.vector(cutlass.Float32) if p.lse else None,
-            rows(batch, seq_q, heads_q),
-            rows(layers, room, heads_kv),
-            rows(layers, room, heads_kv),
-            fakes.vector(cutlass.Int32, batch),
-            table,
-            number,
-            number,
-            number,
-            cutlass.Int32(0),
-            fakes.vector(cutlass.Float32) if split else None,
-            fakes.vector(cutlass.Int32) if split else None,
+            out,
+            fakes.vector(Float32) if p.lse else None,
+            *(queries, k, v),
+            fakes.vector(Int32, batch),
+            fakes.table(batch) if p.page_size else None,
+            *(number, number, number),
+            Int32(0),
+            fakes.vector(Float32) if split else None,
+            fakes.vector(Int32) if split else None,
             gpu=gpu,
         )
 
@@ -263,40 +235,34 @@ class DecodeAttention(Op[DecodeProblem, DecodeConfig]):
         from cutekernels.kernels.cute.parts.mma import WarpMma
         from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax
 
-        width = padded(p.head_dim)
         return DecodeAttention(
-            rows_kv=CacheRows(c.rows, p.head_dim, width, c.stages, p.page_size),
+            rows_kv=CacheRows(c.rows, p.head_dim, p.width, c.stages, p.page_size),
             mma_qk=WarpMma(1, 1, cutlass.Float32, True, True),
             mma_pv=WarpMma(1, 1, cutlass.Float32, True, False),
             softmax=OnlineSoftmax(SLACK, p.softcap),
             warps=c.warps,
             splits=c.splits,
             limited=p.window,
-            q_in_registers=width <= WIDEST_IN_REGISTERS,
+            q_in_registers=p.width <= WIDEST_IN_REGISTERS,
             ctas_per_sm=c.ctas_per_sm,
             dependent=c.pdl,
         )
 
     def bind(self, p: DecodeProblem, c: DecodeConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        if p.seq_kv == 0:
+            return launch_blind(p.lse)
         left = p.window_left if p.window else UNLIMITED
-        empty = p.seq_kv == 0
         shared = None
         if c.splits > 1 and p.tiles:
-            shared = Workspace(p.tiles * c.splits * TILE_Q * (padded(p.head_dim) + 2), p.tiles)
+            shared = Workspace(p.tiles * c.splits * TILE_Q * (p.width + 2), p.tiles)
 
         def launch(*args: Any) -> None:
-            out, lse = args[0], args[1] if p.lse else None
+            out, lse = args[0], args[1].view(-1) if p.lse else None
             q, k, v, lengths, table, scale, softcap = args[2 if p.lse else 1 :]
             if out.numel() == 0:
                 return
-            if empty:
-                out.zero_()
-                if lse is not None:
-                    lse.fill_(-math.inf)
-                return
-            flat = None if lse is None else lse.view(-1)
             workspace = (None, None) if shared is None else shared.get()
-            kernel(out, flat, q, k, v, lengths, table, *score_factors(scale, softcap), left, *workspace)
+            kernel(out, lse, q, k, v, lengths, table, *score_factors(scale, softcap), left, *workspace)
 
         return launch
 
@@ -315,8 +281,7 @@ class DecodeAttention(Op[DecodeProblem, DecodeConfig]):
         return (*posed(p, lengths, generator), p.head_dim**-0.5, 2.0 if p.softcap else 0.0)
 
     def reference(self, p: DecodeProblem, *args: Any) -> tuple[Tensor, ...]:
-        out, lse = reference(*args, left=p.window_left if p.window else None)
-        return (out, lse) if p.lse else (out,)
+        return reference.decode(*args, left=p.window_left if p.window else None)[: 1 + p.lse]
 
     def work(self, p: DecodeProblem) -> Work:
         queries = p.batch * p.seq_q * p.heads_q
@@ -335,7 +300,7 @@ DECODE_ATTENTION = DecodeAttention()
 
 
 def check_page_size(size: int) -> None:
-    """Raises UnsupportedProblem for a number of tokens that no page has."""
+    """Refuses a number of tokens that no page has."""
     if size not in PAGE_SIZES:
         raise UnsupportedProblem(f"a page has {', '.join(map(str, PAGE_SIZES))} tokens, not {size}")
 
@@ -373,51 +338,7 @@ def posed(p: DecodeProblem, lengths: Tensor, generator: torch.Generator) -> tupl
     return q, *caches, lengths, table
 
 
-def reference(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    table: Tensor | None,
-    scale: float,
-    softcap: float,
-    *,
-    left: int | None,
-) -> tuple[Tensor, Tensor]:
-    """The same mathematics in plain PyTorch, in fp64, rounded once: ``(out, lse)``; a sequence at a time."""
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    kind = torch.promote_types(q.dtype, torch.float32)
-    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=kind)
-    for b, length in enumerate(lengths.tolist()):
-        if table is None:
-            k, v = k_cache[b, :length], v_cache[b, :length]
-        else:
-            pages = table[b, : -(-length // k_cache.shape[1])].long()
-            k, v = (t[pages].flatten(0, 1)[:length] for t in (k_cache, v_cache))
-        out[b : b + 1], lse[b : b + 1] = attend(
-            q[b : b + 1], k[None], v[None], None, None, None, scale, softcap, left=left, right=0
-        )
-    return out, lse
-
-
-# ---- arithmetic of the rules ----------------------------------------------------------------------------
-
-
 def registers_per_thread(p: DecodeProblem, c: DecodeConfig) -> int:
-    """About what the compiler will need: accumulators of both products, queries, and the rest."""
-    width = padded(p.head_dim)
-    queries = width // 4 if width <= WIDEST_IN_REGISTERS else 0
-    return width // 2 + c.rows // 2 + queries + OTHER_REGISTERS
-
-
-@cache
-def _every() -> tuple[DecodeConfig, ...]:
-    return tuple(DecodeConfig.every())
-
-
-@cache
-def _default(op: DecodeAttention, p: DecodeProblem, gpu: GpuSpec) -> DecodeConfig:
-    candidates = [c for c in _every() if op.why_not(p, c, gpu) is None]
-    best = min(candidates, key=lambda c: (op.estimate_us(p, c, gpu), str(c)), default=None)
-    assert best is not None, f"no config for {p} on {gpu.name}"
-    return best
+    """An estimate of the compiler's need: accumulators of both products, queries, and the rest."""
+    queries = p.width // 4 if p.width <= WIDEST_IN_REGISTERS else 0
+    return p.width // 2 + c.rows // 2 + queries + OTHER_REGISTERS

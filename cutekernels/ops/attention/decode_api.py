@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.attention import reference
 from cutekernels.ops.attention.api import add, canonical, check_out, check_out_shape, replayed
 from cutekernels.ops.attention.decode import (
     DECODE_ATTENTION,
@@ -17,7 +18,6 @@ from cutekernels.ops.attention.decode import (
     DecodeConfig,
     DecodeProblem,
     check_page_size,
-    reference,
 )
 from cutekernels.ops.attention.problem import DTYPES, UNLIMITED, WIDEST
 from cutekernels.ops.shared.call_cache import CallCache, empty_copy
@@ -265,7 +265,7 @@ def _cpu(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) 
         check_out(results[0], *inputs)
     room = k.shape[1] if table is None else table.shape[1] * k.shape[1]
     seen = lengths.clamp(0, room)  # as the kernel does, which cannot raise
-    out, lse = reference(q, k, v, seen, table, scale, softcap, left=None if left < 0 else left)
+    out, lse = reference.decode(q, k, v, seen, table, scale, softcap, left=None if left < 0 else left)
     lse = lse if return_lse else fresh_lse(q, False)
     if results is None:
         return out, lse

@@ -1,4 +1,4 @@
-"""Fake operands that attention's kernels are compiled with: what the DSL takes for tensors of any extents.
+"""Fake operands for compiling attention's kernels: stand-ins for tensors of any extents.
 
 Imported inside ``build`` alone, since it loads the DSL.
 """
@@ -11,7 +11,7 @@ import cutlass
 from cutlass.cute import sym_int
 from cutlass.cute.runtime import make_fake_tensor
 
-from cutekernels.ops.attention.problem import WIDEST
+from cutekernels.kernels.cute.parts.heads import WIDEST
 
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
@@ -27,7 +27,34 @@ def vector(kind: Any, extent: Any = None) -> Any:
     return make_fake_tensor(kind, (sym_int() if extent is None else extent,), stride=(1,), assumed_align=4)
 
 
-def mask(*extents: Any) -> Any:
-    """Booleans with any strides."""
-    strides = tuple([sym_int(64) for _ in extents])
-    return make_fake_tensor(cutlass.Uint8, extents, stride=strides, assumed_align=1)
+def table(batch: Any) -> Any:
+    """A page table ``(batch, MAX_PAGES)`` with any stride between rows."""
+    return make_fake_tensor(cutlass.Int32, (batch, sym_int()), stride=(sym_int(64), 1), assumed_align=4)
+
+
+class Batch:
+    """Operands of a batch of one length, or of ``packed`` sequences, which share their extents."""
+
+    def __init__(self, dtype: str, head_dim: int, packed: bool) -> None:
+        self._dtype, self._head_dim, self._packed = dtype, head_dim, packed
+        self._batch, self._ends = sym_int(), sym_int()
+        self._q, self._kv = [(sym_int(), sym_int()) for _ in range(2)]  # length, heads
+
+    def _rows(self, lead: tuple[Any, Any]) -> Any:
+        return rows(self._dtype, self._head_dim, *(() if self._packed else (self._batch,)), *lead)
+
+    def q(self) -> Any:
+        return self._rows(self._q)
+
+    def kv(self) -> Any:
+        return self._rows(self._kv)
+
+    def mask(self) -> Any:
+        """Booleans with any strides."""
+        extents = (self._batch, self._q[1], self._q[0], self._kv[0])
+        stride = tuple([sym_int(64) for _ in extents])
+        return make_fake_tensor(cutlass.Uint8, extents, stride=stride, assumed_align=1)
+
+    def ends(self) -> Any:
+        """The sequences' ends, None where they are of one length."""
+        return vector(cutlass.Int32, self._ends) if self._packed else None

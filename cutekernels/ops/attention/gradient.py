@@ -13,8 +13,9 @@ from torch import Tensor
 
 from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.attention import reference
 from cutekernels.ops.attention.api import canonical, check, pose
-from cutekernels.ops.attention.backward import ATTENTION_BACKWARD, AttentionBackwardProblem, passes, reference
+from cutekernels.ops.attention.backward import ATTENTION_BACKWARD, AttentionBackwardProblem, passes
 from cutekernels.ops.attention.delta import ATTENTION_DELTA
 from cutekernels.ops.attention.problem import AttentionProblem
 from cutekernels.ops.shared import tensor_op
@@ -114,7 +115,7 @@ def _cpu(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     if mask is not None:
         mask = mask.expand(q.shape[0], q.shape[2], -1, -1)
     reach = 0 if causal else right
-    return reference(
+    return reference.gradients(
         dout, dlse, q, k, v, mask, cu_q, cu_kv, scale, softcap,
         left=None if left < 0 else left, right=None if reach < 0 else reach,
     )  # fmt: skip

@@ -6,41 +6,48 @@ batch, ``(TOTAL, H, D)``, with the sequences' ends in ``cu_seqlens``. Head dims 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from cutekernels import rates
-from cutekernels.kernels.cute.parts.attention_smem import PrefillSmem, padded
-from cutekernels.op import Config, Op, Work, knob, power_of_two
+from cutekernels.kernels.cute.parts.attention_smem import PrefillSmem
+from cutekernels.op import Work, knob
+from cutekernels.ops.attention import reference
 from cutekernels.ops.attention.problem import (
     DTYPES,
-    UNLIMITED,
+    SLACK,
     AttentionProblem,
+    TilesConfig,
+    TilesOp,
     depth,
-    reference,
+    launch_blind,
     score_factors,
-    vectors_along,
 )
-from cutekernels.ops.shared.occupancy import occupancy_rules
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
+# Registers beside accumulators and Q: fragments, row statistics, addresses (docs/notes/attention.md#prefill-registers).
+OTHER_REGISTERS = {"bf16": 56, "fp16": 64}
+# Constants of the model: docs/notes/attention.md#prefill-model (H200, 2026-11-22).
+_BLOCK = 0.17 / 0.08  # of barrier_us: a block of keys, whatever its size
+_ONE_STAGE = 1.05  # of the same: 1 % faster where both were timed, and spills (bf16, head dim 128)
+_EXPONENTS = 0.35  # the share of the exponents' time that products do not hide
+_EAGER = 1.7  # cost of rescaling in every block, of the exponents' time
+
 
 @dataclass(frozen=True)
-class AttentionConfig(Config):
+class AttentionConfig(TilesConfig):
     """The knobs of ``kernels/cute/attention/prefill.py``.
 
     ``lazy`` rescales sums only where a block's scores exceed the row's reference by far. ``order`` is that of CTAs.
     """
 
+    tiles: ClassVar = ("tile_q", "tile_kv")
     tile_q: int = knob(64, 128, 256)
     tile_kv: int = knob(32, 64, 128)
     warps: int = knob(4, 8)
@@ -50,33 +57,11 @@ class AttentionConfig(Config):
     lazy: bool = knob(True, False)
     order: str = knob("rows", "l2", "heads")
 
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
-    @property
-    def rows(self) -> int:
-        """Queries of a warp."""
-        return self.tile_q // self.warps
-
     def smem(self, p: AttentionProblem) -> PrefillSmem:
         return PrefillSmem(self.tile_q, self.tile_kv, p.head_dim, self.stages)
 
 
-MAX_CTAS = 3
-SLACK = 8.0  # of lazy rescaling, base 2: fp16 probabilities up to 256
-# Registers beside accumulators and Q: fragments, row statistics, addresses. sm_90a, 2026-11-21: 32 rows by 64 keys of
-# head dim 128 (192 accumulators) compile without spilling into 255 in bf16, and leave 104 bytes on the stack in fp16.
-OTHER_REGISTERS = {"bf16": 56, "fp16": 64}
-
-# Coefficients of the model, see estimate_us(). Clocks per CTA, and per block of keys whatever its size.
-_CTA_CLOCKS, _BLOCK_CLOCKS = 4675, 289
-_SOFTMAX = 0.35  # the share of the exponents' time that products do not hide
-_ORDER = {False: {"rows": 1.0, "l2": 1.01, "heads": 1.02}, True: {"rows": 1.05, "l2": 1.05, "heads": 1.0}}
-_FED = 0.83  # of the tensor cores' rate that a full SM of warps reaches
-
-
-class Attention(Op[AttentionProblem, AttentionConfig]):
+class Attention(TilesOp[AttentionProblem, AttentionConfig]):
     """Arguments: q, k, v, mask or None, cu_seqlens_q or None, cu_seqlens_kv or None, scale, softcap (0: none).
 
     Results: out, and the rows' log-sum-exp in fp32 where ``lse``: ``(B, HQ, SQ)``, or ``(HQ, TOTAL_Q)`` of packed ones.
@@ -84,7 +69,6 @@ class Attention(Op[AttentionProblem, AttentionConfig]):
 
     name = "attention"
     revision = 1
-    most_stack_bytes = 0  # at the register limit all of it is spilled
     Problem = AttentionProblem
     Config = AttentionConfig
     suite = (
@@ -99,95 +83,37 @@ class Attention(Op[AttentionProblem, AttentionConfig]):
         "batch=5 seq_q=150 seq_kv=150 heads_q=8 heads_kv=2 causal=1 varlen=1 lse=1",
     )
 
-    # -- rules
+    # -- rules and choice
 
-    def why_not(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> str | None:
-        return next(self._broken(p, c, gpu), None)
-
-    def _broken(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
-        if c.rows not in (16, 32, 64):
-            yield f"{c.warps} warps of tile_q={c.tile_q} have {c.rows} queries each: take 16, 32 or 64"
-        across = c.threads // vectors_along(p.head_dim)
-        for name, tile in (("q", c.tile_q), ("kv", c.tile_kv)):
-            if tile % across:
-                yield f"{c.threads} threads copy {across} rows at a time, which does not divide tile_{name}={tile}"
-        if c.tile_q > max(64, power_of_two(p.seq_q)):
-            yield f"tile_q={c.tile_q} idles most of a tile over {p.seq_q} queries"
-        if c.tile_kv > max(32, power_of_two(p.seq_kv)):
-            yield f"tile_kv={c.tile_kv} idles most of a tile over {p.seq_kv} keys"
-        registers, smem = registers_per_thread(p, c), c.smem(p).total_bytes
-        yield from occupancy_rules(
-            gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem
-        )
-        if c.order != "rows" and p.seq_q <= c.tile_q:
-            yield f"order={c.order} needs more than one tile of queries"
-
-    # -- choice
-
-    def default(self, p: AttentionProblem, gpu: GpuSpec) -> AttentionConfig:
-        """The model's best."""
-        return _default(self, p, gpu)
+    def broken(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
+        return self.broken_tiles(p, c, gpu, registers_per_thread(p, c), c.smem(p).total_bytes)
 
     def estimate_us(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float:
-        """Waves of CTAs, each block of keys as slow as tensor cores or shared memory; or DRAM, if slower.
-
-        Fitted to 59 runs of four shapes on an H200, from 64x64 to 256x64 tiles: 4.4 % off in the root mean square
-        (2026-11-22).
-        """
-        rate = rates.of(gpu)
-        tiles = -(-p.seq_q // c.tile_q) * p.heads_q * p.batch
-        if tiles == 0 or p.seq_kv == 0:
-            return rate.launch_us
-        width = padded(p.head_dim)
-        # Blocks of keys a tile of queries walks, on average: those its band touches; the ones at its edge cost more.
-        keys = p.pairs / p.seq_q + (1.7 * c.tile_q if p.limited_left or p.limited_right else 0)
-        blocks = max(1.0, min(keys, p.seq_kv) / c.tile_kv + 0.5)
-        multiply = 4.0 * c.tile_q * c.tile_kv * width / (_FED * gpu.mma_tflops * 1e6 / gpu.sm_count)
-        read = c.warps * (2 * c.tile_kv + (0 if c.q_in_registers else c.rows)) * width * 2
-        feed = read / rate.smem_bytes_per_us
-        exponents = c.tile_q * c.tile_kv / (16 * rate.clock_mhz) * (1.0 if c.lazy else 1.7)
-        # One stage was 1 % faster where both were timed, and spills 32 bytes instead of none (bf16, head dim 128).
-        overhead = _BLOCK_CLOCKS / rate.clock_mhz * (1.0 if c.stages > 1 else 1.05)
-        step = max(multiply, feed) + _SOFTMAX * exponents + overhead / c.ctas_per_sm
-        cta = blocks * step + _CTA_CLOCKS / rate.clock_mhz / c.ctas_per_sm
-        per_sm = tiles / gpu.sm_count
-        even = p.limited_right or per_sm > 8  # short CTAs last, or many: no wave is left half empty
-        busy = cta * (max(1.0, per_sm) if even else math.ceil(per_sm))
-        # Under a causal mask a heavy tile had better not be the last; without, K and V had better stay in the L2.
-        busy *= _ORDER[p.limited_right][c.order]
-        dram = self.work(p).bytes / (rate.dram_share * gpu.dram_gbps * 1e3)
-        return float(rate.launch_us + max(busy, dram) + 0.05 * min(busy, dram))
+        """See :meth:`TilesOp.tiles_us`."""
+        return self.tiles_us(
+            p, c, gpu, products=2, read_rows=0 if c.q_in_registers else c.rows,
+            exponents=_EXPONENTS * (1.0 if c.lazy else _EAGER), fixed=_BLOCK * (1.0 if c.stages > 1 else _ONE_STAGE),
+            crowd=1.0, uneven=p.limited_right,
+        )  # fmt: skip
 
     # -- kernel
 
     def build(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Artifact:
-        import cutlass
+        from cutlass import Float32, Int32
 
         from cutekernels.backends import cute as backend
         from cutekernels.ops.attention import fakes
 
-        batch, seq_q, seq_kv, heads_q, heads_kv, ends = [cutlass.cute.sym_int() for _ in range(6)]
-
-        def rows(seq: Any, heads: Any) -> Any:
-            return fakes.rows(p.dtype, p.head_dim, *(() if p.varlen else (batch,)), seq, heads)
-
-        mask = fakes.mask(batch, heads_q, seq_q, seq_kv) if p.mask else None
-        number, limit = cutlass.Float32(1.0), cutlass.Int32(0)
+        batch, number, limit = fakes.Batch(p.dtype, p.head_dim, p.varlen), Float32(1.0), Int32(0)
         return backend.compile(
             self._body(p, c, gpu),
-            rows(seq_q, heads_q),
-            fakes.vector(cutlass.Float32) if p.lse else None,
-            rows(seq_q, heads_q),
-            rows(seq_kv, heads_kv),
-            rows(seq_kv, heads_kv),
-            mask,
-            fakes.vector(cutlass.Int32, ends) if p.varlen else None,
-            fakes.vector(cutlass.Int32, ends) if p.varlen else None,
-            number,
-            number,
-            number,
-            limit,
-            limit,
+            batch.q(),
+            fakes.vector(Float32) if p.lse else None,
+            *(batch.q(), batch.kv(), batch.kv()),
+            batch.mask() if p.mask else None,
+            *(batch.ends(), batch.ends()),
+            *(number, number, number),
+            *(limit, limit),
             gpu=gpu,
         )
 
@@ -202,10 +128,9 @@ class Attention(Op[AttentionProblem, AttentionConfig]):
         from cutekernels.kernels.cute.parts.sequences import Sequences
         from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax
 
-        width = padded(p.head_dim)
         return PrefillAttention(
-            rows_q=HeadRows(c.tile_q, p.head_dim, width, 1, c.threads),
-            rows_kv=HeadRows(c.tile_kv, p.head_dim, width, c.stages, c.threads),
+            rows_q=HeadRows(c.tile_q, p.head_dim, p.width, 1, c.threads),
+            rows_kv=HeadRows(c.tile_kv, p.head_dim, p.width, c.stages, c.threads),
             mma_qk=WarpMma(c.warps, 1, cutlass.Float32, True, True),
             mma_pv=WarpMma(c.warps, 1, cutlass.Float32, True, False),
             mask=BandMask(c.tile_q, c.tile_kv, p.limited_left, p.limited_right, p.mask),
@@ -217,23 +142,17 @@ class Attention(Op[AttentionProblem, AttentionConfig]):
         )
 
     def bind(self, p: AttentionProblem, c: AttentionConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        left = p.window_left if p.limited_left else UNLIMITED
-        right = p.window_right if p.window in ("right", "both") else 0 if p.causal else UNLIMITED
-        empty = p.seq_kv == 0
+        if p.seq_kv == 0:
+            return launch_blind(p.lse)
+        limits = p.limits
 
         def launch(*args: Any) -> None:
-            out, lse = args[0], args[1] if p.lse else None
+            out, lse = args[0], args[1].view(-1) if p.lse else None
             q, k, v, mask, cu_q, cu_kv, scale, softcap = args[2 if p.lse else 1 :]
             if out.numel() == 0:
                 return
-            if empty:
-                out.zero_()
-                if lse is not None:
-                    lse.fill_(-math.inf)
-                return
-            flat = None if lse is None else lse.view(-1)
             given = None if mask is None else mask.view(torch.uint8)
-            kernel(out, flat, q, k, v, given, cu_q, cu_kv, *score_factors(scale, softcap), left, right)
+            kernel(out, lse, q, k, v, given, cu_q, cu_kv, *score_factors(scale, softcap), *limits)
 
         return launch
 
@@ -266,12 +185,7 @@ class Attention(Op[AttentionProblem, AttentionConfig]):
         return q, k, v, mask, cu_q, cu_kv, p.head_dim**-0.5, 2.0 if p.softcap else 0.0
 
     def reference(self, p: AttentionProblem, *args: Any) -> tuple[Tensor, ...]:
-        out, lse = reference(
-            *args,
-            left=p.window_left if p.limited_left else None,
-            right=0 if p.causal else p.window_right if p.limited_right else None,
-        )
-        return (out, lse) if p.lse else (out,)
+        return reference.attention(*args, **p.sides)[: 1 + p.lse]
 
     def work(self, p: AttentionProblem) -> Work:
         rows_q, rows_kv = p.batch * p.seq_q * p.heads_q, p.batch * p.seq_kv * p.heads_kv
@@ -286,10 +200,9 @@ ATTENTION = Attention()
 
 
 def registers_per_thread(p: AttentionProblem, c: AttentionConfig) -> int:
-    """About what the compiler will need: accumulators of both products, queries, and the rest."""
-    width = padded(p.head_dim)
-    accumulators = c.rows * (width + c.tile_kv) // 32
-    queries = c.rows * width // 64 if c.q_in_registers else 0
+    """An estimate of the compiler's need: accumulators of both products, queries, and the rest."""
+    accumulators = c.rows * (p.width + c.tile_kv) // 32
+    queries = c.rows * p.width // 64 if c.q_in_registers else 0
     return accumulators + queries + OTHER_REGISTERS[p.dtype]
 
 
@@ -299,16 +212,3 @@ def _ends(sequences: int, mean: int, generator: torch.Generator, device: str) ->
     cuts = torch.randint(0, total + 1, (max(0, sequences - 1),), generator=generator, device=device)
     edges = [torch.zeros(1, device=device), cuts.sort().values, torch.full((1,), total, device=device)]
     return torch.cat(edges if sequences else edges[:1]).to(torch.int32)
-
-
-@cache
-def _every() -> tuple[AttentionConfig, ...]:
-    return tuple(AttentionConfig.every())
-
-
-@cache
-def _default(op: Attention, p: AttentionProblem, gpu: GpuSpec) -> AttentionConfig:
-    candidates = [c for c in _every() if op.why_not(p, c, gpu) is None]
-    best = min(candidates, key=lambda c: (op.estimate_us(p, c, gpu), str(c)), default=None)
-    assert best is not None, f"no config for {p} on {gpu.name}"
-    return best

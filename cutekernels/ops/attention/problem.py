@@ -1,29 +1,90 @@
-"""What attention's ops share: the problem, its mathematics in plain PyTorch, and small arithmetic on both."""
+"""Common ground of attention's declarations: problems, tolerance, and the rules and model of tiles that walk tiles."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
 
+from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import padded
-from cutekernels.op import Problem, extent, ladder, plain
+from cutekernels.op import C, Config, Op, P, Problem, extent, ladder, plain, power_of_two
+from cutekernels.ops.shared.occupancy import occupancy_rules
+
+if TYPE_CHECKING:
+    from cutekernels.gpu import GpuSpec
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WIDEST = 8  # elements in 16 bytes
+HEAD_DIMS = (128, *range(8, 128, 8), *range(136, 264, 8))
 UNLIMITED = 2**30  # a window's side that reaches to the end
 LOG2_E = math.log2(math.e)
+SLACK = 8.0  # slack of lazy rescaling, base 2: fp16 probabilities up to 256
+MAX_CTAS = 3  # per SM, of tiles that walk tiles
+
+# Constants of the model, most as multiples of rates: docs/notes/attention.md#prefill-model (H200, 2026-11-22).
+_LAUNCH = 2.0 / 1.5  # of launch_us
+_CTA = 2.75 / 0.8  # of dram_latency_us: the beginning and end of a CTA
+_EDGE = 1.7  # masked tiles at the edges of the band cost this share of an owned tile
+_FED = 0.83  # share of the tensor cores' rate that a full SM of warps reaches
+_DRAM = 0.9 / 0.92  # of dram_share
+_UNHIDDEN = 0.05  # share of the shorter of two times that the longer does not hide
+_EXPONENTS_PER_CLOCK = 16
+_MANY = 8  # CTAs per SM from which no wave is left half empty
+_ORDER = {False: {"rows": 1.0, "l2": 1.01, "heads": 1.02}, True: {"rows": 1.05, "l2": 1.05, "heads": 1.0}}
+
+
+class Sides(TypedDict):
+    """The band of keys seen around a query's own; None where nothing limits."""
+
+    left: int | None
+    right: int | None
+
+
+class HeadsProblem(Problem):
+    """Query heads in groups that share a head of K and V. Subclasses declare the fields: each text has its order."""
+
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.heads_kv == 0 or self.heads_q % self.heads_kv:
+            raise UnsupportedProblem(
+                f"heads_q={self.heads_q} must be a multiple of heads_kv={self.heads_kv}: each K and V head serves a "
+                "group of query heads"
+            )
+
+    def bucket(self) -> Self:
+        """The bucket shared by results with and without lse, and by the head dims of one padded size."""
+        return super().bucket().replace(lse=False, head_dim=self.width)
+
+    @property
+    def width(self) -> int:
+        """The padded head dim."""
+        return padded(self.head_dim)
+
+    @property
+    def group(self) -> int:
+        """Query heads to a head of K and V."""
+        return self.heads_q // self.heads_kv
 
 
 @dataclass(frozen=True)
-class AttentionProblem(Problem):
-    """Extents, and what kernels are compiled for.
+class AttentionProblem(HeadsProblem):
+    """Extents, and the properties that kernels are compiled for.
 
     Packed sequences (``varlen``) have lengths of their own; ``seq_q`` and ``seq_kv`` are then their means, rounded up.
-    ``window`` says which of its sides limits, by ``window_left`` and ``window_right`` keys; ``causal`` limits the right
+    ``window`` names its sides that limit, by ``window_left`` and ``window_right`` keys; ``causal`` limits the right
     side at the query's own key, where the last query is aligned with the last key.
     """
 
@@ -34,7 +95,7 @@ class AttentionProblem(Problem):
     heads_kv: int = extent()
     window_left: int = extent(ladder, default=0)
     window_right: int = extent(ladder, default=0)
-    head_dim: int = plain(128, *range(8, 128, 8), *range(136, 264, 8))
+    head_dim: int = plain(*HEAD_DIMS)
     dtype: str = plain("bf16", "fp16")
     causal: bool = plain(False, True)
     window: str = plain("none", "left", "right", "both")
@@ -45,11 +106,6 @@ class AttentionProblem(Problem):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.heads_kv == 0 or self.heads_q % self.heads_kv:
-            raise UnsupportedProblem(
-                f"heads_q={self.heads_q} must be a multiple of heads_kv={self.heads_kv}: each K and V head serves a "
-                "group of query heads"
-            )
         if self.causal and self.window in ("right", "both"):
             raise UnsupportedProblem(f"causal=1 limits the right side already: window={self.window} must leave it out")
         for side in ("left", "right"):
@@ -57,10 +113,6 @@ class AttentionProblem(Problem):
                 raise UnsupportedProblem(f"window_{side} needs window={side} or both; it is {self.window}")
         if self.mask and self.varlen:
             raise UnsupportedProblem("a mask is for a batch of one length: packed sequences take none")
-
-    def bucket(self) -> AttentionProblem:
-        """One tuning serves results with and without lse, and the head dims of one padded size."""
-        return super().bucket().replace(lse=False, head_dim=padded(self.head_dim))
 
     @property
     def limited_left(self) -> bool:
@@ -71,18 +123,42 @@ class AttentionProblem(Problem):
         return self.causal or self.window in ("right", "both")
 
     @property
+    def sides(self) -> Sides:
+        right = 0 if self.causal else self.window_right if self.limited_right else None
+        return {"left": self.window_left if self.limited_left else None, "right": right}
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """:attr:`sides` as kernels take them."""
+        left, right = self.sides["left"], self.sides["right"]
+        return UNLIMITED if left is None else left, UNLIMITED if right is None else right
+
+    @property
     def pairs(self) -> int:
-        """(query, key) pairs of one head and sequence that the band leaves."""
+        """(query, key) pairs of one head and sequence inside the band."""
         shift = self.seq_kv - self.seq_q
         ends = _clipped_sum(self.seq_q, shift + self.window_right + 1, self.seq_kv) if self.limited_right else None
         begins = _clipped_sum(self.seq_q, shift - self.window_left, self.seq_kv) if self.limited_left else 0
         return max(0, (self.seq_q * self.seq_kv if ends is None else ends) - begins)
 
+    @property
+    def by_keys(self) -> bool:
+        """Whether a CTA owns keys and walks queries, not the reverse."""
+        return False
+
+    @property
+    def seq_own(self) -> int:
+        return self.seq_kv if self.by_keys else self.seq_q
+
+    @property
+    def seq_walked(self) -> int:
+        return self.seq_q if self.by_keys else self.seq_kv
+
 
 def _clipped_sum(rows: int, first: int, most: int) -> int:
     """``sum(min(max(first + r, 0), most) for r in range(rows))``."""
 
-    def up_to(n: int) -> int:  # of clip(x, 0, most) for x < n
+    def up_to(n: int) -> int:  # the sum of clip(x, 0, most) for x < n
         if n <= 0:
             return 0
         rising = min(n, most)
@@ -91,75 +167,9 @@ def _clipped_sum(rows: int, first: int, most: int) -> int:
     return up_to(first + rows) - up_to(first)
 
 
-def reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_kv: Tensor | None,
-    scale: float,
-    softcap: float,
-    *,
-    left: int | None,
-    right: int | None,
-) -> tuple[Tensor, Tensor]:
-    """The same mathematics in plain PyTorch, in fp64, rounded once: ``(out, lse)``; a head of a sequence at a time."""
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    group = q.shape[-2] // max(1, k.shape[-2])
-    kind = torch.promote_types(q.dtype, torch.float32)
-    if cu_seqlens_q is None or cu_seqlens_kv is None:
-        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=kind)
-        sequences = [(q[b], k[b], v[b], out[b], lse[b], None if mask is None else mask[b]) for b in range(q.shape[0])]
-    else:
-        lse = q.new_empty((q.shape[1], q.shape[0]), dtype=kind)
-        at_q, at_kv = cu_seqlens_q.tolist(), cu_seqlens_kv.tolist()
-        sequences = []
-        for i in range(len(at_q) - 1):
-            of_q, of_kv = slice(at_q[i], at_q[i + 1]), slice(at_kv[i], at_kv[i + 1])
-            sequences.append((q[of_q], k[of_kv], v[of_kv], out[of_q], lse[:, of_q], None))
-    for q1, k1, v1, out1, lse1, mask1 in sequences:
-        seen = band(q1.shape[0], k1.shape[0], left, right, q.device)
-        for h in range(q1.shape[1]):
-            scores = scale * (q1[:, h].double() @ k1[:, h // group].double().T)
-            if softcap:
-                scores = softcap * torch.tanh(scores / softcap)
-            visible = seen if mask1 is None else seen & mask1[h]
-            scores = scores.masked_fill(~visible, -math.inf)
-            lse1[h] = torch.logsumexp(scores, dim=-1)
-            weights = torch.softmax(scores, dim=-1).masked_fill(~visible.any(dim=-1, keepdim=True), 0.0)
-            # Keys that nobody sees add nothing, whatever their V: 0 * NaN is NaN.
-            values = v1[:, h // group].double().masked_fill(~visible.any(dim=0).unsqueeze(-1), 0.0)
-            out1[:, h] = (weights @ values).to(out.dtype)
-    return out, lse
-
-
-def band(seq_q: int, seq_kv: int, left: int | None, right: int | None, device: torch.device) -> Tensor:
-    """Which keys a query sees, ``(seq_q, seq_kv)``; the last query is aligned with the last key, None is no limit."""
-    ahead = torch.arange(seq_kv, device=device) - torch.arange(seq_q, device=device).unsqueeze(-1) - (seq_kv - seq_q)
-    seen = torch.ones_like(ahead, dtype=torch.bool)
-    if left is not None:
-        seen &= ahead >= -left
-    if right is not None:
-        seen &= ahead <= right
-    return seen
-
-
-def score_factors(scale: float, softcap: float) -> tuple[float, float, float]:
-    """What kernels multiply scores by, to base 2, and the two factors of a cap (0: none) that leave them so."""
-    if not softcap:
-        return scale * LOG2_E, 0.0, 0.0
-    return 1.0, 2 * LOG2_E * scale / softcap, softcap * LOG2_E
-
-
-def vectors_along(head_dim: int) -> int:
-    """Threads side by side in a row: the 16-byte vectors of a swizzle pattern."""
-    return 8 if padded(head_dim) % 64 == 0 else 4
-
-
 def depth(p: AttentionProblem) -> float:
-    """What sums of this depth lose in fp32, probabilities rounded to 16 bits make ours lose: six standard deviations,
-    which one element in 5e8 exceeds.
+    """The depth whose fp32 sums lose as much as rounding probabilities to 16 bits: six standard deviations, which one
+    element in 5e8 exceeds.
 
     A row's error is ``u * sqrt(sum (p v)^2)``, about ``u`` of the row's own typical result. Rows that see few keys have
     results larger than the whole output's typical one, by the root of how many fewer.
@@ -170,3 +180,144 @@ def depth(p: AttentionProblem) -> float:
     uneven = p.limited_left or p.limited_right or p.mask or p.varlen
     larger = math.sqrt(max(1.0, keys)) if uneven else 1.0
     return max(keys, 8 * 2.0**23 * 6 * deviation * larger)
+
+
+def score_factors(scale: float, softcap: float) -> tuple[float, float, float]:
+    """The factor of scores, to base 2, and the inner and outer factors of a cap; both are 0 without one."""
+    if not softcap:
+        return scale * LOG2_E, 0.0, 0.0
+    return 1.0, 2 * LOG2_E * scale / softcap, softcap * LOG2_E
+
+
+def launch_blind(lse: bool) -> Callable[..., None]:
+    """The launch for queries without a single key: 0, and -inf as lse."""
+
+    def launch(*args: Tensor) -> None:
+        args[0].zero_()
+        if lse:
+            args[1].fill_(-math.inf)
+
+    return launch
+
+
+# ---- ops ------------------------------------------------------------------------------------------------
+
+
+class AttentionOp(Op[P, C]):
+    """An op whose default is its model's best, over all configs that no rule forbids."""
+
+    most_stack_bytes = 0  # at the register limit any stack is spills
+
+    @abstractmethod
+    def broken(self, p: P, c: C, gpu: GpuSpec) -> Iterator[str]:
+        """The rules that ``c`` breaks."""
+
+    def why_not(self, p: P, c: C, gpu: GpuSpec) -> str | None:
+        return next(self.broken(p, c, gpu), None)
+
+    def default(self, p: P, gpu: GpuSpec) -> C:
+        """The model's best."""
+        return _best(self, p, gpu)  # type: ignore[no-any-return]
+
+
+@cache
+def _every(op: AttentionOp[Any, Any]) -> tuple[Config, ...]:
+    return tuple(op.Config.every())
+
+
+@cache
+def _best(op: AttentionOp[Any, Any], p: Problem, gpu: GpuSpec) -> Any:
+    candidates = [c for c in _every(op) if op.why_not(p, c, gpu) is None]
+    best = min(candidates, key=lambda c: (op.estimate_us(p, c, gpu), str(c)), default=None)
+    assert best is not None, f"no config for {p} on {gpu.name}"
+    return best
+
+
+class WarpsConfig(Config):
+    """Threads of a config whose unit is the warp."""
+
+    warps: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+
+class TilesConfig(WarpsConfig):
+    """Config of CTAs that own a tile of one side's rows and walk tiles of the other side's: the knobs ``tiles``."""
+
+    tiles: ClassVar[tuple[str, str]]
+    stages: int
+    ctas_per_sm: int
+    order: str
+
+    @property
+    def own(self) -> int:
+        return getattr(self, self.tiles[0])  # type: ignore[no-any-return]
+
+    @property
+    def walked(self) -> int:
+        return getattr(self, self.tiles[1])  # type: ignore[no-any-return]
+
+    @property
+    def rows(self) -> int:
+        """Owned rows of a warp."""
+        return self.own // self.warps
+
+
+Q = TypeVar("Q", bound=AttentionProblem)
+T = TypeVar("T", bound=TilesConfig)
+
+
+class TilesOp(AttentionOp[Q, T]):
+    """Rules and model of CTAs that own a tile of rows and walk the other side's tiles."""
+
+    def broken_tiles(self, p: Q, c: T, gpu: GpuSpec, registers: int, smem: int) -> Iterator[str]:
+        if c.rows not in (16, 32, 64):
+            yield f"{c.warps} warps of {c.tiles[0]}={c.own} have {c.rows} rows each: take 16, 32 or 64"
+        across = c.threads // vectors_along(p.width)
+        for name, tile, seq, least in ((c.tiles[0], c.own, p.seq_own, 64), (c.tiles[1], c.walked, p.seq_walked, 32)):
+            if tile % across:
+                yield f"{c.threads} threads copy {across} rows at a time, which does not divide {name}={tile}"
+            if tile > max(least, power_of_two(seq)):
+                yield f"{name}={tile} idles most of a tile over {seq} rows"
+        yield from occupancy_rules(
+            gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem
+        )
+        if c.order != "rows" and p.seq_own <= c.own:
+            yield f"order={c.order} needs more than one tile of rows"
+
+    def tiles_us(
+        self, p: Q, c: T, gpu: GpuSpec, *, products: int, read_rows: int, exponents: float, fixed: float,
+        crowd: float, uneven: bool,
+    ) -> float:  # fmt: skip
+        """Waves of CTAs, each walked tile as slow as tensor cores or shared memory; or DRAM, if slower.
+
+        A pair of tiles takes ``products``, and ``read_rows`` owned rows of each warp from shared memory again.
+        ``exponents``: the share of their time that products do not hide. ``fixed``: a walked tile's cost, whatever its
+        size, in ``barrier_us``. ``crowd``: the speedup by more warps. ``uneven``: tiles differ in work.
+        """
+        rate = rates.of(gpu)
+        own, walked = c.own, c.walked
+        tiles = -(-p.seq_own // own) * p.batch * (p.heads_kv if p.by_keys else p.heads_q)
+        if tiles == 0 or p.seq_walked == 0:
+            return _LAUNCH * rate.launch_us
+        # Rows that an owned tile walks, on average.
+        seen = p.pairs / p.seq_own + (_EDGE * own if p.limited_left or p.limited_right else 0)
+        steps = max(1.0, min(seen, p.seq_walked) / walked + 0.5) * (p.group if p.by_keys else 1)
+        multiply = 2.0 * products * own * walked * p.width / (_FED * gpu.mma_tflops * 1e6 / gpu.sm_count)
+        feed = c.warps * (products * walked + read_rows) * p.width * 2 / rate.smem_bytes_per_us
+        exponent_us = own * walked / (_EXPONENTS_PER_CLOCK * rate.clock_mhz)
+        step = (max(multiply, feed) + exponents * exponent_us) / crowd + fixed * rate.barrier_us / c.ctas_per_sm
+        cta = steps * step + _CTA * rate.dram_latency_us / c.ctas_per_sm
+        per_sm = tiles / gpu.sm_count
+        busy = cta * (max(1.0, per_sm) if uneven or per_sm > _MANY else math.ceil(per_sm))
+        # Uneven tiles: the heavy ones had better not be the last. Even ones: K and V had better stay in the L2.
+        busy *= _ORDER[uneven][c.order]
+        dram = self.work(p).bytes / (_DRAM * rate.dram_share * gpu.dram_gbps * 1e3)
+        return float(_LAUNCH * rate.launch_us + max(busy, dram) + _UNHIDDEN * min(busy, dram))
+
+
+def vectors_along(width: int) -> int:
+    """Threads side by side in a row of a padded head dim: the 16-byte vectors of a swizzle pattern."""
+    return 8 if width % 64 == 0 else 4

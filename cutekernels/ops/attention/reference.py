@@ -1,0 +1,131 @@
+"""Attention, decode and their gradients in plain PyTorch: in fp64, rounded once, one head of one sequence at a time."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+Index = int | slice
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None,
+    scale: float, softcap: float, *, left: int | None, right: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``(out, lse)``."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    group = q.shape[-2] // max(1, k.shape[-2])
+    packed = cu_seqlens_q is not None
+    rows = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
+    lse = q.new_empty(rows, dtype=torch.promote_types(q.dtype, torch.float32))
+    for i, (at_q, at_kv) in enumerate(_sequences(q, cu_seqlens_q, cu_seqlens_kv)):
+        q1, k1, v1, out1 = q[at_q], k[at_kv], v[at_kv], out[at_q]
+        lse1 = lse[:, at_q] if packed else lse[at_q]
+        seen = band(q1.shape[0], k1.shape[0], left, right, q.device)
+        for h in range(q1.shape[1]):
+            visible = seen if mask is None else seen & mask[i, h]
+            k2, v2 = k1[:, h // group].double(), v1[:, h // group].double()
+            scores, weights, _ = _weights(q1[:, h].double(), k2, visible, scale, softcap)
+            lse1[h] = torch.logsumexp(scores, dim=-1)
+            out1[:, h] = (weights @ _seen_values(v2, visible)).to(out.dtype)
+    return out, lse
+
+
+def decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, table: Tensor | None, scale: float, softcap: float,
+    *, left: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``(out, lse)`` of a cache, contiguous or in the pages of ``table``."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    kind = torch.promote_types(q.dtype, torch.float32)
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=kind)
+    for b, length in enumerate(lengths.tolist()):
+        if table is None:
+            k, v = k_cache[b, :length], v_cache[b, :length]
+        else:
+            pages = table[b, : -(-length // k_cache.shape[1])].long()
+            k, v = (t[pages].flatten(0, 1)[:length] for t in (k_cache, v_cache))
+        own = slice(b, b + 1)
+        out[own], lse[own] = attention(
+            q[own], k[None], v[None], None, None, None, scale, softcap, left=left, right=0
+        )  # fmt: skip
+    return out, lse
+
+
+def gradients(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+    cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None, scale: float, softcap: float,
+    *, left: int | None, right: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``(dq, dk, dv)``."""
+    dq, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    group = q.shape[-2] // max(1, k.shape[-2])
+    for i, (at_q, at_kv) in enumerate(_sequences(q, cu_seqlens_q, cu_seqlens_kv)):
+        dout1, q1, k1, v1, dq1, dk1, dv1 = dout[at_q], q[at_q], k[at_kv], v[at_kv], dq[at_q], dk[at_kv], dv[at_kv]
+        dlse1 = None if dlse is None else dlse[at_q] if cu_seqlens_q is None else dlse[:, at_q]
+        seen = band(q1.shape[0], k1.shape[0], left, right, q.device)
+        for head in range(k1.shape[1]):
+            k2, v2 = k1[:, head].double(), v1[:, head].double()
+            sum_k, sum_v = torch.zeros_like(k2), torch.zeros_like(v2)
+            for h in range(head * group, (head + 1) * group):
+                visible = seen if mask is None else seen & mask[i, h]
+                steep = None if dlse1 is None else dlse1[h].double()
+                one = _one_head(dout1[:, h].double(), steep, q1[:, h].double(), k2, v2, visible, scale, softcap)
+                dq1[:, h] = one[0].to(q.dtype)
+                sum_k += one[1]
+                sum_v += one[2]
+            dk1[:, head], dv1[:, head] = sum_k.to(k.dtype), sum_v.to(v.dtype)
+    return dq, dk, dv
+
+
+def band(seq_q: int, seq_kv: int, left: int | None, right: int | None, device: torch.device) -> Tensor:
+    """Mask of the keys a query sees, ``(seq_q, seq_kv)``; the last query is aligned with the last key, None is no
+    limit.
+    """
+    ahead = torch.arange(seq_kv, device=device) - torch.arange(seq_q, device=device).unsqueeze(-1) - (seq_kv - seq_q)
+    seen = torch.ones_like(ahead, dtype=torch.bool)
+    if left is not None:
+        seen &= ahead >= -left
+    if right is not None:
+        seen &= ahead <= right
+    return seen
+
+
+def _sequences(q: Tensor, cu_q: Tensor | None, cu_kv: Tensor | None) -> list[tuple[Index, Index]]:
+    """Each sequence's index in the tensors of queries and in those of keys."""
+    if cu_q is None or cu_kv is None:
+        return [(b, b) for b in range(q.shape[0])]
+    ends_q, ends_kv = cu_q.tolist(), cu_kv.tolist()
+    return [(slice(*ends_q[i : i + 2]), slice(*ends_kv[i : i + 2])) for i in range(len(ends_q) - 1)]
+
+
+def _weights(q: Tensor, k: Tensor, visible: Tensor, scale: float, softcap: float) -> tuple[Tensor, Tensor, Tensor]:
+    """One head's masked scores, probabilities (0 for a query that sees nothing), and the slope of the cap."""
+    scores = scale * (q @ k.T)
+    slope = torch.ones((), dtype=scores.dtype, device=scores.device)
+    if softcap:
+        capped = torch.tanh(scores / softcap)
+        scores, slope = softcap * capped, 1.0 - capped.square()
+    scores = scores.masked_fill(~visible, -math.inf)
+    weights = torch.softmax(scores, dim=-1).masked_fill(~visible.any(dim=-1, keepdim=True), 0.0)
+    return scores, weights, slope
+
+
+def _seen_values(v: Tensor, visible: Tensor) -> Tensor:
+    """Values with 0 for keys that no query sees, which add nothing whatever their V: 0 * NaN is NaN."""
+    return v.masked_fill(~visible.any(dim=0).unsqueeze(-1), 0.0)
+
+
+def _one_head(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv)`` of one query head."""
+    _, weights, slope = _weights(q, k, visible, scale, softcap)
+    dweights = dout @ _seen_values(v, visible).T
+    delta = (weights * dweights).sum(dim=-1, keepdim=True)
+    if dlse is not None:
+        delta = delta - dlse.masked_fill(~visible.any(dim=-1), 0.0).unsqueeze(-1)
+    dscores = weights * (dweights - delta) * slope
+    return scale * (dscores @ k), scale * (dscores.T @ q), weights.T @ dout
