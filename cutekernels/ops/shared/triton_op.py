@@ -311,7 +311,7 @@ class TritonOp(TensorOp[P, C]):
 
     def layout(self, named: Mapping[str, Tensor | None], sizes: Sizes, found: Mapping[str, Any]) -> dict[str, Scalar]:
         """The fields ``layout`` and ``align``, where the problem has them."""
-        declared = self.Problem.__dataclass_fields__
+        declared = {f.name: f for f in fields(self.Problem)}
         values = declared["layout"].metadata["values"] if "layout" in declared else ()
         laid = [(self.operands[name], t) for name, t in named.items() if self.operands[name].laid and t is not None]
         laid = [(operand, t) for operand, t in laid if t.numel()]
