@@ -1,6 +1,7 @@
 """``cutekernels tune``: the command line of a tuning run. The result goes to stdout, progress and errors to stderr.
 
-Exit codes: 0 all tasks have their winner, 1 a task failed or the run was interrupted, 2 the request itself is wrong.
+Exit codes: 0 all tasks have a winner, 1 a task failed, the time ended before it had a winner, or the run was
+interrupted, 2 the request itself is wrong.
 """
 
 from __future__ import annotations

@@ -11,11 +11,12 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from cutekernels.autotune.runtime import NotPrepared
 from cutekernels.backends import Facts
 from cutekernels.db.store import Environment, Gpu, Store, Trial
-from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.errors import CacheUnusable, InvalidConfig, UnsupportedProblem
 from cutekernels.gpu import GpuSpec
-from cutekernels.isolate import ChildFailure, ChildTimeout, RemoteError, StartFailed
+from cutekernels.isolate import OUT_OF_MEMORY, ChildDied, ChildFailure, ChildTimeout, RemoteError, StartFailed
 from cutekernels.measure import Ratio, Samples
 from cutekernels.op import Config, Op, Problem
 
@@ -23,6 +24,13 @@ ATTEMPTS = ("ok", "compile_error", "wrong_result", "crashed", "timeout", "pruned
 """Statuses that count against a task's budget; ``invalid`` costs nothing."""
 
 _REMOTE_STATUS = {"CompileError": "compile_error", "InvalidConfig": "invalid", "WrongResult": "wrong_result"}
+_MACHINES = (
+    "CompilerKilled",
+    "MemoryError",
+    "OutOfMemoryError",
+    "OSError",
+    *(e.__name__ for e in OSError.__subclasses__()),
+)
 
 
 class TaskHistory:
@@ -118,16 +126,27 @@ class TaskHistory:
         return self._store.crown(trial.id)
 
 
-def status_of(failure: ChildFailure, *, compiling: bool) -> str:
+def status_of(failure: ChildFailure, *, compiling: bool) -> str | None:
     """The trial status for a failed request, by which process failed and how.
 
+    None where the failure is the machine's, not the config's: a process killed from outside or out of memory, a
+    deadline missed for want of CPU time, inputs that could not be made. It leaves no row and is tried again.
+
     Raises:
-        StartFailed: no process could be started; that is no result about the config, so no row is written.
+        StartFailed: no process could be started.
+        CacheUnusable: no kernel can be compiled.
     """
     if isinstance(failure, StartFailed):
         raise failure
-    if isinstance(failure, RemoteError) and failure.type_name in _REMOTE_STATUS:
-        return _REMOTE_STATUS[failure.type_name]
+    if isinstance(failure, NotPrepared) or (isinstance(failure, ChildDied | ChildTimeout) and failure.outside):
+        return None
+    if isinstance(failure, RemoteError):
+        if failure.type_name == CacheUnusable.__name__:
+            raise CacheUnusable(failure.message) from failure
+        if failure.type_name in _MACHINES or OUT_OF_MEMORY.search(failure.message):
+            return None
+        if failure.type_name in _REMOTE_STATUS:
+            return _REMOTE_STATUS[failure.type_name]
     if compiling:
         return "compile_error"
     return "timeout" if isinstance(failure, ChildTimeout) else "crashed"

@@ -39,6 +39,7 @@ from cutekernels.op import Op, Problem
 
 DEFAULT_TRIALS = 40
 MOST_TASKS = 10_000
+MOST_SECONDS = 366 * 86400.0
 _JOB_KEYS = ("name", "trials", "budget_s", "tasks")
 _TASK_KEYS = ("op", "trials", "problems", "grid")
 
@@ -104,8 +105,9 @@ def parse(text: str, source: str, *, find: FindOp | None = None) -> Job:
         raise JobError(f'{source}: name must be a non-empty text, e.g. name = "my-model"; it is {name!r}')
     trials = _trials(data.get("trials", DEFAULT_TRIALS), f"{source}: trials")
     budget_s = data.get("budget_s")
-    if budget_s is not None and (isinstance(budget_s, bool) or not isinstance(budget_s, int | float) or budget_s <= 0):
-        raise JobError(f"{source}: budget_s must be a number of seconds above 0; it is {budget_s!r}")
+    timed = isinstance(budget_s, int | float) and not isinstance(budget_s, bool)
+    if budget_s is not None and not (timed and 0 < budget_s < MOST_SECONDS):
+        raise JobError(f"{source}: budget_s must be a number of seconds above 0, at most a year; it is {budget_s!r}")
     entries = data.get("tasks")
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise JobError(f"{source}: tasks must be at least one [[tasks]] table; it is {entries!r}")

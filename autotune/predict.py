@@ -9,11 +9,10 @@ interrupted run resumes where it stopped, best estimates first.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field
-from itertools import islice
 
 from cutekernels.autotune.history import TaskHistory, status_of
 from cutekernels.autotune.job import Task
@@ -51,6 +50,7 @@ class Prediction:
     clock: Callable[[], float] = time.monotonic
     _attempts: Counter[str] = field(default_factory=Counter)
     _rows: dict[Config, Trial] = field(default_factory=dict)
+    _spoiled: dict[Config, str] = field(default_factory=dict)  # compiles that the machine spoiled, and how
     _unstored: list[Trial] = field(default_factory=list)
     _stored_at: float = 0.0
     _default: Config | None = None
@@ -82,6 +82,9 @@ class Prediction:
             else:
                 message = "a measured winner stays"
         state = "unfinished" if late else "predicted" if todo else "done"
+        if self._spoiled:
+            config, why = next(iter(self._spoiled.items()))
+            message = f"{len(self._spoiled)} configs did not compile, tried again by the next run; [{config}]: {why}"
         if not fine and not late:
             state, message = "failed", f"none of {len(ranked)} configs compiled without spilling"
         return TaskReport(
@@ -101,8 +104,8 @@ class Prediction:
         return {config: trial for config, trial in rows if config is not None}
 
     def _compile_all(self, todo: list[Config], estimates: dict[Config, float], wanted: int) -> None:
-        """Compile ``todo`` in order, until all are rows or the deadline passes."""
-        waiting = iter(todo)
+        """Compile ``todo`` in order, until all are rows or the deadline passes; what the machine spoiled once more."""
+        waiting = deque(todo)
         compiling: dict[Future[Facts], Config] = {}
         try:
             while True:
@@ -110,22 +113,29 @@ class Prediction:
                     for queued in [future for future in compiling if future.cancel()]:
                         del compiling[queued]
                 else:
-                    for config in islice(waiting, self.runtime.width * _AHEAD - len(compiling)):
+                    while waiting and len(compiling) < self.runtime.width * _AHEAD:
+                        config = waiting.popleft()
                         compiling[self.runtime.compile(self.task.op, self.task.problem, config, self.gpu)] = config
                 if not compiling:
                     return
                 future = next(as_completed(compiling))
                 config = compiling.pop(future)
-                self._note(config, self._row(config, future, estimates[config]), wanted)
+                trial = self._row(config, future, estimates[config])
+                if trial is not None:
+                    self._note(config, trial, wanted)
+                elif config not in self._spoiled:
+                    waiting.append(config)
+                    self._spoiled[config] = str(future.exception()).partition("\n")[0]
         finally:
             for future in compiling:
                 future.cancel()
 
-    def _row(self, config: Config, future: Future[Facts], estimate_us: float) -> Trial:
+    def _row(self, config: Config, future: Future[Facts], estimate_us: float) -> Trial | None:
         try:
             facts = future.result()
         except ChildFailure as error:
-            return self.history.row(config, status_of(error, compiling=True), message=str(error))
+            status = status_of(error, compiling=True)
+            return None if status is None else self.history.row(config, status, message=str(error))
         reason = None if config == self._default else prune_reason(facts, self.task.op, self.gpu)
         if reason is not None:
             return self.history.row(config, "pruned", facts=facts, message=reason)
@@ -133,6 +143,7 @@ class Prediction:
 
     def _note(self, config: Config, trial: Trial, wanted: int) -> None:
         self._rows[config] = trial
+        self._spoiled.pop(config, None)
         self._attempts[trial.status] += 1
         self._unstored.append(trial)
         if self.clock() - self._stored_at >= _FLUSH_S:

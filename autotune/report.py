@@ -82,8 +82,8 @@ class TuneReport:
 
     @property
     def ok(self) -> bool:
-        """No task failed."""
-        return all(task.state != "failed" for task in self.tasks)
+        """No task failed, and each has a winner: the time did not end before the first."""
+        return all(task.state != "failed" and task.winner is not None for task in self.tasks)
 
     @property
     def measured(self) -> int:
@@ -129,7 +129,9 @@ class TuneReport:
     def headline(self) -> str:
         """One sentence: the request and what was done."""
         verb = "measured" if self.origin == "measured" else "predicted (no such GPU here)"
-        done = f"{self.measured} attempts" if self.measured else "nothing measured, all of it resumed"
+        late = sum(task.state == "unfinished" for task in self.tasks)
+        nothing = "nothing done" if late else "nothing measured, all of it resumed"
+        done = (f"{self.measured} attempts" if self.measured else nothing) + (f", {late} unfinished" if late else "")
         return f"{self.job} on {self.gpu}, {verb}: {len(self.tasks)} tasks, {done}, {self.seconds:.0f} s"
 
 

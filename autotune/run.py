@@ -12,12 +12,13 @@ from typing import Protocol
 from cutekernels import environment
 from cutekernels import gpu as gpus
 from cutekernels.autotune.history import TaskHistory
-from cutekernels.autotune.job import Job, Task, load
+from cutekernels.autotune.job import MOST_SECONDS, Job, Task, load
 from cutekernels.autotune.predict import Prediction
 from cutekernels.autotune.report import TaskReport, TuneReport
 from cutekernels.autotune.runtime import LocalRuntime, Runtime
 from cutekernels.autotune.search import Search
 from cutekernels.db.store import Environment, Store, Trial
+from cutekernels.errors import JobError
 
 
 class Watcher(Protocol):
@@ -74,7 +75,7 @@ def tune(
         watcher, runtime, clock: progress, the processes to use, and time; for the command line and for tests.
 
     Raises:
-        JobError: the job file breaks a rule.
+        JobError: the job file breaks a rule, or ``budget_s`` is no number of seconds.
         UnknownGpu: no such GPU, or ``auto`` without one.
         StoreError: the database cannot be opened or written.
     """
@@ -83,6 +84,8 @@ def tune(
     measured = gpus.present(spec)
     begin = clock()
     budget = loaded.budget_s if budget_s is None else budget_s
+    if budget is not None and not 0 <= budget < MOST_SECONDS:
+        raise JobError(f"budget_s must be a number of seconds from 0 up, at most a year; it is {budget}")
     end = None if budget is None else begin + budget
     versions = Environment.of(environment.collect())
     watch = watcher or Silent()

@@ -7,12 +7,15 @@ compile, the first request of a problem (inputs, reference, a cold CUDA context)
 from __future__ import annotations
 
 from concurrent.futures import Future
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+from cutekernels import compile as compiler
 from cutekernels.backends import Facts
+from cutekernels.errors import CacheUnusable
 from cutekernels.gpu import GpuSpec
-from cutekernels.isolate import Child, Pool
+from cutekernels.isolate import Child, ChildFailure, Pool, StartFailed
 from cutekernels.op import Config, Op, Problem
 
 COMPILE_TARGET = "cutekernels.autotune.runtime:compile_candidate"
@@ -56,6 +59,10 @@ class Outcome:
         return self.error <= 1 and bool(self.us)
 
 
+class NotPrepared(ChildFailure):
+    """The inputs or the reference of a problem could not be made: no verdict on the configs to be measured."""
+
+
 class Runtime(Protocol):
     """The compile and measurement services that a search uses."""
 
@@ -80,13 +87,22 @@ class Runtime(Protocol):
 
 
 class LocalRuntime:
-    """Processes on this machine. ``jobs`` compilers; the worker starts with the first measurement."""
+    """Processes on this machine. ``jobs`` compilers; the worker starts with the first measurement.
+
+    Temporary files of all of them lie in one folder, removed at the end: compilers killed in their work leave some.
+
+    Raises:
+        CacheUnusable: no kernel could be compiled.
+    """
 
     def __init__(self, jobs: int) -> None:
+        compiler.tidy()
+        self._open = ExitStack()
+        temporary = str(self._open.enter_context(compiler.scratch()))
         self.width = jobs
         # No visible GPU: otherwise each compiler would make a CUDA context of hundreds of megabytes.
-        self._pool = Pool(COMPILE_TARGET, jobs, env={"CUDA_VISIBLE_DEVICES": ""})
-        self._worker = Child(WORKER_TARGET)
+        self._pool = Pool(COMPILE_TARGET, jobs, env={"CUDA_VISIBLE_DEVICES": "", "TMPDIR": temporary})
+        self._worker = Child(WORKER_TARGET, env={"TMPDIR": temporary})
         self._prepared: tuple[int | None, object] | None = None
 
     def compile(self, op: Op[Any, Any], problem: Problem, config: Config, gpu: GpuSpec) -> Future[Facts]:
@@ -98,7 +114,12 @@ class LocalRuntime:
             self._prepared = (self._worker.pid, request)
 
     def measure(self, request: Measure) -> dict[str, Outcome]:
-        self.prepare(request.prepare)
+        try:
+            self.prepare(request.prepare)
+        except StartFailed:
+            raise
+        except ChildFailure as error:
+            raise NotPrepared(f"{request.prepare.op} [{request.prepare.problem}] was not prepared: {error}") from error
         outcomes: dict[str, Outcome] = self._worker.ask(request, MEASURE_DEADLINE_S)
         return outcomes
 
@@ -109,6 +130,9 @@ class LocalRuntime:
         """End all processes; compiles not yet begun are dropped."""
         self._pool.close()
         self._worker.close()
+        self._open.close()
+        with suppress(CacheUnusable):
+            compiler.tidy()
 
     def __enter__(self) -> Self:
         return self
@@ -122,7 +146,6 @@ def compile_candidate(request: tuple[str, str, str, GpuSpec]) -> Facts:
 
     The request holds the whole GpuSpec: this process sees no GPU, and a GPU may be missing from the table.
     """
-    from cutekernels import compile as compiler
     from cutekernels.ops import registry
 
     name, problem, config, gpu = request

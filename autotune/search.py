@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
@@ -77,6 +77,8 @@ class Search:
     clock: Callable[[], float] = time.monotonic
     _attempts: Counter[str] = field(default_factory=Counter)
     _known: dict[Config, Trial] = field(default_factory=dict)
+    _spoiled: dict[Config, str] = field(default_factory=dict)  # attempts that the machine spoiled, and how
+    _again: deque[Config] = field(default_factory=deque)  # of these, those to be tried once more
     _default: Config = field(init=False)
 
     def run(self) -> TaskReport:
@@ -91,14 +93,17 @@ class Search:
         suggester = self._suggester()
         winner = self.history.winner()
         crowned = winner is not None and winner.origin == "measured" and not self.force
-        if crowned and (self._spent() >= self.task.trials or not suggester.untried):
+        enough = self._spent() >= self.task.trials or not suggester.untried
+        if crowned and enough and self._is_latest(winner):
             state = "done"
         elif self._late():
             state, message = "unfinished", "no time was left to begin"
         else:
             try:
                 state = "tuned" if self._explore(suggester) else "unfinished"
-                winner = self._final()
+                winner = self._final() or winner
+                if self._spoiled:
+                    state, message = "unfinished", self._told_spoiled()
             except _DefaultFailed as error:
                 state, winner, message = "failed", self.history.winner(), str(error)
         return TaskReport(
@@ -125,6 +130,15 @@ class Search:
         if self._default in known and known[self._default].status != "ok":
             del known[self._default]  # its time is the baseline of all ratios: measure it again
         return known
+
+    def _is_latest(self, winner: Trial | None) -> bool:
+        """Whether the final that chose the winner came after all attempts: it records the winner last."""
+        latest = max(self._known.values(), key=lambda t: (t.created_at, t.id), default=winner)
+        return winner is not None and latest is not None and latest.id == winner.id
+
+    def _told_spoiled(self) -> str:
+        config, why = next(iter(self._spoiled.items()))
+        return f"{len(self._spoiled)} configs without a verdict, tried again by the next run; [{config}]: {why}"
 
     def _suggester(self) -> Suggester:
         op, problem = self.task.op, self.task.problem
@@ -164,7 +178,10 @@ class Search:
                 reason = self.task.op.why_not(self.task.problem, refused, self.gpu)
                 self._note(self.history.row(refused, "invalid", message=reason or ""))
             if config is None:
-                return
+                break
+            compiling[self._compile(config)] = config
+        if not compiling and self._again:  # alone, when the machine is least loaded
+            config = self._again.popleft()
             compiling[self._compile(config)] = config
 
     def _ready(self, compiling: dict[Future[Facts], Config]) -> Iterator[Future[Facts]]:
@@ -182,23 +199,41 @@ class Search:
         with contextlib.suppress(ChildFailure):  # a repeated failure becomes the row of the default's measurement
             self.runtime.prepare(self._prepare(0))  # inputs and reference, while the pool compiles
         self._attempt(self._default, future, suggester)
+        if self._again:
+            self._attempt(self._again.popleft(), self._compile(self._default), suggester)
+        if self._default in self._spoiled:
+            raise _DefaultFailed(f"the default config [{self._default}]: {self._spoiled[self._default]}")
         trial = self._known[self._default]
         if trial.status != "ok":
             raise _DefaultFailed(f"the default config [{trial.config}] gave {trial.status}: {trial.message}")
 
     def _attempt(self, config: Config, future: Future[Facts], suggester: Suggester) -> None:
-        """One candidate from its compile to its row."""
+        """One candidate from its compile to its row; what the machine spoiled has none and is tried once more."""
         trial = self._outcome(config, future)
+        if trial is None:
+            return
+        self._spoiled.pop(config, None)
         self._known[config] = trial
         self._note(trial)
         suggester.observe(config, _value(trial))
 
-    def _outcome(self, config: Config, future: Future[Facts]) -> Trial:
+    def _failed(
+        self, config: Config, error: ChildFailure, *, compiling: bool, facts: Facts | None = None
+    ) -> Trial | None:
+        status = status_of(error, compiling=compiling)
+        if status is not None:
+            return self.history.row(config, status, facts=facts, message=str(error))
+        if config not in self._spoiled:
+            self._again.append(config)
+        self._spoiled[config] = str(error).partition("\n")[0]
+        return None
+
+    def _outcome(self, config: Config, future: Future[Facts]) -> Trial | None:
         is_default = config == self._default
         try:
             facts = future.result()
         except ChildFailure as error:
-            return self.history.row(config, status_of(error, compiling=True), message=str(error))
+            return self._failed(config, error, compiling=True)
         reason = None if is_default else prune_reason(facts, self.task.op, self.gpu)
         if reason is not None:
             return self.history.row(config, "pruned", facts=facts, message=reason)
@@ -214,7 +249,7 @@ class Search:
         try:
             outcomes = self.runtime.measure(request)
         except ChildFailure as error:
-            return self.history.row(config, status_of(error, compiling=False), facts=facts, message=str(error))
+            return self._failed(config, error, compiling=False, facts=facts)
         return self._judge(config, outcomes, facts)
 
     def _judge(self, config: Config, outcomes: dict[str, Outcome], facts: Facts | None) -> Trial:
@@ -239,36 +274,55 @@ class Search:
 
     # -- the final round
 
-    def _final(self) -> Trial:
-        """Measure the finalists beside the default, record them and store the winner."""
+    def _final(self) -> Trial | None:
+        """Measure the finalists beside the default, record them, the winner last, and crown it.
+
+        None where the machine spoiled a finalist's measurement: the next run has the final again.
+        """
         challengers = [c for c in self._best(FINALISTS + 1) if c != self._default][:FINALISTS]
         outcomes = self._measure_final(challengers)
         if outcomes is None:  # one of them killed the process: try each alone, then the others together
-            alone = [c for c in challengers if self._measure_final([c], blame=True) is not None]
-            outcomes = self._measure_final(alone) or self._measure_final([], blame=True)
+            alone = [c for c in challengers if self._measure_final([c], again=True, blame=True) is not None]
+            outcomes = self._measure_final(alone, again=True) or self._measure_final([], again=True, blame=True)
+        if not self._spoiled.keys().isdisjoint([self._default, *challengers]):
+            return None
         if outcomes is None:
             raise _DefaultFailed(f"the default config [{self._default}] failed in the final; the rows say how")
         rows: dict[Config, Trial] = {}
         for config in [self._default, *challengers]:
             if str(config) in outcomes:
                 rows[config] = self._judge(config, outcomes, self._facts(config))
-                self._note(rows[config])
+                if rows[self._default].status != "ok":
+                    self._note(rows[config])
+                    raise _DefaultFailed(f"the default config [{self._default}] was wrong in the final")
         champion = self._champion(rows, outcomes)
-        self.history.crown(rows[champion])
-        return rows[champion]
+        del rows[champion]
+        rows[champion] = winner = self._judge(champion, outcomes, self._facts(champion))  # the latest row
+        for trial in rows.values():
+            self._note(trial)
+        self.history.crown(winner)
+        return winner
 
-    def _measure_final(self, challengers: list[Config], *, blame: bool = False) -> dict[str, Outcome] | None:
-        """Outcomes from a fresh process, or None where it died; ``blame`` records the death for the last config."""
+    def _measure_final(
+        self, challengers: list[Config], *, again: bool = False, blame: bool = False
+    ) -> dict[str, Outcome] | None:
+        """Outcomes from a fresh process, or None where it died.
+
+        ``blame`` records the death for the last config; ``again``: a failure of the machine is not tried once more.
+        """
         self.runtime.refresh()
         texts = tuple(map(str, [self._default, *challengers]))
         request = Measure(self._prepare(1), texts, rounds=FINAL_ROUNDS, budget_us=FINAL_BUDGET_US, rest_s=FINAL_REST_S)
         try:
             return self.runtime.measure(request)
         except ChildFailure as error:
-            if blame:
-                blamed = challengers[-1] if challengers else self._default
-                self._known[blamed] = self.history.row(blamed, status_of(error, compiling=False), message=str(error))
-                self._note(self._known[blamed])
+            last = challengers[-1] if challengers else self._default
+            status = status_of(error, compiling=False)
+            if status is None and again:
+                self._spoiled[last] = str(error).partition("\n")[0]
+            elif status is not None and blame:
+                self._known[last] = self.history.row(last, status, message=str(error))
+                self._note(self._known[last])
             return None
 
     def _champion(self, rows: dict[Config, Trial], outcomes: dict[str, Outcome]) -> Config:
@@ -277,8 +331,6 @@ class Search:
             for c, trial in rows.items()
             if c != self._default and trial.ratio_low is not None and trial.ratio_low > 1.0
         ]
-        if rows[self._default].status != "ok":
-            raise _DefaultFailed(f"the default config [{self._default}] was wrong in the final")
         if not better:
             return self._default
         samples = {c: Samples(outcomes[str(c)].us) for c in better}
@@ -303,10 +355,10 @@ class Search:
         self.on_trial(trial, min(self._spent(), self.task.trials), self.task.trials)
 
     def _spent(self) -> int:
-        return sum(trial.status in ATTEMPTS for trial in self._known.values())
+        return sum(trial.status in ATTEMPTS for trial in self._known.values()) + len(self._spoiled)
 
     def _left(self) -> float | None:
-        return None if self.deadline is None else max(0.0, self.deadline - self.clock())
+        return None if self.deadline is None else min(86400.0, max(0.0, self.deadline - self.clock()))
 
     def _late(self) -> bool:
         return self.deadline is not None and self.clock() >= self.deadline

@@ -1,6 +1,7 @@
 """The root of the command line: ``explain`` and ``doctor`` are here, ``tune``, ``db`` and ``bench`` are mounted.
 
-Data goes to stdout, messages to stderr. Exit code 0: done; 1: failed, with one line of explanation; 2: misused.
+Data goes to stdout, messages to stderr. Exit code 0: done; 1: failed, with one line of explanation; 2: misused: a verb,
+option, op, GPU, problem, config, job or environment variable that is none.
 
 A mounted verb is imported when it is called, and commands import what they need in their bodies, so that
 ``cutekernels --help`` loads neither torch nor a DSL. A new verb gets a line in ``_MOUNTED``, or a command here if it
@@ -10,11 +11,14 @@ has no room of its own.
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +29,16 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from cutekernels import environment, settings, terminal
-from cutekernels.errors import CompileError, CuteKernelsError, StoreError, UnknownGpu
+from cutekernels.backends import is_own
+from cutekernels.errors import (
+    CompileError,
+    CuteKernelsError,
+    InvalidConfig,
+    JobError,
+    StoreError,
+    UnknownGpu,
+    UnsupportedProblem,
+)
 from cutekernels.terminal import As, Format
 
 _MOUNTED = {  # verb: (its Typer app, its line in --help)
@@ -47,19 +60,34 @@ class _Verbs(TyperGroup):
         return super().get_command(ctx, cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        near = get_close_matches(args[0], self.list_commands(ctx), n=1) if args else []
+        if near and args[0] not in self.list_commands(ctx) and not args[0].startswith("-"):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")  # Typer's own knows no mounted verb
         name, command, rest = super().resolve_command(ctx, args)
         return name, _mounted(name) if name in _MOUNTED else command, rest
 
 
-app = typer.Typer(cls=_Verbs, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=_Verbs,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},  # of every verb
+)
+_MISUSE = (UnsupportedProblem, InvalidConfig, UnknownGpu, JobError)
 
 
 def main() -> None:
-    """The ``cutekernels`` script. An error this package raises on purpose is one line on stderr and exit code 1."""
+    """The ``cutekernels`` script. A failure is one line on stderr, with exit code 1, or 2 where a word was wrong."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # a full disk fails here, not in the interpreter's last moments
     except CuteKernelsError as error:
-        terminal.fail(str(error))
+        terminal.fail(str(error), code=2 if isinstance(error, _MISUSE) else 1)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in the buffer goes nowhere
+        terminal.fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
 
 
 def _mounted(verb: str) -> Any:
@@ -89,6 +117,7 @@ def _root(
     """LLM kernels in CuTe DSL and Triton, tuned per GPU: tune them, list the winners, see which one a call takes."""
     try:
         settings.load()
+        settings.log_level()
     except ValueError as error:  # an environment variable is set wrongly
         terminal.fail(str(error), code=2)
 
@@ -115,6 +144,51 @@ def explain(
     for name, value in rows:
         table.add_row(Text(name, style="bold"), Text(value))
     terminal.show(table)
+
+
+# ---- what is known ------------------------------------------------------------------------------------------
+
+
+@app.command()
+def gpus(format: As = Format.table) -> None:
+    """List the GPUs that --gpu takes, with the rates the models use."""
+    from cutekernels.gpu import ALIASES, GPUS
+
+    also: dict[str, list[str]] = {}
+    for alias, name in ALIASES.items():
+        also.setdefault(name, []).append(alias)
+    rows = [
+        {
+            "gpu": g.name,
+            "alias": " ".join(also.get(g.name, [])),
+            "target": g.target,
+            "sms": g.sm_count,
+            "memory_gib": g.memory_bytes >> 30,
+            "dram_gbps": g.dram_gbps,
+            "peak_tflops": g.peak_tflops,
+        }
+        for g in GPUS
+    ]
+    terminal.write(rows, format, pipe_width=terminal.NARROW)
+
+
+@app.command()
+def jobs(format: As = Format.table) -> None:
+    """List the bundled tuning jobs that `tune` takes by name."""
+    rows = []
+    for file in sorted(
+        (Path(__file__).resolve().parents[1] / "autotune" / "jobs").glob("*.toml"), key=lambda f: f.stem
+    ):
+        job = tomllib.loads(file.read_text())
+        tasks = job.get("tasks", [])
+        ops = dict.fromkeys(task["op"] for task in tasks)
+        count = sum(len(t.get("problems", ())) + _combinations(t.get("grid")) for t in tasks)
+        rows.append({"job": file.stem, "problems": count, "ops": " ".join(ops)})
+    terminal.write(rows, format, pipe_width=terminal.NARROW)
+
+
+def _combinations(grid: dict[str, Any] | None) -> int:
+    return 0 if grid is None else math.prod(len(v) if isinstance(v, list) else 1 for v in grid.values())
 
 
 # ---- doctor -------------------------------------------------------------------------------------------------
@@ -221,13 +295,13 @@ def _cache_dir(path: Path) -> Finding:
     if not path.is_dir():
         return Finding("cache", "broken", f"{path} is not a directory", remedy)
     status = path.stat()
+    value = f"{path} (mode {status.st_mode & 0o7777:04o})"
+    if is_own(status):
+        return Finding("cache", "ok", value)
     if status.st_uid != os.getuid():
         value = f"{path} belongs to uid {status.st_uid}, this is uid {os.getuid()}"
         return Finding("cache", "broken", value, remedy)
-    value = f"{path} (mode {status.st_mode & 0o7777:04o})"
-    if status.st_mode & 0o077:
-        return Finding("cache", "broken", value, f"others could plant code there: chmod 700 {path}")
-    return Finding("cache", "ok", value)
+    return Finding("cache", "broken", value, f"others could plant code there: chmod 700 {path}")
 
 
 def _database(url: str) -> Finding:

@@ -6,15 +6,23 @@ source simply has another key.
 
 The cache directory is native code, so it must be the user's own: created 0700, its owner and mode checked before
 anything in it is loaded. An entry is two files, ``<key>.<backend>`` and ``<key>.json`` (facts and checksum), each
-written beside its place and renamed into it under a per-key lock; a truncated or damaged one is rebuilt.
+written to ``<key>.new/`` and renamed into its place under a per-key lock, ``<key>.lock``; a truncated or damaged one
+is rebuilt. Lock and folder last as long as the build; those of a killed process are removed by :func:`tidy`.
+
+A build that fails for want of space, rights or memory raises :class:`~cutekernels.errors.CacheUnusable` or
+:class:`~cutekernels.errors.CompilerKilled`, never a plain CompileError, which is a verdict on the config.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import importlib
 import json
 import os
+import re
+import shutil
 import sys
 import tempfile
 import threading
@@ -28,7 +36,8 @@ from typing import TYPE_CHECKING, Any
 from cutekernels import settings
 from cutekernels.backends import Artifact, Facts, own_directory
 from cutekernels.environment import package_version
-from cutekernels.errors import CompileError
+from cutekernels.errors import CacheUnusable, CompileError, CompilerKilled
+from cutekernels.isolate import OUT_OF_MEMORY
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -43,6 +52,14 @@ _COMPILERS = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "triton")
 _PACKAGE = Path(__file__).parent
 _REACHED = ("ops", "kernels", "backends")
 
+_STARVED = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO)
+_NO_SPACE = re.compile(
+    "|".join(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG))
+)
+_PROBE_BYTES = 1 << 16  # about an object's size
+_TOOL_KILLED = re.compile(r"error code -(9|15)\b")  # Triton's words for a ptxas that a signal ended
+
 _lock = threading.RLock()
 _loaded: dict[str, Callable[..., Any]] = {}
 _log = settings.logger("compile")
@@ -52,7 +69,7 @@ def get(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec) -> Callable[..., Any]:
     """The launchable kernel: from memory, else from disk, else built and kept on disk.
 
     Raises:
-        CompileError: it does not compile, or the cache directory is not this user's own.
+        CompileError: it does not compile; CacheUnusable, CompilerKilled: the machine's fault.
     """
     key = cache_key(op, p, c, gpu)
     with _lock:
@@ -106,7 +123,7 @@ def directory() -> Path:
     """The directory of compiled objects, created 0700 if missing.
 
     Raises:
-        CompileError: it belongs to someone else, or others may write to it.
+        CacheUnusable: it cannot be made, belongs to someone else, or others may write to it.
     """
     root = settings.load().cache_dir
     own_directory(root)  # whoever may write here could put another directory in the place of the next
@@ -154,35 +171,108 @@ def _build(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec, key: str) -> tuple[Fa
         if entry is not None:
             path, facts, backend = entry
             return facts, lambda: _backend(backend).load(path)
-        artifact = op.build(p, c, gpu)
         made_from = {"op": op.name, "static": dict(p.static()), "config": str(c), "target": gpu.target}
         try:
+            artifact = op.build(p, c, gpu)
             _keep(artifact, made_from, key)
-        except OSError as error:
-            raise _unwritable(error) from error
+        except (CompileError, OSError, MemoryError) as error:
+            raise _blamed(error) from error
     return artifact.facts, artifact.kernel
+
+
+def _blamed(error: BaseException) -> BaseException:
+    """``error``, or what the machine did that is behind it: no space, no rights, no memory, a killed compiler."""
+    link: BaseException | None = error
+    while link is not None:
+        number = link.errno if isinstance(link, OSError) else None
+        if isinstance(link, CacheUnusable | CompilerKilled):
+            return link
+        if isinstance(link, MemoryError) or number in _STARVED or _killed(str(link)):
+            return CompilerKilled(f"the compiler ran out of memory or was killed: {link or type(link).__name__}")
+        if number in _UNWRITABLE or (link is error and number is not None) or _NO_SPACE.search(str(link)):
+            return _unwritable(link)
+        link = link.__cause__ or link.__context__
+    try:  # whatever words the compiler has for a full disk
+        for folder in (directory(), tempfile.gettempdir()):
+            with tempfile.TemporaryFile(dir=folder) as probe:
+                probe.write(bytes(_PROBE_BYTES))
+                probe.flush()
+    except OSError as full:
+        return _unwritable(full)
+    return error
+
+
+def _killed(message: str) -> bool:
+    return bool(_TOOL_KILLED.search(message) or OUT_OF_MEMORY.search(message))
 
 
 @contextmanager
 def _locked(key: str) -> Iterator[None]:
-    """Holds the key against other processes."""
-    from filelock import FileLock
-
-    lock = FileLock(directory() / f"{key}.lock", mode=0o600)
+    """Holds the key against other processes, with an empty folder ``<key>.new``."""
+    root = directory()
+    lock, fresh = root / f"{key}.lock", root / f"{key}.new"
     try:
-        lock.acquire()
+        held = _flock(lock)
+        shutil.rmtree(fresh, ignore_errors=True)  # of a process that was killed
+        fresh.mkdir(mode=0o700)
     except OSError as error:
         raise _unwritable(error) from error
+    assert held is not None
     try:
         yield
     finally:
-        lock.release()
+        _unlock(held, lock, fresh)
 
 
-def _unwritable(error: OSError) -> CompileError:
+def _flock(lock: Path, wait: bool = True) -> int | None:
+    """A descriptor that holds the file ``lock``, made if missing; without ``wait``, None while another holds it.
+
+    The holder removes the file, so whoever waited for it must look whether what it holds is still there.
+    """
+    while True:
+        held = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(held), os.stat(lock)):
+                    return held
+        except BlockingIOError:
+            os.close(held)
+            return None
+        except BaseException:
+            os.close(held)
+            raise
+        os.close(held)
+
+
+def _unlock(held: int, lock: Path, fresh: Path) -> None:
+    shutil.rmtree(fresh, ignore_errors=True)
+    with suppress(OSError):
+        lock.unlink()
+    os.close(held)
+
+
+def tidy() -> None:
+    """Removes locks and folders that killed processes left in the cache. Raises CacheUnusable."""
+    for lock in directory().glob("*.lock"):
+        with suppress(OSError):
+            held = _flock(lock, wait=False)
+            if held is not None:
+                _unlock(held, lock, lock.with_suffix(".new"))
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """An empty folder in the cache for a run's temporary files; :func:`tidy` removes it where the run was killed."""
+    name = f"run-{os.getpid()}-{os.urandom(4).hex()}"
+    with _locked(name):
+        yield directory() / f"{name}.new"
+
+
+def _unwritable(error: BaseException) -> CacheUnusable:
     place = settings.load().cache_dir
-    return CompileError(
-        f"the kernel cache {place} cannot be written: {error}; free it or set {settings.CACHE_VARIABLE}"
+    return CacheUnusable(
+        f"the kernel cache {place} cannot be written: {error}; free space, or set {settings.CACHE_VARIABLE}, TMPDIR"
     )
 
 
@@ -200,13 +290,12 @@ def _keep(artifact: Artifact, made_from: dict[str, Any], key: str) -> None:
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a file beside ``path`` and renames it into place, so that nobody ever sees half of it."""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".new-") as scratch:
-        fresh = Path(scratch) / path.name
-        write(fresh)
-        with fresh.open("rb") as file:
-            os.fsync(file.fileno())
-        fresh.replace(path)
+    """Writes a file into ``<key>.new`` and renames it into place, so that nobody ever sees half of it."""
+    fresh = path.with_suffix(".new") / path.name
+    write(fresh)
+    with fresh.open("rb") as file:
+        os.fsync(file.fileno())
+    fresh.replace(path)
 
 
 def _after_fork() -> None:

@@ -7,6 +7,8 @@
     ├── InvalidConfig (ValueError)        this configuration breaks a rule of the op's ``why_not``
     ├── UnknownGpu (LookupError)          no such GPU in the table, or none in the machine
     ├── CompileError                      the DSL, ptxas or the compiling child process failed
+    │   ├── CacheUnusable                 the kernel cache cannot be used or written: no verdict on a config
+    │   └── CompilerKilled                the compiler ran out of memory or was killed: no verdict on a config
     ├── WrongResult                       a kernel's output disagrees with its reference
     ├── JobError (ValueError)             a tuning job file breaks a rule
     └── StoreError                        the tuned-config database cannot be read or written
@@ -33,6 +35,14 @@ class UnknownGpu(CuteKernelsError, LookupError):
 
 class CompileError(CuteKernelsError):
     """A kernel did not compile: the DSL, ptxas, or the compiling child process failed."""
+
+
+class CacheUnusable(CompileError):
+    """The kernel cache or the temporary folder is full, not writable or not this user's own."""
+
+
+class CompilerKilled(CompileError):
+    """The compiler ran out of memory, or something outside killed it. The same compile may succeed later."""
 
 
 class WrongResult(CuteKernelsError):

@@ -30,6 +30,7 @@ import json
 import os
 import pickle
 import queue
+import re
 import select
 import signal
 import struct
@@ -41,6 +42,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from pathlib import Path
 from typing import IO, Any, NoReturn, Self
 
 from cutekernels.errors import CuteKernelsError
@@ -50,6 +52,9 @@ _TAIL_BYTES = 4000
 _POLL_S = 0.2  # how often a silent child is checked for being alive
 _REAP_S = 10.0  # longest wait for a killed process; one stuck inside the driver may outlive SIGKILL
 _HEADER = struct.Struct(">Q")
+_SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # signals sent from outside
+_FAIR_SHARE = 0.8  # CPU time over the deadline, below which a missed deadline is the machine's
+OUT_OF_MEMORY = re.compile(r"out of memory|bad_alloc|cannot allocate memory|MemoryError", re.IGNORECASE)
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from cutekernels.isolate import _serve; "
     "_serve(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])"
@@ -68,6 +73,11 @@ class ChildDied(ChildFailure):
         super().__init__(f"the process running {target} {self.cause}{_quoted(stderr)}")
 
     @property
+    def outside(self) -> bool:
+        """Whether the request is not to blame: killed from outside (the kernel's OOM killer), or out of memory."""
+        return self.exitcode is None or -self.exitcode in _SENT or bool(OUT_OF_MEMORY.search(self.stderr))
+
+    @property
     def cause(self) -> str:
         """``"died of SIGABRT"`` or ``"exited with code 3"``."""
         if self.exitcode is None:
@@ -81,11 +91,17 @@ class ChildDied(ChildFailure):
 
 
 class ChildTimeout(ChildFailure):
-    """The process was killed: no answer within the deadline."""
+    """The process was killed: no answer within the deadline. ``cpu_s``: CPU time it spent on the request, if known."""
 
-    def __init__(self, target: str, deadline_s: float, stderr: str) -> None:
-        self.target, self.deadline_s, self.stderr = target, deadline_s, stderr
-        super().__init__(f"{target} gave no answer within {deadline_s:g} s and was killed{_quoted(stderr)}")
+    def __init__(self, target: str, deadline_s: float, stderr: str, cpu_s: float | None = None) -> None:
+        self.target, self.deadline_s, self.stderr, self.cpu_s = target, deadline_s, stderr, cpu_s
+        spent = "" if cpu_s is None else f" (with {cpu_s:.1f} s of CPU time)"
+        super().__init__(f"{target} gave no answer within {deadline_s:g} s{spent} and was killed{_quoted(stderr)}")
+
+    @property
+    def outside(self) -> bool:
+        """Whether the request is not to blame: on a loaded machine the process got too little CPU time."""
+        return self.cpu_s is not None and self.cpu_s < _FAIR_SHARE * self.deadline_s
 
 
 class RemoteError(ChildFailure):
@@ -127,6 +143,7 @@ class Child:
         self._log: IO[bytes] | None = None
         self._lock = threading.Lock()
         self._closed = False
+        self._cpu_before_s = 0.0
 
     def ask(self, request: Any, deadline_s: float) -> Any:
         """The function's answer to ``request``; the process is started if none is alive.
@@ -141,6 +158,7 @@ class Child:
         with self._lock:
             try:
                 self._ensure_started()
+                self._cpu_before_s = self._cpu_s(f"{self.pid}/stat")  # it has no children between requests
                 limit = time.monotonic() + deadline_s
                 self._write(payload, limit, deadline_s)
                 kind, body = self._read(limit, deadline_s)
@@ -280,8 +298,18 @@ class Child:
         if self._process is not None and self._process.poll() is not None and not poller.poll(0):
             self._died()  # a surviving grandchild may hold the pipe open
         if left <= 0:
-            raise ChildTimeout(self.target, deadline_s, self._tail())
+            raise ChildTimeout(self.target, deadline_s, self._tail(), self._cpu_s("[0-9]*/stat") - self._cpu_before_s)
         return False
+
+    def _cpu_s(self, pattern: str) -> float:
+        """CPU time so far of the processes in /proc that match and belong to the session: its compilers count too."""
+        ticks = 0
+        for stat in Path("/proc").glob(pattern):
+            with contextlib.suppress(OSError):
+                words = stat.read_text().rpartition(")")[2].split()
+                if self._process is not None and int(words[3]) == self._process.pid:
+                    ticks += sum(map(int, words[11:15]))  # of its own and of children it has waited for
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def _died(self) -> NoReturn:
         assert self._process is not None

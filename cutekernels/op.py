@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
 Scalar = int | str | bool
+MOST_EXTENT = 2**62  # the bucket of an extent, the next power of two, still fits into an int64
 
 
 # ---- fields ---------------------------------------------------------------------------------------------
@@ -135,6 +136,8 @@ class Problem(_Record):
                     raise UnsupportedProblem(f"{f.name} must be one of {allowed}; it is {value!r}")
             elif type(value) is not int or value < 0:
                 raise UnsupportedProblem(f"{f.name} is an extent, a whole number from 0 up; it is {value!r}")
+            elif value > MOST_EXTENT:
+                raise UnsupportedProblem(f"{f.name} is at most 2**62; it has {value.bit_length()} bits: split the call")
 
     @classmethod
     def parse(cls, text: str) -> Self:

@@ -7,12 +7,15 @@
     Directory of compiled kernels, created with mode 0700. Default: the XDG cache directory.
 ``CUTEKERNELS_LOG``
     Level of the ``cutekernels`` logger (``debug``, ``info``, ``warning``, ``error``). Default ``warning``.
+
+A user without a home directory (no HOME, no passwd entry) has both in ``cutekernels-UID`` in the temporary directory.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +33,6 @@ class Settings:
 
     database_url: str
     cache_dir: Path
-    log_level: int
     database_named: bool  # whether the environment names it; the default one need not exist
 
     @property
@@ -42,30 +44,50 @@ class Settings:
 
 def database_url(text: str) -> str:
     """A SQLAlchemy URL for ``text``, which is a URL already or a path to an SQLite file."""
-    return text if "://" in text else f"sqlite:///{Path(text).expanduser().absolute()}"
+    return text if "://" in text else f"sqlite:///{_absolute(text)}"
 
 
 def load() -> Settings:
-    """Read the environment. Raises ValueError for an unknown log level."""
-    database = os.environ.get(DB_VARIABLE) or str(_xdg("XDG_DATA_HOME", ".local/share") / APP / "tuned.db")
-    cache = os.environ.get(CACHE_VARIABLE) or str(_xdg("XDG_CACHE_HOME", ".cache") / APP)
+    """Read the locations from the environment."""
+    database = os.environ.get(DB_VARIABLE) or str(_xdg("XDG_DATA_HOME", ".local/share") / "tuned.db")
+    cache = os.environ.get(CACHE_VARIABLE) or str(_xdg("XDG_CACHE_HOME", ".cache"))
+    return Settings(database_url(database), _absolute(cache), bool(os.environ.get(DB_VARIABLE)))
+
+
+def log_level() -> int:
+    """The level that the environment sets. Raises ValueError for an unknown one."""
     level = os.environ.get(LOG_VARIABLE, "warning").lower()
     if level not in _LEVELS:
         raise ValueError(f"{LOG_VARIABLE} must be one of {', '.join(_LEVELS)}; it is {level!r}")
-    named = bool(os.environ.get(DB_VARIABLE))
-    return Settings(database_url(database), Path(cache).expanduser().absolute(), _LEVELS[level], named)
+    return _LEVELS[level]
 
 
 def _xdg(variable: str, below_home: str) -> Path:
-    """A directory of the XDG base directory specification, which ignores relative paths."""
+    """Our directory in one of the XDG base directory specification, which ignores relative paths."""
     named = os.environ.get(variable, "")
-    return Path(named) if os.path.isabs(named) else Path.home() / below_home
+    if os.path.isabs(named):
+        return Path(named) / APP
+    try:
+        return Path.home() / below_home / APP
+    except RuntimeError:  # its owner and mode are checked before anything in it is run, see own_directory
+        return Path(tempfile.gettempdir()) / f"{APP}-{os.getuid()}"
+
+
+def _absolute(text: str) -> Path:
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError as error:
+        raise ValueError(f"{text!r} names a home directory, and there is none: {error}; give the whole path") from error
 
 
 def logger(name: str) -> logging.Logger:
-    """The package's logger for ``name``, at the level that the environment sets."""
+    """The package's logger for ``name``, at the level that the environment sets; a wrong one is warned of, once."""
     log = logging.getLogger(f"{APP}.{name}")
     root = logging.getLogger(APP)
     if root.level == logging.NOTSET:
-        root.setLevel(load().log_level)
+        try:
+            root.setLevel(log_level())
+        except ValueError as error:
+            root.setLevel(logging.WARNING)
+            root.warning("%s; warning is used", error)
     return log

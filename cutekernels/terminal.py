@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -16,10 +17,15 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.errors import MarkupError
 from rich.table import Table
 from rich.text import Text
 
 PIPE_WIDTH = 220  # columns of a table on a pipe, which has no width of its own
+NARROW = 80  # columns that a listing fits into
+
+# C0 and C1 controls but tab and newline, marks that turn the direction of text, lone surrogates.
+_UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class Format(StrEnum):
@@ -33,15 +39,44 @@ class Format(StrEnum):
 As = Annotated[Format, typer.Option("--format", help="How to write it.")]
 
 
-def show(table: Any) -> None:
-    """Print a rich table to stdout."""
+def clean(text: str) -> str:
+    """``text`` with characters that act on a terminal written as escapes: what a database holds is not trusted."""
+    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def show(table: Any, pipe_width: int = PIPE_WIDTH) -> None:
+    """Print a rich table to stdout, with nothing in it that acts on the terminal, and broken markup as plain text."""
+    if isinstance(table, Table):
+        _clean_table(table)
     console = Console(highlight=False)  # made per call, so that a redirected stdout is the one in use
-    (console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)).print(table)
+    (console if console.is_terminal else Console(highlight=False, width=pipe_width)).print(table)
+
+
+def _clean_table(table: Table) -> None:
+    for column in table.columns:
+        column.header = _clean_cell(column.header)
+        column._cells = [_clean_cell(value) for value in column._cells]
+    if table.title is not None:
+        table.title = _clean_cell(table.title)
+    if table.caption is not None:
+        table.caption = _clean_cell(table.caption)
+
+
+def _clean_cell(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            return Text.from_markup(clean(value))
+        except MarkupError:
+            return Text(clean(value))
+    if isinstance(value, Text) and _UNSAFE.search(value.plain):
+        return Text(clean(value.plain), style=value.style, justify=value.justify, overflow=value.overflow)
+    return value
 
 
 def say(message: str, style: str = "") -> None:
     """Print ``message`` to stderr as one line."""
-    Console(stderr=True, highlight=False).print(Text(" ".join(message.split()), style=style), soft_wrap=True)
+    line = Text(clean(" ".join(message.split())), style=style)
+    Console(stderr=True, highlight=False).print(line, soft_wrap=True)
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
@@ -50,8 +85,10 @@ def fail(message: str, code: int = 1) -> NoReturn:
     sys.exit(code)
 
 
-def write(rows: Sequence[Mapping[str, Any]], format: Format, columns: Sequence[str] = ()) -> None:
-    """Write rows to stdout. ``columns`` limits a table or CSV; without it, all that the first row has."""
+def write(
+    rows: Sequence[Mapping[str, Any]], format: Format, columns: Sequence[str] = (), pipe_width: int = PIPE_WIDTH
+) -> None:
+    """Write rows to stdout. ``columns`` limits a table or CSV; without it, a table has those of the first row."""
     if format is Format.json:
         typer.echo(as_json(rows))
     elif format is Format.csv:
@@ -61,7 +98,7 @@ def write(rows: Sequence[Mapping[str, Any]], format: Format, columns: Sequence[s
         table = Table(*names)
         for row in map(flat, rows):
             table.add_row(*(cell(row.get(name)) for name in names))
-        show(table)
+        show(table, pipe_width)
 
 
 def as_json(value: Any) -> str:
@@ -73,10 +110,10 @@ def as_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> st
     """Rows as CSV with a header; nested records become columns of their own."""
     flattened = [flat(row) for row in rows]
     text = io.StringIO()
-    names = columns or list(flattened[0] if flattened else ())
+    names = columns or list(dict.fromkeys(name for row in flattened for name in row))
     writer = csv.DictWriter(text, names, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows({name: plain(value) for name, value in row.items()} for row in flattened)
+    writer.writerows({name: _csv_value(value) for name, value in row.items()} for row in flattened)
     return text.getvalue()
 
 
@@ -84,7 +121,7 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
     """``row`` with nested records as columns: ``gpu_name``, ``environment_driver``."""
     flattened: dict[str, Any] = {}
     for name, value in row.items():
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             flattened |= {f"{name}_{inner}": v for inner, v in value.items()}
         else:
             flattened[name] = value
@@ -96,10 +133,14 @@ def plain(value: object) -> object:
     return value.isoformat() if isinstance(value, datetime) else value
 
 
+def _csv_value(value: object) -> object:
+    return clean(value) if isinstance(value, str) else plain(value)
+
+
 def cell(value: object) -> Text:
     """A table's cell. Text, not markup: a database from elsewhere may hold ``[red]``."""
     if value is None:
         return Text("")
     if isinstance(value, float):
         return Text(f"{value:.4g}" if value < 1000 else f"{value:.1f}", justify="right")
-    return Text(str(plain(value)), overflow="fold")
+    return Text(clean(str(plain(value))), overflow="fold")

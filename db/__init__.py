@@ -9,10 +9,38 @@ Where a line belongs::
     migrations/   changes of the tables (Alembic), one file each
     engine.py     opening a database: checked, migrated, ready for transactions
     store.py      reading and writing, for the tuner and the command line
+    statements.py the statements of the store, in batches
+    reader.py     winners as people ask for them: typed, local and shipped side by side
     snapshot.py   winners that a dispatcher loads once: read-only, standard library only, never raises
     shipped/      winners that travel with the package, one JSON-lines file per GPU
     cli.py        ``cutekernels db``
 
-This package knows neither ops nor torch: problems and configs are text here, which the reader parses against the
-op's dataclasses. Nothing is imported in this file, so that a dispatcher's snapshot loads no SQLAlchemy.
+This package knows neither ops nor torch: problems and configs are text here, whose meaning a catalog from above tells
+the reader. Nothing heavy is imported in this file, so that a dispatcher's snapshot loads no SQLAlchemy.
 """
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cutekernels.db.reader import Database
+
+
+def open(url: str | os.PathLike[str] | None = None, *, local: bool = True, shipped: bool = True) -> Database:
+    """The winners at ``url`` (None: the database in the settings) and the shipped ones; either may be left out.
+
+    ::
+
+        with cutekernels.db.open() as database:
+            for winner in database.winners(gpu="h200", op="gemm", m=4096):
+                print(winner.problem["n"], winner.config["tile_m"], winner.median_us, winner.roofline)
+
+    Raises:
+        StoreError: the database named by ``url`` does not exist or cannot be read.
+    """
+    catalog = import_module("cutekernels.catalog").Catalog()
+    database: Database = import_module("cutekernels.db.reader").Database(url, catalog, local=local, shipped=shipped)
+    return database

@@ -1,27 +1,39 @@
 """``cutekernels db``: query the tuned-config database, carry winners from one to another.
 
-Data goes to stdout, messages to stderr. Exit code 0: done; 1: not found, or it failed; 2: the command was misused.
+Data goes to stdout, messages to stderr. Exit code 0: done, an empty answer included; 1: it failed, or the one thing
+named was not found; 2: the command was misused: no such verb, option, op, GPU, field or column.
 """
 
 from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
+from datetime import timedelta
+from difflib import get_close_matches
 from enum import StrEnum
+from itertools import chain
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
+from cutekernels import db as database
 from cutekernels import settings, terminal
+from cutekernels.db import listing, sqlite
+from cutekernels.db.reader import Database, Winner, diff
 from cutekernels.db.store import ImportReport, Store, Trial
-from cutekernels.errors import StoreError
+from cutekernels.errors import CuteKernelsError, UnknownGpu, UnsupportedProblem
 from cutekernels.terminal import As, Format
 
-app = typer.Typer(help="Look into the tuned-config database; export, import and merge winners.", no_args_is_help=True)
+app = typer.Typer(
+    help="Look into the tuned-config database; export, import and merge winners.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 class Origin(StrEnum):
@@ -32,15 +44,16 @@ class Origin(StrEnum):
 
 
 Db = Annotated[str | None, typer.Option("--db", metavar="URL", help="Path or URL; default: CUTEKERNELS_DB.")]
-GpuName = Annotated[str | None, typer.Option("--gpu", help="Only this GPU, e.g. h200.")]
+GpuName = Annotated[str | None, typer.Option("--gpu", help="Only this GPU: h200, a100, auto.")]
 OpName = Annotated[str | None, typer.Option("--op", help="Only this op, e.g. gemm.")]
-Words = Annotated[
-    str | None, typer.Option("--problem", help='Only problems with all these words: "m=4096 dtype=bf16".')
+Conditions = Annotated[
+    str | None, typer.Option("--problem", help='Only problems with these fields: "m>=16 n=4096 dtype=bf16".')
 ]
+Columns = Annotated[str | None, typer.Option("--columns", help="These columns only: op,problem_m,median_us.")]
+Sort = Annotated[str | None, typer.Option("--sort", help="By this column; -NAME for descending.")]
+Wide = Annotated[bool, typer.Option("--wide", help="One line for each row, nothing shortened.")]
 
-_LISTED = tuple(f.name for f in fields(Trial) if f.name != "environment")
-_WINNER_COLUMNS = ("gpu", "op", "problem", "config", "origin", "median_us", "ratio", "baseline_us", "id")
-_HISTORY_COLUMNS = ("created_at", "gpu", "op", "problem", "config", "origin", "status", "median_us", "ratio", "id")
+_TRIAL_COLUMNS = tuple(f.name for f in fields(Trial) if f.name != "environment")
 
 
 # ---- verbs --------------------------------------------------------------------------------------------------
@@ -50,63 +63,95 @@ _HISTORY_COLUMNS = ("created_at", "gpu", "op", "problem", "config", "origin", "s
 def query(
     gpu: GpuName = None,
     op: OpName = None,
-    problem: Words = None,
+    problem: Conditions = None,
     origin: Annotated[Origin | None, typer.Option(help="Only winners of this origin.")] = None,
+    columns: Columns = None,
+    sort: Sort = None,
+    wide: Wide = False,
     format: As = Format.table,
     db: Db = None,
 ) -> None:
-    """List the winners: which config is used for which problem."""
-    with _open(db) as store:
-        found = [t for t in store.winners(gpu=gpu, op=op, origin=origin) if _has_words(t, problem)]
-    _list_trials(found, _WINNER_COLUMNS, format, "no winner matches")
+    """List the winners, local and shipped: which config is used for which problem. A * marks those that calls use."""
+    with _opened(db) as opened:
+        found = opened.winners(gpu=gpu, op=op, problem=problem, origin=origin)
+        if opened.store is None:
+            terminal.say("no database yet, only shipped winners; `cutekernels tune` makes one")
+    rows = _sorted([w.as_row() for w in found], sort, _names(Winner))
+    _write(rows, format, columns, "no winner matches", _names(Winner), wide, listing.winners)
 
 
 @app.command()
 def history(
     gpu: GpuName = None,
     op: OpName = None,
-    problem: Words = None,
+    problem: Conditions = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the latest this many.")] = None,
+    columns: Columns = None,
+    sort: Sort = None,
+    wide: Wide = False,
     format: As = Format.table,
     db: Db = None,
 ) -> None:
     """List every trial, oldest first, failed ones with the reason."""
-    with _open(db) as store:
-        found = [t for t in store.trials(gpu=gpu, op=op) if _has_words(t, problem)]
-    _list_trials(found[-limit:] if limit else found, _HISTORY_COLUMNS, format, "no trial matches")
+    with _opened(db, needed=True) as opened:
+        found = opened.trials(gpu=gpu, op=op, problem=problem)
+    rows = [t.as_row() for t in (found[-limit:] if limit else found)]
+    if format is not Format.json:
+        rows = [row | {"gpu": row["gpu"]["name"]} for row in rows]
+    _write(
+        _sorted(rows, sort, _TRIAL_COLUMNS), format, columns, "no trial matches", _TRIAL_COLUMNS, wide, listing.trials
+    )
 
 
 @app.command()
 def show(
-    what: Annotated[str, typer.Argument(metavar="TRIAL_OR_PROBLEM", help="A trial's id or its start; or a problem.")],
+    what: Annotated[
+        str, typer.Argument(metavar="TRIAL_OR_PROBLEM", help="The start or the end of a trial's id; or a problem.")
+    ],
     gpu: GpuName = None,
     op: OpName = None,
     format: As = Format.table,
     db: Db = None,
 ) -> None:
-    """Show all fields of one trial, or of the winner of one problem."""
-    with _open(db) as store:
-        found = _pick(store, what, gpu, op)
+    """Show all fields of one trial, or of the winner that serves one problem."""
+    with _opened(db) as opened:
+        found = _pick(opened, what, gpu, op)
     if not found:
         terminal.fail(f"nothing matches {what!r}; `cutekernels db query` lists the winners")
     if len(found) > 1:
-        several = "; ".join(f"{t.id}  {t.gpu.name} {t.op} r{t.revision} [{t.problem}]" for t in found[:5])
+        several = "; ".join(f"{r['id']}  {_brief(r)}" for r in found[:5])
         terminal.fail(f"{len(found)} trials match {what!r}, name one by its id: {several}")
     if format is Format.table:
-        table = Table("field", "value")
-        for name, value in terminal.flat(found[0].as_row()).items():
-            table.add_row(name, terminal.cell(value))
-        terminal.show(table)
+        table = Table("field", "value", box=None, pad_edge=False)
+        for name, value in terminal.flat(found[0]).items():
+            if value not in (None, ""):
+                table.add_row(name, terminal.cell(f"{value:.6g}" if isinstance(value, float) else value))
+        terminal.show(table, terminal.NARROW)
     else:
-        terminal.write([found[0].as_row()], format)
+        terminal.write(found, format)
+
+
+@app.command("diff")
+def diff_(
+    a: Annotated[str, typer.Argument(help="Path or URL of a database, or `shipped`.")],
+    b: Annotated[str, typer.Argument(help="Another one.")],
+    gpu: GpuName = None,
+    op: OpName = None,
+    format: As = Format.table,
+) -> None:
+    """List the problems whose winners differ between two databases, in config or by more than 1 % in time."""
+    with _side(a) as first, _side(b) as second:
+        rows = [asdict(row) for row in diff(first, second, gpu=gpu, op=op)]
+    names = ("gpu", "op", "revision", "problem", "state", "a_us", "b_us", "speedup", "a_config", "b_config")
+    _write(rows, format, None, "the winners are the same", names, False, listing.differences)
 
 
 @app.command()
 def stats(format: As = Format.table, db: Db = None) -> None:
     """Count trials and winners per GPU, op and origin."""
-    with _open(db) as store:
+    with _store(db) as store:
         rows = [asdict(row) for row in store.stats()]
-    _write(rows, format, ("gpu", "op", "origin", "trials", "ok", "winners"), "the database is empty")
+    _write(rows, format, None, "the database is empty", ("gpu", "op", "origin", "trials", "ok", "winners"))
 
 
 @app.command()
@@ -117,9 +162,10 @@ def requests(
     db: Db = None,
 ) -> None:
     """List problems that were dispatched but never measured, most hits first: candidates to tune next."""
-    with _open(db) as store:
-        rows = [asdict(row) for row in store.requests(gpu=gpu, limit=limit)]
-    _write(rows, format, ("gpu", "op", "revision", "problem", "hits", "last_seen"), "no request is waiting")
+    with _opened(db, needed=True) as opened:
+        assert opened.store is not None
+        rows = [asdict(row) for row in opened.store.requests(gpu=opened.gpu(gpu), limit=limit)]
+    _write(rows, format, None, "no request is waiting", ("gpu", "op", "revision", "problem", "hits", "last_seen"))
 
 
 @app.command()
@@ -129,16 +175,17 @@ def export(
     op: OpName = None,
     db: Db = None,
 ) -> None:
-    """Write the winners as JSON lines, each complete in itself."""
-    with _open(db) as store:
-        count = store.export(sys.stdout if file == "-" else file, gpu=gpu, op=op)
+    """Write the local winners as JSON lines, each complete in itself."""
+    with _opened(db, needed=True) as opened:
+        assert opened.store is not None
+        count = opened.store.export(sys.stdout if file == "-" else file, gpu=opened.gpu(gpu), op=opened.op(op))
     terminal.say(f"{count} winners written to {'stdout' if file == '-' else file}")
 
 
 @app.command("import")
 def import_(file: Annotated[str, typer.Argument(help="What to read; - for stdin.")], db: Db = None) -> None:
     """Take in winners that `export` wrote: all lines or none."""
-    with _open(db, writing=True) as store:
+    with _store(db, writing=True) as store:
         if file == "-":
             stream = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8", errors="surrogateescape")
             _report(store.import_(stream))
@@ -149,47 +196,173 @@ def import_(file: Annotated[str, typer.Argument(help="What to read; - for stdin.
 @app.command()
 def merge(url: Annotated[str, typer.Argument(help="Path or URL of the other database.")], db: Db = None) -> None:
     """Take in every trial and winner of another database; it is only read."""
-    with _open(db, writing=True) as store:
+    with _store(db, writing=True) as store:
         _report(store.merge(url))
 
 
-# ---- output -------------------------------------------------------------------------------------------------
+@app.command()
+def prune(
+    days: Annotated[int | None, typer.Option(min=0, help="Trials older than this that are no winners.")] = None,
+    stale: Annotated[bool, typer.Option("--stale", help="All trials of an op's earlier revisions.")] = False,
+    gpu: GpuName = None,
+    op: OpName = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete them; otherwise they are counted.")] = False,
+    db: Db = None,
+) -> None:
+    """Delete trials that no call needs. A pruned failure may be tried again by `tune`."""
+    if days is None and not stale:
+        terminal.fail("say what to prune: --days N, --stale or both", code=2)
+    with _opened(db, needed=True) as opened:
+        gpu, op = opened.gpu(gpu), opened.op(op)
+        assert opened.store is not None
+        ops = {row.op for row in opened.store.stats()} if stale else ()
+        current = {name: found for name in ops if (found := opened.catalog.revision(name)) is not None}
+    with _store(db, writing=True) as store:
+        older = None if days is None else timedelta(days=days)
+        count = store.prune(older_than=older, stale=current, gpu=gpu, op=op, count_only=not yes)
+    terminal.say(f"{count} trials {'deleted' if yes else 'would be deleted; --yes deletes them'}")
+
+
+@app.command()
+def doctor(
+    fix: Annotated[bool, typer.Option("--fix", help="Upgrade the schema; set a damaged file aside.")] = False,
+    format: As = Format.table,
+    db: Db = None,
+) -> None:
+    """Check the database: schema, broken rows, winners of earlier revisions. Exit code 1 if something is broken."""
+    if fix:
+        with _errors():
+            path = sqlite.path_of(settings.load().database_url if db is None else settings.database_url(db))
+        if path is not None and not path.exists():
+            terminal.fail(f"there is no database at {path}; `cutekernels tune` and `db import` create one")
+        with _store(db, writing=True):
+            pass
+    rows: list[dict[str, Any]] = []
+    with _opened(db, needed=True) as opened:
+        assert opened.store is not None
+        broken = opened.store.broken_rows()
+        winners = opened.store.winners()
+        stale = [t for t in winners if opened.catalog.revision(t.op) not in (None, t.revision)]
+        unknown = [t for t in winners if opened.catalog.revision(t.op) is None]
+        stats = opened.store.stats()
+    rows.append({"what": "database", "state": "ok", "found": f"{sum(s.trials for s in stats)} trials"})
+    rows += [{"what": "row", "state": "broken", "found": reason} for reason in broken]
+    for found, why in ((stale, "of an earlier revision: tune again, or prune --stale"), (unknown, "of an unknown op")):
+        if found:
+            rows.append({"what": "winners", "state": "unused", "found": f"{len(found)} {why}"})
+    rows.append({"what": "winners", "state": "ok", "found": f"{len(winners) - len(stale) - len(unknown)} in use"})
+    _write(rows, format, None, "", ("what", "state", "found"))
+    raise typer.Exit(1 if broken else 0)
+
+
+# ---- opening ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    try:
+        yield
+    except (UnknownGpu, UnsupportedProblem) as error:
+        terminal.fail(str(error), code=2)
+    except (CuteKernelsError, ValueError) as error:  # ValueError: an environment variable is set wrongly
+        terminal.fail(str(error))
+
+
+@contextmanager
+def _store(db: str | None, *, writing: bool = False) -> Iterator[Store]:
+    with _errors(), Store(settings.load().database_url if db is None else db, readonly=not writing) as store:
+        yield store
+
+
+@contextmanager
+def _opened(db: str | None, *, needed: bool = False) -> Iterator[Database]:
+    with _errors(), database.open(settings.load().database_url if db is None and needed else db) as opened:
+        yield opened
+
+
+@contextmanager
+def _side(name: str) -> Iterator[Database]:
+    """One side of a comparison: a database without the shipped winners, or these alone."""
+    alone = name == "shipped"
+    with _errors(), database.open(None if alone else name, local=not alone, shipped=alone) as opened:
+        yield opened
+
+
+# ---- choosing and writing -----------------------------------------------------------------------------------
 
 
 def _report(report: ImportReport) -> None:
     terminal.say(f"{report.added} trials added, {report.crowned} winners set, {report.kept} winners kept as they were")
 
 
-@contextmanager
-def _open(db: str | None, *, writing: bool = False) -> Iterator[Store]:
-    try:
-        with Store(settings.load().database_url if db is None else db, readonly=not writing) as store:
-            yield store
-    except (StoreError, ValueError) as error:  # ValueError: an environment variable is set wrongly
-        terminal.fail(str(error))
+def _pick(opened: Database, what: str, gpu: str | None, op: str | None) -> list[dict[str, Any]]:
+    if not any(sign in what for sign in "=<>"):
+        return [t.as_row() for t in opened.trials(gpu=gpu, op=op, part=what)] if len(what) >= 8 else []
+    found = opened.winners(gpu=gpu, op=op, problem=what)
+    asked = {word.partition("=")[0] for word in what.split()}
+    # A field that is not named has its default, if some row is so: "m=16 n=64 k=32" is not the one with b_major=k.
+    exact = [w for w in found if all(n in asked or opened.catalog.is_default(w.op, n, v) for n, v in w.problem.items())]
+    found = exact or list(found)  # type: ignore[assignment]
+    serving = {(w.gpu, w.op, w.problem_text) for w in found if w.serves}
+    return [w.as_row() for w in found if w.serves or (w.gpu, w.op, w.problem_text) not in serving]
 
 
-def _has_words(trial: Trial, words: str | None) -> bool:
-    return words is None or set(words.split()) <= set(trial.problem.split())
+def _brief(row: Mapping[str, Any]) -> str:
+    gpu = row["gpu"]["name"] if isinstance(row["gpu"], dict) else row["gpu"]
+    return f"{gpu} {row['op']} r{row['revision']} [{row.get('problem_text', row['problem'])}]"
 
 
-def _pick(store: Store, what: str, gpu: str | None, op: str | None) -> list[Trial]:
-    if "=" not in what and len(what) >= 8:
-        return [t for t in store.find(what) if gpu in (None, t.gpu.name) and op in (None, t.op)]
-    winners = [t for t in store.winners(gpu=gpu, op=op) if _has_words(t, what)]
-    exact = [t for t in winners if set(t.problem.split()) == set(what.split())]
-    return exact or winners
+def _names(record: type[Any]) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(record))
 
 
-def _list_trials(trials: Sequence[Trial], columns: Sequence[str], format: Format, nothing: str) -> None:
-    if format is Format.json:
-        _write([t.as_row() for t in trials], format, (), nothing)
-        return
-    rows = [t.as_row() | {"gpu": t.gpu.name} for t in trials]
-    _write(rows, format, columns if format is Format.table else _LISTED, nothing)
+def _known(name: str, rows: Sequence[Mapping[str, Any]], declared: Sequence[str]) -> None:
+    known = sorted({*declared, *chain.from_iterable(terminal.flat(row) for row in rows)})
+    if name not in known:
+        near = get_close_matches(name, known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        terminal.fail(f"there is no column {name[:60]!r}.{hint} The columns: {', '.join(known)}", code=2)
 
 
-def _write(rows: Sequence[dict[str, Any]], format: Format, columns: Sequence[str], nothing: str) -> None:
-    if not rows:
+def _sorted(rows: list[dict[str, Any]], sort: str | None, declared: Sequence[str]) -> list[dict[str, Any]]:
+    if sort is None:
+        return rows
+    name = sort.removeprefix("-")
+    _known(name, rows, declared)
+    valued = [(terminal.flat(row).get(name), row) for row in rows]
+    some = [pair for pair in valued if pair[0] is not None]
+    numbers = all(isinstance(value, int | float) for value, _ in some)
+    some.sort(key=lambda pair: _order(pair[0], numbers), reverse=sort.startswith("-"))
+    return [row for _, row in some] + [row for value, row in valued if value is None]
+
+
+def _order(value: Any, number: bool) -> Any:
+    return value if number else str(value)
+
+
+def _write(
+    rows: Sequence[dict[str, Any]],
+    format: Format,
+    columns: str | None,
+    nothing: str,
+    declared: Sequence[str],
+    wide: bool = False,
+    narrow: Any = None,
+) -> None:
+    if not rows and nothing:
         terminal.say(nothing)
-    terminal.write(rows, format, columns)
+    names = [name.strip() for name in columns.split(",")] if columns else []
+    for name in names:
+        _known(name, rows, declared)
+    if format is not Format.table:
+        chosen = [{name: terminal.flat(row).get(name) for name in names} for row in rows] if names else rows
+        # Without rows a CSV still has its header.
+        terminal.write(chosen, format, names if names or rows else declared)
+    elif rows and narrow is not None and not names and not wide:
+        terminal.show(narrow(rows), terminal.NARROW)
+    elif rows:
+        shown = [{name: Text(str(v)) if name == "id" else v for name, v in row.items()} for row in rows]
+        table = Table(*(names or listing.wide(rows) or declared), box=None, pad_edge=False)
+        for row in map(terminal.flat, shown):
+            table.add_row(*(terminal.cell(row.get(str(c.header))) for c in table.columns))
+        terminal.show(table, 100_000 if wide else terminal.NARROW)

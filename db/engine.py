@@ -11,6 +11,7 @@ transaction on SQLite begins with BEGIN IMMEDIATE, so that two writers queue ins
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ WRITING = "cutekernels_writing"  # execution option: this transaction will write
 _LOCK_TIMEOUT_S = 120.0
 _CONNECT_TIMEOUT_S = 10
 _MIGRATION_LOCK = 0x6375_7465  # PostgreSQL advisory lock: "cute"
+_TABLES = {"gpu", "environment", "trial", "winner", "request", "alembic_version"}
 _alembic_lock = threading.Lock()  # Alembic's context is one per process, whatever the database
 
 
@@ -82,6 +84,8 @@ def translated(name: str) -> Iterator[None]:
 
 
 def _remedy(cause: str) -> str:
+    if "interrupted" in cause:
+        return f"; reading it took longer than {sqlite.READ_LIMIT_S:.0f} s"
     if "locked" in cause:
         return f"; another process has held it for {sqlite.BUSY_TIMEOUT_S:.0f} s, try again when it is done"
     if "readonly" in cause or "Permission denied" in cause or "unable to open" in cause or "Read-only" in cause:
@@ -141,8 +145,10 @@ def _prepare(path: Path, engine: Engine) -> None:
             f"{path} lies on a network filesystem ({filesystem}), where SQLite's locks cannot be trusted; "
             "name a local file or a PostgreSQL URL with --db or CUTEKERNELS_DB"
         )
-    if path.exists() and not path.is_file():
+    if os.path.lexists(path) and not path.is_file():
         raise StoreError(f"an SQLite database is a file; {path} is not one")
+    if path.exists() and not sqlite.is_database(path):
+        raise StoreError(f"{path} is not an SQLite database; name another file with --db or CUTEKERNELS_DB")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(f"{path}.lock", timeout=_LOCK_TIMEOUT_S):
@@ -170,6 +176,7 @@ def _prepare(path: Path, engine: Engine) -> None:
 
 def _upgrade(engine: Engine) -> None:
     with engine.connect() as connection:
+        _require_plain_tables(connection)
         if _version(connection) == HEAD:  # nearly always: no writer has to be waited for
             return
     with engine.execution_options(**{WRITING: True}).begin() as connection:
@@ -185,8 +192,7 @@ def _migrate(connection: Connection) -> None:
         return
     if found is None:
         strangers = set(inspect(connection).get_table_names()) - {"alembic_version"}
-        ours = {"gpu", "environment", "trial", "winner", "request"}
-        if strangers & ours or (strangers and connection.dialect.name == "sqlite"):
+        if strangers & _TABLES or (strangers and connection.dialect.name == "sqlite"):
             raise StoreError(f"the database holds tables that are not ours: {', '.join(sorted(strangers)[:5])}")
     elif found > HEAD:
         raise _newer(found)
@@ -210,13 +216,31 @@ def alembic_config(connection: Connection) -> Any:
 
 
 def _require_head(connection: Connection) -> None:
+    _require_plain_tables(connection)
     found = _version(connection)
     if found is None:
         raise StoreError("this is not a tuned-config database: it has no schema revision")
     if found > HEAD:
         raise _newer(found)
     if found != HEAD:
-        raise StoreError(f"the database has schema {found}, older than {HEAD}; any writing command upgrades it")
+        raise StoreError(
+            f"the database has schema {found}, older than {HEAD}; `cutekernels db doctor --fix` upgrades it"
+        )
+
+
+def _require_plain_tables(connection: Connection) -> None:
+    """Refuse a schema that runs somebody's code: triggers, and views or virtual tables in place of our tables."""
+    if connection.dialect.name != "sqlite":
+        return
+    query = text("SELECT type, name, tbl_name, coalesce(sql, '') FROM sqlite_master")
+    for kind, name, table, sql in connection.execute(query):
+        strange = table in _TABLES and (kind == "view" or sql.lstrip().upper().startswith("CREATE VIRTUAL"))
+        if strange or kind == "trigger":
+            what = kind if kind != "table" else "virtual table"
+            raise StoreError(
+                f"the database has a {what} called {name[:40]!r}, which is not ours and would run at each read "
+                "or write; drop it if it is your own"
+            )
 
 
 def _version(connection: Connection) -> str | None:

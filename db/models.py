@@ -43,6 +43,20 @@ class UtcDateTime(TypeDecorator[datetime]):
             return None
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
+    def result_processor(self, dialect: Dialect, coltype: object) -> Any:
+        """SQLite's own processor raises for a malformed moment, and so hides every row behind it."""
+        if dialect.name != "sqlite":
+            return super().result_processor(dialect, coltype)
+        return _moment
+
+
+def _moment(value: object) -> object:
+    """The moment that SQLite stores as text; anything else as it is, for :class:`Trial` to refuse."""
+    try:
+        return datetime.fromisoformat(value).replace(tzinfo=UTC) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
 
 class Base(DeclarativeBase):
     """Root of the tables; constraint names are fixed so that migrations can name them."""
@@ -128,6 +142,9 @@ class Trial(Base):
     stack_bytes: Mapped[int | None] = mapped_column(BigInteger)
     smem_bytes: Mapped[int | None] = mapped_column(BigInteger)
     message: Mapped[str]
+    version: Mapped[str] = mapped_column(server_default="")
+    commit: Mapped[str] = mapped_column(server_default="")
+    host: Mapped[str] = mapped_column(server_default="")
 
 
 class Winner(Base):

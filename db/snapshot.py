@@ -19,11 +19,12 @@ from types import MappingProxyType
 
 from cutekernels import settings
 from cutekernels.db import sqlite
-from cutekernels.db.migrations import HEAD
+from cutekernels.db.migrations import HEAD, READABLE
 from cutekernels.db.trial import ORIGINS, Trial, gpu_name_rule
 from cutekernels.errors import StoreError
 
 _TIMEOUT_S = 1.0
+_LIMIT_S = 10.0  # of reading; views of a hostile database may never end
 _ATTEMPTS = 3
 _VERSION = "SELECT version_num FROM alembic_version"
 _WINNERS = """
@@ -59,17 +60,30 @@ class Snapshot:
 def load(gpu: str, url: str | None = None) -> Snapshot:
     """The winners for the GPU called ``gpu``; ``url`` is a path or URL, None for the database in the settings."""
     tables: _Tables = {}
-    for (op, revision), winner in _shipped(gpu):
-        tables.setdefault((op, revision), {})[winner.problem] = winner
+    for t in shipped(gpu):
+        winner = Winner(t.problem, t.config, t.origin, t.median_us, t.ratio, "shipped")
+        tables.setdefault((t.op, t.revision), {})[t.problem] = winner
     for (op, revision), winner in _database(gpu, url):
         table = tables.setdefault((op, revision), {})
         below = table.get(winner.problem)
-        if below is None or below.origin != "measured" or winner.origin == "measured":
+        if serves_over(winner.origin, None if below is None else below.origin):
             table[winner.problem] = winner
     return Snapshot(MappingProxyType({key: MappingProxyType(table) for key, table in tables.items()}))
 
 
-def _shipped(gpu: str) -> list[tuple[tuple[str, int], Winner]]:
+def shipped_gpus() -> list[str]:
+    """The GPUs for which winners travel with the package."""
+    found = (file.name for file in (files("cutekernels.db") / "shipped").iterdir())
+    return sorted(name.removesuffix(".jsonl") for name in found if name.endswith(".jsonl"))
+
+
+def serves_over(winner: str, below: str | None) -> bool:
+    """Whether a database's winner of origin ``winner`` serves calls in place of a shipped one of origin ``below``."""
+    return below != "measured" or winner == "measured"
+
+
+def shipped(gpu: str) -> list[Trial]:
+    """The winners that travel with the package for one GPU; a broken row is logged once and skipped."""
     if gpu_name_rule(gpu) is not None:  # not a file name either
         return []
     name = f"{gpu}.jsonl"
@@ -91,8 +105,7 @@ def _shipped(gpu: str) -> list[tuple[tuple[str, int], Winner]]:
         except StoreError as error:
             bad.append(f"line {number}: {error}")
             continue
-        winner = Winner(trial.problem, trial.config, trial.origin, trial.median_us, trial.ratio, "shipped")
-        found.append(((trial.op, trial.revision), winner))
+        found.append(trial)
     if bad:
         _say(f"shipped/{name}: {len(bad)} broken rows skipped, the first: {bad[0]}")
     return found
@@ -144,7 +157,8 @@ def _read_sqlite(path: Path, gpu: str) -> list[_Row]:
         immutable = sqlite.needs_immutable(path)
         before = sqlite.stamp(path) if immutable else None
         try:
-            with closing(sqlite.connect_readonly(path, _TIMEOUT_S, immutable=immutable)) as connection:
+            made = sqlite.connect_readonly(path, _TIMEOUT_S, immutable=immutable, limit_s=_LIMIT_S)
+            with closing(made) as connection:
                 connection.execute("BEGIN")  # one view of the file for both statements
                 _require_known(connection.execute(_VERSION).fetchone())
                 rows = connection.execute(_WINNERS, {"gpu": gpu}).fetchall()
@@ -162,7 +176,7 @@ def _read_sqlite(path: Path, gpu: str) -> list[_Row]:
 
 def _require_known(version: tuple[object] | None) -> None:
     found = None if version is None else version[0]
-    if found != HEAD:
+    if found not in READABLE:
         relation = "newer" if isinstance(found, str) and found > HEAD else "older"
         raise StoreError(f"its schema {found!r:.40} is {relation} than {HEAD!r}, the one this cutekernels reads")
 

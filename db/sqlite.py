@@ -1,27 +1,35 @@
 """Handling of SQLite files. Standard library only, because a dispatcher's snapshot uses it.
 
-Four problems are handled. Some SQLite versions can lose a write in WAL mode. A file can be damaged. Locks do not work
-on network filesystems. Even a read-only connection creates files beside a database in WAL mode.
+Five problems are handled. Some SQLite versions can lose a write in WAL mode. A file can be damaged. Locks do not work
+on network filesystems. Even a read-only connection creates files beside a database in WAL mode. A child that is forked
+while a connection is open inherits SQLite's own record of the locks, and is locked out for good.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sqlite3
+import threading
 import time
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from cutekernels.errors import StoreError
 
 BUSY_TIMEOUT_S = 30.0
+
+READ_LIMIT_S = 120.0  # of one read-only connection, which stays open for one transaction
 
 SUFFIXES = ("-journal", "-wal", "-shm")
 
 _TIME_STEP_S = 0.03  # three times the coarsest kernel clock
 _URL_PREFIX = "sqlite:///"
 _MAGIC = b"SQLite format 3\x00"
+_FORK_PATIENCE_S = 120.0
+_STEPS_PER_LOOK = 100_000  # SQLite's virtual machine steps between two looks at the clock
 
 # The WAL-reset bug: two connections checkpointing at once could drop committed pages. Fixed in 3.51.3 and carried
 # back to these two branches.
@@ -57,7 +65,10 @@ def network_filesystem(path: Path, mounts: Path = Path("/proc/mounts")) -> str |
         lines = mounts.read_text(errors="replace").splitlines()
     except OSError:  # not Linux
         return None
-    place, kind, best = path.resolve(), None, -1
+    try:
+        place, kind, best = path.resolve(), None, -1
+    except RuntimeError as error:  # Python 3.11 and 3.12
+        raise StoreError(f"{path} is a loop of symbolic links; name another file") from error
     for line in lines:
         words = line.split()
         if len(words) < 3:
@@ -69,11 +80,96 @@ def network_filesystem(path: Path, mounts: Path = Path("/proc/mounts")) -> str |
     return kind if kind is not None and _NETWORK_FILESYSTEM.fullmatch(kind) else None
 
 
+class _OpenConnections:
+    """The number of open connections: os.fork waits until other threads have closed theirs."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._open = 0
+        self._forking = False
+        self._own = threading.local()  # a thread may fork, or connect again, while it has a connection itself
+
+    def enter(self) -> None:
+        own = getattr(self._own, "open", 0)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._forking or own > 0, _FORK_PATIENCE_S)
+            self._open += 1
+            self._own.open = own + 1
+
+    def leave(self) -> None:
+        with self._changed:
+            self._open -= 1
+            self._own.open = getattr(self._own, "open", 1) - 1
+            self._changed.notify_all()
+
+    def before_fork(self) -> None:
+        self._changed.acquire()
+        self._forking = True
+        self._changed.wait_for(lambda: self._open <= getattr(self._own, "open", 0), _FORK_PATIENCE_S)
+
+    def after_fork(self) -> None:
+        self._forking = False
+        self._changed.notify_all()
+        self._changed.release()
+
+
+_connections = _OpenConnections()
+
+
+def _forget_connections() -> None:
+    global _connections
+    _connections = _OpenConnections()
+
+
+os.register_at_fork(
+    before=lambda: _connections.before_fork(),
+    after_in_parent=lambda: _connections.after_fork(),
+    after_in_child=_forget_connections,
+)
+
+
+class _Connection(sqlite3.Connection):
+    """A connection that os.fork waits for, until it is closed."""
+
+    counted: _OpenConnections | None = None
+
+    def close(self) -> None:
+        super().close()
+        counted, self.counted = self.counted, None
+        if counted is _connections:  # not in a forked child, which counts its own
+            counted.leave()
+
+    def __del__(self) -> None:
+        if self.counted is not None:
+            self.close()
+
+
+def _connect(target: str | Path, **options: Any) -> sqlite3.Connection:
+    counted = _connections
+    counted.enter()
+    try:
+        connection = sqlite3.connect(target, isolation_level=None, factory=_Connection, **options)
+    except BaseException:
+        counted.leave()
+        raise
+    connection.counted = counted
+    # A byte that is not UTF-8 becomes a character that no rule lets through: one broken row hides no other.
+    connection.text_factory = lambda text: text.decode("utf-8", "surrogateescape")
+    return connection
+
+
 def connect(path: Path) -> sqlite3.Connection:
     """A connection for reading and writing whose transactions the caller begins."""
-    connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+    connection = _connect(path, timeout=BUSY_TIMEOUT_S)
     connection.execute("PRAGMA foreign_keys = ON")
     return connection
+
+
+def is_database(path: Path) -> bool:
+    """Whether the file begins as SQLite's files do. An empty one is a database without tables."""
+    with path.open("rb") as file:
+        header = file.read(len(_MAGIC))
+    return header in (b"", _MAGIC)
 
 
 def in_wal_mode(path: Path) -> bool:
@@ -93,10 +189,15 @@ def needs_immutable(path: Path) -> bool:
     return in_wal_mode(path) and (not wal.exists() or wal.stat().st_size == 0)
 
 
-def connect_readonly(path: Path, timeout_s: float, *, immutable: bool) -> sqlite3.Connection:
-    """A connection that cannot write and does not create the file."""
+def connect_readonly(
+    path: Path, timeout_s: float, *, immutable: bool, limit_s: float | None = None
+) -> sqlite3.Connection:
+    """A connection that cannot write, does not create the file, and is interrupted after :data:`READ_LIMIT_S`."""
     uri = f"{path.as_uri()}?mode=ro" + ("&immutable=1" if immutable else "")
-    return sqlite3.connect(uri, uri=True, timeout=timeout_s, isolation_level=None)
+    connection = _connect(uri, uri=True, timeout=timeout_s)
+    end = time.monotonic() + (READ_LIMIT_S if limit_s is None else limit_s)
+    connection.set_progress_handler(lambda: time.monotonic() > end, _STEPS_PER_LOOK)
+    return connection
 
 
 def is_half_written(error: sqlite3.Error) -> bool:

@@ -1,7 +1,7 @@
 """Store: reading and writing the tuned-config database.
 
 Each method is one transaction, so a killed process leaves no call half done. A Store may be shared by threads and
-used in a forked child: it keeps no connection between calls.
+used in a forked child: it keeps no connection between calls, and a fork waits for the transactions of other threads.
 
 Rules for winners (:meth:`Store.crown`, :meth:`Store.import_`, :meth:`Store.merge`): the trial has status ``ok``, and
 a predicted one never replaces a measured one. Otherwise ``crown``, which the tuner calls, always replaces. Import and
@@ -13,21 +13,19 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO, TypeVar
+from typing import Self, TextIO
 
-from sqlalchemy import ColumnElement, and_, case, func, select
-from sqlalchemy.dialects import postgresql
-from sqlalchemy.dialects import sqlite as sqlite_dialect
+from sqlalchemy import and_, case, func, or_, select
 from sqlalchemy.orm import Session
 
 from cutekernels import settings
-from cutekernels.db import models, trial
+from cutekernels.db import models, statements, trial
 from cutekernels.db.engine import WRITING, open_engine, shown, translated
 from cutekernels.db.trial import LINE_LIMIT, Environment, Gpu, Trial
 from cutekernels.errors import StoreError
@@ -35,13 +33,6 @@ from cutekernels.errors import StoreError
 __all__ = ["Environment", "Gpu", "ImportReport", "Request", "Stat", "Store", "Trial"]
 
 _CLOCK_SKEW = timedelta(days=1)
-_BATCH = 500  # ids per IN (...); SQLite takes 32,766 variables, 999 in old builds
-
-R = TypeVar("R", Gpu, Environment)
-
-_GPU_FIELDS = tuple(f.name for f in fields(Gpu))
-_ENVIRONMENT_FIELDS = tuple(f.name for f in fields(Environment))
-_TRIAL_FIELDS = tuple(f.name for f in fields(Trial) if f.name not in ("gpu", "environment"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +115,7 @@ class Store:
         if not batch:
             return 0
         with self._writing() as session:
-            return _add(session, batch)
+            return statements.add(session, batch)
 
     def trials(
         self,
@@ -139,23 +130,25 @@ class Store:
         limit: int | None = None,
     ) -> list[Trial]:
         """Trials with these values, oldest first."""
-        where = _where(gpu, op, revision, problem, origin)
+        where = statements.where(gpu, op, revision, problem, origin)
         for column, value in ((models.Trial.config, config), (models.Trial.status, status)):
             if value is not None:
                 where.append(column == value)
         with self._reading() as session:
-            return _select(session, where, limit=limit)
+            return statements.select_trials(session, where, limit=limit)
 
     def trial(self, trial_id: str) -> Trial | None:
         """The trial with this id, or None."""
         with self._reading() as session:
-            return next(iter(_by_id(session, [trial_id]).values()), None)
+            return next(iter(statements.select_trials(session, [models.Trial.id == trial_id])), None)
 
-    def find(self, prefix: str, *, limit: int = 10) -> list[Trial]:
-        """Trials whose id starts with ``prefix``, at most ``limit``, oldest first."""
-        starts = models.Trial.id.startswith(prefix.lower(), autoescape=True)
+    def find(self, part: str, *, limit: int = 10) -> list[Trial]:
+        """Trials whose id starts or ends with ``part``, at most ``limit``, oldest first."""
+        known = models.Trial.id
+        part = part.lower()
+        either = or_(known.startswith(part, autoescape=True), known.endswith(part, autoescape=True))
         with self._reading() as session:
-            return _select(session, [starts], limit=limit)
+            return statements.select_trials(session, [either], limit=limit)
 
     # ---- winners --------------------------------------------------------------------------------------------
 
@@ -169,12 +162,12 @@ class Store:
             StoreError: no such trial, or its status is not ``ok``.
         """
         with self._writing() as session:
-            candidate = _by_id(session, [trial_id]).get(trial_id)
+            candidate = statements.recorded(session, [trial_id]).get(trial_id)
             if candidate is None:
                 raise StoreError(f"there is no trial {trial_id!r} to crown; record it first")
             if candidate.status != "ok":
                 raise StoreError(f"only a trial of status ok can win; {trial_id} has {candidate.status!r}")
-            return _set_winner(session, candidate, newest=False)
+            return bool(statements.set_winners(session, [candidate], newest=False))
 
     def winners(
         self,
@@ -187,7 +180,8 @@ class Store:
     ) -> list[Trial]:
         """The winning trials with these values, ordered by their tuning key."""
         with self._reading() as session:
-            found = _select(session, _where(gpu, op, revision, problem, origin), winning=True)
+            where = statements.where(gpu, op, revision, problem, origin)
+            found = statements.select_trials(session, where, winning=True)
         return sorted(found, key=lambda t: t.key)  # not by the database, whose collation may be anything
 
     # ---- requests: the tuner's queue ------------------------------------------------------------------------
@@ -207,14 +201,13 @@ class Store:
         if not hits:
             return
         now = datetime.now(UTC)
-        names = ("gpu", "op", "revision", "problem")
-        # Sorted, here and in _add: two writers that lock rows in the same order cannot deadlock.
-        values = [dict(zip(names, key, strict=True), hits=n, last_seen=now) for key, n in sorted(hits.items())]
+        # Sorted: two writers that lock rows in the same order cannot deadlock.
+        values = [dict(zip(statements.KEY, key, strict=True), hits=n, last_seen=now) for key, n in sorted(hits.items())]
         with self._writing() as session:
-            insert = _insert(session, models.Request)
+            insert = statements.insert_into(session, models.Request)
             session.execute(
                 insert.on_conflict_do_update(
-                    index_elements=list(names),
+                    index_elements=list(statements.KEY),
                     set_={"hits": models.Request.hits + insert.excluded.hits, "last_seen": insert.excluded.last_seen},
                 ),
                 values,
@@ -256,7 +249,10 @@ class Store:
             .group_by(g.name, t.op, t.origin)
         )
         with self._reading() as session:
-            found = [Stat(*row[:3], *map(int, row[3:])) for row in session.execute(query)]
+            found = [
+                Stat(str(gpu), str(op), str(origin), *map(int, rest))
+                for gpu, op, origin, *rest in session.execute(query)
+            ]
         return sorted(found, key=lambda s: (s.gpu, s.op, s.origin))
 
     # ---- exchange -------------------------------------------------------------------------------------------
@@ -293,127 +289,68 @@ class Store:
     def merge(self, other_url: str | os.PathLike[str]) -> ImportReport:
         """Import every trial and winner of another database, which is only read."""
         with Store(other_url, readonly=True) as other, other._reading() as session:
-            incoming = _select(session, [])
-            winners = _select(session, [], winning=True)
+            incoming = statements.select_trials(session, [], strict=True)
+            winners = statements.select_trials(session, [], winning=True, strict=True)
+        latest = datetime.now(UTC) + _CLOCK_SKEW
+        for candidate in incoming:
+            try:
+                _require_past(candidate, latest)
+            except StoreError as error:
+                raise StoreError(f"{shown(other.url)}, trial {candidate.id}: {error}; nothing was merged") from None
         return self._import(incoming, winners)
 
     def _import(self, incoming: Sequence[Trial], winners: Sequence[Trial]) -> ImportReport:
         if not incoming:
             return ImportReport(0, 0, 0)
         with self._writing() as session:
-            added = _add(session, incoming)
+            added = statements.add(session, incoming)
             # An id that was here already keeps the contents it has here, whatever the incoming row says.
-            recorded = _by_id(session, [t.id for t in winners])
-            best: dict[tuple[str, str, int, str], Trial] = {}
-            for candidate in recorded.values():
+            best: dict[statements.Key, statements.Recorded] = {}
+            for candidate in statements.recorded(session, [t.id for t in winners]).values():
                 rival = best.get(candidate.key)
-                if candidate.status == "ok" and (rival is None or _rank(candidate) > _rank(rival)):
+                if candidate.status == "ok" and (rival is None or candidate.rank > rival.rank):
                     best[candidate.key] = candidate
-            crowned = sum(_set_winner(session, best[key], newest=True) for key in sorted(best))
+            crowned = len(statements.set_winners(session, best.values(), newest=True))
         return ImportReport(added, crowned, len(winners) - crowned)
 
+    # ---- upkeep ---------------------------------------------------------------------------------------------
 
-# ---- statements: each inside a transaction that a Store method opened ----------------------------------------
+    def prune(
+        self,
+        *,
+        older_than: timedelta | None = None,
+        stale: Mapping[str, int] | None = None,
+        gpu: str | None = None,
+        op: str | None = None,
+        count_only: bool = False,
+    ) -> int:
+        """Delete trials that no call and no comparison needs. Winners of a current revision always stay.
 
+        Args:
+            older_than: delete trials of this age and more that are not winners.
+            stale: the revision of each op; delete all trials of earlier ones, winners too.
+            gpu: only trials of this GPU that are older; ``stale`` concerns every GPU.
+            op: only trials of this op, likewise.
+            count_only: delete nothing.
 
-def _insert(session: Session, table: type[models.Base]) -> Any:
-    """INSERT of the database's own dialect: both know ON CONFLICT, each under its own class."""
-    dialect = session.get_bind().dialect.name
-    return postgresql.insert(table) if dialect == "postgresql" else sqlite_dialect.insert(table)
+        Returns:
+            How many trials were, or would be, deleted.
+        """
+        where = []
+        if older_than is not None:
+            where = [models.Trial.created_at < datetime.now(UTC) - older_than]
+            if gpu is not None:
+                where.append(models.Trial.gpu_id.in_(select(models.Gpu.id).where(models.Gpu.name == gpu)))
+            if op is not None:
+                where.append(models.Trial.op == op)
+        old = [(name, least) for name, least in (stale or {}).items() if op in (None, name)]
+        with self._writing() as session:
+            return statements.prune(session, where, old, count_only=count_only)
 
-
-def _add(session: Session, batch: Sequence[Trial]) -> int:
-    gpus = _ids(session, models.Gpu, _GPU_FIELDS, {t.gpu for t in batch})
-    environments = _ids(session, models.Environment, _ENVIRONMENT_FIELDS, {t.environment for t in batch})
-    rows = [
-        {name: getattr(t, name) for name in _TRIAL_FIELDS}
-        | {"gpu_id": gpus[t.gpu], "environment_id": environments[t.environment]}
-        for t in sorted(batch, key=lambda t: t.id)
-    ]
-    insert = _insert(session, models.Trial).on_conflict_do_nothing(index_elements=["id"])
-    return len(session.execute(insert.returning(models.Trial.id), rows).all())
-
-
-def _ids(
-    session: Session, table: type[models.Gpu] | type[models.Environment], names: tuple[str, ...], records: set[R]
-) -> dict[R, int]:
-    ids: dict[R, int] = {}
-    for record in sorted(records, key=repr):
-        values = {name: getattr(record, name) for name in names}
-        query = select(table.id).filter_by(**values)
-        found = session.scalar(query)
-        if found is None:
-            session.execute(_insert(session, table).on_conflict_do_nothing(), [values])
-            found = session.scalars(query).one()
-        ids[record] = found
-    return ids
-
-
-def _where(
-    gpu: str | None, op: str | None, revision: int | None, problem: str | None, origin: str | None
-) -> list[ColumnElement[bool]]:
-    t = models.Trial
-    asked = ((models.Gpu.name, gpu), (t.op, op), (t.revision, revision), (t.problem, problem), (t.origin, origin))
-    return [column == value for column, value in asked if value is not None]
-
-
-def _select(
-    session: Session,
-    where: Sequence[ColumnElement[bool]],
-    *,
-    winning: bool = False,
-    limit: int | None = None,
-) -> list[Trial]:
-    t, g = models.Trial, models.Gpu
-    query = select(t, g, models.Environment).join(g, g.id == t.gpu_id)
-    query = query.join(models.Environment, models.Environment.id == t.environment_id).where(*where)
-    if winning:
-        query = query.join(models.Winner, models.Winner.trial_id == t.id)
-    return [_trial(*row) for row in session.execute(query.order_by(t.created_at, t.id).limit(limit))]
-
-
-def _by_id(session: Session, ids: Sequence[str]) -> dict[str, Trial]:
-    found: dict[str, Trial] = {}
-    for start in range(0, len(ids), _BATCH):
-        found |= {t.id: t for t in _select(session, [models.Trial.id.in_(ids[start : start + _BATCH])])}
-    return found
-
-
-def _trial(row: models.Trial, gpu: models.Gpu, environment: models.Environment) -> Trial:
-    return Trial(
-        gpu=Gpu(**{name: getattr(gpu, name) for name in _GPU_FIELDS}),
-        environment=Environment(**{name: getattr(environment, name) for name in _ENVIRONMENT_FIELDS}),
-        **{name: getattr(row, name) for name in _TRIAL_FIELDS},
-    )
-
-
-def _rank(t: Trial) -> tuple[bool, datetime, str]:
-    return t.origin == "measured", t.created_at, t.id
-
-
-def _set_winner(session: Session, candidate: Trial, *, newest: bool) -> bool:
-    """Make ``candidate`` the winner where the rules in the module's docstring allow it.
-
-    Atomic against other writers: either the row is inserted here, or it is locked (SQLite: by BEGIN IMMEDIATE)
-    before the present winner is read. That takes a statement of its own, because PostgreSQL would show a joined trial
-    in its state before the wait for the lock.
-    """
-    names = ("gpu", "op", "revision", "problem")
-    row = dict(zip(names, candidate.key, strict=True), trial_id=candidate.id)
-    insert = _insert(session, models.Winner).on_conflict_do_nothing(index_elements=list(names))
-    if session.execute(insert.returning(models.Winner.trial_id), [row]).all():
-        return True
-    winner = session.get_one(models.Winner, candidate.key, with_for_update=True)
-    present = _by_id(session, [winner.trial_id])[winner.trial_id]
-    if present.id == candidate.id:
-        return not newest
-    wins = (
-        _rank(candidate) > _rank(present) if newest else candidate.origin == "measured" or present.origin != "measured"
-    )
-    if wins:
-        winner.trial_id = candidate.id
-        session.flush()
-    return wins
+    def broken_rows(self) -> list[str]:
+        """Rows that break a rule of :class:`Trial` or point nowhere, each with its reason."""
+        with self._reading() as session:
+            return statements.broken_rows(session)
 
 
 # ---- files --------------------------------------------------------------------------------------------------
@@ -429,12 +366,16 @@ def _read_lines(stream: TextIO, name: str) -> list[Trial]:
             continue
         try:
             incoming = Trial.from_line(line)
-            if incoming.created_at > latest:  # it would win every later comparison
-                raise StoreError(f"created_at lies in the future: {incoming.created_at.isoformat()}")
+            _require_past(incoming, latest)
         except StoreError as error:
             raise StoreError(f"{name}, line {number}: {error}; nothing was imported") from None
         trials.append(incoming)
     return trials
+
+
+def _require_past(incoming: Trial, latest: datetime) -> None:
+    if incoming.created_at > latest:  # it would win every later comparison
+        raise StoreError(f"created_at lies in the future: {incoming.created_at.isoformat()}")
 
 
 def _replace_file(path: Path, text: str) -> None:

@@ -16,16 +16,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import platform
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
+from importlib import metadata
 from reprlib import repr as short_repr
 from typing import Any, NoReturn, Self
 
 from cutekernels.db.uuid7 import is_uuid7, uuid7
 from cutekernels.errors import StoreError
 
+PROVENANCE = ("version", "commit", "host")  # fields of Environment that older trials lack
 ORIGINS = ("measured", "predicted")
 STATUSES = ("ok", "invalid", "compile_error", "wrong_result", "crashed", "timeout", "pruned")
 
@@ -115,7 +119,10 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Versions a measurement depends on; ``""`` where something was absent."""
+    """Versions a measurement depends on; ``""`` where something was absent.
+
+    ``version`` and ``commit`` are this package's own, ``host`` is the class of the machine, never its name.
+    """
 
     driver: str = ""
     cuda: str = ""
@@ -123,14 +130,29 @@ class Environment:
     ptxas: str = ""
     triton: str = ""
     torch: str = ""
+    version: str = ""
+    commit: str = ""
+    host: str = ""
 
     def __post_init__(self) -> None:
         _require_all(self, _ENVIRONMENT_RULES)
 
     @classmethod
     def of(cls, versions: Mapping[str, str]) -> Self:
-        """The entries of ``versions`` that this record has; others are left out."""
-        return cls(**{f.name: versions.get(f.name, "") for f in fields(cls)})
+        """The entries of ``versions`` that this record has; others are left out. Adds version and host class."""
+        known = {"version": _own_version(), "host": _host_class()} | dict(versions)
+        return cls(**{f.name: known.get(f.name, "") for f in fields(cls)})
+
+
+def _own_version() -> str:
+    try:
+        return metadata.version("cutekernels")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _host_class() -> str:
+    return f"{platform.system().lower()}-{platform.machine()}-{os.cpu_count() or 0}cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +213,8 @@ class Trial:
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, Gpu | Environment):
-                row[f.name] = {g.name: getattr(value, g.name) for g in fields(value)}
+                values = {g.name: getattr(value, g.name) for g in fields(value)}
+                row[f.name] = {name: v for name, v in values.items() if v != "" or name not in PROVENANCE}
             elif isinstance(value, datetime):
                 row[f.name] = value.astimezone(UTC).isoformat()
             elif value is not None:

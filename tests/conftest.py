@@ -1,4 +1,4 @@
-"""What every test stands on: its own database and cache directory, and a GPU where it is marked ``gpu``.
+"""Fixtures and hooks for every test: its own database and cache directory, and a GPU where it is marked ``gpu``.
 
 Nothing here imports torch unless a test marked ``gpu`` was collected.
 """
@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+pytest.register_assert_rewrite("tests.interpreted", "tests.triton_compiled")
 
 
 @cache
@@ -62,3 +64,12 @@ def shipped(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     folder.mkdir()
     monkeypatch.setattr(snapshot, "files", lambda package: folder.parent)
     return folder
+
+
+@pytest.fixture
+def launches() -> Iterator[list[str]]:
+    """The launches of Triton ops called with CPU tensors: see :func:`tests.gpu_path.recorded`."""
+    from tests.gpu_path import recorded
+
+    with recorded() as seen:
+        yield seen

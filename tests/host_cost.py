@@ -1,6 +1,7 @@
-"""Host cost of a call, for tests that hold it to a limit on machines of any speed, whose cores others share.
+"""CPU time of a call, for tests that limit it on machines of any speed whose cores are shared.
 
-The unit is what any dispatcher must do for one tensor: make a key of what it looks like, and look it up.
+The unit is the least work of any dispatcher for one tensor: make a key of its shape, strides, dtype and address and
+look it up.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from cutekernels.ops.shared import registration
 
 
 def host_cost(call: Callable[[], object], *, calls: int, chunks: int) -> float:
-    """How many keys of a tensor ``call`` is worth: the best of seven medians, each beside that of keys."""
+    """CPU time of ``call`` in keys of a tensor: the least of seven ratios of medians, timed side by side."""
     keyed = torch.empty(4, 8, 16)
     known: dict[object, object] = {}
 

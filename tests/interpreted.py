@@ -1,7 +1,8 @@
 """Runs an op's Triton kernel on CPU tensors, in Triton's interpreter, through the op's own ``build`` and ``bind``.
 
-Triton decides at decoration time whether a kernel is interpreted, so this works only in a process started with
-TRITON_INTERPRET=1: a test module calls :func:`replies` with cases as JSON, and runs itself as the child's script.
+Triton decides at decoration time whether a kernel is interpreted, so interpreted cases run in a child process started
+with TRITON_INTERPRET=1. A family's ``cases.py`` is the child's script: it reads cases as JSON on stdin and prints one
+reply each (:func:`serve`). :func:`kernel_tests` makes the tests of these replies.
 """
 
 from __future__ import annotations
@@ -11,15 +12,58 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
 from cutekernels import gpu
 
 H200 = gpu.lookup("h200")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+Case = dict[str, Any]
+Reply = dict[str, Any]
+
+
+# ---- the tests ------------------------------------------------------------------------------------------
+
+
+def correct(reply: Reply) -> bool:
+    """Whether errors are within tolerance and nothing outside of the results was written."""
+    return bool(reply["ratio"] <= 1 and reply["outside"])
+
+
+def kernel_tests(
+    script: str,
+    cases: Mapping[str, Case],
+    planted: Mapping[str, Case],
+    others: Mapping[str, Case] | None = None,
+    correct: Callable[[Reply], bool] = correct,
+) -> tuple[Any, Callable[..., None], Callable[..., None]]:
+    """The fixture ``interpreted`` and two tests: replies to ``cases`` are correct, those to ``planted`` bugs are not.
+
+    The fixture maps each case's name to its reply; ``others`` are cases that the test file judges itself.
+    """
+    everything = {**cases, **planted, **(others or {})}
+    assert len(everything) == len(cases) + len(planted) + len(others or {}), "two cases of one name"
+
+    @pytest.fixture(scope="session")
+    def interpreted() -> dict[str, Reply]:
+        return dict(zip(everything, replies(script, list(everything.values())), strict=True))
+
+    @pytest.mark.parametrize("case", cases)
+    def test_kernel_numerics(interpreted: dict[str, Reply], case: str) -> None:
+        assert correct(interpreted[case]), interpreted[case]
+
+    @pytest.mark.parametrize("bug", planted)
+    def test_a_planted_bug_is_caught(interpreted: dict[str, Reply], bug: str) -> None:
+        assert not correct(interpreted[bug]), interpreted[bug]
+
+    return interpreted, test_kernel_numerics, test_a_planted_bug_is_caught
 
 
 def replies(script: str, cases: Any, timeout_s: float = 600) -> Any:
@@ -37,12 +81,55 @@ def replies(script: str, cases: Any, timeout_s: float = 600) -> Any:
     return json.loads(done.stdout)
 
 
+# ---- the child process ----------------------------------------------------------------------------------
+
+
+def serve(reply_to: Callable[[Case], Reply], faults: Mapping[str, tuple[Any, Any]] | None = None) -> None:
+    """The child's main function: reads cases from stdin and prints their replies.
+
+    ``faults``: (module, replacement) for each function that a case may have replaced, named by its ``"planted"``.
+    """
+    found = []
+    for case in json.load(sys.stdin):
+        name = case.get("planted")
+        if name is None:
+            replacing: Any = nullcontext()
+        else:
+            module, fault = (faults or {})[name]
+            replacing = mock.patch.object(module, name, fault)
+        with replacing:
+            found.append(reply_to(case))
+    json.dump(found, sys.stdout)
+
+
+def fill(memory: Tensor, generator: torch.Generator, mean: float = 0.0) -> Tensor:
+    """Fills ``memory`` with normal numbers, 2 % of them 40 times as large."""
+    values = torch.randn(memory.shape, generator=generator) + mean
+    values[torch.rand(memory.shape, generator=generator) < 0.02] *= 40
+    return memory.copy_(values)
+
+
+def nan_outside(view: Tensor, memory: Tensor) -> bool:
+    """Whether ``memory``, filled with NaN before ``view`` of it was written, is still NaN everywhere else."""
+    outside = torch.ones_like(memory, dtype=torch.bool)
+    outside.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(False)
+    return bool(memory[outside].isnan().all())
+
+
 def _at(address: int, kind: str) -> Tensor:
-    """The first element of memory that a launch took for itself."""
+    """The first element of the scratch memory at ``address``."""
     return torch.frombuffer((ctypes.c_char * 8).from_address(address), dtype=_SCRATCH[kind], count=1)
 
 
 _SCRATCH = {"*i32": torch.int32, "*i64": torch.int64, "*fp32": torch.float32}
+
+
+def build_arguments(op: Any, problem: Any, config: Any, spec: gpu.GpuSpec = H200) -> dict[str, Any]:
+    """The arguments of ``compile_kernel`` in ``op.build``, the kernel itself as ``fn``."""
+    with mock.patch("cutekernels.backends.triton.compile_kernel") as compiling:
+        op.build(problem, config, spec)
+    (fn,) = compiling.call_args.args
+    return {**compiling.call_args.kwargs, "fn": fn}
 
 
 def interpret(
@@ -56,25 +143,16 @@ def interpret(
     spec: gpu.GpuSpec = H200,
     **options: Any,
 ) -> str:
-    """Launches ``op`` interpreted; returns the problem it posed.
+    """Launches ``op`` under the interpreter; returns the text of its problem.
 
-    ``config`` is text, None for the op's default. ``edit`` changes run-time integers, to plant bugs ("then.rows" one of
-    an op that the launch runs). What ``build``
-    promised the compiler (constants in an argument's place, divisibility) is checked against what ``bind`` passes.
-    Scratch memory begins as NaN, and ops that the launch runs are interpreted too.
+    ``config`` is text, None for the op's default. ``edit`` adds to run-time integers, to plant bugs; "then.rows" is the
+    argument ``rows`` of an op that the launch itself runs, which is interpreted too. Constants and divisibility that
+    ``build`` promised the compiler are checked against what ``bind`` passes. Scratch memory begins as NaN.
     """
-    from cutekernels.backends import triton as backend
-
     problem = op.problem(*results, *inputs, **options)
     chosen = op.default(problem, spec) if config is None else op.Config.parse(config)
     op.check(problem, chosen, spec)
-    built: dict[str, Any] = {}
-    real = backend.compile_kernel
-    backend.compile_kernel = lambda fn, **given: built.update(given, fn=fn)  # type: ignore[assignment]
-    try:
-        op.build(problem, chosen, spec)
-    finally:
-        backend.compile_kernel = real
+    built = build_arguments(op, problem, chosen, spec)
     tensors = {t.data_ptr(): t.as_strided((1,), (1,)) for t in (*results, *inputs) if t is not None and t.numel()}
 
     def kernel(grid: tuple[int, int, int], *args: Any) -> None:

@@ -14,8 +14,7 @@ from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload,
 from bench.suites import INTERMEDIATE, TOKENS, Case, Suite, unless
 from bench.workloads import posed
 from cutekernels.ops.activations.api import bias_gelu, gelu_mul, silu_mul
-from cutekernels.ops.activations.bias_gelu import BIAS_GELU_BACKWARD
-from cutekernels.ops.activations.glu import gelu_and_slope
+from cutekernels.ops.activations.op import BIAS_GELU_BACKWARD, gelu_and_slope
 
 # ---- cases ----------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from bench.baselines import Inputs, Launch, Workload, compiled, eager
 from bench.suites import HIDDEN, INTERMEDIATE, TOKENS, Case, unless
 from cutekernels.nn.mlp import swiglu
 from cutekernels.op import Work
-from cutekernels.ops.activations.glu import GluProblem
+from cutekernels.ops.activations.op import GluProblem
 
 PUBLISHED = ((8, 128, 2048), (16, 256, 4096), (32, 512, 4096))  # batch x tokens x hidden, all 6912 wide inside
 _WIDTH = "hidden "  # in a label, before the number that the problem lacks

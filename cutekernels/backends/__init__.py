@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cutekernels import settings
-from cutekernels.errors import CompileError
+from cutekernels.errors import CacheUnusable
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +31,27 @@ def own_directory(path: Path) -> Path:
     """``path``, created 0700 if missing. It holds compiled objects, which are run, so it must be this user's alone.
 
     Raises:
-        CompileError: it cannot be used, belongs to another user, or others may write to it.
+        CacheUnusable: it cannot be used, belongs to another user, or others may write to it.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.stat()
     except OSError as error:
-        raise CompileError(f"the kernel cache {path} cannot be used: {error}; set {settings.CACHE_VARIABLE}") from error
-    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise CompileError(
+        raise CacheUnusable(
+            f"the kernel cache {path} cannot be used: {error}; set {settings.CACHE_VARIABLE}"
+        ) from error
+    if not is_own(status):
+        raise CacheUnusable(
             f"the kernel cache {path} must be this user's own and closed to others (0700), since its objects "
             f"are run; it has owner {status.st_uid} and mode {stat.S_IMODE(status.st_mode):o}. "
             f"chmod it or set {settings.CACHE_VARIABLE}"
         )
     return path
+
+
+def is_own(status: os.stat_result) -> bool:
+    """Whether this user alone can write to the file: nobody else can have planted code in it."""
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 class Artifact(ABC):

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from cutekernels.backends import Facts
-from cutekernels.errors import CompileError
+from cutekernels.errors import CompileError, CompilerKilled
 
 # From compute capability 9.0 on, a cubin with this section counts the driver's share of each block
 # (GpuSpec.SMEM_RESERVED_BYTES) as the kernel's. Facts never count it.
@@ -47,6 +47,7 @@ def resource_usage(cubin: bytes) -> dict[str, Facts]:
 
     Raises:
         CompileError: ``cubin`` is not a CUDA binary, or holds no kernel.
+        CompilerKilled: the tool could not run, or was killed.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -55,7 +56,9 @@ def resource_usage(cubin: bytes) -> dict[str, Facts]:
             command = [str(cuobjdump()), "--dump-resource-usage", file.name]
             done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_TIMEOUT_S)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise CompileError(f"{cuobjdump()} did not run: {error}") from error
+            raise CompilerKilled(f"{cuobjdump()} did not run: {error}") from error
+    if done.returncode < 0:
+        raise CompilerKilled(f"{cuobjdump()} was ended by signal {-done.returncode}")
     reserved = _RESERVED_BYTES if _RESERVED_SECTION in cubin else 0
     usage = {
         match["name"]: Facts(

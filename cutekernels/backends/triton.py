@@ -2,7 +2,7 @@
 
 The saved file is a *recipe* (JSON: function, signature, constexprs, target), not a binary: Triton keeps binaries in
 a disk cache of its own under our cache directory, keyed by source, options and version. Loading a recipe therefore
-recompiles only when one of those changed.
+recompiles only when one of those changed, or when what lies there has not the recipe's checksum.
 
 A recipe is untrusted text: its shape and types are checked, and it can name nothing but a ``@triton.jit``
 function of ``cutekernels.kernels.triton``.
@@ -12,12 +12,13 @@ Works with Triton 3.6 to 3.9, which agree on everything used here.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -80,6 +81,7 @@ class Recipe:
     options: dict[str, Constant]
     capability: int
     facts: Facts | None = None
+    sha256: str = ""  # of the binary and its metadata, see _checksum
 
     def __post_init__(self) -> None:
         for rule, broken in self._rules():
@@ -112,6 +114,7 @@ class Recipe:
         yield f"the target is one of {sorted(_CAPABILITIES)}", [] if known else [self.capability]
         numbers = () if self.facts is None else (self.facts.registers, self.facts.stack_bytes, self.facts.smem_bytes)
         yield "facts are whole numbers", [n for n in numbers if type(n) is not int or n < 0]
+        yield "the checksum is text", [] if isinstance(self.sha256, str) else [self.sha256]
 
     def jit_function(self) -> Any:
         """The ``@triton.jit`` function the recipe names. CompileError for anything else."""
@@ -161,19 +164,38 @@ def _directory() -> Path:
 
 
 @contextmanager
-def _triton_cache() -> Iterator[None]:
-    """Triton's disk cache under our own directory, for the duration of one compile."""
+def _triton_cache(anew: bool) -> Iterator[None]:
+    """Triton's disk cache under our own directory, for the duration of one compile; ``anew`` only writes to it."""
     from triton import knobs
 
     directory = _directory()
-    with _compiling, knobs.cache.scope():
+    with _compiling, knobs.cache.scope(), knobs.compilation.scope():
+        vars(knobs.compilation)["always_compile"] = anew
         # Like `knobs.cache.dir = ...`, which would also export TRITON_CACHE_DIR.
         vars(knobs.cache)["dir"] = str(directory)
         yield
 
 
-def _compile(recipe: Recipe) -> Any:
-    """Triton's ``CompiledKernel``, from its disk cache where that has it."""
+def _checksum(compiled: Any) -> str:
+    """Of the binary and of the metadata that a launch reads: shared memory, warps, name."""
+    metadata = json.dumps(compiled.metadata._asdict(), sort_keys=True, default=str)
+    return hashlib.sha256(compiled.asm["cubin"] + metadata.encode()).hexdigest()
+
+
+def _verified(recipe: Recipe) -> Any:
+    """Triton's ``CompiledKernel`` with the recipe's checksum; a damaged one in its disk cache is compiled again."""
+    with suppress(CompileError):
+        compiled = _compile(recipe, anew=False)
+        if _checksum(compiled) == recipe.sha256:
+            return compiled
+    compiled = _compile(recipe, anew=True)
+    if _checksum(compiled) != recipe.sha256:
+        raise CompileError(f"{recipe.function} compiles to another binary than the recipe's; rebuild the cached kernel")
+    return compiled
+
+
+def _compile(recipe: Recipe, *, anew: bool) -> Any:
+    """Triton's ``CompiledKernel``, from its disk cache where that has it, unless ``anew``."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -187,7 +209,7 @@ def _compile(recipe: Recipe) -> Any:
     )
     # Explicit: Triton 3.9 warns where it is left out, and 3.10 changes the default.
     options = {"enable_fp_fusion": True, **recipe.options}
-    with _triton_cache():
+    with _triton_cache(anew):
         try:
             return triton.compile(source, target=GPUTarget("cuda", recipe.capability, WARP_SIZE), options=options)
         except Exception as error:
@@ -231,11 +253,11 @@ def compile_kernel(
         chosen,
         major * 10 + minor,
     )
-    compiled = _compile(recipe)
+    compiled = _compile(recipe, anew=True)  # nothing vouches for what Triton's cache may hold
     static = resource_usage(compiled.asm["cubin"])[compiled.metadata.name]
     # Triton requests all its shared memory at launch; the binary declares none.
     facts = replace(static, smem_bytes=static.smem_bytes + compiled.metadata.shared)
-    return TritonArtifact(replace(recipe, facts=facts), compiled)
+    return TritonArtifact(replace(recipe, facts=facts, sha256=_checksum(compiled)), compiled)
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,7 +288,7 @@ class TritonArtifact(Artifact):
         except (OSError, UnicodeDecodeError) as error:
             raise CompileError(f"{path} is not a readable Triton recipe: {error}") from error
         recipe = Recipe.parse(text)
-        return launcher(recipe, _compile(recipe))
+        return launcher(recipe, _verified(recipe))
 
     def kernel(self) -> Kernel:
         return launcher(self.recipe, self.compiled)
@@ -341,7 +363,7 @@ class TritonKernel:
     def _load(self, device: int) -> _Loaded:
         with self._loading:
             if device not in self._loaded:
-                own = self._unclaimed.pop() if self._unclaimed else _compile(self._recipe)
+                own = self._unclaimed.pop() if self._unclaimed else _verified(self._recipe)
                 run = own.run  # loads the binary, and on Triton 3.6 builds the launcher of this signature
                 self._owners.append(own)  # keeps the binary loaded
                 self._loaded[device] = _entry(run, own.function, own.packed_metadata)

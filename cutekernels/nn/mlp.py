@@ -19,9 +19,9 @@ _PACKED = "gate_up_proj"
 class SwiGLU(torch.nn.Module):
     """``down_proj(silu(gate_proj(x)) * up_proj(x))``, with gate and up as one matrix product.
 
-    The state dict is that of Hugging Face's ``LlamaMLP``, ``Qwen2MLP`` and their like: ``gate_proj.weight``,
+    The state dict matches Hugging Face's ``LlamaMLP``, ``Qwen2MLP`` and their like: ``gate_proj.weight``,
     ``up_proj.weight``, ``down_proj.weight``. In memory the first two are one parameter, ``gate_up_proj.weight`` of
-    ``(2 * intermediate_size, hidden_size)``: what is saved is views of it, and loading packs.
+    ``(2 * intermediate_size, hidden_size)``: saving splits it into views, loading packs.
 
     Args:
         hidden_size: width of the input and of the result.
@@ -69,15 +69,14 @@ def swiglu(
     *,
     config: Any = None,
 ) -> Tensor:
-    """The module's forward pass over its parameters; ``config`` is that of the activation (``silu_mul``)."""
+    """The module's forward pass over its parameters; ``config`` is the activation's (``silu_mul``)."""
     return _projected(silu_mul(_projected(x, gate_up, gate_up_bias), config=config), down, down_bias)
 
 
 def _projected(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias``, by our kernel at decode sizes, and by torch's beyond.
 
-    H200, three MLPs of 1024 to 16384 tokens, fp16: all of it took 1.5 to 1.8 times torch's time with our warp-MMA GEMM,
-    which knows no warpgroup MMA (2026-11-21).
+    docs/notes/activations.md (H200, 2026-11-21)
     """
     tokens = x.numel() // max(1, x.shape[-1]) if x.dim() else 0
     if 0 < tokens <= DEFAULT_TOKENS:
@@ -86,7 +85,7 @@ def _projected(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _unpack(module: SwiGLU, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-    """Names the halves of what was saved as the twins do."""
+    """Splits saved parameters into the halves that Hugging Face names."""
     for kind in ("weight", "bias"):
         packed = state_dict.pop(f"{prefix}{_PACKED}.{kind}", None)
         if packed is not None:
@@ -104,7 +103,7 @@ def _pack(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Lays the halves of what is loaded side by side; a state dict that is packed already passes as it is."""
+    """Packs loaded halves side by side; a state dict that is packed already passes unchanged."""
     for kind in ("weight", "bias"):
         own = getattr(module.gate_up_proj, kind)
         names = [f"{prefix}{name}.{kind}" for name in _HALVES]

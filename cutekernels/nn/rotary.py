@@ -19,12 +19,12 @@ class RotaryEmbedding(nn.Module):
     """Turns queries and keys by their positions, at the frequencies of Hugging Face's ``LlamaRotaryEmbedding``.
 
     Tables are built in fp32 at first use and grow with the positions that are known on the host; they cover at least
-    ``max_positions``, which is what positions in a tensor may use. The state dict is empty, as its twin's.
+    ``max_positions``, the limit of positions in a tensor. The state dict is empty, as Hugging Face's.
 
     Args:
         head_dim: channels of a head.
         rope_theta: the base of the frequencies ``rope_theta ** (-2i / R)``.
-        partial_rotary_factor: which part of the channels turns: ``R = int(head_dim * partial_rotary_factor)``.
+        partial_rotary_factor: the share of channels that turn: ``R = int(head_dim * partial_rotary_factor)``.
         rope_scaling: Hugging Face's dictionary; ``rope_type`` (or ``type``) is "default", "linear" (``factor``) or
             "llama3" (``factor, low_freq_factor, high_freq_factor, original_max_position_embeddings``).
         max_positions: rows of the tables, or more.
@@ -64,7 +64,7 @@ class RotaryEmbedding(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor | None = None, positions: Tensor | int | None = None, *, inplace: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """:func:`cutekernels.rope` of q ``(B, S, Hq, D)`` and k ``(B, S, Hkv, D)``; arguments are its."""
+        """:func:`cutekernels.rope` with these tables: q ``(B, S, Hq, D)``, k ``(B, S, Hkv, D)``."""
         needed = q.shape[1] if positions is None else positions + q.shape[1] if isinstance(positions, int) else 0
         cos, sin = self.tables(needed)
         return rope(q, k, cos, sin, interleaved=self.interleaved, positions=positions, inplace=inplace)
@@ -86,7 +86,7 @@ class RotaryEmbedding(nn.Module):
         return f"{self.head_dim}, rotary={self.rotary}, rope_theta={self.rope_theta}{scaling}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
-        """To another device, but never to another type: frequencies in bf16 would be off by whole turns."""
+        """Moves to another device, never to another type: frequencies in bf16 would be off by whole turns."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.inv_freq.dtype != torch.float32:
             self.inv_freq = self._frequencies(self.inv_freq.device)
@@ -111,8 +111,8 @@ class RotaryEmbedding(nn.Module):
         trained = self._positive("original_max_position_embeddings")
         if not high > low:
             raise UnsupportedProblem(f"high_freq_factor is above low_freq_factor; got {high} and {low}")
-        # Waves that turned often within the trained length stay, those that turned less than once or so are
-        # stretched, and between the two it goes over smoothly.
+        # Waves that turn often within the trained length stay, those that turn about once or less are stretched,
+        # with a smooth transition between the two.
         turns = trained * frequencies / (2 * math.pi)
         kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
         return (1 - kept) * frequencies / factor + kept * frequencies

@@ -1,15 +1,13 @@
-"""What the tests of ``gelu_mul`` and ``bias_gelu`` share: truth, arrangements of operands, and interpreted cases.
+"""Shared by the tests of ``gelu_mul`` and ``bias_gelu``: truth, arrangements of operands, and interpreted cases.
 
-Run as a script by Triton's interpreter (see ``interpreted.py``). What tiles do is tested with ``silu_mul`` too, whose
-schedule ``gelu_mul`` shares: here are its activations, and all of ``bias_gelu``.
+This file is also the script of the child process that runs the cases (see ``tests/interpreted.py``). ``gelu_mul``
+shares its schedule with ``silu_mul``, whose tests cover it: here are its activations, and all of ``bias_gelu``.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import random
-import sys
 from itertools import product
 from typing import Any
 
@@ -18,21 +16,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cutekernels.ops.activations.bias_gelu import BIAS_GELU, BIAS_GELU_BACKWARD, BiasGeluProblem, slab_rows, slabs
-from cutekernels.ops.activations.glu import GELU_MUL, GELU_MUL_BACKWARD
-from tests.activations.silu_mul_cases import DTYPES, fill
-from tests.interpreted import H200, interpret
+from cutekernels.kernels.triton import activations as kernels
+from cutekernels.ops.activations.op import (
+    BIAS_GELU,
+    BIAS_GELU_BACKWARD,
+    GELU_MUL,
+    GELU_MUL_BACKWARD,
+    BiasGeluProblem,
+    slab_rows,
+    slabs,
+)
+from tests.activations.silu_mul_cases import laid
+from tests.interpreted import DTYPES, H200, fill, interpret, nan_outside, serve
+from tests.tolerance import FP32_ULP, worst_ratio
 
 OPS = {op.name: op for op in (GELU_MUL, GELU_MUL_BACKWARD, BIAS_GELU, BIAS_GELU_BACKWARD)}
 APPROXIMATE = ("none", "tanh")
 
 
-# ---- the judge ------------------------------------------------------------------------------------------
+# ---- tolerances -----------------------------------------------------------------------------------------
 
 
 def gelu(x: Tensor, approximate: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The share of ``x`` that passes, its part of the slope, and the size of the slope's terms: fp64, by other words
-    than the reference's.
+    """The share of ``x`` that passes, its part of the slope, and the size of the slope's terms, in fp64.
+
+    The formulas are written in another way than the reference's.
     """
     if approximate == "none":
         share = torch.special.ndtr(x)
@@ -48,7 +56,7 @@ def truth(
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """For each result: its value in fp64, the magnitude of its terms, and what multiplies the normal distribution.
 
-    ``slab``: rows that one partial sum is of, where ``inputs`` are a part of a call's.
+    ``slab``: rows per partial sum, given where ``inputs`` are only a part of a call's operands.
     """
     wide = [t.double() for t in inputs]
     if op in ("bias_gelu", "bias_gelu_backward"):
@@ -74,18 +82,12 @@ def truth(
 
 
 def error_ratio(actual: Tensor, exact: Tensor, magnitude: Tensor, factor: Tensor, precise: bool) -> float:
-    """Worst error over its tolerance: an ulp of the output's type; of the terms, 16 ulp of fp32 where results are
-    fp32, and else 2^-16, a 16th of what a half is rounded by; and 2^-23 of what multiplies the distribution function,
-    which torch loses as well where 1 + erf or 1 + tanh cancels.
+    """The largest error over its tolerance: an ulp, and 16 ulp of fp32 of the terms for a ``precise`` (fp32) result.
+
+    A half's terms grant 2^-16, a 16th of its own rounding. ``factor``, what multiplies the distribution function,
+    grants 2^-23, which torch loses as well where 1 + erf or 1 + tanh cancels.
     """
-    kind = torch.finfo(actual.dtype)
-    rounded = exact.to(actual.dtype).double()
-    _, exponent = torch.frexp(exact.abs().clamp(kind.smallest_normal, kind.max))
-    ulp = torch.ldexp(torch.full_like(exact, kind.eps), exponent - 1)
-    granted = ulp + (16 * 2.0**-23 if precise else 2.0**-16) * magnitude + 2.0**-23 * factor
-    ratio = (actual.double() - exact).abs() / granted
-    ratio = torch.where(rounded.isinf() & (actual.double() == rounded), 0.0, ratio)
-    return float(torch.nan_to_num(ratio, nan=1e30, posinf=1e30).max()) if ratio.numel() else 0.0
+    return worst_ratio(actual, exact, (16 * FP32_ULP if precise else 2.0**-16) * magnitude + FP32_ULP * factor)
 
 
 # ---- operands -------------------------------------------------------------------------------------------
@@ -106,18 +108,7 @@ def operands(
             whole = torch.full((2 * cols + 64,), float("nan"), dtype=bias_dtype)
             step = 2 if kind == "every other" else 1
             return whole, whole.as_strided((cols,), (step,), 1 if kind == "misaligned" else 0)
-        pitch, col, offset = {
-            "dense": (cols, 1, 0),
-            "misaligned": (cols, 1, i + 1),
-            "halves": (2 * cols, 1, i % 2 * cols),
-            "padded": (cols + 16 - cols % 8, 1, 8 * i),
-            "every other": (2 * cols, 2, i),
-            "transposed": (1, rows, 0) if i % 2 else (cols, 1, 0),
-            "expanded rows": (0, 1, 0) if i == len(declared.results) else (cols, 1, 0),
-            "expanded everywhere": (0, 0, 0) if i == len(declared.results) else (cols, 1, 0),
-        }[kind]
-        whole = torch.full((max(1, rows * max(pitch, cols * col) + offset + 64),), float("nan"), dtype=dtype)
-        return whole, whole.as_strided((rows, cols), (pitch, col), offset)
+        return laid(kind, i, rows, cols, dtype, len(declared.results))
 
     placed = [place(name, i) for i, name in enumerate((*declared.results, *declared.inputs))]
     results, inputs = placed[: len(declared.results)], placed[len(declared.results) :]
@@ -146,26 +137,9 @@ def child_case(case: dict[str, Any]) -> dict[str, Any]:
     problem = interpret(
         op, results, inputs, config=case.get("config"), edit=case.get("edit"), approximate=case["approximate"]
     )
-    outside = True
-    for view, whole in zip(results, memory, strict=True):
-        if not case.get("inplace"):
-            untouched = torch.ones_like(whole, dtype=torch.bool)
-            untouched.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(False)
-            outside &= bool(whole[untouched].isnan().all())
+    outside = bool(case.get("inplace")) or all(map(nan_outside, results, memory))
     ratios = [error_ratio(r, *e, precise=dtype is torch.float32) for r, e in zip(results, exact, strict=True)]
     return {"ratio": max(ratios), "outside": outside, "problem": problem}
-
-
-def child() -> None:
-    from cutekernels.kernels.triton import activations as kernels
-
-    cases = json.load(sys.stdin)
-    healthy = kernels._normal_cdf
-    replies = []
-    for case in cases:
-        kernels._normal_cdf = slightly_off if case.get("planted") else healthy
-        replies.append(child_case(case))
-    json.dump(replies, sys.stdout)
 
 
 @triton.jit
@@ -218,10 +192,10 @@ PLANTED = {
     "a slab one row long": _BACKWARD | {"edit": {"slab": 1}},
     "a row forgotten": _BACKWARD | {"edit": {"rows": -1}},
     "the bias read by another step": _case("bias_gelu", "every other", 3, 40, "bf16", "none", edit={"bias_col": -1}),
-    "the distribution one per cent off": _FORWARD | {"planted": True},
-    "the slope one per cent off": _case("gelu_mul_backward", "dense", 5, 100, "fp16", "none", planted=True),
+    "the distribution one per cent off": _FORWARD | {"planted": "_normal_cdf"},
+    "the slope one per cent off": _case("gelu_mul_backward", "dense", 5, 100, "fp16", "none", planted="_normal_cdf"),
 }
 
 
 if __name__ == "__main__":
-    child()
+    serve(child_case, {"_normal_cdf": (kernels, slightly_off)})

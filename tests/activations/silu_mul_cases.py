@@ -1,15 +1,11 @@
-"""What the tests of ``silu_mul`` share: a judge, arrangements of operands, and cases for Triton's interpreter.
+"""Shared by the tests of ``silu_mul``: tolerances, arrangements of operands, and cases for Triton's interpreter.
 
-Triton decides at decoration time whether a kernel is interpreted, so interpreted cases run in a child process:
-this file as a script, cases as JSON on stdin and one reply each on stdout (see ``interpreted.py``).
+This file is also the script of the child process that runs the cases (see ``tests/interpreted.py``).
 """
 
 from __future__ import annotations
 
-import json
 import random
-import sys
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -18,34 +14,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cutekernels.ops.activations.glu import SILU_MUL, SILU_MUL_BACKWARD, GluProblem
-from tests.interpreted import H200, interpret
+from cutekernels.kernels.triton import activations as kernels
+from cutekernels.ops.activations.op import SILU_MUL, SILU_MUL_BACKWARD, GluProblem
+from tests.interpreted import DTYPES, H200, fill, interpret, nan_outside, serve
+from tests.tolerance import FP32_ULP, worst_ratio
 
 OPS = {op.name: op for op in (SILU_MUL, SILU_MUL_BACKWARD)}
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-# ---- the judge ------------------------------------------------------------------------------------------
+# ---- tolerances -----------------------------------------------------------------------------------------
 
 
 OVERFLOWN = 88.8 / torch.finfo(torch.float32).max
 
 
 def error_ratio(actual: Tensor, exact: Tensor, magnitude: Tensor, factor: Tensor) -> float:
-    """Worst error over its tolerance. ``exact`` in fp64, ``magnitude`` the size of the terms it is made of,
-    ``factor`` what silu or its derivative is multiplied by.
+    """The largest error over its tolerance: an ulp, and 8 ulp of fp32 of the largest term (dgate's may cancel).
 
-    Rounding once costs half an ulp of the output's type; twice that is granted (the interpreter truncates to
-    bf16), plus 8 ulp of fp32 for the arithmetic, relative to the largest term (dgate crosses zero between terms
-    that do not), plus what PyTorch loses too where e^-x overflows fp32, below gate = -88.7.
+    ``factor``, what silu or its derivative is multiplied by, grants what PyTorch loses too where e^-x overflows fp32,
+    below gate = -88.7.
     """
-    kind = torch.finfo(actual.dtype)
-    rounded = exact.to(actual.dtype).double()
-    _, exponent = torch.frexp(exact.abs().clamp(kind.smallest_normal, kind.max))
-    ulp = torch.ldexp(torch.full_like(exact, kind.eps), exponent - 1)
-    ratio = (actual.double() - exact).abs() / (ulp + 8 * 2.0**-23 * magnitude + OVERFLOWN * factor)
-    ratio = torch.where(rounded.isinf() & (actual.double() == rounded), 0.0, ratio)
-    return float(torch.nan_to_num(ratio, nan=1e30, posinf=1e30).max()) if ratio.numel() else 0.0
+    return worst_ratio(actual, exact, 8 * FP32_ULP * magnitude + OVERFLOWN * factor)
 
 
 def truth(op: str, inputs: list[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -64,10 +53,20 @@ def truth(op: str, inputs: list[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
 # ---- operands -------------------------------------------------------------------------------------------
 
 
-def fill(memory: Tensor, generator: torch.Generator) -> Tensor:
-    values = torch.randn(memory.shape, generator=generator)
-    values[torch.rand(memory.shape, generator=generator) < 0.02] *= 40  # outliers: exp overflows for half of them
-    return memory.copy_(values)
+def laid(kind: str, i: int, rows: int, cols: int, dtype: torch.dtype, results: int) -> tuple[Tensor, Tensor]:
+    """Memory full of NaN, and the view of it that is operand ``i`` of an op with so many ``results``."""
+    pitch, col, offset = {
+        "dense": (cols, 1, 0),
+        "misaligned": (cols, 1, i + 1),
+        "halves": (2 * cols, 1, i % 2 * cols),
+        "padded": (cols + 16 - cols % 8, 1, 8 * i),
+        "every other": (2 * cols, 2, i),
+        "transposed": (1, rows, 0) if i % 2 else (cols, 1, 0),
+        "expanded rows": (0, 1, 0) if i == results else (cols, 1, 0),
+        "expanded everywhere": (0, 0, 0) if i == results else (cols, 1, 0),
+    }[kind]
+    memory = torch.full((max(1, rows * max(pitch, cols * col) + offset + 64),), float("nan"), dtype=dtype)
+    return memory, memory.as_strided((rows, cols), (pitch, col), offset)
 
 
 def operands(
@@ -77,21 +76,9 @@ def operands(
     generator = torch.Generator().manual_seed(rows * 1009 + cols)
     declared = OPS[op]
 
-    def place(pitch: int, col: int = 1, offset: int = 0) -> tuple[Tensor, Tensor]:
-        memory = torch.full((max(1, rows * max(pitch, cols * col) + offset + 64),), float("nan"), dtype=dtype)
-        return memory, memory.as_strided((rows, cols), (pitch, col), offset)
-
-    arrange: dict[str, Callable[[int], tuple[int, int, int]]] = {
-        "dense": lambda i: (cols, 1, 0),
-        "misaligned": lambda i: (cols, 1, i + 1),
-        "halves": lambda i: (2 * cols, 1, i % 2 * cols),
-        "padded": lambda i: (cols + 16 - cols % 8, 1, 8 * i),
-        "every other": lambda i: (2 * cols, 2, i),
-        "transposed": lambda i: (1, rows, 0) if i % 2 else (cols, 1, 0),
-        "expanded rows": lambda i: (0, 1, 0) if i == len(declared.results) else (cols, 1, 0),
-        "expanded everywhere": lambda i: (0, 0, 0) if i == len(declared.results) else (cols, 1, 0),
-    }
-    placed = [place(*arrange[kind](i)) for i in range(len(declared.results) + len(declared.inputs))]
+    placed = [
+        laid(kind, i, rows, cols, dtype, len(declared.results)) for i in range(len(declared.results + declared.inputs))
+    ]
     results, inputs = placed[: len(declared.results)], placed[len(declared.results) :]
     for memory, _ in inputs:
         fill(memory, generator)
@@ -115,26 +102,9 @@ def child_case(case: dict[str, Any]) -> dict[str, Any]:
         results = [inputs[-2], *results[1:]]
     exact = truth(case["op"], inputs)
     problem = interpret(OPS[case["op"]], results, inputs, config=case.get("config"), edit=case.get("edit"))
-    outside = True
-    for view, whole in zip(results, memory, strict=True):
-        if not case.get("inplace"):
-            untouched = torch.ones_like(whole, dtype=torch.bool)
-            untouched.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(False)
-            outside &= bool(whole[untouched].isnan().all())
+    outside = bool(case.get("inplace")) or all(map(nan_outside, results, memory))
     ratios = [error_ratio(r, *e) for r, e in zip(results, exact, strict=True)]
     return {"ratio": max(ratios), "outside": outside, "problem": problem}
-
-
-def child() -> None:
-    from cutekernels.kernels.triton import activations as kernels
-
-    cases = json.load(sys.stdin)
-    healthy = kernels._over_one_plus_exp
-    replies = []
-    for case in cases:
-        kernels._over_one_plus_exp = slightly_off if case.get("planted") else healthy
-        replies.append(child_case(case))
-    json.dump(replies, sys.stdout)
 
 
 @triton.jit
@@ -195,10 +165,11 @@ PLANTED = {
     "written past the rows": _SMALL | {"kind": "halves", "edit": {"cols": 1}},
     "up read by gate's pitch": _SMALL | {"kind": "padded", "edit": {"up_row": -4}},
     "out written by another pitch": _SMALL | {"kind": "padded", "edit": {"out_row": -4}},
-    "the exponent one per cent off": _SMALL | {"kind": "dense", "planted": True},
-    "the gradient one per cent off": _SMALL | {"op": "silu_mul_backward", "kind": "dense", "planted": True},
+    "the exponent one per cent off": _SMALL | {"kind": "dense", "planted": "_over_one_plus_exp"},
+    "the gradient one per cent off": _SMALL
+    | {"op": "silu_mul_backward", "kind": "dense", "planted": "_over_one_plus_exp"},
 }
 
 
 if __name__ == "__main__":
-    child()
+    serve(child_case, {"_over_one_plus_exp": (kernels, slightly_off)})

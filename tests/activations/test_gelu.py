@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,30 +18,27 @@ from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops import registry
 from cutekernels.ops.activations.api import bias_gelu, gelu_mul, silu_mul
-from cutekernels.ops.activations.bias_gelu import BIAS_GELU, BIAS_GELU_BACKWARD, BiasGeluProblem
-from cutekernels.ops.activations.glu import GELU_MUL, SILU_MUL_BACKWARD, GeluProblem
+from cutekernels.ops.activations.op import (
+    BIAS_GELU,
+    BIAS_GELU_BACKWARD,
+    GELU_MUL,
+    SILU_MUL_BACKWARD,
+    BiasGeluProblem,
+    GeluProblem,
+)
 from cutekernels.ops.shared import tensor_op
 from tests.activations import gelu_cases
 from tests.activations.gelu_cases import APPROXIMATE, CASES, OPS, PLANTED, SPECIAL, VALUES, error_ratio, truth
 from tests.activations.silu_mul_cases import DTYPES, H200
-from tests.interpreted import replies
-
-
-@pytest.fixture(scope="session")
-def interpreted() -> dict[str, dict[str, Any]]:
-    """What the child says of every case above."""
-    cases = {**CASES, **SPECIAL, **PLANTED}
-    return dict(zip(cases, replies(gelu_cases.__file__, list(cases.values())), strict=True))
-
+from tests.interpreted import kernel_tests
+from tests.traced import Graphs
 
 # ---- kernels, interpreted -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_kernel_numerics(interpreted: dict[str, dict[str, Any]], case: str) -> None:
-    reply = interpreted[case]
-    assert reply["ratio"] <= 1, reply
-    assert reply["outside"], f"wrote outside of its result: {reply}"
+interpreted, test_kernel_numerics, test_a_planted_bug_is_caught = kernel_tests(
+    gelu_cases.__file__, CASES, PLANTED, SPECIAL
+)
 
 
 def test_every_layout_was_among_the_cases(interpreted: dict[str, dict[str, Any]]) -> None:
@@ -56,18 +52,12 @@ def test_every_layout_was_among_the_cases(interpreted: dict[str, dict[str, Any]]
     assert {p.align for p in problems if p.layout == "rows"} == {2, 4, 8, 16}
 
 
-@pytest.mark.parametrize("bug", PLANTED)
-def test_a_planted_bug_is_caught(interpreted: dict[str, dict[str, Any]], bug: str) -> None:
-    reply = interpreted[bug]
-    assert reply["ratio"] > 1 or not reply["outside"], reply
-
-
 @pytest.mark.parametrize("case", SPECIAL)
 def test_special_values_are_torch_s(interpreted: dict[str, dict[str, Any]], case: str) -> None:
     """NaN and infinities come out as from ``F.gelu`` on a GPU: -inf * 0 is NaN."""
     x = torch.tensor([float(v) for v in VALUES], dtype=DTYPES[SPECIAL[case]["dtype"]]).float()
     expected = F.gelu(x, approximate=SPECIAL[case]["approximate"])
-    expected[1] = torch.inf  # F.gelu on a CPU says NaN of inf, for its vectorized erf does
+    expected[1] = torch.inf  # F.gelu of inf is NaN on a CPU, since its vectorized erf is
     actual = torch.tensor([float(v) for v in interpreted[case]["results"]])
     assert torch.equal(actual.isnan(), expected.isnan())
     assert torch.equal(actual.isinf(), expected.isinf())
@@ -190,16 +180,16 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "must be one of none, tanh; it is 'sigmoid'": lambda: bias_gelu(x, bias, approximate="sigmoid"),
         "side by side; got .3, 5.": lambda: silu_mul(torch.randn(3, 5)),
         r"side by side; got \(\)": lambda: gelu_mul(torch.randn(())),
-        "one shape": lambda: silu_mul(torch.randn(4, 12), out=torch.empty(4, 12)),
+        r"writes out .*\(4, 6\).* got \(4, 12\)": lambda: silu_mul(torch.randn(4, 12), out=torch.empty(4, 12)),
         "not differentiable": lambda: silu_mul(torch.randn(4, 12, requires_grad=True), out=torch.empty(4, 6)),
         "element upon element": lambda: silu_mul(w := torch.randn(4, 12), out=w[:, 3:9]),
         "got torch.complex64": lambda: gelu_mul(torch.randn(4, 6).cfloat()),
-        r"a bias of \(N,\); got \(4, 6\) and \(4,\)": lambda: bias_gelu(x, bias[:4]),
-        r"got \(4, 6\) and \(1, 6\)": lambda: bias_gelu(x, bias[None]),
-        "or of torch.float32; got torch.float64": lambda: bias_gelu(x, bias.double()),
+        r"bias \(cols,\), each extent .* got x \(4, 6\), bias \(4,\)": lambda: bias_gelu(x, bias[:4]),
+        r"got x \(4, 6\), bias \(1, 6\)": lambda: bias_gelu(x, bias[None]),
+        "takes bias in float32; got torch.float64": lambda: bias_gelu(x, bias.double()),
         "got torch.float16: convert it": lambda: bias_gelu(x.bfloat16(), bias.half()),
         "takes .*; got torch.int32": lambda: bias_gelu(x.int(), bias.int()),
-        "one shape; got": lambda: bias_gelu(x, bias, out=torch.empty(6, 4)),
+        r"writes out .*\(4, 6\).* got \(6, 4\)": lambda: bias_gelu(x, bias, out=torch.empty(6, 4)),
         "overlap itself": lambda: bias_gelu(x, bias, out=torch.empty(6).expand(4, 6)),
         "overlaps an operand other than element upon element": lambda: bias_gelu(x, x[0], out=x),
         "out= is not differentiable": lambda: bias_gelu(x, bias.clone().requires_grad_(), out=torch.empty(4, 6)),
@@ -257,14 +247,10 @@ def test_opcheck() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_traced_whole() -> None:
-    """No graph break; one node per op, packed ones included."""
-    graphs: list[Any] = []
+    """Tracing makes no graph break and one node per op, packed ones included."""
+    graphs = Graphs()
 
-    def backend(module: Any, example: Any) -> Any:
-        graphs.append(module)
-        return module
-
-    @torch.compile(fullgraph=True, backend=backend)
+    @torch.compile(fullgraph=True, backend=graphs.backend)
     def traced(packed: Tensor, bias: Tensor) -> Tensor:
         return silu_mul(packed) + gelu_mul(packed, approximate="tanh") + bias_gelu(packed, bias)[:, :3]
 
@@ -273,37 +259,13 @@ def test_traced_whole() -> None:
     torch.testing.assert_close(
         result, silu_mul(packed) + gelu_mul(packed, approximate="tanh") + bias_gelu(packed, bias)[:, :3]
     )
-    targets = [str(node.target).removesuffix(".default") for node in graphs[0].graph.nodes]
-    assert [t for t in targets if "cutekernels" in t] == [
-        f"cutekernels.{name}" for name in ("silu_mul_packed", "gelu_mul_packed", "bias_gelu")
-    ]
+    assert graphs.ops() == ["silu_mul_packed", "gelu_mul_packed", "bias_gelu"]
     result.sum().backward()
     assert packed.grad is not None
     assert bias.grad is not None
 
 
 # ---- the GPU's path, on CPU tensors ---------------------------------------------------------------------
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Replaces dispatch by the reference, and records the problem of every launch."""
-    seen: list[str] = []
-
-    def plan(op: Any, problem: Any, device: int, config: object = None) -> Any:
-        def launch(*operands: Tensor) -> None:
-            results, args = operands[: len(op.results)], operands[len(op.results) :]
-            seen.append(f"{op.name} {problem}")
-            for result, value in zip(results, op.reference(problem, *args), strict=True):
-                result.copy_(value)
-
-        return SimpleNamespace(launch=launch)
-
-    monkeypatch.setattr(tensor_op.dispatch, "plan", plan)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: torch.no_grad())
-    tensor_op.forget()
-    yield seen
-    tensor_op.forget()
 
 
 def test_launches_pose_what_they_launch(launches: list[str]) -> None:

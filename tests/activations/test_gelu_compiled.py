@@ -1,10 +1,9 @@
-"""``gelu_mul`` and ``bias_gelu`` compiled for GPUs that are not there. ``silu_mul`` answers for the gated schedule."""
+"""``gelu_mul`` and ``bias_gelu`` compiled without a GPU. The gated schedule is tested with ``silu_mul``."""
 
 from __future__ import annotations
 
 import random
 import re
-from functools import cache
 from typing import Any
 
 import pytest
@@ -12,19 +11,10 @@ import pytest
 pytest.importorskip("triton")
 
 from cutekernels import gpu
-from cutekernels.ops.activations.bias_gelu import BIAS_GELU, BIAS_GELU_BACKWARD
-from cutekernels.ops.activations.glu import GELU_MUL
+from cutekernels.ops.activations.op import BIAS_GELU, BIAS_GELU_BACKWARD, GELU_MUL
 from cutekernels.ops.activations.tiles import TileConfig
 from tests.activations.gelu_cases import OPS
-from tests.activations.silu_mul_cases import H200
-
-TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
-
-
-@cache
-def artifact(op: str, problem: str, config: TileConfig, target: str) -> Any:
-    declared = OPS[op]
-    return declared.build(declared.Problem.parse(problem), config, gpu.lookup(target))
+from tests.triton_compiled import H200, TARGETS, accesses, built, check_knobs, check_resources
 
 
 @pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
@@ -36,9 +26,7 @@ def test_compiles_for_every_architecture(op: Any, spec: gpu.GpuSpec) -> None:
         config = (
             op.default(problem, spec) if text.startswith("rows=2048") else rng.choice(list(op.valid(problem, spec)))
         )
-        facts = artifact(op.name, text, config, spec.name).facts
-        assert facts.stack_bytes == 0, (text, config, facts)
-        assert facts.registers * 32 * config.warps <= 64 * 1024
+        check_resources(op, problem, config, spec)
 
 
 @pytest.mark.parametrize("op", [BIAS_GELU, BIAS_GELU_BACKWARD], ids=lambda op: op.name)
@@ -46,21 +34,13 @@ def test_the_largest_tiles_do_not_spill(op: Any) -> None:
     for text in ("rows=4096 cols=8192", "rows=4096 cols=99 layout=strided"):
         problem = op.Problem.parse(text)
         worst = max(op.valid(problem, H200), key=lambda c: c.block_rows * c.block_cols / c.warps)
-        assert artifact(op.name, text, worst, "h200").facts.stack_bytes == 0, worst
+        check_resources(op, problem, worst)
 
 
 @pytest.mark.parametrize("op", [BIAS_GELU, BIAS_GELU_BACKWARD], ids=lambda op: op.name)
 def test_every_knob_changes_the_code_or_the_grid(op: Any) -> None:
-    text, base = "rows=2048 cols=11008", TileConfig(2, 1024, 4, "normal")
-    problem = op.Problem.parse(text)
-    op.check(problem, base, H200)
-    seen = {(artifact(op.name, text, base, "h200").ptx, op.grid(problem, base))}
-    for knob, values in TileConfig.space().items():
-        others = [base.replace(**{knob: v}) for v in values if v != getattr(base, knob)]
-        config = next(c for c in others if op.why_not(problem, c, H200) is None)
-        made = (artifact(op.name, text, config, "h200").ptx, op.grid(problem, config))
-        assert made not in seen, f"{knob} changes nothing in {config}"
-        seen.add(made)
+    changed = check_knobs(op, op.Problem.parse("rows=2048 cols=11008"), TileConfig(2, 1024, 4, "normal"), most=1)
+    assert changed.keys() == {"", *TileConfig.space()}
 
 
 @pytest.mark.parametrize("target", ["a100", "h200"])
@@ -74,20 +54,19 @@ def test_every_knob_changes_the_code_or_the_grid(op: Any) -> None:
     ],
 )
 def test_accesses_are_as_wide_as_alignment_allows(text: str, widths: set[str], target: str) -> None:
-    """The narrow ones belong to the ragged end of a row, whatever its length, and to rows read or written once."""
+    """Narrow accesses belong to the ragged end of a row, whatever its length, and to rows read or written once."""
     for op in (BIAS_GELU, BIAS_GELU_BACKWARD):
-        config = op.default(op.Problem.parse(text), gpu.lookup(target))
-        ptx = artifact(op.name, text, config, target).ptx
-        found = set(re.findall(r"(?:ld|st)\.global\S*?\.((?:v\d\.)?b\d+)\b", ptx))
-        assert found - {"b32", "v2.b32"} == widths - {"b32"}
+        problem, spec = op.Problem.parse(text), gpu.lookup(target)
+        ptx = built(op, problem, op.default(problem, spec), spec).ptx
+        assert accesses(ptx) - {"b32", "v2.b32"} == widths - {"b32"}
         assert len(re.findall(r"ld\.global\S*?\.v2\.b32", ptx)) <= 1  # the bias's, of the backward pass
 
 
 def test_exact_gelu_costs_no_more_than_its_approximation() -> None:
-    """In half precision: a polynomial and one exp2, where tanh takes an exp2 and a division."""
-    texts = [f"rows=2048 cols=11008 approximate={approximate}" for approximate in ("none", "tanh")]
+    """The exact GELU in half precision is a polynomial and one exp2; tanh takes an exp2 and a division."""
+    problems = [GELU_MUL.Problem.parse(f"rows=2048 cols=11008 approximate={kind}") for kind in ("none", "tanh")]
     config = TileConfig(1, 2048, 4, "normal")
-    exact, approximate = (artifact("gelu_mul", text, config, "h200").ptx for text in texts)
+    exact, approximate = (built(GELU_MUL, problem, config).ptx for problem in problems)
     assert exact.count("ex2.approx") == approximate.count("ex2.approx")
     assert "div.full" not in exact
     assert "div.full" in approximate
@@ -98,7 +77,4 @@ def test_the_problems_of_both_activations_are_told_apart() -> None:
     exact, approximate = (GELU_MUL.Problem.parse(f"rows=64 cols=64{a}") for a in ("", " approximate=tanh"))
     assert exact.static() != approximate.static()
     assert exact.bucket() != approximate.bucket()
-    assert (
-        artifact("gelu_mul", str(exact), config, "h200").ptx
-        != artifact("gelu_mul", str(approximate), config, "h200").ptx
-    )
+    assert built(GELU_MUL, exact, config).ptx != built(GELU_MUL, approximate, config).ptx

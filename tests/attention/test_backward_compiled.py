@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import subprocess
-import tempfile
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -13,7 +11,6 @@ from typing import Any
 import pytest
 
 from cutekernels import gpu
-from cutekernels.backends.cubin import cuobjdump
 from cutekernels.kernels.cute.parts.attention_smem import padded
 from cutekernels.ops.attention.backward import (
     ATTENTION_BACKWARD,
@@ -22,8 +19,8 @@ from cutekernels.ops.attention.backward import (
     passes,
 )
 from cutekernels.ops.attention.delta import ATTENTION_DELTA, DeltaProblem
+from tests import compiled
 from tests.attention.backward_cases import random_config
-from tests.gemm.test_compiled import text_sections
 
 H200 = gpu.lookup("h200")
 TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
@@ -53,16 +50,12 @@ def built(problem: AttentionBackwardProblem, config: AttentionBackwardConfig, ta
 
 
 def code(problem: AttentionBackwardProblem, config: AttentionBackwardConfig) -> bytes:
-    return b"".join(text_sections(built(problem, config, "h200")._function.artifacts.CUBIN))
+    return compiled.code(built(problem, config, "h200"))
 
 
 def loops(problem: AttentionBackwardProblem, config: AttentionBackwardConfig, target: str) -> list[Counter[str]]:
     """The opcodes of each loop over walked tiles, in the order of the code."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built(problem, config, target)._function.artifacts.CUBIN)
-        file.flush()
-        command = [str(cuobjdump()), "-sass", file.name]
-        sass = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    sass = compiled.sass(compiled.cubin(built(problem, config, target)))
     lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)([^;]*);", sass, re.MULTILINE)
     places = [int(at, 16) for at, _, _ in lines]
     found = []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import subprocess
-import tempfile
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -13,11 +11,10 @@ from typing import Any
 import pytest
 
 from cutekernels import gpu
-from cutekernels.backends.cubin import cuobjdump
 from cutekernels.ops.attention.op import ATTENTION, AttentionConfig
 from cutekernels.ops.attention.problem import AttentionProblem
+from tests import compiled
 from tests.attention.cases import random_config
-from tests.gemm.test_compiled import text_sections
 
 H200 = gpu.lookup("h200")
 TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
@@ -41,7 +38,7 @@ def built(problem: AttentionProblem, config: AttentionConfig, target: str) -> An
 
 
 def code(problem: AttentionProblem, config: AttentionConfig, target: str = "h200") -> bytes:
-    return b"".join(text_sections(built(problem, config, target)._function.artifacts.CUBIN))
+    return compiled.code(built(problem, config, target))
 
 
 def loops(problem: AttentionProblem, config: AttentionConfig, target: str) -> list[Counter[str]]:
@@ -49,11 +46,7 @@ def loops(problem: AttentionProblem, config: AttentionConfig, target: str) -> li
 
     Rescaling lies behind the loop and jumps back into it, which looks like a loop with fewer products.
     """
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built(problem, config, target)._function.artifacts.CUBIN)
-        file.flush()
-        command = [str(cuobjdump()), "-sass", file.name]
-        sass = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    sass = compiled.sass(compiled.cubin(built(problem, config, target)))
     lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)([^;]*);", sass, re.MULTILINE)
     places = [int(at, 16) for at, _, _ in lines]
     found = []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import subprocess
-import tempfile
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -13,15 +11,14 @@ from typing import Any
 import pytest
 
 from cutekernels import gpu
-from cutekernels.backends.cubin import cuobjdump
 from cutekernels.ops.attention.decode import (
     DECODE_ATTENTION,
     WIDEST_IN_REGISTERS,
     DecodeConfig,
     DecodeProblem,
 )
+from tests import compiled
 from tests.attention.decode_cases import random_config
-from tests.gemm.test_compiled import text_sections
 
 H200 = gpu.lookup("h200")
 TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
@@ -46,16 +43,12 @@ def built(problem: DecodeProblem, config: DecodeConfig, target: str) -> Any:
 
 
 def code(problem: DecodeProblem, config: DecodeConfig, target: str = "h200") -> bytes:
-    return b"".join(text_sections(built(problem, config, target)._function.artifacts.CUBIN))
+    return compiled.code(built(problem, config, target))
 
 
 def loop(problem: DecodeProblem, config: DecodeConfig, target: str) -> Counter[str]:
     """The opcodes of the loop over blocks of keys: the one with all products, without what lies behind it."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built(problem, config, target)._function.artifacts.CUBIN)
-        file.flush()
-        command = [str(cuobjdump()), "-sass", file.name]
-        sass = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    sass = compiled.sass(compiled.cubin(built(problem, config, target)))
     lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)([^;]*);", sass, re.MULTILINE)
     found = []
     for at, opcode, operands in lines:

@@ -24,6 +24,7 @@ from bench.workloads import gemm as gemm_workload
 from cutekernels import dispatch
 from cutekernels.gpu import lookup
 from cutekernels.measure import Samples
+from cutekernels.ops.gemm.op import SCHEDULES
 from tests.db.trials import trial as db_trial
 
 H200 = lookup("h200")
@@ -360,7 +361,7 @@ class TestOurs:
         op, problem = run.posed(SMALL)
         config, origin = run.within_smem(op, problem, H200, 99)
         assert origin == "default"
-        assert config.smem.total_bytes * config.ctas_per_sm <= 99 * 1024
+        assert SCHEDULES[config.body].smem(config).total_bytes * config.ctas_per_sm <= 99 * 1024
         assert op.why_not(problem, config, H200) is None
         winner = next(c for c in op.valid(problem, H200.limited(99)) if op.why_not(problem, c, H200) is None)
         crowded = next(c for c in op.valid(problem, H200.limited(99)) if op.why_not(problem, c, H200) is not None)

@@ -5,15 +5,26 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from alembic import command
 from typer.testing import CliRunner
 
+import cutekernels
 from cutekernels import settings
+from cutekernels.catalog import Catalog
+from cutekernels.db import engine, snapshot
 from cutekernels.db.cli import app
 from cutekernels.db.store import Store, Trial
+from cutekernels.errors import UnknownGpu, UnsupportedProblem
+from cutekernels.ops import registry
 from tests.db.trials import H200, L40S, trial
 
 GEMM = trial("tile_m=128 stages=3", problem="m=4096 n=4096 k=4096", ratio=1.25, baseline_us=2000.0)
@@ -60,36 +71,240 @@ def refused(*words: str, code: int = 1, input: str | bytes | None = None) -> str
 # ---- looking ------------------------------------------------------------------------------------------------
 
 
+def local(*words: str) -> Any:
+    """Rows of a query that come from the local database."""
+    return [row for row in rows("query", *words) if row["source"] == "local"]
+
+
 @pytest.mark.usefixtures("db")
 @pytest.mark.parametrize(
     ("filters", "expected"),
     [
         ([], [SKINNY, GEMM, SILU]),
-        (["--gpu", "l40s"], [SILU]),
+        (["--gpu", "L40S"], [SILU]),
         (["--op", "gemm"], [SKINNY, GEMM]),
         (["--problem", "k=4096 m=4096"], [GEMM]),
+        (["--problem", "m=4096 dtype=bf16"], [GEMM]),  # a default, which the stored text leaves out
+        (["--problem", "m=4000 dtype=fp16"], [GEMM]),  # the bucket, and both types share a tuning
+        (["--problem", "m>=17 n=4096"], [GEMM]),
+        (["--problem", "m<=16"], [SKINNY]),
+        (["--problem", "m!=16 k=4096"], [GEMM]),
         (["--problem", "m=409"], []),
+        (["--problem", "n=4000"], []),
+        (["--problem", "accumulate=fp16"], []),
         (["--origin", "predicted"], [SKINNY]),
     ],
 )
 def test_query(filters: list[str], expected: list[Trial]) -> None:
-    found = rows("query", *filters)
-    assert [Trial.from_row(row) for row in found] == expected
+    found = local(*filters)
+    assert [row["id"] for row in found] == [t.id for t in expected]
+    assert [row["config_text"] for row in found] == [t.config for t in expected]
     text = ok("query", *filters, "--format", "csv").stdout
-    parsed = list(csv.DictReader(io.StringIO(text)))
-    assert text.startswith("id,created_at,gpu,op,revision,problem,config,origin,status,median_us,")
-    assert sorted(row["config"] for row in parsed) == sorted(t.config for t in expected)
-    table = ok("query", *filters)
+    parsed = [row for row in csv.DictReader(io.StringIO(text)) if row.get("source") == "local"]
+    assert text.startswith("gpu,op,revision,source,serves,")
+    assert sorted(row["config_text"] for row in parsed) == sorted(t.config for t in expected)
+    table = ok("query", *filters, "--sort", "source")
     for t in expected:
-        assert t.config in table.stdout
-        assert t.id in table.stdout
-    assert ("no winner matches" in table.stderr) is (not expected)
+        assert t.config.split()[0] in table.stdout
+        assert t.id[-8:] in table.stdout
+
+
+@pytest.mark.usefixtures("db")
+def test_query_gives_typed_columns() -> None:
+    (row,) = local("--op", "gemm", "--problem", "m=4096")
+    assert (row["problem"]["m"], row["problem"]["dtype"], row["problem"]["wide"]) == (4096, "bf16", False)
+    assert (row["config"]["stages"], row["config"]["tile_m"]) == (3, 128)
+    assert row["tflops"] == pytest.approx(2 * 4096**3 / 12.5 / 1e6)
+    assert row["roofline"] == pytest.approx(row["tflops"] / 989.5)
+    assert (row["vendor_us"], row["ratio"], row["environment"]["driver"]) == (2000.0, 1.25, "580.95")
+    (skinny,) = local("--op", "gemm", "--problem", "m=16")
+    assert (skinny["median_us"], skinny["tflops"]) == (None, None)
+
+
+@pytest.mark.usefixtures("db")
+def test_local_and_shipped_winners_stand_side_by_side() -> None:
+    """The shipped h200 winner of this problem is measured: a local prediction does not serve, a measurement does."""
+    same = rows("query", "--gpu", "h200", "--problem", "m=4096 n=4096 k=4096 b_major=n")
+    assert [(row["source"], row["serves"]) for row in same] == [("local", True), ("shipped", False)]
+    same = rows("query", "--gpu", "h200", "--problem", "m=16 n=4096 k=4096 b_major=n")
+    assert [(row["source"], row["serves"]) for row in same] == [("local", False), ("shipped", True)]
+    (shown,) = rows("show", "m=16 n=4096 k=4096", "--gpu", "h200")
+    assert shown["source"] == "shipped"
+    assert rows("show", shown["id"][-12:])[0]["id"] == shown["id"]
+
+
+def test_without_a_database_shipped_winners_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(settings.DB_VARIABLE, str(tmp_path / "absent.db"))
+    result = ok("query", "--gpu", "h200", "--op", "gemm")
+    assert "shipped *" in result.stdout
+    assert "no database yet, only shipped winners" in result.stderr
+    assert not (tmp_path / "absent.db").exists()
+
+
+@pytest.mark.usefixtures("db")
+@pytest.mark.parametrize("verb", [["query"], ["history"], ["requests"], ["stats"], ["show", GEMM.id]])
+def test_tables_fit_80_columns(verb: list[str]) -> None:
+    assert max(map(len, ok(*verb).stdout.splitlines())) <= 80
+
+
+@pytest.mark.usefixtures("db")
+def test_columns_sort_and_wide() -> None:
+    lines = ok("query", "--columns", "op,problem_m,median_us,id", "--sort", "-median_us").stdout.splitlines()
+    assert lines[0].split() == ["op", "problem_m", "median_us", "id"]
+    text = ok("query", "--columns", "op,median_us", "--sort", "-median_us", "--format", "csv").stdout
+    times = [float(row["median_us"]) for row in csv.DictReader(io.StringIO(text)) if row["median_us"]]
+    assert times == sorted(times, reverse=True)
+    assert any(GEMM.problem in line and GEMM.config in line and GEMM.id in line for line in wide_lines())
+    assert "Did you mean 'median_us'?" in refused("query", "--columns", "median", code=2)
+    assert "there is no column 'speed'" in refused("query", "--sort", "speed", code=2)
+
+
+def wide_lines() -> list[str]:
+    return str(ok("query", "--wide").stdout).splitlines()
+
+
+@pytest.mark.usefixtures("db")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpu", "nonsense"], "no GPU is called 'nonsense'"),
+        (["--gpu", "h20"], "Did you mean 'h200'?"),
+        (["--op", "gem"], "Did you mean 'gemm'?"),
+        (["--problem", "mm=4"], "'mm' is not a field"),
+        (["--op", "gemm", "--problem", "rows=4"], "'rows' is not a field of a problem of gemm"),
+        (["--problem", "dtype=fp8"], "dtype must be one of"),
+        (["--problem", "m=-1"], "m is an extent"),
+        (["--problem", "dtype>bf16"], "no extent"),
+        (["--problem", "big ones"], "a problem is asked for by fields"),
+    ],
+)
+def test_names_that_do_not_exist_are_misuse(words: list[str], said: str) -> None:
+    for verb in ("query", "history"):
+        assert said in refused(verb, *words, code=2)
+
+
+@pytest.mark.usefixtures("db")
+def test_aliases_are_resolved(db: Path) -> None:
+    a100 = trial("x=1", gpu=replace(H200, name="a100-sxm-80gb"), problem="m=64 n=64 k=64")
+    with Store(db) as store:
+        store.record([a100])
+        store.crown(a100.id)
+    for name in ("a100", "A100", "a100-sxm-80gb"):
+        assert [row["id"] for row in rows("query", "--gpu", name)] == [a100.id]
+        assert [row["id"] for row in rows("history", "--gpu", name)] == [a100.id]
 
 
 @pytest.mark.usefixtures("db")
 def test_csv_cells() -> None:
-    (row,) = csv.DictReader(io.StringIO(ok("query", "--op", "silu_mul", "--format", "csv").stdout))
-    assert (row["gpu"], row["config"], row["median_us"], row["ratio"]) == ("l40s", "block=[red]1024", "12.5", "")
+    text = ok("query", "--op", "silu_mul", "--gpu", "l40s", "--format", "csv").stdout
+    (row,) = csv.DictReader(io.StringIO(text))
+    assert (row["gpu"], row["config_text"], row["median_us"], row["ratio"]) == ("l40s", "block=[red]1024", "12.5", "")
+
+
+def test_the_python_api(db: Path) -> None:
+    with cutekernels.db.open(db) as opened:
+        (winner,) = [
+            w for w in opened.winners(gpu="h200", op="gemm", m=">=17", n=4096, dtype="bf16") if w.id == GEMM.id
+        ]
+        assert (winner.problem["k"], winner.config["stages"], winner.serves, winner.source) == (4096, 3, True, "local")
+        assert winner.as_row()["median_us"] == 12.5
+        with pytest.raises(UnsupportedProblem, match="not a field"):
+            opened.winners(op="gemm", rows=4)
+        with pytest.raises(UnknownGpu, match="h100"):
+            opened.winners(gpu="h101")
+    with cutekernels.db.open(db, shipped=False) as opened:
+        assert len(opened.winners()) == 3
+
+
+def test_a_query_loads_no_torch(db: Path) -> None:
+    ok("query")  # keeps what the ops declare
+    code = (
+        "import sys\nfrom cutekernels.db.cli import app\n"
+        "try:\n    app(['query', '--gpu', 'h200', '--problem', 'm=4096', '--format', 'json'])\n"
+        "except SystemExit:\n    pass\n"
+        "print([m for m in ('torch', 'triton', 'alembic') if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+    assert json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("content", ["{", '{"ops": {"gemm": 1}, "work": {}}', "[]"])
+def test_a_broken_catalog_is_made_again(content: str) -> None:
+    path = Catalog()._path
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+    with cutekernels.db.open(local=False) as opened:
+        assert opened.winners(gpu="h200", op="gemm", m=4096)
+    assert json.loads(path.read_text())["ops"]["gemm"]["revision"] == registry.get("gemm").revision
+
+
+def test_values_that_share_a_tuning_are_found_as_the_dispatcher_finds_them() -> None:
+    """The catalog folds field by field; an op's own ``bucket`` decides for the whole problem."""
+    catalog = Catalog()
+    for op in registry.OPS:
+        for text in op.suite:
+            problem = op.Problem.parse(text)
+            stored = catalog.problem(op.name, str(problem.bucket()))
+            assert catalog.matches(op.name, stored, catalog.conditions(text, op.name)), (op.name, text)
+            assert catalog.problem(op.name, text) == {f.name: getattr(problem, f.name) for f in fields(op.Problem)}
+
+
+def test_diff(db: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.db"
+    faster = trial("tile_m=64 stages=3", problem=GEMM.problem, median_us=10.0)
+    with Store(other) as store:
+        store.record([faster, SILU])
+        store.crown(faster.id)
+        store.crown(SILU.id)
+    found = rows("diff", str(db), str(other))
+    assert [(row["state"], row["speedup"]) for row in found] == [("only in a", None), ("other config", 1.25)]
+    assert "other config" in ok("diff", str(db), str(other)).stdout
+    assert max(map(len, ok("diff", "shipped", str(db)).stdout.splitlines())) <= 80
+    assert "the winners are the same" in ok("diff", str(db), str(db)).stderr
+    assert "there is no database" in refused("diff", str(db), str(tmp_path / "absent.db"))
+
+
+def test_prune(db: Path) -> None:
+    refused("prune", code=2)
+    assert "1 trials would be deleted" in ok("prune", "--days", "0").stderr
+    assert len(Store(db).trials()) == 4
+    assert "1 trials deleted" in ok("prune", "--days", "0", "--stale", "--yes").stderr
+    assert {t.id for t in Store(db).trials()} == {GEMM.id, SKINNY.id, SILU.id}
+
+
+def test_doctor(db: Path, tmp_path: Path) -> None:
+    assert {row["state"] for row in rows("doctor")} == {"ok"}
+    with closing(sqlite3.connect(db)) as connection:
+        connection.execute("UPDATE trial SET median_us = 'fast' WHERE id = ?", (LOST.id,))
+        connection.commit()
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert LOST.id in result.stdout.replace("\n", "")
+    assert "there is no database" in refused("doctor", "--fix", "--db", str(tmp_path / "absent.db"))
+
+
+def test_an_older_schema_is_upgraded_by_doctor(db: Path) -> None:
+    writer = engine.open_engine(f"sqlite:///{db}").execution_options(**{engine.WRITING: True})
+    with writer.begin() as connection:
+        command.downgrade(engine.alembic_config(connection), "0001")
+    assert snapshot.load("l40s", str(db)).table, "a dispatcher reads it as it is"
+    assert "db doctor --fix" in refused("query")
+    ok("doctor", "--fix")
+    assert [row["id"] for row in local()] == [SKINNY.id, GEMM.id, SILU.id]
+
+
+def test_a_hostile_database_does_not_reach_the_terminal(db: Path) -> None:
+    with closing(sqlite3.connect(db)) as connection:
+        connection.execute("UPDATE request SET problem = 'm=1' || char(27) || '[2J' || char(155)")
+        connection.execute("UPDATE gpu SET name = 'evil' || char(27) || '[31m' WHERE name = 'l40s'")
+        connection.execute("UPDATE trial SET message = char(27) || '[2J[bold' WHERE id = ?", (LOST.id,))
+        connection.commit()
+    for words in (["query"], ["history"], ["stats"], ["requests"], ["doctor"]):
+        for format in ("table", "json", "csv"):
+            result = run(*words, "--format", format)
+            assert result.exit_code in (0, 1)
+            assert not set("\x1b\x9b") & set(result.stdout + result.stderr), (words, format)
 
 
 @pytest.mark.usefixtures("db")
@@ -108,8 +323,11 @@ def test_show() -> None:
     for words in ("gpu_name", "h200", "environment_driver", "580.95", "illegal address", str(H200.memory_bytes)):
         assert words in table
     assert rows("show", LOST.id) == [LOST.as_row()]
-    assert rows("show", "k=4096 n=4096 m=16") == [SKINNY.as_row()]
-    assert rows("show", "rows=4096") == [SILU.as_row()]
+    assert rows("show", LOST.id[-10:]) == [LOST.as_row()]
+    (gemm,) = rows("show", "k=4096 n=4096 m=4096 dtype=fp16")
+    assert (gemm["id"], gemm["source"]) == (GEMM.id, "local")
+    (silu,) = rows("show", "rows=4096 cols=64")
+    assert silu["id"] == SILU.id
     (row,) = csv.DictReader(io.StringIO(ok("show", GEMM.id, "--format", "csv").stdout))
     assert row["gpu_name"] == "h200"
     assert row["ratio"] == "1.25"
@@ -118,12 +336,12 @@ def test_show() -> None:
 @pytest.mark.usefixtures("db")
 def test_show_says_what_is_missing_or_ambiguous() -> None:
     assert "nothing matches 'm=5'" in refused("show", "m=5")
+    assert "'mm' is not a field" in refused("show", "mm=5", code=2)
     assert "nothing matches" in refused("show", "00000000-0000")
     assert "nothing matches" in refused("show", LOST.id, "--gpu", "l40s")
-    several = refused("show", "n=4096")
-    assert "2 trials match" in several
+    several = refused("show", "m>=4 n=4096 k=4096")
+    assert "trials match" in several
     assert GEMM.id in several
-    assert SKINNY.id in several
 
 
 @pytest.mark.usefixtures("db")
@@ -147,10 +365,10 @@ def test_stats_and_requests() -> None:
 def test_an_empty_database_is_an_answer(tmp_path: Path) -> None:
     path = str(tmp_path / "empty.db")
     Store(path).close()
-    for verb in ("query", "history", "stats", "requests"):
-        assert json.loads(ok(verb, "--db", path, "--format", "json").stdout) == []
-        assert ok(verb, "--db", path).stdout == ""
-        assert len(ok(verb, "--db", path, "--format", "csv").stdout.splitlines()) == 1
+    for verb in (["query", "--gpu", "l4"], ["history"], ["stats"], ["requests"]):
+        assert json.loads(ok(*verb, "--db", path, "--format", "json").stdout) == []
+        assert ok(*verb, "--db", path).stdout == ""
+        assert len(ok(*verb, "--db", path, "--format", "csv").stdout.splitlines()) == 1
 
 
 # ---- carrying -----------------------------------------------------------------------------------------------
@@ -189,7 +407,7 @@ def test_a_hostile_import_is_one_red_line(db: Path, tmp_path: Path) -> None:
 
 def test_no_database_is_one_line_and_makes_none(tmp_path: Path) -> None:
     absent = tmp_path / "absent.db"
-    for words in (["query"], ["history"], ["stats"], ["requests"], ["export"], ["show", "m=1"]):
+    for words in (["query"], ["history"], ["stats"], ["requests"], ["export"], ["show", "m=1"], ["doctor"]):
         message = refused(*words, "--db", str(absent))
         assert "there is no database at" in message
         assert message.count("\n") == 1
@@ -222,6 +440,8 @@ def test_misuse_exits_with_2(words: list[str]) -> None:
 
 def test_every_verb_is_explained() -> None:
     overview = ok("--help").stdout
-    for verb in ("query", "show", "history", "export", "import", "merge", "stats", "requests"):
+    for verb in ("query", "show", "history", "export", "import", "merge", "stats", "requests", "prune", "doctor"):
         assert verb in overview
         assert "--db" in ok(verb, "--help").stdout
+        assert ok(verb, "-h").stdout == ok(verb, "--help").stdout
+    assert "diff" in overview

@@ -125,7 +125,9 @@ def test_new_cleans_what_it_is_given() -> None:
 
 
 def test_environment_takes_what_it_knows() -> None:
-    assert Environment.of({"driver": "1", "torch": "2", "python": "3.12"}) == Environment(driver="1", torch="2")
+    found = Environment.of({"driver": "1", "torch": "2", "python": "3.12", "commit": "abc"})
+    assert (found.driver, found.torch, found.commit, found.triton) == ("1", "2", "abc", "")
+    assert found.version and found.host.endswith("cpu")
 
 
 def test_as_row_is_ordered_and_nested() -> None:

@@ -1,10 +1,12 @@
-"""What the tests of ``embedding`` share: a judge and cases for Triton's interpreter, which run in a child process."""
+"""Shared by the tests of ``embedding``: tolerances, operands, and cases for Triton's interpreter.
+
+This file is also the script of the child process that runs the cases (see ``tests/interpreted.py``).
+"""
 
 from __future__ import annotations
 
-import json
+import math
 import random
-import sys
 from itertools import product
 from typing import Any
 
@@ -12,9 +14,9 @@ import torch
 from torch import Tensor
 
 from cutekernels.ops.embedding import EMBEDDING, EMBEDDING_BACKWARD, EmbeddingProblem, grouped
-from tests.interpreted import H200, interpret
+from tests.interpreted import DTYPES, H200, interpret, serve
+from tests.tolerance import FP32_ULP, worst_ratio
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OPS = {op.name: op for op in (EMBEDDING, EMBEDDING_BACKWARD)}
 
 
@@ -29,14 +31,8 @@ def gradient(ids: Tensor, dout: Tensor, vocabulary: int) -> tuple[Tensor, Tensor
 
 
 def error_ratio(actual: Tensor, exact: Tensor, magnitude: Tensor, terms: int) -> float:
-    """Worst error over its tolerance: an ulp of the output's type (the interpreter truncates to bf16) and an ulp of
-    fp32 of everything added up, for each addition, of which there are at most ``terms``.
-    """
-    kind = torch.finfo(actual.dtype)
-    _, exponent = torch.frexp(exact.abs().clamp(kind.smallest_normal, kind.max))
-    ulp = torch.ldexp(torch.full_like(exact, kind.eps), exponent - 1)
-    ratio = (actual.double() - exact).abs() / (ulp + terms * 2.0**-23 * magnitude)
-    return float(torch.nan_to_num(ratio, nan=1e30, posinf=1e30).max()) if ratio.numel() else 0.0
+    """The largest error over its tolerance: an ulp, and for each of ``terms`` additions an ulp of fp32 of their sum."""
+    return worst_ratio(actual, exact, terms * FP32_ULP * magnitude)
 
 
 def laid(kind: str, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
@@ -67,17 +63,13 @@ def child_case(case: dict[str, Any]) -> dict[str, Any]:
         known = (ids >= 0) & (ids < vocabulary)
         expected = table[ids.long().where(known, 0)].masked_fill(~known[:, None], float("nan"))
         wrong = not torch.equal(out.nan_to_num(nan=1e9), expected.nan_to_num(nan=1e9))
-        return {"ratio": float(wrong), "outside": bool((memory[[0, -1]] == 7).all()), "problem": problem}
+        return {"ratio": math.inf if wrong else 0.0, "outside": bool((memory[[0, -1]] == 7).all()), "problem": problem}
     dout = laid(case["kind"], rows, cols, dtype)
     memory = torch.full((vocabulary + 2, cols), 7.0, dtype=dtype)
     out = memory[1:-1]
     problem = interpret(EMBEDDING_BACKWARD, (out,), (dout, *grouped(ids, vocabulary)), **how)
     ratio = error_ratio(out, *gradient(ids, dout, vocabulary), rows)
     return {"ratio": ratio, "outside": bool((memory[[0, -1]] == 7).all()), "problem": problem}
-
-
-def child() -> None:
-    json.dump([child_case(case) for case in json.load(sys.stdin)], sys.stdout)
 
 
 def numerics_cases() -> dict[str, dict[str, Any]]:
@@ -118,4 +110,4 @@ PLANTED = {
 
 
 if __name__ == "__main__":
-    child()
+    serve(child_case)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -21,32 +20,13 @@ from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.embedding import EMBEDDING, EmbeddingConfig, EmbeddingProblem, grouped
 from tests.embedding import cases as embedding_cases
 from tests.embedding.cases import CASES, H200, KINDS, OPS, PLANTED, error_ratio, gradient, laid
-from tests.interpreted import replies
-
-TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
-
-
-@pytest.fixture(scope="session")
-def interpreted() -> dict[str, dict[str, Any]]:
-    """What the child says of every case."""
-    cases = {**CASES, **PLANTED}
-    return dict(zip(cases, replies(embedding_cases.__file__, list(cases.values())), strict=True))
-
+from tests.interpreted import kernel_tests
+from tests.triton_compiled import TARGETS, accesses, built, check_knobs, check_resources
 
 # ---- kernels, interpreted and compiled ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_kernel_numerics(interpreted: dict[str, dict[str, Any]], case: str) -> None:
-    reply = interpreted[case]
-    assert reply["ratio"] <= 1 - ("embedding_backward" not in case and "gradient" not in case), reply
-    assert reply["outside"], f"wrote outside of its result: {reply}"
-
-
-@pytest.mark.parametrize("bug", PLANTED)
-def test_a_planted_bug_is_caught(interpreted: dict[str, dict[str, Any]], bug: str) -> None:
-    reply = interpreted[bug]
-    assert reply["ratio"] >= 1 or not reply["outside"], reply
+interpreted, test_kernel_numerics, test_a_planted_bug_is_caught = kernel_tests(embedding_cases.__file__, CASES, PLANTED)
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
@@ -56,30 +36,21 @@ def test_compiles_for_every_architecture(op: Any, spec: gpu.GpuSpec) -> None:
     for text in rng.sample(op.suite, 2):
         problem = EmbeddingProblem.parse(text)
         for config in (op.default(problem, spec), rng.choice(list(op.valid(problem, spec)))):
-            assert op.build(problem, config, spec).facts.stack_bytes == 0, (text, config)
+            check_resources(op, problem, config, spec)
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
 def test_accesses_are_wide(op: Any) -> None:
     for words, width in (("", "v4.b32"), (" align=8", "v2.b32"), (" dtype=fp32", "v4.b32")):
         problem = EmbeddingProblem.parse(f"rows=2048 vocabulary=32000 cols=4096{words}")
-        text = op.build(problem, op.default(problem, H200), H200).ptx
-        for kind in ("ld", "st"):
-            assert width in set(re.findall(rf"{kind}\.global\S*?\.((?:v\d\.)?b\d+)\b", text))
+        ptx = built(op, problem, op.default(problem, H200)).ptx
+        assert width in accesses(ptx, "ld") & accesses(ptx, "st")
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
 def test_every_knob_changes_the_code_or_the_grid(op: Any) -> None:
-    problem, base = EmbeddingProblem(2048, 32000, 4096), EmbeddingConfig(2, 1024, 4)
-    seen = {(op.build(problem, base, H200).ptx, op.grid(problem, base))}
-    for knob, values in EmbeddingConfig.space().items():
-        others = [base.replace(**{knob: v}) for v in values if v != getattr(base, knob)]
-        others = [c for c in others if op.why_not(problem, c, H200) is None]
-        assert others, knob
-        for config in others[:2]:
-            made = (op.build(problem, config, H200).ptx, op.grid(problem, config))
-            assert made not in seen, f"{knob} changes nothing in {config}"
-            seen.add(made)
+    changed = check_knobs(op, EmbeddingProblem(2048, 32000, 4096), EmbeddingConfig(2, 1024, 4))
+    assert changed.keys() == {"", *EmbeddingConfig.space()}
 
 
 # ---- the declaration ------------------------------------------------------------------------------------

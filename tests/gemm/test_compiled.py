@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import random
 import re
-import struct
-import subprocess
-import tempfile
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,9 +14,9 @@ from typing import Any
 import pytest
 
 from cutekernels import gpu
-from cutekernels.backends.cubin import cuobjdump
 from cutekernels.ops.gemm import specialized
-from cutekernels.ops.gemm.op import GEMM, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.op import GEMM, SCHEDULES, GemmConfig, GemmProblem
+from tests import compiled
 from tests.gemm.cases import random_config
 
 H200 = gpu.lookup("h200")
@@ -40,31 +36,11 @@ def built(problem: GemmProblem, config: GemmConfig, target: str) -> Any:
 
 
 def code(problem: GemmProblem, config: GemmConfig, target: str = "h200") -> bytes:
-    """The kernel's machine code: the ELF's text sections."""
-    return b"".join(text_sections(built(problem, config, target)._function.artifacts.CUBIN))
-
-
-def text_sections(elf: bytes) -> Iterator[bytes]:
-    assert elf[:6] == b"\x7fELF\x02\x01", "a 64-bit little-endian ELF file"
-    (table,) = struct.unpack_from("<Q", elf, 0x28)
-    size, count, names_at = struct.unpack_from("<HHH", elf, 0x3A)
-    headers = [struct.unpack_from("<IIQQQQ", elf, table + i * size) for i in range(count)]  # name .. offset, size
-    names = headers[names_at][4]
-    for name, _, _, _, offset, length in headers:
-        if elf.startswith(b".text.", names + name):
-            yield elf[offset : offset + length]
+    return compiled.code(built(problem, config, target))
 
 
 def instructions(problem: GemmProblem, config: GemmConfig, target: str) -> set[str]:
-    """The opcodes of the kernel's SASS, modifiers included."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built(problem, config, target)._function.artifacts.CUBIN)
-        file.flush()
-        command = [str(cuobjdump()), "-sass", file.name]
-        sass = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
-    found = set(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)", sass, re.MULTILINE))
-    assert "EXIT" in found, sass[:500]
-    return found
+    return set(compiled.opcodes(built(problem, config, target)))
 
 
 # ---- resources ------------------------------------------------------------------------------------------
@@ -78,11 +54,12 @@ def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gp
     chosen = random_config(random.Random(f"{name} {spec.name}"), problem, spec)
     for config in (default, chosen):
         facts = built(problem, config, spec.name).facts
-        assert facts.smem_bytes == config.smem.total_bytes, config
+        assert facts.smem_bytes == SCHEDULES[config.body].smem(config).total_bytes, config
         assert facts.smem_bytes <= spec.smem_per_block_bytes
         assert 0 < facts.registers <= spec.MAX_REGISTERS_PER_THREAD
-        # What the config promises: this many CTAs are resident. Registers are handed out by the 8.
-        assert -(-facts.registers // 8) * 8 * config.threads * config.ctas_per_sm <= spec.REGISTERS_PER_SM
+        # The config's promise: this many CTAs are resident. Registers are allocated by the 8.
+        threads = SCHEDULES[config.body].threads(config)
+        assert -(-facts.registers // 8) * 8 * threads * config.ctas_per_sm <= spec.REGISTERS_PER_SM
     assert built(problem, default, spec.name).facts.stack_bytes == 0, f"the default spills: {default}"
 
 
@@ -92,7 +69,7 @@ def test_random_configs_take_the_smem_they_say(seed: int) -> None:
     problem = GemmProblem.parse(rng.choice(list(PROBLEMS.values())))
     spec = rng.choice(TARGETS)
     config = random_config(rng, problem, spec)
-    assert built(problem, config, spec.name).facts.smem_bytes == config.smem.total_bytes
+    assert built(problem, config, spec.name).facts.smem_bytes == SCHEDULES[config.body].smem(config).total_bytes
 
 
 # ---- instructions ---------------------------------------------------------------------------------------
@@ -164,8 +141,6 @@ def neighbours(text: str, knob: str, rng: random.Random) -> tuple[GemmConfig, Ge
     """Two valid configs that differ in ``knob`` alone, if the rules leave any."""
     alike: dict[str, list[GemmConfig]] = {}
     for config in valid(text):
-        if (config.body, knob) == ("stream", "ctas_per_sm"):
-            continue  # the grid's: see test_gemm_stream.py
         if (config.body, knob) == ("specialized", "ctas_per_sm") and config.tile_m < 128:
             continue  # a bound on registers that nothing reaches
         others = " ".join(word for word in str(config).split() if not word.startswith(f"{knob}="))
@@ -192,13 +167,13 @@ def test_every_knob_changes_the_code(knob: str) -> None:
 def test_the_bodies_differ() -> None:
     text = "m=64 n=4096 k=4096 b_major=k"
     kernels = [next(c for c in valid(text) if c.body == body) for body in GemmConfig.space()["body"]]
-    assert len({code(GemmProblem.parse(text), c) for c in kernels}) == len(kernels) == 4
+    assert len({code(GemmProblem.parse(text), c) for c in kernels}) == len(kernels) == 3
 
 
 def changes_something(text: str, knob: str) -> bool:
     """Whether ``knob`` alone changes the code of a config with large tiles to a warp; no rules applied."""
     problem = GemmProblem.parse(text)
-    hungry = sorted(valid(text), key=lambda c: (c.warp_tile[0] * c.warp_tile[1], c.threads, str(c)), reverse=True)
+    hungry = sorted(valid(text), key=lambda c: (c.warp_tile[0] * c.warp_tile[1], c.warps, str(c)), reverse=True)
     return any(
         code(problem, base) != code(problem, base.replace(**{knob: value}))
         for base in hungry[:3]
@@ -208,7 +183,7 @@ def changes_something(text: str, knob: str) -> bool:
 
 def test_more_ctas_per_sm_take_fewer_registers() -> None:
     problem = GemmProblem.parse("m=4096 n=4096 k=4096")
-    hungry = max(valid(str(problem)), key=lambda c: (c.warp_tile[0] * c.warp_tile[1], c.threads, str(c)))
+    hungry = max(valid(str(problem)), key=lambda c: (c.warp_tile[0] * c.warp_tile[1], c.warps, str(c)))
     alone, crowded = (hungry.replace(ctas_per_sm=n) for n in (1, 3))
     assert built(problem, crowded, "h200").facts.registers < built(problem, alone, "h200").facts.registers
 

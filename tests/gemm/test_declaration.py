@@ -15,7 +15,8 @@ from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops import registry
 from cutekernels.ops.gemm.api import pose
-from cutekernels.ops.gemm.op import ACTIVATIONS, DTYPES, GEMM, WIDEST, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.op import GEMM, SCHEDULES
+from cutekernels.ops.gemm.problem import ACTIVATIONS, DTYPES, WIDEST, GemmConfig, GemmProblem
 from tests.gemm.cases import random_problem
 
 GPUS = gpu.GPUS
@@ -152,11 +153,11 @@ class TestRules:
     def test_what_is_valid_fits_the_sm(self, spec: gpu.GpuSpec) -> None:
         for seed, problem in enumerate([*SUITE, random_problem(random.Random(5)), random_problem(random.Random(6))]):
             for c in random_valid(problem, spec, seed, 12):
-                smem = c.smem.total_bytes
+                smem = SCHEDULES[c.body].smem(c).total_bytes
                 assert smem <= spec.smem_per_block_bytes
                 assert c.ctas_per_sm * (smem + spec.SMEM_RESERVED_BYTES) <= spec.smem_per_sm_bytes
                 assert c.ctas_per_sm * c.warps <= spec.max_warps
-                assert c.threads <= 1024
+                assert SCHEDULES[c.body].threads(c) <= 1024
 
     def test_less_shared_memory_leaves_less_to_choose_from(self) -> None:
         problem = GemmProblem.parse("m=4096 n=4096 k=4096")

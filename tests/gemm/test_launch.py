@@ -15,7 +15,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.gemm import api as matmul
 from cutekernels.ops.gemm import launch as gemm_launch
 from cutekernels.ops.gemm.launch import AddressedLaunch, addressed, contiguous
-from cutekernels.ops.gemm.op import GEMM
+from cutekernels.ops.gemm.op import GEMM, SCHEDULES
 from cutekernels.ops.shared import call_cache
 from cutekernels.ops.shared.call_cache import Call
 from cutekernels.ops.shared.strides import pairs
@@ -42,14 +42,15 @@ def posed(out: Tensor, a: Tensor, b: Tensor) -> Any:
 )
 def test_which_kernels_take_addresses(text: str, expected: bool) -> None:
     p = GEMM.Problem.parse(text)
-    assert addressed(p, GEMM.default(p, H200)) is expected
+    assert addressed(p) is expected
+    assert not SCHEDULES[GEMM.default(p, H200).body].shares_tiles(GEMM.default(p, H200))
 
 
 def test_shared_tiles_take_tensors() -> None:
     p = GEMM.Problem.parse("m=16 n=256 k=8192 b_major=k")
     shared = [c for c in GEMM.valid(p, H200) if c.split_k > 1]
-    by_workspace = {c.body: addressed(p, c) for c in shared}
-    assert by_workspace == {"skinny": False, "specialized": True}  # whose splits meet in a cluster
+    by_workspace = {c.body: SCHEDULES[c.body].shares_tiles(c) for c in shared}
+    assert by_workspace == {"skinny": True, "specialized": False}  # its splits meet in a cluster
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The skinny schedules of ``gemm`` on a GPU: numerics for every token count, configs, ragged edges, split-K, PDL."""
+"""The skinny schedule of ``gemm`` on a GPU: numerics for every token count, configs, ragged edges, split-K, PDL."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 import cutekernels as ck
 from cutekernels import gpu
-from cutekernels.ops.gemm import skinny
 from cutekernels.ops.gemm.op import ACTIVATIONS, GEMM, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.skinny import SKINNY
 from tests.gemm.test_gpu import assert_right, launch
 
 pytestmark = pytest.mark.gpu
@@ -20,7 +20,7 @@ TOKENS = (1, 2, 3, 4, 7, 8, 9, 16, 17, 24, 31, 32, 33, 48, 64, 65, 96, 127, 128)
 
 def skinny_configs(problem: GemmProblem, **values: Any) -> list[GemmConfig]:
     spec = gpu.detect()
-    valid = [c for c in GEMM.valid(problem, spec) if c.body == values.get("body", "skinny")]
+    valid = [c for c in GEMM.valid(problem, spec) if c.body == "skinny"]
     return [c for c in valid if all(getattr(c, name) == value for name, value in values.items())]
 
 
@@ -54,23 +54,11 @@ def test_random_problems_and_configs(m: int) -> None:
 @pytest.mark.parametrize("m", [17, 24, 33, 47, 48, 65, 96, 97, 128])
 def test_tiles_that_are_no_power_of_two(m: int) -> None:
     rng = random.Random(m)
-    for seed, tile in enumerate(skinny.fitting_tiles(posed(rng, m))):
+    for seed, tile in enumerate(SKINNY.fitting_tiles(posed(rng, m))):
         problem = posed(rng, m)
         args = GEMM.sample(problem, "cuda", seed)
         for config in rng.sample(skinny_configs(problem, tile_n=tile), 3):
             assert_right(launch(problem, args, str(config)), problem, args, str(config))
-
-
-@pytest.mark.parametrize("m", [24, 33, 48, 64, 65, 96, 128])
-def test_stream_deals_out_any_number_of_tiles(m: int) -> None:
-    """More tiles than CTAs, fewer, ragged; every epilogue. Outliers along K show a share that is missing."""
-    rng = random.Random(m)
-    for seed, (n, k) in enumerate([(18944, 3584), (3584, 3584), (9001, 2048), (1024, 18944)]):
-        problem = posed(rng, m).replace(n=n, k=k, out_align=1)
-        a, *rest = GEMM.sample(problem, "cuda", seed)
-        a[:, :: k // 8] *= 8.0
-        for config in rng.sample(skinny_configs(problem, body="stream"), 3):
-            assert_right(launch(problem, (a, *rest), str(config)), problem, (a, *rest), str(config))
 
 
 def assert_same_every_time(problem: GemmProblem, configs: list[GemmConfig]) -> None:
@@ -80,38 +68,6 @@ def assert_same_every_time(problem: GemmProblem, configs: list[GemmConfig]) -> N
     for config in configs:
         results = [launch(problem, (a, b, *rest), str(config)).clone() for _ in range(20)]
         assert all(torch.equal(results[0], r) for r in results[1:]), config
-
-
-def test_stream_is_the_same_every_time() -> None:
-    problem = GemmProblem.parse("m=64 n=3584 k=3584 b_major=k")
-    assert_same_every_time(problem, random.Random(0).sample(skinny_configs(problem, body="stream"), 4))
-
-
-def test_graphs_and_streams_of_stream_do_not_share_a_workspace() -> None:
-    problem = GemmProblem.parse("m=48 n=3584 k=3584 b_major=k")
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    for config in map(str, random.Random(1).sample(skinny_configs(problem, body="stream"), 2)):
-        xs = [torch.randn(48, 3584, device="cuda", dtype=torch.bfloat16) for _ in streams]
-        w = torch.randn(3584, 3584, device="cuda", dtype=torch.bfloat16)
-        expected = [ck.gemm(x, w.t(), config=config) for x in xs]
-        torch.cuda.synchronize()
-        graphs, outs = [], [torch.empty_like(e) for e in expected]
-        for x, out in zip(xs, outs, strict=True):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for _ in range(5):
-                    ck.gemm(x, w.t(), out=out, config=config)
-            graphs.append(graph)
-        eager: list[list[torch.Tensor]] = [[] for _ in streams]
-        for _ in range(20):
-            for i, stream in enumerate(streams):
-                with torch.cuda.stream(stream):
-                    graphs[i].replay()
-                    eager[i].append(ck.gemm(xs[i], w.t(), config=config))
-        torch.cuda.synchronize()
-        for i, want in enumerate(expected):
-            assert torch.equal(outs[i], want), config
-            assert all(torch.equal(e, want) for e in eager[i]), config
 
 
 @pytest.mark.parametrize("split_k", [2, 4])

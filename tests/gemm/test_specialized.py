@@ -12,6 +12,8 @@ from cutekernels.kernels.cute.parts.smem import SpecializedSmem
 from cutekernels.op import ladder
 from cutekernels.ops.gemm import prefetch, specialized
 from cutekernels.ops.gemm.op import GEMM, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.schedule import Extras
+from cutekernels.ops.gemm.specialized import SPECIALIZED
 
 H200 = gpu.lookup("h200")
 
@@ -51,23 +53,23 @@ def test_refuses_what_the_tma_cannot_load(words: str, rule: str) -> None:
 
 def test_no_k_is_refused() -> None:
     empty = linear(64, k=0)
-    assert "K of 8 or more" in next(specialized.refused(empty, H200))
+    assert "K of 8 or more" in next(SPECIALIZED.refused(empty, H200))
     assert GEMM.why_not(empty, GEMM.default(empty, H200), H200) is None
 
 
 def test_tokens_choose_the_tile() -> None:
     tokens = (1, 8, 9, 16, 17, 33, 49, 64, 65, 97, 128, 129, 200, 300, 4096)
-    tiles = {m: specialized.fitting_tiles(linear(m)) for m in tokens}
+    tiles = {m: SPECIALIZED.fitting_tiles(linear(m)) for m in tokens}
     assert tiles == {
         1: [8], 8: [8], 9: [16], 16: [16], 17: [32], 33: [48], 49: [64], 64: [64],
         65: [96, 128], 97: [128], 128: [128], 129: [128, 192], 200: [128, 256], 300: [64, 128, 256], 4096: [128, 256],
     }  # fmt: skip
     for m in range(1, 700):
-        for tile in specialized.fitting_tiles(linear(m)):
+        for tile in SPECIALIZED.fitting_tiles(linear(m)):
             assert tile >= min(m, 64), m  # all tokens in one tile, or whole groups of 64
             assert tile >= m or tile % 64 == 0, m
-        bucket = set(specialized.fitting_tiles(linear(ladder(m))))
-        assert bucket <= set(specialized.fitting_tiles(linear(m))), "what a bucket was tuned with serves all of it"
+        bucket = set(SPECIALIZED.fitting_tiles(linear(ladder(m))))
+        assert bucket <= set(SPECIALIZED.fitting_tiles(linear(m))), "what a bucket was tuned with serves all of it"
 
 
 def test_columns_are_dealt_out_evenly() -> None:
@@ -99,7 +101,7 @@ def test_sums_and_results_lie_within_the_shared_memory() -> None:
     split = [c for m in (64, 80, 96, 128) for c in valid(linear(m)) if c.split_k == 2]
     assert any(c.tile_n == 96 and c.stages == 2 for c in split)
     for c in split:
-        frame = specialized.smem(c)
+        frame = SPECIALIZED.smem(c)
         sums = 128 * specialized.groups(c) * frame.share * 4  # bytes: threads, sums of each
         assert c.split_k * frame.share >= c.tile_m // 2, "all of a thread's sums are somebody's share"
         assert frame.inbox_at >= c.stages * frame.stage_bytes
@@ -109,7 +111,7 @@ def test_sums_and_results_lie_within_the_shared_memory() -> None:
         assert frame.total_bytes >= frame.barriers_at + 8 * (2 * c.stages + 1)
 
 
-def test_asks_ahead_only_as_a_dependent_and_for_little() -> None:
+def test_prefetches_only_as_a_dependent_and_little() -> None:
     config = GEMM.default(linear(64), H200)
     assert config.pdl
     assert config.ahead
@@ -117,7 +119,7 @@ def test_asks_ahead_only_as_a_dependent_and_for_little() -> None:
     much = GEMM.default(linear(64, 18944), H200).replace(tile_k=128, stages=4, ahead=8)
     assert f"asks for {8 * 144 * 128 * 2} bytes" in str(GEMM.why_not(linear(64, 18944), much, H200))
     assert all(c.pdl or not c.ahead for c in GemmConfig.every())
-    by_ahead = {a: prefetch.saved_us(config.replace(tile_m=32, ahead=a)) for a in (0, 2, 4, 8)}  # of 8 KiB each
+    by_ahead = {a: prefetch.saved_us(config.replace(tile_m=32, ahead=a), H200) for a in (0, 2, 4, 8)}  # of 8 KiB each
     assert by_ahead[0] == 0.0 < by_ahead[2] < by_ahead[8] < by_ahead[4], "64 KiB are more than pays"
 
 
@@ -135,10 +137,22 @@ def test_loads_keep_pace_with_memory() -> None:
     assert specialized.step_ns(linear(64, 4 * 132 * 28), c, H200) == full > step
 
 
+def test_what_the_kernel_is_told_of_the_gpu() -> None:
+    """The L2 of an H200 keeps results of 4 MiB, a smaller one less; a slower GPU polls later."""
+    p, norm = linear(64), Extras(norm=True, squares=True, apart=True)
+    c = GEMM.default(p, H200)
+    slow = gpu.lookup("h100-pcie")
+    ours, theirs = (SPECIALIZED.body(p, c, spec, norm) for spec in (H200, slow))
+    assert (ours.kept_bytes, ours.poll_ps) == (4 << 20, 23 * 64)
+    assert theirs.kept_bytes < ours.kept_bytes
+    assert theirs.poll_ps > ours.poll_ps
+    assert not SPECIALIZED.body(p, c, H200).apart
+
+
 def test_two_ctas_to_a_tile_have_their_sms_to_themselves() -> None:
     """Unless the config asks for two to an SM; one CTA to a tile takes what it needs."""
     for c in valid(linear(16)):
-        total, used = specialized.smem(c).total_bytes, replace(specialized.smem(c), alone=False).total_bytes
+        total, used = SPECIALIZED.smem(c).total_bytes, replace(SPECIALIZED.smem(c), alone=False).total_bytes
         together = 2 * (total + H200.SMEM_RESERVED_BYTES) <= H200.smem_per_sm_bytes
         if c.split_k == 2 and c.ctas_per_sm == 1:
             assert not together, c
@@ -153,9 +167,9 @@ def test_a_norm_s_sums_lie_behind_the_others() -> None:
         assert frame.squares_at >= frame.inbox_at + (split - 1) * frame.share * frame.members * 4
         assert frame.barriers_at == frame.squares_at + 4 * split * -(-tile_m // 64) * 64
         assert frame.barriers_at % 8 == 0
-        assert frame.met_at == frame.barriers_at + 2 * 8 * frame.stages
-        assert frame.known_at == frame.met_at + (8 if split > 1 else 0)
-        assert frame.total_bytes == frame.known_at + 8
+        assert frame.inbox_barrier_at == frame.barriers_at + 2 * 8 * frame.stages
+        assert frame.squares_barrier_at == frame.inbox_barrier_at + (8 if split > 1 else 0)
+        assert frame.total_bytes == frame.squares_barrier_at + 8
 
 
 def test_default_beyond_a_few_tokens() -> None:
@@ -176,8 +190,8 @@ def test_compiles_without_spills() -> None:
         for config in {rng.choice(found), max(found, key=lambda c: (c.tile_m, c.tile_n)), GEMM.default(problem, H200)}:
             facts = GEMM.build(problem, config, H200).facts
             assert facts.stack_bytes == 0, config
-            assert facts.smem_bytes == config.smem.total_bytes, config
-            threads = specialized.threads(config) * config.ctas_per_sm
+            assert facts.smem_bytes == SPECIALIZED.smem(config).total_bytes, config
+            threads = SPECIALIZED.threads(config) * config.ctas_per_sm
             assert facts.registers * threads <= H200.REGISTERS_PER_SM, (config, facts)
             if not words[i % len(words)]:
                 assert facts.registers <= specialized.registers_per_thread(config) + 8, (config, facts)

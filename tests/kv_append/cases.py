@@ -1,14 +1,11 @@
-"""What the tests of ``kv_append`` share: its truth, token by token, and cases for Triton's interpreter.
+"""Shared by the tests of ``kv_append``: its truth, token by token, and cases for Triton's interpreter.
 
-Interpreted cases run in a child process: this file as a script, cases as JSON on stdin and one reply each on stdout
-(see ``interpreted.py``).
+This file is also the script of the child process that runs the cases (see ``tests/interpreted.py``).
 """
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 from itertools import product
 from typing import Any
 
@@ -16,15 +13,15 @@ import torch
 from torch import Tensor
 
 from cutekernels.ops.kv_append.op import KV_APPEND, KvAppendProblem
-from tests.interpreted import H200, interpret
-from tests.rope.cases import DTYPES, arrange, error_ratio, table
+from tests.interpreted import DTYPES, H200, interpret, serve
+from tests.rope.cases import arrange, error_ratio, table
 from tests.rope.cases import truth as turned
 
-FILLING = 7.0  # of what nobody may write to
+FILLING = 7.0  # value of memory that must not be written
 
 
 def ends(state: Tensor, counts: list[int], room: int, pages: int, table: Tensor | None, size: int) -> Any:
-    """Where tokens go, ``{(sequence, token): (page, slot)}``, and the state that they leave."""
+    """The place of each token, ``{(sequence, token): (page, slot)}``, and the state after all of them."""
     places: dict[tuple[int, int], tuple[int, int]] = {}
     after = state.clone()
     for b, count in enumerate(counts):
@@ -141,10 +138,6 @@ def child_case(case: dict[str, Any]) -> dict[str, Any]:
     return reply | {"problem": problem}
 
 
-def child() -> None:
-    json.dump([child_case(case) for case in json.load(sys.stdin)], sys.stdout)
-
-
 _BASE = {"batch": 2, "seq": 5, "heads": (3, 2), "width": 16, "rotary": 16, "dtype": "bf16", "kind": "dense"}
 _PAGED = _BASE | {"page_size": 16, "room": 48}
 _WHOLE = "tokens={} heads=8 block=8 warps={} whole=1"
@@ -227,7 +220,7 @@ PLANTED = {
     "what does not turn forgotten": _BASE | {"edit": {"head_dim": -1}, "rotary": 8},
     "written past the room": _BASE | {"edit": {"room": 9}, "lengths": [0, 22]},
     "a page beyond the last": _PAGED | {"edit": {"pages": 1}, "holes": [(1, 0, 0)]},
-    "one sequence's pages for all": _PAGED | {"edit": {"table_batch": -3}},
+    "one sequence's pages for all": _PAGED | {"edit": {"page_table_batch": -3}},
     "all tokens counted alike": _BASE | {"counts": [1, 3], "edit": {"counts_step": -1}},
     "moved by the first program": _BASE | {"ticket": 4, "inplace": True, "config": "tokens=1 heads=4 block=8 warps=1"},
     "a ticket too few": _BASE | {"ticket": -1},
@@ -235,4 +228,4 @@ PLANTED = {
 
 
 if __name__ == "__main__":
-    child()
+    serve(child_case)

@@ -65,7 +65,7 @@ def test_decoding_gives_what_attention_over_everything_does(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sequences_of_their_own_lengths(kind: str) -> None:
-    """Filled one by one, and moved on by some only; without angles nothing turns."""
+    """Sequences are filled one by one, and some of them advanced; without angles no row is rotated."""
     cache = made(kind)
     q, k, v = tokens(40)
     for b, length in enumerate((7, 0, 33)):
@@ -225,7 +225,7 @@ def test_refusals_say_the_rule() -> None:
         "hands out no pages": lambda: cache.reserve(3),
         "a number of tokens up to 64": lambda: KVCache.paged(2, 64, 2, 16, pages=9, **SMALL).reserve(65),
         "one for each of 2 sequences": lambda: KVCache.paged(2, 64, 2, 16, pages=9, **SMALL).reserve([1]),
-        "one dtype": lambda: cache.append(k[:3, :1], k[:3, :1]),
+        "takes k_cache in float32; got torch.float64": lambda: cache.append(k[:3, :1], k[:3, :1]),
     }.items():
         with pytest.raises(UnsupportedProblem, match=rule):
             call()

@@ -1,4 +1,4 @@
-"""``kv_append``'s kernel compiled for GPUs that are not there: code, resources, and what each knob does to them."""
+"""``kv_append``'s kernel compiled without a GPU: its code, its resources, and what each knob changes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import random
 import re
 import subprocess
 import tempfile
-from functools import cache
-from typing import Any
 
 import pytest
 
@@ -16,15 +14,9 @@ pytest.importorskip("triton")
 from cutekernels import gpu
 from cutekernels.backends.cubin import cuobjdump
 from cutekernels.ops.kv_append.op import KV_APPEND, KvAppendConfig, KvAppendProblem
-from tests.interpreted import H200
+from tests.triton_compiled import H200, TARGETS, accesses, built, check_knobs, check_resources
 
-TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
 PREFILL = KvAppendProblem(1, 2048, 8, 128, 32, 128, page_size=16)
-
-
-@cache
-def built(problem: KvAppendProblem, config: KvAppendConfig, target: str) -> Any:
-    return KV_APPEND.build(problem, config, gpu.lookup(target))
 
 
 @pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
@@ -33,51 +25,42 @@ def test_compiles_for_every_architecture(spec: gpu.GpuSpec) -> None:
     for text in rng.sample(KV_APPEND.suite, 4):
         problem = KvAppendProblem.parse(text)
         for config in (KV_APPEND.default(problem, spec), rng.choice(list(KV_APPEND.valid(problem, spec)))):
-            facts = built(problem, config, spec.name).facts
-            assert facts.stack_bytes == 0, (text, config, facts)
-            assert facts.registers * 32 * config.warps <= 64 * 1024
+            check_resources(KV_APPEND, problem, config, spec)
 
 
 @pytest.mark.parametrize("words", ["", "interleaved=1", "dtype=fp32", "gathered=1 page_size=64", "counted=1"])
 def test_the_largest_tiles_do_not_spill(words: str) -> None:
     problem = KvAppendProblem.parse(f"batch=1 seq=2048 heads_q=32 head_dim=192 rotary=128 heads_kv=8 {words}")
     worst = max(KV_APPEND.valid(problem, H200), key=lambda c: (c.tokens * c.heads * c.block / c.warps, c.tokens))
-    assert built(problem, worst, "h200").facts.stack_bytes == 0, worst
+    check_resources(KV_APPEND, problem, worst)
 
 
 def test_every_knob_changes_the_code_or_the_grid() -> None:
-    base = KV_APPEND.check(PREFILL, KvAppendConfig(2, 8, 64, 4), H200)
-    seen = {(built(PREFILL, base, "h200").ptx, KV_APPEND.grid(PREFILL, base))}
-    for knob, values in KvAppendConfig.space().items():
-        others = [base.replace(**{knob: v}) for v in values if v != getattr(base, knob)]
-        others = [c for c in others if KV_APPEND.why_not(PREFILL, c, H200) is None]
-        assert others or knob == "block", knob  # a block follows from the number of channels
-        for config in others[:2]:
-            made = (built(PREFILL, config, "h200").ptx, KV_APPEND.grid(PREFILL, config))
-            assert made not in seen, f"{knob} changes nothing in {config}"
-            seen.add(made)
+    base = KvAppendConfig(2, 8, 64, 4)
+    changed = check_knobs(KV_APPEND, PREFILL, base)
+    assert changed.keys() | {"block"} == {"", *KvAppendConfig.space()}  # a block follows from the number of channels
 
 
 @pytest.mark.parametrize(
     ("words", "width"), [("", "v4.b32"), ("interleaved=1", "v4.b32"), ("align=8", "v2.b32"), ("align=4", "b32")]
 )
 def test_accesses_are_as_wide_as_alignment_allows(words: str, width: str) -> None:
-    """But for lengths, pages and tickets, of four bytes each."""
+    """Rows are accessed as wide as alignment allows; lengths, pages and tickets are single words."""
     problem = KvAppendProblem.parse(f"{PREFILL} {words}")
-    for target in ("a100", "h200", "rtx5090"):
-        artifact = built(problem, KV_APPEND.default(problem, gpu.lookup(target)), target)
-        found = set(re.findall(r"(?:ld|st)\.global\S*?\.((?:v\d\.)?b\d+)\b", artifact.ptx))
+    for spec in map(gpu.lookup, ("a100", "h200", "rtx5090")):
+        artifact = built(KV_APPEND, problem, KV_APPEND.default(problem, spec), spec)
+        found = accesses(artifact.ptx)
         assert found == {width, "b32"}
         assert artifact.facts.registers <= 128
 
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_the_length_is_read_by_one_thread_which_has_it_before_a_ticket_is_taken(whole: bool) -> None:
-    """The ticket has no fence: what keeps a length from changing before it is read is that one thread hands it on."""
+    """The ticket has no fence: one thread reads the length and hands it on, so it cannot change before it is read."""
     for target in TARGETS:
         problem = PREFILL.replace(page_size=0)
         config = KV_APPEND.default(problem, target).replace(whole=whole)
-        ptx = built(problem, KV_APPEND.check(problem, config, target), target.name).ptx
+        ptx = built(KV_APPEND, problem, KV_APPEND.check(problem, config, target), target).ptx
         ticket = ptx.index("atom.")
         assert "relaxed" in ptx[ticket : ticket + 40]
         assert not re.search(r"fence|membar|acq_rel", ptx)
@@ -88,12 +71,12 @@ def test_the_length_is_read_by_one_thread_which_has_it_before_a_ticket_is_taken(
 
 @pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
 def test_the_assembler_keeps_the_length_ahead_of_the_ticket(spec: gpu.GpuSpec) -> None:
-    """In programs of one warp no barrier stands between; the hand-over itself must."""
+    """Programs of one warp have no barrier, so the exchange within the warp must come between."""
     problem = KvAppendProblem.parse("batch=64 seq=1 heads_q=32 rotary=128 heads_kv=8 head_dim=128")
     config = KV_APPEND.default(problem, spec)
     assert config.warps == 1
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built(problem, config, spec.name).compiled.asm["cubin"])
+        file.write(built(KV_APPEND, problem, config, spec).compiled.asm["cubin"])
         file.flush()
         code = subprocess.check_output([cuobjdump(), "--dump-sass", file.name], text=True)
     read, handed_on, ticket = (code.index(name) for name in (" LDG.E R", " REDUX.MAX", " ATOMG.E.ADD"))
@@ -103,11 +86,11 @@ def test_the_assembler_keeps_the_length_ahead_of_the_ticket(spec: gpu.GpuSpec) -
 def test_rows_are_on_their_way_before_the_length_is_waited_for() -> None:
     for whole in (False, True):
         config = KV_APPEND.default(PREFILL, H200).replace(whole=whole)
-        ptx = built(PREFILL, config, "h200").ptx
+        ptx = built(KV_APPEND, PREFILL, config).ptx
         assert ptx.index("ld.global.v4") < ptx.index("bar.sync")
 
 
 def test_compiled_code_does_not_depend_on_extents() -> None:
     config = KvAppendConfig(1, 4, 64, 1)
     other = KvAppendProblem(3, 77, 4, 250, 5, 122, page_size=16, align=2)
-    assert built(PREFILL.replace(align=2), config, "h200").ptx == built(other, config, "h200").ptx
+    assert built(KV_APPEND, PREFILL.replace(align=2), config).ptx == built(KV_APPEND, other, config).ptx

@@ -59,7 +59,7 @@ def held(cache: KVCache, b: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_interpreted_case(case: str) -> None:
-    """Through the function, in place: judged token by token. Run twice over, it does the same."""
+    """The public function updates in place, token by token as expected, and does the same when run again."""
     given = CASES[case]
     results, inputs, memory = posed(given)
     interleaved, expected = bool(given.get("interleaved")), []
@@ -92,7 +92,7 @@ def test_every_interpreted_case(case: str) -> None:
 
 @pytest.mark.parametrize("text", KV_APPEND.suite)
 def test_every_suite_with_default_and_random_configs(text: str) -> None:
-    """As the tuner launches: results in memory of their own, poisoned first, launched twice over."""
+    """A launch like the tuner's: results in separate, poisoned memory, launched twice."""
     problem, spec = KvAppendProblem.parse(text), gpu.detect()
     args = KV_APPEND.sample(problem, "cuda", 11)
     valid = list(KV_APPEND.valid(problem, spec))
@@ -114,7 +114,7 @@ def test_every_suite_with_default_and_random_configs(text: str) -> None:
 
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_many_programs_move_an_end_once(page_size: int) -> None:
-    """Thousands of programs read a length that one of them overwrites: hundreds of times over."""
+    """Thousands of programs read a length that one of them overwrites, in hundreds of launches."""
     batch, seq = 3, 700
     k, v, q = normal(batch, seq, 4, 64), normal(batch, seq, 4, 64), normal(batch, seq, 8, 64)
     cos, sin = table(4096, 32, device="cuda")
@@ -236,7 +236,7 @@ def test_a_captured_step_appends_and_attends_at_any_length(page_size: int) -> No
 
 
 def test_reserve_and_reset_under_a_captured_append() -> None:
-    """Pages come and go between replays; the graph sees those of the moment."""
+    """Pages are freed and reserved between replays; the graph uses the current ones."""
     cache = KVCache.paged(2, 64, 2, 64, pages=3)
     k, v = normal(2, 10, 2, 64), normal(2, 10, 2, 64)
     cache.append(k, v)
@@ -303,7 +303,7 @@ def test_forced_config() -> None:
     cache, k = made(0), normal(4, 3, 2, 128)
     cache.append(k, k, config="tokens=2 heads=2 block=64 warps=1")
     assert torch.equal(cache.k_cache[:, :3], k)
-    with pytest.raises(InvalidConfig, match="it is 128"):
+    with pytest.raises(InvalidConfig, match="block=128 does not cover"):
         cache.append(k, k, config="tokens=1 heads=2 block=128 warps=1")
 
 

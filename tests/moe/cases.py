@@ -1,13 +1,11 @@
-"""What the tests of routing share: truths in fp64 with their tolerances, and cases for Triton's interpreter.
+"""Shared by the tests of routing: truths in fp64 with their tolerances, and cases for Triton's interpreter.
 
-Run as a script under TRITON_INTERPRET=1, with cases as JSON on stdin and one reply each on stdout (``interpreted.py``).
+This file is also the script of the child process that runs the cases (see ``tests/interpreted.py``).
 """
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,41 +14,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cutekernels.kernels.triton.moe import route as kernels
 from cutekernels.ops.moe.permute import MOE_PERMUTE
 from cutekernels.ops.moe.route import MOE_ROUTE, MOE_ROUTE_BACKWARD
 from cutekernels.ops.moe.rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_GATHER
-from tests.interpreted import H200, interpret
+from tests.interpreted import DTYPES, H200, interpret, serve
+from tests.tolerance import FP32_ULP, worst_ratio
 
 ROUTING = {op.name: op for op in (MOE_ROUTE, MOE_ROUTE_BACKWARD)}
 MOVING = {op.name: op for op in (MOE_GATHER, MOE_COMBINE, MOE_COMBINE_BACKWARD)}
 OPS: dict[str, Any] = {**ROUTING, "moe_permute": MOE_PERMUTE, **MOVING}
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OPTIONS = {
     "moe_route": ("top_k", "renormalize"),
     "moe_route_backward": ("top_k", "renormalize"),
     "moe_permute": ("experts",),
 }
 
-# ---- the judge ------------------------------------------------------------------------------------------
+# ---- tolerances -----------------------------------------------------------------------------------------
 
 
 def ratio(actual: Tensor, exact: Tensor, magnitude: Tensor | None = None) -> float:
-    """Worst error over its tolerance: an ulp of the output's type (twice what rounding once costs; the interpreter
-    truncates to bf16), and 16 ulp of fp32 of the terms' ``magnitude``. Whole numbers must agree.
-    """
+    """The largest error over its tolerance: an ulp, and 16 ulp of fp32 of the terms. Integers must agree."""
     if actual.shape != exact.shape:
         return float("inf")
     if not actual.is_floating_point():
         return 0.0 if torch.equal(actual.long(), exact.long()) else float("inf")
-    kind = torch.finfo(actual.dtype)
     exact = exact.double()
     size = exact.abs() if magnitude is None else magnitude.double()
-    _, exponent = torch.frexp(exact.abs().clamp(kind.smallest_normal, kind.max))
-    ulp = torch.ldexp(torch.full_like(exact, kind.eps), exponent - 1)
-    found = (actual.double() - exact).abs() / (ulp + 16 * 2.0**-23 * size)
-    same = (actual.double() == exact.to(actual.dtype).double()) | (actual.isnan() & exact.isnan())
-    found = torch.where(same, 0.0, found)
-    return float(torch.nan_to_num(found, nan=1e30, posinf=1e30).max()) if found.numel() else 0.0
+    return worst_ratio(actual, exact, 16 * FP32_ULP * size, equal_nan=True)
 
 
 def truth(op: str, inputs: Sequence[Any], **options: Any) -> list[tuple[Tensor, Tensor | None]]:
@@ -92,7 +83,7 @@ def worst(op: str, results: Sequence[Tensor], inputs: Sequence[Any], **options: 
 
 
 def arranged(t: Tensor, kind: str) -> Tensor:
-    """``t`` (a matrix) as it may lie in memory."""
+    """A copy of the matrix ``t`` laid out in memory as ``kind`` says."""
     rows, cols = t.shape
     if kind == "transposed":
         return t.t().contiguous().t()
@@ -176,24 +167,11 @@ def _off(x):
     return tl.exp(1.01 * x)
 
 
-def child() -> None:
-    from cutekernels.kernels.triton.moe import route as kernels
-
-    replies = []
-    healthy = {"ordered": kernels.ordered, "_exp": kernels._exp}
-    broken = {"ordered": _unordered, "_exp": _off}
-    for case in json.load(sys.stdin):
-        for name, fn in healthy.items():
-            setattr(kernels, name, broken[name] if case.get("planted") == name else fn)
-        replies.append(child_case(case))
-    json.dump(replies, sys.stdout)
-
-
 def _named(cases: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {" ".join(f"{k}={v}" for k, v in c.items() if k != "values"): c for c in cases}
 
 
-_ODD = [  # rows that tempt: no number, infinities, ties, zeros of both signs, nothing but -inf
+_ODD = [  # rows of special values: NaN, infinities, ties, zeros of both signs, nothing but -inf
     ["-inf"] * 8,
     ["nan", "0", "1", "2", "nan", "3", "4", "5"],
     ["inf", "1", "inf", "-inf", "2", "3", "4", "5"],
@@ -283,4 +261,4 @@ PLANTED = {
 
 
 if __name__ == "__main__":
-    child()
+    serve(child_case, {"ordered": (kernels, _unordered), "_exp": (kernels, _off)})

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,48 +9,18 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.gpu import lookup
 from cutekernels.ops.moe.permute import MOE_PERMUTE
 from cutekernels.ops.moe.route import MOE_ROUTE
 from cutekernels.ops.moe.rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_GATHER
 from cutekernels.ops.sampling import SAMPLE_FILTER
 from cutekernels.ops.shared import tensor_op
 
-H200 = lookup("h200")
-
-
-@pytest.fixture
-def posed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Each launch computes the reference; the list records its problem, and what the kernel itself was handed."""
-    seen: list[str] = []
-
-    def plan(op: Any, problem: Any, device: int, config: object = None) -> Any:
-        handed: list[Any] = []
-        bound = op.bind(problem, op.default(problem, H200), lambda grid, *args: handed.append(args))
-
-        def launch(*given: Any) -> None:
-            handed.clear()
-            bound(*given)  # fails where an operand is nothing that a kernel can walk
-            assert len({len(args) for args in handed}) == 1
-            seen.append(str(problem))
-            results, args = given[: len(op.results)], given[len(op.results) :]
-            for result, value in zip(results, op.reference(problem, *args), strict=True):
-                result.copy_(value)
-
-        return SimpleNamespace(launch=launch)
-
-    monkeypatch.setattr(tensor_op.dispatch, "plan", plan)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    tensor_op.forget()
-    yield seen
-    tensor_op.forget()
-
 
 def route(logits: Tensor, top_k: int = 3) -> tuple[Tensor, ...]:
     return tensor_op.run(MOE_ROUTE, None, (logits,), options=(top_k, True))
 
 
-def test_logits_of_any_strides(posed: list[str]) -> None:
+def test_logits_of_any_strides(launches: list[str]) -> None:
     whole = torch.randn(6, 5, 48)
     for logits in (
         whole,
@@ -69,17 +34,17 @@ def test_logits_of_any_strides(posed: list[str]) -> None:
         expected = MOE_ROUTE.evaluate(logits, top_k=3, renormalize=True)
         assert torch.equal(weights, expected[0])
         assert torch.equal(ids, expected[1])
-    assert posed == [
-        "tokens=30 experts=48 top_k=3 dtype=fp32",
-        "tokens=30 experts=32 top_k=3 dtype=fp32 align=4",
-        "tokens=30 experts=24 top_k=3 dtype=fp32 layout=strided",
-        "tokens=30 experts=48 top_k=3 dtype=fp32",
-        "tokens=1 experts=48 top_k=3 dtype=fp32",
-        "tokens=20 experts=48 top_k=3 dtype=fp32",
+    assert launches == [
+        "moe_route tokens=30 experts=48 top_k=3 dtype=fp32",
+        "moe_route tokens=30 experts=32 top_k=3 dtype=fp32 align=4",
+        "moe_route tokens=30 experts=24 top_k=3 dtype=fp32 layout=strided",
+        "moe_route tokens=30 experts=48 top_k=3 dtype=fp32",
+        "moe_route tokens=1 experts=48 top_k=3 dtype=fp32",
+        "moe_route tokens=20 experts=48 top_k=3 dtype=fp32",
     ]
 
 
-def test_ids_and_rows_of_any_strides(posed: list[str]) -> None:
+def test_ids_and_rows_of_any_strides(launches: list[str]) -> None:
     ids = torch.randint(0, 9, (2, 5, 3)).transpose(0, 1)
     order, offsets, inverse = tensor_op.run(MOE_PERMUTE, None, (ids,), options=(9,))
     expected = MOE_PERMUTE.evaluate(ids, experts=9)
@@ -94,24 +59,24 @@ def test_ids_and_rows_of_any_strides(posed: list[str]) -> None:
     drows, dweights = tensor_op.run(MOE_COMBINE_BACKWARD, None, (x, rows, places, weights))
     assert drows.shape == rows.shape
     assert dweights.shape == weights.shape
-    assert posed == [
-        "pairs=30 experts=9 index=i64",
-        "tokens=10 cols=16 top_k=3 dtype=fp32",
-        "tokens=10 cols=16 top_k=3 dtype=fp32 layout=strided",
-        "tokens=10 cols=16 top_k=3 dtype=fp32 weighted=1 layout=strided",
-        "tokens=10 cols=16 top_k=3 dtype=fp32 weighted=1",
+    assert launches == [
+        "moe_permute pairs=30 experts=9 index=i64",
+        "moe_gather tokens=10 cols=16 top_k=3 dtype=fp32",
+        "moe_combine tokens=10 cols=16 top_k=3 dtype=fp32 layout=strided",
+        "moe_combine tokens=10 cols=16 top_k=3 dtype=fp32 weighted=1 layout=strided",
+        "moe_combine_backward tokens=10 cols=16 top_k=3 dtype=fp32 weighted=1",
     ]
 
 
-def test_no_pairs_still_have_offsets(posed: list[str]) -> None:
+def test_no_pairs_still_have_offsets(launches: list[str]) -> None:
     order, offsets, _ = tensor_op.run(MOE_PERMUTE, None, (torch.empty(0, 2, dtype=torch.int32),), options=(4,))
     assert order.shape == (0,)
     assert offsets.tolist() == [0] * 5
     assert route(torch.empty(0, 8))[0].shape == (0, 3)
-    assert posed == ["pairs=0 experts=4"]
+    assert launches == ["moe_permute pairs=0 experts=4"]
 
 
-def test_filtered_logits_of_any_strides(posed: list[str]) -> None:
+def test_filtered_logits_of_any_strides(launches: list[str]) -> None:
     whole, top_p = torch.randn(3, 4, 40), torch.rand(4, 3).t()
     options, scalars = (True, True, False), (0.8, 5, 1.0, 0.0)
     for logits in (whole, whole.transpose(0, 1).contiguous().transpose(0, 1), whole[..., ::2], whole[..., 1:]):
@@ -120,10 +85,10 @@ def test_filtered_logits_of_any_strides(posed: list[str]) -> None:
         (expected,) = SAMPLE_FILTER.evaluate(*inputs, *scalars, by_k=True, by_p=True, by_min_p=False)
         assert torch.equal(out, expected)
         assert out.is_contiguous()
-    assert [p.partition("top_ps=1")[2] for p in posed] == ["", "", " layout=strided", " align=4"]
+    assert [p.partition("top_ps=1")[2] for p in launches] == ["", "", " layout=strided", " align=4"]
 
 
-def test_results_do_not_overlap_the_logits(posed: list[str]) -> None:
+def test_results_do_not_overlap_the_logits(launches: list[str]) -> None:
     logits = torch.randn(4, 40)
     with pytest.raises(UnsupportedProblem, match="overlaps an operand"):
         tensor_op.run(

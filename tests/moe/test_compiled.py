@@ -1,10 +1,9 @@
-"""Kernels of routing and sampling compiled for GPUs that are not there: code, resources, what each knob does."""
+"""Kernels of routing and sampling compiled without a GPU: their code, their resources, and what each knob changes."""
 
 from __future__ import annotations
 
 import random
 import re
-from functools import cache
 from typing import Any
 
 import pytest
@@ -12,12 +11,13 @@ import pytest
 pytest.importorskip("triton")
 
 from cutekernels import gpu
+from cutekernels.ops.moe.route import MOE_ROUTE
 from cutekernels.ops.sampling import SAMPLE_FILTER
-from tests.moe.cases import H200, OPS
+from tests.moe.cases import OPS
+from tests.triton_compiled import H200, TARGETS, accesses, built, check_knobs, check_resources
 
 ALL = {**OPS, "sample_filter": SAMPLE_FILTER}
-TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
-SIZES = {  # a problem of each op, and configs that leave every knob another value
+SIZES = {  # a problem of each op, and configs that together leave another value to every knob
     "moe_route": ("tokens=4096 experts=128 dtype=fp32", ["tokens=4 warps=4 method=rounds"]),
     "moe_route_backward": ("tokens=4096 experts=128", ["tokens=4 warps=4"]),
     "moe_permute": (
@@ -31,16 +31,6 @@ SIZES = {  # a problem of each op, and configs that leave every knob another val
 }
 
 
-@cache
-def built(op: str, problem: str, config: str, target: str) -> Any:
-    declared = ALL[op]
-    return declared.build(declared.Problem.parse(problem), declared.Config.parse(config), gpu.lookup(target))
-
-
-def accesses(text: str) -> set[str]:
-    return set(re.findall(r"(?:ld|st)\.global\S*?\.((?:v\d\.)?b\d+)\b", text))
-
-
 @pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
 @pytest.mark.parametrize("op", ALL.values(), ids=ALL.keys())
 def test_compiles_for_every_architecture(op: Any, spec: gpu.GpuSpec) -> None:
@@ -51,11 +41,8 @@ def test_compiles_for_every_architecture(op: Any, spec: gpu.GpuSpec) -> None:
         other = op.Problem.parse(rng.choice([t for t in op.suite if "layout" not in t]))
         made.append((other, rng.choice(list(op.valid(other, spec)))))
     for p, c in made:
-        facts = built(op.name, str(p), str(c), spec.name).facts
-        assert facts.registers * 32 * c.warps <= 64 * 1024
         # The largest search keeps 32 sums of 64 bits in 128 registers, and a few words that are seldom used elsewhere.
-        assert facts.stack_bytes <= (32 if op is SAMPLE_FILTER else 0), (str(p), str(c), facts)
-        assert facts.smem_bytes <= 48 * 1024
+        assert check_resources(op, p, c, spec, stack=32 if op is SAMPLE_FILTER else 0).smem_bytes <= 48 * 1024
 
 
 @pytest.mark.parametrize("op", ALL.values(), ids=ALL.keys())
@@ -63,23 +50,14 @@ def test_every_knob_changes_the_code_or_the_launches(op: Any) -> None:
     text, bases = SIZES[op.name]
     problem = op.Problem.parse(text)
 
-    def made(config: Any) -> tuple[str, Any]:
-        passes = op.passes(problem, config) if op.name == "sample_filter" else getattr(config, "passes", 1)
-        return built(op.name, text, str(config), "h200").ptx, (op.grid(problem, config), str(passes))
+    def launch(config: Any) -> Any:
+        passes = op.passes(problem, config) if op is SAMPLE_FILTER else getattr(config, "passes", 1)
+        return op.grid(problem, config), str(passes)
 
-    moved = set()
+    changed: set[str] = set()
     for base in bases:
-        first = op.check(problem, op.Config.parse(base), H200)
-        seen = {made(first)}
-        for knob, values in op.Config.space().items():
-            others = [first.replace(**{knob: v}) for v in values if v != getattr(first, knob)]
-            others = [c for c in others if op.why_not(problem, c, H200) is None]
-            for config in others[:1]:
-                found = made(config)
-                assert found not in seen, f"{knob} changes nothing in {config}"
-                seen.add(found)
-                moved.add(knob)
-    assert moved == set(op.Config.space())
+        changed |= check_knobs(op, problem, op.Config.parse(base), most=1, launch=launch).keys()
+    assert changed == {"", *op.Config.space()}
 
 
 @pytest.mark.parametrize(
@@ -97,13 +75,13 @@ def test_every_knob_changes_the_code_or_the_launches(op: Any) -> None:
     ],
 )
 def test_accesses_are_as_wide_as_alignment_allows(op: str, text: str, widths: set[str]) -> None:
-    """Whole rows: all but indices and weights, which are single words."""
+    """Rows are accessed as wide as they allow; indices and weights are single words."""
     declared = ALL[op]
     problem = declared.Problem.parse(text)
-    for target in ("a100", "h200"):
-        config = declared.default(problem, gpu.lookup(target))
-        assert accesses(built(op, text, str(config), target).ptx) <= widths, (target, config)
-        assert max(widths, key=len) in accesses(built(op, text, str(config), target).ptx)
+    for spec in map(gpu.lookup, ("a100", "h200")):
+        found = accesses(built(declared, problem, declared.default(problem, spec), spec).ptx)
+        assert found <= widths, spec.name
+        assert max(widths, key=len) in found
 
 
 @pytest.mark.parametrize(
@@ -120,15 +98,14 @@ def test_compiled_code_does_not_depend_on_extents(op: str, texts: list[str]) -> 
     first, second = (declared.Problem.parse(t) for t in texts)
     assert first.static() == second.static()
     config = next(c for c in declared.valid(first, H200) if declared.why_not(second, c, H200) is None)
-    assert built(op, str(first), str(config), "h200").ptx == built(op, str(second), str(config), "h200").ptx
+    assert built(declared, first, config).ptx == built(declared, second, config).ptx
 
 
 def test_a_row_of_a_warp_is_reduced_by_single_instructions() -> None:
     """128 experts fill a warp: the maximum of each round is one redux, two for fp32, without barriers in between."""
     for dtype, reductions in (("bf16", 8), ("fp32", 16)):
-        text = f"tokens=4096 experts=128 dtype={dtype}"
-        config = str(ALL["moe_route"].default(ALL["moe_route"].Problem.parse(text), H200))
-        ptx = built("moe_route", text, config, "h200").ptx
+        problem = MOE_ROUTE.Problem.parse(f"tokens=4096 experts=128 dtype={dtype}")
+        ptx = built(MOE_ROUTE, problem, MOE_ROUTE.default(problem, H200)).ptx
         assert len(re.findall("redux.sync", ptx)) == reductions
         assert len(re.findall("bar.sync", ptx)) <= 4
 
@@ -136,7 +113,7 @@ def test_a_row_of_a_warp_is_reduced_by_single_instructions() -> None:
 def test_masses_are_not_fused() -> None:
     """Fused multiply-adds would give masses of their own, and the CPU and the GPU would keep different tokens."""
     text, (config,) = SIZES["sample_filter"]
-    ptx = built("sample_filter", text, config, "h200").ptx
+    ptx = built(SAMPLE_FILTER, SAMPLE_FILTER.Problem.parse(text), SAMPLE_FILTER.Config.parse(config)).ptx
     body = ptx.replace("div.rn.f32", "")
     assert "fma.rn.f32" not in body
     assert "mul.f32" in body or "mul.rn.f32" in body

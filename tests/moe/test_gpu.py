@@ -94,7 +94,7 @@ def test_special_values(dtype: torch.dtype, method: str) -> None:
 
 
 def test_as_exact_as_torch() -> None:
-    """Twice torch's own error at most, at the worst."""
+    """The largest error is at most twice that of torch."""
     logits = normal(4096, 128, dtype=torch.float32) * 4
     exact, _ = torch.softmax(logits.double(), -1).topk(8)
     ours, _ = moe_route(logits, 8, renormalize=False)
@@ -209,7 +209,7 @@ def test_runs_on_the_current_stream() -> None:
 
 @pytest.mark.parametrize("tokens", [5, 4096])
 def test_captured_in_a_graph(tokens: int) -> None:
-    """All of it, with and without a second launch in moe_permute, and again on other logits: nothing waits."""
+    """One graph of all ops, with one or two launches in moe_permute, is captured and replayed on other logits."""
     logits, x = normal(tokens, 64), normal(tokens, 256)
 
     def dance() -> tuple[Tensor, ...]:
@@ -253,7 +253,7 @@ def test_tensors_of_another_device_than_the_current() -> None:
 def test_refusals() -> None:
     with pytest.raises(UnsupportedProblem, match=r"got torch.float64"):
         moe_route(normal(4, 8).double(), 2)
-    with pytest.raises(UnsupportedProblem, match="on cuda"):
+    with pytest.raises(UnsupportedProblem, match="is on cpu, not cuda"):
         moe_combine(normal(8, 6), inverse_of(4, 2), torch.rand(4, 2))
     with pytest.raises(InvalidConfig, match="idles most of a tile"):
         moe_route(normal(2, 8), 2, config="tokens=32 warps=1 method=sort")

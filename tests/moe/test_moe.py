@@ -20,35 +20,19 @@ from cutekernels.ops import registry
 from cutekernels.ops.moe.permute import MOE_PERMUTE, MoePermuteProblem
 from cutekernels.ops.moe.route import MOE_ROUTE, MoeRouteProblem
 from cutekernels.ops.moe.rows import MOE_GATHER, MoeMoveProblem
-from tests.interpreted import replies
+from tests.interpreted import kernel_tests
 from tests.moe import cases as routing_cases
 from tests.moe.cases import CASES, DTYPES, H200, OPS, PLANTED, worst
+from tests.traced import Graphs
 
 moe_route, moe_permute = cutekernels.moe_route, cutekernels.moe_permute
 moe_gather, moe_combine = cutekernels.moe_gather, cutekernels.moe_combine
 
 
-@pytest.fixture(scope="session")
-def interpreted() -> dict[str, dict[str, Any]]:
-    """What the child says of every case."""
-    cases = {**CASES, **PLANTED}
-    return dict(zip(cases, replies(routing_cases.__file__, list(cases.values())), strict=True))
-
-
 # ---- kernels, interpreted -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_kernel_numerics(interpreted: dict[str, dict[str, Any]], case: str) -> None:
-    reply = interpreted[case]
-    assert reply["ratio"] <= 1, reply
-    assert reply["outside"], f"wrote behind its result: {reply}"
-
-
-@pytest.mark.parametrize("bug", PLANTED)
-def test_a_planted_bug_is_caught(interpreted: dict[str, dict[str, Any]], bug: str) -> None:
-    reply = interpreted[bug]
-    assert reply["ratio"] > 1 or not reply["outside"], reply
+interpreted, test_kernel_numerics, test_a_planted_bug_is_caught = kernel_tests(routing_cases.__file__, CASES, PLANTED)
 
 
 def test_every_layout_was_among_the_cases(interpreted: dict[str, dict[str, Any]]) -> None:
@@ -331,14 +315,10 @@ def test_opcheck(gradient: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_traced_whole() -> None:
-    """No graph break, forward and backward; one graph."""
-    graphs: list[Any] = []
+    """Tracing makes no graph break, forward or backward, and one graph."""
+    graphs = Graphs()
 
-    def backend(module: Any, example: Any) -> Any:
-        graphs.append(module)
-        return module
-
-    @torch.compile(fullgraph=True, backend=backend)
+    @torch.compile(fullgraph=True, backend=graphs.backend)
     def mixture(x: Tensor, router: Tensor) -> Tensor:
         weights, ids = moe_route(x @ router.T, 2)
         _, _, inverse = moe_permute(ids, 5)
@@ -347,7 +327,7 @@ def test_traced_whole() -> None:
     x, router = torch.randn(7, 6, requires_grad=True), torch.randn(5, 6, requires_grad=True)
     out = mixture(x, router)
     torch.testing.assert_close(out, 2 * x)
-    assert len(graphs) == 1
+    assert len(graphs.seen) == 1
     out.sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(x.grad, torch.full_like(x, 2.0), rtol=1e-4, atol=1e-4)  # weights sum to one

@@ -12,7 +12,7 @@ from torch import Tensor
 import cutekernels as ck
 from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
-from cutekernels.ops.activations.glu import SILU_MUL
+from cutekernels.ops.activations.op import SILU_MUL
 from cutekernels.ops.gemm.api import pose
 from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from cutekernels.ops.norm_linear.problem import CHAIN, NormLinearConfig, RmsNormLinearProblem

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
-import subprocess
-import tempfile
 from collections import Counter
 from functools import cache
 from itertools import product
@@ -14,13 +11,11 @@ from typing import Any
 import pytest
 
 from cutekernels import gpu
-from cutekernels.backends.cubin import cuobjdump
 from cutekernels.backends.cute import CuteArtifact
-from cutekernels.ops.gemm import skinny, specialized
-from cutekernels.ops.gemm.op import GEMM, GemmProblem
+from cutekernels.ops.gemm.op import GEMM, SCHEDULES, GemmProblem
 from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from cutekernels.ops.norm_linear.problem import NormLinearConfig
-from tests.gemm.test_compiled import text_sections
+from tests import compiled
 
 TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
 OPS: dict[str, NormLinear[Any]] = {op.name: op for op in (RMS_NORM_LINEAR, LINEAR_SILU_MUL)}
@@ -55,25 +50,16 @@ def built(name: str, text: str, config: NormLinearConfig, target: str = "h200") 
     return artifact
 
 
-def code(name: str, text: str, config: NormLinearConfig, target: str = "h200") -> bytes:
-    return b"".join(text_sections(built(name, text, config, target)._function.artifacts.CUBIN))
+def code(name: str, text: str, config: NormLinearConfig) -> bytes:
+    return compiled.code(built(name, text, config))
 
 
-def sass(name: str, text: str, config: NormLinearConfig, target: str = "h200") -> str:
-    return disassembled(built(name, text, config, target))
+def sass(artifact: CuteArtifact) -> str:
+    return compiled.sass(compiled.cubin(artifact))
 
 
-def disassembled(artifact: Any) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(artifact._function.artifacts.CUBIN)
-        file.flush()
-        command = [str(cuobjdump()), "-sass", file.name]
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
-
-
-def opcodes(name: str, text: str, config: NormLinearConfig, target: str = "h200") -> Counter[str]:
-    found = sass(name, text, config, target)
-    return Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)", found, re.MULTILINE))
+def opcodes(name: str, text: str, config: NormLinearConfig) -> Counter[str]:
+    return compiled.opcodes(built(name, text, config))
 
 
 @pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
@@ -83,8 +69,7 @@ def test_compiles_for_every_architecture_as_predicted(name: str, text: str, spec
     chosen = random.Random(f"{text} {spec.name}").choice(fused(name, text, spec.name))
     for config in (best(name, text, spec.name), chosen):
         facts = built(name, text, config, spec.name).facts
-        schedule = specialized if config.body == "specialized" else skinny
-        assert facts.smem_bytes == schedule.smem(config.product, problem.extras).total_bytes, config
+        assert facts.smem_bytes == SCHEDULES[config.body].smem(config.product, problem.extras).total_bytes, config
         assert facts.smem_bytes <= spec.smem_per_block_bytes
         assert facts.stack_bytes == 0, f"spills: {config}"
 
@@ -94,7 +79,7 @@ def test_every_knob_changes_the_code(knob: str) -> None:
     rng = random.Random(knob)
     for name, text in (PROBLEMS[1], PROBLEMS[4]):
         if knob in ("body", "ahead", "squares") and name == "linear_silu_mul":
-            continue  # has one body, which does not ask ahead and squares in one way
+            continue  # has one body, which prefetches nothing and squares in one way
         alike: dict[str, list[NormLinearConfig]] = {}
         for config in fused(name, text):
             others = " ".join(word for word in str(config).split() if not word.startswith(f"{knob}="))
@@ -171,7 +156,7 @@ def test_rows_squared_apart_leave_the_stages_to_the_product() -> None:
         facts = built("rms_norm_linear", text, config.replace(squares=where)).facts
         extras = RMS_NORM_LINEAR.Problem.parse(text).extras
         assert facts.stack_bytes == 0
-        assert facts.smem_bytes == specialized.smem(config.product, extras).total_bytes
+        assert facts.smem_bytes == SCHEDULES["specialized"].smem(config.product, extras).total_bytes
 
 
 def test_loads_keep_pace_where_rows_are_normed_alone() -> None:
@@ -180,16 +165,16 @@ def test_loads_keep_pace_where_rows_are_normed_alone() -> None:
     config = RMS_NORM_LINEAR.default(RMS_NORM_LINEAR.Problem.parse(text), gpu.lookup("h200"))
     config = config.replace(squares="beside")
     assert config.body == "specialized"
-    assert "SR_GLOBALTIMERLO" in sass("rms_norm_linear", text, config)
+    assert "SR_GLOBALTIMERLO" in sass(built("rms_norm_linear", text, config))
     alone = GEMM.build(GemmProblem.parse(f"{text} b_major=k"), config.product, gpu.lookup("h200"))
-    assert "SR_GLOBALTIMERLO" not in disassembled(alone)
+    assert "SR_GLOBALTIMERLO" not in sass(alone)
 
 
 def test_results_of_few_tokens_are_kept() -> None:
     """Whole lines are stored with one of two policies for the L2 cache, by how many bytes there are."""
     text = "m=64 n=3584 k=3584"
     config = RMS_NORM_LINEAR.default(RMS_NORM_LINEAR.Problem.parse(text), gpu.lookup("h200"))
-    found = sass("rms_norm_linear", text, config)
+    found = sass(built("rms_norm_linear", text, config))
     assert "0x14f00000" in found, "evict_last"
     assert "0x10000000" in found, "evict_normal"
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 import cutekernels as ck
 from cutekernels import dispatch, gpu
-from cutekernels.kernels.cute.parts.smem import SpecializedSmem
 from cutekernels.ops.gemm.op import ACTIVATIONS
 from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from cutekernels.ops.norm_linear.problem import (
@@ -213,7 +212,7 @@ def test_graphs_and_streams_do_not_share_a_workspace(m: int, knobs: dict[str, An
     ("m", "n", "k"), [(64, 3584, 3584), (9, 3584, 3584), (33, 1024, 4104), (49, 512, 4104), (128, 1000, 2048)]
 )
 def test_rows_squared_apart(m: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each launch its own rows; the same every time, and by CTAs that do not wait for the others' sums."""
+    """Each launch has its own rows' sums; results repeat, also from CTAs that do not wait for the others' sums."""
     p = RmsNormLinearProblem(m=m, n=n, k=k)
     found = fused(RMS_NORM_LINEAR, p, squares="apart")
     if not found:
@@ -226,8 +225,8 @@ def test_rows_squared_apart(m: int, n: int, k: int, monkeypatch: pytest.MonkeyPa
         assert error(RMS_NORM_LINEAR, p, other, result) <= 1.0
     assert all(torch.equal(a, b) for again in results[1:] for a, b in zip(again, results[0], strict=True))
 
-    monkeypatch.setattr(SpecializedSmem, "asked_ps", 0)
-    monkeypatch.setattr("cutekernels.kernels.cute.parts.statistics._QUESTIONS", 1)
+    monkeypatch.setattr("cutekernels.ops.gemm.specialized.poll_ps", lambda c, spec: 0)
+    monkeypatch.setattr("cutekernels.kernels.cute.parts.statistics._MOST_POLLS", 1)
     impatient = RMS_NORM_LINEAR.build(p, config, gpu.detect()).kernel()
     outputs = RMS_NORM_LINEAR.outputs(p, *args)
     for other, result in zip(others, results[0], strict=True):
@@ -242,7 +241,7 @@ def test_dependent_launches_see_what_came_before(body: str) -> None:
     found = fused(RMS_NORM_LINEAR, p, body=body, pdl=True, split_k=1)
     if not found:
         pytest.skip(f"no dependent launch of body={body} here")
-    config = found[-1]  # specialized: one that asks ahead
+    config = found[-1]  # specialized: one that prefetches
     x0 = torch.randn(4, 2048, device="cuda", dtype=torch.bfloat16)
     g = torch.randn(2048, device="cuda", dtype=torch.bfloat16)
     ws = [torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) / 45 for _ in range(4)]

@@ -1,14 +1,11 @@
-"""What the tests of the norms share: a judge, arrangements of operands, and cases for Triton's interpreter.
+"""Shared by the tests of the norms: tolerances, arrangements of operands, and cases for Triton's interpreter.
 
-Interpreted cases run in a child process: this file as a script, cases as JSON on stdin and one reply each on stdout
-(see ``interpreted.py``).
+This file is also the script of the child process that runs the cases (see ``tests/interpreted.py``).
 """
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -19,38 +16,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cutekernels.kernels.triton.norms import forward, gradients
 from cutekernels.ops.norms.gradients import LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD
 from cutekernels.ops.norms.op import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
-from tests.interpreted import H200, interpret
+from tests.interpreted import DTYPES, H200, fill, interpret, nan_outside, serve
+from tests.tolerance import FP32_ULP, worst_ratio
 
 OPS: dict[str, Any] = {
     op.name: op for op in (RMS_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM_BACKWARD, LAYER_NORM_BACKWARD)
 }
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FEW_SMS = replace(H200, sm_count=1)  # programs then stride over many tiles
 AFFINE = ("weight", "bias", "dweight", "dbias")
 
 
-# ---- the judge ------------------------------------------------------------------------------------------
+# ---- tolerances -----------------------------------------------------------------------------------------
 
 
 def error_ratio(actual: Tensor, exact: Tensor, magnitude: Tensor, rounded_before: Tensor | None = None) -> float:
-    """Worst error over its tolerance. ``exact`` in fp64, ``magnitude`` the size of the terms it is made of.
+    """The largest error over its tolerance: an ulp, and 16 ulp of fp32 of the terms, for statistics and arithmetic.
 
-    Rounding once costs half an ulp of the output's type; twice that is granted (the interpreter truncates to bf16),
-    plus 16 ulp of fp32 for the statistics and the arithmetic, relative to the terms, plus an ulp of
-    ``rounded_before``, a value that was rounded on the way.
+    A value ``rounded_before`` it was used grants an ulp of its own.
     """
-    kind = torch.finfo(actual.dtype)
-    _, exponent = torch.frexp(exact.abs().clamp(kind.smallest_normal, kind.max))
-    ulp = torch.ldexp(torch.full_like(exact, kind.eps), exponent - 1)
-    tolerance = ulp + 16 * 2.0**-23 * magnitude
+    slack = 16 * FP32_ULP * magnitude
     if rounded_before is not None:
-        tolerance = tolerance + kind.eps * rounded_before.abs()
-    rounded = exact.to(actual.dtype).double()
-    ratio = (actual.double() - exact).abs() / tolerance
-    ratio = torch.where(rounded.isinf() & (actual.double() == rounded), 0.0, ratio)
-    return float(torch.nan_to_num(ratio, nan=1e30, posinf=1e30).max()) if ratio.numel() else 0.0
+        slack = slack + torch.finfo(actual.dtype).eps * rounded_before.abs()
+    return worst_ratio(actual, exact, slack)
 
 
 def truth(op: str, results: list[Tensor], args: dict[str, Any]) -> list[tuple[Tensor, ...]]:
@@ -97,12 +87,6 @@ def truth(op: str, results: list[Tensor], args: dict[str, Any]) -> list[tuple[Te
 
 
 # ---- operands -------------------------------------------------------------------------------------------
-
-
-def fill(memory: Tensor, generator: torch.Generator, mean: float = 0.0) -> Tensor:
-    values = torch.randn(memory.shape, generator=generator) + mean
-    values[torch.rand(memory.shape, generator=generator) < 0.02] *= 40  # outlier channels
-    return memory.copy_(values)
 
 
 def arrangement(kind: str, i: int, rows: int, heads: int, cols: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
@@ -185,14 +169,12 @@ def child_case(case: dict[str, Any]) -> dict[str, Any]:
     )
     if "values" in case:
         return {"results": [[str(v) for v in r.flatten().tolist()] for r in results], "problem": problem}
-    outside = True
-    for view, whole in zip(results, memories, strict=False):
-        if not case.get("inplace"):
-            untouched = torch.ones_like(whole, dtype=torch.bool)
-            untouched.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(False)
-            outside &= bool(whole[untouched].isnan().all())
+    outside = bool(case.get("inplace")) or all(map(nan_outside, results, memories))
     ratios = [error_ratio(r, *e) for r, e in zip(results, truth(op.name, results, args), strict=True)]
     return {"ratio": max(ratios), "outside": outside, "problem": problem}
+
+
+_healthy_affine, _healthy_at, _healthy_sums = forward._affine, forward._at, gradients._sums
 
 
 @triton.jit
@@ -210,22 +192,6 @@ def next_head(operand, head, c, inside, PRESENT):
 def one_per_cent_off(a, b):
     first, second = _healthy_sums(a, b)
     return first, second * 1.01
-
-
-def child() -> None:
-    from cutekernels.kernels.triton.norms import forward as norms
-    from cutekernels.kernels.triton.norms import gradients as norm_gradients
-
-    global _healthy_affine, _healthy_at, _healthy_sums
-    _healthy_at, _healthy_sums, summed = norms._at, norm_gradients._sums, norms._summed
-    _healthy_affine = norms._affine
-    replies = []
-    for case in json.load(sys.stdin):
-        norms._summed = unrounded if case.get("planted") == "sum" else summed
-        norms._affine = next_head if case.get("planted") == "head" else _healthy_affine
-        norm_gradients._sums = one_per_cent_off if case.get("planted") == "slope" else _healthy_sums
-        replies.append(child_case(case))
-    json.dump(replies, sys.stdout)
 
 
 # ---- the cases ------------------------------------------------------------------------------------------
@@ -286,7 +252,7 @@ def numerics_cases() -> dict[str, dict[str, Any]]:
 
 
 def config_cases() -> dict[str, dict[str, Any]]:
-    """Random valid configs, of programs that stay among them."""
+    """Random valid configs, persistent programs among them."""
     cases: dict[str, dict[str, Any]] = {}
     rng = random.Random(20)
     for name, op in OPS.items():
@@ -325,9 +291,9 @@ PLANTED = {
     "written past the columns": _SMALL | {"edit": {"cols": 1}},
     "x read by another pitch": _SMALL | {"edit": {"x_row": -8}},
     "y written by another pitch": _SMALL | {"edit": {"y_row": -8}},
-    "another head's weights": _SMALL | {"kind": "cube", "heads": 4, "rows": 3, "per_head": True, "planted": "head"},
-    "the sum normalised before it is rounded": _SMALL | {"op": "add_rms_norm", "planted": "sum", "rows": 40},
-    "the gradient one per cent off": _BACK | {"planted": "slope", "dtype": "fp32"},
+    "another head's weights": _SMALL | {"kind": "cube", "heads": 4, "rows": 3, "per_head": True, "planted": "_affine"},
+    "the sum normalised before it is rounded": _SMALL | {"op": "add_rms_norm", "planted": "_summed", "rows": 40},
+    "the gradient one per cent off": _BACK | {"planted": "_sums", "dtype": "fp32"},
     "a gradient's row forgotten": _BACK | {"edit": {"rows": -1}},
     "a part forgotten": _BACK | {"edit": {"then.parts": -1}},
     "a part of two forgotten": _BACK | {"op": "layer_norm_backward", "edit": {"then.parts": -1}},
@@ -336,4 +302,7 @@ PLANTED = {
 
 
 if __name__ == "__main__":
-    child()
+    serve(
+        child_case,
+        {"_affine": (forward, next_head), "_summed": (forward, unrounded), "_sums": (gradients, one_per_cent_off)},
+    )

@@ -13,7 +13,7 @@ from cutekernels.errors import UnsupportedProblem
 
 
 class LlamaRMSNorm(torch.nn.Module):
-    """What a state dict of Hugging Face's looks like, and the order of its roundings."""
+    """A twin of Hugging Face's module: the same state dict, roundings in the same order."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()

@@ -1,14 +1,11 @@
-"""What the tests of ``adamw_step`` share: a judge, operands, and cases for Triton's interpreter.
+"""Shared by the tests of ``adamw_step``: tolerances, operands, and cases for Triton's interpreter.
 
-Interpreted cases run in a child process: this file as a script, cases as JSON on stdin and one reply each on stdout
-(see ``interpreted.py``).
+This file is also the script of the child process that runs the cases (see ``tests/interpreted.py``).
 """
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 from itertools import product
 from typing import Any
 
@@ -17,14 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cutekernels.kernels.triton import optimizer as kernels
 from cutekernels.ops.optimizer import ADAMW_STEP, ADAMW_TABLE, AdamWProblem, Hyper
-from tests.interpreted import H200, interpret
+from tests.interpreted import DTYPES, H200, build_arguments, interpret, serve
+from tests.tolerance import FP32_ULP, worst_ratio
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SETTINGS = {"lr": 0.02, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 
 
-# ---- the judge ------------------------------------------------------------------------------------------
+# ---- tolerances -----------------------------------------------------------------------------------------
 
 
 def truth(
@@ -57,15 +55,8 @@ def truth(
 
 
 def error_ratio(actual: Tensor, exact: Tensor, magnitude: Tensor) -> float:
-    """Worst error over its tolerance: an ulp of the output's type (rounding once costs half of one; the interpreter
-    truncates to bf16), and 8 ulp of fp32 of the terms: the arithmetic, and numbers that come in fp32.
-    """
-    kind = torch.finfo(actual.dtype)
-    _, exponent = torch.frexp(exact.abs().clamp(kind.smallest_normal, kind.max))
-    ulp = torch.ldexp(torch.full_like(exact, kind.eps), exponent - 1)
-    ratio = (actual.double() - exact).abs() / (ulp + 8 * 2.0**-23 * magnitude)
-    ratio = torch.where(actual.double() == exact, 0.0, ratio)
-    return float(torch.nan_to_num(ratio, nan=1e30, posinf=1e30).max()) if ratio.numel() else 0.0
+    """The largest error over its tolerance: an ulp, and 8 ulp of fp32 of the terms (hyperparameters are in fp32)."""
+    return worst_ratio(actual, exact, 8 * FP32_ULP * magnitude)
 
 
 def worst(results: Any, exact: list[tuple[Tensor, Tensor]]) -> float:
@@ -81,7 +72,7 @@ def worst(results: Any, exact: list[tuple[Tensor, Tensor]]) -> float:
 def operands(
     n: int, dtype: str, grad: str = "same", master: bool = False, skew: int = 0, device: str = "cpu"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """(param, grad, exp_avg, exp_avg_sq, master) after some steps with gradients of many sizes."""
+    """Operands (param, grad, exp_avg, exp_avg_sq, master) after some steps with gradients of many sizes."""
 
     def placed(t: Tensor, kind: torch.dtype) -> Tensor:
         memory = torch.empty(n + skew, dtype=kind, device=device)
@@ -135,8 +126,6 @@ def child_case(case: dict[str, Any]) -> dict[str, Any]:
 
 def table_case(case: dict[str, Any], step: int, settings: dict[str, Any], maximize: bool) -> dict[str, Any]:
     """Tensors of several sizes, each at a step of its own, through the kernel that reads a table."""
-    from cutekernels.backends import triton as backend
-
     sizes = case["sizes"]
     kinds = case["dtype"], case.get("grad", "same"), bool(case.get("master"))
     every = [operands(n, *kinds, case.get("skew", 0)) for n in sizes]
@@ -149,13 +138,7 @@ def table_case(case: dict[str, Any], step: int, settings: dict[str, Any], maximi
     names = dict(zip(("dtype", "grad", "master"), kinds, strict=True))
     problem = AdamWProblem(sum(sizes), **names, maximize=maximize, step="device", align=align)
     config = ADAMW_TABLE.Config.parse(case["config"]) if "config" in case else ADAMW_TABLE.default(problem, H200)
-    built: dict[str, Any] = {}
-    real = backend.compile_kernel
-    backend.compile_kernel = lambda fn, **given: built.update(given, fn=fn)  # type: ignore[assignment]
-    try:
-        ADAMW_TABLE.build(problem, config, H200)
-    finally:
-        backend.compile_kernel = real
+    built = build_arguments(ADAMW_TABLE, problem, config)
     rows = [
         [*(0 if t is None else t.data_ptr() for t in (*o, s)), o[0].numel(), 0]
         for o, s in zip(every, steps, strict=True)
@@ -179,18 +162,6 @@ def table_case(case: dict[str, Any], step: int, settings: dict[str, Any], maximi
 @triton.jit
 def uncorrected(step_ptr, c1, c2, ON_DEVICE: tl.constexpr):
     return 1.0, 1.0
-
-
-def child() -> None:
-    from cutekernels.kernels.triton import optimizer as kernels
-
-    cases = json.load(sys.stdin)
-    healthy = kernels._corrections
-    replies = []
-    for case in cases:
-        kernels._corrections = uncorrected if case.get("planted") else healthy
-        replies.append(child_case(case))
-    json.dump(replies, sys.stdout)
 
 
 def numerics_cases() -> dict[str, dict[str, Any]]:
@@ -229,12 +200,12 @@ CASES = numerics_cases()
 PLANTED = {
     "an element forgotten": {"n": 301, "dtype": "fp32", "edit": {"elements": -1}},
     "written past the end": {"n": 301, "dtype": "fp32", "edit": {"elements": 1}},
-    "no bias correction": {"n": 301, "dtype": "fp32", "planted": True},
-    "no bias correction in a table": {"sizes": [301], "dtype": "fp32", "planted": True},
+    "no bias correction": {"n": 301, "dtype": "fp32", "planted": "_corrections"},
+    "no bias correction in a table": {"sizes": [301], "dtype": "fp32", "planted": "_corrections"},
     "a beta of 1": {"n": 301, "dtype": "fp32", "edit": {"w1": -0.1}},
     "decay forgotten": {"n": 301, "dtype": "fp32", "edit": {"weight_decay": -0.1}},
 }
 
 
 if __name__ == "__main__":
-    child()
+    serve(child_case, {"_corrections": (kernels, uncorrected)})

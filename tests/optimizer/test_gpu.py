@@ -209,7 +209,7 @@ def test_state_goes_both_ways() -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_replayed_from_a_graph() -> None:
-    """A whole training step: gradients of the graph's own memory, a learning rate and a count that go on changing."""
+    """A captured training step: gradients in the graph's memory, a learning rate and a step count that change."""
 
     def network() -> torch.nn.Module:
         torch.manual_seed(2)

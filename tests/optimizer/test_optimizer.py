@@ -21,32 +21,14 @@ from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops import registry
 from cutekernels.ops.optimizer import ADAMW_STEP, AdamWConfig, AdamWProblem, Hyper
 from cutekernels.optim import FusedAdamW
-from tests.interpreted import replies
+from tests.interpreted import kernel_tests
 from tests.optimizer import cases as optimizer_cases
 from tests.optimizer.cases import CASES, H200, PLANTED, SETTINGS, operands, truth, worst
-
-
-@pytest.fixture(scope="session")
-def interpreted() -> dict[str, dict[str, Any]]:
-    """What the child says of every case."""
-    cases = {**CASES, **PLANTED}
-    return dict(zip(cases, replies(optimizer_cases.__file__, list(cases.values())), strict=True))
-
 
 # ---- the kernels, interpreted ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_kernel_numerics(interpreted: dict[str, dict[str, Any]], case: str) -> None:
-    reply = interpreted[case]
-    assert reply["ratio"] <= 1, reply
-    assert reply["outside"], f"wrote outside of its results: {reply}"
-
-
-@pytest.mark.parametrize("bug", PLANTED)
-def test_a_planted_bug_is_caught(interpreted: dict[str, dict[str, Any]], bug: str) -> None:
-    reply = interpreted[bug]
-    assert reply["ratio"] > 1 or not reply["outside"], reply
+interpreted, test_kernel_numerics, test_a_planted_bug_is_caught = kernel_tests(optimizer_cases.__file__, CASES, PLANTED)
 
 
 # ---- the declaration ------------------------------------------------------------------------------------
@@ -290,7 +272,7 @@ def test_groups_and_closures() -> None:
 
 @pytest.mark.parametrize("fused", [None, True])
 def test_state_goes_both_ways(fused: bool | None) -> None:
-    """Ours, saved and loaded by torch's, goes on as if nothing had happened, and the other way round."""
+    """Our state dict loads into torch's optimizer, which continues with the same numbers, and the reverse."""
 
     def stepped(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], seeds: range) -> None:
         for seed in seeds:
@@ -339,7 +321,7 @@ def test_moments_of_half_parameters_stay_fp32() -> None:
 
 
 def test_master_weights_keep_what_rounding_loses() -> None:
-    """Steps below half an ulp of bf16 move the parameter in the long run only if somebody remembers them."""
+    """Steps below half an ulp of bf16 move the parameter only if a master copy accumulates them."""
     moved = {}
     for master in (False, True):
         param = torch.nn.Parameter(torch.full((8,), 256.0).bfloat16())

@@ -1,14 +1,11 @@
-"""What the tests of ``rope`` share: a judge, arrangements of operands, and cases for Triton's interpreter.
+"""Shared by the tests of ``rope``: tolerances, arrangements of operands, and cases for Triton's interpreter.
 
-Interpreted cases run in a child process: this file as a script, cases as JSON on stdin and one reply each on stdout
-(see ``interpreted.py``).
+This file is also the script of the child process that runs the cases (see ``tests/interpreted.py``).
 """
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 from itertools import product
 from typing import Any
 
@@ -17,13 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cutekernels.kernels.triton import rope as kernels
 from cutekernels.ops.rope import ROPE, RopeProblem
-from tests.interpreted import H200, interpret
+from tests.interpreted import DTYPES, H200, interpret, serve
+from tests.tolerance import FP32_ULP, worst_ratio
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-# ---- the judge ------------------------------------------------------------------------------------------
+# ---- tolerances -----------------------------------------------------------------------------------------
 
 
 def truth(
@@ -45,16 +41,8 @@ def truth(
 
 
 def error_ratio(actual: Tensor, exact: Tensor, magnitude: Tensor) -> float:
-    """Worst error over its tolerance: an ulp of the output's type (rounding once costs half of one; the interpreter
-    truncates to bf16) and 4 ulp of fp32 of the terms, which may cancel.
-    """
-    kind = torch.finfo(actual.dtype)
-    _, exponent = torch.frexp(exact.abs().clamp(kind.smallest_normal, kind.max))
-    ulp = torch.ldexp(torch.full_like(exact, kind.eps), exponent - 1)
-    ratio = (actual.double() - exact).abs() / (ulp + 4 * 2.0**-23 * magnitude)
-    ratio = torch.where(actual.double() == exact, 0.0, ratio)
-    ratio = torch.where(actual.isnan() & exact.isnan(), 0.0, ratio)
-    return float(torch.nan_to_num(ratio, nan=1e30, posinf=1e30).max()) if ratio.numel() else 0.0
+    """The largest error over its tolerance: an ulp, and 4 ulp of fp32 of the terms, which may cancel."""
+    return worst_ratio(actual, exact, 4 * FP32_ULP * magnitude, equal_nan=True)
 
 
 def rows_of(batch: int, seq: int, positions: Tensor | None, start: int) -> Tensor:
@@ -154,18 +142,6 @@ def another_position(positions_ptr, start, s, at, inside, POSITIONS: tl.constexp
     return start + s + 1
 
 
-def child() -> None:
-    from cutekernels.kernels.triton import rope as kernels
-
-    cases = json.load(sys.stdin)
-    healthy = kernels._position
-    replies = []
-    for case in cases:
-        kernels._position = another_position if case.get("planted") else healthy
-        replies.append(child_case(case))
-    json.dump(replies, sys.stdout)
-
-
 _BASE = {"batch": 2, "seq": 5, "heads": (3, 2), "width": 16, "rotary": 16, "dtype": "bf16", "kind": "dense"}
 
 
@@ -211,11 +187,11 @@ PLANTED = {
     "a channel forgotten": _BASE | {"edit": {"half": -1}},
     "what does not turn forgotten": _BASE | {"edit": {"head_dim": -1}, "rotary": 8, "dense out": True},
     "written past the tokens": _BASE | {"edit": {"seq": 1}},
-    "the position of the next token": _BASE | {"planted": True},
+    "the position of the next token": _BASE | {"planted": "_position"},
     "one sequence's start for all": _BASE | {"positions": "batch", "edit": {"positions_batch": -1}},
     "turned the wrong way": _BASE | {"edit": {"sin_row": 1}},
 }
 
 
 if __name__ == "__main__":
-    child()
+    serve(child_case, {"_position": (kernels, another_position)})

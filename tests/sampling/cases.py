@@ -1,13 +1,11 @@
-"""What the tests of ``sample_filter`` share: an independent truth, a judge, and cases for Triton's interpreter.
+"""Shared by the tests of ``sample_filter``: an independent truth, its comparison, and cases for Triton's interpreter.
 
-Run as a script under TRITON_INTERPRET=1, with cases as JSON on stdin and one reply each on stdout (``interpreted.py``).
+This file is also the script of the child process that runs the cases (see ``tests/interpreted.py``).
 """
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from typing import Any
 
 import torch
@@ -15,18 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cutekernels.kernels.triton import sampling as kernels
 from cutekernels.ops.sampling import SAMPLE_FILTER
-from tests.interpreted import interpret
+from tests.interpreted import DTYPES, interpret, serve
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FILTERS = ("by_k", "by_p", "by_min_p")
 
 
 def kept_of(row: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[set[int], bool]:
     """The columns that stay, straight from the definition, one token after another in fp64.
 
-    Also whether a hair's breadth decides: a running sum or a mass within 1e-6 of its bound. There the masses' own
-    definition decides, and this one does not tell.
+    The flag tells whether a running sum or a mass is within 1e-6 of its bound: there the masses' own definition
+    decides, and this one cannot tell.
     """
     ranks = [math.inf if math.isnan(x) else x for x in row]  # of rows without both NaN and inf
     most = max(ranks)
@@ -53,7 +51,7 @@ def kept_of(row: list[float], temperature: float, top_k: int, top_p: float, min_
 
 
 def fault(out: Tensor, logits: Tensor, parameters: list[list[float]]) -> str:
-    """What is wrong with a filtered matrix; "" for nothing. ``parameters``: four numbers for each row."""
+    """The fault of a filtered matrix, "" for none. ``parameters``: four numbers for each row."""
     kind = torch.finfo(out.dtype)
     for r, (row, got) in enumerate(zip(logits.tolist(), out.tolist(), strict=True)):
         temperature, top_k, top_p, min_p = parameters[r]
@@ -135,16 +133,6 @@ def _coarse(d):
     return (tl.exp(0.99 * d) * 1099511627776.0).to(tl.int64)
 
 
-def child() -> None:
-    from cutekernels.kernels.triton import sampling as kernels
-
-    healthy, replies = kernels.mass, []
-    for case in json.load(sys.stdin):
-        kernels.mass = _coarse if case.get("planted") else healthy
-        replies.append(child_case(case))
-    json.dump(replies, sys.stdout)
-
-
 ALL = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
 _WHOLE = "block=1024 warps=16 bits=4 splits=1"
 _SPLIT = "block=1024 warps=8 bits=2 splits=8"
@@ -204,11 +192,11 @@ CASES: dict[str, dict[str, Any]] = {
 PLANTED: dict[str, dict[str, Any]] = {
     "a token forgotten": {"rows": 2, "cols": 64, "top_p": 0.999, "edit": {"cols": -1}},
     "another pitch": {"rows": 2, "cols": 64, "top_p": 0.9, "edit": {"logits_row": 4}},
-    "masses one per cent off": {"rows": 8, "cols": 600, "top_p": 0.9, "planted": True},
+    "masses one per cent off": {"rows": 8, "cols": 600, "top_p": 0.9, "planted": "mass"},
     "a token more": {"rows": 4, "cols": 64, "top_k": 5, "edit": {"top_k": 1}},
     "a chunk skipped": {"rows": 1, "cols": 4100, **ALL, "config": _SPLIT, "edit": {"chunk": -256}},
 }
 
 
 if __name__ == "__main__":
-    child()
+    serve(child_case, {"mass": (kernels, _coarse)})

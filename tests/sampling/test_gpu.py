@@ -34,7 +34,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def right(out: Tensor, logits: Tensor, **given: float | Tensor) -> bool:
-    """Kept as on the CPU, to the token; values to one rounding."""
+    """The same tokens are kept as on the CPU; values differ by one rounding at most."""
     there = {n: v.cpu() if isinstance(v, Tensor) else v for n, v in given.items()}
     expected = sample_filter(logits.cpu(), **there)  # type: ignore[arg-type]
     return verify.error_ratio(out.cpu(), expected) <= 1
@@ -136,7 +136,7 @@ def test_tensors_of_another_device_than_the_current() -> None:
 def test_refusals() -> None:
     with pytest.raises(UnsupportedProblem, match=r"got torch.float64"):
         sample_filter(normal(4, 8).double(), top_k=2)
-    with pytest.raises(UnsupportedProblem, match="top_p by row is torch.float32 of shape"):
+    with pytest.raises(UnsupportedProblem, match="top_ps is on cpu, not cuda"):
         sample_filter(normal(4, 8), top_p=torch.rand(4))
     with pytest.raises(InvalidConfig, match="nothing is searched"):
         sample_filter(normal(4, 8), config="block=1024 warps=4 bits=2 splits=1")

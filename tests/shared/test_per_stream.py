@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from cutekernels.ops.gemm import mailboxes, skinny
+from cutekernels.ops.gemm import mailboxes
+from cutekernels.ops.gemm.problem import MOST_TOKENS
 from cutekernels.ops.shared import per_stream
 from cutekernels.ops.shared.per_stream import PerStream, Reserve
 
@@ -28,8 +29,8 @@ def at(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(synchronize=wait))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: here.stream, raising=False)
     # What there is of a real GPU's stays as it is.
-    monkeypatch.setattr(mailboxes.words, "_by_stream", {})
-    monkeypatch.setattr(mailboxes, "reserve", Reserve(4 * (1 + skinny.MOST_TOKENS), torch.int64))
+    monkeypatch.setattr(mailboxes.MAILBOXES, "_by_stream", {})
+    monkeypatch.setattr(mailboxes, "reserve", Reserve(4 * (1 + MOST_TOKENS), torch.int64))
     monkeypatch.setattr(per_stream, "_tickets", Reserve(1024, torch.int32))
     monkeypatch.setattr(torch, "zeros", lambda *shape, device, **options: zeros(*shape, **options))
     monkeypatch.setattr(torch, "empty", lambda *shape, device, **options: empty(*shape, **options))
@@ -77,10 +78,10 @@ def test_the_workspaces_of_splits_and_rows(at: SimpleNamespace) -> None:
     partials, tickets = workspace.get()
     assert (len(partials), tickets.dtype, tickets.tolist()) == (5, torch.int32, [0, 0])
     assert all(a is b for a, b in zip(workspace.get(), (partials, tickets), strict=True))
-    words = mailboxes.words.get()
-    assert (words.dtype, len(words)) == (torch.int64, 1 + skinny.MOST_TOKENS)
-    assert mailboxes.words.get() is words
+    words = mailboxes.MAILBOXES.get()
+    assert (words.dtype, len(words)) == (torch.int64, 1 + MOST_TOKENS)
+    assert mailboxes.MAILBOXES.get() is words
     at.capturing = True
-    captured: list[Any] = [workspace.get()[1] for _ in range(2)] + [mailboxes.words.get() for _ in range(2)]
+    captured: list[Any] = [workspace.get()[1] for _ in range(2)] + [mailboxes.MAILBOXES.get() for _ in range(2)]
     assert len({t.data_ptr() for t in (tickets, words, *captured)}) == 6
     assert [len(t) for t in captured] == [2, 2, len(words), len(words)]

@@ -12,19 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.host_cost import host_cost
-
 pytest.importorskip("triton")
 
 import cutekernels as ck
-from cutekernels import gpu
 from cutekernels.backends import triton as backend
 from cutekernels.backends.triton import Recipe, TritonKernel
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.activations.glu import GELU_MUL, SILU_MUL
+from cutekernels.ops.activations.op import GELU_MUL, SILU_MUL
 from cutekernels.ops.norms.op import LAYER_NORM
 from cutekernels.ops.shared import call_cache, tensor_op
 from cutekernels.ops.shared.tensor_op import Launch
+from tests.gpu_path import H200, launching
+from tests.host_cost import host_cost
 
 BF16 = torch.bfloat16
 
@@ -48,21 +47,11 @@ class Kernel:
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
+def kernel() -> Iterator[Kernel]:
     """Every plan's kernel; the device is that of CPU tensors."""
     made = Kernel()
-
-    def plan(op: Any, problem: Any, device: int, config: object = None) -> Any:
-        config = op.default(problem, SimpleNamespace(sm_count=132, max_warps=64))
-        return SimpleNamespace(launch=op.bind(problem, config, made))
-
-    monkeypatch.setattr(tensor_op.dispatch, "plan", plan)
-    monkeypatch.setattr(call_cache, "_current_device", lambda: -1)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    tensor_op.forget()
-    yield made
-    tensor_op.forget()
+    with launching(lambda op, problem: op.bind(problem, op.default(problem, H200), made)):
+        yield made
 
 
 def run(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
@@ -115,10 +104,10 @@ def test_the_last_call_at_an_address_is_confirmed_by_a_guard(kernel: Kernel, rec
         assert kernel.fired[-1][3:] == fired[3:]
     assert len(kernel.fired) == 4 * len(ways)
     run(x, x)
-    assert kernel.fired[-1][3:] == (1, 128)
-    with pytest.raises(UnsupportedProblem, match="one dtype"):
+    assert kernel.fired[-1][3:5] == (1, 128)
+    with pytest.raises(UnsupportedProblem, match="got torch.float16: convert it"):
         run(x, x.half())
-    with pytest.raises(UnsupportedProblem, match="one shape"):
+    with pytest.raises(UnsupportedProblem, match="each extent the same"):
         run(x, x[:2])
 
 
@@ -159,12 +148,6 @@ def test_absent_operands_are_part_of_a_call(
 ) -> None:
     """A weight alone and a bias alone look alike to a guard."""
     x, vector = torch.randn(4, 32, dtype=BF16), torch.randn(32, dtype=BF16)
-    spec = gpu.lookup("h200")
-    monkeypatch.setattr(
-        tensor_op.dispatch,
-        "plan",
-        lambda op, p, device, config=None: SimpleNamespace(launch=op.bind(p, op.default(p, spec), kernel)),
-    )
     for weight, bias in ((vector, None), (None, vector), (None, None), (vector, None)):
         made = len(recalled)
         for first in (True, False):
@@ -191,7 +174,7 @@ def test_an_address_of_ever_other_calls_gets_no_more_guards(kernel: Kernel) -> N
         run(x[:rows], y[:rows])
     assert not SILU_MUL.calls.recent
     run(x[:7], y[:7])
-    assert kernel.fired[-1][3:] == (1, 7 * 32)
+    assert kernel.fired[-1][3:5] == (1, 7 * 32)
     call_cache.forget()
     run(x, y)
     assert list(SILU_MUL.calls.recent) == [y.data_ptr()]

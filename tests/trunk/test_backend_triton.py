@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,7 +111,42 @@ def test_recipe_round_trip(artifact: TritonArtifact, tmp_path: Path, monkeypatch
     assert compiled[0].asm["cubin"] == artifact.compiled.asm["cubin"]
 
 
+DAMAGE = {
+    "a bit of the binary": ("glu.cubin", lambda old: old[:-9] + bytes([old[-9] ^ 1]) + old[-8:]),
+    "half the binary": ("glu.cubin", lambda old: old[: len(old) // 2]),
+    "another kernel's metadata": ("glu.json", lambda old: old.replace(b'"shared": 0', b'"shared": 64')),
+    "no metadata": ("glu.json", lambda old: b""),
+}
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_binary_in_tritons_cache_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: Any
+) -> None:
+    artifact = build()
+    path = tmp_path / "kernel.json"
+    artifact.save(path)
+    monkeypatch.setattr("cutekernels.backends.triton.launcher", lambda recipe, kernel: kernel)
+    file = Path(artifact.compiled.metadata_group[name])
+    whole = file.read_bytes()
+    assert damage(whole) != whole
+    for load in (lambda: TritonArtifact.load(path), lambda: build().compiled):
+        file.write_bytes(damage(whole))
+        loaded = load()
+        assert loaded.asm["cubin"] == artifact.compiled.asm["cubin"]
+        assert loaded.metadata == artifact.compiled.metadata
+        assert file.read_bytes() == whole
+
+
+def test_a_recipe_of_another_binary_is_refused(artifact: TritonArtifact, tmp_path: Path) -> None:
+    path = tmp_path / "kernel.json"
+    path.write_text(replace(artifact.recipe, sha256="0" * 64).dump())
+    with pytest.raises(CompileError, match="another binary"):
+        TritonArtifact.load(path)
+
+
 HOSTILE = {
+    "a checksum that is a number": {"sha256": 3},
     "another package": {"module": "os"},
     "a parent package": {"module": "cutekernels.kernels"},
     "a prefix that is no package": {"module": "cutekernels.kernels.triton_evil"},
@@ -199,7 +235,7 @@ def test_launch_protocol(artifact: TritonArtifact, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
     monkeypatch.setattr("torch._C._cuda_getDevice", lambda: current[0], raising=False)
     monkeypatch.setattr("torch._C._cuda_getCurrentRawStream", lambda device: 7000 + device, raising=False)
-    monkeypatch.setattr("cutekernels.backends.triton._compile", compiled_again)
+    monkeypatch.setattr("cutekernels.backends.triton._verified", compiled_again)
 
     first = Binary(current)
     kernel = launcher(artifact.recipe, first)

@@ -17,9 +17,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cutekernels import cli, environment
-from cutekernels.errors import CuteKernelsError, StoreError
+from cutekernels.errors import CuteKernelsError, InvalidConfig, JobError, StoreError, UnknownGpu, UnsupportedProblem
 
-VERBS = ("tune", "db", "bench", "explain", "doctor")
+VERBS = ("tune", "db", "bench", "explain", "gpus", "jobs", "doctor")
 
 
 def run(*words: str) -> Result:
@@ -65,6 +65,42 @@ class TestRoot:
         result = run("frobnicate")
         assert result.exit_code == 2
         assert "frobnicate" in result.output
+
+    @pytest.mark.parametrize(("word", "meant"), [("tunne", "tune"), ("dbb", "db"), ("docter", "doctor")])
+    def test_a_misspelt_verb_gets_a_suggestion(self, word: str, meant: str) -> None:
+        result = run(word)
+        assert result.exit_code == 2
+        assert f"Did you mean '{meant}'?" in result.output
+
+    @pytest.mark.parametrize("verb", [(), *((verb,) for verb in VERBS), ("db", "query")])
+    def test_h_is_help(self, verb: tuple[str, ...]) -> None:
+        assert run(*verb, "-h").stdout == run(*verb, "--help").stdout != ""
+
+    @pytest.mark.parametrize("error", [UnsupportedProblem, InvalidConfig, UnknownGpu, JobError])
+    def test_a_word_that_is_wrong_is_misuse(self, error: type[Exception], monkeypatch: Any) -> None:
+        def broken() -> None:
+            raise error("no such thing")
+
+        monkeypatch.setattr(cli, "app", broken)
+        with pytest.raises(SystemExit) as raised:
+            cli.main()
+        assert raised.value.code == 2
+
+    @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+    def test_a_full_disk_is_one_line(self) -> None:
+        code = "import sys; from cutekernels.cli import main; sys.argv = ['cutekernels', 'gpus']; main()"
+        with open("/dev/full", "w") as full:
+            done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True)
+        assert (done.returncode, done.stderr) == (1, "No space left on device\n")
+
+    def test_gpus_and_jobs_are_listed(self) -> None:
+        found = {row["gpu"]: row for row in json.loads(run("gpus", "--format", "json").stdout)}
+        assert found["a100-sxm-80gb"]["alias"] == "a100"
+        jobs = {row["job"]: row for row in json.loads(run("jobs", "--format", "json").stdout)}
+        assert jobs["demo"]["problems"] == 4
+        assert jobs["demo"]["ops"] == "gemm silu_mul"
+        for verb in ("gpus", "jobs"):
+            assert max(map(len, run(verb).stdout.splitlines())) <= 80
 
     def test_version(self) -> None:
         assert run("--version").stdout.strip() == f"cutekernels {environment.package_version('cutekernels')}"
@@ -134,7 +170,7 @@ class TestExplain:
 
     def test_a_mistake_is_one_line_on_stderr(self) -> None:
         done = script("explain", "conv", "m=1", "--gpu", "h200")
-        assert (done.returncode, done.stdout) == (1, "")
+        assert (done.returncode, done.stdout) == (2, "")
         assert re.fullmatch(r"no op is called 'conv'; the ops: gemm(, \w+)+\n", done.stderr)
 
     def test_a_missing_argument_is_misuse(self) -> None:

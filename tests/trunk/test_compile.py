@@ -12,6 +12,8 @@ import stat
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,10 +23,17 @@ from cutekernels import cli
 from cutekernels import compile as compiler
 from cutekernels import gpu as gpus
 from cutekernels.backends import Artifact, Facts
-from cutekernels.errors import CompileError, InvalidConfig, UnknownGpu, UnsupportedProblem
+from cutekernels.errors import (
+    CacheUnusable,
+    CompileError,
+    CompilerKilled,
+    InvalidConfig,
+    UnknownGpu,
+    UnsupportedProblem,
+)
 from cutekernels.isolate import Child, Pool, RemoteError
 from cutekernels.ops import registry
-from cutekernels.ops.gemm.op import GEMM, GemmProblem
+from cutekernels.ops.gemm.op import GEMM, SCHEDULES, GemmProblem
 from tests.test_floors import ROOT, file_of, imports
 from tests.tuner.toys import A100, H200, ToyConfig, ToyOp, ToyProblem
 
@@ -127,7 +136,7 @@ class TestHits:
     def test_an_entry_says_what_it_was_made_from(self) -> None:
         compiler.prepare(OP, PROBLEM, CONFIG, H200)
         key = compiler.cache_key(OP, PROBLEM, CONFIG, H200)
-        assert sorted(f.name for f in files("[!.]*")) == [f"{key}.json", f"{key}.lock", f"{key}.text"]
+        assert sorted(f.name for f in files("[!.]*")) == [f"{key}.json", f"{key}.text"]
         record = json.loads(only("*.json").read_text())
         assert record["made_from"] == {
             "op": "toy",
@@ -228,6 +237,7 @@ class TestKey:
         p = op.Problem.parse("rows=16 cols=4096")
         c = op.default(p, H200)
         specs = [*gpus.GPUS, gpus.lookup("h200-99kib")]
+        specs += [replace(H200, sm_count=131), replace(H200, l2_bytes=1), replace(H200, dram_gbps=1.0)]
         assert len({compiler.cache_key(op, p, c, spec) for spec in specs}) == len(specs)
 
     def test_another_compiler_is_another_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +323,7 @@ def test_a_save_that_fails_half_way_shows_nobody_half_a_file(monkeypatch: pytest
 
     def half(self: TextArtifact, path: Path) -> None:
         path.write_text(self.text[:6])
-        seen.append([f.name for f in files("[!.]*") if not f.name.endswith(".lock")])
+        seen.append([f.name for f in files("*") if f.suffix not in (".lock", ".new")])
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
@@ -322,7 +332,7 @@ def test_a_save_that_fails_half_way_shows_nobody_half_a_file(monkeypatch: pytest
             get()
     assert "CUTEKERNELS_CACHE" in str(raised.value)
     assert seen == [[]], "it is written beside its place"
-    assert [f.name for f in files("*") if not f.name.endswith(".lock")] == [], "nothing is left behind"
+    assert files("*") == [], "nothing is left behind"
     assert get().startswith("fresh")
     assert len(files("*.text")) == len(files("*.json")) == 1
 
@@ -344,6 +354,101 @@ def test_an_index_that_cannot_be_written_leaves_no_entry(monkeypatch: pytest.Mon
     assert builds() == 2
 
 
+# ---- failures of the machine ----------------------------------------------------------------------------
+
+
+def chained(outer: Exception, *causes: Exception) -> Exception:
+    """``outer``, raised from the causes in turn."""
+    link = outer
+    for cause in causes:
+        link.__cause__ = cause
+        link = cause
+    return outer
+
+
+SPOILS: dict[str, tuple[Exception, type[Exception]]] = {
+    "full": (OSError(28, "No space left on device"), CacheUnusable),
+    "full, told by the compiler": (chained(CompileError("no"), OSError(122, "Disk quota exceeded")), CacheUnusable),
+    "full, in the compiler's words": (CompileError("LLVM ERROR: IO failure: No space left on device"), CacheUnusable),
+    "a missing tool": (FileNotFoundError(2, "No such file", "/tmp/x"), CacheUnusable),
+    "no memory": (MemoryError(), CompilerKilled),
+    "no memory for a tool": (chained(CompileError("no"), OSError(12, "Cannot allocate memory")), CompilerKilled),
+    "ptxas killed": (chained(CompileError("no"), RuntimeError("`ptxas` failed with error code -9")), CompilerKilled),
+    "ptxas refused": (chained(CompileError("no"), RuntimeError("`ptxas` failed with error code 255")), CompileError),
+    "a file looked for meanwhile": (chained(CompileError("no"), FileNotFoundError(2, "No such file")), CompileError),
+}
+
+
+@pytest.mark.parametrize(("failure", "kind"), SPOILS.values(), ids=SPOILS.keys())
+def test_what_the_machine_spoils_is_no_plain_compile_error(
+    failure: Exception, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(p: Any, c: Any, gpu: Any) -> Any:
+        raise failure
+
+    monkeypatch.setattr(OP, "build", fail)
+    with pytest.raises(CompileError) as raised:
+        get()
+    assert type(raised.value) is kind
+    assert files("*") == []
+
+
+def spoiled_in_child(order: str) -> str:
+    """Compiles the default of gemm or silu_mul with files limited to 2 KiB, as on a full disk; the error's name."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))
+    name, problem = order.split(maxsplit=1)
+    op = registry.get(name)
+    p = op.Problem.parse(problem)
+    try:
+        compiler.prepare(op, p, op.default(p, H200), H200)
+    except CompileError as error:
+        return type(error).__name__
+    return "compiled"
+
+
+@pytest.mark.parametrize("order", ["gemm m=64 n=64 k=64", "silu_mul rows=64 cols=512"])
+def test_a_full_disk_is_told_apart_by_the_real_compilers(order: str) -> None:
+    with Child(f"{__name__}:spoiled_in_child", env={"CUDA_VISIBLE_DEVICES": ""}) as child:
+        assert child.ask(order, 120) == "CacheUnusable"
+    assert files("*") == []
+
+
+def build_and_hang(config: str) -> None:
+    compiler._BACKENDS["text"] = f"{__name__}:TextArtifact"
+    with compiler.scratch() as folder, compiler._locked("k" * 32):
+        (folder / "tmp.ptx").write_text("half")
+        (compiler.directory() / ("k" * 32 + ".new") / "half.text").write_text("half")
+        (compiler.directory() / "ready").touch()
+        time.sleep(60)
+
+
+def test_what_a_killed_build_leaves_is_removed_and_what_a_living_one_holds_is_not() -> None:
+    with Child(f"{__name__}:build_and_hang") as child, ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(child.ask, "", 60)
+        while not (compiler.directory() / "ready").exists():
+            time.sleep(0.02)
+        compiler.tidy()
+        held = [f.name for f in files("*")]
+        assert len(held) == 5, "a lock and a folder each, and the mark"
+        child.kill()
+        assert asked.exception() is not None
+    assert [f.name for f in files("*")] == held
+    compiler.tidy()
+    assert [f.name for f in files("*")] == ["ready"]
+
+
+def test_a_killed_build_does_not_spoil_the_next_of_its_key() -> None:
+    key = compiler.cache_key(OP, PROBLEM, CONFIG, H200)
+    (compiler.directory() / f"{key}.lock").touch()
+    folder = compiler.directory() / f"{key}.new"
+    folder.mkdir()
+    (folder / f"{key}.text").mkdir()
+    assert get().startswith("fresh")
+    assert [f.suffix for f in files("*")] == [".json", ".text"]
+
+
 # ---- the directory --------------------------------------------------------------------------------------
 
 
@@ -352,7 +457,16 @@ class TestDirectory:
         get()
         for place in (compiler.directory(), compiler.directory().parent):
             assert stat.S_IMODE(place.stat().st_mode) == 0o700
-        assert cli._cache_dir(compiler.directory().parent).state == "ok", "the doctor agrees"
+
+    @pytest.mark.parametrize("mode", [0o700, 0o755, 0o750, 0o711, 0o770, 0o702, 0o777])
+    def test_the_doctor_agrees_with_the_compiler(self, mode: int) -> None:
+        place = compiler.directory().parent
+        place.chmod(mode)
+        try:
+            usable = bool(compiler.directory())
+        except CacheUnusable:
+            usable = False
+        assert (cli._cache_dir(place).state == "ok") is usable
 
     @pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
     @pytest.mark.parametrize("which", ["objects", ""])
@@ -386,16 +500,13 @@ class TestDirectory:
                 get()
 
     def test_a_read_only_one_still_serves_what_it_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        import filelock
-
         get()
         forget()
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
             raise OSError(30, "Read-only file system")
 
-        monkeypatch.setattr(filelock.FileLock, "acquire", refuse)  # what a read-only mount does first
-        monkeypatch.setattr(compiler.tempfile, "TemporaryDirectory", refuse)
+        monkeypatch.setattr(compiler.os, "open", refuse)  # what a read-only mount does first
         assert get().startswith("loaded")
         with pytest.raises(CompileError, match="cannot be written: .*Read-only file system; .*CUTEKERNELS_CACHE"):
             get(config=CONFIG.replace(tile=64))
@@ -439,7 +550,7 @@ class TestProcesses:
                 with pytest.raises(RemoteError) as raised:
                     child.ask(request, 60)
                 assert raised.value.type_name.endswith(error.__name__)
-        assert facts.smem_bytes == config.smem.total_bytes
+        assert facts.smem_bytes == SCHEDULES[config.body].smem(config).total_bytes
         assert pickle.loads(pickle.dumps(facts)) == facts
 
         def refuse(*args: Any) -> Any:
@@ -464,8 +575,6 @@ class TestProcesses:
 
 
 def test_threads_build_a_key_once() -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     with ThreadPoolExecutor(8) as pool:
         answers = set(pool.map(lambda _: get(), range(32)))
     assert len(answers) == 1

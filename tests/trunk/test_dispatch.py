@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sqlite3
 import threading
@@ -164,6 +165,8 @@ class TestNearest:
             (10.0, 0.5, ("default", DEFAULT)),
             (30.0, 0.0, ("nearest", A)),  # the model never thought much of it, and it won
             (5.0, 0.5, ("nearest", A)),  # nor of the default
+            (10.0, math.log2(1.149), ("nearest", A)),
+            (10.0, math.log2(1.151), ("default", DEFAULT)),
             (30.0, 0.5, ("default", DEFAULT)),
         ):
             assert origin(row, op=Fading()) == found, (us, power)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from cutekernels import isolate
 from cutekernels.isolate import Child, ChildDied, ChildTimeout, Pool, RemoteError, StartFailed
 
 HERE = Path(__file__).parents[2]
@@ -40,6 +41,14 @@ def obey(order: tuple[str, Any]) -> Any:
     if verb == "hang":
         time.sleep(value)
         return "late"
+    if verb == "spin":
+        end = time.process_time() + value
+        while time.process_time() < end:
+            pass
+        return value
+    if verb == "out of memory":
+        print("terminate called after throwing an instance of 'std::bad_alloc'", file=sys.stderr, flush=True)
+        os.abort()
     if verb == "raise":
         raise KeyError(value)
     if verb == "chatter":
@@ -117,6 +126,35 @@ def test_a_hang_is_killed_at_its_deadline(child: Child) -> None:
     assert time.monotonic() - begin < 5
     assert gone(pid)
     assert child.ask(("echo", 1), 10) == 1
+
+
+@pytest.mark.parametrize(("order", "outside"), [(("hang", 60), True), (("spin", 60), False)])
+def test_a_missed_deadline_tells_whether_the_child_had_cpu_time(
+    child: Child, order: tuple[str, Any], outside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child.ask(("spin", 0.3), 10)  # of an earlier request, which does not count
+    monkeypatch.setattr(isolate, "_FAIR_SHARE", 0.2)  # the machine of the tests may be loaded
+    with pytest.raises(ChildTimeout) as miss:
+        child.ask(order, 1.0)
+    assert miss.value.cpu_s is not None and 0 <= miss.value.cpu_s < 1.5
+    assert miss.value.outside is outside
+
+
+@pytest.mark.parametrize(
+    ("order", "outside"),
+    [
+        (("kill", signal.SIGKILL), True),
+        (("kill", signal.SIGTERM), True),
+        (("kill", signal.SIGSEGV), False),
+        (("abort", None), False),
+        (("exit", 3), False),
+        (("out of memory", None), True),
+    ],
+)
+def test_a_death_tells_whether_it_came_from_outside(child: Child, order: tuple[str, Any], outside: bool) -> None:
+    with pytest.raises(ChildDied) as death:
+        child.ask(order, 10)
+    assert death.value.outside is outside
 
 
 def test_a_stopped_child_cannot_block_a_large_request(child: Child) -> None:

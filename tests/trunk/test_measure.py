@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import subprocess
 import sys
@@ -85,6 +86,15 @@ class TestStatistics:
             r = a.ratio(b)
             covered += r.low <= 1.1 <= r.high
         assert covered > 170
+
+    def test_the_interval_is_of_95_percent(self) -> None:
+        """Of the median of 400 normal ratios: 1.96 standard errors on each side, not 1.64 (90 %) or 2.58 (99 %)."""
+        noise, widths = random.Random(5), []
+        for _ in range(6):
+            r = Samples((1.0,) * 400).ratio(Samples(tuple(noise.gauss(1.0, 0.05) for _ in range(400))))
+            widths.append((r.high - r.low) / 2)
+        standard_error = 0.05 * math.sqrt(math.pi / 2) / math.sqrt(400)
+        assert 1.78 < sum(widths) / len(widths) / standard_error < 2.25
 
     def test_ratio_over_the_rounds_both_ran(self) -> None:
         assert samples(1, 1).ratio(samples(2, 2, 50, 50)).value == 2

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain
 from cutekernels.ops import registry
+from tests.tuner.toys import ToyProblem
 
 
 @dataclass(frozen=True)
@@ -180,3 +181,12 @@ class TestSpace:
         assert Work(gpu.peak_tflops * 1e6, 0).floor_us(gpu) == pytest.approx(1)
         assert Work(0, gpu.dram_gbps * 1e3).floor_us(gpu) == pytest.approx(1)
         assert Work(gpu.peak_tflops * 1e6, gpu.dram_gbps * 2e3).floor_us(gpu) == pytest.approx(2)
+
+
+def test_an_extent_fits_into_an_int64_and_so_does_its_bucket() -> None:
+    most = ToyProblem(2**62, 1)
+    assert most.bucket().m == 2**62
+    for value in (2**62 + 1, 2**63, 2**64, 10**5000):
+        with pytest.raises(UnsupportedProblem, match=r"m is at most 2\*\*62; it has \d+ bits"):
+            ToyProblem(value, 1)
+    assert ToyProblem.parse(f"m={10**18 - 1} n=1").bucket().m < 2**63

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ def test_defaults_lie_in_the_xdg_directories(monkeypatch: pytest.MonkeyPatch, tm
     loaded = settings.load()
     assert loaded.database_path == tmp_path / "data" / "cutekernels" / "tuned.db"
     assert loaded.cache_dir == tmp_path / "cache" / "cutekernels"
-    assert loaded.log_level == logging.WARNING
+    assert settings.log_level() == logging.WARNING
 
 
 def test_a_path_becomes_an_absolute_sqlite_url(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -53,13 +55,57 @@ def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 )
 def test_log_levels(monkeypatch: pytest.MonkeyPatch, text: str, level: int) -> None:
     monkeypatch.setenv(settings.LOG_VARIABLE, text)
-    assert settings.load().log_level == level
+    assert settings.log_level() == level
 
 
 def test_an_unknown_log_level_says_which_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(settings.LOG_VARIABLE, "loud")
     with pytest.raises(ValueError, match="CUTEKERNELS_LOG must be one of debug, info, warning, error; it is 'loud'"):
-        settings.load()
+        settings.log_level()
+
+
+def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """``code`` in a process of its own, whose environment is ``env`` alone."""
+    return subprocess.run(
+        [sys.executable, "-c", code], env={"PATH": "", **env}, capture_output=True, text=True, check=True
+    )
+
+
+def test_a_wrong_log_level_is_warned_of_and_stops_no_op(tmp_path: Path) -> None:
+    code = (
+        "import torch, cutekernels as ck; x = torch.randn(2, 64).bfloat16(); print(ck.rms_norm(x, x[0]).shape[1]);"
+        "from cutekernels import compile, settings; settings.load()"
+    )
+    done = run(code, CUTEKERNELS_LOG="junk", HOME=str(tmp_path))
+    assert done.stdout.strip() == "64"
+    assert done.stderr.count("CUTEKERNELS_LOG must be one of debug, info, warning, error; it is 'junk'") == 1
+
+
+NO_HOME = (
+    "import os, pwd, tempfile; from cutekernels import settings; os.setuid(54321); tempfile.tempdir = '/nowhere'; "
+)
+
+
+def test_without_a_home_directory_both_lie_in_the_temporary_one() -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can become a user without a passwd entry")
+    done = run(NO_HOME + "s = settings.load(); print(s.cache_dir, s.database_path)")
+    assert done.stdout.split() == ["/nowhere/cutekernels-54321", "/nowhere/cutekernels-54321/tuned.db"]
+    done = run(
+        NO_HOME + "\ntry: settings.load()\nexcept ValueError as error: print(error)", CUTEKERNELS_CACHE="~/kernels"
+    )
+    assert "'~/kernels' names a home directory" in done.stdout and "give the whole path" in done.stdout
+
+
+def test_a_home_directory_that_cannot_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(*args: object) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in (settings.DB_VARIABLE, settings.CACHE_VARIABLE, "XDG_DATA_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", nobody)
+    place = Path(tempfile.gettempdir()) / f"cutekernels-{os.getuid()}"
+    assert (settings.load().cache_dir, settings.load().database_path) == (place, place / "tuned.db")
 
 
 def test_the_package_logger_takes_its_level_from_the_environment() -> None:

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from rich.table import Table
 
 from cutekernels import terminal
 from cutekernels.terminal import Format
@@ -53,3 +54,30 @@ def test_an_error_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> N
         terminal.fail("rule broken;\n  the remedy", code=2)
     assert end.value.code == 2
     assert capsys.readouterr() == ("", "rule broken; the remedy\n")
+
+
+HOSTILE = "m=1\x1b[2J\x9b31m\u202e\udcff"
+
+
+@pytest.mark.parametrize("format", [Format.table, Format.csv, Format.json])
+def test_nothing_that_is_printed_acts_on_the_terminal(format: Format, capsys: pytest.CaptureFixture[str]) -> None:
+    terminal.write([{"problem": HOSTILE}], format)
+    with pytest.raises(SystemExit):
+        terminal.fail(f"bad {HOSTILE}")
+    shown = capsys.readouterr()
+    assert not set("\x1b\x9b\u202e\udcff") & set(shown.out + shown.err)
+    assert "m=1\\x1b[2J" in shown.err
+
+
+def test_a_table_with_broken_markup_or_escapes_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("job [/red]", title="[/bold] of a job\x1b[2J")
+    table.add_row("[/nope] 4096")
+    terminal.show(table)
+    shown = capsys.readouterr().out
+    assert "[/nope] 4096" in shown
+    assert "job [/red]" in shown
+    assert "\x1b" not in shown
+
+
+def test_csv_has_the_columns_of_all_rows() -> None:
+    assert terminal.as_csv([{"a": 1}, {"b": {"c": 2}}]) == "a,b_c\n1,\n,2\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from cutekernels import verify
 from cutekernels.errors import WrongResult
+from cutekernels.ops.attention.op import AttentionProblem, depth
 
 M, N, K = 96, 64, 4096
 FLOPS = 2.0 * M * N * K
@@ -82,6 +84,90 @@ def test_fp16_accumulation_passes_only_where_it_was_asked_for(product: dict[str,
     assert judge(out, product, "fp32") > 1.5
     dropped = out - (product["a"][:, :256].float() @ product["b"][:256].float()).half()
     assert judge(dropped, product, "fp16") > 1.5
+
+
+@pytest.fixture(scope="module")
+def attended() -> dict[str, Any]:
+    """The output of decode attention and what right kernels make of it, which differ in splits, tiles and scales."""
+    rows, keys, head_dim = 1024, 1024, 128
+    make = torch.Generator().manual_seed(3)
+    k, v = (torch.randn(keys, head_dim, generator=make).bfloat16().float() for _ in range(2))
+    q = torch.randn(rows, head_dim, generator=make).bfloat16().float()
+    scores = q @ k.T / math.sqrt(head_dim)
+    expected = (torch.softmax(scores.double(), -1) @ v.double()).bfloat16()
+    results = []
+    for splits, shift in itertools.product((1, 2, 4, 8), (0.0, 0.2, 0.4, 0.6, 0.8)):
+        parts = scores.view(rows, splits, -1)
+        most = parts.amax(-1, keepdim=True)
+        p = torch.exp(parts - most - shift)
+        sums = torch.einsum("rsk,skd->rsd", p.bfloat16().float(), v.view(splits, -1, head_dim))
+        weights = torch.exp(most - most.amax(1, keepdim=True))
+        results.append(((sums * weights).sum(1) / (p.sum(-1, keepdim=True) * weights).sum(1)).bfloat16())
+    problem = AttentionProblem(rows, 1, keys, 1, 1, head_dim=head_dim)
+    return {"expected": expected, "results": results, "depth": depth(problem)}
+
+
+def judge_attended(actual: Any, attended: dict[str, Any]) -> float:
+    return verify.worst_error([actual], [attended["expected"]], 0.0, depth=attended["depth"])
+
+
+def test_no_right_attention_is_called_wrong(attended: dict[str, Any]) -> None:
+    """The worst of 131072 errors lies 4.5 standard deviations out, and rows differ in size."""
+    assert max(judge_attended(result, attended) for result in attended["results"]) <= 0.9
+
+
+def test_a_bias_of_two_ulps_is_wrong(attended: dict[str, Any]) -> None:
+    expected, right = attended["expected"], attended["results"][3]
+    rms = float(expected.double().square().mean().sqrt())
+    assert judge_attended((right.float() + 2 * 2.0**-7 * rms).bfloat16(), attended) > 1.5
+    assert judge_attended((right.view(torch.int16) + 2).view(torch.bfloat16), attended) > 1.5
+    loud = expected.abs() > 2 * rms
+    assert judge_attended(torch.where(loud, (expected.view(torch.int16) + 2).view(torch.bfloat16), right), attended) > 1
+
+
+def test_the_tolerance_follows_the_extreme_of_as_many_draws_as_there_are_outputs() -> None:
+    draws = torch.randn(4_000_000, generator=torch.Generator().manual_seed(1))
+    for count in (100, 10_000, 4_000_000):
+        worst = float(draws[:count].abs().max())
+        assert worst < verify.extreme(count) < worst + 4
+        assert math.erfc(verify.extreme(count) / math.sqrt(2)) * count == pytest.approx(1e-6, rel=1e-6)
+    small, large = (verify.accumulation_error(torch.ones(1).expand(n), 800) for n in (100, 4_000_000))
+    assert large / small == pytest.approx(verify.extreme(4_000_000) / 6)
+
+
+def test_growth_is_one_ulp_a_step(product: dict[str, Any]) -> None:
+    """Neither more nor less: twice the allowance would hide what half of it must allow."""
+    ones = torch.ones(1)
+    assert verify.accumulation_error(ones, 4096, "fp32") == 4096 / 8 * 2.0**-23
+    assert verify.accumulation_error(ones, 4096, "fp16") == 4 * math.sqrt(4096 / 8) * 2.0**-10
+    assert verify.accumulation_error(ones, 1, "fp32") == 2.0**-23
+    zeros = torch.tensor([[1.0] * 63 + [0.0]])  # an element that cancels shows the allowance itself
+    step = verify.accumulation_error(zeros, 4096) * math.sqrt(63 / 64)
+    off = zeros.clone()
+    off[0, -1] = 1.01 * step
+    assert verify.worst_error([off], [zeros], 0.0, depth=4096) > 1
+    off[0, -1] = 0.99 * step
+    assert verify.worst_error([off], [zeros], 0.0, depth=4096) <= 1
+
+
+def test_large_rows_have_large_errors_and_small_rows_keep_the_typical_one() -> None:
+    expected = torch.ones(64, 64)
+    expected[0] *= 100
+    expected[:, 0] = 0.0
+    step = verify.accumulation_error(expected, 80_000)
+    for row, allowed in ((0, 100.0), (5, 12.0)):
+        off = expected.clone()
+        off[row, 0] = step * allowed
+        assert verify.error_ratio(off, expected, step) == pytest.approx(1, rel=0.1)
+
+
+def test_an_overflow_does_not_excuse_the_others() -> None:
+    expected = torch.ones(4, 8).half()
+    expected[0, 0] = math.inf
+    off = expected.clone()
+    off[0, 1] = 2.0
+    assert verify.worst_error([expected], [expected], 2.0 * 32 * 4096) == 0
+    assert verify.worst_error([off], [expected], 2.0 * 32 * 4096) > 10
 
 
 def test_overflow_that_the_reference_shares_is_right_and_nan_never() -> None:

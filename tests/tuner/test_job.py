@@ -91,6 +91,8 @@ TASK = 'name = "x"\n[[tasks]]\nop = "toy"\n'
         ('name = "x"\ntasks = [3]', ["tasks", "[3]"]),
         ('name = "x"\nbudget = 3\n[[tasks]]\nop = "toy"', ["'budget'", "3", "budget_s"]),
         ('name = "x"\nbudget_s = -1\n[[tasks]]\nop = "toy"', ["budget_s", "-1"]),
+        ('name = "x"\nbudget_s = nan\n[[tasks]]\nop = "toy"', ["budget_s", "nan"]),
+        ('name = "x"\nbudget_s = inf\n[[tasks]]\nop = "toy"', ["budget_s", "inf"]),
         ('name = "x"\nbudget_s = true\n[[tasks]]\nop = "toy"', ["budget_s", "True"]),
         ('name = "x"\ntrials = 0\n[[tasks]]\nop = "toy"', ["trials", "0"]),
         ('name = "x"\ntrials = true\n[[tasks]]\nop = "toy"', ["trials", "True"]),

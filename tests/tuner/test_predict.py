@@ -13,7 +13,8 @@ from cutekernels.autotune.predict import Prediction
 from cutekernels.autotune.report import TaskReport
 from cutekernels.backends import Facts
 from cutekernels.db.store import Environment, Store
-from cutekernels.isolate import ChildDied, StartFailed
+from cutekernels.errors import CacheUnusable
+from cutekernels.isolate import ChildDied, RemoteError, StartFailed
 from cutekernels.op import Config
 from tests.tuner.toys import A100, DEFAULT, PROBLEM, TOY, VALID, ToyConfig, ToyMachine, task
 
@@ -145,6 +146,27 @@ def test_a_config_that_a_rule_refuses_today_is_not_crowned(store: Store) -> None
     report = Prediction(job, A100, history, ToyMachine(), force=True).run()
     assert report.winner is not None and report.winner.config == str(RANKED[1])
     assert isinstance(RANKED[1], ToyConfig)
+
+
+def test_a_compile_that_the_machine_spoiled_is_tried_again(store: Store) -> None:
+    best, second = RANKED[:2]
+    killed = ChildDied("compile", -9, "")
+    machine = ToyMachine(spoiled_compiles={best: [killed] * 2, second: [killed]})
+    report = run(store, machine)
+    assert (report.state, report.attempts) == ("unfinished", {"ok": len(VALID) - 1})
+    assert str(best) in report.message and "SIGKILL" in report.message
+    assert report.winner is not None and report.winner.config == str(second)
+    machine = ToyMachine()
+    again = run(store, machine)
+    assert (again.state, machine.compiled) == ("predicted", [best])
+    assert again.winner is not None and again.winner.config == str(best)
+
+
+def test_an_unusable_cache_stops_the_run(store: Store) -> None:
+    broken = RemoteError("CacheUnusable", "the kernel cache /x cannot be written")
+    with pytest.raises(CacheUnusable, match="/x"):
+        run(store, ToyMachine(compile_failures=dict.fromkeys(VALID, broken)))
+    assert store.trials() == []
 
 
 def test_an_environment_that_cannot_compile_writes_no_rows(store: Store) -> None:

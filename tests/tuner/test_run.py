@@ -17,6 +17,7 @@ from cutekernels.autotune.job import Job, Task
 from cutekernels.autotune.run import tune
 from cutekernels.db.store import Store
 from cutekernels.errors import UnknownGpu
+from cutekernels.isolate import RemoteError
 from tests.tuner.toys import BEST, H200, TOY, VALID, ToyMachine, ToyProblem
 
 JOB = Job("toys", (Task(TOY, ToyProblem(16, 64), 8), Task(TOY, ToyProblem(32, 64), 8)))
@@ -133,6 +134,31 @@ class TestCommandLine:
         result = self.invoke(tmp_path, "--format", "json")
         assert result.exit_code == 1
         assert "wrong_result" in json.loads(result.stdout)["tasks"][0]["message"]
+
+    @pytest.mark.usefixtures("on_h200")
+    def test_a_run_without_time_exits_1_and_says_so(self, tmp_path: Path) -> None:
+        result = self.invoke(tmp_path, "--budget-s", "0")
+        assert result.exit_code == 1
+        said = " ".join(result.stdout.split())
+        assert "nothing done, 2 unfinished" in said and "resumed" not in said
+        assert self.machine.measured == []
+        assert self.invoke(tmp_path).exit_code == 0
+        again = self.invoke(tmp_path)
+        assert again.exit_code == 0 and "all of it resumed" in " ".join(again.stdout.split())
+
+    @pytest.mark.usefixtures("on_h200")
+    @pytest.mark.parametrize("budget", ["nan", "inf", "-1", "1e300"])
+    def test_a_budget_that_is_no_time_exits_2(self, tmp_path: Path, budget: str) -> None:
+        result = self.invoke(tmp_path, "--budget-s", budget)
+        assert (result.exit_code, self.machine.measured) == (2, [])
+
+    @pytest.mark.usefixtures("on_h200")
+    def test_an_unusable_cache_exits_1_with_one_line(self, tmp_path: Path) -> None:
+        broken = RemoteError("CacheUnusable", "the kernel cache /x cannot be written: No space left on device")
+        self.machine.compile_failures = dict.fromkeys(VALID, broken)
+        result = self.invoke(tmp_path)
+        assert result.exit_code == 1
+        assert result.stderr.strip() == broken.message
 
     @pytest.mark.usefixtures("on_h200")
     def test_ctrl_c_exits_1_and_says_how_to_resume(self, tmp_path: Path) -> None:

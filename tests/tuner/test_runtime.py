@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cutekernels import compile as compiler
 from cutekernels.autotune import runtime
-from cutekernels.autotune.runtime import LocalRuntime, Measure, Outcome, Prepare
+from cutekernels.autotune.runtime import LocalRuntime, Measure, NotPrepared, Outcome, Prepare
 from cutekernels.backends import Facts
+from cutekernels.errors import CacheUnusable
 from cutekernels.isolate import ChildDied, StartFailed
 from tests.tuner.toys import BEST, DEFAULT, H200, PROBLEM, TOY
 
@@ -22,6 +25,7 @@ def fake_compile(request: tuple[str, str, str, Any]) -> Facts:
     """A stand-in for a compiler: aborts on one config, reports its environment on the others."""
     _op, _problem, config, gpu = request
     if config == str(BEST):
+        tempfile.NamedTemporaryFile(delete=False)  # noqa: SIM115  (left behind, as by a compiler that is killed)
         os.abort()
     return Facts(gpu.sm_count, len(os.environ["CUDA_VISIBLE_DEVICES"]), os.getpid() != os.getppid())
 
@@ -29,6 +33,8 @@ def fake_compile(request: tuple[str, str, str, Any]) -> Facts:
 def fake_worker(request: Prepare | Measure) -> Any:
     """A stand-in for the worker: dies on one config, reports how often it was prepared on the others."""
     if isinstance(request, Prepare):
+        if request.seed == 13:
+            raise RuntimeError("no reference")
         _prepared.append(request)
         return None
     assert _prepared[-1] == request.prepare
@@ -51,6 +57,26 @@ def test_compiles_see_no_gpu_and_an_abort_costs_one(machine: LocalRuntime) -> No
     assert good.result(60) == again.result(60) == Facts(H200.sm_count, 0, True)
     with pytest.raises(ChildDied, match="SIGABRT"):
         bad.result(60)
+
+
+def test_temporary_files_of_killed_processes_go_with_the_run(machine: LocalRuntime) -> None:
+    (folder,) = compiler.directory().glob("run-*.new")
+    with pytest.raises(ChildDied):
+        machine.compile(TOY, PROBLEM, BEST, H200).result(60)
+    assert list(folder.iterdir())
+    machine.close()
+    assert list(compiler.directory().iterdir()) == []
+
+
+def test_an_unusable_cache_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler.directory().chmod(0o777)
+    with pytest.raises(CacheUnusable, match="mode 777"):
+        LocalRuntime(2)
+
+
+def test_a_problem_that_cannot_be_prepared_is_no_verdict_on_a_config(machine: LocalRuntime) -> None:
+    with pytest.raises(NotPrepared, match="no reference"):
+        machine.measure(Measure(Prepare("toy", str(PROBLEM), H200, seed=13), (str(DEFAULT),)))
 
 
 def test_the_worker_is_prepared_once_per_problem_and_process(machine: LocalRuntime) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ import pytest
 
 from cutekernels.autotune.history import TaskHistory
 from cutekernels.autotune.report import TaskReport
+from cutekernels.autotune.runtime import NotPrepared
 from cutekernels.autotune.search import Search, prune_reason
 from cutekernels.autotune.suggest import Suggester
 from cutekernels.backends import Facts
 from cutekernels.db.store import Environment, Store, Trial
-from cutekernels.isolate import ChildDied, ChildTimeout, RemoteError
+from cutekernels.errors import CacheUnusable
+from cutekernels.isolate import ChildDied, ChildFailure, ChildTimeout, RemoteError
+from cutekernels.measure import Ratio, Samples
 from cutekernels.op import Config
 from cutekernels.ops.attention.backward import ATTENTION_BACKWARD
 from cutekernels.ops.attention.decode import DECODE_ATTENTION
@@ -99,6 +103,31 @@ class TestCrowning:
         assert report.winner is not None
         assert report.winner.config == min(map(str, equal))
 
+    @pytest.mark.parametrize(("low", "crowned"), [(0.995, False), (1.0, False), (1.005, True)])
+    def test_a_winner_beats_the_default_with_its_whole_interval(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch, low: float, crowned: bool
+    ) -> None:
+        machine = ToyMachine(law=lambda c: 9.0 if c == BEST else 10.0)
+        real = Samples.ratio
+
+        def ratio(mine: Samples, other: Samples) -> Ratio:
+            found = real(mine, other)
+            return Ratio(found.value, low, found.high) if found.value > 1.05 else found
+
+        monkeypatch.setattr(Samples, "ratio", ratio)
+        report = run(store, machine, trials=100)
+        assert report.winner is not None
+        assert report.winner.config == str(BEST if crowned else DEFAULT)
+
+    @pytest.mark.parametrize(("lead", "tied"), [(0.0, True), (0.01, False), (0.1, False)])
+    def test_only_what_cannot_be_told_apart_is_tied(self, store: Store, lead: float, tied: bool) -> None:
+        """BEST leads by one per cent, and its interval excludes 1: the other one's text comes first, in vain."""
+        first = min((c for c in VALID if str(c) < str(BEST) and c != DEFAULT), key=str)
+        law = {BEST: 10.0, first: 10.0 * (1 + lead)}
+        report = run(store, ToyMachine(law=lambda c: law.get(c, 20.0), noise=0.002), trials=100)
+        assert report.winner is not None
+        assert report.winner.config == str(first if tied else BEST)
+
     def test_a_wrong_finalist_is_not_crowned(self, store: Store) -> None:
         machine = ToyMachine()
 
@@ -129,12 +158,19 @@ def test_an_op_says_how_much_stack_is_too_much() -> None:
     assert prune_reason(facts, TOY, H200) is None
 
 
+def test_limits_are_allowed() -> None:
+    most = Facts(255, TOY.most_stack_bytes, H200.smem_per_block_bytes)
+    assert prune_reason(most, TOY, H200) is None
+    assert "stack" in str(prune_reason(replace(most, stack_bytes=most.stack_bytes + 1), TOY, H200))
+    assert "shared" in str(prune_reason(replace(most, smem_bytes=most.smem_bytes + 1), TOY, H200))
+
+
 class TestOutcomes:
     def test_every_outcome_is_a_row_and_the_search_goes_on(self, store: Store) -> None:
         by_law = sorted(VALID, key=true_us)
         crash, hang, wrong, broken, remote, spill, fat, refused = by_law[:8]
         machine = ToyMachine(
-            failures={crash: DIED, hang: HUNG, remote: RemoteError("OutOfMemoryError", "no room")},
+            failures={crash: DIED, hang: HUNG, remote: RemoteError("RuntimeError", "no such launch")},
             wrong={wrong: 7.5},
             compile_failures={
                 broken: ChildDied("compile", -6, "MLIR assertion"),
@@ -152,7 +188,7 @@ class TestOutcomes:
         assert status[hang].status == "timeout" and "30 s" in status[hang].message
         assert status[wrong].status == "wrong_result" and status[wrong].error == 7.5
         assert status[broken].status == "compile_error" and "MLIR assertion" in status[broken].message
-        assert status[remote].status == "crashed" and "no room" in status[remote].message
+        assert status[remote].status == "crashed" and "no such launch" in status[remote].message
         assert status[spill].status == "pruned" and "264 B of stack" in status[spill].message
         assert status[fat].status == "pruned" and "shared memory" in status[fat].message
         assert status[refused].status == "invalid" and "bad tile" in status[refused].message
@@ -197,11 +233,114 @@ class TestOutcomes:
         assert report.winner is None and store.winners() == []
         assert len(machine.measured) == 1
         machine.wrong.clear()
-        assert run(store, machine).state == "tuned", "repaired, the default is measured again"
+        repaired = ToyMachine()
+        assert run(store, repaired).state == "tuned"
+        assert repaired.compiled[0] == DEFAULT and repaired.measured[0].configs == (str(DEFAULT),)
+        assert [t.status for t in rows(store, DEFAULT)][:2] == ["wrong_result", "ok"], "it is measured again"
 
     def test_a_spilling_default_is_measured_all_the_same(self, store: Store) -> None:
         report = run(store, ToyMachine(facts={DEFAULT: Facts(255, 4000, 0)}))
         assert report.state == "tuned"
+
+
+KILLED = ChildDied("compile", -9, "")
+STARVED = ChildTimeout("compile", 120, "", cpu_s=3.0)
+SPOILS = {
+    "compiler killed": KILLED,
+    "compiler asked to end": ChildDied("compile", -15, ""),
+    "allocation failed": ChildDied("compile", -6, "terminate called after throwing std::bad_alloc"),
+    "no CPU time before the deadline": STARVED,
+    "a tool killed": RemoteError("CompilerKilled", "`ptxas` failed with error code -9"),
+    "device memory taken by others": RemoteError("OutOfMemoryError", "CUDA out of memory"),
+    "inputs not made": NotPrepared("toy [m=16 n=64] was not prepared"),
+}
+
+
+class TestFailuresOfTheMachine:
+    """They are no verdicts on a config."""
+
+    @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS.keys())
+    @pytest.mark.parametrize("config", [BEST, DEFAULT], ids=["best", "default"])
+    @pytest.mark.parametrize("where", ["spoiled_compiles", "spoiled_measures"])
+    def test_one_is_tried_again_in_the_same_run(
+        self, store: Store, spoil: ChildFailure, config: ToyConfig, where: str
+    ) -> None:
+        report = run(store, ToyMachine(**{where: {config: [spoil]}}), trials=100)
+        assert (report.state, report.message) == ("tuned", "")
+        assert report.winner is not None and report.winner.config == str(BEST)
+        assert {t.status for t in rows(store)} <= {"ok", "invalid"}
+        assert report.attempts["ok"] == len(VALID) + 4
+
+    @pytest.mark.parametrize("where", ["spoiled_compiles", "spoiled_measures"])
+    def test_one_that_lasts_leaves_no_row_and_the_next_run_tries_again(self, store: Store, where: str) -> None:
+        report = run(store, ToyMachine(**{where: {BEST: [KILLED] * 2}}), trials=100)
+        assert report.state == "unfinished"
+        assert "1 configs without a verdict" in report.message and str(BEST) in report.message
+        assert rows(store, BEST) == []
+        assert report.winner is not None and report.winner.config == str(sorted(VALID, key=true_us)[1])
+        machine = ToyMachine()
+        again = run(store, machine, trials=100)
+        assert (again.state, machine.compiled) == ("tuned", [BEST])
+        assert again.winner is not None and again.winner.config == str(BEST)
+        assert run(store, ToyMachine(), trials=100).state == "done"
+
+    def test_they_count_as_attempts_of_this_run_only(self, store: Store) -> None:
+        machine = ToyMachine(width=1, spoiled_compiles={c: [KILLED] * 2 for c in VALID if c != DEFAULT})
+        report = run(store, machine, trials=6)
+        assert (report.state, report.attempts["ok"]) == ("unfinished", 2)
+        assert len(set(machine.compiled)) == 6
+        assert run(store, ToyMachine(), trials=6).attempts["ok"] == 5 + 4
+
+    def test_a_default_without_a_verdict_fails_the_task_and_leaves_no_row(self, store: Store) -> None:
+        report = run(store, ToyMachine(spoiled_compiles={DEFAULT: [KILLED] * 2}))
+        assert report.state == "failed" and "SIGKILL" in report.message
+        assert rows(store) == []
+
+    def test_a_spoiled_final_crowns_nobody_and_is_held_again(self, store: Store) -> None:
+        second = sorted(VALID, key=true_us)[1]
+        machine = ToyMachine()
+
+        def spoil(request: Any) -> None:
+            if request.prepare.seed:
+                raise KILLED
+
+        machine.on_measure = spoil
+        report = run(store, machine, trials=100)
+        assert (report.state, report.winner) == ("unfinished", None)
+        row = rows(store, second)[-1]
+        store.crown(row.id)  # a winner from before the best was found
+        machine = ToyMachine()
+        again = run(store, machine, trials=100)
+        assert (again.state, machine.compiled, len(machine.measured)) == ("tuned", [], 1)
+        assert again.winner is not None and again.winner.config == str(BEST)
+
+    def test_a_final_spoiled_once_crowns_the_best(self, store: Store) -> None:
+        machine, finals = ToyMachine(), []
+
+        def spoil(request: Any) -> None:
+            if request.prepare.seed:
+                finals.append(request)
+                if len(finals) == 1:
+                    raise KILLED
+
+        machine.on_measure = spoil
+        report = run(store, machine, trials=100)
+        assert report.winner is not None and report.winner.config == str(BEST)
+
+    def test_an_unusable_cache_stops_the_run(self, store: Store) -> None:
+        broken = RemoteError("CacheUnusable", "the kernel cache /x cannot be written: No space left on device")
+        with pytest.raises(CacheUnusable, match="No space left"):
+            run(store, ToyMachine(compile_failures=dict.fromkeys(VALID, broken)))
+        assert rows(store) == []
+        with pytest.raises(CacheUnusable, match="No space left"):
+            run(store, ToyMachine(failures={BEST: broken}), trials=100)
+        assert rows(store, BEST) == []
+
+    def test_a_deadline_missed_at_work_is_a_verdict(self, store: Store) -> None:
+        slow = ChildTimeout("compile", 120, "", cpu_s=119.0)
+        run(store, ToyMachine(compile_failures={BEST: slow}, failures={VALID[3]: slow}), trials=100)
+        assert rows(store, BEST)[-1].status == "compile_error"
+        assert rows(store, VALID[3])[-1].status == "timeout"
 
 
 class TestBudgets:

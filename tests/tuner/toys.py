@@ -99,7 +99,10 @@ def true_us(config: Config) -> float:
 
 @dataclass
 class ToyMachine:
-    """A Runtime whose kernels take ``law(config)`` µs; chosen configs fail in chosen ways. Advances its own clock."""
+    """A Runtime whose kernels take ``law(config)`` µs; chosen configs fail in chosen ways. Advances its own clock.
+
+    ``spoiled_compiles`` and ``spoiled_measures``: failures of a config's first compiles and measurements, in order.
+    """
 
     law: Callable[[Config], float] = true_us
     noise: float = 0.002
@@ -108,6 +111,8 @@ class ToyMachine:
     compile_failures: dict[Config, ChildFailure] = field(default_factory=dict)
     failures: dict[Config, ChildFailure] = field(default_factory=dict)
     final_failures: dict[Config, ChildFailure] = field(default_factory=dict)
+    spoiled_compiles: dict[Config, list[ChildFailure]] = field(default_factory=dict)
+    spoiled_measures: dict[Config, list[ChildFailure]] = field(default_factory=dict)
     wrong: dict[Config, float] = field(default_factory=dict)
     now: float = 0.0
     seconds_per_measure: float = 1.0
@@ -124,7 +129,9 @@ class ToyMachine:
         self.compiled.append(config)
         future: Future[Facts] = Future()
         future.set_running_or_notify_cancel()
-        if config in self.compile_failures:
+        if self.spoiled_compiles.get(config):
+            future.set_exception(self.spoiled_compiles[config].pop(0))
+        elif config in self.compile_failures:
             future.set_exception(self.compile_failures[config])
         else:
             future.set_result(self.facts.get(config, Facts(64, 0, 1024)))
@@ -142,6 +149,8 @@ class ToyMachine:
             failures = self.final_failures if request.prepare.seed else self.failures
             if config in failures:
                 raise failures[config]
+            if self.spoiled_measures.get(config):
+                raise self.spoiled_measures[config].pop(0)
         outcomes = {}
         drift = random.Random(len(self.measured)).uniform(0.8, 1.2)  # each measurement finds other clocks
         for text, config in zip(request.configs, configs, strict=True):

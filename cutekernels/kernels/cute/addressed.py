@@ -1,9 +1,8 @@
 """A GEMM body called with addresses, extents and pitches in the place of tensors.
 
-TVM-FFI takes an int in a fraction of the time that it takes for a tensor, and who calls has read the addresses already.
-Launch of an empty kernel from Python, H200 box: 4.9 us with three tensors, two absent ones and two floats, 4.3 with
-addresses (2026-11-21). Nothing here is checked: the caller vouches that the numbers are those of tensors which pose the
-problem that the body was compiled for.
+TVM-FFI passes an int in a fraction of a tensor's time, and callers have read the addresses already:
+docs/notes/gemm.md#launch-by-addresses. Nothing is checked here: the numbers must be those of tensors that have the
+layout the body was compiled for.
 """
 
 from dataclasses import dataclass
@@ -16,9 +15,7 @@ from cutlass import Float32, Int32, const_expr
 
 @dataclass(frozen=True)
 class Operand:
-    """How a matrix lies. ``along``: which of its extents is contiguous, 0 or 1; ``align``: elements that divide its
-    pitch.
-    """
+    """Layout of a matrix: its contiguous extent, 0 or 1, and a number of elements that divides its pitch."""
 
     along: int
     align: int

@@ -1,8 +1,8 @@
 """Activations: gated (``out = act(gate) * up``) and with a bias (``out = gelu(x + bias)``), and their gradients.
 
 Every kernel walks a (rows, cols) matrix in tiles of BLOCK_ROWS x BLOCK_COLS; programs run through a row's tiles
-first. Every operand has its own two strides. What the op can promise it passes as a constexpr: element strides of 1,
-and for gated operands that are dense throughout (DENSE) one single row of ``cols`` elements.
+first. Every operand has its own two strides. Promises of the op are constexprs: element strides of 1, and for gated
+operands that are dense throughout (DENSE) one single row of ``cols`` elements.
 
 Width: VEC elements are one access. A tile's edge is masked in units of VEC, which keeps every access wide
 whatever ``cols`` is; the at most VEC - 1 elements beyond the last whole unit of a row follow one by one.
@@ -89,9 +89,8 @@ def _activation_and_slope(x, ACT: tl.constexpr, PRECISE: tl.constexpr):
     """The activation and its derivative, which crosses 0 between terms that do not."""
     if ACT == "silu":
         s = _over_one_plus_exp(1.0, x, PRECISE)
-        # 1 + x * (1 - s), which is 0 near x = -1.278. There 1 + x is exact and 1 - s is not: fp32, 16M elements, worst
-        # error 1.09 -> 0.44 of what verify.py grants (modelled on a CPU, 2026-11-21). For x > 0 it is the other way
-        # round.
+        # 1 + x * (1 - s), which is 0 near x = -1.278: for x < 0 1 + x is exact and 1 - s is not, for x > 0 it is the
+        # other way round. docs/notes/activations.md (modelled on a CPU, 2026-11-21)
         return x * s, s * tl.where(x < 0.0, tl.fma(-x, s, 1.0 + x), tl.fma(x, 1.0 - s, 1.0))
     elif ACT == "gelu":
         cdf = _normal_cdf(x, PRECISE)
@@ -252,7 +251,7 @@ def glu_backward(
 ):
     """``dgate = dout * up * act'(gate)`` and ``dup = dout * act(gate)``.
 
-    Schedule: as :func:`glu`. The activation is recomputed: nothing of the forward pass but its inputs is read.
+    Schedule: as :func:`glu`. The activation is recomputed from the inputs of the forward pass.
     """
     await_turn(DEPENDENT)
     ptrs = (dgate_ptr, dup_ptr, dout_ptr, gate_ptr, up_ptr)
@@ -291,7 +290,7 @@ def bias_gelu(
 ):
     """``out = gelu(x + bias)``.
 
-    Schedule: one program per tile; the bias is loaded once for all rows of it.
+    Schedule: one program per tile; the bias is loaded once for all its rows.
     """
     await_turn(DEPENDENT)
     row, col, rows_left, cols_left = _tile(rows, cols, BLOCK_ROWS, BLOCK_COLS, False)

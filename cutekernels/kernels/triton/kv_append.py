@@ -11,12 +11,12 @@ import triton.language as tl
 
 from cutekernels.kernels.triton.dependent import await_turn
 
-_ENTRIES = tl.constexpr(64)  # of a page table that are looked at together
+_ENTRIES = tl.constexpr(64)  # entries of a page table examined together
 
 
 @triton.jit
 def _of(block, sizes, q, k, v):
-    """Of q, k and v, (pointer, three strides) each, the one that ``block`` is of."""
+    """The (pointer, three strides) of the operand, q, k or v, that ``block`` belongs to."""
     q_blocks, kv_blocks, _, _ = sizes
     pointer, outer, inner, head = v
     if block < q_blocks:
@@ -28,7 +28,7 @@ def _of(block, sizes, q, k, v):
 
 @triton.jit
 def _heads(block, sizes, HEADS: tl.constexpr):
-    """Heads of a block, in whichever of q, k and v it is, and whether they are there. None is in a block too many."""
+    """The heads of a block, in its operand, and whether they exist. A surplus block has none."""
     q_blocks, kv_blocks, heads_q, heads_kv = sizes
     first = block - q_blocks - kv_blocks
     heads = heads_kv
@@ -43,9 +43,9 @@ def _heads(block, sizes, HEADS: tl.constexpr):
 
 @triton.jit
 def _channels(block, part, sizes, widths, BLOCK: tl.constexpr, TURNING: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Where a tile's two runs of BLOCK channels begin and what ends them; interleaved, it is one run of twice that.
+    """The beginnings and ends of a tile's two runs of BLOCK channels; interleaved, of one run of twice the length.
 
-    Of v, and of q and k behind what turns, the second run follows the first.
+    In v, and behind the turning channels of q and k, the second run follows the first.
     """
     q_blocks, kv_blocks, _, _ = sizes
     half, head_dim, half_blocks, stays = widths
@@ -75,7 +75,7 @@ def _channels(block, part, sizes, widths, BLOCK: tl.constexpr, TURNING: tl.const
 
 @triton.jit
 def _load(rows, there, channels, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """A tile's two runs of channels, or twice the same of both. Rows, (TOKENS, HEADS): pointers."""
+    """Loads a tile's two runs of channels; interleaved, the one run twice. ``rows``: pointers, (TOKENS, HEADS)."""
     first, second, first_end, second_end = channels
     if INTERLEAVED:
         d = first + tl.arange(0, 2 * BLOCK)
@@ -91,7 +91,7 @@ def _load(rows, there, channels, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr)
 
 @triton.jit
 def _store(rows, there, channels, x1, x2, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """What ``_load`` loaded, to where it goes."""
+    """Stores what :func:`_load` loads."""
     first, second, first_end, second_end = channels
     if INTERLEAVED:
         d = first + tl.arange(0, 2 * BLOCK)
@@ -136,7 +136,7 @@ def _fetch(
     TURNING: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Tokens ``s`` of a block of heads, as they are."""
+    """Loads tokens ``s`` of a block of heads, not turned."""
     pointer, outer, inner, head = _of(block, sizes, q, k, v)
     h, real = _heads(block, sizes, HEADS)
     rows = pointer + batch * outer + s[:, None] * inner + h[None, :] * head
@@ -163,7 +163,7 @@ def _put(
     TURNING: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """What was fetched, turned if it is to be: q to its tokens' rows, k and v to the places of those that are kept."""
+    """Turns and stores a fetched tile: q to its tokens' rows, k and v to the slots of the tokens that are kept."""
     batch, s, there, page, slot, kept = tile
     q_blocks, kv_blocks, _, _ = sizes
     half_blocks = widths[2]
@@ -192,7 +192,7 @@ def _legal(page, pages):
 
 @triton.jit
 def _end(table_row, table_entry, start, end, pages, PAGE_SIZE: tl.constexpr):
-    """The first position from ``start`` on that has no page; ``end`` at the latest."""
+    """The first position from ``start`` on without a page; ``end`` if there is none before."""
     found = end
     for begin in range(start // PAGE_SIZE, tl.cdiv(end, PAGE_SIZE), _ENTRIES):
         entry = begin + tl.arange(0, _ENTRIES).to(tl.int64)
@@ -213,7 +213,7 @@ def kv_append(
     k_ptr,
     v_ptr,
     state_ptr,
-    table_ptr,
+    page_table_ptr,
     counts_ptr,
     cos_ptr,
     sin_ptr,
@@ -248,8 +248,8 @@ def kv_append(
     v_seq,
     v_head,
     state_row,
-    table_batch,
-    table_entry,
+    page_table_batch,
+    page_table_entry,
     counts_step,
     cos_batch,
     cos_row,
@@ -273,13 +273,13 @@ def kv_append(
     ``state``: (3, B) int32, the sequences' lengths, the tokens that found no room, and tickets, which are zero
     between launches.
 
-    Schedule: a program sends for a tile's rows, then for the sequence's length, and while both are on their way for
-    what follows from the length: pages, cosines and sines, a ticket. It turns or copies the rows and stores them where
-    length and page table say. A program of all heads (WHOLE) does so block by block of heads, and loads one ahead.
-    All programs of a sequence read its length, so the last of them to have done so, which its ticket tells, writes the
-    new one. One thread reads and hands it on: whoever knows the length needs it no more, so that the ticket may be
-    taken early and without a fence, which would wait for the stores and empty the L1 cache. A sequence's only program
-    takes none. SPREAD: see ``rope``.
+    Schedule: a program loads a tile's rows and the sequence's length, and, once the length is there, what follows from
+    it: pages, cosines and sines, a ticket. It turns or copies the rows and stores them where length and page table
+    say. A program of all heads (WHOLE) does so for one block of heads after the other, prefetching the next.
+    All programs of a sequence read its length, and the last to have read it, by its ticket, writes the new one. One
+    thread reads the length and broadcasts it; no program reads it twice, so the ticket is taken early and without a
+    fence, which would wait for the stores and empty the L1 cache. A sequence's only program takes no ticket. SPREAD:
+    see ``rope``.
     A token without a page, or behind the last one there is room for, is written nowhere. A position outside of
     the table of angles makes its token NaN; nothing is read out of bounds.
     """
@@ -298,7 +298,7 @@ def kv_append(
         shares = seq_blocks * tl.num_programs(1) * tl.num_programs(2)
     batch = (pid // seq_blocks).to(tl.int64)
     lane = tl.arange(0, THREADS)
-    words = tl.load(state_ptr + lane * state_row + batch, mask=lane < 2, other=0)  # the length, the tokens lost
+    words = tl.load(state_ptr + lane * state_row + batch, mask=lane < 2, other=0)  # the length, the lost tokens
     count = tl.full((), 0, tl.int64) + seq
     if COUNTED:
         count = tl.minimum(tl.maximum(tl.load(counts_ptr + batch * counts_step).to(tl.int64), 0), count)
@@ -322,7 +322,7 @@ def kv_append(
         page = tl.zeros_like(s) + batch
         slot = position
     else:
-        entry = table_ptr + batch * table_batch + position // PAGE_SIZE * table_entry
+        entry = page_table_ptr + batch * page_table_batch + position // PAGE_SIZE * page_table_entry
         page = tl.load(entry, mask=kept, other=0)
         slot = (position % PAGE_SIZE).to(tl.int32)
         kept = kept & _legal(page, pages)
@@ -369,7 +369,8 @@ def kv_append(
             if seq_blocks == 1:  # every token is in this tile
                 end = tl.min(tl.where((s < count) & ~kept, tl.minimum(position, end), end), axis=0)
             else:
-                end = _end(table_ptr + batch * table_batch, table_entry, start, end, pages, PAGE_SIZE)
+                row = page_table_ptr + batch * page_table_batch
+                end = _end(row, page_table_entry, start, end, pages, PAGE_SIZE)
         lost = tl.sum(tl.where(lane == 1, words, 0), axis=0)
         tl.store(out_state_ptr + batch, end.to(tl.int32))
         tl.store(out_state_ptr + out_state_row + batch, lost + (start + count - end).to(tl.int32))

@@ -2,10 +2,8 @@
 
 The grid's first axis walks blocks of channels, those that rotate before those that a partial rotation only copies, of
 one tile of tokens after the other (a tile never crosses a batch entry); the second walks blocks of heads, those of q
-before those of k. A tile is (TOKENS, HEADS, BLOCK) pairs. Neighbours in time are thus neighbours in memory: half of the
-channels of 8 x 4096 tokens of 48 heads took 227 us where copies came after all rotations, 218 so, and 200 with all
-heads in one tile (H200, fp16; streaming takes 193; 2026-11-22). Every operand has its own strides; what the op can
-promise of them are constexprs.
+before those of k. A tile is (TOKENS, HEADS, BLOCK) pairs. Neighbours in time are thus neighbours in memory:
+docs/notes/rope.md (H200, 2026-11-22). Every operand has its own strides; promises about them are constexprs.
 """
 
 import triton
@@ -16,7 +14,7 @@ from cutekernels.kernels.triton.dependent import await_turn
 
 @triton.jit
 def _position(positions_ptr, start, s, at, inside, POSITIONS: tl.constexpr):
-    """Of tokens ``s`` of one sequence: from ``start``, a start per sequence, or one per token."""
+    """The positions of tokens ``s`` of one sequence: from ``start``, from a start per sequence, or one per token."""
     if POSITIONS == "start":
         return start + s
     elif POSITIONS == "batch":
@@ -71,7 +69,7 @@ def _rotate(
 
 @triton.jit
 def _copy(out_ptr, x_ptr, s, h, inside, begin, end, out_seq, out_head, out_dim, x_seq, x_head, x_dim, W: tl.constexpr):
-    """Channels from ``begin`` to before ``end``, W of them at most, as they are: where they are not there already."""
+    """Copies channels from ``begin`` to before ``end``, at most W of them; nothing where the result is the input."""
     if out_ptr.to(tl.int64) != x_ptr.to(tl.int64):
         d = begin + tl.arange(0, W)
         mask = inside[:, :, None] & (d < end)[None, None, :]
@@ -137,8 +135,8 @@ def rope(
     """Turns q and k by the angles of their tokens' positions, or back by them (INVERSE). fp32, one rounding.
 
     Schedule: a program loads its tokens' cosines and sines once for all its heads. Where they are fewer than the
-    threads, Triton hands each thread its own; else (SPREAD) they are loaded head by head, all but one of those from
-    the L1 cache, which spares them a detour through shared memory.
+    threads, Triton distributes them; else (SPREAD) each head loads them again, from the L1 cache, which avoids an
+    exchange through shared memory.
     A position outside of the table makes its token NaN; nothing is read out of bounds.
     """
     await_turn(DEPENDENT)

@@ -6,17 +6,25 @@ the same kernels write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.activations.bias_gelu import BIAS_GELU, BIAS_GELU_BACKWARD
-from cutekernels.ops.activations.glu import GELU_MUL, GELU_MUL_BACKWARD, SILU_MUL, SILU_MUL_BACKWARD, Gated
+from cutekernels.ops.activations.op import (
+    BIAS_GELU,
+    BIAS_GELU_BACKWARD,
+    GELU_MUL,
+    GELU_MUL_BACKWARD,
+    SILU_MUL,
+    SILU_MUL_BACKWARD,
+    Gated,
+)
 from cutekernels.ops.activations.tiles import TileConfig
 from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared.triton_op import call, check_tensor
 
 # ---- the functions --------------------------------------------------------------------------------------
 
@@ -102,15 +110,8 @@ def bias_gelu(
             an ``out`` that overlaps an input or itself, ``out`` together with gradients.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    found = tensor_op.eager(BIAS_GELU, None if out is None else (out,), (x, bias), (approximate,), (), config)
-    if found is not None:
-        return found[0]
-    text = None if config is None else str(config)
-    if out is None:
-        return torch.ops.cutekernels.bias_gelu(x, bias, approximate, text)  # type: ignore[no-any-return]
-    tensor_op.refuse_gradient(x, bias, out)
-    torch.ops.cutekernels.bias_gelu_out(x, bias, out, approximate, text)
-    return out
+    results = None if out is None else (out,)
+    return call(BIAS_GELU, (x, bias), (approximate,), config=config, out=results)[0]
 
 
 def _gated(
@@ -122,20 +123,17 @@ def _gated(
     config: TileConfig | str | None,
 ) -> Tensor:
     """``op`` of two tensors, or of the halves of one."""
-    text = None if config is None else str(config)
-    if up is None and out is None and not tensor_op.direct(gate):
-        return getattr(torch.ops.cutekernels, f"{op.name}_packed")(gate, *options, text)  # type: ignore[no-any-return]
     if up is None:
+        check_tensor(op.name, "gate", gate)
+        if out is None and not tensor_op.direct(gate):
+            text = None if config is None else str(config)
+            return getattr(torch.ops.cutekernels, f"{op.name}_packed")(gate, *options, text)  # type: ignore[no-any-return]
         tensor_op.refuse_gradient(None if out is None else gate)
         gate, up = _halves(op.name, gate)
-    found = tensor_op.eager(op, None if out is None else (out,), (gate, up), options, (), config)
-    if found is not None:
-        return found[0]
-    if out is None:
-        return getattr(torch.ops.cutekernels, op.name)(gate, up, *options, text)  # type: ignore[no-any-return]
-    tensor_op.refuse_gradient(gate, up, out)
-    getattr(torch.ops.cutekernels, f"{op.name}_out")(gate, up, out, *options, text)
-    return out
+    elif isinstance(gate, Tensor) and isinstance(up, Tensor) and not gate.dim():  # one element is a row of one
+        row = _gated(op, gate[None], up[None], options, None if out is None else out[None], config)
+        return row[0] if out is None else out
+    return call(op, (gate, up), options, config=config, out=None if out is None else (out,))[0]
 
 
 def _halves(name: str, packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,7 +150,7 @@ def _halves(name: str, packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def register(library: torch.library.Library) -> None:
-    """Defines the ops of this file in ``library``, with their gradients."""
+    """Defines the family's torch ops in ``library``, with their gradients."""
     for op, backward in ((SILU_MUL, SILU_MUL_BACKWARD), (GELU_MUL, GELU_MUL_BACKWARD)):
         tensor_op.register(library, op, backward=_gradient(backward.name), setup_context=_remember)
         tensor_op.register(library, backward)
@@ -168,7 +166,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradient(name: str) -> Callable[..., tuple[Any, ...]]:
-    """The gradient by the op called ``name``: of (dout, *what was remembered)."""
+    """The gradient as the op ``name`` of dout and the remembered inputs computes it."""
 
     def gradient(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         op = getattr(torch.ops.cutekernels, name)
@@ -186,52 +184,26 @@ def _bias_gelu_gradient(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
 
 
 def _register_packed(library: torch.library.Library, op: Gated[Any], backward: Gated[Any]) -> None:
-    """Defines ``<op>_packed`` and ``<op>_packed_backward``: of one tensor, with one gradient, by the ops' kernels."""
-    forward_name, backward_name = f"{op.name}_packed", f"{op.name}_packed_backward"
+    """Defines ``<op>_packed`` and ``<op>_packed_backward``: one tensor, one gradient, by the ops of the halves."""
 
-    n = len(op.options)
+    def forward(packed: Tensor, *rest: Any) -> Tensor:
+        return getattr(torch.ops.cutekernels, op.name)(*_halves(op.name, packed), *rest)  # type: ignore[no-any-return]
 
-    def options(values: Sequence[Any]) -> dict[str, Any]:
-        return dict(zip(op.options, values[:n], strict=True))
-
-    def admitted(packed: Tensor, values: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        halves = _halves(op.name, packed)
-        op.admit(halves, **options(values))
-        return halves
-
-    def cuda(packed: Tensor, *rest: Any) -> Tensor:
-        config = rest[n] if len(rest) > n else None
-        return tensor_op.run(op, None, _halves(op.name, packed), options=rest[:n], config=config)[0]
-
-    def cpu(packed: Tensor, *rest: Any) -> Tensor:
-        return op.evaluate(*admitted(packed, rest), **options(rest))[0].contiguous()
-
-    def fake(packed: Tensor, *rest: Any) -> Tensor:
-        return op.fresh(*admitted(packed, rest))[0]
-
-    def backward_cuda(dout: Tensor, packed: Tensor, *chosen: Any) -> Tensor:
+    def gradient(dout: Tensor, packed: Tensor, *options: Any) -> Tensor:
         dpacked = packed.new_empty(packed.shape)
-        operands = (dout, *_halves(op.name, packed))
-        tensor_op.run(backward, _halves(op.name, dpacked), operands, options=chosen)
+        places = _halves(op.name, dpacked)
+        getattr(torch.ops.cutekernels, f"{backward.name}_out")(dout, *_halves(op.name, packed), *places, *options)
         return dpacked
 
-    def backward_cpu(dout: Tensor, packed: Tensor, *chosen: Any) -> Tensor:
-        return torch.cat(backward.evaluate(dout, *admitted(packed, chosen), **options(chosen)), dim=-1)
-
-    def backward_fake(dout: Tensor, packed: Tensor, *chosen: Any) -> Tensor:
-        admitted(packed, chosen)
-        return packed.new_empty(packed.shape)
-
-    words = "".join(f", str {name}" for name in op.options)
-    tensor_op.define(library, f"{forward_name}(Tensor packed{words}, str? config=None) -> Tensor", cuda, cpu, fake)
-    tensor_op.define(
-        library,
-        f"{backward_name}(Tensor dout, Tensor packed{words}) -> Tensor",
-        backward_cuda,
-        backward_cpu,
-        backward_fake,
-    )
-    torch.library.register_autograd(
-        f"cutekernels::{forward_name}", _gradient(backward_name), setup_context=_remember, lib=library
-    )
-    torch.library.register_autograd(f"cutekernels::{backward_name}", tensor_op.no_gradient(backward.name), lib=library)
+    name, words = f"{op.name}_packed", "".join(f", str {option}" for option in op.options)
+    schema = f"{name}(Tensor packed{words}, str? config=None) -> Tensor"
+    tensor_op.define(library, schema, forward, forward, forward)
+    schema = f"{name}_backward(Tensor dout, Tensor packed{words}) -> Tensor"
+    tensor_op.define(library, schema, gradient, gradient, gradient)
+    for defined, derivative in ((name, _gradient(f"{name}_backward")), (f"{name}_backward", None)):
+        torch.library.register_autograd(
+            f"cutekernels::{defined}",
+            derivative or tensor_op.no_gradient(backward.name),
+            setup_context=_remember if derivative else None,
+            lib=library,
+        )

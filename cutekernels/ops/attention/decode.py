@@ -33,7 +33,7 @@ from cutekernels.ops.attention.problem import (
     launch_blind,
     score_factors,
 )
-from cutekernels.ops.shared.occupancy import crowding
+from cutekernels.ops.shared.occupancy import occupancy_rules
 from cutekernels.ops.shared.per_stream import Workspace
 
 if TYPE_CHECKING:
@@ -155,7 +155,9 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
         if c.tile_kv > max(32, power_of_two(p.keys)):
             yield f"tile_kv={c.tile_kv} idles most of a block over {p.keys} keys"
         registers, smem = registers_per_thread(p, c), c.smem(p).total_bytes
-        yield from crowding(gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem)
+        yield from occupancy_rules(
+            gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem
+        )
         if c.splits > 1:
             blocks = -(-p.keys // c.tile_kv)
             if c.splits > blocks:

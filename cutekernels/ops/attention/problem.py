@@ -16,7 +16,7 @@ from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import padded
 from cutekernels.op import C, Config, Op, P, Problem, extent, ladder, plain, power_of_two
-from cutekernels.ops.shared.occupancy import crowding
+from cutekernels.ops.shared.occupancy import occupancy_rules
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -174,11 +174,12 @@ def depth(p: AttentionProblem) -> float:
     A row's error is ``u * sqrt(sum (p v)^2)``, about ``u`` of the row's own typical result. Rows that see few keys have
     results larger than the whole output's typical one, by the root of how many fewer.
     """
-    unit = {"bf16": 2.0**-9, "fp16": 2.0**-12}[p.dtype]
+    # Relative error of rounding, for numbers spread evenly over an octave: 0.735 eps / sqrt(12).
+    deviation = 0.735 * {"bf16": 2.0**-7, "fp16": 2.0**-10}[p.dtype] / math.sqrt(12)
     keys = p.pairs / max(1, p.seq_q)
     uneven = p.limited_left or p.limited_right or p.mask or p.varlen
     larger = math.sqrt(max(1.0, keys)) if uneven else 1.0
-    return max(keys, 8 * 2.0**23 * 6 * unit / math.sqrt(3) * larger)
+    return max(keys, 8 * 2.0**23 * 6 * deviation * larger)
 
 
 def score_factors(scale: float, softcap: float) -> tuple[float, float, float]:
@@ -280,7 +281,9 @@ class TilesOp(AttentionOp[Q, T]):
                 yield f"{c.threads} threads copy {across} rows at a time, which does not divide {name}={tile}"
             if tile > max(least, power_of_two(seq)):
                 yield f"{name}={tile} idles most of a tile over {seq} rows"
-        yield from crowding(gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem)
+        yield from occupancy_rules(
+            gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem
+        )
         if c.order != "rows" and p.seq_own <= c.own:
             yield f"order={c.order} needs more than one tile of rows"
 

@@ -1,4 +1,4 @@
-"""Launches of GEMMs by addresses and numbers alone: no C, no bias, one matrix each, no shared tiles."""
+"""Launches by addresses and numbers alone, for a GEMM without C, bias, batch or workspace."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cutekernels.ops.gemm.problem import GemmProblem
+
 if TYPE_CHECKING:
-    from cutekernels.ops.gemm.op import GemmConfig, GemmProblem
     from cutekernels.ops.shared.call_cache import Fire
 
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 
 
-def addressed(p: GemmProblem, c: GemmConfig) -> bool:
-    """Whether the kernel takes addresses, as :class:`~cutekernels.kernels.cute.addressed.Addressed` does."""
-    return p.c == "none" and p.bias == "none" and not p.batched and not p.wide and not c.shares_tiles
+def addressed(p: GemmProblem) -> bool:
+    """Whether addresses, extents and pitches say all of ``p``, as ``kernels/cute/addressed.py`` takes them."""
+    return p.c == "none" and p.bias == "none" and not p.batched and not p.wide
 
 
 def contiguous(p: GemmProblem) -> tuple[int, int, int]:
-    """The contiguous extent of out, a and b, 0 or 1 each."""
+    """The contiguous extents of out, a and b, 0 or 1."""
     return int(p.out_major == "n"), int(p.a_major == "k"), int(p.b_major == "n")
 
 
@@ -40,7 +41,7 @@ class AddressedLaunch:
     def numbers(self, out: Tensor, a: Tensor, b: Tensor) -> tuple[int, ...]:
         """m, n, k and the pitches of out, a and b, which follow from shapes and strides."""
         pitches = [
-            t.stride(1 - along) if t.shape[1 - along] > 1 else 0  # a stride that is never taken may be anything
+            t.stride(1 - along) if t.shape[1 - along] > 1 else 0  # the stride of a lone row may be anything
             for t, along in zip((out, a, b), self._along, strict=True)
         ]
         return (*out.shape, a.shape[1], *pitches)

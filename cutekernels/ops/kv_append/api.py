@@ -1,4 +1,4 @@
-"""``kv_append``: the function over the declaration in ``kv_append.py``, and its registration with torch."""
+"""``kv_append``: the public function, and its registration with torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.kv_append.op import KV_APPEND, KvAppendConfig
 from cutekernels.ops.rope import refuse_table_gradient
 from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared.triton_op import check_tensor, refuse_others
 
 
 def kv_append(
@@ -28,7 +29,7 @@ def kv_append(
     interleaved: bool = False,
     config: KvAppendConfig | str | None = None,
 ) -> None:
-    """Writes new tokens behind each sequence's end and moves the end: what :meth:`KVCache.append` runs, and says.
+    """Writes new tokens behind each sequence's end and moves the end: see :meth:`KVCache.append`, which runs this.
 
     Args:
         k: ``(B, S, Hkv, D)``, fp16, bf16 or fp32 (on the CPU fp64 too). Any strides; D contiguous is fast.
@@ -46,21 +47,32 @@ def kv_append(
 
     Raises:
         UnsupportedProblem: a dtype no kernel takes, shapes, dtypes, devices or strides that do not fit, operands that
-            overlap, a call that asks for gradients.
+            overlap, operands that require gradients.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v)):
-        raise UnsupportedProblem("kv_append is not differentiable: detach its operands, or call under torch.no_grad()")
-    if cos is not None and sin is not None:
-        refuse_table_gradient(cos, sin)
+    check_tensor("kv_append", "k", k)
     queries = k.new_empty((*k.shape[:2], 0, *k.shape[3:])) if q is None else q
     results = (queries, k_cache, v_cache, state)
     operands = (queries, k, v, state, page_table, counts, cos, sin)
-    if tensor_op.eager(KV_APPEND, results, operands, (interleaved,), (), config) is None:
+    try:
+        _refuse_gradient(queries, k, v, cos, sin)
+        done = tensor_op.eager(KV_APPEND, results, operands, (interleaved,), (), config)
+    except (AttributeError, TypeError):
+        refuse_others(KV_APPEND, operands, results)
+        raise
+    if done is None:
+        refuse_others(KV_APPEND, operands, results)
         text = None if config is None else str(config)
         torch.ops.cutekernels.kv_append(
             q, k, v, k_cache, v_cache, state, page_table, counts, cos, sin, interleaved, text
         )
+
+
+def _refuse_gradient(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise UnsupportedProblem("kv_append is not differentiable: detach its operands, or call under torch.no_grad()")
+    if cos is not None and sin is not None:
+        refuse_table_gradient(cos, sin)
 
 
 # ---- torch.library --------------------------------------------------------------------------------------

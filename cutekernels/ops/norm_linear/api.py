@@ -1,8 +1,8 @@
-"""``rms_norm_linear`` and ``linear_silu_mul``: what surrounds the projections of a transformer block.
+"""``rms_norm_linear`` and ``linear_silu_mul``: the public functions around the projections of a transformer block.
 
-Up to 128 tokens both are ops of their own (``norm_linear_op.py``), where the tuner weighs one kernel against the ops
-they are made of, one after the other. Beyond, with a residual, with ``exact`` and where gradients are wanted, they are
-those ops, which keep what a gradient needs (``norm_linear_chain.py``).
+Up to 128 tokens both are ops of their own (``op.py``), and the tuner times one kernel against a chain of the ops they
+are made of. Beyond, with a residual, with ``exact`` and where gradients are wanted, they are that chain, which keeps
+what a gradient needs (``chain.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.gemm.skinny import MOST_TOKENS
+from cutekernels.ops.gemm.problem import MOST_TOKENS
 from cutekernels.ops.norm_linear.chain import linear_then_gate, norm_then_linear
 from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from cutekernels.ops.norm_linear.problem import NormLinearConfig
@@ -101,7 +101,7 @@ def linear_silu_mul(
     Args:
         x: ``(..., K)``, fp16 or bf16 (on the CPU fp32 and fp64 too), any strides.
         w_gate_up: ``(2 * I, K)``, dtype of ``x``: the rows of the gate's weight, then those of up's.
-        norm_weight: ``(K,)``, dtype of ``x`` or fp32: asks for the norm in front.
+        norm_weight: ``(K,)``, dtype of ``x`` or fp32; selects the norm in front.
         eps: of the norm.
         norm: True for the norm in front without a weight (say after :func:`fold`); by default as ``norm_weight`` says.
         out: where to write, ``(..., I)``; must not overlap an input. Not differentiable.
@@ -146,7 +146,7 @@ def fold(norm_weight: Tensor, weight: Tensor) -> Tensor:
 
 
 def _as_chain(config: NormLinearConfig | str | None, x: Tensor, *others: Tensor | None) -> bool:
-    """Whether a call is for the ops one after the other: too many tokens for any other config, or gradients."""
+    """Whether a call takes the chain: too many tokens for any other config, or gradients."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others)):
         return True
     return config is None and math.prod(x.shape[:-1]) > MOST_TOKENS
@@ -175,7 +175,7 @@ def _call(
 
 
 def register(library: torch.library.Library) -> None:
-    """Defines both ops in ``library``. Their gradients are those of the ops they are made of, computed again."""
+    """Defines both ops in ``library``. Their backward recomputes the chain and differentiates it."""
     tensor_op.register(library, RMS_NORM_LINEAR, backward=_gradient(_norm_then_linear), setup_context=_remember)
     tensor_op.register(library, LINEAR_SILU_MUL, backward=_gradient(_linear_then_gate), setup_context=_remember)
 
@@ -200,17 +200,17 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradient(chain: Any) -> Any:
-    """The backward of an op that computes what ``chain`` does, whose arguments it has."""
+    """The backward of an op with the arguments and the result of ``chain``."""
 
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = [*ctx.needs_input_grad, *[False] * len(ctx.others)][: len(ctx.others)]  # defaults left out have none
+        wanted = [*ctx.needs_input_grad, *[False] * len(ctx.others)][: len(ctx.others)]  # no entry for omitted defaults
         leaves = [
             None if t is None else t.detach().requires_grad_(w) for t, w in zip(ctx.saved_tensors, wanted, strict=True)
         ]
         with torch.enable_grad():
             y = chain(*[other if t is None else t for t, other in zip(leaves, ctx.others, strict=True)])
-        asked = [t for t, w in zip(leaves, wanted, strict=True) if t is not None and w]
-        grads = iter(torch.autograd.grad(y, asked, dy))
+        sources = [t for t, w in zip(leaves, wanted, strict=True) if t is not None and w]
+        grads = iter(torch.autograd.grad(y, sources, dy))
         return tuple([next(grads) if w else None for w in wanted])
 
     return backward

@@ -1,4 +1,4 @@
-"""``rms_norm_linear`` and ``linear_silu_mul`` as the ops they are made of, one after the other, each as it is tuned."""
+"""``rms_norm_linear`` and ``linear_silu_mul`` as a chain of the ops they are made of, each as it is tuned."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def norm_then_linear(
 def linear_then_gate(
     x: Tensor, w_gate_up: Tensor, norm_weight: Tensor | None, eps: float, norm: bool, *, out: Tensor | None = None
 ) -> Tensor:
-    """Gate and up, rounded, by one product, behind the norm's kernel where there is one; then the gate's kernel."""
+    """The norm's kernel where there is a norm, one product for gate and up, rounded, then the gate's kernel."""
     h = rms_norm(x, norm_weight, eps=eps) if norm else x
     return silu_mul(linear(h, w_gate_up), out=out)
 

@@ -1,9 +1,9 @@
-"""The declarations of ``rms_norm_linear`` and ``linear_silu_mul``; the public functions are in ``norm_linear.py``.
+"""The declarations of ``rms_norm_linear`` and ``linear_silu_mul``; the public functions are in ``api.py``.
 
-A config's ``path`` is ``fused``, one kernel, or ``chain``, the norm, the product and the gate as they are tuned
-themselves. So the tuner times the one against the other, and the dispatcher never makes a call slower than our own ops
-one after the other. A fused kernel's ``body`` is one of ``gemm``'s: ``kernels/cute/skinny.py`` with a norm in
-front of the product or a gate behind it, or ``specialized.py`` with a norm in front.
+A config's ``path`` is ``fused``, one kernel, or ``chain``: the norm, the product and the gate as they are tuned
+themselves. The tuner times one against the other, so a call is never slower than our own ops one after the other. A
+fused kernel's ``body`` is ``gemm``'s skinny one, with a norm in front or a gate behind, or its specialized one, with a
+norm in front.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from cutekernels import dispatch
+from cutekernels import dispatch, rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op, Problem, Work
-from cutekernels.ops.activations.glu import SILU_MUL, GluProblem
-from cutekernels.ops.gemm import skinny, specialized
+from cutekernels.ops.activations.op import SILU_MUL, GluProblem
 from cutekernels.ops.gemm.api import alignment
-from cutekernels.ops.gemm.multistage import ELEMENT_BYTES
-from cutekernels.ops.gemm.op import ACTIVATIONS, DTYPES, GEMM, WIDEST, GemmProblem
+from cutekernels.ops.gemm.op import GEMM, SCHEDULES, takes
+from cutekernels.ops.gemm.problem import ACTIVATIONS, DTYPES, ELEMENT_BYTES, MOST_TOKENS, WIDEST, GemmProblem
+from cutekernels.ops.gemm.schedule import Extras
+from cutekernels.ops.gemm.specialized import SPECIALIZED, weighing_us
 from cutekernels.ops.norm_linear.chain import check_rstd, linear_then_gate, norm_then_linear
 from cutekernels.ops.norm_linear.problem import (
     CHAIN,
@@ -44,23 +46,14 @@ if TYPE_CHECKING:
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
-# What fp16 weights of the norm are scaled by before they multiply the linear layer's: products down to 4e-6 stay normal
-# numbers (fp16's own end at 6e-5), and those up to 4094 stay finite. The epilogue takes it back.
-FP16_SCALE = 16.0
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_GATE_ROWS = 8  # of the gate, then as many of up, in an MMA's 16
-# The model: what the fused kernel does beside the product, which mostly hides behind the loads.
-_SQUARES_US_PER_TOKEN = 0.02
-# What the norm's kernel costs in front of a product, and within it where it is hidden. The norm within the specialized
-# product, the norm and the product, the product alone, us, H200, 2026-11-22: 3584 columns, 7.90, 8.02, 7.34 at one
-# token; 7.91, 8.45, 7.46 at 8; 8.11, 8.69, 7.58 at 16; 8.32, 9.01, 7.7 at 32; 8.83, 9.29, 8.00 at 64; 18944 columns,
-# 32.4, 32.9, 31.9; 32.7, 33.8, 32.6 at 16; 33.8, 34.9, 33.2 at 64; 4096 x 4096, 9.76, 10.2, 9.11 at one; 2560 x 2560,
-# 5.50, 5.67, 4.57; 6.23, 6.22, 5.10 at 64.
-_NORM_US, _NORM_US_PER_TOKEN, _NORM_TOKENS, _NORM_OF_PRODUCT = 0.8, 0.005, 64, 0.02
-_WITHIN_US = 0.5
-# Of the product's time that weighing may take and be hidden: 2048 x 4096, 0.82 of it, 64 tokens 7.70 us and by norm
-# and product 7.18, 16 tokens 6.68 and 6.65; 6144 x 4096, 0.68 of it, 16 tokens 14.4 and 14.5, by two CTAs to a tile,
-# 0.34 of it, 14.0; 2560 x 2560 above, 0.61 of it (of the model's time 0.51).
+_GATE_ROWS = 8  # weight rows of the gate, then as many of up, in an MMA's 16
+# Cost of the norm's kernel in front of a product, and of the norm within it where it is hidden, as multiples of rates:
+# docs/notes/norm_linear.md#fused-or-chain (H200, 2026-11-22).
+_NORM, _NORM_OF_PRODUCT = 0.8 / 1.5, 0.02  # of launch_us, of the product's time
+_NORM_CYCLES, _NORM_TOKENS = 8.5, 64  # per token, up to so many
+_WITHIN = 0.5 / 0.63  # of exchange_us
+# Most of the product's time that weighing may take and be hidden: docs/notes/norm_linear.md#weighing
 _HIDDEN = 0.55
 
 
@@ -71,13 +64,13 @@ Part = tuple[Op[Any, Any], Problem]
 
 
 class NormLinear(TensorOp[N, NormLinearConfig]):
-    """What the two ops share: the paths, the rules, the model and the kernel."""
+    """The common part of both ops: paths, rules, model and kernel."""
 
     Config = NormLinearConfig
     results = ("y",)
     scalars = ("eps",)
     in_place = False
-    weight_at: ClassVar[int]  # where the linear layer's weight stands among the inputs
+    weight_at: ClassVar[int]  # position of the linear layer's weight among the inputs
     gates: ClassVar[bool]
 
     # -- rules and choice
@@ -102,74 +95,65 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         if p.extras.gated and p.n % _GATE_ROWS:
             yield f"path=fused takes the gate's rows {_GATE_ROWS} at a time; there are {p.n}"
         if c.body == "specialized":
-            yield from self._broken_specialized(p, c, gpu)
-        else:
-            yield from skinny.broken(p.product, c.product, gpu, p.extras)
+            yield from self._broken_specialized(p, c)
+        yield from SCHEDULES[c.body].broken(_product_of(self, p), c.product, gpu, _extras(p, c))
 
-    def _broken_specialized(self, p: N, c: NormLinearConfig, gpu: GpuSpec) -> Iterator[str]:
-        """The rules of the specialized body that ``c`` breaks."""
-        if p.extras.gated or not self.normalises(p):
+    def _broken_specialized(self, p: N, c: NormLinearConfig) -> Iterator[str]:
+        """The rules of the specialized body with a norm that ``c`` breaks."""
+        if p.extras.gated or not p.extras.norm:
             yield "body=specialized has a norm in front of the product and no gate behind it"
         if p.dtype == "fp16" and p.weight != "none":
             yield "body=specialized multiplies x by norm_weight before rstd is known, which may leave the range of fp16"
-        if p.m > skinny.MOST_TOKENS:
-            yield f"path=fused takes {skinny.MOST_TOKENS} tokens or fewer; there are {p.m}"
+        if p.m > MOST_TOKENS:
+            yield f"path=fused takes {MOST_TOKENS} tokens or fewer; there are {p.m}"
         if p.n % WIDEST or p.layout == "inputs":
             yield f"body=specialized stores {WIDEST} outputs at a time, aligned: n={p.n}, layout={p.layout}"
-        if c.squares == "apart":
-            if not p.extras.squares:
-                yield "squares=apart is for rstd=computed"
-            yield from specialized.crowded(_stored(self, p), c.product, gpu)
-        yield from specialized.broken(_stored(self, p), c.product, gpu, p.extras)
+        if c.squares == "apart" and not p.extras.squares:
+            yield "squares=apart is for rstd=computed"
 
     def valid(self, p: N, gpu: GpuSpec) -> Iterator[NormLinearConfig]:
-        if p.layout == "any" or next(skinny.refused(p.product), None) is not None:
+        if p.layout == "any" or not takes(SCHEDULES["skinny"], p.product, gpu):
             return iter([CHAIN])
-        bodies = {"skinny": skinny, "specialized": specialized}
-        tiles = {(body, tile) for body, own in bodies.items() for tile in own.fitting_tiles(p.product)}
+        tiles = {(body, tile) for body in FUSED for tile in SCHEDULES[body].fitting_tiles(p.product)}
         likely = (c for c in NormLinearConfig.every() if c == CHAIN or (c.body, c.tile_n) in tiles)
         return (c for c in likely if self.why_not(p, c, gpu) is None)
 
     def default(self, p: N, gpu: GpuSpec) -> NormLinearConfig:
-        """The specialized body's best by its model of those whose CTAs all run at once and hide weighing behind their
-        loads, where that costs less than a kernel for it; else the chain.
+        """The specialized body's best by its model, where that costs less than a kernel for the norm; else the chain.
+
+        Candidates run all of their CTAs at once and hide the weighing of tokens behind their loads.
         """
-        stored = _stored(self, p)
-        if p.layout != "aligned" or 0 in (p.m, p.n) or next(specialized.refused(stored, gpu), None) is not None:
+        product = _product_of(self, p)
+        if p.layout != "aligned" or 0 in (p.m, p.n) or not takes(SPECIALIZED, product, gpu):
             return CHAIN
-        tiles = specialized.fitting_tiles(p.product)[:1]
+        tiles = SPECIALIZED.fitting_tiles(product)[:1]
         among = [
             c
             for c in _shortlist()
             if c.tile_n in tiles and -(-p.n // c.tile_m) * c.split_k <= gpu.sm_count and self.why_not(p, c, gpu) is None
         ]
-        if not among:
-            return CHAIN
-        alone = min(specialized.estimate_us(stored, c.product, gpu) for c in among)
-        hidden = [c for c in among if specialized.weighing_us(stored, c.product) < _HIDDEN * alone]
+        alone = min((SPECIALIZED.estimate_us(product, c.product, gpu) for c in among), default=0.0)
+        hidden = [c for c in among if weighing_us(product, c.product, gpu) < _HIDDEN * alone]
         if not hidden:
             return CHAIN
         fused = {c: self.estimate_us(p, c, gpu) for c in hidden}
-        best = min(hidden, key=lambda c: (fused[c], specialized.preference(c.product, p.extras)))
+        best = min(hidden, key=lambda c: (fused[c], SPECIALIZED.preference(c.product, p.extras)))
         apart = best.replace(squares="apart")
         if self.why_not(p, apart, gpu) is None:
             fused[apart] = self.estimate_us(p, apart, gpu)
             best = min(best, apart, key=fused.__getitem__)
-        norm = _NORM_US + _NORM_US_PER_TOKEN * min(p.m, _NORM_TOKENS) + _NORM_OF_PRODUCT * alone
-        return best if fused[best] + _WITHIN_US < alone + norm else CHAIN
+        rate = rates.of(gpu)
+        norm = _NORM * rate.launch_us + _NORM_CYCLES / rate.clock_mhz * min(p.m, _NORM_TOKENS)
+        chain = alone + norm + _NORM_OF_PRODUCT * alone
+        return best if fused[best] + _WITHIN * rate.exchange_us < chain else CHAIN
 
     def estimate_us(self, p: N, c: NormLinearConfig, gpu: GpuSpec) -> float:
-        """The models of the ops it launches, one after the other; or the skinny product's and what goes with it."""
+        """The schedule's model, or the sum of those of the chain's ops."""
         if p.m == 0 or p.n == 0:
             return 0.0
-        if c.path == "fused" and c.body == "specialized":
-            stored = _stored(self, p)
-            saved = specialized.apart_saves_us(stored, c.product, gpu) if c.squares == "apart" else 0.0
-            return specialized.estimate_us(stored, c.product, gpu, p.extras) - saved
-        if c.path == "fused":
-            beside = _SQUARES_US_PER_TOKEN * min(p.m, c.tile_n) * p.k / 4096 if p.extras.squares else 0.0
-            return skinny.estimate_us(p.product, c.product, gpu, p.extras) + beside
-        return sum(_default_us(op, part, gpu) for op, part in self.parts(p))
+        if c.path == "chain":
+            return sum(_default_us(op, part, gpu) for op, part in self.parts(p))
+        return SCHEDULES[c.body].estimate_us(_product_of(self, p), c.product, gpu, _extras(p, c))
 
     # -- kernel
 
@@ -182,31 +166,15 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         from cutlass.cute.runtime import make_fake_tensor
 
         from cutekernels.backends import cute as backend
-        from cutekernels.kernels.cute.parts.norm import RowNorm, TokenNorm
 
         cute = cutlass.cute
         dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[p.dtype]
         kinds = {"same": dtype, "fp32": cutlass.Float32}
-        gated, squares = p.extras.gated, p.extras.squares
-        norm: Any = None
-        if self.normalises(p):
-            weighted = p.weight != "none"
-            if c.body == "specialized":
-                norm = RowNorm(tile_k=c.tile_k, stages=c.stages, weighted=weighted, statistics=squares)
-            else:
-                norm = TokenNorm(
-                    tokens=c.tile_n, tile_k=c.tile_k, stages=c.stages, warps_m=c.warps_m, warps_k=c.warps_k,
-                    weighted=weighted, statistics=squares,
-                    scale=FP16_SCALE if p.dtype == "fp16" and weighted else 1.0,
-                )  # fmt: skip
-        if c.body == "specialized":
-            apart = c.squares == "apart"
-            body, out_align = specialized.body(_stored(self, p), c.product, norm, p.extras, apart), WIDEST
-        else:
-            body, out_align = skinny.body(self.epilogue(p), c.product, norm, p.extras), 1
+        extras, schedule, product = _extras(p, c), SCHEDULES[c.body], _product_of(self, p)
+        out_align = WIDEST if schedule is SPECIALIZED else 1
         m, k = cute.sym_int(), cute.sym_int(divisibility=WIDEST)
-        rows = cute.sym_int(divisibility=2 * _GATE_ROWS if gated else out_align)
-        n = cute.sym_int(divisibility=_GATE_ROWS) if gated else rows
+        rows = cute.sym_int(divisibility=2 * _GATE_ROWS if extras.gated else out_align)
+        n = cute.sym_int(divisibility=_GATE_ROWS) if extras.gated else rows
 
         def matrix(first: Any, second: Any, align: int) -> Any:
             pitch = cute.sym_int(divisibility=align)
@@ -215,22 +183,16 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         def vector(kind: Any, length: Any, align: int) -> Any:
             return make_fake_tensor(kind, (length,), stride=(1,), assumed_align=align)
 
-        bias = self.epilogue(p).bias
-        own: list[Any] = [None, None]  # the body's: a workspace, or words and a step
-        if c.body == "specialized":
-            own = [vector(cutlass.Int64, cute.sym_int(), 8) if c.squares == "apart" else None, cutlass.Int32(0)]
-        elif c.split_k > 1:
-            own = [vector(cutlass.Float32, cute.sym_int(), 16), vector(cutlass.Int32, cute.sym_int(), 4)]
         return backend.compile(
-            body.normed,
+            schedule.body(product, c.product, gpu, extras).normed,
             matrix(m, n, out_align),
             matrix(m, k, WIDEST),
             matrix(rows, k, WIDEST),
-            None if bias == "none" else vector(kinds[bias], n, kinds[bias].width // 8),
+            None if product.bias == "none" else vector(kinds[product.bias], n, kinds[product.bias].width // 8),
             None if p.weight == "none" else vector(kinds[p.weight], k, 16),
-            vector(cutlass.Float32, m, 4) if norm is not None and not squares else None,
+            vector(cutlass.Float32, m, 4) if extras.norm and not extras.squares else None,
             cutlass.Float32(0.0),
-            *own,
+            *schedule.workspace_types(c.product, extras),
             gpu=gpu,
         )
 
@@ -242,20 +204,13 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
                 for op, part in self.parts(p):
                     dispatch.plan(op, part, torch.cuda.current_device())  # compiled now, for graphs captured later
             return self.chain(p)
-        if c.body == "specialized":
-            own = specialized.norm_arguments(_stored(self, p), c.product, c.squares == "apart")
-        else:
-            own = skinny.norm_arguments(p.product, c.product, p.extras)
+        workspace = SCHEDULES[c.body].workspace(_product_of(self, p), c.product, _extras(p, c))
 
         def launch(y: Tensor, *inputs: Any) -> None:
             x, norm_weight, weight, bias, rstd, eps = self.kernel_arguments(*inputs)
-            kernel(_matrix(y), _matrix(x), weight, bias, norm_weight, rstd, eps, *own())
+            kernel(_matrix(y), _matrix(x), weight, bias, norm_weight, rstd, eps, *workspace())
 
         return launch
-
-    @abstractmethod
-    def normalises(self, p: N) -> bool:
-        """Whether a norm stands in front."""
 
     @abstractmethod
     def epilogue(self, p: N) -> GemmProblem:
@@ -263,11 +218,11 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
 
     @abstractmethod
     def parts(self, p: N) -> list[Part]:
-        """The ops that :meth:`chain` launches, and what it poses to them where ``p`` is aligned."""
+        """The ops that :meth:`chain` launches, and their problems where ``p`` is aligned."""
 
     @abstractmethod
     def chain(self, p: N) -> Callable[..., None]:
-        """``launch(*results, *inputs, *scalars)`` by the ops it is made of."""
+        """``launch(*results, *inputs, *scalars)`` by the ops of :meth:`parts`."""
 
     @abstractmethod
     def kernel_arguments(self, *args: Any) -> tuple[Any, ...]:
@@ -276,14 +231,10 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
     # -- operands
 
     def takes(self, name: str, t: Tensor) -> bool:
-        if t.dim() == 1:
-            return t.is_contiguous()
-        if name == "rstd":
-            return t.is_contiguous()
-        return super().takes(name, t)
+        return t.is_contiguous() if t.dim() == 1 or name == "rstd" else super().takes(name, t)
 
     def _admit(self, x: Tensor, weight: Tensor, norm_weight: Tensor | None, results: Sequence[Tensor]) -> None:
-        """What both ops ask of their operands."""
+        """The requirements of both ops on their operands."""
         allowed = [*DTYPES.values(), *([torch.float32, torch.float64] if x.device.type == "cpu" else [])]
         if x.dtype not in allowed:
             names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
@@ -319,7 +270,7 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         return (x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if self.gates else 1))),)
 
     def outputs(self, p: N, *args: Any) -> tuple[Tensor, ...]:
-        if p.layout == "inputs":  # rows of the result further apart, so that few are aligned
+        if p.layout == "inputs":  # an odd pitch, so that few rows of the result are aligned
             return (args[0].new_empty((p.m, p.n + 1))[:, : p.n],)
         return self.fresh(*args[: len(self.inputs)])
 
@@ -330,20 +281,24 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
 
 
 def depth(p: NormLinearProblem) -> float:
-    """The sum's length that grants what rounding an operand costs, ``x * rstd * gamma`` or ``weight * gamma``.
+    """The length of a sum whose tolerance covers one rounded operand, ``x * rstd * gamma`` or ``weight * gamma``.
 
-    Each product is then off by half an ulp of its type at most, their sum by a normal error of ``eps / sqrt(12)`` times
-    the typical output. Seven standard deviations are granted, for the most of a million outputs; five times that
-    behind a gate, which multiplies two such sums. ``verify.py`` grants ``depth / 8 * eps(fp32)``.
+    Each product is off by half an ulp of its type at most, their sum by a normal error of ``eps / sqrt(12)`` times the
+    typical output. The tolerance is seven standard deviations, for the largest error of a million outputs; five times
+    that behind a gate, which multiplies two such sums. ``verify.py`` grants ``depth / 8 * eps(fp32)``.
     """
     eps = {"bf16": 2.0**-7, "fp16": 2.0**-10}[p.dtype]
     granted = 7 * (5 if p.extras.gated else 1) * eps / math.sqrt(12)
     return max(float(p.k), 8 * granted / 2.0**-23)
 
 
+def _extras(p: NormLinearProblem, c: NormLinearConfig) -> Extras:
+    return replace(p.extras, apart=c.squares == "apart")
+
+
 @lru_cache(maxsize=256)
-def _stored(op: NormLinear[Any], p: NormLinearProblem) -> GemmProblem:
-    """The product as the specialized body has it: rows of out are aligned where N is."""
+def _product_of(op: NormLinear[Any], p: NormLinearProblem) -> GemmProblem:
+    """The product as a fused body computes it; rows of out are aligned where N is."""
     return op.epilogue(p).replace(out_align=math.gcd(p.n, WIDEST))
 
 
@@ -379,7 +334,7 @@ def _kind(t: Tensor | None, x: Tensor) -> str:
 
 
 def _posed(y: Tensor, x: Tensor, weight: Tensor, norm_weight: Tensor | None) -> dict[str, Any]:
-    """The fields both problems have."""
+    """The fields that both problems have."""
     k = x.shape[-1]
     m = math.prod(x.shape[:-1])
     aligned = False
@@ -446,14 +401,11 @@ class RmsNormLinear(NormLinear[RmsNormLinearProblem]):
             **options,
         )
 
-    def normalises(self, p: RmsNormLinearProblem) -> bool:
-        return True
-
     def epilogue(self, p: RmsNormLinearProblem) -> GemmProblem:
         return p.product.replace(bias=p.bias, activation=p.activation)
 
     def parts(self, p: RmsNormLinearProblem) -> list[Part]:
-        norm = [_norm(p)] if p.rstd == "computed" else []  # torch's own kernels multiply by what is given
+        norm = [_norm(p)] if p.rstd == "computed" else []  # torch's own kernels multiply by a given rstd
         return [*norm, _product(self.epilogue(p))]
 
     def chain(self, p: RmsNormLinearProblem) -> Callable[..., None]:
@@ -486,7 +438,7 @@ class RmsNormLinear(NormLinear[RmsNormLinearProblem]):
     def sample(self, p: RmsNormLinearProblem, device: str, seed: int) -> tuple[Any, ...]:
         x, norm_weight, weight, draw = _sampled(p, device, seed)
         bias = None if p.bias == "none" else draw(p.n).to(x.dtype if p.bias == "same" else torch.float32)
-        rstd = None if p.rstd == "computed" else (1 + 0.2 * draw(p.m)).abs()  # not what would be computed
+        rstd = None if p.rstd == "computed" else (1 + 0.2 * draw(p.m)).abs()  # differs from a computed one
         return x, norm_weight, weight, bias, rstd, 1e-5
 
 
@@ -528,9 +480,6 @@ class LinearSiluMul(NormLinear[LinearSiluMulProblem]):
             **_posed(y, x, w_gate_up, norm_weight), norm_weight=_kind(norm_weight, x), **options
         )
 
-    def normalises(self, p: LinearSiluMulProblem) -> bool:
-        return p.norm
-
     def epilogue(self, p: LinearSiluMulProblem) -> GemmProblem:
         return p.product
 
@@ -561,7 +510,7 @@ class LinearSiluMul(NormLinear[LinearSiluMulProblem]):
 
 
 def _normed(x: Tensor, norm_weight: Tensor | None, rstd: Tensor | None, eps: float) -> Tensor:
-    """In fp64."""
+    """The RMS norm of ``x``, in fp64."""
     u = x.double()
     scale = torch.rsqrt(u.square().mean(-1) + eps) if rstd is None else rstd.double()
     h = u * scale.unsqueeze(-1)
@@ -571,7 +520,7 @@ def _normed(x: Tensor, norm_weight: Tensor | None, rstd: Tensor | None, eps: flo
 def _sampled(
     p: NormLinearProblem, device: str, seed: int
 ) -> tuple[Tensor, Tensor | None, Tensor, Callable[..., Tensor]]:
-    """x, the norm's weight, the linear layer's with outputs near 1, and where more numbers come from."""
+    """x, the norm's weight, the linear layer's with outputs near 1, and a source of more numbers."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Problems and configs of ``rms_norm_linear`` and ``linear_silu_mul``; the ops are in ``norm_linear_op.py``."""
+"""Problems and configs of ``rms_norm_linear`` and ``linear_silu_mul``; the ops are in ``op.py``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from typing import Any
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, extent, knob, ladder, plain
-from cutekernels.ops.gemm.multistage import ELEMENT_BYTES
-from cutekernels.ops.gemm.op import ACTIVATIONS, BODIES, WIDEST, GemmConfig, GemmProblem
-from cutekernels.ops.gemm.skinny import Extras
+from cutekernels.ops.gemm.problem import ACTIVATIONS, BODIES, ELEMENT_BYTES, WIDEST, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.schedule import Extras
 from cutekernels.ops.gemm.specialized import LEAST_APART
 
 _SKINNY, _SPECIALIZED = BODIES["skinny"], BODIES["specialized"]
 
 
 def _either(knob: str) -> tuple[int, ...]:
-    """What either kernel takes; skinny's first value first."""
+    """The values that either body takes; skinny's first."""
     return tuple(dict.fromkeys((*_SKINNY[knob], *_SPECIALIZED[knob])))
 
 
@@ -31,8 +30,8 @@ def _either(knob: str) -> tuple[int, ...]:
 class NormLinearProblem(Problem):
     """m tokens, n outputs of each, k.
 
-    ``layout``: ``aligned`` where a fused kernel takes all operands as they lie, ``inputs`` where rows of the result are
-    not 16-byte aligned though there are outputs for it, ``any`` where no fused kernel does.
+    ``layout``: ``aligned`` where all operands are 16-byte aligned with K contiguous; ``inputs`` where rows of the
+    result are not, though n is a multiple of 8; ``any`` elsewhere, where no fused kernel is possible.
     """
 
     m: int = extent(ladder)
@@ -44,16 +43,16 @@ class NormLinearProblem(Problem):
     @property
     @abstractmethod
     def weight(self) -> str:
-        """The norm's: ``same`` type as x, ``fp32`` or ``none``."""
+        """The norm's weight: ``same`` type as x, ``fp32`` or ``none``."""
 
     @property
     @abstractmethod
     def extras(self) -> Extras:
-        """What stands around the product."""
+        """What a fused body does beside the product."""
 
     @property
     def product(self) -> GemmProblem:
-        """The product alone, its weight as ``nn.Linear`` keeps it."""
+        """The product alone, with the weight in the layout of ``nn.Linear``."""
         rows = self.n * (2 if self.extras.gated else 1)
         align = WIDEST if self.layout != "any" and self.k % WIDEST == 0 else 1
         return GemmProblem(
@@ -67,7 +66,7 @@ class NormLinearProblem(Problem):
 
 @dataclass(frozen=True)
 class RmsNormLinearProblem(NormLinearProblem):
-    """``rstd``: of each token, computed or given."""
+    """``rstd`` of each token is computed or given."""
 
     norm_weight: str = plain("same", "none", "fp32")
     rstd: str = plain("computed", "given")
@@ -84,12 +83,12 @@ class RmsNormLinearProblem(NormLinearProblem):
 
     @property
     def extras(self) -> Extras:
-        return Extras(self.gamma_bytes, self.rstd == "computed", False)
+        return Extras(norm=True, gamma_bytes=self.gamma_bytes, squares=self.rstd == "computed")
 
 
 @dataclass(frozen=True)
 class LinearSiluMulProblem(NormLinearProblem):
-    """``norm``: whether there is one in front."""
+    """``norm``: whether an RMS norm stands in front."""
 
     norm: bool = plain(False, True)
     norm_weight: str = plain("none", "same", "fp32")
@@ -109,7 +108,7 @@ class LinearSiluMulProblem(NormLinearProblem):
 
     @property
     def extras(self) -> Extras:
-        return Extras(self.gamma_bytes, self.norm, True)
+        return Extras(norm=self.norm, gamma_bytes=self.gamma_bytes, squares=self.norm, gated=True)
 
 
 # ---- configs --------------------------------------------------------------------------------------------
@@ -119,8 +118,8 @@ class LinearSiluMulProblem(NormLinearProblem):
 class NormLinearConfig(Config):
     """``path``, and the knobs of the fused kernel, which are those of ``gemm``'s skinny or specialized body.
 
-    These have defaults, which a chain keeps: its text is ``path=chain``. ``squares`` of rows are summed by warps of
-    each CTA, beside those that multiply, or by CTAs apart, which have no tile.
+    A chain keeps the knobs' defaults: its text is ``path=chain``. ``squares`` of rows are summed by warps beside those
+    that multiply, or by CTAs apart, which have no tile.
     """
 
     path: str = knob("chain", "fused")
@@ -142,7 +141,7 @@ class NormLinearConfig(Config):
 
     @property
     def product(self) -> GemmConfig:
-        """The same for the product alone."""
+        """The config of the product alone."""
         return _product(self)
 
 
@@ -157,7 +156,7 @@ FUSED["specialized"]["squares"] = ("beside", "apart")
 
 
 def spanned(body: str, **fewer: tuple[Any, ...]) -> Iterator[NormLinearConfig]:
-    """What fused ``body`` searches, with ``fewer`` values of some knobs."""
+    """The configs of fused ``body``, with ``fewer`` values of some knobs."""
     own = FUSED[body] | fewer
     for values in product(*own.values()):
         c = NormLinearConfig("fused", **dict(zip(own, values, strict=True)))

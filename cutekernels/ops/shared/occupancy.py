@@ -1,4 +1,4 @@
-"""Whether so many CTAs fit on an SM: a rule that several ops' ``why_not`` have in common."""
+"""The number of CTAs on an SM: rules that several ops' ``why_not`` have in common."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
 
-def crowding(gpu: GpuSpec, *, ctas: int, most: int, warps: int, registers: int, smem: int) -> Iterator[str]:
-    """What :func:`overflows` has to say of ``ctas``; or that one more would fit, up to ``most``."""
+def occupancy_rules(gpu: GpuSpec, *, ctas: int, most: int, warps: int, registers: int, smem: int) -> Iterator[str]:
+    """The rules that ``ctas`` CTAs on an SM break: they fit, and up to ``most`` no further one would."""
     yield from overflows(gpu, ctas=ctas, warps=warps, registers=registers, smem=smem)
     more = overflows(gpu, ctas=ctas + 1, warps=warps, registers=registers, smem=smem)
     if ctas < most and next(more, None) is None:
@@ -18,7 +18,7 @@ def crowding(gpu: GpuSpec, *, ctas: int, most: int, warps: int, registers: int, 
 
 
 def overflows(gpu: GpuSpec, *, ctas: int, warps: int, registers: int, smem: int) -> Iterator[str]:
-    """What ``ctas`` CTAs need of an SM and it has not; ``registers`` of a thread, ``smem`` bytes of a CTA."""
+    """The resources of an SM that ``ctas`` CTAs exceed; ``registers`` per thread, ``smem`` bytes per CTA."""
     available = min(gpu.MAX_REGISTERS_PER_THREAD, gpu.REGISTERS_PER_SM // (32 * warps * ctas))
     if registers > available:
         yield f"a thread needs about {registers} registers; {ctas} CTAs of {32 * warps} leave {available}"

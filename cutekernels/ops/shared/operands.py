@@ -7,8 +7,8 @@ An op declares each tensor once, as a class attribute::
     table = Matrix("vocabulary", "cols")
 
 Axes are names of extents. Extents of one name are equal wherever they stand; ``"vocabulary+1"`` has one element more
-than that. ``"*rows"`` is any number of leading dimensions, alike in every operand that has them, flattened into
-``rows``.
+than that, ``"seq?"`` may be missing. ``"*rows"`` is any number of leading dimensions, alike in every operand that has
+them, flattened into ``rows``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Operand:
     type of the op, or a field whose values are types, "same" for that of the op, and "none" where the operand may be
     absent."""
     strides: tuple[str, ...]
-    """The kernel's names for the strides, one per axis; none for an operand that kernels take contiguous."""
+    """The kernel's names for the strides of the outer axes. Axes that it names none of are contiguous."""
     result: bool
     given: str | None
     """The bool field of the problem that says whether an optional operand is there."""
@@ -63,12 +63,18 @@ class Operand:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The axes, without the mark of flattened ones."""
-        return tuple([axis.removeprefix("*") for axis in self.axes])
+        """The axes, without the marks of flattened and missing ones."""
+        return tuple([axis.strip("*?") for axis in self.axes])
+
+    def axes_of(self, t: Tensor) -> tuple[str, ...]:
+        """The axes that ``t`` has: all, or those that must be there."""
+        if t.dim() == len(self.axes) or self.leads:
+            return self.axes
+        return tuple([axis for axis in self.axes if not axis.endswith("?")])
 
     def walk(self, t: Tensor) -> tuple[int, ...]:
         """The strides that kernels are told: 0 along an axis of one element that is never walked, a last one as 1."""
-        if len(self.axes) == 2:
+        if len(self.axes) == 2 and not self.axes[1].endswith("?"):
             found = matrix(t.shape, t.stride())
             if found is None:
                 raise UnsupportedProblem(
@@ -79,17 +85,24 @@ class Operand:
         if not self.axes:
             return ()
         *outer, last = [(n, s) for n, s in zip(t.shape, t.stride(), strict=True)]
-        return (*[s if n != 1 else 0 for n, s in outer], last[1] if last[0] != 1 else 1)
+        steps = (*[s if n != 1 else 0 for n, s in outer], last[1] if last[0] != 1 else 1)
+        axes = self.axes_of(t)
+        if len(axes) == len(self.axes):
+            return steps
+        there = dict(zip(axes, steps, strict=True))
+        return tuple([there.get(axis, 0) for axis in self.axes])
 
     def taken(self, t: Tensor) -> bool:
         """Whether kernels take ``t`` as it lies; else a contiguous copy stands in for it."""
         if not self.strides:
             return t.is_contiguous()
-        return not self.leads or len(self.axes) != 2 or matrix(t.shape, t.stride()) is not None
+        if not self.leads:
+            return len(self.strides) == len(self.axes) or self.walk(t)[-1] == 1
+        return len(self.axes) != 2 or matrix(t.shape, t.stride()) is not None
 
     def describe(self) -> str:
         """Its shape in words: ``(..., cols)``."""
-        names = ["..." if axis.startswith("*") else axis for axis in self.axes]
+        names = ["..." if a.startswith("*") else f"[{a[:-1]}]" if a.endswith("?") else a for a in self.axes]
         return f"({', '.join(names)}{',' if len(names) == 1 and names != ['...'] else ''})"
 
 
@@ -106,7 +119,7 @@ def Array(
 
     ``laid`` by default where its type is the op's.
     """
-    steps = tuple(axis.removeprefix("*") for axis in axes) if strides is None else tuple(strides)
+    steps = tuple(axis.strip("*?") for axis in axes) if strides is None else tuple(strides)
     laid = dtype == "dtype" if laid is None else laid
     return Operand(axes, dtype, steps, result, given, optional or given is not None, laid)
 
@@ -157,24 +170,29 @@ def sizes_of(
         t = given.get(name)
         if t is None:
             continue
-        n = len(operand.axes) - operand.leads
+        axes = operand.axes_of(t)
+        n = len(axes) - operand.leads
         fits = t.dim() >= n if operand.leads else t.dim() == n
         if fits:
             split = t.dim() - n
-            for axis, size in zip(operand.axes[operand.leads :], t.shape[split:], strict=True):
-                extent, more = _one_more(axis)
+            for axis, size in zip(axes[operand.leads :], t.shape[split:], strict=True):
+                extent, more = _named(axis)
                 fits &= sizes.setdefault(extent, size - more) == size - more >= 0
             if operand.leads:
                 lead = t.shape[:split]
                 fits &= leads.setdefault(operand.axes[0], lead) == lead
                 sizes[operand.names[0]] = math.prod(lead)
         if not fits:
-            raise misfit(op, declared, given, known)
+            raise misfit(op, declared, given, known, f": {name} does not fit")
     return sizes, leads
 
 
 def misfit(
-    op: str, declared: Mapping[str, Operand], given: Mapping[str, Tensor | None], known: Mapping[str, int] = {}
+    op: str,
+    declared: Mapping[str, Operand],
+    given: Mapping[str, Tensor | None],
+    known: Mapping[str, int] = {},
+    why: str = "",
 ) -> UnsupportedProblem:
     """The refusal of shapes that do not fit together."""
     wanted = ", ".join(
@@ -182,24 +200,24 @@ def misfit(
     )
     got = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items() if t is not None)
     said = "".join(f", {name} = {value}" for name, value in known.items())
-    return UnsupportedProblem(f"{op} takes {wanted}{said}, each extent the same wherever it stands; got {got}")
+    return UnsupportedProblem(f"{op} takes {wanted}{said}, each extent the same wherever it stands; got {got}{why}")
 
 
 def shape_of(operand: Operand, sizes: Mapping[str, int], leads: Leads) -> tuple[int, ...]:
     """The shape that ``operand`` has; flattened dimensions are one where nobody told them apart."""
     first = leads.get(operand.axes[0], (sizes[operand.names[0]],)) if operand.leads else ()
-    return (*first, *[sizes[extent] + more for extent, more in map(_one_more, operand.axes[operand.leads :])])
+    return (*first, *[sizes[extent] + more for extent, more in map(_named, operand.axes[operand.leads :])])
 
 
-def _one_more(axis: str) -> tuple[str, int]:
+def _named(axis: str) -> tuple[str, int]:
     """The extent that an axis names, and how many elements more it has."""
-    return axis.removesuffix("+1"), int(axis.endswith("+1"))
+    return axis.removesuffix("?").removesuffix("+1"), int("+1" in axis)
 
 
 def bits_of(operand: Operand, t: Tensor, *, pitches: bool = True) -> int:
     """What an operand's address and, unless told otherwise, the strides between its rows are multiples of, as bits."""
     bits = t.data_ptr()
-    if pitches:
+    if pitches and operand.strides:
         rows = t.numel() // max(1, t.shape[-1]) if t.dim() else 1
         if rows > 1:
             bits |= t.element_size() * reduce(or_, operand.walk(t)[:-1], 0)

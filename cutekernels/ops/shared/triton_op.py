@@ -51,8 +51,9 @@ _SCHEMA_TYPES = {"fp32": "float", "i32": "int", "i64": "SymInt"}
 class LaidOut:
     """The part of a problem that says how its operands lie: mixed into problems with these fields.
 
-    ``layout``: "rows" where the elements of each row are contiguous, "strided" for the rest. ``align``: bytes that
-    divide the address and pitch of every laid operand; nothing depends on it where the layout is strided.
+    ``layout``: "dense", where a problem has that, if all operands are contiguous and their rows one long one; "rows"
+    where the elements of each row are contiguous; "strided" for the rest. ``align``: bytes that divide the address and
+    pitch of every laid operand (dense: the address); nothing depends on it where the layout is strided.
     """
 
     dtype: str
@@ -91,6 +92,11 @@ class LaidOut:
         """Elements in one access."""
         return 1 if self.layout == "strided" else self.align // self.itemsize
 
+    def pitch(self, cols: int, itemsize: int) -> int:
+        """Elements from row to row of ``cols`` elements in memory that lies as promised."""
+        vec = 1 if self.layout in ("dense", "strided") else max(1, self.align // itemsize)
+        return -(-cols // vec) * vec
+
 
 class TritonOp(TensorOp[P, C]):
     """An op whose tensors are :class:`~cutekernels.ops.shared.operands.Operand` attributes of its class.
@@ -119,7 +125,7 @@ class TritonOp(TensorOp[P, C]):
             cls.results = tuple(name for name, operand in cls.operands.items() if operand.result)
             cls.inputs = tuple(name for name, operand in cls.operands.items() if not operand.result)
         cls.scalars = tuple(cls.scalar_types)
-        if own and "schema" not in vars(cls):
+        if cls.operands and hasattr(cls, "Problem") and "schema" not in vars(cls):
             kinds = {f.name: f.type for f in fields(cls.Problem)}
             words = [f"Tensor{'?' if cls.operands[name].optional else ''} {name}" for name in cls.inputs]
             words += [f"{kinds[name]} {name}" for name in cls.options]
@@ -137,8 +143,12 @@ class TritonOp(TensorOp[P, C]):
         raise NotImplementedError
 
     def numbers(self, p: P, c: C) -> tuple[int, ...]:
-        """The values of ``sizes``: the problem's fields of those names."""
+        """The values of ``sizes``: the problem's fields of those names. But for those :meth:`measured`."""
         return tuple([getattr(p, name) for name in self.sizes])
+
+    def measured(self, named: Mapping[str, Tensor | None]) -> tuple[int, ...]:
+        """The values of the last ``sizes`` where those are extents of operands that the problem does not have."""
+        return ()
 
     def divisible(self, p: P, c: C) -> dict[str, int]:
         """What kernels may assume that ``sizes`` are multiples of."""
@@ -227,6 +237,7 @@ class TritonOp(TensorOp[P, C]):
 
     def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
         named = self._named(inputs, results)
+        named = {name: named[name] for name in (*self.inputs, *named)}  # inputs are looked at first
         for name, t in named.items():
             check_tensor(self.name, name, t, optional=self.operands[name].optional)
         main = self._main(named)
@@ -300,20 +311,23 @@ class TritonOp(TensorOp[P, C]):
 
     def layout(self, named: Mapping[str, Tensor | None], sizes: Sizes, found: Mapping[str, Any]) -> dict[str, Scalar]:
         """The fields ``layout`` and ``align``, where the problem has them."""
-        declared = self.Problem.__dataclass_fields__
-        if "layout" not in declared:
-            return {}
-        values = declared["layout"].metadata["values"]
+        declared = {f.name: f for f in fields(self.Problem)}
+        values = declared["layout"].metadata["values"] if "layout" in declared else ()
         laid = [(self.operands[name], t) for name, t in named.items() if self.operands[name].laid and t is not None]
-        if any(operand.walk(t)[-1] != 1 for operand, t in laid if t.numel()):
+        laid = [(operand, t) for operand, t in laid if t.numel()]
+        if values and any(operand.walk(t)[-1] != 1 for operand, t in laid):
             return {"layout": "strided"}
-        bits = WIDEST_BYTES
-        aligned = getattr(self.Problem, "aligns_rows", None)
-        if aligned is not None:
-            bits |= sizes[aligned] * TYPES[found["dtype"]].itemsize
-        for operand, t in laid:
-            bits |= bits_of(operand, t)
-        return {"layout": str(values[0]), "align": bits & -bits}
+        dense = "dense" in values and all(t.is_contiguous() for _, t in laid)
+        layout: dict[str, Scalar] = {"layout": "dense" if dense else "rows"} if values else {}
+        if "align" in declared:
+            bits = WIDEST_BYTES
+            aligned = getattr(self.Problem, "aligns_rows", None)
+            if aligned is not None:
+                bits |= sizes[aligned] * TYPES[found["dtype"]].itemsize
+            for operand, t in laid:
+                bits |= bits_of(operand, t, pitches=not dense)
+            layout["align"] = bits & -bits
+        return layout
 
     # -- kernels
 
@@ -354,6 +368,8 @@ class TritonOp(TensorOp[P, C]):
                 elif operand.laid and promised is not None:
                     if i == len(operand.strides) - 1 >= len(operand.axes) - 1:
                         constants[f"{name}_{step}"] = 1
+                    elif getattr(p, "layout", "") == "dense":
+                        constants[f"{name}_{step}"] = 0
                     else:
                         divisible[f"{name}_{step}"] = max(1, promised // TYPES[kind].itemsize)
         signature |= dict(self.scalar_types) | dict(self.extras)
@@ -378,9 +394,9 @@ class TritonOp(TensorOp[P, C]):
         strided = {name: len(operand.strides) for name, operand in self.operands.items()}
 
         def following(*operands: Tensor | None) -> list[int]:
-            found = list(numbers)
+            found = [*numbers, *self.measured(dict(zip(strided, operands, strict=True)))]
             for (name, steps), t in zip(strided.items(), operands, strict=True):
-                found += [0] * steps if t is None or not steps else self.strides(p, name, t)
+                found += [0] * steps if t is None or not steps else self.strides(p, name, t)[:steps]
             return found
 
         return Launch(kernel, grid, len(strided), following)
@@ -395,10 +411,11 @@ class TritonOp(TensorOp[P, C]):
 
     def outputs(self, p: P, *args: Any) -> tuple[Tensor, ...]:
         fresh = self.fresh(*args[: len(self.inputs)], **{name: getattr(p, name) for name in self.options})
-        vec = getattr(p, "vec", 1)
         placed = []
         for name, t in zip(self.results, fresh, strict=True):
-            pitch = -(-t.shape[-1] // vec) * vec if self.operands[name].laid and t.dim() > 1 else 0
+            operand, pitch = self.operands[name], 0
+            if hasattr(p, "pitch") and operand.laid and operand.strides and t.dim() > 1:
+                pitch = p.pitch(t.shape[-1], t.element_size())
             placed.append(t.new_empty((*t.shape[:-1], pitch))[..., : t.shape[-1]] if pitch > t.shape[-1] else t)
         return tuple(placed)
 
@@ -432,14 +449,16 @@ class TritonOp(TensorOp[P, C]):
         return Work(flops=0.0, bytes=self.bytes(p))
 
 
-def placed(values: Tensor, p: Any) -> Tensor:
-    """``values`` in memory that lies as ``p`` promises and no better: its layout, and align but no multiple of it."""
+def placed(values: Tensor, p: Any, rows_apart: int = 1) -> Tensor:
+    """``values`` in memory that lies as ``p`` promises and no better: its layout, and align but no multiple of it.
+
+    ``rows_apart``: how many rows there is room for from one to the next.
+    """
     item, n = values.element_size(), values.shape[-1] if values.dim() else 1
     if p.layout == "strided":
         memory = values.new_empty((*values.shape, 2))[..., 0]
         return memory.copy_(values)
-    vec = max(1, p.align // item)
-    pitch = -(-n // vec) * vec
+    pitch = p.pitch(n, item) * rows_apart
     rows = values.numel() // max(1, n)
     skew = p.align % WIDEST_BYTES // item
     memory = values.new_empty(rows * pitch + skew)[skew:].view(*values.shape[:-1], pitch)[..., :n]
@@ -465,8 +484,11 @@ def call(
     *,
     config: object = None,
     out: tuple[Tensor, ...] | None = None,
+    in_place: bool = False,
 ) -> tuple[Tensor, ...]:
     """What a public function does: replays, launches, or goes through torch where somebody traces or differentiates.
+
+    ``in_place``: ``out`` are inputs, which torch's op ``<name>_inplace`` updates.
 
     Raises:
         UnsupportedProblem: operands that pose no problem, gradients together with ``out``.
@@ -487,7 +509,10 @@ def call(
         results = getattr(torch.ops.cutekernels, op.name)(*inputs, *options, *scalars, text)
         return (results,) if len(op.results) == 1 else tuple(results)
     refuse_gradient(*inputs, *out)
-    getattr(torch.ops.cutekernels, f"{op.name}_out")(*inputs, *out, *options, *scalars, text)
+    if in_place:
+        getattr(torch.ops.cutekernels, f"{op.name}_inplace")(*inputs, *options, *scalars, text)
+    else:
+        getattr(torch.ops.cutekernels, f"{op.name}_out")(*inputs, *out, *options, *scalars, text)
     return out
 
 

@@ -6,8 +6,7 @@ Schedule:
     fragments of k-block i+1 travel from shared memory by ldmatrix while block i multiplies. A partial k-tile
     comes *first*, zero-filled, so the mainloop needs no bounds along K. The result leaves through the same
     shared memory, 16 bytes a thread. A *persistent* grid takes one tile after the other, keeps the output tile's
-    shared memory apart, and starts the next tile's loads before the result leaves: H200, 128x256x64, full clock,
-    4096^3 bf16: 478 -> 498 TFLOP/s, 8192^3: 492 -> 502, 2048^3: 434 -> 449 (2026-11-21).
+    shared memory apart, and starts the next tile's loads before the result leaves: docs/notes/gemm.md#persistent.
 
 Source:
     The cp.async pipeline is the classic Ampere one (CUTLASS 2.x "multistage"; NVIDIA's CuTe DSL
@@ -34,7 +33,7 @@ from cutekernels.kernels.cute.parts.smem import ALIGNMENT
 
 @dataclass(frozen=True)
 class MultistageGemm:
-    """The body. ``ops/gemm.py`` chooses the parts; ``ctas_per_sm`` bounds registers so that many fit."""
+    """The body; ``ctas_per_sm`` bounds registers so that so many CTAs fit."""
 
     load_a: OperandLoad
     load_b: OperandLoad
@@ -43,7 +42,7 @@ class MultistageGemm:
     epilogue: GemmEpilogue
     ctas_per_sm: int
     transposed: bool  # out is M-major: compute its transpose, B^T A^T, instead
-    resident: int  # CTAs in the grid at most; 0 for one a tile
+    resident: int  # most CTAs in the grid; 0 for one a tile
 
     @property
     def persistent(self) -> bool:
@@ -77,7 +76,7 @@ class MultistageGemm:
             grid=[blocks, 1, 1],
             block=[self.epilogue.threads, 1, 1],
             min_blocks_per_mp=self.ctas_per_sm,
-            preferred_smem_carveout=100,  # percent; left out, the DSL asks the driver, and there may be none here
+            preferred_smem_carveout=100,  # percent; without it the DSL needs the driver, which may be absent
             stream=stream,
         )
 
@@ -168,7 +167,7 @@ class MultistageGemm:
         sB: cute.Tensor,
         at: tuple[Int32, Int32, Int32],
     ):
-        """Starts the loads of the first ``stages - 1`` k-tiles of tile ``at``, the partial one first."""
+        """The loads of the first ``stages - 1`` k-tiles of tile ``at``, the partial one first."""
         load_a, load_b = self.load_a, self.load_b
         m, n, k = cute.size(mA, mode=[0]), cute.size(mB, mode=[0]), cute.size(mA, mode=[1])
         k_tiles = cute.ceil_div(k, load_a.tile_k)
@@ -205,7 +204,7 @@ class MultistageGemm:
         tiled_mma: cute.TiledMma,
         acc: cute.Tensor,
     ):
-        """The mainloop of tile ``at``, whose first loads :meth:`fill` has started. Every buffer is free behind it."""
+        """The mainloop of tile ``at``, whose first loads :meth:`fill` has started. All buffers are free afterwards."""
         load_a, load_b = self.load_a, self.load_b
         stages = const_expr(load_a.stages)
         k_tiles = cute.ceil_div(cute.size(mA, mode=[1]), load_a.tile_k)
@@ -253,7 +252,7 @@ class MultistageGemm:
 
 
 def opaque(x: Int32) -> Int32:
-    """``x``, as a value of which the compiler knows nothing: what follows from it is not computed ahead and kept."""
+    """``x`` as a value unknown to the compiler, which then keeps nothing derived from it in registers."""
     return Int32(instruction("mov.b32 $0, $1;", "=r,r", x, result=Int32.mlir_type))
 
 

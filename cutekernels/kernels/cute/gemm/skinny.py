@@ -1,22 +1,19 @@
 """GEMM, skinny schedule: ``out = act(alpha * X @ W^T + beta * C + bias)`` for a few tokens X and a weight W (N, K).
 
-At decode sizes a linear layer is a race to read the weight, so everything here keeps many of its bytes in flight.
+At decode sizes a linear layer is limited by reading the weight, so the kernel keeps many of its bytes in flight.
 
 Schedule:
     Operands are swapped: weight rows take the m16 side of the MMA, tokens the n8 side, so that 8 tokens waste nothing.
     A CTA takes ``tile_m`` weight rows; cp.async fills ``stages`` buffers of W and X. Within a k-tile, the k-blocks of
-    16 are dealt out to ``warps_k`` groups of warps, whose sums meet in shared memory at the end. ``split_k`` CTAs share
-    a tile's K: each leaves its partial sums in a workspace, the last to arrive adds all of them in their order, so the
-    result does not depend on who was last. Results go straight from registers to memory: they are few.
-    With programmatic dependent launch, CTAs are placed and set up while the kernel ahead still runs. H200, 16 tokens,
-    K = N = 3584, one CTA an SM: 8.96 -> 8.41 us. Where several share an SM it loses, since early CTAs crowd on the
-    SMs that happen to be free (2026-11-21). While they wait they ask the L2 for ``ahead`` k-tiles of the weight; to
-    load it into shared memory then would be wrong where the kernel ahead writes it. The next kernel is let in when the
-    last loads are on their way: let in at the start, its CTAs take memory's time from this one's (12.4 us where 9.2,
-    16 tokens, 3584, 73 KiB a CTA; 2026-11-22).
-    With a norm of the tokens in front (``parts/norm.py``) its weight travels in the same stages; sums of squares meet
-    as the products' do, in shared memory and in the workspace, and rstd multiplies the fp32 sums. With a gate behind,
-    8 rows of the gate's weight and the same 8 of up's make an MMA's 16, so that one thread has both of an output.
+    16 are dealt out to ``warps_k`` groups of warps, whose sums are added in shared memory at the end. ``split_k`` CTAs
+    share a tile's K: each leaves its partial sums in a workspace, and the last to arrive adds all of them in their
+    order, so the result is the same each time. Results go straight from registers to memory: they are few.
+    With programmatic dependent launch, CTAs are set up while the kernel ahead still runs, and prefetch ``ahead``
+    k-tiles of the weight into the L2; loads to shared memory would be wrong where the kernel ahead writes the weight.
+    The next kernel is released when the last loads are under way: docs/notes/gemm.md#dependent-launch.
+    With a norm of the tokens in front (``parts/norm.py``) its weight travels in the same stages; sums of squares are
+    added as the products' are, in shared memory and in the workspace, and rstd multiplies the fp32 sums. With a gate
+    behind, 8 rows of the gate's weight and the same 8 of up's make an MMA's 16, so one thread has both of an output.
 
 Source:
     Swapped operands and split-K with a ticket are common practice (CUTLASS "stream-K" and "split-K semaphore"); the
@@ -54,7 +51,7 @@ class SkinnyGemm:
     activation: Activation
     ctas_per_sm: int
     norm: TokenNorm | None = None  # of the tokens, in front
-    ahead: int = 0  # k-tiles of W that are asked for before the turn comes
+    ahead: int = 0  # k-tiles of W prefetched before the turn
     gated: bool = False  # W is (2 * I, K), the gate's rows before up's; out (M, I) is activation(gate) * up
 
     @property
@@ -118,21 +115,8 @@ class SkinnyGemm:
         """With a workspace, for ``split_k > 1``."""
         mC = columns_first(mC) if const_expr(mC is not None) else None
         start = self.start
-        start(
-            columns_first(mD),
-            mX,
-            columns_first(mW),
-            mC,
-            mBias,
-            alpha,
-            beta,
-            mPartials,
-            mTickets,
-            None,
-            None,
-            None,
-            stream,
-        )
+        mD, mW = columns_first(mD), columns_first(mW)
+        start(mD, mX, mW, mC, mBias, alpha, beta, mPartials, mTickets, None, None, None, stream)
 
     @cute.jit
     def normed(
@@ -148,7 +132,7 @@ class SkinnyGemm:
         mTickets: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
-        """With what ``norm`` and ``gated`` say; the workspace for ``split_k > 1``."""
+        """With ``norm`` in front or ``gated`` behind; the workspace for ``split_k > 1``."""
         alpha = Float32(const_expr(1.0 if self.norm is None else 1.0 / self.norm.scale))
         beta, interleave, start = Float32(0.0), self.interleaved, self.start
         mW = interleave(mW) if const_expr(self.gated) else rows_first(mW)
@@ -189,7 +173,7 @@ class SkinnyGemm:
     def interleaved(self, mW: cute.Tensor) -> cute.Tensor:
         """``(2 * I, K)`` as ``((8, 2, I / 8), K, 1)``: 8 rows of the gate, then the same 8 of up.
 
-        Rows r and r + 8 of an MMA are one thread's, so it has the gate and up of its outputs.
+        Rows r and r + 8 of an MMA belong to one thread, which so has the gate and up of its outputs.
         """
         pitch, half = mW.stride[0], cute.size(mW, mode=[0]) // 2
         up = cute.assume(half * pitch, divby=8)
@@ -342,7 +326,7 @@ class SkinnyGemm:
             cute.arch.cp_async_commit_group()
             if const_expr(self.dependent):  # noqa: SIM102  known when compiled
                 if k_tile == cutlass.max(first, end - stages + 1):
-                    cute.arch.griddepcontrol_launch_dependents()  # whose CTAs' loads follow ours
+                    cute.arch.griddepcontrol_launch_dependents()  # their loads then follow ours
             for block in cutlass.range_constexpr(blocks):
                 kb = block * self.warps_k + slice_k
                 cute.copy(to_w, tCsW[None, None, kb, read], tCrW[None, None, block])
@@ -366,7 +350,7 @@ class SkinnyGemm:
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
 
-        # -- the groups' sums meet in the first
+        # -- the first group adds the sums of all
         if const_expr(self.warps_k > 1):
             sums = cute.make_tensor(
                 cute.recast_ptr(storage, dtype=Float32),
@@ -383,7 +367,7 @@ class SkinnyGemm:
                     for i in cutlass.range_constexpr(per_thread):
                         acc[i] = acc[i] + sums[lane, i, s]
 
-        # -- the splits' sums meet in whichever CTA is last
+        # -- the last CTA to arrive adds the sums of all splits
         finish = self.finish
         if const_expr(self.squaring):
             total = self.norm.total

@@ -1,31 +1,25 @@
 """GEMM, specialized schedule: ``out = act(alpha * X @ W^T + beta * C + bias)`` by TMA and warpgroup MMA.
 
 Schedule:
-    One warp asks the TMA for tiles of X and W, ``stages`` ahead, and does nothing else; ``groups`` warp groups multiply
-    64 rows of X (tokens) by ``tile_n`` rows of W each, straight from shared memory. They meet on two barriers a stage
-    alone (full, empty), so no barrier of the CTA is in the loop, and no instruction is spent on copies or fragments.
-    ``tile_n`` is any multiple of 8 up to 256: what deals N out evenly. H200, 64 tokens, N = 18944, K = 3584: 132 tiles
-    of 144 rows are one for each SM; with warp MMA such a tile is bound by its SM's instructions and not by DRAM, and
-    takes 39.0 us. 3584 rows are 128 halves of tiles of 56 and take 8.0 us, 112 halves of 64 or tiles of 32 8.3
-    (2026-11-22).
+    One warp only issues TMA loads of X and W, ``stages`` ahead; ``groups`` warp groups multiply 64 rows of X (tokens)
+    by ``tile_n`` rows of W each, straight from shared memory. They synchronise on two barriers a stage (full, empty),
+    so no CTA-wide barrier is in the loop, and no instruction is spent on copies or fragments. ``tile_n`` is any
+    multiple of 8 up to 256, whichever deals N out evenly: docs/notes/gemm.md#tiles.
     With ``split`` = 2 the two CTAs of a cluster share a tile's K. Each sends the other its sums of that one's half of
-    the columns, into shared memory there, and adds up its own half, so the result is the same each time. As stores that
-    ring the receiver's barrier this takes 0.7 us less than with barriers of the cluster (64 tokens x 3584: 9.1 us and
-    8.4, 2026-11-22).
+    the columns, into shared memory there, and adds up its own half, so the result is the same each time. The stores
+    arrive on the receiver's barrier, without barriers of the cluster: docs/notes/gemm.md#clusters.
     With a ``norm`` X's fragments go through registers, where they are multiplied by the norm's weight, half a k-tile
-    while the products of the other half run; rstd multiplies the sums. Warps beside square the rows as they lie in the
-    stages, or, ``apart``, CTAs on SMs that have no tile do (``parts/statistics.py``). At 64 tokens x 3584 the
-    whole takes 0.3 us longer than the product alone. Its CTAs ask for W no faster than DRAM gives it, a k-tile each
-    ``step``, so that those served first leave the late ones their share: 8.15 us -> 8.03 there (2026-11-23).
-    As a dependent launch a CTA asks the L2 for its first ``ahead`` k-tiles of W while the kernel ahead still runs, and
-    lets the next kernel in when its own last loads are on their way (``ops/gemm_ahead.py``).
-    Where rows of out are aligned its results go through shared memory, in the place of the stages, and leave as whole
-    lines, which the L2 is asked to keep (``parts/store.py``). In pairs, as the MMA has them, they cost 0.9 us more at
-    64 tokens of 18944 columns (2026-11-22).
-    K's end arrives as zeros. The TMA takes long over rows that do not exist (33 tokens of a box of 48: 9.9 us where 40
-    took 8.6; 65 of 96: 14.0 and 10.4), so the last tile of either operand begins early enough to end where the operand
-    does, and what another tile has too is not stored. X's ``rows`` come in two boxes, of which the second may overlap
-    the first. The products of what lies behind them in shared memory, up to whole groups, are not stored either.
+    while the products of the other half run; rstd multiplies the sums. Squares of rows are summed by warps beside, from
+    the stages, or by CTAs apart, on SMs that have no tile (``parts/statistics.py``). Loads then wait ``step`` from one
+    k-tile to the next, DRAM's pace, so that no CTA starves: docs/notes/gemm.md#pace.
+    A dependent launch prefetches its first ``ahead`` k-tiles of W into the L2 while the kernel ahead still runs, and
+    releases the next kernel when its own last loads are under way (``ops/gemm/prefetch.py``).
+    Where rows of out are aligned, results go through shared memory, in the place of the stages, and leave as whole
+    lines, kept in the L2 where they are small (``parts/store.py``): docs/notes/gemm.md#whole-lines.
+    The TMA fills K's end with zeros. It is slow over rows that do not exist (docs/notes/gemm.md#boxes), so the last
+    tile of either operand begins early enough to end where the operand does, and rows that another tile has too are not
+    stored. X's ``rows`` come in two boxes, of which the second may overlap the first. Products of whatever lies behind
+    them in shared memory, up to whole groups, are not stored either.
 
 Source:
     The pairing of full and empty barriers, and a producer warp beside consumer groups, are CUTLASS's "warp
@@ -56,13 +50,13 @@ Box = tuple[cute.CopyAtom | None, cute.Tensor | None]
 
 
 def swizzle() -> cute.Swizzle:
-    """Of 128 bytes: 8 rows' chunks of 16 bytes lie in different banks."""
+    """The 128-byte pattern: 8 rows' chunks of 16 bytes lie in different banks."""
     return cute.make_swizzle(3, 4, 3)
 
 
 @dataclass(frozen=True)
 class SpecializedGemm:
-    """The body. ``rows`` of X are loaded: whole groups' 64, or where one tile has all there are, about as many.
+    """The body. ``rows`` of X are loaded: whole groups' 64, or about as many as there are where one tile has them all.
     ``out_align`` columns of out are one aligned store.
     """
 
@@ -76,10 +70,16 @@ class SpecializedGemm:
     out_align: int
     ctas_per_sm: int
     alone: bool  # on its SM, whatever would fit
-    ahead: int  # k-tiles of W that are asked for before the turn comes
+    ahead: int  # k-tiles of W prefetched before the turn
+    kept_bytes: int  # largest result that the L2 is to keep
     norm: RowNorm | None = None  # of X's rows
     gamma_bytes: int = 0  # an element of its weight
-    apart: bool = False  # rows are squared by CTAs without a tile, not by warps beside those that multiply
+    poll_ps: int | None = None  # see GridSquares; None where warps beside those that multiply square the rows
+
+    @property
+    def apart(self) -> bool:
+        """Whether rows are squared by CTAs without a tile."""
+        return self.poll_ps is not None
 
     @property
     def weighted(self) -> bool:
@@ -103,19 +103,19 @@ class SpecializedGemm:
 
     @property
     def eager(self) -> bool:
-        """A stage is given back before the next one is waited for, where there are few and more bytes than work: 128
-        tokens x 3584, H200, in a time line 9.47 -> 9.06 us; 64 tokens would take 0.5 longer (2026-11-22).
+        """Whether a stage is released before the wait for the next, where stages are few and bytes limit:
+        docs/notes/gemm.md#eager (H200, 2026-11-22).
         """
         return self.groups == 2 and self.split == 2
 
     @property
     def head(self) -> int:
-        """Rows of X's first box: half of them or more, and all of them tokens, since fewer take a smaller tile."""
+        """Rows of X's first box: half of them or more. All are tokens, since fewer take a smaller tile."""
         return max(SWIZZLED_ROWS, 1 << ((self.rows - 1).bit_length() - 1))
 
     @property
     def threads(self) -> int:
-        """The producer warp comes behind the groups, those that square last."""
+        """The groups, then the producer warp, then warps that square rows."""
         return GROUP * self.groups + 32 + 32 * SQUARING_WARPS * self.squaring
 
     @property
@@ -126,18 +126,18 @@ class SpecializedGemm:
 
     @property
     def grid_squares(self) -> GridSquares:
-        return GridSquares(self.smem, self.threads // 32)
+        return GridSquares(self.smem, self.threads // 32, self.poll_ps)
 
     def stages_of(self, rows: int, taken: int = 0) -> cute.Layout:
-        """Of an operand's ``rows``, ``(rows, tile_k, STAGE)``, as TMA writes and warpgroup MMA reads them but for the
-        swizzle; as if they were ``taken``, where that is given.
+        """The stages of an operand of ``rows``, ``(rows, tile_k, STAGE)``, without the swizzle; ``taken`` of the rows,
+        where that is given.
         """
         shape = ((SWIZZLED_ROWS, (taken or rows) // SWIZZLED_ROWS), (SWIZZLED, self.tile_k // SWIZZLED), self.stages)
         stride = ((SWIZZLED, SWIZZLED_ROWS * SWIZZLED), (1, rows * SWIZZLED), rows * self.tile_k)
         return cute.make_layout(shape, stride=stride)
 
     def boxed(self, op: cpasync.TmaCopyOp, mX: cute.Tensor, rows: int, taken: int) -> Box:
-        """The TMA's copy of ``taken`` of an operand's ``rows`` into a stage; None for none."""
+        """The TMA copy of ``taken`` of an operand's ``rows`` into a stage; None for none."""
         if taken == 0:
             return None, None
         one = cute.select(self.stages_of(rows, taken), mode=[0, 1])
@@ -169,13 +169,13 @@ class SpecializedGemm:
         mGamma: cute.Tensor | None,  # (K,)
         mRstd: cute.Tensor | None,  # (M,)
         eps: Float32,
-        mWords: cute.Tensor | None,  # where some CTAs square rows ``apart``; int64 (1 + M,)
-        step: Int32,  # nanoseconds from one of a CTA's k-tiles to the next, at least
+        mMail: cute.Tensor | None,  # mailboxes, where rows are squared apart; int64 (1 + M,)
+        step: Int32,  # least nanoseconds from one of a CTA's k-tiles to the next
         stream: cuda.CUstream,
     ):
         """With ``norm`` in front of X."""
         start = self.start
-        start(mD, mX, mW, None, mBias, Float32(1.0), Float32(0.0), mGamma, mRstd, eps, mWords, step, stream)
+        start(mD, mX, mW, None, mBias, Float32(1.0), Float32(0.0), mGamma, mRstd, eps, mMail, step, stream)
 
     @cute.jit
     def start(
@@ -190,7 +190,7 @@ class SpecializedGemm:
         mGamma: cute.Tensor | None,
         mRstd: cute.Tensor | None,
         eps: Float32 | None,
-        mWords: cute.Tensor | None,
+        mMail: cute.Tensor | None,
         step: Int32 | None,
         stream: cuda.CUstream,
     ):
@@ -212,7 +212,7 @@ class SpecializedGemm:
         tiles_m = cute.ceil_div(cute.size(mD, mode=[0]), self.tile_m)
         tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), self.tile_n)
         epilogue = mD, tW, mC, mBias, alpha, beta
-        self.kernel(*epilogue, tma_w, *head, *tail, tiled_mma, *gamma, mRstd, eps, squared, mWords, step).launch(
+        self.kernel(*epilogue, tma_w, *head, *tail, tiled_mma, *gamma, mRstd, eps, squared, mMail, step).launch(
             grid=[self.split, tiles_m, tiles_n + SQUARING_CTAS // self.split * self.apart],
             block=[self.threads, 1, 1],
             cluster=[self.split, 1, 1],
@@ -224,7 +224,7 @@ class SpecializedGemm:
 
     @cute.jit
     def pitched(self, t: cute.Tensor) -> cute.Tensor:
-        """``t`` ``(rows, K)``; a lone row, whose pitch may be anything, gets one that the TMA takes."""
+        """``t`` ``(rows, K)``; a lone row, whose pitch may be anything, gets a valid one for the TMA."""
         rows, k = t.shape
         pitch = k if rows == 1 else t.stride[0]
         return cute.make_tensor(
@@ -250,8 +250,8 @@ class SpecializedGemm:
         tGamma: cute.Tensor | None,  # (K,), coordinates
         mRstd: cute.Tensor | None,
         eps: Float32 | None,
-        mX: cute.Tensor | None,  # (M, K), where rows are squared ``apart``
-        mWords: cute.Tensor | None,
+        mX: cute.Tensor | None,  # (M, K), where rows are squared apart
+        mMail: cute.Tensor | None,
         step: Int32 | None,
     ):
         operands = (mD, mC, mBias, mRstd, alpha, beta, cute.size(tW, mode=[1]), eps)
@@ -266,13 +266,13 @@ class SpecializedGemm:
             squares = self.grid_squares
             if at_n < apart:
                 if const_expr(self.dependent):
-                    ask = squares.ask
-                    ask(at_n * self.split + split, mX)
+                    prefetch = squares.prefetch
+                    prefetch(at_n * self.split + split, mX)
                     cute.arch.griddepcontrol_wait()
                 run = squares.run
-                run(at_n * self.split + split, at_m, mX, mWords)
+                run(at_n * self.split + split, at_m, mX, mMail)
             else:
-                tile(split, at_m, at_n - apart, storage, operands, boxed, tiled_mma, step, (mX, mWords))
+                tile(split, at_m, at_n - apart, storage, operands, boxed, tiled_mma, step, (mX, mMail))
 
     @cute.jit
     def tile(
@@ -314,8 +314,8 @@ class SpecializedGemm:
             )
         full = cute.recast_ptr(storage + smem.barriers_at, dtype=Int64)
         empty = full + stages
-        met = cute.recast_ptr(storage + smem.met_at, dtype=Int64)
-        known = cute.recast_ptr(storage + smem.known_at, dtype=Int64)
+        inbox_full = cute.recast_ptr(storage + smem.inbox_barrier_at, dtype=Int64)
+        squared_full = cute.recast_ptr(storage + smem.squares_barrier_at, dtype=Int64)
         if warp == producer:
             cpasync.prefetch_descriptor(tma_head)
             cpasync.prefetch_descriptor(tma_w)
@@ -324,15 +324,15 @@ class SpecializedGemm:
                     cute.arch.mbarrier_init(full + stage, 1)
                     cute.arch.mbarrier_init(empty + stage, self.groups + SQUARING_WARPS * beside)
                 if const_expr(self.split > 1):
-                    cute.arch.mbarrier_init(met, 1)
+                    cute.arch.mbarrier_init(inbox_full, 1)
                 if const_expr(self.squaring):
-                    cute.arch.mbarrier_init(known, SQUARING_WARPS if beside else 1)
+                    cute.arch.mbarrier_init(squared_full, SQUARING_WARPS if beside else 1)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if const_expr(self.split > 1):
             cute.arch.cluster_arrive_relaxed()
 
-        # -- where this tile begins: the last ones early, so that they end where the operands do
+        # -- this tile's beginning: the last tiles begin early, to end where the operands do
         m, n = mD.shape
         own_m, own_n = at_m * self.rows, at_n * self.tile_n
         row = cutlass.max(cutlass.min(own_m, m - self.rows), Int32(0))
@@ -351,9 +351,9 @@ class SpecializedGemm:
             target, source = cpasync.tma_partition(tma_gamma, 0, cute.make_layout(1), sG, gG)
             boxes += [(tma_gamma, source, target)]
         if const_expr(self.dependent):
-            ask = self.ask
+            prefetch = self.prefetch
             if warp == producer:
-                ask(boxes, at_n * self.split + split, k_tiles, first, end)
+                prefetch(boxes, at_n * self.split + split, k_tiles, first, end)
         if const_expr(self.dependent):
             cute.arch.griddepcontrol_wait()
 
@@ -361,7 +361,7 @@ class SpecializedGemm:
             produce = self.produce
             produce(boxes, full, empty, first, end, step)
             if const_expr(self.dependent):
-                cute.arch.griddepcontrol_launch_dependents()  # whose CTAs' loads follow ours
+                cute.arch.griddepcontrol_launch_dependents()  # their loads then follow ours
             if const_expr(self.split > 1):
                 cute.arch.cluster_wait()
         if const_expr(beside):
@@ -381,20 +381,21 @@ class SpecializedGemm:
             cD = cute.make_identity_tensor((self.tile_m, self.tile_n))
             tCcD = tiled_mma.get_slice(tid).partition_C(cD)  # ((2, 2, N / 8), 1, 1)
             place = (own_m, row, later, own_n, column)
-            results = TileResults(smem, self.head, self.activation, self.out_align, 1 if self.apart else self.split)
+            summed_by = const_expr(1 if self.apart else self.split)
+            results = TileResults(smem, self.head, self.activation, self.out_align, summed_by, self.kept_bytes)
             deliver = results.deliver
             deliver(tid, acc, tCcD, split, storage, place, operands)
 
     @cute.jit
     def loads(self, tma: cute.CopyAtom, tX: cute.Tensor, sX: cute.Tensor, row: Int32, rows: cutlass.Constexpr[int]):
-        """How ``rows`` from ``row`` on come into the stages: ``(copy, source (TMA, k), target (TMA, STAGE))``."""
+        """The loads of ``rows`` from ``row`` on: ``(copy, source (TMA, k), target (TMA, STAGE))``."""
         gX = cute.local_tile(cute.domain_offset((row, 0), tX), (rows, self.tile_k), (0, None))  # (rows, K, k)
         alone = cute.make_layout(1)
         target, source = cpasync.tma_partition(tma, 0, alone, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
         return tma, source, target
 
     @cute.jit
-    def ask(
+    def prefetch(
         self,
         boxes: list[tuple[cute.CopyAtom, cute.Tensor, cute.Tensor]],
         number: Int32,
@@ -402,7 +403,7 @@ class SpecializedGemm:
         first: Int32,
         end: Int32,
     ):
-        """Before the turn: the first CTAs ask for a k-tile each of what all will read, all for W's that they will."""
+        """Before the turn: the first CTAs prefetch a k-tile each of what all read, and each CTA its first of W."""
         if const_expr(self.ahead > 0):
             if number < k_tiles:
                 for tma, source, _ in boxes[1:]:
@@ -421,8 +422,8 @@ class SpecializedGemm:
         end: Int32,
         step: Int32 | None,
     ):
-        """Keeps the stages full; from the third k-tile on, asks for one each ``step`` at most."""
-        stage, phase = Int32(0), Int32(1)  # of a fresh barrier, the phase before counts as complete
+        """The producer: keeps the stages full, from the third k-tile on with at most one load each ``step``."""
+        stage, phase = Int32(0), Int32(1)  # the phase before a fresh barrier's first counts as complete
         due = Int64(0)
         if const_expr(step is not None):
             due = cute.arch.globaltimer() + step
@@ -456,7 +457,7 @@ class SpecializedGemm:
         first: Int32,
         end: Int32,
     ):
-        """Multiplies what comes; a stage is given back when the products of the next are under way, or where
+        """The consumers' mainloop; a stage is released when the products of the next are under way, or where
         ``eager`` at once.
         """
         of_group = tiled_mma.get_slice(cute.arch.make_warp_uniform(tid // GROUP) * GROUP)
@@ -476,7 +477,7 @@ class SpecializedGemm:
         stage, before, phase = Int32(0), Int32(0), Int32(0)
         for k_tile in cutlass.range(first, end, unroll=1):
             cute.arch.mbarrier_wait(full + stage, phase)
-            gives = k_tile > first and tid % GROUP == 0
+            releases = k_tile > first and tid % GROUP == 0
             if const_expr(self.norm is None):
                 warpgroup.fence()
                 for kb in cutlass.range_constexpr(self.tile_k // 16):
@@ -488,10 +489,10 @@ class SpecializedGemm:
                         cute.arch.mbarrier_arrive(empty + stage)
                 else:
                     warpgroup.wait_group(1)
-                    if gives:
+                    if releases:
                         cute.arch.mbarrier_arrive(empty + before)
             else:
-                multiply_weighed(tid, acc, tiled_mma, sX, chunks, rX, rW, sG, stage, empty + before, gives)
+                multiply_weighed(tid, acc, tiled_mma, sX, chunks, rX, rW, sG, stage, empty + before, releases)
             before = stage
             stage = stage + 1
             if stage == self.stages:
@@ -501,8 +502,8 @@ class SpecializedGemm:
 
     @cute.jit
     def chunks(self, tid: Int32) -> list[Int32]:
-        """Where in a stage of X this thread's row has the eight k's that ``ldmatrix`` asks of it, elements, for each of
-        the k-blocks in 128 bytes. From the stages' layout the compiler derives each anew, by four instructions a block.
+        """Offsets (elements) in a stage of X of the eight k's that this thread gives ``ldmatrix``, for each k-block in
+        128 bytes. From the stages' layout the compiler would derive each anew, by four instructions a block.
         """
         lane, warp = tid % 32, tid // 32
         row = warp * 16 + lane % 16
@@ -521,12 +522,10 @@ class SpecializedGemm:
         rW: cute.Tensor,
         sG: cute.Tensor | None,
         stage: Int32,
-        before: cute.Pointer,  # the barrier of the one before, given back if ``gives``
-        gives: Boolean,
+        before: cute.Pointer,  # the empty barrier of the stage before, which is released if ``releases``
+        releases: Boolean,
     ):
-        """One stage with X's fragments in registers, where they are weighed: half of it while the products of the
-        other half run.
-        """
+        """One stage with X's fragments weighed in registers, half of it while the products of the other half run."""
         dtype = sX.element_type
         blocks = const_expr(self.tile_k // 16)
         ldmatrix = cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), dtype)
@@ -549,7 +548,7 @@ class SpecializedGemm:
                 fetch(tid % 32, sG, stage, begin, rG)
             if const_expr(half == 0):
                 warpgroup.wait_group(0)
-                if gives:
+                if releases:
                     cute.arch.mbarrier_arrive(before)
             for i in cutlass.range_constexpr(count):
                 if const_expr(self.weighted):

@@ -16,7 +16,7 @@ SQRT_2_OVER_PI = 0.7978845608028654
 
 @dataclass(frozen=True)
 class Activation:
-    """``"none" | "relu" | "gelu" | "gelu_tanh" | "silu"`` in fp32, with PyTorch's definitions and its NaN behaviour."""
+    """``"none" | "relu" | "gelu" | "gelu_tanh" | "silu"`` in fp32, by PyTorch's definitions; NaN stays NaN."""
 
     name: str
 
@@ -38,9 +38,9 @@ class Activation:
 class GemmEpilogue:
     """``out = activation(alpha * acc + beta * c + bias)`` for one ``(tile_m, tile_n)`` tile, through shared memory.
 
-    ``alignment`` and ``source_alignment`` are the widest vectors (elements) into out and out of C;
-    ``source`` is how C is read: not at all, ``"staged"`` through the tile in shared memory (its N is
-    contiguous), or ``"direct"`` element by element. ``bias`` runs along ``"n"``, ``"m"``, or is ``"none"``.
+    ``alignment`` and ``source_alignment`` are the widest vectors (elements) into out and out of C. ``source`` is the
+    way C is read: ``"none"``, ``"staged"`` through the tile in shared memory (its N is contiguous), or ``"direct"``
+    element by element. ``bias`` runs along ``"n"``, ``"m"``, or is ``"none"``.
     """
 
     tile_m: int
@@ -53,7 +53,7 @@ class GemmEpilogue:
     activation: Activation
 
     def smem_layout(self, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
-        """``(tile_m, tile_n)``, swizzled: fragment writes and 16-byte row reads both miss no bank."""
+        """``(tile_m, tile_n)``, swizzled: neither fragment writes nor 16-byte row reads conflict in banks."""
         atom = hopper_helpers.make_smem_layout_atom(
             hopper_helpers.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, self.tile_n), dtype
         )
@@ -69,7 +69,7 @@ class GemmEpilogue:
 
     @cute.jit
     def mask(self, tc: cute.Tensor, extents: cute.Shape) -> cute.Tensor:
-        """Which of this thread's vectors lie inside the matrix: ``(REST_V, CPY_M, CPY_N)``."""
+        """Mask of this thread's vectors inside the matrix: ``(REST_V, CPY_M, CPY_N)``."""
         inside = cute.make_rmem_tensor(cute.make_layout(vectors(tc)), Boolean)
         for v in cutlass.range_constexpr(inside.shape[0]):
             for i in cutlass.range_constexpr(inside.shape[1]):
@@ -79,7 +79,7 @@ class GemmEpilogue:
 
     @cute.jit
     def stage_source(self, tid: cutlass.Int32, gC: cute.Tensor, cD: cute.Tensor, sD: cute.Tensor, extents: cute.Shape):
-        """Copies C's tile into ``sD``, from where each thread takes the elements it will overwrite."""
+        """C's tile into ``sD``, where each thread reads the elements it will overwrite."""
         thr = self.tiled_copy(gC.element_type, self.source_alignment).get_slice(tid)
         tCgC, tCsD = thr.partition_S(gC), thr.partition_D(sD)  # (CPY, CPY_M, CPY_N)
         rC = cute.make_fragment_like(tCsD)

@@ -1,9 +1,9 @@
-"""Fragments from swizzled shared memory with one address a thread, where the compiler would keep or redo many.
+"""Fragments from swizzled shared memory with one address per thread.
 
 A row of a swizzle pattern is 64 or 128 bytes; its 16-byte chunks change places by an XOR with the row's number. A
-thread's rows differ by multiples of 8, so that the XOR is the same for all of them: settled once, an address leads to
-every vector by an XOR with a constant (the chunk) and a constant offset (rows, patterns). Left to the swizzled pointer,
-each takes a shift and a LOP3 of its own: of an attention block's 930 instructions for an H200, 180 did nothing else.
+thread's rows differ by multiples of 8, so the XOR is the same for all of them: one address leads to every vector by an
+XOR with a constant (the chunk) and a constant offset (rows, patterns). A swizzled pointer would take a shift and a LOP3
+for each vector: 180 of an attention block's 930 instructions on an H200.
 """
 
 import cutlass
@@ -17,7 +17,7 @@ def span_bytes(columns: int) -> int:
 
 
 def swizzled(linear: Int32, span: int) -> Int32:
-    """Where the bytes at ``linear`` of a buffer lie that begins at a multiple of 1024."""
+    """The swizzled offset of the bytes at ``linear``, in a buffer that begins at a multiple of 1024."""
     return linear ^ ((linear >> 3) & (span - 16))
 
 
@@ -32,8 +32,8 @@ def load_fragments(
 ):
     """ldmatrix of fragments ``(.., .., y)`` into ``tXrX`` (CPY, CPY_X, CPY_Y).
 
-    ``address`` is where this thread's row of fragment 0 lies, ``layout`` the partition (CPY, CPY_X, CPY_Y) of the
-    buffer without its swizzle.
+    ``address`` is that of this thread's row of fragment 0, ``layout`` the buffer's partition (CPY, CPY_X, CPY_Y)
+    without its swizzle.
     """
     element_bytes = const_expr(tXrX.element_type.width // 8)
     for x in cutlass.range_constexpr(cute.size(tXrX, mode=[1])):

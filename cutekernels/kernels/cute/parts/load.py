@@ -13,11 +13,11 @@ from cutlass.utils import hopper_helpers
 
 @dataclass(frozen=True)
 class OperandLoad:
-    """Loads ``(rows, tile_k)`` tiles of one GEMM operand into a swizzled pipeline of ``stages`` buffers.
+    """Loads of ``(rows, tile_k)`` tiles of one GEMM operand into a swizzled pipeline of ``stages`` buffers.
 
-    ``rows`` runs along M for A and along N for B. ``k_major`` says which mode is contiguous in global memory;
-    shared memory keeps the same major, and ``ldmatrix`` transposes on the way to registers if it must.
-    ``alignment`` (elements) is the widest vector that the pointer, the strides and the contiguous extent allow.
+    ``rows`` runs along M for A and along N for B. ``k_major``: K is the contiguous mode in global memory; shared
+    memory keeps the same major, and ``ldmatrix`` transposes on the way to registers where needed. ``alignment``
+    (elements) is the widest vector that the pointer, the strides and the contiguous extent allow.
     """
 
     rows: int
@@ -36,10 +36,10 @@ class OperandLoad:
         return self.alignment * dtype.width
 
     def tiled_copy(self, dtype: type[cutlass.Numeric]) -> cute.TiledCopy:
-        """Threads run along the contiguous mode first, so that a warp reads whole sectors."""
+        """The copy of one tile; threads run along the contiguous mode first, so that a warp reads whole sectors."""
         bits = self.vector_bits(dtype)
         if bits >= 32:
-            # L1 keeps nothing of what goes to shared memory anyway; only 16-byte copies may bypass it.
+            # Only 16-byte copies may bypass L1, which is of no use to a tile on its way to shared memory.
             cache = cpasync.LoadCacheMode.GLOBAL if bits == 128 else cpasync.LoadCacheMode.ALWAYS
             atom = cute.make_copy_atom(cpasync.CopyG2SOp(cache_mode=cache), dtype, num_bits_per_copy=bits)
         else:
@@ -55,7 +55,7 @@ class OperandLoad:
 
     @cute.jit
     def copies(self, tid: Int32, mX: cute.Tensor, sX: cute.Tensor, at: Int32, layer: Int32):
-        """How thread ``tid`` copies the k-tiles of row panel ``at``: ``(copy, tXgX, tXsX, tXcX, pX)``.
+        """Thread ``tid``'s copies of the k-tiles of row panel ``at``: ``(copy, tXgX, tXsX, tXcX, pX)``.
 
         Source ``(CPY, CPY_ROWS, CPY_K, k)``, destination ``(CPY, CPY_ROWS, CPY_K, STAGE)``, coordinates as the
         source, mask of the rows that exist. The *first* k-tile is the partial one: it starts before K does.
@@ -79,7 +79,7 @@ class OperandLoad:
 
     @cute.jit
     def row_mask(self, tc: cute.Tensor, extent: Int32) -> cute.Tensor:
-        """Which of this thread's vectors lie inside along ``rows``: ``(REST_V, CPY_ROWS, CPY_K)``, K broadcast."""
+        """Mask of this thread's vectors inside along ``rows``: ``(REST_V, CPY_ROWS, CPY_K)``, K broadcast."""
         mask = cute.make_rmem_tensor(
             cute.make_layout(vectors(tc), stride=(cute.size(tc, mode=[1]), 1, 0)),
             Boolean,

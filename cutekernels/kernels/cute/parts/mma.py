@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import warp
 class WarpMma:
     """``warps_m x warps_n`` warps, each multiplying m16n8k16.
 
-    N goes 16 at a time, so that one ldmatrix.x4 feeds it; ``atom_n=8`` is for tiles that are no wider.
+    N advances by 16, which one ldmatrix.x4 feeds; ``atom_n=8`` is for tiles that are no multiple of 16.
     """
 
     warps_m: int

@@ -13,7 +13,7 @@ VECTOR_BITS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class NormWeight:
-    """gamma, which multiplies one operand's fragments; in fp16 scaled by ``scale``, a power of two."""
+    """gamma, multiplied into one operand's fragments; in fp16 scaled by ``scale``, a power of two."""
 
     tile_k: int
     stages: int
@@ -47,8 +47,8 @@ class NormWeight:
 class RowNorm(NormWeight):
     """``sum_k (x[token, k] * gamma[k]) * weight[n, k] * rstd[token]``, with tokens on the MMA's 64 rows.
 
-    gamma multiplies fragments of the tokens on their way from shared memory, rounded once. Their squares are the
-    business of other warps (``statistics.py``).
+    gamma multiplies fragments of the tokens on their way from shared memory, rounded once. Other warps sum their
+    squares (``statistics.py``).
     """
 
     @cute.jit
@@ -72,13 +72,13 @@ class RowNorm(NormWeight):
 class TokenNorm(NormWeight):
     """``rstd[token] * sum_k (weight[n, k] * gamma[k]) * x[token, k]``, with the tokens as they lie in memory.
 
-    gamma multiplies fragments of the *weight*, rounded once: each of those is in one warp of the CTA, tokens' are in
-    all of its ``warps_m``, and a token's outlier times gamma could leave the range of fp16. There, gamma is scaled by
-    ``scale``, a power of two, so that small products of weights and gamma stay normal numbers.
+    gamma multiplies fragments of the *weight*, rounded once: each is in one warp of the CTA, where tokens' are in all
+    ``warps_m``, and a token's outlier times gamma could leave the range of fp16. There, gamma is scaled by ``scale``, a
+    power of two, so that small products of weights and gamma stay normal numbers.
 
-    Squares are summed in fp32 by the MMA itself, as the diagonal of ``x x^T``: a thread's B fragment of 8 tokens,
-    taken for rows 8 to 15 as well, is an A fragment of them. The ``warps_m`` warps that hold the same tokens take
-    turns, so each k-block is counted once.
+    The MMA itself sums squares in fp32, as the diagonal of ``x x^T``: a thread's B fragment of 8 tokens, used for rows
+    8 to 15 as well, is an A fragment of them. The ``warps_m`` warps that hold the same tokens take turns, so each
+    k-block is counted once.
     """
 
     tokens: int  # of a tile
@@ -97,10 +97,10 @@ class TokenNorm(NormWeight):
 
     @cute.jit
     def copies(self, tid: Int32, mG: cute.Tensor, sG: cute.Tensor):
-        """How thread ``tid`` copies gamma's k-tiles: ``(copy, tGgG, tGsG, exists)``.
+        """Thread ``tid``'s copies of gamma's k-tiles: ``(copy, tGgG, tGsG, exists)``.
 
-        Source ``(CPY, 1, k)``, destination ``(CPY, 1, STAGE)``; ``exists``: this thread's vector of the first k-tile,
-        which starts before K does.
+        Source ``(CPY, 1, k)``, destination ``(CPY, 1, STAGE)``; ``exists``: whether there is a vector of this thread in
+        the first k-tile, which starts before K does.
         """
         dtype = mG.element_type
         vector, k = self.vector(dtype), cute.size(mG)
@@ -142,7 +142,7 @@ class TokenNorm(NormWeight):
 
     @cute.jit
     def leave(self, tid: Int32, squares: cute.Tensor, sums: cute.Tensor):
-        """Puts the diagonals, which some lanes of each warp hold, where all can read: sums (tokens, warps)."""
+        """Diagonals, which some lanes of each warp hold, into shared memory: sums (tokens, warps)."""
         warp, lane = tid // 32, tid % 32
         row = lane // 4
         if lane % 4 == row // 2:
@@ -154,7 +154,7 @@ class TokenNorm(NormWeight):
 
     @cute.jit
     def total(self, sums: cute.Tensor, token: Int32) -> Float32:
-        """The sum of a row of ``sums`` in its order."""
+        """The sum of a row of ``sums``, in a fixed order."""
         whole = sums[token, 0]
         for i in cutlass.range_constexpr(1, cute.size(sums, mode=[1])):
             whole = whole + sums[token, i]
@@ -164,7 +164,7 @@ class TokenNorm(NormWeight):
     def spread(self, tCcD: cute.Tensor, first: Int32, end: Int32, factors: cute.Tensor) -> cute.Tensor:
         """``factors`` (by token) of this thread's accumulators: ((2, 2), MMA_N, MMA_M), broadcast along N.
 
-        ``first`` is the tile's first token, ``end`` the number of those that ``factors`` has.
+        ``first`` is the tile's first token, ``end`` the number of tokens in ``factors``.
         """
         repeats = cute.size(tCcD, mode=[2])
         rF = cute.make_rmem_tensor(cute.make_layout((2, repeats)), Float32)

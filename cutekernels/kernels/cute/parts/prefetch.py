@@ -1,7 +1,6 @@
-"""Asking memory for what a kernel will read while it still waits for its turn.
+"""Prefetches into the L2 cache by a kernel that still waits for its turn.
 
-A prefetch brings lines to the L2 cache, which is where all SMs meet: what the kernel ahead writes to them later is what
-is read later. So it is right whatever the kernel ahead writes.
+All SMs share the L2, so a later write of the kernel ahead is seen by a later read: a prefetch is always safe.
 """
 
 from cutlass import Int32, Int64
@@ -10,5 +9,5 @@ from cutekernels.kernels.cute.parts.ptx import instruction
 
 
 def prefetch_bulk(address: Int64, count: Int32) -> None:
-    """Asks for ``count`` bytes of global memory from ``address`` on, both multiples of 16. For sm_90 on."""
+    """Prefetch of ``count`` bytes of global memory at ``address``, both multiples of 16; sm_90 and later."""
     instruction("cp.async.bulk.prefetch.L2.global [$0], $1;", "l,r", address, count)

@@ -1,4 +1,4 @@
-"""One PTX instruction that the DSL has no name for."""
+"""PTX instructions that the DSL has no name for."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from cutlass.cutlass_dsl import dsl_user_op
 def instruction(
     text: str, constraints: str, *operands: Any, result: Any = None, loc: object = None, ip: object = None
 ) -> Any:
-    """Emits ``text``, whose ``$0, $1...`` are a value of MLIR's type ``result``, if one is given, then ``operands``.
+    """One instruction, which the compiler neither drops nor reorders.
 
-    ``constraints`` name their registers as in LLVM: ``r`` for 32 bits, ``l`` for 64, ``=r`` for a result. The compiler
-    neither drops nor reorders it.
+    ``$0, $1...`` in ``text`` are a value of MLIR's type ``result``, if one is given, then ``operands``.
+    ``constraints`` name their registers as in LLVM: ``r`` for 32 bits, ``l`` for 64, ``=r`` for a result.
     """
     return llvm.inline_asm(
         result,

@@ -15,17 +15,18 @@ WIDEST = 8  # elements in 16 bytes
 
 @dataclass(frozen=True)
 class TileResults:
-    """What a CTA does with its sums, once all of its stages are read.
+    """The end of a tile, once all of its stages are read.
 
-    ``place`` are the tile's own first row, where its two boxes of rows begin, its own first column and where that
-    begins; ``operands`` are out, C, bias, rstd (or None), alpha, beta, K and eps (or None).
+    ``place``: the tile's own first row, the beginnings of its two boxes of rows, its own first column, the first column
+    it computes. ``operands``: out, C, bias, rstd (or None), alpha, beta, K and eps (or None).
     """
 
     smem: SpecializedSmem
     head: int  # rows of X's first box
     activation: Activation
     out_align: int
-    summed_by: int  # of the squares of a row, the CTAs that summed them
+    summed_by: int  # CTAs that each have a sum of a row's squares
+    kept_bytes: int  # largest result that the L2 is to keep
 
     @cute.jit
     def deliver(
@@ -55,11 +56,11 @@ class TileResults:
             finish = self.finish
             finish(tid, acc, factors, tCcD, 0, storage, place, operands)
         else:
-            meet = self.meet
-            meet(tid, acc, factors, tCcD, split, storage, place, operands)
+            exchange = self.exchange
+            exchange(tid, acc, factors, tCcD, split, storage, place, operands)
 
     @cute.jit
-    def meet(
+    def exchange(
         self,
         tid: Int32,
         acc: cute.Tensor,
@@ -74,22 +75,22 @@ class TileResults:
         smem = self.smem
         count, share, members = const_expr(cute.size(acc)), const_expr(smem.share), const_expr(smem.members)
         inbox = cute.recast_ptr(storage + smem.inbox_at, dtype=Float32)
-        met = cute.recast_ptr(storage + smem.met_at, dtype=Int64)
+        full = cute.recast_ptr(storage + smem.inbox_barrier_at, dtype=Int64)
         bits = cute.recast_tensor(acc, Int32)
         cute.arch.cluster_wait()  # both have set up their barriers
         for part in cutlass.range_constexpr(2):
             if split != part:
                 for i in cutlass.range_constexpr(0, min(share, count - part * share), 4):
                     four = tuple([bits[part * share + i + j] for j in range(4)])
-                    cute.arch.store_async_dsmem((inbox + members * i + 4 * tid).align(16), four, met, part)
+                    cute.arch.store_async_dsmem((inbox + members * i + 4 * tid).align(16), four, full, part)
         scale, finish = self.scale, self.finish
         scale(factors, tCcD, storage, operands)  # while the other's sums are on their way
         for part in cutlass.range_constexpr(2):
             if split == part:
                 begin, size = const_expr(part * share), const_expr(min(share, count - part * share))
                 if tid == 0:
-                    cute.arch.mbarrier_arrive_and_expect_tx(met, 4 * size * members)
-                cute.arch.mbarrier_wait(met, 0)
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * size * members)
+                cute.arch.mbarrier_wait(full, 0)
                 some = cute.make_rmem_tensor(size, Float32)
                 for i in cutlass.range_constexpr(0, size, 4):
                     theirs = cute.make_rmem_tensor(4, Float32)
@@ -101,10 +102,10 @@ class TileResults:
 
     @cute.jit
     def scale(self, factors: cute.Tensor | None, tCcD: cute.Tensor, storage: cute.Pointer, operands: tuple):
-        """What this thread's rows are multiplied by: rstd, where squares are summed from those, times alpha."""
+        """The factors of this thread's rows: alpha times rstd, from sums of squares where those are computed."""
         _, _, _, _, alpha, _, k, eps = operands
         if const_expr(self.smem.squares):
-            cute.arch.mbarrier_wait(cute.recast_ptr(storage + self.smem.known_at, dtype=Int64), 0)
+            cute.arch.mbarrier_wait(cute.recast_ptr(storage + self.smem.squares_barrier_at, dtype=Int64), 0)
             kept = cute.make_tensor(
                 cute.recast_ptr(storage + self.smem.squares_at, dtype=Float32),
                 cute.make_layout((self.smem.rows, self.smem.split)),
@@ -132,7 +133,7 @@ class TileResults:
     ):
         """Scales, adds, activates, rounds and stores ``acc``, this thread's sums from number ``begin`` on.
 
-        In pairs, as the MMA leaves them; where out is aligned by way of shared memory, so that 16 bytes are a store.
+        Stores are pairs, as in the MMA's layout; where out is aligned, 16 bytes by way of shared memory.
         """
         mD, mC, mBias, _, alpha, beta, _, _ = operands
         n = cute.size(mD, mode=[1])
@@ -198,12 +199,12 @@ class TileResults:
         vectors = const_expr(rows * across)
         each = const_expr(-(-vectors // members))
         row_of = self.row_of
-        policy = eviction(Int64(m) * n * (dtype.width // 8))
+        policy = eviction(Int64(m) * n * (dtype.width // 8), self.kept_bytes)
         taken = cute.make_rmem_tensor((WIDEST, each), dtype)
         for i in cutlass.range_constexpr(each):
             vector = tid + i * members
             if const_expr(vectors % members != 0 and i == each - 1):
-                vector = cutlass.min(vector, vectors - 1)  # once more what another thread has
+                vector = cutlass.min(vector, vectors - 1)  # stored twice, by another thread too
             left = sD.iterator + cute.crd2idx((vector // across, vector % across * WIDEST), sD.layout)
             left = cute.make_ptr(dtype, left.toint(), cute.AddressSpace.smem, assumed_align=16)
             cute.autovec_copy(cute.make_tensor(left, cute.make_layout(WIDEST)), taken[None, i])
@@ -219,9 +220,9 @@ class TileResults:
 
     @cute.jit
     def row_of(self, at: Int32, place: tuple[Int32, ...], m: Int32) -> tuple[Int32, cutlass.Boolean]:
-        """Which row of out is this tile's ``at``-th, and whether it is this tile's to store."""
+        """The row of out that is this tile's ``at``-th, and whether this tile stores it."""
         own_m, first_row, later, _, _ = place
         row, least = first_row + at, own_m
-        if at >= self.head:  # of the second box, what the first has not
+        if at >= self.head:  # the second box, without the rows of the first
             row, least = later + at - self.head, cutlass.max(own_m, first_row + self.head)
         return row, at < self.smem.tile_m and row >= least and row < m

@@ -1,4 +1,4 @@
-"""Which CTA computes which tile: pure index arithmetic on the device."""
+"""The map from CTAs to tiles: pure index arithmetic on the device."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,10 @@ from cutlass import Int32
 
 @dataclass(frozen=True)
 class Raster:
-    """Walks the tiles of C in bands of ``group`` tile rows, down each band's columns.
+    """A walk over the tiles of C in bands of ``group`` tile rows, down each band's columns.
 
-    CTAs that run together then share ``group`` row panels of A and a few column panels of B, so both stay in
-    L2. ``group=1`` walks row by row.
+    CTAs that run together share ``group`` row panels of A and a few column panels of B, so both stay in L2.
+    ``group=1`` walks row by row.
     """
 
     group: int

@@ -1,4 +1,4 @@
-"""How much shared memory a kernel takes: plain arithmetic, read by ``why_not`` and by the kernels.
+"""Shared memory of kernels: plain arithmetic, read by ``why_not`` and by the kernels.
 
 A test compiles kernels and holds these numbers to the cubin's.
 """
@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ALIGNMENT = 1024  # the span of a 128-byte swizzle pattern
-SWIZZLED_ROWS, SWIZZLED = 8, 64  # which is of rows by 2-byte elements
+ALIGNMENT = 1024  # span of a 128-byte swizzle pattern
+SWIZZLED_ROWS, SWIZZLED = 8, 64  # its rows, and 2-byte elements in a row
 
 
 @dataclass(frozen=True, slots=True)
 class GemmSmem:
     """Shared memory of a multistage GEMM: A and B stages, then the output tile in the same bytes.
 
-    A persistent one keeps the output tile apart, since the next tile's loads begin before it has left.
+    A persistent kernel keeps the output tile apart, since the next tile's loads begin before it has left.
     """
 
     tile_m: int
@@ -47,8 +47,7 @@ class GemmSmem:
 class SkinnySmem:
     """Shared memory of a skinny GEMM: stages of weight rows and tokens, later sums of warps in their place; a flag.
 
-    ``apart``: the sums have a place of their own, since the next tile's loads are under way when they are left.
-    With a norm in front, ``squaring`` warps leave a sum of squares for each token, and the stages hold the norm's
+    With a norm in front, ``squaring`` warps each have a sum of squares for each token, and the stages hold the norm's
     weight too, ``gamma_bytes`` an element.
     """
 
@@ -60,7 +59,6 @@ class SkinnySmem:
     element_bytes: int = 2
     squaring: int = 0
     gamma_bytes: int = 0
-    apart: bool = False
     FLAG_BYTES = 16
 
     @property
@@ -68,16 +66,9 @@ class SkinnySmem:
         return (self.tile_m + self.tile_n) * self.tile_k * self.stages * self.element_bytes
 
     @property
-    def summed_bytes(self) -> int:
-        return (self.warps_k - 1) * self.tile_m * self.tile_n * 4
-
-    @property
-    def sums_at(self) -> int:
-        return self.staged_bytes if self.apart else 0
-
-    @property
     def flag_at(self) -> int:
-        return max(self.staged_bytes, self.sums_at + self.summed_bytes)
+        sums = (self.warps_k - 1) * self.tile_m * self.tile_n * 4
+        return max(self.staged_bytes, sums)
 
     @property
     def squares_at(self) -> int:
@@ -94,12 +85,11 @@ class SkinnySmem:
 
 @dataclass(frozen=True, slots=True)
 class SpecializedSmem:
-    """Shared memory of a specialized GEMM: stages of X and W, in their place the results; behind them what the others
-    of a split tile's cluster send; barriers.
+    """Shared memory of a specialized GEMM: stages of X and W, later the results in their place; an inbox for the sums
+    that the other CTA of a split tile's cluster sends; sums of rows' squares; barriers.
 
-    With a norm in front, stages hold its weight too, ``gamma_bytes`` an element; sums of rows' ``squares`` by each of
-    the cluster's CTAs, where they are summed, come behind what is sent. ``alone`` takes more than half of an SM's, so
-    that no second CTA comes in.
+    With a norm in front, stages hold its weight too, ``gamma_bytes`` an element, and ``squares`` of rows have a sum for
+    each CTA of the cluster. ``alone`` takes more than half of an SM's, so that no second CTA fits.
     """
 
     tile_m: int
@@ -111,12 +101,12 @@ class SpecializedSmem:
     squares: bool = False
     alone: bool = False
     element_bytes: int = 2
-    GROUP_ROWS = 64  # of the MMA, which multiplies more than tile_m where that is no multiple
+    GROUP_ROWS = 64  # of the MMA; a tile_m that is no multiple is rounded up
     GROUP_THREADS = 128  # that share those rows
     SUMS_PER_BLOCK = 4  # of a thread, in 8 columns
     ALONE_BYTES = 114 * 1024  # of an SM's 228 KiB; a CTA's own reserve comes on top
-    SQUARING_WARPS = 3  # beside the one that loads: registers are set aside for four
-    SQUARING_CTAS = 4  # or these, on SMs that no tile needs: whole clusters, whatever the split
+    SQUARING_WARPS = 3  # beside the one that loads: registers are allocated for four
+    SQUARING_CTAS = 4  # the alternative, on SMs that no tile needs: whole clusters, whatever the split
 
     @property
     def stage_bytes(self) -> int:
@@ -132,7 +122,7 @@ class SpecializedSmem:
 
     @property
     def share(self) -> int:
-        """Of a thread's sums, those that one CTA of the cluster adds up: whole blocks of 8 columns."""
+        """Sums of a thread that one CTA of the cluster adds up: whole blocks of 8 columns."""
         return -(-self.tile_n // 8 // self.split) * self.SUMS_PER_BLOCK
 
     @property
@@ -151,7 +141,7 @@ class SpecializedSmem:
 
     @property
     def rows(self) -> int:
-        """That they multiply: whole groups'."""
+        """Rows that they multiply: whole groups'."""
         return -(-self.tile_m // self.GROUP_ROWS) * self.GROUP_ROWS
 
     @property
@@ -160,23 +150,17 @@ class SpecializedSmem:
 
     @property
     def barriers_at(self) -> int:
+        """Two barriers a stage: full, then empty."""
         return self.squares_at + self.split * self.rows * 4 * self.squares
 
     @property
-    def asked_ps(self) -> int:
-        """How long after their turn, for each element of a row, the others ask for their rows' sums."""
-        return 23 * max(self.tile_m, self.GROUP_ROWS)
-
-    @property
-    def met_at(self) -> int:
-        """The barrier of what the cluster's CTAs send, behind those of stages, full and empty."""
+    def inbox_barrier_at(self) -> int:
         return self.barriers_at + 16 * self.stages
 
     @property
-    def known_at(self) -> int:
-        """The barrier of ``squares``."""
-        return self.met_at + 8 * (self.split > 1)
+    def squares_barrier_at(self) -> int:
+        return self.inbox_barrier_at + 8 * (self.split > 1)
 
     @property
     def total_bytes(self) -> int:
-        return max(self.known_at + 8 * self.squares, self.ALONE_BYTES * self.alone)
+        return max(self.squares_barrier_at + 8 * self.squares, self.ALONE_BYTES * self.alone)

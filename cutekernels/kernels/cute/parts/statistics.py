@@ -12,21 +12,21 @@ from cutekernels.kernels.cute.parts.smem import SWIZZLED, SpecializedSmem
 
 WARPS = SpecializedSmem.SQUARING_WARPS
 _VECTOR = 8  # elements in 16 bytes
-_LANES = SWIZZLED // _VECTOR  # that share a row of 128 bytes; in which order those come is all the same to its sum
+_LANES = SWIZZLED // _VECTOR  # that share a row of 128 bytes
 _TOGETHER = 32 // _LANES  # rows that a warp reads at once
-_VECTORS = 16  # of a row, that a lane sends for at once
-_QUESTIONS = 64  # until a CTA sums a row itself
-_NAP_NS = 200
+_VECTORS = 16  # loads of a row that a lane has in flight
+_MOST_POLLS = 64  # until a CTA sums a row itself
+_SLEEP_NS = 200
 
 
-def nap() -> None:
-    """For up to twice as long, so that other warps may issue."""
-    instruction("nanosleep.u32 $0;", "r", Int32(_NAP_NS))
+def sleep() -> None:
+    """Sleeps for up to twice ``_SLEEP_NS``, so that other warps may issue."""
+    instruction("nanosleep.u32 $0;", "r", Int32(_SLEEP_NS))
 
 
 @cute.jit
 def add_squares(x: cute.Tensor, sums: cute.Tensor):
-    """``sums`` ``(...) +=`` squares of ``x`` ``(8, ...)``, pair by pair: those of one sum would wait for each other."""
+    """``sums`` ``(...) +=`` squares of ``x`` ``(8, ...)``, pair by pair: additions to one sum depend on each other."""
     dtype, count = x.element_type, const_expr(cute.size(sums))
     pairs = cute.make_tensor(cute.recast_tensor(x, Uint32).iterator, cute.make_layout((_VECTOR // 2, count)))
     values = cute.make_tensor(x.iterator, cute.make_layout((_VECTOR, count)))
@@ -34,7 +34,7 @@ def add_squares(x: cute.Tensor, sums: cute.Tensor):
     bits = cute.recast_tensor(wide, Uint32)
     for j in cutlass.range_constexpr(_VECTOR // 2):
         for i in cutlass.range_constexpr(count):
-            if const_expr(dtype is cutlass.BFloat16):  # whose bits are a float's upper half
+            if const_expr(dtype is cutlass.BFloat16):  # its bits are a float's upper half
                 bits[0] = pairs[j, i] << 16
                 bits[1] = pairs[j, i] & Uint32(0xFFFF0000)
             else:
@@ -46,16 +46,16 @@ def add_squares(x: cute.Tensor, sums: cute.Tensor):
 
 @dataclass(frozen=True)
 class StageSquares:
-    """Sums the squares of X's rows, stage by stage. Each warp has every third four rows.
+    """Sums of squares of X's rows, stage by stage, by warps beside those that multiply: every third four rows each.
 
-    Where two CTAs share K each leaves its sums in the other's shared memory too, beside that one's own.
+    Two CTAs that share K leave their sums in each other's shared memory too, beside that one's own.
     """
 
     smem: SpecializedSmem
 
     @property
     def fours(self) -> int:
-        """Of rows, that a warp has."""
+        """Groups of four rows that a warp has."""
         return -(-self.smem.tile_m // (_TOGETHER * WARPS))
 
     @cute.jit
@@ -93,7 +93,7 @@ class StageSquares:
     def add(self, begin: cute.Pointer, dtype: cutlass.Constexpr[type[cutlass.Numeric]], sums: cute.Tensor):
         """``sums`` ``(fours, blocks)`` of this lane's share of its warp's rows ``+=`` a stage's squares.
 
-        What lies behind the last row is read and summed with the rest, and not kept.
+        Bytes behind the last row are summed with the rest, and not kept.
         """
         blocks = const_expr(cute.size(sums, mode=[1]))
         x = cute.make_rmem_tensor((_VECTOR, self.fours, blocks), dtype)
@@ -106,8 +106,8 @@ class StageSquares:
 
     @cute.jit
     def leave(self, warp: Int32, lane: Int32, storage: cute.Pointer, split: Int32, sums: cute.Tensor):
-        """Rows' sums where those that multiply find them. Of a row's lanes number ``i`` leaves the ``i``-th four's."""
-        known = cute.recast_ptr(storage + self.smem.known_at, dtype=Int64)
+        """Rows' sums into shared memory. Lane ``i`` of those that share a row stores the ``i``-th four's."""
+        full = cute.recast_ptr(storage + self.smem.squares_barrier_at, dtype=Int64)
         kept = cute.recast_ptr(storage + self.smem.squares_at, dtype=Float32) + split * self.smem.rows
         own = cute.make_tensor(kept, cute.make_layout(self.smem.rows))
         totals = cute.make_rmem_tensor(self.fours, Float32)
@@ -131,50 +131,51 @@ class StageSquares:
                 if const_expr(self.smem.split > 1):
                     sent = cute.make_rmem_tensor(1, Float32)
                     sent[0] = mine
-                    cute.arch.store_async_dsmem(kept + row, cute.recast_tensor(sent, Int32)[0], known, 1 - split)
+                    cute.arch.store_async_dsmem(kept + row, cute.recast_tensor(sent, Int32)[0], full, 1 - split)
         cute.arch.sync_warp()
         if lane == 0:
             if warp == 0 and const_expr(self.smem.split > 1):
-                cute.arch.mbarrier_arrive_and_expect_tx(known, self.smem.tile_m * 4)
+                cute.arch.mbarrier_arrive_and_expect_tx(full, self.smem.tile_m * 4)
             else:
-                cute.arch.mbarrier_arrive(known)
+                cute.arch.mbarrier_arrive(full)
 
 
 @dataclass(frozen=True)
 class GridSquares:
-    """Sums the squares of X's rows in CTAs of the grid that have no tile, for those that have.
+    """Sums of squares of X's rows by CTAs of the grid that have no tile, sent to those that have one by mailboxes.
 
-    ``words`` ``(1 + rows,)``, zero before their first launch, are this stream's or graph's. The first counts launches
-    in its upper half: of each, one CTA adds what is missing to 2^32, the others one, when they are done with the
-    words. Those of rows hold the number of the launch and, below, the sum; so nobody clears them. A CTA that finds
-    another launch's too often, since not all CTAs need run at once, sums the row itself, in the same order.
+    ``mail`` ``(1 + rows,)`` belongs to a stream or graph and is zero before its first launch. Its first word counts
+    launches in the upper half: when done, one CTA of a launch adds what completes 2^32, every other CTA one. A row's
+    mailbox holds the number of the launch and, below, the sum, so it is never cleared. The CTAs of a launch need not
+    all run at once, so a CTA that has polled ``_MOST_POLLS`` times sums the row itself, in the same order.
     """
 
     smem: SpecializedSmem
     warps: int  # of a CTA
+    poll_ps: int | None  # from the turn to the first poll, for each element of a row
     ctas = SpecializedSmem.SQUARING_CTAS
 
     @property
     def together(self) -> int:
-        """Rows that a warp sends for at once: all of its own, one or two."""
+        """Rows that a warp loads at once: all of its own, one or two."""
         return min(2, -(-self.smem.tile_m // (self.ctas * self.warps)))
 
     @cute.jit
-    def launches(self, words: cute.Tensor) -> Int64:
-        return cute.arch.load(words.iterator, Int64, sem="relaxed", scope="gpu") >> 32
+    def launches(self, mail: cute.Tensor) -> Int64:
+        return cute.arch.load(mail.iterator, Int64, sem="relaxed", scope="gpu") >> 32
 
     @cute.jit
-    def done(self, words: cute.Tensor, first: Boolean):
-        """By one thread of each CTA, once it has read ``launches``."""
+    def done(self, mail: cute.Tensor, first: Boolean):
+        """Counts this CTA out; for one thread of each, after it has read ``launches``."""
         x, y, z = cute.arch.grid_dim()
         mine = Int64(1)
         if first:
             mine = (Int64(1) << 32) - Int64(x * y * z - 1)
-        cute.arch.atomic_add(words.iterator, mine, sem="relaxed", scope="gpu")
+        cute.arch.atomic_add(mail.iterator, mine, sem="relaxed", scope="gpu")
 
     @cute.jit
-    def ask(self, number: Int32, mX: cute.Tensor):
-        """Before the turn: asks the L2 for the rows of CTA ``number`` of those without a tile."""
+    def prefetch(self, number: Int32, mX: cute.Tensor):
+        """Before the turn: prefetches the rows of CTA ``number`` of those without a tile."""
         tid, _, _ = cute.arch.thread_idx()
         m, k = mX.shape
         row = number + self.ctas * tid
@@ -183,13 +184,13 @@ class GridSquares:
             prefetch_bulk(Int64(begin.toint()), k * (mX.element_type.width // 8))
 
     @cute.jit
-    def run(self, number: Int32, at_m: Int32, mX: cute.Tensor, words: cute.Tensor):
-        """The whole of CTA ``number`` of those without a tile: every so-many-th row by each warp. Those of further
-        tiles of rows have nothing to do.
+    def run(self, number: Int32, at_m: Int32, mX: cute.Tensor, mail: cute.Tensor):
+        """The whole of CTA ``number`` of those without a tile. Warps take rows in turn; only the first tile of rows
+        has any.
         """
         tid, _, _ = cute.arch.thread_idx()
         warp, lane = cute.arch.make_warp_uniform(tid // 32), tid % 32
-        launch, done, row_sums = self.launches(words) + 1, self.done, self.row_sums
+        launch, done, row_sums = self.launches(mail) + 1, self.done, self.row_sums
         m = cute.size(mX, mode=[0]) if at_m == 0 else 0
         step, together = const_expr(self.ctas * self.warps), self.together
         for first in cutlass.range(number * self.warps + warp, m, step * together, unroll=1):
@@ -201,15 +202,15 @@ class GridSquares:
             bits = cute.recast_tensor(totals, Uint32)
             for i in cutlass.range_constexpr(together):
                 if lane == i:
-                    word = (launch << 32) | Int64(bits[i])
-                    cute.arch.store(words.iterator + 1 + rows[i], word, sem="relaxed", scope="gpu")
+                    message = (launch << 32) | Int64(bits[i])
+                    cute.arch.store(mail.iterator + 1 + rows[i], message, sem="relaxed", scope="gpu")
         cute.arch.sync_threads()
         if tid == 0:
-            done(words, number + at_m == 0)
+            done(mail, number + at_m == 0)
 
     @cute.jit
     def row_sums(self, mX: cute.Tensor, rows: cute.Tensor, lane: Int32, totals: cute.Tensor):
-        """``totals`` (rows,) by a warp, each in an order that is always the same."""
+        """``totals`` (rows,) by a warp, each in a fixed order."""
         count = const_expr(cute.size(rows))
         vectors = cute.size(mX, mode=[1]) // _VECTOR
         sums = cute.make_rmem_tensor((_VECTORS, count), Float32)
@@ -237,14 +238,14 @@ class GridSquares:
         self,
         lane: Int32,
         mX: cute.Tensor,
-        words: cute.Tensor,
+        mail: cute.Tensor,
         storage: cute.Pointer,
         head: cutlass.Constexpr[int],
         row: Int32,
         later: Int32,
     ):
-        """By a warp of a CTA with a tile: sums of its rows, which begin at ``row``, and from number ``head`` on at
-        ``later``, where those that multiply find them.
+        """By one warp of a CTA with a tile: the sums of its rows into shared memory. Rows begin at ``row``, and from
+        number ``head`` on at ``later``.
         """
         each = const_expr(-(-self.smem.tile_m // 32))
         rows = cute.make_rmem_tensor(each, Int32)
@@ -253,21 +254,21 @@ class GridSquares:
             if lane + 32 * i >= head:
                 rows[i] = later + lane + 32 * i - head
             rows[i] = cutlass.min(rows[i], cute.size(mX, mode=[0]) - 1)
-        begin, until = cute.arch.globaltimer(), cute.size(mX, mode=[1]) * self.smem.asked_ps // 1000
+        begin, until = cute.arch.globaltimer(), cute.size(mX, mode=[1]) * self.poll_ps // 1000
         launches, done, row_sums = self.launches, self.done, self.row_sums
         while cute.arch.globaltimer() - begin < until:
-            nap()
+            sleep()
         found = cute.make_rmem_tensor(each, Int64)
         found.fill(0)
-        missing, launch, questions = Boolean(True), Int64(0), Int32(0)
-        while missing and questions < _QUESTIONS:
-            launch = launches(words) + 1
+        missing, launch, polls = Boolean(True), Int64(0), Int32(0)
+        while missing and polls < _MOST_POLLS:
+            launch = launches(mail) + 1
             missing = Boolean(False)
             for i in cutlass.range_constexpr(each):
-                found[i] = cute.arch.load(words.iterator + 1 + rows[i], Int64, sem="relaxed", scope="gpu")
+                found[i] = cute.arch.load(mail.iterator + 1 + rows[i], Int64, sem="relaxed", scope="gpu")
                 missing = missing | ((found[i] >> 32) != launch)
             missing = cute.arch.vote_any_sync(missing)
-            questions = questions + 1
+            polls = polls + 1
         kept = cute.make_tensor(
             cute.recast_ptr(storage + self.smem.squares_at, dtype=Uint32), cute.make_layout(self.smem.rows)
         )
@@ -286,5 +287,5 @@ class GridSquares:
                             kept[lane + 32 * i] = cute.recast_tensor(total, Uint32)[0]
         cute.arch.sync_warp()
         if lane == 0:
-            cute.arch.mbarrier_arrive(cute.recast_ptr(storage + self.smem.known_at, dtype=Int64))
-            done(words, Boolean(False))
+            cute.arch.mbarrier_arrive(cute.recast_ptr(storage + self.smem.squares_barrier_at, dtype=Int64))
+            done(mail, Boolean(False))

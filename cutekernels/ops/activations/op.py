@@ -1,0 +1,319 @@
+"""Gated activations, ``out = act(gate) * up``, ``gelu(x + bias)``, and their gradients: six ops of one schedule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cutekernels.op import plain, power_of_two
+from cutekernels.ops.activations.tiles import TileConfig, TiledOp, TileProblem
+from cutekernels.ops.shared.operands import Matrix, Sizes, Vector
+
+if TYPE_CHECKING:
+    from cutekernels.gpu import GpuSpec
+
+
+@dataclass(frozen=True)
+class GluProblem(TileProblem):
+    """A gated activation. See :class:`~cutekernels.ops.activations.tiles.TileProblem`."""
+
+    @property
+    def act(self) -> str:
+        """What the kernel calls the activation."""
+        return "silu"
+
+
+class _Approximated:
+    """A problem with GELU: exact (``x`` times the normal distribution function), or its approximation by tanh."""
+
+    approximate: str
+    dtype: str
+
+    @property
+    def act(self) -> str:
+        return "gelu" if self.approximate == "none" else "gelu_tanh"
+
+    @property
+    def depth(self) -> float:
+        """How exact GELU and its slope can be: an absolute error left of 0, and where terms of the slope cancel.
+
+        Half precision: 2^-17 of the terms, which may be five times a typical result, and so 2048 / 8 ulp of fp32 of
+        that. fp32: 1 + erf loses what torch's loses. docs/notes/activations.md (modelled on a CPU)
+        """
+        return 256.0 if self.dtype == "fp32" else 2048.0
+
+
+@dataclass(frozen=True)
+class GeluProblem(_Approximated, GluProblem):
+    """A gated GELU."""
+
+    approximate: str = plain("none", "tanh")
+
+
+@dataclass(frozen=True)
+class BiasGeluProblem(_Approximated, TileProblem):
+    """A GELU whose bias is one row, in the type of the matrices or in fp32."""
+
+    layout: str = plain("rows", "strided")
+    bias: str = plain("same", "fp32")
+    approximate: str = plain("none", "tanh")
+
+
+# ---- gated ----------------------------------------------------------------------------------------------
+
+G = TypeVar("G", bound=GluProblem)
+
+
+class Gated(TiledOp[G]):
+    """What both passes of every gated activation have in common."""
+
+    def constants(self, p: G, c: TileConfig) -> dict[str, int | bool | str]:
+        return super().constants(p, c) | {"ACT": p.act, "DENSE": p.layout == "dense"}
+
+
+class _Forward(Gated[G]):
+    kernel = "activations:glu"
+    out = Matrix("*rows", "cols", result=True)
+    gate = Matrix("*rows", "cols")
+    up = Matrix("*rows", "cols")
+    large = ((16, 1, 0.9), (4, 2, 4.0))  # docs/notes/activations.md (H200, 2026-11)
+
+
+class _Backward(Gated[G]):
+    kernel = "activations:glu_backward"
+    dgate = Matrix("*rows", "cols", result=True)
+    dup = Matrix("*rows", "cols", result=True)
+    dout = Matrix("*rows", "cols")
+    gate = Matrix("*rows", "cols")
+    up = Matrix("*rows", "cols")
+
+
+class SiluMul(_Forward[GluProblem]):
+    """``out = silu(gate) * up``."""
+
+    name = "silu_mul"
+    revision = 1
+    suite = (
+        "rows=1 cols=14336",
+        "rows=16 cols=3584",
+        "rows=333 cols=1001 layout=rows align=2",
+        "rows=257 cols=130 layout=strided",
+        "rows=2048 cols=4096",
+        "rows=2048 cols=11008",
+        "rows=2048 cols=11008 layout=rows",
+        "rows=2048 cols=14336 dtype=fp16",
+        "rows=2048 cols=5120 dtype=fp32",
+        "rows=2048 cols=18944",
+        "rows=16384 cols=18944",
+    )
+    Problem = GluProblem
+    flops_per_element = 5
+
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        wide = [t.to(torch.float32 if t.dtype.itemsize == 2 else torch.float64) for t in args]
+        return ((F.silu(wide[0]) * wide[1]).to(args[0].dtype),)
+
+
+class SiluMulBackward(_Backward[GluProblem]):
+    """The gradient of :class:`SiluMul`."""
+
+    name = "silu_mul_backward"
+    revision = 1
+    suite = (
+        "rows=16 cols=3584",
+        "rows=333 cols=1001 layout=rows align=2",
+        "rows=257 cols=130 layout=strided",
+        "rows=2048 cols=11008",
+        "rows=2048 cols=11008 layout=rows",
+        "rows=2048 cols=14336 dtype=fp16",
+        "rows=2048 cols=5120 dtype=fp32",
+    )
+    Problem = GluProblem
+    flops_per_element = 11
+
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        # fp64 throughout: dgate crosses zero near gate = -1.278, where fp32 would leave nothing but its own error.
+        d, g, u = (t.double() for t in args)
+        s = torch.sigmoid(g)
+        return (d * u * (s * (1 + g * (1 - s)))).to(args[1].dtype), (d * (g * s)).to(args[2].dtype)
+
+
+class GeluMul(_Forward[GeluProblem]):
+    """``out = gelu(gate) * up``."""
+
+    name = "gelu_mul"
+    revision = 1
+    suite = (
+        "rows=16 cols=3584",
+        "rows=333 cols=1001 layout=rows align=2 approximate=tanh",
+        "rows=257 cols=130 layout=strided",
+        "rows=2048 cols=10240",
+        "rows=2048 cols=10240 approximate=tanh",
+        "rows=2048 cols=10240 layout=rows approximate=tanh",
+        "rows=2048 cols=14336 dtype=fp16",
+        "rows=2048 cols=5120 dtype=fp32",
+        "rows=2048 cols=5120 dtype=fp32 approximate=tanh",
+    )
+    Problem = GeluProblem
+    options = ("approximate",)
+    flops_per_element = 20
+
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        gate, up = args
+        # In fp64: 1 + erf cancels left of 0, where fp32 would leave little but its own error.
+        return ((F.gelu(gate.double(), **options) * up.double()).to(gate.dtype),)
+
+
+class GeluMulBackward(_Backward[GeluProblem]):
+    """The gradient of :class:`GeluMul`."""
+
+    name = "gelu_mul_backward"
+    revision = 1
+    suite = (
+        "rows=16 cols=3584",
+        "rows=333 cols=1001 layout=rows align=2",
+        "rows=257 cols=130 layout=strided approximate=tanh",
+        "rows=2048 cols=10240",
+        "rows=2048 cols=10240 layout=rows approximate=tanh",
+        "rows=2048 cols=5120 dtype=fp32",
+        "rows=2048 cols=5120 dtype=fp32 approximate=tanh",
+    )
+    Problem = GeluProblem
+    options = ("approximate",)
+    flops_per_element = 28
+
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        d, g, u = (t.double() for t in args)
+        value, slope = gelu_and_slope(g, **options)
+        return (d * u * slope).to(args[1].dtype), (d * value).to(args[2].dtype)
+
+
+# ---- with a bias ----------------------------------------------------------------------------------------
+
+
+class _BiasGelu(TiledOp[BiasGeluProblem]):
+    """What both passes have in common."""
+
+    Problem = BiasGeluProblem
+    options = ("approximate",)
+
+    def constants(self, p: BiasGeluProblem, c: TileConfig) -> dict[str, int | bool | str]:
+        return super().constants(p, c) | {"ACT": p.act}
+
+
+class BiasGelu(_BiasGelu):
+    """``out = gelu(x + bias)``."""
+
+    name = "bias_gelu"
+    revision = 1
+    suite = (
+        "rows=16 cols=4096",
+        "rows=333 cols=1001 align=2 approximate=tanh",
+        "rows=257 cols=130 layout=strided bias=fp32",
+        "rows=512 cols=4096 dtype=fp16",
+        "rows=2048 cols=4096",
+        "rows=2048 cols=4096 bias=fp32 approximate=tanh",
+        "rows=2048 cols=16384 dtype=fp16",
+        "rows=2048 cols=5120 dtype=fp32",
+    )
+    kernel = "activations:bias_gelu"
+    out = Matrix("*rows", "cols", result=True)
+    x = Matrix("*rows", "cols")
+    bias = Vector("cols", dtype="bias", stride="col", laid=True)
+    flops_per_element = 20
+
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        x, bias = args
+        return (F.gelu(x.double() + bias, **options).to(x.dtype),)  # fp64: 1 + erf cancels left of 0
+
+
+class BiasGeluBackward(_BiasGelu):
+    """The gradient of :class:`BiasGelu`: dx, and the sums of dx over slabs of rows, whose sum is the bias's."""
+
+    name = "bias_gelu_backward"
+    revision = 1
+    suite = (
+        "rows=16 cols=4096",
+        "rows=333 cols=1001 align=2 approximate=tanh",
+        "rows=257 cols=130 layout=strided bias=fp32",
+        "rows=2048 cols=4096",
+        "rows=2048 cols=4096 bias=fp32 approximate=tanh",
+        "rows=2048 cols=16384 dtype=fp16",
+        "rows=2048 cols=5120 dtype=fp32",
+    )
+    kernel = "activations:bias_gelu_backward"
+    dx = Matrix("*rows", "cols", result=True)
+    partials = Matrix("slabs", "cols", dtype="wide", strides=(), result=True, laid=True)
+    dout = Matrix("*rows", "cols")
+    x = Matrix("*rows", "cols")
+    bias = Vector("cols", dtype="bias", stride="col", laid=True)
+    sizes = {"rows": "i64", "cols": "i64", "slab": "i64"}
+    flops_per_element = 28
+    in_place = False
+
+    def derive(self, sizes: Sizes) -> None:
+        sizes["slabs"] = slabs(sizes["rows"])
+
+    def numbers(self, p: BiasGeluProblem, c: TileConfig) -> tuple[int, ...]:
+        return p.rows, p.cols, slab_rows(p.rows)
+
+    def why_not(self, p: BiasGeluProblem, c: TileConfig, gpu: GpuSpec) -> str | None:
+        if c.block_rows > power_of_two(slab_rows(p.rows)):
+            return f"block_rows={c.block_rows} idles most of a tile in slabs of {slab_rows(p.rows)} rows"
+        return super().why_not(p, c, gpu)
+
+    def default(self, p: BiasGeluProblem, gpu: GpuSpec) -> TileConfig:
+        # Narrow blocks, as there are only columns times slabs programs; two rows per thread keep enough in flight.
+        width = min(256, max(32, power_of_two(p.cols), 32 * p.vec))
+        height = min(8, power_of_two(slab_rows(p.rows)))
+        if p.layout == "strided":
+            return TileConfig(height, 32, min(4, height), "normal")
+        return TileConfig(height, width, max(1, min(4, width * height // (32 * p.vec))), "normal")
+
+    def tiles(self, p: BiasGeluProblem, c: TileConfig) -> int:
+        return -(-p.cols // c.block_cols) * slabs(p.rows)
+
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        dout, x, bias = args
+        dx = dout.double() * gelu_and_slope(x.double() + bias.double(), **options)[1]
+        flat = dx.reshape(-1, x.shape[-1]) if dx.numel() else dx.new_empty((0, x.shape[-1]))
+        partials = [part.sum(dim=0) for part in flat.split(max(1, slab_rows(len(flat))))] if len(flat) else []
+        stacked = torch.stack(partials) if partials else flat
+        return dx.to(x.dtype), stacked if x.dtype is torch.float64 else stacked.float()
+
+
+def slab_rows(rows: int) -> int:
+    """Rows per partial sum: 8 where there are few, else 32, else a 128th."""
+    return min(rows, 8) if rows <= 256 else max(32, -(-rows // 128))
+
+
+def slabs(rows: int) -> int:
+    """The number of partial sums."""
+    return -(-rows // slab_rows(rows)) if rows else 0
+
+
+# ---- GELU -----------------------------------------------------------------------------------------------
+
+
+def gelu_and_slope(x: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
+    """GELU of ``x`` and its derivative, in the type of ``x``."""
+    if approximate == "none":
+        cdf = 0.5 * torch.special.erfc(-x * math.sqrt(0.5))
+        return x * cdf, cdf + x * torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+    inner = 2 * math.sqrt(2 / math.pi)
+    s = torch.sigmoid(inner * (x + 0.044715 * x * x * x))
+    return x * s, s + x * (s * (1 - s)) * inner * (1 + 3 * 0.044715 * x * x)
+
+
+SILU_MUL = SiluMul()
+SILU_MUL_BACKWARD = SiluMulBackward()
+GELU_MUL = GeluMul()
+GELU_MUL_BACKWARD = GeluMulBackward()
+BIAS_GELU = BiasGelu()
+BIAS_GELU_BACKWARD = BiasGeluBackward()
+OPS = (SILU_MUL, SILU_MUL_BACKWARD, GELU_MUL, GELU_MUL_BACKWARD, BIAS_GELU, BIAS_GELU_BACKWARD)

@@ -1,0 +1,217 @@
+"""Problems and configs of ``gemm``: their fields, and what each schedule searches.
+
+Operands are as the caller has them: a ``([B,] M, K)``, b ``([B,] K, N)``, c and out ``([B,] M, N)``. A field like
+``b_major=k`` names the contiguous extent, so ``weight.t()`` of an ``(N, K)`` weight is ``b_major=k``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.op import Config, Problem, extent, knob, ladder, plain
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ELEMENT_BYTES = 2
+WIDEST = 8  # elements in 16 bytes
+MOST_TOKENS = 128  # of the skinny schedule, and of a product with a norm in its kernel
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "relu": torch.relu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "silu": torch.nn.functional.silu,
+}
+
+
+# ---- problems -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GemmProblem(Problem):
+    """Extents, majors, alignments (elements), epilogue.
+
+    ``wide`` selects 64-bit strides: some operand spans 2^31 elements or more. ``c`` names C's contiguous extent.
+    Alignments divide the address, every stride but the contiguous one, and the contiguous extent.
+    """
+
+    m: int = extent(ladder)
+    n: int = extent()
+    k: int = extent()
+    batch: int = extent(default=1)
+    dtype: str = plain("bf16", "fp16")
+    a_major: str = plain("k", "m")
+    b_major: str = plain("n", "k")
+    out_major: str = plain("n", "m")
+    c: str = plain("none", "n", "m")
+    bias: str = plain("none", "same", "fp32")
+    activation: str = plain(*ACTIVATIONS)
+    accumulate: str = plain("fp32", "fp16")
+    a_align: int = plain(8, 4, 2, 1)
+    b_align: int = plain(8, 4, 2, 1)
+    c_align: int = plain(8, 4, 2, 1)
+    out_align: int = plain(8, 4, 2, 1)
+    batched: bool = plain(False, True)
+    wide: bool = plain(False, True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.accumulate == "fp16" and self.dtype != "fp16":
+            raise UnsupportedProblem(f"accumulate='fp16' is for fp16 operands; they are {self.dtype}")
+        if self.batch != 1 and not self.batched:
+            raise UnsupportedProblem(f"batch={self.batch} needs batched=1")
+        for operand, major, align in self._contiguous():
+            length = getattr(self, major)
+            if length % align:
+                fits = math.gcd(length, WIDEST)
+                raise UnsupportedProblem(
+                    f"{major}={length} is contiguous in {operand}, so {operand}_align must divide it; "
+                    f"it is {align}: write {operand}_align={fits}"
+                )
+
+    def _contiguous(self) -> list[tuple[str, str, int]]:
+        """Each operand with its contiguous extent and its alignment."""
+        found = [
+            ("a", self.a_major, self.a_align),
+            ("b", self.b_major, self.b_align),
+            ("out", self.out_major, self.out_align),
+        ]
+        return found if self.c == "none" else [*found, ("c", self.c, self.c_align)]
+
+    def bucket(self) -> GemmProblem:
+        """One tuning serves every bias, activation and C, which hardly move the best tile, and both dtypes, which take
+        the same time: docs/notes/gemm.md#buckets (H200, 2026-11).
+        """
+        plain = super().bucket().replace(bias="none", activation="none", c="none", c_align=WIDEST, wide=False)
+        return plain if self.accumulate == "fp16" else plain.replace(dtype="bf16")
+
+    def divisibility(self, name: str) -> int:
+        """What a compiled kernel may assume divides extent ``name``: the widest vector along it."""
+        return max((align for _, major, align in self._contiguous() if major == name), default=1)
+
+    @property
+    def transposed(self) -> bool:
+        """Computed as ``out^T = b^T a^T``, so that the kernel's output rows are contiguous."""
+        return self.out_major == "m"
+
+    def sides(self) -> tuple[Side, Side]:
+        """The kernel's two operands: that of its tile rows and that of its tile columns."""
+        a = Side(self.m, self.a_major == "k", self.a_align)
+        b = Side(self.n, self.b_major == "k", self.b_align)
+        return (b, a) if self.transposed else (a, b)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One multiplied operand as the kernel sees it."""
+
+    extent: int
+    k_major: bool
+    align: int
+
+
+# ---- configs --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GemmConfig(Config):
+    """The knobs of all schedules; ``body`` names the one that gives them a meaning."""
+
+    tile_m: int = knob(16, *range(32, 257, 8))
+    tile_n: int = knob(8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+    tile_k: int = knob(32, 64, 128, 256)
+    warps_m: int = knob(1, 2, 4)
+    warps_n: int = knob(1, 2, 4)
+    stages: int = knob(2, 3, 4, 5, 6, 8, 12)
+    raster: int = knob(1, 8, 16)
+    ctas_per_sm: int = knob(1, 2, 3)
+    persistent: bool = knob(False, True, added=True)
+    body: str = knob("multistage", "skinny", "specialized", added=True)
+    warps_k: int = knob(1, 2, 4, 8, added=True)
+    split_k: int = knob(1, 2, 4, added=True)
+    pdl: bool = knob(False, True, added=True)
+    ahead: int = knob(0, 1, 2, 4, 8, added=True)
+
+    @classmethod
+    def every(cls) -> Iterator[GemmConfig]:
+        """The whole space: each schedule's own."""
+        return iter(_every())
+
+    @property
+    def warps(self) -> int:
+        return self.warps_m * self.warps_n * self.warps_k
+
+    @property
+    def warp_tile(self) -> tuple[int, int]:
+        return self.tile_m // self.warps_m, self.tile_n // self.warps_n
+
+
+# What each schedule searches; a knob that is missing keeps its first value.
+BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "multistage": {
+        "tile_m": (32, 64, 128, 256),
+        "tile_n": (32, 64, 128, 256),
+        "tile_k": (32, 64),
+        "warps_m": (1, 2, 4),
+        "warps_n": (1, 2, 4),
+        "stages": (2, 3, 4, 6),
+        "raster": (1, 8, 16),
+        "ctas_per_sm": (1, 2, 3),
+        "persistent": (False, True),
+    },
+    "skinny": {
+        "tile_m": (16, 32, 64, 128),
+        "tile_n": (8, 16, 24, 32, 48, 64, 96, 128),
+        "tile_k": (64, 128, 256),
+        "warps_m": (1, 2, 4),
+        "warps_k": (1, 2, 4, 8),
+        "stages": (3, 4, 5, 6, 8),
+        "split_k": (1, 2, 4),
+        "pdl": (False, True),
+        "ahead": (0, 2, 4),
+    },
+    "specialized": {
+        "tile_m": tuple(range(32, 257, 8)),
+        "tile_n": (8, 16, 32, 48, 64, 96, 128, 192, 256),
+        "tile_k": (64, 128),
+        "stages": (2, 3, 4, 5, 6, 8, 12),
+        "ctas_per_sm": (1, 2),
+        "split_k": (1, 2),
+        "pdl": (False, True),
+        "ahead": (0, 1, 2, 4, 8),
+    },
+}
+# Allowed values of every knob under each body, in the order of the fields.
+_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
+    body: {name: own.get(name, values[:1]) for name, values in GemmConfig.space().items()} | {"body": (body,)}
+    for body, own in BODIES.items()
+}
+
+
+def foreign(c: GemmConfig) -> Iterator[str]:
+    """The knobs of ``c`` whose values belong to other bodies than its own."""
+    for name, allowed in _VALUES[c.body].items():
+        if getattr(c, name) not in allowed:
+            yield f"body={c.body} takes {name} from {', '.join(map(str, allowed))}; it is {getattr(c, name)}"
+
+
+def spanned(body: str, **among: tuple[Any, ...]) -> Iterator[GemmConfig]:
+    """Every config of ``body``, some knobs confined to ``among``; ``ahead`` is for ``pdl`` alone."""
+    values = _VALUES[body] | among
+    for chosen in product(*values.values()):
+        knobs = dict(zip(values, chosen, strict=True))
+        if knobs["pdl"] or not knobs["ahead"]:
+            yield GemmConfig(**knobs)
+
+
+@cache
+def _every() -> tuple[GemmConfig, ...]:
+    return tuple(c for body in BODIES for c in spanned(body))

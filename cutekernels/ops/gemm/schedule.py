@@ -1,0 +1,106 @@
+"""``Schedule``: what ops know of a kernel body. One frozen object each: MULTISTAGE, SKINNY, SPECIALIZED."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cutekernels.kernels.cute.parts.smem import GemmSmem, SkinnySmem, SpecializedSmem
+from cutekernels.ops.gemm.problem import WIDEST, GemmConfig, GemmProblem
+
+if TYPE_CHECKING:
+    from cutekernels.gpu import GpuSpec
+
+GRID_AXIS = 65535  # most CTAs along y or z of a grid
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What a body does beside the product."""
+
+    norm: bool = False  # rstd multiplies each token
+    gamma_bytes: int = 0  # an element of the norm's weight; 0 for none
+    squares: bool = False  # rstd is computed from sums of squares; else it is given
+    apart: bool = False  # those sums come from CTAs without a tile
+    gated: bool = False  # two weight rows to an output, silu(gate) * up
+
+    @property
+    def weighs(self) -> bool:
+        """Whether tokens or weights pass through registers on their way to the MMA."""
+        return self.gamma_bytes > 0 or self.squares
+
+
+PLAIN = Extras()
+
+
+class Schedule(ABC):
+    """Rules, model and body of one way to multiply. ``extras`` are PLAIN for ``gemm``."""
+
+    name: ClassVar[str]
+    """Its value of ``GemmConfig.body``."""
+
+    @abstractmethod
+    def refused(self, p: GemmProblem, gpu: GpuSpec) -> Iterator[str]:
+        """The rules that ``p`` breaks, whatever the config."""
+
+    @abstractmethod
+    def fitting_tiles(self, p: GemmProblem) -> Sequence[int]:
+        """The values of ``tile_n`` that suit ``p``: the rule that most configs break."""
+
+    @abstractmethod
+    def broken(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
+        """The rules that ``c`` breaks, those of :meth:`refused` among them."""
+
+    @abstractmethod
+    def shortlist(self, p: GemmProblem) -> Iterable[GemmConfig]:
+        """The configs that the default is chosen among; rules not applied."""
+
+    @abstractmethod
+    def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
+        """The model's time. Times of different schedules do not compare."""
+
+    def preference(self, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
+        """Sort key among configs of one estimate; the least is preferred."""
+        return (str(c),)
+
+    @abstractmethod
+    def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> GemmSmem | SkinnySmem | SpecializedSmem:
+        """The shared memory of a CTA."""
+
+    def threads(self, c: GemmConfig) -> int:
+        """Threads of a CTA."""
+        return 32 * c.warps
+
+    @abstractmethod
+    def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
+        """The kernel body with its parts."""
+
+    def shares_tiles(self, c: GemmConfig) -> bool:
+        """Whether CTAs share a tile through global memory."""
+        return False
+
+    def workspace_types(self, c: GemmConfig, extras: Extras = PLAIN) -> list[Any]:
+        """The body's last arguments as it is compiled: fake tensors, scalars and None."""
+        return []
+
+    def workspace(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> Callable[[], tuple[Any, ...]]:
+        """A function that returns the last arguments of a launch on the current stream."""
+        return tuple
+
+
+def refused_layout(name: str, p: GemmProblem) -> Iterator[str]:
+    """The rules of bodies for ``x @ weight.T`` that ``p`` breaks."""
+    if (p.a_major, p.b_major, p.out_major) != ("k", "k", "n") or min(p.a_align, p.b_align) < WIDEST:
+        yield f"{name} takes a and b with K contiguous and 16-byte aligned rows, and out with N contiguous"
+    if p.batched or p.wide or p.accumulate != "fp32":
+        yield f"{name} takes no batch, no 64-bit strides and accumulates in fp32"
+
+
+def vector_type(kind: Any, align: int) -> Any:
+    """A fake vector of a length known at the launch; ``align`` in bytes."""
+    import cutlass
+    from cutlass.cute.runtime import make_fake_tensor
+
+    return make_fake_tensor(kind, (cutlass.cute.sym_int(),), stride=(1,), assumed_align=align)

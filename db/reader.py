@@ -1,0 +1,291 @@
+"""Database: the winners as people ask for them, typed, local and shipped ones side by side. Read-only.
+
+The fields of problems and configs are declared by the ops, which this package does not know: a :class:`Catalog` from
+above tells them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import datetime
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from cutekernels import settings
+from cutekernels.db import snapshot, sqlite
+from cutekernels.db.store import Store
+from cutekernels.db.trial import Trial
+
+Scalar = int | str | bool
+SHIPPED = "shipped"
+
+
+class Catalog(Protocol):
+    """What the reader must be told of ops and GPUs; ``cutekernels/catalog.py`` has it."""
+
+    fresh: bool
+
+    def gpu(self, name: str, also: Iterable[str] = ()) -> str: ...
+    def op(self, name: str, also: Iterable[str] = ()) -> str: ...
+    def revision(self, op: str) -> int | None: ...
+    def problem(self, op: str, text: str) -> dict[str, Scalar]: ...
+    def config(self, op: str, text: str) -> dict[str, Scalar]: ...
+    def is_default(self, op: str, name: str, value: Scalar) -> bool: ...
+    def conditions(self, text: str, op: str | None = None) -> list[Any]: ...
+    def matches(self, op: str, problem: Mapping[str, Scalar], conditions: Iterable[Any]) -> bool: ...
+    def rates(self, gpu: str, op: str, problem: str, us: float | None) -> dict[str, float | None]: ...
+    def keep(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Winner:
+    """The tuned config of one problem, with everything that is known about it.
+
+    Attributes:
+        problem: the fields of the problem, defaults written out; ``problem_text`` is the form that is stored.
+        config: the knobs, likewise.
+        source: ``"local"`` or ``"shipped"``.
+        serves: whether calls use this row. False where another source has a better one, or the op's revision was
+            raised since.
+        ratio: time of the default config over this one's, with its 95 % interval.
+        tflops: achieved rate, like ``gbps``; ``roofline`` is the share of what the GPU can do, at most 1.
+        vendor_us: the vendor library's time in the same run, where it was measured.
+        version: of this package; with ``commit`` and ``host``, the class of machine, ``""`` in older rows.
+    """
+
+    gpu: str
+    op: str
+    revision: int
+    source: str
+    serves: bool
+    problem: Mapping[str, Scalar]
+    config: Mapping[str, Scalar]
+    origin: str
+    median_us: float | None
+    p20_us: float | None
+    p80_us: float | None
+    tflops: float | None
+    gbps: float | None
+    roofline: float | None
+    ratio: float | None
+    ratio_low: float | None
+    ratio_high: float | None
+    vendor_us: float | None
+    error: float | None
+    version: str
+    commit: str
+    host: str
+    environment: Mapping[str, str]
+    created_at: datetime
+    id: str
+    problem_text: str
+    config_text: str
+
+    def as_row(self) -> dict[str, Any]:
+        """Plain values by name, ``problem``, ``config`` and ``environment`` as records."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+class Winners(list[Winner]):
+    """A list of winners that pandas may read."""
+
+    def to_pandas(self) -> Any:
+        """A DataFrame with a column for each field: ``problem_m``, ``config_tile_m``, ``median_us``, ..."""
+        try:
+            import pandas  # type: ignore[import-untyped,import-not-found,unused-ignore]
+        except ImportError as error:
+            raise ImportError("to_pandas needs pandas: pip install pandas") from error
+        return pandas.json_normalize([w.as_row() for w in self], sep="_")
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Two databases' winners of one problem; None where one has none."""
+
+    gpu: str
+    op: str
+    revision: int
+    problem: str
+    state: str  # only in a | only in b | other config | other time
+    a_us: float | None
+    b_us: float | None
+    speedup: float | None  # a_us / b_us: above 1, b is faster
+    a_config: str | None
+    b_config: str | None
+
+
+class Database:
+    """Winners of the database at ``url`` (None: the one in the settings) and those that travel with the package.
+
+    The database in the settings need not exist: then only shipped winners are found.
+    """
+
+    def __init__(
+        self, url: str | os.PathLike[str] | None, catalog: Catalog, *, local: bool = True, shipped: bool = True
+    ) -> None:
+        self.catalog = catalog
+        self.store = None if not local or (url is None and _absent()) else Store(url, readonly=True)
+        self._shipped = shipped
+        if catalog.fresh:  # the ops are loaded: keep the rates of all shipped rows for later queries
+            for t in _shipped(None, None):
+                catalog.rates(t.gpu.name, t.op, t.problem, t.median_us)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the database, and keep what was learned of the ops for the next call."""
+        self.catalog.keep()
+        if self.store is not None:
+            self.store.close()
+
+    def gpu(self, name: str | None) -> str | None:
+        """The name under which rows of this GPU are stored: ``"A100"`` is ``"a100-sxm-80gb"``."""
+        return None if name is None else self.catalog.gpu(name, {gpu for gpu, _ in self._held()})
+
+    def op(self, name: str | None) -> str | None:
+        """``name``, where an op or a stored row is called so."""
+        return None if name is None else self.catalog.op(name, {op for _, op in self._held()})
+
+    def _held(self) -> set[tuple[str, str]]:
+        held = set() if self.store is None else {(row.gpu, row.op) for row in self.store.stats()}
+        return held | {(gpu, "") for gpu in snapshot.shipped_gpus()}
+
+    def winners(
+        self,
+        *,
+        gpu: str | None = None,
+        op: str | None = None,
+        problem: str | None = None,
+        origin: str | None = None,
+        **values: Scalar,
+    ) -> Winners:
+        """The winners that meet all conditions, by GPU, op and problem.
+
+        Args:
+            gpu: a GPU of the table or its alias.
+            op: an op's name.
+            problem: conditions on the problem's fields, ``"m>=16 n=4096 dtype=bf16"``.
+            origin: ``"measured"`` or ``"predicted"``.
+            values: more such conditions, ``m=4096, dtype="bf16"`` or ``m=">=16"``.
+
+        Raises:
+            UnknownGpu, UnsupportedProblem: no such GPU, op, field or value.
+        """
+        gpu, op = self.gpu(gpu), self.op(op)
+        words = [problem or "", *(_word(name, value) for name, value in values.items())]
+        conditions = self.catalog.conditions(" ".join(words), op)
+        local = [] if self.store is None else self.store.winners(gpu=gpu, op=op)
+        shipped = [] if not self._shipped else _shipped(gpu, op)
+        here = {t.key: t.origin for t in local}
+        below = {t.key: t.origin for t in shipped}
+        found = Winners()
+        both = [*((t, True) for t in local), *((t, False) for t in shipped)]
+        for t, is_local in sorted(both, key=lambda row: (row[0].key, not row[1])):
+            if origin in (None, t.origin) and self._matches(t, conditions):
+                found.append(self._winner(t, is_local, here, below))
+        return found
+
+    def _matches(self, t: Trial, conditions: Sequence[Any]) -> bool:
+        return not conditions or self.catalog.matches(t.op, self.catalog.problem(t.op, t.problem), conditions)
+
+    def _winner(self, t: Trial, local: bool, here: Mapping[Any, str], below: Mapping[Any, str]) -> Winner:
+        wins = t.key in here and snapshot.serves_over(here[t.key], below.get(t.key))
+        environment = {f.name: getattr(t.environment, f.name) for f in fields(t.environment)}
+        return Winner(
+            gpu=t.gpu.name,
+            op=t.op,
+            revision=t.revision,
+            source="local" if local else SHIPPED,
+            serves=wins == local and self.catalog.revision(t.op) == t.revision,
+            problem=self.catalog.problem(t.op, t.problem),
+            config=self.catalog.config(t.op, t.config),
+            origin=t.origin,
+            median_us=t.median_us,
+            p20_us=t.p20_us,
+            p80_us=t.p80_us,
+            **self.catalog.rates(t.gpu.name, t.op, t.problem, t.median_us),
+            ratio=t.ratio,
+            ratio_low=t.ratio_low,
+            ratio_high=t.ratio_high,
+            vendor_us=t.baseline_us,
+            error=t.error,
+            version=environment.pop("version"),
+            commit=environment.pop("commit"),
+            host=environment.pop("host"),
+            environment=environment,
+            created_at=t.created_at,
+            id=t.id,
+            problem_text=t.problem,
+            config_text=t.config,
+        )
+
+    def trials(
+        self, *, gpu: str | None = None, op: str | None = None, problem: str | None = None, part: str | None = None
+    ) -> list[Trial]:
+        """Trials of the database, oldest first; ``part`` is the start or the end of an id, shipped trials too."""
+        gpu, op = self.gpu(gpu), self.op(op)
+        conditions = self.catalog.conditions(problem or "", op)
+        found: Sequence[Trial] = []
+        if self.store is not None:
+            found = self.store.find(part) if part is not None else self.store.trials(gpu=gpu, op=op)
+        if part is not None and not found:
+            found = [t for t in _shipped(gpu, op) if t.id.startswith(part.lower()) or t.id.endswith(part.lower())]
+        mine = (t for t in found if gpu in (None, t.gpu.name) and op in (None, t.op))
+        return [t for t in mine if self._matches(t, conditions)]
+
+
+def diff(a: Database, b: Database, *, gpu: str | None = None, op: str | None = None) -> list[Difference]:
+    """Where the winners of two databases differ, in config or by more than 1 % in time."""
+    mine, theirs = ({_key(w): w for w in database.winners(gpu=gpu, op=op)} for database in (a, b))
+    found = []
+    for key in sorted(mine.keys() | theirs.keys()):
+        x, y = mine.get(key), theirs.get(key)
+        speedup = x.median_us / y.median_us if x and y and x.median_us and y.median_us else None
+        if x is None or y is None:
+            state = "only in b" if x is None else "only in a"
+        elif x.config != y.config:
+            state = "other config"
+        elif speedup is not None and not 0.99 <= speedup <= 1.01:
+            state = "other time"
+        else:
+            continue
+        found.append(
+            Difference(
+                *key,
+                state=state,
+                a_us=x.median_us if x else None,
+                b_us=y.median_us if y else None,
+                speedup=speedup,
+                a_config=x.config_text if x else None,
+                b_config=y.config_text if y else None,
+            )
+        )
+    return found
+
+
+def _key(winner: Winner) -> tuple[str, str, int, str]:
+    return winner.gpu, winner.op, winner.revision, winner.problem_text
+
+
+def _absent() -> bool:
+    path = sqlite.path_of(settings.load().database_url)
+    return path is not None and not os.path.lexists(path)
+
+
+def _shipped(gpu: str | None, op: str | None) -> list[Trial]:
+    names = snapshot.shipped_gpus() if gpu is None else [gpu]
+    return [t for name in names for t in snapshot.shipped(name) if op in (None, t.op)]
+
+
+def _word(name: str, value: Scalar) -> str:
+    if isinstance(value, bool):
+        return f"{name}={int(value)}"
+    return f"{name}{value}" if isinstance(value, str) and value[:1] in "<>=!" else f"{name}={value}"

@@ -1,0 +1,258 @@
+"""Statements of the store: each runs inside a transaction that a Store method opened.
+
+Rows go in and out through SQLAlchemy Core in batches: with the ORM, mixed rows cost a statement each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
+from datetime import UTC, datetime
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
+
+from sqlalchemy import ColumnElement, Table, and_, delete, exists, or_, select, tuple_, update
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.dialects import sqlite as sqlite_dialect
+from sqlalchemy.orm import Session
+
+from cutekernels import settings
+from cutekernels.db import models
+from cutekernels.db.trial import PROVENANCE, Environment, Gpu, Trial
+from cutekernels.errors import StoreError
+
+_BATCH = 500  # ids per IN (...); SQLite takes 32,766 variables, 999 in old builds
+_KEYS = 200  # tuning keys per IN (...): four variables each
+
+R = TypeVar("R", Gpu, Environment)
+T = TypeVar("T")
+
+_GPU_FIELDS = tuple(f.name for f in fields(Gpu))
+_VERSION_FIELDS = tuple(f.name for f in fields(Environment) if f.name not in PROVENANCE)
+_TRIAL_FIELDS = tuple(f.name for f in fields(Trial) if f.name not in ("gpu", "environment"))
+KEY = ("gpu", "op", "revision", "problem")
+
+_trial, _gpu, _environment, _winner = (
+    models.Base.metadata.tables[name] for name in ("trial", "gpu", "environment", "winner")
+)
+
+Key = tuple[str, str, int, str]
+
+
+class Rank(NamedTuple):
+    """What decides between two winners of one key: measured, then newer, then the greater id."""
+
+    measured: bool
+    created_at: datetime
+    id: str
+
+
+class Recorded(NamedTuple):
+    """A stored trial as far as the rules for winners need it."""
+
+    id: str
+    key: Key
+    status: str
+    rank: Rank
+
+
+def insert_into(session: Session, table: Any) -> Any:
+    """INSERT of the database's own dialect: both know ON CONFLICT, each under its own class."""
+    dialect = session.get_bind().dialect.name
+    return postgresql.insert(table) if dialect == "postgresql" else sqlite_dialect.insert(table)
+
+
+def batches(values: Iterable[T], size: int) -> Iterator[list[T]]:
+    """``values`` in lists of ``size``, the last one shorter."""
+    rest = iter(values)
+    while batch := list(islice(rest, size)):
+        yield batch
+
+
+# ---- trials -------------------------------------------------------------------------------------------------
+
+
+def add(session: Session, batch: Sequence[Trial]) -> int:
+    """Insert trials whose id is new. Returns how many those were."""
+    gpus = _ids(session, _gpu, _GPU_FIELDS, {t.gpu for t in batch})
+    versions = {t.environment: _versions(t.environment) for t in batch}
+    environments = _ids(session, _environment, _VERSION_FIELDS, set(versions.values()))
+    rows = (
+        {name: getattr(t, name) for name in _TRIAL_FIELDS}
+        | {name: getattr(t.environment, name) for name in PROVENANCE}
+        | {"gpu_id": gpus[t.gpu], "environment_id": environments[versions[t.environment]]}
+        for t in sorted(batch, key=lambda t: t.id)  # two writers that lock rows in the same order cannot deadlock
+    )
+    statement = insert_into(session, _trial).on_conflict_do_nothing(index_elements=["id"]).returning(_trial.c.id)
+    connection = session.connection()
+    return sum(len(connection.execute(statement, some).all()) for some in batches(rows, 5000))
+
+
+def _versions(environment: Environment) -> Environment:
+    return Environment(**{name: getattr(environment, name) for name in _VERSION_FIELDS})
+
+
+def _ids(session: Session, table: Table, names: tuple[str, ...], records: set[R]) -> dict[R, int]:
+    """Ids of the rows of ``table`` that hold ``records``; absent ones are inserted."""
+
+    def known() -> dict[tuple[Any, ...], int]:
+        columns = [table.c[name] for name in names]
+        return {tuple(values): id_ for id_, *values in session.execute(select(table.c.id, *columns))}
+
+    wanted = {record: tuple(getattr(record, name) for name in names) for record in sorted(records, key=repr)}
+    ids = known()
+    missing = [dict(zip(names, values, strict=True)) for values in wanted.values() if values not in ids]
+    if missing:
+        session.connection().execute(insert_into(session, table).on_conflict_do_nothing(), missing)
+        ids = known()
+    return {record: ids[values] for record, values in wanted.items()}
+
+
+def where(
+    gpu: str | None, op: str | None, revision: int | None, problem: str | None, origin: str | None
+) -> list[ColumnElement[bool]]:
+    """Conditions on a trial, for the values that are given."""
+    t = _trial.c
+    asked = ((_gpu.c.name, gpu), (t.op, op), (t.revision, revision), (t.problem, problem), (t.origin, origin))
+    return [column == value for column, value in asked if value is not None]
+
+
+def select_trials(
+    session: Session,
+    conditions: Sequence[ColumnElement[bool]],
+    *,
+    winning: bool = False,
+    limit: int | None = None,
+    strict: bool = False,
+) -> list[Trial]:
+    """Trials that meet the conditions, oldest first. A broken row is left out with a warning; ``strict``: refused."""
+    gpus = [_gpu.c[name] for name in _GPU_FIELDS]
+    versions = [_environment.c[name] for name in _VERSION_FIELDS]
+    rest = [_trial.c[name] for name in (*PROVENANCE, *_TRIAL_FIELDS)]
+    query = select(*gpus, *versions, *rest).select_from(_trial).join(_gpu, _gpu.c.id == _trial.c.gpu_id)
+    query = query.join(_environment, _environment.c.id == _trial.c.environment_id).where(*conditions)
+    if winning:
+        query = query.join(_winner, _winner.c.trial_id == _trial.c.id)
+    found, broken = [], []
+    some_gpus: dict[tuple[Any, ...], Gpu] = {}
+    some_environments: dict[tuple[Any, ...], Environment] = {}
+    first, second = len(gpus), len(gpus) + len(versions) + len(PROVENANCE)
+    for row in session.execute(query.order_by(_trial.c.created_at, _trial.c.id).limit(limit)):
+        try:
+            of_gpu, of_environment = tuple(row[:first]), tuple(row[first:second])
+            if of_gpu not in some_gpus:
+                some_gpus[of_gpu] = Gpu(*of_gpu)
+            if of_environment not in some_environments:
+                some_environments[of_environment] = Environment(*of_environment)
+            values = dict(zip(_TRIAL_FIELDS, row[second:], strict=True))
+            found.append(Trial(gpu=some_gpus[of_gpu], environment=some_environments[of_environment], **values))
+        except StoreError as error:
+            if strict:
+                raise StoreError(f"a broken row, {row.id!r:.60}: {error}; nothing was taken") from None
+            broken.append(f"{row.id!r:.60}: {error}")
+    if broken:
+        settings.logger("db").warning("%d broken rows left out, the first: %s", len(broken), broken[0])
+    return found
+
+
+def broken_rows(session: Session) -> list[str]:
+    """Ids of rows that break a rule, each with the rule, and winners that point nowhere."""
+    names = [*_TRIAL_FIELDS]
+    query = select(*(_trial.c[name] for name in names)).order_by(_trial.c.id)
+    found = []
+    gpu, environment = Gpu("none", "none", 1, 0, 0, 0), Environment()
+    for row in session.execute(query):
+        try:
+            Trial(gpu=gpu, environment=environment, **dict(zip(names, row, strict=True)))
+        except StoreError as error:
+            found.append(f"trial {row.id!r:.60}: {error}")
+    lost = select(_winner).where(~exists().where(_trial.c.id == _winner.c.trial_id))
+    found += [f"winner of {tuple(row)!r:.120}: no such trial" for row in session.execute(lost)]
+    for table, record, columns in ((_gpu, Gpu, _GPU_FIELDS), (_environment, Environment, _VERSION_FIELDS)):
+        for row in session.execute(select(table.c.id, *(table.c[name] for name in columns))):
+            try:
+                record(*row[1:])
+            except StoreError as error:
+                found.append(f"{table.name} {row[0]!r:.20}: {error}")
+    return found
+
+
+# ---- winners ------------------------------------------------------------------------------------------------
+
+
+def recorded(session: Session, ids: Sequence[str]) -> dict[str, Recorded]:
+    """Stored trials by id, as far as the rules for winners need them. A broken one is as good as absent."""
+    t = _trial.c
+    query = select(t.id, _gpu.c.name, t.op, t.revision, t.problem, t.status, t.origin, t.created_at)
+    query = query.join(_gpu, _gpu.c.id == t.gpu_id)
+    found = {}
+    for some in batches(ids, _BATCH):
+        for id_, gpu, op, revision, problem, status, origin, created_at in session.execute(query.where(t.id.in_(some))):
+            if isinstance(created_at, datetime):
+                rank = Rank(origin == "measured", created_at.astimezone(UTC), id_)
+                found[id_] = Recorded(id_, (gpu, op, revision, problem), status, rank)
+    return found
+
+
+def set_winners(session: Session, candidates: Iterable[Recorded], *, newest: bool) -> set[str]:
+    """Make each candidate, one of every key, the winner where the rules allow it. Returns the new winners' ids.
+
+    Atomic against other writers: either the row is inserted here, or it is locked (SQLite: by BEGIN IMMEDIATE)
+    before the present winner is read. That takes a statement of its own, because PostgreSQL would show a joined trial
+    in its state before the wait for the lock.
+    """
+    best = {c.key: c for c in sorted(candidates, key=lambda c: c.key)}  # sorted: see add
+    connection = session.connection()
+    columns = [_winner.c[name] for name in KEY]
+    statement = insert_into(session, _winner).on_conflict_do_nothing(index_elements=list(KEY))
+    statement = statement.returning(_winner.c.trial_id)
+    won: set[str] = set()
+    for some in batches(best, _KEYS):
+        rows = [dict(zip(KEY, key, strict=True), trial_id=best[key].id) for key in some]
+        inserted = {row.trial_id for row in connection.execute(statement, rows)}
+        won |= inserted
+        held = [key for key in some if best[key].id not in inserted]
+        if not held:
+            continue
+        query = select(*columns, _winner.c.trial_id).where(tuple_(*columns).in_(held))
+        query = query.order_by(*columns).with_for_update()
+        present = {tuple(row[:4]): row[4] for row in connection.execute(query)}
+        ranked = recorded(session, list(present.values()))
+        for key in held:
+            candidate, rival = best[key], ranked.get(present[key])
+            if present[key] == candidate.id:
+                won |= set() if newest else {candidate.id}
+            elif rival is None or _beats(candidate.rank, rival.rank, newest=newest):
+                same = [column == value for column, value in zip(columns, key, strict=True)]
+                connection.execute(update(_winner).where(*same).values(trial_id=candidate.id))
+                won.add(candidate.id)
+    return won
+
+
+def _beats(candidate: Rank, rival: Rank, *, newest: bool) -> bool:
+    return candidate > rival if newest else candidate.measured or not rival.measured
+
+
+# ---- pruning ------------------------------------------------------------------------------------------------
+
+
+def prune(
+    session: Session, conditions: Sequence[ColumnElement[bool]], stale: Iterable[tuple[str, int]], *, count_only: bool
+) -> int:
+    """Delete trials that meet the conditions and win nothing, and everything of ``stale`` (op, least revision kept)."""
+    t = _trial.c
+    chosen: list[ColumnElement[bool]] = [(t.op == op) & (t.revision < least) for op, least in stale]
+    if conditions:
+        chosen.append(and_(~exists().where(_winner.c.trial_id == t.id), *conditions))
+    if not chosen:
+        return 0
+    connection = session.connection()
+    ids = [row.id for row in connection.execute(select(t.id).where(or_(*chosen)))]
+    if count_only:
+        return len(ids)
+    for some in batches(ids, _BATCH):
+        connection.execute(delete(_winner).where(_winner.c.trial_id.in_(some)))
+        connection.execute(delete(_trial).where(t.id.in_(some)))
+    for table, column in ((_gpu, t.gpu_id), (_environment, t.environment_id)):
+        connection.execute(delete(table).where(~exists().where(column == table.c.id)))
+    return len(ids)

@@ -1,0 +1,120 @@
+"""The skinny schedule's tiles: rules, the default's choice, compiled code."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+
+from cutekernels import gpu
+from cutekernels.autotune.search import MODEL_SEEDS, prune_reason
+from cutekernels.op import ladder
+from cutekernels.ops.gemm import skinny, specialized
+from cutekernels.ops.gemm.op import GEMM, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.skinny import SKINNY
+from tests.gemm.test_compiled import TARGETS, built, code
+
+H200 = gpu.lookup("h200")
+NEW_TILES = (24, 48, 96, 128)
+
+
+def decode(m: int, n: int = 18944, k: int = 3584) -> GemmProblem:
+    return GemmProblem.parse(f"m={m} n={n} k={k} b_major=k")
+
+
+@cache
+def valid(p: GemmProblem, target: str) -> tuple[GemmConfig, ...]:
+    return tuple(GEMM.valid(p, gpu.lookup(target)))
+
+
+def candidates(p: GemmProblem, spec: gpu.GpuSpec, **values: Any) -> list[GemmConfig]:
+    """Valid configs of the skinny schedule with ``values``."""
+    few = [c for c in valid(p, spec.name) if c.body == "skinny"]
+    return [c for c in few if all(getattr(c, name) == value for name, value in values.items())]
+
+
+# ---- rules ----------------------------------------------------------------------------------------------
+
+
+def test_a_bucket_and_its_problems_take_the_same_tiles() -> None:
+    for m in range(1, 129):
+        p = decode(m)
+        fitting = set(SKINNY.fitting_tiles(p))
+        assert fitting - {skinny.usual_tile(p)} <= set(SKINNY.fitting_tiles(decode(ladder(m)))), m
+        assert any(tile >= min(m, 64) for tile in fitting)
+    assert {m: SKINNY.fitting_tiles(decode(m)) for m in (1, 16, 17, 24, 33, 48, 64, 65, 96, 97, 128)} == {
+        1: [8], 16: [16], 17: [24, 32], 24: [24, 32], 33: [48, 64], 48: [48, 64], 64: [64], 65: [48, 64, 96],
+        96: [48, 64, 96], 97: [64, 128], 128: [64, 128],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", gpu.GPUS, ids=lambda g: g.name)
+def test_the_default_chooses_among_the_usual(spec: gpu.GpuSpec) -> None:
+    for m in (1, 8, 17, 24, 32, 48, 64, 96, 128):
+        for n, k in ((3584, 3584), (18944, 3584), (520, 328)):
+            problem = decode(m, n, k)
+            default = GEMM.default(problem, spec)
+            few = m <= skinny.DEFAULT_TOKENS
+            if spec.has_wgmma:
+                few = m < specialized.least_tokens(problem, spec)
+            beyond = "specialized" if spec.has_wgmma else "multistage"
+            assert skinny.usual(default) if few else default.body == beyond
+
+
+@pytest.mark.parametrize("tile", NEW_TILES)
+def test_loaders_divide_every_tile(tile: int) -> None:
+    for c in candidates(decode(tile), H200, tile_n=tile):
+        for rows in (c.tile_m, c.tile_n):
+            threads = skinny.loaders(rows, c)
+            assert 0 < threads <= SKINNY.threads(c)
+            assert threads % (c.tile_k // 8) == 0
+            assert rows % (threads // (c.tile_k // 8)) == 0
+
+
+@pytest.mark.parametrize("m", [48, 64, 96, 128])
+@pytest.mark.parametrize("n", [3584, 18944])
+def test_the_tuner_is_led_to_warpgroups(m: int, n: int) -> None:
+    """By the model's seeds; what it then crowns, measurements say."""
+    p = decode(m, n)
+    by_model = sorted(valid(p, H200.name), key=lambda c: (GEMM.estimate_us(p, c, H200), str(c)))
+    assert "specialized" in {c.body for c in by_model[:MODEL_SEEDS]}
+
+
+@pytest.mark.parametrize("split_k", [1, 2])
+def test_a_launch_that_shares_tiles_has_a_workspace(split_k: int) -> None:
+    p = decode(16, 256, 8192)
+    config = candidates(p, H200, split_k=split_k)[0]
+    assert SKINNY.shares_tiles(config) == (split_k > 1)
+    types = SKINNY.workspace_types(config)
+    assert len(types) == (2 if split_k > 1 else 0), "partial sums and tickets"
+
+
+# ---- compiled code --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
+@pytest.mark.parametrize("tile", NEW_TILES)
+def test_compiles_as_predicted(tile: int, spec: gpu.GpuSpec) -> None:
+    p = decode(tile)
+    fitting = candidates(p, spec, tile_n=tile)
+    if not fitting:
+        assert spec.smem_per_block_bytes < H200.smem_per_block_bytes, "smem is what large tiles want for"
+        return
+    best = min(fitting, key=lambda c: (GEMM.estimate_us(p, c, spec), str(c)))
+    others = [random.Random(f"{tile} skinny").choice(fitting)] if spec is H200 else []
+    for config in (best, *others):
+        facts = built(p, config, spec.name).facts
+        assert facts.smem_bytes == SKINNY.smem(config).total_bytes, config
+        assert prune_reason(facts, GEMM, spec) is None, config
+        assert facts.stack_bytes <= 64, f"spills: {config}"
+        assert -(-facts.registers // 8) * 8 * SKINNY.threads(config) * config.ctas_per_sm <= spec.REGISTERS_PER_SM
+
+
+@pytest.mark.parametrize("tile", NEW_TILES)
+def test_a_tile_of_its_own_is_code_of_its_own(tile: int) -> None:
+    p = decode(tile)
+    config = candidates(p, H200, tile_n=tile)[0]
+    usual = config.replace(tile_n=skinny.usual_tile(p))
+    assert code(p, config) != code(p, usual)

@@ -1,0 +1,55 @@
+"""Triton kernels compiled on a machine without a GPU: their code, their resources, and what each knob changes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from cutekernels import gpu
+
+H200 = gpu.lookup("h200")
+TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
+
+
+@cache
+def built(op: Any, problem: Any, config: Any, spec: gpu.GpuSpec = H200) -> Any:
+    """What ``op.build`` compiles for ``spec``."""
+    return op.build(problem, config, spec)
+
+
+def accesses(ptx: str, kind: str = "ld|st") -> set[str]:
+    """The widths of loads and stores of global memory, such as ``v4.b32``."""
+    return set(re.findall(rf"(?:{kind})\.global\S*?\.((?:v\d\.)?b\d+)\b", ptx))
+
+
+def check_resources(op: Any, problem: Any, config: Any, spec: gpu.GpuSpec = H200, *, stack: int = 0) -> Any:
+    """Asserts that the compiled kernel can be launched and takes at most ``stack`` bytes of it; returns its facts."""
+    facts = built(op, problem, config, spec).facts
+    assert facts.stack_bytes <= stack, (str(problem), str(config), facts)
+    assert facts.registers * 32 * config.warps <= 64 * 1024, (str(problem), str(config), facts)
+    assert facts.smem_bytes <= spec.smem_per_block_bytes, (str(problem), str(config), facts)
+    return facts
+
+
+def check_knobs(
+    op: Any, problem: Any, base: Any, *, most: int | None = 2, launch: Callable[[Any], Any] | None = None
+) -> dict[str, list[str]]:
+    """Asserts that every change of one knob of ``base`` changes the PTX or the launch, the grid unless told.
+
+    At most ``most`` valid values of each knob are tried. Returns the PTX made with each knob's values, of knobs that
+    have another valid value, and under "" that of ``base`` itself.
+    """
+    launch = launch or (lambda config: op.grid(problem, config))
+    op.check(problem, base, H200)
+    found = {"": [built(op, problem, base).ptx]}
+    seen = {(found[""][0], launch(base))}
+    for knob, values in type(base).space().items():
+        others = [base.replace(**{knob: v}) for v in values if v != getattr(base, knob)]
+        for config in [c for c in others if op.why_not(problem, c, H200) is None][:most]:
+            made = (built(op, problem, config).ptx, launch(config))
+            assert made not in seen, f"{knob} changes nothing in {config}"
+            seen.add(made)
+            found.setdefault(knob, []).append(made[0])
+    return found
