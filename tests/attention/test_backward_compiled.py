@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import random
-import re
-from collections import Counter
-from functools import cache
-from typing import Any
 
 import pytest
 
 from cutekernels import gpu
-from cutekernels.kernels.cute.parts.attention_smem import padded
 from cutekernels.ops.attention.backward import (
     ATTENTION_BACKWARD,
     AttentionBackwardConfig,
@@ -19,11 +14,10 @@ from cutekernels.ops.attention.backward import (
     passes,
 )
 from cutekernels.ops.attention.delta import ATTENTION_DELTA, DeltaProblem
-from tests import compiled
+from tests.attention import compiled
 from tests.attention.backward_cases import random_config
+from tests.attention.compiled import H200, TARGETS, count
 
-H200 = gpu.lookup("h200")
-TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
 FULL = "batch=4 seq_q=4096 seq_kv=4096 heads_q=16 heads_kv=16"
 NARROW = "batch=4 seq_q=2048 seq_kv=2048 heads_q=32 heads_kv=8 head_dim=64 causal=1 dtype=fp16"
 WIDE = "batch=3 seq_q=2000 seq_kv=2000 heads_q=8 heads_kv=2 head_dim=256 causal=1 softcap=1"
@@ -44,38 +38,10 @@ PROBLEMS = QUICK | {
 SETUP_SPILL_BYTES = 64
 
 
-@cache
-def built(problem: AttentionBackwardProblem, config: AttentionBackwardConfig, target: str) -> Any:
-    return ATTENTION_BACKWARD.build(problem, config, gpu.lookup(target))
-
-
-def code(problem: AttentionBackwardProblem, config: AttentionBackwardConfig) -> bytes:
-    return compiled.code(built(problem, config, "h200"))
-
-
-def loops(problem: AttentionBackwardProblem, config: AttentionBackwardConfig, target: str) -> list[Counter[str]]:
-    """The opcodes of each loop over walked tiles, in the order of the code."""
-    sass = compiled.sass(compiled.cubin(built(problem, config, target)))
-    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)([^;]*);", sass, re.MULTILINE)
-    places = [int(at, 16) for at, _, _ in lines]
-    found = []
-    for at, opcode, operands in lines:
-        target_at = re.search(r"0x([0-9a-f]+)", operands) if opcode == "BRA" else None
-        if target_at and (begin := int(target_at[1], 16)) < (end := int(at, 16)):
-            body = Counter(op for place, (_, op, _) in zip(places, lines, strict=True) if begin <= place <= end)
-            if count(body, "HMMA") == products(problem, config):
-                found.append(body)
-    return found
-
-
 def products(problem: AttentionBackwardProblem, config: AttentionBackwardConfig) -> int:
     """A warp's m16n8k16 products in one walked tile: S and dP, and the sums of P, of dS."""
-    each = config.rows * config.tile_walked * padded(problem.head_dim) // (16 * 8 * 16)
+    each = config.rows * config.tile_walked * problem.width // (16 * 8 * 16)
     return each * {"kv": 4, "q": 3, "k": 3, "v": 2}[problem.of]
-
-
-def count(body: Counter[str], prefix: str) -> int:
-    return sum(n for op, n in body.items() if op.startswith(prefix))
 
 
 # ---- resources ------------------------------------------------------------------------------------------
@@ -84,11 +50,8 @@ def count(body: Counter[str], prefix: str) -> int:
 def check_facts(name: str, spec: gpu.GpuSpec, configs: list[AttentionBackwardConfig]) -> None:
     problem = AttentionBackwardProblem.parse(PROBLEMS[name])
     for config in configs:
-        facts = built(problem, config, spec.name).facts
-        assert facts.smem_bytes == config.smem_bytes(problem), config
-        assert facts.smem_bytes <= spec.smem_per_block_bytes
-        assert -(-facts.registers // 8) * 8 * config.threads * config.ctas_per_sm <= spec.REGISTERS_PER_SM
-    assert built(problem, configs[0], spec.name).facts.stack_bytes <= SETUP_SPILL_BYTES, f"spills: {configs[0]}"
+        facts = compiled.facts(ATTENTION_BACKWARD, problem, config, spec, config.smem_bytes(problem))
+        assert config != configs[0] or facts.stack_bytes <= SETUP_SPILL_BYTES, f"spills: {config}"
 
 
 @pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
@@ -113,7 +76,7 @@ def test_compiles_for_every_architecture_as_why_not_predicts(name: str) -> None:
 def test_tiles_between_the_edges_run_no_masking_code_and_hardly_spill(name: str) -> None:
     problem = AttentionBackwardProblem.parse(PROBLEMS[name])
     config = ATTENTION_BACKWARD.default(problem, H200)
-    bodies = loops(problem, config, "h200")
+    bodies = compiled.loops(ATTENTION_BACKWARD, problem, config, "h200", products(problem, config))
     scores = config.rows * config.tile_walked // 32
     kind = "HMMA.16816.F32.BF16" if problem.dtype == "bf16" else "HMMA.16816.F32"
     inside, edge = sorted(bodies, key=lambda body: count(body, "FSEL"))
@@ -147,55 +110,28 @@ def test_the_kernel_depends_on_the_static_half_of_a_problem_alone() -> None:
     first = AttentionBackwardProblem.parse(PROBLEMS["causal"])
     second = first.replace(batch=1, seq_q=200, seq_kv=100, heads_q=28, heads_kv=4)
     config = next(c for c in ATTENTION_BACKWARD.valid(second, H200) if c.tile_own == 64)
-    assert first.static() == second.static()
-    made = code(first, config)
-    built.cache_clear()
-    assert code(second, config) == made
+    compiled.depends_on_statics_alone(ATTENTION_BACKWARD, first, second, config)
 
 
-CHANGES = ("dtype=fp16", "head_dim=120", "causal=1", "window=left", "window=right", "softcap=1", "mask=1", "varlen=1")
+CHANGES = ["dtype=fp16", "head_dim=120", "causal=1", "window=left", "window=right", "softcap=1", "mask=1", "varlen=1"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [*CHANGES, "of=q", "of=k", "of=v"])
 def test_every_static_field_changes_the_code(change: str) -> None:
     base = AttentionBackwardProblem.parse("batch=2 seq_q=256 seq_kv=256 heads_q=4 heads_kv=2")
-    config = ATTENTION_BACKWARD.default(base, H200)
-    assert code(base, config) != code(AttentionBackwardProblem.parse(f"{base} {change}"), config)
+    compiled.changes_the_code(ATTENTION_BACKWARD, base, change)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("knob", list(AttentionBackwardConfig.space()))
 def test_every_knob_changes_the_code(knob: str) -> None:
-    problem = AttentionBackwardProblem.parse(PROBLEMS["narrow"])
-    rng = random.Random(knob)
-    alike: dict[str, list[AttentionBackwardConfig]] = {}
-    for config in ATTENTION_BACKWARD.valid(problem, H200):
-        # How many CTAs fit follows from the rest, from the owned tile above all.
-        left_out = (knob, "ctas_per_sm") if knob == "tile_own" else (knob,)
-        others = " ".join(word for word in str(config).split() if not word.startswith(left_out))
-        alike.setdefault(others, []).append(config)
-    groups = [configs for configs in alike.values() if len(configs) > 1]
-    if not groups:  # the rules leave one value: "what fits"
-        assert knob == "ctas_per_sm"
-        fits = ATTENTION_BACKWARD.default(problem, H200)
-        groups = [[fits, fits.replace(ctas_per_sm=fits.ctas_per_sm % 3 + 1)]]
-    first, second = rng.sample(rng.choice(groups), 2)
-    if knob == "order":  # of CTAs: a number that the host computes for the kernel
-        host = [str(built(problem, config, "h200")._function.ir_module) for config in (first, second)]
-        nameless = [re.sub(r'@\S+|"[^"]*"', "", text) for text in host]
-        assert nameless[0] != nameless[1]
-    else:
-        assert code(problem, first) != code(problem, second), f"{knob} changes nothing: [{first}] and [{second}]"
+    # How many CTAs fit follows from the rest, from the owned tile above all.
+    others = ("ctas_per_sm",) if knob == "tile_own" else ()
+    compiled.knob_changes_the_code(ATTENTION_BACKWARD, AttentionBackwardProblem.parse(PROBLEMS["narrow"]), knob, others)
 
 
 def test_every_value_of_every_knob_is_reachable() -> None:
-    seen: dict[str, set[Any]] = {name: set() for name in AttentionBackwardConfig.space()}
-    for spec in TARGETS:
-        for text in (FULL, NARROW):
-            for of in passes(AttentionBackwardProblem.parse(text).head_dim):
-                for config in ATTENTION_BACKWARD.valid(AttentionBackwardProblem.parse(f"{text} of={of}"), spec):
-                    for name, values in seen.items():
-                        values.add(getattr(config, name))
-    for name, values in AttentionBackwardConfig.space().items():
-        assert seen[name] == set(values), name
+    of = {text: passes(AttentionBackwardProblem.parse(text).head_dim) for text in (FULL, NARROW)}
+    problems = [AttentionBackwardProblem.parse(f"{text} of={name}") for text, names in of.items() for name in names]
+    compiled.every_value_is_reachable(ATTENTION_BACKWARD, problems)

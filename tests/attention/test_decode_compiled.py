@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import random
-import re
 from collections import Counter
-from functools import cache
-from typing import Any
 
 import pytest
 
 from cutekernels import gpu
-from cutekernels.ops.attention.decode import (
-    DECODE_ATTENTION,
-    WIDEST_IN_REGISTERS,
-    DecodeConfig,
-    DecodeProblem,
-)
-from tests import compiled
+from cutekernels.ops.attention.decode import DECODE_ATTENTION, WIDEST_IN_REGISTERS, DecodeConfig, DecodeProblem
+from tests.attention import compiled
+from tests.attention.compiled import H200, TARGETS, count
 from tests.attention.decode_cases import random_config
 
-H200 = gpu.lookup("h200")
-TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
 PROBLEMS = {
     "batch": "batch=32 seq_kv=4096 heads_q=32 heads_kv=8",
     "long": "batch=1 seq_kv=32768 heads_q=32 heads_kv=8 lse=1",
@@ -37,32 +28,10 @@ PROBLEMS = {
 LATE_SPILL_BYTES = 16
 
 
-@cache
-def built(problem: DecodeProblem, config: DecodeConfig, target: str) -> Any:
-    return DECODE_ATTENTION.build(problem, config, gpu.lookup(target))
-
-
-def code(problem: DecodeProblem, config: DecodeConfig, target: str = "h200") -> bytes:
-    return compiled.code(built(problem, config, target))
-
-
 def loop(problem: DecodeProblem, config: DecodeConfig, target: str) -> Counter[str]:
     """The opcodes of the loop over blocks of keys: the one with all products, without what lies behind it."""
-    sass = compiled.sass(compiled.cubin(built(problem, config, target)))
-    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)([^;]*);", sass, re.MULTILINE)
-    found = []
-    for at, opcode, operands in lines:
-        target_at = re.search(r"0x([0-9a-f]+)", operands) if opcode == "BRA" else None
-        if target_at and (begin := int(target_at[1], 16)) < (end := int(at, 16)):
-            body = Counter(op for place, op, _ in lines if begin <= int(place, 16) <= end)
-            if count(body, "HMMA") == 2 * config.rows * 16 * problem.head_dim // (16 * 8 * 16):
-                found.append(body)
-    assert found, "no loop has a block's products"
-    return min(found, key=lambda body: body.total())
-
-
-def count(body: Counter[str], prefix: str) -> int:
-    return sum(n for op, n in body.items() if op.startswith(prefix))
+    products = 2 * config.rows * 16 * problem.head_dim // (16 * 8 * 16)
+    return min(compiled.loops(DECODE_ATTENTION, problem, config, target, products), key=lambda body: body.total())
 
 
 # ---- resources ------------------------------------------------------------------------------------------
@@ -76,13 +45,10 @@ def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gp
     rng = random.Random(name)
     others = [random_config(rng, problem, spec)] if spec is rng.choice(TARGETS) else []  # on one of the GPUs
     for config in (default, *others):
-        facts = built(problem, config, spec.name).facts
+        facts = compiled.facts(DECODE_ATTENTION, problem, config, spec, config.smem(problem).total_bytes)
         assert facts.stack_bytes <= (LATE_SPILL_BYTES if name == "wide" and config.splits > 1 else 0), (
             f"{config} spills"
         )
-        assert facts.smem_bytes == config.smem(problem).total_bytes, config
-        assert facts.smem_bytes <= spec.smem_per_block_bytes
-        assert -(-facts.registers // 8) * 8 * config.threads * config.ctas_per_sm <= spec.REGISTERS_PER_SM
 
 
 @pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
@@ -113,42 +79,22 @@ def test_the_kernel_depends_on_the_static_half_of_a_problem_alone() -> None:
     first = DecodeProblem.parse(PROBLEMS["long"])
     second = first.replace(batch=3, seq_kv=1000, heads_q=28, heads_kv=4, seq_q=5)
     config = next(c for c in DECODE_ATTENTION.valid(second, H200) if c.splits == 4)
-    assert first.static() == second.static()
-    assert code(first, config) == code(second, config)
+    compiled.depends_on_statics_alone(DECODE_ATTENTION, first, second, config)
 
 
-@pytest.mark.parametrize(
-    "change", ["dtype=fp16", "head_dim=120", "page_size=16", "page_size=64", "window=1", "softcap=1", "lse=1"]
-)
+CHANGES = ["dtype=fp16", "head_dim=120", "page_size=16", "page_size=64", "window=1", "softcap=1", "lse=1"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_every_static_field_changes_the_code(change: str) -> None:
     base = DecodeProblem.parse("batch=2 seq_kv=1024 heads_q=4 heads_kv=2")
-    config = DECODE_ATTENTION.default(base, H200)
-    assert code(base, config) != code(DecodeProblem.parse(f"{base} {change}"), config)
+    compiled.changes_the_code(DECODE_ATTENTION, base, change)
 
 
 @pytest.mark.parametrize("knob", list(DecodeConfig.space()))
 def test_every_knob_changes_the_code(knob: str) -> None:
-    problem = DecodeProblem.parse(PROBLEMS["narrow"])
-    rng = random.Random(knob)
-    alike: dict[str, list[DecodeConfig]] = {}
-    for config in DECODE_ATTENTION.valid(problem, H200):
-        others = " ".join(word for word in str(config).split() if not word.startswith(f"{knob}="))
-        alike.setdefault(others, []).append(config)
-    groups = [configs for configs in alike.values() if len(configs) > 1]
-    if not groups:  # the rules leave one value: "what fits"
-        assert knob == "ctas_per_sm"
-        config = next(c for c in DECODE_ATTENTION.valid(problem, H200) if c.threads == 256 and c.ctas_per_sm == 2)
-        groups = [[config, config.replace(ctas_per_sm=1)]]
-    first, second = rng.sample(rng.choice(groups), 2)
-    assert code(problem, first) != code(problem, second), f"{knob} changes nothing: [{first}] and [{second}]"
+    compiled.knob_changes_the_code(DECODE_ATTENTION, DecodeProblem.parse(PROBLEMS["narrow"]), knob)
 
 
 def test_every_value_of_every_knob_is_reachable() -> None:
-    seen: dict[str, set[Any]] = {name: set() for name in DecodeConfig.space()}
-    for spec in TARGETS:
-        for text in PROBLEMS.values():
-            for config in DECODE_ATTENTION.valid(DecodeProblem.parse(text), spec):
-                for name, values in seen.items():
-                    values.add(getattr(config, name))
-    for name, values in DecodeConfig.space().items():
-        assert seen[name] == set(values), name
+    compiled.every_value_is_reachable(DECODE_ATTENTION, map(DecodeProblem.parse, PROBLEMS.values()))

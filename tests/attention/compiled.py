@@ -1,0 +1,104 @@
+"""Attention's kernels compiled for GPUs that are not there: their loops, and what tests of each op have in common."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+from cutekernels import gpu
+from cutekernels.op import Config, Op, Problem
+from tests import compiled
+
+H200 = gpu.lookup("h200")
+TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
+_LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)([^;]*);", re.MULTILINE)
+
+
+@cache
+def built(op: Op[Any, Any], problem: Problem, config: Config, target: str = "h200") -> Any:
+    return op.build(problem, config, gpu.lookup(target))
+
+
+def code(op: Op[Any, Any], problem: Problem, config: Config) -> bytes:
+    return compiled.code(built(op, problem, config))
+
+
+def loops(op: Op[Any, Any], problem: Problem, config: Config, target: str, products: int) -> list[Counter[str]]:
+    """The opcodes of each loop with so many products, in the order of the code.
+
+    Rescaling lies behind the loop and jumps back into it, which looks like a loop with fewer products.
+    """
+    lines = _LINE.findall(compiled.sass(compiled.cubin(built(op, problem, config, target))))
+    places = [int(at, 16) for at, _, _ in lines]
+    found = []
+    for end, (_, opcode, operands) in zip(places, lines, strict=True):
+        jump = re.search(r"0x([0-9a-f]+)", operands) if opcode == "BRA" else None
+        if jump and (begin := int(jump[1], 16)) < end:
+            body = Counter(name for place, (_, name, _) in zip(places, lines, strict=True) if begin <= place <= end)
+            if count(body, "HMMA") == products:
+                found.append(body)
+    assert found, f"no loop has {products} products"
+    return found
+
+
+def count(body: Counter[str], prefix: str) -> int:
+    return sum(n for op, n in body.items() if op.startswith(prefix))
+
+
+def facts(op: Op[Any, Any], problem: Problem, config: Any, spec: gpu.GpuSpec, smem_bytes: int) -> Any:
+    """The facts of a kernel whose resources are as ``why_not`` predicts."""
+    found = built(op, problem, config, spec.name).facts
+    assert found.smem_bytes == smem_bytes, config
+    assert found.smem_bytes <= spec.smem_per_block_bytes
+    assert -(-found.registers // 8) * 8 * config.threads * config.ctas_per_sm <= spec.REGISTERS_PER_SM
+    return found
+
+
+def depends_on_statics_alone(op: Op[Any, Any], first: Problem, second: Problem, config: Config) -> None:
+    assert first.static() == second.static()
+    assert code(op, first, config) == code(op, second, config)
+
+
+def changes_the_code(op: Op[Any, Any], base: Problem, change: str) -> None:
+    """A static field: without ``change``, the code is another."""
+    config = op.default(base, H200)
+    assert code(op, base, config) != code(op, type(base).parse(f"{base} {change}"), config)
+
+
+def knob_changes_the_code(op: Op[Any, Any], problem: Problem, knob: str, others: tuple[str, ...] = ()) -> None:
+    """Two configs that differ in ``knob`` alone, or in ``others`` too that follow from it.
+
+    Where the rules leave one value of ctas_per_sm, the one that fits, it is compared with one that does not.
+    """
+    rng = random.Random(knob)
+    alike: dict[str, list[Any]] = {}
+    for config in op.valid(problem, H200):
+        rest = " ".join(word for word in str(config).split() if word.partition("=")[0] not in (knob, *others))
+        alike.setdefault(rest, []).append(config)
+    groups = [configs for configs in alike.values() if len(configs) > 1]
+    if not groups:
+        assert knob == "ctas_per_sm"
+        fits = max(op.valid(problem, H200), key=lambda c: (c.threads, c.ctas_per_sm))
+        groups = [[fits, fits.replace(ctas_per_sm=fits.ctas_per_sm % 3 + 1)]]
+    first, second = rng.sample(rng.choice(groups), 2)
+    if knob == "order":  # of CTAs: a number that the host computes for the kernel
+        host = [str(built(op, problem, config)._function.ir_module) for config in (first, second)]
+        nameless = [re.sub(r'@\S+|"[^"]*"', "", text) for text in host]
+        assert nameless[0] != nameless[1]
+    else:
+        assert code(op, problem, first) != code(op, problem, second), f"{knob} changes nothing: {first} and {second}"
+
+
+def every_value_is_reachable(op: Op[Any, Any], problems: Iterable[Problem]) -> None:
+    seen: dict[str, set[Any]] = {name: set() for name in op.Config.space()}
+    for problem in problems:
+        for spec in TARGETS:
+            for config in op.valid(problem, spec):
+                for name, values in seen.items():
+                    values.add(getattr(config, name))
+    for name, values in op.Config.space().items():
+        assert seen[name] == set(values), name
