@@ -1,4 +1,4 @@
-"""``KVCache``: keys and values of a batch of sequences on the device, with their lengths and the pages they lie in."""
+"""``KVCache``: keys and values of a batch of sequences on the device, with their lengths and page tables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CacheView(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """Pages on the host: those that are free, and those of each sequence, in the order of its tokens."""
+    """Pages, on the host: the free ones, and each sequence's, in the order of its tokens."""
 
     free: list[int]
     held: list[list[int]]
@@ -46,29 +46,29 @@ class KVCache:
         q = cache.append(k, v, q=q, cos=cos, sin=sin)
         out = decode_attention(q, **cache.view())
 
-    Lengths are on the device and :meth:`append` moves them there, so that nothing waits for it and a captured graph is
-    good for any lengths. ``lengths`` may be written to: ``cache.lengths -= rejected`` takes speculated tokens back.
+    Lengths are on the device and :meth:`append` updates them there, so that the host never waits and a captured graph
+    serves any lengths. ``lengths`` may be written to: ``cache.lengths -= rejected`` drops speculated tokens.
 
-    What finds no room is written nowhere: a sequence ends at its last token that has a place, and ``lost`` counts those
-    behind it. Ask :meth:`check` once in a while, or keep count on the host.
+    Tokens without room are not written: a sequence ends at its last token that has a place, and ``lost`` counts those
+    behind it. Call :meth:`check` now and then, or keep count on the host.
 
-    Pages come from one of three places. By default each sequence has all of its pages for good. With ``pages``, which
-    may be fewer than that takes, :meth:`reserve` hands them out from a free list on the host and :meth:`reset` takes
-    them back. With ``page_table`` they are the caller's; an entry without a page is :data:`NO_PAGE`. Layers whose
-    tokens lie in like pages share a table: reserve and reset in the one that made it, and reset in the others.
+    Pages come from one of three places. By default each sequence permanently owns all of its pages. With ``pages``,
+    which may be fewer than that takes, :meth:`reserve` allocates them from a free list on the host and :meth:`reset`
+    frees them. With ``page_table`` the caller allocates them; an entry without a page is :data:`NO_PAGE`. Layers with
+    equal page numbers share a table: reserve and reset in the cache that made it, and reset in the others.
 
     ``cache[i]`` and ``cache[i:j]`` are caches of these sequences, in the same memory: to fill or reset one alone.
 
     Attributes:
-        k_cache: where keys lie.
-        v_cache: where values lie, alike.
+        k_cache: the keys.
+        v_cache: the values, of the same shape.
         lengths: int32 ``(B,)``, tokens of each sequence.
         lost: int32 ``(B,)``, tokens of each sequence that found no room.
         page_table: int32 ``(B, MAX_PAGES)``, or None.
     """
 
     def __init__(self, k_cache: Tensor, v_cache: Tensor, page_table: Tensor | None = None) -> None:
-        """Around memory that is there, with no tokens in it.
+        """A cache in existing memory, with no tokens in it.
 
         Args:
             k_cache: ``(B, T_MAX, HKV, D)``, or with a page table ``(PAGES, PAGE_SIZE, HKV, D)`` with a page size of 16,
@@ -134,11 +134,11 @@ class KVCache:
             heads: of keys and values.
             head_dim: channels of a head.
             page_size: tokens in a page: 16, 32, 64, 128 or 256.
-            pages: how many there are. All that ``batch`` sequences of ``room`` tokens need if left out, and then each
-                sequence has its own for good, unless there is a ``page_table``; else :meth:`reserve` hands them out.
-            page_table: int32 ``(batch, room / page_size)``: the caller's, who hands pages out.
+            pages: the number of pages, which :meth:`reserve` then allocates. If left out, all that ``batch`` sequences
+                of ``room`` tokens need; without a ``page_table``, each sequence then owns its pages permanently.
+            page_table: int32 ``(batch, room / page_size)``, for a caller who allocates pages.
             dtype: fp16 or bf16, to attend to; fp32 too, to append to.
-            device: where all of it lives.
+            device: the device of all tensors.
         """
         check_page_size(page_size)
         entries = -(-room // page_size)
@@ -173,16 +173,16 @@ class KVCache:
 
     @property
     def room(self) -> int:
-        """Tokens that a sequence may have."""
+        """Capacity of a sequence, in tokens."""
         return self.k_cache.shape[1] * (1 if self.page_table is None else self.page_table.shape[1])
 
     @property
     def free_pages(self) -> int:
-        """Pages that :meth:`reserve` has left."""
+        """Pages left for :meth:`reserve`."""
         return len(self._pages().free)
 
     def view(self) -> CacheView:
-        """What ``decode_attention`` takes beside q: ``decode_attention(q, **cache.view())``."""
+        """The arguments of ``decode_attention`` beside q: ``decode_attention(q, **cache.view())``."""
         return {
             "k_cache": self.k_cache,
             "v_cache": self.v_cache,
@@ -231,7 +231,7 @@ class KVCache:
         counts: Tensor | None = None,
         config: KvAppendConfig | str | None = None,
     ) -> Tensor | None:
-        """Writes each sequence's new tokens behind its last one and moves ``lengths``, in one launch, without waiting.
+        """Writes each sequence's new tokens behind its last one and updates ``lengths``, in one launch, asynchronously.
 
         With ``cos`` and ``sin``, keys are turned on the way, and queries beside them, as :func:`cutekernels.rope` does
         with ``positions=lengths``.
@@ -239,9 +239,9 @@ class KVCache:
         Args:
             k: ``(B, S, HKV, D)``, dtype and device of the cache. Any strides; D contiguous is fast.
             v: shape of ``k``.
-            q: ``(B, S, HQ, D)``, turned where it lies.
+            q: ``(B, S, HQ, D)``, turned in place.
             cos: ``(T, R/2)`` with R <= D, fp32 or of k's dtype: a row per position. Or ``(B or 1, S, R)``, a row per
-                token whose halves repeat, as Hugging Face's modules make it. None to turn nothing.
+                token whose halves repeat, as Hugging Face's modules make it. None: nothing is turned.
             sin: shape and dtype of ``cos``.
             interleaved: pairs of neighbours (GPT-J, Llama's original) instead of halves (NeoX, Hugging Face).
             counts: int32 ``(B,)``, on the device: how many of its S tokens each sequence appends, its first ones. 0
@@ -253,7 +253,7 @@ class KVCache:
 
         Raises:
             UnsupportedProblem: shapes, dtypes or devices that do not fit, q without ``cos``, operands that overlap, a
-                call that asks for gradients; on the CPU a position that ``cos`` has no row of (on a GPU NaN).
+                call that needs gradients; on the CPU a position without a row in ``cos`` (on a GPU NaN).
             InvalidConfig: ``config`` breaks a rule of the op.
         """
         kv_append(
@@ -282,7 +282,7 @@ class KVCache:
             )
 
     def reset(self) -> None:
-        """Forgets all tokens, and gives back pages that :meth:`reserve` took. ``cache[i].reset()`` for one sequence."""
+        """Drops all tokens, and frees pages that :meth:`reserve` took. ``cache[i].reset()`` for one sequence."""
         self._state.zero_()
         if self._pool is not None:
             assert self.page_table is not None
@@ -292,14 +292,14 @@ class KVCache:
             self.page_table.fill_(NO_PAGE)
 
     def reserve(self, tokens: int | Sequence[int]) -> None:
-        """Sees to it that sequences have pages for ``tokens`` tokens in all, one number or one for each.
+        """Allocates pages so that sequences have room for ``tokens`` tokens in all, one number or one for each.
 
-        The page table is written where it lies, in the order of the stream and without waiting for it: graphs stay
-        good, but it is no part of one. Call it ahead of what appends.
+        The page table is written in place, in stream order and asynchronously: captured graphs stay valid, but do not
+        include the write. Call it before appending.
 
         Raises:
             UnsupportedProblem: too few pages are free, in which case none was taken; more tokens than the table has
-                entries for; a cache whose pages are not its own to hand out.
+                entries for; a cache that allocates no pages.
         """
         pool, size = self._pages(), self.page_size
         wanted = [tokens] * self.batch if isinstance(tokens, int) else list(tokens)

@@ -18,17 +18,17 @@ from torch.overrides import TorchFunctionMode
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention.api import attention, check
 
-DEVICES = ("cuda",)  # others' calls are passed on: elsewhere there is no kernel of ours
+DEVICES = ("cuda",)  # calls on other devices are passed on, since no kernel of ours runs there
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @dataclass
 class Routing:
-    """What became of the calls inside of a :func:`route_sdpa`.
+    """Counts of the calls inside a :func:`route_sdpa`.
 
     Attributes:
         routed: calls that ran here.
-        passed_on: how many calls torch ran itself, by the reason.
+        passed_on: calls that torch ran itself, by reason.
     """
 
     routed: int = 0
@@ -37,7 +37,7 @@ class Routing:
 
 @contextmanager
 def route_sdpa() -> Iterator[Routing]:
-    """Runs ``torch.nn.functional.scaled_dot_product_attention`` as :func:`cutekernels.attention` where that can.
+    """Runs ``torch.nn.functional.scaled_dot_product_attention`` as :func:`cutekernels.attention` where possible.
 
     ::
 
@@ -45,18 +45,17 @@ def route_sdpa() -> Iterator[Routing]:
             model.generate(...)
         print(routing)
 
-    Every call in this thread and inside of the block is met, whoever made it and however the function was imported;
-    other threads' calls are not. What ``attention`` takes is routed: fp16 and bf16 on a GPU, ``(B, H, S, D)`` with D
-    contiguous, a bool mask or none, ``is_causal`` (from the top left, as torch means it, for any lengths),
-    ``enable_gqa``; gradients are ours too, and can be taken once. Anything else goes to torch, as does what
-    torch.compile traces, and is counted with its reason. Nothing is copied on the way: ``(B, H, S, D)`` and
-    ``(B, S, H, D)`` are two views of one memory.
+    Every call in this thread and inside the block is intercepted, however the function was imported; other threads'
+    calls are not. Calls that ``attention`` takes are routed: fp16 and bf16 on a GPU, ``(B, H, S, D)`` with D
+    contiguous, a bool mask or none, ``is_causal`` (from the top left, as in torch, for any lengths), ``enable_gqa``;
+    gradients too, which can be taken once. All other calls go to torch, as do those that torch.compile traces, and
+    are counted by reason. Nothing is copied: ``(B, H, S, D)`` and ``(B, S, H, D)`` are two views of one memory.
 
-    Blocks may be nested: the inner one is asked first. Results differ from torch's by rounding. A query that sees
-    no key has 0.
+    Blocks may be nested: the inner one comes first. Results differ from torch's by rounding. A query that sees no key
+    has 0.
 
     Yields:
-        A :class:`Routing`, which counts.
+        A :class:`Routing` with counts.
     """
     routing = Routing()
     with _Router(routing):
@@ -74,7 +73,7 @@ class _Router(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is multi_head_attention_forward and all(t in _PLAIN for t in types):
             with self:
-                return _unasked(func)(*args, **kwargs)
+                return _without_overrides(func)(*args, **kwargs)
         if func is not scaled_dot_product_attention:
             return func(*args, **kwargs)
         try:
@@ -87,10 +86,10 @@ class _Router(TorchFunctionMode):
         return attention(q, k, v, **options).transpose(1, 2)  # type: ignore[union-attr]
 
 
-def _unasked(func: Any) -> Any:
-    """``func`` without its question for overrides: while that is answered, no mode sees the calls inside of it.
+def _without_overrides(func: Any) -> Any:
+    """A copy of ``func`` that skips its check for overrides, during which no mode sees the calls inside it.
 
-    Of torch's own functions around ours, ``multi_head_attention_forward`` alone is written in Python and asks.
+    ``multi_head_attention_forward`` is torch's only function around ours that is written in Python and has the check.
     """
     names = {**func.__globals__, "has_torch_function": lambda tensors: False}
     twin = FunctionType(func.__code__, names, func.__name__, func.__defaults__)
@@ -103,7 +102,7 @@ _DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": N
 
 
 def _bound(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """All arguments in torch's order. Raises UnsupportedProblem for ones of which it only knows."""
+    """All arguments in torch's order. Raises UnsupportedProblem for missing and unknown ones."""
     given = {**_DEFAULTS, **dict(zip(_NAMES, args, strict=False)), **kwargs}
     if set(given) != set(_NAMES) or len(args) > len(_NAMES):
         raise UnsupportedProblem("not for arguments that are missing or not known here")
@@ -120,7 +119,7 @@ def _posed(
     scale: float | None,
     enable_gqa: bool,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """The arguments of ``attention``. Raises UnsupportedProblem where torch had better run the call."""
+    """The arguments of ``attention``. Raises UnsupportedProblem where torch is to run the call."""
     given = [query, key, value, *([] if attn_mask is None else [attn_mask])]
     for rule, broken in (
         ("tensors of a class of their own", any(type(t) not in _PLAIN for t in given)),
@@ -146,8 +145,8 @@ def _posed(
     check(q, k, v, mask, None, None, factor)
     options: dict[str, Any] = {"scale": factor, "mask": mask}
     if is_causal:
-        # From the top left: query i sees keys up to i. Ours is from the bottom right, so later keys are left out, and
-        # where there are more queries than keys, the band is moved by as many.
+        # torch aligns the top left, so query i sees keys up to i; ``attention`` aligns the bottom right. Later keys are
+        # left out, and where there are more queries than keys, the band is moved by as many.
         behind = q.shape[1] - k.shape[1]
         k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
         options |= {"window": (None, behind)} if behind > 0 else {"causal": True}
@@ -155,7 +154,7 @@ def _posed(
 
 
 def _mask(mask: Tensor, seq_q: int, seq_kv: int) -> Tensor:
-    """``mask``, broadcast to (B or 1, HQ or 1, SQ, SKV) in the memory it has."""
+    """``mask`` as a view broadcast to (B or 1, HQ or 1, SQ, SKV)."""
     if mask.dim() > 4 or any(
         n not in (1, wanted) for n, wanted in zip(mask.shape[::-1], (seq_kv, seq_q), strict=False)
     ):
@@ -171,5 +170,5 @@ def _autocast(t: Tensor) -> bool:
 
 
 def _transformed() -> bool:
-    """Whether torch.func's vmap, grad and the like are at work, whose wrappers are tensors without memory."""
+    """Whether a transform of torch.func (vmap, grad) is active, whose wrappers are tensors without memory."""
     return torch._C._functorch.peek_interpreter_stack() is not None

@@ -1,4 +1,4 @@
-"""Attention's gradients for tests: problems, what torch makes of them, ``attention_delta`` interpreted in a child."""
+"""Attention's gradients for tests: problems, torch's results, ``attention_delta`` interpreted in a child."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cutekernels.ops.attention.backward import (
     passes,
 )
 from cutekernels.ops.attention.reference import band
-from tests.attention.cases import random_problem, sides
+from tests.attention.cases import random_problem
 
 LENGTHS = (1, 7, 64, 65, 129, 500)
 
@@ -56,7 +56,7 @@ def sequences(
     for i, (of_q, of_kv) in enumerate(places):
         own = [t.transpose(0, 1) for t in (dout[of_q], q[of_q])]
         other = [t.repeat_interleave(group, 1).transpose(0, 1) for t in (k[of_kv], v[of_kv])]
-        seen = band(own[1].shape[1], other[0].shape[1], *sides(p), q.device).expand(q.shape[-2], -1, -1)
+        seen = band(own[1].shape[1], other[0].shape[1], **p.sides, device=q.device).expand(q.shape[-2], -1, -1)
         found.append((*own, *other, seen if mask is None else seen & mask[i]))
     return found
 
@@ -91,7 +91,7 @@ def torch_gradients(
 
 
 def chosen(of: str, gradients: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Of ``(dq, dk, dv)``, those of a problem ``of`` them."""
+    """The gradients among ``(dq, dk, dv)`` that ``of`` names."""
     named = dict(zip("qkv", gradients, strict=True))
     return tuple([named[name] for name in of])
 

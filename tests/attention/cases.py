@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cutekernels import dispatch, verify
 from cutekernels.gpu import GpuSpec
+from cutekernels.op import Config, Op, Problem
 from cutekernels.ops.attention.op import ATTENTION, AttentionConfig
 from cutekernels.ops.attention.problem import AttentionProblem
 from cutekernels.ops.attention.reference import band
@@ -16,6 +19,36 @@ from cutekernels.ops.attention.reference import band
 LENGTHS = (1, 7, 64, 65, 129, 1000)
 HEAD_DIMS = (32, 40, 64, 72, 80, 96, 128, 192, 256)
 GROUPS = (1, 4, 7, 8)
+ROUNDING = {"bf16": 2.0**-9, "fp16": 2.0**-12}  # relative error, at most
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def qkv(
+    batch: int = 2, seq_q: int = 9, seq_kv: int = 13, heads_q: int = 4, heads_kv: int = 2, head_dim: int = 16
+) -> tuple[Tensor, Tensor, Tensor]:
+    k, v = (rows(batch, seq_kv, heads_kv, head_dim, seed=s) for s in (1, 2))
+    return rows(batch, seq_q, heads_q, head_dim), k, v
+
+
+def wide(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an op with floating-point tensors in fp64."""
+    return tuple([t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in args])
+
+
+def launched(op: Op[Any, Any], p: Problem, args: tuple[Any, ...], config: Config | None = None) -> tuple[Tensor, ...]:
+    """The results of a launch on the current GPU, in poisoned memory."""
+    results = op.outputs(p, *args)
+    verify.poison(results)
+    dispatch.plan(op, p, torch.cuda.current_device(), config).launch(*results, *args)
+    return results
+
+
+def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
+    """Each row's root mean square error."""
+    return (actual.double() - expected).square().mean(-1).sqrt()
 
 
 def random_problem(rng: random.Random, lengths: tuple[int, ...] = LENGTHS) -> AttentionProblem:
@@ -46,17 +79,11 @@ def random_config(rng: random.Random, problem: AttentionProblem, gpu: GpuSpec) -
     return rng.choice(list(ATTENTION.valid(problem, gpu)))
 
 
-def sides(p: AttentionProblem) -> tuple[int | None, int | None]:
-    """The band's ``(left, right)``, None for no limit."""
-    right = 0 if p.causal else p.window_right if p.limited_right else None
-    return p.window_left if p.limited_left else None, right
-
-
 def torch_attention(p: AttentionProblem, args: tuple[object, ...]) -> Tensor:
-    """What torch's scaled_dot_product_attention makes of the same arguments; NaN for queries that see nothing."""
+    """The result of torch's scaled_dot_product_attention; NaN for queries that see nothing."""
     q, k, v, mask, _, _, scale, _ = args
     assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and isinstance(scale, float)
-    seen = band(q.shape[1], k.shape[1], *sides(p), q.device)[None, None]
+    seen = band(q.shape[1], k.shape[1], **p.sides, device=q.device)[None, None]
     if isinstance(mask, Tensor):
         seen = seen & mask
     group = q.shape[2] // k.shape[2]

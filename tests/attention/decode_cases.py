@@ -41,13 +41,13 @@ def random_config(rng: random.Random, problem: DecodeProblem, gpu: GpuSpec) -> D
 
 
 def lengths_of(rng: random.Random, p: DecodeProblem, device: str = "cpu") -> torch.Tensor:
-    """Among them the whole room, nothing, one token, fewer than there are queries."""
+    """Random lengths, among them the whole room, nothing, one token, fewer than there are queries."""
     kinds = (p.seq_kv, 0, 1, min(p.seq_kv, p.seq_q - 1), rng.randint(0, p.seq_kv), rng.randint(0, p.seq_kv))
     return torch.tensor([rng.choice(kinds) for _ in range(p.batch)], dtype=torch.int32, device=device)
 
 
 def arguments(p: DecodeProblem, lengths: torch.Tensor, seed: int) -> tuple[Any, ...]:
-    """As ``sample``, for sequences of these lengths."""
+    """The arguments of ``sample``, for sequences of these lengths."""
     generator = torch.Generator(device=lengths.device).manual_seed(seed)
     return (*posed(p, lengths, generator), p.head_dim**-0.5, 2.0 if p.softcap else 0.0)
 

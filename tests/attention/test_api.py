@@ -16,20 +16,9 @@ from cutekernels.ops.attention.api import attention, canonical
 from cutekernels.ops.attention.op import ATTENTION, AttentionConfig
 from cutekernels.ops.attention.problem import AttentionProblem
 from cutekernels.ops.attention.reference import band
-from tests.attention.cases import random_problem, sides, torch_attention
+from tests.attention.cases import qkv, random_problem, rows, torch_attention, wide
 
 assert registry.OPS  # registers torch.ops.cutekernels
-
-
-def rows(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def qkv(
-    batch: int = 2, seq_q: int = 9, seq_kv: int = 13, heads_q: int = 4, heads_kv: int = 2, head_dim: int = 16
-) -> Any:
-    k, v = (rows(batch, seq_kv, heads_kv, head_dim, seed=s) for s in (1, 2))
-    return rows(batch, seq_q, heads_q, head_dim), k, v
 
 
 # ---- mathematics ----------------------------------------------------------------------------------------
@@ -38,14 +27,9 @@ def qkv(
 @pytest.mark.parametrize("seed", range(30))
 def test_agrees_with_torch_in_fp64(seed: int) -> None:
     p = random_problem(random.Random(seed), lengths=(1, 2, 7, 20, 33)).replace(varlen=False, softcap=False, lse=False)
-    args = tuple(
-        t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
-        for t in ATTENTION.sample(p, "cpu", seed)
-    )
-    window = sides(p)
-    out, lse = attention(
-        *args[:3], mask=args[3], causal=p.causal, window=window, scale=args[6], return_lse=True
-    )  # fmt: skip
+    args = wide(ATTENTION.sample(p, "cpu", seed))
+    window = (p.sides["left"], p.sides["right"])
+    out, lse = attention(*args[:3], mask=args[3], causal=p.causal, window=window, scale=args[6], return_lse=True)
     expected = torch_attention(p, args)
     blind = expected.isnan()
     torch.testing.assert_close(out[~blind], expected[~blind], rtol=1e-12, atol=1e-12)
@@ -230,7 +214,7 @@ def test_compiles_without_graph_breaks() -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_pairs_are_those_of_the_band(seed: int) -> None:
     p = random_problem(random.Random(seed), lengths=(0, 1, 2, 5, 9, 16))
-    assert p.pairs == int(band(p.seq_q, p.seq_kv, *sides(p), torch.device("cpu")).sum())
+    assert p.pairs == int(band(p.seq_q, p.seq_kv, **p.sides, device=torch.device("cpu")).sum())
 
 
 def test_problems_that_contradict_themselves_are_refused() -> None:

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.attention.cases import sides
-
 pytest.importorskip("triton")
 
 from cutekernels import gpu, verify
@@ -25,7 +23,7 @@ from cutekernels.ops.attention.backward import (
 )
 from cutekernels.ops.attention.delta import ATTENTION_DELTA, DeltaProblem
 from cutekernels.ops.attention.reference import gradients
-from tests.attention import backward_cases as attention_backward_cases
+from tests.attention import backward_cases, cases
 from tests.attention.backward_cases import CASES, PLANTED, random_backward, torch_gradients
 from tests.interpreted import replies
 
@@ -33,15 +31,12 @@ assert registry.OPS  # registers torch.ops.cutekernels
 GPUS = ("a100", "l40s", "h200", "rtx5090", "rtx3090", "h200-99kib")
 
 
-def rows(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).requires_grad_()
+def rows(*shape: int, seed: int = 0) -> torch.Tensor:
+    return cases.rows(*shape, seed=seed).requires_grad_()
 
 
-def qkv(
-    batch: int = 2, seq_q: int = 9, seq_kv: int = 13, heads_q: int = 4, heads_kv: int = 2, head_dim: int = 16
-) -> Any:
-    k, v = (rows(batch, seq_kv, heads_kv, head_dim, seed=s) for s in (1, 2))
-    return rows(batch, seq_q, heads_q, head_dim), k, v
+def qkv(*extents: int) -> Any:
+    return tuple([t.requires_grad_() for t in cases.qkv(*extents)])
 
 
 # ---- mathematics ----------------------------------------------------------------------------------------
@@ -50,12 +45,8 @@ def qkv(
 @pytest.mark.parametrize("seed", range(40))
 def test_the_reference_is_torch_s_autograd_in_fp64(seed: int) -> None:
     p = random_backward(random.Random(seed), lengths=(1, 2, 7, 20, 33))
-    args = tuple(
-        t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
-        for t in ATTENTION_BACKWARD.sample(p, "cpu", seed)
-    )
-    left, right = sides(p)
-    ours = gradients(args[0], None, *args[1:4], *args[5:], left=left, right=right)
+    args = cases.wide(ATTENTION_BACKWARD.sample(p, "cpu", seed))
+    ours = gradients(args[0], None, *args[1:4], *args[5:], **p.sides)
     for mine, theirs in zip(ours, torch_gradients(p, args, plain=True), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
@@ -221,8 +212,8 @@ def test_compiles_without_graph_breaks() -> None:
 
 @pytest.fixture(scope="session")
 def interpreted() -> dict[str, dict[str, Any]]:
-    cases = CASES | PLANTED
-    return dict(zip(cases, replies(attention_backward_cases.__file__, list(cases.values())), strict=True))
+    given = CASES | PLANTED
+    return dict(zip(given, replies(backward_cases.__file__, list(given.values())), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)

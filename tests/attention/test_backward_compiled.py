@@ -34,7 +34,7 @@ PROBLEMS = QUICK | {
     "varlen": "batch=5 seq_q=150 seq_kv=150 heads_q=8 heads_kv=2 head_dim=40 causal=1 varlen=1",
     "192": f"{FULL} head_dim=192 causal=1 softcap=1",
 }
-# What is kept beside the loops: addresses, which a tile reads back once. Hardly anything spills within (see below).
+# Addresses kept on the stack beside the loops, read once per tile. Hardly anything spills within (see below).
 SETUP_SPILL_BYTES = 64
 
 
@@ -89,7 +89,7 @@ def test_tiles_between_the_edges_run_no_masking_code_and_hardly_spill(name: str)
     assert count(edge, "FSEL") >= scores
     assert count(inside, "FSEL") <= 1
     copied = 2 * config.tile_walked * problem.head_dim // 8 // config.threads
-    assert count(inside, "LDGSTS.E.BYPASS") == 2 * copied  # of whole tiles, and of those with an end
+    assert count(inside, "LDGSTS.E.BYPASS") == 2 * copied  # for whole tiles, and for those with an end
     assert scores <= count(inside, "FFMA") <= scores + 16  # a score is scaled within its exponent
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,49 +14,33 @@ from torch import Tensor
 from cutekernels import dispatch, gpu, verify
 from cutekernels.ops import registry
 from cutekernels.ops.attention.api import attention
-from cutekernels.ops.attention.backward import (
-    ATTENTION_BACKWARD,
-    AttentionBackwardConfig,
-    AttentionBackwardProblem,
-    passes,
-)
+from cutekernels.ops.attention.backward import ATTENTION_BACKWARD, AttentionBackwardProblem, passes
 from cutekernels.ops.attention.delta import ATTENTION_DELTA, DeltaProblem
+from tests.attention import cases
 from tests.attention.backward_cases import chosen, random_backward, random_config, torch_gradients
+from tests.attention.cases import ROUNDING, row_errors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
 assert registry.OPS  # registers torch.ops.cutekernels
-SLACK = {"bf16": 2.0**-9, "fp16": 2.0**-12}
 
 
-def launched(
-    p: AttentionBackwardProblem, args: tuple[Any, ...], config: AttentionBackwardConfig | None = None
-) -> tuple[Tensor, ...]:
-    results = ATTENTION_BACKWARD.outputs(p, *args)
-    verify.poison(results)
-    dispatch.plan(ATTENTION_BACKWARD, p, torch.cuda.current_device(), config).launch(*results, *args)
-    return results
+launched = partial(cases.launched, ATTENTION_BACKWARD)
 
 
 def truth(p: AttentionBackwardProblem, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """In fp64."""
-    wide = [t.double() if t is not None and t.is_floating_point() else t for t in args[:8]]
-    return ATTENTION_BACKWARD.reference(p, *wide, *args[8:])
-
-
-def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
-    """Each row's root mean square error."""
-    return (actual.double() - expected).square().mean(-1).sqrt()
+    """The gradients in fp64."""
+    return ATTENTION_BACKWARD.reference(p, *cases.wide(args))
 
 
 def judge(p: AttentionBackwardProblem, args: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-    """Each gradient's worst row and whole are off by twice torch's own error at most, and a tenth of its rounding."""
+    """Each gradient's worst row and whole are off by at most twice torch's own error and a tenth of its rounding."""
     peers = chosen(p.of, torch_gradients(p, args, plain=p.softcap))
     for name, mine, theirs, exact in zip(p.of, results, peers, truth(p, args), strict=True):
         assert mine.isfinite().all(), f"d{name} of {p} is not finite"
         if exact.numel() == 0:
             continue
         errors, peer = row_errors(mine, exact), row_errors(theirs, exact)
-        rounding = SLACK[p.dtype] * exact.square().mean(-1).sqrt()
+        rounding = ROUNDING[p.dtype] * exact.square().mean(-1).sqrt()
         worst, allowed = float(errors.max()), 2 * float(peer.max()) + 0.1 * float(rounding.max()) + 1e-6
         assert worst <= allowed, f"d{name} of {p}: a row is off by {worst} > {allowed}"
         whole = float(errors.square().mean().sqrt())
@@ -109,7 +94,7 @@ def qkv(
 
 
 def against_fp64(tensors: list[Tensor], **options: Any) -> None:
-    """All three gradients of a weighted sum, beside the same on the CPU in fp64."""
+    """All three gradients of a weighted sum, compared with the CPU's in fp64."""
     wide = [t.detach().double().cpu().requires_grad_() for t in tensors]
     moved = {name: o.cpu() if isinstance(o, Tensor) else o for name, o in options.items()}
     dout = torch.randn_like(tensors[0])
@@ -208,7 +193,7 @@ def test_queries_that_see_nothing_and_large_logits_leave_no_nan() -> None:
 
 
 def test_what_lies_behind_the_ends_may_be_anything() -> None:
-    """NaN behind the last key and the last query, in memory that tiles reach over."""
+    """NaN behind the last key and the last query, in memory that tiles cover."""
     memory = [torch.full((1, 300, 4, 64), math.nan, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     with torch.no_grad():
         for t in memory:

@@ -17,13 +17,10 @@ from cutekernels.kernels.cute.parts.fragments import span_bytes, swizzled
 from cutekernels.ops import registry
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeConfig, DecodeProblem
 from cutekernels.ops.attention.decode_api import decode_attention, readable
+from tests.attention.cases import rows, wide
 from tests.attention.decode_cases import arguments, left_of, lengths_of, random_problem
 
 assert registry.OPS  # registers torch.ops.cutekernels
-
-
-def rows(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def call(seq_q: int = 3, room: int = 20, batch: int = 2) -> Any:
@@ -48,9 +45,7 @@ def test_agrees_with_torch_in_fp64_whatever_the_cache_holds_elsewhere(seed: int)
     rng = random.Random(seed)
     p = random_problem(rng, rooms=(1, 2, 7, 20, 33)).replace(softcap=False)
     lengths = lengths_of(rng, p)
-    args = tuple(
-        t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in arguments(p, lengths, seed)
-    )
+    args = wide(arguments(p, lengths, seed))
     out, lse = asked(p, args, return_lse=True)
     q, k, v, _, table, scale, _ = args
     group = p.heads_q // p.heads_kv

@@ -24,12 +24,12 @@ PROBLEMS = {
 }
 
 
-# Between the loop over keys and the end of a CTA whose splits meet, at head dim 256, where 128 registers are sums.
+# Spills after the loop over keys, in CTAs whose splits meet, at head dim 256, where 128 registers are sums.
 LATE_SPILL_BYTES = 16
 
 
 def loop(problem: DecodeProblem, config: DecodeConfig, target: str) -> Counter[str]:
-    """The opcodes of the loop over blocks of keys: the one with all products, without what lies behind it."""
+    """The opcodes of the loop over blocks of keys: the shortest with all products."""
     products = 2 * config.rows * 16 * problem.head_dim // (16 * 8 * 16)
     return min(compiled.loops(DECODE_ATTENTION, problem, config, target, products), key=lambda body: body.total())
 

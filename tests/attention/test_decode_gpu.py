@@ -4,43 +4,40 @@ from __future__ import annotations
 
 import math
 import random
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from cutekernels import dispatch, gpu, verify
+from cutekernels import gpu
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops import registry
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeConfig, DecodeProblem
 from cutekernels.ops.attention.decode_api import decode_attention
 from cutekernels.ops.attention.reference import decode
+from tests.attention import cases
 from tests.attention.decode_cases import GROUPS, arguments, left_of, lengths_of, random_config, random_problem
 
 pytestmark = pytest.mark.gpu
 assert registry.OPS  # registers torch.ops.cutekernels
 
 
-def launched(p: DecodeProblem, args: tuple[Any, ...], config: DecodeConfig | None = None) -> tuple[Tensor, ...]:
-    results = DECODE_ATTENTION.outputs(p, *args)
-    verify.poison(results)
-    dispatch.plan(DECODE_ATTENTION, p, torch.cuda.current_device(), config).launch(*results, *args)
-    return results
+launched = partial(cases.launched, DECODE_ATTENTION)
 
 
 def truth(p: DecodeProblem, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """(out, lse) in fp64."""
-    wide = [t.double() if t is not None and t.is_floating_point() else t for t in args[:5]]
-    return decode(*wide, *args[5:], left=left_of(p))
+    return decode(*cases.wide(args), left=left_of(p))
 
 
 def judge(p: DecodeProblem, args: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-    """Row by row, twice what rounding of probabilities and of the result explains."""
+    """At most twice what rounding of probabilities and of the result explains, row by row."""
     out, lse = truth(p, args)
-    errors = (results[0].double() - out).square().mean(-1).sqrt()
+    errors = cases.row_errors(results[0], out)
     assert errors.isfinite().all(), f"NaN in {p}"
-    unit = {"bf16": 2.0**-9, "fp16": 2.0**-12}[p.dtype]
+    unit = cases.ROUNDING[p.dtype]
     # A row of few keys rounds few probabilities, whose errors then do not average out.
     explained = 2 * unit * out.square().mean(-1).sqrt() + 1e-6
     assert (errors <= 2 * explained).all(), f"{p}: {float((errors / explained).max())} times what rounding explains"
@@ -96,7 +93,7 @@ def test_ragged_lengths_across_pages_and_splits(splits: int, page_size: int, hea
 
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_windows_leave_all_but_the_last_keys_unread(page_size: int) -> None:
-    """Keys before the window are poisoned too, and their pages not to be had."""
+    """Keys before the window are poisoned too, and their pages do not exist."""
     p = DecodeProblem(3, 1024, 8, 2, 4, 100, head_dim=64, page_size=page_size, window=True, lse=True)
     lengths = torch.tensor([1024, 333, 50], device="cuda", dtype=torch.int32)
     q, k, v, lengths, table, *rest = arguments(p, lengths, 0)
@@ -129,7 +126,7 @@ def test_large_logits_neither_overflow_nor_lose_their_way(dtype: str) -> None:
 
 
 def test_splits_and_runs_agree() -> None:
-    """The last to arrive adds up in a fixed order: bit for bit the same each time."""
+    """The last CTA to arrive adds up in a fixed order: bit for bit the same each time."""
     p = DecodeProblem.parse("batch=2 seq_kv=4096 heads_q=28 heads_kv=4 lse=1")
     args = DECODE_ATTENTION.sample(p, "cuda", 0)
     config = some_config(p, splits=16)

@@ -4,49 +4,40 @@ from __future__ import annotations
 
 import math
 import random
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from cutekernels import dispatch, gpu, verify
+from cutekernels import gpu
 from cutekernels.ops import registry
 from cutekernels.ops.attention.api import attention
-from cutekernels.ops.attention.op import ATTENTION, AttentionConfig
+from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import AttentionProblem
 from cutekernels.ops.attention.reference import attention as reference
-from tests.attention.cases import LENGTHS, random_config, random_problem, sides, torch_attention
+from tests.attention import cases
+from tests.attention.cases import LENGTHS, ROUNDING, random_config, random_problem, row_errors, torch_attention
 
 pytestmark = pytest.mark.gpu
 assert registry.OPS  # registers torch.ops.cutekernels
 
 
-def launched(p: AttentionProblem, args: tuple[Any, ...], config: AttentionConfig | None = None) -> tuple[Tensor, ...]:
-    results = ATTENTION.outputs(p, *args)
-    verify.poison(results)
-    dispatch.plan(ATTENTION, p, torch.cuda.current_device(), config).launch(*results, *args)
-    return results
+launched = partial(cases.launched, ATTENTION)
 
 
 def truth(p: AttentionProblem, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """(out, lse) in fp64."""
-    wide = [t.double() if t is not None and t.is_floating_point() else t for t in args[:6]]
-    left, right = sides(p)
-    return reference(*wide, *args[6:], left=left, right=right)
-
-
-def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
-    """Each row's root mean square error."""
-    return (actual.double() - expected).square().mean(-1).sqrt()
+    return reference(*cases.wide(args), **p.sides)
 
 
 def judge(p: AttentionProblem, args: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-    """Twice torch's own error, row by row; where torch cannot be asked, twice what rounding P and out explains."""
+    """At most twice torch's own error, row by row; where torch has none, twice what rounding P and out explains."""
     out, lse = truth(p, args)
     errors = row_errors(results[0], out)
     assert errors.isfinite().all(), f"NaN in {p}"
-    unit = {"bf16": 2.0**-9, "fp16": 2.0**-12}[p.dtype]
+    unit = ROUNDING[p.dtype]
     size = out.square().mean(-1).sqrt()
     # Rounding of the result (uniform, half an ulp at most) and of probabilities, whose worst row has few of them.
     explained = unit * (size + size) + 1e-6

@@ -1,4 +1,4 @@
-"""``route_sdpa`` on the CPU, where attention runs its reference: what is routed agrees, the rest is torch's."""
+"""``route_sdpa`` on the CPU, where attention runs its reference: routed calls agree, the rest is torch's."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def test_nothing_is_copied(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Non
     assert out.shape == args[0].shape
 
 
-def test_modules_and_torch_s_own_functions_are_met(on_cpu: None) -> None:
-    """Whoever asks: a module that was written, and made, without knowing of us."""
+def test_modules_and_torch_s_own_functions_are_routed(on_cpu: None) -> None:
+    """A module of torch, made outside the block, is routed too."""
     layer = torch.nn.MultiheadAttention(32, 2, batch_first=True, dtype=torch.float64).train()
     x = torch.randn(2, 5, 32, dtype=torch.float64)
     with torch.no_grad():
@@ -204,8 +204,8 @@ def test_the_inner_block_is_asked_first(on_cpu: None) -> None:
     assert inner.passed_on == outer.passed_on == {"not for dropout": 1}
 
 
-def test_other_threads_are_let_be(on_cpu: None) -> None:
-    """Of two threads, each with its own block or none, each sees its own calls alone."""
+def test_other_threads_are_unaffected(on_cpu: None) -> None:
+    """Threads, each with its own block or none, count their own calls alone."""
     seen: list[int] = []
 
     def work(routes: bool) -> None:

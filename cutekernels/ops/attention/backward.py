@@ -29,7 +29,7 @@ WIDEST_TOGETHER = 192  # padded head dims whose dK and dV fit one thread's regis
 # Registers beside accumulators, owned operands and one per row of the warp, for fragments: addresses, statistics; and
 # more with one stage, since a tile is fetched while all sums are alive (docs/notes/attention.md#backward-registers).
 OTHER_REGISTERS, LATE_REGISTERS = 15, 17
-# Constants of the model, the forward pass's and guesses: docs/notes/attention.md#backward-model (2026-11-22).
+# Constants of the model, the forward pass's and guesses: docs/notes/attention.md#backward-model.
 _TILE = 0.17 / 0.08  # of barrier_us: a walked tile, whatever its size
 _WAIT = 0.4 / 0.08  # of the same: waiting for the next tile, with one stage
 _EXPONENTS = 0.5  # the share of the exponents' time that products do not hide

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _MAX_ELEMENTS = 64  # elements of out, and of dout, per thread
 _MOST_PROGRAMS = 2**31 - 1
 _LAUNCH = 2.0 / 1.5  # of launch_us
-_FEW = 1.6  # time that an element in flight per thread adds, as a share, divided by how many there are
+_FEW = 1.6  # share of the time that is lost, divided by the elements a thread has in flight
 
 
 @dataclass(frozen=True)
@@ -128,12 +128,12 @@ class AttentionDelta(TritonOp[DeltaProblem, DeltaConfig]):
         return None
 
     def default(self, p: DeltaProblem, gpu: GpuSpec) -> DeltaConfig:
-        """Two accesses a thread of 4 warps."""
+        """Two accesses per thread of 4 warps."""
         rows = 32 * 4 * 2 * WIDEST // power_of_two(p.head_dim)
         return DeltaConfig(min(rows, 64), 4 if rows <= 64 else 2 if rows <= 128 else 1)
 
     def estimate_us(self, p: DeltaProblem, c: DeltaConfig, gpu: GpuSpec) -> float:
-        """The bytes, stretched where threads have few in flight."""
+        """The time of the bytes, longer where threads have few in flight."""
         in_flight = c.block_rows * power_of_two(p.head_dim) / c.threads
         launch_us = _LAUNCH * rates.of(gpu).launch_us
         return launch_us + self.work(p).bytes / (gpu.dram_gbps * 1e3) * (1.0 + _FEW / in_flight)

@@ -5,19 +5,19 @@ With ``P = exp(S - lse)``, ``dP = dO V^T`` and ``dS = P * (dP - delta)``, where 
     dV = P^T dO        dK = scale * dS^T Q        dQ = scale * dS K
 
 Schedule:
-    A CTA owns a tile of rows of one head and walks tiles of the other side's rows. For dK and dV it owns keys and walks
-    the queries of all heads of the group; for dQ it owns queries and walks keys. Either way the products are
-    ``own x walked``: scores of keys by queries are computed as ``K Q^T``, so that warps, which divide the owned rows,
-    have P and dS as accumulators of their own and feed them to the next product as A operands, in registers. A walked
-    tile is read by ldmatrix twice, plain for S and dP, transposed for the sums.
+    Each CTA owns a tile of rows of one head and walks tiles of the other side's rows. For dK and dV it owns keys and
+    walks the queries of all heads of the group; for dQ it owns queries and walks keys. All products are
+    ``own x walked``: scores of keys by queries are ``K Q^T``, so that P and dS are accumulators of the warps, which
+    divide the owned rows, and become A operands of the sums in registers. ldmatrix reads a walked tile twice, plain
+    for S and dP, transposed for the sums.
     Row statistics belong to queries: to rows for dQ (registers), to columns for dK and dV (shared memory, fetched with
-    the tile). Tiles at the edges of what is seen run masking code, those between have none.
-    With ``stages = 2`` the next tile flies behind a whole one, and one barrier is enough; with one stage, another CTA
-    of the SM computes meanwhile.
+    the tile). Tiles at the edges of the band run masking code, those between have none.
+    All threads load, by cp.async. With ``stages = 2`` the next tile is copied during a whole one, with one barrier;
+    with one stage, another CTA of the SM computes during the copy.
 
 Source:
-    FlashAttention-2 (Dao 2023), which adds dQ up by atomics in the kernel of dK and dV; here it has a kernel of its own
-    that computes S and dP again: 7 products instead of 5, and no order that depends on chance.
+    FlashAttention-2 (Dao 2023), which adds dQ up by atomics in the kernel of dK and dV; here dQ has a kernel of its own
+    that computes S and dP again: 7 products instead of 5, and one order of sums.
 """
 
 from dataclasses import dataclass
@@ -41,10 +41,10 @@ BLIND = float("inf")  # the log-sum-exp that leaves no probability
 
 @dataclass(frozen=True)
 class AttentionBackward:
-    """The body. ``of``: whose gradients, ``"q"``, ``"k"``, ``"v"`` or ``"kv"``; the owned rows follow from it.
+    """The body. ``of``: the gradients, ``"q"``, ``"k"``, ``"v"`` or ``"kv"``; the owned rows follow from it.
 
-    ``own`` rows are in one buffer each of Q and dO, or of K and V; ``walked`` ones in ``stages``. ``mask`` speaks of
-    owned rows and walked columns. ``in_registers``: the owned operands stay there.
+    ``own`` rows are in one buffer each of Q and dO, or of K and V; ``walked`` ones in ``stages``. The rows of ``mask``
+    are the owned ones, its columns the walked ones.
     """
 
     of: str
@@ -72,7 +72,7 @@ class AttentionBackward:
 
     @property
     def wants_p(self) -> bool:
-        """Whether P is: for dV, the second sum."""
+        """Whether P is needed: for dV, the second sum."""
         return self.of in ("v", "kv")
 
     @cute.jit
@@ -84,16 +84,16 @@ class AttentionBackward:
         mQ: cute.Tensor,  # (B, SQ, HQ, D), or (TOTAL_Q, HQ, D)
         mK: cute.Tensor,  # (B, SKV, HKV, D), or (TOTAL_KV, HKV, D)
         mV: cute.Tensor,  # as mK
-        mStats: cute.Tensor,  # (2 * B * HQ * SQ,): of queries, (B, HQ, SQ) or (HQ, TOTAL_Q): lse to base 2, then delta
+        mStats: cute.Tensor,  # (2 * B * HQ * SQ,): lse to base 2, then delta, as (B, HQ, SQ) or (HQ, TOTAL_Q)
         mMask: cute.Tensor | None,  # (B, HQ, SQ, SKV)
         mCuQ: cute.Tensor | None,  # (B + 1,)
         mCuKv: cute.Tensor | None,  # (B + 1,)
-        scale: Float32,  # of scores, to base 2
+        scale: Float32,  # factor of scores, to base 2
         cap_inner: Float32,
         cap_outer: Float32,
-        factor: Float32,  # of dQ and dK
-        left: Int32,  # keys seen before a query's own and behind it, where limited
-        right: Int32,
+        factor: Float32,  # factor of dQ and dK
+        left: Int32,  # keys seen before a query's own, where limited
+        right: Int32,  # and behind it
         stream: cuda.CUstream,
     ):
         at = const_expr(self.sequences.rows_mode)
@@ -105,7 +105,7 @@ class AttentionBackward:
         bytes_per_head = Int64(self.sequences.length(mWalked, mCu)) * (4 * self.walked.head_dim)
         if const_expr(self.by_keys):
             bytes_per_head = bytes_per_head * group
-            group = Int32(1)  # none share what they walk
+            group = Int32(1)  # no two heads share the rows they walk
         band = self.order.band(layers, group, bytes_per_head)
         self.kernel(
             mFirst, mSecond, mDo, mQ, mK, mV, mStats, mMask, mCuQ, mCuKv, scale, cap_inner, cap_outer, factor,
@@ -153,7 +153,7 @@ class AttentionBackward:
         if const_expr(by_keys):
             mX1, mX2, mY1, mY2, mCuX, mCuY = mK, mV, mQ, mDo, mCuKv, mCuQ
 
-        # -- which rows of which head
+        # -- this CTA's rows
         place, locate, pointer = self.order.place, self.sequences.locate, self.sequences.pointer
         tile, layer = place(block, layers, tiles, band)
         if const_expr(by_keys):
@@ -171,7 +171,7 @@ class AttentionBackward:
         x2_head, x2_stride, _ = pointer(mX2, batch, begin_x, head)
         y1_head, y1_stride, y1_heads = pointer(mY1, batch, begin_y, head_y)
         y2_head, y2_stride, y2_heads = pointer(mY2, batch, begin_y, head_y)
-        # Statistics of the head's first query, and how far the next head's are.
+        # Statistics of the head's first query, and the distance to the next head's.
         between = Int64(mQ.shape[at])
         begin_q = begin_x
         if const_expr(by_keys):
@@ -182,7 +182,7 @@ class AttentionBackward:
         stats = mStats.iterator + stats_at
         to_delta = Int64(cute.size(mStats)) // 2
 
-        # -- which walked rows: the band seen from the owned side
+        # -- their walked rows: the band seen from the owned side
         shift = seq_y - seq_x
         left_x, right_x, whole_y = left - shift, right + shift, seq_y
         if const_expr(by_keys):  # a key is seen by queries right before it and left behind it
@@ -281,7 +281,7 @@ class AttentionBackward:
                 for i in cutlass.range(end - closed, unroll=1):
                     slot = step(tid, closed + i, turn, slot, True, walk, sources, tensors, factors, edges, tiled_mma)
 
-        # -- epilogue: out through the owned operands' shared memory, which nobody reads any more, 16 bytes a thread
+        # -- epilogue: through the owned operands' shared memory, no longer read, 16 bytes a thread
         if const_expr(self.wants_ds):
             rG = cute.make_fragment_like(acc_1, dtype)
             rG.store((acc_1.load() * factor).to(dtype))
@@ -314,7 +314,7 @@ class AttentionBackward:
         edges: tuple[Int32, Int32, Int32, Int32, Int32, cute.Tensor | None],
         tiled_mma: cute.TiledMma,
     ) -> Int32:
-        """One walked tile, which is in ``slot``. Returns the next slot, with the next tile, if there is one."""
+        """One walked tile, which is in ``slot``. Returns the slot of the next tile, if there is one."""
         sStats, first, end, turns = walk[4], walk[5], walk[6], walk[7]
         rX1, rX2, acc_1, acc_2, rLse, rDelta = tensors
         scale, cap_inner, cap_outer = factors
@@ -352,12 +352,12 @@ class AttentionBackward:
             hide(tid, acc_s, row, block * columns, seen, tiled_mma)
         scores = by_rows(acc_s)
         many, wide = const_expr(cute.size(scores, mode=[0])), const_expr(cute.size(scores, mode=[1]))
-        cLse, cDelta = rLse, rDelta  # a value a row, or a column
+        cLse, cDelta = rLse, rDelta  # one value per row, or per column
         if const_expr(self.by_keys):
             cLse, cDelta = self.of_columns(tid, sStats, slot, wide)
         falls = const_expr(softmax.capped and self.wants_ds)
         slope = None
-        if const_expr(falls):  # of the cap, 0 where a score is hidden
+        if const_expr(falls):  # slope of the cap, 0 where a score is hidden
             inverse = cute.arch.rcp_approx(cap_outer)
             slope = cute.make_fragment_like(acc_s)
             for i in cutlass.range_constexpr(cute.size(acc_s)):
@@ -388,11 +388,11 @@ class AttentionBackward:
             add(tid, acc_1, rDs, sources, at_1, tiled_mma)
 
         if const_expr(stages == 1):
-            cute.arch.sync_threads()  # every warp has read this one
+            cute.arch.sync_threads()  # every warp has read this tile
             if ahead_turn < turns:
                 fetch_walked(tid, walk, ahead_turn, ahead, nxt)
             cute.arch.cp_async_commit_group()
-        cute.arch.cp_async_wait_group(0)  # the next one is there,
+        cute.arch.cp_async_wait_group(0)  # the next tile has arrived,
         cute.arch.sync_threads()  # and every warp has read this one
         return nxt
 
@@ -400,7 +400,7 @@ class AttentionBackward:
     def of_columns(
         self, tid: Int32, sStats: cute.Pointer, slot: Int32, count: cutlass.Constexpr
     ) -> tuple[cute.Tensor, cute.Tensor]:
-        """lse and delta of the ``count`` columns that this thread's accumulators have: pairs, 8 columns apart."""
+        """lse and delta of the ``count`` columns of this thread's accumulators: pairs, 8 columns apart."""
         columns = const_expr(self.walked.rows)
         layout = cute.make_layout((2, count // 2), stride=(1, 8))
         values = []

@@ -1,21 +1,21 @@
 """Attention, decode schedule: few queries against a long cache, ``out = softmax(scale * q K^T) V``, on any GPU.
 
-Decode is a race to read K and V, so everything here keeps many of their bytes in flight.
+Reading K and V bounds decode, so the schedule keeps many of their bytes in flight.
 
 Schedule:
-    The query heads that share a head of K and V, and all queries of the sequence, are the rows of tiles of 16: one
-    m16 tile serves a group of 16 and one query, or one of 4 and four. ``splits`` CTAs share a tile's keys.
+    The rows of a tile of 16 are the query heads that share a head of K and V, by all queries of the sequence: one m16
+    tile serves a group of 16 and one query, or a group of 4 and four. ``splits`` CTAs share a tile's keys.
     Each warp has ``rows`` keys of each block of ``warps * rows``, a ring of ``stages`` buffers of its own and its own
-    sums, so that no barrier of the CTA is in the loop: a warp waits for its own copies alone. Warps' sums meet once,
-    in shared memory. Where splits are more than one, each CTA leaves its sums in a workspace, and the last to arrive
-    adds all of them in their order, so the result does not depend on who was last.
+    sums, so that no barrier of the CTA is in the loop: a warp waits for its own cp.async copies alone. Warps' sums are
+    added up once, in shared memory. With several splits, each CTA stores its sums in a workspace, and the last to
+    arrive (an atomic ticket) adds all of them in their order, so the result is the same whichever CTA was last.
     Lengths are read on the device. The grid follows from the longest sequence the cache has room for; a sequence with
-    fewer blocks than splits uses as many as it has, and CTAs beyond return at once. Thus a captured graph is good for
-    all lengths. Keys outside a sequence's own are not read at all (``parts/cache.py``), their scores are masked.
+    fewer blocks than splits uses as many as it has, and CTAs beyond return at once. A captured graph therefore serves
+    all lengths. Keys outside a sequence are never read (``parts/cache.py``), and their scores are masked.
 
 Source:
-    FlashDecoding (Dao and others 2023) split keys among CTAs; rows packed from a group of heads are FlashAttention's
-    ``pack_gqa``. Warps with rings of their own, and one kernel where those have a second one to combine, differ.
+    FlashDecoding (Dao and others 2023) splits keys among CTAs; rows packed from a group of heads are FlashAttention's
+    ``pack_gqa``. Different here: warps have rings of their own, and no second kernel combines the splits.
 """
 
 from dataclasses import dataclass
@@ -36,12 +36,12 @@ from cutekernels.kernels.cute.parts.smem import ALIGNMENT
 from cutekernels.kernels.cute.parts.softmax import LN_2, NO_REFERENCE, OnlineSoftmax, by_rows, quad_sum
 
 TILE_Q = DecodeSmem.ROWS
-AT_ONCE = 16  # eighths of a row that are read from the workspace together
+AT_ONCE = 16  # groups of 8 columns that are read from the workspace together
 
 
 @dataclass(frozen=True)
 class DecodeAttention:
-    """The body. ``ops/attention_decode.py`` chooses the parts; ``limited`` is by a window on the left side."""
+    """The body. ``ops/attention/decode.py`` chooses the parts; ``limited``: by a window on the left side."""
 
     rows_kv: CacheRows
     products: Products
@@ -68,7 +68,7 @@ class DecodeAttention:
 
     @property
     def share(self) -> int:
-        """Of these, how many a warp adds up when sums meet."""
+        """Groups that a warp adds up over all warps."""
         return -(-self.eighths // self.warps)
 
     @property
@@ -85,7 +85,7 @@ class DecodeAttention:
         mV: cute.Tensor,  # as mK
         mLengths: cute.Tensor,  # (B,)
         mTable: cute.Tensor | None,  # (B, MAX_PAGES)
-        scale: Float32,  # of scores, to base 2
+        scale: Float32,  # factor of scores, to base 2
         cap_inner: Float32,
         cap_outer: Float32,
         left: Int32,  # keys seen before a query's own, where limited
@@ -127,7 +127,7 @@ class DecodeAttention:
         tiles: Int32,
         tiled_mma: cute.TiledMma,
     ):
-        if const_expr(self.dependent):  # nothing is read before: lengths, caches and tickets may be the last kernel's
+        if const_expr(self.dependent):  # before any read: lengths, caches and tickets may be the last kernel's
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
         block, _, _ = cute.arch.block_idx()
@@ -140,7 +140,7 @@ class DecodeAttention:
         room = mK.shape[1]
         if const_expr(self.rows_kv.paged):
             room = mTable.shape[1] * self.rows_kv.page_size
-        # What a length beyond the cache would reach is not ours to read.
+        # A length beyond the cache counts as all of it.
         end = cutlass.min(cutlass.max(mLengths[batch], Int32(0)), room)
         first = Int32(0)
         if const_expr(self.limited):
@@ -172,7 +172,7 @@ class DecodeAttention:
         keys: tuple[Int32, Int32, Int32, Int32, Int32],
         tiled_mma: cute.TiledMma,
     ):
-        """One CTA's blocks of keys, and what becomes of its sums."""
+        """One CTA's blocks of keys, and its sums combined with other splits'."""
         group, tiles, tile, head, split, batch = place
         first, begin, end, blocks, active = keys
         scale, cap_inner, cap_outer = factors
@@ -200,7 +200,7 @@ class DecodeAttention:
         to_k, to_v = into(lane, at_k), into(lane, at_v)
         clear = rows_kv.clear_padding
         for stage in cutlass.range_constexpr(stages):
-            clear(lane, dtype, to_k + stage * stage_bytes)  # V's only reaches columns that are not stored
+            clear(lane, dtype, to_k + stage * stage_bytes)  # V's padding only reaches columns that are not stored
 
         # -- prologue: Q, and all stages but one
         fetch_q = self.fetch_q
@@ -227,7 +227,7 @@ class DecodeAttention:
                 fetch(lane, k_head, k_strides, pages[stage], token, first, last, to_k + stage * stage_bytes)
                 fetch(lane, v_head, v_strides, pages[stage], token, first, last, to_v + stage * stage_bytes)
             cute.arch.cp_async_commit_group()
-        ahead = pages[stages - 1]  # those of the block that is fetched next
+        ahead = pages[stages - 1]  # pages of the block that is fetched next
 
         # -- fragments
         thr_mma = tiled_mma.get_slice(lane)
@@ -246,7 +246,7 @@ class DecodeAttention:
             load = products.load
             load(lane, (rQ,), sources.x, 0)
 
-        # -- which keys this lane's two rows see, and between which every row sees all
+        # -- keys that this lane's two rows see, and the range that every row sees
         places = by_rows(thr_mma.partition_C(cute.make_identity_tensor((TILE_Q, rows))))
         constant = by_rows(tiled_mma.get_slice(0).partition_C(cute.make_identity_tensor((TILE_Q, rows))))
         sees_from, sees_to = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Int32)
@@ -265,7 +265,7 @@ class DecodeAttention:
         slot, free = Int32(0), Int32(stages - 1)
         for i in cutlass.range(at, stop, unroll=1):
             cute.arch.cp_async_wait_group(stages - 2)
-            cute.arch.sync_warp()  # all lanes' copies are there, and all have read the block before
+            cute.arch.sync_warp()  # all lanes' copies have arrived, and all lanes have read the block before
             token = own + i * self.tile_kv
             if i + (stages - 1) < stop:
                 late = token + (stages - 1) * self.tile_kv
@@ -303,10 +303,10 @@ class DecodeAttention:
                 free = Int32(0)
         cute.arch.cp_async_wait_group(0)
 
-        # -- the warps' sums meet, and then the splits'
+        # -- the warps' sums are added up, then the splits'
         for r in cutlass.range_constexpr(2):
             total[r] = quad_sum(total[r])
-        sums = cute.make_rmem_tensor((2, 2, self.share), Float32)  # of a pair of columns, two rows, own eighths
+        sums = cute.make_rmem_tensor((2, 2, self.share), Float32)  # a pair of columns, two rows, own groups
         meet, store = self.meet, self.store
         meet(warp, lane, acc_o, reference, total, sums, storage + smem.q_bytes)
         rows_of = (batch, head, tile, group, alive)
@@ -361,7 +361,7 @@ class DecodeAttention:
 
     @cute.jit
     def element(self, mX: cute.Tensor, batch: Int32, head: Int32, row: Int32, group: Int32) -> cute.Pointer:
-        """Where row ``row`` of a head of K and V begins in (B, SQ, HQ, D): query ``row // group``, head by head."""
+        """The begin of row ``row`` of a head of K and V in (B, SQ, HQ, D): query ``row // group``, head by head."""
         stride = mX.layout.stride
         query = row // group
         at = head * group + row - query * group
@@ -380,9 +380,9 @@ class DecodeAttention:
         sums: cute.Tensor,
         storage: cute.Pointer,
     ):
-        """Adds up the warps' ``acc_o`` into ``sums``, each warp its own eighths; all have references and totals.
+        """Adds up the warps' ``acc_o`` into ``sums``, each warp its own groups; all get references and totals.
 
-        An accumulator lies as [warp][eighth][row half][lane][column], so that lanes are neighbours in memory.
+        The layout of accumulators is [warp][group][row half][lane][column], so that lanes are neighbours in memory.
         """
         each = const_expr(128 * self.eighths)
         base = cute.recast_ptr(storage, dtype=Float32)
@@ -423,7 +423,7 @@ class DecodeAttention:
 
     @cute.jit
     def partial(self, left_at: cute.Pointer, split: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-        """A split's place in the workspace: sums ``(2, 2, eighth, lane)`` as in ``meet``, ``(row, statistic)``."""
+        """A split's place in the workspace: sums ``(2, 2, group, lane)`` as in ``meet``, ``(row, statistic)``."""
         base = (left_at + split * (TILE_Q * (self.rows_kv.padded + 2))).align(16)
         sums = cute.make_tensor(base, cute.make_layout((2, 2, self.eighths, 32), stride=(1, 64, 128, 2)))
         return sums, cute.make_tensor(base + 128 * self.eighths, cute.make_layout((TILE_Q, 2)))
@@ -440,7 +440,7 @@ class DecodeAttention:
         split: Int32,
         alive: Int32,
     ):
-        """Leaves this split's sums in the workspace, of rows that exist."""
+        """Stores this split's sums of rows that exist in the workspace."""
         partial = self.partial
         gO, gR = partial(left_at, split)
         for r in cutlass.range_constexpr(2):
@@ -466,10 +466,9 @@ class DecodeAttention:
         active: Int32,
         alive: Int32,
     ):
-        """Adds up what splits ``warp, warp + warps, ...`` have left, as if they had been this warp's blocks.
+        """Adds up the sums of splits ``warp, warp + warps, ...``, as if they had been this warp's blocks.
 
-        Not each warp its own columns of all splits, several splits at a trip: that spares the second meeting, and took
-        0.2 to 0.3 us longer (H200, one sequence of 4096 with 28 heads: 9.5 and 9.7 us, 2026-11-22).
+        Columns shared out among warps were slower: docs/notes/attention.md#decode-gather (H200, 2026-11-22).
         """
         partial, start = self.partial, self.softmax.start
         acc_o.fill(0.0)
@@ -493,7 +492,7 @@ class DecodeAttention:
                             for c in cutlass.range_constexpr(2):
                                 acc_o[(c, r), 0, n] = acc_o[(c, r), 0, n] * shrink + pair[c] * grow
                     if const_expr(self.eighths > AT_ONCE):
-                        cute.arch.sync_warp()  # or all loads travel ahead together, and spill
+                        cute.arch.sync_warp()  # else all loads are hoisted together, and spill
 
     @cute.jit
     def store(
@@ -507,7 +506,7 @@ class DecodeAttention:
         total: cute.Tensor,
         rows_of: tuple[Int32, ...],
     ):
-        """Divides by the totals, rounds and stores; a row that attended to nothing has 0, and -inf as lse."""
+        """Divides by the totals, rounds and stores; a row that sees nothing has 0, and -inf as lse."""
         batch, head, tile, group, alive = rows_of
         element = self.element
         for r in cutlass.range_constexpr(2):

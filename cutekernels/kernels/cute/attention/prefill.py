@@ -1,15 +1,14 @@
 """Attention, prefill schedule: ``out = softmax(scale * Q K^T) V`` on any GPU with cp.async and mma.sync.
 
 Schedule:
-    A CTA takes ``tile_q`` queries of one head and walks the blocks of keys they see from the last to the first. Warps
-    share the keys and divide the queries, so a row's softmax stays within four threads. Probabilities go from the
-    accumulators of one product to the A operand of the next in registers. Blocks at the edges of what is seen run
-    masking code, those between have none.
-    With ``stages = 1``, K and V have one buffer each: while ``Q K^T`` runs, V flies; while the softmax and ``P V`` run,
-    the next K does. Two barriers a block. With ``stages = 2`` the next block's K and V fly behind a whole block, and
-    one barrier is enough.
-    A row's reference score moves only where a block exceeds it by far (``parts/softmax.py``), which spares most blocks
-    the rescaling of the output accumulators.
+    Each CTA computes ``tile_q`` queries of one head over the blocks of keys they see, from the last to the first. Warps
+    share the keys and divide the queries, so a row's softmax stays within four threads. Probabilities become the A
+    operand of ``P V`` in registers. Blocks at the edges of the band run masking code, those between have none.
+    All threads load, by cp.async. With ``stages = 1``, K and V have one buffer each: V is copied during ``Q K^T``, the
+    next K during the softmax and ``P V``; two barriers per block. With ``stages = 2`` the next block's K and V are
+    copied during a whole block, with one barrier.
+    A row's reference score moves only where a block exceeds it by far (``parts/softmax.py``), so most blocks do not
+    rescale the output accumulators.
 
 Source:
     FlashAttention-2 (Dao 2023); rescaling on demand is FlashAttention-4's. NVIDIA's CuTe DSL ``flash_attention_v2``
@@ -34,7 +33,7 @@ from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax, by_rows
 
 @dataclass(frozen=True)
 class PrefillAttention:
-    """The body. ``ops/attention.py`` chooses the parts; ``ctas_per_sm`` bounds registers so that many fit."""
+    """The body. ``ops/attention/op.py`` chooses the parts; ``ctas_per_sm`` bounds registers so that as many fit."""
 
     rows_q: HeadRows
     rows_kv: HeadRows
@@ -60,11 +59,11 @@ class PrefillAttention:
         mMask: cute.Tensor | None,  # (B, HQ, SQ, SKV)
         mCuQ: cute.Tensor | None,  # (B + 1,)
         mCuKv: cute.Tensor | None,  # (B + 1,)
-        scale: Float32,  # of scores, to base 2
+        scale: Float32,  # factor of scores, to base 2
         cap_inner: Float32,
         cap_outer: Float32,
-        left: Int32,  # keys seen before a row's own and behind it, where limited
-        right: Int32,
+        left: Int32,  # keys seen before a row's own, where limited
+        right: Int32,  # and behind it
         stream: cuda.CUstream,
     ):
         at = const_expr(self.sequences.rows_mode)
@@ -110,7 +109,7 @@ class PrefillAttention:
         tile_q, tile_kv, padded = rows_q.rows, rows_kv.rows, rows_q.padded
         stages = const_expr(rows_kv.stages)
 
-        # -- which queries of which head
+        # -- this CTA's queries
         place, locate, pointer = self.order.place, self.sequences.locate, self.sequences.pointer
         tile, layer = place(block, layers, tiles, band)
         batch, head, tile, begin_q, begin_kv, seq_q, seq_kv = locate(tile, layer, tile_q, mQ, mK, mCuQ, mCuKv)
@@ -122,7 +121,7 @@ class PrefillAttention:
         k_head, k_stride, _ = pointer(mK, batch, begin_kv, head_kv)
         v_head, v_stride, _ = pointer(mV, batch, begin_kv, head_kv)
 
-        # -- which keys
+        # -- their keys
         shift = seq_kv - seq_q
         left, right = left - shift, right + shift
         seen = mask.blocks
@@ -140,7 +139,7 @@ class PrefillAttention:
         at_k, at_v = storage + q_elements, storage + (q_elements + kv_elements)
         sQ = cute.make_tensor(cute.recast_ptr(storage, layout_q.inner, dtype), layout_q.outer)[None, None, 0]
 
-        # -- prologue: Q and the last block, of which rows may be missing
+        # -- prologue: Q and the last block, where rows may be missing
         clear_q, clear_kv, fetch_q, fetch_kv = rows_q.clear_padding, rows_kv.clear_padding, rows_q.fetch, rows_kv.fetch
         into_q, into_kv = rows_q.address, rows_kv.address
         stage_bytes = const_expr(tile_kv * padded * dtype.width // 8)
@@ -226,9 +225,9 @@ class PrefillAttention:
         edges: tuple[Int32, Int32, Int32, Int32, Int32, cute.Tensor | None],
         tiled_mma: cute.TiledMma,
     ) -> Int32:
-        """One block of keys, whose K is in ``slot``; its V too, or on its way (one stage). Returns the next slot.
+        """One block of keys, whose K is in ``slot``; its V is there too, or being copied (one stage).
 
-        Leaves the same state for ``block - 1``, if there is one.
+        Returns the slot of ``block - 1``, if there is one, in the same state.
         """
         k_head, k_stride, v_head, v_stride, to_k, first = keys
         rQ, acc_o, reference, total = tensors
@@ -251,7 +250,7 @@ class PrefillAttention:
                 fetch(tid, v_head, v_stride, ahead, to_v + nxt * stage_bytes, None)
             cute.arch.cp_async_commit_group()
 
-        # -- scores; ptxas itself lets fragments travel ahead of the products, as far as registers allow
+        # -- scores; ptxas itself loads fragments ahead of the products, as far as registers allow
         acc_s = cute.make_rmem_tensor(
             tiled_mma.partition_shape_C((tile_q, tile_kv)), Float32
         )  # ((2, 2), MMA_M, MMA_KV)
@@ -259,7 +258,7 @@ class PrefillAttention:
         multiply(tid, acc_s, rQ, sources, Int32(0), slot * stage_bytes, tiled_mma)
 
         if const_expr(one):
-            cute.arch.cp_async_wait_group(0)  # V is there,
+            cute.arch.cp_async_wait_group(0)  # V has arrived,
             cute.arch.sync_threads()  # and every warp has read K
             if block > first:
                 fetch(tid, k_head, k_stride, ahead, to_k, None)
@@ -278,7 +277,7 @@ class PrefillAttention:
         rP.store(acc_s.load().to(dtype))
         add(tid, acc_o, rP, sources, slot * stage_bytes, tiled_mma)
 
-        cute.arch.cp_async_wait_group(0)  # what the next block begins with is there,
+        cute.arch.cp_async_wait_group(0)  # the next block's operands have arrived,
         cute.arch.sync_threads()  # and every warp has read this one
         if const_expr(one):
             if block > first:

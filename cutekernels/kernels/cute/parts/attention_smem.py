@@ -1,10 +1,10 @@
-"""How much shared memory attention takes: plain arithmetic, read by ``why_not``. A test holds it to the cubin's."""
+"""Shared memory of attention: plain arithmetic, read by ``why_not``. A test compares it with the cubin's."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-PADDED = (32, 64, 96, 128, 192, 256)  # head dims that tiles in shared memory have
+PADDED = (32, 64, 96, 128, 192, 256)  # head dims of tiles in shared memory
 
 
 def padded(head_dim: int) -> int:
@@ -14,7 +14,7 @@ def padded(head_dim: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PrefillSmem:
-    """Shared memory of attention's prefill: the tile of queries, which the output leaves through, then K's and V's."""
+    """Shared memory of attention's prefill: the tile of queries, later of the output, then the stages of K and V."""
 
     tile_q: int
     tile_kv: int
@@ -39,7 +39,7 @@ class PrefillSmem:
 class DecodeSmem:
     """Shared memory of attention's decode: a tile of queries, then the warps' stages of K and of V, a flag.
 
-    The warps' sums in fp32, and their references and totals, take the stages' place.
+    The warps' sums in fp32, with their references and totals, later replace the stages.
     """
 
     tile_kv: int
@@ -56,7 +56,7 @@ class DecodeSmem:
 
     @property
     def stage_bytes(self) -> int:
-        """K's or V's of one stage, all warps together."""
+        """One stage of K or of V, all warps together."""
         return self.tile_kv * padded(self.head_dim) * self.element_bytes
 
     @property

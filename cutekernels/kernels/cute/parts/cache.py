@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutekernels.kernels.cute.parts.fragments import span_bytes
 from cutekernels.kernels.cute.parts.heads import WIDEST, SwizzledRows, shared_vector, vector
 
-GRAIN = 16  # keys with one entry of the page table: the smallest page
+GRAIN = 16  # keys per entry of the page table at least: the smallest page
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class CacheRows(SwizzledRows):
 
     A head is a pointer to its first row and two strides (elements): between pages and between rows of a page. Without
     pages (``page_size = 0``) a sequence is one page, and the pointer is at its beginning already. Tiles begin at
-    multiples of ``GRAIN`` keys. Keys before ``first`` and behind ``last`` are never read, whatever the tile: the
-    nearest of those between is read in their place, so that what a cache holds elsewhere reaches no sum.
+    multiples of ``GRAIN`` keys. Keys before ``first`` and behind ``last`` are never read: the nearest key between them
+    is read in their place, so that the rest of the cache reaches no sum.
     """
 
     page_size: int
@@ -91,7 +91,7 @@ class CacheRows(SwizzledRows):
 
     @cute.jit
     def clear_padding(self, lane: Int32, dtype: cutlass.Constexpr, address: Int32):
-        """Zeros the columns of a buffer that no copy ever fills."""
+        """Zeros the columns of a buffer that no copy fills."""
         column = lane % self.along * WIDEST
         for i in cutlass.range_constexpr(0, self.rows, self.across):
             for j in self.columns():

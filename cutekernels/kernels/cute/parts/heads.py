@@ -66,7 +66,7 @@ class HeadRows(SwizzledRows):
         return self.threads
 
     def vectors(self) -> list[tuple[int, int, int]]:
-        """This thread's vectors: ``(row, column, offset in the buffer in bytes)`` beyond its first."""
+        """This thread's vectors, relative to its first: ``(row, column, offset in the buffer in bytes)``."""
         span = span_bytes(self.padded)
         return [
             (i, j * self.along * WIDEST, (j * self.rows + i) * span)
@@ -103,7 +103,7 @@ class HeadRows(SwizzledRows):
 
     @cute.jit
     def clear_padding(self, tid: Int32, dtype: cutlass.Constexpr, address: Int32):
-        """Zeros the columns of a buffer that no copy ever fills."""
+        """Zeros the columns of a buffer that no copy fills."""
         column = tid % self.along * WIDEST
         for _, j, offset in self.vectors():
             if const_expr(self.ragged(j)):

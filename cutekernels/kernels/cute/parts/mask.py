@@ -14,7 +14,7 @@ class BandMask:
     """Query row r sees keys ``r - left .. r + right`` that exist; a side that is not ``limited`` reaches to the end.
 
     ``left`` and ``right`` are relative to the row's own index, so they contain ``seq_kv - seq_q``: the last query is
-    aligned with the last key. ``given`` adds a mask in memory, which leaves no block without masking.
+    aligned with the last key. ``given`` adds a mask in memory; then every block is masked.
     """
 
     tile_q: int
@@ -29,7 +29,7 @@ class BandMask:
     ) -> tuple[Int32, Int32, Int32, Int32]:
         """``(begin, open, closed, end)`` of key blocks for the query tile that begins at ``row``.
 
-        Blocks ``begin .. end`` are seen by some row; of these, ``open .. closed`` by every row and entirely.
+        Blocks ``begin .. end`` are seen by some row; ``open .. closed`` among them by every row and entirely.
         """
         last = cutlass.min(row + self.tile_q, seq_q) - 1
         seen_end, whole_end = seq_kv, seq_kv
@@ -58,7 +58,7 @@ class BandMask:
         edges: tuple[Int32, Int32, Int32, Int32, cute.Tensor | None],
         tiled_mma: cute.TiledMma,
     ):
-        """Puts -inf where a row of the tile at ``row`` does not see a key of the block at ``column``.
+        """Writes -inf where a row of the tile at ``row`` does not see a key of the block at ``column``.
 
         ``edges``: seq_q, seq_kv, left, right, and the given mask (seq_q, seq_kv).
         """

@@ -1,4 +1,4 @@
-"""Softmax over keys that come block by block: exponentials to base 2, relative to a row's reference score."""
+"""Softmax over keys, block by block: exponentials to base 2, relative to a row's reference score."""
 
 import math
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ NO_REFERENCE = -1e30  # below any score, and finite, so that no difference of tw
 
 @dataclass(frozen=True)
 class OnlineSoftmax:
-    """A row keeps a ``reference`` (a score, base 2) and a ``total`` of ``2^(score - reference)``, a share a thread.
+    """State of a row: a ``reference`` (a score, base 2) and a ``total`` of ``2^(score - reference)``, in thread shares.
 
-    ``slack`` (base 2) is how far a score may exceed its row's reference before the reference moves and what was summed
-    is rescaled; the result is the same, since sums and totals share the reference. While no row of a warp needs it,
-    the warp skips that work. With 0 every block rescales, without a branch. 16-bit probabilities grow up to
-    ``2^slack``: 8 is far from where fp16 overflows. ``capped`` scores are ``cap * tanh(score / cap)``.
+    ``slack`` (base 2): the excess of a score over its row's reference above which the reference moves and the sums are
+    rescaled; the result is the same, since sums and totals share the reference. A warp in which no row needs it skips
+    that work. With 0 every block rescales, without a branch. 16-bit probabilities grow up to ``2^slack``: 8 is far
+    from where fp16 overflows. ``capped`` scores are ``cap * tanh(score / cap)``.
     """
 
     slack: float
@@ -32,9 +32,9 @@ class OnlineSoftmax:
 
     @cute.jit
     def cap(self, acc: cute.Tensor, inner: Float32, outer: Float32):
-        """``acc = outer * tanh(inner * acc / 2)``; ``inner`` holds the factor ``2 log2(e)`` that exp2 wants.
+        """``acc = outer * tanh(inner * acc / 2)``; ``inner`` includes exp2's factor ``2 log2(e)``.
 
-        Not by MUFU.TANH, whose error of 2^-11 is 0.02 of a score at a cap of 50; this one's is 2^-22.
+        MUFU.TANH's error of 2^-11 would be 0.02 of a score at a cap of 50; this one's is 2^-22.
         """
         for i in cutlass.range_constexpr(cute.size(acc)):
             grown = cute.math.exp2(acc[i] * inner, fastmath=True)
@@ -42,10 +42,10 @@ class OnlineSoftmax:
 
     @cute.jit
     def step(self, acc_s: cute.Tensor, acc_o: cute.Tensor, reference: cute.Tensor, total: cute.Tensor, scale: Float32):
-        """Turns scores ``acc_s`` into probabilities (unnormalised), moves the references where it must.
+        """Turns scores ``acc_s`` into unnormalised probabilities, and moves the references where needed.
 
-        ``acc_s`` ((2, 2), MMA_M, MMA_KV) and ``acc_o`` ((2, 2), MMA_M, MMA_D) are accumulators; ``scale`` (> 0) makes
-        scores of base 2 of ``acc_s``. A score of -inf is one that is masked.
+        ``acc_s`` ((2, 2), MMA_M, MMA_KV) and ``acc_o`` ((2, 2), MMA_M, MMA_D) are accumulators; ``scale`` (> 0) is the
+        factor from ``acc_s`` to scores of base 2. Masked scores are -inf.
         """
         scores, sums = by_rows(acc_s), by_rows(acc_o)
         rows, columns = const_expr(cute.size(scores, mode=[0])), const_expr(cute.size(scores, mode=[1]))
@@ -85,9 +85,9 @@ class OnlineSoftmax:
 
     @cute.jit
     def finish(self, acc_o: cute.Tensor, reference: cute.Tensor, total: cute.Tensor):
-        """Divides by the totals, and leaves each row's log-sum-exp (natural) in ``reference``.
+        """Divides by the totals, and puts each row's log-sum-exp (natural) into ``reference``.
 
-        A row that attended to nothing has 0 and -inf; NaN passes through.
+        A row that sees nothing has 0 and -inf; NaN passes through.
         """
         sums = by_rows(acc_o)
         for r in cutlass.range_constexpr(cute.size(total)):
@@ -128,13 +128,13 @@ def as_operand(acc: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def quad_max(x: Float32) -> Float32:
-    """Over the four threads that share an accumulator's row."""
+    """Maximum over the four threads that share an accumulator's row."""
     x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=2))
     return cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1))
 
 
 @cute.jit
 def quad_sum(x: Float32) -> Float32:
-    """Over the four threads that share an accumulator's row."""
+    """Sum over the four threads that share an accumulator's row."""
     x = x + cute.arch.shuffle_sync_bfly(x, offset=2)
     return x + cute.arch.shuffle_sync_bfly(x, offset=1)

@@ -1,4 +1,4 @@
-"""What attention's gradients need of each query beside Q and dO: its log-sum-exp to base 2, and ``delta``."""
+"""Statistics of each query that attention's gradients start from: its log-sum-exp to base 2, and ``delta``."""
 
 import triton
 import triton.language as tl
@@ -32,9 +32,9 @@ def attention_delta(
 ):
     """``stats[0] = lse * log2(e)`` and ``stats[1] = delta = sum(out * dout) - dlse`` of all ``rows`` queries, in fp32.
 
-    A query that saw nothing has inf in the place of its -inf, which leaves it no probability, and a delta of 0.
+    A query that saw nothing has inf instead of -inf, so that its probabilities are 0, and a delta of 0.
 
-    Schedule: a program takes BLOCK_ROWS queries of one head; heads lie behind one another in its order, as in ``lse``.
+    Schedule: one program per BLOCK_ROWS queries of one head; programs are in the order of ``lse``, head by head.
     """
     await_turn(DEPENDENT)
     blocks = tl.cdiv(seq, BLOCK_ROWS)
