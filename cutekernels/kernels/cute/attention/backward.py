@@ -120,28 +120,11 @@ class AttentionBackward:
 
     @cute.kernel
     def kernel(
-        self,
-        mFirst: cute.Tensor | None,
-        mSecond: cute.Tensor | None,
-        mDo: cute.Tensor,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mStats: cute.Tensor,
-        mMask: cute.Tensor | None,
-        mCuQ: cute.Tensor | None,
-        mCuKv: cute.Tensor | None,
-        scale: Float32,
-        cap_inner: Float32,
-        cap_outer: Float32,
-        factor: Float32,
-        left: Int32,
-        right: Int32,
-        tiles: Int32,
-        layers: Int32,
-        band: Int32,
-        tiled_mma: cute.TiledMma,
-    ):
+        self, mFirst: cute.Tensor | None, mSecond: cute.Tensor | None, mDo: cute.Tensor, mQ: cute.Tensor,
+        mK: cute.Tensor, mV: cute.Tensor, mStats: cute.Tensor, mMask: cute.Tensor | None, mCuQ: cute.Tensor | None,
+        mCuKv: cute.Tensor | None, scale: Float32, cap_inner: Float32, cap_outer: Float32, factor: Float32,
+        left: Int32, right: Int32, tiles: Int32, layers: Int32, band: Int32, tiled_mma: cute.TiledMma,
+    ):  # fmt: skip
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         dtype = mQ.element_type
@@ -301,19 +284,10 @@ class AttentionBackward:
 
     @cute.jit
     def step(
-        self,
-        tid: Int32,
-        block: Int32,
-        turn: Int32,
-        slot: Int32,
-        masked: cutlass.Constexpr,
-        walk: tuple,
-        sources: cutlass.Constexpr,
-        tensors: tuple[cute.Tensor, ...],
-        factors: tuple[Float32, Float32, Float32],
-        edges: tuple[Int32, Int32, Int32, Int32, Int32, cute.Tensor | None],
-        tiled_mma: cute.TiledMma,
-    ) -> Int32:
+        self, tid: Int32, block: Int32, turn: Int32, slot: Int32, masked: cutlass.Constexpr, walk: tuple,
+        sources: cutlass.Constexpr, tensors: tuple[cute.Tensor, ...], factors: tuple[Float32, Float32, Float32],
+        edges: tuple[Int32, Int32, Int32, Int32, Int32, cute.Tensor | None], tiled_mma: cute.TiledMma,
+    ) -> Int32:  # fmt: skip
         """One walked tile, which is in ``slot``. Returns the slot of the next tile, if there is one."""
         sStats, first, end, turns = walk[4], walk[5], walk[6], walk[7]
         rX1, rX2, acc_1, acc_2, rLse, rDelta = tensors

@@ -109,24 +109,11 @@ class DecodeAttention:
 
     @cute.kernel
     def kernel(
-        self,
-        mO: cute.Tensor,
-        mLse: cute.Tensor | None,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mLengths: cute.Tensor,
-        mTable: cute.Tensor | None,
-        scale: Float32,
-        cap_inner: Float32,
-        cap_outer: Float32,
-        left: Int32,
-        mPartials: cute.Tensor | None,
-        mTickets: cute.Tensor | None,
-        group: Int32,
-        tiles: Int32,
+        self, mO: cute.Tensor, mLse: cute.Tensor | None, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor,
+        mLengths: cute.Tensor, mTable: cute.Tensor | None, scale: Float32, cap_inner: Float32, cap_outer: Float32,
+        left: Int32, mPartials: cute.Tensor | None, mTickets: cute.Tensor | None, group: Int32, tiles: Int32,
         tiled_mma: cute.TiledMma,
-    ):
+    ):  # fmt: skip
         if const_expr(self.dependent):  # before any read: lengths, caches and tickets may be the last kernel's
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
@@ -157,21 +144,12 @@ class DecodeAttention:
 
     @cute.jit
     def work(
-        self,
-        mO: cute.Tensor,
-        mLse: cute.Tensor | None,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mTable: cute.Tensor | None,
-        factors: tuple[Float32, Float32, Float32],
-        left: Int32,
-        mPartials: cute.Tensor | None,
-        mTickets: cute.Tensor | None,
-        place: tuple[Int32, Int32, Int32, Int32, Int32, Int32],
-        keys: tuple[Int32, Int32, Int32, Int32, Int32],
+        self, mO: cute.Tensor, mLse: cute.Tensor | None, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor,
+        mTable: cute.Tensor | None, factors: tuple[Float32, Float32, Float32], left: Int32,
+        mPartials: cute.Tensor | None, mTickets: cute.Tensor | None,
+        place: tuple[Int32, Int32, Int32, Int32, Int32, Int32], keys: tuple[Int32, Int32, Int32, Int32, Int32],
         tiled_mma: cute.TiledMma,
-    ):
+    ):  # fmt: skip
         """One CTA's blocks of keys, and its sums combined with other splits'."""
         group, tiles, tile, head, split, batch = place
         first, begin, end, blocks, active = keys
@@ -371,15 +349,9 @@ class DecodeAttention:
 
     @cute.jit
     def meet(
-        self,
-        warp: Int32,
-        lane: Int32,
-        acc_o: cute.Tensor,
-        reference: cute.Tensor,
-        total: cute.Tensor,
-        sums: cute.Tensor,
-        storage: cute.Pointer,
-    ):
+        self, warp: Int32, lane: Int32, acc_o: cute.Tensor, reference: cute.Tensor, total: cute.Tensor,
+        sums: cute.Tensor, storage: cute.Pointer,
+    ):  # fmt: skip
         """Adds up the warps' ``acc_o`` into ``sums``, each warp its own groups; all get references and totals.
 
         The layout of accumulators is [warp][group][row half][lane][column], so that lanes are neighbours in memory.
@@ -430,16 +402,9 @@ class DecodeAttention:
 
     @cute.jit
     def leave(
-        self,
-        warp: Int32,
-        lane: Int32,
-        sums: cute.Tensor,
-        reference: cute.Tensor,
-        total: cute.Tensor,
-        left_at: cute.Pointer,
-        split: Int32,
-        alive: Int32,
-    ):
+        self, warp: Int32, lane: Int32, sums: cute.Tensor, reference: cute.Tensor, total: cute.Tensor,
+        left_at: cute.Pointer, split: Int32, alive: Int32,
+    ):  # fmt: skip
         """Stores this split's sums of rows that exist in the workspace."""
         partial = self.partial
         gO, gR = partial(left_at, split)
@@ -456,16 +421,9 @@ class DecodeAttention:
 
     @cute.jit
     def gather(
-        self,
-        warp: Int32,
-        lane: Int32,
-        acc_o: cute.Tensor,
-        reference: cute.Tensor,
-        total: cute.Tensor,
-        left_at: cute.Pointer,
-        active: Int32,
-        alive: Int32,
-    ):
+        self, warp: Int32, lane: Int32, acc_o: cute.Tensor, reference: cute.Tensor, total: cute.Tensor,
+        left_at: cute.Pointer, active: Int32, alive: Int32,
+    ):  # fmt: skip
         """Adds up the sums of splits ``warp, warp + warps, ...``, as if they had been this warp's blocks.
 
         Columns shared out among warps were slower: docs/notes/attention.md#decode-gather (H200, 2026-11-22).
@@ -496,16 +454,9 @@ class DecodeAttention:
 
     @cute.jit
     def store(
-        self,
-        warp: Int32,
-        lane: Int32,
-        mO: cute.Tensor,
-        mLse: cute.Tensor | None,
-        sums: cute.Tensor,
-        reference: cute.Tensor,
-        total: cute.Tensor,
-        rows_of: tuple[Int32, ...],
-    ):
+        self, warp: Int32, lane: Int32, mO: cute.Tensor, mLse: cute.Tensor | None, sums: cute.Tensor,
+        reference: cute.Tensor, total: cute.Tensor, rows_of: tuple[Int32, ...],
+    ):  # fmt: skip
         """Divides by the totals, rounds and stores; a row that sees nothing has 0, and -inf as lse."""
         batch, head, tile, group, alive = rows_of
         element = self.element

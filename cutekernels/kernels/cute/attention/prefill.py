@@ -83,25 +83,11 @@ class PrefillAttention:
 
     @cute.kernel
     def kernel(
-        self,
-        mO: cute.Tensor,
-        mLse: cute.Tensor | None,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mMask: cute.Tensor | None,
-        mCuQ: cute.Tensor | None,
-        mCuKv: cute.Tensor | None,
-        scale: Float32,
-        cap_inner: Float32,
-        cap_outer: Float32,
-        left: Int32,
-        right: Int32,
-        tiles: Int32,
-        layers: Int32,
-        band: Int32,
+        self, mO: cute.Tensor, mLse: cute.Tensor | None, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor,
+        mMask: cute.Tensor | None, mCuQ: cute.Tensor | None, mCuKv: cute.Tensor | None, scale: Float32,
+        cap_inner: Float32, cap_outer: Float32, left: Int32, right: Int32, tiles: Int32, layers: Int32, band: Int32,
         tiled_mma: cute.TiledMma,
-    ):
+    ):  # fmt: skip
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         dtype = mQ.element_type
@@ -213,18 +199,11 @@ class PrefillAttention:
 
     @cute.jit
     def attend(
-        self,
-        tid: Int32,
-        block: Int32,
-        slot: Int32,
-        masked: cutlass.Constexpr,
-        keys: tuple[cute.Pointer, Int32, cute.Pointer, Int32, Int32, Int32],
-        sources: cutlass.Constexpr,
-        tensors: tuple[cute.Tensor, ...],
-        factors: tuple[Float32, Float32, Float32],
-        edges: tuple[Int32, Int32, Int32, Int32, Int32, cute.Tensor | None],
-        tiled_mma: cute.TiledMma,
-    ) -> Int32:
+        self, tid: Int32, block: Int32, slot: Int32, masked: cutlass.Constexpr,
+        keys: tuple[cute.Pointer, Int32, cute.Pointer, Int32, Int32, Int32], sources: cutlass.Constexpr,
+        tensors: tuple[cute.Tensor, ...], factors: tuple[Float32, Float32, Float32],
+        edges: tuple[Int32, Int32, Int32, Int32, Int32, cute.Tensor | None], tiled_mma: cute.TiledMma,
+    ) -> Int32:  # fmt: skip
         """One block of keys, whose K is in ``slot``; its V is there too, or being copied (one stage).
 
         Returns the slot of ``block - 1``, if there is one, in the same state.

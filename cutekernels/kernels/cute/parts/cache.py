@@ -59,16 +59,9 @@ class CacheRows(SwizzledRows):
 
     @cute.jit
     def fetch(
-        self,
-        lane: Int32,
-        head: cute.Pointer,
-        strides: tuple[Int64, Int64],
-        pages: cute.Tensor,
-        token: Int32,
-        first: Int32,
-        last: Int32,
-        address: Int32,
-    ):
+        self, lane: Int32, head: cute.Pointer, strides: tuple[Int64, Int64], pages: cute.Tensor, token: Int32,
+        first: Int32, last: Int32, address: Int32,
+    ):  # fmt: skip
         """Starts the copy of the tile at ``token`` into the buffer of ``address``."""
         atom = cute.make_copy_atom(cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), head.dtype, num_bits_per_copy=128)
         between_pages, between_rows = strides

@@ -65,15 +65,9 @@ class Sequences:
 
     @cute.jit
     def locate(
-        self,
-        tile: Int32,
-        layer: Int32,
-        rows: int,
-        mX: cute.Tensor,
-        mY: cute.Tensor,
-        mCuX: cute.Tensor | None,
+        self, tile: Int32, layer: Int32, rows: int, mX: cute.Tensor, mY: cute.Tensor, mCuX: cute.Tensor | None,
         mCuY: cute.Tensor | None,
-    ) -> tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32]:
+    ) -> tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32]:  # fmt: skip
         """``(batch, head, tile in the sequence, begin of X, of Y, length of X, of Y)`` of a tile of X's rows."""
         batch, head = Int32(0), layer
         begin_x, begin_y = Int32(0), Int32(0)
