@@ -39,7 +39,7 @@ class Rates:
     smem_bytes_per_us: float
     """Bytes that one SM reads from shared memory."""
     warpgroup_flops_per_us: float
-    """What one SM multiplies by warpgroup MMA in a steady mainloop; 0 where there is none."""
+    """Rate of one SM by warpgroup MMA in a steady mainloop; 0 where there is none."""
     barrier_us: float
     """A block-wide barrier between two stages of a pipeline."""
     exchange_us: float
@@ -54,7 +54,7 @@ _H200 = Rates(
     clock_mhz=1700,
     launch_us=1.5,
     dependent_us=0.63,
-    block_us=0.05,
+    block_us=0.16,
     dram_latency_us=0.8,
     dram_share=0.92,
     l2_latency_us=0.67,

@@ -177,7 +177,7 @@ def _triton_cache(anew: bool) -> Iterator[None]:
 
 
 def _checksum(compiled: Any) -> str:
-    """Of the binary and of the metadata that a launch reads: shared memory, warps, name."""
+    """A hash of the binary and of the metadata that a launch reads: shared memory, warps, name."""
     metadata = json.dumps(compiled.metadata._asdict(), sort_keys=True, default=str)
     return hashlib.sha256(compiled.asm["cubin"] + metadata.encode()).hexdigest()
 

@@ -315,7 +315,7 @@ def test_a_settled_kernel_stays_on_its_device_and_keeps_its_binary(
     binaries = [
         SimpleNamespace(run=lambda *args: seen.append(args), function=f, packed_metadata=(1, 1, 0)) for f in (11, 22)
     ]
-    monkeypatch.setattr(backend, "_compile", lambda recipe: binaries[1])
+    monkeypatch.setattr(backend, "_verified", lambda recipe: binaries[1])
     kernel = TritonKernel(RECIPE, binaries[0])
     fire = kernel.settled((1, 1, 1), (9, None), 2)
     cuda[0] = 5

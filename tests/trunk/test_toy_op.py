@@ -278,7 +278,7 @@ def test_the_command_line_knows_it(job: Path, monkeypatch: pytest.MonkeyPatch) -
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["tasks"][0]["config"] == "block=8 ends=all"
     winners = json.loads(run("db", "query", "--op", "scale", "--format", "json").stdout)
-    assert {w["problem"] for w in winners} == {"rows=32 cols=8", "rows=1 cols=8"}
+    assert {(w["problem"]["rows"], w["problem"]["cols"]) for w in winners} == {(32, 8), (1, 8)}
     dispatch.reload()
     (row,) = json.loads(run("explain", "scale", "rows=30 cols=8", "--gpu", "h200", "--format", "json").stdout)
     assert (row["origin"], row["config"]) == ("tuned", "block=8 ends=all")

@@ -70,7 +70,7 @@ G = TypeVar("G", bound=GluProblem)
 
 
 class Gated(TiledOp[G]):
-    """What both passes of every gated activation have in common."""
+    """Shared by both passes of every gated activation."""
 
     def constants(self, p: G, c: TileConfig) -> dict[str, int | bool | str]:
         return super().constants(p, c) | {"ACT": p.act, "DENSE": p.layout == "dense"}
@@ -197,7 +197,7 @@ class GeluMulBackward(_Backward[GeluProblem]):
 
 
 class _BiasGelu(TiledOp[BiasGeluProblem]):
-    """What both passes have in common."""
+    """Shared by both passes."""
 
     Problem = BiasGeluProblem
     options = ("approximate",)

@@ -81,7 +81,7 @@ class MoeRouteBackwardConfig(Config):
 
 
 class _RouteOp(TritonOp[MoeRouteProblem, C], Generic[C]):
-    """What routing and its gradient have in common."""
+    """Shared by routing and its gradient."""
 
     Problem = MoeRouteProblem
     options = ("top_k", "renormalize")

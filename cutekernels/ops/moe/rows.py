@@ -51,7 +51,7 @@ class MoeMoveConfig(Config):
 
 
 class _MoveOp(TritonOp[MoeMoveProblem, MoeMoveConfig]):
-    """What all three have in common: ``inverse`` numbers the rows of the grouped order for each token."""
+    """Shared by all three: ``inverse`` numbers the rows of the grouped order for each token."""
 
     Problem = MoeMoveProblem
     Config = MoeMoveConfig
