@@ -13,8 +13,20 @@ from torch import Tensor
 from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention import reference
+from cutekernels.ops.attention.arguments import (
+    FOREIGN,
+    cap_of,
+    check_dtype,
+    check_ends,
+    check_scale,
+    default_scale,
+    number,
+    refuse_others,
+    sides_of,
+    text_of,
+)
 from cutekernels.ops.attention.op import ATTENTION, AttentionConfig
-from cutekernels.ops.attention.problem import DTYPES, UNLIMITED, WIDEST, AttentionProblem
+from cutekernels.ops.attention.problem import DTYPES, WIDEST, AttentionProblem
 from cutekernels.ops.shared.call_cache import Call, CallCache, Inputs, empty_copy, stand_ins
 from cutekernels.ops.shared.registration import define_with_out, direct
 from cutekernels.ops.shared.strides import overlaps_itself, pairs, relation
@@ -41,6 +53,7 @@ def attention(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
     return_lse: bool = False,
+    check: bool = False,
     out: Tensor | None = None,
     config: AttentionConfig | str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -59,9 +72,13 @@ def attention(
         scale: factor of ``q k^T``, above 0; ``1 / sqrt(D)`` if left out.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         mask: bool ``(B or 1, HQ or 1, SQ, SKV)``, True where a query sees a key. Not with ``cu_seqlens``.
-        cu_seqlens_q: int32 ``(sequences + 1,)``, where packed sequences begin and end: ``[0, ..., TOTAL_Q]``.
+        cu_seqlens_q: int32 ``(sequences + 1,)``, where packed sequences begin and end: ``[0, ..., TOTAL_Q]``, never
+            falling. The CPU refuses other values. A GPU's are not looked at: kernels clamp them to the tensors, and
+            rows of no sequence are queries that see nothing.
         cu_seqlens_kv: likewise for k and v.
         return_lse: return the rows' log-sum-exp too.
+        check: read ``cu_seqlens`` back from a GPU and refuse wrong values. The host waits: for debugging, not for
+            graphs.
         out: where to write: shape and dtype of ``q``, memory of its own. Not differentiable.
         config: overrides the tuned choice, as an :class:`AttentionConfig` or its text. Ignored on the CPU.
 
@@ -74,26 +91,33 @@ def attention(
             range, an ``out`` that overlaps an input or itself.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    left, right = _sides(causal, window)
-    factor = (1.0 / math.sqrt(q.shape[-1]) if q.dim() and q.shape[-1] else 1.0) if scale is None else float(scale)
-    cap = 0.0 if softcap is None else float(softcap)
-    if softcap is not None and not 0.0 < cap < math.inf:
-        raise UnsupportedProblem(f"softcap must be above 0 and finite; it is {softcap}: leave it out for none")
-    text = None if config is None else str(config)
-    operands = (q, k, v, mask, cu_seqlens_q, cu_seqlens_kv)
-    made = replayed(_CALLS, out, operands, (causal, left, right, cap > 0.0, return_lse), (factor, cap), text)
-    if made is not None:
-        return made if return_lse else made[0]  # type: ignore[return-value]
-    differentiates = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    # The gradients start from the log-sum-exp.
-    options = (causal, left, right, factor, cap, return_lse or (differentiates and out is None), text)
-    if out is None:
-        result, lse = torch.ops.cutekernels.attention(*operands, *options)
-        return (result, lse) if return_lse else result
-    if differentiates or (torch.is_grad_enabled() and out.requires_grad):
-        raise UnsupportedProblem("out= is not differentiable: leave it out, or call under torch.no_grad()")
-    lse = torch.ops.cutekernels.attention_out(*operands, out, *options)
-    return (out, lse) if return_lse else out
+    try:
+        left, right = (-1, -1) if window is None else sides_of(window)
+        if causal:
+            right = -1
+        factor = default_scale(q) if scale is None else scale if type(scale) is float else number("scale", scale)
+        cap = 0.0 if softcap is None else cap_of(softcap)
+        text = None if config is None else text_of(config, AttentionConfig)
+        operands = (q, k, v, mask, cu_seqlens_q, cu_seqlens_kv)
+        if check:
+            _check_values(*operands, factor)
+        made = replayed(_CALLS, out, operands, (causal, left, right, cap > 0.0, return_lse), (factor, cap), text)
+        if made is not None:
+            return made if return_lse else made[0]  # type: ignore[return-value]
+        differentiates = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+        # The gradients start from the log-sum-exp.
+        options = (causal, left, right, factor, cap, return_lse or (differentiates and out is None), text)
+        if out is None:
+            result, lse = torch.ops.cutekernels.attention(*operands, *options)
+            return (result, lse) if return_lse else result
+        if differentiates or (torch.is_grad_enabled() and out.requires_grad):
+            raise UnsupportedProblem("out= is not differentiable: leave it out, or call under torch.no_grad()")
+        lse = torch.ops.cutekernels.attention_out(*operands, out, *options)
+        return (out, lse) if return_lse else out
+    except FOREIGN:
+        given = {"mask": mask, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "out": out}
+        refuse_others("attention", {"q": q, "k": k, "v": v}, given, {"causal": causal, "return_lse": return_lse})
+        raise
 
 
 def replayed(
@@ -115,19 +139,13 @@ def replayed(
     return made
 
 
-def _sides(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[int, int]:
-    """The window's ``(left, right)``, -1 for no limit."""
-    if window is None:
-        return -1, -1
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise UnsupportedProblem(f"window must be (left, right), each a number of keys or None; it is {window!r}")
-    for side in window:
-        if side is not None and not 0 <= side < UNLIMITED:
-            raise UnsupportedProblem(
-                f"a side of window must be from 0 up to 2^30; it is {side}: write None for no limit"
-            )
-    left, right = (-1 if side is None else int(side) for side in window)
-    return left, -1 if causal else right
+def _check_values(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: Tensor | None, cu_kv: Tensor | None, scale: float
+) -> None:
+    """:func:`check`, and the values of the sequences' ends."""
+    check(q, k, v, mask, cu_q, cu_kv, scale)
+    if cu_q is not None and cu_kv is not None:
+        check_ends(q, k, cu_q, cu_kv)
 
 
 def check(
@@ -146,8 +164,7 @@ def check(
             raise UnsupportedProblem(
                 f"{name} must have q's dtype {q.dtype} and device {q.device}; it has {t.dtype} on {t.device}"
             )
-    if not q.dtype.is_floating_point or (q.device.type != "cpu" and q.dtype not in _NAMES):
-        raise UnsupportedProblem(f"attention takes fp16 and bf16; got {q.dtype}")
+    check_dtype("attention", q)
     if k.shape != v.shape:
         raise UnsupportedProblem(f"k and v must have one shape; they have {tuple(k.shape)} and {tuple(v.shape)}")
     head_dim = q.shape[-1]
@@ -160,8 +177,7 @@ def check(
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
     if heads_kv == 0 or heads_q % heads_kv:
         raise UnsupportedProblem(f"k's {heads_kv} heads must divide q's {heads_q}")
-    if not 0.0 < scale < math.inf:
-        raise UnsupportedProblem(f"scale must be above 0 and finite; it is {scale}: negate q for the opposite sign")
+    check_scale(scale)
     if mask is not None:
         if packed:
             raise UnsupportedProblem("mask is for a batch of one length: packed sequences take none")
@@ -357,7 +373,7 @@ def _cuda(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any)
 def _cpu(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) -> Any:
     q, k, v, mask, cu_q, cu_kv = inputs
     causal, left, right, scale, softcap, return_lse = options[:6]
-    check(*(*inputs, scale))
+    _check_values(*(*inputs, scale))
     if results is not None:
         check_out(results[0], *inputs[:4])
     if mask is not None:

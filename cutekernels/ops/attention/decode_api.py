@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -12,6 +11,19 @@ from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention import reference
 from cutekernels.ops.attention.api import add, canonical, check_out, check_out_shape, replayed
+from cutekernels.ops.attention.arguments import (
+    FOREIGN,
+    cap_of,
+    check_dtype,
+    check_lengths,
+    check_pages,
+    check_scale,
+    default_scale,
+    number,
+    refuse_others,
+    sides_of,
+    text_of,
+)
 from cutekernels.ops.attention.decode import (
     DECODE_ATTENTION,
     MOST_QUERIES,
@@ -19,7 +31,7 @@ from cutekernels.ops.attention.decode import (
     DecodeProblem,
     check_page_size,
 )
-from cutekernels.ops.attention.problem import DTYPES, UNLIMITED, WIDEST
+from cutekernels.ops.attention.problem import DTYPES, WIDEST
 from cutekernels.ops.shared.call_cache import CallCache, empty_copy
 from cutekernels.ops.shared.checks import refuse_gradient
 from cutekernels.ops.shared.registration import define_with_out
@@ -40,6 +52,7 @@ def decode_attention(
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
+    check: bool = False,
     out: Tensor | None = None,
     config: DecodeConfig | str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -58,11 +71,14 @@ def decode_attention(
             graph is good for any lengths; one above what the cache has room for counts as just that. What a cache
             holds beyond a length is never read.
         page_table: int32 ``(B, MAX_PAGES)``: the page of each ``PAGE_SIZE`` tokens of a sequence. Entries that no query
-            sees a token of may be anything.
+            sees a token of may be anything. Of the others, the CPU refuses those that name no page; a GPU, where
+            values are not looked at, reads some page of the cache instead.
         scale: factor of ``q k^T``, above 0; ``1 / sqrt(D)`` if left out.
         window: ``(left, None)``: a query sees this many keys before its own. None is no limit.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         return_lse: return the rows' log-sum-exp too.
+        check: read lengths and page table back from a GPU, and refuse those that the cache has no room or page for.
+            The host waits: for debugging, not for graphs.
         out: where to write: shape and dtype of ``q``, memory of its own.
         config: overrides the tuned choice, as a :class:`DecodeConfig` or its text. Ignored on the CPU.
 
@@ -76,48 +92,51 @@ def decode_attention(
             the backward pass, which does not exist.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    single = q.dim() == 3
-    queries = q.unsqueeze(1) if single else q
-    factor = (1.0 / math.sqrt(q.shape[-1]) if q.dim() and q.shape[-1] else 1.0) if scale is None else float(scale)
-    cap = 0.0 if softcap is None else float(softcap)
-    if softcap is not None and not 0.0 < cap < math.inf:
-        raise UnsupportedProblem(f"softcap must be above 0 and finite; it is {softcap}: leave it out for none")
-    operands = (queries, k_cache, v_cache, cache_seqlens, page_table)
-    left, text = _left(window), None if config is None else str(config)
-    if out is not None and out.shape != q.shape:
-        raise UnsupportedProblem(f"out must have q's shape {tuple(q.shape)}; it has {tuple(out.shape)}")
-    target = out.unsqueeze(1) if single and out is not None else out
-    made = replayed(_CALLS, target, operands, (left, cap > 0.0, return_lse), (factor, cap), text)
-    result: Tensor
-    lse: Tensor
-    if made is not None:
-        result, lse = made[0], made[-1]
-    elif target is None:
-        result, lse = torch.ops.cutekernels.decode_attention(*operands, left, factor, cap, return_lse, text)
-    else:
-        refuse_gradient(q, k_cache, v_cache, target)
-        lse = torch.ops.cutekernels.decode_attention_out(*operands, target, left, factor, cap, return_lse, text)
-    if out is not None:
-        result = out
-    elif single:
-        result = result.squeeze(1)
-    if not return_lse:
-        return result
-    return result, lse.squeeze(2) if single else lse
+    try:
+        single = q.dim() == 3
+        queries = q.unsqueeze(1) if single else q
+        factor = default_scale(q) if scale is None else scale if type(scale) is float else number("scale", scale)
+        cap = 0.0 if softcap is None else cap_of(softcap)
+        text = None if config is None else text_of(config, DecodeConfig)
+        operands = (queries, k_cache, v_cache, cache_seqlens, page_table)
+        left = -1 if window is None else sides_of(window, later=False)[0]
+        if out is not None and out.shape != q.shape:
+            raise UnsupportedProblem(f"out must have q's shape {tuple(q.shape)}; it has {tuple(out.shape)}")
+        target = out.unsqueeze(1) if single and out is not None else out
+        if check:
+            _check_values(*operands, factor, left)
+        made = replayed(_CALLS, target, operands, (left, cap > 0.0, return_lse), (factor, cap), text)
+        result: Tensor
+        lse: Tensor
+        if made is not None:
+            result, lse = made[0], made[-1]
+        elif target is None:
+            result, lse = torch.ops.cutekernels.decode_attention(*operands, left, factor, cap, return_lse, text)
+        else:
+            refuse_gradient(q, k_cache, v_cache, target)
+            lse = torch.ops.cutekernels.decode_attention_out(*operands, target, left, factor, cap, return_lse, text)
+        if out is not None:
+            result = out
+        elif single:
+            result = result.squeeze(1)
+        if not return_lse:
+            return result
+        return result, lse.squeeze(2) if single else lse
+    except FOREIGN:
+        tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
+        given = {"page_table": page_table, "out": out}
+        refuse_others("decode_attention", tensors, given, {"return_lse": return_lse})
+        raise
 
 
-def _left(window: tuple[int | None, int | None] | None) -> int:
-    """The window's left side, -1 for no limit."""
-    if window is None:
-        return -1
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise UnsupportedProblem(f"window must be (left, None), left a number of keys or None; it is {window!r}")
-    left, right = window
-    if right not in (None, 0):
-        raise UnsupportedProblem(f"window's right side must be None: there are no later keys; it is {right}")
-    if left is not None and not 0 <= left < UNLIMITED:
-        raise UnsupportedProblem(f"window's left side must be from 0 up to 2^30; it is {left}: write None for no limit")
-    return -1 if left is None else int(left)
+def _check_values(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, scale: float, left: int
+) -> None:
+    """:func:`check`, and the values of lengths and page table."""
+    check(q, k, v, lengths, table, scale)
+    check_lengths(lengths, room_of(k, table))
+    if table is not None:
+        check_pages(table, lengths, *k.shape[:2], q.shape[1], left)
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, scale: float) -> None:
@@ -132,8 +151,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None
             raise UnsupportedProblem(
                 f"{name} must have q's dtype {q.dtype} and device {q.device}; it has {t.dtype} on {t.device}"
             )
-    if not q.dtype.is_floating_point or (q.device.type != "cpu" and q.dtype not in _NAMES):
-        raise UnsupportedProblem(f"decode_attention takes fp16 and bf16; got {q.dtype}")
+    check_dtype("decode_attention", q)
     if k.shape != v.shape:
         raise UnsupportedProblem(
             f"k_cache and v_cache must have one shape; they have {tuple(k.shape)} and {tuple(v.shape)}"
@@ -153,8 +171,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None
     heads_kv = k.shape[2]
     if heads_kv == 0 or heads_q % heads_kv:
         raise UnsupportedProblem(f"k_cache's {heads_kv} heads must divide q's {heads_q}")
-    if not 0.0 < scale < math.inf:
-        raise UnsupportedProblem(f"scale must be above 0 and finite; it is {scale}: negate q for the opposite sign")
+    check_scale(scale)
     _check_index("cache_seqlens", lengths, 1, q)
     if table is not None:
         _check_index("page_table", table, 2, q)
@@ -173,7 +190,7 @@ def pose(q: Tensor, k: Tensor, table: Tensor | None, left: int, softcap: float, 
     """The problem these checked arguments pose."""
     return DecodeProblem(
         batch=q.shape[0],
-        seq_kv=k.shape[1] if table is None else table.shape[1] * k.shape[1],
+        seq_kv=room_of(k, table),
         heads_q=q.shape[2],
         heads_kv=k.shape[2],
         seq_q=q.shape[1],
@@ -185,6 +202,11 @@ def pose(q: Tensor, k: Tensor, table: Tensor | None, left: int, softcap: float, 
         softcap=softcap > 0.0,
         lse=lse,
     )
+
+
+def room_of(k: Tensor, table: Tensor | None) -> int:
+    """Tokens that a sequence may have; none where there is no page."""
+    return k.shape[1] if table is None else table.shape[1] * k.shape[1] if k.shape[0] else 0
 
 
 def readable(t: Tensor) -> bool:
@@ -263,8 +285,9 @@ def _cpu(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) 
     check(*(*inputs, scale))
     if results is not None:
         check_out(results[0], *inputs)
-    room = k.shape[1] if table is None else table.shape[1] * k.shape[1]
-    seen = lengths.clamp(0, room)  # as the kernel does, which cannot raise
+    if table is not None:
+        check_pages(table, lengths, *k.shape[:2], q.shape[1], left)
+    seen = lengths.clamp(0, room_of(k, table))  # as the kernel does, which cannot raise
     out, lse = reference.decode(q, k, v, seen, table, scale, softcap, left=None if left < 0 else left)
     lse = lse if return_lse else fresh_lse(q, False)
     if results is None:

@@ -15,6 +15,7 @@ from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention import reference
 from cutekernels.ops.attention.api import canonical, check, pose
+from cutekernels.ops.attention.arguments import check_ends
 from cutekernels.ops.attention.backward import ATTENTION_BACKWARD, AttentionBackwardProblem, passes
 from cutekernels.ops.attention.delta import ATTENTION_DELTA
 from cutekernels.ops.attention.problem import AttentionProblem
@@ -112,6 +113,8 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _cpu(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     _check(*args)
     dout, dlse, q, k, v, _, _, mask, cu_q, cu_kv, causal, left, right, scale, softcap = args[:15]
+    if cu_q is not None:
+        check_ends(q, k, cu_q, cu_kv)
     if mask is not None:
         mask = mask.expand(q.shape[0], q.shape[2], -1, -1)
     reach = 0 if causal else right

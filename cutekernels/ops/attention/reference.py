@@ -14,12 +14,12 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None,
     scale: float, softcap: float, *, left: int | None, right: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``(out, lse)``."""
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    """``(out, lse)``. Rows of no sequence have 0, and -inf as lse."""
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     group = q.shape[-2] // max(1, k.shape[-2])
     packed = cu_seqlens_q is not None
     rows = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
-    lse = q.new_empty(rows, dtype=torch.promote_types(q.dtype, torch.float32))
+    lse = q.new_full(rows, -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     for i, (at_q, at_kv) in enumerate(_sequences(q, cu_seqlens_q, cu_seqlens_kv)):
         q1, k1, v1, out1 = q[at_q], k[at_kv], v[at_kv], out[at_q]
         lse1 = lse[:, at_q] if packed else lse[at_q]
@@ -45,7 +45,7 @@ def decode(
         if table is None:
             k, v = k_cache[b, :length], v_cache[b, :length]
         else:
-            pages = table[b, : -(-length // k_cache.shape[1])].long()
+            pages = table[b, : -(-length // k_cache.shape[1])].long().clamp(0, k_cache.shape[0] - 1)
             k, v = (t[pages].flatten(0, 1)[:length] for t in (k_cache, v_cache))
         own = slice(b, b + 1)
         out[own], lse[own] = attention(

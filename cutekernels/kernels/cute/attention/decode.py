@@ -194,7 +194,7 @@ class DecodeAttention:
         gTable = None
         if const_expr(rows_kv.paged):
             gTable = mTable[batch, None]
-        look_up, fetch = rows_kv.look_up, rows_kv.fetch
+        look_up, confine, fetch = rows_kv.look_up, rows_kv.confine, rows_kv.fetch
         own = begin + warp * rows  # this warp's keys of block 0
         pages = [cute.make_rmem_tensor(rows_kv.grains, Int32) for _ in range(stages)]
         for stage in cutlass.range_constexpr(stages):
@@ -202,6 +202,7 @@ class DecodeAttention:
         for stage in cutlass.range_constexpr(stages - 1):
             if at + stage < stop:
                 token = own + (at + stage) * self.tile_kv
+                confine(pages[stage], mK.shape[0])
                 fetch(lane, k_head, k_strides, pages[stage], token, first, last, to_k + stage * stage_bytes)
                 fetch(lane, v_head, v_strides, pages[stage], token, first, last, to_v + stage * stage_bytes)
             cute.arch.cp_async_commit_group()
@@ -247,6 +248,7 @@ class DecodeAttention:
             token = own + i * self.tile_kv
             if i + (stages - 1) < stop:
                 late = token + (stages - 1) * self.tile_kv
+                confine(ahead, mK.shape[0])
                 fetch(lane, k_head, k_strides, ahead, late, first, last, to_k + free * stage_bytes)
                 fetch(lane, v_head, v_strides, ahead, late, first, last, to_v + free * stage_bytes)
                 look_up(ahead, gTable, late + self.tile_kv, last)

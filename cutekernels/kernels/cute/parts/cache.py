@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cutekernels.kernels.cute.parts.fragments import span_bytes
@@ -56,6 +56,16 @@ class CacheRows(SwizzledRows):
         if const_expr(self.paged):
             for g in cutlass.range_constexpr(self.grains):
                 pages[g] = gTable[cutlass.min(token + g * GRAIN, last) // self.page_size]
+
+    @cute.jit
+    def confine(self, pages: cute.Tensor, count: Int32):
+        """Entries that name none of the cache's ``count`` pages become its last page.
+
+        Called right before :meth:`fetch`, not by :meth:`look_up`, where it would wait for the load.
+        """
+        if const_expr(self.paged):
+            for g in cutlass.range_constexpr(self.grains):
+                pages[g] = Int32(cutlass.min(Uint32(pages[g]), Uint32(count - 1)))
 
     @cute.jit
     def fetch(

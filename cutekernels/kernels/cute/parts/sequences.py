@@ -41,7 +41,11 @@ class HeadOrder:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Tensors ``(B, S, H, D)``, or ``packed`` ones ``(TOTAL, H, D)`` with the sequences' ends in ``(B + 1,)``."""
+    """Tensors ``(B, S, H, D)``, or ``packed`` ones ``(TOTAL, H, D)`` with the sequences' ends in ``(B + 1,)``.
+
+    Ends may be anything: they are clamped to the tensors, and one below its predecessor counts as equal to it. Rows
+    before the first sequence and behind the last belong to two more sequences, which see nothing.
+    """
 
     packed: bool
 
@@ -54,7 +58,7 @@ class Sequences:
         """Tiles of ``rows`` of a head, no fewer than there are, and heads; of all sequences together."""
         heads = mX.shape[self.rows_mode + 1]
         if self.packed:
-            return mX.shape[0] // rows + (mCu.shape[0] - 1), heads
+            return mX.shape[0] // rows + (mCu.shape[0] + 1), heads
         return cute.ceil_div(mX.shape[1], rows), heads * mX.shape[0]
 
     def length(self, mX: cute.Tensor, mCu: cute.Tensor | None) -> Int32:
@@ -73,9 +77,11 @@ class Sequences:
         begin_x, begin_y = Int32(0), Int32(0)
         if const_expr(self.packed):
             find = self.find
-            batch, tile = find(mCuX, tile, rows)
-            begin_x, begin_y = mCuX[batch], mCuY[batch]
-            seq_x, seq_y = mCuX[batch + 1] - begin_x, mCuY[batch + 1] - begin_y
+            batch, tile, begin_x, seq_x = find(mCuX, mX.shape[0], tile, rows)
+            seq_y = Int32(0)
+            if batch >= 0 and batch < mCuY.shape[0] - 1:
+                begin_y = cutlass.min(cutlass.max(mCuY[batch], Int32(0)), mY.shape[0])
+                seq_y = cutlass.min(cutlass.max(mCuY[batch + 1], begin_y), mY.shape[0]) - begin_y
         else:
             heads = mX.shape[2]
             batch = layer // heads
@@ -97,13 +103,21 @@ class Sequences:
         return mX.iterator + (offset + Int64(head) * heads), rows, cute.assume(heads, divby=WIDEST)
 
     @cute.jit
-    def find(self, mCu: cute.Tensor, tile: Int32, rows: int) -> tuple[Int32, Int32]:
-        """``(sequence, tile in it)`` of tiles of ``rows``; tiles that no sequence has are put behind the last one's."""
-        last = mCu.shape[0] - 2
-        sequence = Int32(0)
-        tiles = (mCu[1] - mCu[0] + rows - 1) // rows
-        while tile >= tiles and sequence < last:
+    def find(self, mCu: cute.Tensor, total: Int32, tile: Int32, rows: int) -> tuple[Int32, Int32, Int32, Int32]:
+        """``(sequence, tile in it, its begin, its length)`` of tiles of ``rows``, in the order of ``total`` rows.
+
+        Sequence -1 are the rows before the first, and that behind the last the rest; surplus tiles lie behind its end.
+        """
+        sequences = mCu.shape[0] - 1
+        sequence, begin = Int32(-1), Int32(0)
+        end = cutlass.min(cutlass.max(mCu[0], Int32(0)), total)
+        tiles = (end + rows - 1) // rows
+        while tile >= tiles and sequence < sequences:
             tile = tile - tiles
             sequence = sequence + 1
-            tiles = (mCu[sequence + 1] - mCu[sequence] + rows - 1) // rows
-        return sequence, tile
+            begin = end
+            end = total
+            if sequence < sequences:
+                end = cutlass.min(cutlass.max(mCu[sequence + 1], begin), total)
+            tiles = (end - begin + rows - 1) // rows
+        return sequence, tile, begin, end - begin
