@@ -300,3 +300,52 @@ def test_a_lane_finds_its_vectors_by_constants(rows: int, padded: int) -> None:
                 assert (first ^ flip) + offset == swizzled(linear, span)
                 found.add(linear)
     assert found == set(range(0, rows * padded * 2, 16))
+
+
+# ---- page tables ----------------------------------------------------------------------------------------
+
+
+def paged_call() -> Any:
+    q, k, v = rows(2, 2, 4, 16), rows(6, 16, 2, 16, seed=1), rows(6, 16, 2, 16, seed=2)
+    table = torch.tensor([[0, 1, 2], [3, 4, 5]], dtype=torch.int32)
+    return q, k, v, torch.tensor([40, 17], dtype=torch.int32), table
+
+
+@pytest.mark.parametrize("entry", [-1, -(2**31), 6, 2**31 - 1])
+@pytest.mark.parametrize("check", [False, True])
+def test_used_entries_that_name_no_page_are_refused(entry: int, check: bool) -> None:
+    *given, table = paged_call()
+    whole = decode_attention(*given, page_table=table)
+    table[1, 2] = entry  # of no token
+    assert torch.equal(decode_attention(*given, page_table=table, check=check), whole)
+    table[1, 1] = entry
+    with pytest.raises(UnsupportedProblem, match=f"one of 6 pages .* entry 1 of sequence 1 is {entry}, .* 17 tokens"):
+        decode_attention(*given, page_table=table, check=check)
+
+
+def test_entries_before_a_window_may_be_anything() -> None:
+    q, k, v, lengths, table = paged_call()
+    whole = decode_attention(q, k, v, lengths, page_table=table, window=(6, None))
+    table[0, :2] = 2**31 - 1  # 40 - 2 - 6 = 32 tokens that nobody sees
+    assert torch.equal(decode_attention(q, k, v, lengths, page_table=table, window=(6, None)), whole)
+    with pytest.raises(UnsupportedProblem, match="entry 1 of sequence 0"):
+        decode_attention(q, k, v, lengths, page_table=table, window=(7, None))
+
+
+@pytest.mark.parametrize("length", [-1, 49])
+def test_a_check_refuses_lengths_without_room(length: int) -> None:
+    *given, _, table = paged_call()
+    lengths = torch.tensor([40, length], dtype=torch.int32)
+    decode_attention(*given, lengths, page_table=table)
+    with pytest.raises(UnsupportedProblem, match=f"from 0 to 48, .* sequence 1 has {length} tokens: make room"):
+        decode_attention(*given, lengths, page_table=table, check=True)
+
+
+def test_a_cache_of_no_pages_has_no_tokens() -> None:
+    q, k, v, _, table = paged_call()
+    none = torch.zeros(2, dtype=torch.int32)
+    out, lse = decode_attention(q, k[:0], v[:0], none, page_table=table, return_lse=True)
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+    with pytest.raises(UnsupportedProblem, match="one of 0 pages"):
+        decode_attention(q, k[:0], v[:0], none + 1, page_table=table)
