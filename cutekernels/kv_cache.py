@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from operator import index
+from typing import SupportsIndex, TypedDict
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention.decode import check_page_size
 from cutekernels.ops.kv_append.api import kv_append
 from cutekernels.ops.kv_append.op import LENGTHS, LOST, KvAppendConfig
+from cutekernels.ops.shared.triton_op import check_tensor
 
 NO_PAGE = -1  # an entry of a page table without a page
 
@@ -76,16 +78,18 @@ class KVCache:
             v_cache: shape, dtype and device of ``k_cache``.
             page_table: int32 ``(B, MAX_PAGES)``, the page of each ``PAGE_SIZE`` tokens of a sequence.
         """
-        if k_cache.dim() != 4 or (v_cache.shape, v_cache.dtype) != (k_cache.shape, k_cache.dtype):
+        for name, t in (("k_cache", k_cache), ("v_cache", v_cache), ("page_table", page_table)):
+            check_tensor("KVCache", name, t, optional=name == "page_table")
+        if k_cache.dim() != 4 or any(getattr(v_cache, n) != getattr(k_cache, n) for n in ("shape", "dtype", "device")):
             raise UnsupportedProblem(
-                f"k_cache and v_cache are alike and have four dimensions; got {tuple(k_cache.shape)} {k_cache.dtype} "
-                f"and {tuple(v_cache.shape)} {v_cache.dtype}"
+                f"k_cache and v_cache are alike and have four dimensions; got {_look(k_cache)} and {_look(v_cache)}: "
+                "allocate both with one shape, dtype and device"
             )
         batch = k_cache.shape[0]
         if page_table is not None:
-            if page_table.dim() != 2 or page_table.dtype != torch.int32:
+            if page_table.dim() != 2 or page_table.dtype != torch.int32 or page_table.device != k_cache.device:
                 raise UnsupportedProblem(
-                    f"page_table is int32 (B, MAX_PAGES); got {page_table.dtype} {tuple(page_table.shape)}"
+                    f"page_table is int32 (B, MAX_PAGES), on {k_cache.device}; got {_look(page_table)}: convert it"
                 )
             check_page_size(k_cache.shape[1])
             batch = page_table.shape[0]
@@ -109,6 +113,8 @@ class KVCache:
         device: torch.device | str = "cuda",
     ) -> KVCache:
         """New memory for ``room`` tokens of each of ``batch`` sequences."""
+        _check_sizes(batch=(batch, 0), room=(room, 0), heads=(heads, 1), head_dim=(head_dim, 1))
+        _check_place(dtype, device)
         k, v = (torch.empty((batch, room, heads, head_dim), dtype=dtype, device=device) for _ in range(2))
         return cls(k, v)
 
@@ -140,7 +146,13 @@ class KVCache:
             dtype: fp16 or bf16, to attend to; fp32 too, to append to.
             device: the device of all tensors.
         """
+        _check_sizes(
+            batch=(batch, 0), room=(room, 0), heads=(heads, 1), head_dim=(head_dim, 1), page_size=(page_size, 1),
+            pages=(0 if pages is None else pages, 0),
+        )  # fmt: skip
+        _check_place(dtype, device)
         check_page_size(page_size)
+        check_tensor("KVCache", "page_table", page_table, optional=True)
         entries = -(-room // page_size)
         if page_table is not None and page_table.shape != (batch, entries):
             raise UnsupportedProblem(
@@ -195,7 +207,10 @@ class KVCache:
 
     def __getitem__(self, sequences: int | slice) -> KVCache:
         """The cache of one sequence or of several in a row, in the same memory and with the same lengths."""
-        if isinstance(sequences, int):
+        parts = (sequences.start, sequences.stop, sequences.step) if isinstance(sequences, slice) else (sequences,)
+        if not all(_whole(n) or (n is None and isinstance(sequences, slice)) for n in parts):
+            raise UnsupportedProblem(f"sequences are an integer or a slice of integers; got {sequences!r}")
+        if not isinstance(sequences, slice):
             first = sequences + self.batch if sequences < 0 else sequences
             if not 0 <= first < self.batch:
                 raise IndexError(f"there are {self.batch} sequences; got {sequences}")
@@ -302,11 +317,12 @@ class KVCache:
                 entries for; a cache that allocates no pages.
         """
         pool, size = self._pages(), self.page_size
-        wanted = [tokens] * self.batch if isinstance(tokens, int) else list(tokens)
-        if len(wanted) != self.batch or not all(0 <= n <= self.room for n in wanted):
+        single = _whole(tokens) or not isinstance(tokens, Iterable)
+        wanted = [tokens] * self.batch if single else list(tokens)
+        if len(wanted) != self.batch or not all(_whole(n) and 0 <= n <= self.room for n in wanted):
             raise UnsupportedProblem(
                 f"reserve takes a number of tokens up to {self.room}, or one for each of {self.batch} sequences; got "
-                f"{tokens}"
+                f"{tokens}: reserve no more than the page table has entries for"
             )
         missing = [max(0, -(-n // size) - len(held)) for n, held in zip(wanted, pool.held, strict=True)]
         if sum(missing) > len(pool.free):
@@ -332,3 +348,35 @@ class KVCache:
                 "the caller's; KVCache.paged(..., pages=n) has a free list"
             )
         return self._pool
+
+
+def _look(t: Tensor) -> str:
+    return f"{tuple(t.shape)} {t.dtype} on {t.device}"
+
+
+def _whole(n: object) -> bool:
+    """Whether ``n`` is an integer, and no bool."""
+    if isinstance(n, bool) or not isinstance(n, SupportsIndex):
+        return False
+    try:
+        index(n)
+    except TypeError:  # a tensor of something else
+        return False
+    return True
+
+
+def _check_sizes(**sizes: tuple[object, int]) -> None:
+    """Refuses sizes that are no integers or below the least."""
+    for name, (size, least) in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < least:
+            raise UnsupportedProblem(f"{name} must be an integer from {least} on; it is {size!r}: pass another")
+
+
+def _check_place(dtype: object, device: torch.device | str) -> None:
+    """Refuses a type that no cache has, and a device that torch does not."""
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UnsupportedProblem(f"dtype must be a floating-point type of torch; it is {dtype!r}: take torch.bfloat16")
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError, TypeError) as error:
+        raise UnsupportedProblem(f"device must be one that torch has; it is {device!r}: {error}") from error

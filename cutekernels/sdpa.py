@@ -81,6 +81,9 @@ class _Router(TorchFunctionMode):
         except UnsupportedProblem as reason:
             self._routing.passed_on[str(reason)] += 1
             return func(*args, **kwargs)
+        except (AttributeError, TypeError, RuntimeError):  # arguments that torch itself refuses
+            self._routing.passed_on["not for arguments of other kinds"] += 1
+            return func(*args, **kwargs)
         self._routing.routed += 1
         q, k, v, options = call
         return attention(q, k, v, **options).transpose(1, 2)  # type: ignore[union-attr]
@@ -138,12 +141,14 @@ def _posed(
         raise UnsupportedProblem("not for channels that are not contiguous")
     if 0 in (*q.shape, *k.shape, *v.shape):
         raise UnsupportedProblem("not for empty tensors")
-    if q.shape[2] != k.shape[2] and not enable_gqa:
+    if q.shape[2] != k.shape[2] and enable_gqa is not True:
         raise UnsupportedProblem("not for heads that are broadcast")
     mask = None if attn_mask is None else _mask(attn_mask, q.shape[1], k.shape[1])
     factor = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
     check(q, k, v, mask, None, None, factor)
     options: dict[str, Any] = {"scale": factor, "mask": mask}
+    if is_causal is not False and is_causal is not True:
+        raise UnsupportedProblem("not for an is_causal that is no bool")
     if is_causal:
         # torch aligns the top left, so query i sees keys up to i; ``attention`` aligns the bottom right. Later keys are
         # left out, and where there are more queries than keys, the band is moved by as many.

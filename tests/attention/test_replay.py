@@ -429,10 +429,9 @@ def test_an_out_of_another_kind_is_refused_of_cached_calls_too(seen: Seen) -> No
     for function, given in ((ck.attention, prefill()), (ck.decode_attention, decode())):
         q = given["q"]
         function(**given, out=torch.empty_like(q))
-        for bad in (q.half(), q[:1], q.flatten(), q.new_zeros(()), q[:1].clone().expand(q.shape)):
+        for bad in (q.half(), q[:1], q.flatten(), q.new_zeros(()), q[:1].clone().expand(q.shape), q.to("meta")):
             with pytest.raises(UnsupportedProblem, match="out must"):
                 function(**given, out=bad)
-        function(**given, out=q.to("meta"))  # torch finds that there is nothing to do
     assert len(seen.launches) == 2
 
 

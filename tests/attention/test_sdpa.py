@@ -235,3 +235,28 @@ def test_what_torch_compiles_is_let_be(on_cpu: None) -> None:
         out = compiled(q, k, v)
     torch.testing.assert_close(out, F.scaled_dot_product_attention(q * 2, k, v))
     assert routing.routed + routing.passed_on.total() <= 1
+
+
+BAD: dict[str, dict[str, Any]] = {
+    "none": {"key": None},
+    "list": {"value": [[1.0]]},
+    "sparse": {"query": torch.randn(1, 2, 5, 8).to_sparse()},
+    "0-d": {"query": torch.tensor(1.0)},
+    "scale": {"scale": "1"},
+    "scales": {"scale": [0.5]},
+    "causal": {"is_causal": "yes"},
+    "dropout": {"dropout_p": "0"},
+    "gqa": {"enable_gqa": "yes"},
+    "mask": {"attn_mask": [True]},
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_calls_fail_with_torch_s_own_errors(on_cpu: None, bad: str) -> None:
+    given = {name: torch.randn(1, 2, 5, 8) for name in ("query", "key", "value")} | BAD[bad]
+    with pytest.raises(Exception) as plain:
+        torch.nn.functional.scaled_dot_product_attention(**given)
+    with route_sdpa() as routing, pytest.raises(plain.type) as routed:
+        torch.nn.functional.scaled_dot_product_attention(**given)
+    assert str(routed.value) == str(plain.value)
+    assert routing.routed == 0

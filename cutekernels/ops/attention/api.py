@@ -18,6 +18,7 @@ from cutekernels.ops.attention.arguments import (
     cap_of,
     check_dtype,
     check_ends,
+    check_flags,
     check_scale,
     default_scale,
     number,
@@ -104,6 +105,7 @@ def attention(
         made = replayed(_CALLS, out, operands, (causal, left, right, cap > 0.0, return_lse), (factor, cap), text)
         if made is not None:
             return made if return_lse else made[0]  # type: ignore[return-value]
+        check_flags("attention", causal=causal, return_lse=return_lse)
         differentiates = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
         # The gradients start from the log-sum-exp.
         options = (causal, left, right, factor, cap, return_lse or (differentiates and out is None), text)
@@ -116,7 +118,7 @@ def attention(
         return (out, lse) if return_lse else out
     except FOREIGN:
         given = {"mask": mask, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "out": out}
-        refuse_others("attention", {"q": q, "k": k, "v": v}, given, {"causal": causal, "return_lse": return_lse})
+        refuse_others("attention", {"q": q, "k": k, "v": v}, given)
         raise
 
 
@@ -173,7 +175,7 @@ def check(
             f"q and k must agree in head dim and batch; their shapes are {tuple(q.shape)} and {tuple(k.shape)}"
         )
     if head_dim % WIDEST or not 0 < head_dim <= _WIDEST_HEAD:
-        raise UnsupportedProblem(f"the head dim must be a multiple of {WIDEST} up to {_WIDEST_HEAD}; it is {head_dim}")
+        raise UnsupportedProblem(f"q's head dim must be a multiple of {WIDEST} up to {_WIDEST_HEAD}; it is {head_dim}")
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
     if heads_kv == 0 or heads_q % heads_kv:
         raise UnsupportedProblem(f"k's {heads_kv} heads must divide q's {heads_q}")
@@ -205,11 +207,7 @@ def check(
 
 def check_out(out: Tensor, q: Tensor, *inputs: Tensor | None) -> None:
     """Refuses an ``out`` that is not as ``q`` or shares memory with an input."""
-    if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device:
-        raise UnsupportedProblem(
-            f"out must be {tuple(q.shape)}, {q.dtype}, on {q.device}; it is {tuple(out.shape)}, {out.dtype}, "
-            f"on {out.device}"
-        )
+    check_out_shape(out, q)
     if overlaps_itself(out):
         raise UnsupportedProblem(f"out must not overlap itself; its strides are {out.stride()}: give it dense memory")
     if any(t is not None and relation(out, t) != "apart" for t in (q, *inputs)):
@@ -218,8 +216,11 @@ def check_out(out: Tensor, q: Tensor, *inputs: Tensor | None) -> None:
 
 def check_out_shape(out: Tensor, q: Tensor) -> None:
     """:func:`check_out` of fakes, which have no memory."""
-    if out.shape != q.shape or out.dtype != q.dtype:
-        raise UnsupportedProblem(f"out must be {tuple(q.shape)}, {q.dtype}")
+    if out.shape != q.shape or out.dtype != q.dtype or out.device != q.device:
+        raise UnsupportedProblem(
+            f"out must be {tuple(q.shape)}, {q.dtype}, on {q.device}; it is {tuple(out.shape)}, {out.dtype}, "
+            f"on {out.device}"
+        )
 
 
 def pose(

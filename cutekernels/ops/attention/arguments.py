@@ -77,10 +77,14 @@ def _side(side: Any) -> int:
     )
 
 
-def text_of(config: Any, kind: type[Config]) -> str:
+def text_of(config: Config | str, kind: type[Config]) -> str:
+    check_config(config, kind)
+    return str(config)
+
+
+def check_config(config: object, kind: type[Config]) -> None:
     if not isinstance(config, (str, kind)):
         raise InvalidConfig(f"config must be of {kind.__name__} or its text; it is {config!r}: leave it out to choose")
-    return str(config)
 
 
 def check_dtype(op: str, q: Tensor) -> None:
@@ -91,16 +95,18 @@ def check_dtype(op: str, q: Tensor) -> None:
         raise UnsupportedProblem(f"{op} on {q.device.type} takes {names}; got {q.dtype}: convert the operands")
 
 
-def refuse_others(
-    op: str, tensors: Mapping[str, object], optional: Mapping[str, object], flags: Mapping[str, object]
-) -> None:
-    """Refuses what is no dense tensor, and flags that are no bool."""
+def check_flags(op: str, **flags: object) -> None:
+    """Refuses what torch would take for a bool."""
+    for name, flag in flags.items():
+        if flag is not True and flag is not False:
+            raise UnsupportedProblem(f"{op} takes {name} as a bool; got {flag!r}: pass True or False")
+
+
+def refuse_others(op: str, tensors: Mapping[str, object], optional: Mapping[str, object]) -> None:
+    """Refuses what is no dense tensor."""
     for names, absent in ((tensors, False), (optional, True)):
         for name, t in names.items():
             check_tensor(op, name, t, optional=absent)
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise UnsupportedProblem(f"{op} takes {name} as a bool; got {flag!r}: pass True or False")
 
 
 # ---- values of index tensors ----------------------------------------------------------------------------

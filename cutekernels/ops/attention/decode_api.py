@@ -15,6 +15,7 @@ from cutekernels.ops.attention.arguments import (
     FOREIGN,
     cap_of,
     check_dtype,
+    check_flags,
     check_lengths,
     check_pages,
     check_scale,
@@ -111,8 +112,10 @@ def decode_attention(
         if made is not None:
             result, lse = made[0], made[-1]
         elif target is None:
+            check_flags("decode_attention", return_lse=return_lse)
             result, lse = torch.ops.cutekernels.decode_attention(*operands, left, factor, cap, return_lse, text)
         else:
+            check_flags("decode_attention", return_lse=return_lse)
             refuse_gradient(q, k_cache, v_cache, target)
             lse = torch.ops.cutekernels.decode_attention_out(*operands, target, left, factor, cap, return_lse, text)
         if out is not None:
@@ -124,8 +127,7 @@ def decode_attention(
         return result, lse.squeeze(2) if single else lse
     except FOREIGN:
         tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
-        given = {"page_table": page_table, "out": out}
-        refuse_others("decode_attention", tensors, given, {"return_lse": return_lse})
+        refuse_others("decode_attention", tensors, {"page_table": page_table, "out": out})
         raise
 
 
@@ -162,7 +164,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None
             f"a sequence has from 1 to {MOST_QUERIES} queries here, not {seq_q}: attention takes more"
         )
     if head_dim % WIDEST or not 0 < head_dim <= _WIDEST_HEAD:
-        raise UnsupportedProblem(f"the head dim must be a multiple of {WIDEST} up to {_WIDEST_HEAD}; it is {head_dim}")
+        raise UnsupportedProblem(f"q's head dim must be a multiple of {WIDEST} up to {_WIDEST_HEAD}; it is {head_dim}")
     if k.shape[3] != head_dim or (table is None and k.shape[0] != batch):
         raise UnsupportedProblem(
             f"q and k_cache must agree in head dim and batch; their shapes are {tuple(q.shape)} and {tuple(k.shape)}"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.attention.arguments import check_config, check_flags
 from cutekernels.ops.kv_append.op import KV_APPEND, KvAppendConfig
 from cutekernels.ops.rope import refuse_table_gradient
 from cutekernels.ops.shared import tensor_op
@@ -51,6 +50,8 @@ def kv_append(
         InvalidConfig: ``config`` breaks a rule of the op.
     """
     check_tensor("kv_append", "k", k)
+    if config is not None:
+        check_config(config, KvAppendConfig)
     queries = k.new_empty((*k.shape[:2], 0, *k.shape[3:])) if q is None else q
     results = (queries, k_cache, v_cache, state)
     operands = (queries, k, v, state, page_table, counts, cos, sin)
@@ -62,6 +63,7 @@ def kv_append(
         raise
     if done is None:
         refuse_others(KV_APPEND, operands, results)
+        check_flags("kv_append", interleaved=interleaved)
         text = None if config is None else str(config)
         torch.ops.cutekernels.kv_append(
             q, k, v, k_cache, v_cache, state, page_table, counts, cos, sin, interleaved, text
@@ -78,30 +80,15 @@ def _refuse_gradient(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: T
 # ---- torch.library --------------------------------------------------------------------------------------
 
 
-def register(library: torch.library.Library) -> None:
-    """Defines ``kv_append`` in ``library``, which updates q, the caches and the state, for GPU, CPU and fakes."""
-    tensor_op.define(library, f"kv_append({KV_APPEND.schema}, str? config=None) -> ()", _cuda, _cpu, _fake)
-
-
-def _operands(args: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-    """Results and inputs of a launch, from the arguments of torch's op."""
-    q, k, v, k_cache, v_cache, state, *rest = args[:10]
+def _split(
+    q: Tensor | None, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, state: Tensor, *rest: Tensor | None
+) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+    """The results and inputs of a launch, from the tensors of torch's op. An absent q has no heads."""
     queries = k.new_empty((*k.shape[:2], 0, *k.shape[3:])) if q is None else q
     return (queries, k_cache, v_cache, state), (queries, k, v, state, *rest)
 
 
-def _cuda(*args: Any) -> None:
-    results, inputs = _operands(args)
-    tensor_op.run(KV_APPEND, results, inputs, options=(args[10],), config=args[11] if len(args) > 11 else None)
-
-
-def _cpu(*args: Any) -> None:
-    results, inputs = _operands(args)
-    KV_APPEND.admit(inputs, results, interleaved=args[10])
-    tensor_op.check_overlap(KV_APPEND, results, inputs)
-    KV_APPEND.update(results, inputs, interleaved=args[10])
-
-
-def _fake(*args: Any) -> None:
-    results, inputs = _operands(args)
-    KV_APPEND.admit(inputs, results, interleaved=args[10])
+def register(library: torch.library.Library) -> None:
+    """Defines ``kv_append`` in ``library``, which updates q, the caches and the state, for GPU, CPU and fakes."""
+    tensors = KV_APPEND.schema.count("Tensor")
+    tensor_op.register_updating(library, KV_APPEND, f"({KV_APPEND.schema}, str? config=None)", tensors, _split)

@@ -191,10 +191,10 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
         number = torch.full_like(state[LENGTHS], k.shape[1]) if counts is None else counts
         return _turned(q, k, v, state[LENGTHS].long(), number, cos, sin, **options)
 
-    def update(self, results: Sequence[Tensor], inputs: Sequence[Any], **options: Any) -> None:
+    def update(self, results: Sequence[Tensor], args: Sequence[Any], **options: Any) -> None:
         """A launch in plain PyTorch. Raises UnsupportedProblem for positions without a row of ``cos``."""
         out_q, *caches, out_state = results
-        q, k, v, state, table, counts, cos, sin = inputs
+        q, k, v, state, table, counts, cos, sin = args
         (batch, seq), (pages, size) = k.shape[:2], caches[0].shape[:2]
         room = size if table is None else size * table.shape[1]
         steps = torch.arange(seq, device=k.device)

@@ -35,7 +35,7 @@ from cutekernels.ops.shared.strides import matrix
 __all__ = [  # what ops take from here, whichever file defines it
     "DTYPE_NAMES", "GPU_DTYPES", "WIDEST_BYTES", "ElementwiseOp", "Launch", "TensorOp", "check_alike", "check_dtype",
     "check_overlap", "check_results", "define", "direct", "eager", "forget", "no_gradient", "present",
-    "refuse_gradient", "register", "register_inplace", "run", "scratch",
+    "refuse_gradient", "register", "register_inplace", "register_updating", "run", "scratch",
 ]  # fmt: skip
 
 
@@ -79,6 +79,11 @@ class TensorOp(Op[P, C]):
     @abstractmethod
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         """The mathematics in plain PyTorch on ``(*inputs, *scalars)``: in fp32 or better, rounded once."""
+
+    def update(self, results: Sequence[Tensor], args: Sequence[Any], **options: Any) -> None:
+        """A launch that writes to ``results``, in plain PyTorch on ``(*inputs, *scalars)``."""
+        for place, value in zip(results, self.evaluate(*args, **options), strict=True):
+            place.copy_(value)
 
     def reference(self, p: P, *args: Any) -> tuple[Tensor, ...]:
         return self.evaluate(*args, **{name: getattr(p, name) for name in self.options})
@@ -272,11 +277,23 @@ def register_inplace(library: torch.library.Library, op: TensorOp[Any, Any], upd
         kind, name = words[i].split(" ")
         words[i] = f"Tensor({mark}!){kind.removeprefix('Tensor')} {name}"
 
-    def updating(f: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: f(places(args[:n], updated), args[:n], *args[n:])
+    arguments = f"_inplace({', '.join(words)}, str? config=None)"
+    register_updating(library, op, arguments, n, lambda *inputs: (places(inputs, updated), inputs))
 
-    schema = f"{op.name}_inplace({', '.join(words)}, str? config=None) -> ()"
-    define(library, schema, *map(updating, _implementations(op)))
+
+def register_updating(
+    library: torch.library.Library,
+    op: TensorOp[Any, Any],
+    arguments: str,
+    tensors: int,
+    split: Callable[..., tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]],
+) -> None:
+    """Defines ``op.name + arguments -> ()``, for GPU, CPU and fakes: ``split(*tensors)`` is (results, inputs)."""
+
+    def updating(f: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: f(*split(*args[:tensors]), *args[tensors:])
+
+    define(library, f"{op.name}{arguments} -> ()", *map(updating, _implementations(op)))
 
 
 def places(inputs: Sequence[Tensor | None], updated: Sequence[int]) -> tuple[Tensor, ...]:
@@ -304,12 +321,12 @@ def _implementations(op: TensorOp[Any, Any]) -> tuple[Callable[..., Any], Callab
 
     def cpu(given: tuple[Tensor, ...] | None, inputs: tuple[Any, ...], *rest: Any) -> Any:
         options = admitted(given, inputs, rest)
-        if given is not None:
-            check_overlap(op, given, inputs)
-        values = op.evaluate(*inputs, *rest[o : o + s], **options)
-        for place, value in zip(given or (), values, strict=given is not None):
-            place.copy_(value)
-        return returned(given, () if given is not None else tuple([t.contiguous() for t in values]))
+        args = (*inputs, *rest[o : o + s])
+        if given is None:
+            return returned(None, tuple([t.contiguous() for t in op.evaluate(*args, **options)]))
+        check_overlap(op, given, inputs)
+        op.update(given, args, **options)
+        return None
 
     def fake(given: tuple[Tensor, ...] | None, inputs: tuple[Any, ...], *rest: Any) -> Any:
         options = admitted(given, inputs, rest)
