@@ -317,8 +317,7 @@ class KVCache:
                 entries for; a cache that allocates no pages.
         """
         pool, size = self._pages(), self.page_size
-        single = _whole(tokens) or not isinstance(tokens, Iterable)
-        wanted = [tokens] * self.batch if single else list(tokens)
+        wanted: list[int] = list(tokens) if isinstance(tokens, Iterable) else [tokens] * self.batch
         if len(wanted) != self.batch or not all(_whole(n) and 0 <= n <= self.room for n in wanted):
             raise UnsupportedProblem(
                 f"reserve takes a number of tokens up to {self.room}, or one for each of {self.batch} sequences; got "

@@ -138,7 +138,7 @@ def _check_values(
     check(q, k, v, lengths, table, scale)
     check_lengths(lengths, room_of(k, table))
     if table is not None:
-        check_pages(table, lengths, *k.shape[:2], q.shape[1], left)
+        check_pages(table, lengths, k.shape[0], k.shape[1], q.shape[1], left)
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, scale: float) -> None:
@@ -288,7 +288,7 @@ def _cpu(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) 
     if results is not None:
         check_out(results[0], *inputs)
     if table is not None:
-        check_pages(table, lengths, *k.shape[:2], q.shape[1], left)
+        check_pages(table, lengths, k.shape[0], k.shape[1], q.shape[1], left)
     seen = lengths.clamp(0, room_of(k, table))  # as the kernel does, which cannot raise
     out, lse = reference.decode(q, k, v, seen, table, scale, softcap, left=None if left < 0 else left)
     lse = lse if return_lse else fresh_lse(q, False)
