@@ -15,7 +15,9 @@ import pytest
 
 from cutekernels import gpu
 from cutekernels.ops.gemm import specialized
+from cutekernels.ops.gemm.multistage import MULTISTAGE
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.schedule import extras_of
 from tests import compiled
 from tests.gemm.cases import random_config
 
@@ -54,7 +56,7 @@ def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gp
     chosen = random_config(random.Random(f"{name} {spec.name}"), problem, spec)
     for config in (default, chosen):
         facts = built(problem, config, spec.name).facts
-        assert facts.smem_bytes == SCHEDULES[config.body].smem(config).total_bytes, config
+        assert facts.smem_bytes == SCHEDULES[config.body].smem(config, extras_of(problem)).total_bytes, config
         assert facts.smem_bytes <= spec.smem_per_block_bytes
         assert 0 < facts.registers <= spec.MAX_REGISTERS_PER_THREAD
         # The config's promise: this many CTAs are resident. Registers are allocated by the 8.
@@ -69,16 +71,24 @@ def test_random_configs_take_the_smem_they_say(seed: int) -> None:
     problem = GemmProblem.parse(rng.choice(list(PROBLEMS.values())))
     spec = rng.choice(TARGETS)
     config = random_config(rng, problem, spec)
-    assert built(problem, config, spec.name).facts.smem_bytes == SCHEDULES[config.body].smem(config).total_bytes
+    assert (
+        built(problem, config, spec.name).facts.smem_bytes
+        == SCHEDULES[config.body].smem(config, extras_of(problem)).total_bytes
+    )
 
 
 # ---- instructions ---------------------------------------------------------------------------------------
 
 
+def multistage_default(problem: GemmProblem, spec: gpu.GpuSpec) -> GemmConfig:
+    taken = [c for c in MULTISTAGE.shortlist(problem) if GEMM.why_not(problem, c, spec) is None]
+    return min(taken, key=lambda c: (MULTISTAGE.estimate_us(problem, c, spec), str(c)))
+
+
 @pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
 def test_an_aligned_problem_runs_on_tensor_cores_fed_by_16_byte_copies(spec: gpu.GpuSpec) -> None:
     problem = GemmProblem.parse(PROBLEMS["square"])
-    found = instructions(problem, GEMM.default(problem, spec), spec.name)
+    found = instructions(problem, multistage_default(problem, spec), spec.name)
     assert "HMMA.16816.F32.BF16" in found
     assert {i for i in found if i.startswith("LDSM") and i.endswith(".4")}, "fragments come by ldmatrix.x4"
     copies = {i for i in found if i.startswith("LDGSTS")}
@@ -106,7 +116,7 @@ def test_an_unaligned_problem_moves_single_elements() -> None:
 @pytest.mark.parametrize(("align", "bits"), [(8, ".128"), (4, ".64"), (2, "")])
 def test_copies_are_as_wide_as_alignment_allows(align: int, bits: str) -> None:
     problem = GemmProblem.parse(f"m=64 n=64 k=64 a_align={align} b_align={align} out_align={align}")
-    found = instructions(problem, GEMM.default(problem, H200), "h200")
+    found = instructions(problem, multistage_default(problem, H200), "h200")
     copies = {i for i in found if i.startswith("LDGSTS")}
     assert copies
     assert {m[0] if (m := re.search(r"\.(64|128)$", i)) else "" for i in copies} == {bits}
@@ -125,7 +135,7 @@ def test_the_kernel_depends_on_the_static_half_of_a_problem_alone() -> None:
 )
 def test_every_static_field_changes_the_code(change: str) -> None:
     base = GemmProblem.parse("m=256 n=256 k=256")
-    config = GEMM.default(base, H200)
+    config = multistage_default(base, H200)
     assert code(base, config) != code(GemmProblem.parse(f"{base} {change}"), config)
 
 
@@ -165,15 +175,16 @@ def test_every_knob_changes_the_code(knob: str) -> None:
 
 
 def test_the_bodies_differ() -> None:
-    text = "m=64 n=4096 k=4096 b_major=k"
-    kernels = [next(c for c in valid(text) if c.body == body) for body in GemmConfig.space()["body"]]
-    assert len({code(GemmProblem.parse(text), c) for c in kernels}) == len(kernels) == 3
+    few, many = "m=64 n=4096 k=4096 b_major=k", "m=256 n=4096 k=4096 b_major=k"
+    kernels = [next(c for c in (*valid(few), *valid(many)) if c.body == body) for body in GemmConfig.space()["body"]]
+    assert len({code(GemmProblem.parse(few), c) for c in kernels}) == len(kernels) == 4
 
 
 def changes_something(text: str, knob: str) -> bool:
     """Whether ``knob`` alone changes the code of a config with large tiles to a warp; no rules applied."""
     problem = GemmProblem.parse(text)
-    hungry = sorted(valid(text), key=lambda c: (c.warp_tile[0] * c.warp_tile[1], c.warps, str(c)), reverse=True)
+    warps = [c for c in valid(text) if c.body == "multistage"]
+    hungry = sorted(warps, key=lambda c: (c.warp_tile[0] * c.warp_tile[1], c.warps, str(c)), reverse=True)
     return any(
         code(problem, base) != code(problem, base.replace(**{knob: value}))
         for base in hungry[:3]
@@ -183,7 +194,8 @@ def changes_something(text: str, knob: str) -> bool:
 
 def test_more_ctas_per_sm_take_fewer_registers() -> None:
     problem = GemmProblem.parse("m=4096 n=4096 k=4096")
-    hungry = max(valid(str(problem)), key=lambda c: (c.warp_tile[0] * c.warp_tile[1], c.warps, str(c)))
+    warps = [c for c in valid(str(problem)) if c.body == "multistage"]
+    hungry = max(warps, key=lambda c: (c.warp_tile[0] * c.warp_tile[1], c.warps, str(c)))
     alone, crowded = (hungry.replace(ctas_per_sm=n) for n in (1, 3))
     assert built(problem, crowded, "h200").facts.registers < built(problem, alone, "h200").facts.registers
 

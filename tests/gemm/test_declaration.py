@@ -17,6 +17,7 @@ from cutekernels.ops import registry
 from cutekernels.ops.gemm.api import pose
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES
 from cutekernels.ops.gemm.problem import ACTIVATIONS, DTYPES, WIDEST, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.schedule import extras_of
 from tests.gemm.cases import random_problem
 
 GPUS = gpu.GPUS
@@ -153,7 +154,7 @@ class TestRules:
     def test_what_is_valid_fits_the_sm(self, spec: gpu.GpuSpec) -> None:
         for seed, problem in enumerate([*SUITE, random_problem(random.Random(5)), random_problem(random.Random(6))]):
             for c in random_valid(problem, spec, seed, 12):
-                smem = SCHEDULES[c.body].smem(c).total_bytes
+                smem = SCHEDULES[c.body].smem(c, extras_of(problem)).total_bytes
                 assert smem <= spec.smem_per_block_bytes
                 assert c.ctas_per_sm * (smem + spec.SMEM_RESERVED_BYTES) <= spec.smem_per_sm_bytes
                 assert c.ctas_per_sm * c.warps <= spec.max_warps

@@ -34,6 +34,7 @@ from cutekernels.errors import (
 from cutekernels.isolate import Child, Pool, RemoteError
 from cutekernels.ops import registry
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES, GemmProblem
+from cutekernels.ops.gemm.schedule import extras_of
 from tests.test_floors import ROOT, file_of, imports
 from tests.tuner.toys import A100, H200, ToyConfig, ToyOp, ToyProblem
 
@@ -550,7 +551,7 @@ class TestProcesses:
                 with pytest.raises(RemoteError) as raised:
                     child.ask(request, 60)
                 assert raised.value.type_name.endswith(error.__name__)
-        assert facts.smem_bytes == SCHEDULES[config.body].smem(config).total_bytes
+        assert facts.smem_bytes == SCHEDULES[config.body].smem(config, extras_of(problem)).total_bytes
         assert pickle.loads(pickle.dumps(facts)) == facts
 
         def refuse(*args: Any) -> Any:

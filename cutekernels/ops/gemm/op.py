@@ -17,6 +17,7 @@ from cutekernels.ops.gemm.problem import (
     ACTIVATIONS,
     DTYPES,
     ELEMENT_BYTES,
+    MOST_TOKENS,
     WIDEST,
     GemmConfig,
     GemmProblem,
@@ -25,6 +26,7 @@ from cutekernels.ops.gemm.problem import (
 from cutekernels.ops.gemm.schedule import Schedule
 from cutekernels.ops.gemm.skinny import SKINNY
 from cutekernels.ops.gemm.specialized import SPECIALIZED
+from cutekernels.ops.gemm.warpgroup import WARPGROUP
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
@@ -32,7 +34,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ACTIVATIONS", "DTYPES", "GEMM", "SCHEDULES", "WIDEST", "Gemm", "GemmConfig", "GemmProblem", "reference"]
 
-SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in (MULTISTAGE, SKINNY, SPECIALIZED)}
+SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in (MULTISTAGE, SKINNY, SPECIALIZED, WARPGROUP)}
+
+
+CLEARLY = 0.9  # share of another schedule's time; models of two schedules are 6 to 20 % off
 
 
 class Gemm(Op[GemmProblem, GemmConfig]):
@@ -71,7 +76,7 @@ class Gemm(Op[GemmProblem, GemmConfig]):
     # -- choice
 
     def default(self, p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
-        """The model's best of one schedule, since their models do not compare."""
+        """The model's best; see :func:`_default`."""
         return _default(self, p, gpu)
 
     def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> float:
@@ -216,16 +221,31 @@ def takes(schedule: Schedule, p: GemmProblem, gpu: GpuSpec) -> bool:
 
 @cache
 def _default(op: Gemm, p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
-    """Skinny's best for few tokens, else specialized's where it takes ``p``, else multistage's."""
+    """The first choice that has a config: skinny for the fewest tokens, specialized up to MOST_TOKENS; beyond, and for
+    other layouts, warpgroup where its model is clearly ahead, else the schedule it would replace.
+    """
     special = takes(SPECIALIZED, p, gpu)
     few = specialized.least_tokens(p, gpu) if special else skinny.DEFAULT_TOKENS + 1
-    preferred: list[Schedule] = [SKINNY] if p.m < few and takes(SKINNY, p, gpu) else []
-    preferred += [SPECIALIZED, MULTISTAGE] if special else [MULTISTAGE]
-    for schedule in preferred:
-        candidates = [c for c in schedule.shortlist(p) if op.why_not(p, c, gpu) is None]
-        if candidates:
-            return min(candidates, key=lambda c: (schedule.estimate_us(p, c, gpu), schedule.preference(c)))
+    if p.m < few and (found := _best(op, SKINNY, p, gpu)):
+        return found[1]
+    before = _best(op, SPECIALIZED, p, gpu) if special else None
+    before = before or _best(op, MULTISTAGE, p, gpu)
+    after = None if special and p.m <= MOST_TOKENS else _best(op, WARPGROUP, p, gpu)
+    if before and after:
+        return after[1] if after[0] < CLEARLY * before[0] else before[1]
+    if found := before or after:
+        return found[1]
     raise AssertionError(f"no config for {p} on {gpu.name}")
+
+
+def _best(op: Gemm, schedule: Schedule, p: GemmProblem, gpu: GpuSpec) -> tuple[float, GemmConfig] | None:
+    """The model's time and config of one schedule, if it takes ``p``."""
+    if not takes(schedule, p, gpu):
+        return None
+    candidates = [c for c in schedule.shortlist(p) if op.why_not(p, c, gpu) is None]
+    ranked = ((schedule.estimate_us(p, c, gpu), schedule.preference(c), c) for c in candidates)
+    best = min(ranked, key=lambda found: found[:2], default=None)
+    return None if best is None else (best[0], best[2])
 
 
 def padded(shape: tuple[int, ...], align: int) -> tuple[int, ...]:

@@ -126,7 +126,7 @@ class GemmConfig(Config):
     """The knobs of all schedules; ``body`` names the one that gives them a meaning."""
 
     tile_m: int = knob(16, *range(32, 257, 8))
-    tile_n: int = knob(8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+    tile_n: int = knob(8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
     tile_k: int = knob(32, 64, 128, 256)
     warps_m: int = knob(1, 2, 4)
     warps_n: int = knob(1, 2, 4)
@@ -134,11 +134,15 @@ class GemmConfig(Config):
     raster: int = knob(1, 8, 16)
     ctas_per_sm: int = knob(1, 2, 3)
     persistent: bool = knob(False, True, added=True)
-    body: str = knob("multistage", "skinny", "specialized", added=True)
+    body: str = knob("multistage", "skinny", "specialized", "warpgroup", added=True)
     warps_k: int = knob(1, 2, 4, 8, added=True)
     split_k: int = knob(1, 2, 4, added=True)
     pdl: bool = knob(False, True, added=True)
     ahead: int = knob(0, 1, 2, 4, 8, added=True)
+    pingpong: bool = knob(False, True, added=True)
+    cluster_m: int = knob(1, 2, added=True)
+    cluster_n: int = knob(1, 2, added=True)
+    swapped: bool = knob(False, True, added=True)
 
     @classmethod
     def every(cls) -> Iterator[GemmConfig]:
@@ -187,6 +191,18 @@ BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
         "split_k": (1, 2),
         "pdl": (False, True),
         "ahead": (0, 1, 2, 4, 8),
+    },
+    "warpgroup": {
+        "tile_m": (64, 128, 192, 256),
+        "tile_n": (64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256),
+        "tile_k": (64,),
+        "stages": (3, 4, 5, 6, 8),
+        "raster": (1, 8, 16),
+        "pdl": (False, True),
+        "pingpong": (False, True),
+        "cluster_m": (1, 2),
+        "cluster_n": (1, 2),
+        "swapped": (False, True),
     },
 }
 # Allowed values of every knob under each body, in the order of the fields.

@@ -1,4 +1,6 @@
-"""``Schedule``: what ops know of a kernel body. One frozen object each: MULTISTAGE, SKINNY, SPECIALIZED."""
+"""``Schedule``: what ops know of a kernel body. One frozen object each: MULTISTAGE, SKINNY, SPECIALIZED,
+WARPGROUP.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cutekernels.kernels.cute.parts.smem import GemmSmem, SkinnySmem, SpecializedSmem
+from cutekernels.kernels.cute.parts.smem import GemmSmem, SkinnySmem, SpecializedSmem, WarpgroupSmem
 from cutekernels.ops.gemm.problem import WIDEST, GemmConfig, GemmProblem
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ class Extras:
     squares: bool = False  # rstd is computed from sums of squares; else it is given
     apart: bool = False  # those sums come from CTAs without a tile
     gated: bool = False  # two weight rows to an output, silu(gate) * up
+    source: bool = False  # C is added
+    biased: bool = False
 
     @property
     def weighs(self) -> bool:
@@ -33,6 +37,11 @@ class Extras:
 
 
 PLAIN = Extras()
+
+
+def extras_of(p: GemmProblem) -> Extras:
+    """What ``p`` asks of a body beside the product."""
+    return Extras(source=p.c != "none", biased=p.bias != "none")
 
 
 class Schedule(ABC):
@@ -59,14 +68,14 @@ class Schedule(ABC):
 
     @abstractmethod
     def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
-        """The model's time. Times of different schedules do not compare."""
+        """The model's time. Skinny's ranks its own configs only; the others' compare."""
 
     def preference(self, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
         """Sort key among configs of one estimate; the least is preferred."""
         return (str(c),)
 
     @abstractmethod
-    def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> GemmSmem | SkinnySmem | SpecializedSmem:
+    def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> GemmSmem | SkinnySmem | SpecializedSmem | WarpgroupSmem:
         """The shared memory of a CTA."""
 
     def threads(self, c: GemmConfig) -> int:

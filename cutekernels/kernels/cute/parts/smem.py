@@ -164,3 +164,57 @@ class SpecializedSmem:
     @property
     def total_bytes(self) -> int:
         return max(self.squares_barrier_at + 8 * self.squares, self.ALONE_BYTES * self.alone)
+
+
+@dataclass(frozen=True, slots=True)
+class WarpgroupSmem:
+    """Shared memory of a warpgroup GEMM: stages of both operands, then boxes of results and bias for each group, then
+    barriers.
+
+    A box is 64 x 64 results on their way out; with C in front, a box brings its part of C first.
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    stages: int
+    groups: int
+    boxes: int  # of a group
+    biased: bool = False
+    element_bytes: int = 2
+    BOX = 64  # rows and columns
+    BIASES = 256  # of a tile, at most
+
+    @property
+    def rows_bytes(self) -> int:
+        return self.tile_m * self.tile_k * self.element_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.tile_m + self.tile_n) * self.tile_k * self.element_bytes
+
+    @property
+    def columns_at(self) -> int:
+        return self.stages * self.rows_bytes
+
+    @property
+    def boxes_at(self) -> int:
+        at = self.stages * self.stage_bytes
+        return -(-at // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def box_bytes(self) -> int:
+        return self.BOX * self.BOX * self.element_bytes
+
+    @property
+    def biases_at(self) -> int:
+        return self.boxes_at + self.groups * self.boxes * self.box_bytes
+
+    @property
+    def barriers_at(self) -> int:
+        """Full and empty for each stage, then one for each box, then a turn for each group."""
+        return self.biases_at + self.groups * self.BIASES * 4 * self.biased
+
+    @property
+    def total_bytes(self) -> int:
+        return self.barriers_at + 8 * (2 * self.stages + self.groups * self.boxes + self.groups)

@@ -1,0 +1,217 @@
+"""The warpgroup schedule: TMA and warpgroup MMA in a persistent grid, for any layout. Rules, model, body.
+
+``tile_m`` advances by the MMA's 64 rows, ``tile_n`` by 16 columns; ``swapped`` puts columns of out on the side of
+``tile_m``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from cutekernels import rates
+from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
+from cutekernels.ops.gemm import prefetch
+from cutekernels.ops.gemm.problem import (
+    BODIES,
+    ELEMENT_BYTES,
+    MOST_TOKENS,
+    WIDEST,
+    GemmConfig,
+    GemmProblem,
+    Side,
+    spanned,
+)
+from cutekernels.ops.gemm.schedule import PLAIN, Extras, Schedule, extras_of, refused_layout
+
+if TYPE_CHECKING:
+    from cutekernels.gpu import GpuSpec
+
+GROUP_ROWS = 64  # of an MMA
+SWIZZLED = 64  # elements of a swizzled line: what an operand that is not K-major advances by
+LEAST_EXTENT = 32  # rows and columns of out; fewer leave most of a tile idle
+# Sums of a thread: more spill, whatever setmaxnreg gives; 208 took 15 times as long (H200, 2026-11-23).
+MOST_SUMS = 192
+MOST_SUMS_FINISHED = 176  # with C, a bias or an activation
+MOST_SUMS_OF_THREE = 80  # where three groups leave a thread 160 registers
+_ROOM = 227 * 1024  # bytes of shared memory that the default chooses within
+BOXES, SOURCE_BOXES = 2, 4  # buffers of a group's results, and where C comes in through them
+
+# Coefficients of the model, each a multiple of a rate: docs/notes/gemm.md#warpgroup-model (H200, 2026-11-23).
+_FIXED, _UNDEPENDENT = 2.06 / 1.5, 0.59 / 0.63  # of launch_us, of dependent_us
+_MMA = 5.99 / 6.22  # of warpgroup_flops_per_us
+_PORT = 77.0 / 99.0  # of sm_bytes_per_us
+_EPILOGUE_BYTES = 1.32e-5 * 99e3  # per output element, at sm_bytes_per_us
+_SHARPNESS = 8.0  # exponent of the mean of a k-tile's two times
+
+
+@dataclass(frozen=True)
+class Warpgroup(Schedule):
+    """One warp loads by TMA, groups of four warps multiply from shared memory; no extras."""
+
+    name = "warpgroup"
+
+    def refused(self, p: GemmProblem, gpu: GpuSpec) -> Iterator[str]:
+        if not (gpu.has_tma and gpu.has_wgmma):
+            yield f"{gpu.name} has no warpgroup MMA"
+        if min(p.a_align, p.b_align, p.out_align) < WIDEST:
+            yield f"{self.name} takes operands with 16-byte aligned rows"
+        if p.c != "none" and (p.c != p.out_major or p.c_align < WIDEST):
+            yield f"{self.name} takes a c with 16-byte aligned rows, whose contiguous extent is out's"
+        if p.wide or p.accumulate != "fp32":
+            yield f"{self.name} takes no 64-bit strides and accumulates in fp32"
+        if p.k == 0:
+            yield f"{self.name} takes a K of 1 or more"
+        if p.m <= MOST_TOKENS and next(refused_layout(self.name, p), None) is None:
+            yield f"up to {MOST_TOKENS} tokens of a K-major weight are for body=specialized"
+        if min(p.m, p.n) < LEAST_EXTENT:
+            yield f"{self.name} takes {LEAST_EXTENT} rows and columns or more; they are {p.m} and {p.n}"
+
+    def fitting_tiles(self, p: GemmProblem) -> Sequence[int]:
+        return BODIES[self.name]["tile_n"]
+
+    def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> WarpgroupSmem:
+        boxes = SOURCE_BOXES if extras.source else BOXES
+        return WarpgroupSmem(c.tile_m, c.tile_n, c.tile_k, c.stages, groups(c), boxes, extras.biased)
+
+    def threads(self, c: GemmConfig) -> int:
+        """The groups that multiply, and the one that loads."""
+        return 128 * (groups(c) + 1)
+
+    def broken(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
+        yield from self.refused(p, gpu)
+        if c.cluster_m * c.cluster_n > 2:
+            yield "a cluster has two CTAs at most: take cluster_m=1 or cluster_n=1"
+        if c.pingpong and c.tile_m > 2 * GROUP_ROWS:
+            yield f"pingpong=1 gives each group a tile of its own, of 64 or 128 rows; tile_m={c.tile_m}"
+        sums = c.tile_m * c.tile_n // (128 * sharing(c))
+        plain = (p.c, p.bias, p.activation) == ("none", "none", "none")
+        most = MOST_SUMS_OF_THREE if groups(c) == 3 else MOST_SUMS if plain else MOST_SUMS_FINISHED
+        if sums > most:
+            yield f"{c.tile_m}x{c.tile_n} are {sums} sums a thread; {groups(c)} groups keep {most} at most"
+        rows, columns = sides(p, c)
+        for name, tile, side, shared in (("m", c.tile_m, rows, c.cluster_n), ("n", c.tile_n, columns, c.cluster_m)):
+            if not side.k_major and tile % (SWIZZLED * shared):
+                yield f"tile_{name}={tile} is loaded in {shared} parts, along M or N by {SWIZZLED} elements"
+            if tile > 2 * max(GROUP_ROWS, side.extent):
+                yield f"tile_{name}={tile} idles most of a tile over an extent of {side.extent}"
+        frame = self.smem(c, extras_of(p))
+        if frame.total_bytes > gpu.smem_per_block_bytes:
+            yield f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
+        elif c.stages < 6 and frame.total_bytes + 2 * frame.stage_bytes <= gpu.smem_per_block_bytes:
+            yield f"stages={c.stages} leaves room for {c.stages + 2}"
+        tiles_m, tiles_n = cluster_tiles(p, c)
+        if c.cluster_m * c.cluster_n > 1 and tiles_m * tiles_n * p.batch == 1:
+            yield "a cluster is for more than two tiles"
+        yield from prefetch.broken(c, gpu)
+        if c.raster > 1 and tiles_m == 1:
+            yield f"raster={c.raster} does not suit one row of tiles: take 1"
+
+    def shortlist(self, p: GemmProblem) -> Iterable[GemmConfig]:
+        return _shortlist()
+
+    def preference(self, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
+        """More stages, bands of 8 tile rows, rows that stay rows."""
+        return -c.stages, c.raster != 8, c.raster, c.swapped, c.cluster_n, str(c)
+
+    def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
+        """Tiles of the busiest SM, each k-tile as slow as tensor cores or the L2, plus fixed costs; or DRAM, if slower.
+
+        Fitted to 26 configs of 7 products on an H200, with an error of 6 %.
+        """
+        rate = rates.of(gpu)
+        tiles_m, tiles_n = cluster_tiles(p, c)
+        tiles = -(-tiles_m * tiles_n * p.batch // max(1, gpu.sm_count // (c.cluster_m * c.cluster_n)))
+        multiply = 2.0 * c.tile_m * c.tile_n * c.tile_k / (_MMA * rate.warpgroup_flops_per_us)
+        loaded = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * c.tile_k * ELEMENT_BYTES
+        fetch = loaded / (_PORT * rate.sm_bytes_per_us)
+        step = (multiply**_SHARPNESS + fetch**_SHARPNESS) ** (1 / _SHARPNESS)
+        epilogue = _EPILOGUE_BYTES / rate.sm_bytes_per_us * c.tile_m * c.tile_n
+        busy = tiles * -(-p.k // c.tile_k) * step + epilogue * (1 if c.pingpong else tiles)
+        moved = ELEMENT_BYTES * p.batch * (p.m * p.k + p.k * p.n + p.m * p.n * (1 if p.c == "none" else 2))
+        dram = moved / (rate.dram_share * gpu.dram_gbps * 1e3)
+        fixed = _FIXED * rate.launch_us + (0.0 if c.pdl else _UNDEPENDENT * rate.dependent_us)
+        return float(fixed + max(busy, dram))
+
+    def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
+        import cutlass
+
+        from cutekernels.kernels.cute.gemm.warpgroup import WarpgroupGemm
+        from cutekernels.kernels.cute.parts.boxes import ResultBoxes
+        from cutekernels.kernels.cute.parts.epilogue import Activation
+        from cutekernels.kernels.cute.parts.schedule import Raster
+
+        rows, columns = sides(p, c)
+        bias = "none" if p.bias == "none" else "m" if c.swapped else "n"
+        pitch = GROUP_ROWS * sharing(c)
+        results = ResultBoxes(
+            dtype={"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[p.dtype],
+            columns=c.tile_n,
+            panels=c.tile_m // pitch,
+            pitch=pitch,
+            boxes=self.smem(c, extras_of(p)).boxes,
+            rows_contiguous=(p.out_major == "m") != c.swapped,
+            source=p.c != "none",
+            bias=bias,
+            activation=Activation(p.activation),
+        )
+        return WarpgroupGemm(
+            tile_m=c.tile_m,
+            tile_n=c.tile_n,
+            tile_k=c.tile_k,
+            stages=c.stages,
+            pingpong=c.pingpong,
+            cluster_m=c.cluster_m,
+            cluster_n=c.cluster_n,
+            raster=Raster(c.raster),
+            rows_k_major=rows.k_major,
+            columns_k_major=columns.k_major,
+            accumulate=cutlass.Float32,
+            results=results,
+            swapped=c.swapped,
+            dependent=c.pdl,
+            resident=gpu.sm_count // (c.cluster_m * c.cluster_n) * (c.cluster_m * c.cluster_n),
+        )
+
+
+WARPGROUP = Warpgroup()
+
+
+@cache
+def _shortlist() -> tuple[GemmConfig, ...]:
+    """The two deepest pipelines of every tile; C's boxes may leave room for the second only."""
+    deepest: dict[GemmConfig, list[GemmConfig]] = {}
+    for c in spanned(WARPGROUP.name, raster=(1, 8), pdl=(True,)):
+        if WARPGROUP.smem(c).total_bytes <= _ROOM:
+            deepest.setdefault(c.replace(stages=3), []).append(c)
+    return tuple(c for found in deepest.values() for c in sorted(found, key=lambda c: -c.stages)[:2])
+
+
+# ---- arithmetic of the rules ----------------------------------------------------------------------------
+
+
+def sharing(c: GemmConfig) -> int:
+    """Groups that share a tile."""
+    if c.pingpong:
+        return 1
+    return c.tile_m // GROUP_ROWS if c.tile_m <= 3 * GROUP_ROWS else 2
+
+
+def groups(c: GemmConfig) -> int:
+    """Groups that multiply."""
+    return 2 if c.pingpong else sharing(c)
+
+
+def sides(p: GemmProblem, c: GemmConfig) -> tuple[Side, Side]:
+    """The operand of tile rows and that of tile columns."""
+    a = Side(p.m, p.a_major == "k", p.a_align)
+    b = Side(p.n, p.b_major == "k", p.b_align)
+    return (b, a) if c.swapped else (a, b)
+
+
+def cluster_tiles(p: GemmProblem, c: GemmConfig) -> tuple[int, int]:
+    """Tiles of whole clusters along rows and columns."""
+    rows, columns = sides(p, c)
+    return -(-rows.extent // (c.tile_m * c.cluster_m)), -(-columns.extent // (c.tile_n * c.cluster_n))

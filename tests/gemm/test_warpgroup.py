@@ -1,0 +1,165 @@
+"""The warpgroup schedule: its rules, its choice, and its kernels compiled for a GPU that is not there."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from cutekernels import gpu
+from cutekernels.ops.gemm.op import GEMM, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.schedule import extras_of
+from cutekernels.ops.gemm.warpgroup import WARPGROUP, cluster_tiles, groups, sharing
+from tests import compiled
+
+H200, A100 = gpu.lookup("h200"), gpu.lookup("a100")
+SQUARE = GemmProblem.parse("m=4096 n=4096 k=4096 b_major=k")
+BASE = GemmConfig.parse(
+    "tile_m=128 tile_n=256 tile_k=64 warps_m=1 warps_n=1 stages=4 raster=8 ctas_per_sm=1 body=warpgroup"
+)
+
+
+def broken(p: GemmProblem, c: GemmConfig) -> str:
+    return "; ".join(WARPGROUP.broken(p, c, H200))
+
+
+# ---- rules ----------------------------------------------------------------------------------------------
+
+
+def test_the_base_is_valid() -> None:
+    assert GEMM.why_not(SQUARE, BASE, H200) is None
+
+
+def test_without_warpgroup_mma_there_is_none() -> None:
+    assert "no warpgroup MMA" in str(GEMM.why_not(SQUARE, BASE, A100))
+    assert all(c.body != "warpgroup" for c in GEMM.valid(SQUARE, A100))
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        ("m=4096 n=4096 k=4096 b_major=k b_align=4", "16-byte aligned"),
+        ("m=4096 n=4096 k=4096 out_align=2", "16-byte aligned"),
+        ("m=4096 n=4096 k=4096 c=m", "contiguous extent is out's"),
+        ("m=4096 n=4096 k=4096 c=n c_align=4", "contiguous extent is out's"),
+        ("m=4096 n=4096 k=4096 wide=1", "64-bit strides"),
+        ("m=4096 n=4096 k=4096 dtype=fp16 accumulate=fp16", "accumulates in fp32"),
+        ("m=4096 n=4096 k=0", "a K of 1 or more"),
+        ("m=31 n=4096 k=4096", "32 rows and columns"),
+        ("m=4096 n=16 k=4096", "32 rows and columns"),
+    ],
+)
+def test_refuses_what_it_cannot_do(words: str, rule: str) -> None:
+    problem = GemmProblem.parse(words)
+    assert rule in broken(problem, BASE)
+    assert GEMM.default(problem, H200).body != "warpgroup"
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"cluster_m": 2, "cluster_n": 2}, "two CTAs at most"),
+        ({"pingpong": True, "tile_m": 256, "tile_n": 96}, "a tile of its own"),
+        ({"tile_m": 256, "tile_n": 208, "stages": 3}, "208 sums a thread"),
+        ({"pingpong": True, "tile_n": 208}, "208 sums a thread"),
+        ({"tile_m": 192, "tile_n": 192, "stages": 3}, "96 sums a thread; 3 groups keep 80"),
+        ({"stages": 8}, "shared memory"),
+        ({"tile_n": 64, "stages": 3}, "leaves room for 5"),
+    ],
+)
+def test_a_config_breaks_a_rule(change: dict[str, object], rule: str) -> None:
+    assert rule in broken(SQUARE, BASE.replace(**change))
+
+
+def test_operands_that_are_not_k_major_come_in_whole_swizzled_lines() -> None:
+    problem = GemmProblem.parse("m=4096 n=4096 k=4096")
+    assert "by 64 elements" in broken(problem, BASE.replace(tile_n=160, stages=5))
+    assert "by 64 elements" in broken(problem, BASE.replace(tile_n=192, cluster_m=2))
+    assert not broken(problem, BASE.replace(cluster_m=2))
+
+
+def test_bias_and_c_take_shared_memory_too() -> None:
+    problem = GemmProblem.parse("m=4096 n=4096 k=4096 b_major=k c=n bias=same")
+    assert "shared memory" in broken(problem, BASE)
+    assert not broken(problem, BASE.replace(stages=3))
+
+
+# ---- choice ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["", "b_major=k", "a_major=m", "a_major=m b_major=k", "out_major=m"])
+@pytest.mark.parametrize("extent", [1024, 2048, 8192])
+def test_it_is_the_default_of_large_products_in_every_layout(layout: str, extent: int) -> None:
+    assert GEMM.default(GemmProblem.parse(f"m={extent} n={extent} k={extent} {layout}"), H200).body == "warpgroup"
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 64, 128])
+def test_few_tokens_go_to_the_other_schedules(tokens: int) -> None:
+    assert GEMM.default(GemmProblem.parse(f"m={tokens} n=4096 k=4096 b_major=k"), H200).body in (
+        "specialized",
+        "skinny",
+    )
+
+
+def test_the_model_prefers_what_was_measured_faster() -> None:
+    """Times of an H200, 2026-11-23, us: docs/notes/gemm.md#warpgroup-model."""
+    one, two = BASE, BASE.replace(tile_n=128, stages=5, pingpong=True)
+    measured = [(one.replace(cluster_m=2), 173.2), (one, 184.0), (two.replace(cluster_m=2), 179.8), (two, 227.0)]
+    estimates = [WARPGROUP.estimate_us(SQUARE, c, H200) for c, _ in measured]
+    for estimate, (_, us) in zip(estimates, measured, strict=True):
+        assert 0.9 < estimate / us < 1.1
+    assert estimates[3] == max(estimates)
+
+
+def test_a_batch_counts_its_tiles() -> None:
+    batched = replace(GemmProblem.parse("m=1024 n=1024 k=1024 batch=8 batched=1"))
+    single = GemmProblem.parse("m=1024 n=1024 k=1024")
+    c = BASE.replace(tile_n=128, stages=6)
+    assert cluster_tiles(batched, c) == cluster_tiles(single, c) == (8, 8)
+    assert WARPGROUP.estimate_us(batched, c, H200) > 2 * WARPGROUP.estimate_us(single, c, H200)
+
+
+# ---- kernels --------------------------------------------------------------------------------------------
+
+COMPILED = {
+    "cooperative": ("m=4096 n=4096 k=4096 b_major=k", "tile_m=128 tile_n=256 stages=4 raster=8"),
+    "halves of 128 rows": ("m=4096 n=4096 k=4096", "tile_m=256 tile_n=128 stages=4 raster=8 cluster_m=2 pdl=1"),
+    "three groups": ("m=4096 n=4096 k=4096 b_major=k bias=same", "tile_m=192 tile_n=160 stages=3 raster=1"),
+    "one group": ("m=200 n=3584 k=3584 b_major=k", "tile_m=64 tile_n=112 stages=8 raster=1"),
+    "pingpong": ("m=4096 n=4096 k=4096 a_major=m", "tile_m=128 tile_n=192 stages=4 raster=8 pingpong=1"),
+    "most sums": ("m=4096 n=4096 k=4096 b_major=k", "tile_m=256 tile_n=192 stages=3 raster=8 cluster_n=2"),
+    "swapped": (
+        "m=1000 n=4096 k=4096 b_major=k bias=fp32 activation=silu",
+        "tile_m=128 tile_n=144 stages=5 raster=1 swapped=1 pingpong=1",
+    ),
+    "c": ("m=4096 n=4096 k=4096 c=n bias=same activation=gelu", "tile_m=128 tile_n=256 stages=3 raster=8 cluster_m=2"),
+    "out_major=m": (
+        "m=512 n=512 k=512 batch=3 batched=1 out_major=m c=m dtype=fp16",
+        "tile_m=128 tile_n=128 stages=4 raster=1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_as_it_says(name: str) -> None:
+    words, knobs = COMPILED[name]
+    problem = GemmProblem.parse(words)
+    config = GemmConfig.parse(f"{knobs} tile_k=64 warps_m=1 warps_n=1 ctas_per_sm=1 body=warpgroup")
+    assert GEMM.why_not(problem, config, H200) is None
+    built = GEMM.build(problem, config, H200)
+    assert built.facts.stack_bytes == 0
+    assert built.facts.smem_bytes == WARPGROUP.smem(config, extras_of(problem)).total_bytes
+    found = compiled.opcodes(built)
+    products = {i: count for i, count in found.items() if i.startswith("HGMMA")}
+    panels = config.tile_m // (64 * sharing(config))
+    assert sum(products.values()) == panels * config.tile_k // 16
+    assert all(re.search(rf"64x{config.tile_n}x16", i) for i in products), products
+    assert not any(i.startswith(("HMMA", "LDGSTS", "LDL", "STL")) for i in found)
+    moved = sum(count for i, count in found.items() if i.startswith("USETMAXREG"))
+    assert moved == 2, "registers move from the loading group to the others"
+    shared = config.cluster_m * config.cluster_n > 1
+    assert any(i.startswith("UTMALDG") and "MULTICAST" in i for i in found) is shared
+    assert any(i.startswith("UTMASTG") for i in found)
+    assert ("PREEXIT" in found) is config.pdl
+    assert WARPGROUP.threads(config) == 128 * (groups(config) + 1)
