@@ -23,6 +23,18 @@ PROJECTIONS = {
     "llama-3-8b": {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
     "qwen2.5-7b": {"qkv": (4608, 3584), "out": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)},
 }
+# Projections that nothing was fitted or tuned to, of five more models, and token counts on and off the ladder.
+HELD_OUT = {
+    "llama-3-70b": {"qkv": (10240, 8192), "out": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)},
+    "gemma-2-9b": {"qkv": (8192, 3584), "out": (3584, 4096), "gate_up": (28672, 3584), "down": (3584, 14336)},
+    "qwen2.5-32b": {"qkv": (7168, 5120), "out": (5120, 5120), "gate_up": (55296, 5120), "down": (5120, 27648)},
+    "phi-3-mini": {"qkv": (9216, 3072), "out": (3072, 3072), "gate_up": (16384, 3072), "down": (3072, 8192)},
+    "qwen3-30b-a3b": {"qkv": (5120, 2048), "out": (2048, 4096)},
+}
+HELD_OUT_TOKENS = (128, 200, 256, 333, 512, 1000, 1024, 2000, 2048, 4000, 8192)
+TRAINED_TOKENS = (4096, 8192)
+LAYOUTS = (("k", "n"), ("k", "k"), ("m", "n"), ("m", "k"))  # contiguous extents of a and b
+BATCHES, BATCHED_SQUARES = (8, 64), (512, 1024, 2048)
 DECODE = ((3584, 3584), (18944, 3584), (4096, 4096), (6144, 4096), (3584, 18944))  # weights (N, K)
 DECODE_TOKENS = (1, 4, 8, 16, 32, 64, 128)
 SQUARES = (512, 1024, 2048, 4096, 8192)
@@ -50,6 +62,38 @@ def _linear(weights: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: st
     ]
 
 
+def _held_out(dtype: str, accumulate: str) -> list[Case]:
+    weights = [weight for projections in HELD_OUT.values() for weight in projections.values()]
+    return _linear(weights, HELD_OUT_TOKENS, dtype, accumulate)
+
+
+def _training(dtype: str, accumulate: str) -> list[Case]:
+    """The products of a linear layer's backward: dx = dy @ weight, dweight = dy.T @ x."""
+    return [
+        Case("gemm", _text(m, n, k, dtype, accumulate, a_major=a_major), f"{model} {name} {gradient} {tokens}")
+        for model, projections in PROJECTIONS.items()
+        for name, (wide, deep) in projections.items()
+        for tokens in TRAINED_TOKENS
+        for gradient, m, n, k, a_major in (("dx", tokens, deep, wide, "k"), ("dw", wide, deep, tokens, "m"))
+    ]
+
+
+def _layouts(dtype: str, accumulate: str) -> list[Case]:
+    return [
+        Case("gemm", _text(s, s, s, dtype, accumulate, a_major=a, b_major=b), f"{s} a_major={a} b_major={b}")
+        for s in SQUARES
+        for a, b in LAYOUTS
+    ]
+
+
+def _batched(dtype: str, accumulate: str) -> list[Case]:
+    return [
+        Case("gemm", _text(s, s, s, dtype, accumulate, batch=batch), f"{batch} x {s}")
+        for batch in BATCHES
+        for s in BATCHED_SQUARES
+    ]
+
+
 def _alphabeta(dtype: str, accumulate: str) -> list[Case]:
     return [
         Case("gemm", _text(s, s, s, dtype, accumulate, c=beta != 0), f"{s} ({alpha:g}, {beta:g})", alpha, beta)
@@ -58,9 +102,21 @@ def _alphabeta(dtype: str, accumulate: str) -> list[Case]:
     ]
 
 
-def _text(m: int, n: int, k: int, dtype: str, accumulate: str, *, b_major: str = "n", c: bool = False) -> str:
-    words = f"m={m} n={n} k={k}" + unless("dtype", dtype, "bf16") + unless("b_major", b_major, "n")
-    return words + (" c=n" if c else "") + unless("accumulate", accumulate, "fp32")
+def _text(
+    m: int,
+    n: int,
+    k: int,
+    dtype: str,
+    accumulate: str,
+    *,
+    a_major: str = "k",
+    b_major: str = "n",
+    c: bool = False,
+    batch: int = 1,
+) -> str:
+    words = f"m={m} n={n} k={k}" + unless("batch", batch, 1) + unless("dtype", dtype, "bf16")
+    words += unless("a_major", a_major, "k") + unless("b_major", b_major, "n") + (" c=n" if c else "")
+    return words + unless("accumulate", accumulate, "fp32") + (" batched=1" if batch > 1 else "")
 
 
 # ---- operands -------------------------------------------------------------------------------------------
@@ -71,9 +127,11 @@ def _inputs(case: Case, problem: Any, device: str, seed: int) -> Inputs:
     draw = torch.Generator(device).manual_seed(seed)
     normal = partial(torch.randn, generator=draw, device=device, dtype=DTYPES[problem.dtype])
     m, n, k = problem.m, problem.n, problem.k
-    b = normal((n, k)).t() if problem.b_major == "k" else normal((k, n))
-    operands = (normal((m, k)), b) + ((normal((m, n)),) if case.beta else ())
-    return Inputs(operands, (torch.empty((m, n), device=device, dtype=DTYPES[problem.dtype]),))
+    lead = (problem.batch,) if problem.batched else ()
+    a = normal((*lead, k, m)).mT if problem.a_major == "m" else normal((*lead, m, k))
+    b = normal((*lead, n, k)).mT if problem.b_major == "k" else normal((*lead, k, n))
+    operands = (a, b) + ((normal((*lead, m, n)),) if case.beta else ())
+    return Inputs(operands, (torch.empty((*lead, m, n), device=device, dtype=DTYPES[problem.dtype]),))
 
 
 def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
@@ -93,7 +151,8 @@ def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
 
 def _cublas(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
     if (case.alpha, case.beta) == (1.0, 0.0):
-        return [partial(torch.mm, *i.operands, out=i.out) for i in sets]
+        multiply = torch.bmm if sets[0].out.dim() == 3 else torch.mm
+        return [partial(multiply, *i.operands, out=i.out) for i in sets]
     scale = {"alpha": case.alpha, "beta": case.beta}  # beta=0 leaves addmm's first operand unread
     thirds = [i.operands[2] if case.beta else i.out for i in sets]
     return [partial(torch.addmm, c, *i.operands[:2], **scale, out=i.out) for c, i in zip(thirds, sets, strict=True)]
@@ -156,6 +215,10 @@ WORKLOADS = (
             "llm": _llm,
             "decode": partial(_linear, DECODE, DECODE_TOKENS),
             "tokens": partial(_linear, DECODE[:2], EVERY_FEW),
+            "heldout": _held_out,
+            "layouts": _layouts,
+            "training": _training,
+            "batched": _batched,
             "alphabeta": _alphabeta,
         },
         inputs=_inputs,
