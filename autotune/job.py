@@ -39,6 +39,7 @@ from cutekernels.op import Op, Problem
 
 DEFAULT_TRIALS = 40
 MOST_TASKS = 10_000
+_DEEPEST = 16  # levels of tables and lists
 MOST_SECONDS = 366 * 86400.0
 _JOB_KEYS = ("name", "trials", "budget_s", "tasks")
 _TASK_KEYS = ("op", "trials", "problems", "grid")
@@ -97,8 +98,9 @@ def parse(text: str, source: str, *, find: FindOp | None = None) -> Job:
     """The job that ``text`` describes; errors name ``source``, and ``find`` looks an op up by name."""
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # Python's limits on digits and nesting, beside TOML's own rules
         raise JobError(f"{source}: not TOML: {error}") from error
+    _bounded(data, source)
     _known(data, _JOB_KEYS, source)
     name = data.get("name")
     if not isinstance(name, str) or not name.strip():
@@ -124,6 +126,19 @@ def _registered(name: str) -> Op[Any, Any]:
     from cutekernels.ops import registry
 
     return registry.get(name)
+
+
+def _bounded(data: Mapping[str, Any], source: str) -> None:
+    """Refuse what TOML's own rules let through and no message could quote: huge integers, endless nesting."""
+    level: list[object] = [data]
+    for _ in range(_DEEPEST):
+        inner = [v for value in level for v in (value.values() if isinstance(value, dict) else value)]  # type: ignore[attr-defined]
+        if any(isinstance(v, int) and not -(2**63) <= v < 2**63 for v in inner):
+            raise JobError(f"{source}: an integer has 64 bits at most; one has more")
+        level = [v for v in inner if isinstance(v, dict | list)]
+        if not level:
+            return
+    raise JobError(f"{source}: tables and lists nest {_DEEPEST} levels at most: a job needs five")
 
 
 def _known(table: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:

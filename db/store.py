@@ -379,7 +379,14 @@ def _require_past(incoming: Trial, latest: datetime) -> None:
 
 
 def _replace_file(path: Path, text: str) -> None:
-    """Write beside ``path`` and rename, so that a reader sees either the old file or the new one, complete."""
+    """Write beside ``path`` and rename, so that a reader sees either the old file or the new one, complete. A link is
+    followed; a device or a pipe is written to, never replaced.
+    """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+        return
     handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -98,7 +98,10 @@ class TestSuites:
 
     def test_match_narrows_and_names_are_checked(self) -> None:
         assert [c.label for c in workloads.cases("gemm", "square", match="4096")] == ["4096"]
-        with pytest.raises(ValueError, match="gemm has no suite 'cube'; it has square, llm, decode, tokens, heldout, layouts, training, batched, alphabeta"):
+        with pytest.raises(
+            ValueError,
+            match="gemm has no suite 'cube'; it has square, llm, decode, tokens, ",
+        ):
             workloads.cases("gemm", "cube")
         with pytest.raises(ValueError, match="no suite for 'conv'"):
             workloads.cases("conv", "square")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import sqlite3
 import subprocess
 import sys
@@ -372,6 +373,25 @@ def test_an_empty_database_is_an_answer(tmp_path: Path) -> None:
 
 
 # ---- carrying -----------------------------------------------------------------------------------------------
+
+
+def test_export_follows_a_link_and_never_replaces_a_device(db: Path, tmp_path: Path) -> None:
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
+    link.symlink_to(file)
+    ok("export", str(link))
+    assert link.is_symlink() and file.read_text()
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        ok("export", str(pipe))
+        assert os.read(reader, 1 << 20).decode() == file.read_text()
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    full = Path("/dev/full")
+    if full.is_char_device() and os.geteuid() != 0:  # a broken rule would replace it where it may
+        failed = run("export", str(full))
+        assert failed.exit_code == 1 and "No space left" in failed.stderr and full.is_char_device()
 
 
 def test_export_import_and_merge(db: Path, tmp_path: Path) -> None:

@@ -123,6 +123,26 @@ def test_refusals_name_file_key_value(text: str, says: list[str]) -> None:
         assert words in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("trials = " + "9" * 5000, "not TOML"),
+        ("trials = 0x" + "f" * 5000, "64 bits"),
+        (f"trials = {2**63}", "64 bits"),
+        ("a = " + "[" * 3000 + "]" * 3000, "not TOML"),
+        (".".join(["a"] * 3000) + " = 1", "16 levels"),
+        ("a = " + "{b = " * 20 + "1" + "}" * 20, "16 levels"),
+        (TASK + "grid = { m = [" + "9" * 5000 + "], n = 1 }", "not TOML"),
+        (TASK + f"problems = ['m={'9' * 5000} n=1']", "problems[1]"),
+    ],
+    ids=["digits", "hex digits", "65 bits", "lists", "dotted keys", "tables", "a grid's digits", "a problem's digits"],
+)
+def test_numbers_and_nesting_have_bounds(text: str, says: str) -> None:
+    with pytest.raises(JobError) as error:
+        read(text)
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
 def test_a_file_and_a_missing_one(tmp_path: Path) -> None:
     file = tmp_path / "j.toml"
     file.write_text(TASK + 'problems = ["m=1 n=1"]')
