@@ -44,8 +44,6 @@ class Rates:
     """A block-wide barrier between two stages of a pipeline."""
     exchange_us: float
     """A round of messages between the CTAs of a cluster, or between CTAs by way of the L2."""
-    kept_bytes: int
-    """The largest result that is worth keeping in the L2 for the next kernel."""
 
 
 # H200 SXM, 2026-11, by this project's own kernels (docs/notes): graph chains, cold L2, sustained load.
@@ -63,7 +61,6 @@ _H200 = Rates(
     warpgroup_flops_per_us=6.22e6,
     barrier_us=0.08,
     exchange_us=0.63,
-    kept_bytes=4 << 20,
 )
 _MEASURED = {"h200": _H200}
 
@@ -84,7 +81,6 @@ _BOOST_MHZ = {
     "h100-pcie": 1755,
     "h200": 1980,
 }
-_H200_L2_BYTES = 60 << 20
 
 
 @cache
@@ -107,5 +103,4 @@ def of(gpu: GpuSpec) -> Rates:
         warpgroup_flops_per_us=_H200.warpgroup_flops_per_us * faster if gpu.has_wgmma else 0.0,
         barrier_us=_H200.barrier_us / faster,
         exchange_us=_H200.exchange_us / faster,
-        kept_bytes=_H200.kept_bytes * gpu.l2_bytes // _H200_L2_BYTES,
     )

@@ -12,7 +12,6 @@ from cutekernels.kernels.cute.parts.smem import SpecializedSmem
 from cutekernels.op import ladder
 from cutekernels.ops.gemm import prefetch, specialized
 from cutekernels.ops.gemm.op import GEMM, GemmConfig, GemmProblem
-from cutekernels.ops.gemm.schedule import Extras
 from cutekernels.ops.gemm.specialized import SPECIALIZED
 
 H200 = gpu.lookup("h200")
@@ -121,32 +120,6 @@ def test_prefetches_only_as_a_dependent_and_little() -> None:
     assert all(c.pdl or not c.ahead for c in GemmConfig.every())
     by_ahead = {a: prefetch.saved_us(config.replace(tile_m=32, ahead=a), H200) for a in (0, 2, 4, 8)}  # of 8 KiB each
     assert by_ahead[0] == 0.0 < by_ahead[2] < by_ahead[8] < by_ahead[4], "64 KiB are more than pays"
-
-
-def test_loads_keep_pace_with_memory() -> None:
-    """All CTAs that run at once get a k-tile each step, at 98 % of the datasheet's rate; those of later waves wait for
-    their turn, and do not make the step longer.
-    """
-    c = GEMM.default(linear(64), H200)
-    step = specialized.step_ns(linear(64), c, H200)
-    rate = 128 * c.tile_m * c.tile_k * 2 / step  # bytes/ns; 64 tiles, two CTAs each
-    assert c.tile_m == 56
-    assert rate == pytest.approx(0.98 * H200.dram_gbps, rel=1 / step)
-    assert specialized.step_ns(linear(64), c, gpu.lookup("h100")) > 1.3 * step
-    full = specialized.step_ns(linear(64, 132 * 28), c, H200)
-    assert specialized.step_ns(linear(64, 4 * 132 * 28), c, H200) == full > step
-
-
-def test_what_the_kernel_is_told_of_the_gpu() -> None:
-    """The L2 of an H200 keeps results of 4 MiB, a smaller one less; a slower GPU polls later."""
-    p, norm = linear(64), Extras(norm=True, squares=True, apart=True)
-    c = GEMM.default(p, H200)
-    slow = gpu.lookup("h100-pcie")
-    ours, theirs = (SPECIALIZED.body(p, c, spec, norm) for spec in (H200, slow))
-    assert (ours.kept_bytes, ours.poll_ps) == (4 << 20, 23 * 64)
-    assert theirs.kept_bytes < ours.kept_bytes
-    assert theirs.poll_ps > ours.poll_ps
-    assert not SPECIALIZED.body(p, c, H200).apart
 
 
 def test_two_ctas_to_a_tile_have_their_sms_to_themselves() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cutekernels as ck
-from cutekernels import gpu
+from cutekernels import dispatch, gpu
+from cutekernels.db.snapshot import Snapshot, Winner
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.activations.op import SILU_MUL
 from cutekernels.ops.gemm.api import pose
@@ -409,24 +411,16 @@ def test_more_refusals() -> None:
             call()
 
 
-def test_rows_are_squared_apart_where_sms_have_no_tile_and_the_answer_is_in_time() -> None:
-    h200 = gpu.lookup("h200")
-
-    def chosen(text: str) -> str:
-        return RMS_NORM_LINEAR.default(RmsNormLinearProblem.parse(text), h200).squares
-
-    assert {chosen(f"m=64 n={n} k={k}") for n, k in ((3584, 3584), (4096, 4096), (4608, 3584))} == {"apart"}
-    assert chosen("m=64 n=18944 k=3584") == "beside", "every SM has a tile"
-    assert chosen("m=64 n=2560 k=2560") == "beside", "over before the answer"
-    assert {chosen(f"m={m} n=3584 k=3584") for m in (9, 17, 33)} == {"apart"}
-    assert chosen("m=8 n=3584 k=3584") == "beside", "no gain"
-    assert chosen("m=64 n=3584 k=3584 rstd=given") == "beside", "nothing to square"
-
-    p = RmsNormLinearProblem.parse("m=64 n=18944 k=3584")
-    config = RMS_NORM_LINEAR.default(p, h200).replace(squares="apart")
-    assert "SMs without a tile" in str(RMS_NORM_LINEAR.why_not(p, config, h200))
-    p = RmsNormLinearProblem.parse("m=64 n=3584 k=3584")
-    config = RMS_NORM_LINEAR.default(p, h200)
-    assert "rstd=computed" in str(RMS_NORM_LINEAR.why_not(p.replace(rstd="given"), config, h200))
-    skinny = config.replace(body="skinny", tile_m=32, warps_k=4, stages=4, ahead=0, split_k=1)
-    assert "takes squares from beside" in str(RMS_NORM_LINEAR.why_not(p, skinny, h200))
+@pytest.mark.parametrize("value", ["apart", "beside"])
+def test_a_stored_winner_with_a_removed_knob_is_passed_over(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``squares`` was a knob until 2026-11; ``explain`` tells why the row is not used."""
+    p, h200 = RmsNormLinearProblem(m=64, n=3584, k=3584), gpu.lookup("h200")
+    default = RMS_NORM_LINEAR.default(p, h200)
+    row = Winner(str(p), f"{default} squares={value}", "measured", median_us=8.0, ratio=1.1, source="database")
+    table = {(RMS_NORM_LINEAR.name, RMS_NORM_LINEAR.revision): {row.problem: row}}
+    monkeypatch.setattr(dispatch, "_snapshots", {"h200": Snapshot(MappingProxyType(table))})
+    told = dispatch.explain(RMS_NORM_LINEAR, p, h200)
+    assert (told.choice.origin, told.choice.config) == ("default", default)
+    assert "squares" in dict(told.rows)["asked: tuned"]
+    with pytest.raises(InvalidConfig, match="squares"):
+        NormLinearConfig.parse(row.config)

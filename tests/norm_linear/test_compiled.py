@@ -12,7 +12,7 @@ import pytest
 
 from cutekernels import gpu
 from cutekernels.backends.cute import CuteArtifact
-from cutekernels.ops.gemm.op import GEMM, SCHEDULES, GemmProblem
+from cutekernels.ops.gemm.op import SCHEDULES
 from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from cutekernels.ops.norm_linear.problem import NormLinearConfig
 from tests import compiled
@@ -78,8 +78,8 @@ def test_compiles_for_every_architecture_as_predicted(name: str, text: str, spec
 def test_every_knob_changes_the_code(knob: str) -> None:
     rng = random.Random(knob)
     for name, text in (PROBLEMS[1], PROBLEMS[4]):
-        if knob in ("body", "ahead", "squares") and name == "linear_silu_mul":
-            continue  # has one body, which prefetches nothing and squares in one way
+        if knob in ("body", "ahead") and name == "linear_silu_mul":
+            continue  # has one body, which prefetches nothing
         alike: dict[str, list[NormLinearConfig]] = {}
         for config in fused(name, text):
             others = " ".join(word for word in str(config).split() if not word.startswith(f"{knob}="))
@@ -140,43 +140,6 @@ def test_tokens_are_squared_and_weighed_beside_warpgroup_mma() -> None:
     assert found[""]["WARPGROUP.DEPBAR.LE"] == 2
     given = opcodes("rms_norm_linear", f"{text} rstd=given", config)
     assert given["FFMA"] < 8 * reads
-
-
-def test_rows_squared_apart_leave_the_stages_to_the_product() -> None:
-    """No warp reads a stage to square it; CTAs without a tile read 16 rows' vectors at a time, two rows a warp."""
-    text = "m=64 n=3584 k=3584"
-    config = RMS_NORM_LINEAR.default(RMS_NORM_LINEAR.Problem.parse(text), gpu.lookup("h200"))
-    assert config.squares == "apart"
-    found = {where: opcodes("rms_norm_linear", text, config.replace(squares=where)) for where in ("apart", "beside")}
-    loads = {where: sum(n for op, n in ops.items() if op.startswith("LDG.E.128")) for where, ops in found.items()}
-    assert loads["beside"] == 0 < 2 * 16 <= loads["apart"]
-    stages = {where: ops["LDS.128"] for where, ops in found.items()}
-    assert stages["apart"] < stages["beside"]
-    for where in found:
-        facts = built("rms_norm_linear", text, config.replace(squares=where)).facts
-        extras = RMS_NORM_LINEAR.Problem.parse(text).extras
-        assert facts.stack_bytes == 0
-        assert facts.smem_bytes == SCHEDULES["specialized"].smem(config.product, extras).total_bytes
-
-
-def test_loads_keep_pace_where_rows_are_normed_alone() -> None:
-    """The loading warp reads the time there, for each k-tile; a product alone, which gains nothing, reads none."""
-    text = "m=16 n=3584 k=3584"
-    config = RMS_NORM_LINEAR.default(RMS_NORM_LINEAR.Problem.parse(text), gpu.lookup("h200"))
-    config = config.replace(squares="beside")
-    assert config.body == "specialized"
-    assert "SR_GLOBALTIMERLO" in sass(built("rms_norm_linear", text, config))
-    alone = GEMM.build(GemmProblem.parse(f"{text} b_major=k"), config.product, gpu.lookup("h200"))
-    assert "SR_GLOBALTIMERLO" not in sass(alone)
-
-
-def test_results_of_few_tokens_are_kept() -> None:
-    """Whole lines are stored with one of two policies for the L2 cache, by how many bytes there are."""
-    text = "m=64 n=3584 k=3584"
-    config = RMS_NORM_LINEAR.default(RMS_NORM_LINEAR.Problem.parse(text), gpu.lookup("h200"))
-    found = sass(built("rms_norm_linear", text, config))
-    assert "0x14f00000" in found, "evict_last"
-    assert "0x10000000" in found, "evict_normal"
 
 
 def test_a_chain_has_no_kernel_of_its_own(tmp_path: Any) -> None:

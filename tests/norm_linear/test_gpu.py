@@ -172,8 +172,6 @@ def test_split_k_is_the_same_every_time(op: NormLinear[Any], split_k: int) -> No
         (8, {"body": "skinny", "split_k": 1}),
         (8, {"body": "skinny", "split_k": 4}),
         (8, {"body": "specialized", "split_k": 2}),
-        (16, {"squares": "apart"}),
-        (64, {"squares": "apart"}),
     ],
     ids=str,
 )
@@ -206,33 +204,6 @@ def test_graphs_and_streams_do_not_share_a_workspace(m: int, knobs: dict[str, An
     for i, want in enumerate(expected):
         assert torch.equal(outs[i], want)
         assert all(torch.equal(e, want) for e in eager[i])
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "k"), [(64, 3584, 3584), (9, 3584, 3584), (33, 1024, 4104), (49, 512, 4104), (128, 1000, 2048)]
-)
-def test_rows_squared_apart(m: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each launch has its own rows' sums; results repeat, also from CTAs that do not wait for the others' sums."""
-    p = RmsNormLinearProblem(m=m, n=n, k=k)
-    found = fused(RMS_NORM_LINEAR, p, squares="apart")
-    if not found:
-        pytest.skip("no squares=apart here")
-    config = max(found, key=lambda c: (c.split_k, c.pdl, c.ahead, c.stages))
-    args = RMS_NORM_LINEAR.sample(p, "cuda", 0)
-    others = [(args[0].roll(i, 0) * 2.0**i, *args[1:]) for i in range(4)]
-    results = [[launch(RMS_NORM_LINEAR, p, other, config) for other in others] for _ in range(5)]
-    for other, result in zip(others, results[0], strict=True):
-        assert error(RMS_NORM_LINEAR, p, other, result) <= 1.0
-    assert all(torch.equal(a, b) for again in results[1:] for a, b in zip(again, results[0], strict=True))
-
-    monkeypatch.setattr("cutekernels.ops.gemm.specialized.poll_ps", lambda c, spec: 0)
-    monkeypatch.setattr("cutekernels.kernels.cute.parts.statistics._MOST_POLLS", 1)
-    impatient = RMS_NORM_LINEAR.build(p, config, gpu.detect()).kernel()
-    outputs = RMS_NORM_LINEAR.outputs(p, *args)
-    for other, result in zip(others, results[0], strict=True):
-        poison(outputs)
-        RMS_NORM_LINEAR.bind(p, config, impatient)(*outputs, *other)
-        assert torch.equal(outputs[0], result)
 
 
 @pytest.mark.parametrize("body", ["skinny", "specialized"])

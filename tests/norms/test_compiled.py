@@ -97,15 +97,6 @@ def test_programs_that_stay_copy_ahead(op: str, target: str) -> None:
     assert len(copies) == 3 * per_thread  # two tiles before the loop, one in it
 
 
-@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "layer_norm"])
-def test_small_results_are_kept(op: str) -> None:
-    """Each store is compiled twice; the kernel chooses one by the result's size."""
-    problem = OPS[op].Problem(64, 3584)
-    text = built(OPS[op], problem, OPS[op].default(problem, H200)).ptx
-    kept = re.findall(r"st\.global\.L1::evict_last\.L2::cache_hint\.v4", text)
-    assert len(kept) == len(re.findall(r"st\.global\.v4", text)) >= (2 if op == "add_rms_norm" else 1)
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_compiled_code_does_not_depend_on_extents(op: str) -> None:
     first, second = OPS[op].Problem(2048, 4096), OPS[op].Problem(4096, 3000)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from cutekernels.ops.gemm import mailboxes
-from cutekernels.ops.gemm.problem import MOST_TOKENS
 from cutekernels.ops.shared import per_stream
 from cutekernels.ops.shared.per_stream import PerStream, Reserve
 
@@ -29,9 +26,7 @@ def at(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(synchronize=wait))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: here.stream, raising=False)
     # What there is of a real GPU's stays as it is.
-    monkeypatch.setattr(mailboxes.MAILBOXES, "_by_stream", {})
-    monkeypatch.setattr(mailboxes, "reserve", Reserve(4 * (1 + MOST_TOKENS), torch.int64))
-    monkeypatch.setattr(per_stream, "_tickets", Reserve(1024, torch.int32))
+    monkeypatch.setattr(per_stream, "_tickets", Reserve(1024))
     monkeypatch.setattr(torch, "zeros", lambda *shape, device, **options: zeros(*shape, **options))
     monkeypatch.setattr(torch, "empty", lambda *shape, device, **options: empty(*shape, **options))
     return here
@@ -58,7 +53,7 @@ def test_launches_of_a_stream_share_and_captured_ones_do_not(at: SimpleNamespace
 
 def test_a_reserve_is_taken_in_turn(at: SimpleNamespace) -> None:
     """Each device's own, allocated once and waited for; what no longer fits begins anew."""
-    reserve = Reserve(8, torch.int32)
+    reserve = Reserve(8)
     reserve.prepare()
     reserve.prepare()
     assert at.waited == 1
@@ -73,15 +68,12 @@ def test_a_reserve_is_taken_in_turn(at: SimpleNamespace) -> None:
     assert at.waited == 2
 
 
-def test_the_workspaces_of_splits_and_rows(at: SimpleNamespace) -> None:
+def test_the_workspaces_of_splits(at: SimpleNamespace) -> None:
     workspace = per_stream.Workspace(5, 2)
     partials, tickets = workspace.get()
     assert (len(partials), tickets.dtype, tickets.tolist()) == (5, torch.int32, [0, 0])
     assert all(a is b for a, b in zip(workspace.get(), (partials, tickets), strict=True))
-    words = mailboxes.MAILBOXES.get()
-    assert (words.dtype, len(words)) == (torch.int64, 1 + MOST_TOKENS)
-    assert mailboxes.MAILBOXES.get() is words
     at.capturing = True
-    captured: list[Any] = [workspace.get()[1] for _ in range(2)] + [mailboxes.MAILBOXES.get() for _ in range(2)]
-    assert len({t.data_ptr() for t in (tickets, words, *captured)}) == 6
-    assert [len(t) for t in captured] == [2, 2, len(words), len(words)]
+    captured = [workspace.get()[1] for _ in range(2)]
+    assert len({t.data_ptr() for t in (tickets, *captured)}) == 3
+    assert [len(t) for t in captured] == [2, 2]

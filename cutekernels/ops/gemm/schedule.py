@@ -25,7 +25,6 @@ class Extras:
     norm: bool = False  # rstd multiplies each token
     gamma_bytes: int = 0  # an element of the norm's weight; 0 for none
     squares: bool = False  # rstd is computed from sums of squares; else it is given
-    apart: bool = False  # those sums come from CTAs without a tile
     gated: bool = False  # two weight rows to an output, silu(gate) * up
     source: bool = False  # C is added
     biased: bool = False

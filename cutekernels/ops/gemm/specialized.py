@@ -1,4 +1,4 @@
-"""The specialized schedule: TMA and warpgroup MMA, for GPUs that have them. Rules, model, body, mailboxes.
+"""The specialized schedule: TMA and warpgroup MMA, for GPUs that have them. Rules, model, body.
 
 Operands are swapped as in ``skinny.py``: ``tile_m`` are columns of out (rows of a weight), ``tile_n`` its rows
 (tokens). ``split_k`` CTAs of a cluster share a tile's K.
@@ -6,24 +6,22 @@ Operands are swapped as in ``skinny.py``: ``tile_m`` are columns of out (rows of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from cutekernels import gpu as gpus
 from cutekernels import rates
 from cutekernels.kernels.cute.parts.smem import SpecializedSmem
 from cutekernels.op import ladder
-from cutekernels.ops.gemm import mailboxes, prefetch
+from cutekernels.ops.gemm import prefetch
 from cutekernels.ops.gemm.problem import BODIES, ELEMENT_BYTES, GemmConfig, GemmProblem, spanned
-from cutekernels.ops.gemm.schedule import GRID_AXIS, PLAIN, Extras, Schedule, refused_layout, vector_type
+from cutekernels.ops.gemm.schedule import GRID_AXIS, PLAIN, Extras, Schedule, refused_layout
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
 TILES, TOKEN_TILES = BODIES["specialized"]["tile_m"], BODIES["specialized"]["tile_n"]
-SQUARING_CTAS = SpecializedSmem.SQUARING_CTAS
 GROUP_TOKENS = SpecializedSmem.GROUP_ROWS  # multiplied by a warp group
 USUAL_TOKENS = 128  # of a tile, where there are more
 # The default from this many tokens on, where two CTAs to a tile of 32 columns keep less than _ENOUGH_AT_WORK of the
@@ -36,8 +34,6 @@ LEAST_IN_FLIGHT = 32 * 1024  # bytes of stages
 LEAST_BUSY = 0.8
 _OTHER_REGISTERS = 40
 _WEIGHING_REGISTERS = 56  # for k-tiles of 128: fragments as loaded and as multiplied, the norm's weight
-# Least tokens of a tile whose rows are squared by CTAs apart: docs/notes/gemm.md#squares (H200, 2026-11-23).
-LEAST_APART = 16
 
 # Coefficients of the model, each a multiple of a rate: docs/notes/gemm.md#specialized-model (H200, 2026-11-22).
 _LAUNCH, _UNDEPENDENT = 2.46 / 1.5, 0.59 / 0.63  # of launch_us, of dependent_us
@@ -50,12 +46,6 @@ _WEIGHED_CYCLES = 3.74  # per k of 64 tokens, weighed on their way to the MMA
 _ENOUGH_SMS, _FEW_SMS = 0.96, 0.3  # DRAM is slower where fewer SMs load: share of them, exponent
 # Bytes of W in flight that are enough for two CTAs to a tile: docs/notes/gemm.md#specialized-ties (H200, 2026-11-22).
 _FEW_TOKENS, _FEW_TOKENS_WEIGHTS, _WEIGHTS = 16, 80_000, 70_000
-# Squares by CTAs apart: their answer, the time they save for 64 tokens, and when others first poll, each a multiple
-# of a rate: docs/notes/gemm.md#squares (H200, 2026-11-23).
-_ANSWERED = 2.5 / 0.63  # of exchange_us
-_APART_CYCLES = 510.0
-_POLL_BYTES = 23e-6 * 99e3  # per element of a row and token of a tile, at sm_bytes_per_us
-_PACE = 0.98  # share of the datasheet's DRAM rate at which a normed product loads W: docs/notes/gemm.md#pace
 
 
 @dataclass(frozen=True)
@@ -94,9 +84,6 @@ class Specialized(Schedule):
         return 128 * groups(c) + 32
 
     def broken(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
-        if extras.apart and gpu.sm_count - ctas(p, c) < SQUARING_CTAS:
-            idle = max(0, gpu.sm_count - ctas(p, c))
-            yield f"squares=apart needs {SQUARING_CTAS} SMs without a tile; there are {idle}"
         yield from self.refused(p, gpu)
         fitting = self.fitting_tiles(p)
         if c.tile_n not in fitting:
@@ -177,17 +164,7 @@ class Specialized(Schedule):
         loading = min(1.0, count / (_ENOUGH_SMS * each * gpu.sm_count)) ** _FEW_SMS if count <= room else 1.0
         dram = ELEMENT_BYTES * p.n * (p.k + p.m) / (_DRAM * rate.dram_share * gpu.dram_gbps * 1e3 * loading)
         fixed = _LAUNCH * rate.launch_us + (0.0 if c.pdl else _UNDEPENDENT * rate.dependent_us)
-        us = fixed + max(busy, dram) - (prefetch.saved_us(c, gpu) if count <= room else 0.0)
-        return float(us - (self._apart_saves_us(p, c, gpu) if extras.apart else 0.0))
-
-    def _apart_saves_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> float:
-        """Time that squaring by warps beside would take; negative where the answer would be waited for."""
-        rate = rates.of(gpu)
-        spare_us = self.estimate_us(p, c, gpu) - p.k * poll_ps(c, gpu) * 1e-6 - _ANSWERED * rate.exchange_us
-        most_us = _APART_CYCLES / rate.clock_mhz
-        if c.tile_n >= LEAST_APART and spare_us >= 0:
-            return most_us * min(1.0, c.tile_n / GROUP_TOKENS)
-        return -most_us - max(0.0, -spare_us)
+        return float(fixed + max(busy, dram) - (prefetch.saved_us(c, gpu) if count <= room else 0.0))
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
         from cutekernels.kernels.cute.gemm.specialized import SpecializedGemm
@@ -209,28 +186,9 @@ class Specialized(Schedule):
             ctas_per_sm=c.ctas_per_sm,
             alone=alone(c),
             ahead=c.ahead,
-            kept_bytes=rates.of(gpu).kept_bytes,
             norm=norm,
             gamma_bytes=extras.gamma_bytes,
-            poll_ps=poll_ps(c, gpu) if extras.apart else None,
         )
-
-    def workspace_types(self, c: GemmConfig, extras: Extras = PLAIN) -> list[Any]:
-        """With a norm: mailboxes where rows are squared apart, and the step of the loads."""
-        if not extras.norm:
-            return []
-        import cutlass
-
-        return [vector_type(cutlass.Int64, 8) if extras.apart else None, cutlass.Int32(0)]
-
-    def workspace(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> Callable[[], tuple[Any, ...]]:
-        if not extras.norm:
-            return tuple
-        step = step_ns(p, c, gpus.detect())
-        if not extras.apart:
-            return lambda: (None, step)
-        mailboxes.reserve.prepare()
-        return lambda: (mailboxes.MAILBOXES.get(), step)
 
 
 SPECIALIZED = Specialized()
@@ -287,14 +245,3 @@ def weighing_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> float:
     """Time that a CTA's warps need to multiply its tokens by the norm's weight."""
     each = _WEIGHED_CYCLES / rates.of(gpu).clock_mhz
     return -(-p.k // c.tile_k) / c.split_k * c.tile_k * groups(c) * each
-
-
-def step_ns(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> int:
-    """DRAM's time for a k-tile of W for each CTA that runs: the pace of a normed product's loads."""
-    bytes_each = c.tile_m * c.tile_k * ELEMENT_BYTES
-    return round(min(ctas(p, c), gpu.sm_count * c.ctas_per_sm) * bytes_each / (_PACE * gpu.dram_gbps))
-
-
-def poll_ps(c: GemmConfig, gpu: GpuSpec) -> int:
-    """Time after the turn at which CTAs with a tile first look for sums of squares, for each element of a row."""
-    return round(_POLL_BYTES * 1e6 / rates.of(gpu).sm_bytes_per_us * max(c.tile_n, GROUP_TOKENS))

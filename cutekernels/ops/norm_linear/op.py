@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -25,7 +24,6 @@ from cutekernels.ops.activations.op import SILU_MUL, GluProblem
 from cutekernels.ops.gemm.api import alignment
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES, takes
 from cutekernels.ops.gemm.problem import ACTIVATIONS, DTYPES, ELEMENT_BYTES, MOST_TOKENS, WIDEST, GemmProblem
-from cutekernels.ops.gemm.schedule import Extras
 from cutekernels.ops.gemm.specialized import SPECIALIZED, weighing_us
 from cutekernels.ops.norm_linear.chain import check_rstd, linear_then_gate, norm_then_linear
 from cutekernels.ops.norm_linear.problem import (
@@ -95,11 +93,11 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         if p.extras.gated and p.n % _GATE_ROWS:
             yield f"path=fused takes the gate's rows {_GATE_ROWS} at a time; there are {p.n}"
         if c.body == "specialized":
-            yield from self._broken_specialized(p, c)
-        yield from SCHEDULES[c.body].broken(_product_of(self, p), c.product, gpu, _extras(p, c))
+            yield from self._broken_specialized(p)
+        yield from SCHEDULES[c.body].broken(_product_of(self, p), c.product, gpu, p.extras)
 
-    def _broken_specialized(self, p: N, c: NormLinearConfig) -> Iterator[str]:
-        """The rules of the specialized body with a norm that ``c`` breaks."""
+    def _broken_specialized(self, p: N) -> Iterator[str]:
+        """The rules of the specialized body with a norm that ``p`` breaks."""
         if p.extras.gated or not p.extras.norm:
             yield "body=specialized has a norm in front of the product and no gate behind it"
         if p.dtype == "fp16" and p.weight != "none":
@@ -108,8 +106,6 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
             yield f"path=fused takes {MOST_TOKENS} tokens or fewer; there are {p.m}"
         if p.n % WIDEST or p.layout == "inputs":
             yield f"body=specialized stores {WIDEST} outputs at a time, aligned: n={p.n}, layout={p.layout}"
-        if c.squares == "apart" and not p.extras.squares:
-            yield "squares=apart is for rstd=computed"
 
     def valid(self, p: N, gpu: GpuSpec) -> Iterator[NormLinearConfig]:
         if p.layout == "any" or not takes(SCHEDULES["skinny"], p.product, gpu):
@@ -138,10 +134,6 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
             return CHAIN
         fused = {c: self.estimate_us(p, c, gpu) for c in hidden}
         best = min(hidden, key=lambda c: (fused[c], SPECIALIZED.preference(c.product, p.extras)))
-        apart = best.replace(squares="apart")
-        if self.why_not(p, apart, gpu) is None:
-            fused[apart] = self.estimate_us(p, apart, gpu)
-            best = min(best, apart, key=fused.__getitem__)
         rate = rates.of(gpu)
         norm = _NORM * rate.launch_us + _NORM_CYCLES / rate.clock_mhz * min(p.m, _NORM_TOKENS)
         chain = alone + norm + _NORM_OF_PRODUCT * alone
@@ -153,7 +145,7 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
             return 0.0
         if c.path == "chain":
             return sum(_default_us(op, part, gpu) for op, part in self.parts(p))
-        return SCHEDULES[c.body].estimate_us(_product_of(self, p), c.product, gpu, _extras(p, c))
+        return SCHEDULES[c.body].estimate_us(_product_of(self, p), c.product, gpu, p.extras)
 
     # -- kernel
 
@@ -170,7 +162,7 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         cute = cutlass.cute
         dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[p.dtype]
         kinds = {"same": dtype, "fp32": cutlass.Float32}
-        extras, schedule, product = _extras(p, c), SCHEDULES[c.body], _product_of(self, p)
+        extras, schedule, product = p.extras, SCHEDULES[c.body], _product_of(self, p)
         out_align = WIDEST if schedule is SPECIALIZED else 1
         m, k = cute.sym_int(), cute.sym_int(divisibility=WIDEST)
         rows = cute.sym_int(divisibility=2 * _GATE_ROWS if extras.gated else out_align)
@@ -204,7 +196,7 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
                 for op, part in self.parts(p):
                     dispatch.plan(op, part, torch.cuda.current_device())  # compiled now, for graphs captured later
             return self.chain(p)
-        workspace = SCHEDULES[c.body].workspace(_product_of(self, p), c.product, _extras(p, c))
+        workspace = SCHEDULES[c.body].workspace(_product_of(self, p), c.product, p.extras)
 
         def launch(y: Tensor, *inputs: Any) -> None:
             x, norm_weight, weight, bias, rstd, eps = self.kernel_arguments(*inputs)
@@ -292,10 +284,6 @@ def depth(p: NormLinearProblem) -> float:
     return max(float(p.k), 8 * granted / 2.0**-23)
 
 
-def _extras(p: NormLinearProblem, c: NormLinearConfig) -> Extras:
-    return replace(p.extras, apart=c.squares == "apart")
-
-
 @lru_cache(maxsize=256)
 def _product_of(op: NormLinear[Any], p: NormLinearProblem) -> GemmProblem:
     """The product as a fused body computes it; rows of out are aligned where N is."""
@@ -304,7 +292,7 @@ def _product_of(op: NormLinear[Any], p: NormLinearProblem) -> GemmProblem:
 
 @cache
 def _shortlist() -> tuple[NormLinearConfig, ...]:
-    return tuple(spanned("specialized", pdl=(True,), stages=(4, 5, 6, 8, 12), ahead=(0, 1, 2, 4), squares=("beside",)))
+    return tuple(spanned("specialized", pdl=(True,), stages=(4, 5, 6, 8, 12), ahead=(0, 1, 2, 4)))
 
 
 def _nothing(*args: Any) -> None:

@@ -13,7 +13,6 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, extent, knob, ladder, plain
 from cutekernels.ops.gemm.problem import ACTIVATIONS, BODIES, ELEMENT_BYTES, WIDEST, GemmConfig, GemmProblem
 from cutekernels.ops.gemm.schedule import Extras
-from cutekernels.ops.gemm.specialized import LEAST_APART
 
 _SKINNY, _SPECIALIZED = BODIES["skinny"], BODIES["specialized"]
 
@@ -118,8 +117,7 @@ class LinearSiluMulProblem(NormLinearProblem):
 class NormLinearConfig(Config):
     """``path``, and the knobs of the fused kernel, which are those of ``gemm``'s skinny or specialized body.
 
-    A chain keeps the knobs' defaults: its text is ``path=chain``. ``squares`` of rows are summed by warps beside those
-    that multiply, or by CTAs apart, which have no tile.
+    A chain keeps the knobs' defaults: its text is ``path=chain``.
     """
 
     path: str = knob("chain", "fused")
@@ -133,7 +131,6 @@ class NormLinearConfig(Config):
     pdl: bool = knob(*_SKINNY["pdl"], added=True)
     body: str = knob("skinny", "specialized", added=True)
     ahead: int = knob(*_either("ahead"), added=True)
-    squares: str = knob("beside", "apart", added=True)
 
     @classmethod
     def every(cls) -> Iterator[NormLinearConfig]:
@@ -152,7 +149,6 @@ FUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     body: {name: values for name, values in own.items() if name in KNOBS and name != left_out} | {"body": (body,)}
     for body, own, left_out in (("skinny", _SKINNY, "ahead"), ("specialized", _SPECIALIZED, ""))
 }
-FUSED["specialized"]["squares"] = ("beside", "apart")
 
 
 def spanned(body: str, **fewer: tuple[Any, ...]) -> Iterator[NormLinearConfig]:
@@ -160,7 +156,7 @@ def spanned(body: str, **fewer: tuple[Any, ...]) -> Iterator[NormLinearConfig]:
     own = FUSED[body] | fewer
     for values in product(*own.values()):
         c = NormLinearConfig("fused", **dict(zip(own, values, strict=True)))
-        if (c.pdl or not c.ahead) and (c.squares == "beside" or c.tile_n >= LEAST_APART):
+        if c.pdl or not c.ahead:
             yield c
 
 

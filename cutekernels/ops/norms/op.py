@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from cutekernels import rates
 from cutekernels.op import plain
 from cutekernels.ops.norms.rows import SUITE, N, NormConfig, NormOp, NormProblem, columns, rows, wide
-
-if TYPE_CHECKING:
-    from cutekernels.gpu import GpuSpec
 
 
 @dataclass(frozen=True)
@@ -40,9 +36,6 @@ class LayerNormProblem(NormProblem):
 
 class _Norm(NormOp[N]):
     wide_row = 2048
-
-    def gpu_constants(self, gpu: GpuSpec) -> dict[str, int]:
-        return {"KEPT": rates.of(gpu).kept_bytes}
 
 
 class _RmsNorms(_Norm[RmsNormProblem]):

@@ -35,10 +35,10 @@ class PerStream(Generic[T]):
 
 
 class Reserve:
-    """``count`` zeros of each device, taken in turn by captured launches, which cannot have theirs zeroed once."""
+    """``count`` zeros (int32) of each device, taken in turn by captured launches, whose own cannot be zeroed once."""
 
-    def __init__(self, count: int, dtype: torch.dtype) -> None:
-        self._count, self._dtype = count, dtype
+    def __init__(self, count: int) -> None:
+        self._count = count
         self._lock = threading.Lock()
         self._zeros: dict[int, Tensor] = {}
         self._taken: dict[int, int] = {}
@@ -60,12 +60,12 @@ class Reserve:
 
     def _of(self, device: int) -> Tensor:
         if device not in self._zeros:
-            self._zeros[device] = torch.zeros(self._count, device=f"cuda:{device}", dtype=self._dtype)
+            self._zeros[device] = torch.zeros(self._count, device=f"cuda:{device}", dtype=torch.int32)
             torch.cuda.current_stream(device).synchronize()  # they may be taken on another stream
         return self._zeros[device]
 
 
-_tickets = Reserve(1 << 20, torch.int32)  # for captured launches; each leaves its tickets zero
+_tickets = Reserve(1 << 20)  # for captured launches; each leaves its tickets zero
 
 
 class Workspace(PerStream[tuple[Tensor, Tensor]]):

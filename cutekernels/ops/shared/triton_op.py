@@ -185,10 +185,6 @@ class TritonOp(TensorOp[P, C]):
         operand = self.operands[name]
         return shape_of(operand, sizes, leads), self._type(operand, self._main(named).dtype)
 
-    def gpu_constants(self, gpu: GpuSpec) -> Mapping[str, int]:
-        """The kernel's constexprs that follow from the GPU."""
-        return {}
-
     def build_options(self, p: P, c: C) -> dict[str, Any]:
         """Options of Triton's compiler."""
         return {"num_warps": c.warps}  # type: ignore[attr-defined]
@@ -373,7 +369,7 @@ class TritonOp(TensorOp[P, C]):
                     else:
                         divisible[f"{name}_{step}"] = max(1, promised // TYPES[kind].itemsize)
         signature |= dict(self.scalar_types) | dict(self.extras)
-        constants |= {**self.constants(p, c), **self.gpu_constants(gpu)}
+        constants |= self.constants(p, c)
         module, _, function = self.kernel.partition(":")
         kernel = getattr(import_module(f"cutekernels.kernels.triton.{module}"), function)
         constants = {name: constants[name] for name in sorted(constants, key=list(kernel.arg_names).index)}

@@ -10,12 +10,11 @@ Schedule:
     arrive on the receiver's barrier, without barriers of the cluster: docs/notes/gemm.md#clusters.
     With a ``norm`` X's fragments go through registers, where they are multiplied by the norm's weight, half a k-tile
     while the products of the other half run; rstd multiplies the sums. Squares of rows are summed by warps beside, from
-    the stages, or by CTAs apart, on SMs that have no tile (``parts/statistics.py``). Loads then wait ``step`` from one
-    k-tile to the next, DRAM's pace, so that no CTA starves: docs/notes/gemm.md#pace.
+    the stages (``parts/statistics.py``).
     A dependent launch prefetches its first ``ahead`` k-tiles of W into the L2 while the kernel ahead still runs, and
     releases the next kernel when its own last loads are under way (``ops/gemm/prefetch.py``).
     Where rows of out are aligned, results go through shared memory, in the place of the stages, and leave as whole
-    lines, kept in the L2 where they are small (``parts/store.py``): docs/notes/gemm.md#whole-lines.
+    lines: docs/notes/gemm.md#whole-lines.
     The TMA fills K's end with zeros. It is slow over rows that do not exist (docs/notes/gemm.md#boxes), so the last
     tile of either operand begins early enough to end where the operand does, and rows that another tile has too are not
     stored. X's ``rows`` come in two boxes, of which the second may overlap the first. Products of whatever lies behind
@@ -41,10 +40,10 @@ from cutekernels.kernels.cute.parts.epilogue import Activation
 from cutekernels.kernels.cute.parts.norm import RowNorm
 from cutekernels.kernels.cute.parts.results import TileResults
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, SpecializedSmem
-from cutekernels.kernels.cute.parts.statistics import GridSquares, StageSquares
+from cutekernels.kernels.cute.parts.statistics import StageSquares
 
 GROUP = SpecializedSmem.GROUP_THREADS  # a warp group
-SQUARING_WARPS, SQUARING_CTAS = SpecializedSmem.SQUARING_WARPS, SpecializedSmem.SQUARING_CTAS
+SQUARING_WARPS = SpecializedSmem.SQUARING_WARPS
 ROWS = SpecializedSmem.GROUP_ROWS  # of X that it multiplies
 Box = tuple[cute.CopyAtom | None, cute.Tensor | None]
 
@@ -71,15 +70,8 @@ class SpecializedGemm:
     ctas_per_sm: int
     alone: bool  # on its SM, whatever would fit
     ahead: int  # k-tiles of W prefetched before the turn
-    kept_bytes: int  # largest result that the L2 is to keep
     norm: RowNorm | None = None  # of X's rows
     gamma_bytes: int = 0  # an element of its weight
-    poll_ps: int | None = None  # see GridSquares; None where warps beside those that multiply square the rows
-
-    @property
-    def apart(self) -> bool:
-        """Whether rows are squared by CTAs without a tile."""
-        return self.poll_ps is not None
 
     @property
     def weighted(self) -> bool:
@@ -124,10 +116,6 @@ class SpecializedGemm:
             self.rows, self.tile_n, self.tile_k, self.stages, self.split, self.gamma_bytes, self.squaring, self.alone
         )
 
-    @property
-    def grid_squares(self) -> GridSquares:
-        return GridSquares(self.smem, self.threads // 32, self.poll_ps)
-
     def stages_of(self, rows: int, taken: int = 0) -> cute.Layout:
         """The stages of an operand of ``rows``, ``(rows, tile_k, STAGE)``, without the swizzle; ``taken`` of the rows,
         where that is given.
@@ -157,7 +145,7 @@ class SpecializedGemm:
     ):
         start = self.start
         mW = cute.make_tensor(mW.iterator, cute.select(mW.layout, mode=[1, 0]))  # (N, K)
-        start(mD, mX, mW, mC, mBias, alpha, beta, None, None, None, None, None, stream)
+        start(mD, mX, mW, mC, mBias, alpha, beta, None, None, None, stream)
 
     @cute.jit
     def normed(
@@ -169,13 +157,11 @@ class SpecializedGemm:
         mGamma: cute.Tensor | None,  # (K,)
         mRstd: cute.Tensor | None,  # (M,)
         eps: Float32,
-        mMail: cute.Tensor | None,  # mailboxes, where rows are squared apart; int64 (1 + M,)
-        step: Int32,  # least nanoseconds from one of a CTA's k-tiles to the next
         stream: cuda.CUstream,
     ):
         """With ``norm`` in front of X."""
         start = self.start
-        start(mD, mX, mW, None, mBias, Float32(1.0), Float32(0.0), mGamma, mRstd, eps, mMail, step, stream)
+        start(mD, mX, mW, None, mBias, Float32(1.0), Float32(0.0), mGamma, mRstd, eps, stream)
 
     @cute.jit
     def start(
@@ -190,14 +176,11 @@ class SpecializedGemm:
         mGamma: cute.Tensor | None,
         mRstd: cute.Tensor | None,
         eps: Float32 | None,
-        mMail: cute.Tensor | None,
-        step: Int32 | None,
         stream: cuda.CUstream,
     ):
         dtype = mX.element_type
         pitched = self.pitched
         mX, mW = pitched(mX), pitched(mW)
-        squared = mX if const_expr(self.apart) else None
         op = cpasync.CopyBulkTensorTileG2SOp()
         tma_w, tW = self.boxed(op, mW, self.tile_n, self.tile_n)
         head = self.boxed(op, mX, self.rows, self.head)
@@ -212,8 +195,8 @@ class SpecializedGemm:
         tiles_m = cute.ceil_div(cute.size(mD, mode=[0]), self.tile_m)
         tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), self.tile_n)
         epilogue = mD, tW, mC, mBias, alpha, beta
-        self.kernel(*epilogue, tma_w, *head, *tail, tiled_mma, *gamma, mRstd, eps, squared, mMail, step).launch(
-            grid=[self.split, tiles_m, tiles_n + SQUARING_CTAS // self.split * self.apart],
+        self.kernel(*epilogue, tma_w, *head, *tail, tiled_mma, *gamma, mRstd, eps).launch(
+            grid=[self.split, tiles_m, tiles_n],
             block=[self.threads, 1, 1],
             cluster=[self.split, 1, 1],
             min_blocks_per_mp=self.ctas_per_sm,
@@ -250,46 +233,10 @@ class SpecializedGemm:
         tGamma: cute.Tensor | None,  # (K,), coordinates
         mRstd: cute.Tensor | None,
         eps: Float32 | None,
-        mX: cute.Tensor | None,  # (M, K), where rows are squared apart
-        mMail: cute.Tensor | None,
-        step: Int32 | None,
     ):
         operands = (mD, mC, mBias, mRstd, alpha, beta, cute.size(tW, mode=[1]), eps)
-        boxed = (tma_w, tW), (tma_head, tHead), (tma_tail, tTail), (tma_gamma, tGamma)
         split, at_m, at_n = cute.arch.block_idx()
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
-        tile = self.tile
-        if const_expr(not self.apart):
-            tile(split, at_m, at_n, storage, operands, boxed, tiled_mma, step, None)
-        else:
-            apart = const_expr(SQUARING_CTAS // self.split)
-            squares = self.grid_squares
-            if at_n < apart:
-                if const_expr(self.dependent):
-                    prefetch = squares.prefetch
-                    prefetch(at_n * self.split + split, mX)
-                    cute.arch.griddepcontrol_wait()
-                run = squares.run
-                run(at_n * self.split + split, at_m, mX, mMail)
-            else:
-                tile(split, at_m, at_n - apart, storage, operands, boxed, tiled_mma, step, (mX, mMail))
-
-    @cute.jit
-    def tile(
-        self,
-        split: Int32,
-        at_m: Int32,
-        at_n: Int32,
-        storage: cute.Pointer,
-        operands: tuple,
-        boxed: tuple[Box, ...],
-        tiled_mma: cute.TiledMma,
-        step: Int32 | None,
-        squared: tuple[cute.Tensor, cute.Tensor] | None,
-    ):
-        """A CTA with a tile, or its share of one."""
-        mD = operands[0]
-        (tma_w, tW), (tma_head, tHead), (tma_tail, tTail), (tma_gamma, tGamma) = boxed
         tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(tid // 32)
         producer = const_expr(self.groups * 4)
@@ -297,8 +244,6 @@ class SpecializedGemm:
         dtype = mD.element_type
         k_tiles = cute.ceil_div(cute.size(tW, mode=[1]), self.tile_k)
         first, end = split * k_tiles // self.split, (split + 1) * k_tiles // self.split
-
-        beside = const_expr(self.squaring and not self.apart)
 
         # -- setup
         smem = self.smem
@@ -322,11 +267,11 @@ class SpecializedGemm:
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(stages):
                     cute.arch.mbarrier_init(full + stage, 1)
-                    cute.arch.mbarrier_init(empty + stage, self.groups + SQUARING_WARPS * beside)
+                    cute.arch.mbarrier_init(empty + stage, self.groups + SQUARING_WARPS * self.squaring)
                 if const_expr(self.split > 1):
                     cute.arch.mbarrier_init(inbox_full, 1)
                 if const_expr(self.squaring):
-                    cute.arch.mbarrier_init(squared_full, SQUARING_WARPS if beside else 1)
+                    cute.arch.mbarrier_init(squared_full, SQUARING_WARPS)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if const_expr(self.split > 1):
@@ -359,20 +304,16 @@ class SpecializedGemm:
 
         if warp == producer:
             produce = self.produce
-            produce(boxes, full, empty, first, end, step)
+            produce(boxes, full, empty, first, end)
             if const_expr(self.dependent):
                 cute.arch.griddepcontrol_launch_dependents()  # their loads then follow ours
             if const_expr(self.split > 1):
                 cute.arch.cluster_wait()
-        if const_expr(beside):
+        if const_expr(self.squaring):  # noqa: SIM102  known when compiled
             if warp > producer:
                 squares = StageSquares(smem)
                 run = squares.run
                 run(tid - (GROUP * self.groups + 32), dtype, storage, split, first, end)
-        elif const_expr(self.squaring):  # noqa: SIM102  known when compiled
-            if warp == producer + 1:
-                gather = self.grid_squares.gather
-                gather(tid % 32, *squared, storage, self.head, row, later)
         if warp < producer:
             shape = tiled_mma.partition_shape_C((self.tile_m, self.tile_n))
             acc = cute.make_rmem_tensor(shape, Float32)  # ((2, 2, N / 8), 1, 1)
@@ -381,8 +322,7 @@ class SpecializedGemm:
             cD = cute.make_identity_tensor((self.tile_m, self.tile_n))
             tCcD = tiled_mma.get_slice(tid).partition_C(cD)  # ((2, 2, N / 8), 1, 1)
             place = (own_m, row, later, own_n, column)
-            summed_by = const_expr(1 if self.apart else self.split)
-            results = TileResults(smem, self.head, self.activation, self.out_align, summed_by, self.kept_bytes)
+            results = TileResults(smem, self.head, self.activation, self.out_align)
             deliver = results.deliver
             deliver(tid, acc, tCcD, split, storage, place, operands)
 
@@ -420,20 +360,11 @@ class SpecializedGemm:
         empty: cute.Pointer,
         first: Int32,
         end: Int32,
-        step: Int32 | None,
     ):
-        """The producer: keeps the stages full, from the third k-tile on with at most one load each ``step``."""
+        """The producer: keeps the stages full."""
         stage, phase = Int32(0), Int32(1)  # the phase before a fresh barrier's first counts as complete
-        due = Int64(0)
-        if const_expr(step is not None):
-            due = cute.arch.globaltimer() + step
         for k_tile in cutlass.range(first, end, unroll=1):
             cute.arch.mbarrier_wait(empty + stage, phase)
-            if const_expr(step is not None):  # noqa: SIM102  known when compiled
-                if k_tile >= first + 2:
-                    while cute.arch.globaltimer() < due:
-                        pass
-                    due = due + step
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.smem.stage_bytes)
             for tma, source, target in boxes:

@@ -7,10 +7,19 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cutekernels.kernels.cute.parts.epilogue import Activation
+from cutekernels.kernels.cute.parts.ptx import instruction
 from cutekernels.kernels.cute.parts.smem import SpecializedSmem
-from cutekernels.kernels.cute.parts.store import eviction, store_16
 
 WIDEST = 8  # elements in 16 bytes
+
+
+def store_16(target: cute.Pointer, words: cute.Tensor) -> None:
+    """Four 32-bit ``words`` to global memory, at a multiple of 16 bytes.
+
+    Ordinary stores would be interleaved with the reads of shared memory that stand in front of all of them.
+    """
+    text = "st.global.v4.b32 [$0], {$1, $2, $3, $4};"
+    instruction(text, "l,r,r,r,r", target.toint(), *[words[i] for i in range(4)])
 
 
 @dataclass(frozen=True)
@@ -25,8 +34,6 @@ class TileResults:
     head: int  # rows of X's first box
     activation: Activation
     out_align: int
-    summed_by: int  # CTAs that each have a sum of a row's squares
-    kept_bytes: int  # largest result that the L2 is to keep
 
     @cute.jit
     def deliver(
@@ -112,7 +119,7 @@ class TileResults:
             )
             for half in cutlass.range_constexpr(2):
                 total = Float32(0.0)
-                for part in cutlass.range_constexpr(self.summed_by):
+                for part in cutlass.range_constexpr(self.smem.split):
                     total = total + kept[tCcD[2 * half][0], part]
                 factors[half] = cute.math.rsqrt(total / k + eps)
         if const_expr(factors is not None):
@@ -199,7 +206,6 @@ class TileResults:
         vectors = const_expr(rows * across)
         each = const_expr(-(-vectors // members))
         row_of = self.row_of
-        policy = eviction(Int64(m) * n * (dtype.width // 8), self.kept_bytes)
         taken = cute.make_rmem_tensor((WIDEST, each), dtype)
         for i in cutlass.range_constexpr(each):
             vector = tid + i * members
@@ -216,7 +222,7 @@ class TileResults:
             column = first_column + begin_column + vector % across * WIDEST
             if mine and column >= own_n and column < n:
                 target = mD.iterator + cute.crd2idx((row, column), mD.layout)
-                store_16(target, cute.recast_tensor(taken[None, i], Int32), policy)
+                store_16(target, cute.recast_tensor(taken[None, i], Int32))
 
     @cute.jit
     def row_of(self, at: Int32, place: tuple[Int32, ...], m: Int32) -> tuple[Int32, cutlass.Boolean]:

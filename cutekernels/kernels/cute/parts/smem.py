@@ -106,7 +106,6 @@ class SpecializedSmem:
     SUMS_PER_BLOCK = 4  # of a thread, in 8 columns
     ALONE_BYTES = 114 * 1024  # of an SM's 228 KiB; a CTA's own reserve comes on top
     SQUARING_WARPS = 3  # beside the one that loads: registers are allocated for four
-    SQUARING_CTAS = 4  # the alternative, on SMs that no tile needs: whole clusters, whatever the split
 
     @property
     def stage_bytes(self) -> int:

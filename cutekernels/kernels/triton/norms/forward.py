@@ -11,7 +11,7 @@ is a multiple of the heads, so that all tiles of a program have the same weights
 
 Inside the kernels an operand is a tuple: pointer, then the strides of rows, heads and columns. Weights and biases are
 contiguous: pointer, then the stride of heads, 0 where all share them. Arithmetic is in fp32, results are rounded once,
-offsets are 64 bits wide. The L2 keeps results of at most KEPT bytes (docs/notes/norms.md#kept-results).
+offsets are 64 bits wide.
 """
 
 import triton
@@ -78,16 +78,6 @@ def _store(operand, value, row, head, r, c, inside):
 
 
 @triton.jit
-def _keep(operand, value, row, head, r, c, inside, size, KEPT: tl.constexpr):
-    """``_store`` of a result of ``size`` elements, evicted last from the L2 if it has at most KEPT bytes."""
-    at, rounded = _at(operand, row, head, r, c), value.to(operand[0].dtype.element_ty)
-    if size * (operand[0].dtype.element_ty.primitive_bitwidth // 8) <= KEPT:
-        tl.store(at, rounded, mask=inside, eviction_policy="evict_last")
-    else:
-        tl.store(at, rounded, mask=inside)
-
-
-@triton.jit
 def _scaled(
     x,
     rstd,
@@ -125,7 +115,6 @@ def _resident(
     head,
     rows,
     cols,
-    size,
     eps,
     weight_offset,
     WEIGHT: tl.constexpr,
@@ -134,7 +123,6 @@ def _resident(
     RESIDUAL: tl.constexpr,
     CENTRED: tl.constexpr,
     ROUND_TWICE: tl.constexpr,
-    KEPT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
@@ -144,12 +132,12 @@ def _resident(
     inside = (r < rows - row)[:, None] & (c < cols)[None, :]
     value = _summed(x, residual, row, head, r, c, inside, RESIDUAL, "")
     if RESIDUAL:
-        _keep(u, value, row, head, r, c, inside, size, KEPT)
+        _store(u, value, row, head, r, c, inside)
     if CENTRED:
         value = tl.where(inside, value - (tl.sum(value, axis=1) / cols)[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(value * value, axis=1) / cols + eps)
     scaled = _scaled(value, rstd, weight, weight_offset, bias, y, WEIGHT, SHIFTED, BIAS, ROUND_TWICE)
-    _keep(y, scaled, row, head, r, c, inside, size, KEPT)
+    _store(y, scaled, row, head, r, c, inside)
 
 
 @triton.jit
@@ -163,7 +151,6 @@ def _chunked(
     row,
     head,
     cols,
-    size,
     eps,
     weight_offset,
     WEIGHT: tl.constexpr,
@@ -172,7 +159,6 @@ def _chunked(
     RESIDUAL: tl.constexpr,
     CENTRED: tl.constexpr,
     ROUND_TWICE: tl.constexpr,
-    KEPT: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
     """One row, walked in chunks. A result may be an operand itself: only the last pass writes, behind what it reads."""
@@ -198,11 +184,11 @@ def _chunked(
         inside = (c < cols)[None, :]
         value = _summed(x, residual, row, head, r, c, inside, RESIDUAL, "evict_first")
         if RESIDUAL:
-            _keep(u, value, row, head, r, c, inside, size, KEPT)
+            _store(u, value, row, head, r, c, inside)
         w = _affine(weight, head, c, c < cols, WEIGHT)
         b = _affine(bias, head, c, c < cols, BIAS)
         scaled = _scaled(value - mean[:, None], rstd, w, weight_offset, b, y, WEIGHT, SHIFTED, BIAS, ROUND_TWICE)
-        _keep(y, scaled, row, head, r, c, inside, size, KEPT)
+        _store(y, scaled, row, head, r, c, inside)
 
 
 @triton.jit
@@ -224,14 +210,12 @@ def _forward(
     RESIDUAL: tl.constexpr,
     CENTRED: tl.constexpr,
     ROUND_TWICE: tl.constexpr,
-    KEPT: tl.constexpr,
     NESTED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     RESIDENT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    size = rows * heads * cols
     if RESIDENT:
         row, head = _place(tl.program_id(0).to(tl.int64), heads, BLOCK_ROWS, NESTED)
         # Weights are loaded ahead of the first row, so that they arrive together.
@@ -244,19 +228,19 @@ def _forward(
             for index in tl.range(first, tl.cdiv(rows, BLOCK_ROWS) * heads, step, num_stages=STAGES):
                 row, head = _place(index, heads, BLOCK_ROWS, NESTED)
                 _resident(
-                    y, u, x, residual, w, b, row, head, rows, cols, size, eps, weight_offset,
-                    WEIGHT, SHIFTED, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, KEPT, BLOCK_ROWS, BLOCK_COLS,
+                    y, u, x, residual, w, b, row, head, rows, cols, eps, weight_offset,
+                    WEIGHT, SHIFTED, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, BLOCK_ROWS, BLOCK_COLS,
                 )  # fmt: skip
         else:
             _resident(
-                y, u, x, residual, w, b, row, head, rows, cols, size, eps, weight_offset,
-                WEIGHT, SHIFTED, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, KEPT, BLOCK_ROWS, BLOCK_COLS,
+                y, u, x, residual, w, b, row, head, rows, cols, eps, weight_offset,
+                WEIGHT, SHIFTED, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, BLOCK_ROWS, BLOCK_COLS,
             )  # fmt: skip
     else:
         row, head = _place(tl.program_id(0).to(tl.int64), heads, BLOCK_ROWS, NESTED)
         _chunked(
-            y, u, x, residual, weight, bias, row, head, cols, size, eps, weight_offset,
-            WEIGHT, SHIFTED, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, KEPT, BLOCK_COLS,
+            y, u, x, residual, weight, bias, row, head, cols, eps, weight_offset,
+            WEIGHT, SHIFTED, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, BLOCK_COLS,
         )  # fmt: skip
 
 
@@ -279,7 +263,6 @@ def rms_norm(
     WEIGHT: tl.constexpr,
     SHIFTED: tl.constexpr,
     ROUND_TWICE: tl.constexpr,
-    KEPT: tl.constexpr,
     NESTED: tl.constexpr,
     PER_HEAD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -300,7 +283,7 @@ def rms_norm(
     await_turn(DEPENDENT)
     _forward(
         y, y, x, x, weight, weight, rows, heads, cols, eps, weight_offset,
-        WEIGHT, SHIFTED, False, False, False, ROUND_TWICE, KEPT, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
+        WEIGHT, SHIFTED, False, False, False, ROUND_TWICE, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
     )  # fmt: skip
 
 
@@ -331,7 +314,6 @@ def add_rms_norm(
     WEIGHT: tl.constexpr,
     SHIFTED: tl.constexpr,
     ROUND_TWICE: tl.constexpr,
-    KEPT: tl.constexpr,
     NESTED: tl.constexpr,
     PER_HEAD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -352,7 +334,7 @@ def add_rms_norm(
     await_turn(DEPENDENT)
     _forward(
         y, u, x, residual, weight, weight, rows, heads, cols, eps, weight_offset,
-        WEIGHT, SHIFTED, False, True, False, ROUND_TWICE, KEPT, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
+        WEIGHT, SHIFTED, False, True, False, ROUND_TWICE, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
     )  # fmt: skip
 
 
@@ -374,7 +356,6 @@ def layer_norm(
     eps,
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
-    KEPT: tl.constexpr,
     NESTED: tl.constexpr,
     PER_HEAD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -391,5 +372,5 @@ def layer_norm(
     bias = (bias_ptr, cols if PER_HEAD else 0)
     _forward(
         y, y, x, x, weight, bias, rows, heads, cols, eps, 0.0,
-        WEIGHT, False, BIAS, False, True, False, KEPT, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
+        WEIGHT, False, BIAS, False, True, False, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
     )  # fmt: skip
