@@ -42,6 +42,8 @@ class Rates:
     """Rate of one SM by warpgroup MMA in a steady mainloop; 0 where there is none."""
     barrier_us: float
     """A block-wide barrier between two stages of a pipeline."""
+    walked_us: float
+    """A thread's time for one element of a row that a loop walks in chunks, where no other program hides it."""
     exchange_us: float
     """A round of messages between the CTAs of a cluster, or between CTAs by way of the L2."""
 
@@ -60,6 +62,7 @@ _H200 = Rates(
     smem_bytes_per_us=128 * 1700,
     warpgroup_flops_per_us=6.22e6,
     barrier_us=0.08,
+    walked_us=0.022,
     exchange_us=0.63,
 )
 _MEASURED = {"h200": _H200}
@@ -102,5 +105,6 @@ def of(gpu: GpuSpec) -> Rates:
         smem_bytes_per_us=_H200.smem_bytes_per_us * faster,
         warpgroup_flops_per_us=_H200.warpgroup_flops_per_us * faster if gpu.has_wgmma else 0.0,
         barrier_us=_H200.barrier_us / faster,
+        walked_us=_H200.walked_us / faster,
         exchange_us=_H200.exchange_us / faster,
     )

@@ -72,7 +72,10 @@ class _EmbeddingOp(TritonOp[EmbeddingProblem, EmbeddingConfig]):
         if p.rows * -(-p.cols // width) < gpu.sm_count * 4 * height:
             height = 1
         warps = max(1, min(4, height * width // (32 * p.vec)))
-        return EmbeddingConfig(height, width, power_of_two(warps + 1) // 2 if warps & (warps - 1) else warps)
+        c = EmbeddingConfig(height, width, power_of_two(warps + 1) // 2)
+        # Wider where programs take longer to start than to move: docs/notes/streaming.md#embedding (H200, 2026-11-23).
+        slow = height == 1 and width < p.cols and streaming.start_bound(gpu, self.work(p).bytes, self.grid(p, c))
+        return c.replace(block_cols=2 * width) if slow else c
 
     def estimate_us(self, p: EmbeddingProblem, c: EmbeddingConfig, gpu: GpuSpec) -> float:
         tile, moved = c.block_rows * c.block_cols * p.itemsize, self.work(p).bytes

@@ -330,9 +330,11 @@ class NormOp(TritonOp[N, NormConfig]):
         # Rows that are walked again come from the caches; threads that hold little of them leave room for more.
         passes = 1.0 if c.resident else 0.97 if self.chunks else 1.3
         registers = self._registers(p, c)
+        walked = 0 if c.resident else 2 * -(-p.cols // c.block_cols) * c.block_cols / (32 * c.warps)  # by a thread
         first = streaming.estimate_us(
-            gpu, passes * self.work(p).bytes, grid, c.warps, tile, registers=registers, coalesced=p.layout != "strided"
-        )
+            gpu, passes * self.work(p).bytes, grid, c.warps, tile, registers=registers, coalesced=p.layout != "strided",
+            program_us=walked * rates.of(gpu).walked_us,
+        )  # fmt: skip
         if not self.strides_over_tiles:
             return first
         parts = 8.0 * grid[0] * p.cols * (len(self.results) - self._rowed(p, self.results))  # written, and read again
