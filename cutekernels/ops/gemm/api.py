@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
@@ -77,7 +78,7 @@ def gemm(
         return _through_torch(a, b, c, alpha, beta, bias, name, accumulate, out, config)
     try:
         plain = c is None and bias is None
-        if plain and type(b) is Tensor and not _traced_by_dynamo():
+        if plain and type(b) is Tensor and not _traced_by_dynamo() and forward_ad._current_level < 0:
             # CallCache.replay, written out for a and b alone: 0.4 us less (docs/notes/host.md#gemm).
             at_b = b.data_ptr()
             found = _recent(at_b if out is None else ~at_b)
@@ -154,7 +155,8 @@ def linear(
     except RuntimeError:  # no single stride walks out's rows
         refuse_gradient(x, weight, bias, out)
         _check_apart(out, x=x, weight=weight, bias=bias)
-        out.copy_(gemm(flat, weight.t(), bias=bias, activation=activation).view(shape))
+        flat_out = out.new_empty((rows, shape[-1]))
+        out.copy_(gemm(flat, weight.t(), bias=bias, activation=activation, out=flat_out).view(shape))
     else:
         gemm(flat, weight.t(), bias=bias, activation=activation, out=flat_out)
     return out
@@ -356,8 +358,9 @@ def register(library: torch.library.Library) -> None:
     inputs = "Tensor a, Tensor b, Tensor? c, Tensor? bias"
     options = "float alpha=1.0, float beta=0.0, str activation='none', str accumulate='fp32', str? config=None"
     define_with_out(
-        library, "gemm", inputs, options, (_cuda, _cpu, _fake), backward=_gemm_backward, setup_context=_remember
-    )
+        library, "gemm", inputs, options, (_cuda, _cpu, _fake), backward=_gemm_backward, setup_context=_remember,
+        autocast="lower",
+    )  # fmt: skip
 
 
 def _cuda(results, inputs, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]

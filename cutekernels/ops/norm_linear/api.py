@@ -8,6 +8,7 @@ what a gradient needs (``chain.py``).
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from cutekernels.ops.norm_linear.chain import linear_then_gate, norm_then_linear
 from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from cutekernels.ops.norm_linear.problem import NormLinearConfig
 from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared.registration import autocasting
 
 
 def rms_norm_linear(
@@ -76,9 +78,10 @@ def rms_norm_linear(
     if config is not None and composed:
         raise UnsupportedProblem("config= is for one kernel; with residual= or exact=True several run: leave it out")
     if composed or _as_chain(config, x, norm_weight, weight, bias):
-        y, u = norm_then_linear(
-            x, norm_weight, weight, bias, rstd, eps, activation, residual=residual, exact=exact, out=out
-        )
+        with _uncast(x, out):
+            y, u = norm_then_linear(
+                x, norm_weight, weight, bias, rstd, eps, activation, residual=residual, exact=exact, out=out
+            )
         return y if residual is None else (y, u)
     return _call(RMS_NORM_LINEAR, (x, norm_weight, weight, bias, rstd), (activation or "none",), eps, out, config)
 
@@ -123,7 +126,8 @@ def linear_silu_mul(
         raise UnsupportedProblem("norm=False takes no norm_weight: leave one of them out")
     norm = bool(norm) or norm_weight is not None
     if _as_chain(config, x, norm_weight, w_gate_up):
-        return linear_then_gate(x, w_gate_up, norm_weight, eps, norm, out=out)
+        with _uncast(x, out):
+            return linear_then_gate(x, w_gate_up, norm_weight, eps, norm, out=out)
     return _call(LINEAR_SILU_MUL, (x, w_gate_up, norm_weight), (norm,), eps, out, config)
 
 
@@ -152,6 +156,11 @@ def _as_chain(config: NormLinearConfig | str | None, x: Tensor, *others: Tensor 
     return config is None and math.prod(x.shape[:-1]) > MOST_TOKENS
 
 
+def _uncast(x: Tensor, out: Tensor | None) -> AbstractContextManager[object]:
+    """The chain's types are those of its operands where it writes to ``out``, under autocast too."""
+    return nullcontext() if out is None or not autocasting() else torch.autocast(x.device.type, enabled=False)
+
+
 def _call(
     op: NormLinear[Any],
     inputs: tuple[Tensor | None, ...],
@@ -176,8 +185,18 @@ def _call(
 
 def register(library: torch.library.Library) -> None:
     """Defines both ops in ``library``. Their backward recomputes the chain and differentiates it."""
-    tensor_op.register(library, RMS_NORM_LINEAR, backward=_gradient(_norm_then_linear), setup_context=_remember)
-    tensor_op.register(library, LINEAR_SILU_MUL, backward=_gradient(_linear_then_gate), setup_context=_remember)
+    for op, chain, kept in (
+        (RMS_NORM_LINEAR, _norm_then_linear, ("norm_weight", "rstd")),
+        (LINEAR_SILU_MUL, _linear_then_gate, ("norm_weight",)),
+    ):
+        tensor_op.register(
+            library,
+            op,
+            backward=_gradient(chain),
+            setup_context=_remember,
+            autocast="lower",
+            kept=[op.inputs.index(name) for name in kept],
+        )
 
 
 def _norm_then_linear(

@@ -131,10 +131,18 @@ def layer_norm(
 
 
 def register(library: torch.library.Library) -> None:
-    """Defines the ops of this file in ``library``, with their gradients."""
-    tensor_op.register(library, RMS_NORM, backward=_rms_norm_gradient, setup_context=_remember_rms_norm)
-    tensor_op.register(library, ADD_RMS_NORM, backward=_rms_norm_gradient, setup_context=_remember_rms_norm)
-    tensor_op.register(library, LAYER_NORM, backward=_layer_norm_gradient, setup_context=_remember_layer_norm)
+    """Defines the ops of this file in ``library``, with their gradients and, as torch's norms have them, autocast rules."""
+    norm: dict[str, Any] = {"backward": _rms_norm_gradient, "setup_context": _remember_rms_norm}
+    tensor_op.register(library, RMS_NORM, autocast="fp32", **norm)
+    tensor_op.register(library, ADD_RMS_NORM, autocast=_add_then_norm, **norm)
+    tensor_op.register(
+        library, LAYER_NORM, backward=_layer_norm_gradient, setup_context=_remember_layer_norm, autocast="fp32"
+    )
+
+
+def _add_then_norm(x: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    u = x + residual  # the sum promotes its operands, and the norm has a rule of its own
+    return torch.ops.cutekernels.rms_norm(u, *rest), u
 
 
 def _remember_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
