@@ -22,10 +22,6 @@ def _ints(*values: int, shape: tuple[int, ...] | None = None) -> Tensor:
     return made if shape is None else made.view(shape)
 
 
-def _of_module(module: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    return lambda **given: module()(**given)
-
-
 Made = tuple[Callable[..., Any], dict[str, Any]]
 
 
@@ -99,10 +95,10 @@ def calls() -> dict[str, Made]:
         "FusedAdamW": (optim.FusedAdamW, {
             "params": [torch.nn.Parameter(x.clone())], "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8,
             "weight_decay": 0.1, "maximize": False, "master_weights": False}),
-        "SwiGLU.forward": (_of_module(lambda: nn.SwiGLU(8, 4)), {"x": x}),
-        "RMSNorm.forward": (_of_module(lambda: nn.RMSNorm(8)), {"x": x, "residual": _randn(4, 8)}),
-        "LayerNorm.forward": (_of_module(lambda: nn.LayerNorm((4, 8))), {"x": _randn(3, 4, 8)}),
-        "RotaryEmbedding.forward": (_of_module(lambda: nn.RotaryEmbedding(8)), {
+        "SwiGLU.forward": (nn.SwiGLU(8, 4), {"x": x}),
+        "RMSNorm.forward": (nn.RMSNorm(8), {"x": x, "residual": _randn(4, 8)}),
+        "LayerNorm.forward": (nn.LayerNorm((4, 8)), {"x": _randn(3, 4, 8)}),
+        "RotaryEmbedding.forward": (nn.RotaryEmbedding(8), {
             "q": heads, "k": heads.clone(), "positions": 3, "inplace": False}),
     }
     # fmt: on

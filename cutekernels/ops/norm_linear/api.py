@@ -20,7 +20,9 @@ from cutekernels.ops.norm_linear.chain import linear_then_gate, norm_then_linear
 from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from cutekernels.ops.norm_linear.problem import NormLinearConfig
 from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared.checks import INFINITE, check_eps, check_flag, check_tensor, check_word
 from cutekernels.ops.shared.registration import autocasting
+from cutekernels.ops.shared.triton_op import call
 
 
 def rms_norm_linear(
@@ -66,6 +68,15 @@ def rms_norm_linear(
             input or itself, ``out`` together with gradients, ``config`` with a residual or ``exact``.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
+    _check_tensors("rms_norm_linear", x=x, weight=weight)
+    _check_tensors(
+        "rms_norm_linear", optional=True, norm_weight=norm_weight, bias=bias, residual=residual, rstd=rstd
+    )
+    check_word("rms_norm_linear", "activation", activation, optional=True)
+    if type(eps) is not float or not 0.0 <= eps < INFINITE:
+        check_eps("rms_norm_linear", eps)
+    if exact is not False:
+        check_flag("rms_norm_linear", "exact", exact)
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise UnsupportedProblem(
             f"x must be (..., K) and weight (N, K); their shapes are {tuple(x.shape)} and {tuple(weight.shape)}"
@@ -118,6 +129,12 @@ def linear_silu_mul(
             :func:`rms_norm_linear` and ``silu_mul`` refuse.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
+    _check_tensors("linear_silu_mul", x=x, w_gate_up=w_gate_up)
+    _check_tensors("linear_silu_mul", optional=True, norm_weight=norm_weight)
+    if type(eps) is not float or not 0.0 <= eps < INFINITE:
+        check_eps("linear_silu_mul", eps)
+    if norm is not None:
+        check_flag("linear_silu_mul", "norm", norm)
     if w_gate_up.dim() != 2 or w_gate_up.shape[0] % 2:
         raise UnsupportedProblem(
             f"w_gate_up must be (2 * I, K), the gate's rows before up's; its shape is {tuple(w_gate_up.shape)}"
@@ -137,6 +154,12 @@ def fold(norm_weight: Tensor, weight: Tensor) -> Tensor:
     ``rms_norm_linear(x, None, fold(norm_weight, weight))`` then needs no weight for the norm. A copy as large as
     ``weight``, to be made again whenever either changes; for training, keep them apart.
     """
+    _check_tensors("fold", norm_weight=norm_weight, weight=weight)
+    for name, t in (("norm_weight", norm_weight), ("weight", weight)):
+        if t.dtype not in _FOLDED or t.device != weight.device:
+            raise UnsupportedProblem(
+                f"fold takes fp16, bf16, fp32 or fp64 on one device; {name} is {t.dtype} on {t.device}: convert it"
+            )
     if weight.dim() != 2 or tuple(norm_weight.shape) != (weight.shape[1],):
         raise UnsupportedProblem(
             f"norm_weight must be (K,) and weight (N, K); their shapes are {tuple(norm_weight.shape)} and "
@@ -144,6 +167,9 @@ def fold(norm_weight: Tensor, weight: Tensor) -> Tensor:
         )
     wide = torch.promote_types(weight.dtype, torch.float32)
     return (weight.to(wide) * norm_weight.to(wide)).to(weight.dtype)
+
+
+_FOLDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 # ---- which way ------------------------------------------------------------------------------------------
@@ -154,6 +180,12 @@ def _as_chain(config: NormLinearConfig | str | None, x: Tensor, *others: Tensor 
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others)):
         return True
     return config is None and math.prod(x.shape[:-1]) > MOST_TOKENS
+
+
+def _check_tensors(op: str, *, optional: bool = False, **tensors: Tensor | None) -> None:
+    for name, t in tensors.items():
+        if t is not None or not optional:
+            check_tensor(op, name, t)
 
 
 def _uncast(x: Tensor, out: Tensor | None) -> AbstractContextManager[object]:
@@ -169,15 +201,7 @@ def _call(
     out: Tensor | None,
     config: NormLinearConfig | str | None,
 ) -> Tensor:
-    found = tensor_op.eager(op, None if out is None else (out,), inputs, options, (eps,), config)
-    if found is not None:
-        return found[0]
-    text = None if config is None else str(config)
-    if out is None:
-        return getattr(torch.ops.cutekernels, op.name)(*inputs, *options, eps, text)  # type: ignore[no-any-return]
-    tensor_op.refuse_gradient(*inputs, out)
-    getattr(torch.ops.cutekernels, f"{op.name}_out")(*inputs, out, *options, eps, text)
-    return out
+    return call(op, inputs, options, (eps,), config=config, out=None if out is None else (out,))[0]
 
 
 # ---- torch.library --------------------------------------------------------------------------------------
