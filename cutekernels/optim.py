@@ -20,6 +20,7 @@ from cutekernels import dispatch
 from cutekernels import gpu as gpus
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.optimizer import ADAMW_STEP, ADAMW_TABLE, AdamWProblem, Hyper, adamw_step, check_hyper
+from cutekernels.ops.shared.checks import check_flag
 from cutekernels.ops.shared.strides import is_dense, walk
 
 _ROW = 8  # 64-bit numbers per tensor in a table, as the kernel reads them
@@ -78,7 +79,10 @@ class FusedAdamW(torch.optim.Optimizer):
         }
         self._tables: dict[tuple[Any, ...], _Table] = {}
         self._captured: list[Any] = []  # what graphs read at each replay: it lives as long as the optimizer
-        super().__init__(params, defaults)
+        try:
+            super().__init__(params, defaults)
+        except TypeError as reason:
+            raise UnsupportedProblem(f"FusedAdamW takes params as tensors, or groups of them: {reason}") from None
         for group in self.param_groups:
             _check_group(group)
 
@@ -156,7 +160,12 @@ class FusedAdamW(torch.optim.Optimizer):
             state["master"] = torch.empty_like(param, dtype=wide).copy_(param)
         master = state.get("master") if param.dtype != wide else None
         exp_avg, exp_avg_sq = (state[name] for name in _MOMENTS)
-        home = None
+        if hasattr(param, "placements"):  # a DTensor: each rank updates its own shard, elementwise
+            if grad.placements != param.placements:
+                grad = grad.redistribute(placements=param.placements)
+            tensors = (param, grad, exp_avg, exp_avg_sq, master)
+            param, grad, exp_avg, exp_avg_sq, master = (t if t is None else t.to_local() for t in tensors)
+        home: Tensor | None = None
         if not is_dense(param) or walk(param) != walk(exp_avg):
             home, param = param, torch.empty_like(exp_avg, dtype=param.dtype).copy_(param)
         if walk(grad) != walk(param):
@@ -314,6 +323,8 @@ def _check_group(group: dict[str, Any]) -> None:
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise UnsupportedProblem(f"a learning rate is one number; got a tensor of shape {tuple(lr.shape)}")
     check_hyper(0.0 if isinstance(lr, Tensor) else lr, group["betas"], group["eps"], group["weight_decay"])
+    for name in ("maximize", "master_weights", "amsgrad", "capturable"):
+        check_flag("FusedAdamW", name, group.get(name, False))
     for name in ("amsgrad", "differentiable"):
         if group.get(name):
             raise UnsupportedProblem(f"FusedAdamW has no {name}: use torch.optim.AdamW for it")

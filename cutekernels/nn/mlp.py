@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.activations.api import silu_mul
 from cutekernels.ops.gemm.api import linear
 from cutekernels.ops.gemm.skinny import DEFAULT_TOKENS
+from cutekernels.ops.shared.checks import check_flag, check_tensor, check_whole
 
 _HALVES = ("gate_proj", "up_proj")
 _PACKED = "gate_up_proj"
@@ -43,21 +45,78 @@ class SwiGLU(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
+            check_whole("SwiGLU", name, size, 1, 2**31 - 1)
+        check_flag("SwiGLU", "bias", bias)
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
         self.gate_up_proj = torch.nn.Linear(hidden_size, 2 * intermediate_size, bias, device, dtype)
         self.down_proj = torch.nn.Linear(intermediate_size, hidden_size, bias, device, dtype)
         after_saving: Callable[[Any], object] = self.register_state_dict_post_hook  # torch leaves both untyped
         before_loading: Callable[[Any], object] = self.register_load_state_dict_pre_hook
+        self._halves = _Half(self, 0), _Half(self, 1)  # in a tuple: no submodules, which would have parameters
+        self._replaced: dict[str, Tensor] = {}
         after_saving(_unpack)
         before_loading(_pack)
 
+    @property
+    def gate_proj(self) -> _Half:
+        """``weight`` and ``bias`` as the state dict names them: views of ``gate_up_proj``."""
+        return self._halves[0]
+
+    @property
+    def up_proj(self) -> _Half:
+        return self._halves[1]
+
     def forward(self, x: Tensor) -> Tensor:
         up, down = self.gate_up_proj, self.down_proj
-        return swiglu(x, up.weight, down.weight, up.bias, down.bias)
+        weight, bias = up.weight, up.bias
+        if self._replaced:
+            weight, bias = (
+                None if getattr(up, kind) is None else torch.cat([getattr(half, kind) for half in self._halves])
+                for kind in ("weight", "bias")
+            )
+        return swiglu(x, weight, down.weight, bias, down.bias)
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, {self.intermediate_size}, bias={self.down_proj.bias is not None}"
+
+
+class _Half(torch.nn.Module):
+    """The rows of ``gate_up_proj`` that belong to one projection, under the name that they are saved by.
+
+    ``torch.func.functional_call`` puts other tensors in their place for one call, and the views back behind it;
+    distributed checkpoints look the names up.
+    """
+
+    def __init__(self, owner: SwiGLU, which: int) -> None:
+        super().__init__()
+        self._owner, self._which = (owner,), which  # in a tuple: no submodule
+
+    @property
+    def weight(self) -> Tensor:
+        return self._get("weight")
+
+    @property
+    def bias(self) -> Tensor | None:
+        return None if self._owner[0].gate_up_proj.bias is None else self._get("bias")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("weight", "bias"):
+            super().__setattr__(name, value)
+        elif hasattr(value, "_half_of_packed"):
+            self._owner[0]._replaced.pop(f"{self._which}.{name}", None)
+        else:
+            self._owner[0]._replaced[f"{self._which}.{name}"] = value
+
+    def _get(self, kind: str) -> Tensor:
+        owner = self._owner[0]
+        given = owner._replaced.get(f"{self._which}.{kind}")
+        if given is not None:
+            return given
+        view: Any = getattr(owner.gate_up_proj, kind).chunk(2)[self._which]
+        view._half_of_packed = True
+        return view  # type: ignore[no-any-return]
 
 
 def swiglu(
@@ -78,7 +137,10 @@ def _projected(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     docs/notes/activations.md (H200, 2026-11-21)
     """
-    tokens = x.numel() // max(1, x.shape[-1]) if x.dim() else 0
+    check_tensor("SwiGLU", "x", x)
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise UnsupportedProblem(f"SwiGLU takes (..., {weight.shape[1]}); got {tuple(x.shape)}")
+    tokens = x.numel() // max(1, x.shape[-1])
     if 0 < tokens <= DEFAULT_TOKENS:
         return linear(x, weight, bias)
     return torch.nn.functional.linear(x, weight, bias)

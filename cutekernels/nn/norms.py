@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm
+from cutekernels.ops.shared.checks import check_eps, check_flag, check_number, check_tensor, check_whole, said
 
 
 class RMSNorm(torch.nn.Module):
@@ -43,6 +45,14 @@ class RMSNorm(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_whole("RMSNorm", "hidden_size", hidden_size, 1, 2**31 - 1)
+        if heads is not None:
+            check_whole("RMSNorm", "heads", heads, 1, 2**31 - 1)
+        check_eps("RMSNorm", eps)
+        check_number("RMSNorm", "weight_offset", weight_offset)
+        check_flag("RMSNorm", "elementwise_affine", elementwise_affine)
+        if rounding not in ("once", "huggingface"):
+            raise UnsupportedProblem(f"RMSNorm takes rounding as 'once' or 'huggingface'; got {said(rounding)}")
         self.normalized_shape = (hidden_size,)
         self.variance_epsilon = eps
         self.weight_offset = weight_offset
@@ -93,8 +103,11 @@ class LayerNorm(torch.nn.LayerNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
+        check_tensor("LayerNorm", "x", x)
         weight, bias = (None if t is None else t.flatten() for t in (self.weight, self.bias))
+        if x.shape[max(0, x.dim() - len(self.normalized_shape)) :] != self.normalized_shape:
+            raise UnsupportedProblem(
+                f"the last dimensions must be {self.normalized_shape}; the input is {tuple(x.shape)}"
+            )
         rows = x if len(self.normalized_shape) == 1 else x.flatten(-len(self.normalized_shape))
-        if x.shape[x.dim() - len(self.normalized_shape) :] != self.normalized_shape:
-            raise ValueError(f"the last dimensions must be {self.normalized_shape}; the input is {tuple(x.shape)}")
         return layer_norm(rows, weight, bias, eps=self.eps).view(x.shape)

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.rope import rope
+from cutekernels.ops.shared.checks import check_flag, check_number, check_tensor, check_whole, said
 
 _KINDS = ("default", "linear", "llama3")
+MOST_POSITIONS = 2**24  # fp32, in which angles are computed, holds no odd number beyond
+_MOST_ROWS = 2**20  # of tables that grow; rows farther out are computed for each call
 
 
 class RotaryEmbedding(nn.Module):
@@ -49,14 +52,21 @@ class RotaryEmbedding(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        check_whole("RotaryEmbedding", "head_dim", head_dim, 2, 2**31 - 1)
+        check_number("RotaryEmbedding", "rope_theta", rope_theta)
+        check_number("RotaryEmbedding", "partial_rotary_factor", partial_rotary_factor, 0.0)
+        check_whole("RotaryEmbedding", "max_positions", max_positions, 1, MOST_POSITIONS)
+        check_flag("RotaryEmbedding", "interleaved", interleaved)
+        if rope_scaling is not None and not isinstance(rope_scaling, Mapping):
+            raise UnsupportedProblem(f"RotaryEmbedding takes rope_scaling as a dictionary; got {said(rope_scaling)}")
         self.head_dim, self.rotary = head_dim, int(head_dim * partial_rotary_factor)
         if self.rotary % 2 or not 0 < self.rotary <= head_dim:
             raise UnsupportedProblem(
                 f"channels turn in pairs, 2 to head_dim of them; {partial_rotary_factor} of {head_dim} is {self.rotary}"
             )
-        if not rope_theta > 0 or max_positions < 1:
-            raise UnsupportedProblem(f"rope_theta and max_positions are positive; got {rope_theta} and {max_positions}")
-        self.rope_theta, self.max_positions, self.interleaved = rope_theta, max_positions, interleaved
+        if not 0 < rope_theta < 2**127:
+            raise UnsupportedProblem(f"rope_theta is positive, and fp32 holds it; got {rope_theta}")
+        self.rope_theta, self.max_positions, self.interleaved = float(rope_theta), max_positions, interleaved
         self.rope_scaling = dict(rope_scaling or {})
         self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
         self._tables: tuple[Tensor, Tensor] | None = None
@@ -65,21 +75,40 @@ class RotaryEmbedding(nn.Module):
         self, q: Tensor, k: Tensor | None = None, positions: Tensor | int | None = None, *, inplace: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """:func:`cutekernels.rope` with these tables: q ``(B, S, Hq, D)``, k ``(B, S, Hkv, D)``."""
-        needed = q.shape[1] if positions is None else positions + q.shape[1] if isinstance(positions, int) else 0
-        cos, sin = self.tables(needed)
+        check_tensor("RotaryEmbedding", "q", q)
+        if q.dim() != 4 or (isinstance(positions, int) and positions < 0):
+            raise UnsupportedProblem(
+                f"RotaryEmbedding takes q of (B, S, Hq, D) and positions from 0; got {tuple(q.shape)} and "
+                f"{said(positions)}"
+            )
+        length = q.shape[1]
+        needed = length if positions is None else positions + length if isinstance(positions, int) else 0
+        if isinstance(positions, int) and _MOST_ROWS < needed <= MOST_POSITIONS and needed > self.max_positions:
+            cos, sin = self._rows(positions, length)
+            positions = None
+        else:
+            cos, sin = self.tables(needed)
         return rope(q, k, cos, sin, interleaved=self.interleaved, positions=positions, inplace=inplace)
 
     def tables(self, positions: int = 0) -> tuple[Tensor, Tensor]:
         """Cosines and sines ``(T, R/2)`` in fp32, T at least ``positions`` and ``max_positions``."""
+        if positions > MOST_POSITIONS:
+            raise UnsupportedProblem(
+                f"positions are below {MOST_POSITIONS}, which fp32 holds exactly; got {positions - 1}: compute cosines "
+                "and sines in fp64 and pass them to cutekernels.rope"
+            )
         if self._tables is None or self._tables[0].shape[0] < positions:
             rows = self.max_positions
             while rows < positions:
                 rows *= 2
-            with torch.inference_mode(False), torch.no_grad():  # or gradients could not be taken through them later
-                steps = torch.arange(rows, device=self.inv_freq.device, dtype=torch.float32)
-                angles = torch.outer(steps, self.inv_freq)
-                self._tables = angles.cos(), angles.sin()
+            self._tables = self._rows(0, rows)
         return self._tables
+
+    def _rows(self, first: int, rows: int) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode(False), torch.no_grad():  # or gradients could not be taken through them later
+            steps = torch.arange(first, first + rows, device=self.inv_freq.device, dtype=torch.float32)
+            angles = torch.outer(steps, self.inv_freq)
+            return angles.cos(), angles.sin()
 
     def extra_repr(self) -> str:
         scaling = f", rope_scaling={self.rope_scaling}" if self.rope_scaling else ""

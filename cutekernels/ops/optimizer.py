@@ -16,6 +16,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain
 from cutekernels.ops.shared import streaming, tensor_op
+from cutekernels.ops.shared.checks import check_flag, check_number, said
 from cutekernels.ops.shared.operands import TYPES, Array, Sizes
 from cutekernels.ops.shared.strides import is_dense, walk
 from cutekernels.ops.shared.tensor_op import WIDEST_BYTES, present, register_inplace
@@ -383,6 +384,7 @@ def adamw_step(
     steps, count = (step, None) if isinstance(step, Tensor) else (None, step)
     rates, rate = (lr, 0.0) if isinstance(lr, Tensor) else (None, lr)
     check_hyper(rate, betas, eps, weight_decay)
+    check_flag("adamw_step", "maximize", maximize)
     if steps is None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
         raise UnsupportedProblem(f"steps are whole numbers counted from 1, or a tensor; step is {count!r}")
     hyper = Hyper.of(rate, betas, eps, weight_decay, count)
@@ -416,10 +418,12 @@ def _launched(inputs: tuple[Tensor | None, ...], maximize: bool, hyper: Hyper, c
 def check_hyper(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
     """Refuses what torch.optim.AdamW refuses."""
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if not value >= 0.0:
-            raise UnsupportedProblem(f"{name} is 0 or more; it is {value}")
+        check_number("AdamW", name, value, 0.0)
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise UnsupportedProblem(f"AdamW takes betas as two numbers (beta1, beta2); got {said(betas)}")
     for beta in betas:
-        if not 0.0 <= beta < 1.0:
+        check_number("AdamW", "each of betas", beta, 0.0)
+        if not beta < 1.0:
             raise UnsupportedProblem(f"betas are from 0 to below 1; got {betas}")
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-import torch
-
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op
+from cutekernels.ops.shared.registration import Library
 
 FAMILIES = (
     "gemm",
@@ -27,7 +26,7 @@ _FAMILIES = [import_module(f"cutekernels.ops.{name}") for name in FAMILIES]
 OPS: tuple[Op[Any, Any], ...] = tuple(op for family in _FAMILIES for op in family.OPS)
 
 # torch.ops.cutekernels.*: how torch.compile, autograd and CPU tensors reach the ops. Lives as long as this module.
-LIBRARY = torch.library.Library("cutekernels", "FRAGMENT")
+LIBRARY = Library("cutekernels", "FRAGMENT")
 for family in _FAMILIES:
     family.register(LIBRARY)
 

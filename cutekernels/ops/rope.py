@@ -17,6 +17,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Scalar, Work, exact, extent, ladder, plain
 from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared.checks import check_flag, said
 from cutekernels.ops.shared.operands import Array, Sizes
 from cutekernels.ops.shared.rotary import (
     DEPTH,
@@ -239,9 +240,13 @@ def rope(
     """
     if not (isinstance(q, Tensor) and isinstance(cos, Tensor) and isinstance(sin, Tensor)):
         refuse_others(ROPE, (q, q if k is None else k, cos, sin, None), None)  # type: ignore[unreachable]
+    if q.is_nested or cos.is_nested:
+        refuse_others(ROPE, (q, q, cos, cos, None), None)
+    if inplace is not False:
+        check_flag("rope", "inplace", inplace)
     start, places = (0, positions) if positions is None or isinstance(positions, Tensor) else (positions, None)
-    if not isinstance(start, int | torch.SymInt):
-        raise UnsupportedProblem(f"positions are an int or a torch.Tensor; got {type(start).__name__}: convert them")
+    if not isinstance(start, int | torch.SymInt) or isinstance(start, bool):
+        raise UnsupportedProblem(f"positions are an int or a torch.Tensor; got {said(start)}: convert them")
     if places is None and cos.dim() == 2 and q.dim() == 4 and (start < 0 or start + q.shape[1] > cos.shape[0]):
         raise UnsupportedProblem(
             f"positions {start} to {start + q.shape[1] - 1} leave a table of {cos.shape[0]} rows: build a longer one"

@@ -28,6 +28,7 @@ from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, extent, knob, ladder, plain
 from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared.checks import said
 from cutekernels.ops.shared.operands import Array, Matrix
 from cutekernels.ops.shared.triton_op import LaidOut, TritonOp, call
 
@@ -322,12 +323,12 @@ def sample_filter(
         if isinstance(given, Tensor):
             tensors.append(given)
             numbers.append(neutral)
-        elif isinstance(given, type(neutral) if name == "top_k" else int | float) and 0 <= given <= high:
+        elif isinstance(given, type(neutral) if name == "top_k" else int | float) and type(given) is not bool and 0 <= given <= high:
             tensors.append(None)
             numbers.append(type(neutral)(given))
         else:
             kind = "whole number" if name == "top_k" else "number"
-            raise UnsupportedProblem(f"{name} is a {kind} from 0 to {high:g}, or a tensor of them; it is {given!r}")
+            raise UnsupportedProblem(f"{name} is a {kind} from 0 to {high:g}, or a tensor of them; it is {said(given)}")
     by_k = tensors[1] is not None or numbers[1] > 0
     by_p = tensors[2] is not None or numbers[2] < 1
     by_min_p = tensors[3] is not None or numbers[3] > 0

@@ -24,7 +24,7 @@ from cutekernels.ops.activations.op import (
 )
 from cutekernels.ops.activations.tiles import TileConfig
 from cutekernels.ops.shared import tensor_op
-from cutekernels.ops.shared.triton_op import call, check_tensor
+from cutekernels.ops.shared.triton_op import call, refuse_others
 
 # ---- the functions --------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ def _gated(
 ) -> Tensor:
     """``op`` of two tensors, or of the halves of one."""
     if up is None:
-        check_tensor(op.name, "gate", gate)
+        refuse_others(op, (gate, gate), None, options)
         if out is None and not tensor_op.direct(gate):
             text = None if config is None else str(config)
             return getattr(torch.ops.cutekernels, f"{op.name}_packed")(gate, *options, text)  # type: ignore[no-any-return]

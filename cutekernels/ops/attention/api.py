@@ -334,7 +334,7 @@ def register(library: torch.library.Library) -> None:
     )
     define_with_out(
         library, "attention", inputs, options, (_cuda, _cpu, _fake), returns=("(Tensor, Tensor)", "Tensor"),
-        backward=_backward, setup_context=_save,
+        backward=_backward, setup_context=_save, autocast="lower",
     )  # fmt: skip
 
 

@@ -265,7 +265,8 @@ def register(library: torch.library.Library) -> None:
     inputs = "Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? page_table"
     options = "int window_left, float scale, float softcap, bool return_lse, str? config=None"
     returns = ("(Tensor, Tensor)", "Tensor")
-    define_with_out(library, "decode_attention", inputs, options, (_cuda, _cpu, _fake), returns=returns)
+    implementations = _cuda, _cpu, _fake
+    define_with_out(library, "decode_attention", inputs, options, implementations, returns=returns, autocast="lower")
 
 
 def _cuda(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) -> Any:

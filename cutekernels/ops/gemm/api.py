@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
@@ -18,10 +19,13 @@ from cutekernels.ops.gemm.launch import AddressedLaunch
 from cutekernels.ops.gemm.op import ACTIVATIONS, DTYPES, GEMM, WIDEST, GemmConfig, GemmProblem, reference
 from cutekernels.ops.shared import call_cache
 from cutekernels.ops.shared.call_cache import Call, CallCache
-from cutekernels.ops.shared.checks import refuse_gradient
+from cutekernels.ops.shared.checks import check_arguments, check_tensor, check_word, refuse_gradient
 from cutekernels.ops.shared.registration import define_with_out, direct
 from cutekernels.ops.shared.strides import overlaps_itself, pairs, relation, span_bytes
 
+_INPUTS = "Tensor a, Tensor b, Tensor? c, Tensor? bias"
+_OPTIONS = "float alpha=1.0, float beta=0.0, str activation='none', str accumulate='fp32', str? config=None"
+_SCHEMA = f"{_INPUTS}, {_OPTIONS}"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CALLS = CallCache()  # a and b alone: a guard takes one number of tensors
 _FUSED_CALLS = CallCache()  # with C or a bias
@@ -70,14 +74,14 @@ def gemm(
             ``beta`` is not 0, an ``out`` that overlaps an operand or itself, ``out`` together with gradients.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    name = activation or "none"
-    if beta == 0.0:
-        c = None
-    elif c is None:  # refused there; keys and guards do not hold beta
-        return _through_torch(a, b, c, alpha, beta, bias, name, accumulate, out, config)
     try:
+        name = activation or "none"
+        if beta == 0.0:
+            c = None
+        elif c is None:  # refused there; keys and guards do not hold beta
+            return _through_torch(a, b, c, alpha, beta, bias, activation, accumulate, out, config)
         plain = c is None and bias is None
-        if plain and type(b) is Tensor and not _traced_by_dynamo():
+        if plain and type(b) is Tensor and not _traced_by_dynamo() and forward_ad._current_level < 0:
             # CallCache.replay, written out for a and b alone: 0.4 us less (docs/notes/host.md#gemm).
             at_b = b.data_ptr()
             found = _recent(at_b if out is None else ~at_b)
@@ -112,10 +116,12 @@ def gemm(
             made = calls.recall(*call_of)
         if made is not None:
             return made[0]
-    except (ValueError, TypeError, RuntimeError, BufferError):
+    except UnsupportedProblem:
+        raise
+    except (ValueError, TypeError, RuntimeError, BufferError, AttributeError):
         # Launches refuse arguments and some tensors have no address: torch's op takes them or says what is wrong.
         pass
-    return _through_torch(a, b, c, alpha, beta, bias, name, accumulate, out, config)
+    return _through_torch(a, b, c, alpha, beta, bias, activation, accumulate, out, config)
 
 
 def linear(
@@ -138,6 +144,9 @@ def linear(
         UnsupportedProblem: a dtype no kernel takes, mismatched extents, dtypes or devices, an ``out`` that
             overlaps an input or itself, ``out`` together with gradients.
     """
+    if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or weight.is_nested:
+        check_tensor("linear", "x", x)
+        check_tensor("linear", "weight", weight)
     if weight.dim() != 2:
         raise UnsupportedProblem(f"weight must be (N, K); its shape is {tuple(weight.shape)}")
     if x.dim() == 2:
@@ -148,13 +157,15 @@ def linear(
     flat = x.reshape(rows, x.shape[-1])
     if out is None:
         return gemm(flat, weight.t(), bias=bias, activation=activation).view(shape)
+    check_tensor("linear", "out", out)
     _check_fits(out, shape, x)
     try:
         flat_out = out.view(rows, shape[-1])
     except RuntimeError:  # no single stride walks out's rows
         refuse_gradient(x, weight, bias, out)
         _check_apart(out, x=x, weight=weight, bias=bias)
-        out.copy_(gemm(flat, weight.t(), bias=bias, activation=activation).view(shape))
+        flat_out = out.new_empty((rows, shape[-1]))
+        out.copy_(gemm(flat, weight.t(), bias=bias, activation=activation, out=flat_out).view(shape))
     else:
         gemm(flat, weight.t(), bias=bias, activation=activation, out=flat_out)
     return out
@@ -165,8 +176,12 @@ def linear(
 
 def _through_torch(
     a: Tensor, b: Tensor, c: Tensor | None, alpha: float, beta: float, bias: Tensor | None,
-    activation: str, accumulate: str, out: Tensor | None, config: GemmConfig | str | None,
+    activation: str | None, accumulate: str, out: Tensor | None, config: GemmConfig | str | None,
 ) -> Tensor:  # fmt: skip
+    check_word("gemm", "activation", activation, optional=True)
+    check_arguments("gemm", _SCHEMA, (a, b, c, bias, alpha, beta, activation or "none", accumulate))
+    check_tensor("gemm", "out", out, optional=True)
+    activation = activation or "none"
     text = None if config is None else str(config)
     if out is None:
         return torch.ops.cutekernels.gemm(a, b, c, bias, alpha, beta, activation, accumulate, text)  # type: ignore[no-any-return]
@@ -285,8 +300,8 @@ def _check(
         raise UnsupportedProblem(f"accumulate must be fp32 or fp16; it is {accumulate!r}")
     if accumulate == "fp16" and a.dtype != torch.float16:
         raise UnsupportedProblem(f"accumulate='fp16' is for fp16 operands; they are {a.dtype}")
-    if not a.dtype.is_floating_point or (not a.device.type == "cpu" and a.dtype not in _NAMES):
-        raise UnsupportedProblem(f"gemm takes fp16 and bf16; got {a.dtype}")
+    if a.dtype not in _NAMES and (a.device.type != "cpu" or a.dtype not in (torch.float32, torch.float64)):
+        raise UnsupportedProblem(f"gemm takes fp16 and bf16 (on the CPU fp32 and fp64 too); got {a.dtype}: cast it")
     return shape
 
 
@@ -353,11 +368,10 @@ def _launched(
 
 def register(library: torch.library.Library) -> None:
     """Defines the ops in ``library`` (namespace "cutekernels"): schemas, GPU and CPU, fakes, autograd."""
-    inputs = "Tensor a, Tensor b, Tensor? c, Tensor? bias"
-    options = "float alpha=1.0, float beta=0.0, str activation='none', str accumulate='fp32', str? config=None"
     define_with_out(
-        library, "gemm", inputs, options, (_cuda, _cpu, _fake), backward=_gemm_backward, setup_context=_remember
-    )
+        library, "gemm", _INPUTS, _OPTIONS, (_cuda, _cpu, _fake), backward=_gemm_backward, setup_context=_remember,
+        autocast="lower",
+    )  # fmt: skip
 
 
 def _cuda(results, inputs, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]

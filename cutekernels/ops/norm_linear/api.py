@@ -8,6 +8,7 @@ what a gradient needs (``chain.py``).
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from cutekernels.ops.norm_linear.chain import linear_then_gate, norm_then_linear
 from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from cutekernels.ops.norm_linear.problem import NormLinearConfig
 from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared.checks import INFINITE, check_eps, check_flag, check_tensor, check_word
+from cutekernels.ops.shared.registration import autocasting
+from cutekernels.ops.shared.triton_op import call
 
 
 def rms_norm_linear(
@@ -64,6 +68,15 @@ def rms_norm_linear(
             input or itself, ``out`` together with gradients, ``config`` with a residual or ``exact``.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
+    _check_tensors("rms_norm_linear", x=x, weight=weight)
+    _check_tensors(
+        "rms_norm_linear", optional=True, norm_weight=norm_weight, bias=bias, residual=residual, rstd=rstd
+    )
+    check_word("rms_norm_linear", "activation", activation, optional=True)
+    if type(eps) is not float or not 0.0 <= eps < INFINITE:
+        check_eps("rms_norm_linear", eps)
+    if exact is not False:
+        check_flag("rms_norm_linear", "exact", exact)
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise UnsupportedProblem(
             f"x must be (..., K) and weight (N, K); their shapes are {tuple(x.shape)} and {tuple(weight.shape)}"
@@ -76,9 +89,10 @@ def rms_norm_linear(
     if config is not None and composed:
         raise UnsupportedProblem("config= is for one kernel; with residual= or exact=True several run: leave it out")
     if composed or _as_chain(config, x, norm_weight, weight, bias):
-        y, u = norm_then_linear(
-            x, norm_weight, weight, bias, rstd, eps, activation, residual=residual, exact=exact, out=out
-        )
+        with _uncast(x, out):
+            y, u = norm_then_linear(
+                x, norm_weight, weight, bias, rstd, eps, activation, residual=residual, exact=exact, out=out
+            )
         return y if residual is None else (y, u)
     return _call(RMS_NORM_LINEAR, (x, norm_weight, weight, bias, rstd), (activation or "none",), eps, out, config)
 
@@ -115,6 +129,12 @@ def linear_silu_mul(
             :func:`rms_norm_linear` and ``silu_mul`` refuse.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
+    _check_tensors("linear_silu_mul", x=x, w_gate_up=w_gate_up)
+    _check_tensors("linear_silu_mul", optional=True, norm_weight=norm_weight)
+    if type(eps) is not float or not 0.0 <= eps < INFINITE:
+        check_eps("linear_silu_mul", eps)
+    if norm is not None:
+        check_flag("linear_silu_mul", "norm", norm)
     if w_gate_up.dim() != 2 or w_gate_up.shape[0] % 2:
         raise UnsupportedProblem(
             f"w_gate_up must be (2 * I, K), the gate's rows before up's; its shape is {tuple(w_gate_up.shape)}"
@@ -123,7 +143,8 @@ def linear_silu_mul(
         raise UnsupportedProblem("norm=False takes no norm_weight: leave one of them out")
     norm = bool(norm) or norm_weight is not None
     if _as_chain(config, x, norm_weight, w_gate_up):
-        return linear_then_gate(x, w_gate_up, norm_weight, eps, norm, out=out)
+        with _uncast(x, out):
+            return linear_then_gate(x, w_gate_up, norm_weight, eps, norm, out=out)
     return _call(LINEAR_SILU_MUL, (x, w_gate_up, norm_weight), (norm,), eps, out, config)
 
 
@@ -133,6 +154,12 @@ def fold(norm_weight: Tensor, weight: Tensor) -> Tensor:
     ``rms_norm_linear(x, None, fold(norm_weight, weight))`` then needs no weight for the norm. A copy as large as
     ``weight``, to be made again whenever either changes; for training, keep them apart.
     """
+    _check_tensors("fold", norm_weight=norm_weight, weight=weight)
+    for name, t in (("norm_weight", norm_weight), ("weight", weight)):
+        if t.dtype not in _FOLDED or t.device != weight.device:
+            raise UnsupportedProblem(
+                f"fold takes fp16, bf16, fp32 or fp64 on one device; {name} is {t.dtype} on {t.device}: convert it"
+            )
     if weight.dim() != 2 or tuple(norm_weight.shape) != (weight.shape[1],):
         raise UnsupportedProblem(
             f"norm_weight must be (K,) and weight (N, K); their shapes are {tuple(norm_weight.shape)} and "
@@ -140,6 +167,9 @@ def fold(norm_weight: Tensor, weight: Tensor) -> Tensor:
         )
     wide = torch.promote_types(weight.dtype, torch.float32)
     return (weight.to(wide) * norm_weight.to(wide)).to(weight.dtype)
+
+
+_FOLDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 # ---- which way ------------------------------------------------------------------------------------------
@@ -152,6 +182,17 @@ def _as_chain(config: NormLinearConfig | str | None, x: Tensor, *others: Tensor 
     return config is None and math.prod(x.shape[:-1]) > MOST_TOKENS
 
 
+def _check_tensors(op: str, *, optional: bool = False, **tensors: Tensor | None) -> None:
+    for name, t in tensors.items():
+        if t is not None or not optional:
+            check_tensor(op, name, t)
+
+
+def _uncast(x: Tensor, out: Tensor | None) -> AbstractContextManager[object]:
+    """The chain's types are those of its operands where it writes to ``out``, under autocast too."""
+    return nullcontext() if out is None or not autocasting() else torch.autocast(x.device.type, enabled=False)
+
+
 def _call(
     op: NormLinear[Any],
     inputs: tuple[Tensor | None, ...],
@@ -160,15 +201,7 @@ def _call(
     out: Tensor | None,
     config: NormLinearConfig | str | None,
 ) -> Tensor:
-    found = tensor_op.eager(op, None if out is None else (out,), inputs, options, (eps,), config)
-    if found is not None:
-        return found[0]
-    text = None if config is None else str(config)
-    if out is None:
-        return getattr(torch.ops.cutekernels, op.name)(*inputs, *options, eps, text)  # type: ignore[no-any-return]
-    tensor_op.refuse_gradient(*inputs, out)
-    getattr(torch.ops.cutekernels, f"{op.name}_out")(*inputs, out, *options, eps, text)
-    return out
+    return call(op, inputs, options, (eps,), config=config, out=None if out is None else (out,))[0]
 
 
 # ---- torch.library --------------------------------------------------------------------------------------
@@ -176,8 +209,18 @@ def _call(
 
 def register(library: torch.library.Library) -> None:
     """Defines both ops in ``library``. Their backward recomputes the chain and differentiates it."""
-    tensor_op.register(library, RMS_NORM_LINEAR, backward=_gradient(_norm_then_linear), setup_context=_remember)
-    tensor_op.register(library, LINEAR_SILU_MUL, backward=_gradient(_linear_then_gate), setup_context=_remember)
+    for op, chain, kept in (
+        (RMS_NORM_LINEAR, _norm_then_linear, ("norm_weight", "rstd")),
+        (LINEAR_SILU_MUL, _linear_then_gate, ("norm_weight",)),
+    ):
+        tensor_op.register(
+            library,
+            op,
+            backward=_gradient(chain),
+            setup_context=_remember,
+            autocast="lower",
+            kept=[op.inputs.index(name) for name in kept],
+        )
 
 
 def _norm_then_linear(

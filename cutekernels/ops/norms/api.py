@@ -13,6 +13,7 @@ from torch import Tensor
 from cutekernels.ops.norms.op import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from cutekernels.ops.norms.rows import NormConfig
 from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared.checks import INFINITE, check_eps, check_number
 from cutekernels.ops.shared.triton_op import call
 
 
@@ -55,6 +56,10 @@ def rms_norm(
 
     Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
     """
+    if type(eps) is not float or not 0.0 <= eps < INFINITE:
+        check_eps("rms_norm", eps)
+    if type(weight_offset) is not float or not -INFINITE < weight_offset < INFINITE:
+        check_number("rms_norm", "weight_offset", weight_offset)
     options, scalars = (rounding, bool(weight_offset)), (eps, weight_offset)
     return call(RMS_NORM, (x, weight), options, scalars, config=config, out=None if out is None else (out,))[0]
 
@@ -90,6 +95,10 @@ def add_rms_norm(
         UnsupportedProblem: a dtype no kernel takes, mismatched shapes, dtypes or devices.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
+    if type(eps) is not float or not 0.0 <= eps < INFINITE:
+        check_eps("add_rms_norm", eps)
+    if type(weight_offset) is not float or not -INFINITE < weight_offset < INFINITE:
+        check_number("add_rms_norm", "weight_offset", weight_offset)
     options, scalars = (rounding, bool(weight_offset)), (eps, weight_offset)
     y, u = call(ADD_RMS_NORM, (x, residual, weight), options, scalars, config=config)
     return y, u
@@ -124,6 +133,8 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton 2016, https://arxiv.org/abs/1607.06450.
     """
+    if type(eps) is not float or not 0.0 <= eps < INFINITE:
+        check_eps("layer_norm", eps)
     return call(LAYER_NORM, (x, weight, bias), scalars=(eps,), config=config)[0]
 
 
@@ -131,10 +142,18 @@ def layer_norm(
 
 
 def register(library: torch.library.Library) -> None:
-    """Defines the ops of this file in ``library``, with their gradients."""
-    tensor_op.register(library, RMS_NORM, backward=_rms_norm_gradient, setup_context=_remember_rms_norm)
-    tensor_op.register(library, ADD_RMS_NORM, backward=_rms_norm_gradient, setup_context=_remember_rms_norm)
-    tensor_op.register(library, LAYER_NORM, backward=_layer_norm_gradient, setup_context=_remember_layer_norm)
+    """Defines the ops of this file in ``library``, with their gradients and, as torch's norms have them, autocast rules."""
+    norm: dict[str, Any] = {"backward": _rms_norm_gradient, "setup_context": _remember_rms_norm}
+    tensor_op.register(library, RMS_NORM, autocast="fp32", **norm)
+    tensor_op.register(library, ADD_RMS_NORM, autocast=_add_then_norm, **norm)
+    tensor_op.register(
+        library, LAYER_NORM, backward=_layer_norm_gradient, setup_context=_remember_layer_norm, autocast="fp32"
+    )
+
+
+def _add_then_norm(x: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    u = x + residual  # the sum promotes its operands, and the norm has a rule of its own
+    return torch.ops.cutekernels.rms_norm(u, *rest), u
 
 
 def _remember_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cutekernels import dispatch
 from cutekernels.ops.shared.checks import WIDEST_BYTES
@@ -136,7 +137,7 @@ class CallCache:
         config: object = None,
     ) -> Tensors | None:
         """The results of a call like the last one with its last operand; None, and nothing was done, for any other."""
-        if _traced_by_dynamo():
+        if _traced_by_dynamo() or forward_ad._current_level >= 0:
             return None
         operands = inputs if results is None else results + inputs
         try:

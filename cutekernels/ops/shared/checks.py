@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +23,89 @@ _OVERLAP = {
     "are read: write to memory of its own, or to the input itself",
     False: "out= overlaps an operand, which would be overwritten before it is read: write to memory of its own",
 }
+
+
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+INFINITE = math.inf
+
+
+def check_tensor(op: str, name: str, t: object, *, optional: bool = False) -> None:
+    """Refuses what is no dense tensor."""
+    if t is None and optional:
+        return
+    if not isinstance(t, Tensor):
+        kind = "None" if t is None else f"{type(t).__module__}.{type(t).__qualname__}"
+        raise UnsupportedProblem(f"{op} takes {name} as a torch.Tensor; got {kind}: convert it")
+    if t.layout is not torch.strided:
+        raise UnsupportedProblem(f"{op} takes {name} as a dense tensor; got layout {t.layout}: call to_dense()")
+    if t.is_quantized or t.is_nested:
+        kind = "quantized tensor: call dequantize()" if t.is_quantized else "nested tensor: call to_padded_tensor()"
+        raise UnsupportedProblem(f"{op} takes {name} as a dense tensor; got a {kind}")
+
+
+def check_number(op: str, name: str, value: object, low: float = -math.inf, *, finite: bool = True) -> None:
+    """Refuses what is no number of at least ``low``. A bool is none."""
+    fits = isinstance(value, _NUMBERS) and not isinstance(value, bool)
+    if fits and finite:
+        fits = low <= value < math.inf and value > -math.inf  # type: ignore[operator]
+    if not fits:
+        kind = ("finite number" if finite else "number") + (f" of at least {low:g}" if low > -math.inf else "")
+        raise UnsupportedProblem(f"{op} takes {name} as a {kind}; got {said(value)}")
+
+
+def check_whole(op: str, name: str, value: object, low: int = -(2**63), high: int = 2**63 - 1) -> None:
+    """Refuses what is no whole number from ``low`` to ``high``. A bool is none, nor is a float."""
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or not low <= value <= high:
+        limits = f" of at least {low}" if high >= 2**62 else f" from {low} to {high}"
+        raise UnsupportedProblem(f"{op} takes {name} as a whole number{limits}; got {said(value)}: pass an int")
+
+
+def check_flag(op: str, name: str, value: object) -> None:
+    """Refuses what is neither True nor False (nor 1 nor 0)."""
+    if not isinstance(value, bool | int | torch.SymBool) or value not in (0, 1):
+        raise UnsupportedProblem(f"{op} takes {name} as True or False; got {said(value)}")
+
+
+def check_word(op: str, name: str, value: object, *, optional: bool = False) -> None:
+    if not isinstance(value, str) and not (optional and value is None):
+        raise UnsupportedProblem(f"{op} takes {name} as a string{' or None' * optional}; got {said(value)}")
+
+
+def check_eps(op: str, eps: object) -> None:
+    """Refuses an eps with which a norm is no norm. Callers ask first whether it is a float in range, which is cheap."""
+    check_number(op, "eps", eps, 0.0)
+
+
+def said(value: object) -> str:
+    """``value`` in an error message: short, and never a tensor's elements."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+@cache
+def _words(schema: str) -> tuple[tuple[str, str], ...]:
+    found = [word.split(" ") for word in schema.split(", ") if word]
+    return tuple([(kind, name.partition("=")[0]) for kind, name in found])
+
+
+def check_arguments(op: str, schema: str, args: Sequence[object]) -> None:
+    """Refuses arguments of another kind than ``schema`` says, before torch does so in words of its own.
+
+    Numbers may be infinite or NaN here: whether a formula takes those is the function's to say.
+    """
+    for (kind, name), value in zip(_words(schema), args, strict=False):
+        if kind.startswith("Tensor"):
+            check_tensor(op, name, value, optional=kind.endswith("?"))
+        elif kind == "float":
+            check_number(op, name, value, finite=False)
+        elif kind in ("int", "SymInt"):
+            check_whole(op, name, value)
+        elif kind == "bool":
+            check_flag(op, name, value)
+        else:
+            check_word(op, name, value, optional=kind.endswith("?"))
 
 
 def present(tensors: Sequence[Tensor | None]) -> list[Tensor]:

@@ -1,12 +1,17 @@
-"""Ops of torch: their definition, and when a public function may do without them."""
+"""Ops of torch: their definition, and when a public function may do without them.
+
+Forward-mode derivatives are refused where torch differentiates, below every transform, so that no way around it exists.
+Autocast rules are those of torch's own ops of the kind; results written to ``out=`` are never cast, as torch's are not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cutekernels.errors import UnsupportedProblem
 
@@ -15,14 +20,18 @@ _is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _is_grad_enabled = torch.is_grad_enabled
+autocasting = torch._C._is_any_autocast_enabled
 _Parameter = torch.nn.Parameter
 
+Autocast = str | Callable[..., Any]  # "lower", "fp32", or a function of the op's arguments that runs in its place
 Implementation = Callable[..., Any]  # (results or None, inputs, *the other arguments, less defaults at the end)
 
 
 def direct(*tensors: Tensor | None) -> bool:
     """Whether a call may launch at once: on a GPU, nobody tracing, differentiating or intercepting it."""
-    if _is_compiling() or _dispatch_modes() or _transforms() is not None:
+    if _is_compiling() or _dispatch_modes() or _transforms() is not None or autocasting():
+        return False
+    if forward_ad._current_level >= 0:
         return False
     grad = _is_grad_enabled()
     for t in tensors:
@@ -33,6 +42,31 @@ def direct(*tensors: Tensor | None) -> bool:
     return True
 
 
+class Library(torch.library.Library):
+    """The ops of this package. Whatever autograd is told of one, its forward-mode derivatives are refused."""
+
+    def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> Any:
+        if dispatch_key != "Autograd":
+            return super().impl(op_name, fn, dispatch_key, **options)  # type: ignore[no-untyped-call]
+
+        def refusing(keyset: Any, *args: Any) -> Any:
+            refuse_duals(op_name, args)
+            return fn(keyset, *args)
+
+        return super().impl(op_name, refusing, dispatch_key, **options)  # type: ignore[no-untyped-call]
+
+
+def refuse_duals(name: str, args: Sequence[object]) -> None:
+    """Refuses tensors with a tangent, which the op would drop."""
+    if forward_ad._current_level >= 0:
+        for t in args:
+            if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
+                raise UnsupportedProblem(
+                    f"{name} has no forward-mode derivative (jvp, jacfwd, forward_ad); got a tensor with a tangent: "
+                    "use reverse mode (torch.autograd.grad), or write the op out in torch"
+                )
+
+
 def define(
     library: torch.library.Library,
     schema: str,
@@ -40,7 +74,10 @@ def define(
     cpu: Callable[..., Any],
     fake: Callable[..., Any],
 ) -> None:
-    """Defines one op of torch's with its three implementations."""
+    """Defines one op of torch's with its three implementations.
+
+    One that writes to its arguments has no gradient; here autograd is told to pass it on.
+    """
     declare: Callable[[str], object] = library.define  # torch leaves both untyped
     implement: Callable[[str, Callable[..., object], str], object] = library.impl
     name = schema.partition("(")[0]
@@ -48,6 +85,42 @@ def define(
     implement(name, cuda, "CUDA")
     implement(name, cpu, "CPU")
     torch.library.register_fake(f"cutekernels::{name}", fake, lib=library)
+    if "!)" in schema:
+        op = getattr(torch.ops.cutekernels, name).default
+
+        def passed_on(keyset: Any, *args: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+        library.impl(name, passed_on, "Autograd", with_keyset=True)
+
+
+def cast_under_autocast(library: torch.library.Library, name: str, rule: Autocast, kept: Sequence[int] = ()) -> None:
+    """Gives the op ``name`` an autocast rule. The arguments at ``kept`` may stay fp32.
+
+    ``"lower"``: floating-point operands are cast to autocast's type, as those of torch's products are. ``"fp32"``: on
+    CUDA they are cast to fp32, as those of torch's norms are; elsewhere torch has no rule for norms.
+    """
+    op = getattr(torch.ops.cutekernels, name).default
+    for device in ("cuda",) if rule == "fp32" else ("cuda", "cpu"):
+        key = f"Autocast{device.upper()}"
+        below = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+        def kernel(keyset: Any, *args: Any, device: str = device, below: Any = below) -> Any:
+            if callable(rule):
+                return rule(*args)
+            kind = torch.float32 if rule == "fp32" else torch.get_autocast_dtype(device)
+            cast = [_cast(t, device, kind, i in kept) for i, t in enumerate(args)]
+            with torch._C._ExcludeDispatchKeyGuard(below):
+                return op(*cast)
+
+        library.impl(name, kernel, key, with_keyset=True)
+
+
+def _cast(t: Any, device: str, dtype: torch.dtype, kept: bool) -> Any:
+    if not isinstance(t, Tensor) or t.device.type != device or not t.is_floating_point():
+        return t
+    return t if t.dtype == torch.float64 or (kept and t.dtype == torch.float32) else t.to(dtype)
 
 
 def define_with_out(
@@ -61,10 +134,13 @@ def define_with_out(
     returns: tuple[str, str] = ("Tensor", "()"),
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
+    autocast: Autocast | None = None,
+    kept: Sequence[int] = (),
 ) -> None:
     """Defines ``name(inputs, options)`` and ``name_out(inputs, results, options)`` for GPU, CPU and fakes.
 
-    ``returns`` are those of the two. Without ``backward`` a gradient is refused with a clear error.
+    ``returns`` are those of the two. ``autocast`` and ``kept``: the first one's, see :func:`cast_under_autocast`.
+    Without ``backward`` a gradient is refused with a clear error.
     """
     n = inputs.count(",") + 1
     places = ", ".join([f"Tensor({chr(ord('a') + i)}!) {result}" for i, result in enumerate(results)])
@@ -75,6 +151,8 @@ def define_with_out(
     torch.library.register_autograd(
         f"cutekernels::{name}", backward or no_gradient(name), setup_context=setup_context, lib=library
     )
+    if autocast is not None:
+        cast_under_autocast(library, name, autocast, kept)
 
 
 def with_results(f: Implementation, inputs: int, results: int) -> Callable[..., Any]:

@@ -29,7 +29,7 @@ from cutekernels.ops.shared.checks import (
     present,
     refuse_gradient,
 )
-from cutekernels.ops.shared.registration import define, define_with_out, direct, no_gradient
+from cutekernels.ops.shared.registration import Autocast, define, define_with_out, direct, no_gradient
 from cutekernels.ops.shared.strides import matrix
 
 __all__ = [  # what ops take from here, whichever file defines it
@@ -247,6 +247,8 @@ def register(
     *,
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
+    autocast: Autocast | None = None,
+    kept: Sequence[int] = (),
 ) -> None:
     """Defines ``op.name(schema, str? config=None) -> results`` and ``op.name + "_out"``, for GPU, CPU and fakes.
 
@@ -264,6 +266,8 @@ def register(
         returns=(returns, "()"),
         backward=backward,
         setup_context=setup_context,
+        autocast=autocast,
+        kept=kept,
     )
 
 

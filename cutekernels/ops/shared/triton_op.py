@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import C, P, Scalar, Work
+from cutekernels.ops.shared.checks import check_arguments, check_tensor
 from cutekernels.ops.shared.operands import (
     TYPES,
     Leads,
@@ -218,7 +219,7 @@ class TritonOp(TensorOp[P, C]):
             return (TYPES[operand.dtype],)
         if operand.dtype == "dtype":
             return (main,)
-        wide = torch.promote_types(main, torch.float32)
+        wide = torch.float64 if main == torch.float64 else torch.float32
         if operand.dtype == "wide":
             return (wide,)
         values = self.Problem.__dataclass_fields__[operand.dtype].metadata["values"]
@@ -461,17 +462,6 @@ def placed(values: Tensor, p: Any, rows_apart: int = 1) -> Tensor:
     return memory.copy_(values)
 
 
-def check_tensor(op: str, name: str, t: object, *, optional: bool = False) -> None:
-    """Refuses what is no dense tensor."""
-    if t is None and optional:
-        return
-    if not isinstance(t, Tensor):
-        kind = "None" if t is None else f"{type(t).__module__}.{type(t).__qualname__}"
-        raise UnsupportedProblem(f"{op} takes {name} as a torch.Tensor; got {kind}: convert it")
-    if t.layout is not torch.strided:
-        raise UnsupportedProblem(f"{op} takes {name} as a dense tensor; got layout {t.layout}: call to_dense()")
-
-
 def call(
     op: TensorOp[Any, Any],
     inputs: tuple[Tensor | None, ...],
@@ -494,12 +484,12 @@ def call(
         found = op.calls.replay(out, inputs, options, scalars, config)
         if found is None:
             found = eager(op, out, inputs, options, scalars, config)
-    except (AttributeError, TypeError):
-        refuse_others(op, inputs, out)
+    except (AttributeError, TypeError, RuntimeError):
+        refuse_others(op, inputs, out, (*options, *scalars))
         raise
     if found is not None:
         return found
-    refuse_others(op, inputs, out)
+    refuse_others(op, inputs, out, (*options, *scalars))
     text = None if config is None else str(config)
     if out is None:
         results = getattr(torch.ops.cutekernels, op.name)(*inputs, *options, *scalars, text)
@@ -512,8 +502,12 @@ def call(
     return out
 
 
-def refuse_others(op: TensorOp[Any, Any], inputs: Sequence[object], out: Sequence[object] | None) -> None:
-    """Refuses operands that are no tensors, before torch does so in words of its own."""
-    declared = getattr(op, "operands", {})
+def refuse_others(
+    op: TensorOp[Any, Any], inputs: Sequence[object], out: Sequence[object] | None, rest: Sequence[object] = ()
+) -> None:
+    """Refuses arguments of another kind than ``op`` declares, before torch does so in words of its own."""
+    words, declared = op.schema.split(", "), getattr(op, "operands", {})
     for name, t in (*zip(op.inputs, inputs, strict=True), *zip(op.results, out or (), strict=False)):
-        check_tensor(op.name, name, t, optional=name in declared and declared[name].optional)
+        optional = f"Tensor? {name}" in words or (name in declared and declared[name].optional)
+        check_tensor(op.name, name, t, optional=optional)
+    check_arguments(op.name, ", ".join([word for word in words if not word.startswith("Tensor")]), rest)

@@ -1,0 +1,135 @@
+"""Arguments that make no sense, one at a time, to every public function: each is refused with an error of ours."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cutekernels as ck
+from cutekernels.errors import CuteKernelsError, UnsupportedProblem
+from tests.public_calls import calls
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+ELSEWHERE = ("attention", "decode_attention", "kv_append")  # have tests of their own
+FINITE = {"2.5", "10**30"}
+SIGNED = FINITE | {"-1", "-1.5"}
+ANY = SIGNED | {"nan", "inf", "-inf"}  # alpha and beta: the formula takes what IEEE 754 does
+SHAPES = {"rank", "extent", "meta"}
+# What is documentedly legal, by (call, argument) or by argument alone.
+LEGAL: dict[str, set[str]] = {
+    "eps": FINITE, "lr": FINITE, "weight_decay": FINITE, "temperature": FINITE | {"int"},
+    "rope_theta": FINITE, "weight_offset": SIGNED, "alpha": ANY, "beta": ANY, "step": {"10**30", "int", "0-d"},
+    "top_k": {"int"}, "adamw_step, half.lr": {"int", "0-d", "list"}, "positions": {"None", "int"}, "embedding.ids": {"0-d", "rank", "extent"},
+    "embedding.table": {"extent"}, "moe_permute.ids": SHAPES | {"0-d"}, "moe_route.logits": SHAPES,
+    "moe_gather.x": {"extent"}, "moe_gather.inverse": {"extent"}, "moe_combine.rows": {"extent"},
+    "sample_filter.logits": SHAPES, "sample_filter, rows.logits": {"extent"}, "silu_mul, packed.gate": SHAPES,
+    "layer_norm.x": {"rank"}, "SwiGLU.forward.x": {"rank"}, "LayerNorm.forward.x": {"rank"},
+}  # fmt: skip
+OPTIONAL = {
+    "activation", "bias", "out", "norm", "norm_weight", "rstd", "residual", "k", "positions", "heads", "rope_scaling",
+    "weights", "master", "rms_norm.weight", "add_rms_norm.weight", "layer_norm.weight",
+}  # fmt: skip
+NEEDED = {"fold.norm_weight", "bias_gelu.bias", "add_rms_norm.residual", "SwiGLU.bias"}
+FLAGS = {
+    "exact", "norm", "renormalize", "interleaved", "inplace", "maximize", "master_weights", "bias",
+    "elementwise_affine",
+}  # fmt: skip
+
+
+def tensors(t: Tensor) -> Iterator[tuple[str, object]]:
+    yield from {"None": None, "list": t.tolist(), "numpy": t.float().numpy(), "str": "x", "int": 3}.items()
+    yield "sparse", t.to_sparse()
+    yield "complex", t.to(torch.complex64)
+    yield "fp8", t.to(torch.float8_e4m3fn)
+    yield "bool", t.bool()
+    yield "other kind", t.long() if t.is_floating_point() else t.float()
+    yield "0-d", t.flatten()[0]
+    yield "rank", t[None, None, None]
+    yield "extent", torch.cat([t, t, t], -1) if t.dim() else torch.ones(3)
+    yield "meta", t.to("meta")
+    if t.is_floating_point():
+        yield "quantized", torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8)
+    if t.dim() > 1:
+        yield "nested", torch.nested.nested_tensor([t[0]] * 3)
+
+
+def scalars() -> Iterator[tuple[str, object]]:
+    yield from {
+        "None": None, "str": "sideways", "list": [1], "nan": math.nan, "inf": math.inf, "-inf": -math.inf, "-1": -1,
+        "-1.5": -1.5, "2.5": 2.5, "True": True, "10**30": 10**30, "complex": 1j, "tuple": (1, 2, 3),
+        "tensor": torch.ones(2, 2),
+    }.items()  # fmt: skip
+
+
+def legal(name: str, argument: str, label: str) -> bool:
+    both = f"{name}.{argument}"
+    if label == "None":
+        return (argument in OPTIONAL and both not in NEEDED) or both in OPTIONAL or "None" in LEGAL.get(argument, ())
+    if label == "True":
+        return argument in FLAGS
+    return label in LEGAL.get(both, LEGAL.get(argument, ()))
+
+
+NAMES = [name for name in calls() if name not in ELSEWHERE]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_bad_argument_is_refused(name: str) -> None:
+    function, good = calls()[name]
+    function(**good)
+    wrong = []
+    for argument, value in good.items():
+        for label, bad in tensors(value) if isinstance(value, Tensor) else scalars():
+            given = calls()[name][1] | {argument: bad}
+            try:
+                calls()[name][0](**given)
+            except CuteKernelsError as error:
+                if legal(name, argument, label) and label != "meta":
+                    wrong.append(f"{argument} = {label}: refused: {error}")
+            except Exception as error:
+                wrong.append(f"{argument} = {label}: {type(error).__name__}: {error}")
+            else:
+                if not legal(name, argument, label):
+                    wrong.append(f"{argument} = {label}: accepted")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_there_are_many_bad_calls() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = [
+            (name, argument, label)
+            for name in NAMES
+            for argument, value in calls()[name][1].items()
+            for label, _ in (tensors(value) if isinstance(value, Tensor) else scalars())
+        ]
+    assert sum(not legal(*one) for one in found) >= 300
+
+
+def _eight(*shape: int) -> Tensor:
+    return torch.ones(*shape).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: ck.gemm(_eight(4, 8), _eight(8, 8)),
+        lambda: ck.gemm(torch.ones(()), torch.ones(())),
+        lambda: ck.linear(torch.ones(()), torch.ones(4, 4)),
+        lambda: ck.rms_norm(_eight(4, 8)),
+        lambda: ck.fold(torch.ones(4).int(), torch.ones(4, 4).int()),
+        lambda: ck.moe_route(torch.ones(()), 1),
+        lambda: ck.sample_filter(torch.ones(())),
+        lambda: ck.rms_norm(torch.ones(4, 8), eps=-1),
+        lambda: ck.rms_norm(torch.ones(4, 8), weight_offset=math.nan),
+    ],
+)
+def test_alike_but_wrong(call: Callable[[], Any]) -> None:
+    with pytest.raises(UnsupportedProblem):
+        call()

@@ -1,0 +1,100 @@
+"""Forward-mode derivatives: no op has them, and none drops them silently."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import cutekernels as ck
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.activations.op import SILU_MUL
+from cutekernels.ops.gemm import api as matmul
+from cutekernels.ops.shared import call_cache, tensor_op
+from tests.gpu_path import launching
+from tests.host_cost import direct_anywhere
+from tests.public_calls import calls
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # torch's own, in forward_ad
+COMPOSED = ("fold",)  # torch's own ops, which have the derivative
+CASES = [
+    (name, argument)
+    for name, (_, given) in calls().items()
+    for argument, value in given.items()
+    if isinstance(value, Tensor) and value.is_floating_point() and name not in COMPOSED
+]
+
+
+@pytest.mark.parametrize(("name", "argument"), CASES)
+def test_a_tangent_is_refused(name: str, argument: str) -> None:
+    function, given = calls()[name]
+    x = given[argument]
+    with forward_ad.dual_level(), pytest.raises(UnsupportedProblem, match="no forward-mode derivative"):
+        function(**given | {argument: forward_ad.make_dual(x, torch.ones_like(x))})
+
+
+@pytest.mark.parametrize("name", [name for name in calls() if (name, "x") in CASES])
+def test_jvp_and_jacfwd_are_refused(name: str) -> None:
+    function, given = calls()[name]
+    rest = {key: value for key, value in given.items() if key not in ("x", "out")}
+
+    def of(x: Tensor) -> Any:
+        return function(x=x, **rest)
+
+    with pytest.raises(UnsupportedProblem, match="no forward-mode derivative"):
+        torch.func.jvp(of, (given["x"],), (given["x"],))
+    with pytest.raises(UnsupportedProblem, match="no forward-mode derivative"):
+        torch.func.jacfwd(of)(given["x"])
+
+
+def test_fold_has_the_derivative() -> None:
+    w, weight = torch.ones(3), torch.full((2, 3), 2.0)
+    assert torch.equal(torch.func.jvp(lambda w: ck.fold(w, weight), (w,), (w,))[1], weight)
+
+
+def test_others_pass_while_a_level_is_open() -> None:
+    x = torch.randn(4, 8)
+    with forward_ad.dual_level():
+        assert torch.equal(ck.rms_norm(x), ck.rms_norm(x.clone()))
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(4, 4), torch.ones(4, 4))
+        y = ck.silu_mul(x)
+        with pytest.raises(UnsupportedProblem, match="silu_mul_packed_backward has no forward-mode"):
+            torch.autograd.grad(y, x, dual)
+
+
+def test_repeated_calls_are_not_replayed() -> None:
+    out, gate, up = torch.empty(4, 8), torch.randn(4, 8), torch.randn(4, 8)
+    with launching(lambda op, problem: lambda *args: None):
+        for _ in range(2):
+            tensor_op.run(SILU_MUL, (out,), (gate, up))
+        assert SILU_MUL.calls.replay((out,), (gate, up), ()) is not None
+        with forward_ad.dual_level():
+            assert SILU_MUL.calls.replay((out,), (gate, up), ()) is None
+            assert not direct_anywhere()(gate, up)
+            dual = forward_ad.make_dual(gate, torch.ones_like(gate))
+            with pytest.raises(UnsupportedProblem, match="no forward-mode"):
+                ck.silu_mul(dual, up, out=out)
+
+
+def test_a_repeated_gemm_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_cache, "_current_device", lambda: -1)
+    launches: list[Any] = []
+    a, b, out = torch.randn(4, 8), torch.randn(8, 8), torch.empty(4, 8)
+    call_cache.forget()
+    call = call_cache.Call.of(lambda *args: launches.append(args), (a, b), ())
+    matmul._CALLS.add(call, (out,), (a, b), ("none", "fp32"), (1.0, 0.0))
+    ck.gemm(a, b, out=out)
+    assert len(launches) == 2
+    with forward_ad.dual_level():
+        with pytest.raises(UnsupportedProblem, match="no forward-mode"):
+            ck.gemm(forward_ad.make_dual(a, torch.ones_like(a)), b, out=out)
+    assert len(launches) == 2
+    call_cache.forget()
