@@ -140,7 +140,7 @@ SIDES: list[Any] = [
 ]  # fmt: skip
 LEFTS = [3, "ab", (1,), (1, 2, 3), (0.9, None), (True, None), (-1, None), (3, 1), (3, 0.5), (3, False), ("1", None)]
 FLAGS = [1, "yes", [], None, 0.0]
-CONFIGS = [3, [], {}, object()]
+CONFIGS = [3, [], {}, complex(1)]
 SIZES = [-1, 1.5, "2", None, True]
 
 CALLS = [
