@@ -418,7 +418,9 @@ def _launched(inputs: tuple[Tensor | None, ...], maximize: bool, hyper: Hyper, c
 def check_hyper(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
     """Refuses what torch.optim.AdamW refuses."""
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        check_number("AdamW", name, value, 0.0)
+        check_number("AdamW", name, value, finite=False)
+        if not 0.0 <= value < math.inf:
+            raise UnsupportedProblem(f"{name} is 0 or more; it is {value}: pass a finite number")
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise UnsupportedProblem(f"AdamW takes betas as two numbers (beta1, beta2); got {said(betas)}")
     for beta in betas:

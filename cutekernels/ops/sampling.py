@@ -323,7 +323,11 @@ def sample_filter(
         if isinstance(given, Tensor):
             tensors.append(given)
             numbers.append(neutral)
-        elif isinstance(given, type(neutral) if name == "top_k" else int | float) and type(given) is not bool and 0 <= given <= high:
+        elif (
+            isinstance(given, type(neutral) if name == "top_k" else int | float)
+            and type(given) is not bool
+            and 0 <= given <= high
+        ):
             tensors.append(None)
             numbers.append(type(neutral)(given))
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -173,3 +174,33 @@ def test_on_a_gpu(rows: int) -> None:
 def test_fp32_on_a_gpu_is_refused() -> None:
     with pytest.raises(UnsupportedProblem, match="float"):
         SwiGLU(64, 64, device="cuda")(torch.randn(3, 64, device="cuda"))
+
+
+def test_functional_call_takes_the_saved_names() -> None:
+    torch.manual_seed(0)
+    module, other, x = SwiGLU(8, 6, bias=True), SwiGLU(8, 6, bias=True), torch.randn(3, 8)
+    before = module(x)
+    given = {name: t.clone().requires_grad_() for name, t in other.state_dict().items()}
+    y = torch.func.functional_call(module, given, (x,))
+    assert torch.equal(y, other(x))
+    y.sum().backward()
+    other(x).sum().backward()
+    halves = [given[f"{name}.weight"].grad for name in ("gate_proj", "up_proj")]
+    assert all(t is not None for t in halves)
+    torch.testing.assert_close(torch.cat(halves), other.gate_up_proj.weight.grad)  # type: ignore[arg-type]
+    assert torch.equal(module(x), before) and not module._replaced
+    one = {"gate_proj.weight": given["gate_proj.weight"]}  # one half alone: the other is the module's own
+    assert not torch.equal(torch.func.functional_call(module, one, (x,)), before)
+    packed = dict(other.named_parameters())
+    assert torch.equal(torch.func.functional_call(module, packed, (x,)), other(x))
+    assert torch.equal(module(x), before)
+
+
+def test_a_copy_has_halves_of_its_own() -> None:
+    module = SwiGLU(8, 6)
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(module)))
+    with torch.no_grad():
+        twin.gate_proj.weight.zero_()
+    assert not twin.gate_up_proj.weight[:6].any() and module.gate_up_proj.weight[:6].any()
+    assert [name for name, _ in module.named_parameters()] == ["gate_up_proj.weight", "down_proj.weight"]
+    assert len(list(module.modules())) == 3

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.nn import RotaryEmbedding
+from cutekernels.ops.rope import rope
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -121,6 +122,28 @@ def test_in_place_and_differentiable_after_inference() -> None:
 def test_refusals(options: dict[str, Any], rule: str) -> None:
     with pytest.raises(UnsupportedProblem, match=rule):
         RotaryEmbedding(**options)
+
+
+def test_far_positions_build_no_long_table() -> None:
+    module, q = RotaryEmbedding(8), torch.randn(1, 3, 2, 8)
+    start = 2**20 + 5
+    turned, _ = module(q, positions=start)
+    angles = torch.outer(torch.arange(start, start + 3).float(), module.inv_freq)
+    torch.testing.assert_close(turned, rope(q, None, angles.cos(), angles.sin())[0])
+    assert module.tables()[0].shape[0] == 2048
+
+
+@pytest.mark.parametrize("positions", [2**24, 10**9, 10**30, -1, True, 1.5])
+def test_positions_out_of_range_are_refused(positions: object) -> None:
+    with pytest.raises(UnsupportedProblem, match="positions"):
+        RotaryEmbedding(8)(torch.randn(1, 3, 2, 8), positions=positions)
+
+
+def test_tables_are_bounded() -> None:
+    with pytest.raises(UnsupportedProblem, match="below 16777216"):
+        RotaryEmbedding(8).tables(10**9)
+    with pytest.raises(UnsupportedProblem, match="max_positions"):
+        RotaryEmbedding(8, max_positions=10**9)
 
 
 @pytest.mark.gpu

@@ -93,8 +93,7 @@ def test_a_repeated_gemm_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> Non
     matmul._CALLS.add(call, (out,), (a, b), ("none", "fp32"), (1.0, 0.0))
     ck.gemm(a, b, out=out)
     assert len(launches) == 2
-    with forward_ad.dual_level():
-        with pytest.raises(UnsupportedProblem, match="no forward-mode"):
-            ck.gemm(forward_ad.make_dual(a, torch.ones_like(a)), b, out=out)
+    with forward_ad.dual_level(), pytest.raises(UnsupportedProblem, match="no forward-mode"):
+        ck.gemm(forward_ad.make_dual(a, torch.ones_like(a)), b, out=out)
     assert len(launches) == 2
     call_cache.forget()

@@ -38,6 +38,7 @@ class Block(torch.nn.Module):
         return found
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own
 def test_a_block_exports() -> None:
     torch.manual_seed(0)
     block, ids = Block().eval(), torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -79,7 +80,9 @@ GRADIENTS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
         lambda x, n, w, b: torch.ops.cutekernels.rms_norm_linear(x, n, w, b, None, "gelu", 1e-6),
         (_randn(3, 6), _randn(6), _randn(4, 6), _randn(4)),
     ),
-    "linear_silu_mul": (lambda x, w, n: ck.linear_silu_mul(x, w, norm_weight=n), (_randn(3, 6), _randn(4, 6), _randn(6))),
+    "linear_silu_mul": (
+        lambda x, w, n: ck.linear_silu_mul(x, w, norm_weight=n), (_randn(3, 6), _randn(4, 6), _randn(6))
+    ),
     "linear_silu_mul, the op": (
         lambda x, w: torch.ops.cutekernels.linear_silu_mul(x, w, None, False, 1e-6), (_randn(3, 6), _randn(4, 6))
     ),

@@ -19,13 +19,13 @@ from cutekernels.ops.gemm.launch import AddressedLaunch
 from cutekernels.ops.gemm.op import ACTIVATIONS, DTYPES, GEMM, WIDEST, GemmConfig, GemmProblem, reference
 from cutekernels.ops.shared import call_cache
 from cutekernels.ops.shared.call_cache import Call, CallCache
-from cutekernels.ops.shared.checks import check_arguments, check_tensor, check_word, refuse_gradient
+from cutekernels.ops.shared.checks import check_arguments, check_tensor, check_word, kinds_of, refuse_gradient
 from cutekernels.ops.shared.registration import define_with_out, direct
 from cutekernels.ops.shared.strides import overlaps_itself, pairs, relation, span_bytes
 
 _INPUTS = "Tensor a, Tensor b, Tensor? c, Tensor? bias"
 _OPTIONS = "float alpha=1.0, float beta=0.0, str activation='none', str accumulate='fp32', str? config=None"
-_SCHEMA = f"{_INPUTS}, {_OPTIONS}"
+_KINDS = kinds_of(f"{_INPUTS}, {_OPTIONS}")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CALLS = CallCache()  # a and b alone: a guard takes one number of tensors
 _FUSED_CALLS = CallCache()  # with C or a bias
@@ -179,7 +179,7 @@ def _through_torch(
     activation: str | None, accumulate: str, out: Tensor | None, config: GemmConfig | str | None,
 ) -> Tensor:  # fmt: skip
     check_word("gemm", "activation", activation, optional=True)
-    check_arguments("gemm", _SCHEMA, (a, b, c, bias, alpha, beta, activation or "none", accumulate))
+    check_arguments("gemm", _KINDS, (a, b, c, bias, alpha, beta, activation or "none", accumulate))
     check_tensor("gemm", "out", out, optional=True)
     activation = activation or "none"
     text = None if config is None else str(config)
@@ -301,7 +301,7 @@ def _check(
     if accumulate == "fp16" and a.dtype != torch.float16:
         raise UnsupportedProblem(f"accumulate='fp16' is for fp16 operands; they are {a.dtype}")
     if a.dtype not in _NAMES and (a.device.type != "cpu" or a.dtype not in (torch.float32, torch.float64)):
-        raise UnsupportedProblem(f"gemm takes fp16 and bf16 (on the CPU fp32 and fp64 too); got {a.dtype}: cast it")
+        raise UnsupportedProblem(f"gemm takes fp16 and bf16; got {a.dtype}: cast it (the CPU takes fp32 and fp64 too)")
     return shape
 
 

@@ -69,9 +69,7 @@ def rms_norm_linear(
         InvalidConfig: ``config`` breaks a rule of the op.
     """
     _check_tensors("rms_norm_linear", x=x, weight=weight)
-    _check_tensors(
-        "rms_norm_linear", optional=True, norm_weight=norm_weight, bias=bias, residual=residual, rstd=rstd
-    )
+    _check_tensors("rms_norm_linear", optional=True, norm_weight=norm_weight, bias=bias, residual=residual, rstd=rstd)
     check_word("rms_norm_linear", "activation", activation, optional=True)
     if type(eps) is not float or not 0.0 <= eps < INFINITE:
         check_eps("rms_norm_linear", eps)

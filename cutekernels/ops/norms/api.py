@@ -142,7 +142,7 @@ def layer_norm(
 
 
 def register(library: torch.library.Library) -> None:
-    """Defines the ops of this file in ``library``, with their gradients and, as torch's norms have them, autocast rules."""
+    """Defines the ops of this file in ``library``, with their gradients and the autocast rules of torch's norms."""
     norm: dict[str, Any] = {"backward": _rms_norm_gradient, "setup_context": _remember_rms_norm}
     tensor_op.register(library, RMS_NORM, autocast="fp32", **norm)
     tensor_op.register(library, ADD_RMS_NORM, autocast=_add_then_norm, **norm)

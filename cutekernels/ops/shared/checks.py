@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -84,18 +83,18 @@ def said(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-@cache
-def _words(schema: str) -> tuple[tuple[str, str], ...]:
+def kinds_of(schema: str) -> tuple[tuple[str, str], ...]:
+    """``(kind, name)`` of each argument: ``("Tensor?", "bias")``."""
     found = [word.split(" ") for word in schema.split(", ") if word]
     return tuple([(kind, name.partition("=")[0]) for kind, name in found])
 
 
-def check_arguments(op: str, schema: str, args: Sequence[object]) -> None:
-    """Refuses arguments of another kind than ``schema`` says, before torch does so in words of its own.
+def check_arguments(op: str, kinds: Sequence[tuple[str, str]], args: Sequence[object]) -> None:
+    """Refuses arguments of another kind than :func:`kinds_of` their schema, before torch does so in words of its own.
 
     Numbers may be infinite or NaN here: whether a formula takes those is the function's to say.
     """
-    for (kind, name), value in zip(_words(schema), args, strict=False):
+    for (kind, name), value in zip(kinds, args, strict=False):
         if kind.startswith("Tensor"):
             check_tensor(op, name, value, optional=kind.endswith("?"))
         elif kind == "float":

@@ -25,6 +25,7 @@ from cutekernels.ops.shared.checks import (
     check_dtype,
     check_overlap,
     check_results,
+    kinds_of,
     pairs_of,
     present,
     refuse_gradient,
@@ -59,6 +60,7 @@ class TensorOp(Op[P, C]):
 
     def __init__(self) -> None:
         self.calls = CallCache()
+        self.kinds = kinds_of(self.schema)
 
     def takes(self, name: str, t: Tensor) -> bool:
         """Whether kernels take operand ``name`` as ``t`` lies; else a contiguous copy stands in for it."""

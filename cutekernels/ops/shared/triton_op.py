@@ -506,8 +506,8 @@ def refuse_others(
     op: TensorOp[Any, Any], inputs: Sequence[object], out: Sequence[object] | None, rest: Sequence[object] = ()
 ) -> None:
     """Refuses arguments of another kind than ``op`` declares, before torch does so in words of its own."""
-    words, declared = op.schema.split(", "), getattr(op, "operands", {})
+    declared = getattr(op, "operands", {})
     for name, t in (*zip(op.inputs, inputs, strict=True), *zip(op.results, out or (), strict=False)):
-        optional = f"Tensor? {name}" in words or (name in declared and declared[name].optional)
+        optional = ("Tensor?", name) in op.kinds or (name in declared and declared[name].optional)
         check_tensor(op.name, name, t, optional=optional)
-    check_arguments(op.name, ", ".join([word for word in words if not word.startswith("Tensor")]), rest)
+    check_arguments(op.name, [kind for kind in op.kinds if not kind[0].startswith("Tensor")], rest)
