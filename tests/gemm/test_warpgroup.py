@@ -85,6 +85,12 @@ def test_bias_and_c_take_shared_memory_too() -> None:
     assert not broken(problem, BASE.replace(stages=3))
 
 
+def test_c_comes_by_whole_boxes_since_out_may_be_c() -> None:
+    problem = GemmProblem.parse("m=4096 n=4096 k=4096 b_major=k c=n")
+    assert "whole boxes" in broken(problem, BASE.replace(tile_n=160, stages=4))
+    assert not broken(problem, BASE.replace(tile_n=192, stages=4))
+
+
 # ---- choice ---------------------------------------------------------------------------------------------
 
 

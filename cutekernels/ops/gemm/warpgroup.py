@@ -97,6 +97,8 @@ class Warpgroup(Schedule):
                 yield f"tile_{name}={tile} is loaded in {shared} parts, along M or N by {SWIZZLED} elements"
             if tile > 2 * max(GROUP_ROWS, side.extent):
                 yield f"tile_{name}={tile} idles most of a tile over an extent of {side.extent}"
+        if p.c != "none" and c.tile_n % WarpgroupSmem.BOX:
+            yield f"tile_n={c.tile_n}: with c, results leave by whole boxes of {WarpgroupSmem.BOX} columns"
         frame = self.smem(c, extras_of(p))
         if frame.total_bytes > gpu.smem_per_block_bytes:
             yield f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"

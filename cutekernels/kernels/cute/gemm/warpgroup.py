@@ -264,7 +264,8 @@ class WarpgroupGemm:
         self, tile: Int32, rank: Int32, tiles: tuple[Int32, Int32, Int32], extents: tuple[Int32, Int32]
     ) -> tuple[Int32, Int32, Int32]:
         """``(first row, first column, layer)`` of the CTA ``rank`` of a cluster in its ``tile``. The last tiles begin
-        early, to end where out does: docs/notes/gemm.md#boxes.
+        early, to end where out does: docs/notes/gemm.md#boxes. With C they do not, since out may be C, and what another
+        tile has stored would be added again.
         """
         locate = self.raster.place
         at_m, at_n, layer = locate(tile, tiles[0], tiles[1])
@@ -272,8 +273,10 @@ class WarpgroupGemm:
             at_m = at_m * self.cluster_m + rank
         else:
             at_n = at_n * self.cluster_n + rank
-        row = cutlass.max(cutlass.min(at_m * self.tile_m, extents[0] - self.tile_m), Int32(0))
-        column = cutlass.max(cutlass.min(at_n * self.tile_n, extents[1] - self.tile_n), Int32(0))
+        row, column = at_m * self.tile_m, at_n * self.tile_n
+        if const_expr(not self.results.source):
+            row = cutlass.max(cutlass.min(row, extents[0] - self.tile_m), Int32(0))
+            column = cutlass.max(cutlass.min(column, extents[1] - self.tile_n), Int32(0))
         return row, column, layer
 
     @cute.jit

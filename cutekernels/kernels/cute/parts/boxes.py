@@ -21,9 +21,9 @@ class ResultBoxes:
     """``out = activation(alpha * acc + beta * c + bias)`` for one group's rows of a tile, ``boxes`` buffers.
 
     A group has ``count`` boxes of a tile: ``panels`` of 64 rows, ``pitch`` apart, by ``columns``. Where 64 does not
-    divide ``columns``, the last box begins early and writes some results twice. ``rows_contiguous``: out's rows are its
-    contiguous extent, so boxes are transposed on their way (stmatrix.trans). ``bias`` runs along ``"n"`` or ``"m"``, or
-    is ``"none"``.
+    divide ``columns``, the last box begins early and writes some results twice; never with C, which out may be.
+    ``rows_contiguous``: out's rows are its contiguous extent, so boxes are transposed on their way (stmatrix.trans).
+    ``bias`` runs along ``"n"`` or ``"m"``, or is ``"none"``.
     """
 
     dtype: type[cutlass.Numeric]
