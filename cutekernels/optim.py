@@ -160,11 +160,8 @@ class FusedAdamW(torch.optim.Optimizer):
             state["master"] = torch.empty_like(param, dtype=wide).copy_(param)
         master = state.get("master") if param.dtype != wide else None
         exp_avg, exp_avg_sq = (state[name] for name in _MOMENTS)
-        if hasattr(param, "placements"):  # a DTensor: each rank updates its own shard, elementwise
-            if grad.placements != param.placements:
-                grad = grad.redistribute(placements=param.placements)
-            tensors = (param, grad, exp_avg, exp_avg_sq, master)
-            param, grad, exp_avg, exp_avg_sq, master = (t if t is None else t.to_local() for t in tensors)
+        param, grad, exp_avg, exp_avg_sq = (_shard(t, param) for t in (param, grad, exp_avg, exp_avg_sq))
+        master = None if master is None else _shard(master, param)
         home: Tensor | None = None
         if not is_dense(param) or walk(param) != walk(exp_avg):
             home, param = param, torch.empty_like(exp_avg, dtype=param.dtype).copy_(param)
@@ -312,6 +309,15 @@ def _problem(o: _Operands, elements: int, rate: bool, maximize: bool) -> AdamWPr
     return found.replace(
         elements=elements, rate="device" if rate else "host", align=16 if aligned else o.param.element_size()
     )
+
+
+def _shard(t: Any, param: Any) -> Tensor:
+    """The part of ``t`` that this rank holds, cut as ``param``: the update is elementwise."""
+    if not hasattr(t, "placements"):
+        return t  # type: ignore[no-any-return]
+    if hasattr(param, "placements") and t.placements != param.placements:
+        t = t.redistribute(placements=param.placements)
+    return t.to_local()  # type: ignore[no-any-return]
 
 
 def _wide(param: Tensor) -> torch.dtype:

@@ -70,13 +70,11 @@ class SwiGLU(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         up, down = self.gate_up_proj, self.down_proj
-        weight, bias = up.weight, up.bias
-        if self._replaced:
-            weight, bias = (
-                None if getattr(up, kind) is None else torch.cat([getattr(half, kind) for half in self._halves])
-                for kind in ("weight", "bias")
-            )
-        return swiglu(x, weight, down.weight, bias, down.bias)
+        if not self._replaced:
+            return swiglu(x, up.weight, down.weight, up.bias, down.bias)
+        weight = torch.cat([half.weight for half in self._halves])
+        biases = [half.bias for half in self._halves if half.bias is not None]
+        return swiglu(x, weight, down.weight, torch.cat(biases) if biases else None, down.bias)
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, {self.intermediate_size}, bias={self.down_proj.bias is not None}"

@@ -11,8 +11,9 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.shared import streaming, tensor_op
+from cutekernels.ops.shared.checks import check_tensor
 from cutekernels.ops.shared.operands import TYPES, Matrix, Vector
-from cutekernels.ops.shared.triton_op import LaidOut, TritonOp, call, check_tensor
+from cutekernels.ops.shared.triton_op import LaidOut, TritonOp, call
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec

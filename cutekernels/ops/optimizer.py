@@ -16,11 +16,11 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain
 from cutekernels.ops.shared import streaming, tensor_op
-from cutekernels.ops.shared.checks import check_flag, check_number, said
+from cutekernels.ops.shared.checks import check_flag, check_number, check_tensor, said
 from cutekernels.ops.shared.operands import TYPES, Array, Sizes
 from cutekernels.ops.shared.strides import is_dense, walk
 from cutekernels.ops.shared.tensor_op import WIDEST_BYTES, present, register_inplace
-from cutekernels.ops.shared.triton_op import TritonOp, check_tensor
+from cutekernels.ops.shared.triton_op import TritonOp
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact

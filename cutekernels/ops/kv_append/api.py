@@ -10,7 +10,8 @@ from cutekernels.ops.attention.arguments import check_config, check_flags
 from cutekernels.ops.kv_append.op import KV_APPEND, KvAppendConfig
 from cutekernels.ops.rope import refuse_table_gradient
 from cutekernels.ops.shared import tensor_op
-from cutekernels.ops.shared.triton_op import check_tensor, refuse_others
+from cutekernels.ops.shared.checks import check_tensor
+from cutekernels.ops.shared.triton_op import refuse_others
 
 
 def kv_append(

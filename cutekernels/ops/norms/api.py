@@ -56,9 +56,12 @@ def rms_norm(
 
     Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
     """
-    if type(eps) is not float or not 0.0 <= eps < INFINITE:
+    try:
+        fits = 0.0 <= eps < 3e38 and -3e38 < weight_offset < 3e38
+    except (TypeError, RuntimeError):
+        fits = False
+    if not fits:
         check_eps("rms_norm", eps)
-    if type(weight_offset) is not float or not -INFINITE < weight_offset < INFINITE:
         check_number("rms_norm", "weight_offset", weight_offset)
     options, scalars = (rounding, bool(weight_offset)), (eps, weight_offset)
     return call(RMS_NORM, (x, weight), options, scalars, config=config, out=None if out is None else (out,))[0]
@@ -95,9 +98,12 @@ def add_rms_norm(
         UnsupportedProblem: a dtype no kernel takes, mismatched shapes, dtypes or devices.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    if type(eps) is not float or not 0.0 <= eps < INFINITE:
+    try:
+        fits = 0.0 <= eps < 3e38 and -3e38 < weight_offset < 3e38
+    except (TypeError, RuntimeError):
+        fits = False
+    if not fits:
         check_eps("add_rms_norm", eps)
-    if type(weight_offset) is not float or not -INFINITE < weight_offset < INFINITE:
         check_number("add_rms_norm", "weight_offset", weight_offset)
     options, scalars = (rounding, bool(weight_offset)), (eps, weight_offset)
     y, u = call(ADD_RMS_NORM, (x, residual, weight), options, scalars, config=config)
