@@ -14,7 +14,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention.decode import check_page_size
 from cutekernels.ops.kv_append.api import kv_append
 from cutekernels.ops.kv_append.op import LENGTHS, LOST, KvAppendConfig
-from cutekernels.ops.shared.triton_op import check_tensor
+from cutekernels.ops.shared.checks import check_tensor
 
 NO_PAGE = -1  # an entry of a page table without a page
 
