@@ -24,6 +24,7 @@ from cutekernels.catalog import Catalog
 from cutekernels.db import engine, snapshot
 from cutekernels.db.cli import app
 from cutekernels.db.store import Store, Trial
+from cutekernels.db.uuid7 import uuid7
 from cutekernels.errors import UnknownGpu, UnsupportedProblem
 from cutekernels.ops import registry
 from tests.db.trials import H200, L40S, trial
@@ -123,12 +124,16 @@ def test_query_gives_typed_columns() -> None:
 
 
 @pytest.mark.usefixtures("db")
-def test_local_and_shipped_winners_stand_side_by_side() -> None:
-    """The shipped h200 winner of this problem is measured: a local prediction does not serve, a measurement does."""
-    same = rows("query", "--gpu", "h200", "--problem", "m=4096 n=4096 k=4096 b_major=n")
-    assert [(row["source"], row["serves"]) for row in same] == [("local", True), ("shipped", False)]
-    same = rows("query", "--gpu", "h200", "--problem", "m=16 n=4096 k=4096 b_major=n")
-    assert [(row["source"], row["serves"]) for row in same] == [("local", False), ("shipped", True)]
+def test_local_and_shipped_winners_stand_side_by_side(shipped: Path) -> None:
+    """Both shipped winners are measured: a local measurement serves in their place, a local prediction does not."""
+    measured = [replace(t, origin="measured", id=uuid7()) for t in (GEMM, SKINNY)]
+    (shipped / "h200.jsonl").write_text("".join(t.as_line() + "\n" for t in measured))
+    for problem, local_serves in (("m=4096", True), ("m=16", False)):
+        same = rows("query", "--gpu", "h200", "--op", "gemm", "--problem", problem)
+        assert [(row["source"], row["serves"]) for row in same] == [
+            ("local", local_serves),
+            ("shipped", not local_serves),
+        ]
     (shown,) = rows("show", "m=16 n=4096 k=4096", "--gpu", "h200")
     assert shown["source"] == "shipped"
     assert rows("show", shown["id"][-12:])[0]["id"] == shown["id"]
@@ -236,7 +241,7 @@ def test_a_broken_catalog_is_made_again(content: str) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text(content)
     with cutekernels.db.open(local=False) as opened:
-        assert opened.winners(gpu="h200", op="gemm", m=4096)
+        assert opened.winners(gpu="h200")
     assert json.loads(path.read_text())["ops"]["gemm"]["revision"] == registry.get("gemm").revision
 
 

@@ -61,7 +61,7 @@ def test_default_of_many_sizes() -> None:
     for m in (40, 64, 100, 128, 300, 1024, 2048):
         n, k = rng.choice((768, 3584, 4096, 11008)), rng.choice((896, 4096))
         problem = GemmProblem(m, n, k, b_major="k", dtype=rng.choice(("bf16", "fp16")))
-        assert GEMM.default(problem, gpu.detect()).body == "specialized"
+        assert GEMM.default(problem, gpu.detect()).body in ("specialized", "warpgroup")
         args = GEMM.sample(problem, "cuda", m)
         assert_right(launch(problem, args), problem, args, "default")
 
