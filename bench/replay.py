@@ -13,11 +13,16 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
+from typing import Annotated, Any
 
+import typer
+
+from cutekernels import terminal
 from cutekernels.autotune.chooser import Chooser, spread
 from cutekernels.autotune.suggest import MODEL_SEEDS, is_shape
 from cutekernels.op import Scalar
+from cutekernels.terminal import As, Format
 
 SWEEPS = Path(__file__).parent / "sweeps"
 SHARES = (0.97, 0.99)
@@ -162,3 +167,36 @@ def medians(sweeps: Sequence[Sweep], order: Order, seeds: int) -> list[float]:
     """Median over sweeps of the median over seeds, for each share."""
     each = [[attempts(sweep, order, seed) for seed in range(seeds)] for sweep in sweeps]
     return [median(median(run[share] for run in runs) for runs in each) for share in range(len(SHARES))]
+
+
+# ---- the command line ---------------------------------------------------------------------------------------
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def command(
+    folder: Annotated[Path, typer.Option(help="Where the sweeps are.")] = SWEEPS,
+    orders: Annotated[str, typer.Option(help="Which orders, with commas between.")] = ",".join(ORDERS),
+    seeds: Annotated[int, typer.Option(min=1, help="Tunes of each sweep and order.")] = 10,
+    format: As = Format.table,
+) -> None:
+    """Replay tunes on recorded sweeps; print the attempts to 97 % and 99 % of the best for each order."""
+    sweeps = load(folder)
+    unknown = set(orders.split(",")) - ORDERS.keys()
+    if unknown or not sweeps:
+        terminal.fail(
+            f"no order is called {min(unknown)!r}; known: {', '.join(ORDERS)}" if unknown else f"no sweep in {folder}",
+            code=2,
+        )
+    rows = []
+    for name in orders.split(","):
+        each = [[attempts(sweep, ORDERS[name], seed) for seed in range(seeds)] for sweep in sweeps]
+        row: dict[str, Any] = {"order": name, "sweeps": len(sweeps), "tunes": len(sweeps) * seeds}
+        for i, share in enumerate(SHARES):
+            found = sorted(median(run[i] for run in runs) for runs in each)
+            row[f"median to {share:.0%}"] = median(found)
+            row[f"90 % to {share:.0%}"] = found[int(0.9 * len(found))]
+            row[f"mean to {share:.0%}"] = round(mean(run[i] for runs in each for run in runs), 2)
+        rows.append(row)
+    terminal.write(rows, format, pipe_width=terminal.PIPE_WIDTH)
