@@ -142,7 +142,7 @@ def _kernel(a: np.ndarray, b: np.ndarray, length: float) -> np.ndarray:
     """Matérn 5/2."""
     squares = (a * a).sum(1)[:, None] + (b * b).sum(1)[None, :] - 2 * a @ b.T
     r = np.sqrt(5 * np.maximum(squares, 0.0)) / length
-    return (1 + r + r * r / 3) * np.exp(-r)
+    return np.asarray((1 + r + r * r / 3) * np.exp(-r))
 
 
 def _likelihood(k: np.ndarray, y: np.ndarray, variance: float) -> float:

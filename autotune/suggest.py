@@ -61,7 +61,9 @@ class Suggester:
         shapes = [i for i, name in enumerate(space) if is_shape(name)]
         named = [self._rows[c] for c in seeds if c in self._rows]
         self._chooser = Chooser(knobs, estimates_us, [*named, *spread(knobs, shapes, estimates_us, MODEL_SEEDS)])
-        self._spread = {name: optuna.distributions.CategoricalDistribution(vs) for name, vs in space.items()}
+        self._spread: dict[str, Any] = {
+            name: optuna.distributions.CategoricalDistribution(vs) for name, vs in space.items()
+        }
         self._study = optuna.create_study(sampler=ListSampler(valid, self._chooser, self._spread))
         self._asked: dict[Config, Any] = {}
 

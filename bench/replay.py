@@ -129,7 +129,7 @@ def by_tpe(sweep: Sweep, dice: random.Random) -> Iterator[int]:
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     values = {name: sorted({row[i] for row in sweep.rows}, key=str) for i, name in enumerate(sweep.knobs)}
-    space = {n: optuna.distributions.CategoricalDistribution(v) for n, v in values.items()}
+    space: dict[str, Any] = {n: optuna.distributions.CategoricalDistribution(v) for n, v in values.items()}
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=dice.randrange(1 << 30)))
     untried = dict.fromkeys(range(len(sweep.rows)))
     first = [sweep.default, *list(by_model(sweep, dice))[1:9]]
