@@ -35,7 +35,9 @@ def command(
     budget_s: Annotated[
         float | None, typer.Option(min=0, help="Seconds for the whole job; default: the job's.")
     ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Compiling processes; default: one per CPU.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Compiling processes; default: one per CPU.")
+    ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Without the GPU: compile only this many, the best by the model.")
     ] = None,
@@ -95,6 +97,7 @@ class _Progress:
             TimeElapsedColumn(),
             console=console,
             transient=True,
+            disable=not console.is_terminal,  # otherwise an empty line stands before each message
         )
         self._tasks: TaskID = self._progress.add_task("tasks", total=None)
         self._attempts: TaskID = self._progress.add_task("", total=None, visible=False)

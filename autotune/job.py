@@ -40,6 +40,7 @@ from cutekernels.op import Op, Problem
 DEFAULT_TRIALS = 40
 MOST_TASKS = 10_000
 _DEEPEST = 16  # levels of tables and lists
+MOST_TRIALS = 1_000_000
 MOST_SECONDS = 366 * 86400.0
 _JOB_KEYS = ("name", "trials", "budget_s", "tasks")
 _TASK_KEYS = ("op", "trials", "problems", "grid")
@@ -82,16 +83,16 @@ def load(job: str | Path, *, find: FindOp | None = None) -> Job:
         JobError: no such file, or the file breaks a rule.
     """
     path = Path(job)
-    if path.is_file():
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise JobError(f"{path}: a job file is UTF-8 text; {error}") from error
+    try:
+        text = path.read_text(encoding="utf-8") if path.is_file() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"{_shown(str(path))}: a job file is UTF-8 text; {_shown(error)}") from error
+    if text is not None:
         return parse(text, str(path), find=find)
     if str(job) in bundled():
         text = (resources.files("cutekernels.autotune") / "jobs" / f"{job}.toml").read_text(encoding="utf-8")
         return parse(text, f"{job}.toml (bundled)", find=find)
-    raise JobError(f"{str(job)!r} is neither a file nor a bundled job; bundled: {', '.join(bundled())}")
+    raise JobError(f"{_shown(str(job))} is neither a file nor a bundled job; bundled: {', '.join(bundled())}")
 
 
 def parse(text: str, source: str, *, find: FindOp | None = None) -> Job:
@@ -104,15 +105,17 @@ def parse(text: str, source: str, *, find: FindOp | None = None) -> Job:
     _known(data, _JOB_KEYS, source)
     name = data.get("name")
     if not isinstance(name, str) or not name.strip():
-        raise JobError(f'{source}: name must be a non-empty text, e.g. name = "my-model"; it is {name!r}')
-    trials = _trials(data.get("trials", DEFAULT_TRIALS), f"{source}: trials")
+        raise JobError(f'{source}: name must be a non-empty text, e.g. name = "my-model"; it is {_shown(name)}')
+    trials = checked_trials(data.get("trials", DEFAULT_TRIALS), f"{source}: trials")
     budget_s = data.get("budget_s")
     timed = isinstance(budget_s, int | float) and not isinstance(budget_s, bool)
     if budget_s is not None and not (timed and 0 < budget_s < MOST_SECONDS):
-        raise JobError(f"{source}: budget_s must be a number of seconds above 0, at most a year; it is {budget_s!r}")
+        raise JobError(
+            f"{source}: budget_s must be a number of seconds above 0, at most a year; it is {_shown(budget_s)}"
+        )
     entries = data.get("tasks")
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-        raise JobError(f"{source}: tasks must be at least one [[tasks]] table; it is {entries!r}")
+        raise JobError(f"{source}: tasks must be at least one [[tasks]] table; it is {_shown(entries)}")
     tasks: dict[tuple[str, Problem], Task] = {}
     for number, entry in enumerate(entries, 1):
         for task in _tasks(entry, f"{source}: tasks[{number}]", trials, find or _registered):
@@ -144,24 +147,34 @@ def _bounded(data: Mapping[str, Any], source: str) -> None:
 def _known(table: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
     for key in table:
         if key not in keys:
-            raise JobError(f"{where}: unknown key {key!r} = {table[key]!r}; known: {', '.join(keys)}")
+            raise JobError(f"{where}: unknown key {_shown(key)} = {_shown(table[key])}; known: {', '.join(keys)}")
 
 
-def _trials(value: object, where: str) -> int:
-    if type(value) is not int or value < 1:
-        raise JobError(f"{where} must be a whole number from 1 up; it is {value!r}")
+def _shown(value: object) -> str:
+    """``value`` for a message: shortened, and named where it is too long or too deep for ``repr``."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError) as error:
+        return f"a value that cannot be shown ({error})"
+    return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
+
+
+def checked_trials(value: object, where: str) -> int:
+    """``value``, if it is a number of attempts; the JobError otherwise names ``where``."""
+    if type(value) is not int or not 1 <= value <= MOST_TRIALS:
+        raise JobError(f"{where} must be a whole number from 1 up to {MOST_TRIALS}; it is {_shown(value)}")
     return value
 
 
 def _tasks(entry: Mapping[str, Any], where: str, trials: int, find: FindOp) -> Iterable[Task]:
     _known(entry, _TASK_KEYS, where)
     if not isinstance(entry.get("op"), str):
-        raise JobError(f'{where}.op must name an op, e.g. op = "gemm"; it is {entry.get("op")!r}')
+        raise JobError(f'{where}.op must name an op, e.g. op = "gemm"; it is {_shown(entry.get("op"))}')
     try:
         op = find(entry["op"])
     except UnsupportedProblem as error:
-        raise JobError(f"{where}.op = {entry['op']!r}: {error}") from error
-    trials = _trials(entry.get("trials", trials), f"{where}.trials")
+        raise JobError(f"{where}.op = {_shown(entry['op'])}: {error}") from error
+    trials = checked_trials(entry.get("trials", trials), f"{where}.trials")
     texts = list(_problem_texts(entry, where))
     if not texts:
         raise JobError(f'{where} holds no problem: give problems = ["{op.suite[0]}"] or a [tasks.grid]')
@@ -169,22 +182,24 @@ def _tasks(entry: Mapping[str, Any], where: str, trials: int, find: FindOp) -> I
         try:
             problem = op.Problem.parse(text)
         except UnsupportedProblem as error:
-            raise JobError(f"{where}.{key}: {text!r} is no problem of {op.name}: {error}") from error
+            raise JobError(f"{where}.{key}: {_shown(text)} is no problem of {op.name}: {error}") from error
         if any(getattr(problem, f.name) == 0 != f.default for f in fields(problem) if "bucket" in f.metadata):
-            raise JobError(f"{where}.{key}: {text!r} has an empty extent, so there is nothing to tune: remove it")
+            raise JobError(f"{where}.{key}: {_shown(text)} has an empty extent, so there is nothing to tune: remove it")
         yield Task(op, problem.bucket(), trials)
 
 
 def _problem_texts(entry: Mapping[str, Any], where: str) -> Iterable[tuple[str, str]]:
     problems = entry.get("problems", [])
     if not isinstance(problems, list) or not all(isinstance(text, str) for text in problems):
-        raise JobError(f'{where}.problems must be a list of texts such as "m=16 n=4096 k=4096"; it is {problems!r}')
+        raise JobError(
+            f'{where}.problems must be a list of texts such as "m=16 n=4096 k=4096"; it is {_shown(problems)}'
+        )
     yield from ((f"problems[{number}]", text) for number, text in enumerate(problems, 1))
     grid = entry.get("grid")
     if grid is None:
         return
     if not isinstance(grid, dict) or not grid:
-        raise JobError(f"{where}.grid must be a table of field = [values]; it is {grid!r}")
+        raise JobError(f"{where}.grid must be a table of field = [values]; it is {_shown(grid)}")
     axes = [_axis(key, value, f"{where}.grid") for key, value in grid.items()]
     size = 1
     for axis in axes:
@@ -199,12 +214,16 @@ def _axis(key: str, value: object, where: str) -> list[str]:
     fields = key.split()
     values = value if isinstance(value, list) else [value]
     if not fields or not values:
-        raise JobError(f"{where}.{key!r} must be a value or a non-empty list of values; it is {value!r}")
+        raise JobError(f"{where}.{_shown(key)} must be a value or a non-empty list of values; it is {_shown(value)}")
     texts = []
     for entry in values:
         row = entry if len(fields) > 1 else [entry]
         if not isinstance(row, list) or len(row) != len(fields) or not all(isinstance(v, int | str) for v in row):
             wanted = f"a list of {len(fields)} values, one per field" if len(fields) > 1 else "a whole number or a text"
-            raise JobError(f"{where}.{key!r}: each value must be {wanted}; one is {entry!r}")
-        texts.append(" ".join(f"{f}={int(v) if isinstance(v, bool) else v}" for f, v in zip(fields, row, strict=True)))
+            raise JobError(f"{where}.{_shown(key)}: each value must be {wanted}; one is {_shown(entry)}")
+        try:
+            words = [f"{f}={int(v) if isinstance(v, bool) else v}" for f, v in zip(fields, row, strict=True)]
+        except ValueError as error:
+            raise JobError(f"{where}.{_shown(key)}: {error}") from error
+        texts.append(" ".join(words))
     return texts

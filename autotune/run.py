@@ -12,7 +12,7 @@ from typing import Protocol
 from cutekernels import environment
 from cutekernels import gpu as gpus
 from cutekernels.autotune.history import TaskHistory
-from cutekernels.autotune.job import MOST_SECONDS, Job, Task, load
+from cutekernels.autotune.job import MOST_SECONDS, Job, Task, checked_trials, load
 from cutekernels.autotune.predict import Prediction
 from cutekernels.autotune.report import TaskReport, TuneReport
 from cutekernels.autotune.runtime import LocalRuntime, Runtime
@@ -75,7 +75,7 @@ def tune(
         watcher, runtime, clock: progress, the processes to use, and time; for the command line and for tests.
 
     Raises:
-        JobError: the job file breaks a rule, or ``budget_s`` is no number of seconds.
+        JobError: the job file breaks a rule, ``trials`` is no number of attempts or ``budget_s`` none of seconds.
         UnknownGpu: no such GPU, or ``auto`` without one.
         StoreError: the database cannot be opened or written.
     """
@@ -84,6 +84,8 @@ def tune(
     measured = gpus.present(spec)
     begin = clock()
     budget = loaded.budget_s if budget_s is None else budget_s
+    if trials is not None:
+        checked_trials(trials, "trials")
     if budget is not None and not 0 <= budget < MOST_SECONDS:
         raise JobError(f"budget_s must be a number of seconds from 0 up, at most a year; it is {budget}")
     end = None if budget is None else begin + budget

@@ -39,7 +39,6 @@ from cutekernels.measure import Samples
 from cutekernels.op import Config, Op
 
 FINALISTS = 3
-MODEL_SEEDS = 8  # the best configs by the op's own model are tried first
 AHEAD = 8  # candidates in the compile pool: keeps the GPU busy, yet the sampler learns before choosing more
 RACE_ROUNDS, RACE_BUDGET_US = 20, 150_000.0
 FINAL_ROUNDS, FINAL_BUDGET_US = 60, 2_000_000.0
@@ -72,7 +71,6 @@ class Search:
     runtime: Runtime
     deadline: float | None = None
     force: bool = False
-    seed: int = 0
     on_trial: OnTrial = lambda trial, done, wanted: None
     clock: Callable[[], float] = time.monotonic
     _attempts: Counter[str] = field(default_factory=Counter)
@@ -80,6 +78,7 @@ class Search:
     _spoiled: dict[Config, str] = field(default_factory=dict)  # attempts that the machine spoiled, and how
     _again: deque[Config] = field(default_factory=deque)  # of these, those to be tried once more
     _default: Config = field(init=False)
+    _small: bool = field(init=False, default=True)
 
     def run(self) -> TaskReport:
         """Search, store the winner and report. Rows are written on the way."""
@@ -93,7 +92,7 @@ class Search:
         suggester = self._suggester()
         winner = self.history.winner()
         crowned = winner is not None and winner.origin == "measured" and not self.force
-        enough = self._spent() >= self.task.trials or not suggester.untried
+        enough = self._spent() >= self.task.trials or self._enough(suggester)
         if crowned and enough and self._is_latest(winner):
             state = "done"
         elif self._late():
@@ -143,12 +142,16 @@ class Search:
     def _suggester(self) -> Suggester:
         op, problem = self.task.op, self.task.problem
         valid = list(op.valid(problem, self.gpu))
-        by_model = sorted(valid, key=lambda c: (op.estimate_us(problem, c, self.gpu), str(c)))[:MODEL_SEEDS]
-        seeds = [self._default, *self.history.seeds(), *by_model]
-        suggester = Suggester(op.Config, valid, seeds, self.seed)
+        estimates_us = [op.estimate_us(problem, c, self.gpu) for c in valid]
+        self._small = len(valid) <= self.task.trials
+        suggester = Suggester(op.Config, valid, estimates_us, [self._default, *self.history.seeds()])
         for config, trial in self._known.items():
             suggester.observe(config, _value(trial))
         return suggester
+
+    def _enough(self, suggester: Suggester) -> bool:
+        """Whether no untried config is expected to gain; a space no larger than the attempts is tried whole."""
+        return not suggester.untried if self._small else suggester.converged()
 
     # -- the search
 
@@ -173,10 +176,7 @@ class Search:
 
     def _fill(self, suggester: Suggester, compiling: dict[Future[Facts], Config]) -> None:
         while len(compiling) < min(self.runtime.width, AHEAD) and self._spent() + len(compiling) < self.task.trials:
-            config = suggester.next()
-            for refused in suggester.take_refused():
-                reason = self.task.op.why_not(self.task.problem, refused, self.gpu)
-                self._note(self.history.row(refused, "invalid", message=reason or ""))
+            config = None if self._enough(suggester) else suggester.next()
             if config is None:
                 break
             compiling[self._compile(config)] = config

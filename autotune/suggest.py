@@ -1,105 +1,99 @@
-"""The next config to try: seeds first, then Optuna's sampler; never one that was tried or that breaks a rule.
+"""The next config to try, out of the valid ones: never one that was tried or that breaks a rule.
 
-Optuna knows knobs, not rules: it proposes from the full product of values. A proposal that ``why_not`` refuses, or
-that was tried already, is replaced by the *nearest* untried valid config, so each call gives a fresh candidate until
-the valid space is exhausted. The study lives in memory and holds results only; trials of earlier runs are observed
-like those of this one, so a resumed search keeps what it had learned.
+Optuna keeps the study, its trials, ``ask`` and ``tell``; the sampler is ours, because Optuna's know knobs and no rules:
+on ``gemm`` none of their proposals was valid. :class:`ListSampler` takes them from the list of valid configs in the
+order of a :class:`~cutekernels.autotune.chooser.Chooser`. The study lives in memory; trials of earlier runs are
+observed like those of this one, so a resumed search keeps what it had learned.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cutekernels.op import Config, Scalar
+import optuna
+
+from cutekernels.autotune.chooser import Chooser, spread
+from cutekernels.op import Config
+
+MODEL_SEEDS = 8  # the best configs by the op's own model, of different shapes, are tried first
+
+
+def is_shape(knob: str) -> bool:
+    """Whether a knob belongs to the shape of a tile, over which seeds are spread."""
+    return knob.startswith(("tile", "block"))
+
+
+class ListSampler(optuna.samplers.BaseSampler):
+    """Samples from a list: the relative search space is the whole space, and each sample a row of ``chooser``."""
+
+    def __init__(self, valid: Sequence[Config], chooser: Chooser, spread: dict[str, Any]) -> None:
+        self._valid, self._chooser, self._spread = valid, chooser, spread
+
+    def infer_relative_search_space(self, study: Any, trial: Any) -> dict[str, Any]:
+        return self._spread
+
+    def sample_relative(self, study: Any, trial: Any, search_space: dict[str, Any]) -> dict[str, Any]:
+        row = self._chooser.next()
+        assert row is not None, "next() looks first"
+        return {name: getattr(self._valid[row], name) for name in search_space}
+
+    def sample_independent(self, study: Any, trial: Any, param_name: str, param_distribution: Any) -> Any:
+        raise NotImplementedError("all knobs are sampled together")
 
 
 class Suggester:
     """Candidates from ``valid``, the configs that ``why_not`` accepts, in the space's fixed order.
 
-    Attributes:
-        refused: proposals outside ``valid`` since the last :meth:`take_refused`, each once.
+    Args:
+        estimates_us: the op's own model's times, one for each valid config.
+        seeds: configs to try before the model's; those that are not valid here are left out.
     """
 
-    def __init__(self, kind: type[Config], valid: Sequence[Config], seeds: Iterable[Config], seed: int = 0) -> None:
-        import optuna
-
+    def __init__(
+        self, kind: type[Config], valid: Sequence[Config], estimates_us: Sequence[float], seeds: Iterable[Config]
+    ) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._optuna = optuna
         self._kind = kind
-        self._space = kind.space()
+        space = kind.space()
+        self._rows = {config: row for row, config in enumerate(valid)}
+        knobs = [tuple(getattr(c, name) for name in space) for c in valid]
+        shapes = [i for i, name in enumerate(space) if is_shape(name)]
+        named = [self._rows[c] for c in seeds if c in self._rows]
+        self._chooser = Chooser(knobs, estimates_us, [*named, *spread(knobs, shapes, estimates_us, MODEL_SEEDS)])
         self._spread: dict[str, Any] = {
-            name: optuna.distributions.CategoricalDistribution(vs) for name, vs in self._space.items()
+            name: optuna.distributions.CategoricalDistribution(vs) for name, vs in space.items()
         }
-        self._untried: dict[Config, tuple[int, ...]] = {c: self._ranks(c) for c in valid}
-        self._valid = frozenset(valid)
-        self._seeds = deque(seeds)
-        self._seen_refused: set[Config] = set()
-        self._refused: list[Config] = []
-        self._study: Any = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
+        self._study = optuna.create_study(sampler=ListSampler(valid, self._chooser, self._spread))
+        self._asked: dict[Config, Any] = {}
 
     @property
     def untried(self) -> int:
-        return len(self._untried)
+        """Valid configs neither given out nor observed."""
+        return self._chooser.untried
+
+    def converged(self) -> bool:
+        """Whether nothing untried is expected to gain half a percent."""
+        return self._chooser.converged()
 
     def observe(self, config: Config, value: float | None) -> None:
         """Record a result: ``value`` is minimised; None for a config that gave no time."""
-        self._untried.pop(config, None)
-        state = self._optuna.trial.TrialState
-        self._study.add_trial(
-            self._optuna.trial.create_trial(
-                # A pruned trial without a value counts as worse than any with one.
-                state=state.PRUNED if value is None else state.COMPLETE,
-                value=value,
-                params={name: getattr(config, name) for name in self._space},
-                distributions=self._spread,
-            )
-        )
+        if config in self._rows:
+            self._chooser.observe(self._rows[config], value)
+        state = optuna.trial.TrialState.PRUNED if value is None else optuna.trial.TrialState.COMPLETE
+        trial = self._asked.pop(config, None)
+        if trial is not None:
+            self._study.tell(trial, value, state=state)
+            return
+        params = {name: getattr(config, name) for name in self._spread}
+        made = optuna.trial.create_trial(state=state, value=value, params=params, distributions=self._spread)
+        self._study.add_trial(made)
 
     def next(self) -> Config | None:
         """A valid config not given out before; None when there is none left."""
-        while self._seeds:
-            config = self._seeds.popleft()
-            if config not in self._valid:
-                self._refuse(config)
-            elif self._untried.pop(config, None) is not None:
-                return config
-        if not self._untried:
+        if not self.untried:
             return None
         trial = self._study.ask(self._spread)
-        # Marked as failed, which the sampler ignores: observe() adds the result of the config really measured.
-        self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
-        proposal = self._kind(**trial.params)
-        if proposal not in self._valid:
-            self._refuse(proposal)
-        config = proposal if proposal in self._untried else self._nearest(proposal)
-        del self._untried[config]
+        config = self._kind(**trial.params)
+        self._asked[config] = trial
         return config
-
-    def take_refused(self) -> list[Config]:
-        """Proposals that broke a rule since the last call."""
-        refused, self._refused = self._refused, []
-        return refused
-
-    def _refuse(self, config: Config) -> None:
-        if config not in self._seen_refused:
-            self._seen_refused.add(config)
-            self._refused.append(config)
-
-    def _nearest(self, proposal: Config) -> Config:
-        mine = self._ranks(proposal)
-        sizes = [max(1, len(values) - 1) for values in self._space.values()]
-
-        def distance(item: tuple[Config, tuple[int, ...]]) -> float:
-            # 1 per differing knob, plus the distance between the values in the knob's list, as a fraction.
-            return sum((a != b) + abs(a - b) / size for a, b, size in zip(mine, item[1], sizes, strict=True))
-
-        return min(self._untried.items(), key=distance)[0]
-
-    def _ranks(self, config: Config) -> tuple[int, ...]:
-        return tuple(_rank(values, getattr(config, name)) for name, values in self._space.items())
-
-
-def _rank(values: tuple[Scalar, ...], value: Scalar) -> int:
-    return next(i for i, v in enumerate(values) if v == value and type(v) is type(value))

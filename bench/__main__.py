@@ -2,10 +2,13 @@
 
 Exit code 0: done; 1: it could not be measured here; 2: the command was misused. Results are written only
 where a CUDA device measured them; ``--dry-run`` lists the cases and contenders on any machine.
+``python -m bench sweep OP`` records sweeps of configs, and ``python -m bench replay`` simulates tunes on them.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -260,5 +263,14 @@ def _percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.0f}"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """``bench OP``, or one of the verbs that are no op: ``replay`` and ``sweep``."""
+    verb = sys.argv[1] if sys.argv[1:] else ""
+    if verb in ("replay", "sweep"):
+        del sys.argv[1]
+        importlib.import_module(f"bench.{verb}").app(prog_name=f"python -m bench {verb}")
     app(prog_name="python -m bench")
+
+
+if __name__ == "__main__":
+    main()

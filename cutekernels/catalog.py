@@ -1,8 +1,9 @@
 """Catalog: what the command line needs to know of the ops, without importing torch.
 
-Fields, defaults and revisions are declared in ``cutekernels.ops``, whose import loads torch and takes seconds. They are
-written once per version of the sources to ``catalog-<fingerprint>.json`` in the cache directory and read from there.
-A missing, unreadable or unwritable file costs time and nothing else.
+Fields, defaults and revisions are declared in ``cutekernels.ops``, whose import loads torch and takes seconds. They
+travel with the package in ``catalog.json``, written by ``python -m cutekernels.catalog``. Where the sources have
+changed since, they are written once to ``catalog-<fingerprint>.json`` in the cache directory and read from there.
+A missing, stale, unreadable or unwritable file costs time and nothing else.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from cutekernels import op as declarations
 from cutekernels import settings
 from cutekernels.errors import InvalidConfig, UnknownGpu, UnsupportedProblem
 
+SHIPPED = Path(__file__).with_name("catalog.json")
 Scalar = int | str | bool
 _CONDITION = re.compile(r"([A-Za-z_]\w*)(<=|>=|!=|=|<|>)([^\s<>=!]+)")
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
@@ -96,10 +98,11 @@ class Catalog:
     """Ops, GPUs and the meaning of the texts that a database stores."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self._path = path or settings.load().cache_dir / f"catalog-{_fingerprint()}.json"
-        kept = _read(self._path)
+        fingerprint = _fingerprint()
+        self._path = path or settings.load().cache_dir / f"catalog-{fingerprint}.json"
+        kept = _read(self._path, fingerprint) or (None if path else _read(SHIPPED, fingerprint))
         self._changed = self.fresh = kept is None  # fresh: torch is loaded, what else it can tell costs nothing now
-        self._kept: dict[str, Any] = kept or {"ops": _declare(), "work": {}}
+        self._kept: dict[str, Any] = kept or {"sources": fingerprint, "ops": _declare(), "work": {}}
         self.ops = {name: _declared(row) for name, row in self._kept["ops"].items()}
 
     # ---- names ----------------------------------------------------------------------------------------------
@@ -264,19 +267,23 @@ def _typed(text: str, declared: Iterable[Field]) -> dict[str, Scalar]:
 
 
 def _fingerprint() -> str:
+    """Hash of the sources that the declarations come from, the same wherever the package is installed."""
     root = Path(__file__).parent
     files = sorted([root / "op.py", root / "catalog.py", *(root / "ops").rglob("*.py")])
-    stamps = [(str(f.relative_to(root)), (s := f.stat()).st_mtime_ns, s.st_size) for f in files]
-    return hashlib.sha256(repr((str(root), stamps)).encode()).hexdigest()[:16]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.relative_to(root).as_posix()}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path, fingerprint: str) -> dict[str, Any] | None:
     try:
         kept = json.loads(path.read_text())
         for row in kept["ops"].values():
             _declared(row)
         assert isinstance(kept["work"], dict)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):
+        assert kept["sources"] == fingerprint
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
         return None
     return kept  # type: ignore[no-any-return]
 
@@ -328,3 +335,26 @@ def _work(op: str, problem: str) -> tuple[float, float] | None:
     except (UnsupportedProblem, InvalidConfig, ArithmeticError):
         return None
     return float(work.flops), float(work.bytes)
+
+
+def ship() -> dict[str, Any]:
+    """What ``catalog.json`` holds: the declarations, and the work of every shipped winner's problem."""
+    from cutekernels.db import snapshot
+
+    work: dict[str, Any] = {}
+    for t in (t for gpu in snapshot.shipped_gpus() for t in snapshot.shipped(gpu)):
+        work.setdefault(t.op, {})[t.problem] = _work(t.op, t.problem)
+    return {"sources": _fingerprint(), "ops": _declare(), "work": work}
+
+
+def _text(kept: dict[str, Any]) -> str:
+    """JSON with one line for each op, so that a change of one op is one changed line."""
+    parts = [f'"sources": {json.dumps(kept["sources"])}']
+    for part in ("ops", "work"):
+        lines = ",\n".join(f"{json.dumps(op)}: {json.dumps(row)}" for op, row in kept[part].items())
+        parts.append(f'"{part}": {{\n{lines}\n}}')
+    return "{" + ",\n".join(parts) + "}\n"
+
+
+if __name__ == "__main__":
+    SHIPPED.write_text(_text(ship()))

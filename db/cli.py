@@ -202,7 +202,9 @@ def merge(url: Annotated[str, typer.Argument(help="Path or URL of the other data
 
 @app.command()
 def prune(
-    days: Annotated[int | None, typer.Option(min=0, help="Trials older than this that are no winners.")] = None,
+    days: Annotated[
+        int | None, typer.Option(min=0, max=36500, help="Trials older than this that are no winners.")
+    ] = None,
     stale: Annotated[bool, typer.Option("--stale", help="All trials of an op's earlier revisions.")] = False,
     gpu: GpuName = None,
     op: OpName = None,

@@ -12,9 +12,10 @@ merging is a union, in any order, and repeating it changes nothing.
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -379,14 +380,15 @@ def _require_past(incoming: Trial, latest: datetime) -> None:
 
 
 def _replace_file(path: Path, text: str) -> None:
-    """Write beside ``path`` and rename, so that a reader sees either the old file or the new one, complete. A link is
-    followed; a device or a pipe is written to, never replaced.
+    """Write beside ``path`` and rename, so that a reader sees either the old file or the new one, complete.
+
+    A device or pipe is written into, and a link stays: what it points to is replaced.
     """
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.stat(path).st_mode):  # raises for a loop of links
+            path.write_text(text, encoding="utf-8")
+            return
     path = Path(os.path.realpath(path))
-    if path.exists() and not path.is_file():
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
-        return
     handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -198,7 +198,7 @@ class TestOutcomes:
         assert report.winner.config == str(by_law[8])
         assert report.attempts["ok"] == len(VALID) - 8 + 4
 
-    def test_rules_prune_without_compiling_and_do_not_count(self, store: Store) -> None:
+    def test_a_neighbours_winner_that_breaks_a_rule_is_not_tried_and_has_no_row(self, store: Store) -> None:
         illegal = ToyConfig(128, 1, True)
         near = task_history(store, ToyProblem(m=32, n=64))  # a neighbour's winner, from before the rule
         row = near.row(illegal, "ok", estimate_us=1.0)
@@ -208,11 +208,19 @@ class TestOutcomes:
         report = run(store, machine, trials=len(VALID))
         assert report.measured == len(VALID) + 4
         assert set(machine.compiled) == set(VALID)
-        refused = store.trials(op="toy", problem=str(PROBLEM), status="invalid")
-        assert str(illegal) in {t.config for t in refused}
-        assert all("needs 4 warps" in t.message for t in refused)
-        assert len({t.config for t in refused}) == len(refused), "one row each"
-        assert report.attempts["invalid"] == len(refused)
+        assert store.trials(op="toy", problem=str(PROBLEM), status="invalid") == []
+
+    def test_a_search_ends_where_nothing_is_expected_to_gain(self, store: Store) -> None:
+        machine = ToyMachine(law=lambda c: 100.0, width=1)
+        report = run(store, machine, trials=len(VALID) - 1)
+        assert len(machine.compiled) < len(VALID) - 1
+        assert report.state == "tuned"
+        assert run(store, ToyMachine(), trials=len(VALID) - 1).state == "done"
+
+    def test_a_small_space_is_tried_whole(self, store: Store) -> None:
+        machine = ToyMachine(law=lambda c: 100.0, width=1)
+        run(store, machine, trials=len(VALID))
+        assert set(machine.compiled) == set(VALID)
 
     def test_a_candidate_is_measured_beside_default_and_incumbent_and_races_the_incumbent(self, store: Store) -> None:
         machine = ToyMachine()
@@ -378,7 +386,7 @@ class TestResume:
         before = rows(store)
         machine = ToyMachine()
         again = run(store, machine, trials=12)
-        assert (again.state, again.measured, again.resumed) == ("done", 0, 12)
+        assert (again.state, again.measured, again.resumed) == ("done", 0, first.attempts["ok"] - 4)
         assert again.winner == first.winner
         assert (machine.compiled, machine.measured) == ([], [])
         assert rows(store) == before
@@ -389,7 +397,7 @@ class TestResume:
         second = ToyMachine()
         report = run(store, second, trials=20)
         assert not set(first.compiled) & set(second.compiled)
-        assert len(second.compiled) == 12
+        assert 0 < len(second.compiled) <= 12
         assert (report.state, report.resumed) == ("tuned", 8)
 
     @pytest.mark.parametrize("stopped_at", [1, 5, 8])
@@ -466,28 +474,27 @@ class TestSeeds:
             ToyConfig(32, 1, False),
             ToyConfig(16, 8, True),
             ToyConfig(128, 8, False),
-            ToyConfig(128, 8, True),
-            ToyConfig(128, 4, False),
+            ToyConfig(64, 8, False),
+            ToyConfig(32, 8, False),
         ]
+
+
+ESTIMATES = [TOY.estimate_us(PROBLEM, c, H200) for c in VALID]
 
 
 class TestSuggester:
     def test_never_repeats_never_breaks_a_rule_and_ends(self) -> None:
-        suggester = Suggester(ToyConfig, VALID, [BEST, BEST, ToyConfig(128, 1, False)])
+        suggester = Suggester(ToyConfig, VALID, ESTIMATES, [BEST, BEST, ToyConfig(128, 1, False)])
         given = []
         while (config := suggester.next()) is not None:
             given.append(config)
-            suggester.observe(config, None if config.tile == 32 else true_us(config))
+            suggester.observe(config, None if config.tile == 32 else true_us(config) / 100)
         assert given[0] == BEST
         assert Counter(given) == Counter(VALID)
-        assert suggester.untried == 0
-        refused = suggester.take_refused()
-        assert refused[0] == ToyConfig(128, 1, False)
-        assert all(TOY.why_not(PROBLEM, c, H200) for c in refused if isinstance(c, ToyConfig))
-        assert suggester.take_refused() == []
+        assert suggester.untried == 0 and suggester.converged()
 
     def test_what_was_observed_is_never_given(self) -> None:
-        suggester = Suggester(ToyConfig, VALID, [])
+        suggester = Suggester(ToyConfig, VALID, ESTIMATES, [])
         for config in VALID[:-2]:
             suggester.observe(config, 1.0)
         assert {suggester.next(), suggester.next()} == set(VALID[-2:])
@@ -495,24 +502,26 @@ class TestSuggester:
 
     def test_is_deterministic(self) -> None:
         def first(count: int) -> list[Config | None]:
-            suggester = Suggester(ToyConfig, VALID, [], seed=4)
+            suggester = Suggester(ToyConfig, VALID, ESTIMATES, [])
             return [suggester.next() for _ in range(count)]
 
         assert first(9) == first(9)
 
-    def test_learns(self) -> None:
-        """The best config is found within half of the space, averaged over seeds: earlier than by chance."""
-        calls = []
-        for seed in range(8):
-            suggester = Suggester(ToyConfig, VALID, [DEFAULT], seed=seed)
-            for count in range(1, len(VALID) + 1):
-                config = suggester.next()
-                assert config is not None
-                if config == BEST:
-                    calls.append(count)
-                    break
-                suggester.observe(config, true_us(config))
-        assert sum(calls) / len(calls) < len(VALID) / 2
+    def test_seeds_are_of_different_shapes(self) -> None:
+        suggester = Suggester(ToyConfig, VALID, ESTIMATES, [])
+        seeds = [suggester.next() for _ in range(8)]
+        assert [c.tile for c in seeds if isinstance(c, ToyConfig)] == [128, 64, 32, 16] * 2
+
+    def test_learns_against_its_model(self) -> None:
+        """The best config is found within a third of the space, though the model prefers a tile that is slower."""
+        suggester = Suggester(ToyConfig, VALID, ESTIMATES, [DEFAULT])
+        tried = []
+        while BEST not in tried:
+            config = suggester.next()
+            assert config is not None
+            suggester.observe(config, math.log(true_us(config) / true_us(DEFAULT)))
+            tried.append(config)
+        assert len(tried) <= len(VALID) / 3
 
 
 def test_progress_is_told_row_by_row(store: Store) -> None:
@@ -521,4 +530,4 @@ def test_progress_is_told_row_by_row(store: Store) -> None:
     counted = [done for status, done, _ in told if status == "ok"]
     assert counted == [1, 2, 3, 4, 5, 5, 5, 5, 5]
     assert {wanted for _, _, wanted in told} == {5}
-    assert re.fullmatch(r"(ok|invalid)( (ok|invalid))*", " ".join(status for status, _, _ in told))
+    assert {status for status, _, _ in told} == {"ok"}

@@ -1,0 +1,90 @@
+"""A whole run killed at random moments and resumed: no false row, no false winner, nothing locked, nothing left over.
+
+``CUTEKERNELS_KILLS=40`` kills more often; six kills take about 40 s.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cutekernels.db.store import Store
+from tests.tuner.kills import BAD, WRONG
+from tests.tuner.toys import BEST, ToyConfig, true_us
+
+KILLS = int(os.environ.get("CUTEKERNELS_KILLS", "6"))
+
+
+def begin(db: Path, home: Path) -> subprocess.Popen[str]:
+    env = os.environ | {"CUTEKERNELS_CACHE": str(home / "cache"), "TMPDIR": str(home / "tmp"), "PYTHONHASHSEED": "0"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.tuner.kills", str(db)],
+        cwd=Path(__file__).parents[2],
+        env=env | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    chance = random.Random(19)
+    began = time.perf_counter()
+    first = begin(tmp_path / "whole.db", tmp_path)
+    told = first.communicate(timeout=120)
+    whole_s = time.perf_counter() - began
+    assert first.returncode == 0, told
+    kills = runs = 0
+    while kills < KILLS:
+        db = tmp_path / f"{runs}.db"
+        runs += 1
+        for _ in range(4):  # kills of one run, each resumed
+            process = begin(db, tmp_path)
+            try:
+                process.wait(chance.uniform(0.2, 1.1) * whole_s)
+                process.communicate()
+                break
+            except subprocess.TimeoutExpired:
+                if chance.random() < 0.5:
+                    os.killpg(process.pid, signal.SIGKILL)  # all that is in its group
+                else:
+                    process.kill()  # the coordinator alone
+                process.communicate()
+                kills += 1
+        last = begin(db, tmp_path)
+        told = last.communicate(timeout=300)
+        assert last.returncode == 0, told
+        check(db)
+        left = [p.name for p in (tmp_path / "cache").rglob("*") if p.suffix in (".lock", ".new")]
+        assert left == [] and list((tmp_path / "tmp").iterdir()) == [], "left over after the next run"
+        beside = {p.name for p in tmp_path.glob(f"{db.name}*")} - {
+            f"{db.name}{end}" for end in ("", "-wal", "-shm", ".lock")
+        }
+        assert beside == set(), "left beside the database, whose lock file stays"
+    print(f"{kills} kills in {runs} runs; a whole run takes {whole_s:.1f} s")
+
+
+def check(db: Path) -> None:
+    """Every row says what the toy GPU does, and each task's winner is its best config."""
+    with Store(db) as store:
+        assert store.broken_rows() == []
+        trials, winners = store.trials(), store.winners()
+    wanted = {str(WRONG): "wrong_result", str(BAD): "compile_error"}
+    for trial in trials:
+        config = ToyConfig.parse(trial.config)
+        assert trial.status == wanted.get(trial.config, "ok"), (trial.config, trial.status, trial.message)
+        if trial.status == "ok":
+            assert trial.median_us == pytest.approx(true_us(config), rel=0.003)
+            assert trial.ratio == pytest.approx(true_us(ToyConfig(16, 1, False)) / true_us(config), rel=0.006)
+    assert [(w.problem, w.config) for w in winners] == [("m=16 n=64", str(BEST)), ("m=32 n=64", str(BEST))]
