@@ -36,6 +36,45 @@ class PrefillSmem:
 
 
 @dataclass(frozen=True, slots=True)
+class WarpgroupAttentionSmem:
+    """Shared memory of attention by warp groups: each group's queries, later its results, the stages of K, those of V,
+    then barriers.
+    """
+
+    groups: int
+    tile_kv: int
+    head_dim: int
+    stages: int
+    element_bytes: int = 2
+    GROUP_ROWS = 64
+
+    @property
+    def group_bytes(self) -> int:
+        return self.GROUP_ROWS * padded(self.head_dim) * self.element_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.tile_kv * padded(self.head_dim) * self.element_bytes
+
+    @property
+    def k_at(self) -> int:
+        return self.groups * self.group_bytes
+
+    @property
+    def v_at(self) -> int:
+        return self.k_at + self.stages * self.stage_bytes
+
+    @property
+    def barriers_at(self) -> int:
+        """Full and empty, of queries, K and V."""
+        return self.v_at + self.stages * self.stage_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.barriers_at + 16 * (self.groups + 2 * self.stages)
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeSmem:
     """Shared memory of attention's decode: a tile of queries, then the warps' stages of K and of V, a flag.
 

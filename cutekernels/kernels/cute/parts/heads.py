@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cutekernels.kernels.cute.parts.fragments import span_bytes, swizzled
@@ -110,6 +110,14 @@ class HeadRows(SwizzledRows):
                 beyond = column + j >= self.head_dim
                 if beyond:
                     shared_vector(dtype, address + offset).fill(0.0)
+
+    @cute.jit
+    def clear_rows(self, tid: Int32, address: Int32, rows: Int32):
+        """Zeros a buffer's rows from ``rows`` on."""
+        own = tid // self.along
+        for i, _, offset in self.vectors():
+            if own + i >= rows:
+                shared_vector(Int16, address + offset).fill(0)
 
     @cute.jit
     def store(self, tid: Int32, head: cute.Pointer, stride: Int32, row: Int32, address: Int32, rows: Int32):

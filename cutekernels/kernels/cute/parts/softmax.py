@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Boolean, Float32, const_expr
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -47,41 +47,87 @@ class OnlineSoftmax:
         ``acc_s`` ((2, 2), MMA_M, MMA_KV) and ``acc_o`` ((2, 2), MMA_M, MMA_D) are accumulators; ``scale`` (> 0) is the
         factor from ``acc_s`` to scores of base 2. Masked scores are -inf.
         """
-        scores, sums = by_rows(acc_s), by_rows(acc_o)
-        rows, columns = const_expr(cute.size(scores, mode=[0])), const_expr(cute.size(scores, mode=[1]))
-        most = cute.make_rmem_tensor(rows, Float32)
-        for r in cutlass.range_constexpr(rows):
+        scores = by_rows(acc_s)
+        greatest, exceeds, move, rescale, exponentials = (
+            self.greatest, self.exceeds, self.move, self.rescale, self.exponentials,
+        )  # fmt: skip
+        most = greatest(scores)
+        shrink = cute.make_fragment_like(most)
+        if const_expr(self.slack > 0):
+            if exceeds(most, reference, scale):
+                move(most, reference, total, shrink, scale)
+                rescale(acc_o, shrink)
+        else:
+            move(most, reference, total, shrink, scale)
+            rescale(acc_o, shrink)
+        exponentials(scores, reference, total, scale)
+
+    @cute.jit
+    def weigh(
+        self, acc_s: cute.Tensor, reference: cute.Tensor, total: cute.Tensor, shrink: cute.Tensor, scale: Float32
+    ) -> Boolean:
+        """As :meth:`step`; where it returns True, the caller rescales its sums by ``shrink``."""
+        scores = by_rows(acc_s)
+        greatest, exceeds, move, exponentials = self.greatest, self.exceeds, self.move, self.exponentials
+        most = greatest(scores)
+        moved = Boolean(True)
+        if const_expr(self.slack > 0):
+            moved = exceeds(most, reference, scale)
+            if moved:
+                move(most, reference, total, shrink, scale)
+        else:
+            move(most, reference, total, shrink, scale)
+        exponentials(scores, reference, total, scale)
+        return moved
+
+    @cute.jit
+    def greatest(self, scores: cute.Tensor) -> cute.Tensor:
+        """The greatest of this thread's scores in each of its rows."""
+        most = cute.make_rmem_tensor(cute.size(scores, mode=[0]), Float32)
+        for r in cutlass.range_constexpr(cute.size(most)):
             high = scores[r, 0]
-            for c in cutlass.range_constexpr(1, columns):
+            for c in cutlass.range_constexpr(1, cute.size(scores, mode=[1])):
                 high = cute.arch.fmax(high, scores[r, c])
             most[r] = high
-        move = self.move
-        if const_expr(self.slack > 0):
-            excess = most[0] * scale - reference[0]
-            for r in cutlass.range_constexpr(1, rows):
-                excess = cute.arch.fmax(excess, most[r] * scale - reference[r])
-            if cute.arch.vote_any_sync(excess > self.slack):
-                move(most, sums, reference, total, scale)
-        else:
-            move(most, sums, reference, total, scale)
-        for r in cutlass.range_constexpr(rows):
+        return most
+
+    @cute.jit
+    def exceeds(self, most: cute.Tensor, reference: cute.Tensor, scale: Float32) -> Boolean:
+        """Whether a row of the warp exceeds its reference by more than the slack."""
+        excess = most[0] * scale - reference[0]
+        for r in cutlass.range_constexpr(1, cute.size(most)):
+            excess = cute.arch.fmax(excess, most[r] * scale - reference[r])
+        return cute.arch.vote_any_sync(excess > self.slack)
+
+    @cute.jit
+    def move(
+        self, most: cute.Tensor, reference: cute.Tensor, total: cute.Tensor, shrink: cute.Tensor, scale: Float32
+    ):
+        """Raises the references to the rows' greatest scores so far; sums shrink by ``shrink``."""
+        for r in cutlass.range_constexpr(cute.size(most)):
+            raised = cute.arch.fmax(reference[r], quad_max(most[r]) * scale)
+            shrink[r] = cute.math.exp2(reference[r] - raised, fastmath=True)
+            reference[r] = raised
+            total[r] = total[r] * shrink[r]
+
+    @cute.jit
+    def rescale(self, acc_o: cute.Tensor, shrink: cute.Tensor):
+        """Rows of ``acc_o`` times ``shrink``."""
+        sums = by_rows(acc_o)
+        for r in cutlass.range_constexpr(cute.size(shrink)):
+            for c in cutlass.range_constexpr(cute.size(sums, mode=[1])):
+                sums[r, c] = sums[r, c] * shrink[r]
+
+    @cute.jit
+    def exponentials(self, scores: cute.Tensor, reference: cute.Tensor, total: cute.Tensor, scale: Float32):
+        """``2^(scale * score - reference)`` in place of scores, added to the totals."""
+        for r in cutlass.range_constexpr(cute.size(reference)):
             added = Float32(0.0)
-            for c in cutlass.range_constexpr(columns):
+            for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                 p = cute.math.exp2(scores[r, c] * scale - reference[r], fastmath=True)
                 scores[r, c] = p
                 added = added + p
             total[r] = total[r] + added
-
-    @cute.jit
-    def move(self, most: cute.Tensor, sums: cute.Tensor, reference: cute.Tensor, total: cute.Tensor, scale: Float32):
-        """Raises the references to the rows' greatest scores so far."""
-        for r in cutlass.range_constexpr(cute.size(most)):
-            raised = cute.arch.fmax(reference[r], quad_max(most[r]) * scale)
-            shrink = cute.math.exp2(reference[r] - raised, fastmath=True)
-            reference[r] = raised
-            total[r] = total[r] * shrink
-            for c in cutlass.range_constexpr(cute.size(sums, mode=[1])):
-                sums[r, c] = sums[r, c] * shrink
 
     @cute.jit
     def finish(self, acc_o: cute.Tensor, reference: cute.Tensor, total: cute.Tensor):

@@ -1,0 +1,518 @@
+"""Attention, warpgroup schedule: ``out = softmax(scale * Q K^T) V`` by TMA and warpgroup MMA.
+
+Schedule:
+    A tile is 64 queries of one head for each of ``groups`` warp groups; they share the tile's blocks of keys, walked
+    from the last to the first. One warp loads by TMA: Q, then K one block ahead of V, ``stages`` blocks of each.
+    A group starts the scores of the next block, then the product of the last block's probabilities with V, and computes
+    the softmax of those scores while that product runs. With ``turns`` the groups start their products one after
+    another, so that one's softmax runs behind the other's products.
+    Probabilities stay in registers. A row's reference score moves only where a block exceeds it by far
+    (``parts/softmax.py``), so most blocks do not rescale the output accumulators.
+    Results leave through the queries' shared memory. Registers go from the loading warp group to the others.
+    CTAs take one tile each, or walk over the tiles in a persistent grid, where the next tile's keys are loaded behind
+    the last products of this one.
+
+Source:
+    FlashAttention-3 (Shah 2024) has both overlaps; rescaling on demand is FlashAttention-4's.
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers
+
+from cutekernels.kernels.cute.parts.attention_smem import WarpgroupAttentionSmem
+from cutekernels.kernels.cute.parts.groups import ROWS, THREADS, GroupProducts, Turns, as_warps, round_to
+from cutekernels.kernels.cute.parts.heads import HeadRows
+from cutekernels.kernels.cute.parts.mask import BandMask
+from cutekernels.kernels.cute.parts.mma import WarpMma
+from cutekernels.kernels.cute.parts.pipeline import StagePipeline
+from cutekernels.kernels.cute.parts.sequences import HeadOrder, Sequences
+from cutekernels.kernels.cute.parts.smem import ALIGNMENT
+from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax, by_rows
+
+FIRST_GROUP_BARRIER, FIRST_TURN_BARRIER = 1, 4  # named barriers; 0 is the CTA's
+
+
+@dataclass(frozen=True)
+class WarpgroupAttention:
+    """The body. ``resident``: most CTAs of a persistent grid; 0 for one CTA a tile."""
+
+    groups: int
+    tile_kv: int
+    head_dim: int
+    padded: int
+    stages: int
+    turns: bool
+    mask: BandMask  # of a CTA's tile
+    softmax: OnlineSoftmax
+    order: HeadOrder
+    sequences: Sequences
+    resident: int
+
+    @property
+    def tile_q(self) -> int:
+        return ROWS * self.groups
+
+    @property
+    def threads(self) -> int:
+        return THREADS * (self.groups + 1)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a thread that loads and of one that multiplies."""
+        return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.groups]
+
+    @property
+    def smem(self) -> WarpgroupAttentionSmem:
+        return WarpgroupAttentionSmem(self.groups, self.tile_kv, self.head_dim, self.stages)
+
+    @property
+    def rows_q(self) -> HeadRows:
+        """A group's rows of Q and of results."""
+        return HeadRows(ROWS, self.head_dim, self.padded, self.groups, THREADS)
+
+    @property
+    def rows_kv(self) -> HeadRows:
+        return HeadRows(self.tile_kv, self.head_dim, self.padded, self.stages, THREADS)
+
+    @property
+    def queries(self) -> StagePipeline:
+        """A stage for each group, refilled for each tile."""
+        return StagePipeline(self.groups, self.smem.group_bytes, 1, 1)
+
+    @property
+    def keys(self) -> StagePipeline:
+        """The stages of K, and those of V."""
+        return StagePipeline(self.stages, self.smem.stage_bytes, self.groups, 1)
+
+    @property
+    def products(self) -> GroupProducts:
+        return GroupProducts(self.tile_kv, self.padded)
+
+    @property
+    def turn(self) -> Turns:
+        return Turns(self.groups if self.turns else 1, FIRST_TURN_BARRIER)
+
+    @property
+    def group_mask(self) -> BandMask:
+        """The mask of one group's rows."""
+        mask = self.mask
+        return BandMask(ROWS, self.tile_kv, mask.limited_left, mask.limited_right, mask.given)
+
+    def layouts(self, dtype: type[cutlass.Numeric]) -> tuple[cute.ComposedLayout, ...]:
+        """Q ``(64, D, groups)``, K ``(tile_kv, D, STAGE)`` and V ``(D, tile_kv, STAGE)`` in shared memory."""
+        return (
+            hopper_helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (ROWS, 0, self.padded), dtype, self.groups),
+            hopper_helpers.make_smem_layout_b(
+                LayoutEnum.ROW_MAJOR, (0, self.tile_kv, self.padded), dtype, self.stages
+            ),
+            hopper_helpers.make_smem_layout_b(
+                LayoutEnum.COL_MAJOR, (0, self.padded, self.tile_kv), dtype, self.stages
+            ),
+        )
+
+    def boxed(self, mX: cute.Tensor, layout: cute.ComposedLayout, transposed: bool):
+        """The TMA load of rows of heads: tensor ``(S, D, H[, B])``, or ``(D, S, H[, B])`` where ``transposed``."""
+        order = [0, 2, 1] if self.sequences.packed else [1, 3, 2, 0]
+        if transposed:
+            order[:2] = order[1], order[0]
+        one = cute.slice_(layout, (None, None, 0))
+        mX = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=order))
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mX, one, cute.product_each(one.shape))
+
+    @cute.jit
+    def __call__(
+        self,
+        mO: cute.Tensor,  # (B, SQ, HQ, D), or (TOTAL_Q, HQ, D)
+        mLse: cute.Tensor | None,  # (B * HQ * SQ,), as (B, HQ, SQ), or as (HQ, TOTAL_Q)
+        mQ: cute.Tensor,  # as mO
+        mK: cute.Tensor,  # (B, SKV, HKV, D), or (TOTAL_KV, HKV, D)
+        mV: cute.Tensor,  # as mK
+        mMask: cute.Tensor | None,  # (B, HQ, SQ, SKV)
+        mCuQ: cute.Tensor | None,  # (B + 1,)
+        mCuKv: cute.Tensor | None,  # (B + 1,)
+        scale: Float32,  # factor of scores, to base 2
+        cap_inner: Float32,
+        cap_outer: Float32,
+        left: Int32,  # keys seen before a row's own, where limited
+        right: Int32,  # and behind it
+        stream: cuda.CUstream,
+    ):
+        dtype = mQ.element_type
+        at = const_expr(self.sequences.rows_mode)
+        tiles, layers = self.sequences.grid(mQ, mCuQ, self.tile_q)
+        bytes_per_head = Int64(self.sequences.length(mK, mCuKv)) * (4 * self.head_dim)
+        band = self.order.band(layers, mQ.shape[at + 1] // mK.shape[at + 1], bytes_per_head)
+        layout_q, layout_k, layout_v = self.layouts(dtype)
+        tma_q, tQ = self.boxed(mQ, layout_q, False)
+        tma_k, tK = self.boxed(mK, layout_k, False)
+        tma_v, tV = self.boxed(mV, layout_v, True)
+        count = tiles * layers
+        blocks = count if const_expr(self.resident == 0) else cutlass.min(count, Int32(self.resident))
+        self.kernel(
+            mO, mLse, mK, mMask, mCuQ, mCuKv, tma_q, tQ, tma_k, tK, tma_v, tV, (scale, cap_inner, cap_outer),
+            left, right, (tiles, layers, band), self.products.scores_mma(dtype), self.products.sums_mma(dtype),
+            WarpMma(THREADS // 32, 1, Float32, True, True).tiled_mma(dtype), layout_q, layout_k, layout_v,
+        ).launch(
+            grid=[blocks, 1, 1],
+            block=[self.threads, 1, 1],
+            min_blocks_per_mp=1,
+            preferred_smem_carveout=100,  # percent
+            stream=stream,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, mO: cute.Tensor, mLse: cute.Tensor | None, mK: cute.Tensor, mMask: cute.Tensor | None,
+        mCuQ: cute.Tensor | None, mCuKv: cute.Tensor | None, tma_q: cute.CopyAtom, tQ: cute.Tensor,
+        tma_k: cute.CopyAtom, tK: cute.Tensor, tma_v: cute.CopyAtom, tV: cute.Tensor,
+        factors: tuple[Float32, Float32, Float32], left: Int32, right: Int32, walk: tuple[Int32, Int32, Int32],
+        scores_mma: cute.TiledMma, sums_mma: cute.TiledMma, warp_mma: cute.TiledMma, layout_q: cute.ComposedLayout,
+        layout_k: cute.ComposedLayout, layout_v: cute.ComposedLayout,
+    ):  # fmt: skip
+        tid, _, _ = cute.arch.thread_idx()
+        group = cute.arch.make_warp_uniform(tid // THREADS)
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        loading = const_expr(self.groups)  # the group that loads
+        dtype = mO.element_type
+        smem, queries, keys = self.smem, self.queries, self.keys
+
+        # -- setup
+        storage = SmemAllocator().allocate(smem.total_bytes, byte_alignment=ALIGNMENT)
+        at_q = cute.recast_ptr(storage, layout_q.inner, dtype)
+        at_k = cute.recast_ptr(storage + smem.k_at, layout_k.inner, dtype)
+        at_v = cute.recast_ptr(storage + smem.v_at, layout_v.inner, dtype)
+        sQ = cute.make_tensor(at_q, layout_q.outer)  # (64, D, groups)
+        sK = cute.make_tensor(at_k, layout_k.outer)  # (tile_kv, D, STAGE)
+        sV = cute.make_tensor(at_v, layout_v.outer)  # (D, tile_kv, STAGE)
+        full_q = cute.recast_ptr(storage + smem.barriers_at, dtype=Int64)
+        empty_q = full_q + self.groups
+        full_k = empty_q + self.groups
+        empty_k = full_k + self.stages
+        full_v = empty_k + self.stages
+        empty_v = full_v + self.stages
+        barriers = (full_q, empty_q, full_k, empty_k, full_v, empty_v)
+        if warp == 4 * loading:
+            cpasync.prefetch_descriptor(tma_q)
+            cpasync.prefetch_descriptor(tma_k)
+            cpasync.prefetch_descriptor(tma_v)
+            with cute.arch.elect_one():
+                init_queries, init_keys = queries.init, keys.init
+                init_queries(full_q, empty_q)
+                init_keys(full_k, empty_k)
+                init_keys(full_v, empty_v)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        place = (mO, mK, mCuQ, mCuKv, left, right, walk)
+        produce, consume = self.produce, self.consume
+        if group == loading:
+            cute.arch.setmaxregister_decrease(self.registers[0])
+            if warp == 4 * loading:
+                produce(place, (tma_q, tQ, sQ), (tma_k, tK, sK), (tma_v, tV, sV), barriers)
+        else:
+            cute.arch.setmaxregister_increase(self.registers[1])
+            consume(
+                tid % THREADS, group, place, (mLse, mMask), factors, (scores_mma, sums_mma, warp_mma), (sQ, sK, sV),
+                storage, barriers,
+            )  # fmt: skip
+
+    @cute.jit
+    def located(self, index: Int32, place: tuple):
+        """Tile ``index``: ``(layer, batch, head, kv head, first row, rows that exist)``, begins of queries and keys,
+        and ``(seq_q, seq_kv, left, right)`` and blocks ``(first, open, closed, end)`` of keys.
+        """
+        mO, mK, mCuQ, mCuKv, left, right, (tiles, layers, band) = place
+        order, locate, seen = self.order.place, self.sequences.locate, self.mask.blocks
+        at = const_expr(self.sequences.rows_mode)
+        tile, layer = order(index, layers, tiles, band)
+        batch, head, tile, begin_q, begin_kv, seq_q, seq_kv = locate(tile, layer, self.tile_q, mO, mK, mCuQ, mCuKv)
+        head_kv = head // (mO.shape[at + 1] // mK.shape[at + 1])
+        row = tile * self.tile_q
+        alive = cutlass.min(cutlass.max(seq_q - row, Int32(0)), Int32(self.tile_q))
+        shift = seq_kv - seq_q
+        left, right = left - shift, right + shift
+        blocks = seen(row, seq_q, seq_kv, left, right)
+        return (
+            (layer, batch, head, head_kv, row, alive), (begin_q, begin_kv), (seq_q, seq_kv, left, right), blocks,
+        )  # fmt: skip
+
+    # ---- loads
+
+    @cute.jit
+    def produce(self, place: tuple, query: tuple, key: tuple, value: tuple, barriers: tuple):
+        """The loads of this CTA's tiles."""
+        full_q, empty_q, full_k, empty_k, full_v, empty_v = barriers
+        block, _, _ = cute.arch.block_idx()
+        step, _, _ = cute.arch.grid_dim()
+        _, _, _, _, _, _, (tiles, layers, _) = place
+        located, rows_of, load_queries = self.located, self.rows_of, self.load_queries
+        acquire, advance = self.keys.acquire, self.keys.advance
+        stage, phase, turn = Int32(0), Int32(1), Int32(1)
+        for index in cutlass.range(block, tiles * layers, step, unroll=1):
+            (_, batch, head, head_kv, row, alive), (begin_q, begin_kv), _, (first, _, _, end) = located(index, place)
+            if alive > 0:
+                source_k, target_k = rows_of(key, self.tile_kv, begin_kv, head_kv, batch, False)
+                source_v, target_v = rows_of(value, self.tile_kv, begin_kv, head_kv, batch, True)
+                if end <= first:
+                    load_queries(query, begin_q + row, head, batch, full_q, empty_q, turn)
+                behind, behind_phase = stage, phase
+                for i in cutlass.range(end - first, unroll=1):
+                    acquire(full_k, empty_k, stage, phase)
+                    cute.copy(
+                        key[0], source_k[None, end - 1 - i], target_k[None, stage], tma_bar_ptr=full_k + stage
+                    )
+                    if i == 0:
+                        load_queries(query, begin_q + row, head, batch, full_q, empty_q, turn)
+                    else:
+                        acquire(full_v, empty_v, behind, behind_phase)
+                        cute.copy(
+                            value[0], source_v[None, end - i], target_v[None, behind], tma_bar_ptr=full_v + behind
+                        )
+                    behind, behind_phase = stage, phase
+                    stage, phase = advance(stage, phase)
+                if end > first:
+                    acquire(full_v, empty_v, behind, behind_phase)
+                    cute.copy(value[0], source_v[None, first], target_v[None, behind], tma_bar_ptr=full_v + behind)
+                turn = turn ^ 1
+
+    @cute.jit
+    def load_queries(
+        self, query: tuple, row: Int32, head: Int32, batch: Int32, full: cute.Pointer, empty: cute.Pointer, turn: Int32
+    ):
+        """Each group's queries of the tile at ``row`` of the tensor."""
+        acquire, rows_of = self.queries.acquire, self.rows_of
+        source, target = rows_of(query, ROWS, row, head, batch, False)
+        for group in cutlass.range_constexpr(self.groups):
+            acquire(full, empty, Int32(group), turn)
+            cute.copy(query[0], source[None, group], target[None, group], tma_bar_ptr=full + group)
+
+    @cute.jit
+    def rows_of(
+        self, operand: tuple, rows: cutlass.Constexpr[int], begin: Int32, head: Int32, batch: Int32,
+        transposed: cutlass.Constexpr[bool],
+    ) -> tuple[cute.Tensor, cute.Tensor]:  # fmt: skip
+        """Blocks of ``rows`` of a head from row ``begin`` on, ``(TMA, block)``, and their target ``(TMA, STAGE)``."""
+        tma, tX, sX = operand
+        tX = tX[None, None, head] if const_expr(self.sequences.packed) else tX[None, None, head, batch]
+        if const_expr(transposed):
+            gX = cute.local_tile(cute.domain_offset((0, begin), tX), (self.padded, rows), (0, None))
+        else:
+            gX = cute.local_tile(cute.domain_offset((begin, 0), tX), (rows, self.padded), (None, 0))
+        target, source = cpasync.tma_partition(
+            tma, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+        )
+        return source, target
+
+    # ---- products
+
+    @cute.jit
+    def consume(
+        self, member: Int32, group: Int32, place: tuple, extra: tuple, factors: tuple, mmas: tuple, shared: tuple,
+        storage: cute.Pointer, barriers: tuple,
+    ):  # fmt: skip
+        """A multiplying group's rows of this CTA's tiles."""
+        mO, _, _, _, _, _, (tiles, layers, _) = place
+        mLse, mMask = extra
+        scores_mma, sums_mma, _ = mmas
+        sQ, sK, sV = shared
+        full_q, empty_q, full_k, empty_k, full_v, empty_v = barriers
+        dtype = mO.element_type
+        block, _, _ = cute.arch.block_idx()
+        step, _, _ = cute.arch.grid_dim()
+        located, begin, attend, finish, deliver = self.located, self.begin, self.attend, self.finish, self.deliver
+        start, start_turns = self.softmax.start, self.turn.start
+        scores, sums = scores_mma.get_slice(0), sums_mma.get_slice(0)
+        rQ = scores_mma.make_fragment_A(scores.partition_A(sQ))[None, None, None, group]  # descriptors (MMA, M, D)
+        rK = scores_mma.make_fragment_B(scores.partition_B(sK))  # (MMA, N, D, STAGE)
+        rV = sums_mma.make_fragment_B(sums.partition_B(sV))  # (MMA, D, KV, STAGE)
+        acc_s = cute.make_rmem_tensor(scores_mma.partition_shape_C((ROWS, self.tile_kv)), Float32)
+        acc_o = cute.make_rmem_tensor(sums_mma.partition_shape_C((ROWS, self.padded)), Float32)
+        rP = cute.make_rmem_tensor(sums_mma.partition_shape_A((ROWS, self.tile_kv)), dtype)
+        reference, total, shrink = [cute.make_rmem_tensor(2, Float32) for _ in range(3)]  # of this thread's two rows
+        fragments = (rQ, rK, rV, acc_s, acc_o, rP)
+        state = (reference, total, shrink)
+        start_turns(group)
+        stage, phase, turn = Int32(0), Int32(0), Int32(0)
+        for index in cutlass.range(block, tiles * layers, step, unroll=1):
+            (layer, batch, head, _, row, alive), (begin_q, _), edges, (first, open_, closed, end) = located(
+                index, place
+            )
+            row = row + group * ROWS
+            if alive > 0:
+                gMask = mMask[batch, head, None, None] if const_expr(self.mask.given) else None
+                seen = (*edges, gMask)
+                acc_o.fill(0.0)
+                start(reference, total)
+                cute.arch.mbarrier_wait(full_q + group, turn)
+                if end > first:
+                    begin(member, group, end - 1, row, stage, phase, fragments, state, factors, seen, mmas, barriers)
+                    for i in cutlass.range(1, end - closed, unroll=1):
+                        stage, phase = attend(
+                            member, group, end - 1 - i, row, stage, phase, True, fragments, state, factors, seen, mmas,
+                            storage, barriers,
+                        )  # fmt: skip
+                    if const_expr(not self.mask.given):
+                        after = cutlass.min(closed, end - 1)
+                        for i in cutlass.range(after - open_, unroll=1):
+                            stage, phase = attend(
+                                member, group, after - 1 - i, row, stage, phase, False, fragments, state, factors, seen,
+                                mmas, storage, barriers,
+                            )  # fmt: skip
+                        if const_expr(self.mask.limited_left):
+                            after = cutlass.min(open_, end - 1)
+                            for i in cutlass.range(after - first, unroll=1):
+                                stage, phase = attend(
+                                    member, group, after - 1 - i, row, stage, phase, True, fragments, state, factors,
+                                    seen, mmas, storage, barriers,
+                                )  # fmt: skip
+                    stage, phase = finish(member, group, first, stage, phase, fragments, edges, mmas, storage, barriers)
+                deliver(
+                    member, group, (layer, batch, head, row, begin_q, edges[0]), mO, mLse, acc_o, state, mmas, sQ,
+                    storage, empty_q,
+                )  # fmt: skip
+                turn = turn ^ 1
+
+    @cute.jit
+    def begin(
+        self, member: Int32, group: Int32, block: Int32, row: Int32, stage: Int32, phase: Int32, fragments: tuple,
+        state: tuple, factors: tuple, seen: tuple, mmas: tuple, barriers: tuple,
+    ):  # fmt: skip
+        """The last block of keys: scores and softmax alone."""
+        rQ, rK, _, acc_s, _, rP = fragments
+        _, _, full_k, empty_k, _, _ = barriers
+        multiply, weigh, release = self.products.multiply, self.weigh, self.keys.release
+        cute.arch.mbarrier_wait(full_k + stage, phase)
+        multiply(mmas[0], acc_s, rQ, rK[None, None, None, stage], True)
+        warpgroup.wait_group(0)
+        release(member, empty_k, stage, Boolean(True))
+        weigh(member, block, row, True, acc_s, state, factors, seen, mmas[2])
+        round_to(acc_s, rP)
+
+    @cute.jit
+    def attend(
+        self, member: Int32, group: Int32, block: Int32, row: Int32, stage: Int32, phase: Int32,
+        masked: cutlass.Constexpr, fragments: tuple, state: tuple, factors: tuple, seen: tuple, mmas: tuple,
+        storage: cute.Pointer, barriers: tuple,
+    ) -> tuple[Int32, Int32]:  # fmt: skip
+        """One more ``block``: its scores and softmax, and the products of the block behind it, which is at
+        ``(stage, phase)``, with V. Returns the block's own position.
+        """
+        rQ, rK, rV, acc_s, acc_o, rP = fragments
+        _, _, full_k, empty_k, full_v, empty_v = barriers
+        multiply, weigh, clear = self.products.multiply, self.weigh, self.clear_ends
+        advance, release = self.keys.advance, self.keys.release
+        take, give, rescale = self.turn.take, self.turn.give, self.softmax.rescale
+        behind, behind_phase = stage, phase
+        stage, phase = advance(stage, phase)
+        cute.arch.mbarrier_wait(full_k + stage, phase)
+        take(group)
+        multiply(mmas[0], acc_s, rQ, rK[None, None, None, stage], True)
+        cute.arch.mbarrier_wait(full_v + behind, behind_phase)
+        clear(member, group, block + 1, behind, seen[1], storage)
+        multiply(mmas[1], acc_o, rP, rV[None, None, None, behind], False)
+        give(group)
+        warpgroup.wait_group(1)
+        release(member, empty_k, stage, Boolean(True))
+        moved = weigh(member, block, row, masked, acc_s, state, factors, seen, mmas[2])
+        warpgroup.wait_group(0)
+        release(member, empty_v, behind, Boolean(True))
+        if moved:
+            rescale(as_warps(acc_o), state[2])
+        round_to(acc_s, rP)
+        return stage, phase
+
+    @cute.jit
+    def finish(
+        self, member: Int32, group: Int32, block: Int32, stage: Int32, phase: Int32, fragments: tuple, edges: tuple,
+        mmas: tuple, storage: cute.Pointer, barriers: tuple,
+    ) -> tuple[Int32, Int32]:  # fmt: skip
+        """The product of the first block's probabilities with V. Returns the next tile's first position."""
+        _, _, rV, _, acc_o, rP = fragments
+        _, _, _, _, full_v, empty_v = barriers
+        multiply, clear = self.products.multiply, self.clear_ends
+        advance, release = self.keys.advance, self.keys.release
+        cute.arch.mbarrier_wait(full_v + stage, phase)
+        clear(member, group, block, stage, edges[1], storage)
+        multiply(mmas[1], acc_o, rP, rV[None, None, None, stage], False)
+        warpgroup.wait_group(0)
+        release(member, empty_v, stage, Boolean(True))
+        return advance(stage, phase)
+
+    @cute.jit
+    def weigh(
+        self, member: Int32, block: Int32, row: Int32, masked: cutlass.Constexpr, acc_s: cute.Tensor, state: tuple,
+        factors: tuple, seen: tuple, warp_mma: cute.TiledMma,
+    ) -> Boolean:  # fmt: skip
+        """Scores to unnormalised probabilities. Returns whether the sums must be rescaled by ``state``'s shrink."""
+        scale, cap_inner, cap_outer = factors
+        reference, total, shrink = state
+        softmax, mask = self.softmax, self.group_mask
+        cap, hide, weigh = softmax.cap, mask.apply, softmax.weigh
+        if const_expr(softmax.capped):
+            cap(acc_s, cap_inner, cap_outer)
+        if const_expr(masked):
+            hide(member, as_warps(acc_s), row, block * self.tile_kv, seen, warp_mma)
+        return weigh(as_warps(acc_s), reference, total, shrink, scale)
+
+    @cute.jit
+    def clear_ends(
+        self, member: Int32, group: Int32, block: Int32, stage: Int32, seq_kv: Int32, storage: cute.Pointer
+    ):
+        """Zeros the rows of V behind a packed sequence's end: they are the next sequence's, and might be NaN.
+
+        Behind the tensor's end the TMA has written zeros. Each group clears them for itself.
+        """
+        if const_expr(self.sequences.packed):
+            rows = seq_kv - block * self.tile_kv
+            if rows < self.tile_kv:
+                clear, into = self.rows_kv.clear_rows, self.rows_kv.address
+                clear(member, into(member, storage + (self.smem.v_at + stage * self.smem.stage_bytes)), rows)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + group, number_of_threads=THREADS)
+
+    # ---- results
+
+    @cute.jit
+    def deliver(
+        self, member: Int32, group: Int32, tile: tuple, mO: cute.Tensor, mLse: cute.Tensor | None, acc_o: cute.Tensor,
+        state: tuple, mmas: tuple, sQ: cute.Tensor, storage: cute.Pointer, empty_q: cute.Pointer,
+    ):  # fmt: skip
+        """The end of a tile: results through the queries' shared memory, and the rows' log-sum-exp."""
+        layer, batch, head, row, begin_q, seq_q = tile
+        reference, total, _ = state
+        warp_mma = mmas[2]
+        dtype = mO.element_type
+        divide, release, pointer = self.softmax.finish, self.queries.release, self.sequences.pointer
+        store, into = self.rows_q.store, self.rows_q.address
+        alive = cutlass.min(cutlass.max(seq_q - row, Int32(0)), Int32(ROWS))
+        sums = as_warps(acc_o)
+        divide(sums, reference, total)
+        rO = cute.make_fragment_like(sums, dtype)
+        rO.store(sums.load().to(dtype))
+        thr_mma = warp_mma.get_slice(member)
+        cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + group, number_of_threads=THREADS)  # all have read Q
+        cute.autovec_copy(rO, thr_mma.partition_C(sQ[None, None, group]))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + group, number_of_threads=THREADS)
+        o_head, o_stride, _ = pointer(mO, batch, begin_q, head)
+        store(member, o_head, o_stride, row, into(member, storage + group * self.smem.group_bytes), alive)
+        if const_expr(mLse is not None):
+            lse_at = Int64(layer) * seq_q + row
+            if const_expr(self.sequences.packed):
+                lse_at = Int64(head) * mO.shape[0] + (begin_q + row)
+            places = by_rows(thr_mma.partition_C(cute.make_identity_tensor((ROWS, self.padded))))
+            if places[0, 0][1] == 0:
+                for r in cutlass.range_constexpr(2):
+                    own = places[r, 0][0]
+                    if own < alive:
+                        mLse[lse_at + own] = reference[r]
+        cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + group, number_of_threads=THREADS)  # results are read
+        release(member, empty_q, group, Boolean(True))

@@ -1,0 +1,92 @@
+"""Products of attention by warp groups: 128 threads multiply 64 rows by wgmma, and take turns with other groups."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.utils import hopper_helpers
+
+ROWS = 64  # that a group multiplies at once
+THREADS = 128  # of a group
+
+
+@dataclass(frozen=True)
+class Turns:
+    """``groups`` take turns by a named barrier each, from ``first_barrier`` on; where there are none, nobody waits."""
+
+    groups: int
+    first_barrier: int
+
+    @cute.jit
+    def start(self, group: Int32):
+        """The first turn is group 0's."""
+        if const_expr(self.groups > 1):  # noqa: SIM102  known when compiled
+            if group == 0:
+                cute.arch.barrier_arrive(barrier_id=self.first_barrier, number_of_threads=2 * THREADS)
+
+    @cute.jit
+    def take(self, group: Int32):
+        if const_expr(self.groups > 1):
+            cute.arch.barrier(barrier_id=self.first_barrier + group, number_of_threads=2 * THREADS)
+
+    @cute.jit
+    def give(self, group: Int32):
+        if const_expr(self.groups > 1):
+            following = group + 1
+            if following == self.groups:
+                following = Int32(0)
+            cute.arch.barrier_arrive(barrier_id=self.first_barrier + following, number_of_threads=2 * THREADS)
+
+
+@dataclass(frozen=True)
+class GroupProducts:
+    """A group's ``S = X Y^T`` from shared memory and ``O += P Y`` with P in registers, for 64 rows of X.
+
+    Y has ``tile`` rows of ``padded`` columns.
+    """
+
+    tile: int
+    padded: int
+
+    def scores_mma(self, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
+        return hopper_helpers.make_trivial_tiled_mma(
+            dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (ROWS, self.tile)
+        )
+
+    def sums_mma(self, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
+        return hopper_helpers.make_trivial_tiled_mma(
+            dtype, dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32, (1, 1, 1), (ROWS, self.padded),
+            warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+
+    @cute.jit
+    def multiply(
+        self, tiled_mma: cute.TiledMma, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor, fresh: cutlass.Constexpr
+    ):
+        """Starts ``acc = A B^T`` where ``fresh``, else ``acc += A B^T``, as one group of wgmma."""
+        warpgroup.fence()
+        atom = cute.make_mma_atom(tiled_mma.op)  # one of its own: its field changes within the product
+        atom.set(warpgroup.Field.ACCUMULATE, not fresh)
+        for kb in cutlass.range_constexpr(cute.size(rA, mode=[2])):
+            cute.gemm(atom, acc, rA[None, None, kb], rB[None, None, kb], acc)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+
+def as_warps(acc: cute.Tensor) -> cute.Tensor:
+    """A warp group's accumulator ((2, 2, N / 8), 1, 1) in the form of four warps' along M, ((2, 2), 1, N / 8)."""
+    (a, b, n), *_ = acc.layout.shape
+    (sa, sb, sn), *_ = acc.layout.stride
+    return cute.make_tensor(acc.iterator, cute.make_layout(((a, b), 1, n), stride=((sa, sb), 0, sn)))
+
+
+@cute.jit
+def round_to(acc: cute.Tensor, out: cute.Tensor):
+    """``out = acc`` in the 16-bit type of ``out``, two values a conversion."""
+    words = cute.recast_tensor(out, Int32)
+    pair = cute.make_rmem_tensor(2, out.element_type)
+    for i in cutlass.range_constexpr(cute.size(out) // 2):
+        pair.store(cute.make_tensor(acc.iterator + 2 * i, cute.make_layout(2)).load().to(out.element_type))
+        words[i] = cute.recast_tensor(pair, Int32)[0]
