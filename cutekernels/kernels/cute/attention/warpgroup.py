@@ -28,11 +28,12 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.parts.attention_smem import WarpgroupAttentionSmem
-from cutekernels.kernels.cute.parts.groups import ROWS, THREADS, GroupProducts, Turns, as_warps, round_to
+from cutekernels.kernels.cute.parts.groups import ROWS, THREADS, GroupProducts, Turns, as_warps, round_to, store_rows
 from cutekernels.kernels.cute.parts.heads import HeadRows
 from cutekernels.kernels.cute.parts.mask import BandMask
 from cutekernels.kernels.cute.parts.mma import WarpMma
 from cutekernels.kernels.cute.parts.pipeline import StagePipeline
+from cutekernels.kernels.cute.parts.schedule import TileQueue
 from cutekernels.kernels.cute.parts.sequences import HeadOrder, Sequences
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
 from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax, by_rows
@@ -42,7 +43,9 @@ FIRST_GROUP_BARRIER, FIRST_TURN_BARRIER = 1, 4  # named barriers; 0 is the CTA's
 
 @dataclass(frozen=True)
 class WarpgroupAttention:
-    """The body. ``resident``: most CTAs of a persistent grid; 0 for one CTA a tile."""
+    """The body. ``resident``: most CTAs of a persistent grid, 0 for one CTA a tile. ``counted``: CTAs of a persistent
+    grid draw their tiles from a counter.
+    """
 
     groups: int
     tile_kv: int
@@ -55,6 +58,7 @@ class WarpgroupAttention:
     order: HeadOrder
     sequences: Sequences
     resident: int
+    counted: bool
 
     @property
     def tile_q(self) -> int:
@@ -101,6 +105,10 @@ class WarpgroupAttention:
         return Turns(self.groups if self.turns else 1, FIRST_TURN_BARRIER)
 
     @property
+    def queue(self) -> TileQueue:
+        return TileQueue(self.counted, THREADS * self.groups)
+
+    @property
     def group_mask(self) -> BandMask:
         """The mask of one group's rows."""
         mask = self.mask
@@ -138,6 +146,7 @@ class WarpgroupAttention:
         mMask: cute.Tensor | None,  # (B, HQ, SQ, SKV)
         mCuQ: cute.Tensor | None,  # (B + 1,)
         mCuKv: cute.Tensor | None,  # (B + 1,)
+        mCounter: cute.Tensor | None,  # (1,), zero before and after a launch
         scale: Float32,  # factor of scores, to base 2
         cap_inner: Float32,
         cap_outer: Float32,
@@ -157,7 +166,7 @@ class WarpgroupAttention:
         count = tiles * layers
         blocks = count if const_expr(self.resident == 0) else cutlass.min(count, Int32(self.resident))
         self.kernel(
-            mO, mLse, mK, mMask, mCuQ, mCuKv, tma_q, tQ, tma_k, tK, tma_v, tV, (scale, cap_inner, cap_outer),
+            mO, mLse, mK, mMask, mCuQ, mCuKv, mCounter, tma_q, tQ, tma_k, tK, tma_v, tV, (scale, cap_inner, cap_outer),
             left, right, (tiles, layers, band), self.products.scores_mma(dtype), self.products.sums_mma(dtype),
             WarpMma(THREADS // 32, 1, Float32, True, True).tiled_mma(dtype), layout_q, layout_k, layout_v,
         ).launch(
@@ -171,7 +180,8 @@ class WarpgroupAttention:
     @cute.kernel
     def kernel(
         self, mO: cute.Tensor, mLse: cute.Tensor | None, mK: cute.Tensor, mMask: cute.Tensor | None,
-        mCuQ: cute.Tensor | None, mCuKv: cute.Tensor | None, tma_q: cute.CopyAtom, tQ: cute.Tensor,
+        mCuQ: cute.Tensor | None, mCuKv: cute.Tensor | None, mCounter: cute.Tensor | None, tma_q: cute.CopyAtom,
+        tQ: cute.Tensor,
         tma_k: cute.CopyAtom, tK: cute.Tensor, tma_v: cute.CopyAtom, tV: cute.Tensor,
         factors: tuple[Float32, Float32, Float32], left: Int32, right: Int32, walk: tuple[Int32, Int32, Int32],
         scores_mma: cute.TiledMma, sums_mma: cute.TiledMma, warp_mma: cute.TiledMma, layout_q: cute.ComposedLayout,
@@ -198,13 +208,15 @@ class WarpgroupAttention:
         empty_k = full_k + self.stages
         full_v = empty_k + self.stages
         empty_v = full_v + self.stages
+        queue = empty_v + self.stages
         barriers = (full_q, empty_q, full_k, empty_k, full_v, empty_v)
         if warp == 4 * loading:
             cpasync.prefetch_descriptor(tma_q)
             cpasync.prefetch_descriptor(tma_k)
             cpasync.prefetch_descriptor(tma_v)
             with cute.arch.elect_one():
-                init_queries, init_keys = queries.init, keys.init
+                init_queries, init_keys, init_queue = queries.init, keys.init, self.queue.init
+                init_queue(queue)
                 init_queries(full_q, empty_q)
                 init_keys(full_k, empty_k)
                 init_keys(full_v, empty_v)
@@ -216,12 +228,12 @@ class WarpgroupAttention:
         if group == loading:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 4 * loading:
-                produce(place, (tma_q, tQ, sQ), (tma_k, tK, sK), (tma_v, tV, sV), barriers)
+                produce(place, (tma_q, tQ, sQ), (tma_k, tK, sK), (tma_v, tV, sV), barriers, queue, mCounter)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             consume(
                 tid % THREADS, group, place, (mLse, mMask), factors, (scores_mma, sums_mma, warp_mma), (sQ, sK, sV),
-                storage, barriers,
+                storage, barriers, queue,
             )  # fmt: skip
 
     @cute.jit
@@ -247,16 +259,20 @@ class WarpgroupAttention:
     # ---- loads
 
     @cute.jit
-    def produce(self, place: tuple, query: tuple, key: tuple, value: tuple, barriers: tuple):
+    def produce(
+        self, place: tuple, query: tuple, key: tuple, value: tuple, barriers: tuple, queue: cute.Pointer,
+        mCounter: cute.Tensor | None,
+    ):  # fmt: skip
         """The loads of this CTA's tiles."""
         full_q, empty_q, full_k, empty_k, full_v, empty_v = barriers
-        block, _, _ = cute.arch.block_idx()
-        step, _, _ = cute.arch.grid_dim()
+        index, _, _ = cute.arch.block_idx()
         _, _, _, _, _, _, (tiles, layers, _) = place
         located, rows_of, load_queries = self.located, self.rows_of, self.load_queries
         acquire, advance = self.keys.acquire, self.keys.advance
-        stage, phase, turn = Int32(0), Int32(1), Int32(1)
-        for index in cutlass.range(block, tiles * layers, step, unroll=1):
+        draw, publish = self.queue.draw, self.queue.publish
+        stage, phase, turn, drawn = Int32(0), Int32(1), Int32(1), Int32(1)
+        while index < tiles * layers:
+            following = draw(index, tiles * layers, mCounter)
             (_, batch, head, head_kv, row, alive), (begin_q, begin_kv), _, (first, _, _, end) = located(index, place)
             if alive > 0:
                 source_k, target_k = rows_of(key, self.tile_kv, begin_kv, head_kv, batch, False)
@@ -282,6 +298,9 @@ class WarpgroupAttention:
                     acquire(full_v, empty_v, behind, behind_phase)
                     cute.copy(value[0], source_v[None, first], target_v[None, behind], tma_bar_ptr=full_v + behind)
                 turn = turn ^ 1
+            publish(queue, following, drawn)
+            drawn = drawn ^ 1
+            index = following
 
     @cute.jit
     def load_queries(
@@ -316,7 +335,7 @@ class WarpgroupAttention:
     @cute.jit
     def consume(
         self, member: Int32, group: Int32, place: tuple, extra: tuple, factors: tuple, mmas: tuple, shared: tuple,
-        storage: cute.Pointer, barriers: tuple,
+        storage: cute.Pointer, barriers: tuple, queue: cute.Pointer,
     ):  # fmt: skip
         """A multiplying group's rows of this CTA's tiles."""
         mO, _, _, _, _, _, (tiles, layers, _) = place
@@ -325,10 +344,9 @@ class WarpgroupAttention:
         sQ, sK, sV = shared
         full_q, empty_q, full_k, empty_k, full_v, empty_v = barriers
         dtype = mO.element_type
-        block, _, _ = cute.arch.block_idx()
-        step, _, _ = cute.arch.grid_dim()
+        index, _, _ = cute.arch.block_idx()
         located, begin, attend, finish, deliver = self.located, self.begin, self.attend, self.finish, self.deliver
-        start, start_turns = self.softmax.start, self.turn.start
+        start, start_turns, receive = self.softmax.start, self.turn.start, self.queue.receive
         scores, sums = scores_mma.get_slice(0), sums_mma.get_slice(0)
         rQ = scores_mma.make_fragment_A(scores.partition_A(sQ))[None, None, None, group]  # descriptors (MMA, M, D)
         rK = scores_mma.make_fragment_B(scores.partition_B(sK))  # (MMA, N, D, STAGE)
@@ -340,8 +358,8 @@ class WarpgroupAttention:
         fragments = (rQ, rK, rV, acc_s, acc_o, rP)
         state = (reference, total, shrink)
         start_turns(group)
-        stage, phase, turn = Int32(0), Int32(0), Int32(0)
-        for index in cutlass.range(block, tiles * layers, step, unroll=1):
+        stage, phase, turn, drawn = Int32(0), Int32(0), Int32(0), Int32(0)
+        while index < tiles * layers:
             (layer, batch, head, _, row, alive), (begin_q, _), edges, (first, open_, closed, end) = located(
                 index, place
             )
@@ -375,10 +393,12 @@ class WarpgroupAttention:
                                 )  # fmt: skip
                     stage, phase = finish(member, group, first, stage, phase, fragments, edges, mmas, storage, barriers)
                 deliver(
-                    member, group, (layer, batch, head, row, begin_q, edges[0]), mO, mLse, acc_o, state, mmas, sQ,
+                    member, group, (layer, batch, head, row, begin_q, edges[0]), mO, mLse, acc_o, state, mmas,
                     storage, empty_q,
                 )  # fmt: skip
                 turn = turn ^ 1
+            index = receive(queue, index, drawn)
+            drawn = drawn ^ 1
 
     @cute.jit
     def begin(
@@ -483,7 +503,7 @@ class WarpgroupAttention:
     @cute.jit
     def deliver(
         self, member: Int32, group: Int32, tile: tuple, mO: cute.Tensor, mLse: cute.Tensor | None, acc_o: cute.Tensor,
-        state: tuple, mmas: tuple, sQ: cute.Tensor, storage: cute.Pointer, empty_q: cute.Pointer,
+        state: tuple, mmas: tuple, storage: cute.Pointer, empty_q: cute.Pointer,
     ):  # fmt: skip
         """The end of a tile: results through the queries' shared memory, and the rows' log-sum-exp."""
         layer, batch, head, row, begin_q, seq_q = tile
@@ -495,15 +515,16 @@ class WarpgroupAttention:
         alive = cutlass.min(cutlass.max(seq_q - row, Int32(0)), Int32(ROWS))
         sums = as_warps(acc_o)
         divide(sums, reference, total)
-        rO = cute.make_fragment_like(sums, dtype)
-        rO.store(sums.load().to(dtype))
+        rO = cute.make_fragment_like(acc_o, dtype)
+        round_to(acc_o, rO)
         thr_mma = warp_mma.get_slice(member)
         cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + group, number_of_threads=THREADS)  # all have read Q
-        cute.autovec_copy(rO, thr_mma.partition_C(sQ[None, None, group]))
+        buffer = storage + group * self.smem.group_bytes
+        store_rows(member, rO, buffer.toint().to(Int32), self.padded)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + group, number_of_threads=THREADS)
         o_head, o_stride, _ = pointer(mO, batch, begin_q, head)
-        store(member, o_head, o_stride, row, into(member, storage + group * self.smem.group_bytes), alive)
+        store(member, o_head, o_stride, row, into(member, buffer), alive)
         if const_expr(mLse is not None):
             lse_at = Int64(layer) * seq_q + row
             if const_expr(self.sequences.packed):

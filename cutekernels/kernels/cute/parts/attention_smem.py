@@ -47,6 +47,7 @@ class WarpgroupAttentionSmem:
     stages: int
     element_bytes: int = 2
     GROUP_ROWS = 64
+    QUEUE_BYTES = 24  # two barriers and a tile's number
 
     @property
     def group_bytes(self) -> int:
@@ -71,7 +72,7 @@ class WarpgroupAttentionSmem:
 
     @property
     def total_bytes(self) -> int:
-        return self.barriers_at + 16 * (self.groups + 2 * self.stages)
+        return self.barriers_at + 16 * (self.groups + 2 * self.stages) + self.QUEUE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.utils import hopper_helpers
+
+from cutekernels.kernels.cute.parts.fragments import span_bytes, swizzled
 
 ROWS = 64  # that a group multiplies at once
 THREADS = 128  # of a group
@@ -73,6 +76,24 @@ class GroupProducts:
             cute.gemm(atom, acc, rA[None, None, kb], rB[None, None, kb], acc)
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
+
+
+@cute.jit
+def store_rows(member: Int32, rows: cute.Tensor, address: Int32, columns: cutlass.Constexpr[int]):
+    """A group's 16-bit results, ((2, 2), 1, N / 8), to the swizzled buffer ``(64, columns)`` at ``address``."""
+    span = const_expr(span_bytes(columns))
+    lane, warp = member % 32, member // 32
+    store = cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), rows.element_type)
+    # This lane's row of one of four 8 x 8 blocks, and its 16 bytes.
+    address = swizzled(address + (warp * 16 + lane % 16) * span + lane // 16 * 16, span)
+    for i in cutlass.range_constexpr(columns // 16):
+        offset = const_expr(i * 32)
+        target = (address ^ (offset % span)) + (offset // span * ROWS * span)
+        piece = cute.make_ptr(rows.element_type, target, cute.AddressSpace.smem, assumed_align=16)
+        cute.copy(
+            store, cute.make_tensor(rows.iterator + 8 * i, cute.make_layout(8)),
+            cute.make_tensor(piece, cute.make_layout(8)),
+        )  # fmt: skip
 
 
 def as_warps(acc: cute.Tensor) -> cute.Tensor:

@@ -1,10 +1,10 @@
-"""The map from CTAs to tiles: pure index arithmetic on the device."""
+"""The map from CTAs to tiles: index arithmetic on the device, and a queue for tiles that differ in work."""
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64, const_expr
 
 
 @dataclass(frozen=True)
@@ -35,3 +35,56 @@ class Raster:
         tile = self.tile
         at_m, at_n = tile(block - layer * (tiles_m * tiles_n), tiles_m, tiles_n)
         return at_m, at_n, layer
+
+
+@dataclass(frozen=True)
+class TileQueue:
+    """The numbers of a CTA's tiles, which its loading warp passes on to ``readers`` threads that multiply.
+
+    The first is the CTA's own number. ``counted``: each further one comes from a counter in global memory, so that a CTA
+    that is done early takes more; else they are a grid apart. The last CTA to ask leaves the counter zero.
+    """
+
+    counted: bool
+    readers: int
+
+    @cute.jit
+    def init(self, at: cute.Pointer):
+        """Initialize the barriers; one thread's work."""
+        if const_expr(self.counted):
+            cute.arch.mbarrier_init(at, 1)
+            cute.arch.mbarrier_init(at + 1, self.readers)
+
+    @cute.jit
+    def draw(self, tile: Int32, count: Int32, mCounter: cute.Tensor | None) -> Int32:
+        """The tile after ``tile``, for the loading warp; ``count`` or more where there is none."""
+        blocks, _, _ = cute.arch.grid_dim()
+        following = tile + blocks
+        if const_expr(self.counted):
+            drawn = Int32(0)
+            if cute.arch.lane_idx() == 0:
+                drawn = cute.arch.atomic_add(mCounter.iterator, Int32(1), sem="relaxed", scope="gpu")
+                if drawn == count - 1:  # as many draws as tiles: the first of each CTA makes up for its last
+                    mCounter[0] = Int32(0)
+            following = blocks + cute.arch.shuffle_sync(drawn, 0)
+        return following
+
+    @cute.jit
+    def publish(self, at: cute.Pointer, tile: Int32, turn: Int32):
+        """Pass ``tile`` on: the loading warp's work. ``turn`` is 1 the first time, then 0 and 1 in turns."""
+        if const_expr(self.counted):
+            cute.arch.mbarrier_wait(at + 1, turn)
+            if cute.arch.lane_idx() == 0:
+                cute.make_tensor(cute.recast_ptr(at + 2, dtype=Int32), cute.make_layout(1))[0] = tile
+                cute.arch.mbarrier_arrive(at)
+
+    @cute.jit
+    def receive(self, at: cute.Pointer, tile: Int32, turn: Int32) -> Int32:
+        """The tile after ``tile``, for the readers. ``turn`` is 0 the first time."""
+        blocks, _, _ = cute.arch.grid_dim()
+        following = tile + blocks
+        if const_expr(self.counted):
+            cute.arch.mbarrier_wait(at, turn)
+            following = cute.make_tensor(cute.recast_ptr(at + 2, dtype=Int32), cute.make_layout(1))[0]
+            cute.arch.mbarrier_arrive(at + 1)
+        return following
