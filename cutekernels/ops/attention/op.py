@@ -8,20 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from cutekernels.kernels.cute.parts.attention_smem import PrefillSmem
+from cutekernels.kernels.cute.parts.attention_smem import PrefillSmem, WarpgroupAttentionSmem
 from cutekernels.op import Work, knob
-from cutekernels.ops.attention import reference
+from cutekernels.ops.attention import reference, warpgroup
 from cutekernels.ops.attention.problem import (
     DTYPES,
     SLACK,
     AttentionProblem,
     TilesConfig,
     TilesOp,
+    best_of,
     depth,
     launch_blind,
     score_factors,
@@ -42,23 +45,63 @@ _EAGER = 1.7  # cost of rescaling in every block, of the exponents' time
 
 @dataclass(frozen=True)
 class AttentionConfig(TilesConfig):
-    """The knobs of ``kernels/cute/attention/prefill.py``.
+    """The knobs of both bodies: ``prefill.py`` (warps) and ``warpgroup.py`` in ``kernels/cute/attention/``.
 
-    ``lazy`` rescales sums only where a block's scores exceed the row's reference by far. ``order`` is that of CTAs.
+    ``lazy`` rescales sums only where a block's scores exceed the row's reference by far. ``order`` is that of tiles.
+    ``turns`` and ``grid`` are the warpgroup body's (``ops/attention/warpgroup.py``).
     """
 
     tiles: ClassVar = ("tile_q", "tile_kv")
-    tile_q: int = knob(64, 128, 256)
-    tile_kv: int = knob(32, 64, 128)
-    warps: int = knob(4, 8)
+    tile_q: int = knob(64, 128, 192, 256)
+    tile_kv: int = knob(32, 48, 64, 80, 96, 112, 128, 144, 160, 176)
+    warps: int = knob(4, 8, 12)
     stages: int = knob(1, 2)
     ctas_per_sm: int = knob(1, 2, 3)
     q_in_registers: bool = knob(False, True)
     lazy: bool = knob(True, False)
     order: str = knob("rows", "l2", "heads")
+    body: str = knob("warps", "warpgroup", added=True)
+    turns: bool = knob(False, True, added=True)
+    grid: str = knob("tiles", "persistent", "counted", added=True)
 
-    def smem(self, p: AttentionProblem) -> PrefillSmem:
+    @classmethod
+    def every(cls) -> Iterator[AttentionConfig]:
+        """The whole space: each body's own."""
+        return iter(_every())
+
+    def smem(self, p: AttentionProblem) -> PrefillSmem | WarpgroupAttentionSmem:
+        if self.body == "warpgroup":
+            return warpgroup.smem(p, self)
         return PrefillSmem(self.tile_q, self.tile_kv, p.head_dim, self.stages)
+
+
+# Values of the knobs that each body takes; of the others the first.
+BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "warps": {
+        "tile_q": (64, 128, 256),
+        "tile_kv": (32, 64, 128),
+        "warps": (4, 8),
+        "stages": (1, 2),
+        "ctas_per_sm": (1, 2, 3),
+        "q_in_registers": (False, True),
+        "lazy": (True, False),
+        "order": ("rows", "l2", "heads"),
+    },
+    "warpgroup": warpgroup.BODY,
+}
+_VALUES = {
+    body: {name: own.get(name, values[:1]) for name, values in AttentionConfig.space().items()} | {"body": (body,)}
+    for body, own in BODIES.items()
+}
+
+
+@cache
+def _every() -> tuple[AttentionConfig, ...]:
+    return tuple(
+        AttentionConfig(**dict(zip(values, chosen, strict=True)))
+        for values in _VALUES.values()
+        for chosen in product(*values.values())
+    )
 
 
 class Attention(TilesOp[AttentionProblem, AttentionConfig]):
@@ -86,10 +129,22 @@ class Attention(TilesOp[AttentionProblem, AttentionConfig]):
     # -- rules and choice
 
     def broken(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
-        return self.broken_tiles(p, c, gpu, registers_per_thread(p, c), c.smem(p).total_bytes)
+        for name, allowed in _VALUES[c.body].items():
+            if getattr(c, name) not in allowed:
+                yield f"body={c.body} takes {name} from {', '.join(map(str, allowed))}; it is {getattr(c, name)}"
+        if c.body == "warpgroup":
+            yield from warpgroup.broken(p, c, gpu)
+        else:
+            yield from self.broken_tiles(p, c, gpu, registers_per_thread(p, c), c.smem(p).total_bytes)
+
+    def default(self, p: AttentionProblem, gpu: GpuSpec) -> AttentionConfig:
+        """The model's best of body=warps: the warpgroup body has not been measured yet."""
+        return best_of(self, p, gpu, body="warps")
 
     def estimate_us(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float:
         """See :meth:`TilesOp.tiles_us`."""
+        if c.body == "warpgroup":
+            return warpgroup.estimate_us(p, c, gpu)
         return self.tiles_us(
             p, c, gpu, products=2, read_rows=0 if c.q_in_registers else c.rows,
             exponents=_EXPONENTS * (1.0 if c.lazy else _EAGER), fixed=_BLOCK * (1.0 if c.stages > 1 else _ONE_STAGE),
@@ -105,13 +160,15 @@ class Attention(TilesOp[AttentionProblem, AttentionConfig]):
         from cutekernels.ops.attention import fakes
 
         batch, number, limit = fakes.Batch(p.dtype, p.head_dim, p.varlen), Float32(1.0), Int32(0)
+        counter = fakes.vector(Int32) if c.grid == "counted" else None
         return backend.compile(
-            self._body(p, c, gpu),
+            warpgroup.body(p, c, gpu) if c.body == "warpgroup" else self._body(p, c, gpu),
             batch.q(),
             fakes.vector(Float32) if p.lse else None,
             *(batch.q(), batch.kv(), batch.kv()),
             batch.mask() if p.mask else None,
             *(batch.ends(), batch.ends()),
+            *([counter] if c.body == "warpgroup" else []),
             *(number, number, number),
             *(limit, limit),
             gpu=gpu,
@@ -141,6 +198,7 @@ class Attention(TilesOp[AttentionProblem, AttentionConfig]):
         if p.seq_kv == 0:
             return launch_blind(p.lse)
         limits = p.limits
+        counter = warpgroup.counter(c)
 
         def launch(*args: Any) -> None:
             out, lse = args[0], args[1].view(-1) if p.lse else None
@@ -148,7 +206,8 @@ class Attention(TilesOp[AttentionProblem, AttentionConfig]):
             if out.numel() == 0:
                 return
             given = None if mask is None else mask.view(torch.uint8)
-            kernel(out, lse, q, k, v, given, cu_q, cu_kv, *score_factors(scale, softcap), *limits)
+            tickets = () if c.body == "warps" else (None if counter is None else counter.get()[1],)
+            kernel(out, lse, q, k, v, given, cu_q, cu_kv, *tickets, *score_factors(scale, softcap), *limits)
 
         return launch
 
@@ -184,12 +243,8 @@ class Attention(TilesOp[AttentionProblem, AttentionConfig]):
         return reference.attention(*args, **p.sides)[: 1 + p.lse]
 
     def work(self, p: AttentionProblem) -> Work:
-        rows_q, rows_kv = p.batch * p.seq_q * p.heads_q, p.batch * p.seq_kv * p.heads_kv
-        moved = 2 * (rows_q + rows_kv) * p.head_dim * 2
-        if p.mask:
-            moved += p.batch * p.seq_q * p.seq_kv
         flops = 4.0 * p.batch * p.heads_q * p.pairs * p.head_dim
-        return Work(flops=flops, bytes=float(moved + (4 * rows_q if p.lse else 0)), depth=depth(p))
+        return Work(flops=flops, bytes=float(p.bytes_moved), depth=depth(p))
 
 
 ATTENTION = Attention()

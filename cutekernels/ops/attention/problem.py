@@ -15,7 +15,7 @@ from torch import Tensor
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import padded
-from cutekernels.op import C, Config, Op, P, Problem, extent, ladder, plain, power_of_two
+from cutekernels.op import C, Config, Op, P, Problem, Scalar, extent, ladder, plain, power_of_two
 from cutekernels.ops.shared.occupancy import occupancy_rules
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _DRAM = 0.9 / 0.92  # of dram_share
 _UNHIDDEN = 0.05  # share of the shorter of two times that the longer does not hide
 _EXPONENTS_PER_CLOCK = 16
 _MANY = 8  # CTAs per SM from which no wave is left half empty
-_ORDER = {False: {"rows": 1.0, "l2": 1.01, "heads": 1.02}, True: {"rows": 1.05, "l2": 1.05, "heads": 1.0}}
+ORDER = {False: {"rows": 1.0, "l2": 1.01, "heads": 1.02}, True: {"rows": 1.05, "l2": 1.05, "heads": 1.0}}
 
 
 class Sides(TypedDict):
@@ -134,6 +134,13 @@ class AttentionProblem(HeadsProblem):
         return UNLIMITED if left is None else left, UNLIMITED if right is None else right
 
     @property
+    def bytes_moved(self) -> int:
+        """The least bytes through device memory."""
+        rows_q, rows_kv = self.batch * self.seq_q * self.heads_q, self.batch * self.seq_kv * self.heads_kv
+        mask = self.batch * self.seq_q * self.seq_kv if self.mask else 0
+        return 4 * (rows_q + rows_kv) * self.head_dim + mask + (4 * rows_q if self.lse else 0)
+
+    @property
     def pairs(self) -> int:
         """(query, key) pairs of one head and sequence inside the band."""
         shift = self.seq_kv - self.seq_q
@@ -217,7 +224,7 @@ class AttentionOp(Op[P, C]):
 
     def default(self, p: P, gpu: GpuSpec) -> C:
         """The model's best."""
-        return _best(self, p, gpu)  # type: ignore[no-any-return]
+        return best_of(self, p, gpu)  # type: ignore[no-any-return]
 
 
 @cache
@@ -226,8 +233,10 @@ def _every(op: AttentionOp[Any, Any]) -> tuple[Config, ...]:
 
 
 @cache
-def _best(op: AttentionOp[Any, Any], p: Problem, gpu: GpuSpec) -> Any:
-    candidates = [c for c in _every(op) if op.why_not(p, c, gpu) is None]
+def best_of(op: AttentionOp[Any, Any], p: Problem, gpu: GpuSpec, **among: Scalar) -> Any:
+    """The model's best of the configs whose knobs are ``among``."""
+    some = [c for c in _every(op) if all(getattr(c, name) == value for name, value in among.items())]
+    candidates = [c for c in some if op.why_not(p, c, gpu) is None]
     best = min(candidates, key=lambda c: (op.estimate_us(p, c, gpu), str(c)), default=None)
     assert best is not None, f"no config for {p} on {gpu.name}"
     return best
@@ -313,7 +322,7 @@ class TilesOp(AttentionOp[Q, T]):
         per_sm = tiles / gpu.sm_count
         busy = cta * (max(1.0, per_sm) if uneven or per_sm > _MANY else math.ceil(per_sm))
         # Uneven tiles: the heavy ones had better not be the last. Even ones: K and V had better stay in the L2.
-        busy *= _ORDER[uneven][c.order]
+        busy *= ORDER[uneven][c.order]
         dram = self.work(p).bytes / (_DRAM * rate.dram_share * gpu.dram_gbps * 1e3)
         return float(_LAUNCH * rate.launch_us + max(busy, dram) + _UNHIDDEN * min(busy, dram))
 

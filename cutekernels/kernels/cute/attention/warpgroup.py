@@ -118,12 +118,8 @@ class WarpgroupAttention:
         """Q ``(64, D, groups)``, K ``(tile_kv, D, STAGE)`` and V ``(D, tile_kv, STAGE)`` in shared memory."""
         return (
             hopper_helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (ROWS, 0, self.padded), dtype, self.groups),
-            hopper_helpers.make_smem_layout_b(
-                LayoutEnum.ROW_MAJOR, (0, self.tile_kv, self.padded), dtype, self.stages
-            ),
-            hopper_helpers.make_smem_layout_b(
-                LayoutEnum.COL_MAJOR, (0, self.padded, self.tile_kv), dtype, self.stages
-            ),
+            hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (0, self.tile_kv, self.padded), dtype, self.stages),
+            hopper_helpers.make_smem_layout_b(LayoutEnum.COL_MAJOR, (0, self.padded, self.tile_kv), dtype, self.stages),
         )
 
     def boxed(self, mX: cute.Tensor, layout: cute.ComposedLayout, transposed: bool):
@@ -282,9 +278,7 @@ class WarpgroupAttention:
                 behind, behind_phase = stage, phase
                 for i in cutlass.range(end - first, unroll=1):
                     acquire(full_k, empty_k, stage, phase)
-                    cute.copy(
-                        key[0], source_k[None, end - 1 - i], target_k[None, stage], tma_bar_ptr=full_k + stage
-                    )
+                    cute.copy(key[0], source_k[None, end - 1 - i], target_k[None, stage], tma_bar_ptr=full_k + stage)
                     if i == 0:
                         load_queries(query, begin_q + row, head, batch, full_q, empty_q, turn)
                     else:
@@ -342,7 +336,7 @@ class WarpgroupAttention:
         mLse, mMask = extra
         scores_mma, sums_mma, _ = mmas
         sQ, sK, sV = shared
-        full_q, empty_q, full_k, empty_k, full_v, empty_v = barriers
+        full_q, empty_q, *_ = barriers
         dtype = mO.element_type
         index, _, _ = cute.arch.block_idx()
         located, begin, attend, finish, deliver = self.located, self.begin, self.attend, self.finish, self.deliver
@@ -483,9 +477,7 @@ class WarpgroupAttention:
         return weigh(as_warps(acc_s), reference, total, shrink, scale)
 
     @cute.jit
-    def clear_ends(
-        self, member: Int32, group: Int32, block: Int32, stage: Int32, seq_kv: Int32, storage: cute.Pointer
-    ):
+    def clear_ends(self, member: Int32, group: Int32, block: Int32, stage: Int32, seq_kv: Int32, storage: cute.Pointer):
         """Zeros the rows of V behind a packed sequence's end: they are the next sequence's, and might be NaN.
 
         Behind the tensor's end the TMA has written zeros. Each group clears them for itself.

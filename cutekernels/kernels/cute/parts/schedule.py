@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, const_expr
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Raster:
 class TileQueue:
     """The numbers of a CTA's tiles, which its loading warp passes on to ``readers`` threads that multiply.
 
-    The first is the CTA's own number. ``counted``: each further one comes from a counter in global memory, so that a CTA
-    that is done early takes more; else they are a grid apart. The last CTA to ask leaves the counter zero.
+    The first is the CTA's own number, the others are a grid apart. ``counted``: they come from a counter in global
+    memory, so that a CTA that is done early takes more; the last CTA to ask leaves the counter zero.
     """
 
     counted: bool

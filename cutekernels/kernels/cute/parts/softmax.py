@@ -100,9 +100,7 @@ class OnlineSoftmax:
         return cute.arch.vote_any_sync(excess > self.slack)
 
     @cute.jit
-    def move(
-        self, most: cute.Tensor, reference: cute.Tensor, total: cute.Tensor, shrink: cute.Tensor, scale: Float32
-    ):
+    def move(self, most: cute.Tensor, reference: cute.Tensor, total: cute.Tensor, shrink: cute.Tensor, scale: Float32):
         """Raises the references to the rows' greatest scores so far; sums shrink by ``shrink``."""
         for r in cutlass.range_constexpr(cute.size(most)):
             raised = cute.arch.fmax(reference[r], quad_max(most[r]) * scale)
