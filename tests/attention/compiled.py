@@ -82,7 +82,8 @@ def knob_changes_the_code(op: Op[Any, Any], problem: Problem, knob: str, others:
     groups = [configs for configs in alike.values() if len(configs) > 1]
     if not groups:
         assert knob == "ctas_per_sm"
-        fits = max(op.valid(problem, H200), key=lambda c: (c.threads, c.ctas_per_sm))
+        bounded = [c for c in op.valid(problem, H200) if getattr(c, "body", "warps") == "warps"]
+        fits = max(bounded, key=lambda c: (c.threads, c.ctas_per_sm))
         groups = [[fits, fits.replace(ctas_per_sm=fits.ctas_per_sm % 3 + 1)]]
     first, second = rng.sample(rng.choice(groups), 2)
     if knob == "order":  # of CTAs: a number that the host computes for the kernel

@@ -7,28 +7,31 @@ batch, ``(TOTAL, H, D)``, with the sequences' ends in ``cu_seqlens``. Head dims 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache
-from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cutekernels.kernels.cute.parts.attention_smem import PrefillSmem, WarpgroupAttentionSmem
-from cutekernels.op import Work, knob
-from cutekernels.ops.attention import reference, warpgroup
+from cutekernels.op import Work
+from cutekernels.ops.attention import reference
+from cutekernels.ops.attention.config import (
+    GROUP_ROWS,
+    AttentionConfig,
+    foreign,
+    warpgroup_broken,
+    warpgroup_us,
+)
 from cutekernels.ops.attention.problem import (
     DTYPES,
     SLACK,
     AttentionProblem,
-    TilesConfig,
     TilesOp,
     best_of,
     depth,
     launch_blind,
     score_factors,
 )
+from cutekernels.ops.shared.per_stream import Workspace
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
@@ -41,67 +44,6 @@ _BLOCK = 0.17 / 0.08  # of barrier_us: a block of keys, whatever its size
 _ONE_STAGE = 1.05  # of the same: 1 % faster where both were timed, and spills (bf16, head dim 128)
 _EXPONENTS = 0.35  # the share of the exponents' time that products do not hide
 _EAGER = 1.7  # cost of rescaling in every block, of the exponents' time
-
-
-@dataclass(frozen=True)
-class AttentionConfig(TilesConfig):
-    """The knobs of both bodies: ``prefill.py`` (warps) and ``warpgroup.py`` in ``kernels/cute/attention/``.
-
-    ``lazy`` rescales sums only where a block's scores exceed the row's reference by far. ``order`` is that of tiles.
-    ``turns`` and ``grid`` are the warpgroup body's (``ops/attention/warpgroup.py``).
-    """
-
-    tiles: ClassVar = ("tile_q", "tile_kv")
-    tile_q: int = knob(64, 128, 192, 256)
-    tile_kv: int = knob(32, 48, 64, 80, 96, 112, 128, 144, 160, 176)
-    warps: int = knob(4, 8, 12)
-    stages: int = knob(1, 2)
-    ctas_per_sm: int = knob(1, 2, 3)
-    q_in_registers: bool = knob(False, True)
-    lazy: bool = knob(True, False)
-    order: str = knob("rows", "l2", "heads")
-    body: str = knob("warps", "warpgroup", added=True)
-    turns: bool = knob(False, True, added=True)
-    grid: str = knob("tiles", "persistent", "counted", added=True)
-
-    @classmethod
-    def every(cls) -> Iterator[AttentionConfig]:
-        """The whole space: each body's own."""
-        return iter(_every())
-
-    def smem(self, p: AttentionProblem) -> PrefillSmem | WarpgroupAttentionSmem:
-        if self.body == "warpgroup":
-            return warpgroup.smem(p, self)
-        return PrefillSmem(self.tile_q, self.tile_kv, p.head_dim, self.stages)
-
-
-# Values of the knobs that each body takes; of the others the first.
-BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
-    "warps": {
-        "tile_q": (64, 128, 256),
-        "tile_kv": (32, 64, 128),
-        "warps": (4, 8),
-        "stages": (1, 2),
-        "ctas_per_sm": (1, 2, 3),
-        "q_in_registers": (False, True),
-        "lazy": (True, False),
-        "order": ("rows", "l2", "heads"),
-    },
-    "warpgroup": warpgroup.BODY,
-}
-_VALUES = {
-    body: {name: own.get(name, values[:1]) for name, values in AttentionConfig.space().items()} | {"body": (body,)}
-    for body, own in BODIES.items()
-}
-
-
-@cache
-def _every() -> tuple[AttentionConfig, ...]:
-    return tuple(
-        AttentionConfig(**dict(zip(values, chosen, strict=True)))
-        for values in _VALUES.values()
-        for chosen in product(*values.values())
-    )
 
 
 class Attention(TilesOp[AttentionProblem, AttentionConfig]):
@@ -129,11 +71,9 @@ class Attention(TilesOp[AttentionProblem, AttentionConfig]):
     # -- rules and choice
 
     def broken(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
-        for name, allowed in _VALUES[c.body].items():
-            if getattr(c, name) not in allowed:
-                yield f"body={c.body} takes {name} from {', '.join(map(str, allowed))}; it is {getattr(c, name)}"
+        yield from foreign(c)
         if c.body == "warpgroup":
-            yield from warpgroup.broken(p, c, gpu)
+            yield from warpgroup_broken(p, c, gpu)
         else:
             yield from self.broken_tiles(p, c, gpu, registers_per_thread(p, c), c.smem(p).total_bytes)
 
@@ -144,7 +84,7 @@ class Attention(TilesOp[AttentionProblem, AttentionConfig]):
     def estimate_us(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float:
         """See :meth:`TilesOp.tiles_us`."""
         if c.body == "warpgroup":
-            return warpgroup.estimate_us(p, c, gpu)
+            return warpgroup_us(p, c, gpu)
         return self.tiles_us(
             p, c, gpu, products=2, read_rows=0 if c.q_in_registers else c.rows,
             exponents=_EXPONENTS * (1.0 if c.lazy else _EAGER), fixed=_BLOCK * (1.0 if c.stages > 1 else _ONE_STAGE),
@@ -162,7 +102,7 @@ class Attention(TilesOp[AttentionProblem, AttentionConfig]):
         batch, number, limit = fakes.Batch(p.dtype, p.head_dim, p.varlen), Float32(1.0), Int32(0)
         counter = fakes.vector(Int32) if c.grid == "counted" else None
         return backend.compile(
-            warpgroup.body(p, c, gpu) if c.body == "warpgroup" else self._body(p, c, gpu),
+            self._warpgroup_body(p, c, gpu) if c.body == "warpgroup" else self._body(p, c, gpu),
             batch.q(),
             fakes.vector(Float32) if p.lse else None,
             *(batch.q(), batch.kv(), batch.kv()),
@@ -194,11 +134,33 @@ class Attention(TilesOp[AttentionProblem, AttentionConfig]):
             ctas_per_sm=c.ctas_per_sm,
         )
 
+    def _warpgroup_body(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Any:
+        """The warpgroup body with its parts."""
+        from cutekernels.kernels.cute.attention.warpgroup import WarpgroupAttention
+        from cutekernels.kernels.cute.parts.mask import BandMask
+        from cutekernels.kernels.cute.parts.sequences import HeadOrder, Sequences
+        from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax
+
+        return WarpgroupAttention(
+            groups=c.tile_q // GROUP_ROWS,
+            tile_kv=c.tile_kv,
+            head_dim=p.head_dim,
+            padded=p.width,
+            stages=c.stages,
+            turns=c.turns,
+            mask=BandMask(c.tile_q, c.tile_kv, p.limited_left, p.limited_right, p.mask),
+            softmax=OnlineSoftmax(SLACK if c.lazy else 0.0, p.softcap),
+            order=HeadOrder(c.order, gpu.l2_bytes // 2),
+            sequences=Sequences(p.varlen),
+            resident=0 if c.grid == "tiles" else gpu.sm_count,
+            counted=c.grid == "counted",
+        )
+
     def bind(self, p: AttentionProblem, c: AttentionConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
         if p.seq_kv == 0:
             return launch_blind(p.lse)
         limits = p.limits
-        counter = warpgroup.counter(c)
+        counter = Workspace(0, 1) if c.grid == "counted" else None  # one ticket, no partial sums
 
         def launch(*args: Any) -> None:
             out, lse = args[0], args[1].view(-1) if p.lse else None

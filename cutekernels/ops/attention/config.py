@@ -1,0 +1,159 @@
+"""The configs of ``attention``: both bodies' knobs and their values; the warpgroup body's rules and model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cutekernels import rates
+from cutekernels.kernels.cute.parts.attention_smem import PrefillSmem, WarpgroupAttentionSmem
+from cutekernels.op import knob
+from cutekernels.ops.attention.problem import ORDER, AttentionProblem, TilesConfig, power_of_two
+
+if TYPE_CHECKING:
+    from cutekernels.gpu import GpuSpec
+
+GROUP_ROWS = WarpgroupAttentionSmem.GROUP_ROWS
+GROUP_WARPS = 4
+# Accumulators and probabilities that a thread keeps without spilling: docs/notes/attention.md#warpgroup-registers.
+MOST_VALUES = {1: 212, 2: 212, 3: 132}
+
+# Of the model: docs/notes/attention.md#warpgroup-model. Not fitted: this body has not run on a GPU yet.
+_MMA, _EXPONENTS, _EXPONENTS_PER_CLOCK = 0.97, 0.35, 16
+_LAUNCH, _CTA, _NEXT = 2.0 / 1.5, 2.75 / 0.8, 1.5 / 0.8  # of launch_us; of dram_latency_us: a CTA, a further tile
+_BLOCK = {2: 1.0, 1: 5.0}  # of barrier_us, by stages: a block of keys, whatever its size
+
+
+@dataclass(frozen=True)
+class AttentionConfig(TilesConfig):
+    """The knobs of both bodies: ``prefill.py`` (warps) and ``warpgroup.py`` in ``kernels/cute/attention/``.
+
+    ``lazy`` rescales sums only where a block's scores exceed the row's reference by far. ``order`` is that of tiles.
+    Of the warpgroup body alone: ``turns`` lets its groups multiply one after another, ``grid`` gives each tile a CTA
+    ("tiles"), walks over the tiles in a persistent grid ("persistent"), or draws them from a counter there ("counted").
+    """
+
+    tiles: ClassVar = ("tile_q", "tile_kv")
+    tile_q: int = knob(64, 128, 192, 256)
+    tile_kv: int = knob(32, 48, 64, 80, 96, 112, 128, 144, 160, 176)
+    warps: int = knob(4, 8, 12)
+    stages: int = knob(1, 2)
+    ctas_per_sm: int = knob(1, 2, 3)
+    q_in_registers: bool = knob(False, True)
+    lazy: bool = knob(True, False)
+    order: str = knob("rows", "l2", "heads")
+    body: str = knob("warps", "warpgroup", added=True)
+    turns: bool = knob(False, True, added=True)
+    grid: str = knob("tiles", "persistent", "counted", added=True)
+
+    @classmethod
+    def every(cls) -> Iterator[AttentionConfig]:
+        """The whole space: each body's own."""
+        return iter(_every())
+
+    def smem(self, p: AttentionProblem) -> PrefillSmem | WarpgroupAttentionSmem:
+        if self.body == "warpgroup":
+            return WarpgroupAttentionSmem(self.tile_q // GROUP_ROWS, self.tile_kv, p.head_dim, self.stages)
+        return PrefillSmem(self.tile_q, self.tile_kv, p.head_dim, self.stages)
+
+
+# Values of the knobs that each body takes; of the others the first.
+BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "warps": {
+        "tile_q": (64, 128, 256),
+        "tile_kv": (32, 64, 128),
+        "warps": (4, 8),
+        "stages": (1, 2),
+        "ctas_per_sm": (1, 2, 3),
+        "q_in_registers": (False, True),
+        "lazy": (True, False),
+        "order": ("rows", "l2", "heads"),
+    },
+    "warpgroup": {
+        "tile_q": (64, 128, 192),
+        "tile_kv": (48, 64, 80, 96, 112, 128, 144, 160, 176),
+        "warps": (4, 8, 12),
+        "stages": (1, 2),
+        "lazy": (True, False),
+        "order": ("rows", "l2", "heads"),
+        "turns": (False, True),
+        "grid": ("tiles", "persistent", "counted"),
+    },
+}
+_VALUES = {
+    body: {name: own.get(name, values[:1]) for name, values in AttentionConfig.space().items()} | {"body": (body,)}
+    for body, own in BODIES.items()
+}
+
+
+def foreign(c: AttentionConfig) -> Iterator[str]:
+    """The knobs of ``c`` whose values belong to the other body."""
+    for name, allowed in _VALUES[c.body].items():
+        if getattr(c, name) not in allowed:
+            yield f"body={c.body} takes {name} from {', '.join(map(str, allowed))}; it is {getattr(c, name)}"
+
+
+@cache
+def _every() -> tuple[AttentionConfig, ...]:
+    return tuple(
+        AttentionConfig(**dict(zip(values, chosen, strict=True)))
+        for values in _VALUES.values()
+        for chosen in product(*values.values())
+    )
+
+
+# ---- the warpgroup body ----------------------------------------------------------------------------------
+
+
+def warpgroup_broken(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
+    """The rules that ``c`` breaks."""
+    groups = c.tile_q // GROUP_ROWS
+    if not (gpu.has_tma and gpu.has_wgmma):
+        yield f"{gpu.name} has no warpgroup MMA"
+    if c.warps != GROUP_WARPS * groups:
+        yield f"body=warpgroup has {GROUP_WARPS} warps for {GROUP_ROWS} queries: tile_q={c.tile_q} takes {4 * groups}"
+        return
+    values = (p.width + c.tile_kv) // 2 + c.tile_kv // 4
+    if values > MOST_VALUES[groups]:
+        yield f"a thread has {values} sums and probabilities; {groups} groups leave room for {MOST_VALUES[groups]}"
+    need = c.smem(p).total_bytes
+    if need > gpu.smem_per_block_bytes:
+        yield f"{need} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
+    for name, tile, seq, least in (("tile_q", c.tile_q, p.seq_q, 64), ("tile_kv", c.tile_kv, p.seq_kv, 64)):
+        if tile > max(least, power_of_two(seq)):
+            yield f"{name}={tile} idles most of a tile over {seq} rows"
+    if c.turns and groups == 1:
+        yield "turns=1 is for two groups or more"
+    if c.order != "rows" and p.seq_q <= c.tile_q:
+        yield f"order={c.order} needs more than one tile of rows"
+    if c.grid != "tiles" and tiles(p, c) <= gpu.sm_count:
+        yield f"grid={c.grid} is for more tiles than SMs"
+
+
+def tiles(p: AttentionProblem, c: AttentionConfig) -> int:
+    """Tiles of queries, all heads together."""
+    return -(-p.seq_q // c.tile_q) * p.batch * p.heads_q
+
+
+def warpgroup_us(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float:
+    """Tiles of an SM, block by block: products, and the exponents that they do not hide; or DRAM, if slower."""
+    rate = rates.of(gpu)
+    count = tiles(p, c)
+    if count == 0 or p.seq_kv == 0:
+        return _LAUNCH * rate.launch_us
+    uneven = p.limited_left or p.limited_right
+    seen = p.pairs / p.seq_q + (0.5 * (c.tile_q + c.tile_kv) if uneven else 0)
+    blocks = max(1.0, min(seen, p.seq_kv) / c.tile_kv + 0.5)
+    multiply = 4.0 * c.tile_q * c.tile_kv * p.width / (_MMA * rate.warpgroup_flops_per_us)
+    exponents = c.tile_q * c.tile_kv / (_EXPONENTS_PER_CLOCK * rate.clock_mhz)
+    step = multiply + _EXPONENTS * exponents * (1.0 if c.turns or c.tile_q == GROUP_ROWS else 1.1)
+    step += _BLOCK[c.stages] * rate.barrier_us
+    between = (_CTA if c.grid == "tiles" else _NEXT) * rate.dram_latency_us
+    per_sm = max(1.0, count / gpu.sm_count) if c.grid == "counted" or uneven else -(-count // gpu.sm_count)
+    late = 0.5 * blocks * step if uneven and c.grid == "persistent" else 0.0  # the last wave's heavy tiles
+    dram = p.bytes_moved / (rate.dram_share * gpu.dram_gbps * 1e3)
+    busy = (per_sm * (blocks * step + between) + late) * ORDER[uneven][c.order]
+    return float(_LAUNCH * rate.launch_us + max(busy, dram))
