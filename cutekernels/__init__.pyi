@@ -4,6 +4,9 @@ from cutekernels import nn as nn
 from cutekernels import optim as optim
 from cutekernels.dispatch import reload as reload
 from cutekernels.dispatch import warmup as warmup
+from cutekernels.integrations.transformers import compare as compare
+from cutekernels.integrations.transformers import patch as patch
+from cutekernels.integrations.transformers import unpatch as unpatch
 from cutekernels.introspection import explain as explain
 from cutekernels.introspection import report_misses as report_misses
 from cutekernels.kv_cache import KVCache as KVCache

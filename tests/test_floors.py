@@ -19,6 +19,7 @@ FLOORS = {
     "cutekernels/__main__.py": 19,
     "bench/": 18,
     "cutekernels/cli.py": 18,
+    "cutekernels/integrations/": 18,
     "cutekernels/introspection.py": 17,
     "cutekernels/catalog.py": 17,
     "cutekernels/optim.py": 17,

@@ -127,17 +127,17 @@ def swiglu(
     config: Any = None,
 ) -> Tensor:
     """The module's forward pass over its parameters; ``config`` is the activation's (``silu_mul``)."""
-    return _projected(silu_mul(_projected(x, gate_up, gate_up_bias), config=config), down, down_bias)
+    return projected(silu_mul(projected(x, gate_up, gate_up_bias), config=config), down, down_bias)
 
 
-def _projected(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias``, by our kernel at decode sizes, and by torch's beyond.
+def projected(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, name: str = "SwiGLU") -> Tensor:
+    """``x @ weight.T + bias`` for module ``name``, by our kernel at decode sizes, and by torch's beyond.
 
     docs/notes/activations.md (H200, 2026-11-21)
     """
-    check_tensor("SwiGLU", "x", x)
+    check_tensor(name, "x", x)
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
-        raise UnsupportedProblem(f"SwiGLU takes (..., {weight.shape[1]}); got {tuple(x.shape)}")
+        raise UnsupportedProblem(f"{name} takes (..., {weight.shape[1]}); got {tuple(x.shape)}")
     tokens = x.numel() // max(1, x.shape[-1])
     if 0 < tokens <= DEFAULT_TOKENS:
         return linear(x, weight, bias)

@@ -1,0 +1,84 @@
+"""Attention under the name ``"cutekernels"`` in transformers' ``AttentionInterface``."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.attention.api import attention
+from cutekernels.ops.attention.decode import MOST_QUERIES
+from cutekernels.ops.attention.decode_api import decode_attention
+
+NAME = "cutekernels"
+
+
+@cache
+def register() -> None:
+    """Register attention and its masks with transformers, once."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, make_mask)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: query ``(B, HQ, SQ, D)``, key and value ``(B, HKV, SKV, D)``.
+
+    Returns:
+        ``(B, SQ, HQ, D)``, and None for the weights, which are never formed.
+
+    Raises:
+        UnsupportedProblem: dropout, attention sinks, a mask that is not bool, or what ``attention`` does not take.
+    """
+    if dropout:
+        raise UnsupportedProblem(f"attention has no dropout; it is {dropout}: set config.attention_dropout to 0")
+    if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
+        raise UnsupportedProblem('attention takes no sinks and no position bias: use attn_implementation="eager"')
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        raise UnsupportedProblem(
+            f"attention takes bool masks; this one is {attention_mask.dtype}: pass the 2-D mask of padding instead"
+        )
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
+    if attention_mask is not None:
+        return attention(q, k, v, mask=attention_mask, **options), None  # type: ignore[return-value]
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if causal and 1 < q.shape[1] < k.shape[1]:  # as torch aligns: the first query sees the first key, of a static cache
+        k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
+    if causal and sliding_window is not None and k.shape[1] > sliding_window:
+        options["window"] = (sliding_window - 1, None)
+    if causal and q.is_cuda and q.shape[1] <= MOST_QUERIES < k.shape[1] and not _tracked(q, k, v):
+        lengths = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
+        return decode_attention(q, k, v, lengths, **options), None  # type: ignore[return-value]
+    return attention(q, k, v, causal=causal and q.shape[1] > 1, **options), None  # type: ignore[return-value]
+
+
+def make_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
+    """The mask of a batch, as transformers' own for SDPA: None where the causal band and the window say it all."""
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    if local_size is not None:
+        plain = {**kwargs, "mask_function": causal_mask_function}
+        if kwargs.get("allow_is_causal_skip", True) and sdpa_mask(*args, local_size=None, **plain) is None:
+            return None
+    return sdpa_mask(*args, local_size=local_size, **kwargs)  # type: ignore[no-any-return]
+
+
+def _tracked(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

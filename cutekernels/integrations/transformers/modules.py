@@ -1,0 +1,274 @@
+"""Transformers' layers with our kernels: each class here is put in front of a layer's own class.
+
+A patched module keeps its parameters, buffers, hooks and name; only its class changes, to a subclass of the original.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutekernels.integrations.transformers.families import Family
+from cutekernels.nn.mlp import projected
+from cutekernels.ops.activations.api import gelu_mul, silu_mul
+from cutekernels.ops.gemm.skinny import DEFAULT_TOKENS
+from cutekernels.ops.norm_linear.api import linear_silu_mul
+from cutekernels.ops.norms.api import add_rms_norm, rms_norm
+from cutekernels.ops.rope import rope
+
+# ---- classes that change places -------------------------------------------------------------------------
+
+
+class Patched:
+    """A module whose class was swapped; ``original`` is the one it had, ``family`` its conventions."""
+
+    original: type
+    family: Family
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles name the two classes that this one is made of."""
+        mixin = next(base for base in type(self).__mro__ if base.__module__ == __name__ and base is not type(self))
+        return _rebuilt, (mixin, self.original, self.family), self.__getstate__()  # type: ignore[attr-defined]
+
+
+@cache
+def swapped(mixin: type, original: type, family: Family) -> type:
+    """The class of a patched ``original``."""
+    return type(original.__name__, (mixin, original), {"original": original, "family": family, "__module__": __name__})
+
+
+def _rebuilt(mixin: type, original: type, family: Family) -> Any:
+    cls = swapped(mixin, original, family)
+    return cls.__new__(cls)
+
+
+# ---- projections that share an input --------------------------------------------------------------------
+
+
+class Fused(Patched):
+    """A module whose projections of one input lie in one tensor, of which each one's weight is a view.
+
+    Attributes:
+        parts: the projections' names.
+        packed: ``(weight, bias or None)`` of all of them, or None where they cannot be packed.
+        sources: the projections that were packed: adapters put others in their place.
+    """
+
+    parts: tuple[str, ...] = ()
+    packed: tuple[Tensor, Tensor | None] | None = None
+    sources: tuple[torch.nn.Linear, ...] = ()
+
+    def pack(self) -> str:
+        """Move the projections' parameters side by side. Returns why not, or ""."""
+        self.packed = None
+        linears = [getattr(self, name) for name in self.parts]
+        reason = _apart(linears)
+        if not reason:
+            with torch.no_grad():
+                self.packed = _together(linears, "weight"), _together(linears, "bias")  # type: ignore[assignment]
+            self.sources = tuple(linears)
+        return reason
+
+    def unpack(self) -> None:
+        """Give each projection memory of its own again."""
+        if self.packed is not None:
+            self.packed = None
+            for linear in self.sources:
+                for p in (linear.weight, linear.bias):
+                    if p is not None:
+                        p.data = p.data.clone()
+
+    def fused(self) -> tuple[Tensor, Tensor | None] | None:
+        """The packed parameters, where one product with them does what the projections would do."""
+        if self.packed is None:
+            return None
+        for name, source in zip(self.parts, self.sources, strict=True):
+            if getattr(self, name) is not source or source._forward_hooks or source._forward_pre_hooks:
+                return None
+        first = self.sources[0]
+        if torch.is_grad_enabled() and first.weight.requires_grad:
+            return None
+        if not torch.compiler.is_compiling() and first.weight.data_ptr() != self.packed[0].data_ptr():
+            self.pack()  # the parameters have been replaced
+        return self.packed
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """``to``, ``half`` and their like give each parameter memory of its own."""
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        self.pack()
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("packed", "sources")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        self.pack()
+
+
+def _apart(linears: list[Any]) -> str:
+    """Why projections cannot be packed, or ""."""
+    if not all(issubclass(getattr(type(x), "original", type(x)), torch.nn.Linear) for x in linears):
+        return f"its projections are of {', '.join(sorted({type(x).__name__ for x in linears}))}"
+    if any(getattr(type(x), "original", type(x)) is not torch.nn.Linear for x in linears):
+        return "its projections are subclasses of Linear"
+    if any(x._forward_hooks or x._forward_pre_hooks or "forward" in x.__dict__ for x in linears):
+        return "its projections have hooks"
+    weights = [x.weight for x in linears]
+    if any(type(w) is not torch.nn.Parameter or w.is_meta or w.dim() != 2 for w in weights):
+        return "its weights are no plain parameters"
+    if (
+        len(
+            {
+                (w.dtype, w.device, w.shape[1], w.requires_grad, x.bias is None)
+                for w, x in zip(weights, linears, strict=True)
+            }
+        )
+        > 1
+    ):
+        return "its projections differ in dtype, device, bias or requires_grad"
+    return ""
+
+
+def _together(linears: list[Any], name: str) -> Tensor | None:
+    parts = [getattr(x, name) for x in linears]
+    if parts[0] is None:
+        return None
+    whole = torch.cat([p.data for p in parts])
+    for p, rows in zip(parts, whole.split([len(p) for p in parts]), strict=True):
+        p.data = rows
+    return whole
+
+
+# ---- layers ---------------------------------------------------------------------------------------------
+
+
+class Norm(Patched):
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm, rounded as the original rounds."""
+        weight = self.weight  # type: ignore[attr-defined]
+        if x.dtype != weight.dtype:
+            return super().forward(x)  # type: ignore[misc, no-any-return]
+        return rms_norm(x, weight, **self.options())
+
+    def options(self) -> dict[str, Any]:
+        eps = getattr(self, "variance_epsilon", None)
+        eps = self.eps if eps is None else eps  # type: ignore[attr-defined]
+        return {"eps": eps, "weight_offset": self.family.weight_offset, "rounding": self.family.rounding}
+
+
+class Linear(Patched):
+    def forward(self, x: Tensor) -> Tensor:
+        """The product, by our kernel at decode sizes."""
+        if x.dtype != self.weight.dtype:  # type: ignore[attr-defined]
+            return super().forward(x)  # type: ignore[misc, no-any-return]
+        return projected(x, self.weight, self.bias, name="Linear")  # type: ignore[attr-defined]
+
+
+class Mlp(Fused):
+    parts = ("gate_proj", "up_proj")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``down(act(gate(x)) * up(x))``."""
+        fused = self.fused()
+        silu = gate_of(self.act_fn) is silu_mul  # type: ignore[attr-defined]
+        if fused is None or x.dtype != fused[0].dtype:
+            hidden = self.gated(self.gate_proj(x), self.up_proj(x))  # type: ignore[attr-defined]
+        elif silu and fused[1] is None and 0 < x.numel() <= DEFAULT_TOKENS * x.shape[-1]:
+            hidden = linear_silu_mul(x, fused[0])
+        else:
+            hidden = self.gated(projected(x, *fused), None)
+        return self.down_proj(hidden)  # type: ignore[attr-defined, no-any-return]
+
+    def gated(self, gate: Tensor, up: Tensor | None) -> Tensor:
+        kind = gate_of(self.act_fn)  # type: ignore[attr-defined]
+        if kind is silu_mul:
+            return silu_mul(gate, up)
+        return gelu_mul(gate, up, approximate=kind)
+
+
+class Attention(Fused):
+    parts = ("q_proj", "k_proj", "v_proj")
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Projections, norms of q and k, rotary embedding, cache, attention, output projection."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        me: Any = self
+        shape = hidden_states.shape[:-1]
+        fused = self.fused()
+        if fused is None or hidden_states.dtype != fused[0].dtype:
+            q, k, v = (getattr(me, name)(hidden_states) for name in self.parts)
+        else:
+            sizes = [getattr(me, name).out_features for name in self.parts]
+            q, k, v = projected(hidden_states, *fused, name="Attention").split(sizes, dim=-1)
+        q, k, v = (t.view(*shape, -1, me.head_dim) for t in (q, k, v))
+        if hasattr(me, "q_norm"):
+            q, k = me.q_norm(q), me.k_norm(k)
+        cos, sin = position_embeddings
+        q, k = rope(q, k, cos.detach(), sin.detach())  # type: ignore[assignment]
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, me.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(me.config._attn_implementation, None)
+        window = (
+            getattr(me, "sliding_window", None)
+            if hasattr(me, "layer_type")
+            else getattr(me.config, "sliding_window", None)
+        )
+        out, weights = attend(
+            self, q, k, v, attention_mask, dropout=me.attention_dropout if me.training else 0.0, scaling=me.scaling,
+            sliding_window=window, softcap=getattr(me, "attn_logit_softcapping", None), **kwargs,
+        )  # fmt: skip
+        return me.o_proj(out.reshape(*shape, -1)), weights
+
+
+class Layer(Patched):
+    """A decoder layer that adds the residual and takes the norm before the MLP in one pass."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        me: Any = self
+        attended, _ = me.self_attn(hidden_states=me.input_layernorm(hidden_states), **kwargs)
+        normed, residual = added(attended, hidden_states, me.post_attention_layernorm)
+        return residual + me.mlp(normed)  # type: ignore[no-any-return]
+
+
+class SandwichLayer(Patched):
+    """The same where attention's and the MLP's results are normed before they are added."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        me: Any = self
+        attended, _ = me.self_attn(hidden_states=me.input_layernorm(hidden_states), **kwargs)
+        attended = me.post_attention_layernorm(attended)
+        normed, residual = added(attended, hidden_states, me.pre_feedforward_layernorm)
+        return residual + me.post_feedforward_layernorm(me.mlp(normed))  # type: ignore[no-any-return]
+
+
+def added(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+    """``(norm(x + residual), x + residual)``."""
+    alone = isinstance(norm, Norm) and not norm._forward_hooks and not norm._forward_pre_hooks  # type: ignore[attr-defined]
+    if alone and x.dtype == residual.dtype == norm.weight.dtype:
+        return add_rms_norm(x, residual, norm.weight, **norm.options())  # type: ignore[attr-defined]
+    total = residual + x
+    return norm(total), total
+
+
+def gate_of(act: Any) -> Any:
+    """:func:`silu_mul`, the ``approximate`` of :func:`gelu_mul`, or None for an activation that has no gate here."""
+    if isinstance(act, torch.nn.SiLU) or type(act).__name__ == "SiLUActivation":
+        return silu_mul
+    if type(act).__name__ in ("GELUTanh", "PytorchGELUTanh"):
+        return "tanh"
+    if isinstance(act, torch.nn.GELU):
+        return act.approximate
+    return "none" if type(act).__name__ == "GELUActivation" else None

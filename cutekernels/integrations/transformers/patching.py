@@ -1,0 +1,155 @@
+"""``patch`` and ``unpatch``: a transformers model onto our kernels, and off them again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.integrations.transformers import attention, modules
+from cutekernels.integrations.transformers.families import family_of
+
+_BEFORE = "_cutekernels_attention"  # the attribute of a patched model: the attention it had
+
+
+@dataclass
+class Report:
+    """What :func:`patch` did. Also its context manager: leaving the block takes the model off the kernels.
+
+    Attributes:
+        model: the patched model.
+        patched: patched modules, by kind.
+        fused: modules whose projections are one product where no gradient of the weights is taken.
+        left: ``(module, reason)`` of what stayed as it was.
+    """
+
+    model: torch.nn.Module
+    patched: Counter[str] = field(default_factory=Counter)
+    fused: Counter[str] = field(default_factory=Counter)
+    left: list[tuple[str, str]] = field(default_factory=list)
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        unpatch(self.model)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{kind}: {n} patched" + (f", {f} fused" if (f := self.fused[kind]) else "")
+            for kind, n in self.patched.items()
+        ]
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.left:
+            reasons.setdefault(reason, []).append(name)
+        lines += [f"left as they were, since {why}: {_some(names)}" for why, names in reasons.items()]
+        return "\n".join(lines)
+
+
+def patch(model: torch.nn.Module) -> Report:
+    """Put a transformers model's norms, projections, MLPs, rotary embeddings and attention onto our kernels.
+
+    ::
+
+        with ck.patch(model) as report:
+            model.generate(**inputs)
+        print(report)
+
+    Outside a ``with`` the model stays patched until :func:`unpatch`. Parameters keep their names, values and identity:
+    state dicts, optimizers and PEFT adapters are not touched. Weights that multiply one input (q, k and v; gate and
+    up) are moved side by side in memory, and multiplied as one where no gradient of them is taken. Modules keep their
+    hooks; those with hooks on their projections, quantized weights or adapters keep their own projections.
+
+    Args:
+        model: of Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Gemma 2 or Gemma 3 (text), in fp16 or bf16 on a GPU,
+            on the CPU of any type. Patch it before ``torch.compile``.
+
+    Returns:
+        A :class:`Report` of what was patched, and what was not and why.
+
+    Raises:
+        UnsupportedProblem: another architecture, or a model that is patched already.
+        ImportError: transformers is not installed.
+    """
+    family = family_of(model)
+    if is_patched(model):
+        raise UnsupportedProblem("the model is patched already: call cutekernels.unpatch(model) first")
+    attention.register()
+    roles = {cls: role for role, cls in family.classes().items()}
+    layer = modules.SandwichLayer if family.sandwich else modules.Layer
+    mixins: dict[str, Any] = {"norm": modules.Norm, "mlp": modules.Mlp, "attention": modules.Attention, "layer": layer}
+    report = Report(model)
+    try:
+        for name, module in model.named_modules():
+            role = "linear" if type(module) is torch.nn.Linear else roles.get(type(module))
+            if role is None:
+                continue
+            reason = _refused(role, module)
+            if reason:
+                report.left.append((name, reason))
+                continue
+            mixin = modules.Linear if role == "linear" else mixins[role]
+            module.__class__ = modules.swapped(mixin, type(module), family)
+            report.patched[role] += 1
+        for name, module in model.named_modules():
+            if isinstance(module, modules.Fused):
+                reason = module.pack()
+                if reason:
+                    report.left.append((f"{name}.{'/'.join(module.parts)}", reason))
+                else:
+                    report.fused["attention" if isinstance(module, modules.Attention) else "mlp"] += 1
+        _route(model, report)
+    except BaseException:
+        unpatch(model)
+        raise
+    return report
+
+
+def unpatch(model: torch.nn.Module) -> None:
+    """Undo :func:`patch`: every module has its class, memory and attention again. No-op where nothing is patched."""
+    for module in model.modules():
+        if isinstance(module, modules.Patched):
+            if isinstance(module, modules.Fused):
+                module.unpack()
+            module.__class__ = module.original
+            for name in ("packed", "sources"):
+                module.__dict__.pop(name, None)
+    before = model.__dict__.pop(_BEFORE, None)
+    if before is not None:
+        model.set_attn_implementation(before)  # type: ignore[operator]
+
+
+def is_patched(model: torch.nn.Module) -> bool:
+    return any(isinstance(module, modules.Patched) for module in model.modules())
+
+
+def _refused(role: str, module: Any) -> str:
+    """Why a module is left as it is, or ""."""
+    if role == "experts":
+        return "there is no grouped product of experts yet"
+    if "forward" in module.__dict__:
+        return "its forward has been replaced (by device_map's hooks, say)"
+    if role == "mlp" and modules.gate_of(module.act_fn) is None:
+        return f"no kernel has the gate of {type(module.act_fn).__name__}"
+    return ""
+
+
+def _route(model: Any, report: Report) -> None:
+    """Attention by name, where the model's options allow it."""
+    config = model.config
+    for rule, broken in (
+        ("attention_dropout is not 0", getattr(config, "attention_dropout", 0.0)),
+        ("config asks for output_attentions", getattr(config, "output_attentions", False)),
+    ):
+        if broken:
+            report.left.append(("attention's core", rule))
+            return
+    model.__dict__[_BEFORE] = config._attn_implementation
+    model.set_attn_implementation(attention.NAME)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

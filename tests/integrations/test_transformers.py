@@ -1,0 +1,315 @@
+"""``ck.patch`` on tiny models of every family: the same logits, tokens and gradients, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cutekernels as ck
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.integrations.transformers import modules
+from tests.integrations import tiny
+from tests.integrations.tiny import FAMILIES, tokens
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers' and peft's own
+LEFT = torch.tensor([[0] * 7 + [1] * 13, [1] * 20])
+RIGHT = LEFT.flip(1)
+
+
+def close(actual: Tensor, expected: Tensor, seen: Tensor | None = None) -> None:
+    """Equal but for what fp32 rounds."""
+    actual, expected = actual.detach(), expected.detach()
+    if seen is not None:
+        actual, expected = actual[seen.bool()], expected[seen.bool()]
+    size = float(expected.abs().max())
+    assert float((actual - expected).abs().max()) <= 64 * 2.0**-23 * max(1.0, size)
+
+
+def snapshot(model: Any) -> dict[str, Any]:
+    return {
+        "classes": [(name, type(m)) for name, m in model.named_modules()],
+        "parameters": [(name, id(p), p.detach().clone(), p.data_ptr()) for name, p in model.named_parameters()],
+        "attention": model.config._attn_implementation,
+        "attributes": [(name, sorted(m.__dict__)) for name, m in model.named_modules()],
+    }
+
+
+# ---- results --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(family: str) -> None:
+    model, ids = tiny.model(family), tokens()
+    masks = {"none": None, "ones": torch.ones_like(ids), "left": LEFT, "right": RIGHT}
+    with torch.no_grad():
+        expected = {name: model(ids, attention_mask=mask).logits for name, mask in masks.items()}
+        with ck.patch(model):
+            assert model.config._attn_implementation == "cutekernels"
+            for name, mask in masks.items():
+                close(model(ids, attention_mask=mask).logits, expected[name], mask)
+        assert torch.equal(model(ids).logits, expected["none"])
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(family: str, cache: str | None) -> None:
+    model, ids = tiny.model(family), tokens()
+    options = {"max_new_tokens": 40, "do_sample": False, "attention_mask": LEFT, "cache_implementation": cache}
+    expected = model.generate(ids, **options)
+    with ck.patch(model):
+        assert torch.equal(model.generate(ids, **options), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_several_tokens_over_a_cache(family: str) -> None:
+    """A prompt in two parts, as assisted decoding and chunked prefill do."""
+    model, ids = tiny.model(family), tokens()
+    with torch.no_grad(), ck.patch(model):
+        whole = model(ids).logits
+        first = model(ids[:, :11], use_cache=True)
+        second = model(ids[:, 11:], past_key_values=first.past_key_values)
+    close(second.logits, whole[:, 11:])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_transformers(family: str, checkpointing: bool) -> None:
+    model, ids = tiny.model(family), tokens()
+    model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        model(ids, labels=ids, attention_mask=RIGHT).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    expected = gradients()
+    with ck.patch(model):
+        ours = gradients()
+    assert ours.keys() == expected.keys()
+    for name, gradient in expected.items():
+        close(ours[name], gradient)
+
+
+def test_hidden_states_and_a_frozen_base() -> None:
+    model, ids = tiny.model("qwen2"), tokens()
+    expected = model(ids, output_hidden_states=True).hidden_states
+    model.requires_grad_(False)
+    with ck.patch(model):
+        for ours, theirs in zip(model(ids, output_hidden_states=True).hidden_states, expected, strict=True):
+            close(ours, theirs)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_compiled_without_graph_breaks(family: str) -> None:
+    model, ids = tiny.model(family), tokens()
+    with torch.no_grad():
+        expected = model(ids).logits
+        with ck.patch(model):
+            compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+            close(compiled(ids).logits, expected)
+
+
+# ---- parameters -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unpatch_restores_everything(family: str) -> None:
+    model = tiny.model(family)
+    before = snapshot(model)
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    ck.patch(model)
+    assert list(model.state_dict()) == list(state)
+    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+    ck.unpatch(model)
+    after = snapshot(model)
+    assert after["classes"] == before["classes"]
+    assert after["attributes"] == before["attributes"]
+    assert after["attention"] == before["attention"]
+    for ours, theirs in zip(after["parameters"], before["parameters"], strict=True):
+        assert ours[:2] == theirs[:2]
+        assert torch.equal(ours[2], theirs[2])
+    storages = [p.untyped_storage().data_ptr() for p in dict.fromkeys(model.parameters())]
+    assert len(set(storages)) == len(storages), "each parameter has memory of its own"
+    ck.unpatch(model)  # nothing to do
+
+
+def test_an_optimizer_made_before_updates_the_packed_weights() -> None:
+    model, ids = tiny.model("llama"), tokens()
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
+    ck.patch(model)
+    for _ in range(2):
+        for m, optimizer in zip((model, twin), optimizers, strict=True):
+            optimizer.zero_grad()
+            m(ids, labels=ids).loss.backward()
+            optimizer.step()
+    with torch.no_grad():  # through the packed weights now
+        close(model(ids).logits, twin(ids).logits)
+
+
+def test_moves_casts_and_loads_keep_projections_together() -> None:
+    model, ids = tiny.model("qwen2"), tokens()
+    other = tiny.model("qwen2")
+    for parameter in other.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    ck.patch(model)
+    model.double().float()
+    for assign in (False, True):
+        model.load_state_dict(other.state_dict(), assign=assign)
+        with torch.no_grad():
+            close(model(ids).logits, other(ids).logits)
+    mlp = model.model.layers[0].mlp
+    assert mlp.packed[0].data_ptr() == mlp.gate_proj.weight.data_ptr()
+    assert mlp.up_proj.weight.data_ptr() == mlp.packed[0][96:].data_ptr()
+
+
+def test_copies_and_pickles_are_patched_and_apart() -> None:
+    model, ids = tiny.model("qwen3"), tokens()
+    with torch.no_grad():
+        expected = model(ids).logits
+        ck.patch(model)
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            mlp = twin.model.layers[0].mlp
+            assert isinstance(mlp, modules.Mlp)
+            assert mlp.packed[0].data_ptr() == mlp.gate_proj.weight.data_ptr()
+            assert mlp.packed[0].data_ptr() != model.model.layers[0].mlp.packed[0].data_ptr()
+            close(twin(ids).logits, expected)
+            ck.unpatch(twin)
+            close(twin(ids).logits, expected)
+
+
+def test_a_patched_model_is_saved_as_a_plain_one(tmp_path: Path) -> None:
+    model, ids = tiny.model("llama"), tokens()
+    with torch.no_grad():
+        expected = model(ids).logits
+        with ck.patch(model):
+            model.save_pretrained(tmp_path)
+        loaded = type(model).from_pretrained(tmp_path)
+        assert torch.equal(loaded(ids).logits, expected)
+
+
+@pytest.mark.parametrize("order", ["patch first", "adapter first"])
+def test_lora(order: str) -> None:
+    """Targets are found by name; projections with adapters keep their own products."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "gate_proj"], init_lora_weights=False)
+    ids = tokens()
+
+    def adapted(model: Any) -> Any:
+        torch.manual_seed(1)
+        return peft.get_peft_model(model, config)
+
+    expected = adapted(tiny.model("llama"))(ids, labels=ids)
+    model = tiny.model("llama")
+    if order == "patch first":
+        ck.patch(model)
+        ours = adapted(model)
+    else:
+        ours = adapted(model)
+        report = ck.patch(ours.base_model.model)
+        assert any("projections are of" in reason for _, reason in report.left)
+    with torch.no_grad():
+        close(ours(ids).logits, expected.logits)
+    result = ours(ids, labels=ids)
+    close(result.logits, expected.logits)
+    result.loss.backward()
+    grads = [p.grad for p in ours.parameters() if p.requires_grad]
+    assert all(g is not None and g.isfinite().all() for g in grads)
+
+
+# ---- what is refused, and what is reported --------------------------------------------------------------
+
+
+def test_the_report_names_what_is_left() -> None:
+    model = tiny.model("mixtral")
+    model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *_: None)
+    with ck.patch(model) as report:
+        text = str(report)
+    assert report.patched == {"layer": 2, "attention": 2, "linear": 9, "norm": 5}
+    assert report.fused == {"attention": 1}
+    assert "no grouped product of experts yet: model.layers.0.mlp, model.layers.1.mlp" in text
+    assert "its projections have hooks: model.layers.1.self_attn.q_proj/k_proj/v_proj" in text
+
+
+def test_an_unknown_activation_and_dropout_are_left() -> None:
+    model = tiny.model("llama", hidden_act="relu", attention_dropout=0.1)
+    ids = tokens()
+    expected = model(ids).logits
+    with ck.patch(model) as report:
+        close(model(ids).logits, expected)
+    assert ("attention's core", "attention_dropout is not 0") in report.left
+    assert any("no kernel has the gate of ReLU" in reason for _, reason in report.left)
+
+
+@pytest.mark.parametrize("model", [torch.nn.Linear(4, 4), None, "llama"])
+def test_other_models_are_refused(model: Any) -> None:
+    with pytest.raises(UnsupportedProblem, match=r"model_type is one of llama.*cutekernels\.nn"):
+        ck.patch(model)
+
+
+def test_patching_twice_is_refused_and_changes_nothing() -> None:
+    model, ids = tiny.model("llama"), tokens()
+    with torch.no_grad():
+        expected = model(ids).logits
+        with ck.patch(model):
+            with pytest.raises(UnsupportedProblem, match="patched already"):
+                ck.patch(model)
+            close(model(ids).logits, expected)
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_an_error_inside_the_block_restores_the_model() -> None:
+    model = tiny.model("llama")
+    before = snapshot(model)
+    with pytest.raises(ZeroDivisionError), ck.patch(model):
+        _ = 1 / 0
+    assert snapshot(model)["classes"] == before["classes"]
+
+
+def test_masks_that_are_not_bool_and_sinks_are_refused() -> None:
+    model, ids = tiny.model("llama"), tokens()
+    with ck.patch(model):
+        with pytest.raises(UnsupportedProblem, match=r"bool masks; this one is torch\.float32"):
+            model(ids, attention_mask=torch.zeros(2, 1, 20, 20))
+        with pytest.raises(UnsupportedProblem, match="no sinks"):
+            model(ids, s_aux=torch.zeros(4))
+
+
+# ---- compare --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_compare(patched: bool) -> None:
+    model = tiny.model("qwen2", torch.bfloat16)
+    if patched:
+        ck.patch(model)
+    result = ck.compare(model, {"input_ids": tokens(), "attention_mask": RIGHT}, layers=True)
+    assert list(result.plain) == list(result.patched) == ["layer 0", "layer 1", "logits"]
+    assert 1e-4 < result.patched["logits"] <= 1.25 * result.plain["logits"] < 0.1
+    assert "same most likely token" in str(result)
+    assert any(isinstance(m, modules.Patched) for m in model.modules()) == patched
+    with pytest.raises(UnsupportedProblem, match="needs inputs"):
+        ck.compare(model, {})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_a_gpu_no_further_from_fp32_than_transformers(family: str) -> None:
+    model = tiny.model(family, torch.bfloat16, head_dim=64).to("cuda")
+    ids = tokens(4, 50).to("cuda")
+    result = ck.compare(model, ids)
+    assert result.patched["logits"] <= 1.1 * result.plain["logits"]
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False)
+    with ck.patch(model):
+        assert model.generate(ids, max_new_tokens=8, do_sample=False).shape == expected.shape
+        compiled = torch.compile(model, fullgraph=True)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(ids).logits, model(ids).logits, rtol=2e-2, atol=5e-2)

@@ -1,0 +1,50 @@
+"""Tiny transformers models of every family, with weights that make their results differ from token to token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+# Config class, and what differs from the common ones.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {}),
+    "mistral": ("Mistral", {"sliding_window": 8}),
+    "gemma2": ("Gemma2", {"sliding_window": 8, "query_pre_attn_scalar": 16}),
+    "gemma3": ("Gemma3Text", {"sliding_window": 8, "query_pre_attn_scalar": 16}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
+}
+COMMON = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+
+
+def model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A causal language model in evaluation mode, always the same."""
+    name, own = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**(COMMON | own | changes))
+    torch.manual_seed(5)
+    cls = "Gemma3ForCausalLM" if name == "Gemma3Text" else f"{name}ForCausalLM"
+    made = getattr(transformers, cls)(config)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+    return made.to(dtype).eval()
+
+
+def tokens(batch: int = 2, length: int = 20) -> torch.Tensor:
+    return torch.randint(2, 131, (batch, length), generator=torch.Generator().manual_seed(3))
