@@ -12,7 +12,8 @@ from torch.nn import functional
 from cutekernels import dispatch, verify
 from cutekernels.gpu import GpuSpec
 from cutekernels.op import Config, Op, Problem
-from cutekernels.ops.attention.op import ATTENTION, AttentionConfig
+from cutekernels.ops.attention.config import AttentionConfig
+from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import AttentionProblem
 from cutekernels.ops.attention.reference import band
 

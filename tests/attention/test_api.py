@@ -13,7 +13,8 @@ from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops import registry
 from cutekernels.ops.attention.api import attention, canonical
-from cutekernels.ops.attention.op import ATTENTION, AttentionConfig
+from cutekernels.ops.attention.config import AttentionConfig
+from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import AttentionProblem
 from cutekernels.ops.attention.reference import band
 from tests.attention.cases import qkv, random_problem, rows, torch_attention, wide

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from cutekernels import gpu
-from cutekernels.ops.attention.op import ATTENTION, AttentionConfig
+from cutekernels.ops.attention.config import AttentionConfig
+from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import AttentionProblem
 from tests.attention import compiled
 from tests.attention.cases import random_config

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cutekernels import gpu
-from cutekernels.ops.attention.op import ATTENTION, AttentionConfig
+from cutekernels.ops.attention.config import AttentionConfig
+from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import AttentionProblem
 from tests.attention.compiled import H200, built, count
 from tests.compiled import cubin, opcodes, sass

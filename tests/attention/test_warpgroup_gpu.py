@@ -11,7 +11,8 @@ import torch
 
 from cutekernels import gpu
 from cutekernels.ops.attention.api import attention
-from cutekernels.ops.attention.op import ATTENTION, AttentionConfig
+from cutekernels.ops.attention.config import AttentionConfig
+from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import AttentionProblem
 from tests.attention import cases
 from tests.attention.cases import random_problem

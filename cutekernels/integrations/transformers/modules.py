@@ -31,11 +31,11 @@ class Patched:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles name the two classes that this one is made of."""
         mixin = next(base for base in type(self).__mro__ if base.__module__ == __name__ and base is not type(self))
-        return _rebuilt, (mixin, self.original, self.family), self.__getstate__()  # type: ignore[attr-defined]
+        return _rebuilt, (mixin, self.original, self.family), self.__getstate__()
 
 
 @cache
-def swapped(mixin: type, original: type, family: Family) -> type:
+def swapped(mixin: Any, original: type, family: Family) -> Any:
     """The class of a patched ``original``."""
     return type(original.__name__, (mixin, original), {"original": original, "family": family, "__module__": __name__})
 
@@ -86,7 +86,7 @@ class Fused(Patched):
         if self.packed is None:
             return None
         for name, source in zip(self.parts, self.sources, strict=True):
-            if getattr(self, name) is not source or source._forward_hooks or source._forward_pre_hooks:
+            if getattr(self, name) is not source or not _unhooked(source):
                 return None
         first = self.sources[0]
         if torch.is_grad_enabled() and first.weight.requires_grad:
@@ -185,9 +185,8 @@ class Mlp(Fused):
 
     def gated(self, gate: Tensor, up: Tensor | None) -> Tensor:
         kind = gate_of(self.act_fn)  # type: ignore[attr-defined]
-        if kind is silu_mul:
-            return silu_mul(gate, up)
-        return gelu_mul(gate, up, approximate=kind)
+        result: Tensor = silu_mul(gate, up) if kind is silu_mul else gelu_mul(gate, up, approximate=kind)
+        return result
 
 
 class Attention(Fused):
@@ -216,8 +215,8 @@ class Attention(Fused):
         if hasattr(me, "q_norm"):
             q, k = me.q_norm(q), me.k_norm(k)
         cos, sin = position_embeddings
-        q, k = rope(q, k, cos.detach(), sin.detach())  # type: ignore[assignment]
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        turned = rope(q, k, cos.detach(), sin.detach())
+        q, k, v = (t.transpose(1, 2) for t in (*turned, v) if t is not None)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, me.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(me.config._attn_implementation, None)
@@ -256,11 +255,14 @@ class SandwichLayer(Patched):
 
 def added(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
     """``(norm(x + residual), x + residual)``."""
-    alone = isinstance(norm, Norm) and not norm._forward_hooks and not norm._forward_pre_hooks  # type: ignore[attr-defined]
-    if alone and x.dtype == residual.dtype == norm.weight.dtype:
-        return add_rms_norm(x, residual, norm.weight, **norm.options())  # type: ignore[attr-defined]
+    if isinstance(norm, Norm) and _unhooked(norm) and x.dtype == residual.dtype == norm.weight.dtype:
+        return add_rms_norm(x, residual, norm.weight, **norm.options())
     total = residual + x
     return norm(total), total
+
+
+def _unhooked(module: Any) -> bool:
+    return not module._forward_hooks and not module._forward_pre_hooks
 
 
 def gate_of(act: Any) -> Any:

@@ -91,8 +91,9 @@ def patch(model: torch.nn.Module) -> Report:
             if reason:
                 report.left.append((name, reason))
                 continue
-            mixin = modules.Linear if role == "linear" else mixins[role]
-            module.__class__ = modules.swapped(mixin, type(module), family)
+            mixin: Any = modules.Linear if role == "linear" else mixins[role]
+            original: Any = type(module)
+            module.__class__ = modules.swapped(mixin, original, family)
             report.patched[role] += 1
         for name, module in model.named_modules():
             if isinstance(module, modules.Fused):
@@ -110,7 +111,8 @@ def patch(model: torch.nn.Module) -> Report:
 
 def unpatch(model: torch.nn.Module) -> None:
     """Undo :func:`patch`: every module has its class, memory and attention again. No-op where nothing is patched."""
-    for module in model.modules():
+    found: list[Any] = list(model.modules())  # Any: a patched module is of both its classes
+    for module in found:
         if isinstance(module, modules.Patched):
             if isinstance(module, modules.Fused):
                 module.unpack()

@@ -26,7 +26,8 @@ from cutekernels.ops.attention.arguments import (
     sides_of,
     text_of,
 )
-from cutekernels.ops.attention.op import ATTENTION, AttentionConfig
+from cutekernels.ops.attention.config import AttentionConfig
+from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import DTYPES, WIDEST, AttentionProblem
 from cutekernels.ops.shared.call_cache import Call, CallCache, Inputs, empty_copy, stand_ins
 from cutekernels.ops.shared.registration import define_with_out, direct

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels import rates
 from cutekernels.kernels.cute.parts.attention_smem import PrefillSmem, WarpgroupAttentionSmem
-from cutekernels.op import knob
-from cutekernels.ops.attention.problem import ORDER, AttentionProblem, TilesConfig, power_of_two
+from cutekernels.op import knob, power_of_two
+from cutekernels.ops.attention.problem import ORDER, AttentionProblem, TilesConfig
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec

@@ -79,7 +79,7 @@ class Attention(TilesOp[AttentionProblem, AttentionConfig]):
 
     def default(self, p: AttentionProblem, gpu: GpuSpec) -> AttentionConfig:
         """The model's best of body=warps: the warpgroup body has not been measured yet."""
-        return best_of(self, p, gpu, body="warps")
+        return best_of(self, p, gpu, body="warps")  # type: ignore[no-any-return]
 
     def estimate_us(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float:
         """See :meth:`TilesOp.tiles_us`."""

@@ -1,0 +1,50 @@
+"""Patch a transformers model, look at what changed and how exact it is, and take the patch off.
+
+Run with a model of the Hub, or without one for a tiny random model: ``python examples/patch_model.py [MODEL]``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+import transformers
+
+import cutekernels as ck
+
+
+def load(name: str | None) -> tuple[torch.nn.Module, torch.Tensor]:
+    """The model and some token ids."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if name is not None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        ids = tokenizer("The kernel of the matter is", return_tensors="pt").input_ids
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=1000,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        ids = torch.randint(0, 1000, (1, 16))
+    return model.eval().to(device), ids.to(device)
+
+
+def main(name: str | None = None) -> None:
+    """Generate plain and patched, and compare."""
+    model, ids = load(name)
+    with ck.patch(model) as report:
+        print(report)
+        begin = time.perf_counter()
+        model.generate(ids, max_new_tokens=16, do_sample=False)
+        print(f"16 tokens in {time.perf_counter() - begin:.2f} s, the first call compiles kernels")
+    print(ck.compare(model, ids))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])
