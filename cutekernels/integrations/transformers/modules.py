@@ -147,12 +147,13 @@ def _together(linears: list[Any], name: str) -> Tensor | None:
 
 
 class Norm(Patched):
+    weight: Tensor
+
     def forward(self, x: Tensor) -> Tensor:
         """The norm, rounded as the original rounds."""
-        weight = self.weight  # type: ignore[attr-defined]
-        if x.dtype != weight.dtype:
+        if x.dtype != self.weight.dtype:
             return super().forward(x)  # type: ignore[misc, no-any-return]
-        return rms_norm(x, weight, **self.options())
+        return rms_norm(x, self.weight, **self.options())
 
     def options(self) -> dict[str, Any]:
         eps = getattr(self, "variance_epsilon", None)
