@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.integrations.transformers.families import FAMILIES
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.decode import MOST_QUERIES
 from cutekernels.ops.attention.decode_api import decode_attention
@@ -73,7 +74,8 @@ def make_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tenso
     """The mask of a batch, as transformers' own for SDPA: None where the causal band and the window say it all."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    if local_size is not None:
+    # Other models may mean chunks by local_size, or not pass their window on.
+    if local_size is not None and getattr(kwargs.get("config"), "model_type", None) in FAMILIES:
         plain = {**kwargs, "mask_function": causal_mask_function}
         if kwargs.get("allow_is_causal_skip", True) and sdpa_mask(*args, local_size=None, **plain) is None:
             return None

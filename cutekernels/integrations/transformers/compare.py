@@ -58,7 +58,7 @@ def compare(model: torch.nn.Module, inputs: Tensor | Mapping[str, Tensor], *, la
     if not given:
         raise UnsupportedProblem("compare needs inputs: token ids, or the keyword arguments of a forward pass")
     was_patched = is_patched(model)
-    training = model.training
+    training = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         if was_patched:
@@ -68,7 +68,8 @@ def compare(model: torch.nn.Module, inputs: Tensor | Mapping[str, Tensor], *, la
         with patch(model):
             ours = _results(model, given, layers)
     finally:
-        model.train(training)
+        for module, mode in training:
+            module.training = mode
         if was_patched and not is_patched(model):
             patch(model)
     seen = given.get("attention_mask")

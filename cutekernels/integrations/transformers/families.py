@@ -19,6 +19,7 @@ class Family:
         experts: suffix of the mixture-of-experts block's class, or "".
         weight_offset, rounding: of its norms, as :func:`cutekernels.rms_norm` takes them.
         sandwich: layers have norms behind attention and MLP too, before the residual is added.
+        softcap: attention has the config's ``attn_logit_softcapping``.
     """
 
     module: str
@@ -27,6 +28,7 @@ class Family:
     weight_offset: float = 0.0
     rounding: str = "huggingface"
     sandwich: bool = False
+    softcap: bool = False
 
     def classes(self) -> dict[str, type]:
         """The classes by role: norm, mlp, attention, layer, experts."""
@@ -46,7 +48,7 @@ FAMILIES = {
     "qwen2": Family("qwen2", "Qwen2"),
     "qwen3": Family("qwen3", "Qwen3"),
     "qwen3_moe": Family("qwen3_moe", "Qwen3Moe", "SparseMoeBlock"),
-    "gemma2": Family("gemma2", "Gemma2", **_GEMMA),
+    "gemma2": Family("gemma2", "Gemma2", softcap=True, **_GEMMA),
     "gemma3_text": Family("gemma3", "Gemma3", **_GEMMA),
 }
 

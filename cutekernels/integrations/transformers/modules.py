@@ -5,6 +5,7 @@ A patched module keeps its parameters, buffers, hooks and name; only its class c
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from typing import Any
 
@@ -55,11 +56,13 @@ class Fused(Patched):
         parts: the projections' names.
         packed: ``(weight, bias or None)`` of all of them, or None where they cannot be packed.
         sources: the projections that were packed: adapters put others in their place.
+        views: ``(projection, "weight" or "bias", parameter, address)`` of what was packed.
     """
 
     parts: tuple[str, ...] = ()
     packed: tuple[Tensor, Tensor | None] | None = None
     sources: tuple[torch.nn.Linear, ...] = ()
+    views: tuple[tuple[torch.nn.Linear, str, Tensor, int], ...] = ()
 
     def pack(self) -> str:
         """Move the projections' parameters side by side. Returns why not, or ""."""
@@ -67,18 +70,20 @@ class Fused(Patched):
         linears = [getattr(self, name) for name in self.parts]
         reason = _apart(linears)
         if not reason:
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 self.packed = _together(linears, "weight"), _together(linears, "bias")  # type: ignore[assignment]
             self.sources = tuple(linears)
+            kept = [(x, kind, getattr(x, kind)) for x in linears for kind in ("weight", "bias")]
+            self.views = tuple((x, kind, p, p.data_ptr()) for x, kind, p in kept if p is not None)
         return reason
 
     def unpack(self) -> None:
         """Give each projection memory of its own again."""
         if self.packed is not None:
             self.packed = None
-            for linear in self.sources:
-                for p in (linear.weight, linear.bias):
-                    if p is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                for _, _, p, address in self.views:
+                    if p.data_ptr() == address:
                         p.data = p.data.clone()
 
     def fused(self) -> tuple[Tensor, Tensor | None] | None:
@@ -88,11 +93,12 @@ class Fused(Patched):
         for name, source in zip(self.parts, self.sources, strict=True):
             if getattr(self, name) is not source or not _unhooked(source):
                 return None
-        first = self.sources[0]
-        if torch.is_grad_enabled() and first.weight.requires_grad:
-            return None
-        if not torch.compiler.is_compiling() and first.weight.data_ptr() != self.packed[0].data_ptr():
-            self.pack()  # the parameters have been replaced
+        grads, traced = torch.is_grad_enabled(), torch.compiler.is_compiling()
+        for source, kind, p, address in self.views:
+            if grads and p.requires_grad:
+                return None
+            if getattr(source, kind) is not p or not (traced or p.data_ptr() == address):  # it has been replaced
+                return None if traced or self.pack() else self.fused()
         return self.packed
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +108,7 @@ class Fused(Patched):
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("packed", "sources")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("packed", "sources", "views")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
@@ -115,7 +121,7 @@ def _apart(linears: list[Any]) -> str:
         return f"its projections are of {', '.join(sorted({type(x).__name__ for x in linears}))}"
     if any(getattr(type(x), "original", type(x)) is not torch.nn.Linear for x in linears):
         return "its projections are subclasses of Linear"
-    if any(x._forward_hooks or x._forward_pre_hooks or "forward" in x.__dict__ for x in linears):
+    if any(not _unhooked(x) or "forward" in x.__dict__ for x in linears):
         return "its projections have hooks"
     weights = [x.weight for x in linears]
     if any(type(w) is not torch.nn.Parameter or w.is_meta or w.dim() != 2 for w in weights):
@@ -192,6 +198,7 @@ class Mlp(Fused):
 
 class Attention(Fused):
     parts = ("q_proj", "k_proj", "v_proj")
+    head_dim: int
 
     def forward(
         self,
@@ -202,9 +209,8 @@ class Attention(Fused):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Projections, norms of q and k, rotary embedding, cache, attention, output projection."""
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
         me: Any = self
+        names: Any = sys.modules[self.original.__module__]
         shape = hidden_states.shape[:-1]
         fused = self.fused()
         if fused is None or hidden_states.dtype != fused[0].dtype:
@@ -220,7 +226,9 @@ class Attention(Fused):
         q, k, v = (t.transpose(1, 2) for t in (*turned, v) if t is not None)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, me.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(me.config._attn_implementation, None)
+        attend = names.ALL_ATTENTION_FUNCTIONS.get_interface(
+            me.config._attn_implementation, names.eager_attention_forward
+        )
         window = (
             getattr(me, "sliding_window", None)
             if hasattr(me, "layer_type")
@@ -228,7 +236,7 @@ class Attention(Fused):
         )
         out, weights = attend(
             self, q, k, v, attention_mask, dropout=me.attention_dropout if me.training else 0.0, scaling=me.scaling,
-            sliding_window=window, softcap=getattr(me, "attn_logit_softcapping", None), **kwargs,
+            sliding_window=window, softcap=me.attn_logit_softcapping if self.family.softcap else None, **kwargs,
         )  # fmt: skip
         return me.o_proj(out.reshape(*shape, -1)), weights
 
@@ -263,7 +271,9 @@ def added(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
 
 
 def _unhooked(module: Any) -> bool:
-    return not module._forward_hooks and not module._forward_pre_hooks
+    return not (
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def gate_of(act: Any) -> Any:

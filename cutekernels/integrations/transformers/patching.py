@@ -11,7 +11,9 @@ import torch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers import attention, modules
 from cutekernels.integrations.transformers.families import family_of
+from cutekernels.ops.attention.problem import WIDEST
 
+WIDEST_HEAD = 256
 _BEFORE = "_cutekernels_attention"  # the attribute of a patched model: the attention it had
 
 
@@ -117,7 +119,7 @@ def unpatch(model: torch.nn.Module) -> None:
             if isinstance(module, modules.Fused):
                 module.unpack()
             module.__class__ = module.original
-            for name in ("packed", "sources"):
+            for name in ("packed", "sources", "views"):
                 module.__dict__.pop(name, None)
     before = model.__dict__.pop(_BEFORE, None)
     if before is not None:
@@ -148,6 +150,13 @@ def _route(model: Any, report: Report) -> None:
     ):
         if broken:
             report.left.append(("attention's core", rule))
+            return
+    for name, module in model.named_modules():
+        if isinstance(module, modules.Attention) and (module.head_dim % WIDEST or module.head_dim > WIDEST_HEAD):
+            rule = (
+                f"kernels take a head_dim that is a multiple of {WIDEST} up to {WIDEST_HEAD}; it is {module.head_dim}"
+            )
+            report.left.append((f"{name}'s core", rule))
             return
     model.__dict__[_BEFORE] = config._attn_implementation
     model.set_attn_implementation(attention.NAME)
