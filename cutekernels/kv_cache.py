@@ -96,10 +96,20 @@ class KVCache:
         state = torch.zeros((3, batch), dtype=torch.int32, device=k_cache.device)
         self._set(k_cache, v_cache, page_table, state, None)
 
-    def _set(self, k: Tensor, v: Tensor, page_table: Tensor | None, state: Tensor, pool: _Pool | None) -> None:
+    def _set(
+        self,
+        k: Tensor,
+        v: Tensor,
+        page_table: Tensor | None,
+        state: Tensor,
+        pool: _Pool | None,
+        states: Tensor | None = None,
+    ) -> None:
+        """``states``: ``(..., 3, B)``, of the layers that :meth:`reset` empties; this one's alone by default."""
         self.k_cache, self.v_cache, self.page_table = k, v, page_table
         self.lengths, self.lost = state[LENGTHS], state[LOST]
         self._state, self._pool = state, pool
+        self._states = state if states is None else states
 
     @classmethod
     def contiguous(
@@ -172,6 +182,35 @@ class KVCache:
         cache._pool = pool
         return cache
 
+    @classmethod
+    def layers(
+        cls,
+        layers: int,
+        batch: int,
+        room: int,
+        heads: int,
+        head_dim: int,
+        *,
+        pages: int,
+        page_size: int = 16,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cuda",
+    ) -> list[KVCache]:
+        """The caches of a model's layers, with one page table: :meth:`reserve` and :meth:`reset` in the first one,
+        or in ``first[i]``, act on all. Arguments as of :meth:`paged`; ``pages`` is the number of each layer.
+        """
+        _check_sizes(layers=(layers, 1))
+        first = cls.paged(batch, room, heads, head_dim, page_size=page_size, pages=pages, dtype=dtype, device=device)
+        states = torch.zeros((layers, 3, batch), dtype=torch.int32, device=first.k_cache.device)
+        found = [first]
+        for _ in range(layers - 1):
+            k, v = torch.empty_like(first.k_cache), torch.empty_like(first.v_cache)
+            found.append(cls(k, v, first.page_table))
+        for cache, state in zip(found, states, strict=True):
+            whole = states if cache is first else None
+            cache._set(cache.k_cache, cache.v_cache, cache.page_table, state, cache._pool, whole)
+        return found
+
     # -- what there is
 
     @property
@@ -223,7 +262,8 @@ class KVCache:
             part._set(self.k_cache[sequences], self.v_cache[sequences], None, self._state[:, sequences], None)
         else:
             own = None if pool is None else pool[sequences]
-            part._set(self.k_cache, self.v_cache, table[sequences], self._state[:, sequences], own)
+            states = self._states[..., sequences]
+            part._set(self.k_cache, self.v_cache, table[sequences], self._state[:, sequences], own, states)
         return part
 
     def __repr__(self) -> str:
@@ -298,7 +338,7 @@ class KVCache:
 
     def reset(self) -> None:
         """Drops all tokens, and frees pages that :meth:`reserve` took. ``cache[i].reset()`` for one sequence."""
-        self._state.zero_()
+        self._states.zero_()
         if self._pool is not None:
             assert self.page_table is not None
             for held in self._pool.held:

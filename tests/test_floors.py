@@ -20,6 +20,7 @@ FLOORS = {
     "bench/": 18,
     "cutekernels/cli.py": 18,
     "cutekernels/integrations/": 18,
+    "cutekernels/models/": 18,
     "cutekernels/introspection.py": 17,
     "cutekernels/catalog.py": 17,
     "cutekernels/optim.py": 17,

@@ -1,0 +1,3 @@
+from cutekernels.models.decoder import Decoder as Decoder
+from cutekernels.models.decoder import Generated as Generated
+from cutekernels.models.sampling import Sampling as Sampling

@@ -1,0 +1,366 @@
+"""``Decoder``: a Llama-class model that generates tokens over this library's ops alone, many requests at a time.
+
+A step is one token of every running request. On a GPU it is one captured graph for each size of the batch, whose
+inputs (tokens, lengths, page table, sampling) are read on the device: requests come and go between steps and nothing is
+captured again. The host reads tokens back one step late, so it never waits for the step that it has just started.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.kv_cache import KVCache
+from cutekernels.models.requests import Request, Requests
+from cutekernels.models.sampling import Choices, Sampling
+from cutekernels.models.weights import Layer, Weights, read
+from cutekernels.nn.mlp import projected
+from cutekernels.ops.activations.api import silu_mul
+from cutekernels.ops.attention.api import attention
+from cutekernels.ops.attention.decode_api import decode_attention
+from cutekernels.ops.embedding import embedding
+from cutekernels.ops.gemm.skinny import DEFAULT_TOKENS
+from cutekernels.ops.norm_linear.api import linear_silu_mul
+from cutekernels.ops.norms.api import add_rms_norm, rms_norm
+from cutekernels.ops.rope import rope
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Results of :meth:`Decoder.generate`, in the order of the prompts.
+
+    Attributes:
+        tokens: of each request, without the prompt.
+        texts: the same, decoded, where the decoder has a tokenizer.
+        seconds: of the whole call.
+    """
+
+    tokens: list[list[int]]
+    texts: list[str] | None
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(map(len, self.tokens)) / self.seconds
+
+
+@dataclass
+class _Launched:
+    """Tokens on their way to the host, and the requests that they belong to."""
+
+    tokens: Tensor
+    ready: torch.cuda.Event | None
+    requests: list[Request]
+
+
+class Decoder:
+    """Generates tokens for up to ``max_batch`` requests at a time; make one with :meth:`from_transformers`.
+
+    ::
+
+        decoder = Decoder.from_transformers(model, max_batch=16, max_tokens=4096)
+        print(decoder.generate([[1, 2, 3], [4, 5]], max_new_tokens=64).tokens)
+
+    or request by request, with ``add``, ``step`` until ``idle``, and ``result``.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        *,
+        max_batch: int,
+        max_tokens: int,
+        page_size: int,
+        pages: int,
+        chunk: int,
+        tokenizer: Any = None,
+    ) -> None:
+        w = self._w = weights
+        device, dtype = w.embedding.device, w.embedding.dtype
+        self._max_batch, self._chunk, self._tokenizer = max_batch, chunk, tokenizer
+        self._caches = KVCache.layers(
+            len(w.layers), max_batch, max_tokens, w.heads_kv, w.head_dim, page_size=page_size, pages=pages,
+            dtype=dtype, device=device,
+        )  # fmt: skip
+        self._requests = Requests(self._caches[0], len(w.embedding))
+        self._choices = Choices(max_batch, len(w.head.weight), device)
+        self._tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)  # each slot's last one
+        self._counts = torch.zeros(max_batch, dtype=torch.int32, device=device)  # 1 where a step appends a token
+        self._counted: set[int] = set()  # the slots where it is 1
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._launched: list[_Launched] = []
+
+    @classmethod
+    def from_transformers(
+        cls,
+        model: torch.nn.Module,
+        *,
+        max_batch: int = 8,
+        max_tokens: int = 4096,
+        page_size: int = 64,
+        pages: int | None = None,
+        chunk: int = 2048,
+        tokenizer: Any = None,
+    ) -> Decoder:
+        """A decoder over the weights of a transformers model, in the model's own memory.
+
+        The model stays usable. Projections that share an input are moved side by side, as :func:`cutekernels.patch`
+        moves them.
+
+        Args:
+            model: Llama, Mistral, Qwen2 or Qwen3 for causal language modelling, on one device, fp16 or bf16 on a GPU.
+            max_batch: requests that run at a time; more wait.
+            max_tokens: of a request, its prompt included.
+            page_size: tokens in a page of the cache: 16, 32, 64, 128 or 256.
+            pages: of the cache in each layer; by default enough for ``max_batch`` requests of ``max_tokens``.
+            chunk: tokens of a prompt that are computed at a time.
+            tokenizer: to take prompts as text and give texts back.
+
+        Raises:
+            UnsupportedProblem: a model that is not of these families or is patched, sizes that are out of range.
+        """
+        for name, size in (("max_batch", max_batch), ("max_tokens", max_tokens), ("chunk", chunk)):
+            if type(size) is not int or size < 1:
+                raise UnsupportedProblem(f"Decoder takes {name} as an integer from 1 up; got {size!r}")
+        pages = max_batch * -(-max_tokens // page_size) if pages is None else pages
+        weights = read(model, max_tokens)
+        return cls(
+            weights, max_batch=max_batch, max_tokens=max_tokens, page_size=page_size, pages=pages, chunk=chunk,
+            tokenizer=tokenizer,
+        )  # fmt: skip
+
+    # ---- requests
+
+    def add(
+        self,
+        prompt: str | Sequence[int] | Tensor,
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling | None = None,
+        stop: Iterable[int] = (),
+    ) -> int:
+        """Queue a request; it starts in the next :meth:`step` that has room for it.
+
+        Args:
+            prompt: token ids, or text where the decoder has a tokenizer.
+            max_new_tokens: at most; room for the prompt and all of them is reserved when it starts.
+            sampling: how tokens are chosen; greedy by default.
+            stop: token ids behind which the request ends; the token itself is part of the result.
+
+        Returns:
+            The request's number, for :meth:`result`.
+
+        Raises:
+            UnsupportedProblem: an empty prompt, an unknown token, or more tokens than the cache can ever hold.
+        """
+        return self._requests.add(self._ids(prompt), max_new_tokens, sampling or Sampling(), stop).number
+
+    def step(self) -> None:
+        """Start waiting requests, start one token of each running one, and take in the tokens of the step before."""
+        for request in self._requests.admitted():
+            self._begin(request)
+        running = self._requests.running()
+        if running:
+            self._advance(running)
+        while len(self._launched) > bool(running):
+            self._collect(self._launched.pop(0))
+
+    @property
+    def idle(self) -> bool:
+        """Whether every request is finished."""
+        return not self._launched and self._requests.all_finished
+
+    @property
+    def finished(self) -> list[int]:
+        """Numbers of the finished requests whose results have not been taken."""
+        return self._requests.finished
+
+    def result(self, number: int) -> list[int]:
+        """The tokens of a finished request, which is then forgotten. Raises KeyError where there is none."""
+        return self._requests.take(number)
+
+    def tokens_of(self, number: int) -> list[int]:
+        """The tokens known so far of a request that has not been taken."""
+        return self._requests.tokens_of(number)
+
+    def generate(
+        self,
+        prompts: Sequence[Any],
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling | None = None,
+        stop: Iterable[int] = (),
+        progress: bool = False,
+    ) -> Generated:
+        """Tokens for every prompt; arguments as of :meth:`add`. ``progress`` shows a bar with tokens a second.
+
+        With a seed, request ``i`` draws with ``seed + i``.
+        """
+        begin = time.perf_counter()
+        chosen = sampling or Sampling()
+        stop = frozenset(stop)
+        numbers = []
+        for i, prompt in enumerate(prompts):
+            own = Sampling(**{**vars(chosen), "seed": chosen.seed + i})
+            numbers.append(self.add(prompt, max_new_tokens=max_new_tokens, sampling=own, stop=stop))
+        for _ in self._shown(numbers, max_new_tokens) if progress else iter(lambda: self.idle, True):
+            self.step()
+        tokens = [self.result(number) for number in numbers]
+        texts = None if self._tokenizer is None else self._tokenizer.batch_decode(tokens)
+        return Generated(tokens, texts, time.perf_counter() - begin)
+
+    def _shown(self, numbers: list[int], most: int) -> Iterator[None]:
+        """A step at a time, under a progress bar."""
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+        rate = TextColumn("{task.fields[rate]:.0f} tokens/s")
+        with Progress(TextColumn("generate"), BarColumn(), TaskProgressColumn(), rate, transient=True) as bar:
+            task = bar.add_task("", total=len(numbers) * most, rate=0.0)
+            begin = time.perf_counter()
+            while not self.idle:
+                yield
+                done = sum(len(self.tokens_of(n)) for n in numbers)
+                bar.update(task, completed=done, rate=done / (time.perf_counter() - begin))
+
+    def _ids(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise UnsupportedProblem("a prompt of text needs a tokenizer: pass tokenizer= to from_transformers")
+            prompt = self._tokenizer(prompt).input_ids
+        return prompt.flatten().tolist() if isinstance(prompt, Tensor) else list(prompt)
+
+    # ---- steps
+
+    def _begin(self, request: Request) -> None:
+        """The prompt of a request, chunk by chunk, and its first token."""
+        slot = slice(request.slot, request.slot + 1)
+        self._choices.put(request.slot, request.sampling)
+        ids = torch.tensor(request.prompt, device=self._tokens.device)
+        for begin in range(0, len(ids), self._chunk):
+            hidden = self._prefill(ids[begin : begin + self._chunk], begin, slot)
+        self._choose(hidden[:, -1], slot, request.sampling.greedy)
+        self._launch([request], slot)
+
+    def _advance(self, running: list[Request]) -> None:
+        """One token of every running request."""
+        highest = max(request.slot for request in running) + 1
+        batch = min(self._max_batch, 1 << (highest - 1).bit_length())
+        greedy = all(request.sampling.greedy for request in running)
+        slots = {request.slot for request in running}
+        for slot in slots ^ self._counted:
+            self._counts[slot : slot + 1].fill_(int(slot in slots))
+        self._counted = slots
+        if self._tokens.is_cuda:
+            self._graph(batch, greedy).replay()
+        else:
+            self._decode(batch, greedy)
+        self._launch(running, slice(0, batch))
+
+    def _launch(self, requests: list[Request], slots: slice) -> None:
+        """Start the copy of the tokens in ``slots`` to the host."""
+        tokens, ready = self._tokens[slots].clone(), None
+        if tokens.is_cuda:
+            tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
+            ready = torch.cuda.Event()
+            ready.record()
+        for request in requests:
+            request.launched += 1
+        self._launched.append(_Launched(tokens, ready, requests))
+
+    def _collect(self, launched: _Launched) -> None:
+        """Hand tokens to their requests, and end those that are done."""
+        if launched.ready is not None:
+            launched.ready.synchronize()
+        tokens = launched.tokens.tolist()
+        for request in launched.requests:
+            self._requests.receive(request, tokens[request.slot if len(tokens) > 1 else 0])
+
+    def _graph(self, batch: int, greedy: bool) -> torch.cuda.CUDAGraph:
+        """The captured step of the first ``batch`` slots; running requests are not touched by the capture."""
+        found = self._graphs.get((batch, greedy))
+        if found is None:
+            state = (self._counts, self._tokens, self._choices.seen)
+            kept = [t.clone() for t in state]
+            self._counts.zero_()
+            with torch.inference_mode():
+                self._decode(batch, greedy)  # compiles kernels; appends nothing, since nobody counts
+                found = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(found):
+                    self._decode(batch, greedy)
+            for t, before in zip(state, kept, strict=True):
+                t.copy_(before)
+            self._graphs[batch, greedy] = found
+        return found
+
+    @torch.inference_mode()
+    def _decode(self, batch: int, greedy: bool) -> None:
+        """One token of each of the first ``batch`` slots, from ``_tokens`` to ``_tokens``."""
+        hidden = self._layers(embedding(self._tokens[:batch, None], self._w.embedding), slice(0, batch), None)
+        self._choose(hidden[:, 0], slice(0, batch), greedy)
+
+    @torch.inference_mode()
+    def _prefill(self, ids: Tensor, begin: int, slot: slice) -> Tensor:
+        """``(1, S, H)``: a chunk of a prompt, whose first token is number ``begin``."""
+        return self._layers(embedding(ids[None], self._w.embedding), slot, begin)
+
+    @torch.inference_mode()
+    def _choose(self, hidden: Tensor, slots: slice, greedy: bool) -> None:
+        logits = projected(hidden, self._w.head.weight, self._w.head.bias, name="Decoder")
+        tokens = self._choices.take(logits, self._caches[-1].lengths[slots], slots, greedy)
+        self._tokens[slots] = tokens
+
+    def _layers(self, x: Tensor, slots: slice, begin: int | None) -> Tensor:
+        """All layers and the last norm. ``begin``: of a prompt's chunk; None for one token of each slot."""
+        options = {"eps": self._w.eps, "rounding": "huggingface"}
+        residual, x = x, rms_norm(x, self._w.layers[0].norm, **options)  # type: ignore[arg-type]
+        norms = [layer.norm for layer in self._w.layers[1:]] + [self._w.norm]
+        for layer, cache, norm in zip(self._w.layers, self._caches, norms, strict=True):
+            attended = self._attend(layer, x, cache[slots], slots, begin)
+            x, residual = add_rms_norm(attended, residual, layer.mlp_norm, **options)  # type: ignore[arg-type]
+            x, residual = add_rms_norm(_mlp(layer, x), residual, norm, **options)  # type: ignore[arg-type]
+        return x
+
+    def _attend(self, layer: Layer, x: Tensor, cache: KVCache, slots: slice, begin: int | None) -> Tensor:
+        w = self._w
+        heads = (w.heads_q, w.heads_kv, w.heads_kv)
+        joint = projected(x, layer.qkv.weight, layer.qkv.bias, name="Decoder")
+        parts = joint.split([n * w.head_dim for n in heads], dim=-1)
+        q, k, v = (part.unflatten(-1, (n, w.head_dim)) for part, n in zip(parts, heads, strict=True))
+        if layer.q_norm is not None:
+            q = rms_norm(q, layer.q_norm, eps=w.eps, rounding="huggingface")
+            k = rms_norm(k, layer.k_norm, eps=w.eps, rounding="huggingface")
+        window = None if layer.window is None else (layer.window - 1, None)
+        if begin is None:
+            cache.append(k, v, q=q, cos=w.cos, sin=w.sin, counts=self._counts[slots])
+            out = decode_attention(q, **cache.view(), scale=w.scale, window=window)
+        else:
+            q, turned = rope(q, k, w.cos, w.sin, positions=begin)
+            assert turned is not None
+            cache.append(turned, v)
+            if begin:
+                turned, v = (_gathered(cache, t, begin + x.shape[1]) for t in (cache.k_cache, cache.v_cache))
+            out = attention(q, turned, v, causal=True, scale=w.scale, window=window)
+        assert isinstance(out, Tensor)
+        return projected(out.flatten(2), layer.out.weight, layer.out.bias, name="Decoder")
+
+
+def _mlp(layer: Layer, x: Tensor) -> Tensor:
+    gate_up = layer.gate_up
+    if gate_up.bias is None and x.shape[0] * x.shape[1] <= DEFAULT_TOKENS:
+        hidden = linear_silu_mul(x, gate_up.weight)
+    else:
+        hidden = silu_mul(projected(x, gate_up.weight, gate_up.bias, name="Decoder"))
+    return projected(hidden, layer.down.weight, layer.down.bias, name="Decoder")
+
+
+def _gathered(cache: KVCache, pages: Tensor, tokens: int) -> Tensor:
+    """The first ``tokens`` keys or values of a cache of one sequence, ``(1, tokens, HKV, D)``: a copy."""
+    assert cache.page_table is not None
+    numbers = cache.page_table[0, : -(-tokens // cache.page_size)]
+    return pages[numbers.long()].flatten(0, 1)[None, :tokens]

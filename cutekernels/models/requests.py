@@ -1,0 +1,105 @@
+"""The requests of a decoder: which wait, which run and in which slot of the batch, and what they have generated."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.kv_cache import KVCache
+from cutekernels.models.sampling import Sampling, refuse_stop
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt. ``launched``: tokens that steps have been started for; ``slot``: its row of the batch."""
+
+    number: int
+    prompt: list[int]
+    most: int
+    sampling: Sampling
+    stop: frozenset[int]
+    slot: int = -1
+    launched: int = 0
+    done: bool = False
+    tokens: list[int] = field(default_factory=list)
+
+
+class Requests:
+    """Slots and pages for requests, first come first served.
+
+    A request starts when a slot is free and pages for its prompt and all of its tokens are, so a running request never
+    runs out of room.
+    """
+
+    def __init__(self, cache: KVCache, vocabulary: int) -> None:
+        self._cache, self._vocabulary = cache, vocabulary
+        self._pages = cache.free_pages
+        self._waiting: deque[Request] = deque()
+        self._slots: list[Request | None] = [None] * cache.batch
+        self._known: dict[int, Request] = {}
+        self._next = 0
+
+    def add(self, prompt: list[int], most: int, sampling: Sampling, stop: Iterable[int]) -> Request:
+        """Queue a request. Raises UnsupportedProblem for one that could never run."""
+        if not prompt or not all(type(token) is int and 0 <= token < self._vocabulary for token in prompt):
+            bad = next((t for t in prompt if type(t) is not int or not 0 <= t < self._vocabulary), None)
+            said = "it is empty" if not prompt else f"one is {bad!r}"
+            raise UnsupportedProblem(f"a prompt is token ids from 0 to {self._vocabulary - 1}; {said}: tokenize it")
+        if type(most) is not int or most < 1:
+            raise UnsupportedProblem(f"max_new_tokens is an integer from 1 up; it is {most!r}")
+        need, room = len(prompt) + most, min(self._cache.room, self._pages * self._cache.page_size)
+        if need > room:
+            raise UnsupportedProblem(
+                f"a prompt of {len(prompt)} tokens and {most} new ones are {need}, and the cache holds {room} of a "
+                "request: shorten it, or make the decoder with more max_tokens or pages"
+            )
+        request = Request(self._next, prompt, most, sampling, refuse_stop(stop))
+        self._next += 1
+        self._known[request.number] = request
+        self._waiting.append(request)
+        return request
+
+    def admitted(self) -> Iterator[Request]:
+        """Requests that can start now, each with its slot and pages."""
+        while self._waiting and None in self._slots:
+            request, slot = self._waiting[0], self._slots.index(None)
+            size = self._cache.page_size
+            if -(-(len(request.prompt) + request.most) // size) > self._cache.free_pages:
+                return
+            self._cache[slot].reserve(len(request.prompt) + request.most)
+            self._waiting.popleft()
+            request.slot, self._slots[slot] = slot, request
+            yield request
+
+    def running(self) -> list[Request]:
+        """Requests that have tokens to come which no step has been started for."""
+        return [r for r in self._slots if r is not None and r.launched < r.most]
+
+    def receive(self, request: Request, token: int) -> None:
+        """A token of a request; behind the last one, its slot and pages are free."""
+        if request.done:
+            return  # a step that was started before the end was known
+        request.tokens.append(token)
+        if token in request.stop or len(request.tokens) == request.most:
+            request.done = True
+            self._slots[request.slot] = None
+            self._cache[request.slot].reset()
+
+    @property
+    def all_finished(self) -> bool:
+        return not self._waiting and all(r is None for r in self._slots)
+
+    @property
+    def finished(self) -> list[int]:
+        return [number for number, request in self._known.items() if request.done]
+
+    def take(self, number: int) -> list[int]:
+        """The tokens of a finished request, which is forgotten."""
+        if number not in self._known or not self._known[number].done:
+            raise KeyError(f"request {number} is not finished, or its result has been taken")
+        return self._known.pop(number).tokens
+
+    def tokens_of(self, number: int) -> list[int]:
+        return list(self._known[number].tokens)

@@ -1,0 +1,48 @@
+"""Generate with the decoder: ``python examples/decode.py [MODEL] [PROMPT...]``, by default with a tiny random model."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import transformers
+
+from cutekernels.models import Decoder, Sampling
+
+
+def load(name: str | None) -> tuple[torch.nn.Module, object]:
+    """A model and its tokenizer, or a random model and none."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if name is not None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
+        return model.eval().to(device), transformers.AutoTokenizer.from_pretrained(name)
+    config = transformers.Qwen3Config(
+        vocab_size=500,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    return transformers.Qwen3ForCausalLM(config).eval().to(device), None
+
+
+def main(name: str | None = None, *texts: str) -> None:
+    """Generate for all prompts at once, then request by request."""
+    model, tokenizer = load(name)
+    decoder = Decoder.from_transformers(model, max_batch=8, max_tokens=512, tokenizer=tokenizer)
+    prompts = list(texts) or (["The kernel of the matter is"] if tokenizer else [[1, 2, 3], [4, 5]])
+    result = decoder.generate(prompts, max_new_tokens=32, sampling=Sampling(temperature=0.7, top_p=0.9, seed=1))
+    for row in result.texts or result.tokens:
+        print(row)
+    print(f"{result.tokens_per_second:.0f} tokens a second, capturing graphs included on a GPU")
+
+    number = decoder.add(prompts[0], max_new_tokens=8)  # others may be added while it runs
+    while not decoder.idle:
+        decoder.step()
+    print(decoder.result(number))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

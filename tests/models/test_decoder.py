@@ -1,0 +1,289 @@
+"""``Decoder`` on tiny models: transformers' greedy tokens, requests that come and go, seeds, and clear refusals."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cutekernels as ck
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.kv_cache import KVCache
+from cutekernels.models import Decoder, Sampling
+from cutekernels.models.sampling import Choices, uniform
+from tests.integrations import tiny
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+FAMILIES = ("llama", "llama-bias", "qwen2", "qwen3", "mistral")
+DRAWN = Sampling(temperature=0.9, top_k=40, top_p=0.95, seed=11)
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(2, 131, (n,), generator=generator).tolist() for n in lengths]
+
+
+def decoder(model: Any, **options: Any) -> Decoder:
+    return Decoder.from_transformers(model, **({"max_batch": 4, "max_tokens": 128, "page_size": 16} | options))
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    return model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)[0, len(prompt) :].tolist()
+
+
+# ---- tokens ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
+    """64 tokens for prompts shorter and longer than a page and a chunk, more of them than slots."""
+    model, given = tiny.model(family), prompts(1, 7, 16, 33, 50)
+    expected = [greedy(model, prompt, 64) for prompt in given]
+    ours = decoder(model, max_batch=3, chunk=20).generate(given, max_new_tokens=64)
+    assert ours.tokens == expected
+    assert ours.tokens_per_second > 0
+    assert [greedy(model, prompt, 64) for prompt in given] == expected, "the model is as it was"
+
+
+def test_a_prompt_in_chunks_is_a_prompt_at_once() -> None:
+    model, given = tiny.model("qwen3"), prompts(50)
+    whole = decoder(model).generate(given, max_new_tokens=20).tokens
+    for chunk in (1, 16, 17, 49):
+        assert decoder(model, chunk=chunk).generate(given, max_new_tokens=20).tokens == whole
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), DRAWN, Sampling(temperature=1.2, presence_penalty=3.0, seed=2)])
+def test_a_request_gets_the_same_tokens_in_any_company(sampling: Sampling) -> None:
+    """Others join while it runs, stop early and leave; slots and pages are used again."""
+    engine = decoder(tiny.model("llama"), max_batch=3)
+    first, *others = prompts(20, 5, 30, 12, 9)
+    alone = engine.add(first, max_new_tokens=30, sampling=sampling)
+    while not engine.idle:
+        engine.step()
+    expected = engine.result(alone)
+    assert len(expected) == 30
+    for others_first in (False, True):
+        numbers = [engine.add(p, max_new_tokens=3 + 4 * i) for i, p in enumerate(others[:2])] if others_first else []
+        request = engine.add(first, max_new_tokens=30, sampling=sampling)
+        engine.step()
+        numbers += [engine.add(p, max_new_tokens=5 + i, sampling=DRAWN) for i, p in enumerate(others)]
+        while not engine.idle:
+            engine.step()
+        assert engine.finished == sorted([request, *numbers])
+        assert engine.result(request) == expected
+        for number in numbers:
+            engine.result(number)
+    assert engine._caches[0].free_pages == 3 * 8
+
+
+def test_stop_tokens_end_a_request() -> None:
+    model, (prompt,) = tiny.model("llama"), prompts(10)
+    whole = greedy(model, prompt, 40)
+    stop = whole[17]
+    engine = decoder(model)
+    cut = whole[: whole.index(stop) + 1]
+    assert engine.generate([prompt, prompts(10, 4)[1]], max_new_tokens=40, stop=(stop,)).tokens[0] == cut
+    assert engine.generate([prompt], max_new_tokens=40).tokens == [whole], "its slot and pages are free again"
+
+
+def test_seeds() -> None:
+    engine, (prompt,) = decoder(tiny.model("qwen2")), prompts(10)
+    results = [
+        engine.generate([prompt], max_new_tokens=30, sampling=Sampling(1.0, seed=s)).tokens[0] for s in (1, 1, 2)
+    ]
+    assert results[0] == results[1] != results[2]
+    many = engine.generate([prompt] * 4, max_new_tokens=30, sampling=Sampling(1.0, seed=0)).tokens
+    assert many[1] == results[0] and len({tuple(tokens) for tokens in many}) == 4
+
+
+# ---- sampling -------------------------------------------------------------------------------------------
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5]).expand(4096, 5)
+    choices = Choices(4096, 5, torch.device("cpu"))
+    for slot in range(4096):
+        choices.put(slot, Sampling(temperature=1.0, seed=slot))
+    drawn = choices.take(logits, torch.zeros(4096, dtype=torch.int32), slice(0, 4096), False)
+    shares = torch.bincount(drawn, minlength=5).double() / 4096
+    torch.testing.assert_close(shares, logits[0].double().softmax(-1), atol=0.03, rtol=0)
+    assert (drawn == choices.take(logits, torch.zeros(4096, dtype=torch.int32), slice(0, 4096), False)).all()
+
+
+def test_filters_penalty_and_zero_temperature() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+    positions = torch.zeros(1, dtype=torch.int32)
+
+    def tokens(sampling: Sampling, draws: int) -> list[int]:
+        choices = Choices(1, 4, torch.device("cpu"))
+        choices.put(0, sampling)
+        return [int(choices.take(logits, positions + i, slice(0, 1), sampling.greedy)) for i in range(draws)]
+
+    assert tokens(Sampling(), 3) == [0, 0, 0]
+    assert set(tokens(Sampling(1.0, top_k=2), 200)) == {0, 1}
+    assert set(tokens(Sampling(1.0, min_p=0.3), 200)) == {0, 1}
+    assert tokens(Sampling(0.0, presence_penalty=10.0), 4) == [0, 1, 2, 3]
+
+
+def test_uniform_numbers_are_uniform_and_apart() -> None:
+    numbers = uniform(torch.arange(1000)[:, None], torch.arange(100)[None])
+    assert float(numbers.min()) >= 0 and float(numbers.max()) < 1
+    assert abs(float(numbers.mean()) - 0.5) < 0.005
+    assert numbers.unique().numel() > 99_000
+    assert abs(float(torch.corrcoef(torch.stack([numbers[:, :-1].flatten(), numbers[:, 1:].flatten()]))[0, 1])) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_k": 2.5}, "top_k"),
+        ({"top_p": 1.5}, "top_p up to 1"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_wrong_sampling_is_refused(options: dict[str, Any], rule: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=rule):
+        Sampling(**options)
+
+
+# ---- memory ---------------------------------------------------------------------------------------------
+
+
+def test_weights_are_in_memory_once() -> None:
+    model = tiny.model("llama")
+    engine = decoder(model)
+    layer, own = model.model.layers[0], engine._w.layers[0]
+    assert layer.self_attn.k_proj.weight.data_ptr() == own.qkv.weight[64:].data_ptr()
+    assert layer.mlp.up_proj.weight.data_ptr() == own.gate_up.weight[96:].data_ptr()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(0.5)
+    given = prompts(9)
+    assert engine.generate(given, max_new_tokens=12).tokens == [greedy(model, given[0], 12)], "updates are seen"
+
+
+def test_requests_wait_for_pages() -> None:
+    """Four pages of 16 tokens for three requests of two pages each: two run, the third waits."""
+    model, given = tiny.model("llama"), prompts(10, 11, 12)
+    engine = decoder(model, pages=4)
+    numbers = [engine.add(prompt, max_new_tokens=20) for prompt in given]
+    engine.step()
+    engine.step()
+    assert [len(engine.tokens_of(n)) > 0 for n in numbers] == [True, True, False]
+    while not engine.idle:
+        engine.step()
+    assert [engine.result(n) for n in numbers] == [greedy(model, prompt, 20) for prompt in given]
+
+
+def test_layers_of_a_cache_share_pages_and_empty_together() -> None:
+    first, second = KVCache.layers(2, 3, 64, 2, 8, pages=6, page_size=16, dtype=torch.float32, device="cpu")
+    first[1].reserve(40)
+    k = torch.randn(3, 20, 2, 8)
+    counts = torch.tensor([0, 20, 0], dtype=torch.int32)
+    for cache in (first, second):
+        cache.append(k, k, counts=counts)
+    assert second.page_table is first.page_table
+    assert first.lengths.tolist() == second.lengths.tolist() == [0, 20, 0]
+    assert first.free_pages == 3
+    first[1].reset()
+    assert first.lengths.tolist() == second.lengths.tolist() == [0, 0, 0]
+    assert first.free_pages == 6
+
+
+# ---- what is refused ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "rule"),
+    [
+        ([], {}, "it is empty"),
+        ([1, 131], {}, "one is 131"),
+        ([1, -1], {}, "one is -1"),
+        ([1.5], {}, r"one is 1\.5"),
+        ("text", {}, "tokenizer"),
+        ([1] * 100, {"max_new_tokens": 29}, "129, and the cache holds 128"),
+        ([1], {"max_new_tokens": 0}, "from 1 up"),
+        ([1], {"stop": 3}, "stop is token ids"),
+        ([1], {"stop": ["x"]}, "stop is token ids"),
+    ],
+)
+def test_wrong_requests_are_refused_and_nothing_is_lost(prompt: Any, options: dict[str, Any], rule: str) -> None:
+    engine = decoder(tiny.model("llama"))
+    with pytest.raises(UnsupportedProblem, match=rule):
+        engine.add(prompt, **({"max_new_tokens": 10} | options))
+    assert engine.idle and engine.finished == []
+    with pytest.raises(KeyError, match="not finished"):
+        engine.result(0)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mixtral"])
+def test_other_models_are_refused(family: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=r"llama, mistral, qwen2, qwen3.*cutekernels\.patch"):
+        decoder(tiny.model(family))
+
+
+def test_patched_models_and_wrong_sizes_are_refused() -> None:
+    model = tiny.model("llama")
+    with ck.patch(model), pytest.raises(UnsupportedProblem, match="unpatch first"):
+        decoder(model)
+    for name in ("max_batch", "max_tokens", "chunk"):
+        with pytest.raises(UnsupportedProblem, match=name):
+            decoder(model, **{name: 0})
+    with pytest.raises(UnsupportedProblem, match="a page has 16, 32"):
+        decoder(model, page_size=5)
+    with pytest.raises(UnsupportedProblem, match="rope_type is dynamic"):
+        decoder(tiny.model("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}))
+
+
+def test_text_and_progress() -> None:
+    class Tokenizer:
+        def __call__(self, text: str) -> Any:
+            return type("Encoded", (), {"input_ids": [ord(c) for c in text]})
+
+        def batch_decode(self, tokens: list[list[int]]) -> list[str]:
+            return [" ".join(map(str, row)) for row in tokens]
+
+    engine = decoder(tiny.model("llama"), tokenizer=Tokenizer())
+    result = engine.generate(["hello", [104, 105]], max_new_tokens=4, progress=True)
+    assert result.texts == [" ".join(map(str, row)) for row in result.tokens]
+
+
+def test_the_example_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["decode.py"])
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "decode.py"), run_name="__main__")
+    assert "tokens a second" in capsys.readouterr().out
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_on_a_gpu_graphs_are_captured_once_and_requests_keep_their_tokens(family: str) -> None:
+    model = tiny.model(family, torch.bfloat16, head_dim=64).to("cuda")
+    engine = decoder(model)
+    first, *others = prompts(20, 5, 30, 12)
+    alone = engine.generate([first], max_new_tokens=30).tokens[0]
+    together = engine.generate([first, *others], max_new_tokens=30)
+    assert together.tokens[0] == alone
+    captured = dict(engine._graphs)
+    again = engine.generate([first, *others], max_new_tokens=30)
+    assert again.tokens == together.tokens
+    assert engine._graphs == captured
+    numbers = [engine.add(p, max_new_tokens=30) for p in (first, *others)]
+    for _ in range(3):
+        engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            engine._advance(engine._requests.running())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    while not engine.idle:
+        engine.step()
+    assert [engine.result(n) for n in numbers] == together.tokens
