@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,7 +98,7 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
 def refuse_stop(stop: object) -> frozenset[int]:
     """Stop tokens as a set. Raises UnsupportedProblem for what is no collection of token ids."""
     try:
-        found = frozenset(stop)  # type: ignore[call-overload]
+        found: frozenset[Any] = frozenset(stop)  # type: ignore[call-overload]
     except TypeError:
         found = frozenset({"?"})
     if not all(type(token) is int and token >= 0 for token in found):

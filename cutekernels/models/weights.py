@@ -62,7 +62,7 @@ def read(model: Any, positions: int) -> Weights:
     Raises:
         UnsupportedProblem: a model that is no Llama-class decoder, is patched, or lies on several devices.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     _check(model, config)
     with torch.no_grad():
         layers = tuple(_layer(layer) for layer in model.model.layers)
