@@ -30,6 +30,7 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
         return value
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *homes})
+        dunders = {name for name in vars(sys.modules[package]) if name.startswith("__")}
+        return sorted({*dunders, *homes})
 
     return fetch, names, sorted(homes)

@@ -43,7 +43,8 @@ class FusedAdamW(torch.optim.Optimizer):
         maximize: ascend.
         master_weights: keep an fp32 copy of each bf16 or fp16 parameter, and round it to the parameter at each step.
         capturable: accepted for compatibility. Steps can always be captured in a CUDA graph, after one that was not.
-        amsgrad: must be False.
+        fused: None or True, as this optimizer is; accepted for compatibility.
+        amsgrad, foreach, differentiable: must be False (``foreach`` None).
 
     Raises:
         UnsupportedProblem: hyper-parameters out of range, amsgrad; in ``step``, sparse or complex gradients and
@@ -61,8 +62,20 @@ class FusedAdamW(torch.optim.Optimizer):
         *,
         maximize: bool = False,
         capturable: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
         master_weights: bool = False,
     ) -> None:
+        for name, value, taken in (
+            ("fused", fused, (None, True)),
+            ("foreach", foreach, (None, False)),
+            ("differentiable", differentiable, (False,)),
+        ):
+            if not any(value is one for one in taken):
+                raise UnsupportedProblem(
+                    f"FusedAdamW takes {name} as {' or '.join(map(str, taken))}; got {value!r}: use torch.optim.AdamW"
+                )
         defaults = {
             "lr": lr,
             "betas": betas,

@@ -86,7 +86,7 @@ class _Router(TorchFunctionMode):
             return func(*args, **kwargs)
         self._routing.routed += 1
         q, k, v, options = call
-        return attention(q, k, v, **options).transpose(1, 2)  # type: ignore[union-attr]
+        return attention(q, k, v, **options).transpose(1, 2)
 
 
 def _without_overrides(func: Any) -> Any:

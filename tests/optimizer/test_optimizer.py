@@ -430,3 +430,18 @@ def test_copies_and_pickles() -> None:
     twin = copy.deepcopy(optimizer)
     assert twin.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
     twin.step()
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": False}, {"fused": None, "differentiable": False}])
+def test_options_of_torchs_adamw_are_taken(options: dict[str, Any]) -> None:
+    ours, theirs = (torch.nn.Parameter(torch.ones(8)) for _ in range(2))
+    for p, optimizer in ((ours, FusedAdamW([ours], **options)), (theirs, torch.optim.AdamW([theirs]))):
+        p.grad = torch.linspace(-1, 1, 8)
+        optimizer.step()
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("options", [{"fused": False}, {"foreach": True}, {"differentiable": True}, {"fused": 1}])
+def test_options_that_this_optimizer_is_not_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedProblem, match=f"takes {next(iter(options))} as .*use torch.optim.AdamW"):
+        FusedAdamW([torch.nn.Parameter(torch.ones(8))], **options)

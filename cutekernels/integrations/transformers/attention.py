@@ -58,7 +58,7 @@ def attend(
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
     if attention_mask is not None:
-        return attention(q, k, v, mask=attention_mask, **options), None  # type: ignore[return-value]
+        return attention(q, k, v, mask=attention_mask, **options), None
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if causal and 1 < q.shape[1] < k.shape[1]:  # as torch aligns: the first query sees the first key, of a static cache
         k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
@@ -66,8 +66,8 @@ def attend(
         options["window"] = (sliding_window - 1, None)
     if causal and q.is_cuda and q.shape[1] <= MOST_QUERIES < k.shape[1] and not _tracked(q, k, v):
         lengths = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
-        return decode_attention(q, k, v, lengths, **options), None  # type: ignore[return-value]
-    return attention(q, k, v, causal=causal and q.shape[1] > 1, **options), None  # type: ignore[return-value]
+        return decode_attention(q, k, v, lengths, **options), None
+    return attention(q, k, v, causal=causal and q.shape[1] > 1, **options), None
 
 
 def make_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -40,6 +40,31 @@ _function_modes = torch._C._len_torch_function_stack
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _WIDEST_HEAD = 256
 _MOST_ROW_STRIDE = 2**23  # elements; a tile's offsets have 32 bits
+
+
+class _Options(TypedDict, total=False):
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    scale: float | None
+    softcap: float | None
+    mask: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_kv: Tensor | None
+    check: bool
+    out: Tensor | None
+    config: AttentionConfig | str | None
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[_Options]
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[_Options]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def attention(

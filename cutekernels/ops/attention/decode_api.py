@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -40,6 +40,30 @@ from cutekernels.ops.shared.registration import define_with_out
 _CALLS = CallCache()
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _WIDEST_HEAD = 256
+
+
+class _Options(TypedDict, total=False):
+    page_table: Tensor | None
+    scale: float | None
+    window: tuple[int | None, int | None] | None
+    softcap: float | None
+    check: bool
+    out: Tensor | None
+    config: DecodeConfig | str | None
+
+
+@overload
+def decode_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, *, return_lse: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def decode_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, *, return_lse: bool,
+    **options: Unpack[_Options],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def decode_attention(

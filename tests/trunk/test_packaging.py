@@ -1,0 +1,105 @@
+"""Installation: every dependency is imported and declared, the wheel is whole, calls load no more than they need."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MODULES = {  # distributions whose modules are called otherwise
+    "nvidia-cutlass-dsl": {"cutlass", "cuda"},
+    "apache-tvm-ffi": {"tvm_ffi"},
+    "psycopg": {"psycopg"},
+    "pillow": {"PIL"},
+    "quack-kernels": {"quack"},
+    "liger-kernel": {"liger_kernel"},
+    "flash-attn-4": {"flash_attn"},
+}
+# Loaded by name: SQLAlchemy loads psycopg for a URL of PostgreSQL, and the DSL the runtime of its compiled objects.
+BY_NAME = {"psycopg", "apache-tvm-ffi"}
+
+
+def name_of(requirement: str) -> str:
+    return requirement.split(";")[0].split("[")[0].split("<")[0].split(">")[0].split("=")[0].strip().lower()
+
+
+def imported(*folders: str) -> set[str]:
+    """Top-level modules that the files of ``folders`` import, anywhere."""
+    found = set()
+    for folder in folders:
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    found |= {alias.name.split(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    found.add(node.module.split(".")[0])
+    return found
+
+
+def modules_of(requirements: list[str]) -> set[str]:
+    names = {name_of(requirement) for requirement in requirements}
+    return {module for name in names for module in MODULES.get(name, {name.replace("-", "_")})}
+
+
+INSTALLED = imported("cutekernels", "autotune", "db")
+
+
+@pytest.mark.parametrize("requirement", PROJECT["dependencies"])
+def test_every_dependency_is_imported(requirement: str) -> None:
+    name = name_of(requirement)
+    assert name in BY_NAME or MODULES.get(name, {name.replace("-", "_")}) & INSTALLED
+
+
+def test_every_import_is_declared() -> None:
+    extras = [r for name, rows in PROJECT["optional-dependencies"].items() if name != "dev" for r in rows]
+    declared = modules_of([*PROJECT["dependencies"], *extras])
+    ours = {"cutekernels", "bench", "tests", "__future__"}
+    foreign = {m for m in INSTALLED if m not in sys.stdlib_module_names} - ours
+    assert foreign <= declared, f"not in pyproject.toml: {sorted(foreign - declared)}"
+
+
+def test_every_file_is_in_the_wheel(tmp_path: Path) -> None:
+    """The wheel of a copy of the tracked files, built without a warning."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    source, places = tmp_path / "source", {"cutekernels/": "", "autotune/": "cutekernels/", "db/": "cutekernels/"}
+    names = [n for n in listed if n.startswith(tuple(places)) and (ROOT / n).exists()]
+    if not names:
+        pytest.skip("no git checkout")
+    for name in (*names, "pyproject.toml", "README.md"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes((ROOT / name).read_bytes())
+    code = "import setuptools.build_meta as build, sys; print(build.build_wheel(sys.argv[1]))"
+    command = [sys.executable, "-W", "error", "-c", code, str(tmp_path)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    inside = set(zipfile.ZipFile(tmp_path / done.stdout.split()[-1]).namelist())
+    expected = {places[name.split("/")[0] + "/"] + name for name in names if not name.endswith(".md")}
+    assert expected <= inside, f"not in the wheel: {sorted(expected - inside)}"
+
+
+def test_calling_a_kernel_loads_no_database_and_no_tuner() -> None:
+    code = (
+        "import sys, torch, cutekernels as ck\n"
+        "x = torch.randn(4, 16); ck.linear(x, torch.randn(8, 16)); ck.rms_norm(x); ck.silu_mul(x, x)\n"
+        "print([m for m in ('sqlalchemy', 'optuna', 'alembic', 'typer', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_dir_has_public_names_alone() -> None:
+    import cutekernels
+
+    assert {name for name in dir(cutekernels) if not name.startswith("__")} == set(cutekernels.__all__)
+
+
+def test_the_version_stands_in_one_place() -> None:
+    assert f"## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"version: {PROJECT['version']}" in (ROOT / "CITATION.cff").read_text()
