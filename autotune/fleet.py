@@ -224,17 +224,19 @@ class Board:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def wait(self) -> bool:
-        """Wait a moment for a change. Whether all tasks of the admitted kinds are done."""
+    def wait(self) -> None:
+        """Wait a moment for a change. Raises the error of a run that failed."""
         with self._changed:
-            if self._error is None and not self._complete():
+            if self._error is None and not self.complete:
                 self._changed.wait(_POLL_S)
             if self._error is not None:
                 raise self._error
-            return self._complete()
 
-    def _complete(self) -> bool:
-        return len(self._reports) == len(self._kinds) * len(self._tasks)
+    @property
+    def complete(self) -> bool:
+        """Whether all tasks of the kinds known so far are done."""
+        with self._changed:
+            return bool(self._kinds) and len(self._reports) == len(self._kinds) * len(self._tasks)
 
     @property
     def settled(self) -> bool:
@@ -303,10 +305,11 @@ class _Service:
     def run(self) -> None:
         alone_since: float | None = None
         while True:
-            complete = self._board.wait() if self._threads else False
+            if self._threads:
+                self._board.wait()
             seats = [s for s in self._fleet.seats() if s not in self._useless and self._failures[s] < MOST_LOSSES]
             known = self._board.settled or (bool(self._labels) and all(s.label in self._labels for s in seats))
-            if complete and known and (self._board.kinds or not seats):
+            if known and self._board.complete:  # in this order: a kind is on the board before its label is known
                 return
             for seat in seats:
                 thread = self._threads.get(seat)

@@ -75,7 +75,10 @@ class TaskReport:
 
 @dataclass(frozen=True)
 class TuneReport:
-    """A job's outcome on one GPU, or on each kind of a fleet (``"h200, l40s"``). ``origin`` says whether times were measured or predicted."""
+    """A job's outcome on one GPU, or on each kind of a fleet (``"h200, l40s"``).
+
+    ``origin`` says whether times were measured or predicted.
+    """
 
     job: str
     gpu: str

@@ -127,7 +127,7 @@ class Compilers:
             return self._start(request)
 
     def ahead(self, requests: Iterable[Compile]) -> None:
-        """Compile while processes are idle, for a later :meth:`submit`. Forgets what was not begun of an earlier call."""
+        """Compile while processes are idle, for a later :meth:`submit`. Drops what an earlier call left unbegun."""
         with self._lock:
             self._later = dict.fromkeys(r for r in requests if r not in self._early)
             self._feed()
