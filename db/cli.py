@@ -201,6 +201,20 @@ def merge(url: Annotated[str, typer.Argument(help="Path or URL of the other data
 
 
 @app.command()
+def pull(
+    url: Annotated[str, typer.Argument(help="Path or URL of a fleet's database, such as PostgreSQL's.")],
+    gpu: GpuName = None,
+    op: OpName = None,
+    db: Db = None,
+) -> None:
+    """Copy a fleet's winners into the local database, at once: for serving processes, which read a local file."""
+    with _opened(url) as other:
+        gpu, op = other.gpu(gpu), other.op(op)
+    with _store(db, writing=True) as store:
+        _report(store.pull(url, gpu=gpu, op=op))
+
+
+@app.command()
 def prune(
     days: Annotated[
         int | None, typer.Option(min=0, max=36500, help="Trials older than this that are no winners.")
