@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -195,6 +196,7 @@ def _forget(known: dict[str, Snapshot]) -> None:
 
 
 _watched: tuple[int, ...] = ()
+_TIME_STEP_NS = 30_000_000
 
 
 def _stamp() -> tuple[int, ...]:
@@ -220,7 +222,8 @@ def _look() -> None:
     stamp = _stamp()
     if stamp == _watched:
         return
-    _watched = stamp  # before reading: a write meanwhile is seen by the next look
+    # Before reading: a write meanwhile is seen by the next look. File times advance in steps, which two writes share.
+    _watched = () if time.time_ns() - max(stamp[1], stamp[4]) < _TIME_STEP_NS else stamp
     known = {name: snapshots.load(name) for name in list(_snapshots)}
     if any(known[name] != found for name, found in list(_snapshots.items()) if name in known):
         _forget(known)

@@ -15,6 +15,7 @@ from datetime import timedelta
 from difflib import get_close_matches
 from enum import StrEnum
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -24,8 +25,9 @@ from rich.text import Text
 from cutekernels import db as database
 from cutekernels import settings, terminal
 from cutekernels.db import listing, sqlite
+from cutekernels.db.engine import translated
 from cutekernels.db.reader import Database, Winner, diff
-from cutekernels.db.store import ImportReport, Store, Trial
+from cutekernels.db.store import ImportReport, Store, Trial, replace_file
 from cutekernels.errors import CuteKernelsError, UnknownGpu, UnsupportedProblem
 from cutekernels.terminal import As, Format
 
@@ -166,6 +168,24 @@ def requests(
         assert opened.store is not None
         rows = [asdict(row) for row in opened.store.requests(gpu=opened.gpu(gpu), limit=limit)]
     _write(rows, format, None, "no request is waiting", ("gpu", "op", "revision", "problem", "hits", "last_seen"))
+
+
+@app.command()
+def report(
+    file: Annotated[str, typer.Argument(metavar="OUT.HTML", help="Where to write.")],
+    gpu: GpuName = None,
+    op: OpName = None,
+    problem: Conditions = None,
+    db: Db = None,
+) -> None:
+    """Write one HTML file of pictures: searches, time by status, roofline, prediction, winners. Needs [report]."""
+    from cutekernels.db import html_report
+
+    with _opened(db, needed=True) as opened:
+        page = html_report.page(opened, gpu=gpu, op=op, problem=problem)
+        with translated(file):
+            replace_file(Path(file), page)
+    terminal.say(f"written to {file}; it needs nothing else to be looked at")
 
 
 @app.command()

@@ -267,7 +267,7 @@ class Store:
         lines = [f"{winner.as_line()}\n" for winner in self.winners(gpu=gpu, op=op)]
         if isinstance(target, str | os.PathLike):
             with translated(os.fspath(target)):
-                _replace_file(Path(target), "".join(lines))
+                replace_file(Path(target), "".join(lines))
         else:
             target.writelines(lines)
         return len(lines)
@@ -394,7 +394,7 @@ def _require_past(incoming: Trial, latest: datetime) -> None:
         raise StoreError(f"created_at lies in the future: {incoming.created_at.isoformat()}")
 
 
-def _replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Write beside ``path`` and rename, so that a reader sees either the old file or the new one, complete.
 
     A device or pipe is written into, and a link stays: what it points to is replaced.
