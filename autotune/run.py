@@ -17,6 +17,7 @@ from cutekernels import gpu as gpus
 from cutekernels.autotune.fleet import Board, Fleet, Slot, hand_out
 from cutekernels.autotune.history import TaskHistory
 from cutekernels.autotune.job import MOST_SECONDS, Job, Task, checked_trials, load
+from cutekernels.autotune.ledger import Ledger
 from cutekernels.autotune.predict import Prediction
 from cutekernels.autotune.report import TaskReport, TuneReport
 from cutekernels.autotune.runtime import LocalRuntime, Runtime
@@ -120,7 +121,7 @@ def tune(
         raise JobError(f"budget_s must be a number of seconds from 0 up, at most a year; it is {budget}")
     end = None if budget is None else begin + budget
     run = _Run(loaded.tasks, Watched(watcher or Silent()), end, limit, force, clock)
-    with Store(db) as store:
+    with Ledger(db) as store:
         if not loaded.tasks:  # more shards than tasks
             reports: list[TaskReport] = []
         elif fleet is not None:

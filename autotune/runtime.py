@@ -7,6 +7,7 @@ compile, the first request of a problem (inputs, reference, a cold CUDA context)
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
@@ -25,6 +26,7 @@ WORKER_TARGET = "cutekernels.autotune.worker:answer"
 COMPILE_DEADLINE_S = 120.0
 PREPARE_DEADLINE_S = 180.0
 MEASURE_DEADLINE_S = 30.0
+SPARES = 2  # a final takes place in two fresh processes
 
 
 @dataclass(frozen=True)
@@ -159,11 +161,18 @@ class Compilers:
         with suppress(CacheUnusable):
             compiler.tidy()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
 
 class LocalRuntime:
     """Processes on this machine. ``jobs`` compilers; the worker starts with the first measurement.
 
-    A spare worker starts in the background, so that :meth:`refresh` need not wait for one to import torch.
+    Spare workers start in the background, so that :meth:`refresh` need not wait for one to import torch. They hold
+    no memory of the GPU before their first request.
 
     Args:
         device: the one GPU that the worker sees, as ``CUDA_VISIBLE_DEVICES`` names it; None for all that are visible.
@@ -181,8 +190,8 @@ class LocalRuntime:
         if device is not None:
             self._env["CUDA_VISIBLE_DEVICES"] = device
         self._worker = Child(WORKER_TARGET, env=self._env)
-        self._spare: Child | None = None
-        self._starting: threading.Thread | None = None
+        self._spares: deque[Child] = deque()
+        self._starting: list[threading.Thread] = []
         self._closed = False
         self._prepared: tuple[int | None, object] | None = None
 
@@ -196,10 +205,11 @@ class LocalRuntime:
         if self._worker.pid is None or self._prepared != (self._worker.pid, request):
             self._worker.ask(request, PREPARE_DEADLINE_S)
             self._prepared = (self._worker.pid, request)
-        if self._spare is None and not self._closed:
-            self._spare = Child(WORKER_TARGET, env=self._env)
-            self._starting = threading.Thread(target=_started, args=(self._spare,), daemon=True)
-            self._starting.start()
+        self._starting = [thread for thread in self._starting if thread.is_alive()]
+        while len(self._spares) < SPARES and not self._closed:
+            self._spares.append(Child(WORKER_TARGET, env=self._env))
+            self._starting.append(threading.Thread(target=_started, args=(self._spares[-1],), daemon=True))
+            self._starting[-1].start()
 
     def measure(self, request: Measure) -> dict[str, Outcome]:
         try:
@@ -212,18 +222,19 @@ class LocalRuntime:
         return outcomes
 
     def refresh(self) -> None:
-        self._worker.kill()
-        if self._spare is not None:
-            self._worker, self._spare = self._spare, None
+        if self._spares:
+            self._worker.close()
+            self._worker = self._spares.popleft()
+        else:
+            self._worker.kill()
 
     def close(self) -> None:
         """End all processes; compiles not yet begun are dropped, unless others share the compilers."""
         self._closed = True
-        for child in (self._worker, self._spare):
-            if child is not None:
-                child.close()
-        if self._starting is not None:
-            self._starting.join()
+        for child in (self._worker, *self._spares):
+            child.close()
+        for thread in self._starting:
+            thread.join()
         if not self._shared:
             self._compilers.close()
 
