@@ -86,6 +86,8 @@ def command(
                 _show(wanted, gpu, db, limit, format, dry=dry_run)
                 raise typer.Exit
             fleet = _fleet(gpus, device, ray, jobs)
+            if fleet is not None:
+                stack.callback(fleet.close)
             watcher = stack.enter_context(_watcher(wanted, log))
             stack.enter_context(_sigterm_raises())
             report = tune(

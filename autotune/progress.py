@@ -125,7 +125,7 @@ class Bars:
         )
         self._pace = Pace(tasks)
         self._tasks = self._progress.add_task("tasks", total=None, note="")
-        self._rows: dict[str, TaskID] = {}
+        self._rows: dict[str, list[TaskID]] = {}  # two kinds of GPU may work on the same problem
         self._best: dict[str, tuple[float, str]] = {}
 
     def __enter__(self) -> Bars:
@@ -139,7 +139,8 @@ class Bars:
         self._pace.begin(of)
         self._progress.update(self._tasks, total=of)
         # The total is known with the first row: a small space or --limit has fewer than the task's trials.
-        self._rows[str(task)] = self._progress.add_task(str(task), total=None, note="")
+        row = self._progress.add_task(str(task), total=None, note="")
+        self._rows.setdefault(str(task), []).append(row)
         self._best.pop(str(task), None)
 
     def trial(self, trial: Trial, done: int, wanted: int) -> None:
@@ -147,9 +148,9 @@ class Bars:
         found = _rank(trial)
         if found is not None:
             self._best[name] = min(found, self._best.get(name, found))
-        if name in self._rows:
+        if self._rows.get(name):
             note = self._best[name][1] if name in self._best else ""
-            self._progress.update(self._rows[name], completed=done, total=wanted, note=note)
+            self._progress.update(self._rows[name][-1], completed=done, total=wanted, note=note)
         if trial.status in _BAD:
             self._progress.console.print(
                 terminal.clean(_told(trial)), style="yellow", markup=False, highlight=False, soft_wrap=True
@@ -157,9 +158,9 @@ class Bars:
 
     def end(self, report: TaskReport) -> None:
         self._pace.end(report)
-        row = self._rows.pop(f"{report.op} [{report.problem}]", None)
-        if row is not None:
-            self._progress.remove_task(row)
+        rows = self._rows.get(f"{report.op} [{report.problem}]")
+        if rows:
+            self._progress.remove_task(rows.pop(0))
         left_s = self._pace.left_s()
         self._progress.update(self._tasks, advance=1, note="" if left_s is None else f"about {duration(left_s)} left")
 

@@ -83,8 +83,8 @@ def test_sigterm_stores_everything_and_the_same_command_resumes(tmp_path: Path, 
     db = tmp_path / "t.db"
     words = [
         str(toml),
-        "--gpu",
-        "auto",
+        "--gpus",
+        "0,1",
         "--jobs",
         "1",
         "--db",
@@ -105,6 +105,8 @@ def test_sigterm_stores_everything_and_the_same_command_resumes(tmp_path: Path, 
     assert cli.TERMINATED == 143 and out == "" and "the same command resumes the run" in err
     before = stored(db)[1]
     assert before and list((tmp_path / "home").rglob("*.new")) == [], "nothing is left over"
+    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False).stdout
+    assert left == "", "no process either"
     report = json.loads(done(begin(tmp_path / "home", *words))[0])
     assert [t["state"] for t in report["tasks"]].count("done") >= 1
     winners, after = stored(db)
