@@ -40,6 +40,10 @@ class SlotLost(CuteKernelsError):
     """A GPU or its machine is gone. No verdict on the task, which another GPU of its kind takes up."""
 
 
+class SeatUnfit(SlotLost):
+    """A seat that is of no use in this run, and is not opened again."""
+
+
 @dataclass(frozen=True)
 class Seat:
     """A place for a slot. Seats of one ``label`` have the same kind of GPU."""
@@ -337,6 +341,8 @@ class _Service:
         try:
             slot = self._fleet.open(seat)
         except SlotLost as error:
+            if isinstance(error, SeatUnfit):
+                self._useless.add(seat)
             self._lose(seat, error)
             return
         except BaseException as error:  # noqa: BLE001  the main thread raises it

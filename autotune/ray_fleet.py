@@ -17,7 +17,8 @@ from concurrent.futures import Future
 from importlib import import_module
 from typing import Any, Protocol
 
-from cutekernels.autotune.fleet import Seat, Slot, SlotLost
+from cutekernels import environment
+from cutekernels.autotune.fleet import Seat, SeatUnfit, Slot, SlotLost
 from cutekernels.autotune.runtime import Compile, Measure, Outcome, Prepare
 from cutekernels.backends import Facts
 from cutekernels.db.store import Environment
@@ -54,7 +55,7 @@ def local(jobs: int) -> Service:
 
 class _Local:
     def __init__(self, jobs: int) -> None:
-        from cutekernels import environment, gpu
+        from cutekernels import gpu
         from cutekernels.autotune.runtime import Compilers, LocalRuntime
 
         self.gpu = gpu.detect()
@@ -134,6 +135,7 @@ class RayFleet:
                     f"no Ray cluster at {address[:80]!r}: {reason}; `ray start --head` begins one"
                 ) from error
         self._lost: type[Exception] = self._ray.exceptions.RayError
+        self._own = Environment.of(environment.collect())
         self._jobs = jobs
         self._shares: dict[Seat, tuple[str, int]] = {}  # node, compilers
         self._actors: dict[Seat, Any] = {}
@@ -168,6 +170,12 @@ class RayFleet:
             spec, versions, width = self._ray.get(actor.hello.remote())
         except self._lost as error:
             raise SlotLost(_reason(error)) from error
+        theirs, mine = (versions.version, versions.commit), (self._own.version, self._own.commit)
+        if theirs != mine:  # its kernels may be others
+            self._end(seat)
+            raise SeatUnfit(
+                f"the node has cutekernels {' '.join(theirs)}, the driver {' '.join(mine)}: install one version"
+            )
         return Slot(spec, versions, _RayRuntime(self._ray, actor, width), lambda: self._end(seat))
 
     def _end(self, seat: Seat) -> None:

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from cutekernels import gpu as gpus
-from cutekernels.autotune import cli, fleet, job, runtime
+from cutekernels.autotune import cli, fleet, job, ray_fleet, runtime
 from cutekernels.autotune.runtime import Measure, Prepare
 from cutekernels.backends import Facts
 from tests.tuner import kills
@@ -39,5 +39,6 @@ if __name__ == "__main__":
     job._registered = lambda name: TOY
     runtime.COMPILE_TARGET = "tests.tuner.fleets:fake_compile"
     runtime.WORKER_TARGET = "tests.tuner.fleets:fake_worker"
+    ray_fleet.SERVICE = "tests.tuner.rays:service"
     tempfile.tempdir = None
     cli.app(sys.argv[1:])

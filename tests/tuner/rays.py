@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
+from cutekernels import environment
 from cutekernels.autotune.runtime import Compile, Measure, Outcome, Prepare
 from cutekernels.backends import Facts
 from cutekernels.db.store import Environment
@@ -28,7 +30,9 @@ class ToyService:
     def __init__(self) -> None:
         self.home = Path(os.environ["TOY_HOME"])
         self.gpu = lookup(os.environ.get("TOY_KIND", "h200"))
-        self.environment = Environment(driver="580.1", host=os.environ.get("TOY_KIND", "h200"))
+        own = Environment.of(environment.collect())
+        other = (self.home / "other version").exists()
+        self.environment = replace(own, driver="580.1", version="0.0.1" if other else own.version)
         self.width = 2
         self.machine = ToyMachine(noise=0.0005)
         self.threads = ThreadPoolExecutor(2)
