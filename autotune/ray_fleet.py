@@ -124,8 +124,7 @@ class RayFleet:
             self._ray: Any = import_module("ray")
         except ImportError as error:
             raise JobError("--ray needs Ray, of the cluster's version: pip install 'cutekernels[fleet]'") from error
-        self._mine = not self._ray.is_initialized()
-        if self._mine:
+        if not self._ray.is_initialized():
             try:
                 _reach(address)
                 self._ray.init(address=address, log_to_driver=False, logging_level="warning", include_dashboard=False)
@@ -190,8 +189,7 @@ class RayFleet:
             seats = list(self._actors)
         for seat in seats:
             self._end(seat)
-        if self._mine:
-            self._ray.shutdown()
+        # Ray leaves the cluster at exit: a shutdown here aborts the process while a thread waits for an answer.
 
 
 class _RayRuntime:
