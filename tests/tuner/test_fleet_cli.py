@@ -115,6 +115,7 @@ def test_sigterm_stores_everything_and_the_same_command_resumes(tmp_path: Path, 
     assert log.count("[1/8]") == 2 and "[8/8]" in log, "a resumed run continues its log"
 
 
+@pytest.mark.slow
 def test_all_gpus_of_a_host_take_part(tmp_path: Path, toml: Path) -> None:
     seen = tmp_path / "seen"
     seen.mkdir()

@@ -62,6 +62,7 @@ def submitted(script: Path, node: dict[str, str], task: int, **more: str) -> sub
     )
 
 
+@pytest.mark.slow
 def test_the_sbatch_script_survives_a_sigterm_and_the_parts_merge(tmp_path: Path, node: dict[str, str]) -> None:
     script, merge = recipes("SLURM")
     assert "qwen2.5-7b" in script and script.startswith("#!/bin/bash\n#SBATCH")

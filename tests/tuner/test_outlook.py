@@ -41,6 +41,7 @@ def test_each_knob_has_its_reason(tmp_path: Path) -> None:
     assert {str(second.predicted), str(first.predicted)} == {w.config for w in stored}
 
 
+@pytest.mark.slow
 def test_the_demo_shows_both_kinds() -> None:
     """By the model alone: most of its problems have a better config than the default on an L40S, one has none."""
     gains = {}

@@ -107,6 +107,7 @@ def test_a_killed_actor_loses_nothing(four: Path, tmp_path: Path) -> None:
     assert len(list(four.glob("gpu [0-3] of *"))) == 4, "each actor sees a GPU of its own"
 
 
+@pytest.mark.slow
 def test_a_driver_that_is_ended_goes_on(four: Path, tmp_path: Path) -> None:
     """From the command line, by a process of its own that joins the cluster."""
     job = tmp_path / "toys.toml"
@@ -190,5 +191,6 @@ def test_a_mixed_cluster_whose_node_dies(home: Path, tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "auto"])
 def test_no_cluster_is_misuse(address: str) -> None:
+    ray.shutdown()  # the other tests' cluster
     with pytest.raises(JobError, match=f"no Ray cluster at '{address}'.*`ray start --head` begins one"):
         RayFleet(address)
