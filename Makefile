@@ -41,14 +41,14 @@ demo-gpu: $(STAMP)
 	    print("gemm agrees with torch.mm:", torch.allclose(ck.gemm(a, b), a @ b, rtol=2e-2, atol=1))'
 	cutekernels explain gemm "$(DEMO_PROBLEM)"
 
-# No GPU: the same job compiles candidates for one that is elsewhere, ranks them and stores predictions.
+# No GPU: candidates are compiled for one that is elsewhere and ranked; then: where, and why, they are not the default.
 demo-cpu: $(STAMP)
-	cutekernels tune demo --gpu $(GPU) --limit 12
-	cutekernels db query --gpu $(GPU)
+	cutekernels tune examples/absent-gpu.toml --gpu $(GPU) --limit 12
+	python -m cutekernels.autotune.outlook examples/absent-gpu.toml $(GPU)
 	python -c 'import torch, cutekernels as ck; \
 	    a, b = (torch.randn(256, 256, dtype=torch.bfloat16) for _ in range(2)); \
 	    print("gemm agrees with torch.mm:", torch.allclose(ck.gemm(a, b), a @ b, rtol=2e-2, atol=1))'
-	cutekernels explain gemm "$(DEMO_PROBLEM)" --gpu $(GPU)
+	cutekernels explain rope "batch=1 seq=1024 heads_q=32 head_dim=128 rotary=128 dtype=fp16" --gpu $(GPU)
 
 test: lint
 	pytest -n $(WORKERS)

@@ -7,9 +7,15 @@ Where a line belongs::
     search.py     one task on a GPU that is present: compile ahead, measure, race, final round, winner
     predict.py    one task for a GPU that is absent: compile the space, prune, rank by the op's model
     history.py    one task's rows in the database: earlier attempts, how an outcome becomes a trial
-    runtime.py    the processes behind a search: the compile pool and the measuring worker
+    runtime.py    the processes behind a search: the compile pool and the measuring workers
     worker.py     what runs inside the measuring process: load, verify, time
+    ledger.py     rows gather for a second before they are written
     run.py        a whole job: ``tune()``, budgets, which path each task takes
+    shards.py     parts of a job: a shard of n, one op's tasks, the queue of missed problems; expected costs
+    fleet.py      several GPUs share a job: seats, slots, tasks handed out
+    ray_fleet.py  the GPUs of a Ray cluster as a fleet
+    outlook.py    what a run would do: ``--list``, ``--dry-run``
+    progress.py   bars and log lines, time left
     report.py     outcome of a run, as a table, JSON or CSV
     cli.py        ``cutekernels tune``
     jobs/         job files that come with the package

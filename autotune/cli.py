@@ -1,32 +1,42 @@
 """``cutekernels tune``: the command line of a tuning run. The result goes to stdout, progress and errors to stderr.
 
 Exit codes: 0 all tasks have a winner, 1 a task failed, the time ended before it had a winner, or the run was
-interrupted, 2 the request itself is wrong.
+interrupted, 2 the request itself is wrong, 143 ended by SIGTERM: all measurements are stored, and the same command
+resumes the run.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from cutekernels import terminal
+from cutekernels import settings, terminal
 from cutekernels.terminal import As, Format
 
 if TYPE_CHECKING:
-    from rich.progress import TaskID
-
-    from cutekernels.autotune.job import Task
-    from cutekernels.autotune.report import TaskReport, TuneReport
-    from cutekernels.db.store import Trial
+    from cutekernels.autotune.fleet import Fleet
+    from cutekernels.autotune.job import Job
+    from cutekernels.autotune.report import TuneReport
+    from cutekernels.autotune.run import Watcher
 
 app = typer.Typer(no_args_is_help=True)
+TERMINATED = 128 + signal.SIGTERM
+_RESUMES = "all measurements so far are stored, and the same command resumes the run"
 
 
 @app.command("tune", no_args_is_help=True)
 def command(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="A job file (TOML), or the name of a bundled one: demo.")],
+    job: Annotated[
+        str | None, typer.Argument(metavar="[JOB]", help="A job file (TOML), or the name of a bundled one: demo.")
+    ] = None,
     gpu: Annotated[
         str, typer.Option(help="auto, or a name such as a100, l40s, rtx5090, h200. Absent ones are predicted.")
     ] = "auto",
@@ -42,9 +52,26 @@ def command(
         int | None, typer.Option(min=1, help="Without the GPU: compile only this many, the best by the model.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Repeat what earlier runs did.")] = False,
+    op: Annotated[str | None, typer.Option("--op", help="Only the tasks of this op.")] = None,
+    requests: Annotated[
+        bool, typer.Option("--requests", help="No JOB: the problems that calls missed, most GPU time first.")
+    ] = False,
+    shard: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Only the I-th of N equal parts: for SLURM arrays, 1 to N.")
+    ] = None,
+    gpus: Annotated[
+        str | None, typer.Option(metavar="all|0,2", help="Several GPUs of this machine: each takes tasks in turn.")
+    ] = None,
+    device: Annotated[int | None, typer.Option(min=0, help="The GPU of this machine with this CUDA index.")] = None,
+    ray: Annotated[
+        str | None, typer.Option(metavar="ADDRESS|auto", help="The GPUs of a Ray cluster (cutekernels[fleet]).")
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the tasks and end.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what earlier runs left to do and end.")] = False,
+    log: Annotated[Path | None, typer.Option(help="Append a line for each task to this file.")] = None,
     format: As = Format.table,
 ) -> None:
-    """Tune a job's problems for one GPU and store the winners in the database.
+    """Tune a job's problems for one GPU, or for those of a fleet, and store the winners in the database.
 
     Where the GPU is present, candidates are measured on it. Where it is not, they are compiled, ranked by a model
     and stored as predicted. An interrupted run resumes when started again.
@@ -52,27 +79,156 @@ def command(
     from cutekernels.autotune.run import tune
     from cutekernels.errors import CuteKernelsError, JobError, UnknownGpu
 
-    try:
-        with _Progress(Console(stderr=True)) as progress:
+    with ExitStack() as stack:
+        try:
+            wanted = _job(job, requests=requests, gpu=gpu, db=db, op=op, trials=trials, shard=shard)
+            if list_ or dry_run:
+                _show(wanted, gpu, db, limit, format, dry=dry_run)
+                raise typer.Exit
+            fleet = _fleet(gpus, device, ray, jobs)
+            if fleet is not None:
+                stack.callback(fleet.close)
+            watcher = stack.enter_context(_watcher(wanted, log))
+            stack.enter_context(_sigterm_raises())
             report = tune(
-                job,
+                wanted,
                 gpu,
                 db=db,
-                trials=trials,
                 budget_s=budget_s,
                 jobs=jobs,
                 limit=limit,
                 force=force,
-                watcher=progress,
+                watcher=watcher,
+                fleet=fleet,
             )
-    except (JobError, UnknownGpu) as error:
-        terminal.fail(str(error), code=2)
-    except CuteKernelsError as error:
-        terminal.fail(str(error))
-    except KeyboardInterrupt:
-        terminal.fail("interrupted; all measurements so far are stored, and the same command resumes the run")
+        except (JobError, UnknownGpu) as error:
+            stack.close()
+            terminal.fail(str(error), code=2)
+        except CuteKernelsError as error:
+            stack.close()
+            terminal.fail(str(error))
+        except KeyboardInterrupt:
+            stack.close()
+            terminal.fail(f"interrupted; {_RESUMES}")
+        except _Terminated:
+            stack.close()
+            terminal.fail(f"ended by SIGTERM; {_RESUMES}", code=TERMINATED)
     _print(report, format)
     raise typer.Exit(0 if report.ok else 1)
+
+
+# ---- what to tune, and on what ------------------------------------------------------------------------------
+
+
+def _job(
+    name: str | None, *, requests: bool, gpu: str, db: str | None, op: str | None, trials: int | None, shard: str | None
+) -> Job:
+    from cutekernels import gpu as known
+    from cutekernels.autotune import shards
+    from cutekernels.autotune.job import checked_trials, load
+    from cutekernels.autotune.outlook import stored
+    from cutekernels.errors import JobError
+
+    if (name is None) != requests:
+        raise JobError(
+            "name one job file or bundled job, or give --requests in its place; `cutekernels jobs` lists them"
+        )
+    if name is None:
+        spec = known.lookup(gpu)
+        store = stored(_url(db))
+        found = shards.requested(store.requests(gpu=spec.name) if store else (), spec, trials)
+        if not found.tasks:
+            raise JobError(f"no request is waiting for {spec.name}; `cutekernels db requests` lists all")
+    else:
+        found = load(name)
+        if trials is not None:
+            checked = checked_trials(trials, "trials")
+            found = replace(found, tasks=tuple(replace(task, trials=checked) for task in found.tasks))
+    if op is not None:
+        found = shards.only(found, op)
+    return found if shard is None else shards.part(found, shard)
+
+
+def _fleet(gpus: str | None, device: int | None, ray: str | None, jobs: int | None) -> Fleet | None:
+    from cutekernels.autotune.fleet import LocalFleet, visible
+    from cutekernels.errors import JobError, UnknownGpu
+
+    if sum(option is not None for option in (gpus, device, ray)) > 1:
+        raise JobError("--gpus, --device and --ray each name the GPUs: give one of them")
+    if ray is not None:
+        from cutekernels.autotune.ray_fleet import RayFleet
+
+        return RayFleet(ray, jobs)
+    if gpus is None and device is None:
+        return None
+    if gpus == "all":
+        devices = list(range(len(visible())))
+        if not devices:
+            raise UnknownGpu("no CUDA device is visible; name a GPU with --gpu to predict for it")
+        return LocalFleet(devices, jobs)
+    words = [str(device)] if gpus is None else gpus.split(",")
+    if not all(word.strip().isascii() and word.strip().isdigit() for word in words):
+        raise JobError(f"--gpus takes all, or CUDA indices such as 0,2; it is {str(gpus)[:40]!r}")
+    return LocalFleet([int(word) for word in words], jobs)
+
+
+def _url(db: str | None) -> str:
+    return settings.load().database_url if db is None else settings.database_url(db)
+
+
+def _show(job: Job, gpu: str, db: str | None, limit: int | None, format: Format, *, dry: bool) -> None:
+    from cutekernels import gpu as known
+    from cutekernels.autotune import outlook, shards
+    from cutekernels.autotune.progress import duration
+
+    rows = outlook.planned(job, known.lookup(gpu), outlook.stored(_url(db)), limit) if dry else outlook.listed(job)
+    terminal.write(rows, format, pipe_width=terminal.PIPE_WIDTH)
+    left = [t for t, row in zip(job.tasks, rows, strict=True) if row.get("state") != "done"]
+    cost = duration(sum(map(shards.expected_s, left)))
+    terminal.say(f"{job.name}: {len(rows)} tasks, {len(left)} to do, about {cost} on one GPU of an H200's speed")
+
+
+# ---- while it runs ------------------------------------------------------------------------------------------
+
+
+class _Terminated(BaseException):
+    """SIGTERM arrived."""
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """SIGTERM ends the run as Ctrl-C does; a second one is ignored while the first is obeyed."""
+
+    def end(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _watcher(job: Job, log: Path | None) -> Iterator[Watcher]:
+    from cutekernels.autotune.progress import Bars, Lines, Several
+    from cutekernels.errors import JobError
+
+    console = Console(stderr=True)
+    with ExitStack() as stack:
+        watchers: list[Watcher] = []
+        if console.is_terminal:
+            watchers.append(stack.enter_context(Bars(console, job.tasks)))
+        else:
+            watchers.append(Lines(sys.stderr, job.tasks))
+        if log is not None:
+            try:
+                stream = stack.enter_context(log.open("a", encoding="utf-8"))
+            except OSError as error:
+                raise JobError(f"--log {log}: {error.strerror}; name a file that can be written") from error
+            watchers.append(Lines(stream, job.tasks))
+        yield Several(watchers)
 
 
 def _print(report: TuneReport, format: Format) -> None:
@@ -82,47 +238,3 @@ def _print(report: TuneReport, format: Format) -> None:
         typer.echo(report.as_csv(), nl=False)
     else:
         terminal.show(report.as_table())
-
-
-class _Progress:
-    """Draws a run on stderr: one bar for the tasks, one for the attempts of the current task."""
-
-    def __init__(self, console: Console) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,  # otherwise an empty line stands before each message
-        )
-        self._tasks: TaskID = self._progress.add_task("tasks", total=None)
-        self._attempts: TaskID = self._progress.add_task("", total=None, visible=False)
-
-    def __enter__(self) -> _Progress:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._progress.stop()
-
-    def begin(self, task: Task, number: int, of: int) -> None:
-        self._progress.update(self._tasks, total=of, completed=number - 1)
-        self._progress.reset(self._attempts, description=str(task), total=task.trials, visible=True)
-
-    def trial(self, trial: Trial, done: int, wanted: int) -> None:
-        self._progress.update(self._attempts, completed=done, total=wanted)
-        if trial.status in ("wrong_result", "crashed", "timeout"):
-            self._progress.console.print(
-                f"{trial.status}: {trial.op} [{trial.problem}] with [{trial.config}]: {trial.message.splitlines()[0]}",
-                style="yellow",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
-
-    def end(self, report: TaskReport) -> None:
-        self._progress.advance(self._tasks)

@@ -1,6 +1,6 @@
 """One task's rows in the database: earlier attempts, and how an outcome becomes a trial.
 
-Every attempt is stored as soon as it is known, so a killed run loses only the attempt in flight. This module
+Attempts are stored in batches of a second (``ledger.py``), of which a kill -9 loses the last. This module
 translates between a search's objects (configs, facts, samples, failures) and :class:`~cutekernels.db.store.Trial`;
 the decisions are made in ``search.py`` and ``predict.py``.
 """
@@ -118,7 +118,7 @@ class TaskHistory:
         )
 
     def record(self, trials: Iterable[Trial]) -> None:
-        """Store rows in one transaction."""
+        """Store rows, all or none."""
         self._store.record(trials)
 
     def crown(self, trial: Trial) -> bool:

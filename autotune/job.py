@@ -68,6 +68,7 @@ class Job:
     tasks: tuple[Task, ...]
     budget_s: float | None = None
     source: str = ""
+    ranked: bool = False  # whether the tasks stand in the order in which to begin them
 
 
 def bundled() -> tuple[str, ...]:

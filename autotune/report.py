@@ -31,6 +31,7 @@ class TaskReport:
         default: the default config's text, to tell whether the winner is it.
         attempts: number of rows this run wrote, by status; configs that a rule refused count as ``invalid``.
         resumed: attempts of earlier runs that this one did not repeat.
+        gpu: the name of the GPU that did it, or for which it was predicted.
     """
 
     op: str
@@ -42,6 +43,7 @@ class TaskReport:
     resumed: int = 0
     seconds: float = 0.0
     message: str = ""
+    gpu: str = ""
 
     @property
     def measured(self) -> int:
@@ -52,6 +54,7 @@ class TaskReport:
         """Plain values, for JSON and CSV."""
         w = self.winner
         return {
+            "gpu": self.gpu,
             "op": self.op,
             "problem": self.problem,
             "state": self.state,
@@ -72,7 +75,10 @@ class TaskReport:
 
 @dataclass(frozen=True)
 class TuneReport:
-    """A job's outcome on one GPU. ``origin`` says whether times were measured or predicted."""
+    """A job's outcome on one GPU, or on each kind of a fleet (``"h200, l40s"``).
+
+    ``origin`` says whether times were measured or predicted.
+    """
 
     job: str
     gpu: str
@@ -108,6 +114,7 @@ class TuneReport:
         from rich.markup import escape
         from rich.table import Table
 
+        several = len({task.gpu for task in self.tasks}) > 1
         table = Table(title=self.headline(), title_justify="left", show_lines=True)
         table.add_column("problem and winner", overflow="fold")
         table.add_column("µs", justify="right")
@@ -119,7 +126,7 @@ class TuneReport:
             origin = "" if w is None else f"\n{w.origin}"
             done = [task.state, counts(task.attempts), f"{task.resumed} resumed" if task.resumed else "", task.message]
             table.add_row(
-                escape(f"{task.op} {task.problem}\n{config}{origin}"),
+                escape(f"{task.op} {task.problem}{f' on {task.gpu}' if several else ''}\n{config}{origin}"),
                 "" if w is None or w.median_us is None else f"{w.median_us:.2f}",
                 "" if w is None else escape(times_faster(w).replace(" [", "\n[")),
                 escape("; ".join(part for part in done if part)),

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
 from cutekernels import environment
 from cutekernels import gpu as gpus
+from cutekernels.autotune.fleet import Board, Fleet, Slot, hand_out
 from cutekernels.autotune.history import TaskHistory
 from cutekernels.autotune.job import MOST_SECONDS, Job, Task, checked_trials, load
+from cutekernels.autotune.ledger import Ledger
 from cutekernels.autotune.predict import Prediction
 from cutekernels.autotune.report import TaskReport, TuneReport
 from cutekernels.autotune.runtime import LocalRuntime, Runtime
 from cutekernels.autotune.search import Search
+from cutekernels.autotune.suggest import space
+from cutekernels.catalog import Catalog
 from cutekernels.db.store import Environment, Store, Trial
 from cutekernels.errors import JobError
+from cutekernels.gpu import GpuSpec
+
+_ORIGIN = {True: "measured", False: "predicted"}
 
 
 class Watcher(Protocol):
@@ -29,6 +39,25 @@ class Watcher(Protocol):
     def trial(self, trial: Trial, done: int, wanted: int) -> None: ...
 
     def end(self, report: TaskReport) -> None: ...
+
+
+class Watched:
+    """A watcher called from several threads, one call at a time."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher, self._lock = watcher, threading.Lock()
+
+    def begin(self, task: Task, number: int, of: int) -> None:
+        with self._lock:
+            self._watcher.begin(task, number, of)
+
+    def trial(self, trial: Trial, done: int, wanted: int) -> None:
+        with self._lock:
+            self._watcher.trial(trial, done, wanted)
+
+    def end(self, report: TaskReport) -> None:
+        with self._lock:
+            self._watcher.end(report)
 
 
 class Silent:
@@ -55,6 +84,7 @@ def tune(
     limit: int | None = None,
     force: bool = False,
     watcher: Watcher | None = None,
+    fleet: Fleet | None = None,
     runtime: Runtime | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TuneReport:
@@ -72,6 +102,8 @@ def tune(
         jobs: compiling processes; default one per CPU, less one for the coordinator where a GPU measures.
         limit: without the GPU, compile only the best ``limit`` by the model.
         force: repeat what earlier runs did.
+        fleet: several GPUs that share the tasks: :class:`~cutekernels.autotune.fleet.LocalFleet`,
+            :class:`~cutekernels.autotune.ray_fleet.RayFleet`. ``gpu="auto"`` then means every kind that it has.
         watcher, runtime, clock: progress, the processes to use, and time; for the command line and for tests.
 
     Raises:
@@ -80,37 +112,126 @@ def tune(
         StoreError: the database cannot be opened or written.
     """
     loaded = job if isinstance(job, Job) else load(job)
-    spec = gpus.lookup(gpu)
-    measured = gpus.present(spec)
+    wanted = gpus.lookup(gpu) if fleet is None or gpu.strip().lower() != "auto" else None
     begin = clock()
     budget = loaded.budget_s if budget_s is None else budget_s
     if trials is not None:
-        checked_trials(trials, "trials")
+        loaded = replace(loaded, tasks=tuple(replace(t, trials=checked_trials(trials, "trials")) for t in loaded.tasks))
     if budget is not None and not 0 <= budget < MOST_SECONDS:
         raise JobError(f"budget_s must be a number of seconds from 0 up, at most a year; it is {budget}")
     end = None if budget is None else begin + budget
-    versions = Environment.of(environment.collect())
-    watch = watcher or Silent()
-    reports: list[TaskReport] = []
-    with Store(db) as store, _processes(runtime, jobs, measured) as processes:
-        for number, listed in enumerate(loaded.tasks, 1):
-            task = listed if trials is None else Task(listed.op, listed.problem, trials)
-            now = clock()
-            deadline = None if end is None else now + max(0.0, end - now) / (len(loaded.tasks) - number + 1)
-            origin = "measured" if measured else "predicted"
-            history = TaskHistory(store, task.op, task.problem, spec, versions, origin)
-            watch.begin(task, number, len(loaded.tasks))
-            if measured:
-                report = Search(
-                    task, spec, history, processes, deadline, force, on_trial=watch.trial, clock=clock
-                ).run()
-            else:
-                report = Prediction(
-                    task, spec, history, processes, limit, deadline, force, on_trial=watch.trial, clock=clock
-                ).run()
-            watch.end(report)
-            reports.append(report)
-    return TuneReport(loaded.name, spec.name, "measured" if measured else "predicted", tuple(reports), clock() - begin)
+    run = _Run(loaded.tasks, Watched(watcher or Silent()), end, limit, force, clock)
+    with Ledger(db) as store:
+        if not loaded.tasks:  # more shards than tasks
+            reports: list[TaskReport] = []
+        elif fleet is not None:
+            reports = run.on_fleet(store, fleet, wanted, ranked=loaded.ranked or budget is not None)
+        else:
+            assert wanted is not None
+            reports = run.here(store, wanted, runtime, jobs)
+    keep_work(loaded.tasks)
+    measured = fleet is not None or (wanted is not None and gpus.present(wanted))
+    kinds = list(dict.fromkeys(report.gpu for report in reports)) or [wanted.name if wanted is not None else "auto"]
+    return TuneReport(
+        loaded.name, ", ".join(kinds), "measured" if measured else "predicted", tuple(reports), clock() - begin
+    )
+
+
+@dataclass
+class _Run:
+    """What the tasks of one call have in common."""
+
+    tasks: Sequence[Task]
+    watch: Watched
+    end: float | None
+    limit: int | None
+    force: bool
+    clock: Callable[[], float]
+
+    def here(self, store: Store, spec: GpuSpec, runtime: Runtime | None, jobs: int | None) -> list[TaskReport]:
+        """All tasks in turn, on the GPU of this machine or predicted for one elsewhere."""
+        measured = gpus.present(spec)
+        versions = Environment.of(environment.collect())
+        reports = []
+        with _processes(runtime, jobs, measured) as processes:
+            for number, task in enumerate(self.tasks, 1):
+                turns = len(self.tasks) - number + 1
+                deadline = None if self.end is None else self.clock() + max(0.0, self.end - self.clock()) / turns
+                self.watch.begin(task, number, len(self.tasks))
+                following = self.tasks[number] if number < len(self.tasks) else None
+                history = TaskHistory(store, task.op, task.problem, spec, versions, _ORIGIN[measured])
+                if measured:
+                    report = self._search(task, spec, history, processes, deadline, following)
+                else:
+                    report = Prediction(
+                        task,
+                        spec,
+                        history,
+                        processes,
+                        self.limit,
+                        deadline,
+                        self.force,
+                        on_trial=self.watch.trial,
+                        clock=self.clock,
+                    ).run()
+                reports.append(replace(report, gpu=spec.name))
+                self.watch.end(reports[-1])
+        return reports
+
+    def on_fleet(self, store: Store, fleet: Fleet, wanted: GpuSpec | None, *, ranked: bool) -> list[TaskReport]:
+        """The tasks on all GPUs of the fleet that are wanted; only this process writes."""
+        board = Board(self.tasks, wanted, ranked=ranked)
+        begun = count(1)
+
+        def work(slot: Slot, kind: GpuSpec, position: int) -> TaskReport:
+            task = self.tasks[position]
+            now = self.clock()
+            deadline = None if self.end is None else now + board.share(kind, self.end - now)
+            self.watch.begin(task, next(begun), board.total)
+            history = TaskHistory(store, task.op, task.problem, kind, slot.environment, "measured")
+            following = board.following(kind)
+            report = self._search(task, kind, history, slot.runtime, deadline, following)
+            report = replace(report, gpu=kind.name)
+            self.watch.end(report)
+            return report
+
+        hand_out(board, fleet, work, given_up=self.watch.end)
+        return board.reports()
+
+    def _search(
+        self,
+        task: Task,
+        spec: GpuSpec,
+        history: TaskHistory,
+        runtime: Runtime,
+        deadline: float | None,
+        following: Task | None,
+    ) -> TaskReport:
+        looking = None
+        if following is not None:
+            looking = threading.Thread(target=_look_ahead, args=(following, spec, runtime), daemon=True)
+            looking.start()
+        try:
+            return Search(
+                task, spec, history, runtime, deadline, self.force, on_trial=self.watch.trial, clock=self.clock
+            ).run()
+        finally:
+            if looking is not None:
+                looking.join()
+
+
+def _look_ahead(task: Task, spec: GpuSpec, runtime: Runtime) -> None:
+    """Enumerate the next task's space and compile what its search begins with, while the GPU measures this one's."""
+    default = task.op.default(task.problem, spec)
+    runtime.ahead(task.op, task.problem, space(task.op, task.problem, spec).openers([default]), spec)
+
+
+def keep_work(tasks: Sequence[Task]) -> None:
+    """Keep the flops and bytes of the tuned problems, so that a listing of their rates loads no torch."""
+    catalog = Catalog()
+    for task in tasks:
+        catalog.rates("", task.op.name, str(task.problem), 1.0)
+    catalog.keep()
 
 
 def _processes(runtime: Runtime | None, jobs: int | None, measured: bool) -> AbstractContextManager[Runtime]:

@@ -1,11 +1,14 @@
 """The processes behind a search: a pool of compilers that see no GPU, and one worker that measures on it.
 
-A search uses :class:`Runtime`, a protocol of four methods; :class:`LocalRuntime` implements it with processes. A
+A search uses :class:`Runtime`, a protocol of five methods; :class:`LocalRuntime` implements it with processes. A
 compile, the first request of a problem (inputs, reference, a cold CUDA context) and a measurement each have a deadline.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -23,6 +26,7 @@ WORKER_TARGET = "cutekernels.autotune.worker:answer"
 COMPILE_DEADLINE_S = 120.0
 PREPARE_DEADLINE_S = 180.0
 MEASURE_DEADLINE_S = 30.0
+SPARES = 2  # a final takes place in two fresh processes
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,10 @@ class NotPrepared(ChildFailure):
     """The inputs or the reference of a problem could not be made: no verdict on the configs to be measured."""
 
 
+Compile = tuple[str, str, str, GpuSpec]
+"""Request: op, problem, config, and the GPU, described whole: its table may lack it."""
+
+
 class Runtime(Protocol):
     """The compile and measurement services that a search uses."""
 
@@ -71,6 +79,10 @@ class Runtime(Protocol):
 
     def compile(self, op: Op[Any, Any], problem: Problem, config: Config, gpu: GpuSpec) -> Future[Facts]:
         """Starts a compile; the future holds its facts or a :class:`~cutekernels.isolate.ChildFailure`."""
+        ...
+
+    def ahead(self, op: Op[Any, Any], problem: Problem, configs: Iterable[Config], gpu: GpuSpec) -> None:
+        """Compile ``configs`` of the task to come while compilers are idle; :meth:`compile` then takes them over."""
         ...
 
     def prepare(self, request: Prepare) -> None:
@@ -86,10 +98,10 @@ class Runtime(Protocol):
         ...
 
 
-class LocalRuntime:
-    """Processes on this machine. ``jobs`` compilers; the worker starts with the first measurement.
+class Compilers:
+    """Compiling processes, which the runtimes of one host may share. ``jobs`` of them, none of which sees a GPU.
 
-    Temporary files of all of them lie in one folder, removed at the end: compilers killed in their work leave some.
+    Temporary files of all processes lie in one folder, removed at the end: those killed in their work leave some.
 
     Raises:
         CacheUnusable: no kernel could be compiled.
@@ -98,20 +110,106 @@ class LocalRuntime:
     def __init__(self, jobs: int) -> None:
         compiler.tidy()
         self._open = ExitStack()
-        temporary = str(self._open.enter_context(compiler.scratch()))
+        self.temporary = str(self._open.enter_context(compiler.scratch()))
         self.width = jobs
         # No visible GPU: otherwise each compiler would make a CUDA context of hundreds of megabytes.
-        self._pool = Pool(COMPILE_TARGET, jobs, env={"CUDA_VISIBLE_DEVICES": "", "TMPDIR": temporary})
-        self._worker = Child(WORKER_TARGET, env={"TMPDIR": temporary})
+        self._pool = Pool(COMPILE_TARGET, jobs, env={"CUDA_VISIBLE_DEVICES": "", "TMPDIR": self.temporary})
+        self._lock = threading.RLock()
+        self._busy = 0
+        self._later: dict[Compile, None] = {}
+        self._early: dict[Compile, Future[Facts]] = {}
+
+    def submit(self, request: Compile) -> Future[Facts]:
+        """Compile now; one that was begun ahead is taken over."""
+        with self._lock:
+            self._later.pop(request, None)
+            begun = self._early.pop(request, None)
+            if begun is not None and not begun.cancel():
+                return begun
+            return self._start(request)
+
+    def ahead(self, requests: Iterable[Compile]) -> None:
+        """Compile while processes are idle, for a later :meth:`submit`. Drops what an earlier call left unbegun."""
+        with self._lock:
+            self._later = dict.fromkeys(r for r in requests if r not in self._early)
+            self._feed()
+
+    def _start(self, request: Compile) -> Future[Facts]:
+        self._busy += 1
+        future: Future[Facts] = self._pool.submit(request, COMPILE_DEADLINE_S)
+        future.add_done_callback(lambda done: self._ended())
+        return future
+
+    def _ended(self) -> None:
+        with self._lock:
+            self._busy -= 1
+            self._feed()
+
+    def _feed(self) -> None:
+        while self._later and self._busy < self.width:
+            request = next(iter(self._later))
+            del self._later[request]
+            with suppress(RuntimeError):  # the pool is closed
+                self._early[request] = self._start(request)
+
+    def close(self) -> None:
+        """End the processes; compiles not yet begun are dropped."""
+        with self._lock:
+            self._later = {}
+        self._pool.close()
+        self._open.close()
+        with suppress(CacheUnusable):
+            compiler.tidy()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class LocalRuntime:
+    """Processes on this machine. ``jobs`` compilers; the worker starts with the first measurement.
+
+    Spare workers start in the background, so that :meth:`refresh` need not wait for one to import torch. They hold
+    no memory of the GPU before their first request.
+
+    Args:
+        device: the one GPU that the worker sees, as ``CUDA_VISIBLE_DEVICES`` names it; None for all that are visible.
+        compilers: those of the host, shared with other runtimes; None for its own.
+
+    Raises:
+        CacheUnusable: no kernel could be compiled.
+    """
+
+    def __init__(self, jobs: int, *, device: str | None = None, compilers: Compilers | None = None) -> None:
+        self._shared = compilers is not None
+        self._compilers = Compilers(jobs) if compilers is None else compilers
+        self.width = self._compilers.width
+        self._env = {"TMPDIR": self._compilers.temporary}
+        if device is not None:
+            self._env["CUDA_VISIBLE_DEVICES"] = device
+        self._worker = Child(WORKER_TARGET, env=self._env)
+        self._spares: deque[Child] = deque()
+        self._starting: list[threading.Thread] = []
+        self._closed = False
         self._prepared: tuple[int | None, object] | None = None
 
     def compile(self, op: Op[Any, Any], problem: Problem, config: Config, gpu: GpuSpec) -> Future[Facts]:
-        return self._pool.submit((op.name, str(problem), str(config), gpu), COMPILE_DEADLINE_S)
+        return self._compilers.submit((op.name, str(problem), str(config), gpu))
+
+    def ahead(self, op: Op[Any, Any], problem: Problem, configs: Iterable[Config], gpu: GpuSpec) -> None:
+        self._compilers.ahead([(op.name, str(problem), str(config), gpu) for config in configs])
 
     def prepare(self, request: Prepare) -> None:
         if self._worker.pid is None or self._prepared != (self._worker.pid, request):
             self._worker.ask(request, PREPARE_DEADLINE_S)
             self._prepared = (self._worker.pid, request)
+        self._starting = [thread for thread in self._starting if thread.is_alive()]
+        while len(self._spares) < SPARES and not self._closed:
+            self._spares.append(Child(WORKER_TARGET, env=self._env))
+            self._starting.append(threading.Thread(target=_started, args=(self._spares[-1],), daemon=True))
+            self._starting[-1].start()
 
     def measure(self, request: Measure) -> dict[str, Outcome]:
         try:
@@ -124,21 +222,32 @@ class LocalRuntime:
         return outcomes
 
     def refresh(self) -> None:
-        self._worker.kill()
+        if self._spares:
+            self._worker.close()
+            self._worker = self._spares.popleft()
+        else:
+            self._worker.kill()
 
     def close(self) -> None:
-        """End all processes; compiles not yet begun are dropped."""
-        self._pool.close()
-        self._worker.close()
-        self._open.close()
-        with suppress(CacheUnusable):
-            compiler.tidy()
+        """End all processes; compiles not yet begun are dropped, unless others share the compilers."""
+        self._closed = True
+        for child in (self._worker, *self._spares):
+            child.close()
+        for thread in self._starting:
+            thread.join()
+        if not self._shared:
+            self._compilers.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _started(child: Child) -> None:
+    with suppress(ChildFailure):  # the request that needs it starts it again, and reports why it cannot
+        child.start()
 
 
 def compile_candidate(request: tuple[str, str, str, GpuSpec]) -> Facts:

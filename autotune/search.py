@@ -29,7 +29,7 @@ from cutekernels.autotune.history import ATTEMPTS, TaskHistory, status_of
 from cutekernels.autotune.job import Task
 from cutekernels.autotune.report import TaskReport
 from cutekernels.autotune.runtime import Measure, Outcome, Prepare, Runtime
-from cutekernels.autotune.suggest import Suggester
+from cutekernels.autotune.suggest import Suggester, space
 from cutekernels.backends import Facts
 from cutekernels.db.store import Trial
 from cutekernels.errors import CuteKernelsError
@@ -79,6 +79,7 @@ class Search:
     _again: deque[Config] = field(default_factory=deque)  # of these, those to be tried once more
     _default: Config = field(init=False)
     _small: bool = field(init=False, default=True)
+    _wanted: int = field(init=False, default=0)  # attempts
 
     def run(self) -> TaskReport:
         """Search, store the winner and report. Rows are written on the way."""
@@ -141,10 +142,10 @@ class Search:
 
     def _suggester(self) -> Suggester:
         op, problem = self.task.op, self.task.problem
-        valid = list(op.valid(problem, self.gpu))
-        estimates_us = [op.estimate_us(problem, c, self.gpu) for c in valid]
-        self._small = len(valid) <= self.task.trials
-        suggester = Suggester(op.Config, valid, estimates_us, [self._default, *self.history.seeds()])
+        found = space(op, problem, self.gpu)
+        self._small = len(found.valid) <= self.task.trials
+        self._wanted = min(len(found.valid), self.task.trials)
+        suggester = Suggester(op.Config, found.valid, found.estimates_us, [self._default, *self.history.seeds()])
         for config, trial in self._known.items():
             suggester.observe(config, _value(trial))
         return suggester
@@ -352,7 +353,7 @@ class Search:
     def _note(self, trial: Trial) -> None:
         self.history.record([trial])
         self._attempts[trial.status] += 1
-        self.on_trial(trial, min(self._spent(), self.task.trials), self.task.trials)
+        self.on_trial(trial, min(self._spent(), self._wanted), self._wanted)
 
     def _spent(self) -> int:
         return sum(trial.status in ATTEMPTS for trial in self._known.values()) + len(self._spoiled)

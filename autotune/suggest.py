@@ -8,13 +8,17 @@ observed like those of this one, so a resumed search keeps what it had learned.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import optuna
 
 from cutekernels.autotune.chooser import Chooser, spread
-from cutekernels.op import Config
+from cutekernels.gpu import GpuSpec
+from cutekernels.op import Config, Op, Problem
 
 MODEL_SEEDS = 8  # the best configs by the op's own model, of different shapes, are tried first
 
@@ -42,6 +46,44 @@ class ListSampler(optuna.samplers.BaseSampler):
         raise NotImplementedError("all knobs are sampled together")
 
 
+@dataclass(frozen=True)
+class Space:
+    """What a task may try: the configs that ``why_not`` accepts, and the model's time of each."""
+
+    valid: tuple[Config, ...]
+    estimates_us: tuple[float, ...]
+
+    def openers(self, first: Iterable[Config]) -> list[Config]:
+        """The configs that a search begins with: ``first``, those that are valid, then the model's of many shapes."""
+        if not self.valid:
+            return []
+        knobs, shapes = _described(self.valid)
+        known = set(self.valid)
+        rows = spread(knobs, shapes, self.estimates_us, MODEL_SEEDS)
+        return list(dict.fromkeys([*(c for c in first if c in known), *(self.valid[row] for row in rows)]))
+
+
+_enumerating = threading.Lock()
+
+
+def space(op: Op[Any, Any], problem: Problem, gpu: GpuSpec) -> Space:
+    """The space of one task. Enumerating takes up to seconds: the next task's is done while one is measured."""
+    with _enumerating:
+        return _space(op, problem, gpu)
+
+
+@lru_cache(8)
+def _space(op: Op[Any, Any], problem: Problem, gpu: GpuSpec) -> Space:
+    valid = tuple(op.valid(problem, gpu))
+    return Space(valid, tuple(op.estimate_us(problem, c, gpu) for c in valid))
+
+
+def _described(valid: Sequence[Config]) -> tuple[list[tuple[Any, ...]], list[int]]:
+    """The knobs of each config, and which of them belong to the shape of a tile."""
+    names = list(valid[0].space()) if valid else []
+    return [tuple(getattr(c, name) for name in names) for c in valid], [i for i, n in enumerate(names) if is_shape(n)]
+
+
 class Suggester:
     """Candidates from ``valid``, the configs that ``why_not`` accepts, in the space's fixed order.
 
@@ -57,8 +99,7 @@ class Suggester:
         self._kind = kind
         space = kind.space()
         self._rows = {config: row for row, config in enumerate(valid)}
-        knobs = [tuple(getattr(c, name) for name in space) for c in valid]
-        shapes = [i for i, name in enumerate(space) if is_shape(name)]
+        knobs, shapes = _described(valid)
         named = [self._rows[c] for c in seeds if c in self._rows]
         self._chooser = Chooser(knobs, estimates_us, [*named, *spread(knobs, shapes, estimates_us, MODEL_SEEDS)])
         self._spread: dict[str, Any] = {

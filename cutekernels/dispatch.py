@@ -19,14 +19,17 @@ from __future__ import annotations
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cutekernels import compile as compiler
 from cutekernels import gpu as gpus
+from cutekernels import settings
 from cutekernels.db import snapshot as snapshots
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.interval import Interval
 
 if TYPE_CHECKING:
     from cutekernels.db.snapshot import Snapshot, Winner
@@ -165,13 +168,68 @@ def winners(gpu: GpuSpec) -> Snapshot:
     return found
 
 
-def reload() -> None:
-    """Forget winners and plans, so that the next calls use winners tuned since. Compiled kernels stay."""
+def reload(*, watch_s: float | None = None) -> None:
+    """Forget winners and plans, so that the next calls use winners tuned since. Compiled kernels stay.
+
+    Args:
+        watch_s: do so again whenever the database's file has changed, which a thread looks at every ``watch_s``
+            seconds; it also reads the new winners, so that no call does. None ends it.
+
+    Raises:
+        ValueError: ``watch_s`` is no positive number, or the database in the settings is no file: a serving process
+            reads a local copy, which ``cutekernels db pull`` makes and renews.
+    """
+    global _watched
+    if watch_s is not None:
+        _watched = _stamp()
+    _watcher.every(watch_s)
+    _forget({})
+
+
+def _forget(known: dict[str, Snapshot]) -> None:
     with _lock:
         _snapshots.clear()
+        _snapshots.update(known)
         _plans.clear()
         for forget in _listeners:
             forget()
+
+
+_watched: tuple[int, ...] = ()
+_TIME_STEP_NS = 30_000_000
+
+
+def _stamp() -> tuple[int, ...]:
+    """Changes when the database in the settings is written."""
+    path = settings.load().database_path
+    if path is None:
+        raise ValueError(
+            f"only a file can be watched; {settings.DB_VARIABLE} names a server: use `cutekernels db pull`"
+        )
+    found: list[int] = []
+    for name in (path, f"{path}-wal"):
+        try:
+            status = os.stat(name)
+        except OSError:
+            found += (0, 0, 0)
+        else:
+            found += (status.st_ino, status.st_mtime_ns, status.st_size)
+    return tuple(found)
+
+
+def _look() -> None:
+    global _watched
+    stamp = _stamp()
+    if stamp == _watched:
+        return
+    # Before reading: a write meanwhile is seen by the next look. File times advance in steps, which two writes share.
+    _watched = () if time.time_ns() - max(stamp[1], stamp[4]) < _TIME_STEP_NS else stamp
+    known = {name: snapshots.load(name) for name in list(_snapshots)}
+    if any(known[name] != found for name, found in list(_snapshots.items()) if name in known):
+        _forget(known)
+
+
+_watcher = Interval("cutekernels-watch", _look)
 
 
 def take_missed() -> dict[tuple[str, str, int, str], int]:
@@ -299,6 +357,7 @@ def _adopt(op: Op[Any, Any], p: Any, gpu: GpuSpec, row: Winner, origin: str, not
 def _after_fork() -> None:
     global _lock
     _lock = threading.RLock()
+    _missed.clear()  # the parent reports these
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -190,9 +190,13 @@ def detect(device: int | None = None) -> GpuSpec:
 def present(spec: GpuSpec) -> bool:
     """Whether the machine's GPU is ``spec``, or the one that ``spec`` limits."""
     try:
-        own = detect()
+        return stands_for(spec, detect())
     except UnknownGpu:
         return False
+
+
+def stands_for(spec: GpuSpec, own: GpuSpec) -> bool:
+    """Whether what is measured on ``own`` holds for ``spec``: the same GPU, or ``own`` confined."""
     return spec in (own, own if spec.smem_cap_bytes is None else own.limited(spec.smem_cap_bytes // KIB))
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 from importlib import import_module
 
-from cutekernels import dispatch, gpu
+from cutekernels import dispatch, gpu, settings
+from cutekernels.errors import StoreError
+from cutekernels.interval import Interval
 from cutekernels.ops import registry
 
 
@@ -29,7 +32,7 @@ def explain(op: str, problem: str, *, gpu_name: str = "auto", config: str | None
     return dispatch.explain(declared, declared.Problem.parse(problem), gpu.lookup(gpu_name), config)
 
 
-def report_misses(database: str | None = None) -> int:
+def report_misses(database: str | None = None, *, every_s: float | None = None) -> int:
     """Store the untuned problems of this process in the tuner's queue, which ``cutekernels db requests`` lists.
 
     Nothing is written unless this is called, periodically or at the end of a serving process. A problem counts
@@ -37,13 +40,31 @@ def report_misses(database: str | None = None) -> int:
 
     Args:
         database: a path or a SQLAlchemy URL; None for the one in the settings.
+        every_s: repeat this every so many seconds in a thread, and when the process ends; forked children too. What
+            cannot be stored is logged and kept. Needs ``database`` or ``CUTEKERNELS_DB``. None ends the repetition.
 
     Returns:
         Number of buckets stored. They are not stored again.
 
     Raises:
         StoreError: the database cannot be written. The counts are kept for the next call.
+        ValueError: ``every_s`` is no positive number, or no database is named for it.
     """
+    global _to
+    if every_s is not None:
+        if database is None and not settings.load().database_named:
+            raise ValueError(f"every_s needs a database that others read: set {settings.DB_VARIABLE} or give database=")
+        if _reporter.seconds is None:
+            atexit.unregister(_report_quietly)
+            atexit.register(_report_quietly)
+    elif _reporter.seconds is not None:
+        atexit.unregister(_report_quietly)
+    _to = database
+    _reporter.every(every_s)
+    return _report(database)
+
+
+def _report(database: str | None) -> int:
     taken = dispatch.take_missed()
     if not taken:
         return 0
@@ -54,3 +75,16 @@ def report_misses(database: str | None = None) -> int:
         dispatch.give_back_missed(taken)
         raise
     return len(taken)
+
+
+_to: str | None = None
+
+
+def _report_quietly() -> None:
+    try:
+        _report(_to)
+    except (StoreError, ValueError) as error:
+        settings.logger("requests").warning("untuned problems could not be reported, they are kept: %s", error)
+
+
+_reporter = Interval("cutekernels-report", _report_quietly)

@@ -64,6 +64,15 @@ _BOOTSTRAP = (
 class ChildFailure(CuteKernelsError):
     """A request that got no answer: :class:`ChildDied`, :class:`ChildTimeout`, :class:`RemoteError`, StartFailed."""
 
+    def __reduce__(self) -> tuple[Any, ...]:  # a failure on another machine travels to the one that writes its row
+        return _restored, (type(self), str(self), self.__dict__)
+
+
+def _restored(kind: type[ChildFailure], message: str, state: dict[str, Any]) -> ChildFailure:
+    error = kind.__new__(kind, message)
+    error.__dict__.update(state)
+    return error
+
 
 class ChildDied(ChildFailure):
     """The process ended while it worked on a request."""
@@ -169,6 +178,15 @@ class Child:
         if kind == "error":
             raise RemoteError(*body)
         return body
+
+    def start(self) -> None:
+        """Start the process ahead of the first request. Raises StartFailed."""
+        with self._lock:
+            try:
+                self._ensure_started()
+            except BaseException:
+                self._reap()
+                raise
 
     def kill(self) -> None:
         """End the process, whatever it is doing. The next :meth:`ask` starts another."""

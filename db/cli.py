@@ -15,6 +15,7 @@ from datetime import timedelta
 from difflib import get_close_matches
 from enum import StrEnum
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -24,8 +25,9 @@ from rich.text import Text
 from cutekernels import db as database
 from cutekernels import settings, terminal
 from cutekernels.db import listing, sqlite
+from cutekernels.db.engine import translated
 from cutekernels.db.reader import Database, Winner, diff
-from cutekernels.db.store import ImportReport, Store, Trial
+from cutekernels.db.store import ImportReport, Store, Trial, replace_file
 from cutekernels.errors import CuteKernelsError, UnknownGpu, UnsupportedProblem
 from cutekernels.terminal import As, Format
 
@@ -169,6 +171,24 @@ def requests(
 
 
 @app.command()
+def report(
+    file: Annotated[str, typer.Argument(metavar="OUT.HTML", help="Where to write.")],
+    gpu: GpuName = None,
+    op: OpName = None,
+    problem: Conditions = None,
+    db: Db = None,
+) -> None:
+    """Write one HTML file of pictures: searches, time by status, roofline, prediction, winners. Needs [report]."""
+    from cutekernels.db import html_report
+
+    with _opened(db, needed=True) as opened:
+        page = html_report.page(opened, gpu=gpu, op=op, problem=problem)
+        with translated(file):
+            replace_file(Path(file), page)
+    terminal.say(f"written to {file}; it needs nothing else to be looked at")
+
+
+@app.command()
 def export(
     file: Annotated[str, typer.Argument(help="Where to write; - for stdout.")] = "-",
     gpu: GpuName = None,
@@ -198,6 +218,20 @@ def merge(url: Annotated[str, typer.Argument(help="Path or URL of the other data
     """Take in every trial and winner of another database; it is only read."""
     with _store(db, writing=True) as store:
         _report(store.merge(url))
+
+
+@app.command()
+def pull(
+    url: Annotated[str, typer.Argument(help="Path or URL of a fleet's database, such as PostgreSQL's.")],
+    gpu: GpuName = None,
+    op: OpName = None,
+    db: Db = None,
+) -> None:
+    """Copy a fleet's winners into the local database, at once: for serving processes, which read a local file."""
+    with _opened(url) as other:
+        gpu, op = other.gpu(gpu), other.op(op)
+    with _store(db, writing=True) as store:
+        _report(store.pull(url, gpu=gpu, op=op))
 
 
 @app.command()

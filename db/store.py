@@ -267,7 +267,7 @@ class Store:
         lines = [f"{winner.as_line()}\n" for winner in self.winners(gpu=gpu, op=op)]
         if isinstance(target, str | os.PathLike):
             with translated(os.fspath(target)):
-                _replace_file(Path(target), "".join(lines))
+                replace_file(Path(target), "".join(lines))
         else:
             target.writelines(lines)
         return len(lines)
@@ -292,15 +292,21 @@ class Store:
         with Store(other_url, readonly=True) as other, other._reading() as session:
             incoming = statements.select_trials(session, [], strict=True)
             winners = statements.select_trials(session, [], winning=True, strict=True)
-        latest = datetime.now(UTC) + _CLOCK_SKEW
-        for candidate in incoming:
-            try:
-                _require_past(candidate, latest)
-            except StoreError as error:
-                raise StoreError(f"{shown(other.url)}, trial {candidate.id}: {error}; nothing was merged") from None
+        _require_all_past(incoming, shown(other.url), "merged")
         return self._import(incoming, winners)
 
-    def _import(self, incoming: Sequence[Trial], winners: Sequence[Trial]) -> ImportReport:
+    def pull(self, other_url: str | os.PathLike[str], *, gpu: str | None = None, op: str | None = None) -> ImportReport:
+        """Take another database's winners in one transaction: a reader sees all of them or none.
+
+        For their problems they win here too, whatever is older or newer; only a predicted one never replaces a
+        measured one. Nothing is deleted.
+        """
+        with Store(other_url, readonly=True) as other:
+            incoming = other.winners(gpu=gpu, op=op)
+            _require_all_past(incoming, shown(other.url), "pulled")
+        return self._import(incoming, incoming, newest=False)
+
+    def _import(self, incoming: Sequence[Trial], winners: Sequence[Trial], *, newest: bool = True) -> ImportReport:
         if not incoming:
             return ImportReport(0, 0, 0)
         with self._writing() as session:
@@ -311,7 +317,7 @@ class Store:
                 rival = best.get(candidate.key)
                 if candidate.status == "ok" and (rival is None or candidate.rank > rival.rank):
                     best[candidate.key] = candidate
-            crowned = len(statements.set_winners(session, best.values(), newest=True))
+            crowned = len(statements.set_winners(session, best.values(), newest=newest))
         return ImportReport(added, crowned, len(winners) - crowned)
 
     # ---- upkeep ---------------------------------------------------------------------------------------------
@@ -374,12 +380,21 @@ def _read_lines(stream: TextIO, name: str) -> list[Trial]:
     return trials
 
 
+def _require_all_past(incoming: Iterable[Trial], source: str, verb: str) -> None:
+    latest = datetime.now(UTC) + _CLOCK_SKEW
+    for candidate in incoming:
+        try:
+            _require_past(candidate, latest)
+        except StoreError as error:
+            raise StoreError(f"{source}, trial {candidate.id}: {error}; nothing was {verb}") from None
+
+
 def _require_past(incoming: Trial, latest: datetime) -> None:
     if incoming.created_at > latest:  # it would win every later comparison
         raise StoreError(f"created_at lies in the future: {incoming.created_at.isoformat()}")
 
 
-def _replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Write beside ``path`` and rename, so that a reader sees either the old file or the new one, complete.
 
     A device or pipe is written into, and a link stays: what it points to is replaced.

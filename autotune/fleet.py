@@ -1,0 +1,379 @@
+"""GPUs that share a job: each task goes to a GPU of its kind, and one process, the coordinator, writes all rows.
+
+A :class:`Fleet` names its seats, the places where a GPU is, and opens them as :class:`Slot`. :func:`hand_out` serves
+each seat with a thread of the coordinator: it takes a task, searches, takes the next. A search runs here and
+reaches its GPU through the slot's :class:`~cutekernels.autotune.runtime.Runtime`, wherever that is; so a lost machine
+costs the attempt in flight, and its task goes on elsewhere from the rows that are stored already.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from cutekernels import environment
+from cutekernels import gpu as gpus
+from cutekernels.autotune import runtime as runtimes
+from cutekernels.autotune.job import Task
+from cutekernels.autotune.report import TaskReport
+from cutekernels.autotune.runtime import LocalRuntime, Runtime
+from cutekernels.autotune.shards import longest_first
+from cutekernels.db.store import Environment
+from cutekernels.errors import CuteKernelsError, JobError, UnknownGpu
+from cutekernels.gpu import GpuSpec
+from cutekernels.isolate import ChildFailure
+
+MOST_LOSSES = 3  # of one task, or of one seat without a finished task in between
+_POLL_S = 0.5  # between looks for seats that came or went
+_SETTLE_S = 10.0  # longest wait for threads whose GPU was closed
+
+
+class SlotLost(CuteKernelsError):
+    """A GPU or its machine is gone. No verdict on the task, which another GPU of its kind takes up."""
+
+
+class SeatUnfit(SlotLost):
+    """A seat that is of no use in this run, and is not opened again."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A place for a slot. Seats of one ``label`` have the same kind of GPU."""
+
+    name: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One GPU with the processes that serve it."""
+
+    gpu: GpuSpec
+    environment: Environment
+    runtime: Runtime
+    close: Callable[[], None]
+
+
+class Fleet(Protocol):
+    """The GPUs of one host, or of a cluster."""
+
+    patience_s: float
+    """Seconds to wait for a GPU while there is none."""
+
+    def seats(self) -> Sequence[Seat]:
+        """Where a GPU is now; a machine may join or leave."""
+        ...
+
+    def open(self, seat: Seat) -> Slot:
+        """The GPU at ``seat``, waiting until it is free. Raises :class:`SlotLost`."""
+        ...
+
+    def close(self) -> None:
+        """End all processes; requests in flight fail."""
+        ...
+
+
+class LocalFleet:
+    """GPUs of this host by their CUDA index, each with a measuring process; all share the compilers."""
+
+    patience_s = 0.0
+
+    def __init__(self, devices: Sequence[int], jobs: int | None = None) -> None:
+        if len(set(devices)) != len(devices):
+            raise JobError(f"each GPU is named once; the devices are {', '.join(map(str, devices))}")
+        present = visible()
+        for device in devices:
+            if not 0 <= device < len(present):
+                raise UnknownGpu(f"there is no GPU {device} here; --gpus takes all, or numbers below {len(present)}")
+        self._seats = [Seat(f"gpu {device}", f"gpu {device}") for device in devices]
+        self._devices = dict(zip(self._seats, devices, strict=True))
+        self._names = present
+        self._jobs = jobs if jobs is not None else max(1, len(os.sched_getaffinity(0)) - 1)
+        self._environment = Environment.of(environment.collect())
+        self._compilers = runtimes.Compilers(self._jobs)
+        self._open: list[LocalRuntime] = []
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def seats(self) -> Sequence[Seat]:
+        return self._seats
+
+    def open(self, seat: Seat) -> Slot:
+        device = self._devices[seat]
+        spec = gpus.detect(device)
+        with self._lock:
+            if self._closed:
+                raise SlotLost(f"{seat.name}: the run is over")
+            made = LocalRuntime(self._jobs, device=self._names[device], compilers=self._compilers)
+            self._open.append(made)
+        return Slot(spec, self._environment, made, made.close)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            for made in self._open:
+                made.close()
+        self._compilers.close()
+
+
+def visible() -> list[str]:
+    """The GPUs of this host as ``CUDA_VISIBLE_DEVICES`` names them, in the order of their CUDA index."""
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    names = [str(i) for i in range(count)] if named is None else [word.strip() for word in named.split(",")]
+    return names[:count]
+
+
+class Board:
+    """Tasks to do, in work and done, for each kind of GPU. Shared by the threads of a run.
+
+    Args:
+        wanted: the only kind to tune for; None for every kind that the fleet has.
+        ranked: begin tasks in their order; otherwise the longest first.
+    """
+
+    def __init__(self, tasks: Sequence[Task], wanted: GpuSpec | None, *, ranked: bool = False) -> None:
+        self._tasks = tasks
+        self._wanted = wanted
+        self._order = list(range(len(tasks))) if ranked else longest_first(tasks)
+        self._changed = threading.Condition()
+        self._kinds: dict[str, GpuSpec] = {}
+        self._waiting: dict[str, deque[int]] = {}
+        self._running: Counter[str] = Counter()
+        self._seated: Counter[str] = Counter()
+        self._losses: Counter[tuple[str, int]] = Counter()
+        self._reports: dict[tuple[str, int], TaskReport] = {}
+        self._error: BaseException | None = None
+        if wanted is not None:
+            self._admit(wanted)
+
+    def _admit(self, kind: GpuSpec) -> None:
+        if kind.name not in self._kinds:
+            self._kinds[kind.name] = kind
+            self._waiting[kind.name] = deque(self._order)
+
+    def join(self, own: GpuSpec) -> GpuSpec | None:
+        """The kind for which a slot with the GPU ``own`` works; None where it is of no use."""
+        with self._changed:
+            if self._wanted is not None and not gpus.stands_for(self._wanted, own):
+                return None
+            kind = self._wanted or own
+            self._admit(kind)
+            self._seated[kind.name] += 1
+            return kind
+
+    def leave(self, kind: GpuSpec) -> None:
+        with self._changed:
+            self._seated[kind.name] -= 1
+
+    def take(self, kind: GpuSpec) -> int | None:
+        """The next task's position; waits while the last ones are in work elsewhere. None where all are done."""
+        with self._changed:
+            while self._error is None:
+                if self._waiting[kind.name]:
+                    self._running[kind.name] += 1
+                    return self._waiting[kind.name].popleft()
+                if not self._running[kind.name]:
+                    return None
+                self._changed.wait(_POLL_S)
+            return None
+
+    def following(self, kind: GpuSpec) -> Task | None:
+        """The task that :meth:`take` would give out next; None where none waits."""
+        with self._changed:
+            waiting = self._waiting[kind.name]
+            return self._tasks[waiting[0]] if waiting else None
+
+    def share(self, kind: GpuSpec, left_s: float) -> float:
+        """A task's even share of the seconds that are left: it and those waiting, over the seats of its kind."""
+        with self._changed:
+            turns = math.ceil((len(self._waiting[kind.name]) + 1) / max(1, self._seated[kind.name]))
+            return max(0.0, left_s) / turns
+
+    def done(self, kind: GpuSpec, position: int, report: TaskReport) -> None:
+        with self._changed:
+            self._reports[kind.name, position] = report
+            self._running[kind.name] -= 1
+            self._changed.notify_all()
+
+    def lost(self, kind: GpuSpec, position: int, error: SlotLost) -> TaskReport | None:
+        """Put a task back that lost its slot; the report of one that has lost too many."""
+        with self._changed:
+            self._losses[kind.name, position] += 1
+            if self._losses[kind.name, position] < MOST_LOSSES:
+                self._waiting[kind.name].appendleft(position)
+                self._running[kind.name] -= 1
+                self._changed.notify_all()
+                return None
+        task = self._tasks[position]
+        default = str(task.op.default(task.problem, kind))
+        message = f"its GPU was lost {MOST_LOSSES} times, the last time: {error}"
+        report = TaskReport(task.op.name, str(task.problem), "failed", None, default, message=message, gpu=kind.name)
+        self.done(kind, position, report)
+        return report
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with ``error``, which :meth:`wait` raises."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Wait a moment for a change. Raises the error of a run that failed."""
+        with self._changed:
+            if self._error is None and not self.complete:
+                self._changed.wait(_POLL_S)
+            if self._error is not None:
+                raise self._error
+
+    @property
+    def complete(self) -> bool:
+        """Whether all tasks of the kinds known so far are done."""
+        with self._changed:
+            return bool(self._kinds) and len(self._reports) == len(self._kinds) * len(self._tasks)
+
+    @property
+    def settled(self) -> bool:
+        """Whether no further kind of GPU is to be tuned for."""
+        return self._wanted is not None
+
+    @property
+    def kinds(self) -> list[str]:
+        return list(self._kinds)
+
+    @property
+    def total(self) -> int:
+        """Tasks over all kinds known so far."""
+        return max(1, len(self._kinds)) * len(self._tasks)
+
+    @property
+    def finished(self) -> int:
+        return len(self._reports)
+
+    def reports(self) -> list[TaskReport]:
+        """Of all tasks, by kind in the order of their arrival, then in the job's order."""
+        kinds = list(self._kinds)
+        return [self._reports[key] for key in sorted(self._reports, key=lambda k: (kinds.index(k[0]), k[1]))]
+
+
+def hand_out(
+    board: Board,
+    fleet: Fleet,
+    work: Callable[[Slot, GpuSpec, int], TaskReport],
+    *,
+    given_up: Callable[[TaskReport], None] = lambda report: None,
+) -> None:
+    """Work through the board's tasks on all GPUs of the fleet; ``work`` does one task in a seat's thread.
+
+    Raises:
+        CuteKernelsError: no GPU is left that could do a task, or what ``work`` raised.
+    """
+    service = _Service(board, fleet, work, given_up)
+    try:
+        service.run()
+    except BaseException as error:
+        board.fail(error)  # threads take no further task
+        raise
+    finally:
+        fleet.close()
+        service.settle()
+
+
+class _Service:
+    """The threads of :func:`hand_out`, one for each seat."""
+
+    def __init__(
+        self,
+        board: Board,
+        fleet: Fleet,
+        work: Callable[[Slot, GpuSpec, int], TaskReport],
+        given_up: Callable[[TaskReport], None],
+    ) -> None:
+        self._board, self._fleet, self._work, self._given_up = board, fleet, work, given_up
+        self._threads: dict[Seat, threading.Thread] = {}
+        self._failures: Counter[Seat] = Counter()
+        self._useless: set[Seat] = set()
+        self._labels: set[str] = set()  # whose kind of GPU is known
+        self._last = ""
+
+    def run(self) -> None:
+        alone_since: float | None = None
+        while True:
+            if self._threads:
+                self._board.wait()
+            seats = [s for s in self._fleet.seats() if s not in self._useless and self._failures[s] < MOST_LOSSES]
+            known = self._board.settled or (bool(self._labels) and all(s.label in self._labels for s in seats))
+            if known and self._board.complete:  # in this order: a kind is on the board before its label is known
+                return
+            for seat in seats:
+                thread = self._threads.get(seat)
+                if thread is None or not thread.is_alive():
+                    self._threads[seat] = threading.Thread(
+                        target=self._serve, args=(seat,), name=seat.name, daemon=True
+                    )
+                    self._threads[seat].start()
+            if seats or any(t.is_alive() for t in self._threads.values()):
+                alone_since = None
+                continue
+            alone_since = time.monotonic() if alone_since is None else alone_since
+            if time.monotonic() - alone_since < self._fleet.patience_s:
+                time.sleep(_POLL_S)
+            else:
+                wanted = f"a {self._board.kinds[0]}" if self._board.kinds else "a GPU"
+                raise CuteKernelsError(f"there is no {wanted.removeprefix('a ')} to tune on{self._last}")
+
+    def settle(self) -> None:
+        limit = time.monotonic() + _SETTLE_S
+        for thread in self._threads.values():
+            thread.join(max(0.0, limit - time.monotonic()))
+
+    def _serve(self, seat: Seat) -> None:
+        try:
+            slot = self._fleet.open(seat)
+        except SlotLost as error:
+            if isinstance(error, SeatUnfit):
+                self._useless.add(seat)
+            self._lose(seat, error)
+            return
+        except BaseException as error:  # noqa: BLE001  the main thread raises it
+            self._board.fail(error)
+            return
+        kind = self._board.join(slot.gpu)
+        self._labels.add(seat.label)
+        if kind is None:
+            self._useless.add(seat)
+            self._last = f": {seat.name} is a {slot.gpu.name}"
+            slot.close()
+            return
+        try:
+            while (position := self._board.take(kind)) is not None:
+                try:
+                    self._board.done(kind, position, self._work(slot, kind, position))
+                    self._failures[seat] = 0
+                except SlotLost as error:
+                    self._lose(seat, error)
+                    report = self._board.lost(kind, position, error)
+                    if report is not None:
+                        self._given_up(report)
+                    return
+            self._useless.add(seat)
+        except BaseException as error:  # noqa: BLE001  the main thread raises it
+            self._board.fail(error)
+        finally:
+            self._board.leave(kind)
+            with suppress(ChildFailure, CancelledError):
+                slot.close()
+
+    def _lose(self, seat: Seat, error: SlotLost) -> None:
+        self._failures[seat] += 1
+        self._last = f"; {seat.name}: {error}"

@@ -1,0 +1,58 @@
+"""The tuner's way of writing: rows gather for a second and are stored in one transaction."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from sqlalchemy.orm import Session
+
+from cutekernels.db.store import Store, Trial
+
+FLUSH_S = 1.0  # a killed run loses the attempts of at most this long
+
+
+class Ledger(Store):
+    """A store whose :meth:`record` waits; every other call, and the end, writes first what waits. For many threads."""
+
+    def __init__(self, url: str | os.PathLike[str] | None = None) -> None:
+        super().__init__(url)
+        self._waiting: list[Trial] = []
+        self._since = time.monotonic()
+        self._lock = threading.RLock()
+
+    def record(self, trials: Iterable[Trial]) -> int:
+        """Take trials; those that come within a second of the last writing are stored with later ones."""
+        batch = list(trials)
+        with self._lock:
+            self._waiting += batch
+            if time.monotonic() - self._since >= FLUSH_S:
+                self.flush()
+        return len(batch)
+
+    def flush(self) -> None:
+        """Store what waits; where that fails, it goes on waiting."""
+        with self._lock:
+            if self._waiting:
+                super().record(self._waiting)
+                self._waiting = []
+            self._since = time.monotonic()
+
+    def crown(self, trial_id: str) -> bool:
+        self.flush()
+        return super().crown(trial_id)
+
+    @contextmanager
+    def _reading(self) -> Iterator[Session]:
+        self.flush()
+        with super()._reading() as session:
+            yield session
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            super().close()

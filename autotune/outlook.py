@@ -1,0 +1,131 @@
+"""What a run would do, without doing it: the tasks of a job, and what is left of each after earlier runs.
+
+``python -m cutekernels.autotune.outlook demo l40s`` says where stored predictions differ from the defaults, and why.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cutekernels import gpu as gpus
+from cutekernels.autotune.history import ATTEMPTS
+from cutekernels.autotune.job import Job, Task, load
+from cutekernels.autotune.shards import expected_s
+from cutekernels.autotune.suggest import space
+from cutekernels.db import sqlite
+from cutekernels.db.store import Store
+from cutekernels.gpu import GpuSpec
+from cutekernels.op import Config
+
+
+def listed(job: Job) -> list[dict[str, Any]]:
+    """The job's tasks, with the seconds each is expected to take on one GPU."""
+    return [_row(task) | {"expected_s": round(expected_s(task), 1)} for task in job.tasks]
+
+
+def planned(job: Job, spec: GpuSpec, store: Store | None, limit: int | None = None) -> list[dict[str, Any]]:
+    """For each task: attempts stored and still to do, the winner so far. ``store`` None: nothing is stored yet."""
+    measured = gpus.present(spec)
+    return [_left(task, spec, store, limit, measured=measured) for task in job.tasks]
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A predicted winner beside the default. ``why``: for each knob that differs, the model's slowdown without it."""
+
+    task: Task
+    default: Config
+    predicted: Config
+    default_us: float
+    predicted_us: float
+    why: tuple[str, ...]
+
+
+def departures(job: Job, spec: GpuSpec, store: Store) -> list[Departure]:
+    """The job's stored predictions for ``spec``, those that gain most first; those equal to the default last."""
+    found = []
+    for task in job.tasks:
+        op, problem = task.op, task.problem
+        for winner in store.winners(gpu=spec.name, op=op.name, revision=op.revision, problem=str(problem)):
+            default, chosen = op.default(problem, spec), op.Config.parse(winner.config)
+            times = [op.estimate_us(problem, c, spec) for c in (default, chosen)]
+            found.append(
+                Departure(task, default, chosen, times[0], times[1], tuple(_reasons(task, spec, default, chosen)))
+            )
+    return sorted(found, key=lambda d: d.predicted_us / d.default_us if d.default_us else 1.0)
+
+
+def _reasons(task: Task, spec: GpuSpec, default: Config, chosen: Config) -> Iterator[str]:
+    """One knob at a time goes back to the default's value; those that no rule lets go alone are named together."""
+    best_us = task.op.estimate_us(task.problem, chosen, spec)
+    tied = []
+    for name in chosen.space():
+        mine, other = getattr(chosen, name), getattr(default, name)
+        if mine == other:
+            continue
+        change = f"{name} {other} -> {mine}"
+        back = replace(chosen, **{name: other})
+        if task.op.why_not(task.problem, back, spec) is not None:
+            tied.append(change)
+            continue
+        times = task.op.estimate_us(task.problem, back, spec) / best_us
+        same = abs(times - 1) < 0.005
+        yield f"{change}: {'the same to the model' if same else f'{other} would take {times:.2f} times as long'}"
+    if tied:
+        yield f"only together: {', '.join(tied)}"
+
+
+def _tell(job: str, gpu: str) -> None:
+    spec = gpus.lookup(gpu)
+    with Store(readonly=True) as store:
+        found = departures(load(job), spec, store)
+    for d in found:
+        gain = d.default_us / d.predicted_us
+        print(f"\n{d.task} on {spec.name}")
+        print(f"  default    {d.default_us:10.1f} us  {d.default}")
+        if d.predicted == d.default:
+            print("  predicted  the default: no config that compiled is faster by the model")
+            continue
+        print(f"  predicted  {d.predicted_us:10.1f} us  {d.predicted}")
+        print(
+            f"  why        {gain:.2f} times faster by the model"
+            + "".join(f"\n             {reason}" for reason in d.why)
+        )
+
+
+def stored(url: str) -> Store | None:
+    """The database at ``url`` for reading; None where there is none yet."""
+    path = sqlite.path_of(url)
+    return None if path is not None and not os.path.lexists(path) else Store(url, readonly=True)
+
+
+def _left(task: Task, spec: GpuSpec, store: Store | None, limit: int | None, *, measured: bool) -> dict[str, Any]:
+    key: dict[str, Any] = {"op": task.op.name, "revision": task.op.revision, "problem": str(task.problem)}
+    origin = "measured" if measured else "predicted"
+    rows = [] if store is None else store.trials(gpu=spec.name, **key, origin=origin)
+    winners = [] if store is None else store.winners(gpu=spec.name, **key)
+    valid = len(space(task.op, task.problem, spec).valid)
+    wanted = min(valid, task.trials if measured else limit or valid)
+    done = min(wanted, len({row.config for row in rows if row.status in ATTEMPTS}))
+    crowned = bool(winners) and (not measured or winners[0].origin == "measured")
+    state = "new" if not rows else "done" if crowned and done == wanted else "resumes"
+    return _row(task) | {
+        "gpu": spec.name,
+        "origin": origin,
+        "state": state,
+        "stored": done,
+        "to_do": wanted - done,
+        "winner": winners[0].config if winners else None,
+    }
+
+
+def _row(task: Task) -> dict[str, Any]:
+    return {"op": task.op.name, "problem": str(task.problem), "trials": task.trials}
+
+
+if __name__ == "__main__":
+    _tell(*sys.argv[1:])

@@ -1,0 +1,254 @@
+"""The GPUs of a Ray cluster as a :class:`~cutekernels.autotune.fleet.Fleet`: an actor with one GPU for each seat.
+
+Only measuring and compiling happen there; the search runs in the driver, the only process that writes, so that nodes
+need neither the database nor a way to it. A node that dies takes the attempt in flight with it: its task goes to
+another GPU of that kind, its seats come back when it does, and nodes that join are found.
+
+A seat is bound to its node, and the actor says which GPU it got: Ray's accelerator types tell an A100 of 40 GB from
+one of 80 GB no more than the GeForce cards from each other. They only say that two seats have the same kind.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from importlib import import_module
+from typing import Any, Protocol
+
+from cutekernels import environment
+from cutekernels.autotune.fleet import Seat, SeatUnfit, Slot, SlotLost
+from cutekernels.autotune.runtime import Compile, Measure, Outcome, Prepare
+from cutekernels.backends import Facts
+from cutekernels.db.store import Environment
+from cutekernels.errors import CacheUnusable, JobError
+from cutekernels.gpu import GpuSpec
+from cutekernels.isolate import ChildFailure, StartFailed
+from cutekernels.op import Config, Op, Problem
+
+SERVICE = "cutekernels.autotune.ray_fleet:local"
+"""What an actor serves: a function of the number of compilers that gives a :class:`Service`."""
+_TOGETHER = 256  # requests that an actor takes at once; its compilers queue them
+_MOST_AHEAD = 64
+
+
+class Service(Protocol):
+    """One GPU's processes, on its own machine."""
+
+    gpu: GpuSpec
+    environment: Environment
+    width: int
+
+    def compile(self, request: Compile) -> Future[Facts]: ...
+    def ahead(self, requests: Sequence[Compile]) -> None: ...
+    def prepare(self, request: Prepare) -> None: ...
+    def measure(self, request: Measure) -> dict[str, Outcome]: ...
+    def refresh(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def local(jobs: int) -> Service:
+    """The processes for the one GPU that Ray lets this actor see."""
+    return _Local(jobs)
+
+
+class _Local:
+    def __init__(self, jobs: int) -> None:
+        from cutekernels import gpu
+        from cutekernels.autotune.runtime import Compilers, LocalRuntime
+
+        self.gpu = gpu.detect()
+        self.environment = Environment.of(environment.collect())
+        self.width = jobs
+        self._compilers = Compilers(jobs)
+        self._runtime = LocalRuntime(jobs, compilers=self._compilers)
+        self.compile, self.ahead = self._compilers.submit, self._compilers.ahead
+        self.prepare, self.measure, self.refresh = self._runtime.prepare, self._runtime.measure, self._runtime.refresh
+
+    def close(self) -> None:
+        self._runtime.close()
+        self._compilers.close()
+
+
+class _Actor:
+    """Runs on the GPU's node. Failures of requests are values: Ray would wrap a raised one in a type of its own."""
+
+    def __init__(self, service: str, jobs: int) -> None:
+        module, _, name = service.partition(":")
+        self._service: Service = getattr(import_module(module), name)(jobs)
+
+    def hello(self) -> tuple[GpuSpec, Environment, int]:
+        return self._service.gpu, self._service.environment, self._service.width
+
+    def compile(self, request: Compile) -> tuple[bool, Any]:
+        return _answered(lambda: self._service.compile(request).result())
+
+    def ahead(self, requests: Sequence[Compile]) -> None:
+        self._service.ahead(requests)
+
+    def prepare(self, request: Prepare) -> tuple[bool, Any]:
+        return _answered(lambda: self._service.prepare(request))
+
+    def measure(self, request: Measure) -> tuple[bool, Any]:
+        return _answered(lambda: self._service.measure(request))
+
+    def refresh(self) -> tuple[bool, Any]:
+        return _answered(self._service.refresh)
+
+    def close(self) -> None:
+        self._service.close()
+
+
+def _answered(request: Callable[[], Any]) -> tuple[bool, Any]:
+    try:
+        return True, request()
+    except ChildFailure as error:
+        return False, error
+
+
+class RayFleet:
+    """The GPUs of the cluster at ``address`` (``"auto"``: the one this machine belongs to).
+
+    Args:
+        jobs: compiling processes for each GPU; default its share of the node's CPUs.
+
+    Raises:
+        JobError: Ray is not installed, or there is no cluster at ``address``.
+    """
+
+    patience_s = 120.0
+
+    def __init__(self, address: str, jobs: int | None = None) -> None:
+        try:
+            self._ray: Any = import_module("ray")
+        except ImportError as error:
+            raise JobError("--ray needs Ray, of the cluster's version: pip install 'cutekernels[fleet]'") from error
+        if not self._ray.is_initialized():
+            try:
+                _reach(address)
+                self._ray.init(address=address, log_to_driver=False, logging_level="warning", include_dashboard=False)
+            except (OSError, ValueError, RuntimeError) as error:
+                reason = str(error).partition("\n")[0]
+                raise JobError(
+                    f"no Ray cluster at {address[:80]!r}: {reason}; `ray start --head` begins one"
+                ) from error
+        self._lost: type[Exception] = self._ray.exceptions.RayError
+        self._own = Environment.of(environment.collect())
+        self._jobs = jobs
+        self._shares: dict[Seat, tuple[str, int]] = {}  # node, compilers
+        self._actors: dict[Seat, Any] = {}
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def seats(self) -> Sequence[Seat]:
+        found = []
+        for node in self._ray.nodes():
+            resources = node["Resources"]
+            count = int(resources.get("GPU", 0)) if node["Alive"] else 0
+            kinds = [name for name in resources if name.startswith("accelerator_type:")]
+            for index in range(count):
+                seat = Seat(
+                    f"{node['NodeManagerAddress']} {node['NodeID'][:8]} gpu {index}", min(kinds, default=node["NodeID"])
+                )
+                share = max(1, int(resources.get("CPU", 1)) // count)
+                self._shares[seat] = node["NodeID"], self._jobs or share
+                found.append(seat)
+        return found
+
+    def open(self, seat: Seat) -> Slot:
+        node, jobs = self._shares[seat]
+        strategies = import_module("ray.util.scheduling_strategies")
+        bound = strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+        options = {"num_gpus": 1, "num_cpus": 1, "max_concurrency": _TOGETHER, "scheduling_strategy": bound}
+        try:
+            with self._lock:
+                if self._closed:
+                    raise SlotLost(f"{seat.name}: the run is over")
+                actor = self._actors[seat] = self._ray.remote(_Actor).options(**options).remote(SERVICE, jobs)
+            spec, versions, width = self._ray.get(actor.hello.remote())
+        except self._lost as error:
+            raise SlotLost(_reason(error)) from error
+        theirs, mine = (versions.version, versions.commit), (self._own.version, self._own.commit)
+        if theirs != mine:  # its kernels may be others
+            self._end(seat)
+            raise SeatUnfit(
+                f"the node has cutekernels {' '.join(theirs)}, the driver {' '.join(mine)}: install one version"
+            )
+        return Slot(spec, versions, _RayRuntime(self._ray, actor, width), lambda: self._end(seat))
+
+    def _end(self, seat: Seat) -> None:
+        with self._lock:
+            actor = self._actors.pop(seat, None)
+        if actor is not None:
+            self._ray.kill(actor)  # its children end with it: their request pipe closes
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            seats = list(self._actors)
+        for seat in seats:
+            self._end(seat)
+        # Ray leaves the cluster at exit: a shutdown here aborts the process while a thread waits for an answer.
+
+
+class _RayRuntime:
+    """A :class:`~cutekernels.autotune.runtime.Runtime` whose processes are an actor's. A dead one raises SlotLost."""
+
+    def __init__(self, ray: Any, actor: Any, width: int) -> None:
+        self._ray, self._actor, self.width = ray, actor, width
+
+    def compile(self, op: Op[Any, Any], problem: Problem, config: Config, gpu: GpuSpec) -> Future[Facts]:
+        future: Future[Facts] = Future()
+
+        def arrived(answer: Future[tuple[bool, Any]]) -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                fine, value = answer.result()
+            except Exception as error:  # noqa: BLE001  of Ray, in its own thread
+                fine, value = False, SlotLost(_reason(error))
+            if fine:
+                future.set_result(value)
+            else:
+                future.set_exception(value)
+
+        request = (op.name, str(problem), str(config), gpu)
+        self._actor.compile.remote(request).future().add_done_callback(arrived)
+        return future
+
+    def ahead(self, op: Op[Any, Any], problem: Problem, configs: Iterable[Config], gpu: GpuSpec) -> None:
+        self._actor.ahead.remote([(op.name, str(problem), str(c), gpu) for c in configs][:_MOST_AHEAD])
+
+    def prepare(self, request: Prepare) -> None:
+        self._ask("prepare", request)
+
+    def measure(self, request: Measure) -> dict[str, Outcome]:
+        outcomes: dict[str, Outcome] = self._ask("measure", request)
+        return outcomes
+
+    def refresh(self) -> None:
+        self._ask("refresh")
+
+    def _ask(self, method: str, *request: object) -> Any:
+        try:
+            fine, value = self._ray.get(getattr(self._actor, method).remote(*request))
+        except self._ray.exceptions.RayError as error:
+            raise SlotLost(_reason(error)) from error
+        if fine:
+            return value
+        # A node that can start no process, or write no cache, is no reason to end the whole run.
+        if isinstance(value, StartFailed) or getattr(value, "type_name", "") == CacheUnusable.__name__:
+            raise SlotLost(str(value))
+        raise value
+
+
+def _reach(address: str) -> None:
+    """Fail at once where nothing listens: Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "://" not in address:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,0 +1,244 @@
+"""``tune`` for fleets as a user runs it: shards as processes, several GPUs, SIGTERM, logs, listings."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cutekernels import gpu as gpus
+from cutekernels.autotune import cli, job, run
+from cutekernels.autotune.report import TaskReport
+from cutekernels.db.store import Store
+from tests.tuner.toys import H200, TOY, ToyMachine
+
+ROOT = Path(__file__).parents[2]
+EIGHT = "m=1 n=64", "m=2 n=64", "m=4 n=64", "m=8 n=64", "m=16 n=64", "m=32 n=64", "m=64 n=64", "m=128 n=64"
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    file = tmp_path / "toys.toml"
+    file.write_text(f'name = "toys"\ntrials = 4\n[[tasks]]\nop = "toy"\nproblems = {json.dumps(EIGHT)}\n')
+    return file
+
+
+def begin(home: Path, *words: str, **env: str) -> subprocess.Popen[str]:
+    home.mkdir(exist_ok=True)
+    own = {"CUTEKERNELS_CACHE": str(home / "cache"), "TMPDIR": str(home), "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.tuner.fleets", *words],
+        cwd=ROOT,
+        env=os.environ | own | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def done(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == code, (process.returncode, out, err)
+    return out, err
+
+
+def stored(db: Path) -> tuple[list[str], list[str]]:
+    """The problems that have a winner, and the ids of all trials."""
+    with Store(db) as store:
+        return sorted(w.problem for w in store.winners()), sorted(t.id for t in store.trials())
+
+
+def test_shards_are_tuned_apart_and_merged(tmp_path: Path, toml: Path) -> None:
+    from cutekernels.db import cli as db_cli
+
+    words = [str(toml), "--gpu", "auto", "--jobs", "1", "--format", "json"]
+    parts = [begin(tmp_path / str(i), *words, "--shard", f"{i}/2", "--db", str(tmp_path / f"{i}.db")) for i in (1, 2)]
+    said = [done(part) for part in parts]
+    assert sum(len(json.loads(out)["tasks"]) for out, _ in said) == len(EIGHT)
+    whole = tmp_path / "whole.db"
+    for i in (1, 2):
+        merged = CliRunner().invoke(db_cli.app, ["merge", str(tmp_path / f"{i}.db"), "--db", str(whole)])
+        assert merged.exit_code == 0, merged.output
+    winners, trials = stored(whole)
+    assert winners == sorted(EIGHT)
+    assert trials == sorted(stored(tmp_path / "1.db")[1] + stored(tmp_path / "2.db")[1]), "nothing lost"
+    # a line for each task, without a terminal
+    lines = [
+        line for line in said[0][1].splitlines() if re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[\d/\d\] h200 toy", line)
+    ]
+    assert len(lines) == len(json.loads(said[0][0])["tasks"])
+
+
+def test_sigterm_stores_everything_and_the_same_command_resumes(tmp_path: Path, toml: Path) -> None:
+    db = tmp_path / "t.db"
+    words = [
+        str(toml),
+        "--gpus",
+        "0,1",
+        "--jobs",
+        "1",
+        "--db",
+        str(db),
+        "--format",
+        "json",
+        "--log",
+        str(tmp_path / "log"),
+    ]
+    process = begin(tmp_path / "home", *words, TOY_MEASURE_S="0.1")
+    limit = time.monotonic() + 60
+    while not (tmp_path / "log").exists() or "[1/8]" not in (tmp_path / "log").read_text():
+        assert time.monotonic() < limit and process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGTERM)  # as SLURM does: to every process of the step
+    os.killpg(process.pid, signal.SIGTERM)
+    out, err = done(process, cli.TERMINATED)
+    assert cli.TERMINATED == 143 and out == "" and "the same command resumes the run" in err
+    before = stored(db)[1]
+    assert before and list((tmp_path / "home").rglob("*.new")) == [], "nothing is left over"
+    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False).stdout
+    assert left == "", "no process either"
+    report = json.loads(done(begin(tmp_path / "home", *words))[0])
+    assert [t["state"] for t in report["tasks"]].count("done") >= 1
+    winners, after = stored(db)
+    assert winners == sorted(EIGHT) and set(before) <= set(after)
+    log = (tmp_path / "log").read_text()
+    assert log.count("[1/8]") == 2 and "[8/8]" in log, "a resumed run continues its log"
+
+
+@pytest.mark.slow
+def test_all_gpus_of_a_host_take_part(tmp_path: Path, toml: Path) -> None:
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    words = [str(toml), "--jobs", "1", "--db", str(tmp_path / "t.db"), "--format", "json", "--gpus", "0,1,3"]
+    report = json.loads(done(begin(tmp_path / "home", *words, TOY_SEEN=str(seen), TOY_MEASURE_S="0.1"))[0])
+    assert [t["problem"] for t in report["tasks"]] == list(EIGHT)
+    assert stored(tmp_path / "t.db")[0] == sorted(EIGHT)
+    assert sorted(p.name for p in seen.iterdir()) == ["0", "1", "3"], "each worker sees its own GPU alone"
+
+
+class TestCommandLine:
+    @pytest.fixture(autouse=True)
+    def _toys(self, monkeypatch: pytest.MonkeyPatch, toml: Path, tmp_path: Path) -> None:
+        self.machine = ToyMachine()
+        self.toml, self.db = toml, tmp_path / "t.db"
+        monkeypatch.setattr(job, "_registered", lambda name: TOY)
+        monkeypatch.setattr(gpus, "detect", lambda device=None: H200)
+        monkeypatch.setattr(run, "_processes", lambda *rest: run.nullcontext(self.machine))
+
+    def invoke(self, *words: str) -> Any:
+        return CliRunner().invoke(cli.app, [*words, "--db", str(self.db)])
+
+    def test_list_measures_nothing(self) -> None:
+        result = self.invoke(str(self.toml), "--list", "--format", "json")
+        rows = json.loads(result.stdout)
+        assert [row["problem"] for row in rows] == list(EIGHT) and rows[0]["expected_s"] > 0
+        assert self.machine.measured == [] and not self.db.exists()
+        assert "8 tasks" in result.stderr
+
+    def test_list_of_a_shard_and_an_op(self) -> None:
+        both = [self.invoke(str(self.toml), "--list", "--format", "json", "--shard", f"{i}/2").stdout for i in (1, 2)]
+        assert sorted(row["problem"] for out in both for row in json.loads(out)) == sorted(EIGHT)
+        assert self.invoke(str(self.toml), "--list", "--op", "toy").exit_code == 0
+        refused = self.invoke(str(self.toml), "--op", "gemm")
+        assert refused.exit_code == 2 and "its ops: toy" in refused.stderr
+
+    def test_dry_run_says_what_is_left(self) -> None:
+        rows = json.loads(self.invoke(str(self.toml), "--dry-run", "--format", "json").stdout)
+        assert {(r["state"], r["stored"], r["to_do"], r["winner"]) for r in rows} == {("new", 0, 4, None)}
+        assert not self.db.exists()
+        self.invoke(str(self.toml), "--shard", "1/2")
+        rows = json.loads(self.invoke(str(self.toml), "--dry-run", "--format", "json").stdout)
+        assert sorted(r["state"] for r in rows) == ["done"] * 4 + ["new"] * 4
+        measured = len(self.machine.measured)
+        more = json.loads(self.invoke(str(self.toml), "--dry-run", "--trials", "9", "--format", "json").stdout)
+        assert {(r["state"], r["to_do"]) for r in more} == {("resumes", 5), ("new", 9)}
+        assert len(self.machine.measured) == measured
+
+    def test_dry_run_under_limit_has_right_totals(self) -> None:
+        rows = json.loads(
+            self.invoke(str(self.toml), "--dry-run", "--gpu", "l40s", "--limit", "3", "--format", "json").stdout
+        )
+        assert {(r["origin"], r["to_do"]) for r in rows} == {("predicted", 3)}
+
+    def test_more_shards_than_tasks(self) -> None:
+        result = self.invoke(str(self.toml), "--shard", "9/9", "--format", "json")
+        assert result.exit_code == 0 and json.loads(result.stdout)["tasks"] == []
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ["--shard", "0/4"],
+            ["--gpus", "all", "--device", "0"],
+            ["--gpus", "first"],
+            ["--requests"],
+            ["--log", "/no/such/folder/log"],
+        ],
+    )
+    def test_misuse_exits_2(self, words: list[str]) -> None:
+        result = self.invoke(str(self.toml), *words)
+        assert result.exit_code == 2, result.output
+        assert self.machine.measured == []
+
+    def test_requests_take_the_queue(self) -> None:
+        from cutekernels.ops import registry
+
+        nothing = self.invoke("--requests")
+        assert nothing.exit_code == 2 and "no request is waiting for h200" in nothing.stderr
+        with Store(self.db) as store:
+            store.note_requests([("h200", "toy", 3, "m=16 n=64", 2), ("h200", "toy", 3, "m=32 n=64", 5)])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(registry, "get", {"toy": TOY}.__getitem__)
+            result = self.invoke("--requests", "--trials", "4", "--format", "json")
+        assert result.exit_code == 0, result.output
+        assert [t["problem"] for t in json.loads(result.stdout)["tasks"]] == ["m=32 n=64", "m=16 n=64"]
+        with Store(self.db) as store:
+            assert store.requests() == [], "a measured problem leaves the queue"
+
+    def test_the_log_has_hostile_texts_as_escapes(self, tmp_path: Path) -> None:
+        from cutekernels.autotune.progress import Lines
+
+        with (tmp_path / "log").open("w") as stream:
+            Lines(stream, ()).end(TaskReport("toy", "m=1", "failed", None, "", message="\x1b[31mred\nnew line"))
+        assert (tmp_path / "log").read_text().count("\n") == 1
+        assert "\\x1b[31mred new line" in (tmp_path / "log").read_text()
+
+
+def test_the_first_query_after_a_tune_loads_no_torch(tmp_path: Path) -> None:
+    """Works of the tuned problems are kept: rates of new rows need the ops no more."""
+    from cutekernels.autotune.job import parse
+    from cutekernels.autotune.run import tune
+
+    own = parse('name = "one"\n[[tasks]]\nop = "silu_mul"\nproblems = ["rows=3072 cols=1234"]\n', "one")
+    machine = ToyMachine()
+    machine.compile = lambda op, problem, config, gpu: _compiled()  # type: ignore[method-assign,assignment,misc]
+    report = tune(own, "a100", db=str(tmp_path / "t.db"), runtime=machine, limit=1)
+    assert report.ok
+    program = (
+        "import sys; from cutekernels.db import cli; sys.argv[1:] = ['query', '--gpu', 'a100', '--format', 'json', "
+        f"'--db', {str(tmp_path / 't.db')!r}]\n"
+        "try: cli.app()\nfinally: print('torch' in sys.modules, file=sys.stderr)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert ended.stderr.strip().endswith("False"), ended.stderr
+    row = next(r for r in json.loads(ended.stdout) if r["problem_text"] == "rows=3072 cols=1234")
+    assert row["gbps"] is not None
+
+
+def _compiled() -> Any:
+    from concurrent.futures import Future
+
+    from cutekernels.backends import Facts
+
+    future: Future[Facts] = Future()
+    future.set_result(Facts(64, 0, 1024))
+    return future

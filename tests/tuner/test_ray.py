@@ -1,0 +1,196 @@
+"""Ray on logical GPUs of this machine, with a toy timer: speed, a killed actor, a killed node, a mixed cluster."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cutekernels.autotune import ray_fleet
+from cutekernels.autotune.job import Job
+from cutekernels.autotune.ray_fleet import RayFleet
+from cutekernels.autotune.report import TaskReport, TuneReport
+from cutekernels.autotune.run import tune
+from cutekernels.db.store import Store
+from cutekernels.errors import CuteKernelsError, JobError
+from tests.tuner.rays import CRASHES
+from tests.tuner.toys import task
+
+ray: Any = pytest.importorskip("ray")
+ROOT = Path(__file__).parents[2]
+JOB = Job("rays", tuple(task(5, f"m={m} n={n}") for m in (1, 2, 4, 8, 16, 32, 64, 128) for n in (64, 65)))
+SHORT = Job("short", tuple(task(4, f"m={m} n=64") for m in (1, 2, 4, 8, 16, 32, 64, 128)))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the toy GPUs look for their speed and their fate."""
+    folder = tmp_path_factory.mktemp("rays")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_fleet, "SERVICE", "tests.tuner.rays:service")
+        patch.setenv("TOY_HOME", str(folder))
+        patch.delenv("TOY_KIND", raising=False)
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def cluster(home: Path) -> Iterator[None]:
+    """One node with four logical GPUs."""
+    ray.init(num_cpus=8, num_gpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def four(home: Path, cluster: None) -> Path:
+    (home / "measure_s").write_text("0.05")
+    return home
+
+
+class Watch:
+    """Moments of a run."""
+
+    def __init__(self) -> None:
+        self.begun: list[float] = []
+        self.ended: list[float] = []
+
+    def begin(self, *rest: object) -> None:
+        self.begun.append(time.monotonic())
+
+    def trial(self, *rest: object) -> None: ...
+
+    def end(self, report: TaskReport) -> None:
+        self.ended.append(time.monotonic())
+
+    @property
+    def seconds(self) -> float:
+        """From the first task to the last: actors start before it."""
+        return max(self.ended) - min(self.begun)
+
+
+def check(db: Path, report: TuneReport, job: Job, kinds: tuple[str, ...] = ("h200",)) -> None:
+    """Nothing lost, nothing twice: each problem has a winner for each kind; each config one row of the search."""
+    assert report.ok, [t.message for t in report.tasks]
+    wanted = sorted((kind, str(t.problem)) for kind in kinds for t in job.tasks)
+    assert sorted((t.gpu, t.problem) for t in report.tasks) == wanted
+    with Store(db) as store:
+        trials, winners = store.trials(), store.winners()
+    assert sorted((w.gpu.name, w.problem) for w in winners) == wanted
+    assert {t.environment.driver for t in trials} == {"580.1"}, "rows name the versions of their node"
+    for key, statuses in _rows(trials).items():
+        finals = sum(statuses.values()) - 1
+        assert finals <= 1, (key, statuses)
+        assert statuses == {"crashed": 1} if key[2] == str(CRASHES) else set(statuses) == {"ok"}, (key, statuses)
+
+
+def _rows(trials: list[Any]) -> dict[tuple[str, str, str], Counter[str]]:
+    found: dict[tuple[str, str, str], Counter[str]] = {}
+    for t in trials:
+        found.setdefault((t.gpu.name, t.problem, t.config), Counter())[t.status] += 1
+    return found
+
+
+def test_a_killed_actor_loses_nothing(four: Path, tmp_path: Path) -> None:
+    (four / "die").touch()
+    report = tune(SHORT, db=str(tmp_path / "t.db"), fleet=RayFleet("auto"))
+    assert not (four / "die").exists(), "one actor died in the middle of a task"
+    check(tmp_path / "t.db", report, SHORT)
+    assert len(list(four.glob("gpu [0-3] of *"))) == 4, "each actor sees a GPU of its own"
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_ended_goes_on(four: Path, tmp_path: Path) -> None:
+    """From the command line, by a process of its own that joins the cluster."""
+    job = tmp_path / "toys.toml"
+    job.write_text('name = "toys"\ntrials = 4\n[[tasks]]\nop = "toy"\n[tasks.grid]\nm = [1, 2, 4, 8, 16, 32]\nn = 65\n')
+    address = ray.get_runtime_context().gcs_address
+    words = [sys.executable, "-m", "tests.tuner.fleets", str(job), "--ray", address, "--db", str(tmp_path / "t.db")]
+    first = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert first.stdout is not None
+    for line in first.stdout:
+        if "[1/6]" in line:
+            break
+    first.terminate()
+    said, _ = first.communicate(timeout=60)
+    assert first.returncode == 143, said
+    again = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert again.returncode == 0, again.stderr
+    with Store(tmp_path / "t.db") as store:
+        assert len(store.winners()) == 6
+
+
+def test_a_node_with_another_version_is_refused(four: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RayFleet, "patience_s", 0.0)
+    (four / "other version").touch()
+    try:
+        with pytest.raises(CuteKernelsError, match="the node has cutekernels 0.0.1"):
+            tune(SHORT, db=str(tmp_path / "t.db"), fleet=RayFleet("auto"))
+    finally:
+        (four / "other version").unlink()
+
+
+@pytest.mark.slow
+def test_four_gpus_do_the_work_of_one_in_a_quarter_of_the_time(four: Path, tmp_path: Path) -> None:
+    (four / "measure_s").write_text("0.4")  # an attempt on an H200 takes 0.55 s
+
+    class One(RayFleet):
+        def seats(self) -> Any:
+            return super().seats()[:1]
+
+    one, all_four = Watch(), Watch()
+    check(tmp_path / "1.db", tune(JOB, db=str(tmp_path / "1.db"), fleet=One("auto"), watcher=one), JOB)
+    check(tmp_path / "4.db", tune(JOB, db=str(tmp_path / "4.db"), fleet=RayFleet("auto"), watcher=all_four), JOB)
+    print(f"one GPU {one.seconds:.1f} s, four {all_four.seconds:.1f} s: {one.seconds / all_four.seconds:.2f}x")
+    assert one.seconds / all_four.seconds >= 3.5
+
+
+@pytest.mark.slow
+def test_a_mixed_cluster_whose_node_dies(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three nodes, two kinds of GPU; a node of the kind that has two is removed in the middle."""
+    from ray.cluster_utils import Cluster
+
+    (home / "measure_s").write_text("0.1")
+    ray.shutdown()  # the other tests' cluster
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 0, "include_dashboard": False})
+    try:
+
+        def node(kind: str, gpus: int) -> Any:
+            monkeypatch.setenv("TOY_KIND", kind)  # the node's processes inherit it
+            label = {"accelerator_type:" + kind.upper(): 1}
+            return cluster.add_node(num_cpus=2, num_gpus=gpus, resources=label)
+
+        node("h200", 1)
+        doomed = node("h200", 2)
+        node("l40s", 1)
+        cluster.wait_for_nodes()
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+        removed = []
+
+        class Kills(Watch):
+            def trial(self, *rest: object) -> None:
+                if len(self.ended) == 2 and not removed:
+                    removed.append(doomed)
+                    cluster.remove_node(doomed, allow_graceful=False)
+
+        report = tune(SHORT, db=str(tmp_path / "t.db"), fleet=RayFleet("auto"), watcher=Kills())
+        assert removed
+        check(tmp_path / "t.db", report, SHORT, ("h200", "l40s"))
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "auto"])
+def test_no_cluster_is_misuse(address: str) -> None:
+    ray.shutdown()  # the other tests' cluster
+    with pytest.raises(JobError, match=f"no Ray cluster at '{address}'.*`ray start --head` begins one"):
+        RayFleet(address)
