@@ -45,12 +45,14 @@ _COLORS = {  # by the first word or words of a contender's name; the longest mat
     "eager": "#9aa0a6",
     "eager (": "#5f6368",
     "naive": "#9aa0a6",
-    "rope + index_put": "#9aa0a6",
+    "rope + index_put": "#12b5cb",
     STREAM: "#dadce0",
     "as published": "#9aa0a6",
     "strongest peer": "#e8710a",
 }
 _TOKENS = ("m", "rows", "tokens")  # extents that count tokens
+_RATIOS = (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64)
+_LEAST_RATIO = 0.25
 _FEWEST_STEPS, _MOST_PANELS = 6, 4
 
 
@@ -114,7 +116,7 @@ def _draw_lines(panels: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]],
         for name in sorted(lines, key=lambda name: (name == OURS, name)):  # ours on top
             x, y = zip(*sorted(lines[name]), strict=True)
             if name == FLOOR:
-                axes.fill_between(x, y, color="#f1f3f4", label="below what DRAM and tensor cores allow")
+                axes.fill_between(x, y, color="#e1e5ea", label="below what DRAM and tensor cores allow")
                 continue
             marker = "o" if len(x) <= 24 else None
             axes.plot(
@@ -215,9 +217,7 @@ def draw_overview(folder: Path) -> bool:
         )
     axes.set_yticks(range(len(names)), [f"{name} ({len(suites[name])})" for name in names], fontsize=8)
     axes.set_ylim(-0.6, len(names) - 0.4)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.axvline(1.0, color=_INK, linewidth=1)
+    _ratio_axis(axes)
     axes.set_xlabel(
         "times as fast as the fastest peer of each case: geometric mean (bar) and range over the cases (line)"
     )
@@ -293,12 +293,24 @@ def _bars(
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.set_ylim(len(labels) - 0.4, -0.6)
     if ratios:
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.axvline(1.0, color=_INK, linewidth=1)
+        shown = [value for values in bars.values() for value, *_ in values if value]
+        cut = bool(shown) and min(shown) < _LEAST_RATIO
+        _ratio_axis(axes, _LEAST_RATIO if cut else None)
+        unit += f"; bars below {_LEAST_RATIO:g} are cut there" * cut
     axes.set_xlabel(unit)
     _plain(axes, "x")
     _finish(figure, axes, title, path)
+
+
+def _ratio_axis(axes: Any, left: float | None = None) -> None:
+    """A logarithmic axis with a line at 1."""
+    axes.set_xscale("log", base=2)
+    axes.axvline(1.0, color=_INK, linewidth=1)
+    axes.set_xlim(left=left)
+    low, high = axes.get_xlim()
+    ticks = [tick for tick in _RATIOS if low <= tick <= high]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=8)
+    axes.minorticks_off()
 
 
 def _plain(axes: Any, grid: str) -> None:
@@ -310,7 +322,8 @@ def _plain(axes: Any, grid: str) -> None:
 def _finish(figure: Any, axes: Any, title: str, path: Path) -> None:
     """Title and legend above the axes, in the figure's layout, so that neither is cut."""
     figure.suptitle(title, fontsize=10)
-    handles, names = axes.get_legend_handles_labels()
+    entries = sorted(zip(*axes.get_legend_handles_labels(), strict=True), key=lambda entry: not is_ours(entry[1]))
+    handles, names = zip(*entries, strict=True)
     figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     _write(figure, path)
 
