@@ -38,7 +38,7 @@ _COLORS = {  # by the first word or words of a contender's name; the longest mat
     "torch's kernel": "#1a73e8",
     "torch sdpa cudnn": "#1a73e8",
     "torch sdpa flash": "#8430ce",
-    "torch sdpa, bool mask": "#12b5cb",
+    "torch sdpa, bool mask": "#795548",
     "torch AdamW(fused)": "#1a73e8",
     "torch AdamW(foreach)": "#12b5cb",
     "nvidia": "#12b5cb",
@@ -134,7 +134,7 @@ def _draw_lines(panels: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]],
         axes.set_ylabel("time, µs")
         _plain(axes, "both")
     grid[-1, 0].set_xlabel("tokens")
-    _finish(figure, grid[0, 0], title, path)
+    _finish(figure, title, path)
 
 
 def _draw_speedups(timed: Sequence[tuple[str, Row]], title: str, path: Path) -> None:
@@ -299,7 +299,7 @@ def _bars(
         unit += f"; bars below {_LEAST_RATIO:g} are cut there" * cut
     axes.set_xlabel(unit)
     _plain(axes, "x")
-    _finish(figure, axes, title, path)
+    _finish(figure, title, path)
 
 
 def _ratio_axis(axes: Any, left: float | None = None) -> None:
@@ -319,11 +319,14 @@ def _plain(axes: Any, grid: str) -> None:
     axes.set_axisbelow(True)
 
 
-def _finish(figure: Any, axes: Any, title: str, path: Path) -> None:
-    """Title and legend above the axes, in the figure's layout, so that neither is cut."""
+def _finish(figure: Any, title: str, path: Path) -> None:
+    """Title and legend outside the axes, in the figure's layout, so that neither is cut."""
     figure.suptitle(title, fontsize=10)
-    entries = sorted(zip(*axes.get_legend_handles_labels(), strict=True), key=lambda entry: not is_ours(entry[1]))
-    handles, names = zip(*entries, strict=True)
+    found = {
+        name: handle for axes in figure.axes for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    names = sorted(found, key=lambda name: not is_ours(name))
+    handles = [found[name] for name in names]
     figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     _write(figure, path)
 
