@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -21,10 +22,12 @@ GROUP_WARPS = 4
 # Accumulators and probabilities that a thread keeps without spilling: docs/notes/attention.md#warpgroup-registers.
 MOST_VALUES = {1: 212, 2: 212, 3: 132}
 
-# Of the model: docs/notes/attention.md#warpgroup-model. Not fitted: this body has not run on a GPU yet.
+# Of the model: docs/notes/attention.md#warpgroup-model (H200, 2026-11-23).
 _MMA, _EXPONENTS, _EXPONENTS_PER_CLOCK = 0.97, 0.35, 16
-_LAUNCH, _CTA, _NEXT = 2.0 / 1.5, 2.75 / 0.8, 1.5 / 0.8  # of launch_us; of dram_latency_us: a CTA, a further tile
+_LAUNCH, _CTA, _NEXT = 2.0 / 1.5, 3.9 / 0.8, 2.5 / 0.8  # of launch_us; of dram_latency_us: a CTA, a further tile
 _BLOCK = {2: 1.0, 1: 5.0}  # of barrier_us, by stages: a block of keys, whatever its size
+_NO_TURNS, _DEALT = 1.04, 1.07  # groups that do not take turns; tiles dealt out before the heavy ones are done
+_ODD, _EAGER = 1.05, 1.7  # blocks of keys that are no multiple of 64; cost of rescaling in every block, of exponents
 
 
 @dataclass(frozen=True)
@@ -145,15 +148,17 @@ def warpgroup_us(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float
     if count == 0 or p.seq_kv == 0:
         return _LAUNCH * rate.launch_us
     uneven = p.limited_left or p.limited_right
-    seen = p.pairs / p.seq_q + (0.5 * (c.tile_q + c.tile_kv) if uneven else 0)
-    blocks = max(1.0, min(seen, p.seq_kv) / c.tile_kv + 0.5)
+    seen = min(p.pairs / p.seq_q + (0.5 * c.tile_q if uneven else 0), p.seq_kv)
+    shared = math.gcd(c.tile_q if uneven else p.seq_kv, c.tile_kv)  # the last block is half empty, on average
+    blocks = max(1.0, seen / c.tile_kv + 0.5 * (1.0 - shared / c.tile_kv))
     multiply = 4.0 * c.tile_q * c.tile_kv * p.width / (_MMA * rate.warpgroup_flops_per_us)
     exponents = c.tile_q * c.tile_kv / (_EXPONENTS_PER_CLOCK * rate.clock_mhz)
-    step = multiply + _EXPONENTS * exponents * (1.0 if c.turns or c.tile_q == GROUP_ROWS else 1.1)
-    step += _BLOCK[c.stages] * rate.barrier_us
+    step = multiply + _EXPONENTS * exponents * (1.0 if c.lazy else _EAGER) + _BLOCK[c.stages] * rate.barrier_us
+    step *= (1.0 if c.turns else _NO_TURNS) * (1.0 if c.tile_kv % 64 == 0 else _ODD)
     between = (_CTA if c.grid == "tiles" else _NEXT) * rate.dram_latency_us
     per_sm = max(1.0, count / gpu.sm_count) if c.grid == "counted" or uneven else -(-count // gpu.sm_count)
-    late = 0.5 * blocks * step if uneven and c.grid == "persistent" else 0.0  # the last wave's heavy tiles
+    busy = per_sm * (blocks * step + between) * ORDER[uneven][c.order]
+    if uneven and c.grid == "persistent":
+        busy *= _DEALT
     dram = p.bytes_moved / (rate.dram_share * gpu.dram_gbps * 1e3)
-    busy = (per_sm * (blocks * step + between) + late) * ORDER[uneven][c.order]
     return float(_LAUNCH * rate.launch_us + max(busy, dram))

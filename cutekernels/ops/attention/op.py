@@ -26,7 +26,6 @@ from cutekernels.ops.attention.problem import (
     SLACK,
     AttentionProblem,
     TilesOp,
-    best_of,
     depth,
     launch_blind,
     score_factors,
@@ -76,10 +75,6 @@ class Attention(TilesOp[AttentionProblem, AttentionConfig]):
             yield from warpgroup_broken(p, c, gpu)
         else:
             yield from self.broken_tiles(p, c, gpu, registers_per_thread(p, c), c.smem(p).total_bytes)
-
-    def default(self, p: AttentionProblem, gpu: GpuSpec) -> AttentionConfig:
-        """The model's best of body=warps: the warpgroup body has not been measured yet."""
-        return best_of(self, p, gpu, body="warps")  # type: ignore[no-any-return]
 
     def estimate_us(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float:
         """See :meth:`TilesOp.tiles_us`."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import padded
-from cutekernels.op import C, Config, Op, P, Problem, Scalar, extent, ladder, plain, power_of_two
+from cutekernels.op import C, Config, Op, P, Problem, extent, ladder, plain, power_of_two
 from cutekernels.ops.shared.occupancy import occupancy_rules
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ class AttentionOp(Op[P, C]):
 
     def default(self, p: P, gpu: GpuSpec) -> C:
         """The model's best."""
-        return best_of(self, p, gpu)  # type: ignore[no-any-return]
+        return _best(self, p, gpu)  # type: ignore[no-any-return]
 
 
 @cache
@@ -233,10 +233,8 @@ def _every(op: AttentionOp[Any, Any]) -> tuple[Config, ...]:
 
 
 @cache
-def best_of(op: AttentionOp[Any, Any], p: Problem, gpu: GpuSpec, **among: Scalar) -> Any:
-    """The model's best of the configs whose knobs are ``among``."""
-    some = [c for c in _every(op) if all(getattr(c, name) == value for name, value in among.items())]
-    candidates = [c for c in some if op.why_not(p, c, gpu) is None]
+def _best(op: AttentionOp[Any, Any], p: Problem, gpu: GpuSpec) -> Any:
+    candidates = [c for c in _every(op) if op.why_not(p, c, gpu) is None]
     best = min(candidates, key=lambda c: (op.estimate_us(p, c, gpu), str(c)), default=None)
     assert best is not None, f"no config for {p} on {gpu.name}"
     return best

@@ -116,7 +116,10 @@ class HeadRows(SwizzledRows):
         """Zeros a buffer's rows from ``rows`` on."""
         own = tid // self.along
         for i, _, offset in self.vectors():
-            if own + i >= rows:
+            dead = own + i >= rows
+            if const_expr(self.rows % self.across):  # the last step reaches beyond the buffer
+                dead = dead and own + i < self.rows
+            if dead:
                 shared_vector(Int16, address + offset).fill(0)
 
     @cute.jit
