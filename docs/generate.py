@@ -16,7 +16,6 @@ import typer
 from cutekernels import cli
 
 DOCS = Path(__file__).parent
-PACKAGE = DOCS.parent / "cutekernels"
 
 
 # Titles of the reference and what stands below each, by name or by the module a name comes from.
@@ -41,11 +40,21 @@ COMMON = ("--help", "--install-completion", "--show-completion")  # options of e
 def public_names() -> dict[str, str]:
     """Full path of each public function and class, by the name users write."""
     found = {"optim.FusedAdamW": "cutekernels.optim.FusedAdamW"}
-    for stub in (PACKAGE / place / "__init__.pyi" for place in ("", "nn", "models")):
-        place = ".".join(stub.parent.relative_to(PACKAGE).parts)
-        for node in ast.parse(stub.read_text()).body:
-            if isinstance(node, ast.ImportFrom) and node.module != "cutekernels":
-                found |= {f"{place}.{a.name}".lstrip("."): f"{node.module}.{a.name}" for a in node.names}
+    for place in ("", "nn", "models"):
+        here = _names(f"cutekernels.{place}".rstrip("."))
+        found |= {f"{place}.{name}".lstrip("."): path for name, path in here.items()}
+    return found
+
+
+def _names(package: str) -> dict[str, str]:
+    """Full path of each name that the stub of ``package`` takes from a module, through the stubs of other packages."""
+    found = {}
+    stub = DOCS.parent.joinpath(*package.split("."), "__init__.pyi")
+    for node in ast.parse(stub.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module and node.module != "cutekernels":
+            inner = DOCS.parent.joinpath(*node.module.split("."), "__init__.pyi").exists()
+            for alias in node.names:
+                found[alias.name] = _names(node.module)[alias.name] if inner else f"{node.module}.{alias.name}"
     return found
 
 
