@@ -42,6 +42,7 @@ _COLORS = {  # by the first word or words of a contender's name; the longest mat
     "torch AdamW(fused)": "#1a73e8",
     "torch AdamW(foreach)": "#12b5cb",
     "nvidia": "#12b5cb",
+    "flash-attn": "#b80672",
     "eager": "#9aa0a6",
     "eager (": "#5f6368",
     "naive": "#9aa0a6",

@@ -66,6 +66,26 @@ def _published(dtype: str, accumulate: str) -> list[Case]:
     return [*small, *[_case(dtype, 4, seq, *MODELS["minfer"], 128, True) for seq in (4096, 8192, 16384)]]
 
 
+def _hopper(dtype: str, accumulate: str) -> list[Case]:
+    """Head dims 64, 128 and 256, one to eight prompts, 512 to 32k tokens."""
+    square = [
+        _case(dtype, batch, seq, 2048 // d, 2048 // d, d, causal)
+        for d, batch, seq in ((128, 4, 4096), (128, 1, 16384), (64, 4, 4096), (256, 4, 4096), (128, 8, 1024))
+        for causal in (False, True)
+    ]
+    groups = [
+        _case(dtype, batch, seq, 32, 8, 128, True) for batch, seq in ((1, 1024), (8, 1024), (1, 4096), (1, 32768))
+    ]
+    return [
+        *square,
+        *groups,
+        _case(dtype, 4, 2048, 32, 32, 64, True),
+        _case(dtype, 8, 512, 32, 32, 64, False),
+        _case(dtype, 1, 512, 28, 4, 128, True),
+        _case(dtype, 2, 4096, 16, 16, 256, True),
+    ]
+
+
 # ---- operands -------------------------------------------------------------------------------------------
 
 
@@ -101,6 +121,20 @@ def _sdpa(backend: SDPBackend, case: Case, sets: Sequence[Inputs]) -> Sequence[L
         with sdpa_kernel(backend):
             out = scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
         return out.transpose(1, 2)
+
+    return [partial(launch, *i.operands) for i in sets]
+
+
+def _flash_4(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    try:
+        from flash_attn.cute import flash_attn_func
+    except (ImportError, RuntimeError) as error:
+        raise Absent(f"flash-attn-4 does not import: {error}") from error
+    causal = posed(case)[1].causal
+
+    def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = flash_attn_func(q, k, v, causal=causal)
+        return out[0] if isinstance(out, tuple) else out
 
     return [partial(launch, *i.operands) for i in sets]
 
@@ -186,13 +220,14 @@ def _nvidia(file: Path, case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
 WORKLOADS = (
     Workload(
         op="attention",
-        suites={"prefill": _prefill, "llm": _llm, "published": _published},
+        suites={"prefill": _prefill, "llm": _llm, "hopper": _hopper, "published": _published},
         inputs=_inputs,
         truth=_truth,
         ours=_ours,
         peers=(
             Contender("torch sdpa flash", partial(_sdpa, SDPBackend.FLASH_ATTENTION)),
             Contender("torch sdpa cudnn", partial(_sdpa, SDPBackend.CUDNN_ATTENTION)),
+            Contender("flash-attn-4", _flash_4),
             Contender("naive", _naive),
             Contender("torch sdpa, bool mask", _masked_sdpa),
         ),
