@@ -3,6 +3,7 @@
 #   make test    lint, types, tests                              (no GPU needed)
 #   make bench   every suite against its peers                   (needs a GPU)
 #   make plots   every picture of recorded rows                  (no GPU needed)
+#   make docs    the site, into site/                            (no GPU needed)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -17,7 +18,7 @@ DEMO_PROBLEM := m=4096 n=4096 k=4096
 
 export PATH := $(BIN):$(PATH)
 
-.PHONY: demo test lint format types plots bench install clean
+.PHONY: demo test lint format types plots docs bench install clean
 
 install: $(STAMP)
 
@@ -62,8 +63,9 @@ lint: $(STAMP)
 types: $(STAMP)
 	@rm -rf $(TYPES) && mkdir -p $(TYPES)/cutekernels
 	@ln -s $(CURDIR)/cutekernels/* $(CURDIR)/autotune $(CURDIR)/db $(TYPES)/cutekernels/
-	@ln -s $(CURDIR)/bench $(TYPES)/bench
-	cd $(TYPES) && mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p cutekernels -p bench
+	@ln -s $(CURDIR)/bench $(CURDIR)/tests/typing/calls.py $(TYPES)/
+	cd $(TYPES) && mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache \
+	    -p cutekernels -p bench -m calls
 
 format: $(STAMP)
 	ruff check --fix .
@@ -72,6 +74,11 @@ format: $(STAMP)
 plots: $(STAMP)
 	python -m bench.plots
 
+docs: $(STAMP)
+	pip install --quiet --disable-pip-version-check -e ".[docs]"
+	python docs/generate.py
+	mkdocs build --strict
+
 bench: $(STAMP)
 	python -m bench gemm --suite square
 	python -m bench gemm --suite llm
@@ -79,4 +86,4 @@ bench: $(STAMP)
 	python -m bench silu_mul
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

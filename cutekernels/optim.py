@@ -44,7 +44,9 @@ class FusedAdamW(torch.optim.Optimizer):
         master_weights: keep an fp32 copy of each bf16 or fp16 parameter, and round it to the parameter at each step.
         capturable: accepted for compatibility. Steps can always be captured in a CUDA graph, after one that was not.
         fused: None or True, as this optimizer is; accepted for compatibility.
-        amsgrad, foreach, differentiable: must be False (``foreach`` None).
+        foreach: None or False.
+        amsgrad: must be False.
+        differentiable: must be False.
 
     Raises:
         UnsupportedProblem: hyper-parameters out of range, amsgrad; in ``step``, sparse or complex gradients and

@@ -74,6 +74,8 @@ def test_console_examples_parse(line: str) -> None:
         assert words[0] in targets
     elif program == "pip":
         assert words[0] == "install"
+    elif program == "python":
+        assert (ROOT / words[0]).is_file(), "which a test of its own runs"
     else:
         assert program == "cutekernels"
         parse(typer.main.get_command(cli.app), [program, *words])
@@ -93,10 +95,24 @@ def test_quick_console_examples_run(line: str) -> None:
     assert result.stdout
 
 
-def test_every_verb_is_in_the_readme() -> None:
+def test_every_verb_has_an_example() -> None:
     shown = "\n".join(commands())
     for path in verbs(typer.main.get_command(cli.app)):
         assert re.search(rf"^cutekernels {' '.join(path)}\b", shown, re.MULTILINE), f"no example of {' '.join(path)}"
+
+
+def test_output_in_the_readme_is_what_the_command_prints() -> None:
+    """Lines of a console block that are no command stand in the output of the command above them."""
+    shown = [block.split("$ ")[1:] for block in re.findall(r"^```console\n(.*?)^```", README, re.MULTILINE | re.DOTALL)]
+    pairs = [
+        (line, rest) for block in shown for line, _, rest in (part.partition("\n") for part in block) if rest.strip()
+    ]
+    assert pairs
+    for line, expected in pairs:
+        result = CliRunner().invoke(cli.app, shlex.split(line)[1:])
+        assert result.exit_code == 0, result.output
+        printed = [text.split() for text in result.stdout.splitlines()]
+        assert all(text.split() in printed for text in expected.splitlines()), f"{line} prints\n{result.stdout}"
 
 
 def test_the_readme_is_short() -> None:

@@ -213,7 +213,8 @@ def test_every_package_is_installed() -> None:
         first, *rest = Path(file).parent.parts
         if first in names:
             found.add(".".join([names[first], *rest]))
-    assert listed == found
+    assert listed - found == {"cutekernels.autotune.jobs", "cutekernels.db.shipped"}, "folders of data alone"
+    assert found <= listed
 
 
 def test_the_check_itself_sees_a_violation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -39,7 +41,7 @@ class RMSNorm(torch.nn.Module):
         *,
         heads: int | None = None,
         weight_offset: float = 0.0,
-        rounding: str = "once",
+        rounding: Literal["once", "huggingface"] = "once",
         elementwise_affine: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

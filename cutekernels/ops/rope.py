@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -199,6 +199,23 @@ OPS = (ROPE,)
 # ---- the function ---------------------------------------------------------------------------------------
 
 
+# fmt: off
+@overload
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = ...,
+    positions: Tensor | int | None = ..., inplace: bool = ..., config: RopeConfig | str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def rope(
+    q: Tensor, k: None, cos: Tensor, sin: Tensor, *, interleaved: bool = ...,
+    positions: Tensor | int | None = ..., inplace: bool = ..., config: RopeConfig | str | None = ...,
+) -> tuple[Tensor, None]: ...
+@overload
+def rope(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, interleaved: bool = ...,
+    positions: Tensor | int | None = ..., inplace: bool = ..., config: RopeConfig | str | None = ...,
+) -> tuple[Tensor, Tensor | None]: ...
+# fmt: on
 def rope(
     q: Tensor,
     k: Tensor | None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -66,7 +67,7 @@ def test_every_import_is_declared() -> None:
 
 
 def test_every_file_is_in_the_wheel(tmp_path: Path) -> None:
-    """The wheel of a copy of the tracked files, built without a warning."""
+    """The wheel and the sdist of a copy of the tracked files, built without a warning."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
     source, places = tmp_path / "source", {"cutekernels/": "", "autotune/": "cutekernels/", "db/": "cutekernels/"}
     names = [n for n in listed if n.startswith(tuple(places)) and (ROOT / n).exists()]
@@ -75,13 +76,18 @@ def test_every_file_is_in_the_wheel(tmp_path: Path) -> None:
     for name in (*names, "pyproject.toml", "README.md"):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes((ROOT / name).read_bytes())
-    code = "import setuptools.build_meta as build, sys; print(build.build_wheel(sys.argv[1]))"
-    command = [sys.executable, "-W", "error", "-c", code, str(tmp_path)]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    inside = set(zipfile.ZipFile(tmp_path / done.stdout.split()[-1]).namelist())
+    for kind in ("sdist", "wheel"):
+        code = f"import setuptools.build_meta as build, sys; build.build_{kind}(sys.argv[1])"
+        command = [sys.executable, "-W", "error", "-c", code, str(tmp_path)]
+        done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr[-2000:]
+    inside = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
     expected = {places[name.split("/")[0] + "/"] + name for name in names if not name.endswith(".md")}
     assert expected <= inside, f"not in the wheel: {sorted(expected - inside)}"
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    missing = {name for name in names if not name.endswith(".md")} - packed
+    assert not missing, f"not in the sdist: {sorted(missing)}"
 
 
 def test_calling_a_kernel_loads_no_database_and_no_tuner() -> None:

@@ -7,7 +7,7 @@ the same kernels write.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ def gelu_mul(
     gate: Tensor,
     up: Tensor | None = None,
     *,
-    approximate: str = "none",
+    approximate: Literal["none", "tanh"] = "none",
     out: Tensor | None = None,
     config: TileConfig | str | None = None,
 ) -> Tensor:
@@ -86,7 +86,7 @@ def bias_gelu(
     x: Tensor,
     bias: Tensor,
     *,
-    approximate: str = "none",
+    approximate: Literal["none", "tanh"] = "none",
     out: Tensor | None = None,
     config: TileConfig | str | None = None,
 ) -> Tensor:

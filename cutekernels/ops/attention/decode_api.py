@@ -61,6 +61,13 @@ def decode_attention(
 
 @overload
 def decode_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, *, return_lse: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def decode_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, *, return_lse: bool,
     **options: Unpack[_Options],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip

@@ -7,7 +7,7 @@ gradients, tracing, subclasses, CPU tensors) goes through torch's op.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.gemm.launch import AddressedLaunch
 from cutekernels.ops.gemm.op import ACTIVATIONS, DTYPES, GEMM, WIDEST, GemmConfig, GemmProblem, reference
+from cutekernels.ops.gemm.problem import Activation
 from cutekernels.ops.shared import call_cache
 from cutekernels.ops.shared.call_cache import Call, CallCache
 from cutekernels.ops.shared.checks import check_arguments, check_tensor, check_word, kinds_of, refuse_gradient
@@ -44,8 +45,8 @@ def gemm(
     alpha: float = 1.0,
     beta: float = 0.0,
     bias: Tensor | None = None,
-    activation: str | None = None,
-    accumulate: str = "fp32",
+    activation: Activation | None = None,
+    accumulate: Literal["fp32", "fp16"] = "fp32",
     out: Tensor | None = None,
     config: GemmConfig | str | None = None,
 ) -> Tensor:
@@ -125,7 +126,12 @@ def gemm(
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """``out[..., n] = activation(sum_k x[..., k] * weight[n, k] + bias[n])``, accumulated in fp32, rounded once.
 

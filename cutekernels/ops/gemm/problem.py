@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ELEMENT_BYTES = 2
 WIDEST = 8  # elements in 16 bytes
 MOST_TOKENS = 128  # of the skinny schedule, and of a product with a norm in its kernel
+Activation = Literal["none", "relu", "gelu", "gelu_tanh", "silu"]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "relu": torch.relu,

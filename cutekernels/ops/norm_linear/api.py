@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.gemm.problem import MOST_TOKENS
+from cutekernels.ops.gemm.problem import MOST_TOKENS, Activation
 from cutekernels.ops.norm_linear.chain import linear_then_gate, norm_then_linear
 from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from cutekernels.ops.norm_linear.problem import NormLinearConfig
@@ -25,6 +25,26 @@ from cutekernels.ops.shared.registration import autocasting
 from cutekernels.ops.shared.triton_op import call
 
 
+# fmt: off
+@overload
+def rms_norm_linear(
+    x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = ..., *, eps: float = ...,
+    residual: None = ..., rstd: Tensor | None = ..., activation: Activation | None = ..., exact: bool = ...,
+    out: Tensor | None = ..., config: NormLinearConfig | str | None = ...,
+) -> Tensor: ...
+@overload
+def rms_norm_linear(
+    x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = ..., *, eps: float = ...,
+    residual: Tensor, rstd: Tensor | None = ..., activation: Activation | None = ..., exact: bool = ...,
+    out: Tensor | None = ..., config: NormLinearConfig | str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def rms_norm_linear(
+    x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = ..., *, eps: float = ...,
+    residual: Tensor | None, rstd: Tensor | None = ..., activation: Activation | None = ..., exact: bool = ...,
+    out: Tensor | None = ..., config: NormLinearConfig | str | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
 def rms_norm_linear(
     x: Tensor,
     norm_weight: Tensor | None,
@@ -34,7 +54,7 @@ def rms_norm_linear(
     eps: float = 1e-6,
     residual: Tensor | None = None,
     rstd: Tensor | None = None,
-    activation: str | None = None,
+    activation: Activation | None = None,
     exact: bool = False,
     out: Tensor | None = None,
     config: NormLinearConfig | str | None = None,

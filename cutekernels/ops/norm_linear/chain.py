@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -25,7 +27,7 @@ def norm_then_linear(
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``(y, u)``: the norm's kernel, which rounds its rows, then the product's."""
-    rounding = "huggingface" if exact else "once"
+    rounding: Literal["once", "huggingface"] = "huggingface" if exact else "once"
     if rstd is not None:
         u = x if residual is None else _sum(x, residual)
         h = _normalised(u, rstd, norm_weight, exact)
@@ -33,7 +35,7 @@ def norm_then_linear(
         u, h = x, rms_norm(x, norm_weight, eps=eps, rounding=rounding)
     else:
         h, u = add_rms_norm(x, residual, norm_weight, eps=eps, rounding=rounding)
-    return linear(h, weight, bias, activation=activation, out=out), u
+    return linear(h, weight, bias, activation=activation, out=out), u  # type: ignore[arg-type]
 
 
 def linear_then_gate(

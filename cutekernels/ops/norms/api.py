@@ -5,7 +5,7 @@ Backward saves only tensors that exist anyway. ``rstd`` is recomputed from ``x``
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ def rms_norm(
     *,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
-    rounding: str = "once",
+    rounding: Literal["once", "huggingface"] = "once",
     out: Tensor | None = None,
     config: NormConfig | str | None = None,
 ) -> Tensor:
@@ -74,7 +74,7 @@ def add_rms_norm(
     *,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
-    rounding: str = "once",
+    rounding: Literal["once", "huggingface"] = "once",
     config: NormConfig | str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``u = x + residual`` and ``y = rms_norm(u, weight)``, in one pass: a transformer block's residual and next norm.

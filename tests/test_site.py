@@ -1,0 +1,59 @@
+"""The site: every page is in the navigation, links between pages lead somewhere, generated pages are current."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.test_docs import anchors
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+CONFIG = (ROOT / "mkdocs.yml").read_text()
+PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+
+_spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+assert _spec is not None
+assert _spec.loader is not None
+generate = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(generate)
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    navigation = CONFIG[CONFIG.index("\nnav:") : CONFIG.index("\nplugins:")]
+    assert sorted(re.findall(r": ([\w/-]+\.md)$", navigation, re.MULTILINE)) == PAGES
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_stay_in_the_site(page: str) -> None:
+    """A link to a file of the repository would be dead on the site, and an anchor must be a heading of its page."""
+    text = (DOCS / page).read_text()
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        found = (DOCS / page).parent / name if name else DOCS / page
+        assert found.resolve().is_relative_to(DOCS), f"{page} links to {target}"
+        assert found.is_file(), f"{page} links to {target}"
+        assert not anchor or anchor in anchors(found.read_text()), f"{page} links to {target}"
+
+
+def test_pages_of_other_files_name_them() -> None:
+    for page in PAGES:
+        for name in re.findall(r'^--8<-- "([^"]+)"', (DOCS / page).read_text(), re.MULTILINE):
+            assert (ROOT / name).is_file(), f"{page} includes {name}"
+
+
+@pytest.mark.parametrize("name", generate.PAGES)
+def test_generated_pages_are_current(name: str) -> None:
+    assert (DOCS / name).read_text() == generate.PAGES[name](), f"python docs/generate.py writes docs/{name} anew"
+
+
+def test_the_reference_has_every_public_name() -> None:
+    import cutekernels
+
+    modules = {"autotune", "db", "models", "nn", "optim"}
+    assert set(cutekernels.__all__) - modules <= set(generate.public_names())

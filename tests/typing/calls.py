@@ -1,0 +1,30 @@
+"""Types as callers see them; ``make types`` checks it with mypy --strict; it is never run."""
+
+from __future__ import annotations
+
+from typing import assert_type
+
+from torch import Tensor
+
+import cutekernels as ck
+
+
+def tensors(x: Tensor, flag: bool, maybe: Tensor | None) -> None:
+    assert_type(ck.attention(x, x, x, causal=True), Tensor)
+    assert_type(ck.attention(x, x, x, return_lse=True), tuple[Tensor, Tensor])
+    assert_type(ck.attention(x, x, x, return_lse=flag), Tensor | tuple[Tensor, Tensor])
+    assert_type(ck.decode_attention(x, x, x, x), Tensor)
+    assert_type(ck.decode_attention(x, x, x, x, return_lse=True), tuple[Tensor, Tensor])
+    assert_type(ck.rms_norm_linear(x, x, x), Tensor)
+    assert_type(ck.rms_norm_linear(x, x, x, residual=x), tuple[Tensor, Tensor])
+    assert_type(ck.rope(x, x, x, x), tuple[Tensor, Tensor])
+    assert_type(ck.rope(x, None, x, x), tuple[Tensor, None])
+    assert_type(ck.rope(x, maybe, x, x), tuple[Tensor, Tensor | None])
+    assert_type(ck.linear(x, x, activation="silu"), Tensor)
+
+
+def words_that_do_not_exist(x: Tensor) -> None:
+    ck.linear(x, x, activation="swish")  # type: ignore[arg-type]
+    ck.gemm(x, x, accumulate="bf16")  # type: ignore[arg-type]
+    ck.rms_norm(x, rounding="twice")  # type: ignore[arg-type]
+    ck.gelu_mul(x, approximate="erf")  # type: ignore[arg-type]
