@@ -59,6 +59,9 @@ def calls() -> dict[str, Made]:
         "embedding": (ck.embedding, {"ids": _ints(1, 2), "table": square}),
         "moe_route": (ck.moe_route, {"logits": x, "top_k": 2, "renormalize": True}),
         "moe_permute": (ck.moe_permute, {"ids": inverse % 3, "num_experts": 3}),
+        "grouped_gemm": (ck.grouped_gemm, {
+            "x": x, "weight": _randn(2, 8, x.shape[1]), "offsets": _ints(0, 3, 4), "bias": _randn(2, 8),
+            "activation": "silu"}),
         "moe_gather": (ck.moe_gather, {"x": x, "inverse": inverse}),
         "moe_combine": (ck.moe_combine, {"rows": _randn(8, 8), "inverse": inverse, "weights": _randn(4, 2)}),
         "rope": (ck.rope, {
