@@ -12,6 +12,8 @@ from cutekernels.ops.moe.permute import moe_permute
 from cutekernels.ops.moe.rows import moe_combine, moe_gather
 from cutekernels.ops.shared.checks import check_tensor
 
+_WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 def moe_ffn(
     x: Tensor,
@@ -58,6 +60,9 @@ def moe_ffn(
             f"moe_ffn takes ids and weights (..., K) for x (..., H); got {tuple(ids.shape)}, "
             f"{tuple(weights.shape)} and {tuple(x.shape)}"
         )
+    if weights.dtype not in _WEIGHTS:
+        names = ", ".join(str(kind).removeprefix("torch.") for kind in _WEIGHTS)
+        raise UnsupportedProblem(f"moe_ffn takes weights in {names}; got {weights.dtype}: pass those of moe_route")
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     _, offsets, inverse = moe_permute(ids, experts)
     hidden = silu_mul(grouped_gemm(moe_gather(x, inverse), w_gate_up, offsets, gate_up_bias))
