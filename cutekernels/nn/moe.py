@@ -127,7 +127,8 @@ class MoE(torch.nn.Module):
             return moe_route(torch.nn.functional.linear(x, self.gate.weight), self.top_k, renormalize=self.renormalize)
         wide = torch.promote_types(x.dtype, torch.float32)
         scores = torch.nn.functional.linear(x.to(wide), self.gate.weight.to(wide)).sigmoid()
-        choice = (scores + self.gate.e_score_correction_bias).detach()
+        correction: Any = self.gate.e_score_correction_bias
+        choice = (scores + correction).detach()
         of, among = self.groups
         if of > 1:
             grouped = choice.unflatten(-1, (of, -1))

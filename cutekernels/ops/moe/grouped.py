@@ -220,10 +220,10 @@ class GroupedGemm(_GroupedOp):
         out, x, weight, _, bias = operands
         assert out is not None and x is not None and weight is not None
         kind = "none" if bias is None else "fp32" if bias.dtype == torch.float32 else "same"
-        return GroupedProblem(
-            x.shape[0], *weight.shape[1:], weight.shape[0], _NAMES[x.dtype], "k" if weight.stride(-1) == 1 else "n",
-            kind, options["activation"], _align(out, x, weight),
-        )  # fmt: skip
+        experts, n, k = weight.shape
+        major = "k" if weight.stride(-1) == 1 else "n"
+        align = _align(out, x, weight)
+        return GroupedProblem(x.shape[0], n, k, experts, _NAMES[x.dtype], major, kind, options["activation"], align)
 
     def sample(self, p: GroupedProblem, device: str, seed: int) -> tuple[Any, ...]:
         draw = torch.Generator(device=device).manual_seed(seed)
