@@ -19,6 +19,8 @@ from cutekernels.ops.attention.decode_api import decode_attention as decode_atte
 from cutekernels.ops.embedding import embedding as embedding
 from cutekernels.ops.gemm.api import gemm as gemm
 from cutekernels.ops.gemm.api import linear as linear
+from cutekernels.ops.moe.ffn import moe_ffn as moe_ffn
+from cutekernels.ops.moe.grouped_api import grouped_gemm as grouped_gemm
 from cutekernels.ops.moe.permute import moe_permute as moe_permute
 from cutekernels.ops.moe.route import moe_route as moe_route
 from cutekernels.ops.moe.rows import moe_combine as moe_combine

@@ -59,6 +59,12 @@ def calls() -> dict[str, Made]:
         "embedding": (ck.embedding, {"ids": _ints(1, 2), "table": square}),
         "moe_route": (ck.moe_route, {"logits": x, "top_k": 2, "renormalize": True}),
         "moe_permute": (ck.moe_permute, {"ids": inverse % 3, "num_experts": 3}),
+        "moe_ffn": (ck.moe_ffn, {
+            "x": x, "w_gate_up": _randn(2, 6, 8), "w_down": _randn(2, 8, 3), "ids": inverse % 2,
+            "weights": _randn(4, 2), "gate_up_bias": _randn(2, 6), "down_bias": _randn(2, 8)}),
+        "grouped_gemm": (ck.grouped_gemm, {
+            "x": x, "weight": _randn(2, 8, x.shape[1]), "offsets": _ints(0, 3, 4), "bias": _randn(2, 8),
+            "activation": "silu"}),
         "moe_gather": (ck.moe_gather, {"x": x, "inverse": inverse}),
         "moe_combine": (ck.moe_combine, {"rows": _randn(8, 8), "inverse": inverse, "weights": _randn(4, 2)}),
         "rope": (ck.rope, {

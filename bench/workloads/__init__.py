@@ -59,6 +59,8 @@ _HOMES = {
     "moe_combine": "routing",
     "moe_route_backward": "routing",
     "moe_combine_backward": "routing",
+    "grouped_gemm": "experts",
+    "moe_ffn": "experts",
     "sample_filter": "sampling",
 }
 OPS = tuple(_HOMES)

@@ -1,4 +1,5 @@
 from cutekernels.nn.mlp import SwiGLU as SwiGLU
+from cutekernels.nn.moe import MoE as MoE
 from cutekernels.nn.norms import LayerNorm as LayerNorm
 from cutekernels.nn.norms import RMSNorm as RMSNorm
 from cutekernels.nn.rotary import RotaryEmbedding as RotaryEmbedding

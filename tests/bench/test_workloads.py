@@ -31,10 +31,12 @@ SMALL: dict[str, dict[str, Any]] = {
     "moe_gather": {"tokens": 24},
     "moe_combine": {"tokens": 24},
     "moe_combine_backward": {"tokens": 24},
+    "grouped_gemm": {"rows": 24, "n": 64, "k": 32, "experts": 8},
+    "moe_ffn": {"rows": 24, "n": 64, "k": 32, "experts": 8},
 }
 GPU_ONLY = ("rms_norm_backward", "layer_norm_backward", "column_sum")  # all but the eager peer
 # Operands are the contenders', not the op's.
-UNLIKE = ("rope", "kv_append", "embedding_backward", "swiglu", "moe_gather")
+UNLIKE = ("rope", "kv_append", "embedding_backward", "swiglu", "moe_gather", "moe_ffn")
 PLAIN = ("eager", "eager (complex)", "eager (fp32 chain)", "eager (erf chain)", "torch's kernel")
 
 

@@ -35,8 +35,9 @@ LEGAL: dict[str, set[str]] = {
 OPTIONAL = {
     "activation", "bias", "out", "norm", "norm_weight", "rstd", "residual", "k", "positions", "heads", "rope_scaling",
     "weights", "master", "rms_norm.weight", "add_rms_norm.weight", "layer_norm.weight",
+    "gate_up_bias", "down_bias",
 }  # fmt: skip
-NEEDED = {"fold.norm_weight", "bias_gelu.bias", "add_rms_norm.residual", "SwiGLU.bias"}
+NEEDED = {"fold.norm_weight", "bias_gelu.bias", "add_rms_norm.residual", "SwiGLU.bias", "moe_ffn.weights"}
 FLAGS = {
     "exact", "norm", "renormalize", "interleaved", "inplace", "maximize", "master_weights", "bias",
     "elementwise_affine",

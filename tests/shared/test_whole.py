@@ -100,6 +100,14 @@ GRADIENTS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     ),
     "moe_route": (lambda x: ck.moe_route(x, 2)[0], (_randn(3, 5),)),
     "moe_route, not renormalized": (lambda x: ck.moe_route(x, 2, renormalize=False)[0], (_randn(3, 5),)),
+    "grouped_gemm": (
+        lambda x, w, b: ck.grouped_gemm(x, w, torch.tensor([0, 3, 3, 5], dtype=torch.int32), b, activation="silu"),
+        (_randn(6, 4), _randn(3, 5, 4), _randn(3, 5)),
+    ),
+    "moe_ffn": (
+        lambda x, up, down, w: ck.moe_ffn(x, up, down, INVERSE % 3, w),
+        (_randn(4, 3), _randn(3, 4, 3), _randn(3, 3, 2), _randn(4, 2)),
+    ),
     "moe_gather": (lambda x: ck.moe_gather(x, INVERSE), (_randn(4, 3),)),
     "moe_combine": (lambda rows, w: ck.moe_combine(rows, INVERSE, w), (_randn(8, 3), _randn(4, 2))),
     "attention": (

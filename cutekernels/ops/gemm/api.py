@@ -445,7 +445,7 @@ def _gemm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     else:
         z = op(a, b, c, bias, alpha, beta, "none", accumulate)
         wide = torch.float64 if z.dtype == torch.float64 else torch.float32
-        dz = (grad.to(wide) * _SLOPES[activation](z.to(wide))).to(grad.dtype)
+        dz = (grad.to(wide) * SLOPES[activation](z.to(wide))).to(grad.dtype)
     da = db = dc = dbias = None
     if ctx.needs_input_grad[0]:
         da = op(dz, b.mT, None, None, alpha, 0.0) if a.dim() == dz.dim() else _summed(dz, b.mT, alpha)
@@ -483,4 +483,4 @@ def _gelu_tanh_slope(z: Tensor) -> Tensor:
     return 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * k * (1 + 3 * 0.044715 * z * z)
 
 
-_SLOPES = {"silu": _silu_slope, "gelu": _gelu_slope, "gelu_tanh": _gelu_tanh_slope}
+SLOPES = {"silu": _silu_slope, "gelu": _gelu_slope, "gelu_tanh": _gelu_tanh_slope}

@@ -1,4 +1,4 @@
-"""Mixture of experts: routing, permutation, and moving rows to experts and back."""
+"""Mixture of experts: routing, permutation, moving rows to experts and back, and the experts' products."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from cutekernels.op import Op
-from cutekernels.ops.moe import permute, route, rows
+from cutekernels.ops.moe import grouped_api, permute, route, rows
+from cutekernels.ops.moe.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from cutekernels.ops.moe.permute import MOE_PERMUTE
 from cutekernels.ops.moe.route import MOE_ROUTE, MOE_ROUTE_BACKWARD
 from cutekernels.ops.moe.rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_GATHER
@@ -19,6 +20,8 @@ OPS: tuple[Op[Any, Any], ...] = (
     MOE_GATHER,
     MOE_COMBINE,
     MOE_COMBINE_BACKWARD,
+    GROUPED_GEMM,
+    GROUPED_GEMM_WGRAD,
 )
 
 
@@ -27,3 +30,4 @@ def register(library: torch.library.Library) -> None:
     route.register(library)
     permute.register(library)
     rows.register(library)
+    grouped_api.register(library)

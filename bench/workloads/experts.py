@@ -1,0 +1,191 @@
+"""Mixtures of experts: one grouped product, and the whole FFN of a layer from tokens to tokens.
+
+The peers are torch's grouped product between a sort and a scatter, compiled or not, and a loop over experts, which
+waits for the host. Liger's fused kernel is no peer here: it takes another layout of its weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.baselines import Absent, Contender, Inputs, Launch, Workload, compiled, eager
+from bench.suites import Case, unless
+from cutekernels.op import Work
+from cutekernels.ops.moe.ffn import moe_ffn
+from cutekernels.ops.moe.grouped import GROUPED_GEMM, SPREADS, GroupedProblem
+from cutekernels.ops.moe.grouped_api import grouped_gemm
+
+MODELS = {  # experts, top_k, hidden, intermediate
+    "qwen3-30b-a3b": (128, 8, 2048, 768),
+    "mixtral-8x7b": (8, 2, 4096, 14336),
+    "deepseek-v2-lite": (64, 6, 2048, 1408),
+    "gpt-oss-20b": (32, 4, 2880, 2880),
+}
+TABLE = ("qwen3-30b-a3b", "mixtral-8x7b")
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+
+
+# ---- one product ----------------------------------------------------------------------------------------
+
+
+def _product_cases(dtype: str, accumulate: str) -> list[Case]:
+    return [
+        Case("grouped_gemm", str(GroupedProblem(t * top_k, *nk, experts, str(dtype))), f"{model} {way}, {t} tokens")
+        for model, (experts, top_k, hidden, inner) in MODELS.items()
+        for way, nk in (("gate_up", (2 * inner, hidden)), ("down", (hidden, inner)))
+        for t in TOKENS[::2]
+    ]
+
+
+def _product_inputs(case: Case, problem: Any, device: str, seed: int) -> Inputs:
+    operands = GROUPED_GEMM.sample(problem, device, seed * len(SPREADS))[:3]  # spread evenly
+    return Inputs(operands, GROUPED_GEMM.outputs(problem, *operands))
+
+
+def _product_truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
+    x, w, offsets = i.operands
+    return GROUPED_GEMM.evaluate(x.double(), w.double(), offsets, None, activation="none")
+
+
+def _product_ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
+    return [partial(grouped_gemm, *i.operands, out=i.out, config=config) for i in sets]
+
+
+def _loop(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    ends = offsets.tolist()
+    return torch.cat([F.linear(x[ends[e] : ends[e + 1]], w[e]) for e in range(w.shape[0])])
+
+
+def _grouped(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    return torch._grouped_mm(x, w.mT, offs=offsets[1:])
+
+
+# ---- the FFN --------------------------------------------------------------------------------------------
+
+
+def _layer_cases(models: Sequence[str], dtype: str, accumulate: str) -> list[Case]:
+    """The problem is that of gate and up."""
+    return [
+        Case(
+            "moe_ffn",
+            f"rows={t * top_k} n={2 * inner} k={hidden} experts={experts}{unless('dtype', dtype, 'bf16')}",
+            f"{model}, {t} tokens",
+        )
+        for model, (experts, top_k, hidden, inner) in MODELS.items()
+        if model in models
+        for t in TOKENS
+    ]
+
+
+def _top_k(case: Case) -> int:
+    return MODELS[case.label.partition(",")[0]][1]
+
+
+def _layer_inputs(case: Case, p: Any, device: str, seed: int) -> Inputs:
+    """x, gate and up, down, ids, weights; each token's experts are drawn evenly without repetition."""
+    draw = torch.Generator(device).manual_seed(seed)
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[p.dtype]
+    normal = partial(torch.randn, generator=draw, device=device, dtype=kind)
+    top_k = _top_k(case)
+    tokens, inner = p.rows // top_k, p.n // 2
+    scores = torch.rand((tokens, p.experts), generator=draw, device=device)
+    weights, ids = scores.softmax(-1).topk(top_k, dim=-1)
+    up, down = normal((p.experts, p.n, p.k)).mul_(p.k**-0.5), normal((p.experts, p.k, inner)).mul_(inner**-0.5)
+    x = normal((tokens, p.k))
+    return Inputs((x, up, down, ids.int(), weights), (torch.empty_like(x),))
+
+
+def _layer_work(case: Case) -> Work:
+    p = GroupedProblem.parse(case.problem)
+    products, tokens = p.n * p.k * 3 // 2, p.rows // _top_k(case)
+    moved = 2 * (2 * tokens * p.k + p.hit * products)
+    return Work(2.0 * p.rows * products, float(moved), depth=float(max(p.k, p.n // 2)))
+
+
+def _layer_truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
+    x, up, down, ids, weights = i.operands
+    out = torch.zeros_like(x, dtype=torch.float64)
+    for e in range(up.shape[0]):
+        at, slot = torch.where(ids == e)
+        gate, value = F.linear(x[at].double(), up[e].double()).chunk(2, -1)
+        y = F.linear(F.silu(gate) * value, down[e].double())
+        out.index_add_(0, at, weights[at, slot, None].double() * y)
+    return (out,)
+
+
+def _layer_ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
+    """``moe_ffn``, a chain of ops, each with its own config."""
+    if config is not None:
+        raise ValueError("moe_ffn is a chain of ops and takes no config")
+    return [partial(moe_ffn, *i.operands) for i in sets]
+
+
+def _layer_grouped(x: Tensor, up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """torch's grouped product between a sort and a combine."""
+    experts, (tokens, top_k) = up.shape[0], ids.shape
+    order = torch.argsort(ids.flatten(), stable=True)
+    edges = torch.arange(experts, device=ids.device, dtype=ids.dtype)
+    ends = torch.searchsorted(ids.flatten()[order], edges, right=True, out_int32=True)
+    gate, value = torch._grouped_mm(x[order // top_k], up.mT, offs=ends).chunk(2, -1)
+    y = torch._grouped_mm(F.silu(gate) * value, down.mT, offs=ends)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    return (y[back].view(tokens, top_k, -1) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+def _layer_loop(x: Tensor, up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """The loop over the experts that are hit, as transformers writes it."""
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for e in ids.unique().tolist():
+        at, slot = torch.where(ids == e)
+        gate, value = F.linear(x[at], up[e]).chunk(2, -1)
+        out.index_add_(0, at, F.linear(F.silu(gate) * value, down[e]) * weights[at, slot, None])
+    return out.to(x.dtype)
+
+
+def _on_cuda(peer: Contender) -> Contender:
+    """Absent elsewhere: torch's grouped product has one type on the CPU."""
+
+    def bind(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+        x = sets[0].operands[0]
+        if not x.is_cuda or x.dtype != torch.bfloat16:
+            raise Absent("torch._grouped_mm takes bf16 on a GPU")
+        return peer.bind(case, sets)
+
+    return dataclasses.replace(peer, bind=bind)
+
+
+def _peers(grouped: Callable[..., Any], loop: Callable[..., Any]) -> tuple[Contender, ...]:
+    return (
+        _on_cuda(compiled(lambda case: grouped)),
+        _on_cuda(dataclasses.replace(eager(lambda case: grouped), name="torch._grouped_mm")),
+        eager(lambda case: loop),
+    )
+
+
+WORKLOADS = (
+    Workload(
+        op="grouped_gemm",
+        suites={"llm": _product_cases},
+        inputs=_product_inputs,
+        truth=_product_truth,
+        ours=_product_ours,
+        peers=_peers(_grouped, _loop),
+    ),
+    Workload(
+        op="moe_ffn",
+        poses="grouped_gemm",
+        suites={"layers": partial(_layer_cases, TABLE), "llm": partial(_layer_cases, tuple(MODELS))},
+        inputs=_layer_inputs,
+        truth=_layer_truth,
+        ours=_layer_ours,
+        peers=_peers(_layer_grouped, _layer_loop),
+        work=_layer_work,
+    ),
+)

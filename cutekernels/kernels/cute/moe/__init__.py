@@ -1,0 +1,1 @@
+"""CuTe kernels of mixtures of experts."""

@@ -1,0 +1,191 @@
+"""Grouped GEMM, multistage schedule: a product for each group of rows, whose ends are known to the device alone.
+
+Schedule:
+    A CTA takes one tile and runs :class:`MultistageGemm`'s loads, mainloop and epilogue on views of its group, which
+    end where the group does: what lies outside is neither read nor written. The grid holds as many tiles as there can
+    be at most; each warp finds its CTA's tile among the ends, 32 groups at a time, and surplus CTAs return.
+
+Source:
+    The tile search stands in for the host's sorted tile list of Triton's fused MoE (vLLM ``moe_align_block_size``),
+    whose padding of each group to whole tiles is not needed here.
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.memory import SmemAllocator
+
+from cutekernels.kernels.cute.gemm.multistage import MultistageGemm
+from cutekernels.kernels.cute.parts.smem import ALIGNMENT
+
+WARP = 32
+
+
+@dataclass(frozen=True)
+class GroupedGemm:
+    """``product`` of each group. ``along``: the groups divide ``"m"``, rows of A and out, or ``"k"``, the depth."""
+
+    product: MultistageGemm
+    along: str
+
+    @cute.jit
+    def __call__(
+        self,
+        mD: cute.Tensor,  # (M, N), or (G, M, N)
+        mA: cute.Tensor,  # (M, K); along K, (K, M)
+        mB: cute.Tensor,  # (G, N, K); along K, (K, N)
+        mEnds: cute.Tensor,  # (G + 1,)
+        mBias: cute.Tensor | None,  # (G, N)
+        stream: cuda.CUstream,
+    ):
+        epilogue = self.product.epilogue
+        groups = mEnds.shape[0] - 1
+        if const_expr(self.along == "k"):
+            mA, mB = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 0])) for t in (mA, mB)]
+        tiles_n = cute.ceil_div(mD.shape[cute.rank(mD) - 1], epilogue.tile_n)
+        if const_expr(self.along == "m"):
+            blocks = slots(mA.shape[0], groups, epilogue.tile_m) * tiles_n
+        else:
+            blocks = cute.ceil_div(mA.shape[0], epilogue.tile_m) * tiles_n * groups
+        self.kernel(mD, mA, mB, mEnds, mBias, self.product.mma.tiled_mma(mA.element_type)).launch(
+            grid=[blocks, 1, 1],
+            block=[epilogue.threads, 1, 1],
+            min_blocks_per_mp=self.product.ctas_per_sm,
+            preferred_smem_carveout=100,  # percent; without it the DSL needs the driver, which may be absent
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mD: cute.Tensor,
+        mA: cute.Tensor,
+        mB: cute.Tensor,
+        mEnds: cute.Tensor,
+        mBias: cute.Tensor | None,
+        tiled_mma: cute.TiledMma,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        load_a, load_b, epilogue = self.product.load_a, self.product.load_b, self.product.epilogue
+        tile_m, tile_n, raster = epilogue.tile_m, epilogue.tile_n, self.product.raster
+        dtype = mA.element_type
+
+        # -- setup: shared memory and accumulators
+        layout_a, layout_b, layout_d = load_a.smem_layout(dtype), load_b.smem_layout(dtype), epilogue.smem_layout(dtype)
+        a_elements, b_elements = cute.cosize(layout_a), cute.cosize(layout_b)
+        elements = max(a_elements + b_elements, cute.cosize(layout_d))
+        storage = SmemAllocator().allocate_array(dtype, elements, byte_alignment=ALIGNMENT)
+        sA = cute.make_tensor(cute.recast_ptr(storage, layout_a.inner, dtype), layout_a.outer)  # (M, K, STAGE)
+        sB = cute.make_tensor(
+            cute.recast_ptr(storage + a_elements, layout_b.inner, dtype), layout_b.outer
+        )  # (N, K, STAGE)
+        sD = cute.make_tensor(cute.recast_ptr(storage, layout_d.inner, dtype), layout_d.outer)  # (M, N)
+        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((tile_m, tile_n)), self.product.mma.accumulate)
+
+        # -- the tile, and views of its group
+        groups = mEnds.shape[0] - 1
+        tiles_n = cute.ceil_div(mD.shape[cute.rank(mD) - 1], tile_n)
+        find, blank, place, tile_of = self.find, self.blank, raster.place, raster.tile
+        fill, multiply, leave = self.product.fill, self.product.multiply, self.product.leave
+        if const_expr(self.along == "m"):
+            rows = mA.shape[0]
+            slot, column = tile_of(block, slots(rows, groups, tile_m), tiles_n)
+            group, tile, begin, extent = find(mEnds, rows, slot, tile_m)
+            own = cutlass.min(cutlass.max(group, Int32(0)), groups - 1)
+            vA, vD = part(mA, 0, begin, extent), part(mD, 0, begin, extent)
+            vB, bias = layer(mB, own), None
+            if const_expr(mBias is not None):
+                bias = mBias[own, None]
+            at = (tile, column, Int32(0))
+            if tile * tile_m < extent:
+                if group >= 0 and group < groups:
+                    fill(tid, vA, vB, sA, sB, at)
+                    multiply(tid, vA, vB, sA, sB, at, tiled_mma, acc)
+                    leave(tid, at, tiled_mma, acc, vD, sD, None, bias, Float32(1.0), Float32(0.0))
+                else:
+                    blank(tid, vD, at)
+        else:
+            tile, column, group = place(block, cute.ceil_div(mA.shape[0], tile_m), tiles_n)
+            depth = mA.shape[1]
+            begin = cutlass.min(cutlass.max(mEnds[group], Int32(0)), depth)
+            extent = cutlass.min(cutlass.max(mEnds[group + 1], begin), depth) - begin
+            vA, vB = part(mA, 1, begin, extent), part(mB, 1, begin, extent)
+            at = (tile, column, Int32(0))
+            fill(tid, vA, vB, sA, sB, at)
+            multiply(tid, vA, vB, sA, sB, at, tiled_mma, acc)
+            leave(tid, at, tiled_mma, acc, layer(mD, group), sD, None, None, Float32(1.0), Float32(0.0))
+
+    @cute.jit
+    def find(self, mEnds: cute.Tensor, rows: Int32, slot: Int32, tile: int) -> tuple[Int32, Int32, Int32, Int32]:
+        """``(group, tile in it, its begin, its rows)`` of the ``slot``-th tile; surplus tiles lie behind the rows.
+
+        Ends may be anything and are clamped. Group -1 are the rows before the first, and that behind the last the rest.
+        """
+        lane = cute.arch.lane_idx()
+        groups = mEnds.shape[0] - 1
+        group, inside, begin, length = Int32(-1), Int32(0), rows, Int32(0)
+        first, before, searching = Int32(-1), Int32(0), Int32(1)
+        while searching > 0:
+            mine = first + lane
+            low, high = Int32(0), rows
+            if mine >= 0:
+                low = rows
+                if mine <= groups:
+                    low = cutlass.min(cutlass.max(mEnds[mine], Int32(0)), rows)
+            if mine < groups:
+                high = cutlass.min(cutlass.max(mEnds[mine + 1], low), rows)
+            tiles = (high - low + (tile - 1)) // tile
+            ends = tiles
+            for distance in cutlass.range_constexpr(5):
+                lower = cute.arch.shuffle_sync_up(ends, 1 << distance, mask_and_clamp=0)
+                if lane >= (1 << distance):
+                    ends = ends + lower
+            passed = cute.arch.popc(cute.arch.vote_ballot_sync(before + ends <= slot))
+            if passed < WARP:
+                group = first + passed
+                begin = cute.arch.shuffle_sync(low, passed)
+                length = cute.arch.shuffle_sync(high, passed) - begin
+                inside = slot - before - cute.arch.shuffle_sync(ends - tiles, passed)
+                searching = Int32(0)
+            else:
+                before = before + cute.arch.shuffle_sync(ends, WARP - 1)
+                first = first + WARP
+                if first > groups:
+                    searching = Int32(0)
+        if inside < 0 or inside >= (length + (tile - 1)) // tile:  # sums of wrong ends may overflow
+            inside, length = Int32(0), Int32(0)
+        return group, inside, begin, length
+
+    @cute.jit
+    def blank(self, tid: Int32, vD: cute.Tensor, at: tuple[Int32, Int32, Int32]):
+        """Zeros for a tile of rows that belong to no group."""
+        tile_m, tile_n = self.product.epilogue.tile_m, self.product.epilogue.tile_n
+        m, n = cute.size(vD, mode=[0]), cute.size(vD, mode=[1])
+        for i in cutlass.range(tid, tile_m * tile_n, self.product.epilogue.threads, unroll=1):
+            row, column = at[0] * tile_m + i // tile_n, at[1] * tile_n + i % tile_n
+            if row < m and column < n:
+                vD[row, column, 0] = vD.element_type(0.0)
+
+
+def slots(rows: Int32, groups: Int32, tile: int) -> Int32:
+    """Tiles of ``tile`` rows that ``groups`` can have at most, with the rows before and behind them."""
+    return rows // tile + cutlass.min(groups + 2, rows)
+
+
+def part(t: cute.Tensor, mode: int, begin: Int32, extent: Int32) -> cute.Tensor:
+    """``(X, Y)`` from ``begin`` on along ``mode``, ``extent`` long, as ``(X, Y, 1)``."""
+    iterator = t.iterator + Int64(begin) * t.layout.stride[mode]
+    shape = (extent, t.shape[1], 1) if mode == 0 else (t.shape[0], extent, 1)
+    layout = cute.make_layout(shape, stride=(*t.layout.stride, 0))
+    return cute.make_tensor(iterator.align(t.iterator.alignment), layout)
+
+
+def layer(t: cute.Tensor, at: Int32) -> cute.Tensor:
+    """``(G, X, Y)`` at ``at``, as ``(X, Y, 1)``."""
+    iterator = t.iterator + Int64(at) * t.layout.stride[0]
+    layout = cute.make_layout((*t.shape[1:], 1), stride=(*t.layout.stride[1:], 0))
+    return cute.make_tensor(iterator.align(t.iterator.alignment), layout)

@@ -1,0 +1,162 @@
+"""The sparse MLP of a transformer layer: router, experts, and experts that every token shares."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.nn.mlp import SwiGLU
+from cutekernels.ops.moe.ffn import moe_ffn
+from cutekernels.ops.moe.route import moe_route
+from cutekernels.ops.shared.checks import check_flag, check_number, check_whole, check_word
+
+_BLOCKS = ("Qwen3MoeSparseMoeBlock", "MixtralSparseMoeBlock", "DeepseekV3MoE")
+
+
+class MoE(torch.nn.Module):
+    """A mixture of SwiGLU experts behind a router.
+
+    The state dict matches transformers 5's ``Qwen3MoeSparseMoeBlock``, ``MixtralSparseMoeBlock`` and, with
+    ``scoring="sigmoid"``, ``DeepseekV3MoE``: ``gate.weight`` ``(E, H)``, ``experts.gate_up_proj`` ``(E, 2 * I, H)``,
+    ``experts.down_proj`` ``(E, H, I)``, ``gate.e_score_correction_bias`` and ``shared_experts.*``.
+
+    Args:
+        hidden_size: H, width of the input and of the result.
+        intermediate_size: I, width of an expert.
+        num_experts: E, up to 512.
+        top_k: experts of a token, up to 32.
+        scoring: ``"softmax"``, or ``"sigmoid"`` in fp32 with a correction bias that takes part in the choice alone.
+        renormalize: whether a token's weights are divided by their sum.
+        scaling: factor of the weights behind that; for ``"sigmoid"``.
+        groups: (how many groups the experts form, how many of them a token may choose from); for ``"sigmoid"``.
+        shared_size: width of the shared experts together; 0 for none.
+        device: of the parameters.
+        dtype: of the parameters; kernels take fp16 and bf16, CPU tensors any.
+
+    Shape: ``(..., H)`` to the same. Differentiable in the input and the parameters, once.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        scoring: str = "softmax",
+        renormalize: bool = True,
+        scaling: float = 1.0,
+        groups: tuple[int, int] = (1, 1),
+        shared_size: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_experts": num_experts}
+        for name, size in sizes.items():
+            check_whole("MoE", name, size, 1, 2**31 - 1)
+        check_whole("MoE", "top_k", top_k, 1, num_experts)
+        check_whole("MoE", "shared_size", shared_size, 0, 2**31 - 1)
+        check_word("MoE", "scoring", scoring)
+        check_flag("MoE", "renormalize", renormalize)
+        check_number("MoE", "scaling", scaling)
+        if scoring not in ("softmax", "sigmoid"):
+            raise UnsupportedProblem(f"MoE takes scoring as 'softmax' or 'sigmoid'; got {scoring!r}")
+        if scoring == "softmax" and (scaling != 1.0 or tuple(groups) != (1, 1)):
+            raise UnsupportedProblem(f"MoE takes scaling={scaling} and groups={groups} with scoring='sigmoid' only")
+        of, among = groups
+        check_whole("MoE", "groups[0]", of, 1, num_experts)
+        check_whole("MoE", "groups[1]", among, 1, of)
+        if num_experts % of or top_k > num_experts // of * among or (of > 1 and num_experts // of < 2):
+            raise UnsupportedProblem(
+                f"MoE chooses {top_k} of {num_experts} experts in {among} of {of} groups: take groups that divide the "
+                "experts into at least two each, and enough of them"
+            )
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.num_experts, self.top_k = num_experts, top_k
+        self.scoring, self.renormalize, self.scaling, self.groups = scoring, renormalize, scaling, (of, among)
+        kind: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.gate = torch.nn.Linear(hidden_size, num_experts, bias=False, **kind)
+        if scoring == "sigmoid":
+            zeros = torch.zeros(num_experts, device=device, dtype=torch.float32)
+            self.gate.register_buffer("e_score_correction_bias", zeros)
+        self.experts = _Experts(hidden_size, intermediate_size, num_experts, **kind)
+        self.shared_experts = SwiGLU(hidden_size, shared_size, **kind) if shared_size else None
+
+    @classmethod
+    def from_transformers(cls, block: Any) -> Self:
+        """A module over the parameters of transformers' ``block``: the same tensors, those of shared experts copied.
+
+        Raises:
+            UnsupportedProblem: another block, experts of another activation, noise in the router.
+        """
+        name = type(block).__name__
+        if name not in _BLOCKS:
+            raise UnsupportedProblem(f"MoE.from_transformers takes {', '.join(_BLOCKS)}; got {name}")
+        if getattr(block, "jitter_noise", 0):
+            raise UnsupportedProblem(f"MoE has no noise in its router; {name} has jitter_noise={block.jitter_noise}")
+        activation = type(block.experts.act_fn).__name__
+        if not activation.startswith("SiLU"):
+            raise UnsupportedProblem(f"MoE's experts have the activation SiLU; {name} has {activation}")
+        sigmoid = name == "DeepseekV3MoE"
+        experts, rows, hidden = block.experts.gate_up_proj.shape
+        made = cls(
+            hidden, rows // 2, experts, block.gate.top_k,
+            scoring="sigmoid" if sigmoid else "softmax",
+            renormalize=bool(getattr(block.gate, "norm_topk_prob", True)),
+            scaling=float(block.gate.routed_scaling_factor) if sigmoid else 1.0,
+            groups=(block.gate.num_group, block.gate.topk_group) if sigmoid else (1, 1),
+            shared_size=block.shared_experts.down_proj.weight.shape[1] if sigmoid else 0,
+            device="meta", dtype=block.experts.gate_up_proj.dtype,
+        )  # fmt: skip
+        made.gate.weight = block.gate.weight
+        made.experts.gate_up_proj, made.experts.down_proj = block.experts.gate_up_proj, block.experts.down_proj
+        if sigmoid:
+            made.gate.e_score_correction_bias = block.gate.e_score_correction_bias
+            assert made.shared_experts is not None
+            made.shared_experts.to_empty(device=block.gate.weight.device)
+            made.shared_experts.load_state_dict(block.shared_experts.state_dict())
+        return made.train(block.training)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``(weights, ids)`` of each token's experts, ``(..., top_k)``."""
+        if self.scoring == "softmax":
+            return moe_route(torch.nn.functional.linear(x, self.gate.weight), self.top_k, renormalize=self.renormalize)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scores = torch.nn.functional.linear(x.to(wide), self.gate.weight.to(wide)).sigmoid()
+        correction: Any = self.gate.e_score_correction_bias
+        choice = (scores + correction).detach()
+        of, among = self.groups
+        if of > 1:
+            grouped = choice.unflatten(-1, (of, -1))
+            best = grouped.topk(2, dim=-1).values.sum(-1).topk(among, dim=-1, sorted=False).indices
+            open_groups = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
+            choice = grouped.masked_fill(~open_groups.unsqueeze(-1), -torch.inf).flatten(-2)
+        ids = choice.topk(self.top_k, dim=-1, sorted=False).indices
+        weights = scores.gather(-1, ids)
+        if self.renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self.scaling, ids
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        out = moe_ffn(x, self.experts.gate_up_proj, self.experts.down_proj, ids, weights)
+        return out if self.shared_experts is None else out + self.shared_experts(x)
+
+    def extra_repr(self) -> str:
+        sizes = f"{self.hidden_size}, {self.intermediate_size}, num_experts={self.num_experts}, top_k={self.top_k}"
+        return f"{sizes}, scoring={self.scoring!r}, renormalize={self.renormalize}"
+
+
+class _Experts(torch.nn.Module):
+    """The experts' matrices under the names they are saved by."""
+
+    def __init__(self, hidden: int, intermediate: int, experts: int, **kind: Any) -> None:
+        super().__init__()
+        self.gate_up_proj = torch.nn.Parameter(torch.empty((experts, 2 * intermediate, hidden), **kind))
+        self.down_proj = torch.nn.Parameter(torch.empty((experts, hidden, intermediate), **kind))
+        for weight in self.parameters():
+            torch.nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)  # as nn.Linear

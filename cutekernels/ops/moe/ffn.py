@@ -1,0 +1,69 @@
+"""``moe_ffn``: the experts of a mixture as one differentiable call over the family's ops."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.activations.api import silu_mul
+from cutekernels.ops.moe.grouped_api import grouped_gemm
+from cutekernels.ops.moe.permute import moe_permute
+from cutekernels.ops.moe.rows import moe_combine, moe_gather
+from cutekernels.ops.shared.checks import check_tensor
+
+_WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def moe_ffn(
+    x: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
+    """``out[t] = sum_j weights[t, j] * down_e(silu(gate_e(x[t])) * up_e(x[t]))`` with ``e = ids[t, j]``.
+
+    The path is permute, gather, gate and up, SwiGLU, down, combine: nothing waits for the host, sums run in a fixed
+    order, and CUDA graphs can hold the call.
+
+    Args:
+        x: ``(..., H)``, fp16 or bf16 (on the CPU fp32 and fp64 too).
+        w_gate_up: ``(E, 2 * I, H)``, gate's rows before up's: ``experts.gate_up_proj`` of Hugging Face.
+        w_down: ``(E, H, I)``: ``experts.down_proj``.
+        ids: int32 or int64 ``(..., K)`` from :func:`moe_route`. One that names no expert adds nothing.
+        weights: ``(..., K)`` from :func:`moe_route`, of any floating-point type.
+        gate_up_bias: ``(E, 2 * I)``.
+        down_bias: ``(E, H)``.
+
+    Returns:
+        ``(..., H)``, dtype of ``x``. Differentiable in x, weights, matrices and biases, once.
+
+    Raises:
+        UnsupportedProblem: a dtype no kernel takes, shapes that do not fit, other devices.
+    """
+    given = {"x": x, "w_gate_up": w_gate_up, "w_down": w_down, "ids": ids, "weights": weights}
+    for name, t in given.items():
+        check_tensor("moe_ffn", name, t)
+    experts, width = w_gate_up.shape[0] if w_gate_up.dim() == 3 else 0, x.shape[-1] if x.dim() else 0
+    fits = w_gate_up.dim() == 3 and w_gate_up.shape[1] % 2 == 0 and w_gate_up.shape[2] == width
+    if not fits or w_down.shape != (experts, width, w_gate_up.shape[1] // 2):
+        raise UnsupportedProblem(
+            f"moe_ffn takes w_gate_up (E, 2 * I, H) and w_down (E, H, I) for x (..., H); got {tuple(w_gate_up.shape)}, "
+            f"{tuple(w_down.shape)} and {tuple(x.shape)}"
+        )
+    if ids.shape != weights.shape or ids.shape[:-1] != x.shape[:-1]:
+        raise UnsupportedProblem(
+            f"moe_ffn takes ids and weights (..., K) for x (..., H); got {tuple(ids.shape)}, "
+            f"{tuple(weights.shape)} and {tuple(x.shape)}"
+        )
+    if weights.dtype not in _WEIGHTS:
+        names = ", ".join(str(kind).removeprefix("torch.") for kind in _WEIGHTS)
+        raise UnsupportedProblem(f"moe_ffn takes weights in {names}; got {weights.dtype}: pass those of moe_route")
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    _, offsets, inverse = moe_permute(ids, experts)
+    hidden = silu_mul(grouped_gemm(moe_gather(x, inverse), w_gate_up, offsets, gate_up_bias))
+    return moe_combine(grouped_gemm(hidden, w_down, offsets, down_bias), inverse, weights.to(wide))

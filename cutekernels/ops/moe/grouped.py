@@ -1,0 +1,400 @@
+"""``grouped_gemm`` and the gradient of its weights: the declarations. Public functions stand in ``grouped_api.py``.
+
+A group is the rows of one expert, from ``offsets[e]`` to ``offsets[e + 1]``, as :func:`moe_permute` returns them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, reduce
+from itertools import pairwise
+from operator import or_
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.op import Problem, Work, extent, ladder, plain
+from cutekernels.ops.gemm.api import alignment
+from cutekernels.ops.gemm.multistage import MULTISTAGE
+from cutekernels.ops.gemm.problem import ACTIVATIONS, DTYPES, ELEMENT_BYTES, GemmConfig, GemmProblem, foreign, spanned
+from cutekernels.ops.moe.permute import MAX_GROUPS, MAX_PAIRS
+from cutekernels.ops.shared.checks import check_dtype, check_results, present
+from cutekernels.ops.shared.tensor_op import TensorOp
+
+if TYPE_CHECKING:
+    from cutekernels.backends import Artifact
+    from cutekernels.gpu import GpuSpec
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_GRID = 2**31 - 1
+SPREADS = ("uniform", "zipf", "one")  # how a sample's rows spread over experts, by its seed
+
+
+@dataclass(frozen=True)
+class GroupedProblem(Problem):
+    """``rows`` of ``k`` in ``experts`` groups, times matrices of ``(n, k)``.
+
+    ``weight``: its contiguous extent. ``align``: elements that divide all addresses, pitches and contiguous extents.
+    """
+
+    rows: int = extent(ladder)
+    n: int = extent()
+    k: int = extent()
+    experts: int = extent()
+    dtype: str = plain("bf16", "fp16")
+    weight: str = plain("k", "n")
+    bias: str = plain("none", "same", "fp32")
+    activation: str = plain(*ACTIVATIONS)
+    align: int = plain(8, 4, 2, 1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_extents(self.rows, self.experts)
+        if self.n % self.align or self.k % self.align:
+            fits = math.gcd(self.n, self.k, 8)
+            raise UnsupportedProblem(f"align={self.align} must divide n={self.n} and k={self.k}: write align={fits}")
+
+    def bucket(self) -> GroupedProblem:
+        """One tuning serves every bias and activation, and both dtypes, as for ``gemm``."""
+        return super().bucket().replace(bias="none", activation="none", dtype="bf16")
+
+    @property
+    def hit(self) -> int:
+        """Experts that have rows, where rows spread evenly."""
+        return max(1, min(self.experts, self.rows))
+
+
+class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
+    """Shared by both: one product's rules and model are those of gemm's multistage schedule."""
+
+    Problem = GroupedProblem
+    Config = GemmConfig
+    in_place = False
+    flattens = False
+    along: ClassVar[str]
+
+    def one(self, p: GroupedProblem, *, most: bool = False) -> GemmProblem:
+        """The product of one group, or, with ``most``, the largest that one can be; all of them as a batch."""
+        raise NotImplementedError
+
+    # -- rules and choice
+
+    def why_not(self, p: GroupedProblem, c: GemmConfig, gpu: GpuSpec) -> str | None:
+        if c.body != MULTISTAGE.name or c.persistent:
+            return (
+                f"{self.name} has the body multistage with persistent=0; got body={c.body} persistent={c.persistent:d}"
+            )
+        if self.blocks(p, c) > _GRID:
+            return f"{self.blocks(p, c)} tiles are more than a grid's {_GRID}: take larger tiles"
+        return next(foreign(c), None) or next(MULTISTAGE.broken(self.one(p, most=True), c, gpu), None)
+
+    def blocks(self, p: GroupedProblem, c: GemmConfig) -> int:
+        """CTAs of a launch."""
+        raise NotImplementedError
+
+    def valid(self, p: GroupedProblem, gpu: GpuSpec) -> Iterator[GemmConfig]:
+        return (c for c in spanned(MULTISTAGE.name, persistent=(False,)) if self.why_not(p, c, gpu) is None)
+
+    def default(self, p: GroupedProblem, gpu: GpuSpec) -> GemmConfig:
+        """The model's best."""
+        return _default(self, p, gpu)
+
+    def estimate_us(self, p: GroupedProblem, c: GemmConfig, gpu: GpuSpec) -> float:
+        """A batch of equal products, one for each expert that has rows."""
+        return MULTISTAGE.estimate_us(self.one(p), c, gpu)
+
+    # -- kernel
+
+    def build(self, p: GroupedProblem, c: GemmConfig, gpu: GpuSpec) -> Artifact:
+        import cutlass
+        from cutlass.cute.runtime import make_fake_tensor
+
+        from cutekernels.backends import cute as backend
+        from cutekernels.kernels.cute.moe.grouped import GroupedGemm
+
+        dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[p.dtype]
+        sym = cutlass.cute.sym_int
+
+        def operand(*shape: Any, major: int = -1) -> Any:
+            """``major``: the contiguous mode; the other strides are 64 bits wide."""
+            strides: list[Any] = [sym(64, divisibility=p.align) for _ in shape]
+            strides[major] = 1
+            return make_fake_tensor(dtype, shape, stride=tuple(strides), assumed_align=p.align * ELEMENT_BYTES)
+
+        rows, groups = sym(), sym()
+        n, k = sym(divisibility=p.align), sym(divisibility=p.align)
+        ends = make_fake_tensor(cutlass.Int32, (sym(),), stride=(1,), assumed_align=4)
+        body = GroupedGemm(MULTISTAGE.body(self.one(p, most=True), c, gpu), self.along)
+        if self.along == "k":
+            return backend.compile(body, operand(groups, n, k), operand(rows, n), operand(rows, k), ends, None, gpu=gpu)
+        bias = None
+        if p.bias != "none":
+            kind = cutlass.Float32 if p.bias == "fp32" else dtype
+            bias = make_fake_tensor(kind, (groups, sym()), stride=(sym(64), 1), assumed_align=kind.width // 8)
+        weight = operand(groups, n, k, major=-1 if p.weight == "k" else -2)
+        return backend.compile(body, operand(rows, n), operand(rows, k), weight, ends, bias, gpu=gpu)
+
+    def outputs(self, p: GroupedProblem, *args: Any) -> tuple[Tensor, ...]:
+        return self.fresh(*args)
+
+    # -- calls
+
+    def takes(self, name: str, t: Tensor) -> bool:
+        if name == "offsets":
+            return t.is_contiguous()
+        return t.stride(-1) == 1 or (name == "weight" and t.stride(-2) == 1)
+
+    def work(self, p: GroupedProblem) -> Work:
+        moved = p.rows * (p.n + p.k) + p.hit * p.n * p.k
+        bias = 0 if p.bias == "none" else p.hit * p.n * (4 if p.bias == "fp32" else ELEMENT_BYTES)
+        depth = float(p.k if self.along == "m" else max(1, p.rows))
+        return Work(2.0 * p.rows * p.n * p.k, float(moved * ELEMENT_BYTES + bias), depth)
+
+
+@cache
+def _default(op: _GroupedOp, p: GroupedProblem, gpu: GpuSpec) -> GemmConfig:
+    valid = (c for c in MULTISTAGE.shortlist(op.one(p)) if op.why_not(p, c, gpu) is None)
+    return min(valid, key=lambda c: (op.estimate_us(p, c, gpu), str(c)))
+
+
+class GroupedGemm(_GroupedOp):
+    """Arguments: x ``(T, K)``, weight ``(E, N, K)``, offsets ``(E + 1,)``, bias ``(E, N)`` or None."""
+
+    name = "grouped_gemm"
+    revision = 1
+    along = "m"
+    suite = (
+        "rows=8 n=1536 k=2048 experts=128",
+        "rows=2048 n=1536 k=2048 experts=128",
+        "rows=32768 n=2048 k=768 experts=128",
+        "rows=8192 n=28672 k=4096 experts=8",
+        "rows=1024 n=5760 k=2880 experts=32 bias=same",
+        "rows=300 n=200 k=136 experts=5 weight=n dtype=fp16 activation=silu",
+        "rows=77 n=131 k=65 experts=3 bias=fp32 align=1",
+    )
+    results = ("out",)
+    inputs = ("x", "weight", "offsets", "bias")
+    options = ("activation",)
+    schema = "Tensor x, Tensor weight, Tensor offsets, Tensor? bias, str activation"
+
+    def one(self, p: GroupedProblem, *, most: bool = False) -> GemmProblem:
+        m, batch = (p.rows, 1) if most else (-(-p.rows // p.hit), p.hit)
+        return GemmProblem(
+            m, p.n, p.k, batch, dtype=p.dtype, b_major=p.weight, bias=p.bias, activation=p.activation, a_align=p.align,
+            b_align=p.align, out_align=p.align, batched=True, wide=True,
+        )  # fmt: skip
+
+    def blocks(self, p: GroupedProblem, c: GemmConfig) -> int:
+        return (p.rows // c.tile_m + min(p.experts + 2, p.rows)) * -(-p.n // c.tile_n)
+
+    def bind(self, p: GroupedProblem, c: GemmConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        return kernel
+
+    def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
+        x, weight, offsets, bias = inputs
+        assert x is not None and weight is not None and offsets is not None
+        check_dtype(self, x)
+        if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
+            raise _misfit("x (T, K) and weight (E, N, K)", x, weight)
+        if bias is not None and bias.shape != weight.shape[:2]:
+            raise _misfit("bias (E, N) of weight (E, N, K)", bias, weight)
+        _check_alike(x, weight, *(() if bias is None or bias.dtype == torch.float32 else (bias,)), *results)
+        _check_offsets(offsets, x, weight.shape[0])
+        if bias is not None and bias.device != x.device:
+            raise UnsupportedProblem(f"bias must be on x's device {x.device}; it is on {bias.device}")
+        if options["activation"] not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise UnsupportedProblem(f"activation must be one of {known}; it is {options['activation']!r}")
+        _check_fit(results, (x.shape[0], weight.shape[1]))
+
+    def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
+        x, weight = inputs[:2]
+        assert x is not None and weight is not None
+        return (x.new_empty((x.shape[0], weight.shape[1])),)
+
+    def problem(self, *operands: Tensor | None, **options: Any) -> GroupedProblem:
+        out, x, weight, _, bias = operands
+        assert out is not None and x is not None and weight is not None
+        kind = "none" if bias is None else "fp32" if bias.dtype == torch.float32 else "same"
+        experts, n, k = weight.shape
+        major = "k" if weight.stride(-1) == 1 else "n"
+        align = _align(out, x, weight)
+        return GroupedProblem(x.shape[0], n, k, experts, _NAMES[x.dtype], major, kind, options["activation"], align)
+
+    def sample(self, p: GroupedProblem, device: str, seed: int) -> tuple[Any, ...]:
+        draw = torch.Generator(device=device).manual_seed(seed)
+        x = _normal(draw, DTYPES[p.dtype], p.align, p.rows, p.k)
+        shape = (p.n, p.k) if p.weight == "k" else (p.k, p.n)
+        weight = _normal(draw, DTYPES[p.dtype], p.align, p.experts, *shape) * max(1, p.k) ** -0.5
+        bias = None
+        if p.bias != "none":
+            kind = torch.float32 if p.bias == "fp32" else DTYPES[p.dtype]
+            bias = torch.randn((p.experts, p.n), generator=draw, device=device).to(kind)
+        offsets = sample_offsets(p.rows, p.experts, SPREADS[seed % len(SPREADS)], draw)
+        return x, weight if p.weight == "k" else weight.mT, offsets, bias
+
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        x, weight, offsets, bias = args
+        out = x.new_zeros((x.shape[0], weight.shape[1]))
+        for e, (begin, end) in enumerate(groups_of(offsets, x.shape[0])):
+            y = x[begin:end].double() @ weight[e].double().mT
+            if bias is not None:
+                y = y + bias[e].double()
+            out[begin:end] = ACTIVATIONS[options["activation"]](y).to(x.dtype)
+        return (out,)
+
+
+class GroupedGemmWgrad(_GroupedOp):
+    """Arguments: dout ``(T, N)``, x ``(T, K)``, offsets ``(E + 1,)``. Result: dweight ``(E, N, K)``."""
+
+    name = "grouped_gemm_wgrad"
+    revision = 1
+    along = "k"
+    suite = (
+        "rows=2048 n=1536 k=2048 experts=128",
+        "rows=32768 n=2048 k=768 experts=128",
+        "rows=8192 n=28672 k=4096 experts=8",
+        "rows=300 n=200 k=136 experts=5 dtype=fp16",
+        "rows=77 n=131 k=65 experts=3 align=1",
+    )
+    results = ("dweight",)
+    inputs = ("dout", "x", "offsets")
+    schema = "Tensor dout, Tensor x, Tensor offsets"
+
+    def one(self, p: GroupedProblem, *, most: bool = False) -> GemmProblem:
+        depth, batch = (p.rows, 1) if most else (-(-p.rows // p.hit), p.experts)
+        return GemmProblem(
+            p.n, p.k, depth, batch, dtype=p.dtype, a_major="m", a_align=p.align, b_align=p.align, out_align=p.align,
+            batched=True, wide=True,
+        )  # fmt: skip
+
+    def blocks(self, p: GroupedProblem, c: GemmConfig) -> int:
+        return p.experts * -(-p.n // c.tile_m) * -(-p.k // c.tile_n)
+
+    def bind(self, p: GroupedProblem, c: GemmConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *operands: kernel(*operands, None)
+
+    def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
+        dout, x, offsets = inputs
+        assert dout is not None and x is not None and offsets is not None
+        check_dtype(self, x)
+        if dout.dim() != 2 or x.dim() != 2 or dout.shape[0] != x.shape[0]:
+            raise _misfit("dout (T, N) and x (T, K)", dout, x)
+        _check_alike(x, dout, *results)
+        _check_offsets(offsets, x, None)
+        _check_fit(results, (offsets.shape[0] - 1, dout.shape[1], x.shape[1]))
+
+    def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
+        dout, x, offsets = present(inputs)
+        return (x.new_empty((offsets.shape[0] - 1, dout.shape[1], x.shape[1])),)
+
+    def problem(self, *operands: Tensor | None, **options: Any) -> GroupedProblem:
+        dweight, dout, x, _ = present(operands)
+        return GroupedProblem(
+            x.shape[0], dout.shape[1], x.shape[1], dweight.shape[0], _NAMES[x.dtype], align=_align(dweight, dout, x)
+        )
+
+    def sample(self, p: GroupedProblem, device: str, seed: int) -> tuple[Any, ...]:
+        draw = torch.Generator(device=device).manual_seed(seed)
+        dout, x = (_normal(draw, DTYPES[p.dtype], p.align, p.rows, width) for width in (p.n, p.k))
+        return dout, x, sample_offsets(p.rows, p.experts, SPREADS[seed % len(SPREADS)], draw)
+
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        dout, x, offsets = args
+        ends = groups_of(offsets, x.shape[0])
+        dweight = x.new_zeros((len(ends), dout.shape[1], x.shape[1]))
+        for e, (begin, end) in enumerate(ends):
+            dweight[e] = (dout[begin:end].double().mT @ x[begin:end].double()).to(x.dtype)
+        return (dweight,)
+
+
+GROUPED_GEMM = GroupedGemm()
+GROUPED_GEMM_WGRAD = GroupedGemmWgrad()
+
+
+# ---- operands -------------------------------------------------------------------------------------------
+
+
+def groups_of(offsets: Tensor, rows: int) -> list[tuple[int, int]]:
+    """``(begin, end)`` of each group. Refuses offsets that fall or leave the rows. Waits once."""
+    ends = offsets.tolist()
+    at = next((i for i in range(1, len(ends)) if ends[i] < ends[i - 1]), None)
+    if at is not None or ends[0] < 0 or ends[-1] > rows:
+        found = (
+            f"it runs from {ends[0]} to {ends[-1]}"
+            if at is None
+            else f"entry {at} is {ends[at]}, behind {ends[at - 1]}"
+        )
+        raise UnsupportedProblem(
+            f"offsets must stay from 0 to {rows}, its rows, and never fall; {found}: pass those of moe_permute"
+        )
+    return list(pairwise(ends))
+
+
+def sample_offsets(rows: int, experts: int, spread: str, draw: torch.Generator) -> Tensor:
+    """``(experts + 1,)``: rows spread evenly, by Zipf's law, or all to one expert."""
+    popularity = torch.ones(experts, device=draw.device)
+    if spread == "zipf":
+        popularity = 1 / torch.arange(1, experts + 1, device=draw.device, dtype=torch.float32)
+        popularity = popularity[torch.randperm(experts, generator=draw, device=draw.device)]
+    elif spread == "one":
+        popularity = torch.zeros_like(popularity)
+        popularity[experts // 2] = 1.0
+    drawn = torch.rand(rows, generator=draw, device=draw.device, dtype=torch.float64)
+    shares = popularity.double().cumsum(0) / popularity.double().sum()
+    counts = torch.bincount(torch.searchsorted(shares, drawn, right=True).clamp_(max=experts - 1), minlength=experts)
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+
+
+def check_extents(rows: int, experts: int) -> None:
+    if not 1 <= experts <= MAX_GROUPS or rows > MAX_PAIRS:
+        raise UnsupportedProblem(
+            f"grouped products take 1 to {MAX_GROUPS} experts and up to {MAX_PAIRS} rows; got {experts} and {rows}"
+        )
+
+
+def _check_offsets(offsets: Tensor, x: Tensor, experts: int | None) -> None:
+    if offsets.dim() != 1 or offsets.dtype != torch.int32 or offsets.device != x.device:
+        raise UnsupportedProblem(
+            f"offsets must be int32 (E + 1,) on {x.device}; it is {offsets.dtype} {tuple(offsets.shape)} on "
+            f"{offsets.device}: pass those of moe_permute"
+        )
+    if experts is not None and offsets.shape[0] != experts + 1:
+        raise UnsupportedProblem(f"offsets must be (E + 1,) = ({experts + 1},); it is {tuple(offsets.shape)}")
+    check_extents(x.shape[0], offsets.shape[0] - 1)
+
+
+def _check_alike(x: Tensor, *others: Tensor) -> None:
+    for t in others:
+        if t.dtype != x.dtype or t.device != x.device:
+            raise UnsupportedProblem(
+                f"operands must have one dtype and device; got {x.dtype} on {x.device} and {t.dtype} on {t.device}"
+            )
+    if x.device.type == "cuda" and x.dtype not in _NAMES:
+        raise UnsupportedProblem(f"grouped products take fp16 and bf16; got {x.dtype}: cast it")
+
+
+def _check_fit(results: Sequence[Tensor], shape: tuple[int, ...]) -> None:
+    check_results(results)
+    for t in results:
+        if t.shape != shape:
+            raise UnsupportedProblem(f"out must be {tuple(shape)}; it is {tuple(t.shape)}")
+
+
+def _misfit(wanted: str, *got: Tensor) -> UnsupportedProblem:
+    return UnsupportedProblem(f"takes {wanted}; got shapes {' and '.join(str(tuple(t.shape)) for t in got)}")
+
+
+def _align(*operands: Tensor) -> int:
+    bits = reduce(or_, map(alignment, operands))
+    return bits & -bits
+
+
+def _normal(draw: torch.Generator, dtype: torch.dtype, align: int, *shape: int) -> Tensor:
+    """Standard normal rows whose pitch divides by ``align`` and, where that is less than 8, by no more."""
+    pitch = -(-shape[-1] // 8) * 8 + (0 if align == 8 else align)
+    return torch.randn((*shape[:-1], pitch), generator=draw, device=draw.device).to(dtype)[..., : shape[-1]]

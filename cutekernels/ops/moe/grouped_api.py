@@ -1,0 +1,114 @@
+"""``grouped_gemm``: the public function, its gradients, its registration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.gemm.api import SLOPES
+from cutekernels.ops.gemm.problem import GemmConfig
+from cutekernels.ops.moe.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD
+from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared.checks import check_arguments, check_tensor, check_word, refuse_gradient
+
+_BIAS_COLUMNS = 8  # of ones, whose product with dout is the bias's gradient: 16-byte rows
+
+
+def grouped_gemm(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    out: Tensor | None = None,
+    config: GemmConfig | str | None = None,
+) -> Tensor:
+    """``out[r] = activation(x[r] @ weight[e].T + bias[e])`` for the rows r of each expert e.
+
+    Sums are in fp32 and rounded once. The host learns no group's size and never waits, so graphs can hold the call.
+
+    Args:
+        x: ``(T, K)``, fp16 or bf16 (on the CPU fp32 and fp64 too), grouped by expert as :func:`moe_gather` leaves it.
+        weight: ``(E, N, K)``, dtype of ``x``: Hugging Face's 3-D expert parameters. K or N contiguous, so
+            ``w.mT`` of an ``(E, K, N)`` weight is free; other strides cost a copy.
+        offsets: int32 ``(E + 1,)`` from :func:`moe_permute`: expert e has rows ``offsets[e]`` to ``offsets[e + 1]``,
+            which may be none. Rows before ``offsets[0]`` and from ``offsets[E]`` on get 0. Offsets that fall or leave
+            the rows are refused on the CPU; a GPU clamps them, and reads and writes nothing out of range.
+        bias: ``(E, N)``, dtype of ``x`` or fp32.
+        activation: ``"relu" | "gelu" | "gelu_tanh" | "silu"``; None for identity.
+        out: where to write, ``(T, N)``; must not overlap an input. Not differentiable.
+        config: overrides the tuned choice, as a :class:`GemmConfig` or its text. Ignored on the CPU.
+
+    Returns:
+        ``(T, N)``, dtype of ``x``; or ``out``. Differentiable in x, weight and bias, deterministically.
+
+    Raises:
+        UnsupportedProblem: a dtype no kernel takes, shapes that do not fit, other devices, more than 1023 experts.
+        InvalidConfig: ``config`` breaks a rule of the op.
+    """
+    check_word("grouped_gemm", "activation", activation, optional=True)
+    activation = activation or "none"
+    inputs = (x, weight, offsets, bias)
+    check_arguments("grouped_gemm", GROUPED_GEMM.kinds, (*inputs, activation))
+    check_tensor("grouped_gemm", "out", out, optional=True)
+    text = None if config is None else str(config)
+    results = None if out is None else (out,)
+    if out is not None:
+        refuse_gradient(x, weight, bias, out)
+    made = tensor_op.eager(GROUPED_GEMM, results, inputs, (activation,), (), text)
+    if made is not None:
+        return made[0]
+    if out is None:
+        return torch.ops.cutekernels.grouped_gemm(*inputs, activation, text)  # type: ignore[no-any-return]
+    torch.ops.cutekernels.grouped_gemm_out(*inputs, out, activation, text)
+    return out
+
+
+def register(library: torch.library.Library) -> None:
+    """Defines the ops in ``library``, with their gradients."""
+    tensor_op.register(library, GROUPED_GEMM, backward=_gradient, setup_context=_remember, autocast="lower", kept=(3,))
+    tensor_op.register(library, GROUPED_GEMM_WGRAD, backward=_wgrad_gradient, setup_context=_remember_wgrad)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, offsets, bias, ctx.activation, _ = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(x, weight, offsets, *(() if bias is None or ctx.activation == "none" else (bias,)))
+
+
+def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, offsets, *saved = ctx.saved_tensors
+    ops, dz = torch.ops.cutekernels, dout
+    if ctx.activation != "none":
+        if torch.is_grad_enabled() and dout.requires_grad:
+            raise UnsupportedProblem(
+                f"grouped_gemm with activation={ctx.activation!r} is differentiable once: apply the activation yourself"
+            )
+        z = ops.grouped_gemm(x, weight, offsets, saved[0] if saved else None, "none")
+        wide = torch.promote_types(z.dtype, torch.float32)
+        slope = (z > 0).to(wide) if ctx.activation == "relu" else SLOPES[ctx.activation](z.to(wide))
+        dz = (dout.to(wide) * slope).to(dout.dtype)
+    needs = ctx.needs_input_grad
+    dx = ops.grouped_gemm(dz, weight.mT, offsets, None, "none") if needs[0] else None
+    dweight = ops.grouped_gemm_wgrad(dz, x, offsets) if needs[1] else None
+    dbias = None
+    if needs[3]:
+        ones = dz.new_ones((dz.shape[0], _BIAS_COLUMNS))
+        dbias = ops.grouped_gemm_wgrad(dz, ones, offsets)[..., 0].to(ctx.bias_dtype)
+    return dx, dweight, None, dbias, None, None
+
+
+def _remember_wgrad(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _wgrad_gradient(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+    dout, x, offsets = ctx.saved_tensors
+    ops, needs = torch.ops.cutekernels, ctx.needs_input_grad
+    ddout = ops.grouped_gemm(x, d, offsets, None, "none") if needs[0] else None
+    dx = ops.grouped_gemm(dout, d.mT, offsets, None, "none") if needs[1] else None
+    return ddout, dx, None, None

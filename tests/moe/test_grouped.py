@@ -1,0 +1,203 @@
+"""Grouped products without a GPU: values, gradients, refusals, and the kernels compiled for four architectures."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import cutekernels as ck
+from cutekernels import gpu
+from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.ops.gemm.problem import GemmConfig
+from cutekernels.ops.moe.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD, SPREADS, sample_offsets
+from cutekernels.ops.moe.grouped import GroupedProblem as Problem
+from cutekernels.ops.shared import tensor_op
+from tests import compiled
+from tests.gpu_path import recorded
+
+TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
+OPS = {op.name: op for op in (GROUPED_GEMM, GROUPED_GEMM_WGRAD)}
+OFFSETS = torch.tensor([1, 4, 4, 9, 9, 11], dtype=torch.int32)  # two empty groups; rows 0, 11 and 12 belong to none
+
+
+def posed(*, dtype: torch.dtype = torch.float64, grad: bool = True) -> tuple[torch.Tensor, ...]:
+    draw = torch.Generator().manual_seed(3)
+    shapes = ((13, 6), (5, 7, 6), (5, 7))
+    return tuple([torch.randn(s, generator=draw, dtype=torch.float64).to(dtype).requires_grad_(grad) for s in shapes])
+
+
+# ---- values ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu", "gelu_tanh"])
+def test_each_row_meets_its_expert(activation: str | None) -> None:
+    x, w, b = posed(grad=False)
+    out = ck.grouped_gemm(x, w, OFFSETS, b, activation=activation)
+    for r in range(13):
+        e = next((e for e in range(5) if OFFSETS[e] <= r < OFFSETS[e + 1]), None)
+        exact = torch.zeros(7) if e is None else ck.gemm(x[r : r + 1], w[e].T, bias=b[e], activation=activation)[0]
+        torch.testing.assert_close(out[r], exact.to(out.dtype))
+
+
+def test_it_is_the_product_between_permute_and_combine() -> None:
+    draw = torch.Generator().manual_seed(5)
+    x, w = torch.randn(9, 8, generator=draw), torch.randn(6, 4, 8, generator=draw)
+    ids = torch.randint(0, 6, (9, 2), generator=draw)
+    _, offsets, inverse = ck.moe_permute(ids, 6)
+    out = ck.moe_combine(ck.grouped_gemm(ck.moe_gather(x, inverse), w, offsets), inverse)
+    exact = torch.einsum("tkno,to->tn", w.double()[ids], x.double())
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_strides_and_out() -> None:
+    x, w, b = posed(grad=False)
+    exact = ck.grouped_gemm(x, w, OFFSETS, b)
+    out = torch.full((13, 9), 7.0, dtype=x.dtype)
+    assert ck.grouped_gemm(x.T.contiguous().T, w.mT.contiguous().mT, OFFSETS, b, out=out[:, :7]).shape == (13, 7)
+    torch.testing.assert_close(out[:, :7], exact)
+    assert (out[:, 7:] == 7).all()
+
+
+@pytest.mark.parametrize(
+    "offsets", [[0, 4, 3, 9, 9, 11], [0, 1, 2, 3, 4, 14], [-1, 1, 2, 3, 4, 5]], ids=["falls", "behind", "before"]
+)
+def test_wrong_offsets_are_refused_on_the_cpu(offsets: list[int]) -> None:
+    x, w, _ = posed(grad=False)
+    with pytest.raises(UnsupportedProblem, match="offsets must stay from 0 to 13"):
+        ck.grouped_gemm(x, w, torch.tensor(offsets, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"offsets": OFFSETS.long()}, "offsets must be int32"),
+        ({"offsets": OFFSETS[:-1]}, r"offsets must be \(E \+ 1,\)"),
+        ({"x": torch.zeros(13, 5, dtype=torch.float64)}, "takes x"),
+        ({"weight": torch.zeros(5, 7, 6)}, "one dtype"),
+        ({"bias": torch.zeros(5, 6, dtype=torch.float64)}, "takes bias"),
+        ({"activation": "swish"}, "activation must be one of"),
+        ({"out": torch.zeros(13, 8, dtype=torch.float64)}, "out must be"),
+        ({"x": None}, "torch.Tensor"),
+    ],
+)
+def test_misfits_are_refused(changed: dict[str, Any], said: str) -> None:
+    x, w, b = posed(grad=False)
+    with pytest.raises(UnsupportedProblem, match=said):
+        ck.grouped_gemm(**{"x": x, "weight": w, "offsets": OFFSETS, "bias": b} | changed)
+
+
+# ---- gradients and tracing ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu", "gelu_tanh"])
+def test_gradients(activation: str | None) -> None:
+    def f(*args: Any) -> Any:
+        return ck.grouped_gemm(args[0], args[1], OFFSETS, args[2], activation=activation)
+
+    assert torch.autograd.gradcheck(f, posed())
+    if activation is None:
+        assert torch.autograd.gradgradcheck(f, posed())
+
+
+def test_opcheck_and_compile() -> None:
+    x, w, b = posed()
+    torch.library.opcheck(torch.ops.cutekernels.grouped_gemm, (x, w, OFFSETS, b, "silu"))
+    torch.library.opcheck(
+        torch.ops.cutekernels.grouped_gemm_wgrad, (torch.randn(13, 5, dtype=torch.float64), x, OFFSETS)
+    )
+    made = torch.compile(lambda *a: ck.grouped_gemm(a[0], a[1], OFFSETS, a[2]), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(made(x, w, b), ck.grouped_gemm(x, w, OFFSETS, b))
+
+
+def test_vmap_takes_one_entry_after_the_other() -> None:
+    x, w, _ = posed(grad=False)
+    many = torch.vmap(lambda x: ck.grouped_gemm(x, w, OFFSETS))(torch.stack([x, -x]))
+    torch.testing.assert_close(many[1], -ck.grouped_gemm(x, w, OFFSETS))
+
+
+def test_a_call_on_a_gpu_poses_what_its_operands_are() -> None:
+    x, w, b = posed(dtype=torch.bfloat16, grad=False)
+    x, w = torch.cat([x, x[:, :2]], 1), torch.cat([w, w[..., :2]], 2)  # K = 8, N = 7
+    with recorded() as seen:
+        for weight in (w, w.mT.contiguous().mT, w[:, :, ::2].repeat_interleave(2, 2)[..., ::2]):
+            tensor_op.run(GROUPED_GEMM, None, (x[:, : weight.shape[2]], weight, OFFSETS, b), options=("none",))
+        tensor_op.run(GROUPED_GEMM_WGRAD, None, (x, x.T.contiguous().T, OFFSETS))
+    assert seen == [
+        "grouped_gemm rows=13 n=7 k=8 experts=5 bias=same align=1",
+        "grouped_gemm rows=13 n=7 k=8 experts=5 weight=n bias=same align=1",
+        "grouped_gemm rows=13 n=7 k=4 experts=5 bias=same align=1",
+        "grouped_gemm_wgrad rows=13 n=8 k=8 experts=5",
+    ]
+
+
+# ---- the declaration ------------------------------------------------------------------------------------
+
+
+def test_samples_spread_as_their_seed_says() -> None:
+    draw = torch.Generator().manual_seed(0)
+    counts = {spread: sample_offsets(1000, 16, spread, draw).diff() for spread in SPREADS}
+    assert all(int(c.sum()) == 1000 for c in counts.values())
+    assert counts["one"].max() == 1000
+    assert counts["uniform"].max() < 110 < counts["zipf"].max() < 500
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_a_sample_poses_its_problem(op: Any) -> None:
+    for text in op.suite[-2:]:
+        problem = Problem.parse(text)
+        for seed in range(3):
+            args = op.sample(problem, "cpu", seed)
+            options = {name: getattr(problem, name) for name in op.options}
+            assert op.problem(*op.outputs(problem, *args), *args, **options) == problem
+
+
+def test_a_grid_holds_every_tile() -> None:
+    """However rows spread, tiles are no more than a launch's CTAs."""
+    rng = random.Random(2)
+    for _ in range(300):
+        rows, experts, tile = rng.randrange(1, 400), rng.randrange(1, 40), rng.choice([32, 64, 128])
+        ends = sorted(rng.randrange(rows + 1) for _ in range(experts + 1))
+        sizes = [b - a for a, b in zip([0, *ends], [*ends, rows], strict=True)]
+        problem = Problem(rows, 8, 8, experts)
+        config = GemmConfig.parse(
+            f"tile_m={tile} tile_n=32 tile_k=32 warps_m=1 warps_n=1 stages=2 raster=1 ctas_per_sm=1"
+        )
+        assert sum(-(-size // tile) for size in sizes) <= GROUPED_GEMM.blocks(problem, config)
+
+
+def test_other_bodies_are_refused() -> None:
+    problem, spec = Problem(2048, 1536, 2048, 128), TARGETS[2]
+    config = GROUPED_GEMM.default(problem, spec)
+    for changes in ({"persistent": True}, {"body": "skinny"}):
+        with pytest.raises(InvalidConfig, match="multistage"):
+            GROUPED_GEMM.check(problem, config.replace(**changes), spec)
+
+
+# ---- kernels --------------------------------------------------------------------------------------------
+
+
+@cache
+def built(op: str, text: str, config: GemmConfig, target: str) -> Any:
+    return OPS[op].build(Problem.parse(text), config, gpu.lookup(target))
+
+
+@pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
+@pytest.mark.parametrize("op", OPS)
+def test_compiles_for_every_architecture(op: str, spec: gpu.GpuSpec) -> None:
+    for text in (OPS[op].suite[1], OPS[op].suite[-2]):
+        config = OPS[op].default(Problem.parse(text), spec)
+        facts = built(op, text, config, spec.name).facts
+        assert facts.stack_bytes == 0
+        assert facts.smem_bytes <= spec.smem_per_block_bytes
+        assert -(-facts.registers // 8) * 8 * 32 * config.warps * config.ctas_per_sm <= spec.REGISTERS_PER_SM
+
+
+def test_code_depends_on_no_extent() -> None:
+    first, second = GROUPED_GEMM.suite[1], "rows=8192 n=4096 k=14336 experts=8"
+    config = GROUPED_GEMM.default(Problem.parse(first), TARGETS[2])
+    codes = [compiled.code(built("grouped_gemm", text, config, "h200")) for text in (first, second)]
+    assert codes[0] == codes[1]

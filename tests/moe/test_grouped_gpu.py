@@ -1,0 +1,149 @@
+"""Grouped products on a GPU: numerics against fp64, ragged groups, wrong offsets, isolation, determinism, graphs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cutekernels as ck
+from cutekernels import compile as compiler
+from cutekernels import gpu, nn, verify
+from cutekernels.ops.moe.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD, SPREADS, sample_offsets
+from cutekernels.ops.moe.grouped import GroupedProblem as Problem
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
+OPS = (GROUPED_GEMM, GROUPED_GEMM_WGRAD)
+AWKWARD = [
+    (GROUPED_GEMM, "rows=1 n=8 k=8 experts=1"),
+    (GROUPED_GEMM, "rows=129 n=264 k=40 experts=1023 bias=same activation=gelu"),
+    (GROUPED_GEMM, "rows=500 n=96 k=200 experts=7 weight=n align=4 dtype=fp16 bias=fp32 activation=gelu_tanh"),
+    (GROUPED_GEMM, "rows=65 n=30 k=34 experts=33 weight=n align=2 activation=relu"),
+    (GROUPED_GEMM_WGRAD, "rows=0 n=16 k=24 experts=3"),
+    (GROUPED_GEMM_WGRAD, "rows=129 n=264 k=40 experts=50 dtype=fp16"),
+    (GROUPED_GEMM_WGRAD, "rows=65 n=30 k=34 experts=9 align=2"),
+]
+CASES = [(op, text) for op in OPS for text in op.suite] + AWKWARD
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def ends(*values: int) -> Tensor:
+    return torch.tensor(values, device="cuda", dtype=torch.int32)
+
+
+@pytest.mark.parametrize("seed", range(len(SPREADS)), ids=SPREADS)
+@pytest.mark.parametrize(("op", "text"), CASES, ids=str)
+def test_every_suite_and_spread_with_default_and_random_configs(op: Any, text: str, seed: int) -> None:
+    problem, spec = Problem.parse(text), gpu.detect()
+    inputs = op.sample(problem, "cuda", seed)
+    options = {name: getattr(problem, name) for name in op.options}
+    results = op.outputs(problem, *inputs)
+    assert op.problem(*results, *inputs, **options) == problem
+    expected, work = op.reference(problem, *inputs), op.work(problem)
+    valid = list(op.valid(problem, spec))
+    for config in [op.default(problem, spec), *random.Random(text).sample(valid, min(3, len(valid)))]:
+        verify.poison(results)
+        op.bind(problem, config, compiler.get(op, problem, config, spec))(*results, *inputs)
+        found = verify.worst_error(results, expected, work.flops, depth=work.depth)
+        assert found <= 1, f"{op.name} [{problem}] [{config}] is off by {found:.3g} tolerances"
+
+
+def test_nan_stays_with_its_expert_and_its_row() -> None:
+    x, w, offsets = normal(300, 72), normal(6, 136, 72), ends(0, 40, 41, 41, 170, 290, 300)
+    clean = ck.grouped_gemm(x, w, offsets)
+    clean_dw = torch.ops.cutekernels.grouped_gemm_wgrad(clean, x, offsets)
+    w[3], x[41:170] = float("nan"), float("nan")
+    spoilt = ck.grouped_gemm(x, w, offsets)
+    assert spoilt[41:170].isnan().all()
+    assert torch.equal(torch.cat([spoilt[:41], spoilt[170:]]), torch.cat([clean[:41], clean[170:]]))
+    dw = torch.ops.cutekernels.grouped_gemm_wgrad(clean, x, offsets)
+    assert dw[3].isnan().all()
+    assert torch.equal(dw[[0, 1, 2, 4, 5]], clean_dw[[0, 1, 2, 4, 5]])
+
+
+def test_rows_of_no_expert_are_zero() -> None:
+    x, w, offsets = normal(200, 64), normal(3, 136, 64), ends(70, 75, 75, 130)
+    x[:70], x[130:] = float("nan"), float("nan")
+    out = torch.full((200, 136), 5.0, device="cuda", dtype=torch.bfloat16)
+    ck.grouped_gemm(x, w, offsets, torch.ones(3, 136, device="cuda"), out=out)
+    assert (out[:70] == 0).all()
+    assert (out[130:] == 0).all()
+    assert not out[70:130].isnan().any()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [(-5, 3, 2**31 - 1), (9, 4, 2), (2**31 - 1, -(2**31), 7), (-(2**31),) * 3, (500, 600, 700), (0, 2**31 - 1, 0)],
+)
+def test_wrong_offsets_touch_nothing_outside(values: tuple[int, ...]) -> None:
+    """Guards around every operand keep their values; sanitizers would see reads (docs/notes/moe.md)."""
+    memory = torch.full((3, 300, 64), 9.0, device="cuda", dtype=torch.bfloat16)
+    x, out = memory[0, 100:200], memory[1, 100:200]
+    w, before = normal(2, 64, 64), memory.clone()
+    for _ in range(2):
+        ck.grouped_gemm(x, w, ends(*values), out=out)
+        torch.ops.cutekernels.grouped_gemm_wgrad(out, x, ends(*values))
+    torch.cuda.synchronize()
+    memory[1, 100:200] = before[1, 100:200]
+    assert torch.equal(memory, before)
+
+
+def test_many_garbage_offsets() -> None:
+    """Sums of tiles that overflow 32 bits name no tile."""
+    big = 2**31 - 1
+    x, w = normal(4096, 64), normal(1023, 64, 64)
+    ck.grouped_gemm(x, w, ends(*[big if i % 2 else -big for i in range(1024)]))
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_a_graph_follows_its_offsets(spread: str) -> None:
+    """One captured graph serves whatever routing its buffers hold, and each replay has the same bits."""
+    draw = torch.Generator("cuda").manual_seed(1)
+    x, w = normal(512, 128), normal(16, 256, 128)
+    offsets = sample_offsets(512, 16, "uniform", draw)
+    ck.grouped_gemm(x, w, offsets)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ck.grouped_gemm(x, w, offsets)
+    offsets.copy_(sample_offsets(512, 16, spread, draw))
+    graph.replay()
+    first = out.clone()
+    graph.replay()
+    assert torch.equal(first, out)
+    assert torch.equal(first, ck.grouped_gemm(x, w, offsets))
+    exact = GROUPED_GEMM.evaluate(x, w, offsets, None, activation="none")
+    assert verify.worst_error((first,), exact, 2.0 * 512 * 256 * 128, depth=128.0) <= 1
+
+
+def test_weights_beyond_2_to_31_elements() -> None:
+    w = torch.zeros((1000, 2048, 1088), device="cuda", dtype=torch.bfloat16)
+    x, offsets = normal(64, 1088), torch.zeros(1001, device="cuda", dtype=torch.int32)
+    w[998], offsets[999:] = normal(2048, 1088), 64
+    assert w.numel() > 2**31
+    out = ck.grouped_gemm(x, w, offsets)
+    exact = (x.double() @ w[998].double().mT).to(torch.bfloat16)
+    assert verify.worst_error((out,), (exact,), 2.0 * 64 * 2048 * 1088, depth=1088.0) <= 1
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+def test_moe_is_what_the_cpu_says_and_the_same_each_time(tokens: int) -> None:
+    module = nn.MoE(128, 96, 16, 4, device="cuda", dtype=torch.bfloat16)
+    weights, ids = module.route(x := normal(tokens, 128))
+    args = (x, module.experts.gate_up_proj, module.experts.down_proj, ids, weights)
+    found = []
+    for device, kind in (("cuda", None), ("cuda", None), ("cpu", torch.float64)):
+        leaves = [t.detach().to(device=device, dtype=kind if t.is_floating_point() else None) for t in args]
+        leaves = [t.requires_grad_() if t.is_floating_point() else t for t in leaves]
+        out = ck.moe_ffn(*leaves)
+        found.append([out, *torch.autograd.grad(out.square().sum(), [leaves[i] for i in (0, 1, 2, 4)])])
+    for first, second, exact in zip(*found, strict=True):
+        assert torch.equal(first, second)
+        error = (first.double().cpu() - exact).norm() / exact.norm()
+        assert error < 0.02  # roundings to bf16 between six ops, each at most 2^-9 of its result

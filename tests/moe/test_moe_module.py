@@ -1,0 +1,141 @@
+"""``moe_ffn`` and ``nn.MoE`` beside transformers' own blocks, on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import cutekernels as ck
+from cutekernels import nn
+from cutekernels.errors import UnsupportedProblem
+from tests.traced import Graphs
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"hidden_size": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "intermediate_size": 24}
+
+
+def blocks() -> dict[str, Any]:
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
+    from transformers.models.mixtral import modeling_mixtral as mixtral
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen
+
+    grouped = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}
+    return {
+        "qwen3": qwen.Qwen3MoeSparseMoeBlock(qwen.Qwen3MoeConfig(num_experts=8, norm_topk_prob=False, **SIZES)),
+        "qwen3, renormalized": qwen.Qwen3MoeSparseMoeBlock(
+            qwen.Qwen3MoeConfig(num_experts=8, norm_topk_prob=True, **SIZES)
+        ),
+        "mixtral": mixtral.MixtralSparseMoeBlock(mixtral.MixtralConfig(num_local_experts=4, **SIZES)),
+        "deepseek v3": deepseek.DeepseekV3MoE(
+            deepseek.DeepseekV3Config(routed_scaling_factor=2.5, **grouped, **SIZES)
+        ),
+    }  # fmt: skip
+
+
+def block(name: str, dtype: torch.dtype) -> Any:
+    made, draw = blocks()[name].to(dtype), torch.Generator().manual_seed(11)
+    for p in (*made.parameters(), *made.buffers()):
+        p.data = torch.randn(p.shape, generator=draw, dtype=torch.float64).to(p.dtype) / 4
+    return made
+
+
+NAMES = ("qwen3", "qwen3, renormalized", "mixtral", "deepseek v3")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", NAMES)
+def test_it_computes_what_transformers_does(name: str, dtype: torch.dtype) -> None:
+    theirs = block(name, dtype)
+    ours = nn.MoE.from_transformers(theirs)
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    results, gradients = [], []
+    for module in (theirs, ours):
+        leaf = x.clone().requires_grad_()
+        results.append(module(leaf))
+        parameters = dict(module.named_parameters())
+        wanted = [parameters[n] for n in ("gate.weight", "experts.gate_up_proj", "experts.down_proj")]
+        gradients.append(torch.autograd.grad(results[-1].square().sum(), [leaf, *wanted]))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_dicts_go_both_ways(name: str) -> None:
+    theirs = block(name, torch.float32)
+    ours = nn.MoE.from_transformers(theirs)
+    saved = ours.state_dict()
+    assert {k: tuple(v.shape) for k, v in saved.items()} == {k: tuple(v.shape) for k, v in theirs.state_dict().items()}
+    theirs.load_state_dict(saved)
+    of = {"shared_size": 48, "scoring": "sigmoid", "groups": (4, 2)} if name == "deepseek v3" else {}
+    fresh = nn.MoE(16, 24, ours.num_experts, 2, **of)
+    fresh.load_state_dict(theirs.state_dict())
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
+    fresh.renormalize, fresh.scaling = ours.renormalize, ours.scaling
+    torch.testing.assert_close(fresh(x), ours(x))
+
+
+def test_parameters_are_shared_not_copied() -> None:
+    theirs = block("qwen3", torch.float32)
+    assert nn.MoE.from_transformers(theirs).experts.down_proj is theirs.experts.down_proj
+
+
+def test_gradients_and_ids_of_no_expert() -> None:
+    draw = torch.Generator().manual_seed(2)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_()
+
+    ids = torch.tensor([[0, 3], [3, -1], [0, 4], [9, 3]])
+    leaves = (randn(4, 3), randn(5, 4, 3), randn(5, 3, 2), randn(4, 2), randn(5, 4), randn(5, 3))
+
+    def f(x: Any, up: Any, down: Any, weights: Any, b1: Any, b2: Any) -> Any:
+        return ck.moe_ffn(x, up, down, ids, weights, gate_up_bias=b1, down_bias=b2)
+
+    assert torch.autograd.gradcheck(f, leaves)
+    x, up, down, weights, b1, b2 = leaves
+    exact = torch.zeros_like(x)
+    for t in range(4):
+        for j in range(2):
+            e = int(ids[t, j])
+            if 0 <= e < 5:
+                gate, value = (up[e] @ x[t] + b1[e]).chunk(2)
+                exact[t] += weights[t, j] * (down[e] @ (torch.nn.functional.silu(gate) * value) + b2[e])
+    torch.testing.assert_close(f(*leaves), exact)
+
+
+def test_compiles_whole() -> None:
+    module, graphs = nn.MoE(16, 24, 8, 2), Graphs()
+    x = torch.randn(3, 16)
+    made = torch.compile(module, backend=graphs.backend, fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(made(x), module(x))
+    wanted = ["moe_route", "moe_permute", "moe_gather", "grouped_gemm", "silu_mul", "grouped_gemm", "moe_combine"]
+    assert [name.removesuffix("_packed") for name in graphs.ops()] == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"top_k": 9}, "top_k"),
+        ({"scoring": "relu"}, "softmax"),
+        ({"scaling": 2.0}, "sigmoid"),
+        ({"scoring": "sigmoid", "groups": (3, 1)}, "groups"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=said):
+        nn.MoE(**{"hidden_size": 8, "intermediate_size": 8, "num_experts": 8, "top_k": 2} | options)
+
+
+def test_other_blocks_are_refused() -> None:
+    with pytest.raises(UnsupportedProblem, match="got Linear"):
+        nn.MoE.from_transformers(torch.nn.Linear(2, 2))
+    theirs = block("mixtral", torch.float32)
+    theirs.jitter_noise = 0.1
+    with pytest.raises(UnsupportedProblem, match="jitter"):
+        nn.MoE.from_transformers(theirs)
+    with pytest.raises(UnsupportedProblem, match="w_down"):
+        ck.moe_ffn(torch.zeros(2, 4), torch.zeros(3, 6, 4), torch.zeros(3, 4, 2), torch.zeros(2, 1), torch.zeros(2, 1))
