@@ -161,7 +161,7 @@ def theirs(model: Any, case: Case, effort: Effort, *, compiled: bool) -> Callabl
     return torch.no_grad()(step)
 
 
-CONTENDERS = {
+CONTENDERS: dict[str, Callable[[Any, Case, Effort], Callable[[], object]]] = {
     "transformers": partial(theirs, compiled=False),
     "transformers compiled": partial(theirs, compiled=True),
     "cutekernels": ours,
