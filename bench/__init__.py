@@ -10,6 +10,7 @@ Where a line belongs::
     rows.py         what is recorded: ``results/<gpu>/<op>_<suite>.jsonl``
     plots.py        pictures of recorded rows, and the overview
     published.py    numbers that others published on their GPUs (``published.json``), beside rows recorded here
+    models.py       whole models: our decoder beside transformers
     evenness.py     the largest jump in time from one more token
     __main__.py     ``python -m bench gemm --suite square``
 """

@@ -18,7 +18,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kv_cache import KVCache
 from cutekernels.models.requests import Request, Requests
-from cutekernels.models.sampling import Choices, Sampling
+from cutekernels.models.sampling import Choices, Sampling, refuse_stop
 from cutekernels.models.weights import Layer, Weights, read
 from cutekernels.nn.mlp import projected
 from cutekernels.ops.activations.api import silu_mul
@@ -88,7 +88,7 @@ class Decoder:
             len(w.layers), max_batch, max_tokens, w.heads_kv, w.head_dim, page_size=page_size, pages=pages,
             dtype=dtype, device=device,
         )  # fmt: skip
-        self._requests = Requests(self._caches[0], len(w.embedding))
+        self._requests = Requests(self._caches[0], max_tokens, len(w.embedding))
         self._choices = Choices(max_batch, len(w.head.weight), device)
         self._tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)  # each slot's last one
         self._counts = torch.zeros(max_batch, dtype=torch.int32, device=device)  # 1 where a step appends a token
@@ -204,11 +204,16 @@ class Decoder:
         """
         begin = time.perf_counter()
         chosen = sampling or Sampling()
-        stop = frozenset(stop)
-        numbers = []
-        for i, prompt in enumerate(prompts):
-            own = Sampling(**{**vars(chosen), "seed": chosen.seed + i})
-            numbers.append(self.add(prompt, max_new_tokens=max_new_tokens, sampling=own, stop=stop))
+        stop = refuse_stop(stop)
+        numbers: list[int] = []
+        try:
+            for i, prompt in enumerate(prompts):
+                own = Sampling(**{**vars(chosen), "seed": chosen.seed + i})
+                numbers.append(self.add(prompt, max_new_tokens=max_new_tokens, sampling=own, stop=stop))
+        except BaseException:
+            for number in numbers:
+                self._requests.withdraw(number)
+            raise
         for _ in self._shown(numbers, max_new_tokens) if progress else iter(lambda: self.idle, True):
             self.step()
         tokens = [self.result(number) for number in numbers]
@@ -233,7 +238,11 @@ class Decoder:
             if self._tokenizer is None:
                 raise UnsupportedProblem("a prompt of text needs a tokenizer: pass tokenizer= to from_transformers")
             prompt = self._tokenizer(prompt).input_ids
-        return prompt.flatten().tolist() if isinstance(prompt, Tensor) else list(prompt)
+        if not hasattr(prompt, "tolist"):  # neither a tensor nor an array
+            return list(prompt)
+        if prompt.ndim != 1 and (prompt.ndim != 2 or len(prompt) != 1):
+            raise UnsupportedProblem(f"a prompt is one sequence; this has shape {tuple(prompt.shape)}: pass its rows")
+        return prompt.flatten().tolist()  # type: ignore[no-any-return]
 
     # ---- steps
 

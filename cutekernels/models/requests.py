@@ -33,9 +33,10 @@ class Requests:
     runs out of room.
     """
 
-    def __init__(self, cache: KVCache, vocabulary: int) -> None:
+    def __init__(self, cache: KVCache, most: int, vocabulary: int) -> None:
+        """``most``: tokens of a request; the last page of a sequence may have room for more."""
         self._cache, self._vocabulary = cache, vocabulary
-        self._pages = cache.free_pages
+        self._room = min(most, cache.free_pages * cache.page_size)
         self._waiting: deque[Request] = deque()
         self._slots: list[Request | None] = [None] * cache.batch
         self._known: dict[int, Request] = {}
@@ -49,17 +50,21 @@ class Requests:
             raise UnsupportedProblem(f"a prompt is token ids from 0 to {self._vocabulary - 1}; {said}: tokenize it")
         if type(most) is not int or most < 1:
             raise UnsupportedProblem(f"max_new_tokens is an integer from 1 up; it is {most!r}")
-        need, room = len(prompt) + most, min(self._cache.room, self._pages * self._cache.page_size)
-        if need > room:
+        need = len(prompt) + most
+        if need > self._room:
             raise UnsupportedProblem(
-                f"a prompt of {len(prompt)} tokens and {most} new ones are {need}, and the cache holds {room} of a "
-                "request: shorten it, or make the decoder with more max_tokens or pages"
+                f"a prompt of {len(prompt)} tokens and {most} new ones are {need}, and the cache holds {self._room} of "
+                "a request: shorten it, or make the decoder with more max_tokens or pages"
             )
         request = Request(self._next, prompt, most, sampling, refuse_stop(stop))
         self._next += 1
         self._known[request.number] = request
         self._waiting.append(request)
         return request
+
+    def withdraw(self, number: int) -> None:
+        """Forget a request that has not started."""
+        self._waiting.remove(self._known.pop(number))
 
     def admitted(self) -> Iterator[Request]:
         """Requests that can start now, each with its slot and pages."""

@@ -221,6 +221,42 @@ def test_wrong_requests_are_refused_and_nothing_is_lost(prompt: Any, options: di
         engine.result(0)
 
 
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_max_tokens_bounds_a_request_within_its_last_page(page_size: int) -> None:
+    """The rotary tables end at ``max_tokens``, though the last page has room for more."""
+    model, (prompt,) = tiny.model("llama"), prompts(40)
+    engine = decoder(model, max_tokens=100, page_size=page_size)
+    with pytest.raises(UnsupportedProblem, match="101, and the cache holds 100"):
+        engine.add(prompt, max_new_tokens=61)
+    assert engine.generate([prompt], max_new_tokens=60).tokens == [greedy(model, prompt, 60)]
+
+
+def test_generate_queues_all_prompts_or_none() -> None:
+    engine = decoder(tiny.model("llama"))
+    other = engine.add([5, 6], max_new_tokens=3)
+    for wrong in ([500], []):
+        with pytest.raises(UnsupportedProblem, match="a prompt is token ids"):
+            engine.generate([[1, 2], [3], wrong], max_new_tokens=4)
+    with pytest.raises(UnsupportedProblem, match="seed"):
+        engine.generate([[1, 2], [3]], max_new_tokens=4, sampling=Sampling(1.0, seed=2**63 - 1))
+    with pytest.raises(UnsupportedProblem, match="stop is token ids"):
+        engine.generate([[1, 2]], stop=3)  # type: ignore[arg-type]
+    while not engine.idle:
+        engine.step()
+    assert engine.finished == [other]
+
+
+def test_a_tensor_is_one_prompt() -> None:
+    engine = decoder(tiny.model("llama"))
+    expected = engine.generate([[1, 2, 3]], max_new_tokens=4).tokens
+    row = torch.tensor([1, 2, 3])
+    for same in (row, row[None], row.numpy()):
+        assert engine.generate([same], max_new_tokens=4).tokens == expected
+    for several in (row.expand(2, 3), row[0]):
+        with pytest.raises(UnsupportedProblem, match="a prompt is one sequence"):
+            engine.add(several)
+
+
 @pytest.mark.parametrize("family", ["gemma2", "mixtral"])
 def test_other_models_are_refused(family: str) -> None:
     with pytest.raises(UnsupportedProblem, match=r"llama, mistral, qwen2, qwen3.*cutekernels\.patch"):

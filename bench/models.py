@@ -1,0 +1,274 @@
+"""``python -m bench models --model qwen2.5-7b``: whole models, our decoder beside transformers, eager and compiled.
+
+Weights are random, or those of ``--weights``. Times are wall time, the host's included, until the GPU is idle: of one
+token of every request (decode, averaged over the steps of a sample), and from a prompt to its first token on the host
+(prefill). Contenders run one after the other, so rows have no interval of a speed-up.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+
+from bench.rows import Row, write
+from cutekernels import environment, terminal
+from cutekernels import gpu as gpus
+from cutekernels.errors import CuteKernelsError, UnknownGpu
+from cutekernels.measure import Samples
+from cutekernels.models import Decoder
+
+HERE = Path(__file__).parent
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+# The config class, and what the published checkpoints' config.json say; positions suffice for every case.
+_COMMON = {"max_position_embeddings": 32768, "tie_word_embeddings": False}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2.5-7b": (
+        "Qwen2",
+        {
+            "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+            "num_attention_heads": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
+    "llama-3-8b": (
+        "Llama",
+        {
+            "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        },
+    ),
+    "qwen3-8b": (
+        "Qwen3",
+        {
+            "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
+    "tiny": (
+        "Qwen3",
+        {
+            "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        },
+    ),
+}  # fmt: skip
+WARM = 4  # steps or prompts before the first sample
+
+
+@dataclass(frozen=True)
+class Case:
+    """``decode``: ``tokens`` in the cache of each request, halfway through the samples. ``prefill``: in the prompt."""
+
+    suite: str
+    batch: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"batch={self.batch} tokens={self.tokens}"
+
+
+CASES = (
+    *(Case("decode", batch, tokens) for tokens in (1024, 8192) for batch in (1, 4, 16, 64)),
+    *(Case("prefill", 1, tokens) for tokens in (128, 512, 2048, 8192)),
+)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Samples of a contender, and decode steps in each."""
+
+    rounds: int = 20
+    steps: int = 16
+
+    @property
+    def total(self) -> int:
+        return WARM + self.rounds * self.steps
+
+
+def build(name: str, device: torch.device, dtype: torch.dtype, weights: Path | None = None) -> Any:
+    """The model ``name`` in evaluation mode, with random weights or those in a folder."""
+    import transformers
+
+    if weights is not None:
+        return transformers.AutoModelForCausalLM.from_pretrained(weights, dtype=dtype).eval().to(device)
+    kind, own = CONFIGS[name]
+    config = getattr(transformers, f"{kind}Config")(**(_COMMON | own))
+    torch.manual_seed(0)
+    with device:
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+# ---- contenders: each gives a function that does one step, or one prompt ------------------------------------
+
+
+def ours(model: Any, case: Case, effort: Effort) -> Callable[[], object]:
+    vocabulary = model.config.vocab_size
+    if case.suite == "prefill":
+        decoder = Decoder.from_transformers(model, max_batch=1, max_tokens=case.tokens + 1)
+        prompt = _prompt(vocabulary, case.tokens)
+        return lambda: decoder.generate([prompt], max_new_tokens=1)
+    begin, most = _begin(case, effort), effort.total + 2
+    decoder = Decoder.from_transformers(model, max_batch=case.batch, max_tokens=begin + most)
+    for _ in range(case.batch):
+        decoder.add(_prompt(vocabulary, begin), max_new_tokens=most)
+    decoder.step()
+    return decoder.step
+
+
+def theirs(model: Any, case: Case, effort: Effort, *, compiled: bool) -> Callable[[], object]:
+    import transformers
+
+    forward = torch.compile(model.forward, mode="reduce-overhead") if compiled else model.forward
+    vocabulary, prefill = model.config.vocab_size, case.suite == "prefill"
+    begin = _begin(case, effort)
+    room = case.tokens if prefill else begin + effort.total + 2
+    cache = transformers.StaticCache(config=model.config, max_cache_len=room)
+    options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    if prefill:
+        prompt = torch.tensor([_prompt(vocabulary, case.tokens)], device=model.device)
+        with torch.no_grad():
+            model(prompt[:, :1], **options)  # allocates the cache outside of what is compiled
+
+        def once() -> object:
+            cache.reset()
+            return forward(prompt, **options).logits.argmax(-1).tolist()
+
+        return torch.no_grad()(once)
+    token = torch.zeros((case.batch, 1), dtype=torch.int64, device=model.device)
+
+    def step() -> None:
+        token.copy_(forward(token, **options).logits.argmax(-1))
+
+    with torch.no_grad():
+        model(token, **options)  # allocates the cache
+        for layer in cache.layers:  # the time of a step does not depend on which keys these are
+            layer.keys.normal_()
+            layer.values.normal_()
+            layer.cumulative_length.fill_(begin)
+    return torch.no_grad()(step)
+
+
+CONTENDERS: dict[str, Callable[[Any, Case, Effort], Callable[[], object]]] = {
+    "transformers": partial(theirs, compiled=False),
+    "transformers compiled": partial(theirs, compiled=True),
+    "cutekernels": ours,
+}
+
+
+def _begin(case: Case, effort: Effort) -> int:
+    return max(1, case.tokens - effort.total // 2)
+
+
+def _prompt(vocabulary: int, tokens: int) -> list[int]:
+    return random.Random(tokens).choices(range(vocabulary), k=tokens)
+
+
+# ---- timing ---------------------------------------------------------------------------------------------
+
+
+def run(name: str, model: Any, cases: list[Case], effort: Effort, path: Path, stamp: dict[str, str]) -> Iterator[Row]:
+    """A row of each case and contender, all of them so far in ``path`` as each is given."""
+    rows: list[Row] = []
+    for case in cases:
+        for contender, make in CONTENDERS.items():
+            common = (name, case.suite, str(case), str(case), 1.0, 0.0, contender)
+            try:
+                s = _samples(make(model, case, effort), case, effort, model.device)
+                numbers = {"rounds": effort.rounds, "median_us": s.median, "p20_us": s.p20, "p80_us": s.p80}
+                rows.append(Row(*common, "ok", l2="warm", stamp=stamp, **numbers))  # type: ignore[arg-type]
+            except (RuntimeError, CuteKernelsError) as error:  # out of memory, mostly: the others still run
+                reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+                rows.append(Row(*common, "failed", reason, stamp=stamp))
+            _forget()
+            write(path, rows)
+            yield rows[-1]
+
+
+def _samples(once: Callable[[], object], case: Case, effort: Effort, device: torch.device) -> Samples:
+    steps = effort.steps if case.suite == "decode" else 1
+    for _ in range(WARM):
+        once()
+    found = []
+    for _ in range(effort.rounds):
+        _wait(device)
+        begin = time.perf_counter()
+        for _ in range(steps):
+            once()
+        _wait(device)
+        found.append((time.perf_counter() - begin) / steps * 1e6)
+    return Samples(tuple(found))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _forget() -> None:
+    """Drop graphs, compiled code and caches of the contender before."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# ---- command line ---------------------------------------------------------------------------------------
+
+
+@app.command()
+def command(
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}.")],
+    weights: Annotated[Path | None, typer.Option(help="Folder of a checkpoint; random weights without it.")] = None,
+    match: Annotated[str, typer.Option(help="Only cases with this in their suite or sizes.")] = "",
+    rounds: Annotated[int, typer.Option(min=5, help="Samples of each contender.")] = 20,
+    out: Annotated[Path | None, typer.Option(help="Folder; default bench/results/<gpu>/models.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cases and contenders; time nothing.")] = False,
+) -> None:
+    """Time decode steps and prompts of a model, and record a row of each case and contender."""
+    if model not in CONFIGS:
+        terminal.fail(f"--model is one of {', '.join(CONFIGS)}; it is {model!r}", code=2)
+    cases = [case for case in CASES if match in f"{case.suite} {case}"]
+    if not cases:
+        terminal.fail(f"no case has {match!r} in its suite or sizes; --dry-run lists them", code=2)
+    if dry_run:
+        for case in cases:
+            terminal.show(f"{model} {case.suite} {case}: {', '.join(CONTENDERS)}")
+        return
+    try:
+        gpu = gpus.lookup("auto")
+    except UnknownGpu:
+        terminal.fail("no CUDA device is visible, and times are only taken on one; --dry-run lists what would be timed")
+    path = (out or HERE / "results" / gpu.name / "models") / f"{model}.jsonl"
+    built = build(model, torch.device("cuda"), torch.bfloat16, weights)
+    rows = []
+    for row in run(model, built, cases, Effort(rounds), path, environment.stamp(gpu.name)):
+        rows.append(row)
+        terminal.say(f"{row.suite} {row.label}: {row.contender} {row.median_us or row.reason}")
+    terminal.show(table(rows))
+    terminal.say(f"{len(rows)} rows in {path}")
+
+
+def table(rows: list[Row]) -> Table:
+    """All rows, failed ones too."""
+    shown = Table("suite", "case", "contender", title=f"{rows[0].op} on {rows[0].stamp.get('gpu', '?')}, wall time")
+    shown.add_column("median ms", justify="right")
+    shown.add_column("p20 to p80", justify="right")
+    shown.add_column("reason", overflow="fold")
+    for r in rows:
+        times = [us / 1e3 for us in (r.median_us, r.p20_us, r.p80_us) if us is not None] or None
+        middle, spread = ("", "") if times is None else (f"{times[0]:.3f}", f"{times[1]:.3f} to {times[2]:.3f}")
+        shown.add_row(r.suite, r.label, r.contender, middle or r.status, spread, r.reason)
+    return shown

@@ -1,0 +1,87 @@
+"""``python -m bench models``: every contender runs on a tiny model, rows come one by one, failures are rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+pytest.importorskip("transformers")
+
+from bench import models
+from bench.models import CASES, CONFIGS, CONTENDERS, Case, Effort
+from bench.rows import read
+
+CPU = torch.device("cpu")
+TINY = [Case("decode", 3, 24), Case("prefill", 1, 20)]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return models.build("tiny", CPU, torch.float32)
+
+
+def _eager(function: Any, **options: Any) -> Any:
+    return function
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_every_contender_has_a_row(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling is left out on a CPU: it would take a C++ compiler and most of a minute."""
+    monkeypatch.setattr(torch, "compile", _eager)
+    path = tmp_path / "models" / "tiny.jsonl"
+    found = []
+    for row in models.run("tiny", model, TINY, Effort(rounds=2, steps=2), path, {"gpu": "cpu"}):
+        found.append(row)
+        assert len(read(path)) == len(found)
+    assert [(r.suite, r.contender) for r in found] == [(c.suite, name) for c in TINY for name in CONTENDERS]
+    assert all(r.status == "ok" and r.median_us and r.rounds == 2 for r in found), found
+    assert models.table(found).row_count == 6
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_decode_case_has_its_tokens_in_the_middle(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both caches hold as many tokens before the samples as behind them, seen from the case's number."""
+    case, effort, caches = Case("decode", 2, 40), Effort(rounds=3, steps=4), []
+    import transformers
+
+    made = transformers.StaticCache
+    monkeypatch.setattr(transformers, "StaticCache", lambda **o: caches.append(made(**o)) or caches[-1])
+    models._samples(models.theirs(model, case, effort, compiled=False), case, effort, CPU)
+    assert int(caches[0].get_seq_length()) == 40 - effort.total // 2 + effort.total
+    step = models.ours(model, case, effort)
+    models._samples(step, case, effort, CPU)
+    decoder: Any = step.__self__  # type: ignore[attr-defined]
+    assert not decoder.finished, "every step had work"
+    assert abs(int(decoder._caches[0].lengths[0]) - int(caches[0].get_seq_length())) <= 1
+
+
+def test_a_failure_is_a_row(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Callable[[], object]:
+        raise torch.OutOfMemoryError("CUDA out of memory\nand more")
+
+    monkeypatch.setattr(models, "CONTENDERS", {"transformers": fails})
+    (row,) = models.run("tiny", model, TINY[:1], Effort(2, 2), tmp_path / "rows.jsonl", {})
+    assert (row.status, row.reason) == ("failed", "CUDA out of memory")
+    assert models.table([row]).row_count == 1
+
+
+def test_the_command_line() -> None:
+    runner = CliRunner()
+    listed = runner.invoke(models.app, ["--model", "qwen2.5-7b", "--dry-run"])
+    assert listed.exit_code == 0 and len(listed.output.splitlines()) == len(CASES)
+    assert runner.invoke(models.app, ["--model", "qwen", "--dry-run"]).exit_code == 2
+    assert runner.invoke(models.app, ["--model", "tiny", "--match", "none", "--dry-run"]).exit_code == 2
+    if not torch.cuda.is_available():
+        assert runner.invoke(models.app, ["--model", "tiny"]).exit_code == 1
+
+
+@pytest.mark.parametrize(("name", "billions"), [("qwen2.5-7b", 7.616), ("llama-3-8b", 8.030), ("qwen3-8b", 8.191)])
+def test_the_models_have_their_sizes(name: str, billions: float) -> None:
+    meta = models.build(name, torch.device("meta"), torch.bfloat16)
+    assert sum(p.numel() for p in meta.parameters()) / 1e9 == pytest.approx(billions, abs=0.001)
+    assert name in CONFIGS
