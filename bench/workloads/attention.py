@@ -134,7 +134,8 @@ def _flash_4(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
 
     def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = flash_attn_func(q, k, v, causal=causal)
-        return out[0] if isinstance(out, tuple) else out
+        result: Tensor = out[0] if isinstance(out, tuple) else out
+        return result
 
     return [partial(launch, *i.operands) for i in sets]
 
