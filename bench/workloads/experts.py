@@ -1,7 +1,7 @@
 """Mixtures of experts: one grouped product, and the whole FFN of a layer from tokens to tokens.
 
 The peers are torch's grouped product between a sort and a scatter, compiled or not, and a loop over experts, which
-waits for the host. Liger's fused kernel is no peer here: it takes another layout of its weights.
+waits for the host.
 """
 
 from __future__ import annotations
