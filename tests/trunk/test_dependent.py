@@ -17,7 +17,12 @@ PREFETCH = re.compile(r"cp\.async\.bulk\.prefetch\.L2\.global \[[^;]*;")
 WAIT = "griddepcontrol.wait"
 
 
-TRITON = [op.name for op in registry.OPS if isinstance(op, TensorOp) and not isinstance(op, NormLinear)]
+CUTE = ("grouped_gemm", "grouped_gemm_wgrad")  # tensor ops whose kernels are not Triton's
+TRITON = [
+    op.name
+    for op in registry.OPS
+    if isinstance(op, TensorOp) and not isinstance(op, NormLinear) and op.name not in CUTE
+]
 
 
 def compiled(name: str, spec: gpu.GpuSpec) -> TritonArtifact:

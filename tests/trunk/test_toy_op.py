@@ -139,6 +139,9 @@ class Here:
         future.set_result(compiler.prepare(op, problem, config, gpu))
         return future
 
+    def ahead(self, op: Any, problem: Any, configs: Any, gpu: Any) -> None:
+        """Compiles nothing ahead."""
+
     def prepare(self, request: Prepare) -> None:
         self.op = registry.get(request.op)
         self.problem = self.op.Problem.parse(request.problem)
