@@ -261,7 +261,7 @@ class Board:
         return len(self._reports)
 
     def reports(self) -> list[TaskReport]:
-        """Of all tasks, by kind in the order of their arrival, then in the job's order."""
+        """Every task: by kind in the order of their arrival, then in the job's order."""
         kinds = list(self._kinds)
         return [self._reports[key] for key in sorted(self._reports, key=lambda k: (kinds.index(k[0]), k[1]))]
 

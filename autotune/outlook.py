@@ -1,4 +1,4 @@
-"""What a run would do, without doing it: the tasks of a job, and what is left of each after earlier runs.
+"""Preview of a run, without doing it: the tasks of a job, and what is left of each after earlier runs.
 
 ``python -m cutekernels.autotune.outlook demo l40s`` says where stored predictions differ from the defaults, and why.
 """

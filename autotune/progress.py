@@ -173,7 +173,7 @@ def duration(seconds: float) -> str:
 
 
 def _rank(trial: Trial) -> tuple[float, str] | None:
-    """What makes a row the best so far, and how it is shown; None for one without a time."""
+    """Rank of a row among those so far, and how it is shown; None for one without a time."""
     if trial.status != "ok" or trial.median_us is None:
         return None
     if trial.ratio is None:

@@ -139,7 +139,7 @@ def tune(
 
 @dataclass
 class _Run:
-    """What the tasks of one call have in common."""
+    """Settings that the tasks of one call have in common."""
 
     tasks: Sequence[Task]
     watch: Watched

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.nn.packing import side_by_side
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -128,12 +129,5 @@ def _projection(linear: Any) -> Projection:
 
 def _joined(*linears: Any) -> Projection:
     parts = [_projection(linear) for linear in linears]
-    weight = _side_by_side([linear.weight for linear in linears])
-    return Projection(weight, None if parts[0].bias is None else _side_by_side([linear.bias for linear in linears]))
-
-
-def _side_by_side(parameters: list[torch.nn.Parameter]) -> Tensor:
-    whole = torch.cat([p.data for p in parameters])
-    for p, rows in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
-        p.data = rows
-    return whole
+    weight = side_by_side([linear.weight for linear in linears])
+    return Projection(weight, None if parts[0].bias is None else side_by_side([linear.bias for linear in linears]))

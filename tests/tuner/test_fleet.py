@@ -184,7 +184,7 @@ def test_an_error_in_a_thread_ends_the_run(db: str) -> None:
 def test_a_budget_is_shared_between_the_gpus(db: str) -> None:
     began = time.monotonic()
     report = tune(EIGHT, db=db, fleet=h200s(2, measure_s=0.05), budget_s=1.5)
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < 10
     assert [t.state for t in report.tasks].count("unfinished") >= 1
     assert sum(t.winner is not None for t in report.tasks) >= 6, "every task had its turn"
 

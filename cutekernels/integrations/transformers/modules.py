@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cutekernels.integrations.transformers.families import Family
 from cutekernels.nn.mlp import projected
+from cutekernels.nn.packing import side_by_side
 from cutekernels.ops.activations.api import gelu_mul, silu_mul
 from cutekernels.ops.gemm.skinny import DEFAULT_TOKENS
 from cutekernels.ops.norm_linear.api import linear_silu_mul
@@ -123,30 +124,17 @@ def _apart(linears: list[Any]) -> str:
         return "its projections are subclasses of Linear"
     if any(not _unhooked(x) or "forward" in x.__dict__ for x in linears):
         return "its projections have hooks"
-    weights = [x.weight for x in linears]
-    if any(type(w) is not torch.nn.Parameter or w.is_meta or w.dim() != 2 for w in weights):
+    if any(type(w) is not torch.nn.Parameter or w.is_meta or w.dim() != 2 for w in (x.weight for x in linears)):
         return "its weights are no plain parameters"
-    if (
-        len(
-            {
-                (w.dtype, w.device, w.shape[1], w.requires_grad, x.bias is None)
-                for w, x in zip(weights, linears, strict=True)
-            }
-        )
-        > 1
-    ):
+    kinds = {(x.weight.dtype, x.weight.device, x.in_features, x.weight.requires_grad, x.bias is None) for x in linears}
+    if len(kinds) > 1:
         return "its projections differ in dtype, device, bias or requires_grad"
     return ""
 
 
 def _together(linears: list[Any], name: str) -> Tensor | None:
     parts = [getattr(x, name) for x in linears]
-    if parts[0] is None:
-        return None
-    whole = torch.cat([p.data for p in parts])
-    for p, rows in zip(parts, whole.split([len(p) for p in parts]), strict=True):
-        p.data = rows
-    return whole
+    return None if parts[0] is None else side_by_side(parts)
 
 
 # ---- layers ---------------------------------------------------------------------------------------------

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cutekernels import rates
 from cutekernels.kernels.cute.parts.attention_smem import PrefillSmem, WarpgroupAttentionSmem
 from cutekernels.op import knob, power_of_two
-from cutekernels.ops.attention.problem import ORDER, AttentionProblem, TilesConfig
+from cutekernels.ops.attention.problem import (
+    EAGER,
+    EXPONENTS,
+    EXPONENTS_PER_CLOCK,
+    ORDER,
+    AttentionProblem,
+    TilesConfig,
+)
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -22,12 +29,12 @@ GROUP_WARPS = 4
 # Accumulators and probabilities that a thread keeps without spilling: docs/notes/attention.md#warpgroup-registers.
 MOST_VALUES = {1: 212, 2: 212, 3: 132}
 
-# Of the model: docs/notes/attention.md#warpgroup-model (H200, 2026-11-23).
-_MMA, _EXPONENTS, _EXPONENTS_PER_CLOCK = 0.97, 0.35, 16
+# Constants of the model: docs/notes/attention.md#warpgroup-model (H200, 2026-11-23).
+_MMA = 0.97  # of warpgroup_flops_per_us
 _LAUNCH, _CTA, _NEXT = 2.0 / 1.5, 3.9 / 0.8, 2.5 / 0.8  # of launch_us; of dram_latency_us: a CTA, a further tile
 _BLOCK = {2: 1.0, 1: 5.0}  # of barrier_us, by stages: a block of keys, whatever its size
 _NO_TURNS, _DEALT = 1.04, 1.07  # groups that do not take turns; tiles dealt out before the heavy ones are done
-_ODD, _EAGER = 1.05, 1.7  # blocks of keys that are no multiple of 64; cost of rescaling in every block, of exponents
+_ODD = 1.05  # blocks of keys that are no multiple of 64
 
 
 @dataclass(frozen=True)
@@ -152,8 +159,8 @@ def warpgroup_us(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float
     shared = math.gcd(c.tile_q if uneven else p.seq_kv, c.tile_kv)  # the last block is half empty, on average
     blocks = max(1.0, seen / c.tile_kv + 0.5 * (1.0 - shared / c.tile_kv))
     multiply = 4.0 * c.tile_q * c.tile_kv * p.width / (_MMA * rate.warpgroup_flops_per_us)
-    exponents = c.tile_q * c.tile_kv / (_EXPONENTS_PER_CLOCK * rate.clock_mhz)
-    step = multiply + _EXPONENTS * exponents * (1.0 if c.lazy else _EAGER) + _BLOCK[c.stages] * rate.barrier_us
+    exponents = c.tile_q * c.tile_kv / (EXPONENTS_PER_CLOCK * rate.clock_mhz)
+    step = multiply + EXPONENTS * exponents * (1.0 if c.lazy else EAGER) + _BLOCK[c.stages] * rate.barrier_us
     step *= (1.0 if c.turns else _NO_TURNS) * (1.0 if c.tile_kv % 64 == 0 else _ODD)
     between = (_CTA if c.grid == "tiles" else _NEXT) * rate.dram_latency_us
     per_sm = max(1.0, count / gpu.sm_count) if c.grid == "counted" or uneven else -(-count // gpu.sm_count)

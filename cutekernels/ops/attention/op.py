@@ -23,6 +23,8 @@ from cutekernels.ops.attention.config import (
 )
 from cutekernels.ops.attention.problem import (
     DTYPES,
+    EAGER,
+    EXPONENTS,
     SLACK,
     AttentionProblem,
     TilesOp,
@@ -41,8 +43,6 @@ OTHER_REGISTERS = {"bf16": 56, "fp16": 64}
 # Constants of the model: docs/notes/attention.md#prefill-model (H200, 2026-11-22).
 _BLOCK = 0.17 / 0.08  # of barrier_us: a block of keys, whatever its size
 _ONE_STAGE = 1.05  # of the same: 1 % faster where both were timed, and spills (bf16, head dim 128)
-_EXPONENTS = 0.35  # the share of the exponents' time that products do not hide
-_EAGER = 1.7  # cost of rescaling in every block, of the exponents' time
 
 
 class Attention(TilesOp[AttentionProblem, AttentionConfig]):
@@ -82,7 +82,7 @@ class Attention(TilesOp[AttentionProblem, AttentionConfig]):
             return warpgroup_us(p, c, gpu)
         return self.tiles_us(
             p, c, gpu, products=2, read_rows=0 if c.q_in_registers else c.rows,
-            exponents=_EXPONENTS * (1.0 if c.lazy else _EAGER), fixed=_BLOCK * (1.0 if c.stages > 1 else _ONE_STAGE),
+            exponents=EXPONENTS * (1.0 if c.lazy else EAGER), fixed=_BLOCK * (1.0 if c.stages > 1 else _ONE_STAGE),
             crowd=1.0, uneven=p.limited_right,
         )  # fmt: skip
 
@@ -97,7 +97,7 @@ class Attention(TilesOp[AttentionProblem, AttentionConfig]):
         batch, number, limit = fakes.Batch(p.dtype, p.head_dim, p.varlen), Float32(1.0), Int32(0)
         counter = fakes.vector(Int32) if c.grid == "counted" else None
         return backend.compile(
-            self._warpgroup_body(p, c, gpu) if c.body == "warpgroup" else self._body(p, c, gpu),
+            self._body(p, c, gpu),
             batch.q(),
             fakes.vector(Float32) if p.lse else None,
             *(batch.q(), batch.kv(), batch.kv()),
@@ -110,45 +110,39 @@ class Attention(TilesOp[AttentionProblem, AttentionConfig]):
         )
 
     def _body(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Any:
-        """The prefill body with its parts."""
+        """The kernel of ``c.body`` with its parts."""
         from cutekernels.kernels.cute.attention.prefill import PrefillAttention
+        from cutekernels.kernels.cute.attention.warpgroup import WarpgroupAttention
         from cutekernels.kernels.cute.parts.heads import HeadRows
         from cutekernels.kernels.cute.parts.mask import BandMask
         from cutekernels.kernels.cute.parts.products import warp_products
         from cutekernels.kernels.cute.parts.sequences import HeadOrder, Sequences
         from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax
 
+        shared: dict[str, Any] = {
+            "mask": BandMask(c.tile_q, c.tile_kv, p.limited_left, p.limited_right, p.mask),
+            "softmax": OnlineSoftmax(SLACK if c.lazy else 0.0, p.softcap),
+            "order": HeadOrder(c.order, gpu.l2_bytes // 2),
+            "sequences": Sequences(p.varlen),
+        }
+        if c.body == "warpgroup":
+            return WarpgroupAttention(
+                groups=c.tile_q // GROUP_ROWS,
+                tile_kv=c.tile_kv,
+                head_dim=p.head_dim,
+                padded=p.width,
+                stages=c.stages,
+                turns=c.turns,
+                resident=0 if c.grid == "tiles" else gpu.sm_count,
+                counted=c.grid == "counted",
+                **shared,
+            )
         return PrefillAttention(
             rows_q=HeadRows(c.tile_q, p.head_dim, p.width, 1, c.threads),
             rows_kv=HeadRows(c.tile_kv, p.head_dim, p.width, c.stages, c.threads),
             products=warp_products(c.warps, c.q_in_registers),
-            mask=BandMask(c.tile_q, c.tile_kv, p.limited_left, p.limited_right, p.mask),
-            softmax=OnlineSoftmax(SLACK if c.lazy else 0.0, p.softcap),
-            order=HeadOrder(c.order, gpu.l2_bytes // 2),
-            sequences=Sequences(p.varlen),
             ctas_per_sm=c.ctas_per_sm,
-        )
-
-    def _warpgroup_body(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Any:
-        """The warpgroup body with its parts."""
-        from cutekernels.kernels.cute.attention.warpgroup import WarpgroupAttention
-        from cutekernels.kernels.cute.parts.mask import BandMask
-        from cutekernels.kernels.cute.parts.sequences import HeadOrder, Sequences
-        from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax
-
-        return WarpgroupAttention(
-            groups=c.tile_q // GROUP_ROWS,
-            tile_kv=c.tile_kv,
-            head_dim=p.head_dim,
-            padded=p.width,
-            stages=c.stages,
-            turns=c.turns,
-            mask=BandMask(c.tile_q, c.tile_kv, p.limited_left, p.limited_right, p.mask),
-            softmax=OnlineSoftmax(SLACK if c.lazy else 0.0, p.softcap),
-            order=HeadOrder(c.order, gpu.l2_bytes // 2),
-            sequences=Sequences(p.varlen),
-            resident=0 if c.grid == "tiles" else gpu.sm_count,
-            counted=c.grid == "counted",
+            **shared,
         )
 
     def bind(self, p: AttentionProblem, c: AttentionConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:

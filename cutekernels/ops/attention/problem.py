@@ -36,7 +36,9 @@ _EDGE = 1.7  # masked tiles at the edges of the band cost this share of an owned
 _FED = 0.83  # share of the tensor cores' rate that a full SM of warps reaches
 _DRAM = 0.9 / 0.92  # of dram_share
 _UNHIDDEN = 0.05  # share of the shorter of two times that the longer does not hide
-_EXPONENTS_PER_CLOCK = 16
+EXPONENTS_PER_CLOCK = 16
+EXPONENTS = 0.35  # the share of the forward exponents' time that products do not hide
+EAGER = 1.7  # cost of rescaling in every block, of the exponents' time
 _MANY = 8  # CTAs per SM from which no wave is left half empty
 ORDER = {False: {"rows": 1.0, "l2": 1.01, "heads": 1.02}, True: {"rows": 1.05, "l2": 1.05, "heads": 1.0}}
 
@@ -314,7 +316,7 @@ class TilesOp(AttentionOp[Q, T]):
         steps = max(1.0, min(seen, p.seq_walked) / walked + 0.5) * (p.group if p.by_keys else 1)
         multiply = 2.0 * products * own * walked * p.width / (_FED * gpu.mma_tflops * 1e6 / gpu.sm_count)
         feed = c.warps * (products * walked + read_rows) * p.width * 2 / rate.smem_bytes_per_us
-        exponent_us = own * walked / (_EXPONENTS_PER_CLOCK * rate.clock_mhz)
+        exponent_us = own * walked / (EXPONENTS_PER_CLOCK * rate.clock_mhz)
         step = (max(multiply, feed) + exponents * exponent_us) / crowd + fixed * rate.barrier_us / c.ctas_per_sm
         cta = steps * step + _CTA * rate.dram_latency_us / c.ctas_per_sm
         per_sm = tiles / gpu.sm_count

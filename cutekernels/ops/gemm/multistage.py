@@ -23,7 +23,7 @@ MAX_CTAS = 3
 MIN_TILE = 32
 MIN_WARP_TILE = 16
 # Registers beside accumulators and double-buffered fragments: addresses, masks, loop state.
-OTHER_REGISTERS = 48  # docs/notes/gemm.md#registers (sm_90a, 2026-11)
+OTHER_REGISTERS = 48  # docs/notes/gemm.md#registers (compiled for the H200, 2026-11)
 
 # Coefficients of the model, each a multiple of a rate: docs/notes/gemm.md#multistage-model (H200, 2026-11).
 _LAUNCH = 1.3 / 1.5  # of launch_us
