@@ -13,6 +13,9 @@ from typing import Any
 
 from cutekernels.autotune.runtime import NotPrepared
 from cutekernels.backends import Facts
+from cutekernels.compile import source_fingerprint
+from cutekernels.db import snapshot
+from cutekernels.db.certificate import Certificate
 from cutekernels.db.store import Environment, Gpu, Store, Trial
 from cutekernels.errors import CacheUnusable, InvalidConfig, UnsupportedProblem
 from cutekernels.gpu import GpuSpec
@@ -45,13 +48,25 @@ class TaskHistory:
             gpu.name, gpu.target, gpu.sm_count, gpu.smem_per_block_bytes, gpu.l2_bytes, gpu.memory_bytes
         )
         self._environment = environment
+        self.sources = source_fingerprint(type(op))
         self._key: dict[str, Any] = {"gpu": gpu.name, "op": op.name, "revision": op.revision, "problem": str(problem)}
 
     # -- reading
 
     def earlier(self) -> list[Trial]:
-        """Rows of this task and origin that are stored already, oldest first."""
-        return self._store.trials(**self._key, origin=self.origin)
+        """Rows of this task and origin that hold for today's kernels and versions, oldest first."""
+        return [t for t in self._store.trials(**self._key, origin=self.origin) if self.holds(t)]
+
+    def holds(self, trial: Trial) -> bool:
+        """Whether a trial was made from today's sources, under today's versions (of the driver, its branch)."""
+        return trial.sources == self.sources and _versions(trial.environment) == _versions(self._environment)
+
+    def serving(self) -> list[Config]:
+        """Measured configs that serve this problem today: this database's winner, then the shipped one."""
+        shipped = (t for t in snapshot.shipped(self.gpu.name) if (t.op, t.revision) == (self.op.name, self.op.revision))
+        found = [self.winner(), *(t for t in shipped if t.problem == str(self.problem))]
+        configs = [self.config_of(t) for t in found if t is not None and t.origin == "measured"]
+        return list(dict.fromkeys(c for c in configs if c is not None))
 
     def winner(self) -> Trial | None:
         winners = self._store.winners(**self._key)
@@ -66,7 +81,7 @@ class TaskHistory:
         return config
 
     def seeds(self, neighbours: int = 3) -> list[Config]:
-        """Winning configs to try first: this task's, then those of the nearest problems with the same static fields."""
+        """Configs to try first: what serves this problem, then winners of the nearest with the same static fields."""
         found: list[tuple[float, str, Trial]] = []
         for trial in self._store.winners(gpu=self.gpu.name, op=self.op.name, revision=self.op.revision):
             try:
@@ -77,7 +92,7 @@ class TaskHistory:
                 found.append((_log_distance(self.problem, other), trial.problem, trial))
         found.sort(key=lambda row: row[:2])
         configs = [self.config_of(trial) for _, _, trial in found[: neighbours + 1]]
-        return [c for c in configs if c is not None]
+        return list(dict.fromkeys([*self.serving(), *(c for c in configs if c is not None)]))
 
     # -- writing
 
@@ -91,6 +106,8 @@ class TaskHistory:
         ratio: Ratio | None = None,
         estimate_us: float | None = None,
         error: float | None = None,
+        vendor_us: float | None = None,
+        certificate: Certificate | None = None,
         message: str = "",
     ) -> Trial:
         """One attempt as a trial, not yet recorded."""
@@ -110,11 +127,14 @@ class TaskHistory:
             ratio=ratio.value if ratio else None,
             ratio_low=ratio.low if ratio else None,
             ratio_high=ratio.high if ratio else None,
+            baseline_us=vendor_us,
             error=error,
             registers=facts.registers if facts else None,
             stack_bytes=facts.stack_bytes if facts else None,
             smem_bytes=facts.smem_bytes if facts else None,
             message=message,
+            sources=self.sources,
+            certificate=certificate,
         )
 
     def record(self, trials: Iterable[Trial]) -> None:
@@ -150,6 +170,11 @@ def status_of(failure: ChildFailure, *, compiling: bool) -> str | None:
     if compiling:
         return "compile_error"
     return "timeout" if isinstance(failure, ChildTimeout) else "crashed"
+
+
+def _versions(environment: Environment) -> tuple[str, ...]:
+    e = environment
+    return e.driver.partition(".")[0], e.cuda, e.dsl, e.ptxas, e.triton, e.torch
 
 
 def _log_distance(a: Problem, b: Problem) -> float:

@@ -16,6 +16,7 @@ from typing import Any, Protocol, Self
 
 from cutekernels import compile as compiler
 from cutekernels.backends import Facts
+from cutekernels.conditions import Conditions
 from cutekernels.errors import CacheUnusable
 from cutekernels.gpu import GpuSpec
 from cutekernels.isolate import Child, ChildFailure, Pool, StartFailed
@@ -26,6 +27,7 @@ WORKER_TARGET = "cutekernels.autotune.worker:answer"
 COMPILE_DEADLINE_S = 120.0
 PREPARE_DEADLINE_S = 180.0
 MEASURE_DEADLINE_S = 30.0
+VENDOR = "vendor"  # the name of the vendor's call among the outcomes of a final
 SPARES = 2  # a final takes place in two fresh processes
 
 
@@ -41,14 +43,19 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Measure:
-    """Request: verify ``configs``, time the correct ones interleaved. ``race``: leader, contenders (``measure.py``)."""
+    """Request: verify ``configs``, time the correct ones interleaved. ``race``: leader, contenders (``measure.py``).
+
+    Search and final time alike: the GPU rests for as long as it works, so that power throttles no candidate. A
+    ``final`` also times the vendor's call, as :data:`VENDOR`, and watches clock, temperature and power.
+    """
 
     prepare: Prepare
     configs: tuple[str, ...]
     race: tuple[str, ...] = ()
     rounds: int = 20
     budget_us: float | None = None
-    rest_s: float = 0.0  # before each sample (``measure.py``)
+    duty: float = 0.5  # share of the time that the GPU is busy (``measure.py``)
+    final: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ class Outcome:
 
     error: float
     us: tuple[float, ...] = ()
+    conditions: Conditions | None = None
 
     @property
     def right(self) -> bool:

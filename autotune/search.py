@@ -8,10 +8,8 @@ at a time::
 ``why_not`` and the static facts cost no GPU time; only attempts that reached the compiler count against ``trials``.
 Earlier rows of the same (gpu, op, revision, problem) are attempts too: the sampler observes them, none is repeated.
 
-The final round measures the three best and the default again, together, in a fresh process with fresh inputs. A winner
-must beat the default there with its whole confidence interval; otherwise the default wins. Configs that cannot be told
-apart from the fastest (their head-to-head interval holds 1) are equal, and the first in text order wins, so that two
-runs choose the same winner.
+The final round (``final.py``) times the candidates that may be the fastest beside the default, in fresh processes, and
+crowns one; it is held again where the kernels' sources or the versions of their compilers and driver have changed.
 """
 
 from __future__ import annotations
@@ -25,10 +23,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
+from cutekernels.autotune import final
 from cutekernels.autotune.history import ATTEMPTS, TaskHistory, status_of
 from cutekernels.autotune.job import Task
 from cutekernels.autotune.report import TaskReport
-from cutekernels.autotune.runtime import Measure, Outcome, Prepare, Runtime
+from cutekernels.autotune.runtime import VENDOR, Measure, Outcome, Prepare, Runtime
 from cutekernels.autotune.suggest import Suggester, space
 from cutekernels.backends import Facts
 from cutekernels.db.store import Trial
@@ -38,11 +37,8 @@ from cutekernels.isolate import ChildFailure
 from cutekernels.measure import Samples
 from cutekernels.op import Config, Op
 
-FINALISTS = 3
 AHEAD = 8  # candidates in the compile pool: keeps the GPU busy, yet the sampler learns before choosing more
 RACE_ROUNDS, RACE_BUDGET_US = 20, 150_000.0
-FINAL_ROUNDS, FINAL_BUDGET_US = 60, 2_000_000.0
-FINAL_REST_S = 0.005  # idle before each sample, for full clock: throttled, all large products take the same time
 
 OnTrial = Callable[[Trial, int, int], None]  # a row just written, attempts so far, attempts wanted
 
@@ -92,7 +88,7 @@ class Search:
         message = ""
         suggester = self._suggester()
         winner = self.history.winner()
-        crowned = winner is not None and winner.origin == "measured" and not self.force
+        crowned = winner is not None and winner.origin == "measured" and self.history.holds(winner) and not self.force
         enough = self._spent() >= self.task.trials or self._enough(suggester)
         if crowned and enough and self._is_latest(winner):
             state = "done"
@@ -253,7 +249,7 @@ class Search:
             return self._failed(config, error, compiling=False, facts=facts)
         return self._judge(config, outcomes, facts)
 
-    def _judge(self, config: Config, outcomes: dict[str, Outcome], facts: Facts | None) -> Trial:
+    def _judge(self, config: Config, outcomes: dict[str, Outcome], facts: Facts | None, **more: Any) -> Trial:
         """The row of one config, from a measurement that included the default."""
         mine, base = outcomes[str(config)], outcomes[str(self._default)]
         if not mine.right:
@@ -263,15 +259,12 @@ class Search:
             raise _DefaultFailed(f"the default config [{self._default}] was wrong: error {base.error:.3g}")
         samples = Samples(mine.us)
         ratio = samples.ratio(Samples(base.us))
-        return self.history.row(config, "ok", facts=facts, samples=samples, ratio=ratio, error=mine.error)
+        return self.history.row(config, "ok", facts=facts, samples=samples, ratio=ratio, error=mine.error, **more)
 
     def _incumbent(self) -> Config:
-        return self._best(1)[0] if self._best(1) else self._default
-
-    def _best(self, count: int) -> list[Config]:
         """The fastest so far by ratio to the default; absolute times of different hours are not comparable."""
-        ok = [(_value(trial), str(c), c) for c, trial in self._known.items() if trial.status == "ok"]
-        return [c for value, _, c in sorted((v, t, c) for v, t, c in ok if v is not None)][:count]
+        ok = [(v, str(c), c) for c, trial in self._known.items() if (v := _value(trial)) is not None]
+        return min(ok)[2] if ok else self._default
 
     # -- the final round
 
@@ -280,7 +273,8 @@ class Search:
 
         None where the machine spoiled a finalist's measurement: the next run has the final again.
         """
-        challengers = [c for c in self._best(FINALISTS + 1) if c != self._default][:FINALISTS]
+        serving = self.history.serving()
+        challengers = final.challengers(self._known, self._default, serving)
         outcomes = self._measure_final(challengers)
         if outcomes is None:  # one of them killed the process: try each alone, then the others together
             alone = [c for c in challengers if self._measure_final([c], again=True, blame=True) is not None]
@@ -296,9 +290,14 @@ class Search:
                 if rows[self._default].status != "ok":
                     self._note(rows[config])
                     raise _DefaultFailed(f"the default config [{self._default}] was wrong in the final")
-        champion = self._champion(rows, outcomes)
-        del rows[champion]
-        rows[champion] = winner = self._judge(champion, outcomes, self._facts(champion))  # the latest row
+        by_config = {config: outcomes[str(config)] for config in rows}
+        verdict = final.decide(by_config, self._default, serving)
+        del rows[verdict.winner]
+        rows[verdict.winner] = winner = self._judge(  # the latest row
+            verdict.winner, outcomes, self._facts(verdict.winner),
+            vendor_us=Samples(outcomes[VENDOR].us).median if VENDOR in outcomes else None,
+            certificate=final.certificate(verdict, by_config, self._default),
+        )  # fmt: skip
         for trial in rows.values():
             self._note(trial)
         self.history.crown(winner)
@@ -307,15 +306,20 @@ class Search:
     def _measure_final(
         self, challengers: list[Config], *, again: bool = False, blame: bool = False
     ) -> dict[str, Outcome] | None:
-        """Outcomes from a fresh process, or None where it died.
+        """Outcomes from fresh processes, or None where one died.
 
         ``blame`` records the death for the last config; ``again``: a failure of the machine is not tried once more.
         """
-        self.runtime.refresh()
         texts = tuple(map(str, [self._default, *challengers]))
-        request = Measure(self._prepare(1), texts, rounds=FINAL_ROUNDS, budget_us=FINAL_BUDGET_US, rest_s=FINAL_REST_S)
+        processes = []
         try:
-            return self.runtime.measure(request)
+            for seed in range(1, 1 + final.PROCESSES):  # the search's inputs are of seed 0
+                self.runtime.refresh()
+                request = Measure(
+                    self._prepare(seed), texts, rounds=final.ROUNDS, budget_us=final.BUDGET_US, final=True
+                )
+                processes.append(self.runtime.measure(request))
+            return final.pooled(processes)
         except ChildFailure as error:
             last = challengers[-1] if challengers else self._default
             status = status_of(error, compiling=False)
@@ -325,19 +329,6 @@ class Search:
                 self._known[last] = self.history.row(last, status, message=str(error))
                 self._note(self._known[last])
             return None
-
-    def _champion(self, rows: dict[Config, Trial], outcomes: dict[str, Outcome]) -> Config:
-        better = [
-            c
-            for c, trial in rows.items()
-            if c != self._default and trial.ratio_low is not None and trial.ratio_low > 1.0
-        ]
-        if not better:
-            return self._default
-        samples = {c: Samples(outcomes[str(c)].us) for c in better}
-        fastest = min(better, key=lambda c: (_value(rows[c]), str(c)))
-        tied = [c for c in better if c == fastest or samples[fastest].ratio(samples[c]).low <= 1.0]
-        return min(tied, key=str)
 
     def _facts(self, config: Config) -> Facts | None:
         t = self._known.get(config)

@@ -46,7 +46,7 @@ _RESAMPLES = 1000
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A speed-up and its 95 % confidence interval."""
+    """A speed-up and its confidence interval, of 95 % where nothing else is said."""
 
     value: float
     low: float
@@ -72,13 +72,13 @@ class Samples:
 
     @cached_property
     def p20(self) -> float:
-        return _quantile(sorted(self.us), 0.2)
+        return self.quantile(0.2)
 
     @cached_property
     def p80(self) -> float:
-        return _quantile(sorted(self.us), 0.8)
+        return self.quantile(0.8)
 
-    def ratio(self, other: Samples) -> Ratio:
+    def ratio(self, other: Samples, confidence: float = 0.95) -> Ratio:
         """``time(other) / time(self)``: above 1, ``self`` is the faster one.
 
         The samples must come from one :func:`time_interleaved`: sample ``i`` of both is the same round. Where one
@@ -89,7 +89,12 @@ class Samples:
         draw = random.Random(0)
         count = len(ratios)
         medians = sorted(median(draw.choices(ratios, k=count)) for _ in range(_RESAMPLES))
-        return Ratio(median(ratios), _quantile(medians, 0.025), _quantile(medians, 0.975))
+        tail = (1 - confidence) / 2
+        return Ratio(median(ratios), _quantile(medians, tail), _quantile(medians, 1 - tail))
+
+    def quantile(self, q: float) -> float:
+        """The time below which a share ``q`` of the samples lies."""
+        return _quantile(sorted(self.us), q)
 
 
 def _quantile(ordered: Sequence[float], q: float) -> float:
@@ -132,6 +137,8 @@ def time_interleaved(
     budget_us: float | None = None,
     race: Sequence[str] = (),
     rest_s: float = 0.0,
+    duty: float = 1.0,
+    after_round: Callable[[], object] | None = None,
     seed: int = 0,
     prepare: Prepare | None = None,
 ) -> dict[str, Samples]:
@@ -146,6 +153,8 @@ def time_interleaved(
             end of its interval below 0.97) stops early and has fewer samples; without any left, all stop.
         rest_s: idle time before each sample: 0 measures sustained load, where power throttles heavy kernels; 0.05
             a short burst at full clock. docs/notes/trunk.md#rest (H200, 2026-11-21).
+        duty: share of the time that the device is busy: 0.5 rests before a sample for as long as the last one took.
+        after_round: called after each round, before the next one's work.
         seed: for the order of candidates within a round.
         prepare: makes a :class:`Round` of launches; :class:`GraphRound` except in tests.
 
@@ -154,6 +163,8 @@ def time_interleaved(
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1; it is {rounds}")
+    if not 0 < duty <= 1:
+        raise ValueError(f"duty must be above 0 and at most 1; it is {duty}")
     for name in race:
         if name not in candidates:
             raise ValueError(f"race takes names of candidates ({', '.join(candidates)}); it holds {name!r}")
@@ -163,15 +174,19 @@ def time_interleaved(
     times: dict[str, list[float]] = {name: [] for name in ready}
     running = list(ready)
     order = random.Random(seed)
-    spent_us = 0.0
+    spent_us = last_us = 0.0
     for done in range(1, rounds + 1):
         order.shuffle(running)
         for name in running:
-            if rest_s:
-                time.sleep(rest_s)
+            rest = rest_s + last_us * 1e-6 * (1 / duty - 1)
+            if rest:
+                time.sleep(rest)
             us = ready[name]()
             times[name].append(us)
-            spent_us += us * ready[name].launches
+            last_us = us * ready[name].launches
+            spent_us += last_us
+        if after_round is not None:
+            after_round()
         if budget_us is not None and spent_us >= budget_us and done >= LEAST_ROUNDS:
             break
         if contenders and done % _RACE_EVERY == 0 and done < rounds:

@@ -264,6 +264,13 @@ class Op(ABC, Generic[P, C]):
     def work(self, p: P) -> Work:
         """Least flops and bytes."""
 
+    def vendor(self, p: P) -> Callable[..., object] | None:
+        """The vendor library's call for ``p``, on ``(*outputs, *args)``; None where it has none.
+
+        The tuner times it beside the finalists, so that a winner's row says what it is compared with.
+        """
+        return None
+
     # -- derived from the declaration
 
     def __repr__(self) -> str:  # the same in every process, for test ids and messages

@@ -134,11 +134,20 @@ def plain(value: object) -> object:
 
 
 def _csv_value(value: object) -> object:
+    value = _joined(value)
     return clean(value) if isinstance(value, str) else plain(value)
+
+
+def _joined(value: object) -> object:
+    """A list as one text; anything else as it is."""
+    return (
+        "; ".join(f"{v:.6g}" if isinstance(v, float) else str(v) for v in value) if isinstance(value, list) else value
+    )
 
 
 def cell(value: object) -> Text:
     """A table's cell. Text, not markup: a database from elsewhere may hold ``[red]``."""
+    value = _joined(value)
     if value is None:
         return Text("")
     if isinstance(value, float):

@@ -7,6 +7,7 @@ configuration is stored in one row of ``trial`` only. Column names are the field
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
@@ -26,7 +27,9 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from cutekernels.db.trial import ORIGINS, STATUSES
+from cutekernels.db.certificate import Certificate
+from cutekernels.db.trial import LINE_LIMIT, ORIGINS, STATUSES
+from cutekernels.errors import StoreError
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -58,6 +61,23 @@ def _moment(value: object) -> object:
         return value
 
 
+class CertificateText(TypeDecorator[Certificate]):
+    """A certificate as JSON text."""
+
+    impl = Text()
+    cache_ok = True
+
+    def process_bind_param(self, value: Certificate | None, dialect: Dialect) -> str | None:
+        return None if value is None else json.dumps(value.as_row(), allow_nan=False)
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> Any:
+        """The certificate; text that is none as it is, for :class:`Trial` to refuse."""
+        try:
+            return value if value is None or len(value) > LINE_LIMIT else Certificate.from_row(json.loads(value))
+        except (StoreError, ValueError, TypeError, RecursionError):
+            return value
+
+
 class Base(DeclarativeBase):
     """Root of the tables; constraint names are fixed so that migrations can name them."""
 
@@ -70,7 +90,12 @@ class Base(DeclarativeBase):
             "pk": "pk_%(table_name)s",
         }
     )
-    type_annotation_map: ClassVar[dict[Any, Any]] = {str: Text(), float: Double(), datetime: UtcDateTime()}
+    type_annotation_map: ClassVar[dict[Any, Any]] = {
+        str: Text(),
+        float: Double(),
+        datetime: UtcDateTime(),
+        Certificate: CertificateText(),
+    }
 
 
 class Gpu(Base):
@@ -142,6 +167,8 @@ class Trial(Base):
     stack_bytes: Mapped[int | None] = mapped_column(BigInteger)
     smem_bytes: Mapped[int | None] = mapped_column(BigInteger)
     message: Mapped[str]
+    sources: Mapped[str] = mapped_column(server_default="")
+    certificate: Mapped[Certificate | None]
     version: Mapped[str] = mapped_column(server_default="")
     commit: Mapped[str] = mapped_column(server_default="")
     host: Mapped[str] = mapped_column(server_default="")

@@ -52,6 +52,9 @@ class Winner:
         ratio: time of the default config over this one's, with its 95 % interval.
         tflops: achieved rate, like ``gbps``; ``roofline`` is the share of what the GPU can do, at most 1.
         vendor_us: the vendor library's time in the same run, where it was measured.
+        sources: a hash of the kernel's sources, ``""`` in older rows.
+        certificate: of the final that chose it, as :class:`~cutekernels.db.certificate.Certificate` has it; empty
+            where there was none.
         version: of this package; with ``commit`` and ``host``, the class of machine, ``""`` in older rows.
     """
 
@@ -74,6 +77,8 @@ class Winner:
     ratio_high: float | None
     vendor_us: float | None
     error: float | None
+    sources: str
+    certificate: Mapping[str, Any]
     version: str
     commit: str
     host: str
@@ -217,6 +222,8 @@ class Database:
             ratio_high=t.ratio_high,
             vendor_us=t.baseline_us,
             error=t.error,
+            sources=t.sources,
+            certificate={} if t.certificate is None else t.certificate.as_row(),
             version=environment.pop("version"),
             commit=environment.pop("commit"),
             host=environment.pop("host"),

@@ -26,6 +26,7 @@ from importlib import metadata
 from reprlib import repr as short_repr
 from typing import Any, NoReturn, Self
 
+from cutekernels.db.certificate import Certificate
 from cutekernels.db.uuid7 import is_uuid7, uuid7
 from cutekernels.errors import StoreError
 
@@ -160,7 +161,8 @@ class Trial:
     """One attempt. Never changed once recorded. Make one with :meth:`new`.
 
     ``ratio`` is time(default) / time(this), so above 1 is faster than the default, with its 95 % interval;
-    ``baseline_us`` the vendor library's time in the same run; ``error`` the largest error over the tolerance.
+    ``baseline_us`` the vendor library's time in the same run; ``error`` the largest error over the tolerance;
+    ``sources`` a hash of the sources of its kernel, ``""`` in older rows; ``certificate`` of a final's winner only.
     """
 
     id: str = field(default_factory=uuid7)
@@ -186,6 +188,8 @@ class Trial:
     stack_bytes: int | None = None
     smem_bytes: int | None = None
     message: str = ""
+    sources: str = ""
+    certificate: Certificate | None = None
 
     def __post_init__(self) -> None:
         _require_all(self, _TRIAL_RULES)
@@ -215,9 +219,11 @@ class Trial:
             if isinstance(value, Gpu | Environment):
                 values = {g.name: getattr(value, g.name) for g in fields(value)}
                 row[f.name] = {name: v for name, v in values.items() if v != "" or name not in PROVENANCE}
+            elif isinstance(value, Certificate):
+                row[f.name] = value.as_row()
             elif isinstance(value, datetime):
                 row[f.name] = value.astimezone(UTC).isoformat()
-            elif value is not None:
+            elif value is not None and (f.name, value) != ("sources", ""):
                 row[f.name] = value
         return row
 
@@ -236,6 +242,8 @@ class Trial:
         values = _known(row, "a trial", {f.name for f in fields(cls)}, _REQUIRED)
         values["gpu"] = Gpu(**_known(values["gpu"], "gpu", set(_GPU_RULES), set(_GPU_RULES)))
         values["environment"] = Environment(**_known(values["environment"], "environment", set(_ENVIRONMENT_RULES)))
+        if values.get("certificate") is not None:
+            values["certificate"] = Certificate.from_row(values["certificate"])
         try:
             values["created_at"] = datetime.fromisoformat(values["created_at"]).astimezone(UTC)
         except (TypeError, ValueError, OverflowError):
@@ -273,6 +281,8 @@ _TRIAL_RULES: dict[str, Rule] = {
     "message": _text(
         rf"[^{_CONTROL}]{{0,{MESSAGE_LIMIT}}}", f"text without control characters, at most {MESSAGE_LIMIT} characters"
     ),
+    "sources": _text(r"[0-9a-f]{0,64}", "a hash in hexadecimal, at most 64 digits"),
+    "certificate": lambda v: None if v is None or type(v) is Certificate else "a certificate, or absent",
 }
 _REQUIRED = {"id", "created_at", "gpu", "environment", "op", "revision", "problem", "config", "origin", "status"}
 

@@ -51,6 +51,7 @@ FLOORS = {
     "cutekernels/gpu.py": 2,
     "cutekernels/rates.py": 3,
     "cutekernels/measure.py": 2,
+    "cutekernels/conditions.py": 1,
     "cutekernels/verify.py": 2,
     "cutekernels/isolate.py": 2,
     "cutekernels/environment.py": 2,

@@ -59,7 +59,7 @@ class ToyFleet:
         if seat.name in self.opened:
             machine = SlowMachine(measure_s=machine.measure_s)
         self.opened.append(seat.name)
-        return Slot(spec, Environment(driver=seat.name), machine, lambda: None)
+        return Slot(spec, Environment(driver=f"580.{seat.name}"), machine, lambda: None)
 
     def close(self) -> None:
         self.closed = True
@@ -153,8 +153,8 @@ def test_a_mixed_fleet_tunes_each_kind(db: str) -> None:
         drivers = {
             t.gpu.name: {row.environment.driver for row in store.trials(gpu=t.gpu.name)} for t in store.winners()
         }
-    assert drivers["h200"] == {"h0", "h1"}, "a row names the environment of its machine"
-    assert drivers["l40s"] == {"l0"}
+    assert drivers["h200"] == {"580.h0", "580.h1"}, "a row names the environment of its machine"
+    assert drivers["l40s"] == {"580.l0"}
 
 
 def test_a_named_kind_leaves_the_others_alone(db: str) -> None:
@@ -183,8 +183,8 @@ def test_an_error_in_a_thread_ends_the_run(db: str) -> None:
 
 def test_a_budget_is_shared_between_the_gpus(db: str) -> None:
     began = time.monotonic()
-    report = tune(EIGHT, db=db, fleet=h200s(2, measure_s=0.05), budget_s=1.5)
-    assert time.monotonic() - began < 10
+    report = tune(EIGHT, db=db, fleet=h200s(2, measure_s=0.1), budget_s=3.0)
+    assert time.monotonic() - began < 15
     assert [t.state for t in report.tasks].count("unfinished") >= 1
     assert sum(t.winner is not None for t in report.tasks) >= 6, "every task had its turn"
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from cutekernels.op import Work
 from cutekernels.ops.attention import reference
@@ -196,6 +197,20 @@ class Attention(TilesOp[AttentionProblem, AttentionConfig]):
     def work(self, p: AttentionProblem) -> Work:
         flops = 4.0 * p.batch * p.heads_q * p.pairs * p.head_dim
         return Work(flops=flops, bytes=float(p.bytes_moved), depth=depth(p))
+
+    def vendor(self, p: AttentionProblem) -> Callable[..., object] | None:
+        """torch's SDPA, which chooses the backend, where it has what ``p`` asks."""
+        shifted = p.causal and p.seq_q != p.seq_kv  # torch aligns the first query with the first key
+        if p.varlen or p.softcap or p.lse or p.window != "none" or shifted or (p.causal and p.mask):
+            return None
+
+        def call(out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            gqa = p.heads_q != p.heads_kv
+            scale = rest[2]  # behind the two ends of packed sequences
+            return scaled_dot_product_attention(q, k, v, mask, is_causal=p.causal, scale=scale, enable_gqa=gqa)
+
+        return call
 
 
 ATTENTION = Attention()

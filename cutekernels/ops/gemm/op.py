@@ -198,8 +198,25 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         bias = 0 if p.bias == "none" else p.n * (4 if p.bias == "fp32" else ELEMENT_BYTES)
         return Work(flops=2.0 * outputs * p.k, bytes=float(moved * ELEMENT_BYTES + bias))
 
+    def vendor(self, p: GemmProblem) -> Callable[..., object] | None:
+        """cuBLAS through torch, where one call of it does all that ``p`` asks."""
+        two_addends = p.bias != "none" and p.c != "none"
+        if p.activation != "none" or p.accumulate != "fp32" or p.bias == "fp32" or two_addends:
+            return None
+        return _vendor
+
 
 GEMM = Gemm()
+
+
+def _vendor(
+    out: Tensor, a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, alpha: float, beta: float
+) -> None:
+    multiply = torch.baddbmm if out.dim() == 3 else torch.addmm
+    if bias is not None:
+        multiply(bias, a, b, alpha=alpha, out=out)
+    else:  # with beta=0 the first operand is not read
+        multiply(out if c is None else c, a, b, alpha=alpha, beta=0.0 if c is None else beta, out=out)
 
 
 def reference(
