@@ -52,6 +52,9 @@ def command(
         int | None, typer.Option(min=1, help="Without the GPU: compile only this many, the best by the model.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Repeat what earlier runs did.")] = False,
+    confirm: Annotated[
+        bool, typer.Option("--confirm", help="Measure only the eight predicted best, beside the default.")
+    ] = False,
     op: Annotated[str | None, typer.Option("--op", help="Only the tasks of this op.")] = None,
     requests: Annotated[
         bool, typer.Option("--requests", help="No JOB: the problems that calls missed, most GPU time first.")
@@ -98,6 +101,7 @@ def command(
                 jobs=jobs,
                 limit=limit,
                 force=force,
+                confirm=confirm,
                 watcher=watcher,
                 fleet=fleet,
             )

@@ -61,6 +61,13 @@ class TaskHistory:
         """Whether a trial was made from today's sources, under today's versions (of the driver, its branch)."""
         return trial.sources == self.sources and _versions(trial.environment) == _versions(self._environment)
 
+    def predicted(self, count: int) -> list[Config]:
+        """The ``count`` best predicted configs, the fastest first; none where nothing was predicted."""
+        rows = self._store.trials(**self._key, origin="predicted", status="ok")
+        rows.sort(key=lambda t: (t.median_us or math.inf, t.config))
+        configs = (self.config_of(t) for t in rows)
+        return list(dict.fromkeys(c for c in configs if c is not None))[:count]
+
     def serving(self) -> list[Config]:
         """Measured configs that serve this problem today: this database's winner, then the shipped one."""
         shipped = (t for t in snapshot.shipped(self.gpu.name) if (t.op, t.revision) == (self.op.name, self.op.revision))

@@ -83,6 +83,7 @@ def tune(
     jobs: int | None = None,
     limit: int | None = None,
     force: bool = False,
+    confirm: bool = False,
     watcher: Watcher | None = None,
     fleet: Fleet | None = None,
     runtime: Runtime | None = None,
@@ -102,12 +103,14 @@ def tune(
         jobs: compiling processes; default one per CPU, less one for the coordinator where a GPU measures.
         limit: without the GPU, compile only the best ``limit`` by the model.
         force: repeat what earlier runs did.
+        confirm: measure only what was predicted best, beside the default and what serves today.
         fleet: several GPUs that share the tasks: :class:`~cutekernels.autotune.fleet.LocalFleet`,
             :class:`~cutekernels.autotune.ray_fleet.RayFleet`. ``gpu="auto"`` then means every kind that it has.
         watcher, runtime, clock: progress, the processes to use, and time; for the command line and for tests.
 
     Raises:
-        JobError: the job file breaks a rule, ``trials`` is no number of attempts or ``budget_s`` none of seconds.
+        JobError: the job file breaks a rule, ``trials`` is no number of attempts or ``budget_s`` none of seconds, or
+            ``confirm`` without the GPU.
         UnknownGpu: no such GPU, or ``auto`` without one.
         StoreError: the database cannot be opened or written.
     """
@@ -120,7 +123,9 @@ def tune(
     if budget is not None and not 0 <= budget < MOST_SECONDS:
         raise JobError(f"budget_s must be a number of seconds from 0 up, at most a year; it is {budget}")
     end = None if budget is None else begin + budget
-    run = _Run(loaded.tasks, Watched(watcher or Silent()), end, limit, force, clock)
+    if confirm and fleet is None and not (wanted is not None and gpus.present(wanted)):
+        raise JobError("--confirm measures what was predicted: run it on a machine with that GPU")
+    run = _Run(loaded.tasks, Watched(watcher or Silent()), end, limit, force, confirm, clock)
     with Ledger(db) as store:
         if not loaded.tasks:  # more shards than tasks
             reports: list[TaskReport] = []
@@ -146,6 +151,7 @@ class _Run:
     end: float | None
     limit: int | None
     force: bool
+    confirm: bool
     clock: Callable[[], float]
 
     def here(self, store: Store, spec: GpuSpec, runtime: Runtime | None, jobs: int | None) -> list[TaskReport]:
@@ -213,8 +219,9 @@ class _Run:
             looking.start()
         try:
             return Search(
-                task, spec, history, runtime, deadline, self.force, on_trial=self.watch.trial, clock=self.clock
-            ).run()
+                task, spec, history, runtime, deadline, self.force, self.confirm,
+                on_trial=self.watch.trial, clock=self.clock,
+            ).run()  # fmt: skip
         finally:
             if looking is not None:
                 looking.join()

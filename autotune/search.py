@@ -28,7 +28,7 @@ from cutekernels.autotune.history import ATTEMPTS, TaskHistory, status_of
 from cutekernels.autotune.job import Task
 from cutekernels.autotune.report import TaskReport
 from cutekernels.autotune.runtime import VENDOR, Measure, Outcome, Prepare, Runtime
-from cutekernels.autotune.suggest import Suggester, space
+from cutekernels.autotune.suggest import MODEL_SEEDS, Suggester, space
 from cutekernels.backends import Facts
 from cutekernels.db.store import Trial
 from cutekernels.errors import CuteKernelsError
@@ -59,6 +59,8 @@ class Search:
     Args:
         deadline: on ``clock``; after it nothing new is measured, and the final decides among what there is.
         force: forget earlier attempts (their rows stay) and measure anew.
+        confirm: try no more than the default, what serves today and the eight that were predicted best; where nothing
+            was predicted, the eight that the model likes best.
     """
 
     task: Task
@@ -67,6 +69,7 @@ class Search:
     runtime: Runtime
     deadline: float | None = None
     force: bool = False
+    confirm: bool = False
     on_trial: OnTrial = lambda trial, done, wanted: None
     clock: Callable[[], float] = time.monotonic
     _attempts: Counter[str] = field(default_factory=Counter)
@@ -139,6 +142,9 @@ class Search:
     def _suggester(self) -> Suggester:
         op, problem = self.task.op, self.task.problem
         found = space(op, problem, self.gpu)
+        if self.confirm:
+            favourites = self.history.predicted(MODEL_SEEDS) or found.openers([])
+            found = found.only([self._default, *self.history.serving(), *favourites])
         self._small = len(found.valid) <= self.task.trials
         self._wanted = min(len(found.valid), self.task.trials)
         suggester = Suggester(op.Config, found.valid, found.estimates_us, [self._default, *self.history.seeds()])

@@ -53,6 +53,12 @@ class Space:
     valid: tuple[Config, ...]
     estimates_us: tuple[float, ...]
 
+    def only(self, configs: Iterable[Config]) -> Space:
+        """The same space with no other configs than these."""
+        wanted = set(configs)
+        kept = [i for i, c in enumerate(self.valid) if c in wanted]
+        return Space(tuple(self.valid[i] for i in kept), tuple(self.estimates_us[i] for i in kept))
+
     def openers(self, first: Iterable[Config]) -> list[Config]:
         """The configs that a search begins with: ``first``, those that are valid, then the model's of many shapes."""
         if not self.valid:

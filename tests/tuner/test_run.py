@@ -16,7 +16,7 @@ from cutekernels.autotune import cli, run
 from cutekernels.autotune.job import Job, Task
 from cutekernels.autotune.run import tune
 from cutekernels.db.store import Store
-from cutekernels.errors import UnknownGpu
+from cutekernels.errors import JobError, UnknownGpu
 from cutekernels.isolate import RemoteError
 from tests.tuner.toys import BEST, H200, TOY, VALID, ToyMachine, ToyProblem
 
@@ -85,6 +85,10 @@ class TestPredicted:
         report = tune(JOB, "h200", db=db, runtime=ToyMachine())
         assert report.origin == "predicted"
         assert [t.attempts for t in report.tasks] == [{"ok": len(VALID)}] * 2
+
+    def test_there_is_nothing_to_confirm_with(self, db: str) -> None:
+        with pytest.raises(JobError, match="on a machine with that GPU"):
+            tune(JOB, "a100", db=db, runtime=ToyMachine(), confirm=True)
 
     def test_auto_without_a_gpu_asks_for_a_name(self, db: str) -> None:
         with pytest.raises(UnknownGpu):

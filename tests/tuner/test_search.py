@@ -456,6 +456,31 @@ class TestResume:
         assert (report.state, report.resumed) == ("tuned", 0)
 
 
+class TestConfirming:
+    def test_only_the_predicted_best_are_measured(self, store: Store) -> None:
+        predicted = TaskHistory(store, TOY, PROBLEM, H200, ENVIRONMENT, "predicted")
+        order = [c for c in VALID if c != DEFAULT]
+        predicted.record([predicted.row(c, "ok", estimate_us=1.0 + i) for i, c in enumerate(order)])
+        machine = ToyMachine()
+        report = run(store, machine, trials=100, confirm=True)
+        assert sorted(map(str, machine.compiled)) == sorted(map(str, [DEFAULT, *order[:8]]))
+        assert report.winner is not None and report.winner.config == str(min(order[:8], key=true_us))
+        assert run(store, ToyMachine(), trials=100, confirm=True).state == "done"
+        whole = run(store, machine := ToyMachine(), trials=100)
+        assert (whole.state, len(machine.compiled)) == ("tuned", len(VALID) - 9)
+
+    def test_without_predictions_the_model_s_eight(self, store: Store) -> None:
+        machine = ToyMachine()
+        run(store, machine, trials=100, confirm=True)
+        assert len(machine.compiled) == 9 and machine.compiled[0] == DEFAULT
+
+    def test_what_serves_is_measured_too(self, store: Store) -> None:
+        surprise = ToyConfig(16, 1, True)  # the last by the model
+        run(store, ToyMachine(law=lambda c: 5.0 if c == surprise else 20.0), trials=100)
+        run(store, machine := ToyMachine(), trials=100, confirm=True, force=True)
+        assert surprise in machine.compiled and len(machine.compiled) == 10
+
+
 class TestSeeds:
     def test_default_first_then_winners_of_this_and_near_problems_then_the_model(self, store: Store) -> None:
         for m, config in [(8, ToyConfig(32, 1, False)), (4096, ToyConfig(16, 8, True)), (24, ToyConfig(32, 2, True))]:
