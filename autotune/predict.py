@@ -60,7 +60,8 @@ class Prediction:
         op, problem = self.task.op, self.task.problem
         begin = self._stored_at = self.clock()
         default = self._default = op.check(problem, op.default(problem, self.gpu), self.gpu)
-        estimates = {c: op.estimate_us(problem, c, self.gpu) for c in op.valid(problem, self.gpu)}
+        own = (c for c in op.valid(problem, self.gpu) if not c.vendors)
+        estimates = {c: op.estimate_us(problem, c, self.gpu) for c in own}
         # The default comes first among equals: a prediction that is no better must not replace it.
         ranked = sorted(estimates, key=lambda c: (estimates[c], c != default, str(c)))[: self.limit]
         if not self.force:

@@ -85,13 +85,17 @@ class Ours:
 
 def contenders(case: Case, plan: Plan) -> list[Contender | Ours]:
     """Contenders of a case: the peers, baseline first; streaming kernels; then ours as dispatched, the default config
-    where that differs, and the best config within ``plan.max_smem_kib``.
+    where that differs, and the best config within ``plan.max_smem_kib``. A winner that is the vendor's call is none of
+    our kernels: the default takes its place.
     """
     op, problem = posed(case)
     choice = dispatch.resolve(op, problem, plan.gpu)
-    found = [Ours(ours("cutekernels"), str(choice.config), choice.origin)]
     default = op.default(problem, plan.gpu)
-    if default != choice.config:
+    if choice.config.vendors:
+        found = [_forced("cutekernels", default, "default")]
+    else:
+        found = [Ours(ours("cutekernels"), str(choice.config), choice.origin)]
+    if default != choice.config and not choice.config.vendors:
         found.append(_forced("cutekernels (default)", default, "default"))
     if plan.max_smem_kib is not None:
         config, origin = within_smem(op, problem, plan.gpu, plan.max_smem_kib)

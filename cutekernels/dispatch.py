@@ -324,7 +324,9 @@ def _nearest(op: Op[Any, Any], p: Any, gpu: GpuSpec, rows: Iterable[Winner], wan
     for distance, problem, row, other in sorted(neighbours, key=lambda n: n[:2]):
         note = f"{wanted} for {problem}, {distance:.2f} octaves away ({row.source})"
         outcome = _adopt(op, p, gpu, row, origin, note)
-        if isinstance(outcome, Choice):
+        if isinstance(outcome, Choice) and outcome.config.vendors:
+            outcome = f"{note}, but the vendor's call serves no neighbour"
+        elif isinstance(outcome, Choice):
             behind = _behind(op, own, outcome.config, gpu) / max(1.0, _behind(op, other, outcome.config, gpu))
             if behind <= MOST_BEHIND:
                 return outcome

@@ -172,6 +172,15 @@ class Config(_Record):
                 allowed = ", ".join(map(str, f.metadata["values"]))
                 raise InvalidConfig(f"{f.name} must be one of {allowed}; it is {value!r}")
 
+    @property
+    def vendors(self) -> bool:
+        """Whether it launches the vendor library's call (:meth:`Op.vendor`) in place of a kernel of ours.
+
+        Such a config wins by measurement alone: it is no default, is not predicted, serves no neighbouring problem and
+        counts in no claim about our kernels.
+        """
+        return False
+
     @classmethod
     def parse(cls, text: str) -> Self:
         """The config ``text`` describes. Raises InvalidConfig for an unknown knob or value."""
@@ -267,7 +276,8 @@ class Op(ABC, Generic[P, C]):
     def vendor(self, p: P) -> Callable[..., object] | None:
         """The vendor library's call for ``p``, on ``(*outputs, *args)``; None where it has none.
 
-        The tuner times it beside the finalists, so that a winner's row says what it is compared with.
+        The tuner times it beside the finalists, so that a winner's row says what it is compared with; an op may have a
+        config that launches it (:attr:`Config.vendors`).
         """
         return None
 

@@ -1,4 +1,4 @@
-"""Artifact of a config without a kernel of its own, which launches other ops' plans one after the other.
+"""Artifact of a config without a kernel of its own, which launches other ops' plans or the vendor's call.
 
 With it such a config is cached and tuned like those that have a kernel.
 """
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from cutekernels.backends import Artifact, Facts
 from cutekernels.errors import CompileError
 
-_CONTENT = "no kernel: the op's bind launches other ops\n"
+_CONTENT = "no kernel: the op's bind launches others\n"
 
 
 class Chained(Artifact):
@@ -29,7 +29,7 @@ class Chained(Artifact):
     @classmethod
     def load(cls, path: Path) -> Callable[..., Any]:
         if path.read_text() != _CONTENT:
-            raise CompileError(f"{path} is not the artifact of a chain of ops")
+            raise CompileError(f"{path} is not the artifact of a config without a kernel")
         return _refuse
 
     def kernel(self) -> Callable[..., Any]:
@@ -37,4 +37,4 @@ class Chained(Artifact):
 
 
 def _refuse(*args: Any) -> None:
-    raise AssertionError("a chain of ops has no kernel of its own to launch")
+    raise AssertionError("this config has no kernel of its own to launch")

@@ -144,7 +144,7 @@ def test_every_static_field_changes_the_code(change: str) -> None:
 
 @cache
 def valid(text: str) -> tuple[GemmConfig, ...]:
-    return tuple(GEMM.valid(GemmProblem.parse(text), H200))
+    return tuple(c for c in GEMM.valid(GemmProblem.parse(text), H200) if not c.vendors)
 
 
 def neighbours(text: str, knob: str, rng: random.Random) -> tuple[GemmConfig, GemmConfig] | None:
@@ -176,7 +176,7 @@ def test_every_knob_changes_the_code(knob: str) -> None:
 
 def test_the_bodies_differ() -> None:
     few, many = "m=64 n=4096 k=4096 b_major=k", "m=256 n=4096 k=4096 b_major=k"
-    kernels = [next(c for c in (*valid(few), *valid(many)) if c.body == body) for body in GemmConfig.space()["body"]]
+    kernels = [next(c for c in (*valid(few), *valid(many)) if c.body == body) for body in SCHEDULES]
     assert len({code(GemmProblem.parse(few), c) for c in kernels}) == len(kernels) == 4
 
 

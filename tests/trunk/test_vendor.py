@@ -1,13 +1,26 @@
-"""The vendor's calls compute what the op's reference does, on the samples that the tuner times."""
+"""The vendor's calls: they compute what the op's reference does, and serve where they were measured to be fastest."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
 
+from cutekernels import compile as compiler
+from cutekernels import dispatch, gpu, introspection
+from cutekernels.autotune.history import TaskHistory
+from cutekernels.autotune.job import Task
+from cutekernels.autotune.predict import Prediction
+from cutekernels.db.snapshot import Snapshot, Winner
+from cutekernels.db.store import Environment, Store
 from cutekernels.ops.attention.op import ATTENTION, AttentionProblem
-from cutekernels.ops.gemm.op import GEMM, GemmProblem
+from cutekernels.ops.gemm.op import GEMM, GemmConfig, GemmProblem
 from cutekernels.verify import worst_error
+from tests.tuner.toys import ToyMachine
 
 
 @pytest.mark.parametrize(
@@ -59,3 +72,68 @@ def test_attention_that_torch_lacks_has_none(more: str) -> None:
     fields |= dict(word.split("=") for word in more.split())
     p = AttentionProblem.parse(" ".join(f"{name}={value}" for name, value in fields.items()))
     assert ATTENTION.vendor(p) is None
+
+
+class TestConfig:
+    """``body=vendor`` of gemm."""
+
+    PROBLEM = GemmProblem.parse("m=256 n=4096 k=4096 b_major=k")
+    H200 = gpu.lookup("h200")
+
+    @property
+    def config(self) -> GemmConfig:
+        (found,) = [c for c in GEMM.valid(self.PROBLEM, self.H200) if c.vendors]
+        return found
+
+    def resolved(self, problem: str, *rows: str) -> dispatch.Choice:
+        table = {row: Winner(row, str(self.config), "measured", 10.0, 1.2, "database") for row in rows}
+        snapshot = Snapshot(MappingProxyType({("gemm", GEMM.revision): table}))
+        return dispatch.resolve(GEMM, GemmProblem.parse(problem), self.H200, snapshot)
+
+    def test_there_is_one(self) -> None:
+        assert self.config.body == "vendor" and GemmConfig.parse(str(self.config)) == self.config
+        assert "takes stages from 2" in str(GEMM.why_not(self.PROBLEM, replace(self.config, stages=3), self.H200))
+        gated = self.PROBLEM.replace(activation="gelu")
+        assert "no one call of torch's" in str(GEMM.why_not(gated, self.config, self.H200))
+        assert not [c for c in GEMM.valid(gated, self.H200) if c.vendors]
+
+    @pytest.mark.parametrize("name", [g.name for g in gpu.GPUS])
+    def test_it_is_never_the_default(self, name: str) -> None:
+        assert not any(GEMM.default(GemmProblem.parse(text), gpu.lookup(name)).vendors for text in GEMM.suite)
+
+    def test_it_serves_where_it_was_measured_and_no_neighbour(self) -> None:
+        text = str(self.PROBLEM)
+        assert self.resolved(text, text).config == self.config
+        assert self.resolved(f"{text} dtype=fp16", text).config == self.config, "one tuning serves both types"
+        near = self.resolved("m=384 n=4096 k=4096 b_major=k", text)
+        assert (near.origin, near.config.vendors) == ("default", False)
+        assert not self.resolved(f"{text} activation=gelu", text).config.vendors
+
+    def test_it_is_not_predicted(self, tmp_path: Path) -> None:
+        class Machine(ToyMachine):
+            def compile(self, op: Any, problem: Any, config: Any, gpu: Any) -> Any:
+                assert not config.vendors
+                return super().compile(op, problem, config, gpu)
+
+        problem = GemmProblem.parse("m=32 n=32 k=64")
+        with Store(str(tmp_path / "t.db")) as store:
+            history = TaskHistory(store, GEMM, problem, self.H200, Environment(), "predicted")
+            report = Prediction(Task(GEMM, problem, 10), self.H200, history, Machine()).run()
+        assert report.winner is not None and not GemmConfig.parse(report.winner.config).vendors
+
+    def test_it_is_cached_loaded_and_launched(self) -> None:
+        facts = compiler.prepare(GEMM, self.PROBLEM, self.config, self.H200)
+        assert (facts.registers, facts.smem_bytes) == (0, 0)
+        p = GemmProblem.parse("m=24 n=40 k=64 c=n")
+        launch = GEMM.bind(p, self.config, compiler.get(GEMM, p, self.config, self.H200))
+        args = GEMM.sample(p, "cpu", 0)
+        outputs = GEMM.outputs(p, *args)
+        args[0].requires_grad_()  # a call below autograd
+        launch(*outputs, *args)
+        args[0].requires_grad_(False)
+        assert worst_error(outputs, GEMM.reference(p, *args), GEMM.work(p).flops) <= 1
+        assert GEMM.bind(p.replace(m=0), self.config, lambda *_: None)(*outputs, *args) is None
+
+    def test_explain_shows_it(self) -> None:
+        told = introspection.explain("gemm", str(self.PROBLEM), gpu_name="h200", config=str(self.config))
+        assert "body=vendor" in str(told)

@@ -66,12 +66,15 @@ class Gemm(Op[GemmProblem, GemmConfig]):
     # -- rules
 
     def why_not(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> str | None:
+        if c.vendors:
+            return next(foreign(c), None) or (None if self.vendor(p) else "body=vendor: no one call of torch's does it")
         return next(foreign(c), None) or next(SCHEDULES[c.body].broken(p, c, gpu), None)
 
     def valid(self, p: GemmProblem, gpu: GpuSpec) -> Iterator[GemmConfig]:
         takers = [schedule for schedule in SCHEDULES.values() if takes(schedule, p, gpu)]
         tiles = {(schedule.name, tile) for schedule in takers for tile in schedule.fitting_tiles(p)}
-        return (c for c in GemmConfig.every() if (c.body, c.tile_n) in tiles and self.why_not(p, c, gpu) is None)
+        likely = (c for c in GemmConfig.every() if c.vendors or (c.body, c.tile_n) in tiles)
+        return (c for c in likely if self.why_not(p, c, gpu) is None)
 
     # -- choice
 
@@ -80,11 +83,17 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         return _default(self, p, gpu)
 
     def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> float:
+        if c.vendors:  # no model of cuBLAS is needed: only its measured time counts
+            return self.estimate_us(p, self.default(p, gpu), gpu)
         return SCHEDULES[c.body].estimate_us(p, c, gpu)
 
     # -- kernel
 
     def build(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> Artifact:
+        if c.vendors:
+            from cutekernels.backends.chained import Chained
+
+            return Chained()
         import cutlass
         from cutlass.cute.runtime import make_fake_tensor
 
@@ -149,6 +158,8 @@ class Gemm(Op[GemmProblem, GemmConfig]):
     def bind(self, p: GemmProblem, c: GemmConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
         if 0 in (p.m, p.n, p.batch):
             return _nothing
+        if c.vendors:
+            return _vendor
         schedule = SCHEDULES[c.body]
         if not schedule.shares_tiles(c):  # a kernel's arguments are out, a, b, c, bias, alpha, beta already
             return AddressedLaunch(kernel, contiguous(p)) if addressed(p) else kernel
@@ -209,6 +220,7 @@ class Gemm(Op[GemmProblem, GemmConfig]):
 GEMM = Gemm()
 
 
+@torch.no_grad()
 def _vendor(
     out: Tensor, a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, alpha: float, beta: float
 ) -> None:

@@ -122,6 +122,9 @@ class Side:
 # ---- configs --------------------------------------------------------------------------------------------
 
 
+VENDOR = "vendor"  # the value of ``body`` that launches cuBLAS, through torch
+
+
 @dataclass(frozen=True)
 class GemmConfig(Config):
     """The knobs of all schedules; ``body`` names the one that gives them a meaning."""
@@ -135,7 +138,7 @@ class GemmConfig(Config):
     raster: int = knob(1, 8, 16)
     ctas_per_sm: int = knob(1, 2, 3)
     persistent: bool = knob(False, True, added=True)
-    body: str = knob("multistage", "skinny", "specialized", "warpgroup", added=True)
+    body: str = knob("multistage", "skinny", "specialized", "warpgroup", "vendor", added=True)
     warps_k: int = knob(1, 2, 4, 8, added=True)
     split_k: int = knob(1, 2, 4, added=True)
     pdl: bool = knob(False, True, added=True)
@@ -149,6 +152,10 @@ class GemmConfig(Config):
     def every(cls) -> Iterator[GemmConfig]:
         """The whole space: each schedule's own."""
         return iter(_every())
+
+    @property
+    def vendors(self) -> bool:
+        return self.body == VENDOR
 
     @property
     def warps(self) -> int:
@@ -205,6 +212,7 @@ BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
         "cluster_n": (1, 2),
         "swapped": (False, True),
     },
+    VENDOR: {},
 }
 # Allowed values of every knob under each body, in the order of the fields.
 _VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
