@@ -67,7 +67,8 @@ class Gemm(Op[GemmProblem, GemmConfig]):
 
     def why_not(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> str | None:
         if c.vendors:
-            return next(foreign(c), None) or (None if self.vendor(p) else "body=vendor: no one call of torch's does it")
+            asked = f"activation={p.activation} bias={p.bias} c={p.c} accumulate={p.accumulate}"
+            return next(foreign(c), None) or (None if self.vendor(p) else f"no one call of torch's has {asked}")
         return next(foreign(c), None) or next(SCHEDULES[c.body].broken(p, c, gpu), None)
 
     def valid(self, p: GemmProblem, gpu: GpuSpec) -> Iterator[GemmConfig]:
