@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.activations.api import silu_mul
+from cutekernels.ops.activations.api import gelu_mul, silu_mul
 from cutekernels.ops.gemm.api import linear
 from cutekernels.ops.gemm.skinny import DEFAULT_TOKENS
+from cutekernels.ops.norm_linear.api import linear_silu_mul
 from cutekernels.ops.shared.checks import check_flag, check_tensor, check_whole
+
+Gate = Literal["silu", "gelu", "gelu_tanh"]
 
 _HALVES = ("gate_proj", "up_proj")
 _PACKED = "gate_up_proj"
@@ -142,6 +145,23 @@ def projected(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, name: st
     if 0 < tokens <= DEFAULT_TOKENS:
         return linear(x, weight, bias)
     return torch.nn.functional.linear(x, weight, bias)
+
+
+def gated(x: Tensor, gate_up: Tensor, bias: Tensor | None = None, gate: Gate = "silu", *, name: str) -> Tensor:
+    """``act(x @ w_gate.T) * (x @ w_up.T)`` over the joint projection ``gate_up`` ``(2 * I, H)``, for module ``name``.
+
+    One kernel where SiLU, no bias and a decode size allow it, else the product and the gate.
+    """
+    if gate == "silu" and bias is None and 0 < x.numel() <= DEFAULT_TOKENS * x.shape[-1]:
+        return linear_silu_mul(x, gate_up)
+    return gate_mul(gate, projected(x, gate_up, bias, name=name))
+
+
+def gate_mul(gate: Gate, x: Tensor, up: Tensor | None = None) -> Tensor:
+    """``act(x) * up``; without ``up``, ``x`` is packed: both side by side."""
+    if gate == "silu":
+        return silu_mul(x, up)
+    return gelu_mul(x, up, approximate="tanh" if gate == "gelu_tanh" else "none")
 
 
 def _unpack(module: SwiGLU, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:

@@ -81,6 +81,18 @@ def test_weights_replaced_one_by_one_count(name: str, change: Callable[[Any, str
         close(model(ids).logits, other(ids).logits)
 
 
+@pytest.mark.parametrize("act", [torch.nn.ReLU(), torch.nn.GELU()])
+def test_another_activation_counts(act: torch.nn.Module) -> None:
+    model, ids = tiny.model("qwen2"), tokens()
+    before = model(ids).logits
+    with torch.no_grad(), ck.patch(model):
+        for layer in model.model.layers:
+            layer.mlp.act_fn = act
+        ours = model(ids).logits
+    close(ours, model(ids).logits)
+    assert not torch.equal(ours, before)
+
+
 @pytest.mark.parametrize("targets", [["v_proj"], ["k_proj", "up_proj"]])
 def test_adapters_that_spare_the_first_projection_are_merged(targets: list[str]) -> None:
     """PEFT's safe merge gives weights memory of their own."""

@@ -15,7 +15,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {}),
     "mistral": ("Mistral", {"sliding_window": 8}),
     "gemma2": ("Gemma2", {"sliding_window": 8, "query_pre_attn_scalar": 16}),
-    "gemma3": ("Gemma3Text", {"sliding_window": 8, "query_pre_attn_scalar": 16}),
+    "gemma3": (
+        "Gemma3Text",
+        {"sliding_window": 8, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
 }

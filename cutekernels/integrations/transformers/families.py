@@ -1,4 +1,7 @@
-"""Model families as data: which classes of transformers are patched, and by which conventions."""
+"""Model families as data: which classes of transformers they are made of, and by which conventions.
+
+``patch`` and ``models.Decoder`` both read a model through this file.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.nn.mlp import Gate
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,16 @@ class Family:
         named = {role: getattr(found, f"{self.prefix}{suffix}", None) for role, suffix in suffixes.items()}
         return {role: cls for role, cls in named.items() if cls is not None}
 
+    def norm_options(self, norm: Any) -> dict[str, Any]:
+        """Of :func:`cutekernels.rms_norm`, as the module ``norm`` computes it."""
+        eps = getattr(norm, "variance_epsilon", None)
+        eps = norm.eps if eps is None else eps
+        return {"eps": eps, "weight_offset": self.weight_offset, "rounding": self.rounding}
+
+    def softcap_of(self, attention: Any) -> float | None:
+        """The softcap of an attention module's scores, or None."""
+        return attention.attn_logit_softcapping if self.softcap else None
+
 
 _GEMMA: dict[str, Any] = {"weight_offset": 1.0, "rounding": "once", "sandwich": True}
 FAMILIES = {
@@ -53,13 +69,30 @@ FAMILIES = {
 }
 
 
-def family_of(model: Any) -> Family:
-    """The family of a transformers model. Raises UnsupportedProblem for anything else."""
+def family_of(model: Any, verb: str, remedy: str) -> Family:
+    """The family of a transformers model. Raises UnsupportedProblem for anything else, which ``verb`` does not take."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in FAMILIES:
         shown = f"model_type {kind!r}" if kind else f"a {type(model).__name__}"
         raise UnsupportedProblem(
-            f"patch takes models of transformers whose model_type is one of {', '.join(FAMILIES)}; this is {shown}: "
-            "replace its layers by cutekernels.nn modules, or its attention by cutekernels.route_sdpa()"
+            f"{verb} takes models of transformers whose model_type is one of {', '.join(FAMILIES)}; this is {shown}: "
+            f"{remedy}"
         )
     return FAMILIES[kind]
+
+
+def window_of(attention: Any) -> int | None:
+    """How many tokens a query of an attention module sees, itself included, or None for all."""
+    own = attention if hasattr(attention, "layer_type") else attention.config
+    return getattr(own, "sliding_window", None)
+
+
+def gate_of(act: Any) -> Gate | None:
+    """The gate that an activation module makes of an MLP, or None for one that no kernel has."""
+    if isinstance(act, torch.nn.SiLU) or type(act).__name__ == "SiLUActivation":
+        return "silu"
+    if type(act).__name__ in ("GELUTanh", "PytorchGELUTanh"):
+        return "gelu_tanh"
+    if isinstance(act, torch.nn.GELU):
+        return "gelu_tanh" if act.approximate == "tanh" else "gelu"
+    return "gelu" if type(act).__name__ == "GELUActivation" else None

@@ -12,12 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutekernels.integrations.transformers.families import Family
-from cutekernels.nn.mlp import projected
+from cutekernels.integrations.transformers.families import Family, gate_of, window_of
+from cutekernels.nn.mlp import gate_mul, gated, projected
 from cutekernels.nn.packing import side_by_side
-from cutekernels.ops.activations.api import gelu_mul, silu_mul
-from cutekernels.ops.gemm.skinny import DEFAULT_TOKENS
-from cutekernels.ops.norm_linear.api import linear_silu_mul
 from cutekernels.ops.norms.api import add_rms_norm, rms_norm
 from cutekernels.ops.rope import rope
 
@@ -147,12 +144,7 @@ class Norm(Patched):
         """The norm, rounded as the original rounds."""
         if x.dtype != self.weight.dtype:
             return super().forward(x)  # type: ignore[misc, no-any-return]
-        return rms_norm(x, self.weight, **self.options())
-
-    def options(self) -> dict[str, Any]:
-        eps = getattr(self, "variance_epsilon", None)
-        eps = self.eps if eps is None else eps  # type: ignore[attr-defined]
-        return {"eps": eps, "weight_offset": self.family.weight_offset, "rounding": self.family.rounding}
+        return rms_norm(x, self.weight, **self.family.norm_options(self))
 
 
 class Linear(Patched):
@@ -168,20 +160,15 @@ class Mlp(Fused):
 
     def forward(self, x: Tensor) -> Tensor:
         """``down(act(gate(x)) * up(x))``."""
-        fused = self.fused()
-        silu = gate_of(self.act_fn) is silu_mul  # type: ignore[attr-defined]
+        me: Any = self
+        fused, gate = self.fused(), gate_of(me.act_fn)
+        if gate is None:  # act_fn has been replaced: patch leaves such modules alone
+            return super().forward(x)  # type: ignore[misc, no-any-return]
         if fused is None or x.dtype != fused[0].dtype:
-            hidden = self.gated(self.gate_proj(x), self.up_proj(x))  # type: ignore[attr-defined]
-        elif silu and fused[1] is None and 0 < x.numel() <= DEFAULT_TOKENS * x.shape[-1]:
-            hidden = linear_silu_mul(x, fused[0])
+            hidden = gate_mul(gate, me.gate_proj(x), me.up_proj(x))
         else:
-            hidden = self.gated(projected(x, *fused), None)
-        return self.down_proj(hidden)  # type: ignore[attr-defined, no-any-return]
-
-    def gated(self, gate: Tensor, up: Tensor | None) -> Tensor:
-        kind = gate_of(self.act_fn)  # type: ignore[attr-defined]
-        result: Tensor = silu_mul(gate, up) if kind is silu_mul else gelu_mul(gate, up, approximate=kind)
-        return result
+            hidden = gated(x, *fused, gate, name="Mlp")
+        return me.down_proj(hidden)  # type: ignore[no-any-return]
 
 
 class Attention(Fused):
@@ -217,14 +204,9 @@ class Attention(Fused):
         attend = names.ALL_ATTENTION_FUNCTIONS.get_interface(
             me.config._attn_implementation, names.eager_attention_forward
         )
-        window = (
-            getattr(me, "sliding_window", None)
-            if hasattr(me, "layer_type")
-            else getattr(me.config, "sliding_window", None)
-        )
         out, weights = attend(
             self, q, k, v, attention_mask, dropout=me.attention_dropout if me.training else 0.0, scaling=me.scaling,
-            sliding_window=window, softcap=me.attn_logit_softcapping if self.family.softcap else None, **kwargs,
+            sliding_window=window_of(me), softcap=self.family.softcap_of(me), **kwargs,
         )  # fmt: skip
         return me.o_proj(out.reshape(*shape, -1)), weights
 
@@ -253,7 +235,7 @@ class SandwichLayer(Patched):
 def added(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
     """``(norm(x + residual), x + residual)``."""
     if isinstance(norm, Norm) and _unhooked(norm) and x.dtype == residual.dtype == norm.weight.dtype:
-        return add_rms_norm(x, residual, norm.weight, **norm.options())
+        return add_rms_norm(x, residual, norm.weight, **norm.family.norm_options(norm))
     total = residual + x
     return norm(total), total
 
@@ -262,14 +244,3 @@ def _unhooked(module: Any) -> bool:
     return not (
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
-
-
-def gate_of(act: Any) -> Any:
-    """:func:`silu_mul`, the ``approximate`` of :func:`gelu_mul`, or None for an activation that has no gate here."""
-    if isinstance(act, torch.nn.SiLU) or type(act).__name__ == "SiLUActivation":
-        return silu_mul
-    if type(act).__name__ in ("GELUTanh", "PytorchGELUTanh"):
-        return "tanh"
-    if isinstance(act, torch.nn.GELU):
-        return act.approximate
-    return "none" if type(act).__name__ == "GELUActivation" else None

@@ -10,7 +10,7 @@ import torch
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers import attention, modules
-from cutekernels.integrations.transformers.families import family_of
+from cutekernels.integrations.transformers.families import family_of, gate_of
 from cutekernels.ops.attention.problem import WIDEST
 
 WIDEST_HEAD = 256
@@ -76,7 +76,11 @@ def patch(model: torch.nn.Module) -> Report:
         UnsupportedProblem: another architecture, or a model that is patched already.
         ImportError: transformers is not installed.
     """
-    family = family_of(model)
+    family = family_of(
+        model,
+        "patch",
+        "replace its layers by cutekernels.nn modules, or its attention by cutekernels.route_sdpa()",
+    )
     if is_patched(model):
         raise UnsupportedProblem("the model is patched already: call cutekernels.unpatch(model) first")
     attention.register()
@@ -136,7 +140,7 @@ def _refused(role: str, module: Any) -> str:
         return "there is no grouped product of experts yet"
     if "forward" in module.__dict__:
         return "its forward has been replaced (by device_map's hooks, say)"
-    if role == "mlp" and modules.gate_of(module.act_fn) is None:
+    if role == "mlp" and gate_of(module.act_fn) is None:
         return f"no kernel has the gate of {type(module.act_fn).__name__}"
     return ""
 
