@@ -57,6 +57,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
     ),
+    "qwen3-30b-a3b": (
+        "Qwen3Moe",
+        {
+            "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+            "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "rms_norm_eps": 1e-6,
+            "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
     "tiny": (
         "Qwen3",
         {

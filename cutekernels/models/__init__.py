@@ -1,4 +1,4 @@
-"""Whole models over the ops of this library: :class:`Decoder` generates tokens with a Llama-class model."""
+"""Whole models over the ops of this library: :class:`Decoder` generates tokens."""
 
 from cutekernels import lazy
 

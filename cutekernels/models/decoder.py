@@ -1,4 +1,4 @@
-"""``Decoder``: a Llama-class model that generates tokens over this library's ops alone, many requests at a time.
+"""``Decoder``: a language model that generates tokens over this library's ops alone, many requests at a time.
 
 A step is one token of every running request. On a GPU it is one captured graph for each size of the batch, whose
 inputs (tokens, lengths, page table, sampling) are read on the device: requests come and go between steps and nothing is
@@ -19,15 +19,9 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.kv_cache import KVCache
 from cutekernels.models.requests import Request, Requests
 from cutekernels.models.sampling import Choices, Sampling, refuse_stop
-from cutekernels.models.weights import Layer, Weights, read
-from cutekernels.nn.mlp import projected
-from cutekernels.ops.activations.api import silu_mul
+from cutekernels.models.weights import Attention, Weights, read
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.decode_api import decode_attention
-from cutekernels.ops.embedding import embedding
-from cutekernels.ops.gemm.skinny import DEFAULT_TOKENS
-from cutekernels.ops.norm_linear.api import linear_silu_mul
-from cutekernels.ops.norms.api import add_rms_norm, rms_norm
 from cutekernels.ops.rope import rope
 
 
@@ -82,13 +76,13 @@ class Decoder:
         tokenizer: Any = None,
     ) -> None:
         w = self._w = weights
-        device, dtype = w.embedding.device, w.embedding.dtype
+        device, dtype = w.head.weight.device, w.head.weight.dtype
         self._max_batch, self._chunk, self._tokenizer = max_batch, chunk, tokenizer
         self._caches = KVCache.layers(
             len(w.layers), max_batch, max_tokens, w.heads_kv, w.head_dim, page_size=page_size, pages=pages,
             dtype=dtype, device=device,
         )  # fmt: skip
-        self._requests = Requests(self._caches[0], max_tokens, len(w.embedding))
+        self._requests = Requests(self._caches[0], max_tokens, len(w.embedding.weight))
         self._choices = Choices(max_batch, len(w.head.weight), device)
         self._tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)  # each slot's last one
         self._counts = torch.zeros(max_batch, dtype=torch.int32, device=device)  # 1 where a step appends a token
@@ -114,7 +108,8 @@ class Decoder:
         moves them.
 
         Args:
-            model: Llama, Mistral, Qwen2 or Qwen3 for causal language modelling, on one device, fp16 or bf16 on a GPU.
+            model: Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Gemma 2 or Gemma 3 (text) for causal language
+                modelling, on one device, fp16 or bf16 on a GPU.
             max_batch: requests that run at a time; more wait.
             max_tokens: of a request, its prompt included.
             page_size: tokens in a page of the cache: 16, 32, 64, 128 or 256.
@@ -123,7 +118,8 @@ class Decoder:
             tokenizer: to take prompts as text and give texts back.
 
         Raises:
-            UnsupportedProblem: a model that is not of these families or is patched, sizes that are out of range.
+            UnsupportedProblem: a model that is not of these families, is patched or has options that no op has (see
+                docs/decoder.md), sizes that are out of range.
         """
         for name, size in (("max_batch", max_batch), ("max_tokens", max_tokens), ("chunk", chunk)):
             if type(size) is not int or size < 1:
@@ -310,62 +306,54 @@ class Decoder:
     @torch.inference_mode()
     def _decode(self, batch: int, greedy: bool) -> None:
         """One token of each of the first ``batch`` slots, from ``_tokens`` to ``_tokens``."""
-        hidden = self._layers(embedding(self._tokens[:batch, None], self._w.embedding), slice(0, batch), None)
+        hidden = self._layers(self._w.embedding(self._tokens[:batch, None]), slice(0, batch), None)
         self._choose(hidden[:, 0], slice(0, batch), greedy)
 
     @torch.inference_mode()
     def _prefill(self, ids: Tensor, begin: int, slot: slice) -> Tensor:
         """``(1, S, H)``: a chunk of a prompt, whose first token is number ``begin``."""
-        return self._layers(embedding(ids[None], self._w.embedding), slot, begin)
+        return self._layers(self._w.embedding(ids[None]), slot, begin)
 
     @torch.inference_mode()
     def _choose(self, hidden: Tensor, slots: slice, greedy: bool) -> None:
-        logits = projected(hidden, self._w.head.weight, self._w.head.bias, name="Decoder")
-        tokens = self._choices.take(logits, self._caches[-1].lengths[slots], slots, greedy)
+        tokens = self._choices.take(self._w.logits(hidden), self._caches[-1].lengths[slots], slots, greedy)
         self._tokens[slots] = tokens
 
     def _layers(self, x: Tensor, slots: slice, begin: int | None) -> Tensor:
         """All layers and the last norm. ``begin``: of a prompt's chunk; None for one token of each slot."""
-        options = {"eps": self._w.eps, "rounding": "huggingface"}
-        residual, x = x, rms_norm(x, self._w.layers[0].norm, **options)  # type: ignore[arg-type]
-        norms = [layer.norm for layer in self._w.layers[1:]] + [self._w.norm]
-        for layer, cache, norm in zip(self._w.layers, self._caches, norms, strict=True):
-            attended = self._attend(layer, x, cache[slots], slots, begin)
-            x, residual = add_rms_norm(attended, residual, layer.mlp_norm, **options)  # type: ignore[arg-type]
-            x, residual = add_rms_norm(_mlp(layer, x), residual, norm, **options)  # type: ignore[arg-type]
+        layers = self._w.layers
+        residual, x = x, layers[0].attention_norm(x)
+        norms = [layer.attention_norm for layer in layers[1:]] + [self._w.norm]
+        for layer, cache, norm in zip(layers, self._caches, norms, strict=True):
+            out = self._attend(layer.attention, x, cache[slots], slots, begin)
+            if layer.attention_out_norm is not None:
+                out = layer.attention_out_norm(out)
+            x, residual = layer.mlp_norm.add(out, residual)
+            out = layer.mlp(x)
+            if layer.mlp_out_norm is not None:
+                out = layer.mlp_out_norm(out)
+            x, residual = norm.add(out, residual)
         return x
 
-    def _attend(self, layer: Layer, x: Tensor, cache: KVCache, slots: slice, begin: int | None) -> Tensor:
+    def _attend(self, a: Attention, x: Tensor, cache: KVCache, slots: slice, begin: int | None) -> Tensor:
         w = self._w
         heads = (w.heads_q, w.heads_kv, w.heads_kv)
-        joint = projected(x, layer.qkv.weight, layer.qkv.bias, name="Decoder")
-        parts = joint.split([n * w.head_dim for n in heads], dim=-1)
+        parts = a.qkv(x).split([n * w.head_dim for n in heads], dim=-1)
         q, k, v = (part.unflatten(-1, (n, w.head_dim)) for part, n in zip(parts, heads, strict=True))
-        if layer.q_norm is not None:
-            q = rms_norm(q, layer.q_norm, eps=w.eps, rounding="huggingface")
-            k = rms_norm(k, layer.k_norm, eps=w.eps, rounding="huggingface")
-        window = None if layer.window is None else (layer.window - 1, None)
+        if a.q_norm is not None and a.k_norm is not None:
+            q, k = a.q_norm(q), a.k_norm(k)
         if begin is None:
-            cache.append(k, v, q=q, cos=w.cos, sin=w.sin, counts=self._counts[slots])
-            out = decode_attention(q, **cache.view(), scale=w.scale, window=window)
+            cache.append(k, v, q=q, cos=a.cos, sin=a.sin, counts=self._counts[slots])
+            out = decode_attention(q, **cache.view(), **a.options)
         else:
-            q, turned = rope(q, k, w.cos, w.sin, positions=begin)
+            q, turned = rope(q, k, a.cos, a.sin, positions=begin)
             assert turned is not None
             cache.append(turned, v)
             if begin:
                 turned, v = (_gathered(cache, t, begin + x.shape[1]) for t in (cache.k_cache, cache.v_cache))
-            out = attention(q, turned, v, causal=True, scale=w.scale, window=window)
+            out = attention(q, turned, v, causal=True, **a.options)
         assert isinstance(out, Tensor)
-        return projected(out.flatten(2), layer.out.weight, layer.out.bias, name="Decoder")
-
-
-def _mlp(layer: Layer, x: Tensor) -> Tensor:
-    gate_up = layer.gate_up
-    if gate_up.bias is None and x.shape[0] * x.shape[1] <= DEFAULT_TOKENS:
-        hidden = linear_silu_mul(x, gate_up.weight)
-    else:
-        hidden = silu_mul(projected(x, gate_up.weight, gate_up.bias, name="Decoder"))
-    return projected(hidden, layer.down.weight, layer.down.bias, name="Decoder")
+        return a.out(out.flatten(2))
 
 
 def _gathered(cache: KVCache, pages: Tensor, tokens: int) -> Tensor:

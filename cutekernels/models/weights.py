@@ -1,4 +1,8 @@
-"""The weights of a Llama-class model, as the decoder multiplies them: read off a transformers model, in its memory."""
+"""The weights of a model, as the decoder multiplies them: read off a transformers model, in its memory.
+
+What a family has of its own (other norms, gates, windows, experts, rotary tables) is data here; nothing that computes
+asks which family a model is of.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,28 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.integrations.transformers.families import Family, family_of, gate_of, window_of
+from cutekernels.integrations.transformers.patching import is_patched
+from cutekernels.nn.mlp import Gate, gated, projected
+from cutekernels.nn.moe import MoE
 from cutekernels.nn.packing import side_by_side
+from cutekernels.ops.embedding import embedding
+from cutekernels.ops.norms.api import add_rms_norm, rms_norm
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_ROPES = ("default", "linear", "llama3", "yarn")  # their tables do not depend on the length
+_REMEDY = "generate with the model itself, its attention by cutekernels.route_sdpa()"
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Rows of ``weight``, times ``scale`` where there is one."""
+
+    weight: Tensor
+    scale: float | None
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        rows = embedding(ids, self.weight)
+        return rows if self.scale is None else rows * self.scale
 
 
 @dataclass(frozen=True)
@@ -21,104 +44,200 @@ class Projection:
     weight: Tensor
     bias: Tensor | None
 
+    def __call__(self, x: Tensor) -> Tensor:
+        return projected(x, self.weight, self.bias, name="Decoder")
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMS norm. ``options``: of :func:`cutekernels.rms_norm`."""
+
+    weight: Tensor
+    options: dict[str, Any]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, **self.options)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """``(norm(x + residual), x + residual)``."""
+        return add_rms_norm(x, residual, self.weight, **self.options)
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """``down(act(gate(x)) * up(x))``."""
+
+    gate_up: Projection
+    gate: Gate
+    down: Projection
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(gated(x, self.gate_up.weight, self.gate_up.bias, self.gate, name="Decoder"))
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of one layer.
+
+    Attributes:
+        q_norm, k_norm: of each head's queries and keys, or None.
+        cos, sin: ``(positions, head_dim / 2)``, fp32 at least; layers share them.
+        options: ``scale``, ``softcap`` and ``window``, as :func:`cutekernels.attention` takes them.
+    """
+
+    qkv: Projection
+    q_norm: Norm | None
+    k_norm: Norm | None
+    out: Projection
+    cos: Tensor
+    sin: Tensor
+    options: dict[str, Any]
+
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer; ``window`` is how many tokens a query sees, itself included, or None for all."""
+    """One decoder layer; ``attention_out_norm`` and ``mlp_out_norm`` are of results before the residual is added."""
 
-    norm: Tensor
-    qkv: Projection
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    out: Projection
-    mlp_norm: Tensor
-    gate_up: Projection
-    down: Projection
-    window: int | None
+    attention_norm: Norm
+    attention: Attention
+    attention_out_norm: Norm | None
+    mlp_norm: Norm
+    mlp: Mlp | MoE
+    mlp_out_norm: Norm | None
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A whole model. ``cos`` and ``sin``: ``(positions, head_dim / 2)``, fp32 at least."""
+    """A whole model. ``softcap``: logits become ``softcap * tanh(logit / softcap)``, where there is one."""
 
-    embedding: Tensor
+    embedding: Embedding
     layers: tuple[Layer, ...]
-    norm: Tensor
+    norm: Norm
     head: Projection
-    cos: Tensor
-    sin: Tensor
-    eps: float
-    scale: float
+    softcap: float | None
     heads_q: int
     heads_kv: int
     head_dim: int
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``(B, V)`` of ``(B, H)``, behind the last norm."""
+        logits = self.head(hidden)
+        return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
 
 
 def read(model: Any, positions: int) -> Weights:
     """The weights of a transformers model, with rotary tables for ``positions`` tokens.
 
     q, k and v projections, and gate and up, are moved side by side: the model's parameters become views of one tensor
-    each, so that nothing is in memory twice.
+    each, so that nothing is in memory twice. Experts stay where they are.
 
     Raises:
-        UnsupportedProblem: a model that is no Llama-class decoder, is patched, or lies on several devices.
+        UnsupportedProblem: a model of another family, one that is patched, or lies on several devices, and options of
+            its family that no op has.
     """
-    config: Any = getattr(model, "config", None)
-    _check(model, config)
+    family = family_of(model, "Decoder", _REMEDY)
+    config = model.config
+    ropes = _ropes(config)
+    _check(model, ropes)
     with torch.no_grad():
-        layers = tuple(_layer(layer) for layer in model.model.layers)
-        probe = torch.zeros((), dtype=torch.promote_types(model.dtype, torch.float32), device=model.device)
-        cos, sin = model.model.rotary_emb(probe, torch.arange(positions, device=model.device)[None])
-    first = model.model.layers[0].self_attn
-    half = first.head_dim // 2
+        tables = _tables(model, ropes, positions)
+        layers = tuple(_layer(layer, family, tables) for layer in model.model.layers)
+    table = model.model.embed_tokens
+    scale = getattr(table, "embed_scale", None)
     return Weights(
-        embedding=model.model.embed_tokens.weight.detach(),
+        embedding=Embedding(table.weight.detach(), None if scale is None else float(scale.to(table.weight.dtype))),
         layers=layers,
-        norm=model.model.norm.weight.detach(),
+        norm=_norm(model.model.norm, family),
         head=_projection(model.lm_head),
-        cos=cos[0, :, :half].contiguous(),
-        sin=sin[0, :, :half].contiguous(),
-        eps=config.rms_norm_eps,
-        scale=first.scaling,
+        softcap=getattr(config, "final_logit_softcapping", None),
         heads_q=config.num_attention_heads,
         heads_kv=config.num_key_value_heads,
-        head_dim=first.head_dim,
+        head_dim=model.model.layers[0].self_attn.head_dim,
     )
 
 
-def _check(model: Any, config: Any) -> None:
-    kind = getattr(config, "model_type", None)
-    if kind not in MODEL_TYPES or not hasattr(model, "lm_head"):
+def _check(model: Any, ropes: dict[str | None, Any]) -> None:
+    if not hasattr(model, "lm_head"):
         raise UnsupportedProblem(
-            f"Decoder takes transformers' causal language models of model_type {', '.join(MODEL_TYPES)}; "
-            f"this is {kind or type(model).__name__}: use cutekernels.patch(model) and model.generate"
+            f"Decoder takes models for causal language modelling; {type(model).__name__} has no lm_head: {_REMEDY}"
         )
-    if any(hasattr(module, "original") for module in model.modules()):
+    if is_patched(model):
         raise UnsupportedProblem("Decoder reads a plain model, and this one is patched: call cutekernels.unpatch first")
     if len({(p.device, p.dtype) for p in model.parameters()}) != 1:
         raise UnsupportedProblem("Decoder takes a model on one device and of one dtype: move it with model.to(...)")
-    rope = config.rope_parameters.get("rope_type", "default")
-    if rope not in ("default", "linear", "llama3", "yarn"):
-        raise UnsupportedProblem(f"Decoder takes rotary tables that do not depend on the length; rope_type is {rope}")
-    act = getattr(config, "hidden_act", "silu")
-    if act not in ("silu", "swish"):
-        raise UnsupportedProblem(f"Decoder has the gate of SiLU; hidden_act is {act}: use cutekernels.patch(model)")
+    for parameters in ropes.values():
+        kind = parameters.get("rope_type", "default")
+        if kind not in _ROPES:
+            raise UnsupportedProblem(
+                f"Decoder takes rotary tables that do not depend on the length; rope_type is {kind}: {_REMEDY}"
+            )
 
 
-def _layer(layer: Any) -> Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    own = attention if hasattr(attention, "layer_type") else attention.config
+def _ropes(config: Any) -> dict[str | None, Any]:
+    """The config's rotary parameters: by type of layer where layers differ, else under None."""
+    parameters, types = config.rope_parameters, getattr(config, "layer_types", None) or ()
+    return {kind: own for kind, own in parameters.items() if kind in types} or {None: parameters}
+
+
+def _tables(model: Any, ropes: dict[str | None, Any], positions: int) -> dict[str | None, tuple[Tensor, Tensor]]:
+    """cos and sin of each of ``ropes``."""
+    probe = torch.zeros((), dtype=torch.promote_types(model.dtype, torch.float32), device=model.device)
+    ids = torch.arange(positions, device=model.device)[None]
+    found = {}
+    for kind in ropes:
+        cos, sin = model.model.rotary_emb(probe, ids, *(() if kind is None else (kind,)))
+        half = cos.shape[-1] // 2
+        found[kind] = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+    return found
+
+
+def _layer(layer: Any, family: Family, tables: dict[str | None, tuple[Tensor, Tensor]]) -> Layer:
+    attended = layer.post_attention_layernorm  # before the residual is added in Gemma's layers, behind that in others
     return Layer(
-        norm=layer.input_layernorm.weight.detach(),
-        qkv=_joined(attention.q_proj, attention.k_proj, attention.v_proj),
-        q_norm=attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None,
-        k_norm=attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None,
-        out=_projection(attention.o_proj),
-        mlp_norm=layer.post_attention_layernorm.weight.detach(),
-        gate_up=_joined(mlp.gate_proj, mlp.up_proj),
-        down=_projection(mlp.down_proj),
-        window=getattr(own, "sliding_window", None),
+        attention_norm=_norm(layer.input_layernorm, family),
+        attention=_attention(layer.self_attn, family, tables),
+        attention_out_norm=_norm(attended, family) if family.sandwich else None,
+        mlp_norm=_norm(layer.pre_feedforward_layernorm if family.sandwich else attended, family),
+        mlp=_mlp(layer.mlp),
+        mlp_out_norm=_norm(layer.post_feedforward_layernorm, family) if family.sandwich else None,
     )
+
+
+def _attention(attention: Any, family: Family, tables: dict[str | None, tuple[Tensor, Tensor]]) -> Attention:
+    if not attention.is_causal:
+        raise UnsupportedProblem(
+            f"Decoder's tokens see earlier ones alone; this model has use_bidirectional_attention: {_REMEDY}"
+        )
+    window = window_of(attention)
+    cos, sin = tables[None if None in tables else attention.layer_type]
+    return Attention(
+        qkv=_joined(attention.q_proj, attention.k_proj, attention.v_proj),
+        q_norm=_norm(attention.q_norm, family) if hasattr(attention, "q_norm") else None,
+        k_norm=_norm(attention.k_norm, family) if hasattr(attention, "k_norm") else None,
+        out=_projection(attention.o_proj),
+        cos=cos,
+        sin=sin,
+        options={
+            "scale": attention.scaling,
+            "softcap": family.softcap_of(attention),
+            "window": None if window is None else (window - 1, None),
+        },
+    )
+
+
+def _mlp(mlp: Any) -> Mlp | MoE:
+    if hasattr(mlp, "experts"):
+        return MoE.from_transformers(mlp)
+    gate = gate_of(mlp.act_fn)
+    if gate is None:
+        raise UnsupportedProblem(
+            f"Decoder has the gates of SiLU and GELU; one is {type(mlp.act_fn).__name__}: {_REMEDY}"
+        )
+    return Mlp(_joined(mlp.gate_proj, mlp.up_proj), gate, _projection(mlp.down_proj))
+
+
+def _norm(norm: Any, family: Family) -> Norm:
+    return Norm(norm.weight.detach(), family.norm_options(norm))
 
 
 def _projection(linear: Any) -> Projection:

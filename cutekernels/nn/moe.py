@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.nn.mlp import SwiGLU
+from cutekernels.nn.mlp import SwiGLU, projected
 from cutekernels.ops.moe.ffn import moe_ffn
 from cutekernels.ops.moe.route import moe_route
 from cutekernels.ops.shared.checks import check_flag, check_number, check_whole, check_word
@@ -98,6 +98,12 @@ class MoE(torch.nn.Module):
             raise UnsupportedProblem(f"MoE.from_transformers takes {', '.join(_BLOCKS)}; got {name}")
         if getattr(block, "jitter_noise", 0):
             raise UnsupportedProblem(f"MoE has no noise in its router; {name} has jitter_noise={block.jitter_noise}")
+        names = ("gate_up_proj", "down_proj")
+        if any(type(getattr(block.experts, n, None)) is not torch.nn.Parameter for n in names):
+            raise UnsupportedProblem(
+                f"MoE takes experts whose {' and '.join(names)} are plain parameters; {type(block.experts).__name__}'s "
+                "are not: merge adapters, load without quantization"
+            )
         activation = type(block.experts.act_fn).__name__
         if not activation.startswith("SiLU"):
             raise UnsupportedProblem(f"MoE's experts have the activation SiLU; {name} has {activation}")
@@ -124,7 +130,7 @@ class MoE(torch.nn.Module):
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``(weights, ids)`` of each token's experts, ``(..., top_k)``."""
         if self.scoring == "softmax":
-            return moe_route(torch.nn.functional.linear(x, self.gate.weight), self.top_k, renormalize=self.renormalize)
+            return moe_route(projected(x, self.gate.weight, name="MoE"), self.top_k, renormalize=self.renormalize)
         wide = torch.promote_types(x.dtype, torch.float32)
         scores = torch.nn.functional.linear(x.to(wide), self.gate.weight.to(wide)).sigmoid()
         correction: Any = self.gate.e_score_correction_bias

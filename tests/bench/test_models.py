@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 from bench import models
 from bench.models import CASES, CONFIGS, CONTENDERS, Case, Effort
 from bench.rows import read
+from cutekernels.models.weights import read as read_weights
 
 CPU = torch.device("cpu")
 TINY = [Case("decode", 3, 24), Case("prefill", 1, 20)]
@@ -80,8 +81,12 @@ def test_the_command_line() -> None:
         assert runner.invoke(models.app, ["--model", "tiny"]).exit_code == 1
 
 
-@pytest.mark.parametrize(("name", "billions"), [("qwen2.5-7b", 7.616), ("llama-3-8b", 8.030), ("qwen3-8b", 8.191)])
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("qwen2.5-7b", 7.616), ("llama-3-8b", 8.030), ("qwen3-8b", 8.191), ("qwen3-30b-a3b", 30.532)],
+)
 def test_the_models_have_their_sizes(name: str, billions: float) -> None:
     meta = models.build(name, torch.device("meta"), torch.bfloat16)
     assert sum(p.numel() for p in meta.parameters()) / 1e9 == pytest.approx(billions, abs=0.001)
     assert name in CONFIGS
+    assert len(read_weights(meta, 64).layers) == meta.config.num_hidden_layers, "the decoder takes it"
