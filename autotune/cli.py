@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
 
-from cutekernels import settings, terminal
+from cutekernels import terminal
 from cutekernels.terminal import As, Format
 
 if TYPE_CHECKING:
@@ -84,15 +84,18 @@ def command(
 
     with ExitStack() as stack:
         try:
+            stack.enter_context(_sigterm_raises())  # the first to enter: a second SIGTERM spoils no closing
             wanted = _job(job, requests=requests, gpu=gpu, db=db, op=op, trials=trials, shard=shard)
+            devices = _devices(gpus, device, ray)
             if list_ or dry_run:
-                _show(wanted, gpu, db, limit, format, dry=dry_run)
+                _show(wanted, gpu, db, limit, format, dry=dry_run, force=force)
                 raise typer.Exit
-            fleet = _fleet(gpus, device, ray, jobs)
+            if not wanted.tasks:
+                terminal.say(f"{wanted.name}: this part of the job has no task")
+            fleet = _fleet(devices, ray, jobs)
             if fleet is not None:
                 stack.callback(fleet.close)
             watcher = stack.enter_context(_watcher(wanted, log))
-            stack.enter_context(_sigterm_raises())
             report = tune(
                 wanted,
                 gpu,
@@ -131,6 +134,7 @@ def _job(
     from cutekernels.autotune import shards
     from cutekernels.autotune.job import checked_trials, load
     from cutekernels.autotune.outlook import stored
+    from cutekernels.db.engine import url_of
     from cutekernels.errors import JobError
 
     if (name is None) != requests:
@@ -139,7 +143,7 @@ def _job(
         )
     if name is None:
         spec = known.lookup(gpu)
-        store = stored(_url(db))
+        store = stored(url_of(db))
         found = shards.requested(store.requests(gpu=spec.name) if store else (), spec, trials)
         if not found.tasks:
             raise JobError(f"no request is waiting for {spec.name}; `cutekernels db requests` lists all")
@@ -153,39 +157,48 @@ def _job(
     return found if shard is None else shards.part(found, shard)
 
 
-def _fleet(gpus: str | None, device: int | None, ray: str | None, jobs: int | None) -> Fleet | None:
-    from cutekernels.autotune.fleet import LocalFleet, visible
-    from cutekernels.errors import JobError, UnknownGpu
+_ALL: tuple[int, ...] = ()
+
+
+def _devices(gpus: str | None, device: int | None, ray: str | None) -> Sequence[int] | None:
+    """The CUDA indices that the options name, ``_ALL`` for every one; None where they name none."""
+    from cutekernels.errors import JobError
 
     if sum(option is not None for option in (gpus, device, ray)) > 1:
         raise JobError("--gpus, --device and --ray each name the GPUs: give one of them")
+    if gpus is None:
+        return None if device is None else [device]
+    if gpus == "all":
+        return _ALL
+    words = [word.strip() for word in gpus.split(",")]
+    if not all(word.isascii() and word.isdigit() and len(word) < 10 for word in words):
+        raise JobError(f"--gpus takes all, or CUDA indices such as 0,2; it is {gpus[:40]!r}")
+    return [int(word) for word in words]
+
+
+def _fleet(devices: Sequence[int] | None, ray: str | None, jobs: int | None) -> Fleet | None:
+    from cutekernels.autotune.fleet import LocalFleet, visible
+
     if ray is not None:
         from cutekernels.autotune.ray_fleet import RayFleet
 
         return RayFleet(ray, jobs)
-    if gpus is None and device is None:
+    if devices is None:
         return None
-    if gpus == "all":
-        devices = list(range(len(visible())))
-        if not devices:
-            raise UnknownGpu("no CUDA device is visible; name a GPU with --gpu to predict for it")
-        return LocalFleet(devices, jobs)
-    words = [str(device)] if gpus is None else gpus.split(",")
-    if not all(word.strip().isascii() and word.strip().isdigit() for word in words):
-        raise JobError(f"--gpus takes all, or CUDA indices such as 0,2; it is {str(gpus)[:40]!r}")
-    return LocalFleet([int(word) for word in words], jobs)
+    return LocalFleet(range(len(visible())) if devices is _ALL else devices, jobs)
 
 
-def _url(db: str | None) -> str:
-    return settings.load().database_url if db is None else settings.database_url(db)
-
-
-def _show(job: Job, gpu: str, db: str | None, limit: int | None, format: Format, *, dry: bool) -> None:
+def _show(job: Job, gpu: str, db: str | None, limit: int | None, format: Format, *, dry: bool, force: bool) -> None:
     from cutekernels import gpu as known
     from cutekernels.autotune import outlook, shards
     from cutekernels.autotune.progress import duration
+    from cutekernels.db.engine import url_of
 
-    rows = outlook.planned(job, known.lookup(gpu), outlook.stored(_url(db)), limit) if dry else outlook.listed(job)
+    spec = known.lookup(gpu) if dry or gpu.strip().lower() != "auto" else None  # a list needs no GPU, but no false name
+    if dry and spec is not None:
+        rows = outlook.planned(job, spec, outlook.stored(url_of(db)), limit, force=force)
+    else:
+        rows = outlook.listed(job)
     terminal.write(rows, format, pipe_width=terminal.PIPE_WIDTH)
     left = [t for t, row in zip(job.tasks, rows, strict=True) if row.get("state") != "done"]
     cost = duration(sum(map(shards.expected_s, left)))
@@ -228,11 +241,17 @@ def _watcher(job: Job, log: Path | None) -> Iterator[Watcher]:
             watchers.append(Lines(sys.stderr, job.tasks))
         if log is not None:
             try:
-                stream = stack.enter_context(log.open("a", encoding="utf-8"))
+                stream = log.open("a", encoding="utf-8")
             except OSError as error:
                 raise JobError(f"--log {log}: {error.strerror}; name a file that can be written") from error
+            stack.callback(_close, stream)
             watchers.append(Lines(stream, job.tasks))
         yield Several(watchers)
+
+
+def _close(stream: TextIO) -> None:
+    with suppress(OSError):  # each line was flushed: what is left could not be written, which was told then
+        stream.close()
 
 
 def _print(report: TuneReport, format: Format) -> None:

@@ -90,9 +90,11 @@ class LocalFleet:
         if len(set(devices)) != len(devices):
             raise JobError(f"each GPU is named once; the devices are {', '.join(map(str, devices))}")
         present = visible()
+        if not present:
+            raise UnknownGpu("no CUDA device is visible; name a GPU with --gpu to predict for it")
         for device in devices:
             if not 0 <= device < len(present):
-                raise UnknownGpu(f"there is no GPU {device} here; --gpus takes all, or numbers below {len(present)}")
+                raise UnknownGpu(f"there is no GPU {device} here; CUDA indices go from 0 to {len(present) - 1}")
         self._seats = [Seat(f"gpu {device}", f"gpu {device}") for device in devices]
         self._devices = dict(zip(self._seats, devices, strict=True))
         self._names = present

@@ -27,7 +27,7 @@ nothing is tuned here.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib import resources
 from itertools import product
@@ -176,7 +176,7 @@ def _tasks(entry: Mapping[str, Any], where: str, trials: int, find: FindOp) -> I
     except UnsupportedProblem as error:
         raise JobError(f"{where}.op = {_shown(entry['op'])}: {error}") from error
     trials = checked_trials(entry.get("trials", trials), f"{where}.trials")
-    texts = list(_problem_texts(entry, where))
+    texts = list(_problem_texts(entry, where, op.Problem.extent_names()))
     if not texts:
         raise JobError(f'{where} holds no problem: give problems = ["{op.suite[0]}"] or a [tasks.grid]')
     for key, text in texts:
@@ -189,7 +189,7 @@ def _tasks(entry: Mapping[str, Any], where: str, trials: int, find: FindOp) -> I
         yield Task(op, problem.bucket(), trials)
 
 
-def _problem_texts(entry: Mapping[str, Any], where: str) -> Iterable[tuple[str, str]]:
+def _problem_texts(entry: Mapping[str, Any], where: str, extents: Sequence[str]) -> Iterable[tuple[str, str]]:
     problems = entry.get("problems", [])
     if not isinstance(problems, list) or not all(isinstance(text, str) for text in problems):
         raise JobError(
@@ -201,7 +201,7 @@ def _problem_texts(entry: Mapping[str, Any], where: str) -> Iterable[tuple[str, 
         return
     if not isinstance(grid, dict) or not grid:
         raise JobError(f"{where}.grid must be a table of field = [values]; it is {_shown(grid)}")
-    axes = [_axis(key, value, f"{where}.grid") for key, value in grid.items()]
+    axes = [_axis(key, value, f"{where}.grid", extents) for key, value in grid.items()]
     size = 1
     for axis in axes:
         size *= len(axis)
@@ -210,7 +210,7 @@ def _problem_texts(entry: Mapping[str, Any], where: str) -> Iterable[tuple[str, 
     yield from (("grid", " ".join(words)) for words in product(*axes))
 
 
-def _axis(key: str, value: object, where: str) -> list[str]:
+def _axis(key: str, value: object, where: str, extents: Sequence[str]) -> list[str]:
     """The texts of one grid axis: ``m`` with [1, 16] -> ["m=1", "m=16"]; ``"n k"`` with [[2, 3]] -> ["n=2 k=3"]."""
     fields = key.split()
     values = value if isinstance(value, list) else [value]
@@ -222,6 +222,9 @@ def _axis(key: str, value: object, where: str) -> list[str]:
         if not isinstance(row, list) or len(row) != len(fields) or not all(isinstance(v, int | str) for v in row):
             wanted = f"a list of {len(fields)} values, one per field" if len(fields) > 1 else "a whole number or a text"
             raise JobError(f"{where}.{_shown(key)}: each value must be {wanted}; one is {_shown(entry)}")
+        for field, v in zip(fields, row, strict=True):
+            if isinstance(v, bool) and field in extents:
+                raise JobError(f"{where}.{_shown(key)}: {field} is an extent, a whole number; one is {_shown(v)}")
         try:
             words = [f"{f}={int(v) if isinstance(v, bool) else v}" for f, v in zip(fields, row, strict=True)]
         except ValueError as error:

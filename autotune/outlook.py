@@ -27,10 +27,15 @@ def listed(job: Job) -> list[dict[str, Any]]:
     return [_row(task) | {"expected_s": round(expected_s(task), 1)} for task in job.tasks]
 
 
-def planned(job: Job, spec: GpuSpec, store: Store | None, limit: int | None = None) -> list[dict[str, Any]]:
-    """For each task: attempts stored and still to do, the winner so far. ``store`` None: nothing is stored yet."""
+def planned(
+    job: Job, spec: GpuSpec, store: Store | None, limit: int | None = None, *, force: bool = False
+) -> list[dict[str, Any]]:
+    """For each task: attempts stored and still to do, the winner so far. ``store`` None: nothing is stored yet.
+
+    ``force``: what a run with this flag would do, which repeats what is stored.
+    """
     measured = gpus.present(spec)
-    return [_left(task, spec, store, limit, measured=measured) for task in job.tasks]
+    return [_left(task, spec, store, limit, measured=measured, force=force) for task in job.tasks]
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,9 @@ def stored(url: str) -> Store | None:
     return None if path is not None and not os.path.lexists(path) else Store(url, readonly=True)
 
 
-def _left(task: Task, spec: GpuSpec, store: Store | None, limit: int | None, *, measured: bool) -> dict[str, Any]:
+def _left(
+    task: Task, spec: GpuSpec, store: Store | None, limit: int | None, *, measured: bool, force: bool
+) -> dict[str, Any]:
     key: dict[str, Any] = {"op": task.op.name, "revision": task.op.revision, "problem": str(task.problem)}
     origin = "measured" if measured else "predicted"
     rows = [] if store is None else store.trials(gpu=spec.name, **key, origin=origin)
@@ -112,13 +119,13 @@ def _left(task: Task, spec: GpuSpec, store: Store | None, limit: int | None, *, 
     wanted = min(valid, task.trials if measured else limit or valid)
     done = min(wanted, len({row.config for row in rows if row.status in ATTEMPTS}))
     crowned = bool(winners) and (not measured or winners[0].origin == "measured")
-    state = "new" if not rows else "done" if crowned and done == wanted else "resumes"
+    state = "new" if not rows else "repeats" if force else "done" if crowned and done == wanted else "resumes"
     return _row(task) | {
         "gpu": spec.name,
         "origin": origin,
         "state": state,
         "stored": done,
-        "to_do": wanted - done,
+        "to_do": wanted if force else wanted - done,
         "winner": winners[0].config if winners else None,
     }
 

@@ -53,22 +53,27 @@ class Pace:
 
 
 class Several:
-    """Watchers called in turn."""
+    """Watchers called in turn. One that can no longer write is told of and left out: the run goes on without it."""
 
     def __init__(self, watchers: Iterable[Watcher]) -> None:
         self._watchers = list(watchers)
 
     def begin(self, task: Task, number: int, of: int) -> None:
-        for watcher in self._watchers:
-            watcher.begin(task, number, of)
+        self._each(lambda watcher: watcher.begin(task, number, of))
 
     def trial(self, trial: Trial, done: int, wanted: int) -> None:
-        for watcher in self._watchers:
-            watcher.trial(trial, done, wanted)
+        self._each(lambda watcher: watcher.trial(trial, done, wanted))
 
     def end(self, report: TaskReport) -> None:
-        for watcher in self._watchers:
-            watcher.end(report)
+        self._each(lambda watcher: watcher.end(report))
+
+    def _each(self, call: Callable[[Watcher], None]) -> None:
+        for watcher in list(self._watchers):
+            try:
+                call(watcher)
+            except OSError as error:
+                self._watchers.remove(watcher)
+                terminal.say(f"{watcher} cannot be written any more ({error.strerror}); the run goes on without it")
 
 
 class Lines:
@@ -77,6 +82,9 @@ class Lines:
     def __init__(self, stream: TextIO, tasks: Sequence[Task]) -> None:
         self._stream, self._pace = stream, Pace(tasks)
         self._ended = self._of = 0
+
+    def __str__(self) -> str:
+        return f"the log {getattr(self._stream, 'name', '')}".strip()
 
     def begin(self, task: Task, number: int, of: int) -> None:
         self._pace.begin(of)
@@ -134,6 +142,9 @@ class Bars:
 
     def __exit__(self, *exc: object) -> None:
         self._progress.stop()
+
+    def __str__(self) -> str:
+        return "the terminal"
 
     def begin(self, task: Task, number: int, of: int) -> None:
         self._pace.begin(of)

@@ -78,6 +78,7 @@ _MISUSE = (UnsupportedProblem, InvalidConfig, UnknownGpu, JobError)
 
 def main() -> None:
     """The ``cutekernels`` script. A failure is one line on stderr, with exit code 1, or 2 where a word was wrong."""
+    _fill_standard_streams()
     try:
         try:
             app()
@@ -88,6 +89,17 @@ def main() -> None:
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in the buffer goes nowhere
         terminal.fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+
+
+def _fill_standard_streams() -> None:
+    """Open /dev/null where the caller closed a standard stream, lest a database gets its number and their text."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)  # the lowest free number: often the same one
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def _mounted(verb: str) -> Any:

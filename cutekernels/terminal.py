@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Any, NoReturn
@@ -73,10 +74,17 @@ def _clean_cell(value: Any) -> Any:
     return value
 
 
+class _Messages(Console):
+    def on_broken_pipe(self) -> None:
+        """Nothing: rich would end the process, and throw away what it has for stdout."""
+
+
 def say(message: str, style: str = "") -> None:
-    """Print ``message`` to stderr as one line."""
+    """Print ``message`` to stderr as one line. Where nobody reads it any more, the exit code is all that is left."""
     line = Text(clean(" ".join(message.split())), style=style)
-    Console(stderr=True, highlight=False).print(line, soft_wrap=True)
+    with suppress(OSError):
+        _Messages(stderr=True, highlight=False).print(line, soft_wrap=True)
+        sys.stderr.flush()
 
 
 def fail(message: str, code: int = 1) -> NoReturn:

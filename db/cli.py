@@ -25,7 +25,7 @@ from rich.text import Text
 from cutekernels import db as database
 from cutekernels import settings, terminal
 from cutekernels.db import listing, sqlite
-from cutekernels.db.engine import translated
+from cutekernels.db.engine import file_errors
 from cutekernels.db.reader import Database, Winner, diff
 from cutekernels.db.store import ImportReport, Store, Trial, replace_file
 from cutekernels.errors import CuteKernelsError, UnknownGpu, UnsupportedProblem
@@ -183,7 +183,7 @@ def report(
 
     with _opened(db, needed=True) as opened:
         page = html_report.page(opened, gpu=gpu, op=op, problem=problem)
-        with translated(file):
+        with file_errors(file):
             replace_file(Path(file), page)
     terminal.say(f"written to {file}; it needs nothing else to be looked at")
 

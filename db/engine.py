@@ -64,6 +64,14 @@ def open_engine(url: str, *, readonly: bool = False) -> Engine:
     return engine
 
 
+def url_of(place: str | os.PathLike[str] | None) -> str:
+    """The SQLAlchemy URL of a path or URL; None: of the settings' database. Raises StoreError for neither."""
+    try:
+        return settings.load().database_url if place is None else settings.database_url(os.fspath(place))
+    except (TypeError, ValueError) as error:
+        raise StoreError(f"a database is named by a path or a URL: {error}") from error
+
+
 def shown(url: str) -> str:
     """``url`` without its password, for messages."""
     try:
@@ -81,6 +89,15 @@ def translated(name: str) -> Iterator[None]:
         cause = str(getattr(error, "orig", None) or error).strip()
         first = next(iter(cause.splitlines()), type(error).__name__)
         raise StoreError(f"database {name}: {first}{_remedy(first)}") from error
+
+
+@contextmanager
+def file_errors(name: str) -> Iterator[None]:
+    """Turn an error of reading or writing the file ``name``, which is no database, into a StoreError."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{name!r}: {error.strerror or error}; name another file") from error
 
 
 def _remedy(cause: str) -> str:

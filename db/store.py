@@ -25,9 +25,8 @@ from typing import Self, TextIO
 from sqlalchemy import and_, case, func, or_, select
 from sqlalchemy.orm import Session
 
-from cutekernels import settings
 from cutekernels.db import models, statements, trial
-from cutekernels.db.engine import WRITING, open_engine, shown, translated
+from cutekernels.db.engine import WRITING, file_errors, open_engine, shown, translated, url_of
 from cutekernels.db.trial import LINE_LIMIT, Environment, Gpu, Trial
 from cutekernels.errors import StoreError
 
@@ -79,7 +78,7 @@ class Store:
     """
 
     def __init__(self, url: str | os.PathLike[str] | None = None, *, readonly: bool = False) -> None:
-        self.url = settings.load().database_url if url is None else settings.database_url(os.fspath(url))
+        self.url = url_of(url)
         self._engine = open_engine(self.url, readonly=readonly)
         self._writer = self._engine.execution_options(**{WRITING: True})
 
@@ -266,7 +265,7 @@ class Store:
         """
         lines = [f"{winner.as_line()}\n" for winner in self.winners(gpu=gpu, op=op)]
         if isinstance(target, str | os.PathLike):
-            with translated(os.fspath(target)):
+            with file_errors(os.fspath(target)):
                 replace_file(Path(target), "".join(lines))
         else:
             target.writelines(lines)
@@ -281,7 +280,7 @@ class Store:
         if isinstance(source, str | os.PathLike):
             name = os.fspath(source)
             # surrogateescape: a byte that is not UTF-8 becomes a character that no rule lets through
-            with translated(name), open(source, encoding="utf-8", errors="surrogateescape") as stream:
+            with file_errors(name), open(source, encoding="utf-8", errors="surrogateescape") as stream:
                 incoming = _read_lines(stream, name)
         else:
             incoming = _read_lines(source, getattr(source, "name", "stream"))

@@ -235,6 +235,12 @@ def test_a_loop_of_links_is_one_line(tmp_path: Path) -> None:
                 Store(path, readonly=readonly)
 
 
+@pytest.mark.parametrize("place", [1, b"t.db", ["t.db"], "~nobody-at-all/t.db"])
+def test_a_place_that_is_none_is_a_store_error(place: object) -> None:
+    with pytest.raises(StoreError, match="a path or a URL"):
+        Store(place)  # type: ignore[arg-type]
+
+
 # ---- upkeep -------------------------------------------------------------------------------------------------
 
 

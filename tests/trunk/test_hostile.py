@@ -152,6 +152,14 @@ def test_export_to_a_full_device_fails_and_leaves_it_a_device(
     assert device.is_char_device()
 
 
+def test_a_file_that_cannot_be_written_is_named_without_the_databases_remedy(
+    db: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = Said(capfd, monkeypatch, "db", "export", str(tmp_path / "no" / "file"), "--db", db)
+    assert said.is_one_line(1)
+    assert f"'{tmp_path / 'no' / 'file'}': No such file or directory; name another file" in said.err.replace("\n", "")
+
+
 def test_export_follows_links(
     db: str, loop: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

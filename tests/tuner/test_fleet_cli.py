@@ -164,6 +164,23 @@ class TestCommandLine:
         assert {(r["state"], r["to_do"]) for r in more} == {("resumes", 5), ("new", 9)}
         assert len(self.machine.measured) == measured
 
+    def test_dry_run_of_a_forced_run_repeats_all(self) -> None:
+        self.invoke(str(self.toml), "--shard", "1/2")
+        rows = json.loads(self.invoke(str(self.toml), "--dry-run", "--force", "--format", "json").stdout)
+        assert sorted((r["state"], r["to_do"]) for r in rows) == [("new", 4)] * 4 + [("repeats", 4)] * 4
+
+    @pytest.mark.parametrize("words", [[], ["--dry-run"]])
+    def test_a_database_in_nobodys_home_is_one_line(self, words: list[str]) -> None:
+        result = CliRunner().invoke(cli.app, [str(self.toml), *words, "--db", "~nobody-at-all/t.db"])
+        assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+        assert len(result.stderr.splitlines()) == 1 and "names a home directory" in result.stderr
+
+    def test_a_log_that_cannot_be_written_does_not_end_the_run(self) -> None:
+        result = self.invoke(str(self.toml), "--log", "/dev/full", "--format", "json")
+        assert result.exit_code == 0, result.output
+        assert {t["state"] for t in json.loads(result.stdout)["tasks"]} == {"tuned"}
+        assert result.stderr.count("the log /dev/full cannot be written any more (No space left on device)") == 1
+
     def test_dry_run_under_limit_has_right_totals(self) -> None:
         rows = json.loads(
             self.invoke(str(self.toml), "--dry-run", "--gpu", "l40s", "--limit", "3", "--format", "json").stdout
@@ -173,6 +190,7 @@ class TestCommandLine:
     def test_more_shards_than_tasks(self) -> None:
         result = self.invoke(str(self.toml), "--shard", "9/9", "--format", "json")
         assert result.exit_code == 0 and json.loads(result.stdout)["tasks"] == []
+        assert "no task" in result.stderr
 
     @pytest.mark.parametrize(
         "words",
@@ -182,6 +200,9 @@ class TestCommandLine:
             ["--gpus", "first"],
             ["--requests"],
             ["--log", "/no/such/folder/log"],
+            ["--list", "--gpu", "foo"],
+            ["--list", "--gpus", "first"],
+            ["--dry-run", "--gpus", "all", "--device", "0"],
         ],
     )
     def test_misuse_exits_2(self, words: list[str]) -> None:

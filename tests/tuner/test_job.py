@@ -110,6 +110,8 @@ TASK = 'name = "x"\n[[tasks]]\nop = "toy"\n'
         (TASK + "grid = {}", ["tasks[1].grid", "{}"]),
         (TASK + "grid = { m = [], n = 1 }", ["grid.'m'", "[]"]),
         (TASK + "grid = { m = [1.5], n = 1 }", ["grid.'m'", "1.5"]),
+        (TASK + "grid = { m = [true], n = 1 }", ["grid.'m'", "extent", "True"]),
+        (TASK + 'grid = { "m n" = [[1, false]] }', ["grid.'m n'", "n is an extent", "False"]),
         (TASK + 'grid = { "m n" = [[1, 2], [3]] }', ["grid.'m n'", "2 values", "[3]"]),
         (TASK + 'grid = { "m n" = [1, 2] }', ["grid.'m n'", "2 values"]),
         (TASK + "grid = { m = [1], k = [1] }", ["tasks[1].grid", "'k=1'"]),

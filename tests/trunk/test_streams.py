@@ -1,0 +1,59 @@
+"""Standard streams that are closed, full or read by nobody: no traceback, the right exit code, nothing half done."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+
+
+def call(*words: str, **streams: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "cutekernels", *words], text=True, timeout=60, check=False, **streams)
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
+def test_a_closed_stream_is_no_fault_and_no_file_gets_its_number(closed: tuple[int, ...], tmp_path: Path) -> None:
+    program = f"""
+import os, sys
+for number in {closed}:
+    os.close(number)
+os.execv(sys.executable, [sys.executable, "-m", "cutekernels", "gpus"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("h200" in done.stdout) == (1 not in closed)
+
+
+def test_a_file_opened_later_gets_no_text_meant_for_a_closed_stream(tmp_path: Path) -> None:
+    program = """
+import os, sys
+from cutekernels import cli
+for number in range(3):
+    os.close(number)
+cli._fill_standard_streams()
+opened = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)
+print("text for nobody", flush=True)
+os.write(opened, str(opened > 2).encode())
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "told")], timeout=60, check=True)
+    assert (tmp_path / "told").read_text() == "True"
+
+
+@pytest.mark.parametrize("reader", ["full", "gone"])
+def test_an_error_that_cannot_be_told_keeps_its_exit_code(reader: str) -> None:
+    if reader == "full":
+        with open("/dev/full", "w") as full:
+            assert call("explain", "nonsense", "m=1", "--gpu", "h200", stderr=full).returncode == 2
+        return
+    readable, writable = os.pipe()
+    os.close(readable)
+    try:
+        assert call("explain", "nonsense", "m=1", "--gpu", "h200", stderr=writable).returncode == 2
+    finally:
+        os.close(writable)
