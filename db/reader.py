@@ -16,7 +16,8 @@ from typing import Any, Protocol, Self
 from cutekernels import settings
 from cutekernels.db import snapshot, sqlite
 from cutekernels.db.store import Store
-from cutekernels.db.trial import Trial
+from cutekernels.db.trial import ORIGINS, Trial
+from cutekernels.errors import UnsupportedProblem
 
 Scalar = int | str | bool
 SHIPPED = "shipped"
@@ -161,7 +162,7 @@ class Database:
 
     def _held(self) -> set[tuple[str, str]]:
         held = set() if self.store is None else {(row.gpu, row.op) for row in self.store.stats()}
-        return held | {(gpu, "") for gpu in snapshot.shipped_gpus()}
+        return held | {(t.gpu.name, t.op) for t in _shipped(None, None)}
 
     def winners(
         self,
@@ -182,8 +183,11 @@ class Database:
             values: more such conditions, ``m=4096, dtype="bf16"`` or ``m=">=16"``.
 
         Raises:
-            UnknownGpu, UnsupportedProblem: no such GPU, op, field or value.
+            UnknownGpu, UnsupportedProblem: no such GPU, op, field, value or origin.
         """
+        _require_texts(gpu=gpu, op=op, problem=problem, origin=origin)
+        if origin is not None and origin not in ORIGINS:
+            raise UnsupportedProblem(f"origin must be one of {', '.join(ORIGINS)}; it is {origin[:40]!r}")
         gpu, op = self.gpu(gpu), self.op(op)
         words = [problem or "", *(_word(name, value) for name, value in values.items())]
         conditions = self.catalog.conditions(" ".join(words), op)
@@ -292,7 +296,12 @@ def _shipped(gpu: str | None, op: str | None) -> list[Trial]:
     return [t for name in names for t in snapshot.shipped(name) if op in (None, t.op)]
 
 
+def _require_texts(**words: object) -> None:
+    for name, word in words.items():
+        if word is not None and not isinstance(word, str):
+            raise UnsupportedProblem(f"{name} must be a text or None; it is {word!r:.60}")
+
+
 def _word(name: str, value: Scalar) -> str:
-    if isinstance(value, bool):
-        return f"{name}={int(value)}"
+    """One condition; True stays a word, so that it is no extent of 1."""
     return f"{name}{value}" if isinstance(value, str) and value[:1] in "<>=!" else f"{name}={value}"

@@ -218,6 +218,11 @@ def test_the_python_api(db: Path) -> None:
             opened.winners(op="gemm", rows=4)
         with pytest.raises(UnknownGpu, match="h100"):
             opened.winners(gpu="h101")
+        for words in ({"origin": "x"}, {"origin": 1}, {"op": ""}, {"gpu": 1}, {"op": ["gemm"]}, {"problem": {"m": 1}}):
+            with pytest.raises(UnsupportedProblem, match=r"must be|no op is called"):
+                opened.winners(**words)
+        with pytest.raises(UnsupportedProblem, match="m is an extent"):
+            opened.winners(m=True)
     with cutekernels.db.open(db, shipped=False) as opened:
         assert len(opened.winners()) == 3
 
