@@ -176,8 +176,8 @@ def reload(*, watch_s: float | None = None) -> None:
             seconds; it also reads the new winners, so that no call does. None ends it.
 
     Raises:
-        ValueError: ``watch_s`` is no positive number, or the database in the settings is no file: a serving process
-            reads a local copy, which ``cutekernels db pull`` makes and renews.
+        ValueError: ``watch_s`` is no number of seconds from 0.01 up, or the database in the settings is no file: a
+            serving process reads a local copy, which ``cutekernels db pull`` makes and renews.
     """
     global _watched
     if watch_s is not None:

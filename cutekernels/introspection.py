@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 from importlib import import_module
 
 from cutekernels import dispatch, gpu, settings
@@ -48,9 +49,13 @@ def report_misses(database: str | None = None, *, every_s: float | None = None) 
 
     Raises:
         StoreError: the database cannot be written. The counts are kept for the next call.
-        ValueError: ``every_s`` is no positive number, or no database is named for it.
+        ValueError: ``every_s`` is no number of seconds from 0.01 up, or no database is named for it; ``database`` is
+            neither a path nor a URL.
     """
     global _to
+    _reporter.check(every_s)
+    if database is not None and not isinstance(database, str | os.PathLike):
+        raise ValueError(f"database is a path or a URL; it is {database!r:.60}")
     if every_s is not None:
         if database is None and not settings.load().database_named:
             raise ValueError(f"every_s needs a database that others read: set {settings.DB_VARIABLE} or give database=")

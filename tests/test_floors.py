@@ -59,7 +59,7 @@ FLOORS = {
     "cutekernels/errors.py": 1,
     "cutekernels/settings.py": 1,
     "cutekernels/lazy.py": 1,
-    "cutekernels/interval.py": 1,
+    "cutekernels/interval.py": 2,
     "cutekernels/terminal.py": 1,
     "cutekernels/__init__.py": 2,
     "cutekernels/kernels/": 1,

@@ -57,10 +57,24 @@ class TestInterval:
         time.sleep(0.05)
         assert len(done) == count and interval.seconds is None
 
-    @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e300])
-    def test_no_interval(self, seconds: float) -> None:
-        with pytest.raises(ValueError, match="positive number of seconds"):
+    @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e300, 1e-300, True, "1", [1]])
+    def test_no_interval(self, seconds: Any) -> None:
+        with pytest.raises(ValueError, match="number of seconds from 0.01 up"):
             Interval("test", lambda: None).every(seconds)
+
+    def test_an_error_is_told_and_ends_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
+        done: list[int] = []
+
+        def fail() -> None:
+            done.append(1)
+            raise KeyError("gone")
+
+        interval = Interval("test-failing", fail)
+        with caplog.at_level(logging.WARNING, "cutekernels"):
+            interval.every(0.01)
+            until(lambda: len(done) > 2)
+            interval.every(None)
+        assert "test-failing: KeyError: 'gone'" in caplog.text
 
 
 class TestReports:
@@ -87,6 +101,12 @@ class TestReports:
         monkeypatch.delenv("CUTEKERNELS_DB")
         with pytest.raises(ValueError, match="set CUTEKERNELS_DB"):
             introspection.report_misses(every_s=1)
+        assert introspection._reporter.seconds is None
+
+    @pytest.mark.parametrize("words", [{"every_s": True}, {"every_s": "1"}, {"database": 1}, {"database": ["t.db"]}])
+    def test_misuse_is_refused_though_there_is_nothing_to_report(self, words: Any) -> None:
+        with pytest.raises(ValueError, match=r"seconds from 0\.01 up; it is|a path or a URL; it is"):
+            introspection.report_misses(**words)
         assert introspection._reporter.seconds is None
 
     def test_the_end_of_a_process_and_its_forked_child_report_once_each(self, tmp_path: Path) -> None:
