@@ -175,6 +175,8 @@ def _build(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec, key: str) -> tuple[Fa
         try:
             artifact = op.build(p, c, gpu)
             _keep(artifact, made_from, key)
+        except ImportError as error:
+            raise CompilerKilled(f"the compiler does not import: {error}; see `cutekernels doctor`") from error
         except (CompileError, OSError, MemoryError) as error:
             raise _blamed(error) from error
     return artifact.facts, artifact.kernel

@@ -8,7 +8,7 @@
     ├── UnknownGpu (LookupError)          no such GPU in the table, or none in the machine
     ├── CompileError                      the DSL, ptxas or the compiling child process failed
     │   ├── CacheUnusable                 the kernel cache cannot be used or written: no verdict on a config
-    │   └── CompilerKilled                the compiler ran out of memory or was killed: no verdict on a config
+    │   └── CompilerKilled                the compiler is missing, starved or killed: no verdict on a config
     ├── WrongResult                       a kernel's output disagrees with its reference
     ├── JobError (ValueError)             a tuning job file breaks a rule
     └── StoreError                        the tuned-config database cannot be read or written
@@ -42,7 +42,7 @@ class CacheUnusable(CompileError):
 
 
 class CompilerKilled(CompileError):
-    """The compiler ran out of memory, or something outside killed it. The same compile may succeed later."""
+    """The compiler is missing, ran out of memory, or was killed from outside. The same compile may succeed later."""
 
 
 class WrongResult(CuteKernelsError):

@@ -375,6 +375,7 @@ SPOILS: dict[str, tuple[Exception, type[Exception]]] = {
     "no memory": (MemoryError(), CompilerKilled),
     "no memory for a tool": (chained(CompileError("no"), OSError(12, "Cannot allocate memory")), CompilerKilled),
     "ptxas killed": (chained(CompileError("no"), RuntimeError("`ptxas` failed with error code -9")), CompilerKilled),
+    "no compiler": (ModuleNotFoundError("No module named 'cutlass'"), CompilerKilled),
     "ptxas refused": (chained(CompileError("no"), RuntimeError("`ptxas` failed with error code 255")), CompileError),
     "a file looked for meanwhile": (chained(CompileError("no"), FileNotFoundError(2, "No such file")), CompileError),
 }
