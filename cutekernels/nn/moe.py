@@ -11,8 +11,9 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.nn.mlp import SwiGLU, projected
 from cutekernels.ops.moe.ffn import moe_ffn
 from cutekernels.ops.moe.route import moe_route
-from cutekernels.ops.shared.checks import check_flag, check_number, check_whole, check_word
+from cutekernels.ops.shared.checks import check_flag, check_number, check_tensor, check_whole, check_word
 
+_MOST_EXPERTS, _MOST_CHOSEN = 512, 32  # of moe_route
 _BLOCKS = ("Qwen3MoeSparseMoeBlock", "MixtralSparseMoeBlock", "DeepseekV3MoE")
 
 
@@ -58,13 +59,18 @@ class MoE(torch.nn.Module):
         sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_experts": num_experts}
         for name, size in sizes.items():
             check_whole("MoE", name, size, 1, 2**31 - 1)
-        check_whole("MoE", "top_k", top_k, 1, num_experts)
+        check_whole("MoE", "num_experts", num_experts, 1, _MOST_EXPERTS)
+        check_whole("MoE", "top_k", top_k, 1, min(num_experts, _MOST_CHOSEN))
         check_whole("MoE", "shared_size", shared_size, 0, 2**31 - 1)
         check_word("MoE", "scoring", scoring)
         check_flag("MoE", "renormalize", renormalize)
         check_number("MoE", "scaling", scaling)
         if scoring not in ("softmax", "sigmoid"):
             raise UnsupportedProblem(f"MoE takes scoring as 'softmax' or 'sigmoid'; got {scoring!r}")
+        if not (isinstance(groups, tuple | list) and len(groups) == 2):
+            raise UnsupportedProblem(f"MoE takes groups as (how many, how many a token chooses from); got {groups!r}")
+        if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
+            raise UnsupportedProblem(f"MoE takes dtype as a floating-point torch.dtype; got {dtype!r}")
         if scoring == "softmax" and (scaling != 1.0 or tuple(groups) != (1, 1)):
             raise UnsupportedProblem(f"MoE takes scaling={scaling} and groups={groups} with scoring='sigmoid' only")
         of, among = groups
@@ -148,6 +154,9 @@ class MoE(torch.nn.Module):
         return weights * self.scaling, ids
 
     def forward(self, x: Tensor) -> Tensor:
+        check_tensor("MoE", "x", x)
+        if x.dim() == 0 or x.shape[-1] != self.hidden_size:
+            raise UnsupportedProblem(f"MoE takes x (..., {self.hidden_size}), its hidden_size; got {tuple(x.shape)}")
         weights, ids = self.route(x)
         out = moe_ffn(x, self.experts.gate_up_proj, self.experts.down_proj, ids, weights)
         return out if self.shared_experts is None else out + self.shared_experts(x)

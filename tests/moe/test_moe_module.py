@@ -123,11 +123,22 @@ def test_compiles_whole() -> None:
         ({"scoring": "relu"}, "softmax"),
         ({"scaling": 2.0}, "sigmoid"),
         ({"scoring": "sigmoid", "groups": (3, 1)}, "groups"),
+        ({"scoring": "sigmoid", "groups": (2, 1, 1)}, "groups"),
+        ({"groups": None}, "groups"),
+        ({"num_experts": 513}, "from 1 to 512"),
+        ({"num_experts": 64, "top_k": 33}, "from 1 to 32"),
+        ({"dtype": torch.int32}, "floating-point"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UnsupportedProblem, match=said):
         nn.MoE(**{"hidden_size": 8, "intermediate_size": 8, "num_experts": 8, "top_k": 2} | options)
+
+
+@pytest.mark.parametrize("x", [None, [1.0], torch.zeros(2, 7), torch.tensor(1.0)])
+def test_wrong_inputs_are_refused(x: Any) -> None:
+    with pytest.raises(UnsupportedProblem, match=r"MoE takes x"):
+        nn.MoE(8, 8, 4, 2)(x)
 
 
 def test_other_blocks_are_refused() -> None:
