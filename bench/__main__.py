@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import sys
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +25,7 @@ from bench import published, workloads
 from bench.evenness import steepest
 from bench.suites import Case
 from bench.workloads import cases as cases_of
-from cutekernels import environment, terminal
+from cutekernels import cli, environment, terminal
 from cutekernels.errors import CuteKernelsError, UnknownGpu
 
 if TYPE_CHECKING:
@@ -270,8 +271,8 @@ def main() -> None:
     verb = sys.argv[1] if sys.argv[1:] else ""
     if verb in ("estimates", "models", "replay", "sweep"):
         del sys.argv[1]
-        importlib.import_module(f"bench.{verb}").app(prog_name=f"python -m bench {verb}")
-    app(prog_name="python -m bench")
+        cli.ended(partial(importlib.import_module(f"bench.{verb}").app, prog_name=f"python -m bench {verb}"))
+    cli.ended(partial(app, prog_name="python -m bench"))
 
 
 if __name__ == "__main__":

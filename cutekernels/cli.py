@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -77,11 +77,16 @@ _MISUSE = (UnsupportedProblem, InvalidConfig, UnknownGpu, JobError)
 
 
 def main() -> None:
-    """The ``cutekernels`` script. A failure is one line on stderr, with exit code 1, or 2 where a word was wrong."""
+    """The ``cutekernels`` script."""
+    ended(app)
+
+
+def ended(call: Callable[[], object]) -> None:
+    """Run a script. A failure is one line on stderr, with exit code 1, or 2 where a word was wrong."""
     _fill_standard_streams()
     try:
         try:
-            app()
+            call()
         finally:
             sys.stdout.flush()  # a full disk fails here, not in the interpreter's last moments
     except CuteKernelsError as error:

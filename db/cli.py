@@ -353,7 +353,8 @@ def _names(record: type[Any]) -> tuple[str, ...]:
 
 
 def _known(name: str, rows: Sequence[Mapping[str, Any]], declared: Sequence[str]) -> None:
-    known = sorted({*declared, *chain.from_iterable(terminal.flat(row) for row in rows)})
+    records = {inner for row in rows for inner, value in row.items() if isinstance(value, Mapping)}
+    known = sorted({*declared, *chain.from_iterable(terminal.flat(row) for row in rows)} - records)
     if name not in known:
         near = get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""

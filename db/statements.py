@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from cutekernels import settings
 from cutekernels.db import models
-from cutekernels.db.trial import PROVENANCE, Environment, Gpu, Trial
+from cutekernels.db.trial import INT64_MAX, PROVENANCE, Environment, Gpu, Trial
 from cutekernels.errors import StoreError
 
 _BATCH = 500  # ids per IN (...); SQLite takes 32,766 variables, 999 in old builds
@@ -117,6 +117,11 @@ def where(
     return [column == value for column, value in asked if value is not None]
 
 
+def bounded(limit: int | None) -> int | None:
+    """``limit`` as SQL takes it: more than 64 bits hold is no limit."""
+    return None if limit is None or limit > INT64_MAX else limit
+
+
 def select_trials(
     session: Session,
     conditions: Sequence[ColumnElement[bool]],
@@ -137,7 +142,7 @@ def select_trials(
     some_gpus: dict[tuple[Any, ...], Gpu] = {}
     some_environments: dict[tuple[Any, ...], Environment] = {}
     first, second = len(gpus), len(gpus) + len(versions) + len(PROVENANCE)
-    for row in session.execute(query.order_by(_trial.c.created_at, _trial.c.id).limit(limit)):
+    for row in session.execute(query.order_by(_trial.c.created_at, _trial.c.id).limit(bounded(limit))):
         try:
             of_gpu, of_environment = tuple(row[:first]), tuple(row[first:second])
             if of_gpu not in some_gpus:

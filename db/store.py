@@ -229,7 +229,7 @@ class Store:
             query = query.where(request.gpu == gpu)
         query = query.order_by(request.hits.desc(), request.gpu, request.op, request.revision, request.problem)
         with self._reading() as session:
-            rows = session.scalars(query.limit(limit))
+            rows = session.scalars(query.limit(statements.bounded(limit)))
             return [Request(r.gpu, r.op, r.revision, r.problem, r.hits, r.last_seen) for r in rows]
 
     def stats(self) -> list[Stat]:

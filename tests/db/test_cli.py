@@ -207,6 +207,17 @@ def test_csv_cells() -> None:
     assert (row["gpu"], row["config_text"], row["median_us"], row["ratio"]) == ("l40s", "block=[red]1024", "12.5", "")
 
 
+@pytest.mark.parametrize("words", [["--columns", "problem"], ["--columns", "op,config"], ["--sort", "-environment"]])
+def test_a_record_is_no_column(db: Path, words: list[str]) -> None:
+    result = run("query", *words, "--format", "csv")
+    assert result.exit_code == 2 and "there is no column" in result.stderr
+
+
+@pytest.mark.parametrize("verb", ["history", "requests"])
+def test_a_limit_above_all_numbers_of_sql(db: Path, verb: str) -> None:
+    ok(verb, "--limit", "9" * 20)
+
+
 def test_the_python_api(db: Path) -> None:
     with cutekernels.db.open(db) as opened:
         (winner,) = [

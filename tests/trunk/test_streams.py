@@ -13,6 +13,18 @@ import pytest
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 
 
+@pytest.mark.parametrize("words", [["gpus"], ["bench", "rms_norm", "--dry-run"]])
+def test_a_full_stdout_is_one_line(words: list[str]) -> None:
+    module = [words[0]] if words[0] == "bench" else ["cutekernels", words[0]]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", *module, *words[1:]],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+            cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "No space left on device\n")
+
+
 def call(*words: str, **streams: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "cutekernels", *words], text=True, timeout=60, check=False, **streams)
 
