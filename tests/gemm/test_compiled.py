@@ -81,7 +81,7 @@ def test_random_configs_take_the_smem_they_say(seed: int) -> None:
 
 
 def multistage_default(problem: GemmProblem, spec: gpu.GpuSpec) -> GemmConfig:
-    taken = [c for c in MULTISTAGE.shortlist(problem) if GEMM.why_not(problem, c, spec) is None]
+    taken = [c for c in MULTISTAGE.shortlist(problem, spec) if GEMM.why_not(problem, c, spec) is None]
     return min(taken, key=lambda c: (MULTISTAGE.estimate_us(problem, c, spec), str(c)))
 
 

@@ -85,6 +85,14 @@ class TestDefault:
         assert GEMM.check(problem, config, spec) is config
         assert GEMM.default(problem, spec) == config, "the choice is a function of problem and GPU"
 
+    @pytest.mark.parametrize("spec", GPUS[:3], ids=lambda g: g.name)
+    def test_a_shortlist_leaves_out_no_more_than_what_is_unfit(self, spec: gpu.GpuSpec) -> None:
+        for problem in SUITE[::3]:
+            for schedule in SCHEDULES.values():
+                found = [c for c in schedule.shortlist(problem, spec) if GEMM.why_not(problem, c, spec) is None]
+                fit = [c for c in schedule.shortlist(problem, spec) if not [*schedule.unsuited(problem, c, spec)]]
+                assert found == (fit if not [*schedule.refused(problem, spec)] else [])
+
     def test_it_fits_a_gpu_that_is_not_in_the_table(self) -> None:
         class Properties:
             name, major, minor, multi_processor_count = "NVIDIA RTX A2000", 8, 6, 26

@@ -130,8 +130,8 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
 
     # -- rules and choice
 
-    def broken(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec) -> Iterator[str]:
-        return self.broken_tiles(p, c, gpu, registers_per_thread(p, c), c.smem_bytes(p))
+    def unfit(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec) -> Iterator[str]:
+        return self.unfit_tiles(p, c, gpu, registers_per_thread(p, c), c.smem_bytes(p))
 
     def estimate_us(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec) -> float:
         """See :meth:`TilesOp.tiles_us`; not fitted to measurements of its own."""

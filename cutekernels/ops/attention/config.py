@@ -118,8 +118,8 @@ def _every() -> tuple[AttentionConfig, ...]:
 # ---- the warpgroup body ----------------------------------------------------------------------------------
 
 
-def warpgroup_broken(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
-    """The rules that ``c`` breaks."""
+def warpgroup_unfit(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
+    """The rules that ``c`` breaks whatever the extents of ``p``."""
     groups = c.tile_q // GROUP_ROWS
     if not (gpu.has_tma and gpu.has_wgmma):
         yield f"{gpu.name} has no warpgroup MMA"
@@ -132,11 +132,15 @@ def warpgroup_broken(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> I
     need = c.smem(p).total_bytes
     if need > gpu.smem_per_block_bytes:
         yield f"{need} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
+    if c.turns and groups == 1:
+        yield "turns=1 is for two groups or more"
+
+
+def warpgroup_unsuited(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
+    """The other rules that ``c`` breaks."""
     for name, tile, seq, least in (("tile_q", c.tile_q, p.seq_q, 64), ("tile_kv", c.tile_kv, p.seq_kv, 64)):
         if tile > max(least, power_of_two(seq)):
             yield f"{name}={tile} idles most of a tile over {seq} rows"
-    if c.turns and groups == 1:
-        yield "turns=1 is for two groups or more"
     if c.order != "rows" and p.seq_q <= c.tile_q:
         yield f"order={c.order} needs more than one tile of rows"
     if c.grid != "tiles" and tiles(p, c) <= gpu.sm_count:

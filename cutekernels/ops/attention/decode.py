@@ -149,15 +149,19 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
 
     # -- rules and choice
 
-    def broken(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec) -> Iterator[str]:
+    def unfit(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec) -> Iterator[str]:
         if c.rows not in (16, 32):
             yield f"{c.warps} warps of tile_kv={c.tile_kv} have {c.rows} keys each: take 16 or 32"
-        if c.tile_kv > max(32, power_of_two(p.keys)):
-            yield f"tile_kv={c.tile_kv} idles most of a block over {p.keys} keys"
+        if c.pdl and not gpu.has_pdl:
+            yield f"{gpu.name} has no programmatic dependent launch"
         registers, smem = registers_per_thread(p, c), c.smem(p).total_bytes
         yield from occupancy_rules(
             gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem
         )
+
+    def unsuited(self, p: DecodeProblem, c: DecodeConfig, gpu: GpuSpec) -> Iterator[str]:
+        if c.tile_kv > max(32, power_of_two(p.keys)):
+            yield f"tile_kv={c.tile_kv} idles most of a block over {p.keys} keys"
         if c.splits > 1:
             blocks = -(-p.keys // c.tile_kv)
             if c.splits > blocks:
@@ -166,8 +170,6 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
                 yield f"splits={c.splits}: {p.tiles} tiles of queries fill the GPU with fewer"
             if p.tiles > _MOST_TICKETS:
                 yield f"{p.tiles} tiles of queries are more than the {_MOST_TICKETS} that splits can meet in"
-        if c.pdl and not gpu.has_pdl:
-            yield f"{gpu.name} has no programmatic dependent launch"
         if p.tiles * c.splits > _MOST_CTAS:
             yield f"{p.tiles * c.splits} CTAs are more than a grid's {_MOST_CTAS}"
 

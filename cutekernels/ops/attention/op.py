@@ -19,7 +19,8 @@ from cutekernels.ops.attention.config import (
     GROUP_ROWS,
     AttentionConfig,
     foreign,
-    warpgroup_broken,
+    warpgroup_unfit,
+    warpgroup_unsuited,
     warpgroup_us,
 )
 from cutekernels.ops.attention.problem import (
@@ -70,12 +71,15 @@ class Attention(TilesOp[AttentionProblem, AttentionConfig]):
 
     # -- rules and choice
 
-    def broken(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
+    def unfit(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
         yield from foreign(c)
         if c.body == "warpgroup":
-            yield from warpgroup_broken(p, c, gpu)
+            yield from warpgroup_unfit(p, c, gpu)
         else:
-            yield from self.broken_tiles(p, c, gpu, registers_per_thread(p, c), c.smem(p).total_bytes)
+            yield from self.unfit_tiles(p, c, gpu, registers_per_thread(p, c), c.smem(p).total_bytes)
+
+    def unsuited(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
+        return warpgroup_unsuited(p, c, gpu) if c.body == "warpgroup" else super().unsuited(p, c, gpu)
 
     def estimate_us(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float:
         """See :meth:`TilesOp.tiles_us`."""

@@ -218,8 +218,17 @@ class AttentionOp(Op[P, C]):
     most_stack_bytes = 0  # at the register limit any stack is spills
 
     @abstractmethod
+    def unfit(self, p: P, c: C, gpu: GpuSpec) -> Iterator[str]:
+        """The rules that ``c`` breaks whatever the extents of ``p``, none of which is read."""
+
+    @abstractmethod
+    def unsuited(self, p: P, c: C, gpu: GpuSpec) -> Iterator[str]:
+        """The other rules that ``c`` breaks."""
+
     def broken(self, p: P, c: C, gpu: GpuSpec) -> Iterator[str]:
-        """The rules that ``c`` breaks."""
+        """All of them."""
+        yield from self.unfit(p, c, gpu)
+        yield from self.unsuited(p, c, gpu)
 
     def why_not(self, p: P, c: C, gpu: GpuSpec) -> str | None:
         return next(self.broken(p, c, gpu), None)
@@ -230,16 +239,19 @@ class AttentionOp(Op[P, C]):
 
 
 @cache
-def _every(op: AttentionOp[Any, Any]) -> tuple[Config, ...]:
-    return tuple(op.Config.every())
+def _fit(op: AttentionOp[Any, Any], p: Problem, gpu: GpuSpec) -> tuple[Config, ...]:
+    """The configs that ``unfit`` accepts, for every problem that differs from ``p`` in its extents alone."""
+    return tuple(c for c in op.Config.every() if next(op.unfit(p, c, gpu), None) is None)
 
 
 @cache
 def _best(op: AttentionOp[Any, Any], p: Problem, gpu: GpuSpec) -> Any:
-    candidates = [c for c in _every(op) if op.why_not(p, c, gpu) is None]
-    best = min(candidates, key=lambda c: (op.estimate_us(p, c, gpu), str(c)), default=None)
-    assert best is not None, f"no config for {p} on {gpu.name}"
-    return best
+    smallest = p.replace(**{name: min(1, getattr(p, name)) for name in p.extent_names()})
+    candidates = [c for c in _fit(op, smallest, gpu) if next(op.unsuited(p, c, gpu), None) is None]
+    assert candidates, f"no config for {p} on {gpu.name}"
+    times = [op.estimate_us(p, c, gpu) for c in candidates]
+    least = min(times)
+    return min((c for c, us in zip(candidates, times, strict=True) if us == least), key=str)
 
 
 class WarpsConfig(Config):
@@ -281,18 +293,21 @@ T = TypeVar("T", bound=TilesConfig)
 class TilesOp(AttentionOp[Q, T]):
     """Rules and model of CTAs that own a tile of rows and walk the other side's tiles."""
 
-    def broken_tiles(self, p: Q, c: T, gpu: GpuSpec, registers: int, smem: int) -> Iterator[str]:
+    def unfit_tiles(self, p: Q, c: T, gpu: GpuSpec, registers: int, smem: int) -> Iterator[str]:
         if c.rows not in (16, 32, 64):
             yield f"{c.warps} warps of {c.tiles[0]}={c.own} have {c.rows} rows each: take 16, 32 or 64"
         across = c.threads // vectors_along(p.width)
-        for name, tile, seq, least in ((c.tiles[0], c.own, p.seq_own, 64), (c.tiles[1], c.walked, p.seq_walked, 32)):
+        for name, tile in zip(c.tiles, (c.own, c.walked), strict=True):
             if tile % across:
                 yield f"{c.threads} threads copy {across} rows at a time, which does not divide {name}={tile}"
-            if tile > max(least, power_of_two(seq)):
-                yield f"{name}={tile} idles most of a tile over {seq} rows"
         yield from occupancy_rules(
             gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem
         )
+
+    def unsuited(self, p: Q, c: T, gpu: GpuSpec) -> Iterator[str]:
+        for name, tile, seq, least in ((c.tiles[0], c.own, p.seq_own, 64), (c.tiles[1], c.walked, p.seq_walked, 32)):
+            if tile > max(least, power_of_two(seq)):
+                yield f"{name}={tile} idles most of a tile over {seq} rows"
         if c.order != "rows" and p.seq_own <= c.own:
             yield f"order={c.order} needs more than one tile of rows"
 

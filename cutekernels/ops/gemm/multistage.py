@@ -56,8 +56,7 @@ class Multistage(Schedule):
     def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> GemmSmem:
         return GemmSmem(c.tile_m, c.tile_n, c.tile_k, c.stages, c.persistent)
 
-    def broken(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
-        threads = self.threads(c)
+    def unfit(self, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
         if c.warps > MAX_WARPS:
             yield f"{c.warps_m}x{c.warps_n} warps are more than {MAX_WARPS}"
         if c.warps < 4 and c.tile_m * c.tile_n > 32 * 64:
@@ -69,6 +68,11 @@ class Multistage(Schedule):
             yield f"a warp's {c.warp_tile[0]}x{c.warp_tile[1]} tile is lopsided: at most 2 to 1"
         if min(c.warp_tile) < 32 and c.tile_m * c.tile_n >= 128 * 64:
             yield f"{c.warps} warps of {c.warp_tile[0]}x{c.warp_tile[1]} load more than they multiply: take fewer"
+        if c.persistent and (c.ctas_per_sm > 1 or c.tile_m * c.tile_n < 128 * 128):
+            yield "persistent=1 is for large tiles that have an SM to themselves: others hide each other's ends"
+
+    def unsuited(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
+        threads = self.threads(c)
         registers, smem = registers_per_thread(p, c), self.smem(c).total_bytes
         yield from occupancy_rules(
             gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem
@@ -83,8 +87,6 @@ class Multistage(Schedule):
             if not divides(c.tile_m, c.tile_n, True, align, threads):
                 yield f"{threads} threads do not divide the output tile (alignment {align})"
         tile_rows, tile_columns = -(-rows.extent // c.tile_m), -(-columns.extent // c.tile_n)
-        if c.persistent and (c.ctas_per_sm > 1 or c.tile_m * c.tile_n < 128 * 128):
-            yield "persistent=1 is for large tiles that have an SM to themselves: others hide each other's ends"
         if c.persistent and tile_rows * tile_columns * p.batch <= gpu.sm_count:
             yield "persistent=1 is for more tiles than there are SMs"
         # CTAs that run together should cover about as many rows as columns: wide tiles need taller bands.
@@ -94,8 +96,8 @@ class Multistage(Schedule):
         if c.raster not in fitting:
             yield f"raster={c.raster} does not suit {tile_rows} tile rows: take one of {sorted(fitting)}"
 
-    def shortlist(self, p: GemmProblem) -> Iterable[GemmConfig]:
-        return _shortlist()
+    def shortlist(self, p: GemmProblem, gpu: GpuSpec) -> Iterable[GemmConfig]:
+        return _shortlist(gpu)
 
     def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
         """Waves of CTAs, each k-tile as slow as tensor cores, L2 or latency, plus fixed costs; or DRAM, if slower.
@@ -166,8 +168,8 @@ MULTISTAGE = Multistage()
 
 
 @cache
-def _shortlist() -> tuple[GemmConfig, ...]:
-    return tuple(
+def _shortlist(gpu: GpuSpec) -> tuple[GemmConfig, ...]:
+    among = (
         GemmConfig(tile_m, tile_n, tile_k, warps_m, warps_n, stages, raster, ctas, persistent)
         for tile_m, tile_n, warps_m, warps_n in _SHORTLIST
         for tile_k in (32, 64)
@@ -176,6 +178,7 @@ def _shortlist() -> tuple[GemmConfig, ...]:
         for ctas in (1, 2, 3)
         for persistent in (False, True)
     )
+    return tuple(c for c in among if next(MULTISTAGE.unfit(c, gpu), None) is None)
 
 
 # ---- arithmetic of the rules ----------------------------------------------------------------------------

@@ -272,10 +272,12 @@ def _best(op: Gemm, schedule: Schedule, p: GemmProblem, gpu: GpuSpec) -> tuple[f
     """The model's time and config of one schedule, if it takes ``p``."""
     if not takes(schedule, p, gpu):
         return None
-    candidates = [c for c in schedule.shortlist(p) if op.why_not(p, c, gpu) is None]
-    ranked = ((schedule.estimate_us(p, c, gpu), schedule.preference(c), c) for c in candidates)
-    best = min(ranked, key=lambda found: found[:2], default=None)
-    return None if best is None else (best[0], best[2])
+    candidates = [c for c in schedule.shortlist(p, gpu) if next(schedule.unsuited(p, c, gpu), None) is None]
+    if not candidates:
+        return None
+    times = [schedule.estimate_us(p, c, gpu) for c in candidates]
+    least = min(times)
+    return least, min((c for c, us in zip(candidates, times, strict=True) if us == least), key=schedule.preference)
 
 
 def padded(shape: tuple[int, ...], align: int) -> tuple[int, ...]:

@@ -58,12 +58,22 @@ class Schedule(ABC):
         """The values of ``tile_n`` that suit ``p``: the rule that most configs break."""
 
     @abstractmethod
-    def broken(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
-        """The rules that ``c`` breaks, those of :meth:`refused` among them."""
+    def unfit(self, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
+        """The rules that ``c`` breaks on ``gpu``, whatever the problem."""
 
     @abstractmethod
-    def shortlist(self, p: GemmProblem) -> Iterable[GemmConfig]:
-        """The configs that the default is chosen among; rules not applied."""
+    def unsuited(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
+        """The rules between ``p`` and ``c``."""
+
+    def broken(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
+        """All the rules that are broken."""
+        yield from self.refused(p, gpu)
+        yield from self.unfit(c, gpu, extras)
+        yield from self.unsuited(p, c, gpu, extras)
+
+    @abstractmethod
+    def shortlist(self, p: GemmProblem, gpu: GpuSpec) -> Iterable[GemmConfig]:
+        """The configs that the default is chosen among, without those that are unfit for ``gpu``."""
 
     @abstractmethod
     def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:

@@ -71,11 +71,7 @@ class Skinny(Schedule):
             c.tile_m, c.tile_n, c.tile_k, c.stages, c.warps_k, squaring=squaring, gamma_bytes=extras.gamma_bytes
         )
 
-    def broken(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
-        yield from self.refused(p, gpu)
-        fitting = self.fitting_tiles(p)
-        if c.tile_n not in fitting:
-            yield f"tile_n={c.tile_n} does not suit {p.m} tokens: take {' or '.join(map(str, fitting))}"
+    def unfit(self, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
         if c.tile_k < 128 and c.tile_n <= 16:
             yield f"tile_k={c.tile_k} is little between barriers for {c.tile_n} tokens: take 128 or more"
         if c.warps not in (4, 8):
@@ -100,18 +96,23 @@ class Skinny(Schedule):
             yield f"{c.split_k} splits and {c.warps_k} groups of warps sum {sums} accumulators: spills"
         if c.tile_n > USUAL_TILES[-1] and c.warps < WIDE_WARPS:
             yield f"tile_n={c.tile_n} takes {WIDE_WARPS} warps; there are {c.warps}"
+        yield from prefetch.broken(c, gpu)
+
+    def unsuited(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
+        fitting = self.fitting_tiles(p)
+        if c.tile_n not in fitting:
+            yield f"tile_n={c.tile_n} does not suit {p.m} tokens: take {' or '.join(map(str, fitting))}"
         if c.split_k > 1 and tiles(p, c) > 2 * gpu.sm_count:
             yield f"split_k={c.split_k}: {tiles(p, c)} tiles fill the GPU without"
         if c.split_k > 1 and c.split_k * 2 > -(-p.k // c.tile_k):
             yield f"split_k={c.split_k} leaves less than two k-tiles of {c.tile_k} to each"
-        yield from prefetch.broken(c, gpu)
         if -(-p.n // c.tile_m) > GRID_AXIS:
             yield f"{p.n} weight rows are more than {GRID_AXIS} tiles of {c.tile_m}"
         if c.tile_m > max(32, p.n):
             yield f"tile_m={c.tile_m} idles most of a tile over {p.n} weight rows"
 
-    def shortlist(self, p: GemmProblem) -> Iterable[GemmConfig]:
-        return _shortlist(usual_tile(p))
+    def shortlist(self, p: GemmProblem, gpu: GpuSpec) -> Iterable[GemmConfig]:
+        return _shortlist(usual_tile(p), gpu)
 
     def preference(self, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
         """Small tiles, then many warps, most of them along the rows: docs/notes/gemm.md#skinny-ties."""
@@ -205,8 +206,9 @@ SKINNY = Skinny()
 
 
 @cache
-def _shortlist(tile_n: int) -> tuple[GemmConfig, ...]:
-    return tuple(spanned(SKINNY.name, tile_n=(tile_n,), tile_k=(128, 256), stages=(3, 5, 8), ahead=(0, 2, 4)))
+def _shortlist(tile_n: int, gpu: GpuSpec) -> tuple[GemmConfig, ...]:
+    among = spanned(SKINNY.name, tile_n=(tile_n,), tile_k=(128, 256), stages=(3, 5, 8), ahead=(0, 2, 4))
+    return tuple(c for c in among if next(SKINNY.unfit(c, gpu), None) is None)
 
 
 # ---- arithmetic of the rules ----------------------------------------------------------------------------

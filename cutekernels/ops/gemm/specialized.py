@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
@@ -83,23 +84,7 @@ class Specialized(Schedule):
         """Groups that multiply, and the warp that loads."""
         return 128 * groups(c) + 32
 
-    def broken(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
-        yield from self.refused(p, gpu)
-        fitting = self.fitting_tiles(p)
-        if c.tile_n not in fitting:
-            yield f"tile_n={c.tile_n} does not suit {p.m} tokens: take {' or '.join(map(str, fitting))}"
-        by_tile = waves(p, c, gpu)
-        if c.tile_m in TILES:
-            count, busy = by_tile[c.tile_m]
-            least = next(tile for tile in TILES if by_tile[tile][0] == count)
-            if least < c.tile_m:
-                yield f"tile_m={c.tile_m} makes as many waves of CTAs as tile_m={least}"
-            best = max(TILES, key=lambda tile: by_tile[tile][1])
-            if busy < LEAST_BUSY * by_tile[best][1]:
-                best_busy = by_tile[best][1]
-                yield f"tile_m={c.tile_m} has {busy:.0%} of the GPU at work where tile_m={best} has {best_busy:.0%}"
-        if -(-p.n // c.tile_m) > GRID_AXIS or -(-p.m // GROUP_TOKENS) > GRID_AXIS:
-            yield f"{p.m} x {p.n} are more tiles than an axis of a grid has, {GRID_AXIS}"
+    def unfit(self, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
         frame = self.smem(c, extras)
         if frame.total_bytes > gpu.smem_per_block_bytes:
             yield f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
@@ -115,15 +100,31 @@ class Specialized(Schedule):
         needed = registers_per_thread(c) + (_WEIGHING_REGISTERS * c.tile_k // 128 if extras.weighs else 0)
         if needed > available:
             yield f"a thread needs about {needed} registers; it has {available}"
+        yield from prefetch.broken(c, gpu)
+
+    def unsuited(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
+        fitting = self.fitting_tiles(p)
+        if c.tile_n not in fitting:
+            yield f"tile_n={c.tile_n} does not suit {p.m} tokens: take {' or '.join(map(str, fitting))}"
+        by_tile = waves(p, c, gpu)
+        if c.tile_m in TILES:
+            count, busy = by_tile[c.tile_m]
+            least = next(tile for tile in TILES if by_tile[tile][0] == count)
+            if least < c.tile_m:
+                yield f"tile_m={c.tile_m} makes as many waves of CTAs as tile_m={least}"
+            best = max(TILES, key=lambda tile: by_tile[tile][1])
+            if busy < LEAST_BUSY * by_tile[best][1]:
+                best_busy = by_tile[best][1]
+                yield f"tile_m={c.tile_m} has {busy:.0%} of the GPU at work where tile_m={best} has {best_busy:.0%}"
+        if -(-p.n // c.tile_m) > GRID_AXIS or -(-p.m // GROUP_TOKENS) > GRID_AXIS:
+            yield f"{p.m} x {p.n} are more tiles than an axis of a grid has, {GRID_AXIS}"
         if c.split_k > 1 and by_tile[c.tile_m][0] > 1:
             yield f"split_k={c.split_k}: the tiles fill the GPU without"
         if c.split_k * 2 > -(-p.k // c.tile_k) and c.split_k > 1:
             yield f"split_k={c.split_k} leaves less than two k-tiles of {c.tile_k} to each"
-        yield from prefetch.broken(c, gpu)
 
-    def shortlist(self, p: GemmProblem) -> Iterable[GemmConfig]:
-        fitting = self.fitting_tiles(p)
-        return (c for c in _shortlist() if c.tile_n in fitting)
+    def shortlist(self, p: GemmProblem, gpu: GpuSpec) -> Iterable[GemmConfig]:
+        return chain.from_iterable(_shortlist(tile, gpu) for tile in self.fitting_tiles(p))
 
     def preference(self, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
         """One CTA to an SM, two to a tile, most bytes in flight, long k-tiles; for two CTAs to a tile just enough
@@ -195,8 +196,9 @@ SPECIALIZED = Specialized()
 
 
 @cache
-def _shortlist() -> tuple[GemmConfig, ...]:
-    return tuple(spanned(SPECIALIZED.name, stages=(4, 5, 6, 8, 12), ahead=(0, 1, 2, 4)))
+def _shortlist(tile_n: int, gpu: GpuSpec) -> tuple[GemmConfig, ...]:
+    among = spanned(SPECIALIZED.name, tile_n=(tile_n,), stages=(4, 5, 6, 8, 12), ahead=(0, 1, 2, 4))
+    return tuple(c for c in among if next(SPECIALIZED.unfit(c, gpu), None) is None)
 
 
 def least_tokens(p: GemmProblem, gpu: GpuSpec) -> int:

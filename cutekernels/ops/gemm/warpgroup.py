@@ -81,17 +81,20 @@ class Warpgroup(Schedule):
         """The groups that multiply, and the one that loads."""
         return 128 * (groups(c) + 1)
 
-    def broken(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
-        yield from self.refused(p, gpu)
+    def unfit(self, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
         if c.cluster_m * c.cluster_n > 2:
             yield "a cluster has two CTAs at most: take cluster_m=1 or cluster_n=1"
         if c.pingpong and c.tile_m > 2 * GROUP_ROWS:
             yield f"pingpong=1 gives each group a tile of its own, of 64 or 128 rows; tile_m={c.tile_m}"
-        sums = c.tile_m * c.tile_n // (128 * sharing(c))
-        plain = (p.c, p.bias, p.activation) == ("none", "none", "none")
-        most = MOST_SUMS_OF_THREE if groups(c) == 3 else MOST_SUMS if plain else MOST_SUMS_FINISHED
+        sums, most = sums_of(c), MOST_SUMS_OF_THREE if groups(c) == 3 else MOST_SUMS
         if sums > most:
             yield f"{c.tile_m}x{c.tile_n} are {sums} sums a thread; {groups(c)} groups keep {most} at most"
+        yield from prefetch.broken(c, gpu)
+
+    def unsuited(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
+        plain = (p.c, p.bias, p.activation) == ("none", "none", "none")
+        if not plain and sums_of(c) > MOST_SUMS_FINISHED:
+            yield f"{sums_of(c)} sums a thread; with c, a bias or an activation it keeps {MOST_SUMS_FINISHED} at most"
         rows, columns = sides(p, c)
         for name, tile, side, shared in (("m", c.tile_m, rows, c.cluster_n), ("n", c.tile_n, columns, c.cluster_m)):
             if not side.k_major and tile % (SWIZZLED * shared):
@@ -108,12 +111,11 @@ class Warpgroup(Schedule):
         tiles_m, tiles_n = cluster_tiles(p, c)
         if c.cluster_m * c.cluster_n > 1 and tiles_m * tiles_n * p.batch == 1:
             yield "a cluster is for more than two tiles"
-        yield from prefetch.broken(c, gpu)
         if c.raster > 1 and tiles_m == 1:
             yield f"raster={c.raster} does not suit one row of tiles: take 1"
 
-    def shortlist(self, p: GemmProblem) -> Iterable[GemmConfig]:
-        return _shortlist()
+    def shortlist(self, p: GemmProblem, gpu: GpuSpec) -> Iterable[GemmConfig]:
+        return _shortlist(gpu)
 
     def preference(self, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
         """More stages, bands of 8 tile rows, rows that stay rows."""
@@ -183,13 +185,14 @@ WARPGROUP = Warpgroup()
 
 
 @cache
-def _shortlist() -> tuple[GemmConfig, ...]:
+def _shortlist(gpu: GpuSpec) -> tuple[GemmConfig, ...]:
     """The two deepest pipelines of every tile; C's boxes may leave room for the second only."""
     deepest: dict[GemmConfig, list[GemmConfig]] = {}
     for c in spanned(WARPGROUP.name, raster=(1, 8), pdl=(True,)):
         if WARPGROUP.smem(c).total_bytes <= _ROOM:
             deepest.setdefault(c.replace(stages=3), []).append(c)
-    return tuple(c for found in deepest.values() for c in sorted(found, key=lambda c: -c.stages)[:2])
+    among = (c for found in deepest.values() for c in sorted(found, key=lambda c: -c.stages)[:2])
+    return tuple(c for c in among if next(WARPGROUP.unfit(c, gpu), None) is None)
 
 
 # ---- arithmetic of the rules ----------------------------------------------------------------------------
@@ -205,6 +208,11 @@ def sharing(c: GemmConfig) -> int:
 def groups(c: GemmConfig) -> int:
     """Groups that multiply."""
     return 2 if c.pingpong else sharing(c)
+
+
+def sums_of(c: GemmConfig) -> int:
+    """Fp32 sums of a thread."""
+    return c.tile_m * c.tile_n // (128 * sharing(c))
 
 
 def sides(p: GemmProblem, c: GemmConfig) -> tuple[Side, Side]:

@@ -157,7 +157,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
 
 @cache
 def _default(op: _GroupedOp, p: GroupedProblem, gpu: GpuSpec) -> GemmConfig:
-    valid = (c for c in MULTISTAGE.shortlist(op.one(p)) if op.why_not(p, c, gpu) is None)
+    valid = (c for c in MULTISTAGE.shortlist(op.one(p), gpu) if op.why_not(p, c, gpu) is None)
     return min(valid, key=lambda c: (op.estimate_us(p, c, gpu), str(c)))
 
 
