@@ -53,9 +53,13 @@ class TaskHistory:
 
     # -- reading
 
+    def stored(self) -> list[Trial]:
+        """Rows of this task and origin, oldest first."""
+        return self._store.trials(**self._key, origin=self.origin)
+
     def earlier(self) -> list[Trial]:
-        """Rows of this task and origin that hold for today's kernels and versions, oldest first."""
-        return [t for t in self._store.trials(**self._key, origin=self.origin) if self.holds(t)]
+        """Those that hold for today's kernels and versions."""
+        return [t for t in self.stored() if self.holds(t)]
 
     def holds(self, trial: Trial) -> bool:
         """Whether a trial was made from today's sources, under today's versions (of the driver, its branch)."""

@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cutekernels import environment
 from cutekernels import gpu as gpus
-from cutekernels.autotune.history import ATTEMPTS
+from cutekernels.autotune.history import ATTEMPTS, TaskHistory
 from cutekernels.autotune.job import Job, Task, load
 from cutekernels.autotune.shards import expected_s
 from cutekernels.autotune.suggest import space
 from cutekernels.db import sqlite
-from cutekernels.db.store import Store
+from cutekernels.db.store import Environment, Store
 from cutekernels.gpu import GpuSpec
 from cutekernels.op import Config
 
@@ -31,6 +32,8 @@ def planned(
     job: Job, spec: GpuSpec, store: Store | None, limit: int | None = None, *, force: bool = False
 ) -> list[dict[str, Any]]:
     """For each task: attempts stored and still to do, the winner so far. ``store`` None: nothing is stored yet.
+
+    Attempts with other kernel sources or versions do not count: a run repeats them.
 
     ``force``: what a run with this flag would do, which repeats what is stored.
     """
@@ -111,22 +114,26 @@ def stored(url: str) -> Store | None:
 def _left(
     task: Task, spec: GpuSpec, store: Store | None, limit: int | None, *, measured: bool, force: bool
 ) -> dict[str, Any]:
-    key: dict[str, Any] = {"op": task.op.name, "revision": task.op.revision, "problem": str(task.problem)}
     origin = "measured" if measured else "predicted"
-    rows = [] if store is None else store.trials(gpu=spec.name, **key, origin=origin)
-    winners = [] if store is None else store.winners(gpu=spec.name, **key)
-    valid = len(space(task.op, task.problem, spec).valid)
+    valid = sum(measured or not c.vendors for c in space(task.op, task.problem, spec).valid)
     wanted = min(valid, task.trials if measured else limit or valid)
-    done = min(wanted, len({row.config for row in rows if row.status in ATTEMPTS}))
-    crowned = bool(winners) and (not measured or winners[0].origin == "measured")
-    state = "new" if not rows else "repeats" if force else "done" if crowned and done == wanted else "resumes"
+    state, done, winner = "new", 0, None
+    if store is not None:
+        versions = Environment.of(environment.collect())
+        history = TaskHistory(store, task.op, task.problem, spec, versions, origin)
+        rows, winner = history.stored(), history.winner()
+        holding = [row for row in rows if history.holds(row)]
+        done = min(wanted, len({row.config for row in holding if row.status in ATTEMPTS}))
+        crowned = winner is not None and (not measured or (winner.origin == origin and history.holds(winner)))
+        if rows:
+            state = "repeats" if force or not holding else "done" if crowned and done == wanted else "resumes"
     return _row(task) | {
         "gpu": spec.name,
         "origin": origin,
         "state": state,
         "stored": done,
         "to_do": wanted if force else wanted - done,
-        "winner": winners[0].config if winners else None,
+        "winner": None if winner is None else winner.config,
     }
 
 

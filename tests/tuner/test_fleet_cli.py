@@ -169,6 +169,12 @@ class TestCommandLine:
         rows = json.loads(self.invoke(str(self.toml), "--dry-run", "--force", "--format", "json").stdout)
         assert sorted((r["state"], r["to_do"]) for r in rows) == [("new", 4)] * 4 + [("repeats", 4)] * 4
 
+    def test_dry_run_repeats_what_other_kernels_took(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.invoke(str(self.toml), "--shard", "1/2")
+        monkeypatch.setattr("cutekernels.autotune.history.source_fingerprint", lambda op: "ab" * 32)
+        rows = json.loads(self.invoke(str(self.toml), "--dry-run", "--format", "json").stdout)
+        assert sorted((r["state"], r["to_do"]) for r in rows) == [("new", 4)] * 4 + [("repeats", 4)] * 4
+
     @pytest.mark.parametrize("words", [[], ["--dry-run"]])
     def test_a_database_in_nobodys_home_is_one_line(self, words: list[str]) -> None:
         result = CliRunner().invoke(cli.app, [str(self.toml), *words, "--db", "~nobody-at-all/t.db"])
