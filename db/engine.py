@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager
 from importlib.resources import files
 from pathlib import Path
@@ -39,8 +39,8 @@ _TABLES = {"gpu", "environment", "trial", "winner", "request", "alembic_version"
 _alembic_lock = threading.Lock()  # Alembic's context is one per process, whatever the database
 
 
-def open_engine(url: str, *, readonly: bool = False) -> Engine:
-    """An engine on the database at ``url``, with this package's schema.
+def open_engine(url: str, *, readonly: bool = False, accepts: Collection[str] = (HEAD,)) -> Engine:
+    """An engine on the database at ``url``, with this package's schema, or for reading one that ``accepts`` names.
 
     Raises:
         StoreError: unreachable, locked for too long, of a newer schema, not ours, or not writable here.
@@ -60,7 +60,7 @@ def open_engine(url: str, *, readonly: bool = False) -> Engine:
             _prepare(path, engine)
         if readonly:
             with engine.connect() as connection:
-                _require_head(connection)
+                _require_known(connection, accepts)
     return engine
 
 
@@ -232,14 +232,14 @@ def alembic_config(connection: Connection) -> Any:
     return config
 
 
-def _require_head(connection: Connection) -> None:
+def _require_known(connection: Connection, accepts: Collection[str]) -> None:
     _require_plain_tables(connection)
     found = _version(connection)
     if found is None:
         raise StoreError("this is not a tuned-config database: it has no schema revision")
     if found > HEAD:
         raise _newer(found)
-    if found != HEAD:
+    if found not in accepts:
         raise StoreError(
             f"the database has schema {found}, older than {HEAD}; `cutekernels db doctor --fix` upgrades it"
         )

@@ -186,7 +186,7 @@ def _read_postgres(url: str, gpu: str) -> Iterable[_Row]:
 
     from cutekernels.db.engine import open_engine, translated
 
-    engine = open_engine(url, readonly=True)
+    engine = open_engine(url, readonly=True, accepts=READABLE)
     with translated("query"), engine.connect() as connection:
         return [tuple(row) for row in connection.execute(text(_WINNERS), {"gpu": gpu})]
 

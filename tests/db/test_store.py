@@ -13,6 +13,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,22 @@ def test_down_and_up_again(url: str) -> None:
     with Store(url) as store:
         assert store.trials() == []
         assert store.record([trial()]) == 1
+
+
+@pytest.mark.parametrize("earlier", ["0001", "0002"])
+def test_an_upgrade_keeps_every_row(url: str, earlier: str) -> None:
+    kept = trial(sources="")
+    with Store(url) as store:
+        store.record([kept])
+        store.crown(kept.id)
+    writer = engine.open_engine(url).execution_options(**{engine.WRITING: True})
+    with writer.begin() as connection:
+        command.downgrade(engine.alembic_config(connection), earlier)
+    assert len(snapshot.load(kept.gpu.name, url).table) >= 1, "calls read it before the upgrade too"
+    with Store(url) as store:
+        (found,) = store.winners()
+        expected = kept if earlier == "0002" else replace(kept, environment=found.environment)  # older: no provenance
+        assert found == expected
 
 
 def test_a_newer_schema_is_refused_and_left_alone(url: str, caplog: pytest.LogCaptureFixture) -> None:
