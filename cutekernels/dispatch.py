@@ -20,8 +20,10 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from cutekernels import compile as compiler
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
 MAX_OCTAVES = 2.0
 """Limit on a neighbour's distance: octaves, summed over the extents."""
+MOST_TRIED = 4
+"""Neighbours that are tried: each takes the models of two problems, milliseconds of host time."""
 MOST_BEHIND = 1.15
 """Limit on a neighbour's config: its time over the default's by the model, here against at its own problem.
 
@@ -296,33 +300,25 @@ def _sources(op: Op[Any, Any], p: Any, gpu: GpuSpec, snapshot: Snapshot) -> Iter
         yield "tuned", "the bucket has only a prediction"
     else:
         yield "tuned", _adopt(op, p, gpu, at_bucket, "tuned", f"measured for its bucket ({at_bucket.source})")
-    yield "nearest", _nearest(op, p, gpu, table.values(), "measured", "nearest")
+    yield "nearest", _nearest(op, p, gpu, table, "measured", "nearest")
     if at_bucket is not None and at_bucket.origin == "predicted":
         yield (
             "predicted",
             _adopt(op, p, gpu, at_bucket, "predicted", f"the model's best for its bucket ({at_bucket.source})"),
         )
     else:
-        yield "predicted", _nearest(op, p, gpu, table.values(), "predicted", "predicted")
+        yield "predicted", _nearest(op, p, gpu, table, "predicted", "predicted")
     yield "default", Choice(op.default(p, gpu), "default", "the op's analytical choice")
 
 
-def _nearest(op: Op[Any, Any], p: Any, gpu: GpuSpec, rows: Iterable[Winner], wanted: str, origin: str) -> Choice | str:
-    """The closest acceptable neighbour among the rows of origin ``wanted``."""
+def _nearest(
+    op: Op[Any, Any], p: Any, gpu: GpuSpec, table: Mapping[str, Winner], wanted: str, origin: str
+) -> Choice | str:
+    """The closest acceptable neighbour among the rows of origin ``wanted``, of which a few are tried."""
     own = p.bucket()
-    neighbours = []
-    for row in rows:
-        if row.origin != wanted:
-            continue
-        try:
-            other = op.Problem.parse(row.problem)
-        except UnsupportedProblem:
-            continue  # written by another version of this op
-        if other.static() == own.static() and other != own and (distance := octaves(own, other)) <= MAX_OCTAVES:
-            neighbours.append((distance, row.problem, row, other))
     reason = f"no {wanted} neighbour within {MAX_OCTAVES:g} octaves"
-    for distance, problem, row, other in sorted(neighbours, key=lambda n: n[:2]):
-        note = f"{wanted} for {problem}, {distance:.2f} octaves away ({row.source})"
+    for distance, row, other in islice(_neighbours(op, own, gpu, table, wanted), MOST_TRIED):
+        note = f"{wanted} for {row.problem}, {distance:.2f} octaves away ({row.source})"
         outcome = _adopt(op, p, gpu, row, origin, note)
         if isinstance(outcome, Choice) and outcome.config.vendors:
             outcome = f"{note}, but the vendor's call serves no neighbour"
@@ -335,6 +331,68 @@ def _nearest(op: Op[Any, Any], p: Any, gpu: GpuSpec, rows: Iterable[Winner], wan
     return reason
 
 
+def _neighbours(
+    op: Op[Any, Any], own: Problem, gpu: GpuSpec, table: Mapping[str, Winner], wanted: str
+) -> Iterator[tuple[float, Winner, Problem]]:
+    """Rows with the static fields of ``own`` within two octaves, the nearest first."""
+    described = _described(op, str(own))
+    if described is None:
+        return
+    plain, place = described
+    near = []
+    for other, row in _placed(op, gpu, table).get((wanted, plain), ()):
+        distance = sum(abs(x - y) for x, y in zip(place, other, strict=True))
+        if distance <= MAX_OCTAVES:
+            near.append((distance, row.problem, row))
+    for distance, text, row in sorted(near, key=lambda n: n[:2]):
+        try:
+            problem = op.Problem.parse(text)
+        except UnsupportedProblem:
+            continue  # written by another version of this op
+        if problem.static() == own.static() and problem != own:
+            yield distance, row, problem
+
+
+_Words = frozenset[tuple[str, str]]
+_Placed = dict[tuple[str, _Words], list[tuple[tuple[float, ...], "Winner"]]]
+_places: dict[tuple[str, str], tuple[Mapping[str, Winner], _Placed]] = {}
+
+
+def _placed(op: Op[Any, Any], gpu: GpuSpec, table: Mapping[str, Winner]) -> _Placed:
+    """Rows of ``table`` by origin and static words, each with its place: made once for a table, from texts alone."""
+    known = _places.get((gpu.name, op.name))
+    if known is not None and known[0] is table:
+        return known[1]
+    found: _Placed = {}
+    for row in table.values():
+        described = _described(op, row.problem)
+        if described is not None:
+            found.setdefault((row.origin, described[0]), []).append((described[1], row))
+    _places[gpu.name, op.name] = table, found
+    return found
+
+
+def _described(op: Op[Any, Any], text: str) -> tuple[_Words, tuple[float, ...]] | None:
+    """A problem's static words, and the powers of two of its extents; None for a text that is no problem's."""
+    words = dict(word.split("=", 1) for word in text.split() if "=" in word)
+    try:
+        place = tuple(_octave(int(words.pop(name, default))) for name, default in _extents(op).items())
+    except ValueError:  # a missing extent, or one that is no number
+        return None
+    return frozenset(words.items()), place
+
+
+@cache
+def _extents(op: Op[Any, Any]) -> dict[str, str]:
+    """The extents of the op's problems and their defaults, "" for one that must be there."""
+    names = op.Problem.extent_names()
+    return {f.name: "" if f.default is MISSING else str(f.default) for f in fields(op.Problem) if f.name in names}
+
+
+def _octave(extent: int) -> float:
+    return math.log2(extent or 0.5)
+
+
 def _behind(op: Op[Any, Any], p: Any, config: Config, gpu: GpuSpec) -> float:
     """The model's time for ``config`` over that for the default."""
     least = op.estimate_us(p, op.default(p, gpu), gpu)
@@ -343,7 +401,7 @@ def _behind(op: Op[Any, Any], p: Any, config: Config, gpu: GpuSpec) -> float:
 
 def octaves(a: Problem, b: Problem) -> float:
     """Distance between two problems' extents in powers of two, summed over the extents."""
-    return sum(abs(math.log2((x or 0.5) / (y or 0.5))) for x, y in zip(a.extents(), b.extents(), strict=True))
+    return sum(abs(_octave(x) - _octave(y)) for x, y in zip(a.extents(), b.extents(), strict=True))
 
 
 def _adopt(op: Op[Any, Any], p: Any, gpu: GpuSpec, row: Winner, origin: str, note: str) -> Choice | str:
