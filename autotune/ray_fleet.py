@@ -10,10 +10,12 @@ one of 80 GB no more than the GeForce cards from each other. They only say that 
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -127,7 +129,10 @@ class RayFleet:
         if not self._ray.is_initialized():
             try:
                 _reach(address)
-                self._ray.init(address=address, log_to_driver=False, logging_level="warning", include_dashboard=False)
+                with _own_sigterm():
+                    self._ray.init(
+                        address=address, log_to_driver=False, logging_level="warning", include_dashboard=False
+                    )
             except (OSError, ValueError, RuntimeError) as error:
                 reason = str(error).partition("\n")[0]
                 raise JobError(
@@ -241,6 +246,15 @@ class _RayRuntime:
         if isinstance(value, StartFailed) or getattr(value, "type_name", "") == CacheUnusable.__name__:
             raise SlotLost(str(value))
         raise value
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep this process's handler of SIGTERM: Ray sets one that ends the process at once, with another exit code."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _reach(address: str) -> None:

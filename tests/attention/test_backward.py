@@ -280,7 +280,9 @@ def test_rules_are_told() -> None:
         with pytest.raises(InvalidConfig, match=message):
             ATTENTION_BACKWARD.check(p, config.replace(**{k: int(v) for k, v in words.items()}), gpu.lookup(name))
     with pytest.raises(InvalidConfig, match="idles"):
-        ATTENTION_BACKWARD.check(p.replace(seq_q=16, seq_kv=16), config.replace(tile_own=128, warps=8), spec)
+        ATTENTION_BACKWARD.check(
+            p.replace(seq_q=16, seq_kv=16), config.replace(tile_own=128, warps=8, ctas_per_sm=1), spec
+        )
     with pytest.raises(InvalidConfig, match="more than one tile"):
         ATTENTION_BACKWARD.check(p.replace(seq_kv=60), config.replace(order="heads"), spec)
 

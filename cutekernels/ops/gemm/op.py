@@ -15,13 +15,16 @@ from cutekernels.ops.gemm.launch import AddressedLaunch, addressed, contiguous
 from cutekernels.ops.gemm.multistage import MULTISTAGE
 from cutekernels.ops.gemm.problem import (
     ACTIVATIONS,
+    BODIES,
     DTYPES,
     ELEMENT_BYTES,
     MOST_TOKENS,
+    VENDOR,
     WIDEST,
     GemmConfig,
     GemmProblem,
     foreign,
+    spanned,
 )
 from cutekernels.ops.gemm.schedule import Schedule
 from cutekernels.ops.gemm.skinny import SKINNY
@@ -72,10 +75,13 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         return next(foreign(c), None) or next(SCHEDULES[c.body].broken(p, c, gpu), None)
 
     def valid(self, p: GemmProblem, gpu: GpuSpec) -> Iterator[GemmConfig]:
-        takers = [schedule for schedule in SCHEDULES.values() if takes(schedule, p, gpu)]
-        tiles = {(schedule.name, tile) for schedule in takers for tile in schedule.fitting_tiles(p)}
-        likely = (c for c in GemmConfig.every() if c.vendors or (c.body, c.tile_n) in tiles)
-        return (c for c in likely if self.why_not(p, c, gpu) is None)
+        for schedule in SCHEDULES.values():
+            if takes(schedule, p, gpu):
+                fitting = schedule.fitting_tiles(p)
+                tiles = tuple(tile for tile in BODIES[schedule.name]["tile_n"] if tile in fitting)
+                fit = _fit(schedule, tiles, gpu)
+                yield from (c for c in fit if next(schedule.unsuited(p, c, gpu), None) is None)
+        yield from (c for c in spanned(VENDOR) if self.why_not(p, c, gpu) is None)
 
     # -- choice
 
@@ -247,6 +253,13 @@ def reference(
 def takes(schedule: Schedule, p: GemmProblem, gpu: GpuSpec) -> bool:
     """Whether ``schedule`` has a config for ``p``, as far as the problem alone can tell."""
     return next(schedule.refused(p, gpu), None) is None
+
+
+@cache
+def _fit(schedule: Schedule, tiles: tuple[int, ...], gpu: GpuSpec) -> tuple[GemmConfig, ...]:
+    """All configs of a schedule, with ``tile_n`` among ``tiles``, that are not unfit for ``gpu``."""
+    among = spanned(schedule.name, tile_n=tiles)
+    return tuple(c for c in among if next(schedule.unfit(c, gpu), None) is None)
 
 
 @cache
