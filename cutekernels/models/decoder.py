@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cutekernels.errors import UnsupportedProblem
 from cutekernels.kv_cache import KVCache
+from cutekernels.models import arguments
 from cutekernels.models.requests import Request, Requests
-from cutekernels.models.sampling import Choices, Sampling, refuse_stop
-from cutekernels.models.weights import Attention, Weights, read
+from cutekernels.models.sampling import Choices, Sampling
+from cutekernels.models.weights import Attention, Weights, check_model, read
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.decode_api import decode_attention
 from cutekernels.ops.rope import rope
+from cutekernels.ops.shared.checks import check_flag
 
 
 @dataclass(frozen=True)
@@ -119,12 +120,15 @@ class Decoder:
 
         Raises:
             UnsupportedProblem: a model that is not of these families, is patched or has options that no op has (see
-                docs/decoder.md), sizes that are out of range.
+                docs/decoder.md), or on the meta device; sizes that are out of range or more than the device has memory
+                for; a tokenizer that is none.
         """
-        for name, size in (("max_batch", max_batch), ("max_tokens", max_tokens), ("chunk", chunk)):
-            if type(size) is not int or size < 1:
-                raise UnsupportedProblem(f"Decoder takes {name} as an integer from 1 up; got {size!r}")
-        pages = max_batch * -(-max_tokens // page_size) if pages is None else pages
+        pages = arguments.check_sizes(
+            max_batch=max_batch, max_tokens=max_tokens, page_size=page_size, pages=pages, chunk=chunk
+        )
+        arguments.check_tokenizer(tokenizer)
+        check_model(model)
+        arguments.check_memory(model, max_batch=max_batch, max_tokens=max_tokens, page_size=page_size, pages=pages)
         weights = read(model, max_tokens)
         return cls(
             weights, max_batch=max_batch, max_tokens=max_tokens, page_size=page_size, pages=pages, chunk=chunk,
@@ -144,7 +148,8 @@ class Decoder:
         """Queue a request; it starts in the next :meth:`step` that has room for it.
 
         Args:
-            prompt: token ids, or text where the decoder has a tokenizer.
+            prompt: token ids, in a list or in a tensor or array ``(S,)`` or ``(1, S)``; or text where the decoder has
+                a tokenizer.
             max_new_tokens: at most; room for the prompt and all of them is reserved when it starts.
             sampling: how tokens are chosen; greedy by default.
             stop: token ids behind which the request ends; the token itself is part of the result.
@@ -153,9 +158,11 @@ class Decoder:
             The request's number, for :meth:`result`.
 
         Raises:
-            UnsupportedProblem: an empty prompt, an unknown token, or more tokens than the cache can ever hold.
+            UnsupportedProblem: an empty prompt, an unknown token, more tokens than the cache can ever hold, or an
+                argument of another kind.
         """
-        return self._requests.add(self._ids(prompt), max_new_tokens, sampling or Sampling(), stop).number
+        ids = arguments.ids_of(prompt, self._tokenizer)
+        return self._requests.add(ids, max_new_tokens, arguments.chosen_sampling(sampling), stop).number
 
     def step(self) -> None:
         """Start waiting requests, start one token of each running one, and take in the tokens of the step before."""
@@ -196,15 +203,16 @@ class Decoder:
     ) -> Generated:
         """Tokens for every prompt; arguments as of :meth:`add`. ``progress`` shows a bar with tokens a second.
 
-        With a seed, request ``i`` draws with ``seed + i``.
+        ``prompts`` are in a list, or the rows of a tensor or array. With a seed, request ``i`` draws with ``seed + i``.
         """
         begin = time.perf_counter()
-        chosen = sampling or Sampling()
-        stop = refuse_stop(stop)
+        check_flag("generate", "progress", progress)
+        chosen = arguments.chosen_sampling(sampling)
+        stop = arguments.stop_tokens(stop, self._requests.vocabulary)
         numbers: list[int] = []
         try:
-            for i, prompt in enumerate(prompts):
-                own = Sampling(**{**vars(chosen), "seed": chosen.seed + i})
+            for i, prompt in enumerate(arguments.listed_prompts(prompts)):
+                own = replace(chosen, seed=chosen.seed + i)
                 numbers.append(self.add(prompt, max_new_tokens=max_new_tokens, sampling=own, stop=stop))
         except BaseException:
             for number in numbers:
@@ -228,17 +236,6 @@ class Decoder:
                 yield
                 done = sum(len(self.tokens_of(n)) for n in numbers)
                 bar.update(task, completed=done, rate=done / (time.perf_counter() - begin))
-
-    def _ids(self, prompt: Any) -> list[int]:
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise UnsupportedProblem("a prompt of text needs a tokenizer: pass tokenizer= to from_transformers")
-            prompt = self._tokenizer(prompt).input_ids
-        if not hasattr(prompt, "tolist"):  # neither a tensor nor an array
-            return list(prompt)
-        if prompt.ndim != 1 and (prompt.ndim != 2 or len(prompt) != 1):
-            raise UnsupportedProblem(f"a prompt is one sequence; this has shape {tuple(prompt.shape)}: pass its rows")
-        return prompt.flatten().tolist()  # type: ignore[no-any-return]
 
     # ---- steps
 

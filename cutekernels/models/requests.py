@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kv_cache import KVCache
-from cutekernels.models.sampling import Sampling, refuse_stop
+from cutekernels.models.arguments import stop_tokens
+from cutekernels.models.sampling import Sampling
+from cutekernels.ops.shared.checks import said
 
 
 @dataclass(eq=False)
@@ -35,7 +37,7 @@ class Requests:
 
     def __init__(self, cache: KVCache, most: int, vocabulary: int) -> None:
         """``most``: tokens of a request; the last page of a sequence may have room for more."""
-        self._cache, self._vocabulary = cache, vocabulary
+        self._cache, self.vocabulary = cache, vocabulary
         self._room = min(most, cache.free_pages * cache.page_size)
         self._waiting: deque[Request] = deque()
         self._slots: list[Request | None] = [None] * cache.batch
@@ -44,10 +46,10 @@ class Requests:
 
     def add(self, prompt: list[int], most: int, sampling: Sampling, stop: Iterable[int]) -> Request:
         """Queue a request. Raises UnsupportedProblem for one that could never run."""
-        if not prompt or not all(type(token) is int and 0 <= token < self._vocabulary for token in prompt):
-            bad = next((t for t in prompt if type(t) is not int or not 0 <= t < self._vocabulary), None)
-            said = "it is empty" if not prompt else f"one is {bad!r}"
-            raise UnsupportedProblem(f"a prompt is token ids from 0 to {self._vocabulary - 1}; {said}: tokenize it")
+        if not prompt or not all(type(token) is int and 0 <= token < self.vocabulary for token in prompt):
+            bad = next((t for t in prompt if type(t) is not int or not 0 <= t < self.vocabulary), None)
+            found = "it is empty" if not prompt else f"one is {said(bad)}"
+            raise UnsupportedProblem(f"a prompt is token ids from 0 to {self.vocabulary - 1}; {found}: tokenize it")
         if type(most) is not int or most < 1:
             raise UnsupportedProblem(f"max_new_tokens is an integer from 1 up; it is {most!r}")
         need = len(prompt) + most
@@ -56,7 +58,7 @@ class Requests:
                 f"a prompt of {len(prompt)} tokens and {most} new ones are {need}, and the cache holds {self._room} of "
                 "a request: shorten it, or make the decoder with more max_tokens or pages"
             )
-        request = Request(self._next, prompt, most, sampling, refuse_stop(stop))
+        request = Request(self._next, prompt, most, sampling, stop_tokens(stop, self.vocabulary))
         self._next += 1
         self._known[request.number] = request
         self._waiting.append(request)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.sampling import sample_filter
+from cutekernels.ops.sampling import check_temperature, sample_filter
 from cutekernels.ops.shared.checks import check_number, check_whole
 
 _MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # of splitmix64, as signed numbers
@@ -20,9 +18,9 @@ class Sampling:
     """How a request's tokens are chosen; greedy by default.
 
     Attributes:
-        temperature: divides the logits; 0 takes the most likely token.
+        temperature: divides the logits; 0 takes the most likely token. The least other one is 1e-30.
         top_k, top_p, min_p: filters of :func:`cutekernels.sample_filter`; off by default.
-        presence_penalty: is subtracted from the logits of tokens that the request has generated.
+        presence_penalty: is subtracted from the logits of tokens that the request has generated; from -1e6 to 1e6.
         seed: of the draw. The same seed gives the same tokens, whatever else is in the batch.
     """
 
@@ -34,12 +32,11 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "min_p"):
-            check_number("Sampling", name, getattr(self, name), 0.0)
+        check_number("Sampling", "temperature", self.temperature)
+        check_temperature(self.temperature)
         for name in ("top_p", "min_p"):
-            if getattr(self, name) > 1:
-                raise UnsupportedProblem(f"Sampling takes {name} up to 1; got {getattr(self, name)}: it is a share")
-        check_number("Sampling", "presence_penalty", self.presence_penalty)
+            check_number("Sampling", name, getattr(self, name), 0.0, 1.0)
+        check_number("Sampling", "presence_penalty", self.presence_penalty, -_PENALTY, _PENALTY)
         check_whole("Sampling", "top_k", self.top_k, 0, 2**31 - 1)
         check_whole("Sampling", "seed", self.seed, 0, 2**63 - 1)
 
@@ -48,6 +45,7 @@ class Sampling:
         return self.temperature == 0 and self.presence_penalty == 0
 
 
+_PENALTY = 1e6  # over the least temperature it is still a number of fp32
 _TYPES = {"top_k": torch.int32, "seed": torch.int64}
 
 
@@ -93,14 +91,3 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
     x = x ^ ((x >> 31) & ((1 << 33) - 1))
     return ((x >> 40) & ((1 << 24) - 1)).float() * 2.0**-24
-
-
-def refuse_stop(stop: object) -> frozenset[int]:
-    """Stop tokens as a set. Raises UnsupportedProblem for what is no collection of token ids."""
-    try:
-        found: frozenset[Any] = frozenset(stop)  # type: ignore[call-overload]
-    except TypeError:
-        found = frozenset({"?"})
-    if not all(type(token) is int and token >= 0 for token in found):
-        raise UnsupportedProblem(f"stop is token ids, integers from 0; got {stop!r}: pass (tokenizer.eos_token_id,)")
-    return found

@@ -135,10 +135,8 @@ def read(model: Any, positions: int) -> Weights:
         UnsupportedProblem: a model of another family, one that is patched, or lies on several devices, and options of
             its family that no op has.
     """
-    family = family_of(model, "Decoder", _REMEDY)
+    family, ropes = check_model(model)
     config = model.config
-    ropes = _ropes(config)
-    _check(model, ropes)
     with torch.no_grad():
         tables = _tables(model, ropes, positions)
         layers = tuple(_layer(layer, family, tables) for layer in model.model.layers)
@@ -156,7 +154,13 @@ def read(model: Any, positions: int) -> Weights:
     )
 
 
-def _check(model: Any, ropes: dict[str | None, Any]) -> None:
+def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
+    """The family and the rotary parameters of a model that :func:`read` takes; layers are checked when they are read.
+
+    Raises:
+        UnsupportedProblem: as of :func:`read`.
+    """
+    family = family_of(model, "Decoder", _REMEDY)
     if not hasattr(model, "lm_head"):
         raise UnsupportedProblem(
             f"Decoder takes models for causal language modelling; {type(model).__name__} has no lm_head: {_REMEDY}"
@@ -165,12 +169,18 @@ def _check(model: Any, ropes: dict[str | None, Any]) -> None:
         raise UnsupportedProblem("Decoder reads a plain model, and this one is patched: call cutekernels.unpatch first")
     if len({(p.device, p.dtype) for p in model.parameters()}) != 1:
         raise UnsupportedProblem("Decoder takes a model on one device and of one dtype: move it with model.to(...)")
+    if model.device.type == "meta":
+        raise UnsupportedProblem(
+            "Decoder takes a model with weights, and this one is on the meta device: load it by from_pretrained"
+        )
+    ropes = _ropes(model.config)
     for parameters in ropes.values():
         kind = parameters.get("rope_type", "default")
         if kind not in _ROPES:
             raise UnsupportedProblem(
                 f"Decoder takes rotary tables that do not depend on the length; rope_type is {kind}: {_REMEDY}"
             )
+    return family, ropes
 
 
 def _ropes(config: Any) -> dict[str | None, Any]:

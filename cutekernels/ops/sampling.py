@@ -296,13 +296,14 @@ def sample_filter(
 
     Args:
         logits: ``(..., V)``, fp16, bf16 or fp32 (on the CPU fp64 too), V up to 2^30; any strides.
-        temperature: divides the logits; 0 keeps the first of the largest logits alone.
+        temperature: divides the logits; 0 keeps the first of the largest logits alone. The least other number is
+            1e-30, so that quotients are finite in fp32 and bf16; in fp16 those beyond 65504 are infinite.
         top_k: how many to keep; 0, or V and more, for all.
         top_p: the share of the mass to keep, from 0 to 1; 1 for all.
         min_p: the least probability, as a share of the largest, from 0 to 1; 0 for none.
             Each of the four is a number or one for each row: a tensor of the logits' leading shape and device, int32
             for ``top_k`` and fp32 for the others, with numbers as above (not checked: that would wait for the GPU; a
-            temperature that is not positive is greedy).
+            temperature that is not positive is greedy, with one from 0 to 1e-30 quotients may be infinite).
         config: overrides the tuned choice, as a :class:`SampleFilterConfig` or its text. Ignored on the CPU.
 
     Returns:
@@ -333,6 +334,7 @@ def sample_filter(
         else:
             kind = "whole number" if name == "top_k" else "number"
             raise UnsupportedProblem(f"{name} is a {kind} from 0 to {high:g}, or a tensor of them; it is {said(given)}")
+    check_temperature(numbers[0])
     by_k = tensors[1] is not None or numbers[1] > 0
     by_p = tensors[2] is not None or numbers[2] < 1
     by_min_p = tensors[3] is not None or numbers[3] > 0
@@ -341,7 +343,17 @@ def sample_filter(
 
 
 _INFINITE = 3.4e38
+_LEAST = 1e-30  # logits up to 3e8 over it are finite in fp32
 _INT32 = (1 << 31) - 1
+
+
+def check_temperature(temperature: float) -> None:
+    """Refuses a number that logits in fp32 cannot be divided by."""
+    if temperature != 0 and not _LEAST <= temperature <= _INFINITE:
+        raise UnsupportedProblem(
+            f"temperature is a number from {_LEAST:g} to {_INFINITE:g}, which divides the logits within the range of "
+            f"fp32, or 0, which is greedy; it is {temperature!r}: pass 0"
+        )
 
 
 def register(library: torch.library.Library) -> None:

@@ -164,6 +164,7 @@ def refusals() -> dict[str, Callable[[], Any]]:
     x = torch.randn(4, 6)
     return {
         "temperature is a number from 0 to": lambda: sample_filter(x, temperature=-1.0),
+        "number from 1e-30 to 3.4e.38.*it is 1e-45: pass 0": lambda: sample_filter(x, temperature=1e-45),
         "top_p is a number from 0 to 1, or a tensor": lambda: sample_filter(x, top_p=1.5),
         "min_p is a number from 0 to 1.*nan": lambda: sample_filter(x, min_p=float("nan")),
         "top_k is a whole number.*-3": lambda: sample_filter(x, top_k=-3),
@@ -179,6 +180,12 @@ def refusals() -> dict[str, Callable[[], Any]]:
 def test_refusals_say_the_rule(rule: str) -> None:
     with pytest.raises(UnsupportedProblem, match=rule):
         refusals()[rule]()
+
+
+def test_the_least_temperature_leaves_finite_numbers() -> None:
+    out = sample_filter(torch.tensor([[3e8, -3e8, 1.0]]), temperature=1e-30)
+    assert out.isfinite().all()
+    assert out.softmax(-1).tolist() == [[1.0, 0.0, 0.0]]
 
 
 def test_gradients_are_refused() -> None:

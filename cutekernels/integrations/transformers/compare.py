@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.integrations.transformers.families import family_of
 from cutekernels.integrations.transformers.patching import is_patched, patch, unpatch
+from cutekernels.ops.shared.checks import check_flag, check_tensor, said
 
 
 @dataclass(frozen=True)
@@ -44,19 +46,21 @@ def compare(model: torch.nn.Module, inputs: Tensor | Mapping[str, Tensor], *, la
 
     Args:
         model: as :func:`patch` takes it.
-        inputs: token ids ``(B, S)``, or the keyword arguments of the model's forward pass. Positions that
-            ``attention_mask`` hides are not compared.
+        inputs: token ids ``(B, S)``, int64 or int32, on the model's device; or the keyword arguments of the model's
+            forward pass, ``inputs_embeds`` among them where ``input_ids`` are not. Positions that ``attention_mask``,
+            ``(B, S)``, hides are not compared.
         layers: compare the results of each decoder layer too.
 
     Returns:
         A :class:`Comparison`, which prints as a table.
 
     Raises:
-        UnsupportedProblem: what :func:`patch` raises; no inputs.
+        UnsupportedProblem: a model that :func:`patch` does not take, or without a language model's head or weights;
+            inputs that are not as above, or on another device than the model.
     """
-    given = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
-    if not given:
-        raise UnsupportedProblem("compare needs inputs: token ids, or the keyword arguments of a forward pass")
+    check_flag("compare", "layers", layers)
+    _check_model(model)
+    given = _checked(model, inputs)
     was_patched = is_patched(model)
     training = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -64,7 +68,8 @@ def compare(model: torch.nn.Module, inputs: Tensor | Mapping[str, Tensor], *, la
         if was_patched:
             unpatch(model)
         plain = _results(model, given, layers)
-        exact = _results(copy.deepcopy(model).float(), given, layers)
+        wide = {k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in given.items()}
+        exact = _results(copy.deepcopy(model).float(), wide, layers)
         with patch(model):
             ours = _results(model, given, layers)
     finally:
@@ -84,6 +89,74 @@ def compare(model: torch.nn.Module, inputs: Tensor | Mapping[str, Tensor], *, la
         {name: _error(ours[name][seen], exact[name][seen]) for name in exact},
         (float((best[1] == best[0]).double().mean()), float((best[2] == best[0]).double().mean())),
     )
+
+
+def _check_model(model: Any) -> None:
+    """Refuses what has no logits for each position."""
+    remedy = "pass a model for causal language modelling, loaded by from_pretrained"
+    family_of(model, "compare", remedy)
+    if not hasattr(model, "lm_head"):
+        raise UnsupportedProblem(f"compare takes models with an lm_head; {type(model).__name__} has none: {remedy}")
+    if any(p.is_meta for p in model.parameters()):
+        raise UnsupportedProblem(
+            f"compare takes a model with weights, and this one has some on the meta device: {remedy}"
+        )
+
+
+def _checked(model: Any, inputs: Any) -> dict[str, Any]:
+    """The keyword arguments of a forward pass."""
+    given = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
+    known = isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
+    ids, embeds = (given.get(name) if known else None for name in ("input_ids", "inputs_embeds"))
+    tokens = embeds if ids is None else ids
+    if not isinstance(tokens, Tensor) or (ids is not None and embeds is not None):
+        raise UnsupportedProblem(
+            "compare needs inputs: token ids in a tensor, or the keyword arguments of a forward pass with a tensor for "
+            f"either input_ids or inputs_embeds; got {said(inputs)}: pass tokenizer(text, return_tensors='pt')"
+        )
+    table = model.get_input_embeddings().weight
+    for name, value in given.items():
+        if isinstance(value, Tensor):
+            check_tensor("compare", name, value)
+            if value.device != table.device:
+                raise UnsupportedProblem(
+                    f"compare takes inputs on the model's device, {table.device}; {name} is on {value.device}: "
+                    "move it with .to(model.device)"
+                )
+    if given.get("past_key_values") is not None:
+        raise UnsupportedProblem(
+            "compare runs the model three times, and past_key_values grow each time: pass all tokens"
+        )
+    _check_tokens(tokens, table, embedded=ids is None)
+    _check_mask(given.get("attention_mask"), tokens.shape[:2])
+    return dict(given)
+
+
+def _check_tokens(t: Tensor, table: Tensor, embedded: bool) -> None:
+    """Refuses what is no token ids ``(B, S)``, or no rows of the embedding ``table`` ``(B, S, H)``."""
+    vocabulary, width = table.shape
+    if embedded:
+        fits, what = t.is_floating_point() and t.ndim == 3 and t.shape[-1] == width, f"inputs_embeds (B, S, {width})"
+    else:
+        fits, what = t.dtype in (torch.int32, torch.int64) and t.ndim == 2, "token ids (B, S), int64 or int32"
+    if not fits or not t.numel():
+        raise UnsupportedProblem(
+            f"compare takes {what}, at least one; got {tuple(t.shape)} {t.dtype}: tokenize a text that is not empty"
+        )
+    if not embedded and not 0 <= int(t.min()) <= int(t.max()) < vocabulary:
+        raise UnsupportedProblem(
+            f"compare takes token ids from 0 to {vocabulary - 1}; they go from {int(t.min())} to {int(t.max())}: "
+            "use the model's own tokenizer"
+        )
+
+
+def _check_mask(mask: Any, shape: torch.Size) -> None:
+    """Refuses a mask that does not say of each token whether it counts, or that leaves none."""
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != shape or not mask.any()):
+        raise UnsupportedProblem(
+            f"compare takes attention_mask as a tensor {tuple(shape)} with ones for tokens that count, one at least; "
+            f"got {said(mask)}: pass the tokenizer's, or none"
+        )
 
 
 def _results(model: Any, given: dict[str, Any], layers: bool) -> dict[str, Tensor]:

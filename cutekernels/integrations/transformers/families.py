@@ -72,8 +72,9 @@ FAMILIES = {
 def family_of(model: Any, verb: str, remedy: str) -> Family:
     """The family of a transformers model. Raises UnsupportedProblem for anything else, which ``verb`` does not take."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind not in FAMILIES:
-        shown = f"model_type {kind!r}" if kind else f"a {type(model).__name__}"
+    whole = isinstance(model, torch.nn.Module) and hasattr(model, "set_attn_implementation")  # no layer of a model
+    if kind not in FAMILIES or not whole:
+        shown = f"model_type {kind!r}" if kind and whole else f"a {type(model).__name__}"
         raise UnsupportedProblem(
             f"{verb} takes models of transformers whose model_type is one of {', '.join(FAMILIES)}; this is {shown}: "
             f"{remedy}"

@@ -12,6 +12,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers import attention, modules
 from cutekernels.integrations.transformers.families import family_of, gate_of
 from cutekernels.ops.attention.problem import WIDEST
+from cutekernels.ops.shared.checks import said
 
 WIDEST_HEAD = 256
 _BEFORE = "_cutekernels_attention"  # the attribute of a patched model: the attention it had
@@ -116,7 +117,13 @@ def patch(model: torch.nn.Module) -> Report:
 
 
 def unpatch(model: torch.nn.Module) -> None:
-    """Undo :func:`patch`: every module has its class, memory and attention again. No-op where nothing is patched."""
+    """Undo :func:`patch`: every module has its class, memory and attention again. No-op where nothing is patched.
+
+    Raises:
+        UnsupportedProblem: ``model`` is no module.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise UnsupportedProblem(f"unpatch takes a torch.nn.Module; got {said(model)}: pass the model that was patched")
     found: list[Any] = list(model.modules())  # Any: a patched module is of both its classes
     for module in found:
         if isinstance(module, modules.Patched):

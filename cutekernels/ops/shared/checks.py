@@ -42,13 +42,19 @@ def check_tensor(op: str, name: str, t: object, *, optional: bool = False) -> No
         raise UnsupportedProblem(f"{op} takes {name} as a dense tensor; got a {kind}")
 
 
-def check_number(op: str, name: str, value: object, low: float = -math.inf, *, finite: bool = True) -> None:
-    """Refuses what is no number of at least ``low``. A bool is none."""
+def check_number(
+    op: str, name: str, value: object, low: float = -math.inf, high: float = math.inf, *, finite: bool = True
+) -> None:
+    """Refuses what is no number from ``low`` to ``high``. A bool is none."""
     fits = isinstance(value, _NUMBERS) and not isinstance(value, bool)
     if fits and finite:
-        fits = low <= value < math.inf and value > -math.inf  # type: ignore[operator]
+        fits = low <= value <= high and -math.inf < value < math.inf  # type: ignore[operator]
     if not fits:
-        kind = ("finite number" if finite else "number") + (f" of at least {low:g}" if low > -math.inf else "")
+        kind = "finite number" if finite else "number"
+        if high < math.inf:
+            kind += f" from {low:g} to {high:g}"
+        elif low > -math.inf:
+            kind += f" of at least {low:g}"
         raise UnsupportedProblem(f"{op} takes {name} as a {kind}; got {said(value)}")
 
 
