@@ -43,6 +43,7 @@ from cutekernels.ops.shared.tensor_op import TensorOp, check_results
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
+    from cutekernels.ops.gemm.schedule import Extras
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _GATE_ROWS = 8  # weight rows of the gate, then as many of up, in an MMA's 16
@@ -120,13 +121,15 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         Candidates run all of their CTAs at once and hide the weighing of tokens behind their loads.
         """
         product = _product_of(self, p)
-        if p.layout != "aligned" or 0 in (p.m, p.n) or not takes(SPECIALIZED, product, gpu):
+        refused = next(self._broken_specialized(p), None)
+        if refused or p.layout != "aligned" or 0 in (p.m, p.n, p.k) or not takes(SPECIALIZED, product, gpu):
             return CHAIN
-        tiles = SPECIALIZED.fitting_tiles(product)[:1]
+        tile = SPECIALIZED.fitting_tiles(product)[0]
         among = [
             c
-            for c in _shortlist()
-            if c.tile_n in tiles and -(-p.n // c.tile_m) * c.split_k <= gpu.sm_count and self.why_not(p, c, gpu) is None
+            for c in _shortlist(tile, gpu, p.extras)
+            if -(-p.n // c.tile_m) * c.split_k <= gpu.sm_count
+            and next(SPECIALIZED.unsuited(product, c.product, gpu, p.extras), None) is None
         ]
         alone = min((SPECIALIZED.estimate_us(product, c.product, gpu) for c in among), default=0.0)
         hidden = [c for c in among if weighing_us(product, c.product, gpu) < _HIDDEN * alone]
@@ -291,8 +294,9 @@ def _product_of(op: NormLinear[Any], p: NormLinearProblem) -> GemmProblem:
 
 
 @cache
-def _shortlist() -> tuple[NormLinearConfig, ...]:
-    return tuple(spanned("specialized", pdl=(True,), stages=(4, 5, 6, 8, 12), ahead=(0, 1, 2, 4)))
+def _shortlist(tile_n: int, gpu: GpuSpec, extras: Extras) -> tuple[NormLinearConfig, ...]:
+    among = spanned("specialized", tile_n=(tile_n,), pdl=(True,), stages=(4, 5, 6, 8, 12), ahead=(0, 1, 2, 4))
+    return tuple(c for c in among if next(SPECIALIZED.unfit(c.product, gpu, extras), None) is None)
 
 
 def _nothing(*args: Any) -> None:
