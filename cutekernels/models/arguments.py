@@ -39,7 +39,14 @@ def check_tokenizer(tokenizer: object) -> None:
 
 
 def check_memory(model: Any, *, max_batch: int, max_tokens: int, page_size: int, pages: int) -> None:
-    """Refuses sizes whose cache and tables are more than the device has memory for, before any of it is allocated."""
+    """Refuses sizes whose cache and tables are more than the device has memory for, before any of it is allocated.
+
+    The meta device has none.
+    """
+    if model.device.type == "meta":
+        raise UnsupportedProblem(
+            "Decoder takes a model with weights, and this one is on the meta device: load it by from_pretrained"
+        )
     config, device = model.config, model.device
     head_dim, itemsize = model.model.layers[0].self_attn.head_dim, model.dtype.itemsize
     page = 2 * config.num_hidden_layers * config.num_key_value_heads * page_size * head_dim * itemsize

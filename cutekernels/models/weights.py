@@ -169,10 +169,6 @@ def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
         raise UnsupportedProblem("Decoder reads a plain model, and this one is patched: call cutekernels.unpatch first")
     if len({(p.device, p.dtype) for p in model.parameters()}) != 1:
         raise UnsupportedProblem("Decoder takes a model on one device and of one dtype: move it with model.to(...)")
-    if model.device.type == "meta":
-        raise UnsupportedProblem(
-            "Decoder takes a model with weights, and this one is on the meta device: load it by from_pretrained"
-        )
     ropes = _ropes(model.config)
     for parameters in ropes.values():
         kind = parameters.get("rope_type", "default")
