@@ -12,9 +12,10 @@ so that a new measurement displaces a winner only where it beats it, and two run
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from cutekernels.autotune.runtime import Outcome
+from cutekernels.conditions import Conditions
 from cutekernels.db.certificate import QUANTILES, Certificate
 from cutekernels.db.store import Trial
 from cutekernels.measure import Samples
@@ -74,14 +75,11 @@ def decide(outcomes: Mapping[Config, Outcome], default: Config, serving: Sequenc
 def certificate(verdict: Verdict, outcomes: Mapping[Config, Outcome], default: Config) -> Certificate:
     """The evidence for the winner, as it is stored."""
     mine = outcomes[verdict.winner]
-    seen = mine.conditions
     return Certificate(
         default=str(default),
         tied=tuple(map(str, verdict.tied)),
         challengers=len(outcomes) - 1,
         processes=PROCESSES,
         quantiles_us=tuple(Samples(mine.us).quantile(q) for q in QUANTILES),
-        clock_mhz=None if seen is None else seen.clock_mhz,
-        temperature_c=None if seen is None else seen.temperature_c,
-        power_w=None if seen is None else seen.power_w,
+        **asdict(mine.conditions or Conditions()),
     )

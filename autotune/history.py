@@ -17,6 +17,7 @@ from cutekernels.compile import source_fingerprint
 from cutekernels.db import snapshot
 from cutekernels.db.certificate import Certificate
 from cutekernels.db.store import Environment, Gpu, Store, Trial
+from cutekernels.dispatch import octaves
 from cutekernels.errors import CacheUnusable, InvalidConfig, UnsupportedProblem
 from cutekernels.gpu import GpuSpec
 from cutekernels.isolate import OUT_OF_MEMORY, ChildDied, ChildFailure, ChildTimeout, RemoteError, StartFailed
@@ -100,7 +101,7 @@ class TaskHistory:
             except UnsupportedProblem:
                 continue  # stored before a field changed
             if other.static() == self.problem.static():
-                found.append((_log_distance(self.problem, other), trial.problem, trial))
+                found.append((octaves(self.problem, other), trial.problem, trial))
         found.sort(key=lambda row: row[:2])
         configs = [self.config_of(trial) for _, _, trial in found[: neighbours + 1]]
         return list(dict.fromkeys([*self.serving(), *(c for c in configs if c is not None)]))
@@ -186,7 +187,3 @@ def status_of(failure: ChildFailure, *, compiling: bool) -> str | None:
 def _versions(environment: Environment) -> tuple[str, ...]:
     e = environment
     return e.driver.partition(".")[0], e.cuda, e.dsl, e.ptxas, e.triton, e.torch
-
-
-def _log_distance(a: Problem, b: Problem) -> float:
-    return sum(abs(math.log2(max(x, 1)) - math.log2(max(y, 1))) for x, y in zip(a.extents(), b.extents(), strict=True))

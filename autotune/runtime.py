@@ -45,7 +45,7 @@ class Prepare:
 class Measure:
     """Request: verify ``configs``, time the correct ones interleaved. ``race``: leader, contenders (``measure.py``).
 
-    Search and final time alike: the GPU rests for as long as it works, so that power throttles no candidate. A
+    Search and final time alike: the GPU rests for as long as it works, to keep power from throttling it. A
     ``final`` also times the vendor's call, as :data:`VENDOR`, and watches clock, temperature and power.
     """
 

@@ -6,8 +6,6 @@ prediction is worth. It flatters them: the constants of attention and of the str
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.replay import SWEEPS
+from bench.replay import SWEEPS, recorded
 from cutekernels import gpu as gpus
 from cutekernels import terminal
 from cutekernels.errors import CuteKernelsError
@@ -53,11 +51,9 @@ class Quality:
 def load(folder: Path) -> dict[tuple[str, str], dict[str, float]]:
     """Measured µs by op and problem, then by config."""
     found: dict[tuple[str, str], dict[str, float]] = {}
-    for file in sorted(folder.rglob("*.jsonl.gz")):
-        with gzip.open(file, "rt") as lines:
-            for row in map(json.loads, lines):
-                if {"op", "problem", "config"} <= row.keys() and row.get("us"):
-                    found.setdefault((row["op"], row["problem"]), {})[row["config"]] = row["us"]
+    for row in recorded(folder):
+        if {"op", "problem", "config"} <= row.keys() and row.get("us"):
+            found.setdefault((row["op"], row["problem"]), {})[row["config"]] = row["us"]
     return found
 
 

@@ -54,15 +54,19 @@ class Sweep:
         return math.log(us / base) + dice.gauss(0.0, self.noise[row])
 
 
+def recorded(folder: Path) -> Iterator[dict[str, Any]]:
+    """Every line of the sweeps in ``folder``."""
+    for file in sorted(folder.rglob("*.jsonl.gz")):
+        with gzip.open(file, "rt") as lines:
+            yield from map(json.loads, lines)
+
+
 def load(folder: Path = SWEEPS) -> list[Sweep]:
     """The sweeps in ``folder``, but those of fewer than twelve configs, where any order does."""
     found: dict[tuple[str, str], list[dict[str, object]]] = {}
-    for file in sorted(folder.rglob("*.jsonl.gz")):
-        with gzip.open(file, "rt") as lines:
-            for line in lines:
-                row = json.loads(line)
-                if {"op", "problem", "config", "model_us", "default"} <= row.keys():
-                    found.setdefault((row["op"], row["problem"]), []).append(row)
+    for row in recorded(folder):
+        if {"op", "problem", "config", "model_us", "default"} <= row.keys():
+            found.setdefault((row["op"], row["problem"]), []).append(row)
     made = (_sweep(op, problem, rows) for (op, problem), rows in found.items())
     return [sweep for sweep in made if sweep is not None and len(sweep.rows) >= 12]
 

@@ -95,8 +95,8 @@ def contenders(case: Case, plan: Plan) -> list[Contender | Ours]:
         found = [_forced("cutekernels", default, "default")]
     else:
         found = [Ours(ours("cutekernels"), str(choice.config), choice.origin)]
-    if default != choice.config and not choice.config.vendors:
-        found.append(_forced("cutekernels (default)", default, "default"))
+        if default != choice.config:
+            found.append(_forced("cutekernels (default)", default, "default"))
     if plan.max_smem_kib is not None:
         config, origin = within_smem(op, problem, plan.gpu, plan.max_smem_kib)
         found.append(_forced(f"cutekernels (<= {plan.max_smem_kib} KiB smem)", config, origin))

@@ -34,7 +34,7 @@ class Watch:
 
     @classmethod
     def current(cls) -> Watch:
-        """Of torch's current GPU, where NVML is installed."""
+        """Watch over torch's current GPU; it sees nothing where NVML is not installed."""
         import torch
 
         try:

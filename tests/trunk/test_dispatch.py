@@ -146,7 +146,7 @@ class TestNearest:
             assert origin(*rows) == ("nearest", B)
 
     def test_ten_thousand_rows_are_read_once_and_few_are_tried(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Texts are split once for a table; problems are made of those alone that are tried (10 ms; it took 5 s)."""
+        """Texts are split once for a table; problems are made of those alone that are tried."""
         parsed, tried = [], []
         parse, adopt = ToyProblem.parse.__func__, dispatch._adopt  # type: ignore[attr-defined]
         monkeypatch.setattr(ToyProblem, "parse", classmethod(lambda cls, t: parsed.append(t) or parse(cls, t)))  # type: ignore[func-returns-value]

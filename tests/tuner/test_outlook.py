@@ -43,7 +43,7 @@ def test_each_knob_has_its_reason(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_demo_shows_both_kinds() -> None:
-    """By the model alone, on an L40S: most of the demo problems have a better config than the default, one has none."""
+    """Demo job on an L40S, by the model alone: a better config than the default for most problems, none for one."""
     gains = {}
     for t in load(DEMO).tasks:
         found = space(t.op, t.problem, L40S)

@@ -46,7 +46,7 @@ class Family:
         return {role: cls for role, cls in named.items() if cls is not None}
 
     def norm_options(self, norm: Any) -> dict[str, Any]:
-        """Of :func:`cutekernels.rms_norm`, as the module ``norm`` computes it."""
+        """Options with which :func:`cutekernels.rms_norm` computes what the module ``norm`` does."""
         eps = getattr(norm, "variance_epsilon", None)
         eps = norm.eps if eps is None else eps
         return {"eps": eps, "weight_offset": self.weight_offset, "rounding": self.rounding}
