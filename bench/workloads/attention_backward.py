@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.baselines import DTYPES, Contender, Inputs, Launch, Workload
+from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload
 from bench.suites import Case
 from bench.workloads import attention as forward
 from bench.workloads import posed
 from cutekernels.op import Work
 from cutekernels.ops.attention.api import attention
-from cutekernels.ops.attention.backward import AttentionBackwardProblem, passes
+from cutekernels.ops.attention.backward_config import AttentionBackwardProblem, passes
 from cutekernels.ops.attention.problem import AttentionProblem
 from cutekernels.ops.attention.reference import gradients as reference
 
@@ -38,6 +38,23 @@ def _backward(suite: Callable[[str, str], list[Case]], dtype: str, accumulate: s
         problem = AttentionBackwardProblem(**{f.name: getattr(p, f.name) for f in dataclasses.fields(p)}, of=of)
         cases.append(Case("attention_backward", str(problem), case.label))
     return cases
+
+
+def _hopper(dtype: str, accumulate: str) -> list[Case]:
+    """Head dims 64, 128 and 256, one to eight prompts, 512 to 16k tokens."""
+    square = [
+        forward._case(dtype, batch, seq, 2048 // d, 2048 // d, d, causal)
+        for d, batch, seq in ((128, 4, 4096), (128, 8, 1024), (64, 4, 4096), (256, 2, 4096))
+        for causal in (False, True)
+    ]
+    groups = [forward._case(dtype, batch, seq, 32, 8, 128, True) for batch, seq in ((1, 2048), (8, 1024), (1, 8192))]
+    return [
+        *square,
+        *groups,
+        forward._case(dtype, 1, 16384, 16, 16, 128, True),
+        forward._case(dtype, 4, 2048, 32, 32, 64, True),
+        forward._case(dtype, 8, 512, 32, 32, 64, False),
+    ]
 
 
 # ---- operands -------------------------------------------------------------------------------------------
@@ -96,12 +113,12 @@ def _cudnn(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
 
 def _torch(problem: AttentionBackwardProblem, cudnn: bool, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Launch:
     dout, q, k, v = (t.transpose(1, 2) for t in (dout, q, k, v))
-    causal, none = problem.causal, torch.empty(0, device=q.device)
+    causal = problem.causal
     if cudnn:
         out, lse, cu_q, cu_k, most_q, most_k, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, False
         )
-        rest: tuple[Any, ...] = (seed, offset, none, cu_q, cu_k, most_q, most_k, 0.0, causal)
+        rest: tuple[Any, ...] = (seed, offset, None, cu_q, cu_k, most_q, most_k, 0.0, causal)
         kernel = aten._scaled_dot_product_cudnn_attention_backward
     else:
         out, lse, cu_q, cu_k, most_q, most_k, seed, offset, _ = aten._scaled_dot_product_flash_attention(
@@ -116,17 +133,41 @@ def _torch(problem: AttentionBackwardProblem, cudnn: bool, dout: Tensor, q: Tens
     return launch
 
 
+def _flash_4(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    """Its deterministic kernels, since ours have no others."""
+    try:
+        from flash_attn.cute.interface import _flash_attn_bwd
+    except (ImportError, RuntimeError) as error:
+        raise Absent(f"flash-attn-4 does not import: {error}") from error
+    causal = posed(case)[1].causal
+
+    def bound(dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Launch:
+        out, lse = attention(q, k, v, causal=causal, return_lse=True)
+
+        def launch() -> tuple[Tensor, ...]:
+            return tuple(_flash_attn_bwd(q, k, v, out, dout, lse, causal=causal, deterministic=True)[:3])
+
+        return launch
+
+    return [bound(*i.operands) for i in sets]
+
+
 WORKLOADS = (
     Workload(
         op="attention_backward",
         suites={
             "prefill": partial(_backward, forward._prefill),
             "llm": partial(_backward, forward._llm),
+            "hopper": partial(_backward, _hopper),
         },
         inputs=_inputs,
         truth=_truth,
         ours=_ours,
-        peers=(Contender("torch sdpa flash", _flash), Contender("torch sdpa cudnn", _cudnn)),
+        peers=(
+            Contender("torch sdpa flash", _flash),
+            Contender("torch sdpa cudnn", _cudnn),
+            Contender("flash-attn-4", _flash_4),
+        ),
         work=_work,
     ),
 )

@@ -13,12 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from cutekernels.gpu import GpuSpec
-from cutekernels.ops.attention.backward import (
-    ATTENTION_BACKWARD,
-    AttentionBackwardConfig,
-    AttentionBackwardProblem,
-    passes,
-)
+from cutekernels.ops.attention.backward import ATTENTION_BACKWARD
+from cutekernels.ops.attention.backward_config import AttentionBackwardConfig, AttentionBackwardProblem, passes
 from cutekernels.ops.attention.reference import band
 from tests.attention.cases import random_problem
 

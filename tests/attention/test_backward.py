@@ -15,12 +15,8 @@ from cutekernels import gpu, verify
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops import registry
 from cutekernels.ops.attention.api import attention
-from cutekernels.ops.attention.backward import (
-    ATTENTION_BACKWARD,
-    AttentionBackwardConfig,
-    AttentionBackwardProblem,
-    passes,
-)
+from cutekernels.ops.attention.backward import ATTENTION_BACKWARD
+from cutekernels.ops.attention.backward_config import AttentionBackwardConfig, AttentionBackwardProblem, passes
 from cutekernels.ops.attention.delta import ATTENTION_DELTA, DeltaProblem
 from cutekernels.ops.attention.reference import gradients
 from tests.attention import backward_cases, cases

@@ -14,7 +14,8 @@ from torch import Tensor
 from cutekernels import dispatch, gpu, verify
 from cutekernels.ops import registry
 from cutekernels.ops.attention.api import attention
-from cutekernels.ops.attention.backward import ATTENTION_BACKWARD, AttentionBackwardProblem, passes
+from cutekernels.ops.attention.backward import ATTENTION_BACKWARD
+from cutekernels.ops.attention.backward_config import AttentionBackwardProblem, passes
 from cutekernels.ops.attention.delta import ATTENTION_DELTA, DeltaProblem
 from tests.attention import cases
 from tests.attention.backward_cases import chosen, random_backward, random_config, torch_gradients

@@ -79,6 +79,10 @@ def test_no_right_config_is_rejected() -> None:
                 judged += 1
                 if outcome.error > 1:
                     rejected.append(f"{op.name} [{problem}] [{text}]: {outcome.error:.3f} tolerances")
+            print(
+                f"{judged} judged, {len(rejected)} rejected, {len(failed)} failed after {op.name} [{problem}]",
+                flush=True,
+            )
     print(f"{judged} judged, {len(rejected)} rejected, {len(failed)} failed")
     assert rejected == [] and failed == []
     assert judged >= 0.8 * COUNT

@@ -7,25 +7,30 @@ gradient is one thread's sum in a fixed order, so there is no option for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cutekernels.errors import UnsupportedProblem
-from cutekernels.kernels.cute.parts.attention_smem import padded
-from cutekernels.op import Work, knob, plain
+from cutekernels.op import Work
 from cutekernels.ops.attention import problem, reference
+from cutekernels.ops.attention.backward_config import (
+    AttentionBackwardConfig,
+    AttentionBackwardProblem,
+    warpgroup_unfit,
+    warpgroup_unsuited,
+    warpgroup_us,
+)
+from cutekernels.ops.attention.config import GROUP_ROWS
 from cutekernels.ops.attention.delta import ATTENTION_DELTA
 from cutekernels.ops.attention.op import ATTENTION
-from cutekernels.ops.attention.problem import AttentionProblem, TilesConfig, TilesOp, score_factors
+from cutekernels.ops.attention.problem import TilesOp, score_factors
+from cutekernels.ops.shared.per_stream import Workspace
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
-WIDEST_TOGETHER = 192  # padded head dims whose dK and dV fit one thread's registers
 # Registers beside accumulators, owned operands and one per row of the warp, for fragments: addresses, statistics; and
 # more with one stage, since a tile is fetched while all sums are alive (docs/notes/attention.md#backward-registers).
 OTHER_REGISTERS, LATE_REGISTERS = 15, 17
@@ -34,71 +39,6 @@ _TILE = 0.17 / 0.08  # of barrier_us: a walked tile, whatever its size
 _WAIT = 0.4 / 0.08  # of the same: waiting for the next tile, with one stage
 _EXPONENTS = 0.5  # the share of the exponents' time that products do not hide
 _CROWD_WARPS, _CROWD = 8, 0.3  # speed falls by this power of the SM's warps where there are fewer: they hide less
-
-
-@dataclass(frozen=True)
-class AttentionBackwardProblem(AttentionProblem):
-    """The forward pass's problem, and ``of``: the gradients that one kernel computes, dK with dV, or any one alone."""
-
-    of: str = plain("kv", "q", "k", "v")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.lse:
-            raise UnsupportedProblem("lse=1 asks attention for a result; its gradients have none: leave it out")
-        if self.of == "kv" and self.width > WIDEST_TOGETHER:
-            raise UnsupportedProblem(
-                f"of=kv sums dK and dV of a head of {self.head_dim} in registers, which {WIDEST_TOGETHER} fill: "
-                "ask for of=k and of=v"
-            )
-
-    @property
-    def by_keys(self) -> bool:
-        return self.of != "q"
-
-    @property
-    def products(self) -> int:
-        """Products per pair of tiles: S, dP where it is needed, and a sum for each gradient."""
-        return {"kv": 4, "q": 3, "k": 3, "v": 2}[self.of]
-
-    @property
-    def operands(self) -> int:
-        """Owned operands: K and V, Q and dO, or K alone."""
-        return 1 if self.of == "v" else 2
-
-    def forward(self) -> AttentionProblem:
-        """The problem of the forward pass, with lse."""
-        named = {f.name: getattr(self, f.name) for f in fields(AttentionProblem)}
-        return AttentionProblem(**named | {"lse": True})
-
-
-def passes(head_dim: int) -> tuple[str, ...]:
-    """The problems, by ``of``, whose kernels together give all gradients of heads of ``head_dim``."""
-    return ("kv", "q") if padded(head_dim) <= WIDEST_TOGETHER else ("k", "v", "q")
-
-
-@dataclass(frozen=True)
-class AttentionBackwardConfig(TilesConfig):
-    """The knobs of ``kernels/cute/attention/backward.py``.
-
-    A CTA owns ``tile_own`` rows (keys for dK and dV, queries for dQ) and walks the others ``tile_walked`` at a time.
-    ``in_registers``: the owned operands stay there. ``order`` is that of CTAs.
-    """
-
-    tiles: ClassVar = ("tile_own", "tile_walked")
-    tile_own: int = knob(64, 128, 256)
-    tile_walked: int = knob(32, 64, 128)
-    warps: int = knob(4, 8)
-    stages: int = knob(1, 2)
-    ctas_per_sm: int = knob(1, 2, 3)
-    in_registers: bool = knob(False, True)
-    order: str = knob("rows", "l2", "heads")
-
-    def smem_bytes(self, p: AttentionBackwardProblem) -> int:
-        """A CTA's shared memory: the owned operands, the walked ones' stages, and walked queries' statistics."""
-        row_bytes = 2 * p.width
-        stats = 2 * 4 * self.tile_walked if p.by_keys else 0
-        return p.operands * self.tile_own * row_bytes + self.stages * (2 * self.tile_walked * row_bytes + stats)
 
 
 class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfig]):
@@ -131,10 +71,19 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
     # -- rules and choice
 
     def unfit(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec) -> Iterator[str]:
-        return self.unfit_tiles(p, c, gpu, registers_per_thread(p, c), c.smem_bytes(p))
+        yield from c.foreign()
+        if c.body == "warpgroup":
+            yield from warpgroup_unfit(p, c, gpu)
+        else:
+            yield from self.unfit_tiles(p, c, gpu, registers_per_thread(p, c), c.smem_bytes(p))
+
+    def unsuited(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec) -> Iterator[str]:
+        return warpgroup_unsuited(p, c, gpu) if c.body == "warpgroup" else super().unsuited(p, c, gpu)
 
     def estimate_us(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec) -> float:
         """See :meth:`TilesOp.tiles_us`; not fitted to measurements of its own."""
+        if c.body == "warpgroup":
+            return warpgroup_us(p, c, gpu)
         return self.tiles_us(
             p, c, gpu, products=p.products, read_rows=0 if c.in_registers else c.rows * p.operands,
             exponents=_EXPONENTS, fixed=_TILE + (_WAIT if c.stages == 1 else 0.0),
@@ -151,6 +100,7 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
         from cutekernels.ops.attention import fakes
 
         batch, number, limit = fakes.Batch(p.dtype, p.head_dim, p.varlen), Float32(1.0), Int32(0)
+        counter = fakes.vector(Int32) if c.grid == "counted" else None
         return backend.compile(
             self._body(p, c, gpu),
             None if p.of == "v" else batch.kv() if p.by_keys else batch.q(),
@@ -159,14 +109,16 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
             fakes.vector(Float32, sym_int(64)),
             batch.mask() if p.mask else None,
             *(batch.ends(), batch.ends()),
+            *([counter] if c.body == "warpgroup" else []),
             *(number, number, number, number),
             *(limit, limit),
             gpu=gpu,
         )
 
     def _body(self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec) -> Any:
-        """The body with its parts."""
+        """The kernel of ``c.body`` with its parts."""
         from cutekernels.kernels.cute.attention.backward import AttentionBackward
+        from cutekernels.kernels.cute.attention.warpgroup_backward import WarpgroupAttentionBackward
         from cutekernels.kernels.cute.parts.heads import HeadRows
         from cutekernels.kernels.cute.parts.mask import BandMask
         from cutekernels.kernels.cute.parts.products import warp_products
@@ -174,16 +126,29 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
         from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax
 
         limits = (p.limited_left, p.limited_right)
+        shared: dict[str, Any] = {
+            "of": p.of,
+            "mask": BandMask(c.tile_own, c.tile_walked, *(limits[::-1] if p.by_keys else limits), p.mask),
+            "softmax": OnlineSoftmax(0.0, p.softcap),
+            "order": HeadOrder(c.order, gpu.l2_bytes // 2),
+            "sequences": Sequences(p.varlen),
+        }
+        if c.body == "warpgroup":
+            return WarpgroupAttentionBackward(
+                groups=c.tile_own // GROUP_ROWS,
+                tile_walked=c.tile_walked,
+                head_dim=p.head_dim,
+                padded=p.width,
+                stages=c.stages,
+                resident=gpu.sm_count if c.grid == "counted" else 0,
+                **shared,
+            )
         return AttentionBackward(
-            of=p.of,
             own=HeadRows(c.tile_own, p.head_dim, p.width, 1, c.threads),
             walked=HeadRows(c.tile_walked, p.head_dim, p.width, c.stages, c.threads),
             products=warp_products(c.warps, c.in_registers),
-            mask=BandMask(c.tile_own, c.tile_walked, *(limits[::-1] if p.by_keys else limits), p.mask),
-            softmax=OnlineSoftmax(0.0, p.softcap),
-            order=HeadOrder(c.order, gpu.l2_bytes // 2),
-            sequences=Sequences(p.varlen),
             ctas_per_sm=c.ctas_per_sm,
+            **shared,
         )
 
     def bind(
@@ -191,6 +156,7 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
     ) -> Callable[..., Any]:
         limits, results = p.limits, len(p.of)
         empty = p.seq_q == 0 or p.seq_kv == 0
+        counter = Workspace(0, 1) if c.grid == "counted" else None  # one ticket, no partial sums
 
         def launch(*args: Any) -> None:
             dout, q, k, v, stats, mask, cu_q, cu_kv, scale, softcap = args[results:]
@@ -203,7 +169,8 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
             first, second = {"kv": args[:2], "v": (None, args[0])}.get(p.of, (args[0], None))
             given = None if mask is None else mask.view(torch.uint8)
             factors = (*score_factors(scale, softcap), scale)
-            kernel(first, second, dout, q, k, v, stats.view(-1), given, cu_q, cu_kv, *factors, *limits)
+            tickets = () if c.body == "warps" else (None if counter is None else counter.get()[1],)
+            kernel(first, second, dout, q, k, v, stats.view(-1), given, cu_q, cu_kv, *tickets, *factors, *limits)
 
         return launch
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from cutekernels import rates
 from cutekernels.kernels.cute.parts.attention_smem import PrefillSmem, WarpgroupAttentionSmem
@@ -18,7 +16,7 @@ from cutekernels.ops.attention.problem import (
     EXPONENTS_PER_CLOCK,
     ORDER,
     AttentionProblem,
-    TilesConfig,
+    BodiesConfig,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +36,7 @@ _ODD = 1.05  # blocks of keys that are no multiple of 64
 
 
 @dataclass(frozen=True)
-class AttentionConfig(TilesConfig):
+class AttentionConfig(BodiesConfig):
     """The knobs of both bodies: ``prefill.py`` (warps) and ``warpgroup.py`` in ``kernels/cute/attention/``.
 
     ``lazy`` rescales sums only where a block's scores exceed the row's reference by far. ``order`` is that of tiles.
@@ -47,6 +45,28 @@ class AttentionConfig(TilesConfig):
     """
 
     tiles: ClassVar = ("tile_q", "tile_kv")
+    bodies: ClassVar = {
+        "warps": {
+            "tile_q": (64, 128, 256),
+            "tile_kv": (32, 64, 128),
+            "warps": (4, 8),
+            "stages": (1, 2),
+            "ctas_per_sm": (1, 2, 3),
+            "q_in_registers": (False, True),
+            "lazy": (True, False),
+            "order": ("rows", "l2", "heads"),
+        },
+        "warpgroup": {
+            "tile_q": (64, 128, 192),
+            "tile_kv": (48, 64, 80, 96, 112, 128, 144, 160, 176),
+            "warps": (4, 8, 12),
+            "stages": (1, 2),
+            "lazy": (True, False),
+            "order": ("rows", "l2", "heads"),
+            "turns": (False, True),
+            "grid": ("tiles", "persistent", "counted"),
+        },
+    }
     tile_q: int = knob(64, 128, 192, 256)
     tile_kv: int = knob(32, 48, 64, 80, 96, 112, 128, 144, 160, 176)
     warps: int = knob(4, 8, 12)
@@ -59,60 +79,10 @@ class AttentionConfig(TilesConfig):
     turns: bool = knob(False, True, added=True)
     grid: str = knob("tiles", "persistent", "counted", added=True)
 
-    @classmethod
-    def every(cls) -> Iterator[AttentionConfig]:
-        """The whole space: each body's own."""
-        return iter(_every())
-
     def smem(self, p: AttentionProblem) -> PrefillSmem | WarpgroupAttentionSmem:
         if self.body == "warpgroup":
             return WarpgroupAttentionSmem(self.tile_q // GROUP_ROWS, self.tile_kv, p.head_dim, self.stages)
         return PrefillSmem(self.tile_q, self.tile_kv, p.head_dim, self.stages)
-
-
-# Values of the knobs that each body takes; of the others the first.
-BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
-    "warps": {
-        "tile_q": (64, 128, 256),
-        "tile_kv": (32, 64, 128),
-        "warps": (4, 8),
-        "stages": (1, 2),
-        "ctas_per_sm": (1, 2, 3),
-        "q_in_registers": (False, True),
-        "lazy": (True, False),
-        "order": ("rows", "l2", "heads"),
-    },
-    "warpgroup": {
-        "tile_q": (64, 128, 192),
-        "tile_kv": (48, 64, 80, 96, 112, 128, 144, 160, 176),
-        "warps": (4, 8, 12),
-        "stages": (1, 2),
-        "lazy": (True, False),
-        "order": ("rows", "l2", "heads"),
-        "turns": (False, True),
-        "grid": ("tiles", "persistent", "counted"),
-    },
-}
-_VALUES = {
-    body: {name: own.get(name, values[:1]) for name, values in AttentionConfig.space().items()} | {"body": (body,)}
-    for body, own in BODIES.items()
-}
-
-
-def foreign(c: AttentionConfig) -> Iterator[str]:
-    """The knobs of ``c`` whose values belong to the other body."""
-    for name, allowed in _VALUES[c.body].items():
-        if getattr(c, name) not in allowed:
-            yield f"body={c.body} takes {name} from {', '.join(map(str, allowed))}; it is {getattr(c, name)}"
-
-
-@cache
-def _every() -> tuple[AttentionConfig, ...]:
-    return tuple(
-        AttentionConfig(**dict(zip(values, chosen, strict=True)))
-        for values in _VALUES.values()
-        for chosen in product(*values.values())
-    )
 
 
 # ---- the warpgroup body ----------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention import reference
 from cutekernels.ops.attention.api import canonical, check, pose
 from cutekernels.ops.attention.arguments import check_ends
-from cutekernels.ops.attention.backward import ATTENTION_BACKWARD, AttentionBackwardProblem, passes
+from cutekernels.ops.attention.backward import ATTENTION_BACKWARD
+from cutekernels.ops.attention.backward_config import AttentionBackwardProblem, passes
 from cutekernels.ops.attention.delta import ATTENTION_DELTA
 from cutekernels.ops.attention.problem import AttentionProblem
 from cutekernels.ops.shared import tensor_op

@@ -18,7 +18,6 @@ from cutekernels.ops.attention import reference
 from cutekernels.ops.attention.config import (
     GROUP_ROWS,
     AttentionConfig,
-    foreign,
     warpgroup_unfit,
     warpgroup_unsuited,
     warpgroup_us,
@@ -72,7 +71,7 @@ class Attention(TilesOp[AttentionProblem, AttentionConfig]):
     # -- rules and choice
 
     def unfit(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
-        yield from foreign(c)
+        yield from c.foreign()
         if c.body == "warpgroup":
             yield from warpgroup_unfit(p, c, gpu)
         else:

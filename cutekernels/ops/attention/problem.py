@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, TypeVar
 
 import torch
@@ -284,6 +285,38 @@ class TilesConfig(WarpsConfig):
     def rows(self) -> int:
         """Owned rows of a warp."""
         return self.own // self.warps
+
+
+class BodiesConfig(TilesConfig):
+    """Config of several bodies: ``bodies`` has each one's knobs and their values; of others it takes the first."""
+
+    bodies: ClassVar[dict[str, dict[str, tuple[Any, ...]]]]
+    body: str
+
+    @classmethod
+    def values(cls, body: str) -> dict[str, tuple[Any, ...]]:
+        own = cls.bodies[body]
+        return {name: own.get(name, values[:1]) for name, values in cls.space().items()} | {"body": (body,)}
+
+    @classmethod
+    def every(cls) -> Iterator[Self]:
+        """The whole space: each body's own."""
+        return iter(_every(cls))  # type: ignore[arg-type]
+
+    def foreign(self) -> Iterator[str]:
+        """The knobs whose values belong to another body."""
+        for name, allowed in self.values(self.body).items():
+            if getattr(self, name) not in allowed:
+                took = ", ".join(map(str, allowed))
+                yield f"body={self.body} takes {name} from {took}; it is {getattr(self, name)}"
+
+
+@cache
+def _every(cls: type[BodiesConfig]) -> tuple[Any, ...]:
+    spaces = [cls.values(body) for body in cls.bodies]
+    return tuple(
+        cls(**dict(zip(space, chosen, strict=True))) for space in spaces for chosen in product(*space.values())
+    )
 
 
 Q = TypeVar("Q", bound=AttentionProblem)

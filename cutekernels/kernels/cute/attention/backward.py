@@ -32,11 +32,10 @@ from cutlass.memory import SmemAllocator
 from cutekernels.kernels.cute.parts.heads import HeadRows
 from cutekernels.kernels.cute.parts.mask import BandMask
 from cutekernels.kernels.cute.parts.products import Products
+from cutekernels.kernels.cute.parts.score_gradients import BLIND
 from cutekernels.kernels.cute.parts.sequences import HeadOrder, Sequences
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
 from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax, by_rows
-
-BLIND = float("inf")  # the log-sum-exp that leaves no probability
 
 
 @dataclass(frozen=True)

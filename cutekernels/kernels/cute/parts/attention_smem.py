@@ -114,3 +114,46 @@ class DecodeSmem:
     @property
     def total_bytes(self) -> int:
         return self.flag_at + self.FLAG_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class WarpgroupBackwardSmem:
+    """Shared memory of attention's gradients by warp groups: each group's rows of the ``owned`` operands, later of its
+    results, the stages of both walked operands, those of their ``stats`` (lse and delta of walked queries), barriers.
+    """
+
+    groups: int
+    tile_walked: int
+    head_dim: int
+    stages: int
+    owned: int
+    stats: bool
+    element_bytes: int = 2
+    GROUP_ROWS = 64
+    QUEUE_BYTES = 24
+
+    @property
+    def group_bytes(self) -> int:
+        return self.GROUP_ROWS * padded(self.head_dim) * self.element_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        """A stage of one walked operand."""
+        return self.tile_walked * padded(self.head_dim) * self.element_bytes
+
+    @property
+    def walked_at(self) -> int:
+        return self.owned * self.groups * self.group_bytes
+
+    @property
+    def stats_at(self) -> int:
+        return self.walked_at + 2 * self.stages * self.stage_bytes
+
+    @property
+    def barriers_at(self) -> int:
+        """Full and empty of the owned operands, both full and one empty of each stage, the queue."""
+        return self.stats_at + (8 * self.tile_walked * self.stages if self.stats else 0)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.barriers_at + 8 * (2 + 3 * self.stages) + self.QUEUE_BYTES

@@ -1,0 +1,196 @@
+"""Gradients of attention: their problems and configs, both bodies' knobs, and the warpgroup body's rules and model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, ClassVar
+
+from cutekernels import rates
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.kernels.cute.parts.attention_smem import WarpgroupBackwardSmem, padded
+from cutekernels.op import knob, plain, power_of_two
+from cutekernels.ops.attention.config import GROUP_ROWS, GROUP_WARPS, MOST_VALUES
+from cutekernels.ops.attention.problem import ORDER, AttentionProblem, BodiesConfig
+
+if TYPE_CHECKING:
+    from cutekernels.gpu import GpuSpec
+
+WIDEST_TOGETHER = 192  # padded head dims whose dK and dV fit one thread's registers
+
+
+@dataclass(frozen=True)
+class AttentionBackwardProblem(AttentionProblem):
+    """The forward pass's problem, and ``of``: the gradients that one kernel computes, dK with dV, or any one alone."""
+
+    of: str = plain("kv", "q", "k", "v")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lse:
+            raise UnsupportedProblem("lse=1 asks attention for a result; its gradients have none: leave it out")
+        if self.of == "kv" and self.width > WIDEST_TOGETHER:
+            raise UnsupportedProblem(
+                f"of=kv sums dK and dV of a head of {self.head_dim} in registers, which {WIDEST_TOGETHER} fill: "
+                "ask for of=k and of=v"
+            )
+
+    @property
+    def by_keys(self) -> bool:
+        return self.of != "q"
+
+    @property
+    def products(self) -> int:
+        """Products per pair of tiles: S, dP where it is needed, and a sum for each gradient."""
+        return {"kv": 4, "q": 3, "k": 3, "v": 2}[self.of]
+
+    @property
+    def operands(self) -> int:
+        """Owned operands: K and V, Q and dO, or K alone."""
+        return 1 if self.of == "v" else 2
+
+    def forward(self) -> AttentionProblem:
+        """The problem of the forward pass, with lse."""
+        named = {f.name: getattr(self, f.name) for f in fields(AttentionProblem)}
+        return AttentionProblem(**named | {"lse": True})
+
+
+def passes(head_dim: int) -> tuple[str, ...]:
+    """The problems, by ``of``, whose kernels together give all gradients of heads of ``head_dim``."""
+    return ("kv", "q") if padded(head_dim) <= WIDEST_TOGETHER else ("k", "v", "q")
+
+
+@dataclass(frozen=True)
+class AttentionBackwardConfig(BodiesConfig):
+    """The knobs of both bodies: ``backward.py`` (warps) and ``warpgroup_backward.py`` in ``kernels/cute/attention/``.
+
+    A CTA owns ``tile_own`` rows (keys for dK and dV, queries for dQ) and walks the others ``tile_walked`` at a time.
+    ``in_registers``: the owned operands stay there. ``order`` is that of tiles. Of the warpgroup body alone: ``grid``
+    gives each tile a CTA ("tiles"), or lets the CTAs of a persistent grid draw them from a counter ("counted").
+    """
+
+    tiles: ClassVar = ("tile_own", "tile_walked")
+    bodies: ClassVar = {
+        "warps": {
+            "tile_own": (64, 128, 256),
+            "tile_walked": (32, 64, 128),
+            "warps": (4, 8),
+            "stages": (1, 2),
+            "ctas_per_sm": (1, 2, 3),
+            "in_registers": (False, True),
+            "order": ("rows", "l2", "heads"),
+        },
+        "warpgroup": {
+            "tile_own": (64, 128, 192),
+            "tile_walked": (32, 48, 64, 80, 96, 112, 128),
+            "warps": (4, 8, 12),
+            "stages": (2, 3),
+            "order": ("rows", "l2", "heads"),
+            "grid": ("tiles", "counted"),
+        },
+    }
+    tile_own: int = knob(64, 128, 192, 256)
+    tile_walked: int = knob(32, 48, 64, 80, 96, 112, 128)
+    warps: int = knob(4, 8, 12)
+    stages: int = knob(1, 2, 3)
+    ctas_per_sm: int = knob(1, 2, 3)
+    in_registers: bool = knob(False, True)
+    order: str = knob("rows", "l2", "heads")
+    body: str = knob("warps", "warpgroup", added=True)
+    grid: str = knob("tiles", "counted", added=True)
+
+    def smem_bytes(self, p: AttentionBackwardProblem) -> int:
+        """A CTA's shared memory: the owned operands, the walked ones' stages, and walked queries' statistics."""
+        if self.body == "warpgroup":
+            groups = self.tile_own // GROUP_ROWS
+            operands = (p.operands, p.by_keys)
+            return WarpgroupBackwardSmem(groups, self.tile_walked, p.head_dim, self.stages, *operands).total_bytes
+        row_bytes = 2 * p.width
+        stats = 2 * 4 * self.tile_walked if p.by_keys else 0
+        return p.operands * self.tile_own * row_bytes + self.stages * (2 * self.tile_walked * row_bytes + stats)
+
+
+# ---- the warpgroup body ----------------------------------------------------------------------------------
+
+_CAP = 8  # registers of a cap's factors and intermediate values
+# Constants of the model: docs/notes/attention.md#warpgroup-backward-model (H200, 2026-11-24).
+_MMA = 1.03  # of warpgroup_flops_per_us
+_LAUNCH, _CTA, _NEXT = 2.0 / 1.5, 3.9 / 0.8, 2.5 / 0.8  # of launch_us; of dram_latency_us: a CTA, a further tile
+_TILE = 0.3 / 0.08  # of barrier_us: a walked tile, whatever its size
+_DRAWN, _TIGHT = 1.04, 1.01  # tiles drawn from a counter; two stages
+_MANY = 8  # tiles of an SM above which its last one does not count
+_LATE, _FULL = 0.4, 2.0  # share of the heaviest tile; tiles for each SM below which a band's heavy ones are its last
+
+
+def warpgroup_unfit(p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec) -> Iterator[str]:
+    """The rules that ``c`` breaks whatever the extents of ``p``."""
+    groups = c.tile_own // GROUP_ROWS
+    if not (gpu.has_tma and gpu.has_wgmma):
+        yield f"{gpu.name} has no warpgroup MMA"
+    if c.warps != GROUP_WARPS * groups:
+        yield f"body=warpgroup has {GROUP_WARPS} warps for {GROUP_ROWS} rows: tile_own={c.tile_own} takes {4 * groups}"
+        return
+    values = warpgroup_values(p, c)
+    if values > MOST_VALUES[groups]:
+        yield f"a thread has {values} sums and probabilities; {groups} groups leave room for {MOST_VALUES[groups]}"
+    need = c.smem_bytes(p)
+    if need > gpu.smem_per_block_bytes:
+        yield f"{need} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
+
+
+def warpgroup_values(p: AttentionBackwardProblem, c: AttentionBackwardConfig) -> int:
+    """A thread's accumulators and 16-bit operands: sums, S and dP, slopes of capped scores, P in flight."""
+    scores = c.tile_walked // 2
+    slopes = scores + _CAP if p.softcap and p.of != "v" else 0
+    flying = scores // 2 if p.of == "kv" else 0
+    return len(p.of) * p.width // 2 + p.operands * scores + slopes + flying
+
+
+def warpgroup_unsuited(p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec) -> Iterator[str]:
+    """The other rules that ``c`` breaks."""
+    sides = ((c.tiles[0], c.tile_own, p.seq_own, 64), (c.tiles[1], c.tile_walked, p.seq_walked, 64))
+    for name, tile, seq, least in sides:
+        if tile > max(least, power_of_two(seq)):
+            yield f"{name}={tile} idles most of a tile over {seq} rows"
+    if c.order != "rows" and p.seq_own <= c.tile_own:
+        yield f"order={c.order} needs more than one tile of rows"
+    if c.grid != "tiles" and own_tiles(p, c) <= gpu.sm_count:
+        yield f"grid={c.grid} is for more tiles than SMs"
+
+
+def warpgroup_us(p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec) -> float:
+    """Tiles of an SM, walked tile by walked tile: products, which hide the exponents, and a constant.
+
+    Uneven tiles take at least as long as the heaviest, and longer where the last heads' heavy ones start late.
+    """
+    rate = rates.of(gpu)
+    tiles, heads = -(-p.seq_own // c.tile_own), p.batch * (p.heads_kv if p.by_keys else p.heads_q)
+    if tiles * heads == 0 or p.seq_walked == 0:
+        return _LAUNCH * rate.launch_us
+    uneven = p.limited_left or p.limited_right
+    most = min(p.pairs / p.seq_own + (0.5 * c.tile_own if uneven else 0), p.seq_walked)
+    turns = p.group if p.by_keys else 1
+    shared = math.gcd(c.tile_own if uneven else p.seq_walked, c.tile_walked)
+    steps = max(1.0, most / c.tile_walked + 0.5 * (1.0 - shared / c.tile_walked)) * turns
+    multiply = 2.0 * p.products * c.tile_own * c.tile_walked * p.width / (_MMA * rate.warpgroup_flops_per_us)
+    step = multiply + _TILE * rate.barrier_us
+    between = (_CTA if c.grid == "tiles" else _NEXT) * rate.dram_latency_us
+    per_sm = tiles * heads / gpu.sm_count
+    smooth = uneven or c.grid == "counted" or per_sm > _MANY
+    busy = (per_sm if smooth else math.ceil(per_sm)) * (steps * step + between)
+    if uneven:
+        if p.limited_left != p.limited_right:  # one triangle: some rows see all
+            steps = p.seq_walked / c.tile_walked * turns
+        heaviest = steps * step + between
+        fitting = max(1, gpu.l2_bytes // 2 // (4 * p.seq_walked * p.width * turns)) * (1 if p.by_keys else p.group)
+        band = {"rows": 1, "l2": min(heads, fitting), "heads": heads}[c.order]
+        late = band < heads and per_sm > 1 and tiles * (heads % band or band) < _FULL * gpu.sm_count
+        busy = max(busy, heaviest) + (_LATE * heaviest if late else 0.0)
+    busy *= ORDER[False][c.order] * (_DRAWN if c.grid == "counted" else 1.0) * (1.0 if c.stages > 2 else _TIGHT)
+    return float(_LAUNCH * rate.launch_us + busy)
+
+
+def own_tiles(p: AttentionBackwardProblem, c: AttentionBackwardConfig) -> int:
+    """Tiles of owned rows, all heads together."""
+    return -(-p.seq_own // c.tile_own) * p.batch * (p.heads_kv if p.by_keys else p.heads_q)

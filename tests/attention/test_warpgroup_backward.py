@@ -1,0 +1,99 @@
+"""The warpgroup body of attention's gradients: its rules, and its kernels compiled for a GPU that is not there."""
+
+from __future__ import annotations
+
+import pytest
+
+from cutekernels import gpu
+from cutekernels.ops.attention.backward import ATTENTION_BACKWARD
+from cutekernels.ops.attention.backward_config import AttentionBackwardConfig, AttentionBackwardProblem, passes
+from tests.attention.compiled import H200, built
+from tests.compiled import cubin, sass
+
+BASE = AttentionBackwardConfig.parse(
+    "tile_own=128 tile_walked=64 warps=8 stages=3 ctas_per_sm=1 in_registers=0 order=rows body=warpgroup"
+)
+LONG = AttentionBackwardProblem.parse("batch=4 seq_q=4096 seq_kv=4096 heads_q=16 heads_kv=16")
+
+
+def broken(p: AttentionBackwardProblem, c: AttentionBackwardConfig) -> str:
+    return "; ".join(ATTENTION_BACKWARD.broken(p, c, H200))
+
+
+def warpgroup(p: AttentionBackwardProblem) -> list[AttentionBackwardConfig]:
+    return [c for c in ATTENTION_BACKWARD.valid(p, H200) if c.body == "warpgroup"]
+
+
+def test_the_base_is_valid_where_there_is_warpgroup_mma() -> None:
+    assert ATTENTION_BACKWARD.why_not(LONG, BASE, H200) is None
+    for name in ("a100", "l40s", "rtx5090"):
+        assert "no warpgroup MMA" in str(ATTENTION_BACKWARD.why_not(LONG, BASE, gpu.lookup(name)))
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"warps": 4}, "tile_own=128 takes 8"),
+        ({"ctas_per_sm": 2}, "takes ctas_per_sm from 1"),
+        ({"in_registers": True}, "takes in_registers from False"),
+        ({"tile_walked": 80}, "a thread has 228 sums and probabilities"),
+        ({"stages": 1}, "takes stages from 2, 3"),
+        ({"body": "warps"}, "takes stages from 1, 2"),
+    ],
+)
+def test_a_config_breaks_a_rule(change: dict[str, object], rule: str) -> None:
+    assert rule in broken(LONG, BASE.replace(**change))
+
+
+def test_capped_scores_take_registers_and_wide_heads_shared_memory() -> None:
+    assert "248 sums" in broken(LONG.replace(softcap=True), BASE)
+    wide = LONG.replace(head_dim=256, of="q")
+    assert "shared memory" in broken(wide, BASE)
+    assert "more tiles than SMs" in broken(LONG.replace(batch=1, seq_kv=512), BASE.replace(grid="counted"))
+
+
+def test_warp_groups_are_the_default_for_long_sequences_up_to_256() -> None:
+    for head_dim in (64, 80, 128, 256):
+        for of in passes(head_dim):
+            p = LONG.replace(head_dim=head_dim, of=of)
+            assert ATTENTION_BACKWARD.default(p, H200).body == "warpgroup", p
+            assert ATTENTION_BACKWARD.default(p, gpu.lookup("a100")).body == "warps"
+
+
+OPTIONS = {
+    "causal": "causal=1",
+    "window": "window=both window_left=100 window_right=5",
+    "packed": "varlen=1 causal=1",
+    "mask": "mask=1",
+    "softcap": "softcap=1 dtype=fp16",
+    "narrow": "head_dim=40",
+    "odd": "head_dim=80",
+    "wide": "head_dim=256 causal=1",
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_compiles_as_why_not_predicts(name: str) -> None:
+    for of in passes(AttentionBackwardProblem.parse(f"{LONG} {OPTIONS[name]} of=q").head_dim):
+        p = AttentionBackwardProblem.parse(f"{LONG} {OPTIONS[name]} of={of}")
+        config = min(warpgroup(p), key=lambda c: ATTENTION_BACKWARD.estimate_us(p, c, H200))
+        facts = built(ATTENTION_BACKWARD, p, config).facts
+        assert facts.smem_bytes == config.smem_bytes(p)
+        assert facts.stack_bytes <= (64 if p.mask or p.varlen else 0)
+
+
+@pytest.mark.parametrize(("of", "waits"), [("kv", [2, 1, 1]), ("q", [2, 0, 1])])
+def test_products_of_a_tile_are_in_flight_together(of: str, waits: list[int]) -> None:
+    """S and dP, then a wait for S alone; P's sum starts before dS, and dS's after it. ptxas has serialized nothing."""
+    p = LONG.replace(of=of)
+    text = sass(cubin(built(ATTENTION_BACKWARD, p, BASE)))
+    lines = [line for line in text.splitlines() if "HGMMA" in line or "WARPGROUP.DEPBAR" in line]
+    sizes, count = [], 0  # products between one wait and the next
+    for line in lines:
+        if "DEPBAR" in line:
+            sizes.append(count)
+            count = 0
+        else:
+            count += 1
+    together = {2: 16, 1: 4, 0: 0}  # S and dP of 8 each, a sum of 4
+    assert sizes[: len(waits)] == [together[n] for n in waits]

@@ -1,0 +1,99 @@
+"""The warpgroup body of attention's gradients on a GPU that has it: options crossed with ragged lengths and grids."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from cutekernels import gpu
+from cutekernels.ops.attention.api import attention
+from cutekernels.ops.attention.backward import ATTENTION_BACKWARD
+from cutekernels.ops.attention.backward_config import AttentionBackwardConfig, AttentionBackwardProblem, passes
+from tests.attention import cases
+from tests.attention.backward_cases import random_backward
+from tests.attention.test_backward_gpu import judge
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
+launched = partial(cases.launched, ATTENTION_BACKWARD)
+
+
+@pytest.fixture(autouse=True)
+def _needs_warpgroups() -> None:
+    if not gpu.detect().has_wgmma:
+        pytest.skip("no warpgroup MMA here")
+
+
+def warpgroup(p: AttentionBackwardProblem, **values: Any) -> list[AttentionBackwardConfig]:
+    valid = [c for c in ATTENTION_BACKWARD.valid(p, gpu.detect()) if c.body == "warpgroup"]
+    return [c for c in valid if all(getattr(c, name) == value for name, value in values.items())]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_problems_and_configs(seed: int) -> None:
+    rng = random.Random(seed)
+    p = random_backward(rng)
+    args = ATTENTION_BACKWARD.sample(p, "cuda", seed)
+    configs = warpgroup(p)
+    for config in rng.sample(configs, min(2, len(configs))):
+        judge(p, args, launched(p, args, config))
+
+
+@pytest.mark.parametrize("of", ["kv", "q"])
+@pytest.mark.parametrize("options", ["causal=1", "varlen=1 causal=1", "window=left window_left=70"])
+def test_a_persistent_grid_over_many_tiles(of: str, options: str) -> None:
+    """Several tiles a CTA: barriers go round, and the counter is zero again for the next launch."""
+    rng = random.Random(of + options)
+    p = AttentionBackwardProblem.parse(
+        f"batch=5 seq_q=700 seq_kv=900 heads_q=24 heads_kv=8 head_dim=64 {options} of={of}"
+    )
+    args = ATTENTION_BACKWARD.sample(p, "cuda", 1)
+    for config in rng.sample(warpgroup(p, grid="counted"), 3):
+        for _ in range(3):
+            judge(p, args, launched(p, args, config))
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 96, 128, 136, 192, 256])
+def test_head_dims(head_dim: int) -> None:
+    rng = random.Random(head_dim)
+    for of in passes(head_dim):
+        p = AttentionBackwardProblem(2, 300, 500, 4, 2, head_dim=head_dim, causal=True, of=of)
+        args = ATTENTION_BACKWARD.sample(p, "cuda", 0)
+        configs = warpgroup(p)
+        assert configs or (of == "kv" and p.width == 192)  # whose sums leave no room for scores
+        for config in rng.sample(configs, min(2, len(configs))):
+            judge(p, args, launched(p, args, config))
+
+
+@pytest.mark.parametrize("of", ["kv", "q"])
+def test_the_same_bits_every_time(of: str) -> None:
+    p = AttentionBackwardProblem.parse(f"batch=2 seq_q=2000 seq_kv=2000 heads_q=16 heads_kv=4 causal=1 of={of}")
+    args = ATTENTION_BACKWARD.sample(p, "cuda", 0)
+    for config in random.Random(0).sample(warpgroup(p), 3):
+        first = [t.clone() for t in launched(p, args, config)]
+        for _ in range(10):
+            assert all(map(torch.equal, first, launched(p, args, config)))
+
+
+def test_nan_behind_a_sequence_reaches_nobody() -> None:
+    """Packed: walked tiles run on into the next sequence, whose values are NaN."""
+    tensors = [torch.randn(600, h, 128, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2)]
+    ends = torch.tensor([0, 150, 420, 600], device="cuda", dtype=torch.int32)
+    dout = torch.randn_like(tensors[0])
+
+    def gradients(dirty: bool) -> tuple[torch.Tensor, ...]:
+        leaves = [t.clone() for t in (*tensors, dout)]
+        if dirty:
+            for t in leaves:
+                t[150:] = float("nan")
+        *leaves, gradient = leaves
+        leaves = [t.requires_grad_() for t in leaves]
+        out = attention(*leaves, cu_seqlens_q=ends, cu_seqlens_kv=ends)
+        return torch.autograd.grad(out, leaves, gradient)
+
+    for clean, dirty in zip(gradients(False), gradients(True), strict=True):
+        assert clean[:150].isfinite().all()
+        assert torch.equal(clean[:150], dirty[:150])
