@@ -9,7 +9,7 @@ import pytest
 
 from cutekernels import gpu
 from cutekernels.ops.gemm.op import GEMM, GemmConfig, GemmProblem
-from cutekernels.ops.gemm.schedule import extras_of
+from cutekernels.ops.gemm.schedule import Extras, extras_of
 from cutekernels.ops.gemm.warpgroup import WARPGROUP, cluster_tiles, groups, sharing
 from tests import compiled
 
@@ -44,7 +44,6 @@ def test_without_warpgroup_mma_there_is_none() -> None:
         ("m=4096 n=4096 k=4096 c=m", "contiguous extent is out's"),
         ("m=4096 n=4096 k=4096 c=n c_align=4", "contiguous extent is out's"),
         ("m=4096 n=4096 k=4096 wide=1", "64-bit strides"),
-        ("m=4096 n=4096 k=4096 dtype=fp16 accumulate=fp16", "accumulates in fp32"),
         ("m=4096 n=4096 k=0", "a K of 1 or more"),
         ("m=31 n=4096 k=4096", "32 rows and columns"),
         ("m=4096 n=16 k=4096", "32 rows and columns"),
@@ -70,6 +69,29 @@ def test_refuses_what_it_cannot_do(words: str, rule: str) -> None:
 )
 def test_a_config_breaks_a_rule(change: dict[str, object], rule: str) -> None:
     assert rule in broken(SQUARE, BASE.replace(**change))
+
+
+def test_fp16_sums_take_half_the_registers() -> None:
+    half = replace(SQUARE, dtype="fp16", accumulate="fp16")
+    large = BASE.replace(tile_m=256, stages=3)
+    assert "256 sums a thread" in broken(SQUARE, large)
+    assert GEMM.why_not(half, large, H200) is None
+    assert GEMM.why_not(half, BASE.replace(tile_m=192, stages=3), H200) is None, "three groups"
+    assert large in set(GEMM.valid(half, H200))
+    assert large not in set(GEMM.valid(SQUARE, H200))
+    for extent in (1024, 4096):
+        assert GEMM.default(replace(half, m=extent, n=extent, k=extent), H200).body == "warpgroup"
+
+
+def test_a_gate_takes_whole_boxes_of_both_and_rows_that_stay_rows() -> None:
+    gated = Extras(gated=True)
+    for change in ({"tile_n": 112}, {"swapped": True}):
+        assert "a gate takes" in "; ".join(WARPGROUP.unfit(BASE.replace(**change), H200, gated))
+        assert not list(WARPGROUP.unfit(BASE.replace(**change), H200))
+    assert not list(WARPGROUP.unfit(BASE, H200, gated))
+    most = BASE.replace(tile_m=256, tile_n=192, stages=3)
+    assert "or a gate" in "; ".join(WARPGROUP.unsuited(SQUARE, most, H200, gated))
+    assert not list(WARPGROUP.unsuited(SQUARE, most, H200))
 
 
 def test_operands_that_are_not_k_major_come_in_whole_swizzled_lines() -> None:
@@ -144,6 +166,18 @@ COMPILED = {
         "m=512 n=512 k=512 batch=3 batched=1 out_major=m c=m dtype=fp16",
         "tile_m=128 tile_n=128 stages=4 raster=1",
     ),
+    "fp16 sums": (
+        "m=4096 n=4096 k=4096 b_major=k dtype=fp16 accumulate=fp16",
+        "tile_m=256 tile_n=256 stages=3 raster=8 cluster_m=2 pdl=1",
+    ),
+    "fp16 sums in turns": (
+        "m=4096 n=4096 k=4096 b_major=k bias=fp32 activation=gelu dtype=fp16 accumulate=fp16",
+        "tile_m=128 tile_n=208 stages=4 raster=8 pingpong=1",
+    ),
+    "fp16 sums and c": (
+        "m=4096 n=4096 k=4096 c=n bias=same activation=gelu_tanh dtype=fp16 accumulate=fp16",
+        "tile_m=192 tile_n=128 stages=3 raster=8 cluster_n=2",
+    ),
 }
 
 
@@ -161,6 +195,13 @@ def test_compiles_as_it_says(name: str) -> None:
     panels = config.tile_m // (64 * sharing(config))
     assert sum(products.values()) == panels * config.tile_k // 16
     assert all(re.search(rf"64x{config.tile_n}x16", i) for i in products), products
+    assert all((".F32" in i) is (problem.accumulate == "fp32") for i in products), products
+    assert found["WARPGROUP.DEPBAR.LE"] == 2, "no wait but ours: one in the loop, one behind it"
+    if problem.accumulate == "fp16":
+        read = re.findall(r"HADD2\.F32 R\d+, -RZ, R\d+\S*\.H([01])_H\1", compiled.sass(compiled.cubin(built)))
+        pairs = config.tile_m * config.tile_n // (128 * sharing(config)) // 2
+        assert min(read.count("0"), read.count("1")) >= pairs, "both halves of every register"
+        assert found["PRMT"] < 8, "sums stay packed in the loop"
     assert not any(i.startswith(("HMMA", "LDGSTS", "LDL", "STL")) for i in found)
     moved = sum(count for i, count in found.items() if i.startswith("USETMAXREG"))
     assert moved == 2, "registers move from the loading group to the others"

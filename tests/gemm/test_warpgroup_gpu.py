@@ -29,8 +29,8 @@ def warpgroup(problem: GemmProblem, **values: Any) -> list[GemmConfig]:
     return [c for c in valid if all(getattr(c, name) == value for name, value in values.items())]
 
 
-def posed(rng: random.Random, layout: tuple[str, str, str], c: str = "none") -> GemmProblem:
-    """Ragged extents, any epilogue, batched or not."""
+def posed(rng: random.Random, layout: tuple[str, str, str], c: str = "none", **fixed: Any) -> GemmProblem:
+    """Ragged extents, any epilogue, batched or not; some fields ``fixed``."""
     batch = rng.choice((1, 1, 3))
     m, n = (rng.choice((136, 200, 264, 520, 1000, 1304)) for _ in range(2))
     return GemmProblem(
@@ -46,7 +46,7 @@ def posed(rng: random.Random, layout: tuple[str, str, str], c: str = "none") -> 
         c=c,
         bias=rng.choice(("none", "same", "fp32")),
         activation=rng.choice(tuple(ACTIVATIONS)),
-    )
+    ).replace(**fixed)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -58,6 +58,34 @@ def test_random_problems_and_configs(layout: tuple[str, str, str], c: str) -> No
         args = GEMM.sample(problem, "cuda", seed)
         for config in rng.sample(warpgroup(problem), 3):
             assert_right(launch(problem, args, str(config)), problem, args, str(config))
+
+
+@pytest.mark.parametrize("c", ["none", "out"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fp16_sums(layout: tuple[str, str, str], c: str) -> None:
+    rng = random.Random(f"half {layout}{c}")
+    for seed in range(2):
+        problem = posed(rng, layout, layout[2] if c == "out" else c, dtype="fp16", accumulate="fp16")
+        args = GEMM.sample(problem, "cuda", seed)
+        for config in rng.sample(warpgroup(problem), 3):
+            assert_right(launch(problem, args, str(config)), problem, args, str(config))
+
+
+def test_fp16_sums_of_large_tiles() -> None:
+    """Tiles that only fp16 sums allow; the same bits every time, and a NaN stays in its row."""
+    problem = GemmProblem.parse("m=1000 n=2304 k=520 b_major=k dtype=fp16 accumulate=fp16 bias=same")
+    a, *others = GEMM.sample(problem, "cuda", 0)
+    for shape in ({"tile_m": 256, "tile_n": 256}, {"tile_m": 128, "tile_n": 256, "pingpong": True}, {"tile_m": 192}):
+        config = random.Random(0).choice(warpgroup(problem, **shape))
+        first = launch(problem, (a, *others), str(config))
+        assert_right(first, problem, (a, *others), str(config))
+        assert all(torch.equal(first, launch(problem, (a, *others), str(config))) for _ in range(5))
+        spoiled = a.clone()
+        spoiled[333, 7] = float("nan")
+        out = launch(problem, (spoiled, *others), str(config))
+        assert out[333].isnan().all()
+        rest = torch.arange(1000, device="cuda") != 333
+        assert torch.equal(out[rest], first[rest])
 
 
 @pytest.mark.parametrize("arrangement", [{"pingpong": True}, {"cluster_m": 2}, {"cluster_n": 2}, {"swapped": True}])

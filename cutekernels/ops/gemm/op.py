@@ -26,7 +26,7 @@ from cutekernels.ops.gemm.problem import (
     foreign,
     spanned,
 )
-from cutekernels.ops.gemm.schedule import Schedule
+from cutekernels.ops.gemm.schedule import Extras, Schedule, summed
 from cutekernels.ops.gemm.skinny import SKINNY
 from cutekernels.ops.gemm.specialized import SPECIALIZED
 from cutekernels.ops.gemm.warpgroup import WARPGROUP
@@ -72,14 +72,14 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         if c.vendors:
             asked = f"activation={p.activation} bias={p.bias} c={p.c} accumulate={p.accumulate}"
             return next(foreign(c), None) or (None if self.vendor(p) else f"no one call of torch's has {asked}")
-        return next(foreign(c), None) or next(SCHEDULES[c.body].broken(p, c, gpu), None)
+        return next(foreign(c), None) or next(SCHEDULES[c.body].broken(p, c, gpu, summed(p)), None)
 
     def valid(self, p: GemmProblem, gpu: GpuSpec) -> Iterator[GemmConfig]:
         for schedule in SCHEDULES.values():
             if takes(schedule, p, gpu):
                 fitting = schedule.fitting_tiles(p)
                 tiles = tuple(tile for tile in BODIES[schedule.name]["tile_n"] if tile in fitting)
-                fit = _fit(schedule, tiles, gpu)
+                fit = _fit(schedule, tiles, gpu, summed(p))
                 yield from (c for c in fit if next(schedule.unsuited(p, c, gpu), None) is None)
         yield from (c for c in spanned(VENDOR) if self.why_not(p, c, gpu) is None)
 
@@ -256,10 +256,10 @@ def takes(schedule: Schedule, p: GemmProblem, gpu: GpuSpec) -> bool:
 
 
 @cache
-def _fit(schedule: Schedule, tiles: tuple[int, ...], gpu: GpuSpec) -> tuple[GemmConfig, ...]:
+def _fit(schedule: Schedule, tiles: tuple[int, ...], gpu: GpuSpec, extras: Extras) -> tuple[GemmConfig, ...]:
     """All configs of a schedule, with ``tile_n`` among ``tiles``, that are not unfit for ``gpu``."""
     among = spanned(schedule.name, tile_n=tiles)
-    return tuple(c for c in among if next(schedule.unfit(c, gpu), None) is None)
+    return tuple(c for c in among if next(schedule.unfit(c, gpu, extras), None) is None)
 
 
 @cache

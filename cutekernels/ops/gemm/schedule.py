@@ -28,6 +28,7 @@ class Extras:
     gated: bool = False  # two weight rows to an output, silu(gate) * up
     source: bool = False  # C is added
     biased: bool = False
+    half_sums: bool = False  # fp16, two in a register
 
     @property
     def weighs(self) -> bool:
@@ -35,12 +36,17 @@ class Extras:
         return self.gamma_bytes > 0 or self.squares
 
 
-PLAIN = Extras()
+PLAIN, HALF_SUMS = Extras(), Extras(half_sums=True)
 
 
 def extras_of(p: GemmProblem) -> Extras:
     """What ``p`` asks of a body beside the product."""
     return Extras(source=p.c != "none", biased=p.bias != "none")
+
+
+def summed(p: GemmProblem) -> Extras:
+    """What of ``p`` decides which configs are fit, whatever the extents and the epilogue: the type of its sums."""
+    return HALF_SUMS if p.accumulate == "fp16" else PLAIN
 
 
 class Schedule(ABC):

@@ -24,7 +24,7 @@ from cutekernels.ops.gemm.problem import (
     Side,
     spanned,
 )
-from cutekernels.ops.gemm.schedule import PLAIN, Extras, Schedule, extras_of, refused_layout
+from cutekernels.ops.gemm.schedule import PLAIN, Extras, Schedule, extras_of, refused_layout, summed
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 GROUP_ROWS = 64  # of an MMA
 SWIZZLED = 64  # elements of a swizzled line: what an operand that is not K-major advances by
 LEAST_EXTENT = 32  # rows and columns of out; fewer leave most of a tile idle
-# Sums of a thread: more spill, whatever setmaxnreg gives; 208 took 15 times as long (H200, 2026-11-23).
+# Registers of a thread's sums: more spill, whatever setmaxnreg gives; 208 took 15 times as long (H200, 2026-11-23).
 MOST_SUMS = 192
 MOST_SUMS_FINISHED = 176  # with C, a bias or an activation
 MOST_SUMS_OF_THREE = 80  # where three groups leave a thread 160 registers
@@ -44,13 +44,14 @@ _FIXED, _UNDEPENDENT = 2.06 / 1.5, 0.59 / 0.63  # of launch_us, of dependent_us
 _MMA = 5.99 / 6.22  # of warpgroup_flops_per_us
 _PORT = 77.0 / 99.0  # of sm_bytes_per_us
 _EPILOGUE_BYTES = 1.32e-5 * 99e3  # per output element, at sm_bytes_per_us
+_GATE = 1.5  # a gated result's epilogue to a plain one's: a guess
 _SHARPNESS = 8.0  # exponent of the mean of a k-tile's two times
 _HIDDEN = 3.0  # exponent of the mean of the busiest SM's time and DRAM's
 
 
 @dataclass(frozen=True)
 class Warpgroup(Schedule):
-    """One warp loads by TMA, groups of four warps multiply from shared memory; no extras."""
+    """One warp loads by TMA, groups of four warps multiply from shared memory; takes a gate behind the product."""
 
     name = "warpgroup"
 
@@ -61,8 +62,8 @@ class Warpgroup(Schedule):
             yield f"{self.name} takes operands with 16-byte aligned rows"
         if p.c != "none" and (p.c != p.out_major or p.c_align < WIDEST):
             yield f"{self.name} takes a c with 16-byte aligned rows, whose contiguous extent is out's"
-        if p.wide or p.accumulate != "fp32":
-            yield f"{self.name} takes no 64-bit strides and accumulates in fp32"
+        if p.wide:
+            yield f"{self.name} takes no 64-bit strides"
         if p.k == 0:
             yield f"{self.name} takes a K of 1 or more"
         if p.m <= MOST_TOKENS and next(refused_layout(self.name, p), None) is None:
@@ -86,15 +87,22 @@ class Warpgroup(Schedule):
             yield "a cluster has two CTAs at most: take cluster_m=1 or cluster_n=1"
         if c.pingpong and c.tile_m > 2 * GROUP_ROWS:
             yield f"pingpong=1 gives each group a tile of its own, of 64 or 128 rows; tile_m={c.tile_m}"
-        sums, most = sums_of(c), MOST_SUMS_OF_THREE if groups(c) == 3 else MOST_SUMS
+        sums, most = sums_of(c, extras.half_sums), MOST_SUMS_OF_THREE if groups(c) == 3 else MOST_SUMS
         if sums > most:
-            yield f"{c.tile_m}x{c.tile_n} are {sums} sums a thread; {groups(c)} groups keep {most} at most"
+            what = "pairs of fp16 sums" if extras.half_sums else "sums"
+            yield f"{c.tile_m}x{c.tile_n} are {sums} {what} a thread; {groups(c)} groups keep {most} at most"
+        if extras.gated and (c.swapped or c.tile_n < 2 * WarpgroupSmem.BOX):
+            yield (
+                f"a gate takes swapped=0, and tiles of {2 * WarpgroupSmem.BOX} columns or more, half of them gates; "
+                f"swapped={int(c.swapped)}, tile_n={c.tile_n}"
+            )
         yield from prefetch.broken(c, gpu)
 
     def unsuited(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
-        plain = (p.c, p.bias, p.activation) == ("none", "none", "none")
-        if not plain and sums_of(c) > MOST_SUMS_FINISHED:
-            yield f"{sums_of(c)} sums a thread; with c, a bias or an activation it keeps {MOST_SUMS_FINISHED} at most"
+        plain = (p.c, p.bias, p.activation) == ("none", "none", "none") and not extras.gated
+        sums = sums_of(c, p.accumulate == "fp16")
+        if not plain and sums > MOST_SUMS_FINISHED:
+            yield f"{sums} sums a thread; with c, a bias, an activation or a gate it keeps {MOST_SUMS_FINISHED} at most"
         rows, columns = sides(p, c)
         for name, tile, side, shared in (("m", c.tile_m, rows, c.cluster_n), ("n", c.tile_n, columns, c.cluster_m)):
             if not side.k_major and tile % (SWIZZLED * shared):
@@ -115,7 +123,7 @@ class Warpgroup(Schedule):
             yield f"raster={c.raster} does not suit one row of tiles: take 1"
 
     def shortlist(self, p: GemmProblem, gpu: GpuSpec) -> Iterable[GemmConfig]:
-        return _shortlist(gpu)
+        return shortlist(gpu, summed(p))
 
     def preference(self, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
         """More stages, bands of 8 tile rows, rows that stay rows."""
@@ -133,9 +141,11 @@ class Warpgroup(Schedule):
         loaded = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * c.tile_k * ELEMENT_BYTES
         fetch = loaded / (_PORT * rate.sm_bytes_per_us)
         step = (multiply**_SHARPNESS + fetch**_SHARPNESS) ** (1 / _SHARPNESS)
-        epilogue = _EPILOGUE_BYTES / rate.sm_bytes_per_us * c.tile_m * c.tile_n
+        finished = c.tile_n * (_GATE / 2 if extras.gated else 1)
+        epilogue = _EPILOGUE_BYTES / rate.sm_bytes_per_us * c.tile_m * finished
         busy = tiles * -(-p.k // c.tile_k) * step + epilogue * (1 if c.pingpong else tiles)
-        moved = ELEMENT_BYTES * p.batch * (p.m * p.k + p.k * p.n + p.m * p.n * (1 if p.c == "none" else 2))
+        outputs = p.m * p.n * (0.5 if extras.gated else 1 if p.c == "none" else 2)
+        moved = ELEMENT_BYTES * p.batch * (p.m * p.k + p.k * p.n + outputs)
         dram = moved / (rate.dram_share * gpu.dram_gbps * 1e3)
         fixed = _FIXED * rate.launch_us + (0.0 if c.pdl else _UNDEPENDENT * rate.dependent_us)
         return float(fixed + (busy**_HIDDEN + dram**_HIDDEN) ** (1 / _HIDDEN))
@@ -153,7 +163,7 @@ class Warpgroup(Schedule):
         pitch = GROUP_ROWS * sharing(c)
         results = ResultBoxes(
             dtype={"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[p.dtype],
-            columns=c.tile_n,
+            columns=c.tile_n // 2 if extras.gated else c.tile_n,
             panels=c.tile_m // pitch,
             pitch=pitch,
             boxes=self.smem(c, extras_of(p)).boxes,
@@ -161,6 +171,7 @@ class Warpgroup(Schedule):
             source=p.c != "none",
             bias=bias,
             activation=Activation(p.activation),
+            gated=extras.gated,
         )
         return WarpgroupGemm(
             tile_m=c.tile_m,
@@ -173,7 +184,7 @@ class Warpgroup(Schedule):
             raster=Raster(c.raster),
             rows_k_major=rows.k_major,
             columns_k_major=columns.k_major,
-            accumulate=cutlass.Float32,
+            accumulate=cutlass.Float16 if p.accumulate == "fp16" else cutlass.Float32,
             results=results,
             swapped=c.swapped,
             dependent=c.pdl,
@@ -185,14 +196,14 @@ WARPGROUP = Warpgroup()
 
 
 @cache
-def _shortlist(gpu: GpuSpec) -> tuple[GemmConfig, ...]:
+def shortlist(gpu: GpuSpec, extras: Extras) -> tuple[GemmConfig, ...]:
     """The two deepest pipelines of every tile; C's boxes may leave room for the second only."""
     deepest: dict[GemmConfig, list[GemmConfig]] = {}
     for c in spanned(WARPGROUP.name, raster=(1, 8), pdl=(True,)):
         if WARPGROUP.smem(c).total_bytes <= _ROOM:
             deepest.setdefault(c.replace(stages=3), []).append(c)
     among = (c for found in deepest.values() for c in sorted(found, key=lambda c: -c.stages)[:2])
-    return tuple(c for c in among if next(WARPGROUP.unfit(c, gpu), None) is None)
+    return tuple(c for c in among if next(WARPGROUP.unfit(c, gpu, extras), None) is None)
 
 
 # ---- arithmetic of the rules ----------------------------------------------------------------------------
@@ -210,9 +221,9 @@ def groups(c: GemmConfig) -> int:
     return 2 if c.pingpong else sharing(c)
 
 
-def sums_of(c: GemmConfig) -> int:
-    """Fp32 sums of a thread."""
-    return c.tile_m * c.tile_n // (128 * sharing(c))
+def sums_of(c: GemmConfig, half: bool = False) -> int:
+    """Registers of a thread's sums, which hold two each where those are fp16."""
+    return c.tile_m * c.tile_n // (128 * sharing(c)) // (2 if half else 1)
 
 
 def sides(p: GemmProblem, c: GemmConfig) -> tuple[Side, Side]:

@@ -2,7 +2,7 @@
 
 Up to 128 tokens both are ops of their own (``op.py``), and the tuner times one kernel against a chain of the ops they
 are made of. Beyond, with a residual, with ``exact`` and where gradients are wanted, they are that chain, which keeps
-what a gradient needs (``chain.py``).
+what a gradient needs (``chain.py``). On a GPU ``linear_silu_mul`` is an op of its own beyond too, behind the norm's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from cutekernels.ops.gemm.problem import MOST_TOKENS, Activation
 from cutekernels.ops.norm_linear.chain import linear_then_gate, norm_then_linear
 from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from cutekernels.ops.norm_linear.problem import NormLinearConfig
+from cutekernels.ops.norms.api import rms_norm
 from cutekernels.ops.shared import tensor_op
 from cutekernels.ops.shared.checks import INFINITE, check_eps, check_flag, check_tensor, check_word
 from cutekernels.ops.shared.registration import autocasting
@@ -162,7 +163,10 @@ def linear_silu_mul(
     norm = bool(norm) or norm_weight is not None
     if _as_chain(config, x, norm_weight, w_gate_up):
         with _uncast(x, out):
-            return linear_then_gate(x, w_gate_up, norm_weight, eps, norm, out=out)
+            if not x.is_cuda or _differentiates(x, norm_weight, w_gate_up):
+                return linear_then_gate(x, w_gate_up, norm_weight, eps, norm, out=out)
+            if norm:
+                x, norm_weight, norm = rms_norm(x, norm_weight, eps=eps), None, False
     return _call(LINEAR_SILU_MUL, (x, w_gate_up, norm_weight), (norm,), eps, out, config)
 
 
@@ -194,10 +198,12 @@ _FOLDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _as_chain(config: NormLinearConfig | str | None, x: Tensor, *others: Tensor | None) -> bool:
-    """Whether a call takes the chain: too many tokens for any other config, or gradients."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others)):
-        return True
-    return config is None and math.prod(x.shape[:-1]) > MOST_TOKENS
+    """Whether a call takes the chain: too many tokens for a norm within the product, or gradients."""
+    return _differentiates(x, *others) or (config is None and math.prod(x.shape[:-1]) > MOST_TOKENS)
+
+
+def _differentiates(*operands: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
 
 
 def _check_tensors(op: str, *, optional: bool = False, **tensors: Tensor | None) -> None:

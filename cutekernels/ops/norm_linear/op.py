@@ -2,8 +2,8 @@
 
 A config's ``path`` is ``fused``, one kernel, or ``chain``: the norm, the product and the gate as they are tuned
 themselves. The tuner times one against the other, so a call is never slower than our own ops one after the other. A
-fused kernel's ``body`` is ``gemm``'s skinny one, with a norm in front or a gate behind, or its specialized one, with a
-norm in front.
+fused kernel's ``body`` is ``gemm``'s skinny one, with a norm in front or a gate behind, its specialized one, with a
+norm in front, or its warpgroup one, with a gate behind.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from cutekernels.ops.gemm.api import alignment
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES, takes
 from cutekernels.ops.gemm.problem import ACTIVATIONS, DTYPES, ELEMENT_BYTES, MOST_TOKENS, WIDEST, GemmProblem
 from cutekernels.ops.gemm.specialized import SPECIALIZED, weighing_us
+from cutekernels.ops.gemm.warpgroup import WARPGROUP, shortlist
 from cutekernels.ops.norm_linear.chain import check_rstd, linear_then_gate, norm_then_linear
 from cutekernels.ops.norm_linear.problem import (
     CHAIN,
@@ -43,6 +45,7 @@ from cutekernels.ops.shared.tensor_op import TensorOp, check_results
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
+    from cutekernels.ops.gemm.problem import GemmConfig
     from cutekernels.ops.gemm.schedule import Extras
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -87,15 +90,23 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
             allowed = FUSED[c.body].get(name, values[:1])
             if getattr(c, name) not in allowed:
                 yield f"body={c.body} takes {name} from {', '.join(map(str, allowed))}; it is {getattr(c, name)}"
+        yield from self._refused(p, c.body)
+        yield from SCHEDULES[c.body].broken(_product_of(self, p), c.product, gpu, p.extras)
+
+    def _refused(self, p: N, body: str) -> Iterator[str]:
+        """The rules beside the schedule's own that ``p`` breaks, whatever the knobs."""
         if p.layout == "any":
             yield "path=fused takes rows of x and weight 16-byte aligned, K contiguous, of less than 2^31 elements"
         if p.k == 0:
             yield "path=fused needs a K to sum over"
         if p.extras.gated and p.n % _GATE_ROWS:
             yield f"path=fused takes the gate's rows {_GATE_ROWS} at a time; there are {p.n}"
-        if c.body == "specialized":
+        if body == "specialized":
             yield from self._broken_specialized(p)
-        yield from SCHEDULES[c.body].broken(_product_of(self, p), c.product, gpu, p.extras)
+        if body == "warpgroup" and (p.extras.norm or not p.extras.gated):
+            yield "body=warpgroup has a gate behind the product and no norm in front"
+        if body == "warpgroup" and p.layout == "inputs":
+            yield f"body=warpgroup stores {WIDEST} outputs at a time, aligned: layout={p.layout}"
 
     def _broken_specialized(self, p: N) -> Iterator[str]:
         """The rules of the specialized body with a norm that ``p`` breaks."""
@@ -111,7 +122,8 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
     def valid(self, p: N, gpu: GpuSpec) -> Iterator[NormLinearConfig]:
         if p.layout == "any" or not takes(SCHEDULES["skinny"], p.product, gpu):
             return iter([CHAIN])
-        tiles = {(body, tile) for body in FUSED for tile in SCHEDULES[body].fitting_tiles(p.product)}
+        few = [body for body in FUSED if body != WARPGROUP.name]
+        tiles = {(body, tile) for body in few for tile in SCHEDULES[body].fitting_tiles(p.product)}
         likely = (c for c in NormLinearConfig.every() if c == CHAIN or (c.body, c.tile_n) in tiles)
         return (c for c in likely if self.why_not(p, c, gpu) is None)
 
@@ -166,7 +178,7 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[p.dtype]
         kinds = {"same": dtype, "fp32": cutlass.Float32}
         extras, schedule, product = p.extras, SCHEDULES[c.body], _product_of(self, p)
-        out_align = WIDEST if schedule is SPECIALIZED else 1
+        out_align = WIDEST if schedule in (SPECIALIZED, WARPGROUP) else 1
         m, k = cute.sym_int(), cute.sym_int(divisibility=WIDEST)
         rows = cute.sym_int(divisibility=2 * _GATE_ROWS if extras.gated else out_align)
         n = cute.sym_int(divisibility=_GATE_ROWS) if extras.gated else rows
@@ -297,6 +309,12 @@ def _product_of(op: NormLinear[Any], p: NormLinearProblem) -> GemmProblem:
 def _shortlist(tile_n: int, gpu: GpuSpec, extras: Extras) -> tuple[NormLinearConfig, ...]:
     among = spanned("specialized", tile_n=(tile_n,), pdl=(True,), stages=(4, 5, 6, 8, 12), ahead=(0, 1, 2, 4))
     return tuple(c for c in among if next(SPECIALIZED.unfit(c.product, gpu, extras), None) is None)
+
+
+@cache
+def _every_gated(gpu: GpuSpec, extras: Extras) -> tuple[GemmConfig, ...]:
+    among = (c.product for c in spanned("warpgroup"))
+    return tuple(c for c in among if next(WARPGROUP.unfit(c, gpu, extras), None) is None)
 
 
 def _nothing(*args: Any) -> None:
@@ -445,6 +463,7 @@ class LinearSiluMul(NormLinear[LinearSiluMulProblem]):
         "m=5 n=1000 k=520 dtype=fp16 norm=1 norm_weight=fp32",
         "m=64 n=512 k=1024 norm=1",
         "m=256 n=512 k=1024",
+        "m=1000 n=4096 k=4096",
         "m=3 n=35 k=131 layout=any",
     )
     Problem = LinearSiluMulProblem
@@ -471,6 +490,28 @@ class LinearSiluMul(NormLinear[LinearSiluMulProblem]):
         return LinearSiluMulProblem(
             **_posed(y, x, w_gate_up, norm_weight), norm_weight=_kind(norm_weight, x), **options
         )
+
+    def default(self, p: LinearSiluMulProblem, gpu: GpuSpec) -> NormLinearConfig:
+        """The warpgroup body's best by its model, where that is ahead of the chain's; else the chain."""
+        among = self._warpgroups(p, gpu, shortlist)
+        if not among:
+            return CHAIN
+        times = {c: WARPGROUP.estimate_us(_product_of(self, p), c, gpu, p.extras) for c in among}
+        best = min(among, key=lambda c: (times[c], WARPGROUP.preference(c, p.extras)))
+        return NormLinearConfig.fused(best) if times[best] < self.estimate_us(p, CHAIN, gpu) else CHAIN
+
+    def valid(self, p: LinearSiluMulProblem, gpu: GpuSpec) -> Iterator[NormLinearConfig]:
+        return chain(super().valid(p, gpu), map(NormLinearConfig.fused, self._warpgroups(p, gpu, _every_gated)))
+
+    def _warpgroups(
+        self, p: LinearSiluMulProblem, gpu: GpuSpec, among: Callable[[GpuSpec, Extras], tuple[GemmConfig, ...]]
+    ) -> list[GemmConfig]:
+        """The warpgroup body's configs for ``p``."""
+        product = _product_of(self, p)
+        if next(self._refused(p, WARPGROUP.name), None) or not takes(WARPGROUP, product, gpu):
+            return []
+        fit = among(gpu, p.extras)
+        return [c for c in fit if next(WARPGROUP.unsuited(product, c, gpu, p.extras), None) is None]
 
     def epilogue(self, p: LinearSiluMulProblem) -> GemmProblem:
         return p.product

@@ -14,12 +14,12 @@ from cutekernels.op import Config, Problem, extent, knob, ladder, plain
 from cutekernels.ops.gemm.problem import ACTIVATIONS, BODIES, ELEMENT_BYTES, WIDEST, GemmConfig, GemmProblem
 from cutekernels.ops.gemm.schedule import Extras
 
-_SKINNY, _SPECIALIZED = BODIES["skinny"], BODIES["specialized"]
+_SKINNY, _SPECIALIZED, _WARPGROUP = BODIES["skinny"], BODIES["specialized"], BODIES["warpgroup"]
 
 
 def _either(knob: str) -> tuple[int, ...]:
-    """The values that either body takes; skinny's first."""
-    return tuple(dict.fromkeys((*_SKINNY[knob], *_SPECIALIZED[knob])))
+    """The values that any body takes; skinny's first."""
+    return tuple(dict.fromkeys((*_SKINNY[knob], *_SPECIALIZED[knob], *_WARPGROUP.get(knob, ()))))
 
 
 # ---- problems -------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class LinearSiluMulProblem(NormLinearProblem):
 
 @dataclass(frozen=True)
 class NormLinearConfig(Config):
-    """``path``, and the knobs of the fused kernel, which are those of ``gemm``'s skinny or specialized body.
+    """``path``, and the knobs of the fused kernel, which are those of ``gemm``'s body of that name.
 
     A chain keeps the knobs' defaults: its text is ``path=chain``.
     """
@@ -129,12 +129,21 @@ class NormLinearConfig(Config):
     stages: int = knob(*_either("stages"), added=True)
     split_k: int = knob(*_either("split_k"), added=True)
     pdl: bool = knob(*_SKINNY["pdl"], added=True)
-    body: str = knob("skinny", "specialized", added=True)
+    body: str = knob("skinny", "specialized", "warpgroup", added=True)
     ahead: int = knob(*_either("ahead"), added=True)
+    raster: int = knob(*_WARPGROUP["raster"], added=True)
+    pingpong: bool = knob(*_WARPGROUP["pingpong"], added=True)
+    cluster_m: int = knob(*_WARPGROUP["cluster_m"], added=True)
+    cluster_n: int = knob(*_WARPGROUP["cluster_n"], added=True)
 
     @classmethod
     def every(cls) -> Iterator[NormLinearConfig]:
         return iter(_every())
+
+    @classmethod
+    def fused(cls, product: GemmConfig) -> NormLinearConfig:
+        """One kernel, by that config of the product alone."""
+        return cls("fused", **{name: getattr(product, name) for name in KNOBS})
 
     @property
     def product(self) -> GemmConfig:
@@ -147,8 +156,9 @@ KNOBS = {name: values for name, values in NormLinearConfig.space().items() if na
 # What each body searches; a knob that is missing keeps its first value.
 FUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     body: {name: values for name, values in own.items() if name in KNOBS and name != left_out} | {"body": (body,)}
-    for body, own, left_out in (("skinny", _SKINNY, "ahead"), ("specialized", _SPECIALIZED, ""))
-}
+    for body, own, left_out in (
+        ("skinny", _SKINNY, "ahead"), ("specialized", _SPECIALIZED, ""), ("warpgroup", _WARPGROUP, "swapped"))
+}  # fmt: skip
 
 
 def spanned(body: str, **fewer: tuple[Any, ...]) -> Iterator[NormLinearConfig]:
@@ -168,6 +178,7 @@ def _every() -> tuple[NormLinearConfig, ...]:
 @cache
 def _product(c: NormLinearConfig) -> GemmConfig:
     return GemmConfig(
-        tile_m=c.tile_m, tile_n=c.tile_n, tile_k=c.tile_k, warps_m=c.warps_m, warps_n=1, stages=c.stages, raster=1,
-        ctas_per_sm=1, body=c.body, warps_k=c.warps_k, split_k=c.split_k, pdl=c.pdl, ahead=c.ahead,
+        tile_m=c.tile_m, tile_n=c.tile_n, tile_k=c.tile_k, warps_m=c.warps_m, warps_n=1, stages=c.stages,
+        raster=c.raster, ctas_per_sm=1, body=c.body, warps_k=c.warps_k, split_k=c.split_k, pdl=c.pdl, ahead=c.ahead,
+        pingpong=c.pingpong, cluster_m=c.cluster_m, cluster_n=c.cluster_n,
     )  # fmt: skip

@@ -12,6 +12,8 @@ Schedule:
     Registers go from the loading warp group to the others (setmaxnreg). Results leave by boxes of 64 x 64 through
     swizzled shared memory (stmatrix) and TMA stores, which clip at the ends of out; C comes in by the same boxes.
     ``swapped`` computes ``out^T = B^T A^T``, so that out's columns are the side that advances by 64.
+    *Gated* (``results.gated``), B's columns are gates and, behind all of them, what they multiply. A tile has equally
+    many of both, in two boxes to a stage, one behind the other, so that a pair's sums meet in one thread.
 
 Source:
     CUTLASS's warp-specialized mainloops for Hopper, cooperative and pingpong, and QuACK's arrangement of them in
@@ -33,7 +35,7 @@ from cutlass.utils import hopper_helpers
 from cutekernels.kernels.cute.parts.boxes import ResultBoxes
 from cutekernels.kernels.cute.parts.pipeline import StagePipeline
 from cutekernels.kernels.cute.parts.schedule import Raster
-from cutekernels.kernels.cute.parts.smem import ALIGNMENT, WarpgroupSmem
+from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, WarpgroupSmem
 
 GROUP = 128  # threads of a warp group
 ROWS = 64  # that it multiplies at once
@@ -104,11 +106,18 @@ class WarpgroupGemm:
             hopper_helpers.make_smem_layout_b(columns, tile, dtype, self.stages),
         )
 
-    def boxed(self, mX: cute.Tensor, layout: cute.ComposedLayout, rows: int, sharers: int):
-        """The TMA load of ``rows`` of an operand, halved between ``sharers`` CTAs."""
+    def halves(self) -> cute.Layout:
+        """The stages of columns as gates, then what they multiply: ``(tile_n / 2, K, 2 * STAGE)``, without the swizzle.
+        A row of ``tile_k`` is one swizzled line.
+        """
+        rows = self.tile_n // 2
+        shape = ((SWIZZLED_ROWS, rows // SWIZZLED_ROWS), self.tile_k, 2 * self.stages)
+        return cute.make_layout(shape, stride=((SWIZZLED, SWIZZLED_ROWS * SWIZZLED), 1, rows * SWIZZLED))
+
+    def boxed(self, mX: cute.Tensor, one: cute.ComposedLayout, rows: int, sharers: int, parts: int):
+        """The TMA load of ``rows`` of an operand into ``one`` stage, in ``parts``, each for ``sharers`` CTAs."""
         op = cpasync.CopyBulkTensorTileG2SMulticastOp() if sharers > 1 else cpasync.CopyBulkTensorTileG2SOp()
-        one = cute.slice_(layout, (None, None, 0))
-        return cpasync.make_tiled_tma_atom(op, mX, one, (rows, self.tile_k), num_multicast=sharers)
+        return cpasync.make_tiled_tma_atom(op, mX, one, (rows, self.tile_k), num_multicast=parts)
 
     @cute.jit
     def __call__(
@@ -129,8 +138,13 @@ class WarpgroupGemm:
         mS = prepared(mB if const_expr(not self.swapped) else mA, not self.swapped, not self.columns_k_major)  # (N, K)
         mD = prepared(mD, self.swapped, rows_contiguous)  # (M, N[, L])
         layout_r, layout_s = self.layouts(dtype)
-        tma_r, tR = self.boxed(mR, layout_r, self.tile_m, self.cluster_n)
-        tma_s, tS = self.boxed(mS, layout_s, self.tile_n, self.cluster_m)
+        one_r, one_s = cute.slice_(layout_r, (None, None, 0)), cute.slice_(layout_s, (None, None, 0))
+        tma_r, tR = self.boxed(mR, one_r, self.tile_m, self.cluster_n, self.cluster_n)
+        if const_expr(self.results.gated):
+            half = cute.make_composed_layout(layout_s.inner, 0, cute.select(self.halves(), mode=[0, 1]))
+            tma_s, tS = self.boxed(mS, half, self.tile_n // 2, self.cluster_m, 1)
+        else:
+            tma_s, tS = self.boxed(mS, one_s, self.tile_n, self.cluster_m, self.cluster_m)
         box, shape = self.results.layout(), (WarpgroupSmem.BOX, WarpgroupSmem.BOX)
         tma_d, tD = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mD, box, shape)
         tma_c, tC = None, None
@@ -144,7 +158,7 @@ class WarpgroupGemm:
         )  # fmt: skip
         layers = cute.size(mD, mode=[2]) if const_expr(cute.rank(mD) == 3) else Int32(1)
         tiles_m = cute.ceil_div(cute.size(mD, mode=[0]), self.tile_m * self.cluster_m)
-        tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), self.tile_n * self.cluster_n)
+        tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), self.results.columns * self.cluster_n)
         blocks = cutlass.min(tiles_m * tiles_n * layers * self.cluster, Int32(self.resident))
         self.kernel(
             tma_r, tR, tma_s, tS, tma_d, tD, tma_c, tC, mBias, alpha, beta, tiled_mma, layout_r, layout_s,
@@ -158,6 +172,22 @@ class WarpgroupGemm:
             use_pdl=self.dependent,
             stream=stream,
         )  # fmt: skip
+
+    @cute.jit
+    def normed(
+        self,
+        mD: cute.Tensor,  # (M, I)
+        mX: cute.Tensor,  # (M, K)
+        mW: cute.Tensor,  # (2 * I, K), the gates' rows first
+        mBias: None,
+        mGamma: None,
+        mRstd: None,
+        eps: Float32,
+        stream: cuda.CUstream,
+    ):
+        """The gated product, with the arguments of the bodies that take a norm."""
+        mW = cute.make_tensor(mW.iterator, cute.select(mW.layout, mode=[1, 0]))  # (K, 2 * I)
+        self(mD, mX, mW, None, None, Float32(1.0), Float32(0.0), stream)
 
     @cute.jit
     def prepared(self, t: cute.Tensor, flipped: cutlass.Constexpr[bool], first: cutlass.Constexpr[bool]):
@@ -210,6 +240,7 @@ class WarpgroupGemm:
         at_s = cute.recast_ptr(storage + smem.columns_at, layout_s.inner, dtype)
         sR = cute.make_tensor(at_r, layout_r.outer)  # (M, K, STAGE)
         sS = cute.make_tensor(at_s, layout_s.outer)  # (N, K, STAGE)
+        sB = cute.make_tensor(at_s, self.halves()) if const_expr(self.results.gated) else sS  # as loaded
         full = cute.recast_ptr(storage + smem.barriers_at, dtype=Int64)
         empty = full + self.stages
         landed = empty + self.stages  # a barrier for each box of C
@@ -245,7 +276,7 @@ class WarpgroupGemm:
                 for tile in cutlass.range(first, count, step, unroll=1):
                     at = place(tile, rank, tiles, extents)
                     stage, phase = produce(
-                        at, rank, (tma_r, tR, sR), (tma_s, tS, sS), full, empty, stage, phase, k_tiles
+                        at, rank, (tma_r, tR, sR), (tma_s, tS, sB), full, empty, stage, phase, k_tiles
                     )
                 if const_expr(self.dependent):
                     cute.arch.griddepcontrol_launch_dependents()  # their setup then runs behind the last products
@@ -273,10 +304,10 @@ class WarpgroupGemm:
             at_m = at_m * self.cluster_m + rank
         else:
             at_n = at_n * self.cluster_n + rank
-        row, column = at_m * self.tile_m, at_n * self.tile_n
+        row, column = at_m * self.tile_m, at_n * self.results.columns
         if const_expr(not self.results.source):
             row = cutlass.max(cutlass.min(row, extents[0] - self.tile_m), Int32(0))
-            column = cutlass.max(cutlass.min(column, extents[1] - self.tile_n), Int32(0))
+            column = cutlass.max(cutlass.min(column, extents[1] - self.results.columns), Int32(0))
         return row, column, layer
 
     @cute.jit
@@ -295,7 +326,14 @@ class WarpgroupGemm:
         """The loads of one tile."""
         partitioned, acquire, advance = self.partitioned, self.pipeline.acquire, self.pipeline.advance
         source_r, target_r = partitioned(rows, self.tile_m, at[0], at[2], rank, self.cluster_n)
-        source_s, target_s = partitioned(columns, self.tile_n, at[1], at[2], rank, self.cluster_m)
+        loads = []  # of columns: source, target, and which half of a stage, where there are two
+        if const_expr(self.results.gated):
+            gates = cute.size(columns[1], mode=[0]) // 2
+            for i in cutlass.range_constexpr(2 // self.cluster_m):
+                half = rank if const_expr(self.cluster_m > 1) else Int32(i)
+                loads.append((*partitioned(columns, self.tile_n // 2, at[1] + half * gates, at[2], rank, 1), half))
+        else:
+            loads.append((*partitioned(columns, self.tile_n, at[1], at[2], rank, self.cluster_m), None))
         everyone = Int16((1 << self.cluster) - 1)
         for k_tile in cutlass.range(k_tiles, unroll=1):
             acquire(full, empty, stage, phase)
@@ -304,9 +342,11 @@ class WarpgroupGemm:
             cute.copy(
                 rows[0], source_r[None, k_tile], target_r[None, stage], tma_bar_ptr=full + stage, mcast_mask=mask_r
             )
-            cute.copy(
-                columns[0], source_s[None, k_tile], target_s[None, stage], tma_bar_ptr=full + stage, mcast_mask=mask_s
-            )
+            for source, target, half in loads:
+                filled = stage if const_expr(half is None) else 2 * stage + half
+                cute.copy(
+                    columns[0], source[None, k_tile], target[None, filled], tma_bar_ptr=full + stage, mcast_mask=mask_s
+                )
             stage, phase = advance(stage, phase)
         return stage, phase
 

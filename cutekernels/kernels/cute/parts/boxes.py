@@ -8,12 +8,25 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, StMatrix8x8x16bOp
 
-from cutekernels.kernels.cute.parts.epilogue import Activation
+from cutekernels.kernels.cute.parts.epilogue import Activation, silu_mul
+from cutekernels.kernels.cute.parts.ptx import instruction
 from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
 
 BOX = WarpgroupSmem.BOX
 BLOCKS = BOX // 8  # of 8 columns in a box
 FIRST_BARRIER = 1  # named barriers of the groups, one each; 0 is the CTA's
+
+
+@cute.jit
+def wide(sums: cute.Tensor, i: cutlass.Constexpr[int]) -> Float32:
+    """One of a thread's sums in fp32. Fp16 ones are unpacked by an instruction of ours: seeing through it, the compiler
+    would keep them unpacked in the mainloop too.
+    """
+    if const_expr(sums.element_type is Float32):
+        return sums[i]
+    text = "{ .reg .b16 h<2>; mov.b32 {h0, h1}, $1; cvt.f32.f16 $0, h" + str(i % 2) + "; }"
+    word = cute.recast_tensor(sums, Int32)[i // 2]
+    return Float32(instruction(text, "=f,r", word, result=Float32.mlir_type))
 
 
 @dataclass(frozen=True)
@@ -24,6 +37,7 @@ class ResultBoxes:
     divide ``columns``, the last box begins early and writes some results twice; never with C, which out may be.
     ``rows_contiguous``: out's rows are its contiguous extent, so boxes are transposed on their way (stmatrix.trans).
     ``bias`` runs along ``"n"`` or ``"m"``, or is ``"none"``.
+    ``gated``: ``out = silu(gate) * up`` instead. A panel has ``columns`` gates, then as many that they multiply.
     """
 
     dtype: type[cutlass.Numeric]
@@ -35,6 +49,12 @@ class ResultBoxes:
     source: bool
     bias: str
     activation: Activation
+    gated: bool = False
+
+    @property
+    def sums(self) -> int:
+        """A thread's sums of a panel."""
+        return self.columns // 2 * (2 if self.gated else 1)
 
     @property
     def across(self) -> int:
@@ -173,8 +193,11 @@ class ResultBoxes:
                 cute.arch.barrier(barrier_id=FIRST_BARRIER + group, number_of_threads=128)
             for j in cutlass.range_constexpr(BLOCKS):
                 for v in cutlass.range_constexpr(4):
-                    values[v % 2, v // 2, j] = acc[panel * (self.columns // 2) + column // 2 + 4 * j + v].to(Float32)
-            x = alpha * values.load()
+                    values[v % 2, v // 2, j] = wide(acc, panel * self.sums + column // 2 + 4 * j + v)
+                    if const_expr(self.gated):
+                        up = wide(acc, panel * self.sums + (self.columns + column) // 2 + 4 * j + v)
+                        values[v % 2, v // 2, j] = silu_mul(values[v % 2, v // 2, j], up)
+            x = values.load() if const_expr(self.gated) else alpha * values.load()
             if const_expr(self.source):
                 x = x + beta * rC.load().to(Float32)
             if const_expr(self.bias != "none"):

@@ -34,6 +34,12 @@ class Activation:
         return y
 
 
+@cute.jit
+def silu_mul(gate: Float32, up: Float32) -> Float32:
+    """``silu(gate) * up``, by the approximate reciprocal: a division is ten instructions, and a branch."""
+    return gate * cute.arch.rcp_approx(1.0 + cute.math.exp(-gate, fastmath=True)) * up
+
+
 @dataclass(frozen=True)
 class GemmEpilogue:
     """``out = activation(alpha * acc + beta * c + bias)`` for one ``(tile_m, tile_n)`` tile, through shared memory.
