@@ -1,9 +1,9 @@
 """One task for a GPU that is absent: compile the valid space, prune by static facts, rank by the op's model.
 
 No GPU is needed: kernels are compiled for the requested target in child processes, whose abort costs only that
-candidate. Every candidate becomes a row of origin ``predicted``: ``ok`` with the model's estimate as its time,
-``pruned`` or ``compile_error``. The best becomes the predicted winner, which never displaces a measured one. An
-interrupted run resumes where it stopped, best estimates first.
+candidate. Every candidate becomes a row of origin ``predicted``: ``ok`` with the model's estimate as its time, and with
+a message where calls should take it in place of the default, ``pruned`` or ``compile_error``. The best becomes the
+predicted winner, which never displaces a measured one. An interrupted run resumes, best estimates first.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field
 
+from cutekernels.autotune import outlook
 from cutekernels.autotune.history import TaskHistory, status_of
 from cutekernels.autotune.job import Task
 from cutekernels.autotune.report import TaskReport
@@ -140,7 +141,11 @@ class Prediction:
         reason = None if config == self._default else prune_reason(facts, self.task.op, self.gpu)
         if reason is not None:
             return self.history.row(config, "pruned", facts=facts, message=reason)
-        return self.history.row(config, "ok", facts=facts, estimate_us=estimate_us)
+        return self.history.row(config, "ok", facts=facts, estimate_us=estimate_us, message=self._why(config))
+
+    def _why(self, config: Config) -> str:
+        assert self._default is not None
+        return outlook.reason(self.task.op, self.task.problem, self.gpu, self._default, config)
 
     def _note(self, config: Config, trial: Trial, wanted: int) -> None:
         self._rows[config] = trial

@@ -7,7 +7,7 @@ choice. A config comes from the first of these that ``why_not`` accepts for the 
 2. ``tuned``: a measured winner of the problem's bucket;
 3. ``nearest``: a measured winner with the same static fields and extents within two octaves in all, unless the model
    has it far behind the default here but not at its own problem;
-4. ``predicted``: the model's winner of the bucket, or of its nearest neighbour;
+4. ``predicted``: the model's winner of the bucket, or of its nearest neighbour, where its row says why it is better;
 5. ``default``: the op's analytical choice.
 
 Winners are read once per GPU into immutable dicts; :func:`reload` reads them again. Nothing is tuned here, no call
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutekernels import compile as compiler
 from cutekernels import gpu as gpus
-from cutekernels import settings
+from cutekernels import rates, settings
 from cutekernels.db import snapshot as snapshots
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.interval import Interval
@@ -85,7 +85,6 @@ class Explanation:
 
 
 _lock = threading.RLock()
-_snapshots: dict[str, Snapshot] = {}
 _plans: dict[tuple[Any, ...], Plan] = {}
 _missed: dict[tuple[str, str, int, str], int] = {}
 _listeners: list[Callable[[], None]] = []
@@ -165,15 +164,11 @@ def explain(op: Op[Any, Any], p: Any, gpu: GpuSpec, config: Config | str | None 
 
 def winners(gpu: GpuSpec) -> Snapshot:
     """The winners known for ``gpu``, read at first use."""
-    found = _snapshots.get(gpu.name)
-    if found is None:
-        with _lock:
-            found = _snapshots.setdefault(gpu.name, snapshots.load(gpu.name))
-    return found
+    return snapshots.held(gpu.name)
 
 
 def reload(*, watch_s: float | None = None) -> None:
-    """Forget winners and plans, so that the next calls use winners tuned since. Compiled kernels stay.
+    """Forget winners, rates and plans: the next calls use what was tuned and calibrated since. Compiled kernels stay.
 
     Args:
         watch_s: do so again whenever the database's file has changed, which a thread looks at every ``watch_s``
@@ -192,8 +187,8 @@ def reload(*, watch_s: float | None = None) -> None:
 
 def _forget(known: dict[str, Snapshot]) -> None:
     with _lock:
-        _snapshots.clear()
-        _snapshots.update(known)
+        snapshots.forget(known)
+        rates.forget()
         _plans.clear()
         for forget in _listeners:
             forget()
@@ -228,8 +223,9 @@ def _look() -> None:
         return
     # Before reading: a write meanwhile is seen by the next look. File times advance in steps, which two writes share.
     _watched = () if time.time_ns() - max(stamp[1], stamp[4]) < _TIME_STEP_NS else stamp
-    known = {name: snapshots.load(name) for name in list(_snapshots)}
-    if any(known[name] != found for name, found in list(_snapshots.items()) if name in known):
+    before = snapshots.all_held()
+    known = {name: snapshots.load(name) for name in before}
+    if known != before:
         _forget(known)
 
 
@@ -302,13 +298,14 @@ def _sources(op: Op[Any, Any], p: Any, gpu: GpuSpec, snapshot: Snapshot) -> Iter
         yield "tuned", _adopt(op, p, gpu, at_bucket, "tuned", f"measured for its bucket ({at_bucket.source})")
     yield "nearest", _nearest(op, p, gpu, table, "measured", "nearest")
     if at_bucket is not None and at_bucket.origin == "predicted":
-        yield (
-            "predicted",
-            _adopt(op, p, gpu, at_bucket, "predicted", f"the model's best for its bucket ({at_bucket.source})"),
-        )
+        note = f"the model's best for its bucket ({at_bucket.source}): {at_bucket.reason}"
+        yield "predicted", _adopt(op, p, gpu, at_bucket, "predicted", note) if at_bucket.reason else _UNREASONED
     else:
         yield "predicted", _nearest(op, p, gpu, table, "predicted", "predicted")
     yield "default", Choice(op.default(p, gpu), "default", "the op's analytical choice")
+
+
+_UNREASONED = "the model's best for its bucket gives no reason to leave the default, which stays"
 
 
 def _nearest(
@@ -319,6 +316,7 @@ def _nearest(
     reason = f"no {wanted} neighbour within {MAX_OCTAVES:g} octaves"
     for distance, row, other in islice(_neighbours(op, own, gpu, table, wanted), MOST_TRIED):
         note = f"{wanted} for {row.problem}, {distance:.2f} octaves away ({row.source})"
+        note += f": {row.reason}" if row.reason else ""
         outcome = _adopt(op, p, gpu, row, origin, note)
         if isinstance(outcome, Choice) and outcome.config.vendors:
             outcome = f"{note}, but the vendor's call serves no neighbour"
@@ -365,6 +363,8 @@ def _placed(op: Op[Any, Any], gpu: GpuSpec, table: Mapping[str, Winner]) -> _Pla
         return known[1]
     found: _Placed = {}
     for row in table.values():
+        if row.origin == "predicted" and not row.reason:
+            continue
         described = _described(op, row.problem)
         if described is not None:
             found.setdefault((row.origin, described[0]), []).append((described[1], row))

@@ -1,14 +1,18 @@
 """How fast the parts of a GPU are: what analytical models read, so that they hold no machine's numbers.
 
 ``gpu.py`` has what a datasheet says; this table has what only a measurement shows (launch, latencies, ports, barriers).
-One row was measured, on the H200. Every other GPU's is scaled from it by clocks and sizes, and says ``measured=False``.
+One row was fitted to measurements, on the H200. Every other GPU's is scaled from it by clocks and sizes and says
+``measured=False``, until ``cutekernels calibrate`` has measured the GPU: what its database has then takes its place.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+from cutekernels.db import snapshot
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -19,7 +23,7 @@ class Rates:
     """Times in µs and rates per µs of one GPU; those "per SM" are one streaming multiprocessor's."""
 
     measured: bool
-    """Whether this row was measured on this GPU, or scaled from the H200's."""
+    """Whether this row was measured on this GPU, at least in part, or scaled from the H200's."""
     clock_mhz: float
     """SM clock under sustained load."""
     launch_us: float
@@ -40,6 +44,10 @@ class Rates:
     """Bytes that one SM reads from shared memory."""
     warpgroup_flops_per_us: float
     """Rate of one SM by warpgroup MMA in a steady mainloop; 0 where there is none."""
+    mma_flops_per_us: float
+    """Rate of one SM by warp MMA with fp32 accumulation."""
+    mma_fp16_flops_per_us: float
+    """The same with fp16 accumulation."""
     barrier_us: float
     """A block-wide barrier between two stages of a pipeline."""
     walked_us: float
@@ -47,6 +55,11 @@ class Rates:
     exchange_us: float
     """A round of messages between the CTAs of a cluster, or between CTAs by way of the L2."""
 
+
+REVISION = 1
+"""Of a calibrated rate's meaning. Raise it when a fitted row or a probe changes, and earlier calibrations lapse."""
+MOST_OFF = 3.0
+"""Limit on a calibrated rate over the scaled one, and the inverse: beyond it, it is refused."""
 
 # H200 SXM, 2026-11, by this project's own kernels (docs/notes): graph chains, cold L2, sustained load.
 _H200 = Rates(
@@ -61,6 +74,8 @@ _H200 = Rates(
     sm_bytes_per_us=99e3,
     smem_bytes_per_us=128 * 1700,
     warpgroup_flops_per_us=6.22e6,
+    mma_flops_per_us=620e6 / 132,
+    mma_fp16_flops_per_us=620e6 / 132,
     barrier_us=0.08,
     walked_us=0.022,
     exchange_us=0.63,
@@ -86,13 +101,60 @@ _BOOST_MHZ = {
 }
 
 
-@cache
+F = TypeVar("F", bound=Callable[..., object])
+_caches: list[Callable[[], None]] = []
+
+
+def remembered(function: F) -> F:
+    """A cache of a function that reads rates, emptied when they may have changed."""
+    made = cache(function)
+    _caches.append(made.cache_clear)
+    return made  # type: ignore[return-value]
+
+
+def forget() -> None:
+    """Empty all caches of what was made with rates; the database is read by ``db/snapshot.py``."""
+    for clear in _caches:
+        clear()
+
+
+@remembered
 def of(gpu: GpuSpec) -> Rates:
-    """The rates of ``gpu``: measured where somebody measured them, else scaled from the H200's."""
-    if gpu.name in _MEASURED:
-        return _MEASURED[gpu.name]
-    if gpu.smem_cap_bytes is not None and gpu.name.rpartition("-")[0] in _MEASURED:  # confined: see GpuSpec.limited
-        return _MEASURED[gpu.name.rpartition("-")[0]]
+    """The rates of ``gpu``: calibrated ones where the database has them, else those of :func:`scaled`."""
+    known = {}
+    for name, (value, refused) in calibrated(gpu).items():
+        if refused is None:
+            known[name] = value
+        else:
+            snapshot.say(f"the calibrated {name} of {gpu.name} is {value:.4g}, {refused}: not used")
+    return replace(scaled(gpu), measured=True, **known) if known else scaled(gpu)  # type: ignore[arg-type]
+
+
+def calibrated(gpu: GpuSpec) -> dict[str, tuple[float, str | None]]:
+    """What the database that calls read has for ``gpu``, or for the one it confines; each with why it is refused."""
+    own, found = scaled(gpu), {}
+    for (name, revision), value in sorted(snapshot.held(_base(gpu)).rates.items()):
+        if revision != REVISION or name not in NAMES:
+            continue
+        usual = getattr(own, name)
+        far = not usual / MOST_OFF <= value <= usual * MOST_OFF
+        found[name] = value, f"over {MOST_OFF:g} times off the scaled {usual:.4g}" if far else None
+    return found
+
+
+NAMES = tuple(f.name for f in fields(Rates) if f.name != "measured")
+
+
+def _base(gpu: GpuSpec) -> str:
+    """The name of the GPU that ``gpu`` confines (see GpuSpec.limited), else its own."""
+    return gpu.name if gpu.smem_cap_bytes is None else gpu.name.rpartition("-")[0]
+
+
+@cache
+def scaled(gpu: GpuSpec) -> Rates:
+    """The row fitted for ``gpu``, where there is one, else the H200's, scaled."""
+    if _base(gpu) in _MEASURED:
+        return _MEASURED[_base(gpu)]
     boost = _BOOST_MHZ.get(gpu.name, _BOOST_MHZ["h200"])
     faster = boost / _BOOST_MHZ["h200"]
     return replace(
@@ -104,6 +166,8 @@ def of(gpu: GpuSpec) -> Rates:
         sm_bytes_per_us=_H200.sm_bytes_per_us * faster,
         smem_bytes_per_us=_H200.smem_bytes_per_us * faster,
         warpgroup_flops_per_us=_H200.warpgroup_flops_per_us * faster if gpu.has_wgmma else 0.0,
+        mma_flops_per_us=gpu.mma_tflops * 1e6 / gpu.sm_count,
+        mma_fp16_flops_per_us=gpu.mma_fp16_tflops * 1e6 / gpu.sm_count,
         barrier_us=_H200.barrier_us / faster,
         walked_us=_H200.walked_us / faster,
         exchange_us=_H200.exchange_us / faster,

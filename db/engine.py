@@ -35,7 +35,7 @@ WRITING = "cutekernels_writing"  # execution option: this transaction will write
 _LOCK_TIMEOUT_S = 120.0
 _CONNECT_TIMEOUT_S = 10
 _MIGRATION_LOCK = 0x6375_7465  # PostgreSQL advisory lock: "cute"
-_TABLES = {"gpu", "environment", "trial", "winner", "request", "alembic_version"}
+_TABLES = {"gpu", "environment", "trial", "winner", "request", "rate", "alembic_version"}
 _alembic_lock = threading.Lock()  # Alembic's context is one per process, whatever the database
 
 

@@ -197,3 +197,18 @@ class Request(Base):
     problem: Mapped[str] = mapped_column(primary_key=True)
     hits: Mapped[int] = mapped_column(BigInteger)
     last_seen: Mapped[datetime]
+
+
+class Rate(Base):
+    """A calibrated speed of a GPU's part; a later calibration replaces it. ``gpu`` is the GPU's name."""
+
+    __tablename__ = "rate"
+
+    gpu: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    revision: Mapped[int] = mapped_column(primary_key=True)
+    value: Mapped[float]
+    unit: Mapped[str]
+    created_at: Mapped[datetime]
+    conditions: Mapped[str]
+    source: Mapped[str]

@@ -16,7 +16,7 @@ import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
@@ -27,10 +27,11 @@ from sqlalchemy.orm import Session
 
 from cutekernels.db import models, statements, trial
 from cutekernels.db.engine import WRITING, file_errors, open_engine, shown, translated, url_of
+from cutekernels.db.rate import Rate
 from cutekernels.db.trial import LINE_LIMIT, Environment, Gpu, Trial
 from cutekernels.errors import StoreError
 
-__all__ = ["Environment", "Gpu", "ImportReport", "Request", "Stat", "Store", "Trial"]
+__all__ = ["Environment", "Gpu", "ImportReport", "Rate", "Request", "Stat", "Store", "Trial"]
 
 _CLOCK_SKEW = timedelta(days=1)
 
@@ -254,6 +255,29 @@ class Store:
                 for gpu, op, origin, *rest in session.execute(query)
             ]
         return sorted(found, key=lambda s: (s.gpu, s.op, s.origin))
+
+    # ---- rates ----------------------------------------------------------------------------------------------
+
+    def keep_rates(self, rates: Iterable[Rate]) -> None:
+        """Store calibrated rates, all or none; each replaces an earlier one of its GPU, name and revision."""
+        values = [{f.name: getattr(rate, f.name) for f in fields(Rate)} for rate in rates]
+        if not values:
+            return
+        with self._writing() as session:
+            insert = statements.insert_into(session, models.Rate)
+            key = ("gpu", "name", "revision")
+            changes = {name: insert.excluded[name] for name in values[0] if name not in key}
+            session.execute(insert.on_conflict_do_update(index_elements=list(key), set_=changes), values)
+
+    def rates(self, *, gpu: str | None = None) -> list[Rate]:
+        """Calibrated rates, by GPU and name; a row that breaks a rule is passed over."""
+        query = select(models.Rate) if gpu is None else select(models.Rate).where(models.Rate.gpu == gpu)
+        found = []
+        with self._reading() as session:
+            for row in session.scalars(query):
+                with suppress(StoreError):
+                    found.append(Rate(**{f.name: getattr(row, f.name) for f in fields(Rate)}))
+        return sorted(found, key=lambda r: (r.gpu, r.name, r.revision))
 
     # ---- exchange -------------------------------------------------------------------------------------------
 

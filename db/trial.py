@@ -46,7 +46,7 @@ Rule = Callable[[object], str | None]
 # ---- rules: None for a valid value, else a description of valid ones ----------------------------------------
 
 
-def _text(pattern: str, meaning: str) -> Rule:
+def text(pattern: str, meaning: str) -> Rule:
     compiled = re.compile(pattern)
     return lambda v: None if type(v) is str and compiled.fullmatch(v) else meaning
 
@@ -66,7 +66,7 @@ def _number(v: object) -> str | None:
     return "a finite number from 0 up, or absent"
 
 
-def _moment(v: object) -> str | None:
+def moment(v: object) -> str | None:
     return None if isinstance(v, datetime) and v.utcoffset() is not None else "a moment with its UTC offset"
 
 
@@ -82,10 +82,10 @@ _CONTROL = r"\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff"  # unsafe for a terminal 
 _WORDS = rf"[ -~]{{0,{TEXT_LIMIT}}}"
 _WORDS_MEANING = f"printable ASCII, at most {TEXT_LIMIT} characters"
 
-gpu_name_rule = _text(r"[a-z0-9][a-z0-9._-]{0,99}", "a GPU's name: lower case letters, digits, '.', '_', '-'")
-op_rule = _text(r"[a-z][a-z0-9_]{0,63}", "an op's name: lower case letters, digits and '_'")
+gpu_name_rule = text(r"[a-z0-9][a-z0-9._-]{0,99}", "a GPU's name: lower case letters, digits, '.', '_', '-'")
+op_rule = text(r"[a-z][a-z0-9_]{0,63}", "an op's name: lower case letters, digits and '_'")
 revision_rule = _whole(0, INT32_MAX)
-problem_rule = _text(_WORDS, _WORDS_MEANING)
+problem_rule = text(_WORDS, _WORDS_MEANING)
 
 
 def require(name: str, value: object, rule: Rule) -> None:
@@ -255,33 +255,33 @@ class Trial:
 
 _GPU_RULES: dict[str, Rule] = {
     "name": gpu_name_rule,
-    "target": _text(r"[a-z0-9_]{1,20}", "a compile target such as sm_80"),
+    "target": text(r"[a-z0-9_]{1,20}", "a compile target such as sm_80"),
     "sm_count": _whole(1, INT32_MAX),
     "smem_per_block_bytes": _whole(0, INT64_MAX),
     "l2_bytes": _whole(0, INT64_MAX),
     "memory_bytes": _whole(0, INT64_MAX),
 }
-_version = _text(r"[ -~]{0,100}", "a version in printable ASCII, at most 100 characters")
+_version = text(r"[ -~]{0,100}", "a version in printable ASCII, at most 100 characters")
 _ENVIRONMENT_RULES: dict[str, Rule] = {f.name: _version for f in fields(Environment)}
 _count = _whole(0, INT64_MAX, optional=True)
 _MEASUREMENTS = ("median_us", "p20_us", "p80_us", "ratio", "ratio_low", "ratio_high", "baseline_us", "error")
 _TRIAL_RULES: dict[str, Rule] = {
     "id": _id,
-    "created_at": _moment,
+    "created_at": moment,
     "gpu": _instance(Gpu),
     "environment": _instance(Environment),
     "op": op_rule,
     "revision": revision_rule,
     "problem": problem_rule,
-    "config": _text(_WORDS, _WORDS_MEANING),
+    "config": text(_WORDS, _WORDS_MEANING),
     "origin": _one_of(ORIGINS),
     "status": _one_of(STATUSES),
     **dict.fromkeys(_MEASUREMENTS, _number),
     **dict.fromkeys(("samples", "registers", "stack_bytes", "smem_bytes"), _count),
-    "message": _text(
+    "message": text(
         rf"[^{_CONTROL}]{{0,{MESSAGE_LIMIT}}}", f"text without control characters, at most {MESSAGE_LIMIT} characters"
     ),
-    "sources": _text(r"[0-9a-f]{0,64}", "a hash in hexadecimal, at most 64 digits"),
+    "sources": text(r"[0-9a-f]{0,64}", "a hash in hexadecimal, at most 64 digits"),
     "certificate": lambda v: None if v is None or type(v) is Certificate else "a certificate, or absent",
 }
 _REQUIRED = {"id", "created_at", "gpu", "environment", "op", "revision", "problem", "config", "origin", "status"}

@@ -7,7 +7,7 @@ import os
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -55,7 +55,7 @@ def configs(path: Path | str, gpu: str = "h200") -> list[str]:
 def test_it_is_immutable(path: Path) -> None:
     table = snapshot.load("h200", str(path)).table
     assert isinstance(table, MappingProxyType)
-    assert isinstance(table["gemm", 1], MappingProxyType)
+    assert not isinstance(table["gemm", 1], MutableMapping)
     with pytest.raises(AttributeError):
         table["gemm", 1][PROBLEM].config = "a=2"  # type: ignore[misc]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import cutekernels as ck
 from cutekernels import dispatch, gpu
+from cutekernels.db import snapshot as snapshots
 from cutekernels.db.snapshot import Snapshot, Winner
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.activations.op import SILU_MUL
@@ -419,7 +420,7 @@ def test_a_stored_winner_with_a_removed_knob_is_passed_over(value: str, monkeypa
     default = RMS_NORM_LINEAR.default(p, h200)
     row = Winner(str(p), f"{default} squares={value}", "measured", median_us=8.0, ratio=1.1, source="database")
     table = {(RMS_NORM_LINEAR.name, RMS_NORM_LINEAR.revision): {row.problem: row}}
-    monkeypatch.setattr(dispatch, "_snapshots", {"h200": Snapshot(MappingProxyType(table))})
+    monkeypatch.setattr(snapshots, "_held", {"h200": Snapshot(MappingProxyType(table))})
     told = dispatch.explain(RMS_NORM_LINEAR, p, h200)
     assert (told.choice.origin, told.choice.config) == ("default", default)
     assert "squares" in dict(told.rows)["asked: tuned"]

@@ -34,7 +34,7 @@ A, B, C = ToyConfig(32, 1, False), ToyConfig(32, 2, False), ToyConfig(64, 4, Tru
 
 @pytest.fixture(autouse=True)
 def _a_dispatcher_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_snapshots", {})
+    monkeypatch.setattr(snapshots, "_held", {})
     monkeypatch.setattr(dispatch, "_plans", {})
     monkeypatch.setattr(snapshots, "_said", set())
 
@@ -231,7 +231,7 @@ class TestForced:
 
 class TestExplain:
     def explain(self, *rows: Winner, **options: Any) -> dispatch.Explanation:
-        dispatch._snapshots["h200"] = snapshot(*rows)
+        snapshots._held["h200"] = snapshot(*rows)
         return dispatch.explain(TOY, ToyProblem(13, 64), H200, **options)
 
     def test_it_tells_the_choice_and_its_certificate(self) -> None:

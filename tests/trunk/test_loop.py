@@ -35,7 +35,7 @@ def until(true: Callable[[], object], seconds: float = 10) -> None:
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(dispatch, "_snapshots", {})
+    monkeypatch.setattr(snapshots, "_held", {})
     monkeypatch.setattr(dispatch, "_plans", {})
     monkeypatch.setattr(dispatch, "_missed", {})
     monkeypatch.setattr(snapshots, "_said", set())

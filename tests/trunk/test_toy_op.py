@@ -27,6 +27,7 @@ from cutekernels import gpu as gpus
 from cutekernels.autotune import run as autotune_run
 from cutekernels.autotune.runtime import Measure, Outcome, Prepare
 from cutekernels.backends import Artifact, Facts
+from cutekernels.db import snapshot as snapshots
 from cutekernels.db.store import Store
 from cutekernels.errors import CompileError, InvalidConfig, UnsupportedProblem
 from cutekernels.gpu import GpuSpec
@@ -183,7 +184,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_BY_NAME", {op.name: op for op in registry.OPS})
     monkeypatch.setitem(compiler._BACKENDS, "listing", f"{__name__}:Listing")
     monkeypatch.setattr(gpus, "detect", lambda device=None: H200)
-    monkeypatch.setattr(dispatch, "_snapshots", {})
+    monkeypatch.setattr(snapshots, "_held", {})
     monkeypatch.setattr(dispatch, "_plans", {})
     monkeypatch.setattr(compiler, "_loaded", {})
 

@@ -245,7 +245,7 @@ def _fit(op: AttentionOp[Any, Any], p: Problem, gpu: GpuSpec) -> tuple[Config, .
     return tuple(c for c in op.Config.every() if next(op.unfit(p, c, gpu), None) is None)
 
 
-@cache
+@rates.remembered
 def _best(op: AttentionOp[Any, Any], p: Problem, gpu: GpuSpec) -> Any:
     smallest = p.replace(**{name: min(1, getattr(p, name)) for name in p.extent_names()})
     candidates = [c for c in _fit(op, smallest, gpu) if next(op.unsuited(p, c, gpu), None) is None]
@@ -362,7 +362,7 @@ class TilesOp(AttentionOp[Q, T]):
         # Rows that an owned tile walks, on average.
         seen = p.pairs / p.seq_own + (_EDGE * own if p.limited_left or p.limited_right else 0)
         steps = max(1.0, min(seen, p.seq_walked) / walked + 0.5) * (p.group if p.by_keys else 1)
-        multiply = 2.0 * products * own * walked * p.width / (_FED * gpu.mma_tflops * 1e6 / gpu.sm_count)
+        multiply = 2.0 * products * own * walked * p.width / (_FED * rate.mma_flops_per_us)
         feed = c.warps * (products * walked + read_rows) * p.width * 2 / rate.smem_bytes_per_us
         exponent_us = own * walked / (EXPONENTS_PER_CLOCK * rate.clock_mhz)
         step = (max(multiply, feed) + exponents * exponent_us) / crowd + fixed * rate.barrier_us / c.ctas_per_sm

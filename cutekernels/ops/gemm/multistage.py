@@ -110,8 +110,8 @@ class Multistage(Schedule):
         if tiles == 0:
             return 0.0
         warp_m, warp_n = c.warp_tile
-        peak = gpu.mma_fp16_tflops if p.accumulate == "fp16" else gpu.mma_tflops
-        flops_per_us = peak * 1e6 / gpu.sm_count * _UNALIGNED_RATE[min(p.a_align, p.b_align)]
+        peak = rate.mma_fp16_flops_per_us if p.accumulate == "fp16" else rate.mma_flops_per_us
+        flops_per_us = peak * _UNALIGNED_RATE[min(p.a_align, p.b_align)]
         reuse = warp_m * warp_n / (warp_m + warp_n)  # multiplications per element of a fragment loaded
         k_tiles = max(1, -(-p.k // c.tile_k))
         stage_bytes = (c.tile_m + c.tile_n) * c.tile_k * ELEMENT_BYTES

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cutekernels import rates
 from cutekernels.op import Op, Work
 from cutekernels.ops.gemm import skinny, specialized
 from cutekernels.ops.gemm.launch import AddressedLaunch, addressed, contiguous
@@ -262,7 +263,7 @@ def _fit(schedule: Schedule, tiles: tuple[int, ...], gpu: GpuSpec, extras: Extra
     return tuple(c for c in among if next(schedule.unfit(c, gpu, extras), None) is None)
 
 
-@cache
+@rates.remembered
 def _default(op: Gemm, p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
     """The first choice that has a config: skinny for the fewest tokens, specialized up to MOST_TOKENS; beyond, and for
     other layouts, warpgroup where its model is clearly ahead, else the schedule it would replace.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import reduce
 from itertools import pairwise
 from operator import or_
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Problem, Work, extent, ladder, plain
 from cutekernels.ops.gemm.api import alignment
@@ -155,7 +156,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
         return Work(2.0 * p.rows * p.n * p.k, float(moved * ELEMENT_BYTES + bias), depth)
 
 
-@cache
+@rates.remembered
 def _default(op: _GroupedOp, p: GroupedProblem, gpu: GpuSpec) -> GemmConfig:
     valid = (c for c in MULTISTAGE.shortlist(op.one(p), gpu) if op.why_not(p, c, gpu) is None)
     return min(valid, key=lambda c: (op.estimate_us(p, c, gpu), str(c)))
