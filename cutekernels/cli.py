@@ -43,6 +43,7 @@ from cutekernels.terminal import As, Format
 
 _MOUNTED = {  # verb: (its Typer app, its line in --help)
     "tune": ("cutekernels.autotune.cli:app", "Tune a job's problems for one GPU and store the winners."),
+    "calibrate": ("cutekernels.autotune.calibrate:app", "Measure this GPU's own rates, which the models then use."),
     "db": ("cutekernels.db.cli:app", "Look into the tuned-config database; export, import and merge winners."),
     "bench": ("bench.__main__:app", "Time an op's suites beside its peers (from a checkout)."),
 }
@@ -253,6 +254,7 @@ def diagnose() -> list[Finding]:
         _database(settings.load().database_url),
         _tool("ptxas", environment.ptxas()),
         _cuobjdump(),
+        *_rates(),
     ]
 
 
@@ -351,6 +353,30 @@ def _cuobjdump() -> Finding:
         return _tool("cuobjdump", cubin.cuobjdump())
     except CompileError:
         return _tool("cuobjdump", None)
+
+
+def _rates() -> list[Finding]:
+    """This GPU's rates as the models would scale them, beside those that `calibrate` stored."""
+    from cutekernels import rates
+    from cutekernels.autotune.calibrate import unit_of
+    from cutekernels.gpu import lookup
+
+    try:
+        gpu = lookup("auto")
+    except (UnknownGpu, ImportError):
+        return []
+    scaled, found = rates.scaled(gpu), rates.calibrated(gpu)
+    if not found:
+        source = "fitted on this GPU" if scaled.measured else "scaled from an H200's"
+        return [Finding("rates", "ok", f"{source}, none calibrated", "`cutekernels calibrate` measures this GPU's own")]
+    findings = []
+    for name in rates.NAMES:
+        value, refused = found.get(name, (None, None))
+        told = "not calibrated" if value is None else f"calibrated {value:.5g}"
+        remedy = "" if refused is None else f"{refused}: not used; calibrate again"
+        state = "ok" if refused is None else "absent"
+        findings.append(Finding(name, state, f"scaled {getattr(scaled, name):.5g}, {told} {unit_of(name)}", remedy))
+    return findings
 
 
 def _write_findings(findings: Iterable[Finding]) -> None:

@@ -297,15 +297,14 @@ def _sources(op: Op[Any, Any], p: Any, gpu: GpuSpec, snapshot: Snapshot) -> Iter
     else:
         yield "tuned", _adopt(op, p, gpu, at_bucket, "tuned", f"measured for its bucket ({at_bucket.source})")
     yield "nearest", _nearest(op, p, gpu, table, "measured", "nearest")
-    if at_bucket is not None and at_bucket.origin == "predicted":
-        note = f"the model's best for its bucket ({at_bucket.source}): {at_bucket.reason}"
-        yield "predicted", _adopt(op, p, gpu, at_bucket, "predicted", note) if at_bucket.reason else _UNREASONED
-    else:
+    if at_bucket is None or at_bucket.origin != "predicted":
         yield "predicted", _nearest(op, p, gpu, table, "predicted", "predicted")
+    elif snapshots.may_serve(at_bucket.origin, at_bucket.reason):
+        note = f"the model's best for its bucket ({at_bucket.source}): {at_bucket.reason}"
+        yield "predicted", _adopt(op, p, gpu, at_bucket, "predicted", note)
+    else:
+        yield "predicted", "the model's best for its bucket gives no reason to leave the default"
     yield "default", Choice(op.default(p, gpu), "default", "the op's analytical choice")
-
-
-_UNREASONED = "the model's best for its bucket gives no reason to leave the default, which stays"
 
 
 def _nearest(
@@ -363,7 +362,7 @@ def _placed(op: Op[Any, Any], gpu: GpuSpec, table: Mapping[str, Winner]) -> _Pla
         return known[1]
     found: _Placed = {}
     for row in table.values():
-        if row.origin == "predicted" and not row.reason:
+        if not snapshots.may_serve(row.origin, row.reason):
             continue
         described = _described(op, row.problem)
         if described is not None:

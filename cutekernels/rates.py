@@ -81,6 +81,8 @@ _H200 = Rates(
     exchange_us=0.63,
 )
 _MEASURED = {"h200": _H200}
+FITTED = _H200
+"""The row that the models' constants are multiples of."""
 
 # Boost clocks of the datasheets, MHz. Under load the H200 keeps 1700 of its 1980, and so, it is assumed, do the others.
 _BOOST_MHZ = {

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from enum import StrEnum
+from itertools import zip_longest
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -24,6 +25,7 @@ from rich.text import Text
 
 PIPE_WIDTH = 220  # columns of a table on a pipe, which has no width of its own
 NARROW = 80  # columns that a listing fits into
+MOST_DRAWN = 2000  # rows that rich draws: it measures every cell, half a second for a thousand rows
 
 # C0 and C1 controls but tab and newline, marks that turn the direction of text, lone surrogates.
 _UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -47,10 +49,34 @@ def clean(text: str) -> str:
 
 def show(table: Any, pipe_width: int = PIPE_WIDTH) -> None:
     """Print a rich table to stdout, with nothing in it that acts on the terminal, and broken markup as plain text."""
+    if isinstance(table, Table) and table.row_count > MOST_DRAWN:
+        _write_plainly(table)
+        return
     if isinstance(table, Table):
         _clean_table(table)
     console = Console(highlight=False)  # made per call, so that a redirected stdout is the one in use
     (console if console.is_terminal else Console(highlight=False, width=pipe_width)).print(table)
+
+
+def _write_plainly(table: Table) -> None:
+    """Write a long table in columns as wide as their widest line: nothing is wrapped, coloured or boxed."""
+    columns = [[_lines(value) for value in (c.header, *c._cells)] for c in table.columns]
+    widths = [max(len(line) for lines in column for line in lines) for column in columns]
+    right = [column.justify == "right" or _flushed(column._cells) for column in table.columns]
+    for row in zip(*columns, strict=True):
+        for line in zip_longest(*row, fillvalue=""):
+            padded = (t.rjust(w) if flush else t.ljust(w) for t, w, flush in zip(line, widths, right, strict=True))
+            sys.stdout.write(" ".join(padded).rstrip() + "\n")
+
+
+def _lines(value: Any) -> list[str]:
+    if isinstance(value, str):
+        value = _clean_cell(value)
+    return clean(value.plain).split("\n")
+
+
+def _flushed(cells: Sequence[Any]) -> bool:
+    return any(isinstance(value, Text) and value.justify == "right" for value in cells)
 
 
 def _clean_table(table: Table) -> None:

@@ -193,12 +193,14 @@ def export(
     file: Annotated[str, typer.Argument(help="Where to write; - for stdout.")] = "-",
     gpu: GpuName = None,
     op: OpName = None,
+    slim: Annotated[bool, typer.Option("--slim", help="What all share stands in the first line only.")] = False,
     db: Db = None,
 ) -> None:
-    """Write the local winners as JSON lines, each complete in itself."""
+    """Write the local winners as JSON lines, each complete in itself unless --slim."""
     with _opened(db, needed=True) as opened:
         assert opened.store is not None
-        count = opened.store.export(sys.stdout if file == "-" else file, gpu=opened.gpu(gpu), op=opened.op(op))
+        target = sys.stdout if file == "-" else file
+        count = opened.store.export(target, gpu=opened.gpu(gpu), op=opened.op(op), slim=slim)
     terminal.say(f"{count} winners written to {'stdout' if file == '-' else file}")
 
 

@@ -48,8 +48,8 @@ class Winner:
         problem: the fields of the problem, defaults written out; ``problem_text`` is the form that is stored.
         config: the knobs, likewise.
         source: ``"local"`` or ``"shipped"``.
-        serves: whether calls use this row. False where another source has a better one, or the op's revision was
-            raised since.
+        serves: whether calls use this row. False where another source has a better one, the op's revision was raised
+            since, or a prediction gives no reason to leave the default.
         ratio: time of the default config over this one's, with its 95 % interval.
         tflops: achieved rate, like ``gbps``; ``roofline`` is the share of what the GPU can do, at most 1.
         vendor_us: the vendor library's time in the same run, where it was measured.
@@ -91,7 +91,7 @@ class Winner:
 
     def as_row(self) -> dict[str, Any]:
         """Plain values by name, ``problem``, ``config`` and ``environment`` as records."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 class Winners(list[Winner]):
@@ -134,6 +134,7 @@ class Database:
         self.catalog = catalog
         self.store = None if not local or (url is None and _absent()) else Store(url, readonly=True)
         self._shipped = shipped
+        self._configs: dict[tuple[str, str], Mapping[str, Scalar]] = {}
         if catalog.fresh:  # the ops are loaded: keep the rates of all shipped rows for later queries
             for t in _shipped(None, None):
                 catalog.rates(t.gpu.name, t.op, t.problem, t.median_us)
@@ -213,9 +214,11 @@ class Database:
             op=t.op,
             revision=t.revision,
             source="local" if local else SHIPPED,
-            serves=wins == local and self.catalog.revision(t.op) == t.revision,
+            serves=wins == local
+            and self.catalog.revision(t.op) == t.revision
+            and snapshot.may_serve(t.origin, t.message),
             problem=self.catalog.problem(t.op, t.problem),
-            config=self.catalog.config(t.op, t.config),
+            config=self._config(t.op, t.config),
             origin=t.origin,
             median_us=t.median_us,
             p20_us=t.p20_us,
@@ -237,6 +240,11 @@ class Database:
             problem_text=t.problem,
             config_text=t.config,
         )
+
+    def _config(self, op: str, text: str) -> Mapping[str, Scalar]:
+        if (op, text) not in self._configs:  # a few hundred for thousands of winners
+            self._configs[op, text] = self.catalog.config(op, text)
+        return self._configs[op, text]
 
     def trials(
         self, *, gpu: str | None = None, op: str | None = None, problem: str | None = None, part: str | None = None

@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from cutekernels import settings
-from cutekernels.db import sqlite
+from cutekernels.db import lines, sqlite
 from cutekernels.db.migrations import HEAD, RATES_SINCE, READABLE
 from cutekernels.db.trial import ORIGINS, Trial, gpu_name_rule
 from cutekernels.errors import StoreError
@@ -137,6 +137,11 @@ def serves_over(winner: str, below: str | None) -> bool:
     return below != "measured" or winner == "measured"
 
 
+def may_serve(origin: str, reason: str) -> bool:
+    """Whether calls may use a winner: a prediction, which nobody measured, says why it should displace the default."""
+    return origin == "measured" or bool(reason)
+
+
 def shipped(gpu: str) -> list[Trial]:
     """The winners that travel with the package for one GPU; a broken row is logged once and skipped."""
     if gpu_name_rule(gpu) is not None:  # not a file name either
@@ -150,17 +155,13 @@ def shipped(gpu: str) -> list[Trial]:
         say(f"shipped/{name}: {error}")
         return []
     found, bad = [], []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            trial = Trial.from_line(line)
-            if trial.gpu.name != gpu:
-                raise StoreError(f"it is for {trial.gpu.name}")
-        except StoreError as error:
-            bad.append(f"line {number}: {error}")
-            continue
-        found.append(trial)
+    for number, trial in lines.parsed(text.splitlines()):
+        if isinstance(trial, Trial) and trial.gpu.name != gpu:
+            trial = StoreError(f"it is for {trial.gpu.name}")
+        if isinstance(trial, StoreError):
+            bad.append(f"line {number}: {trial}")
+        else:
+            found.append(trial)
     if bad:
         say(f"shipped/{name}: {len(bad)} broken rows skipped, the first: {bad[0]}")
     return found

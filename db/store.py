@@ -25,7 +25,7 @@ from typing import Self, TextIO
 from sqlalchemy import and_, case, func, or_, select
 from sqlalchemy.orm import Session
 
-from cutekernels.db import models, statements, trial
+from cutekernels.db import lines, models, statements, trial
 from cutekernels.db.engine import WRITING, file_errors, open_engine, shown, translated, url_of
 from cutekernels.db.rate import Rate
 from cutekernels.db.trial import LINE_LIMIT, Environment, Gpu, Trial
@@ -281,19 +281,29 @@ class Store:
 
     # ---- exchange -------------------------------------------------------------------------------------------
 
-    def export(self, target: str | os.PathLike[str] | TextIO, *, gpu: str | None = None, op: str | None = None) -> int:
+    def export(
+        self,
+        target: str | os.PathLike[str] | TextIO,
+        *,
+        gpu: str | None = None,
+        op: str | None = None,
+        slim: bool = False,
+    ) -> int:
         """Writes the winners as JSON lines, ordered by tuning key, to a path (atomically) or a stream.
+
+        ``slim``: what all have in common stands in the first line only, and numbers are rounded.
 
         Returns:
             How many there were.
         """
-        lines = [f"{winner.as_line()}\n" for winner in self.winners(gpu=gpu, op=op)]
+        found = self.winners(gpu=gpu, op=op)
+        written = [f"{line}\n" for line in (lines.slim(found) if slim else (winner.as_line() for winner in found))]
         if isinstance(target, str | os.PathLike):
             with file_errors(os.fspath(target)):
-                replace_file(Path(target), "".join(lines))
+                replace_file(Path(target), "".join(written))
         else:
-            target.writelines(lines)
-        return len(lines)
+            target.writelines(written)
+        return len(found)
 
     def import_(self, source: str | os.PathLike[str] | TextIO) -> ImportReport:
         """Import winners that :meth:`export` wrote: all lines or, where one breaks a rule, none.
@@ -389,13 +399,10 @@ class Store:
 def _read_lines(stream: TextIO, name: str) -> list[Trial]:
     trials = []
     latest = datetime.now(UTC) + _CLOCK_SKEW
-    number = 0
-    while line := stream.readline(LINE_LIMIT + 1):
-        number += 1
-        if not line.strip():
-            continue
+    for number, incoming in lines.parsed(iter(lambda: stream.readline(LINE_LIMIT + 1), "")):
         try:
-            incoming = Trial.from_line(line)
+            if isinstance(incoming, StoreError):
+                raise incoming
             _require_past(incoming, latest)
         except StoreError as error:
             raise StoreError(f"{name}, line {number}: {error}; nothing was imported") from None

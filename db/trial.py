@@ -234,7 +234,7 @@ class Trial:
     @classmethod
     def from_line(cls, line: str) -> Self:
         """The trial that ``line`` describes. Raises StoreError with the first rule the line breaks."""
-        return cls.from_row(_parse_json(line))
+        return cls.from_row(parse_json(line))
 
     @classmethod
     def from_row(cls, row: object) -> Self:
@@ -311,7 +311,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _parse_json(line: str) -> object:
+def parse_json(line: str) -> object:
+    """What an untrusted line holds. Raises StoreError where it is no JSON, or has a field twice."""
     if len(line) > LINE_LIMIT:
         raise StoreError(f"a line must be at most {LINE_LIMIT} characters")
     try:

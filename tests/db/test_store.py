@@ -141,7 +141,7 @@ def test_a_newer_schema_is_refused_and_left_alone(url: str, caplog: pytest.LogCa
     with writer.begin() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     for readonly in (False, True):
-        with pytest.raises(StoreError, match=r"schema '9999', newer than '0003'.*upgrade cutekernels"):
+        with pytest.raises(StoreError, match=r"schema '9999', newer than '0004'.*upgrade cutekernels"):
             Store(url, readonly=readonly)
     for _ in range(2):
         assert snapshot.load("h200", url).table == {}
