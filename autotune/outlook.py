@@ -68,7 +68,7 @@ def departures(job: Job, spec: GpuSpec, store: Store) -> list[Departure]:
 
 LEAST_GAIN = 1.5
 """Gain over the default, by the model, from which on a prediction serves calls. On the H200's sweeps the model promised
-1.00 to 1.31 in 13 places where its choice is not the default, and 9 of the 13 were slower: docs/notes/trunk.md."""
+1.00 to 1.31 where its choice is not the default, and 8 of 11 were slower: docs/notes/trunk.md#predictions."""
 
 
 def reason(op: Op[Any, Any], problem: Problem, spec: GpuSpec, default: Config, chosen: Config) -> str:

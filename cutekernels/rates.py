@@ -129,7 +129,7 @@ def of(gpu: GpuSpec) -> Rates:
             known[name] = value
         else:
             snapshot.say(f"the calibrated {name} of {gpu.name} is {value:.4g}, {refused}: not used")
-    return replace(scaled(gpu), measured=True, **known) if known else scaled(gpu)  # type: ignore[arg-type]
+    return replace(scaled(gpu), measured=True, **known) if known else scaled(gpu)
 
 
 def calibrated(gpu: GpuSpec) -> dict[str, tuple[float, str | None]]:

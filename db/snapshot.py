@@ -42,7 +42,7 @@ _RATES = "SELECT name, revision, value FROM rate WHERE gpu = :gpu"
 
 _Row = tuple[Any, ...]
 # Types of the columns of _WINNERS in sound rows: SQLite stores any type in any column.
-_SOUND = ({str}, {int}, {str}, {str}, {str}, {float, type(None)}, {float, type(None)}, {str})
+_SOUND: tuple[set[type], ...] = ({str}, {int}, {str}, {str}, {str}, {float, type(None)}, {float, type(None)}, {str})
 _said: set[str] = set()
 
 
@@ -68,7 +68,10 @@ class Table(Mapping[str, Winner]):
 
     def __getitem__(self, problem: str) -> Winner:
         row = self._rows[problem]
-        return row if isinstance(row, Winner) else Winner(*row[2:7], "database", row[7])
+        if isinstance(row, Winner):
+            return row
+        _, _, problem, config, origin, median_us, ratio, reason = row
+        return Winner(problem, config, origin, median_us, ratio, "database", reason)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)

@@ -348,3 +348,32 @@ def test_nobody_tuned_yet_is_nothing_to_warn_of(
     monkeypatch.setenv("CUTEKERNELS_DB", str(tmp_path / "named.db"))
     assert snapshot.load("l4").table == {}
     assert "there is none" in caplog.text
+
+
+# ---- many rows ----------------------------------------------------------------------------------------------
+
+
+def test_rows_become_winners_when_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cold load of 20,000 rows made 20,000 objects, of which a call needs one."""
+    fill(tmp_path / "x.db", *(trial("a=1", problem=f"m={i}") for i in range(50)))
+    made: list[tuple[object, ...]] = []
+
+    class Counted(Winner):
+        def __new__(cls, *values: object) -> Counted:  # type: ignore[misc]
+            made.append(values)
+            return Winner.__new__(cls, *values)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(snapshot, "Winner", Counted)
+    monkeypatch.setattr(snapshot, "shipped", lambda gpu: [])
+    table = snapshot.load("h200", str(tmp_path / "x.db")).table["gemm", 1]
+    assert (len(table), made) == (50, [])
+    assert table["m=7"].problem == "m=7" and len(made) == 1
+    assert sorted(w.problem for w in table.values()) == sorted(f"m={i}" for i in range(50))
+    assert "m=99" not in table and table.get("m=99") is None
+
+
+def test_the_reason_of_a_prediction_is_read_and_a_measurements_message_is_not(tmp_path: Path) -> None:
+    told = trial("a=1", problem="m=1", origin="predicted", message="twice as fast")
+    fill(tmp_path / "x.db", told, trial("a=2", problem="m=2", message="Xid 13"))
+    table = snapshot.load("h200", str(tmp_path / "x.db")).table["gemm", 1]
+    assert (table["m=1"].reason, table["m=2"].reason) == ("twice as fast", "")

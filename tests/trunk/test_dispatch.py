@@ -171,6 +171,18 @@ class TestNearest:
         rows = [winner("m=32 n=64", A), winner("m=16 n=128", B), winner("m=8 n=64", C)]
         assert {origin(*rows), origin(*reversed(rows))} == {("nearest", B)}
 
+    def test_a_prediction_without_a_reason_displaces_nothing(self) -> None:
+        mute = winner("m=16 n=64", C, "predicted", reason="")
+        assert origin(mute) == ("default", DEFAULT)
+        assert origin(winner("m=32 n=64", C, "predicted", reason="")) == ("default", DEFAULT), "nor for a neighbour"
+        snapshots._held["h200"] = snapshot(mute)
+        told = dispatch.explain(TOY, PROBLEM, H200)
+        assert "no reason to leave the default" in dict(told.rows)["asked: predicted"]
+
+    def test_the_reason_is_told(self) -> None:
+        choice = dispatch.resolve(TOY, PROBLEM, H200, snapshot(winner("m=16 n=64", C, "predicted")))
+        assert "2.00 times as fast by the model" in choice.note
+
     def test_measured_far_beats_predicted_near(self) -> None:
         assert origin(winner("m=24 n=64", A, "predicted"), winner("m=64 n=64", B)) == ("nearest", B)
 

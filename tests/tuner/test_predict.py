@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cutekernels.autotune import outlook
 from cutekernels.autotune.history import TaskHistory
 from cutekernels.autotune.predict import Prediction
 from cutekernels.autotune.report import TaskReport
@@ -174,3 +175,19 @@ def test_an_environment_that_cannot_compile_writes_no_rows(store: Store) -> None
     with pytest.raises(StartFailed, match="cutlass"):
         run(store, ToyMachine(compile_failures=dict.fromkeys(VALID, broken)))
     assert store.trials() == []
+
+
+class TestReasons:
+    """A prediction says why calls should leave the default, where the model is sure enough."""
+
+    def test_the_winners_row_says_why(self, store: Store) -> None:
+        winner = run(store, ToyMachine()).winner
+        assert winner is not None and winner.message.startswith("64.00 times as fast by the model; tile 16 -> 128: 16")
+
+    def test_a_small_gain_is_no_reason(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        gain = 1.02 * outlook.LEAST_GAIN
+        for factor, told in ((gain, True), (0.95 * outlook.LEAST_GAIN, False)):
+            times = {DEFAULT: 10.0 * factor, RANKED[0]: 10.0}
+            monkeypatch.setattr(type(TOY), "estimate_us", lambda self, p, c, gpu, t=times: t.get(c, 99.0))
+            assert bool(outlook.reason(TOY, PROBLEM, A100, DEFAULT, RANKED[0])) == told
+        assert outlook.reason(TOY, PROBLEM, A100, DEFAULT, DEFAULT) == ""

@@ -1,0 +1,75 @@
+"""Trials as lines: a slim file says what a full one says, and neither is trusted."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cutekernels.db import lines, snapshot
+from cutekernels.db.store import Store, Trial
+from cutekernels.errors import StoreError
+from tests.db.trials import L40S, trial
+
+ROWS = [
+    trial("a=1", gpu=L40S, problem="m=1", origin="predicted", median_us=43.839999, message="twice as fast"),
+    trial("a=2", gpu=L40S, problem="m=2", origin="predicted", median_us=1.5, message=""),
+]
+
+
+def read(text: str) -> list[Trial]:
+    found = [t for _, t in lines.parsed(text.splitlines())]
+    assert all(isinstance(t, Trial) for t in found), found
+    return found  # type: ignore[return-value]
+
+
+def test_slim_lines_hold_the_same_trials() -> None:
+    text = "\n".join(lines.slim(ROWS))
+    first, second = read(text)
+    assert first.median_us == 43.84 and second == ROWS[1], "five digits of a number"
+    assert (first.key, first.config, first.message, first.id) == (ROWS[0].key, "a=1", "twice as fast", ROWS[0].id)
+
+
+def test_what_all_share_stands_once() -> None:
+    written = lines.slim(ROWS)
+    common = json.loads(written[0])["common"]
+    assert {"gpu", "environment", "op", "revision", "origin", "status"} <= common.keys()
+    assert not common.keys() & {"id", "problem", "config", "median_us", "message"}
+    assert all("gpu" not in json.loads(line) for line in written[1:])
+    assert lines.slim([]) == []
+
+
+def test_full_lines_are_read_as_before() -> None:
+    assert read("\n".join(t.as_line() for t in ROWS)) == ROWS
+
+
+@pytest.mark.parametrize(
+    "header",
+    ['{"common": {"shell": "rm"}}', '{"common": 5}', '{"common": {}, "id": "x"}', '{"common": {"status": "fine"}}'],
+)
+def test_a_hostile_header_breaks_its_rows(header: str) -> None:
+    rest = "\n".join(lines.slim(ROWS)[1:])
+    found = [t for _, t in lines.parsed(f"{header}\n{rest}".splitlines())]
+    assert found and all(isinstance(t, StoreError) for t in found)
+
+
+def test_an_export_is_imported_and_shipped(tmp_path: Path, shipped: Path) -> None:
+    with Store(tmp_path / "a.db") as a, Store(tmp_path / "b.db") as b:
+        a._import(ROWS, ROWS)
+        assert a.export(shipped / "l40s.jsonl", slim=True) == 2
+        b.import_(shipped / "l40s.jsonl")
+        assert [t.key for t in b.winners()] == [t.key for t in a.winners()]
+    assert [t.key for t in snapshot.shipped("l40s")] == [t.key for t in ROWS]
+    text = (shipped / "l40s.jsonl").read_text().replace('"a=2"', '"a=\\u0007"')
+    with Store(tmp_path / "c.db") as c, pytest.raises(StoreError, match=r"line 3: config must be"):
+        c.import_(io.StringIO(text))
+
+
+def test_the_dispatcher_gets_the_reason(shipped: Path, tmp_path: Path) -> None:
+    (shipped / "l40s.jsonl").write_text("\n".join(lines.slim(ROWS)))
+    table: Any = snapshot.load("l40s", str(tmp_path / "none.db")).table["gemm", 1]
+    assert (table["m=1"].reason, table["m=2"].reason) == ("twice as fast", "")
+    assert {w.source for w in table.values()} == {"shipped"}
