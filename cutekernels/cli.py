@@ -375,7 +375,7 @@ def _rates() -> list[Finding]:
         told = "not calibrated" if value is None else f"calibrated {value:.5g}"
         remedy = "" if refused is None else f"{refused}: not used; calibrate again"
         state = "ok" if refused is None else "absent"
-        findings.append(Finding(name, state, f"scaled {getattr(scaled, name):.5g}, {told} {unit_of(name)}", remedy))
+        findings.append(Finding(name, state, f"scaled {getattr(scaled, name):.5g} {unit_of(name)}, {told}", remedy))
     return findings
 
 

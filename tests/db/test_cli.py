@@ -189,7 +189,7 @@ def test_names_that_do_not_exist_are_misuse(words: list[str], said: str) -> None
         assert said in refused(verb, *words, code=2)
 
 
-@pytest.mark.usefixtures("db")
+@pytest.mark.usefixtures("db", "shipped")
 def test_aliases_are_resolved(db: Path) -> None:
     a100 = trial("x=1", gpu=replace(H200, name="a100-sxm-80gb"), problem="m=64 n=64 k=64")
     with Store(db) as store:
@@ -200,7 +200,7 @@ def test_aliases_are_resolved(db: Path) -> None:
         assert [row["id"] for row in rows("history", "--gpu", name)] == [a100.id]
 
 
-@pytest.mark.usefixtures("db")
+@pytest.mark.usefixtures("db", "shipped")
 def test_csv_cells() -> None:
     text = ok("query", "--op", "silu_mul", "--gpu", "l40s", "--format", "csv").stdout
     (row,) = csv.DictReader(io.StringIO(text))
@@ -364,7 +364,7 @@ def test_show() -> None:
     assert row["ratio"] == "1.25"
 
 
-@pytest.mark.usefixtures("db")
+@pytest.mark.usefixtures("db", "shipped")
 def test_show_says_what_is_missing_or_ambiguous() -> None:
     assert "nothing matches 'm=5'" in refused("show", "m=5")
     assert "'mm' is not a field" in refused("show", "mm=5", code=2)

@@ -287,7 +287,7 @@ class TestDoctor:
             store.keep_rates(calibrate_row(name, value) for name, value in (("launch_us", 1.25), ("barrier_us", 9.0)))
         found = {f.what: f for f in cli._rates()}
         assert set(found) == set(rates.NAMES)
-        assert found["launch_us"].value == "scaled 1.5, calibrated 1.25 us"
+        assert found["launch_us"].value == "scaled 1.5 us, calibrated 1.25"
         assert "not calibrated" in found["block_us"].value
         assert found["barrier_us"].state == "absent" and "not used" in found["barrier_us"].remedy
 
