@@ -84,9 +84,10 @@ def calls() -> dict[str, Made]:
             **moments, "param": x.bfloat16(), "grad": x.bfloat16(), "master": x.clone(), "step": torch.ones(()),
             "lr": torch.ones(())}),
         "attention": (ck.attention, {
-            "q": heads, "k": _randn(2, 5, 2, 8), "v": _randn(2, 5, 2, 8), "causal": True, "scale": 0.5}),
+            "q": heads, "k": _randn(2, 5, 2, 8), "v": _randn(2, 5, 2, 8), "causal": True, "scale": 0.5,
+            "sinks": _randn(4)}),
         "decode_attention": (ck.decode_attention, {
-            "q": _randn(2, 4, 8), **caches, "cache_seqlens": _ints(3, 4), "scale": 0.5}),
+            "q": _randn(2, 4, 8), **caches, "cache_seqlens": _ints(3, 4), "scale": 0.5, "sinks": _randn(4)}),
         "kv_append": (kv_append, {
             "k": _randn(2, 1, 2, 8), "v": _randn(2, 1, 2, 8), **caches, "state": torch.zeros(3, 2).int()}),
         "SwiGLU": (nn.SwiGLU, {"hidden_size": 8, "intermediate_size": 4, "bias": True}),

@@ -102,7 +102,7 @@ def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
     q, k, v = (t.double() for t in i.operands)
     scale = problem.head_dim**-0.5
     right = 0 if problem.causal else None
-    return reference(q, k, v, None, None, None, scale, 0.0, left=None, right=right)[:1]
+    return reference(q, k, v, None, None, None, None, scale, 0.0, left=None, right=right)[:1]
 
 
 # ---- contenders -----------------------------------------------------------------------------------------

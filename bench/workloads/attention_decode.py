@@ -75,7 +75,7 @@ def _table(i: Inputs) -> Tensor | None:
 def _truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
     q, k, v = (t.double() for t in i.operands[:3])
     scale = DecodeProblem.parse(case.problem).head_dim ** -0.5
-    return reference(q, k, v, i.operands[3], _table(i), scale, 0.0, left=None)[:1]
+    return reference(q, k, v, i.operands[3], _table(i), None, scale, 0.0, left=None)[:1]
 
 
 # ---- contenders -----------------------------------------------------------------------------------------

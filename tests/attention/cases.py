@@ -47,12 +47,20 @@ def launched(op: Op[Any, Any], p: Problem, args: tuple[Any, ...], config: Config
     return results
 
 
+def truth(p: AttentionProblem, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """``(out, lse)`` in fp64."""
+    out, lse = ATTENTION.reference(p.replace(lse=True), *wide(args))
+    return out, lse
+
+
 def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
     """Each row's root mean square error."""
     return (actual.double() - expected).square().mean(-1).sqrt()
 
 
-def random_problem(rng: random.Random, lengths: tuple[int, ...] = LENGTHS) -> AttentionProblem:
+def random_problem(
+    rng: random.Random, lengths: tuple[int, ...] = LENGTHS, sinks: tuple[str, ...] = ("none",)
+) -> AttentionProblem:
     causal = rng.random() < 0.5
     window = rng.choice(("none", "none", "left") if causal else ("none", "none", "left", "right", "both"))
     kind = rng.choice(("batch", "batch", "mask", "varlen"))
@@ -73,6 +81,7 @@ def random_problem(rng: random.Random, lengths: tuple[int, ...] = LENGTHS) -> At
         mask=kind == "mask",
         varlen=kind == "varlen",
         lse=rng.random() < 0.5,
+        sinks=rng.choice(sinks),
     )
 
 
@@ -82,7 +91,7 @@ def random_config(rng: random.Random, problem: AttentionProblem, gpu: GpuSpec) -
 
 def torch_attention(p: AttentionProblem, args: tuple[object, ...]) -> Tensor:
     """The result of torch's scaled_dot_product_attention; NaN for queries that see nothing."""
-    q, k, v, mask, _, _, scale, _ = args
+    q, k, v, mask, *_, scale, _ = args
     assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and isinstance(scale, float)
     seen = band(q.shape[1], k.shape[1], **p.sides, device=q.device)[None, None]
     if isinstance(mask, Tensor):

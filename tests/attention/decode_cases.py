@@ -9,13 +9,16 @@ import torch
 
 from cutekernels.gpu import GpuSpec
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeConfig, DecodeProblem, posed
+from cutekernels.ops.attention.problem import sample_sinks
 
 ROOMS = (1, 7, 64, 65, 129, 1000)
 HEAD_DIMS = (32, 40, 64, 72, 80, 96, 128, 192, 256)
 GROUPS = (1, 4, 7, 8, 20)
 
 
-def random_problem(rng: random.Random, rooms: tuple[int, ...] = ROOMS) -> DecodeProblem:
+def random_problem(
+    rng: random.Random, rooms: tuple[int, ...] = ROOMS, sinks: tuple[str, ...] = ("none",)
+) -> DecodeProblem:
     page_size = rng.choice((0, 0, 16, 64, 256))
     room = rng.choice(rooms)
     window = rng.random() < 0.3
@@ -33,6 +36,7 @@ def random_problem(rng: random.Random, rooms: tuple[int, ...] = ROOMS) -> Decode
         window=window,
         softcap=rng.random() < 0.2,
         lse=rng.random() < 0.5,
+        sinks=rng.choice(sinks),
     )
 
 
@@ -49,7 +53,8 @@ def lengths_of(rng: random.Random, p: DecodeProblem, device: str = "cpu") -> tor
 def arguments(p: DecodeProblem, lengths: torch.Tensor, seed: int) -> tuple[Any, ...]:
     """The arguments of ``sample``, for sequences of these lengths."""
     generator = torch.Generator(device=lengths.device).manual_seed(seed)
-    return (*posed(p, lengths, generator), p.head_dim**-0.5, 2.0 if p.softcap else 0.0)
+    sinks = sample_sinks(p.sinks, p.dtype, p.heads_q, p.keys, generator)
+    return (*posed(p, lengths, generator), sinks, p.head_dim**-0.5, 2.0 if p.softcap else 0.0)
 
 
 def left_of(p: DecodeProblem) -> int | None:

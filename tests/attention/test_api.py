@@ -30,7 +30,7 @@ def test_agrees_with_torch_in_fp64(seed: int) -> None:
     p = random_problem(random.Random(seed), lengths=(1, 2, 7, 20, 33)).replace(varlen=False, softcap=False, lse=False)
     args = wide(ATTENTION.sample(p, "cpu", seed))
     window = (p.sides["left"], p.sides["right"])
-    out, lse = attention(*args[:3], mask=args[3], causal=p.causal, window=window, scale=args[6], return_lse=True)
+    out, lse = attention(*args[:3], mask=args[3], causal=p.causal, window=window, scale=args[-2], return_lse=True)
     expected = torch_attention(p, args)
     blind = expected.isnan()
     torch.testing.assert_close(out[~blind], expected[~blind], rtol=1e-12, atol=1e-12)
@@ -187,10 +187,12 @@ def test_canonical_copies_only_what_kernels_cannot_read() -> None:
 def test_opcheck(options: tuple[Any, ...]) -> None:
     q, k, v = qkv()
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(torch.ops.cutekernels.attention, (q, k, v, None, None, None, *options), test_utils=tests)
+    torch.library.opcheck(
+        torch.ops.cutekernels.attention, (q, k, v, None, None, None, None, *options), test_utils=tests
+    )
     torch.library.opcheck(
         torch.ops.cutekernels.attention_out,
-        (q, k, v, None, None, None, torch.empty_like(q), *options),
+        (q, k, v, None, None, None, None, torch.empty_like(q), *options),
         test_utils=tests,
     )
 

@@ -164,7 +164,7 @@ def test_what_has_no_gradient_says_so() -> None:
     (dq,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
     with pytest.raises(UnsupportedProblem, match="differentiable once"):
         dq.sum().backward()
-    bare = torch.ops.cutekernels.attention(q, k, v, None, None, None, False, -1, -1, 0.25, 0.0, False)[0]
+    bare = torch.ops.cutekernels.attention(q, k, v, None, None, None, None, False, -1, -1, 0.25, 0.0, False)[0]
     with pytest.raises(UnsupportedProblem, match="return_lse=True"):
         bare.sum().backward()
 
@@ -186,7 +186,7 @@ def test_opcheck() -> None:
     )
     torch.library.opcheck(
         torch.ops.cutekernels.attention,
-        (q, k, v, None, None, None, *options, True),
+        (q, k, v, None, None, None, None, *options, True),
         test_utils=(*tests, "test_autograd_registration"),
     )
 

@@ -30,10 +30,10 @@ def call(seq_q: int = 3, room: int = 20, batch: int = 2) -> Any:
 
 def asked(p: DecodeProblem, args: tuple[Any, ...], **options: Any) -> Any:
     """The public function on an op's arguments."""
-    q, k, v, lengths, table, scale, softcap = args
+    q, k, v, lengths, table, sinks, scale, softcap = args
     window = (left_of(p), None) if p.window else None
     return decode_attention(
-        q, k, v, lengths, page_table=table, scale=scale, window=window, softcap=softcap or None, **options
+        q, k, v, lengths, page_table=table, scale=scale, window=window, softcap=softcap or None, sinks=sinks, **options
     )
 
 
@@ -47,7 +47,7 @@ def test_agrees_with_torch_in_fp64_whatever_the_cache_holds_elsewhere(seed: int)
     lengths = lengths_of(rng, p)
     args = wide(arguments(p, lengths, seed))
     out, lse = asked(p, args, return_lse=True)
-    q, k, v, _, table, scale, _ = args
+    q, k, v, _, table, _, scale, _ = args
     group = p.heads_q // p.heads_kv
     for b, length in enumerate(lengths.tolist()):
         own = (k[b], v[b]) if table is None else (t[table[b].long()].flatten(0, 1) for t in (k, v))
@@ -193,8 +193,8 @@ def test_opcheck(options: tuple[Any, ...]) -> None:
     q, k, v, lengths = call()
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     ops = torch.ops.cutekernels
-    torch.library.opcheck(ops.decode_attention, (q, k, v, lengths, None, *options), test_utils=tests)
-    into = (q, k, v, lengths, None, torch.empty_like(q), *options)
+    torch.library.opcheck(ops.decode_attention, (q, k, v, lengths, None, None, *options), test_utils=tests)
+    into = (q, k, v, lengths, None, None, torch.empty_like(q), *options)
     torch.library.opcheck(ops.decode_attention_out, into, test_utils=tests)
 
 
@@ -218,7 +218,7 @@ def test_compiles_without_graph_breaks() -> None:
 @pytest.mark.parametrize("page_size", [0, 16, 64])
 def test_samples_are_poisoned_wherever_no_sequence_has_a_token(page_size: int) -> None:
     p = DecodeProblem(3, 128, 4, 2, head_dim=32, page_size=page_size)
-    q, k, v, lengths, table, scale, _ = DECODE_ATTENTION.sample(p, "cpu", 0)
+    q, k, v, lengths, table, sinks, scale, _ = DECODE_ATTENTION.sample(p, "cpu", 0)
     assert q.isfinite().all()
     for t in (k, v):
         assert int(t.isfinite().sum()) == int(lengths.sum()) * 2 * 32
@@ -228,7 +228,7 @@ def test_samples_are_poisoned_wherever_no_sequence_has_a_token(page_size: int) -
             assert own[length:].isnan().all()
     assert int(lengths.min()) > 0
     assert int(lengths.max()) <= 128
-    (out,) = DECODE_ATTENTION.reference(p, q, k, v, lengths, table, scale, 0.0)
+    (out,) = DECODE_ATTENTION.reference(p, q, k, v, lengths, table, sinks, scale, 0.0)
     assert out.isfinite().all()
 
 

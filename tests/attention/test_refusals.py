@@ -43,7 +43,7 @@ MISFIT: dict[str, Change] = {
 FP8: dict[str, Change] = {"fp8": lambda t: t.to(torch.float8_e4m3fn)}
 
 
-OPTIONAL = ("mask", "cu_seqlens_q", "cu_seqlens_kv", "out", "page_table", "counts")
+OPTIONAL = ("mask", "cu_seqlens_q", "cu_seqlens_kv", "sinks", "out", "page_table", "counts")
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -63,6 +63,10 @@ def masked() -> dict[str, Any]:
     return prefill() | {"mask": torch.ones(2, 4, 8, 8, dtype=torch.bool)}
 
 
+def sinking() -> dict[str, Any]:
+    return prefill() | {"sinks": torch.zeros(4)}
+
+
 def into() -> dict[str, Any]:
     return prefill() | {"out": torch.empty(2, 8, 4, 16, dtype=BF16)}
 
@@ -75,6 +79,10 @@ def decoding() -> dict[str, Any]:
         "cache_seqlens": ints(40, 17),
         "page_table": ints(0, 1, 2, 3, 4, 5).view(2, 3),
     }
+
+
+def chunk() -> dict[str, Any]:
+    return decoding() | {"q": torch.randn(2, 20, 4, 16, dtype=BF16), "sinks": torch.zeros(4)}
 
 
 def decoding_into() -> dict[str, Any]:
@@ -147,6 +155,7 @@ CALLS = [
     *tensors(attention, prefill, "q k v", NO_TENSOR | MISFIT | FP8, "attention"),
     *tensors(attention, masked, "mask", NO_TENSOR | MISFIT, "attention"),
     *tensors(attention, packed, "cu_seqlens_q cu_seqlens_kv", NO_TENSOR | MISFIT, "attention"),
+    *tensors(attention, sinking, "sinks", NO_TENSOR | MISFIT, "attention"),
     *tensors(attention, into, "out", NO_TENSOR | MISFIT, "attention"),
     *values(
         attention, prefill, "attention",
@@ -159,6 +168,7 @@ CALLS = [
         decode_attention, decoding, "decode",
         window=LEFTS, scale=NUMBERS, softcap=NUMBERS, return_lse=FLAGS, config=CONFIGS,
     ),
+    *tensors(decode_attention, chunk, "q k_cache cache_seqlens page_table sinks", NO_TENSOR | MISFIT, "decode"),
     *tensors(kv_append, appending, " ".join(appending()), NO_TENSOR | MISFIT, "kv_append"),
     *values(kv_append, appending, "kv_append", interleaved=FLAGS, config=CONFIGS),
     *tensors(KVCache, memory, "k_cache v_cache", NO_TENSOR | MISFIT, "KVCache"),

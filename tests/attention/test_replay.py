@@ -87,7 +87,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     library = torch.library.Library("cutekernels", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the CPU's are overridden
-        for name, module, inputs in (("attention", attend, 6), ("decode_attention", attend_decode, 5)):
+        for name, module, inputs in (("attention", attend, 7), ("decode_attention", attend_decode, 6)):
             for results, suffix in enumerate(("", "_out")):
                 run = with_results(made.count(module._cuda), inputs, results)
                 library.impl(f"{name}{suffix}", run, "CPU", allow_override=True)
@@ -148,6 +148,11 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., Any], dict[str, Any]]]] = {
         ck.decode_attention,
         decode(pages=7) | {"page_table": torch.ones(2, 9).int()[:, :2]},
     ),
+    "decode, a chunk": lambda: (ck.decode_attention, decode(20) | {"return_lse": True}),
+    "decode, a chunk in pages": lambda: (ck.decode_attention, decode(20, pages=7) | {"window": (5, None)}),
+    "decode, sinks": lambda: (ck.decode_attention, decode() | {"sinks": randn(4)}),
+    "sinks": lambda: (ck.attention, prefill() | {"sinks": torch.zeros(4), "return_lse": True}),
+    "sinks, every other": lambda: (ck.attention, prefill() | {"sinks": torch.zeros(8)[::2]}),
     "decode, out": lambda: (ck.decode_attention, decode() | {"out": randn(2, 4, 16)}),
     "decode, out, a slice": lambda: (ck.decode_attention, decode(3) | {"out": randn(2, 3, 4, 24)[..., :16]}),
 }
@@ -213,7 +218,7 @@ def test_scale_and_softcap_are_each_call_s_own(seen: Seen) -> None:
     for scale, softcap in numbers:
         ck.attention(**given, scale=scale, softcap=softcap)
     assert seen.general == 1
-    assert [launch[8:11] for launch in seen.launches] == [score_factors(*pair) for pair in numbers]
+    assert [launch[9:12] for launch in seen.launches] == [score_factors(*pair) for pair in numbers]
     ck.attention(**given)
     assert seen.general == 2
 

@@ -9,13 +9,16 @@ import pytest
 
 from cutekernels import gpu
 from cutekernels.ops.attention.backward import ATTENTION_BACKWARD
+from cutekernels.ops.attention.cached import CACHE_ATTENTION
 from cutekernels.ops.attention.decode import DECODE_ATTENTION
 from cutekernels.ops.attention.op import ATTENTION
 
 GPUS = [gpu.lookup(name) for name in ("h200", "a100", "l40s")]
 
 
-@pytest.mark.parametrize("op", [ATTENTION, ATTENTION_BACKWARD, DECODE_ATTENTION], ids=lambda op: op.name)
+@pytest.mark.parametrize(
+    "op", [ATTENTION, ATTENTION_BACKWARD, DECODE_ATTENTION, CACHE_ATTENTION], ids=lambda op: op.name
+)
 def test_what_is_unfit_is_so_whatever_the_extents(op: Any) -> None:
     """The default's search relies on it: it asks once for all problems that differ in extents alone."""
     rng = random.Random(op.name)
@@ -28,7 +31,9 @@ def test_what_is_unfit_is_so_whatever_the_extents(op: Any) -> None:
                 assert list(op.unfit(problem, config, spec)) == list(op.unfit(least, config, spec)), (text, config)
 
 
-@pytest.mark.parametrize("op", [ATTENTION, ATTENTION_BACKWARD, DECODE_ATTENTION], ids=lambda op: op.name)
+@pytest.mark.parametrize(
+    "op", [ATTENTION, ATTENTION_BACKWARD, DECODE_ATTENTION, CACHE_ATTENTION], ids=lambda op: op.name
+)
 def test_the_default_is_the_model_s_best_of_all_that_is_valid(op: Any) -> None:
     for text in op.suite[:3]:
         problem = op.Problem.parse(text)

@@ -81,7 +81,7 @@ def test_right_ends_are_taken_with_a_check_too() -> None:
 def test_rows_of_no_sequence_have_nothing_in_the_reference() -> None:
     p = AttentionProblem(2, 20, 20, 2, 2, head_dim=16, varlen=True, lse=True)
     q, k, v, given = packed("cu_seqlens_q", [5, 20, 30])
-    out, lse = ATTENTION.reference(p, q, k, v, None, given["cu_seqlens_q"], ints([0, 40, 40]), 0.25, 0.0)
+    out, lse = ATTENTION.reference(p, q, k, v, None, given["cu_seqlens_q"], ints([0, 40, 40]), None, 0.25, 0.0)
     empty = torch.tensor([*[True] * 5, *[False] * 15, *[True] * 20])
     assert (out[empty] == 0).all()
     assert (lse[:, empty] == -torch.inf).all()

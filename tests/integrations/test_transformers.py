@@ -292,13 +292,13 @@ def test_an_error_inside_the_block_restores_the_model() -> None:
     assert snapshot(model)["classes"] == before["classes"]
 
 
-def test_masks_that_are_not_bool_and_sinks_are_refused() -> None:
+def test_masks_that_are_not_bool_and_position_biases_are_refused() -> None:
     model, ids = tiny.model("llama"), tokens()
     with ck.patch(model):
         with pytest.raises(UnsupportedProblem, match=r"bool masks; this one is torch\.float32"):
             model(ids, attention_mask=torch.zeros(2, 1, 20, 20))
-        with pytest.raises(UnsupportedProblem, match="no sinks"):
-            model(ids, s_aux=torch.zeros(4))
+        with pytest.raises(UnsupportedProblem, match="no position bias"):
+            model(ids, position_bias=torch.zeros(4))
 
 
 # ---- compare --------------------------------------------------------------------------------------------

@@ -37,26 +37,29 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: query ``(B, HQ, SQ, D)``, key and value ``(B, HKV, SKV, D)``.
+    """Attention as transformers calls it: query ``(B, HQ, SQ, D)``, key and value ``(B, HKV, SKV, D)``,
+    and ``s_aux``, the sinks of gpt-oss ``(HQ,)``.
 
     Returns:
         ``(B, SQ, HQ, D)``, and None for the weights, which are never formed.
 
     Raises:
-        UnsupportedProblem: dropout, attention sinks, a mask that is not bool, or what ``attention`` does not take.
+        UnsupportedProblem: dropout, a position bias, a mask that is not bool, or what ``attention`` does not take.
     """
     if dropout:
         raise UnsupportedProblem(f"attention has no dropout; it is {dropout}: set config.attention_dropout to 0")
-    if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
-        raise UnsupportedProblem('attention takes no sinks and no position bias: use attn_implementation="eager"')
+    if kwargs.get("position_bias") is not None:
+        raise UnsupportedProblem('attention takes no position bias: use attn_implementation="eager"')
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise UnsupportedProblem(
             f"attention takes bool masks; this one is {attention_mask.dtype}: pass the 2-D mask of padding instead"
         )
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
+    sinks = None if s_aux is None or s_aux.dtype == torch.float32 else s_aux.to(q.dtype)
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux if sinks is None else sinks}
     if attention_mask is not None:
         return attention(q, k, v, mask=attention_mask, **options), None
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)

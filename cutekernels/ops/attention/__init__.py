@@ -9,6 +9,7 @@ import torch
 from cutekernels.op import Op
 from cutekernels.ops.attention import api, decode_api, gradient
 from cutekernels.ops.attention.backward import ATTENTION_BACKWARD
+from cutekernels.ops.attention.cached import CACHE_ATTENTION
 from cutekernels.ops.attention.decode import DECODE_ATTENTION
 from cutekernels.ops.attention.delta import ATTENTION_DELTA
 from cutekernels.ops.attention.op import ATTENTION
@@ -18,6 +19,7 @@ OPS: tuple[Op[Any, Any], ...] = (
     ATTENTION_DELTA,
     ATTENTION_BACKWARD,
     DECODE_ATTENTION,
+    CACHE_ATTENTION,
 )
 
 

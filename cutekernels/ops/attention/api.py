@@ -20,6 +20,7 @@ from cutekernels.ops.attention.arguments import (
     check_ends,
     check_flags,
     check_scale,
+    check_sinks,
     default_scale,
     number,
     refuse_others,
@@ -28,7 +29,7 @@ from cutekernels.ops.attention.arguments import (
 )
 from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.op import ATTENTION
-from cutekernels.ops.attention.problem import DTYPES, WIDEST, AttentionProblem
+from cutekernels.ops.attention.problem import DTYPES, WIDEST, AttentionProblem, sinks_of
 from cutekernels.ops.shared.call_cache import Call, CallCache, Inputs, empty_copy, stand_ins
 from cutekernels.ops.shared.registration import define_with_out, direct
 from cutekernels.ops.shared.strides import overlaps_itself, pairs, relation
@@ -50,6 +51,7 @@ class _Options(TypedDict, total=False):
     mask: Tensor | None
     cu_seqlens_q: Tensor | None
     cu_seqlens_kv: Tensor | None
+    sinks: Tensor | None
     check: bool
     out: Tensor | None
     config: AttentionConfig | str | None
@@ -85,6 +87,7 @@ def attention(
     mask: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     check: bool = False,
     out: Tensor | None = None,
@@ -92,7 +95,7 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``out = softmax(scale * q k^T + mask) v``, head by head, in fp32, rounded once.
 
-    Differentiable once in q, k and v, with every option; gradients are deterministic, with the same bits each time.
+    Differentiable once in q, k, v and sinks, with every option; gradients are deterministic: the same bits each time.
 
     Args:
         q: ``(B, SQ, HQ, D)``, fp16 or bf16; D a multiple of 8 up to 256. D contiguous and rows 16-byte aligned, as
@@ -109,6 +112,9 @@ def attention(
             falling. The CPU refuses other values. A GPU's are not looked at: kernels clamp them to the tensors, and
             rows of no sequence are queries that see nothing.
         cu_seqlens_kv: likewise for k and v.
+        sinks: ``(HQ,)``, fp32 or of q's dtype, as gpt-oss has them: a logit for each query head that takes its share of
+            the softmax and adds no value, ``out = sum_j exp(s_j) v_j / (exp(sink) + sum_j exp(s_j))``. Neither scale
+            nor softcap touches it; -inf is none. The log-sum-exp has it in it.
         return_lse: return the rows' log-sum-exp too.
         check: read ``cu_seqlens`` back from a GPU and refuse wrong values. The host waits: for debugging, not for
             graphs.
@@ -117,7 +123,7 @@ def attention(
 
     Returns:
         Shape and dtype of ``q``, or ``out``; with ``return_lse`` also fp32 ``(B, HQ, SQ)`` or ``(HQ, TOTAL_Q)``. A
-        query that sees nothing has 0, and -inf as lse.
+        query that sees nothing has 0, and its sink or -inf as lse.
 
     Raises:
         UnsupportedProblem: a dtype or head dim no kernel takes, mismatched shapes, dtypes or devices, options out of
@@ -131,14 +137,15 @@ def attention(
         factor = default_scale(q) if scale is None else scale if type(scale) is float else number("scale", scale)
         cap = 0.0 if softcap is None else cap_of(softcap)
         text = None if config is None else text_of(config, AttentionConfig)
-        operands = (q, k, v, mask, cu_seqlens_q, cu_seqlens_kv)
+        operands = (q, k, v, mask, cu_seqlens_q, cu_seqlens_kv, sinks)
         if check:
             _check_values(*operands, factor)
         made = replayed(_CALLS, out, operands, (causal, left, right, cap > 0.0, return_lse), (factor, cap), text)
         if made is not None:
             return made if return_lse else made[0]  # type: ignore[return-value]
         check_flags("attention", causal=causal, return_lse=return_lse)
-        differentiates = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+        leaves = (q, k, v) if sinks is None else (q, k, v, sinks)
+        differentiates = torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
         # The gradients start from the log-sum-exp.
         options = (causal, left, right, factor, cap, return_lse or (differentiates and out is None), text)
         if out is None:
@@ -149,7 +156,7 @@ def attention(
         lse = torch.ops.cutekernels.attention_out(*operands, out, *options)
         return (out, lse) if return_lse else out
     except FOREIGN:
-        given = {"mask": mask, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "out": out}
+        given = {"mask": mask, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "sinks": sinks, "out": out}
         refuse_others("attention", {"q": q, "k": k, "v": v}, given)
         raise
 
@@ -174,17 +181,19 @@ def replayed(
 
 
 def _check_values(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: Tensor | None, cu_kv: Tensor | None, scale: float
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: Tensor | None, cu_kv: Tensor | None,
+    sinks: Tensor | None, scale: float,
+) -> None:  # fmt: skip
     """:func:`check`, and the values of the sequences' ends."""
-    check(q, k, v, mask, cu_q, cu_kv, scale)
+    check(q, k, v, mask, cu_q, cu_kv, scale, sinks)
     if cu_q is not None and cu_kv is not None:
         check_ends(q, k, cu_q, cu_kv)
 
 
 def check(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: Tensor | None, cu_kv: Tensor | None, scale: float
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: Tensor | None, cu_kv: Tensor | None, scale: float,
+    sinks: Tensor | None = None,
+) -> None:  # fmt: skip
     """Raises UnsupportedProblem for arguments that pose no problem."""
     packed = cu_q is not None or cu_kv is not None
     rank, form = (3, "(TOTAL, H, D)") if packed else (4, "(B, S, H, D)")
@@ -212,6 +221,8 @@ def check(
     if heads_kv == 0 or heads_q % heads_kv:
         raise UnsupportedProblem(f"k's {heads_kv} heads must divide q's {heads_q}")
     check_scale(scale)
+    if sinks is not None:
+        check_sinks(sinks, q)
     if mask is not None:
         if packed:
             raise UnsupportedProblem("mask is for a batch of one length: packed sequences take none")
@@ -257,7 +268,7 @@ def check_out_shape(out: Tensor, q: Tensor) -> None:
 
 def pose(
     q: Tensor, k: Tensor, mask: Tensor | None, cu_q: Tensor | None,
-    causal: bool, left: int, right: int, softcap: float, lse: bool,
+    causal: bool, left: int, right: int, softcap: float, lse: bool, sinks: Tensor | None = None,
 ) -> AttentionProblem:  # fmt: skip
     """The problem these checked arguments pose."""
     if cu_q is None:
@@ -282,6 +293,7 @@ def pose(
         mask=mask is not None,
         varlen=cu_q is not None,
         lse=lse,
+        sinks=sinks_of(sinks, q),
     )
 
 
@@ -294,24 +306,29 @@ def canonical(t: Tensor) -> Tensor:
     return t if (*strides, 1) == t.stride() else t.as_strided(t.shape, (*strides, 1))
 
 
+def dense(sinks: Tensor | None) -> Tensor | None:
+    """``sinks`` with a stride of 1, even where there is one of them."""
+    return None if sinks is None else sinks.contiguous().as_strided(sinks.shape, (1,))
+
+
 def _launched(
     into: Tensor | None, operands: tuple[Any, ...], causal: bool, left: int, right: int, scale: float, softcap: float,
     return_lse: bool, config: str | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Poses, plans and launches for checked GPU tensors: ``(into or a new tensor[, lse])``."""
-    q, k, v, mask, cu_q, cu_kv = operands
+    q, k, v, mask, cu_q, cu_kv, sinks = operands
     out = q.new_empty(q.shape) if into is None else into
     more = (fresh_lse(q, cu_q, True),) if return_lse else ()
     if out.numel() == 0:
         return out, *more
     with torch.cuda.device(q.device):
-        problem = pose(q, k, mask, cu_q, causal, left, right, softcap, return_lse)
+        problem = pose(q, k, mask, cu_q, causal, left, right, softcap, return_lse, sinks)
         launch = dispatch.plan(ATTENTION, problem, q.get_device(), config).launch
         target = canonical(out) if _is_canonical(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
         if mask is not None:
             mask = mask.expand(q.shape[0], q.shape[2], -1, -1)
         ends = [None if t is None else t.contiguous() for t in (cu_q, cu_kv)]
-        posed = (canonical(q), canonical(k), canonical(v), mask, *ends)
+        posed = (canonical(q), canonical(k), canonical(v), mask, *ends, dense(sinks))
     options = (causal, left, right, softcap > 0.0, return_lse)
     return add(_CALLS, launch, into, operands, options, (scale, softcap), config, (out, *more), (target, *more, *posed))
 
@@ -360,40 +377,41 @@ def fresh_lse(q: Tensor, cu_q: Tensor | None, wanted: bool) -> Tensor:
 
 def register(library: torch.library.Library) -> None:
     """Defines the ops in ``library`` (namespace "cutekernels"): schemas, GPU and CPU, fakes, autograd."""
-    inputs = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv"
+    inputs = "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? sinks"
     options = (
         "bool causal, int window_left, int window_right, float scale, float softcap, bool return_lse, str? config=None"
     )
     define_with_out(
         library, "attention", inputs, options, (_cuda, _cpu, _fake), returns=("(Tensor, Tensor)", "Tensor"),
-        backward=_backward, setup_context=_save, autocast="lower",
+        backward=_backward, setup_context=_save, autocast="lower", kept=(6,),
     )  # fmt: skip
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, mask, cu_q, cu_kv, *options = inputs
-    ctx.save_for_backward(q, k, v, *output, mask, cu_q, cu_kv)
+    q, k, v, mask, cu_q, cu_kv, sinks, *options = inputs
+    ctx.save_for_backward(q, k, v, *output, mask, cu_q, cu_kv, sinks)
     ctx.options, ctx.lse_given = options[:5], options[5]
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, *rest = ctx.saved_tensors
-    absent = (None,) * 10  # what is not differentiable
+    q, k, v, out, lse, *rest, sinks = ctx.saved_tensors
     if dout is None and dlse is None:
-        return None, None, None, *absent
+        return (None,) * 14
     if not ctx.lse_given:
         raise UnsupportedProblem("the gradients of attention start from its lse: call the op with return_lse=True")
     dout = torch.zeros_like(out) if dout is None else dout
-    grads = torch.ops.cutekernels.attention_backward(dout, dlse, q, k, v, out, lse, *rest, *ctx.options)
-    return *grads, *absent
+    *grads, dsinks = torch.ops.cutekernels.attention_backward(
+        dout, dlse, q, k, v, out, lse, *rest, *ctx.options, None, sinks
+    )
+    return *grads, None, None, None, None if sinks is None else dsinks, *(None,) * 7
 
 
 def _cuda(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) -> Any:
     causal, left, right, scale, softcap, return_lse, *forced = options
-    check(*(*inputs, scale))
+    check(*(*inputs[:6], scale, inputs[6]))
     if results is not None:
-        check_out(results[0], *inputs[:4])
+        check_out(results[0], *inputs[:4], inputs[6])
     config = forced[0] if forced else None
     key = (causal, left, right, softcap > 0.0, return_lse)
     made = _CALLS.recall(results, inputs, key, (scale, softcap), config)
@@ -404,16 +422,16 @@ def _cuda(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any)
 
 
 def _cpu(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) -> Any:
-    q, k, v, mask, cu_q, cu_kv = inputs
+    q, k, v, mask, cu_q, cu_kv, sinks = inputs
     causal, left, right, scale, softcap, return_lse = options[:6]
     _check_values(*(*inputs, scale))
     if results is not None:
-        check_out(results[0], *inputs[:4])
+        check_out(results[0], *inputs[:4], sinks)
     if mask is not None:
         mask = mask.expand(q.shape[0], q.shape[2], -1, -1)
     reach = 0 if causal else right
     out, lse = reference.attention(
-        q, k, v, mask, cu_q, cu_kv, scale, softcap,
+        q, k, v, mask, cu_q, cu_kv, sinks, scale, softcap,
         left=None if left < 0 else left, right=None if reach < 0 else reach,
     )  # fmt: skip
     lse = lse if return_lse else fresh_lse(q, cu_q, False)
@@ -425,7 +443,7 @@ def _cpu(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) 
 
 def _fake(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) -> Any:
     q = inputs[0]
-    check(*(*inputs, options[3]))
+    check(*(*inputs[:6], options[3], inputs[6]))
     lse = fresh_lse(q, inputs[4], options[5])
     if results is None:
         return q.new_empty(q.shape), lse

@@ -95,6 +95,16 @@ def check_dtype(op: str, q: Tensor) -> None:
         raise UnsupportedProblem(f"{op} on {q.device.type} takes {names}; got {q.dtype}: convert the operands")
 
 
+def check_sinks(sinks: Tensor, q: Tensor) -> None:
+    """Refuses sinks that are not one for each of q's heads."""
+    heads = q.shape[-2]
+    if sinks.shape != (heads,) or sinks.dtype not in (q.dtype, torch.float32) or sinks.device != q.device:
+        raise UnsupportedProblem(
+            f"sinks must be ({heads},), one for each of q's heads, {q.dtype} or fp32, on {q.device}; they are "
+            f"{tuple(sinks.shape)}, {sinks.dtype}, on {sinks.device}"
+        )
+
+
 def check_flags(op: str, **flags: object) -> None:
     """Refuses what torch would take for a bool."""
     for name, flag in flags.items():

@@ -188,8 +188,8 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
         dout = torch.randn(q.shape, generator=generator, device=device, dtype=torch.float32).to(q.dtype)
         out, lse = ATTENTION.reference(whole, q, *rest)
         (stats,) = ATTENTION_DELTA.evaluate(out, dout, lse, None)
-        k, v, *options = rest
-        return (dout, q, k, v, stats, *options)
+        k, v, mask, cu_q, cu_kv, _, *factors = rest
+        return (dout, q, k, v, stats, mask, cu_q, cu_kv, *factors)
 
     def reference(self, p: AttentionBackwardProblem, *args: Any) -> tuple[Tensor, ...]:
         dout, q, k, v, _, *options = args

@@ -30,6 +30,8 @@ class AttentionBackwardProblem(AttentionProblem):
         super().__post_init__()
         if self.lse:
             raise UnsupportedProblem("lse=1 asks attention for a result; its gradients have none: leave it out")
+        if self.sinks != "none":
+            raise UnsupportedProblem("sinks change nothing here, since lse has them in it: leave them out")
         if self.of == "kv" and self.width > WIDEST_TOGETHER:
             raise UnsupportedProblem(
                 f"of=kv sums dK and dV of a head of {self.head_dim} in registers, which {WIDEST_TOGETHER} fill: "

@@ -91,6 +91,8 @@ class AttentionConfig(BodiesConfig):
 def warpgroup_unfit(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
     """The rules that ``c`` breaks whatever the extents of ``p``."""
     groups = c.tile_q // GROUP_ROWS
+    if p.page and p.page % c.tile_kv and c.tile_kv % p.page:
+        yield f"tile_kv={c.tile_kv} is neither part nor multiple of a page of {p.page} keys"
     if not (gpu.has_tma and gpu.has_wgmma):
         yield f"{gpu.name} has no warpgroup MMA"
     if c.warps != GROUP_WARPS * groups:

@@ -23,6 +23,7 @@ from cutekernels.ops.attention import reference
 from cutekernels.ops.attention.problem import (
     DTYPES,
     HEAD_DIMS,
+    SINKS,
     SLACK,
     UNLIMITED,
     AttentionOp,
@@ -31,6 +32,7 @@ from cutekernels.ops.attention.problem import (
     WarpsConfig,
     depth,
     launch_blind,
+    sample_sinks,
     score_factors,
 )
 from cutekernels.ops.shared.occupancy import occupancy_rules
@@ -65,12 +67,13 @@ class DecodeProblem(HeadsProblem):
     window: bool = plain(False, True)
     softcap: bool = plain(False, True)
     lse: bool = plain(False, True)
+    sinks: str = plain(*SINKS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.seq_q <= MOST_QUERIES:
             raise UnsupportedProblem(
-                f"a sequence has from 1 to {MOST_QUERIES} queries here, not {self.seq_q}: attention takes more"
+                f"a sequence has from 1 to {MOST_QUERIES} queries here, not {self.seq_q}: cache_attention takes more"
             )
         if self.window_left and not self.window:
             raise UnsupportedProblem("window_left needs window=1")
@@ -126,7 +129,7 @@ _HIDDEN = 0.47  # the share of the shorter of two times that goes on behind the 
 
 
 class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
-    """Arguments: q, k and v caches, lengths int32 (B,), page table int32 or None, scale, softcap (0: none).
+    """Arguments: q, k and v caches, lengths int32 (B,), page table int32 or None, sinks or None, scale, softcap or 0.
 
     Results: out, and the rows' log-sum-exp ``(B, HQ, SQ)`` in fp32 where ``lse``.
     """
@@ -145,6 +148,7 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
         "batch=2 seq_kv=2000 heads_q=32 heads_kv=1 seq_q=4 window_left=300 window=1 page_size=64",
         "batch=2 seq_kv=500 heads_q=8 heads_kv=2 seq_q=16 head_dim=80 softcap=1",
         "batch=2 seq_kv=600 heads_q=8 heads_kv=2 head_dim=256 page_size=256 dtype=fp16",
+        "batch=3 seq_kv=900 heads_q=16 heads_kv=2 head_dim=64 page_size=16 window_left=127 window=1 sinks=same",
     )
 
     # -- rules and choice
@@ -221,6 +225,7 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
             *(queries, k, v),
             fakes.vector(Int32, batch),
             fakes.table(batch) if p.page_size else None,
+            fakes.sinks(p.sinks, p.dtype, heads_q),
             *(number, number, number),
             Int32(0),
             fakes.vector(Float32) if split else None,
@@ -256,11 +261,11 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
 
         def launch(*args: Any) -> None:
             out, lse = args[0], args[1].view(-1) if p.lse else None
-            q, k, v, lengths, table, scale, softcap = args[2 if p.lse else 1 :]
+            q, k, v, lengths, table, sinks, scale, softcap = args[2 if p.lse else 1 :]
             if out.numel() == 0:
                 return
             workspace = (None, None) if shared is None else shared.get()
-            kernel(out, lse, q, k, v, lengths, table, *score_factors(scale, softcap), left, *workspace)
+            kernel(out, lse, q, k, v, lengths, table, sinks, *score_factors(scale, softcap), left, *workspace)
 
         return launch
 
@@ -276,7 +281,8 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
         generator = torch.Generator(device=device).manual_seed(seed)
         spare = torch.randint(0, min(16, p.seq_kv // 2) + 1, (p.batch,), generator=generator, device=device)
         lengths = (p.seq_kv - spare).to(torch.int32)
-        return (*posed(p, lengths, generator), p.head_dim**-0.5, 2.0 if p.softcap else 0.0)
+        sinks = sample_sinks(p.sinks, p.dtype, p.heads_q, p.keys, generator)
+        return (*posed(p, lengths, generator), sinks, p.head_dim**-0.5, 2.0 if p.softcap else 0.0)
 
     def reference(self, p: DecodeProblem, *args: Any) -> tuple[Tensor, ...]:
         return reference.decode(*args, left=p.window_left if p.window else None)[: 1 + p.lse]
@@ -303,7 +309,7 @@ def check_page_size(size: int) -> None:
         raise UnsupportedProblem(f"a page has {', '.join(map(str, PAGE_SIZES))} tokens, not {size}")
 
 
-def posed(p: DecodeProblem, lengths: Tensor, generator: torch.Generator) -> tuple[Any, ...]:
+def posed(p: Any, lengths: Tensor, generator: torch.Generator) -> tuple[Any, ...]:
     """Random ``(q, k, v, lengths, page table or None)``: NaN in the caches wherever no sequence has a token.
 
     Pages lie in a random order. Entries of the table that a sequence does not need name a page of NaN.

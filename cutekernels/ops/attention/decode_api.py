@@ -10,7 +10,7 @@ from torch import Tensor
 from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention import reference
-from cutekernels.ops.attention.api import add, canonical, check_out, check_out_shape, replayed
+from cutekernels.ops.attention.api import add, canonical, check_out, check_out_shape, dense, replayed
 from cutekernels.ops.attention.arguments import (
     FOREIGN,
     cap_of,
@@ -19,20 +19,24 @@ from cutekernels.ops.attention.arguments import (
     check_lengths,
     check_pages,
     check_scale,
+    check_sinks,
     default_scale,
     number,
     refuse_others,
     sides_of,
     text_of,
 )
+from cutekernels.ops.attention.cached import CACHE_ATTENTION, CacheAttention, CacheProblem
+from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.decode import (
     DECODE_ATTENTION,
     MOST_QUERIES,
+    DecodeAttention,
     DecodeConfig,
     DecodeProblem,
     check_page_size,
 )
-from cutekernels.ops.attention.problem import DTYPES, WIDEST
+from cutekernels.ops.attention.problem import DTYPES, WIDEST, sinks_of
 from cutekernels.ops.shared.call_cache import CallCache, empty_copy
 from cutekernels.ops.shared.checks import refuse_gradient
 from cutekernels.ops.shared.registration import define_with_out
@@ -47,9 +51,10 @@ class _Options(TypedDict, total=False):
     scale: float | None
     window: tuple[int | None, int | None] | None
     softcap: float | None
+    sinks: Tensor | None
     check: bool
     out: Tensor | None
-    config: DecodeConfig | str | None
+    config: DecodeConfig | AttentionConfig | str | None
 
 
 @overload
@@ -83,10 +88,11 @@ def decode_attention(
     scale: float | None = None,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     check: bool = False,
     out: Tensor | None = None,
-    config: DecodeConfig | str | None = None,
+    config: DecodeConfig | AttentionConfig | str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``out = softmax(scale * q k^T) v`` of each sequence's last tokens over its cache, in fp32, rounded once.
 
@@ -94,8 +100,10 @@ def decode_attention(
     ``cache_seqlens`` keys, the one before one less.
 
     Args:
-        q: ``(B, HQ, D)``, or ``(B, SQ, HQ, D)`` with up to 16 tokens of each sequence, fp16 or bf16; D a multiple of 8
-            up to 256. D contiguous and rows 16-byte aligned; anything else costs a copy.
+        q: ``(B, HQ, D)``, or ``(B, SQ, HQ, D)`` with the last SQ tokens of each sequence, fp16 or bf16; D a multiple of
+            8 up to 256. D contiguous and rows 16-byte aligned; anything else costs a copy. The decode kernel takes up
+            to 16 tokens, that of :func:`cutekernels.attention` more, as a chunk of a prompt has. Where a sequence has
+            fewer than SQ, the first queries see nothing.
         k_cache: ``(B, T_MAX, HKV, D)``, or ``(PAGES, PAGE_SIZE, HKV, D)`` with a page size of 16, 32, 64, 128 or 256;
             dtype of ``q``; HKV divides HQ. D contiguous and rows 16-byte aligned, for a cache is not copied.
         v_cache: shape and dtype of ``k_cache``.
@@ -108,15 +116,18 @@ def decode_attention(
         scale: factor of ``q k^T``, above 0; ``1 / sqrt(D)`` if left out.
         window: ``(left, None)``: a query sees this many keys before its own. None is no limit.
         softcap: scores become ``softcap * tanh(score / softcap)``.
+        sinks: ``(HQ,)``, fp32 or of q's dtype: a logit for each query head that takes its share of the softmax and adds
+            no value, as in :func:`cutekernels.attention`.
         return_lse: return the rows' log-sum-exp too.
         check: read lengths and page table back from a GPU, and refuse those that the cache has no room or page for.
             The host waits: for debugging, not for graphs.
         out: where to write: shape and dtype of ``q``, memory of its own.
-        config: overrides the tuned choice, as a :class:`DecodeConfig` or its text. Ignored on the CPU.
+        config: overrides the tuned choice, as a :class:`DecodeConfig`, beyond 16 tokens an :class:`AttentionConfig`, or
+            its text. Ignored on the CPU.
 
     Returns:
         Shape and dtype of ``q``, or ``out``; with ``return_lse`` also fp32 ``(B, HQ)`` or ``(B, HQ, SQ)``. A query that
-        sees nothing has 0, and -inf as lse.
+        sees nothing has 0, and its sink or -inf as lse.
 
     Raises:
         UnsupportedProblem: a dtype, head dim or page size no kernel takes, mismatched shapes, dtypes or devices, a
@@ -129,8 +140,8 @@ def decode_attention(
         queries = q.unsqueeze(1) if single else q
         factor = default_scale(q) if scale is None else scale if type(scale) is float else number("scale", scale)
         cap = 0.0 if softcap is None else cap_of(softcap)
-        text = None if config is None else text_of(config, DecodeConfig)
-        operands = (queries, k_cache, v_cache, cache_seqlens, page_table)
+        text = None if config is None else text_of(config, _op_of(queries).Config)
+        operands = (queries, k_cache, v_cache, cache_seqlens, page_table, sinks)
         left = -1 if window is None else sides_of(window, later=False)[0]
         if out is not None and out.shape != q.shape:
             raise UnsupportedProblem(f"out must have q's shape {tuple(q.shape)}; it has {tuple(out.shape)}")
@@ -147,7 +158,7 @@ def decode_attention(
             result, lse = torch.ops.cutekernels.decode_attention(*operands, left, factor, cap, return_lse, text)
         else:
             check_flags("decode_attention", return_lse=return_lse)
-            refuse_gradient(q, k_cache, v_cache, target)
+            refuse_gradient(q, k_cache, v_cache, target, *([] if sinks is None else [sinks]))
             lse = torch.ops.cutekernels.decode_attention_out(*operands, target, left, factor, cap, return_lse, text)
         if out is not None:
             result = out
@@ -158,21 +169,24 @@ def decode_attention(
         return result, lse.squeeze(2) if single else lse
     except FOREIGN:
         tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
-        refuse_others("decode_attention", tensors, {"page_table": page_table, "out": out})
+        refuse_others("decode_attention", tensors, {"page_table": page_table, "sinks": sinks, "out": out})
         raise
 
 
 def _check_values(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, scale: float, left: int
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, sinks: Tensor | None, scale: float,
+    left: int,
+) -> None:  # fmt: skip
     """:func:`check`, and the values of lengths and page table."""
-    check(q, k, v, lengths, table, scale)
+    check(q, k, v, lengths, table, sinks, scale)
     check_lengths(lengths, room_of(k, table))
     if table is not None:
         check_pages(table, lengths, k.shape[0], k.shape[1], q.shape[1], left)
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, scale: float) -> None:
+def check(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, sinks: Tensor | None, scale: float
+) -> None:
     """Raises UnsupportedProblem for arguments that pose no problem."""
     if q.dim() != 4:
         raise UnsupportedProblem(f"q must be (B, HQ, D) or (B, SQ, HQ, D); its shape is {tuple(q.shape)}")
@@ -190,10 +204,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None
             f"k_cache and v_cache must have one shape; they have {tuple(k.shape)} and {tuple(v.shape)}"
         )
     batch, seq_q, heads_q, head_dim = q.shape
-    if not 1 <= seq_q <= MOST_QUERIES:
-        raise UnsupportedProblem(
-            f"a sequence has from 1 to {MOST_QUERIES} queries here, not {seq_q}: attention takes more"
-        )
+    if not seq_q:
+        raise UnsupportedProblem("q must have a token of each sequence at least; it has none: skip the call")
     if head_dim % WIDEST or not 0 < head_dim <= _WIDEST_HEAD:
         raise UnsupportedProblem(f"q's head dim must be a multiple of {WIDEST} up to {_WIDEST_HEAD}; it is {head_dim}")
     if k.shape[3] != head_dim or (table is None and k.shape[0] != batch):
@@ -205,6 +217,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None
     if heads_kv == 0 or heads_q % heads_kv:
         raise UnsupportedProblem(f"k_cache's {heads_kv} heads must divide q's {heads_q}")
     check_scale(scale)
+    if sinks is not None:
+        check_sinks(sinks, q)
     _check_index("cache_seqlens", lengths, 1, q)
     if table is not None:
         _check_index("page_table", table, 2, q)
@@ -219,8 +233,31 @@ def _check_index(name: str, t: Tensor, rank: int, q: Tensor) -> None:
         )
 
 
-def pose(q: Tensor, k: Tensor, table: Tensor | None, left: int, softcap: float, lse: bool) -> DecodeProblem:
+def _op_of(q: Tensor) -> DecodeAttention | CacheAttention:
+    """The op that takes queries ``(B, SQ, HQ, D)``."""
+    return DECODE_ATTENTION if q.dim() < 2 or q.shape[1] <= MOST_QUERIES else CACHE_ATTENTION
+
+
+def pose(
+    q: Tensor, k: Tensor, table: Tensor | None, left: int, softcap: float, lse: bool, sinks: Tensor | None = None
+) -> DecodeProblem | CacheProblem:
     """The problem these checked arguments pose."""
+    if q.shape[1] > MOST_QUERIES:
+        return CacheProblem(
+            batch=q.shape[0],
+            seq_q=q.shape[1],
+            seq_kv=room_of(k, table),
+            heads_q=q.shape[2],
+            heads_kv=k.shape[2],
+            window_left=max(left, 0),
+            head_dim=q.shape[3],
+            dtype=_NAMES[q.dtype],
+            window="left" if left >= 0 else "none",
+            softcap=softcap > 0.0,
+            lse=lse,
+            sinks=sinks_of(sinks, q),
+            page_size=0 if table is None else k.shape[1],
+        )
     return DecodeProblem(
         batch=q.shape[0],
         seq_kv=room_of(k, table),
@@ -234,6 +271,7 @@ def pose(q: Tensor, k: Tensor, table: Tensor | None, left: int, softcap: float, 
         window=left >= 0,
         softcap=softcap > 0.0,
         lse=lse,
+        sinks=sinks_of(sinks, q),
     )
 
 
@@ -268,17 +306,18 @@ def _launched(
     config: str | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Poses, plans and launches for checked GPU tensors: ``(into or a new tensor[, lse])``."""
-    q, k, v, lengths, table = operands
+    q, k, v, lengths, table, sinks = operands
     out = q.new_empty(q.shape) if into is None else into
     more = (fresh_lse(q, True),) if return_lse else ()
     if out.numel() == 0:
         return out, *more
     with torch.cuda.device(q.device):
-        problem = pose(q, k, table, left, softcap, return_lse)
-        launch = dispatch.plan(DECODE_ATTENTION, problem, q.get_device(), config).launch
+        problem = pose(q, k, table, left, softcap, return_lse, sinks)
+        launch = dispatch.plan(_op_of(q), problem, q.get_device(), config).launch
         target = _fitted(out if readable(out) else empty_copy(out))
         caches = _cache("k_cache", k), _cache("v_cache", v)
-        posed = (canonical(q), *caches, lengths.contiguous(), None if table is None else table.contiguous())
+        indices = lengths.contiguous(), None if table is None else table.contiguous()
+        posed = (canonical(q), *caches, *indices, dense(sinks))
     options = (left, softcap > 0.0, return_lse)
     return add(_CALLS, launch, into, operands, options, (scale, softcap), config, (out, *more), (target, *more, *posed))
 
@@ -293,11 +332,13 @@ def fresh_lse(q: Tensor, wanted: bool) -> Tensor:
 
 def register(library: torch.library.Library) -> None:
     """Defines the ops in ``library`` (namespace "cutekernels"): schemas, GPU and CPU, fakes, no gradient."""
-    inputs = "Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? page_table"
+    inputs = "Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? page_table, Tensor? sinks"
     options = "int window_left, float scale, float softcap, bool return_lse, str? config=None"
     returns = ("(Tensor, Tensor)", "Tensor")
     implementations = _cuda, _cpu, _fake
-    define_with_out(library, "decode_attention", inputs, options, implementations, returns=returns, autocast="lower")
+    define_with_out(
+        library, "decode_attention", inputs, options, implementations, returns=returns, autocast="lower", kept=(5,)
+    )
 
 
 def _cuda(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) -> Any:
@@ -314,7 +355,7 @@ def _cuda(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any)
 
 
 def _cpu(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) -> Any:
-    q, k, v, lengths, table = inputs
+    q, k, v, lengths, table, sinks = inputs
     left, scale, softcap, return_lse = options[:4]
     check(*(*inputs, scale))
     if results is not None:
@@ -322,7 +363,7 @@ def _cpu(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) 
     if table is not None:
         check_pages(table, lengths, k.shape[0], k.shape[1], q.shape[1], left)
     seen = lengths.clamp(0, room_of(k, table))  # as the kernel does, which cannot raise
-    out, lse = reference.decode(q, k, v, seen, table, scale, softcap, left=None if left < 0 else left)
+    out, lse = reference.decode(q, k, v, seen, table, sinks, scale, softcap, left=None if left < 0 else left)
     lse = lse if return_lse else fresh_lse(q, False)
     if results is None:
         return out, lse

@@ -27,6 +27,14 @@ def vector(kind: Any, extent: Any = None) -> Any:
     return make_fake_tensor(kind, (sym_int() if extent is None else extent,), stride=(1,), assumed_align=4)
 
 
+def sinks(kind: str, dtype: str, heads: Any) -> Any:
+    """``(HQ,)`` of a problem's ``sinks``; None without."""
+    if kind == "none":
+        return None
+    own = DTYPES[dtype] if kind == "same" else cutlass.Float32
+    return make_fake_tensor(own, (heads,), stride=(1,), assumed_align=own.width // 8)
+
+
 def table(batch: Any) -> Any:
     """A page table ``(batch, MAX_PAGES)`` with any stride between rows."""
     return make_fake_tensor(cutlass.Int32, (batch, sym_int()), stride=(sym_int(64), 1), assumed_align=4)
@@ -48,6 +56,9 @@ class Batch:
 
     def kv(self) -> Any:
         return self._rows(self._kv)
+
+    def sinks(self, kind: str) -> Any:
+        return sinks(kind, self._dtype, self._q[1])
 
     def mask(self) -> Any:
         """Booleans with any strides."""

@@ -28,9 +28,11 @@ from cutekernels.ops.attention.problem import (
     EXPONENTS,
     SLACK,
     AttentionProblem,
+    Q,
     TilesOp,
     depth,
     launch_blind,
+    sample_sinks,
     score_factors,
 )
 from cutekernels.ops.shared.per_stream import Workspace
@@ -46,41 +48,24 @@ _BLOCK = 0.17 / 0.08  # of barrier_us: a block of keys, whatever its size
 _ONE_STAGE = 1.05  # of the same: 1 % faster where both were timed, and spills (bf16, head dim 128)
 
 
-class Attention(TilesOp[AttentionProblem, AttentionConfig]):
-    """Arguments: q, k, v, mask or None, cu_seqlens_q or None, cu_seqlens_kv or None, scale, softcap (0: none).
+class PrefillOp(TilesOp[Q, AttentionConfig]):
+    """Rules, model and kernels of tiles of queries that walk keys."""
 
-    Results: out, and the rows' log-sum-exp in fp32 where ``lse``: ``(B, HQ, SQ)``, or ``(HQ, TOTAL_Q)`` of packed ones.
-    """
-
-    name = "attention"
-    revision = 1
-    Problem = AttentionProblem
     Config = AttentionConfig
-    suite = (
-        "batch=4 seq_q=4096 seq_kv=4096 heads_q=16 heads_kv=16",
-        "batch=4 seq_q=4096 seq_kv=4096 heads_q=16 heads_kv=16 causal=1",
-        "batch=4 seq_q=2048 seq_kv=2048 heads_q=32 heads_kv=32 head_dim=64 causal=1",
-        "batch=1 seq_q=1024 seq_kv=1024 heads_q=28 heads_kv=4 causal=1 lse=1",
-        "batch=2 seq_q=300 seq_kv=777 heads_q=48 heads_kv=8 causal=1 window_left=200 window=left dtype=fp16",
-        "batch=2 seq_q=257 seq_kv=257 heads_q=4 heads_kv=1 head_dim=80 window_left=30 window_right=9 window=both",
-        "batch=2 seq_q=130 seq_kv=200 heads_q=6 heads_kv=3 head_dim=96 mask=1 dtype=fp16 lse=1",
-        "batch=3 seq_q=200 seq_kv=200 heads_q=8 heads_kv=2 head_dim=256 causal=1 softcap=1",
-        "batch=5 seq_q=150 seq_kv=150 heads_q=8 heads_kv=2 causal=1 varlen=1 lse=1",
-    )
 
     # -- rules and choice
 
-    def unfit(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
+    def unfit(self, p: Q, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
         yield from c.foreign()
         if c.body == "warpgroup":
             yield from warpgroup_unfit(p, c, gpu)
         else:
             yield from self.unfit_tiles(p, c, gpu, registers_per_thread(p, c), c.smem(p).total_bytes)
 
-    def unsuited(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
+    def unsuited(self, p: Q, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
         return warpgroup_unsuited(p, c, gpu) if c.body == "warpgroup" else super().unsuited(p, c, gpu)
 
-    def estimate_us(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float:
+    def estimate_us(self, p: Q, c: AttentionConfig, gpu: GpuSpec) -> float:
         """See :meth:`TilesOp.tiles_us`."""
         if c.body == "warpgroup":
             return warpgroup_us(p, c, gpu)
@@ -92,31 +77,11 @@ class Attention(TilesOp[AttentionProblem, AttentionConfig]):
 
     # -- kernel
 
-    def build(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Artifact:
-        from cutlass import Float32, Int32
-
-        from cutekernels.backends import cute as backend
-        from cutekernels.ops.attention import fakes
-
-        batch, number, limit = fakes.Batch(p.dtype, p.head_dim, p.varlen), Float32(1.0), Int32(0)
-        counter = fakes.vector(Int32) if c.grid == "counted" else None
-        return backend.compile(
-            self._body(p, c, gpu),
-            batch.q(),
-            fakes.vector(Float32) if p.lse else None,
-            *(batch.q(), batch.kv(), batch.kv()),
-            batch.mask() if p.mask else None,
-            *(batch.ends(), batch.ends()),
-            *([counter] if c.body == "warpgroup" else []),
-            *(number, number, number),
-            *(limit, limit),
-            gpu=gpu,
-        )
-
-    def _body(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Any:
+    def body(self, p: Q, c: AttentionConfig, gpu: GpuSpec) -> Any:
         """The kernel of ``c.body`` with its parts."""
         from cutekernels.kernels.cute.attention.prefill import PrefillAttention
         from cutekernels.kernels.cute.attention.warpgroup import WarpgroupAttention
+        from cutekernels.kernels.cute.parts.cache import CacheTiles
         from cutekernels.kernels.cute.parts.heads import HeadRows
         from cutekernels.kernels.cute.parts.mask import BandMask
         from cutekernels.kernels.cute.parts.products import warp_products
@@ -127,7 +92,7 @@ class Attention(TilesOp[AttentionProblem, AttentionConfig]):
             "mask": BandMask(c.tile_q, c.tile_kv, p.limited_left, p.limited_right, p.mask),
             "softmax": OnlineSoftmax(SLACK if c.lazy else 0.0, p.softcap),
             "order": HeadOrder(c.order, gpu.l2_bytes // 2),
-            "sequences": Sequences(p.varlen),
+            "sequences": Sequences(p.varlen, p.page),
         }
         if c.body == "warpgroup":
             return WarpgroupAttention(
@@ -141,12 +106,59 @@ class Attention(TilesOp[AttentionProblem, AttentionConfig]):
                 counted=c.grid == "counted",
                 **shared,
             )
+        tile = (c.tile_kv, p.head_dim, p.width, c.stages, c.threads)
         return PrefillAttention(
             rows_q=HeadRows(c.tile_q, p.head_dim, p.width, 1, c.threads),
-            rows_kv=HeadRows(c.tile_kv, p.head_dim, p.width, c.stages, c.threads),
+            rows_kv=HeadRows(*tile) if p.page is None else CacheTiles(*tile, p.page, p.limited_left),
             products=warp_products(c.warps, c.q_in_registers),
             ctas_per_sm=c.ctas_per_sm,
             **shared,
+        )
+
+
+class Attention(PrefillOp[AttentionProblem]):
+    """Arguments: q, k, v, mask, cu_seqlens_q, cu_seqlens_kv, sinks, each of the four or None, scale, softcap (0: none).
+
+    Results: out, and the rows' log-sum-exp in fp32 where ``lse``: ``(B, HQ, SQ)``, or ``(HQ, TOTAL_Q)`` of packed ones.
+    """
+
+    name = "attention"
+    revision = 1
+    Problem = AttentionProblem
+    suite = (
+        "batch=4 seq_q=4096 seq_kv=4096 heads_q=16 heads_kv=16",
+        "batch=4 seq_q=4096 seq_kv=4096 heads_q=16 heads_kv=16 causal=1",
+        "batch=4 seq_q=2048 seq_kv=2048 heads_q=32 heads_kv=32 head_dim=64 causal=1",
+        "batch=1 seq_q=1024 seq_kv=1024 heads_q=28 heads_kv=4 causal=1 lse=1",
+        "batch=2 seq_q=300 seq_kv=777 heads_q=48 heads_kv=8 causal=1 window_left=200 window=left dtype=fp16",
+        "batch=2 seq_q=257 seq_kv=257 heads_q=4 heads_kv=1 head_dim=80 window_left=30 window_right=9 window=both",
+        "batch=2 seq_q=130 seq_kv=200 heads_q=6 heads_kv=3 head_dim=96 mask=1 dtype=fp16 lse=1",
+        "batch=3 seq_q=200 seq_kv=200 heads_q=8 heads_kv=2 head_dim=256 causal=1 softcap=1",
+        "batch=5 seq_q=150 seq_kv=150 heads_q=8 heads_kv=2 causal=1 varlen=1 lse=1",
+        "batch=2 seq_q=300 seq_kv=500 heads_q=8 heads_kv=1 head_dim=64 causal=1 window_left=127 window=left sinks=same",
+    )
+
+    # -- kernel
+
+    def build(self, p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Artifact:
+        from cutlass import Float32, Int32
+
+        from cutekernels.backends import cute as backend
+        from cutekernels.ops.attention import fakes
+
+        batch, number, limit = fakes.Batch(p.dtype, p.head_dim, p.varlen), Float32(1.0), Int32(0)
+        counter = fakes.vector(Int32) if c.grid == "counted" else None
+        return backend.compile(
+            self.body(p, c, gpu),
+            batch.q(),
+            fakes.vector(Float32) if p.lse else None,
+            *(batch.q(), batch.kv(), batch.kv()),
+            batch.mask() if p.mask else None,
+            *(batch.ends(), batch.ends(), None, batch.sinks(p.sinks)),
+            *([counter] if c.body == "warpgroup" else []),
+            *(number, number, number),
+            *(limit, limit),
+            gpu=gpu,
         )
 
     def bind(self, p: AttentionProblem, c: AttentionConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,12 +169,14 @@ class Attention(TilesOp[AttentionProblem, AttentionConfig]):
 
         def launch(*args: Any) -> None:
             out, lse = args[0], args[1].view(-1) if p.lse else None
-            q, k, v, mask, cu_q, cu_kv, scale, softcap = args[2 if p.lse else 1 :]
+            q, k, v, mask, cu_q, cu_kv, sinks, scale, softcap = args[2 if p.lse else 1 :]
             if out.numel() == 0:
                 return
             given = None if mask is None else mask.view(torch.uint8)
             tickets = () if c.body == "warps" else (None if counter is None else counter.get()[1],)
-            kernel(out, lse, q, k, v, given, cu_q, cu_kv, *tickets, *score_factors(scale, softcap), *limits)
+            kernel(
+                out, lse, q, k, v, given, cu_q, cu_kv, None, sinks, *tickets, *score_factors(scale, softcap), *limits
+            )
 
         return launch
 
@@ -192,7 +206,8 @@ class Attention(TilesOp[AttentionProblem, AttentionConfig]):
         cu_q = cu_kv = None
         if p.varlen:
             cu_q, cu_kv = (_ends(p.batch, seq, generator, device) for seq in (p.seq_q, p.seq_kv))
-        return q, k, v, mask, cu_q, cu_kv, p.head_dim**-0.5, 2.0 if p.softcap else 0.0
+        sinks = sample_sinks(p.sinks, p.dtype, p.heads_q, p.pairs / max(1, p.seq_q), generator)
+        return q, k, v, mask, cu_q, cu_kv, sinks, p.head_dim**-0.5, 2.0 if p.softcap else 0.0
 
     def reference(self, p: AttentionProblem, *args: Any) -> tuple[Tensor, ...]:
         return reference.attention(*args, **p.sides)[: 1 + p.lse]
@@ -204,13 +219,14 @@ class Attention(TilesOp[AttentionProblem, AttentionConfig]):
     def vendor(self, p: AttentionProblem) -> Callable[..., object] | None:
         """torch's SDPA, which chooses the backend, where it has what ``p`` asks."""
         shifted = p.causal and p.seq_q != p.seq_kv  # torch aligns the first query with the first key
-        if p.varlen or p.softcap or p.lse or p.window != "none" or shifted or (p.causal and p.mask):
+        limited = p.window != "none" or shifted or (p.causal and p.mask)
+        if p.varlen or p.softcap or p.lse or p.sinks != "none" or limited:
             return None
 
         def call(out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
             gqa = p.heads_q != p.heads_kv
-            scale = rest[2]  # behind the two ends of packed sequences
+            scale = rest[3]  # behind the two ends of packed sequences and the sinks
             return scaled_dot_product_attention(q, k, v, mask, is_causal=p.causal, scale=scale, enable_gqa=gqa)
 
         return call

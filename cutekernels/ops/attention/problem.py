@@ -27,6 +27,7 @@ WIDEST = 8  # elements in 16 bytes
 HEAD_DIMS = (128, *range(8, 128, 8), *range(136, 264, 8))
 UNLIMITED = 2**30  # a window's side that reaches to the end
 LOG2_E = math.log2(math.e)
+SINKS = ("none", "same", "fp32")
 SLACK = 8.0  # slack of lazy rescaling, base 2: fp16 probabilities up to 256
 MAX_CTAS = 3  # per SM, of tiles that walk tiles
 
@@ -68,8 +69,8 @@ class HeadsProblem(Problem):
             )
 
     def bucket(self) -> Self:
-        """The bucket shared by results with and without lse, and by the head dims of one padded size."""
-        return super().bucket().replace(lse=False, head_dim=self.width)
+        """The bucket shared by results with and without lse or sinks, and by the head dims of one padded size."""
+        return super().bucket().replace(lse=False, sinks="none", head_dim=self.width)
 
     @property
     def width(self) -> int:
@@ -88,7 +89,8 @@ class AttentionProblem(HeadsProblem):
 
     Packed sequences (``varlen``) have lengths of their own; ``seq_q`` and ``seq_kv`` are then their means, rounded up.
     ``window`` names its sides that limit, by ``window_left`` and ``window_right`` keys; ``causal`` limits the right
-    side at the query's own key, where the last query is aligned with the last key.
+    side at the query's own key, where the last query is aligned with the last key. ``sinks`` is the dtype of a logit
+    for each query head that takes part in the softmax and has no value: that of q, or fp32.
     """
 
     batch: int = extent(ladder)
@@ -106,6 +108,7 @@ class AttentionProblem(HeadsProblem):
     mask: bool = plain(False, True)
     varlen: bool = plain(False, True)
     lse: bool = plain(False, True)
+    sinks: str = plain(*SINKS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,6 +153,11 @@ class AttentionProblem(HeadsProblem):
         ends = _clipped_sum(self.seq_q, shift + self.window_right + 1, self.seq_kv) if self.limited_right else None
         begins = _clipped_sum(self.seq_q, shift - self.window_left, self.seq_kv) if self.limited_left else 0
         return max(0, (self.seq_q * self.seq_kv if ends is None else ends) - begins)
+
+    @property
+    def page(self) -> int | None:
+        """Tokens in a page of the cache that K and V are in, 0 in a contiguous one; None where they are in none."""
+        return None
 
     @property
     def by_keys(self) -> bool:
@@ -199,13 +207,29 @@ def score_factors(scale: float, softcap: float) -> tuple[float, float, float]:
     return 1.0, 2 * LOG2_E * scale / softcap, softcap * LOG2_E
 
 
-def launch_blind(lse: bool) -> Callable[..., None]:
-    """The launch for queries without a single key: 0, and -inf as lse."""
+def sinks_of(sinks: Tensor | None, q: Tensor) -> str:
+    """The field ``sinks`` of a problem."""
+    return "none" if sinks is None else "same" if sinks.dtype == q.dtype else "fp32"
 
-    def launch(*args: Tensor) -> None:
+
+def sample_sinks(kind: str, dtype: str, heads: int, keys: float, generator: torch.Generator) -> Tensor | None:
+    """Sinks that weigh as much as a row of ``keys`` scores, on average; None where ``kind`` is none."""
+    if kind == "none":
+        return None
+    sinks = torch.randn(heads, generator=generator, device=generator.device) + math.log(max(1.0, keys))
+    return sinks.to(DTYPES[dtype] if kind == "same" else torch.float32)
+
+
+def launch_blind(lse: bool) -> Callable[..., None]:
+    """The launch for queries without a single key: 0, and as lse their sink, -inf without one.
+
+    Behind an op's tensors come scale and softcap, the last of the tensors are its sinks.
+    """
+
+    def launch(*args: Any) -> None:
         args[0].zero_()
         if lse:
-            args[1].fill_(-math.inf)
+            args[1].copy_(args[1].new_full((), -math.inf) if args[-3] is None else args[-3].unsqueeze(-1))
 
     return launch
 

@@ -12,14 +12,16 @@ Index = int | slice
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None,
-    scale: float, softcap: float, *, left: int | None, right: int | None,
+    sinks: Tensor | None, scale: float, softcap: float, *, left: int | None, right: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``(out, lse)``. Rows of no sequence have 0, and -inf as lse."""
+    """``(out, lse)``. Rows of no sequence have 0, and their sink or -inf as lse."""
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     group = q.shape[-2] // max(1, k.shape[-2])
     packed = cu_seqlens_q is not None
     rows = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
     lse = q.new_full(rows, -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    if sinks is not None:
+        lse.copy_(sinks.unsqueeze(-1))
     for i, (at_q, at_kv) in enumerate(_sequences(q, cu_seqlens_q, cu_seqlens_kv)):
         q1, k1, v1, out1 = q[at_q], k[at_kv], v[at_kv], out[at_q]
         lse1 = lse[:, at_q] if packed else lse[at_q]
@@ -27,15 +29,15 @@ def attention(
         for h in range(q1.shape[1]):
             visible = seen if mask is None else seen & mask[i, h]
             k2, v2 = k1[:, h // group].double(), v1[:, h // group].double()
-            scores, weights, _ = _weights(q1[:, h].double(), k2, visible, scale, softcap)
-            lse1[h] = torch.logsumexp(scores, dim=-1)
+            sink = None if sinks is None else sinks[h].double()
+            lse1[h], weights, _ = _weights(q1[:, h].double(), k2, visible, scale, softcap, sink)
             out1[:, h] = (weights @ _seen_values(v2, visible)).to(out.dtype)
     return out, lse
 
 
 def decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, table: Tensor | None, scale: float, softcap: float,
-    *, left: int | None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, table: Tensor | None, sinks: Tensor | None,
+    scale: float, softcap: float, *, left: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``(out, lse)`` of a cache, contiguous or in the pages of ``table``."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -49,7 +51,7 @@ def decode(
             k, v = (t[pages].flatten(0, 1)[:length] for t in (k_cache, v_cache))
         own = slice(b, b + 1)
         out[own], lse[own] = attention(
-            q[own], k[None], v[None], None, None, None, scale, softcap, left=left, right=0
+            q[own], k[None], v[None], None, None, None, sinks, scale, softcap, left=left, right=0
         )  # fmt: skip
     return out, lse
 
@@ -57,9 +59,9 @@ def decode(
 def gradients(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None, scale: float, softcap: float,
-    *, left: int | None, right: int | None,
+    *, left: int | None, right: int | None, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """``(dq, dk, dv)``."""
+    """``(dq, dk, dv)``; for those of sinks see :func:`sink_gradients`."""
     dq, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     group = q.shape[-2] // max(1, k.shape[-2])
     for i, (at_q, at_kv) in enumerate(_sequences(q, cu_seqlens_q, cu_seqlens_kv)):
@@ -72,12 +74,23 @@ def gradients(
             for h in range(head * group, (head + 1) * group):
                 visible = seen if mask is None else seen & mask[i, h]
                 steep = None if dlse1 is None else dlse1[h].double()
-                one = _one_head(dout1[:, h].double(), steep, q1[:, h].double(), k2, v2, visible, scale, softcap)
+                sink = None if sinks is None else sinks[h].double()
+                one = _one_head(dout1[:, h].double(), steep, q1[:, h].double(), k2, v2, visible, scale, softcap, sink)
                 dq1[:, h] = one[0].to(q.dtype)
                 sum_k += one[1]
                 sum_v += one[2]
             dk1[:, head], dv1[:, head] = sum_k.to(k.dtype), sum_v.to(v.dtype)
     return dq, dk, dv
+
+
+def sink_gradients(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """A sink's value is 0: ``-sum(exp(sink - lse) * (sum(dout * out) - dlse))`` over the rows of its head."""
+    delta = (dout.double() * out.double()).sum(-1).transpose(-1, -2)
+    if dlse is not None:
+        delta = delta - dlse.double()
+    logits = (sinks.double().unsqueeze(-1) - lse.double()).masked_fill(lse == -math.inf, -math.inf)
+    terms = logits.exp() * delta  # ([B,] H, rows)
+    return -terms.sum(-1).reshape(-1, len(sinks)).sum(0).to(sinks.dtype)
 
 
 def band(seq_q: int, seq_kv: int, left: int | None, right: int | None, device: torch.device) -> Tensor:
@@ -101,16 +114,20 @@ def _sequences(q: Tensor, cu_q: Tensor | None, cu_kv: Tensor | None) -> list[tup
     return [(slice(*ends_q[i : i + 2]), slice(*ends_kv[i : i + 2])) for i in range(len(ends_q) - 1)]
 
 
-def _weights(q: Tensor, k: Tensor, visible: Tensor, scale: float, softcap: float) -> tuple[Tensor, Tensor, Tensor]:
-    """One head's masked scores, probabilities (0 for a query that sees nothing), and the slope of the cap."""
+def _weights(
+    q: Tensor, k: Tensor, visible: Tensor, scale: float, softcap: float, sink: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One head's log-sum-exp, probabilities (0 for a query that sees nothing), and the slope of the cap."""
     scores = scale * (q @ k.T)
     slope = torch.ones((), dtype=scores.dtype, device=scores.device)
     if softcap:
         capped = torch.tanh(scores / softcap)
         scores, slope = softcap * capped, 1.0 - capped.square()
     scores = scores.masked_fill(~visible, -math.inf)
-    weights = torch.softmax(scores, dim=-1).masked_fill(~visible.any(dim=-1, keepdim=True), 0.0)
-    return scores, weights, slope
+    if sink is not None:
+        scores = torch.cat([scores, sink.expand(len(scores), 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[:, : len(k)].masked_fill(~visible.any(dim=-1, keepdim=True), 0.0)
+    return torch.logsumexp(scores, dim=-1), weights, slope
 
 
 def _seen_values(v: Tensor, visible: Tensor) -> Tensor:
@@ -119,10 +136,11 @@ def _seen_values(v: Tensor, visible: Tensor) -> Tensor:
 
 
 def _one_head(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float,
+    sink: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """``(dq, dk, dv)`` of one query head."""
-    _, weights, slope = _weights(q, k, visible, scale, softcap)
+    _, weights, slope = _weights(q, k, visible, scale, softcap, sink)
     dweights = dout @ _seen_values(v, visible).T
     delta = (weights * dweights).sum(dim=-1, keepdim=True)
     if dlse is not None:

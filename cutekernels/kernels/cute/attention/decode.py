@@ -85,6 +85,7 @@ class DecodeAttention:
         mV: cute.Tensor,  # as mK
         mLengths: cute.Tensor,  # (B,)
         mTable: cute.Tensor | None,  # (B, MAX_PAGES)
+        mSinks: cute.Tensor | None,  # (HQ,)
         scale: Float32,  # factor of scores, to base 2
         cap_inner: Float32,
         cap_outer: Float32,
@@ -96,7 +97,7 @@ class DecodeAttention:
         group = mQ.shape[2] // mK.shape[2]
         tiles = cute.ceil_div(mQ.shape[1] * group, TILE_Q)
         self.kernel(
-            mO, mLse, mQ, mK, mV, mLengths, mTable, scale, cap_inner, cap_outer, left, mPartials, mTickets,
+            mO, mLse, mQ, mK, mV, mLengths, mTable, mSinks, scale, cap_inner, cap_outer, left, mPartials, mTickets,
             group, tiles, self.products.tiled_mma(mQ.element_type),
         ).launch(
             grid=[tiles * mK.shape[2] * self.splits * mQ.shape[0], 1, 1],
@@ -110,9 +111,9 @@ class DecodeAttention:
     @cute.kernel
     def kernel(
         self, mO: cute.Tensor, mLse: cute.Tensor | None, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor,
-        mLengths: cute.Tensor, mTable: cute.Tensor | None, scale: Float32, cap_inner: Float32, cap_outer: Float32,
-        left: Int32, mPartials: cute.Tensor | None, mTickets: cute.Tensor | None, group: Int32, tiles: Int32,
-        tiled_mma: cute.TiledMma,
+        mLengths: cute.Tensor, mTable: cute.Tensor | None, mSinks: cute.Tensor | None, scale: Float32,
+        cap_inner: Float32, cap_outer: Float32, left: Int32, mPartials: cute.Tensor | None,
+        mTickets: cute.Tensor | None, group: Int32, tiles: Int32, tiled_mma: cute.TiledMma,
     ):  # fmt: skip
         if const_expr(self.dependent):  # before any read: lengths, caches and tickets may be the last kernel's
             cute.arch.griddepcontrol_launch_dependents()
@@ -138,14 +139,14 @@ class DecodeAttention:
         if split < active:
             work = self.work
             work(
-                mO, mLse, mQ, mK, mV, mTable, (scale, cap_inner, cap_outer), left, mPartials, mTickets,
+                mO, mLse, mQ, mK, mV, mTable, mSinks, (scale, cap_inner, cap_outer), left, mPartials, mTickets,
                 (group, tiles, tile, head, split, batch), (first, begin, end, blocks, active), tiled_mma,
             )  # fmt: skip
 
     @cute.jit
     def work(
         self, mO: cute.Tensor, mLse: cute.Tensor | None, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor,
-        mTable: cute.Tensor | None, factors: tuple[Float32, Float32, Float32], left: Int32,
+        mTable: cute.Tensor | None, mSinks: cute.Tensor | None, factors: tuple[Float32, Float32, Float32], left: Int32,
         mPartials: cute.Tensor | None, mTickets: cute.Tensor | None,
         place: tuple[Int32, Int32, Int32, Int32, Int32, Int32], keys: tuple[Int32, Int32, Int32, Int32, Int32],
         tiled_mma: cute.TiledMma,
@@ -213,8 +214,13 @@ class DecodeAttention:
         acc_o = cute.make_rmem_tensor(tiled_mma.partition_shape_C((TILE_Q, padded)), Float32)  # ((2, 2), 1, MMA_D)
         reference, total = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         acc_o.fill(0.0)
-        start = softmax.start
+        start, start_with = softmax.start, softmax.start_with
         start(reference, total)
+        if const_expr(mSinks is not None):
+            for r in cutlass.range_constexpr(2):
+                row = tile * TILE_Q + cutlass.min(lane // 4 + 8 * r, alive - 1)
+                if split == 0 and warp == 0:  # once among all whose sums are added up
+                    start_with(r, mSinks[head * group + row % group].to(Float32), reference, total)
         layout_q = CacheRows(TILE_Q, rows_kv.head_dim, padded, 1, 0).smem_layout(dtype)
         products = self.products
         sources = products.sources(lane, tiled_mma, at_q, layout_q, at_k, at_v, layout_kv)

@@ -7,6 +7,8 @@ Schedule:
     All threads load, by cp.async. With ``stages = 1``, K and V have one buffer each: V is copied during ``Q K^T``, the
     next K during the softmax and ``P V``; two barriers per block. With ``stages = 2`` the next block's K and V are
     copied during a whole block, with one barrier.
+    K and V may be in a cache, contiguous or in pages, with lengths and page table on the device; a thread looks up the
+    pages of its rows a block ahead. Nothing behind a length or before a window is read.
     A row's reference score moves only where a block exceeds it by far (``parts/softmax.py``), so most blocks do not
     rescale the output accumulators.
 
@@ -23,6 +25,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
+from cutekernels.kernels.cute.parts.cache import CacheTiles
 from cutekernels.kernels.cute.parts.heads import HeadRows
 from cutekernels.kernels.cute.parts.mask import BandMask
 from cutekernels.kernels.cute.parts.products import Products
@@ -36,7 +39,7 @@ class PrefillAttention:
     """The body. ``ops/attention/op.py`` chooses the parts; ``ctas_per_sm`` bounds registers so that as many fit."""
 
     rows_q: HeadRows
-    rows_kv: HeadRows
+    rows_kv: HeadRows | CacheTiles
     products: Products
     mask: BandMask
     softmax: OnlineSoftmax
@@ -54,11 +57,13 @@ class PrefillAttention:
         mO: cute.Tensor,  # (B, SQ, HQ, D), or (TOTAL_Q, HQ, D)
         mLse: cute.Tensor | None,  # (B * HQ * SQ,), as (B, HQ, SQ), or as (HQ, TOTAL_Q)
         mQ: cute.Tensor,  # as mO
-        mK: cute.Tensor,  # (B, SKV, HKV, D), or (TOTAL_KV, HKV, D)
+        mK: cute.Tensor,  # (B, SKV, HKV, D), or (TOTAL_KV, HKV, D), or (PAGES, PAGE_SIZE, HKV, D)
         mV: cute.Tensor,  # as mK
         mMask: cute.Tensor | None,  # (B, HQ, SQ, SKV)
         mCuQ: cute.Tensor | None,  # (B + 1,)
-        mCuKv: cute.Tensor | None,  # (B + 1,)
+        mCuKv: cute.Tensor | None,  # (B + 1,), or a cache's lengths (B,)
+        mTable: cute.Tensor | None,  # (B, MAX_PAGES)
+        mSinks: cute.Tensor | None,  # (HQ,)
         scale: Float32,  # factor of scores, to base 2
         cap_inner: Float32,
         cap_outer: Float32,
@@ -68,10 +73,10 @@ class PrefillAttention:
     ):
         at = const_expr(self.sequences.rows_mode)
         tiles, layers = self.sequences.grid(mQ, mCuQ, self.rows_q.rows)
-        bytes_per_head = Int64(self.sequences.length(mK, mCuKv)) * (4 * self.rows_kv.head_dim)
+        bytes_per_head = Int64(self.sequences.length(mK, mCuKv, mTable)) * (4 * self.rows_kv.head_dim)
         band = self.order.band(layers, mQ.shape[at + 1] // mK.shape[at + 1], bytes_per_head)
         self.kernel(
-            mO, mLse, mQ, mK, mV, mMask, mCuQ, mCuKv, scale, cap_inner, cap_outer, left, right,
+            mO, mLse, mQ, mK, mV, mMask, mCuQ, mCuKv, mTable, mSinks, scale, cap_inner, cap_outer, left, right,
             tiles, layers, band, self.products.tiled_mma(mQ.element_type),
         ).launch(
             grid=[tiles * layers, 1, 1],
@@ -84,9 +89,9 @@ class PrefillAttention:
     @cute.kernel
     def kernel(
         self, mO: cute.Tensor, mLse: cute.Tensor | None, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor,
-        mMask: cute.Tensor | None, mCuQ: cute.Tensor | None, mCuKv: cute.Tensor | None, scale: Float32,
-        cap_inner: Float32, cap_outer: Float32, left: Int32, right: Int32, tiles: Int32, layers: Int32, band: Int32,
-        tiled_mma: cute.TiledMma,
+        mMask: cute.Tensor | None, mCuQ: cute.Tensor | None, mCuKv: cute.Tensor | None, mTable: cute.Tensor | None,
+        mSinks: cute.Tensor | None, scale: Float32, cap_inner: Float32, cap_outer: Float32, left: Int32, right: Int32,
+        tiles: Int32, layers: Int32, band: Int32, tiled_mma: cute.TiledMma,
     ):  # fmt: skip
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -98,14 +103,16 @@ class PrefillAttention:
         # -- this CTA's queries
         place, locate, pointer = self.order.place, self.sequences.locate, self.sequences.pointer
         tile, layer = place(block, layers, tiles, band)
-        batch, head, tile, begin_q, begin_kv, seq_q, seq_kv = locate(tile, layer, tile_q, mQ, mK, mCuQ, mCuKv)
+        batch, head, tile, begin_q, begin_kv, seq_q, seq_kv = locate(tile, layer, tile_q, mQ, mK, mCuQ, mCuKv, mTable)
         at = const_expr(self.sequences.rows_mode)
         head_kv = head // (mQ.shape[at + 1] // mK.shape[at + 1])
         row = tile * tile_q
         alive = cutlass.min(cutlass.max(seq_q - row, Int32(0)), Int32(tile_q))  # rows of the tile that exist
         q_head, q_stride, _ = pointer(mQ, batch, begin_q, head)
-        k_head, k_stride, _ = pointer(mK, batch, begin_kv, head_kv)
-        v_head, v_stride, _ = pointer(mV, batch, begin_kv, head_kv)
+        paged = const_expr(bool(self.sequences.page_size))
+        first_page = Int32(0) if const_expr(paged) else batch
+        k_head, k_stride, _ = pointer(mK, first_page, begin_kv, head_kv)
+        v_head, v_stride, _ = pointer(mV, first_page, begin_kv, head_kv)
 
         # -- their keys
         shift = seq_kv - seq_q
@@ -114,6 +121,11 @@ class PrefillAttention:
         first, open_, closed, end = seen(row, seq_q, seq_kv, left, right)
         if alive <= 0:
             open_, closed, end = first, first, first
+        gTable, last = None, cutlass.max(seq_kv - 1, Int32(0))
+        if const_expr(self.sequences.cached):
+            k_stride, v_stride = self.steps(mK, mV, cutlass.max(row - left, Int32(0)))
+            if const_expr(paged):
+                gTable = mTable[batch, None]
         gMask = None
         if const_expr(mask.given):
             gMask = mMask[batch, head, None, None]
@@ -136,19 +148,27 @@ class PrefillAttention:
             clear_kv(tid, dtype, to_k + stage * stage_bytes)
         fetch_q(tid, q_head, q_stride, row, to_q, alive)
         column = (end - 1) * tile_kv
+        if const_expr(paged):
+            look_up = rows_kv.look_up
+            look_up(tid, k_stride, gTable, column, last)
         if end > first:
             fetch_kv(tid, k_head, k_stride, column, to_k, seq_kv - column)
         cute.arch.cp_async_commit_group()
         if end > first:
             fetch_kv(tid, v_head, v_stride, column, to_v, seq_kv - column)
         cute.arch.cp_async_commit_group()
+        if const_expr(paged):
+            look_up(tid, k_stride, gTable, column - tile_kv, last)
         thr_mma = tiled_mma.get_slice(tid)
         acc_o = cute.make_rmem_tensor(tiled_mma.partition_shape_C((tile_q, padded)), Float32)  # ((2, 2), MMA_M, MMA_D)
         own_rows = const_expr(acc_o.shape[0][1] * acc_o.shape[1])
         reference, total = cute.make_rmem_tensor(own_rows, Float32), cute.make_rmem_tensor(own_rows, Float32)
         acc_o.fill(0.0)
-        start = softmax.start
+        start, start_with = softmax.start, softmax.start_with
         start(reference, total)
+        if const_expr(mSinks is not None):
+            for r in cutlass.range_constexpr(own_rows):
+                start_with(r, mSinks[head].to(Float32), reference, total)
         cute.arch.cp_async_wait_group(1 if stages == 1 else 0)
         cute.arch.sync_threads()
         rQ = thr_mma.make_fragment_A(thr_mma.partition_A(sQ))  # (MMA, MMA_M, MMA_D)
@@ -161,7 +181,7 @@ class PrefillAttention:
         # -- blocks of keys, from the last: those with the right edge, whole ones, those with the left edge
         attend = self.attend
         slot = Int32(0)
-        keys = (k_head, k_stride, v_head, v_stride, to_k, first)
+        keys = (k_head, k_stride, v_head, v_stride, to_k, first, gTable, last)
         tensors = (rQ, acc_o, reference, total)
         factors = (scale, cap_inner, cap_outer)
         edges = (row, seq_q, seq_kv, left, right, gMask)
@@ -200,15 +220,15 @@ class PrefillAttention:
     @cute.jit
     def attend(
         self, tid: Int32, block: Int32, slot: Int32, masked: cutlass.Constexpr,
-        keys: tuple[cute.Pointer, Int32, cute.Pointer, Int32, Int32, Int32], sources: cutlass.Constexpr,
-        tensors: tuple[cute.Tensor, ...], factors: tuple[Float32, Float32, Float32],
+        keys: tuple, sources: cutlass.Constexpr, tensors: tuple[cute.Tensor, ...],
+        factors: tuple[Float32, Float32, Float32],
         edges: tuple[Int32, Int32, Int32, Int32, Int32, cute.Tensor | None], tiled_mma: cute.TiledMma,
     ) -> Int32:  # fmt: skip
         """One block of keys, whose K is in ``slot``; its V is there too, or being copied (one stage).
 
         Returns the slot of ``block - 1``, if there is one, in the same state.
         """
-        k_head, k_stride, v_head, v_stride, to_k, first = keys
+        k_head, k_stride, v_head, v_stride, to_k, first, gTable, last = keys
         rQ, acc_o, reference, total = tensors
         scale, cap_inner, cap_outer = factors
         row, *seen = edges
@@ -218,6 +238,7 @@ class PrefillAttention:
         dtype = rQ.element_type
         one = const_expr(rows_kv.stages == 1)
         fetch = rows_kv.fetch
+        paged = const_expr(bool(self.sequences.page_size))
         ahead = (block - 1) * tile_kv
         stage_bytes = const_expr(tile_kv * rows_kv.padded * dtype.width // 8)
         to_v = to_k + rows_kv.stages * stage_bytes
@@ -227,6 +248,9 @@ class PrefillAttention:
             if block > first:
                 fetch(tid, k_head, k_stride, ahead, to_k + nxt * stage_bytes, None)
                 fetch(tid, v_head, v_stride, ahead, to_v + nxt * stage_bytes, None)
+                if const_expr(paged):
+                    look_up = rows_kv.look_up
+                    look_up(tid, k_stride, gTable, ahead - tile_kv, last)
             cute.arch.cp_async_commit_group()
 
         # -- scores; ptxas itself loads fragments ahead of the products, as far as registers allow
@@ -261,5 +285,16 @@ class PrefillAttention:
         if const_expr(one):
             if block > first:
                 fetch(tid, v_head, v_stride, ahead, to_v, None)
+                if const_expr(paged):
+                    look_up = rows_kv.look_up
+                    look_up(tid, k_stride, gTable, ahead - tile_kv, last)
             cute.arch.cp_async_commit_group()
         return nxt
+
+    @cute.jit
+    def steps(self, mK: cute.Tensor, mV: cute.Tensor, least: Int32) -> tuple[tuple, tuple]:
+        """The way from row to row of K's cache and of V's (``parts/cache.py``), which share their pages."""
+        rows_kv = self.rows_kv
+        pages = cute.make_rmem_tensor(rows_kv.rows // rows_kv.apart, Int32)
+        ways = [(Int64(mX.layout.stride[0]), Int64(mX.layout.stride[1]), pages, mX.shape[0], least) for mX in (mK, mV)]
+        return ways[0], ways[1]

@@ -8,6 +8,8 @@ Schedule:
     another, so that one's softmax runs behind the other's products.
     Probabilities stay in registers. A row's reference score moves only where a block exceeds it by far
     (``parts/softmax.py``), so most blocks do not rescale the output accumulators.
+    K and V may be in a cache, contiguous or in pages, with lengths and page table on the device: the loading warp looks
+    pages up, and rows of V behind a length or before a window are zeroed in shared memory.
     Results leave through the queries' shared memory. Registers go from the loading warp group to the others.
     CTAs take one tile each, or walk over the tiles in a persistent grid, where the next tile's keys are loaded behind
     the last products of this one.
@@ -29,6 +31,7 @@ from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.parts.attention_smem import WarpgroupAttentionSmem
 from cutekernels.kernels.cute.parts.groups import ROWS, THREADS, GroupProducts, Turns, as_warps, round_to, store_rows
+from cutekernels.kernels.cute.parts.head_loads import HeadLoads
 from cutekernels.kernels.cute.parts.heads import HeadRows
 from cutekernels.kernels.cute.parts.mask import BandMask
 from cutekernels.kernels.cute.parts.mma import WarpMma
@@ -97,6 +100,10 @@ class WarpgroupAttention:
         return StagePipeline(self.stages, self.smem.stage_bytes, self.groups, 1)
 
     @property
+    def loads(self) -> HeadLoads:
+        return HeadLoads(self.tile_kv, self.padded, self.sequences)
+
+    @property
     def products(self) -> GroupProducts:
         return GroupProducts(self.tile_kv, self.padded)
 
@@ -114,22 +121,13 @@ class WarpgroupAttention:
         mask = self.mask
         return BandMask(ROWS, self.tile_kv, mask.limited_left, mask.limited_right, mask.given)
 
-    def layouts(self, dtype: type[cutlass.Numeric]) -> tuple[cute.ComposedLayout, ...]:
-        """Q ``(64, D, groups)``, K ``(tile_kv, D, STAGE)`` and V ``(D, tile_kv, STAGE)`` in shared memory."""
+    def layouts(self, dtype: type[cutlass.Numeric], keys: int) -> tuple[cute.ComposedLayout, ...]:
+        """Q ``(64, D, groups)``, K ``(keys, D, STAGE)`` and V ``(D, keys, STAGE)`` in shared memory."""
         return (
             hopper_helpers.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (ROWS, 0, self.padded), dtype, self.groups),
-            hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (0, self.tile_kv, self.padded), dtype, self.stages),
-            hopper_helpers.make_smem_layout_b(LayoutEnum.COL_MAJOR, (0, self.padded, self.tile_kv), dtype, self.stages),
+            hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (0, keys, self.padded), dtype, self.stages),
+            hopper_helpers.make_smem_layout_b(LayoutEnum.COL_MAJOR, (0, self.padded, keys), dtype, self.stages),
         )
-
-    def boxed(self, mX: cute.Tensor, layout: cute.ComposedLayout, transposed: bool):
-        """The TMA load of rows of heads: tensor ``(S, D, H[, B])``, or ``(D, S, H[, B])`` where ``transposed``."""
-        order = [0, 2, 1] if self.sequences.packed else [1, 3, 2, 0]
-        if transposed:
-            order[:2] = order[1], order[0]
-        one = cute.slice_(layout, (None, None, 0))
-        mX = cute.make_tensor(mX.iterator, cute.select(mX.layout, mode=order))
-        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mX, one, cute.product_each(one.shape))
 
     @cute.jit
     def __call__(
@@ -137,11 +135,13 @@ class WarpgroupAttention:
         mO: cute.Tensor,  # (B, SQ, HQ, D), or (TOTAL_Q, HQ, D)
         mLse: cute.Tensor | None,  # (B * HQ * SQ,), as (B, HQ, SQ), or as (HQ, TOTAL_Q)
         mQ: cute.Tensor,  # as mO
-        mK: cute.Tensor,  # (B, SKV, HKV, D), or (TOTAL_KV, HKV, D)
+        mK: cute.Tensor,  # (B, SKV, HKV, D), or (TOTAL_KV, HKV, D), or (PAGES, PAGE_SIZE, HKV, D)
         mV: cute.Tensor,  # as mK
         mMask: cute.Tensor | None,  # (B, HQ, SQ, SKV)
         mCuQ: cute.Tensor | None,  # (B + 1,)
-        mCuKv: cute.Tensor | None,  # (B + 1,)
+        mCuKv: cute.Tensor | None,  # (B + 1,), or a cache's lengths (B,)
+        mTable: cute.Tensor | None,  # (B, MAX_PAGES)
+        mSinks: cute.Tensor | None,  # (HQ,)
         mCounter: cute.Tensor | None,  # (1,), zero before and after a launch
         scale: Float32,  # factor of scores, to base 2
         cap_inner: Float32,
@@ -153,18 +153,21 @@ class WarpgroupAttention:
         dtype = mQ.element_type
         at = const_expr(self.sequences.rows_mode)
         tiles, layers = self.sequences.grid(mQ, mCuQ, self.tile_q)
-        bytes_per_head = Int64(self.sequences.length(mK, mCuKv)) * (4 * self.head_dim)
+        bytes_per_head = Int64(self.sequences.length(mK, mCuKv, mTable)) * (4 * self.head_dim)
         band = self.order.band(layers, mQ.shape[at + 1] // mK.shape[at + 1], bytes_per_head)
-        layout_q, layout_k, layout_v = self.layouts(dtype)
-        tma_q, tQ = self.boxed(mQ, layout_q, False)
-        tma_k, tK = self.boxed(mK, layout_k, False)
-        tma_v, tV = self.boxed(mV, layout_v, True)
+        layout_q, layout_k, layout_v = self.layouts(dtype, self.tile_kv)
+        _, box_k, box_v = self.layouts(dtype, self.loads.box)
+        boxed = self.loads.boxed
+        tma_q, tQ = boxed(mQ, layout_q, False)
+        tma_k, tK = boxed(mK, box_k, False)
+        tma_v, tV = boxed(mV, box_v, True)
         count = tiles * layers
         blocks = count if const_expr(self.resident == 0) else cutlass.min(count, Int32(self.resident))
         self.kernel(
-            mO, mLse, mK, mMask, mCuQ, mCuKv, mCounter, tma_q, tQ, tma_k, tK, tma_v, tV, (scale, cap_inner, cap_outer),
-            left, right, (tiles, layers, band), self.products.scores_mma(dtype), self.products.sums_mma(dtype),
-            WarpMma(THREADS // 32, 1, Float32, True, True).tiled_mma(dtype), layout_q, layout_k, layout_v,
+            mO, mLse, mK, mMask, mCuQ, mCuKv, mTable, mSinks, mCounter, tma_q, tQ, tma_k, tK, tma_v, tV,
+            (scale, cap_inner, cap_outer), left, right, (tiles, layers, band), self.products.scores_mma(dtype),
+            self.products.sums_mma(dtype), WarpMma(THREADS // 32, 1, Float32, True, True).tiled_mma(dtype), layout_q,
+            layout_k, layout_v,
         ).launch(
             grid=[blocks, 1, 1],
             block=[self.threads, 1, 1],
@@ -176,8 +179,8 @@ class WarpgroupAttention:
     @cute.kernel
     def kernel(
         self, mO: cute.Tensor, mLse: cute.Tensor | None, mK: cute.Tensor, mMask: cute.Tensor | None,
-        mCuQ: cute.Tensor | None, mCuKv: cute.Tensor | None, mCounter: cute.Tensor | None, tma_q: cute.CopyAtom,
-        tQ: cute.Tensor,
+        mCuQ: cute.Tensor | None, mCuKv: cute.Tensor | None, mTable: cute.Tensor | None, mSinks: cute.Tensor | None,
+        mCounter: cute.Tensor | None, tma_q: cute.CopyAtom, tQ: cute.Tensor,
         tma_k: cute.CopyAtom, tK: cute.Tensor, tma_v: cute.CopyAtom, tV: cute.Tensor,
         factors: tuple[Float32, Float32, Float32], left: Int32, right: Int32, walk: tuple[Int32, Int32, Int32],
         scores_mma: cute.TiledMma, sums_mma: cute.TiledMma, warp_mma: cute.TiledMma, layout_q: cute.ComposedLayout,
@@ -219,7 +222,7 @@ class WarpgroupAttention:
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        place = (mO, mK, mCuQ, mCuKv, left, right, walk)
+        place = (mO, mK, mCuQ, (mCuKv, mTable), left, right, walk)
         produce, consume = self.produce, self.consume
         if group == loading:
             cute.arch.setmaxregister_decrease(self.registers[0])
@@ -228,8 +231,8 @@ class WarpgroupAttention:
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             consume(
-                tid % THREADS, group, place, (mLse, mMask), factors, (scores_mma, sums_mma, warp_mma), (sQ, sK, sV),
-                storage, barriers, queue,
+                tid % THREADS, group, place, (mLse, mMask, mSinks), factors, (scores_mma, sums_mma, warp_mma),
+                (sQ, sK, sV), storage, barriers, queue,
             )  # fmt: skip
 
     @cute.jit
@@ -237,11 +240,13 @@ class WarpgroupAttention:
         """Tile ``index``: ``(layer, batch, head, kv head, first row, rows that exist)``, begins of queries and keys,
         and ``(seq_q, seq_kv, left, right)`` and blocks ``(first, open, closed, end)`` of keys.
         """
-        mO, mK, mCuQ, mCuKv, left, right, (tiles, layers, band) = place
+        mO, mK, mCuQ, (mCuKv, mTable), left, right, (tiles, layers, band) = place
         order, locate, seen = self.order.place, self.sequences.locate, self.mask.blocks
         at = const_expr(self.sequences.rows_mode)
         tile, layer = order(index, layers, tiles, band)
-        batch, head, tile, begin_q, begin_kv, seq_q, seq_kv = locate(tile, layer, self.tile_q, mO, mK, mCuQ, mCuKv)
+        batch, head, tile, begin_q, begin_kv, seq_q, seq_kv = locate(
+            tile, layer, self.tile_q, mO, mK, mCuQ, mCuKv, mTable
+        )
         head_kv = head // (mO.shape[at + 1] // mK.shape[at + 1])
         row = tile * self.tile_q
         alive = cutlass.min(cutlass.max(seq_q - row, Int32(0)), Int32(self.tile_q))
@@ -262,35 +267,39 @@ class WarpgroupAttention:
         """The loads of this CTA's tiles."""
         full_q, empty_q, full_k, empty_k, full_v, empty_v = barriers
         index, _, _ = cute.arch.block_idx()
-        _, _, _, _, _, _, (tiles, layers, _) = place
-        located, rows_of, load_queries = self.located, self.rows_of, self.load_queries
+        _, mK, _, (_, mTable), _, _, (tiles, layers, _) = place
+        located, load_queries = self.located, self.load_queries
+        keys_of, load = self.loads.keys_of, self.loads.load
         acquire, advance = self.keys.acquire, self.keys.advance
         draw, publish = self.queue.draw, self.queue.publish
         stage, phase, turn, drawn = Int32(0), Int32(1), Int32(1), Int32(1)
         while index < tiles * layers:
             following = draw(index, tiles * layers, mCounter)
-            (_, batch, head, head_kv, row, alive), (begin_q, begin_kv), _, (first, _, _, end) = located(index, place)
+            (_, batch, head, head_kv, row, alive), (begin_q, begin_kv), edges, (first, _, _, end) = located(
+                index, place
+            )
             if alive > 0:
-                source_k, target_k = rows_of(key, self.tile_kv, begin_kv, head_kv, batch, False)
-                source_v, target_v = rows_of(value, self.tile_kv, begin_kv, head_kv, batch, True)
+                source_k, target_k = keys_of(key, begin_kv, head_kv, batch, False)
+                source_v, target_v = keys_of(value, begin_kv, head_kv, batch, True)
+                pages = (None, Int32(0), Int32(0))
+                if const_expr(self.sequences.page_size):
+                    pages = (mTable[batch, None], edges[1] - 1, mK.shape[0])
                 if end <= first:
                     load_queries(query, begin_q + row, head, batch, full_q, empty_q, turn)
                 behind, behind_phase = stage, phase
                 for i in cutlass.range(end - first, unroll=1):
                     acquire(full_k, empty_k, stage, phase)
-                    cute.copy(key[0], source_k[None, end - 1 - i], target_k[None, stage], tma_bar_ptr=full_k + stage)
+                    load(key[0], source_k, target_k, end - 1 - i, stage, full_k, pages)
                     if i == 0:
                         load_queries(query, begin_q + row, head, batch, full_q, empty_q, turn)
                     else:
                         acquire(full_v, empty_v, behind, behind_phase)
-                        cute.copy(
-                            value[0], source_v[None, end - i], target_v[None, behind], tma_bar_ptr=full_v + behind
-                        )
+                        load(value[0], source_v, target_v, end - i, behind, full_v, pages)
                     behind, behind_phase = stage, phase
                     stage, phase = advance(stage, phase)
                 if end > first:
                     acquire(full_v, empty_v, behind, behind_phase)
-                    cute.copy(value[0], source_v[None, first], target_v[None, behind], tma_bar_ptr=full_v + behind)
+                    load(value[0], source_v, target_v, first, behind, full_v, pages)
                 turn = turn ^ 1
             publish(queue, following, drawn)
             drawn = drawn ^ 1
@@ -301,28 +310,11 @@ class WarpgroupAttention:
         self, query: tuple, row: Int32, head: Int32, batch: Int32, full: cute.Pointer, empty: cute.Pointer, turn: Int32
     ):
         """Each group's queries of the tile at ``row`` of the tensor."""
-        acquire, rows_of = self.queries.acquire, self.rows_of
+        acquire, rows_of = self.queries.acquire, self.loads.rows_of
         source, target = rows_of(query, ROWS, row, head, batch, False)
         for group in cutlass.range_constexpr(self.groups):
             acquire(full, empty, Int32(group), turn)
             cute.copy(query[0], source[None, group], target[None, group], tma_bar_ptr=full + group)
-
-    @cute.jit
-    def rows_of(
-        self, operand: tuple, rows: cutlass.Constexpr[int], begin: Int32, head: Int32, batch: Int32,
-        transposed: cutlass.Constexpr[bool],
-    ) -> tuple[cute.Tensor, cute.Tensor]:  # fmt: skip
-        """Blocks of ``rows`` of a head from row ``begin`` on, ``(TMA, block)``, and their target ``(TMA, STAGE)``."""
-        tma, tX, sX = operand
-        tX = tX[None, None, head] if const_expr(self.sequences.packed) else tX[None, None, head, batch]
-        if const_expr(transposed):
-            gX = cute.local_tile(cute.domain_offset((0, begin), tX), (self.padded, rows), (0, None))
-        else:
-            gX = cute.local_tile(cute.domain_offset((begin, 0), tX), (rows, self.padded), (None, 0))
-        target, source = cpasync.tma_partition(
-            tma, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
-        )
-        return source, target
 
     # ---- products
 
@@ -333,14 +325,15 @@ class WarpgroupAttention:
     ):  # fmt: skip
         """A multiplying group's rows of this CTA's tiles."""
         mO, _, _, _, _, _, (tiles, layers, _) = place
-        mLse, mMask = extra
+        mLse, mMask, mSinks = extra
         scores_mma, sums_mma, _ = mmas
         sQ, sK, sV = shared
         full_q, empty_q, *_ = barriers
         dtype = mO.element_type
         index, _, _ = cute.arch.block_idx()
         located, begin, attend, finish, deliver = self.located, self.begin, self.attend, self.finish, self.deliver
-        start, start_turns, receive = self.softmax.start, self.turn.start, self.queue.receive
+        start, start_with = self.softmax.start, self.softmax.start_with
+        start_turns, receive = self.turn.start, self.queue.receive
         scores, sums = scores_mma.get_slice(0), sums_mma.get_slice(0)
         rQ = scores_mma.make_fragment_A(scores.partition_A(sQ))[None, None, None, group]  # descriptors (MMA, M, D)
         rK = scores_mma.make_fragment_B(scores.partition_B(sK))  # (MMA, N, D, STAGE)
@@ -363,6 +356,9 @@ class WarpgroupAttention:
                 seen = (*edges, gMask)
                 acc_o.fill(0.0)
                 start(reference, total)
+                if const_expr(mSinks is not None):
+                    for r in cutlass.range_constexpr(2):
+                        start_with(r, mSinks[head].to(Float32), reference, total)
                 cute.arch.mbarrier_wait(full_q + group, turn)
                 if end > first:
                     begin(member, group, end - 1, row, stage, phase, fragments, state, factors, seen, mmas, barriers)
@@ -385,7 +381,9 @@ class WarpgroupAttention:
                                     member, group, after - 1 - i, row, stage, phase, True, fragments, state, factors,
                                     seen, mmas, storage, barriers,
                                 )  # fmt: skip
-                    stage, phase = finish(member, group, first, stage, phase, fragments, edges, mmas, storage, barriers)
+                    stage, phase = finish(
+                        member, group, first, row, stage, phase, fragments, edges, mmas, storage, barriers
+                    )
                 deliver(
                     member, group, (layer, batch, head, row, begin_q, edges[0]), mO, mLse, acc_o, state, mmas,
                     storage, empty_q,
@@ -430,7 +428,7 @@ class WarpgroupAttention:
         take(group)
         multiply(mmas[0], acc_s, rQ, rK[None, None, None, stage], True)
         cute.arch.mbarrier_wait(full_v + behind, behind_phase)
-        clear(member, group, block + 1, behind, seen[1], storage)
+        clear(member, group, block + 1, row, behind, seen, storage)
         multiply(mmas[1], acc_o, rP, rV[None, None, None, behind], False)
         give(group)
         warpgroup.wait_group(1)
@@ -445,8 +443,8 @@ class WarpgroupAttention:
 
     @cute.jit
     def finish(
-        self, member: Int32, group: Int32, block: Int32, stage: Int32, phase: Int32, fragments: tuple, edges: tuple,
-        mmas: tuple, storage: cute.Pointer, barriers: tuple,
+        self, member: Int32, group: Int32, block: Int32, row: Int32, stage: Int32, phase: Int32, fragments: tuple,
+        edges: tuple, mmas: tuple, storage: cute.Pointer, barriers: tuple,
     ) -> tuple[Int32, Int32]:  # fmt: skip
         """The product of the first block's probabilities with V. Returns the next tile's first position."""
         _, _, rV, _, acc_o, rP = fragments
@@ -454,7 +452,7 @@ class WarpgroupAttention:
         multiply, clear = self.products.multiply, self.clear_ends
         advance, release = self.keys.advance, self.keys.release
         cute.arch.mbarrier_wait(full_v + stage, phase)
-        clear(member, group, block, stage, edges[1], storage)
+        clear(member, group, block, row, stage, edges, storage)
         multiply(mmas[1], acc_o, rP, rV[None, None, None, stage], False)
         warpgroup.wait_group(0)
         release(member, empty_v, stage, Boolean(True))
@@ -477,16 +475,24 @@ class WarpgroupAttention:
         return weigh(as_warps(acc_s), reference, total, shrink, scale)
 
     @cute.jit
-    def clear_ends(self, member: Int32, group: Int32, block: Int32, stage: Int32, seq_kv: Int32, storage: cute.Pointer):
-        """Zeros the rows of V behind a packed sequence's end: they are the next sequence's, and might be NaN.
+    def clear_ends(
+        self, member: Int32, group: Int32, block: Int32, row: Int32, stage: Int32, edges: tuple, storage: cute.Pointer
+    ):
+        """Zeros the rows of V behind a packed sequence's end or a cache's length, which might be NaN; and those of a
+        cache before the window of the CTA's first row, whose pages may be gone.
 
         Behind the tensor's end the TMA has written zeros. Each group clears them for itself.
         """
-        if const_expr(self.sequences.packed):
+        if const_expr(self.sequences.packed or self.sequences.cached):
+            _, seq_kv, left, *_ = edges
             rows = seq_kv - block * self.tile_kv
-            if rows < self.tile_kv:
+            outside, first = rows < self.tile_kv, None
+            if const_expr(self.sequences.cached and self.mask.limited_left):
+                first = row - group * ROWS - left - block * self.tile_kv
+                outside = outside or first > 0
+            if outside:
                 clear, into = self.rows_kv.clear_rows, self.rows_kv.address
-                clear(member, into(member, storage + (self.smem.v_at + stage * self.smem.stage_bytes)), rows)
+                clear(member, into(member, storage + (self.smem.v_at + stage * self.smem.stage_bytes)), rows, first)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + group, number_of_threads=THREADS)
 

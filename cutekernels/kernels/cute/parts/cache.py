@@ -1,14 +1,14 @@
-"""Rows of a K or V cache, contiguous or in pages, into shared memory that belongs to one warp."""
+"""Rows of a K or V cache, contiguous or in pages, into shared memory that belongs to one warp or to a CTA."""
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass import Boolean, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cutekernels.kernels.cute.parts.fragments import span_bytes
-from cutekernels.kernels.cute.parts.heads import WIDEST, SwizzledRows, shared_vector, vector
+from cutekernels.kernels.cute.parts.heads import WIDEST, HeadRows, SwizzledRows, shared_vector, vector
 
 GRAIN = 16  # keys per entry of the page table at least: the smallest page
 
@@ -103,3 +103,72 @@ class CacheRows(SwizzledRows):
                     if beyond:
                         flip, offset = self.place(i, j)
                         shared_vector(dtype, (address ^ flip) + offset).fill(0.0)
+
+
+@dataclass(frozen=True)
+class CacheTiles(HeadRows):
+    """Tiles of one head and sequence, copied by ``threads`` as :class:`HeadRows` are.
+
+    In the place of a stride are ``steps``: strides between pages and between rows of a page (elements), this thread's
+    pages of the tile, the cache's number of pages, and the first key that is seen. Where a window limits the left side
+    (``clipped``), that key is read in the place of those before it, whose pages may be gone. Tiles begin at multiples
+    of ``rows``; pages and tiles are powers of two.
+    """
+
+    page_size: int
+    clipped: bool
+
+    @property
+    def paged(self) -> bool:
+        return self.page_size > 0
+
+    @property
+    def apart(self) -> int:
+        """Rows of the tile from one entry of a thread's pages to the next."""
+        return min(self.rows, max(self.across, self.page_size)) if self.paged else self.rows
+
+    @cute.jit
+    def look_up(self, tid: Int32, steps: tuple, gTable: cute.Tensor | None, token: Int32, last: Int32):
+        """Has ``steps`` hold the pages of the tile at ``token``, from the sequence's row of the page table."""
+        _, _, pages, _, least = steps
+        if const_expr(self.paged):
+            own = tid // self.along if const_expr(self.page_size < self.across) else Int32(0)
+            for e in cutlass.range_constexpr(self.rows // self.apart):
+                key = cutlass.min(cutlass.max(token + own + e * self.apart, least), last)
+                pages[e] = gTable[key // self.page_size]
+
+    @cute.jit
+    def fetch(self, tid: Int32, head: cute.Pointer, steps: tuple, token: Int32, address: Int32, rows: Int32 | None):
+        """Starts the copy of the tile at ``token``, whose pages ``steps`` hold, into the buffer of ``address``.
+
+        The first ``rows`` rows of the tile exist (None: all do); the others become zeros. Entries that name no page
+        become the last page.
+        """
+        between_pages, between_rows, pages, count, least = steps
+        dtype = head.dtype
+        atom = cute.make_copy_atom(cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=128)
+        own, column = tid // self.along, tid % self.along * WIDEST
+        for i in cutlass.range_constexpr(0, self.rows, self.across):
+            key = token + own + i
+            if const_expr(self.clipped):
+                key = cutlass.max(key, least)
+            source = head + column
+            if const_expr(self.paged):
+                page = Int32(cutlass.min(Uint32(pages[i // self.apart]), Uint32(count - 1)))
+                source = source + Int64(page) * between_pages
+                key = key % self.page_size
+            source = source + Int64(key) * between_rows
+            for j, offset in self.columns(i):
+                sX = shared_vector(dtype, address + offset)
+                exists = own + i < rows if const_expr(rows is not None) else Boolean(True)
+                if const_expr(rows is not None or self.ragged(j)):
+                    if exists and column + j < self.head_dim:
+                        cute.copy(atom, vector(source + j), sX)
+                    elif not exists:
+                        sX.fill(0.0)
+                else:
+                    cute.copy(atom, vector(source + j), sX)
+
+    def columns(self, row: int) -> list[tuple[int, int]]:
+        """This thread's vectors of row ``row``, relative to its first: ``(column, offset in the buffer in bytes)``."""
+        return [(j, offset) for i, j, offset in self.vectors() if i == row]

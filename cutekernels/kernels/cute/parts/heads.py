@@ -112,13 +112,15 @@ class HeadRows(SwizzledRows):
                     shared_vector(dtype, address + offset).fill(0.0)
 
     @cute.jit
-    def clear_rows(self, tid: Int32, address: Int32, rows: Int32):
-        """Zeros a buffer's rows from ``rows`` on."""
+    def clear_rows(self, tid: Int32, address: Int32, rows: Int32, first: Int32 | None = None):
+        """Zeros a buffer's rows from ``rows`` on, and those before ``first``."""
         own = tid // self.along
         for i, _, offset in self.vectors():
             dead = own + i >= rows
             if const_expr(self.rows % self.across):  # the last step reaches beyond the buffer
                 dead = dead and own + i < self.rows
+            if const_expr(first is not None):
+                dead = dead or own + i < first
             if dead:
                 shared_vector(Int16, address + offset).fill(0)
 

@@ -43,11 +43,19 @@ class HeadOrder:
 class Sequences:
     """Tensors ``(B, S, H, D)``, or ``packed`` ones ``(TOTAL, H, D)`` with the sequences' ends in ``(B + 1,)``.
 
+    K and V may be in a cache, of pages unless ``page_size`` is 0; then their ends are the sequences' lengths ``(B,)``.
+
     Ends may be anything: they are clamped to the tensors, and one below its predecessor counts as equal to it. Rows
-    before the first sequence and behind the last belong to two more sequences, which see nothing.
+    before the first sequence and behind the last belong to two more sequences, which see nothing. Lengths too are
+    clamped to the cache's room.
     """
 
     packed: bool
+    page_size: int | None = None  # None: no cache
+
+    @property
+    def cached(self) -> bool:
+        return self.page_size is not None
 
     @property
     def rows_mode(self) -> int:
@@ -61,8 +69,14 @@ class Sequences:
             return mX.shape[0] // rows + (mCu.shape[0] + 1), heads
         return cute.ceil_div(mX.shape[1], rows), heads * mX.shape[0]
 
-    def length(self, mX: cute.Tensor, mCu: cute.Tensor | None) -> Int32:
-        """Rows of a sequence; their mean where packed."""
+    def room(self, mY: cute.Tensor, mTable: cute.Tensor | None) -> Int32:
+        """Most rows of a sequence of K and V."""
+        return mTable.shape[1] * self.page_size if self.page_size else mY.shape[1]
+
+    def length(self, mX: cute.Tensor, mCu: cute.Tensor | None, mTable: cute.Tensor | None = None) -> Int32:
+        """Rows of a sequence of K and V; their mean where packed."""
+        if self.cached:
+            return self.room(mX, mTable)
         if self.packed:
             return mX.shape[0] // cutlass.max(mCu.shape[0] - 1, Int32(1))
         return mX.shape[1]
@@ -70,7 +84,7 @@ class Sequences:
     @cute.jit
     def locate(
         self, tile: Int32, layer: Int32, rows: int, mX: cute.Tensor, mY: cute.Tensor, mCuX: cute.Tensor | None,
-        mCuY: cute.Tensor | None,
+        mCuY: cute.Tensor | None, mTable: cute.Tensor | None = None,
     ) -> tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32]:  # fmt: skip
         """``(batch, head, tile in the sequence, begin of X, of Y, length of X, of Y)`` of a tile of X's rows."""
         batch, head = Int32(0), layer
@@ -87,6 +101,8 @@ class Sequences:
             batch = layer // heads
             head = layer - batch * heads
             seq_x, seq_y = mX.shape[1], mY.shape[1]
+            if const_expr(self.cached):
+                seq_y = cutlass.min(cutlass.max(mCuY[batch], Int32(0)), self.room(mY, mTable))
         return batch, head, tile, begin_x, begin_y, seq_x, seq_y
 
     @cute.jit

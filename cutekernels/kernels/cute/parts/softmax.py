@@ -10,6 +10,7 @@ from cutlass import Boolean, Float32, const_expr
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 NO_REFERENCE = -1e30  # below any score, and finite, so that no difference of two references is NaN
+SINK_BITS = 24.0  # a row's reference begins so far below its sink: fp16 probabilities keep their digits
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,17 @@ class OnlineSoftmax:
     def start(self, reference: cute.Tensor, total: cute.Tensor):
         reference.fill(NO_REFERENCE)
         total.fill(0.0)
+
+    @cute.jit
+    def start_with(self, row: int, sink: Float32, reference: cute.Tensor, total: cute.Tensor):
+        """Has row ``row`` begin with the natural logit ``sink`` of no value, in equal shares of four threads.
+
+        ``-inf`` is no sink; NaN passes through.
+        """
+        logit = sink * LOG2_E
+        if not logit <= NO_REFERENCE:
+            reference[row] = logit - SINK_BITS
+            total[row] = Float32(0.25 * 2.0**SINK_BITS)
 
     @cute.jit
     def cap(self, acc: cute.Tensor, inner: Float32, outer: Float32):

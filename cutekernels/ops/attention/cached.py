@@ -1,0 +1,131 @@
+"""Attention of many queries over a cache, as a chunk of a prompt has: the declaration. Public: ``decode_api.py``.
+
+Operands are as ``decode.py`` has them, for any number of queries, which are a sequence's last tokens. Kernels and
+configs are those of ``op.py``; they read lengths and pages on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cutekernels.op import Work, plain
+from cutekernels.ops.attention import reference
+from cutekernels.ops.attention.config import AttentionConfig
+from cutekernels.ops.attention.decode import PAGE_SIZES, posed
+from cutekernels.ops.attention.op import PrefillOp
+from cutekernels.ops.attention.problem import AttentionProblem, depth, launch_blind, sample_sinks, score_factors
+from cutekernels.ops.shared.per_stream import Workspace
+
+if TYPE_CHECKING:
+    from cutekernels.backends import Artifact
+    from cutekernels.gpu import GpuSpec
+
+
+@dataclass(frozen=True)
+class CacheProblem(AttentionProblem):
+    """A causal problem over a cache. ``seq_kv`` is the longest sequence that it has room for."""
+
+    causal: bool = plain(True)
+    window: str = plain("none", "left")
+    mask: bool = plain(False)
+    varlen: bool = plain(False)
+    page_size: int = plain(0, *PAGE_SIZES)
+
+    @property
+    def page(self) -> int | None:
+        return self.page_size
+
+
+class CacheAttention(PrefillOp[CacheProblem]):
+    """Arguments: q, k and v caches, lengths int32 (B,), page table int32 or None, sinks or None, scale, softcap or 0.
+
+    Results: out, and the rows' log-sum-exp ``(B, HQ, SQ)`` in fp32 where ``lse``.
+    """
+
+    name = "cache_attention"
+    revision = 1
+    Problem = CacheProblem
+    suite = (
+        "batch=4 seq_q=2048 seq_kv=8192 heads_q=32 heads_kv=8 page_size=64",
+        "batch=1 seq_q=512 seq_kv=8192 heads_q=32 heads_kv=8 page_size=16",
+        "batch=1 seq_q=2048 seq_kv=8192 heads_q=32 heads_kv=8",
+        "batch=2 seq_q=300 seq_kv=784 heads_q=8 heads_kv=2 window_left=200 window=left lse=1 page_size=16",
+        "batch=3 seq_q=100 seq_kv=333 heads_q=4 heads_kv=4 head_dim=80 dtype=fp16 softcap=1 sinks=fp32",
+        "batch=2 seq_q=130 seq_kv=768 heads_q=8 heads_kv=1 head_dim=256 page_size=256 lse=1 sinks=same",
+    )
+
+    # -- kernel
+
+    def build(self, p: CacheProblem, c: AttentionConfig, gpu: GpuSpec) -> Artifact:
+        from cutlass import Float32, Int32
+        from cutlass.cute import sym_int
+
+        from cutekernels.backends import cute as backend
+        from cutekernels.ops.attention import fakes
+
+        batch, seq_q, heads_q, heads_kv, layers, room = [sym_int() for _ in range(6)]
+        q, cache = (batch, seq_q, heads_q), (layers, room, heads_kv)
+        out, queries, k, v = [fakes.rows(p.dtype, p.head_dim, *lead) for lead in (q, q, cache, cache)]
+        number, limit = Float32(1.0), Int32(0)
+        counter = fakes.vector(Int32) if c.grid == "counted" else None
+        return backend.compile(
+            self.body(p, c, gpu),
+            out,
+            fakes.vector(Float32) if p.lse else None,
+            *(queries, k, v, None, None),
+            fakes.vector(Int32, batch),
+            fakes.table(batch) if p.page_size else None,
+            fakes.sinks(p.sinks, p.dtype, heads_q),
+            *([counter] if c.body == "warpgroup" else []),
+            *(number, number, number),
+            *(limit, limit),
+            gpu=gpu,
+        )
+
+    def bind(self, p: CacheProblem, c: AttentionConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        if p.seq_kv == 0:
+            return launch_blind(p.lse)
+        limits = p.limits
+        counter = Workspace(0, 1) if c.grid == "counted" else None  # one ticket, no partial sums
+
+        def launch(*args: Any) -> None:
+            out, lse = args[0], args[1].view(-1) if p.lse else None
+            q, k, v, lengths, table, sinks, scale, softcap = args[2 if p.lse else 1 :]
+            if out.numel() == 0:
+                return
+            tickets = () if c.body == "warps" else (None if counter is None else counter.get()[1],)
+            factors = score_factors(scale, softcap)
+            kernel(out, lse, q, k, v, None, None, lengths, table, sinks, *tickets, *factors, *limits)
+
+        return launch
+
+    # -- mathematics
+
+    def outputs(self, p: CacheProblem, *args: Any) -> tuple[Tensor, ...]:
+        q = args[0]
+        out = q.new_empty(q.shape)
+        return (out, q.new_empty((p.batch, p.heads_q, p.seq_q), dtype=torch.float32)) if p.lse else (out,)
+
+    def sample(self, p: CacheProblem, device: str, seed: int) -> tuple[Any, ...]:
+        """Sequences that nearly fill the cache, each of its own length; NaN wherever no sequence has a token."""
+        generator = torch.Generator(device=device).manual_seed(seed)
+        spare = torch.randint(0, min(16, p.seq_kv // 2) + 1, (p.batch,), generator=generator, device=device)
+        lengths = (p.seq_kv - spare).to(torch.int32)
+        sinks = sample_sinks(p.sinks, p.dtype, p.heads_q, p.pairs / max(1, p.seq_q), generator)
+        return (*posed(p, lengths, generator), sinks, p.head_dim**-0.5, 2.0 if p.softcap else 0.0)
+
+    def reference(self, p: CacheProblem, *args: Any) -> tuple[Tensor, ...]:
+        return reference.decode(*args, left=p.sides["left"])[: 1 + p.lse]
+
+    def work(self, p: CacheProblem) -> Work:
+        flops = 4.0 * p.batch * p.heads_q * p.pairs * p.head_dim
+        table = 4 * p.batch * -(-p.seq_kv // p.page_size) if p.page_size else 0
+        return Work(flops=flops, bytes=float(p.bytes_moved + 4 * p.batch + table), depth=depth(p))
+
+
+CACHE_ATTENTION = CacheAttention()
