@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -51,6 +52,22 @@ def truth(p: AttentionProblem, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` in fp64."""
     out, lse = ATTENTION.reference(p.replace(lse=True), *wide(args))
     return out, lse
+
+
+def written_out(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, causal: bool = False, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """``(out, lse)`` as gpt-oss's eager attention has it: one more column of scores, dropped behind the softmax."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (t.repeat_interleave(group, 2) for t in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    seen = band(q.shape[1], k.shape[1], None, 0 if causal else None, q.device)
+    column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    whole = torch.cat([scores.masked_fill(~seen, -math.inf), column], dim=-1)
+    weights = whole.softmax(-1)[..., :-1]
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v), whole.logsumexp(-1)
 
 
 def row_errors(actual: Tensor, expected: Tensor) -> Tensor:

@@ -148,10 +148,8 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., Any], dict[str, Any]]]] = {
         ck.decode_attention,
         decode(pages=7) | {"page_table": torch.ones(2, 9).int()[:, :2]},
     ),
-    "decode, a chunk": lambda: (ck.decode_attention, decode(20) | {"return_lse": True}),
+    "decode, a chunk": lambda: (ck.decode_attention, decode(20) | {"sinks": randn(4)}),
     "decode, a chunk in pages": lambda: (ck.decode_attention, decode(20, pages=7) | {"window": (5, None)}),
-    "decode, sinks": lambda: (ck.decode_attention, decode() | {"sinks": randn(4)}),
-    "sinks": lambda: (ck.attention, prefill() | {"sinks": torch.zeros(4), "return_lse": True}),
     "sinks, every other": lambda: (ck.attention, prefill() | {"sinks": torch.zeros(8)[::2]}),
     "decode, out": lambda: (ck.decode_attention, decode() | {"out": randn(2, 4, 16)}),
     "decode, out, a slice": lambda: (ck.decode_attention, decode(3) | {"out": randn(2, 3, 4, 24)[..., :16]}),
@@ -209,7 +207,7 @@ def test_the_kernel_is_handed_what_the_general_path_hands_it(seen: Seen, call: A
         if "out" in arguments:
             assert again[0] is arguments["out"]
         copied = [a for a in handed[1] if isinstance(a, tuple) and a[0] == "a copy"]
-        assert len(copied) == ("page_table" in arguments and not arguments["page_table"].is_contiguous())
+        assert len(copied) == sum(n in arguments and not arguments[n].is_contiguous() for n in ("page_table", "sinks"))
 
 
 def test_scale_and_softcap_are_each_call_s_own(seen: Seen) -> None:
@@ -218,7 +216,7 @@ def test_scale_and_softcap_are_each_call_s_own(seen: Seen) -> None:
     for scale, softcap in numbers:
         ck.attention(**given, scale=scale, softcap=softcap)
     assert seen.general == 1
-    assert [launch[9:12] for launch in seen.launches] == [score_factors(*pair) for pair in numbers]
+    assert [launch[10:13] for launch in seen.launches] == [score_factors(*pair) for pair in numbers]
     ck.attention(**given)
     assert seen.general == 2
 

@@ -21,28 +21,11 @@ from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeProblem
 from cutekernels.ops.attention.decode_api import decode_attention
 from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import AttentionProblem, launch_blind
-from cutekernels.ops.attention.reference import band
 from tests.attention import compiled
-from tests.attention.cases import qkv, rows
+from tests.attention.cases import qkv, rows, written_out
 from tests.attention.compiled import H200, TARGETS
 
 assert registry.OPS  # registers torch.ops.cutekernels
-
-
-def written_out(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, causal: bool = False, softcap: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` as gpt-oss's eager attention: one more column of scores, dropped behind the softmax."""
-    group = q.shape[2] // k.shape[2]
-    k, v = (t.repeat_interleave(group, 2) for t in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    seen = band(q.shape[1], k.shape[1], None, 0 if causal else None, q.device)
-    column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    whole = torch.cat([scores.masked_fill(~seen, -math.inf), column], dim=-1)
-    weights = whole.softmax(-1)[..., :-1]
-    return torch.einsum("bhqk,bkhd->bqhd", weights, v), whole.logsumexp(-1)
 
 
 # ---- mathematics ----------------------------------------------------------------------------------------
