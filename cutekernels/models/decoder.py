@@ -20,7 +20,9 @@ from cutekernels.models import arguments
 from cutekernels.models.requests import Request, Requests
 from cutekernels.models.sampling import Choices, Sampling
 from cutekernels.models.weights import Attention, Weights, check_model, read
+from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.decode_api import decode_attention
+from cutekernels.ops.rope import rope
 from cutekernels.ops.shared.checks import check_flag
 
 
@@ -243,7 +245,7 @@ class Decoder:
         self._choices.put(request.slot, request.sampling)
         ids = torch.tensor(request.prompt, device=self._tokens.device)
         for begin in range(0, len(ids), self._chunk):
-            hidden = self._prefill(ids[begin : begin + self._chunk], slot)
+            hidden = self._prefill(ids[begin : begin + self._chunk], begin, slot)
         self._choose(hidden[:, -1], slot, request.sampling.greedy)
         self._launch([request], slot)
 
@@ -301,26 +303,26 @@ class Decoder:
     @torch.inference_mode()
     def _decode(self, batch: int, greedy: bool) -> None:
         """One token of each of the first ``batch`` slots, from ``_tokens`` to ``_tokens``."""
-        hidden = self._layers(self._w.embedding(self._tokens[:batch, None]), slice(0, batch), True)
+        hidden = self._layers(self._w.embedding(self._tokens[:batch, None]), slice(0, batch), None)
         self._choose(hidden[:, 0], slice(0, batch), greedy)
 
     @torch.inference_mode()
-    def _prefill(self, ids: Tensor, slot: slice) -> Tensor:
-        """``(1, S, H)``: a prompt's next chunk, behind the tokens that the cache has of it."""
-        return self._layers(self._w.embedding(ids[None]), slot, False)
+    def _prefill(self, ids: Tensor, begin: int, slot: slice) -> Tensor:
+        """``(1, S, H)``: a chunk of a prompt, whose first token is number ``begin``."""
+        return self._layers(self._w.embedding(ids[None]), slot, begin)
 
     @torch.inference_mode()
     def _choose(self, hidden: Tensor, slots: slice, greedy: bool) -> None:
         tokens = self._choices.take(self._w.logits(hidden), self._caches[-1].lengths[slots], slots, greedy)
         self._tokens[slots] = tokens
 
-    def _layers(self, x: Tensor, slots: slice, stepping: bool) -> Tensor:
-        """All layers and the last norm, for one token of each slot that counts (``stepping``), or a prompt's chunk."""
+    def _layers(self, x: Tensor, slots: slice, begin: int | None) -> Tensor:
+        """All layers and the last norm. ``begin``: of a prompt's chunk; None for one token of each slot."""
         layers = self._w.layers
         residual, x = x, layers[0].attention_norm(x)
         norms = [layer.attention_norm for layer in layers[1:]] + [self._w.norm]
         for layer, cache, norm in zip(layers, self._caches, norms, strict=True):
-            out = self._attend(layer.attention, x, cache[slots], slots, stepping)
+            out = self._attend(layer.attention, x, cache[slots], slots, begin)
             if layer.attention_out_norm is not None:
                 out = layer.attention_out_norm(out)
             x, residual = layer.mlp_norm.add(out, residual)
@@ -330,12 +332,29 @@ class Decoder:
             x, residual = norm.add(out, residual)
         return x
 
-    def _attend(self, a: Attention, x: Tensor, cache: KVCache, slots: slice, stepping: bool) -> Tensor:
+    def _attend(self, a: Attention, x: Tensor, cache: KVCache, slots: slice, begin: int | None) -> Tensor:
         w = self._w
         heads = (w.heads_q, w.heads_kv, w.heads_kv)
         parts = a.qkv(x).split([n * w.head_dim for n in heads], dim=-1)
         q, k, v = (part.unflatten(-1, (n, w.head_dim)) for part, n in zip(parts, heads, strict=True))
         if a.q_norm is not None and a.k_norm is not None:
             q, k = a.q_norm(q), a.k_norm(k)
-        cache.append(k, v, q=q, cos=a.cos, sin=a.sin, counts=self._counts[slots] if stepping else None)
-        return a.out(decode_attention(q, **cache.view(), **a.options).flatten(2))
+        if begin is None:
+            cache.append(k, v, q=q, cos=a.cos, sin=a.sin, counts=self._counts[slots])
+            out = decode_attention(q, **cache.view(), **a.options)
+        else:
+            q, turned = rope(q, k, a.cos, a.sin, positions=begin)
+            assert turned is not None
+            cache.append(turned, v)
+            if begin:
+                turned, v = (_gathered(cache, t, begin + x.shape[1]) for t in (cache.k_cache, cache.v_cache))
+            out = attention(q, turned, v, causal=True, **a.options)
+        assert isinstance(out, Tensor)
+        return a.out(out.flatten(2))
+
+
+def _gathered(cache: KVCache, pages: Tensor, tokens: int) -> Tensor:
+    """The first ``tokens`` keys or values of a cache of one sequence, ``(1, tokens, HKV, D)``: a copy."""
+    assert cache.page_table is not None
+    numbers = cache.page_table[0, : -(-tokens // cache.page_size)]
+    return pages[numbers.long()].flatten(0, 1)[None, :tokens]
