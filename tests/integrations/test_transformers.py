@@ -236,7 +236,7 @@ def test_the_report_names_what_is_left() -> None:
         text = str(report)
     assert report.patched == {"layer": 2, "attention": 2, "linear": 9, "norm": 5}
     assert report.fused == {"attention": 1}
-    assert "moe_ffn has not been proven on a GPU yet: model.layers.0.mlp, model.layers.1.mlp" in text
+    assert "moe_ffn has not been timed on a GPU yet: model.layers.0.mlp, model.layers.1.mlp" in text
     assert "its projections have hooks: model.layers.1.self_attn.q_proj/k_proj/v_proj" in text
 
 

@@ -43,6 +43,25 @@ def test_each_row_meets_its_expert(activation: str | None) -> None:
         torch.testing.assert_close(out[r], exact.to(out.dtype))
 
 
+def test_a_gate_is_the_product_and_silu_mul() -> None:
+    x, w, b = posed(grad=False)
+    w, b = torch.cat([w, -w.flip(1)], 1), torch.cat([b, b], 1)
+    out = ck.grouped_gemm(x, w, OFFSETS, b, activation="silu_mul")
+    torch.testing.assert_close(out, ck.silu_mul(ck.grouped_gemm(x, w, OFFSETS, b)))
+    with pytest.raises(UnsupportedProblem, match="gate and up"):
+        ck.grouped_gemm(x, w[:, :13], OFFSETS, activation="silu_mul")
+
+
+def test_without_gradients_an_ffn_is_the_same() -> None:
+    draw = torch.Generator().manual_seed(5)
+    x, up = torch.randn(9, 8, generator=draw), torch.randn(6, 12, 8, generator=draw, requires_grad=True)
+    down, ids = torch.randn(6, 8, 6, generator=draw), torch.randint(0, 6, (9, 2), generator=draw)
+    weights = torch.rand(9, 2, generator=draw)
+    kept = ck.moe_ffn(x, up, down, ids, weights)
+    with torch.no_grad():
+        torch.testing.assert_close(ck.moe_ffn(x, up, down, ids, weights), kept.detach(), rtol=1e-5, atol=1e-5)
+
+
 def test_it_is_the_product_between_permute_and_combine() -> None:
     draw = torch.Generator().manual_seed(5)
     x, w = torch.randn(9, 8, generator=draw), torch.randn(6, 4, 8, generator=draw)
@@ -93,10 +112,11 @@ def test_misfits_are_refused(changed: dict[str, Any], said: str) -> None:
 # ---- gradients and tracing ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu", "gelu_tanh", "silu_mul"])
 def test_gradients(activation: str | None) -> None:
     def f(*args: Any) -> Any:
-        return ck.grouped_gemm(args[0], args[1], OFFSETS, args[2], activation=activation)
+        w, b = (torch.cat([t, 2 * t], 1) if activation == "silu_mul" else t for t in args[1:])
+        return ck.grouped_gemm(args[0], w, OFFSETS, b, activation=activation)
 
     assert torch.autograd.gradcheck(f, posed())
     if activation is None:

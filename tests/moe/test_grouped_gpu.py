@@ -22,6 +22,8 @@ AWKWARD = [
     (GROUPED_GEMM, "rows=129 n=264 k=40 experts=1023 bias=same activation=gelu"),
     (GROUPED_GEMM, "rows=500 n=96 k=200 experts=7 weight=n align=4 dtype=fp16 bias=fp32 activation=gelu_tanh"),
     (GROUPED_GEMM, "rows=65 n=30 k=34 experts=33 weight=n align=2 activation=relu"),
+    (GROUPED_GEMM, "rows=300 n=712 k=264 experts=6 activation=silu_mul"),
+    (GROUPED_GEMM, "rows=300 n=712 k=264 experts=6 weight=n bias=fp32 activation=silu_mul"),
     (GROUPED_GEMM_WGRAD, "rows=0 n=16 k=24 experts=3"),
     (GROUPED_GEMM_WGRAD, "rows=129 n=264 k=40 experts=50 dtype=fp16"),
     (GROUPED_GEMM_WGRAD, "rows=65 n=30 k=34 experts=9 align=2"),
@@ -147,3 +149,105 @@ def test_moe_is_what_the_cpu_says_and_the_same_each_time(tokens: int) -> None:
         assert torch.equal(first, second)
         error = (first.double().cpu() - exact).norm() / exact.norm()
         assert error < 0.02  # roundings to bf16 between six ops, each at most 2^-9 of its result
+
+
+# ---- the warpgroup body ---------------------------------------------------------------------------------
+
+SMALL = Problem.parse("rows=300 n=136 k=72 experts=6")
+ARRANGED = (
+    {"swapped": False, "pingpong": False, "cluster_m": 1, "cluster_n": 1},
+    {"swapped": False, "pingpong": True, "cluster_m": 1, "cluster_n": 1},
+    {"swapped": False, "cluster_m": 2},
+    {"swapped": False, "cluster_n": 2},
+    {"swapped": True, "tile_n": 16},
+    {"swapped": True, "tile_n": 48, "pingpong": True},
+    {"swapped": True, "tile_n": 112},
+    {"swapped": True, "cluster_m": 2},
+)
+
+
+def arranged(problem: Problem, **values: Any) -> list[Any]:
+    """Warpgroup configs of ``problem``; the test is skipped where there are none."""
+    spec = gpu.detect()
+    if not (spec.has_tma and spec.has_wgmma):
+        pytest.skip("no warpgroup MMA here")
+    found = [c for c in GROUPED_GEMM.valid(problem, spec) if c.body == "warpgroup"]
+    return [c for c in found if all(getattr(c, name) == value for name, value in values.items())]
+
+
+@pytest.mark.parametrize("values", ARRANGED, ids=str)
+@pytest.mark.parametrize("seed", range(len(SPREADS)), ids=SPREADS)
+def test_arrangements_over_many_tiles(values: dict[str, Any], seed: int) -> None:
+    """More tiles than CTAs in groups of any length, so that the ring and the stages go round several times."""
+    rng = random.Random(f"{values}{seed}")
+    for words in ("", "weight=n", "bias=same activation=silu", "dtype=fp16 bias=fp32 activation=gelu"):
+        rows, n, k = (rng.choice(sizes) for sizes in ((1000, 3000, 5000), (520, 1304, 2048), (8, 72, 264, 1000)))
+        problem = Problem.parse(f"rows={rows} n={n} k={k} experts={rng.choice((3, 40, 130, 300))} {words}")
+        inputs = GROUPED_GEMM.sample(problem, "cuda", seed)
+        expected, work = GROUPED_GEMM.reference(problem, *inputs), GROUPED_GEMM.work(problem)
+        for config in rng.sample(arranged(problem, **values), 2):
+            results = GROUPED_GEMM.outputs(problem, *inputs)
+            launch = GROUPED_GEMM.bind(problem, config, compiler.get(GROUPED_GEMM, problem, config, gpu.detect()))
+            verify.poison(results)
+            launch(*results, *inputs)
+            found = verify.worst_error(results, expected, work.flops, depth=work.depth)
+            assert found <= 1, f"[{problem}] [{config}] is off by {found:.3g} tolerances"
+            first = results[0].clone()
+            launch(*results, *inputs)
+            assert torch.equal(first, results[0])
+
+
+@pytest.mark.parametrize("values", ARRANGED, ids=str)
+def test_a_warpgroup_s_ragged_ends(values: dict[str, Any]) -> None:
+    """NaN stays with its expert, rows of no expert are zero, and an empty group is nobody's."""
+    for config in random.Random(str(values)).sample(arranged(SMALL, **values), 2):
+        x, w, offsets = normal(300, 72), normal(6, 136, 72), ends(0, 40, 41, 41, 170, 290, 300)
+        clean = ck.grouped_gemm(x, w, offsets, config=str(config))
+        w[3], x[41:170] = float("nan"), float("nan")
+        spoilt = ck.grouped_gemm(x, w, offsets, config=str(config))
+        assert spoilt[41:170].isnan().all()
+        assert torch.equal(torch.cat([spoilt[:41], spoilt[170:]]), torch.cat([clean[:41], clean[170:]]))
+        x, offsets = normal(300, 72), ends(70, 75, 75, 75, 75, 100, 210)
+        x[:70], x[210:] = float("nan"), float("nan")
+        out = torch.full((300, 136), 5.0, device="cuda", dtype=torch.bfloat16)
+        ck.grouped_gemm(x, normal(6, 136, 72), offsets, out=out, config=str(config))
+        assert (out[:70] == 0).all()
+        assert (out[210:] == 0).all()
+        assert not out[70:210].isnan().any()
+
+
+@pytest.mark.parametrize("values", ARRANGED, ids=str)
+@pytest.mark.parametrize(
+    "offsets",
+    [(-5, 3, 2**31 - 1), (9, 4, 2), (2**31 - 1, -(2**31), 7), (-(2**31),) * 3, (500, 600, 700), (0, 2**31 - 1, 0)],
+)
+def test_a_warpgroup_touches_nothing_outside(values: dict[str, Any], offsets: tuple[int, ...]) -> None:
+    config = str(random.Random(str(values)).choice(arranged(SMALL, **values)))
+    memory = torch.full((3, 700, 136), 9.0, device="cuda", dtype=torch.bfloat16)
+    x, out = memory[0, 100:400, :72], memory[1, 100:400]
+    w, before = normal(2, 136, 72), memory.clone()
+    ck.grouped_gemm(x, w, ends(*offsets), out=out, config=config)
+    big = 2**31 - 1
+    ck.grouped_gemm(x, normal(1023, 136, 72), ends(*[big if i % 2 else -big for i in range(1024)]), config=config)
+    torch.cuda.synchronize()
+    memory[1, 100:400] = before[1, 100:400]
+    assert torch.equal(memory, before)
+
+
+def test_ends_that_fall_count_as_the_largest_before_them() -> None:
+    x, w = normal(300, 72), normal(6, 136, 72)
+    wrong, right = ends(20, 90, 40, 400, 7, 8, 9), ends(20, 90, 90, 300, 300, 300, 300)
+    for config in random.Random(4).sample(arranged(SMALL), 4):
+        made = [ck.grouped_gemm(x, w, offsets, config=str(config)) for offsets in (wrong, right)]
+        assert torch.equal(*made)
+
+
+@pytest.mark.parametrize("values", [{"swapped": False}, {"swapped": True}, {"pingpong": True}], ids=str)
+def test_a_gate_in_the_epilogue(values: dict[str, Any]) -> None:
+    for seed, words in enumerate(("rows=1000 n=712 k=264 experts=7", "rows=64 n=64 k=72 experts=20 dtype=fp16")):
+        problem = Problem.parse(f"{words} activation=silu_mul")
+        inputs = GROUPED_GEMM.sample(problem, "cuda", seed)
+        expected, work = GROUPED_GEMM.reference(problem, *inputs), GROUPED_GEMM.work(problem)
+        for config in random.Random(seed).sample(arranged(problem, **values), 3):
+            out = ck.grouped_gemm(*inputs, activation="silu_mul", config=str(config))
+            assert verify.worst_error((out,), expected, work.flops, depth=float(problem.k)) <= 1, str(config)

@@ -117,7 +117,7 @@ def test_halves_of_a_stage_and_pairs_of_sums(tile_n: int) -> None:
 
     def collect() -> None:  # plain Python: all of it is static
         _, stages = body.layouts(cutlass.BFloat16)
-        halves = body.halves()
+        halves = body.halves(body.of_columns)
         for row, k, stage in product((0, 1, 7, 8, half - 1, half, half + 9, tile_n - 1), (0, 1, 8, 63), range(3)):
             loaded = cute.crd2idx((row % half, k, 2 * stage + row // half), halves)
             lies.append((loaded, cute.crd2idx((row, k, stage), stages.outer)))

@@ -144,7 +144,7 @@ def is_patched(model: torch.nn.Module) -> bool:
 def _refused(role: str, module: Any) -> str:
     """Why a module is left as it is, or ""."""
     if role == "experts":
-        return "moe_ffn has not been proven on a GPU yet"
+        return "moe_ffn has not been timed on a GPU yet"
     if "forward" in module.__dict__:
         return "its forward has been replaced (by device_map's hooks, say)"
     if role == "mlp" and gate_of(module.act_fn) is None:

@@ -221,9 +221,9 @@ _VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 
 
-def foreign(c: GemmConfig) -> Iterator[str]:
-    """The knobs of ``c`` whose values belong to other bodies than its own."""
-    for name, allowed in _VALUES[c.body].items():
+def foreign(c: GemmConfig, **among: tuple[Any, ...]) -> Iterator[str]:
+    """The knobs of ``c`` whose values belong to other bodies than its own; ``among`` replaces those of some knobs."""
+    for name, allowed in (_VALUES[c.body] | among).items():
         if getattr(c, name) not in allowed:
             yield f"body={c.body} takes {name} from {', '.join(map(str, allowed))}; it is {getattr(c, name)}"
 

@@ -91,12 +91,17 @@ class Warpgroup(Schedule):
         if sums > most:
             what = "pairs of fp16 sums" if extras.half_sums else "sums"
             yield f"{c.tile_m}x{c.tile_n} are {sums} {what} a thread; {groups(c)} groups keep {most} at most"
-        if extras.gated and (c.swapped or c.tile_n < 2 * WarpgroupSmem.BOX):
+        if extras.gated:
+            yield from self.ungated(c)
+        yield from prefetch.broken(c, gpu)
+
+    def ungated(self, c: GemmConfig) -> Iterator[str]:
+        """What keeps ``c`` from a gate."""
+        if c.swapped or c.tile_n < 2 * WarpgroupSmem.BOX:
             yield (
                 f"a gate takes swapped=0, and tiles of {2 * WarpgroupSmem.BOX} columns or more, half of them gates; "
                 f"swapped={int(c.swapped)}, tile_n={c.tile_n}"
             )
-        yield from prefetch.broken(c, gpu)
 
     def unsuited(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
         plain = (p.c, p.bias, p.activation) == ("none", "none", "none") and not extras.gated
@@ -134,18 +139,22 @@ class Warpgroup(Schedule):
 
         Fitted to 26 configs of 7 products on an H200, with an error of 6 %.
         """
-        rate = rates.of(gpu)
         tiles_m, tiles_n = cluster_tiles(p, c)
-        tiles = -(-tiles_m * tiles_n * p.batch // max(1, gpu.sm_count // (c.cluster_m * c.cluster_n)))
+        outputs = p.m * p.n * (0.5 if extras.gated else 1 if p.c == "none" else 2)
+        moved = ELEMENT_BYTES * p.batch * (p.m * p.k + p.k * p.n + outputs)
+        return self.walk_us(c, tiles_m * tiles_n * p.batch, p.k, moved, gpu, extras)
+
+    def walk_us(self, c: GemmConfig, tiles: int, k: int, moved: float, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
+        """The time of so many tiles of clusters, ``k`` deep, that move so many bytes between DRAM and chip."""
+        rate = rates.of(gpu)
+        tiles = -(-tiles // max(1, gpu.sm_count // (c.cluster_m * c.cluster_n)))
         multiply = 2.0 * c.tile_m * c.tile_n * c.tile_k / (_MMA * rate.warpgroup_flops_per_us)
         loaded = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * c.tile_k * ELEMENT_BYTES
         fetch = loaded / (_PORT * rate.sm_bytes_per_us)
         step = (multiply**_SHARPNESS + fetch**_SHARPNESS) ** (1 / _SHARPNESS)
         finished = c.tile_n * (_GATE / 2 if extras.gated else 1)
         epilogue = _EPILOGUE_BYTES / rate.sm_bytes_per_us * c.tile_m * finished
-        busy = tiles * -(-p.k // c.tile_k) * step + epilogue * (1 if c.pingpong else tiles)
-        outputs = p.m * p.n * (0.5 if extras.gated else 1 if p.c == "none" else 2)
-        moved = ELEMENT_BYTES * p.batch * (p.m * p.k + p.k * p.n + outputs)
+        busy = tiles * -(-k // c.tile_k) * step + epilogue * (1 if c.pingpong else tiles)
         dram = moved / (rate.dram_share * gpu.dram_gbps * 1e3)
         fixed = _FIXED * rate.launch_us + (0.0 if c.pdl else _UNDEPENDENT * rate.dependent_us)
         return float(fixed + (busy**_HIDDEN + dram**_HIDDEN) ** (1 / _HIDDEN))
@@ -161,17 +170,18 @@ class Warpgroup(Schedule):
         rows, columns = sides(p, c)
         bias = "none" if p.bias == "none" else "m" if c.swapped else "n"
         pitch = GROUP_ROWS * sharing(c)
+        gate = "none" if not extras.gated else "m" if c.swapped else "n"
         results = ResultBoxes(
             dtype={"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[p.dtype],
-            columns=c.tile_n // 2 if extras.gated else c.tile_n,
-            panels=c.tile_m // pitch,
+            columns=c.tile_n // 2 if gate == "n" else c.tile_n,
+            panels=c.tile_m // pitch // (2 if gate == "m" else 1),
             pitch=pitch,
             boxes=self.smem(c, extras_of(p)).boxes,
             rows_contiguous=(p.out_major == "m") != c.swapped,
             source=p.c != "none",
             bias=bias,
             activation=Activation(p.activation),
-            gated=extras.gated,
+            gate=gate,
         )
         return WarpgroupGemm(
             tile_m=c.tile_m,

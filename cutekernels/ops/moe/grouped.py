@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import reduce
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from functools import cache, reduce
+from itertools import chain, pairwise
 from operator import or_
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,10 +19,14 @@ from torch import Tensor
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Problem, Work, extent, ladder, plain
+from cutekernels.ops.activations.api import silu_mul
+from cutekernels.ops.activations.op import SILU_MUL, GluProblem
 from cutekernels.ops.gemm.api import alignment
 from cutekernels.ops.gemm.multistage import MULTISTAGE
 from cutekernels.ops.gemm.problem import ACTIVATIONS, DTYPES, ELEMENT_BYTES, GemmConfig, GemmProblem, foreign, spanned
+from cutekernels.ops.gemm.schedule import Extras, Schedule, extras_of
 from cutekernels.ops.moe.permute import MAX_GROUPS, MAX_PAIRS
+from cutekernels.ops.moe.warpgroup import GROUPED_WARPGROUP, TILES_N
 from cutekernels.ops.shared.checks import check_dtype, check_results, present
 from cutekernels.ops.shared.tensor_op import TensorOp
 
@@ -32,12 +36,17 @@ if TYPE_CHECKING:
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _GRID = 2**31 - 1
+# Length of a sum whose tolerance covers a rounded gate and up: seven standard deviations, five times for the product.
+_GATED_DEPTH = {
+    dtype: 8 * 35 * eps / math.sqrt(12) / 2.0**-23 for dtype, eps in (("bf16", 2.0**-7), ("fp16", 2.0**-10))
+}
+GATED = "silu_mul"  # the activation that takes a gate's rows and up's
 SPREADS = ("uniform", "zipf", "one")  # how a sample's rows spread over experts, by its seed
 
 
 @dataclass(frozen=True)
 class GroupedProblem(Problem):
-    """``rows`` of ``k`` in ``experts`` groups, times matrices of ``(n, k)``.
+    """``rows`` of ``k`` in ``experts`` groups, times matrices of ``(n, k)``, or ``(2 * n, k)`` where gated.
 
     ``weight``: its contiguous extent. ``align``: elements that divide all addresses, pitches and contiguous extents.
     """
@@ -49,7 +58,7 @@ class GroupedProblem(Problem):
     dtype: str = plain("bf16", "fp16")
     weight: str = plain("k", "n")
     bias: str = plain("none", "same", "fp32")
-    activation: str = plain(*ACTIVATIONS)
+    activation: str = plain(*ACTIVATIONS, GATED)
     align: int = plain(8, 4, 2, 1)
 
     def __post_init__(self) -> None:
@@ -60,8 +69,18 @@ class GroupedProblem(Problem):
             raise UnsupportedProblem(f"align={self.align} must divide n={self.n} and k={self.k}: write align={fits}")
 
     def bucket(self) -> GroupedProblem:
-        """One tuning serves every bias and activation, and both dtypes, as for ``gemm``."""
-        return super().bucket().replace(bias="none", activation="none", dtype="bf16")
+        """One tuning serves every bias and activation but the gate, and both dtypes, as for ``gemm``."""
+        activation = GATED if self.gated else "none"
+        return super().bucket().replace(bias="none", activation=activation, dtype="bf16")
+
+    @property
+    def gated(self) -> bool:
+        return self.activation == GATED
+
+    @property
+    def weight_rows(self) -> int:
+        """Of an expert."""
+        return 2 * self.n if self.gated else self.n
 
     @property
     def hit(self) -> int:
@@ -70,13 +89,14 @@ class GroupedProblem(Problem):
 
 
 class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
-    """Shared by both: one product's rules and model are those of gemm's multistage schedule."""
+    """Shared by both: one product's rules and model are those of gemm's schedules."""
 
     Problem = GroupedProblem
     Config = GemmConfig
     in_place = False
     flattens = False
     along: ClassVar[str]
+    bodies: ClassVar[tuple[str, ...]] = (MULTISTAGE.name,)
 
     def one(self, p: GroupedProblem, *, most: bool = False) -> GemmProblem:
         """The product of one group, or, with ``most``, the largest that one can be; all of them as a batch."""
@@ -85,28 +105,63 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
     # -- rules and choice
 
     def why_not(self, p: GroupedProblem, c: GemmConfig, gpu: GpuSpec) -> str | None:
-        if c.body != MULTISTAGE.name or c.persistent:
+        if c.body not in self.bodies or c.persistent:
             return (
-                f"{self.name} has the body multistage with persistent=0; got body={c.body} persistent={c.persistent:d}"
+                f"{self.name} has the body {' or '.join(self.bodies)}, with persistent=0; got body={c.body} "
+                f"persistent={c.persistent:d}"
             )
         if self.blocks(p, c) > _GRID:
             return f"{self.blocks(p, c)} tiles are more than a grid's {_GRID}: take larger tiles"
-        return next(foreign(c), None) or next(MULTISTAGE.broken(self.one(p, most=True), c, gpu), None)
+        schedule, among = self.schedule(c), {} if c.body == MULTISTAGE.name else {"tile_n": TILES_N}
+        return next(foreign(c, **among), None) or next(
+            schedule.broken(self.one(p, most=True), c, gpu, self.extras(p)), None
+        )
+
+    def schedule(self, c: GemmConfig) -> Schedule:
+        """Rules, model and body of ``c``."""
+        return MULTISTAGE if c.body == MULTISTAGE.name else GROUPED_WARPGROUP
 
     def blocks(self, p: GroupedProblem, c: GemmConfig) -> int:
-        """CTAs of a launch."""
+        """Tiles that there can be at most: CTAs of a launch, or what a persistent grid's CTAs share."""
         raise NotImplementedError
 
     def valid(self, p: GroupedProblem, gpu: GpuSpec) -> Iterator[GemmConfig]:
-        return (c for c in spanned(MULTISTAGE.name, persistent=(False,)) if self.why_not(p, c, gpu) is None)
+        among = [spanned(MULTISTAGE.name, persistent=(False,))]
+        if self.on_warpgroups(p, gpu):
+            among.append(iter(_fit(gpu)))
+        return (c for c in chain(*among) if self.why_not(p, c, gpu) is None)
 
     def default(self, p: GroupedProblem, gpu: GpuSpec) -> GemmConfig:
-        """The model's best."""
+        """The model's best of the multistage body; a caller or a tuning takes the other, which has not run on a GPU."""
         return _default(self, p, gpu)
 
     def estimate_us(self, p: GroupedProblem, c: GemmConfig, gpu: GpuSpec) -> float:
-        """A batch of equal products, one for each expert that has rows."""
-        return MULTISTAGE.estimate_us(self.one(p), c, gpu)
+        """Multistage's is that of a batch of equal products, one for each expert that has rows."""
+        return self.model(p, gpu)(c)
+
+    def model(self, p: GroupedProblem, gpu: GpuSpec) -> Callable[[GemmConfig], float]:
+        """Estimates of ``p``."""
+        one, most, extras = self.one(p), self.one(p, most=True), self.extras(p)
+        chained_us = 0.0
+        if p.gated:
+            gate = GluProblem(rows=p.rows, cols=p.n, dtype=p.dtype, align=min(16, p.align * ELEMENT_BYTES))
+            chained_us = SILU_MUL.estimate_us(gate, SILU_MUL.default(gate, gpu), gpu)
+
+        def estimate_us(c: GemmConfig) -> float:
+            if c.body == MULTISTAGE.name:
+                return MULTISTAGE.estimate_us(one, c, gpu) + chained_us
+            return GROUPED_WARPGROUP.spread_us(most, p.experts, c, gpu, extras)
+
+        return estimate_us
+
+    def extras(self, p: GroupedProblem) -> Extras:
+        """What a body does beside the product."""
+        return replace(extras_of(self.one(p)), gated=p.gated)
+
+    def on_warpgroups(self, p: GroupedProblem, gpu: GpuSpec) -> bool:
+        """Whether the warpgroup body takes ``p``."""
+        rules = GROUPED_WARPGROUP.refused(self.one(p, most=True), gpu, self.extras(p))
+        return GROUPED_WARPGROUP.name in self.bodies and next(rules, None) is None
 
     # -- kernel
 
@@ -128,15 +183,18 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
 
         rows, groups = sym(), sym()
         n, k = sym(divisibility=p.align), sym(divisibility=p.align)
+        weight_rows = sym(divisibility=p.align) if p.gated and c.body != MULTISTAGE.name else n
         ends = make_fake_tensor(cutlass.Int32, (sym(),), stride=(1,), assumed_align=4)
-        body = GroupedGemm(MULTISTAGE.body(self.one(p, most=True), c, gpu), self.along)
+        body = self.schedule(c).body(self.one(p, most=True), c, gpu, self.extras(p))
+        if c.body == MULTISTAGE.name:
+            body = GroupedGemm(body, self.along)
         if self.along == "k":
             return backend.compile(body, operand(groups, n, k), operand(rows, n), operand(rows, k), ends, None, gpu=gpu)
         bias = None
         if p.bias != "none":
             kind = cutlass.Float32 if p.bias == "fp32" else dtype
             bias = make_fake_tensor(kind, (groups, sym()), stride=(sym(64), 1), assumed_align=kind.width // 8)
-        weight = operand(groups, n, k, major=-1 if p.weight == "k" else -2)
+        weight = operand(groups, weight_rows, k, major=-1 if p.weight == "k" else -2)
         return backend.compile(body, operand(rows, n), operand(rows, k), weight, ends, bias, gpu=gpu)
 
     def outputs(self, p: GroupedProblem, *args: Any) -> tuple[Tensor, ...]:
@@ -150,10 +208,12 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
         return t.stride(-1) == 1 or (name == "weight" and t.stride(-2) == 1)
 
     def work(self, p: GroupedProblem) -> Work:
-        moved = p.rows * (p.n + p.k) + p.hit * p.n * p.k
-        bias = 0 if p.bias == "none" else p.hit * p.n * (4 if p.bias == "fp32" else ELEMENT_BYTES)
+        moved = p.rows * (p.n + p.k) + p.hit * p.weight_rows * p.k
+        bias = 0 if p.bias == "none" else p.hit * p.weight_rows * (4 if p.bias == "fp32" else ELEMENT_BYTES)
         depth = float(p.k if self.along == "m" else max(1, p.rows))
-        return Work(2.0 * p.rows * p.n * p.k, float(moved * ELEMENT_BYTES + bias), depth)
+        if p.gated:  # a chain rounds gate and up, as norm_linear's does its operand: the same grant
+            depth = max(depth, _GATED_DEPTH[p.dtype])
+        return Work(2.0 * p.rows * p.weight_rows * p.k, float(moved * ELEMENT_BYTES + bias), depth)
 
 
 @rates.remembered
@@ -162,18 +222,27 @@ def _default(op: _GroupedOp, p: GroupedProblem, gpu: GpuSpec) -> GemmConfig:
     return min(valid, key=lambda c: (op.estimate_us(p, c, gpu), str(c)))
 
 
+@cache
+def _fit(gpu: GpuSpec) -> tuple[GemmConfig, ...]:
+    """The warpgroup configs that are not unfit for ``gpu``."""
+    among = spanned(GROUPED_WARPGROUP.name, tile_n=TILES_N)
+    return tuple(c for c in among if next(GROUPED_WARPGROUP.unfit(c, gpu), None) is None)
+
+
 class GroupedGemm(_GroupedOp):
     """Arguments: x ``(T, K)``, weight ``(E, N, K)``, offsets ``(E + 1,)``, bias ``(E, N)`` or None."""
 
     name = "grouped_gemm"
     revision = 1
     along = "m"
+    bodies = (MULTISTAGE.name, GROUPED_WARPGROUP.name)
     suite = (
         "rows=8 n=1536 k=2048 experts=128",
         "rows=2048 n=1536 k=2048 experts=128",
         "rows=32768 n=2048 k=768 experts=128",
         "rows=8192 n=28672 k=4096 experts=8",
         "rows=1024 n=5760 k=2880 experts=32 bias=same",
+        "rows=8192 n=14336 k=4096 experts=8 activation=silu_mul",
         "rows=300 n=200 k=136 experts=5 weight=n dtype=fp16 activation=silu",
         "rows=77 n=131 k=65 experts=3 bias=fp32 align=1",
     )
@@ -185,15 +254,25 @@ class GroupedGemm(_GroupedOp):
     def one(self, p: GroupedProblem, *, most: bool = False) -> GemmProblem:
         m, batch = (p.rows, 1) if most else (-(-p.rows // p.hit), p.hit)
         return GemmProblem(
-            m, p.n, p.k, batch, dtype=p.dtype, b_major=p.weight, bias=p.bias, activation=p.activation, a_align=p.align,
-            b_align=p.align, out_align=p.align, batched=True, wide=True,
+            m, p.weight_rows, p.k, batch, dtype=p.dtype, b_major=p.weight, bias=p.bias,
+            activation="none" if p.gated else p.activation, a_align=p.align, b_align=p.align, out_align=p.align,
+            batched=True, wide=True,
         )  # fmt: skip
 
     def blocks(self, p: GroupedProblem, c: GemmConfig) -> int:
-        return (p.rows // c.tile_m + min(p.experts + 2, p.rows)) * -(-p.n // c.tile_n)
+        tokens, columns = (c.tile_n, c.tile_m) if c.swapped else (c.tile_m, c.tile_n)
+        return (p.rows // tokens + min(p.experts + 2, p.rows)) * -(-p.weight_rows // columns)
 
     def bind(self, p: GroupedProblem, c: GemmConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        return kernel
+        if not p.gated or c.body != MULTISTAGE.name:
+            return kernel
+
+        def chain_of_two(out: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> None:
+            packed = x.new_empty((x.shape[0], weight.shape[1]))
+            kernel(packed, x, weight, *rest)
+            silu_mul(packed, out=out)
+
+        return chain_of_two
 
     def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
         x, weight, offsets, bias = inputs
@@ -207,45 +286,56 @@ class GroupedGemm(_GroupedOp):
         _check_offsets(offsets, x, weight.shape[0])
         if bias is not None and bias.device != x.device:
             raise UnsupportedProblem(f"bias must be on x's device {x.device}; it is on {bias.device}")
-        if options["activation"] not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
+        if options["activation"] not in (*ACTIVATIONS, GATED):
+            known = ", ".join((*ACTIVATIONS, GATED))
             raise UnsupportedProblem(f"activation must be one of {known}; it is {options['activation']!r}")
-        _check_fit(results, (x.shape[0], weight.shape[1]))
+        if options["activation"] == GATED and weight.shape[1] % 2:
+            raise UnsupportedProblem(f"{GATED} takes weight (E, 2 * N, K), gate and up; it is {tuple(weight.shape)}")
+        _check_fit(results, (x.shape[0], _columns(weight, **options)))
 
     def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
         x, weight = inputs[:2]
         assert x is not None and weight is not None
-        return (x.new_empty((x.shape[0], weight.shape[1])),)
+        return (x.new_empty((x.shape[0], _columns(weight, **options))),)
+
+    def outputs(self, p: GroupedProblem, *args: Any) -> tuple[Tensor, ...]:
+        return self.fresh(*args, activation=p.activation)
 
     def problem(self, *operands: Tensor | None, **options: Any) -> GroupedProblem:
         out, x, weight, _, bias = operands
         assert out is not None and x is not None and weight is not None
         kind = "none" if bias is None else "fp32" if bias.dtype == torch.float32 else "same"
-        experts, n, k = weight.shape
+        experts, _, k = weight.shape
         major = "k" if weight.stride(-1) == 1 else "n"
         align = _align(out, x, weight)
-        return GroupedProblem(x.shape[0], n, k, experts, _NAMES[x.dtype], major, kind, options["activation"], align)
+        n, activation = _columns(weight, **options), options["activation"]
+        return GroupedProblem(x.shape[0], n, k, experts, _NAMES[x.dtype], major, kind, activation, align)
 
     def sample(self, p: GroupedProblem, device: str, seed: int) -> tuple[Any, ...]:
         draw = torch.Generator(device=device).manual_seed(seed)
         x = _normal(draw, DTYPES[p.dtype], p.align, p.rows, p.k)
-        shape = (p.n, p.k) if p.weight == "k" else (p.k, p.n)
+        shape = (p.weight_rows, p.k) if p.weight == "k" else (p.k, p.weight_rows)
         weight = _normal(draw, DTYPES[p.dtype], p.align, p.experts, *shape) * max(1, p.k) ** -0.5
         bias = None
         if p.bias != "none":
             kind = torch.float32 if p.bias == "fp32" else DTYPES[p.dtype]
-            bias = torch.randn((p.experts, p.n), generator=draw, device=device).to(kind)
+            bias = torch.randn((p.experts, p.weight_rows), generator=draw, device=device).to(kind)
         offsets = sample_offsets(p.rows, p.experts, SPREADS[seed % len(SPREADS)], draw)
         return x, weight if p.weight == "k" else weight.mT, offsets, bias
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         x, weight, offsets, bias = args
-        out = x.new_zeros((x.shape[0], weight.shape[1]))
+        out = x.new_zeros((x.shape[0], _columns(weight, **options)))
         for e, (begin, end) in enumerate(groups_of(offsets, x.shape[0])):
             y = x[begin:end].double() @ weight[e].double().mT
             if bias is not None:
                 y = y + bias[e].double()
-            out[begin:end] = ACTIVATIONS[options["activation"]](y).to(x.dtype)
+            if options["activation"] == GATED:
+                gate, up = y.chunk(2, -1)
+                y = torch.nn.functional.silu(gate) * up
+            else:
+                y = ACTIVATIONS[options["activation"]](y)
+            out[begin:end] = y.to(x.dtype)
         return (out,)
 
 
@@ -367,6 +457,11 @@ def _check_offsets(offsets: Tensor, x: Tensor, experts: int | None) -> None:
     if experts is not None and offsets.shape[0] != experts + 1:
         raise UnsupportedProblem(f"offsets must be (E + 1,) = ({experts + 1},); it is {tuple(offsets.shape)}")
     check_extents(x.shape[0], offsets.shape[0] - 1)
+
+
+def _columns(weight: Tensor, activation: str = "none") -> int:
+    """Of out."""
+    return weight.shape[1] // (2 if activation == GATED else 1)
 
 
 def _check_alike(x: Tensor, *others: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.gemm.api import SLOPES
 from cutekernels.ops.gemm.problem import GemmConfig
-from cutekernels.ops.moe.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD
+from cutekernels.ops.moe.grouped import GATED, GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from cutekernels.ops.shared import tensor_op
 from cutekernels.ops.shared.checks import check_arguments, check_tensor, check_word, refuse_gradient
 
@@ -39,7 +39,8 @@ def grouped_gemm(
             which may be none. Rows before ``offsets[0]`` and from ``offsets[E]`` on get 0. Offsets that fall or leave
             the rows are refused on the CPU; a GPU clamps them, and reads and writes nothing out of range.
         bias: ``(E, N)``, dtype of ``x`` or fp32.
-        activation: ``"relu" | "gelu" | "gelu_tanh" | "silu"``; None for identity.
+        activation: ``"relu" | "gelu" | "gelu_tanh" | "silu"``; None for identity. ``"silu_mul"`` takes a weight
+            ``(E, 2 * N, K)``, the gate's rows before up's, and a bias ``(E, 2 * N)``: ``out = silu(gate) * up``.
         out: where to write, ``(T, N)``; must not overlap an input. Not differentiable.
         config: overrides the tuned choice, as a :class:`GemmConfig` or its text. Ignored on the CPU.
 
@@ -89,9 +90,12 @@ def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
                 f"grouped_gemm with activation={ctx.activation!r} is differentiable once: apply the activation yourself"
             )
         z = ops.grouped_gemm(x, weight, offsets, saved[0] if saved else None, "none")
-        wide = torch.promote_types(z.dtype, torch.float32)
-        slope = (z > 0).to(wide) if ctx.activation == "relu" else SLOPES[ctx.activation](z.to(wide))
-        dz = (dout.to(wide) * slope).to(dout.dtype)
+        if ctx.activation == GATED:
+            dz = ops.silu_mul_packed_backward(dout, z)
+        else:
+            wide = torch.promote_types(z.dtype, torch.float32)
+            slope = (z > 0).to(wide) if ctx.activation == "relu" else SLOPES[ctx.activation](z.to(wide))
+            dz = (dout.to(wide) * slope).to(dout.dtype)
     needs = ctx.needs_input_grad
     dx = ops.grouped_gemm(dz, weight.mT, offsets, None, "none") if needs[0] else None
     dweight = ops.grouped_gemm_wgrad(dz, x, offsets) if needs[1] else None

@@ -12,7 +12,7 @@ Schedule:
     Registers go from the loading warp group to the others (setmaxnreg). Results leave by boxes of 64 x 64 through
     swizzled shared memory (stmatrix) and TMA stores, which clip at the ends of out; C comes in by the same boxes.
     ``swapped`` computes ``out^T = B^T A^T``, so that out's columns are the side that advances by 64.
-    *Gated* (``results.gated``), B's columns are gates and, behind all of them, what they multiply. A tile has equally
+    *Gated* (``results.gate``), B's columns are gates and, behind all of them, what they multiply. A tile has equally
     many of both, in two boxes to a stage, one behind the other, so that a pair's sums meet in one thread.
 
 Source:
@@ -39,6 +39,25 @@ from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_RO
 
 GROUP = 128  # threads of a warp group
 ROWS = 64  # that it multiplies at once
+
+
+@dataclass(frozen=True)
+class Side:
+    """An operand's part of a tile: so many rows, the CTAs that share them, and whether half of them are gates."""
+
+    rows: int
+    sharers: int
+    gated: bool
+
+    @property
+    def box(self) -> int:
+        """Rows that one TMA load and the sharers' of the same time bring."""
+        return self.rows // 2 if self.gated else self.rows
+
+    @property
+    def parts(self) -> int:
+        """Parts of a box, each loaded by another sharer. Gated, they load a box each."""
+        return 1 if self.gated else self.sharers
 
 
 @dataclass(frozen=True)
@@ -87,6 +106,14 @@ class WarpgroupGemm:
         return self.cluster_m * self.cluster_n
 
     @property
+    def of_rows(self) -> Side:
+        return Side(self.tile_m, self.cluster_n, self.results.gate == "m")
+
+    @property
+    def of_columns(self) -> Side:
+        return Side(self.tile_n, self.cluster_m, self.results.gate == "n")
+
+    @property
     def smem(self) -> WarpgroupSmem:
         results = self.results
         biased = results.bias != "none"
@@ -106,18 +133,21 @@ class WarpgroupGemm:
             hopper_helpers.make_smem_layout_b(columns, tile, dtype, self.stages),
         )
 
-    def halves(self) -> cute.Layout:
-        """The stages of columns as gates, then what they multiply: ``(tile_n / 2, K, 2 * STAGE)``, without the swizzle.
+    def halves(self, side: Side) -> cute.Layout:
+        """A gated side's stages as gates, then what they multiply: ``(rows / 2, K, 2 * STAGE)``, without the swizzle.
         A row of ``tile_k`` is one swizzled line.
         """
-        rows = self.tile_n // 2
-        shape = ((SWIZZLED_ROWS, rows // SWIZZLED_ROWS), self.tile_k, 2 * self.stages)
-        return cute.make_layout(shape, stride=((SWIZZLED, SWIZZLED_ROWS * SWIZZLED), 1, rows * SWIZZLED))
+        shape = ((SWIZZLED_ROWS, side.box // SWIZZLED_ROWS), self.tile_k, 2 * self.stages)
+        return cute.make_layout(shape, stride=((SWIZZLED, SWIZZLED_ROWS * SWIZZLED), 1, side.box * SWIZZLED))
 
-    def boxed(self, mX: cute.Tensor, one: cute.ComposedLayout, rows: int, sharers: int, parts: int):
-        """The TMA load of ``rows`` of an operand into ``one`` stage, in ``parts``, each for ``sharers`` CTAs."""
-        op = cpasync.CopyBulkTensorTileG2SMulticastOp() if sharers > 1 else cpasync.CopyBulkTensorTileG2SOp()
-        return cpasync.make_tiled_tma_atom(op, mX, one, (rows, self.tile_k), num_multicast=parts)
+    def boxed(self, mX: cute.Tensor, layout: cute.ComposedLayout, side: Side) -> tuple[cute.CopyAtom, cute.Tensor]:
+        """The TMA load of a box of an operand into one stage of ``layout``."""
+        op = cpasync.CopyBulkTensorTileG2SMulticastOp() if side.sharers > 1 else cpasync.CopyBulkTensorTileG2SOp()
+        if side.gated:
+            layout = cute.make_composed_layout(layout.inner, 0, cute.select(self.halves(side), mode=[0, 1]))
+        else:
+            layout = cute.slice_(layout, (None, None, 0))
+        return cpasync.make_tiled_tma_atom(op, mX, layout, (side.box, self.tile_k), num_multicast=side.parts)
 
     @cute.jit
     def __call__(
@@ -138,14 +168,9 @@ class WarpgroupGemm:
         mS = prepared(mB if const_expr(not self.swapped) else mA, not self.swapped, not self.columns_k_major)  # (N, K)
         mD = prepared(mD, self.swapped, rows_contiguous)  # (M, N[, L])
         layout_r, layout_s = self.layouts(dtype)
-        one_r, one_s = cute.slice_(layout_r, (None, None, 0)), cute.slice_(layout_s, (None, None, 0))
-        tma_r, tR = self.boxed(mR, one_r, self.tile_m, self.cluster_n, self.cluster_n)
-        if const_expr(self.results.gated):
-            half = cute.make_composed_layout(layout_s.inner, 0, cute.select(self.halves(), mode=[0, 1]))
-            tma_s, tS = self.boxed(mS, half, self.tile_n // 2, self.cluster_m, 1)
-        else:
-            tma_s, tS = self.boxed(mS, one_s, self.tile_n, self.cluster_m, self.cluster_m)
-        box, shape = self.results.layout(), (WarpgroupSmem.BOX, WarpgroupSmem.BOX)
+        tma_r, tR = self.boxed(mR, layout_r, self.of_rows)
+        tma_s, tS = self.boxed(mS, layout_s, self.of_columns)
+        box, shape = self.results.layout(), self.results.shape
         tma_d, tD = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mD, box, shape)
         tma_c, tC = None, None
         if const_expr(mC is not None):
@@ -199,6 +224,7 @@ class WarpgroupGemm:
         x, y = t.shape[order[0]], t.shape[order[1]]
         length, count = (x, y) if const_expr(first) else (y, x)
         pitch = t.stride[order[1 if first else 0]]
+        length = type(pitch)(length)
         pitch = cute.assume(length if count == 1 else pitch, divby=8)
         stride = (1, pitch) if const_expr(first) else (pitch, 1)
         if const_expr(lead == 0):
@@ -231,41 +257,14 @@ class WarpgroupGemm:
         group = cute.arch.make_warp_uniform(tid // GROUP)
         warp = cute.arch.make_warp_uniform(tid // 32)
         loading = const_expr(self.groups)  # the group that loads
-        dtype = self.results.dtype
-        smem, pipeline = self.smem, self.pipeline
-
-        # -- setup
-        storage = SmemAllocator().allocate(smem.total_bytes, byte_alignment=ALIGNMENT)
-        at_r = cute.recast_ptr(storage, layout_r.inner, dtype)
-        at_s = cute.recast_ptr(storage + smem.columns_at, layout_s.inner, dtype)
-        sR = cute.make_tensor(at_r, layout_r.outer)  # (M, K, STAGE)
-        sS = cute.make_tensor(at_s, layout_s.outer)  # (N, K, STAGE)
-        sB = cute.make_tensor(at_s, self.halves()) if const_expr(self.results.gated) else sS  # as loaded
-        full = cute.recast_ptr(storage + smem.barriers_at, dtype=Int64)
-        empty = full + self.stages
-        landed = empty + self.stages  # a barrier for each box of C
-        turns = landed + self.groups * smem.boxes
-        if warp == 4 * loading:
-            cpasync.prefetch_descriptor(tma_r)
-            cpasync.prefetch_descriptor(tma_s)
-            cpasync.prefetch_descriptor(tma_d)
-            with cute.arch.elect_one():
-                init = pipeline.init
-                init(full, empty)
-                for i in cutlass.range_constexpr(self.groups * (smem.boxes + 1)):
-                    cute.arch.mbarrier_init(landed + i, 1)
-            cute.arch.mbarrier_init_fence()
-        if const_expr(self.cluster > 1):
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
-        if const_expr(self.dependent):
-            cute.arch.griddepcontrol_wait()
+        furnish, ready = self.furnish, self.ready
+        storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
+        sR, sS, full, empty, landed, turns = furnish(storage, layout_r, layout_s)
+        ready(warp, (tma_r, tma_s, tma_d), full, empty, landed)
 
         rank = block % self.cluster
         first, step = block // self.cluster, blocks // self.cluster
-        place, produce, consume = self.place, self.produce, self.consume
+        place, load, produce, consume = self.place, self.load, self.produce, self.consume
         k_tiles = cute.ceil_div(cute.size(tR, mode=[1]), self.tile_k)
         count = tiles[0] * tiles[1] * tiles[2]
         extents = cute.size(tD, mode=[0]), cute.size(tD, mode=[1])
@@ -275,9 +274,11 @@ class WarpgroupGemm:
                 stage, phase = Int32(0), Int32(1)
                 for tile in cutlass.range(first, count, step, unroll=1):
                     at = place(tile, rank, tiles, extents)
-                    stage, phase = produce(
-                        at, rank, (tma_r, tR, sR), (tma_s, tS, sB), full, empty, stage, phase, k_tiles
-                    )
+                    loads = [
+                        *load((tma_r, tR, sR), self.of_rows, at[0], at[2], rank),
+                        *load((tma_s, tS, sS), self.of_columns, at[1], at[2], rank),
+                    ]
+                    stage, phase = produce(loads, full, empty, stage, phase, k_tiles)
                 if const_expr(self.dependent):
                     cute.arch.griddepcontrol_launch_dependents()  # their setup then runs behind the last products
         else:
@@ -289,6 +290,48 @@ class WarpgroupGemm:
         if const_expr(self.cluster > 1):  # the other CTA's copies and arrivals need this one's shared memory
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
+
+    @cute.jit
+    def furnish(self, storage: cute.Pointer, layout_r: cute.ComposedLayout, layout_s: cute.ComposedLayout):
+        """Stages and barriers in shared memory: ``(sR, sS, full, empty, landed, turns)``."""
+        smem, dtype = self.smem, self.results.dtype
+        at_r = cute.recast_ptr(storage, layout_r.inner, dtype)
+        at_s = cute.recast_ptr(storage + smem.columns_at, layout_s.inner, dtype)
+        sR = cute.make_tensor(at_r, layout_r.outer)  # (M, K, STAGE)
+        sS = cute.make_tensor(at_s, layout_s.outer)  # (N, K, STAGE)
+        full = cute.recast_ptr(storage + smem.barriers_at, dtype=Int64)
+        empty = full + self.stages
+        landed = empty + self.stages  # a barrier for each box of C
+        turns = landed + self.groups * smem.boxes
+        return sR, sS, full, empty, landed, turns
+
+    @cute.jit
+    def ready(
+        self,
+        warp: Int32,
+        tmas: tuple[cute.CopyAtom, cute.CopyAtom, cute.CopyAtom],
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        landed: cute.Pointer,
+    ):
+        """Barriers initialized for every thread of the cluster, and the kernel ahead at its end."""
+        if warp == 4 * self.groups:
+            cpasync.prefetch_descriptor(tmas[0])
+            cpasync.prefetch_descriptor(tmas[1])
+            cpasync.prefetch_descriptor(tmas[2])
+            with cute.arch.elect_one():
+                init = self.pipeline.init
+                init(full, empty)
+                for i in cutlass.range_constexpr(self.groups * (self.smem.boxes + 1)):
+                    cute.arch.mbarrier_init(landed + i, 1)
+            cute.arch.mbarrier_init_fence()
+        if const_expr(self.cluster > 1):
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+        if const_expr(self.dependent):
+            cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def place(
@@ -312,61 +355,62 @@ class WarpgroupGemm:
 
     @cute.jit
     def produce(
-        self,
-        at: tuple[Int32, Int32, Int32],
-        rank: Int32,
-        rows: tuple[cute.CopyAtom, cute.Tensor, cute.Tensor],
-        columns: tuple[cute.CopyAtom, cute.Tensor, cute.Tensor],
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        stage: Int32,
-        phase: Int32,
-        k_tiles: Int32,
+        self, loads: list, full: cute.Pointer, empty: cute.Pointer, stage: Int32, phase: Int32, k_tiles: Int32
     ) -> tuple[Int32, Int32]:
-        """The loads of one tile."""
-        partitioned, acquire, advance = self.partitioned, self.pipeline.acquire, self.pipeline.advance
-        source_r, target_r = partitioned(rows, self.tile_m, at[0], at[2], rank, self.cluster_n)
-        loads = []  # of columns: source, target, and which half of a stage, where there are two
-        if const_expr(self.results.gated):
-            gates = cute.size(columns[1], mode=[0]) // 2
-            for i in cutlass.range_constexpr(2 // self.cluster_m):
-                half = rank if const_expr(self.cluster_m > 1) else Int32(i)
-                loads.append((*partitioned(columns, self.tile_n // 2, at[1] + half * gates, at[2], rank, 1), half))
-        else:
-            loads.append((*partitioned(columns, self.tile_n, at[1], at[2], rank, self.cluster_m), None))
-        everyone = Int16((1 << self.cluster) - 1)
+        """The loads of one tile, each ``(copy, source (TMA, k), target (TMA, STAGE), mask of CTAs, half or None)``. Of
+        halves a target has ``2 * STAGE``.
+        """
+        acquire, advance = self.pipeline.acquire, self.pipeline.advance
         for k_tile in cutlass.range(k_tiles, unroll=1):
             acquire(full, empty, stage, phase)
-            mask_r = everyone if const_expr(self.cluster_n > 1) else None
-            mask_s = everyone if const_expr(self.cluster_m > 1) else None
-            cute.copy(
-                rows[0], source_r[None, k_tile], target_r[None, stage], tma_bar_ptr=full + stage, mcast_mask=mask_r
-            )
-            for source, target, half in loads:
+            for i in cutlass.range_constexpr(len(loads)):
+                tma, source, target, mask, half = loads[i]
                 filled = stage if const_expr(half is None) else 2 * stage + half
-                cute.copy(
-                    columns[0], source[None, k_tile], target[None, filled], tma_bar_ptr=full + stage, mcast_mask=mask_s
-                )
+                cute.copy(tma, source[None, k_tile], target[None, filled], tma_bar_ptr=full + stage, mcast_mask=mask)
             stage, phase = advance(stage, phase)
         return stage, phase
+
+    @cute.jit
+    def load(
+        self,
+        operand: tuple[cute.CopyAtom, cute.Tensor, cute.Tensor],
+        side: cutlass.Constexpr[Side],
+        at: Int32,
+        layer: Int32,
+        rank: Int32,
+    ) -> list:
+        """What :meth:`produce` takes for an operand's rows from ``at`` on. Gated, those are two boxes, the other one as
+        many rows further as there are gates; CTAs that share them load one each.
+        """
+        tma, tX, sX = operand
+        partitioned = self.partitioned
+        mask = Int16((1 << self.cluster) - 1) if const_expr(side.sharers > 1) else None
+        if const_expr(not side.gated):
+            return [(tma, *partitioned(operand, side, at, layer, rank), mask, None)]
+        loads = []
+        gates = cute.size(tX, mode=[0]) // 2
+        halves = tma, tX, cute.make_tensor(sX.iterator, self.halves(side))
+        for i in cutlass.range_constexpr(2 // side.sharers):
+            half = rank if const_expr(side.sharers > 1) else Int32(i)
+            loads.append((tma, *partitioned(halves, side, at + half * gates, layer, rank), mask, half))
+        return loads
 
     @cute.jit
     def partitioned(
         self,
         operand: tuple[cute.CopyAtom, cute.Tensor, cute.Tensor],
-        rows: cutlass.Constexpr[int],
+        side: cutlass.Constexpr[Side],
         at: Int32,
         layer: Int32,
         rank: Int32,
-        sharers: cutlass.Constexpr[int],
     ) -> tuple[cute.Tensor, cute.Tensor]:
-        """Source ``(TMA, k)`` and target ``(TMA, STAGE)`` of the rows from ``at`` on: this CTA's part of them."""
+        """Source ``(TMA, k)`` and target ``(TMA, STAGE)`` of a box from ``at`` on: this CTA's part of it."""
         tma, tX, sX = operand
         tX = tX[None, None, layer] if const_expr(cute.rank(tX) == 3) else tX
-        gX = cute.local_tile(cute.domain_offset((at, 0), tX), (rows, self.tile_k), (0, None))  # (rows, K, k)
-        part = rank if const_expr(sharers > 1) else Int32(0)
+        gX = cute.local_tile(cute.domain_offset((at, 0), tX), (side.box, self.tile_k), (0, None))  # (rows, K, k)
+        part = rank if const_expr(side.parts > 1) else Int32(0)
         target, source = cpasync.tma_partition(
-            tma, part, cute.make_layout(sharers), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+            tma, part, cute.make_layout(side.parts), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
         )
         return source, target
 
@@ -393,12 +437,8 @@ class WarpgroupGemm:
         first, count, step = walk
         smem, pipeline, results = self.smem, self.pipeline, self.results
         member = tid % GROUP
-        share = group * GROUP if const_expr(not self.pingpong) else Int32(0)
-        of_group = tiled_mma.get_slice(share)
-        rR = tiled_mma.make_fragment_A(of_group.partition_A(sR))  # descriptors: (MMA, MMA_M, MMA_K, STAGE)
-        rS = tiled_mma.make_fragment_B(of_group.partition_B(sS))
-        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((self.tile_m, self.tile_n)), self.accumulate)
-        tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+        fragments = self.fragments
+        rR, rS, acc = fragments(group, tiled_mma, sR, sS)
         at_boxes = storage + smem.boxes_at + group * (smem.boxes * smem.box_bytes)
         at_bias = cute.recast_ptr(storage + smem.biases_at + group * (smem.BIASES * 4), dtype=Float32)
         landed = landed + group * smem.boxes
@@ -428,6 +468,17 @@ class WarpgroupGemm:
             deliver(member, group, acc, corner, below, at_boxes, at_bias, landed, used, operands)
             used = used + results.count
         finish(member)
+
+    @cute.jit
+    def fragments(self, group: Int32, tiled_mma: cute.TiledMma, sR: cute.Tensor, sS: cute.Tensor):
+        """A group's descriptors ``(MMA, MMA_M, MMA_K, STAGE)`` of both operands, and its sums."""
+        share = group * GROUP if const_expr(not self.pingpong) else Int32(0)
+        of_group = tiled_mma.get_slice(share)
+        rR = tiled_mma.make_fragment_A(of_group.partition_A(sR))
+        rS = tiled_mma.make_fragment_B(of_group.partition_B(sS))
+        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((self.tile_m, self.tile_n)), self.accumulate)
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+        return rR, rS, acc
 
     @cute.jit
     def multiply(

@@ -88,3 +88,52 @@ class TileQueue:
             following = cute.make_tensor(cute.recast_ptr(at + 2, dtype=Int32), cute.make_layout(1))[0]
             cute.arch.mbarrier_arrive(at + 1)
         return following
+
+
+@dataclass(frozen=True)
+class TileRing:
+    """Tiles on their way from the warp that finds them to the warps that multiply, a few tiles ahead.
+
+    A tile is four numbers in one of ``places``, which has a full and an empty barrier, as a stage has. Tile ``i`` lies
+    in place ``i % places``, and ``readers`` warps read it.
+    """
+
+    places: int
+    readers: int
+
+    @cute.jit
+    def init(self, at: cute.Pointer):
+        """Initialize the barriers; one thread's work."""
+        for place in cutlass.range_constexpr(self.places):
+            cute.arch.mbarrier_init(at + place, 1)
+            cute.arch.mbarrier_init(at + self.places + place, self.readers)
+
+    @cute.jit
+    def numbers(self, at: cute.Pointer, place: Int32) -> cute.Tensor:
+        """The four numbers of a place, behind the barriers."""
+        return cute.make_tensor(cute.recast_ptr(at + 2 * self.places, dtype=Int32) + 4 * place, cute.make_layout(4))
+
+    @cute.jit
+    def publish(self, at: cute.Pointer, i: Int32, a: Int32, b: Int32, c: Int32, d: Int32):
+        """Pass tile ``i`` on: the finding warp's work."""
+        place = i % self.places
+        numbers = self.numbers
+        cute.arch.mbarrier_wait(at + self.places + place, ((i // self.places) & 1) ^ 1)
+        if cute.arch.lane_idx() == 0:
+            own = numbers(at, place)
+            own[0], own[1], own[2], own[3] = a, b, c, d
+            cute.arch.mbarrier_arrive(at + place)
+
+    @cute.jit
+    def receive(self, at: cute.Pointer, i: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+        """Tile ``i``, for each reading warp."""
+        place = i % self.places
+        numbers = self.numbers
+        cute.arch.mbarrier_wait(at + place, (i // self.places) & 1)
+        own = numbers(at, place)
+        a, b, c, d = own[0], own[1], own[2], own[3]
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(at + self.places + place)
+        uniform = cute.arch.make_warp_uniform
+        return uniform(a), uniform(b), uniform(c), uniform(d)

@@ -168,7 +168,7 @@ class SpecializedSmem:
 @dataclass(frozen=True, slots=True)
 class WarpgroupSmem:
     """Shared memory of a warpgroup GEMM: stages of both operands, then boxes of results and bias for each group, then
-    barriers.
+    barriers, then a ring of ``places`` for tiles that are found on the device.
 
     A box is 64 x 64 results on their way out; with C in front, a box brings its part of C first.
     """
@@ -180,9 +180,12 @@ class WarpgroupSmem:
     groups: int
     boxes: int  # of a group
     biased: bool = False
+    places: int = 0
     element_bytes: int = 2
     BOX = 64  # rows and columns
     BIASES = 256  # of a tile, at most
+    PLACE_BYTES = 32  # two barriers and four numbers
+    PLACES = 4  # of a ring: tiles found ahead
 
     @property
     def rows_bytes(self) -> int:
@@ -215,5 +218,11 @@ class WarpgroupSmem:
         return self.biases_at + self.groups * self.BIASES * 4 * self.biased
 
     @property
+    def ring_at(self) -> int:
+        """Numbers of a place are 16 bytes that begin where 16 divides."""
+        end = self.barriers_at + 8 * (2 * self.stages + self.groups * self.boxes + self.groups)
+        return end if self.places == 0 else -(-end // 16) * 16
+
+    @property
     def total_bytes(self) -> int:
-        return self.barriers_at + 8 * (2 * self.stages + self.groups * self.boxes + self.groups)
+        return self.ring_at + self.places * self.PLACE_BYTES

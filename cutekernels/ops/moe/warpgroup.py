@@ -1,0 +1,127 @@
+"""The warpgroup schedule of ``grouped_gemm``: that of ``gemm`` over tiles that the device finds. Rules, model, body.
+
+``swapped`` puts weight rows on the MMA's side of 64; tokens then come in tiles of 16 to 256. A gated product's weight
+has the gate's rows before up's, and a tile has as many of each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
+from cutekernels.ops.gemm.problem import BODIES, ELEMENT_BYTES, WIDEST, GemmConfig, GemmProblem, spanned
+from cutekernels.ops.gemm.schedule import PLAIN, Extras
+from cutekernels.ops.gemm.warpgroup import GROUP_ROWS, LEAST_EXTENT, Warpgroup, sharing
+
+if TYPE_CHECKING:
+    from cutekernels.gpu import GpuSpec
+
+_OWN = BODIES[Warpgroup.name]["tile_n"]
+TILES_N = (16, 32, 48, *_OWN)  # the narrow ones of tokens, where swapped
+_MOST_EXACT = 40.0  # mean rows of an expert up to which their spread is summed term by term
+
+
+@dataclass(frozen=True)
+class GroupedWarpgroupSchedule(Warpgroup):
+    """Warpgroup over groups of rows."""
+
+    def refused(self, p: GemmProblem, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
+        if not (gpu.has_tma and gpu.has_wgmma):
+            yield f"{gpu.name} has no warpgroup MMA"
+        if min(p.a_align, p.b_align, p.out_align) < WIDEST:
+            yield f"{self.name} takes operands with 16-byte aligned rows"
+        if p.k == 0:
+            yield f"{self.name} takes a K of 1 or more"
+        if p.n < LEAST_EXTENT:
+            yield f"{self.name} takes {LEAST_EXTENT} columns or more; they are {p.n}"
+        if extras.gated and (p.b_major != "k" or p.bias != "none"):
+            yield f"{self.name} takes a gate with a K-major weight and without a bias"
+
+    def broken(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
+        yield from self.refused(p, gpu, extras)
+        yield from self.unfit(c, gpu, extras)
+        yield from self.unsuited(p, c, gpu, extras)
+
+    def fitting_tiles(self, p: GemmProblem) -> Sequence[int]:
+        return TILES_N
+
+    def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> WarpgroupSmem:
+        return replace(super().smem(c, extras), places=WarpgroupSmem.PLACES)
+
+    def unfit(self, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
+        yield from super().unfit(c, gpu, extras)
+        if not c.swapped and c.tile_n < WarpgroupSmem.BOX:
+            yield f"tile_n={c.tile_n} is a tile of tokens: results leave by {WarpgroupSmem.BOX} columns; take swapped=1"
+
+    def ungated(self, c: GemmConfig) -> Iterator[str]:
+        if c.swapped and c.tile_m != 2 * GROUP_ROWS * sharing(c):
+            yield f"tile_m={c.tile_m}: gate and up are halves of a tile, and a group's 64 rows of each meet in a thread"
+        if not c.swapped:
+            yield from super().ungated(c)
+
+    def shortlist(self, p: GemmProblem, gpu: GpuSpec) -> Iterable[GemmConfig]:
+        return _shortlist(self, gpu)
+
+    def spread_us(self, p: GemmProblem, experts: int, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
+        """The model's time where all of ``p``'s rows choose their experts at random, each as likely as another."""
+        tokens, weights = (c.tile_n, c.tile_m) if c.swapped else (c.tile_m, c.tile_n)
+        along, across = (c.cluster_n, c.cluster_m) if c.swapped else (c.cluster_m, c.cluster_n)
+        tiles = math.ceil(tile_rows(p.m, experts, tokens * along)) * -(-p.n // (weights * across))
+        hit = tile_rows(p.m, experts, max(1, p.m))
+        moved = ELEMENT_BYTES * (p.m * (p.k + p.n // (2 if extras.gated else 1)) + hit * p.n * p.k)
+        return self.walk_us(c, tiles, p.k, moved, gpu, extras)
+
+    def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
+        from cutekernels.kernels.cute.moe.warpgroup import GroupedWarpgroup
+        from cutekernels.kernels.cute.parts.boxes import GroupBoxes
+
+        product = super().body(p, c, gpu, extras)
+        results = GroupBoxes(**vars(product.results), swapped=c.swapped)
+        return GroupedWarpgroup(replace(product, results=results))
+
+
+GROUPED_WARPGROUP = GroupedWarpgroupSchedule()
+
+
+@cache
+def _shortlist(schedule: GroupedWarpgroupSchedule, gpu: GpuSpec) -> tuple[GemmConfig, ...]:
+    """The two deepest pipelines of every tile. Clusters are for tiles of many tokens: others have little to share."""
+    deepest: dict[GemmConfig, list[GemmConfig]] = {}
+    for c in spanned(schedule.name, tile_n=TILES_N, raster=(1, 8), pdl=(True,)):
+        shares = c.cluster_m * c.cluster_n > 1
+        if shares and c.tile_n < WarpgroupSmem.BOX:
+            continue
+        if schedule.smem(c).total_bytes <= gpu.smem_per_block_bytes:
+            deepest.setdefault(c.replace(stages=3), []).append(c)
+    among = (c for found in deepest.values() for c in sorted(found, key=lambda c: -c.stages)[:2])
+    return tuple(c for c in among if next(schedule.unfit(c, gpu), None) is None)
+
+
+# ---- arithmetic of the model ----------------------------------------------------------------------------
+
+
+@cache
+def tile_rows(rows: int, experts: int, unit: int) -> float:
+    """Tiles of ``unit`` rows that so many rows are expected to fill, a Poisson number of them to each expert."""
+    if experts == 1:
+        return float(-(-rows // unit))
+    mean = rows / experts
+    if mean > 20 * unit:
+        return experts * (mean / unit + 0.5)
+    last = math.ceil(mean + 6 * math.sqrt(mean) + 6)
+    return experts * sum(_exceeds(mean, at) for at in range(0, last, unit))
+
+
+def _exceeds(mean: float, at: int) -> float:
+    """How likely a Poisson number with this mean is larger than ``at``; by the normal law where the mean is large."""
+    if mean > _MOST_EXACT:
+        return 0.5 * math.erfc((at + 0.5 - mean) / math.sqrt(2 * mean))
+    term = total = math.exp(-mean)
+    for i in range(1, at + 1):
+        term *= mean / i
+        total += term
+    return max(0.0, 1.0 - total)

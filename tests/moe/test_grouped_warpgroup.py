@@ -1,0 +1,284 @@
+"""The warpgroup schedule of grouped products: its rules, its choice, its model, and its kernels compiled for a GPU
+that is not there.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from functools import partial
+from itertools import product
+
+import pytest
+
+from cutekernels import gpu
+from cutekernels.ops.gemm.problem import GemmConfig
+from cutekernels.ops.gemm.warpgroup import groups, sharing
+from cutekernels.ops.moe.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD
+from cutekernels.ops.moe.grouped import GroupedProblem as Problem
+from cutekernels.ops.moe.warpgroup import GROUPED_WARPGROUP, tile_rows
+from tests import compiled
+
+H200, A100 = gpu.lookup("h200"), gpu.lookup("a100")
+LAYER = Problem.parse("rows=2048 n=1536 k=2048 experts=128")
+COMMON = "tile_k=64 warps_m=1 warps_n=1 ctas_per_sm=1 body=warpgroup"
+BASE = GemmConfig.parse(f"tile_m=128 tile_n=256 stages=4 raster=8 {COMMON}")
+NARROW = GemmConfig.parse(f"tile_m=128 tile_n=16 stages=8 raster=1 swapped=1 {COMMON}")
+
+
+# ---- rules ----------------------------------------------------------------------------------------------
+
+
+def test_the_bases_are_valid_and_survive_their_text() -> None:
+    for config in (BASE, NARROW):
+        assert GROUPED_GEMM.why_not(LAYER, config, H200) is None
+        assert GemmConfig.parse(str(config)) == config
+
+
+def test_all_it_names_are_valid() -> None:
+    found = [c for c in GROUPED_GEMM.valid(LAYER, H200) if c.body == "warpgroup"]
+    assert {c.swapped for c in found} == {False, True}
+    assert {c.tile_n for c in found if c.swapped} >= {16, 32, 48, 64, 256}
+    assert all(GROUPED_GEMM.why_not(LAYER, c, H200) is None for c in random.Random(0).sample(found, 50))
+
+
+def test_without_warpgroup_mma_there_is_none() -> None:
+    assert "no warpgroup MMA" in str(GROUPED_GEMM.why_not(LAYER, BASE, A100))
+    assert all(c.body == "multistage" for c in GROUPED_GEMM.valid(LAYER, A100))
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        ("rows=2048 n=1540 k=2048 experts=8 align=4", "16-byte aligned"),
+        ("rows=2048 n=1536 k=0 experts=8", "a K of 1 or more"),
+        ("rows=2048 n=16 k=64 experts=8", "32 columns"),
+    ],
+)
+def test_refuses_what_it_cannot_do(words: str, rule: str) -> None:
+    problem = Problem.parse(words)
+    assert rule in str(GROUPED_GEMM.why_not(problem, BASE, H200))
+    assert GROUPED_GEMM.default(problem, H200).body == "multistage"
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"tile_n": 32, "stages": 8}, "take swapped=1"),
+        ({"tile_n": 24, "swapped": True, "stages": 8}, "takes tile_n from"),
+        ({"stages": 8}, "shared memory"),
+        ({"cluster_m": 2, "cluster_n": 2}, "two CTAs at most"),
+    ],
+)
+def test_a_config_breaks_a_rule(change: dict[str, object], rule: str) -> None:
+    assert rule in str(GROUPED_GEMM.why_not(LAYER, BASE.replace(**change), H200))
+
+
+def test_the_gradient_of_the_weights_is_multistage_s_alone() -> None:
+    assert "the body multistage" in str(GROUPED_GEMM_WGRAD.why_not(LAYER, BASE, H200))
+    assert all(c.body == "multistage" for c in GROUPED_GEMM_WGRAD.valid(LAYER, H200))
+
+
+def test_dense_products_keep_their_tiles() -> None:
+    from cutekernels.ops.gemm.op import GEMM, GemmProblem
+
+    problem = GemmProblem.parse("m=4096 n=4096 k=4096")
+    assert "takes tile_n from 64" in str(GEMM.why_not(problem, NARROW, H200))
+
+
+GATE = LAYER.replace(n=768, activation="silu_mul")
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"tile_m": 256, "tile_n": 192, "stages": 3}, "or a gate it keeps 176"),
+        ({"tile_n": 96, "stages": 6}, "half of them gates"),
+        ({"swapped": True}, "meet in a thread"),
+    ],
+)
+def test_a_gate_has_rules_of_its_own(change: dict[str, object], rule: str) -> None:
+    assert GROUPED_GEMM.why_not(GATE, BASE, H200) is None
+    assert rule in str(GROUPED_GEMM.why_not(GATE, BASE.replace(**change), H200))
+
+
+@pytest.mark.parametrize("changes", [{"weight": "n"}, {"bias": "same"}, {"align": 4}])
+def test_other_gates_are_a_chain(changes: dict[str, object]) -> None:
+    problem = GATE.replace(**changes)
+    config = GROUPED_GEMM.default(problem, H200)
+    assert config.body == "multistage"
+    assert any(c.body == "warpgroup" for c in GROUPED_GEMM.valid(GATE, H200))
+    assert "warpgroup takes" in str(GROUPED_GEMM.why_not(problem, BASE, H200))
+    assert GROUPED_GEMM.estimate_us(GATE, config, H200) > GROUPED_GEMM.estimate_us(
+        GATE.replace(n=1536, activation="none"), config, H200
+    )
+
+
+@pytest.mark.parametrize("knobs", ["tile_m=256 tile_n=32 stages=4", "tile_m=128 tile_n=128 stages=6 pingpong=1"])
+def test_swapped_gates_and_ups_meet_in_a_thread(knobs: str) -> None:
+    """A box of gates and one of ups fill the stage that the MMA reads; row r and r + tile_m / 2 share a thread."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.nvgpu import OperandMajorMode
+    from cutlass.utils import hopper_helpers
+
+    config = GemmConfig.parse(f"{knobs} raster=8 swapped=1 {COMMON}")
+    problem, extras = GROUPED_GEMM.one(GATE, most=True), GROUPED_GEMM.extras(GATE)
+    body = GROUPED_WARPGROUP.body(problem, config, H200, extras).product
+    half, apart = config.tile_m // 2, body.results.apart
+    lies, held = [], []
+
+    def collect() -> None:  # plain Python: all of it is static
+        stages, _ = body.layouts(cutlass.BFloat16)
+        halves = body.halves(body.of_rows)
+        for row, k, stage in product((0, 1, 7, 8, half - 1, half, half + 9, 2 * half - 1), (0, 1, 63), range(3)):
+            loaded = cute.crd2idx((row % half, k, 2 * stage + row // half), halves)
+            lies.append((loaded, cute.crd2idx((row, k, stage), stages.outer)))
+        k_major = OperandMajorMode.K
+        mma = hopper_helpers.make_trivial_tiled_mma(
+            cutlass.BFloat16, cutlass.BFloat16, k_major, k_major, cutlass.Float32, (body.sharing, 1, 1),
+            (64, config.tile_n),
+        )  # fmt: skip
+        for thread in (0, 5, 37, 127):
+            c = mma.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_m, config.tile_n)))
+            assert cute.size(c) == 2 * apart
+            held.extend((c[i], c[i + apart]) for i in range(apart))
+
+    @cute.jit
+    def look() -> None:
+        collect()
+
+    cute.compile(look, options="--gpu-arch=sm_90a")
+    assert len(lies) == 72
+    assert all(int(loaded) == int(read) for loaded, read in lies)
+    assert held
+    assert all((int(gate[0]) + half, int(gate[1])) == (int(up[0]), int(up[1])) for gate, up in held)
+
+
+# ---- choice ---------------------------------------------------------------------------------------------
+
+
+def favourite(problem: Problem) -> GemmConfig:
+    """The warpgroup config with the least estimate."""
+    estimate = GROUPED_GEMM.model(problem, H200)
+    among = GROUPED_WARPGROUP.shortlist(GROUPED_GEMM.one(problem), H200)
+    return min(
+        (c for c in among if GROUPED_GEMM.why_not(problem, c, H200) is None), key=lambda c: (estimate(c), str(c))
+    )
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 16, 64, 256, 1024, 4096, 16384])
+@pytest.mark.parametrize("layer", ["n=1536 k=2048 experts=128", "n=2048 k=768 experts=128", "n=28672 k=4096 experts=8"])
+def test_it_is_no_default_before_it_has_run_whatever_the_model_says(layer: str, tokens: int) -> None:
+    problem = Problem.parse(f"rows={8 * tokens} {layer}")
+    default = GROUPED_GEMM.default(problem, H200)
+    assert default.body == "multistage"
+    estimate = partial(GROUPED_GEMM.estimate_us, problem, gpu=H200)
+    assert estimate(c=favourite(problem)) < estimate(c=default) / 0.8  # multistage's takes groups to be equal
+    assert GROUPED_GEMM.default(problem, A100).body == "multistage"
+
+
+def test_the_tile_of_tokens_follows_the_rows_of_an_expert() -> None:
+    def tokens(rows: int) -> int:
+        c = favourite(LAYER.replace(rows=rows))
+        return c.tile_n if c.swapped else c.tile_m
+
+    few, some, many = tokens(128), tokens(8192), tokens(131072)
+    assert few == 16
+    assert few < some < many
+
+
+@pytest.mark.parametrize("experts", [1, 7, 128])
+@pytest.mark.parametrize("unit", [16, 64, 256])
+def test_expected_tiles_are_those_of_random_rows(experts: int, unit: int) -> None:
+    rng = random.Random(experts * unit)
+    for rows in (1, 40, 900, 20000):
+        draws = 200 if rows < 1000 else 20
+        total = 0
+        for _ in range(draws):
+            counts = [0] * experts
+            for _ in range(rows):
+                counts[rng.randrange(experts)] += 1
+            total += sum(-(-count // unit) for count in counts)
+        assert tile_rows(rows, experts, unit) == pytest.approx(total / draws, rel=0.1, abs=0.1)
+
+
+# ---- kernels --------------------------------------------------------------------------------------------
+
+COMPILED = {
+    "cooperative": ("rows=2048 n=1536 k=2048 experts=128", "tile_m=128 tile_n=256 stages=4 raster=8"),
+    "one group": ("rows=200 n=1536 k=2048 experts=128 bias=same", "tile_m=64 tile_n=112 stages=8 raster=1 pdl=1"),
+    "three groups": (
+        "rows=2048 n=1536 k=2048 experts=8 bias=same activation=silu",
+        "tile_m=192 tile_n=160 stages=3 raster=1",
+    ),
+    "halves of 128 rows": (
+        "rows=2048 n=1536 k=2048 experts=8 weight=n",
+        "tile_m=256 tile_n=128 stages=4 raster=8 cluster_m=2",
+    ),
+    "pingpong": ("rows=2048 n=1536 k=768 experts=128", "tile_m=128 tile_n=192 stages=4 raster=8 pingpong=1"),
+    "most sums": ("rows=2048 n=1536 k=2048 experts=8", "tile_m=256 tile_n=192 stages=3 raster=8 cluster_n=2"),
+    "swapped": (
+        "rows=2048 n=1536 k=2048 experts=8 weight=n bias=fp32 activation=gelu dtype=fp16",
+        "tile_m=128 tile_n=112 stages=6 raster=8 swapped=1",
+    ),
+    "fewest tokens": ("rows=8 n=1536 k=2048 experts=128", "tile_m=128 tile_n=16 stages=8 raster=1 swapped=1 pdl=1"),
+    "few tokens": (
+        "rows=64 n=1536 k=2048 experts=128 bias=same activation=relu",
+        "tile_m=256 tile_n=48 stages=5 raster=1 swapped=1",
+    ),
+    "gated": ("rows=2048 n=768 k=2048 experts=128 activation=silu_mul", "tile_m=128 tile_n=256 stages=4 raster=8"),
+    "gated, odd boxes": (
+        "rows=64 n=768 k=2048 experts=128 activation=silu_mul dtype=fp16",
+        "tile_m=64 tile_n=160 stages=6 raster=1 cluster_m=2",
+    ),
+    "gated, an odd number of swizzled lines": (
+        "rows=2048 n=768 k=2048 experts=128 activation=silu_mul",
+        "tile_m=128 tile_n=144 stages=5 raster=8",
+    ),
+    "gated, swapped, rows shared": (
+        "rows=2048 n=768 k=2048 experts=128 activation=silu_mul",
+        "tile_m=256 tile_n=64 stages=4 raster=8 swapped=1 cluster_n=2",
+    ),
+    "gated, swapped": (
+        "rows=64 n=768 k=2048 experts=128 activation=silu_mul",
+        "tile_m=256 tile_n=32 stages=5 raster=8 swapped=1",
+    ),
+    "gated, swapped, in turns": (
+        "rows=2048 n=768 k=2048 experts=128 activation=silu_mul",
+        "tile_m=128 tile_n=128 stages=6 raster=8 swapped=1 pingpong=1",
+    ),
+    "few tokens in turns": (
+        "rows=64 n=1536 k=2048 experts=128",
+        "tile_m=64 tile_n=32 stages=8 raster=1 swapped=1 pingpong=1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_as_it_says(name: str) -> None:
+    words, knobs = COMPILED[name]
+    problem, config = Problem.parse(words), GemmConfig.parse(f"{knobs} {COMMON}")
+    assert GROUPED_GEMM.why_not(problem, config, H200) is None
+    built = GROUPED_GEMM.build(problem, config, H200)
+    assert built.facts.stack_bytes == 0
+    assert built.facts.smem_bytes == GROUPED_WARPGROUP.smem(config, GROUPED_GEMM.extras(problem)).total_bytes
+    found = compiled.opcodes(built)
+    products = {i: count for i, count in found.items() if i.startswith("HGMMA")}
+    assert sum(products.values()) == config.tile_m // (64 * sharing(config)) * config.tile_k // 16
+    assert all(re.search(rf"64x{config.tile_n}x16", i) for i in products), products
+    assert found["WARPGROUP.ARRIVE"] == 1, "ptxas has put the products of a stage in a row"
+    assert not any(i.startswith(("HMMA", "LDGSTS", "LDL", "STL")) for i in found)
+    assert sum(count for i, count in found.items() if i.startswith("USETMAXREG")) == 2
+    shared = config.cluster_m * config.cluster_n > 1
+    assert any(i.startswith("UTMALDG") and "MULTICAST" in i for i in found) is shared
+    assert any(i.startswith("UTMALDG.3D") for i in found), "an expert is a coordinate"
+    assert any(i.startswith("UTMASTG") for i in found)
+    assert ("PREEXIT" in found) is config.pdl
+    assert GROUPED_WARPGROUP.threads(config) == 128 * (groups(config) + 1)
+
+
+def test_code_depends_on_no_extent() -> None:
+    words = "rows=8192 n=4096 k=14336 experts=8"
+    codes = [compiled.code(GROUPED_GEMM.build(p, BASE, H200)) for p in (LAYER, Problem.parse(words))]
+    assert codes[0] == codes[1]
