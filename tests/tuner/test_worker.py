@@ -134,6 +134,30 @@ def test_the_final_sees_inputs_the_search_did_not() -> None:
     assert not torch.equal(first, worker._current[1].sets[0][1][0])
 
 
+def test_the_poison_is_in_memory_before_a_round_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round's stream does not wait for the one that fills: a large fill would end up in the results."""
+    poison, compare, filling = worker.poison, worker.worst_error, list[Any]()
+
+    def drain() -> None:
+        while filling:
+            poison(filling.pop())
+
+    def fill(outputs: Any) -> None:
+        filling.append(outputs)
+        if not StubRound.made:  # the launch of the first check is in the same stream
+            drain()
+
+    def compared(*args: Any) -> float:
+        drain()
+        return compare(*args)
+
+    monkeypatch.setattr(worker, "poison", fill)
+    monkeypatch.setattr(worker, "worst_error", compared)
+    monkeypatch.setattr(torch.cuda, "synchronize", drain)
+    (good,) = ask(GOOD)
+    assert good.right and good.error <= 1
+
+
 @pytest.mark.parametrize("bug", [off_by_a_little, leaves_the_last_row])
 def test_a_wrong_one_is_told_and_not_timed(bug: Callable[[Any, Any], None]) -> None:
     KERNELS[BAD] = bug

@@ -31,7 +31,7 @@ from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.parts.attention_smem import WarpgroupBackwardSmem
 from cutekernels.kernels.cute.parts.groups import ROWS, THREADS, GroupProducts, round_to, store_rows
-from cutekernels.kernels.cute.parts.head_boxes import HeadBoxes
+from cutekernels.kernels.cute.parts.head_loads import HeadLoads
 from cutekernels.kernels.cute.parts.heads import HeadRows
 from cutekernels.kernels.cute.parts.mask import BandMask
 from cutekernels.kernels.cute.parts.mma import WarpMma
@@ -113,8 +113,8 @@ class WarpgroupAttentionBackward:
         return HeadRows(self.tile_walked, self.head_dim, self.padded, self.stages, THREADS)
 
     @property
-    def boxes(self) -> HeadBoxes:
-        return HeadBoxes(self.padded, self.sequences.packed)
+    def loads(self) -> HeadLoads:
+        return HeadLoads(self.tile_walked, self.padded, self.sequences)
 
     @property
     def pipeline(self) -> StagePipeline:
@@ -188,8 +188,8 @@ class WarpgroupAttentionBackward:
             group = Int32(1)  # no two heads share the rows they walk
         band = self.order.band(layers, group, bytes_per_head)
         layout_x, layout_y, layout_yt = self.layouts(dtype)
-        load = self.boxes.load
-        loads = (*load(mX1, layout_x), *load(mX2, layout_x), *load(mY1, layout_y), *load(mY2, layout_y))
+        sources = ((mX1, layout_x), (mX2, layout_x), (mY1, layout_y), (mY2, layout_y))
+        loads = [part for mX, layout in sources for part in self.loads.boxed(mX, layout, False)]
         count = tiles * layers
         blocks = count if const_expr(self.resident == 0) else cutlass.min(count, Int32(self.resident))
         self.kernel(
@@ -330,7 +330,7 @@ class WarpgroupAttentionBackward:
         full_x, empty_x, full_1, full_2, empty = barriers
         index, _, _ = cute.arch.block_idx()
         *_, (tiles, layers, _) = place
-        located, rows_of, load_owned = self.located, self.boxes.blocks, self.load_owned
+        located, rows_of, load_owned = self.located, self.loads.rows_of, self.load_owned
         acquire, advance = self.pipeline.acquire, self.pipeline.advance
         draw, publish = self.queue.draw, self.queue.publish
         stage, phase, refill, drawn = Int32(0), Int32(1), Int32(1), Int32(1)
@@ -344,8 +344,8 @@ class WarpgroupAttentionBackward:
                 if turns == 0:
                     load_owned(own_1, own_2, at, full_x, empty_x, refill)
                 for turn in cutlass.range(turns, unroll=1):
-                    source_1, target_1 = rows_of(walked_1, self.tile_walked, begin_y, head_y + turn, batch)
-                    source_2, target_2 = rows_of(walked_2, self.tile_walked, begin_y, head_y + turn, batch)
+                    source_1, target_1 = rows_of(walked_1, self.tile_walked, begin_y, head_y + turn, batch, False)
+                    source_2, target_2 = rows_of(walked_2, self.tile_walked, begin_y, head_y + turn, batch, False)
                     for i in cutlass.range(end - first, unroll=1):
                         acquire(full_1, empty, stage, phase)
                         cute.copy(
@@ -368,10 +368,10 @@ class WarpgroupAttentionBackward:
     def load_owned(self, own_1: tuple, own_2: tuple, at: tuple, full: cute.Pointer, empty: cute.Pointer, refill: Int32):
         """A tile's rows of the owned operands, once the groups have delivered the tile before."""
         row, head, batch = at
-        acquire, rows_of = self.owners.acquire, self.boxes.blocks
+        acquire, rows_of = self.owners.acquire, self.loads.rows_of
         acquire(full, empty, Int32(0), refill)
         for own in (own_1, own_2)[: self.owned]:
-            source, target = rows_of(own, ROWS, row, head, batch)
+            source, target = rows_of(own, ROWS, row, head, batch, False)
             for group in cutlass.range_constexpr(self.groups):
                 cute.copy(own[0], source[None, group], target[None, group], tma_bar_ptr=full)
 
