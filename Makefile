@@ -52,7 +52,7 @@ demo-cpu: $(STAMP)
 	cutekernels explain rope "batch=1 seq=1024 heads_q=32 head_dim=128 rotary=128 dtype=fp16" --gpu $(GPU)
 
 test: lint
-	pytest -n $(WORKERS)
+	OMP_NUM_THREADS=1 pytest -n $(WORKERS) --dist loadfile
 
 lint: $(STAMP)
 	ruff check .
@@ -76,7 +76,7 @@ plots: $(STAMP)
 
 docs: $(STAMP)
 	pip install --quiet --disable-pip-version-check -e ".[docs]"
-	python docs/generate.py
+	python -m docs.generate
 	mkdocs build --strict
 
 bench: $(STAMP)

@@ -52,7 +52,7 @@ class Accumulate(StrEnum):
 
 @app.command()
 def bench(
-    op: Annotated[str, typer.Argument(help=f"What to time: {', '.join(workloads.OPS)}.")],
+    op: Annotated[str, typer.Argument(help=f"What to time: {', '.join(workloads.OPS)}; all for --published.")],
     suite: Annotated[str | None, typer.Option(help="Which of its suites; the first by default.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Type of the operands.")] = Dtype.bf16,
     accumulate: Annotated[
@@ -75,10 +75,16 @@ def bench(
         bool,
         typer.Option("--published", help="Compare recorded rows with numbers others published for OP; time nothing."),
     ] = False,
+    profiled: Annotated[
+        bool,
+        typer.Option("--profile", help="Run the first case of ours under Nsight Compute; print what limits it."),
+    ] = False,
 ) -> None:
     """Time an op's suite beside its peers, all contenders of a case interleaved, and record every row."""
     if reproduced:
-        _reproduced(op, suite, out, warm=warm, plots=plots)
+        ops = dict.fromkeys(p.op for p in published.load()) if op == "all" else (op,)
+        for one in ops:
+            _reproduced(one, suite, out, warm=warm, plots=plots)
         return
     if alone and example is not None:
         terminal.fail("--example adds a peer and --alone leaves them out: give one of the two", code=2)
@@ -93,6 +99,9 @@ def bench(
         terminal.fail(f"no case of {op} {suite} has {match!r} in its label or problem", code=2)
     if dry_run:
         _list(cases, alone)
+        return
+    if profiled:
+        _profiled(cases[0], out or HERE / "results" / "profiles")
         return
     try:
         gpu = _gpu()
@@ -165,6 +174,17 @@ def _reproduced(op: str, suite: str | None, out: Path | None, *, warm: bool, plo
 
             draw_reproduced(lines, gpu, folder / published.picture(op, warm=warm))
     terminal.show(published.published_table(theirs))
+
+
+def _profiled(case: Case, folder: Path) -> None:
+    from bench import profile
+
+    try:
+        report, kernels = profile.profile(case, folder)
+    except profile.Unprofiled as error:
+        terminal.fail(str(error))
+    terminal.show(profile.table(case, kernels))
+    Console(stderr=True, highlight=False).print(f"the whole report is in {report}; open it with ncu-ui", soft_wrap=True)
 
 
 def _check(case: Case) -> None:

@@ -90,10 +90,10 @@ def _labelled(op: str, suite: str, dtype: str, accumulate: str) -> dict[str, str
     return {c.label: c.problem for c in workloads.cases(op, suite, dtype=dtype, accumulate=accumulate)}
 
 
-def load(op: str, suite: str | None = None) -> list[Published]:
-    """Published numbers of ``op``, for one of its suites or all."""
+def load(op: str | None = None, suite: str | None = None) -> list[Published]:
+    """Published numbers of ``op``, or of every op; for one of its suites, or all."""
     found = [Published(**values) for values in json.loads(FILE.read_text())]
-    return [p for p in found if p.op == op and suite in (None, p.suite)]
+    return [p for p in found if op in (None, p.op) and suite in (None, p.suite)]
 
 
 def reproduce(published: Iterable[Published], folder: Path, *, warm: bool = False) -> list[Reproduced]:

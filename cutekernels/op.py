@@ -19,6 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
 Scalar = int | str | bool
+_SCALARS = frozenset((int, str, bool))
 MOST_EXTENT = 2**62  # the bucket of an extent, the next power of two, still fits into an int64
 
 
@@ -73,12 +75,21 @@ def knob(*values: Scalar, added: bool = False) -> Any:
     return field(default=values[0] if added else MISSING, metadata={"values": values})
 
 
-def _one_of(f: Field[Any], value: object) -> bool:
-    return any(value == v and type(value) is type(v) for v in f.metadata["values"])
+@cache
+def _choices(kind: type) -> tuple[tuple[str, dict[tuple[type, Scalar], Scalar]], ...]:
+    """A record's fields that have values to choose from, and these by type and value: True is not 1."""
+    chosen = (f for f in fields(kind) if "values" in f.metadata)
+    return tuple((f.name, {(type(v), v): v for v in f.metadata["values"]}) for f in chosen)
 
 
 class _Record:
     """A frozen dataclass of ints, strings and bools with one canonical text form."""
+
+    def _check_choices(self, error: type[ValueError]) -> None:
+        for name, allowed in _choices(type(self)):  # type: ignore[arg-type]  # a class is hashable
+            value = getattr(self, name)
+            if type(value) not in _SCALARS or (type(value), value) not in allowed:
+                raise error(f"{name} must be one of {', '.join(map(str, allowed.values()))}; it is {value!r}")
 
     def __str__(self) -> str:
         words = []
@@ -128,16 +139,13 @@ class Problem(_Record):
     """
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if "values" in f.metadata:
-                if not _one_of(f, value):
-                    allowed = ", ".join(map(str, f.metadata["values"]))
-                    raise UnsupportedProblem(f"{f.name} must be one of {allowed}; it is {value!r}")
-            elif type(value) is not int or value < 0:
-                raise UnsupportedProblem(f"{f.name} is an extent, a whole number from 0 up; it is {value!r}")
-            elif value > MOST_EXTENT:
-                raise UnsupportedProblem(f"{f.name} is at most 2**62; it has {value.bit_length()} bits: split the call")
+        self._check_choices(UnsupportedProblem)
+        for name in self.extent_names():
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise UnsupportedProblem(f"{name} is an extent, a whole number from 0 up; it is {value!r}")
+            if value > MOST_EXTENT:
+                raise UnsupportedProblem(f"{name} is at most 2**62; it has {value.bit_length()} bits: split the call")
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -145,6 +153,7 @@ class Problem(_Record):
         return cls(**cls._values(text, UnsupportedProblem))
 
     @classmethod
+    @cache
     def extent_names(cls) -> tuple[str, ...]:
         return tuple(f.name for f in fields(cls) if "bucket" in f.metadata)
 
@@ -166,11 +175,7 @@ class Config(_Record):
     """How an op solves a problem: one value per knob. Declare each field with :func:`knob`."""
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if not _one_of(f, value):
-                allowed = ", ".join(map(str, f.metadata["values"]))
-                raise InvalidConfig(f"{f.name} must be one of {allowed}; it is {value!r}")
+        self._check_choices(InvalidConfig)
 
     @property
     def vendors(self) -> bool:
@@ -196,7 +201,7 @@ class Config(_Record):
         """The whole space in a fixed order, rules not applied."""
         space = cls.space()
         for values in product(*space.values()):
-            yield cls(**dict(zip(space, values, strict=True)))
+            yield cls(*values)
 
 
 @dataclass(frozen=True, slots=True)

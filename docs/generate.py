@@ -1,22 +1,26 @@
 """Pages written from the code by ``make docs``; ``tests/test_site.py`` compares them.
 
-``command-line.md`` comes from the Typer app, ``reference.md`` from the public names in ``cutekernels/__init__.pyi``.
+``command-line.md`` comes from the Typer app, ``reference.md`` from the public names in ``cutekernels/__init__.pyi``,
+and the overview in ``performance.md`` from the recorded rows.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from bench import plots, rows
 from cutekernels import cli
 
 DOCS = Path(__file__).parent
-
+MEASURED = plots.RESULTS / "h200"
+OVERVIEW = ("<!-- written by python -m docs.generate -->\n", "<!-- to here -->\n")
 
 # Titles of the reference and what stands below each, by name or by the module a name comes from.
 SECTIONS = {
@@ -103,7 +107,32 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-PAGES = {"command-line.md": command_line, "reference.md": reference}
+def performance() -> str:
+    """The page with its overview of the recorded rows written anew."""
+    start, end = OVERVIEW
+    before, _, rest = (DOCS / "performance.md").read_text().partition(start)
+    _, _, after = rest.partition(end)
+    return "".join([before, start, *overview(), end, after])
+
+
+def overview() -> Iterator[str]:
+    """A line for each file of rows with peers: our speed over the fastest peer of each case."""
+    yield "| rows | cases | geometric mean | worst to best case | cases lost | date, commit |\n"
+    yield "|---|---|---|---|---|---|\n"
+    for path in sorted(MEASURED.glob("*.jsonl")):
+        found = rows.read(path)
+        ratios = plots.against_best_peer(found)
+        if ratios:
+            mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
+            lost = sum(ratio < 1 for ratio in ratios)
+            stamp = found[0].stamp
+            yield (
+                f"| `{path.stem}` | {len(ratios)} | {mean:.2f} | {min(ratios):.2f} to {max(ratios):.2f} | {lost} "
+                f"| {stamp['date'][:10]}, {stamp['commit'][:7]} |\n"
+            )
+
+
+PAGES = {"command-line.md": command_line, "reference.md": reference, "performance.md": performance}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

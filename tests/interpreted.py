@@ -74,7 +74,8 @@ def replies(script: str, cases: Any, timeout_s: float = 600) -> Any:
         capture_output=True,
         text=True,
         timeout=timeout_s,
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=os.environ
+        | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -49,7 +49,7 @@ def test_pages_of_other_files_name_them() -> None:
 
 @pytest.mark.parametrize("name", generate.PAGES)
 def test_generated_pages_are_current(name: str) -> None:
-    assert (DOCS / name).read_text() == generate.PAGES[name](), f"python docs/generate.py writes docs/{name} anew"
+    assert (DOCS / name).read_text() == generate.PAGES[name](), f"python -m docs.generate writes docs/{name} anew"
 
 
 def test_the_reference_has_every_public_name() -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
+import pytest
+
 from cutekernels import gpu
 from cutekernels.op import Config, Op, Problem
 from tests import compiled
@@ -16,6 +18,17 @@ from tests import compiled
 H200 = gpu.lookup("h200")
 TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
 _LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)([^;]*);", re.MULTILINE)
+
+
+def paired(names: Iterable[str]) -> Any:
+    """Parameters ``(name, spec)``: the first name with every GPU, each other one with two of them, in turns.
+
+    What a kernel is built of changes with the GPU and with the problem, hardly ever with a pair of them.
+    """
+    pairs = [
+        (n, s) for i, n in enumerate(names) for s in (TARGETS if i == 0 else (TARGETS[i % 4], TARGETS[(i + 2) % 4]))
+    ]
+    return pytest.mark.parametrize(("name", "spec"), [pytest.param(n, s, id=f"{n}-{s.target}") for n, s in pairs])
 
 
 @cache

@@ -19,7 +19,7 @@ from cutekernels.ops.attention.decode_api import decode_attention
 from tests.attention import compiled
 from tests.attention.cached_cases import arguments, lengths_of, random_config, random_problem, without_unseen_pages
 from tests.attention.cases import rows, wide
-from tests.attention.compiled import H200, TARGETS, count
+from tests.attention.compiled import H200, count
 
 assert registry.OPS  # registers torch.ops.cutekernels
 
@@ -171,8 +171,7 @@ PROBLEMS = {
 SPILL_BYTES = 96  # beside 255 registers, of addresses that are read once a block: docs/notes/attention.md
 
 
-@pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
-@pytest.mark.parametrize("name", PROBLEMS)
+@compiled.paired(PROBLEMS)
 def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gpu.GpuSpec) -> None:
     p = CacheProblem.parse(PROBLEMS[name])
     config = CACHE_ATTENTION.default(p, spec)

@@ -141,7 +141,7 @@ def test_errors_name_rule_value_and_remedy() -> None:
     refused("agree in head dim and batch.*pages need a page_table", q, k[:1], v[:1], n)
     refused("multiple of 8 up to 256; it is 12", q[..., :12], k[..., :12], v[..., :12], n)
     refused("k_cache's 2 heads must divide q's 3", q[:, :, :3], k, v, n)
-    refused("from 1 to 16 queries here, not 17: attention", rows(2, 17, 4, 16), k, v, n)
+    refused("a token of each sequence at least", rows(2, 0, 4, 16), k, v, n)
     refused("scale must be above 0", q, k, v, n, scale=-1.0)
     refused("softcap must be above 0", q, k, v, n, softcap=0.0)
     refused("window must be", q, k, v, n, window=3)

@@ -23,7 +23,7 @@ from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import AttentionProblem, launch_blind
 from tests.attention import compiled
 from tests.attention.cases import qkv, rows, written_out
-from tests.attention.compiled import H200, TARGETS
+from tests.attention.compiled import H200
 
 assert registry.OPS  # registers torch.ops.cutekernels
 
@@ -262,8 +262,7 @@ KERNELS: dict[str, tuple[Op[Any, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
-@pytest.mark.parametrize("name", KERNELS)
+@compiled.paired(KERNELS)
 def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gpu.GpuSpec) -> None:
     op, text = KERNELS[name]
     p = op.Problem.parse(text)

@@ -118,6 +118,14 @@ class TestCommand:
         assert "--suite reference --dtype fp16 --warm" in result.stderr
         assert list(tmp_path.iterdir()) == []
 
+    def test_all_ops_and_what_is_not_measured_of_each(self, tmp_path: Path) -> None:
+        result = self.run("all", "--published", "--out", str(tmp_path))
+        assert result.exit_code == 0, result.output
+        for op in {p.op for p in published.load()}:
+            assert f"{op}, published by others" in " ".join(result.stdout.split()), op
+            assert f"measure with: python -m bench {op} --suite" in result.stderr, op
+        assert self.run("all").exit_code == 2, "there is no suite of all ops"
+
     def test_an_op_of_which_nothing_is_published(self) -> None:
         result = self.run("moe_route", "--published")
         assert result.exit_code == 2

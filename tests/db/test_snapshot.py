@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from cutekernels import settings
-from cutekernels.db import migrations, snapshot, sqlite
+from cutekernels.db import lines, migrations, snapshot, sqlite
 from cutekernels.db.snapshot import Winner
 from cutekernels.db.store import Store, Trial
+from cutekernels.errors import StoreError
 from tests.db.trials import L40S, trial
 
 pytestmark = pytest.mark.usefixtures("shipped")
@@ -119,8 +120,10 @@ def test_broken_shipped_rows_are_skipped_with_one_line(
 
 def test_every_shipped_row_of_the_package_is_sound() -> None:
     for file in (Path(snapshot.__file__).parent / "shipped").glob("*.jsonl"):
-        trials = [Trial.from_line(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        assert {t.gpu.name for t in trials} <= {file.stem}
+        trials = [trial for _, trial in lines.parsed(file.read_text(encoding="utf-8").splitlines())]
+        assert trials
+        assert not [t for t in trials if isinstance(t, StoreError)]
+        assert {t.gpu.name for t in trials} == {file.stem}
         assert all(t.status == "ok" for t in trials)
         keys = [t.key for t in trials]
         assert keys == sorted(set(keys)), f"{file.name}: one row per key, ordered by key"

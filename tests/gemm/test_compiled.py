@@ -100,7 +100,7 @@ def test_an_aligned_problem_runs_on_tensor_cores_fed_by_16_byte_copies(spec: gpu
 
 def test_fp16_accumulation_is_the_tensor_cores_own() -> None:
     problem = GemmProblem.parse(PROBLEMS["fp16-accumulate"])
-    found = instructions(problem, GEMM.default(problem, H200), "h200")
+    found = instructions(problem, multistage_default(problem, H200), "h200")
     assert "HMMA.16816.F16" in found
     assert not {i for i in found if i.startswith("HMMA.16816.F32")}
 

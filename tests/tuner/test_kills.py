@@ -1,6 +1,6 @@
 """A whole run killed at random moments and resumed: no false row, no false winner, nothing locked, nothing left over.
 
-``CUTEKERNELS_KILLS=40`` kills more often; six kills take about 40 s.
+``CUTEKERNELS_KILLS=40`` kills more often; four kills take about 30 s.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cutekernels.db.store import Store
 from tests.tuner.kills import BAD, WRONG
 from tests.tuner.toys import BEST, ToyConfig, true_us
 
-KILLS = int(os.environ.get("CUTEKERNELS_KILLS", "6"))
+KILLS = int(os.environ.get("CUTEKERNELS_KILLS", "4"))
 
 
 def begin(db: Path, home: Path) -> subprocess.Popen[str]:

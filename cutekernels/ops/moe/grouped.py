@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, reduce
+from functools import cache, lru_cache, reduce
 from itertools import chain, pairwise
 from operator import or_
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -113,9 +113,8 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
         if self.blocks(p, c) > _GRID:
             return f"{self.blocks(p, c)} tiles are more than a grid's {_GRID}: take larger tiles"
         schedule, among = self.schedule(c), {} if c.body == MULTISTAGE.name else {"tile_n": TILES_N}
-        return next(foreign(c, **among), None) or next(
-            schedule.broken(self.one(p, most=True), c, gpu, self.extras(p)), None
-        )
+        most, extras = _posed(self, p)
+        return next(foreign(c, **among), None) or next(schedule.broken(most, c, gpu, extras), None)
 
     def schedule(self, c: GemmConfig) -> Schedule:
         """Rules, model and body of ``c``."""
@@ -141,7 +140,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
 
     def model(self, p: GroupedProblem, gpu: GpuSpec) -> Callable[[GemmConfig], float]:
         """Estimates of ``p``."""
-        one, most, extras = self.one(p), self.one(p, most=True), self.extras(p)
+        one, (most, extras) = self.one(p), _posed(self, p)
         chained_us = 0.0
         if p.gated:
             gate = GluProblem(rows=p.rows, cols=p.n, dtype=p.dtype, align=min(16, p.align * ELEMENT_BYTES))
@@ -160,7 +159,8 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
 
     def on_warpgroups(self, p: GroupedProblem, gpu: GpuSpec) -> bool:
         """Whether the warpgroup body takes ``p``."""
-        rules = GROUPED_WARPGROUP.refused(self.one(p, most=True), gpu, self.extras(p))
+        most, extras = _posed(self, p)
+        rules = GROUPED_WARPGROUP.refused(most, gpu, extras)
         return GROUPED_WARPGROUP.name in self.bodies and next(rules, None) is None
 
     # -- kernel
@@ -185,7 +185,8 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
         n, k = sym(divisibility=p.align), sym(divisibility=p.align)
         weight_rows = sym(divisibility=p.align) if p.gated and c.body != MULTISTAGE.name else n
         ends = make_fake_tensor(cutlass.Int32, (sym(),), stride=(1,), assumed_align=4)
-        body = self.schedule(c).body(self.one(p, most=True), c, gpu, self.extras(p))
+        most, extras = _posed(self, p)
+        body = self.schedule(c).body(most, c, gpu, extras)
         if c.body == MULTISTAGE.name:
             body = GroupedGemm(body, self.along)
         if self.along == "k":
@@ -219,7 +220,14 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
 @rates.remembered
 def _default(op: _GroupedOp, p: GroupedProblem, gpu: GpuSpec) -> GemmConfig:
     valid = (c for c in MULTISTAGE.shortlist(op.one(p), gpu) if op.why_not(p, c, gpu) is None)
-    return min(valid, key=lambda c: (op.estimate_us(p, c, gpu), str(c)))
+    estimate_us = op.model(p, gpu)
+    return min(valid, key=lambda c: (estimate_us(c), str(c)))
+
+
+@lru_cache(256)
+def _posed(op: _GroupedOp, p: GroupedProblem) -> tuple[GemmProblem, Extras]:
+    """What the bodies' rules look at: the largest product of a group, and what is done beside it."""
+    return op.one(p, most=True), op.extras(p)
 
 
 @cache
