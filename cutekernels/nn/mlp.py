@@ -11,7 +11,6 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.activations.api import gelu_mul, silu_mul
 from cutekernels.ops.gemm.api import linear
-from cutekernels.ops.gemm.skinny import DEFAULT_TOKENS
 from cutekernels.ops.norm_linear.api import linear_silu_mul
 from cutekernels.ops.shared.checks import check_flag, check_tensor, check_whole
 
@@ -129,30 +128,26 @@ def swiglu(
     *,
     config: Any = None,
 ) -> Tensor:
-    """The module's forward pass over its parameters; ``config`` is the activation's (``silu_mul``)."""
+    """The module's forward pass over its parameters; a ``config`` is that of the gate alone (``silu_mul``)."""
+    if config is None:
+        return projected(gated(x, gate_up, gate_up_bias, name="SwiGLU"), down, down_bias)
     return projected(silu_mul(projected(x, gate_up, gate_up_bias), config=config), down, down_bias)
 
 
 def projected(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, name: str = "SwiGLU") -> Tensor:
-    """``x @ weight.T + bias`` for module ``name``, by our kernel at decode sizes, and by torch's beyond.
-
-    docs/notes/activations.md (H200, 2026-11-21)
-    """
+    """``x @ weight.T + bias`` for module ``name``."""
     check_tensor(name, "x", x)
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise UnsupportedProblem(f"{name} takes (..., {weight.shape[1]}); got {tuple(x.shape)}")
-    tokens = x.numel() // max(1, x.shape[-1])
-    if 0 < tokens <= DEFAULT_TOKENS:
-        return linear(x, weight, bias)
-    return torch.nn.functional.linear(x, weight, bias)
+    return linear(x, weight, bias)
 
 
 def gated(x: Tensor, gate_up: Tensor, bias: Tensor | None = None, gate: Gate = "silu", *, name: str) -> Tensor:
     """``act(x @ w_gate.T) * (x @ w_up.T)`` over the joint projection ``gate_up`` ``(2 * I, H)``, for module ``name``.
 
-    One kernel where SiLU, no bias and a decode size allow it, else the product and the gate.
+    One op where SiLU and no bias allow it, else the product and the gate.
     """
-    if gate == "silu" and bias is None and 0 < x.numel() <= DEFAULT_TOKENS * x.shape[-1]:
+    if gate == "silu" and bias is None:
         return linear_silu_mul(x, gate_up)
     return gate_mul(gate, projected(x, gate_up, bias, name=name))
 

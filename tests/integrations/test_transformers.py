@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
@@ -238,6 +239,27 @@ def test_the_report_names_what_is_left() -> None:
     assert report.fused == {"attention": 1}
     assert "moe_ffn has not been timed on a GPU yet: model.layers.0.mlp, model.layers.1.mlp" in text
     assert "its projections have hooks: model.layers.1.self_attn.q_proj/k_proj/v_proj" in text
+
+
+def test_products_and_attention_in_fp32_on_a_gpu_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's tensors, of which the CPU's stand in here: kernels multiply 16-bit types alone."""
+    with FakeTensorMode():
+        wide, half = (torch.empty(2, 2, dtype=d, device="cuda") for d in (torch.float32, torch.bfloat16))
+        assert not modules.multiplied(wide, wide)
+        assert modules.multiplied(half, half)
+        assert not modules.multiplied(half, wide)
+    model = tiny.model("llama")
+    monkeypatch.setattr(modules, "multiplied", lambda x, weight: False)
+    expected = model(tokens()).logits
+    with ck.patch(model) as report:
+        left = {name: reason for name, reason in report.left}
+        assert "linear" not in report.patched
+        assert report.patched["norm"] == 5
+        assert {name for name in left if name.endswith("_proj")} >= {"model.layers.0.self_attn.q_proj"}
+        assert left["model.layers.0.self_attn's core"] == left["lm_head"]
+        assert left["lm_head"] == "on a GPU kernels multiply fp16 and bf16, and its weights are torch.float32"
+        assert model.config._attn_implementation != "cutekernels"
+        close(model(tokens()).logits, expected)
 
 
 def test_an_unknown_activation_and_dropout_are_left() -> None:

@@ -18,6 +18,8 @@ from cutekernels.nn.packing import side_by_side
 from cutekernels.ops.norms.api import add_rms_norm, rms_norm
 from cutekernels.ops.rope import rope
 
+MULTIPLIED = (torch.float16, torch.bfloat16)  # on a GPU
+
 # ---- classes that change places -------------------------------------------------------------------------
 
 
@@ -137,6 +139,11 @@ def _together(linears: list[Any], name: str) -> Tensor | None:
 # ---- layers ---------------------------------------------------------------------------------------------
 
 
+def multiplied(x: Tensor, weight: Tensor) -> bool:
+    """Whether our kernels multiply ``x`` by ``weight``: of one type, on a GPU a 16-bit one."""
+    return x.dtype == weight.dtype and (not x.is_cuda or x.dtype in MULTIPLIED)
+
+
 class Norm(Patched):
     weight: Tensor
 
@@ -148,9 +155,11 @@ class Norm(Patched):
 
 
 class Linear(Patched):
+    weight: Tensor
+
     def forward(self, x: Tensor) -> Tensor:
-        """The product, by our kernel at decode sizes."""
-        if x.dtype != self.weight.dtype:  # type: ignore[attr-defined]
+        """The product."""
+        if not multiplied(x, self.weight):
             return super().forward(x)  # type: ignore[misc, no-any-return]
         return projected(x, self.weight, self.bias, name="Linear")  # type: ignore[attr-defined]
 
@@ -164,7 +173,7 @@ class Mlp(Fused):
         fused, gate = self.fused(), gate_of(me.act_fn)
         if gate is None:  # act_fn has been replaced: patch leaves such modules alone
             return super().forward(x)  # type: ignore[misc, no-any-return]
-        if fused is None or x.dtype != fused[0].dtype:
+        if fused is None or not multiplied(x, fused[0]):
             hidden = gate_mul(gate, me.gate_proj(x), me.up_proj(x))
         else:
             hidden = gated(x, *fused, gate, name="Mlp")
@@ -188,7 +197,7 @@ class Attention(Fused):
         names: Any = sys.modules[self.original.__module__]
         shape = hidden_states.shape[:-1]
         fused = self.fused()
-        if fused is None or hidden_states.dtype != fused[0].dtype:
+        if fused is None or not multiplied(hidden_states, fused[0]):
             q, k, v = (getattr(me, name)(hidden_states) for name in self.parts)
         else:
             sizes = [getattr(me, name).out_features for name in self.parts]

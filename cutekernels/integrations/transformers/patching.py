@@ -149,7 +149,7 @@ def _refused(role: str, module: Any) -> str:
         return "its forward has been replaced (by device_map's hooks, say)"
     if role == "mlp" and gate_of(module.act_fn) is None:
         return f"no kernel has the gate of {type(module.act_fn).__name__}"
-    return ""
+    return _not_multiplied(module.weight) if role == "linear" else ""
 
 
 def _route(model: Any, report: Report) -> None:
@@ -163,14 +163,25 @@ def _route(model: Any, report: Report) -> None:
             report.left.append(("attention's core", rule))
             return
     for name, module in model.named_modules():
-        if isinstance(module, modules.Attention) and (module.head_dim % WIDEST or module.head_dim > WIDEST_HEAD):
-            rule = (
-                f"kernels take a head_dim that is a multiple of {WIDEST} up to {WIDEST_HEAD}; it is {module.head_dim}"
-            )
+        rule = _core_refused(module) if isinstance(module, modules.Attention) else ""
+        if rule:
             report.left.append((f"{name}'s core", rule))
             return
     model.__dict__[_BEFORE] = config._attn_implementation
     model.set_attn_implementation(attention.NAME)
+
+
+def _core_refused(module: Any) -> str:
+    """Why no kernel takes the queries, keys and values of an attention layer, or ""."""
+    if module.head_dim % WIDEST or module.head_dim > WIDEST_HEAD:
+        return f"kernels take a head_dim that is a multiple of {WIDEST} up to {WIDEST_HEAD}; it is {module.head_dim}"
+    return _not_multiplied(module.q_proj.weight)
+
+
+def _not_multiplied(weight: torch.Tensor) -> str:
+    if modules.multiplied(weight, weight):
+        return ""
+    return f"on a GPU kernels multiply fp16 and bf16, and its weights are {weight.dtype}"
 
 
 def _some(names: list[str]) -> str:
