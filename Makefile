@@ -1,7 +1,7 @@
 # Everything installs itself into $(VENV) on first use; a stamp makes the second run instant.
 #   make demo    tune, look into the database, call the winner   (with or without a GPU)
 #   make test    lint, types, tests                              (no GPU needed)
-#   make bench   every suite against its peers                   (needs a GPU)
+#   make bench   gemm's main suites and silu_mul, with peers     (needs a GPU)
 #   make plots   every picture of recorded rows                  (no GPU needed)
 #   make docs    the site, into site/                            (no GPU needed)
 

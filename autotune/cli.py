@@ -67,7 +67,7 @@ def command(
     ] = None,
     device: Annotated[int | None, typer.Option(min=0, help="The GPU of this machine with this CUDA index.")] = None,
     ray: Annotated[
-        str | None, typer.Option(metavar="ADDRESS|auto", help="The GPUs of a Ray cluster (cutekernels[fleet]).")
+        str | None, typer.Option(metavar="ADDRESS|auto", help="The GPUs of a Ray cluster; needs the extra `fleet`.")
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the tasks and end.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what earlier runs left to do and end.")] = False,

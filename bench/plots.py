@@ -19,11 +19,18 @@ from bench.rows import OURS, Row, is_ours, read
 
 RESULTS = Path(__file__).parent / "results"
 OVERVIEW = "overview.png"
+OF_WARPS = " †"  # behind the name of a suite that was timed with the warp-MMA kernels alone
+_WARPGROUPS_SINCE = "2026-11-23"
+_BY_WARPS = {
+    "gemm": ("alphabeta", "llm", "square"),
+    "attention": ("prefill", "published"),
+    "attention_backward": ("prefill",),
+}
 WIDTH = 9.0  # inches; at 150 dots each, below 1600 pixels
 STREAM = "load and store only"  # how the best of the streaming contenders is called
 FLOOR = "least time"
 
-_OURS, _LOSS, _INK = "#76b900", "#c5221f", "#202124"
+_OURS, _LOSS, _OLDER, _INK = "#76b900", "#c5221f", "#9aa0a6", "#202124"
 _COLORS = {  # by the first word or words of a contender's name; the longest match counts
     OURS: _OURS,
     f"{OURS} (default)": "#b7dd79",
@@ -183,35 +190,43 @@ def draw_reproduced(lines: Sequence[Reproduced], gpu: str, path: Path) -> None:
     _bars(labels, bars, "speed-up", title, path, ratios=True)
 
 
-def against_best_peer(rows: Sequence[Row]) -> list[float]:
+def by_warps(rows: Sequence[Row]) -> bool:
+    """Whether ``rows`` are of the warp-MMA kernels alone: what GPUs without warpgroup MMA run, and the H200 did."""
+    first = rows[0]
+    return first.suite in _BY_WARPS.get(first.op, ()) and first.stamp.get("date", "") < _WARPGROUPS_SINCE
+
+
+def against_best_peer(rows: Sequence[Row]) -> dict[str, float]:
     """For each case with a peer: the time of the fastest correct peer over ours. Streaming kernels are no peers."""
     times: dict[str, dict[str, float]] = {}
     for r in rows:
         if r.median_us is not None and not r.contender.startswith(stream.NAME):
             times.setdefault(f"{r.problem} {r.label}", {})[r.contender] = r.median_us
-    ratios = []
-    for timed in times.values():
+    ratios = {}
+    for case, timed in times.items():
         peers = [us for name, us in timed.items() if not is_ours(name)]
         if peers and OURS in timed:
-            ratios.append(min(peers) / timed[OURS])
+            ratios[case] = min(peers) / timed[OURS]
     return ratios
 
 
 def draw_overview(folder: Path) -> bool:
     """One bar for each op and suite with peers, cold: the geometric mean, and the range over its cases."""
-    suites: dict[str, list[float]] = {}
+    suites: dict[str, dict[str, float]] = {}
     for path in sorted(folder.glob("*.jsonl")):
         rows = read(path)
         if rows and rows[0].l2 == "cold" and not rows[0].rest_ms:
-            suites.setdefault(f"{rows[0].op}, {rows[0].suite}", []).extend(against_best_peer(rows))
-    means = {name: math.exp(math.fsum(map(math.log, r)) / len(r)) for name, r in suites.items() if r}
+            name = f"{rows[0].op}, {rows[0].suite}" + (OF_WARPS if by_warps(rows) else "")
+            suites.setdefault(name, {}).update(against_best_peer(rows))
+    means = {name: math.exp(math.fsum(map(math.log, r.values())) / len(r)) for name, r in suites.items() if r}
     if not means:
         return False
     names = sorted(means, key=lambda name: means[name])
     figure, axes = _pyplot().subplots(figsize=(WIDTH, 1.2 + 0.25 * len(names)), layout="constrained")
     for y, name in enumerate(names):
-        mean, ratios = means[name], suites[name]
-        axes.barh(y, mean - 1, left=1.0, height=0.7, color=_OURS if mean >= 1 else _LOSS)
+        mean, ratios = means[name], suites[name].values()
+        shade = _OURS if mean >= 1 else _OLDER if name.endswith(OF_WARPS) else _LOSS
+        axes.barh(y, mean - 1, left=1.0, height=0.7, color=shade)
         axes.hlines(y, min(ratios), max(ratios), color="#5f6368", linewidth=1)
         axes.annotate(
             f"{mean:.2f}", (max(*ratios, 1.0), y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8

@@ -178,7 +178,7 @@ def report(
     problem: Conditions = None,
     db: Db = None,
 ) -> None:
-    """Write one HTML file of pictures: searches, time by status, roofline, prediction, winners. Needs [report]."""
+    """Write one HTML file of pictures: searches, time by status, roofline, prediction, winners (extra `report`)."""
     from cutekernels.db import html_report
 
     with _opened(db, needed=True) as opened:
@@ -201,7 +201,8 @@ def export(
         assert opened.store is not None
         target = sys.stdout if file == "-" else file
         count = opened.store.export(target, gpu=opened.gpu(gpu), op=opened.op(op), slim=slim)
-    terminal.say(f"{count} winners written to {'stdout' if file == '-' else file}")
+    hint = "" if count else "; shipped ones, which every installation has, are not among them"
+    terminal.say(f"{count} local winners written to {'stdout' if file == '-' else file}{hint}")
 
 
 @app.command("import")

@@ -121,13 +121,13 @@ def overview() -> Iterator[str]:
     yield "|---|---|---|---|---|---|\n"
     for path in sorted(MEASURED.glob("*.jsonl")):
         found = rows.read(path)
-        ratios = plots.against_best_peer(found)
+        ratios = list(plots.against_best_peer(found).values())
         if ratios:
             mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
             lost = sum(ratio < 1 for ratio in ratios)
-            stamp = found[0].stamp
+            stamp, sign = found[0].stamp, plots.OF_WARPS if plots.by_warps(found) else ""
             yield (
-                f"| `{path.stem}` | {len(ratios)} | {mean:.2f} | {min(ratios):.2f} to {max(ratios):.2f} | {lost} "
+                f"| `{path.stem}`{sign} | {len(ratios)} | {mean:.2f} | {min(ratios):.2f} to {max(ratios):.2f} | {lost} "
                 f"| {stamp['date'][:10]}, {stamp['commit'][:7]} |\n"
             )
 

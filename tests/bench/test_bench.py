@@ -532,7 +532,7 @@ def test_an_overview_compares_ours_with_the_best_peer_of_each_case(tmp_path: Pat
     some = [row("a", "torch.compile", 9.0), row("a", "liger", 8.0), row("a", "streaming 2:1", 1.0)]
     some += [row("a", "cutekernels", 4.0), row("b", "liger", 2.0), row("b", "cutekernels", 4.0)]
     some += [row("c", "cutekernels", 1.0), row("a", "our ops one by one", 1.0)]
-    assert plots.against_best_peer(some) == [2.0, 0.5]  # a, b; c has no peer
+    assert list(plots.against_best_peer(some).values()) == [2.0, 0.5]  # a, b; c has no peer
     rows.write(tmp_path / "silu_mul_llm.jsonl", some)
     rows.write(tmp_path / "silu_mul_alone.jsonl", some[-2:])
     assert plots.draw_all(tmp_path) == 3

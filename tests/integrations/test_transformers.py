@@ -252,7 +252,7 @@ def test_products_and_attention_in_fp32_on_a_gpu_are_left(monkeypatch: pytest.Mo
     monkeypatch.setattr(modules, "multiplied", lambda x, weight: False)
     expected = model(tokens()).logits
     with ck.patch(model) as report:
-        left = {name: reason for name, reason in report.left}
+        left = dict(report.left)
         assert "linear" not in report.patched
         assert report.patched["norm"] == 5
         assert {name for name in left if name.endswith("_proj")} >= {"model.layers.0.self_attn.q_proj"}
