@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -121,6 +122,15 @@ def test_gradients(activation: str | None) -> None:
     assert torch.autograd.gradcheck(f, posed())
     if activation is None:
         assert torch.autograd.gradgradcheck(f, posed())
+
+
+def test_the_gradient_of_a_wider_bias_is_rounded_once() -> None:
+    x, w, dy = torch.randn(600, 8).bfloat16(), torch.randn(4, 8, 8).bfloat16(), torch.rand(600, 8).bfloat16()
+    bias, offsets = torch.zeros(4, 8, requires_grad=True), torch.tensor([3, 250, 250, 250, 590], dtype=torch.int32)
+    ck.grouped_gemm(x, w, offsets, bias).backward(dy)
+    expected = torch.stack([dy[a:b].double().sum(0) for a, b in pairwise(offsets.tolist())])
+    assert bias.grad is not None
+    torch.testing.assert_close(bias.grad.double(), expected, rtol=1e-6, atol=0.0)
 
 
 def test_opcheck_and_compile() -> None:

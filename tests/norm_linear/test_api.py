@@ -398,6 +398,16 @@ def test_the_op_has_the_gradients_of_the_chain() -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_no_second_derivative_within_vmap() -> None:
+    """There the op is called, whose gradient is not recorded; elsewhere its parts are, which say so themselves."""
+    weight, x = torch.randn(4, 8).double(), torch.randn(2, 3, 8).double().requires_grad_()
+    y = torch.vmap(lambda row: ck.linear_silu_mul(row, weight))(x)
+    with pytest.raises(UnsupportedProblem, match="linear_silu_mul within vmap is differentiable once: call its parts"):
+        torch.autograd.grad(y.sum(), x, create_graph=True, retain_graph=True)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(dx, torch.autograd.grad(ck.linear_silu_mul(x, weight).sum(), x)[0])
+
+
 def test_more_refusals() -> None:
     x, g, w = randn(4, 64), randn(64), randn(32, 64)
     for call, said in (

@@ -400,6 +400,17 @@ def test_traced_whole() -> None:
     assert x.grad is not None
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_traced_numbers(dynamic: bool | None) -> None:
+    """The second value of a float makes it a traced one; with ``dynamic`` the first does."""
+    torch._dynamo.reset()
+    norm = torch.compile(rms_norm, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    x, w = torch.randn(4, 6), torch.randn(6)
+    for offset in (0.0, 1.0, 0.5):
+        torch.testing.assert_close(norm(x, w, weight_offset=offset), rms_norm(x, w, weight_offset=offset))
+
+
 # ---- the GPU's path, on CPU tensors ---------------------------------------------------------------------
 
 

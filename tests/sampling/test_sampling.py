@@ -212,3 +212,6 @@ def test_traced_whole() -> None:
     logits, top_p = torch.randn(4, 60), torch.rand(4)
     expected = sample_filter(logits, **{**ALL, "top_p": top_p}).softmax(-1)  # type: ignore[arg-type]
     torch.testing.assert_close(sampled(logits, top_p), expected)
+    changing = torch.compile(sample_filter, fullgraph=True, backend="eager")
+    for p in (0.9, 0.8, 1.0):  # the second value makes it a traced number
+        torch.testing.assert_close(changing(logits, top_p=p), sample_filter(logits, top_p=p))

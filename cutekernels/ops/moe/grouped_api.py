@@ -101,9 +101,17 @@ def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     dweight = ops.grouped_gemm_wgrad(dz, x, offsets) if needs[1] else None
     dbias = None
     if needs[3]:
-        ones = dz.new_ones((dz.shape[0], _BIAS_COLUMNS))
-        dbias = ops.grouped_gemm_wgrad(dz, ones, offsets)[..., 0].to(ctx.bias_dtype)
+        dbias = _sums(dz, offsets, ctx.bias_dtype)
     return dx, dweight, None, dbias, None, None
+
+
+def _sums(rows: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    """``(E, N)``: the rows of each group added up, in a fixed order; rounded once, to ``dtype``."""
+    if dtype == rows.dtype:
+        ones = rows.new_ones((rows.shape[0], _BIAS_COLUMNS))
+        return torch.ops.cutekernels.grouped_gemm_wgrad(rows, ones, offsets)[..., 0]  # type: ignore[no-any-return]
+    ends = offsets.clamp(0, rows.shape[0]).cummax(0).values.long()  # as the kernels read offsets, whatever they are
+    return torch.segment_reduce(rows.to(dtype), "sum", offsets=ends, unsafe=True)
 
 
 def _remember_wgrad(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -240,7 +240,7 @@ def register(library: torch.library.Library) -> None:
         tensor_op.register(
             library,
             op,
-            backward=_gradient(chain),
+            backward=_gradient(op.name, chain),
             setup_context=_remember,
             autocast="lower",
             kept=[op.inputs.index(name) for name in kept],
@@ -266,10 +266,12 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.others = [None if isinstance(t, Tensor) else t for t in inputs]
 
 
-def _gradient(chain: Any) -> Any:
-    """The backward of an op with the arguments and the result of ``chain``."""
+def _gradient(name: str, chain: Any) -> Any:
+    """The backward of the op called ``name``, with the arguments and the result of ``chain``."""
 
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # for a second derivative, within vmap: elsewhere the chain itself is recorded
+            raise UnsupportedProblem(f"{name} within vmap is differentiable once: call its parts one after the other")
         wanted = [*ctx.needs_input_grad, *[False] * len(ctx.others)][: len(ctx.others)]  # no entry for omitted defaults
         leaves = [
             None if t is None else t.detach().requires_grad_(w) for t, w in zip(ctx.saved_tensors, wanted, strict=True)
