@@ -230,6 +230,7 @@ def _sigterm_raises() -> Iterator[None]:
 @contextmanager
 def _watcher(job: Job, log: Path | None) -> Iterator[Watcher]:
     from cutekernels.autotune.progress import Bars, Lines, Several
+    from cutekernels.db import sqlite
     from cutekernels.errors import JobError
 
     console = Console(stderr=True)
@@ -241,6 +242,8 @@ def _watcher(job: Job, log: Path | None) -> Iterator[Watcher]:
             watchers.append(Lines(sys.stderr, job.tasks))
         if log is not None:
             try:
+                if sqlite.must_not_be_overwritten(log):
+                    raise JobError(f"--log {log} is an SQLite database: name another file")
                 stream = log.open("a", encoding="utf-8")
             except OSError as error:
                 raise JobError(f"--log {log}: {error.strerror}; name a file that can be written") from error

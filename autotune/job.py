@@ -26,6 +26,7 @@ nothing is tuned here.
 
 from __future__ import annotations
 
+import errno
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -86,8 +87,12 @@ def load(job: str | Path, *, find: FindOp | None = None) -> Job:
     path = Path(job)
     try:
         text = path.read_text(encoding="utf-8") if path.is_file() else None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise JobError(f"{_shown(str(path))}: a job file is UTF-8 text; {_shown(error)}") from error
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:  # no file can be called so
+            raise JobError(f"{_shown(str(path))}: {error.strerror}; name a job file that can be read") from error
+        text = None
     if text is not None:
         return parse(text, str(path), find=find)
     if str(job) in bundled():

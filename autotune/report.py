@@ -117,7 +117,7 @@ class TuneReport:
         several = len({task.gpu for task in self.tasks}) > 1
         table = Table(title=self.headline(), title_justify="left", show_lines=True)
         table.add_column("problem and winner", overflow="fold")
-        table.add_column("µs", justify="right")
+        table.add_column("us", justify="right")
         table.add_column("speed over default", justify="right")
         table.add_column("this run", overflow="fold")
         for task in self.tasks:

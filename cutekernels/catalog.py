@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import tempfile
@@ -203,7 +204,8 @@ class Catalog:
         found: dict[str, float | None] = {"tflops": flops / us / 1e6, "gbps": moved / us / 1e3, "roofline": None}
         with suppress(UnknownGpu):  # described on its own machine, not in the table
             found["roofline"] = declarations.Work(flops, moved).floor_us(gpus.lookup(gpu)) / us
-        return found
+        # A database may hold a time of 5e-324 us.
+        return {name: rate if rate is not None and math.isfinite(rate) else None for name, rate in found.items()}
 
     def _work(self, op: str, problem: str) -> tuple[float, float] | None:
         known = self._kept["work"].setdefault(op, {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import SupportsIndex, TypedDict
+from typing import Any, SupportsIndex, TypedDict
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from cutekernels.ops.kv_append.op import LENGTHS, LOST, KvAppendConfig
 from cutekernels.ops.shared.checks import check_tensor
 
 NO_PAGE = -1  # an entry of a page table without a page
+_VIEWS = ("_state", "_lengths", "_lost")
 
 
 class CacheView(TypedDict):
@@ -49,7 +50,8 @@ class KVCache:
         out = decode_attention(q, **cache.view())
 
     Lengths are on the device and :meth:`append` updates them there, so that the host never waits and a captured graph
-    serves any lengths. ``lengths`` may be written to: ``cache.lengths -= rejected`` drops speculated tokens.
+    serves any lengths. ``lengths`` may be written to: ``cache.lengths -= rejected`` drops speculated tokens. What is
+    assigned is copied there.
 
     Tokens without room are not written: a sequence ends at its last token that has a place, and ``lost`` counts those
     behind it. Call :meth:`check` now and then, or keep count on the host.
@@ -93,23 +95,28 @@ class KVCache:
                 )
             check_page_size(k_cache.shape[1])
             batch = page_table.shape[0]
-        state = torch.zeros((3, batch), dtype=torch.int32, device=k_cache.device)
-        self._set(k_cache, v_cache, page_table, state, None)
+        states = torch.zeros((1, 3, batch), dtype=torch.int32, device=k_cache.device)
+        self._set(k_cache, v_cache, page_table, states, 0, None)
 
     def _set(
-        self,
-        k: Tensor,
-        v: Tensor,
-        page_table: Tensor | None,
-        state: Tensor,
-        pool: _Pool | None,
-        states: Tensor | None = None,
+        self, k: Tensor, v: Tensor, page_table: Tensor | None, states: Tensor, layer: int, pool: _Pool | None
     ) -> None:
-        """``states``: ``(..., 3, B)``, of the layers that :meth:`reset` empties; this one's alone by default."""
+        """``states``: ``(LAYERS, 3, B)``, of which this cache's is number ``layer``."""
         self.k_cache, self.v_cache, self.page_table = k, v, page_table
-        self.lengths, self.lost = state[LENGTHS], state[LOST]
-        self._state, self._pool = state, pool
-        self._states = state if states is None else states
+        self._states, self._layer, self._pool = states, layer, pool
+        self._look_up()
+
+    def _look_up(self) -> None:
+        self._state = self._states[self._layer]
+        self._lengths, self._lost = self._state[LENGTHS], self._state[LOST]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the views, which would each come back in memory of their own; layers have ``_states`` in common."""
+        return {name: value for name, value in self.__dict__.items() if name not in _VIEWS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._look_up()
 
     @classmethod
     def contiguous(
@@ -206,12 +213,27 @@ class KVCache:
         for _ in range(layers - 1):
             k, v = torch.empty_like(first.k_cache), torch.empty_like(first.v_cache)
             found.append(cls(k, v, first.page_table))
-        for cache, state in zip(found, states, strict=True):
-            whole = states if cache is first else None
-            cache._set(cache.k_cache, cache.v_cache, cache.page_table, state, cache._pool, whole)
+        for layer, cache in enumerate(found):
+            cache._set(cache.k_cache, cache.v_cache, cache.page_table, states, layer, cache._pool)
         return found
 
     # -- what there is
+
+    @property
+    def lengths(self) -> Tensor:
+        return self._lengths
+
+    @lengths.setter
+    def lengths(self, value: Tensor) -> None:
+        _write("lengths", self._lengths, value)
+
+    @property
+    def lost(self) -> Tensor:
+        return self._lost
+
+    @lost.setter
+    def lost(self, value: Tensor) -> None:
+        _write("lost", self._lost, value)
 
     @property
     def batch(self) -> int:
@@ -257,13 +279,12 @@ class KVCache:
         if sequences.step not in (None, 1):
             raise UnsupportedProblem(f"sequences of a part lie in a row; got a step of {sequences.step}")
         part = object.__new__(type(self))
-        table, pool = self.page_table, self._pool
+        table, pool, states = self.page_table, self._pool, self._states[..., sequences]
         if table is None:
-            part._set(self.k_cache[sequences], self.v_cache[sequences], None, self._state[:, sequences], None)
+            part._set(self.k_cache[sequences], self.v_cache[sequences], None, states, self._layer, None)
         else:
             own = None if pool is None else pool[sequences]
-            states = self._states[..., sequences]
-            part._set(self.k_cache, self.v_cache, table[sequences], self._state[:, sequences], own, states)
+            part._set(self.k_cache, self.v_cache, table[sequences], states, self._layer, own)
         return part
 
     def __repr__(self) -> str:
@@ -338,7 +359,7 @@ class KVCache:
 
     def reset(self) -> None:
         """Drops all tokens, and frees pages that :meth:`reserve` took. ``cache[i].reset()`` for one sequence."""
-        self._states.zero_()
+        (self._state if self._layer else self._states).zero_()  # the first layer empties all
         if self._pool is not None:
             assert self.page_table is not None
             for held in self._pool.held:
@@ -387,6 +408,16 @@ class KVCache:
                 "the caller's; KVCache.paged(..., pages=n) has a free list"
             )
         return self._pool
+
+
+def _write(name: str, place: Tensor, value: Tensor) -> None:
+    """Copies what is assigned to an attribute to its place in the state, where kernels and graphs read it."""
+    if value is place:  # cache.lengths -= n has written already
+        return
+    check_tensor("KVCache", name, value)
+    if any(getattr(value, n) != getattr(place, n) for n in ("shape", "dtype", "device")):
+        raise UnsupportedProblem(f"{name} takes {_look(place)}; got {_look(value)}: convert it, or write to a part")
+    place.copy_(value)
 
 
 def _look(t: Tensor) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -103,23 +104,38 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        _check_group(self.param_groups[-1])
+        try:
+            _check_group(self.param_groups[-1])
+        except UnsupportedProblem:
+            self.param_groups.pop()
+            raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._tables, self._captured = {}, getattr(self, "_captured", [])
-        for group in self.param_groups:
+        for group in state["param_groups"]:  # before anything is taken over
             group.setdefault("maximize", False)
             group.setdefault("master_weights", False)
             group["fused"], group["foreach"] = True, None  # how the state lies, wherever it came from
             _check_group(group)
+        super().__setstate__(state)
+        self._tables, self._captured = {}, getattr(self, "_captured", [])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        # torch has cast the moments to the parameters' type.
-        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+        given: list[dict[str, Any]] = []  # what the caller's hooks made of it
+        hooks = (
+            self.register_load_state_dict_pre_hook(lambda _, last: given.append(last)),
+            self.register_load_state_dict_post_hook(lambda _: self._widen(given[0]), prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _widen(self, given: dict[str, Any]) -> None:
+        """Takes state from ``given`` again, which torch has cast to the parameters' type."""
+        for saved, group in zip(given["param_groups"], self.param_groups, strict=True):
             for key, param in zip(saved["params"], group["params"], strict=True):
-                found = state_dict["state"].get(key, {})
+                found = given["state"].get(key, {})
                 state = self.state[param] if found else {}
                 for name in (*_MOMENTS, "master"):
                     if name in found:
@@ -127,7 +143,6 @@ class FusedAdamW(torch.optim.Optimizer):
                         state[name] = like.copy_(found[name])
                 if "step" in found:
                     state["step"] = torch.as_tensor(float(found["step"]), dtype=torch.float32, device=param.device)
-        self._tables.clear()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -136,6 +151,8 @@ class FusedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for group in self.param_groups:  # all of them before the first is updated
+            _check_group(group)
         for number, group in enumerate(self.param_groups):
             kinds: dict[tuple[Any, ...], list[_Operands]] = {}
             for param in group["params"]:
@@ -343,7 +360,8 @@ def _check_group(group: dict[str, Any]) -> None:
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise UnsupportedProblem(f"a learning rate is one number; got a tensor of shape {tuple(lr.shape)}")
-    check_hyper(0.0 if isinstance(lr, Tensor) else lr, group["betas"], group["eps"], group["weight_decay"])
+    rate = lr if isinstance(lr, int) else float(lr) if isinstance(lr, Real) else lr  # numpy's too, from a schedule
+    check_hyper(0.0 if isinstance(lr, Tensor) else rate, group["betas"], group["eps"], group["weight_decay"])
     for name in ("maximize", "master_weights", "amsgrad", "capturable"):
         check_flag("FusedAdamW", name, group.get(name, False))
     for name in ("amsgrad", "differentiable"):

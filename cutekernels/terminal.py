@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -136,8 +137,16 @@ def write(
 
 
 def as_json(value: Any) -> str:
-    """``value`` as indented JSON, dates in ISO 8601."""
-    return json.dumps(value, indent=2, default=plain)
+    """``value`` as indented JSON, dates in ISO 8601; a number that is not finite, which JSON lacks, is null."""
+    return json.dumps(_finite(value), indent=2, default=plain, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> str:
@@ -185,5 +194,5 @@ def cell(value: object) -> Text:
     if value is None:
         return Text("")
     if isinstance(value, float):
-        return Text(f"{value:.4g}" if value < 1000 else f"{value:.1f}", justify="right")
+        return Text(f"{value:.4g}" if value < 1000 or value >= 1e7 else f"{value:.1f}", justify="right")
     return Text(clean(str(plain(value))), overflow="fold")

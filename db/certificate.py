@@ -74,4 +74,6 @@ class Certificate:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    if type(value) is int:
+        return 0 <= value < 2**53
+    return type(value) is float and math.isfinite(value) and value >= 0

@@ -55,6 +55,7 @@ Columns = Annotated[str | None, typer.Option("--columns", help="These columns on
 Sort = Annotated[str | None, typer.Option("--sort", help="By this column; -NAME for descending.")]
 Wide = Annotated[bool, typer.Option("--wide", help="One line for each row, nothing shortened.")]
 
+_LEAST_OF_AN_ID = 8  # characters: the listings show so many
 _TRIAL_COLUMNS = tuple(f.name for f in fields(Trial) if f.name != "environment")
 
 
@@ -336,7 +337,12 @@ def _report(report: ImportReport) -> None:
 
 def _pick(opened: Database, what: str, gpu: str | None, op: str | None) -> list[dict[str, Any]]:
     if not any(sign in what for sign in "=<>"):
-        return [t.as_row() for t in opened.trials(gpu=gpu, op=op, part=what)] if len(what) >= 8 else []
+        if len(what) < _LEAST_OF_AN_ID:
+            raise UnsupportedProblem(
+                f'what to show is a problem, "m=16 n=4096", or at least {_LEAST_OF_AN_ID} characters of a trial\'s id, '
+                f"its start or its end; it is {what!r}. `cutekernels db query` lists both"
+            )
+        return [t.as_row() for t in opened.trials(gpu=gpu, op=op, part=what)]
     found = opened.winners(gpu=gpu, op=op, problem=what)
     asked = {word.partition("=")[0] for word in what.split()}
     # A field that is not named has its default, if some row is so: "m=16 n=64 k=32" is not the one with b_major=k.

@@ -34,6 +34,8 @@ WRITING = "cutekernels_writing"  # execution option: this transaction will write
 
 _LOCK_TIMEOUT_S = 120.0
 _CONNECT_TIMEOUT_S = 10
+_SECRETS = ("password", "passfile", "sslpassword")  # of a PostgreSQL URL's query
+_SETS_ASIDE = "; `cutekernels db doctor --fix` sets a damaged file aside and begins a fresh one"
 _MIGRATION_LOCK = 0x6375_7465  # PostgreSQL advisory lock: "cute"
 _TABLES = {"gpu", "environment", "trial", "winner", "request", "rate", "alembic_version"}
 _alembic_lock = threading.Lock()  # Alembic's context is one per process, whatever the database
@@ -73,9 +75,13 @@ def url_of(place: str | os.PathLike[str] | None) -> str:
 
 
 def shown(url: str) -> str:
-    """``url`` without its password, for messages."""
+    """``url`` without its secrets, for messages: those before the host, and those that libpq takes in the query."""
     try:
-        return make_url(url).render_as_string(hide_password=True)
+        parsed = make_url(url)
+        secret = {name: "***" for name in parsed.query if name.lower() in _SECRETS}
+        host = parsed.host.rpartition("@")[2] if parsed.host else None  # the end of a password with an @ of its own
+        parsed = parsed.set(host=host).update_query_dict(secret)
+        return parsed.render_as_string(hide_password=True).replace("=%2A%2A%2A", "=***")
     except (ArgumentError, ValueError):
         return url.partition("://")[0] + "://..."
 
@@ -85,6 +91,8 @@ def translated(name: str) -> Iterator[None]:
     """Turn errors of SQLAlchemy, sqlite3 and the file system into a StoreError about database ``name``."""
     try:
         yield
+    except UnicodeDecodeError as error:  # sqlite3 cannot even read out what SQLite has to say of a damaged schema
+        raise StoreError(f"database {name}: its schema is damaged ({error}){_SETS_ASIDE}") from error
     except (SQLAlchemyError, sqlite3.Error, OSError) as error:
         cause = str(getattr(error, "orig", None) or error).strip()
         first = next(iter(cause.splitlines()), type(error).__name__)
@@ -101,6 +109,8 @@ def file_errors(name: str) -> Iterator[None]:
 
 
 def _remedy(cause: str) -> str:
+    if "image is malformed" in cause or "malformed database schema" in cause or "is not a database" in cause:
+        return _SETS_ASIDE
     if "interrupted" in cause:
         return f"; reading it took longer than {sqlite.READ_LIMIT_S:.0f} s"
     if "locked" in cause:
@@ -120,11 +130,16 @@ def _postgres(url: str) -> Engine:
     elif not scheme.startswith("postgresql+"):
         raise StoreError(f"a database is an SQLite file or PostgreSQL; {shown(url)!r} is neither")
     try:
+        if "@" in (make_url(url).host or ""):
+            raise ValueError("an @ in the host")
         return create_engine(url, poolclass=NullPool, connect_args={"connect_timeout": _CONNECT_TIMEOUT_S})
     except (ImportError, NoSuchModuleError) as error:
         raise StoreError(f"no driver for {shown(url)}: {error}; pip install 'cutekernels[postgres]'") from error
-    except ValueError as error:
-        raise StoreError(f"not a database URL: {shown(url)}: {error}") from error
+    except (ArgumentError, ValueError) as error:  # which may quote the password
+        raise StoreError(
+            f"not a database URL: {shown(url)}; one is postgresql://user:password@host:port/name, "
+            "an @, / or : in the password written as %40, %2F or %3A"
+        ) from error
 
 
 def _sqlite(path: Path, *, readonly: bool = False) -> Engine:

@@ -74,7 +74,7 @@ class CertificateText(TypeDecorator[Certificate]):
         """The certificate; text that is none as it is, for :class:`Trial` to refuse."""
         try:
             return value if value is None or len(value) > LINE_LIMIT else Certificate.from_row(json.loads(value))
-        except (StoreError, ValueError, TypeError, RecursionError):
+        except (StoreError, ArithmeticError, ValueError, TypeError, RecursionError):
             return value
 
 

@@ -254,7 +254,7 @@ class Database:
         conditions = self.catalog.conditions(problem or "", op)
         found: Sequence[Trial] = []
         if self.store is not None:
-            found = self.store.find(part) if part is not None else self.store.trials(gpu=gpu, op=op)
+            found = self.store.find(part, gpu=gpu, op=op) if part is not None else self.store.trials(gpu=gpu, op=op)
         if part is not None and not found:
             found = [t for t in _shipped(gpu, op) if t.id.startswith(part.lower()) or t.id.endswith(part.lower())]
         mine = (t for t in found if gpu in (None, t.gpu.name) and op in (None, t.op))

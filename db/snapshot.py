@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping
@@ -36,7 +35,7 @@ _WINNERS = """
     SELECT winner.op, winner.revision, winner.problem, trial.config, trial.origin, trial.median_us, trial.ratio,
            CASE trial.origin WHEN 'predicted' THEN trial.message ELSE '' END
     FROM winner JOIN trial ON trial.id = winner.trial_id
-    WHERE winner.gpu = :gpu
+    WHERE winner.gpu = :gpu AND trial.status = 'ok'
 """
 _RATES = "SELECT name, revision, value FROM rate WHERE gpu = :gpu"
 
@@ -177,8 +176,8 @@ def _database(gpu: str, url: str | None) -> _Read:
     shown = "from the settings"
     try:
         place = settings.load().database_url if url is None else settings.database_url(url)
-        shown = re.sub(r"(?<=:)[^:@/]*(?=@)", "***", place)  # no password in a log
         path = sqlite.path_of(place)
+        shown = _shown(place) if path is None else place
         if url is None and path is not None and not path.exists() and not settings.load().database_named:
             return [], {}  # nothing has been tuned yet: no reason to warn
         rows, rates = _read_postgres(place, gpu) if path is None else _read_sqlite(path, gpu)
@@ -191,6 +190,15 @@ def _database(gpu: str, url: str | None) -> _Read:
         rows = [row for row in rows if _sound([row])]
         say(f"tuned-config database {shown}: {len(bad)} broken rows skipped, the first: {bad[0]!r:.200}")
     return rows, {(name, revision): value for name, revision, value in rates if type(value) is float and value > 0}
+
+
+def _shown(url: str) -> str:
+    """The URL of another database without its password, for a log."""
+    try:
+        from cutekernels.db.engine import shown
+    except ImportError:
+        return url.partition("://")[0] + "://..."
+    return shown(url)
 
 
 def _sound(rows: list[_Row]) -> bool:
@@ -216,12 +224,16 @@ def _read_sqlite(path: Path, gpu: str) -> tuple[list[_Row], list[_Row]]:
                 version = _require_known(connection.execute(_VERSION).fetchone())
                 rows = _fetched(connection, _WINNERS, gpu)
                 rates = _fetched(connection, _RATES, gpu) if version >= RATES_SINCE else []
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             if sqlite.is_half_written(error):
                 raise StoreError("a killed writer left it half-written; `cutekernels db stats` repairs it") from error
             # Immutable reading takes no lock: apparent damage may be a checkpoint in progress.
             if immutable and sqlite.stamp(path) != before:
                 continue
+            if isinstance(error, UnicodeDecodeError):  # in what SQLite says of a damaged schema
+                raise StoreError(
+                    f"its schema is damaged; `cutekernels db doctor --fix` sets it aside ({error})"
+                ) from error
             raise
         if not immutable or sqlite.stamp(path) == before:
             return rows, rates

@@ -49,7 +49,8 @@ def path_of(url: str) -> Path | None:
         if text not in ("", ":memory:"):
             return Path(text).expanduser().absolute()
     if url.startswith("sqlite"):
-        raise StoreError(f"an SQLite database is a file, {_URL_PREFIX}<path>; it is {url!r}. Give a path to a file")
+        named = re.sub(r"(?<=://).*@", "***@", url)  # SQLCipher's URLs hold a password
+        raise StoreError(f"an SQLite database is a file, {_URL_PREFIX}<path>; it is {named!r}. Give a path to a file")
     return None
 
 
@@ -172,6 +173,11 @@ def is_database(path: Path) -> bool:
     return header in (b"", _MAGIC)
 
 
+def must_not_be_overwritten(path: Path) -> bool:
+    """Whether the file is there and begins as SQLite's files do: no text is written over or into it."""
+    return path.is_file() and path.stat().st_size > 0 and is_database(path)
+
+
 def in_wal_mode(path: Path) -> bool:
     """Whether the file's header says WAL."""
     with path.open("rb") as file:
@@ -200,7 +206,7 @@ def connect_readonly(
     return connection
 
 
-def is_half_written(error: sqlite3.Error) -> bool:
+def is_half_written(error: Exception) -> bool:
     """Whether reading failed because a killed writer's transaction has yet to be rolled back (:func:`roll_back`)."""
     return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_READONLY_ROLLBACK
 
@@ -234,6 +240,8 @@ def damage(path: Path) -> str | None:
     try:
         with closing(connect(path)) as connection:
             verdict = [str(row[0]) for row in connection.execute("PRAGMA quick_check(1)")]
+    except UnicodeDecodeError as error:  # in what SQLite says of a damaged schema
+        return f"its schema is damaged: {error}"
     except sqlite3.DatabaseError as error:
         if (error.sqlite_errorcode & 0xFF) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             return str(error)

@@ -11,14 +11,14 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import ColumnElement, Table, and_, delete, exists, or_, select, tuple_, update
+from sqlalchemy import ColumnElement, Select, Table, and_, delete, exists, or_, select, tuple_, update
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.dialects import sqlite as sqlite_dialect
 from sqlalchemy.orm import Session
 
 from cutekernels import settings
 from cutekernels.db import models
-from cutekernels.db.trial import INT64_MAX, PROVENANCE, Environment, Gpu, Trial
+from cutekernels.db.trial import INT64_MAX, PROVENANCE, REQUEST_RULES, Environment, Gpu, Trial, broken_request
 from cutekernels.errors import StoreError
 
 _BATCH = 500  # ids per IN (...); SQLite takes 32,766 variables, 999 in old builds
@@ -32,8 +32,8 @@ _VERSION_FIELDS = tuple(f.name for f in fields(Environment) if f.name not in PRO
 _TRIAL_FIELDS = tuple(f.name for f in fields(Trial) if f.name not in ("gpu", "environment"))
 KEY = ("gpu", "op", "revision", "problem")
 
-_trial, _gpu, _environment, _winner = (
-    models.Base.metadata.tables[name] for name in ("trial", "gpu", "environment", "winner")
+_trial, _gpu, _environment, _winner, _request = (
+    models.Base.metadata.tables[name] for name in ("trial", "gpu", "environment", "winner", "request")
 )
 
 Key = tuple[str, str, int, str]
@@ -160,17 +160,34 @@ def select_trials(
     return found
 
 
+def sound_requests(session: Session, query: Select[Any]) -> list[Any]:
+    """Rows of a query for requests. A broken one is left out with a warning."""
+    found, broken = [], []
+    for row in session.execute(query):
+        reason = broken_request(dict(row._mapping))
+        if reason is None:
+            found.append(row)
+        else:
+            broken.append(reason)
+    if broken:
+        settings.logger("db").warning("%d broken requests left out, the first: %s", len(broken), broken[0])
+    return found
+
+
 def broken_rows(session: Session) -> list[str]:
-    """Ids of rows that break a rule, each with the rule, and winners that point nowhere."""
+    """Ids of rows that break a rule, each with the rule, and rows that point nowhere or to the wrong row."""
     names = [*_TRIAL_FIELDS]
     query = select(*(_trial.c[name] for name in names)).order_by(_trial.c.id)
-    found = []
+    found: list[str] = []
+    broken = set()
     gpu, environment = Gpu("none", "none", 1, 0, 0, 0), Environment()
     for row in session.execute(query):
         try:
             Trial(gpu=gpu, environment=environment, **dict(zip(names, row, strict=True)))
         except StoreError as error:
+            broken.add(row.id)
             found.append(f"trial {row.id!r:.60}: {error}")
+    found += _orphans(session, broken)
     lost = select(_winner).where(~exists().where(_trial.c.id == _winner.c.trial_id))
     found += [f"winner of {tuple(row)!r:.120}: no such trial" for row in session.execute(lost)]
     for table, record, columns in ((_gpu, Gpu, _GPU_FIELDS), (_environment, Environment, _VERSION_FIELDS)):
@@ -179,6 +196,33 @@ def broken_rows(session: Session) -> list[str]:
                 record(*row[1:])
             except StoreError as error:
                 found.append(f"{table.name} {row[0]!r:.20}: {error}")
+    for row in session.execute(select(*(_request.c[name] for name in REQUEST_RULES))):
+        reason = broken_request(dict(row._mapping))
+        if reason is not None:
+            found.append(f"request {tuple(row[:4])!r:.120}: {reason}")
+    return found
+
+
+def _orphans(session: Session, broken: set[Any]) -> list[str]:
+    """Trials that no listing shows, their GPU or environment being gone, and winners that cannot be what they say.
+
+    Winners whose trials are ``broken`` are left out: their trials' rules say why.
+    """
+    found = []
+    for table, column in ((_gpu, _trial.c.gpu_id), (_environment, _trial.c.environment_id)):
+        query = select(_trial.c.id, column).where(~exists().where(table.c.id == column)).order_by(_trial.c.id)
+        found += [f"trial {id_!r:.60}: no such {table.name}, {to!r:.20}" for id_, to in session.execute(query)]
+    t = _trial.c
+    key = (_gpu.c.name, t.op, t.revision, t.problem)
+    query = select(t.id, t.status, *key, *(_winner.c[name] for name in KEY))
+    query = query.join(_winner, _winner.c.trial_id == t.id).join(_gpu, _gpu.c.id == t.gpu_id).order_by(t.id)
+    other = [column != _winner.c[name] for name, column in zip(KEY, key, strict=True)]
+    for id_, status, *rest in map(tuple[Any, ...], session.execute(query.where(or_(t.status != "ok", *other)))):
+        if id_ in broken:
+            continue
+        own, held = tuple(rest[: len(KEY)]), tuple(rest[len(KEY) :])
+        why = f"its status is {status!r:.20}, not ok" if held == own else f"it is of {own!r:.120}"
+        found.append(f"winner of {held!r:.120}: trial {id_!r:.60} cannot be: {why}")
     return found
 
 

@@ -12,8 +12,8 @@ merging is a union, in any order, and repeating it changes nothing.
 from __future__ import annotations
 
 import os
+import secrets
 import stat
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
@@ -25,7 +25,7 @@ from typing import Self, TextIO
 from sqlalchemy import and_, case, func, or_, select
 from sqlalchemy.orm import Session
 
-from cutekernels.db import lines, models, statements, trial
+from cutekernels.db import lines, models, sqlite, statements, trial
 from cutekernels.db.engine import WRITING, file_errors, open_engine, shown, translated, url_of
 from cutekernels.db.rate import Rate
 from cutekernels.db.trial import LINE_LIMIT, Environment, Gpu, Trial
@@ -143,13 +143,14 @@ class Store:
         with self._reading() as session:
             return next(iter(statements.select_trials(session, [models.Trial.id == trial_id])), None)
 
-    def find(self, part: str, *, limit: int = 10) -> list[Trial]:
-        """Trials whose id starts or ends with ``part``, at most ``limit``, oldest first."""
+    def find(self, part: str, *, gpu: str | None = None, op: str | None = None, limit: int = 10) -> list[Trial]:
+        """Trials of ``gpu`` and ``op`` whose id starts or ends with ``part``, at most ``limit``, oldest first."""
         known = models.Trial.id
         part = part.lower()
         either = or_(known.startswith(part, autoescape=True), known.endswith(part, autoescape=True))
         with self._reading() as session:
-            return statements.select_trials(session, [either], limit=limit)
+            where = [either, *statements.where(gpu, op, None, None, None)]
+            return statements.select_trials(session, where, limit=limit)
 
     # ---- winners --------------------------------------------------------------------------------------------
 
@@ -181,7 +182,7 @@ class Store:
     ) -> list[Trial]:
         """The winning trials with these values, ordered by their tuning key."""
         with self._reading() as session:
-            where = statements.where(gpu, op, revision, problem, origin)
+            where = [*statements.where(gpu, op, revision, problem, origin), models.Trial.status == "ok"]
             found = statements.select_trials(session, where, winning=True)
         return sorted(found, key=lambda t: t.key)  # not by the database, whose collation may be anything
 
@@ -225,13 +226,13 @@ class Store:
                 models.Trial.origin == "measured",
             )
         )
-        query = select(request).where(~measured.exists())
+        query = select(*(getattr(request, f.name) for f in fields(Request))).where(~measured.exists())
         if gpu is not None:
             query = query.where(request.gpu == gpu)
         query = query.order_by(request.hits.desc(), request.gpu, request.op, request.revision, request.problem)
         with self._reading() as session:
-            rows = session.scalars(query.limit(statements.bounded(limit)))
-            return [Request(r.gpu, r.op, r.revision, r.problem, r.hits, r.last_seen) for r in rows]
+            found = [Request(*row) for row in statements.sound_requests(session, query)]
+        return found[:limit]
 
     def stats(self) -> list[Stat]:
         """Numbers of trials, of trials with status ok and of winners, per GPU, op and origin."""
@@ -398,12 +399,16 @@ class Store:
 
 def _read_lines(stream: TextIO, name: str) -> list[Trial]:
     trials = []
+    seen: dict[str, tuple[int, Trial]] = {}
     latest = datetime.now(UTC) + _CLOCK_SKEW
     for number, incoming in lines.parsed(iter(lambda: stream.readline(LINE_LIMIT + 1), "")):
         try:
             if isinstance(incoming, StoreError):
                 raise incoming
             _require_past(incoming, latest)
+            first, same = seen.setdefault(incoming.id, (number, incoming))
+            if same != incoming:
+                raise StoreError(f"id {incoming.id} stands in line {first} with other contents: remove one of the two")
         except StoreError as error:
             raise StoreError(f"{name}, line {number}: {error}; nothing was imported") from None
         trials.append(incoming)
@@ -427,18 +432,25 @@ def _require_past(incoming: Trial, latest: datetime) -> None:
 def replace_file(path: Path, text: str) -> None:
     """Write beside ``path`` and rename, so that a reader sees either the old file or the new one, complete.
 
-    A device or pipe is written into, and a link stays: what it points to is replaced.
+    A device or pipe is written into, and a link stays: what it points to is replaced, and keeps its mode. A database
+    is refused.
     """
     with suppress(FileNotFoundError):
         if not stat.S_ISREG(os.stat(path).st_mode):  # raises for a loop of links
             path.write_text(text, encoding="utf-8")
             return
     path = Path(os.path.realpath(path))
-    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
+    if sqlite.must_not_be_overwritten(path):
+        raise StoreError(f"{path} is an SQLite database: name another file")
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
+    temporary = path.absolute().with_name(f".{path.name}.{secrets.token_hex(4)}")
+    created = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    handle = os.open(temporary, created, 0o666 if mode is None else 0o600)  # less what the umask takes
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-            os.fchmod(file.fileno(), 0o644)
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:

@@ -86,6 +86,23 @@ gpu_name_rule = text(r"[a-z0-9][a-z0-9._-]{0,99}", "a GPU's name: lower case let
 op_rule = text(r"[a-z][a-z0-9_]{0,63}", "an op's name: lower case letters, digits and '_'")
 revision_rule = _whole(0, INT32_MAX)
 problem_rule = text(_WORDS, _WORDS_MEANING)
+REQUEST_RULES: dict[str, Rule] = {
+    "gpu": gpu_name_rule,
+    "op": op_rule,
+    "revision": revision_rule,
+    "problem": problem_rule,
+    "hits": _whole(1, INT64_MAX),  # a sum
+    "last_seen": moment,
+}
+
+
+def broken_request(values: Mapping[str, object]) -> str | None:
+    """The first rule that a stored request breaks, with its field and value; None for a sound one."""
+    for name, rule in REQUEST_RULES.items():
+        meaning = rule(values[name])
+        if meaning is not None:
+            return f"{name} must be {meaning}; it is {short_repr(values[name])}"
+    return None
 
 
 def require(name: str, value: object, rule: Rule) -> None:
@@ -245,10 +262,14 @@ class Trial:
         if values.get("certificate") is not None:
             values["certificate"] = Certificate.from_row(values["certificate"])
         try:
-            values["created_at"] = datetime.fromisoformat(values["created_at"]).astimezone(UTC)
+            created_at = datetime.fromisoformat(values["created_at"])
+            if created_at.utcoffset() is None:  # it would mean another moment in each time zone
+                raise ValueError("no offset")
+            values["created_at"] = created_at.astimezone(UTC)
         except (TypeError, ValueError, OverflowError):
             raise StoreError(
-                f"created_at must be an ISO 8601 moment; it is {short_repr(values['created_at'])}"
+                "created_at must be an ISO 8601 moment with its UTC offset, 2026-11-21T02:20:00+00:00; "
+                f"it is {short_repr(values['created_at'])}"
             ) from None
         return cls(**values)
 

@@ -12,7 +12,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.activations.api import gelu_mul, silu_mul
 from cutekernels.ops.gemm.api import linear
 from cutekernels.ops.norm_linear.api import linear_silu_mul
-from cutekernels.ops.shared.checks import check_flag, check_tensor, check_whole
+from cutekernels.ops.shared.checks import check_flag, check_tensor, check_whole, said
 
 Gate = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -85,13 +85,15 @@ class SwiGLU(torch.nn.Module):
 class _Half(torch.nn.Module):
     """The rows of ``gate_up_proj`` that belong to one projection, under the name that they are saved by.
 
-    ``torch.func.functional_call`` puts other tensors in their place for one call, and the views back behind it;
-    distributed checkpoints look the names up.
+    ``torch.func.functional_call`` puts other tensors in their place for one call, and the views back behind it: it
+    writes to ``_parameters``. Assigned attributes would be neither trained nor saved, and are refused. Distributed
+    checkpoints look the names up.
     """
 
     def __init__(self, owner: SwiGLU, which: int) -> None:
         super().__init__()
         self._owner, self._which = (owner,), which  # in a tuple: no submodule
+        self._parameters = _Places(self)
 
     @property
     def weight(self) -> Tensor:
@@ -104,10 +106,27 @@ class _Half(torch.nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("weight", "bias"):
             super().__setattr__(name, value)
-        elif hasattr(value, "_half_of_packed"):
-            self._owner[0]._replaced.pop(f"{self._which}.{name}", None)
+        elif not self._own(value) and (value is not None or getattr(self, name) is not None):
+            half = _HALVES[self._which]
+            raise UnsupportedProblem(
+                f"{half}.{name} of SwiGLU is rows of {_PACKED}.{name}, or None with it, and cannot be replaced alone; "
+                f"got {said(value)}: write into it under torch.no_grad(), {half}.{name}.copy_(new)"
+            )
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        if name in ("weight", "bias"):
+            setattr(self, name, param)
         else:
-            self._owner[0]._replaced[f"{self._which}.{name}"] = value
+            super().register_parameter(name, param)
+
+    def _own(self, value: object) -> bool:
+        return getattr(value, "_half_of_packed", None) == id(self)
+
+    def _put(self, kind: str, value: Tensor) -> None:
+        if self._own(value):
+            self._owner[0]._replaced.pop(f"{self._which}.{kind}", None)
+        else:
+            self._owner[0]._replaced[f"{self._which}.{kind}"] = value
 
     def _get(self, kind: str) -> Tensor:
         owner = self._owner[0]
@@ -115,8 +134,30 @@ class _Half(torch.nn.Module):
         if given is not None:
             return given
         view: Any = getattr(owner.gate_up_proj, kind).chunk(2)[self._which]
-        view._half_of_packed = True
+        view._half_of_packed = id(self)  # a number, or the module would be saved with the view
         return view  # type: ignore[no-any-return]
+
+
+class _Places(dict[str, Any]):
+    """``_parameters`` of a half: nothing to iterate over, while what is looked up by name is the half's."""
+
+    def __init__(self, half: _Half) -> None:
+        super().__init__()
+        self._half = half
+
+    def __contains__(self, name: object) -> bool:
+        if name in ("weight", "bias"):
+            return getattr(self._half, str(name)) is not None
+        return super().__contains__(name)
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._half, name) if name in ("weight", "bias") else super().__getitem__(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in ("weight", "bias"):
+            self._half._put(name, value)
+        else:
+            super().__setitem__(name, value)
 
 
 def swiglu(

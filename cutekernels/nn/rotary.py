@@ -116,9 +116,10 @@ class RotaryEmbedding(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
         """Moves to another device, never to another type: frequencies in bf16 would be off by whole turns."""
+        before = self.inv_freq
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.inv_freq.dtype != torch.float32:
-            self.inv_freq = self._frequencies(self.inv_freq.device)
+        device = self.inv_freq.device  # of memory that to_empty leaves unfilled
+        self.inv_freq = self._frequencies(device) if before.is_meta else before.to(device)
         self._tables = None
         return self
 

@@ -18,6 +18,7 @@ from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, 
 from cutekernels.ops.shared import streaming, tensor_op
 from cutekernels.ops.shared.checks import check_flag, check_number, check_tensor, said
 from cutekernels.ops.shared.operands import TYPES, Array, Sizes
+from cutekernels.ops.shared.registration import transformed
 from cutekernels.ops.shared.strides import is_dense, walk
 from cutekernels.ops.shared.tensor_op import WIDEST_BYTES, present, register_inplace
 from cutekernels.ops.shared.triton_op import TritonOp
@@ -337,6 +338,7 @@ def _skewed(make: Callable[[Tensor], Tensor], t: Tensor, align: int) -> Tensor:
 ADAMW_STEP = AdamW()
 OPS = (ADAMW_STEP,)
 ADAMW_TABLE = AdamWTable()
+_MOST_STEPS = 2**53  # an fp64 counts them
 
 
 def adamw_step(
@@ -385,8 +387,8 @@ def adamw_step(
     rates, rate = (lr, 0.0) if isinstance(lr, Tensor) else (None, lr)
     check_hyper(rate, betas, eps, weight_decay)
     check_flag("adamw_step", "maximize", maximize)
-    if steps is None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-        raise UnsupportedProblem(f"steps are whole numbers counted from 1, or a tensor; step is {count!r}")
+    if steps is None and (not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= _MOST_STEPS):
+        raise UnsupportedProblem(f"steps are whole numbers counted from 1 to 2^53, or a tensor; step is {said(count)}")
     hyper = Hyper.of(rate, betas, eps, weight_decay, count)
     inputs = (param, grad, exp_avg, exp_avg_sq, master, steps, rates)
     for name, t in zip(ADAMW_STEP.inputs, inputs, strict=True):
@@ -395,6 +397,10 @@ def adamw_step(
         raise UnsupportedProblem("adamw_step is not differentiable: call it under torch.no_grad()")
     runs = [t for t in inputs[:5] if t is not None]
     if not all(walk(t) == walk(param) and is_dense(t) for t in runs):
+        results = tensor_op.places(inputs, UPDATED)
+        tensor_op.check_results(results)
+        if not (torch.compiler.is_compiling() or transformed() or any(map(_placeless, present(inputs)))):
+            tensor_op.check_overlap(ADAMW_STEP, results, inputs)  # copies would hide it
         copies = [None if t is None else t.contiguous() for t in inputs[:5]]
         _launched((*copies, steps, rates), maximize, hyper, config)
         for i in UPDATED:
@@ -404,6 +410,11 @@ def adamw_step(
         return param
     _launched(inputs, maximize, hyper, config)
     return param
+
+
+def _placeless(t: Tensor) -> bool:
+    """Whether ``t`` may have no address: on meta, or a fake."""
+    return t.is_meta or type(t) not in (Tensor, torch.nn.Parameter)
 
 
 def _launched(inputs: tuple[Tensor | None, ...], maximize: bool, hyper: Hyper, config: Any) -> None:

@@ -266,7 +266,8 @@ def rope(
         raise UnsupportedProblem(f"positions are an int or a torch.Tensor; got {said(start)}: convert them")
     if places is None and cos.dim() == 2 and q.dim() == 4 and (start < 0 or start + q.shape[1] > cos.shape[0]):
         raise UnsupportedProblem(
-            f"positions {start} to {start + q.shape[1] - 1} leave a table of {cos.shape[0]} rows: build a longer one"
+            f"positions {said(start)} to {said(start + q.shape[1] - 1)} leave a table of {cos.shape[0]} rows: "
+            "build a longer one"
         )
     if start and cos.dim() == 3:
         raise UnsupportedProblem("a (B or 1, S, R) table is gathered already: pass a (T, R/2) table beside positions")

@@ -196,6 +196,27 @@ def test_functional_call_takes_the_saved_names() -> None:
     assert torch.equal(module(x), before)
 
 
+def test_a_half_alone_is_not_replaced() -> None:
+    module, other, x = SwiGLU(8, 6), SwiGLU(8, 6), torch.randn(3, 8)
+    before = module(x)
+    zeros = torch.nn.Parameter(torch.zeros(6, 8))
+    for half in (module.gate_proj, copy.deepcopy(module).up_proj):
+        for value in (zeros, zeros.detach(), other.gate_proj.weight, None):
+            with pytest.raises(UnsupportedProblem, match=r"of gate_up_proj.weight, .*_proj.weight.copy_\(new\)"):
+                half.weight = value  # type: ignore[misc, assignment]
+        with pytest.raises(UnsupportedProblem, match="gate_up_proj.bias"):
+            half.bias = torch.zeros(6)  # type: ignore[misc]
+        with pytest.raises(UnsupportedProblem, match=r"copy_\(new\)"):
+            half.register_parameter("weight", zeros)
+    assert torch.equal(module(x), before) and not module._replaced
+    with torch.no_grad():
+        module.gate_proj.weight *= 0  # type: ignore[misc]
+    assert not module.state_dict()["gate_proj.weight"].any() and not module(x).any()
+    given = {"gate_proj.weight": other.gate_proj.weight, "up_proj.weight": torch.nn.Parameter(other.up_proj.weight)}
+    y = torch.func.functional_call(module, given | {"down_proj.weight": other.down_proj.weight}, (x,))
+    assert torch.equal(y, other(x)) and not module._replaced
+
+
 def test_a_copy_has_halves_of_its_own() -> None:
     module = SwiGLU(8, 6)
     twin = pickle.loads(pickle.dumps(copy.deepcopy(module)))

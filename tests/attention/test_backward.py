@@ -90,6 +90,37 @@ def test_queries_that_see_nothing_have_no_gradient() -> None:
     assert all(t.isfinite().all() for t in (dk, dv))
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_nothing_sees_may_hold_anything(bad: float, softcap: float | None) -> None:
+    """Key 3, which no query sees, and query 1, which sees no key."""
+    mask = torch.ones(1, 1, 3, 4, dtype=torch.bool)
+    mask[..., 3] = mask[..., 1, :] = False
+    found = []
+    for value in (0.0, bad):
+        q, k, v = (t.detach() for t in qkv(1, 3, 4, 2, 1))
+        q[:, 1] = k[:, 3] = v[:, 3] = value
+        leaves = tuple([t.requires_grad_() for t in (q, k, v)])
+        out = attention(*leaves, mask=mask, softcap=softcap)
+        found.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    for clean, one in zip(*found, strict=True):
+        assert torch.equal(clean, one)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # vmap has no rule for the op
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_gradients_pass_through_vmap(return_lse: bool) -> None:
+    def of(q: torch.Tensor) -> torch.Tensor:
+        made = attention(q[None], q[None], q[None], return_lse=return_lse)
+        return made[0] if return_lse else made
+
+    x = rows(2, 3, 2, 8)
+    expected = torch.autograd.grad(attention(x, x, x).square().sum(), x)[0]
+    torch.testing.assert_close(torch.autograd.grad(torch.vmap(of)(x).square().sum(), x)[0], expected)
+    with torch.no_grad():
+        assert not torch.vmap(of)(x).requires_grad
+
+
 @pytest.mark.parametrize(("seq_q", "seq_kv", "batch"), [(0, 5, 2), (5, 0, 2), (0, 0, 1), (3, 3, 0)])
 def test_empty_extents_give_zeros(seq_q: int, seq_kv: int, batch: int) -> None:
     q, k, v = qkv(batch, seq_q, seq_kv)

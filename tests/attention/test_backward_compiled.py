@@ -57,11 +57,12 @@ def test_defaults_compile_for_every_architecture(name: str, spec: gpu.GpuSpec) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_compiles_for_every_architecture_as_why_not_predicts(name: str) -> None:
+def test_compiles_as_why_not_predicts(name: str) -> None:
+    """Each problem for one of the architectures."""
     problem = AttentionBackwardProblem.parse(PROBLEMS[name])
     rng = random.Random(name)
-    for spec in rng.sample(TARGETS, 2):
-        check_facts(name, spec, random_config(rng, problem, spec))
+    spec = rng.choice(TARGETS)
+    check_facts(name, spec, random_config(rng, problem, spec))
 
 
 @pytest.mark.parametrize("name", ["causal", "narrow of q"])

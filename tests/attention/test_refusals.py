@@ -203,3 +203,24 @@ def test_a_bad_call_is_refused_by_rule_value_and_remedy(call: Callable[[], Any],
 
 def test_the_table_is_long() -> None:
     assert len(CALLS) >= 120
+
+
+@pytest.mark.parametrize("option", ["scale", "softcap"])
+def test_tensors_are_no_numbers(option: str) -> None:
+    for grad in (False, True):
+        with pytest.raises(
+            UnsupportedProblem, match=rf"{option} must be a number, and has no gradient.*: pass its item"
+        ):
+            attention(**prefill() | {option: torch.tensor(0.5, requires_grad=grad)})
+
+
+def test_an_endless_number_is_not_written_out() -> None:
+    with pytest.raises(UnsupportedProblem, match="scale must be a number; it is an int of 16610 bits"):
+        attention(**prefill(), scale=10**5000)
+
+
+@pytest.mark.parametrize("check", ["x", 1, 0, None])
+@pytest.mark.parametrize(("function", "given"), [(attention, packed), (decode_attention, decoding)])
+def test_check_is_a_bool(function: Any, given: Callable[[], Any], check: Any) -> None:
+    with pytest.raises(UnsupportedProblem, match="takes check as a bool"):
+        function(**given(), check=check)

@@ -427,10 +427,13 @@ def test_export_follows_a_link_and_never_replaces_a_device(db: Path, tmp_path: P
 def test_export_import_and_merge(db: Path, tmp_path: Path) -> None:
     file = tmp_path / "out.jsonl"
     result = ok("export", str(file), "--gpu", "h200")
-    assert (result.stdout, "2 winners written to" in result.stderr) == ("", True)
+    assert (result.stdout, "2 local winners written to" in result.stderr) == ("", True)
     everything = ok("export")
     assert [json.loads(line)["gpu"]["name"] for line in everything.stdout.splitlines()] == ["h200", "h200", "l40s"]
-    assert "3 winners written to stdout" in everything.stderr
+    assert "3 local winners written to stdout" in everything.stderr
+    nothing = ok("export", str(tmp_path / "none.jsonl"), "--gpu", "a100").stderr
+    assert "0 local winners written to" in nothing
+    assert "shipped ones, which every installation has, are not among them" in nothing
     other = str(tmp_path / "other.db")
     first = ok("import", str(file), "--db", other)
     assert (first.stdout, first.stderr) == ("", "2 trials added, 2 winners set, 0 winners kept as they were\n")

@@ -1,26 +1,11 @@
-"""Rules of the store that only a planted bug would break: modes of exported files, ties between winners."""
+"""Rules of the store that only a planted bug would break: ties between winners."""
 
 from __future__ import annotations
 
-import os
-import stat
 from pathlib import Path
 
 from cutekernels.db.store import Store
 from tests.db.trials import trial
-
-
-def test_an_exported_file_may_be_read_by_others_whatever_the_umask(tmp_path: Path) -> None:
-    before = os.umask(0o077)
-    try:
-        with Store(str(tmp_path / "a.db")) as store:
-            one = trial()
-            store.record([one])
-            store.crown(one.id)
-            store.export(tmp_path / "out.jsonl")
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / "out.jsonl").stat().st_mode) == 0o644
 
 
 def test_of_two_winners_of_one_moment_the_greater_id_stays_whoever_comes_first(tmp_path: Path) -> None:

@@ -466,9 +466,17 @@ def test_functorch_maps_and_refuses_to_differentiate() -> None:
     a, b = randn(3, 4, 8), randn(3, 8, 5)
     torch.testing.assert_close(torch.func.vmap(ck.gemm)(a, b), a @ b)
     torch.testing.assert_close(torch.func.vmap(ck.linear, in_dims=(0, None))(a, b[0].t()), a @ b[0])
-    with pytest.raises(RuntimeError, match="functorch"):  # torch.library's register_autograd has no such transforms
+    with pytest.raises(UnsupportedProblem, match="gemm has no gradient by torch.func.*: use autograd"):
         torch.func.grad(lambda x: ck.gemm(x, b[0]).sum())(a[0])
 
 
 def test_activations_are_the_declaration_s() -> None:
     assert [name or "none" for name in NAMES] == list(ACTIVATIONS)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # nested tensors are a prototype
+def test_linear_refuses_batches_that_are_not_dense() -> None:
+    x, w = randn(2, 3, 8), randn(5, 8)
+    for bad in (x.to_sparse(), torch.nested.nested_tensor(list(x))):
+        with pytest.raises(UnsupportedProblem, match="linear takes x as a dense tensor"):
+            ck.linear(bad, w)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.kv_cache import NO_PAGE, KVCache
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.decode_api import decode_attention
+from cutekernels.ops.kv_append.op import LENGTHS, LOST
 from cutekernels.ops.rope import rope
 from tests.rope.cases import table
 
@@ -111,12 +115,46 @@ def test_speculated_tokens_are_taken_back() -> None:
     cache = made("identity")
     _, k, v = tokens(8)
     cache.append(k, v)
-    lengths = cache.lengths
-    cache.lengths -= torch.tensor([3, 0, 1], dtype=torch.int32)
+    lengths, taken = cache.lengths, torch.tensor([3, 0, 1], dtype=torch.int32)
+    cache.lengths -= taken
     assert cache.view()["cache_seqlens"] is lengths
     cache.append(k[:, :1], v[:, :1])
     assert lengths.tolist() == [6, 9, 8]
     assert torch.equal(cache.k_cache[0, 5], k[0, 0])
+    cache.lengths = cache.lengths - taken
+    assert cache.lengths is lengths and lengths.tolist() == cache._state[LENGTHS].tolist() == [3, 9, 7]
+    cache.append(k[:, 1:2], v[:, 1:2])
+    assert lengths.tolist() == [4, 10, 8]
+    assert torch.equal(cache.k_cache[0, 3], k[0, 1])
+    for wrong in (taken.long(), taken[:1], taken.to("meta")):
+        with pytest.raises(UnsupportedProblem, match=r"lengths takes \(3,\) torch.int32 on cpu; got .*: convert"):
+            cache.lengths = wrong
+    with pytest.raises(UnsupportedProblem, match="takes lengths as a torch.Tensor; got builtins.list"):
+        cache.lengths = [1, 2, 3]  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("copied", [lambda it: pickle.loads(pickle.dumps(it)), copy.deepcopy, copy.copy])
+def test_copies_hold_together(copied: Callable[[Any], Any]) -> None:
+    cache, (_, k, v) = made("contiguous"), tokens(2)
+    cache.append(k, v)
+    for each in (copied(cache), copied(cache[:])):
+        each.append(k, v)
+        assert each.lengths.tolist() == each._state[LENGTHS].tolist()
+        each.lost += 1
+        assert each._state[LOST].tolist() == each.lost.tolist()
+    layers = KVCache.layers(3, 3, 64, 2, 16, pages=12, **SMALL)
+    layers[0].reserve(8)
+    for layer in layers:
+        layer.append(k, v)
+    again = copied(layers)
+    assert all(layer.page_table is again[0].page_table for layer in again)
+    again[2].reset()
+    assert [layer.lengths.tolist() for layer in again] == [[2] * 3, [2] * 3, [0] * 3]
+    again[0][1].reset()
+    assert [layer.lengths.tolist() for layer in again] == [[2, 0, 2], [2, 0, 2], [0] * 3]
+    again[0].reset()
+    assert not any(layer.lengths.any() for layer in again)
+    assert again[0].free_pages == 12
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,6 +6,7 @@ import copy
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -147,6 +148,34 @@ def test_any_strides(lay: Callable[[Tensor], Tensor]) -> None:
     assert others[0].shape == given[0].shape
 
 
+def overlapping() -> dict[str, tuple[Tensor, ...]]:
+    g, s, t = torch.ones(4, 6), torch.rand(8, 12), torch.zeros(4, 6)
+    return {
+        "param in the first moment": (s[:4, ::2], g, s[2:6, ::2], t),
+        "the moments are one": (t, g, s[:4, ::2], s[:4, ::2]),
+        "one address for many": (torch.rand(4, 6), g, t, torch.zeros(1, 6).expand(4, 6)),
+        "the gradient": (t, s[1:5, ::2], s[:4, ::2], torch.rand(4, 6)),
+    }
+
+
+@pytest.mark.parametrize("what", overlapping())
+def test_overlap_is_refused_before_anything_is_copied(what: str) -> None:
+    given = overlapping()[what]
+    before = [t.clone() for t in given]
+    with pytest.raises(UnsupportedProblem, match="overlap"):
+        adamw_step(*given, step=1)
+    assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
+
+
+def test_operands_side_by_side_in_one_buffer() -> None:
+    given = torch.rand(4, 6, 4).unbind(2)
+    exact = truth(*given, 2, **SETTINGS)
+    adamw_step(*given, step=2, **SETTINGS)
+    assert worst((given[0], *given[2:]), exact) <= 1
+    fakes = [torch.empty(4, 6, device="meta").t() for _ in range(3)]
+    adamw_step(torch.empty(6, 4, device="meta"), *fakes, step=1)
+
+
 def test_a_device_step_below_one_counts_as_one() -> None:
     given = [t for t in operands(40, "fp32") if t is not None]
     others = [t.clone() for t in given]
@@ -165,7 +194,7 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "takes exp_avg in float32; got torch.bfloat16": lambda: adamw_step(half, g, m.bfloat16(), v, step=1),
         "takes grad in bfloat16 or float32; got torch.float16": lambda: adamw_step(half, g.half(), m, v, step=1),
         "their own master copy": lambda: adamw_step(p, g, m, v, step=1, master=p.clone()),
-        "counted from 1, or a tensor; step is 0": lambda: adamw_step(p, g, m, v, step=0),
+        "counted from 1 to 2.53, or a tensor; step is 0": lambda: adamw_step(p, g, m, v, step=0),
         "step is None": lambda: adamw_step(p, g, m, v, step=None),  # type: ignore[arg-type]
         "step is nan": lambda: adamw_step(p, g, m, v, step=float("nan")),  # type: ignore[arg-type]
         "step is 1.5": lambda: adamw_step(p, g, m, v, step=1.5),  # type: ignore[arg-type]
@@ -445,3 +474,64 @@ def test_options_of_torchs_adamw_are_taken(options: dict[str, Any]) -> None:
 def test_options_that_this_optimizer_is_not_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedProblem, match=f"takes {next(iter(options))} as .*use torch.optim.AdamW"):
         FusedAdamW([torch.nn.Parameter(torch.ones(8))], **options)
+
+
+def test_hooks_around_loading_have_their_say() -> None:
+    """What a hook before it returns is loaded, in full precision; what one behind it changes stays."""
+    params = [torch.nn.Parameter(torch.randn(40).bfloat16())]
+    optimizer = FusedAdamW(params, master_weights=True)
+    grads(params, 1)
+    optimizer.step()
+    saved, third = optimizer.state_dict(), torch.full((40,), 1 / 3)
+
+    def before(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        more = {"step": torch.tensor(7.0), "exp_avg": third, "master": 2 * third}
+        return state_dict | {"state": {0: state_dict["state"][0] | more}}
+
+    def behind(o: Any) -> None:
+        assert torch.equal(o.state[params[0]]["exp_avg"], third)
+        o.state[params[0]]["exp_avg_sq"].fill_(5.0)
+
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(behind)
+    for _ in range(2):
+        optimizer.load_state_dict(saved)
+        state = optimizer.state[params[0]]
+        assert float(state["step"]) == 7
+        assert torch.equal(state["exp_avg"], third) and torch.equal(state["master"], 2 * third)
+        assert bool((state["exp_avg_sq"] == 5).all()) and state["exp_avg_sq"].dtype == torch.float32
+
+
+def test_a_refused_group_is_not_kept() -> None:
+    param, late = (torch.nn.Parameter(torch.ones(8)) for _ in range(2))
+    optimizer = FusedAdamW([param])
+    with pytest.raises(UnsupportedProblem, match="lr is 0 or more"):
+        optimizer.add_param_group({"params": [late], "lr": -1.0})
+    assert len(optimizer.param_groups) == 1
+    saved = optimizer.state_dict()
+    saved["param_groups"][0] |= {"amsgrad": True, "lr": 0.5}
+    with pytest.raises(UnsupportedProblem, match="no amsgrad"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 1e-3 and not optimizer.param_groups[0]["amsgrad"]
+    optimizer.add_param_group({"params": [late]})
+    assert len(optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_groups_are_checked_at_each_step(kernels: bool, request: pytest.FixtureRequest) -> None:
+    if kernels:
+        request.getfixturevalue("launches")
+    params = [torch.nn.Parameter(torch.ones(8)) for _ in range(2)]
+    optimizer = FusedAdamW([{"params": [p]} for p in params])
+    for p in params:
+        p.grad = torch.ones(8)
+    for name, value, rule in (("amsgrad", True, "no amsgrad"), ("lr", -1.0, "lr is 0"), ("betas", (0, 1), "below 1")):
+        group = optimizer.param_groups[1]
+        kept, group[name] = group[name], value
+        with pytest.raises(UnsupportedProblem, match=rule):
+            optimizer.step()
+        group[name] = kept
+    assert all(bool((p == 1).all()) for p in params)  # nor was the first group's
+    group["lr"] = Fraction(1, 8)  # a number, if no float, as numpy.float32
+    optimizer.step()
+    assert not any(bool((p == 1).any()) for p in params)

@@ -94,6 +94,20 @@ def test_frequencies_stay_fp32() -> None:
     assert module(q)[0].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("made_on", ["meta", "cpu"])
+def test_frequencies_are_there_after_to_empty(made_on: str) -> None:
+    expected = RotaryEmbedding(8, rope_scaling=LLAMA3)
+    with torch.device(made_on):
+        module = RotaryEmbedding(8, rope_scaling=LLAMA3)
+    module._apply(lambda t: torch.full_like(t, math.nan, device="cpu"))  # to_empty, with memory that shows
+    assert torch.equal(module.inv_freq, expected.inv_freq)
+    module.to_empty(device="cpu")
+    assert torch.equal(module.inv_freq, expected.inv_freq)
+    q = torch.randn(1, 4, 2, 8)
+    assert torch.equal(module(q)[0], expected(q)[0])
+    assert module.to("meta").inv_freq.is_meta
+
+
 def test_in_place_and_differentiable_after_inference() -> None:
     module = RotaryEmbedding(8)
     q = torch.randn(1, 4, 2, 8)

@@ -330,3 +330,14 @@ def test_the_judge_sees_a_wrong_position() -> None:
     exact = truth(q, cos, sin, rows_of(2, 5, None, 0))
     assert error_ratio(rope(q, None, cos, sin)[0], *exact) <= 1
     assert error_ratio(rope(q, None, cos, sin, positions=1)[0], *exact) > 1000
+
+
+@pytest.mark.parametrize(("dtype", "into"), [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
+def test_autocast_to_the_other_half_changes_nothing(dtype: torch.dtype, into: torch.dtype) -> None:
+    q, k, angles = torch.randn(2, 5, 3, 16).to(dtype), torch.randn(2, 5, 1, 16).to(dtype), torch.rand(9, 8)
+    expected = rope(q, k, angles.cos(), angles.sin())
+    with torch.autocast("cpu", dtype=into):
+        assert all(map(torch.equal, rope(q, k, angles.cos(), angles.sin()), expected))
+    with torch.autocast("cpu", dtype=into):
+        rope(q, k, angles.cos(), angles.sin(), inplace=True)
+    assert torch.equal(q, expected[0]) and torch.equal(k, expected[1])

@@ -135,3 +135,41 @@ def _eight(*shape: int) -> Tensor:
 def test_alike_but_wrong(call: Callable[[], Any]) -> None:
     with pytest.raises(UnsupportedProblem):
         call()
+
+
+def _negated(t: Tensor) -> Tensor:
+    """``t``'s shape and type, in memory that torch reads negated."""
+    return torch.zeros(*t.shape, dtype=torch.complex64).conj().imag
+
+
+@pytest.mark.parametrize("name", [name for name in calls() if isinstance(calls()[name][1].get("out"), Tensor)])
+def test_negated_results_are_refused(name: str) -> None:
+    function, good = calls()[name]
+    wide = {key: t.float() if isinstance(t, Tensor) and t.is_floating_point() else t for key, t in good.items()}
+    function(**wide)
+    with pytest.raises(UnsupportedProblem, match="writes to the memory of .* as it lies.*: write to memory of its own"):
+        function(**wide | {"out": _negated(wide["out"])})
+
+
+def test_negated_operands_are_read_as_they_are() -> None:
+    x, out = _negated(torch.empty(3, 8)).add_(1.0), torch.empty(3, 8)
+    assert x.is_neg()
+    assert torch.equal(ck.rms_norm(x, out=out), ck.rms_norm(torch.ones(3, 8)))
+
+
+def test_conjugate_results_are_refused() -> None:
+    with pytest.raises(UnsupportedProblem, match="gemm_out writes to the memory of out"):
+        ck.gemm(torch.ones(3, 8), torch.ones(8, 8), out=torch.zeros(3, 8, dtype=torch.complex64).conj())
+
+
+def test_ints_beyond_every_float_are_refused() -> None:
+    found = 0
+    for name in NAMES:
+        function, good = calls()[name]
+        for argument, value in good.items():
+            if isinstance(value, int | float):
+                for many in (10**400, -(10**5000)):  # Python refuses to write the second one out
+                    found += 1
+                    with pytest.raises(CuteKernelsError):
+                        function(**good | {argument: many})
+    assert found >= 40

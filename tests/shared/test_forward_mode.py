@@ -97,3 +97,40 @@ def test_a_repeated_gemm_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> Non
         ck.gemm(forward_ad.make_dual(a, torch.ones_like(a)), b, out=out)
     assert len(launches) == 2
     call_cache.forget()
+
+
+# ---- gradients by torch.func ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in calls() if (name, "x") in CASES])
+def test_gradients_of_torch_func_are_refused(name: str) -> None:
+    function, given = calls()[name]
+    rest = {key: value for key, value in given.items() if key not in ("x", "out")}
+
+    def of(x: Tensor) -> Any:
+        y = function(x=x, **rest)
+        return y if isinstance(y, Tensor) else y[0]
+
+    for transformed in (torch.func.grad(lambda x: of(x).sum()), torch.func.jacrev(of)):
+        with pytest.raises(UnsupportedProblem, match=r"no gradient by torch.func.*: use autograd"):
+            transformed(given["x"])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # vmap has no rule for the op
+def test_vmap_does_not_hide_a_gradient_of_torch_func() -> None:
+    many = torch.randn(2, 3, 8)
+    for function in (
+        torch.vmap(torch.func.grad(lambda x: ck.rms_norm(x).sum())),
+        torch.func.grad(lambda x: torch.vmap(ck.rms_norm)(x).sum()),
+    ):
+        with pytest.raises(UnsupportedProblem, match="no gradient by torch.func"):
+            function(many)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_autograd_passes_around_transforms() -> None:
+    x, w = (torch.randn(2, 3, 8, requires_grad=True) for _ in range(2))
+    expected = torch.autograd.grad(ck.rms_norm(x).sum(), x)[0]
+    torch.testing.assert_close(torch.autograd.grad(torch.vmap(ck.rms_norm)(x).sum(), x)[0], expected)
+    beside = torch.func.grad(lambda t: (t * ck.rms_norm(x)).sum())(w.detach())
+    torch.testing.assert_close(torch.autograd.grad(beside.sum(), x)[0], expected)

@@ -31,7 +31,7 @@ from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import DTYPES, WIDEST, AttentionProblem, sinks_of
 from cutekernels.ops.shared.call_cache import Call, CallCache, Inputs, empty_copy, stand_ins
-from cutekernels.ops.shared.registration import define_with_out, direct
+from cutekernels.ops.shared.registration import define_with_out, direct, transformed
 from cutekernels.ops.shared.strides import overlaps_itself, pairs, relation
 
 _CALLS = CallCache()
@@ -138,7 +138,8 @@ def attention(
         cap = 0.0 if softcap is None else cap_of(softcap)
         text = None if config is None else text_of(config, AttentionConfig)
         operands = (q, k, v, mask, cu_seqlens_q, cu_seqlens_kv, sinks)
-        if check:
+        if check is not False:
+            check_flags("attention", check=check)
             _check_values(*operands, factor)
         made = replayed(_CALLS, out, operands, (causal, left, right, cap > 0.0, return_lse), (factor, cap), text)
         if made is not None:
@@ -146,14 +147,15 @@ def attention(
         check_flags("attention", causal=causal, return_lse=return_lse)
         leaves = (q, k, v) if sinks is None else (q, k, v, sinks)
         differentiates = torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
-        # The gradients start from the log-sum-exp.
-        options = (causal, left, right, factor, cap, return_lse or (differentiates and out is None), text)
         if out is None:
+            # The gradients start from the log-sum-exp. A transform's tensors do not say whether theirs are wanted.
+            needed = differentiates or (torch.is_grad_enabled() and transformed())
+            options = (causal, left, right, factor, cap, return_lse or needed, text)
             result, lse = torch.ops.cutekernels.attention(*operands, *options)
             return (result, lse) if return_lse else result
         if differentiates or (torch.is_grad_enabled() and out.requires_grad):
             raise UnsupportedProblem("out= is not differentiable: leave it out, or call under torch.no_grad()")
-        lse = torch.ops.cutekernels.attention_out(*operands, out, *options)
+        lse = torch.ops.cutekernels.attention_out(*operands, out, causal, left, right, factor, cap, return_lse, text)
         return (out, lse) if return_lse else out
     except FOREIGN:
         given = {"mask": mask, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "sinks": sinks, "out": out}

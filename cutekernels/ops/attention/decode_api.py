@@ -146,7 +146,8 @@ def decode_attention(
         if out is not None and out.shape != q.shape:
             raise UnsupportedProblem(f"out must have q's shape {tuple(q.shape)}; it has {tuple(out.shape)}")
         target = out.unsqueeze(1) if single and out is not None else out
-        if check:
+        if check is not False:
+            check_flags("decode_attention", check=check)
             _check_values(*operands, factor, left)
         made = replayed(_CALLS, target, operands, (left, cap > 0.0, return_lse), (factor, cap), text)
         result: Tensor

@@ -135,13 +135,20 @@ def _seen_values(v: Tensor, visible: Tensor) -> Tensor:
     return v.masked_fill(~visible.any(dim=0).unsqueeze(-1), 0.0)
 
 
+def _seeing(rows: Tensor, visible: Tensor) -> Tensor:
+    """Queries' rows with 0 for queries that see nothing, likewise."""
+    return rows.masked_fill(~visible.any(dim=1).unsqueeze(-1), 0.0)
+
+
 def _one_head(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float,
     sink: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """``(dq, dk, dv)`` of one query head."""
+    dout, q = _seeing(dout, visible), _seeing(q, visible)
+    k, v = _seen_values(k, visible), _seen_values(v, visible)
     _, weights, slope = _weights(q, k, visible, scale, softcap, sink)
-    dweights = dout @ _seen_values(v, visible).T
+    dweights = dout @ v.T
     delta = (weights * dweights).sum(dim=-1, keepdim=True)
     if dlse is not None:
         delta = delta - dlse.masked_fill(~visible.any(dim=-1), 0.0).unsqueeze(-1)

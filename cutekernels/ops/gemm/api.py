@@ -157,10 +157,16 @@ def linear(
         raise UnsupportedProblem(f"weight must be (N, K); its shape is {tuple(weight.shape)}")
     if x.dim() == 2:
         return gemm(x, weight.t(), bias=bias, activation=activation, out=out)
-    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
-        raise UnsupportedProblem(f"x must be (..., K) with weight's K={weight.shape[1]}; its shape is {tuple(x.shape)}")
-    rows, shape = math.prod(x.shape[:-1]), (*x.shape[:-1], weight.shape[0])
-    flat = x.reshape(rows, x.shape[-1])
+    try:
+        if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+            raise UnsupportedProblem(
+                f"x must be (..., K) with weight's K={weight.shape[1]}; its shape is {tuple(x.shape)}"
+            )
+        rows, shape = math.prod(x.shape[:-1]), (*x.shape[:-1], weight.shape[0])
+        flat = x.reshape(rows, x.shape[-1])
+    except RuntimeError:  # sparse and nested tensors
+        check_tensor("linear", "x", x)
+        raise
     if out is None:
         return gemm(flat, weight.t(), bias=bias, activation=activation).view(shape)
     check_tensor("linear", "out", out)

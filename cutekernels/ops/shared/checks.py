@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ _OVERLAP = {
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 INFINITE = math.inf
+_GREATEST = sys.float_info.max
 
 
 def check_tensor(op: str, name: str, t: object, *, optional: bool = False) -> None:
@@ -45,8 +47,10 @@ def check_tensor(op: str, name: str, t: object, *, optional: bool = False) -> No
 def check_number(
     op: str, name: str, value: object, low: float = -math.inf, high: float = math.inf, *, finite: bool = True
 ) -> None:
-    """Refuses what is no number from ``low`` to ``high``. A bool is none."""
+    """Refuses what is no number from ``low`` to ``high``. A bool is none, nor is an int beyond every float."""
     fits = isinstance(value, _NUMBERS) and not isinstance(value, bool)
+    if isinstance(value, int):
+        fits = fits and -_GREATEST <= value <= _GREATEST
     if fits and finite:
         fits = low <= value <= high and -math.inf < value < math.inf  # type: ignore[operator]
     if not fits:
@@ -85,6 +89,8 @@ def said(value: object) -> str:
     """``value`` in an error message: short, and never a tensor's elements."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, int) and value.bit_length() > 1024:  # Python may refuse to write it out
+        return f"an int of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 

@@ -1,6 +1,7 @@
 """Ops of torch: their definition, and when a public function may do without them.
 
-Forward-mode derivatives are refused where torch differentiates, below every transform, so that no way around it exists.
+Forward-mode derivatives, and gradients of torch.func, are refused where torch differentiates, below every transform,
+so that no way around it exists. vmap may stand inside of autograd.
 Autocast rules are those of torch's own ops of the kind; results written to ``out=`` are never cast, as torch's are not.
 """
 
@@ -19,9 +20,12 @@ from cutekernels.errors import UnsupportedProblem
 _is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
+_GRAD = torch._C._functorch.TransformType.Grad
 _is_grad_enabled = torch.is_grad_enabled
 autocasting = torch._C._is_any_autocast_enabled
 _Parameter = torch.nn.Parameter
+
+_AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 Autocast = str | Callable[..., Any]  # "lower", "fp32", or a function of the op's arguments that runs in its place
 Implementation = Callable[..., Any]  # (results or None, inputs, *the other arguments, less defaults at the end)
@@ -42,8 +46,13 @@ def direct(*tensors: Tensor | None) -> bool:
     return True
 
 
+def transformed() -> bool:
+    """Whether a transform of torch.func (vmap, grad) is active, whose wrappers do not say what autograd wants below."""
+    return _transforms() is not None
+
+
 class Library(torch.library.Library):
-    """The ops of this package. Whatever autograd is told of one, its forward-mode derivatives are refused."""
+    """The ops of this package. Whatever autograd is told of one, its derivatives by torch.func are refused."""
 
     def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> Any:
         if dispatch_key != "Autograd":
@@ -51,6 +60,7 @@ class Library(torch.library.Library):
 
         def refusing(keyset: Any, *args: Any) -> Any:
             refuse_duals(op_name, args)
+            refuse_functional(op_name, args)
             return fn(keyset, *args)
 
         return super().impl(op_name, refusing, dispatch_key, **options)  # type: ignore[no-untyped-call]
@@ -65,6 +75,17 @@ def refuse_duals(name: str, args: Sequence[object]) -> None:
                     f"{name} has no forward-mode derivative (jvp, jacfwd, forward_ad); got a tensor with a tangent: "
                     "use reverse mode (torch.autograd.grad), or write the op out in torch"
                 )
+
+
+def refuse_functional(name: str, args: Sequence[object]) -> None:
+    """Refuses tensors that torch.func differentiates: register_autograd's functions are autograd's alone."""
+    if _transforms() is None or not _is_grad_enabled() or not torch._C._any_requires_grad(*args):
+        return
+    if any(one.key() == _GRAD for one in torch._C._functorch.get_interpreter_stack() or ()):
+        raise UnsupportedProblem(
+            f"{name} has no gradient by torch.func (grad, vjp, jacrev, hessian); got a tensor that one differentiates: "
+            "use autograd (torch.autograd.grad, Tensor.backward)"
+        )
 
 
 def define(
@@ -83,16 +104,38 @@ def define(
     name = schema.partition("(")[0]
     declare(schema)
     implement(name, cuda, "CUDA")
-    implement(name, cpu, "CPU")
+    implement(name, without_autocast(cpu), "CPU")
     torch.library.register_fake(f"cutekernels::{name}", fake, lib=library)
     if "!)" in schema:
         op = getattr(torch.ops.cutekernels, name).default
+        written = [a.name if a.is_write else None for a in op._schema.arguments]
+
+        def resolved(*args: Any) -> Any:
+            for result, t in zip(written, args, strict=False):
+                if result is not None and t is not None and (t.is_neg() or t.is_conj()):
+                    raise UnsupportedProblem(
+                        f"{name} writes to the memory of {result} as it lies; got a view of it that negates: "
+                        "write to memory of its own, or call resolve_conj().resolve_neg() first"
+                    )
+            return op(*[t.resolve_conj().resolve_neg() if isinstance(t, Tensor) else t for t in args])
 
         def passed_on(keyset: Any, *args: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
                 return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
         library.impl(name, passed_on, "Autograd", with_keyset=True)
+        implement(name, resolved, "Negative")
+        implement(name, resolved, "Conjugate")
+
+
+def without_autocast(cpu: Callable[..., Any]) -> Callable[..., Any]:
+    """``cpu`` with autocast off: references choose their own types, and torch mixes no two halves."""
+
+    def reference(*args: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
+            return cpu(*args)
+
+    return reference
 
 
 def cast_under_autocast(library: torch.library.Library, name: str, rule: Autocast, kept: Sequence[int] = ()) -> None:
