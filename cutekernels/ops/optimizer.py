@@ -6,6 +6,7 @@ The op writes results of its own, which the public function lets be the inputs. 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -338,7 +339,7 @@ def _skewed(make: Callable[[Tensor], Tensor], t: Tensor, align: int) -> Tensor:
 ADAMW_STEP = AdamW()
 OPS = (ADAMW_STEP,)
 ADAMW_TABLE = AdamWTable()
-_MOST_STEPS = 2**53  # an fp64 counts them
+_MOST_STEPS = int(sys.float_info.max)  # the corrections are computed in floats
 
 
 def adamw_step(
@@ -388,7 +389,9 @@ def adamw_step(
     check_hyper(rate, betas, eps, weight_decay)
     check_flag("adamw_step", "maximize", maximize)
     if steps is None and (not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= _MOST_STEPS):
-        raise UnsupportedProblem(f"steps are whole numbers counted from 1 to 2^53, or a tensor; step is {said(count)}")
+        raise UnsupportedProblem(
+            f"steps are whole numbers counted from 1, as far as floats go, or a tensor; step is {said(count)}"
+        )
     hyper = Hyper.of(rate, betas, eps, weight_decay, count)
     inputs = (param, grad, exp_avg, exp_avg_sq, master, steps, rates)
     for name, t in zip(ADAMW_STEP.inputs, inputs, strict=True):

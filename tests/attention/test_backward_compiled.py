@@ -21,7 +21,6 @@ QUICK = {"causal": f"{FULL} causal=1", "narrow of q": f"{NARROW} of=q", "wide of
 PROBLEMS = QUICK | {
     "full of q": f"{FULL} of=q",
     "narrow": NARROW,
-    "wide of v": f"{WIDE} of=v",
     "wide of q": f"{WIDE} of=q",
     "window": "batch=2 seq_q=300 seq_kv=777 heads_q=4 heads_kv=1 head_dim=80 window=both window_left=30 window_right=9",
     "mask": "batch=2 seq_q=130 seq_kv=200 heads_q=6 heads_kv=3 head_dim=96 mask=1 dtype=fp16 softcap=1",

@@ -97,7 +97,11 @@ def problems(draw: st.DrawFn, op: Any) -> Any:
 @settings(deadline=None, max_examples=40)
 def test_default_is_valid_and_everything_round_trips(op: Any, data: st.DataObject, spec: gpu.GpuSpec) -> None:
     problem = data.draw(problems(op))
-    config = op.default(problem, spec)
+    try:
+        config = op.default(problem, spec)
+    except UnsupportedProblem as error:  # rows times heads that no grid holds
+        assert "more tiles than a grid's" in str(error) and problem.rows * problem.heads >= 1 << 31
+        return
     assert op.why_not(problem, config, spec) is None, (problem, config)
     assert op.estimate_us(problem, config, spec) > 0
     assert op.Config.parse(str(config)) == config

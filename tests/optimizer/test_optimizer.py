@@ -194,7 +194,7 @@ def refusals() -> dict[str, Callable[[], Any]]:
         "takes exp_avg in float32; got torch.bfloat16": lambda: adamw_step(half, g, m.bfloat16(), v, step=1),
         "takes grad in bfloat16 or float32; got torch.float16": lambda: adamw_step(half, g.half(), m, v, step=1),
         "their own master copy": lambda: adamw_step(p, g, m, v, step=1, master=p.clone()),
-        "counted from 1 to 2.53, or a tensor; step is 0": lambda: adamw_step(p, g, m, v, step=0),
+        "counted from 1, .* or a tensor; step is 0": lambda: adamw_step(p, g, m, v, step=0),
         "step is None": lambda: adamw_step(p, g, m, v, step=None),  # type: ignore[arg-type]
         "step is nan": lambda: adamw_step(p, g, m, v, step=float("nan")),  # type: ignore[arg-type]
         "step is 1.5": lambda: adamw_step(p, g, m, v, step=1.5),  # type: ignore[arg-type]
