@@ -101,7 +101,7 @@ def bench(
         _list(cases, alone)
         return
     if profiled:
-        _profiled(cases[0], out or HERE / "results" / "profiles")
+        _profiled(cases[0], out or HERE.parent / "build" / "profiles")
         return
     try:
         gpu = _gpu()

@@ -11,6 +11,7 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from bench import published, stream
@@ -218,7 +219,7 @@ def draw_overview(folder: Path) -> bool:
         if rows and rows[0].l2 == "cold" and not rows[0].rest_ms:
             name = f"{rows[0].op}, {rows[0].suite}" + (OF_WARPS if by_warps(rows) else "")
             suites.setdefault(name, {}).update(against_best_peer(rows))
-    means = {name: math.exp(math.fsum(map(math.log, r.values())) / len(r)) for name, r in suites.items() if r}
+    means = {name: geometric_mean(r.values()) for name, r in suites.items() if r}
     if not means:
         return False
     names = sorted(means, key=lambda name: means[name])

@@ -25,15 +25,15 @@ from bench.suites import Case
 from bench.workloads import get, posed
 
 TIMEOUT_S = 600
-# What a figure is called here, and how its metric is called by ncu. Tensor pipes have a name for each architecture.
+# Figures, each with ncu's name of its metric and a factor: base units are ns. Tensor pipes have several names.
 FIGURES = {
-    "time, µs": r"gpu__time_duration\.sum",
-    "DRAM, % of its peak": r"dram__throughput\.avg\.pct_of_peak_sustained_elapsed",
-    "tensor pipes, % of cycles": r"sm__pipe_tensor\w*_cycles_active\.avg\.pct_of_peak_sustained_active",
-    "warps in flight, % of the most": r"sm__warps_active\.avg\.pct_of_peak_sustained_active",
-    "L2 hits, %": r"lts__t_sector_hit_rate\.pct",
+    "time, µs": (r"gpu__time_duration\.sum", 1e-3),
+    "DRAM, % of its peak": (r"dram__throughput\.avg\.pct_of_peak_sustained_elapsed", 1.0),
+    "tensor pipes, % of cycles": (r"sm__pipe_tensor\w*_cycles_active\.avg\.pct_of_peak_sustained_active", 1.0),
+    "warps in flight, % of the most": (r"sm__warps_active\.avg\.pct_of_peak_sustained_active", 1.0),
+    "L2 hits, %": (r"lts__t_sector_hit_rate\.pct", 1.0),
 }
-_MICRO = 1e-3  # base units are ns
+_ROOT = Path(__file__).parents[1]  # where the child finds this package
 
 
 class Unprofiled(Exception):
@@ -54,7 +54,7 @@ def profile(case: Case, folder: Path) -> tuple[Path, list[Kernel]]:
     if ncu is None:
         raise Unprofiled("ncu is not on the PATH: install NVIDIA Nsight Compute, which the CUDA toolkit has too")
     folder.mkdir(parents=True, exist_ok=True)
-    report = folder / ("".join(c if c.isalnum() else "-" for c in f"{case.op} {case.label}") + ".ncu-rep")
+    report = folder.resolve() / ("".join(c if c.isalnum() else "-" for c in f"{case.op} {case.label}") + ".ncu-rep")
     asked = [ncu, "--set", "full", "--profile-from-start", "off", "--clock-control", "none", "--force-overwrite"]
     child = [sys.executable, "-m", "bench.profile", json.dumps(dataclasses.asdict(case))]
     _run([*asked, "--export", str(report), *child])
@@ -66,7 +66,10 @@ def profile(case: Case, folder: Path) -> tuple[Path, list[Kernel]]:
 
 
 def _run(command: Sequence[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    try:
+        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise Unprofiled(f"{Path(command[0]).name} was not done after {TIMEOUT_S} s: take a smaller case") from error
     if done.returncode != 0:
         said = " ".join((done.stdout + done.stderr).split())[-500:]
         hint = (
@@ -85,15 +88,11 @@ def parse(text: str) -> list[Kernel]:
 
 def _kernel(values: Mapping[str, str]) -> Kernel:
     found = {}
-    for figure, pattern in FIGURES.items():
-        numbers = [_number(v) for name, v in values.items() if re.fullmatch(pattern, name) and v]
+    for figure, (pattern, factor) in FIGURES.items():
+        numbers = [float(v.replace(",", "")) for name, v in values.items() if re.fullmatch(pattern, name) and v]
         if numbers:
-            found[figure] = max(numbers) * (_MICRO if figure.startswith("time") else 1.0)
+            found[figure] = max(numbers) * factor
     return Kernel(values.get("Kernel Name", "?"), found)
-
-
-def _number(text: str) -> float:
-    return float(text.replace(",", ""))
 
 
 def table(case: Case, kernels: Sequence[Kernel]) -> Table:

@@ -192,10 +192,8 @@ class Store:
         """Add hits of problems that were dispatched untuned: rows of (gpu, op, revision, problem, hits)."""
         hits: dict[tuple[str, str, int, str], int] = {}
         for gpu, op, revision, problem, count in rows:
-            trial.require("gpu", gpu, trial.gpu_name_rule)
-            trial.require("op", op, trial.op_rule)
-            trial.require("revision", revision, trial.revision_rule)
-            trial.require("problem", problem, trial.problem_rule)
+            for name, value in zip(statements.KEY, (gpu, op, revision, problem), strict=True):
+                trial.require(name, value, trial.REQUEST_RULES[name])
             if type(count) is not int or not 0 < count <= trial.INT32_MAX:
                 raise StoreError(f"hits must be a whole number from 1 to {trial.INT32_MAX}; it is {count!r}")
             key = (gpu, op, revision, problem)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ast
 import inspect
-import math
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import typer
@@ -123,7 +123,7 @@ def overview() -> Iterator[str]:
         found = rows.read(path)
         ratios = list(plots.against_best_peer(found).values())
         if ratios:
-            mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
+            mean = geometric_mean(ratios)
             lost = sum(ratio < 1 for ratio in ratios)
             stamp, sign = found[0].stamp, plots.OF_WARPS if plots.by_warps(found) else ""
             yield (

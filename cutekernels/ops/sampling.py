@@ -335,7 +335,7 @@ def sample_filter(
             kind = "whole number" if name == "top_k" else "number"
             raise UnsupportedProblem(f"{name} is a {kind} from 0 to {high:g}, or a tensor of them; it is {said(given)}")
     check_temperature(numbers[0])
-    # Of a traced number a comparison is traced too, and no bool until a branch asks for it.
+    # Branches make bools of comparisons, which are traced where the numbers are.
     by_k = True if tensors[1] is not None or numbers[1] > 0 else False  # noqa: SIM210
     by_p = True if tensors[2] is not None or numbers[2] < 1 else False  # noqa: SIM210
     by_min_p = True if tensors[3] is not None or numbers[3] > 0 else False  # noqa: SIM210

@@ -41,7 +41,7 @@ def products(problem: AttentionBackwardProblem, config: AttentionBackwardConfig)
 
 
 def check_facts(name: str, spec: gpu.GpuSpec, *others: AttentionBackwardConfig) -> None:
-    """Of the default, which does not spill, and of ``others``."""
+    """Resources of the default, which does not spill, and of ``others``."""
     problem = AttentionBackwardProblem.parse(PROBLEMS[name])
     default = ATTENTION_BACKWARD.default(problem, spec)
     for config in (default, *others):

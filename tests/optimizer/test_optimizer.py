@@ -477,7 +477,7 @@ def test_options_that_this_optimizer_is_not_are_refused(options: dict[str, Any])
 
 
 def test_hooks_around_loading_have_their_say() -> None:
-    """What a hook before it returns is loaded, in full precision; what one behind it changes stays."""
+    """A pre-hook's result is loaded, in full precision, and a post-hook's changes stay."""
     params = [torch.nn.Parameter(torch.randn(40).bfloat16())]
     optimizer = FusedAdamW(params, master_weights=True)
     grads(params, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -141,7 +140,7 @@ def test_a_node_with_another_version_is_refused(four: Path, tmp_path: Path, monk
 
 @pytest.mark.slow
 def test_four_gpus_do_the_work_of_one_in_a_quarter_of_the_time(four: Path, tmp_path: Path) -> None:
-    (four / "measure_s").write_text("0.3")  # an attempt on an H200 takes 0.55 s
+    (four / "measure_s").write_text("1.0")  # sleep, beside which the CPU's work between measurements is little
 
     class One(RayFleet):
         def seats(self) -> Any:
@@ -152,14 +151,12 @@ def test_four_gpus_do_the_work_of_one_in_a_quarter_of_the_time(four: Path, tmp_p
         check(db, tune(JOB, db=str(db), fleet=fleet, watcher=watch), JOB)
         return watch.seconds
 
-    # Toy GPUs sleep; what four of them have the CPU do between two measurements needs a core that nobody else is using.
-    least = 3.5 if os.getloadavg()[0] < (os.cpu_count() or 1) / 2 else 2.5
     one = seconds(tmp_path / "1.db", One("auto"))
     ratios: list[float] = []
-    while not ratios or (ratios[-1] < least and len(ratios) < 3):
+    while not ratios or (ratios[-1] < 3.5 and len(ratios) < 3):  # a busy machine may need another try
         ratios.append(one / seconds(tmp_path / f"4 {len(ratios)}.db", RayFleet("auto")))
     print(f"one GPU {one:.1f} s, four in {', '.join(f'1/{r:.2f}' for r in ratios)} of it")
-    assert max(ratios) >= least
+    assert max(ratios) >= 3.5
 
 
 @pytest.mark.slow

@@ -15,10 +15,9 @@ from torch import Tensor
 from cutekernels.integrations.transformers.families import Family, gate_of, window_of
 from cutekernels.nn.mlp import gate_mul, gated, projected
 from cutekernels.nn.packing import side_by_side
+from cutekernels.ops.gemm.problem import DTYPES
 from cutekernels.ops.norms.api import add_rms_norm, rms_norm
 from cutekernels.ops.rope import rope
-
-MULTIPLIED = (torch.float16, torch.bfloat16)  # on a GPU
 
 # ---- classes that change places -------------------------------------------------------------------------
 
@@ -141,7 +140,7 @@ def _together(linears: list[Any], name: str) -> Tensor | None:
 
 def multiplied(x: Tensor, weight: Tensor) -> bool:
     """Whether our kernels multiply ``x`` by ``weight``: of one type, on a GPU a 16-bit one."""
-    return x.dtype == weight.dtype and (not x.is_cuda or x.dtype in MULTIPLIED)
+    return x.dtype == weight.dtype and (not x.is_cuda or x.dtype in DTYPES.values())
 
 
 class Norm(Patched):

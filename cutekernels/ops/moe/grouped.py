@@ -79,7 +79,7 @@ class GroupedProblem(Problem):
 
     @property
     def weight_rows(self) -> int:
-        """Of an expert."""
+        """Rows of an expert's weight."""
         return 2 * self.n if self.gated else self.n
 
     @property
@@ -226,7 +226,7 @@ def _default(op: _GroupedOp, p: GroupedProblem, gpu: GpuSpec) -> GemmConfig:
 
 @lru_cache(256)
 def _posed(op: _GroupedOp, p: GroupedProblem) -> tuple[GemmProblem, Extras]:
-    """What the bodies' rules look at: the largest product of a group, and what is done beside it."""
+    """The largest product of a group, and what is done beside it: what the bodies' rules look at."""
     return op.one(p, most=True), op.extras(p)
 
 
@@ -468,7 +468,7 @@ def _check_offsets(offsets: Tensor, x: Tensor, experts: int | None) -> None:
 
 
 def _columns(weight: Tensor, activation: str = "none") -> int:
-    """Of out."""
+    """Number of out's columns."""
     return weight.shape[1] // (2 if activation == GATED else 1)
 
 

@@ -63,7 +63,7 @@ def rms_norm(
     if not fits:
         check_eps("rms_norm", eps)
         check_number("rms_norm", "weight_offset", weight_offset)
-    options, scalars = (rounding, True if weight_offset else False), (eps, weight_offset)  # noqa: SIM210  bool() of a traced float is one too
+    options, scalars = (rounding, True if weight_offset else False), (eps, weight_offset)  # noqa: SIM210  bool() of a traced float is traced
     return call(RMS_NORM, (x, weight), options, scalars, config=config, out=None if out is None else (out,))[0]
 
 
@@ -105,7 +105,7 @@ def add_rms_norm(
     if not fits:
         check_eps("add_rms_norm", eps)
         check_number("add_rms_norm", "weight_offset", weight_offset)
-    options, scalars = (rounding, True if weight_offset else False), (eps, weight_offset)  # noqa: SIM210  bool() of a traced float is one too
+    options, scalars = (rounding, True if weight_offset else False), (eps, weight_offset)  # noqa: SIM210  bool() of a traced float is traced
     y, u = call(ADD_RMS_NORM, (x, residual, weight), options, scalars, config=config)
     return y, u
 

@@ -133,6 +133,14 @@ class WarpgroupGemm:
             hopper_helpers.make_smem_layout_b(columns, tile, dtype, self.stages),
         )
 
+    def mma(self, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
+        """The product of a tile by the groups that share it."""
+        k_major, other = OperandMajorMode.K, OperandMajorMode.MN
+        return hopper_helpers.make_trivial_tiled_mma(
+            dtype, dtype, k_major if self.rows_k_major else other, k_major if self.columns_k_major else other,
+            self.accumulate, (self.sharing, 1, 1), (ROWS, self.tile_n),
+        )  # fmt: skip
+
     def halves(self, side: Side) -> cute.Layout:
         """A gated side's stages as gates, then what they multiply: ``(rows / 2, K, 2 * STAGE)``, without the swizzle.
         A row of ``tile_k`` is one swizzled line.
@@ -176,11 +184,7 @@ class WarpgroupGemm:
         if const_expr(mC is not None):
             mC = prepared(mC, self.swapped, rows_contiguous)
             tma_c, tC = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mC, box, shape)
-        k_major, other = OperandMajorMode.K, OperandMajorMode.MN
-        tiled_mma = hopper_helpers.make_trivial_tiled_mma(
-            dtype, dtype, k_major if self.rows_k_major else other, k_major if self.columns_k_major else other,
-            self.accumulate, (self.sharing, 1, 1), (ROWS, self.tile_n),
-        )  # fmt: skip
+        tiled_mma = self.mma(dtype)
         layers = cute.size(mD, mode=[2]) if const_expr(cute.rank(mD) == 3) else Int32(1)
         tiles_m = cute.ceil_div(cute.size(mD, mode=[0]), self.tile_m * self.cluster_m)
         tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), self.results.columns * self.cluster_n)

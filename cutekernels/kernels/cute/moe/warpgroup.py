@@ -21,9 +21,8 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
-from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.gemm.warpgroup import GROUP, ROWS, Side, WarpgroupGemm
 from cutekernels.kernels.cute.parts.schedule import TileRing
@@ -39,7 +38,7 @@ class GroupedWarpgroup:
 
     @property
     def tokens(self) -> Side:
-        """Of the product's operands, that of tokens."""
+        """The product's operand that holds tokens."""
         return self.product.of_columns if self.product.swapped else self.product.of_rows
 
     @property
@@ -92,11 +91,7 @@ class GroupedWarpgroup:
         tma_d, tD = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), mTile, results.layout(), results.shape
         )
-        k_major, other = OperandMajorMode.K, OperandMajorMode.MN
-        tiled_mma = hopper_helpers.make_trivial_tiled_mma(
-            dtype, dtype, k_major if body.rows_k_major else other, k_major if body.columns_k_major else other,
-            body.accumulate, (body.sharing, 1, 1), (ROWS, body.tile_n),
-        )  # fmt: skip
+        tiled_mma = body.mma(dtype)
         rows, groups = mX.shape[0], mEnds.shape[0] - 1
         tiles_o = cute.ceil_div(mD.shape[1], self.weights.box * self.cluster_o)
         most = (rows // self.walk.unit + cutlass.min(groups, rows)) * tiles_o * body.cluster
