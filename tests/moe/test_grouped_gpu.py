@@ -56,24 +56,46 @@ def test_every_suite_and_spread_with_default_and_random_configs(op: Any, text: s
         assert found <= 1, f"{op.name} [{problem}] [{config}] is off by {found:.3g} tolerances"
 
 
-def test_nan_stays_with_its_expert_and_its_row() -> None:
+def some(op: Any, problem: Problem, body: str, count: int, seed: int) -> list[str]:
+    """Texts of valid configs of ``body``; the test is skipped where there are none."""
+    found = [c for c in op.valid(problem, gpu.detect()) if c.body == body]
+    if not found:
+        pytest.skip(f"no body={body} here")
+    return [str(c) for c in random.Random(seed).sample(found, count)]
+
+
+BODIES = pytest.mark.parametrize("body", ["multistage", "warpgroup"])
+
+
+@BODIES
+def test_nan_stays_with_its_expert_and_its_row(body: str) -> None:
     x, w, offsets = normal(300, 72), normal(6, 136, 72), ends(0, 40, 41, 41, 170, 290, 300)
+    wgrad, clean_x = torch.ops.cutekernels.grouped_gemm_wgrad, x.clone()
     clean = ck.grouped_gemm(x, w, offsets)
-    clean_dw = torch.ops.cutekernels.grouped_gemm_wgrad(clean, x, offsets)
-    w[3], x[41:170] = float("nan"), float("nan")
-    spoilt = ck.grouped_gemm(x, w, offsets)
-    assert spoilt[41:170].isnan().all()
-    assert torch.equal(torch.cat([spoilt[:41], spoilt[170:]]), torch.cat([clean[:41], clean[170:]]))
-    dw = torch.ops.cutekernels.grouped_gemm_wgrad(clean, x, offsets)
-    assert dw[3].isnan().all()
-    assert torch.equal(dw[[0, 1, 2, 4, 5]], clean_dw[[0, 1, 2, 4, 5]])
+    x[41:170] = float("nan")
+    for config in some(GROUPED_GEMM_WGRAD, SMALL, body, 6, 1):
+        clean_dw, dw = wgrad(clean, clean_x, offsets, config), wgrad(clean, x, offsets, config)
+        assert dw[3].isnan().all()
+        assert torch.equal(dw[[0, 1, 2, 4, 5]], clean_dw[[0, 1, 2, 4, 5]])
+        spoilt_dw = wgrad(torch.where(x[:, :1].isnan(), x[:, :1], clean), clean_x, offsets, config)
+        assert torch.equal(spoilt_dw[[0, 1, 2, 4, 5]], clean_dw[[0, 1, 2, 4, 5]])
+        exact = GROUPED_GEMM_WGRAD.evaluate(clean, clean_x, offsets)
+        assert verify.worst_error((clean_dw,), exact, 2.0 * 300 * 136 * 72, depth=300.0) <= 1
+    spoilt_w = w.clone()
+    spoilt_w[3] = float("nan")
+    for config in some(GROUPED_GEMM, SMALL, body, 3, 2):
+        clean, spoilt = (ck.grouped_gemm(*args, offsets, config=config) for args in ((clean_x, w), (x, spoilt_w)))
+        assert spoilt[41:170].isnan().all()
+        assert torch.equal(torch.cat([spoilt[:41], spoilt[170:]]), torch.cat([clean[:41], clean[170:]]))
 
 
 def test_rows_of_no_expert_are_zero() -> None:
+    """By the multistage body; the other has a test of its own below."""
     x, w, offsets = normal(200, 64), normal(3, 136, 64), ends(70, 75, 75, 130)
     x[:70], x[130:] = float("nan"), float("nan")
     out = torch.full((200, 136), 5.0, device="cuda", dtype=torch.bfloat16)
-    ck.grouped_gemm(x, w, offsets, torch.ones(3, 136, device="cuda"), out=out)
+    (config,) = some(GROUPED_GEMM, Problem.parse("rows=200 n=136 k=64 experts=3 bias=fp32"), "multistage", 1, 3)
+    ck.grouped_gemm(x, w, offsets, torch.ones(3, 136, device="cuda"), out=out, config=config)
     assert (out[:70] == 0).all()
     assert (out[130:] == 0).all()
     assert not out[70:130].isnan().any()
@@ -83,14 +105,17 @@ def test_rows_of_no_expert_are_zero() -> None:
     "values",
     [(-5, 3, 2**31 - 1), (9, 4, 2), (2**31 - 1, -(2**31), 7), (-(2**31),) * 3, (500, 600, 700), (0, 2**31 - 1, 0)],
 )
-def test_wrong_offsets_touch_nothing_outside(values: tuple[int, ...]) -> None:
+@BODIES
+def test_wrong_offsets_touch_nothing_outside(values: tuple[int, ...], body: str) -> None:
     """Guards around every operand keep their values; sanitizers would see reads (docs/notes/moe.md)."""
     memory = torch.full((3, 300, 64), 9.0, device="cuda", dtype=torch.bfloat16)
     x, out = memory[0, 100:200], memory[1, 100:200]
     w, before = normal(2, 64, 64), memory.clone()
-    for _ in range(2):
-        ck.grouped_gemm(x, w, ends(*values), out=out)
-        torch.ops.cutekernels.grouped_gemm_wgrad(out, x, ends(*values))
+    problem = Problem.parse("rows=100 n=64 k=64 experts=2")
+    for config in some(GROUPED_GEMM, problem, body, 2, 4):
+        ck.grouped_gemm(x, w, ends(*values), out=out, config=config)
+    for config in some(GROUPED_GEMM_WGRAD, problem, body, 2, 5):
+        torch.ops.cutekernels.grouped_gemm_wgrad(out, x, ends(*values), config)
     torch.cuda.synchronize()
     memory[1, 100:200] = before[1, 100:200]
     assert torch.equal(memory, before)
@@ -240,6 +265,34 @@ def test_ends_that_fall_count_as_the_largest_before_them() -> None:
     for config in random.Random(4).sample(arranged(SMALL), 4):
         made = [ck.grouped_gemm(x, w, offsets, config=str(config)) for offsets in (wrong, right)]
         assert torch.equal(*made)
+
+
+DEEP = ({"pingpong": False}, {"pingpong": True}, {"cluster_m": 2}, {"cluster_n": 2}, {"swapped": True})
+
+
+@pytest.mark.parametrize("values", DEEP, ids=str)
+@pytest.mark.parametrize("seed", range(len(SPREADS)), ids=SPREADS)
+def test_gradients_of_weights_over_many_tiles(values: dict[str, Any], seed: int) -> None:
+    """More tiles than CTAs, of any depth, none and less than a k-tile too."""
+    rng = random.Random(f"{values}{seed}")
+    for words in ("", "dtype=fp16"):
+        rows, n, k = (rng.choice(sizes) for sizes in ((90, 1000, 9000), (520, 1304, 2048), (72, 264, 1000)))
+        problem = Problem.parse(f"rows={rows} n={n} k={k} experts={rng.choice((3, 40, 130))} {words}")
+        inputs = GROUPED_GEMM_WGRAD.sample(problem, "cuda", seed)
+        expected, work = GROUPED_GEMM_WGRAD.reference(problem, *inputs), GROUPED_GEMM_WGRAD.work(problem)
+        found = [c for c in GROUPED_GEMM_WGRAD.valid(problem, gpu.detect()) if c.body == "warpgroup"]
+        if not found:
+            pytest.skip("no warpgroup MMA here")
+        for config in rng.sample([c for c in found if all(getattr(c, n) == v for n, v in values.items())], 3):
+            dweight = torch.full_like(expected[0], float("nan"))
+            launch = compiler.get(GROUPED_GEMM_WGRAD, problem, config, gpu.detect())
+            bound = GROUPED_GEMM_WGRAD.bind(problem, config, launch)
+            bound(dweight, *inputs)
+            error = verify.worst_error((dweight,), expected, work.flops, depth=work.depth)
+            assert error <= 1, f"[{problem}] [{config}] is off by {error:.3g} tolerances"
+            again = torch.full_like(dweight, float("nan"))
+            bound(again, *inputs)
+            assert torch.equal(dweight, again)
 
 
 @pytest.mark.parametrize("values", [{"swapped": False}, {"swapped": True}, {"pingpong": True}], ids=str)

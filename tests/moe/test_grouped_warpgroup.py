@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import random
 import re
-from functools import partial
 from itertools import product
 
 import pytest
@@ -16,7 +15,7 @@ from cutekernels.ops.gemm.problem import GemmConfig
 from cutekernels.ops.gemm.warpgroup import groups, sharing
 from cutekernels.ops.moe.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from cutekernels.ops.moe.grouped import GroupedProblem as Problem
-from cutekernels.ops.moe.warpgroup import GROUPED_WARPGROUP, tile_rows
+from cutekernels.ops.moe.warpgroup import DEPTH_WARPGROUP, GROUPED_WARPGROUP, tile_rows
 from tests import compiled
 
 H200, A100 = gpu.lookup("h200"), gpu.lookup("a100")
@@ -74,9 +73,20 @@ def test_a_config_breaks_a_rule(change: dict[str, object], rule: str) -> None:
     assert rule in str(GROUPED_GEMM.why_not(LAYER, BASE.replace(**change), H200))
 
 
-def test_the_gradient_of_the_weights_is_multistage_s_alone() -> None:
-    assert "the body multistage" in str(GROUPED_GEMM_WGRAD.why_not(LAYER, BASE, H200))
-    assert all(c.body == "multistage" for c in GROUPED_GEMM_WGRAD.valid(LAYER, H200))
+@pytest.mark.parametrize(
+    ("words", "change", "rule"),
+    [
+        ("", {"tile_n": 144, "stages": 5}, "by 64 elements"),
+        ("", {"tile_n": 64, "stages": 8, "cluster_m": 2}, "loaded in 2 parts"),
+        ("", {"tile_n": 16}, "takes tile_n from 64"),
+        ("rows=0 n=1536 k=2048 experts=128", {}, "a row or more"),
+        ("rows=64 n=1536 k=24 experts=8", {}, "32 rows and columns"),
+    ],
+)
+def test_a_gradient_of_weights_has_rules_of_its_own(words: str, change: dict[str, object], rule: str) -> None:
+    problem = Problem.parse(words) if words else LAYER
+    assert GROUPED_GEMM_WGRAD.why_not(LAYER, BASE, H200) is None
+    assert rule in str(GROUPED_GEMM_WGRAD.why_not(problem, BASE.replace(**change), H200))
 
 
 def test_dense_products_keep_their_tiles() -> None:
@@ -158,29 +168,18 @@ def test_swapped_gates_and_ups_meet_in_a_thread(knobs: str) -> None:
 # ---- choice ---------------------------------------------------------------------------------------------
 
 
-def favourite(problem: Problem) -> GemmConfig:
-    """The warpgroup config with the least estimate."""
-    estimate = GROUPED_GEMM.model(problem, H200)
-    among = GROUPED_WARPGROUP.shortlist(GROUPED_GEMM.one(problem), H200)
-    return min(
-        (c for c in among if GROUPED_GEMM.why_not(problem, c, H200) is None), key=lambda c: (estimate(c), str(c))
-    )
-
-
 @pytest.mark.parametrize("tokens", [1, 4, 16, 64, 256, 1024, 4096, 16384])
 @pytest.mark.parametrize("layer", ["n=1536 k=2048 experts=128", "n=2048 k=768 experts=128", "n=28672 k=4096 experts=8"])
-def test_it_is_no_default_before_it_has_run_whatever_the_model_says(layer: str, tokens: int) -> None:
+def test_it_is_the_default_where_it_can_be(layer: str, tokens: int) -> None:
     problem = Problem.parse(f"rows={8 * tokens} {layer}")
-    default = GROUPED_GEMM.default(problem, H200)
-    assert default.body == "multistage"
-    estimate = partial(GROUPED_GEMM.estimate_us, problem, gpu=H200)
-    assert estimate(c=favourite(problem)) < estimate(c=default) / 0.8  # multistage's takes groups to be equal
-    assert GROUPED_GEMM.default(problem, A100).body == "multistage"
+    for op in (GROUPED_GEMM, GROUPED_GEMM_WGRAD):
+        assert op.default(problem, H200).body == "warpgroup"
+        assert op.default(problem, A100).body == "multistage"
 
 
 def test_the_tile_of_tokens_follows_the_rows_of_an_expert() -> None:
     def tokens(rows: int) -> int:
-        c = favourite(LAYER.replace(rows=rows))
+        c = GROUPED_GEMM.default(LAYER.replace(rows=rows), H200)
         return c.tile_n if c.swapped else c.tile_m
 
     few, some, many = tokens(128), tokens(8192), tokens(131072)
@@ -276,6 +275,30 @@ def test_compiles_as_it_says(name: str) -> None:
     assert any(i.startswith("UTMASTG") for i in found)
     assert ("PREEXIT" in found) is config.pdl
     assert GROUPED_WARPGROUP.threads(config) == 128 * (groups(config) + 1)
+
+
+DEEP = {
+    "cooperative": "tile_m=128 tile_n=256 stages=4 raster=8 cluster_n=2 pdl=1",
+    "pingpong": "tile_m=128 tile_n=192 stages=4 raster=8 pingpong=1 cluster_m=1",
+    "swapped": "tile_m=256 tile_n=128 stages=4 raster=8 swapped=1 cluster_m=2",
+    "three groups": "tile_m=192 tile_n=64 stages=5 raster=1",
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_a_gradient_of_weights_compiles_as_it_says(name: str) -> None:
+    config = GemmConfig.parse(f"{DEEP[name]} {COMMON}")
+    assert GROUPED_GEMM_WGRAD.why_not(LAYER, config, H200) is None
+    built = GROUPED_GEMM_WGRAD.build(LAYER, config, H200)
+    assert built.facts.stack_bytes == 0
+    assert built.facts.smem_bytes == DEPTH_WARPGROUP.smem(config).total_bytes
+    found = compiled.opcodes(built)
+    products = sum(count for i, count in found.items() if i.startswith(f"HGMMA.64x{config.tile_n}x16.F32"))
+    steps = config.tile_k // 16 + 1  # a whole k-tile's, and one of the last, which is a loop
+    assert products == config.tile_m // (64 * sharing(config)) * steps
+    assert not any(i.startswith(("HMMA", "LDGSTS", "LDL", "STL")) for i in found)
+    assert any(i.startswith("UTMASTG.3D") for i in found), "an expert is a coordinate"
+    assert ("PREEXIT" in found) is config.pdl
 
 
 def test_code_depends_on_no_extent() -> None:

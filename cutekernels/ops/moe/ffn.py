@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.activations.api import silu_mul
+from cutekernels.ops.moe.grouped import GATED
 from cutekernels.ops.moe.grouped_api import grouped_gemm
 from cutekernels.ops.moe.permute import moe_permute
 from cutekernels.ops.moe.rows import moe_combine, moe_gather
@@ -27,8 +28,8 @@ def moe_ffn(
 ) -> Tensor:
     """``out[t] = sum_j weights[t, j] * down_e(silu(gate_e(x[t])) * up_e(x[t]))`` with ``e = ids[t, j]``.
 
-    The path is permute, gather, gate and up, SwiGLU, down, combine: nothing waits for the host, sums run in a fixed
-    order, and CUDA graphs can hold the call.
+    The path is permute, gather, gate and up with SwiGLU behind them, down, combine; where a gradient is taken, SwiGLU
+    is a kernel of its own. Nothing waits for the host, sums run in a fixed order, and CUDA graphs can hold the call.
 
     Args:
         x: ``(..., H)``, fp16 or bf16 (on the CPU fp32 and fp64 too).
@@ -65,5 +66,9 @@ def moe_ffn(
         raise UnsupportedProblem(f"moe_ffn takes weights in {names}; got {weights.dtype}: pass those of moe_route")
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     _, offsets, inverse = moe_permute(ids, experts)
-    hidden = silu_mul(grouped_gemm(moe_gather(x, inverse), w_gate_up, offsets, gate_up_bias))
+    rows = moe_gather(x, inverse)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (rows, w_gate_up, gate_up_bias)):
+        hidden = silu_mul(grouped_gemm(rows, w_gate_up, offsets, gate_up_bias))  # backward reads gate and up
+    else:
+        hidden = grouped_gemm(rows, w_gate_up, offsets, gate_up_bias, activation=GATED)
     return moe_combine(grouped_gemm(hidden, w_down, offsets, down_bias), inverse, weights.to(wide))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, reduce
+from functools import lru_cache, reduce
 from itertools import chain, pairwise
 from operator import or_
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,7 +26,7 @@ from cutekernels.ops.gemm.multistage import MULTISTAGE
 from cutekernels.ops.gemm.problem import ACTIVATIONS, DTYPES, ELEMENT_BYTES, GemmConfig, GemmProblem, foreign, spanned
 from cutekernels.ops.gemm.schedule import Extras, Schedule, extras_of
 from cutekernels.ops.moe.permute import MAX_GROUPS, MAX_PAIRS
-from cutekernels.ops.moe.warpgroup import GROUPED_WARPGROUP, TILES_N
+from cutekernels.ops.moe.warpgroup import DEPTH_WARPGROUP, GROUPED_WARPGROUP, GroupsSchedule, fitting
 from cutekernels.ops.shared.checks import check_dtype, check_results, present
 from cutekernels.ops.shared.tensor_op import TensorOp
 
@@ -96,7 +96,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
     in_place = False
     flattens = False
     along: ClassVar[str]
-    bodies: ClassVar[tuple[str, ...]] = (MULTISTAGE.name,)
+    warpgroup: ClassVar[GroupsSchedule]
 
     def one(self, p: GroupedProblem, *, most: bool = False) -> GemmProblem:
         """The product of one group, or, with ``most``, the largest that one can be; all of them as a batch."""
@@ -105,20 +105,21 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
     # -- rules and choice
 
     def why_not(self, p: GroupedProblem, c: GemmConfig, gpu: GpuSpec) -> str | None:
-        if c.body not in self.bodies or c.persistent:
+        bodies = (MULTISTAGE.name, self.warpgroup.name)
+        if c.body not in bodies or c.persistent:
             return (
-                f"{self.name} has the body {' or '.join(self.bodies)}, with persistent=0; got body={c.body} "
+                f"{self.name} has the body {' or '.join(bodies)}, with persistent=0; got body={c.body} "
                 f"persistent={c.persistent:d}"
             )
         if self.blocks(p, c) > _GRID:
             return f"{self.blocks(p, c)} tiles are more than a grid's {_GRID}: take larger tiles"
-        schedule, among = self.schedule(c), {} if c.body == MULTISTAGE.name else {"tile_n": TILES_N}
+        schedule, among = self.schedule(c), {} if c.body == MULTISTAGE.name else {"tile_n": self.warpgroup.tiles_n}
         most, extras = _posed(self, p)
         return next(foreign(c, **among), None) or next(schedule.broken(most, c, gpu, extras), None)
 
     def schedule(self, c: GemmConfig) -> Schedule:
         """Rules, model and body of ``c``."""
-        return MULTISTAGE if c.body == MULTISTAGE.name else GROUPED_WARPGROUP
+        return MULTISTAGE if c.body == MULTISTAGE.name else self.warpgroup
 
     def blocks(self, p: GroupedProblem, c: GemmConfig) -> int:
         """Tiles that there can be at most: CTAs of a launch, or what a persistent grid's CTAs share."""
@@ -127,11 +128,11 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
     def valid(self, p: GroupedProblem, gpu: GpuSpec) -> Iterator[GemmConfig]:
         among = [spanned(MULTISTAGE.name, persistent=(False,))]
         if self.on_warpgroups(p, gpu):
-            among.append(iter(_fit(gpu)))
+            among.append(iter(fitting(self.warpgroup, gpu)))
         return (c for c in chain(*among) if self.why_not(p, c, gpu) is None)
 
     def default(self, p: GroupedProblem, gpu: GpuSpec) -> GemmConfig:
-        """The model's best of the multistage body; a caller or a tuning takes the other, which has not run on a GPU."""
+        """The model's best of the warpgroup body where that takes ``p``, else of the multistage one."""
         return _default(self, p, gpu)
 
     def estimate_us(self, p: GroupedProblem, c: GemmConfig, gpu: GpuSpec) -> float:
@@ -149,7 +150,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
         def estimate_us(c: GemmConfig) -> float:
             if c.body == MULTISTAGE.name:
                 return MULTISTAGE.estimate_us(one, c, gpu) + chained_us
-            return GROUPED_WARPGROUP.spread_us(most, p.experts, c, gpu, extras)
+            return self.warpgroup.spread_us(most, p.experts, c, gpu, extras)
 
         return estimate_us
 
@@ -160,8 +161,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
     def on_warpgroups(self, p: GroupedProblem, gpu: GpuSpec) -> bool:
         """Whether the warpgroup body takes ``p``."""
         most, extras = _posed(self, p)
-        rules = GROUPED_WARPGROUP.refused(most, gpu, extras)
-        return GROUPED_WARPGROUP.name in self.bodies and next(rules, None) is None
+        return next(self.warpgroup.refused(most, gpu, extras), None) is None
 
     # -- kernel
 
@@ -219,9 +219,16 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
 
 @rates.remembered
 def _default(op: _GroupedOp, p: GroupedProblem, gpu: GpuSpec) -> GemmConfig:
-    valid = (c for c in MULTISTAGE.shortlist(op.one(p), gpu) if op.why_not(p, c, gpu) is None)
-    estimate_us = op.model(p, gpu)
-    return min(valid, key=lambda c: (estimate_us(c), str(c)))
+    # The bodies' models do not compare; warp groups led at all sizes: docs/notes/moe.md#two-bodies (H200, 2026-11-24)
+    schedule: Schedule = op.warpgroup if op.on_warpgroups(p, gpu) else MULTISTAGE
+    estimate_us, extras = op.model(p, gpu), op.extras(p)
+    posed = op.one(p) if schedule is MULTISTAGE else _posed(op, p)[0]
+    valid = (c for c in schedule.shortlist(posed, gpu) if op.why_not(p, c, gpu) is None)
+    best = min(valid, key=lambda c: (estimate_us(c), schedule.preference(c, extras)), default=None)
+    if best is None:  # so few columns that no tile of warp groups suits them
+        valid = (c for c in MULTISTAGE.shortlist(op.one(p), gpu) if op.why_not(p, c, gpu) is None)
+        best = min(valid, key=lambda c: (estimate_us(c), str(c)))
+    return best
 
 
 @lru_cache(256)
@@ -230,20 +237,13 @@ def _posed(op: _GroupedOp, p: GroupedProblem) -> tuple[GemmProblem, Extras]:
     return op.one(p, most=True), op.extras(p)
 
 
-@cache
-def _fit(gpu: GpuSpec) -> tuple[GemmConfig, ...]:
-    """The warpgroup configs that are not unfit for ``gpu``."""
-    among = spanned(GROUPED_WARPGROUP.name, tile_n=TILES_N)
-    return tuple(c for c in among if next(GROUPED_WARPGROUP.unfit(c, gpu), None) is None)
-
-
 class GroupedGemm(_GroupedOp):
     """Arguments: x ``(T, K)``, weight ``(E, N, K)``, offsets ``(E + 1,)``, bias ``(E, N)`` or None."""
 
     name = "grouped_gemm"
     revision = 1
     along = "m"
-    bodies = (MULTISTAGE.name, GROUPED_WARPGROUP.name)
+    warpgroup = GROUPED_WARPGROUP
     suite = (
         "rows=8 n=1536 k=2048 experts=128",
         "rows=2048 n=1536 k=2048 experts=128",
@@ -353,6 +353,7 @@ class GroupedGemmWgrad(_GroupedOp):
     name = "grouped_gemm_wgrad"
     revision = 1
     along = "k"
+    warpgroup = DEPTH_WARPGROUP
     suite = (
         "rows=2048 n=1536 k=2048 experts=128",
         "rows=32768 n=2048 k=768 experts=128",

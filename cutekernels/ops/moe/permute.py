@@ -68,10 +68,10 @@ _PROGRAMS = (1, 32, 128, 256)
 class MoePermuteConfig(Config):
     """At most ``programs``, in blocks of ``block`` ids. ``passes=1``: each program counts all ids by itself."""
 
-    block: int = knob(256, 512, 1024, 2048)
+    block: int = knob(256, 512, 1024, 2048, 32, 64, 128)
     programs: int = knob(*_PROGRAMS)
     passes: int = knob(1, 2)
-    warps: int = knob(4, 8)
+    warps: int = knob(4, 8, 1, 2)
 
 
 _SORTED = 8  # more spill on Ampere, and take half a minute to compile
@@ -124,7 +124,9 @@ class MoePermute(TritonOp[MoePermuteProblem, MoePermuteConfig]):
 
     def why_not(self, p: MoePermuteProblem, c: MoePermuteConfig, gpu: GpuSpec) -> str | None:
         blocks = -(-p.pairs // c.block)
-        if c.block > max(256, power_of_two(p.pairs)):
+        if c.block < 32 * c.warps and c.block < 256:
+            return f"{c.warps} warps need a block of {32 * c.warps} ids"
+        if c.block > max(64, power_of_two(p.pairs)):
             return f"block={c.block} idles most of a block with {p.pairs} ids"
         if c.block > _SORTED * 32 * c.warps:
             return f"a thread sorts {c.block // (32 * c.warps)} ids of a block; at most {_SORTED}"
@@ -139,13 +141,13 @@ class MoePermute(TritonOp[MoePermuteProblem, MoePermuteConfig]):
 
     def default(self, p: MoePermuteProblem, gpu: GpuSpec) -> MoePermuteConfig:
         # One program for what one block holds; else small blocks, until there is one for every program.
-        block = min(1024, max(256, power_of_two(p.pairs)))
+        block = min(1024, max(32, power_of_two(p.pairs)))
         if p.pairs > block:
             block = max(256, min(block, power_of_two(p.pairs // 128)))
         blocks = -(-p.pairs // block)
         programs = next((n for n in _PROGRAMS if n >= blocks or n > gpu.sm_count), _PROGRAMS[-1])
         passes = 1 if blocks <= 4 else 2
-        return MoePermuteConfig(block, programs, passes, 8 if block >= 512 else 4)
+        return MoePermuteConfig(block, programs, passes, 8 if block >= 512 else min(4, block // 32))
 
     def grid(self, p: MoePermuteProblem, c: MoePermuteConfig) -> tuple[int, int, int]:
         return max(1, -(-p.pairs // self.run(p, c))), 1, 1

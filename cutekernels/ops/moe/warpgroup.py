@@ -1,4 +1,6 @@
-"""The warpgroup schedule of ``grouped_gemm``: that of ``gemm`` over tiles that the device finds. Rules, model, body.
+"""The warpgroup schedules of ``grouped_gemm`` and of its weights' gradient: rules, models, bodies.
+
+``grouped_gemm`` runs ``gemm``'s over tiles that the device finds; the gradient has a depth for each group.
 
 ``swapped`` puts weight rows on the MMA's side of 64; tokens then come in tiles of 16 to 256. A gated product's weight
 has the gate's rows before up's, and a tile has as many of each.
@@ -7,15 +9,16 @@ has the gate's rows before up's, and a tile has as many of each.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
 from cutekernels.ops.gemm.problem import BODIES, ELEMENT_BYTES, WIDEST, GemmConfig, GemmProblem, spanned
 from cutekernels.ops.gemm.schedule import PLAIN, Extras
-from cutekernels.ops.gemm.warpgroup import GROUP_ROWS, LEAST_EXTENT, Warpgroup, sharing
+from cutekernels.ops.gemm.warpgroup import GROUP_ROWS, LEAST_EXTENT, Warpgroup, cluster_tiles, sharing
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -26,20 +29,16 @@ _MOST_EXACT = 40.0  # mean rows of an expert up to which their spread is summed 
 
 
 @dataclass(frozen=True)
-class GroupedWarpgroupSchedule(Warpgroup):
-    """Warpgroup over groups of rows."""
+class GroupsSchedule(Warpgroup):
+    """What both share. ``tiles_n``: the widths that they search."""
+
+    tiles_n: ClassVar[tuple[int, ...]] = _OWN
 
     def refused(self, p: GemmProblem, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
         if not (gpu.has_tma and gpu.has_wgmma):
             yield f"{gpu.name} has no warpgroup MMA"
         if min(p.a_align, p.b_align, p.out_align) < WIDEST:
             yield f"{self.name} takes operands with 16-byte aligned rows"
-        if p.k == 0:
-            yield f"{self.name} takes a K of 1 or more"
-        if p.n < LEAST_EXTENT:
-            yield f"{self.name} takes {LEAST_EXTENT} columns or more; they are {p.n}"
-        if extras.gated and (p.b_major != "k" or p.bias != "none"):
-            yield f"{self.name} takes a gate with a K-major weight and without a bias"
 
     def broken(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
         yield from self.refused(p, gpu, extras)
@@ -47,7 +46,30 @@ class GroupedWarpgroupSchedule(Warpgroup):
         yield from self.unsuited(p, c, gpu, extras)
 
     def fitting_tiles(self, p: GemmProblem) -> Sequence[int]:
-        return TILES_N
+        return self.tiles_n
+
+    def shortlist(self, p: GemmProblem, gpu: GpuSpec) -> Iterable[GemmConfig]:
+        return _shortlist(self, gpu)
+
+    @abstractmethod
+    def spread_us(self, p: GemmProblem, experts: int, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
+        """The model's time where all of ``p``'s rows choose their experts at random, each as likely as another."""
+
+
+@dataclass(frozen=True)
+class GroupedWarpgroupSchedule(GroupsSchedule):
+    """Warpgroup over groups of rows."""
+
+    tiles_n = TILES_N
+
+    def refused(self, p: GemmProblem, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
+        yield from super().refused(p, gpu)
+        if p.k == 0:
+            yield f"{self.name} takes a K of 1 or more"
+        if p.n < LEAST_EXTENT:
+            yield f"{self.name} takes {LEAST_EXTENT} columns or more; they are {p.n}"
+        if extras.gated and (p.b_major != "k" or p.bias != "none"):
+            yield f"{self.name} takes a gate with a K-major weight and without a bias"
 
     def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> WarpgroupSmem:
         return replace(super().smem(c, extras), places=WarpgroupSmem.PLACES)
@@ -63,11 +85,7 @@ class GroupedWarpgroupSchedule(Warpgroup):
         if not c.swapped:
             yield from super().ungated(c)
 
-    def shortlist(self, p: GemmProblem, gpu: GpuSpec) -> Iterable[GemmConfig]:
-        return _shortlist(self, gpu)
-
     def spread_us(self, p: GemmProblem, experts: int, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
-        """The model's time where all of ``p``'s rows choose their experts at random, each as likely as another."""
         tokens, weights = (c.tile_n, c.tile_m) if c.swapped else (c.tile_m, c.tile_n)
         along, across = (c.cluster_n, c.cluster_m) if c.swapped else (c.cluster_m, c.cluster_n)
         tiles = math.ceil(tile_rows(p.m, experts, tokens * along)) * -(-p.n // (weights * across))
@@ -84,14 +102,45 @@ class GroupedWarpgroupSchedule(Warpgroup):
         return GroupedWarpgroup(replace(product, results=results))
 
 
+@dataclass(frozen=True)
+class DepthWarpgroupSchedule(GroupsSchedule):
+    """Warpgroup over groups along the depth: a matrix for each."""
+
+    def refused(self, p: GemmProblem, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
+        yield from super().refused(p, gpu)
+        if p.k == 0:
+            yield f"{self.name} takes a row or more"
+        if min(p.m, p.n) < LEAST_EXTENT:
+            yield f"{self.name} takes matrices of {LEAST_EXTENT} rows and columns or more; they are {p.m} and {p.n}"
+
+    def spread_us(self, p: GemmProblem, experts: int, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
+        tiles_m, tiles_n = cluster_tiles(p, c)
+        depth = -(-p.k // experts) + c.tile_k // 2  # with half of a last k-tile that is not the group's
+        moved = ELEMENT_BYTES * (p.k * (p.m + p.n) + experts * p.m * p.n)
+        return self.walk_us(c, tiles_m * tiles_n * experts, depth, moved, gpu, extras)
+
+    def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
+        from cutekernels.kernels.cute.moe.warpgroup_depth import GroupedDepth
+
+        return GroupedDepth(super().body(p, c, gpu, extras))
+
+
 GROUPED_WARPGROUP = GroupedWarpgroupSchedule()
+DEPTH_WARPGROUP = DepthWarpgroupSchedule()
 
 
 @cache
-def _shortlist(schedule: GroupedWarpgroupSchedule, gpu: GpuSpec) -> tuple[GemmConfig, ...]:
+def fitting(schedule: GroupsSchedule, gpu: GpuSpec) -> tuple[GemmConfig, ...]:
+    """The configs that are not unfit for ``gpu``."""
+    among = spanned(schedule.name, tile_n=schedule.tiles_n)
+    return tuple(c for c in among if next(schedule.unfit(c, gpu), None) is None)
+
+
+@cache
+def _shortlist(schedule: GroupsSchedule, gpu: GpuSpec) -> tuple[GemmConfig, ...]:
     """The two deepest pipelines of every tile. Clusters are for tiles of many tokens: others have little to share."""
     deepest: dict[GemmConfig, list[GemmConfig]] = {}
-    for c in spanned(schedule.name, tile_n=TILES_N, raster=(1, 8), pdl=(True,)):
+    for c in spanned(schedule.name, tile_n=schedule.tiles_n, raster=(1, 8), pdl=(True,)):
         shares = c.cluster_m * c.cluster_n > 1
         if shares and c.tile_n < WarpgroupSmem.BOX:
             continue
