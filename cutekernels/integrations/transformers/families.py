@@ -22,7 +22,7 @@ class Family:
     Attributes:
         module: of ``transformers.models``, which holds the classes.
         prefix: of the classes' names.
-        experts: suffix of the mixture-of-experts block's class, or "".
+        experts: whether it has mixtures of experts.
         weight_offset, rounding: of its norms, as :func:`cutekernels.rms_norm` takes them.
         sandwich: layers have norms behind attention and MLP too, before the residual is added.
         softcap: attention has the config's ``attn_logit_softcapping``.
@@ -30,7 +30,7 @@ class Family:
 
     module: str
     prefix: str
-    experts: str = ""
+    experts: bool = False
     weight_offset: float = 0.0
     rounding: str = "huggingface"
     sandwich: bool = False
@@ -41,7 +41,7 @@ class Family:
         found = import_module(f"transformers.models.{self.module}.modeling_{self.module}")
         suffixes = {"norm": "RMSNorm", "mlp": "MLP", "attention": "Attention", "layer": "DecoderLayer"}
         if self.experts:
-            suffixes["experts"] = self.experts
+            suffixes["experts"] = "Experts"
         named = {role: getattr(found, f"{self.prefix}{suffix}", None) for role, suffix in suffixes.items()}
         return {role: cls for role, cls in named.items() if cls is not None}
 
@@ -60,10 +60,10 @@ _GEMMA: dict[str, Any] = {"weight_offset": 1.0, "rounding": "once", "sandwich": 
 FAMILIES = {
     "llama": Family("llama", "Llama"),
     "mistral": Family("mistral", "Mistral"),
-    "mixtral": Family("mixtral", "Mixtral", "SparseMoeBlock"),
+    "mixtral": Family("mixtral", "Mixtral", experts=True),
     "qwen2": Family("qwen2", "Qwen2"),
     "qwen3": Family("qwen3", "Qwen3"),
-    "qwen3_moe": Family("qwen3_moe", "Qwen3Moe", "SparseMoeBlock"),
+    "qwen3_moe": Family("qwen3_moe", "Qwen3Moe", experts=True),
     "gemma2": Family("gemma2", "Gemma2", softcap=True, **_GEMMA),
     "gemma3_text": Family("gemma3", "Gemma3", **_GEMMA),
 }

@@ -16,6 +16,7 @@ from cutekernels.integrations.transformers.families import Family, gate_of, wind
 from cutekernels.nn.mlp import gate_mul, gated, projected
 from cutekernels.nn.packing import side_by_side
 from cutekernels.ops.gemm.problem import DTYPES
+from cutekernels.ops.moe.ffn import moe_ffn
 from cutekernels.ops.norms.api import add_rms_norm, rms_norm
 from cutekernels.ops.rope import rope
 
@@ -177,6 +178,29 @@ class Mlp(Fused):
         else:
             hidden = gated(x, *fused, gate, name="Mlp")
         return me.down_proj(hidden)  # type: ignore[no-any-return]
+
+
+class Experts(Patched):
+    gate_up_proj: Tensor
+    down_proj: Tensor
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The chosen experts' results, weighted and added up; the router stays the original's."""
+        if not multiplied(hidden_states, self.gate_up_proj):
+            return super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc, no-any-return]
+        return moe_ffn(hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights)
+
+
+def experts_left(module: Any) -> str:
+    """Why no kernel takes a module of experts, or ""."""
+    weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+    if any(type(w) is not torch.nn.Parameter or w.dim() != 3 for w in weights) or getattr(module, "has_bias", False):
+        return "its experts' weights are no plain parameters, or have biases"
+    if getattr(module, "is_transposed", False):
+        return "its experts' weights are transposed"
+    if gate_of(module.act_fn) != "silu":
+        return f"its experts have the gate of {type(module.act_fn).__name__}, and kernels that of SiLU"
+    return ""
 
 
 class Attention(Fused):

@@ -87,7 +87,10 @@ def patch(model: torch.nn.Module) -> Report:
     attention.register()
     roles = {cls: role for role, cls in family.classes().items()}
     layer = modules.SandwichLayer if family.sandwich else modules.Layer
-    mixins: dict[str, Any] = {"norm": modules.Norm, "mlp": modules.Mlp, "attention": modules.Attention, "layer": layer}
+    mixins: dict[str, Any] = {
+        "norm": modules.Norm, "mlp": modules.Mlp, "attention": modules.Attention, "layer": layer,
+        "experts": modules.Experts,
+    }  # fmt: skip
     report = Report(model)
     try:
         for name, module in model.named_modules():
@@ -143,10 +146,10 @@ def is_patched(model: torch.nn.Module) -> bool:
 
 def _refused(role: str, module: Any) -> str:
     """Why a module is left as it is, or ""."""
-    if role == "experts":
-        return "moe_ffn has not been timed on a GPU yet"
     if "forward" in module.__dict__:
         return "its forward has been replaced (by device_map's hooks, say)"
+    if role == "experts":
+        return modules.experts_left(module) or _not_multiplied(module.gate_up_proj)
     if role == "mlp" and gate_of(module.act_fn) is None:
         return f"no kernel has the gate of {type(module.act_fn).__name__}"
     return _not_multiplied(module.weight) if role == "linear" else ""
