@@ -402,33 +402,3 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     monkeypatch.setattr("sys.argv", ["decode.py"])
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "decode.py"), run_name="__main__")
     assert "tokens a second" in capsys.readouterr().out
-
-
-# ---- on a GPU -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3-moe", "gemma3"])
-def test_on_a_gpu_graphs_are_captured_once_and_requests_keep_their_tokens(family: str) -> None:
-    model = tiny.model(family, torch.bfloat16, head_dim=64).to("cuda")
-    engine = decoder(model)
-    first, *others = prompts(20, 5, 30, 12)
-    alone = engine.generate([first], max_new_tokens=30).tokens[0]
-    together = engine.generate([first, *others], max_new_tokens=30)
-    assert together.tokens[0] == alone
-    captured = dict(engine._graphs)
-    again = engine.generate([first, *others], max_new_tokens=30)
-    assert again.tokens == together.tokens
-    assert engine._graphs == captured
-    numbers = [engine.add(p, max_new_tokens=30) for p in (first, *others)]
-    for _ in range(3):
-        engine.step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(5):
-            engine._advance(engine._requests.running())
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    while not engine.idle:
-        engine.step()
-    assert [engine.result(n) for n in numbers] == together.tokens
