@@ -1,4 +1,4 @@
-"""``ck.patch`` on a GPU: errors beside transformers' own, tokens, gradients, ``torch.compile``, and nothing left behind."""
+"""``ck.patch`` on a GPU: errors beside transformers' own, tokens, gradients, ``torch.compile``, unpatching."""
 
 from __future__ import annotations
 

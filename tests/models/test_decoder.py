@@ -104,7 +104,12 @@ def distance(model: Any, engine: Decoder, monkeypatch: pytest.MonkeyPatch) -> fl
     """How far the logits behind 24 tokens are from transformers' own, in roundings of fp32 at the largest of them."""
     (prompt,), found = prompts(33), []
     take = engine._choices.take
-    monkeypatch.setattr(engine._choices, "take", lambda logits, *rest: found.append(logits[:1]) or take(logits, *rest))
+
+    def kept(logits: torch.Tensor, *rest: Any, **into: Any) -> torch.Tensor:
+        found.append(logits[:1])
+        return take(logits, *rest, **into)
+
+    monkeypatch.setattr(engine._choices, "take", kept)
     (tokens,) = engine.generate([prompt], max_new_tokens=24).tokens
     with torch.no_grad():
         expected = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
@@ -316,6 +321,8 @@ def test_weights_are_in_memory_once() -> None:
     layer, own = model.model.layers[0], engine._w.layers[0]
     assert layer.self_attn.k_proj.weight.data_ptr() == own.attention.qkv.weight[64:].data_ptr()
     assert layer.mlp.up_proj.weight.data_ptr() == own.mlp.gate_up.weight[96:].data_ptr()
+    second = decoder(model)._w.layers[0]
+    assert second.attention.qkv.weight.data_ptr() == own.attention.qkv.weight.data_ptr(), "they lie so already"
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(0.5)
     given = prompts(9)

@@ -82,7 +82,8 @@ def test_logits_are_no_further_from_fp32_than_transformers(family: str, monkeypa
     engine = decoder(model)
     take = engine._choices.take
     monkeypatch.setattr(engine, "_graph", lambda batch, greedy: Uncaptured(engine, batch, greedy))
-    monkeypatch.setattr(engine._choices, "take", lambda x, *rest: kept.append(x[:1].float()) or take(x, *rest))
+    keep: Any = lambda x, *rest, **into: kept.append(x[:1].float()) or take(x, *rest, **into)  # noqa: E731
+    monkeypatch.setattr(engine._choices, "take", keep)
     (tokens,) = engine.generate([prompt], max_new_tokens=32).tokens
     expected = following(widened(model), prompt, tokens)
     theirs = (following(model, prompt, tokens) - expected).norm() / expected.norm()
