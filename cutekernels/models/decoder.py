@@ -83,12 +83,14 @@ class Decoder:
             len(w.layers), max_batch, max_tokens, w.heads_kv, w.head_dim, page_size=page_size, pages=pages,
             dtype=dtype, device=device,
         )  # fmt: skip
+        self._parts: dict[tuple[int, int], list[KVCache]] = {}
         self._requests = Requests(self._caches[0], max_tokens, len(w.embedding.weight))
         self._choices = Choices(max_batch, len(w.head.weight), device)
         self._tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)  # each slot's last one
         self._counts = torch.zeros(max_batch, dtype=torch.int32, device=device)  # 1 where a step appends a token
         self._counted: set[int] = set()  # the slots where it is 1
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None  # memory of all graphs: one runs at a time, and leaves nothing in it
         self._launched: list[_Launched] = []
 
     @classmethod
@@ -266,9 +268,11 @@ class Decoder:
 
     def _launch(self, requests: list[Request], slots: slice) -> None:
         """Start the copy of the tokens in ``slots`` to the host."""
-        tokens, ready = self._tokens[slots].clone(), None
-        if tokens.is_cuda:
-            tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True).copy_(tokens, non_blocking=True)
+        source = self._tokens[slots]
+        tokens = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+        tokens.copy_(source, non_blocking=True)
+        ready = None
+        if source.is_cuda:
             ready = torch.cuda.Event()
             ready.record()
         for request in requests:
@@ -290,10 +294,11 @@ class Decoder:
             state = (self._counts, self._tokens, self._choices.seen)
             kept = [t.clone() for t in state]
             self._counts.zero_()
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
             with torch.inference_mode():
                 self._decode(batch, greedy)  # compiles kernels; appends nothing, since nobody counts
                 found = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(found):
+                with torch.cuda.graph(found, pool=self._pool):
                     self._decode(batch, greedy)
             for t, before in zip(state, kept, strict=True):
                 t.copy_(before)
@@ -308,21 +313,25 @@ class Decoder:
 
     @torch.inference_mode()
     def _prefill(self, ids: Tensor, begin: int, slot: slice) -> Tensor:
-        """``(1, S, H)``: a chunk of a prompt, whose first token is number ``begin``."""
+        """``(1, 1, H)`` of the last token of a prompt's chunk, whose first one is number ``begin``."""
         return self._layers(self._w.embedding(ids[None]), slot, begin)
 
     @torch.inference_mode()
     def _choose(self, hidden: Tensor, slots: slice, greedy: bool) -> None:
-        tokens = self._choices.take(self._w.logits(hidden), self._caches[-1].lengths[slots], slots, greedy)
-        self._tokens[slots] = tokens
+        logits, positions = self._w.logits(hidden), self._caches[-1].lengths[slots]
+        self._choices.take(logits, positions, slots, greedy, out=self._tokens[slots])
 
     def _layers(self, x: Tensor, slots: slice, begin: int | None) -> Tensor:
-        """All layers and the last norm. ``begin``: of a prompt's chunk; None for one token of each slot."""
+        """All layers and the last norm. ``begin``: of a prompt's chunk, of which the last token is left; None for one
+        token of each slot.
+        """
         layers = self._w.layers
         residual, x = x, layers[0].attention_norm(x)
         norms = [layer.attention_norm for layer in layers[1:]] + [self._w.norm]
-        for layer, cache, norm in zip(layers, self._caches, norms, strict=True):
-            out = self._attend(layer.attention, x, cache[slots], slots, begin)
+        for layer, cache, norm in zip(layers, self._of(slots), norms, strict=True):
+            out = self._attend(layer.attention, x, cache, slots, begin)
+            if begin is not None and norm is self._w.norm:  # nobody reads what follows for the other tokens
+                out, residual = out[:, -1:], residual[:, -1:]
             if layer.attention_out_norm is not None:
                 out = layer.attention_out_norm(out)
             x, residual = layer.mlp_norm.add(out, residual)
@@ -331,6 +340,13 @@ class Decoder:
                 out = layer.mlp_out_norm(out)
             x, residual = norm.add(out, residual)
         return x
+
+    def _of(self, slots: slice) -> list[KVCache]:
+        """Each layer's cache of the sequences in ``slots``; views, so made once."""
+        key = slots.start, slots.stop
+        if key not in self._parts:
+            self._parts[key] = [cache[slots] for cache in self._caches]
+        return self._parts[key]
 
     def _attend(self, a: Attention, x: Tensor, cache: KVCache, slots: slice, begin: int | None) -> Tensor:
         w = self._w

@@ -64,13 +64,16 @@ class Choices:
             values[slot : slot + 1].fill_(getattr(sampling, name))
         self.seen[slot].zero_()
 
-    def take(self, logits: Tensor, positions: Tensor, slots: slice, greedy: bool) -> Tensor:
+    def take(
+        self, logits: Tensor, positions: Tensor, slots: slice, greedy: bool, *, out: Tensor | None = None
+    ) -> Tensor:
         """The next token ``(B,)`` of the sequences in ``slots``, whose ``logits`` are ``(B, V)``.
 
-        ``positions``: int32 ``(B,)``, of the tokens that the logits follow. ``greedy``: all of them are.
+        ``positions``: int32 ``(B,)``, of the tokens that the logits follow. ``greedy``: all of them are. ``out``: where
+        to write, int64.
         """
         if greedy:
-            return logits.argmax(-1)
+            return torch.argmax(logits, -1, out=out)
         own = {name: values[slots] for name, values in self._by_name.items()}
         seen = self.seen[slots]
         logits = logits.float() - own["presence_penalty"][:, None] * seen
@@ -79,7 +82,7 @@ class Choices:
         )
         mass = kept.softmax(-1).cumsum(-1)
         point = uniform(own["seed"], positions)[:, None] * mass[:, -1:]
-        tokens = (mass > point).int().argmax(-1)  # the first whose running sum exceeds the point
+        tokens = torch.argmax((mass > point).int(), -1, out=out)  # the first whose running sum exceeds the point
         seen.scatter_(1, tokens[:, None], True)
         return tokens
 

@@ -14,7 +14,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {}),
     "mistral": ("Mistral", {"sliding_window": 8}),
-    "gemma2": ("Gemma2", {"sliding_window": 8, "query_pre_attn_scalar": 16}),
+    # Eager: transformers 5.17 drops the softcap in SDPA.
+    "gemma2": ("Gemma2", {"sliding_window": 8, "query_pre_attn_scalar": 16, "attn_implementation": "eager"}),
     "gemma3": (
         "Gemma3Text",
         {"sliding_window": 8, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]},

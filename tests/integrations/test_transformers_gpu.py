@@ -1,0 +1,134 @@
+"""``ck.patch`` on a GPU: errors beside transformers' own, tokens, gradients, ``torch.compile``, unpatching."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cutekernels as ck
+from tests.integrations import tiny
+from tests.models.near_ties import check_greedy, widened
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("one_cache_one_seed"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+WIDE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "mixtral", "qwen3-moe")
+PLAIN = ("llama", "qwen2", "qwen3", "gemma2")
+# Errors beside transformers' own. What is rounded otherwise sends a token between two experts to the other one.
+MOST = dict.fromkeys(FAMILIES, 1.25) | {"mixtral": 2.0, "qwen3-moe": 2.0}
+
+
+def made(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    own = {"moe_intermediate_size": 128} if family == "qwen3-moe" else {}
+    model = tiny.model(family, torch.float32, **(WIDE | own))
+    for parameter in model.parameters():  # hidden sizes of 64 have 0.15
+        parameter.data.mul_(0.5)
+    return model.to("cuda", dtype)
+
+
+def ids(batch: int = 4, length: int = 50) -> Tensor:
+    return tiny.tokens(batch, length).cuda()
+
+
+def left_padded(batch: int, length: int) -> Tensor:
+    mask = torch.ones((batch, length), dtype=torch.int64, device="cuda")
+    mask[0, :7] = 0
+    return mask
+
+
+# ---- results --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [7, 50, 200])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_further_from_fp32_than_transformers(family: str, length: int) -> None:
+    model = made(family)
+    for mask in (None, left_padded(4, length)):
+        found = ck.compare(model, {"input_ids": ids(4, length), "attention_mask": mask})
+        assert 0 < found.patched["logits"] <= MOST[family] * found.plain["logits"] < 0.2
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_fp16_is_no_further_from_fp32_than_transformers(family: str) -> None:
+    found = ck.compare(made(family, torch.float16), ids())
+    assert 0 < found.patched["logits"] <= 1.25 * found.plain["logits"] < 0.02
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unpatch_restores_the_model_bit_for_bit(family: str) -> None:
+    model, given = made(family), ids()
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    with torch.no_grad():
+        before = model(given).logits
+        with ck.patch(model) as report:
+            assert not torch.equal(model(given).logits, before), "nothing was patched"
+        assert report.patched["attention"] == 2 and report.fused["attention"] == 2
+        assert torch.equal(model(given).logits, before)
+    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+    storages = [p.untyped_storage().data_ptr() for p in dict.fromkeys(model.parameters())]
+    assert len(set(storages)) == len(storages)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("family", PLAIN)
+def test_generated_tokens_are_the_best_of_fp32(family: str, cache: str | None) -> None:
+    model, given, mask = made(family), ids(2, 30), left_padded(2, 30)
+    exact = widened(model)
+    options = {"max_new_tokens": 16, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    with ck.patch(model):
+        tokens = model.generate(given, attention_mask=mask, **options)[:, 30:].tolist()
+    for prompt, row, seen in zip(given.tolist(), tokens, mask.bool().tolist(), strict=True):
+        check_greedy(model, exact, [t for t, real in zip(prompt, seen, strict=True) if real], row)
+
+
+# ---- gradients ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_no_further_from_fp32_than_transformers(family: str) -> None:
+    model, given = made(family), ids()
+    model.train()
+
+    def gradients(m: Any) -> Tensor:
+        m.zero_grad()
+        m(given, labels=given).loss.backward()
+        return torch.cat([p.grad.float().flatten() for p in m.parameters() if p.grad is not None])
+
+    expected, theirs = gradients(widened(model)), gradients(model)
+    with ck.patch(model):
+        ours = gradients(model)
+    assert ours.shape == expected.shape
+    error, allowed = (float((g - expected).norm() / expected.norm()) for g in (ours, theirs))
+    assert 0 < error <= MOST[family] * allowed < 0.3
+
+
+# ---- torch.compile --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_compiled_without_graph_breaks(family: str) -> None:
+    """The graph's ops are those of eager calls: the same bits."""
+    model, given = made(family), ids()
+    with torch.no_grad(), ck.patch(model):
+        expected = model(given).logits
+        torch.compiler.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(given).logits, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch, about its own parts
+def test_compiled_by_inductor_no_further_from_fp32_than_transformers() -> None:
+    model, given = made("qwen2"), ids()
+    with torch.no_grad():
+        expected, theirs = widened(model)(given).logits, model(given).logits.float()
+        with ck.patch(model):
+            torch.compiler.reset()
+            ours = torch.compile(model, fullgraph=True)(given).logits.float()
+    assert (ours - expected).norm() <= 1.25 * (theirs - expected).norm()

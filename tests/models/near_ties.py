@@ -1,0 +1,35 @@
+"""Greedy tokens of 16-bit models, judged by the logits of the same weights in fp32."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SLACK = 4.0  # largest errors of transformers' own logits by which a token may lie below the best one
+
+
+@torch.no_grad()
+def following(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    """A model's logits ``(len(tokens), V)`` for the places of ``tokens`` behind ``prompt``, in fp32."""
+    ids = torch.tensor([[*prompt, *tokens]], device=model.device)
+    return model(ids).logits[0, len(prompt) - 1 : -1].float()  # type: ignore[no-any-return]
+
+
+def widened(model: Any) -> Any:
+    """A copy in fp32."""
+    return copy.deepcopy(model).float()
+
+
+def check_greedy(model: Any, exact: Any, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+    """Fails where a token is not the most likely one of ``exact``, nor as likely but for what 16 bits round."""
+    expected, theirs = following(exact, prompt, tokens), following(model, prompt, tokens)
+    slack = SLACK * float((theirs - expected).abs().max())
+    within = expected >= expected.max(-1, keepdim=True).values - slack
+    assert float(within.double().mean()) < 0.2, "most tokens would pass: the model tells them too little apart"
+    chosen = torch.tensor(tokens, device=expected.device)[:, None]
+    wrong = (~within.gather(1, chosen)[:, 0]).nonzero().flatten().tolist()
+    assert not wrong, f"tokens {wrong} of {len(tokens)} are not the best ones"

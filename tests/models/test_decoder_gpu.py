@@ -1,0 +1,187 @@
+"""``Decoder`` on a GPU: tokens and logits beside fp32, graphs that stay while requests come and go, seeds, pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from cutekernels.models import Decoder, Sampling
+from cutekernels.models.sampling import uniform
+from tests.integrations import tiny
+from tests.models.near_ties import check_greedy, following, widened
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("one_cache_one_seed"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+WIDE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 1031}
+OWN: dict[str, dict[str, Any]] = {
+    "qwen3-moe": {"moe_intermediate_size": 128},
+    "gemma2": {"tie_word_embeddings": False},
+    "gemma3": {"tie_word_embeddings": False},
+}
+FAMILIES = ("llama", "llama-bias", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "mixtral", "qwen3-moe")
+EXPERTS = ("mixtral", "qwen3-moe")  # what is rounded otherwise sends a token between two of them to the other one
+KINDS = [(family, torch.bfloat16) for family in FAMILIES] + [("llama", torch.float16), ("qwen3", torch.float16)]
+DRAWN = Sampling(temperature=0.9, top_k=40, top_p=0.95, seed=11)
+PENALIZED = Sampling(temperature=1.2, presence_penalty=3.0, seed=2)
+
+
+def made(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    model = tiny.model(family, torch.float32, **(WIDE | OWN.get(family, {})))
+    for parameter in model.parameters():  # hidden sizes of 64 have 0.15
+        parameter.data.mul_(0.5)
+    return model.to("cuda", dtype)
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(2, 1031, (n,), generator=generator).tolist() for n in lengths]
+
+
+def decoder(model: Any, **options: Any) -> Decoder:
+    return Decoder.from_transformers(model, **({"max_batch": 4, "max_tokens": 256, "page_size": 16} | options))
+
+
+def finish(engine: Decoder) -> None:
+    while not engine.idle:
+        engine.step()
+
+
+# ---- beside fp32 ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "dtype"), KINDS, ids=[f"{f}-{str(d)[6:]}" for f, d in KINDS])
+def test_greedy_tokens_are_the_best_of_fp32(family: str, dtype: torch.dtype) -> None:
+    """Prompts shorter and longer than a window, a page and a chunk, more of them than slots."""
+    model, given = made(family, dtype), prompts(1, 16, 50)
+    exact = widened(model)
+    tokens = decoder(model, max_batch=2, chunk=20).generate(given, max_new_tokens=24).tokens
+    assert max(len({*row}) for row in tokens) > 1
+    for prompt, row in zip(given, tokens, strict=True):
+        check_greedy(model, exact, prompt, row)
+
+
+class Uncaptured:
+    """A step that is run where a graph would be replayed, so that its logits can be kept."""
+
+    def __init__(self, engine: Decoder, batch: int, greedy: bool) -> None:
+        self._step = lambda: engine._decode(batch, greedy)
+
+    def replay(self) -> None:
+        self._step()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_no_further_from_fp32_than_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (prompt,), kept = made(family), prompts(60), []
+    engine = decoder(model)
+    take = engine._choices.take
+    monkeypatch.setattr(engine, "_graph", lambda batch, greedy: Uncaptured(engine, batch, greedy))
+    keep: Any = lambda x, *rest, **into: kept.append(x[:1].float()) or take(x, *rest, **into)  # noqa: E731
+    monkeypatch.setattr(engine._choices, "take", keep)
+    (tokens,) = engine.generate([prompt], max_new_tokens=32).tokens
+    expected = following(widened(model), prompt, tokens)
+    theirs = (following(model, prompt, tokens) - expected).norm() / expected.norm()
+    ours = (torch.cat(kept) - expected).norm() / expected.norm()
+    assert 0 < ours <= (2.0 if family in EXPERTS else 1.25) * theirs
+    assert theirs < 0.1
+
+
+# ---- requests that come and go --------------------------------------------------------------------------
+
+
+def in_company(engine: Decoder, request: list[int], sampling: Sampling, others: Sequence[tuple[list[int], int]]) -> Any:
+    """The tokens of ``request`` among others; the last of those runs as long, so that steps have one size."""
+    number = engine.add(request, max_new_tokens=24, sampling=sampling)
+    numbers = [engine.add(prompt, max_new_tokens=most, sampling=DRAWN) for prompt, most in others]
+    finish(engine)
+    for other in numbers:
+        engine.result(other)
+    return engine.result(number)
+
+
+@pytest.mark.parametrize(
+    ("family", "sampling"),
+    [("llama", Sampling()), ("llama", DRAWN), ("qwen3", PENALIZED), ("qwen3-moe", Sampling()), ("gemma3", DRAWN)],
+    ids=["llama", "llama-drawn", "qwen3-penalty", "qwen3-moe", "gemma3-drawn"],
+)
+def test_a_request_gets_the_same_tokens_in_any_company(family: str, sampling: Sampling) -> None:
+    """Bit for bit while steps have one size: rows of a product and sequences of a cache know nothing of each other."""
+    engine = decoder(made(family))
+    request, a, b, c, d, e = prompts(20, 5, 30, 12, 9, 40)
+    first = in_company(engine, request, sampling, [(a, 3), (b, 30), (c, 40), (d, 6)])
+    captured = dict(engine._graphs)
+    second = in_company(engine, request, sampling, [(e, 12), (d, 2), (b, 40), (a, 9), (c, 5)])
+    assert first == second and len(first) == 24
+    assert engine._graphs == captured, "a request that joins needs no graph of its own"
+    assert engine._caches[0].free_pages == 4 * 16
+    assert int(engine._caches[0].lost.sum()) == 0
+
+
+def test_steps_wait_for_nothing_and_requests_join_without_capture() -> None:
+    engine = decoder(made("qwen2"))
+    first, second, *others = prompts(20, 5, 30, 12)
+    engine.generate([first, second, *others], max_new_tokens=4)  # compiles and captures
+    numbers = [engine.add(p, max_new_tokens=40) for p in (first, *others)]
+    for _ in range(3):
+        engine.step()
+    captured = dict(engine._graphs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            engine._advance(engine._requests.running())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    numbers.append(engine.add(second, max_new_tokens=9))
+    finish(engine)
+    assert engine._graphs == captured
+    assert [len(engine.result(n)) for n in numbers] == [40, 40, 40, 9]
+
+
+def test_sizes_of_steps_share_their_state() -> None:
+    """Requests leave one by one, so that steps shrink from 8 sequences to one; each size is captured on the way."""
+    model, given = made("qwen2"), prompts(*range(10, 18))
+    exact, engine = widened(model), decoder(model, max_batch=8)
+    numbers = [engine.add(p, max_new_tokens=4 + 3 * (8 - i)) for i, p in enumerate(given)]
+    finish(engine)
+    assert {batch for batch, _ in engine._graphs} == {1, 2, 4, 8}
+    for prompt, number in zip(given, numbers, strict=True):
+        check_greedy(model, exact, prompt, engine.result(number))
+
+
+def test_pages_are_used_again() -> None:
+    """Five pages of 16 tokens for six requests of two: two run at a time, in pages that others left."""
+    model, given = made("llama"), prompts(10, 11, 12, 13, 9, 8)
+    exact, engine = widened(model), decoder(model, pages=5)
+    tokens = engine.generate(given, max_new_tokens=20).tokens
+    for prompt, row in zip(given, tokens, strict=True):
+        check_greedy(model, exact, prompt, row)
+    assert engine._caches[0].free_pages == 5
+    assert engine.generate(given, max_new_tokens=20).tokens == tokens
+
+
+# ---- sampling -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [DRAWN, PENALIZED], ids=["drawn", "penalty"])
+def test_a_seed_gives_the_same_tokens(sampling: Sampling) -> None:
+    engine, (prompt,) = decoder(made("qwen2")), prompts(10)
+    first, second = (engine.generate([prompt] * 3, max_new_tokens=24, sampling=sampling).tokens for _ in range(2))
+    assert first == second
+    assert len({tuple(row) for row in first}) == 3, "requests of one call have seeds of their own"
+
+
+def test_random_numbers_are_those_of_the_cpu() -> None:
+    seeds, positions = torch.arange(0, 2**62, 2**55), torch.arange(128, dtype=torch.int32)
+    assert torch.equal(uniform(seeds.cuda(), positions.cuda()).cpu(), uniform(seeds, positions))
+
+
+@pytest.fixture(autouse=True)
+def no_graphs_left() -> Iterator[None]:
+    yield
+    torch.cuda.synchronize()
