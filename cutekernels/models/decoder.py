@@ -20,9 +20,7 @@ from cutekernels.models import arguments
 from cutekernels.models.requests import Request, Requests
 from cutekernels.models.sampling import Choices, Sampling
 from cutekernels.models.weights import Attention, Weights, check_model, read
-from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.decode_api import decode_attention
-from cutekernels.ops.rope import rope
 from cutekernels.ops.shared.checks import check_flag
 
 
@@ -247,7 +245,7 @@ class Decoder:
         self._choices.put(request.slot, request.sampling)
         ids = torch.tensor(request.prompt, device=self._tokens.device)
         for begin in range(0, len(ids), self._chunk):
-            hidden = self._prefill(ids[begin : begin + self._chunk], begin, slot)
+            hidden = self._prefill(ids[begin : begin + self._chunk], slot)
         self._choose(hidden[:, -1], slot, request.sampling.greedy)
         self._launch([request], slot)
 
@@ -308,29 +306,27 @@ class Decoder:
     @torch.inference_mode()
     def _decode(self, batch: int, greedy: bool) -> None:
         """One token of each of the first ``batch`` slots, from ``_tokens`` to ``_tokens``."""
-        hidden = self._layers(self._w.embedding(self._tokens[:batch, None]), slice(0, batch), None)
+        hidden = self._layers(self._w.embedding(self._tokens[:batch, None]), slice(0, batch), False)
         self._choose(hidden[:, 0], slice(0, batch), greedy)
 
     @torch.inference_mode()
-    def _prefill(self, ids: Tensor, begin: int, slot: slice) -> Tensor:
-        """``(1, 1, H)`` of the last token of a prompt's chunk, whose first one is number ``begin``."""
-        return self._layers(self._w.embedding(ids[None]), slot, begin)
+    def _prefill(self, ids: Tensor, slot: slice) -> Tensor:
+        """``(1, 1, H)`` of the last token of a prompt's chunk, which goes behind the slot's tokens so far."""
+        return self._layers(self._w.embedding(ids[None]), slot, True)
 
     @torch.inference_mode()
     def _choose(self, hidden: Tensor, slots: slice, greedy: bool) -> None:
         logits, positions = self._w.logits(hidden), self._caches[-1].lengths[slots]
         self._choices.take(logits, positions, slots, greedy, out=self._tokens[slots])
 
-    def _layers(self, x: Tensor, slots: slice, begin: int | None) -> Tensor:
-        """All layers and the last norm. ``begin``: of a prompt's chunk, of which the last token is left; None for one
-        token of each slot.
-        """
+    def _layers(self, x: Tensor, slots: slice, prompt: bool) -> Tensor:
+        """All layers and the last norm: of a ``prompt``'s chunk, whose last token is left, or of a token a slot."""
         layers = self._w.layers
         residual, x = x, layers[0].attention_norm(x)
         norms = [layer.attention_norm for layer in layers[1:]] + [self._w.norm]
         for layer, cache, norm in zip(layers, self._of(slots), norms, strict=True):
-            out = self._attend(layer.attention, x, cache, slots, begin)
-            if begin is not None and norm is self._w.norm:  # nobody reads what follows for the other tokens
+            out = self._attend(layer.attention, x, cache, slots, prompt)
+            if prompt and norm is self._w.norm:  # nobody reads what follows for the other tokens
                 out, residual = out[:, -1:], residual[:, -1:]
             if layer.attention_out_norm is not None:
                 out = layer.attention_out_norm(out)
@@ -348,29 +344,14 @@ class Decoder:
             self._parts[key] = [cache[slots] for cache in self._caches]
         return self._parts[key]
 
-    def _attend(self, a: Attention, x: Tensor, cache: KVCache, slots: slice, begin: int | None) -> Tensor:
+    def _attend(self, a: Attention, x: Tensor, cache: KVCache, slots: slice, prompt: bool) -> Tensor:
         w = self._w
         heads = (w.heads_q, w.heads_kv, w.heads_kv)
         parts = a.qkv(x).split([n * w.head_dim for n in heads], dim=-1)
         q, k, v = (part.unflatten(-1, (n, w.head_dim)) for part, n in zip(parts, heads, strict=True))
         if a.q_norm is not None and a.k_norm is not None:
             q, k = a.q_norm(q), a.k_norm(k)
-        if begin is None:
-            cache.append(k, v, q=q, cos=a.cos, sin=a.sin, counts=self._counts[slots])
-            out = decode_attention(q, **cache.view(), **a.options)
-        else:
-            q, turned = rope(q, k, a.cos, a.sin, positions=begin)
-            assert turned is not None
-            cache.append(turned, v)
-            if begin:
-                turned, v = (_gathered(cache, t, begin + x.shape[1]) for t in (cache.k_cache, cache.v_cache))
-            out = attention(q, turned, v, causal=True, **a.options)
+        cache.append(k, v, q=q, cos=a.cos, sin=a.sin, counts=None if prompt else self._counts[slots])
+        out = decode_attention(q, **cache.view(), **a.options)
         assert isinstance(out, Tensor)
         return a.out(out.flatten(2))
-
-
-def _gathered(cache: KVCache, pages: Tensor, tokens: int) -> Tensor:
-    """The first ``tokens`` keys or values of a cache of one sequence, ``(1, tokens, HKV, D)``: a copy."""
-    assert cache.page_table is not None
-    numbers = cache.page_table[0, : -(-tokens // cache.page_size)]
-    return pages[numbers.long()].flatten(0, 1)[None, :tokens]
