@@ -116,16 +116,15 @@ OTHER_REGISTERS = 72  # beside accumulators and Q: fragments, row statistics, ad
 _MOST_TICKETS = 2**20  # of ``Workspace``
 _MOST_CTAS = 2**31 - 1
 
-# Constants of the model, most as multiples of rates: docs/notes/attention.md#decode-model (H200, 2026-11-22).
-_LAUNCH = 1.0 / 1.5  # of launch_us
-_PORT = 59 / 99  # of sm_bytes_per_us, as in the skinny GEMM
-_LATENCY, _CTA = 0.69 / 0.8, 2.0 / 0.8  # of dram_latency_us: a load, the beginning and end of a CTA
-_DRAM = 1.31 / 0.92  # of dram_share
-_BLOCK_CYCLES = 0.033 * 1700  # per 16 keys of a warp
-_MEET_CYCLES = 0.15 * 1700  # to add up a warp's sums
-_PARTIAL = 0.52 / 0.63  # of exchange_us: to add up a split's sums
-_ALONE = 0.15 / 1.5  # of launch_us, where a CTA of the next launch finds no room beside one of this
-_HIDDEN = 0.47  # the share of the shorter of two times that goes on behind the longer
+# Constants of the model, most as multiples of rates: docs/notes/attention.md#decode-model (H200, 2026-11-24).
+_LAUNCH = 0.3 / 1.5  # of launch_us
+_PORT = 108 / 99  # of sm_bytes_per_us
+_LATENCY, _CTA = 0.57 / 0.8, 1.45 / 0.8  # of dram_latency_us: a load, the beginning and end of a CTA
+_DRAM = 1.63 / 0.92  # of dram_share
+_BLOCK_CYCLES = 0.11 * 1700  # per 16 keys of a warp
+_BESIDE = 0.59  # the share of the shorter of a warp's loads and products that does not hide behind the longer
+_TICKET, _PARTIAL = 3.2 / 0.63, 0.3 / 0.63  # of exchange_us: splits leave their sums and draw a ticket; to add one up
+_HIDDEN = 0.12  # the share of the shorter of two times that goes on behind the longer
 
 
 class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
@@ -191,16 +190,15 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
             in_flight = together * (c.stages - 1) * c.tile_kv * row_bytes
             port = min(_PORT * rate.sm_bytes_per_us, in_flight / (_LATENCY * rate.dram_latency_us))
             warp_us = blocks * c.rows / 16 * _BLOCK_CYCLES / rate.clock_mhz
-            return max(together * cta_bytes / port, warp_us) + cta_us
+            load_us = together * cta_bytes / port
+            return max(load_us, warp_us) + _BESIDE * min(load_us, warp_us) + cta_us
 
         waves, rest = divmod(p.tiles * c.splits, gpu.sm_count * c.ctas_per_sm)
         busy = waves * wave_us(c.ctas_per_sm)
         if rest:
             busy += wave_us(-(-rest // gpu.sm_count))
         dram = self.work(p).bytes / (_DRAM * rate.dram_share * gpu.dram_gbps * 1e3) + cta_us
-        combine = _MEET_CYCLES / rate.clock_mhz * c.warps
-        combine += _PARTIAL * rate.exchange_us * c.splits / c.warps if c.splits > 1 else 0.0
-        combine += _ALONE * rate.launch_us if c.ctas_per_sm == 1 else 0.0
+        combine = (_TICKET + _PARTIAL * c.splits / c.warps) * rate.exchange_us if c.splits > 1 else 0.0
         # CTAs of the next launch are placed early where one wave leaves them room.
         early = (rate.dependent_us if waves == 0 else -rate.dependent_us) if c.pdl else 0.0
         return float(_LAUNCH * rate.launch_us - early + max(busy, dram) + (1.0 - _HIDDEN) * min(busy, dram) + combine)
