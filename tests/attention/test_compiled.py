@@ -46,8 +46,8 @@ def of_warps(problem: AttentionProblem, spec: gpu.GpuSpec) -> AttentionConfig:
 def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gpu.GpuSpec) -> None:
     problem = AttentionProblem.parse(PROBLEMS[name])
     default = ATTENTION.default(problem, spec)
-    drawn = TARGETS[list(PROBLEMS).index(name) % 4]  # one of those that it is paired with
-    others = [random_config(random.Random(name), problem, spec)] if spec is drawn else []
+    also = spec is compiled.drawn(list(PROBLEMS).index(name))
+    others = [random_config(random.Random(name), problem, spec)] if also else []
     for config in (default, *others):
         facts = compiled.facts(ATTENTION, problem, config, spec, config.smem(problem).total_bytes)
         assert config != default or facts.stack_bytes <= MASKED_SPILL_BYTES, f"the default spills: {default}"

@@ -41,8 +41,8 @@ def loop(problem: DecodeProblem, config: DecodeConfig, target: str) -> Counter[s
 def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gpu.GpuSpec) -> None:
     problem = DecodeProblem.parse(PROBLEMS[name])
     default = DECODE_ATTENTION.default(problem, spec)
-    drawn = TARGETS[list(PROBLEMS).index(name) % 4]  # one of those that it is paired with
-    others = [random_config(random.Random(name), problem, spec)] if spec is drawn else []
+    also = spec is compiled.drawn(list(PROBLEMS).index(name))
+    others = [random_config(random.Random(name), problem, spec)] if also else []
     for config in (default, *others):
         facts = compiled.facts(DECODE_ATTENTION, problem, config, spec, config.smem(problem).total_bytes)
         assert facts.stack_bytes <= (LATE_SPILL_BYTES if name == "wide" and config.splits > 1 else 0), (
