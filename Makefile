@@ -52,7 +52,7 @@ demo-cpu: $(STAMP)
 	cutekernels explain rope "batch=1 seq=1024 heads_q=32 head_dim=128 rotary=128 dtype=fp16" --gpu $(GPU)
 
 test: lint
-	OMP_NUM_THREADS=1 pytest -n $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	ruff check .

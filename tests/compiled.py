@@ -1,15 +1,74 @@
-"""Compiled CuTe kernels as tests look at them: machine code, disassembly, opcodes."""
+"""Compiled CuTe kernels as tests look at them: which to compile, machine code, disassembly, opcodes."""
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import pytest
+
+from cutekernels import gpu
 from cutekernels.backends.cubin import cuobjdump
+from cutekernels.op import Config
+
+H200 = gpu.lookup("h200")
+TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
+_TURNS = [(TARGETS[0], TARGETS[2]), (TARGETS[1],), (TARGETS[2], TARGETS[0]), (TARGETS[3],)]
+
+
+# ---- what to compile ------------------------------------------------------------------------------------
+
+
+def pairs(problems: Iterable[Any]) -> list[tuple[Any, gpu.GpuSpec]]:
+    """The first problem with every GPU; the others, in turns, with an A100 and an H200 or with one of the small GPUs.
+
+    What a kernel is built of changes with the GPU and with the problem, hardly ever with a pair of them.
+    """
+    return [(p, spec) for i, p in enumerate(problems) for spec in (TARGETS if i == 0 else _TURNS[i % 4])]
+
+
+def drawn(index: int) -> gpu.GpuSpec:
+    """The one of the GPUs paired with problem ``index`` for which a random config is compiled too."""
+    return _TURNS[index % 4][0]
+
+
+def paired(names: Iterable[str]) -> Any:
+    """Parameters ``(name, spec)``, as :func:`pairs` makes them."""
+    made = [pytest.param(n, spec, id=f"{n}-{spec.target}") for n, spec in pairs(names)]
+    return pytest.mark.parametrize(("name", "spec"), made)
+
+
+def area(config: Config) -> int:
+    """The product of a config's tiles: the smaller, the faster it compiles."""
+    return math.prod(getattr(config, name) for name in config.space() if name.startswith("tile"))
+
+
+def one_knob_apart(configs: Sequence[Any], knob: str, others: tuple[str, ...] = ()) -> tuple[Any, Any] | None:
+    """Two of ``configs`` that differ in ``knob``, and otherwise at most in ``others``; None where no two do.
+
+    They have the smallest tiles, so that most knobs share the first of them, and it is compiled once. A bound on
+    registers, ``ctas_per_sm``, is felt by the largest.
+    """
+    sign = -1 if knob == "ctas_per_sm" else 1
+    alike: dict[tuple[Any, ...], list[Any]] = {}
+    for config in sorted(configs, key=lambda c: (sign * area(c), str(c))):
+        rest = tuple(getattr(config, name) for name in config.space() if name not in (knob, *others))
+        alike.setdefault(rest, []).append(config)
+    found = [(g[0], c) for g in alike.values() if (c := next((c for c in g if differ(g[0], c, knob)), None))]
+    return min(found, key=lambda pair: max(sign * area(c) for c in pair)) if found else None
+
+
+def differ(first: Any, second: Any, knob: str) -> bool:
+    return getattr(first, knob) != getattr(second, knob)
+
+
+# ---- what was compiled ----------------------------------------------------------------------------------
 
 
 def cubin(artifact: Any) -> bytes:

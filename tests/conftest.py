@@ -5,6 +5,7 @@ Nothing here imports torch unless a test marked ``gpu`` was collected.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,9 @@ from pathlib import Path
 import pytest
 
 pytest.register_assert_rewrite("tests.interpreted", "tests.triton_compiled")
+
+# Files that take longest begin first, so that no worker is left with one at the end while the others idle.
+LONG = re.compile("compiled|warpgroup|test_(cached|sinks|skinny|specialized|transformers|ray|kills|fleet|kv_append)")
 
 
 @cache
@@ -22,7 +26,8 @@ def _has_cuda() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """``gpu`` tests are skipped where there is no CUDA device, whichever way they were selected."""
+    """Long files first. ``gpu`` tests are skipped where there is no CUDA device, whichever way they were selected."""
+    items.sort(key=lambda item: LONG.search(item.path.name) is None)
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
     if marked and _has_cuda():
         import cutekernels.ops  # noqa: F401  registers the torch ops

@@ -8,9 +8,9 @@ from functools import cache
 from typing import Any
 
 from cutekernels import gpu
+from tests.compiled import H200, TARGETS
 
-H200 = gpu.lookup("h200")
-TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
+__all__ = ["H200", "TARGETS"]
 
 
 @cache

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import math
-import random
 import re
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-import pytest
-
 from cutekernels import gpu
 from cutekernels.op import Config, Op, Problem
 from tests import compiled
+from tests.compiled import H200, TARGETS, drawn, paired
 
-H200 = gpu.lookup("h200")
-TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
+__all__ = ["H200", "TARGETS", "drawn", "paired"]
 _LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)([^;]*);", re.MULTILINE)
-
-
-def paired(names: Iterable[str]) -> Any:
-    """Parameters ``(name, spec)``: the first name with every GPU, each other one with two of them, in turns.
-
-    What a kernel is built of changes with the GPU and with the problem, hardly ever with a pair of them.
-    """
-    pairs = [
-        (n, s) for i, n in enumerate(names) for s in (TARGETS if i == 0 else (TARGETS[i % 4], TARGETS[(i + 2) % 4]))
-    ]
-    return pytest.mark.parametrize(("name", "spec"), [pytest.param(n, s, id=f"{n}-{s.target}") for n, s in pairs])
 
 
 @cache
@@ -88,30 +73,19 @@ def knob_changes_the_code(op: Op[Any, Any], problem: Problem, knob: str, others:
 
     Where the rules leave one value of ctas_per_sm, the one that fits, it is compared with one that does not.
     """
-    rng = random.Random(knob)
-    alike: dict[str, list[Any]] = {}
-    for config in op.valid(problem, H200):
-        rest = " ".join(word for word in str(config).split() if word.partition("=")[0] not in (knob, *others))
-        alike.setdefault(rest, []).append(config)
-    groups = [configs for configs in alike.values() if len(configs) > 1]
-    if not groups:
+    pair = compiled.one_knob_apart(list(op.valid(problem, H200)), knob, others)
+    if pair is None:
         assert knob == "ctas_per_sm"
         bounded = [c for c in op.valid(problem, H200) if getattr(c, "body", "warps") == "warps"]
         fits = max(bounded, key=lambda c: (c.threads, c.ctas_per_sm))
-        groups = [[fits, fits.replace(ctas_per_sm=fits.ctas_per_sm % 3 + 1)]]
-    groups.sort(key=lambda configs: max(map(_area, configs)))  # small tiles compile fast
-    first, second = rng.sample(rng.choice(groups[: max(1, len(groups) // 4)]), 2)
+        pair = fits, fits.replace(ctas_per_sm=fits.ctas_per_sm % 3 + 1)
+    first, second = pair
     if knob == "order":  # of CTAs: a number that the host computes for the kernel
         host = [str(built(op, problem, config)._function.ir_module) for config in (first, second)]
         nameless = [re.sub(r'@\S+|"[^"]*"', "", text) for text in host]
         assert nameless[0] != nameless[1]
     else:
         assert code(op, problem, first) != code(op, problem, second), f"{knob} changes nothing: {first} and {second}"
-
-
-def _area(config: Config) -> int:
-    """The product of a config's tiles."""
-    return math.prod(getattr(config, name) for name in config.space() if name.startswith("tile"))
 
 
 def every_value_is_reachable(op: Op[Any, Any], problems: Iterable[Problem]) -> None:

@@ -20,6 +20,7 @@ from tests.attention import compiled
 from tests.attention.cached_cases import arguments, lengths_of, random_config, random_problem, without_unseen_pages
 from tests.attention.cases import rows, wide
 from tests.attention.compiled import H200, count
+from tests.compiled import area
 
 assert registry.OPS  # registers torch.ops.cutekernels
 
@@ -186,7 +187,7 @@ def test_the_warps_body_compiles_where_warpgroups_are_the_default(name: str) -> 
     compiled.facts(CACHE_ATTENTION, p, config, H200, config.smem(p).total_bytes)
 
 
-@pytest.mark.parametrize(("page_size", "lookups"), [(0, 0), (16, 8), (32, 4), (64, 2), (256, 1)])
+@pytest.mark.parametrize(("page_size", "lookups"), [(0, 0), (16, 8), (64, 2), (256, 1)])
 def test_a_load_of_a_block_is_one_box_of_each_page(page_size: int, lookups: int) -> None:
     """K is loaded in one place of the code, V in two, Q in others; a box has two halves."""
     p = CacheProblem.parse(f"{BASE} page_size={page_size}")
@@ -203,13 +204,15 @@ def test_a_load_of_a_block_is_one_box_of_each_page(page_size: int, lookups: int)
 
 @pytest.mark.parametrize("change", ["page_size=16", "page_size=256", "window=left", "softcap=1", "lse=1", "sinks=same"])
 def test_static_fields_change_the_code(change: str) -> None:
-    compiled.changes_the_code(CACHE_ATTENTION, CacheProblem.parse(BASE), change)
+    base = CacheProblem.parse("batch=2 seq_q=256 seq_kv=512 heads_q=4 heads_kv=2")  # small tiles, which compile fast
+    compiled.changes_the_code(CACHE_ATTENTION, base, change)
 
 
 def test_the_kernel_depends_on_the_static_half_of_a_problem_alone() -> None:
     first = CacheProblem.parse(PROBLEMS["small pages"])
     second = first.replace(batch=3, seq_q=300, seq_kv=1008, heads_q=28, heads_kv=4)
-    config = next(c for c in CACHE_ATTENTION.valid(second, H200) if c.body == "warps")
+    warps = [c for c in CACHE_ATTENTION.valid(second, H200) if c.body == "warps"]
+    config = min(warps, key=lambda c: (area(c), str(c)))  # compiles fast
     compiled.depends_on_statics_alone(CACHE_ATTENTION, first, second, config)
 
 

@@ -13,11 +13,12 @@ from cutekernels.ops.attention.problem import AttentionProblem
 from tests.attention import compiled
 from tests.attention.cases import random_config
 from tests.attention.compiled import H200, TARGETS, count
+from tests.compiled import area
 
 FULL = "batch=4 seq_q=4096 seq_kv=4096 heads_q=16 heads_kv=16"
 PROBLEMS = {
+    "causal": f"{FULL} causal=1 lse=1",  # first, so for every GPU: its loops are looked at below
     "full": FULL,
-    "causal": f"{FULL} causal=1 lse=1",
     "narrow": "batch=4 seq_q=2048 seq_kv=2048 heads_q=32 heads_kv=8 head_dim=64 causal=1 dtype=fp16",
     "window": "batch=2 seq_q=300 seq_kv=777 heads_q=4 heads_kv=1 head_dim=80 window=both window_left=30 window_right=9",
     "mask": "batch=2 seq_q=130 seq_kv=200 heads_q=6 heads_kv=3 head_dim=96 mask=1 dtype=fp16 lse=1",
@@ -46,8 +47,8 @@ def of_warps(problem: AttentionProblem, spec: gpu.GpuSpec) -> AttentionConfig:
 def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gpu.GpuSpec) -> None:
     problem = AttentionProblem.parse(PROBLEMS[name])
     default = ATTENTION.default(problem, spec)
-    drawn = TARGETS[list(PROBLEMS).index(name) % 4]  # one of those that it is paired with
-    others = [random_config(random.Random(name), problem, spec)] if spec is drawn else []
+    also = spec is compiled.drawn(list(PROBLEMS).index(name))
+    others = [random_config(random.Random(name), problem, spec)] if also else []
     for config in (default, *others):
         facts = compiled.facts(ATTENTION, problem, config, spec, config.smem(problem).total_bytes)
         assert config != default or facts.stack_bytes <= MASKED_SPILL_BYTES, f"the default spills: {default}"
@@ -71,7 +72,7 @@ def test_blocks_between_the_edges_run_no_masking_code_and_hardly_spill(spec: gpu
 
 def test_scores_are_scaled_within_the_exponent() -> None:
     """One FFMA a score: its factor and the row's reference together."""
-    problem = AttentionProblem.parse(PROBLEMS["full"])
+    problem = AttentionProblem.parse(PROBLEMS["causal"])
     config = of_warps(problem, H200)
     inside = compiled.loops(ATTENTION, problem, config, "h200", products(problem, config))[-1]
     scores = config.rows * config.tile_kv // 32
@@ -85,7 +86,7 @@ def test_scores_are_scaled_within_the_exponent() -> None:
 def test_the_kernel_depends_on_the_static_half_of_a_problem_alone() -> None:
     first = AttentionProblem.parse(PROBLEMS["causal"])
     second = first.replace(batch=1, seq_q=200, seq_kv=100, heads_q=28, heads_kv=4)
-    config = next(c for c in ATTENTION.valid(second, H200) if c.tile_q == 64)
+    config = min(ATTENTION.valid(second, H200), key=lambda c: (area(c), str(c)))  # compiles fast
     compiled.depends_on_statics_alone(ATTENTION, first, second, config)
 
 

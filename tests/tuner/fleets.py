@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from cutekernels import gpu as gpus
-from cutekernels.autotune import cli, fleet, job, ray_fleet, runtime
+from cutekernels.autotune import runtime
 from cutekernels.autotune.runtime import Measure, Prepare
 from cutekernels.backends import Facts
 from tests.tuner import kills
@@ -34,6 +34,8 @@ def fake_worker(request: Prepare | Measure) -> Any:
 
 
 if __name__ == "__main__":
+    from cutekernels.autotune import cli, fleet, job, ray_fleet  # here, for the many processes that need none of them
+
     gpus.detect = lambda device=None: H200  # type: ignore[assignment]
     fleet.visible = lambda: ["0", "1", "2", "3"]
     job._registered = lambda name: TOY

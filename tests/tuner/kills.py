@@ -13,7 +13,6 @@ from cutekernels import compile as compiler
 from cutekernels import gpu as gpus
 from cutekernels.autotune import runtime
 from cutekernels.autotune.job import Job, Task
-from cutekernels.autotune.run import tune
 from cutekernels.autotune.runtime import Measure, Outcome, Prepare
 from cutekernels.backends import Facts
 from tests.tuner.toys import H200, TOY, VALID, ToyConfig, ToyProblem, true_us
@@ -52,6 +51,8 @@ def fake_worker(request: Prepare | Measure) -> Any:
 
 
 if __name__ == "__main__":
+    from cutekernels.autotune.run import tune  # here: the processes it starts import this module too
+
     gpus.detect = lambda device=None: H200  # type: ignore[assignment]
     runtime.COMPILE_TARGET = "tests.tuner.kills:fake_compile"
     runtime.WORKER_TARGET = "tests.tuner.kills:fake_worker"
