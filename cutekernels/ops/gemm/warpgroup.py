@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels import rates
 from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
@@ -39,13 +39,32 @@ MOST_SUMS_OF_THREE = 80  # where three groups leave a thread 160 registers
 _ROOM = 227 * 1024  # bytes of shared memory that the default chooses within
 BOXES, SOURCE_BOXES = 2, 4  # buffers of a group's results, and where C comes in through them
 
-# Coefficients of the model, each a multiple of a rate: docs/notes/gemm.md#warpgroup-model (H200, 2026-11-23).
-_FIXED, _UNDEPENDENT = 2.06 / 1.5, 0.59 / 0.63  # of launch_us, of dependent_us
-_MMA = 5.99 / 6.22  # of warpgroup_flops_per_us
+
+@dataclass(frozen=True)
+class Coefficients:
+    """The model's numbers, each a multiple of a rate: docs/notes/gemm.md#warpgroup-model (H200, 2026-11-23).
+
+    Attributes:
+        fixed: of launch_us.
+        mma: of warpgroup_flops_per_us.
+        epilogue: bytes per output element, at sm_bytes_per_us.
+        gate: a gated result's epilogue to a plain one's; 1.5 is a guess.
+        tile: of exchange_us, for each tile whose epilogue nothing hides.
+        shown: the share of a tile's epilogue that another group's mainloop does not hide.
+        sharpness: exponent of the mean of a k-tile's two times.
+    """
+
+    fixed: float = 2.06 / 1.5
+    mma: float = 5.99 / 6.22
+    epilogue: float = 1.32e-5 * 99e3
+    gate: float = 1.5
+    tile: float = 0.0
+    shown: float = 0.0
+    sharpness: float = 8.0
+
+
+_UNDEPENDENT = 0.59 / 0.63  # of dependent_us
 _PORT = 77.0 / 99.0  # of sm_bytes_per_us
-_EPILOGUE_BYTES = 1.32e-5 * 99e3  # per output element, at sm_bytes_per_us
-_GATE = 1.5  # a gated result's epilogue to a plain one's: a guess
-_SHARPNESS = 8.0  # exponent of the mean of a k-tile's two times
 _HIDDEN = 3.0  # exponent of the mean of the busiest SM's time and DRAM's
 
 
@@ -54,6 +73,7 @@ class Warpgroup(Schedule):
     """One warp loads by TMA, groups of four warps multiply from shared memory; takes a gate behind the product."""
 
     name = "warpgroup"
+    coefficients: ClassVar[Coefficients] = Coefficients()
 
     def refused(self, p: GemmProblem, gpu: GpuSpec) -> Iterator[str]:
         if not (gpu.has_tma and gpu.has_wgmma):
@@ -146,17 +166,17 @@ class Warpgroup(Schedule):
 
     def walk_us(self, c: GemmConfig, tiles: int, k: int, moved: float, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
         """The time of so many tiles of clusters, ``k`` deep, that move so many bytes between DRAM and chip."""
-        rate = rates.of(gpu)
+        rate, own = rates.of(gpu), self.coefficients
         tiles = -(-tiles // max(1, gpu.sm_count // (c.cluster_m * c.cluster_n)))
-        multiply = 2.0 * c.tile_m * c.tile_n * c.tile_k / (_MMA * rate.warpgroup_flops_per_us)
+        multiply = 2.0 * c.tile_m * c.tile_n * c.tile_k / (own.mma * rate.warpgroup_flops_per_us)
         loaded = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * c.tile_k * ELEMENT_BYTES
         fetch = loaded / (_PORT * rate.sm_bytes_per_us)
-        step = (multiply**_SHARPNESS + fetch**_SHARPNESS) ** (1 / _SHARPNESS)
-        finished = c.tile_n * (_GATE / 2 if extras.gated else 1)
-        epilogue = _EPILOGUE_BYTES / rate.sm_bytes_per_us * c.tile_m * finished
-        busy = tiles * -(-k // c.tile_k) * step + epilogue * (1 if c.pingpong else tiles)
+        step = (multiply**own.sharpness + fetch**own.sharpness) ** (1 / own.sharpness)
+        finished = c.tile_n * (own.gate / 2 if extras.gated else 1)
+        epilogue = own.epilogue / rate.sm_bytes_per_us * c.tile_m * finished + own.tile * rate.exchange_us
+        busy = tiles * -(-k // c.tile_k) * step + epilogue * (1 + own.shown * tiles if c.pingpong else tiles)
         dram = moved / (rate.dram_share * gpu.dram_gbps * 1e3)
-        fixed = _FIXED * rate.launch_us + (0.0 if c.pdl else _UNDEPENDENT * rate.dependent_us)
+        fixed = own.fixed * rate.launch_us + (0.0 if c.pdl else _UNDEPENDENT * rate.dependent_us)
         return float(fixed + (busy**_HIDDEN + dram**_HIDDEN) ** (1 / _HIDDEN))
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
