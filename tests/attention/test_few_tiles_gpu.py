@@ -34,13 +34,13 @@ def few(p: AttentionProblem, **values: Any) -> list[AttentionConfig]:
     return [c for c in valid if all(getattr(c, name) == value for name, value in values.items())]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(25))
 def test_random_problems_and_configs(seed: int) -> None:
     rng = random.Random(seed)
     p = random_problem(rng, LENGTHS, ("none", "same", "fp32")).replace(mask=False, varlen=False)
     args = ATTENTION.sample(p, "cuda", seed)
     fit = few(p)
-    for config in rng.sample(fit, min(3, len(fit))):
+    for config in rng.sample(fit, min(2, len(fit))):
         judge(p, args, launched(p, args, config))
 
 
@@ -53,7 +53,7 @@ def test_splits_and_shares_without_a_key(split: int, options: str) -> None:
     rng = random.Random(f"{split} {options}")
     p = AttentionProblem.parse(f"batch=1 seq_q=900 seq_kv=900 heads_q=4 heads_kv=2 head_dim=64 {options}")
     args = ATTENTION.sample(p, "cuda", 1)
-    for config in rng.sample(few(p, split=split), 3):
+    for config in rng.sample(few(p, split=split), 2):
         judge(p, args, launched(p, args, config))
 
 
