@@ -55,6 +55,7 @@ def test_the_bases_are_valid_where_there_is_warpgroup_mma() -> None:
         (HEAD, {"order": "folded"}, "tile_q=128 split=1"),
         (HEAD, {"tile_q": 128, "warps": 8, "split": 1, "order": "folded"}, "the later they are"),
         (HEAD.replace(head_dim=256), {"tile_kv": 64}, "shared memory"),
+        (HEAD.replace(head_dim=192), {"tile_kv": 128, "stages": 1}, "leave room for 160"),
         (PROMPT, {"ctas_per_sm": 2, "tile_kv": 128}, "do not fit an SM"),
     ],
 )

@@ -26,7 +26,7 @@ GROUP_ROWS = WarpgroupAttentionSmem.GROUP_ROWS
 GROUP_WARPS = 4
 # Accumulators and probabilities that a thread keeps without spilling: docs/notes/attention.md#warpgroup-registers.
 MOST_VALUES = {1: 212, 2: 212, 3: 132}
-FEW_WIDTH = 192  # most columns of body=few: 256 spill 24 bytes, or with two CTAs do not compile (sm_90a)
+FEW_VALUES = 160  # of body=few: docs/notes/attention.md#few-tiles
 RESERVED_SMEM = 1024  # bytes of each CTA that the system keeps
 
 # Constants of the model: docs/notes/attention.md#warpgroup-model (H200, 2026-11-23).
@@ -134,8 +134,9 @@ def warpgroup_unfit(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> It
         yield f"body=warpgroup has {GROUP_WARPS} warps for {GROUP_ROWS} queries: tile_q={c.tile_q} takes {4 * groups}"
         return
     values = (p.width + c.tile_kv) // 2 + c.tile_kv // 4
-    if values > MOST_VALUES[groups]:
-        yield f"a thread has {values} sums and probabilities; {groups} groups leave room for {MOST_VALUES[groups]}"
+    most = min(MOST_VALUES[groups], FEW_VALUES) if c.body == "few" else MOST_VALUES[groups]
+    if values > most:
+        yield f"a thread has {values} sums and probabilities; {groups} groups of body={c.body} leave room for {most}"
     need = c.smem(p).total_bytes
     if need > gpu.smem_per_block_bytes:
         yield f"{need} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
@@ -152,8 +153,6 @@ def few_unfit(p: AttentionProblem, c: AttentionConfig, groups: int) -> Iterator[
     folded = c.order == "folded"
     if p.varlen or p.mask or p.page is not None:
         yield "body=few takes batches of one length without a mask, and no cache"
-    if p.width > FEW_WIDTH:
-        yield f"body=few spills with {p.width} columns; it takes {FEW_WIDTH}"
     if c.split == 1 and c.ctas_per_sm == 1 and not folded:
         yield "body=few without split, ctas_per_sm or order=folded is body=warpgroup"
     if c.ctas_per_sm > 1 and groups > 1:
