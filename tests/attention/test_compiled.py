@@ -24,6 +24,7 @@ PROBLEMS = {
     "mask": "batch=2 seq_q=130 seq_kv=200 heads_q=6 heads_kv=3 head_dim=96 mask=1 dtype=fp16 lse=1",
     "wide": "batch=3 seq_q=2000 seq_kv=2000 heads_q=8 heads_kv=2 head_dim=256 causal=1 softcap=1",
     "varlen": "batch=5 seq_q=150 seq_kv=150 heads_q=8 heads_kv=2 head_dim=40 causal=1 varlen=1 lse=1",
+    "few": "batch=1 seq_q=1024 seq_kv=1024 heads_q=4 heads_kv=4 head_dim=64 causal=1",
 }
 # Spilling into masked blocks, of which a tile of queries has a few, is not worth smaller tiles.
 MASKED_SPILL_BYTES = 64
@@ -112,7 +113,8 @@ def test_every_static_field_changes_the_code(change: str) -> None:
 
 @pytest.mark.parametrize("knob", list(AttentionConfig.space()))
 def test_every_knob_changes_the_code(knob: str) -> None:
-    compiled.knob_changes_the_code(ATTENTION, AttentionProblem.parse(PROBLEMS["narrow"]), knob)
+    problem = PROBLEMS["few" if knob == "split" else "narrow"]
+    compiled.knob_changes_the_code(ATTENTION, AttentionProblem.parse(problem), knob)
 
 
 def test_every_value_of_every_knob_is_reachable() -> None:

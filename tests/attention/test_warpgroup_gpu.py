@@ -42,7 +42,7 @@ def test_random_problems_and_configs(seed: int) -> None:
         judge(p, args, launched(p, args, config))
 
 
-@pytest.mark.parametrize("grid", ["tiles", "persistent", "counted"])
+@pytest.mark.parametrize("grid", ["tiles", "persistent", "counted", "ahead"])
 @pytest.mark.parametrize("options", ["", "causal=1 lse=1", "varlen=1 causal=1 lse=1", "window=left window_left=70"])
 def test_grids_over_many_tiles(grid: str, options: str) -> None:
     """Several tiles a CTA: barriers go round, and the counter is zero again for the next launch."""

@@ -26,13 +26,20 @@ GROUP_ROWS = WarpgroupAttentionSmem.GROUP_ROWS
 GROUP_WARPS = 4
 # Accumulators and probabilities that a thread keeps without spilling: docs/notes/attention.md#warpgroup-registers.
 MOST_VALUES = {1: 212, 2: 212, 3: 132}
+FEW_VALUES = 160  # of body=few: docs/notes/attention.md#few-tiles
+RESERVED_SMEM = 1024  # bytes of each CTA that the system keeps
 
-# Constants of the model: docs/notes/attention.md#warpgroup-model (H200, 2026-11-23).
-_MMA = 0.97  # of warpgroup_flops_per_us
-_LAUNCH, _CTA, _NEXT = 2.0 / 1.5, 3.9 / 0.8, 2.5 / 0.8  # of launch_us; of dram_latency_us: a CTA, a further tile
-_BLOCK = {2: 1.0, 1: 5.0}  # of barrier_us, by stages: a block of keys, whatever its size
-_NO_TURNS, _DEALT = 1.04, 1.07  # groups that do not take turns; tiles dealt out before the heavy ones are done
-_ODD = 1.05  # blocks of keys that are no multiple of 64
+# Constants of the model: docs/notes/attention.md#warpgroup-model (H200, 2026-11-24).
+_MMA = 1.15  # of warpgroup_flops_per_us
+_ALONE = 0.28  # of one group's exponents: what no other group's products hide
+_BLOCK = {2: 1.4, 1: 6.4}  # of barrier_us, by stages: a block of keys, whatever its size
+_LAUNCH = 2.0 / 1.5  # of launch_us
+# In dram_latency_us: an SM's first CTA, a further CTA, a further tile of a CTA, one whose queries load ahead.
+_CTA, _AGAIN, _NEXT, _AHEAD = 1.6 / 0.8, 3.9 / 0.8, 2.9 / 0.8, 2.4 / 0.8
+_PORT = 0.33  # of sm_bytes_per_us: an SM's first loads, its last results, and the sums that a cluster exchanges
+_NO_TURNS, _DEALT = 1.02, 1.06  # groups that do not take turns; tiles dealt out before the heavy ones are done
+_ODD = 1.04  # blocks of keys that are no multiple of 64
+_ROOM = {1: 1.0, 2: 1.0, 4: 0.95}  # share of the SMs that clusters find at once: 32 of four CTAs took turns on 132
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,10 @@ class AttentionConfig(BodiesConfig):
 
     ``lazy`` rescales sums only where a block's scores exceed the row's reference by far. ``order`` is that of tiles.
     Of the warpgroup body alone: ``turns`` lets its groups multiply one after another, ``grid`` gives each tile a CTA
-    ("tiles"), walks over the tiles in a persistent grid ("persistent"), or draws them from a counter there ("counted").
+    ("tiles"), walks over the tiles in a persistent grid ("persistent"), or draws them from a counter there ("counted"),
+    which with "ahead" loads the next tile's queries behind this tile's last products.
+    ``body="few"`` is the warpgroup body for few tiles: ``split`` CTAs of a cluster share a tile's keys, two CTAs of one
+    group share an SM, or the groups of a CTA have the i-th and the i-th last 64 rows of a head (``order="folded"``).
     """
 
     tiles: ClassVar = ("tile_q", "tile_kv")
@@ -64,7 +74,17 @@ class AttentionConfig(BodiesConfig):
             "lazy": (True, False),
             "order": ("rows", "l2", "heads"),
             "turns": (False, True),
-            "grid": ("tiles", "persistent", "counted"),
+            "grid": ("tiles", "persistent", "counted", "ahead"),
+        },
+        "few": {
+            "tile_q": (64, 128),
+            "tile_kv": (64, 128),
+            "warps": (4, 8),
+            "stages": (1, 2),
+            "ctas_per_sm": (1, 2),
+            "lazy": (True, False),
+            "order": ("rows", "heads", "folded"),
+            "split": (1, 2, 4),
         },
     }
     tile_q: int = knob(64, 128, 192, 256)
@@ -74,14 +94,31 @@ class AttentionConfig(BodiesConfig):
     ctas_per_sm: int = knob(1, 2, 3)
     q_in_registers: bool = knob(False, True)
     lazy: bool = knob(True, False)
-    order: str = knob("rows", "l2", "heads")
-    body: str = knob("warps", "warpgroup", added=True)
+    order: str = knob("rows", "l2", "heads", "folded")
+    body: str = knob("warps", "warpgroup", "few", added=True)
     turns: bool = knob(False, True, added=True)
-    grid: str = knob("tiles", "persistent", "counted", added=True)
+    grid: str = knob("tiles", "persistent", "counted", "ahead", added=True)
+    split: int = knob(1, 2, 4, added=True)
+
+    @property
+    def by_groups(self) -> bool:
+        """Whether warp groups multiply."""
+        return self.body != "warps"
+
+    @property
+    def counted(self) -> bool:
+        """Whether CTAs draw their tiles from a counter."""
+        return self.grid in ("counted", "ahead")
+
+    @property
+    def dependent(self) -> bool:
+        """Whether a launch sets up behind the kernel ahead of it: programmatic dependent launch."""
+        return self.body == "few" or self.grid == "ahead"
 
     def smem(self, p: AttentionProblem) -> PrefillSmem | WarpgroupAttentionSmem:
-        if self.body == "warpgroup":
-            return WarpgroupAttentionSmem(self.tile_q // GROUP_ROWS, self.tile_kv, p.head_dim, self.stages)
+        if self.by_groups:
+            groups, apart = self.tile_q // GROUP_ROWS, self.grid == "ahead"
+            return WarpgroupAttentionSmem(groups, self.tile_kv, p.head_dim, self.stages, apart, self.split)
         return PrefillSmem(self.tile_q, self.tile_kv, p.head_dim, self.stages)
 
 
@@ -99,13 +136,33 @@ def warpgroup_unfit(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> It
         yield f"body=warpgroup has {GROUP_WARPS} warps for {GROUP_ROWS} queries: tile_q={c.tile_q} takes {4 * groups}"
         return
     values = (p.width + c.tile_kv) // 2 + c.tile_kv // 4
-    if values > MOST_VALUES[groups]:
-        yield f"a thread has {values} sums and probabilities; {groups} groups leave room for {MOST_VALUES[groups]}"
+    most = min(MOST_VALUES[groups], FEW_VALUES) if c.body == "few" else MOST_VALUES[groups]
+    if values > most:
+        yield f"a thread has {values} sums and probabilities; {groups} groups of body={c.body} leave room for {most}"
     need = c.smem(p).total_bytes
     if need > gpu.smem_per_block_bytes:
         yield f"{need} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
+    elif c.ctas_per_sm * (need + RESERVED_SMEM) > gpu.smem_per_sm_bytes:
+        yield f"{c.ctas_per_sm} CTAs of {need} bytes of shared memory do not fit an SM"
     if c.turns and groups == 1:
         yield "turns=1 is for two groups or more"
+    if c.body == "few":
+        yield from few_unfit(p, c, groups)
+
+
+def few_unfit(p: AttentionProblem, c: AttentionConfig, groups: int) -> Iterator[str]:
+    """Those of ``body="few"``."""
+    folded = c.order == "folded"
+    if p.varlen or p.mask or p.page is not None:
+        yield "body=few takes batches of one length without a mask, and no cache"
+    if c.split == 1 and c.ctas_per_sm == 1 and not folded:
+        yield "body=few without split, ctas_per_sm or order=folded is body=warpgroup"
+    if c.ctas_per_sm > 1 and groups > 1:
+        yield f"ctas_per_sm={c.ctas_per_sm} leaves registers for one group, tile_q={GROUP_ROWS}"
+    if folded and (groups != 2 or c.split > 1):
+        yield "order=folded is for two groups that see the same keys: tile_q=128 split=1"
+    if folded and (p.limited_left or not p.limited_right):
+        yield "order=folded is for rows that see more keys the later they are: causal or window=right"
 
 
 def warpgroup_unsuited(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
@@ -113,8 +170,14 @@ def warpgroup_unsuited(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) ->
     for name, tile, seq, least in (("tile_q", c.tile_q, p.seq_q, 64), ("tile_kv", c.tile_kv, p.seq_kv, 64)):
         if tile > max(least, power_of_two(seq)):
             yield f"{name}={tile} idles most of a tile over {seq} rows"
-    if c.order != "rows" and p.seq_q <= c.tile_q:
+    if c.order != "rows" and p.seq_q <= (GROUP_ROWS if c.order == "folded" else c.tile_q):
         yield f"order={c.order} needs more than one tile of rows"
+    if c.body == "few" and c.split == 1 and c.order != "folded" and tiles(p, c) <= gpu.sm_count:
+        yield f"ctas_per_sm={c.ctas_per_sm} without split is for more tiles than SMs"
+    if c.split > 1 and p.seq_kv < c.split * c.tile_kv:
+        yield f"split={c.split} leaves CTAs without one of {-(-p.seq_kv // c.tile_kv)} blocks of keys"
+    if c.body == "few" and tiles(p, c) * c.split > 2 * c.ctas_per_sm * gpu.sm_count:
+        yield f"body=few is for few tiles: at most two of {c.ctas_per_sm * gpu.sm_count} CTAs at once"
     if c.grid != "tiles" and tiles(p, c) <= gpu.sm_count:
         yield f"grid={c.grid} is for more tiles than SMs"
 
@@ -124,24 +187,52 @@ def tiles(p: AttentionProblem, c: AttentionConfig) -> int:
     return -(-p.seq_q // c.tile_q) * p.batch * p.heads_q
 
 
+def blocks_of(p: AttentionProblem, c: AttentionConfig) -> tuple[float, float]:
+    """Blocks of keys that a tile walks, on average, and those of the longest walk; a folded CTA's are both groups'."""
+    rows = GROUP_ROWS if c.order == "folded" else c.tile_q
+    uneven = p.limited_left or p.limited_right
+    seen = min(p.pairs / p.seq_q + (0.5 * rows if uneven else 0), p.seq_kv)
+    most = min(p.most_seen + rows if uneven else p.seq_kv, p.seq_kv)
+    shared = math.gcd(rows if uneven else p.seq_kv, c.tile_kv)  # the last block is half empty, on average
+    blocks = max(1.0, seen / c.tile_kv + 0.5 * (1.0 - shared / c.tile_kv))
+    return blocks * (2 if c.order == "folded" else 1), max(blocks, most / c.tile_kv)
+
+
 def warpgroup_us(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float:
-    """Tiles of an SM, block by block: products, and the exponents that they do not hide; or DRAM, if slower."""
+    """Tiles of an SM, block by block: the products of its groups, and the exponents that they do not hide; or DRAM.
+
+    No less than the longest tile takes, with a second one beside it where two CTAs share the SM.
+    """
     rate = rates.of(gpu)
     count = tiles(p, c)
     if count == 0 or p.seq_kv == 0:
         return _LAUNCH * rate.launch_us
-    uneven = p.limited_left or p.limited_right
-    seen = min(p.pairs / p.seq_q + (0.5 * c.tile_q if uneven else 0), p.seq_kv)
-    shared = math.gcd(c.tile_q if uneven else p.seq_kv, c.tile_kv)  # the last block is half empty, on average
-    blocks = max(1.0, seen / c.tile_kv + 0.5 * (1.0 - shared / c.tile_kv))
-    multiply = 4.0 * c.tile_q * c.tile_kv * p.width / (_MMA * rate.warpgroup_flops_per_us)
-    exponents = c.tile_q * c.tile_kv / (EXPONENTS_PER_CLOCK * rate.clock_mhz)
-    step = multiply + EXPONENTS * exponents * (1.0 if c.lazy else EAGER) + _BLOCK[c.stages] * rate.barrier_us
-    step *= (1.0 if c.turns else _NO_TURNS) * (1.0 if c.tile_kv % 64 == 0 else _ODD)
-    between = (_CTA if c.grid == "tiles" else _NEXT) * rate.dram_latency_us
-    per_sm = max(1.0, count / gpu.sm_count) if c.grid == "counted" or uneven else -(-count // gpu.sm_count)
-    busy = per_sm * (blocks * step + between) * ORDER[uneven][c.order]
+    folded = c.order == "folded"
+    uneven = (p.limited_left or p.limited_right) and not folded
+    per_sm = count * c.split / (_ROOM[c.split] * gpu.sm_count)
+    # CTAs of a cluster share an SM even where others are idle.
+    together = c.ctas_per_sm if c.split > 1 else min(c.ctas_per_sm, math.ceil(per_sm))
+    per_sm = max(per_sm, together if c.split > 1 else 1.0)
+    if not (c.counted or uneven):
+        per_sm = math.ceil(per_sm)
+    blocks, longest = blocks_of(p, c)
+    if c.split > 1:
+        blocks, longest = blocks / c.split, math.ceil(longest / c.split)
+    groups = 1 if folded else c.tile_q // GROUP_ROWS  # a folded CTA's walks are in turn, mostly
+    multiply = 4.0 * GROUP_ROWS * c.tile_kv * p.width / (_MMA * rate.warpgroup_flops_per_us)
+    exponents = GROUP_ROWS * c.tile_kv / (EXPONENTS_PER_CLOCK * rate.clock_mhz) * (1.0 if c.lazy else EAGER)
+    step = groups * together * (multiply + EXPONENTS * exponents)  # a block of each tile of the SM
+    step += _ALONE * exponents + _BLOCK[c.stages] * rate.barrier_us
+    step *= (1.0 if c.turns or together > 1 else _NO_TURNS) * (1.0 if c.tile_kv % 64 == 0 else _ODD)
+    exchanged = 4 * c.tile_q * p.width if c.split > 1 else 0
+    moved = 2 * (2 * c.tile_q + c.tile_kv) * p.width  # queries and results, the first block of keys
+    edges = _CTA * rate.dram_latency_us + (moved + exchanged) / (_PORT * rate.sm_bytes_per_us)
+    further = {"tiles": _AGAIN, "ahead": _AHEAD}.get(c.grid, _NEXT) * rate.dram_latency_us
+    more = max(0.0, per_sm - together) / together if c.grid == "tiles" else math.ceil(per_sm) - 1
+    busy = (per_sm * blocks * step / together + edges + more * further) * ORDER[uneven]["rows" if folded else c.order]
     if uneven and c.grid == "persistent":
         busy *= _DEALT
+    busy = max(busy, longest * step + edges)
     dram = p.bytes_moved / (rate.dram_share * gpu.dram_gbps * 1e3)
-    return float(_LAUNCH * rate.launch_us + max(busy, dram))
+    early = rate.dependent_us if c.dependent else 0.0
+    return float(_LAUNCH * rate.launch_us - early + max(busy, dram))

@@ -57,17 +57,17 @@ class PrefillOp(TilesOp[Q, AttentionConfig]):
 
     def unfit(self, p: Q, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
         yield from c.foreign()
-        if c.body == "warpgroup":
+        if c.by_groups:
             yield from warpgroup_unfit(p, c, gpu)
         else:
             yield from self.unfit_tiles(p, c, gpu, registers_per_thread(p, c), c.smem(p).total_bytes)
 
     def unsuited(self, p: Q, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
-        return warpgroup_unsuited(p, c, gpu) if c.body == "warpgroup" else super().unsuited(p, c, gpu)
+        return warpgroup_unsuited(p, c, gpu) if c.by_groups else super().unsuited(p, c, gpu)
 
     def estimate_us(self, p: Q, c: AttentionConfig, gpu: GpuSpec) -> float:
         """See :meth:`TilesOp.tiles_us`."""
-        if c.body == "warpgroup":
+        if c.by_groups:
             return warpgroup_us(p, c, gpu)
         return self.tiles_us(
             p, c, gpu, products=2, read_rows=0 if c.q_in_registers else c.rows,
@@ -91,10 +91,10 @@ class PrefillOp(TilesOp[Q, AttentionConfig]):
         shared: dict[str, Any] = {
             "mask": BandMask(c.tile_q, c.tile_kv, p.limited_left, p.limited_right, p.mask),
             "softmax": OnlineSoftmax(SLACK if c.lazy else 0.0, p.softcap),
-            "order": HeadOrder(c.order, gpu.l2_bytes // 2),
+            "order": HeadOrder("rows" if c.order == "folded" else c.order, gpu.l2_bytes // 2),
             "sequences": Sequences(p.varlen, p.page),
         }
-        if c.body == "warpgroup":
+        if c.by_groups:
             return WarpgroupAttention(
                 groups=c.tile_q // GROUP_ROWS,
                 tile_kv=c.tile_kv,
@@ -103,7 +103,12 @@ class PrefillOp(TilesOp[Q, AttentionConfig]):
                 stages=c.stages,
                 turns=c.turns,
                 resident=0 if c.grid == "tiles" else gpu.sm_count,
-                counted=c.grid == "counted",
+                counted=c.counted,
+                apart=c.grid == "ahead",
+                ctas_per_sm=c.ctas_per_sm,
+                split=c.split,
+                folded=c.order == "folded",
+                dependent=c.dependent and gpu.has_pdl,
                 **shared,
             )
         tile = (c.tile_kv, p.head_dim, p.width, c.stages, c.threads)
@@ -147,7 +152,7 @@ class Attention(PrefillOp[AttentionProblem]):
         from cutekernels.ops.attention import fakes
 
         batch, number, limit = fakes.Batch(p.dtype, p.head_dim, p.varlen), Float32(1.0), Int32(0)
-        counter = fakes.vector(Int32) if c.grid == "counted" else None
+        counter = fakes.vector(Int32) if c.counted else None
         return backend.compile(
             self.body(p, c, gpu),
             batch.q(),
@@ -155,7 +160,7 @@ class Attention(PrefillOp[AttentionProblem]):
             *(batch.q(), batch.kv(), batch.kv()),
             batch.mask() if p.mask else None,
             *(batch.ends(), batch.ends(), None, batch.sinks(p.sinks)),
-            *([counter] if c.body == "warpgroup" else []),
+            *([counter] if c.by_groups else []),
             *(number, number, number),
             *(limit, limit),
             gpu=gpu,
@@ -165,7 +170,7 @@ class Attention(PrefillOp[AttentionProblem]):
         if p.seq_kv == 0:
             return launch_blind(p.lse)
         limits = p.limits
-        counter = Workspace(0, 1) if c.grid == "counted" else None  # one ticket, no partial sums
+        counter = Workspace(0, 1) if c.counted else None  # one ticket, no partial sums
 
         def launch(*args: Any) -> None:
             out, lse = args[0], args[1].view(-1) if p.lse else None

@@ -155,6 +155,17 @@ class AttentionProblem(HeadsProblem):
         return max(0, (self.seq_q * self.seq_kv if ends is None else ends) - begins)
 
     @property
+    def most_seen(self) -> int:
+        """Most keys that a query sees, of one sequence."""
+        if self.limited_right:  # the first query that sees the last key
+            row = max(0, self.seq_q - 1 - self.limits[1])
+        else:  # the last one that sees the first key
+            row = min(max(0, self.window_left - (self.seq_kv - self.seq_q)), max(0, self.seq_q - 1))
+        own = row + self.seq_kv - self.seq_q
+        left, right = self.limits
+        return max(0, min(self.seq_kv, own + right + 1) - max(0, own - left))
+
+    @property
     def page(self) -> int | None:
         """Tokens in a page of the cache that K and V are in, 0 in a contiguous one; None where they are in none."""
         return None
@@ -372,7 +383,7 @@ class TilesOp(AttentionOp[Q, T]):
         self, p: Q, c: T, gpu: GpuSpec, *, products: int, read_rows: int, exponents: float, fixed: float,
         crowd: float, uneven: bool,
     ) -> float:  # fmt: skip
-        """Waves of CTAs, each walked tile as slow as tensor cores or shared memory; or DRAM, if slower.
+        """Waves of CTAs, each walked tile as slow as tensor cores or shared memory; or DRAM, or the longest tile.
 
         A pair of tiles takes ``products``, and ``read_rows`` owned rows of each warp from shared memory again.
         ``exponents``: the share of their time that products do not hide. ``fixed``: a walked tile's cost, whatever its
@@ -389,10 +400,13 @@ class TilesOp(AttentionOp[Q, T]):
         multiply = 2.0 * products * own * walked * p.width / (_FED * rate.mma_flops_per_us)
         feed = c.warps * (products * walked + read_rows) * p.width * 2 / rate.smem_bytes_per_us
         exponent_us = own * walked / (EXPONENTS_PER_CLOCK * rate.clock_mhz)
-        step = (max(multiply, feed) + exponents * exponent_us) / crowd + fixed * rate.barrier_us / c.ctas_per_sm
-        cta = steps * step + _CTA * rate.dram_latency_us / c.ctas_per_sm
         per_sm = tiles / gpu.sm_count
+        together = min(c.ctas_per_sm, math.ceil(per_sm))
+        step = (max(multiply, feed) + exponents * exponent_us) / crowd + fixed * rate.barrier_us / together
+        cta = steps * step + _CTA * rate.dram_latency_us / together
         busy = cta * (max(1.0, per_sm) if uneven or per_sm > _MANY else math.ceil(per_sm))
+        if uneven and not p.by_keys:
+            busy = max(busy, cta + (min(p.most_seen, p.seq_walked) / walked - steps) * step)
         # Uneven tiles: the heavy ones had better not be the last. Even ones: K and V had better stay in the L2.
         busy *= ORDER[uneven][c.order]
         dram = self.work(p).bytes / (_DRAM * rate.dram_share * gpu.dram_gbps * 1e3)

@@ -12,7 +12,9 @@ Schedule:
     pages up, and rows of V behind a length or before a window are zeroed in shared memory.
     Results leave through the queries' shared memory. Registers go from the loading warp group to the others.
     CTAs take one tile each, or walk over the tiles in a persistent grid, where the next tile's keys are loaded behind
-    the last products of this one.
+    the last products of this one; its queries too where results have shared memory of their own (``apart``).
+    For few tiles: ``split`` CTAs of a cluster share the keys of a tile and send each other sums
+    (``parts/cluster_sums.py``); ``folded`` gives a CTA the i-th and the i-th last 64 rows, one to each of its groups.
 
 Source:
     FlashAttention-3 (Shah 2024) has both overlaps; rescaling on demand is FlashAttention-4's.
@@ -30,7 +32,9 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.parts.attention_smem import WarpgroupAttentionSmem
-from cutekernels.kernels.cute.parts.groups import ROWS, THREADS, GroupProducts, Turns, as_warps, round_to, store_rows
+from cutekernels.kernels.cute.parts.cluster_sums import ClusterSums
+from cutekernels.kernels.cute.parts.group_results import GroupResults
+from cutekernels.kernels.cute.parts.groups import ROWS, THREADS, GroupProducts, Turns, as_warps, round_to
 from cutekernels.kernels.cute.parts.head_loads import HeadLoads
 from cutekernels.kernels.cute.parts.heads import HeadRows
 from cutekernels.kernels.cute.parts.mask import BandMask
@@ -39,7 +43,7 @@ from cutekernels.kernels.cute.parts.pipeline import StagePipeline
 from cutekernels.kernels.cute.parts.schedule import TileQueue
 from cutekernels.kernels.cute.parts.sequences import HeadOrder, Sequences
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
-from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax, by_rows
+from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax
 
 FIRST_GROUP_BARRIER, FIRST_TURN_BARRIER = 1, 4  # named barriers; 0 is the CTA's
 
@@ -62,6 +66,11 @@ class WarpgroupAttention:
     sequences: Sequences
     resident: int
     counted: bool
+    apart: bool = False
+    ctas_per_sm: int = 1
+    split: int = 1
+    folded: bool = False
+    dependent: bool = False
 
     @property
     def tile_q(self) -> int:
@@ -74,11 +83,13 @@ class WarpgroupAttention:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a thread that loads and of one that multiplies."""
+        if self.ctas_per_sm == 2:  # of one group
+            return 24, 232
         return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.groups]
 
     @property
     def smem(self) -> WarpgroupAttentionSmem:
-        return WarpgroupAttentionSmem(self.groups, self.tile_kv, self.head_dim, self.stages)
+        return WarpgroupAttentionSmem(self.groups, self.tile_kv, self.head_dim, self.stages, self.apart, self.split)
 
     @property
     def rows_q(self) -> HeadRows:
@@ -114,6 +125,15 @@ class WarpgroupAttention:
     @property
     def queue(self) -> TileQueue:
         return TileQueue(self.counted, THREADS * self.groups)
+
+    @property
+    def cluster(self) -> ClusterSums:
+        return ClusterSums(self.smem, self.padded, self.head_dim)
+
+    @property
+    def results(self) -> GroupResults:
+        smem, queries = self.smem, self.queries
+        return GroupResults(smem, self.rows_q, self.softmax, self.sequences, queries, FIRST_GROUP_BARRIER)
 
     @property
     def group_mask(self) -> BandMask:
@@ -162,7 +182,7 @@ class WarpgroupAttention:
         tma_k, tK = boxed(mK, box_k, False)
         tma_v, tV = boxed(mV, box_v, True)
         count = tiles * layers
-        blocks = count if const_expr(self.resident == 0) else cutlass.min(count, Int32(self.resident))
+        blocks = count * self.split if const_expr(self.resident == 0) else cutlass.min(count, Int32(self.resident))
         self.kernel(
             mO, mLse, mK, mMask, mCuQ, mCuKv, mTable, mSinks, mCounter, tma_q, tQ, tma_k, tK, tma_v, tV,
             (scale, cap_inner, cap_outer), left, right, (tiles, layers, band), self.products.scores_mma(dtype),
@@ -171,8 +191,10 @@ class WarpgroupAttention:
         ).launch(
             grid=[blocks, 1, 1],
             block=[self.threads, 1, 1],
-            min_blocks_per_mp=1,
+            cluster=[self.split, 1, 1] if const_expr(self.split > 1) else None,
+            min_blocks_per_mp=self.ctas_per_sm,
             preferred_smem_carveout=100,  # percent
+            use_pdl=self.dependent,
             stream=stream,
         )  # fmt: skip
 
@@ -216,11 +238,19 @@ class WarpgroupAttention:
             with cute.arch.elect_one():
                 init_queries, init_keys, init_queue = queries.init, keys.init, self.queue.init
                 init_queue(queue)
+                if const_expr(self.split > 1):
+                    init_cluster = self.cluster.init
+                    init_cluster(cute.recast_ptr(storage + smem.inbox_barriers_at, dtype=Int64))
                 init_queries(full_q, empty_q)
                 init_keys(full_k, empty_k)
                 init_keys(full_v, empty_v)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        if const_expr(self.split > 1):
+            cute.arch.cluster_arrive_relaxed()
+        if const_expr(self.dependent):
+            cute.arch.griddepcontrol_launch_dependents()  # their setup then runs behind this launch
+            cute.arch.griddepcontrol_wait()
 
         place = (mO, mK, mCuQ, (mCuKv, mTable), left, right, walk)
         produce, consume = self.produce, self.consume
@@ -228,12 +258,18 @@ class WarpgroupAttention:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 4 * loading:
                 produce(place, (tma_q, tQ, sQ), (tma_k, tK, sK), (tma_v, tV, sV), barriers, queue, mCounter)
+            if const_expr(self.split > 1):
+                cute.arch.cluster_wait()
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             consume(
                 tid % THREADS, group, place, (mLse, mMask, mSinks), factors, (scores_mma, sums_mma, warp_mma),
                 (sQ, sK, sV), storage, barriers, queue,
             )  # fmt: skip
+
+    def first_tile(self) -> Int32:
+        index, _, _ = cute.arch.block_idx()
+        return index // self.split if self.split > 1 else index
 
     @cute.jit
     def located(self, index: Int32, place: tuple):
@@ -248,14 +284,28 @@ class WarpgroupAttention:
             tile, layer, self.tile_q, mO, mK, mCuQ, mCuKv, mTable
         )
         head_kv = head // (mO.shape[at + 1] // mK.shape[at + 1])
-        row = tile * self.tile_q
+        row = tile * const_expr(ROWS if self.folded else self.tile_q)
         alive = cutlass.min(cutlass.max(seq_q - row, Int32(0)), Int32(self.tile_q))
         shift = seq_kv - seq_q
         left, right = left - shift, right + shift
-        blocks = seen(row, seq_q, seq_kv, left, right)
+        if const_expr(self.folded):  # the last group's rows see all that the others do
+            row_of, seen = self.row_of, self.group_mask.blocks
+            blocks = seen(row_of(row, Int32(self.groups - 1), seq_q), seq_q, seq_kv, left, right)
+        else:
+            blocks = seen(row, seq_q, seq_kv, left, right)
+        if const_expr(self.split > 1):
+            share = self.cluster.blocks
+            blocks = share(cute.arch.block_idx_in_cluster(), *blocks)
         return (
             (layer, batch, head, head_kv, row, alive), (begin_q, begin_kv), (seq_q, seq_kv, left, right), blocks,
         )  # fmt: skip
+
+    @cute.jit
+    def row_of(self, row: Int32, group: Int32, seq_q: Int32) -> Int32:
+        """The first row of ``group`` in the tile at ``row``."""
+        if const_expr(self.folded):  # the tile is that of rows, and of as many from the last ones on
+            return row + group * ((seq_q + (ROWS - 1)) // ROWS * ROWS - ROWS - 2 * row)
+        return row + group * ROWS
 
     # ---- loads
 
@@ -266,7 +316,7 @@ class WarpgroupAttention:
     ):  # fmt: skip
         """The loads of this CTA's tiles."""
         full_q, empty_q, full_k, empty_k, full_v, empty_v = barriers
-        index, _, _ = cute.arch.block_idx()
+        index = self.first_tile()
         _, mK, _, (_, mTable), _, _, (tiles, layers, _) = place
         located, load_queries = self.located, self.load_queries
         keys_of, load = self.loads.keys_of, self.loads.load
@@ -285,13 +335,13 @@ class WarpgroupAttention:
                 if const_expr(self.sequences.page_size):
                     pages = (mTable[batch, None], edges[1] - 1, mK.shape[0])
                 if end <= first:
-                    load_queries(query, begin_q + row, head, batch, full_q, empty_q, turn)
+                    load_queries(query, begin_q, row, edges[0], head, batch, full_q, empty_q, turn)
                 behind, behind_phase = stage, phase
                 for i in cutlass.range(end - first, unroll=1):
                     acquire(full_k, empty_k, stage, phase)
                     load(key[0], source_k, target_k, end - 1 - i, stage, full_k, pages)
                     if i == 0:
-                        load_queries(query, begin_q + row, head, batch, full_q, empty_q, turn)
+                        load_queries(query, begin_q, row, edges[0], head, batch, full_q, empty_q, turn)
                     else:
                         acquire(full_v, empty_v, behind, behind_phase)
                         load(value[0], source_v, target_v, end - i, behind, full_v, pages)
@@ -307,14 +357,21 @@ class WarpgroupAttention:
 
     @cute.jit
     def load_queries(
-        self, query: tuple, row: Int32, head: Int32, batch: Int32, full: cute.Pointer, empty: cute.Pointer, turn: Int32
-    ):
-        """Each group's queries of the tile at ``row`` of the tensor."""
-        acquire, rows_of = self.queries.acquire, self.loads.rows_of
-        source, target = rows_of(query, ROWS, row, head, batch, False)
+        self, query: tuple, begin: Int32, row: Int32, seq_q: Int32, head: Int32, batch: Int32, full: cute.Pointer,
+        empty: cute.Pointer, turn: Int32,
+    ):  # fmt: skip
+        """Each group's queries of the tile at ``row`` of a sequence that begins at ``begin``."""
+        acquire, rows_of, row_of = self.queries.acquire, self.loads.rows_of, self.row_of
+        if const_expr(not self.folded):
+            source, target = rows_of(query, ROWS, begin + row, head, batch, False)
+        else:
+            source, target = rows_of(query, ROWS, begin, head, batch, False)
         for group in cutlass.range_constexpr(self.groups):
+            at = group
+            if const_expr(self.folded):
+                at = row_of(row, Int32(group), seq_q) // ROWS
             acquire(full, empty, Int32(group), turn)
-            cute.copy(query[0], source[None, group], target[None, group], tma_bar_ptr=full + group)
+            cute.copy(query[0], source[None, at], target[None, group], tma_bar_ptr=full + group)
 
     # ---- products
 
@@ -330,10 +387,12 @@ class WarpgroupAttention:
         sQ, sK, sV = shared
         full_q, empty_q, *_ = barriers
         dtype = mO.element_type
-        index, _, _ = cute.arch.block_idx()
-        located, begin, attend, finish, deliver = self.located, self.begin, self.attend, self.finish, self.deliver
+        index = self.first_tile()
+        located, begin, attend, finish = self.located, self.begin, self.attend, self.finish
+        deliver, release = self.results.deliver, self.queries.release
         start, start_with = self.softmax.start, self.softmax.start_with
         start_turns, receive = self.turn.start, self.queue.receive
+        row_of, pass_over, own_blocks = self.row_of, self.pass_over, self.group_mask.blocks
         scores, sums = scores_mma.get_slice(0), sums_mma.get_slice(0)
         rQ = scores_mma.make_fragment_A(scores.partition_A(sQ))[None, None, None, group]  # descriptors (MMA, M, D)
         rK = scores_mma.make_fragment_B(scores.partition_B(sK))  # (MMA, N, D, STAGE)
@@ -350,7 +409,10 @@ class WarpgroupAttention:
             (layer, batch, head, _, row, alive), (begin_q, _), edges, (first, open_, closed, end) = located(
                 index, place
             )
-            row = row + group * ROWS
+            row = row_of(row, group, edges[0])
+            loaded = end
+            if const_expr(self.folded):
+                first, open_, closed, end = own_blocks(row, *edges)
             if alive > 0:
                 gMask = mMask[batch, head, None, None] if const_expr(self.mask.given) else None
                 seen = (*edges, gMask)
@@ -358,8 +420,14 @@ class WarpgroupAttention:
                 start(reference, total)
                 if const_expr(mSinks is not None):
                     for r in cutlass.range_constexpr(2):
-                        start_with(r, mSinks[head].to(Float32), reference, total)
+                        logit = mSinks[head].to(Float32)
+                        if const_expr(self.split > 1):  # noqa: SIM102  known when compiled
+                            if cute.arch.block_idx_in_cluster() > 0:  # the first CTA counts it
+                                logit = -Float32.inf
+                        start_with(r, logit, reference, total)
                 cute.arch.mbarrier_wait(full_q + group, turn)
+                if const_expr(self.folded):
+                    stage, phase = pass_over(member, loaded - end, stage, phase, barriers)
                 if end > first:
                     begin(member, group, end - 1, row, stage, phase, fragments, state, factors, seen, mmas, barriers)
                     for i in cutlass.range(1, end - closed, unroll=1):
@@ -381,9 +449,14 @@ class WarpgroupAttention:
                                     member, group, after - 1 - i, row, stage, phase, True, fragments, state, factors,
                                     seen, mmas, storage, barriers,
                                 )  # fmt: skip
+                    if const_expr(self.apart):
+                        release(member, empty_q, group, Boolean(True))
                     stage, phase = finish(
                         member, group, first, row, stage, phase, fragments, edges, mmas, storage, barriers
                     )
+                else:
+                    if const_expr(self.apart):
+                        release(member, empty_q, group, Boolean(True))
                 deliver(
                     member, group, (layer, batch, head, row, begin_q, edges[0]), mO, mLse, acc_o, state, mmas,
                     storage, empty_q,
@@ -391,6 +464,19 @@ class WarpgroupAttention:
                 turn = turn ^ 1
             index = receive(queue, index, drawn)
             drawn = drawn ^ 1
+
+    @cute.jit
+    def pass_over(self, member: Int32, count: Int32, stage: Int32, phase: Int32, barriers: tuple):
+        """Passes over ``count`` blocks that other rows see. Returns the next position."""
+        _, _, full_k, empty_k, full_v, empty_v = barriers
+        advance, release = self.keys.advance, self.keys.release
+        for _ in cutlass.range(count, unroll=1):
+            cute.arch.mbarrier_wait(full_k + stage, phase)
+            release(member, empty_k, stage, Boolean(True))
+            cute.arch.mbarrier_wait(full_v + stage, phase)
+            release(member, empty_v, stage, Boolean(True))
+            stage, phase = advance(stage, phase)
+        return stage, phase
 
     @cute.jit
     def begin(
@@ -495,43 +581,3 @@ class WarpgroupAttention:
                 clear(member, into(member, storage + (self.smem.v_at + stage * self.smem.stage_bytes)), rows, first)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + group, number_of_threads=THREADS)
-
-    # ---- results
-
-    @cute.jit
-    def deliver(
-        self, member: Int32, group: Int32, tile: tuple, mO: cute.Tensor, mLse: cute.Tensor | None, acc_o: cute.Tensor,
-        state: tuple, mmas: tuple, storage: cute.Pointer, empty_q: cute.Pointer,
-    ):  # fmt: skip
-        """The end of a tile: results through the queries' shared memory, and the rows' log-sum-exp."""
-        layer, batch, head, row, begin_q, seq_q = tile
-        reference, total, _ = state
-        warp_mma = mmas[2]
-        dtype = mO.element_type
-        divide, release, pointer = self.softmax.finish, self.queries.release, self.sequences.pointer
-        store, into = self.rows_q.store, self.rows_q.address
-        alive = cutlass.min(cutlass.max(seq_q - row, Int32(0)), Int32(ROWS))
-        sums = as_warps(acc_o)
-        divide(sums, reference, total)
-        rO = cute.make_fragment_like(acc_o, dtype)
-        round_to(acc_o, rO)
-        thr_mma = warp_mma.get_slice(member)
-        cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + group, number_of_threads=THREADS)  # all have read Q
-        buffer = storage + group * self.smem.group_bytes
-        store_rows(member, rO, buffer.toint().to(Int32), self.padded)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + group, number_of_threads=THREADS)
-        o_head, o_stride, _ = pointer(mO, batch, begin_q, head)
-        store(member, o_head, o_stride, row, into(member, buffer), alive)
-        if const_expr(mLse is not None):
-            lse_at = Int64(layer) * seq_q + row
-            if const_expr(self.sequences.packed):
-                lse_at = Int64(head) * mO.shape[0] + (begin_q + row)
-            places = by_rows(thr_mma.partition_C(cute.make_identity_tensor((ROWS, self.padded))))
-            if places[0, 0][1] == 0:
-                for r in cutlass.range_constexpr(2):
-                    own = places[r, 0][0]
-                    if own < alive:
-                        mLse[lse_at + own] = reference[r]
-        cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + group, number_of_threads=THREADS)  # results are read
-        release(member, empty_q, group, Boolean(True))

@@ -38,15 +38,18 @@ class PrefillSmem:
 @dataclass(frozen=True, slots=True)
 class WarpgroupAttentionSmem:
     """Shared memory of attention by warp groups: each group's queries, later its results, the stages of K, those of V,
-    then barriers.
+    results where they lie ``apart``, the parts that a cluster's ``split`` CTAs send, then barriers.
     """
 
     groups: int
     tile_kv: int
     head_dim: int
     stages: int
+    apart: bool = False
+    split: int = 1
     element_bytes: int = 2
     GROUP_ROWS = 64
+    GROUP_THREADS = 128
     QUEUE_BYTES = 24  # two barriers and a tile's number
 
     @property
@@ -66,13 +69,37 @@ class WarpgroupAttentionSmem:
         return self.k_at + self.stages * self.stage_bytes
 
     @property
-    def barriers_at(self) -> int:
-        """Full and empty, of queries, K and V."""
+    def behind_v(self) -> int:
         return self.v_at + self.stages * self.stage_bytes
 
     @property
-    def total_bytes(self) -> int:
+    def results_at(self) -> int:
+        return self.behind_v if self.apart else 0
+
+    @property
+    def inbox_at(self) -> int:
+        return self.behind_v + (self.groups * self.group_bytes if self.apart else 0)
+
+    @property
+    def inbox_bytes(self) -> int:
+        """fp32 sums of each group's rows, and four statistics of each thread from each CTA; none without a split."""
+        if self.split == 1:
+            return 0
+        return 4 * self.groups * (self.GROUP_ROWS * padded(self.head_dim) + 4 * self.GROUP_THREADS * self.split)
+
+    @property
+    def barriers_at(self) -> int:
+        """Full and empty, of queries, K and V."""
+        return self.inbox_at + self.inbox_bytes
+
+    @property
+    def inbox_barriers_at(self) -> int:
+        """One of each group, behind the queue."""
         return self.barriers_at + 16 * (self.groups + 2 * self.stages) + self.QUEUE_BYTES
+
+    @property
+    def total_bytes(self) -> int:
+        return self.inbox_barriers_at + (8 * self.groups if self.split > 1 else 0)
 
 
 @dataclass(frozen=True, slots=True)
