@@ -156,4 +156,4 @@ class _Bench:
         # A problem that accumulates in less than fp32 says so in a plain field called "accumulate".
         accumulate = getattr(self.problem, "accumulate", "fp32")
         work = self.op.work(self.problem)
-        return worst_error(self.sets[0][0], self.expected, work.flops, accumulate, work.depth)
+        return worst_error(self.sets[0][0], self.expected, work.flops, accumulate, work.depth, self.op.partial)

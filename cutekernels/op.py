@@ -241,6 +241,8 @@ class Op(ABC, Generic[P, C]):
     Config: type[C]
     most_stack_bytes: ClassVar[int] = 256
     """Per-thread stack limit; the tuner skips candidates above it. A few words need not be spills; kilobytes are."""
+    partial: ClassVar[bool] = False
+    """Whether launches leave elements of the outputs unwritten: ``reference`` has NaN there, and judges ask for it."""
 
     @abstractmethod
     def why_not(self, p: P, c: C, gpu: GpuSpec) -> str | None:

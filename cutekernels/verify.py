@@ -78,13 +78,15 @@ def accumulation_error(expected: Tensor, depth: float, accumulate: str = "fp32")
     return growth * ACCUMULATE_EPS[accumulate] * max(1.0, extreme(expected.numel()) / _SIGMAS)
 
 
-def error_ratio(actual: Tensor, expected: Tensor, accumulated: float = 0.0) -> float:
+def error_ratio(actual: Tensor, expected: Tensor, accumulated: float = 0.0, *, partial: bool = False) -> float:
     """The worst error of ``actual`` over its tolerance: correct up to 1, ``inf`` for NaN or an unwritten element.
 
     Args:
         actual: the kernel's output.
         expected: the reference, of the same shape and type.
         accumulated: error allowed over the typical output, from :func:`accumulation_error`.
+        partial: NaN in ``expected`` marks elements that no launch writes; ``actual`` must be NaN there too, as
+            :func:`poison` leaves it.
 
     Raises:
         WrongResult: shapes or types differ.
@@ -100,10 +102,10 @@ def error_ratio(actual: Tensor, expected: Tensor, accumulated: float = 0.0) -> f
     rows = max(1, _CHUNK // width)
     chunks = list(zip(ours.split(rows), truth.split(rows), strict=True))
     typical = math.sqrt(sum(float(_squares(t.double()).sum()) for _, t in chunks) / expected.numel())
-    return max(_chunk_ratio(o, t, accumulated, typical) for o, t in chunks)
+    return max(_chunk_ratio(o, t, accumulated, typical, partial) for o, t in chunks)
 
 
-def _chunk_ratio(ours: Tensor, truth: Tensor, accumulated: float, typical: float) -> float:
+def _chunk_ratio(ours: Tensor, truth: Tensor, accumulated: float, typical: float, partial: bool) -> float:
     import torch
 
     if not truth.is_floating_point():
@@ -116,8 +118,10 @@ def _chunk_ratio(ours: Tensor, truth: Tensor, accumulated: float, typical: float
     rows = _squares(b).mean(-1, keepdim=True).sqrt().clamp_min(typical)
     tolerance = _ULPS * ulp + _FP32_ULPS * 2.0**-23 * b.abs() + accumulated * rows
     ratio = (a - b).abs() / tolerance
-    # inf - inf is NaN, yet an overflow that the reference has too is correct. A NaN in the reference never matches.
-    ratio = torch.where((a == b) & a.isinf(), torch.zeros_like(ratio), ratio)
+    # inf - inf is NaN, yet an overflow that the reference has too is correct. A NaN in the reference matches in what
+    # is left unwritten alone.
+    same = (a == b) & a.isinf()
+    ratio = ratio.masked_fill(same | (a.isnan() & b.isnan()) if partial else same, 0.0)
     return float(torch.nan_to_num(ratio, nan=math.inf, posinf=math.inf).max())
 
 
@@ -132,10 +136,13 @@ def worst_error(
     flops: float,
     accumulate: str = "fp32",
     depth: float | None = None,
+    partial: bool = False,
 ) -> float:
     """:func:`error_ratio` over all outputs of a launch; unless given, the depth of the sums follows from ``flops``."""
     pairs = [(a, e) for a, e in zip(actual, expected, strict=True) if a is not None and e is not None]
     elements = sum(e.numel() for _, e in pairs)
     if depth is None:
         depth = flops / (2 * elements) if elements else 0.0
-    return max((error_ratio(a, e, accumulation_error(e, depth, accumulate)) for a, e in pairs), default=0.0)
+    return max(
+        (error_ratio(a, e, accumulation_error(e, depth, accumulate), partial=partial) for a, e in pairs), default=0.0
+    )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from cutekernels import gpu
+from cutekernels import gpu, verify
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops import registry
 from cutekernels.ops.attention.decode import PAGE_SIZES
@@ -112,6 +112,28 @@ def test_what_a_tuner_poisons_is_written_whole(text: str) -> None:
     small = problem.replace(batch=inputs[1].shape[0], seq=inputs[1].shape[1])
     for t in KV_APPEND.reference(small, *inputs):
         assert not (t.isnan().any() if t.is_floating_point() else (t < 0).any())
+
+
+@pytest.mark.parametrize("text", KV_APPEND.suite)
+def test_a_judge_accepts_what_is_right_and_sees_a_stray_row(text: str) -> None:
+    """Tokens need not fill the last page of a sample: its other rows stay as they were poisoned."""
+    problem = KvAppendProblem.parse(text)
+    problem = problem.replace(batch=min(problem.batch, 3), seq=min(problem.seq, 77))
+    inputs, work = KV_APPEND.sample(problem, "cpu", 3), KV_APPEND.work(problem)
+    expected = KV_APPEND.reference(problem, *inputs)
+    results = tuple(t.clone() for t in expected)
+
+    def error() -> float:
+        return verify.worst_error(results, expected, work.flops, depth=work.depth, partial=KV_APPEND.partial)
+
+    assert error() == 0
+    unwritten = expected[1].isnan().flatten(2).all(-1)
+    if problem.page_size == 32:
+        assert unwritten.any()
+    if unwritten.any():
+        page, slot = unwritten.nonzero()[0].tolist()
+        results[1][page, slot] = 1.0
+        assert error() == float("inf")
 
 
 def test_work_is_what_must_be_moved() -> None:

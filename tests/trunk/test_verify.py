@@ -179,6 +179,15 @@ def test_overflow_that_the_reference_shares_is_right_and_nan_never() -> None:
     assert verify.error_ratio(nan, nan) == math.inf
 
 
+def test_what_no_launch_writes_must_stay_poisoned() -> None:
+    expected = torch.tensor([math.nan, 1.0])
+    assert verify.error_ratio(expected, expected, partial=True) == 0
+    assert verify.error_ratio(torch.tensor([0.0, 1.0]), expected, partial=True) == math.inf, "a stray write"
+    assert verify.error_ratio(torch.tensor([math.nan, math.nan]), expected, partial=True) == math.inf
+    assert verify.worst_error([expected], [expected], 1.0, partial=True) == 0
+    assert verify.worst_error([expected], [expected], 1.0) == math.inf
+
+
 def test_zeros_subnormals_integers_and_empty() -> None:
     zero = torch.zeros(4, dtype=torch.bfloat16)
     assert verify.error_ratio(zero, zero) == 0

@@ -99,6 +99,7 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
 
     name = "kv_append"
     revision = 1
+    partial = True  # rows behind the last token of a sample's last page
     Problem = KvAppendProblem
     Config = KvAppendConfig
     suite = (
