@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.replay import SWEEPS, recorded
+from bench.replay import SWEEPS, files, recorded
 from cutekernels import gpu as gpus
 from cutekernels import terminal
 from cutekernels.errors import CuteKernelsError
@@ -49,11 +49,14 @@ class Quality:
 
 
 def load(folder: Path) -> dict[tuple[str, str], dict[str, float]]:
-    """Measured µs by op and problem, then by config."""
+    """Measured µs by op and problem, then by config. Of a problem in two sweeps, the one with more configs counts."""
     found: dict[tuple[str, str], dict[str, float]] = {}
-    for row in recorded(folder):
-        if {"op", "problem", "config"} <= row.keys() and row.get("us"):
-            found.setdefault((row["op"], row["problem"]), {})[row["config"]] = row["us"]
+    for file in files(folder):
+        run: dict[tuple[str, str], dict[str, float]] = {}
+        for row in recorded(file):
+            if {"op", "problem", "config"} <= row.keys() and row.get("us"):
+                run.setdefault((row["op"], row["problem"]), {})[row["config"]] = row["us"]
+        found |= {key: us for key, us in run.items() if len(us) > len(found.get(key, {}))}
     return found
 
 

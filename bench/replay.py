@@ -54,9 +54,14 @@ class Sweep:
         return math.log(us / base) + dice.gauss(0.0, self.noise[row])
 
 
+def files(folder: Path) -> list[Path]:
+    """The sweeps in ``folder``; or ``folder`` itself, where it is one."""
+    return [folder] if folder.is_file() else sorted(folder.rglob("*.jsonl.gz"))
+
+
 def recorded(folder: Path) -> Iterator[dict[str, Any]]:
     """Every line of the sweeps in ``folder``."""
-    for file in sorted(folder.rglob("*.jsonl.gz")):
+    for file in files(folder):
         with gzip.open(file, "rt") as lines:
             yield from map(json.loads, lines)
 

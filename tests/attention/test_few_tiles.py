@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from bench import estimates
 from cutekernels import gpu
 from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.op import ATTENTION
@@ -15,6 +16,7 @@ from tests.attention.cases import random_problem
 from tests.attention.compiled import H200, built, count
 from tests.compiled import opcodes
 
+MEASURED = estimates.SWEEPS / "h200/attention_few_tiles.jsonl.gz"
 HEAD = AttentionProblem.parse("batch=1 seq_q=1024 seq_kv=1024 heads_q=1 heads_kv=1 head_dim=64")
 PROMPT = AttentionProblem.parse("batch=1 seq_q=512 seq_kv=512 heads_q=28 heads_kv=4 causal=1 lse=1")
 BASE = AttentionConfig.parse(
@@ -49,9 +51,9 @@ def test_the_bases_are_valid_where_there_is_warpgroup_mma() -> None:
         (HEAD, {"body": "warpgroup"}, "takes split from 1"),
         (HEAD, {"grid": "counted"}, "takes grid from tiles"),
         (HEAD, {"tile_q": 128, "warps": 8, "ctas_per_sm": 2}, "registers for one group"),
-        (HEAD.replace(head_dim=32), {"split": 8}, "does not divide 32 columns"),
         (HEAD.replace(seq_kv=200), {}, "without one of 4 blocks"),
         (HEAD.replace(batch=64), {}, "for few tiles"),
+        (HEAD, {"split": 1, "ctas_per_sm": 2}, "for more tiles than SMs"),
         (HEAD, {"order": "folded"}, "tile_q=128 split=1"),
         (HEAD, {"tile_q": 128, "warps": 8, "split": 1, "order": "folded"}, "the later they are"),
         (HEAD.replace(head_dim=256), {"tile_kv": 64}, "shared memory"),
@@ -66,10 +68,18 @@ def test_a_config_breaks_a_rule(p: AttentionProblem, change: dict[str, object], 
 # ---- choice ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seq", [1024, 2048])
-def test_the_keys_of_a_lone_head_are_split(seq: int) -> None:
-    for causal in (False, True):
-        assert ATTENTION.default(HEAD.replace(seq_q=seq, seq_kv=seq, causal=causal), H200).split > 1
+def test_the_default_is_near_the_best_of_each_measured_problem() -> None:
+    """Each default was timed, and 19 of 20 are within 3 % of the best (H200, 2026-11-24); the other is 7 % off."""
+    behind = {}
+    for (_, text), timed in estimates.load(MEASURED).items():
+        p = AttentionProblem.parse(text)
+        lone = p.batch * p.heads_q == 1  # tiles of one head come in the same order either way
+        us = {c.replace("order=heads", "order=rows") if lone else c: t for c, t in timed.items()}
+        default = str(ATTENTION.default(p, H200))
+        behind[text] = us[default.replace("order=heads", "order=rows") if lone else default] / min(us.values())
+    assert len(behind) == 20
+    assert sorted(behind.values())[-2] <= 1.03
+    assert max(behind.values()) <= 1.07
 
 
 def test_tiles_that_fill_the_gpu_are_not_split() -> None:
@@ -77,10 +87,14 @@ def test_tiles_that_fill_the_gpu_are_not_split() -> None:
         assert ATTENTION.default(HEAD.replace(batch=1, heads_q=heads, heads_kv=heads), H200).split == 1
 
 
-def test_the_longest_tile_of_a_few_counts() -> None:
-    """112 tiles of 128 causal rows: as long as the last row's walk, not as the average one."""
-    whole = FOLDED.replace(body="warpgroup", order="heads")
-    assert ATTENTION.estimate_us(PROMPT, whole, H200) > ATTENTION.estimate_us(PROMPT, FOLDED, H200)
+def test_clusters_that_do_not_fit_at_once_take_turns() -> None:
+    """32 clusters of four CTAs on 132 SMs: as two waves, where 16 are one."""
+    half = HEAD.replace(seq_q=512)
+    whole = HEAD.replace(seq_q=2048)
+    assert ATTENTION.estimate_us(whole, BASE, H200) > 1.5 * ATTENTION.estimate_us(half, BASE, H200)
+    paired = BASE.replace(ctas_per_sm=2)
+    assert ATTENTION.estimate_us(whole, paired, H200) < ATTENTION.estimate_us(whole, BASE, H200)
+    assert ATTENTION.estimate_us(half, paired, H200) > ATTENTION.estimate_us(half, BASE, H200)
 
 
 def test_the_most_keys_that_a_query_sees() -> None:
@@ -94,9 +108,7 @@ def test_the_most_keys_that_a_query_sees() -> None:
 # ---- compiled -------------------------------------------------------------------------------------------
 
 BUILDS = {
-    "split": (HEAD, BASE.replace(split=8)),
-    "two CTAs": (HEAD.replace(causal=True, lse=True, sinks="same"), BASE.replace(ctas_per_sm=2)),
-    "two groups": (HEAD.replace(head_dim=96), BASE.replace(tile_q=128, warps=8, split=2)),
+    "split": (HEAD.replace(causal=True, lse=True, sinks="same"), BASE.replace(ctas_per_sm=2)),
     "folded": (PROMPT, FOLDED),
     "ahead": (PROMPT.replace(batch=16), AHEAD),
 }

@@ -29,15 +29,17 @@ MOST_VALUES = {1: 212, 2: 212, 3: 132}
 FEW_VALUES = 160  # of body=few: docs/notes/attention.md#few-tiles
 RESERVED_SMEM = 1024  # bytes of each CTA that the system keeps
 
-# Constants of the model: docs/notes/attention.md#warpgroup-model (H200, 2026-11-23).
-_MMA = 0.97  # of warpgroup_flops_per_us
-_LAUNCH, _CTA, _NEXT = 2.0 / 1.5, 3.9 / 0.8, 2.5 / 0.8  # of launch_us; of dram_latency_us: a CTA, a further tile
-# A further tile whose queries load ahead; a cluster's exchange, of exchange_us, and its share of sm_bytes_per_us:
-# docs/notes/attention.md#few-tiles.
-_AHEAD, _MEET, _SENT = 1.5 / 0.8, 1.0, 0.5
-_BLOCK = {2: 1.0, 1: 5.0}  # of barrier_us, by stages: a block of keys, whatever its size
-_NO_TURNS, _DEALT = 1.04, 1.07  # groups that do not take turns; tiles dealt out before the heavy ones are done
-_ODD = 1.05  # blocks of keys that are no multiple of 64
+# Constants of the model: docs/notes/attention.md#warpgroup-model (H200, 2026-11-24).
+_MMA = 1.15  # of warpgroup_flops_per_us
+_ALONE = 0.28  # of one group's exponents: what no other group's products hide
+_BLOCK = {2: 1.4, 1: 6.4}  # of barrier_us, by stages: a block of keys, whatever its size
+_LAUNCH = 2.0 / 1.5  # of launch_us
+# In dram_latency_us: an SM's first CTA, a further CTA, a further tile of a CTA, one whose queries load ahead.
+_CTA, _AGAIN, _NEXT, _AHEAD = 1.6 / 0.8, 3.9 / 0.8, 2.9 / 0.8, 2.4 / 0.8
+_PORT = 0.33  # of sm_bytes_per_us: an SM's first loads, its last results, and the sums that a cluster exchanges
+_NO_TURNS, _DEALT = 1.02, 1.06  # groups that do not take turns; tiles dealt out before the heavy ones are done
+_ODD = 1.04  # blocks of keys that are no multiple of 64
+_ROOM = {1: 1.0, 2: 1.0, 4: 0.95}  # share of the SMs that clusters find at once: 32 of four CTAs took turns on 132
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class AttentionConfig(BodiesConfig):
             "ctas_per_sm": (1, 2),
             "lazy": (True, False),
             "order": ("rows", "heads", "folded"),
-            "split": (1, 2, 4, 8),
+            "split": (1, 2, 4),
         },
     }
     tile_q: int = knob(64, 128, 192, 256)
@@ -96,7 +98,7 @@ class AttentionConfig(BodiesConfig):
     body: str = knob("warps", "warpgroup", "few", added=True)
     turns: bool = knob(False, True, added=True)
     grid: str = knob("tiles", "persistent", "counted", "ahead", added=True)
-    split: int = knob(1, 2, 4, 8, added=True)
+    split: int = knob(1, 2, 4, added=True)
 
     @property
     def by_groups(self) -> bool:
@@ -157,8 +159,6 @@ def few_unfit(p: AttentionProblem, c: AttentionConfig, groups: int) -> Iterator[
         yield "body=few without split, ctas_per_sm or order=folded is body=warpgroup"
     if c.ctas_per_sm > 1 and groups > 1:
         yield f"ctas_per_sm={c.ctas_per_sm} leaves registers for one group, tile_q={GROUP_ROWS}"
-    if p.width % (8 * c.split):
-        yield f"split={c.split} does not divide {p.width} columns in blocks of 8"
     if folded and (groups != 2 or c.split > 1):
         yield "order=folded is for two groups that see the same keys: tile_q=128 split=1"
     if folded and (p.limited_left or not p.limited_right):
@@ -172,6 +172,8 @@ def warpgroup_unsuited(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) ->
             yield f"{name}={tile} idles most of a tile over {seq} rows"
     if c.order != "rows" and p.seq_q <= (GROUP_ROWS if c.order == "folded" else c.tile_q):
         yield f"order={c.order} needs more than one tile of rows"
+    if c.body == "few" and c.split == 1 and c.order != "folded" and tiles(p, c) <= gpu.sm_count:
+        yield f"ctas_per_sm={c.ctas_per_sm} without split is for more tiles than SMs"
     if c.split > 1 and p.seq_kv < c.split * c.tile_kv:
         yield f"split={c.split} leaves CTAs without one of {-(-p.seq_kv // c.tile_kv)} blocks of keys"
     if c.body == "few" and tiles(p, c) * c.split > 2 * c.ctas_per_sm * gpu.sm_count:
@@ -197,9 +199,9 @@ def blocks_of(p: AttentionProblem, c: AttentionConfig) -> tuple[float, float]:
 
 
 def warpgroup_us(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float:
-    """Tiles of an SM, block by block: products, and the exponents that they do not hide; or DRAM, if slower.
+    """Tiles of an SM, block by block: the products of its groups, and the exponents that they do not hide; or DRAM.
 
-    No less than the longest tile takes.
+    No less than the longest tile takes, with a second one beside it where two CTAs share the SM.
     """
     rate = rates.of(gpu)
     count = tiles(p, c)
@@ -207,29 +209,30 @@ def warpgroup_us(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float
         return _LAUNCH * rate.launch_us
     folded = c.order == "folded"
     uneven = (p.limited_left or p.limited_right) and not folded
+    per_sm = count * c.split / (_ROOM[c.split] * gpu.sm_count)
+    # CTAs of a cluster share an SM even where others are idle.
+    together = c.ctas_per_sm if c.split > 1 else min(c.ctas_per_sm, math.ceil(per_sm))
+    per_sm = max(per_sm, together if c.split > 1 else 1.0)
+    if not (c.counted or uneven):
+        per_sm = math.ceil(per_sm)
     blocks, longest = blocks_of(p, c)
-    rows = GROUP_ROWS if folded else c.tile_q
-    multiply = 4.0 * rows * c.tile_kv * p.width / (_MMA * rate.warpgroup_flops_per_us)
-    exponents = rows * c.tile_kv / (EXPONENTS_PER_CLOCK * rate.clock_mhz)
-    step = multiply + EXPONENTS * exponents * (1.0 if c.lazy else EAGER) + _BLOCK[c.stages] * rate.barrier_us
-    step *= (1.0 if c.turns else _NO_TURNS) * (1.0 if c.tile_kv % 64 == 0 else _ODD)
-    first = _CTA * rate.dram_latency_us
-    between = (_AHEAD if c.grid == "ahead" else _NEXT) * rate.dram_latency_us
-    meet = 0.0
     if c.split > 1:
         blocks, longest = blocks / c.split, math.ceil(longest / c.split)
-        meet = _MEET * rate.exchange_us + 4.0 * c.tile_q * p.width / (_SENT * rate.sm_bytes_per_us)
-    ctas = count * c.split
-    per_sm = max(1.0, ctas / gpu.sm_count) if c.counted or uneven else -(-ctas // gpu.sm_count)
-    busy = per_sm * blocks * step
-    if c.grid == "tiles":
-        busy += per_sm * (first + meet) / min(c.ctas_per_sm, math.ceil(per_sm))
-    else:
-        busy += first + (math.ceil(per_sm) - 1) * between
-    busy *= ORDER[uneven]["rows" if folded else c.order]
+    groups = 1 if folded else c.tile_q // GROUP_ROWS  # a folded CTA's walks are in turn, mostly
+    multiply = 4.0 * GROUP_ROWS * c.tile_kv * p.width / (_MMA * rate.warpgroup_flops_per_us)
+    exponents = GROUP_ROWS * c.tile_kv / (EXPONENTS_PER_CLOCK * rate.clock_mhz) * (1.0 if c.lazy else EAGER)
+    step = groups * together * (multiply + EXPONENTS * exponents)  # a block of each tile of the SM
+    step += _ALONE * exponents + _BLOCK[c.stages] * rate.barrier_us
+    step *= (1.0 if c.turns or together > 1 else _NO_TURNS) * (1.0 if c.tile_kv % 64 == 0 else _ODD)
+    exchanged = 4 * c.tile_q * p.width if c.split > 1 else 0
+    moved = 2 * (2 * c.tile_q + c.tile_kv) * p.width  # queries and results, the first block of keys
+    edges = _CTA * rate.dram_latency_us + (moved + exchanged) / (_PORT * rate.sm_bytes_per_us)
+    further = {"tiles": _AGAIN, "ahead": _AHEAD}.get(c.grid, _NEXT) * rate.dram_latency_us
+    more = max(0.0, per_sm - together) / together if c.grid == "tiles" else math.ceil(per_sm) - 1
+    busy = (per_sm * blocks * step / together + edges + more * further) * ORDER[uneven]["rows" if folded else c.order]
     if uneven and c.grid == "persistent":
         busy *= _DEALT
-    busy = max(busy, longest * step + first + meet)
+    busy = max(busy, longest * step + edges)
     dram = p.bytes_moved / (rate.dram_share * gpu.dram_gbps * 1e3)
     early = rate.dependent_us if c.dependent else 0.0
     return float(_LAUNCH * rate.launch_us - early + max(busy, dram))
