@@ -42,11 +42,14 @@ BOXES, SOURCE_BOXES = 2, 4  # buffers of a group's results, and where C comes in
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The model's numbers, each a multiple of a rate: docs/notes/gemm.md#warpgroup-model (H200, 2026-11-23).
+    """The model's numbers, each a multiple of a rate: docs/notes/gemm.md#warpgroup-model (H200, 2026-11-24).
 
     Attributes:
         fixed: of launch_us.
         mma: of warpgroup_flops_per_us.
+        port: of sm_bytes_per_us, what the L2 gives an SM.
+        arrival: of sm_bytes_per_us, what may arrive in an SM, multicast or not.
+        apart: factor where a cluster shares the operand of fewer rows, which the L2 holds anyway.
         epilogue: bytes per output element, at sm_bytes_per_us.
         gate: a gated result's epilogue to a plain one's; 1.5 is a guess.
         tile: of exchange_us, for each tile whose epilogue nothing hides.
@@ -56,6 +59,9 @@ class Coefficients:
 
     fixed: float = 2.06 / 1.5
     mma: float = 5.99 / 6.22
+    port: float = 77.0 / 99.0
+    arrival: float = 1.05
+    apart: float = 1.02
     epilogue: float = 1.32e-5 * 99e3
     gate: float = 1.5
     tile: float = 0.0
@@ -64,7 +70,6 @@ class Coefficients:
 
 
 _UNDEPENDENT = 0.59 / 0.63  # of dependent_us
-_PORT = 77.0 / 99.0  # of sm_bytes_per_us
 _HIDDEN = 3.0  # exponent of the mean of the busiest SM's time and DRAM's
 
 
@@ -162,22 +167,32 @@ class Warpgroup(Schedule):
         tiles_m, tiles_n = cluster_tiles(p, c)
         outputs = p.m * p.n * (0.5 if extras.gated else 1 if p.c == "none" else 2)
         moved = ELEMENT_BYTES * p.batch * (p.m * p.k + p.k * p.n + outputs)
-        return self.walk_us(c, tiles_m * tiles_n * p.batch, p.k, moved, gpu, extras)
+        rows, columns = sides(p, c)
+        more = "m" if rows.extent > columns.extent else "n" if columns.extent > rows.extent else ""
+        return self.walk_us(c, tiles_m * tiles_n * p.batch, p.k, moved, gpu, extras, more)
 
-    def walk_us(self, c: GemmConfig, tiles: int, k: int, moved: float, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
-        """The time of so many tiles of clusters, ``k`` deep, that move so many bytes between DRAM and chip."""
+    def walk_us(
+        self, c: GemmConfig, tiles: int, k: int, moved: float, gpu: GpuSpec, extras: Extras = PLAIN, more: str = ""
+    ) -> float:
+        """The time of so many tiles of clusters, ``k`` deep, that move so many bytes between DRAM and chip. ``more``:
+        the side of the tile whose operand has more rows, ``"m"`` or ``"n"``.
+        """
         rate, own = rates.of(gpu), self.coefficients
         tiles = -(-tiles // max(1, gpu.sm_count // (c.cluster_m * c.cluster_n)))
         multiply = 2.0 * c.tile_m * c.tile_n * c.tile_k / (own.mma * rate.warpgroup_flops_per_us)
         loaded = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * c.tile_k * ELEMENT_BYTES
-        fetch = loaded / (_PORT * rate.sm_bytes_per_us)
+        arriving = (c.tile_m + c.tile_n) * c.tile_k * ELEMENT_BYTES
+        fetch = loaded / (own.port * rate.sm_bytes_per_us)
         step = (multiply**own.sharpness + fetch**own.sharpness) ** (1 / own.sharpness)
+        step = max(step, arriving / (own.arrival * rate.sm_bytes_per_us))
         finished = c.tile_n * (own.gate / 2 if extras.gated else 1)
         epilogue = own.epilogue / rate.sm_bytes_per_us * c.tile_m * finished + own.tile * rate.exchange_us
         busy = tiles * -(-k // c.tile_k) * step + epilogue * (1 + own.shown * tiles if c.pingpong else tiles)
         dram = moved / (rate.dram_share * gpu.dram_gbps * 1e3)
         fixed = own.fixed * rate.launch_us + (0.0 if c.pdl else _UNDEPENDENT * rate.dependent_us)
-        return float(fixed + (busy**_HIDDEN + dram**_HIDDEN) ** (1 / _HIDDEN))
+        shared = {"m": c.cluster_n, "n": c.cluster_m}.get(more, 2)
+        apart = own.apart if c.cluster_m * c.cluster_n > 1 and shared == 1 else 1.0
+        return float(fixed + (busy**_HIDDEN + dram**_HIDDEN) ** (1 / _HIDDEN)) * apart
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
         import cutlass

@@ -35,7 +35,16 @@ class GroupsSchedule(Warpgroup):
     tiles_n: ClassVar[tuple[int, ...]] = _OWN
     # Fitted to 600 runs of 36 products, with an error of 5 %: docs/notes/moe.md#two-bodies (H200, 2026-11-24).
     coefficients = Coefficients(
-        fixed=2.16, mma=0.863, epilogue=4.48, gate=6.15, tile=0.245 / 0.63, shown=0.072, sharpness=4.54
+        fixed=2.16,
+        mma=0.863,
+        port=0.794,
+        arrival=math.inf,
+        apart=1.0,
+        epilogue=4.48,
+        gate=6.15,
+        tile=0.245 / 0.63,
+        shown=0.072,
+        sharpness=4.54,
     )
 
     def refused(self, p: GemmProblem, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
