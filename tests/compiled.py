@@ -57,11 +57,26 @@ def one_knob_apart(configs: Sequence[Any], knob: str, others: tuple[str, ...] = 
     """
     sign = -1 if knob == "ctas_per_sm" else 1
     alike: dict[tuple[Any, ...], list[Any]] = {}
-    for config in sorted(configs, key=lambda c: (sign * area(c), str(c))):
+    for config in sorted(configs, key=lambda c: sign * area(c)):
         rest = tuple(getattr(config, name) for name in config.space() if name not in (knob, *others))
         alike.setdefault(rest, []).append(config)
     found = [(g[0], c) for g in alike.values() if (c := next((c for c in g if differ(g[0], c, knob)), None))]
     return min(found, key=lambda pair: max(sign * area(c) for c in pair)) if found else None
+
+
+def unreached(op: Any, problems: Iterable[Any]) -> set[tuple[str, Any]]:
+    """Values of knobs, ``(knob, value)``, that no valid config of ``problems`` has on any of the GPUs.
+
+    The search ends with the last value found.
+    """
+    missing = {(name, value) for name, values in op.Config.space().items() for value in values}
+    ordered = sorted(TARGETS, key=lambda spec: spec is not H200)
+    for problem, spec in ((p, spec) for spec in ordered for p in problems):
+        for config in op.valid(problem, spec):
+            missing -= {(name, getattr(config, name)) for name, _ in missing}
+            if not missing:
+                return missing
+    return missing
 
 
 def differ(first: Any, second: Any, knob: str) -> bool:

@@ -63,18 +63,6 @@ def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gp
     assert built(problem, default, spec.name).facts.stack_bytes == 0, f"the default spills: {default}"
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_random_configs_take_the_smem_they_say(seed: int) -> None:
-    rng = random.Random(seed)
-    problem = GemmProblem.parse(rng.choice(list(PROBLEMS.values())))
-    spec = rng.choice(TARGETS)
-    config = random_config(rng, problem, spec)
-    assert (
-        built(problem, config, spec.name).facts.smem_bytes
-        == SCHEDULES[config.body].smem(config, extras_of(problem)).total_bytes
-    )
-
-
 # ---- instructions ---------------------------------------------------------------------------------------
 
 
@@ -133,7 +121,7 @@ def test_the_kernel_depends_on_the_static_half_of_a_problem_alone() -> None:
 )
 def test_every_static_field_changes_the_code(change: str) -> None:
     base = GemmProblem.parse("m=256 n=256 k=256")
-    config = multistage_default(base, H200)
+    config = min((c for c in valid(str(base)) if c.body == "multistage"), key=compiled.area)  # compiles fast
     assert code(base, config) != code(GemmProblem.parse(f"{base} {change}"), config)
 
 
@@ -190,23 +178,15 @@ def test_more_ctas_per_sm_take_fewer_registers() -> None:
 
 def test_every_value_of_every_knob_is_reachable() -> None:
     """A value that no rule ever lets through, on any architecture, is no value."""
-    seen: dict[str, set[Any]] = {name: set() for name in GemmConfig.space()}
+    decode = [f"m={m} n=4096 k=4096 b_major=k" for m in (1, 16, 24, 48, 64, 96)]
     wide = [f"m=64 n={132 * tile} k=4096 b_major=k" for tile in specialized.TILES]
-    for spec in TARGETS:
-        decode = [f"m={m} n=4096 k=4096 b_major=k" for m in (1, 16, 24, 48, 64, 96)]
-        for text in (
-            "m=8192 n=8192 k=4096",
-            "m=192 n=4096 k=4096 b_major=k",
-            *wide,
-            "m=256 n=64 k=512 dtype=fp16 accumulate=fp16",
-            "m=32 n=32 k=64",
-            *decode,
-        ):
-            for config in GEMM.valid(GemmProblem.parse(text), spec):
-                for name, values in seen.items():
-                    values.add(getattr(config, name))
-    for name, values in GemmConfig.space().items():
-        assert seen[name] == set(values), name
+    others = [
+        "m=8192 n=8192 k=4096",
+        "m=192 n=4096 k=4096 b_major=k",
+        "m=256 n=64 k=512 dtype=fp16 accumulate=fp16",
+        "m=32 n=32 k=64",
+    ]
+    assert not compiled.unreached(GEMM, [GemmProblem.parse(text) for text in (*decode, *wide, *others)])
 
 
 # ---- files ----------------------------------------------------------------------------------------------

@@ -257,7 +257,7 @@ class TestProblem:
 
 class TestModel:
     @given(problem=any_problem, spec=st.sampled_from(GPUS), seed=st.integers(0, 1 << 30))
-    @settings(deadline=None, max_examples=120)
+    @settings(deadline=None, max_examples=50)
     def test_estimates_are_times_near_or_above_the_roofline(
         self, problem: GemmProblem, spec: gpu.GpuSpec, seed: int
     ) -> None:

@@ -15,7 +15,8 @@ from cutekernels.op import ladder
 from cutekernels.ops.gemm import skinny, specialized
 from cutekernels.ops.gemm.op import GEMM, GemmConfig, GemmProblem
 from cutekernels.ops.gemm.skinny import SKINNY
-from tests.gemm.test_compiled import TARGETS, built, code
+from tests.compiled import area, drawn, pairs
+from tests.gemm.test_compiled import built, code
 
 H200 = gpu.lookup("h200")
 NEW_TILES = (24, 48, 96, 128)
@@ -95,16 +96,15 @@ def test_a_launch_that_shares_tiles_has_a_workspace(split_k: int) -> None:
 # ---- compiled code --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
-@pytest.mark.parametrize("tile", NEW_TILES)
+@pytest.mark.parametrize(("tile", "spec"), pairs(NEW_TILES), ids=lambda x: getattr(x, "target", x))
 def test_compiles_as_predicted(tile: int, spec: gpu.GpuSpec) -> None:
     p = decode(tile)
     fitting = candidates(p, spec, tile_n=tile)
     if not fitting:
-        assert spec.smem_per_block_bytes < H200.smem_per_block_bytes, "smem is what large tiles want for"
+        assert spec.smem_per_block_bytes < H200.smem_per_block_bytes, "smem is what large tiles lack"
         return
     best = min(fitting, key=lambda c: (GEMM.estimate_us(p, c, spec), str(c)))
-    others = [random.Random(f"{tile} skinny").choice(fitting)] if spec is H200 else []
+    others = [random.Random(f"{tile} skinny").choice(fitting)] if spec is drawn(NEW_TILES.index(tile)) else []
     for config in (best, *others):
         facts = built(p, config, spec.name).facts
         assert facts.smem_bytes == SKINNY.smem(config).total_bytes, config
@@ -116,6 +116,6 @@ def test_compiles_as_predicted(tile: int, spec: gpu.GpuSpec) -> None:
 @pytest.mark.parametrize("tile", NEW_TILES)
 def test_a_tile_of_its_own_is_code_of_its_own(tile: int) -> None:
     p = decode(tile)
-    config = candidates(p, H200, tile_n=tile)[0]
+    config = min(candidates(p, H200, tile_n=tile), key=area)
     usual = config.replace(tile_n=skinny.usual_tile(p))
     assert code(p, config) != code(p, usual)
