@@ -49,6 +49,8 @@ def moe_ffn(
     given = {"x": x, "w_gate_up": w_gate_up, "w_down": w_down, "ids": ids, "weights": weights}
     for name, t in given.items():
         check_tensor("moe_ffn", name, t)
+    for name, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)):
+        check_tensor("moe_ffn", name, bias, optional=True)
     experts, width = w_gate_up.shape[0] if w_gate_up.dim() == 3 else 0, x.shape[-1] if x.dim() else 0
     fits = w_gate_up.dim() == 3 and w_gate_up.shape[1] % 2 == 0 and w_gate_up.shape[2] == width
     if not fits or w_down.shape != (experts, width, w_gate_up.shape[1] // 2):
