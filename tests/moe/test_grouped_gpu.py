@@ -90,7 +90,7 @@ def test_nan_stays_with_its_expert_and_its_row(body: str) -> None:
 
 
 def test_rows_of_no_expert_are_zero() -> None:
-    """By the multistage body; the other has a test of its own below."""
+    """The multistage body here; the warpgroup body has a test of its own."""
     x, w, offsets = normal(200, 64), normal(3, 136, 64), ends(70, 75, 75, 130)
     x[:70], x[130:] = float("nan"), float("nan")
     out = torch.full((200, 136), 5.0, device="cuda", dtype=torch.bfloat16)
