@@ -80,10 +80,10 @@ def knob_changes_the_code(op: Op[Any, Any], problem: Problem, knob: str, others:
         fits = max(bounded, key=lambda c: (c.threads, c.ctas_per_sm))
         pair = fits, fits.replace(ctas_per_sm=fits.ctas_per_sm % 3 + 1)
     first, second = pair
-    if knob == "order":  # of CTAs: a number that the host computes for the kernel
+    if knob in ("order", "grid"):  # of CTAs: numbers that the host computes for the kernel, and how many CTAs there are
         host = [str(built(op, problem, config)._function.ir_module) for config in (first, second)]
         nameless = [re.sub(r'@\S+|"[^"]*"', "", text) for text in host]
-        assert nameless[0] != nameless[1]
+        assert nameless[0] != nameless[1], f"{knob} changes nothing: {first} and {second}"
     else:
         assert code(op, problem, first) != code(op, problem, second), f"{knob} changes nothing: {first} and {second}"
 
