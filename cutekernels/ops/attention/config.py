@@ -27,7 +27,6 @@ GROUP_WARPS = 4
 # Accumulators and probabilities that a thread keeps without spilling: docs/notes/attention.md#warpgroup-registers.
 MOST_VALUES = {1: 212, 2: 212, 3: 132}
 FEW_VALUES = 160  # of body=few: docs/notes/attention.md#few-tiles
-RESERVED_SMEM = 1024  # bytes of each CTA that the system keeps
 
 # Constants of the model: docs/notes/attention.md#warpgroup-model (H200, 2026-11-24).
 _MMA = 1.15  # of warpgroup_flops_per_us
@@ -142,7 +141,7 @@ def warpgroup_unfit(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> It
     need = c.smem(p).total_bytes
     if need > gpu.smem_per_block_bytes:
         yield f"{need} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
-    elif c.ctas_per_sm * (need + RESERVED_SMEM) > gpu.smem_per_sm_bytes:
+    elif c.ctas_per_sm * (need + gpu.SMEM_RESERVED_BYTES) > gpu.smem_per_sm_bytes:
         yield f"{c.ctas_per_sm} CTAs of {need} bytes of shared memory do not fit an SM"
     if c.turns and groups == 1:
         yield "turns=1 is for two groups or more"

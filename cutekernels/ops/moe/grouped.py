@@ -220,15 +220,15 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
 @rates.remembered
 def _default(op: _GroupedOp, p: GroupedProblem, gpu: GpuSpec) -> GemmConfig:
     # The bodies' models do not compare; warp groups led at all sizes: docs/notes/moe.md#two-bodies (H200, 2026-11-24)
-    schedule: Schedule = op.warpgroup if op.on_warpgroups(p, gpu) else MULTISTAGE
     estimate_us, extras = op.model(p, gpu), op.extras(p)
-    posed = op.one(p) if schedule is MULTISTAGE else _posed(op, p)[0]
-    valid = (c for c in schedule.shortlist(posed, gpu) if op.why_not(p, c, gpu) is None)
-    best = min(valid, key=lambda c: (estimate_us(c), schedule.preference(c, extras)), default=None)
-    if best is None:  # so few columns that no tile of warp groups suits them
-        valid = (c for c in MULTISTAGE.shortlist(op.one(p), gpu) if op.why_not(p, c, gpu) is None)
-        best = min(valid, key=lambda c: (estimate_us(c), str(c)))
-    return best
+    ranked: list[tuple[Schedule, GemmProblem]] = [(MULTISTAGE, op.one(p))]
+    if op.on_warpgroups(p, gpu):
+        ranked.insert(0, (op.warpgroup, _posed(op, p)[0]))
+    for schedule, posed in ranked:  # of few columns there may be no tile of warp groups that suits them
+        valid = [c for c in schedule.shortlist(posed, gpu) if op.why_not(p, c, gpu) is None]
+        if valid:
+            break
+    return min(valid, key=lambda c: (estimate_us(c), schedule.preference(c, extras)))
 
 
 @lru_cache(256)
