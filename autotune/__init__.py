@@ -12,7 +12,8 @@ Where a line belongs::
     ledger.py     rows gather for a second before they are written
     run.py        a whole job: ``tune()``, budgets, which path each task takes
     shards.py     parts of a job: a shard of n, one op's tasks, the queue of missed problems; expected costs
-    fleet.py      several GPUs share a job: seats, slots, tasks handed out
+    fleet.py      GPUs share a job, and tasks share a GPU: seats, slots, lanes, tasks handed out
+    turns.py      whose turn it is on a GPU: one is timed, or many prepare
     ray_fleet.py  the GPUs of a Ray cluster as a fleet
     outlook.py    what a run would do: ``--list``, ``--dry-run``
     progress.py   bars and log lines, time left

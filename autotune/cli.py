@@ -48,6 +48,10 @@ def command(
     jobs: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Compiling processes; default: one per CPU.")
     ] = None,
+    lanes: Annotated[
+        int | None,
+        typer.Option(min=1, max=16, help="Tasks in work on a GPU at a time; default: up to 4, by memory and CPUs."),
+    ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Without the GPU: compile only this many, the best by the model.")
     ] = None,
@@ -63,7 +67,7 @@ def command(
         str | None, typer.Option(metavar="I/N", help="Only the I-th of N equal parts: for SLURM arrays, 1 to N.")
     ] = None,
     gpus: Annotated[
-        str | None, typer.Option(metavar="all|0,2", help="Several GPUs of this machine: each takes tasks in turn.")
+        str | None, typer.Option(metavar="all|0,2", help="Several GPUs of this machine share the tasks.")
     ] = None,
     device: Annotated[int | None, typer.Option(min=0, help="The GPU of this machine with this CUDA index.")] = None,
     ray: Annotated[
@@ -92,7 +96,7 @@ def command(
                 raise typer.Exit
             if not wanted.tasks:
                 terminal.say(f"{wanted.name}: this part of the job has no task")
-            fleet = _fleet(devices, ray, jobs)
+            fleet = _fleet(devices, ray, jobs, lanes)
             if fleet is not None:
                 stack.callback(fleet.close)
             watcher = stack.enter_context(_watcher(wanted, log))
@@ -102,6 +106,7 @@ def command(
                 db=db,
                 budget_s=budget_s,
                 jobs=jobs,
+                lanes=lanes,
                 limit=limit,
                 force=force,
                 confirm=confirm,
@@ -176,16 +181,16 @@ def _devices(gpus: str | None, device: int | None, ray: str | None) -> Sequence[
     return [int(word) for word in words]
 
 
-def _fleet(devices: Sequence[int] | None, ray: str | None, jobs: int | None) -> Fleet | None:
+def _fleet(devices: Sequence[int] | None, ray: str | None, jobs: int | None, lanes: int | None) -> Fleet | None:
     from cutekernels.autotune.fleet import LocalFleet, visible
 
     if ray is not None:
         from cutekernels.autotune.ray_fleet import RayFleet
 
-        return RayFleet(ray, jobs)
+        return RayFleet(ray, jobs, lanes)
     if devices is None:
         return None
-    return LocalFleet(range(len(visible())) if devices is _ALL else devices, jobs)
+    return LocalFleet(range(len(visible())) if devices is _ALL else devices, jobs, lanes)
 
 
 def _show(job: Job, gpu: str, db: str | None, limit: int | None, format: Format, *, dry: bool, force: bool) -> None:

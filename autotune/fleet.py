@@ -1,9 +1,10 @@
 """GPUs that share a job: each task goes to a GPU of its kind, and one process, the coordinator, writes all rows.
 
-A :class:`Fleet` names its seats, the places where a GPU is, and opens them as :class:`Slot`. :func:`hand_out` serves
-each seat with a thread of the coordinator: it takes a task, searches, takes the next. A search runs here and
-reaches its GPU through the slot's :class:`~cutekernels.autotune.runtime.Runtime`, wherever that is; so a lost machine
-costs the attempt in flight, and its task goes on elsewhere from the rows that are stored already.
+A :class:`Fleet` names its seats, the places where a GPU is, and opens them as :class:`Slot`. A slot has several lanes,
+so that one task is timed while others compile, start processes or verify: :func:`hand_out` serves each lane with a
+thread of the coordinator, which takes a task, searches, takes the next. A search runs here and reaches its GPU through
+the lane's :class:`~cutekernels.autotune.runtime.Runtime`, wherever that is; so a lost machine costs the attempts in
+flight, and their tasks go on elsewhere from the rows that are stored already.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from cutekernels.autotune.job import Task
 from cutekernels.autotune.report import TaskReport
 from cutekernels.autotune.runtime import LocalRuntime, Runtime
 from cutekernels.autotune.shards import longest_first
+from cutekernels.autotune.turns import Turns
 from cutekernels.db.store import Environment
 from cutekernels.errors import CuteKernelsError, JobError, UnknownGpu
 from cutekernels.gpu import GpuSpec
 from cutekernels.isolate import ChildFailure
 
 MOST_LOSSES = 3  # of one task, or of one seat without a finished task in between
+LANES = 4  # tasks in work on one GPU at a time
+_LANE_BYTES, _LANE_CPUS = 16 << 30, 4  # that a lane may need: GPU memory, and what compiles and starts its processes
 _POLL_S = 0.5  # between looks for seats that came or went
 _SETTLE_S = 10.0  # longest wait for threads whose GPU was closed
 
@@ -54,12 +58,16 @@ class Seat:
 
 @dataclass(frozen=True)
 class Slot:
-    """One GPU with the processes that serve it."""
+    """One GPU with the processes that serve it: as many tasks are in work on it as it has ``lanes``."""
 
     gpu: GpuSpec
     environment: Environment
-    runtime: Runtime
+    lanes: Sequence[Runtime]
     close: Callable[[], None]
+
+
+Work = Callable[[Slot, Runtime, GpuSpec, int], TaskReport]
+"""One task, by its position, in a lane of a slot for a kind of GPU."""
 
 
 class Fleet(Protocol):
@@ -82,48 +90,93 @@ class Fleet(Protocol):
 
 
 class LocalFleet:
-    """GPUs of this host by their CUDA index, each with a measuring process; all share the compilers."""
+    """GPUs of this host; all share the compilers.
+
+    Args:
+        devices: their CUDA indices; None for the one that this process would use.
+        jobs: compiling processes; default one per CPU, less one for the coordinator.
+        lanes: tasks in work on each GPU at a time; default up to four, by the GPU's memory and its share of ``jobs``.
+    """
 
     patience_s = 0.0
 
-    def __init__(self, devices: Sequence[int], jobs: int | None = None) -> None:
-        if len(set(devices)) != len(devices):
-            raise JobError(f"each GPU is named once; the devices are {', '.join(map(str, devices))}")
-        present = visible()
-        if not present:
-            raise UnknownGpu("no CUDA device is visible; name a GPU with --gpu to predict for it")
-        for device in devices:
-            if not 0 <= device < len(present):
-                raise UnknownGpu(f"there is no GPU {device} here; CUDA indices go from 0 to {len(present) - 1}")
-        self._seats = [Seat(f"gpu {device}", f"gpu {device}") for device in devices]
-        self._devices = dict(zip(self._seats, devices, strict=True))
-        self._names = present
+    def __init__(self, devices: Sequence[int] | None, jobs: int | None = None, lanes: int | None = None) -> None:
+        if devices is None:
+            self._devices: dict[Seat, int | None] = {Seat("gpu", "gpu"): None}
+        else:
+            self._names = visible()
+            if len(set(devices)) != len(devices):
+                raise JobError(f"each GPU is named once; the devices are {', '.join(map(str, devices))}")
+            if not self._names:
+                raise UnknownGpu("no CUDA device is visible; name a GPU with --gpu to predict for it")
+            for device in devices:
+                if not 0 <= device < len(self._names):
+                    last = len(self._names) - 1
+                    raise UnknownGpu(f"there is no GPU {device} here; CUDA indices go from 0 to {last}")
+            self._devices = {Seat(f"gpu {device}", f"gpu {device}"): device for device in devices}
         self._jobs = jobs if jobs is not None else max(1, len(os.sched_getaffinity(0)) - 1)
+        self._lanes = lanes
         self._environment = Environment.of(environment.collect())
-        self._compilers = runtimes.Compilers(self._jobs)
+        self.compilers = runtimes.Compilers(self._jobs)
         self._open: list[LocalRuntime] = []
         self._closed = False
         self._lock = threading.Lock()
 
     def seats(self) -> Sequence[Seat]:
-        return self._seats
+        return list(self._devices)
 
     def open(self, seat: Seat) -> Slot:
         device = self._devices[seat]
         spec = gpus.detect(device)
+        name = None if device is None else self._names[device]
+        turns, cpus = Turns(), (self._jobs + 1) // len(self._devices)
+        count = self._lanes or lanes_of(device, cpus)
         with self._lock:
             if self._closed:
                 raise SlotLost(f"{seat.name}: the run is over")
-            made = LocalRuntime(self._jobs, device=self._names[device], compilers=self._compilers)
-            self._open.append(made)
-        return Slot(spec, self._environment, made, made.close)
+            made = [LocalRuntime(self._jobs, device=name, compilers=self.compilers, turns=turns) for _ in range(count)]
+            self._open += made
+        return Slot(spec, self._environment, made, lambda: _close(made))
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            for made in self._open:
-                made.close()
-        self._compilers.close()
+            _close(self._open)
+        self.compilers.close()
+
+
+def _close(lanes: Sequence[LocalRuntime]) -> None:
+    for lane in lanes:
+        lane.close()
+
+
+class OneSlot:
+    """A fleet of one GPU, whose ``runtime`` is the caller's, who closes it too."""
+
+    patience_s = 0.0
+
+    def __init__(self, gpu: GpuSpec, runtime: Runtime) -> None:
+        self._slot = Slot(gpu, Environment.of(environment.collect()), [runtime], lambda: None)
+
+    def seats(self) -> Sequence[Seat]:
+        return [Seat("gpu", "gpu")]
+
+    def open(self, seat: Seat) -> Slot:
+        return self._slot
+
+    def close(self) -> None:
+        pass
+
+
+def lanes_of(device: int | None, cpus: int) -> int:
+    """Lanes for a GPU of this host: :data:`LANES`, or what its memory and its share of the CPUs are enough for."""
+    import torch
+
+    room = LANES
+    if torch.cuda.is_available():
+        index = torch.cuda.current_device() if device is None else device
+        room = torch.cuda.get_device_properties(index).total_memory // _LANE_BYTES
+    return max(1, min(LANES, room, cpus // _LANE_CPUS))
 
 
 def visible() -> list[str]:
@@ -152,7 +205,7 @@ class Board:
         self._kinds: dict[str, GpuSpec] = {}
         self._waiting: dict[str, deque[int]] = {}
         self._running: Counter[str] = Counter()
-        self._seated: Counter[str] = Counter()
+        self._lanes: Counter[str] = Counter()
         self._losses: Counter[tuple[str, int]] = Counter()
         self._reports: dict[tuple[str, int], TaskReport] = {}
         self._error: BaseException | None = None
@@ -164,19 +217,19 @@ class Board:
             self._kinds[kind.name] = kind
             self._waiting[kind.name] = deque(self._order)
 
-    def join(self, own: GpuSpec) -> GpuSpec | None:
+    def join(self, own: GpuSpec, lanes: int) -> GpuSpec | None:
         """The kind for which a slot with the GPU ``own`` works; None where it is of no use."""
         with self._changed:
             if self._wanted is not None and not gpus.stands_for(self._wanted, own):
                 return None
             kind = self._wanted or own
             self._admit(kind)
-            self._seated[kind.name] += 1
+            self._lanes[kind.name] += lanes
             return kind
 
-    def leave(self, kind: GpuSpec) -> None:
+    def leave(self, kind: GpuSpec, lanes: int) -> None:
         with self._changed:
-            self._seated[kind.name] -= 1
+            self._lanes[kind.name] -= lanes
 
     def take(self, kind: GpuSpec) -> int | None:
         """The next task's position; waits while the last ones are in work elsewhere. None where all are done."""
@@ -190,16 +243,17 @@ class Board:
                 self._changed.wait(_POLL_S)
             return None
 
-    def following(self, kind: GpuSpec) -> Task | None:
-        """The task that :meth:`take` would give out next; None where none waits."""
+    def put_back(self, kind: GpuSpec, position: int) -> None:
+        """Let another lane take a task that was taken."""
         with self._changed:
-            waiting = self._waiting[kind.name]
-            return self._tasks[waiting[0]] if waiting else None
+            self._waiting[kind.name].appendleft(position)
+            self._running[kind.name] -= 1
+            self._changed.notify_all()
 
     def share(self, kind: GpuSpec, left_s: float) -> float:
-        """A task's even share of the seconds that are left: it and those waiting, over the seats of its kind."""
+        """A task's even share of the seconds that are left: it and those waiting, over the lanes of its kind."""
         with self._changed:
-            turns = math.ceil((len(self._waiting[kind.name]) + 1) / max(1, self._seated[kind.name]))
+            turns = math.ceil((len(self._waiting[kind.name]) + 1) / max(1, self._lanes[kind.name]))
             return max(0.0, left_s) / turns
 
     def done(self, kind: GpuSpec, position: int, report: TaskReport) -> None:
@@ -213,9 +267,7 @@ class Board:
         with self._changed:
             self._losses[kind.name, position] += 1
             if self._losses[kind.name, position] < MOST_LOSSES:
-                self._waiting[kind.name].appendleft(position)
-                self._running[kind.name] -= 1
-                self._changed.notify_all()
+                self.put_back(kind, position)
                 return None
         task = self._tasks[position]
         default = str(task.op.default(task.problem, kind))
@@ -271,11 +323,11 @@ class Board:
 def hand_out(
     board: Board,
     fleet: Fleet,
-    work: Callable[[Slot, GpuSpec, int], TaskReport],
+    work: Work,
     *,
     given_up: Callable[[TaskReport], None] = lambda report: None,
 ) -> None:
-    """Work through the board's tasks on all GPUs of the fleet; ``work`` does one task in a seat's thread.
+    """Work through the board's tasks on all GPUs of the fleet; ``work`` does one task in a lane's thread.
 
     Raises:
         CuteKernelsError: no GPU is left that could do a task, or what ``work`` raised.
@@ -292,15 +344,9 @@ def hand_out(
 
 
 class _Service:
-    """The threads of :func:`hand_out`, one for each seat."""
+    """The threads of :func:`hand_out`: one for each seat, which starts one for each lane."""
 
-    def __init__(
-        self,
-        board: Board,
-        fleet: Fleet,
-        work: Callable[[Slot, GpuSpec, int], TaskReport],
-        given_up: Callable[[TaskReport], None],
-    ) -> None:
+    def __init__(self, board: Board, fleet: Fleet, work: Work, given_up: Callable[[TaskReport], None]) -> None:
         self._board, self._fleet, self._work, self._given_up = board, fleet, work, given_up
         self._threads: dict[Seat, threading.Thread] = {}
         self._failures: Counter[Seat] = Counter()
@@ -350,32 +396,54 @@ class _Service:
         except BaseException as error:  # noqa: BLE001  the main thread raises it
             self._board.fail(error)
             return
-        kind = self._board.join(slot.gpu)
+        kind = self._board.join(slot.gpu, len(slot.lanes))
         self._labels.add(seat.label)
         if kind is None:
             self._useless.add(seat)
             self._last = f": {seat.name} is a {slot.gpu.name}"
             slot.close()
             return
+        lost: list[SlotLost] = []
+        lanes = [
+            threading.Thread(target=self._work_in, args=(seat, slot, lane, kind, lost), name=seat.name, daemon=True)
+            for lane in slot.lanes
+        ]
         try:
-            while (position := self._board.take(kind)) is not None:
+            for thread in lanes:
+                thread.start()
+            for thread in lanes:
+                thread.join()
+        finally:
+            self._board.leave(kind, len(slot.lanes))
+            _end(slot)
+        if lost:
+            self._lose(seat, lost[0])
+        else:
+            self._useless.add(seat)
+
+    def _work_in(self, seat: Seat, slot: Slot, lane: Runtime, kind: GpuSpec, lost: list[SlotLost]) -> None:
+        try:
+            while not lost and (position := self._board.take(kind)) is not None:
+                if lost:  # by another lane, while this one waited for a task
+                    self._board.put_back(kind, position)
+                    return
                 try:
-                    self._board.done(kind, position, self._work(slot, kind, position))
+                    self._board.done(kind, position, self._work(slot, lane, kind, position))
                     self._failures[seat] = 0
                 except SlotLost as error:
-                    self._lose(seat, error)
+                    lost.append(error)
+                    _end(slot)  # so that the other lanes notice
                     report = self._board.lost(kind, position, error)
                     if report is not None:
                         self._given_up(report)
-                    return
-            self._useless.add(seat)
         except BaseException as error:  # noqa: BLE001  the main thread raises it
             self._board.fail(error)
-        finally:
-            self._board.leave(kind)
-            with suppress(ChildFailure, CancelledError):
-                slot.close()
 
     def _lose(self, seat: Seat, error: SlotLost) -> None:
         self._failures[seat] += 1
         self._last = f"; {seat.name}: {error}"
+
+
+def _end(slot: Slot) -> None:
+    with suppress(ChildFailure, CancelledError):
+        slot.close()

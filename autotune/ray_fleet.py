@@ -13,7 +13,7 @@ from __future__ import annotations
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from importlib import import_module
@@ -30,9 +30,16 @@ from cutekernels.isolate import ChildFailure, StartFailed
 from cutekernels.op import Config, Op, Problem
 
 SERVICE = "cutekernels.autotune.ray_fleet:local"
-"""What an actor serves: a function of the number of compilers that gives a :class:`Service`."""
+"""What an actor serves: a function of the numbers of compilers and of lanes that gives a :class:`Service`."""
 _TOGETHER = 256  # requests that an actor takes at once; its compilers queue them
-_MOST_AHEAD = 64
+
+
+class Lane(Protocol):
+    """What measures for one of the tasks that are in work on a GPU."""
+
+    def prepare(self, request: Prepare) -> None: ...
+    def measure(self, request: Measure) -> dict[str, Outcome]: ...
+    def refresh(self) -> None: ...
 
 
 class Service(Protocol):
@@ -42,61 +49,46 @@ class Service(Protocol):
     environment: Environment
     width: int
 
+    @property
+    def lanes(self) -> Sequence[Lane]: ...
+
     def compile(self, request: Compile) -> Future[Facts]: ...
-    def ahead(self, requests: Sequence[Compile]) -> None: ...
-    def prepare(self, request: Prepare) -> None: ...
-    def measure(self, request: Measure) -> dict[str, Outcome]: ...
-    def refresh(self) -> None: ...
     def close(self) -> None: ...
 
 
-def local(jobs: int) -> Service:
+def local(jobs: int, lanes: int | None) -> Service:
     """The processes for the one GPU that Ray lets this actor see."""
-    return _Local(jobs)
+    return _Local(jobs, lanes)
 
 
 class _Local:
-    def __init__(self, jobs: int) -> None:
-        from cutekernels import gpu
-        from cutekernels.autotune.runtime import Compilers, LocalRuntime
+    def __init__(self, jobs: int, lanes: int | None) -> None:
+        from cutekernels.autotune.fleet import LocalFleet
 
-        self.gpu = gpu.detect()
-        self.environment = Environment.of(environment.collect())
-        self.width = jobs
-        self._compilers = Compilers(jobs)
-        self._runtime = LocalRuntime(jobs, compilers=self._compilers)
-        self.compile, self.ahead = self._compilers.submit, self._compilers.ahead
-        self.prepare, self.measure, self.refresh = self._runtime.prepare, self._runtime.measure, self._runtime.refresh
-
-    def close(self) -> None:
-        self._runtime.close()
-        self._compilers.close()
+        self._fleet = LocalFleet(None, jobs, lanes)
+        (seat,) = self._fleet.seats()
+        slot = self._fleet.open(seat)
+        self.gpu, self.environment, self.lanes, self.width = slot.gpu, slot.environment, slot.lanes, jobs
+        self.compile, self.close = self._fleet.compilers.submit, self._fleet.close
 
 
 class _Actor:
     """Runs on the GPU's node. Failures of requests are values: Ray would wrap a raised one in a type of its own."""
 
-    def __init__(self, service: str, jobs: int) -> None:
+    def __init__(self, service: str, jobs: int, lanes: int | None) -> None:
         module, _, name = service.partition(":")
-        self._service: Service = getattr(import_module(module), name)(jobs)
+        self._service: Service = getattr(import_module(module), name)(jobs, lanes)
 
-    def hello(self) -> tuple[GpuSpec, Environment, int]:
-        return self._service.gpu, self._service.environment, self._service.width
+    def hello(self) -> tuple[GpuSpec, Environment, int, int]:
+        """The GPU, its machine's versions, how many compilers and lanes it has."""
+        s = self._service
+        return s.gpu, s.environment, s.width, len(s.lanes)
 
     def compile(self, request: Compile) -> tuple[bool, Any]:
         return _answered(lambda: self._service.compile(request).result())
 
-    def ahead(self, requests: Sequence[Compile]) -> None:
-        self._service.ahead(requests)
-
-    def prepare(self, request: Prepare) -> tuple[bool, Any]:
-        return _answered(lambda: self._service.prepare(request))
-
-    def measure(self, request: Measure) -> tuple[bool, Any]:
-        return _answered(lambda: self._service.measure(request))
-
-    def refresh(self) -> tuple[bool, Any]:
-        return _answered(self._service.refresh)
+    def ask(self, lane: int, method: str, *request: Any) -> tuple[bool, Any]:
+        return _answered(lambda: getattr(self._service.lanes[lane], method)(*request))
 
     def close(self) -> None:
         self._service.close()
@@ -114,6 +106,7 @@ class RayFleet:
 
     Args:
         jobs: compiling processes for each GPU; default its share of the node's CPUs.
+        lanes: tasks in work on each GPU at a time; default up to four, by its memory and ``jobs``.
 
     Raises:
         JobError: Ray is not installed, or there is no cluster at ``address``.
@@ -121,7 +114,7 @@ class RayFleet:
 
     patience_s = 120.0
 
-    def __init__(self, address: str, jobs: int | None = None) -> None:
+    def __init__(self, address: str, jobs: int | None = None, lanes: int | None = None) -> None:
         try:
             self._ray: Any = import_module("ray")
         except ImportError as error:
@@ -140,7 +133,7 @@ class RayFleet:
                 ) from error
         self._lost: type[Exception] = self._ray.exceptions.RayError
         self._own = Environment.of(environment.collect())
-        self._jobs = jobs
+        self._jobs, self._lanes = jobs, lanes
         self._shares: dict[Seat, tuple[str, int]] = {}  # node, compilers
         self._actors: dict[Seat, Any] = {}
         self._closed = False
@@ -170,8 +163,9 @@ class RayFleet:
             with self._lock:
                 if self._closed:
                     raise SlotLost(f"{seat.name}: the run is over")
-                actor = self._actors[seat] = self._ray.remote(_Actor).options(**options).remote(SERVICE, jobs)
-            spec, versions, width = self._ray.get(actor.hello.remote())
+                made = self._ray.remote(_Actor).options(**options)
+                actor = self._actors[seat] = made.remote(SERVICE, jobs, self._lanes)
+            spec, versions, width, lanes = self._ray.get(actor.hello.remote())
         except self._lost as error:
             raise SlotLost(_reason(error)) from error
         theirs, mine = (versions.version, versions.commit), (self._own.version, self._own.commit)
@@ -180,7 +174,8 @@ class RayFleet:
             raise SeatUnfit(
                 f"the node has cutekernels {' '.join(theirs)}, the driver {' '.join(mine)}: install one version"
             )
-        return Slot(spec, versions, _RayRuntime(self._ray, actor, width), lambda: self._end(seat))
+        found = [_RayRuntime(self._ray, actor, width, lane) for lane in range(lanes)]
+        return Slot(spec, versions, found, lambda: self._end(seat))
 
     def _end(self, seat: Seat) -> None:
         with self._lock:
@@ -198,10 +193,10 @@ class RayFleet:
 
 
 class _RayRuntime:
-    """A :class:`~cutekernels.autotune.runtime.Runtime` whose processes are an actor's. A dead one raises SlotLost."""
+    """A lane, whose processes are an actor's. A dead one raises SlotLost."""
 
-    def __init__(self, ray: Any, actor: Any, width: int) -> None:
-        self._ray, self._actor, self.width = ray, actor, width
+    def __init__(self, ray: Any, actor: Any, width: int, lane: int) -> None:
+        self._ray, self._actor, self.width, self._lane = ray, actor, width, lane
 
     def compile(self, op: Op[Any, Any], problem: Problem, config: Config, gpu: GpuSpec) -> Future[Facts]:
         future: Future[Facts] = Future()
@@ -222,9 +217,6 @@ class _RayRuntime:
         self._actor.compile.remote(request).future().add_done_callback(arrived)
         return future
 
-    def ahead(self, op: Op[Any, Any], problem: Problem, configs: Iterable[Config], gpu: GpuSpec) -> None:
-        self._actor.ahead.remote([(op.name, str(problem), str(c), gpu) for c in configs][:_MOST_AHEAD])
-
     def prepare(self, request: Prepare) -> None:
         self._ask("prepare", request)
 
@@ -237,7 +229,7 @@ class _RayRuntime:
 
     def _ask(self, method: str, *request: object) -> Any:
         try:
-            fine, value = self._ray.get(getattr(self._actor, method).remote(*request))
+            fine, value = self._ray.get(self._actor.ask.remote(self._lane, method, *request))
         except self._ray.exceptions.RayError as error:
             raise SlotLost(_reason(error)) from error
         if fine:

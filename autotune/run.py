@@ -14,7 +14,7 @@ from typing import Protocol
 
 from cutekernels import environment
 from cutekernels import gpu as gpus
-from cutekernels.autotune.fleet import Board, Fleet, Slot, hand_out
+from cutekernels.autotune.fleet import Board, Fleet, LocalFleet, OneSlot, Slot, hand_out
 from cutekernels.autotune.history import TaskHistory
 from cutekernels.autotune.job import MOST_SECONDS, Job, Task, checked_trials, load
 from cutekernels.autotune.ledger import Ledger
@@ -22,13 +22,10 @@ from cutekernels.autotune.predict import Prediction
 from cutekernels.autotune.report import TaskReport, TuneReport
 from cutekernels.autotune.runtime import LocalRuntime, Runtime
 from cutekernels.autotune.search import Search
-from cutekernels.autotune.suggest import space
 from cutekernels.catalog import Catalog
 from cutekernels.db.store import Environment, Store, Trial
 from cutekernels.errors import JobError
 from cutekernels.gpu import GpuSpec
-
-_ORIGIN = {True: "measured", False: "predicted"}
 
 
 class Watcher(Protocol):
@@ -81,6 +78,7 @@ def tune(
     trials: int | None = None,
     budget_s: float | None = None,
     jobs: int | None = None,
+    lanes: int | None = None,
     limit: int | None = None,
     force: bool = False,
     confirm: bool = False,
@@ -101,6 +99,7 @@ def tune(
         trials: attempts per task, overriding the job's.
         budget_s: seconds for the whole job, overriding the job's; shared evenly among the tasks still to do.
         jobs: compiling processes; default one per CPU, less one for the coordinator where a GPU measures.
+        lanes: tasks in work on the GPU at a time, of which one is timed; default up to four, by memory and CPUs.
         limit: without the GPU, compile only the best ``limit`` by the model.
         force: repeat what earlier runs did.
         confirm: measure only what was predicted best, beside the default and what serves today.
@@ -123,19 +122,22 @@ def tune(
     if budget is not None and not 0 <= budget < MOST_SECONDS:
         raise JobError(f"budget_s must be a number of seconds from 0 up, at most a year; it is {budget}")
     end = None if budget is None else begin + budget
-    if confirm and fleet is None and not (wanted is not None and gpus.present(wanted)):
+    measured = fleet is not None or (wanted is not None and gpus.present(wanted))
+    if confirm and not measured:
         raise JobError("--confirm measures what was predicted: run it on a machine with that GPU")
     run = _Run(loaded.tasks, Watched(watcher or Silent()), end, limit, force, confirm, clock)
     with Ledger(db) as store:
         if not loaded.tasks:  # more shards than tasks
             reports: list[TaskReport] = []
-        elif fleet is not None:
-            reports = run.on_fleet(store, fleet, wanted, ranked=loaded.ranked or budget is not None)
+        elif measured:
+            if fleet is None:
+                assert wanted is not None
+                fleet = LocalFleet(None, jobs, lanes) if runtime is None else OneSlot(wanted, runtime)
+            reports = run.measure(store, fleet, wanted, ranked=loaded.ranked or budget is not None)
         else:
             assert wanted is not None
-            reports = run.here(store, wanted, runtime, jobs)
+            reports = run.predict(store, wanted, runtime, jobs)
     keep_work(loaded.tasks)
-    measured = fleet is not None or (wanted is not None and gpus.present(wanted))
     kinds = list(dict.fromkeys(report.gpu for report in reports)) or [wanted.name if wanted is not None else "auto"]
     return TuneReport(
         loaded.name, ", ".join(kinds), "measured" if measured else "predicted", tuple(reports), clock() - begin
@@ -154,83 +156,45 @@ class _Run:
     confirm: bool
     clock: Callable[[], float]
 
-    def here(self, store: Store, spec: GpuSpec, runtime: Runtime | None, jobs: int | None) -> list[TaskReport]:
-        """All tasks in turn, on the GPU of this machine or predicted for one elsewhere."""
-        measured = gpus.present(spec)
+    def predict(self, store: Store, spec: GpuSpec, runtime: Runtime | None, jobs: int | None) -> list[TaskReport]:
+        """All tasks in turn, for a GPU that is elsewhere."""
         versions = Environment.of(environment.collect())
         reports = []
-        with _processes(runtime, jobs, measured) as processes:
+        with _compilers(runtime, jobs) as processes:
             for number, task in enumerate(self.tasks, 1):
                 turns = len(self.tasks) - number + 1
                 deadline = None if self.end is None else self.clock() + max(0.0, self.end - self.clock()) / turns
                 self.watch.begin(task, number, len(self.tasks))
-                following = self.tasks[number] if number < len(self.tasks) else None
-                history = TaskHistory(store, task.op, task.problem, spec, versions, _ORIGIN[measured])
-                if measured:
-                    report = self._search(task, spec, history, processes, deadline, following)
-                else:
-                    report = Prediction(
-                        task,
-                        spec,
-                        history,
-                        processes,
-                        self.limit,
-                        deadline,
-                        self.force,
-                        on_trial=self.watch.trial,
-                        clock=self.clock,
-                    ).run()
+                history = TaskHistory(store, task.op, task.problem, spec, versions, "predicted")
+                report = Prediction(
+                    task, spec, history, processes, self.limit, deadline, self.force,
+                    on_trial=self.watch.trial, clock=self.clock,
+                ).run()  # fmt: skip
                 reports.append(replace(report, gpu=spec.name))
                 self.watch.end(reports[-1])
         return reports
 
-    def on_fleet(self, store: Store, fleet: Fleet, wanted: GpuSpec | None, *, ranked: bool) -> list[TaskReport]:
+    def measure(self, store: Store, fleet: Fleet, wanted: GpuSpec | None, *, ranked: bool) -> list[TaskReport]:
         """The tasks on all GPUs of the fleet that are wanted; only this process writes."""
         board = Board(self.tasks, wanted, ranked=ranked)
         begun = count(1)
 
-        def work(slot: Slot, kind: GpuSpec, position: int) -> TaskReport:
+        def work(slot: Slot, lane: Runtime, kind: GpuSpec, position: int) -> TaskReport:
             task = self.tasks[position]
             now = self.clock()
             deadline = None if self.end is None else now + board.share(kind, self.end - now)
             self.watch.begin(task, next(begun), board.total)
             history = TaskHistory(store, task.op, task.problem, kind, slot.environment, "measured")
-            following = board.following(kind)
-            report = self._search(task, kind, history, slot.runtime, deadline, following)
+            report = Search(
+                task, kind, history, lane, deadline, self.force, self.confirm,
+                on_trial=self.watch.trial, clock=self.clock,
+            ).run()  # fmt: skip
             report = replace(report, gpu=kind.name)
             self.watch.end(report)
             return report
 
         hand_out(board, fleet, work, given_up=self.watch.end)
         return board.reports()
-
-    def _search(
-        self,
-        task: Task,
-        spec: GpuSpec,
-        history: TaskHistory,
-        runtime: Runtime,
-        deadline: float | None,
-        following: Task | None,
-    ) -> TaskReport:
-        looking = None
-        if following is not None:
-            looking = threading.Thread(target=_look_ahead, args=(following, spec, runtime), daemon=True)
-            looking.start()
-        try:
-            return Search(
-                task, spec, history, runtime, deadline, self.force, self.confirm,
-                on_trial=self.watch.trial, clock=self.clock,
-            ).run()  # fmt: skip
-        finally:
-            if looking is not None:
-                looking.join()
-
-
-def _look_ahead(task: Task, spec: GpuSpec, runtime: Runtime) -> None:
-    """Enumerate the next task's space and compile what its search begins with, while the GPU measures this one's."""
-    default = task.op.default(task.problem, spec)
-    runtime.ahead(task.op, task.problem, space(task.op, task.problem, spec).openers([default]), spec)
 
 
 def keep_work(tasks: Sequence[Task]) -> None:
@@ -241,8 +205,7 @@ def keep_work(tasks: Sequence[Task]) -> None:
     catalog.keep()
 
 
-def _processes(runtime: Runtime | None, jobs: int | None, measured: bool) -> AbstractContextManager[Runtime]:
+def _compilers(runtime: Runtime | None, jobs: int | None) -> AbstractContextManager[Runtime]:
     if runtime is not None:
         return nullcontext(runtime)
-    cpus = len(os.sched_getaffinity(0))
-    return LocalRuntime(jobs if jobs is not None else max(1, cpus - 1) if measured else cpus)
+    return LocalRuntime(jobs if jobs is not None else len(os.sched_getaffinity(0)))

@@ -1,20 +1,21 @@
 """The processes behind a search: a pool of compilers that see no GPU, and one worker that measures on it.
 
-A search uses :class:`Runtime`, a protocol of five methods; :class:`LocalRuntime` implements it with processes. A
+A search uses :class:`Runtime`, a protocol of four methods; :class:`LocalRuntime` implements it with processes. A
 compile, the first request of a problem (inputs, reference, a cold CUDA context) and a measurement each have a deadline.
+Several runtimes may share a GPU: what is timed has it alone (``turns.py``).
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from cutekernels import compile as compiler
+from cutekernels.autotune.turns import Turns
 from cutekernels.backends import Facts
 from cutekernels.conditions import Conditions
 from cutekernels.errors import CacheUnusable
@@ -29,6 +30,11 @@ PREPARE_DEADLINE_S = 180.0
 MEASURE_DEADLINE_S = 30.0
 VENDOR = "vendor"  # the name of the vendor's call among the outcomes of a final
 SPARES = 2  # a final takes place in two fresh processes
+
+
+@dataclass(frozen=True)
+class Warm:
+    """Request: make the CUDA context, which takes as long as a short measurement."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,13 @@ class Measure:
     budget_us: float | None = None
     duty: float = 0.5  # share of the time that the GPU is busy (``measure.py``)
     final: bool = False
+
+
+@dataclass(frozen=True)
+class Load:
+    """Request: launch the configs of ``measure`` once, verify them, and make the right ones ready to be timed."""
+
+    measure: Measure
 
 
 @dataclass(frozen=True)
@@ -89,10 +102,6 @@ class Runtime(Protocol):
         """Starts a compile; the future holds its facts or a :class:`~cutekernels.isolate.ChildFailure`."""
         ...
 
-    def ahead(self, op: Op[Any, Any], problem: Problem, configs: Iterable[Config], gpu: GpuSpec) -> None:
-        """Compile ``configs`` of the task to come while compilers are idle; :meth:`compile` then takes them over."""
-        ...
-
     def prepare(self, request: Prepare) -> None:
         """Prepare the worker for a problem ahead of time; otherwise :meth:`measure` does it."""
         ...
@@ -122,48 +131,12 @@ class Compilers:
         self.width = jobs
         # No visible GPU: otherwise each compiler would make a CUDA context of hundreds of megabytes.
         self._pool = Pool(COMPILE_TARGET, jobs, env={"CUDA_VISIBLE_DEVICES": "", "TMPDIR": self.temporary})
-        self._lock = threading.RLock()
-        self._busy = 0
-        self._later: dict[Compile, None] = {}
-        self._early: dict[Compile, Future[Facts]] = {}
 
     def submit(self, request: Compile) -> Future[Facts]:
-        """Compile now; one that was begun ahead is taken over."""
-        with self._lock:
-            self._later.pop(request, None)
-            begun = self._early.pop(request, None)
-            if begun is not None and not begun.cancel():
-                return begun
-            return self._start(request)
-
-    def ahead(self, requests: Iterable[Compile]) -> None:
-        """Compile while processes are idle, for a later :meth:`submit`. Drops what an earlier call left unbegun."""
-        with self._lock:
-            self._later = dict.fromkeys(r for r in requests if r not in self._early)
-            self._feed()
-
-    def _start(self, request: Compile) -> Future[Facts]:
-        self._busy += 1
-        future: Future[Facts] = self._pool.submit(request, COMPILE_DEADLINE_S)
-        future.add_done_callback(lambda done: self._ended())
-        return future
-
-    def _ended(self) -> None:
-        with self._lock:
-            self._busy -= 1
-            self._feed()
-
-    def _feed(self) -> None:
-        while self._later and self._busy < self.width:
-            request = next(iter(self._later))
-            del self._later[request]
-            with suppress(RuntimeError):  # the pool is closed
-                self._early[request] = self._start(request)
+        return self._pool.submit(request, COMPILE_DEADLINE_S)
 
     def close(self) -> None:
         """End the processes; compiles not yet begun are dropped."""
-        with self._lock:
-            self._later = {}
         self._pool.close()
         self._open.close()
         with suppress(CacheUnusable):
@@ -179,18 +152,26 @@ class Compilers:
 class LocalRuntime:
     """Processes on this machine. ``jobs`` compilers; the worker starts with the first measurement.
 
-    Spare workers start in the background, so that :meth:`refresh` need not wait for one to import torch. They hold
-    no memory of the GPU before their first request.
+    Spare workers start in the background, so that :meth:`refresh` waits for no import and no CUDA context.
 
     Args:
         device: the one GPU that the worker sees, as ``CUDA_VISIBLE_DEVICES`` names it; None for all that are visible.
         compilers: those of the host, shared with other runtimes; None for its own.
+        turns: of the GPU, shared with other runtimes on it; None where it is alone.
 
     Raises:
         CacheUnusable: no kernel could be compiled.
     """
 
-    def __init__(self, jobs: int, *, device: str | None = None, compilers: Compilers | None = None) -> None:
+    def __init__(
+        self,
+        jobs: int,
+        *,
+        device: str | None = None,
+        compilers: Compilers | None = None,
+        turns: Turns | None = None,
+    ) -> None:
+        self._turns = Turns() if turns is None else turns
         self._shared = compilers is not None
         self._compilers = Compilers(jobs) if compilers is None else compilers
         self.width = self._compilers.width
@@ -206,18 +187,23 @@ class LocalRuntime:
     def compile(self, op: Op[Any, Any], problem: Problem, config: Config, gpu: GpuSpec) -> Future[Facts]:
         return self._compilers.submit((op.name, str(problem), str(config), gpu))
 
-    def ahead(self, op: Op[Any, Any], problem: Problem, configs: Iterable[Config], gpu: GpuSpec) -> None:
-        self._compilers.ahead([(op.name, str(problem), str(config), gpu) for config in configs])
-
     def prepare(self, request: Prepare) -> None:
-        if self._worker.pid is None or self._prepared != (self._worker.pid, request):
-            self._worker.ask(request, PREPARE_DEADLINE_S)
+        self._worker.start()  # before its turn, which others wait for
+        if self._prepared != (self._worker.pid, request):
+            with self._turns.together():
+                self._worker.ask(request, PREPARE_DEADLINE_S)
             self._prepared = (self._worker.pid, request)
         self._starting = [thread for thread in self._starting if thread.is_alive()]
         while len(self._spares) < SPARES and not self._closed:
             self._spares.append(Child(WORKER_TARGET, env=self._env))
-            self._starting.append(threading.Thread(target=_started, args=(self._spares[-1],), daemon=True))
+            self._starting.append(threading.Thread(target=self._warmed, args=(self._spares[-1],), daemon=True))
             self._starting[-1].start()
+
+    def _warmed(self, spare: Child) -> None:
+        with suppress(ChildFailure):  # the request that needs it starts it again, and reports why it cannot
+            spare.start()
+            with self._turns.together():
+                spare.ask(Warm(), PREPARE_DEADLINE_S)
 
     def measure(self, request: Measure) -> dict[str, Outcome]:
         try:
@@ -226,7 +212,10 @@ class LocalRuntime:
             raise
         except ChildFailure as error:
             raise NotPrepared(f"{request.prepare.op} [{request.prepare.problem}] was not prepared: {error}") from error
-        outcomes: dict[str, Outcome] = self._worker.ask(request, MEASURE_DEADLINE_S)
+        with self._turns.together():
+            self._worker.ask(Load(request), MEASURE_DEADLINE_S)
+        with self._turns.alone():
+            outcomes: dict[str, Outcome] = self._worker.ask(request, MEASURE_DEADLINE_S)
         return outcomes
 
     def refresh(self) -> None:
@@ -251,11 +240,6 @@ class LocalRuntime:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _started(child: Child) -> None:
-    with suppress(ChildFailure):  # the request that needs it starts it again, and reports why it cannot
-        child.start()
 
 
 def compile_candidate(request: tuple[str, str, str, GpuSpec]) -> Facts:

@@ -1,13 +1,13 @@
 """The measuring process: loads a compiled config, verifies it, times it. One problem at a time, one GPU.
 
 It is a spawned :class:`~cutekernels.isolate.Child`, because a wrong candidate can hang or fault, which ruins the CUDA
-context of its process. Requests are ``runtime.Prepare`` and ``runtime.Measure``; both carry everything needed, so a
-fresh process can answer in place of one that died. A candidate passes three checks:
+context of its process. Requests are ``runtime.Warm``, ``Prepare``, ``Load`` and ``Measure``, in this order; each
+carries everything needed, so a fresh process can answer in place of one that died. A candidate passes three checks:
 
 1. its outputs are poisoned with NaN, launched into once, and compared with the op's reference (``verify.py``);
 2. it is timed, interleaved with the others of the request, over input sets that keep the L2 cold (``measure.py``);
-3. the outputs are poisoned again and one timed round is repeated and compared, which catches a data race that a single
-   launch does not show, or a launch that a graph captured wrongly.
+3. after its first timing the outputs are poisoned again and one timed round is repeated and compared, which catches a
+   data race that a single launch does not show, or a launch that a graph captured wrongly.
 
 After a failure the device is synchronized; where that fails too, the process exits, and the parent sees one death
 rather than an error for each later candidate.
@@ -19,14 +19,16 @@ import gc
 import os
 import sys
 import traceback
+from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from cutekernels import compile as compiler
 from cutekernels import gpu as gpus
-from cutekernels.autotune.runtime import VENDOR, Measure, Outcome, Prepare
+from cutekernels.autotune.runtime import VENDOR, Load, Measure, Outcome, Prepare, Warm
 from cutekernels.conditions import Watch
 from cutekernels.errors import UnknownGpu
 from cutekernels.measure import GraphRound, Launch, l2_rotation, time_interleaved
@@ -34,17 +36,27 @@ from cutekernels.op import Config, Op, Problem
 from cutekernels.ops import registry
 from cutekernels.verify import poison, worst_error
 
+for _library in ("cutlass.cute", "triton"):  # while the process starts, so that no request waits for them
+    with suppress(ImportError):  # told by the first kernel that needs it
+        import_module(_library)
+
 DEVICE_LOST = 70  # exit code: the CUDA context is unusable
 _MEMORY_SHARE = 0.5  # share of free memory for input sets; references and graphs need the rest
 
 
-def answer(request: Prepare | Measure) -> dict[str, Outcome] | None:
-    """Entry point of the process: outcomes by config for :class:`Measure`, None for :class:`Prepare`."""
+def answer(request: Warm | Prepare | Load | Measure) -> dict[str, Outcome] | None:
+    """Entry point of the process: outcomes by config for :class:`Measure`, None for all else."""
     try:
-        if isinstance(request, Prepare):
+        if isinstance(request, Measure):
+            return _bench(request.prepare).measure(request)
+        if isinstance(request, Load):
+            _bench(request.measure.prepare).load(request.measure)
+        elif isinstance(request, Prepare):
             _bench(request)
-            return None
-        return _bench(request.prepare).measure(request)
+        else:
+            torch.zeros(1, device="cuda").add_(1)
+            torch.cuda.synchronize()
+        return None
     except Exception:
         try:
             torch.cuda.synchronize()
@@ -95,22 +107,30 @@ class _Bench:
         self.expected = self.op.reference(self.problem, *first[1])
         self._rounds: dict[str, GraphRound] = {}
         self._errors: dict[str, float] = {}
+        self._repeated: set[str] = set()  # configs that passed the third check
+        self._vendor: GraphRound | None = None
 
     def _input_set(self, seed: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         args = self.op.sample(self.problem, "cuda", seed)
         return self.op.outputs(self.problem, *args), args
 
-    def measure(self, request: Measure) -> dict[str, Outcome]:
+    def load(self, request: Measure) -> None:
+        """The first check of configs that are new, and a graph of each right one; lets go of those not asked for."""
         self._rounds = {text: r for text, r in self._rounds.items() if text in request.configs}
         for text in request.configs:
             if text not in self._errors:
-                self._load(text)
+                self._first_check(text)
             elif self._errors[text] <= 1 and text not in self._rounds:
                 self._rounds[text] = GraphRound(self._launches(self.op.Config.parse(text)))
+        if request.final and self._vendor is None:
+            self._vendor = self._vendor_round()
+
+    def measure(self, request: Measure) -> dict[str, Outcome]:
+        self.load(request)  # as a rule this has been done
         rounds = {text: self._rounds[text] for text in request.configs if text in self._rounds}
         race = request.race if all(text in rounds for text in request.race) else ()
         watch = Watch.current() if request.final else None
-        timed_too = {VENDOR: vendor} if request.final and (vendor := self._vendor()) else {}
+        timed_too = {VENDOR: self._vendor} if request.final and self._vendor is not None else {}
         samples = {}
         if rounds:
             samples = time_interleaved(
@@ -118,15 +138,16 @@ class _Bench:
                 after_round=watch,
             )  # fmt: skip
         seen = watch.seen if watch else None
-        for text, timed in rounds.items():
+        for text in [text for text in rounds if text not in self._repeated]:
             poison(self.sets[0][0])
             torch.cuda.synchronize()  # a round has a stream of its own, which large fills would outlast
-            timed()
+            rounds[text]()
             self._errors[text] = max(self._errors[text], self._error())
+            self._repeated.add(text)
         found = {t: Outcome(self._errors[t], samples[t].us if t in samples else (), seen) for t in request.configs}
         return found | {name: Outcome(0.0, samples[name].us) for name in timed_too if name in samples}
 
-    def _vendor(self) -> GraphRound | None:
+    def _vendor_round(self) -> GraphRound | None:
         """The vendor's call, ready to be timed; None where the op has none or it fails: it decides nothing."""
         call = self.op.vendor(self.problem)
         if call is None:
@@ -137,8 +158,8 @@ class _Bench:
             print(f"the vendor's call is left out: {error}", file=sys.stderr)
             return None
 
-    def _load(self, text: str) -> None:
-        """First check: a single launch into poisoned outputs. Correct configs are captured for timing."""
+    def _first_check(self, text: str) -> None:
+        """A single launch into poisoned outputs. Correct configs are captured for timing."""
         launches = self._launches(self.op.Config.parse(text))
         poison(self.sets[0][0])
         launches[0]()

@@ -359,4 +359,9 @@ def _text(kept: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    SHIPPED.write_text(_text(ship()))
+    import sys
+
+    if "--check" not in sys.argv:
+        SHIPPED.write_text(_text(ship()))
+    elif _read(SHIPPED, _fingerprint()) is None:
+        sys.exit(f"{SHIPPED.name} is of other sources: run `python -m cutekernels.catalog`")

@@ -25,6 +25,7 @@ from cutekernels import cli, dispatch, introspection, verify
 from cutekernels import compile as compiler
 from cutekernels import gpu as gpus
 from cutekernels.autotune import run as autotune_run
+from cutekernels.autotune.fleet import OneSlot
 from cutekernels.autotune.runtime import Measure, Outcome, Prepare
 from cutekernels.backends import Artifact, Facts
 from cutekernels.db import snapshot as snapshots
@@ -139,9 +140,6 @@ class Here:
         future: Future[Facts] = Future()
         future.set_result(compiler.prepare(op, problem, config, gpu))
         return future
-
-    def ahead(self, op: Any, problem: Any, configs: Any, gpu: Any) -> None:
-        """Compiles nothing ahead."""
 
     def prepare(self, request: Prepare) -> None:
         self.op = registry.get(request.op)
@@ -277,7 +275,7 @@ def test_explain_knows_it() -> None:
 def test_the_command_line_knows_it(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = json.loads(run("explain", "scale", "rows=30 cols=8", "--gpu", "h200", "--format", "json").stdout)
     assert (row["origin"], row["config"]) == ("default", "block=1 ends=all")
-    monkeypatch.setattr(autotune_run, "LocalRuntime", lambda jobs: Here())
+    monkeypatch.setattr(autotune_run, "LocalFleet", lambda *rest: OneSlot(H200, Here()))
     done = run("tune", str(job), "--format", "json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["tasks"][0]["config"] == "block=8 ends=all"

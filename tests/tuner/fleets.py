@@ -10,7 +10,6 @@ from typing import Any
 
 from cutekernels import gpu as gpus
 from cutekernels.autotune import runtime
-from cutekernels.autotune.runtime import Measure, Prepare
 from cutekernels.backends import Facts
 from tests.tuner import kills
 from tests.tuner.toys import H200, TOY
@@ -23,7 +22,7 @@ def fake_compile(request: tuple[str, str, str, Any]) -> Facts:
     return Facts(64, 0, 1024)
 
 
-def fake_worker(request: Prepare | Measure) -> Any:
+def fake_worker(request: Any) -> Any:
     """The toy GPU; says on which one it ran by a file named after it."""
     time.sleep(MEASURE_S)
     seen = os.environ.get("TOY_SEEN")

@@ -13,7 +13,7 @@ from cutekernels import compile as compiler
 from cutekernels import gpu as gpus
 from cutekernels.autotune import runtime
 from cutekernels.autotune.job import Job, Task
-from cutekernels.autotune.runtime import Measure, Outcome, Prepare
+from cutekernels.autotune.runtime import Measure, Outcome
 from cutekernels.backends import Facts
 from tests.tuner.toys import H200, TOY, VALID, ToyConfig, ToyProblem, true_us
 
@@ -36,9 +36,9 @@ def fake_compile(request: tuple[str, str, str, Any]) -> Facts:
     return Facts(64, 0, 1024)
 
 
-def fake_worker(request: Prepare | Measure) -> Any:
+def fake_worker(request: Any) -> Any:
     """A timer: the toy GPU's law with noise; one config is wrong."""
-    if isinstance(request, Prepare):
+    if not isinstance(request, Measure):
         return None
     time.sleep(0.01)
     noise = random.Random(time.time_ns())
@@ -51,12 +51,13 @@ def fake_worker(request: Prepare | Measure) -> Any:
 
 
 if __name__ == "__main__":
+    from cutekernels.autotune.fleet import LocalFleet
     from cutekernels.autotune.run import tune  # here: the processes it starts import this module too
 
     gpus.detect = lambda device=None: H200  # type: ignore[assignment]
     runtime.COMPILE_TARGET = "tests.tuner.kills:fake_compile"
     runtime.WORKER_TARGET = "tests.tuner.kills:fake_worker"
     tempfile.tempdir = None
-    report = tune(JOB, "h200", db=sys.argv[1], jobs=2)
+    report = tune(JOB, "h200", db=sys.argv[1], fleet=LocalFleet(None, jobs=2, lanes=2))
     print([t.state for t in report.tasks], Path(sys.argv[1]).name)
     sys.exit(0 if report.ok else 1)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cutekernels import environment
 from cutekernels.autotune.runtime import Compile, Measure, Outcome, Prepare
+from cutekernels.autotune.turns import Turns
 from cutekernels.backends import Facts
 from cutekernels.db.store import Environment
 from cutekernels.gpu import lookup
@@ -19,7 +20,7 @@ from tests.tuner.toys import DEFAULT, ToyConfig, ToyMachine
 CRASHES = ToyConfig(32, 8, True)
 
 
-def service(jobs: int) -> ToyService:
+def service(jobs: int, lanes: int | None) -> ToyService:
     """Named by ``ray_fleet.SERVICE`` in the tests."""
     return ToyService()
 
@@ -36,14 +37,12 @@ class ToyService:
         self.width = 2
         self.machine = ToyMachine(noise=0.0005)
         self.threads = ThreadPoolExecutor(2)
+        self.lanes, self.turns = [self, self], Turns()
         self.seen = os.environ.get("CUDA_VISIBLE_DEVICES", "none")
         (self.home / f"gpu {self.seen} of {os.environ.get('TOY_KIND', '')}").touch()
 
     def compile(self, request: Compile) -> Future[Facts]:
         return self.threads.submit(lambda: Facts(64, 0, 1024))
-
-    def ahead(self, requests: object) -> None:
-        pass
 
     def prepare(self, request: Prepare) -> None:
         pass
@@ -55,6 +54,10 @@ class ToyService:
         pass
 
     def measure(self, request: Measure) -> dict[str, Outcome]:
+        with self.turns.alone():
+            return self._timed(request)
+
+    def _timed(self, request: Measure) -> dict[str, Outcome]:
         time.sleep(float((self.home / "measure_s").read_text()))
         if len(self.machine.measured) == 4:
             try:

@@ -1,4 +1,4 @@
-"""A toy GPU's processes with the delays of real ones, scaled down: a start, a compile, inputs, a measurement."""
+"""A toy GPU's processes with the delays of real ones, scaled down: a start, a context, a compile, inputs, a timing."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import os
 import time
 from typing import Any
 
-from cutekernels.autotune.runtime import Measure, Prepare
+from cutekernels.autotune.runtime import Load, Measure, Prepare, Warm
 from cutekernels.backends import Facts
 from tests.tuner.kills import fake_worker
 
-START_S, COMPILE_S, MEASURE_S = 0.6, 0.3, 0.05
+START_S, COMPILE_S, CONTEXT_S, PREPARE_S, LOAD_S, TIME_S = 0.4, 0.1, 0.1, 0.05, 0.08, 0.04
 time.sleep(START_S)
+
+_context = False
 
 
 def compile_slowly(request: tuple[str, str, str, Any]) -> Facts:
@@ -20,13 +22,24 @@ def compile_slowly(request: tuple[str, str, str, Any]) -> Facts:
     return Facts(64, 0, 1024)
 
 
-def measure_slowly(request: Prepare | Measure) -> Any:
+def measure_slowly(request: Warm | Prepare | Load | Measure) -> Any:
     """A worker; final rounds, as the real ones, take longer."""
-    _log("prepare" if isinstance(request, Prepare) else "measure", MEASURE_S)
+    global _context
+    if not _context:
+        _log("context", CONTEXT_S)
+        _context = True
+    if isinstance(request, Prepare):
+        _log("prepare", PREPARE_S, request.problem)
+    if isinstance(request, Load):
+        _log("load", LOAD_S, request.measure.prepare.problem)
+    if isinstance(request, Measure):
+        _log("time", TIME_S * (2 if request.final else 1), request.prepare.problem)
     return fake_worker(request)
 
 
 def _log(what: str, seconds: float, text: str = "") -> None:
+    """A line of work done: what, its seconds, the process, when it began, on what."""
+    began = time.monotonic()
     time.sleep(seconds)
     with open(os.environ["TOY_LOG"], "a") as file:
-        file.write(f"{what} {seconds} {os.getpid()} {text}\n")
+        file.write(f"{what} {seconds} {os.getpid()} {began} {text}\n")

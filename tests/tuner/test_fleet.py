@@ -50,6 +50,7 @@ class ToyFleet:
     opened: list[str] = field(default_factory=list)
     closed: bool = False
     gone: set[str] = field(default_factory=set)
+    lanes: int = 1
 
     def seats(self) -> Sequence[Seat]:
         return [Seat(name, spec.name) for name, (spec, _) in self.machines.items() if name not in self.gone]
@@ -59,7 +60,7 @@ class ToyFleet:
         if seat.name in self.opened:
             machine = SlowMachine(measure_s=machine.measure_s)
         self.opened.append(seat.name)
-        return Slot(spec, Environment(driver=f"580.{seat.name}"), machine, lambda: None)
+        return Slot(spec, Environment(driver=f"580.{seat.name}"), [machine] * self.lanes, lambda: None)
 
     def close(self) -> None:
         self.closed = True
@@ -108,6 +109,16 @@ def test_a_machine_that_dies_costs_the_attempt_in_flight(db: str) -> None:
     assert fleet.opened.count("h1") == 2, "its seat is opened again"
 
 
+def test_lanes_share_a_gpu_and_lose_it_together(db: str) -> None:
+    fleet = h200s(1)
+    fleet.lanes = 4
+    machine = fleet.machines["h0"][1]
+    machine.dies_after = 7  # in the middle of four tasks: each of them loses its GPU once
+    check(db, tune(EIGHT, db=db, fleet=fleet))
+    assert fleet.opened == ["h0", "h0"], "one loss, not four, which would be too many for a seat"
+    assert len({request.prepare.problem for request in machine.measured}) == 4
+
+
 def test_a_machine_that_leaves_for_good(db: str) -> None:
     fleet = h200s(2)
 
@@ -133,8 +144,8 @@ def test_a_task_that_loses_every_machine_fails_and_says_so(db: str) -> None:
 
     def reopened(seat: Seat) -> Slot:
         slot = opened(seat)
-        assert isinstance(slot.runtime, SlowMachine)
-        slot.runtime.on_measure = die
+        assert isinstance(slot.lanes[0], SlowMachine)
+        slot.lanes[0].on_measure = die
         return slot
 
     fleet.open = reopened  # type: ignore[method-assign]

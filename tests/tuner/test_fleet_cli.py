@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from cutekernels import gpu as gpus
 from cutekernels.autotune import cli, job, run
+from cutekernels.autotune.fleet import OneSlot
 from cutekernels.autotune.report import TaskReport
 from cutekernels.db.store import Store
 from tests.tuner.toys import H200, TOY, ToyMachine
@@ -133,7 +135,8 @@ class TestCommandLine:
         self.toml, self.db = toml, tmp_path / "t.db"
         monkeypatch.setattr(job, "_registered", lambda name: TOY)
         monkeypatch.setattr(gpus, "detect", lambda device=None: H200)
-        monkeypatch.setattr(run, "_processes", lambda *rest: run.nullcontext(self.machine))
+        monkeypatch.setattr(run, "_compilers", lambda *rest: nullcontext(self.machine))
+        monkeypatch.setattr(run, "LocalFleet", lambda *rest: OneSlot(H200, self.machine))
 
     def invoke(self, *words: str) -> Any:
         return CliRunner().invoke(cli.app, [*words, "--db", str(self.db)])

@@ -21,7 +21,7 @@ import pytest
 from cutekernels import gpu as gpus
 from cutekernels import measure
 from cutekernels.autotune import runtime
-from cutekernels.autotune.runtime import Compilers, LocalRuntime, Measure, Outcome, Prepare, Runtime
+from cutekernels.autotune.runtime import Compilers, Load, LocalRuntime, Measure, Outcome, Prepare, Runtime, Warm
 from cutekernels.autotune.search import prune_reason
 from cutekernels.backends import Facts
 from cutekernels.isolate import OUT_OF_MEMORY, ChildFailure, RemoteError
@@ -64,7 +64,7 @@ def few(set_bytes: int, l2_bytes: int) -> int:
     return min(MOST_SETS, measure.l2_rotation(set_bytes, l2_bytes))
 
 
-def answer(request: Prepare | Measure) -> dict[str, Outcome] | None:
+def answer(request: Warm | Prepare | Load | Measure) -> dict[str, Outcome] | None:
     """Target of the measuring processes: the tuner's worker, with :func:`few` input sets."""
     from cutekernels.autotune import worker
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from cutekernels import gpu as gpus
 from cutekernels.autotune import cli, run
+from cutekernels.autotune.fleet import OneSlot
 from cutekernels.autotune.job import Job, Task
 from cutekernels.autotune.run import tune
 from cutekernels.db.store import Store
@@ -102,7 +104,8 @@ class TestCommandLine:
 
         self.machine = ToyMachine()
         monkeypatch.setattr(job, "_registered", lambda name: TOY)
-        monkeypatch.setattr(run, "LocalRuntime", lambda jobs: _closing(self.machine))
+        monkeypatch.setattr(run, "LocalRuntime", lambda jobs: nullcontext(self.machine))
+        monkeypatch.setattr(run, "LocalFleet", lambda *rest: OneSlot(H200, self.machine))
 
     def invoke(self, tmp_path: Path, *arguments: str) -> Any:
         file = tmp_path / "toys.toml"
@@ -207,16 +210,3 @@ def test_real_compilers_predict_for_an_absent_gpu_and_resume(tmp_path: Path) -> 
         assert w is not None and w.origin == "predicted" and w.gpu.target == "sm_120a"
         assert w.registers is not None and 0 < w.registers <= 255
     assert tune(job, "rtx5090", db=str(tmp_path / "t.db"), jobs=2, limit=2).measured == 0
-
-
-class _closing:
-    """LocalRuntime is a context manager; the toy machine is not."""
-
-    def __init__(self, machine: ToyMachine) -> None:
-        self.machine = machine
-
-    def __enter__(self) -> ToyMachine:
-        return self.machine
-
-    def __exit__(self, *exc: object) -> None:
-        pass

@@ -12,7 +12,7 @@ import pytest
 
 from cutekernels import compile as compiler
 from cutekernels.autotune import runtime
-from cutekernels.autotune.runtime import LocalRuntime, Measure, NotPrepared, Outcome, Prepare
+from cutekernels.autotune.runtime import Load, LocalRuntime, Measure, NotPrepared, Outcome, Prepare, Warm
 from cutekernels.backends import Facts
 from cutekernels.errors import CacheUnusable
 from cutekernels.isolate import ChildDied, StartFailed
@@ -30,8 +30,10 @@ def fake_compile(request: tuple[str, str, str, Any]) -> Facts:
     return Facts(gpu.sm_count, len(os.environ["CUDA_VISIBLE_DEVICES"]), os.getpid() != os.getppid())
 
 
-def fake_worker(request: Prepare | Measure) -> Any:
+def fake_worker(request: Warm | Prepare | Load | Measure) -> Any:
     """A stand-in for the worker: dies on one config, reports how often it was prepared on the others."""
+    if isinstance(request, Warm | Load):
+        return None
     if isinstance(request, Prepare):
         if request.seed == 13:
             raise RuntimeError("no reference")

@@ -124,7 +124,6 @@ class ToyMachine:
     measured: list[Measure] = field(default_factory=list)
     prepared: list[Prepare] = field(default_factory=list)
     refreshed: int = 0
-    begun_ahead: list[Config] = field(default_factory=list)
     on_measure: Callable[[Measure], None] = lambda request: None
 
     def clock(self) -> float:
@@ -141,9 +140,6 @@ class ToyMachine:
         else:
             future.set_result(self.facts.get(config, Facts(64, 0, 1024)))
         return future
-
-    def ahead(self, op: Any, problem: Any, configs: Any, gpu: Any) -> None:
-        self.begun_ahead += configs
 
     def prepare(self, request: Prepare) -> None:
         self.prepared.append(request)
