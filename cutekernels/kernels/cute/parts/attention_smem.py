@@ -184,3 +184,52 @@ class WarpgroupBackwardSmem:
     @property
     def total_bytes(self) -> int:
         return self.barriers_at + 8 * (2 + 3 * self.stages) + self.QUEUE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class FusedBackwardSmem:
+    """Shared memory of all gradients in one kernel: each group's keys and values, later its results, the stages of both
+    walked operands, their statistics, two buffers of dS of all groups, the groups' parts of dQ in fp32, barriers.
+    """
+
+    groups: int
+    tile_walked: int
+    head_dim: int
+    stages: int
+    element_bytes: int = 2
+    GROUP_ROWS = 64
+    QUEUE_BYTES = 24
+
+    @property
+    def group_bytes(self) -> int:
+        return self.GROUP_ROWS * padded(self.head_dim) * self.element_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        """A stage of one walked operand."""
+        return self.tile_walked * padded(self.head_dim) * self.element_bytes
+
+    @property
+    def walked_at(self) -> int:
+        return 2 * self.groups * self.group_bytes
+
+    @property
+    def stats_at(self) -> int:
+        return self.walked_at + 2 * self.stages * self.stage_bytes
+
+    @property
+    def ds_at(self) -> int:
+        return -(-(self.stats_at + 8 * self.tile_walked * self.stages) // 1024) * 1024
+
+    @property
+    def dq_at(self) -> int:
+        return self.ds_at + 2 * self.groups * self.GROUP_ROWS * self.tile_walked * self.element_bytes
+
+    @property
+    def barriers_at(self) -> int:
+        """Full and empty of the owned operands, both full and one empty of each stage, both of dQ, the queue."""
+        return self.dq_at + 4 * self.groups * self.GROUP_ROWS * self.GROUP_ROWS
+
+    @property
+    def total_bytes(self) -> int:
+        return self.barriers_at + 8 * (4 + 3 * self.stages) + self.QUEUE_BYTES
