@@ -45,7 +45,7 @@ demo-gpu: $(STAMP)
 # No GPU: candidates are compiled for one that is elsewhere and ranked; then: where, and why, they are not the default.
 demo-cpu: $(STAMP)
 	cutekernels tune examples/absent-gpu.toml --gpu $(GPU) --limit 12
-	python -m cutekernels.autotune.outlook examples/absent-gpu.toml $(GPU)
+	python -m cutekernels.autotune.departures examples/absent-gpu.toml $(GPU)
 	python -c 'import torch, cutekernels as ck; \
 	    a, b = (torch.randn(256, 256, dtype=torch.bfloat16) for _ in range(2)); \
 	    print("gemm agrees with torch.mm:", torch.allclose(ck.gemm(a, b), a @ b, rtol=2e-2, atol=1))'

@@ -15,6 +15,7 @@ Where a line belongs::
     fleet.py      GPUs share a job, and tasks share a GPU: seats, slots, lanes, tasks handed out
     turns.py      whose turn it is on a GPU: one is timed, or many prepare
     ray_fleet.py  the GPUs of a Ray cluster as a fleet
+    departures.py where a prediction departs from the default, why, and whether it serves
     outlook.py    what a run would do: ``--list``, ``--dry-run``
     progress.py   bars and log lines, time left
     report.py     outcome of a run, as a table, JSON or CSV

@@ -111,7 +111,7 @@ def unit_of(rate: str) -> str:
 def _spec(gpu: str, *, dry_run: bool) -> GpuSpec:
     from cutekernels import gpu as gpus
 
-    named = gpu.strip().lower() != "auto"
+    named = not gpus.is_auto(gpu)
     if named and not dry_run:
         raise UnknownGpu("calibrate measures the GPU of this machine: leave --gpu out, or give --dry-run")
     try:

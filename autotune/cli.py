@@ -11,7 +11,6 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -46,7 +45,8 @@ def command(
         float | None, typer.Option(min=0, help="Seconds for the whole job; default: the job's.")
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Compiling processes; default: one per CPU.")
+        int | None,
+        typer.Option(min=1, max=1024, help="Compiling processes; default: one per CPU, less one where a GPU measures."),
     ] = None,
     lanes: Annotated[
         int | None,
@@ -137,7 +137,7 @@ def _job(
 ) -> Job:
     from cutekernels import gpu as known
     from cutekernels.autotune import shards
-    from cutekernels.autotune.job import checked_trials, load
+    from cutekernels.autotune.job import load
     from cutekernels.autotune.outlook import stored
     from cutekernels.db.engine import url_of
     from cutekernels.errors import JobError
@@ -155,18 +155,14 @@ def _job(
     else:
         found = load(name)
         if trials is not None:
-            checked = checked_trials(trials, "trials")
-            found = replace(found, tasks=tuple(replace(task, trials=checked) for task in found.tasks))
+            found = found.with_trials(trials)
     if op is not None:
         found = shards.only(found, op)
     return found if shard is None else shards.part(found, shard)
 
 
-_ALL: tuple[int, ...] = ()
-
-
 def _devices(gpus: str | None, device: int | None, ray: str | None) -> Sequence[int] | None:
-    """The CUDA indices that the options name, ``_ALL`` for every one; None where they name none."""
+    """The CUDA indices that the options name; None where they name none."""
     from cutekernels.errors import JobError
 
     if sum(option is not None for option in (gpus, device, ray)) > 1:
@@ -174,7 +170,9 @@ def _devices(gpus: str | None, device: int | None, ray: str | None) -> Sequence[
     if gpus is None:
         return None if device is None else [device]
     if gpus == "all":
-        return _ALL
+        from cutekernels.autotune.fleet import visible
+
+        return range(len(visible()))
     words = [word.strip() for word in gpus.split(",")]
     if not all(word.isascii() and word.isdigit() and len(word) < 10 for word in words):
         raise JobError(f"--gpus takes all, or CUDA indices such as 0,2; it is {gpus[:40]!r}")
@@ -182,7 +180,7 @@ def _devices(gpus: str | None, device: int | None, ray: str | None) -> Sequence[
 
 
 def _fleet(devices: Sequence[int] | None, ray: str | None, jobs: int | None, lanes: int | None) -> Fleet | None:
-    from cutekernels.autotune.fleet import LocalFleet, visible
+    from cutekernels.autotune.fleet import LocalFleet
 
     if ray is not None:
         from cutekernels.autotune.ray_fleet import RayFleet
@@ -190,7 +188,7 @@ def _fleet(devices: Sequence[int] | None, ray: str | None, jobs: int | None, lan
         return RayFleet(ray, jobs, lanes)
     if devices is None:
         return None
-    return LocalFleet(range(len(visible())) if devices is _ALL else devices, jobs, lanes)
+    return LocalFleet(devices, jobs, lanes)
 
 
 def _show(job: Job, gpu: str, db: str | None, limit: int | None, format: Format, *, dry: bool, force: bool) -> None:
@@ -199,7 +197,7 @@ def _show(job: Job, gpu: str, db: str | None, limit: int | None, format: Format,
     from cutekernels.autotune.progress import duration
     from cutekernels.db.engine import url_of
 
-    spec = known.lookup(gpu) if dry or gpu.strip().lower() != "auto" else None  # a list needs no GPU, but no false name
+    spec = known.lookup(gpu) if dry or not known.is_auto(gpu) else None  # a list needs no GPU, but no false name
     if dry and spec is not None:
         rows = outlook.planned(job, spec, outlook.stored(url_of(db)), limit, force=force)
     else:
@@ -207,7 +205,7 @@ def _show(job: Job, gpu: str, db: str | None, limit: int | None, format: Format,
     terminal.write(rows, format, pipe_width=terminal.PIPE_WIDTH)
     left = [t for t, row in zip(job.tasks, rows, strict=True) if row.get("state") != "done"]
     cost = duration(sum(map(shards.expected_s, left)))
-    terminal.say(f"{job.name}: {len(rows)} tasks, {len(left)} to do, about {cost} on one GPU of an H200's speed")
+    terminal.say(f"{job.name}: {len(rows)} tasks, {len(left)} to do, about {cost} one task at a time on an H200")
 
 
 # ---- while it runs ------------------------------------------------------------------------------------------

@@ -33,9 +33,9 @@ from cutekernels.errors import CuteKernelsError, JobError, UnknownGpu
 from cutekernels.gpu import GpuSpec
 from cutekernels.isolate import ChildFailure
 
-MOST_LOSSES = 3  # of one task, or of one seat without a finished task in between
+MOST_LOSSES = 3  # losses of one task, or of one seat without a finished task in between
 LANES = 4  # tasks in work on one GPU at a time
-_LANE_BYTES, _LANE_CPUS = 16 << 30, 4  # that a lane may need: GPU memory, and what compiles and starts its processes
+_LANE_BYTES, _LANE_CPUS = 16 << 30, 4  # GPU memory for a lane; CPUs to compile for it and start its processes
 _POLL_S = 0.5  # between looks for seats that came or went
 _SETTLE_S = 10.0  # longest wait for threads whose GPU was closed
 
@@ -66,7 +66,7 @@ class Slot:
     close: Callable[[], None]
 
 
-Work = Callable[[Slot, Runtime, GpuSpec, int], TaskReport]
+DoTask = Callable[[Slot, Runtime, GpuSpec, int], TaskReport]
 """One task, by its position, in a lane of a slot for a kind of GPU."""
 
 
@@ -130,7 +130,7 @@ class LocalFleet:
         spec = gpus.detect(device)
         name = None if device is None else self._names[device]
         turns, cpus = Turns(), (self._jobs + 1) // len(self._devices)
-        count = self._lanes or lanes_of(device, cpus)
+        count = self._lanes or lanes_of(spec, cpus)
         with self._lock:
             if self._closed:
                 raise SlotLost(f"{seat.name}: the run is over")
@@ -168,15 +168,9 @@ class OneSlot:
         pass
 
 
-def lanes_of(device: int | None, cpus: int) -> int:
-    """Lanes for a GPU of this host: :data:`LANES`, or what its memory and its share of the CPUs are enough for."""
-    import torch
-
-    room = LANES
-    if torch.cuda.is_available():
-        index = torch.cuda.current_device() if device is None else device
-        room = torch.cuda.get_device_properties(index).total_memory // _LANE_BYTES
-    return max(1, min(LANES, room, cpus // _LANE_CPUS))
+def lanes_of(gpu: GpuSpec, cpus: int) -> int:
+    """Lanes for a GPU: :data:`LANES`, or what its memory and its share of the CPUs are enough for."""
+    return max(1, min(LANES, gpu.memory_bytes // _LANE_BYTES, cpus // _LANE_CPUS))
 
 
 def visible() -> list[str]:
@@ -323,7 +317,7 @@ class Board:
 def hand_out(
     board: Board,
     fleet: Fleet,
-    work: Work,
+    work: DoTask,
     *,
     given_up: Callable[[TaskReport], None] = lambda report: None,
 ) -> None:
@@ -346,12 +340,12 @@ def hand_out(
 class _Service:
     """The threads of :func:`hand_out`: one for each seat, which starts one for each lane."""
 
-    def __init__(self, board: Board, fleet: Fleet, work: Work, given_up: Callable[[TaskReport], None]) -> None:
+    def __init__(self, board: Board, fleet: Fleet, work: DoTask, given_up: Callable[[TaskReport], None]) -> None:
         self._board, self._fleet, self._work, self._given_up = board, fleet, work, given_up
         self._threads: dict[Seat, threading.Thread] = {}
         self._failures: Counter[Seat] = Counter()
         self._useless: set[Seat] = set()
-        self._labels: set[str] = set()  # whose kind of GPU is known
+        self._labels: set[str] = set()  # labels with a known kind of GPU
         self._last = ""
 
     def run(self) -> None:
@@ -377,8 +371,10 @@ class _Service:
             if time.monotonic() - alone_since < self._fleet.patience_s:
                 time.sleep(_POLL_S)
             else:
-                wanted = f"a {self._board.kinds[0]}" if self._board.kinds else "a GPU"
-                raise CuteKernelsError(f"there is no {wanted.removeprefix('a ')} to tune on{self._last}")
+                what = self._board.kinds[0] if self._board.kinds else "GPU"
+                raise CuteKernelsError(
+                    f"there is no {what} to tune on{self._last}; start one, or predict for it on a machine without it"
+                )
 
     def settle(self) -> None:
         limit = time.monotonic() + _SETTLE_S

@@ -27,6 +27,7 @@ from cutekernels.op import Config, Op, Problem
 ATTEMPTS = ("ok", "compile_error", "wrong_result", "crashed", "timeout", "pruned")
 """Statuses that count against a task's budget; ``invalid`` costs nothing."""
 
+_NEIGHBOURS = 3  # winners of the nearest problems that a search tries first
 _REMOTE_STATUS = {"CompileError": "compile_error", "InvalidConfig": "invalid", "WrongResult": "wrong_result"}
 _MACHINES = (
     "CompilerKilled",
@@ -92,7 +93,7 @@ class TaskHistory:
             return None
         return config
 
-    def seeds(self, neighbours: int = 3) -> list[Config]:
+    def seeds(self) -> list[Config]:
         """Configs to try first: what serves this problem, then winners of the nearest with the same static fields."""
         found: list[tuple[float, str, Trial]] = []
         for trial in self._store.winners(gpu=self.gpu.name, op=self.op.name, revision=self.op.revision):
@@ -103,7 +104,7 @@ class TaskHistory:
             if other.static() == self.problem.static():
                 found.append((octaves(self.problem, other), trial.problem, trial))
         found.sort(key=lambda row: row[:2])
-        configs = [self.config_of(trial) for _, _, trial in found[: neighbours + 1]]
+        configs = [self.config_of(trial) for _, _, trial in found[: _NEIGHBOURS + 1]]
         return list(dict.fromkeys([*self.serving(), *(c for c in configs if c is not None)]))
 
     # -- writing

@@ -29,7 +29,7 @@ from __future__ import annotations
 import errno
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import resources
 from itertools import product
 from pathlib import Path
@@ -71,11 +71,21 @@ class Job:
     source: str = ""
     ranked: bool = False  # whether the tasks stand in the order in which to begin them
 
+    def with_trials(self, trials: int) -> Job:
+        """The job with so many attempts for each task. Raises JobError for a number that is none."""
+        checked = checked_trials(trials, "trials")
+        return replace(self, tasks=tuple(replace(task, trials=checked) for task in self.tasks))
+
 
 def bundled() -> tuple[str, ...]:
     """Names of the job files that come with the package."""
     folder = resources.files("cutekernels.autotune") / "jobs"
     return tuple(sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")))
+
+
+def bundled_text(name: str) -> str:
+    """The text of a job file that comes with the package."""
+    return (resources.files("cutekernels.autotune") / "jobs" / f"{name}.toml").read_text(encoding="utf-8")
 
 
 def load(job: str | Path, *, find: FindOp | None = None) -> Job:
@@ -96,8 +106,7 @@ def load(job: str | Path, *, find: FindOp | None = None) -> Job:
     if text is not None:
         return parse(text, str(path), find=find)
     if str(job) in bundled():
-        text = (resources.files("cutekernels.autotune") / "jobs" / f"{job}.toml").read_text(encoding="utf-8")
-        return parse(text, f"{job}.toml (bundled)", find=find)
+        return parse(bundled_text(str(job)), f"{job}.toml (bundled)", find=find)
     raise JobError(f"{_shown(str(job))} is neither a file nor a bundled job; bundled: {', '.join(bundled())}")
 
 

@@ -16,7 +16,7 @@ FLUSH_S = 1.0  # a killed run loses the attempts of at most this long
 
 
 class Ledger(Store):
-    """A store whose :meth:`record` waits; every other call, and the end, writes first what waits. For many threads."""
+    """A store whose :meth:`record` waits. Reads, :meth:`crown` and closing write first what waits. For many threads."""
 
     def __init__(self, url: str | os.PathLike[str] | None = None) -> None:
         super().__init__(url)
@@ -25,7 +25,10 @@ class Ledger(Store):
         self._lock = threading.RLock()
 
     def record(self, trials: Iterable[Trial]) -> int:
-        """Take trials; those that come within a second of the last writing are stored with later ones."""
+        """Take trials, and return their number.
+
+        Those within a second of the last writing are stored with later ones.
+        """
         batch = list(trials)
         with self._lock:
             self._waiting += batch

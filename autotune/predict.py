@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field
 
-from cutekernels.autotune import outlook
+from cutekernels.autotune import departures
 from cutekernels.autotune.history import TaskHistory, status_of
 from cutekernels.autotune.job import Task
 from cutekernels.autotune.report import TaskReport
@@ -26,7 +26,6 @@ from cutekernels.gpu import GpuSpec
 from cutekernels.isolate import ChildFailure
 from cutekernels.op import Config
 
-_FLUSH_S = 1.0  # seconds between stores; one transaction per row would cost as much as a compile
 _AHEAD = 4  # compiles queued per process: keeps them busy, yet a spent budget ends the run promptly
 
 
@@ -52,14 +51,12 @@ class Prediction:
     _attempts: Counter[str] = field(default_factory=Counter)
     _rows: dict[Config, Trial] = field(default_factory=dict)
     _spoiled: dict[Config, str] = field(default_factory=dict)  # compiles that the machine spoiled, and how
-    _unstored: list[Trial] = field(default_factory=list)
-    _stored_at: float = 0.0
     _default: Config | None = None
 
     def run(self) -> TaskReport:
         """Compile, rank, store the winner and report. Rows are written on the way."""
         op, problem = self.task.op, self.task.problem
-        begin = self._stored_at = self.clock()
+        begin = self.clock()
         default = self._default = op.check(problem, op.default(problem, self.gpu), self.gpu)
         own = (c for c in op.valid(problem, self.gpu) if not c.vendors)
         estimates = {c: op.estimate_us(problem, c, self.gpu) for c in own}
@@ -69,10 +66,7 @@ class Prediction:
             self._rows = self._remembered()
         todo = [c for c in ranked if c not in self._rows]
         resumed = len(ranked) - len(todo)
-        try:
-            self._compile_all(todo, estimates, len(ranked))
-        finally:
-            self._flush()
+        self._compile_all(todo, estimates, len(ranked))
         late = any(c not in self._rows for c in ranked)
         fine = [c for c in ranked if c in self._rows and self._rows[c].status == "ok"]
         winner = self.history.winner()
@@ -145,22 +139,14 @@ class Prediction:
 
     def _why(self, config: Config) -> str:
         assert self._default is not None
-        return outlook.reason(self.task.op, self.task.problem, self.gpu, self._default, config)
+        return departures.reason(self.task.op, self.task.problem, self.gpu, self._default, config)
 
     def _note(self, config: Config, trial: Trial, wanted: int) -> None:
         self._rows[config] = trial
         self._spoiled.pop(config, None)
         self._attempts[trial.status] += 1
-        self._unstored.append(trial)
-        if self.clock() - self._stored_at >= _FLUSH_S:
-            self._flush()
+        self.history.record([trial])
         self.on_trial(trial, len(self._rows), wanted)
-
-    def _flush(self) -> None:
-        if self._unstored:
-            self.history.record(self._unstored)
-            self._unstored = []
-        self._stored_at = self.clock()
 
     def _late(self) -> bool:
         return self.deadline is not None and self.clock() >= self.deadline

@@ -1,8 +1,8 @@
 """The GPUs of a Ray cluster as a :class:`~cutekernels.autotune.fleet.Fleet`: an actor with one GPU for each seat.
 
 Only measuring and compiling happen there; the search runs in the driver, the only process that writes, so that nodes
-need neither the database nor a way to it. A node that dies takes the attempt in flight with it: its task goes to
-another GPU of that kind, its seats come back when it does, and nodes that join are found.
+need neither the database nor a way to it. A node that dies takes its attempts in flight with it: their tasks go to
+other GPUs of that kind, its seats come back when it does, and nodes that join are found.
 
 A seat is bound to its node, and the actor says which GPU it got: Ray's accelerator types tell an A100 of 40 GB from
 one of 80 GB no more than the GeForce cards from each other. They only say that two seats have the same kind.

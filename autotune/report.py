@@ -12,21 +12,15 @@ from cutekernels.db.store import Trial
 if TYPE_CHECKING:
     from rich.table import Table
 
-STATES = {
-    "tuned": "measured in this run, winner crowned",
-    "predicted": "compiled and ranked by the model, best crowned as predicted",
-    "done": "nothing to do: earlier runs measured or compiled enough",
-    "unfinished": "the time budget ended first; run again to go on",
-    "failed": "no winner; the message says why",
-}
-
 
 @dataclass(frozen=True)
 class TaskReport:
     """One task's outcome.
 
     Attributes:
-        state: a key of :data:`STATES`.
+        state: "tuned": measured in this run, winner crowned; "predicted": compiled and ranked by the model, the best
+            crowned as predicted; "done": earlier runs did enough; "unfinished": run again to go on, the message may say
+            why; "failed": no winner, the message says why.
         winner: the crowned trial, if there is one.
         default: the default config's text, to tell whether the winner is it.
         attempts: number of rows this run wrote, by status; configs that a rule refused count as ``invalid``.

@@ -16,7 +16,7 @@ from cutekernels import environment
 from cutekernels import gpu as gpus
 from cutekernels.autotune.fleet import Board, Fleet, LocalFleet, OneSlot, Slot, hand_out
 from cutekernels.autotune.history import TaskHistory
-from cutekernels.autotune.job import MOST_SECONDS, Job, Task, checked_trials, load
+from cutekernels.autotune.job import MOST_SECONDS, Job, Task, load
 from cutekernels.autotune.ledger import Ledger
 from cutekernels.autotune.predict import Prediction
 from cutekernels.autotune.report import TaskReport, TuneReport
@@ -114,11 +114,11 @@ def tune(
         StoreError: the database cannot be opened or written.
     """
     loaded = job if isinstance(job, Job) else load(job)
-    wanted = gpus.lookup(gpu) if fleet is None or gpu.strip().lower() != "auto" else None
+    wanted = gpus.lookup(gpu) if fleet is None or not gpus.is_auto(gpu) else None
     begin = clock()
     budget = loaded.budget_s if budget_s is None else budget_s
     if trials is not None:
-        loaded = replace(loaded, tasks=tuple(replace(t, trials=checked_trials(trials, "trials")) for t in loaded.tasks))
+        loaded = loaded.with_trials(trials)
     if budget is not None and not 0 <= budget < MOST_SECONDS:
         raise JobError(f"budget_s must be a number of seconds from 0 up, at most a year; it is {budget}")
     end = None if budget is None else begin + budget

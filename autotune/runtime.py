@@ -242,7 +242,7 @@ class LocalRuntime:
         self.close()
 
 
-def compile_candidate(request: tuple[str, str, str, GpuSpec]) -> Facts:
+def compile_candidate(request: Compile) -> Facts:
     """Inside a compiler process: put the kernel's object into the disk cache, unless it is there.
 
     The request holds the whole GpuSpec: this process sees no GPU, and a GPU may be missing from the table.

@@ -1,7 +1,7 @@
 """One task on a GPU that is present: suggest, compile ahead, measure, race, final round, winner.
 
-The coordinator is one thread. It keeps a few candidates compiling while the GPU measures those that are ready, one
-at a time::
+A search is one thread of the coordinator. It keeps a few candidates compiling while the GPU measures those that are
+ready, one at a time::
 
     suggest -> why_not -> compile pool -> static facts -> worker: verify, time beside default and incumbent -> row
 

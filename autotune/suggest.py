@@ -31,11 +31,11 @@ def is_shape(knob: str) -> bool:
 class ListSampler(optuna.samplers.BaseSampler):
     """Samples from a list: the relative search space is the whole space, and each sample a row of ``chooser``."""
 
-    def __init__(self, valid: Sequence[Config], chooser: Chooser, spread: dict[str, Any]) -> None:
-        self._valid, self._chooser, self._spread = valid, chooser, spread
+    def __init__(self, valid: Sequence[Config], chooser: Chooser, distributions: dict[str, Any]) -> None:
+        self._valid, self._chooser, self._distributions = valid, chooser, distributions
 
     def infer_relative_search_space(self, study: Any, trial: Any) -> dict[str, Any]:
-        return self._spread
+        return self._distributions
 
     def sample_relative(self, study: Any, trial: Any, search_space: dict[str, Any]) -> dict[str, Any]:
         row = self._chooser.next()
@@ -73,7 +73,7 @@ _enumerating = threading.Lock()
 
 
 def space(op: Op[Any, Any], problem: Problem, gpu: GpuSpec) -> Space:
-    """The space of one task. Enumerating takes up to seconds: the next task's is done while one is measured."""
+    """The space of one task, which takes up to seconds. The lock keeps two lanes from enumerating one space twice."""
     with _enumerating:
         return _space(op, problem, gpu)
 
@@ -103,15 +103,14 @@ class Suggester:
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._kind = kind
-        space = kind.space()
         self._rows = {config: row for row, config in enumerate(valid)}
         knobs, shapes = _described(valid)
         named = [self._rows[c] for c in seeds if c in self._rows]
         self._chooser = Chooser(knobs, estimates_us, [*named, *spread(knobs, shapes, estimates_us, MODEL_SEEDS)])
-        self._spread: dict[str, Any] = {
-            name: optuna.distributions.CategoricalDistribution(vs) for name, vs in space.items()
+        self._distributions: dict[str, Any] = {
+            name: optuna.distributions.CategoricalDistribution(vs) for name, vs in kind.space().items()
         }
-        self._study = optuna.create_study(sampler=ListSampler(valid, self._chooser, self._spread))
+        self._study = optuna.create_study(sampler=ListSampler(valid, self._chooser, self._distributions))
         self._asked: dict[Config, Any] = {}
 
     @property
@@ -132,15 +131,15 @@ class Suggester:
         if trial is not None:
             self._study.tell(trial, value, state=state)
             return
-        params = {name: getattr(config, name) for name in self._spread}
-        made = optuna.trial.create_trial(state=state, value=value, params=params, distributions=self._spread)
+        params = {name: getattr(config, name) for name in self._distributions}
+        made = optuna.trial.create_trial(state=state, value=value, params=params, distributions=self._distributions)
         self._study.add_trial(made)
 
     def next(self) -> Config | None:
         """A valid config not given out before; None when there is none left."""
         if not self.untried:
             return None
-        trial = self._study.ask(self._spread)
+        trial = self._study.ask(self._distributions)
         config = self._kind(**trial.params)
         self._asked[config] = trial
         return config

@@ -126,7 +126,7 @@ class _Bench:
             self._vendor = self._vendor_round()
 
     def measure(self, request: Measure) -> dict[str, Outcome]:
-        self.load(request)  # as a rule this has been done
+        self.load(request)  # a no-op after Load; a fresh process may skip that request
         rounds = {text: self._rounds[text] for text in request.configs if text in self._rounds}
         race = request.race if all(text in rounds for text in request.race) else ()
         watch = Watch.current() if request.final else None

@@ -67,7 +67,7 @@ def recorded(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def load(folder: Path = SWEEPS) -> list[Sweep]:
-    """The sweeps in ``folder``, but those of fewer than twelve configs, where any order does."""
+    """The sweeps in ``folder``, except those of fewer than twelve configs, where every order does equally well."""
     found: dict[tuple[str, str], list[dict[str, object]]] = {}
     for row in recorded(folder):
         if {"op", "problem", "config", "model_us", "default"} <= row.keys():

@@ -56,7 +56,7 @@ class Plan:
 class Timer:
     """Clocks for the device and the host; tests replace them."""
 
-    prepare: measure.Prepare = measure.GraphRound
+    prepare: measure.MakeRound = measure.GraphRound
     cpu_us: Callable[..., Samples] = measure.cpu_us_per_call
 
 

@@ -1,7 +1,7 @@
 """The practical limit of memory: a kernel that only loads and stores as many bytes as the op, in the same proportion.
 
 torch's copy is no reference (docs/notes/trunk.md#streaming). The best shape depends on size and proportion, so each of
- ``VARIANTS`` is a contender of its own, timed in the same rounds as the others; ``stream_fraction`` in a row refers
+``VARIANTS`` is a contender of its own, timed in the same rounds as the others; ``stream_fraction`` in a row refers
 to the best of them. Its launches depend on each other as those of our kernels do.
 """
 

@@ -115,7 +115,7 @@ class Catalog:
         try:
             return gpus.lookup(name).name
         except UnknownGpu as error:
-            if name.strip().lower() == "auto":
+            if gpus.is_auto(name):
                 raise
             known = [*(g.name for g in gpus.GPUS), *gpus.ALIASES, *also]
             raise UnknownGpu(f"{near(name.lower(), known)}{error}") from None

@@ -169,7 +169,7 @@ def explain(
 
 @app.command()
 def gpus(format: As = Format.table) -> None:
-    """List the GPUs that --gpu takes, with the rates the models use."""
+    """List the GPUs that --gpu takes, with figures from their data sheets."""
     from cutekernels.gpu import ALIASES, GPUS
 
     also: dict[str, list[str]] = {}
@@ -193,15 +193,15 @@ def gpus(format: As = Format.table) -> None:
 @app.command()
 def jobs(format: As = Format.table) -> None:
     """List the bundled tuning jobs that `tune` takes by name."""
+    from cutekernels.autotune.job import bundled, bundled_text
+
     rows = []
-    for file in sorted(
-        (Path(__file__).resolve().parents[1] / "autotune" / "jobs").glob("*.toml"), key=lambda f: f.stem
-    ):
-        job = tomllib.loads(file.read_text())
+    for name in bundled():
+        job = tomllib.loads(bundled_text(name))
         tasks = job.get("tasks", [])
         ops = dict.fromkeys(task["op"] for task in tasks)
         count = sum(len(t.get("problems", ())) + _combinations(t.get("grid")) for t in tasks)
-        rows.append({"job": file.stem, "problems": count, "ops": " ".join(ops)})
+        rows.append({"job": name, "problems": count, "ops": " ".join(ops)})
     terminal.write(rows, format, pipe_width=terminal.NARROW)
 
 

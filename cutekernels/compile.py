@@ -85,16 +85,6 @@ def prepare(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec) -> Facts:
     return entry[1] if entry is not None else _build(op, p, c, gpu, key)[0]
 
 
-def compile_task(request: tuple[str, str, str, str]) -> Facts:
-    """:func:`prepare` for a child process; ``request`` is ``(op name, problem, config, GPU name)`` as text."""
-    registry = importlib.import_module("cutekernels.ops.registry")
-    from cutekernels import gpu as gpus
-
-    name, problem, config, gpu_name = request
-    op = registry.get(name)
-    return prepare(op, op.Problem.parse(problem), op.Config.parse(config), gpus.lookup(gpu_name))
-
-
 def cache_key(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec) -> str:
     """Names a compiled object by all it was made from."""
     made_from = [op.name, str(gpu), p.static(), str(c), source_fingerprint(type(op))]

@@ -159,7 +159,7 @@ def lookup(name: str) -> GpuSpec:
         UnknownGpu: no such row, or ``auto`` where no CUDA device is present.
     """
     key = name.strip().lower()
-    if key == "auto":
+    if is_auto(name):
         return detect()
     cap = re.fullmatch(r"(.+)-([1-9][0-9]{0,3})kib", key)
     if cap is not None:
@@ -174,6 +174,11 @@ def lookup(name: str) -> GpuSpec:
 
 
 @cache
+def is_auto(name: str) -> bool:
+    """Whether ``name`` stands for the machine's own GPU."""
+    return name.strip().lower() == "auto"
+
+
 def detect(device: int | None = None) -> GpuSpec:
     """The GPU in this machine: its row of the table, or a description from its device properties.
 

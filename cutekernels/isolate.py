@@ -40,8 +40,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NoReturn, Self
 
@@ -373,23 +373,6 @@ class Pool:
     def submit(self, task: Any, deadline_s: float) -> Future[Any]:
         """Queues one task; the future holds its reply or one of the :class:`ChildFailure` errors."""
         return self._threads.submit(self._work, task, deadline_s)
-
-    def run(self, tasks: Iterable[Any], deadline_s: float) -> Iterator[tuple[int, Any]]:
-        """``(index, reply)`` of each task as it completes; a failed task yields its ChildFailure as the reply.
-
-        All tasks are queued at once and go on while the caller handles a result. Leaving the loop early, by
-        ``break`` or an exception, drops the tasks not yet begun.
-        """
-        index_of = {self.submit(task, deadline_s): index for index, task in enumerate(tasks)}
-        try:
-            for future in as_completed(list(index_of)):
-                error = future.exception()
-                if error is not None and not isinstance(error, ChildFailure):
-                    raise error
-                yield index_of.pop(future), error if error is not None else future.result()
-        finally:
-            for future in index_of:
-                future.cancel()
 
     def _work(self, task: Any, deadline_s: float) -> Any:
         child = self._idle.get()

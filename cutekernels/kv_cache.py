@@ -13,7 +13,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention.decode import check_page_size
 from cutekernels.ops.kv_append.api import kv_append
-from cutekernels.ops.kv_append.op import LENGTHS, LOST, KvAppendConfig
+from cutekernels.ops.kv_append.op import LENGTHS, LOST, STATE_ROWS, KvAppendConfig
 from cutekernels.ops.shared.checks import check_tensor
 
 NO_PAGE = -1  # an entry of a page table without a page
@@ -95,7 +95,7 @@ class KVCache:
                 )
             check_page_size(k_cache.shape[1])
             batch = page_table.shape[0]
-        states = torch.zeros((1, 3, batch), dtype=torch.int32, device=k_cache.device)
+        states = torch.zeros((1, STATE_ROWS, batch), dtype=torch.int32, device=k_cache.device)
         self._set(k_cache, v_cache, page_table, states, 0, None)
 
     def _set(
@@ -208,7 +208,7 @@ class KVCache:
         """
         _check_sizes(layers=(layers, 1))
         first = cls.paged(batch, room, heads, head_dim, page_size=page_size, pages=pages, dtype=dtype, device=device)
-        states = torch.zeros((layers, 3, batch), dtype=torch.int32, device=first.k_cache.device)
+        states = torch.zeros((layers, STATE_ROWS, batch), dtype=torch.int32, device=first.k_cache.device)
         found = [first]
         for _ in range(layers - 1):
             k, v = torch.empty_like(first.k_cache), torch.empty_like(first.v_cache)

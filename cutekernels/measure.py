@@ -132,7 +132,7 @@ class Round(Protocol):
     def __call__(self) -> float: ...
 
 
-Prepare = Callable[[Sequence[Launch], float], Round]
+MakeRound = Callable[[Sequence[Launch], float], Round]
 
 
 def time_interleaved(
@@ -146,7 +146,7 @@ def time_interleaved(
     duty: float = 1.0,
     after_round: Callable[[], object] | None = None,
     seed: int = 0,
-    prepare: Prepare | None = None,
+    prepare: MakeRound | None = None,
 ) -> dict[str, Samples]:
     """Device time per launch of each candidate, measured in interleaved rounds.
 

@@ -57,7 +57,7 @@ class Rates:
 
 
 REVISION = 1
-"""Of a calibrated rate's meaning. Raise it when a fitted row or a probe changes, and earlier calibrations lapse."""
+"""Revision of what calibrated rates mean. Raise it when a fitted row or a probe changes: earlier ones then lapse."""
 MOST_OFF = 3.0
 """Limit on a calibrated rate over the scaled one, and the inverse: beyond it, it is refused."""
 

@@ -3,7 +3,10 @@
 Where a line belongs::
 
     uuid7.py      ids that sort by time and never collide between machines
-    trial.py      Trial, Gpu, Environment: the records, their rules, their text form (JSON lines)
+    trial.py      Trial, Gpu, Environment: the records and their rules
+    certificate.py  Certificate: the final round that chose a winner
+    rate.py       Rate: one calibrated speed of a GPU's part
+    lines.py      trials as JSON lines, full or slim
     sqlite.py     SQLite files: safe journal modes, damage, network filesystems, read-only opening
     models.py     the tables (SQLAlchemy 2)
     migrations/   changes of the tables (Alembic), one file each
@@ -14,6 +17,8 @@ Where a line belongs::
     snapshot.py   winners that a dispatcher loads once: read-only, standard library only, never raises
     shipped/      winners that travel with the package, one JSON-lines file per GPU
     cli.py        ``cutekernels db``
+    listing.py    its tables, within 80 columns
+    html_report.py  ``cutekernels db report``
 
 This package knows neither ops nor torch: problems and configs are text here, whose meaning a catalog from above tells
 the reader. Nothing heavy is imported in this file, so that a dispatcher's snapshot loads no SQLAlchemy.

@@ -186,7 +186,7 @@ def report(
         page = html_report.page(opened, gpu=gpu, op=op, problem=problem)
         with file_errors(file):
             replace_file(Path(file), page)
-    terminal.say(f"written to {file}; it needs nothing else to be looked at")
+    terminal.say(f"written to {file}; open it in a browser; it loads nothing else")
 
 
 @app.command()

@@ -93,6 +93,7 @@ def _pictures(
     yield (
         "Time by status",
         "Where the tuner's time went: seconds from one row of a task to the next, by how the attempt ended. "
+        "Tasks overlap in lanes, so the sum can exceed the run's own time. "
         f"Gaps above {_PAUSE_S:.0f} s lie between runs and are left out.",
         *_time_by_status(trials),
     )

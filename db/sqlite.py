@@ -25,7 +25,7 @@ READ_LIMIT_S = 120.0  # of one read-only connection, which stays open for one tr
 
 SUFFIXES = ("-journal", "-wal", "-shm")
 
-_TIME_STEP_S = 0.03  # three times the coarsest kernel clock
+TIME_STEP_S = 0.03  # three times the coarsest kernel clock
 _URL_PREFIX = "sqlite:///"
 _MAGIC = b"SQLite format 3\x00"
 _FORK_PATIENCE_S = 120.0
@@ -224,8 +224,8 @@ def stamp(path: Path) -> tuple[int, ...]:
     this waits for the next step, so that a later write changes the stamp.
     """
     age_s = time.time() - path.stat().st_mtime
-    if 0 <= age_s < _TIME_STEP_S:
-        time.sleep(_TIME_STEP_S - age_s)
+    if 0 <= age_s < TIME_STEP_S:
+        time.sleep(TIME_STEP_S - age_s)
     wal = Path(f"{path}-wal")
     file = path.stat()
     return file.st_ino, file.st_mtime_ns, file.st_size, wal.stat().st_size if wal.exists() else 0

@@ -301,7 +301,7 @@ def test_rules_are_told() -> None:
         ("h200", "tile_own=256", "registers"),
         ("l40s", "tile_own=128 warps=8 tile_walked=64 ctas_per_sm=1", "shared memory"),
         ("h200", "warps=8", "rows each"),
-        ("h200", "ctas_per_sm=1", "say so"),
+        ("h200", "ctas_per_sm=1", "one more CTA"),
     ):
         words = dict(word.split("=") for word in change.split())
         with pytest.raises(InvalidConfig, match=message):

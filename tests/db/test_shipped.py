@@ -7,7 +7,7 @@ from importlib.resources import files
 import pytest
 
 from cutekernels import dispatch, gpu
-from cutekernels.autotune import outlook
+from cutekernels.autotune import departures
 from cutekernels.autotune.job import load
 from cutekernels.autotune.search import prune_reason
 from cutekernels.backends import Facts
@@ -79,7 +79,7 @@ def test_predictions_are_of_the_four_models_jobs(name: str) -> None:
     for trial in (t for t in rows if t.message):
         op = registry.get(trial.op)
         problem, config = op.Problem.parse(trial.problem), op.Config.parse(trial.config)
-        assert outlook.reason(op, problem, spec, op.default(problem, spec), config) == trial.message
+        assert departures.reason(op, problem, spec, op.default(problem, spec), config) == trial.message
 
 
 def test_predictions_are_small() -> None:

@@ -22,13 +22,13 @@ import pytest
 from cutekernels import cli
 from cutekernels import compile as compiler
 from cutekernels import gpu as gpus
+from cutekernels.autotune import runtime
 from cutekernels.backends import Artifact, Facts
 from cutekernels.errors import (
     CacheUnusable,
     CompileError,
     CompilerKilled,
     InvalidConfig,
-    UnknownGpu,
     UnsupportedProblem,
 )
 from cutekernels.isolate import Child, Pool, RemoteError
@@ -532,7 +532,7 @@ def prepare_in_child(config: str) -> tuple[int, Facts]:
 class TestProcesses:
     def test_they_build_a_key_once_between_them(self) -> None:
         with Pool(f"{__name__}:prepare_in_child", 3) as pool:
-            replies = dict(pool.run([str(CONFIG)] * 9, 120))
+            replies = dict(enumerate(f.result(150) for f in [pool.submit(str(CONFIG), 120) for _ in range(9)]))
         assert len({pid for pid, _ in replies.values()}) == 3
         assert len(replies) == 9
         assert {facts for _, facts in replies.values()} == {FACTS}
@@ -542,12 +542,11 @@ class TestProcesses:
     def test_a_blind_child_compiles_gemm_and_this_process_loads_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         problem = GemmProblem.parse("m=64 n=64 k=64")
         config = GEMM.default(problem, H200)
-        with Child("cutekernels.compile:compile_task", env={"CUDA_VISIBLE_DEVICES": ""}) as child:
-            facts = child.ask(("gemm", str(problem), str(config), "h200"), 120)
+        with Child(runtime.COMPILE_TARGET, env={"CUDA_VISIBLE_DEVICES": ""}) as child:
+            facts = child.ask(("gemm", str(problem), str(config), H200), 120)
             for request, error in (
-                (("conv", "", "", "h200"), UnsupportedProblem),
-                (("gemm", str(problem), "tile_m=1", "h200"), InvalidConfig),
-                (("gemm", str(problem), str(config), "h300"), UnknownGpu),
+                (("conv", "", "", H200), UnsupportedProblem),
+                (("gemm", str(problem), "tile_m=1", H200), InvalidConfig),
             ):
                 with pytest.raises(RemoteError) as raised:
                     child.ask(request, 60)

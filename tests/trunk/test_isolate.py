@@ -9,7 +9,8 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
 
@@ -266,33 +267,40 @@ def test_a_closed_child_stays_closed(child: Child) -> None:
         child.ask(("echo", 1), 10)
 
 
+def replies(pool: Pool, tasks: Sequence[Any], deadline_s: float) -> Iterator[tuple[int, Any]]:
+    """``(index, reply or failure)`` of each task as it ends."""
+    index_of = {pool.submit(task, deadline_s): index for index, task in enumerate(tasks)}
+    for future in as_completed(index_of):
+        yield index_of[future], future.exception() or future.result()
+
+
 def test_pool_loses_only_the_tasks_that_fail() -> None:
     tasks = [("echo", 0), ("abort", None), ("echo", 2), ("raise", "k"), ("hang", 60), ("echo", 5), ("exit", 1)]
     with Pool(TARGET, 2) as pool:
-        outcomes = dict(pool.run(tasks, deadline_s=2))
+        outcomes = dict(replies(pool, tasks, 2))
         assert sorted(outcomes) == list(range(len(tasks)))
         assert [outcomes[i] for i in (0, 2, 5)] == [0, 2, 5]
         assert isinstance(outcomes[1], ChildDied)
         assert isinstance(outcomes[3], RemoteError)
         assert isinstance(outcomes[4], ChildTimeout)
         assert isinstance(outcomes[6], ChildDied)
-        again = dict(pool.run([("pid", None)] * 3, deadline_s=10))
+        again = dict(replies(pool, [("pid", None)] * 3, 10))
         assert len(set(again.values())) <= 2
 
 
 def test_pool_yields_as_completed() -> None:
     with Pool(TARGET, 2) as pool:
-        list(pool.run([("hang", 0.3)] * 2, 10))  # both processes warm
-        order = [index for index, _ in pool.run([("hang", 1.0), ("echo", 1), ("echo", 2)], 10)]
+        list(replies(pool, [("hang", 0.3)] * 2, 10))  # both processes warm
+        order = [index for index, _ in replies(pool, [("hang", 1.0), ("echo", 1), ("echo", 2)], 10)]
     assert order[-1] == 0
 
 
 def test_leaving_a_pool_early_kills_its_processes() -> None:
     begin = time.monotonic()
     with Pool(TARGET, 2) as pool:
-        pids = {pid for _, pid in pool.run([("pid", None), ("hang", 0.2), ("pid", None)], 10) if isinstance(pid, int)}
-        for _index, _reply in pool.run([("echo", 1), ("hang", 60), ("hang", 60), ("hang", 60)], 100):
-            break
+        asked = [("pid", None), ("hang", 0.2), ("pid", None)]
+        pids = {pid for _, pid in replies(pool, asked, 10) if isinstance(pid, int)}
+        next(replies(pool, [("echo", 1), ("hang", 60), ("hang", 60), ("hang", 60)], 100))
     assert time.monotonic() - begin < 20
     assert all(gone(pid) for pid in pids)
 
@@ -302,10 +310,10 @@ import os, sys
 from cutekernels.isolate import Child, Pool
 sys.path.insert(0, {here!r})
 with Pool({target!r}, 2) as pool:
-    for _, pid in pool.run([("pid", None)] * 2, 30):
-        print(pid, flush=True)
-    for _ in pool.run([("hang", 60)] * 4, 100):
-        pass
+    for pid in [pool.submit(("pid", None), 30) for _ in range(2)]:
+        print(pid.result(), flush=True)
+    for hung in [pool.submit(("hang", 60), 100) for _ in range(4)]:
+        hung.result()
 """
 
 

@@ -84,6 +84,11 @@ def test_every_file_is_in_the_wheel(tmp_path: Path) -> None:
     inside = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
     expected = {places[name.split("/")[0] + "/"] + name for name in names if not name.endswith(".md")}
     assert expected <= inside, f"not in the wheel: {sorted(expected - inside)}"
+    zipfile.ZipFile(next(tmp_path.glob("*.whl"))).extractall(tmp_path / "installed")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'installed')!r}); from cutekernels.cli import app; app()"
+    command = [sys.executable, "-c", code, "jobs", "--format", "csv"]
+    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "qwen2.5-7b" in told.stdout, f"an installed package lists its jobs: {told.stderr[-500:]}"
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
     missing = {name for name in names if not name.endswith(".md")} - packed

@@ -26,7 +26,7 @@ from cutekernels import compile as compiler
 from cutekernels import gpu as gpus
 from cutekernels.autotune import run as autotune_run
 from cutekernels.autotune.fleet import OneSlot
-from cutekernels.autotune.runtime import Measure, Outcome, Prepare
+from cutekernels.autotune.runtime import Measure, Outcome, Prepare, compile_candidate
 from cutekernels.backends import Artifact, Facts
 from cutekernels.db import snapshot as snapshots
 from cutekernels.db.store import Store
@@ -221,7 +221,7 @@ def test_the_dispatcher_and_the_cache_know_it() -> None:
     minus = dispatch.plan(SCALE, ScaleProblem(4, 8, "minus"), 0)
     assert minus.launch is not plan.launch
     assert len(list(compiler.directory().glob("*.listing"))) == 2
-    assert compiler.compile_task(("scale", "rows=4 cols=8", "block=2 ends=all", "l40s")) == Listing.facts
+    assert compile_candidate(("scale", "rows=4 cols=8", "block=2 ends=all", L40S)) == Listing.facts
     with pytest.raises(InvalidConfig, match="block=8 is more than the 4 rows there are"):
         dispatch.plan(SCALE, ScaleProblem(4, 8), 0, "block=8 ends=all")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cutekernels import gpu as gpus
-from cutekernels.autotune import outlook
+from cutekernels.autotune import departures
 from cutekernels.autotune.job import Job, load
 from cutekernels.autotune.run import tune
 from cutekernels.autotune.suggest import space
@@ -31,7 +31,7 @@ def test_each_knob_has_its_reason(tmp_path: Path) -> None:
     job = Job("one", (task(4), task(4, "m=32 n=64")))
     tune(job, "l40s", db=str(tmp_path / "t.db"), runtime=ToyMachine())
     with Store(tmp_path / "t.db") as store:
-        first, second = outlook.departures(job, L40S, store)
+        first, second = departures.departures(job, L40S, store)
         stored = store.winners()
     assert first.default == DEFAULT and first.predicted == ToyConfig(128, 8, False)
     assert first.why == (
@@ -52,9 +52,9 @@ def test_the_demo_shows_both_kinds() -> None:
 
 
 def test_the_demo_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(outlook, "load", lambda name: Job(name, (task(4),)))
+    monkeypatch.setattr(departures, "load", lambda name: Job(name, (task(4),)))
     tune(Job("one", (task(4),)), "l40s", runtime=ToyMachine())
-    outlook._tell("one", "l40s")
+    departures._tell("one", "l40s")
     said = capsys.readouterr().out
     assert "toy [m=16 n=64] on l40s" in said and "64.00 times faster by the model" in said
     assert "16 would take 8.00 times as long" in said

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cutekernels.autotune import outlook
+from cutekernels.autotune import departures
 from cutekernels.autotune.history import TaskHistory
 from cutekernels.autotune.predict import Prediction
 from cutekernels.autotune.report import TaskReport
@@ -185,9 +185,9 @@ class TestReasons:
         assert winner is not None and winner.message.startswith("64.00 times as fast by the model; tile 16 -> 128: 16")
 
     def test_a_small_gain_is_no_reason(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        gain = 1.02 * outlook.LEAST_GAIN
-        for factor, told in ((gain, True), (0.95 * outlook.LEAST_GAIN, False)):
+        gain = 1.02 * departures.LEAST_GAIN
+        for factor, told in ((gain, True), (0.95 * departures.LEAST_GAIN, False)):
             times = {DEFAULT: 10.0 * factor, RANKED[0]: 10.0}
             monkeypatch.setattr(type(TOY), "estimate_us", lambda self, p, c, gpu, t=times: t.get(c, 99.0))
-            assert bool(outlook.reason(TOY, PROBLEM, A100, DEFAULT, RANKED[0])) == told
-        assert outlook.reason(TOY, PROBLEM, A100, DEFAULT, DEFAULT) == ""
+            assert bool(departures.reason(TOY, PROBLEM, A100, DEFAULT, RANKED[0])) == told
+        assert departures.reason(TOY, PROBLEM, A100, DEFAULT, DEFAULT) == ""

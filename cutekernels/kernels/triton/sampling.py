@@ -1,8 +1,8 @@
 """Filtering logits before sampling: temperature, top-k, top-p and min-p without sorting the vocabulary.
 
 Each filter keeps what ranks at or above a threshold, so it is the threshold that is searched: the largest key (see
-``routing.ordered``) from which up there are enough, in number for top-k, in mass for top-p. A search fixes BITS bits of
-the key at a time, from the top: one pass over the row measures all FAN = 2^BITS candidates.
+``ordered`` of ``moe/route.py``) from which up there are enough, in number for top-k, in mass for top-p. A search fixes
+BITS bits of the key at a time, from the top: one pass over the row measures all FAN = 2^BITS candidates.
 
 Masses are whole numbers, exp(x - max) in units of 2^-40, so that their sums are exact: the tokens that are kept depend
 neither on the order of summation nor on the config. They are made from fp32 additions and multiplications alone, each

@@ -13,6 +13,7 @@ from cutekernels.kernels.cute.parts.attention_smem import WarpgroupBackwardSmem,
 from cutekernels.op import knob, plain, power_of_two
 from cutekernels.ops.attention.config import GROUP_ROWS, GROUP_WARPS, MOST_VALUES
 from cutekernels.ops.attention.problem import ORDER, AttentionProblem, BodiesConfig
+from cutekernels.ops.shared.occupancy import no_warpgroups
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -128,8 +129,7 @@ _LATE, _FULL = 0.4, 2.0  # share of the heaviest tile; tiles for each SM below w
 def warpgroup_unfit(p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: GpuSpec) -> Iterator[str]:
     """The rules that ``c`` breaks whatever the extents of ``p``."""
     groups = c.tile_own // GROUP_ROWS
-    if not (gpu.has_tma and gpu.has_wgmma):
-        yield f"{gpu.name} has no warpgroup MMA"
+    yield from no_warpgroups(gpu)
     if c.warps != GROUP_WARPS * groups:
         yield f"body=warpgroup has {GROUP_WARPS} warps for {GROUP_ROWS} rows: tile_own={c.tile_own} takes {4 * groups}"
         return

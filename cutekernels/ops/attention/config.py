@@ -18,6 +18,7 @@ from cutekernels.ops.attention.problem import (
     AttentionProblem,
     BodiesConfig,
 )
+from cutekernels.ops.shared.occupancy import no_warpgroups
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -129,8 +130,7 @@ def warpgroup_unfit(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> It
     groups = c.tile_q // GROUP_ROWS
     if p.page and p.page % c.tile_kv and c.tile_kv % p.page:
         yield f"tile_kv={c.tile_kv} is neither part nor multiple of a page of {p.page} keys"
-    if not (gpu.has_tma and gpu.has_wgmma):
-        yield f"{gpu.name} has no warpgroup MMA"
+    yield from no_warpgroups(gpu)
     if c.warps != GROUP_WARPS * groups:
         yield f"body=warpgroup has {GROUP_WARPS} warps for {GROUP_ROWS} queries: tile_q={c.tile_q} takes {4 * groups}"
         return

@@ -23,6 +23,7 @@ from cutekernels.ops.attention.backward import ATTENTION_BACKWARD, depth
 from cutekernels.ops.attention.backward_config import AttentionBackwardProblem, passes
 from cutekernels.ops.attention.config import GROUP_ROWS
 from cutekernels.ops.attention.problem import AttentionOp, AttentionProblem, score_factors
+from cutekernels.ops.shared.occupancy import no_warpgroups
 from cutekernels.ops.shared.per_stream import Workspace
 
 if TYPE_CHECKING:
@@ -93,8 +94,7 @@ class AttentionGradients(AttentionOp[AttentionGradientsProblem, AttentionGradien
             if c != CHAIN:
                 yield f"path=chain has no knobs: take [{CHAIN}]"
             return
-        if not (gpu.has_tma and gpu.has_wgmma):
-            yield f"{gpu.name} has no warpgroup MMA"
+        yield from no_warpgroups(gpu)
         if p.width not in WALKED:
             yield f"path=fused is for head dims of 40 to 64 and of 104 to 128; it is {p.head_dim}"
             return

@@ -18,6 +18,7 @@ from cutekernels.op import ladder
 from cutekernels.ops.gemm import prefetch
 from cutekernels.ops.gemm.problem import BODIES, ELEMENT_BYTES, GemmConfig, GemmProblem, spanned
 from cutekernels.ops.gemm.schedule import GRID_AXIS, PLAIN, Extras, Schedule, refused_layout
+from cutekernels.ops.shared.occupancy import no_warpgroups
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -56,8 +57,7 @@ class Specialized(Schedule):
     name = "specialized"
 
     def refused(self, p: GemmProblem, gpu: GpuSpec) -> Iterator[str]:
-        if not (gpu.has_tma and gpu.has_wgmma):
-            yield f"{gpu.name} has no warpgroup MMA"
+        yield from no_warpgroups(gpu)
         yield from refused_layout(self.name, p)
         if p.k == 0:
             yield "specialized takes a K of 8 or more"

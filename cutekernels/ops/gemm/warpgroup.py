@@ -25,6 +25,7 @@ from cutekernels.ops.gemm.problem import (
     spanned,
 )
 from cutekernels.ops.gemm.schedule import PLAIN, Extras, Schedule, extras_of, refused_layout, summed
+from cutekernels.ops.shared.occupancy import no_warpgroups
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -36,7 +37,6 @@ LEAST_EXTENT = 32  # rows and columns of out; fewer leave most of a tile idle
 MOST_SUMS = 192
 MOST_SUMS_FINISHED = 176  # with C, a bias or an activation
 MOST_SUMS_OF_THREE = 80  # where three groups leave a thread 160 registers
-_ROOM = 227 * 1024  # bytes of shared memory that the default chooses within
 BOXES, SOURCE_BOXES = 2, 4  # buffers of a group's results, and where C comes in through them
 
 
@@ -81,8 +81,7 @@ class Warpgroup(Schedule):
     coefficients: ClassVar[Coefficients] = Coefficients()
 
     def refused(self, p: GemmProblem, gpu: GpuSpec) -> Iterator[str]:
-        if not (gpu.has_tma and gpu.has_wgmma):
-            yield f"{gpu.name} has no warpgroup MMA"
+        yield from no_warpgroups(gpu)
         if min(p.a_align, p.b_align, p.out_align) < WIDEST:
             yield f"{self.name} takes operands with 16-byte aligned rows"
         if p.c != "none" and (p.c != p.out_major or p.c_align < WIDEST):
@@ -245,7 +244,7 @@ def shortlist(gpu: GpuSpec, extras: Extras) -> tuple[GemmConfig, ...]:
     """The two deepest pipelines of every tile; C's boxes may leave room for the second only."""
     deepest: dict[GemmConfig, list[GemmConfig]] = {}
     for c in spanned(WARPGROUP.name, raster=(1, 8), pdl=(True,)):
-        if WARPGROUP.smem(c).total_bytes <= _ROOM:
+        if WARPGROUP.smem(c).total_bytes <= gpu.smem_per_block_bytes:
             deepest.setdefault(c.replace(stages=3), []).append(c)
     among = (c for found in deepest.values() for c in sorted(found, key=lambda c: -c.stages)[:2])
     return tuple(c for c in among if next(WARPGROUP.unfit(c, gpu, extras), None) is None)

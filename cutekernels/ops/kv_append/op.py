@@ -25,7 +25,7 @@ from cutekernels.ops.shared.triton_op import placed
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
-LENGTHS, LOST, TICKETS = range(3)  # the rows of a state
+LENGTHS, LOST, _ = range(STATE_ROWS := 3)  # the rows of a state; the last are tickets
 
 
 # ---- declaration ----------------------------------------------------------------------------------------

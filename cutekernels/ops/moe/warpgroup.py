@@ -19,6 +19,7 @@ from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
 from cutekernels.ops.gemm.problem import BODIES, ELEMENT_BYTES, WIDEST, GemmConfig, GemmProblem, spanned
 from cutekernels.ops.gemm.schedule import PLAIN, Extras
 from cutekernels.ops.gemm.warpgroup import GROUP_ROWS, LEAST_EXTENT, Coefficients, Warpgroup, cluster_tiles, sharing
+from cutekernels.ops.shared.occupancy import no_warpgroups
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -48,8 +49,7 @@ class GroupsSchedule(Warpgroup):
     )
 
     def refused(self, p: GemmProblem, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
-        if not (gpu.has_tma and gpu.has_wgmma):
-            yield f"{gpu.name} has no warpgroup MMA"
+        yield from no_warpgroups(gpu)
         if min(p.a_align, p.b_align, p.out_align) < WIDEST:
             yield f"{self.name} takes operands with 16-byte aligned rows"
 

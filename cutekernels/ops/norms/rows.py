@@ -132,6 +132,7 @@ _CHUNKS = (1024, 8192)
 _PERSISTENT_TILES = (2048, 4096)  # elements
 _LEAST_STAYING = 8  # elements of a thread
 _IN_FLIGHT = (24 << 10, 128 << 10)  # bytes copied ahead on one SM
+_OTHER_SMEM = 1024  # bytes of a program, beside what it copies ahead
 _REGISTERS = 28  # of a thread, beside its tile
 
 
@@ -240,7 +241,8 @@ class NormOp(TritonOp[N, NormConfig]):
         if c.stages > 1 and (p.layout == "strided" or p.align < 4):
             return "copies ahead are of 4 bytes or more: stages must be 1"
         ahead = (c.stages - 1) * tile * p.itemsize * self._rowed(p, self.inputs)
-        if ahead + 1024 > gpu.smem_per_block_bytes or c.per_sm * (ahead + 2048) > gpu.smem_per_sm_bytes:
+        own = ahead + _OTHER_SMEM
+        if own > gpu.smem_per_block_bytes or c.per_sm * (own + gpu.SMEM_RESERVED_BYTES) > gpu.smem_per_sm_bytes:
             return f"{c.per_sm} programs on an SM copy {ahead} bytes each ahead; it has {gpu.smem_per_sm_bytes}"
         if c.per_sm > 1:
             if c.per_sm * c.warps > gpu.max_warps:

@@ -14,7 +14,7 @@ def occupancy_rules(gpu: GpuSpec, *, ctas: int, most: int, warps: int, registers
     yield from overflows(gpu, ctas=ctas, warps=warps, registers=registers, smem=smem)
     more = overflows(gpu, ctas=ctas + 1, warps=warps, registers=registers, smem=smem)
     if ctas < most and next(more, None) is None:
-        yield f"one more CTA than ctas_per_sm={ctas} fits on an SM: say so"
+        yield f"ctas_per_sm={ctas} leaves room for one more CTA on an SM: take {ctas + 1}"
 
 
 def overflows(gpu: GpuSpec, *, ctas: int, warps: int, registers: int, smem: int) -> Iterator[str]:
@@ -28,3 +28,9 @@ def overflows(gpu: GpuSpec, *, ctas: int, warps: int, registers: int, smem: int)
         yield f"{ctas} CTAs of {smem} bytes of shared memory exceed an SM's {gpu.smem_per_sm_bytes}"
     if ctas * warps > gpu.max_warps:
         yield f"{ctas} CTAs of {warps} warps exceed an SM's {gpu.max_warps}"
+
+
+def no_warpgroups(gpu: GpuSpec) -> Iterator[str]:
+    """The rule that a kernel by TMA and warpgroup MMA breaks on a GPU without them."""
+    if not (gpu.has_tma and gpu.has_wgmma):
+        yield f"{gpu.name} has no warpgroup MMA"
