@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from cutekernels import environment
 from cutekernels import gpu as gpus
@@ -129,12 +129,13 @@ class LocalFleet:
         device = self._devices[seat]
         spec = gpus.detect(device)
         name = None if device is None else self._names[device]
-        turns, cpus = Turns(), (self._jobs + 1) // len(self._devices)
-        count = self._lanes or lanes_of(spec, cpus)
+        turns, cpus, alone = Turns(), (self._jobs + 1) // len(self._devices), gpus.one_process(device)
+        count = 1 if alone else self._lanes or lanes_of(spec, cpus)
         with self._lock:
             if self._closed:
                 raise SlotLost(f"{seat.name}: the run is over")
-            made = [LocalRuntime(self._jobs, device=name, compilers=self.compilers, turns=turns) for _ in range(count)]
+            shared: Any = {"device": name, "compilers": self.compilers, "turns": turns, "warm": not alone}
+            made = [LocalRuntime(self._jobs, **shared) for _ in range(count)]
             self._open += made
         return Slot(spec, self._environment, made, lambda: _close(made))
 

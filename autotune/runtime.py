@@ -158,6 +158,7 @@ class LocalRuntime:
         device: the one GPU that the worker sees, as ``CUDA_VISIBLE_DEVICES`` names it; None for all that are visible.
         compilers: those of the host, shared with other runtimes; None for its own.
         turns: of the GPU, shared with other runtimes on it; None where it is alone.
+        warm: whether spares make their CUDA context ahead; not where the driver lets one process alone have one.
 
     Raises:
         CacheUnusable: no kernel could be compiled.
@@ -170,7 +171,9 @@ class LocalRuntime:
         device: str | None = None,
         compilers: Compilers | None = None,
         turns: Turns | None = None,
+        warm: bool = True,
     ) -> None:
+        self._warm = warm
         self._turns = Turns() if turns is None else turns
         self._shared = compilers is not None
         self._compilers = Compilers(jobs) if compilers is None else compilers
@@ -202,8 +205,9 @@ class LocalRuntime:
     def _warmed(self, spare: Child) -> None:
         with suppress(ChildFailure):  # the request that needs it starts it again, and reports why it cannot
             spare.start()
-            with self._turns.together():
-                spare.ask(Warm(), PREPARE_DEADLINE_S)
+            if self._warm:
+                with self._turns.together():
+                    spare.ask(Warm(), PREPARE_DEADLINE_S)
 
     def measure(self, request: Measure) -> dict[str, Outcome]:
         try:

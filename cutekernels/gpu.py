@@ -16,6 +16,7 @@ from cutekernels.errors import UnknownGpu
 KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
+_COMPUTE_MODE, _EXCLUSIVE_PROCESS = 20, 3  # CU_DEVICE_ATTRIBUTE_COMPUTE_MODE, and one of its values
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +204,23 @@ def present(spec: GpuSpec) -> bool:
 def stands_for(spec: GpuSpec, own: GpuSpec) -> bool:
     """Whether what is measured on ``own`` holds for ``spec``: the same GPU, or ``own`` confined."""
     return spec in (own, own if spec.smem_cap_bytes is None else own.limited(spec.smem_cap_bytes // KIB))
+
+
+def one_process(device: int | None = None) -> bool:
+    """Whether the driver lets one process alone use a GPU of this machine: compute mode ``EXCLUSIVE_PROCESS``."""
+    import ctypes
+
+    import torch
+
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # no driver, no GPU
+        return False
+    mode = ctypes.c_int()
+    index = torch.cuda.current_device() if device is None else device
+    if driver.cuInit(0) or driver.cuDeviceGetAttribute(ctypes.byref(mode), _COMPUTE_MODE, index):
+        return False
+    return mode.value == _EXCLUSIVE_PROCESS
 
 
 def describe(properties: Any) -> GpuSpec:

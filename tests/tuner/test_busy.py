@@ -116,6 +116,20 @@ def test_lanes_follow_memory_and_cpus() -> None:
     assert lanes_of(replace(H200, memory_bytes=8 << 30), 64) == 1
 
 
+def test_a_gpu_for_one_process_has_one_lane_and_no_context_ahead(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "one_process", lambda device=None: True)
+    one = LocalFleet(None, 1, lanes=4)
+    try:
+        (lane,) = one.open(one.seats()[0]).lanes
+        assert isinstance(lane, LocalRuntime)
+        lane.measure(Measure(Prepare("toy", str(PROBLEM), H200), (str(DEFAULT),), rounds=2))
+        for thread in lane._starting:
+            thread.join()
+        assert len({w.pid for w in done(log) if w.what == "context"}) == 1
+    finally:
+        one.close()
+
+
 class TestTurns:
     def test_many_prepare_at_a_time(self) -> None:
         turns, both, met = Turns(), threading.Barrier(2, timeout=5), []

@@ -11,7 +11,7 @@ import torch
 
 from cutekernels import measure
 from cutekernels.autotune import worker
-from cutekernels.autotune.runtime import Measure, Prepare
+from cutekernels.autotune.runtime import Load, Measure, Prepare
 from cutekernels.errors import UnknownGpu
 from tests.tuner.toys import H200, ToyConfig, ToyOp, ToyProblem
 
@@ -178,6 +178,31 @@ def test_a_race_under_repetition_is_found_after_the_timing() -> None:
     good, bad = ask(GOOD, BAD)
     assert good.right
     assert bad.error > 1 and not bad.right
+
+
+def test_a_config_is_repeated_after_its_first_timing_alone() -> None:
+    calls = [0]
+
+    def counted(out: Any, x: Any) -> None:
+        calls[0] += 1
+        right(out, x)
+
+    KERNELS[GOOD] = counted
+    ask(GOOD)
+    first = calls[0]
+    ask(GOOD)
+    again = calls[0] - first
+    sets, rounds = 6, 5
+    assert first == 1 + (rounds + 1) * sets, "one launch, the rounds, and one more"
+    assert again == rounds * sets
+
+
+def test_loading_verifies_and_captures_and_times_nothing() -> None:
+    KERNELS[BAD] = leaves_the_last_row
+    assert worker.answer(Load(Measure(PREPARE, (str(GOOD), str(BAD))))) is None
+    assert StubRound.made == 1
+    good, bad = ask(GOOD, BAD)
+    assert StubRound.made == 1 and good.right and bad.us == ()
 
 
 def test_default_and_incumbent_are_captured_once_and_let_go_when_not_asked_for() -> None:
