@@ -147,6 +147,8 @@ class LocalFleet:
 
 
 def _close(lanes: Sequence[LocalRuntime]) -> None:
+    for lane in lanes:  # all, before one is waited for: a spare may wait for the turn of another lane's worker
+        lane.stop()
     for lane in lanes:
         lane.close()
 

@@ -42,6 +42,7 @@ DEFAULT_TRIALS = 40
 MOST_TASKS = 10_000
 _DEEPEST = 16  # levels of tables and lists
 MOST_TRIALS = 1_000_000
+_LONGEST = 400  # characters of a message, and of a job's name
 MOST_SECONDS = 366 * 86400.0
 _JOB_KEYS = ("name", "trials", "budget_s", "tasks")
 _TASK_KEYS = ("op", "trials", "problems", "grid")
@@ -119,8 +120,10 @@ def parse(text: str, source: str, *, find: FindOp | None = None) -> Job:
     _bounded(data, source)
     _known(data, _JOB_KEYS, source)
     name = data.get("name")
-    if not isinstance(name, str) or not name.strip():
-        raise JobError(f'{source}: name must be a non-empty text, e.g. name = "my-model"; it is {_shown(name)}')
+    if not isinstance(name, str) or not name.strip() or len(name) > _LONGEST:
+        raise JobError(
+            f'{source}: name must be a text of 1 to {_LONGEST} characters, e.g. name = "my-model"; it is {_shown(name)}'
+        )
     trials = checked_trials(data.get("trials", DEFAULT_TRIALS), f"{source}: trials")
     budget_s = data.get("budget_s")
     timed = isinstance(budget_s, int | float) and not isinstance(budget_s, bool)
@@ -165,6 +168,12 @@ def _known(table: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
             raise JobError(f"{where}: unknown key {_shown(key)} = {_shown(table[key])}; known: {', '.join(keys)}")
 
 
+def _cut(error: Exception) -> str:
+    """An error's message, of which a hostile file may make thousands of characters."""
+    text = str(error)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
 def _shown(value: object) -> str:
     """``value`` for a message: shortened, and named where it is too long or too deep for ``repr``."""
     try:
@@ -188,7 +197,7 @@ def _tasks(entry: Mapping[str, Any], where: str, trials: int, find: FindOp) -> I
     try:
         op = find(entry["op"])
     except UnsupportedProblem as error:
-        raise JobError(f"{where}.op = {_shown(entry['op'])}: {error}") from error
+        raise JobError(f"{where}.op = {_shown(entry['op'])}: {_cut(error)}") from error
     trials = checked_trials(entry.get("trials", trials), f"{where}.trials")
     texts = list(_problem_texts(entry, where, op.Problem.extent_names()))
     if not texts:
@@ -197,7 +206,7 @@ def _tasks(entry: Mapping[str, Any], where: str, trials: int, find: FindOp) -> I
         try:
             problem = op.Problem.parse(text)
         except UnsupportedProblem as error:
-            raise JobError(f"{where}.{key}: {_shown(text)} is no problem of {op.name}: {error}") from error
+            raise JobError(f"{where}.{key}: {_shown(text)} is no problem of {op.name}: {_cut(error)}") from error
         if any(getattr(problem, f.name) == 0 != f.default for f in fields(problem) if "bucket" in f.metadata):
             raise JobError(f"{where}.{key}: {_shown(text)} has an empty extent, so there is nothing to tune: remove it")
         yield Task(op, problem.bucket(), trials)
@@ -242,6 +251,6 @@ def _axis(key: str, value: object, where: str, extents: Sequence[str]) -> list[s
         try:
             words = [f"{f}={int(v) if isinstance(v, bool) else v}" for f, v in zip(fields, row, strict=True)]
         except ValueError as error:
-            raise JobError(f"{where}.{_shown(key)}: {error}") from error
+            raise JobError(f"{where}.{_shown(key)}: {_cut(error)}") from error
         texts.append(" ".join(words))
     return texts

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from sqlalchemy.orm import Session
 
 from cutekernels.db.store import Store, Trial
+from cutekernels.errors import StoreError
 
 FLUSH_S = 1.0  # a killed run loses the attempts of at most this long
 
@@ -23,6 +24,7 @@ class Ledger(Store):
         self._waiting: list[Trial] = []
         self._since = time.monotonic()
         self._lock = threading.RLock()
+        self._failed: StoreError | None = None  # the first: a locked database is waited for once, not by each lane
 
     def record(self, trials: Iterable[Trial]) -> int:
         """Take trials, and return their number.
@@ -37,10 +39,16 @@ class Ledger(Store):
         return len(batch)
 
     def flush(self) -> None:
-        """Store what waits; where that fails, it goes on waiting."""
+        """Store what waits. Where that fails, later calls fail at once, and :meth:`close` tries again."""
         with self._lock:
+            if self._failed is not None:
+                raise self._failed
             if self._waiting:
-                super().record(self._waiting)
+                try:
+                    super().record(self._waiting)
+                except StoreError as error:
+                    self._failed = error
+                    raise
                 self._waiting = []
             self._since = time.monotonic()
 
@@ -56,6 +64,12 @@ class Ledger(Store):
 
     def close(self) -> None:
         try:
-            self.flush()
+            with self._lock:
+                self._failed = None
+                self.flush()
+        except StoreError as error:
+            raise StoreError(
+                f"{error} ({len(self._waiting)} attempts were not stored, and will be made again)"
+            ) from error
         finally:
             super().close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, TextIO
@@ -25,23 +26,30 @@ _BAD = ("wrong_result", "crashed", "timeout")
 
 
 class Pace:
-    """Time left, from the seconds that tasks took so far for each second they were expected to take."""
+    """Time left, from the seconds that tasks took so far for each second they were expected to take.
+
+    Tasks in work, of which a GPU has several, count as half done.
+    """
 
     def __init__(self, tasks: Sequence[Task], clock: Callable[[], float] = time.monotonic) -> None:
         self._costs = {str(task): expected_s(task) for task in tasks}
         self._sum_s = sum(self._costs.values())
         self._kinds = 1.0
         self._ended_s = self._worked_s = 0.0  # expected seconds of ended tasks, and of those that did anything
+        self._in_work: Counter[str] = Counter()
         self._clock = clock
         self._began: float | None = None
 
-    def begin(self, of: int) -> None:
+    def begin(self, task: str, of: int) -> None:
+        self._in_work[task] += 1
         if self._began is None:
             self._began = self._clock()
         self._kinds = of / max(1, len(self._costs))
 
     def end(self, report: TaskReport) -> None:
-        cost_s = self._costs.get(f"{report.op} [{report.problem}]", 0.0)
+        task = f"{report.op} [{report.problem}]"
+        self._in_work[task] -= 1
+        cost_s = self._costs.get(task, 0.0)
         self._ended_s += cost_s
         self._worked_s += cost_s if report.measured else 0.0
 
@@ -49,7 +57,9 @@ class Pace:
         """None before the first task that took time has ended."""
         if self._began is None or not self._worked_s:
             return None
-        return max(0.0, self._sum_s * self._kinds - self._ended_s) * (self._clock() - self._began) / self._worked_s
+        half_s = sum(self._costs.get(task, 0.0) * count for task, count in self._in_work.items()) / 2
+        left_s = max(0.0, self._sum_s * self._kinds - self._ended_s - half_s)
+        return left_s * (self._clock() - self._began) / (self._worked_s + half_s)
 
 
 class Several:
@@ -87,7 +97,7 @@ class Lines:
         return f"the log {getattr(self._stream, 'name', '')}".strip()
 
     def begin(self, task: Task, number: int, of: int) -> None:
-        self._pace.begin(of)
+        self._pace.begin(str(task), of)
         self._of = of
 
     def trial(self, trial: Trial, done: int, wanted: int) -> None:
@@ -147,7 +157,7 @@ class Bars:
         return "the terminal"
 
     def begin(self, task: Task, number: int, of: int) -> None:
-        self._pace.begin(of)
+        self._pace.begin(str(task), of)
         self._progress.update(self._tasks, total=of)
         # The total is known with the first row: a small space or --limit has fewer than the task's trials.
         row = self._progress.add_task(str(task), total=None, note="")

@@ -217,9 +217,9 @@ class LocalRuntime:
         except ChildFailure as error:
             raise NotPrepared(f"{request.prepare.op} [{request.prepare.problem}] was not prepared: {error}") from error
         with self._turns.together():
-            self._worker.ask(Load(request), MEASURE_DEADLINE_S)
+            self._worker.ask(Load(request), MEASURE_DEADLINE_S, fresh=False)
         with self._turns.alone():
-            outcomes: dict[str, Outcome] = self._worker.ask(request, MEASURE_DEADLINE_S)
+            outcomes: dict[str, Outcome] = self._worker.ask(request, MEASURE_DEADLINE_S, fresh=False)
         return outcomes
 
     def refresh(self) -> None:
@@ -229,11 +229,15 @@ class LocalRuntime:
         else:
             self._worker.kill()
 
-    def close(self) -> None:
-        """End all processes; compiles not yet begun are dropped, unless others share the compilers."""
+    def stop(self) -> None:
+        """End the worker and the spares, whatever they do."""
         self._closed = True
         for child in (self._worker, *self._spares):
             child.close()
+
+    def close(self) -> None:
+        """End all processes; compiles not yet begun are dropped, unless others share the compilers."""
+        self.stop()
         for thread in self._starting:
             thread.join()
         if not self._shared:

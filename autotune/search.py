@@ -103,6 +103,8 @@ class Search:
                 winner = self._final() or winner
                 if self._spoiled:
                     state, message = "unfinished", self._told_spoiled()
+            except _NoTime as error:
+                state, message = "unfinished", str(error)
             except _DefaultFailed as error:
                 state, winner, message = "failed", self.history.winner(), str(error)
         return TaskReport(
@@ -197,18 +199,26 @@ class Search:
     def _measure_default(self, suggester: Suggester, compiling: dict[Future[Facts], Config]) -> None:
         first = suggester.next()  # the first seed
         assert first == self._default
-        future = self._compile(self._default)
-        self._fill(suggester, compiling)
+        future = self._compile(self._default)  # alone: behind other candidates it would wait for all of them
         with contextlib.suppress(ChildFailure):  # a repeated failure becomes the row of the default's measurement
-            self.runtime.prepare(self._prepare(0))  # inputs and reference, while the pool compiles
+            self.runtime.prepare(self._prepare(0))  # inputs and reference, while it compiles
+        self._await(future)
+        self._fill(suggester, compiling)
         self._attempt(self._default, future, suggester)
         if self._again:
-            self._attempt(self._again.popleft(), self._compile(self._default), suggester)
+            future = self._compile(self._again.popleft())
+            self._await(future)
+            self._attempt(self._default, future, suggester)
         if self._default in self._spoiled:
             raise _DefaultFailed(f"the default config [{self._default}]: {self._spoiled[self._default]}")
         trial = self._known[self._default]
         if trial.status != "ok":
             raise _DefaultFailed(f"the default config [{trial.config}] gave {trial.status}: {trial.message}")
+
+    def _await(self, future: Future[Facts]) -> None:
+        if not wait([future], timeout=self._left()).done:
+            future.cancel()
+            raise _NoTime("no time was left to compile the default")
 
     def _attempt(self, config: Config, future: Future[Facts], suggester: Suggester) -> None:
         """One candidate from its compile to its row; what the machine spoiled has none and is tried once more."""
@@ -364,6 +374,10 @@ class Search:
 
 class _DefaultFailed(CuteKernelsError):
     """The default config gave no time: there is no baseline, and the op has to be repaired before it is tuned."""
+
+
+class _NoTime(CuteKernelsError):
+    """The deadline passed before there was a baseline."""
 
 
 def _value(trial: Trial) -> Any:

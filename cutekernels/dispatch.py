@@ -268,9 +268,16 @@ def warmup(problems: Iterable[tuple[str, str]], device: int | None = None) -> li
 
     registry = import_module("cutekernels.ops.registry")
     index = torch.cuda.current_device() if device is None and torch.cuda.is_available() else device
-    posed = [
-        (op := registry.get(name), op.Problem.parse(text)) for name, text in problems
-    ]  # all are checked before any compiles
+    posed = []  # all are checked before any compiles
+    several: Any = problems
+    for pair in several if isinstance(several, Iterable) and not isinstance(several, str) else [several]:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(word, str) for word in pair):
+            raise UnsupportedProblem(
+                f"warmup takes pairs of an op's name and a problem's text; got {pair!r:.60}: pass "
+                '[("gemm", "m=16 n=4096 k=4096")]'
+            )
+        op = registry.get(pair[0])
+        posed.append((op, op.Problem.parse(pair[1])))
     return [plan(op, problem, index) for op, problem in posed]
 
 

@@ -10,6 +10,7 @@ from cutekernels import dispatch, gpu, settings
 from cutekernels.errors import StoreError
 from cutekernels.interval import Interval
 from cutekernels.ops import registry
+from cutekernels.ops.shared.checks import check_word
 
 
 def explain(op: str, problem: str, *, gpu_name: str = "auto", config: str | None = None) -> dispatch.Explanation:
@@ -29,6 +30,8 @@ def explain(op: str, problem: str, *, gpu_name: str = "auto", config: str | None
         UnknownGpu: no such GPU.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
+    check_word("explain", "op", op)
+    check_word("explain", "problem", problem)
     declared = registry.get(op)
     return dispatch.explain(declared, declared.Problem.parse(problem), gpu.lookup(gpu_name), config)
 

@@ -154,8 +154,10 @@ class Child:
         self._closed = False
         self._cpu_before_s = 0.0
 
-    def ask(self, request: Any, deadline_s: float) -> Any:
+    def ask(self, request: Any, deadline_s: float, *, fresh: bool = True) -> Any:
         """The function's answer to ``request``; the process is started if none is alive.
+
+        Without ``fresh``, one that died since the last request is not replaced: what it had prepared is lost.
 
         Raises:
             ChildDied: the process ended first, by a signal or an exit.
@@ -166,6 +168,8 @@ class Child:
         payload = pickle.dumps(request)
         with self._lock:
             try:
+                if not fresh and self._process is not None and (self._process.poll() is not None or self._hung_up()):
+                    self._died()
                 self._ensure_started()
                 self._cpu_before_s = self._cpu_s(f"{self.pid}/stat")  # it has no children between requests
                 limit = time.monotonic() + deadline_s
@@ -219,11 +223,33 @@ class Child:
             self._reap()  # died between requests (by the out-of-memory killer, say), so no request is lost
         if self._process is not None:
             return
-        child_in, self._request_fd = os.pipe()
-        self._reply_fd, child_out = os.pipe()
-        os.set_blocking(self._request_fd, False)
-        os.set_blocking(self._reply_fd, False)
-        self._log = tempfile.TemporaryFile(prefix="cutekernels-child-")  # noqa: SIM115 (lives as long as the process)
+        for last in (False, True):
+            try:
+                self._start_once()
+                return
+            except StartFailed as error:
+                died = error.__cause__
+                if last or not (isinstance(died, ChildDied) and died.outside):
+                    raise
+                self._reap()  # killed from outside, by the out-of-memory killer, say: once more
+
+    def _start_once(self) -> None:
+        descriptors: list[int] = []
+        try:
+            for _ in range(2):
+                descriptors += os.pipe()
+            child_in, self._request_fd, self._reply_fd, child_out = descriptors
+            os.set_blocking(self._request_fd, False)
+            os.set_blocking(self._reply_fd, False)
+            self._log = tempfile.TemporaryFile(prefix="cutekernels-child-")  # noqa: SIM115 (lives as long as the process)
+        except OSError as error:
+            for fd in descriptors:
+                os.close(fd)
+            self._request_fd = self._reply_fd = -1
+            raise StartFailed(
+                f"no process for {self.target} could be started: {error}; free descriptors (ulimit -n) and space in "
+                f"TMPDIR, {tempfile.gettempdir()}"
+            ) from error
         # O_APPEND: after _empty_log truncated the file, the child must write at its new end.
         fcntl.fcntl(self._log, fcntl.F_SETFL, fcntl.fcntl(self._log, fcntl.F_GETFL) | os.O_APPEND)
         environment = {**os.environ, **{k: v for k, v in self._env.items() if v is not None}}
@@ -240,6 +266,10 @@ class Child:
                 env=environment,
                 start_new_session=True,
             )
+        except OSError as error:
+            raise StartFailed(
+                f"no process for {self.target} could be started: {error}; free memory, or take fewer --jobs or --lanes"
+            ) from error
         finally:
             os.close(child_in)
             os.close(child_out)
@@ -248,7 +278,9 @@ class Child:
         try:
             kind, body = self._read(time.monotonic() + self._start_deadline_s, self._start_deadline_s)
         except ChildFailure as error:
-            raise StartFailed(f"no process for {self.target} could be started: {error}") from error
+            raise StartFailed(
+                f"no process for {self.target} could be started: {error}; free memory, or take fewer --jobs or --lanes"
+            ) from error
         if kind == "error":
             raise StartFailed(f"{self.target} cannot be imported: {body[0]}: {body[1]}") from RemoteError(*body)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import index
@@ -14,7 +15,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention.decode import check_page_size
 from cutekernels.ops.kv_append.api import kv_append
 from cutekernels.ops.kv_append.op import LENGTHS, LOST, STATE_ROWS, KvAppendConfig
-from cutekernels.ops.shared.checks import check_tensor
+from cutekernels.ops.shared.checks import check_place, check_tensor
 
 NO_PAGE = -1  # an entry of a page table without a page
 _VIEWS = ("_state", "_lengths", "_lost")
@@ -131,7 +132,7 @@ class KVCache:
     ) -> KVCache:
         """New memory for ``room`` tokens of each of ``batch`` sequences."""
         _check_sizes(batch=(batch, 0), room=(room, 0), heads=(heads, 1), head_dim=(head_dim, 1))
-        _check_place(dtype, device)
+        check_place(dtype, device)
         k, v = (torch.empty((batch, room, heads, head_dim), dtype=dtype, device=device) for _ in range(2))
         return cls(k, v)
 
@@ -167,7 +168,7 @@ class KVCache:
             batch=(batch, 0), room=(room, 0), heads=(heads, 1), head_dim=(head_dim, 1), page_size=(page_size, 1),
             pages=(0 if pages is None else pages, 0),
         )  # fmt: skip
-        _check_place(dtype, device)
+        check_place(dtype, device)
         check_page_size(page_size)
         check_tensor("KVCache", "page_table", page_table, optional=True)
         entries = -(-room // page_size)
@@ -435,18 +436,14 @@ def _whole(n: object) -> bool:
     return True
 
 
+_MOST_ELEMENTS = 1 << 48
+
+
 def _check_sizes(**sizes: tuple[object, int]) -> None:
     """Refuses sizes that are no integers or below the least."""
     for name, (size, least) in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < least:
             raise UnsupportedProblem(f"{name} must be an integer from {least} on; it is {size!r}: pass another")
-
-
-def _check_place(dtype: object, device: torch.device | str) -> None:
-    """Refuses a type that no cache has, and a device that torch does not."""
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise UnsupportedProblem(f"dtype must be a floating-point type of torch; it is {dtype!r}: take torch.bfloat16")
-    try:
-        torch.empty(0, device=device)
-    except (AssertionError, RuntimeError, TypeError) as error:
-        raise UnsupportedProblem(f"device must be one that torch has; it is {device!r}: {error}") from error
+    if math.prod(size for size, _ in sizes.values()) >= _MOST_ELEMENTS:  # type: ignore[misc]
+        told = ", ".join(f"{name}={size}" for name, (size, _) in sizes.items())
+        raise UnsupportedProblem(f"a cache holds fewer than 2^48 elements; {told} are more: make it smaller")

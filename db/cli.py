@@ -257,7 +257,7 @@ def prune(
         assert opened.store is not None
         ops = {row.op for row in opened.store.stats()} if stale else ()
         current = {name: found for name in ops if (found := opened.catalog.revision(name)) is not None}
-    with _store(db, writing=True) as store:
+    with _store(db, writing=yes) as store:
         older = None if days is None else timedelta(days=days)
         count = store.prune(older_than=older, stale=current, gpu=gpu, op=op, count_only=not yes)
     terminal.say(f"{count} trials {'deleted' if yes else 'would be deleted; --yes deletes them'}")

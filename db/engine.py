@@ -113,6 +113,8 @@ def _remedy(cause: str) -> str:
         return _SETS_ASIDE
     if "interrupted" in cause:
         return f"; reading it took longer than {sqlite.READ_LIMIT_S:.0f} s"
+    if "is full" in cause or "No space" in cause:
+        return "; free space on its disk, or name another place with --db or CUTEKERNELS_DB"
     if "locked" in cause:
         return f"; another process has held it for {sqlite.BUSY_TIMEOUT_S:.0f} s, try again when it is done"
     if "readonly" in cause or "Permission denied" in cause or "unable to open" in cause or "Read-only" in cause:

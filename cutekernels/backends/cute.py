@@ -36,6 +36,13 @@ _LAUNCH_SMEM = re.compile(
 )
 
 
+def dtype_of(name: str) -> Any:
+    """The DSL's type of a 16-bit operand: ``"bf16"`` or ``"fp16"``."""
+    import cutlass
+
+    return {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[name]
+
+
 class CuteArtifact(Artifact):
     """One compiled kernel, in memory."""
 

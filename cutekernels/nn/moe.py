@@ -11,7 +11,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.nn.mlp import SwiGLU, projected
 from cutekernels.ops.moe.ffn import moe_ffn
 from cutekernels.ops.moe.route import moe_route
-from cutekernels.ops.shared.checks import check_flag, check_number, check_tensor, check_whole, check_word
+from cutekernels.ops.shared.checks import check_flag, check_number, check_place, check_tensor, check_whole, check_word
 
 _MOST_EXPERTS, _MOST_CHOSEN = 512, 32  # of moe_route
 _BLOCKS = ("Qwen3MoeSparseMoeBlock", "MixtralSparseMoeBlock", "DeepseekV3MoE")
@@ -69,8 +69,7 @@ class MoE(torch.nn.Module):
             raise UnsupportedProblem(f"MoE takes scoring as 'softmax' or 'sigmoid'; got {scoring!r}")
         if not (isinstance(groups, tuple | list) and len(groups) == 2):
             raise UnsupportedProblem(f"MoE takes groups as (how many, how many a token chooses from); got {groups!r}")
-        if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
-            raise UnsupportedProblem(f"MoE takes dtype as a floating-point torch.dtype; got {dtype!r}")
+        check_place(dtype, device)
         if scoring == "softmax" and (scaling != 1.0 or tuple(groups) != (1, 1)):
             raise UnsupportedProblem(f"MoE takes scaling={scaling} and groups={groups} with scoring='sigmoid' only")
         of, among = groups

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm
-from cutekernels.ops.shared.checks import check_eps, check_flag, check_number, check_tensor, check_whole, said
+from cutekernels.ops.shared.checks import (
+    check_eps,
+    check_flag,
+    check_number,
+    check_place,
+    check_tensor,
+    check_whole,
+    said,
+)
 
 
 class RMSNorm(torch.nn.Module):
@@ -55,6 +63,7 @@ class RMSNorm(torch.nn.Module):
         check_flag("RMSNorm", "elementwise_affine", elementwise_affine)
         if rounding not in ("once", "huggingface"):
             raise UnsupportedProblem(f"RMSNorm takes rounding as 'once' or 'huggingface'; got {said(rounding)}")
+        check_place(dtype, device)
         self.normalized_shape = (hidden_size,)
         self.variance_epsilon = eps
         self.weight_offset = weight_offset

@@ -81,6 +81,12 @@ class RotaryEmbedding(nn.Module):
                 f"RotaryEmbedding takes q of (B, S, Hq, D) and positions from 0; got {tuple(q.shape)} and "
                 f"{said(positions)}"
             )
+        for name, t in (("q", q), ("k", k)):
+            if isinstance(t, Tensor) and t.shape[-1:] != (self.head_dim,):
+                raise UnsupportedProblem(
+                    f"RotaryEmbedding({self.head_dim}) takes {name} with heads of {self.head_dim} channels; got "
+                    f"{tuple(t.shape)}: pass its own part, or make a module of that head_dim"
+                )
         length = q.shape[1]
         needed = length if positions is None else positions + length if isinstance(positions, int) else 0
         if isinstance(positions, int) and _MOST_ROWS < needed <= MOST_POSITIONS and needed > self.max_positions:
@@ -92,6 +98,7 @@ class RotaryEmbedding(nn.Module):
 
     def tables(self, positions: int = 0) -> tuple[Tensor, Tensor]:
         """Cosines and sines ``(T, R/2)`` in fp32, T at least ``positions`` and ``max_positions``."""
+        check_whole("RotaryEmbedding.tables", "positions", positions, 0)
         if positions > MOST_POSITIONS:
             raise UnsupportedProblem(
                 f"positions are below {MOST_POSITIONS}, which fp32 holds exactly; got {positions - 1}: compute cosines "
@@ -149,6 +156,6 @@ class RotaryEmbedding(nn.Module):
 
     def _positive(self, name: str) -> float:
         value = self.rope_scaling.get(name)
-        if not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise UnsupportedProblem(f"this rope_scaling needs {name}, a positive number; it is {value!r}")
         return float(value)

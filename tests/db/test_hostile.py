@@ -167,6 +167,19 @@ def test_a_broken_row_hides_no_other(tmp_path: Path, damage: str, caplog: pytest
         Store(tmp_path / "other.db").merge(path)
 
 
+@pytest.mark.parametrize("damage", ["UPDATE trial SET status = 'skipped'", "UPDATE trial SET gpu = NULL"])
+def test_a_row_that_breaks_a_rule_of_the_schema_is_no_damage_of_the_file(tmp_path: Path, damage: str) -> None:
+    good = trial(problem="m=16 n=64 k=32")
+    path = database(tmp_path / "tuned.db", good, trial("bad=1", problem="m=1 n=1 k=1"))
+    try:
+        change(path, "PRAGMA ignore_check_constraints = ON", f"{damage} WHERE config = 'bad=1'")
+    except sqlite3.Error:
+        pytest.skip("this SQLite refuses the planted row")
+    with Store(path) as store:
+        assert good in store.trials()
+    assert not list(tmp_path.glob("*.corrupt-*"))
+
+
 def test_merge_refuses_the_future_as_import_does(tmp_path: Path) -> None:
     late = trial(created_at=datetime.now(UTC) + timedelta(days=2))
     path = database(tmp_path / "late.db", late)

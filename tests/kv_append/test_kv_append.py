@@ -275,6 +275,8 @@ def refusals() -> dict[str, Callable[[], Any]]:
             k, k, caches[0][:1].expand(2, -1, -1, -1), caches[1], state
         ),
         "overlaps an operand": lambda: kv_append(k, k, caches[0], caches[0], state),
+        "out= overlaps an operand": lambda: kv_append(k, k.clone(), *caches, state, q=k, cos=cos, sin=sin),
+        "overlaps an operand other": lambda: kv_append(caches[0][:, : k.shape[1]], k, *caches, state),
         "kv_append is not differentiable": lambda: kv_append(k.clone().requires_grad_(), k, *caches, state),
         "no gradient for cos": lambda: kv_append(k, k, *caches, state, cos=cos.clone().requires_grad_(), sin=sin),
     }

@@ -218,6 +218,37 @@ def test_a_process_that_dies_or_hangs_while_starting(
         child.ask(1, 10)
 
 
+def test_a_start_that_is_killed_from_outside_is_tried_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "killed_once.py").write_text(
+        "import os, pathlib\n"
+        "mark = pathlib.Path(__file__).with_name('mark')\n"
+        "if not mark.exists():\n    mark.touch(); os.kill(os.getpid(), 9)\n"
+        "def f(x): return x\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with Child("killed_once:f") as child:
+        assert child.ask(1, 10) == 1
+    (tmp_path / "mark").unlink()
+    (tmp_path / "killed_once.py").write_text("import os; os.kill(os.getpid(), 9)")
+    with Child("killed_once:f") as child, pytest.raises(StartFailed, match="SIGKILL.*fewer --jobs or --lanes"):
+        child.ask(1, 10)
+
+
+def test_a_start_without_room_names_it_and_leaves_no_descriptor(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    before = sorted(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(isolate.tempfile, "TemporaryFile", full)
+    with pytest.raises(StartFailed, match="No space left on device; free descriptors .* and space in TMPDIR"):
+        child.ask(("echo", 1), 10)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    monkeypatch.undo()
+    assert child.ask(("echo", 1), 10) == 1
+
+
 def test_a_malformed_target_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match=r"package\.module:function"):
         Child("tests.trunk.test_isolate.obey")
@@ -235,6 +266,17 @@ def test_a_child_that_died_between_requests_costs_nobody_a_request(child: Child)
     pid = child.ask(("pid", None), 10)
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # dead, and left for the child object to find
+    assert child.ask(("pid", None), 10) != pid
+
+
+def test_what_needs_the_same_process_dies_with_it(child: Child) -> None:
+    pid = child.ask(("pid", None), 10)
+    assert child.ask(("pid", None), 10, fresh=False) == pid
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(ChildDied, match="SIGKILL") as death:
+        child.ask(("pid", None), 10, fresh=False)
+    assert death.value.outside
     assert child.ask(("pid", None), 10) != pid
 
 

@@ -10,7 +10,8 @@ from cutekernels.autotune.runtime import Load, Measure, Prepare, Warm
 from cutekernels.backends import Facts
 from tests.tuner.kills import fake_worker
 
-START_S, COMPILE_S, CONTEXT_S, PREPARE_S, LOAD_S, TIME_S = 0.4, 0.1, 0.1, 0.05, 0.08, 0.04
+START_S, COMPILE_S, CONTEXT_S, LOAD_S, TIME_S = 0.4, 0.1, 0.1, 0.08, 0.04
+PREPARE_S = float(os.environ.get("TOY_PREPARE_S", "0.05"))
 time.sleep(START_S)
 
 _context = False

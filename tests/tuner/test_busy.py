@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from cutekernels.autotune.job import Job
 from cutekernels.autotune.run import tune
 from cutekernels.autotune.runtime import LocalRuntime, Measure, Prepare
 from cutekernels.autotune.turns import Turns
+from cutekernels.isolate import ChildFailure
 from tests.tuner.slow_start import CONTEXT_S, LOAD_S, PREPARE_S, START_S, TIME_S
 from tests.tuner.toys import DEFAULT, H200, PROBLEM, task
 
@@ -128,6 +130,40 @@ def test_a_gpu_for_one_process_has_one_lane_and_no_context_ahead(log: Path, monk
         assert len({w.pid for w in done(log) if w.what == "context"}) == 1
     finally:
         one.close()
+
+
+def test_closing_waits_for_no_request_of_another_lane(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane's spares wait for their turn behind one that would be alone, and it for a lane that prepares for long."""
+    two = LocalFleet(None, 1, lanes=2)
+    first, second = two.open(two.seats()[0]).lanes
+    request = Measure(Prepare("toy", str(PROBLEM), H200), (str(DEFAULT),), rounds=2)
+    first.measure(request)
+    monkeypatch.setenv("TOY_PREPARE_S", "60")
+    ends: list[str] = []
+
+    def hang() -> None:
+        try:
+            second.prepare(request.prepare)
+        except ChildFailure as error:
+            ends.append(type(error).__name__)
+
+    def wait_to_be_alone() -> None:
+        with suppress(ChildFailure):
+            first.measure(request)
+
+    assert isinstance(second, LocalRuntime)
+    threads = [threading.Thread(target=hang), threading.Thread(target=wait_to_be_alone)]
+    threads[0].start()
+    while not second._turns._inside:
+        time.sleep(0.01)
+    time.sleep(START_S)
+    threads[1].start()
+    time.sleep(0.2)
+    began = time.monotonic()
+    two.close()
+    for thread in threads:
+        thread.join(30)
+    assert time.monotonic() - began < 10 and ends == ["ChildDied"]
 
 
 class TestTurns:

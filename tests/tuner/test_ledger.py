@@ -84,3 +84,22 @@ def test_threads_share_it(db: Path) -> None:
         for thread in threads:
             thread.join()
     assert stored(db) == 80
+
+
+def test_a_locked_database_is_waited_for_once_and_the_loss_is_told(db: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def locked(self: Store, trials: object) -> int:
+        asked.append(1)
+        raise StoreError("database is locked")
+
+    monkeypatch.setattr(ledger, "FLUSH_S", 0.0)
+    rows = Ledger(db)
+    monkeypatch.setattr(Store, "record", locked)
+    for _ in range(3):
+        with pytest.raises(StoreError, match="locked"):
+            rows.record([trial()])
+    assert len(asked) == 1, "the other lanes fail at once"
+    with pytest.raises(StoreError, match=r"locked \(3 attempts were not stored"):
+        rows.close()
+    assert len(asked) == 2

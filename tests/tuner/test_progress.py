@@ -29,17 +29,27 @@ class TestPace:
         now = [0.0]
         pace = Pace(TASKS, lambda: now[0])
         assert pace.left_s() is None
-        pace.begin(4)
+        pace.begin(str(TASKS[0]), 4)
         pace.end(ended(0, measured=False))
         assert pace.left_s() is None, "a resumed task says nothing of the speed"
+        pace.begin(str(TASKS[1]), 4)
         now[0] = 30.0
         pace.end(ended(1))
         assert pace.left_s() == pytest.approx(60), "two of the same cost are left"
 
+    def test_tasks_in_work_count_as_half_done(self) -> None:
+        now = [0.0]
+        pace = Pace(TASKS, lambda: now[0])
+        for each in TASKS:
+            pace.begin(str(each), 4)
+        now[0] = 30.0
+        pace.end(ended(0))
+        assert pace.left_s() == pytest.approx(18), "one and three halves done in 30 s, three halves left"
+
     def test_a_fleet_of_two_kinds_does_everything_twice(self) -> None:
         now = [0.0]
         pace = Pace(TASKS, lambda: now[0])
-        pace.begin(8)
+        pace.begin(str(TASKS[0]), 8)
         now[0] = 10.0
         pace.end(ended(0))
         assert pace.left_s() == pytest.approx(70)

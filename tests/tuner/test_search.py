@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -365,6 +367,15 @@ class TestBudgets:
         assert run(store, machine, trials=10_000).state == "tuned"
         assert sorted(map(str, machine.compiled)) == sorted(map(str, VALID))
         assert run(store, machine, trials=10_000).state == "done"
+
+    def test_no_time_to_compile_the_default_is_told(self, store: Store) -> None:
+        machine = ToyMachine()
+        machine.compile = lambda op, problem, config, gpu: Future()  # type: ignore[method-assign,assignment,misc]
+        began = time.monotonic()
+        report = Search(task(10), H200, task_history(store), machine, deadline=began + 0.2, clock=time.monotonic).run()
+        assert time.monotonic() - began < 5
+        assert (report.state, report.message) == ("unfinished", "no time was left to compile the default")
+        assert machine.measured == []
 
     def test_the_deadline_ends_it_and_the_final_still_decides(self, store: Store) -> None:
         machine = ToyMachine(width=1)

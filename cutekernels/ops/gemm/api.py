@@ -76,8 +76,9 @@ def gemm(
         InvalidConfig: ``config`` breaks a rule of the op.
     """
     try:
-        name = activation or "none"
+        name = "none" if activation is None else activation
         if beta == 0.0:
+            check_tensor("gemm", "c", c, optional=True)
             c = None
         elif c is None:  # refused there; keys and guards do not hold beta
             return _through_torch(a, b, c, alpha, beta, bias, activation, accumulate, out, config)
@@ -191,9 +192,11 @@ def _through_torch(
     activation: str | None, accumulate: str, out: Tensor | None, config: GemmConfig | str | None,
 ) -> Tensor:  # fmt: skip
     check_word("gemm", "activation", activation, optional=True)
-    check_arguments("gemm", _KINDS, (a, b, c, bias, alpha, beta, activation or "none", accumulate))
+    check_arguments(
+        "gemm", _KINDS, (a, b, c, bias, alpha, beta, "none" if activation is None else activation, accumulate)
+    )
     check_tensor("gemm", "out", out, optional=True)
-    activation = activation or "none"
+    activation = "none" if activation is None else activation
     text = None if config is None else str(config)
     if out is None:
         return torch.ops.cutekernels.gemm(a, b, c, bias, alpha, beta, activation, accumulate, text)  # type: ignore[no-any-return]
@@ -219,7 +222,7 @@ def pose(
         out_major="n" if out.stride(-1) == 1 else "m",
         c="none" if c is None else "n" if c.stride(-1) == 1 else "m",
         bias="none" if bias is None else "fp32" if bias.dtype == torch.float32 else "same",
-        activation=activation or "none",
+        activation="none" if activation is None else activation,
         accumulate=accumulate,
         a_align=alignment(a),
         b_align=alignment(b),

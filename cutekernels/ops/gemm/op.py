@@ -109,7 +109,7 @@ class Gemm(Op[GemmProblem, GemmConfig]):
 
         schedule = SCHEDULES[c.body]
         body = schedule.body(p, c, gpu)
-        dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[p.dtype]
+        dtype = backend.dtype_of(p.dtype)
         if addressed(p) and not schedule.shares_tiles(c):
             return self._addressed(p, body, dtype, gpu)
         cute = cutlass.cute

@@ -196,6 +196,7 @@ class Warpgroup(Schedule):
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
         import cutlass
 
+        from cutekernels.backends import cute as backend
         from cutekernels.kernels.cute.gemm.warpgroup import WarpgroupGemm
         from cutekernels.kernels.cute.parts.boxes import ResultBoxes
         from cutekernels.kernels.cute.parts.epilogue import Activation
@@ -206,7 +207,7 @@ class Warpgroup(Schedule):
         pitch = GROUP_ROWS * sharing(c)
         gate = "none" if not extras.gated else "m" if c.swapped else "n"
         results = ResultBoxes(
-            dtype={"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[p.dtype],
+            dtype=backend.dtype_of(p.dtype),
             columns=c.tile_n // 2 if gate == "n" else c.tile_n,
             panels=c.tile_m // pitch // (2 if gate == "m" else 1),
             pitch=pitch,
@@ -242,12 +243,19 @@ WARPGROUP = Warpgroup()
 @cache
 def shortlist(gpu: GpuSpec, extras: Extras) -> tuple[GemmConfig, ...]:
     """The two deepest pipelines of every tile; C's boxes may leave room for the second only."""
-    deepest: dict[GemmConfig, list[GemmConfig]] = {}
-    for c in spanned(WARPGROUP.name, raster=(1, 8), pdl=(True,)):
-        if WARPGROUP.smem(c).total_bytes <= gpu.smem_per_block_bytes:
-            deepest.setdefault(c.replace(stages=3), []).append(c)
-    among = (c for found in deepest.values() for c in sorted(found, key=lambda c: -c.stages)[:2])
-    return tuple(c for c in among if next(WARPGROUP.unfit(c, gpu, extras), None) is None)
+    return deepest(WARPGROUP, spanned(WARPGROUP.name, raster=(1, 8), pdl=(True,)), gpu, extras)
+
+
+def deepest(
+    schedule: Warpgroup, among: Iterable[GemmConfig], gpu: GpuSpec, extras: Extras = PLAIN
+) -> tuple[GemmConfig, ...]:
+    """The two deepest pipelines of each tile ``among`` the configs."""
+    by_tile: dict[GemmConfig, list[GemmConfig]] = {}
+    for c in among:
+        if schedule.smem(c).total_bytes <= gpu.smem_per_block_bytes:
+            by_tile.setdefault(c.replace(stages=3), []).append(c)
+    found = (c for own in by_tile.values() for c in sorted(own, key=lambda c: -c.stages)[:2])
+    return tuple(c for c in found if next(schedule.unfit(c, gpu, extras), None) is None)
 
 
 # ---- arithmetic of the rules ----------------------------------------------------------------------------

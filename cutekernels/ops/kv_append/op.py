@@ -99,6 +99,7 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
 
     name = "kv_append"
     revision = 1
+    in_place_pairs = frozenset({("out_q", "q"), ("out_state", "state")})  # a program turns k after another stored q
     partial = True  # rows behind the last token of a sample's last page
     Problem = KvAppendProblem
     Config = KvAppendConfig

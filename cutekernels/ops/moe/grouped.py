@@ -29,6 +29,7 @@ from cutekernels.ops.moe.permute import MAX_GROUPS, MAX_PAIRS
 from cutekernels.ops.moe.warpgroup import DEPTH_WARPGROUP, GROUPED_WARPGROUP, GroupsSchedule, fitting
 from cutekernels.ops.shared.checks import check_dtype, check_results, present
 from cutekernels.ops.shared.tensor_op import TensorOp
+from cutekernels.ops.shared.tolerance import rounded_operand_depth
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
@@ -36,10 +37,6 @@ if TYPE_CHECKING:
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _GRID = 2**31 - 1
-# Length of a sum whose tolerance covers a rounded gate and up: seven standard deviations, five times for the product.
-_GATED_DEPTH = {
-    dtype: 8 * 35 * eps / math.sqrt(12) / 2.0**-23 for dtype, eps in (("bf16", 2.0**-7), ("fp16", 2.0**-10))
-}
 GATED = "silu_mul"  # the activation that takes a gate's rows and up's
 SPREADS = ("uniform", "zipf", "one")  # how a sample's rows spread over experts, by its seed
 
@@ -172,7 +169,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
         from cutekernels.backends import cute as backend
         from cutekernels.kernels.cute.moe.grouped import GroupedGemm
 
-        dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[p.dtype]
+        dtype = backend.dtype_of(p.dtype)
         sym = cutlass.cute.sym_int
 
         def operand(*shape: Any, major: int = -1) -> Any:
@@ -213,7 +210,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
         bias = 0 if p.bias == "none" else p.hit * p.weight_rows * (4 if p.bias == "fp32" else ELEMENT_BYTES)
         depth = float(p.k if self.along == "m" else max(1, p.rows))
         if p.gated:  # a chain rounds gate and up, as norm_linear's does its operand: the same grant
-            depth = max(depth, _GATED_DEPTH[p.dtype])
+            depth = max(depth, rounded_operand_depth(p.dtype, gated=True))
         return Work(2.0 * p.rows * p.weight_rows * p.k, float(moved * ELEMENT_BYTES + bias), depth)
 
 

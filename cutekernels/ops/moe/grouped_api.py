@@ -52,7 +52,7 @@ def grouped_gemm(
         InvalidConfig: ``config`` breaks a rule of the op.
     """
     check_word("grouped_gemm", "activation", activation, optional=True)
-    activation = activation or "none"
+    activation = "none" if activation is None else activation
     inputs = (x, weight, offsets, bias)
     check_arguments("grouped_gemm", GROUPED_GEMM.kinds, (*inputs, activation))
     check_tensor("grouped_gemm", "out", out, optional=True)

@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
 from cutekernels.ops.gemm.problem import BODIES, ELEMENT_BYTES, WIDEST, GemmConfig, GemmProblem, spanned
 from cutekernels.ops.gemm.schedule import PLAIN, Extras
-from cutekernels.ops.gemm.warpgroup import GROUP_ROWS, LEAST_EXTENT, Coefficients, Warpgroup, cluster_tiles, sharing
+from cutekernels.ops.gemm.warpgroup import (
+    GROUP_ROWS,
+    LEAST_EXTENT,
+    Coefficients,
+    Warpgroup,
+    cluster_tiles,
+    deepest,
+    sharing,
+)
 from cutekernels.ops.shared.occupancy import no_warpgroups
 
 if TYPE_CHECKING:
@@ -152,15 +160,9 @@ def fitting(schedule: GroupsSchedule, gpu: GpuSpec) -> tuple[GemmConfig, ...]:
 @cache
 def _shortlist(schedule: GroupsSchedule, gpu: GpuSpec) -> tuple[GemmConfig, ...]:
     """The two deepest pipelines of every tile. Clusters are for tiles of many tokens: others have little to share."""
-    deepest: dict[GemmConfig, list[GemmConfig]] = {}
-    for c in spanned(schedule.name, tile_n=schedule.tiles_n, raster=(1, 8), pdl=(True,)):
-        shares = c.cluster_m * c.cluster_n > 1
-        if shares and c.tile_n < WarpgroupSmem.BOX:
-            continue
-        if schedule.smem(c).total_bytes <= gpu.smem_per_block_bytes:
-            deepest.setdefault(c.replace(stages=3), []).append(c)
-    among = (c for found in deepest.values() for c in sorted(found, key=lambda c: -c.stages)[:2])
-    return tuple(c for c in among if next(schedule.unfit(c, gpu), None) is None)
+    spanning = spanned(schedule.name, tile_n=schedule.tiles_n, raster=(1, 8), pdl=(True,))
+    many = WarpgroupSmem.BOX
+    return deepest(schedule, (c for c in spanning if c.cluster_m * c.cluster_n == 1 or c.tile_n >= many), gpu)
 
 
 # ---- arithmetic of the model ----------------------------------------------------------------------------

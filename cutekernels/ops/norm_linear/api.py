@@ -113,7 +113,14 @@ def rms_norm_linear(
                 x, norm_weight, weight, bias, rstd, eps, activation, residual=residual, exact=exact, out=out
             )
         return y if residual is None else (y, u)
-    return _call(RMS_NORM_LINEAR, (x, norm_weight, weight, bias, rstd), (activation or "none",), eps, out, config)
+    return _call(
+        RMS_NORM_LINEAR,
+        (x, norm_weight, weight, bias, rstd),
+        ("none" if activation is None else activation,),
+        eps,
+        out,
+        config,
+    )
 
 
 def linear_silu_mul(

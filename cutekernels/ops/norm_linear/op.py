@@ -41,6 +41,7 @@ from cutekernels.ops.norm_linear.problem import (
 from cutekernels.ops.norms.op import RMS_NORM, RmsNormProblem
 from cutekernels.ops.shared.strides import span_bytes
 from cutekernels.ops.shared.tensor_op import TensorOp, check_results
+from cutekernels.ops.shared.tolerance import rounded_operand_depth
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
@@ -143,16 +144,16 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
             if -(-p.n // c.tile_m) * c.split_k <= gpu.sm_count
             and next(SPECIALIZED.unsuited(product, c.product, gpu, p.extras), None) is None
         ]
-        alone = min((SPECIALIZED.estimate_us(product, c.product, gpu) for c in among), default=0.0)
-        hidden = [c for c in among if weighing_us(product, c.product, gpu) < _HIDDEN * alone]
+        alone_us = min((SPECIALIZED.estimate_us(product, c.product, gpu) for c in among), default=0.0)
+        hidden = [c for c in among if weighing_us(product, c.product, gpu) < _HIDDEN * alone_us]
         if not hidden:
             return CHAIN
-        fused = {c: self.estimate_us(p, c, gpu) for c in hidden}
-        best = min(hidden, key=lambda c: (fused[c], SPECIALIZED.preference(c.product, p.extras)))
+        fused_us = {c: self.estimate_us(p, c, gpu) for c in hidden}
+        best = min(hidden, key=lambda c: (fused_us[c], SPECIALIZED.preference(c.product, p.extras)))
         rate = rates.of(gpu)
-        norm = _NORM * rate.launch_us + _NORM_CYCLES / rate.clock_mhz * min(p.m, _NORM_TOKENS)
-        chain = alone + norm + _NORM_OF_PRODUCT * alone
-        return best if fused[best] + _WITHIN * rate.exchange_us < chain else CHAIN
+        norm_us = _NORM * rate.launch_us + _NORM_CYCLES / rate.clock_mhz * min(p.m, _NORM_TOKENS)
+        chain_us = alone_us + norm_us + _NORM_OF_PRODUCT * alone_us
+        return best if fused_us[best] + _WITHIN * rate.exchange_us < chain_us else CHAIN
 
     def estimate_us(self, p: N, c: NormLinearConfig, gpu: GpuSpec) -> float:
         """The schedule's model, or the sum of those of the chain's ops."""
@@ -175,7 +176,7 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         from cutekernels.backends import cute as backend
 
         cute = cutlass.cute
-        dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[p.dtype]
+        dtype = backend.dtype_of(p.dtype)
         kinds = {"same": dtype, "fp32": cutlass.Float32}
         extras, schedule, product = p.extras, SCHEDULES[c.body], _product_of(self, p)
         out_align = WIDEST if schedule in (SPECIALIZED, WARPGROUP) else 1
@@ -288,15 +289,8 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
 
 
 def depth(p: NormLinearProblem) -> float:
-    """The length of a sum whose tolerance covers one rounded operand, ``x * rstd * gamma`` or ``weight * gamma``.
-
-    Each product is off by half an ulp of its type at most, their sum by a normal error of ``eps / sqrt(12)`` times the
-    typical output. The tolerance is seven standard deviations, for the largest error of a million outputs; five times
-    that behind a gate, which multiplies two such sums. ``verify.py`` grants ``depth / 8 * eps(fp32)``.
-    """
-    eps = {"bf16": 2.0**-7, "fp16": 2.0**-10}[p.dtype]
-    granted = 7 * (5 if p.extras.gated else 1) * eps / math.sqrt(12)
-    return max(float(p.k), 8 * granted / 2.0**-23)
+    """The length of a sum whose tolerance covers one rounded operand, ``x * rstd * gamma`` or ``weight * gamma``."""
+    return max(float(p.k), rounded_operand_depth(p.dtype, gated=p.extras.gated))
 
 
 @lru_cache(maxsize=256)

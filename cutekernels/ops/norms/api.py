@@ -58,7 +58,7 @@ def rms_norm(
     """
     try:
         fits = 0.0 <= eps < 3e38 and -3e38 < weight_offset < 3e38
-    except (TypeError, RuntimeError):
+    except (TypeError, RuntimeError, ArithmeticError):
         fits = False
     if not fits:
         check_eps("rms_norm", eps)
@@ -100,7 +100,7 @@ def add_rms_norm(
     """
     try:
         fits = 0.0 <= eps < 3e38 and -3e38 < weight_offset < 3e38
-    except (TypeError, RuntimeError):
+    except (TypeError, RuntimeError, ArithmeticError):
         fits = False
     if not fits:
         check_eps("add_rms_norm", eps)

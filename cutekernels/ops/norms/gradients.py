@@ -245,7 +245,7 @@ class _NormBackward(NormOp[N]):
         found = [(dx if du is None else dx + du.double()).to(named["x"].dtype)]
         for name, terms in zip(self.results[1:], (d * v, d), strict=False):
             shape, types = self.result(name, named, {}, {}, **options)
-            found.append((terms.reshape(-1, *shape).sum(0) if shape != (0,) else terms.new_empty(0)).to(types[0]))
+            found.append((terms.new_zeros(shape) if 0 in shape else terms.reshape(-1, *shape).sum(0)).to(types[0]))
         return tuple(found)
 
 

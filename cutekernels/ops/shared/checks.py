@@ -85,6 +85,16 @@ def check_eps(op: str, eps: object) -> None:
     check_number(op, "eps", eps, 0.0)
 
 
+def check_place(dtype: object, device: object) -> None:
+    """Refuses a type that is no floating-point one, and a device that torch does not have; None leaves either open."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise UnsupportedProblem(f"dtype must be a floating-point type of torch; it is {dtype!r}: take torch.bfloat16")
+    try:
+        torch.empty(0, device=device)  # type: ignore[call-overload]
+    except (AssertionError, RuntimeError, TypeError) as error:
+        raise UnsupportedProblem(f"device must be one that torch has; it is {device!r}: {error}") from error
+
+
 def said(value: object) -> str:
     """``value`` in an error message: short, and never a tensor's elements."""
     if isinstance(value, Tensor):
@@ -152,8 +162,12 @@ def check_results(results: Sequence[Tensor]) -> None:
 
 def pairs_of(op: Any, results: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> tuple[Pair, ...]:
     """The operands to keep apart: results from one another, and from inputs but as ``op.in_place`` allows."""
-    operands = (*results, *inputs)
-    return pairs(len(results), operands, range(len(results), len(operands)) if op.in_place else ())
+    operands, count = (*results, *inputs), len(results)
+    found = pairs(count, operands, range(count, len(operands)) if op.in_place else ())
+    if op.in_place_pairs is None:
+        return found
+    names = (*op.results, *op.inputs)
+    return tuple([(i, j, low, high, (names[i], names[j]) in op.in_place_pairs) for i, j, low, high, _ in found])
 
 
 def check_overlap(op: Any, results: Sequence[Tensor], inputs: Sequence[Tensor | None]) -> None:

@@ -60,6 +60,8 @@ def cube(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int, i
 
 def overlaps_itself(t: Tensor) -> bool:
     """Whether two elements may share an address: an expanded dimension, a sliding window."""
+    if t.numel() == 0:
+        return False
     reach = 0
     for stride, size in sorted((s, n) for n, s in zip(t.shape, t.stride(), strict=True) if n != 1):
         if stride <= reach and size > 1:

@@ -55,6 +55,8 @@ class TensorOp(Op[P, C]):
     schema: ClassVar[str]
     in_place: ClassVar[bool] = True
     """Whether a result may be an input itself, element upon element. No other overlap is ever allowed."""
+    in_place_pairs: ClassVar[frozenset[tuple[str, str]] | None] = None
+    """The results, each with the input that it may be, where ``in_place`` is not for any input."""
     flattens: ClassVar[bool] = True
     """Whether kernels take matrices: an operand whose leading dimensions no single stride walks is then copied."""
 
