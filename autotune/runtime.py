@@ -223,11 +223,12 @@ class LocalRuntime:
         return outcomes
 
     def refresh(self) -> None:
-        if self._spares:
-            self._worker.close()
-            self._worker = self._spares.popleft()
-        else:
-            self._worker.kill()
+        with self._turns.together():  # its CUDA context goes with it, beside which nothing is timed
+            if self._spares:
+                self._worker.close()
+                self._worker = self._spares.popleft()
+            else:
+                self._worker.kill()
 
     def stop(self) -> None:
         """End the worker and the spares, whatever they do."""

@@ -109,7 +109,9 @@ def file_errors(name: str) -> Iterator[None]:
 
 
 def _remedy(cause: str) -> str:
-    if "image is malformed" in cause or "malformed database schema" in cause or "is not a database" in cause:
+    if "is not a database" in cause:
+        return "; name another file"
+    if "image is malformed" in cause or "malformed database schema" in cause:
         return _SETS_ASIDE
     if "interrupted" in cause:
         return f"; reading it took longer than {sqlite.READ_LIMIT_S:.0f} s"
