@@ -36,7 +36,7 @@ demo: $(STAMP)
 .PHONY: demo-gpu demo-cpu
 demo-gpu: $(STAMP)
 	cutekernels tune demo --gpu auto
-	cutekernels db query
+	cutekernels db query --gpu auto --local
 	python -c 'import torch, cutekernels as ck; \
 	    a, b = (torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2)); \
 	    print("gemm agrees with torch.mm:", torch.allclose(ck.gemm(a, b), a @ b, rtol=2e-2, atol=1))'

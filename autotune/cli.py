@@ -80,8 +80,9 @@ def command(
 ) -> None:
     """Tune a job's problems for one GPU, or for those of a fleet, and store the winners in the database.
 
-    Where the GPU is present, candidates are measured on it. Where it is not, they are compiled, ranked by a model
-    and stored as predicted. An interrupted run resumes when started again.
+    Where the GPU is present, candidates are measured on it; else they are compiled, ranked by a model, and predicted.
+
+    An interrupted run resumes when started again.
     """
     from cutekernels.autotune.run import tune
     from cutekernels.errors import CuteKernelsError, JobError, UnknownGpu

@@ -89,7 +89,8 @@ def _tell(job: str, gpu: str) -> None:
             continue
         print(f"  predicted  {d.predicted_us:10.1f} us  {d.predicted}")
         print(
-            f"  why        {gain:.2f} times faster by the model"
+            f"  why        {gain:.2f} times as fast by the model: "
+            + ("it serves calls" if gain >= LEAST_GAIN else f"calls take the default, below {LEAST_GAIN}")
             + "".join(f"\n             {reason}" for reason in d.why)
         )
 

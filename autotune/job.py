@@ -35,7 +35,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from cutekernels.errors import JobError, UnsupportedProblem
+from cutekernels.errors import JobError, UnsupportedProblem, near
 from cutekernels.op import Op, Problem
 
 DEFAULT_TRIALS = 40
@@ -108,7 +108,10 @@ def load(job: str | Path, *, find: FindOp | None = None) -> Job:
         return parse(text, str(path), find=find)
     if str(job) in bundled():
         return parse(bundled_text(str(job)), f"{job}.toml (bundled)", find=find)
-    raise JobError(f"{_shown(str(job))} is neither a file nor a bundled job; bundled: {', '.join(bundled())}")
+    names = bundled()
+    raise JobError(
+        f"{_shown(str(job))} is neither a file nor a bundled job. {near(str(job), names)}Bundled: {', '.join(names)}"
+    )
 
 
 def parse(text: str, source: str, *, find: FindOp | None = None) -> Job:

@@ -6,8 +6,12 @@ Importing this package loads nothing heavy. Its public names stand in ``__init__
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 from cutekernels import lazy
+
+if find_spec("cutekernels.db") is None:  # a checkout's folder, which lies beside those of db and autotune
+    raise ImportError("this checkout is not installed: run `pip install -e .` in it, or start Python in another folder")
 
 try:
     __version__ = version("cutekernels")

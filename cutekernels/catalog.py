@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 from cutekernels import gpu as gpus
 from cutekernels import op as declarations
 from cutekernels import settings
-from cutekernels.errors import InvalidConfig, UnknownGpu, UnsupportedProblem
+from cutekernels.errors import InvalidConfig, UnknownGpu, UnsupportedProblem, near
 
 SHIPPED = Path(__file__).with_name("catalog.json")
 Scalar = int | str | bool
@@ -117,8 +116,7 @@ class Catalog:
         except UnknownGpu as error:
             if gpus.is_auto(name):
                 raise
-            known = [*(g.name for g in gpus.GPUS), *gpus.ALIASES, *also]
-            raise UnknownGpu(f"{near(name.lower(), known)}{error}") from None
+            raise UnknownGpu(f"{near(name.lower(), also)}{error}") from None
 
     def op(self, name: str, also: Iterable[str] = ()) -> str:
         """``name``, if an op is called so; ``also`` are names that a database holds."""
@@ -230,12 +228,6 @@ class Catalog:
         except OSError:
             return
         self._changed = False
-
-
-def near(name: str, known: Iterable[str]) -> str:
-    """``"Did you mean 'gemm'? "``, or nothing where no known name is close."""
-    found = get_close_matches(name, sorted(set(known)), n=1, cutoff=0.6)
-    return f"Did you mean {found[0]!r}? " if found else ""
 
 
 def _condition(word: str) -> Condition:

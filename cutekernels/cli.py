@@ -118,7 +118,7 @@ def _mounted(verb: str) -> Any:
 def _reach_bench() -> None:
     root = Path(__file__).resolve().parents[1]
     if not (root / "bench" / "__main__.py").is_file():
-        terminal.fail("the benchmarks are not installed: run `python -m bench` in a checkout of the repository")
+        terminal.fail("the benchmarks are not installed: `pip install -e .` in a checkout, then `python -m bench`")
     sys.path.insert(0, str(root))
 
 

@@ -156,8 +156,9 @@ def explain(op: Op[Any, Any], p: Any, gpu: GpuSpec, config: Config | str | None 
         ("model", f"{estimate:.2f} us (analytical)"),
     ]
     if choice.winner is not None and choice.winner.origin == "measured" and choice.winner.median_us is not None:
-        against = f", {choice.winner.ratio:.3f}x the default" if choice.winner.ratio is not None else ""
-        rows.append(("measured", f"{choice.winner.median_us:.2f} us at its bucket{against}"))
+        against = f", {choice.winner.ratio:.3f} times as fast as the default" if choice.winner.ratio is not None else ""
+        where = "its bucket" if choice.origin == "tuned" else choice.winner.problem
+        rows.append(("measured", f"{choice.winner.median_us:.2f} us at {where}{against}"))
     rows += [(f"asked: {name}", said) for name, said in considered]
     return Explanation(op.name, p, gpu.name, choice, tuple(considered), tuple(rows))
 
@@ -310,7 +311,10 @@ def _sources(op: Op[Any, Any], p: Any, gpu: GpuSpec, snapshot: Snapshot) -> Iter
         note = f"the model's best for its bucket ({at_bucket.source}): {at_bucket.reason}"
         yield "predicted", _adopt(op, p, gpu, at_bucket, "predicted", note)
     else:
-        yield "predicted", "the model's best for its bucket gives no reason to leave the default"
+        yield (
+            "predicted",
+            "the model does not have its bucket's best 1.5 times as fast as the default, as a prediction needs",
+        )
     yield "default", Choice(op.default(p, gpu), "default", "the op's analytical choice")
 
 

@@ -16,6 +16,11 @@
 A message states the rule, the value that broke it, and the remedy.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class CuteKernelsError(Exception):
     """Base of every error this package raises on purpose."""
@@ -55,3 +60,9 @@ class JobError(CuteKernelsError, ValueError):
 
 class StoreError(CuteKernelsError):
     """The tuned-config database cannot be read or written."""
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """``"Did you mean 'gemm'? "``, or nothing where no known name is close."""
+    found = get_close_matches(name[:100], sorted(set(known)), n=1, cutoff=0.6)
+    return f"Did you mean {found[0]!r}? " if found else ""

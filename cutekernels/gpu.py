@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from cutekernels.errors import UnknownGpu
+from cutekernels.errors import UnknownGpu, near
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -168,18 +168,20 @@ def lookup(name: str) -> GpuSpec:
     key = ALIASES.get(key, key)
     if key in _BY_NAME:
         return _BY_NAME[key]
-    known = ", ".join(sorted([*_BY_NAME, *ALIASES]))
+    names = sorted([*_BY_NAME, *ALIASES])
+    known = ", ".join(names)
     raise UnknownGpu(
-        f"no GPU is called {name!r}; known: {known}. A GPU outside the table is described by --gpu auto on its machine"
+        f"no GPU is called {name[:60]!r}. {near(key, names)}Known: {known}. "
+        "A GPU outside the table is described by --gpu auto on its machine"
     )
 
 
-@cache
 def is_auto(name: str) -> bool:
     """Whether ``name`` stands for the machine's own GPU."""
     return name.strip().lower() == "auto"
 
 
+@cache
 def detect(device: int | None = None) -> GpuSpec:
     """The GPU in this machine: its row of the table, or a description from its device properties.
 
@@ -189,7 +191,7 @@ def detect(device: int | None = None) -> GpuSpec:
     import torch
 
     if not torch.cuda.is_available():
-        raise UnknownGpu("no CUDA device is visible; name one with --gpu, e.g. --gpu a100")
+        raise UnknownGpu('no CUDA device is visible; name a GPU, e.g. --gpu a100 (in Python gpu_name="a100")')
     return describe(torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device))
 
 

@@ -23,7 +23,7 @@ from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
-from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.errors import InvalidConfig, UnsupportedProblem, near
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,7 +106,9 @@ class _Record:
         for word in text.split():
             name, eq, raw = word.partition("=")
             if not eq or name not in known:
-                raise error(f"{word!r} is not a field of {cls.__name__}; its fields: {', '.join(known)}")
+                raise error(
+                    f"{word[:60]!r} is not a field of {cls.__name__}. {near(name, known)}Its fields: {', '.join(known)}"
+                )
             if name in values:
                 raise error(f"{name!r} stands twice in {text!r}")
             values[name] = _parse(known[name], raw, error)

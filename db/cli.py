@@ -68,6 +68,7 @@ def query(
     op: OpName = None,
     problem: Conditions = None,
     origin: Annotated[Origin | None, typer.Option(help="Only winners of this origin.")] = None,
+    local: Annotated[bool, typer.Option("--local", help="Only what was tuned here, no shipped winners.")] = False,
     columns: Columns = None,
     sort: Sort = None,
     wide: Wide = False,
@@ -75,7 +76,7 @@ def query(
     db: Db = None,
 ) -> None:
     """List the winners, local and shipped: which config is used for which problem. A * marks those that calls use."""
-    with _opened(db) as opened:
+    with _errors(), database.open(db, shipped=not local) as opened:
         found = opened.winners(gpu=gpu, op=op, problem=problem, origin=origin)
         if opened.store is None:
             terminal.say("no database yet, only shipped winners; `cutekernels tune` makes one")
@@ -290,7 +291,7 @@ def doctor(
     for found, why in ((stale, "of an earlier revision: tune again, or prune --stale"), (unknown, "of an unknown op")):
         if found:
             rows.append({"what": "winners", "state": "unused", "found": f"{len(found)} {why}"})
-    rows.append({"what": "winners", "state": "ok", "found": f"{len(winners) - len(stale) - len(unknown)} in use"})
+    rows.append({"what": "winners", "state": "ok", "found": f"{len(winners) - len(stale) - len(unknown)} valid"})
     _write(rows, format, None, "", ("what", "state", "found"))
     raise typer.Exit(1 if broken else 0)
 
@@ -349,7 +350,12 @@ def _pick(opened: Database, what: str, gpu: str | None, op: str | None) -> list[
     exact = [w for w in found if all(n in asked or opened.catalog.is_default(w.op, n, v) for n, v in w.problem.items())]
     found = exact or list(found)  # type: ignore[assignment]
     serving = {(w.gpu, w.op, w.problem_text) for w in found if w.serves}
-    return [w.as_row() for w in found if w.serves or (w.gpu, w.op, w.problem_text) not in serving]
+    shown = [w for w in found if w.serves or (w.gpu, w.op, w.problem_text) not in serving]
+    # Where none serves, the local one comes before the shipped one.
+    places: dict[tuple[str, str, str], Winner] = {}
+    for w in sorted(shown, key=lambda w: w.source != "local"):
+        places.setdefault((w.gpu, w.op, w.problem_text), w)
+    return [w.as_row() for w in shown if w is places[w.gpu, w.op, w.problem_text]]
 
 
 def _brief(row: Mapping[str, Any]) -> str:

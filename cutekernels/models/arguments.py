@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -122,13 +122,12 @@ def chosen_sampling(sampling: Sampling | None) -> Sampling:
 
 
 def stop_tokens(stop: object, vocabulary: int) -> frozenset[int]:
-    """Stop tokens as a set. Raises UnsupportedProblem for what is no collection of token ids."""
-    try:
-        found: frozenset[Any] = frozenset(stop)  # type: ignore[call-overload]
-    except TypeError:
-        found = frozenset({"?"})
+    """Stop tokens as a set. Raises UnsupportedProblem for what is no sequence or set of token ids."""
+    listed = isinstance(stop, Sequence | Set) and not isinstance(stop, str | bytes | bytearray)
+    found: list[Any] = list(stop) if listed else ["?"]  # type: ignore[call-overload]
     if not all(type(token) is int and 0 <= token < vocabulary for token in found):
         raise UnsupportedProblem(
-            f"stop is token ids, integers from 0 to {vocabulary - 1}; got {said(stop)}: pass (tokenizer.eos_token_id,)"
+            f"stop is token ids in a list, a tuple or a set, integers from 0 to {vocabulary - 1}; got {said(stop)}: "
+            "pass (tokenizer.eos_token_id,)"
         )
-    return found
+    return frozenset(found)

@@ -8,7 +8,7 @@ captured again. The host reads tokens back one step late, so it never waits for 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from cutekernels.kv_cache import KVCache
 from cutekernels.models import arguments
+from cutekernels.models.accepted import check_model
 from cutekernels.models.requests import Request, Requests
 from cutekernels.models.sampling import Choices, Sampling
-from cutekernels.models.weights import Attention, Weights, check_model, read
+from cutekernels.models.weights import Attention, Weights, read
 from cutekernels.ops.attention.decode_api import decode_attention
 from cutekernels.ops.shared.checks import check_flag
 
@@ -119,9 +120,9 @@ class Decoder:
             tokenizer: to take prompts as text and give texts back.
 
         Raises:
-            UnsupportedProblem: a model that is not of these families, is patched or has options that no op has (see
-                docs/decoder.md), or on the meta device; sizes that are out of range or more than the device has memory
-                for; a tokenizer that is none.
+            UnsupportedProblem: a model that is not of these families, is patched, has hooks or options that no op has
+                (see docs/decoder.md), or on the meta device; sizes that are out of range or more than the device has
+                memory for; a tokenizer that is none.
         """
         pages = arguments.check_sizes(
             max_batch=max_batch, max_tokens=max_tokens, page_size=page_size, pages=pages, chunk=chunk
@@ -143,7 +144,7 @@ class Decoder:
         *,
         max_new_tokens: int = 128,
         sampling: Sampling | None = None,
-        stop: Iterable[int] = (),
+        stop: Sequence[int] | Set[int] = (),
     ) -> int:
         """Queue a request; it starts in the next :meth:`step` that has room for it.
 
@@ -155,7 +156,7 @@ class Decoder:
             stop: token ids behind which the request ends; the token itself is part of the result.
 
         Returns:
-            The request's number, for :meth:`result`.
+            The request's number, for :meth:`result` and :meth:`cancel`.
 
         Raises:
             UnsupportedProblem: an empty prompt, an unknown token, more tokens than the cache can ever hold, or an
@@ -165,7 +166,20 @@ class Decoder:
         return self._requests.add(ids, max_new_tokens, arguments.chosen_sampling(sampling), stop).number
 
     def step(self) -> None:
-        """Start waiting requests, start one token of each running one, and take in the tokens of the step before."""
+        """Start waiting requests, start one token of each running one, and take in the tokens of the step before.
+
+        Where an exception leaves it (an interrupt, say), requests that are not finished start anew in the next step.
+        """
+        try:
+            self._step()
+        except BaseException:  # what the caches hold is unknown: one layer may be a token ahead of the next
+            self._launched.clear()
+            self._counts.zero_()
+            self._counted = set()
+            self._requests.restart()
+            raise
+
+    def _step(self) -> None:
         for request in self._requests.admitted():
             self._begin(request)
         running = self._requests.running()
@@ -189,8 +203,22 @@ class Decoder:
         return self._requests.take(number)
 
     def tokens_of(self, number: int) -> list[int]:
-        """The tokens known so far of a request that has not been taken."""
+        """The tokens known so far of a request that has not been taken. Raises KeyError where there is none."""
         return self._requests.tokens_of(number)
+
+    def cancel(self, number: int) -> list[int]:
+        """End a request, waiting, running or finished, and forget it; others can have its place and pages.
+
+        Returns:
+            Its tokens known so far.
+
+        Raises:
+            KeyError: no request has this number, or its result has been taken.
+            UnsupportedProblem: ``number`` is no whole number.
+        """
+        tokens = self._requests.cancel(number)
+        self._launched = [step for step in self._launched if not all(r.done for r in step.requests)]
+        return tokens
 
     def generate(
         self,
@@ -198,12 +226,13 @@ class Decoder:
         *,
         max_new_tokens: int = 128,
         sampling: Sampling | None = None,
-        stop: Iterable[int] = (),
+        stop: Sequence[int] | Set[int] = (),
         progress: bool = False,
     ) -> Generated:
         """Tokens for every prompt; arguments as of :meth:`add`. ``progress`` shows a bar with tokens a second.
 
         ``prompts`` are in a list, or the rows of a tensor or array. With a seed, request ``i`` draws with ``seed + i``.
+        An exception (an interrupt, say) cancels the requests of this call.
         """
         begin = time.perf_counter()
         check_flag("generate", "progress", progress)
@@ -214,12 +243,12 @@ class Decoder:
             for i, prompt in enumerate(arguments.listed_prompts(prompts)):
                 own = replace(chosen, seed=chosen.seed + i)
                 numbers.append(self.add(prompt, max_new_tokens=max_new_tokens, sampling=own, stop=stop))
+            for _ in self._shown(numbers, max_new_tokens) if progress else iter(lambda: self.idle, True):
+                self.step()
         except BaseException:
             for number in numbers:
-                self._requests.withdraw(number)
+                self.cancel(number)
             raise
-        for _ in self._shown(numbers, max_new_tokens) if progress else iter(lambda: self.idle, True):
-            self.step()
         tokens = [self.result(number) for number in numbers]
         texts = None if self._tokenizer is None else self._tokenizer.batch_decode(tokens)
         return Generated(tokens, texts, time.perf_counter() - begin)

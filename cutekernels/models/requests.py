@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kv_cache import KVCache
 from cutekernels.models.arguments import stop_tokens
 from cutekernels.models.sampling import Sampling
-from cutekernels.ops.shared.checks import said
+from cutekernels.ops.shared.checks import check_whole, said
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class Requests:
         self._known: dict[int, Request] = {}
         self._next = 0
 
-    def add(self, prompt: list[int], most: int, sampling: Sampling, stop: Iterable[int]) -> Request:
+    def add(self, prompt: list[int], most: int, sampling: Sampling, stop: Sequence[int] | Set[int]) -> Request:
         """Queue a request. Raises UnsupportedProblem for one that could never run."""
         if not prompt or not all(type(token) is int and 0 <= token < self.vocabulary for token in prompt):
             bad = next((t for t in prompt if type(t) is not int or not 0 <= t < self.vocabulary), None)
@@ -64,9 +64,23 @@ class Requests:
         self._waiting.append(request)
         return request
 
-    def withdraw(self, number: int) -> None:
-        """Forget a request that has not started."""
-        self._waiting.remove(self._known.pop(number))
+    def cancel(self, number: int) -> list[int]:
+        """Forget a request, waiting, running or finished; its tokens so far."""
+        request = self._request(number)
+        if request in self._waiting:
+            self._waiting.remove(request)
+        elif not request.done:
+            self._end(request)
+        return self._known.pop(number).tokens
+
+    def restart(self) -> None:
+        """Queue every request that is not done anew, in the order they came; all slots and pages are free."""
+        self._cache.reset()
+        self._slots = [None] * len(self._slots)
+        self._waiting = deque(request for request in self._known.values() if not request.done)
+        for request in self._waiting:
+            request.slot, request.launched = -1, 0
+            request.tokens.clear()
 
     def admitted(self) -> Iterator[Request]:
         """Requests that can start now, each with its slot and pages."""
@@ -90,9 +104,12 @@ class Requests:
             return  # a step that was started before the end was known
         request.tokens.append(token)
         if token in request.stop or len(request.tokens) == request.most:
-            request.done = True
-            self._slots[request.slot] = None
-            self._cache[request.slot].reset()
+            self._end(request)
+
+    def _end(self, request: Request) -> None:
+        self._cache[request.slot].reset()
+        self._slots[request.slot] = None
+        request.done = True
 
     @property
     def all_finished(self) -> bool:
@@ -104,9 +121,17 @@ class Requests:
 
     def take(self, number: int) -> list[int]:
         """The tokens of a finished request, which is forgotten."""
-        if number not in self._known or not self._known[number].done:
-            raise KeyError(f"request {number} is not finished, or its result has been taken")
+        if not self._request(number).done:
+            raise KeyError(f"request {number} is not finished: step until it is, or read tokens_of({number})")
         return self._known.pop(number).tokens
 
     def tokens_of(self, number: int) -> list[int]:
-        return list(self._known[number].tokens)
+        return list(self._request(number).tokens)
+
+    def _request(self, number: int) -> Request:
+        check_whole("Decoder", "a request's number", number, 0)
+        if number not in self._known:
+            raise KeyError(
+                f"there is no request {number}, or its result has been taken: pass a number that add returned"
+            )
+        return self._known[number]

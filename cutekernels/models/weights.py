@@ -13,16 +13,13 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.integrations.transformers.families import Family, family_of, gate_of, window_of
-from cutekernels.integrations.transformers.patching import is_patched
+from cutekernels.integrations.transformers.families import Family, gate_of, window_of
+from cutekernels.models.accepted import REMEDY, check_model
 from cutekernels.nn.mlp import Gate, gated, projected
 from cutekernels.nn.moe import MoE
 from cutekernels.nn.packing import side_by_side
 from cutekernels.ops.embedding import embedding
 from cutekernels.ops.norms.api import add_rms_norm, rms_norm
-
-_ROPES = ("default", "linear", "llama3", "yarn")  # their tables do not depend on the length
-_REMEDY = "generate with the model itself, its attention by cutekernels.route_sdpa()"
 
 
 @dataclass(frozen=True)
@@ -132,8 +129,7 @@ def read(model: Any, positions: int) -> Weights:
     each, so that nothing is in memory twice. Experts stay where they are.
 
     Raises:
-        UnsupportedProblem: a model of another family, one that is patched, or lies on several devices, and options of
-            its family that no op has.
+        UnsupportedProblem: a model that :func:`check_model` refuses, and options of its family that no op has.
     """
     family, ropes = check_model(model)
     config = model.config
@@ -152,37 +148,6 @@ def read(model: Any, positions: int) -> Weights:
         heads_kv=config.num_key_value_heads,
         head_dim=model.model.layers[0].self_attn.head_dim,
     )
-
-
-def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
-    """The family and the rotary parameters of a model that :func:`read` takes; layers are checked when they are read.
-
-    Raises:
-        UnsupportedProblem: as of :func:`read`.
-    """
-    family = family_of(model, "Decoder", _REMEDY)
-    if not hasattr(model, "lm_head"):
-        raise UnsupportedProblem(
-            f"Decoder takes models for causal language modelling; {type(model).__name__} has no lm_head: {_REMEDY}"
-        )
-    if is_patched(model):
-        raise UnsupportedProblem("Decoder reads a plain model, and this one is patched: call cutekernels.unpatch first")
-    if len({(p.device, p.dtype) for p in model.parameters()}) != 1:
-        raise UnsupportedProblem("Decoder takes a model on one device and of one dtype: move it with model.to(...)")
-    ropes = _ropes(model.config)
-    for parameters in ropes.values():
-        kind = parameters.get("rope_type", "default")
-        if kind not in _ROPES:
-            raise UnsupportedProblem(
-                f"Decoder takes rotary tables that do not depend on the length; rope_type is {kind}: {_REMEDY}"
-            )
-    return family, ropes
-
-
-def _ropes(config: Any) -> dict[str | None, Any]:
-    """The config's rotary parameters: by type of layer where layers differ, else under None."""
-    parameters, types = config.rope_parameters, getattr(config, "layer_types", None) or ()
-    return {kind: own for kind, own in parameters.items() if kind in types} or {None: parameters}
 
 
 def _tables(model: Any, ropes: dict[str | None, Any], positions: int) -> dict[str | None, tuple[Tensor, Tensor]]:
@@ -212,7 +177,7 @@ def _layer(layer: Any, family: Family, tables: dict[str | None, tuple[Tensor, Te
 def _attention(attention: Any, family: Family, tables: dict[str | None, tuple[Tensor, Tensor]]) -> Attention:
     if not attention.is_causal:
         raise UnsupportedProblem(
-            f"Decoder's tokens see earlier ones alone; this model has use_bidirectional_attention: {_REMEDY}"
+            f"Decoder's tokens see earlier ones alone; this model has use_bidirectional_attention: {REMEDY}"
         )
     window = window_of(attention)
     cos, sin = tables[None if None in tables else attention.layer_type]
@@ -237,7 +202,7 @@ def _mlp(mlp: Any) -> Mlp | MoE:
     gate = gate_of(mlp.act_fn)
     if gate is None:
         raise UnsupportedProblem(
-            f"Decoder has the gates of SiLU and GELU; one is {type(mlp.act_fn).__name__}: {_REMEDY}"
+            f"Decoder has the gates of SiLU and GELU; one is {type(mlp.act_fn).__name__}: {REMEDY}"
         )
     return Mlp(_joined(mlp.gate_proj, mlp.up_proj), gate, _projection(mlp.down_proj))
 
@@ -247,8 +212,6 @@ def _norm(norm: Any, family: Family) -> Norm:
 
 
 def _projection(linear: Any) -> Projection:
-    if type(linear) is not torch.nn.Linear:
-        raise UnsupportedProblem(f"Decoder multiplies plain Linear layers; one is a {type(linear).__name__}: merge it")
     return Projection(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
 
 

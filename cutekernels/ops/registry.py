@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from cutekernels.errors import UnsupportedProblem
+from cutekernels.errors import UnsupportedProblem, near
 from cutekernels.op import Op
 from cutekernels.ops.shared.registration import Library
 
@@ -36,5 +36,5 @@ _BY_NAME = {op.name: op for op in OPS}
 def get(name: str) -> Op[Any, Any]:
     """The op called ``name``. Raises UnsupportedProblem for any other."""
     if name not in _BY_NAME:
-        raise UnsupportedProblem(f"no op is called {name!r}; the ops: {', '.join(_BY_NAME)}")
+        raise UnsupportedProblem(f"no op is called {name[:60]!r}. {near(name, _BY_NAME)}The ops: {', '.join(_BY_NAME)}")
     return _BY_NAME[name]

@@ -139,6 +139,21 @@ def test_local_and_shipped_winners_stand_side_by_side(shipped: Path) -> None:
     assert rows("show", shown["id"][-12:])[0]["id"] == shown["id"]
 
 
+@pytest.mark.usefixtures("db")
+def test_local_alone(shipped: Path) -> None:
+    (shipped / "h200.jsonl").write_text(GEMM.as_line() + "\n")
+    assert {row["source"] for row in rows("query", "--local")} == {"local"}
+    assert {row["source"] for row in rows("query")} == {"local", "shipped"}
+
+
+@pytest.mark.usefixtures("db")
+def test_of_two_predictions_that_serve_nobody_the_local_one_is_shown(shipped: Path) -> None:
+    other = trial("tile_m=32 stages=4", problem=SKINNY.problem, origin="predicted", median_us=None)
+    (shipped / "h200.jsonl").write_text(other.as_line() + "\n")
+    (shown,) = rows("show", SKINNY.problem)
+    assert (shown["source"], shown["config_text"]) == ("local", SKINNY.config)
+
+
 def test_without_a_database_shipped_winners_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(settings.DB_VARIABLE, str(tmp_path / "absent.db"))
     result = ok("query", "--gpu", "h200", "--op", "gemm")

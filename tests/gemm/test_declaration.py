@@ -190,7 +190,7 @@ class TestText:
 
     def test_the_registry_knows_it(self) -> None:
         assert registry.get("gemm") is GEMM
-        with pytest.raises(UnsupportedProblem, match=r"no op is called 'conv'; the ops: gemm, "):
+        with pytest.raises(UnsupportedProblem, match=r"no op is called 'conv'. The ops: gemm, "):
             registry.get("conv")
 
 

@@ -155,7 +155,7 @@ class TestExplain:
     @pytest.mark.parametrize(
         ("words", "said"),
         [
-            (("conv", "m=1", "--gpu", "h200"), "no op is called 'conv'; the ops: gemm"),
+            (("conv", "m=1", "--gpu", "h200"), "no op is called 'conv'. The ops: gemm"),
             (("gemm", "m=1 n=2", "--gpu", "h200"), "needs k"),
             (("gemm", "m=1 n=2 k=3 depth=4", "--gpu", "h200"), "'depth=4' is not a field"),
             (("gemm", "m=8 n=8 k=8", "--gpu", "h300"), "no GPU is called 'h300'"),
@@ -171,7 +171,7 @@ class TestExplain:
     def test_a_mistake_is_one_line_on_stderr(self) -> None:
         done = script("explain", "conv", "m=1", "--gpu", "h200")
         assert (done.returncode, done.stdout) == (2, "")
-        assert re.fullmatch(r"no op is called 'conv'; the ops: gemm(, \w+)+\n", done.stderr)
+        assert re.fullmatch(r"no op is called 'conv'\. The ops: gemm(, \w+)+\n", done.stderr)
 
     def test_a_missing_argument_is_misuse(self) -> None:
         assert run("explain", "gemm").exit_code == 2

@@ -177,7 +177,7 @@ class TestNearest:
         assert origin(winner("m=32 n=64", C, "predicted", reason="")) == ("default", DEFAULT), "nor for a neighbour"
         snapshots._held["h200"] = snapshot(mute)
         told = dispatch.explain(TOY, PROBLEM, H200)
-        assert "no reason to leave the default" in dict(told.rows)["asked: predicted"]
+        assert "1.5 times as fast as the default" in dict(told.rows)["asked: predicted"]
 
     def test_the_reason_is_told(self) -> None:
         choice = dispatch.resolve(TOY, PROBLEM, H200, snapshot(winner("m=16 n=64", C, "predicted")))
@@ -257,7 +257,7 @@ class TestExplain:
         assert rows["config"] == str(A)
         assert rows["origin"] == "tuned"
         assert "database" in rows["why"]
-        assert rows["measured"] == "10.00 us at its bucket, 1.250x the default"
+        assert rows["measured"] == "10.00 us at its bucket, 1.250 times as fast as the default"
         assert rows["model"] == "31.25 us (analytical)"
         assert rows["floor"].endswith("us (roofline)")
         assert told.considered == (("tuned", rows["why"]),)

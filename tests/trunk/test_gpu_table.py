@@ -65,7 +65,9 @@ def test_aliases_lead_to_rows(alias: str) -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(UnknownGpu, match=r"no GPU is called 'h300'; known: .*h200.*--gpu auto") as raised:
+    with pytest.raises(
+        UnknownGpu, match=r"no GPU is called 'h300'. Did you mean 'h200'\? Known: .*h200.*--gpu auto"
+    ) as raised:
         lookup("h300")
     assert isinstance(raised.value, CuteKernelsError)
     assert isinstance(raised.value, LookupError)
@@ -77,7 +79,7 @@ def test_auto_without_a_gpu_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     gpus.detect.cache_clear()
     try:
-        with pytest.raises(UnknownGpu, match="no CUDA device is visible; name one with --gpu"):
+        with pytest.raises(UnknownGpu, match="no CUDA device is visible; name a GPU"):
             lookup("auto")
     finally:
         gpus.detect.cache_clear()

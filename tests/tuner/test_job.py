@@ -149,7 +149,7 @@ def test_a_file_and_a_missing_one(tmp_path: Path) -> None:
     file = tmp_path / "j.toml"
     file.write_text(TASK + 'problems = ["m=1 n=1"]')
     assert load(file, find=find).source == str(file)
-    with pytest.raises(JobError, match="neither a file nor a bundled job; bundled: .*demo"):
+    with pytest.raises(JobError, match="neither a file nor a bundled job. .*Bundled: .*demo"):
         load(tmp_path / "nowhere.toml", find=find)
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(JobError, match="UTF-8"):

@@ -56,5 +56,5 @@ def test_the_demo_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     tune(Job("one", (task(4),)), "l40s", runtime=ToyMachine())
     departures._tell("one", "l40s")
     said = capsys.readouterr().out
-    assert "toy [m=16 n=64] on l40s" in said and "64.00 times faster by the model" in said
+    assert "toy [m=16 n=64] on l40s" in said and "64.00 times as fast by the model: it serves calls" in said
     assert "16 would take 8.00 times as long" in said

@@ -1,0 +1,115 @@
+"""Which models a decoder takes. It reads weights and calls no module, so what a module does of its own is refused."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.integrations.transformers.families import Family, family_of
+from cutekernels.integrations.transformers.patching import WIDEST_HEAD, is_patched
+from cutekernels.ops.attention.problem import WIDEST
+
+REMEDY = "generate with the model itself, its attention by cutekernels.route_sdpa()"
+_PATCH = "generate with the model itself under cutekernels.patch, which honours it"
+_ROPES = ("default", "linear", "llama3", "yarn")  # their tables do not depend on the length
+_COMPILED = "_orig_mod"  # the submodule of what torch.compile returns for a module
+_RECORDERS = "transformers.utils.output_capturing"  # its hooks stay after output_hidden_states, and change nothing
+
+
+def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
+    """The family and the rotary parameters of a model whose weights can be read.
+
+    Raises:
+        UnsupportedProblem: a model of another family, one that is patched, wrapped or lies on several devices, modules
+            with hooks, forwards or classes of their own, a head_dim or rotary tables that no op has.
+    """
+    family = family_of(model, "Decoder", REMEDY)
+    if not hasattr(model, "lm_head"):
+        raise UnsupportedProblem(
+            f"Decoder takes models for causal language modelling; {type(model).__name__} has no lm_head: {REMEDY}"
+        )
+    if is_patched(model):
+        raise UnsupportedProblem("Decoder reads a plain model, and this one is patched: call cutekernels.unpatch first")
+    for path, module in model.named_modules():
+        path = path.replace(f"{_COMPILED}.", "")
+        _check_class(path, module, family)
+        _check_forward(path or "the model", module)
+    if not hasattr(type(getattr(model, _COMPILED, model)), "set_attn_implementation"):
+        raise UnsupportedProblem(
+            f"Decoder takes a model of transformers itself; this is a {_kind(type(model))} around one: merge its "
+            f"adapters (merge_and_unload), or {_PATCH}"
+        )
+    if len({(p.device, p.dtype) for p in model.parameters()}) != 1:
+        raise UnsupportedProblem("Decoder takes a model on one device and of one dtype: move it with model.to(...)")
+    head_dim = model.model.layers[0].self_attn.head_dim
+    if head_dim % WIDEST or not 0 < head_dim <= WIDEST_HEAD:
+        raise UnsupportedProblem(
+            f"Decoder takes a head_dim that is a multiple of {WIDEST} up to {WIDEST_HEAD}; this model's is {head_dim}: "
+            "generate with the model itself under cutekernels.patch"
+        )
+    ropes = _ropes(model.config)
+    for parameters in ropes.values():
+        kind = parameters.get("rope_type", "default")
+        if kind not in _ROPES:
+            raise UnsupportedProblem(
+                f"Decoder takes rotary tables that do not depend on the length; rope_type is {kind}: {REMEDY}"
+            )
+    return family, ropes
+
+
+def _ropes(config: Any) -> dict[str | None, Any]:
+    """The config's rotary parameters: by type of layer where layers differ, else under None."""
+    parameters, types = config.rope_parameters, getattr(config, "layer_types", None) or ()
+    return {kind: own for kind, own in parameters.items() if kind in types} or {None: parameters}
+
+
+def _check_class(path: str, module: torch.nn.Module, family: Family) -> None:
+    """Refuses a module with a weight whose class computes something else with it: quantized, or with an adapter."""
+    parent, name = ["", *path.split(".")][-2:]
+    expected: type | None = None
+    if name == "lm_head" or (parent in ("self_attn", "mlp") and name.endswith("_proj")):
+        expected = torch.nn.Linear
+    elif name == "norm" or name.endswith(("_norm", "_layernorm")):
+        expected = family.classes()["norm"]
+    elif name == "embed_tokens":
+        expected = torch.nn.Embedding  # Gemma's scale theirs
+    if expected is None or type(module) is expected:
+        return
+    if name != "embed_tokens" or not isinstance(module, torch.nn.Embedding):
+        raise UnsupportedProblem(
+            f"Decoder reads {path} as a {_kind(expected)}; it is a {_kind(type(module))}: merge adapters "
+            f"(merge_and_unload) and dequantize weights, or {_PATCH}"
+        )
+
+
+def _check_forward(path: str, module: torch.nn.Module) -> None:
+    """Refuses a module that does more or something else than its class does."""
+    if hasattr(module, "_hf_hook"):
+        raise UnsupportedProblem(
+            f"Decoder takes a model on one device, without accelerate's hooks; {path} has one (of a device_map over "
+            "several devices or with offloading): load the model on one device, or call "
+            "accelerate.hooks.remove_hook_from_module(model, recurse=True)"
+        )
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    own = [hook for hook in hooks if getattr(hook, "__module__", "") != _RECORDERS]
+    if own:
+        called = getattr(own[0], "__qualname__", type(own[0]).__qualname__)
+        raise UnsupportedProblem(
+            f"Decoder calls no module, so forward hooks would not run; {path} has one, {called}: remove the hook, or "
+            f"{_PATCH}"
+        )
+    if "forward" not in module.__dict__ or _COMPILED in module._modules:
+        return
+    forward = getattr(module.forward, "_torchdynamo_orig_callable", module.forward)
+    if forward != MethodType(type(module).forward, module):
+        raise UnsupportedProblem(
+            f"Decoder computes what the classes of transformers do; {path} has a forward of its own: delete the "
+            f"attribute (del module.forward), or {_PATCH}"
+        )
+
+
+def _kind(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
