@@ -205,8 +205,10 @@ def _show(job: Job, gpu: str, db: str | None, limit: int | None, format: Format,
         rows = outlook.listed(job)
     terminal.write(rows, format, pipe_width=terminal.PIPE_WIDTH)
     left = [t for t, row in zip(job.tasks, rows, strict=True) if row.get("state") != "done"]
-    cost = duration(sum(map(shards.expected_s, left)))
-    terminal.say(f"{job.name}: {len(rows)} tasks, {len(left)} to do, about {cost} one task at a time on an H200")
+    cost = f"about {duration(sum(map(shards.expected_s, left)))} one task at a time on an H200"
+    if spec is not None and not known.present(spec):
+        cost = f"compiled and predicted, since no {spec.name} is here; --limit N compiles the best N of each"
+    terminal.say(f"{job.name}: {len(rows)} tasks, {len(left)} to do, {cost}")
 
 
 # ---- while it runs ------------------------------------------------------------------------------------------

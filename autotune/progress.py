@@ -208,7 +208,8 @@ def _winner(report: TaskReport) -> str:
         return "no winner"
     time_us = "" if w.median_us is None else f"{w.median_us:.2f} us"
     ratio = "" if w.ratio is None else f"{w.ratio:.3f}x the default"
-    return ", ".join(part for part in (w.origin, time_us, ratio) if part)
+    origin = "" if w.origin == report.state else w.origin
+    return ", ".join(part for part in (origin, time_us, ratio) if part)
 
 
 def _told(trial: Trial) -> str:

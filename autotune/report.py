@@ -112,7 +112,9 @@ class TuneReport:
         table = Table(title=self.headline(), title_justify="left", show_lines=True)
         table.add_column("problem and winner", overflow="fold")
         table.add_column("us", justify="right")
-        table.add_column("speed over default", justify="right")
+        compared = self.origin == "measured"
+        if compared:
+            table.add_column("speed over default", justify="right")
         table.add_column("this run", overflow="fold")
         for task in self.tasks:
             w = task.winner
@@ -122,7 +124,7 @@ class TuneReport:
             table.add_row(
                 escape(f"{task.op} {task.problem}{f' on {task.gpu}' if several else ''}\n{config}{origin}"),
                 "" if w is None or w.median_us is None else f"{w.median_us:.2f}",
-                "" if w is None else escape(times_faster(w).replace(" [", "\n[")),
+                *([escape(times_faster(w).replace(" [", "\n[")) if w else ""] if compared else []),
                 escape("; ".join(part for part in done if part)),
             )
         return table
