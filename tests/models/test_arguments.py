@@ -52,6 +52,13 @@ def test_wrong_sampling_is_refused(options: dict[str, Any], rule: str) -> None:
         ([1], {"stop": ["x"]}, "stop is token ids"),
         ([1], {"stop": [131]}, r"from 0 to 130; got \[131\]"),
         ([1], {"stop": torch.tensor([1, 2])}, "a tensor of shape"),
+        ([1], {"stop": {1: 2}}, r"in a list, a tuple or a set, .*; got \{1: 2\}: pass"),
+        ([1], {"stop": {}}, r"stop is token ids.*got \{\}"),
+        ([1], {"stop": ""}, "stop is token ids.*got ''"),
+        ([1], {"stop": b"ab"}, "stop is token ids.*got b'ab'"),
+        ([1], {"stop": iter([1])}, "stop is token ids.*got <list_iterator"),
+        ([1], {"stop": [True]}, r"stop is token ids.*got \[True\]"),
+        ([1], {"stop": [[1]]}, r"stop is token ids.*got \[\[1\]\]"),
         (None, {}, "a prompt as token ids.*got None: pass a list"),
         (1, {}, "a prompt as token ids.*got 1"),
         ({1, 2}, {}, r"a prompt as token ids.*got \{1, 2\}"),
@@ -70,7 +77,7 @@ def test_wrong_requests_are_refused_and_nothing_is_lost(prompt: Any, options: di
     with pytest.raises(UnsupportedProblem, match=rule):
         engine.add(prompt, **({"max_new_tokens": 10} | options))
     assert engine.idle and engine.finished == []
-    with pytest.raises(KeyError, match="not finished"):
+    with pytest.raises(KeyError, match="no request 0"):
         engine.result(0)
 
 
@@ -155,7 +162,7 @@ def dynamic(family: str) -> Any:
         (lambda: types.SimpleNamespace(config=tiny.model("llama").config), "this is a SimpleNamespace"),
         (lambda: tiny.model("llama").to("meta"), "on the meta device: load it"),
         (classifier, "Gemma2ForSequenceClassification has no lm_head"),
-        (other_linear, "one is a LoraLinear: merge it"),
+        (other_linear, r"model\.layers\.1\.self_attn\.q_proj as a torch.*; it is a tests\..*LoraLinear: merge"),
         (wrapped_experts, "experts whose gate_up_proj and down_proj are plain parameters"),
         (lambda: dynamic("llama"), "rope_type is dynamic"),
         (lambda: dynamic("gemma3"), "rope_type is dynamic"),

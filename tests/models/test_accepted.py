@@ -1,0 +1,155 @@
+"""Models that compute something else than their weights say are refused by ``Decoder``, with the module's path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import cutekernels as ck
+from cutekernels.errors import UnsupportedProblem
+from tests.integrations import tiny
+from tests.models.test_decoder import decoder, greedy, prompts
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+def negated(module: Any, args: Any, out: Any) -> Any:
+    return -out
+
+
+def unchanged(module: Any, args: Any) -> None:
+    return None
+
+
+# ---- hooks and forwards ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (lambda m: m.lm_head.register_forward_hook(negated), r"; lm_head has one, negated: remove the hook.*patch"),
+        (lambda m: m.register_forward_hook(negated), "; the model has one, negated"),
+        (
+            lambda m: m.model.layers[1].mlp.register_forward_pre_hook(unchanged),
+            r"; model\.layers\.1\.mlp has one, unchanged",
+        ),
+        (
+            lambda m: m.model.norm.register_forward_hook(lambda mod, args, kw, out: out, with_kwargs=True),
+            r"; model\.norm has one",
+        ),
+        (
+            lambda m: setattr(m.model.layers[0].mlp, "forward", lambda x: -x),
+            r"; model\.layers\.0\.mlp has a forward of its own: delete the attribute \(del module\.forward\).*patch",
+        ),
+        (
+            lambda m: setattr(m.model.layers[0].mlp, "forward", m.model.layers[1].mlp.forward),
+            r"; model\.layers\.0\.mlp has a forward of its own",
+        ),
+    ],
+    ids=["head", "model", "pre-hook", "keywords", "forward", "forward-of-another"],
+)
+def test_hooks_and_replaced_forwards_are_refused(change: Callable[[Any], Any], rule: str) -> None:
+    model = tiny.model("llama")
+    change(model)
+    with pytest.raises(UnsupportedProblem, match=rule):
+        decoder(model)
+
+
+def test_a_removed_hook_leaves_nothing() -> None:
+    model, (prompt,) = tiny.model("llama"), prompts(9)
+    hook = model.lm_head.register_forward_hook(negated)
+    model.model.norm.forward = model.model.norm.forward  # the class's own, as what restores a forward leaves it
+    hook.remove()
+    assert decoder(model).generate([prompt], max_new_tokens=8).tokens == [greedy(model, prompt, 8)]
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_hooks_by_which_transformers_records_are_accepted(name: str) -> None:
+    """They stay on a model that was once called with ``output_hidden_states``."""
+    model, (prompt,) = tiny.model(name), prompts(9)
+    model(torch.tensor([prompt]), output_hidden_states=True)
+    assert any(module._forward_hooks for module in model.modules())
+    decoder(model)
+
+
+def test_compiled_and_unpatched_models_are_accepted() -> None:
+    """``torch.compile`` puts a forward on its wrapper, and its users put one on the model: both are the class's own."""
+    model, (prompt,) = tiny.model("llama"), prompts(9)
+    expected = [greedy(model, prompt, 8)]
+    with ck.patch(model):
+        pass
+    for changed in (model, torch.compile(model, backend="eager")):
+        assert decoder(changed).generate([prompt], max_new_tokens=8).tokens == expected
+    model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert decoder(model).generate([prompt], max_new_tokens=8).tokens == expected
+
+
+def test_hooks_of_accelerate_are_refused_until_they_are_removed() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, (prompt,) = tiny.model("llama"), prompts(9)
+    accelerate.hooks.add_hook_to_module(model.model.layers[1], accelerate.hooks.ModelHook())
+    with pytest.raises(UnsupportedProblem, match=r"model\.layers\.1 has one .*device_map.*remove_hook_from_module"):
+        decoder(model)
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    assert decoder(model).generate([prompt], max_new_tokens=8).tokens == [greedy(model, prompt, 8)]
+
+
+# ---- classes --------------------------------------------------------------------------------------------
+
+
+LORA = r"it is a peft\.tuners\.lora\.layer\."
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "rule"),
+    [
+        (
+            "LoraConfig",
+            "q_proj",
+            r"model\.layers\.0\.self_attn\.q_proj as a torch\.nn\.modules\.linear\.Linear; "
+            rf"{LORA}Linear: merge adapters \(merge_and_unload\)",
+        ),
+        ("LoraConfig", "lm_head", f"lm_head as .*; {LORA}Linear"),
+        ("LoraConfig", "embed_tokens", rf"model\.embed_tokens as a torch\.nn\.modules\.sparse\.Embedding; {LORA}Emb"),
+        ("LNTuningConfig", "norm", r"model\.norm as a .*LlamaRMSNorm; it is a peft\.tuners\.ln_tuning\.layer\."),
+        ("LNTuningConfig", "input_layernorm", r"model\.layers\.0\.input_layernorm as a .*LlamaRMSNorm; it is a peft"),
+    ],
+    ids=["projection", "head", "embedding", "norm", "norm-of-a-layer"],
+)
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")  # peft's, of norms
+def test_adapters_are_refused_with_their_path(kind: str, target: str, rule: str) -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny.model("llama")
+    around = peft.get_peft_model(model, getattr(peft, kind)(target_modules=rf".*\b{target}"))
+    with pytest.raises(UnsupportedProblem, match=f"Decoder reads {rule}"):
+        decoder(model)
+    with pytest.raises(UnsupportedProblem, match=rf"Decoder reads base_model\.model\.{rule}"):
+        decoder(around)
+
+
+def test_a_prompt_of_an_adapter_is_refused_and_a_merged_model_is_not() -> None:
+    peft = pytest.importorskip("peft")
+    tuned = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(UnsupportedProblem, match=r"itself; this is a peft\.peft_model\.PeftModelForCausalLM around"):
+        decoder(peft.get_peft_model(tiny.model("llama"), tuned))
+    lora = peft.get_peft_model(tiny.model("llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    decoder(lora.merge_and_unload())
+
+
+# ---- sizes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head_dim", [12, 264])
+def test_head_dims_that_no_kernel_takes_are_refused(head_dim: int) -> None:
+    with pytest.raises(UnsupportedProblem, match=f"head_dim that is a multiple of 8 up to 256; this.* is {head_dim}:"):
+        decoder(tiny.model("llama", head_dim=head_dim))
+
+
+@pytest.mark.parametrize("head_dim", [8, 256])
+def test_head_dims_at_the_limits_are_taken(head_dim: int) -> None:
+    model, (prompt,) = tiny.model("llama", head_dim=head_dim), prompts(9)
+    assert decoder(model).generate([prompt], max_new_tokens=4).tokens == [greedy(model, prompt, 4)]
