@@ -79,7 +79,7 @@ plots: $(STAMP)
 docs: $(STAMP)
 	pip install --quiet --disable-pip-version-check -e ".[docs]"
 	python -m docs.generate
-	mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
 bench: $(STAMP)
 	python -m bench gemm --suite square

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.nn.packing import split
 from cutekernels.ops.activations.api import gelu_mul, silu_mul
 from cutekernels.ops.gemm.api import linear
 from cutekernels.ops.norm_linear.api import linear_silu_mul
@@ -25,7 +26,7 @@ class SwiGLU(torch.nn.Module):
 
     The state dict matches Hugging Face's ``LlamaMLP``, ``Qwen2MLP`` and their like: ``gate_proj.weight``,
     ``up_proj.weight``, ``down_proj.weight``. In memory the first two are one parameter, ``gate_up_proj.weight`` of
-    ``(2 * intermediate_size, hidden_size)``: saving splits it into views, loading packs.
+    ``(2 * intermediate_size, hidden_size)``: saving splits it in its own memory, loading packs.
 
     Args:
         hidden_size: width of the input and of the result.
@@ -205,7 +206,7 @@ def _unpack(module: SwiGLU, state_dict: dict[str, Any], prefix: str, local_metad
     for kind in ("weight", "bias"):
         packed = state_dict.pop(f"{prefix}{_PACKED}.{kind}", None)
         if packed is not None:
-            for name, half in zip(_HALVES, packed.chunk(2), strict=True):
+            for name, half in zip(_HALVES, split(packed, [len(packed) // 2] * 2), strict=True):
                 state_dict[f"{prefix}{name}.{kind}"] = half
 
 

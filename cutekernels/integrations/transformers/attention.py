@@ -13,6 +13,7 @@ from cutekernels.integrations.transformers.families import FAMILIES
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.decode import MOST_QUERIES
 from cutekernels.ops.attention.decode_api import decode_attention
+from cutekernels.ops.gemm.problem import DTYPES
 
 NAME = "cutekernels"
 
@@ -57,6 +58,9 @@ def attend(
         raise UnsupportedProblem(
             f"attention takes bool masks; this one is {attention_mask.dtype}: pass the 2-D mask of padding instead"
         )
+    if query.is_meta and query.dtype not in DTYPES.values():  # torch's, like the products: shapes are all there is
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+        return out.transpose(1, 2), None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     sinks = None if s_aux is None or s_aux.dtype == torch.float32 else s_aux.to(q.dtype)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux if sinks is None else sinks}

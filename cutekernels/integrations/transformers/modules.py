@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.integrations.transformers.attention import register
 from cutekernels.integrations.transformers.families import Family, gate_of, window_of
 from cutekernels.nn.mlp import gate_mul, gated, projected
 from cutekernels.nn.packing import side_by_side
@@ -41,7 +43,31 @@ def swapped(mixin: Any, original: type, family: Family) -> Any:
     return type(original.__name__, (mixin, original), {"original": original, "family": family, "__module__": __name__})
 
 
+def unswapped(cls: Any) -> Any:
+    """``cls`` with the original in the place of the class that :func:`swapped` made.
+
+    Parametrizations and FSDP derive classes from a patched one, which are made anew on the original.
+
+    Raises:
+        UnsupportedProblem: a derived class whose methods call ``super()``, which binds them to the class as it is.
+    """
+    if not issubclass(cls, Patched):
+        return cls
+    if "original" in vars(cls):
+        return cls.original
+    for name, method in vars(cls).items():
+        function = getattr(method, "__func__", None) or getattr(method, "fget", None) or method
+        if "__class__" in getattr(getattr(function, "__code__", None), "co_freevars", ()):
+            raise UnsupportedProblem(
+                f"unpatch cannot move a class whose methods call super() onto another base; {cls.__qualname__}.{name} "
+                f"does: set the module's __class__ back to {cls.__bases__[-1].__qualname__}, as patch left it, first"
+            )
+    own = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return type(cls)(cls.__name__, tuple(map(unswapped, cls.__bases__)), own)
+
+
 def _rebuilt(mixin: type, original: type, family: Family) -> Any:
+    register()  # a model comes with its attention's name, maybe to another process
     cls = swapped(mixin, original, family)
     return cls.__new__(cls)
 
@@ -50,7 +76,7 @@ def _rebuilt(mixin: type, original: type, family: Family) -> Any:
 
 
 class Fused(Patched):
-    """A module whose projections of one input lie in one tensor, of which each one's weight is a view.
+    """A module whose projections of one input lie in the memory of one tensor.
 
     Attributes:
         parts: the projections' names.
@@ -66,12 +92,12 @@ class Fused(Patched):
 
     def pack(self) -> str:
         """Move the projections' parameters side by side. Returns why not, or ""."""
-        self.packed = None
         linears = [getattr(self, name) for name in self.parts]
         reason = _apart(linears)
-        if not reason:
-            with torch.inference_mode(False), torch.no_grad():
-                self.packed = _together(linears, "weight"), _together(linears, "bias")  # type: ignore[assignment]
+        if reason:
+            self.packed, self.sources, self.views = None, (), ()
+        else:
+            self.packed = _together(linears, "weight"), _together(linears, "bias")  # type: ignore[assignment]
             self.sources = tuple(linears)
             kept = [(x, kind, getattr(x, kind)) for x in linears for kind in ("weight", "bias")]
             self.views = tuple((x, kind, p, p.data_ptr()) for x, kind, p in kept if p is not None)
@@ -90,10 +116,12 @@ class Fused(Patched):
         """The packed parameters, where one product with them does what the projections would do."""
         if self.packed is None:
             return None
+        grads, traced = torch.is_grad_enabled(), torch.compiler.is_compiling()
+        if any(map(_sharded, self.sources)):
+            return None if traced or self.pack() else self.packed  # lets go of the memory that FSDP has copied
         for name, source in zip(self.parts, self.sources, strict=True):
             if getattr(self, name) is not source or not _unhooked(source):
                 return None
-        grads, traced = torch.is_grad_enabled(), torch.compiler.is_compiling()
         for source, kind, p, address in self.views:
             if grads and p.requires_grad:
                 return None
@@ -118,17 +146,31 @@ class Fused(Patched):
 def _apart(linears: list[Any]) -> str:
     """Why projections cannot be packed, or ""."""
     if not all(issubclass(getattr(type(x), "original", type(x)), torch.nn.Linear) for x in linears):
-        return f"its projections are of {', '.join(sorted({type(x).__name__ for x in linears}))}"
+        return f"its projections are of {', '.join(sorted(set(map(kind_of, linears))))}"
     if any(getattr(type(x), "original", type(x)) is not torch.nn.Linear for x in linears):
         return "its projections are subclasses of Linear"
     if any(not _unhooked(x) or "forward" in x.__dict__ for x in linears):
         return "its projections have hooks"
     if any(type(w) is not torch.nn.Parameter or w.is_meta or w.dim() != 2 for w in (x.weight for x in linears)):
         return "its weights are no plain parameters"
-    kinds = {(x.weight.dtype, x.weight.device, x.in_features, x.weight.requires_grad, x.bias is None) for x in linears}
-    if len(kinds) > 1:
+    if any(map(_sharded, linears)):
+        return "its projections are sharded by FSDP"
+    if any(x.weight.device.type == "cpu" and x.weight.is_shared() for x in linears):
+        return "its weights are in memory shared with other processes"
+    alike = {(x.weight.dtype, x.weight.device, x.in_features, x.weight.requires_grad, x.bias is None) for x in linears}
+    if len(alike) > 1:
         return "its projections differ in dtype, device, bias or requires_grad"
     return ""
+
+
+def kind_of(module: Any) -> str:
+    """A module's class with where it comes from: many are called Linear."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _sharded(linear: Any) -> bool:
+    """Whether FSDP puts a module's parameters in place for each call; torch.compile reads the same mark."""
+    return "_is_fsdp_managed_module" in linear.__dict__
 
 
 def _together(linears: list[Any], name: str) -> Tensor | None:
@@ -140,8 +182,8 @@ def _together(linears: list[Any], name: str) -> Tensor | None:
 
 
 def multiplied(x: Tensor, weight: Tensor) -> bool:
-    """Whether our kernels multiply ``x`` by ``weight``: of one type, on a GPU a 16-bit one."""
-    return x.dtype == weight.dtype and (not x.is_cuda or x.dtype in DTYPES.values())
+    """Whether our kernels multiply ``x`` by ``weight``: of one type, but on the CPU a 16-bit one."""
+    return x.dtype == weight.dtype and (x.device.type == "cpu" or x.dtype in DTYPES.values())
 
 
 class Norm(Patched):

@@ -95,11 +95,10 @@ def patch(model: torch.nn.Module) -> Report:
     try:
         for name, module in model.named_modules():
             role = "linear" if type(module) is torch.nn.Linear else roles.get(type(module))
-            if role is None:
-                continue
-            reason = _refused(role, module)
+            reason = _other(module) if role is None else _refused(role, module)
             if reason:
                 report.left.append((name, reason))
+            if role is None or reason:
                 continue
             mixin: Any = modules.Linear if role == "linear" else mixins[role]
             original: Any = type(module)
@@ -122,26 +121,38 @@ def patch(model: torch.nn.Module) -> Report:
 def unpatch(model: torch.nn.Module) -> None:
     """Undo :func:`patch`: every module has its class, memory and attention again. No-op where nothing is patched.
 
+    Args:
+        model: the patched model, or what holds it: PEFT's model, a compiled one, any module.
+
     Raises:
-        UnsupportedProblem: ``model`` is no module.
+        UnsupportedProblem: ``model`` is no module, or a class with ``super()`` in its methods was put in front of a
+            patched one. Nothing is changed then.
     """
     if not isinstance(model, torch.nn.Module):
         raise UnsupportedProblem(f"unpatch takes a torch.nn.Module; got {said(model)}: pass the model that was patched")
     found: list[Any] = list(model.modules())  # Any: a patched module is of both its classes
-    for module in found:
+    classes = {cls: modules.unswapped(cls) for cls in set(map(type, found))}  # raises before anything is changed
+    for module in reversed(found):  # a model behind those inside it, so that its attention counts
         if isinstance(module, modules.Patched):
             if isinstance(module, modules.Fused):
                 module.unpack()
-            module.__class__ = module.original
+            module.__class__ = classes[type(module)]
             for name in ("packed", "sources", "views"):
                 module.__dict__.pop(name, None)
-    before = model.__dict__.pop(_BEFORE, None)
-    if before is not None:
-        model.set_attn_implementation(before)  # type: ignore[operator]
+        before = module.__dict__.pop(_BEFORE, None)
+        if before is not None:
+            module.set_attn_implementation(before)
 
 
 def is_patched(model: torch.nn.Module) -> bool:
     return any(isinstance(module, modules.Patched) for module in model.modules())
+
+
+def _other(module: Any) -> str:
+    """What a projection is that is no ``torch.nn.Linear``, nor an adapter around one, or ""."""
+    if not hasattr(module, "in_features") or any(type(x) is torch.nn.Linear for x in module.modules()):
+        return ""
+    return f"it is no torch.nn.Linear but a {modules.kind_of(module)}"
 
 
 def _refused(role: str, module: Any) -> str:
@@ -157,6 +168,7 @@ def _refused(role: str, module: Any) -> str:
 
 def _route(model: Any, report: Report) -> None:
     """Attention by name, where the model's options allow it."""
+    model = next((m for m in model.modules() if hasattr(type(m), "set_attn_implementation")), model)  # in a wrapper
     config = model.config
     for rule, broken in (
         ("attention_dropout is not 0", getattr(config, "attention_dropout", 0.0)),
@@ -170,18 +182,21 @@ def _route(model: Any, report: Report) -> None:
         if rule:
             report.left.append((f"{name}'s core", rule))
             return
-    model.__dict__[_BEFORE] = config._attn_implementation
-    model.set_attn_implementation(attention.NAME)
+    if config._attn_implementation != attention.NAME:
+        model.__dict__[_BEFORE] = config._attn_implementation
+        model.set_attn_implementation(attention.NAME)
 
 
 def _core_refused(module: Any) -> str:
     """Why no kernel takes the queries, keys and values of an attention layer, or ""."""
     if module.head_dim % WIDEST or module.head_dim > WIDEST_HEAD:
         return f"kernels take a head_dim that is a multiple of {WIDEST} up to {WIDEST_HEAD}; it is {module.head_dim}"
-    return _not_multiplied(module.q_proj.weight)
+    return _not_multiplied(getattr(module.q_proj, "weight", None))
 
 
-def _not_multiplied(weight: torch.Tensor) -> str:
+def _not_multiplied(weight: object) -> str:
+    if not isinstance(weight, torch.Tensor):
+        return "its weights are no tensors (quantized, say)"
     if modules.multiplied(weight, weight):
         return ""
     return f"on a GPU kernels multiply fp16 and bf16, and its weights are {weight.dtype}"
