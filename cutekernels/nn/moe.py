@@ -69,7 +69,7 @@ class MoE(torch.nn.Module):
             raise UnsupportedProblem(f"MoE takes scoring as 'softmax' or 'sigmoid'; got {scoring!r}")
         if not (isinstance(groups, tuple | list) and len(groups) == 2):
             raise UnsupportedProblem(f"MoE takes groups as (how many, how many a token chooses from); got {groups!r}")
-        check_place(dtype, device)
+        check_place(dtype, device, optional=True)
         if scoring == "softmax" and (scaling != 1.0 or tuple(groups) != (1, 1)):
             raise UnsupportedProblem(f"MoE takes scaling={scaling} and groups={groups} with scoring='sigmoid' only")
         of, among = groups

@@ -63,7 +63,7 @@ class RMSNorm(torch.nn.Module):
         check_flag("RMSNorm", "elementwise_affine", elementwise_affine)
         if rounding not in ("once", "huggingface"):
             raise UnsupportedProblem(f"RMSNorm takes rounding as 'once' or 'huggingface'; got {said(rounding)}")
-        check_place(dtype, device)
+        check_place(dtype, device, optional=True)
         self.normalized_shape = (hidden_size,)
         self.variance_epsilon = eps
         self.weight_offset = weight_offset

@@ -76,13 +76,14 @@ class RotaryEmbedding(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """:func:`cutekernels.rope` with these tables: q ``(B, S, Hq, D)``, k ``(B, S, Hkv, D)``."""
         check_tensor("RotaryEmbedding", "q", q)
+        check_tensor("RotaryEmbedding", "k", k, optional=True)
         if q.dim() != 4 or (isinstance(positions, int) and positions < 0):
             raise UnsupportedProblem(
                 f"RotaryEmbedding takes q of (B, S, Hq, D) and positions from 0; got {tuple(q.shape)} and "
                 f"{said(positions)}"
             )
         for name, t in (("q", q), ("k", k)):
-            if isinstance(t, Tensor) and t.shape[-1:] != (self.head_dim,):
+            if t is not None and t.shape[-1:] != (self.head_dim,):
                 raise UnsupportedProblem(
                     f"RotaryEmbedding({self.head_dim}) takes {name} with heads of {self.head_dim} channels; got "
                     f"{tuple(t.shape)}: pass its own part, or make a module of that head_dim"

@@ -85,9 +85,9 @@ def check_eps(op: str, eps: object) -> None:
     check_number(op, "eps", eps, 0.0)
 
 
-def check_place(dtype: object, device: object) -> None:
-    """Refuses a type that is no floating-point one, and a device that torch does not have; None leaves either open."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+def check_place(dtype: object, device: object, *, optional: bool = False) -> None:
+    """Refuses a type that is no floating-point one (``optional``: None is one too), and a device that torch lacks."""
+    if not (optional and dtype is None) and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise UnsupportedProblem(f"dtype must be a floating-point type of torch; it is {dtype!r}: take torch.bfloat16")
     try:
         torch.empty(0, device=device)  # type: ignore[call-overload]
