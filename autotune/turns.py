@@ -1,4 +1,4 @@
-"""Whose turn it is on a GPU that several searches share: many prepare at a time, one is timed while all others wait."""
+"""Turns on a GPU that several searches share: many prepare at a time, one is timed while all others wait."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def is_patched(model: torch.nn.Module) -> bool:
 
 
 def _other(module: Any) -> str:
-    """What a projection is that is no ``torch.nn.Linear``, nor an adapter around one, or ""."""
+    """The reason to leave a projection that is no ``torch.nn.Linear``, nor an adapter around one; "" for any other."""
     if not hasattr(module, "in_features") or any(type(x) is torch.nn.Linear for x in module.modules()):
         return ""
     return f"it is no torch.nn.Linear but a {modules.kind_of(module)}"

@@ -22,7 +22,7 @@ from cutekernels.ops.attention import reference
 from cutekernels.ops.attention.backward import ATTENTION_BACKWARD, depth
 from cutekernels.ops.attention.backward_config import AttentionBackwardProblem, passes
 from cutekernels.ops.attention.config import GROUP_ROWS
-from cutekernels.ops.attention.problem import AttentionOp, AttentionProblem, score_factors
+from cutekernels.ops.attention.problem import EXPONENTS_PER_CLOCK, AttentionOp, AttentionProblem, score_factors
 from cutekernels.ops.shared.occupancy import no_warpgroups
 from cutekernels.ops.shared.per_stream import Workspace
 
@@ -127,7 +127,7 @@ class AttentionGradients(AttentionOp[AttentionGradientsProblem, AttentionGradien
             return _LAUNCH * rate.launch_us
         steps = max(1.0, p.pairs / p.seq_kv / walked + 0.5) * p.group
         products = 10.0 * OWN * walked * p.width / (_MMA * rate.warpgroup_flops_per_us)
-        exponents = _EXPONENTS * OWN * walked / (16 * rate.clock_mhz)
+        exponents = _EXPONENTS * OWN * walked / (EXPONENTS_PER_CLOCK * rate.clock_mhz)
         step = products + exponents + _TILE * rate.barrier_us
         per_sm = max(1.0, tiles / gpu.sm_count)
         return float(_LAUNCH * rate.launch_us + per_sm * (steps * step + _NEXT * rate.dram_latency_us))
@@ -243,7 +243,7 @@ ATTENTION_GRADIENTS = AttentionGradients()
 
 def smem(p: AttentionGradientsProblem, c: AttentionGradientsConfig) -> FusedBackwardSmem:
     """The fused kernel's shared memory."""
-    return FusedBackwardSmem(GROUPS, WALKED[p.width], p.head_dim, c.stages)
+    return FusedBackwardSmem(GROUPS, WALKED[p.width], p.head_dim, c.stages, owned=2, stats=True)
 
 
 def unfold(sums: Tensor, dq: Tensor) -> None:

@@ -78,7 +78,8 @@ def gemm(
     try:
         name = "none" if activation is None else activation
         if beta == 0.0:
-            check_tensor("gemm", "c", c, optional=True)
+            if c is not None:
+                check_tensor("gemm", "c", c)
             c = None
         elif c is None:  # refused there; keys and guards do not hold beta
             return _through_torch(a, b, c, alpha, beta, bias, activation, accumulate, out, config)

@@ -67,7 +67,7 @@ class FusedAttentionBackward(WarpgroupAttentionBackward):
 
     @property
     def smem(self) -> FusedBackwardSmem:
-        return FusedBackwardSmem(self.groups, self.tile_walked, self.head_dim, self.stages)
+        return FusedBackwardSmem(self.groups, self.tile_walked, self.head_dim, self.stages, owned=2, stats=True)
 
     @property
     def queue(self) -> TileQueue:

@@ -187,35 +187,10 @@ class WarpgroupBackwardSmem:
 
 
 @dataclass(frozen=True, slots=True)
-class FusedBackwardSmem:
-    """Shared memory of all gradients in one kernel: each group's keys and values, later its results, the stages of both
-    walked operands, their statistics, two buffers of dS of all groups, the groups' parts of dQ in fp32, barriers.
+class FusedBackwardSmem(WarpgroupBackwardSmem):
+    """Shared memory of all gradients in one kernel: as :class:`WarpgroupBackwardSmem` up to the statistics, then two
+    buffers of dS of all groups, the groups' parts of dQ in fp32, barriers.
     """
-
-    groups: int
-    tile_walked: int
-    head_dim: int
-    stages: int
-    element_bytes: int = 2
-    GROUP_ROWS = 64
-    QUEUE_BYTES = 24
-
-    @property
-    def group_bytes(self) -> int:
-        return self.GROUP_ROWS * padded(self.head_dim) * self.element_bytes
-
-    @property
-    def stage_bytes(self) -> int:
-        """A stage of one walked operand."""
-        return self.tile_walked * padded(self.head_dim) * self.element_bytes
-
-    @property
-    def walked_at(self) -> int:
-        return 2 * self.groups * self.group_bytes
-
-    @property
-    def stats_at(self) -> int:
-        return self.walked_at + 2 * self.stages * self.stage_bytes
 
     @property
     def ds_at(self) -> int:
