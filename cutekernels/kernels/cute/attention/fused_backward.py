@@ -13,7 +13,7 @@ Schedule:
 Order of turns:
     Where all tiles of a band of heads are at work at once, keys take turns from the diagonal on, ``n, n - 1, ..``, as
     they get there: a CTA without limits begins its walk at its own diagonal. Otherwise in the order in which tiles are
-    drawn, so that a CTA waits for tiles alone that others have.
+    drawn. A CTA draws its next tile when this one's parts are added up: a tile that nobody works on would be waited for.
 
 Source:
     FlashAttention-3 (Shah 2024) has dS in shared memory and adds dQ by a warp of its own; turns at a tile of queries
@@ -35,6 +35,7 @@ from cutekernels.kernels.cute.attention.warpgroup_backward import FIRST_GROUP_BA
 from cutekernels.kernels.cute.parts.attention_smem import FusedBackwardSmem
 from cutekernels.kernels.cute.parts.groups import ROWS, THREADS, GroupProducts, as_warps, round_to, store_rows
 from cutekernels.kernels.cute.parts.mask import BandMask
+from cutekernels.kernels.cute.parts.mma import WarpMma
 from cutekernels.kernels.cute.parts.ptx import instruction
 from cutekernels.kernels.cute.parts.schedule import TileQueue
 from cutekernels.kernels.cute.parts.score_gradients import ScoreGradients
@@ -142,8 +143,10 @@ class FusedAttentionBackward(WarpgroupAttentionBackward):
         self.kernel(
             (mSum, mTurn), (mDk, mDv), mQ, mK, mStats, mCounter, *loads,
             (scale, cap_inner, cap_outer, factor), left, right, (tiles, layers, band),
-            (self.products.scores_mma(dtype), self.products.sums_mma(dtype), self.queries_mma(dtype)),
-            layout_x, layout_y, layout_yt, *self.chunks(dtype),
+            (
+                self.products.scores_mma(dtype), self.products.sums_mma(dtype), self.queries_mma(dtype),
+                WarpMma(THREADS // 32, 1, Float32, True, True).tiled_mma(dtype),
+            ), layout_x, layout_y, layout_yt, *self.chunks(dtype),
         ).launch(
             grid=[cutlass.min(tiles * layers, Int32(self.resident)), 1, 1],
             block=[self.threads, 1, 1],
@@ -158,8 +161,7 @@ class FusedAttentionBackward(WarpgroupAttentionBackward):
         mK: cute.Tensor, mStats: cute.Tensor, mCounter: cute.Tensor, tma_x1: cute.CopyAtom, tX1: cute.Tensor,
         tma_x2: cute.CopyAtom, tX2: cute.Tensor, tma_y1: cute.CopyAtom, tY1: cute.Tensor, tma_y2: cute.CopyAtom,
         tY2: cute.Tensor, factors: tuple[Float32, Float32, Float32, Float32], left: Int32, right: Int32,
-        walk: tuple[Int32, Int32, Int32], mmas: tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma],
-        layout_x: cute.ComposedLayout, layout_y: cute.ComposedLayout, layout_yt: cute.ComposedLayout,
+        walk: tuple[Int32, Int32, Int32], mmas: tuple[cute.TiledMma, ...], layout_x: cute.ComposedLayout, layout_y: cute.ComposedLayout, layout_yt: cute.ComposedLayout,
         layout_ds: cute.ComposedLayout, layout_xt: cute.ComposedLayout,
     ):  # fmt: skip
         tid, _, _ = cute.arch.thread_idx()
@@ -188,7 +190,8 @@ class FusedAttentionBackward(WarpgroupAttentionBackward):
         empty = full_2 + self.stages
         full_q = empty + self.stages
         empty_q = full_q + 1
-        queue = empty_q + 1
+        added = empty_q + 1
+        queue = added + 1
         barriers = (full_x, empty_x, full_1, full_2, empty)
         if warp == 4 * loading:
             cpasync.prefetch_descriptor(tma_x1)
@@ -205,6 +208,7 @@ class FusedAttentionBackward(WarpgroupAttentionBackward):
                     cute.arch.mbarrier_init(empty + stage, self.groups)
                 cute.arch.mbarrier_init(full_q, self.groups)
                 cute.arch.mbarrier_init(empty_q, 1)
+                cute.arch.mbarrier_init(added, 1)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -215,12 +219,12 @@ class FusedAttentionBackward(WarpgroupAttentionBackward):
             if warp == 4 * loading:
                 load(
                     place, (tma_x1, tX1, sX1), (tma_x2, tX2, sX2), (tma_y1, tY1, sY1), (tma_y2, tY2, sY2), barriers,
-                    queue, mCounter,
+                    queue, mCounter, added,
                 )  # fmt: skip
             if warp == 4 * loading + 1:
                 fetch(tid % 32, place, storage, barriers, queue)
             if warp == 4 * loading + 2:
-                add(tid % 32, place, sums, storage, (full_q, empty_q), queue)
+                add(tid % 32, place, sums, storage, (full_q, empty_q, added), queue)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             consume(
@@ -279,7 +283,7 @@ class FusedAttentionBackward(WarpgroupAttentionBackward):
         """Adds the groups' parts of dQ to ``mSum``, tile by tile, each when its turn comes."""
         mSum, mTurn = sums
         mQ, *_, (tiles, layers, _) = place
-        full, empty = barriers
+        full, empty, added = barriers
         located, ith, turn_of, receive = self.located, self.ith, self.turn_of, self.queue.receive
         part = const_expr(self.groups * CHUNK)
         source = (storage + self.smem.dq_at).toint().to(Int32)
@@ -322,6 +326,8 @@ class FusedAttentionBackward(WarpgroupAttentionBackward):
                         cute.arch.store(mark, following, sem="release", scope="gpu")
                     cute.arch.sync_warp()
                     phase = phase ^ 1
+            if lane == 0:
+                cute.arch.mbarrier_arrive(added)
             index = receive(queue, index, drawn)
             drawn = drawn ^ 1
 
@@ -335,7 +341,7 @@ class FusedAttentionBackward(WarpgroupAttentionBackward):
         """A multiplying group's keys of this CTA's tiles."""
         *_, (tiles, layers, _) = place
         mDk, mDv = results
-        scores_mma, sums_mma, queries_mma = mmas
+        scores_mma, sums_mma, queries_mma, _ = mmas
         sX1, sX2, sY1, sY2, sY1t, sY2t, sDs, sX1t = shared
         full_x, empty_x, *_ = barriers
         dtype = sX1.element_type
@@ -404,6 +410,8 @@ class FusedAttentionBackward(WarpgroupAttentionBackward):
                 where = (batch, head, row, begin_x, edges[0])
                 for i in cutlass.range_constexpr(cute.size(acc_dk)):
                     acc_dk[i] = acc_dk[i] * factors[3]
+                # Where results go on their way to memory lie keys, of which the other group may still compute dQ.
+                cute.arch.barrier(barrier_id=ALL_GROUPS_BARRIER, number_of_threads=THREADS * self.groups)
                 deliver(member, team, 0, where, mDk, acc_dk, storage)
                 deliver(member, team, 1, where, mDv, acc_dv, storage)
                 cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + team, number_of_threads=THREADS)  # results are read
@@ -443,7 +451,7 @@ class FusedAttentionBackward(WarpgroupAttentionBackward):
             behind = const_expr(2 * (halves - h - 1) + min(h, 1))  # products started behind dP: scores, a sum of P
             warpgroup.wait_group(const_expr(behind + 1))  # S is there
             lse = column_stats(member, 0, stage, statistics, h, halves)
-            slopes = weigh(member, block * halves + h, masked, acc_s[h], lse, factors, seen, mmas[0])
+            slopes = weigh(member, block * halves + h, masked, acc_s[h], lse, factors, seen, mmas[3])
             round_to(acc_s[h], rP[h])
             multiply(mmas[1], acc_dv, rP[h], rY2t[None, None, None, stage], False, h * keys)
             warpgroup.wait_group(const_expr(behind + 1))  # dP is there

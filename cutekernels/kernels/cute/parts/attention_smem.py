@@ -202,9 +202,9 @@ class FusedBackwardSmem(WarpgroupBackwardSmem):
 
     @property
     def barriers_at(self) -> int:
-        """Full and empty of the owned operands, both full and one empty of each stage, both of dQ, the queue."""
+        """Full and empty of the owned operands, both full and one empty of each stage, three of dQ, the queue."""
         return self.dq_at + 4 * self.groups * self.GROUP_ROWS * self.GROUP_ROWS
 
     @property
     def total_bytes(self) -> int:
-        return self.barriers_at + 8 * (4 + 3 * self.stages) + self.QUEUE_BYTES
+        return self.barriers_at + 8 * (5 + 3 * self.stages) + self.QUEUE_BYTES
