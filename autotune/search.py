@@ -199,11 +199,11 @@ class Search:
     def _measure_default(self, suggester: Suggester, compiling: dict[Future[Facts], Config]) -> None:
         first = suggester.next()  # the first seed
         assert first == self._default
-        future = self._compile(self._default)  # alone: behind other candidates it would wait for all of them
-        with contextlib.suppress(ChildFailure):  # a repeated failure becomes the row of the default's measurement
-            self.runtime.prepare(self._prepare(0))  # inputs and reference, while it compiles
-        self._await(future)
+        future = self._compile(self._default)  # before the others, so that it waits for none of them
         self._fill(suggester, compiling)
+        with contextlib.suppress(ChildFailure):  # a repeated failure becomes the row of the default's measurement
+            self.runtime.prepare(self._prepare(0))  # inputs and reference, while they compile
+        self._await(future)
         self._attempt(self._default, future, suggester)
         if self._again:
             future = self._compile(self._again.popleft())

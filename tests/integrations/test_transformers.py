@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 
 import cutekernels as ck
@@ -117,6 +118,27 @@ def test_compiled_without_graph_breaks(family: str) -> None:
         with ck.patch(model):
             compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
             close(compiled(ids).logits, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_a_compiled_prompt_reads_no_mask(family: str) -> None:
+    """transformers writes out the causal band of every traced call."""
+    graphs: list[Any] = []
+
+    def kept(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    model, ids = tiny.model(family), tokens()
+    with torch.no_grad():
+        padded = model(ids, attention_mask=LEFT).logits
+        with ck.patch(model):
+            torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=kept))(ids)
+            compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+            close(compiled(ids, attention_mask=LEFT).logits[LEFT.bool()], padded[LEFT.bool()])
+    op = torch.ops.cutekernels.attention.default
+    assert [n.args[3] for n in graphs[0].graph.nodes if n.target is op] == [None] * model.config.num_hidden_layers
 
 
 # ---- parameters -----------------------------------------------------------------------------------------

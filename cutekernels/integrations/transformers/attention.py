@@ -82,11 +82,32 @@ def make_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tenso
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     # Other models may mean chunks by local_size, or not pass their window on.
-    if local_size is not None and getattr(kwargs.get("config"), "model_type", None) in FAMILIES:
+    windowed = local_size is not None and getattr(kwargs.get("config"), "model_type", None) in FAMILIES
+    if (windowed or local_size is None) and not args and _is_band(**kwargs):
+        return None
+    if windowed:
         plain = {**kwargs, "mask_function": causal_mask_function}
         if kwargs.get("allow_is_causal_skip", True) and sdpa_mask(*args, local_size=None, **plain) is None:
             return None
     return sdpa_mask(*args, local_size=local_size, **kwargs)  # type: ignore[no-any-return]
+
+
+def _is_band(
+    q_length: int = 0,
+    kv_length: int = 0,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    **_: Any,
+) -> bool:
+    """Whether a traced call's mask is the causal band of a prompt: transformers writes that one out, since SDPA would
+    align the band of an exported program with the first key. Ours ends at the last one.
+    """
+    if not torch.compiler.is_compiling() or not allow_is_causal_skip:
+        return False
+    known = attention_mask is None and not isinstance(q_offset, Tensor)
+    return bool(known and q_offset == kv_offset == 0 and q_length == kv_length)
 
 
 def _tracked(*tensors: Tensor) -> bool:

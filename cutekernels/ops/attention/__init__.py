@@ -13,13 +13,11 @@ from cutekernels.ops.attention.cached import CACHE_ATTENTION
 from cutekernels.ops.attention.decode import DECODE_ATTENTION
 from cutekernels.ops.attention.delta import ATTENTION_DELTA
 from cutekernels.ops.attention.op import ATTENTION
-from cutekernels.ops.attention.together import ATTENTION_GRADIENTS
 
 OPS: tuple[Op[Any, Any], ...] = (
     ATTENTION,
     ATTENTION_DELTA,
     ATTENTION_BACKWARD,
-    ATTENTION_GRADIENTS,
     DECODE_ATTENTION,
     CACHE_ATTENTION,
 )

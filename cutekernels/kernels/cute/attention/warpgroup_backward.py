@@ -319,11 +319,6 @@ class WarpgroupAttentionBackward:
             (first, open_, closed, end, turns), (mStats.iterator + stats_at, between, Int64(cute.size(mStats)) // 2),
         )  # fmt: skip
 
-    @cute.jit
-    def ith(self, i: Int32, row: Int32, first: Int32, end: Int32, place: tuple) -> Int32:
-        """The ``i``-th block that the owned tile at ``row`` walks, of those from ``first`` to ``end``."""
-        return first + i
-
     # ---- loads
 
     @cute.jit
@@ -338,7 +333,7 @@ class WarpgroupAttentionBackward:
         full_x, empty_x, full_1, full_2, empty = barriers
         index, _, _ = cute.arch.block_idx()
         *_, (tiles, layers, _) = place
-        located, rows_of, load_owned, ith = self.located, self.loads.rows_of, self.load_owned, self.ith
+        located, rows_of, load_owned = self.located, self.loads.rows_of, self.load_owned
         acquire, advance = self.pipeline.acquire, self.pipeline.advance
         draw, publish = self.queue.draw, self.queue.publish
         stage, phase, refill, drawn = Int32(0), Int32(1), Int32(1), Int32(1)
@@ -357,12 +352,15 @@ class WarpgroupAttentionBackward:
                     source_1, target_1 = rows_of(walked_1, self.tile_walked, begin_y, head_y + turn, batch, False)
                     source_2, target_2 = rows_of(walked_2, self.tile_walked, begin_y, head_y + turn, batch, False)
                     for i in cutlass.range(end - first, unroll=1):
-                        block = ith(i, row, first, end, place)
                         acquire(full_1, empty, stage, phase)
-                        cute.copy(walked_1[0], source_1[None, block], target_1[None, stage], tma_bar_ptr=full_1 + stage)
+                        cute.copy(
+                            walked_1[0], source_1[None, first + i], target_1[None, stage], tma_bar_ptr=full_1 + stage
+                        )
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive_and_expect_tx(full_2 + stage, self.smem.stage_bytes)
-                        cute.copy(walked_2[0], source_2[None, block], target_2[None, stage], tma_bar_ptr=full_2 + stage)
+                        cute.copy(
+                            walked_2[0], source_2[None, first + i], target_2[None, stage], tma_bar_ptr=full_2 + stage
+                        )
                         if turn + i == 0:
                             load_owned(own_1, own_2, at, full_x, empty_x, refill)
                         stage, phase = advance(stage, phase)
@@ -391,32 +389,31 @@ class WarpgroupAttentionBackward:
         _, _, full_1, _, empty = barriers
         index, _, _ = cute.arch.block_idx()
         *_, (tiles, layers, _) = place
-        located, receive, advance, ith = self.located, self.queue.receive, self.pipeline.advance, self.ith
+        located, receive, advance = self.located, self.queue.receive, self.pipeline.advance
         columns = const_expr(self.tile_walked)
         each = const_expr((columns + 31) // 32)
         shared = cute.recast_ptr(storage + self.smem.stats_at, dtype=Float32)
         stage, phase, drawn = Int32(0), Int32(1), Int32(0)
         while index < tiles * layers:
-            (_, _, own, _), _, _, (_, seq_y, _, _), blocks, (begin, between, to_delta) = located(index, place)
-            first, _, _, end, turns = blocks
+            _, _, _, (_, seq_y, _, _), (first, _, _, end, turns), (begin, between, to_delta) = located(index, place)
             for turn in cutlass.range(turns, unroll=1):
                 for i in cutlass.range(end - first, unroll=1):
-                    row = ith(i, own, first, end, place) * columns
+                    row = (first + i) * columns
                     source = begin + (Int64(turn) * between + row)
                     values = cute.make_rmem_tensor((2, each), Float32)
                     for j in cutlass.range_constexpr(each):
-                        at = lane + 32 * j
+                        own = lane + 32 * j
                         values[0, j], values[1, j] = Float32(BLIND), Float32(0.0)
-                        if at < columns and row + at < seq_y:
-                            values[0, j] = (source + at).load()
-                            values[1, j] = (source + (to_delta + at)).load()
+                        if own < columns and row + own < seq_y:
+                            values[0, j] = (source + own).load()
+                            values[1, j] = (source + (to_delta + own)).load()
                     cute.arch.mbarrier_wait(empty + stage, phase)
                     target = shared + stage * (2 * columns)
                     for j in cutlass.range_constexpr(each):
-                        at = lane + 32 * j
-                        if at < columns:
-                            target[at] = values[0, j]
-                            target[columns + at] = values[1, j]
+                        own = lane + 32 * j
+                        if own < columns:
+                            target[own] = values[0, j]
+                            target[columns + own] = values[1, j]
                     cute.arch.sync_warp()
                     if lane == 0:
                         cute.arch.mbarrier_arrive(full_1 + stage)

@@ -184,27 +184,3 @@ class WarpgroupBackwardSmem:
     @property
     def total_bytes(self) -> int:
         return self.barriers_at + 8 * (2 + 3 * self.stages) + self.QUEUE_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class FusedBackwardSmem(WarpgroupBackwardSmem):
-    """Shared memory of all gradients in one kernel: as :class:`WarpgroupBackwardSmem` up to the statistics, then two
-    buffers of dS of all groups, the groups' parts of dQ in fp32, barriers.
-    """
-
-    @property
-    def ds_at(self) -> int:
-        return -(-(self.stats_at + 8 * self.tile_walked * self.stages) // 1024) * 1024
-
-    @property
-    def dq_at(self) -> int:
-        return self.ds_at + 2 * self.groups * self.GROUP_ROWS * self.tile_walked * self.element_bytes
-
-    @property
-    def barriers_at(self) -> int:
-        """Full and empty of the owned operands, both full and one empty of each stage, three of dQ, the queue."""
-        return self.dq_at + 4 * self.groups * self.GROUP_ROWS * self.GROUP_ROWS
-
-    @property
-    def total_bytes(self) -> int:
-        return self.barriers_at + 8 * (5 + 3 * self.stages) + self.QUEUE_BYTES

@@ -66,18 +66,14 @@ class GroupProducts:
 
     @cute.jit
     def multiply(
-        self, tiled_mma: cute.TiledMma, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor, fresh: cutlass.Constexpr,
-        begin: cutlass.Constexpr[int] = 0,
-    ):  # fmt: skip
-        """Starts ``acc = A B^T`` where ``fresh``, else ``acc += A B^T``, as one group of wgmma.
-
-        B's steps of k are those from ``begin`` on.
-        """
+        self, tiled_mma: cute.TiledMma, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor, fresh: cutlass.Constexpr
+    ):
+        """Starts ``acc = A B^T`` where ``fresh``, else ``acc += A B^T``, as one group of wgmma."""
         warpgroup.fence()
         atom = cute.make_mma_atom(tiled_mma.op)  # one of its own: its field changes within the product
         atom.set(warpgroup.Field.ACCUMULATE, not fresh)
         for kb in cutlass.range_constexpr(cute.size(rA, mode=[2])):
-            cute.gemm(atom, acc, rA[None, None, kb], rB[None, None, begin + kb], acc)
+            cute.gemm(atom, acc, rA[None, None, kb], rB[None, None, kb], acc)
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
 

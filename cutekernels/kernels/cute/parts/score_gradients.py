@@ -82,15 +82,11 @@ class ScoreGradients:
 
     @cute.jit
     def column_stats(
-        self, member: Int32, which: cutlass.Constexpr[int], stage: Int32, shared: cute.Pointer,
-        part: cutlass.Constexpr[int] = 0, parts: cutlass.Constexpr[int] = 1,
-    ) -> cute.Tensor:  # fmt: skip
-        """lse (0) or delta (1) of the columns of this thread's accumulators: pairs, 8 columns apart.
-
-        The columns are the ``part``-th of ``parts`` of a stage.
-        """
+        self, member: Int32, which: cutlass.Constexpr[int], stage: Int32, shared: cute.Pointer
+    ) -> cute.Tensor:
+        """lse (0) or delta (1) of the columns of this thread's accumulators: pairs, 8 columns apart."""
         columns = const_expr(self.mask.tile_kv)
-        source = (shared + (((2 * stage + which) * parts + part) * columns + member % 4 * 2)).align(8)
+        source = (shared + ((2 * stage + which) * columns + member % 4 * 2)).align(8)
         own = cute.make_rmem_tensor((2, columns // 8), Float32)
         cute.autovec_copy(cute.make_tensor(source, cute.make_layout((2, columns // 8), stride=(1, 8))), own)
         return own
