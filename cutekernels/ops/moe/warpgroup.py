@@ -48,6 +48,7 @@ class GroupsSchedule(Warpgroup):
         mma=0.863,
         port=0.794,
         arrival=math.inf,
+        shared=math.inf,
         apart=1.0,
         epilogue=4.48,
         gate=6.15,
