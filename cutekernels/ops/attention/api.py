@@ -411,13 +411,15 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
 
 def _cuda(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) -> Any:
     causal, left, right, scale, softcap, return_lse, *forced = options
-    check(*(*inputs[:6], scale, inputs[6]))
-    if results is not None:
-        check_out(results[0], *inputs[:4], inputs[6])
     config = forced[0] if forced else None
     key = (causal, left, right, softcap > 0.0, return_lse)
-    made = _CALLS.recall(results, inputs, key, (scale, softcap), config)
+    made = None
+    if 0.0 < scale < math.inf:  # keys do not hold it
+        made = _CALLS.recall(results, inputs, key, (scale, softcap), config)
     if made is None:
+        check(*(*inputs[:6], scale, inputs[6]))
+        if results is not None:
+            check_out(results[0], *inputs[:4], inputs[6])
         made = _launched(*(results and results[0], inputs, *options[:6], config))
     lse = made[1] if return_lse else fresh_lse(inputs[0], inputs[4], False)
     return (made[0], lse) if results is None else lse

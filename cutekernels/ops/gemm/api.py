@@ -348,9 +348,6 @@ def _launched(
     plain = inputs[2] is None and inputs[3] is None
     given, calls = (inputs[:2], _CALLS) if plain else (inputs, _FUSED_CALLS)
     results = None if out is None else (out,)
-    made = calls.recall(results, given, options, scalars, config)
-    if made is not None:
-        return made[0]
     a, b, c, bias = inputs
     result = a.new_empty(shape) if out is None else out
     if result.numel() == 0:
@@ -391,10 +388,27 @@ def register(library: torch.library.Library) -> None:
 
 
 def _cuda(results, inputs, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
-    inputs, shape = _checked(results, inputs, beta, activation, accumulate)
-    out = None if results is None else results[0]
-    made = _launched(out, shape, inputs, (activation, accumulate), (alpha, beta), config)
+    made = None
+    if beta == 0.0 or inputs[2] is not None:  # keys and guards do not hold beta
+        made = _repeated(results, inputs, beta, (activation, accumulate), (alpha, beta), config)
+    if made is None:
+        inputs, shape = _checked(results, inputs, beta, activation, accumulate)
+        out = None if results is None else results[0]
+        made = _launched(out, shape, inputs, (activation, accumulate), (alpha, beta), config)
     return made if results is None else None
+
+
+def _repeated(
+    results: tuple[Tensor] | None, inputs: tuple[Any, ...], beta: float, options: tuple[str, str],
+    scalars: tuple[float, float], config: str | None,
+) -> Tensor | None:  # fmt: skip
+    """The result of a call like one before, which was checked; None, and nothing was done, for any other."""
+    a, b, c, bias = inputs
+    plain = (c is None or beta == 0.0) and bias is None
+    calls, given = (_CALLS, (a, b)) if plain else (_FUSED_CALLS, (a, b, c if beta != 0.0 else None, bias))
+    made = calls.replay(results, given, options, scalars, config)
+    made = made or calls.recall(results, given, options, scalars, config)
+    return made[0] if made else None
 
 
 def _cpu(results, inputs, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]

@@ -47,6 +47,7 @@ class GroupsSchedule(Warpgroup):
         fixed=2.16,
         mma=0.863,
         port=0.794,
+        steady=0.794,
         arrival=math.inf,
         shared=math.inf,
         apart=1.0,

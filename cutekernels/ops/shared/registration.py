@@ -58,8 +58,13 @@ class Library(torch.library.Library):
         if dispatch_key != "Autograd":
             return super().impl(op_name, fn, dispatch_key, **options)  # type: ignore[no-untyped-call]
 
+        op = getattr(torch.ops.cutekernels, op_name.rpartition("::")[2]).default
+
         def refusing(keyset: Any, *args: Any) -> Any:
             refuse_duals(op_name, args)
+            if _transforms() is None and not (_is_grad_enabled() and torch._C._any_requires_grad(*args)):
+                with torch._C._AutoDispatchBelowAutograd():  # as torch's own kernel does, two frames deeper
+                    return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
             refuse_functional(op_name, args)
             return fn(keyset, *args)
 
