@@ -29,9 +29,7 @@ def test_rank_correlation(a: list[float], b: list[float], expected: float | None
 
 
 def test_eight_favourites_hold_a_config_within_5_percent_nine_times_in_ten() -> None:
-    """On an H200: gemm and attention on warp groups, and every memory-bound op. Gemm's are the model's favourites, which
-    are close in time: 0.798.
-    """
+    """On an H200. Most of gemm's configs are the model's favourites, which are close in time: 0.798."""
     measured = estimates.load(estimates.SWEEPS / "h200")
     found = [q for key, us in measured.items() if (q := estimates.judge(*key, us, H200))]
     assert len(found) >= 39
