@@ -102,6 +102,26 @@ def test_a_cached_call_is_one_lookup_and_the_launch(cached: Callable[..., None])
     assert calls.pop()[0] is fresh
 
 
+def test_torchs_op_checks_a_call_once(cached: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled graphs and autograd call the op: a repeated call is looked up before its arguments are checked."""
+    a, b = randn(4, 8), randn(8, 6)
+    launches: list[tuple[Any, ...]] = []
+    cached(lambda *args: launches.append(args), a, b)
+    with pytest.raises(UnsupportedProblem, match="needs c"):  # no key holds beta
+        matmul._cuda(None, (a, b, None, None), 1.0, 0.5)
+    assert not launches
+
+    def unwanted(*args: Any) -> Any:
+        raise AssertionError("checked again")
+
+    monkeypatch.setattr(matmul, "_check", unwanted)
+    for left in (a, a.clone(), a.clone()):
+        made = matmul._cuda(None, (left, b, randn(4, 6), None), 0.5)  # beta is 0: C is not read
+        assert launches.pop() == (made, left, b, 0.5, 0.0)
+    with pytest.raises(AssertionError, match="checked again"):
+        matmul._cuda(None, (randn(5, 8), b, None, None))
+
+
 @pytest.mark.parametrize("into", [False, True])
 def test_a_known_weight_needs_no_key(guarded: Callable[..., list[Any]], into: bool) -> None:
     a, b, out = randn(16, 8), randn(8, 8), torch.zeros(16, 8, dtype=BF16)
