@@ -225,7 +225,7 @@ def _migrate(connection: Connection) -> None:
     """Brings the schema to :data:`HEAD` within the connection's transaction; refuses what it does not know."""
     found = _version(connection)
     if found == HEAD:
-        return
+        return _require_all_tables(connection)
     if found is None:
         strangers = set(inspect(connection).get_table_names()) - {"alembic_version"}
         if strangers & _TABLES or (strangers and connection.dialect.name == "sqlite"):
@@ -261,6 +261,18 @@ def _require_known(connection: Connection, accepts: Collection[str]) -> None:
     if found not in accepts:
         raise StoreError(
             f"the database has schema {found}, older than {HEAD}; `cutekernels db doctor --fix` upgrades it"
+        )
+    if found == HEAD:
+        _require_all_tables(connection)
+
+
+def _require_all_tables(connection: Connection) -> None:
+    """Refuse a database of this schema without one of its tables, which somebody dropped."""
+    missing = _TABLES - set(inspect(connection).get_table_names())
+    if missing:
+        raise StoreError(
+            f"the database lacks tables of its schema {HEAD}: {', '.join(sorted(missing))}. Restore a copy of it, or "
+            "move it away; the next `cutekernels tune` then begins a fresh one"
         )
 
 
