@@ -12,11 +12,13 @@ import torch
 from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops import registry
+from cutekernels.ops.attention import api
 from cutekernels.ops.attention.api import attention, canonical
 from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import AttentionProblem
 from cutekernels.ops.attention.reference import band
+from cutekernels.ops.shared.call_cache import CallCache
 from tests.attention.cases import qkv, random_problem, rows, torch_attention, wide
 
 assert registry.OPS  # registers torch.ops.cutekernels
@@ -260,3 +262,20 @@ def test_rules_are_told() -> None:
     few = p.replace(seq_q=16, seq_kv=16)
     with pytest.raises(InvalidConfig, match="idles"):
         ATTENTION.check(few, AttentionConfig.parse(str(config.replace(tile_q=128, warps=8))), spec)
+
+
+def test_torchs_op_looks_a_call_up_before_it_checks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled graphs and autograd call the op. No key holds the scale."""
+
+    def unwanted(*args: Any) -> Any:
+        raise AssertionError("checked")
+
+    q, k, v = qkv()
+    known = q.clone(), q.new_empty(0)
+    monkeypatch.setattr(CallCache, "recall", lambda *args: known)
+    monkeypatch.setattr(api, "check", unwanted)
+    inputs = (q, k, v, None, None, None, None)
+    assert api._cuda(None, inputs, True, -1, -1, 0.25, 0.0, True) == known
+    for scale in (math.nan, math.inf, 0.0, -1.0):
+        with pytest.raises(AssertionError, match="checked"):
+            api._cuda(None, inputs, True, -1, -1, scale, 0.0, True)

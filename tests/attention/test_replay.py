@@ -598,21 +598,3 @@ def test_a_warm_call_costs_the_host_less_than_42_keys(seen: Seen, monkeypatch: p
     found = host_cost(partial(function, **given), calls=10, chunks=50)
     assert seen.general == 1
     assert found < 42
-
-
-def test_torchs_op_checks_a_call_once(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled graphs and autograd call the op: a repeated call is looked up before its arguments are checked."""
-    given = prefill()
-    ck.attention(**given, causal=True)
-
-    def unwanted(*args: Any) -> Any:
-        raise AssertionError("checked again")
-
-    monkeypatch.setattr(attend, "check", unwanted)
-    operands = (*given.values(), None, None, None, None)
-    launches = len(seen.launches)
-    torch.ops.cutekernels.attention(*operands, True, -1, -1, 0.25, 0.0, False)
-    assert len(seen.launches) == launches + 1
-    for scale in (math.nan, math.inf, 0.0):  # no key holds it
-        with pytest.raises(AssertionError, match="checked again"):
-            torch.ops.cutekernels.attention(*operands, True, -1, -1, scale, 0.0, False)

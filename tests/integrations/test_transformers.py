@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
+from transformers import DynamicCache, StaticCache
 
 import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
@@ -139,6 +140,47 @@ def test_a_compiled_prompt_reads_no_mask(family: str) -> None:
             close(compiled(ids, attention_mask=LEFT).logits[LEFT.bool()], padded[LEFT.bool()])
     op = torch.ops.cutekernels.attention.default
     assert [n.args[3] for n in graphs[0].graph.nodes if n.target is op] == [None] * model.config.num_hidden_layers
+
+
+def test_compiled_for_any_length() -> None:
+    torch.compiler.reset()
+    model, ids = tiny.model("gemma2"), tokens()
+    with torch.no_grad():
+        expected = model(ids).logits
+        with ck.patch(model):
+            compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+            for length in (9, 20):
+                close(compiled(ids[:, :length], use_cache=False).logits, expected[:, :length])
+
+
+def test_compiled_over_a_cache() -> None:
+    torch.compiler.reset()
+    model, ids = tiny.model("llama"), tokens()
+    with torch.no_grad():
+        expected = model(ids).logits
+        with ck.patch(model):
+            compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
+            for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=24)):
+                for begin, end in ((0, 12), (12, 20)):
+                    close(compiled(ids[:, begin:end], past_key_values=cache).logits, expected[:, begin:end])
+
+
+def test_exported_for_any_length() -> None:
+    class Logits(torch.nn.Module):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.model(ids, use_cache=False).logits  # type: ignore[no-any-return]
+
+    model, ids = tiny.model("llama"), tokens()
+    with torch.no_grad():
+        expected = model(ids).logits
+        with ck.patch(model):
+            shapes, nine = {"ids": {1: torch.export.Dim("length", min=2, max=64)}}, ids[:, :9].contiguous()
+            program = torch.export.export(Logits(model), (nine,), dynamic_shapes=shapes, strict=False)
+            close(program.module()(ids), expected)
 
 
 # ---- parameters -----------------------------------------------------------------------------------------

@@ -74,7 +74,9 @@ def attend(
     if causal and q.is_cuda and q.shape[1] <= MOST_QUERIES < k.shape[1] and not _tracked(q, k, v):
         lengths = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
         return decode_attention(q, k, v, lengths, **options), None
-    return attention(q, k, v, causal=causal and q.shape[1] > 1, **options), None
+    if q.shape[1] == 1:  # no expression: a traced length may be a symbol
+        causal = False
+    return attention(q, k, v, causal=causal, **options), None
 
 
 def make_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
