@@ -149,19 +149,6 @@ def test_a_newer_schema_is_refused_and_left_alone(url: str, caplog: pytest.LogCa
     assert "newer" in caplog.text
 
 
-@pytest.mark.parametrize("table", ["winner", "request", "rate"])
-def test_a_dropped_table_is_named(url: str, table: str) -> None:
-    with Store(url) as store:
-        store.record([trial()])
-    writer = engine.open_engine(url).execution_options(**{engine.WRITING: True})
-    with writer.begin() as connection:
-        connection.execute(text(f"DROP TABLE {table}" + ("" if url.startswith("sqlite") else " CASCADE")))
-    with pytest.raises(StoreError, match=f"lacks tables of its schema 0004: {table}"):
-        Store(url, readonly=True)
-    with writer.begin() as connection, pytest.raises(StoreError, match="lacks tables"):
-        engine._migrate(connection)
-
-
 def test_threads_making_databases_at_once(fresh: Callable[[], str]) -> None:
     urls = [fresh() for _ in range(3)] * 2
     recorded: list[int] = []

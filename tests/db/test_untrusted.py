@@ -104,6 +104,15 @@ def test_files_are_written_with_the_mode_that_the_user_wants(path: Path, tmp_pat
     assert [p for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
+@pytest.mark.parametrize("table", ["winner", "request", "rate"])
+def test_a_dropped_table_is_named(path: Path, table: str) -> None:
+    change(path, f"DROP TABLE {table}")
+    with pytest.raises(StoreError, match=f"lacks tables of its schema 0004: {table}"):
+        Store(path, readonly=True)
+    for options in ((), ("--fix",)):
+        assert f"lacks tables of its schema 0004: {table}" in refused("doctor", *options, "--db", str(path))
+
+
 def test_a_schema_that_is_not_utf8_is_damage_like_any_other(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     content = path.read_bytes()
     assert content.count(b"CREATE TABLE trial") == 1
