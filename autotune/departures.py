@@ -13,13 +13,9 @@ from typing import Any
 from cutekernels import gpu as gpus
 from cutekernels.autotune.job import Job, Task, load
 from cutekernels.db.store import Store
+from cutekernels.dispatch import LEAST_GAIN
 from cutekernels.gpu import GpuSpec
 from cutekernels.op import Config, Op, Problem
-
-LEAST_GAIN = 1.5
-"""A prediction serves calls where the model has it at least this many times as fast as the default. On the H200's
-sweeps the model promised 1.00 to 1.31 where its choice is not the default, and 8 of 11 were slower:
-docs/notes/trunk.md#predictions."""
 
 
 @dataclass(frozen=True)

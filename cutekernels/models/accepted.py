@@ -9,6 +9,7 @@ import torch
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.families import Family, family_of
+from cutekernels.integrations.transformers.modules import kind_of
 from cutekernels.integrations.transformers.patching import WIDEST_HEAD, is_patched
 from cutekernels.ops.attention.problem import WIDEST
 
@@ -39,7 +40,7 @@ def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
         _check_forward(path or "the model", module)
     if not hasattr(type(getattr(model, _COMPILED, model)), "set_attn_implementation"):
         raise UnsupportedProblem(
-            f"Decoder takes a model of transformers itself; this is a {_kind(type(model))} around one: merge its "
+            f"Decoder takes a model of transformers itself; this is a {kind_of(type(model))} around one: merge its "
             f"adapters (merge_and_unload), or {_PATCH}"
         )
     if len({(p.device, p.dtype) for p in model.parameters()}) != 1:
@@ -80,7 +81,7 @@ def _check_class(path: str, module: torch.nn.Module, family: Family) -> None:
         return
     if name != "embed_tokens" or not isinstance(module, torch.nn.Embedding):
         raise UnsupportedProblem(
-            f"Decoder reads {path} as a {_kind(expected)}; it is a {_kind(type(module))}: merge adapters "
+            f"Decoder reads {path} as a {kind_of(expected)}; it is a {kind_of(type(module))}: merge adapters "
             f"(merge_and_unload) and dequantize weights, or {_PATCH}"
         )
 
@@ -109,7 +110,3 @@ def _check_forward(path: str, module: torch.nn.Module) -> None:
             f"Decoder computes what the classes of transformers do; {path} has a forward of its own: delete the "
             f"attribute (del module.forward), or {_PATCH}"
         )
-
-
-def _kind(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"

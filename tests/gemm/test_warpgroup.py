@@ -137,7 +137,8 @@ def test_the_model_prefers_what_was_measured_faster() -> None:
     estimates = [WARPGROUP.estimate_us(SQUARE, c, H200) for c, _ in measured]
     for estimate, (_, us) in zip(estimates[:3], measured, strict=False):
         assert 0.9 < estimate / us < 1.1
-    assert max(estimates[:3]) < estimates[3] < 227.0  # loads that nobody shares: 15 % too fast in the model
+    assert max(estimates[:3]) < estimates[3]
+    assert 0.8 < estimates[3] / 227.0 < 1.1  # loads that nobody shares: slow that day, not in two runs of 2026-11-24
 
 
 def test_a_batch_counts_its_tiles() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,14 +113,21 @@ def test_hidden_states_and_a_frozen_base() -> None:
             close(ours, theirs)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
-def test_compiled_without_graph_breaks(family: str) -> None:
+@contextmanager
+def compiled(family: str, **options: Any) -> Iterator[tuple[Any, Tensor, Tensor]]:
+    """A patched model compiled without graph breaks, tokens, and the plain model's logits."""
+    torch.compiler.reset()
     model, ids = tiny.model(family), tokens()
     with torch.no_grad():
         expected = model(ids).logits
         with ck.patch(model):
-            compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-            close(compiled(ids).logits, expected)
+            yield torch.compile(model, fullgraph=True, backend="aot_eager", **options), ids, expected
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_compiled_without_graph_breaks(family: str) -> None:
+    with compiled(family) as (model, ids, expected):
+        close(model(ids).logits, expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
@@ -136,33 +145,23 @@ def test_a_compiled_prompt_reads_no_mask(family: str) -> None:
         padded = model(ids, attention_mask=LEFT).logits
         with ck.patch(model):
             torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=kept))(ids)
-            compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-            close(compiled(ids, attention_mask=LEFT).logits[LEFT.bool()], padded[LEFT.bool()])
+            ours = torch.compile(model, fullgraph=True, backend="aot_eager")
+            close(ours(ids, attention_mask=LEFT).logits[LEFT.bool()], padded[LEFT.bool()])
     op = torch.ops.cutekernels.attention.default
     assert [n.args[3] for n in graphs[0].graph.nodes if n.target is op] == [None] * model.config.num_hidden_layers
 
 
 def test_compiled_for_any_length() -> None:
-    torch.compiler.reset()
-    model, ids = tiny.model("gemma2"), tokens()
-    with torch.no_grad():
-        expected = model(ids).logits
-        with ck.patch(model):
-            compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
-            for length in (9, 20):
-                close(compiled(ids[:, :length], use_cache=False).logits, expected[:, :length])
+    with compiled("gemma2", dynamic=True) as (model, ids, expected):
+        for length in (9, 20):
+            close(model(ids[:, :length], use_cache=False).logits, expected[:, :length])
 
 
 def test_compiled_over_a_cache() -> None:
-    torch.compiler.reset()
-    model, ids = tiny.model("llama"), tokens()
-    with torch.no_grad():
-        expected = model(ids).logits
-        with ck.patch(model):
-            compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
-            for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=24)):
-                for begin, end in ((0, 12), (12, 20)):
-                    close(compiled(ids[:, begin:end], past_key_values=cache).logits, expected[:, begin:end])
+    with compiled("llama", dynamic=False) as (model, ids, expected):
+        for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=24)):
+            for begin, end in ((0, 12), (12, 20)):
+                close(model(ids[:, begin:end], past_key_values=cache).logits, expected[:, begin:end])
 
 
 def test_exported_for_any_length() -> None:

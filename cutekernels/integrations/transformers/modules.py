@@ -146,7 +146,7 @@ class Fused(Patched):
 def _apart(linears: list[Any]) -> str:
     """Why projections cannot be packed, or ""."""
     if not all(issubclass(getattr(type(x), "original", type(x)), torch.nn.Linear) for x in linears):
-        return f"its projections are of {', '.join(sorted(set(map(kind_of, linears))))}"
+        return f"its projections are of {', '.join(sorted({kind_of(type(x)) for x in linears}))}"
     if any(getattr(type(x), "original", type(x)) is not torch.nn.Linear for x in linears):
         return "its projections are subclasses of Linear"
     if any(not _unhooked(x) or "forward" in x.__dict__ for x in linears):
@@ -163,9 +163,9 @@ def _apart(linears: list[Any]) -> str:
     return ""
 
 
-def kind_of(module: Any) -> str:
-    """A module's class with where it comes from: many are called Linear."""
-    return f"{type(module).__module__}.{type(module).__qualname__}"
+def kind_of(cls: type) -> str:
+    """A class with where it comes from: many are called Linear."""
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _sharded(linear: Any) -> bool:

@@ -152,7 +152,7 @@ def _other(module: Any) -> str:
     """The reason to leave a projection that is no ``torch.nn.Linear``, nor an adapter around one; "" for any other."""
     if not hasattr(module, "in_features") or any(type(x) is torch.nn.Linear for x in module.modules()):
         return ""
-    return f"it is no torch.nn.Linear but a {modules.kind_of(module)}"
+    return f"it is no torch.nn.Linear but a {modules.kind_of(type(module))}"
 
 
 def _refused(role: str, module: Any) -> str:

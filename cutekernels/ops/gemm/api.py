@@ -340,13 +340,17 @@ def _check_apart(out: Tensor, **operands: Tensor | None) -> None:
             raise UnsupportedProblem(f"out overlaps {name}: give it memory of its own")
 
 
+def _cached(inputs: tuple[Any, ...]) -> tuple[CallCache, tuple[Any, ...]]:
+    """The cache of calls with these inputs, and the inputs that it takes."""
+    return (_CALLS, inputs[:2]) if inputs[2] is None and inputs[3] is None else (_FUSED_CALLS, inputs)
+
+
 def _launched(
     out: Tensor | None, shape: tuple[int, ...], inputs: tuple[Any, ...], options: tuple[str, str],
     scalars: tuple[float, float], config: str | None,
 ) -> Tensor:  # fmt: skip
     """Poses, plans and launches for checked GPU tensors. Calls that need no copies are cached."""
-    plain = inputs[2] is None and inputs[3] is None
-    given, calls = (inputs[:2], _CALLS) if plain else (inputs, _FUSED_CALLS)
+    calls, given = _cached(inputs)
     results = None if out is None else (out,)
     a, b, c, bias = inputs
     result = a.new_empty(shape) if out is None else out
@@ -366,6 +370,7 @@ def _launched(
         launch = dispatch.plan(GEMM, problem, a.get_device(), config).launch
         if all(t is u for t, u in zip((target, a, b, c, bias), (result, *inputs), strict=True)):
             fire = launch.settled(target, a, b) if isinstance(launch, AddressedLaunch) else None
+            plain = calls is _CALLS
             by_tensors = (lambda out, a, b, *scalars: launch(out, a, b, None, None, *scalars)) if plain else launch
             apart = () if out is None else pairs(1, (out, *given), in_place=(3,))
             call = Call.of(by_tensors, given, (result,) if out is None else (), apart, fire)
@@ -388,27 +393,17 @@ def register(library: torch.library.Library) -> None:
 
 
 def _cuda(results, inputs, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
-    made = None
-    if beta == 0.0 or inputs[2] is not None:  # keys and guards do not hold beta
-        made = _repeated(results, inputs, beta, (activation, accumulate), (alpha, beta), config)
-    if made is None:
-        inputs, shape = _checked(results, inputs, beta, activation, accumulate)
-        out = None if results is None else results[0]
-        made = _launched(out, shape, inputs, (activation, accumulate), (alpha, beta), config)
-    return made if results is None else None
-
-
-def _repeated(
-    results: tuple[Tensor] | None, inputs: tuple[Any, ...], beta: float, options: tuple[str, str],
-    scalars: tuple[float, float], config: str | None,
-) -> Tensor | None:  # fmt: skip
-    """The result of a call like one before, which was checked; None, and nothing was done, for any other."""
     a, b, c, bias = inputs
-    plain = (c is None or beta == 0.0) and bias is None
-    calls, given = (_CALLS, (a, b)) if plain else (_FUSED_CALLS, (a, b, c if beta != 0.0 else None, bias))
-    made = calls.replay(results, given, options, scalars, config)
-    made = made or calls.recall(results, given, options, scalars, config)
-    return made[0] if made else None
+    options, scalars = (activation, accumulate), (alpha, beta)
+    if beta == 0.0 or c is not None:  # keys and guards do not hold beta, by which a missing C is refused
+        calls, given = _cached((a, b, None if beta == 0.0 else c, bias))
+        made = calls.replay(results, given, options, scalars, config)
+        made = made or calls.recall(results, given, options, scalars, config)
+        if made is not None:  # like a call that was checked
+            return made[0] if results is None else None
+    inputs, shape = _checked(results, inputs, beta, activation, accumulate)
+    out = _launched(None if results is None else results[0], shape, inputs, options, scalars, config)
+    return out if results is None else None
 
 
 def _cpu(results, inputs, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]

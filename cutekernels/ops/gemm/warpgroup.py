@@ -53,7 +53,7 @@ class Coefficients:
         shared: of smem_bytes_per_us, for what MMAs read and what arrives.
         apart: factor where a cluster shares the operand of fewer rows, which the L2 holds anyway.
         epilogue: bytes per output element, at sm_bytes_per_us.
-        gate: a gated result's epilogue to a plain one's; 1.0 to 1.5 order 14 pairs of runs equally well.
+        gate: a gated result's epilogue to a plain one's; 1.0 and 1.5 fit 14 pairs of runs alike.
         tile: of exchange_us, for each tile whose epilogue nothing hides.
         shown: the share of a tile's epilogue that another group's mainloop does not hide.
         sharpness: exponent of the mean of a k-tile's three times.
@@ -165,7 +165,7 @@ class Warpgroup(Schedule):
     def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
         """Tiles of the busiest SM, each k-tile bound by MMAs, shared memory or the L2, beside DRAM, plus fixed costs.
 
-        Fitted to 2170 runs of 250 products on an H200; its choice among them takes 1.01 times the best one's time.
+        Fitted to 2170 runs of 180 products on an H200; its choice among them takes 1.01 times the best one's time.
         """
         tiles_m, tiles_n = cluster_tiles(p, c)
         outputs = p.m * p.n * (0.5 if extras.gated else 1 if p.c == "none" else 2)

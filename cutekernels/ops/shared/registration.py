@@ -8,6 +8,7 @@ Autocast rules are those of torch's own ops of the kind; results written to ``ou
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,12 +64,16 @@ class Library(torch.library.Library):
         def refusing(keyset: Any, *args: Any) -> Any:
             refuse_duals(op_name, args)
             if _transforms() is None and not (_is_grad_enabled() and torch._C._any_requires_grad(*args)):
-                with torch._C._AutoDispatchBelowAutograd():  # as torch's own kernel does, two frames deeper
-                    return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+                return _below_autograd(op, keyset, *args)  # as torch's own kernel does, two frames deeper
             refuse_functional(op_name, args)
             return fn(keyset, *args)
 
         return super().impl(op_name, refusing, dispatch_key, **options)  # type: ignore[no-untyped-call]
+
+
+def _below_autograd(op: Any, keyset: Any, *args: Any) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
 
 def refuse_duals(name: str, args: Sequence[object]) -> None:
@@ -124,11 +129,7 @@ def define(
                     )
             return op(*[t.resolve_conj().resolve_neg() if isinstance(t, Tensor) else t for t in args])
 
-        def passed_on(keyset: Any, *args: Any) -> Any:
-            with torch._C._AutoDispatchBelowAutograd():
-                return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
-
-        library.impl(name, passed_on, "Autograd", with_keyset=True)
+        library.impl(name, partial(_below_autograd, op), "Autograd", with_keyset=True)
         implement(name, resolved, "Negative")
         implement(name, resolved, "Conjugate")
 

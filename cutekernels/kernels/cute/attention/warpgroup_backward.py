@@ -324,12 +324,9 @@ class WarpgroupAttentionBackward:
     @cute.jit
     def load(
         self, place: tuple, own_1: tuple, own_2: tuple, walked_1: tuple, walked_2: tuple, barriers: tuple,
-        queue: cute.Pointer, mCounter: cute.Tensor | None, added: cute.Pointer | None = None,
+        queue: cute.Pointer, mCounter: cute.Tensor | None,
     ):  # fmt: skip
-        """The loads of this CTA's tiles: walked rows head by head, owned ones behind the first of them.
-
-        The next tile is drawn before this one's loads, or once the barrier ``added`` says that nobody waits for it.
-        """
+        """The loads of this CTA's tiles: walked rows head by head, owned ones behind the first of them."""
         full_x, empty_x, full_1, full_2, empty = barriers
         index, _, _ = cute.arch.block_idx()
         *_, (tiles, layers, _) = place
@@ -338,9 +335,7 @@ class WarpgroupAttentionBackward:
         draw, publish = self.queue.draw, self.queue.publish
         stage, phase, refill, drawn = Int32(0), Int32(1), Int32(1), Int32(1)
         while index < tiles * layers:
-            following = Int32(0)
-            if const_expr(added is None):
-                following = draw(index, tiles * layers, mCounter)
+            following = draw(index, tiles * layers, mCounter)
             (batch, head, row, alive), (_, head_y), (begin_x, begin_y), _, (first, _, _, end, turns), _ = located(
                 index, place
             )
@@ -365,9 +360,6 @@ class WarpgroupAttentionBackward:
                             load_owned(own_1, own_2, at, full_x, empty_x, refill)
                         stage, phase = advance(stage, phase)
                 refill = refill ^ 1
-            if const_expr(added is not None):
-                cute.arch.mbarrier_wait(added, drawn ^ 1)
-                following = draw(index, tiles * layers, mCounter)
             publish(queue, following, drawn)
             drawn = drawn ^ 1
             index = following
