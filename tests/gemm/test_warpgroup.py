@@ -94,6 +94,24 @@ def test_a_gate_takes_whole_boxes_of_both_and_rows_that_stay_rows() -> None:
     assert not list(WARPGROUP.unsuited(SQUARE, most, H200))
 
 
+def test_the_columns_of_a_gate_come_by_sixteens() -> None:
+    gated, odd = Extras(gated=True), BASE.replace(tile_n=136)
+    assert "in steps of 16" in "; ".join(WARPGROUP.unfit(odd, H200, gated))
+    assert not list(WARPGROUP.unfit(odd, H200))
+    assert not list(WARPGROUP.unfit(odd.replace(tile_n=144), H200, gated))
+
+
+def test_results_leave_by_two_boxes_where_those_leave_room_for_the_stages() -> None:
+    narrow = BASE.replace(tile_n=104)
+    boxes = {stages: WARPGROUP.smem(narrow.replace(stages=stages)).boxes for stages in (5, 6, 7)}
+    assert boxes == {5: 2, 6: 2, 7: 1}
+    problem = GemmProblem.parse("m=200 n=8192 k=8192 b_major=k")
+    assert not broken(problem, narrow.replace(stages=7, raster=1))
+    assert "shared memory" in broken(problem, narrow.replace(stages=8, raster=1))
+    few = GEMM.default(problem, H200)
+    assert (few.tile_m, few.tile_n, few.stages) == (128, 104, 7), "200 tokens in two tiles, as deep as they go"
+
+
 def test_operands_that_are_not_k_major_come_in_whole_swizzled_lines() -> None:
     problem = GemmProblem.parse("m=4096 n=4096 k=4096")
     assert "by 64 elements" in broken(problem, BASE.replace(tile_n=160, stages=5))
@@ -156,6 +174,14 @@ COMPILED = {
     "halves of 128 rows": ("m=4096 n=4096 k=4096", "tile_m=256 tile_n=128 stages=4 raster=8 cluster_m=2 pdl=1"),
     "three groups": ("m=4096 n=4096 k=4096 b_major=k bias=same", "tile_m=192 tile_n=160 stages=3 raster=1"),
     "one group": ("m=200 n=3584 k=3584 b_major=k", "tile_m=64 tile_n=112 stages=8 raster=1"),
+    "columns by eights": (
+        "m=200 n=8192 k=8192 b_major=k",
+        "tile_m=128 tile_n=104 stages=7 raster=8 cluster_n=2 swapped=1",
+    ),
+    "an odd half each": (
+        "m=333 n=4096 k=4096 b_major=k bias=same",
+        "tile_m=128 tile_n=168 stages=5 raster=8 cluster_m=2 swapped=1 pingpong=1",
+    ),
     "pingpong": ("m=4096 n=4096 k=4096 a_major=m", "tile_m=128 tile_n=192 stages=4 raster=8 pingpong=1"),
     "most sums": ("m=4096 n=4096 k=4096 b_major=k", "tile_m=256 tile_n=192 stages=3 raster=8 cluster_n=2"),
     "swapped": (

@@ -11,6 +11,8 @@ import torch
 import cutekernels as ck
 from cutekernels import gpu
 from cutekernels.ops.gemm.op import ACTIVATIONS, GEMM, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.schedule import extras_of
+from cutekernels.ops.gemm.warpgroup import WARPGROUP
 from tests.gemm.test_gpu import assert_right, launch
 from tests.gemm.test_skinny_gpu import assert_dependents_wait, assert_same_every_time
 
@@ -97,6 +99,18 @@ def test_arrangements_over_many_tiles(arrangement: dict[str, Any]) -> None:
         args = GEMM.sample(problem, "cuda", seed)
         for config in rng.sample(warpgroup(problem, **arrangement), 2):
             assert_right(launch(problem, args, str(config)), problem, args, str(config))
+
+
+@pytest.mark.parametrize("out_major", ["n", "m"])
+def test_columns_by_eights_and_a_single_box(out_major: str) -> None:
+    """Widths that 16 does not divide, shared by a cluster in parts of four rows; results leave by one box or two."""
+    rng = random.Random(out_major)
+    problem = GemmProblem(520, 1304, 328, b_major="k", out_major=out_major, bias="fp32", activation="gelu")
+    args = GEMM.sample(problem, "cuda", 0)
+    found = [c for width in (72, 104, 168, 200) for c in rng.sample(warpgroup(problem, tile_n=width), 2)]
+    single = [c for c in warpgroup(problem, pingpong=True) if WARPGROUP.smem(c, extras_of(problem)).boxes == 1]
+    for config in [*found, *rng.sample(warpgroup(problem, tile_n=104, cluster_m=2), 1), *rng.sample(single, 2)]:
+        assert_right(launch(problem, args, str(config)), problem, args, str(config))
 
 
 @pytest.mark.parametrize("out_major", ["n", "m"])

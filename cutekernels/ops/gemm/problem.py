@@ -130,11 +130,11 @@ class GemmConfig(Config):
     """The knobs of all schedules; ``body`` names the one that gives them a meaning."""
 
     tile_m: int = knob(16, *range(32, 257, 8))
-    tile_n: int = knob(8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
+    tile_n: int = knob(8, 16, 24, 32, 48, *range(64, 225, 8), 240, 256)
     tile_k: int = knob(32, 64, 128, 256)
     warps_m: int = knob(1, 2, 4)
     warps_n: int = knob(1, 2, 4)
-    stages: int = knob(2, 3, 4, 5, 6, 8, 12)
+    stages: int = knob(2, 3, 4, 5, 6, 7, 8, 9, 10, 12)
     raster: int = knob(1, 8, 16)
     ctas_per_sm: int = knob(1, 2, 3)
     persistent: bool = knob(False, True, added=True)
@@ -202,9 +202,9 @@ BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "warpgroup": {
         "tile_m": (64, 128, 192, 256),
-        "tile_n": (64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256),
+        "tile_n": (*range(64, 225, 8), 240, 256),
         "tile_k": (64,),
-        "stages": (3, 4, 5, 6, 8),
+        "stages": (3, 4, 5, 6, 7, 8, 9, 10, 12),
         "raster": (1, 8, 16),
         "pdl": (False, True),
         "pingpong": (False, True),

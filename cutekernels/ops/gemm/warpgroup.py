@@ -1,6 +1,6 @@
 """The warpgroup schedule: TMA and warpgroup MMA in a persistent grid, for any layout. Rules, model, body.
 
-``tile_m`` advances by the MMA's 64 rows, ``tile_n`` by 16 columns; ``swapped`` puts columns of out on the side of
+``tile_m`` advances by the MMA's 64 rows, ``tile_n`` by 8 columns; ``swapped`` puts columns of out on the side of
 ``tile_m``.
 """
 
@@ -12,6 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels import rates
+from cutekernels.gpu import ARCHITECTURES
 from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
 from cutekernels.ops.gemm import prefetch
 from cutekernels.ops.gemm.problem import (
@@ -30,14 +31,15 @@ from cutekernels.ops.shared.occupancy import no_warpgroups
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
-GROUP_ROWS = 64  # of an MMA
+GROUP_ROWS, COLUMNS = 64, 8  # of an MMA; it has more columns by as many
 SWIZZLED = 64  # elements of a swizzled line: what an operand that is not K-major advances by
 LEAST_EXTENT = 32  # rows and columns of out; fewer leave most of a tile idle
 # Registers of a thread's sums: more spill, whatever setmaxnreg gives; 208 took 15 times as long (H200, 2026-11-23).
 MOST_SUMS = 192
 MOST_SUMS_FINISHED = 176  # with C, a bias or an activation
 MOST_SUMS_OF_THREE = 80  # where three groups leave a thread 160 registers
-BOXES, SOURCE_BOXES = 2, 4  # buffers of a group's results, and where C comes in through them
+# Buffers of a group's results: two, or one where that leaves room for the stages; where C comes in through them, four.
+BOXES, SOURCE_BOXES = (2, 1), 4
 
 
 @dataclass(frozen=True)
@@ -50,27 +52,27 @@ class Coefficients:
         port: of sm_bytes_per_us, what the L2 gives an SM.
         steady: the same for an SM that has several tiles.
         arrival: of sm_bytes_per_us, what may arrive in an SM, multicast or not.
-        shared: of smem_bytes_per_us, for what MMAs read and what arrives.
         apart: factor where a cluster shares the operand of fewer rows, which the L2 holds anyway.
         epilogue: bytes per output element, at sm_bytes_per_us.
         gate: a gated result's epilogue to a plain one's; 1.0 and 1.5 fit 14 pairs of runs alike.
         tile: of exchange_us, for each tile whose epilogue nothing hides.
         shown: the share of a tile's epilogue that another group's mainloop does not hide.
+        latency: of exchange_us, for a load that comes back while the other stages are multiplied.
         sharpness: exponent of the mean of a k-tile's three times.
     """
 
-    fixed: float = 2.43 / 1.5
-    mma: float = 6.39 / 6.22
-    port: float = 107.0 / 99.0
-    steady: float = 92.0 / 99.0
-    arrival: float = 117.5 / 99.0
-    shared: float = 1.28
-    apart: float = 1.03
-    epilogue: float = 5.2e-5 * 99e3
+    fixed: float = 2.23 / 1.5
+    mma: float = 6.55 / 6.22
+    port: float = 108.6 / 99.0
+    steady: float = 97.2 / 99.0
+    arrival: float = 121.1 / 99.0
+    apart: float = 1.048
+    epilogue: float = 6.5e-5 * 99e3
     gate: float = 1.5
     tile: float = 0.0
     shown: float = 0.0
-    sharpness: float = 9.6
+    latency: float = 1.09 / 0.63
+    sharpness: float = 6.4
 
 
 _UNDEPENDENT = 0.59 / 0.63  # of dependent_us
@@ -83,6 +85,7 @@ class Warpgroup(Schedule):
 
     name = "warpgroup"
     coefficients: ClassVar[Coefficients] = Coefficients()
+    places: ClassVar[int] = 0  # of a ring of tiles in shared memory
 
     def refused(self, p: GemmProblem, gpu: GpuSpec) -> Iterator[str]:
         yield from no_warpgroups(gpu)
@@ -103,8 +106,7 @@ class Warpgroup(Schedule):
         return BODIES[self.name]["tile_n"]
 
     def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> WarpgroupSmem:
-        boxes = SOURCE_BOXES if extras.source else BOXES
-        return WarpgroupSmem(c.tile_m, c.tile_n, c.tile_k, c.stages, groups(c), boxes, extras.biased)
+        return frame(c, extras.source, extras.biased, self.places)
 
     def threads(self, c: GemmConfig) -> int:
         """The groups that multiply, and the one that loads."""
@@ -125,10 +127,10 @@ class Warpgroup(Schedule):
 
     def ungated(self, c: GemmConfig) -> Iterator[str]:
         """What keeps ``c`` from a gate."""
-        if c.swapped or c.tile_n < 2 * WarpgroupSmem.BOX:
+        if c.swapped or c.tile_n < 2 * WarpgroupSmem.BOX or c.tile_n % (2 * COLUMNS):
             yield (
-                f"a gate takes swapped=0, and tiles of {2 * WarpgroupSmem.BOX} columns or more, half of them gates; "
-                f"swapped={int(c.swapped)}, tile_n={c.tile_n}"
+                f"a gate takes swapped=0, and tiles of {2 * WarpgroupSmem.BOX} columns or more in steps of "
+                f"{2 * COLUMNS}, half of them gates; swapped={int(c.swapped)}, tile_n={c.tile_n}"
             )
 
     def unsuited(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
@@ -144,10 +146,10 @@ class Warpgroup(Schedule):
                 yield f"tile_{name}={tile} idles most of a tile over an extent of {side.extent}"
         if p.c != "none" and c.tile_n % WarpgroupSmem.BOX:
             yield f"tile_n={c.tile_n}: with c, results leave by whole boxes of {WarpgroupSmem.BOX} columns"
-        frame = self.smem(c, extras_of(p))
-        if frame.total_bytes > gpu.smem_per_block_bytes:
-            yield f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
-        elif c.stages < 6 and frame.total_bytes + 2 * frame.stage_bytes <= gpu.smem_per_block_bytes:
+        smem = self.smem(c, extras_of(p))
+        if smem.total_bytes > gpu.smem_per_block_bytes:
+            yield f"{smem.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
+        elif c.stages < 6 and smem.total_bytes + 2 * smem.stage_bytes <= gpu.smem_per_block_bytes:
             yield f"stages={c.stages} leaves room for {c.stages + 2}"
         tiles_m, tiles_n = cluster_tiles(p, c)
         if c.cluster_m * c.cluster_n > 1 and tiles_m * tiles_n * p.batch == 1:
@@ -163,9 +165,9 @@ class Warpgroup(Schedule):
         return -c.stages, c.raster != 8, c.raster, c.swapped, c.cluster_n, str(c)
 
     def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
-        """Tiles of the busiest SM, each k-tile bound by MMAs, shared memory or the L2, beside DRAM, plus fixed costs.
+        """Tiles of the busiest SM, each k-tile bound by MMAs, the L2 or its latency, beside DRAM, plus fixed costs.
 
-        Fitted to 2170 runs of 180 products on an H200; its choice among them takes 1.01 times the best one's time.
+        Fitted to 2750 runs of 300 products on an H200; its choice among them takes 1.01 times the best one's time.
         """
         tiles_m, tiles_n = cluster_tiles(p, c)
         outputs = p.m * p.n * (0.5 if extras.gated else 1 if p.c == "none" else 2)
@@ -186,9 +188,8 @@ class Warpgroup(Schedule):
         loaded = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * c.tile_k * ELEMENT_BYTES
         arriving = (c.tile_m + c.tile_n) * c.tile_k * ELEMENT_BYTES
         fetch = loaded / ((own.port if tiles <= 1 else own.steady) * rate.sm_bytes_per_us)
-        read = c.tile_m / GROUP_ROWS * (GROUP_ROWS + c.tile_n) * c.tile_k * ELEMENT_BYTES
-        passed = (read + arriving) / (own.shared * rate.smem_bytes_per_us)
-        step = sum(us**own.sharpness for us in (multiply, fetch, passed)) ** (1 / own.sharpness)
+        awaited = own.latency * rate.exchange_us / (c.stages - 1)
+        step = sum(us**own.sharpness for us in (multiply, fetch, awaited)) ** (1 / own.sharpness)
         step = max(step, arriving / (own.arrival * rate.sm_bytes_per_us))
         finished = c.tile_n * (own.gate / 2 if extras.gated else 1)
         epilogue = own.epilogue / rate.sm_bytes_per_us * c.tile_m * finished + own.tile * rate.exchange_us
@@ -265,6 +266,16 @@ def deepest(
 
 
 # ---- arithmetic of the rules ----------------------------------------------------------------------------
+
+
+def frame(c: GemmConfig, source: bool, biased: bool, places: int) -> WarpgroupSmem:
+    """The shared memory of a CTA. A group has the most boxes that fit in it."""
+    most = ARCHITECTURES[9, 0].smem_per_block_bytes
+    among = (SOURCE_BOXES,) if source else BOXES
+    frames = [
+        WarpgroupSmem(c.tile_m, c.tile_n, c.tile_k, c.stages, groups(c), boxes, biased, places) for boxes in among
+    ]
+    return next((own for own in frames if own.total_bytes <= most), frames[-1])
 
 
 def sharing(c: GemmConfig) -> int:

@@ -32,7 +32,7 @@ from cutekernels.ops.shared.occupancy import no_warpgroups
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
-_OWN = BODIES[Warpgroup.name]["tile_n"]
+_OWN = tuple(width for width in BODIES[Warpgroup.name]["tile_n"] if width % 16 == 0)
 TILES_N = (16, 32, 48, *_OWN)  # the narrow ones of tokens, where swapped
 _MOST_EXACT = 40.0  # mean rows of an expert up to which their spread is summed term by term
 
@@ -49,12 +49,12 @@ class GroupsSchedule(Warpgroup):
         port=0.794,
         steady=0.794,
         arrival=math.inf,
-        shared=math.inf,
         apart=1.0,
         epilogue=4.48,
         gate=6.15,
         tile=0.245 / 0.63,
         shown=0.072,
+        latency=0.0,
         sharpness=4.54,
     )
 
@@ -84,6 +84,7 @@ class GroupedWarpgroupSchedule(GroupsSchedule):
     """Warpgroup over groups of rows."""
 
     tiles_n = TILES_N
+    places = WarpgroupSmem.PLACES
 
     def refused(self, p: GemmProblem, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
         yield from super().refused(p, gpu)
@@ -93,9 +94,6 @@ class GroupedWarpgroupSchedule(GroupsSchedule):
             yield f"{self.name} takes {LEAST_EXTENT} columns or more; they are {p.n}"
         if extras.gated and (p.b_major != "k" or p.bias != "none"):
             yield f"{self.name} takes a gate with a K-major weight and without a bias"
-
-    def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> WarpgroupSmem:
-        return replace(super().smem(c, extras), places=WarpgroupSmem.PLACES)
 
     def unfit(self, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
         yield from super().unfit(c, gpu, extras)

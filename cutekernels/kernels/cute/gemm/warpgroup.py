@@ -151,10 +151,9 @@ class WarpgroupGemm:
     def boxed(self, mX: cute.Tensor, layout: cute.ComposedLayout, side: Side) -> tuple[cute.CopyAtom, cute.Tensor]:
         """The TMA load of a box of an operand into one stage of ``layout``."""
         op = cpasync.CopyBulkTensorTileG2SMulticastOp() if side.sharers > 1 else cpasync.CopyBulkTensorTileG2SOp()
-        if side.gated:
-            layout = cute.make_composed_layout(layout.inner, 0, cute.select(self.halves(side), mode=[0, 1]))
-        else:
-            layout = cute.slice_(layout, (None, None, 0))
+        stages = self.halves(side) if side.gated else layout.outer
+        # slice_ of the whole layout aborts the compiler where 16 does not divide the rows.
+        layout = cute.make_composed_layout(layout.inner, 0, cute.select(stages, mode=[0, 1]))
         return cpasync.make_tiled_tma_atom(op, mX, layout, (side.box, self.tile_k), num_multicast=side.parts)
 
     @cute.jit
