@@ -81,8 +81,8 @@ def test_forward_and_backward_stay_in_range_and_leave_zeros_elsewhere(wrong: str
         len(ends) - 1, -(-ROWS // (len(ends) - 1)), -(-ROWS // (len(ends) - 1)), 4, 2, head_dim=64,
         causal=causal, varlen=True, lse=True,
     )  # fmt: skip
-    args = (q, k, v, None, ints(cu_q), ints(cu_kv), 0.125, 0.0)
-    out, lse = launch(ATTENTION, p, args)
+    mask, sinks, numbers, cu = None, None, (0.125, 0.0), (ints(cu_q), ints(cu_kv))
+    out, lse = launch(ATTENTION, p, (q, k, v, mask, *cu, sinks, *numbers))
     seen = covered(cu_q)
     assert out.isfinite().all()
     assert not lse.isnan().any()
@@ -92,7 +92,7 @@ def test_forward_and_backward_stay_in_range_and_leave_zeros_elsewhere(wrong: str
     named = {name: getattr(p, name) for name in type(p).__dataclass_fields__} | {"lse": False}
     for of in ("kv", "q"):
         problem = AttentionBackwardProblem(**named, of=of)
-        results = launch(ATTENTION_BACKWARD, problem, (dout, q, k, v, stats, *args[3:]))
+        results = launch(ATTENTION_BACKWARD, problem, (dout, q, k, v, stats, mask, *cu, *numbers))
         unseen = ~covered(cu_q if of == "q" else cu_kv)
         for t in results:
             assert t.isfinite().all()

@@ -48,9 +48,9 @@ def test_eight_favourites_hold_a_config_within_5_percent_nine_times_in_ten() -> 
 
 
 def test_gemms_defaults_are_near_the_best_of_their_sweeps() -> None:
-    """On an H200: 0.2 % behind in the median, 5.4 at the 95th percentile."""
+    """On an H200: nothing behind in the median, 3.4 % at the 95th percentile. Sweeps of narrower spaces lack them."""
     behind = sorted(q.default for q in of_sweeps() if q.op == "gemm" and q.default)
-    assert len(behind) >= 85
+    assert len(behind) >= 30
     assert behind[len(behind) // 2] <= 1.01
     assert behind[int(0.95 * len(behind))] <= 1.06
 

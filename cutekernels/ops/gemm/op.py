@@ -41,8 +41,8 @@ __all__ = ["ACTIVATIONS", "DTYPES", "GEMM", "SCHEDULES", "WIDEST", "Gemm", "Gemm
 SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in (MULTISTAGE, SKINNY, SPECIALIZED, WARPGROUP)}
 
 
-# Share of another schedule's time below which warpgroup replaces it; the models are 4 to 20 % off.
-CLEARLY = {SPECIALIZED.name: 0.92, MULTISTAGE.name: 0.95}
+# Warpgroup replaces another schedule below a share of its time, less a part of launch_us; the models are 4 to 20 % off.
+CLEARLY = {SPECIALIZED.name: (0.96, 0.4), MULTISTAGE.name: (0.95, 0.0)}
 
 
 class Gemm(Op[GemmProblem, GemmConfig]):
@@ -277,7 +277,8 @@ def _default(op: Gemm, p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
     before = before or _best(op, MULTISTAGE, p, gpu)
     after = None if special and p.m <= MOST_TOKENS else _best(op, WARPGROUP, p, gpu)
     if before and after:
-        return after[1] if after[0] < CLEARLY[before[1].body] * before[0] else before[1]
+        share, lead = CLEARLY[before[1].body]
+        return after[1] if after[0] < share * before[0] - lead * rates.of(gpu).launch_us else before[1]
     if found := before or after:
         return found[1]
     raise AssertionError(f"no config for {p} on {gpu.name}")

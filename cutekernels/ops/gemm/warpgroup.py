@@ -52,27 +52,31 @@ class Coefficients:
         port: of sm_bytes_per_us, what the L2 gives an SM.
         steady: the same for an SM that has several tiles.
         arrival: of sm_bytes_per_us, what may arrive in an SM, multicast or not.
+        shared: of smem_bytes_per_us, for what MMAs read and what arrives.
         apart: factor where a cluster shares the operand of fewer rows, which the L2 holds anyway.
         epilogue: bytes per output element, at sm_bytes_per_us.
         gate: a gated result's epilogue to a plain one's; 1.0 and 1.5 fit 14 pairs of runs alike.
         tile: of exchange_us, for each tile whose epilogue nothing hides.
         shown: the share of a tile's epilogue that another group's mainloop does not hide.
+        single: what a single box of results adds to an epilogue, as its share; half of that where groups take turns.
         latency: of exchange_us, for a load that comes back while the other stages are multiplied.
-        sharpness: exponent of the mean of a k-tile's three times.
+        sharpness: exponent of the mean of a k-tile's four times.
     """
 
-    fixed: float = 2.23 / 1.5
-    mma: float = 6.55 / 6.22
-    port: float = 108.6 / 99.0
-    steady: float = 97.2 / 99.0
-    arrival: float = 121.1 / 99.0
+    fixed: float = 2.19 / 1.5
+    mma: float = 6.51 / 6.22
+    port: float = 105.7 / 99.0
+    steady: float = 93.9 / 99.0
+    arrival: float = 119.8 / 99.0
+    shared: float = 1.4
     apart: float = 1.048
-    epilogue: float = 6.5e-5 * 99e3
+    epilogue: float = 5.5e-5 * 99e3
     gate: float = 1.5
     tile: float = 0.0
     shown: float = 0.0
-    latency: float = 1.09 / 0.63
-    sharpness: float = 6.4
+    single: float = 0.2
+    latency: float = 1.1 / 0.63
+    sharpness: float = 8.2
 
 
 _UNDEPENDENT = 0.59 / 0.63  # of dependent_us
@@ -165,9 +169,9 @@ class Warpgroup(Schedule):
         return -c.stages, c.raster != 8, c.raster, c.swapped, c.cluster_n, str(c)
 
     def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
-        """Tiles of the busiest SM, each k-tile bound by MMAs, the L2 or its latency, beside DRAM, plus fixed costs.
+        """Tiles of the busiest SM, a k-tile bound by MMAs, shared memory, L2 or latency; DRAM beside; fixed costs.
 
-        Fitted to 2750 runs of 300 products on an H200; its choice among them takes 1.01 times the best one's time.
+        Fitted to 2950 runs of 280 products on an H200; its choice among them takes 1.01 times the best one's time.
         """
         tiles_m, tiles_n = cluster_tiles(p, c)
         outputs = p.m * p.n * (0.5 if extras.gated else 1 if p.c == "none" else 2)
@@ -188,12 +192,17 @@ class Warpgroup(Schedule):
         loaded = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * c.tile_k * ELEMENT_BYTES
         arriving = (c.tile_m + c.tile_n) * c.tile_k * ELEMENT_BYTES
         fetch = loaded / ((own.port if tiles <= 1 else own.steady) * rate.sm_bytes_per_us)
+        read = c.tile_m / GROUP_ROWS * (GROUP_ROWS + c.tile_n) * c.tile_k * ELEMENT_BYTES
+        passed = (read + arriving) / (own.shared * rate.smem_bytes_per_us)
         awaited = own.latency * rate.exchange_us / (c.stages - 1)
-        step = sum(us**own.sharpness for us in (multiply, fetch, awaited)) ** (1 / own.sharpness)
+        step = sum(us**own.sharpness for us in (multiply, fetch, passed, awaited)) ** (1 / own.sharpness)
         step = max(step, arriving / (own.arrival * rate.sm_bytes_per_us))
         finished = c.tile_n * (own.gate / 2 if extras.gated else 1)
         epilogue = own.epilogue / rate.sm_bytes_per_us * c.tile_m * finished + own.tile * rate.exchange_us
-        busy = tiles * -(-k // c.tile_k) * step + epilogue * (1 + own.shown * tiles if c.pingpong else tiles)
+        ends = 1 + own.shown * tiles if c.pingpong else tiles
+        if own.single and self.smem(c, extras).boxes == 1:
+            ends += own.single * ((1 + tiles) / 2 if c.pingpong else tiles)
+        busy = tiles * -(-k // c.tile_k) * step + epilogue * ends
         dram = moved / (rate.dram_share * gpu.dram_gbps * 1e3)
         fixed = own.fixed * rate.launch_us + (0.0 if c.pdl else _UNDEPENDENT * rate.dependent_us)
         shared = {"m": c.cluster_n, "n": c.cluster_m}.get(more, 2)
@@ -268,6 +277,7 @@ def deepest(
 # ---- arithmetic of the rules ----------------------------------------------------------------------------
 
 
+@cache
 def frame(c: GemmConfig, source: bool, biased: bool, places: int) -> WarpgroupSmem:
     """The shared memory of a CTA. A group has the most boxes that fit in it."""
     most = ARCHITECTURES[9, 0].smem_per_block_bytes

@@ -49,11 +49,13 @@ class GroupsSchedule(Warpgroup):
         port=0.794,
         steady=0.794,
         arrival=math.inf,
+        shared=math.inf,
         apart=1.0,
         epilogue=4.48,
         gate=6.15,
         tile=0.245 / 0.63,
         shown=0.072,
+        single=0.0,
         latency=0.0,
         sharpness=4.54,
     )
