@@ -17,7 +17,7 @@ dataclass does not allow.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cache
 from itertools import product
@@ -203,7 +203,14 @@ class Config(_Record):
         """The whole space in a fixed order, rules not applied."""
         space = cls.space()
         for values in product(*space.values()):
-            yield cls(*values)
+            yield cls.drawn(zip(space, values, strict=True))
+
+    @classmethod
+    def drawn(cls, values: Iterable[tuple[str, Scalar]]) -> Self:
+        """A config of every knob's value, drawn from :meth:`space`: not checked again, since spaces are large."""
+        made = object.__new__(cls)
+        made.__dict__.update(values)
+        return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,9 +232,9 @@ def spanned(body: str, **among: tuple[Any, ...]) -> Iterator[GemmConfig]:
     """Every config of ``body``, some knobs confined to ``among``; ``ahead`` is for ``pdl`` alone."""
     values = _VALUES[body] | among
     for chosen in product(*values.values()):
-        knobs = dict(zip(values, chosen, strict=True))
-        if knobs["pdl"] or not knobs["ahead"]:
-            yield GemmConfig(**knobs)
+        c = GemmConfig.drawn(zip(values, chosen, strict=True))
+        if c.pdl or not c.ahead:
+            yield c
 
 
 @cache

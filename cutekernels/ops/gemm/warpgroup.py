@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cutekernels import rates
 from cutekernels.gpu import ARCHITECTURES
 from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
+from cutekernels.op import Scalar
 from cutekernels.ops.gemm import prefetch
 from cutekernels.ops.gemm.problem import (
     BODIES,
@@ -266,12 +267,13 @@ def deepest(
     schedule: Warpgroup, among: Iterable[GemmConfig], gpu: GpuSpec, extras: Extras = PLAIN
 ) -> tuple[GemmConfig, ...]:
     """The two deepest pipelines of each tile ``among`` the configs."""
-    by_tile: dict[GemmConfig, list[GemmConfig]] = {}
+    by_tile: dict[tuple[Scalar, ...], list[GemmConfig]] = {}
     for c in among:
-        if schedule.smem(c).total_bytes <= gpu.smem_per_block_bytes:
-            by_tile.setdefault(c.replace(stages=3), []).append(c)
-    found = (c for own in by_tile.values() for c in sorted(own, key=lambda c: -c.stages)[:2])
-    return tuple(c for c in found if next(schedule.unfit(c, gpu, extras), None) is None)
+        fits = next(schedule.unfit(c, gpu, extras), None) is None
+        if fits and schedule.smem(c).total_bytes <= gpu.smem_per_block_bytes:
+            tile = tuple(value for name, value in vars(c).items() if name != "stages")
+            by_tile.setdefault(tile, []).append(c)
+    return tuple(c for own in by_tile.values() for c in sorted(own, key=lambda c: -c.stages)[:2])
 
 
 # ---- arithmetic of the rules ----------------------------------------------------------------------------

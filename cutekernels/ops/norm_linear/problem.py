@@ -166,8 +166,9 @@ FUSED: dict[str, dict[str, tuple[Any, ...]]] = {
 def spanned(body: str, **fewer: tuple[Any, ...]) -> Iterator[NormLinearConfig]:
     """The configs of fused ``body``, with ``fewer`` values of some knobs."""
     own = FUSED[body] | fewer
+    first = {"path": "fused"} | {name: values[0] for name, values in KNOBS.items()}
     for values in product(*own.values()):
-        c = NormLinearConfig("fused", **dict(zip(own, values, strict=True)))
+        c = NormLinearConfig.drawn((first | dict(zip(own, values, strict=True))).items())
         if c.pdl or not c.ahead:
             yield c
 
