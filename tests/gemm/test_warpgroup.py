@@ -131,6 +131,18 @@ def test_c_comes_by_whole_boxes_since_out_may_be_c() -> None:
     assert not broken(problem, BASE.replace(tile_n=192, stages=4))
 
 
+@pytest.mark.parametrize("c", ["none", "n"])
+def test_the_default_is_chosen_among_two_depths_of_every_tile(c: str) -> None:
+    """C comes in through more boxes, which leave room for fewer stages."""
+    problem = GemmProblem.parse(f"m=4096 n=4096 k=4096 b_major=k c={c}")
+    depths: dict[tuple[int, int], set[int]] = {}
+    for config in WARPGROUP.shortlist(problem, H200):
+        if WARPGROUP.smem(config, extras_of(problem)).total_bytes <= H200.smem_per_block_bytes:
+            depths.setdefault((config.tile_m, config.tile_n), set()).add(config.stages)
+    assert depths[192, 64] == ({5, 6} if c == "none" else {3, 4})
+    assert depths[128, 256] == ({3, 4} if c == "none" else {3})
+
+
 # ---- choice ---------------------------------------------------------------------------------------------
 
 

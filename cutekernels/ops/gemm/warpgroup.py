@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -163,7 +163,7 @@ class Warpgroup(Schedule):
             yield f"raster={c.raster} does not suit one row of tiles: take 1"
 
     def shortlist(self, p: GemmProblem, gpu: GpuSpec) -> Iterable[GemmConfig]:
-        return shortlist(gpu, summed(p))
+        return shortlist(gpu, replace(extras_of(p), half_sums=summed(p).half_sums))
 
     def preference(self, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
         """More stages, bands of 8 tile rows, rows that stay rows."""
@@ -259,7 +259,7 @@ WARPGROUP = Warpgroup()
 
 @cache
 def shortlist(gpu: GpuSpec, extras: Extras) -> tuple[GemmConfig, ...]:
-    """The two deepest pipelines of every tile; C's boxes may leave room for the second only."""
+    """The two deepest pipelines of every tile."""
     return deepest(WARPGROUP, spanned(WARPGROUP.name, raster=(1, 8), pdl=(True,)), gpu, extras)
 
 
@@ -270,7 +270,7 @@ def deepest(
     by_tile: dict[tuple[Scalar, ...], list[GemmConfig]] = {}
     for c in among:
         fits = next(schedule.unfit(c, gpu, extras), None) is None
-        if fits and schedule.smem(c).total_bytes <= gpu.smem_per_block_bytes:
+        if fits and schedule.smem(c, extras).total_bytes <= gpu.smem_per_block_bytes:
             tile = tuple(value for name, value in vars(c).items() if name != "stages")
             by_tile.setdefault(tile, []).append(c)
     return tuple(c for own in by_tile.values() for c in sorted(own, key=lambda c: -c.stages)[:2])
