@@ -119,6 +119,10 @@ class Side:
     align: int
 
 
+WIDTHS = (*range(64, 225, 8), 240, 256)  # columns of a tile of the warpgroup schedule
+BY_SIXTEENS = tuple(width for width in WIDTHS if width % 16 == 0)  # half of which may be gates
+
+
 # ---- configs --------------------------------------------------------------------------------------------
 
 
@@ -130,7 +134,7 @@ class GemmConfig(Config):
     """The knobs of all schedules; ``body`` names the one that gives them a meaning."""
 
     tile_m: int = knob(16, *range(32, 257, 8))
-    tile_n: int = knob(8, 16, 24, 32, 48, *range(64, 225, 8), 240, 256)
+    tile_n: int = knob(8, 16, 24, 32, 48, *WIDTHS)
     tile_k: int = knob(32, 64, 128, 256)
     warps_m: int = knob(1, 2, 4)
     warps_n: int = knob(1, 2, 4)
@@ -202,7 +206,7 @@ BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "warpgroup": {
         "tile_m": (64, 128, 192, 256),
-        "tile_n": (*range(64, 225, 8), 240, 256),
+        "tile_n": WIDTHS,
         "tile_k": (64,),
         "stages": (3, 4, 5, 6, 7, 8, 9, 10, 12),
         "raster": (1, 8, 16),

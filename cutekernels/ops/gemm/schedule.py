@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels.kernels.cute.parts.smem import GemmSmem, SkinnySmem, SpecializedSmem, WarpgroupSmem
@@ -41,7 +41,7 @@ PLAIN, HALF_SUMS = Extras(), Extras(half_sums=True)
 
 def extras_of(p: GemmProblem) -> Extras:
     """What ``p`` asks of a body beside the product."""
-    return Extras(source=p.c != "none", biased=p.bias != "none")
+    return replace(summed(p), source=p.c != "none", biased=p.bias != "none")
 
 
 def summed(p: GemmProblem) -> Extras:

@@ -7,14 +7,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels import rates
 from cutekernels.gpu import ARCHITECTURES
 from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
-from cutekernels.op import Scalar
 from cutekernels.ops.gemm import prefetch
 from cutekernels.ops.gemm.problem import (
     BODIES,
@@ -26,7 +25,7 @@ from cutekernels.ops.gemm.problem import (
     Side,
     spanned,
 )
-from cutekernels.ops.gemm.schedule import PLAIN, Extras, Schedule, extras_of, refused_layout, summed
+from cutekernels.ops.gemm.schedule import PLAIN, Extras, Schedule, extras_of, refused_layout
 from cutekernels.ops.shared.occupancy import no_warpgroups
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ class Warpgroup(Schedule):
         return BODIES[self.name]["tile_n"]
 
     def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> WarpgroupSmem:
-        return frame(c, extras.source, extras.biased, self.places)
+        return frame(c.tile_m, c.tile_n, c.tile_k, c.stages, groups(c), extras.source, extras.biased, self.places)
 
     def threads(self, c: GemmConfig) -> int:
         """The groups that multiply, and the one that loads."""
@@ -163,7 +162,7 @@ class Warpgroup(Schedule):
             yield f"raster={c.raster} does not suit one row of tiles: take 1"
 
     def shortlist(self, p: GemmProblem, gpu: GpuSpec) -> Iterable[GemmConfig]:
-        return shortlist(gpu, replace(extras_of(p), half_sums=summed(p).half_sums))
+        return shortlist(gpu, extras_of(p))
 
     def preference(self, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
         """More stages, bands of 8 tile rows, rows that stay rows."""
@@ -267,7 +266,7 @@ def deepest(
     schedule: Warpgroup, among: Iterable[GemmConfig], gpu: GpuSpec, extras: Extras = PLAIN
 ) -> tuple[GemmConfig, ...]:
     """The two deepest pipelines of each tile ``among`` the configs."""
-    by_tile: dict[tuple[Scalar, ...], list[GemmConfig]] = {}
+    by_tile: dict[tuple[Any, ...], list[GemmConfig]] = {}
     for c in among:
         fits = next(schedule.unfit(c, gpu, extras), None) is None
         if fits and schedule.smem(c, extras).total_bytes <= gpu.smem_per_block_bytes:
@@ -280,13 +279,13 @@ def deepest(
 
 
 @cache
-def frame(c: GemmConfig, source: bool, biased: bool, places: int) -> WarpgroupSmem:
+def frame(
+    tile_m: int, tile_n: int, tile_k: int, stages: int, groups: int, source: bool, biased: bool, places: int
+) -> WarpgroupSmem:
     """The shared memory of a CTA. A group has the most boxes that fit in it."""
     most = ARCHITECTURES[9, 0].smem_per_block_bytes
     among = (SOURCE_BOXES,) if source else BOXES
-    frames = [
-        WarpgroupSmem(c.tile_m, c.tile_n, c.tile_k, c.stages, groups(c), boxes, biased, places) for boxes in among
-    ]
+    frames = [WarpgroupSmem(tile_m, tile_n, tile_k, stages, groups, boxes, biased, places) for boxes in among]
     return next((own for own in frames if own.total_bytes <= most), frames[-1])
 
 

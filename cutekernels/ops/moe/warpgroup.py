@@ -16,7 +16,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
-from cutekernels.ops.gemm.problem import BODIES, ELEMENT_BYTES, WIDEST, GemmConfig, GemmProblem, spanned
+from cutekernels.ops.gemm.problem import BY_SIXTEENS, ELEMENT_BYTES, WIDEST, GemmConfig, GemmProblem, spanned
 from cutekernels.ops.gemm.schedule import PLAIN, Extras
 from cutekernels.ops.gemm.warpgroup import (
     GROUP_ROWS,
@@ -32,8 +32,7 @@ from cutekernels.ops.shared.occupancy import no_warpgroups
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
-_OWN = tuple(width for width in BODIES[Warpgroup.name]["tile_n"] if width % 16 == 0)
-TILES_N = (16, 32, 48, *_OWN)  # the narrow ones of tokens, where swapped
+TILES_N = (16, 32, 48, *BY_SIXTEENS)  # the narrow ones of tokens, where swapped; steps of 8 were not tried
 _MOST_EXACT = 40.0  # mean rows of an expert up to which their spread is summed term by term
 
 
@@ -41,7 +40,7 @@ _MOST_EXACT = 40.0  # mean rows of an expert up to which their spread is summed 
 class GroupsSchedule(Warpgroup):
     """What both share. ``tiles_n``: the widths that they search."""
 
-    tiles_n: ClassVar[tuple[int, ...]] = _OWN
+    tiles_n: ClassVar[tuple[int, ...]] = BY_SIXTEENS
     # Fitted to 600 runs of 36 products, with an error of 5 %: docs/notes/moe.md#two-bodies (H200, 2026-11-24).
     coefficients = Coefficients(
         fixed=2.16,

@@ -11,12 +11,19 @@ from typing import Any
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, extent, knob, ladder, plain
-from cutekernels.ops.gemm.problem import ACTIVATIONS, BODIES, ELEMENT_BYTES, WIDEST, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.problem import (
+    ACTIVATIONS,
+    BODIES,
+    BY_SIXTEENS,
+    ELEMENT_BYTES,
+    WIDEST,
+    GemmConfig,
+    GemmProblem,
+)
 from cutekernels.ops.gemm.schedule import Extras
 
 _SKINNY, _SPECIALIZED = BODIES["skinny"], BODIES["specialized"]
-# Half of a tile's columns are gates, and the MMA's columns come by eights.
-_WARPGROUP = BODIES["warpgroup"] | {"tile_n": tuple(n for n in BODIES["warpgroup"]["tile_n"] if n % 16 == 0)}
+_WARPGROUP = BODIES["warpgroup"] | {"tile_n": BY_SIXTEENS}
 
 
 def _either(knob: str) -> tuple[int, ...]:
