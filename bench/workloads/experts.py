@@ -1,7 +1,7 @@
 """Mixtures of experts: one grouped product, and the whole FFN of a layer from tokens to tokens.
 
-The peers are torch's grouped product between a sort and a scatter, compiled or not, and a loop over experts, which
-waits for the host.
+The peers are torch's grouped product between a sort and a scatter, compiled or not, a loop over experts, which waits
+for the host, and for one product a Triton kernel.
 """
 
 from __future__ import annotations
@@ -61,6 +61,12 @@ def _product_ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[L
 def _loop(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     ends = offsets.tolist()
     return torch.cat([F.linear(x[ends[e] : ends[e + 1]], w[e]) for e in range(w.shape[0])])
+
+
+def _triton(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+    from bench.workloads.grouped_triton import grouped  # Triton's import takes a second
+
+    return [partial(grouped, *i.operands) for i in sets]
 
 
 def _grouped(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
@@ -149,23 +155,37 @@ def _layer_loop(x: Tensor, up: Tensor, down: Tensor, ids: Tensor, weights: Tenso
     return out.to(x.dtype)
 
 
-def _on_cuda(peer: Contender) -> Contender:
-    """Absent elsewhere: torch's grouped product has one type on the CPU."""
+def _on_cuda(peer: Contender, why: str, *dtypes: torch.dtype) -> Contender:
+    """``peer``, absent on a CPU, for a reason, and for types beside ``dtypes``."""
 
     def bind(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
         x = sets[0].operands[0]
-        if not x.is_cuda or x.dtype != torch.bfloat16:
-            raise Absent("torch._grouped_mm takes bf16 on a GPU")
+        if not x.is_cuda or (dtypes and x.dtype not in dtypes):
+            raise Absent(why)
+        return peer.bind(case, sets)
+
+    return dataclasses.replace(peer, bind=bind)
+
+
+def _on_cpu(peer: Contender) -> Contender:
+    """``peer``, absent on a GPU: what waits for the host cannot be captured, and so not timed."""
+
+    def bind(case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
+        if sets[0].operands[0].is_cuda:
+            raise Absent("its loop over experts waits for the host")
         return peer.bind(case, sets)
 
     return dataclasses.replace(peer, bind=bind)
 
 
 def _peers(grouped: Callable[..., Any], loop: Callable[..., Any]) -> tuple[Contender, ...]:
+    torchs = (
+        compiled(lambda case: grouped),
+        dataclasses.replace(eager(lambda case: grouped), name="torch._grouped_mm"),
+    )
     return (
-        _on_cuda(compiled(lambda case: grouped)),
-        _on_cuda(dataclasses.replace(eager(lambda case: grouped), name="torch._grouped_mm")),
-        eager(lambda case: loop),
+        *[_on_cuda(peer, "torch._grouped_mm takes bf16 on a GPU", torch.bfloat16) for peer in torchs],
+        _on_cpu(eager(lambda case: loop)),
     )
 
 
@@ -176,7 +196,7 @@ WORKLOADS = (
         inputs=_product_inputs,
         truth=_product_truth,
         ours=_product_ours,
-        peers=_peers(_grouped, _loop),
+        peers=(*_peers(_grouped, _loop), _on_cuda(Contender("triton", _triton), "Triton's kernels need a GPU")),
     ),
     Workload(
         op="moe_ffn",
