@@ -43,6 +43,8 @@ _COLORS = {  # by the first word or words of a contender's name; the longest mat
     "quack": "#f9ab00",
     "liger": "#8430ce",
     "torch.compile": "#e8710a",
+    "torch._grouped_mm": "#1a73e8",
+    "triton": "#12b5cb",
     "torch's kernel": "#1a73e8",
     "torch sdpa cudnn": "#1a73e8",
     "torch sdpa flash": "#8430ce",
