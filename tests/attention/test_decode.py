@@ -278,6 +278,12 @@ def test_rules_are_told() -> None:
         name, value = change.split("=")
         with pytest.raises(InvalidConfig, match=message):
             DECODE_ATTENTION.check(p, config.replace(**{name: int(value)}), spec)
+    clustered = config.replace(cluster=True, splits=8)
+    assert DECODE_ATTENTION.why_not(p, clustered, spec) is None
+    with pytest.raises(InvalidConfig, match="2 to 8 splits, not 11"):
+        DECODE_ATTENTION.check(p, clustered.replace(splits=11), spec)
+    with pytest.raises(InvalidConfig, match="like the H100"):
+        DECODE_ATTENTION.check(p, clustered, gpu.lookup("a100"))
     with pytest.raises(InvalidConfig, match="fill the GPU with fewer"):
         DECODE_ATTENTION.check(p.replace(batch=300), config, spec)
     with pytest.raises(InvalidConfig, match="idles"):

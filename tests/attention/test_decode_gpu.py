@@ -24,6 +24,7 @@ pytestmark = pytest.mark.gpu
 assert registry.OPS  # registers torch.ops.cutekernels
 
 
+SHARED = [(1, False), (3, False), (8, False), (2, True), (3, True), (8, True)]  # splits, and whether by a cluster
 launched = partial(cases.launched, DECODE_ATTENTION)
 
 
@@ -54,6 +55,8 @@ def some_config(p: DecodeProblem, **knobs: int) -> DecodeConfig:
     fitting = [
         c for c in DECODE_ATTENTION.valid(p, spec) if all(getattr(c, name) == value for name, value in knobs.items())
     ]
+    if knobs.get("cluster") and not spec.has_wgmma:
+        pytest.skip(f"{spec.name} has no clusters")
     return min(fitting, key=lambda c: DECODE_ATTENTION.estimate_us(p, c, spec))
 
 
@@ -83,12 +86,12 @@ def test_groups_and_queries_share_tiles(seq_q: int, group: int) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("page_size", [0, 16, 64, 256])
-@pytest.mark.parametrize("splits", [1, 3, 8])
-def test_ragged_lengths_across_pages_and_splits(splits: int, page_size: int, head_dim: int) -> None:
+@pytest.mark.parametrize(("splits", "cluster"), SHARED)
+def test_ragged_lengths_across_pages_and_splits(splits: int, cluster: bool, page_size: int, head_dim: int) -> None:
     p = DecodeProblem(8, 2048, 28, 4, head_dim=head_dim, page_size=page_size, lse=True)
     lengths = torch.tensor([0, 1, 15, 16, 17, 500, 2047, 2048], device="cuda", dtype=torch.int32)
     args = arguments(p, lengths, splits)
-    judge(p, args, launched(p, args, some_config(p, splits=splits)))
+    judge(p, args, launched(p, args, some_config(p, splits=splits, cluster=cluster)))
 
 
 @pytest.mark.parametrize("page_size", [0, 16])
@@ -125,22 +128,24 @@ def test_large_logits_neither_overflow_nor_lose_their_way(dtype: str) -> None:
     torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
 
 
-def test_splits_and_runs_agree() -> None:
-    """The last CTA to arrive adds up in a fixed order: bit for bit the same each time."""
+@pytest.mark.parametrize(("splits", "cluster"), [(16, False), *SHARED[-1:]])
+def test_splits_and_runs_agree(splits: int, cluster: bool) -> None:
+    """Whoever arrives last, sums are added up in a fixed order: bit for bit the same each time."""
     p = DecodeProblem.parse("batch=2 seq_kv=4096 heads_q=28 heads_kv=4 lse=1")
     args = DECODE_ATTENTION.sample(p, "cuda", 0)
-    config = some_config(p, splits=16)
+    config = some_config(p, splits=splits, cluster=cluster)
     first = launched(p, args, config)
     judge(p, args, first)
     for _ in range(20):
         assert all(torch.equal(a, b) for a, b in zip(first, launched(p, args, config), strict=True))
 
 
-def test_a_captured_graph_is_good_for_any_lengths() -> None:
+@pytest.mark.parametrize(("splits", "cluster"), SHARED[2:])
+def test_a_captured_graph_is_good_for_any_lengths(splits: int, cluster: bool) -> None:
     p = DecodeProblem(3, 2048, 28, 4, page_size=16, lse=True)
     filled = torch.full((3,), 2048, device="cuda", dtype=torch.int32)
     q, k, v, lengths, table, sinks, scale, cap = arguments(p, filled, 0)
-    config = str(some_config(p, splits=8))
+    config = str(some_config(p, splits=splits, cluster=cluster))
 
     def attend() -> Any:
         return decode_attention(q, k, v, lengths, page_table=table, return_lse=True, config=config)

@@ -91,7 +91,10 @@ class DecodeProblem(HeadsProblem):
 
 @dataclass(frozen=True)
 class DecodeConfig(WarpsConfig):
-    """The knobs of ``kernels/cute/attention/decode.py``. ``splits`` CTAs share the keys of a tile of queries."""
+    """The knobs of ``kernels/cute/attention/decode.py``.
+
+    ``splits`` CTAs share the keys of a tile of queries; with ``cluster`` they are one and add up in shared memory.
+    """
 
     tile_kv: int = knob(32, 64, 128, 256)
     warps: int = knob(2, 4, 8)
@@ -99,6 +102,7 @@ class DecodeConfig(WarpsConfig):
     ctas_per_sm: int = knob(1, 2, 3, 4)
     splits: int = knob(1, 2, 3, 4, 6, 8, 11, 16, 24, 33, 48, 66, 96, 132)
     pdl: bool = knob(False, True, added=True)
+    cluster: bool = knob(False, True, added=True)
 
     @property
     def rows(self) -> int:
@@ -106,10 +110,11 @@ class DecodeConfig(WarpsConfig):
         return self.tile_kv // self.warps
 
     def smem(self, p: DecodeProblem) -> DecodeSmem:
-        return DecodeSmem(self.tile_kv, p.head_dim, self.stages, self.warps)
+        return DecodeSmem(self.tile_kv, p.head_dim, self.stages, self.warps, self.splits if self.cluster else 0)
 
 
 MAX_CTAS = 4
+MOST_CLUSTERED = 8  # CTAs of a cluster that every GPU with clusters takes
 WIDEST_IN_REGISTERS = 192  # padded head dims whose queries stay in registers
 MOST_WAVES = 16  # of one CTA per SM, the most that splits may make
 OTHER_REGISTERS = 72  # beside accumulators and Q: fragments, row statistics, addresses, pages
@@ -124,6 +129,9 @@ _DRAM = 1.63 / 0.92  # of dram_share
 _BLOCK_CYCLES = 0.11 * 1700  # per 16 keys of a warp
 _BESIDE = 0.59  # the share of the shorter of a warp's loads and products that does not hide behind the longer
 _TICKET, _PARTIAL = 3.2 / 0.63, 0.3 / 0.63  # of exchange_us: splits leave their sums and draw a ticket; to add one up
+# The same in a cluster: once, for each CTA, and shared by the warps.
+_MEETING, _MESSAGE, _COLLECT = 0.6 / 0.63, 0.2 / 0.63, 1.5 / 0.63
+_CLUSTERED = 0.8  # of the SMs hold clusters of three CTAs and more: parts of a chip have a remainder
 _HIDDEN = 0.12  # the share of the shorter of two times that goes on behind the longer
 
 
@@ -157,6 +165,10 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
             yield f"{c.warps} warps of tile_kv={c.tile_kv} have {c.rows} keys each: take 16 or 32"
         if c.pdl and not gpu.has_pdl:
             yield f"{gpu.name} has no programmatic dependent launch"
+        if c.cluster and not gpu.has_wgmma:
+            yield f"cluster=1 is for GPUs like the H100, which {gpu.name} is not"
+        if c.cluster and not 2 <= c.splits <= MOST_CLUSTERED:
+            yield f"cluster=1 is for 2 to {MOST_CLUSTERED} splits, not {c.splits}"
         registers, smem = registers_per_thread(p, c), c.smem(p).total_bytes
         yield from occupancy_rules(
             gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem
@@ -171,7 +183,7 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
                 yield f"splits={c.splits} are more than the {blocks} blocks of tile_kv={c.tile_kv} keys"
             if p.tiles * c.splits > MOST_WAVES * gpu.sm_count:
                 yield f"splits={c.splits}: {p.tiles} tiles of queries fill the GPU with fewer"
-            if p.tiles > _MOST_TICKETS:
+            if p.tiles > _MOST_TICKETS and not c.cluster:
                 yield f"{p.tiles} tiles of queries are more than the {_MOST_TICKETS} that splits can meet in"
         if p.tiles * c.splits > _MOST_CTAS:
             yield f"{p.tiles * c.splits} CTAs are more than a grid's {_MOST_CTAS}"
@@ -193,12 +205,17 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
             load_us = together * cta_bytes / port
             return max(load_us, warp_us) + _BESIDE * min(load_us, warp_us) + cta_us
 
-        waves, rest = divmod(p.tiles * c.splits, gpu.sm_count * c.ctas_per_sm)
+        sms = int(gpu.sm_count * (_CLUSTERED if c.cluster and c.splits > 2 else 1.0))
+        waves, rest = divmod(p.tiles * c.splits, sms * c.ctas_per_sm)
         busy = waves * wave_us(c.ctas_per_sm)
         if rest:
-            busy += wave_us(-(-rest // gpu.sm_count))
+            busy += wave_us(-(-rest // sms))
         dram = self.work(p).bytes / (_DRAM * rate.dram_share * gpu.dram_gbps * 1e3) + cta_us
-        combine = (_TICKET + _PARTIAL * c.splits / c.warps) * rate.exchange_us if c.splits > 1 else 0.0
+        combine = 0.0
+        if c.splits > 1:
+            combine = (_TICKET + _PARTIAL * c.splits / c.warps) * rate.exchange_us
+        if c.cluster:
+            combine = (_MEETING + _MESSAGE * c.splits + _COLLECT / c.warps) * rate.exchange_us
         # CTAs of the next launch are placed early where one wave leaves them room.
         early = (rate.dependent_us if waves == 0 else -rate.dependent_us) if c.pdl else 0.0
         return float(_LAUNCH * rate.launch_us - early + max(busy, dram) + (1.0 - _HIDDEN) * min(busy, dram) + combine)
@@ -215,7 +232,7 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
         batch, seq_q, heads_q, heads_kv, layers, room = [sym_int() for _ in range(6)]
         q, cache = (batch, seq_q, heads_q), (layers, room, heads_kv)
         out, queries, k, v = [fakes.rows(p.dtype, p.head_dim, *lead) for lead in (q, q, cache, cache)]
-        split, number = c.splits > 1, Float32(1.0)
+        split, number = c.splits > 1 and not c.cluster, Float32(1.0)
         return backend.compile(
             self._body(p, c),
             out,
@@ -247,6 +264,7 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
             limited=p.window,
             ctas_per_sm=c.ctas_per_sm,
             dependent=c.pdl,
+            clustered=c.cluster,
         )
 
     def bind(self, p: DecodeProblem, c: DecodeConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -254,7 +272,7 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
             return launch_blind(p.lse)
         left = p.window_left if p.window else UNLIMITED
         shared = None
-        if c.splits > 1 and p.tiles:
+        if c.splits > 1 and p.tiles and not c.cluster:
             shared = Workspace(p.tiles * c.splits * TILE_Q * (p.width + 2), p.tiles)
 
         def launch(*args: Any) -> None:

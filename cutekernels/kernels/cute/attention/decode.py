@@ -8,7 +8,8 @@ Schedule:
     Each warp has ``rows`` keys of each block of ``warps * rows``, a ring of ``stages`` buffers of its own and its own
     sums, so that no barrier of the CTA is in the loop: a warp waits for its own cp.async copies alone. Warps' sums are
     added up once, in shared memory. With several splits, each CTA stores its sums in a workspace, and the last to
-    arrive (an atomic ticket) adds all of them in their order, so the result is the same whichever CTA was last.
+    arrive (an atomic ticket) adds all of them in their order, so the result is the same whichever CTA was last. Up to
+    eight splits may be a cluster instead: each CTA gets all sums of its own columns (``parts/cluster_rows.py``).
     Lengths are read on the device. The grid follows from the longest sequence the cache has room for; a sequence with
     fewer blocks than splits uses as many as it has, and CTAs beyond return at once. A captured graph therefore serves
     all lengths. Keys outside a sequence are never read (``parts/cache.py``), and their scores are masked.
@@ -29,6 +30,7 @@ from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.attention_smem import DecodeSmem
 from cutekernels.kernels.cute.parts.cache import GRAIN, CacheRows
+from cutekernels.kernels.cute.parts.cluster_rows import ClusterRows
 from cutekernels.kernels.cute.parts.fragments import span_bytes, swizzled
 from cutekernels.kernels.cute.parts.heads import WIDEST, shared_vector, vector
 from cutekernels.kernels.cute.parts.products import Products
@@ -51,6 +53,7 @@ class DecodeAttention:
     limited: bool
     ctas_per_sm: int
     dependent: bool  # launched under programmatic dependent launch
+    clustered: bool = False  # the splits of a tile are a cluster
 
     @property
     def threads(self) -> int:
@@ -73,7 +76,12 @@ class DecodeAttention:
 
     @property
     def smem(self) -> DecodeSmem:
-        return DecodeSmem(self.tile_kv, self.rows_kv.head_dim, self.rows_kv.stages, self.warps)
+        meeting = self.splits if self.clustered else 0
+        return DecodeSmem(self.tile_kv, self.rows_kv.head_dim, self.rows_kv.stages, self.warps, meeting)
+
+    @property
+    def meeting(self) -> ClusterRows:
+        return ClusterRows(self.smem, self.eighths)
 
     @cute.jit
     def __call__(
@@ -102,6 +110,7 @@ class DecodeAttention:
         ).launch(
             grid=[tiles * mK.shape[2] * self.splits * mQ.shape[0], 1, 1],
             block=[self.threads, 1, 1],
+            cluster=[self.splits, 1, 1] if const_expr(self.clustered) else None,
             min_blocks_per_mp=self.ctas_per_sm,
             preferred_smem_carveout=100,  # percent
             use_pdl=self.dependent,
@@ -115,15 +124,28 @@ class DecodeAttention:
         cap_inner: Float32, cap_outer: Float32, left: Int32, mPartials: cute.Tensor | None,
         mTickets: cute.Tensor | None, group: Int32, tiles: Int32, tiled_mma: cute.TiledMma,
     ):  # fmt: skip
+        tid, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
+        meeting = self.meeting
+        full = None
+        if const_expr(self.clustered):
+            init = meeting.init
+            full = init(warp, storage)
         if const_expr(self.dependent):  # before any read: lengths, caches and tickets may be the last kernel's
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
         block, _, _ = cute.arch.block_idx()
         heads_kv = mK.shape[2]
         # Neighbours share keys, then lines of memory: tiles of a head, heads of a token, splits, sequences.
-        tile, rest = block % tiles, block // tiles
+        first_split, rest = Int32(0), block
+        if const_expr(self.clustered):
+            first_split, rest = block % self.splits, block // self.splits
+        tile, rest = rest % tiles, rest // tiles
         head, rest = rest % heads_kv, rest // heads_kv
-        split, batch = rest % self.splits, rest // self.splits
+        split, batch = first_split, rest
+        if const_expr(not self.clustered):
+            split, batch = rest % self.splits, rest // self.splits
         seq_q = mQ.shape[1]
         room = mK.shape[1]
         if const_expr(self.rows_kv.paged):
@@ -136,12 +158,22 @@ class DecodeAttention:
         begin = first // GRAIN * GRAIN
         blocks = (end - begin + self.tile_kv - 1) // self.tile_kv
         active = cutlass.max(cutlass.min(blocks, Int32(self.splits)), Int32(1))
+        if const_expr(self.clustered):
+            expect = meeting.expect
+            expect(tid, split, active, full)
         if split < active:
             work = self.work
             work(
                 mO, mLse, mQ, mK, mV, mTable, mSinks, (scale, cap_inner, cap_outer), left, mPartials, mTickets,
-                (group, tiles, tile, head, split, batch), (first, begin, end, blocks, active), tiled_mma,
+                (group, tiles, tile, head, split, batch), (first, begin, end, blocks, active), tiled_mma, storage, full,
             )  # fmt: skip
+        if const_expr(self.clustered):
+            collect, store = meeting.collect, self.store
+            lane = tid % 32
+            sums, reference, total = collect(warp, lane, active, storage, full)
+            alive = cutlass.min(seq_q * group - tile * TILE_Q, Int32(TILE_Q))
+            groups = (warp * self.splits + split, const_expr(self.warps * self.splits), split == 0 and warp == 0)
+            store(lane, mO, mLse, sums, reference, total, (batch, head, tile, group, alive), groups)
 
     @cute.jit
     def work(
@@ -149,9 +181,9 @@ class DecodeAttention:
         mTable: cute.Tensor | None, mSinks: cute.Tensor | None, factors: tuple[Float32, Float32, Float32], left: Int32,
         mPartials: cute.Tensor | None, mTickets: cute.Tensor | None,
         place: tuple[Int32, Int32, Int32, Int32, Int32, Int32], keys: tuple[Int32, Int32, Int32, Int32, Int32],
-        tiled_mma: cute.TiledMma,
+        tiled_mma: cute.TiledMma, storage: cute.Pointer, full: cute.Pointer | None,
     ):  # fmt: skip
-        """One CTA's blocks of keys, and its sums combined with other splits'."""
+        """One CTA's blocks of keys, and its sums combined with other splits', or sent to the cluster."""
         group, tiles, tile, head, split, batch = place
         first, begin, end, blocks, active = keys
         scale, cap_inner, cap_outer = factors
@@ -168,7 +200,6 @@ class DecodeAttention:
 
         # -- setup: shared memory, Q's and this warp's
         smem = self.smem
-        storage = SmemAllocator().allocate(smem.total_bytes, byte_alignment=ALIGNMENT)
         stage_bytes = const_expr(rows * padded * dtype.width // 8)  # one warp's
         layout_kv = rows_kv.smem_layout(dtype)
         of_warp = smem.q_bytes + warp * (stages * stage_bytes)
@@ -296,11 +327,15 @@ class DecodeAttention:
         meet, store = self.meet, self.store
         meet(warp, lane, acc_o, reference, total, sums, storage + smem.q_bytes)
         rows_of = (batch, head, tile, group, alive)
-        if const_expr(self.splits == 1):
-            store(warp, lane, mO, mLse, sums, reference, total, rows_of)
+        groups = (warp, self.warps, warp == 0)
+        if const_expr(self.clustered):
+            send = self.meeting.send
+            send(warp, lane, split, sums, reference, total, storage, full)
+        elif const_expr(self.splits == 1):
+            store(lane, mO, mLse, sums, reference, total, rows_of, groups)
         else:
             if active == 1:
-                store(warp, lane, mO, mLse, sums, reference, total, rows_of)
+                store(lane, mO, mLse, sums, reference, total, rows_of, groups)
             else:
                 number = (batch * mK.shape[2] + head) * tiles + tile
                 left_at = mPartials.iterator + Int64(number) * (self.splits * TILE_Q * (padded + 2))
@@ -316,7 +351,7 @@ class DecodeAttention:
                     cute.arch.fence_acq_rel_gpu()
                     gather(warp, lane, acc_o, reference, total, left_at, active, alive)
                     meet(warp, lane, acc_o, reference, total, sums, storage + smem.q_bytes)
-                    store(warp, lane, mO, mLse, sums, reference, total, rows_of)
+                    store(lane, mO, mLse, sums, reference, total, rows_of, groups)
                     if tid == 0:
                         mTickets[number] = Int32(0)
 
@@ -462,11 +497,15 @@ class DecodeAttention:
 
     @cute.jit
     def store(
-        self, warp: Int32, lane: Int32, mO: cute.Tensor, mLse: cute.Tensor | None, sums: cute.Tensor,
-        reference: cute.Tensor, total: cute.Tensor, rows_of: tuple[Int32, ...],
+        self, lane: Int32, mO: cute.Tensor, mLse: cute.Tensor | None, sums: cute.Tensor, reference: cute.Tensor,
+        total: cute.Tensor, rows_of: tuple[Int32, ...], groups: tuple,
     ):  # fmt: skip
-        """Divides by the totals, rounds and stores; a row that sees nothing has 0, and -inf as lse."""
+        """Divides by the totals, rounds and stores; a row that sees nothing has 0, and -inf as lse.
+
+        ``groups``: the first group of 8 columns in ``sums``, the step to the next, and whether this warp stores lse.
+        """
         batch, head, tile, group, alive = rows_of
+        own, step, leads = groups
         element = self.element
         for r in cutlass.range_constexpr(2):
             row = lane // 4 + 8 * r
@@ -477,8 +516,8 @@ class DecodeAttention:
                     inverse = 1.0 / total[r]
                     lse = (reference[r] + cute.math.log2(total[r])) * LN_2
                 target = element(mO, batch, head, at, group) + lane % 4 * 2
-                for k in cutlass.range_constexpr(self.share):
-                    n = k * self.warps + warp
+                for k in cutlass.range_constexpr(cute.size(sums, mode=[2])):
+                    n = own + k * step
                     if n * 8 < self.rows_kv.head_dim:
                         pair = cute.make_rmem_tensor(2, mO.element_type)
                         for c in cutlass.range_constexpr(2):
@@ -487,5 +526,5 @@ class DecodeAttention:
                 if const_expr(mLse is not None):
                     query = at // group
                     over = batch * mO.shape[2] + head * group + at - query * group
-                    if warp == 0 and lane % 4 == 0:
+                    if leads and lane % 4 == 0:
                         mLse[Int64(over) * mO.shape[1] + query] = lse

@@ -106,16 +106,20 @@ class WarpgroupAttentionSmem:
 class DecodeSmem:
     """Shared memory of attention's decode: a tile of queries, then the warps' stages of K and of V, a flag.
 
-    The warps' sums in fp32, with their references and totals, later replace the stages.
+    The warps' sums in fp32, with their references and totals, later replace the stages. Where the ``meeting`` CTAs of
+    a cluster send each other their sums, the flag is a barrier and the inbox of their messages follows.
     """
 
     tile_kv: int
     head_dim: int
     stages: int
     warps: int
+    meeting: int = 0
     element_bytes: int = 2
     ROWS = 16  # queries
     FLAG_BYTES = 16
+    STATISTICS_BYTES = 2 * 4 * ROWS  # references and totals of the rows
+    GROUP_BYTES = 8 * 4 * ROWS  # sums of 8 columns
 
     @property
     def q_bytes(self) -> int:
@@ -139,8 +143,18 @@ class DecodeSmem:
         return self.q_bytes + max(self.kv_bytes, self.summed_bytes)
 
     @property
-    def total_bytes(self) -> int:
+    def owned(self) -> int:
+        """Groups of 8 columns that a CTA of a meeting adds up, at most."""
+        return -(-padded(self.head_dim) // (8 * self.meeting)) if self.meeting else 0
+
+    @property
+    def inbox_at(self) -> int:
         return self.flag_at + self.FLAG_BYTES
+
+    @property
+    def total_bytes(self) -> int:
+        each = self.STATISTICS_BYTES + self.owned * self.GROUP_BYTES
+        return self.inbox_at + self.meeting * each
 
 
 @dataclass(frozen=True, slots=True)
