@@ -222,8 +222,14 @@ def test_scale_and_softcap_are_each_call_s_own(seen: Seen) -> None:
 
 
 def test_each_split_launch_asks_for_its_workspace(seen: Seen) -> None:
-    """The stream decides which one it is, and whether a graph is being captured."""
-    given = decode(room=4096)
+    """The stream decides which one it is, and whether a graph is being captured. A cluster's splits ask for none."""
+    clustered = decode(room=4096)
+    for _ in range(3):
+        ck.decode_attention(**clustered)
+    assert {launch[-2:] for launch in seen.launches} == {(None, None)}
+    seen.launches.clear()
+    seen.general = 0
+    given = decode(room=32768)  # more splits than a cluster has CTAs
     for _ in range(3):
         ck.decode_attention(**given)
     assert seen.general == 1
