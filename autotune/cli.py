@@ -34,7 +34,8 @@ _RESUMES = "all measurements so far are stored, and the same command resumes the
 @app.command("tune", no_args_is_help=True)
 def command(
     job: Annotated[
-        str | None, typer.Argument(metavar="[JOB]", help="A job file (TOML), or the name of a bundled one: demo.")
+        str | None,
+        typer.Argument(metavar="[JOB]", help="A job file (TOML), or the name of a bundled one, as `jobs` lists them."),
     ] = None,
     gpu: Annotated[
         str, typer.Option(help="auto, or a name such as a100, l40s, rtx5090, h200. Absent ones are predicted.")
@@ -57,7 +58,8 @@ def command(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Repeat what earlier runs did.")] = False,
     confirm: Annotated[
-        bool, typer.Option("--confirm", help="Measure only the eight predicted best, beside the default.")
+        bool,
+        typer.Option("--confirm", help="Measure only the eight predicted best, what serves today and the default."),
     ] = False,
     op: Annotated[str | None, typer.Option("--op", help="Only the tasks of this op.")] = None,
     requests: Annotated[

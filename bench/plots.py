@@ -23,7 +23,7 @@ OVERVIEW = "overview.png"
 OF_WARPS = " †"  # behind the name of a suite that was timed with the warp-MMA kernels alone
 _WARPGROUPS_SINCE = "2026-11-23"
 _BY_WARPS = {
-    "gemm": ("alphabeta", "llm", "square"),
+    "gemm": ("alphabeta", "square"),
     "attention": ("prefill", "published"),
     "attention_backward": ("prefill",),
 }

@@ -24,6 +24,8 @@ from cutekernels.ops.optimizer import ADAMW_STEP, ADAMW_TABLE, AdamWProblem, Hyp
 from cutekernels.ops.shared.checks import check_flag
 from cutekernels.ops.shared.strides import is_dense, walk
 
+__all__ = ["FusedAdamW"]
+
 _ROW = 8  # 64-bit numbers per tensor in a table, as the kernel reads them
 _SPARES = 4  # steps that one capture may hold
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -55,7 +55,7 @@ def route_sdpa() -> Iterator[Routing]:
     has 0.
 
     Yields:
-        A :class:`Routing` with counts.
+        Routing: counts of the calls.
     """
     routing = Routing()
     with _Router(routing):

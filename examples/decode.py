@@ -25,7 +25,8 @@ def load(name: str | None) -> tuple[torch.nn.Module, object]:
         num_key_value_heads=2,
         head_dim=16,
     )
-    return transformers.Qwen3ForCausalLM(config).eval().to(device), None
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # GPUs take 16 bits alone
+    return transformers.Qwen3ForCausalLM(config).eval().to(device, dtype), None
 
 
 def main(name: str | None = None, *texts: str) -> None:

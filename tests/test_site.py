@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -15,11 +16,18 @@ DOCS = ROOT / "docs"
 CONFIG = (ROOT / "mkdocs.yml").read_text()
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 
-_spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
-assert _spec is not None
-assert _spec.loader is not None
-generate = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(generate)
+
+def script(name: str) -> ModuleType:
+    """A module beside the pages, which is in no package."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+generate, roles = script("generate"), script("roles")
 
 
 def test_every_page_is_in_the_navigation_once() -> None:
@@ -57,3 +65,8 @@ def test_the_reference_has_every_public_name() -> None:
 
     modules = {"autotune", "db", "models", "nn", "optim"}
     assert set(cutekernels.__all__) - modules <= set(generate.public_names())
+
+
+def test_sphinx_roles_do_not_reach_the_pages() -> None:
+    html = "<p>As :func:<code>gemm</code> and\n:class:<code>KVCache</code>::</p>\n<p>::</p>\n<pre>a::b</pre>"
+    assert roles.on_page_content(html) == ("<p>As <code>gemm</code> and\n<code>KVCache</code>:</p>\n<pre>a::b</pre>")

@@ -23,7 +23,8 @@ PROJECTIONS = {
     "llama-3-8b": {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
     "qwen2.5-7b": {"qkv": (4608, 3584), "out": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)},
 }
-# Projections that nothing was fitted or tuned to, of five more models, and token counts on and off the ladder.
+# Projections of five more models that nothing was tuned to (ten of the products are in sweeps that a model was fitted
+# to), and token counts on and off the ladder.
 HELD_OUT = {
     "llama-3-70b": {"qkv": (10240, 8192), "out": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)},
     "gemma-2-9b": {"qkv": (8192, 3584), "out": (3584, 4096), "gate_up": (28672, 3584), "down": (3584, 14336)},

@@ -45,6 +45,10 @@ def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
         )
     if len({(p.device, p.dtype) for p in model.parameters()}) != 1:
         raise UnsupportedProblem("Decoder takes a model on one device and of one dtype: move it with model.to(...)")
+    if model.device.type == "cuda" and model.dtype not in (torch.float16, torch.bfloat16):
+        raise UnsupportedProblem(
+            f"Decoder takes fp16 and bf16 on a GPU; this model is {model.dtype}: convert it, model.to(torch.bfloat16)"
+        )
     head_dim = model.model.layers[0].self_attn.head_dim
     if head_dim % WIDEST or not 0 < head_dim <= WIDEST_HEAD:
         raise UnsupportedProblem(

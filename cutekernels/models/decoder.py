@@ -121,8 +121,8 @@ class Decoder:
 
         Raises:
             UnsupportedProblem: a model that is not of these families, is patched, has hooks or options that no op has
-                (see docs/decoder.md), or on the meta device; sizes that are out of range or more than the device has
-                memory for; a tokenizer that is none.
+                (its documentation lists them), fp32 on a GPU, or on the meta device; sizes that are out of range or
+                more than the device has memory for; a tokenizer that is none.
         """
         pages = arguments.check_sizes(
             max_batch=max_batch, max_tokens=max_tokens, page_size=page_size, pages=pages, chunk=chunk

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class MoE(torch.nn.Module):
         num_experts: int,
         top_k: int,
         *,
-        scoring: str = "softmax",
+        scoring: Literal["softmax", "sigmoid"] = "softmax",
         renormalize: bool = True,
         scaling: float = 1.0,
         groups: tuple[int, int] = (1, 1),

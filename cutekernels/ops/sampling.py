@@ -291,8 +291,9 @@ def sample_filter(
 ) -> Tensor:
     """Logits scaled by temperature, with -inf for each token that top-k, top-p or min-p rules out.
 
-    What exactly is kept says the text of this file; ties are kept together. ``softmax`` of the result is what to
-    sample from.
+    Filters come in the order of Hugging Face's: temperature; the k largest logits; of what is left, the most probable
+    tokens whose masses reach ``top_p``; of all, those at least ``min_p`` times as probable as the first. What all keep
+    stays, ties together. ``softmax`` of the result is what to sample from.
 
     Args:
         logits: ``(..., V)``, fp16, bf16 or fp32 (on the CPU fp64 too), V up to 2^30; any strides.

@@ -153,3 +153,13 @@ def test_head_dims_that_no_kernel_takes_are_refused(head_dim: int) -> None:
 def test_head_dims_at_the_limits_are_taken(head_dim: int) -> None:
     model, (prompt,) = tiny.model("llama", head_dim=head_dim), prompts(9)
     assert decoder(model).generate([prompt], max_new_tokens=4).tokens == [greedy(model, prompt, 4)]
+
+
+def test_fp32_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the decoder is made, before its weights move; on the CPU fp32 and fp64 run."""
+    model = tiny.model("llama")
+    monkeypatch.setattr(type(model), "device", property(lambda self: torch.device("cuda")))
+    with pytest.raises(
+        UnsupportedProblem, match=r"fp16 and bf16 on a GPU; .*float32: convert it, model\.to\(torch\.bfloat16\)"
+    ):
+        decoder(model)

@@ -257,7 +257,7 @@ class TestExplain:
         assert rows["config"] == str(A)
         assert rows["origin"] == "tuned"
         assert "database" in rows["why"]
-        assert rows["measured"] == "10.00 us at its bucket, 1.250 times as fast as the default"
+        assert rows["measured"] == "10.00 us at its bucket, 1.250 times as fast as the default then"
         assert rows["model"] == "31.25 us (analytical)"
         assert rows["floor"].endswith("us (roofline)")
         assert told.considered == (("tuned", rows["why"]),)

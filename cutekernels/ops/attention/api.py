@@ -98,8 +98,9 @@ def attention(
     Differentiable once in q, k, v and sinks, with every option; gradients are deterministic: the same bits each time.
 
     Args:
-        q: ``(B, SQ, HQ, D)``, fp16 or bf16; D a multiple of 8 up to 256. D contiguous and rows 16-byte aligned, as
-            slices of a fused projection are; anything else costs a copy. With ``cu_seqlens``, ``(TOTAL_Q, HQ, D)``.
+        q: ``(B, SQ, HQ, D)``, fp16 or bf16 (on the CPU fp32 too); D a multiple of 8 up to 256. D contiguous and rows
+            16-byte aligned, as slices of a fused projection are; anything else costs a copy. With ``cu_seqlens``,
+            ``(TOTAL_Q, HQ, D)``.
         k: ``(B, SKV, HKV, D)``, dtype of ``q``; HKV divides HQ, and ``HQ / HKV`` query heads in a row share a head of
             k and v. With ``cu_seqlens``, ``(TOTAL_KV, HKV, D)``.
         v: shape and dtype of ``k``.

@@ -100,10 +100,10 @@ def decode_attention(
     ``cache_seqlens`` keys, the one before one less.
 
     Args:
-        q: ``(B, HQ, D)``, or ``(B, SQ, HQ, D)`` with the last SQ tokens of each sequence, fp16 or bf16; D a multiple of
-            8 up to 256. D contiguous and rows 16-byte aligned; anything else costs a copy. The decode kernel takes up
-            to 16 tokens, that of :func:`cutekernels.attention` more, as a chunk of a prompt has. Where a sequence has
-            fewer than SQ, the first queries see nothing.
+        q: ``(B, HQ, D)``, or ``(B, SQ, HQ, D)`` with the last SQ tokens of each sequence, fp16 or bf16 (on the CPU
+            fp32 too); D a multiple of 8 up to 256. D contiguous and rows 16-byte aligned; anything else costs a copy.
+            The decode kernel takes up to 16 tokens, that of :func:`cutekernels.attention` more, as a chunk of a prompt
+            has. Where a sequence has fewer than SQ, the first queries see nothing.
         k_cache: ``(B, T_MAX, HKV, D)``, or ``(PAGES, PAGE_SIZE, HKV, D)`` with a page size of 16, 32, 64, 128 or 256;
             dtype of ``q``; HKV divides HQ. D contiguous and rows 16-byte aligned, for a cache is not copied.
         v_cache: shape and dtype of ``k_cache``.

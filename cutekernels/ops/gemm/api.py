@@ -53,8 +53,9 @@ def gemm(
     """``out = activation(alpha * a @ b + beta * c + bias)``, accumulated in fp32, rounded once.
 
     Args:
-        a: ``(M, K)`` or ``(B, M, K)``, fp16 or bf16. K or M contiguous (``x.t()`` costs nothing); 16-byte aligned
-            rows are fastest, any alignment works. Strides with no contiguous extent cost a copy of that operand.
+        a: ``(M, K)`` or ``(B, M, K)``, fp16 or bf16 (on the CPU fp32 and fp64 too). K or M contiguous
+            (``x.t()`` costs nothing); 16-byte aligned rows are fastest, any alignment works. Strides with no
+            contiguous extent cost a copy of that operand.
         b: ``(K, N)`` or ``(B, K, N)``, dtype of ``a``, likewise; ``weight.t()`` of an ``(N, K)`` weight is free.
             Where only one of ``a`` and ``b`` has a batch, the other is used for every entry of it.
         c: ``(M, N)`` or ``(B, M, N)``, shape and dtype of the result. With ``beta=0`` it is never read.
@@ -138,8 +139,8 @@ def linear(
     """``out[..., n] = activation(sum_k x[..., k] * weight[n, k] + bias[n])``, accumulated in fp32, rounded once.
 
     Args:
-        x: ``(..., K)``, fp16 or bf16. Any strides; K contiguous and 16-byte aligned rows are fastest. Leading
-            dimensions that no single stride walks cost a copy.
+        x: ``(..., K)``, fp16 or bf16 (on the CPU fp32 and fp64 too). Any strides; K contiguous and 16-byte
+            aligned rows are fastest. Leading dimensions that no single stride walks cost a copy.
         weight: ``(N, K)``, dtype of ``x``: the layout of ``nn.Linear.weight``.
         bias: ``(N,)``, dtype of ``x`` or fp32.
         activation: ``"relu" | "gelu" | "gelu_tanh" | "silu"``; None for identity.

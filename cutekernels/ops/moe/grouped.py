@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from itertools import chain, pairwise
 from operator import or_
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _GRID = 2**31 - 1
-GATED = "silu_mul"  # the activation that takes a gate's rows and up's
+GATED: Final = "silu_mul"  # the activation that takes a gate's rows and up's
 SPREADS = ("uniform", "zipf", "one")  # how a sample's rows spread over experts, by its seed
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.gemm.api import SLOPES
-from cutekernels.ops.gemm.problem import GemmConfig
+from cutekernels.ops.gemm.problem import Activation, GemmConfig
 from cutekernels.ops.moe.grouped import GATED, GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from cutekernels.ops.shared import tensor_op
 from cutekernels.ops.shared.checks import check_arguments, check_tensor, check_word, refuse_gradient
@@ -23,7 +23,7 @@ def grouped_gemm(
     offsets: Tensor,
     bias: Tensor | None = None,
     *,
-    activation: str | None = None,
+    activation: Activation | Literal["silu_mul"] | None = None,
     out: Tensor | None = None,
     config: GemmConfig | str | None = None,
 ) -> Tensor:

@@ -216,7 +216,10 @@ MOE_PERMUTE = MoePermute()
 def moe_permute(
     ids: Tensor, num_experts: int, *, config: MoePermuteConfig | str | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Groups (token, slot) pairs by expert, stably: what a grouped GEMM needs (see this file's text).
+    """Groups (token, slot) pairs by expert, stably: what a grouped GEMM needs.
+
+    ``moe_gather(x, inverse)`` brings tokens into the grouped order, ``moe_combine(y, inverse, weights)`` back. Row r of
+    that order holds pair ``order[r]``, numbered ``t * K + j`` for a token and its slot.
 
     Args:
         ids: ``(..., K)``, int32 or int64, any strides: the expert of each pair, pairs numbered front to back. An id

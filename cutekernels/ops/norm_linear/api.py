@@ -182,6 +182,16 @@ def fold(norm_weight: Tensor, weight: Tensor) -> Tensor:
 
     ``rms_norm_linear(x, None, fold(norm_weight, weight))`` then needs no weight for the norm. A copy as large as
     ``weight``, to be made again whenever either changes; for training, keep them apart.
+
+    Args:
+        norm_weight: ``(K,)``, fp16, bf16, fp32 or fp64.
+        weight: ``(N, K)``, one of these dtypes, on the same device.
+
+    Returns:
+        ``(N, K)``, dtype of ``weight``. Differentiable in both.
+
+    Raises:
+        UnsupportedProblem: another dtype, two devices, extents that do not match.
     """
     _check_tensors("fold", norm_weight=norm_weight, weight=weight)
     for name, t in (("norm_weight", norm_weight), ("weight", weight)):
