@@ -96,7 +96,8 @@ class KVCache:
                 )
             check_page_size(k_cache.shape[1])
             batch = page_table.shape[0]
-        states = torch.zeros((1, STATE_ROWS, batch), dtype=torch.int32, device=k_cache.device)
+        with torch.inference_mode(False):
+            states = torch.zeros((1, STATE_ROWS, batch), dtype=torch.int32, device=k_cache.device)
         self._set(k_cache, v_cache, page_table, states, 0, None)
 
     def _set(
@@ -120,6 +121,7 @@ class KVCache:
         self._look_up()
 
     @classmethod
+    @torch.inference_mode(False)  # or nothing could be appended outside of it
     def contiguous(
         cls,
         batch: int,
@@ -137,6 +139,7 @@ class KVCache:
         return cls(k, v)
 
     @classmethod
+    @torch.inference_mode(False)
     def paged(
         cls,
         batch: int,
@@ -191,6 +194,7 @@ class KVCache:
         return cache
 
     @classmethod
+    @torch.inference_mode(False)
     def layers(
         cls,
         layers: int,
@@ -390,17 +394,21 @@ class KVCache:
             raise UnsupportedProblem(
                 f"{sum(missing)} more pages of {size} tokens are needed and {len(pool.free)} are free: reset a sequence"
             )
-        places: list[tuple[int, int, int]] = []
-        for b, (more, held) in enumerate(zip(missing, pool.held, strict=True)):
-            for _ in range(more):
-                places.append((b, len(held), pool.free.pop()))
-                held.append(places[-1][2])
+        free = iter(reversed(pool.free))
+        places = [
+            (b, len(held) + i, next(free))
+            for b, (more, held) in enumerate(zip(missing, pool.held, strict=True))
+            for i in range(more)
+        ]
         if places:
             assert self.page_table is not None
             pinned = self.page_table.is_cuda
-            listed = torch.tensor(places, pin_memory=pinned).t().to(self.page_table.device, non_blocking=pinned)
-            rows, entries, numbers = listed
+            listed = torch.tensor(places, device="cpu", pin_memory=pinned).t()
+            rows, entries, numbers = listed.to(self.page_table.device, non_blocking=pinned)
             self.page_table[rows, entries] = numbers.int()
+            for b, _, page in places:  # once the table has them
+                pool.held[b].append(page)
+            del pool.free[-len(places) :]
 
     def _pages(self) -> _Pool:
         if self._pool is None:

@@ -39,12 +39,13 @@ class FusedAdamW(torch.optim.Optimizer):
 
     Args:
         params: as for any optimizer: tensors, or groups of them. fp32, bf16 or fp16 (on the CPU fp64 too).
-        lr: the learning rate, a float or a tensor of one number, which a CUDA graph then reads at each replay.
+        lr: the learning rate, a float or a tensor of one number; one on the GPU is read at each replay of a CUDA graph.
         betas: decay rates of the moments.
         eps: added to the denominator.
         weight_decay: decoupled from the gradient.
         maximize: ascend.
         master_weights: keep an fp32 copy of each bf16 or fp16 parameter, and round it to the parameter at each step.
+            Values that others have written to the parameter since are taken over.
         capturable: accepted for compatibility. Steps can always be captured in a CUDA graph, after one that was not.
         fused: None or True, as this optimizer is; accepted for compatibility.
         foreach: None or False.
@@ -96,6 +97,7 @@ class FusedAdamW(torch.optim.Optimizer):
             "master_weights": master_weights,
         }
         self._tables: dict[tuple[Any, ...], _Table] = {}
+        self._versions: dict[Tensor, int] = {}  # of parameters with a master copy, after the last step
         self._captured: list[Any] = []  # what graphs read at each replay: it lives as long as the optimizer
         try:
             super().__init__(params, defaults)
@@ -113,13 +115,14 @@ class FusedAdamW(torch.optim.Optimizer):
             raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        defaults = state.get("defaults") or self.defaults
         for group in state["param_groups"]:  # before anything is taken over
             group.setdefault("maximize", False)
-            group.setdefault("master_weights", False)
+            group.setdefault("master_weights", defaults.get("master_weights", False))
             group["fused"], group["foreach"] = True, None  # how the state lies, wherever it came from
             _check_group(group)
         super().__setstate__(state)
-        self._tables, self._captured = {}, getattr(self, "_captured", [])
+        self._tables, self._versions, self._captured = {}, {}, getattr(self, "_captured", [])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         given: list[dict[str, Any]] = []  # what the caller's hooks made of it
@@ -172,6 +175,8 @@ class FusedAdamW(torch.optim.Optimizer):
                     if o.home is not None:
                         o.home.copy_(o.param)
                 torch.autograd.graph.increment_version([o.home if o.home is not None else o.param for o in found])
+            if group["master_weights"]:
+                self._versions.update((param, param._version) for param in group["params"])
         return loss
 
     def _operands(self, param: Tensor, group: dict[str, Any]) -> _Operands:
@@ -183,6 +188,8 @@ class FusedAdamW(torch.optim.Optimizer):
                 f"FusedAdamW takes dense real parameters; got {param.dtype} with a gradient of {grad.layout}: "
                 "use torch.optim.SparseAdam, or view complex numbers as real ones"
             )
+        if param.is_meta:
+            raise UnsupportedProblem("FusedAdamW updates values, and a parameter is on the meta device: move it first")
         state = self.state[param]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
@@ -193,6 +200,8 @@ class FusedAdamW(torch.optim.Optimizer):
         if group["master_weights"] and param.dtype != wide and "master" not in state:
             state["master"] = torch.empty_like(param, dtype=wide).copy_(param)
         master = state.get("master") if param.dtype != wide else None
+        if master is not None and self._versions.get(param) != param._version:  # loaded, or written to by others
+            master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(wide)))
         exp_avg, exp_avg_sq = (state[name] for name in _MOMENTS)
         param, grad, exp_avg, exp_avg_sq = (_shard(t, param) for t in (param, grad, exp_avg, exp_avg_sq))
         master = None if master is None else _shard(master, param)
@@ -205,6 +214,8 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def _launch(self, kind: tuple[Any, ...], found: list[_Operands], group: dict[str, Any]) -> None:
         lr, device = group["lr"], found[0].param.device
+        if isinstance(lr, Tensor) and lr.device.type != device.type and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedProblem("a CUDA graph would keep a learning rate that is on the CPU: move it to the GPU")
         rate = lr.to(device, torch.float32) if isinstance(lr, Tensor) and lr.is_cuda else None
         with torch.cuda.device(device):
             table = self._tables.get(kind)
@@ -274,9 +285,9 @@ class _Table:
         if sum(sizes):
             kernel = compiler.get(ADAMW_TABLE, problem, config, spec)
             self.launch = ADAMW_TABLE.bind(problem, config, kernel)
-        blocks = torch.tensor([-(-n // config.block) for n in sizes])
-        tensors = torch.repeat_interleave(torch.arange(len(sizes)), blocks)
-        within = torch.arange(len(tensors)) - torch.repeat_interleave(blocks.cumsum(0) - blocks, blocks)
+        blocks = torch.tensor([-(-n // config.block) for n in sizes], device="cpu")
+        tensors = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), blocks)
+        within = torch.arange(len(tensors), device="cpu") - torch.repeat_interleave(blocks.cumsum(0) - blocks, blocks)
         device = first.param.device
         self.chunks = torch.stack((tensors, within), dim=1).to(device, torch.int32)
         self.numbers = torch.empty((len(sizes), _ROW), dtype=torch.int64, device=device)
@@ -290,16 +301,16 @@ class _Table:
             if not self.spare:
                 _refuse_capture()
             staging = self.spare.pop()
-            staging.copy_(torch.tensor(rows))
+            staging.copy_(torch.tensor(rows, device="cpu"))
             numbers = torch.empty_like(self.numbers)
             numbers.view(-1).copy_(staging, non_blocking=True)
             captured += [staging, numbers, self.chunks, found]
             return numbers
         if rows != self.rows:
-            self.numbers.view(-1).copy_(torch.tensor(rows).pin_memory(), non_blocking=True)
+            self.numbers.view(-1).copy_(torch.tensor(rows, device="cpu").pin_memory(), non_blocking=True)
             self.rows = rows
         while len(self.spare) < _SPARES:
-            self.spare.append(torch.empty(len(rows), dtype=torch.int64, pin_memory=True))
+            self.spare.append(torch.empty(len(rows), dtype=torch.int64, device="cpu", pin_memory=True))
         return self.numbers
 
 

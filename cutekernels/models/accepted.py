@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.integrations.transformers.families import Family, family_of
+from cutekernels.integrations.transformers.families import Family, family_of, shared_parameters
 from cutekernels.integrations.transformers.modules import kind_of
 from cutekernels.integrations.transformers.patching import WIDEST_HEAD, is_patched
 from cutekernels.ops.attention.problem import WIDEST
@@ -16,6 +16,7 @@ from cutekernels.ops.attention.problem import WIDEST
 REMEDY = "generate with the model itself, its attention by cutekernels.route_sdpa()"
 _PATCH = "generate with the model itself under cutekernels.patch, which honours it"
 _ROPES = ("default", "linear", "llama3", "yarn")  # their tables do not depend on the length
+_JOINED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _COMPILED = "_orig_mod"  # the submodule of what torch.compile returns for a module
 _RECORDERS = "transformers.utils.output_capturing"  # its hooks stay after output_hidden_states, and change nothing
 
@@ -49,6 +50,12 @@ def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
         raise UnsupportedProblem(
             f"Decoder takes fp16 and bf16 on a GPU; this model is {model.dtype}: convert it, model.to(torch.bfloat16)"
         )
+    shared = shared_parameters(model)
+    for path, p in model.named_parameters(remove_duplicate=False):
+        if id(p) in shared and path.split(".")[-2] in _JOINED:
+            raise UnsupportedProblem(
+                f"Decoder moves the weights of one input side by side; {path} belongs to another module too: {_PATCH}"
+            )
     head_dim = model.model.layers[0].self_attn.head_dim
     if head_dim % WIDEST or not 0 < head_dim <= WIDEST_HEAD:
         raise UnsupportedProblem(

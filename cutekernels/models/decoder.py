@@ -64,6 +64,7 @@ class Decoder:
     or request by request, with ``add``, ``step`` until ``idle``, and ``result``.
     """
 
+    @torch.inference_mode(False)  # or its state could not be changed outside of it
     def __init__(
         self,
         weights: Weights,
@@ -171,7 +172,8 @@ class Decoder:
         Where an exception leaves it (an interrupt, say), requests that are not finished start anew in the next step.
         """
         try:
-            self._step()
+            with torch.autocast(self._tokens.device.type, enabled=False):  # weights, caches and graphs are of one type
+                self._step()
         except BaseException:  # what the caches hold is unknown: one layer may be a token ahead of the next
             self._launched.clear()
             self._counts.zero_()
@@ -296,7 +298,7 @@ class Decoder:
     def _launch(self, requests: list[Request], slots: slice) -> None:
         """Start the copy of the tokens in ``slots`` to the host."""
         source = self._tokens[slots]
-        tokens = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+        tokens = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=source.is_cuda)
         tokens.copy_(source, non_blocking=True)
         ready = None
         if source.is_cuda:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.integrations.transformers.families import Family, gate_of, window_of
+from cutekernels.integrations.transformers.families import Family, gate_of
 from cutekernels.models.accepted import REMEDY, check_model
 from cutekernels.nn.mlp import Gate, gated, projected
 from cutekernels.nn.moe import MoE
@@ -143,7 +143,7 @@ def read(model: Any, positions: int) -> Weights:
         layers=layers,
         norm=_norm(model.model.norm, family),
         head=_projection(model.lm_head),
-        softcap=getattr(config, "final_logit_softcapping", None),
+        softcap=family.logit_softcap_of(config),
         heads_q=config.num_attention_heads,
         heads_kv=config.num_key_value_heads,
         head_dim=model.model.layers[0].self_attn.head_dim,
@@ -179,7 +179,7 @@ def _attention(attention: Any, family: Family, tables: dict[str | None, tuple[Te
         raise UnsupportedProblem(
             f"Decoder's tokens see earlier ones alone; this model has use_bidirectional_attention: {REMEDY}"
         )
-    window = window_of(attention)
+    window = family.window_of(attention)
     cos, sin = tables[None if None in tables else attention.layer_type]
     return Attention(
         qkv=_joined(attention.q_proj, attention.k_proj, attention.v_proj),

@@ -74,10 +74,19 @@ class SwiGLU(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         up, down = self.gate_up_proj, self.down_proj
         if not self._replaced:
-            return swiglu(x, up.weight, down.weight, up.bias, down.bias)
-        weight = torch.cat([half.weight for half in self._halves])
-        biases = [half.bias for half in self._halves if half.bias is not None]
-        return swiglu(x, weight, down.weight, torch.cat(biases) if biases else None, down.bias)
+            if plain(up) and plain(down):
+                return swiglu(x, up.weight, down.weight, up.bias, down.bias)
+            hidden = gated(x, up.weight, up.bias, name="SwiGLU") if plain(up) else silu_mul(up(x))
+        elif plain(up):
+            weight = torch.cat([half.weight for half in self._halves])
+            biases = [half.bias for half in self._halves if half.bias is not None]
+            hidden = gated(x, weight, torch.cat(biases) if biases else None, name="SwiGLU")
+        else:
+            raise UnsupportedProblem(
+                f"SwiGLU was called with another {' or '.join(_HALVES)}, which the hooks or adapters of {_PACKED} do "
+                f"not see: pass {_PACKED}'s weight in their place"
+            )
+        return projected(hidden, down.weight, down.bias) if plain(down) else down(hidden)
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, {self.intermediate_size}, bias={self.down_proj.bias is not None}"
@@ -161,6 +170,17 @@ class _Places(dict[str, Any]):
             super().__setitem__(name, value)
 
 
+def unhooked(module: Any) -> bool:
+    """Whether a call of ``module`` is its class's forward and nothing else: no hooks, no forward of its own."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return not hooks and "forward" not in module.__dict__
+
+
+def plain(module: Any) -> bool:
+    """Whether a projection's parameters are all there is to it: a ``torch.nn.Linear`` without hooks or adapters."""
+    return type(module) is torch.nn.Linear and unhooked(module)
+
+
 def swiglu(
     x: Tensor,
     gate_up: Tensor,
@@ -179,6 +199,8 @@ def swiglu(
 def projected(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, name: str = "SwiGLU") -> Tensor:
     """``x @ weight.T + bias`` for module ``name``."""
     check_tensor(name, "x", x)
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise UnsupportedProblem(f"{name} takes x in {weight.dtype}, its weights' dtype; got {x.dtype}: convert it")
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise UnsupportedProblem(f"{name} takes (..., {weight.shape[1]}); got {tuple(x.shape)}")
     return linear(x, weight, bias)

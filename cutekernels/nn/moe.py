@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.nn.mlp import SwiGLU, projected
+from cutekernels.nn.mlp import SwiGLU, plain, projected
 from cutekernels.ops.moe.ffn import moe_ffn
 from cutekernels.ops.moe.route import moe_route
 from cutekernels.ops.shared.checks import check_flag, check_number, check_place, check_tensor, check_whole, check_word
@@ -135,9 +135,14 @@ class MoE(torch.nn.Module):
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``(weights, ids)`` of each token's experts, ``(..., top_k)``."""
         if self.scoring == "softmax":
-            return moe_route(projected(x, self.gate.weight, name="MoE"), self.top_k, renormalize=self.renormalize)
+            logits = projected(x, self.gate.weight, name="MoE") if plain(self.gate) else self.gate(x)
+            return moe_route(logits, self.top_k, renormalize=self.renormalize)
         wide = torch.promote_types(x.dtype, torch.float32)
-        scores = torch.nn.functional.linear(x.to(wide), self.gate.weight.to(wide)).sigmoid()
+        if plain(self.gate):
+            scores = torch.nn.functional.linear(x.to(wide), self.gate.weight.to(wide)).sigmoid()
+        else:  # its hooks and adapters too
+            parameters = {name: p.to(wide) for name, p in self.gate.named_parameters()}
+            scores = torch.func.functional_call(self.gate, parameters, (x.to(wide),)).sigmoid()
         correction: Any = self.gate.e_score_correction_bias
         choice = (scores + correction).detach()
         of, among = self.groups

@@ -14,6 +14,10 @@ from cutekernels.ops.rope import rope
 from cutekernels.ops.shared.checks import check_flag, check_number, check_tensor, check_whole, said
 
 _KINDS = ("default", "linear", "llama3")
+_KEYS = (
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor",
+    "original_max_position_embeddings",
+)  # fmt: skip
 MOST_POSITIONS = 2**24  # fp32, in which angles are computed, holds no odd number beyond
 _MOST_ROWS = 2**20  # of tables that grow; rows farther out are computed for each call
 
@@ -26,16 +30,20 @@ class RotaryEmbedding(nn.Module):
 
     Args:
         head_dim: channels of a head.
-        rope_theta: the base of the frequencies ``rope_theta ** (-2i / R)``.
-        partial_rotary_factor: the share of channels that turn: ``R = int(head_dim * partial_rotary_factor)``.
-        rope_scaling: Hugging Face's dictionary; ``rope_type`` (or ``type``) is "default", "linear" (``factor``) or
-            "llama3" (``factor, low_freq_factor, high_freq_factor, original_max_position_embeddings``).
+        rope_theta: the base of the frequencies ``rope_theta ** (-2i / R)``; 10000 if neither this nor the dictionary
+            has it.
+        partial_rotary_factor: the share of channels that turn, ``R = int(head_dim * partial_rotary_factor)``; likewise
+            1.
+        rope_scaling: Hugging Face's dictionary, ``config.rope_parameters``; ``rope_type`` (or ``type``) is "default",
+            "linear" (``factor``) or "llama3" (``factor, low_freq_factor, high_freq_factor,
+            original_max_position_embeddings``).
         max_positions: rows of the tables, or more.
         interleaved: pairs of neighbours instead of halves.
         device: where the frequencies live.
 
     Raises:
-        UnsupportedProblem: another ``rope_type``, an odd number of channels to turn, a value that is not positive.
+        UnsupportedProblem: another ``rope_type``, a key that none of these has, an odd number of channels to turn, a
+            value that is not positive, or one that the dictionary has otherwise.
     """
 
     inv_freq: Tensor
@@ -44,8 +52,8 @@ class RotaryEmbedding(nn.Module):
         self,
         head_dim: int,
         *,
-        rope_theta: float = 10000.0,
-        partial_rotary_factor: float = 1.0,
+        rope_theta: float | None = None,
+        partial_rotary_factor: float | None = None,
         rope_scaling: Mapping[str, Any] | None = None,
         max_positions: int = 2048,
         interleaved: bool = False,
@@ -53,12 +61,20 @@ class RotaryEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         check_whole("RotaryEmbedding", "head_dim", head_dim, 2, 2**31 - 1)
-        check_number("RotaryEmbedding", "rope_theta", rope_theta)
-        check_number("RotaryEmbedding", "partial_rotary_factor", partial_rotary_factor, 0.0)
         check_whole("RotaryEmbedding", "max_positions", max_positions, 1, MOST_POSITIONS)
         check_flag("RotaryEmbedding", "interleaved", interleaved)
         if rope_scaling is not None and not isinstance(rope_scaling, Mapping):
             raise UnsupportedProblem(f"RotaryEmbedding takes rope_scaling as a dictionary; got {said(rope_scaling)}")
+        self.rope_scaling = dict(rope_scaling or {})
+        unknown = sorted(map(str, self.rope_scaling.keys() - _KEYS))
+        if unknown:
+            raise UnsupportedProblem(
+                f"rope_scaling has {', '.join(_KEYS)}; {', '.join(unknown)} is none of them: build tables of your own "
+                "and call rope"
+            )
+        rope_theta = self._given("rope_theta", rope_theta, 10000.0)
+        partial_rotary_factor = self._given("partial_rotary_factor", partial_rotary_factor, 1.0)
+        check_number("RotaryEmbedding", "partial_rotary_factor", partial_rotary_factor, 0.0)
         self.head_dim, self.rotary = head_dim, int(head_dim * partial_rotary_factor)
         if self.rotary % 2 or not 0 < self.rotary <= head_dim:
             raise UnsupportedProblem(
@@ -67,7 +83,6 @@ class RotaryEmbedding(nn.Module):
         if not 0 < rope_theta < 2**127:
             raise UnsupportedProblem(f"rope_theta is positive, and fp32 holds it; got {rope_theta}")
         self.rope_theta, self.max_positions, self.interleaved = float(rope_theta), max_positions, interleaved
-        self.rope_scaling = dict(rope_scaling or {})
         self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
         self._tables: tuple[Tensor, Tensor] | None = None
 
@@ -154,6 +169,16 @@ class RotaryEmbedding(nn.Module):
         turns = trained * frequencies / (2 * math.pi)
         kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
         return (1 - kept) * frequencies / factor + kept * frequencies
+
+    def _given(self, name: str, argument: float | None, default: float) -> float:
+        """An argument that the dictionary may hold in its place."""
+        found = self.rope_scaling.get(name)
+        for value in (argument, found):
+            if value is not None:
+                check_number("RotaryEmbedding", name, value)
+        if None not in (argument, found) and argument != found:
+            raise UnsupportedProblem(f"RotaryEmbedding has {name}={argument} and rope_scaling {found}: pass one")
+        return next((value for value in (argument, found) if value is not None), default)
 
     def _positive(self, name: str) -> float:
         value = self.rope_scaling.get(name)

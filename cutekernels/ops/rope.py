@@ -187,7 +187,7 @@ def _rows(q: Tensor, table: Tensor, positions: Tensor | None, start: int) -> Ten
     if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= table.shape[0]):
         raise UnsupportedProblem(
             f"positions {int(rows.min())} to {int(rows.max())} leave a table of {table.shape[0]} rows: "
-            "build a longer one"
+            "build a longer one (RotaryEmbedding: max_positions)"
         )
     return rows
 
@@ -267,7 +267,7 @@ def rope(
     if places is None and cos.dim() == 2 and q.dim() == 4 and (start < 0 or start + q.shape[1] > cos.shape[0]):
         raise UnsupportedProblem(
             f"positions {said(start)} to {said(start + q.shape[1] - 1)} leave a table of {cos.shape[0]} rows: "
-            "build a longer one"
+            "build a longer one (RotaryEmbedding: max_positions)"
         )
     if start and cos.dim() == 3:
         raise UnsupportedProblem("a (B or 1, S, R) table is gathered already: pass a (T, R/2) table beside positions")

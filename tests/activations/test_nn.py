@@ -225,3 +225,42 @@ def test_a_copy_has_halves_of_its_own() -> None:
     assert not twin.gate_up_proj.weight[:6].any() and module.gate_up_proj.weight[:6].any()
     assert [name for name, _ in module.named_parameters()] == ["gate_up_proj.weight", "down_proj.weight"]
     assert len(list(module.modules())) == 3
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_hooks_and_adapters_on_projections_run(name: str) -> None:
+    """PEFT puts an adapter in a projection's place."""
+    ours, x = SwiGLU(16, 24, bias=True), torch.randn(3, 16)
+    expected = ours(x)
+    hook = ours.get_submodule(name).register_forward_hook(lambda module, args, out: 0 * out)
+    assert not torch.equal(ours(x), expected)
+    hook.remove()
+    assert torch.equal(ours(x), expected)
+
+    class Adapter(torch.nn.Module):
+        def __init__(self, base: torch.nn.Linear) -> None:
+            super().__init__()
+            self.base, self.more = base, torch.nn.Linear(base.in_features, base.out_features)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + self.more(x)  # type: ignore[no-any-return]
+
+    adapter = Adapter(ours.get_submodule(name))  # type: ignore[arg-type]
+    setattr(ours, name, adapter)
+    hidden = ours.gate_up_proj(x)
+    gate, up = hidden.chunk(2, dim=-1)
+    torch.testing.assert_close(ours(x), ours.down_proj(torch.nn.functional.silu(gate) * up))
+    ours(x).sum().backward()
+    assert adapter.more.weight.grad is not None
+
+
+def test_another_half_beside_a_hook_is_refused() -> None:
+    ours, x = SwiGLU(16, 24), torch.randn(3, 16)
+    ours.gate_up_proj.register_forward_hook(lambda module, args, out: out)
+    with pytest.raises(UnsupportedProblem, match="do not see: pass gate_up_proj's weight"):
+        torch.func.functional_call(ours, {"gate_proj.weight": torch.zeros(24, 16)}, (x,))
+
+
+def test_x_of_another_dtype_is_named() -> None:
+    with pytest.raises(UnsupportedProblem, match=r"SwiGLU takes x in torch\.float32.*got torch\.bfloat16: convert"):
+        SwiGLU(16, 24, bias=True)(torch.randn(3, 16).bfloat16())

@@ -294,3 +294,37 @@ def test_a_step_is_traced_whole(kind: str) -> None:
         with torch.no_grad():
             assert torch.equal(compiled(caches[0], *tokens(2, seed=seed)), step(caches[1], *tokens(2, seed=seed)))
     assert caches[0].lengths.tolist() == caches[1].lengths.tolist() == [6, 6, 6]
+
+
+def test_pages_are_taken_under_any_default_device() -> None:
+    cache = KVCache.paged(1, 32, 2, 16, pages=4, **SMALL)
+    with torch.device("meta"):
+        cache.reserve(16)
+    _, k, v = tokens(3, batch=1)
+    cache.append(k, v)
+    assert (cache.lengths.tolist(), cache.lost.tolist()) == ([3], [0])
+
+
+def test_a_reservation_that_fails_takes_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KVCache.paged(1, 32, 2, 16, pages=2, **SMALL)
+
+    def broken(*args: Any, **options: Any) -> Tensor:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "tensor", broken)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            cache.reserve(32)
+    cache.reserve(32)
+    _, k, v = tokens(20, batch=1)
+    cache.append(k, v)
+    assert (cache.lengths.tolist(), cache.lost.tolist()) == ([20], [0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_caches_made_in_inference_mode_are_used_outside_of_it(kind: str) -> None:
+    with torch.inference_mode():
+        cache = made(kind)
+    _, k, v = tokens(3)
+    cache.append(k, v)
+    assert cache.lengths.tolist() == [3, 3, 3]

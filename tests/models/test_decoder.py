@@ -409,3 +409,27 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     monkeypatch.setattr("sys.argv", ["decode.py"])
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "decode.py"), run_name="__main__")
     assert "tokens a second" in capsys.readouterr().out
+
+
+# ---- modes around it ------------------------------------------------------------------------------------
+
+
+def test_autocast_around_a_decoder_changes_nothing() -> None:
+    model = tiny.model("qwen3")
+    expected = decoder(model).generate([[1, 2, 3]], max_new_tokens=6).tokens
+    with torch.autocast("cpu", torch.bfloat16):
+        assert decoder(model).generate([[1, 2, 3]], max_new_tokens=6).tokens == expected
+
+
+def test_made_in_inference_mode_and_used_outside_of_it() -> None:
+    model = tiny.model("qwen3")
+    with torch.inference_mode():
+        made = decoder(model)
+    assert made.generate([[1, 2, 3]], max_new_tokens=6).tokens == [greedy(model, [1, 2, 3], 6)]
+
+
+def test_another_default_device() -> None:
+    model = tiny.model("qwen3")
+    made, expected = decoder(model), greedy(model, [1, 2, 3], 6)
+    with torch.device("meta"):
+        assert made.generate([[1, 2, 3]], max_new_tokens=6).tokens == [expected]

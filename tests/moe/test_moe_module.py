@@ -150,3 +150,19 @@ def test_other_blocks_are_refused() -> None:
         nn.MoE.from_transformers(theirs)
     with pytest.raises(UnsupportedProblem, match="w_down"):
         ck.moe_ffn(torch.zeros(2, 4), torch.zeros(3, 6, 4), torch.zeros(3, 4, 2), torch.zeros(2, 1), torch.zeros(2, 1))
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_hooks_on_the_router_run(scoring: Any) -> None:
+    module, x = nn.MoE(16, 24, 4, 2, scoring=scoring), torch.randn(5, 16)
+    expected, ids = module.route(x)
+    hook = module.gate.register_forward_hook(lambda gate, args, out: out + 0)  # one that looks only
+    torch.testing.assert_close(module.route(x)[0], expected)
+    hook.remove()
+    module.gate.register_forward_hook(lambda gate, args, out: -out)
+    assert not torch.equal(module.route(x)[1], ids)
+
+
+def test_x_of_another_dtype_is_named() -> None:
+    with pytest.raises(UnsupportedProblem, match=r"MoE takes x in torch\.float32.*got torch\.bfloat16: convert it"):
+        nn.MoE(16, 24, 4, 2)(torch.randn(5, 16).bfloat16())

@@ -166,3 +166,19 @@ def test_on_a_gpu() -> None:
     expected = module(q)[0]
     turned = module.cuda()(q.cuda())[0]
     torch.testing.assert_close(turned.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("more", [{"rope_type": "default"}, LLAMA3])
+def test_the_dictionary_of_transformers_5_holds_theta_and_the_share_that_turns(more: dict[str, Any]) -> None:
+    found = RotaryEmbedding(16, rope_scaling={**more, "rope_theta": 5e5, "partial_rotary_factor": 0.5})
+    expected = RotaryEmbedding(16, rope_theta=5e5, partial_rotary_factor=0.5, rope_scaling=more)
+    assert (found.rope_theta, found.rotary) == (5e5, 8)
+    assert torch.equal(found.inv_freq, expected.inv_freq)
+    RotaryEmbedding(16, rope_theta=5e5, rope_scaling={**more, "rope_theta": 5e5})  # the same twice
+    with pytest.raises(UnsupportedProblem, match=r"rope_theta=10000\.0 and rope_scaling 500000\.0: pass one"):
+        RotaryEmbedding(16, rope_theta=10000.0, rope_scaling={**more, "rope_theta": 5e5})
+
+
+def test_keys_that_mean_something_else_are_refused() -> None:
+    with pytest.raises(UnsupportedProblem, match="mrope_section is none of them"):
+        RotaryEmbedding(16, rope_scaling={"rope_type": "default", "mrope_section": [2, 3, 3]})

@@ -35,7 +35,7 @@ LEGAL: dict[str, set[str]] = {
 OPTIONAL = {
     "activation", "bias", "out", "norm", "norm_weight", "rstd", "residual", "k", "positions", "heads", "rope_scaling",
     "weights", "master", "rms_norm.weight", "add_rms_norm.weight", "layer_norm.weight",
-    "gate_up_bias", "down_bias",
+    "gate_up_bias", "down_bias", "rope_theta", "partial_rotary_factor",
 }  # fmt: skip
 NEEDED = {"fold.norm_weight", "bias_gelu.bias", "add_rms_norm.residual", "SwiGLU.bias", "moe_ffn.weights"}
 FLAGS = {

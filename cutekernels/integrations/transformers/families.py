@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -25,7 +26,9 @@ class Family:
         experts: whether it has mixtures of experts.
         weight_offset, rounding: of its norms, as :func:`cutekernels.rms_norm` takes them.
         sandwich: layers have norms behind attention and MLP too, before the residual is added.
+        windowed: attention has the config's ``sliding_window``, or its layer's.
         softcap: attention has the config's ``attn_logit_softcapping``.
+        logit_softcap: logits have the config's ``final_logit_softcapping``.
     """
 
     module: str
@@ -34,7 +37,9 @@ class Family:
     weight_offset: float = 0.0
     rounding: str = "huggingface"
     sandwich: bool = False
+    windowed: bool = True
     softcap: bool = False
+    logit_softcap: bool = False
 
     def classes(self) -> dict[str, type]:
         """The classes by role: norm, mlp, attention, layer, experts."""
@@ -55,10 +60,19 @@ class Family:
         """The softcap of an attention module's scores, or None."""
         return attention.attn_logit_softcapping if self.softcap else None
 
+    def logit_softcap_of(self, config: Any) -> float | None:
+        """The softcap of a model's logits, or None."""
+        return config.final_logit_softcapping if self.logit_softcap else None
 
-_GEMMA: dict[str, Any] = {"weight_offset": 1.0, "rounding": "once", "sandwich": True}
+    def window_of(self, attention: Any) -> int | None:
+        """How many tokens a query of an attention module sees, itself included, or None for all."""
+        own = attention if hasattr(attention, "layer_type") else attention.config
+        return getattr(own, "sliding_window", None) if self.windowed else None
+
+
+_GEMMA: dict[str, Any] = {"weight_offset": 1.0, "rounding": "once", "sandwich": True, "logit_softcap": True}
 FAMILIES = {
-    "llama": Family("llama", "Llama"),
+    "llama": Family("llama", "Llama", windowed=False),
     "mistral": Family("mistral", "Mistral"),
     "mixtral": Family("mixtral", "Mixtral", experts=True),
     "qwen2": Family("qwen2", "Qwen2"),
@@ -82,10 +96,10 @@ def family_of(model: Any, verb: str, remedy: str) -> Family:
     return FAMILIES[kind]
 
 
-def window_of(attention: Any) -> int | None:
-    """How many tokens a query of an attention module sees, itself included, or None for all."""
-    own = attention if hasattr(attention, "layer_type") else attention.config
-    return getattr(own, "sliding_window", None)
+def shared_parameters(model: torch.nn.Module) -> set[int]:
+    """``id`` of each parameter that has several names: that of one module, or of several."""
+    names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    return {one for one, number in names.items() if number > 1}
 
 
 def gate_of(act: Any) -> Gate | None:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.attention import register
-from cutekernels.integrations.transformers.families import Family, gate_of, window_of
-from cutekernels.nn.mlp import gate_mul, gated, projected
+from cutekernels.integrations.transformers.families import Family, gate_of
+from cutekernels.nn.mlp import gate_mul, gated, projected, unhooked
 from cutekernels.nn.packing import side_by_side
 from cutekernels.ops.gemm.problem import DTYPES
 from cutekernels.ops.moe.ffn import moe_ffn
@@ -82,25 +82,27 @@ class Fused(Patched):
         parts: the projections' names.
         packed: ``(weight, bias or None)`` of all of them, or None where they cannot be packed.
         sources: the projections that were packed: adapters put others in their place.
-        views: ``(projection, "weight" or "bias", parameter, address)`` of what was packed.
+        views: ``(projection, "weight" or "bias", parameter or None, address)`` of what was packed.
+        shared: whether another module has one of the weights too, which then cannot lie in two places.
     """
 
     parts: tuple[str, ...] = ()
     packed: tuple[Tensor, Tensor | None] | None = None
     sources: tuple[torch.nn.Linear, ...] = ()
-    views: tuple[tuple[torch.nn.Linear, str, Tensor, int], ...] = ()
+    views: tuple[tuple[torch.nn.Linear, str, Tensor | None, int], ...] = ()
+    shared: bool = False
 
     def pack(self) -> str:
         """Move the projections' parameters side by side. Returns why not, or ""."""
         linears = [getattr(self, name) for name in self.parts]
-        reason = _apart(linears)
+        reason = "its weights belong to other modules too" if self.shared else _apart(linears)
         if reason:
             self.packed, self.sources, self.views = None, (), ()
         else:
             self.packed = _together(linears, "weight"), _together(linears, "bias")  # type: ignore[assignment]
             self.sources = tuple(linears)
             kept = [(x, kind, getattr(x, kind)) for x in linears for kind in ("weight", "bias")]
-            self.views = tuple((x, kind, p, p.data_ptr()) for x, kind, p in kept if p is not None)
+            self.views = tuple((x, kind, p, 0 if p is None else p.data_ptr()) for x, kind, p in kept)
         return reason
 
     def unpack(self) -> None:
@@ -109,7 +111,7 @@ class Fused(Patched):
             self.packed = None
             with torch.inference_mode(False), torch.no_grad():
                 for _, _, p, address in self.views:
-                    if p.data_ptr() == address:
+                    if p is not None and p.data_ptr() == address:
                         p.data = p.data.clone()
 
     def fused(self) -> tuple[Tensor, Tensor | None] | None:
@@ -120,12 +122,13 @@ class Fused(Patched):
         if any(map(_sharded, self.sources)):
             return None if traced or self.pack() else self.packed  # lets go of the memory that FSDP has copied
         for name, source in zip(self.parts, self.sources, strict=True):
-            if getattr(self, name) is not source or not _unhooked(source):
+            if getattr(self, name) is not source or not unhooked(source):
                 return None
         for source, kind, p, address in self.views:
-            if grads and p.requires_grad:
+            if grads and p is not None and p.requires_grad:
                 return None
-            if getattr(source, kind) is not p or not (traced or p.data_ptr() == address):  # it has been replaced
+            moved = p is not None and not traced and p.data_ptr() != address
+            if getattr(source, kind) is not p or moved:  # it has been replaced
                 return None if traced or self.pack() else self.fused()
         return self.packed
 
@@ -149,7 +152,7 @@ def _apart(linears: list[Any]) -> str:
         return f"its projections are of {', '.join(sorted({kind_of(type(x)) for x in linears}))}"
     if any(getattr(type(x), "original", type(x)) is not torch.nn.Linear for x in linears):
         return "its projections are subclasses of Linear"
-    if any(not _unhooked(x) or "forward" in x.__dict__ for x in linears):
+    if not all(map(unhooked, linears)):
         return "its projections have hooks"
     if any(type(w) is not torch.nn.Parameter or w.is_meta or w.dim() != 2 for w in (x.weight for x in linears)):
         return "its weights are no plain parameters"
@@ -228,7 +231,8 @@ class Experts(Patched):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The chosen experts' results, weighted and added up; the router stays the original's."""
-        if not multiplied(hidden_states, self.gate_up_proj):
+        me: Any = self
+        if not multiplied(hidden_states, self.gate_up_proj) or gate_of(me.act_fn) != "silu":
             return super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc, no-any-return]
         return moe_ffn(hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights)
 
@@ -280,7 +284,7 @@ class Attention(Fused):
         )
         out, weights = attend(
             self, q, k, v, attention_mask, dropout=me.attention_dropout if me.training else 0.0, scaling=me.scaling,
-            sliding_window=window_of(me), softcap=self.family.softcap_of(me), **kwargs,
+            sliding_window=self.family.window_of(me), softcap=self.family.softcap_of(me), **kwargs,
         )  # fmt: skip
         return me.o_proj(out.reshape(*shape, -1)), weights
 
@@ -308,13 +312,7 @@ class SandwichLayer(Patched):
 
 def added(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
     """``(norm(x + residual), x + residual)``."""
-    if isinstance(norm, Norm) and _unhooked(norm) and x.dtype == residual.dtype == norm.weight.dtype:
+    if isinstance(norm, Norm) and unhooked(norm) and x.dtype == residual.dtype == norm.weight.dtype:
         return add_rms_norm(x, residual, norm.weight, **norm.family.norm_options(norm))
     total = residual + x
     return norm(total), total
-
-
-def _unhooked(module: Any) -> bool:
-    return not (
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )

@@ -10,7 +10,7 @@ import torch
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers import attention, modules
-from cutekernels.integrations.transformers.families import family_of, gate_of
+from cutekernels.integrations.transformers.families import family_of, gate_of, shared_parameters
 from cutekernels.ops.attention.problem import WIDEST
 from cutekernels.ops.shared.checks import said
 
@@ -104,8 +104,11 @@ def patch(model: torch.nn.Module) -> Report:
             original: Any = type(module)
             module.__class__ = modules.swapped(mixin, original, family)
             report.patched[role] += 1
+        shared = shared_parameters(model)
         for name, module in model.named_modules():
             if isinstance(module, modules.Fused):
+                own = [p for part in module.parts for p in getattr(module, part).parameters()]
+                module.shared = any(id(p) in shared for p in own)
                 reason = module.pack()
                 if reason:
                     report.left.append((f"{name}.{'/'.join(module.parts)}", reason))
@@ -137,8 +140,11 @@ def unpatch(model: torch.nn.Module) -> None:
             if isinstance(module, modules.Fused):
                 module.unpack()
             module.__class__ = classes[type(module)]
-            for name in ("packed", "sources", "views"):
+            for name in ("packed", "sources", "views", "shared"):
                 module.__dict__.pop(name, None)
+            for name, value in module.__dict__.items():  # what a wrapper has kept of the patched forward (accelerate's)
+                if getattr(getattr(value, "__func__", None), "__module__", None) == modules.__name__:
+                    module.__dict__[name] = getattr(module.__class__, value.__name__).__get__(module)
         before = module.__dict__.pop(_BEFORE, None)
         if before is not None:
             module.set_attn_implementation(before)

@@ -1,0 +1,116 @@
+"""``FusedAdamW(master_weights=True)`` where others change the parameter, or its state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.optim import FusedAdamW
+
+OPTIONS: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.0}
+
+
+def parameter(value: float = 1.0) -> torch.nn.Parameter:
+    param = torch.nn.Parameter(torch.full((8,), value).bfloat16())
+    param.grad = torch.ones_like(param)
+    return param
+
+
+def steps(optimizer: torch.optim.Optimizer, number: int) -> None:
+    for _ in range(number):
+        optimizer.step()
+
+
+def write(param: torch.nn.Parameter) -> None:
+    with torch.no_grad():
+        param.fill_(5.0)
+
+
+def load(param: torch.nn.Parameter) -> None:
+    holder = torch.nn.Module()
+    holder.register_parameter("weight", param)
+    holder.load_state_dict({"weight": torch.full((8,), 5.0).bfloat16()})
+
+
+@pytest.mark.parametrize("change", [write, load])
+def test_what_others_write_to_a_parameter_stays(change: Callable[[Any], None]) -> None:
+    param = parameter()
+    optimizer = FusedAdamW([param], master_weights=True, **OPTIONS)
+    steps(optimizer, 3)
+    change(param)
+    optimizer.step()
+    assert param[0].item() == pytest.approx(5 - 0.01, abs=0.02)
+    assert optimizer.state[param]["master"][0].item() == pytest.approx(5 - 0.01, abs=0.001)
+
+
+def test_elements_that_nobody_wrote_to_keep_their_low_bits() -> None:
+    ours, expected = parameter(256.0), parameter(256.0)
+    optimizer, other = (FusedAdamW([p], master_weights=True, **OPTIONS) for p in (ours, expected))
+    for _ in range(50):
+        with torch.no_grad():
+            ours[0] = 5.0  # at each step, so that each step looks again
+        steps(optimizer, 1)
+        steps(other, 1)
+    master = optimizer.state[ours]["master"]
+    assert torch.equal(master[1:], other.state[expected]["master"][1:])
+    assert master[1].item() == pytest.approx(256 - 0.5, abs=0.01)  # half an ulp of bf16
+
+
+def test_a_master_copy_that_torch_has_trained_past_is_not_taken_back() -> None:
+    param = parameter()
+    ours = FusedAdamW([param], master_weights=True, **OPTIONS)
+    ours.step()
+    theirs = torch.optim.AdamW([param], **OPTIONS)
+    theirs.load_state_dict(ours.state_dict())
+    steps(theirs, 50)
+    before = param[0].item()
+    again = FusedAdamW([param], master_weights=True, **OPTIONS)
+    again.load_state_dict(theirs.state_dict())
+    again.step()
+    assert before < 0.6
+    assert param[0].item() == pytest.approx(before - 0.01, abs=0.01)
+
+
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+def test_a_checkpoint_loads_in_either_order(first: str) -> None:
+    param = parameter(256.0)
+    optimizer = FusedAdamW([param], master_weights=True, **OPTIONS)
+    steps(optimizer, 20)
+    saved = copy.deepcopy((param.detach(), optimizer.state_dict()))
+    steps(optimizer, 20)
+    other = parameter(-3.0)
+    loaded = FusedAdamW([other], master_weights=True, **OPTIONS)
+    for part in ("model", "optimizer") if first == "model" else ("optimizer", "model"):
+        if part == "model":
+            with torch.no_grad():
+                other.copy_(saved[0])
+        else:
+            loaded.load_state_dict(saved[1])
+    steps(loaded, 20)
+    assert torch.equal(loaded.state[other]["master"], optimizer.state[param]["master"])
+
+
+def test_torchs_state_does_not_switch_master_weights_off() -> None:
+    param = parameter()
+    theirs = torch.optim.AdamW([param], **OPTIONS)
+    theirs.step()
+    ours = FusedAdamW([param], master_weights=True, **OPTIONS)
+    ours.load_state_dict(theirs.state_dict())
+    ours.step()
+    assert ours.param_groups[0]["master_weights"] is True
+    assert "master" in ours.state[param]
+    assert copy.deepcopy(ours).param_groups[0]["master_weights"] is True
+
+
+def test_parameters_without_values_are_refused() -> None:
+    param = torch.nn.Parameter(torch.ones(8, device="meta"))
+    param.grad = torch.ones(8, device="meta")
+    with pytest.raises(UnsupportedProblem, match="a parameter is on the meta device: move it first"):
+        FusedAdamW([param]).step()
