@@ -1,12 +1,13 @@
 """``cutekernels tune``: the command line of a tuning run. The result goes to stdout, progress and errors to stderr.
 
 Exit codes: 0 all tasks have a winner, 1 a task failed, the time ended before it had a winner, or the run was
-interrupted, 2 the request itself is wrong, 143 ended by SIGTERM: all measurements are stored, and the same command
-resumes the run.
+interrupted, 2 the request itself is wrong, 143 ended by SIGTERM, 129 by SIGHUP: all measurements are stored, and the
+same command resumes the run.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -91,7 +92,7 @@ def command(
 
     with ExitStack() as stack:
         try:
-            stack.enter_context(_sigterm_raises())  # the first to enter: a second SIGTERM spoils no closing
+            stack.enter_context(_signals_raise())  # the first to enter: a second one spoils no closing
             wanted = _job(job, requests=requests, gpu=gpu, db=db, op=op, trials=trials, shard=shard)
             devices = _devices(gpus, device, ray)
             if list_ or dry_run:
@@ -102,7 +103,7 @@ def command(
             fleet = _fleet(devices, ray, jobs, lanes)
             if fleet is not None:
                 stack.callback(fleet.close)
-            watcher = stack.enter_context(_watcher(wanted, log))
+            watcher = stack.enter_context(_watcher(wanted, log, db))
             report = tune(
                 wanted,
                 gpu,
@@ -125,9 +126,9 @@ def command(
         except KeyboardInterrupt:
             stack.close()
             terminal.fail(f"interrupted; {_RESUMES}")
-        except _Terminated:
+        except _Terminated as ended:
             stack.close()
-            terminal.fail(f"ended by SIGTERM; {_RESUMES}", code=TERMINATED)
+            terminal.fail(f"ended by {ended.signal.name}; {_RESUMES}", code=128 + ended.signal)
     _print(report, format)
     raise typer.Exit(0 if report.ok else 1)
 
@@ -217,26 +218,44 @@ def _show(job: Job, gpu: str, db: str | None, limit: int | None, format: Format,
 
 
 class _Terminated(BaseException):
-    """SIGTERM arrived."""
+    """A signal to end arrived."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = signal.Signals(number)
 
 
 @contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """SIGTERM ends the run as Ctrl-C does; a second one is ignored while the first is obeyed."""
+def _signals_raise() -> Iterator[None]:
+    """SIGTERM and SIGHUP (a closed terminal) end the run as Ctrl-C does; others are ignored while one is obeyed."""
 
     def end(number: int, frame: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise _Terminated
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)
+        raise _Terminated(number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    ending = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]  # under nohup
+    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in (*ending, signal.SIGINT)}
+    for number in ending:
+        signal.signal(number, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _is_of_database(log: Path, db: str | None) -> bool:
+    """Whether a log would be written into the run's database, or into a file that SQLite keeps beside it."""
+    from cutekernels.db import sqlite
+    from cutekernels.db.engine import url_of
+
+    path = sqlite.path_of(url_of(db))
+    return path is not None and os.path.realpath(log) in {f"{path}{end}" for end in ("", ".lock", *sqlite.SUFFIXES)}
 
 
 @contextmanager
-def _watcher(job: Job, log: Path | None) -> Iterator[Watcher]:
+def _watcher(job: Job, log: Path | None, db: str | None) -> Iterator[Watcher]:
     from cutekernels.autotune.progress import Bars, Lines, Several
     from cutekernels.db import sqlite
     from cutekernels.errors import JobError
@@ -252,6 +271,8 @@ def _watcher(job: Job, log: Path | None) -> Iterator[Watcher]:
             try:
                 if sqlite.must_not_be_overwritten(log):
                     raise JobError(f"--log {log} is an SQLite database: name another file")
+                if _is_of_database(log, db):
+                    raise JobError(f"--log {log} is the run's database, or a file beside it: name another file")
                 stream = log.open("a", encoding="utf-8")
             except OSError as error:
                 raise JobError(f"--log {log}: {error.strerror}; name a file that can be written") from error

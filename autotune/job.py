@@ -40,6 +40,7 @@ from cutekernels.op import Op, Problem
 
 DEFAULT_TRIALS = 40
 MOST_TASKS = 10_000
+MOST_WRITTEN = 3 * MOST_TASKS  # some may be the same
 _DEEPEST = 16  # levels of tables and lists
 MOST_TRIALS = 1_000_000
 _LONGEST = 400  # characters of a message, and of a job's name
@@ -138,9 +139,16 @@ def parse(text: str, source: str, *, find: FindOp | None = None) -> Job:
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
         raise JobError(f"{source}: tasks must be at least one [[tasks]] table; it is {_shown(entries)}")
     tasks: dict[tuple[str, Problem], Task] = {}
+    written = 0
     for number, entry in enumerate(entries, 1):
         for task in _tasks(entry, f"{source}: tasks[{number}]", trials, find or _registered):
             tasks.setdefault((task.op.name, task.problem), task)
+            written += 1
+            if written > MOST_WRITTEN:
+                raise JobError(
+                    f"{source}: a job names at most {MOST_WRITTEN} problems, repeated ones counted; tasks[{number}] "
+                    "passes that: split the file"
+                )
     if len(tasks) > MOST_TASKS:
         raise JobError(f"{source}: a job has at most {MOST_TASKS} tasks; these are {len(tasks)}: split the file")
     return Job(name, tuple(tasks.values()), None if budget_s is None else float(budget_s), source)
@@ -186,6 +194,11 @@ def _shown(value: object) -> str:
     return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
 
 
+def is_empty(problem: Problem) -> bool:
+    """Whether an extent is 0, so that there is nothing to tune."""
+    return any(getattr(problem, f.name) == 0 != f.default for f in fields(problem) if "bucket" in f.metadata)
+
+
 def checked_trials(value: object, where: str) -> int:
     """``value``, if it is a number of attempts; the JobError otherwise names ``where``."""
     if type(value) is not int or not 1 <= value <= MOST_TRIALS:
@@ -210,7 +223,7 @@ def _tasks(entry: Mapping[str, Any], where: str, trials: int, find: FindOp) -> I
             problem = op.Problem.parse(text)
         except UnsupportedProblem as error:
             raise JobError(f"{where}.{key}: {_shown(text)} is no problem of {op.name}: {_cut(error)}") from error
-        if any(getattr(problem, f.name) == 0 != f.default for f in fields(problem) if "bucket" in f.metadata):
+        if is_empty(problem):
             raise JobError(f"{where}.{key}: {_shown(text)} has an empty extent, so there is nothing to tune: remove it")
         yield Task(op, problem.bucket(), trials)
 

@@ -53,7 +53,7 @@ def _left(
         rows, winner = history.stored(), history.winner()
         holding = [row for row in rows if history.holds(row)]
         done = min(wanted, len({row.config for row in holding if row.status in ATTEMPTS}))
-        crowned = winner is not None and (not measured or (winner.origin == origin and history.holds(winner)))
+        crowned = winner is not None and (history.holds(winner) if winner.origin == origin else not measured)
         if rows:
             state = "repeats" if force or not holding else "done" if crowned and done == wanted else "resumes"
     return _row(task) | {

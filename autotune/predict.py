@@ -71,8 +71,9 @@ class Prediction:
         fine = [c for c in ranked if c in self._rows and self._rows[c].status == "ok"]
         winner = self.history.winner()
         message = ""
-        if fine and (todo or winner is None):
-            best = self._rows[fine[0]]
+        best = self._rows[fine[0]] if fine else None
+        # An interrupted run may have stored rows without making the best one of today's kernels the winner.
+        if best is not None and (todo or winner is None or self._behind(winner, best)):
             if self.history.crown(best):
                 winner = best
             else:
@@ -94,6 +95,9 @@ class Prediction:
             seconds=self.clock() - begin,
             message=message,
         )
+
+    def _behind(self, winner: Trial, best: Trial) -> bool:
+        return winner.origin == "predicted" and not (self.history.holds(winner) and winner.config == best.config)
 
     def _remembered(self) -> dict[Config, Trial]:
         rows = ((self.history.config_of(trial), trial) for trial in self.history.earlier())

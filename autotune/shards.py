@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from cutekernels import gpu as gpus
-from cutekernels.autotune.job import DEFAULT_TRIALS, Job, Task, checked_trials
+from cutekernels.autotune.job import DEFAULT_TRIALS, Job, Task, checked_trials, is_empty
 from cutekernels.db.store import Request
 from cutekernels.errors import JobError, UnsupportedProblem
 from cutekernels.gpu import GpuSpec
@@ -75,7 +75,7 @@ def requested(requests: Iterable[Request], gpu: GpuSpec, trials: int | None = No
     """The queue of missed problems as a job: most GPU time per tuning second first.
 
     A problem's worth is its hits times the model's time of the default, over the expected cost of its task. Requests
-    for another GPU, an earlier revision or an op or problem that this version lacks are left out.
+    for another GPU, an earlier revision, an op or problem that this version lacks, or nothing at all are left out.
     """
     from cutekernels.ops import registry
 
@@ -87,7 +87,7 @@ def requested(requests: Iterable[Request], gpu: GpuSpec, trials: int | None = No
             problem = op.Problem.parse(request.problem).bucket()
         except UnsupportedProblem:
             continue
-        if request.gpu != gpu.name or request.revision != op.revision:
+        if request.gpu != gpu.name or request.revision != op.revision or is_empty(problem):
             continue
         task = Task(op, problem, wanted)
         worth = request.hits * op.estimate_us(problem, op.default(problem, gpu), gpu) / expected_s(task)

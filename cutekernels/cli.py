@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -85,6 +86,8 @@ def main() -> None:
 def ended(call: Callable[[], object]) -> None:
     """Run a script. A failure is one line on stderr, with exit code 1, or 2 where a word was wrong."""
     _fill_standard_streams()
+    with suppress(AttributeError):  # a stream of the caller's
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # what its encoding lacks
     try:
         try:
             call()

@@ -131,12 +131,12 @@ def _entry(key: str) -> tuple[Path, Facts, str] | None:
     try:
         record = json.loads((root / f"{key}.json").read_text())
         path = root / f"{key}.{record['backend']}"
-        if record["backend"] not in _BACKENDS or hashlib.sha256(path.read_bytes()).hexdigest() != record["sha256"]:
+        if record["backend"] not in _BACKENDS or _checksum(path, record["facts"]) != record["sha256"]:
             raise ValueError("its checksum differs")
         return path, Facts(**record["facts"]), record["backend"]
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         _log.warning("the cached kernel %s is damaged (%s); building it again", key, error)
         return None
 
@@ -272,13 +272,19 @@ def _keep(artifact: Artifact, made_from: dict[str, Any], key: str) -> None:
     root = directory()
     path = root / f"{key}.{artifact.backend}"
     _replace(path, artifact.save)
+    facts = asdict(artifact.facts)
     record = {
         "backend": artifact.backend,
-        "facts": asdict(artifact.facts),
-        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "facts": facts,
+        "sha256": _checksum(path, facts),
         "made_from": made_from,
     }
     _replace(root / f"{key}.json", lambda file: file.write_text(json.dumps(record, indent=1)))
+
+
+def _checksum(path: Path, facts: Any) -> str:
+    """Of an object and of what is known about it."""
+    return hashlib.sha256(path.read_bytes() + json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:

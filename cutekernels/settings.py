@@ -39,7 +39,9 @@ class Settings:
     def database_path(self) -> Path | None:
         """The SQLite file behind :attr:`database_url`, or None for another database."""
         prefix = "sqlite:///"
-        return Path(self.database_url[len(prefix) :]) if self.database_url.startswith(prefix) else None
+        if not self.database_url.startswith(prefix):
+            return None
+        return Path(os.path.realpath(self.database_url.removeprefix(prefix)))
 
 
 def database_url(text: str) -> str:

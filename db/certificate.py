@@ -13,6 +13,7 @@ from cutekernels.errors import StoreError
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 _MOST_TIED = 100
 _MOST_TEXT = 1000
+_MOST_TOGETHER = 48 * 1024  # characters of all configs: a row is a line of 64 KiB at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,11 @@ class Certificate:
             raise StoreError(f"a certificate's configs must be printable ASCII; default is {short_repr(self.default)}")
         if not 1 <= len(self.tied) <= _MOST_TIED:
             raise StoreError(f"a certificate must name 1 to {_MOST_TIED} tied configs; it has {len(self.tied)}")
+        if sum(map(len, self.tied)) > _MOST_TOGETHER:
+            raise StoreError(
+                f"a certificate's tied configs must have {_MOST_TOGETHER} characters at most; they have "
+                f"{sum(map(len, self.tied))}: name fewer"
+            )
         for name, most in (("challengers", _MOST_TIED), ("processes", 1000)):
             value = getattr(self, name)
             if type(value) is not int or not 0 <= value <= most:

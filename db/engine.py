@@ -33,16 +33,26 @@ from cutekernels.errors import StoreError
 WRITING = "cutekernels_writing"  # execution option: this transaction will write
 
 _LOCK_TIMEOUT_S = 120.0
+_PATIENCE_S = (30, 120)  # PostgreSQL: for a lock that another session holds, and for a statement
 _CONNECT_TIMEOUT_S = 10
 _SECRETS = ("password", "passfile", "sslpassword")  # of a PostgreSQL URL's query
 _SETS_ASIDE = "; `cutekernels db doctor --fix` sets a damaged file aside and begins a fresh one"
 _MIGRATION_LOCK = 0x6375_7465  # PostgreSQL advisory lock: "cute"
+_WRITERS_LOCK = 0x6375_7466
 _TABLES = {"gpu", "environment", "trial", "winner", "request", "rate", "alembic_version"}
 _alembic_lock = threading.Lock()  # Alembic's context is one per process, whatever the database
 
 
-def open_engine(url: str, *, readonly: bool = False, accepts: Collection[str] = (HEAD,)) -> Engine:
+def open_engine(
+    url: str,
+    *,
+    readonly: bool = False,
+    accepts: Collection[str] = (HEAD,),
+    patience_s: tuple[int, int] = _PATIENCE_S,
+) -> Engine:
     """An engine on the database at ``url``, with this package's schema, or for reading one that ``accepts`` names.
+
+    ``patience_s``: how long PostgreSQL waits for a lock, and works on a statement.
 
     Raises:
         StoreError: unreachable, locked for too long, of a newer schema, not ours, or not writable here.
@@ -50,7 +60,7 @@ def open_engine(url: str, *, readonly: bool = False, accepts: Collection[str] = 
     path = sqlite.path_of(url)
     with translated(shown(url)):
         if path is None:
-            engine = _postgres(url)
+            engine = _postgres(url, patience_s)
             if not readonly:
                 _upgrade(engine)
         elif readonly:
@@ -115,7 +125,9 @@ def _remedy(cause: str) -> str:
         return _SETS_ASIDE
     if "interrupted" in cause:
         return f"; reading it took longer than {sqlite.READ_LIMIT_S:.0f} s"
-    if "is full" in cause or "No space" in cause:
+    if "lock timeout" in cause or "statement timeout" in cause:
+        return "; another session of PostgreSQL holds its tables or keeps it busy, try again when it is done"
+    if "is full" in cause or "No space" in cause or "disk I/O" in cause:
         return "; free space on its disk, or name another place with --db or CUTEKERNELS_DB"
     if "locked" in cause:
         return f"; another process has held it for {sqlite.BUSY_TIMEOUT_S:.0f} s, try again when it is done"
@@ -127,7 +139,7 @@ def _remedy(cause: str) -> str:
 # ---- engines ------------------------------------------------------------------------------------------------
 
 
-def _postgres(url: str) -> Engine:
+def _postgres(url: str, patience_s: tuple[int, int] = _PATIENCE_S) -> Engine:
     scheme, _, rest = url.partition("://")
     if scheme in ("postgres", "postgresql"):  # the URL names no driver: use psycopg
         url = f"postgresql+psycopg://{rest}"
@@ -136,7 +148,7 @@ def _postgres(url: str) -> Engine:
     try:
         if "@" in (make_url(url).host or ""):
             raise ValueError("an @ in the host")
-        return create_engine(url, poolclass=NullPool, connect_args={"connect_timeout": _CONNECT_TIMEOUT_S})
+        engine = create_engine(url, poolclass=NullPool, connect_args={"connect_timeout": _CONNECT_TIMEOUT_S})
     except (ImportError, NoSuchModuleError) as error:
         raise StoreError(f"no driver for {shown(url)}: {error}; pip install 'cutekernels[postgres]'") from error
     except (ArgumentError, ValueError) as error:  # which may quote the password
@@ -144,11 +156,40 @@ def _postgres(url: str) -> Engine:
             f"not a database URL: {shown(url)}; one is postgresql://user:password@host:port/name, "
             "an @, / or : in the password written as %40, %2F or %3A"
         ) from error
+    lock_s, statement_s = patience_s
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:  # for this transaction alone: a pooler may keep the session
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{lock_s}s'")
+        connection.exec_driver_sql(f"SET LOCAL statement_timeout = '{statement_s}s'")
+
+    return engine
+
+
+def queue(connection: Connection, *, alone: bool) -> None:
+    """Wait, on PostgreSQL, until no other writer is ``alone``, or until there is none. SQLite has one at a time."""
+    if connection.dialect.name == "postgresql":
+        kind = "" if alone else "_shared"
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock{kind}({_WRITERS_LOCK})")
+
+
+@contextmanager
+def unchanged(url: str, *, readonly: bool) -> Iterator[None]:
+    """Around reading: raises StoreError where it took no lock and a writer came between."""
+    path = sqlite.path_of(url) if readonly else None
+    lockless = path is not None and path.is_file() and sqlite.needs_immutable(path) and not sqlite.is_writable(path)
+    before = sqlite.stamp(path) if path is not None and lockless else None
+    yield
+    if path is not None and before is not None and sqlite.stamp(path) != before:
+        raise StoreError(f"{path} was written to while it was read: repeat the command")
 
 
 def _sqlite(path: Path, *, readonly: bool = False) -> Engine:
     def connect_readonly() -> sqlite3.Connection:
-        return sqlite.connect_readonly(path, sqlite.BUSY_TIMEOUT_S, immutable=sqlite.needs_immutable(path))
+        immutable = sqlite.needs_immutable(path)
+        if immutable and sqlite.is_writable(path):
+            return sqlite.connect_querying(path, sqlite.BUSY_TIMEOUT_S)
+        return sqlite.connect_readonly(path, sqlite.BUSY_TIMEOUT_S, immutable=immutable)
 
     def connect() -> sqlite3.Connection:
         if not readonly:
@@ -186,6 +227,7 @@ def _prepare(path: Path, engine: Engine) -> None:
     if path.exists() and not sqlite.is_database(path):
         raise StoreError(f"{path} is not an SQLite database; name another file with --db or CUTEKERNELS_DB")
     path.parent.mkdir(parents=True, exist_ok=True)
+    os.close(os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT, 0o666))  # FileLock takes some failures for a held lock
     try:
         with FileLock(f"{path}.lock", timeout=_LOCK_TIMEOUT_S):
             trouble = sqlite.damage(path) if path.exists() else None

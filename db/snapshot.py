@@ -267,7 +267,7 @@ def _read_postgres(url: str, gpu: str) -> tuple[list[_Row], list[_Row]]:
 
     from cutekernels.db.engine import open_engine, translated
 
-    engine = open_engine(url, readonly=True, accepts=READABLE)
+    engine = open_engine(url, readonly=True, accepts=READABLE, patience_s=(1, int(_LIMIT_S)))
     with translated("query"), engine.connect() as connection:
         version = _require_known(tuple(connection.execute(text(_VERSION)).one()))
         queries = [_WINNERS, *([_RATES] if version >= RATES_SINCE else [])]

@@ -48,7 +48,8 @@ def path_of(url: str) -> Path | None:
     if url.startswith(_URL_PREFIX):
         text = url[len(_URL_PREFIX) :]
         if text not in ("", ":memory:"):
-            return Path(text).expanduser().absolute()
+            # Where a link leads: SQLite keeps -wal and -journal beside the file itself.
+            return Path(os.path.realpath(Path(text).expanduser()))
     if url.startswith("sqlite"):
         named = re.sub(r"(?<=://).*@", "***@", url)  # SQLCipher's URLs hold a password
         raise StoreError(f"an SQLite database is a file, {_URL_PREFIX}<path>; it is {named!r}. Give a path to a file")
@@ -201,9 +202,24 @@ def connect_readonly(
 ) -> sqlite3.Connection:
     """A connection that cannot write, does not create the file, and is interrupted after :data:`READ_LIMIT_S`."""
     uri = f"{path.as_uri()}?mode=ro" + ("&immutable=1" if immutable else "")
-    connection = _connect(uri, uri=True, timeout=timeout_s)
-    end = time.monotonic() + (READ_LIMIT_S if limit_s is None else limit_s)
+    return _limited(_connect(uri, uri=True, timeout=timeout_s), READ_LIMIT_S if limit_s is None else limit_s)
+
+
+def _limited(connection: sqlite3.Connection, limit_s: float) -> sqlite3.Connection:
+    end = time.monotonic() + limit_s
     connection.set_progress_handler(lambda: time.monotonic() > end, _STEPS_PER_LOOK)
+    return connection
+
+
+def is_writable(path: Path) -> bool:
+    """Whether this user may write to the file and beside it."""
+    return os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
+
+
+def connect_querying(path: Path, timeout_s: float) -> sqlite3.Connection:
+    """A connection with SQLite's locks that refuses to write; files beside one in WAL mode go when it is closed."""
+    connection = _limited(_connect(f"{path.as_uri()}?mode=rw", uri=True, timeout=timeout_s), READ_LIMIT_S)
+    connection.execute("PRAGMA query_only = ON")
     return connection
 
 

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import ColumnElement, Select, Table, and_, delete, exists, or_, select, tuple_, update
+from sqlalchemy import ColumnElement, Select, Table, delete, exists, or_, select, tuple_, update
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.dialects import sqlite as sqlite_dialect
 from sqlalchemy.orm import Session
@@ -286,17 +286,25 @@ def _beats(candidate: Rank, rival: Rank, *, newest: bool) -> bool:
 
 
 def prune(
-    session: Session, conditions: Sequence[ColumnElement[bool]], stale: Iterable[tuple[str, int]], *, count_only: bool
+    session: Session,
+    before: datetime | None,
+    stale: Iterable[tuple[str, int]],
+    within: Sequence[ColumnElement[bool]],
+    *,
+    count_only: bool,
 ) -> int:
-    """Delete trials that meet the conditions and win nothing, and everything of ``stale`` (op, least revision kept)."""
+    """Delete trials ``within`` some: those from before a time that win nothing, and all of ``stale``.
+
+    ``stale`` holds ops with the least revision that is kept.
+    """
     t = _trial.c
     chosen: list[ColumnElement[bool]] = [(t.op == op) & (t.revision < least) for op, least in stale]
-    if conditions:
-        chosen.append(and_(~exists().where(_winner.c.trial_id == t.id), *conditions))
+    if before is not None:
+        chosen.append((t.created_at < before) & ~exists().where(_winner.c.trial_id == t.id))
     if not chosen:
         return 0
     connection = session.connection()
-    ids = [row.id for row in connection.execute(select(t.id).where(or_(*chosen)))]
+    ids = [row.id for row in connection.execute(select(t.id).where(or_(*chosen), *within))]
     if count_only:
         return len(ids)
     for some in batches(ids, _BATCH):

@@ -22,11 +22,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
-from sqlalchemy import and_, case, func, or_, select
+from sqlalchemy import ColumnElement, and_, case, func, or_, select
 from sqlalchemy.orm import Session
 
 from cutekernels.db import lines, models, sqlite, statements, trial
-from cutekernels.db.engine import WRITING, file_errors, open_engine, shown, translated, url_of
+from cutekernels.db.engine import WRITING, file_errors, open_engine, queue, shown, translated, unchanged, url_of
 from cutekernels.db.rate import Rate
 from cutekernels.db.trial import LINE_LIMIT, Environment, Gpu, Trial
 from cutekernels.errors import StoreError
@@ -80,6 +80,7 @@ class Store:
 
     def __init__(self, url: str | os.PathLike[str] | None = None, *, readonly: bool = False) -> None:
         self.url = url_of(url)
+        self._readonly = readonly
         self._engine = open_engine(self.url, readonly=readonly)
         self._writer = self._engine.execution_options(**{WRITING: True})
 
@@ -100,12 +101,15 @@ class Store:
 
     @contextmanager
     def _reading(self) -> Iterator[Session]:
-        with translated(shown(self.url)), Session(self._engine) as session, session.begin():
+        whole = unchanged(self.url, readonly=self._readonly)
+        with translated(shown(self.url)), whole, Session(self._engine) as session, session.begin():
             yield session
 
     @contextmanager
-    def _writing(self) -> Iterator[Session]:
+    def _writing(self, *, alone: bool = False) -> Iterator[Session]:
+        """``alone``: beside no other writer, since rows go that one may be about to point to."""
         with translated(shown(self.url)), Session(self._writer) as session, session.begin():
+            queue(session.connection(), alone=alone)
             yield session
 
     # ---- trials ---------------------------------------------------------------------------------------------
@@ -166,7 +170,10 @@ class Store:
         with self._writing() as session:
             candidate = statements.recorded(session, [trial_id]).get(trial_id)
             if candidate is None:
-                raise StoreError(f"there is no trial {trial_id!r} to crown; record it first")
+                raise StoreError(
+                    f"there is no trial {trial_id!r} to crown: record it first; if a prune has deleted it meanwhile, "
+                    "repeat the command"
+                )
             if candidate.status != "ok":
                 raise StoreError(f"only a trial of status ok can win; {trial_id} has {candidate.status!r}")
             return bool(statements.set_winners(session, [candidate], newest=False))
@@ -368,23 +375,21 @@ class Store:
         Args:
             older_than: delete trials of this age and more that are not winners.
             stale: the revision of each op; delete all trials of earlier ones, winners too.
-            gpu: only trials of this GPU that are older; ``stale`` concerns every GPU.
-            op: only trials of this op, likewise.
+            gpu: only trials of this GPU.
+            op: only trials of this op.
             count_only: delete nothing.
 
         Returns:
             How many trials were, or would be, deleted.
         """
-        where = []
-        if older_than is not None:
-            where = [models.Trial.created_at < datetime.now(UTC) - older_than]
-            if gpu is not None:
-                where.append(models.Trial.gpu_id.in_(select(models.Gpu.id).where(models.Gpu.name == gpu)))
-            if op is not None:
-                where.append(models.Trial.op == op)
-        old = [(name, least) for name, least in (stale or {}).items() if op in (None, name)]
-        with self._writing() as session:
-            return statements.prune(session, where, old, count_only=count_only)
+        within: list[ColumnElement[bool]] = []
+        if gpu is not None:
+            within.append(models.Trial.gpu_id.in_(select(models.Gpu.id).where(models.Gpu.name == gpu)))
+        if op is not None:
+            within.append(models.Trial.op == op)
+        before = None if older_than is None else datetime.now(UTC) - older_than
+        with self._writing(alone=True) as session:
+            return statements.prune(session, before, (stale or {}).items(), within, count_only=count_only)
 
     def broken_rows(self) -> list[str]:
         """Rows that break a rule of :class:`Trial` or point nowhere, each with its reason."""
@@ -424,7 +429,10 @@ def _require_all_past(incoming: Iterable[Trial], source: str, verb: str) -> None
 
 def _require_past(incoming: Trial, latest: datetime) -> None:
     if incoming.created_at > latest:  # it would win every later comparison
-        raise StoreError(f"created_at lies in the future: {incoming.created_at.isoformat()}")
+        raise StoreError(
+            f"created_at lies in the future, {incoming.created_at.isoformat()}: set this machine's clock, or correct "
+            "the row"
+        )
 
 
 def replace_file(path: Path, text: str) -> None:

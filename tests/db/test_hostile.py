@@ -271,6 +271,16 @@ def test_prune_keeps_winners_and_forgets_the_rest(tmp_path: Path) -> None:
         assert store.prune() == 0
 
 
+def test_prune_of_one_gpu_leaves_the_others_alone(tmp_path: Path) -> None:
+    mine, other = trial("mine=1", revision=0), trial("other=1", revision=0, gpu=L40S)
+    with Store(database(tmp_path / "tuned.db", mine, other)) as store:
+        assert store.prune(stale={"gemm": 1}, gpu="h200", count_only=True) == 1
+        assert store.prune(stale={"gemm": 1}, gpu="h200") == 1
+        assert store.winners() == [other]
+        assert store.prune(stale={"gemm": 1}, op="rope") == 0
+        assert store.prune(older_than=timedelta(days=-1), gpu="h200") == 0
+
+
 def test_the_view_has_a_row_for_each_winner(tmp_path: Path) -> None:
     path = database(tmp_path / "tuned.db", trial(baseline_us=20.0), trial("lost=1", status="crashed"))
     with closing(sqlite3.connect(path)) as connection:

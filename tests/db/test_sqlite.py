@@ -412,3 +412,59 @@ def test_the_lock_on_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             Store(path)
         assert not path.exists()
     Store(path).close()
+
+
+# ---- links, and reading without a lock ----------------------------------------------------------------------
+
+
+def test_a_link_means_the_database_it_leads_to(tmp_path: Path) -> None:
+    """A damaged one is set aside where it lies, and the link stays a link."""
+    real, link = tmp_path / "real" / "tuned.db", tmp_path / "link.db"
+    with Store(real) as store:
+        store.record([trial(f"a={i}") for i in range(200)])
+    link.symlink_to(real)
+    damage_pages(real)
+    with Store(link) as store:
+        store.record([trial("b=1")])
+    assert link.is_symlink()
+    with Store(real, readonly=True) as store:
+        assert [t.config for t in store.trials()] == ["b=1"]
+    assert len(list(real.parent.glob("tuned.db.corrupt-*"))) == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link.db", "real"]
+
+
+@pytest.fixture
+def wal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A database in WAL mode that nobody has open."""
+    monkeypatch.setattr(sqlite, "wal_is_safe", lambda: True)
+    with Store(tmp_path / "tuned.db") as store:
+        store.record([trial("a=1")])
+    assert sqlite.needs_immutable(tmp_path / "tuned.db")
+    return tmp_path / "tuned.db"
+
+
+def test_a_reader_has_one_view_while_others_write(wal: Path) -> None:
+    with Store(wal, readonly=True) as reader, Store(wal) as writer:
+        with reader._reading() as session:
+            first = session.connection().exec_driver_sql("SELECT count(*) FROM trial").scalar()
+            writer.record([trial("a=2")])
+            assert session.connection().exec_driver_sql("SELECT count(*) FROM trial").scalar() == first == 1
+            with pytest.raises(Exception, match="readonly"):
+                session.connection().exec_driver_sql("DELETE FROM trial")
+        assert len(reader.trials()) == 2
+    assert [p.name for p in wal.parent.iterdir() if p.suffix != ".lock"] == ["tuned.db"]
+
+
+def test_a_reader_that_can_lock_nothing_says_when_a_writer_came_between(
+    wal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite, "is_writable", lambda path: False)  # as in another user's folder
+    with Store(wal, readonly=True) as reader, Store(wal) as writer:
+        with pytest.raises(StoreError, match="was written to while it was read: repeat the command"), reader._reading():
+            writer.record([trial("a=2")])
+        assert len(reader.trials()) == 2
+
+
+def test_a_place_for_no_lock_file_is_told_at_once() -> None:
+    with pytest.raises(StoreError, match=r"/proc/x\.db"):
+        Store("/proc/x.db")

@@ -151,6 +151,12 @@ def test_a_certificates_huge_number_breaks_a_rule(path: Path, tmp_path: Path) ->
         assert "certificate must be a certificate" in broken
 
 
+def test_a_certificate_that_no_line_holds_is_refused() -> None:
+    tied = tuple(f"a={i:0998}" for i in range(60))
+    with pytest.raises(StoreError, match=r"at most; they have 60000: name fewer"):
+        Certificate(tied[0], tied, 1, 1, (1.0,) * 7)
+
+
 GOOD = "'h200', 'gemm', 1, 'm=8 n=64 k=32', 3, '2026-01-01 00:00:00'"
 
 

@@ -294,3 +294,13 @@ class TestDslImport:
         monkeypatch.setattr(cli, "_DSL_IMPORT", "import time; time.sleep(60)")
         monkeypatch.setattr(cli, "_DSL_IMPORT_DEADLINE_S", 0.5)
         assert "still importing" in cli._dsl_import().value
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_text_that_stdout_lacks_is_escaped(encoding: str) -> None:
+    code = "from cutekernels.cli import ended; ended(lambda: print('\\u03bcs \\u00b5s'))"
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True, timeout=60
+    )
+    assert (run.returncode, run.stderr) == (0, b"")
+    assert run.stdout == "\u03bcs \u00b5s\n".encode(encoding, "backslashreplace")

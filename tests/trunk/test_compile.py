@@ -43,6 +43,11 @@ CONFIG = ToyConfig(32, 2, True)
 FACTS = Facts(registers=32, stack_bytes=0, smem_bytes=1024)
 
 
+def checksum(facts: dict[str, int]) -> str:
+    """Of the one object that there is."""
+    return hashlib.sha256(only("*.text").read_bytes() + json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
 class TextArtifact(Artifact):
     """A kernel that is a line of text, and whose launch returns it."""
 
@@ -145,7 +150,7 @@ class TestHits:
             "config": str(CONFIG),
             "target": "sm_90a",
         }
-        assert record["sha256"] == hashlib.sha256(only("*.text").read_bytes()).hexdigest()
+        assert record["sha256"] == checksum(record["facts"])
 
     def test_a_build_that_fails_leaves_nothing_and_is_tried_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(p: Any, c: Any, gpu: Any) -> Any:
@@ -283,6 +288,8 @@ DAMAGE: dict[str, Callable[[], object]] = {
     "backend no text": lambda: edit(backend=["text"]),
     "facts of another version": lambda: edit(facts={"registers": 1, "barriers": 2}),
     "checksum of another": lambda: edit(sha256="0" * 64),
+    "facts of another": lambda: edit(facts={"registers": 32, "stack_bytes": 4096, "smem_bytes": 1024}),
+    "nested without end": lambda: only("*.json").write_text("[" * 100_000),
 }
 
 
@@ -310,7 +317,7 @@ def test_an_object_that_does_not_load_is_built_again(caplog: pytest.LogCaptureFi
     get()
     forget()
     only("*.text").write_text("another loader's format")
-    edit(sha256=hashlib.sha256(only("*.text").read_bytes()).hexdigest())
+    edit(sha256=checksum(json.loads(only("*.json").read_text())["facts"]))
     with caplog.at_level(logging.WARNING, logger="cutekernels"):
         assert get().startswith("fresh")
     assert "holds no toy kernel" in caplog.text

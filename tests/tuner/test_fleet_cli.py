@@ -117,6 +117,29 @@ def test_sigterm_stores_everything_and_the_same_command_resumes(tmp_path: Path, 
     assert log.count("[1/8]") == 2 and "[8/8]" in log, "a resumed run continues its log"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_while_one_signal_is_obeyed_others_wait(number: signal.Signals) -> None:
+    watched = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    before = list(map(signal.getsignal, watched))
+    with pytest.raises(cli._Terminated) as caught, cli._signals_raise():
+        try:
+            signal.raise_signal(number)
+        finally:
+            for other in watched:
+                signal.raise_signal(other)
+    assert caught.value.signal is number
+    assert list(map(signal.getsignal, watched)) == before
+
+
+def test_a_signal_that_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with cli._signals_raise():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.slow
 def test_all_gpus_of_a_host_take_part(tmp_path: Path, toml: Path) -> None:
     seen = tmp_path / "seen"

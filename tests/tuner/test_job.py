@@ -170,3 +170,9 @@ def test_bundled_jobs_hold_real_problems() -> None:
     assert any(text.startswith("m=8192 n=4096 k=14336") for text in llama)
     # An extent that is 0 unless said, of what may be absent, is not an empty one.
     assert any("heads_kv" not in str(task.problem) for task in load("rope").tasks)
+
+
+def test_repeated_problems_are_counted_too() -> None:
+    text = 'name = "x"\n' + 4 * f"[[tasks]]\nop = 'toy'\ngrid = {{ m = {list(range(1, 9001))}, n = [64] }}\n"
+    with pytest.raises(JobError, match=r"at most 30000 problems, repeated ones counted; tasks\[4\] passes that: split"):
+        read(text)

@@ -24,6 +24,17 @@ def test_the_log_is_not_appended_to_a_database(tmp_path: Path) -> None:
     assert log.read_bytes() == before
 
 
+@pytest.mark.parametrize("beside", ["", "-wal", "-journal", ".lock"])
+def test_the_log_is_no_file_of_the_run_s_database(tmp_path: Path, beside: str) -> None:
+    """Neither is there yet; a link leads to it."""
+    (tmp_path / "link").symlink_to(tmp_path)
+    log = tmp_path / "link" / f"new.db{beside}"
+    result = CliRunner().invoke(cli.app, ["demo", "--gpu", "l40s", "--log", str(log), "--db", str(tmp_path / "new.db")])
+    assert result.exit_code == 2
+    assert "is the run's database, or a file beside it: name another file" in " ".join(result.stderr.split())
+    assert not list(tmp_path.glob("new.db*"))
+
+
 @pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000])
 def test_a_name_too_long_for_a_file_is_no_job(name: str) -> None:
     result = CliRunner().invoke(cli.app, [name, "--list"])

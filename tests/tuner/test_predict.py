@@ -97,6 +97,28 @@ def test_interrupted_runs_keep_their_rows_and_go_on(store: Store) -> None:
     assert {str(c) for c in second.compiled} == {str(c) for c in VALID} - kept
 
 
+def test_a_run_that_was_stopped_before_it_crowned_is_made_good(store: Store) -> None:
+    """Its rows are all there, and the winner is still one of older sources."""
+    old = task_history(store)
+    old.sources = "0" * 64
+    row = old.row(RANKED[1], "ok", estimate_us=1.0)
+    old.record([row])
+    old.crown(row)
+
+    def stop(trial: Any, done: int, wanted: int) -> None:
+        if done == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(store, ToyMachine(width=1), on_trial=stop)
+    assert store.winners() == [row]
+    machine = ToyMachine()
+    report = run(store, machine, limit=5)
+    assert machine.compiled == []
+    assert report.winner is not None and report.winner.config == str(RANKED[0])
+    assert task_history(store).holds(report.winner) and store.winners() == [report.winner]
+
+
 def test_the_deadline_stops_it(store: Store) -> None:
     machine = ToyMachine(width=1)
 

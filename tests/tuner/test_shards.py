@@ -73,6 +73,7 @@ class TestRequested:
             self.request("m=32 n=64", 1, gpu="l40s"),
             self.request("m=64 n=64", 1, revision=2),
             self.request("colour=red", 1),
+            self.request("m=0 n=64", 1),
         ]
         assert [str(t.problem) for t in shards.requested(queue, H200).tasks] == ["m=16 n=64"]
 
