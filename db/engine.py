@@ -15,7 +15,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Collection, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -160,8 +160,9 @@ def _postgres(url: str, patience_s: tuple[int, int] = _PATIENCE_S) -> Engine:
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:  # for this transaction alone: a pooler may keep the session
-        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{lock_s}s'")
-        connection.exec_driver_sql(f"SET LOCAL statement_timeout = '{statement_s}s'")
+        limits = {"lock_timeout": lock_s, "statement_timeout": statement_s}
+        both = ", ".join(f"set_config('{name}', '{limit}s', true)" for name, limit in limits.items())
+        connection.exec_driver_sql(f"SELECT {both}")
 
     return engine
 
@@ -188,7 +189,8 @@ def _sqlite(path: Path, *, readonly: bool = False) -> Engine:
     def connect_readonly() -> sqlite3.Connection:
         immutable = sqlite.needs_immutable(path)
         if immutable and sqlite.is_writable(path):
-            return sqlite.connect_querying(path, sqlite.BUSY_TIMEOUT_S)
+            with suppress(sqlite3.OperationalError):  # a full disk has no room for files beside it
+                return sqlite.connect_querying(path, sqlite.BUSY_TIMEOUT_S)
         return sqlite.connect_readonly(path, sqlite.BUSY_TIMEOUT_S, immutable=immutable)
 
     def connect() -> sqlite3.Connection:

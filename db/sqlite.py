@@ -219,7 +219,12 @@ def is_writable(path: Path) -> bool:
 def connect_querying(path: Path, timeout_s: float) -> sqlite3.Connection:
     """A connection with SQLite's locks that refuses to write; files beside one in WAL mode go when it is closed."""
     connection = _limited(_connect(f"{path.as_uri()}?mode=rw", uri=True, timeout=timeout_s), READ_LIMIT_S)
-    connection.execute("PRAGMA query_only = ON")
+    try:
+        connection.execute("PRAGMA query_only = ON")
+        connection.execute("PRAGMA schema_version").fetchone()  # makes the files beside it
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 

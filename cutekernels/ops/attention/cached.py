@@ -10,15 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from cutekernels.op import Work, plain
 from cutekernels.ops.attention import reference
 from cutekernels.ops.attention.config import AttentionConfig
-from cutekernels.ops.attention.decode import PAGE_SIZES, posed
+from cutekernels.ops.attention.decode import PAGE_SIZES, results, sampled
 from cutekernels.ops.attention.op import PrefillOp
-from cutekernels.ops.attention.problem import AttentionProblem, depth, launch_blind, sample_sinks, score_factors
+from cutekernels.ops.attention.problem import AttentionProblem, depth, launch_blind, score_factors
 from cutekernels.ops.shared.per_stream import Workspace
 
 if TYPE_CHECKING:
@@ -107,17 +106,10 @@ class CacheAttention(PrefillOp[CacheProblem]):
     # -- mathematics
 
     def outputs(self, p: CacheProblem, *args: Any) -> tuple[Tensor, ...]:
-        q = args[0]
-        out = q.new_empty(q.shape)
-        return (out, q.new_empty((p.batch, p.heads_q, p.seq_q), dtype=torch.float32)) if p.lse else (out,)
+        return results(p, args[0])
 
     def sample(self, p: CacheProblem, device: str, seed: int) -> tuple[Any, ...]:
-        """Sequences that nearly fill the cache, each of its own length; NaN wherever no sequence has a token."""
-        generator = torch.Generator(device=device).manual_seed(seed)
-        spare = torch.randint(0, min(16, p.seq_kv // 2) + 1, (p.batch,), generator=generator, device=device)
-        lengths = (p.seq_kv - spare).to(torch.int32)
-        sinks = sample_sinks(p.sinks, p.dtype, p.heads_q, p.pairs / max(1, p.seq_q), generator)
-        return (*posed(p, lengths, generator), sinks, p.head_dim**-0.5, 2.0 if p.softcap else 0.0)
+        return sampled(p, p.pairs / max(1, p.seq_q), device, seed)
 
     def reference(self, p: CacheProblem, *args: Any) -> tuple[Tensor, ...]:
         return reference.decode(*args, left=p.sides["left"])[: 1 + p.lse]

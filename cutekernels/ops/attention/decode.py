@@ -288,17 +288,10 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
     # -- mathematics
 
     def outputs(self, p: DecodeProblem, *args: Any) -> tuple[Tensor, ...]:
-        q = args[0]
-        out = q.new_empty(q.shape)
-        return (out, q.new_empty((p.batch, p.heads_q, p.seq_q), dtype=torch.float32)) if p.lse else (out,)
+        return results(p, args[0])
 
     def sample(self, p: DecodeProblem, device: str, seed: int) -> tuple[Any, ...]:
-        """Sequences that nearly fill the cache, each of its own length; NaN wherever no sequence has a token."""
-        generator = torch.Generator(device=device).manual_seed(seed)
-        spare = torch.randint(0, min(16, p.seq_kv // 2) + 1, (p.batch,), generator=generator, device=device)
-        lengths = (p.seq_kv - spare).to(torch.int32)
-        sinks = sample_sinks(p.sinks, p.dtype, p.heads_q, p.keys, generator)
-        return (*posed(p, lengths, generator), sinks, p.head_dim**-0.5, 2.0 if p.softcap else 0.0)
+        return sampled(p, p.keys, device, seed)
 
     def reference(self, p: DecodeProblem, *args: Any) -> tuple[Tensor, ...]:
         return reference.decode(*args, left=p.window_left if p.window else None)[: 1 + p.lse]
@@ -323,6 +316,27 @@ def check_page_size(size: int) -> None:
     """Refuses a number of tokens that no page has."""
     if size not in PAGE_SIZES:
         raise UnsupportedProblem(f"a page has {', '.join(map(str, PAGE_SIZES))} tokens, not {size}")
+
+
+# ---- samples and results of problems over a cache: of a CacheProblem too ---------------------------------
+
+
+def results(p: Any, q: Tensor) -> tuple[Tensor, ...]:
+    """``out`` like ``q``, and with ``lse`` fp32 ``(B, HQ, SQ)``."""
+    out = q.new_empty(q.shape)
+    return (out, q.new_empty((p.batch, p.heads_q, p.seq_q), dtype=torch.float32)) if p.lse else (out,)
+
+
+def sampled(p: Any, keys: float, device: str, seed: int) -> tuple[Any, ...]:
+    """Sequences that nearly fill the cache, each of its own length; NaN wherever no sequence has a token.
+
+    ``keys``: how many a query sees, for sinks that have a share of the softmax.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+    spare = torch.randint(0, min(16, p.seq_kv // 2) + 1, (p.batch,), generator=generator, device=device)
+    lengths = (p.seq_kv - spare).to(torch.int32)
+    sinks = sample_sinks(p.sinks, p.dtype, p.heads_q, keys, generator)
+    return (*posed(p, lengths, generator), sinks, p.head_dim**-0.5, 2.0 if p.softcap else 0.0)
 
 
 def posed(p: Any, lengths: Tensor, generator: torch.Generator) -> tuple[Any, ...]:
