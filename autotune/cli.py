@@ -127,8 +127,10 @@ def command(
             stack.close()
             terminal.fail(f"interrupted; {_RESUMES}")
         except _Terminated as ended:
-            stack.close()
-            terminal.fail(f"ended by {ended.signal.name}; {_RESUMES}", code=128 + ended.signal)
+            with suppress(OSError):  # the terminal may be gone
+                stack.close()
+                terminal.say(f"ended by {ended.signal.name}; {_RESUMES}")
+            raise typer.Exit(128 + ended.signal) from None
     _print(report, format)
     raise typer.Exit(0 if report.ok else 1)
 

@@ -45,7 +45,8 @@ class FusedAdamW(torch.optim.Optimizer):
         weight_decay: decoupled from the gradient.
         maximize: ascend.
         master_weights: keep an fp32 copy of each bf16 or fp16 parameter, and round it to the parameter at each step.
-            Values that others have written to the parameter since are taken over.
+            Values that others have written to the parameter since are taken over, but for those written through
+            ``.data`` or by a CUDA graph, which nothing tells of.
         capturable: accepted for compatibility. Steps can always be captured in a CUDA graph, after one that was not.
         fused: None or True, as this optimizer is; accepted for compatibility.
         foreach: None or False.
@@ -115,10 +116,10 @@ class FusedAdamW(torch.optim.Optimizer):
             raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        defaults = state.get("defaults") or self.defaults
-        for group in state["param_groups"]:  # before anything is taken over
+        own = [group.get("master_weights", False) for group in getattr(self, "param_groups", ())]
+        for number, group in enumerate(state["param_groups"]):  # before anything is taken over
             group.setdefault("maximize", False)
-            group.setdefault("master_weights", defaults.get("master_weights", False))
+            group.setdefault("master_weights", own[number] if number < len(own) else False)  # torch's has none
             group["fused"], group["foreach"] = True, None  # how the state lies, wherever it came from
             _check_group(group)
         super().__setstate__(state)
@@ -160,9 +161,8 @@ class FusedAdamW(torch.optim.Optimizer):
             _check_group(group)
         for number, group in enumerate(self.param_groups):
             kinds: dict[tuple[Any, ...], list[_Operands]] = {}
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
+            updated = [param for param in group["params"] if param.grad is not None]
+            for param in updated:
                 operands = self._operands(param, group)
                 kinds.setdefault(operands.kind, []).append(operands)
             for kind, found in kinds.items():
@@ -176,7 +176,7 @@ class FusedAdamW(torch.optim.Optimizer):
                         o.home.copy_(o.param)
                 torch.autograd.graph.increment_version([o.home if o.home is not None else o.param for o in found])
             if group["master_weights"]:
-                self._versions.update((param, param._version) for param in group["params"])
+                self._versions.update((param, _shard(param, param)._version) for param in updated)
         return loss
 
     def _operands(self, param: Tensor, group: dict[str, Any]) -> _Operands:
@@ -200,7 +200,7 @@ class FusedAdamW(torch.optim.Optimizer):
         if group["master_weights"] and param.dtype != wide and "master" not in state:
             state["master"] = torch.empty_like(param, dtype=wide).copy_(param)
         master = state.get("master") if param.dtype != wide else None
-        if master is not None and self._versions.get(param) != param._version:  # loaded, or written to by others
+        if master is not None and self._versions.get(param) != _shard(param, param)._version:  # written to by others
             master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(wide)))
         exp_avg, exp_avg_sq = (state[name] for name in _MOMENTS)
         param, grad, exp_avg, exp_avg_sq = (_shard(t, param) for t in (param, grad, exp_avg, exp_avg_sq))

@@ -15,7 +15,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Collection, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ WRITING = "cutekernels_writing"  # execution option: this transaction will write
 _LOCK_TIMEOUT_S = 120.0
 _PATIENCE_S = (30, 120)  # PostgreSQL: for a lock that another session holds, and for a statement
 _CONNECT_TIMEOUT_S = 10
+_NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)  # for files beside a database
 _SECRETS = ("password", "passfile", "sslpassword")  # of a PostgreSQL URL's query
 _SETS_ASIDE = "; `cutekernels db doctor --fix` sets a damaged file aside and begins a fresh one"
 _MIGRATION_LOCK = 0x6375_7465  # PostgreSQL advisory lock: "cute"
@@ -125,8 +126,10 @@ def _remedy(cause: str) -> str:
         return _SETS_ASIDE
     if "interrupted" in cause:
         return f"; reading it took longer than {sqlite.READ_LIMIT_S:.0f} s"
-    if "lock timeout" in cause or "statement timeout" in cause:
-        return "; another session of PostgreSQL holds its tables or keeps it busy, try again when it is done"
+    if "lock timeout" in cause:
+        return "; another session of PostgreSQL holds its tables, try again when it is done"
+    if "statement timeout" in cause:
+        return f"; PostgreSQL took longer than {_PATIENCE_S[1]} s, try again when it is less busy"
     if "is full" in cause or "No space" in cause or "disk I/O" in cause:
         return "; free space on its disk, or name another place with --db or CUTEKERNELS_DB"
     if "locked" in cause:
@@ -174,24 +177,27 @@ def queue(connection: Connection, *, alone: bool) -> None:
         connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock{kind}({_WRITERS_LOCK})")
 
 
-@contextmanager
-def unchanged(url: str, *, readonly: bool) -> Iterator[None]:
-    """Around reading: raises StoreError where it took no lock and a writer came between."""
-    path = sqlite.path_of(url) if readonly else None
-    lockless = path is not None and path.is_file() and sqlite.needs_immutable(path) and not sqlite.is_writable(path)
-    before = sqlite.stamp(path) if path is not None and lockless else None
-    yield
-    if path is not None and before is not None and sqlite.stamp(path) != before:
+def require_unchanged(connection: Connection) -> None:
+    """After reading: raises StoreError where it took no lock and a writer came between."""
+    path, before = getattr(connection.connection.dbapi_connection, "unlocked", None) or (None, None)
+    if path is not None and sqlite.stamp(path) != before:
         raise StoreError(f"{path} was written to while it was read: repeat the command")
 
 
 def _sqlite(path: Path, *, readonly: bool = False) -> Engine:
-    def connect_readonly() -> sqlite3.Connection:
-        immutable = sqlite.needs_immutable(path)
-        if immutable and sqlite.is_writable(path):
-            with suppress(sqlite3.OperationalError):  # a full disk has no room for files beside it
+    def connect_readonly() -> sqlite.Connection:
+        if not sqlite.needs_immutable(path):
+            return sqlite.connect_readonly(path, sqlite.BUSY_TIMEOUT_S, immutable=False)
+        if sqlite.may_lock(path):
+            try:
                 return sqlite.connect_querying(path, sqlite.BUSY_TIMEOUT_S)
-        return sqlite.connect_readonly(path, sqlite.BUSY_TIMEOUT_S, immutable=immutable)
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF not in _NO_ROOM:
+                    raise
+        before = sqlite.stamp(path)
+        connection = sqlite.connect_readonly(path, sqlite.BUSY_TIMEOUT_S, immutable=True)
+        connection.unlocked = path, before
+        return connection
 
     def connect() -> sqlite3.Connection:
         if not readonly:
@@ -261,6 +267,7 @@ def _upgrade(engine: Engine) -> None:
             return
     with engine.execution_options(**{WRITING: True}).begin() as connection:
         if connection.dialect.name == "postgresql":
+            connection.execute(text("SELECT set_config('statement_timeout', '0', true)"))  # it works on whole tables
             connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _MIGRATION_LOCK})
         _migrate(connection)
 

@@ -131,10 +131,14 @@ os.register_at_fork(
 )
 
 
-class _Connection(sqlite3.Connection):
-    """A connection that os.fork waits for, until it is closed."""
+class Connection(sqlite3.Connection):
+    """A connection that os.fork waits for, until it is closed.
+
+    ``unlocked``: the file and its :func:`stamp` before it was opened, where reading takes no lock.
+    """
 
     counted: _OpenConnections | None = None
+    unlocked: tuple[Path, tuple[int, ...]] | None = None
 
     def close(self) -> None:
         super().close()
@@ -147,11 +151,11 @@ class _Connection(sqlite3.Connection):
             self.close()
 
 
-def _connect(target: str | Path, **options: Any) -> sqlite3.Connection:
+def _connect(target: str | Path, **options: Any) -> Connection:
     counted = _connections
     counted.enter()
     try:
-        connection = sqlite3.connect(target, isolation_level=None, factory=_Connection, **options)
+        connection = sqlite3.connect(target, isolation_level=None, factory=Connection, **options)
     except BaseException:
         counted.leave()
         raise
@@ -161,7 +165,7 @@ def _connect(target: str | Path, **options: Any) -> sqlite3.Connection:
     return connection
 
 
-def connect(path: Path) -> sqlite3.Connection:
+def connect(path: Path) -> Connection:
     """A connection for reading and writing whose transactions the caller begins."""
     connection = _connect(path, timeout=BUSY_TIMEOUT_S)
     connection.execute("PRAGMA foreign_keys = ON")
@@ -197,26 +201,24 @@ def needs_immutable(path: Path) -> bool:
     return in_wal_mode(path) and (not wal.exists() or wal.stat().st_size == 0)
 
 
-def connect_readonly(
-    path: Path, timeout_s: float, *, immutable: bool, limit_s: float | None = None
-) -> sqlite3.Connection:
+def connect_readonly(path: Path, timeout_s: float, *, immutable: bool, limit_s: float | None = None) -> Connection:
     """A connection that cannot write, does not create the file, and is interrupted after :data:`READ_LIMIT_S`."""
     uri = f"{path.as_uri()}?mode=ro" + ("&immutable=1" if immutable else "")
     return _limited(_connect(uri, uri=True, timeout=timeout_s), READ_LIMIT_S if limit_s is None else limit_s)
 
 
-def _limited(connection: sqlite3.Connection, limit_s: float) -> sqlite3.Connection:
+def _limited(connection: Connection, limit_s: float) -> Connection:
     end = time.monotonic() + limit_s
     connection.set_progress_handler(lambda: time.monotonic() > end, _STEPS_PER_LOOK)
     return connection
 
 
-def is_writable(path: Path) -> bool:
-    """Whether this user may write to the file and beside it."""
-    return os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
+def may_lock(path: Path) -> bool:
+    """Whether locks can be taken: this user may write to the file and beside it, and the disk is a local one."""
+    return os.access(path, os.W_OK) and os.access(path.parent, os.W_OK) and network_filesystem(path) is None
 
 
-def connect_querying(path: Path, timeout_s: float) -> sqlite3.Connection:
+def connect_querying(path: Path, timeout_s: float) -> Connection:
     """A connection with SQLite's locks that refuses to write; files beside one in WAL mode go when it is closed."""
     connection = _limited(_connect(f"{path.as_uri()}?mode=rw", uri=True, timeout=timeout_s), READ_LIMIT_S)
     try:

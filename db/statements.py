@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import ColumnElement, Select, Table, delete, exists, or_, select, tuple_, update
+from sqlalchemy import ColumnElement, Select, Table, and_, delete, exists, false, or_, select, tuple_, update
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.dialects import sqlite as sqlite_dialect
 from sqlalchemy.orm import Session
@@ -285,15 +285,10 @@ def _beats(candidate: Rank, rival: Rank, *, newest: bool) -> bool:
 # ---- pruning ------------------------------------------------------------------------------------------------
 
 
-def prune(
-    session: Session,
-    before: datetime | None,
-    stale: Iterable[tuple[str, int]],
-    within: Sequence[ColumnElement[bool]],
-    *,
-    count_only: bool,
-) -> int:
-    """Delete trials ``within`` some: those from before a time that win nothing, and all of ``stale``.
+def to_prune(
+    before: datetime | None, stale: Iterable[tuple[str, int]], within: Sequence[ColumnElement[bool]]
+) -> ColumnElement[bool]:
+    """The condition on trials ``within`` some to go: those from before a time that win nothing, and all of ``stale``.
 
     ``stale`` holds ops with the least revision that is kept.
     """
@@ -301,15 +296,22 @@ def prune(
     chosen: list[ColumnElement[bool]] = [(t.op == op) & (t.revision < least) for op, least in stale]
     if before is not None:
         chosen.append((t.created_at < before) & ~exists().where(_winner.c.trial_id == t.id))
-    if not chosen:
-        return 0
-    connection = session.connection()
-    ids = [row.id for row in connection.execute(select(t.id).where(or_(*chosen), *within))]
-    if count_only:
-        return len(ids)
+    return and_(or_(false(), *chosen), *within)
+
+
+def ids_of(session: Session, condition: ColumnElement[bool]) -> list[str]:
+    """Ids of the trials that meet a condition."""
+    return [row.id for row in session.connection().execute(select(_trial.c.id).where(condition))]
+
+
+def prune(session: Session, condition: ColumnElement[bool], ids: Sequence[str]) -> int:
+    """Delete those of ``ids`` that still meet the condition, with what nothing points to any more."""
+    connection, deleted = session.connection(), 0
     for some in batches(ids, _BATCH):
-        connection.execute(delete(_winner).where(_winner.c.trial_id.in_(some)))
-        connection.execute(delete(_trial).where(t.id.in_(some)))
-    for table, column in ((_gpu, t.gpu_id), (_environment, t.environment_id)):
+        going = ids_of(session, _trial.c.id.in_(some) & condition)
+        connection.execute(delete(_winner).where(_winner.c.trial_id.in_(going)))
+        connection.execute(delete(_trial).where(_trial.c.id.in_(going)))
+        deleted += len(going)
+    for table, column in ((_gpu, _trial.c.gpu_id), (_environment, _trial.c.environment_id)):
         connection.execute(delete(table).where(~exists().where(column == table.c.id)))
-    return len(ids)
+    return deleted

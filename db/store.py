@@ -26,7 +26,7 @@ from sqlalchemy import ColumnElement, and_, case, func, or_, select
 from sqlalchemy.orm import Session
 
 from cutekernels.db import lines, models, sqlite, statements, trial
-from cutekernels.db.engine import WRITING, file_errors, open_engine, queue, shown, translated, unchanged, url_of
+from cutekernels.db.engine import WRITING, file_errors, open_engine, queue, require_unchanged, shown, translated, url_of
 from cutekernels.db.rate import Rate
 from cutekernels.db.trial import LINE_LIMIT, Environment, Gpu, Trial
 from cutekernels.errors import StoreError
@@ -69,6 +69,9 @@ class ImportReport:
     kept: int
 
 
+PRUNED_AT_ONCE = 5000
+
+
 class Store:
     """The database at ``url`` (a path, an SQLite or a PostgreSQL URL; None for the one in the settings).
 
@@ -80,7 +83,6 @@ class Store:
 
     def __init__(self, url: str | os.PathLike[str] | None = None, *, readonly: bool = False) -> None:
         self.url = url_of(url)
-        self._readonly = readonly
         self._engine = open_engine(self.url, readonly=readonly)
         self._writer = self._engine.execution_options(**{WRITING: True})
 
@@ -101,9 +103,9 @@ class Store:
 
     @contextmanager
     def _reading(self) -> Iterator[Session]:
-        whole = unchanged(self.url, readonly=self._readonly)
-        with translated(shown(self.url)), whole, Session(self._engine) as session, session.begin():
+        with translated(shown(self.url)), Session(self._engine) as session, session.begin():
             yield session
+            require_unchanged(session.connection())
 
     @contextmanager
     def _writing(self, *, alone: bool = False) -> Iterator[Session]:
@@ -388,8 +390,16 @@ class Store:
         if op is not None:
             within.append(models.Trial.op == op)
         before = None if older_than is None else datetime.now(UTC) - older_than
-        with self._writing(alone=True) as session:
-            return statements.prune(session, before, (stale or {}).items(), within, count_only=count_only)
+        chosen = statements.to_prune(before, (stale or {}).items(), within)
+        with self._reading() as session:
+            ids = statements.ids_of(session, chosen)
+        if count_only:
+            return len(ids)
+        deleted = 0
+        for some in statements.batches(ids, PRUNED_AT_ONCE):  # others write in between
+            with self._writing(alone=True) as session:
+                deleted += statements.prune(session, chosen, some)
+        return deleted
 
     def broken_rows(self) -> list[str]:
         """Rows that break a rule of :class:`Trial` or point nowhere, each with its reason."""

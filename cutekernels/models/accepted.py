@@ -52,7 +52,7 @@ def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
         )
     shared = shared_parameters(model)
     for path, p in model.named_parameters(remove_duplicate=False):
-        if id(p) in shared and path.split(".")[-2] in _JOINED:
+        if id(p) in shared and ["", *path.split(".")][-2] in _JOINED:
             raise UnsupportedProblem(
                 f"Decoder moves the weights of one input side by side; {path} belongs to another module too: {_PATCH}"
             )

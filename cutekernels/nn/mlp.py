@@ -200,7 +200,9 @@ def projected(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, name: st
     """``x @ weight.T + bias`` for module ``name``."""
     check_tensor(name, "x", x)
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise UnsupportedProblem(f"{name} takes x in {weight.dtype}, its weights' dtype; got {x.dtype}: convert it")
+        raise UnsupportedProblem(
+            f"{name} multiplies {x.dtype} by a weight of {weight.dtype}: bring x and all its weights to one dtype"
+        )
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise UnsupportedProblem(f"{name} takes (..., {weight.shape[1]}); got {tuple(x.shape)}")
     return linear(x, weight, bias)

@@ -138,12 +138,14 @@ class MoE(torch.nn.Module):
             logits = projected(x, self.gate.weight, name="MoE") if plain(self.gate) else self.gate(x)
             return moe_route(logits, self.top_k, renormalize=self.renormalize)
         wide = torch.promote_types(x.dtype, torch.float32)
+        correction: Any
         if plain(self.gate):
             scores = torch.nn.functional.linear(x.to(wide), self.gate.weight.to(wide)).sigmoid()
-        else:  # its hooks and adapters too
+            correction = self.gate.e_score_correction_bias
+        else:  # its hooks too, or an adapter's in front of it
             parameters = {name: p.to(wide) for name, p in self.gate.named_parameters()}
             scores = torch.func.functional_call(self.gate, parameters, (x.to(wide),)).sigmoid()
-        correction: Any = self.gate.e_score_correction_bias
+            (correction,) = (b for name, b in self.gate.named_buffers() if name.endswith("e_score_correction_bias"))
         choice = (scores + correction).detach()
         of, among = self.groups
         if of > 1:

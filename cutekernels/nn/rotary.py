@@ -66,6 +66,11 @@ class RotaryEmbedding(nn.Module):
         if rope_scaling is not None and not isinstance(rope_scaling, Mapping):
             raise UnsupportedProblem(f"RotaryEmbedding takes rope_scaling as a dictionary; got {said(rope_scaling)}")
         self.rope_scaling = dict(rope_scaling or {})
+        self._kind = self.rope_scaling.get("rope_type", self.rope_scaling.get("type", "default"))
+        if self._kind not in _KINDS:
+            raise UnsupportedProblem(
+                f"rope_type is one of {', '.join(_KINDS)}; it is {self._kind!r}: build tables of your own and call rope"
+            )
         unknown = sorted(map(str, self.rope_scaling.keys() - _KEYS))
         if unknown:
             raise UnsupportedProblem(
@@ -147,18 +152,12 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def _frequencies(self, device: torch.device | str | None) -> Tensor:
-        scaling = self.rope_scaling
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if kind not in _KINDS:
-            raise UnsupportedProblem(
-                f"rope_type is one of {', '.join(_KINDS)}; it is {kind!r}: build tables of your own and call rope"
-            )
         exponents = torch.arange(0, self.rotary, 2, device=device, dtype=torch.int64).float() / self.rotary
         frequencies = 1.0 / self.rope_theta**exponents
-        if kind == "default":
+        if self._kind == "default":
             return frequencies
         factor = self._positive("factor")
-        if kind == "linear":
+        if self._kind == "linear":
             return frequencies / factor
         low, high = self._positive("low_freq_factor"), self._positive("high_freq_factor")
         trained = self._positive("original_max_position_embeddings")

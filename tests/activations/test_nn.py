@@ -262,5 +262,5 @@ def test_another_half_beside_a_hook_is_refused() -> None:
 
 
 def test_x_of_another_dtype_is_named() -> None:
-    with pytest.raises(UnsupportedProblem, match=r"SwiGLU takes x in torch\.float32.*got torch\.bfloat16: convert"):
+    with pytest.raises(UnsupportedProblem, match=r"SwiGLU multiplies torch\.bfloat16 by a weight of torch\.float32"):
         SwiGLU(16, 24, bias=True)(torch.randn(3, 16).bfloat16())

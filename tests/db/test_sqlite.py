@@ -455,14 +455,39 @@ def test_a_reader_has_one_view_while_others_write(wal: Path) -> None:
     assert [p.name for p in wal.parent.iterdir() if p.suffix != ".lock"] == ["tuned.db"]
 
 
+def test_nothing_is_locked_on_a_network_filesystem(wal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sqlite.may_lock(wal)
+    monkeypatch.setattr(sqlite, "network_filesystem", lambda path: "nfs4")
+    assert not sqlite.may_lock(wal)
+
+
+@pytest.mark.parametrize("full_disk", [False, True])
 def test_a_reader_that_can_lock_nothing_says_when_a_writer_came_between(
-    wal: Path, monkeypatch: pytest.MonkeyPatch
+    wal: Path, monkeypatch: pytest.MonkeyPatch, full_disk: bool
 ) -> None:
-    monkeypatch.setattr(sqlite, "is_writable", lambda path: False)  # as in another user's folder
+    def full(path: Path, timeout_s: float) -> sqlite.Connection:
+        with closing(sqlite3.connect(":memory:")) as small:
+            small.execute("PRAGMA max_page_count = 1")
+            small.execute("CREATE TABLE a (b)")
+        raise AssertionError("a disk that is not full")
+
+    if full_disk:
+        monkeypatch.setattr(sqlite, "connect_querying", full)
+    else:
+        monkeypatch.setattr(sqlite, "may_lock", lambda path: False)  # as in another user's folder
     with Store(wal, readonly=True) as reader, Store(wal) as writer:
-        with pytest.raises(StoreError, match="was written to while it was read: repeat the command"), reader._reading():
+        refused = pytest.raises(StoreError, match="was written to while it was read: repeat the command")
+        with refused, reader._reading() as session:
+            session.connection()
             writer.record([trial("a=2")])
         assert len(reader.trials()) == 2
+
+
+def test_counting_what_a_prune_would_delete_writes_nothing(wal: Path) -> None:
+    with Store(wal, readonly=True) as store:
+        assert store.prune(stale={"gemm": 9}, count_only=True) == 1
+    with Store(wal) as store:
+        assert store.prune(stale={"gemm": 9}) == 1 and store.trials() == []
 
 
 def test_a_place_for_no_lock_file_is_told_at_once() -> None:

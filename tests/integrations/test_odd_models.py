@@ -84,6 +84,25 @@ def test_a_decoder_refuses_shared_projections(tie: Callable[[Any], None]) -> Non
         decoder(model)
 
 
+def one_mlp(model: Any) -> None:
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+
+
+def other_name(model: Any) -> None:
+    model.alias, model.tied = model.model.layers, model.lm_head.weight
+
+
+@pytest.mark.parametrize("change", [one_mlp, other_name])
+def test_modules_in_two_places_are_no_shared_weights(change: Callable[[Any], None]) -> None:
+    ours = tiny.model("llama")
+    change(ours)
+    expected, prompt = logits(ours), tokens(1, 12)[0].tolist()
+    assert decoder(ours).generate([prompt], max_new_tokens=6).tokens == [greedy(ours, prompt, 6)]
+    with ck.patch(ours) as report:
+        assert "belong to other modules" not in str(report)
+        close(logits(ours), expected)
+
+
 # ---- put on modules while patched -----------------------------------------------------------------------
 
 

@@ -163,6 +163,21 @@ def test_hooks_on_the_router_run(scoring: Any) -> None:
     assert not torch.equal(module.route(x)[1], ids)
 
 
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_adapters_of_the_router_run(scoring: Any) -> None:
+    peft = pytest.importorskip("peft")
+    module, x = nn.MoE(16, 24, 4, 2, scoring=scoring), torch.randn(5, 16)
+    weights, ids = module.route(x)
+    adapted = peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["gate"], r=2), module)
+    assert torch.equal(adapted.route(x)[1], ids), "it begins at nothing"
+    with torch.no_grad():
+        adapted.gate.lora_B["default"].weight.normal_()
+    found = adapted.route(x)[0]
+    assert not torch.allclose(found, weights)
+    found.sum().backward()
+    assert adapted.gate.lora_A["default"].weight.grad is not None
+
+
 def test_x_of_another_dtype_is_named() -> None:
-    with pytest.raises(UnsupportedProblem, match=r"MoE takes x in torch\.float32.*got torch\.bfloat16: convert it"):
+    with pytest.raises(UnsupportedProblem, match=r"MoE multiplies torch\.bfloat16 by a weight of torch\.float32"):
         nn.MoE(16, 24, 4, 2)(torch.randn(5, 16).bfloat16())

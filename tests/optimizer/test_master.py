@@ -50,6 +50,26 @@ def test_what_others_write_to_a_parameter_stays(change: Callable[[Any], None]) -
     assert optimizer.state[param]["master"][0].item() == pytest.approx(5 - 0.01, abs=0.001)
 
 
+def test_what_is_written_before_a_step_without_a_gradient_stays() -> None:
+    params = [parameter(), parameter()]
+    optimizer = FusedAdamW(params, master_weights=True, **OPTIONS)
+    optimizer.step()
+    write(params[1])
+    params[1].grad = None
+    optimizer.step()
+    params[1].grad = torch.ones_like(params[1])
+    optimizer.step()
+    assert params[1][0].item() == pytest.approx(5.0, abs=0.05)
+
+
+def test_frozen_parameters_of_inference_mode_are_passed_over() -> None:
+    with torch.inference_mode():
+        frozen = torch.nn.Parameter(torch.ones(8).bfloat16(), requires_grad=False)
+    param = parameter()
+    FusedAdamW([param, frozen], master_weights=True, **OPTIONS).step()
+    assert param[0].item() < 1
+
+
 def test_elements_that_nobody_wrote_to_keep_their_low_bits() -> None:
     ours, expected = parameter(256.0), parameter(256.0)
     optimizer, other = (FusedAdamW([p], master_weights=True, **OPTIONS) for p in (ours, expected))
@@ -107,6 +127,17 @@ def test_torchs_state_does_not_switch_master_weights_off() -> None:
     assert ours.param_groups[0]["master_weights"] is True
     assert "master" in ours.state[param]
     assert copy.deepcopy(ours).param_groups[0]["master_weights"] is True
+
+
+def test_torchs_state_leaves_each_group_its_own() -> None:
+    params = [parameter(), parameter()]
+    theirs = torch.optim.AdamW([{"params": [p]} for p in params], **OPTIONS)
+    theirs.step()
+    groups = [{"params": [params[0]], "master_weights": True}, {"params": [params[1]], "master_weights": False}]
+    for default in (False, True):
+        ours = FusedAdamW(groups, master_weights=default, **OPTIONS)
+        ours.load_state_dict(theirs.state_dict())
+        assert [group["master_weights"] for group in ours.param_groups] == [True, False]
 
 
 def test_parameters_without_values_are_refused() -> None:

@@ -180,5 +180,7 @@ def test_the_dictionary_of_transformers_5_holds_theta_and_the_share_that_turns(m
 
 
 def test_keys_that_mean_something_else_are_refused() -> None:
+    with pytest.raises(UnsupportedProblem, match="rope_type is one of .*; it is 'yarn'"):
+        RotaryEmbedding(16, rope_scaling={"rope_type": "yarn", "factor": 4.0, "beta_fast": 32})
     with pytest.raises(UnsupportedProblem, match="mrope_section is none of them"):
         RotaryEmbedding(16, rope_scaling={"rope_type": "default", "mrope_section": [2, 3, 3]})

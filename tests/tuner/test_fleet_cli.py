@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,23 @@ def toml(tmp_path: Path) -> Path:
     return file
 
 
-def begin(home: Path, *words: str, **env: str) -> subprocess.Popen[str]:
+_ON_TERMINAL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
+def begin(home: Path, *words: str, terminal: int | None = None, **env: str) -> subprocess.Popen[str]:
+    """The command in a process of its own; all its streams are ``terminal``, if one is given."""
     home.mkdir(exist_ok=True)
     own = {"CUTEKERNELS_CACHE": str(home / "cache"), "TMPDIR": str(home), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.tuner.fleets", *words]
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.tuner.fleets", *words],
+        command if terminal is None else [sys.executable, "-c", _ON_TERMINAL, *command],
         cwd=ROOT,
         env=os.environ | own | env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdin=terminal,
+        stdout=subprocess.PIPE if terminal is None else terminal,
+        stderr=subprocess.PIPE if terminal is None else terminal,
         text=True,
         start_new_session=True,
     )
@@ -117,6 +125,23 @@ def test_sigterm_stores_everything_and_the_same_command_resumes(tmp_path: Path, 
     assert log.count("[1/8]") == 2 and "[8/8]" in log, "a resumed run continues its log"
 
 
+def test_a_closed_terminal_ends_the_run_and_keeps_what_was_measured(tmp_path: Path, toml: Path) -> None:
+    ours, theirs = os.openpty()
+    words = [str(toml), "--gpus", "0,1", "--jobs", "1", "--db", str(tmp_path / "t.db"), "--log", str(tmp_path / "log")]
+    process = begin(tmp_path / "home", *words, terminal=theirs, TOY_MEASURE_S="0.1")
+    os.close(theirs)
+    os.set_blocking(ours, False)
+    limit = time.monotonic() + 60
+    while not (tmp_path / "log").exists() or "[1/8]" not in (tmp_path / "log").read_text():
+        assert time.monotonic() < limit and process.poll() is None
+        with suppress(BlockingIOError):  # or its output would fill the terminal
+            os.read(ours, 65536)
+        time.sleep(0.05)
+    os.close(ours)
+    assert process.wait(60) == 128 + signal.SIGHUP
+    assert stored(tmp_path / "t.db")[1]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_while_one_signal_is_obeyed_others_wait(number: signal.Signals) -> None:
     watched = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -124,6 +149,8 @@ def test_while_one_signal_is_obeyed_others_wait(number: signal.Signals) -> None:
     with pytest.raises(cli._Terminated) as caught, cli._signals_raise():
         try:
             signal.raise_signal(number)
+            while True:  # until Python gets round to it
+                pass
         finally:
             for other in watched:
                 signal.raise_signal(other)

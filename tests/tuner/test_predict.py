@@ -106,7 +106,7 @@ def test_a_run_that_was_stopped_before_it_crowned_is_made_good(store: Store) -> 
     old.crown(row)
 
     def stop(trial: Any, done: int, wanted: int) -> None:
-        if done == 6:
+        if done == wanted:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

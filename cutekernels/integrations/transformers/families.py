@@ -97,9 +97,13 @@ def family_of(model: Any, verb: str, remedy: str) -> Family:
 
 
 def shared_parameters(model: torch.nn.Module) -> set[int]:
-    """``id`` of each parameter that has several names: that of one module, or of several."""
-    names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    return {one for one, number in names.items() if number > 1}
+    """``id`` of each parameter that several modules have, or one module that has several places in others.
+
+    A parent in two places is one parent: what it holds has one place.
+    """
+    children = [child for parent in model.modules() for child in parent._modules.values() if child is not None]
+    places = Counter(id(p) for child in children for p in child._parameters.values() if p is not None)
+    return {one for one, number in places.items() if number > 1}
 
 
 def gate_of(act: Any) -> Gate | None:
