@@ -15,6 +15,7 @@ from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.kernels.cute.parts.cache import CacheRows
 from cutekernels.kernels.cute.parts.fragments import span_bytes, swizzled
 from cutekernels.ops import registry
+from cutekernels.ops.attention.cached import CACHE_ATTENTION
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeConfig, DecodeProblem
 from cutekernels.ops.attention.decode_api import decode_attention, readable
 from tests.attention.cases import rows, wide
@@ -355,3 +356,29 @@ def test_a_cache_of_no_pages_has_no_tokens() -> None:
     assert (lse == -math.inf).all()
     with pytest.raises(UnsupportedProblem, match="one of 0 pages"):
         decode_attention(q, k[:0], v[:0], none + 1, page_table=table)
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (
+            "batch=1 seq_kv=268435457 heads_q=4 heads_kv=2",
+            "room for up to 268435456 keys, not 268435457: pass a smaller",
+        ),
+        ("batch=1048576 seq_kv=17 heads_q=8192 heads_kv=128 seq_q=16", "at most 2147483647 tiles of 16 queries"),
+    ],
+)
+def test_what_no_launch_holds_is_refused(words: str, rule: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=rule):
+        DECODE_ATTENTION.Problem.parse(words)
+    if "room" in rule:
+        with pytest.raises(UnsupportedProblem, match=rule):
+            CACHE_ATTENTION.Problem.parse(f"{words} seq_q=32")
+
+
+def test_the_largest_room_has_a_default_and_an_estimate() -> None:
+    for gpu_name in ("h200", "a100", "rtx5090"):
+        spec = gpu.lookup(gpu_name)
+        problem = DECODE_ATTENTION.Problem.parse("batch=2 seq_kv=268435456 heads_q=8 heads_kv=1 page_size=64")
+        config = DECODE_ATTENTION.default(problem, spec)
+        assert 0 < DECODE_ATTENTION.estimate_us(problem, config, spec) < 1e9

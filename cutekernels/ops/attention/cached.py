@@ -15,7 +15,7 @@ from torch import Tensor
 from cutekernels.op import Work, plain
 from cutekernels.ops.attention import reference
 from cutekernels.ops.attention.config import AttentionConfig
-from cutekernels.ops.attention.decode import PAGE_SIZES, results, sampled
+from cutekernels.ops.attention.decode import PAGE_SIZES, check_room, results, sampled
 from cutekernels.ops.attention.op import PrefillOp
 from cutekernels.ops.attention.problem import AttentionProblem, depth, launch_blind, score_factors
 from cutekernels.ops.shared.per_stream import Workspace
@@ -34,6 +34,10 @@ class CacheProblem(AttentionProblem):
     mask: bool = plain(False)
     varlen: bool = plain(False)
     page_size: int = plain(0, *PAGE_SIZES)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_room(self.seq_kv)
 
     @property
     def page(self) -> int | None:

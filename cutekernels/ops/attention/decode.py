@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 MOST_QUERIES = 16  # per sequence
 PAGE_SIZES = (16, 32, 64, 128, 256)
 TILE_Q = DecodeSmem.ROWS
+MOST_ROOM = 2**28  # keys of a sequence: 32-bit numbers count them, times the splits
+_MOST_CTAS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,12 @@ class DecodeProblem(HeadsProblem):
             )
         if self.window_left and not self.window:
             raise UnsupportedProblem("window_left needs window=1")
+        check_room(self.seq_kv)
+        if self.tiles > _MOST_CTAS:
+            raise UnsupportedProblem(
+                f"a launch has at most {_MOST_CTAS} tiles of {TILE_Q} queries, not {self.tiles}: attend to parts of "
+                "the batch one after the other"
+            )
 
     @property
     def keys(self) -> int:
@@ -93,7 +101,8 @@ class DecodeProblem(HeadsProblem):
 class DecodeConfig(WarpsConfig):
     """The knobs of ``kernels/cute/attention/decode.py``.
 
-    ``splits`` CTAs share the keys of a tile of queries; with ``cluster`` they are one and add up in shared memory.
+    ``splits`` CTAs share the keys of a tile of queries; with ``cluster`` they form one thread block cluster, and
+    exchange their sums through shared memory instead of global memory.
     """
 
     tile_kv: int = knob(32, 64, 128, 256)
@@ -119,7 +128,6 @@ WIDEST_IN_REGISTERS = 192  # padded head dims whose queries stay in registers
 MOST_WAVES = 16  # of one CTA per SM, the most that splits may make
 OTHER_REGISTERS = 72  # beside accumulators and Q: fragments, row statistics, addresses, pages
 _MOST_TICKETS = 2**20  # of ``Workspace``
-_MOST_CTAS = 2**31 - 1
 
 # Constants of the model, most as multiples of rates: docs/notes/attention.md#decode-model (H200, 2026-11-24).
 _LAUNCH = 0.3 / 1.5  # of launch_us
@@ -270,7 +278,7 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
     def bind(self, p: DecodeProblem, c: DecodeConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
         if p.seq_kv == 0:
             return launch_blind(p.lse)
-        left = p.window_left if p.window else UNLIMITED
+        left = min(p.window_left, UNLIMITED) if p.window else UNLIMITED
         shared = None
         if c.splits > 1 and p.tiles and not c.cluster:
             shared = Workspace(p.tiles * c.splits * TILE_Q * (p.width + 2), p.tiles)
@@ -310,6 +318,14 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
 
 
 DECODE_ATTENTION = DecodeAttention()
+
+
+def check_room(keys: int) -> None:
+    """Refuses a cache with room for longer sequences than kernels count."""
+    if keys > MOST_ROOM:
+        raise UnsupportedProblem(
+            f"a sequence has room for up to {MOST_ROOM} keys, not {keys}: pass a smaller page_table"
+        )
 
 
 def check_page_size(size: int) -> None:

@@ -109,7 +109,8 @@ def decode_attention(
         v_cache: shape and dtype of ``k_cache``.
         cache_seqlens: int32 ``(B,)``, tokens of each sequence in the cache. Read on the device, so that a captured
             graph is good for any lengths; one above what the cache has room for counts as just that. What a cache
-            holds beyond a length is never read.
+            holds beyond a length is never read. Lengths must not change while a call's kernel runs (on another stream,
+            say): CTAs that share a sequence would disagree about it, and may wait for ever.
         page_table: int32 ``(B, MAX_PAGES)``: the page of each ``PAGE_SIZE`` tokens of a sequence. Entries that no query
             sees a token of may be anything. Of the others, the CPU refuses those that name no page; a GPU, where
             values are not looked at, reads some page of the cache instead.

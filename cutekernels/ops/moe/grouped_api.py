@@ -37,7 +37,8 @@ def grouped_gemm(
             ``w.mT`` of an ``(E, K, N)`` weight is free; other strides cost a copy.
         offsets: int32 ``(E + 1,)`` from :func:`moe_permute`: expert e has rows ``offsets[e]`` to ``offsets[e + 1]``,
             which may be none. Rows before ``offsets[0]`` and from ``offsets[E]`` on get 0. Offsets that fall or leave
-            the rows are refused on the CPU; a GPU clamps them, and reads and writes nothing out of range.
+            the rows are refused on the CPU; a GPU clamps them, and reads and writes nothing out of range. They must
+            not change while a call's kernel runs, which may then hang.
         bias: ``(E, N)``, dtype of ``x`` or fp32.
         activation: ``"relu" | "gelu" | "gelu_tanh" | "silu"``; None for identity. ``"silu_mul"`` takes a weight
             ``(E, 2 * N, K)``, the gate's rows before up's, and a bias ``(E, 2 * N)``: ``out = silu(gate) * up``.

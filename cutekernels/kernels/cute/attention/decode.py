@@ -8,11 +8,13 @@ Schedule:
     Each warp has ``rows`` keys of each block of ``warps * rows``, a ring of ``stages`` buffers of its own and its own
     sums, so that no barrier of the CTA is in the loop: a warp waits for its own cp.async copies alone. Warps' sums are
     added up once, in shared memory. With several splits, each CTA stores its sums in a workspace, and the last to
-    arrive (an atomic ticket) adds all of them in their order, so the result is the same whichever CTA was last. Up to
-    eight splits may be a cluster instead: each CTA gets all sums of its own columns (``parts/cluster_rows.py``).
+    arrive (an atomic ticket) adds all of them in their order, so the result is the same whichever CTA was last. Two to
+    eight splits may be a cluster instead: each CTA owns some columns, and adds up what all CTAs send it of these
+    (``parts/cluster_rows.py``).
     Lengths are read on the device. The grid follows from the longest sequence the cache has room for; a sequence with
-    fewer blocks than splits uses as many as it has, and CTAs beyond return at once. A captured graph therefore serves
-    all lengths. Keys outside a sequence are never read (``parts/cache.py``), and their scores are masked.
+    fewer blocks than splits uses as many as it has: CTAs beyond return at once, or in a cluster only receive. So a
+    captured graph serves all lengths, which must not change while a launch runs: CTAs would count each other wrongly.
+    Keys outside a sequence are never read (``parts/cache.py``), and their scores are masked.
 
 Source:
     FlashDecoding (Dao and others 2023) splits keys among CTAs; rows packed from a group of heads are FlashAttention's

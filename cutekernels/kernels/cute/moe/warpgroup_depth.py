@@ -3,7 +3,8 @@
 Schedule:
     :class:`WarpgroupGemm`'s persistent grid over the tiles of every expert's matrix, one expert after the other. Both
     operands lie along their rows, and a tile is as deep as its expert has rows, so each tile has its own number of
-    k-tiles; an expert without rows gets zeros. Loads begin at the expert's first row, wherever that is.
+    k-tiles; an expert without rows gets zeros. Loads begin at the expert's first row, wherever that is. Warps that load
+    and that multiply read the ends for themselves: offsets that change while the kernel runs may hang it.
     The last k-tile reaches into the next expert's rows. Of those the MMA's step of 16 rows that is partly the expert's
     own is zeroed in shared memory by each group that reads it, in both operands, and later steps are not multiplied: a
     NaN stays with its expert.

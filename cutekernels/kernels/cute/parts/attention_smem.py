@@ -107,7 +107,8 @@ class DecodeSmem:
     """Shared memory of attention's decode: a tile of queries, then the warps' stages of K and of V, a flag.
 
     The warps' sums in fp32, with their references and totals, later replace the stages. Where the ``meeting`` CTAs of
-    a cluster send each other their sums, the flag is a barrier and the inbox of their messages follows.
+    a cluster send each other their sums, the flag is a barrier and the inbox of their messages follows; it shares no
+    bytes with the stages, since a peer may send while this CTA still multiplies.
     """
 
     tile_kv: int

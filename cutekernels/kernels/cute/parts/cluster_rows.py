@@ -53,7 +53,10 @@ class ClusterRows:
 
     @cute.jit
     def expect(self, tid: Int32, rank: Int32, sources: Int32, full: cute.Pointer):
-        """Says how much ``sources`` CTAs send to this one, and waits until all have set up their barriers."""
+        """Says how much ``sources`` CTAs send to this one, and waits until all have set up their barriers.
+
+        Bytes may arrive before they are expected: the barrier's phase waits for this arrival too.
+        """
         if tid == 0:
             groups = (self.eighths - rank + self.ctas - 1) // self.ctas
             cute.arch.mbarrier_arrive_and_expect_tx(full, sources * (STATISTICS_BYTES + groups * GROUP_BYTES))
@@ -61,7 +64,7 @@ class ClusterRows:
 
     @cute.jit
     def place(self, storage: cute.Pointer, source: Int32, at: Int32) -> cute.Pointer:
-        """Four numbers of the inbox, ``at`` 16 bytes into the place of CTA ``source``."""
+        """A pointer to four fp32 of the inbox: number ``at`` of those in the place of CTA ``source``."""
         each = const_expr(STATISTICS_BYTES + self.owned * GROUP_BYTES)
         inbox = cute.recast_ptr(storage + self.smem.inbox_at, dtype=Float32)
         return (inbox + (source * (each // 4) + at * 4)).align(16)
@@ -99,7 +102,10 @@ class ClusterRows:
 
     @cute.jit
     def collect(self, warp: Int32, lane: Int32, sources: Int32, storage: cute.Pointer, full: cute.Pointer):
-        """Waits, and adds up: ``(sums (2, 2, k) of the owned groups warp + k * warps, references, totals)``."""
+        """Waits, and adds up: ``(sums (2, 2, k) of the owned groups warp + k * warps, references, totals)``.
+
+        A CTA with fewer groups than ``owned`` has garbage in the last sums, of columns that do not exist.
+        """
         taken, warps = self.taken, self.smem.warps
         sums = cute.make_rmem_tensor((2, 2, self.share), Float32)
         reference, total = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)

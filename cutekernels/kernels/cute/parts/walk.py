@@ -92,7 +92,7 @@ class GroupWalk:
                 before = before + cute.arch.shuffle_sync(total, WARP - 1)
                 first = first + CHUNK
                 low, total, top = chunk(mEnds, rows, rHigh, first, top)
-        # The lane that has it looks through its groups.
+        # Every lane looks through its groups; the result of the lane that has the tile counts.
         own, at = Int32(0), low
         for i in cutlass.range_constexpr(EACH):
             own = own + tiles(at, rHigh[i])
