@@ -233,7 +233,7 @@ def _signals_raise() -> Iterator[None]:
 
     def end(number: int, frame: Any) -> None:
         for other in before:
-            signal.signal(other, signal.SIG_IGN)
+            signal.signal(other, lambda *_: None)  # SIG_IGN would be handed down to processes that are started
         raise _Terminated(number)
 
     ending = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]  # under nohup

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -142,20 +143,30 @@ def test_a_closed_terminal_ends_the_run_and_keeps_what_was_measured(tmp_path: Pa
     assert stored(tmp_path / "t.db")[1]
 
 
+@pytest.fixture
+def plain_signals() -> Iterator[tuple[signal.Signals, ...]]:
+    """Signals as a shell leaves them: tests may run in the background, or under nohup."""
+    plain = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in plain.items()}
+    yield tuple(plain)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_while_one_signal_is_obeyed_others_wait(number: signal.Signals) -> None:
-    watched = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-    before = list(map(signal.getsignal, watched))
+def test_while_one_signal_is_obeyed_others_wait(
+    number: signal.Signals, plain_signals: tuple[signal.Signals, ...]
+) -> None:
+    before = list(map(signal.getsignal, plain_signals))
     with pytest.raises(cli._Terminated) as caught, cli._signals_raise():
         try:
             signal.raise_signal(number)
-            while True:  # until Python gets round to it
-                pass
+            time.sleep(5)  # until Python gets round to it
         finally:
-            for other in watched:
+            for other in plain_signals:
                 signal.raise_signal(other)
     assert caught.value.signal is number
-    assert list(map(signal.getsignal, watched)) == before
+    assert list(map(signal.getsignal, plain_signals)) == before
 
 
 def test_a_signal_that_nohup_ignores_stays_ignored() -> None:
