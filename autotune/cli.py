@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from cutekernels.autotune.run import Watcher
 
 app = typer.Typer(no_args_is_help=True)
-TERMINATED = 128 + signal.SIGTERM
 _RESUMES = "all measurements so far are stored, and the same command resumes the run"
 
 
@@ -127,10 +126,9 @@ def command(
             stack.close()
             terminal.fail(f"interrupted; {_RESUMES}")
         except _Terminated as ended:
-            with suppress(OSError):  # the terminal may be gone
+            with suppress(OSError):  # progress on a terminal that is gone
                 stack.close()
-                terminal.say(f"ended by {ended.signal.name}; {_RESUMES}")
-            raise typer.Exit(128 + ended.signal) from None
+            terminal.fail(f"ended by {ended.signal.name}; {_RESUMES}", code=128 + ended.signal)
     _print(report, format)
     raise typer.Exit(0 if report.ok else 1)
 

@@ -283,7 +283,7 @@ def _keep(artifact: Artifact, made_from: dict[str, Any], key: str) -> None:
 
 
 def _checksum(path: Path, facts: Any) -> str:
-    """Of an object and of what is known about it."""
+    """Checksum of a compiled object and of the facts beside it."""
     return hashlib.sha256(path.read_bytes() + json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

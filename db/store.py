@@ -34,6 +34,7 @@ from cutekernels.errors import StoreError
 __all__ = ["Environment", "Gpu", "ImportReport", "Rate", "Request", "Stat", "Store", "Trial"]
 
 _CLOCK_SKEW = timedelta(days=1)
+_PRUNED_AT_ONCE = 5000  # trials, during which no other writer has its turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +68,6 @@ class ImportReport:
     added: int
     crowned: int
     kept: int
-
-
-PRUNED_AT_ONCE = 5000
 
 
 class Store:
@@ -396,7 +394,7 @@ class Store:
         if count_only:
             return len(ids)
         deleted = 0
-        for some in statements.batches(ids, PRUNED_AT_ONCE):  # others write in between
+        for some in statements.batches(ids, _PRUNED_AT_ONCE):  # others write in between
             with self._writing(alone=True) as session:
                 deleted += statements.prune(session, chosen, some)
         return deleted

@@ -363,7 +363,7 @@ def test_a_cache_of_no_pages_has_no_tokens() -> None:
     [
         (
             "batch=1 seq_kv=268435457 heads_q=4 heads_kv=2",
-            "room for up to 268435456 keys, not 268435457: pass a smaller",
+            "room for up to 268435456 keys, not 268435457: pass a part",
         ),
         ("batch=1048576 seq_kv=17 heads_q=8192 heads_kv=128 seq_q=16", "at most 2147483647 tiles of 16 queries"),
     ],

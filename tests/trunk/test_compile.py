@@ -44,7 +44,7 @@ FACTS = Facts(registers=32, stack_bytes=0, smem_bytes=1024)
 
 
 def checksum(facts: dict[str, int]) -> str:
-    """Of the one object that there is."""
+    """Checksum of the one compiled object and of ``facts``."""
     return hashlib.sha256(only("*.text").read_bytes() + json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

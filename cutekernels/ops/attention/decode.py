@@ -324,7 +324,7 @@ def check_room(keys: int) -> None:
     """Refuses a cache with room for longer sequences than kernels count."""
     if keys > MOST_ROOM:
         raise UnsupportedProblem(
-            f"a sequence has room for up to {MOST_ROOM} keys, not {keys}: pass a smaller page_table"
+            f"a sequence has room for up to {MOST_ROOM} keys, not {keys}: pass a part of the cache or its table"
         )
 
 
