@@ -1,16 +1,19 @@
-"""``python -m bench models --model qwen2.5-7b``: whole models, our decoder beside transformers, eager and compiled.
+"""``python -m bench models --model qwen2.5-7b``: whole models: our decoder, transformers patched, plain and with Liger.
 
 Weights are random, or those of ``--weights``. Times are wall time, the host's included, until the GPU is idle: of one
 token of every request (decode, averaged over the steps of a sample), and from a prompt to its first token on the host
-(prefill). Contenders run one after the other, so rows have no interval of a speed-up.
+(prefill). Contenders run one after the other, so rows have no interval of a speed-up. ``memory_gib`` has the weights
+in it, the cache, and what a contender keeps or needs besides.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +23,8 @@ import torch
 import typer
 from rich.table import Table
 
+import cutekernels
+from bench.baselines import Absent
 from bench.rows import Row, write
 from cutekernels import environment, terminal
 from cutekernels import gpu as gpus
@@ -120,10 +125,10 @@ def build(name: str, device: torch.device, dtype: torch.dtype, weights: Path | N
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-# ---- contenders: each gives a function that does one step, or one prompt ------------------------------------
+# ---- contenders: each gives a function that does one step, or one prompt; ``undo`` has what ends it ---------
 
 
-def ours(model: Any, case: Case, effort: Effort) -> Callable[[], object]:
+def ours(model: Any, case: Case, effort: Effort, undo: ExitStack) -> Callable[[], object]:
     vocabulary = model.config.vocab_size
     if case.suite == "prefill":
         decoder = Decoder.from_transformers(model, max_batch=1, max_tokens=case.tokens + 1)
@@ -137,7 +142,24 @@ def ours(model: Any, case: Case, effort: Effort) -> Callable[[], object]:
     return decoder.step
 
 
-def theirs(model: Any, case: Case, effort: Effort, *, compiled: bool) -> Callable[[], object]:
+def patched(model: Any, case: Case, effort: Effort, undo: ExitStack, *, compiled: bool) -> Callable[[], object]:
+    undo.enter_context(cutekernels.patch(model))
+    return theirs(model, case, effort, undo, compiled=compiled)
+
+
+def liger(model: Any, case: Case, effort: Effort, undo: ExitStack) -> Callable[[], object]:
+    """A twin that shares the model's weights, since Liger has no way back."""
+    try:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance as apply
+    except ImportError as error:
+        raise Absent(f"liger-kernel is not installed: {error}") from error
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    twin = copy.deepcopy(model, shared)
+    apply(twin)
+    return theirs(twin, case, effort, undo, compiled=False)
+
+
+def theirs(model: Any, case: Case, effort: Effort, undo: ExitStack, *, compiled: bool) -> Callable[[], object]:
     import transformers
 
     forward = torch.compile(model.forward, mode="reduce-overhead") if compiled else model.forward
@@ -170,10 +192,13 @@ def theirs(model: Any, case: Case, effort: Effort, *, compiled: bool) -> Callabl
     return torch.no_grad()(step)
 
 
-CONTENDERS: dict[str, Callable[[Any, Case, Effort], Callable[[], object]]] = {
+CONTENDERS: dict[str, Callable[[Any, Case, Effort, ExitStack], Callable[[], object]]] = {
     "transformers": partial(theirs, compiled=False),
     "transformers compiled": partial(theirs, compiled=True),
+    "liger-kernel": liger,
     "cutekernels": ours,
+    "cutekernels patched": partial(patched, compiled=False),
+    "cutekernels patched, compiled": partial(patched, compiled=True),
 }
 
 
@@ -194,14 +219,18 @@ def run(name: str, model: Any, cases: list[Case], effort: Effort, path: Path, st
     for case in cases:
         for contender, make in CONTENDERS.items():
             common = (name, case.suite, str(case), str(case), 1.0, 0.0, contender)
+            _forget()
             try:
-                s = _samples(make(model, case, effort), case, effort, model.device)
+                with ExitStack() as undo:
+                    s = _samples(make(model, case, effort, undo), case, effort, model.device)
                 numbers = {"rounds": effort.rounds, "median_us": s.median, "p20_us": s.p20, "p80_us": s.p80}
+                numbers["memory_gib"] = _most_memory(model.device)
                 rows.append(Row(*common, "ok", l2="warm", stamp=stamp, **numbers))  # type: ignore[arg-type]
+            except Absent as error:
+                rows.append(Row(*common, "absent", str(error)[:200], stamp=stamp))
             except (RuntimeError, CuteKernelsError) as error:  # out of memory, mostly: the others still run
                 reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
                 rows.append(Row(*common, "failed", reason, stamp=stamp))
-            _forget()
             write(path, rows)
             yield rows[-1]
 
@@ -226,12 +255,18 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def _most_memory(device: torch.device) -> float | None:
+    """GiB that were allocated at once since ``_forget``."""
+    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+
+
 def _forget() -> None:
     """Drop graphs, compiled code and caches of the contender before."""
     torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 # ---- command line ---------------------------------------------------------------------------------------
@@ -241,7 +276,7 @@ def _forget() -> None:
 def command(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}.")],
     weights: Annotated[Path | None, typer.Option(help="Folder of a checkpoint; random weights without it.")] = None,
-    match: Annotated[str, typer.Option(help="Only cases with this in their suite or sizes.")] = "",
+    match: Annotated[list[str], typer.Option(help="Only cases with one of these in their suite or sizes.")] = [],  # noqa: B006
     rounds: Annotated[int, typer.Option(min=5, help="Samples of each contender.")] = 20,
     out: Annotated[Path | None, typer.Option(help="Folder; default bench/results/<gpu>/models.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cases and contenders; time nothing.")] = False,
@@ -249,9 +284,11 @@ def command(
     """Time decode steps and prompts of a model, and record a row of each case and contender."""
     if model not in CONFIGS:
         terminal.fail(f"--model is one of {', '.join(CONFIGS)}; it is {model!r}", code=2)
-    cases = [case for case in CASES if match in f"{case.suite} {case}"]
+    cases = [case for case in CASES if not match or any(each in f"{case.suite} {case}" for each in match)]
     if not cases:
-        terminal.fail(f"no case has {match!r} in its suite or sizes; --dry-run lists them", code=2)
+        terminal.fail(
+            f"no case has {' or '.join(map(repr, match))} in its suite or sizes; --dry-run lists them", code=2
+        )
     if dry_run:
         for case in cases:
             terminal.show(f"{model} {case.suite} {case}: {', '.join(CONTENDERS)}")
@@ -275,9 +312,11 @@ def table(rows: list[Row]) -> Table:
     shown = Table("suite", "case", "contender", title=f"{rows[0].op} on {rows[0].stamp.get('gpu', '?')}, wall time")
     shown.add_column("median ms", justify="right")
     shown.add_column("p20 to p80", justify="right")
+    shown.add_column("GiB", justify="right")
     shown.add_column("reason", overflow="fold")
     for r in rows:
         times = [us / 1e3 for us in (r.median_us, r.p20_us, r.p80_us) if us is not None] or None
         middle, spread = ("", "") if times is None else (f"{times[0]:.3f}", f"{times[1]:.3f} to {times[2]:.3f}")
-        shown.add_row(r.suite, r.label, r.contender, middle or r.status, spread, r.reason)
+        memory = "" if r.memory_gib is None else f"{r.memory_gib:.1f}"
+        shown.add_row(r.suite, r.label, r.contender, middle or r.status, spread, memory, r.reason)
     return shown

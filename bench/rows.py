@@ -50,6 +50,7 @@ class Row:
     speedup_low: float | None = None
     speedup_high: float | None = None
     cpu_us: float | None = None  # host time of one eager call
+    memory_gib: float | None = None  # of the GPU, at most, with all operands or weights
     error: float | None = None  # worst error over its tolerance (cutekernels.verify)
     error_vs_torch: float | None = None  # largest error against fp64, over torch's own
     stamp: dict[str, str] = field(default_factory=dict)
