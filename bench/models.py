@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -148,13 +149,14 @@ def patched(model: Any, case: Case, effort: Effort, undo: ExitStack, *, compiled
 
 
 def liger(model: Any, case: Case, effort: Effort, undo: ExitStack) -> Callable[[], object]:
-    """A twin that shares the model's weights, since Liger has no way back."""
+    """A twin that shares the weights. Liger puts its classes into transformers' module; ``undo`` puts the others back."""
     try:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance as apply
     except ImportError as error:
         raise Absent(f"liger-kernel is not installed: {error}") from error
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    twin = copy.deepcopy(model, shared)
+    names = vars(sys.modules[type(model).__module__])
+    undo.callback(names.update, dict(names))
+    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     apply(twin)
     return theirs(twin, case, effort, undo, compiled=False)
 
@@ -224,7 +226,7 @@ def run(name: str, model: Any, cases: list[Case], effort: Effort, path: Path, st
                 with ExitStack() as undo:
                     s = _samples(make(model, case, effort, undo), case, effort, model.device)
                 numbers = {"rounds": effort.rounds, "median_us": s.median, "p20_us": s.p20, "p80_us": s.p80}
-                numbers["memory_gib"] = _most_memory(model.device)
+                numbers["memory_gib"] = _most_memory(model.device)  # type: ignore[assignment]
                 rows.append(Row(*common, "ok", l2="warm", stamp=stamp, **numbers))  # type: ignore[arg-type]
             except Absent as error:
                 rows.append(Row(*common, "absent", str(error)[:200], stamp=stamp))
