@@ -149,7 +149,7 @@ def patched(model: Any, case: Case, effort: Effort, undo: ExitStack, *, compiled
 
 
 def liger(model: Any, case: Case, effort: Effort, undo: ExitStack) -> Callable[[], object]:
-    """A twin that shares the weights. Liger puts classes of its own into transformers' module; ``undo`` takes them out."""
+    """A twin that shares the weights. Liger puts its own classes into transformers' module; ``undo`` takes them out."""
     try:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance as apply
     except ImportError as error:
