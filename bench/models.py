@@ -14,7 +14,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -126,10 +126,10 @@ def build(name: str, device: torch.device, dtype: torch.dtype, weights: Path | N
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-# ---- contenders: each gives a function that does one step, or one prompt; ``undo`` has what ends it ---------
+# ---- contenders: each gives a function that does one step, or one prompt, within what it does to the model --
 
 
-def ours(model: Any, case: Case, effort: Effort, undo: ExitStack) -> Callable[[], object]:
+def ours(model: Any, case: Case, effort: Effort) -> Callable[[], object]:
     vocabulary = model.config.vocab_size
     if case.suite == "prefill":
         decoder = Decoder.from_transformers(model, max_batch=1, max_tokens=case.tokens + 1)
@@ -143,25 +143,7 @@ def ours(model: Any, case: Case, effort: Effort, undo: ExitStack) -> Callable[[]
     return decoder.step
 
 
-def patched(model: Any, case: Case, effort: Effort, undo: ExitStack, *, compiled: bool) -> Callable[[], object]:
-    undo.enter_context(cutekernels.patch(model))
-    return theirs(model, case, effort, undo, compiled=compiled)
-
-
-def liger(model: Any, case: Case, effort: Effort, undo: ExitStack) -> Callable[[], object]:
-    """A twin that shares the weights. Liger puts its own classes into transformers' module; ``undo`` takes them out."""
-    try:
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance as apply
-    except ImportError as error:
-        raise Absent(f"liger-kernel is not installed: {error}") from error
-    names = vars(sys.modules[type(model).__module__])
-    undo.callback(names.update, dict(names))
-    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
-    apply(twin)
-    return theirs(twin, case, effort, undo, compiled=False)
-
-
-def theirs(model: Any, case: Case, effort: Effort, undo: ExitStack, *, compiled: bool) -> Callable[[], object]:
+def theirs(model: Any, case: Case, effort: Effort, *, compiled: bool) -> Callable[[], object]:
     import transformers
 
     forward = torch.compile(model.forward, mode="reduce-overhead") if compiled else model.forward
@@ -194,13 +176,40 @@ def theirs(model: Any, case: Case, effort: Effort, undo: ExitStack, *, compiled:
     return torch.no_grad()(step)
 
 
-CONTENDERS: dict[str, Callable[[Any, Case, Effort, ExitStack], Callable[[], object]]] = {
-    "transformers": partial(theirs, compiled=False),
-    "transformers compiled": partial(theirs, compiled=True),
-    "liger-kernel": liger,
-    "cutekernels": ours,
-    "cutekernels patched": partial(patched, compiled=False),
-    "cutekernels patched, compiled": partial(patched, compiled=True),
+@contextmanager
+def patched(model: Any) -> Iterator[Any]:
+    with cutekernels.patch(model):
+        yield model
+
+
+@contextmanager
+def liger(model: Any) -> Iterator[Any]:
+    """A twin that shares the weights. Liger's classes, which it puts into transformers' module too, leave it again."""
+    try:
+        from liger_kernel.transformers import monkey_patch
+    except ImportError as error:
+        raise Absent(f"liger-kernel is not installed: {error}") from error
+    if model.config.model_type not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise Absent(f"liger-kernel has nothing for {model.config.model_type}")
+    names = vars(sys.modules[type(model).__module__])
+    before = dict(names)
+    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    try:
+        monkey_patch._apply_liger_kernel_to_instance(twin)
+        yield twin
+    finally:
+        names.update(before)
+
+
+Make = Callable[[Any, Case, Effort], Callable[[], object]]
+_eager, _compiled = partial(theirs, compiled=False), partial(theirs, compiled=True)
+CONTENDERS: dict[str, tuple[Make, Callable[[Any], AbstractContextManager[Any]]]] = {
+    "transformers": (_eager, nullcontext),
+    "transformers compiled": (_compiled, nullcontext),
+    "liger-kernel": (_eager, liger),
+    "cutekernels": (ours, nullcontext),
+    "cutekernels patched": (_eager, patched),
+    "cutekernels patched, compiled": (_compiled, patched),
 }
 
 
@@ -219,15 +228,18 @@ def run(name: str, model: Any, cases: list[Case], effort: Effort, path: Path, st
     """A row of each case and contender, all of them so far in ``path`` as each is given."""
     rows: list[Row] = []
     for case in cases:
-        for contender, make in CONTENDERS.items():
+        for contender, (make, within) in CONTENDERS.items():
             common = (name, case.suite, str(case), str(case), 1.0, 0.0, contender)
             _forget()
             try:
-                with ExitStack() as undo:
-                    s = _samples(make(model, case, effort, undo), case, effort, model.device)
-                numbers = {"rounds": effort.rounds, "median_us": s.median, "p20_us": s.p20, "p80_us": s.p80}
-                numbers["memory_gib"] = _most_memory(model.device)  # type: ignore[assignment]
-                rows.append(Row(*common, "ok", l2="warm", stamp=stamp, **numbers))  # type: ignore[arg-type]
+                with within(model) as own:
+                    found = _samples(make(own, case, effort), case, effort, model.device)
+                rows.append(
+                    Row(
+                        *common, "ok", l2="warm", stamp=stamp, rounds=effort.rounds, median_us=found.median,
+                        p20_us=found.p20, p80_us=found.p80, memory_gib=_most_memory(model.device),
+                    )
+                )  # fmt: skip
             except Absent as error:
                 rows.append(Row(*common, "absent", str(error)[:200], stamp=stamp))
             except (RuntimeError, CuteKernelsError) as error:  # out of memory, mostly: the others still run
@@ -278,7 +290,7 @@ def _forget() -> None:
 def command(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(CONFIGS)}.")],
     weights: Annotated[Path | None, typer.Option(help="Folder of a checkpoint; random weights without it.")] = None,
-    match: Annotated[list[str], typer.Option(help="Only cases with one of these in their suite or sizes.")] = [],  # noqa: B006
+    match: Annotated[list[str] | None, typer.Option(help="Only cases with one of these in suite or sizes.")] = None,
     rounds: Annotated[int, typer.Option(min=5, help="Samples of each contender.")] = 20,
     out: Annotated[Path | None, typer.Option(help="Folder; default bench/results/<gpu>/models.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cases and contenders; time nothing.")] = False,
@@ -289,7 +301,7 @@ def command(
     cases = [case for case in CASES if not match or any(each in f"{case.suite} {case}" for each in match)]
     if not cases:
         terminal.fail(
-            f"no case has {' or '.join(map(repr, match))} in its suite or sizes; --dry-run lists them", code=2
+            f"no case has {' or '.join(map(repr, match or ()))} in its suite or sizes; --dry-run lists them", code=2
         )
     if dry_run:
         for case in cases:

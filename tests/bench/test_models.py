@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from typer.testing import CliRunner
 pytest.importorskip("transformers")
 
 from bench import models
+from bench.baselines import Absent
 from bench.models import CASES, CONFIGS, CONTENDERS, Case, Effort
 from bench.rows import read
 from cutekernels.models.weights import read as read_weights
@@ -56,9 +59,9 @@ def test_a_decode_case_has_its_tokens_in_the_middle(model: Any, monkeypatch: pyt
 
     made = transformers.StaticCache
     monkeypatch.setattr(transformers, "StaticCache", lambda **o: caches.append(made(**o)) or caches[-1])
-    models._samples(models.theirs(model, case, effort, ExitStack(), compiled=False), case, effort, CPU)
+    models._samples(models.theirs(model, case, effort, compiled=False), case, effort, CPU)
     assert int(caches[0].get_seq_length()) == 40 - effort.total // 2 + effort.total
-    step = models.ours(model, case, effort, ExitStack())
+    step = models.ours(model, case, effort)
     models._samples(step, case, effort, CPU)
     decoder: Any = step.__self__  # type: ignore[attr-defined]
     assert not decoder.finished, "every step had work"
@@ -69,10 +72,34 @@ def test_a_failure_is_a_row(model: Any, tmp_path: Path, monkeypatch: pytest.Monk
     def fails(*_: Any) -> Callable[[], object]:
         raise torch.OutOfMemoryError("CUDA out of memory\nand more")
 
-    monkeypatch.setattr(models, "CONTENDERS", {"transformers": fails})
+    monkeypatch.setattr(models, "CONTENDERS", {"transformers": (fails, nullcontext)})
     (row,) = models.run("tiny", model, TINY[:1], Effort(2, 2), tmp_path / "rows.jsonl", {})
     assert (row.status, row.reason) == ("failed", "CUDA out of memory")
     assert models.table([row]).row_count == 1
+
+
+def test_ligers_classes_leave_transformers_again(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liger's own patching is stood in for: its kernels need a GPU."""
+    from transformers.models.qwen3 import modeling_qwen3
+
+    def apply(twin: Any) -> None:
+        monkeypatch.setattr(modeling_qwen3, "Qwen3MLP", object)
+        twin.forward = None
+
+    stand_in: Any = ModuleType("liger_kernel.transformers")
+    stand_in.monkey_patch = SimpleNamespace(
+        MODEL_TYPE_TO_APPLY_LIGER_FN={"qwen3": apply}, _apply_liger_kernel_to_instance=apply
+    )
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", stand_in)
+    whole = modeling_qwen3.Qwen3MLP
+    with models.liger(model) as twin:
+        assert modeling_qwen3.Qwen3MLP is object
+        assert all(a is b for a, b in zip(twin.parameters(), model.parameters(), strict=True))
+    assert modeling_qwen3.Qwen3MLP is whole and model.forward is not None
+    monkeypatch.setattr(model.config, "model_type", "unheard-of")
+    with pytest.raises(Absent, match="nothing for unheard-of"), models.liger(model):
+        pass
 
 
 def test_the_command_line() -> None:
