@@ -232,6 +232,24 @@ def test_first_met_in_a_graph(general: list[str]) -> None:
     assert same(function(**given), expected)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The CUDA Graph is empty")  # of torch's own code
+def test_compiled_to_a_cuda_graph() -> None:
+    """Scratch that launches keep is not in the memory of the graph that met them first, whose replays find it again."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, one: Tensor, lengths: Tensor, x: Tensor, weight: Tensor) -> Any:
+        prompt = ck.attention(q, k, v, causal=True)
+        token = ck.decode_attention(one, k, v, lengths)
+        return prompt, token, ck.linear(x, weight)
+
+    given = [randn(1, 2048, heads, 128) for heads in (32, 8, 8)]
+    given += [randn(1, 32, 128), ints(2048), randn(4, 18944), randn(3584, 18944) / 128]
+    compiled = torch.compile(run, mode="reduce-overhead", fullgraph=True)
+    for _ in range(4):  # plain, recorded, replayed
+        torch.compiler.cudagraph_mark_step_begin()
+        assert same(compiled(*given), run(*given))
+        given[0].neg_()
+
+
 def test_refusals_and_copies_when_warm(general: list[str]) -> None:
     function, given = CALLS["causal"]()
     out = torch.empty_like(given["q"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +25,8 @@ def at(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: here.device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: here.capturing)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(synchronize=wait))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=wait))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: here.stream, raising=False)
     # What there is of a real GPU's stays as it is.
     monkeypatch.setattr(per_stream, "_tickets", Reserve(1024))
@@ -49,6 +52,14 @@ def test_launches_of_a_stream_share_and_captured_ones_do_not(at: SimpleNamespace
     assert (shared.get(), shared.get()) == ("captured 4", "captured 5")
     at.device, at.stream, at.capturing = 0, 11, False
     assert shared.get() == "fresh 1"
+
+
+def test_what_is_kept_is_made_on_another_thread(at: SimpleNamespace) -> None:
+    """A graph's memory pool takes what its own thread allocates."""
+    shared = PerStream(threading.get_ident, threading.get_ident)
+    assert shared.get() != threading.get_ident()
+    at.capturing = True
+    assert shared.get() == threading.get_ident()
 
 
 def test_a_reserve_is_taken_in_turn(at: SimpleNamespace) -> None:

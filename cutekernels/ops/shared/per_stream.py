@@ -1,18 +1,34 @@
 """Scratch memory of launches: one piece for each stream, whose launches follow one another.
 
-A launch captured in a graph has a piece of its own, since graphs replay on any stream.
+A launch captured in a graph has a piece of its own, since graphs replay on any stream. Pieces that are kept are
+allocated by a thread of their own: torch.compile's CUDA graphs run a function once before they capture it, send what
+its thread allocates to the graph's memory pool, and refuse what outlives the run there.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
+
+
+def _apart(fresh: Callable[[], T], device: int) -> T:
+    """``fresh()`` on another thread, its memory ready for any stream of ``device``."""
+
+    def ready() -> T:
+        with torch.cuda.device(device):
+            made = fresh()
+            torch.cuda.current_stream().synchronize()
+        return made
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(ready).result()
 
 
 class PerStream(Generic[T]):
@@ -30,7 +46,7 @@ class PerStream(Generic[T]):
         key = device, torch._C._cuda_getCurrentRawStream(device)
         found = self._by_stream.get(key)
         if found is None:
-            found = self._by_stream[key] = self._fresh()
+            found = self._by_stream[key] = _apart(self._fresh, device)
         return found
 
 
@@ -60,8 +76,7 @@ class Reserve:
 
     def _of(self, device: int) -> Tensor:
         if device not in self._zeros:
-            self._zeros[device] = torch.zeros(self._count, device=f"cuda:{device}", dtype=torch.int32)
-            torch.cuda.current_stream(device).synchronize()  # they may be taken on another stream
+            self._zeros[device] = _apart(lambda: torch.zeros(self._count, device="cuda", dtype=torch.int32), device)
         return self._zeros[device]
 
 
