@@ -17,6 +17,7 @@ from typing import Any, Protocol, Self
 from cutekernels import compile as compiler
 from cutekernels.autotune.turns import Turns
 from cutekernels.backends import Facts
+from cutekernels.backends.cute import WITHOUT_GPU
 from cutekernels.conditions import Conditions
 from cutekernels.errors import CacheUnusable
 from cutekernels.gpu import GpuSpec
@@ -130,7 +131,7 @@ class Compilers:
         self.temporary = str(self._open.enter_context(compiler.scratch()))
         self.width = jobs
         # No visible GPU: otherwise each compiler would make a CUDA context of hundreds of megabytes.
-        self._pool = Pool(COMPILE_TARGET, jobs, env={"CUDA_VISIBLE_DEVICES": "", "TMPDIR": self.temporary})
+        self._pool = Pool(COMPILE_TARGET, jobs, env=WITHOUT_GPU | {"TMPDIR": self.temporary})
 
     def submit(self, request: Compile) -> Future[Facts]:
         return self._pool.submit(request, COMPILE_DEADLINE_S)

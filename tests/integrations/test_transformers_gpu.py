@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import StaticCache
 
 import cutekernels as ck
 from cutekernels.integrations.transformers import modules
@@ -79,10 +80,12 @@ def test_unpatch_restores_the_model_bit_for_bit(family: str) -> None:
     assert not any(a <= p.data_ptr() < b for p in model.parameters() for a, b in spans)
 
 
+@pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("family", PLAIN)
-def test_generated_tokens_are_the_best_of_fp32(family: str, cache: str | None) -> None:
-    model, given, mask = made(family), ids(2, 30), left_padded(2, 30)
+def test_generated_tokens_are_the_best_of_fp32(family: str, cache: str | None, padded: bool) -> None:
+    model, given = made(family), ids(2, 30)
+    mask = left_padded(2, 30) if padded else torch.ones_like(given)
     exact = widened(model)
     options = {"max_new_tokens": 16, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
     with ck.patch(model):
@@ -136,3 +139,30 @@ def test_compiled_by_inductor_no_further_from_fp32_than_transformers() -> None:
             torch.compiler.reset()
             ours = torch.compile(model, fullgraph=True)(given).logits.float()
     assert (ours - expected).norm() <= 1.25 * (theirs - expected).norm()
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about its own parts
+def test_cuda_graphs_over_a_static_cache_no_further_from_fp32_than_transformers() -> None:
+    """A prompt, part of one, and steps: each shape is run plain, recorded, then replayed."""
+    model, given = made("llama"), ids(1, 40)
+    exact = widened(model)
+
+    def parts(m: Any, run: Any, *ends: int) -> Tensor:
+        cache = StaticCache(config=m.config, max_cache_len=ends[-1])
+        m(given[:, :1], past_key_values=cache)  # allocates it
+        found = []
+        for _ in range(3):
+            cache.reset()
+            found = []
+            for begin, end in zip((0, *ends), ends, strict=False):
+                torch.compiler.cudagraph_mark_step_begin()
+                found.append(run(given[:, begin:end], past_key_values=cache).logits.clone())
+        return torch.cat(found, 1).float()
+
+    with torch.no_grad():
+        for ends in ((40,), (20, 38, 39, 40)):
+            expected, theirs = parts(exact, exact, *ends), parts(model, model, *ends)
+            with ck.patch(model):
+                torch.compiler.reset()
+                ours = parts(model, torch.compile(model, mode="reduce-overhead", fullgraph=True, dynamic=False), *ends)
+            assert 0 < (ours - expected).norm() <= 1.25 * (theirs - expected).norm()

@@ -27,7 +27,7 @@ def found() -> dict[tuple[str, str], estimates.Quality]:
 
 
 def test_the_sweeps_are_there() -> None:
-    assert (len(found()), sum(q.configs for q in found().values())) == (25, 675)
+    assert (len(found()), sum(q.configs for q in found().values())) == (74, 1846)
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,8 @@ def test_the_sweeps_are_there() -> None:
         ("rms_norm", "rows=8192 cols=6144 dtype=fp16", 0.55),
         ("layer_norm", "rows=2048 cols=4096", 0.55),
         ("silu_mul", "rows=2048 cols=11008", 0.55),
+        ("silu_mul", "rows=16 cols=18944", 0.8),  # 0.53 before what a thread takes had a time
+        ("rope", "batch=1 seq=8192 heads_q=28 head_dim=128 rotary=128 heads_kv=4", 0.55),
         ("embedding", "rows=2048 vocabulary=128256 cols=4096", 0.8),
     ],
 )
@@ -46,19 +48,19 @@ def test_configs_are_ranked_as_measured(name: str, text: str, least: float) -> N
 
 
 def test_the_model_s_choice_is_near_the_best() -> None:
-    """1.095 in the geometric mean; 1.41 at worst, the small appends of ``kv_append`` and ``rms_norm_backward``."""
+    """1.068 in the geometric mean; 1.41 at worst, ``rms_norm_backward``."""
     choices = {key: q.choice for key, q in found().items()}
-    assert math.exp(sum(map(math.log, choices.values())) / len(choices)) < 1.11
+    assert math.exp(sum(map(math.log, choices.values())) / len(choices)) < 1.08
     assert max(choices.values()) < 1.45
     assert choices["rms_norm", "rows=16 cols=3584"] < 1.06
 
 
 def test_defaults_are_near_the_best() -> None:
-    """1.03 in the geometric mean, 1.121 at worst; the default of ``embedding`` was 1.75."""
+    """1.023 in the geometric mean, 1.121 at worst; the default of ``embedding`` was 1.75, of ``add_rms_norm`` 1.23."""
     defaults = {key: q.default for key, q in found().items()}
     times = [ratio for ratio in defaults.values() if ratio is not None]
     assert len(times) == len(defaults)
-    assert math.exp(sum(map(math.log, times)) / len(times)) < 1.04
+    assert math.exp(sum(map(math.log, times)) / len(times)) < 1.03
     assert max(times) < 1.13
     assert times[list(defaults).index(("embedding", "rows=2048 vocabulary=128256 cols=4096"))] < 1.03
 

@@ -117,10 +117,10 @@ class TestRates:
     def test_recorded_ones_are_of_the_record(self) -> None:
         from bench.replay import SWEEPS, recorded
 
-        rows = {(r.get("problem"), r.get("config")): r.get("us") for r in recorded(SWEEPS / "h200")}
-        us = rows["m=8192 n=8192 k=8192 b_major=k", probes._GROUP_TILE]
+        rows = {(r.get("op"), r.get("problem"), r.get("config")): r.get("us") for r in recorded(SWEEPS / "h200")}
+        us = rows["gemm", "m=8192 n=8192 k=8192 b_major=k", probes._GROUP_TILE]
         assert ON_H200["warpgroup_flops_per_us"] == pytest.approx(2 * 8192**3 / us / 132, rel=1e-4)
-        one, two = (rows["rows=16 cols=3584", probes._CHUNKS.format(warps=w)] for w in (1, 2))
+        one, two = (rows["rms_norm", "rows=16 cols=3584", probes._CHUNKS.format(warps=w)] for w in (1, 2))
         assert ON_H200["walked_us"] == pytest.approx((one - two) / 112, rel=1e-4)
 
 

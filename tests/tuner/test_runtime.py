@@ -16,6 +16,8 @@ from cutekernels.autotune.runtime import Load, LocalRuntime, Measure, NotPrepare
 from cutekernels.backends import Facts
 from cutekernels.errors import CacheUnusable
 from cutekernels.isolate import ChildDied, StartFailed
+from cutekernels.ops.gemm.op import GEMM
+from cutekernels.ops.norms.op import RMS_NORM
 from tests.tuner.toys import BEST, DEFAULT, H200, PROBLEM, TOY
 
 _prepared: list[Prepare] = []
@@ -28,6 +30,19 @@ def fake_compile(request: tuple[str, str, str, Any]) -> Facts:
         tempfile.NamedTemporaryFile(delete=False)  # noqa: SIM115  (left behind, as by a compiler that is killed)
         os.abort()
     return Facts(gpu.sm_count, len(os.environ["CUDA_VISIBLE_DEVICES"]), os.getpid() != os.getppid())
+
+
+def counted_compile(request: tuple[str, str, str, Any]) -> int:
+    """A real compile; how often it asked the driver or torch for a GPU."""
+    import torch
+    from cuda.bindings import driver
+
+    asked = []
+    for module, name in ((torch.cuda, "is_available"), (torch.cuda, "device_count"), (driver, "cuInit")):
+        real = getattr(module, name)
+        setattr(module, name, lambda *args, real=real, name=name: asked.append(name) or real(*args))
+    runtime.compile_candidate(request)
+    return len(asked)
 
 
 def fake_worker(request: Warm | Prepare | Load | Measure) -> Any:
@@ -98,6 +113,15 @@ def test_the_worker_is_prepared_once_per_problem_and_process(machine: LocalRunti
     assert preparations == 1 and other != pid, "a fresh process, prepared again"
     machine.refresh()
     assert ask(second)[1] not in (pid, other)
+
+
+def test_compiles_ask_no_driver_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    monkeypatch.setattr(runtime, "COMPILE_TARGET", "tests.tuner.test_runtime:counted_compile")
+    with LocalRuntime(1) as machine:
+        for op, text in ((GEMM, "m=64 n=64 k=64"), (RMS_NORM, "rows=16 cols=64")):
+            problem = op.Problem.parse(text)
+            assert machine.compile(op, problem, op.default(problem, H200), H200).result(120) == 0
 
 
 def test_an_environment_that_cannot_compile_is_no_verdict_on_a_config(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,9 @@ def attend(
         raise UnsupportedProblem(f"attention has no dropout; it is {dropout}: set config.attention_dropout to 0")
     if kwargs.get("position_bias") is not None:
         raise UnsupportedProblem('attention takes no position bias: use attn_implementation="eager"')
+    lengths = None
+    if attention_mask is not None and attention_mask.dtype == torch.int32:  # make_mask's
+        lengths, attention_mask = attention_mask.view(-1), None
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise UnsupportedProblem(
             f"attention takes bool masks; this one is {attention_mask.dtype}: pass the 2-D mask of padding instead"
@@ -66,6 +69,8 @@ def attend(
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux if sinks is None else sinks}
     if attention_mask is not None:
         return attention(q, k, v, mask=attention_mask, **options), None
+    if lengths is not None:
+        return decode_attention(q, k, v, lengths, **options), None
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if causal and 1 < q.shape[1] < k.shape[1]:  # as torch aligns: the first query sees the first key, of a static cache
         k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
@@ -80,18 +85,52 @@ def attend(
 
 
 def make_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
-    """The mask of a batch, as transformers' own for SDPA: None where the causal band and the window say it all."""
+    """The mask of a batch, as transformers' own for SDPA: None where the causal band and the window say it all.
+
+    Over a static cache it is how many keys each sequence has, int32 ``(B, 1, 1, 1)``, where they and the causal band
+    say it all: the decode kernel reads no key beyond them.
+    """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     # Other models may mean chunks by local_size, or not pass their window on.
-    windowed = local_size is not None and getattr(kwargs.get("config"), "model_type", None) in FAMILIES
-    if (windowed or local_size is None) and not args and _is_band(**kwargs):
+    known = not args and getattr(kwargs.get("config"), "model_type", None) in FAMILIES
+    windowed = local_size is not None and known
+    if (windowed or local_size is None) and not args and _is_band(windowed=windowed, **kwargs):
         return None
+    counted = known and local_size is None and kwargs.get("mask_function") is causal_mask_function
+    if counted and kwargs["q_length"] == 1 and (lengths := _lengths(**kwargs)) is not None:
+        return lengths
     if windowed:
         plain = {**kwargs, "mask_function": causal_mask_function}
         if kwargs.get("allow_is_causal_skip", True) and sdpa_mask(*args, local_size=None, **plain) is None:
             return None
-    return sdpa_mask(*args, local_size=local_size, **kwargs)  # type: ignore[no-any-return]
+    mask = sdpa_mask(*args, local_size=local_size, **kwargs)
+    if mask is not None and counted and kwargs.get("allow_is_causal_skip", True):
+        lengths = _lengths(**kwargs)
+        return mask if lengths is None else lengths
+    return mask  # type: ignore[no-any-return]
+
+
+def _lengths(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    **_: Any,
+) -> Tensor | None:
+    """Keys of each sequence in a static cache, whose offset is on the device; None where padding hides some of them,
+    which the host waits to know, or where gradients are wanted, which the decode kernel has none of.
+    """
+    if not isinstance(q_offset, Tensor) or kv_offset != 0 or torch.is_grad_enabled():
+        return None
+    if attention_mask is not None:
+        if torch.compiler.is_compiling() or attention_mask.dim() != 2:
+            return None
+        if not (attention_mask.all() & (q_offset + q_length <= attention_mask.shape[1])):
+            return None
+    return (q_offset + q_length).to(torch.int32).expand(batch_size).contiguous().view(batch_size, 1, 1, 1)
 
 
 def _is_band(
@@ -101,15 +140,18 @@ def _is_band(
     kv_offset: int = 0,
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
+    windowed: bool = False,
     **_: Any,
 ) -> bool:
     """Whether a traced call's mask is the causal band of a prompt: transformers writes that one out, since SDPA would
     align the band of an exported program with the first key. Ours ends at the last one.
+
+    A static cache has its offset on the device; a prompt as long as the cache can only begin at its first token.
     """
-    if not torch.compiler.is_compiling() or not allow_is_causal_skip:
+    if not torch.compiler.is_compiling() or not allow_is_causal_skip or attention_mask is not None:
         return False
-    known = attention_mask is None and not isinstance(q_offset, Tensor)
-    return bool(known and q_offset == kv_offset == 0 and q_length == kv_length)
+    begins = not windowed if isinstance(q_offset, Tensor) else q_offset == 0
+    return bool(begins and kv_offset == 0 and q_length == kv_length)
 
 
 def _tracked(*tensors: Tensor) -> bool:

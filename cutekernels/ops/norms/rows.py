@@ -297,12 +297,13 @@ class NormOp(TritonOp[N, NormConfig]):
     def _candidates(self, p: N, gpu: GpuSpec) -> Iterator[NormConfig]:
         """Configs in order of preference; the last ones fit every problem that a grid holds."""
         stay = [(4, 3), (2, 3), (2, 2), (1, 3), (1, 2), (2, 1), (1, 1)] if self.strides_over_tiles else [(0, 1)]
-        few = p.rows * p.heads <= gpu.sm_count
-        # Two accesses of 16 bytes per thread, one where rows are so few that latency rules. Narrow rows share a tile.
+        few = p.rows * p.heads <= self.summands * gpu.sm_count
+        # Two accesses of 16 bytes per thread, one where rows are so few that latency rules, and as many of each
+        # summand where rows are whole tiles. Narrow rows share a tile.
         elements = max(p.vec, 8) if few else 2 * max(p.vec, 8 // max(1, p.itemsize // 2))
         narrow = 128 * elements // p.width
-        if narrow > 1 and not few:
-            elements //= self.summands
+        if not few:
+            elements = elements // self.summands if narrow > 1 else elements * self.summands
             narrow //= self.summands
         rows = 1 if few else min(64, power_of_two(p.rows), max(1, narrow))
         if p.rows * p.heads >= _MANY_ROWS:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.gpu import GpuSpec
 from cutekernels.op import Config, Problem, Scalar, knob, power_of_two
@@ -23,6 +24,7 @@ MAX_PROGRAMS = (1 << 31) - 1  # along a grid's first axis
 MOST = (1 << 16) - 1  # along its others
 DEPTH = 32.0  # terms several times the size of a typical result may cancel: 4 ulp of fp32 of that
 _MAX_OPERAND_REGISTERS = 128
+_IDLE = 0.2  # what a head of a tile that is not there costs, of one that is
 _TURN = 6.2831853
 
 
@@ -237,12 +239,13 @@ class RotaryOp(TritonOp[P, C]):
         there = sum(p.groups) / max(1, self.blocks(p, c.heads) * c.heads)
         return streaming.estimate_us(
             gpu,
-            self.work(p).bytes,
+            self.work(p).bytes * (1 - _IDLE + _IDLE / (there or 1.0)),
             self.grid(p, c),
             c.warps,
             2 * c.tokens * c.heads * c.block * p.itemsize * there,
             registers=max(32, self.registers(p, c)),
             coalesced=p.layout != "strided",
+            program_us=2 * c.tokens * c.heads * c.block / (32 * c.warps) * rates.of(gpu).walked_us,
         )
 
     # -- kernels
