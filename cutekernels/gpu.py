@@ -39,6 +39,7 @@ ARCHITECTURES: dict[tuple[int, int], Architecture] = {
     (9, 0): Architecture("sm_90a", 228 * KIB, 227 * KIB, 64, has_tma=True, has_wgmma=True, has_pdl=True),
     (12, 0): Architecture("sm_120a", 100 * KIB, 99 * KIB, 48, has_tma=True, has_pdl=True),
 }
+NO_TARGET = "sm_100a"  # none of these, yet one that compilers know
 
 
 @dataclass(frozen=True, slots=True)

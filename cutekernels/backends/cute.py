@@ -21,14 +21,14 @@ from typing import Any, ClassVar
 from cutekernels.backends import Artifact, Facts
 from cutekernels.backends.cubin import resource_usage
 from cutekernels.errors import CompileError
-from cutekernels.gpu import GpuSpec
+from cutekernels.gpu import NO_TARGET, GpuSpec
 
 _SYMBOL = "cutekernels_launch"
 _ARCH_VARIABLE = "CUTE_DSL_ARCH"  # the DSL's environment variable, read when it is imported and once per compile
 
 # For processes that compile and see no GPU. Without it the DSL and TVM-FFI ask the driver for one, which can take
-# seconds. The architecture is what the DSL then assumes: none of a kernel's, so that objects are not loaded here.
-WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "", _ARCH_VARIABLE: "sm_100a", "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1"}
+# seconds. The architecture is none of a kernel's, so that objects are not loaded here.
+WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "", _ARCH_VARIABLE: NO_TARGET, "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1"}
 
 _compiling = threading.Lock()
 
