@@ -316,9 +316,10 @@ class NormOp(TritonOp[N, NormConfig]):
             for per_sm, stages in stay:
                 for block_rows in (rows, 1):
                     warps = min(16, max(1, block_rows * p.width // (32 * elements)))
-                    for w in (warps, warps * 2, warps * 4, warps // 2):
-                        if 1 <= w <= 16:
-                            yield NormConfig(block_rows, p.width, True, w, per_sm, stages)
+                    some = [w for w in (warps, warps * 2, warps * 4, warps // 2) if 1 <= w <= 16]
+                    tiles = [NormConfig(block_rows, p.width, True, w, per_sm, stages) for w in some]
+                    # Whole waves first, where the model knows of some; else the first.
+                    yield from sorted(tiles, key=lambda c: self.estimate_us(p, c, gpu)) if self.summands > 1 else tiles
             for w in (16, 8, 4, 2, 1):
                 yield NormConfig(1, p.width, True, w, stay[-1][0], 1)
         for chunk, w in ((4096, 8), (4096, 16), (2048, 8), (2048, 16), (1024, 8), (1024, 16)):
