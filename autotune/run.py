@@ -186,7 +186,7 @@ class _Run:
             self.watch.begin(task, next(begun), board.total)
             history = TaskHistory(store, task.op, task.problem, kind, slot.environment, "measured")
             report = Search(
-                task, kind, history, lane, deadline, self.force, self.confirm,
+                task, kind, history, lane, deadline, self.force, self.confirm, self.end,
                 on_trial=self.watch.trial, clock=self.clock,
             ).run()  # fmt: skip
             report = replace(report, gpu=kind.name)

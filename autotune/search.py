@@ -61,6 +61,8 @@ class Search:
         force: forget earlier attempts (their rows stay) and measure anew.
         confirm: try no more than the default, what serves today and the eight that were predicted best; where nothing
             was predicted, the eight that the model likes best.
+        end: of the whole job, on ``clock``. The default may compile until then, since a process's first kernels take
+            long; ``deadline`` moves by that time.
     """
 
     task: Task
@@ -70,6 +72,7 @@ class Search:
     deadline: float | None = None
     force: bool = False
     confirm: bool = False
+    end: float | None = None
     on_trial: OnTrial = lambda trial, done, wanted: None
     clock: Callable[[], float] = time.monotonic
     _attempts: Counter[str] = field(default_factory=Counter)
@@ -190,7 +193,7 @@ class Search:
             compiling[self._compile(config)] = config
 
     def _ready(self, compiling: dict[Future[Facts], Config]) -> Iterator[Future[Facts]]:
-        done = wait(compiling, timeout=self._left(), return_when=FIRST_COMPLETED).done
+        done = wait(compiling, timeout=self._left(self.deadline), return_when=FIRST_COMPLETED).done
         return iter([future for future in compiling if future in done])  # in the order they were suggested
 
     def _compile(self, config: Config) -> Future[Facts]:
@@ -216,9 +219,12 @@ class Search:
             raise _DefaultFailed(f"the default config [{trial.config}] gave {trial.status}: {trial.message}")
 
     def _await(self, future: Future[Facts]) -> None:
-        if not wait([future], timeout=self._left()).done:
+        begin, until = self.clock(), self.deadline if self.end is None else self.end
+        if not wait([future], timeout=self._left(until)).done:
             future.cancel()
             raise _NoTime("no time was left to compile the default")
+        if self.deadline is not None and until is not None:
+            self.deadline = min(until, self.deadline + self.clock() - begin)
 
     def _attempt(self, config: Config, future: Future[Facts], suggester: Suggester) -> None:
         """One candidate from its compile to its row; what the machine spoiled has none and is tried once more."""
@@ -365,8 +371,8 @@ class Search:
     def _spent(self) -> int:
         return sum(trial.status in ATTEMPTS for trial in self._known.values()) + len(self._spoiled)
 
-    def _left(self) -> float | None:
-        return None if self.deadline is None else min(86400.0, max(0.0, self.deadline - self.clock()))
+    def _left(self, until: float | None) -> float | None:
+        return None if until is None else min(86400.0, max(0.0, until - self.clock()))
 
     def _late(self) -> bool:
         return self.deadline is not None and self.clock() >= self.deadline

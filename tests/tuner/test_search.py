@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -376,6 +377,25 @@ class TestBudgets:
         assert time.monotonic() - began < 5
         assert (report.state, report.message) == ("unfinished", "no time was left to compile the default")
         assert machine.measured == []
+
+    @pytest.mark.parametrize(("more", "state"), [(30.0, "tuned"), (0.3, "unfinished")])
+    def test_the_first_compile_is_not_of_a_task_s_share(self, store: Store, more: float, state: str) -> None:
+        """The first kernels of a process wait for its imports."""
+        machine, began = ToyMachine(), time.monotonic()
+        at_once = machine.compile
+
+        def compile_(*request: Any) -> Future[Facts]:
+            done = at_once(*request)
+            if len(machine.compiled) > 1:
+                return done
+            late: Future[Facts] = Future()
+            threading.Timer(0.6, lambda: late.set_running_or_notify_cancel() and late.set_result(done.result())).start()
+            return late
+
+        machine.compile = compile_  # type: ignore[method-assign]
+        limits = {"deadline": began + 0.3, "end": began + more}
+        report = Search(task(4), H200, task_history(store), machine, clock=time.monotonic, **limits).run()
+        assert report.state == state
 
     def test_the_deadline_ends_it_and_the_final_still_decides(self, store: Store) -> None:
         machine = ToyMachine(width=1)

@@ -114,7 +114,6 @@ def make_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tenso
 def _lengths(
     batch_size: int,
     q_length: int,
-    kv_length: int,
     q_offset: Any = 0,
     kv_offset: int = 0,
     attention_mask: Tensor | None = None,
