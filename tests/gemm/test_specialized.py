@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from cutekernels import dispatch, gpu
+from cutekernels.db import snapshot
 from cutekernels.kernels.cute.parts.smem import SpecializedSmem
 from cutekernels.op import ladder
 from cutekernels.ops.gemm import prefetch, specialized
@@ -80,19 +82,23 @@ def test_columns_are_dealt_out_evenly() -> None:
     assert "as many waves" in str(GEMM.why_not(linear(64, 18944), one_wave.replace(tile_m=160), H200))
 
 
-def test_a_neighbour_s_tile_is_not_taken_where_it_idles_the_gpu() -> None:
-    """18944 columns are 132 tiles of 144, one for each SM; 4544 would be 32, where 64 of 72 go to two SMs each. Of 32
+def test_a_neighbour_s_tile_is_not_taken_where_it_idles_the_gpu(shipped: Path) -> None:
+    """18944 columns are 132 tiles of 144, one for each SM; 4608 would be 32, where 64 of 72 go to two SMs each. Of 32
     they would be 144, and most SMs would have one while some have two.
     """
+    common, *rows = (Path(snapshot.__file__).parent / "shipped/h200.jsonl").read_text().splitlines()
+    (one,) = [row for row in rows if f'"problem": "{linear(128, 18944)}"' in row]
+    (shipped / "h200.jsonl").write_text(f"{common}\n{one}\n")
+    dispatch.reload()
     tuned = dispatch.resolve(GEMM, linear(128, 18944), H200)
     assert (tuned.origin, tuned.config.tile_m) == ("tuned", 144)
     for m in (48, 64, 96, 128):
-        found = dispatch.resolve(GEMM, linear(m, 4544), H200)
-        assert (found.config.tile_m, found.config.split_k) == (72, 2), found
-    assert "as many waves of CTAs" in str(GEMM.why_not(linear(128, 4544), tuned.config, H200))
+        found = dispatch.resolve(GEMM, linear(m, 4608), H200)
+        assert (found.origin, found.config.tile_m, found.config.split_k) == ("default", 72, 2), found
+    assert "as many waves of CTAs" in str(GEMM.why_not(linear(128, 4608), tuned.config, H200))
     narrow = GEMM.default(linear(64, 4096), H200).replace(tile_m=32, split_k=1)
     assert GEMM.why_not(linear(64, 4096), narrow, H200) is None
-    assert "of the GPU at work where" in str(GEMM.why_not(linear(64, 4544), narrow, H200))
+    assert "of the GPU at work where" in str(GEMM.why_not(linear(64, 4608), narrow, H200))
 
 
 def test_sums_and_results_lie_within_the_shared_memory() -> None:

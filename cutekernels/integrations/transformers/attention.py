@@ -55,7 +55,7 @@ def attend(
     if kwargs.get("position_bias") is not None:
         raise UnsupportedProblem('attention takes no position bias: use attn_implementation="eager"')
     lengths = None
-    if attention_mask is not None and attention_mask.dtype == torch.int32:  # make_mask's
+    if attention_mask is not None and _counts(attention_mask, query.shape[0]):
         lengths, attention_mask = attention_mask.view(-1), None
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise UnsupportedProblem(
@@ -97,18 +97,18 @@ def make_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tenso
     windowed = local_size is not None and known
     if (windowed or local_size is None) and not args and _is_band(windowed=windowed, **kwargs):
         return None
-    counted = known and local_size is None and kwargs.get("mask_function") is causal_mask_function
-    if counted and kwargs["q_length"] == 1 and (lengths := _lengths(**kwargs)) is not None:
+    skips = kwargs.get("allow_is_causal_skip", True)
+    one = kwargs.get("q_length") == 1  # then transformers does not skip, for its compiled graphs' sake
+    counted = known and local_size is None and kwargs.get("mask_function") is causal_mask_function and (skips or one)
+    if counted and one and (lengths := _lengths(**kwargs)) is not None:
         return lengths
     if windowed:
         plain = {**kwargs, "mask_function": causal_mask_function}
-        if kwargs.get("allow_is_causal_skip", True) and sdpa_mask(*args, local_size=None, **plain) is None:
+        if skips and sdpa_mask(*args, local_size=None, **plain) is None:
             return None
     mask = sdpa_mask(*args, local_size=local_size, **kwargs)
-    if mask is not None and counted and kwargs.get("allow_is_causal_skip", True):
-        lengths = _lengths(**kwargs)
-        return mask if lengths is None else lengths
-    return mask  # type: ignore[no-any-return]
+    lengths = _lengths(**kwargs) if mask is not None and counted and not one else None
+    return mask if lengths is None else lengths  # type: ignore[no-any-return]
 
 
 def _lengths(
@@ -130,6 +130,11 @@ def _lengths(
         if not (attention_mask.all() & (q_offset + q_length <= attention_mask.shape[1])):
             return None
     return (q_offset + q_length).to(torch.int32).expand(batch_size).contiguous().view(batch_size, 1, 1, 1)
+
+
+def _counts(mask: Tensor, batch: int) -> bool:
+    """Whether a mask is :func:`_lengths`."""
+    return mask.dtype == torch.int32 and mask.shape == (batch, 1, 1, 1)
 
 
 def _is_band(

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from torch import Tensor
 
-from cutekernels import rates
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.shared import streaming
 from cutekernels.ops.shared.tensor_op import WIDEST_BYTES
@@ -132,7 +131,7 @@ class TiledOp(TritonOp[T, TileConfig]):
             c.block_rows * c.block_cols * p.itemsize * len(self.inputs),
             registers=max(32, self._registers(p, c)),
             coalesced=p.layout != "strided",
-            program_us=len(self.inputs) * c.block_rows * c.block_cols / (32 * c.warps) * rates.of(gpu).walked_us,
+            walked=len(self.inputs) * c.block_rows * c.block_cols / (32 * c.warps),
         )
 
     def lay(self, p: T, name: str, values: Tensor) -> Tensor:

@@ -318,7 +318,7 @@ class NormOp(TritonOp[N, NormConfig]):
                     warps = min(16, max(1, block_rows * p.width // (32 * elements)))
                     some = [w for w in (warps, warps * 2, warps * 4, warps // 2) if 1 <= w <= 16]
                     tiles = [NormConfig(block_rows, p.width, True, w, per_sm, stages) for w in some]
-                    # Whole waves first, where the model knows of some; else the first.
+                    # Of sums, whose order was measured (docs/notes/streaming.md), whole waves by the model come first.
                     yield from sorted(tiles, key=lambda c: self.estimate_us(p, c, gpu)) if self.summands > 1 else tiles
             for w in (16, 8, 4, 2, 1):
                 yield NormConfig(1, p.width, True, w, stay[-1][0], 1)
@@ -337,7 +337,7 @@ class NormOp(TritonOp[N, NormConfig]):
         walked = 0 if c.resident else 2 * -(-p.cols // c.block_cols) * c.block_cols / (32 * c.warps)  # by a thread
         first = streaming.estimate_us(
             gpu, passes * self.work(p).bytes, grid, c.warps, tile, registers=registers, coalesced=p.layout != "strided",
-            program_us=walked * rates.of(gpu).walked_us,
+            walked=walked,
         )  # fmt: skip
         if not self.strides_over_tiles:
             return first

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.gpu import GpuSpec
 from cutekernels.op import Config, Problem, Scalar, knob, power_of_two
@@ -245,7 +244,7 @@ class RotaryOp(TritonOp[P, C]):
             2 * c.tokens * c.heads * c.block * p.itemsize * there,
             registers=max(32, self.registers(p, c)),
             coalesced=p.layout != "strided",
-            program_us=2 * c.tokens * c.heads * c.block / (32 * c.warps) * rates.of(gpu).walked_us,
+            walked=2 * c.tokens * c.heads * c.block / (32 * c.warps),
         )
 
     # -- kernels

@@ -23,7 +23,7 @@ def estimate_us(
     *,
     registers: int = 32,
     coalesced: bool = True,
-    program_us: float = 0.0,
+    walked: float = 0.0,
 ) -> float:
     """Time of a kernel that moves ``moved_bytes`` through DRAM.
 
@@ -35,7 +35,7 @@ def estimate_us(
         tile_bytes: what one program has in flight at a time.
         registers: of one thread.
         coalesced: whether neighbouring threads touch neighbouring bytes.
-        program_us: what a program does one thing after another, beside the launch; the last one's is added.
+        walked: elements that a thread takes one after another, beside the launch; the last program's time is added.
     """
     rate = rates.of(gpu)
     programs = max(1, math.prod(grid))
@@ -48,7 +48,7 @@ def estimate_us(
     busy = min(1.0, each) if waves <= 1 else waves / math.ceil(waves)
     memory = moved_bytes / peak * (1.0 if coalesced else _UNCOALESCED)
     memory_us = memory / max(0.05, bandwidth * max(0.5, busy))
-    return rate.launch_us + max(each * rate.block_us, memory_us) + program_us
+    return rate.launch_us + max(each * rate.block_us, memory_us) + walked * rate.walked_us
 
 
 def start_bound(gpu: GpuSpec, moved_bytes: float, grid: tuple[int, int, int]) -> bool:
