@@ -108,7 +108,7 @@ def make_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tenso
             return None
     mask = sdpa_mask(*args, local_size=local_size, **kwargs)
     lengths = _lengths(**kwargs) if mask is not None and counted and not one else None
-    return mask if lengths is None else lengths  # type: ignore[no-any-return]
+    return mask if lengths is None else lengths
 
 
 def _lengths(
