@@ -61,14 +61,20 @@ def one_cache_one_seed(kernels: str, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 @pytest.fixture
-def shipped(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder that stands in for ``db/shipped``: what we ship changes, a test's expectations do not."""
+def shipped(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder that stands in for ``db/shipped``: what we ship changes, a test's expectations do not.
+
+    Calls keep what they read of it, so that is forgotten before the test and after it.
+    """
+    from cutekernels import dispatch
     from cutekernels.db import snapshot
 
     folder = tmp_path_factory.mktemp("package") / "shipped"
     folder.mkdir()
     monkeypatch.setattr(snapshot, "files", lambda package: folder.parent)
-    return folder
+    dispatch.reload()
+    yield folder
+    dispatch.reload()
 
 
 @pytest.fixture

@@ -89,7 +89,6 @@ def test_a_neighbour_s_tile_is_not_taken_where_it_idles_the_gpu(shipped: Path) -
     common, *rows = (Path(snapshot.__file__).parent / "shipped/h200.jsonl").read_text().splitlines()
     (one,) = [row for row in rows if f'"problem": "{linear(128, 18944)}"' in row]
     (shipped / "h200.jsonl").write_text(f"{common}\n{one}\n")
-    dispatch.reload()
     tuned = dispatch.resolve(GEMM, linear(128, 18944), H200)
     assert (tuned.origin, tuned.config.tile_m) == ("tuned", 144)
     for m in (48, 64, 96, 128):
