@@ -127,7 +127,8 @@ def within_smem(op: Op[Any, Any], problem: Any, gpu: GpuSpec, kib: int) -> tuple
     choice = dispatch.resolve(op, problem, confined)
     if op.why_not(problem, choice.config, gpu) is None:
         return choice.config, choice.origin
-    both = [c for c in op.valid(problem, confined) if op.why_not(problem, c, gpu) is None]
+    own = (c for c in op.valid(problem, confined) if not c.vendors)  # a vendor's kernels are not confined
+    both = [c for c in own if op.why_not(problem, c, gpu) is None]
     if not both:
         raise ValueError(f"no config of {op.name} takes {kib} KiB of shared memory or less; 99 is what an L40S has")
     return min(both, key=lambda c: (op.estimate_us(problem, c, gpu), str(c))), "default"

@@ -42,10 +42,10 @@ MAX_OCTAVES = 2.0
 """Limit on a neighbour's distance: octaves, summed over the extents."""
 MOST_TRIED = 4
 """Neighbours that are tried: each takes the models of two problems, milliseconds of host time."""
-MOST_BEHIND = 1.15
+MOST_BEHIND = 1.05
 """Limit on a neighbour's config: its time over the default's by the model, here against at its own problem.
 
-1.15: docs/notes/trunk.md#neighbours (H200, 2026-11-22)."""
+1.05: docs/notes/trunk.md#neighbours (H200, 2026-11-25)."""
 LEAST_GAIN = 1.5
 """A prediction serves calls where the model has it at least this many times as fast as the default. On the H200's
 sweeps the model promised 1.00 to 1.45 where its choice is not the default, and 31 of 46 were slower:

@@ -207,6 +207,21 @@ def test_other_bodies_are_refused() -> None:
             GROUPED_GEMM.check(problem, config.replace(**changes), spec)
 
 
+@pytest.mark.parametrize("spec", [t for t in TARGETS if not t.has_wgmma], ids=lambda g: g.target)
+@pytest.mark.parametrize("text", ["rows=128 n=1536 k=2048 experts=128", "rows=2 n=14336 k=4096 experts=8"])
+def test_where_weights_are_the_limit_the_default_does_the_least_work(spec: gpu.GpuSpec, text: str) -> None:
+    """A row or so an expert: no taller tile than need be, and whole lines of 128 bytes."""
+    problem = Problem.parse(text)
+    default = GROUPED_GEMM.default(problem, spec)
+    assert (default.tile_m, default.tile_k) == (32, 64)
+    halves = default.replace(tile_k=32, stages=min(6, 2 * default.stages))
+    assert GROUPED_GEMM.why_not(problem, halves, spec) is None
+    times = [GROUPED_GEMM.estimate_us(problem, c, spec) for c in (default, halves)]
+    assert 1.05 < times[1] / times[0] < 1.1
+    wide = problem.replace(weight="n")  # rows of k-tiles are then as long as the tile is wide
+    assert GROUPED_GEMM.estimate_us(wide, halves, spec) < 1.01 * GROUPED_GEMM.estimate_us(wide, default, spec)
+
+
 # ---- kernels --------------------------------------------------------------------------------------------
 
 

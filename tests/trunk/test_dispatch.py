@@ -195,12 +195,12 @@ class TestNearest:
 
         row = winner("m=32 n=64", A)
         for us, power, found in (
-            (10.0, 0.1, ("nearest", A)),
+            (10.0, 0.05, ("nearest", A)),
             (10.0, 0.5, ("default", DEFAULT)),
             (30.0, 0.0, ("nearest", A)),  # the model never thought much of it, and it won
             (5.0, 0.5, ("nearest", A)),  # nor of the default
-            (10.0, math.log2(1.149), ("nearest", A)),
-            (10.0, math.log2(1.151), ("default", DEFAULT)),
+            (10.0, math.log2(1.049), ("nearest", A)),
+            (10.0, math.log2(1.051), ("default", DEFAULT)),
             (30.0, 0.5, ("default", DEFAULT)),
         ):
             assert origin(row, op=Fading()) == found, (us, power)

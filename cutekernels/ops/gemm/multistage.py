@@ -33,6 +33,8 @@ _PORT = 70 / 99  # of sm_bytes_per_us
 _EPILOGUE_BYTES = 2.7e-4 * 99e3  # per output element, at sm_bytes_per_us
 _BARRIER = {2: 1.8, 3: 1.0}  # of barrier_us, by stages; 0.4 with more
 _PERSISTENT = 0.4  # of the fixed time, the rest of which overlaps the next tile's loads
+_LINE, _PARTS_OF_LINES = 128, 1.07  # bytes; DRAM's time where less of a row is loaded: docs/notes/moe.md#two-bodies
+_SHOWN = 0.002  # of the shorter of the SMs' time and DRAM's: a guess, settles ties: docs/notes/gemm.md#multistage-model
 _UNALIGNED_RATE = {8: 1.0, 4: 0.85, 2: 0.6, 1: 0.3}  # guesses, by the narrower operand's alignment
 # Tiles and warps that the default chooses among.
 _SHORTLIST = (
@@ -102,6 +104,8 @@ class Multistage(Schedule):
     def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
         """Waves of CTAs, each k-tile as slow as tensor cores, L2 or latency, plus fixed costs; or DRAM, if slower.
 
+        Where DRAM is, most configs would tie: a little of what it hides counts, so that the least work is preferred.
+
         Fitted to 943 configs of 47 problems on an H200: it ranks configs, and is no substitute for measuring.
         """
         rate = rates.of(gpu)
@@ -135,7 +139,10 @@ class Multistage(Schedule):
         in_flight = min(tiles, gpu.sm_count * c.ctas_per_sm) * (c.stages - 1) * stage_bytes
         moved = ELEMENT_BYTES * p.batch * (p.m * p.k + p.k * p.n + p.m * p.n * (1 if p.c == "none" else 2))
         bytes_per_us = min(rate.dram_share * gpu.dram_gbps * 1e3, in_flight / rate.dram_latency_us)
-        return float(_LAUNCH * rate.launch_us + max(busy, moved / bytes_per_us))
+        larger, across = (columns, c.tile_n) if columns.extent > rows.extent else (rows, c.tile_m)
+        whole = (c.tile_k if larger.k_major else across) * ELEMENT_BYTES >= _LINE
+        dram = moved / bytes_per_us * (1.0 if whole else _PARTS_OF_LINES)
+        return float(_LAUNCH * rate.launch_us + max(busy, dram) + _SHOWN * min(busy, dram))
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
         import cutlass

@@ -1,0 +1,122 @@
+"""What calls run, by the recorded sweeps: how far the dispatcher's choice is behind the best that was measured.
+
+``held out`` leaves out the winner of the problem's own bucket: what somebody gets whose shape nobody tuned, from a
+neighbour's winner, a prediction or the default. ``all`` is that winner itself, where there is one. A sweep that lacks
+the config of a call says nothing about it; such problems are counted, without a regret. The least of many noisy times
+is lower than the best config's own, so that regrets are too large rather than too small.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bench.estimates import load
+from bench.replay import SWEEPS
+from cutekernels import dispatch, terminal
+from cutekernels import gpu as gpus
+from cutekernels.db.snapshot import Snapshot
+from cutekernels.errors import CuteKernelsError
+from cutekernels.gpu import GpuSpec
+from cutekernels.ops import registry
+from cutekernels.terminal import As, Format
+
+LEAST_CONFIGS = 5
+SHARES = (0.5, 0.95, 1.0)
+
+
+@dataclass(frozen=True)
+class Regret:
+    """The choice for one problem. ``regret``: its time over the best one, less 1; None where it was not measured."""
+
+    op: str
+    problem: str
+    known: str
+    origin: str
+    config: str
+    best: str
+    regret: float | None
+
+
+def judge(name: str, text: str, measured: dict[str, float], gpu: GpuSpec, known: Snapshot) -> Iterator[Regret]:
+    """The regret with ``known`` less the winner of the problem's bucket, and of that winner, where it serves."""
+    op: Any = registry.get(name)
+    problem = op.Problem.parse(text)
+    us = {}
+    for config_text, time in measured.items():
+        try:
+            us[str(op.check(problem, op.Config.parse(config_text), gpu))] = time
+        except CuteKernelsError:  # the sweep is older than a rule or a knob
+            continue
+    if len(us) < LEAST_CONFIGS:
+        return
+    best = min(us, key=lambda config: (us[config], config))
+    key, bucket = (op.name, op.revision), str(problem.bucket())
+    others = {other: row for other, row in known.table.get(key, {}).items() if other != bucket}
+    for kind, rows in (("held out", replace(known, table={**known.table, key: others})), ("all", known)):
+        choice = dispatch.resolve(op, problem, gpu, rows)
+        if kind == "held out" or choice.origin == "tuned":
+            mine = us.get(str(choice.config))
+            regret = None if mine is None else mine / us[best] - 1
+            yield Regret(name, text, kind, choice.origin, str(choice.config), best, regret)
+
+
+def of_sweeps(gpu: GpuSpec, folder: Path = SWEEPS) -> list[Regret]:
+    """The regrets of all problems in the sweeps of ``gpu``, by the winners that calls would use there."""
+    known = dispatch.winners(gpu)
+    return [r for (op, text), us in load(folder / gpu.name).items() for r in judge(op, text, us, gpu, known)]
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value that ``share`` of the values do not exceed."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+# ---- the command line ---------------------------------------------------------------------------------------
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def command(
+    gpu: Annotated[str, typer.Option(help="Whose sweeps.")] = "h200",
+    folder: Annotated[Path, typer.Option(help="Where the sweeps are, a folder for each GPU.")] = SWEEPS,
+    every: Annotated[bool, typer.Option("--every", help="A line for each problem, the worst first.")] = False,
+    format: As = Format.table,
+) -> None:
+    """How far behind the best measured config calls are, with the winner of their own problem and without it."""
+    try:
+        spec = gpus.lookup(gpu)
+    except CuteKernelsError as error:
+        terminal.fail(str(error), code=2)
+    found = of_sweeps(spec, folder)
+    if not found:
+        terminal.fail(f"no sweep in {folder / spec.name}", code=2)
+    rows = [vars(r) for r in sorted(found, key=lambda r: -(r.regret or 0.0))] if every else _by_op(found)
+    terminal.write(rows, format, pipe_width=terminal.PIPE_WIDTH)
+
+
+def _by_op(found: Sequence[Regret]) -> list[dict[str, Any]]:
+    rows = []
+    for known, op in sorted({(r.known, r.op) for r in found}):
+        mine = [r for r in found if (r.known, r.op) == (known, op)]
+        regrets = [r.regret for r in mine if r.regret is not None]
+        rows.append(
+            {
+                "winners": known,
+                "op": op,
+                "problems": len(mine),
+                "measured": len(regrets),
+                **{
+                    f"p{share:.0%}".rstrip("%"): f"{quantile(regrets, share):.1%}" if regrets else None
+                    for share in SHARES
+                },
+                "origins": ", ".join(f"{n} {origin}" for origin, n in Counter(r.origin for r in mine).most_common()),
+            }
+        )
+    return rows
