@@ -56,6 +56,7 @@ _GATE_ROWS = 8  # weight rows of the gate, then as many of up, in an MMA's 16
 _NORM, _NORM_OF_PRODUCT = 0.8 / 1.5, 0.02  # of launch_us, of the product's time
 _NORM_CYCLES, _NORM_TOKENS = 8.5, 64  # per token, up to so many
 _WITHIN = 0.5 / 0.63  # of exchange_us
+_FEW = NormLinearConfig(path="fused", tile_m=16, tile_n=8, tile_k=256, warps_k=4)  # the skinny body
 # Most of the product's time that weighing may take and be hidden: docs/notes/norm_linear.md#weighing
 _HIDDEN = 0.55
 
@@ -486,7 +487,13 @@ class LinearSiluMul(NormLinear[LinearSiluMulProblem]):
         )
 
     def default(self, p: LinearSiluMulProblem, gpu: GpuSpec) -> NormLinearConfig:
-        """The warpgroup body's best by its model, where that is ahead of the chain's; else the chain."""
+        """One config for few tokens without a norm: docs/notes/norm_linear.md#gate-of-few-tokens (H200, 2026-11-24).
+
+        Else the warpgroup body's best by its model, where that is ahead of the chain's; else the chain.
+        """
+        few = _FEW.replace(pdl=gpu.has_pdl)
+        if 0 < p.m <= few.tile_n and not p.norm and self.why_not(p, few, gpu) is None:
+            return few
         among = self._warpgroups(p, gpu, shortlist)
         if not among:
             return CHAIN
