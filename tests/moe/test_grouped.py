@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from functools import cache
 from itertools import pairwise
@@ -11,8 +12,11 @@ import pytest
 import torch
 
 import cutekernels as ck
+from bench.estimates import load
+from bench.replay import SWEEPS
 from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.ops.gemm.multistage import MULTISTAGE
 from cutekernels.ops.gemm.problem import GemmConfig
 from cutekernels.ops.moe.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD, SPREADS, sample_offsets
 from cutekernels.ops.moe.grouped import GroupedProblem as Problem
@@ -205,6 +209,24 @@ def test_other_bodies_are_refused() -> None:
     for changes in ({"persistent": True}, {"body": "skinny"}):
         with pytest.raises(InvalidConfig, match="multistage"):
             GROUPED_GEMM.check(problem, config.replace(**changes), spec)
+
+
+def test_the_multistage_model_knows_that_rows_choose_at_random() -> None:
+    """Equal shares of rows were 30 % off in the root mean square; half of the experts need a second tile of 64 rows."""
+    h200, off = TARGETS[2], []
+    for (op, text), us in load(SWEEPS / "h200" / "grouped_warpgroup.jsonl.gz").items():
+        for config in map(GemmConfig.parse, us if op == GROUPED_GEMM.name else ()):
+            if config.body == "multistage":
+                off.append(math.log(GROUPED_GEMM.estimate_us(Problem.parse(text), config, h200) / us[str(config)]))
+    assert len(off) == 32
+    assert math.sqrt(sum(x * x for x in off) / len(off)) < 0.21
+    even = Problem.parse("rows=8192 n=768 k=2048 experts=128")
+    taller = GemmConfig.parse("tile_m=128 tile_n=128 tile_k=32 warps_m=2 warps_n=2 stages=4 raster=16 ctas_per_sm=2")
+    fitting = taller.replace(tile_m=64)
+    shares = [MULTISTAGE.estimate_us(GROUPED_GEMM.one(even), c, h200) for c in (fitting, taller)]
+    chosen = [GROUPED_GEMM.estimate_us(even, c, h200) for c in (fitting, taller)]
+    assert chosen[0] / shares[0] > 1.2 * chosen[1] / shares[1]
+    assert GROUPED_GEMM.estimate_us(even.replace(rows=0), fitting, h200) == 0.0
 
 
 @pytest.mark.parametrize("spec", [t for t in TARGETS if not t.has_wgmma], ids=lambda g: g.target)

@@ -102,17 +102,23 @@ class Multistage(Schedule):
         return _shortlist(gpu)
 
     def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
+        rows, columns = p.sides()
+        tiles = -(-rows.extent // c.tile_m) * -(-columns.extent // c.tile_n) * p.batch
+        moved = ELEMENT_BYTES * p.batch * (p.m * p.k + p.k * p.n + p.m * p.n * (1 if p.c == "none" else 2))
+        return self.tiles_us(p, c, tiles, moved, gpu) if tiles else 0.0
+
+    def tiles_us(self, p: GemmProblem, c: GemmConfig, tiles: int, moved: float, gpu: GpuSpec) -> float:
         """Waves of CTAs, each k-tile as slow as tensor cores, L2 or latency, plus fixed costs; or DRAM, if slower.
 
         Where DRAM is, most configs would tie: a little of what it hides counts, so that the least work is preferred.
-
         Fitted to 943 configs of 47 problems on an H200: it ranks configs, and is no substitute for measuring.
+
+        Args:
+            tiles: those of ``c`` that the product, or a batch of products like ``p``, has.
+            moved: bytes to and from DRAM.
         """
         rate = rates.of(gpu)
         rows, columns = p.sides()
-        tiles = -(-rows.extent // c.tile_m) * -(-columns.extent // c.tile_n) * p.batch
-        if tiles == 0:
-            return 0.0
         warp_m, warp_n = c.warp_tile
         peak = rate.mma_fp16_flops_per_us if p.accumulate == "fp16" else rate.mma_flops_per_us
         flops_per_us = peak * _UNALIGNED_RATE[min(p.a_align, p.b_align)]
@@ -137,7 +143,6 @@ class Multistage(Schedule):
         busy = full * wave_us(c.ctas_per_sm) + (wave_us(-(-rest // gpu.sm_count)) if rest else 0.0)
         # Little's law: what is in flight bounds the bandwidth.
         in_flight = min(tiles, gpu.sm_count * c.ctas_per_sm) * (c.stages - 1) * stage_bytes
-        moved = ELEMENT_BYTES * p.batch * (p.m * p.k + p.k * p.n + p.m * p.n * (1 if p.c == "none" else 2))
         bytes_per_us = min(rate.dram_share * gpu.dram_gbps * 1e3, in_flight / rate.dram_latency_us)
         larger, across = (columns, c.tile_n) if columns.extent > rows.extent else (rows, c.tile_m)
         whole = (c.tile_k if larger.k_major else across) * ELEMENT_BYTES >= _LINE

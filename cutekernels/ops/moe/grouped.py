@@ -26,7 +26,7 @@ from cutekernels.ops.gemm.multistage import MULTISTAGE
 from cutekernels.ops.gemm.problem import ACTIVATIONS, DTYPES, ELEMENT_BYTES, GemmConfig, GemmProblem, foreign, spanned
 from cutekernels.ops.gemm.schedule import Extras, Schedule, extras_of
 from cutekernels.ops.moe.permute import MAX_GROUPS, MAX_PAIRS
-from cutekernels.ops.moe.warpgroup import DEPTH_WARPGROUP, GROUPED_WARPGROUP, GroupsSchedule, fitting
+from cutekernels.ops.moe.warpgroup import DEPTH_WARPGROUP, GROUPED_WARPGROUP, GroupsSchedule, fitting, tile_rows
 from cutekernels.ops.shared.checks import check_dtype, check_results, present
 from cutekernels.ops.shared.tensor_op import TensorOp
 from cutekernels.ops.shared.tolerance import rounded_operand_depth
@@ -133,12 +133,11 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
         return _default(self, p, gpu)
 
     def estimate_us(self, p: GroupedProblem, c: GemmConfig, gpu: GpuSpec) -> float:
-        """Multistage's is that of a batch of equal products, one for each expert that has rows."""
         return self.model(p, gpu)(c)
 
     def model(self, p: GroupedProblem, gpu: GpuSpec) -> Callable[[GemmConfig], float]:
         """Estimates of ``p``."""
-        one, (most, extras) = self.one(p), _posed(self, p)
+        most, extras = _posed(self, p)
         chained_us = 0.0
         if p.gated:
             gate = GluProblem(rows=p.rows, cols=p.n, dtype=p.dtype, align=min(16, p.align * ELEMENT_BYTES))
@@ -146,10 +145,14 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
 
         def estimate_us(c: GemmConfig) -> float:
             if c.body == MULTISTAGE.name:
-                return MULTISTAGE.estimate_us(one, c, gpu) + chained_us
+                return self.multistage_us(p, c, gpu) + chained_us
             return self.warpgroup.spread_us(most, p.experts, c, gpu, extras)
 
         return estimate_us
+
+    def multistage_us(self, p: GroupedProblem, c: GemmConfig, gpu: GpuSpec) -> float:
+        """Multistage's model: that of a batch of equal products, one for each expert that has rows."""
+        return MULTISTAGE.estimate_us(self.one(p), c, gpu)
 
     def extras(self, p: GroupedProblem) -> Extras:
         """What a body does beside the product."""
@@ -263,6 +266,15 @@ class GroupedGemm(_GroupedOp):
             activation="none" if p.gated else p.activation, a_align=p.align, b_align=p.align, out_align=p.align,
             batched=True, wide=True,
         )  # fmt: skip
+
+    def multistage_us(self, p: GroupedProblem, c: GemmConfig, gpu: GpuSpec) -> float:
+        """With as many tiles, and as many experts hit, as rows that choose at random are expected to need."""
+        if 0 in (p.rows, p.n, p.experts):
+            return 0.0
+        tiles = math.ceil(tile_rows(p.rows, p.experts, c.tile_m)) * -(-p.weight_rows // c.tile_n)
+        hit = tile_rows(p.rows, p.experts, p.rows)
+        moved = ELEMENT_BYTES * (p.rows * (p.k + p.weight_rows) + hit * p.weight_rows * p.k)
+        return MULTISTAGE.tiles_us(self.one(p), c, tiles, moved, gpu)
 
     def blocks(self, p: GroupedProblem, c: GemmConfig) -> int:
         tokens, columns = (c.tile_n, c.tile_m) if c.swapped else (c.tile_m, c.tile_n)
