@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels.kernels.cute.parts.smem import GemmSmem, SkinnySmem, SpecializedSmem, WarpgroupSmem
@@ -41,7 +42,12 @@ PLAIN, HALF_SUMS = Extras(), Extras(half_sums=True)
 
 def extras_of(p: GemmProblem) -> Extras:
     """What ``p`` asks of a body beside the product."""
-    return replace(summed(p), source=p.c != "none", biased=p.bias != "none")
+    return _extras(p.accumulate == "fp16", p.c != "none", p.bias != "none")
+
+
+@cache
+def _extras(half_sums: bool, source: bool, biased: bool) -> Extras:
+    return Extras(half_sums=half_sums, source=source, biased=biased)
 
 
 def summed(p: GemmProblem) -> Extras:
