@@ -7,11 +7,12 @@ prediction is worth. It flatters them: the constants of attention and of the str
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -20,12 +21,14 @@ from cutekernels import gpu as gpus
 from cutekernels import terminal
 from cutekernels.errors import CuteKernelsError
 from cutekernels.gpu import GpuSpec
+from cutekernels.op import Config, Op, Problem
 from cutekernels.ops import registry
 from cutekernels.terminal import As, Format
 
 TOP = 8
 NEAR = 1.05
 LEAST_CONFIGS = 11
+J = TypeVar("J")
 
 
 @dataclass(frozen=True)
@@ -60,17 +63,21 @@ def load(folder: Path) -> dict[tuple[str, str], dict[str, float]]:
     return found
 
 
+def valid(op: Op[Any, Any], problem: Problem, measured: dict[str, float], gpu: GpuSpec) -> dict[Config, float]:
+    """Measured µs by config, less the configs that a rule or a knob younger than the sweep refuses."""
+    found = {}
+    for text, us in measured.items():
+        with suppress(CuteKernelsError):
+            found[op.check(problem, op.Config.parse(text), gpu)] = us
+    return found
+
+
 def judge(name: str, text: str, measured: dict[str, float], gpu: GpuSpec) -> Quality | None:
     """None where fewer than eleven of the configs are valid today."""
     op: Any = registry.get(name)
     problem = op.Problem.parse(text)
-    timed = []  # estimate, µs, config
-    for config_text, us in measured.items():
-        try:
-            config = op.check(problem, op.Config.parse(config_text), gpu)
-        except CuteKernelsError:  # the sweep is older than a rule or a knob
-            continue
-        timed.append((op.estimate_us(problem, config, gpu), us, config))
+    known = valid(op, problem, measured, gpu)
+    timed = [(op.estimate_us(problem, config, gpu), us, config) for config, us in known.items()]
     if len(timed) < LEAST_CONFIGS:
         return None
     timed.sort(key=lambda row: (row[0], str(row[2])))
@@ -85,6 +92,11 @@ def judge(name: str, text: str, measured: dict[str, float], gpu: GpuSpec) -> Qua
         top=min(times[:TOP]) / best,
         default=next((us / best for _, us, config in timed if config == default), None),
     )
+
+
+def of_sweeps(gpu: GpuSpec, folder: Path = SWEEPS) -> list[Quality]:
+    """The quality of the estimates for all problems in the sweeps of ``gpu``."""
+    return [q for (op, text), us in load(folder / gpu.name).items() if (q := judge(op, text, us, gpu))]
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
@@ -104,24 +116,34 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 # ---- the command line ---------------------------------------------------------------------------------------
 
+Gpu = Annotated[str, typer.Option(help="Whose sweeps.")]
+Folder = Annotated[Path, typer.Option(help="Where the sweeps are, a folder for each GPU.")]
+
+
+def judged(gpu: str, folder: Path, of_sweeps: Callable[[GpuSpec, Path], list[J]]) -> list[J]:
+    """What ``of_sweeps`` makes of the sweeps of ``gpu``; ends the process where there is no such GPU or no sweep."""
+    try:
+        spec = gpus.lookup(gpu)
+    except CuteKernelsError as error:
+        terminal.fail(str(error), code=2)
+    found = of_sweeps(spec, folder)
+    if not found:
+        terminal.fail(f"no sweep in {folder / spec.name}", code=2)
+    return found
+
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
 def command(
-    gpu: Annotated[str, typer.Option(help="Whose sweeps.")] = "h200",
-    folder: Annotated[Path, typer.Option(help="Where the sweeps are, a folder for each GPU.")] = SWEEPS,
+    gpu: Gpu = "h200",
+    folder: Folder = SWEEPS,
     every: Annotated[bool, typer.Option("--every", help="A line for each problem, not for each op.")] = False,
     format: As = Format.table,
 ) -> None:
     """Compare the models' estimates with recorded sweeps: rank correlation, and what their choice costs."""
-    try:
-        spec = gpus.lookup(gpu)
-    except CuteKernelsError as error:
-        terminal.fail(str(error), code=2)
-    found = [q for (op, problem), us in load(folder / spec.name).items() if (q := judge(op, problem, us, spec))]
-    if not found:
-        terminal.fail(f"no sweep in {folder / spec.name}", code=2)
+    found = judged(gpu, folder, of_sweeps)
     rows = [vars(q) for q in found] if every else _by_op(found)
     terminal.write(rows, format, pipe_width=terminal.PIPE_WIDTH)
 

@@ -1,4 +1,4 @@
-"""What calls run, by the recorded sweeps: how far the dispatcher's choice is behind the best that was measured.
+"""Regret of calls by the recorded sweeps: how far the dispatcher's choice is behind the best config measured.
 
 ``held out`` leaves out the winner of the problem's own bucket: what somebody gets whose shape nobody tuned, from a
 neighbour's winner, a prediction or the default. ``all`` is that winner itself, where there is one. A sweep that lacks
@@ -16,18 +16,17 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.estimates import load
+from bench.estimates import Folder, Gpu, judged, load, valid
 from bench.replay import SWEEPS
 from cutekernels import dispatch, terminal
-from cutekernels import gpu as gpus
 from cutekernels.db.snapshot import Snapshot
-from cutekernels.errors import CuteKernelsError
 from cutekernels.gpu import GpuSpec
+from cutekernels.measure import quantile
 from cutekernels.ops import registry
 from cutekernels.terminal import As, Format
 
 LEAST_CONFIGS = 5
-SHARES = (0.5, 0.95, 1.0)
+SHARES = {"p50": 0.5, "p95": 0.95, "most": 1.0}
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,7 @@ def judge(name: str, text: str, measured: dict[str, float], gpu: GpuSpec, known:
     """The regret with ``known`` less the winner of the problem's bucket, and of that winner, where it serves."""
     op: Any = registry.get(name)
     problem = op.Problem.parse(text)
-    us = {}
-    for config_text, time in measured.items():
-        try:
-            us[str(op.check(problem, op.Config.parse(config_text), gpu))] = time
-        except CuteKernelsError:  # the sweep is older than a rule or a knob
-            continue
+    us = {str(config): time for config, time in valid(op, problem, measured, gpu).items()}
     if len(us) < LEAST_CONFIGS:
         return
     best = min(us, key=lambda config: (us[config], config))
@@ -72,11 +66,6 @@ def of_sweeps(gpu: GpuSpec, folder: Path = SWEEPS) -> list[Regret]:
     return [r for (op, text), us in load(folder / gpu.name).items() for r in judge(op, text, us, gpu, known)]
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """The value that ``share`` of the values do not exceed."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
 # ---- the command line ---------------------------------------------------------------------------------------
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -84,19 +73,13 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def command(
-    gpu: Annotated[str, typer.Option(help="Whose sweeps.")] = "h200",
-    folder: Annotated[Path, typer.Option(help="Where the sweeps are, a folder for each GPU.")] = SWEEPS,
+    gpu: Gpu = "h200",
+    folder: Folder = SWEEPS,
     every: Annotated[bool, typer.Option("--every", help="A line for each problem, the worst first.")] = False,
     format: As = Format.table,
 ) -> None:
     """How far behind the best measured config calls are, with the winner of their own problem and without it."""
-    try:
-        spec = gpus.lookup(gpu)
-    except CuteKernelsError as error:
-        terminal.fail(str(error), code=2)
-    found = of_sweeps(spec, folder)
-    if not found:
-        terminal.fail(f"no sweep in {folder / spec.name}", code=2)
+    found = judged(gpu, folder, of_sweeps)
     rows = [vars(r) for r in sorted(found, key=lambda r: -(r.regret or 0.0))] if every else _by_op(found)
     terminal.write(rows, format, pipe_width=terminal.PIPE_WIDTH)
 
@@ -105,17 +88,14 @@ def _by_op(found: Sequence[Regret]) -> list[dict[str, Any]]:
     rows = []
     for known, op in sorted({(r.known, r.op) for r in found}):
         mine = [r for r in found if (r.known, r.op) == (known, op)]
-        regrets = [r.regret for r in mine if r.regret is not None]
+        regrets = sorted(r.regret for r in mine if r.regret is not None)
         rows.append(
             {
                 "winners": known,
                 "op": op,
                 "problems": len(mine),
                 "measured": len(regrets),
-                **{
-                    f"p{share:.0%}".rstrip("%"): f"{quantile(regrets, share):.1%}" if regrets else None
-                    for share in SHARES
-                },
+                **{name: f"{quantile(regrets, share):.1%}" if regrets else None for name, share in SHARES.items()},
                 "origins": ", ".join(f"{n} {origin}" for origin, n in Counter(r.origin for r in mine).most_common()),
             }
         )

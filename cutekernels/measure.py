@@ -88,11 +88,11 @@ class Samples:
         ratios = sorted(theirs / mine for mine, theirs in zip(self.us, other.us, strict=False))
         medians = sorted((ratios[a] + ratios[b]) / 2 for a, b in _middles(len(ratios)))
         tail = (1 - confidence) / 2
-        return Ratio(median(ratios), _quantile(medians, tail), _quantile(medians, 1 - tail))
+        return Ratio(median(ratios), quantile(medians, tail), quantile(medians, 1 - tail))
 
     def quantile(self, q: float) -> float:
         """The time below which a share ``q`` of the samples lies."""
-        return _quantile(sorted(self.us), q)
+        return quantile(sorted(self.us), q)
 
 
 @cache
@@ -103,7 +103,8 @@ def _middles(count: int) -> tuple[tuple[int, int], ...]:
     return tuple((r[(count - 1) // 2], r[count // 2]) for r in ranks)
 
 
-def _quantile(ordered: Sequence[float], q: float) -> float:
+def quantile(ordered: Sequence[float], q: float) -> float:
+    """The value below which a share ``q`` of the ``ordered`` ones lies, between two of them by a line."""
     position = q * (len(ordered) - 1)
     below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from bench import regret
 from cutekernels import gpu
 from cutekernels.db.snapshot import Snapshot, Winner
+from cutekernels.measure import quantile
 from cutekernels.ops import registry
 
 H200 = gpu.lookup("h200")
@@ -32,13 +33,13 @@ def of_sweeps() -> list[regret.Regret]:
     ],
 )
 def test_calls_are_near_the_best(ops: set[str], known: str, least: int, middle: float, most: float) -> None:
-    """On an H200. Products 0.6 % in the median and 4.0 % at the 95th percentile, with their own winners 0.0 and 1.2 %;
-    attention, norms, gates and rope 0.0 and 7.5 %.
+    """On an H200. Products 0.6 % in the median and 4.0 % at the 95th percentile, with their own winners 0.0 and 1.0 %;
+    attention, norms, gates and rope 0.0 and 6.5 %.
     """
-    found = [r.regret for r in of_sweeps() if r.op in ops and r.known == known and r.regret is not None]
+    found = sorted(r.regret for r in of_sweeps() if r.op in ops and r.known == known and r.regret is not None)
     assert len(found) >= least
-    assert regret.quantile(found, 0.5) <= middle
-    assert regret.quantile(found, 0.95) <= most
+    assert quantile(found, 0.5) <= middle
+    assert quantile(found, 0.95) <= most
 
 
 def test_a_problem_s_own_winner_is_left_out_and_then_judged() -> None:
@@ -61,7 +62,8 @@ def test_a_problem_s_own_winner_is_left_out_and_then_judged() -> None:
 
 
 def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regret, "of_sweeps", lambda spec, folder: of_sweeps() if folder != tmp_path else [])
+    known = of_sweeps()
+    monkeypatch.setattr(regret, "of_sweeps", lambda spec, folder: known if folder != tmp_path else [])
     by_op = CliRunner().invoke(regret.app, ["--format", "json"])
     rows = json.loads(by_op.stdout)
     assert {("held out", "gemm"), ("all", "gemm")} <= {(row["winners"], row["op"]) for row in rows}

@@ -105,7 +105,7 @@ class Multistage(Schedule):
         rows, columns = p.sides()
         tiles = -(-rows.extent // c.tile_m) * -(-columns.extent // c.tile_n) * p.batch
         moved = ELEMENT_BYTES * p.batch * (p.m * p.k + p.k * p.n + p.m * p.n * (1 if p.c == "none" else 2))
-        return self.tiles_us(p, c, tiles, moved, gpu) if tiles else 0.0
+        return self.tiles_us(p, c, tiles, moved, gpu)
 
     def tiles_us(self, p: GemmProblem, c: GemmConfig, tiles: int, moved: float, gpu: GpuSpec) -> float:
         """Waves of CTAs, each k-tile as slow as tensor cores, L2 or latency, plus fixed costs; or DRAM, if slower.
@@ -117,6 +117,8 @@ class Multistage(Schedule):
             tiles: those of ``c`` that the product, or a batch of products like ``p``, has.
             moved: bytes to and from DRAM.
         """
+        if tiles == 0:
+            return 0.0
         rate = rates.of(gpu)
         rows, columns = p.sides()
         warp_m, warp_n = c.warp_tile

@@ -26,7 +26,14 @@ from cutekernels.ops.gemm.multistage import MULTISTAGE
 from cutekernels.ops.gemm.problem import ACTIVATIONS, DTYPES, ELEMENT_BYTES, GemmConfig, GemmProblem, foreign, spanned
 from cutekernels.ops.gemm.schedule import Extras, Schedule, extras_of
 from cutekernels.ops.moe.permute import MAX_GROUPS, MAX_PAIRS
-from cutekernels.ops.moe.warpgroup import DEPTH_WARPGROUP, GROUPED_WARPGROUP, GroupsSchedule, fitting, tile_rows
+from cutekernels.ops.moe.warpgroup import (
+    DEPTH_WARPGROUP,
+    GROUPED_WARPGROUP,
+    GroupsSchedule,
+    expected_hit,
+    fitting,
+    tile_rows,
+)
 from cutekernels.ops.shared.checks import check_dtype, check_results, present
 from cutekernels.ops.shared.tensor_op import TensorOp
 from cutekernels.ops.shared.tolerance import rounded_operand_depth
@@ -137,7 +144,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
 
     def model(self, p: GroupedProblem, gpu: GpuSpec) -> Callable[[GemmConfig], float]:
         """Estimates of ``p``."""
-        most, extras = _posed(self, p)
+        (most, extras), multistage_us = _posed(self, p), self.multistage(p, gpu)
         chained_us = 0.0
         if p.gated:
             gate = GluProblem(rows=p.rows, cols=p.n, dtype=p.dtype, align=min(16, p.align * ELEMENT_BYTES))
@@ -145,14 +152,15 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
 
         def estimate_us(c: GemmConfig) -> float:
             if c.body == MULTISTAGE.name:
-                return self.multistage_us(p, c, gpu) + chained_us
+                return multistage_us(c) + chained_us
             return self.warpgroup.spread_us(most, p.experts, c, gpu, extras)
 
         return estimate_us
 
-    def multistage_us(self, p: GroupedProblem, c: GemmConfig, gpu: GpuSpec) -> float:
-        """Multistage's model: that of a batch of equal products, one for each expert that has rows."""
-        return MULTISTAGE.estimate_us(self.one(p), c, gpu)
+    def multistage(self, p: GroupedProblem, gpu: GpuSpec) -> Callable[[GemmConfig], float]:
+        """Estimates of the multistage body: those of a batch of equal products, one for each expert that has rows."""
+        one = self.one(p)
+        return lambda c: MULTISTAGE.estimate_us(one, c, gpu)
 
     def extras(self, p: GroupedProblem) -> Extras:
         """What a body does beside the product."""
@@ -267,14 +275,16 @@ class GroupedGemm(_GroupedOp):
             batched=True, wide=True,
         )  # fmt: skip
 
-    def multistage_us(self, p: GroupedProblem, c: GemmConfig, gpu: GpuSpec) -> float:
+    def multistage(self, p: GroupedProblem, gpu: GpuSpec) -> Callable[[GemmConfig], float]:
         """With as many tiles, and as many experts hit, as rows that choose at random are expected to need."""
-        if 0 in (p.rows, p.n, p.experts):
-            return 0.0
-        tiles = math.ceil(tile_rows(p.rows, p.experts, c.tile_m)) * -(-p.weight_rows // c.tile_n)
-        hit = tile_rows(p.rows, p.experts, p.rows)
-        moved = ELEMENT_BYTES * (p.rows * (p.k + p.weight_rows) + hit * p.weight_rows * p.k)
-        return MULTISTAGE.tiles_us(self.one(p), c, tiles, moved, gpu)
+        one = self.one(p)
+        moved = ELEMENT_BYTES * (p.rows * (p.k + p.weight_rows) + expected_hit(p.rows, p.experts) * p.weight_rows * p.k)
+
+        def estimate_us(c: GemmConfig) -> float:
+            tiles = math.ceil(tile_rows(p.rows, p.experts, c.tile_m)) * -(-p.weight_rows // c.tile_n)
+            return MULTISTAGE.tiles_us(one, c, tiles, moved, gpu)
+
+        return estimate_us
 
     def blocks(self, p: GroupedProblem, c: GemmConfig) -> int:
         tokens, columns = (c.tile_n, c.tile_m) if c.swapped else (c.tile_m, c.tile_n)

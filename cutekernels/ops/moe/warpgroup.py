@@ -111,8 +111,8 @@ class GroupedWarpgroupSchedule(GroupsSchedule):
         tokens, weights = (c.tile_n, c.tile_m) if c.swapped else (c.tile_m, c.tile_n)
         along, across = (c.cluster_n, c.cluster_m) if c.swapped else (c.cluster_m, c.cluster_n)
         tiles = math.ceil(tile_rows(p.m, experts, tokens * along)) * -(-p.n // (weights * across))
-        hit = tile_rows(p.m, experts, max(1, p.m))
-        moved = ELEMENT_BYTES * (p.m * (p.k + p.n // (2 if extras.gated else 1)) + hit * p.n * p.k)
+        read = expected_hit(p.m, experts) * p.n * p.k
+        moved = ELEMENT_BYTES * (p.m * (p.k + p.n // (2 if extras.gated else 1)) + read)
         return self.walk_us(c, tiles, p.k, moved, gpu, extras)
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
@@ -179,6 +179,11 @@ def tile_rows(rows: int, experts: int, unit: int) -> float:
         return experts * (mean / unit + 0.5)
     last = math.ceil(mean + 6 * math.sqrt(mean) + 6)
     return experts * sum(_exceeds(mean, at) for at in range(0, last, unit))
+
+
+def expected_hit(rows: int, experts: int) -> float:
+    """Experts that so many rows are expected to choose."""
+    return tile_rows(rows, experts, max(1, rows))
 
 
 def _exceeds(mean: float, at: int) -> float:

@@ -318,7 +318,7 @@ class NormOp(TritonOp[N, NormConfig]):
                     warps = min(16, max(1, block_rows * p.width // (32 * elements)))
                     some = [w for w in (warps, warps * 2, warps * 4, warps // 2) if 1 <= w <= 16]
                     tiles = [NormConfig(block_rows, p.width, True, w, per_sm, stages) for w in some]
-                    # Of sums, whose order was measured (docs/notes/streaming.md), whole waves by the model come first.
+                    # Whole waves by the model come first for sums: docs/notes/streaming.md#what-a-thread-takes (H200).
                     yield from sorted(tiles, key=lambda c: self.estimate_us(p, c, gpu)) if self.summands > 1 else tiles
             for w in (16, 8, 4, 2, 1):
                 yield NormConfig(1, p.width, True, w, stay[-1][0], 1)
