@@ -34,7 +34,7 @@ from cutekernels.errors import UnknownGpu
 from cutekernels.measure import GraphRound, Launch, l2_rotation, time_interleaved
 from cutekernels.op import Config, Op, Problem
 from cutekernels.ops import registry
-from cutekernels.verify import poison, worst_error
+from cutekernels.verify import Judge, poison
 
 for _library in ("cutlass.cute", "triton"):  # while the process starts, so that no request waits for them
     with suppress(ImportError):  # told by the first kernel that needs it
@@ -101,10 +101,14 @@ class _Bench:
         first = self._input_set(request.seed * 1000)
         set_bytes = sum(t.numel() * t.element_size() for part in first for t in part if isinstance(t, torch.Tensor))
         room = int(torch.cuda.mem_get_info()[0] * _MEMORY_SHARE) // max(1, set_bytes)
-        count = max(1, min(l2_rotation(set_bytes, spec.l2_bytes), room + 1))
+        kinds = self.op.sample_kinds
+        count = max(1, min(-(-l2_rotation(set_bytes, spec.l2_bytes) // kinds) * kinds, room + 1))
         # Seeds 1000 apart: the search and the final round share no input set.
         self.sets = [first, *(self._input_set(request.seed * 1000 + i) for i in range(1, count))]
-        self.expected = self.op.reference(self.problem, *first[1])
+        # A problem that accumulates in less than fp32 says so in a plain field called "accumulate".
+        accumulate, work = getattr(self.problem, "accumulate", "fp32"), self.op.work(self.problem)
+        expected = self.op.reference(self.problem, *first[1])
+        self._judge = Judge(expected, work.flops, accumulate, work.depth, self.op.partial)
         self._rounds: dict[str, GraphRound] = {}
         self._errors: dict[str, float] = {}
         self._repeated: set[str] = set()  # configs that passed the third check
@@ -174,7 +178,4 @@ class _Bench:
         return [partial(launch, *outputs, *args) for outputs, args in self.sets]
 
     def _error(self) -> float:
-        # A problem that accumulates in less than fp32 says so in a plain field called "accumulate".
-        accumulate = getattr(self.problem, "accumulate", "fp32")
-        work = self.op.work(self.problem)
-        return worst_error(self.sets[0][0], self.expected, work.flops, accumulate, work.depth, self.op.partial)
+        return self._judge.worst_error(self.sets[0][0])

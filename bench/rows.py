@@ -1,7 +1,8 @@
 """Rows that a benchmark records: one per problem and contender, the losing, absent, failed and wrong ones too.
 
 A file's first line is a JSON object: ``common`` holds the fields with one value in all rows (op, suite, versions,
-commit, GPU), ``columns`` names the others. Each further line is a JSON array: one row's values in that order.
+commit, GPU), ``columns`` names the others. Each further line is a JSON array: one row's values in that order, without
+the nulls at its end.
 """
 
 from __future__ import annotations
@@ -96,7 +97,12 @@ def rounded(value: Any) -> Any:
 def _lines(rows: Sequence[dict[str, Any]]) -> list[Any]:
     columns = [name for name in _NAMES if any(row[name] != rows[0][name] for row in rows)]
     common = {name: value for name, value in rows[0].items() if name not in columns} if rows else {}
-    return [{"common": common, "columns": columns}, *([row[name] for name in columns] for row in rows)]
+    return [{"common": common, "columns": columns}, *(_shortened([row[name] for name in columns]) for row in rows)]
+
+
+def _shortened(values: list[Any]) -> list[Any]:
+    used = max((i for i, value in enumerate(values, 1) if value is not None), default=0)
+    return values[:used]
 
 
 def read(path: Path) -> list[Row]:
@@ -115,6 +121,8 @@ def read(path: Path) -> list[Row]:
 
 def _row(common: dict[str, Any], columns: Sequence[str], line: str, where: str) -> Row:
     try:
-        return Row(**common, **dict(zip(columns, json.loads(line), strict=True)))
+        values = json.loads(line)
+        values += [None] * (len(columns) - len(values))
+        return Row(**common, **dict(zip(columns, values, strict=True)))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where} is not a benchmark row: {error}") from error

@@ -250,6 +250,8 @@ class Op(ABC, Generic[P, C]):
     Config: type[C]
     most_stack_bytes: ClassVar[int] = 256
     """Per-thread stack limit; the tuner skips candidates above it. A few words need not be spills; kilobytes are."""
+    sample_kinds: ClassVar[int] = 1
+    """Kinds of ``sample``, by the remainder of its seed: the tuner times as many inputs of each."""
     partial: ClassVar[bool] = False
     """Whether launches leave elements of the outputs unwritten: ``reference`` has NaN there, and judges ask for it."""
 

@@ -35,12 +35,14 @@ from typing import TYPE_CHECKING
 from cutekernels.errors import WrongResult
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 _ULPS = 1.5
 _FP32_ULPS = 16
 _K_STEP = 8  # the smallest k of a tensor-core instruction on any GPU here
 _CHUNK = 1 << 24  # elements compared at a time: fp64 copies of a whole output would not always fit
+_KEPT = 1 << 28  # elements of which a judge keeps tolerances, of 4 bytes for 16-bit ones
 _SIGMAS = 6.0  # standard deviations that a declared depth stands for
 _FALSE_ALARMS = 1e-6  # correct results called wrong, per judgement
 ACCUMULATE_EPS = {"fp32": 2.0**-23, "fp16": 2.0**-10}
@@ -91,38 +93,100 @@ def error_ratio(actual: Tensor, expected: Tensor, accumulated: float = 0.0, *, p
     Raises:
         WrongResult: shapes or types differ.
     """
-    if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        raise WrongResult(
-            f"an output must be {tuple(expected.shape)} {expected.dtype}; it is {tuple(actual.shape)} {actual.dtype}"
-        )
-    if expected.numel() == 0:
-        return 0.0
-    width = expected.shape[-1] if expected.dim() > 1 else expected.numel()
-    ours, truth = actual.reshape(-1, width), expected.reshape(-1, width)
-    rows = max(1, _CHUNK // width)
-    chunks = list(zip(ours.split(rows), truth.split(rows), strict=True))
-    typical = math.sqrt(sum(float(_squares(t.double()).sum()) for _, t in chunks) / expected.numel())
-    return max(_chunk_ratio(o, t, accumulated, typical, partial) for o, t in chunks)
+    return _Reference(expected, accumulated, partial).error_ratio(actual)
 
 
-def _chunk_ratio(ours: Tensor, truth: Tensor, accumulated: float, typical: float, partial: bool) -> float:
+class Judge:
+    """References with their tolerances, which are made once and kept: for outputs of many configs of one problem.
+
+    The arguments are those of :func:`worst_error`.
+    """
+
+    def __init__(
+        self,
+        expected: Sequence[Tensor | None],
+        flops: float,
+        accumulate: str = "fp32",
+        depth: float | None = None,
+        partial: bool = False,
+    ) -> None:
+        elements = sum(e.numel() for e in expected if e is not None)
+        if depth is None:
+            depth = flops / (2 * elements) if elements else 0.0
+        self._references = [
+            None if e is None else _Reference(e, accumulation_error(e, depth, accumulate), partial, keep=True)
+            for e in expected
+        ]
+
+    def worst_error(self, actual: Sequence[Tensor | None]) -> float:
+        """:func:`error_ratio` over all outputs of a launch."""
+        pairs = zip(actual, self._references, strict=True)
+        return max((r.error_ratio(a) for a, r in pairs if a is not None and r is not None), default=0.0)
+
+
+class _Reference:
+    """An expected output in chunks of rows, each with the tolerance of its elements where they are kept."""
+
+    def __init__(self, expected: Tensor, accumulated: float, partial: bool, *, keep: bool = False) -> None:
+        self._expected, self._accumulated, self._partial = expected, accumulated, partial
+        self._chunks = list(_rows(expected, expected))
+        squares = sum(float(_squares(t.double()).sum()) for t in self._chunks)
+        self._typical = math.sqrt(squares / max(1, expected.numel()))
+        kept = keep and expected.numel() <= _KEPT
+        self._tolerances = [self._tolerance(t) for t in self._chunks] if kept else None
+
+    def error_ratio(self, actual: Tensor) -> float:
+        expected = self._expected
+        if actual.shape != expected.shape or actual.dtype != expected.dtype:
+            raise WrongResult(
+                f"an output must be {tuple(expected.shape)} {expected.dtype}; "
+                f"it is {tuple(actual.shape)} {actual.dtype}"
+            )
+        tolerances: Iterable[Tensor] = self._tolerances or map(self._tolerance, self._chunks)
+        parts = zip(_rows(actual, expected), self._chunks, tolerances, strict=True)
+        return max((self._ratio(*part) for part in parts), default=0.0)
+
+    def _tolerance(self, truth: Tensor) -> Tensor:
+        import torch
+
+        if not truth.is_floating_point():
+            return truth
+        kind = torch.finfo(truth.dtype)
+        b = truth.double()
+        # ulp: eps at the element's power of two; for subnormal numbers, that of the smallest normal one.
+        _, exponent = torch.frexp(b.abs().clamp_min(kind.smallest_normal))
+        ulp = torch.ldexp(torch.full_like(b, kind.eps), exponent - 1)
+        rows = _squares(b).mean(-1, keepdim=True).sqrt().clamp_min(self._typical)
+        return (_ULPS * ulp + _FP32_ULPS * 2.0**-23 * b.abs() + self._accumulated * rows).to(_exact(truth))
+
+    def _ratio(self, ours: Tensor, truth: Tensor, tolerance: Tensor) -> float:
+        import torch
+
+        if not truth.is_floating_point():
+            return 0.0 if torch.equal(ours, truth) else math.inf
+        a, b = ours.to(_exact(truth)), truth.to(_exact(truth))
+        ratio = (a - b).abs_().div_(tolerance)
+        # inf - inf is NaN, yet an overflow that the reference has too is correct. A NaN in the reference matches in
+        # what is left unwritten alone.
+        same = (a == b) & a.isinf()
+        ratio = ratio.masked_fill_(same | (a.isnan() & b.isnan()) if self._partial else same, 0.0)
+        return float(torch.nan_to_num(ratio, nan=math.inf, posinf=math.inf).max())
+
+
+def _rows(t: Tensor, like: Tensor) -> Iterable[Tensor]:
+    """``t`` in chunks of rows as long as those of ``like``; none where it is empty."""
+    if like.numel() == 0:
+        return ()
+    width = like.shape[-1] if like.dim() > 1 else like.numel()
+    chunks: Iterable[Tensor] = t.reshape(-1, width).split(max(1, _CHUNK // width))
+    return chunks
+
+
+def _exact(t: Tensor) -> torch.dtype:
+    """A type in which differences of 16-bit numbers are off by an ulp of fp32, and of others by one of fp64."""
     import torch
 
-    if not truth.is_floating_point():
-        return 0.0 if torch.equal(ours, truth) else math.inf
-    kind = torch.finfo(truth.dtype)
-    a, b = ours.double(), truth.double()
-    # ulp: eps at the element's power of two; for subnormal numbers, that of the smallest normal one.
-    _, exponent = torch.frexp(b.abs().clamp_min(kind.smallest_normal))
-    ulp = torch.ldexp(torch.full_like(b, kind.eps), exponent - 1)
-    rows = _squares(b).mean(-1, keepdim=True).sqrt().clamp_min(typical)
-    tolerance = _ULPS * ulp + _FP32_ULPS * 2.0**-23 * b.abs() + accumulated * rows
-    ratio = (a - b).abs() / tolerance
-    # inf - inf is NaN, yet an overflow that the reference has too is correct. A NaN in the reference matches in what
-    # is left unwritten alone.
-    same = (a == b) & a.isinf()
-    ratio = ratio.masked_fill(same | (a.isnan() & b.isnan()) if partial else same, 0.0)
-    return float(torch.nan_to_num(ratio, nan=math.inf, posinf=math.inf).max())
+    return torch.float32 if t.element_size() < 4 else torch.float64
 
 
 def _squares(b: Tensor) -> Tensor:
@@ -140,9 +204,5 @@ def worst_error(
 ) -> float:
     """:func:`error_ratio` over all outputs of a launch; unless given, the depth of the sums follows from ``flops``."""
     pairs = [(a, e) for a, e in zip(actual, expected, strict=True) if a is not None and e is not None]
-    elements = sum(e.numel() for _, e in pairs)
-    if depth is None:
-        depth = flops / (2 * elements) if elements else 0.0
-    return max(
-        (error_ratio(a, e, accumulation_error(e, depth, accumulate), partial=partial) for a, e in pairs), default=0.0
-    )
+    judge = Judge([e for _, e in pairs], flops, accumulate, depth, partial)
+    return judge.worst_error([a for a, _ in pairs])

@@ -195,7 +195,7 @@ def export(
     file: Annotated[str, typer.Argument(help="Where to write; - for stdout.")] = "-",
     gpu: GpuName = None,
     op: OpName = None,
-    slim: Annotated[bool, typer.Option("--slim", help="What all share stands in the first line only.")] = False,
+    slim: Annotated[bool, typer.Option("--slim", help="What most rows share stands in the first line only.")] = False,
     db: Db = None,
 ) -> None:
     """Write the local winners as JSON lines, each complete in itself unless --slim."""

@@ -1,6 +1,6 @@
-"""Trials as JSON lines: full, each line complete in itself, or slim, after a line with the fields that all share.
+"""Trials as JSON lines: full, each line complete in itself, or slim, after a line with what most of them share.
 
-::
+A slim line repeats a shared field only where its value is another::
 
     {"common": {"gpu": {"name": "l40s", ...}, "environment": {...}, "origin": "predicted", "status": "ok", ...}}
     {"id": "019ab...", "problem": "m=16 n=4096 k=4096", "config": "tile_m=64 ...", "median_us": 43.84}
@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from cutekernels.errors import StoreError
 
 _COMMON = "common"
 _DIGITS = 5  # of a slim row's numbers
+_NONE = object()
 
 
 def parsed(lines: Iterable[str]) -> Iterator[tuple[int, Trial | StoreError]]:
@@ -37,11 +39,25 @@ def parsed(lines: Iterable[str]) -> Iterator[tuple[int, Trial | StoreError]]:
 
 def slim(trials: Sequence[Trial]) -> list[str]:
     """The trials as slim lines, numbers rounded, without the lines' ends."""
-    rows = [{name: _rounded(value) for name, value in t.as_row().items()} for t in trials]
-    common = {n: v for n, v in rows[0].items() if all(row.get(n) == v for row in rows)} if rows else {}
-    rest = [{name: value for name, value in row.items() if name not in common} for row in rows]
-    return [json.dumps(row, allow_nan=False) for row in ([{_COMMON: common}, *rest] if rows else [])]
+    rows = [_rounded(t.as_row()) for t in trials]
+    in_all = [name for name in rows[0] if all(name in row for row in rows)] if rows else []
+    common = {name: _usual([row[name] for row in rows]) for name in in_all}
+    common = {name: value for name, value in common.items() if value is not _NONE}
+    rest = [{name: value for name, value in row.items() if common.get(name, _NONE) != value} for row in rows]
+    lines = [{_COMMON: common}, *rest] if rows else []
+    return [json.dumps(line, allow_nan=False, separators=(",", ":")) for line in lines]
+
+
+def _usual(values: Sequence[Any]) -> Any:
+    """The value that most of ``values`` have, or ``_NONE``."""
+    texts = Counter(json.dumps(value) for value in values)
+    text, times = texts.most_common(1)[0]
+    return json.loads(text) if 2 * times > len(values) else _NONE
 
 
 def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
     return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value

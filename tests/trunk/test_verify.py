@@ -214,3 +214,18 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch, product: dict[st
     whole = judge(out, product)
     monkeypatch.setattr(verify, "_CHUNK", 1000)
     assert judge(out, product) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("kept", [0, 1 << 28])
+def test_a_judge_of_many_outputs_says_what_a_single_judgement_says(
+    monkeypatch: pytest.MonkeyPatch, product: dict[str, Any], kept: int
+) -> None:
+    """Tolerances are kept, or made anew where they would take too much memory; wrong outputs leave them as they are."""
+    monkeypatch.setattr(verify, "_KEPT", kept)
+    truth, right = product["expected"], kernel(product).to(product["dtype"])
+    wrong = right.clone()
+    wrong[0, 0] = math.nan
+    one = verify.Judge([truth, None], FLOPS)
+    for out in (right, wrong, right):
+        assert one.worst_error([out, None]) == verify.worst_error([out, None], [truth, None], FLOPS)
+    assert one.worst_error([wrong, None]) == math.inf

@@ -126,6 +126,15 @@ def test_inputs_are_made_once_and_keep_the_l2_cold() -> None:
     assert worker._current[1] is not bench
 
 
+def test_as_many_inputs_of_each_kind_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts' rows spread by a sample's seed: a winner of one spread alone would be none of the others'."""
+    monkeypatch.setattr(Doubling, "sample_kinds", 4)
+    for seed in (0, 1):
+        worker.answer(Prepare(PREPARE.op, PREPARE.problem, PREPARE.gpu, seed))
+        assert worker._current is not None
+        assert len(worker._current[1].sets) == 8  # six would keep the L2 cold
+
+
 def test_the_final_sees_inputs_the_search_did_not() -> None:
     worker.answer(PREPARE)
     assert worker._current is not None
@@ -136,7 +145,7 @@ def test_the_final_sees_inputs_the_search_did_not() -> None:
 
 def test_the_poison_is_in_memory_before_a_round_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A round's stream does not wait for the one that fills: a large fill would end up in the results."""
-    poison, compare, filling = worker.poison, worker.worst_error, list[Any]()
+    poison, compare, filling = worker.poison, worker.Judge.worst_error, list[Any]()
 
     def drain() -> None:
         while filling:
@@ -147,12 +156,12 @@ def test_the_poison_is_in_memory_before_a_round_starts(monkeypatch: pytest.Monke
         if not StubRound.made:  # the launch of the first check is in the same stream
             drain()
 
-    def compared(*args: Any) -> float:
+    def compared(judge: Any, actual: Any) -> float:
         drain()
-        return compare(*args)
+        return compare(judge, actual)
 
     monkeypatch.setattr(worker, "poison", fill)
-    monkeypatch.setattr(worker, "worst_error", compared)
+    monkeypatch.setattr(worker.Judge, "worst_error", compared)
     monkeypatch.setattr(torch.cuda, "synchronize", drain)
     (good,) = ask(GOOD)
     assert good.right and good.error <= 1

@@ -22,6 +22,7 @@ MAX_WARPS = 8
 MAX_CTAS = 3
 MIN_TILE = 32
 MIN_WARP_TILE = 16
+FEW_ROWS = 32  # the most of a tile's smaller side where k-tiles may be 256 bytes
 # Registers beside accumulators and double-buffered fragments: addresses, masks, loop state.
 OTHER_REGISTERS = 48  # docs/notes/gemm.md#registers (compiled for the H200, 2026-11)
 
@@ -33,7 +34,8 @@ _PORT = 70 / 99  # of sm_bytes_per_us
 _EPILOGUE_BYTES = 2.7e-4 * 99e3  # per output element, at sm_bytes_per_us
 _BARRIER = {2: 1.8, 3: 1.0}  # of barrier_us, by stages; 0.4 with more
 _PERSISTENT = 0.4  # of the fixed time, the rest of which overlaps the next tile's loads
-_LINE, _PARTS_OF_LINES = 128, 1.07  # bytes; DRAM's time where less of a row is loaded: docs/notes/moe.md#two-bodies
+# DRAM's time by the bytes of a row that a k-tile loads, in units of that for 128: docs/notes/moe.md#two-bodies (H100).
+_ROWS_US = {64: 1.07, 256: 0.95}
 _SHOWN = 0.002  # of the shorter of the SMs' time and DRAM's: a guess, settles ties: docs/notes/gemm.md#multistage-model
 _UNALIGNED_RATE = {8: 1.0, 4: 0.85, 2: 0.6, 1: 0.3}  # guesses, by the narrower operand's alignment
 # Tiles and warps that the default chooses among.
@@ -70,6 +72,8 @@ class Multistage(Schedule):
             yield f"a warp's {c.warp_tile[0]}x{c.warp_tile[1]} tile is lopsided: at most 2 to 1"
         if min(c.warp_tile) < 32 and c.tile_m * c.tile_n >= 128 * 64:
             yield f"{c.warps} warps of {c.warp_tile[0]}x{c.warp_tile[1]} load more than they multiply: take fewer"
+        if c.tile_k > 64 and min(c.tile_m, c.tile_n) > FEW_ROWS:
+            yield f"tile_k={c.tile_k} is for few rows, where DRAM is the limit: take 64 for {c.tile_m}x{c.tile_n} tiles"
         if c.persistent and (c.ctas_per_sm > 1 or c.tile_m * c.tile_n < 128 * 128):
             yield "persistent=1 is for large tiles that have an SM to themselves: others hide each other's ends"
 
@@ -85,6 +89,8 @@ class Multistage(Schedule):
                 yield f"{threads} threads do not divide a {tile}x{c.tile_k} tile (alignment {side.align})"
             if tile > max(MIN_TILE, power_of_two(side.extent)):
                 yield f"tile_{name}={tile} idles most of a tile over an extent of {side.extent}"
+        if c.tile_k > 64 and not (columns if columns.extent > rows.extent else rows).k_major:
+            yield f"tile_k={c.tile_k} is for a larger operand that lies along K: take 64"
         for align in {p.out_align} | ({p.c_align} if source(p) == "staged" else set()):
             if not divides(c.tile_m, c.tile_n, True, align, threads):
                 yield f"{threads} threads do not divide the output tile (alignment {align})"
@@ -147,8 +153,8 @@ class Multistage(Schedule):
         in_flight = min(tiles, gpu.sm_count * c.ctas_per_sm) * (c.stages - 1) * stage_bytes
         bytes_per_us = min(rate.dram_share * gpu.dram_gbps * 1e3, in_flight / rate.dram_latency_us)
         larger, across = (columns, c.tile_n) if columns.extent > rows.extent else (rows, c.tile_m)
-        whole = (c.tile_k if larger.k_major else across) * ELEMENT_BYTES >= _LINE
-        dram = moved / bytes_per_us * (1.0 if whole else _PARTS_OF_LINES)
+        row_bytes = ELEMENT_BYTES * (c.tile_k if larger.k_major else min(across, 64))
+        dram = moved / bytes_per_us * _ROWS_US.get(row_bytes, 1.0)
         return float(_LAUNCH * rate.launch_us + max(busy, dram) + _SHOWN * min(busy, dram))
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
@@ -186,7 +192,7 @@ def _shortlist(gpu: GpuSpec) -> tuple[GemmConfig, ...]:
     among = (
         GemmConfig(tile_m, tile_n, tile_k, warps_m, warps_n, stages, raster, ctas, persistent)
         for tile_m, tile_n, warps_m, warps_n in _SHORTLIST
-        for tile_k in (32, 64)
+        for tile_k in (32, 64, 128)
         for stages in (2, 3, 4, 6)
         for raster in (1, 8, 16)
         for ctas in (1, 2, 3)

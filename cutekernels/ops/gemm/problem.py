@@ -175,7 +175,7 @@ BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
     "multistage": {
         "tile_m": (32, 64, 128, 256),
         "tile_n": (32, 64, 128, 256),
-        "tile_k": (32, 64),
+        "tile_k": (32, 64, 128),
         "warps_m": (1, 2, 4),
         "warps_n": (1, 2, 4),
         "stages": (2, 3, 4, 6),

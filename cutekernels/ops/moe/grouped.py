@@ -99,6 +99,7 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
     Config = GemmConfig
     in_place = False
     flattens = False
+    sample_kinds = len(SPREADS)
     along: ClassVar[str]
     warpgroup: ClassVar[GroupsSchedule]
 
