@@ -52,8 +52,8 @@ class Prepare:
 class Measure:
     """Request: verify ``configs``, time the correct ones interleaved. ``race``: leader, contenders (``measure.py``).
 
-    Search and final time alike: the GPU rests for as long as it works, to keep power from throttling it. A
-    ``final`` also times the vendor's call, as :data:`VENDOR`, and watches clock, temperature and power.
+    Search and final time alike. A ``final`` also times the vendor's call, as :data:`VENDOR`, and watches clock,
+    temperature and power.
     """
 
     prepare: Prepare
@@ -61,7 +61,7 @@ class Measure:
     race: tuple[str, ...] = ()
     rounds: int = 20
     budget_us: float | None = None
-    duty: float = 0.5  # share of the time that the GPU is busy (``measure.py``)
+    duty: float | None = None  # share of the time that the GPU is busy (``measure.py``); None: as the problem asks for
     final: bool = False
 
 

@@ -41,6 +41,7 @@ for _library in ("cutlass.cute", "triton"):  # while the process starts, so that
         import_module(_library)
 
 DEVICE_LOST = 70  # exit code: the CUDA context is unusable
+RESTED = 0.5  # duty where arithmetic is the limit: docs/notes/trunk.md#rest (H200 and H100, 2026-11-25)
 _MEMORY_SHARE = 0.5  # share of free memory for input sets; references and graphs need the rest
 
 
@@ -108,6 +109,7 @@ class _Bench:
         # A problem that accumulates in less than fp32 says so in a plain field called "accumulate".
         accumulate, work = getattr(self.problem, "accumulate", "fp32"), self.op.work(self.problem)
         expected = self.op.reference(self.problem, *first[1])
+        self._duty = RESTED if work.by_arithmetic(spec) else 1.0
         self._judge = Judge(expected, work.flops, accumulate, work.depth, self.op.partial)
         self._rounds: dict[str, GraphRound] = {}
         self._errors: dict[str, float] = {}
@@ -138,7 +140,8 @@ class _Bench:
         samples = {}
         if rounds:
             samples = time_interleaved(
-                rounds | timed_too, rounds=request.rounds, budget_us=request.budget_us, race=race, duty=request.duty,
+                rounds | timed_too, rounds=request.rounds, budget_us=request.budget_us, race=race,
+                duty=self._duty if request.duty is None else request.duty,
                 after_round=watch,
             )  # fmt: skip
         seen = watch.seen if watch else None

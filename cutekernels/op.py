@@ -229,6 +229,10 @@ class Work:
         """The roofline: no kernel runs faster than this on ``gpu``."""
         return max(self.flops / (gpu.peak_tflops * 1e6), self.bytes / (gpu.dram_gbps * 1e3))
 
+    def by_arithmetic(self, gpu: GpuSpec) -> bool:
+        """Whether arithmetic sets the roofline, rather than memory."""
+        return self.flops / (gpu.peak_tflops * 1e6) > self.bytes / (gpu.dram_gbps * 1e3)
+
 
 P = TypeVar("P", bound=Problem)
 C = TypeVar("C", bound=Config)

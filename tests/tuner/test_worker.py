@@ -13,6 +13,7 @@ from cutekernels import measure
 from cutekernels.autotune import worker
 from cutekernels.autotune.runtime import Load, Measure, Prepare
 from cutekernels.errors import UnknownGpu
+from cutekernels.op import Work
 from tests.tuner.toys import H200, ToyConfig, ToyOp, ToyProblem
 
 GOOD = ToyConfig(16, 1, False)
@@ -124,6 +125,23 @@ def test_inputs_are_made_once_and_keep_the_l2_cold() -> None:
     assert worker._current[1] is bench
     worker.answer(Prepare("toy", "m=2 n=8", SMALL))
     assert worker._current[1] is not bench
+
+
+@pytest.mark.parametrize(("flops", "asked", "duty"), [(1e15, None, 0.5), (1.0, None, 1.0), (1e15, 0.25, 0.25)])
+def test_the_gpu_rests_where_arithmetic_is_the_limit(
+    monkeypatch: pytest.MonkeyPatch, flops: float, asked: float | None, duty: float
+) -> None:
+    """Power throttles tensor cores, not DRAM."""
+    seen, real = [], worker.time_interleaved
+
+    def timed(candidates: Any, **options: Any) -> Any:
+        seen.append(options.pop("duty"))
+        return real(candidates, **options)
+
+    monkeypatch.setattr(worker, "time_interleaved", timed)
+    monkeypatch.setattr(Doubling, "work", lambda self, p: Work(flops, 1e6, depth=1.0))
+    assert worker.answer(Measure(PREPARE, (str(GOOD),), rounds=5, duty=asked)) is not None
+    assert seen == [duty]
 
 
 def test_as_many_inputs_of_each_kind_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
