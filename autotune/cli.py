@@ -54,7 +54,8 @@ def command(
         typer.Option(min=1, max=16, help="Tasks in work on a GPU at a time; default: up to 4, by memory and CPUs."),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Without the GPU: compile only this many, the best by the model.")
+        int | None,
+        typer.Option(min=1, help="Without the GPU: of each problem compile only this many, the best by model."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Repeat what earlier runs did.")] = False,
     confirm: Annotated[

@@ -162,8 +162,10 @@ def _reproduced(op: str, suite: str | None, out: Path | None, *, warm: bool, plo
         )
     talk = Console(stderr=True, highlight=False)
     folders = [out] if out is not None else sorted(p for p in (HERE / "results").iterdir() if p.is_dir())
-    for folder in folders:
-        lines = published.reproduce(theirs, folder, warm=warm)
+    reproduced = {folder: published.reproduce(theirs, folder, warm=warm) for folder in folders}
+    measured = [folder for folder, lines in reproduced.items() if any(line.ours is not None for line in lines)]
+    for folder in measured or folders:
+        lines = reproduced[folder]
         gpu = next((r.stamp.get("gpu", folder.name) for x in lines if (r := x.ours) is not None), folder.name)
         terminal.show(published.reproduced_table(lines, f"{gpu}, {'warm' if warm else 'cold'} L2"))
         for command in published.missing(lines):

@@ -305,7 +305,7 @@ def command(
         )
     if dry_run:
         for case in cases:
-            terminal.show(f"{model} {case.suite} {case}: {', '.join(CONTENDERS)}")
+            terminal.show(f"{model} {case.suite} {case}: {'; '.join(CONTENDERS)}")
         return
     try:
         gpu = gpus.lookup("auto")

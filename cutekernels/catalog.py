@@ -116,7 +116,8 @@ class Catalog:
         except UnknownGpu as error:
             if gpus.is_auto(name):
                 raise
-            raise UnknownGpu(f"{near(name.lower(), also)}{error}") from None
+            hint = "" if "Did you mean" in str(error) else near(name.lower(), also)
+            raise UnknownGpu(f"{hint}{error}") from None
 
     def op(self, name: str, also: Iterable[str] = ()) -> str:
         """``name``, if an op is called so; ``also`` are names that a database holds."""

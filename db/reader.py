@@ -253,10 +253,12 @@ class Database:
         gpu, op = self.gpu(gpu), self.op(op)
         conditions = self.catalog.conditions(problem or "", op)
         found: Sequence[Trial] = []
+        if part is not None:
+            part = part.lower().removeprefix("..")  # as listings shorten it
         if self.store is not None:
             found = self.store.find(part, gpu=gpu, op=op) if part is not None else self.store.trials(gpu=gpu, op=op)
         if part is not None and not found:
-            found = [t for t in _shipped(gpu, op) if t.id.startswith(part.lower()) or t.id.endswith(part.lower())]
+            found = [t for t in _shipped(gpu, op) if t.id.startswith(part) or t.id.endswith(part)]
         mine = (t for t in found if gpu in (None, t.gpu.name) and op in (None, t.op))
         return [t for t in mine if self._matches(t, conditions)]
 

@@ -46,4 +46,6 @@ def main(name: str | None = None, *texts: str) -> None:
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        sys.exit(__doc__)
     main(*sys.argv[1:])
