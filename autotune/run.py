@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
-from cutekernels import environment
+from cutekernels import environment, rates
 from cutekernels import gpu as gpus
 from cutekernels.autotune.fleet import Board, Fleet, LocalFleet, OneSlot, Slot, hand_out
 from cutekernels.autotune.history import TaskHistory
@@ -126,7 +126,7 @@ def tune(
     if confirm and not measured:
         raise JobError("--confirm measures what was predicted: run it on a machine with that GPU")
     run = _Run(loaded.tasks, Watched(watcher or Silent()), end, limit, force, confirm, clock)
-    with Ledger(db) as store:
+    with Ledger(db) as store, rates.read_from(db):
         if not loaded.tasks:  # more shards than tasks
             reports: list[TaskReport] = []
         elif measured:

@@ -82,9 +82,16 @@ def bench(
 ) -> None:
     """Time an op's suite beside its peers, all contenders of a case interleaved, and record every row."""
     if reproduced:
-        ops = dict.fromkeys(p.op for p in published.load()) if op == "all" else (op,)
-        for one in ops:
-            _reproduced(one, suite, out, warm=warm, plots=plots)
+        if out is not None and not out.is_dir():
+            terminal.fail(f"{out} is no folder of results", code=2)
+        ops = dict.fromkeys(p.op for p in published.load(None, suite)) if op == "all" else (op,)
+        if not ops:
+            terminal.fail(f"nothing is published of a suite {suite}; see bench/published.json", code=2)
+        try:
+            for one in ops:
+                _reproduced(one, suite, out, warm=warm, plots=plots)
+        except (ValueError, OSError) as error:
+            terminal.fail(str(error))
         return
     if alone and example is not None:
         terminal.fail("--example adds a peer and --alone leaves them out: give one of the two", code=2)

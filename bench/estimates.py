@@ -126,7 +126,10 @@ def judged(gpu: str, folder: Path, of_sweeps: Callable[[GpuSpec, Path], list[J]]
         spec = gpus.lookup(gpu)
     except CuteKernelsError as error:
         terminal.fail(str(error), code=2)
-    found = of_sweeps(spec, folder)
+    try:
+        found = of_sweeps(spec, folder)
+    except CuteKernelsError as error:
+        terminal.fail(str(error))
     if not found:
         terminal.fail(f"no sweep in {folder / spec.name}", code=2)
     return found

@@ -10,6 +10,7 @@ import gzip
 import json
 import math
 import random
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ import typer
 from cutekernels import terminal
 from cutekernels.autotune.chooser import Chooser, spread
 from cutekernels.autotune.suggest import MODEL_SEEDS, is_shape
+from cutekernels.errors import CuteKernelsError
 from cutekernels.op import Scalar
 from cutekernels.terminal import As, Format
 
@@ -60,10 +62,29 @@ def files(folder: Path) -> list[Path]:
 
 
 def recorded(folder: Path) -> Iterator[dict[str, Any]]:
-    """Every line of the sweeps in ``folder``."""
+    """Every line of the sweeps in ``folder``. Raises CuteKernelsError for a line that is none."""
     for file in files(folder):
-        with gzip.open(file, "rt") as lines:
-            yield from map(json.loads, lines)
+        read = 0
+        try:
+            with gzip.open(file, "rt", encoding="utf-8") as lines:
+                for line in lines:
+                    yield _sound(json.loads(line))
+                    read += 1
+        except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+            raise CuteKernelsError(f"{file}, line {read + 1}, is not of a sweep: {error}") from error
+
+
+def _sound(row: object) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise ValueError("a line is a JSON object")
+    for name in ("op", "problem", "config"):
+        if not isinstance(row.get(name, ""), str):
+            raise ValueError(f"{name} is a text; it is {row[name]!r:.40}")
+    for name in ("us", "p20", "p80", "model_us") if "config" in row else ():
+        value = row.get(name)
+        if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):
+            raise ValueError(f"{name} is a number of microseconds above 0; it is {value!r:.40}")
+    return row
 
 
 def load(folder: Path = SWEEPS) -> list[Sweep]:
@@ -191,7 +212,10 @@ def command(
     format: As = Format.table,
 ) -> None:
     """Replay tunes on recorded sweeps; print the attempts to 97 % and 99 % of the best for each order."""
-    sweeps = load(folder)
+    try:
+        sweeps = load(folder)
+    except CuteKernelsError as error:
+        terminal.fail(str(error))
     unknown = set(orders.split(",")) - ORDERS.keys()
     if unknown or not sweeps:
         terminal.fail(

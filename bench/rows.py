@@ -79,7 +79,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
     lines = _lines([{name: rounded(getattr(row, name)) for name in _NAMES} for row in rows])
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
-            file.writelines(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines)
+            file.writelines(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
             file.flush()
             os.fsync(file.fileno())
             os.chmod(file.name, 0o644)
@@ -107,14 +107,16 @@ def _shortened(values: list[Any]) -> list[Any]:
 
 def read(path: Path) -> list[Row]:
     """The rows in ``path``. ValueError for a line that is none."""
-    first, *others = path.read_text().splitlines() or [""]
+    first, *others = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     try:
         header = json.loads(first)
         common, columns = dict(header["common"]), list(header["columns"])
         unknown = {*common, *columns} - set(_NAMES)
         if unknown:
             raise ValueError(f"unknown field {', '.join(sorted(unknown))}")
-    except (KeyError, TypeError, ValueError) as error:
+        if len({*common, *columns}) < len(common) + len(columns):
+            raise ValueError("a field stands in it twice")
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}:1 is not the header of a benchmark's rows: {error}") from error
     return [_row(common, columns, line, f"{path}:{number}") for number, line in enumerate(others, 2)]
 
@@ -124,5 +126,5 @@ def _row(common: dict[str, Any], columns: Sequence[str], line: str, where: str) 
         values = json.loads(line)
         values += [None] * (len(columns) - len(values))
         return Row(**common, **dict(zip(columns, values, strict=True)))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not a benchmark row: {error}") from error

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bench import replay
 from cutekernels import environment, terminal
 from cutekernels import gpu as gpus
 from cutekernels.autotune.runtime import LocalRuntime, Measure, Prepare, Runtime
@@ -51,14 +52,16 @@ def command(
         path = out or Path(__file__).parent / "sweeps" / gpu.name / f"{op}.jsonl.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
         stamp = environment.stamp(gpu.name, None)
-        with LocalRuntime(max(1, len(os.sched_getaffinity(0)) - 2)) as runtime, gzip.open(path, "at") as file:
+        if path.exists():
+            list(replay.recorded(path))  # nothing is added to a file that cannot be read
+        with LocalRuntime(max(1, len(os.sched_getaffinity(0)) - 2)) as runtime:
             for number, one in enumerate(problems):
                 until = time.monotonic() + (end - time.monotonic()) / (len(problems) - number)
-                lines = 0
-                for line in sweep(runtime, found, one, gpu, most=most, rounds=rounds, until=until):
-                    file.write(json.dumps(line | {"stamp": stamp}) + "\n")
-                    lines += 1
-                terminal.say(f"{op} [{one}]: {lines} configs in {path}")
+                lines = list(sweep(runtime, found, one, gpu, most=most, rounds=rounds, until=until))
+                text = "".join(json.dumps(line | {"stamp": stamp}) + "\n" for line in lines)
+                with path.open("ab") as file:  # each problem is a gzip member of its own, in one write
+                    file.write(gzip.compress(text.encode()))
+                terminal.say(f"{op} [{one}]: {len(lines)} configs in {path}")
     except CuteKernelsError as error:
         terminal.fail(str(error), code=2 if isinstance(error, UnsupportedProblem) else 1)
 

@@ -7,7 +7,8 @@ One row was fitted to measurements, on the H200. Every other GPU's is scaled fro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, TypeVar
@@ -132,10 +133,27 @@ def of(gpu: GpuSpec) -> Rates:
     return replace(scaled(gpu), measured=True, **known) if known else scaled(gpu)
 
 
+@contextmanager
+def read_from(url: str | None) -> Iterator[None]:
+    """Inside, calibrated rates are those of the database at ``url``; None for the one that calls read."""
+    global _elsewhere
+    before, _elsewhere = _elsewhere, url
+    forget()
+    try:
+        yield
+    finally:
+        _elsewhere = before
+        forget()
+
+
+_elsewhere: str | None = None
+
+
 def calibrated(gpu: GpuSpec) -> dict[str, tuple[float, str | None]]:
     """What the database that calls read has for ``gpu``, or for the one it confines; each with why it is refused."""
     own, found = scaled(gpu), {}
-    for (name, revision), value in sorted(snapshot.held(_base(gpu)).rates.items()):
+    known = snapshot.held(_base(gpu)) if _elsewhere is None else snapshot.load(_base(gpu), _elsewhere)
+    for (name, revision), value in sorted(known.rates.items()):
         if revision != REVISION or name not in NAMES:
             continue
         usual = getattr(own, name)

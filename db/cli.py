@@ -7,6 +7,7 @@ named was not found; 2: the command was misused: no such verb, option, op, GPU, 
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -274,7 +275,7 @@ def doctor(
     if fix:
         with _errors():
             path = sqlite.path_of(settings.load().database_url if db is None else settings.database_url(db))
-        if path is not None and not path.exists():
+        if path is not None and not os.path.lexists(path):
             terminal.fail(f"there is no database at {path}; `cutekernels tune` and `db import` create one")
         with _store(db, writing=True):
             pass

@@ -66,6 +66,8 @@ def open_engine(
                 _upgrade(engine)
         elif readonly:
             if not path.is_file():
+                if os.path.lexists(path):
+                    raise StoreError(f"an SQLite database is a file; {path} is not one: name another")
                 raise StoreError(f"there is no database at {path}; `cutekernels tune` and `db import` create one")
             engine = _sqlite(path, readonly=True)
         else:
@@ -280,7 +282,8 @@ def _migrate(connection: Connection) -> None:
     if found is None:
         strangers = set(inspect(connection).get_table_names()) - {"alembic_version"}
         if strangers & _TABLES or (strangers and connection.dialect.name == "sqlite"):
-            raise StoreError(f"the database holds tables that are not ours: {', '.join(sorted(strangers)[:5])}")
+            known = ", ".join(sorted(strangers)[:5])
+            raise StoreError(f"{_named(connection)} holds tables that are not ours: {known}. Name another")
     elif found > HEAD:
         raise _newer(found)
     from alembic import command  # imported here: only the first opening and upgrades need it
@@ -302,11 +305,20 @@ def alembic_config(connection: Connection) -> Any:
     return config
 
 
+def _named(connection: Connection) -> str:
+    """The database's file, or its name on a server."""
+    if connection.dialect.name == "sqlite":
+        return str(connection.exec_driver_sql("PRAGMA database_list").all()[0][2])
+    return str(connection.engine.url.database)
+
+
 def _require_known(connection: Connection, accepts: Collection[str]) -> None:
     _require_plain_tables(connection)
     found = _version(connection)
     if found is None:
-        raise StoreError("this is not a tuned-config database: it has no schema revision")
+        raise StoreError(
+            f"{_named(connection)} is not a tuned-config database: it has no schema revision. Name another"
+        )
     if found > HEAD:
         raise _newer(found)
     if found not in accepts:

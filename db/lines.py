@@ -9,11 +9,13 @@ A slim line repeats a shared field only where its value is another::
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
-from cutekernels.db.trial import Trial, parse_json
+from cutekernels.db.trial import REQUIRED, Trial, parse_json
 from cutekernels.errors import StoreError
 
 _COMMON = "common"
@@ -23,7 +25,7 @@ _NONE = object()
 
 def parsed(lines: Iterable[str]) -> Iterator[tuple[int, Trial | StoreError]]:
     """The number of each line with its trial, or with the rule that it breaks."""
-    common: dict[str, Any] = {}
+    common: dict[str, Any] = {}  # a line with all that a trial must have is complete in itself
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -31,8 +33,10 @@ def parsed(lines: Iterable[str]) -> Iterator[tuple[int, Trial | StoreError]]:
             row = parse_json(line)
             if isinstance(row, dict) and row.keys() == {_COMMON} and isinstance(row[_COMMON], dict):
                 common = row[_COMMON]
+                if unknown := common.keys() - {f.name for f in fields(Trial)}:
+                    raise StoreError(f"a trial has no field {', '.join(sorted(unknown))}")
                 continue
-            yield number, Trial.from_row(common | row if isinstance(row, dict) else row)
+            yield number, Trial.from_row(common | row if isinstance(row, dict) and not _complete(row) else row)
         except StoreError as error:
             yield number, error
 
@@ -44,8 +48,13 @@ def slim(trials: Sequence[Trial]) -> list[str]:
     common = {name: _usual([row[name] for row in rows]) for name in in_all}
     common = {name: value for name, value in common.items() if value is not _NONE}
     rest = [{name: value for name, value in row.items() if common.get(name, _NONE) != value} for row in rows]
+    rest = [row if _complete(short) else short for row, short in zip(rows, rest, strict=True)]
     lines = [{_COMMON: common}, *rest] if rows else []
     return [json.dumps(line, allow_nan=False, separators=(",", ":")) for line in lines]
+
+
+def _complete(row: dict[str, Any]) -> bool:
+    return row.keys() >= REQUIRED
 
 
 def _usual(values: Sequence[Any]) -> Any:
@@ -60,4 +69,5 @@ def _rounded(value: Any) -> Any:
         return {name: _rounded(one) for name, one in value.items()}
     if isinstance(value, list):
         return [_rounded(one) for one in value]
-    return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+    rounded = float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+    return value if rounded in (math.inf, -math.inf) else rounded

@@ -256,7 +256,7 @@ class Trial:
     @classmethod
     def from_row(cls, row: object) -> Self:
         """The trial that a parsed JSON object describes. Raises StoreError with the first rule it breaks."""
-        values = _known(row, "a trial", {f.name for f in fields(cls)}, _REQUIRED)
+        values = _known(row, "a trial", {f.name for f in fields(cls)}, REQUIRED)
         values["gpu"] = Gpu(**_known(values["gpu"], "gpu", set(_GPU_RULES), set(_GPU_RULES)))
         values["environment"] = Environment(**_known(values["environment"], "environment", set(_ENVIRONMENT_RULES)))
         if values.get("certificate") is not None:
@@ -305,7 +305,7 @@ _TRIAL_RULES: dict[str, Rule] = {
     "sources": text(r"[0-9a-f]{0,64}", "a hash in hexadecimal, at most 64 digits"),
     "certificate": lambda v: None if v is None or type(v) is Certificate else "a certificate, or absent",
 }
-_REQUIRED = {"id", "created_at", "gpu", "environment", "op", "revision", "problem", "config", "origin", "status"}
+REQUIRED = {"id", "created_at", "gpu", "environment", "op", "revision", "problem", "config", "origin", "status"}
 
 
 def storable(message: str) -> str:

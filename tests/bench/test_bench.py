@@ -152,12 +152,23 @@ class TestRows:
         assert header["columns"] == ["status", "reason", "median_us"]
         assert [first, second] == [["ok", "", 1.0], ["absent", "not installed"]]
 
+    def test_a_reason_may_hold_any_text(self, tmp_path: Path) -> None:
+        some = [self.row(status="failed", median_us=None, reason=text) for text in ("a\u2028b\x85c", "\ud800", "d")]
+        rows.write(tmp_path / "rows.jsonl", some)
+        assert rows.read(tmp_path / "rows.jsonl") == some
+
     def test_numbers_keep_four_digits(self, tmp_path: Path) -> None:
         rows.write(tmp_path / "rows.jsonl", [self.row(median_us=1234.56, p20_us=0.00123456, sets=123456)])
         (found,) = rows.read(tmp_path / "rows.jsonl")
         assert (found.median_us, found.p20_us, found.sets) == (1235.0, 0.001235, 123456)
 
-    @pytest.mark.parametrize("text", ["", "[]", '{"common": {}}', '{"common": {"us": 1}, "columns": []}'])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "", "[" * 100_000, "[]", '{"common": {}}', '{"common": {"us": 1}, "columns": []}',
+            '{"common": {}, "columns": ["op", "op"]}',
+        ],
+    )  # fmt: skip
     def test_a_file_without_a_header_is_named(self, tmp_path: Path, text: str) -> None:
         (tmp_path / "rows.jsonl").write_text(text)
         with pytest.raises(ValueError, match=r"rows.jsonl:1 is not the header"):

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bench import replay, sweep
+from cutekernels.errors import CuteKernelsError
 from tests.tuner.toys import DEFAULT, H200, PROBLEM, TOY, VALID, ToyConfig, ToyMachine
 
 
@@ -60,3 +61,32 @@ def test_the_command_lines() -> None:
     shown = CliRunner().invoke(replay.app, ["--seeds", "1", "--orders", "model,ours", "--format", "json"])
     assert [row["order"] for row in json.loads(shown.stdout)] == ["model", "ours"]
     assert CliRunner().invoke(replay.app, ["--orders", "best"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{oops",
+        "[1, 2]",
+        "",
+        '{"config": "a=1", "us": true}',
+        '{"config": "a=1", "us": NaN}',
+        '{"config": "a=1", "us": 0.0}',
+        '{"config": 5}',
+        '{"config": "a=1", "p20": "1"}',
+    ],
+)
+def test_a_broken_sweep_is_named_with_its_line(tmp_path: Path, line: str) -> None:
+    good = {"op": "toy", "problem": "m=1 n=1", "config": "a=1", "us": 1.0, "model_us": 1.0, "default": True}
+    with gzip.open(tmp_path / "toy.jsonl.gz", "wt") as file:
+        file.write(f"{json.dumps(good)}\n{line}\n{json.dumps(good)}\n")
+    result = CliRunner().invoke(replay.app, ["--folder", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "toy.jsonl.gz, line 2" in " ".join(result.stderr.split())
+
+
+def test_half_a_file_is_named(tmp_path: Path) -> None:
+    whole = gzip.compress(b'{"op": "toy"}\n' * 1000)
+    (tmp_path / "toy.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CuteKernelsError, match=r"toy\.jsonl\.gz, line \d+"):
+        list(replay.recorded(tmp_path))

@@ -73,3 +73,26 @@ def test_the_dispatcher_gets_the_reason(shipped: Path, tmp_path: Path) -> None:
     table: Any = snapshot.load("l40s", str(tmp_path / "none.db")).table["gemm", 1]
     assert (table["m=1"].reason, table["m=2"].reason) == ("twice as fast", "")
     assert {w.source for w in table.values()} == {"shipped"}
+
+
+def test_a_shared_field_is_repeated_where_it_is_another() -> None:
+    """Winners of several runs: what most share is in the header, and what a row lacks no header gives it."""
+    rows = [trial(f"a={i}", problem=f"m={i}", median_us=1.0 + i, ratio=1.25) for i in range(1, 6)]
+    rows[4] = trial("a=5", gpu=L40S, problem="m=5", median_us=6.0, ratio=2.0)
+    bare = trial("a=6", gpu=L40S, problem="m=6", origin="predicted", median_us=1.7976931348623157e308)
+    for some in (rows, [*rows, bare], [rows[0], bare]):
+        written = lines.slim(some)
+        assert read("\n".join(written)) == some
+    assert "gpu" in json.loads(lines.slim(rows)[0])["common"]
+
+
+def test_a_full_line_after_a_header_is_complete_in_itself() -> None:
+    header, *rest = lines.slim([trial(f"a={i}", problem=f"m={i}", median_us=1.0, ratio=1.25) for i in range(3)])
+    bare = trial("a=9", problem="m=9", status="crashed")
+    assert "ratio" in json.loads(header)["common"]
+    assert read("\n".join([header, *rest, json.dumps(bare.as_row())]))[-1] == bare
+
+
+def test_an_unknown_field_of_a_header_is_named_there() -> None:
+    ((number, error),) = lines.parsed(['{"common": {"nonsense": 1}}'])
+    assert number == 1 and "nonsense" in str(error)

@@ -52,6 +52,16 @@ class TestWhichAreTaken:
         assert rates.of(L40S) == replace(rates.scaled(L40S), launch_us=2.5, measured=True)
         assert rates.of(H200) is rates.scaled(H200), "another GPU's"
 
+    def test_a_tune_reads_those_of_its_own_database(self, path: Path, tmp_path: Path) -> None:
+        calibrate(path, L40S, launch_us=2.5)
+        other = tmp_path / "other.db"
+        calibrate(other, L40S, launch_us=3.0)
+        with rates.read_from(str(other)):
+            assert rates.of(L40S).launch_us == 3.0
+            with rates.read_from(None):
+                assert rates.of(L40S).launch_us == 2.5
+        assert rates.of(L40S).launch_us == 2.5
+
     def test_it_is_the_confined_gpus_too(self, path: Path) -> None:
         calibrate(path, H200, launch_us=1.25)
         assert rates.of(H200.limited(99)).launch_us == 1.25
