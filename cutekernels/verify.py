@@ -97,9 +97,9 @@ def error_ratio(actual: Tensor, expected: Tensor, accumulated: float = 0.0, *, p
 
 
 class Judge:
-    """References with their tolerances, which are made once and kept: for outputs of many configs of one problem.
+    """References for outputs of many configs of one problem: their tolerances are made once, and kept if ``keep``.
 
-    The arguments are those of :func:`worst_error`.
+    The other arguments are those of :func:`worst_error`.
     """
 
     def __init__(
@@ -109,12 +109,14 @@ class Judge:
         accumulate: str = "fp32",
         depth: float | None = None,
         partial: bool = False,
+        *,
+        keep: bool = True,
     ) -> None:
         elements = sum(e.numel() for e in expected if e is not None)
         if depth is None:
             depth = flops / (2 * elements) if elements else 0.0
         self._references = [
-            None if e is None else _Reference(e, accumulation_error(e, depth, accumulate), partial, keep=True)
+            None if e is None else _Reference(e, accumulation_error(e, depth, accumulate), partial, keep=keep)
             for e in expected
         ]
 
@@ -204,5 +206,5 @@ def worst_error(
 ) -> float:
     """:func:`error_ratio` over all outputs of a launch; unless given, the depth of the sums follows from ``flops``."""
     pairs = [(a, e) for a, e in zip(actual, expected, strict=True) if a is not None and e is not None]
-    judge = Judge([e for _, e in pairs], flops, accumulate, depth, partial)
+    judge = Judge([e for _, e in pairs], flops, accumulate, depth, partial, keep=False)
     return judge.worst_error([a for a, _ in pairs])

@@ -217,7 +217,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch, product: dict[st
 
 
 @pytest.mark.parametrize("kept", [0, 1 << 28])
-def test_a_judge_of_many_outputs_says_what_a_single_judgement_says(
+def test_a_judge_keeps_what_a_single_judgement_makes(
     monkeypatch: pytest.MonkeyPatch, product: dict[str, Any], kept: int
 ) -> None:
     """Tolerances are kept, or made anew where they would take too much memory; wrong outputs leave them as they are."""

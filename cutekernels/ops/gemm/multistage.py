@@ -34,7 +34,7 @@ _PORT = 70 / 99  # of sm_bytes_per_us
 _EPILOGUE_BYTES = 2.7e-4 * 99e3  # per output element, at sm_bytes_per_us
 _BARRIER = {2: 1.8, 3: 1.0}  # of barrier_us, by stages; 0.4 with more
 _PERSISTENT = 0.4  # of the fixed time, the rest of which overlaps the next tile's loads
-# DRAM's time by the bytes of a row that a k-tile loads, in units of that for 128: docs/notes/moe.md#two-bodies (H100).
+# DRAM's time by the bytes of a row that a k-tile loads, in units of that for 128: docs/notes/moe.md#two-bodies.
 _ROWS_US = {64: 1.07, 256: 0.95}
 _SHOWN = 0.002  # of the shorter of the SMs' time and DRAM's: a guess, settles ties: docs/notes/gemm.md#multistage-model
 _UNALIGNED_RATE = {8: 1.0, 4: 0.85, 2: 0.6, 1: 0.3}  # guesses, by the narrower operand's alignment
