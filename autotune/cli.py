@@ -87,8 +87,9 @@ def command(
 
     An interrupted run resumes when started again.
     """
-    from cutekernels.autotune.run import tune
+    from cutekernels.autotune.run import check, tune
     from cutekernels.errors import CuteKernelsError, JobError, UnknownGpu
+    from cutekernels.gpu import lookup, present
 
     with ExitStack() as stack:
         try:
@@ -96,6 +97,8 @@ def command(
             wanted = _job(job, requests=requests, gpu=gpu, db=db, op=op, trials=trials, shard=shard)
             devices = _devices(gpus, device, ray)
             if list_ or dry_run:
+                if dry_run:  # what the run would refuse
+                    check(budget_s, confirm=confirm, measured=bool(devices or ray) or present(lookup(gpu)))
                 _show(wanted, gpu, db, limit, format, dry=dry_run, force=force)
                 raise typer.Exit
             if not wanted.tasks:

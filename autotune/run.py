@@ -119,12 +119,9 @@ def tune(
     budget = loaded.budget_s if budget_s is None else budget_s
     if trials is not None:
         loaded = loaded.with_trials(trials)
-    if budget is not None and not 0 <= budget < MOST_SECONDS:
-        raise JobError(f"budget_s must be a number of seconds from 0 up, at most a year; it is {budget}")
-    end = None if budget is None else begin + budget
     measured = fleet is not None or (wanted is not None and gpus.present(wanted))
-    if confirm and not measured:
-        raise JobError("--confirm measures what was predicted: run it on a machine with that GPU")
+    check(budget, confirm=confirm, measured=measured)
+    end = None if budget is None else begin + budget
     run = _Run(loaded.tasks, Watched(watcher or Silent()), end, limit, force, confirm, clock)
     with Ledger(db) as store, rates.read_from(db):
         if not loaded.tasks:  # more shards than tasks
@@ -142,6 +139,14 @@ def tune(
     return TuneReport(
         loaded.name, ", ".join(kinds), "measured" if measured else "predicted", tuple(reports), clock() - begin
     )
+
+
+def check(budget_s: float | None, *, confirm: bool, measured: bool) -> None:
+    """Raises JobError for settings of a run that no run takes; ``measured``: whether the GPU is present."""
+    if budget_s is not None and not 0 <= budget_s < MOST_SECONDS:
+        raise JobError(f"budget_s must be a number of seconds from 0 up, at most a year; it is {budget_s}")
+    if confirm and not measured:
+        raise JobError("--confirm measures what was predicted: run it on a machine with that GPU")
 
 
 @dataclass

@@ -41,8 +41,11 @@ class Certificate:
 
     def __post_init__(self) -> None:
         texts = (self.default, *self.tied) if isinstance(self.tied, tuple) else (None,)
-        if not all(type(t) is str and len(t) <= _MOST_TEXT and t.isprintable() and t.isascii() for t in texts):
-            raise StoreError(f"a certificate's configs must be printable ASCII; default is {short_repr(self.default)}")
+        for t in texts:
+            if not (type(t) is str and len(t) <= _MOST_TEXT and t.isprintable() and t.isascii()):
+                raise StoreError(
+                    f"a certificate's configs, default and tied, must be printable ASCII; one is {short_repr(t)}"
+                )
         if not 1 <= len(self.tied) <= _MOST_TIED:
             raise StoreError(f"a certificate must name 1 to {_MOST_TIED} tied configs; it has {len(self.tied)}")
         if sum(map(len, self.tied)) > _MOST_TOGETHER:
