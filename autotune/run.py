@@ -123,7 +123,7 @@ def tune(
     check(budget, confirm=confirm, measured=measured)
     end = None if budget is None else begin + budget
     run = _Run(loaded.tasks, Watched(watcher or Silent()), end, limit, force, confirm, clock)
-    with Ledger(db) as store, rates.read_from(db):
+    with Ledger(db) as store, nullcontext() if db is None else rates.read_from(db):
         if not loaded.tasks:  # more shards than tasks
             reports: list[TaskReport] = []
         elif measured:

@@ -121,7 +121,7 @@ Folder = Annotated[Path, typer.Option(help="Where the sweeps are, a folder for e
 
 
 def judged(gpu: str, folder: Path, of_sweeps: Callable[[GpuSpec, Path], list[J]]) -> list[J]:
-    """What ``of_sweeps`` makes of the sweeps of ``gpu``; ends the process where there is no such GPU or no sweep."""
+    """The findings of ``of_sweeps`` for ``gpu``; ends the process where there is no such GPU or no sound sweep."""
     try:
         spec = gpus.lookup(gpu)
     except CuteKernelsError as error:

@@ -231,7 +231,7 @@ class Work:
 
     def by_arithmetic(self, gpu: GpuSpec) -> bool:
         """Whether arithmetic sets the roofline, rather than memory."""
-        return self.flops / (gpu.peak_tflops * 1e6) > self.bytes / (gpu.dram_gbps * 1e3)
+        return self.floor_us(gpu) > self.bytes / (gpu.dram_gbps * 1e3)
 
 
 P = TypeVar("P", bound=Problem)
@@ -255,7 +255,7 @@ class Op(ABC, Generic[P, C]):
     most_stack_bytes: ClassVar[int] = 256
     """Per-thread stack limit; the tuner skips candidates above it. A few words need not be spills; kilobytes are."""
     sample_kinds: ClassVar[int] = 1
-    """Kinds of ``sample``, by the remainder of its seed: the tuner times as many inputs of each."""
+    """Kinds of ``sample``, by the remainder of its seed: the tuner times as many inputs of each, where they fit."""
     partial: ClassVar[bool] = False
     """Whether launches leave elements of the outputs unwritten: ``reference`` has NaN there, and judges ask for it."""
 

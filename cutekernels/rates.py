@@ -133,20 +133,20 @@ def of(gpu: GpuSpec) -> Rates:
     return replace(scaled(gpu), measured=True, **known) if known else scaled(gpu)
 
 
+_elsewhere: str | None = None
+
+
 @contextmanager
-def read_from(url: str | None) -> Iterator[None]:
-    """Inside, calibrated rates are those of the database at ``url``; None for the one that calls read."""
+def read_from(url: str) -> Iterator[None]:
+    """Inside, calibrated rates are those of the database at ``url``, in place of those of the one that calls read."""
     global _elsewhere
-    before, _elsewhere = _elsewhere, url
+    _elsewhere = url
     forget()
     try:
         yield
     finally:
-        _elsewhere = before
+        _elsewhere = None
         forget()
-
-
-_elsewhere: str | None = None
 
 
 def calibrated(gpu: GpuSpec) -> dict[str, tuple[float, str | None]]:

@@ -6,6 +6,8 @@ import gzip
 import json
 import math
 import random
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import mean
 
@@ -90,3 +92,25 @@ def test_half_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "toy.jsonl.gz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CuteKernelsError, match=r"toy\.jsonl\.gz, line \d+"):
         list(replay.recorded(tmp_path))
+
+
+def test_a_sweep_that_is_stopped_keeps_the_problems_that_were_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lines(runtime: object, op: object, problem: object, gpu: object, **options: object) -> Iterator[dict[str, str]]:
+        yield {"problem": str(problem)}
+        if "m=2" in str(problem):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep, "sweep", lines)
+    monkeypatch.setattr(sweep, "LocalRuntime", lambda jobs: nullcontext())
+    monkeypatch.setattr(sweep.gpus, "lookup", lambda name: H200)
+    out = tmp_path / "gemm.jsonl.gz"
+    for m in (1, 4):
+        problems = ["--problem", f"m={m} n=8 k=8", "--problem", "m=2 n=8 k=8"]
+        CliRunner().invoke(sweep.app, ["gemm", *problems, "--out", str(out)])
+    assert [row["problem"] for row in replay.recorded(out)] == ["m=1 n=8 k=8", "m=4 n=8 k=8"]
+    out.write_bytes(out.read_bytes()[:-9])
+    broken = out.read_bytes()
+    result = CliRunner().invoke(sweep.app, ["gemm", "--problem", "m=1 n=8 k=8", "--out", str(out)])
+    assert result.exit_code == 1 and out.read_bytes() == broken

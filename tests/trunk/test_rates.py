@@ -58,8 +58,6 @@ class TestWhichAreTaken:
         calibrate(other, L40S, launch_us=3.0)
         with rates.read_from(str(other)):
             assert rates.of(L40S).launch_us == 3.0
-            with rates.read_from(None):
-                assert rates.of(L40S).launch_us == 2.5
         assert rates.of(L40S).launch_us == 2.5
 
     def test_it_is_the_confined_gpus_too(self, path: Path) -> None:

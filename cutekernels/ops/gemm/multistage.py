@@ -35,7 +35,7 @@ _EPILOGUE_BYTES = 2.7e-4 * 99e3  # per output element, at sm_bytes_per_us
 _BARRIER = {2: 1.8, 3: 1.0}  # of barrier_us, by stages; 0.4 with more
 _PERSISTENT = 0.4  # of the fixed time, the rest of which overlaps the next tile's loads
 # DRAM's time by the bytes of a row that a k-tile loads, in units of that for 128: docs/notes/moe.md#two-bodies.
-_ROWS_US = {64: 1.07, 256: 0.95}
+_BY_ROW_BYTES = {64: 1.07, 256: 0.95}
 _SHOWN = 0.002  # of the shorter of the SMs' time and DRAM's: a guess, settles ties: docs/notes/gemm.md#multistage-model
 _UNALIGNED_RATE = {8: 1.0, 4: 0.85, 2: 0.6, 1: 0.3}  # guesses, by the narrower operand's alignment
 # Tiles and warps that the default chooses among.
@@ -154,7 +154,7 @@ class Multistage(Schedule):
         bytes_per_us = min(rate.dram_share * gpu.dram_gbps * 1e3, in_flight / rate.dram_latency_us)
         larger, across = (columns, c.tile_n) if columns.extent > rows.extent else (rows, c.tile_m)
         row_bytes = ELEMENT_BYTES * (c.tile_k if larger.k_major else min(across, 64))
-        dram = moved / bytes_per_us * _ROWS_US.get(row_bytes, 1.0)
+        dram = moved / bytes_per_us * _BY_ROW_BYTES.get(row_bytes, 1.0)
         return float(_LAUNCH * rate.launch_us + max(busy, dram) + _SHOWN * min(busy, dram))
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
