@@ -94,8 +94,8 @@ def db(tmp_path: Path) -> str:
 
 
 def test_four_do_the_work_of_one_in_a_quarter_of_the_time(db: str, tmp_path: Path) -> None:
-    one = tune(EIGHT, trials=2, db=str(tmp_path / "one.db"), fleet=h200s(1, measure_s=0.15))
-    fleet = h200s(4, measure_s=0.15)
+    one = tune(EIGHT, trials=2, db=str(tmp_path / "one.db"), fleet=h200s(1, measure_s=0.3))
+    fleet = h200s(4, measure_s=0.3)
     four = tune(EIGHT, trials=2, db=db, fleet=fleet)
     assert [t.problem for t in four.tasks] == [t.problem for t in one.tasks], "reports stand in the job's order"
     assert one.seconds / four.seconds > 2.5, "eight equal tasks on four GPUs"
