@@ -93,8 +93,10 @@ class Chooser:
         variance = max(float(rest.var()), 4e-4)
         length = max(_LENGTHS, key=lambda s: _likelihood(_kernel(self._x[seen], self._x[seen], s), rest, variance))
         pending = [row for row in self._given if row not in self._values]
-        mean, _ = _predict(self._x, seen, rest, length, variance)
-        mean, deviation = _predict(self._x, [*seen, *pending], np.concatenate([rest, mean[pending]]), length, variance)
+        known = self._x[seen]
+        guessed, _ = _predict(self._x[pending], known, rest, length, variance)
+        known = np.concatenate([known, self._x[pending]])
+        mean, deviation = _predict(self._x, known, np.concatenate([rest, guessed]), length, variance)
         gain = min(times) - (trend + mean)
         z = gain / deviation
         density = np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
@@ -152,11 +154,11 @@ def _likelihood(k: np.ndarray, y: np.ndarray, variance: float) -> float:
 
 
 def _predict(
-    x: np.ndarray, seen: list[int], y: np.ndarray, length: float, variance: float
+    x: np.ndarray, seen: np.ndarray, y: np.ndarray, length: float, variance: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of each row."""
-    factor = np.linalg.cholesky(_kernel(x[seen], x[seen], length) * variance + np.eye(len(seen)) * _NOISE**2)
-    across = np.linalg.solve(factor, _kernel(x[seen], x, length) * variance)
+    """Mean and standard deviation at each row of ``x``, after the values ``y`` at the rows ``seen``."""
+    factor = np.linalg.cholesky(_kernel(seen, seen, length) * variance + np.eye(len(seen)) * _NOISE**2)
+    across = np.linalg.solve(factor, _kernel(seen, x, length) * variance)
     mean = across.T @ np.linalg.solve(factor, y)
     left = np.maximum(variance - (across * across).sum(0), 1e-10)
     return mean, np.sqrt(left)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -25,7 +26,7 @@ from cutekernels import gpu as gpus
 from cutekernels.autotune import runtime as runtimes
 from cutekernels.autotune.job import Task
 from cutekernels.autotune.report import TaskReport
-from cutekernels.autotune.runtime import LocalRuntime, Runtime
+from cutekernels.autotune.runtime import SPARES, LocalRuntime, Runtime, Spares
 from cutekernels.autotune.shards import longest_first
 from cutekernels.autotune.turns import Turns
 from cutekernels.db.store import Environment
@@ -34,8 +35,9 @@ from cutekernels.gpu import GpuSpec
 from cutekernels.isolate import ChildFailure
 
 MOST_LOSSES = 3  # losses of one task, or of one seat without a finished task in between
-LANES = 4  # tasks in work on one GPU at a time
-_LANE_BYTES, _LANE_CPUS = 16 << 30, 4  # GPU memory for a lane; CPUs to compile for it and start its processes
+LANES = 8  # tasks in work on one GPU at a time
+_LANE_BYTES, _LANE_CPUS = 8 << 30, 2  # GPU memory for a lane; CPUs to compile for it and start its processes
+SWITCH_S = 0.0005  # threads that compute (a space, a regression) let those that pass the GPU on wait no longer
 _POLL_S = 0.5  # between looks for seats that came or went
 _SETTLE_S = 10.0  # longest wait for threads whose GPU was closed
 
@@ -95,7 +97,7 @@ class LocalFleet:
     Args:
         devices: their CUDA indices; None for the one that this process would use.
         jobs: compiling processes; default one per CPU, less one for the coordinator.
-        lanes: tasks in work on each GPU at a time; default up to four, by the GPU's memory and its share of ``jobs``.
+        lanes: tasks in work on each GPU at a time; default up to eight, by the GPU's memory and its share of ``jobs``.
     """
 
     patience_s = 0.0
@@ -118,7 +120,7 @@ class LocalFleet:
         self._lanes = lanes
         self._environment = Environment.of(environment.collect())
         self.compilers = runtimes.Compilers(self._jobs)
-        self._open: list[LocalRuntime] = []
+        self._open: list[tuple[list[LocalRuntime], Spares]] = []
         self._closed = False
         self._lock = threading.Lock()
 
@@ -134,23 +136,25 @@ class LocalFleet:
         with self._lock:
             if self._closed:
                 raise SlotLost(f"{seat.name}: the run is over")
-            shared: Any = {"device": name, "compilers": self.compilers, "turns": turns, "warm": not alone}
+            spares = Spares(max(SPARES, count), self.compilers.env_of(name), turns, warm=not alone)
+            shared: Any = {"device": name, "compilers": self.compilers, "turns": turns, "spares": spares}
             made = [LocalRuntime(self._jobs, **shared) for _ in range(count)]
-            self._open += made
-        return Slot(spec, self._environment, made, lambda: _close(made))
+            self._open.append((made, spares))
+        return Slot(spec, self._environment, made, lambda: _close(made, spares))
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            _close(self._open)
+            for lanes, spares in self._open:
+                _close(lanes, spares)
         self.compilers.close()
 
 
-def _close(lanes: Sequence[LocalRuntime]) -> None:
-    for lane in lanes:  # all, before one is waited for: a spare may wait for the turn of another lane's worker
-        lane.stop()
-    for lane in lanes:
+def _close(lanes: Sequence[LocalRuntime], spares: Spares) -> None:
+    spares.stop()
+    for lane in lanes:  # before one is waited for: a spare may wait for the turn of a lane's worker
         lane.close()
+    spares.join()
 
 
 class OneSlot:
@@ -330,6 +334,8 @@ def hand_out(
         CuteKernelsError: no GPU is left that could do a task, or what ``work`` raised.
     """
     service = _Service(board, fleet, work, given_up)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
     try:
         service.run()
     except BaseException as error:
@@ -338,6 +344,7 @@ def hand_out(
     finally:
         fleet.close()
         service.settle()
+        sys.setswitchinterval(before)
 
 
 class _Service:

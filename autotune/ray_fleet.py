@@ -106,7 +106,7 @@ class RayFleet:
 
     Args:
         jobs: compiling processes for each GPU; default its share of the node's CPUs.
-        lanes: tasks in work on each GPU at a time; default up to four, by its memory and ``jobs``.
+        lanes: tasks in work on each GPU at a time; default up to eight, by its memory and ``jobs``.
 
     Raises:
         JobError: Ray is not installed, or there is no cluster at ``address``.

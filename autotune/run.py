@@ -99,7 +99,7 @@ def tune(
         trials: attempts per task, overriding the job's.
         budget_s: seconds for the whole job, overriding the job's; shared evenly among the tasks still to do.
         jobs: compiling processes; default one per CPU, less one for the coordinator where a GPU measures.
-        lanes: tasks in work on the GPU at a time, of which one is timed; default up to four, by memory and CPUs.
+        lanes: tasks in work on the GPU at a time, of which one is timed; default up to eight, by memory and CPUs.
         limit: without the GPU, compile only the best ``limit`` by the model.
         force: repeat what earlier runs did.
         confirm: measure only what was predicted best, beside the default and what serves today.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ COMPILE_DEADLINE_S = 120.0
 PREPARE_DEADLINE_S = 180.0
 MEASURE_DEADLINE_S = 30.0
 VENDOR = "vendor"  # the name of the vendor's call among the outcomes of a final
-SPARES = 2  # a final takes place in two fresh processes
+SPARES = 2  # of a runtime of its own: a final takes place in two fresh processes
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,10 @@ class Compilers:
         # No visible GPU: otherwise each compiler would make a CUDA context of hundreds of megabytes.
         self._pool = Pool(COMPILE_TARGET, jobs, env=WITHOUT_GPU | {"TMPDIR": self.temporary})
 
+    def env_of(self, device: str | None) -> dict[str, str]:
+        """The environment of a process that works beside them, on one GPU or on all that are visible."""
+        return {"TMPDIR": self.temporary} | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
+
     def submit(self, request: Compile) -> Future[Facts]:
         return self._pool.submit(request, COMPILE_DEADLINE_S)
 
@@ -150,16 +155,74 @@ class Compilers:
         self.close()
 
 
+class Spares:
+    """Workers started ahead for the runtimes of one GPU: a fresh process then waits for no import and no CUDA context.
+
+    Args:
+        count: of them at a time.
+        env: of each process.
+        turns: of the GPU.
+        warm: whether they make their CUDA context ahead; not where the driver lets one process alone have one.
+    """
+
+    def __init__(self, count: int, env: Mapping[str, str], turns: Turns, *, warm: bool = True) -> None:
+        self._count, self._env, self._turns, self._warm = count, dict(env), turns, warm
+        self._lock = threading.Lock()
+        self._children: deque[Child] = deque()
+        self._warmed: set[Child] = set()
+        self._starting: list[threading.Thread] = []
+        self._closed = False
+
+    def fill(self) -> None:
+        """Start those that are missing, in the background."""
+        with self._lock:
+            self._starting = [thread for thread in self._starting if thread.is_alive()]
+            while len(self._children) < self._count and not self._closed:
+                child = Child(WORKER_TARGET, env=self._env)
+                self._children.append(child)
+                self._starting.append(threading.Thread(target=self._start, args=(child,), daemon=True))
+                self._starting[-1].start()
+
+    def _start(self, child: Child) -> None:
+        with suppress(ChildFailure):  # the request that needs it starts it again, and reports why it cannot
+            child.start()
+            if self._warm:
+                with self._turns.together():
+                    child.ask(Warm(), PREPARE_DEADLINE_S)
+            with self._lock:
+                self._warmed.add(child)
+
+    def take(self) -> Child | None:
+        """One that is ready, else the one that was begun first; None where there is none."""
+        with self._lock:
+            child = next((c for c in self._children if c in self._warmed), next(iter(self._children), None))
+            if child is not None:
+                self._children.remove(child)
+                self._warmed.discard(child)
+            return child
+
+    def stop(self) -> None:
+        """End them, whatever they do."""
+        with self._lock:
+            self._closed = True
+            children = list(self._children)
+        for child in children:
+            child.close()
+
+    def join(self) -> None:
+        """Wait for those that were starting."""
+        for thread in self._starting:
+            thread.join()
+
+
 class LocalRuntime:
     """Processes on this machine. ``jobs`` compilers; the worker starts with the first measurement.
-
-    Spare workers start in the background, so that :meth:`refresh` waits for no import and no CUDA context.
 
     Args:
         device: the one GPU that the worker sees, as ``CUDA_VISIBLE_DEVICES`` names it; None for all that are visible.
         compilers: those of the host, shared with other runtimes; None for its own.
         turns: of the GPU, shared with other runtimes on it; None where it is alone.
-        warm: whether spares make their CUDA context ahead; not where the driver lets one process alone have one.
+        spares: of the GPU, shared with other runtimes on it; None for its own.
 
     Raises:
         CacheUnusable: no kernel could be compiled.
@@ -172,20 +235,15 @@ class LocalRuntime:
         device: str | None = None,
         compilers: Compilers | None = None,
         turns: Turns | None = None,
-        warm: bool = True,
+        spares: Spares | None = None,
     ) -> None:
-        self._warm = warm
         self._turns = Turns() if turns is None else turns
-        self._shared = compilers is not None
+        self._own_compilers, self._own_spares = compilers is None, spares is None
         self._compilers = Compilers(jobs) if compilers is None else compilers
         self.width = self._compilers.width
-        self._env = {"TMPDIR": self._compilers.temporary}
-        if device is not None:
-            self._env["CUDA_VISIBLE_DEVICES"] = device
-        self._worker = Child(WORKER_TARGET, env=self._env)
-        self._spares: deque[Child] = deque()
-        self._starting: list[threading.Thread] = []
-        self._closed = False
+        env = self._compilers.env_of(device)
+        self._worker = Child(WORKER_TARGET, env=env)
+        self._spares = Spares(SPARES, env, self._turns) if spares is None else spares
         self._prepared: tuple[int | None, object] | None = None
 
     def compile(self, op: Op[Any, Any], problem: Problem, config: Config, gpu: GpuSpec) -> Future[Facts]:
@@ -197,18 +255,7 @@ class LocalRuntime:
             with self._turns.together():
                 self._worker.ask(request, PREPARE_DEADLINE_S)
             self._prepared = (self._worker.pid, request)
-        self._starting = [thread for thread in self._starting if thread.is_alive()]
-        while len(self._spares) < SPARES and not self._closed:
-            self._spares.append(Child(WORKER_TARGET, env=self._env))
-            self._starting.append(threading.Thread(target=self._warmed, args=(self._spares[-1],), daemon=True))
-            self._starting[-1].start()
-
-    def _warmed(self, spare: Child) -> None:
-        with suppress(ChildFailure):  # the request that needs it starts it again, and reports why it cannot
-            spare.start()
-            if self._warm:
-                with self._turns.together():
-                    spare.ask(Warm(), PREPARE_DEADLINE_S)
+        self._spares.fill()
 
     def measure(self, request: Measure) -> dict[str, Outcome]:
         try:
@@ -224,25 +271,26 @@ class LocalRuntime:
         return outcomes
 
     def refresh(self) -> None:
+        fresh = self._spares.take()
         with self._turns.together():  # its CUDA context goes with it, beside which nothing is timed
-            if self._spares:
-                self._worker.close()
-                self._worker = self._spares.popleft()
-            else:
+            if fresh is None:
                 self._worker.kill()
+                return
+            self._worker.close()
+        self._worker = fresh
 
     def stop(self) -> None:
-        """End the worker and the spares, whatever they do."""
-        self._closed = True
-        for child in (self._worker, *self._spares):
-            child.close()
+        """End the worker and its own spares, whatever they do."""
+        if self._own_spares:
+            self._spares.stop()
+        self._worker.close()
 
     def close(self) -> None:
         """End all processes; compiles not yet begun are dropped, unless others share the compilers."""
         self.stop()
-        for thread in self._starting:
-            thread.join()
-        if not self._shared:
+        if self._own_spares:
+            self._spares.join()
+        if self._own_compilers:
             self._compilers.close()
 
     def __enter__(self) -> Self:

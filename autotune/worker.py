@@ -99,15 +99,21 @@ class _Bench:
         self.gpu = spec
         self.op: Op[Any, Any] = registry.get(request.op)
         self.problem: Problem = self.op.Problem.parse(request.problem)
-        first = self._input_set(request.seed * 1000)
+        work = self.op.work(self.problem)
+        # Seeds 1000 apart: the search and the final round share no input set.
+        begin = request.seed * 1000
+        args = self.op.sample(self.problem, "cuda", begin)
+        first = self._with_outputs(args)
         set_bytes = sum(t.numel() * t.element_size() for part in first for t in part if isinstance(t, torch.Tensor))
+        shares = self.op.variant(self.problem, args, begin) is not None
         room = int(torch.cuda.mem_get_info()[0] * _MEMORY_SHARE) // max(1, set_bytes)
         kinds = self.op.sample_kinds
-        count = max(1, min(-(-l2_rotation(set_bytes, spec.l2_bytes) // kinds) * kinds, room + 1))
-        # Seeds 1000 apart: the search and the final round share no input set.
-        self.sets = [first, *(self._input_set(request.seed * 1000 + i) for i in range(1, count))]
+        wanted = l2_rotation(min(set_bytes, int(work.bytes)) if shares else set_bytes, spec.l2_bytes)
+        count = max(1, -(-wanted // kinds) * kinds if shares else min(-(-wanted // kinds) * kinds, room + 1))
+        others = (self._another(args, begin + i) for i in range(1, count))
+        self.sets = [first, *map(self._with_outputs, others)]
         # A problem that accumulates in less than fp32 says so in a plain field called "accumulate".
-        accumulate, work = getattr(self.problem, "accumulate", "fp32"), self.op.work(self.problem)
+        accumulate = getattr(self.problem, "accumulate", "fp32")
         expected = self.op.reference(self.problem, *first[1])
         self._duty = RESTED if work.by_arithmetic(spec) else 1.0
         self._judge = Judge(expected, work.flops, accumulate, work.depth, self.op.partial)
@@ -116,8 +122,11 @@ class _Bench:
         self._repeated: set[str] = set()  # configs that passed the third check
         self._vendor: GraphRound | None = None
 
-    def _input_set(self, seed: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        args = self.op.sample(self.problem, "cuda", seed)
+    def _another(self, args: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
+        varied = self.op.variant(self.problem, args, seed)
+        return self.op.sample(self.problem, "cuda", seed) if varied is None else varied
+
+    def _with_outputs(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         return self.op.outputs(self.problem, *args), args
 
     def load(self, request: Measure) -> None:

@@ -287,6 +287,13 @@ class Op(ABC, Generic[P, C]):
     def sample(self, p: P, device: str, seed: int) -> tuple[Any, ...]:
         """Random arguments that pose ``p``: standard normal data, never zeros, never all-ones weights."""
 
+    def variant(self, p: P, args: tuple[Any, ...], seed: int) -> tuple[Any, ...] | None:
+        """Another sample that shares with ``args`` the tensors of which a launch reads a part that differs by sample:
+        rows of a table, experts. Timings then rotate over as many as keep what launches read out of the L2 cache.
+        None where a launch reads all that it is given.
+        """
+        return None
+
     @abstractmethod
     def reference(self, p: P, *args: Any) -> tuple[Tensor, ...]:
         """The same mathematics in plain PyTorch, in fp32 or better, rounded once to the output dtype."""

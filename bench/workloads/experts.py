@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.baselines import Absent, Contender, Inputs, Launch, Workload, compiled, eager
+from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload, compiled, eager
 from bench.suites import Case, unless
 from cutekernels.op import Work
 from cutekernels.ops.moe.ffn import moe_ffn
@@ -45,8 +45,17 @@ def _product_cases(dtype: str, accumulate: str) -> list[Case]:
 
 
 def _product_inputs(case: Case, problem: Any, device: str, seed: int) -> Inputs:
-    operands = GROUPED_GEMM.sample(problem, device, seed * len(SPREADS))[:3]  # spread evenly
-    return Inputs(operands, GROUPED_GEMM.outputs(problem, *operands))
+    """Rows spread evenly. All input sets of a case share the weights, of which few rows hit few experts'."""
+    first = _product_sample(problem, device)
+    operands = first if seed == 0 else GROUPED_GEMM.variant(problem, first, seed * len(SPREADS))
+    results = GROUPED_GEMM.outputs(problem, *operands)
+    read = int(GROUPED_GEMM.work(problem).bytes) - results[0].nbytes
+    return Inputs(operands[:3], results, read_bytes=read)
+
+
+@lru_cache(maxsize=1)
+def _product_sample(problem: Any, device: str) -> tuple[Any, ...]:
+    return GROUPED_GEMM.sample(problem, device, 0)
 
 
 def _product_truth(case: Case, i: Inputs) -> tuple[Tensor, ...]:
@@ -97,15 +106,24 @@ def _top_k(case: Case) -> int:
 def _layer_inputs(case: Case, p: Any, device: str, seed: int) -> Inputs:
     """x, gate and up, down, ids, weights; each token's experts are drawn evenly without repetition."""
     draw = torch.Generator(device).manual_seed(seed)
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[p.dtype]
-    normal = partial(torch.randn, generator=draw, device=device, dtype=kind)
+    normal = partial(torch.randn, generator=draw, device=device, dtype=DTYPES[p.dtype])
     top_k = _top_k(case)
-    tokens, inner = p.rows // top_k, p.n // 2
+    tokens = p.rows // top_k
     scores = torch.rand((tokens, p.experts), generator=draw, device=device)
     weights, ids = scores.softmax(-1).topk(top_k, dim=-1)
-    up, down = normal((p.experts, p.n, p.k)).mul_(p.k**-0.5), normal((p.experts, p.k, inner)).mul_(inner**-0.5)
     x = normal((tokens, p.k))
-    return Inputs((x, up, down, ids.int(), weights), (torch.empty_like(x),))
+    operands = (x, *_layer_weights(p, device), ids.int(), weights)
+    return Inputs(operands, (torch.empty_like(x),), read_bytes=int(_layer_work(case).bytes) - x.nbytes)
+
+
+@lru_cache(maxsize=1)
+def _layer_weights(p: Any, device: str) -> tuple[Tensor, Tensor]:
+    """Of gate and up, and of down. All input sets of a case share them: few tokens read few experts'."""
+    draw = torch.Generator(device).manual_seed(0)
+    normal = partial(torch.randn, generator=draw, device=device, dtype=DTYPES[p.dtype])
+    inner = p.n // 2
+    up, down = normal((p.experts, p.n, p.k)).mul_(p.k**-0.5), normal((p.experts, p.k, inner)).mul_(inner**-0.5)
+    return up, down
 
 
 def _layer_work(case: Case) -> Work:

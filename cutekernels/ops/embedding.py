@@ -110,6 +110,12 @@ class Embedding(_EmbeddingOp):
             return None
         return torch.randint(0, max(1, p.vocabulary), shape, generator=generator, device=generator.device)
 
+    def variant(self, p: EmbeddingProblem, args: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
+        ids, table = args
+        draw = torch.Generator(device=ids.device).manual_seed(seed)
+        other = ids.new_empty_strided(ids.shape, ids.stride())
+        return other.copy_(torch.randint(0, max(1, p.vocabulary), ids.shape, generator=draw, device=ids.device)), table
+
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         ids, table = args
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(table):

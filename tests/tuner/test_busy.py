@@ -92,8 +92,7 @@ def test_a_refresh_waits_for_no_start_and_no_context(log: Path) -> None:
 
     with LocalRuntime(1) as machine:
         pids = [ask(machine)]
-        for thread in machine._starting:
-            thread.join()
+        machine._spares.join()
         began = time.monotonic()
         for _ in range(2):
             machine.refresh()
@@ -106,15 +105,15 @@ def test_a_refresh_waits_for_no_start_and_no_context(log: Path) -> None:
 def test_closing_ends_workers_that_are_starting(log: Path) -> None:
     machine = LocalRuntime(1)
     machine.measure(Measure(Prepare("toy", str(PROBLEM), H200), (str(DEFAULT),), rounds=2))
-    children: list[Any] = [machine._worker, *machine._spares]
+    children: list[Any] = [machine._worker, *machine._spares._children]
     assert len(children) == 3
     machine.close()
-    assert all(child.pid is None for child in children) and not any(t.is_alive() for t in machine._starting)
+    assert all(child.pid is None for child in children) and not any(t.is_alive() for t in machine._spares._starting)
 
 
 def test_lanes_follow_memory_and_cpus() -> None:
-    assert [lanes_of(H200, cpus) for cpus in (1, 4, 8, 64)] == [1, 1, 2, fleet.LANES]
-    assert lanes_of(gpus.lookup("rtx5090"), 64) == 2
+    assert [lanes_of(H200, cpus) for cpus in (1, 4, 8, 64)] == [1, 2, 4, fleet.LANES]
+    assert lanes_of(gpus.lookup("rtx5090"), 64) == 4
     assert lanes_of(replace(H200, memory_bytes=8 << 30), 64) == 1
 
 
@@ -125,8 +124,7 @@ def test_a_gpu_for_one_process_has_one_lane_and_no_context_ahead(log: Path, monk
         (lane,) = one.open(one.seats()[0]).lanes
         assert isinstance(lane, LocalRuntime)
         lane.measure(Measure(Prepare("toy", str(PROBLEM), H200), (str(DEFAULT),), rounds=2))
-        for thread in lane._starting:
-            thread.join()
+        lane._spares.join()
         assert len({w.pid for w in done(log) if w.what == "context"}) == 1
     finally:
         one.close()

@@ -351,6 +351,12 @@ class GroupedGemm(_GroupedOp):
         offsets = sample_offsets(p.rows, p.experts, SPREADS[seed % len(SPREADS)], draw)
         return x, weight if p.weight == "k" else weight.mT, offsets, bias
 
+    def variant(self, p: GroupedProblem, args: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
+        x, weight, _, bias = args
+        draw = torch.Generator(device=x.device).manual_seed(seed)
+        other = _normal(draw, DTYPES[p.dtype], p.align, p.rows, p.k)
+        return other, weight, sample_offsets(p.rows, p.experts, SPREADS[seed % len(SPREADS)], draw), bias
+
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         x, weight, offsets, bias = args
         out = x.new_zeros((x.shape[0], _columns(weight, **options)))
