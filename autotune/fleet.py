@@ -36,7 +36,7 @@ from cutekernels.isolate import ChildFailure
 
 MOST_LOSSES = 3  # losses of one task, or of one seat without a finished task in between
 LANES = 8  # tasks in work on one GPU at a time
-_LANE_BYTES, _LANE_CPUS = 8 << 30, 2  # GPU memory for a lane; CPUs to compile for it and start its processes
+_LANE_BYTES, _LANE_CPUS = 10 << 30, 2  # GPU memory for a lane; CPUs to compile for it and start its processes
 SWITCH_S = 0.0005  # threads that compute (a space, a regression) let those that pass the GPU on wait no longer
 _POLL_S = 0.5  # between looks for seats that came or went
 _SETTLE_S = 10.0  # longest wait for threads whose GPU was closed

@@ -113,7 +113,7 @@ def test_closing_ends_workers_that_are_starting(log: Path) -> None:
 
 def test_lanes_follow_memory_and_cpus() -> None:
     assert [lanes_of(H200, cpus) for cpus in (1, 4, 8, 64)] == [1, 2, 4, fleet.LANES]
-    assert lanes_of(gpus.lookup("rtx5090"), 64) == 4
+    assert lanes_of(gpus.lookup("rtx5090"), 64) == 3
     assert lanes_of(replace(H200, memory_bytes=8 << 30), 64) == 1
 
 

@@ -56,8 +56,6 @@ class Coefficients:
         apart: factor where a cluster shares the operand of fewer rows, which the L2 holds anyway.
         epilogue: bytes per output element, at sm_bytes_per_us.
         gate: a gated result's epilogue to a plain one's; 1.0 and 1.5 fit 14 pairs of runs alike.
-        tile: of exchange_us, for each tile whose epilogue nothing hides.
-        shown: the share of a tile's epilogue that another group's mainloop does not hide.
         single: what a single box of results adds to an epilogue, as its share; half of that where groups take turns.
         latency: of exchange_us, for a load that comes back while the other stages are multiplied.
         sharpness: exponent of the mean of a k-tile's four times.
@@ -72,8 +70,6 @@ class Coefficients:
     apart: float = 1.048
     epilogue: float = 5.5e-5 * 99e3
     gate: float = 1.5
-    tile: float = 0.0
-    shown: float = 0.0
     single: float = 0.2
     latency: float = 1.1 / 0.63
     sharpness: float = 8.2
@@ -198,8 +194,8 @@ class Warpgroup(Schedule):
         step = sum(us**own.sharpness for us in (multiply, fetch, passed, awaited)) ** (1 / own.sharpness)
         step = max(step, arriving / (own.arrival * rate.sm_bytes_per_us))
         finished = c.tile_n * (own.gate / 2 if extras.gated else 1)
-        epilogue = own.epilogue / rate.sm_bytes_per_us * c.tile_m * finished + own.tile * rate.exchange_us
-        ends = 1 + own.shown * tiles if c.pingpong else tiles
+        epilogue = own.epilogue / rate.sm_bytes_per_us * c.tile_m * finished
+        ends = 1 if c.pingpong else tiles
         if own.single and self.smem(c, extras).boxes == 1:
             ends += own.single * ((1 + tiles) / 2 if c.pingpong else tiles)
         busy = tiles * -(-k // c.tile_k) * step + epilogue * ends

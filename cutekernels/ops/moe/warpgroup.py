@@ -41,22 +41,20 @@ class GroupsSchedule(Warpgroup):
     """What both share. ``tiles_n``: the widths that they search."""
 
     tiles_n: ClassVar[tuple[int, ...]] = BY_SIXTEENS
-    # Fitted to 600 runs of 36 products, with an error of 5 %: docs/notes/moe.md#two-bodies (H200, 2026-11-24).
+    # Fitted to 1700 runs of 95 products: docs/notes/moe.md#a-model-of-two-gpus (H200, 2026-11-24; H100, 2026-11-25).
     coefficients = Coefficients(
-        fixed=2.16,
-        mma=0.863,
-        port=0.794,
-        steady=0.794,
+        fixed=1.56,
+        mma=0.974,
+        port=0.63,
+        steady=1.0,
         arrival=math.inf,
         shared=math.inf,
         apart=1.0,
-        epilogue=4.48,
-        gate=6.15,
-        tile=0.245 / 0.63,
-        shown=0.072,
+        epilogue=11.0,
+        gate=3.5,
         single=0.0,
-        latency=0.0,
-        sharpness=4.54,
+        latency=1.39,
+        sharpness=2.63,
     )
 
     def refused(self, p: GemmProblem, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
