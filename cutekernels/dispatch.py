@@ -5,8 +5,8 @@ choice. A config comes from the first of these that ``why_not`` accepts for the 
 
 1. ``forced``: the caller's ``config=``;
 2. ``tuned``: a measured winner of the problem's bucket;
-3. ``nearest``: a measured winner with the same static fields and extents within two octaves in all, unless the model
-   has it far behind the default here but not at its own problem;
+3. ``nearest``: a measured winner with the same static fields and extents within an octave and a half in all, unless
+   the model has it far behind the default here but not at its own problem;
 4. ``predicted``: the model's winner of the bucket, or of its nearest neighbour, where its row says why it is better;
 5. ``default``: the op's analytical choice.
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
     from cutekernels.op import Config, Op, Problem
 
-MAX_OCTAVES = 2.0
+MAX_OCTAVES = 1.5
 """Limit on a neighbour's distance: octaves, summed over the extents."""
 MOST_TRIED = 4
 """Neighbours that are tried: each takes the models of two problems, milliseconds of host time."""
@@ -353,7 +353,7 @@ def _nearest(
 def _neighbours(
     op: Op[Any, Any], own: Problem, gpu: GpuSpec, table: Mapping[str, Winner], wanted: str
 ) -> Iterator[tuple[float, Winner, Problem]]:
-    """Rows with the static fields of ``own`` within two octaves, the nearest first."""
+    """Rows with the static fields of ``own`` within an octave and a half, the nearest first."""
     described = _described(op, str(own))
     if described is None:
         return

@@ -1,9 +1,10 @@
 """Trials as JSON lines: full, each line complete in itself, or slim, after a line with what most of them share.
 
-A slim line repeats a shared field only where its value is another::
+A slim line has the values of the named columns in their order. Null, or a missing value at its end, stands for the
+shared one, or for none::
 
-    {"common": {"gpu": {"name": "l40s", ...}, "environment": {...}, "origin": "predicted", "status": "ok", ...}}
-    {"id": "019ab...", "problem": "m=16 n=4096 k=4096", "config": "tile_m=64 ...", "median_us": 43.84}
+    {"common": {"gpu": {"name": "l40s", ...}, "origin": "predicted", ...}, "columns": ["id", "problem", "config", ...]}
+    ["019ab...", "m=16 n=4096 k=4096", "tile_m=64 ...", 43.84]
 """
 
 from __future__ import annotations
@@ -15,46 +16,63 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from cutekernels.db.trial import REQUIRED, Trial, parse_json
+from cutekernels.db.trial import Trial, parse_json
 from cutekernels.errors import StoreError
 
-_COMMON = "common"
+_COMMON, _COLUMNS = "common", "columns"
 _DIGITS = 5  # of a slim row's numbers
 _NONE = object()
 
 
 def parsed(lines: Iterable[str]) -> Iterator[tuple[int, Trial | StoreError]]:
     """The number of each line with its trial, or with the rule that it breaks."""
-    common: dict[str, Any] = {}  # a line with all that a trial must have is complete in itself
+    common: dict[str, Any] = {}
+    columns: list[str] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             row = parse_json(line)
-            if isinstance(row, dict) and row.keys() == {_COMMON} and isinstance(row[_COMMON], dict):
-                common = row[_COMMON]
-                if unknown := common.keys() - {f.name for f in fields(Trial)}:
-                    raise StoreError(f"a trial has no field {', '.join(sorted(unknown))}")
+            if isinstance(row, dict) and row.keys() == {_COMMON, _COLUMNS}:
+                common, columns = _shared(row[_COMMON], row[_COLUMNS])
                 continue
-            yield number, Trial.from_row(common | row if isinstance(row, dict) and not _complete(row) else row)
+            yield number, Trial.from_row(common | _named(columns, row) if isinstance(row, list) else row)
         except StoreError as error:
             yield number, error
+
+
+def _shared(common: Any, columns: Any) -> tuple[dict[str, Any], list[str]]:
+    if not isinstance(common, dict) or not isinstance(columns, list) or not all(isinstance(n, str) for n in columns):
+        raise StoreError("the first of slim lines is an object of common fields and the columns' names")
+    if unknown := {*common, *columns} - {f.name for f in fields(Trial)}:
+        raise StoreError(f"a trial has no field {', '.join(sorted(unknown))}")
+    if len(set(columns)) < len(columns):
+        raise StoreError("the columns of slim lines have a name each")
+    return common, columns
+
+
+def _named(columns: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
+    if len(values) > len(columns):
+        raise StoreError(f"a slim line has a value for each of {len(columns)} columns; this one has {len(values)}")
+    return {name: value for name, value in zip(columns, values, strict=False) if value is not None}
 
 
 def slim(trials: Sequence[Trial]) -> list[str]:
     """The trials as slim lines, numbers rounded, without the lines' ends."""
     rows = [_rounded(t.as_row()) for t in trials]
-    in_all = [name for name in rows[0] if all(name in row for row in rows)] if rows else []
-    common = {name: _usual([row[name] for row in rows]) for name in in_all}
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    common = {name: _usual([row[name] for row in rows]) for name in names if all(name in row for row in rows)}
     common = {name: value for name, value in common.items() if value is not _NONE}
-    rest = [{name: value for name, value in row.items() if common.get(name, _NONE) != value} for row in rows]
-    rest = [row if _complete(short) else short for row, short in zip(rows, rest, strict=True)]
-    lines = [{_COMMON: common}, *rest] if rows else []
-    return [json.dumps(line, allow_nan=False, separators=(",", ":")) for line in lines]
+    own = [{name: value for name, value in row.items() if common.get(name, _NONE) != value} for row in rows]
+    columns = [name for name in names if any(name in row for row in own)]
+    lines = [{_COMMON: common, _COLUMNS: columns}, *(_trimmed([row.get(n) for n in columns]) for row in own)]
+    return [json.dumps(line, allow_nan=False, separators=(",", ":")) for line in lines] if rows else []
 
 
-def _complete(row: dict[str, Any]) -> bool:
-    return row.keys() >= REQUIRED
+def _trimmed(values: list[Any]) -> list[Any]:
+    while values and values[-1] is None:
+        values.pop()
+    return values
 
 
 def _usual(values: Sequence[Any]) -> Any:

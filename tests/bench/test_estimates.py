@@ -47,11 +47,21 @@ def test_eight_favourites_hold_a_config_within_5_percent_nine_times_in_ten() -> 
         assert ranks[len(ranks) // 2] >= least, op
 
 
-def test_favourites_hold_on_a_gpu_that_no_model_was_fitted_on() -> None:
-    """What searches on an H100 tried: eight favourites hold a config within 5 % of the best for 121 of 140 problems."""
+@pytest.mark.parametrize(("spec", "least"), [(H200, 0.8), (gpu.lookup("h100"), 0.5)], ids=lambda v: str(v))
+def test_the_model_of_few_tokens_ranks(spec: gpu.GpuSpec, least: float) -> None:
+    """Fitted to half of these problems, it ranks the other half as well: docs/notes/gemm.md#specialized-model."""
+    found = [q for q in of_sweeps("body=specialized", spec=spec) if q.op == "gemm"]
+    assert len(found) >= 15
+    ranks = sorted(q.correlation or 0.0 for q in found)
+    assert ranks[len(ranks) // 2] >= least
+    assert all(q.top <= estimates.NEAR for q in found)
+
+
+def test_favourites_hold_on_an_h100() -> None:
+    """Eight favourites hold a config within 5 % of the best that searches tried for 139 of 152 problems."""
     found = of_sweeps(spec=gpu.lookup("h100"))
-    assert len(found) >= 135
-    assert sum(q.top <= estimates.NEAR for q in found) / len(found) >= 0.85
+    assert len(found) >= 150
+    assert sum(q.top <= estimates.NEAR for q in found) / len(found) >= 0.9
     defaults = sorted(q.default for q in found if q.op == "gemm" and q.default)
     assert len(defaults) >= 50
     assert defaults[len(defaults) // 2] <= 1.012

@@ -38,7 +38,8 @@ def test_what_all_share_stands_once() -> None:
     common = json.loads(written[0])["common"]
     assert {"gpu", "environment", "op", "revision", "origin", "status"} <= common.keys()
     assert not common.keys() & {"id", "problem", "config", "median_us", "message"}
-    assert all("gpu" not in json.loads(line) for line in written[1:])
+    assert not {"gpu", "environment"} & set(json.loads(written[0])["columns"])
+    assert all(isinstance(json.loads(line), list) for line in written[1:])
     assert lines.slim([]) == []
 
 
@@ -48,8 +49,13 @@ def test_full_lines_are_read_as_before() -> None:
 
 @pytest.mark.parametrize(
     "header",
-    ['{"common": {"shell": "rm"}}', '{"common": 5}', '{"common": {}, "id": "x"}', '{"common": {"status": "fine"}}'],
-)
+    [
+        '{"common": {"shell": "rm"}, "columns": []}', '{"common": 5, "columns": []}', '{"common": {}}',
+        '{"common": {}, "columns": ["id", "id"]}', '{"common": {}, "columns": [["id"]]}',
+        '{"common": {}, "columns": 3}',
+        '{"common": {"status": "fine"}, "columns": ["id", "problem", "config", "median_us", "message"]}',
+    ],
+)  # fmt: skip
 def test_a_hostile_header_breaks_its_rows(header: str) -> None:
     rest = "\n".join(lines.slim(ROWS)[1:])
     found = [t for _, t in lines.parsed(f"{header}\n{rest}".splitlines())]
@@ -94,5 +100,11 @@ def test_a_full_line_after_a_header_is_complete_in_itself() -> None:
 
 
 def test_an_unknown_field_of_a_header_is_named_there() -> None:
-    ((number, error),) = lines.parsed(['{"common": {"nonsense": 1}}'])
+    ((number, error),) = lines.parsed(['{"common": {"nonsense": 1}, "columns": []}'])
     assert number == 1 and "nonsense" in str(error)
+
+
+def test_a_line_of_too_many_values_is_named() -> None:
+    header, first, second = lines.slim(ROWS)
+    found = dict(lines.parsed([header, first, json.dumps([*json.loads(second), *range(9)])]))
+    assert isinstance(found[2], Trial) and "columns" in str(found[3])

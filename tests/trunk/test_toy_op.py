@@ -244,7 +244,7 @@ def test_it_is_tuned_and_the_dispatcher_uses_the_winner(job: Path) -> None:
     dispatch.reload()
     tuned = dispatch.plan(SCALE, ScaleProblem(30, 8), 0)  # of the bucket rows=32
     assert (tuned.origin, tuned.config) == ("tuned", best)
-    near = dispatch.resolve(SCALE, ScaleProblem(100, 8), H200)
+    near = dispatch.resolve(SCALE, ScaleProblem(60, 8), H200)
     assert (near.origin, near.config) == ("nearest", best)
     one = dispatch.resolve(SCALE, ScaleProblem(1, 8), H200)
     assert (one.origin, one.config) == ("tuned", ScaleConfig(1, "all"))

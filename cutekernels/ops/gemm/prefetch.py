@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 # Bytes of a CTA: the gain is whole from ENOUGH on, and is lost again beyond TOO_MUCH.
 ENOUGH, TOO_MUCH = 32 * 1024, 48 * 1024  # docs/notes/gemm.md#prefetch (H200, 2026-11-22)
 MOST = 128 * 1024
-_GAIN = 0.4 / 0.63  # of dependent_us
 
 
 def prefetched_bytes(c: GemmConfig) -> int:
@@ -36,8 +35,10 @@ def broken(c: GemmConfig, gpu: GpuSpec) -> Iterator[str]:
         yield f"ahead={c.ahead} asks for {prefetched_bytes(c)} bytes at once: at most {MOST}"
 
 
-def saved_us(c: GemmConfig, gpu: GpuSpec) -> float:
-    """Gain of a launch whose CTAs are all placed at once; those of later waves have nothing to wait for."""
+def saved_us(c: GemmConfig, gpu: GpuSpec, most: float) -> float:
+    """Gain of a launch whose CTAs are all placed at once, at most ``most`` of the time between launches; CTAs of later
+    waves have nothing to wait for.
+    """
     taken = prefetched_bytes(c)
-    gain = _GAIN * rates.of(gpu).dependent_us
+    gain = most * rates.of(gpu).dependent_us
     return gain * (min(taken, ENOUGH) / ENOUGH - max(0, taken - TOO_MUCH) / TOO_MUCH)

@@ -37,6 +37,7 @@ _MOST_SUMS = {True: 96, False: 88}  # accumulators where groups of warps share K
 # Coefficients of the model, each a multiple of a rate: docs/notes/gemm.md#skinny-model (H200, 2026-11-21).
 _LAUNCH = 1.4 / 1.5  # of launch_us
 _SPLIT = 2.8 / 0.63  # of exchange_us
+_AHEAD = 0.4 / 0.63  # of dependent_us, what a prefetch gains
 _PORT, _L2 = 59 / 99, 54.6 / 99  # of sm_bytes_per_us: one SM's, and all of them at once
 _LATENCY, _CTA = 0.87 / 0.8, 1.3 / 0.8  # of dram_latency_us: a load, the beginning and end of a CTA
 _K_TILE = 0.009 / 0.08  # of barrier_us
@@ -146,7 +147,7 @@ class Skinny(Schedule):
         us -= rate.dependent_us if c.pdl else 0.0
         us += _SPLIT * rate.exchange_us if c.split_k > 1 else 0.0
         if ctas <= gpu.sm_count * resident:
-            us -= prefetch.saved_us(c, gpu)
+            us -= prefetch.saved_us(c, gpu, _AHEAD)
         if c.pdl and resident > 1 and waves == 0:
             us *= _CROWDED
         if extras.squares:

@@ -37,17 +37,41 @@ LEAST_BUSY = 0.8
 _OTHER_REGISTERS = 40
 _WEIGHING_REGISTERS = 56  # for k-tiles of 128: fragments as loaded and as multiplied, the norm's weight
 
-# Coefficients of the model, each a multiple of a rate: docs/notes/gemm.md#specialized-model (H200, 2026-11-22).
-_LAUNCH, _UNDEPENDENT = 2.46 / 1.5, 0.59 / 0.63  # of launch_us, of dependent_us
-_LATENCY = 0.674 / 0.67  # of l2_latency_us
-_SHALLOW = 0.257  # share of a k-tile's time lost to few stages, divided by them
-_COLUMNS_LOST = 20  # that an MMA could multiply while it starts
-_DRAM = 0.80 / 0.92  # of dram_share
-_SUM_BYTES = 99 / 6.4  # per output element, at sm_bytes_per_us
 _WEIGHED_CYCLES = 3.74  # per k of 64 tokens, weighed on their way to the MMA
-_ENOUGH_SMS, _FEW_SMS = 0.96, 0.3  # DRAM is slower where fewer SMs load: share of them, exponent
 # Bytes of W in flight that are enough for two CTAs to a tile: docs/notes/gemm.md#specialized-ties (H200, 2026-11-22).
 _FEW_TOKENS, _FEW_TOKENS_WEIGHTS, _WEIGHTS = 16, 80_000, 70_000
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """The model's numbers, each a multiple of a rate: docs/notes/gemm.md#specialized-model.
+
+    Attributes:
+        launch: of launch_us.
+        undependent: of dependent_us, for a launch that is not dependent.
+        ahead: of dependent_us, what a prefetch gains at most.
+        latency: of l2_latency_us.
+        shallow: share of a k-tile's time lost to few stages, divided by them.
+        columns_lost: that an MMA could multiply while it starts.
+        dram: of dram_share.
+        sum_bytes: per output element, at sm_bytes_per_us.
+        enough: share of the SMs below which DRAM is slower, by the power ``few`` of how many load.
+    """
+
+    launch: float
+    undependent: float
+    ahead: float
+    latency: float
+    shallow: float
+    columns_lost: float
+    dram: float
+    sum_bytes: float
+    enough: float
+    few: float
+
+
+FEW = Coefficients(2.59, 1.64, 2.23, 1.63, 0.147, 21, 1.09, 5.2, 1.0, 0.69)  # H200 and H100, 2026-11-25
+MANY = Coefficients(1.64, 0.937, 0.635, 1.006, 0.257, 20, 0.87, 15.5, 0.96, 0.3)  # H200, 2026-11-22
 
 
 @dataclass(frozen=True)
@@ -142,7 +166,7 @@ class Specialized(Schedule):
         """The slowest of an SM's port, its MMAs, weighing, a stage's latency and DRAM, plus fixed costs."""
         if p.m == 0 or p.n == 0:
             return 0.0
-        rate = rates.of(gpu)
+        rate, own = rates.of(gpu), FEW if p.m <= USUAL_TOKENS else MANY
         frame, rows = self.smem(c), GROUP_TOKENS * groups(c)
         count = ctas(p, c)
         k_tiles = -(-p.k // c.tile_k) / c.split_k
@@ -151,21 +175,21 @@ class Specialized(Schedule):
         def wave_us(together: int) -> float:
             step = max(
                 together * frame.stage_bytes / rate.sm_bytes_per_us,
-                together * 2 * rows * (c.tile_m + _COLUMNS_LOST) * c.tile_k / rate.warpgroup_flops_per_us,
-                _LATENCY * rate.l2_latency_us / (c.stages - 1),
+                together * 2 * rows * (c.tile_m + own.columns_lost) * c.tile_k / rate.warpgroup_flops_per_us,
+                own.latency * rate.l2_latency_us / (c.stages - 1),
                 together * weighed,
             )
-            sums = together * rows * c.tile_m * _SUM_BYTES / rate.sm_bytes_per_us
-            return k_tiles * step * (1.0 + _SHALLOW / c.stages) + sums
+            sums = together * rows * c.tile_m * own.sum_bytes / rate.sm_bytes_per_us
+            return k_tiles * step * (1.0 + own.shallow / c.stages) + sums
 
         room = gpu.sm_count * c.ctas_per_sm
         full, rest = divmod(count, room)
         busy = full * wave_us(c.ctas_per_sm) + (wave_us(-(-rest // gpu.sm_count)) if rest else 0.0)
         each = -(-count // gpu.sm_count)  # CTAs of an SM, or of most
-        loading = min(1.0, count / (_ENOUGH_SMS * each * gpu.sm_count)) ** _FEW_SMS if count <= room else 1.0
-        dram = ELEMENT_BYTES * p.n * (p.k + p.m) / (_DRAM * rate.dram_share * gpu.dram_gbps * 1e3 * loading)
-        fixed = _LAUNCH * rate.launch_us + (0.0 if c.pdl else _UNDEPENDENT * rate.dependent_us)
-        return float(fixed + max(busy, dram) - (prefetch.saved_us(c, gpu) if count <= room else 0.0))
+        loading = min(1.0, count / (own.enough * each * gpu.sm_count)) ** own.few if count <= room else 1.0
+        dram = ELEMENT_BYTES * p.n * (p.k + p.m) / (own.dram * rate.dram_share * gpu.dram_gbps * 1e3 * loading)
+        fixed = own.launch * rate.launch_us + (0.0 if c.pdl else own.undependent * rate.dependent_us)
+        return float(fixed + max(busy, dram) - (prefetch.saved_us(c, gpu, own.ahead) if count <= room else 0.0))
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
         from cutekernels.kernels.cute.gemm.specialized import SpecializedGemm

@@ -195,7 +195,7 @@ class Warpgroup(Schedule):
         step = max(step, arriving / (own.arrival * rate.sm_bytes_per_us))
         finished = c.tile_n * (own.gate / 2 if extras.gated else 1)
         epilogue = own.epilogue / rate.sm_bytes_per_us * c.tile_m * finished
-        ends = 1 if c.pingpong else tiles
+        ends = 1.0 if c.pingpong else float(tiles)
         if own.single and self.smem(c, extras).boxes == 1:
             ends += own.single * ((1 + tiles) / 2 if c.pingpong else tiles)
         busy = tiles * -(-k // c.tile_k) * step + epilogue * ends
