@@ -104,12 +104,13 @@ class _Bench:
         begin = request.seed * 1000
         args = self.op.sample(self.problem, "cuda", begin)
         first = self._with_outputs(args)
-        set_bytes = sum(t.numel() * t.element_size() for part in first for t in part if isinstance(t, torch.Tensor))
-        shares = self.op.variant(self.problem, args, begin) is not None
-        room = int(torch.cuda.mem_get_info()[0] * _MEMORY_SHARE) // max(1, set_bytes)
+        set_bytes = sum(t.nbytes for part in first for t in part if isinstance(t, torch.Tensor))
+        varied = self.op.variant(self.problem, args, begin)
+        kept = sum(t.nbytes for t in args if isinstance(t, torch.Tensor) and any(t is v for v in varied or ()))
+        room = int(torch.cuda.mem_get_info()[0] * _MEMORY_SHARE) // max(1, set_bytes - kept)
         kinds = self.op.sample_kinds
-        wanted = l2_rotation(min(set_bytes, int(work.bytes)) if shares else set_bytes, spec.l2_bytes)
-        count = max(1, -(-wanted // kinds) * kinds if shares else min(-(-wanted // kinds) * kinds, room + 1))
+        wanted = l2_rotation(set_bytes if varied is None else min(set_bytes, int(work.bytes)), spec.l2_bytes)
+        count = max(1, min(-(-wanted // kinds) * kinds, room + 1))
         others = (self._another(args, begin + i) for i in range(1, count))
         self.sets = [first, *map(self._with_outputs, others)]
         # A problem that accumulates in less than fp32 says so in a plain field called "accumulate".

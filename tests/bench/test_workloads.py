@@ -105,6 +105,18 @@ def test_an_embedding_reads_some_rows_of_one_table() -> None:
     assert first.bytes == 24 * 8 + 2 * 24 * 64 * 2
 
 
+@pytest.mark.parametrize("op", ["grouped_gemm", "moe_ffn"])
+def test_few_tokens_read_few_experts_of_one_set_of_weights(op: str) -> None:
+    case = Case(op, "rows=8 n=64 k=32 experts=128", "qwen3-30b-a3b, 1 tokens")
+    problem = run.posed(case)[1]
+    first, second = (workloads.get(op).inputs(case, problem, "cpu", seed) for seed in (0, 1))
+    weights = [t for t in first.operands if t.dim() == 3]
+    assert weights and all(any(t is o for o in second.operands) for t in weights)
+    assert not torch.equal(first.operands[0], second.operands[0])
+    assert first.bytes == second.bytes == int(workloads.work(case).bytes)
+    assert first.bytes < sum(t.nbytes for t in weights) / 8, "8 of 128 experts"
+
+
 def test_a_chain_states_its_own_work_and_poses_the_problem_of_one_op() -> None:
     case = next(c for c in workloads.cases("swiglu", "published", dtype="fp16") if c.label == "32x512, hidden 4096")
     declared, problem = workloads.posed(case)

@@ -87,6 +87,15 @@ def test_suite_samples_pose_their_problem(op: Any, text: str) -> None:
     assert reference.shape == op.outputs(small, *args)[0].shape
 
 
+@pytest.mark.parametrize("layout", ["rows", "strided"])
+def test_variants_share_the_table(layout: str) -> None:
+    problem = EmbeddingProblem.parse(f"rows=40 vocabulary=50 cols=128 layout={layout}")
+    args = EMBEDDING.sample(problem, "cpu", 3)
+    ids, table = EMBEDDING.variant(problem, args, 4)
+    assert table is args[1] and not torch.equal(ids, args[0]) and 0 <= int(ids.min()) <= int(ids.max()) < 50
+    assert EMBEDDING.problem(*EMBEDDING.outputs(problem, ids, table), ids, table) == problem
+
+
 def test_rules_say_what_is_wrong() -> None:
     for text, rule in (
         ("block_rows=1 block_cols=512 warps=4", "need a tile of 1024"),

@@ -190,6 +190,17 @@ def test_a_sample_poses_its_problem(op: Any) -> None:
             assert op.problem(*op.outputs(problem, *args), *args, **options) == problem
 
 
+def test_variants_share_weights_and_spread_anew() -> None:
+    problem = Problem.parse("rows=40 n=24 k=16 experts=5 bias=fp32")
+    args = GROUPED_GEMM.sample(problem, "cpu", 0)
+    for seed, spread in enumerate(SPREADS):
+        other = GROUPED_GEMM.variant(problem, args, seed)
+        assert other[1] is args[1] and other[3] is args[3]
+        assert GROUPED_GEMM.problem(*GROUPED_GEMM.outputs(problem, *other), *other, activation="none") == problem
+        assert (int(other[2].diff().max()) == 40) == (spread == "one")
+    assert not torch.equal(other[0], args[0])
+
+
 def test_a_grid_holds_every_tile() -> None:
     """However rows spread, tiles are no more than a launch's CTAs."""
     rng = random.Random(2)

@@ -153,6 +153,22 @@ def test_as_many_inputs_of_each_kind_are_timed(monkeypatch: pytest.MonkeyPatch) 
         assert len(worker._current[1].sets) == 8  # six would keep the L2 cold
 
 
+def test_what_launches_read_in_part_is_shared_and_still_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a table: the sets have one table, and are as many as keep what they read of it out of the L2."""
+
+    def variant(self: Doubling, p: Any, args: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
+        return args
+
+    monkeypatch.setattr(Doubling, "variant", variant)
+    monkeypatch.setattr(Doubling, "work", lambda self, p: Work(1.0, 256 << 10, depth=1.0))
+    worker.answer(Prepare(PREPARE.op, PREPARE.problem, PREPARE.gpu, seed=5))
+    assert worker._current is not None
+    sets = worker._current[1].sets
+    assert len(sets) == measure.l2_rotation(256 << 10, SMALL.l2_bytes) == 12
+    assert len({args[0].data_ptr() for _, args in sets}) == 1
+    assert len({outputs[0].data_ptr() for outputs, _ in sets}) == 12
+
+
 def test_the_final_sees_inputs_the_search_did_not() -> None:
     worker.answer(PREPARE)
     assert worker._current is not None
