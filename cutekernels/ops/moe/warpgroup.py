@@ -41,7 +41,7 @@ class GroupsSchedule(Warpgroup):
     """What both share. ``tiles_n``: the widths that they search."""
 
     tiles_n: ClassVar[tuple[int, ...]] = BY_SIXTEENS
-    # Fitted to 1700 runs of 95 products: docs/notes/moe.md#a-model-of-two-gpus (H200, 2026-11-24; H100, 2026-11-25).
+    # Fitted to 1800 runs of 95 products: docs/notes/moe.md#a-model-of-two-gpus (H200, 2026-11-24; H100, 2026-11-25).
     coefficients = Coefficients(
         fixed=1.56,
         mma=0.974,
