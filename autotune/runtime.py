@@ -271,13 +271,13 @@ class LocalRuntime:
         return outcomes
 
     def refresh(self) -> None:
-        fresh = self._spares.take()
-        with self._turns.together():  # its CUDA context goes with it, beside which nothing is timed
+        with self._turns.together():  # the worker's CUDA context goes with it, beside which nothing is timed
+            fresh = self._spares.take()
             if fresh is None:
                 self._worker.kill()
-                return
-            self._worker.close()
-        self._worker = fresh
+            else:
+                old, self._worker = self._worker, fresh
+                old.close()
 
     def stop(self) -> None:
         """End the worker and its own spares, whatever they do."""

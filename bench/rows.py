@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from cutekernels.db.lines import trimmed
+
 STATUSES = ("ok", "absent", "failed", "wrong_result")
 OURS = "cutekernels"  # our contender; "cutekernels (default)" and the like are variants of it
 DIGITS = 4  # significant digits kept of a number
@@ -97,12 +99,7 @@ def rounded(value: Any) -> Any:
 def _lines(rows: Sequence[dict[str, Any]]) -> list[Any]:
     columns = [name for name in _NAMES if any(row[name] != rows[0][name] for row in rows)]
     common = {name: value for name, value in rows[0].items() if name not in columns} if rows else {}
-    return [{"common": common, "columns": columns}, *(_shortened([row[name] for name in columns]) for row in rows)]
-
-
-def _shortened(values: list[Any]) -> list[Any]:
-    used = max((i for i, value in enumerate(values, 1) if value is not None), default=0)
-    return values[:used]
+    return [{"common": common, "columns": columns}, *(trimmed([row[name] for name in columns]) for row in rows)]
 
 
 def read(path: Path) -> list[Row]:

@@ -65,11 +65,12 @@ def slim(trials: Sequence[Trial]) -> list[str]:
     common = {name: value for name, value in common.items() if value is not _NONE}
     own = [{name: value for name, value in row.items() if common.get(name, _NONE) != value} for row in rows]
     columns = [name for name in names if any(name in row for row in own)]
-    lines = [{_COMMON: common, _COLUMNS: columns}, *(_trimmed([row.get(n) for n in columns]) for row in own)]
+    lines = [{_COMMON: common, _COLUMNS: columns}, *(trimmed([row.get(n) for n in columns]) for row in own)]
     return [json.dumps(line, allow_nan=False, separators=(",", ":")) for line in lines] if rows else []
 
 
-def _trimmed(values: list[Any]) -> list[Any]:
+def trimmed(values: list[Any]) -> list[Any]:
+    """Values up to the last that is not None."""
     while values and values[-1] is None:
         values.pop()
     return values

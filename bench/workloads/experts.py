@@ -118,7 +118,7 @@ def _layer_inputs(case: Case, p: Any, device: str, seed: int) -> Inputs:
 
 @lru_cache(maxsize=1)
 def _layer_weights(p: Any, device: str) -> tuple[Tensor, Tensor]:
-    """Of gate and up, and of down. All input sets of a case share them: few tokens read few experts'."""
+    """Weights of gate and up, and of down. All input sets of a case share them: few tokens read few experts'."""
     draw = torch.Generator(device).manual_seed(0)
     normal = partial(torch.randn, generator=draw, device=device, dtype=DTYPES[p.dtype])
     inner = p.n // 2

@@ -70,8 +70,14 @@ class Coefficients:
     few: float
 
 
-FEW = Coefficients(2.59, 1.64, 2.23, 1.63, 0.147, 21, 1.09, 5.2, 1.0, 0.69)  # H200 and H100, 2026-11-25
-MANY = Coefficients(1.64, 0.937, 0.635, 1.006, 0.257, 20, 0.87, 15.5, 0.96, 0.3)  # H200, 2026-11-22
+FEW = Coefficients(  # of up to USUAL_TOKENS tokens (H200 and H100, 2026-11-25)
+    launch=2.59, undependent=1.64, ahead=2.23, latency=1.63, shallow=0.147, columns_lost=21, dram=1.09, sum_bytes=5.2,
+    enough=1.0, few=0.69,
+)  # fmt: skip
+MANY = Coefficients(  # of more (H200, 2026-11-22)
+    launch=1.64, undependent=0.937, ahead=0.635, latency=1.006, shallow=0.257, columns_lost=20, dram=0.87,
+    sum_bytes=15.5, enough=0.96, few=0.3,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
