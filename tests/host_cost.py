@@ -6,7 +6,6 @@ look it up.
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable
 from statistics import median
@@ -40,9 +39,5 @@ def _ns(call: Callable[[], object], calls: int) -> float:
 
 
 def direct_anywhere() -> Callable[..., bool]:
-    """``registration.direct``, but for tensors on the CPU."""
-    source = inspect.getsource(registration.direct)
-    assert source.count("not t.is_cuda") == 1
-    names: dict[str, Callable[..., bool]] = {}
-    exec(source.replace("not t.is_cuda", "False"), vars(registration), names)
-    return names["direct"]
+    """``registration.direct``, but for tensors on the CPU too."""
+    return lambda *tensors: registration.undisturbed(*tensors) is not None

@@ -204,7 +204,7 @@ def embedding(ids: Tensor, table: Tensor, *, config: EmbeddingConfig | str | Non
 
 def register(library: torch.library.Library) -> None:
     """Defines the ops of this file in ``library``, with their gradients."""
-    tensor_op.register(library, EMBEDDING, backward=_gradient, setup_context=_remember)
+    tensor_op.register(library, EMBEDDING, gradient=_gradient, remember=_remember)
     tensor_op.register(library, EMBEDDING_BACKWARD)
 
 
@@ -215,4 +215,4 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradient(ctx: Any, dout: Tensor) -> tuple[None, Tensor, None]:
     order, starts = grouped(ctx.saved_tensors[0], ctx.vocabulary)
-    return None, torch.ops.cutekernels.embedding_backward(dout, order, starts), None
+    return None, EMBEDDING_BACKWARD.path(dout, order, starts, None), None

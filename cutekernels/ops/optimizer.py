@@ -17,7 +17,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain
 from cutekernels.ops.shared import streaming, tensor_op
-from cutekernels.ops.shared.checks import check_flag, check_number, check_tensor, said
+from cutekernels.ops.shared.checks import check_flag, check_number, check_tensor, refuse_duals, said
 from cutekernels.ops.shared.operands import TYPES, Array, Sizes
 from cutekernels.ops.shared.registration import transformed
 from cutekernels.ops.shared.strides import is_dense, walk
@@ -398,6 +398,7 @@ def adamw_step(
         check_tensor("adamw_step", name, t, optional=ADAMW_STEP.operands[name].optional)
     if torch.is_grad_enabled() and any(t.requires_grad for t in present(inputs)):
         raise UnsupportedProblem("adamw_step is not differentiable: call it under torch.no_grad()")
+    refuse_duals("adamw_step", inputs)
     runs = [t for t in inputs[:5] if t is not None]
     if not all(walk(t) == walk(param) and is_dense(t) for t in runs):
         results = tensor_op.places(inputs, UPDATED)

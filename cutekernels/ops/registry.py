@@ -5,9 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from cutekernels.errors import UnsupportedProblem, near
 from cutekernels.op import Op
-from cutekernels.ops.shared.registration import Library
 
 FAMILIES = (
     "gemm",
@@ -26,7 +27,7 @@ _FAMILIES = [import_module(f"cutekernels.ops.{name}") for name in FAMILIES]
 OPS: tuple[Op[Any, Any], ...] = tuple(op for family in _FAMILIES for op in family.OPS)
 
 # torch.ops.cutekernels.*: how torch.compile, autograd and CPU tensors reach the ops. Lives as long as this module.
-LIBRARY = Library("cutekernels", "FRAGMENT")  # type: ignore[no-untyped-call]
+LIBRARY = torch.library.Library("cutekernels", "FRAGMENT")  # type: ignore[no-untyped-call]
 for family in _FAMILIES:
     family.register(LIBRARY)
 

@@ -289,7 +289,7 @@ def refuse_table_gradient(cos: Tensor, sin: Tensor) -> None:
 
 def register(library: torch.library.Library) -> None:
     """Defines the ops of this file in ``library``: ``rope``, its gradient, and ``rope_inplace``."""
-    tensor_op.register(library, ROPE, backward=_gradient, setup_context=_remember)
+    tensor_op.register(library, ROPE, gradient=_gradient, remember=_remember)
     register_inplace(library, ROPE, updated=(0, 1))
 
 
@@ -303,4 +303,4 @@ def _gradient(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Any, ...]:
     if ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
         refuse_table_gradient(cos, sin)
     tables = (cos, sin, positions, ctx.interleaved, not ctx.inverse, ctx.start)
-    return (*torch.ops.cutekernels.rope(dq, dk, *tables), *[None] * 7)
+    return (*ROPE.path(dq, dk, *tables, None), *[None] * 7)

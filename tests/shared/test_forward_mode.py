@@ -102,29 +102,31 @@ def test_a_repeated_gemm_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> Non
 # ---- gradients by torch.func ----------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # vmap has no rule for the op
 @pytest.mark.parametrize("name", [name for name in calls() if (name, "x") in CASES])
-def test_gradients_of_torch_func_are_refused(name: str) -> None:
+def test_gradients_of_torch_func_are_those_of_autograd(name: str) -> None:
     function, given = calls()[name]
     rest = {key: value for key, value in given.items() if key not in ("x", "out")}
 
-    def of(x: Tensor) -> Any:
+    def of(x: Tensor) -> Tensor:
         y = function(x=x, **rest)
-        return y if isinstance(y, Tensor) else y[0]
+        return ((y if isinstance(y, Tensor) else y[0]).float() ** 2).sum()
 
-    for transformed in (torch.func.grad(lambda x: of(x).sum()), torch.func.jacrev(of)):
-        with pytest.raises(UnsupportedProblem, match=r"no gradient by torch.func.*: use autograd"):
-            transformed(given["x"])
+    x = given["x"].detach().requires_grad_()
+    (wanted,) = torch.autograd.grad(of(x), x)
+    torch.testing.assert_close(torch.func.grad(of)(given["x"]), wanted)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # vmap has no rule for the op
-def test_vmap_does_not_hide_a_gradient_of_torch_func() -> None:
-    many = torch.randn(2, 3, 8)
-    for function in (
-        torch.vmap(torch.func.grad(lambda x: ck.rms_norm(x).sum())),
-        torch.func.grad(lambda x: torch.vmap(ck.rms_norm)(x).sum()),
-    ):
-        with pytest.raises(UnsupportedProblem, match="no gradient by torch.func"):
-            function(many)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_vmap_and_torch_func_nest() -> None:
+    many, w = torch.randn(2, 3, 8), torch.randn(8, requires_grad=True)
+    wanted = torch.stack([torch.autograd.grad((ck.rms_norm(x, w) ** 3).sum(), w)[0] for x in many])
+    each = torch.vmap(torch.func.grad(lambda w, x: (ck.rms_norm(x, w) ** 3).sum()), (None, 0))(w.detach(), many)
+    torch.testing.assert_close(each, wanted)
+    whole = torch.func.grad(lambda w: (torch.vmap(lambda x: ck.rms_norm(x, w))(many) ** 3).sum())(w.detach())
+    torch.testing.assert_close(whole, wanted.sum(0))
+    with pytest.raises(UnsupportedProblem, match="rms_norm_backward has no gradient"):
+        torch.func.jacrev(torch.func.grad(lambda w: (ck.rms_norm(many, w) ** 3).sum()))(w.detach())
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

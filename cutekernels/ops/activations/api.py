@@ -24,6 +24,7 @@ from cutekernels.ops.activations.op import (
 )
 from cutekernels.ops.activations.tiles import TileConfig
 from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared.registration import Path
 from cutekernels.ops.shared.triton_op import call, refuse_others
 
 # ---- the functions --------------------------------------------------------------------------------------
@@ -127,7 +128,7 @@ def _gated(
         refuse_others(op, (gate, gate), None, options)
         if out is None and not tensor_op.direct(gate):
             text = None if config is None else str(config)
-            return getattr(torch.ops.cutekernels, f"{op.name}_packed")(gate, *options, text)  # type: ignore[no-any-return]
+            return PACKED[op.name](gate, *options, text)  # type: ignore[no-any-return]
         tensor_op.refuse_gradient(None if out is None else gate)
         gate, up = _halves(op.name, gate)
     elif isinstance(gate, Tensor) and isinstance(up, Tensor) and not gate.dim():  # one element is a row of one
@@ -152,10 +153,10 @@ def _halves(name: str, packed: Tensor) -> tuple[Tensor, Tensor]:
 def register(library: torch.library.Library) -> None:
     """Defines the family's torch ops in ``library``, with their gradients."""
     for op, backward in ((SILU_MUL, SILU_MUL_BACKWARD), (GELU_MUL, GELU_MUL_BACKWARD)):
-        tensor_op.register(library, op, backward=_gradient(backward.name), setup_context=_remember)
         tensor_op.register(library, backward)
+        tensor_op.register(library, op, gradient=_gradient(backward.path), remember=_remember)
         _register_packed(library, op, backward)
-    tensor_op.register(library, BIAS_GELU, backward=_bias_gelu_gradient, setup_context=_remember)
+    tensor_op.register(library, BIAS_GELU, gradient=_bias_gelu_gradient, remember=_remember)
     tensor_op.register(library, BIAS_GELU_BACKWARD)
 
 
@@ -165,12 +166,11 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.options = inputs[len(tensors) : -1]
 
 
-def _gradient(name: str) -> Callable[..., tuple[Any, ...]]:
-    """The gradient as the op ``name`` of dout and the remembered inputs computes it."""
+def _gradient(path: Path) -> Callable[..., tuple[Any, ...]]:
+    """The gradient as ``path`` of dout and the remembered inputs computes it."""
 
     def gradient(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        op = getattr(torch.ops.cutekernels, name)
-        found = op(dout, *ctx.saved_tensors, *ctx.options)
+        found = path(dout, *ctx.saved_tensors, *ctx.options, None)
         return (*(found if isinstance(found, tuple | list) else (found,)), *[None] * len(ctx.options), None)
 
     return gradient
@@ -178,32 +178,43 @@ def _gradient(name: str) -> Callable[..., tuple[Any, ...]]:
 
 def _bias_gelu_gradient(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     x, bias = ctx.saved_tensors
-    dx, partials = torch.ops.cutekernels.bias_gelu_backward(dout, x, bias, *ctx.options)
+    dx, partials = BIAS_GELU_BACKWARD.path(dout, x, bias, *ctx.options, None)
     dbias = partials.sum(dim=0).to(bias.dtype) if ctx.needs_input_grad[1] else None
     return dx, dbias, None, None
 
 
+PACKED: dict[str, Path] = {}
+"""By name of the op: its path of one tensor that holds gate and up."""
+PACKED_BACKWARD: dict[str, Path] = {}
+
+
 def _register_packed(library: torch.library.Library, op: Gated[Any], backward: Gated[Any]) -> None:
-    """Defines ``<op>_packed`` and ``<op>_packed_backward``: one tensor, one gradient, by the ops of the halves."""
+    """Defines ``<op>_packed`` and ``<op>_packed_backward``: one tensor, one gradient, by the launches of the halves."""
 
     def forward(packed: Tensor, *rest: Any) -> Tensor:
-        return getattr(torch.ops.cutekernels, op.name)(*_halves(op.name, packed), *rest)  # type: ignore[no-any-return]
+        return op.path(*_halves(op.name, packed), *rest)  # type: ignore[no-any-return]
 
     def gradient(dout: Tensor, packed: Tensor, *options: Any) -> Tensor:
+        gate, up = _halves(op.name, packed)
         dpacked = packed.new_empty(packed.shape)
         places = _halves(op.name, dpacked)
-        getattr(torch.ops.cutekernels, f"{backward.name}_out")(dout, *_halves(op.name, packed), *places, *options)
+        if tensor_op.direct(dout, packed):
+            tensor_op.run(backward, places, (dout, gate, up), options=options[:-1])
+        else:
+            getattr(torch.ops.cutekernels, f"{backward.name}_out")(dout, gate, up, *places, *options)
         return dpacked
 
-    name, words = f"{op.name}_packed", "".join(f", str {option}" for option in op.options)
-    schema = f"{name}(Tensor packed{words}, str? config=None) -> Tensor"
-    tensor_op.define(library, schema, forward, forward, forward)
-    schema = f"{name}_backward(Tensor dout, Tensor packed{words}) -> Tensor"
-    tensor_op.define(library, schema, gradient, gradient, gradient)
-    for defined, derivative in ((name, _gradient(f"{name}_backward")), (f"{name}_backward", None)):
-        torch.library.register_autograd(
-            f"cutekernels::{defined}",
-            derivative or tensor_op.no_gradient(backward.name),
-            setup_context=_remember if derivative else None,
-            lib=library,
-        )
+    words = "".join(f", str {option}" for option in op.options)
+    schema = f"{op.name}_packed_backward(Tensor dout, Tensor packed{words}, str? config=None) -> Tensor"
+    PACKED_BACKWARD[op.name] = Path(
+        library, schema, (gradient, gradient), tensor_op.define(library, f"_{schema}", gradient, gradient, gradient)
+    )
+    schema = f"{op.name}_packed(Tensor packed{words}, str? config=None) -> Tensor"
+    PACKED[op.name] = Path(
+        library,
+        schema,
+        (forward, forward),
+        tensor_op.define(library, f"_{schema}", forward, forward, forward),
+        remember=_remember,
+        gradient=_gradient(PACKED_BACKWARD[op.name]),
+    )

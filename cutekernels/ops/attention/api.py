@@ -31,10 +31,12 @@ from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import DTYPES, WIDEST, AttentionProblem, sinks_of
 from cutekernels.ops.shared.call_cache import Call, CallCache, Inputs, empty_copy, stand_ins
-from cutekernels.ops.shared.registration import define_with_out, direct, transformed
+from cutekernels.ops.shared.registration import Path, define_with_out, direct, transformed
 from cutekernels.ops.shared.strides import overlaps_itself, pairs, relation
 
 _CALLS = CallCache()
+ATTENTION_PATH: Path
+GRADIENT_PATH: list[Path] = []  # one, which gradient.py adds
 _is_compiling = torch.compiler.is_compiling
 _autocast = torch._C._is_any_autocast_enabled
 _function_modes = torch._C._len_torch_function_stack
@@ -152,7 +154,10 @@ def attention(
             # The gradients start from the log-sum-exp. A transform's tensors do not say whether theirs are wanted.
             needed = differentiates or (torch.is_grad_enabled() and transformed())
             options = (causal, left, right, factor, cap, return_lse or needed, text)
-            result, lse = torch.ops.cutekernels.attention(*operands, *options)
+            if _is_compiling():
+                result, lse = torch.ops.cutekernels.attention(*operands, *options)
+            else:
+                result, lse = ATTENTION_PATH(*operands, *options)
             return (result, lse) if return_lse else result
         if differentiates or (torch.is_grad_enabled() and out.requires_grad):
             raise UnsupportedProblem("out= is not differentiable: leave it out, or call under torch.no_grad()")
@@ -341,14 +346,14 @@ def add(
     scalars: tuple[float, float], config: str | None, results: tuple[Tensor, ...], posed: Sequence[Tensor | None],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Makes and caches the call in which ``launch`` takes ``posed`` for ``(*results, *operands)``."""
-    ways = [_way(t, p, i == 0) for i, (t, p) in enumerate(zip((*results, *operands), posed, strict=True))]
+    ways = [way(t, p, i == 0) for i, (t, p) in enumerate(zip((*results, *operands), posed, strict=True))]
     copied = [] if posed[0] is None or posed[0].data_ptr() == results[0].data_ptr() else [0]
     apart = () if into is None else pairs(1, (into, *operands))
     call = Call.of(stand_ins(launch, ways, copied), operands, results[into is not None :], apart)
     return calls.add(call, None if into is None else (into,), operands, options, scalars, config)
 
 
-def _way(t: Tensor | None, posed: Tensor | None, result: bool) -> Callable[[Tensor], Tensor] | None:
+def way(t: Tensor | None, posed: Tensor | None, result: bool = False) -> Callable[[Tensor], Tensor] | None:
     """The function from ``t`` to ``posed``: None for itself, a view that begins where it does, or a contiguous copy."""
     if t is None or posed is None or posed is t:
         return None
@@ -384,29 +389,36 @@ def register(library: torch.library.Library) -> None:
     options = (
         "bool causal, int window_left, int window_right, float scale, float softcap, bool return_lse, str? config=None"
     )
-    define_with_out(
-        library, "attention", inputs, options, (_cuda, _cpu, _fake), returns=("(Tensor, Tensor)", "Tensor"),
-        backward=_backward, setup_context=_save, autocast="lower", kept=(6,),
-    )  # fmt: skip
+    global ATTENTION_PATH
+    ATTENTION_PATH = define_with_out(
+        library,
+        "attention",
+        inputs,
+        options,
+        (_cuda, _cpu, _fake),
+        returns=("(Tensor, Tensor)", "Tensor"),
+        gradient=_gradient,
+        remember=_remember,
+        autocast="lower",
+        kept=(6,),
+    )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, mask, cu_q, cu_kv, sinks, *options = inputs
     ctx.save_for_backward(q, k, v, *output, mask, cu_q, cu_kv, sinks)
     ctx.options, ctx.lse_given = options[:5], options[5]
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     q, k, v, out, lse, *rest, sinks = ctx.saved_tensors
     if dout is None and dlse is None:
         return (None,) * 14
     if not ctx.lse_given:
         raise UnsupportedProblem("the gradients of attention start from its lse: call the op with return_lse=True")
     dout = torch.zeros_like(out) if dout is None else dout
-    *grads, dsinks = torch.ops.cutekernels.attention_backward(
-        dout, dlse, q, k, v, out, lse, *rest, *ctx.options, None, sinks
-    )
+    *grads, dsinks = GRADIENT_PATH[0](dout, dlse, q, k, v, out, lse, *rest, sinks, *ctx.options, None)
     return *grads, None, None, None, None if sinks is None else dsinks, *(None,) * 7
 
 
@@ -416,7 +428,8 @@ def _cuda(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any)
     key = (causal, left, right, softcap > 0.0, return_lse)
     made = None
     if 0.0 < scale < math.inf:  # keys do not hold it
-        made = _CALLS.recall(results, inputs, key, (scale, softcap), config)
+        given = results, inputs, key, (scale, softcap), config
+        made = _CALLS.replay(*given) or _CALLS.recall(*given)
     if made is None:
         check(*(*inputs[:6], scale, inputs[6]))
         if results is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -39,9 +40,10 @@ from cutekernels.ops.attention.decode import (
 from cutekernels.ops.attention.problem import DTYPES, WIDEST, sinks_of
 from cutekernels.ops.shared.call_cache import CallCache, empty_copy
 from cutekernels.ops.shared.checks import refuse_gradient
-from cutekernels.ops.shared.registration import define_with_out
+from cutekernels.ops.shared.registration import Path, define_with_out
 
 _CALLS = CallCache()
+DECODE_PATH: Path
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _WIDEST_HEAD = 256
 
@@ -157,7 +159,11 @@ def decode_attention(
             result, lse = made[0], made[-1]
         elif target is None:
             check_flags("decode_attention", return_lse=return_lse)
-            result, lse = torch.ops.cutekernels.decode_attention(*operands, left, factor, cap, return_lse, text)
+            arguments = (*operands, left, factor, cap, return_lse, text)
+            if torch.compiler.is_compiling():
+                result, lse = torch.ops.cutekernels.decode_attention(*arguments)
+            else:
+                result, lse = DECODE_PATH(*arguments)
         else:
             check_flags("decode_attention", return_lse=return_lse)
             refuse_gradient(q, k_cache, v_cache, target, *([] if sinks is None else [sinks]))
@@ -338,19 +344,23 @@ def register(library: torch.library.Library) -> None:
     options = "int window_left, float scale, float softcap, bool return_lse, str? config=None"
     returns = ("(Tensor, Tensor)", "Tensor")
     implementations = _cuda, _cpu, _fake
-    define_with_out(
+    global DECODE_PATH
+    DECODE_PATH = define_with_out(
         library, "decode_attention", inputs, options, implementations, returns=returns, autocast="lower", kept=(5,)
     )
 
 
 def _cuda(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) -> Any:
     left, scale, softcap, return_lse, *forced = options
-    check(*(*inputs, scale))
-    if results is not None:
-        check_out(results[0], *inputs)
     config = forced[0] if forced else None
-    made = _CALLS.recall(results, inputs, (left, softcap > 0.0, return_lse), (scale, softcap), config)
+    made = None
+    if 0.0 < scale < math.inf:  # neither guards nor keys hold it
+        given = results, inputs, (left, softcap > 0.0, return_lse), (scale, softcap), config
+        made = _CALLS.replay(*given) or _CALLS.recall(*given)
     if made is None:
+        check(*(*inputs, scale))
+        if results is not None:
+            check_out(results[0], *inputs)
         made = _launched(*(results and results[0], inputs, *options[:4], config))
     lse = made[1] if return_lse else fresh_lse(inputs[0], False)
     return (made[0], lse) if results is None else lse

@@ -1,12 +1,13 @@
 """``gemm`` and ``linear``: the public functions over the GEMM declaration, their gradients, their registration.
 
-A repeated call goes from :func:`gemm` to its launch through a cache of calls. Whatever is unusual (a first sight,
-gradients, tracing, subclasses, CPU tensors) goes through torch's op.
+A repeated call goes from :func:`gemm` to its launch through a cache of calls; whatever else takes the op's path
+(``GEMM_PATH``, ``LINEAR_PATH``).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -21,7 +22,7 @@ from cutekernels.ops.gemm.problem import Activation
 from cutekernels.ops.shared import call_cache
 from cutekernels.ops.shared.call_cache import Call, CallCache
 from cutekernels.ops.shared.checks import check_arguments, check_tensor, check_word, kinds_of, refuse_gradient
-from cutekernels.ops.shared.registration import define_with_out, direct
+from cutekernels.ops.shared.registration import Path, define_with_out, direct
 from cutekernels.ops.shared.strides import overlaps_itself, pairs, relation, span_bytes
 
 _INPUTS = "Tensor a, Tensor b, Tensor? c, Tensor? bias"
@@ -34,7 +35,10 @@ _recent = _CALLS.recent.get
 _current_device = call_cache._current_device
 _increment_version = torch._C._increment_version
 _is_grad_enabled = torch.is_grad_enabled
-_traced_by_dynamo = torch.compiler.is_dynamo_compiling
+_any_requires_grad = torch._C._any_requires_grad
+_is_compiling = torch.compiler.is_compiling
+GEMM_PATH: Path
+LINEAR_PATH: Path
 
 
 def gemm(
@@ -85,7 +89,7 @@ def gemm(
         elif c is None:  # refused there; keys and guards do not hold beta
             return _through_torch(a, b, c, alpha, beta, bias, activation, accumulate, out, config)
         plain = c is None and bias is None
-        if plain and type(b) is Tensor and not _traced_by_dynamo() and forward_ad._current_level < 0:
+        if plain and type(b) is Tensor and not _is_compiling() and forward_ad._current_level < 0:
             # CallCache.replay, written out for a and b alone: 0.4 us less (docs/notes/host.md#gemm).
             at_b = b.data_ptr()
             found = _recent(at_b if out is None else ~at_b)
@@ -115,11 +119,12 @@ def gemm(
         calls, inputs = (_CALLS, (a, b)) if plain else (_FUSED_CALLS, (a, b, c, bias))
         text = None if config is None else str(config)
         call_of = (None if out is None else (out,)), inputs, (name, accumulate), (alpha, beta), text
-        made = None if plain else calls.replay(*call_of)
-        if made is None and direct(a, b, c, bias, out):
-            made = calls.recall(*call_of)
-        if made is not None:
-            return made[0]
+        if not (_is_compiling() or (_is_grad_enabled() and _any_requires_grad(a, b, c, bias))):
+            made = None if plain else calls.replay(*call_of)
+            if made is None and direct(a, b, c, bias, out):
+                made = calls.recall(*call_of)
+            if made is not None:
+                return made[0]
     except UnsupportedProblem:
         raise
     except (ValueError, TypeError, RuntimeError, BufferError, AttributeError):
@@ -158,13 +163,19 @@ def linear(
         check_tensor("linear", "weight", weight)
     if weight.dim() != 2:
         raise UnsupportedProblem(f"weight must be (N, K); its shape is {tuple(weight.shape)}")
+    compiling = _is_compiling()
+    if out is None and (compiling or (_is_grad_enabled() and _any_requires_grad(x, weight, bias))):
+        _check_linear(x, weight)
+        check_word("linear", "activation", activation, optional=True)
+        check_tensor("linear", "bias", bias, optional=True)
+        name = "none" if activation is None else activation
+        if compiling:
+            return torch.ops.cutekernels.linear(x, weight, bias, name)  # type: ignore[no-any-return]
+        return LINEAR_PATH(x, weight, bias, name)  # type: ignore[no-any-return]
     if x.dim() == 2:
         return gemm(x, weight.t(), bias=bias, activation=activation, out=out)
     try:
-        if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
-            raise UnsupportedProblem(
-                f"x must be (..., K) with weight's K={weight.shape[1]}; its shape is {tuple(x.shape)}"
-            )
+        _check_linear(x, weight)
         rows, shape = math.prod(x.shape[:-1]), (*x.shape[:-1], weight.shape[0])
         flat = x.reshape(rows, x.shape[-1])
     except RuntimeError:  # sparse and nested tensors
@@ -186,6 +197,13 @@ def linear(
     return out
 
 
+def _check_linear(x: Tensor, weight: Tensor) -> None:
+    if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        raise UnsupportedProblem(
+            f"x must be (..., K) and weight (N, K); their shapes are {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+
+
 # ---- from operands to a launch --------------------------------------------------------------------------
 
 
@@ -201,7 +219,9 @@ def _through_torch(
     activation = "none" if activation is None else activation
     text = None if config is None else str(config)
     if out is None:
-        return torch.ops.cutekernels.gemm(a, b, c, bias, alpha, beta, activation, accumulate, text)  # type: ignore[no-any-return]
+        if _is_compiling():
+            return torch.ops.cutekernels.gemm(a, b, c, bias, alpha, beta, activation, accumulate, text)  # type: ignore[no-any-return]
+        return GEMM_PATH(a, b, c, bias, alpha, beta, activation, accumulate, text)  # type: ignore[no-any-return]
     refuse_gradient(a, b, c, bias, out)
     torch.ops.cutekernels.gemm_out(a, b, c, bias, out, alpha, beta, activation, accumulate, text)
     return out
@@ -387,10 +407,55 @@ def _launched(
 
 def register(library: torch.library.Library) -> None:
     """Defines the ops in ``library`` (namespace "cutekernels"): schemas, GPU and CPU, fakes, autograd."""
-    define_with_out(
-        library, "gemm", _INPUTS, _OPTIONS, (_cuda, _cpu, _fake), backward=_gemm_backward, setup_context=_remember,
+    global GEMM_PATH, LINEAR_PATH
+    GEMM_PATH = define_with_out(
+        library,
+        "gemm",
+        _INPUTS,
+        _OPTIONS,
+        (_cuda, _cpu, _fake),
+        gradient=_gemm_gradient,
+        remember=_remember_gemm,
         autocast="lower",
-    )  # fmt: skip
+    )
+    product = torch.ops.cutekernels._gemm.default
+
+    def by_ops(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        return _flattened(product, x, weight, bias, activation)
+
+    def launched(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        return _flattened(_launch, x, weight, bias, activation)
+
+    def computed(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        return _flattened(_compute, x, weight, bias, activation)
+
+    LINEAR_PATH = Path(
+        library,
+        "linear(Tensor x, Tensor weight, Tensor? bias, str activation='none') -> Tensor",
+        (launched, computed),
+        by_ops,
+        gradient=_linear_gradient,
+        remember=_remember_linear,
+        autocast="lower",
+    )
+
+
+def _launch(a, b, c, bias, *options):  # type: ignore[no-untyped-def]
+    return _cuda(None, (a, b, c, bias), *options)
+
+
+def _compute(a, b, c, bias, *options):  # type: ignore[no-untyped-def]
+    return _cpu(None, (a, b, c, bias), *options)
+
+
+def _flattened(
+    product: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+) -> Tensor:
+    """``product`` of the rows of ``x``."""
+    if x.dim() == 2:
+        return product(x, weight.t(), None, bias, 1.0, 0.0, activation, "fp32", None)
+    made = product(x.reshape(-1, x.shape[-1]), weight.t(), None, bias, 1.0, 0.0, activation, "fp32", None)
+    return made.view(*x.shape[:-1], weight.shape[0])
 
 
 def _cuda(results, inputs, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
@@ -443,39 +508,86 @@ def _checked(
 # ---- gradients ------------------------------------------------------------------------------------------
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _remember_gemm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, c, bias, alpha, beta, activation, accumulate, _ = inputs
     ctx.options = (alpha, beta, activation, accumulate)
     ctx.has = (c is not None, bias is not None)
     ctx.save_for_backward(a, b, c if beta != 0.0 else None, bias, output if activation == "relu" else None)
 
 
-def _gemm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _gemm_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """dz = grad * activation'(z); da = alpha dz b^T; db = alpha a^T dz; dc = beta dz; dbias = sum of dz.
 
     z, which the fused forward never stored, is computed again; ReLU needs only its sign, which the output has.
     """
     a, b, c, bias, output = ctx.saved_tensors
     alpha, beta, activation, accumulate = ctx.options
-    op = torch.ops.cutekernels.gemm
-    if activation == "none":
-        dz = grad
-    elif activation == "relu":
-        dz = torch.where(output > 0, grad, torch.zeros_like(grad))
-    else:
-        z = op(a, b, c, bias, alpha, beta, "none", accumulate)
-        wide = torch.float64 if z.dtype == torch.float64 else torch.float32
-        dz = (grad.to(wide) * SLOPES[activation](z.to(wide))).to(grad.dtype)
+    dz = grad
+    if activation != "none":
+        z = output
+        if z is None:
+            z = GEMM_PATH(a, b, c, bias, alpha, beta, "none", accumulate, None)
+        dz = _through_activation(grad, z, activation)
     da = db = dc = dbias = None
     if ctx.needs_input_grad[0]:
-        da = op(dz, b.mT, None, None, alpha, 0.0) if a.dim() == dz.dim() else _summed(dz, b.mT, alpha)
+        da = _product(dz, b.mT, alpha) if a.dim() == dz.dim() else _summed(dz, b.mT, alpha)
     if ctx.needs_input_grad[1]:
-        db = op(a.mT, dz, None, None, alpha, 0.0) if b.dim() == dz.dim() else _summed(a.mT, dz, alpha)
+        db = _product(a.mT, dz, alpha) if b.dim() == dz.dim() else _summed(a.mT, dz, alpha)
     if ctx.has[0] and ctx.needs_input_grad[2]:
         dc = dz * beta
     if ctx.has[1] and ctx.needs_input_grad[3]:
-        dbias = dz.sum(tuple(range(dz.dim() - 1)), dtype=torch.promote_types(dz.dtype, torch.float32)).to(bias.dtype)
+        dbias = _column_sums(dz, bias.dtype)
     return da, db, dc, dbias, None, None, None, None, None
+
+
+def _remember_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, activation = inputs
+    ctx.activation = activation
+    if activation == "none":
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(x, weight)
+    else:
+        ctx.save_for_backward(x, weight, bias, output if activation == "relu" else None)
+
+
+def _linear_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """dz as of :func:`_gemm_gradient`; dx = dz weight; dweight = dz^T x, laid as the weight; dbias = sum of dz."""
+    dz = grad
+    if ctx.activation == "none":
+        x, weight = ctx.saved_tensors
+        bias_dtype = ctx.bias_dtype
+    else:
+        x, weight, bias, output = ctx.saved_tensors
+        bias_dtype = None if bias is None else bias.dtype
+        z = LINEAR_PATH(x, weight, bias, "none") if output is None else output
+        dz = _through_activation(grad, z, ctx.activation)
+    needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+    flat = dz if dz.dim() == 2 else dz.reshape(-1, dz.shape[-1])
+    dx = dweight = dbias = None
+    if needs_x:
+        dx = _product(flat, weight, 1.0)
+        dx = dx if x.dim() == 2 else dx.view(x.shape)
+    if needs_weight:
+        dweight = _product(flat.t(), x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), 1.0)
+    if needs_bias and bias_dtype is not None:
+        dbias = _column_sums(flat, bias_dtype)
+    return dx, dweight, dbias, None
+
+
+def _product(a: Tensor, b: Tensor, alpha: float) -> Tensor:
+    return GEMM_PATH(a, b, None, None, alpha, 0.0, "none", "fp32", None)  # type: ignore[no-any-return]
+
+
+def _through_activation(grad: Tensor, z: Tensor, activation: str) -> Tensor:
+    """``grad`` times the slope of the activation at ``z``; for ReLU its value does for ``z``."""
+    if activation == "relu":
+        return torch.where(z > 0, grad, torch.zeros_like(grad))
+    wide = torch.float64 if z.dtype == torch.float64 else torch.float32
+    return (grad.to(wide) * SLOPES[activation](z.to(wide))).to(grad.dtype)
+
+
+def _column_sums(dz: Tensor, dtype: torch.dtype) -> Tensor:
+    return dz.sum(tuple(range(dz.dim() - 1)), dtype=torch.promote_types(dz.dtype, torch.float32)).to(dtype)
 
 
 def _summed(x: Tensor, y: Tensor, alpha: float) -> Tensor:
@@ -485,7 +597,7 @@ def _summed(x: Tensor, y: Tensor, alpha: float) -> Tensor:
     y = y if y.dim() == 3 else y.expand(batch, *y.shape)
     joint_x = x.permute(1, 0, 2).reshape(x.shape[1], batch * x.shape[2])
     joint_y = y.reshape(batch * y.shape[1], y.shape[2])
-    return torch.ops.cutekernels.gemm(joint_x, joint_y, None, None, alpha, 0.0)  # type: ignore[no-any-return]
+    return _product(joint_x, joint_y, alpha)
 
 
 def _silu_slope(z: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from cutekernels.ops.attention.arguments import check_config, check_flags
 from cutekernels.ops.kv_append.op import KV_APPEND, KvAppendConfig
 from cutekernels.ops.rope import refuse_table_gradient
 from cutekernels.ops.shared import tensor_op
-from cutekernels.ops.shared.checks import check_tensor
+from cutekernels.ops.shared.checks import check_tensor, refuse_duals
 from cutekernels.ops.shared.triton_op import refuse_others
 
 
@@ -58,20 +58,21 @@ def kv_append(
     operands = (queries, k, v, state, page_table, counts, cos, sin)
     try:
         _refuse_gradient(queries, k, v, cos, sin)
-        done = tensor_op.eager(KV_APPEND, results, operands, (interleaved,), (), config)
+        refuse_duals("kv_append", (k_cache, v_cache))
+        if tensor_op.direct(*operands, *results):
+            tensor_op.run(KV_APPEND, results, operands, options=(interleaved,), config=config)
+            return
     except (AttributeError, TypeError):
         refuse_others(KV_APPEND, operands, results)
         raise
-    if done is None:
-        refuse_others(KV_APPEND, operands, results)
-        check_flags("kv_append", interleaved=interleaved)
-        text = None if config is None else str(config)
-        torch.ops.cutekernels.kv_append(
-            q, k, v, k_cache, v_cache, state, page_table, counts, cos, sin, interleaved, text
-        )
+    refuse_others(KV_APPEND, operands, results)
+    check_flags("kv_append", interleaved=interleaved)
+    text = None if config is None else str(config)
+    torch.ops.cutekernels.kv_append(q, k, v, k_cache, v_cache, state, page_table, counts, cos, sin, interleaved, text)
 
 
 def _refuse_gradient(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
+    refuse_duals("kv_append", (q, k, v, cos, sin))
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise UnsupportedProblem("kv_append is not differentiable: detach its operands, or call under torch.no_grad()")
     if cos is not None and sin is not None:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.activations.api import PACKED_BACKWARD
 from cutekernels.ops.gemm.api import SLOPES
 from cutekernels.ops.gemm.problem import Activation, GemmConfig
 from cutekernels.ops.moe.grouped import GATED, GROUPED_GEMM, GROUPED_GEMM_WGRAD
@@ -58,22 +58,21 @@ def grouped_gemm(
     check_arguments("grouped_gemm", GROUPED_GEMM.kinds, (*inputs, activation))
     check_tensor("grouped_gemm", "out", out, optional=True)
     text = None if config is None else str(config)
-    results = None if out is None else (out,)
     if out is not None:
         refuse_gradient(x, weight, bias, out)
-    made = tensor_op.eager(GROUPED_GEMM, results, inputs, (activation,), (), text)
-    if made is not None:
-        return made[0]
     if out is None:
-        return torch.ops.cutekernels.grouped_gemm(*inputs, activation, text)  # type: ignore[no-any-return]
+        return GROUPED_GEMM.path(*inputs, activation, text)  # type: ignore[no-any-return]
+    if tensor_op.direct(*inputs, out):
+        tensor_op.run(GROUPED_GEMM, (out,), inputs, options=(activation,), config=text)
+        return out
     torch.ops.cutekernels.grouped_gemm_out(*inputs, out, activation, text)
     return out
 
 
 def register(library: torch.library.Library) -> None:
     """Defines the ops in ``library``, with their gradients."""
-    tensor_op.register(library, GROUPED_GEMM, backward=_gradient, setup_context=_remember, autocast="lower", kept=(3,))
-    tensor_op.register(library, GROUPED_GEMM_WGRAD, backward=_wgrad_gradient, setup_context=_remember_wgrad)
+    tensor_op.register(library, GROUPED_GEMM, gradient=_gradient, remember=_remember, autocast="lower", kept=(3,))
+    tensor_op.register(library, GROUPED_GEMM_WGRAD, gradient=_wgrad_gradient, remember=_remember_wgrad)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -84,22 +83,18 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, offsets, *saved = ctx.saved_tensors
-    ops, dz = torch.ops.cutekernels, dout
+    dz = dout
     if ctx.activation != "none":
-        if torch.is_grad_enabled() and dout.requires_grad:
-            raise UnsupportedProblem(
-                f"grouped_gemm with activation={ctx.activation!r} is differentiable once: apply the activation yourself"
-            )
-        z = ops.grouped_gemm(x, weight, offsets, saved[0] if saved else None, "none")
+        z = GROUPED_GEMM.path(x, weight, offsets, saved[0] if saved else None, "none", None)
         if ctx.activation == GATED:
-            dz = ops.silu_mul_packed_backward(dout, z)
+            dz = PACKED_BACKWARD["silu_mul"](dout, z, None)
         else:
             wide = torch.promote_types(z.dtype, torch.float32)
             slope = (z > 0).to(wide) if ctx.activation == "relu" else SLOPES[ctx.activation](z.to(wide))
             dz = (dout.to(wide) * slope).to(dout.dtype)
     needs = ctx.needs_input_grad
-    dx = ops.grouped_gemm(dz, weight.mT, offsets, None, "none") if needs[0] else None
-    dweight = ops.grouped_gemm_wgrad(dz, x, offsets) if needs[1] else None
+    dx = GROUPED_GEMM.path(dz, weight.mT, offsets, None, "none", None) if needs[0] else None
+    dweight = GROUPED_GEMM_WGRAD.path(dz, x, offsets, None) if needs[1] else None
     dbias = None
     if needs[3]:
         dbias = _sums(dz, offsets, ctx.bias_dtype)
@@ -110,7 +105,7 @@ def _sums(rows: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
     """``(E, N)``: the rows of each group added up, in a fixed order; rounded once, to ``dtype``."""
     if dtype == rows.dtype:
         ones = rows.new_ones((rows.shape[0], _BIAS_COLUMNS))
-        return torch.ops.cutekernels.grouped_gemm_wgrad(rows, ones, offsets)[..., 0]  # type: ignore[no-any-return]
+        return GROUPED_GEMM_WGRAD.path(rows, ones, offsets, None)[..., 0]  # type: ignore[no-any-return]
     ends = offsets.clamp(0, rows.shape[0]).cummax(0).values.long()  # as the kernels read offsets, whatever they are
     return torch.segment_reduce(rows.to(dtype), "sum", offsets=ends, unsafe=True)
 
@@ -121,7 +116,7 @@ def _remember_wgrad(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _wgrad_gradient(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
     dout, x, offsets = ctx.saved_tensors
-    ops, needs = torch.ops.cutekernels, ctx.needs_input_grad
-    ddout = ops.grouped_gemm(x, d, offsets, None, "none") if needs[0] else None
-    dx = ops.grouped_gemm(dout, d.mT, offsets, None, "none") if needs[1] else None
+    needs = ctx.needs_input_grad
+    ddout = GROUPED_GEMM.path(x, d, offsets, None, "none", None) if needs[0] else None
+    dx = GROUPED_GEMM.path(dout, d.mT, offsets, None, "none", None) if needs[1] else None
     return ddout, dx, None, None

@@ -272,7 +272,7 @@ def moe_route(
 
 def register(library: torch.library.Library) -> None:
     """Defines the ops of this file in ``library``, with their gradients."""
-    tensor_op.register(library, MOE_ROUTE, backward=_gradient, setup_context=_remember)
+    tensor_op.register(library, MOE_ROUTE, gradient=_gradient, remember=_remember)
     tensor_op.register(library, MOE_ROUTE_BACKWARD)
 
 
@@ -283,5 +283,5 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 
 def _gradient(ctx: Any, dweights: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
-    dlogits = torch.ops.cutekernels.moe_route_backward(dweights, *ctx.saved_tensors, ctx.top_k, ctx.renormalize)
+    dlogits = MOE_ROUTE_BACKWARD.path(dweights, *ctx.saved_tensors, ctx.top_k, ctx.renormalize, None)
     return dlogits, None, None, None

@@ -270,8 +270,8 @@ def moe_combine(
 
 def register(library: torch.library.Library) -> None:
     """Defines the ops of this file in ``library``, with their gradients."""
-    tensor_op.register(library, MOE_GATHER, backward=_gather_gradient, setup_context=_remember_inverse)
-    tensor_op.register(library, MOE_COMBINE, backward=_combine_gradient, setup_context=_remember)
+    tensor_op.register(library, MOE_GATHER, gradient=_gather_gradient, remember=_remember_inverse)
+    tensor_op.register(library, MOE_COMBINE, gradient=_combine_gradient, remember=_remember)
     tensor_op.register(library, MOE_COMBINE_BACKWARD)
 
 
@@ -281,7 +281,7 @@ def _remember_inverse(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 def _gather_gradient(ctx: Any, drows: Tensor) -> tuple[Tensor, None, None]:
     (inverse,) = ctx.saved_tensors
-    return torch.ops.cutekernels.moe_combine(drows, inverse, None), None, None
+    return MOE_COMBINE.path(drows, inverse, None, None), None, None
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -295,7 +295,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _combine_gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
     inverse, *saved = ctx.saved_tensors
     if not saved:
-        return torch.ops.cutekernels.moe_gather(dout, inverse), None, None, None
+        return MOE_GATHER.path(dout, inverse, None), None, None, None
     rows, weights = saved
-    drows, dweights = torch.ops.cutekernels.moe_combine_backward(dout, rows, inverse, weights)
+    drows, dweights = MOE_COMBINE_BACKWARD.path(dout, rows, inverse, weights, None)
     return drows, None, dweights, None

@@ -257,8 +257,8 @@ def register(library: torch.library.Library) -> None:
         tensor_op.register(
             library,
             op,
-            backward=_gradient(op.name, chain),
-            setup_context=_remember,
+            gradient=_gradient(op.name, chain),
+            remember=_remember,
             autocast="lower",
             kept=[op.inputs.index(name) for name in kept],
         )

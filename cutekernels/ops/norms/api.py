@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from cutekernels.ops.norms.gradients import LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD
 from cutekernels.ops.norms.op import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from cutekernels.ops.norms.rows import NormConfig
 from cutekernels.ops.shared import tensor_op
@@ -149,17 +150,17 @@ def layer_norm(
 
 def register(library: torch.library.Library) -> None:
     """Defines the ops of this file in ``library``, with their gradients and the autocast rules of torch's norms."""
-    norm: dict[str, Any] = {"backward": _rms_norm_gradient, "setup_context": _remember_rms_norm}
+    norm: dict[str, Any] = {"gradient": _rms_norm_gradient, "remember": _remember_rms_norm}
     tensor_op.register(library, RMS_NORM, autocast="fp32", **norm)
     tensor_op.register(library, ADD_RMS_NORM, autocast=_add_then_norm, **norm)
     tensor_op.register(
-        library, LAYER_NORM, backward=_layer_norm_gradient, setup_context=_remember_layer_norm, autocast="fp32"
+        library, LAYER_NORM, gradient=_layer_norm_gradient, remember=_remember_layer_norm, autocast="fp32"
     )
 
 
 def _add_then_norm(x: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     u = x + residual  # the sum promotes its operands, and the norm has a rule of its own
-    return torch.ops.cutekernels.rms_norm(u, *rest), u
+    return RMS_NORM.path(u, *rest), u
 
 
 def _remember_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
@@ -173,7 +174,7 @@ def _rms_norm_gradient(ctx: Any, dy: Tensor | None, du: Tensor | None = None) ->
     x, weight = ctx.saved_tensors
     dx, dweight, wanted = du, None, weight is not None and ctx.needs_input_grad[ctx.summands]
     if dy is not None:
-        dx, dweight = torch.ops.cutekernels.rms_norm_backward(dy, x, weight, du, wanted, *ctx.scalars)
+        dx, dweight = RMS_NORM_BACKWARD.path(dy, x, weight, du, wanted, *ctx.scalars, None)
     return *[dx] * ctx.summands, dweight if wanted else None, *[None] * 5
 
 
@@ -188,5 +189,5 @@ def _layer_norm_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     wanted = weight is not None and ctx.needs_input_grad[1]
     bias = ctx.bias if ctx.needs_input_grad[2] else "none"
-    dx, dweight, dbias = torch.ops.cutekernels.layer_norm_backward(dy, x, weight, wanted, bias, ctx.eps)
+    dx, dweight, dbias = LAYER_NORM_BACKWARD.path(dy, x, weight, wanted, bias, ctx.eps, None)
     return dx, dweight if wanted else None, None if bias == "none" else dbias, None, None

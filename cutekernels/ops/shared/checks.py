@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op
@@ -178,7 +179,20 @@ def check_overlap(op: Any, results: Sequence[Tensor], inputs: Sequence[Tensor | 
         raise UnsupportedProblem(_OVERLAP[op.in_place])
 
 
+def refuse_duals(name: str, args: Sequence[object]) -> None:
+    """Refuses tensors with a tangent, which the op would drop."""
+    if forward_ad._current_level < 0:
+        return
+    for t in args:
+        if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
+            raise UnsupportedProblem(
+                f"{name} has no forward-mode derivative (jvp, jacfwd, forward_ad); got a tensor with a tangent: "
+                "use reverse mode (torch.autograd.grad), or write the op out in torch"
+            )
+
+
 def refuse_gradient(*tensors: Tensor | None) -> None:
-    """Refuses a call with ``out=`` that autograd would differentiate."""
+    """Refuses a call with ``out=`` that autograd would differentiate, in either mode."""
+    refuse_duals("out=", tensors)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise UnsupportedProblem("out= is not differentiable: leave it out, or call under torch.no_grad()")

@@ -1,50 +1,79 @@
-"""Ops of torch: their definition, and when a public function may do without them.
+"""Ops of torch: their definition, and how calls reach them.
 
-Forward-mode derivatives, and gradients of torch.func, are refused where torch differentiates, below every transform,
-so that no way around it exists. vmap may stand inside of autograd.
+Three ways lead to one launch (:class:`Path`):
+
+- plain tensors: the launch itself or, where a gradient is wanted, an ``autograd.Function`` around it; torch's
+  dispatcher takes no part;
+- graphs (torch.compile, export): the composite op ``cutekernels::name``, which AOTAutograd opens into the private op
+  ``cutekernels::_name``. That one has no Autograd kernel, so a graph's call of it is one hop, or none where Inductor
+  writes the launch into its code (``inductor.py``). Dynamo never traces the Function;
+- whatever intercepts calls (subclasses, dispatch modes, torch.func, tangents, fake tensors): the composite's body.
+
 Autocast rules are those of torch's own ops of the kind; results written to ``out=`` are never cast, as torch's are not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.shared import inductor
+from cutekernels.ops.shared.checks import refuse_duals
 
 # Looked up once: each dotted name costs a call 30 ns.
 _is_compiling = torch.compiler.is_compiling
-_dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
-_GRAD = torch._C._functorch.TransformType.Grad
 _is_grad_enabled = torch.is_grad_enabled
+_any_requires_grad = torch._C._any_requires_grad
 autocasting = torch._C._is_any_autocast_enabled
 _Parameter = torch.nn.Parameter
 
-_AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+# The dispatch keys that a thread includes where nobody intercepts: modes, vmap, tracers and jit each add one.
+_Key, _Keys = torch._C.DispatchKey, torch._C.DispatchKeySet
+_included = torch._C._dispatch_tls_local_include_set
+_INFERENCE = _Keys(_Key.BackendSelect)
+_QUIET = {_INFERENCE.raw_repr(), (_INFERENCE | _Keys(_Key.ADInplaceOrView)).raw_repr()}
+_AUTOCAST_CPU = _Keys(_Key.AutocastCPU)
 
-Autocast = str | Callable[..., Any]  # "lower", "fp32", or a function of the op's arguments that runs in its place
+Autocast = str | Callable[..., Any]  # "lower", "fp32", or a function of the op's arguments that returns others
 Implementation = Callable[..., Any]  # (results or None, inputs, *the other arguments, less defaults at the end)
+Gradient = Callable[..., tuple[Any, ...]]  # (ctx, *gradients of results) -> a gradient or None for each argument
+Remember = Callable[[Any, tuple[Any, ...], Any], None]  # (ctx, arguments, results)
 
 
-def direct(*tensors: Tensor | None) -> bool:
-    """Whether a call may launch at once: on a GPU, nobody tracing, differentiating or intercepting it."""
-    if _is_compiling() or _dispatch_modes() or _transforms() is not None or autocasting():
-        return False
-    if forward_ad._current_level >= 0:
-        return False
-    grad = _is_grad_enabled()
+def plain(tensors: Sequence[Tensor | None]) -> bool | None:
+    """Where a call of ``tensors`` may launch at once: True on a GPU, False on the CPU; None where torch has to step in.
+
+    Not asked here: autocast, and whether somebody traces by ``torch.compiler``.
+    """
+    gpu = None
     for t in tensors:
         if t is not None:
             kind = type(t)
-            if (kind is not Tensor and kind is not _Parameter) or not t.is_cuda or (grad and t.requires_grad):
-                return False
-    return True
+            if kind is not Tensor and kind is not _Parameter:
+                return None
+            if gpu is None:
+                gpu = t.is_cuda or (False if t.is_cpu else None)
+    if forward_ad._current_level >= 0 or _included().raw_repr() not in _QUIET:
+        return None
+    return gpu
+
+
+def undisturbed(*tensors: Tensor | None) -> bool | None:
+    """:func:`plain`, where also nobody traces, casts or wants a gradient; else None."""
+    if _is_compiling() or autocasting() or (_is_grad_enabled() and _any_requires_grad(*tensors)):
+        return None
+    return plain(tensors)
+
+
+def direct(*tensors: Tensor | None) -> bool:
+    """Whether a call may launch at once on a GPU."""
+    return undisturbed(*tensors) is True
 
 
 def transformed() -> bool:
@@ -52,49 +81,135 @@ def transformed() -> bool:
     return _transforms() is not None
 
 
-class Library(torch.library.Library):
-    """The ops of this package. Whatever autograd is told of one, its derivatives by torch.func are refused."""
+class Path:
+    """How calls of one op, as ``cutekernels::name`` declares its arguments, reach its launch.
 
-    def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> Any:
-        if dispatch_key != "Autograd":
-            return super().impl(op_name, fn, dispatch_key, **options)  # type: ignore[no-untyped-call]
+    Args:
+        schema: of the composite op: ``"name(Tensor x, float eps) -> Tensor"``.
+        kernels: the launch on a GPU and the computation on the CPU, of all arguments; they return the results.
+        op: the same as an op of torch, or a function of such ops, for graphs and tensors that are not plain.
+        remember: ``(ctx, arguments, results)``, saves for the gradient.
+        gradient: ``(ctx, *gradients of results)``; None for an op without one, which a backward refuses.
+        autocast: the rule for floating-point tensors: ``"lower"`` as torch's products have it, ``"fp32"`` (on a GPU)
+            as torch's norms have it, or a function from arguments to results in the op's place.
+        kept: places of arguments that ``"lower"`` leaves in fp32.
+    """
 
-        op = getattr(torch.ops.cutekernels, op_name.rpartition("::")[2]).default
+    def __init__(
+        self,
+        library: torch.library.Library,
+        schema: str,
+        kernels: tuple[Callable[..., Any], Callable[..., Any]],
+        op: Callable[..., Any],
+        *,
+        remember: Remember | None = None,
+        gradient: Gradient | None = None,
+        autocast: Autocast | None = None,
+        kept: Sequence[int] = (),
+    ) -> None:
+        self.name = schema.partition("(")[0]
+        self._gpu, self._cpu = kernels[0], without_autocast(kernels[1])
+        self.op = op
+        self._rule, self._kept = autocast, kept
+        library.define(schema)  # type: ignore[no-untyped-call]
+        library.impl(self.name, self._composite, "CompositeImplicitAutograd")
+        self.node = getattr(torch.ops.cutekernels, self.name).default
+        arguments = self.node._schema.arguments
+        self._defaults = tuple([a.default_value for a in arguments])
+        self._tensors = sum("Tensor" in str(a.type) for a in arguments)
+        launch, keep = self._launch, remember or _nothing
+        backward = gradient or no_gradient(self.name)
 
-        def refusing(keyset: Any, *args: Any) -> Any:
-            refuse_duals(op_name, args)
-            if _transforms() is None and not (_is_grad_enabled() and torch._C._any_requires_grad(*args)):
-                return _below_autograd(op, keyset, *args)  # as torch's own kernel does, two frames deeper
-            refuse_functional(op_name, args)
-            return fn(keyset, *args)
+        class Eager(Function):
+            """In the form whose apply is cheapest; never seen by Dynamo or torch.func."""
 
-        return super().impl(op_name, refusing, dispatch_key, **options)  # type: ignore[no-untyped-call]
+            @staticmethod
+            def forward(ctx: Any, *args: Any) -> Any:
+                made = launch(args)
+                keep(ctx, args, made)
+                return made
+
+        class Traced(Function):
+            """In the form that torch.func takes, of ops."""
+
+            generate_vmap_rule = True
+            forward = staticmethod(op)
+
+            @staticmethod
+            def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+                keep(ctx, inputs, output)
+
+        for function in (Eager, Traced):
+            function.__name__ = function.__qualname__ = self.name
+            function.backward = staticmethod(backward)  # type: ignore[method-assign,assignment]
+        self._differentiated = super(Function, Eager).apply  # Function.apply adds 1 us for torch.func
+        self._traced = Traced.apply
+
+    def __call__(self, *args: Any) -> Any:
+        """The results for all of the op's arguments, differentiable where gradients are enabled."""
+        if _is_compiling():
+            return self.node(*args)
+        if autocasting() and self._rule is not None:
+            return self.through_ops(*args)
+        tensors = args[: self._tensors]
+        gpu = plain(tensors)
+        if gpu is None:
+            return self.through_ops(*args)
+        if _is_grad_enabled() and _any_requires_grad(*tensors):
+            return self._differentiated(*args)
+        return self._gpu(*args) if gpu else self._cpu(*args)
+
+    def _launch(self, args: tuple[Any, ...]) -> Any:
+        first = next(t for t in args if t is not None)
+        return self._gpu(*args) if first.is_cuda else self._cpu(*args)
+
+    def through_ops(self, *args: Any) -> Any:
+        """The op by way of torch's dispatcher, whoever intercepts it."""
+        if autocasting() and self._rule is not None:
+            if callable(self._rule):
+                return self._rule(*args)
+            args = self._cast(args)
+        tensors = args[: self._tensors]
+        refuse_duals(self.name, tensors)
+        if _transforms() is not None or (_is_grad_enabled() and _any_requires_grad(*tensors)):
+            return self._traced(*args)
+        return self.op(*args)
+
+    def _composite(self, *args: Any) -> Any:
+        if _transforms() is not None and _is_grad_enabled():
+            refuse_functional(self.name, args)
+        return self.through_ops(*args, *self._defaults[len(args) :])
+
+    def _cast(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        device = next(t for t in args if t is not None).device.type
+        if self._rule == "fp32":
+            if device != "cuda":
+                return args
+            kind = torch.float32
+        elif not torch.is_autocast_enabled(device):
+            return args
+        else:
+            kind = torch.get_autocast_dtype(device)
+        return tuple([_cast(t, device, kind, i in self._kept) for i, t in enumerate(args)])
 
 
-def _below_autograd(op: Any, keyset: Any, *args: Any) -> Any:
-    with torch._C._AutoDispatchBelowAutograd():
-        return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+def _nothing(ctx: Any, args: tuple[Any, ...], output: Any) -> None:
+    """Saves nothing: for an op without a gradient."""
 
 
-def refuse_duals(name: str, args: Sequence[object]) -> None:
-    """Refuses tensors with a tangent, which the op would drop."""
-    if forward_ad._current_level >= 0:
-        for t in args:
-            if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
-                raise UnsupportedProblem(
-                    f"{name} has no forward-mode derivative (jvp, jacfwd, forward_ad); got a tensor with a tangent: "
-                    "use reverse mode (torch.autograd.grad), or write the op out in torch"
-                )
+def _cast(t: Any, device: str, dtype: torch.dtype, kept: bool) -> Any:
+    if not isinstance(t, Tensor) or t.device.type != device or not t.is_floating_point():
+        return t
+    return t if t.dtype == torch.float64 or (kept and t.dtype == torch.float32) else t.to(dtype)
 
 
 def refuse_functional(name: str, args: Sequence[object]) -> None:
-    """Refuses tensors that torch.func differentiates: register_autograd's functions are autograd's alone."""
-    if _transforms() is None or not _is_grad_enabled() or not torch._C._any_requires_grad(*args):
-        return
-    if any(one.key() == _GRAD for one in torch._C._functorch.get_interpreter_stack() or ()):
+    """Refuses, within a graph, tensors that torch.func differentiates: AOTAutograd would lose their gradients."""
+    grad = torch._C._functorch.TransformType.Grad
+    if any(one.key() == grad for one in torch._C._functorch.get_interpreter_stack() or ()):
         raise UnsupportedProblem(
-            f"{name} has no gradient by torch.func (grad, vjp, jacrev, hessian); got a tensor that one differentiates: "
-            "use autograd (torch.autograd.grad, Tensor.backward)"
+            f"{name} has no gradient by torch.func (grad, vjp, jacrev) within a graph: call the transformed function "
+            "without torch.compile, or use autograd (torch.autograd.grad, Tensor.backward)"
         )
 
 
@@ -104,20 +219,21 @@ def define(
     cuda: Callable[..., Any],
     cpu: Callable[..., Any],
     fake: Callable[..., Any],
-) -> None:
-    """Defines one op of torch's with its three implementations.
+) -> Callable[..., Any]:
+    """Defines one op of torch's with its three implementations, without autograd; returns it.
 
-    One that writes to its arguments has no gradient; here autograd is told to pass it on.
+    One that writes to its arguments has no gradient; autograd passes it on.
     """
     declare: Callable[[str], object] = library.define  # torch leaves both untyped
     implement: Callable[[str, Callable[..., object], str], object] = library.impl
     name = schema.partition("(")[0]
     declare(schema)
+    cpu = without_autocast(cpu)
     implement(name, cuda, "CUDA")
-    implement(name, without_autocast(cpu), "CPU")
-    torch.library.register_fake(f"cutekernels::{name}", fake, lib=library)
+    implement(name, cpu, "CPU")
+    op = getattr(torch.ops.cutekernels, name).default
+    torch.library.register_fake(f"cutekernels::{name}", inductor.lowered(op, cuda, cpu, fake), lib=library)
     if "!)" in schema:
-        op = getattr(torch.ops.cutekernels, name).default
         written = [a.name if a.is_write else None for a in op._schema.arguments]
 
         def resolved(*args: Any) -> Any:
@@ -129,47 +245,22 @@ def define(
                     )
             return op(*[t.resolve_conj().resolve_neg() if isinstance(t, Tensor) else t for t in args])
 
-        library.impl(name, partial(_below_autograd, op), "Autograd", with_keyset=True)
+        implement(name, torch.library.fallthrough_kernel, "Autograd")
         implement(name, resolved, "Negative")
         implement(name, resolved, "Conjugate")
+    return op  # type: ignore[no-any-return]
 
 
 def without_autocast(cpu: Callable[..., Any]) -> Callable[..., Any]:
     """``cpu`` with autocast off: references choose their own types, and torch mixes no two halves."""
 
     def reference(*args: Any) -> Any:
+        if not autocasting():
+            return cpu(*args)
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
             return cpu(*args)
 
     return reference
-
-
-def cast_under_autocast(library: torch.library.Library, name: str, rule: Autocast, kept: Sequence[int] = ()) -> None:
-    """Gives the op ``name`` an autocast rule. The arguments at ``kept`` may stay fp32.
-
-    ``"lower"``: floating-point operands are cast to autocast's type, as those of torch's products are. ``"fp32"``: on
-    CUDA they are cast to fp32, as those of torch's norms are; elsewhere torch has no rule for norms.
-    """
-    op = getattr(torch.ops.cutekernels, name).default
-    for device in ("cuda",) if rule == "fp32" else ("cuda", "cpu"):
-        key = f"Autocast{device.upper()}"
-        below = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-
-        def kernel(keyset: Any, *args: Any, device: str = device, below: Any = below) -> Any:
-            if callable(rule):
-                return rule(*args)
-            kind = torch.float32 if rule == "fp32" else torch.get_autocast_dtype(device)
-            cast = [_cast(t, device, kind, i in kept) for i, t in enumerate(args)]
-            with torch._C._ExcludeDispatchKeyGuard(below):
-                return op(*cast)
-
-        library.impl(name, kernel, key, with_keyset=True)
-
-
-def _cast(t: Any, device: str, dtype: torch.dtype, kept: bool) -> Any:
-    if not isinstance(t, Tensor) or t.device.type != device or not t.is_floating_point():
-        return t
-    return t if t.dtype == torch.float64 or (kept and t.dtype == torch.float32) else t.to(dtype)
 
 
 def define_with_out(
@@ -181,27 +272,26 @@ def define_with_out(
     *,
     results: tuple[str, ...] = ("out",),
     returns: tuple[str, str] = ("Tensor", "()"),
-    backward: Callable[..., Any] | None = None,
-    setup_context: Callable[..., None] | None = None,
+    gradient: Gradient | None = None,
+    remember: Remember | None = None,
     autocast: Autocast | None = None,
     kept: Sequence[int] = (),
-) -> None:
-    """Defines ``name(inputs, options)`` and ``name_out(inputs, results, options)`` for GPU, CPU and fakes.
+) -> Path:
+    """Defines ``name(inputs, options)`` and ``name_out(inputs, results, options)``; the path of the first.
 
-    ``returns`` are those of the two. ``autocast`` and ``kept``: the first one's, see :func:`cast_under_autocast`.
-    Without ``backward`` a gradient is refused with a clear error.
+    ``returns`` are those of the two. ``gradient``, ``remember``, ``autocast`` and ``kept``: see :class:`Path`.
     """
     n = inputs.count(",") + 1
     places = ", ".join([f"Tensor({chr(ord('a') + i)}!) {result}" for i, result in enumerate(results)])
     functional = [with_results(f, n, 0) for f in implementations]
     writing = [with_results(f, n, len(results)) for f in implementations]
-    define(library, f"{name}({inputs}, {options}) -> {returns[0]}", *functional)
+    schema = f"{name}({inputs}, {options}) -> {returns[0]}"
+    op = define(library, f"_{schema}", *functional)
     define(library, f"{name}_out({inputs}, {places}, {options}) -> {returns[1]}", *writing)
-    torch.library.register_autograd(
-        f"cutekernels::{name}", backward or no_gradient(name), setup_context=setup_context, lib=library
-    )
-    if autocast is not None:
-        cast_under_autocast(library, name, autocast, kept)
+    return Path(
+        library, schema, (functional[0], functional[1]), op,
+        remember=remember, gradient=gradient, autocast=autocast, kept=kept,
+    )  # fmt: skip
 
 
 def with_results(f: Implementation, inputs: int, results: int) -> Callable[..., Any]:
@@ -212,10 +302,10 @@ def with_results(f: Implementation, inputs: int, results: int) -> Callable[..., 
     return lambda *args: f(args[inputs:behind], args[:inputs], *args[behind:])
 
 
-def no_gradient(name: str) -> Callable[..., Any]:
-    """The backward of an op that has none."""
+def no_gradient(name: str) -> Gradient:
+    """The backward of an op that has none. It stays connected: ``once_differentiable`` would give zeros."""
 
-    def refuse(ctx: Any, *grads: Tensor) -> None:
+    def refuse(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         twice = ": its op is differentiable once; for second derivatives write it out in torch"
         raise UnsupportedProblem(f"{name} has no gradient{twice if 'backward' in name else ''}")
 

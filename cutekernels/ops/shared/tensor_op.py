@@ -1,7 +1,7 @@
 """Ops that are called with tensors: their declaration, and the way from a call's operands to a launch.
 
-An op says what is special about it (:class:`TensorOp`). :func:`run` launches, :func:`eager` does so where a call need
-not go through torch, :func:`register` defines the op in ``torch.ops.cutekernels``.
+An op says what is special about it (:class:`TensorOp`). :func:`run` launches, :func:`register` defines the op in
+``torch.ops.cutekernels`` and gives it its ``path``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from cutekernels.ops.shared.checks import (
     GPU_DTYPES,
     WIDEST_BYTES,
     check_alike,
+    check_arguments,
     check_dtype,
     check_overlap,
     check_results,
@@ -30,12 +31,12 @@ from cutekernels.ops.shared.checks import (
     present,
     refuse_gradient,
 )
-from cutekernels.ops.shared.registration import Autocast, define, define_with_out, direct, no_gradient
+from cutekernels.ops.shared.registration import Autocast, Gradient, Path, Remember, define, define_with_out, direct
 from cutekernels.ops.shared.strides import matrix
 
 __all__ = [  # what ops take from here, whichever file defines it
     "DTYPE_NAMES", "GPU_DTYPES", "WIDEST_BYTES", "ElementwiseOp", "Launch", "TensorOp", "check_alike", "check_dtype",
-    "check_overlap", "check_results", "define", "direct", "eager", "forget", "no_gradient", "present",
+    "check_overlap", "check_results", "define", "direct", "forget", "present",
     "refuse_gradient", "register", "register_inplace", "register_updating", "run", "scratch",
 ]  # fmt: skip
 
@@ -59,6 +60,8 @@ class TensorOp(Op[P, C]):
     """The results, each with the input that it may be, where ``in_place`` is not for any input."""
     flattens: ClassVar[bool] = True
     """Whether kernels take matrices: an operand whose leading dimensions no single stride walks is then copied."""
+    path: Path
+    """``path(*inputs, *options, *scalars, config)``: the results, differentiable. Set where the op is registered."""
 
     def __init__(self) -> None:
         self.calls = CallCache()
@@ -151,23 +154,6 @@ def scratch(like: Tensor, *shape: int) -> Tensor:
 # ---- from operands to a launch --------------------------------------------------------------------------
 
 
-def eager(
-    op: TensorOp[P, C],
-    results: tuple[Tensor, ...] | None,
-    inputs: tuple[Tensor | None, ...],
-    options: tuple[Scalar, ...] = (),
-    scalars: tuple[float, ...] = (),
-    config: C | str | None = None,
-) -> tuple[Tensor, ...] | None:
-    """:func:`run` where a call may launch at once; None, and nothing was done, where it must go through torch."""
-    found = op.calls.replay(results, inputs, options, scalars, config)
-    if found is None and direct(*inputs, *(results or ())):
-        return op.calls.recall(results, inputs, options, scalars, config) or _first(
-            op, results, inputs, options, scalars, config
-        )
-    return found
-
-
 def run(
     op: TensorOp[P, C],
     results: tuple[Tensor, ...] | None,
@@ -199,12 +185,18 @@ def _first(
 ) -> tuple[Tensor, ...]:
     """The first call of its kind: checked, planned, made and cached."""
     given = (*(results or ()), *inputs)
+    check_arguments(op.name, [kind for kind in op.kinds if not kind[0].startswith("Tensor")], (*options, *scalars))
     if any(t is not None and t.is_neg() for t in given):
         raise UnsupportedProblem(f"{op.name} reads memory as it lies, not negated: call resolve_neg() first")
     call = _planned(op, results, inputs, dict(zip(op.options, options, strict=True)), len(scalars), config)
     if results is not None:
         check_overlap(op, results, inputs)
     return op.calls.add(call, results, inputs, options, scalars, config)
+
+
+def planned(op: TensorOp[P, C], inputs: tuple[Tensor | None, ...]) -> Call:
+    """The call of ``inputs``, which allocates its results, for an op without options and scalars."""
+    return _planned(op, None, inputs, {}, 0, None)
 
 
 def _planned(
@@ -249,18 +241,18 @@ def register(
     library: torch.library.Library,
     op: TensorOp[Any, Any],
     *,
-    backward: Callable[..., Any] | None = None,
-    setup_context: Callable[..., None] | None = None,
+    gradient: Gradient | None = None,
+    remember: Remember | None = None,
     autocast: Autocast | None = None,
     kept: Sequence[int] = (),
 ) -> None:
-    """Defines ``op.name(schema, str? config=None) -> results`` and ``op.name + "_out"``, for GPU, CPU and fakes.
+    """Defines ``op.name(schema, str? config=None) -> results`` and ``op.name + "_out"``, and sets ``op.path``.
 
-    The second takes the results behind the inputs. Without ``backward`` a gradient is refused with a clear error.
+    The second takes the results behind the inputs. Without ``gradient`` a backward is refused with a clear error.
     """
     words, n, r = op.schema.split(", "), len(op.inputs), len(op.results)
     returns = "Tensor" if r == 1 else "(" + ", ".join(["Tensor"] * r) + ")"
-    define_with_out(
+    op.path = define_with_out(
         library,
         op.name,
         ", ".join(words[:n]),
@@ -268,8 +260,8 @@ def register(
         _implementations(op),
         results=op.results,
         returns=(returns, "()"),
-        backward=backward,
-        setup_context=setup_context,
+        gradient=gradient,
+        remember=remember,
         autocast=autocast,
         kept=kept,
     )
@@ -314,6 +306,7 @@ def places(inputs: Sequence[Tensor | None], updated: Sequence[int]) -> tuple[Ten
 def _implementations(op: TensorOp[Any, Any]) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """``op`` on the GPU, on the CPU and of fakes, as :data:`~cutekernels.ops.shared.registration.Implementation`."""
     o, s = len(op.options), len(op.scalars)
+    floating = [kind == "float" for kind, _ in op.kinds[len(op.kinds) - s :]]
 
     def returned(given: tuple[Tensor, ...] | None, results: tuple[Tensor, ...]) -> Any:
         return None if given is not None else results[0] if len(results) == 1 else results
@@ -329,7 +322,7 @@ def _implementations(op: TensorOp[Any, Any]) -> tuple[Callable[..., Any], Callab
 
     def cpu(given: tuple[Tensor, ...] | None, inputs: tuple[Any, ...], *rest: Any) -> Any:
         options = admitted(given, inputs, rest)
-        args = (*inputs, *rest[o : o + s])
+        args = (*inputs, *[float(x) if floats else x for x, floats in zip(rest[o : o + s], floating, strict=True)])
         if given is None:
             return returned(None, tuple([t.contiguous() for t in op.evaluate(*args, **options)]))
         check_overlap(op, given, inputs)

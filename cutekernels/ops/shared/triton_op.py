@@ -38,13 +38,19 @@ from cutekernels.ops.shared.tensor_op import (
     Launch,
     TensorOp,
     check_dtype,
-    eager,
+    direct,
     refuse_gradient,
+    run,
 )
 
 if TYPE_CHECKING:
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
+
+# Looked up once: each dotted name costs a call 30 ns.
+is_compiling = torch.compiler.is_compiling
+is_grad_enabled = torch.is_grad_enabled
+any_requires_grad = torch._C._any_requires_grad
 
 _SCHEMA_TYPES = {"fp32": "float", "i32": "int", "i64": "SymInt"}
 
@@ -472,7 +478,7 @@ def call(
     out: tuple[Tensor, ...] | None = None,
     in_place: bool = False,
 ) -> tuple[Tensor, ...]:
-    """What a public function does: replays, launches, or goes through torch where somebody traces or differentiates.
+    """What a public function does: replays a call, or takes the op's path.
 
     ``in_place``: ``out`` are inputs, which torch's op ``<name>_inplace`` updates.
 
@@ -480,20 +486,32 @@ def call(
         UnsupportedProblem: operands that pose no problem, gradients together with ``out``.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    try:  # replayed here rather than in eager(): a warm call has one frame less
-        found = op.calls.replay(out, inputs, options, scalars, config)
-        if found is None:
-            found = eager(op, out, inputs, options, scalars, config)
-    except (AttributeError, TypeError, RuntimeError):
+    if is_compiling():
         refuse_others(op, inputs, out, (*options, *scalars))
-        raise
-    if found is not None:
-        return found
-    refuse_others(op, inputs, out, (*options, *scalars))
-    text = None if config is None else str(config)
-    if out is None:
-        results = getattr(torch.ops.cutekernels, op.name)(*inputs, *options, *scalars, text)
-        return (results,) if len(op.results) == 1 else tuple(results)
+        text = None if config is None else str(config)
+        if out is None:
+            results = getattr(torch.ops.cutekernels, op.name)(*inputs, *options, *scalars, text)
+            return (results,) if len(op.results) == 1 else tuple(results)
+    else:
+        try:
+            if not is_grad_enabled() or not any_requires_grad(*inputs):
+                found = op.calls.replay(out, inputs, options, scalars, config)
+                if found is not None:
+                    return found
+            if not inputs[0].is_cuda:  # type: ignore[union-attr]
+                refuse_others(op, inputs, out, (*options, *scalars))
+            text = None if config is None else str(config)
+            if out is None:
+                results = op.path(*inputs, *options, *scalars, text)
+                return (results,) if len(op.results) == 1 else results
+            if direct(*inputs, *out):
+                return run(op, out, inputs, options=options, scalars=scalars, config=config)
+        except UnsupportedProblem:
+            raise
+        except (AttributeError, TypeError, RuntimeError):
+            refuse_others(op, inputs, out, (*options, *scalars))
+            raise
+        refuse_others(op, inputs, out, (*options, *scalars))
     refuse_gradient(*inputs, *out)
     if in_place:
         getattr(torch.ops.cutekernels, f"{op.name}_inplace")(*inputs, *options, *scalars, text)
