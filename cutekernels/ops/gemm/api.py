@@ -37,6 +37,7 @@ _increment_version = torch._C._increment_version
 _is_grad_enabled = torch.is_grad_enabled
 _any_requires_grad = torch._C._any_requires_grad
 _is_compiling = torch.compiler.is_compiling
+_PLAIN = (Tensor, torch.nn.Parameter)
 GEMM_PATH: Path
 LINEAR_PATH: Path
 
@@ -94,7 +95,7 @@ def gemm(
             at_b = b.data_ptr()
             found = _recent(at_b if out is None else ~at_b)
             if found is not None:
-                guard, (its_name, its_accumulate), its_config, _, terms, known, call = found
+                guard, (its_name, its_accumulate), its_config, _, terms, known, call = found[0]
                 if (
                     its_name is not name
                     or its_accumulate is not accumulate
@@ -120,7 +121,7 @@ def gemm(
         text = None if config is None else str(config)
         call_of = (None if out is None else (out,)), inputs, (name, accumulate), (alpha, beta), text
         if not (_is_compiling() or (_is_grad_enabled() and _any_requires_grad(a, b, c, bias))):
-            made = None if plain else calls.replay(*call_of)
+            made = calls.replay(*call_of) if type(b) in _PLAIN else None  # a fake's address is not to be read
             if made is None and direct(a, b, c, bias, out):
                 made = calls.recall(*call_of)
             if made is not None:
@@ -165,9 +166,12 @@ def linear(
         raise UnsupportedProblem(f"weight must be (N, K); its shape is {tuple(weight.shape)}")
     compiling = _is_compiling()
     if out is None and (compiling or (_is_grad_enabled() and _any_requires_grad(x, weight, bias))):
-        _check_linear(x, weight)
-        check_word("linear", "activation", activation, optional=True)
-        check_tensor("linear", "bias", bias, optional=True)
+        if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+            _check_linear(x, weight)
+        if activation is not None:
+            check_word("linear", "activation", activation)
+        if bias is not None:
+            check_tensor("linear", "bias", bias)
         name = "none" if activation is None else activation
         if compiling:
             return torch.ops.cutekernels.linear(x, weight, bias, name)  # type: ignore[no-any-return]
@@ -198,10 +202,8 @@ def linear(
 
 
 def _check_linear(x: Tensor, weight: Tensor) -> None:
-    if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
-        raise UnsupportedProblem(
-            f"x must be (..., K) and weight (N, K); their shapes are {tuple(x.shape)} and {tuple(weight.shape)}"
-        )
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise UnsupportedProblem(f"x must be (..., K) with weight's K={weight.shape[1]}; its shape is {tuple(x.shape)}")
 
 
 # ---- from operands to a launch --------------------------------------------------------------------------
@@ -414,6 +416,7 @@ def register(library: torch.library.Library) -> None:
         _INPUTS,
         _OPTIONS,
         (_cuda, _cpu, _fake),
+        launch=_gemm_launch,
         gradient=_gemm_gradient,
         remember=_remember_gemm,
         autocast="lower",
@@ -423,16 +426,13 @@ def register(library: torch.library.Library) -> None:
     def by_ops(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
         return _flattened(product, x, weight, bias, activation)
 
-    def launched(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        return _flattened(_launch, x, weight, bias, activation)
-
     def computed(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
         return _flattened(_compute, x, weight, bias, activation)
 
     LINEAR_PATH = Path(
         library,
         "linear(Tensor x, Tensor weight, Tensor? bias, str activation='none') -> Tensor",
-        (launched, computed),
+        (_linear_launch, computed),
         by_ops,
         gradient=_linear_gradient,
         remember=_remember_linear,
@@ -440,8 +440,28 @@ def register(library: torch.library.Library) -> None:
     )
 
 
-def _launch(a, b, c, bias, *options):  # type: ignore[no-untyped-def]
-    return _cuda(None, (a, b, c, bias), *options)
+def _linear_launch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """``linear`` on a GPU: a call like one before at once."""
+    a, b = x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight.t()
+    options = activation, "fp32"
+    if bias is None:
+        made = _CALLS.replay(None, (a, b), options, (1.0, 0.0))
+    else:
+        made = _FUSED_CALLS.replay(None, (a, b, None, bias), options, (1.0, 0.0))
+    y = made[0] if made is not None else _cuda(None, (a, b, None, bias), 1.0, 0.0, *options, None)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+
+
+def _gemm_launch(
+    a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, alpha: float, beta: float, activation: str,
+    accumulate: str, config: str | None,
+) -> Tensor:  # fmt: skip
+    """``gemm`` on a GPU: a product like one before at once."""
+    if bias is None and c is None and beta == 0.0:
+        made = _CALLS.replay(None, (a, b), (activation, accumulate), (alpha, beta), config)
+        if made is not None:
+            return made[0]
+    return _cuda(None, (a, b, c, bias), alpha, beta, activation, accumulate, config)  # type: ignore[no-any-return]
 
 
 def _compute(a, b, c, bias, *options):  # type: ignore[no-untyped-def]

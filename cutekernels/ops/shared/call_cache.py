@@ -34,6 +34,7 @@ Inputs = tuple[Tensor | None, ...]
 Fire = Callable[[list[int], tuple[Any, ...]], None]  # (addresses of the operands, scalars)
 
 MOST_CALLS = 4096  # entries of a table, which begins anew when it is full
+MOST_GUARDS = 4  # kept for one address: calls that take turns, the last one made first
 MOST_CHANGES = 16  # guards made for one address; behind them its calls are recalled by their keys
 _UNALIGNED = WIDEST_BYTES - 1
 
@@ -120,7 +121,7 @@ class CallCache:
 
     def __init__(self) -> None:
         self.calls: dict[tuple[object, ...] | None, Call] = {}
-        self.recent: dict[int, Recent] = {}  # by the last operand's address, complemented where results are given
+        self.recent: dict[int, list[Recent]] = {}  # by the last operand's address, complemented where results are given
         self._changes: dict[int, int] = {}
         _caches.append(self)
 
@@ -136,7 +137,7 @@ class CallCache:
         scalars: tuple[Any, ...] = (),
         config: object = None,
     ) -> Tensors | None:
-        """The results of a call like the last one with its last operand; None, and nothing was done, for any other."""
+        """The results of a call like one of the last with its last operand; None for others, and nothing was done."""
         if _traced_by_dynamo() or forward_ad._current_level >= 0:
             return None
         operands = inputs if results is None else results + inputs
@@ -148,23 +149,24 @@ class CallCache:
         found = self.recent.get(last if results is None else ~last)
         if found is None:
             return None
-        guard, its_options, its_config, absent, terms, known, call = found
-        if its_options != options or its_config is not config:
-            return None
-        if terms is not None and ((terms[0] and _is_grad_enabled()) or terms[1] != _current_device()):
-            return None
-        if not absent:
-            if not guard(*operands):
-                return None
-        elif _absent(operands) != absent or not guard(*[t for t in operands if t is not None]):
-            return None
-        if addresses != known and not call.fits(operands, addresses, known):
-            return None
-        if results is None or call.fire is None or call.fresh:
-            return call.run(results, inputs, addresses, scalars)
-        call.fire(addresses, scalars)
-        _increment_version(results)
-        return results
+        for guard, its_options, its_config, absent, terms, known, call in found:
+            if its_options != options or its_config is not config:
+                continue
+            if terms is not None and ((terms[0] and _is_grad_enabled()) or terms[1] != _current_device()):
+                continue
+            if not absent:
+                if not guard(*operands):
+                    continue
+            elif _absent(operands) != absent or not guard(*[t for t in operands if t is not None]):
+                continue
+            if addresses != known and not call.fits(operands, addresses, known):
+                continue
+            if results is None or call.fire is None or call.fresh:
+                return call.run(results, inputs, addresses, scalars)
+            call.fire(addresses, scalars)
+            _increment_version(results)
+            return results
+        return None
 
     def recall(
         self,
@@ -234,7 +236,8 @@ class CallCache:
             _keep(self._changes, place, changes + 1)
             graded = any(t.requires_grad for t in given)
             terms = (graded, call.device) if graded or torch.cuda.device_count() != 1 else None
-            _keep(self.recent, place, (guard_of(given), options, config, _absent(operands), terms, known, call))
+            recent = guard_of(given), options, config, _absent(operands), terms, known, call
+            _keep(self.recent, place, [recent, *self.recent.get(place, ())[: MOST_GUARDS - 1]])
         return made
 
 

@@ -14,10 +14,13 @@ LAUNCHES: dict[str, Callable[..., Any]] = {}
 """By name of the op: what generated code calls. Cached code keeps this line of import and the names."""
 
 
-def lowered(op: Any, cuda: Callable[..., Any], cpu: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+def lowered(
+    op: Any, cuda: Callable[..., Any], cpu: Callable[..., Any], fake: Callable[..., Any], into: Any, inputs: int
+) -> Callable[..., Any]:
     """``fake``, the op's implementation for fakes, which tells Inductor of the launch once Inductor is loaded.
 
-    Graphs are traced with fakes, so no graph of ours is lowered before.
+    Graphs are traced with fakes, so no graph of ours is lowered before. ``into``: the op that writes to results given
+    behind that many ``inputs``, if there is one: Inductor then plans their memory.
     """
     name = op._schema.name.rpartition("::")[2]
     tensors = [i for i, a in enumerate(op._schema.arguments) if "Tensor" in str(a.type)]
@@ -36,37 +39,50 @@ def lowered(op: Any, cuda: Callable[..., Any], cpu: Callable[..., Any], fake: Ca
         nonlocal told
         if not told and "torch._inductor.compile_fx" in sys.modules:
             told = True
-            _tell(op, name)
+            _tell(op, into, inputs)
         return fake(*args)
 
     return telling
 
 
-def _tell(op: Any, name: str) -> None:
+def _tell(op: Any, into: Any, inputs: int) -> None:
     """Registers the lowering of ``op``: an extern kernel called by its name in :data:`LAUNCHES`."""
     try:
         from torch._inductor import ir, lowering
         from torch._inductor.virtualized import V
         from torch.utils import _pytree as pytree
-    except ImportError:
+
+        shape, fallback, empty = ir.convert_shape_to_inductor, ir.FallbackKernel, lowering.empty_strided
+        register = lowering.register_lowering
+    except (ImportError, AttributeError):
         return
-    if not hasattr(ir, "FallbackKernel") or op in lowering.lowerings:
+    if op in lowering.lowerings:
         return
 
-    def wrapped(node: Any) -> Any:
-        return node.wrap_for_lowering() if hasattr(node, "wrap_for_lowering") else node
-
-    class Launch(ir.FallbackKernel):
+    class Launch(fallback):  # type: ignore[misc,valid-type]
         def codegen(self, wrapper: Any) -> None:
             if not V.graph.cpp_wrapper:
-                line = f"from {__name__} import LAUNCHES as cutekernels_launches"
-                wrapper.add_import_once(line)
+                wrapper.add_import_once(f"from {__name__} import LAUNCHES as cutekernels_launches")
+                name = self.op_overload._schema.name.rpartition("::")[2]
                 self.python_kernel_name = f"cutekernels_launches[{name!r}]"
             super().codegen(wrapper)
+
+    def wrapped(node: Any) -> Any:
+        if not isinstance(node, ir.IRNode):
+            return node
+        return node.wrap_for_lowering() if hasattr(node, "wrap_for_lowering") else ir.TensorBox.create(node)
 
     def lower(*args: Any, **options: Any) -> Any:
         arguments = op._schema.arguments
         args += tuple([options.get(a.name, a.default_value) for a in arguments[len(args) :]])
-        return pytree.tree_map(wrapped, Launch.create(op, *args))
+        if into is None:
+            return pytree.tree_map(wrapped, Launch.create(op, *args))
+        made = V.graph.current_node.meta["val"]
+        results = [
+            empty(shape(t.size()), shape(t.stride()), dtype=t.dtype, device=t.device)
+            for t in (made if isinstance(made, tuple | list) else (made,))
+        ]
+        Launch.create(into, *args[:inputs], *results, *args[inputs:])
+        return tuple(results) if isinstance(made, tuple | list) else results[0]
 
-    lowering.register_lowering(op, type_promotion_kind=None)(lower)
+    register(op, type_promotion_kind=None)(lower)

@@ -117,17 +117,8 @@ class Path:
         arguments = self.node._schema.arguments
         self._defaults = tuple([a.default_value for a in arguments])
         self._tensors = sum("Tensor" in str(a.type) for a in arguments)
-        launch, keep = self._launch, remember or _nothing
+        keep = remember or _nothing
         backward = gradient or no_gradient(self.name)
-
-        class Eager(Function):
-            """In the form whose apply is cheapest; never seen by Dynamo or torch.func."""
-
-            @staticmethod
-            def forward(ctx: Any, *args: Any) -> Any:
-                made = launch(args)
-                keep(ctx, args, made)
-                return made
 
         class Traced(Function):
             """In the form that torch.func takes, of ops."""
@@ -139,11 +130,11 @@ class Path:
             def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
                 keep(ctx, inputs, output)
 
-        for function in (Eager, Traced):
-            function.__name__ = function.__qualname__ = self.name
-            function.backward = staticmethod(backward)  # type: ignore[method-assign,assignment]
-        self._differentiated = super(Function, Eager).apply  # Function.apply adds 1 us for torch.func
+        Traced.__name__ = Traced.__qualname__ = self.name
+        Traced.backward = staticmethod(backward)  # type: ignore[method-assign,assignment]
         self._traced = Traced.apply
+        self._gpu_differentiated = _eager(self.name, self._gpu, keep, backward)
+        self._cpu_differentiated = _eager(self.name, self._cpu, keep, backward)
 
     def __call__(self, *args: Any) -> Any:
         """The results for all of the op's arguments, differentiable where gradients are enabled."""
@@ -156,12 +147,8 @@ class Path:
         if gpu is None:
             return self.through_ops(*args)
         if _is_grad_enabled() and _any_requires_grad(*tensors):
-            return self._differentiated(*args)
+            return self._gpu_differentiated(*args) if gpu else self._cpu_differentiated(*args)
         return self._gpu(*args) if gpu else self._cpu(*args)
-
-    def _launch(self, args: tuple[Any, ...]) -> Any:
-        first = next(t for t in args if t is not None)
-        return self._gpu(*args) if first.is_cuda else self._cpu(*args)
 
     def through_ops(self, *args: Any) -> Any:
         """The op by way of torch's dispatcher, whoever intercepts it."""
@@ -193,6 +180,21 @@ class Path:
         return tuple([_cast(t, device, kind, i in self._kept) for i, t in enumerate(args)])
 
 
+def _eager(name: str, kernel: Callable[..., Any], keep: Remember, backward: Gradient) -> Callable[..., Any]:
+    """``kernel`` with a gradient, in the form whose apply is cheapest; never seen by Dynamo or torch.func."""
+
+    class Eager(Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            made = kernel(*args)
+            keep(ctx, args, made)
+            return made
+
+    Eager.__name__ = Eager.__qualname__ = name
+    Eager.backward = staticmethod(backward)  # type: ignore[method-assign,assignment]
+    return super(Function, Eager).apply  # Function.apply adds 1 us for torch.func
+
+
 def _nothing(ctx: Any, args: tuple[Any, ...], output: Any) -> None:
     """Saves nothing: for an op without a gradient."""
 
@@ -219,10 +221,14 @@ def define(
     cuda: Callable[..., Any],
     cpu: Callable[..., Any],
     fake: Callable[..., Any],
+    *,
+    into: Any = None,
+    inputs: int = 0,
 ) -> Callable[..., Any]:
     """Defines one op of torch's with its three implementations, without autograd; returns it.
 
-    One that writes to its arguments has no gradient; autograd passes it on.
+    One that writes to its arguments has no gradient; autograd passes it on. ``into``: the op that does the same with
+    its results given behind that many ``inputs``.
     """
     declare: Callable[[str], object] = library.define  # torch leaves both untyped
     implement: Callable[[str, Callable[..., object], str], object] = library.impl
@@ -232,8 +238,11 @@ def define(
     implement(name, cuda, "CUDA")
     implement(name, cpu, "CPU")
     op = getattr(torch.ops.cutekernels, name).default
-    torch.library.register_fake(f"cutekernels::{name}", inductor.lowered(op, cuda, cpu, fake), lib=library)
-    if "!)" in schema:
+    telling = inductor.lowered(op, cuda, cpu, fake, into, inputs)
+    torch.library.register_fake(f"cutekernels::{name}", telling, lib=library)
+    if "!)" not in schema:
+        torch.library.register_vmap(f"cutekernels::{name}", _one_by_one(op), lib=library)
+    else:
         written = [a.name if a.is_write else None for a in op._schema.arguments]
 
         def resolved(*args: Any) -> Any:
@@ -249,6 +258,23 @@ def define(
         implement(name, resolved, "Negative")
         implement(name, resolved, "Conjugate")
     return op  # type: ignore[no-any-return]
+
+
+def _one_by_one(op: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule of vmap: a call for each entry of the batch."""
+
+    def mapped(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        if not info.batch_size:
+            raise UnsupportedProblem(f"{op} under vmap takes a batch of one entry at least; it has none: skip the call")
+        made = []
+        for i in range(info.batch_size):
+            entry = [a if dim is None else a.select(dim, i) for a, dim in zip(args, in_dims, strict=True)]
+            made.append(op(*entry))
+        if isinstance(made[0], Tensor):
+            return torch.stack(made), 0
+        return tuple([torch.stack(each) for each in zip(*made, strict=True)]), (0,) * len(made[0])
+
+    return mapped
 
 
 def without_autocast(cpu: Callable[..., Any]) -> Callable[..., Any]:
@@ -272,6 +298,7 @@ def define_with_out(
     *,
     results: tuple[str, ...] = ("out",),
     returns: tuple[str, str] = ("Tensor", "()"),
+    launch: Callable[..., Any] | None = None,
     gradient: Gradient | None = None,
     remember: Remember | None = None,
     autocast: Autocast | None = None,
@@ -279,19 +306,27 @@ def define_with_out(
 ) -> Path:
     """Defines ``name(inputs, options)`` and ``name_out(inputs, results, options)``; the path of the first.
 
-    ``returns`` are those of the two. ``gradient``, ``remember``, ``autocast`` and ``kept``: see :class:`Path`.
+    ``returns`` are those of the two. ``launch``: a shorter way for the first on a GPU than its implementation, of all
+    arguments. ``gradient``, ``remember``, ``autocast`` and ``kept``: see :class:`Path`.
     """
     n = inputs.count(",") + 1
     places = ", ".join([f"Tensor({chr(ord('a') + i)}!) {result}" for i, result in enumerate(results)])
     functional = [with_results(f, n, 0) for f in implementations]
     writing = [with_results(f, n, len(results)) for f in implementations]
     schema = f"{name}({inputs}, {options}) -> {returns[0]}"
-    op = define(library, f"_{schema}", *functional)
-    define(library, f"{name}_out({inputs}, {places}, {options}) -> {returns[1]}", *writing)
+    out = define(library, f"{name}_out({inputs}, {places}, {options}) -> {returns[1]}", *writing)
+    into = out if returns[1] == "()" else None
+    op = define(library, f"_{schema}", *functional, into=into, inputs=n)
     return Path(
-        library, schema, (functional[0], functional[1]), op,
-        remember=remember, gradient=gradient, autocast=autocast, kept=kept,
-    )  # fmt: skip
+        library,
+        schema,
+        (launch or functional[0], functional[1]),
+        op,
+        remember=remember,
+        gradient=gradient,
+        autocast=autocast,
+        kept=kept,
+    )
 
 
 def with_results(f: Implementation, inputs: int, results: int) -> Callable[..., Any]:
