@@ -224,7 +224,7 @@ def _wait() -> None:
 
 
 def _leaves(operands: Operands, op: str) -> list[Tensor]:
-    fixed = 2 if op == "rope" else len(operands)  # tables have no gradient
+    fixed = 1 if op == "rope" else len(operands)  # tables have no gradient, and the first result is of q alone
     return [t for t in operands[:fixed] if t.is_floating_point()]
 
 

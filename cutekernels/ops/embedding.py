@@ -197,8 +197,9 @@ def embedding(ids: Tensor, table: Tensor, *, config: EmbeddingConfig | str | Non
         InvalidConfig: ``config`` breaks a rule of the op.
     """
     check_tensor("embedding", "ids", ids)
-    flat = ids.reshape(-1)
-    (rows,) = call(EMBEDDING, (flat, table), config=config)
+    if ids.dim() == 1:
+        return call(EMBEDDING, (ids, table), config=config)[0]
+    (rows,) = call(EMBEDDING, (ids.reshape(-1), table), config=config)
     return rows.view(*ids.shape, table.shape[-1])
 
 

@@ -120,7 +120,9 @@ def gemm(
         calls, inputs = (_CALLS, (a, b)) if plain else (_FUSED_CALLS, (a, b, c, bias))
         text = None if config is None else str(config)
         call_of = (None if out is None else (out,)), inputs, (name, accumulate), (alpha, beta), text
-        if not (_is_compiling() or (_is_grad_enabled() and _any_requires_grad(a, b, c, bias))):
+        if _is_grad_enabled() and out is None and not _is_compiling() and _any_requires_grad(a, b, c, bias):
+            return GEMM_PATH(a, b, c, bias, alpha, beta, name, accumulate, text)  # type: ignore[no-any-return]
+        if not _is_compiling():
             made = calls.replay(*call_of) if type(b) in _PLAIN else None  # a fake's address is not to be read
             if made is None and direct(a, b, c, bias, out):
                 made = calls.recall(*call_of)
@@ -416,7 +418,7 @@ def register(library: torch.library.Library) -> None:
         _INPUTS,
         _OPTIONS,
         (_cuda, _cpu, _fake),
-        launch=_gemm_launch,
+        launches=(_gemm_launch, None),
         gradient=_gemm_gradient,
         remember=_remember_gemm,
         autocast="lower",
@@ -607,7 +609,8 @@ def _through_activation(grad: Tensor, z: Tensor, activation: str) -> Tensor:
 
 
 def _column_sums(dz: Tensor, dtype: torch.dtype) -> Tensor:
-    return dz.sum(tuple(range(dz.dim() - 1)), dtype=torch.promote_types(dz.dtype, torch.float32)).to(dtype)
+    """The sum over all dimensions but the last, in fp32 or better, rounded once."""
+    return dz.sum(tuple(range(dz.dim() - 1)), dtype=dtype)  # torch accumulates halves in fp32
 
 
 def _summed(x: Tensor, y: Tensor, alpha: float) -> Tensor:

@@ -6,7 +6,7 @@ the parts up, in a fixed order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,11 +19,12 @@ from cutekernels.op import Config, Problem, Scalar, Work, exact, extent, knob, l
 from cutekernels.ops.norms.rows import SUITE, N, NormConfig, NormOp, NormProblem, columns, rows
 from cutekernels.ops.shared import tensor_op
 from cutekernels.ops.shared.operands import TYPES, Array, Leads, Looks, Named, Sizes
-from cutekernels.ops.shared.tensor_op import WIDEST_BYTES
+from cutekernels.ops.shared.tensor_op import WIDEST_BYTES, Launch
 from cutekernels.ops.shared.triton_op import TritonOp
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
+    from cutekernels.ops.shared.call_cache import Fire
 
 
 # ---- the second pass ------------------------------------------------------------------------------------
@@ -206,31 +207,18 @@ class _NormBackward(NormOp[N]):
 
     def bind(self, p: N, c: NormConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
         n = len(self.results)
-        launch = super().bind(p, c, kernel)
-        programs, _, _ = self.grid(p, c)
-        summed = [i for i, name in enumerate(self.results) if i and self.kind(p, name) is not None]
-        per_head = p.heads if p.per_head else 1
 
         def sums_of_nothing(*args: Any) -> None:
             for t in args[:n]:
                 t.zero_()
 
-        def launch_both(*args: Any) -> None:
-            places = [args[0], *[None] * (n - 1), *args[n:]]
-            if not summed:
-                launch(*places)
-                return
-            parts = tensor_op.scratch(args[0], len(summed), programs // per_head, per_head * p.cols)
-            for i, part in zip(summed, parts.unbind(), strict=True):
-                places[i] = part
-            launch(*places)
-            if len(summed) == 2 and args[1].dtype == args[2].dtype:
-                tensor_op.run(COLUMN_SUM_PAIR, (args[1].view(-1), args[2].view(-1)), (parts.flatten(0, 1),))
-            else:
-                for i in summed:
-                    tensor_op.run(COLUMN_SUM, (args[i].view(-1),), (places[i],))
-
-        return launch_both if p.rows * p.heads * p.cols else sums_of_nothing
+        if not p.rows * p.heads * p.cols:
+            return sums_of_nothing
+        launch = super().bind(p, c, kernel)
+        programs, _, _ = self.grid(p, c)
+        summed = [i for i, name in enumerate(self.results) if i and self.kind(p, name) is not None]
+        per_head = p.heads if p.per_head else 1
+        return _BothPasses(launch, n, summed, (len(summed), programs // per_head, per_head * p.cols))
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         named = dict(zip((*self.inputs, *self.scalars), args, strict=True))
@@ -247,6 +235,72 @@ class _NormBackward(NormOp[N]):
             shape, types = self.result(name, named, {}, {}, **options)
             found.append((terms.new_zeros(shape) if 0 in shape else terms.reshape(-1, *shape).sum(0)).to(types[0]))
         return tuple(found)
+
+
+class _BothPasses:
+    """``launch(*results, *inputs, *scalars)``: the first pass, which leaves parts, and the sums of those.
+
+    ``summed``: which results are sums. ``shape``: of all their parts, one matrix for each.
+    """
+
+    def __init__(
+        self, first: Callable[..., None], results: int, summed: Sequence[int], shape: tuple[int, int, int]
+    ) -> None:
+        self._first, self._results, self._summed, self._shape = first, results, summed, shape
+
+    def _places(self, args: Sequence[Any], parts: Sequence[Any]) -> list[Any]:
+        """The operands of the first pass, whose results are the parts."""
+        places = [args[0], *[None] * (self._results - 1), *args[self._results :]]
+        for i, part in zip(self._summed, parts, strict=True):
+            places[i] = part
+        return places
+
+    def _sums(self, args: Sequence[Any], parts: Tensor) -> list[tuple[TritonOp[Any, Any], list[int], Tensor]]:
+        """The second pass: ops, which results each writes, and what it adds up. Alike results take one launch."""
+        if len(self._summed) == 2 and args[1].dtype == args[2].dtype:
+            return [(COLUMN_SUM_PAIR, [1, 2], parts.flatten(0, 1))]
+        return [(COLUMN_SUM, [i], part) for i, part in zip(self._summed, parts.unbind(), strict=True)]
+
+    def __call__(self, *args: Any) -> None:
+        if not self._summed:
+            self._first(*self._places(args, ()))
+            return
+        parts = tensor_op.scratch(args[0], *self._shape)
+        self._first(*self._places(args, parts.unbind()))
+        for op, written, part in self._sums(args, parts):
+            tensor_op.run(op, tuple([args[i].view(-1) for i in written]), (part,))
+
+    def settled(self, operands: Sequence[Tensor | None], scalars: int) -> Fire | None:
+        """Both passes by addresses, for operands that lie as these do, on the current device."""
+        if not isinstance(self._first, Launch):
+            return None
+        like, n, summed, shape = operands[0], self._results, self._summed, self._shape
+        assert like is not None
+        if not summed:
+            alone = self._first.settled(self._places(operands, ()), scalars)
+            return lambda addresses, scalars: alone([addresses[0], *[0] * (n - 1), *addresses[n:]], scalars)
+        parts, device = tensor_op.scratch(like, *shape), like.device
+        first = self._first.settled(self._places(operands, parts.unbind()), scalars)
+        sums = []
+        for op, written, part in self._sums(operands, parts):
+            results = [operands[i].view(-1) for i in written]  # type: ignore[union-attr]
+            fire = tensor_op.planned(op, (part,), tuple(results)).fire
+            if fire is None:
+                return None
+            sums.append((fire, written, part.data_ptr() - parts.data_ptr()))
+        size = parts[0].numel() * parts.element_size()
+
+        def fire_both(addresses: list[int], scalars: tuple[Any, ...]) -> None:
+            base = torch.empty(shape, dtype=torch.float32, device=device)
+            begin = base.data_ptr()
+            places = [addresses[0], *[0] * (n - 1), *addresses[n:]]
+            for k, i in enumerate(summed):
+                places[i] = begin + k * size
+            first(places, scalars)
+            for fire, written, offset in sums:
+                fire([*[addresses[i] for i in written], begin + offset], ())
+
+        return fire_both
 
 
 class RmsNormBackward(_NormBackward[RmsNormBackwardProblem]):

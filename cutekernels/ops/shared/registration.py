@@ -27,6 +27,7 @@ from cutekernels.ops.shared.checks import refuse_duals
 
 # Looked up once: each dotted name costs a call 30 ns.
 _is_compiling = torch.compiler.is_compiling
+_traced_by_dynamo = torch.compiler.is_dynamo_compiling  # cheap, and a constant to Dynamo
 _transforms = torch._C._functorch.peek_interpreter_stack
 _is_grad_enabled = torch.is_grad_enabled
 _any_requires_grad = torch._C._any_requires_grad
@@ -138,14 +139,12 @@ class Path:
 
     def __call__(self, *args: Any) -> Any:
         """The results for all of the op's arguments, differentiable where gradients are enabled."""
-        if _is_compiling():
+        if _traced_by_dynamo():
             return self.node(*args)
-        if autocasting() and self._rule is not None:
-            return self.through_ops(*args)
         tensors = args[: self._tensors]
         gpu = plain(tensors)
-        if gpu is None:
-            return self.through_ops(*args)
+        if gpu is None or (self._rule is not None and autocasting()):
+            return self.node(*args) if _is_compiling() else self.through_ops(*args)
         if _is_grad_enabled() and _any_requires_grad(*tensors):
             return self._gpu_differentiated(*args) if gpu else self._cpu_differentiated(*args)
         return self._gpu(*args) if gpu else self._cpu(*args)
@@ -222,12 +221,14 @@ def define(
     cpu: Callable[..., Any],
     fake: Callable[..., Any],
     *,
+    quick: Callable[..., Any] | None = None,
     into: Any = None,
     inputs: int = 0,
 ) -> Callable[..., Any]:
     """Defines one op of torch's with its three implementations, without autograd; returns it.
 
-    One that writes to its arguments has no gradient; autograd passes it on. ``into``: the op that does the same with
+    One that writes to its arguments has no gradient; autograd passes it on. ``quick``: a shorter way than ``cuda``, of
+    all arguments, where torch leaves out defaults at the end. ``into``: the op that does the same with
     its results given behind that many ``inputs``.
     """
     declare: Callable[[str], object] = library.define  # torch leaves both untyped
@@ -238,7 +239,7 @@ def define(
     implement(name, cuda, "CUDA")
     implement(name, cpu, "CPU")
     op = getattr(torch.ops.cutekernels, name).default
-    telling = inductor.lowered(op, cuda, cpu, fake, into, inputs)
+    telling = inductor.lowered(op, quick or cuda, cpu, fake, into, inputs)
     torch.library.register_fake(f"cutekernels::{name}", telling, lib=library)
     if "!)" not in schema:
         torch.library.register_vmap(f"cutekernels::{name}", _one_by_one(op), lib=library)
@@ -298,7 +299,7 @@ def define_with_out(
     *,
     results: tuple[str, ...] = ("out",),
     returns: tuple[str, str] = ("Tensor", "()"),
-    launch: Callable[..., Any] | None = None,
+    launches: tuple[Callable[..., Any], Callable[..., Any] | None] | None = None,
     gradient: Gradient | None = None,
     remember: Remember | None = None,
     autocast: Autocast | None = None,
@@ -306,21 +307,23 @@ def define_with_out(
 ) -> Path:
     """Defines ``name(inputs, options)`` and ``name_out(inputs, results, options)``; the path of the first.
 
-    ``returns`` are those of the two. ``launch``: a shorter way for the first on a GPU than its implementation, of all
-    arguments. ``gradient``, ``remember``, ``autocast`` and ``kept``: see :class:`Path`.
+    ``returns`` are those of the two. ``launches``: shorter ways for both on a GPU, of all arguments. ``gradient``,
+    ``remember``, ``autocast`` and ``kept``: see :class:`Path`.
     """
     n = inputs.count(",") + 1
     places = ", ".join([f"Tensor({chr(ord('a') + i)}!) {result}" for i, result in enumerate(results)])
     functional = [with_results(f, n, 0) for f in implementations]
     writing = [with_results(f, n, len(results)) for f in implementations]
     schema = f"{name}({inputs}, {options}) -> {returns[0]}"
-    out = define(library, f"{name}_out({inputs}, {places}, {options}) -> {returns[1]}", *writing)
+    quick, quick_out = launches or (None, None)
+    schema_out = f"{name}_out({inputs}, {places}, {options}) -> {returns[1]}"
+    out = define(library, schema_out, *writing, quick=quick_out)
     into = out if returns[1] == "()" else None
-    op = define(library, f"_{schema}", *functional, into=into, inputs=n)
+    op = define(library, f"_{schema}", *functional, quick=quick, into=into, inputs=n)
     return Path(
         library,
         schema,
-        (launch or functional[0], functional[1]),
+        (quick or functional[0], functional[1]),
         op,
         remember=remember,
         gradient=gradient,

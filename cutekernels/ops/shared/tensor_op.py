@@ -194,9 +194,9 @@ def _first(
     return op.calls.add(call, results, inputs, options, scalars, config)
 
 
-def planned(op: TensorOp[P, C], inputs: tuple[Tensor | None, ...]) -> Call:
-    """The call of ``inputs``, which allocates its results, for an op without options and scalars."""
-    return _planned(op, None, inputs, {}, 0, None)
+def planned(op: TensorOp[P, C], inputs: tuple[Tensor | None, ...], results: tuple[Tensor, ...] | None = None) -> Call:
+    """The call of ``inputs``, for an op without options and scalars; it allocates its results unless they are given."""
+    return _planned(op, results, inputs, {}, 0, None)
 
 
 def _planned(
@@ -225,7 +225,8 @@ def _planned(
         if any(copied):
             ways = [(empty_copy if i < n else Tensor.contiguous) if copy else None for i, copy in enumerate(copied)]
             launch = stand_ins(launch, ways, [i for i in range(n) if copied[i]])
-        fire = launch.settled(operands, scalars) if isinstance(launch, Launch) else None
+        settle = getattr(launch, "settled", None)
+        fire = None if settle is None else settle(operands, scalars)
     return Call.of(launch, inputs, fresh, pairs, fire)
 
 
@@ -260,7 +261,7 @@ def register(
         _implementations(op),
         results=op.results,
         returns=(returns, "()"),
-        launch=_launched(op),
+        launches=_launched(op),
         gradient=gradient,
         remember=remember,
         autocast=autocast,
@@ -268,9 +269,13 @@ def register(
     )
 
 
-def _launched(op: TensorOp[Any, Any]) -> Callable[..., Any]:
-    """``launch(*inputs, *options, *scalars, config)`` on a GPU, with as few calls on the way as there can be."""
-    n = len(op.inputs)
+def _launched(op: TensorOp[Any, Any]) -> tuple[Callable[..., Any], Callable[..., None]]:
+    """``launch(*inputs, *options, *scalars, config)`` on a GPU, and the same with results behind the inputs.
+
+    With as few calls on the way as there can be.
+    """
+    n, r = len(op.inputs), len(op.results)
+    i = n + r
     m = n + len(op.options)
     k = m + len(op.scalars)
     replay, recall, single = op.calls.replay, op.calls.recall, len(op.results) == 1
@@ -280,7 +285,12 @@ def _launched(op: TensorOp[Any, Any]) -> Callable[..., Any]:
         made = replay(*call) or recall(*call) or _first(op, *call)
         return made[0] if single else made
 
-    return launch
+    def launch_into(*args: Any) -> None:
+        call = args[n:i], args[:n], args[i : m + r], args[m + r : k + r], args[k + r]
+        if replay(*call) is None and recall(*call) is None:
+            _first(op, *call)
+
+    return launch, launch_into
 
 
 def register_inplace(library: torch.library.Library, op: TensorOp[Any, Any], updated: Sequence[int]) -> None:

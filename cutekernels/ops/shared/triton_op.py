@@ -48,9 +48,10 @@ if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
 # Looked up once: each dotted name costs a call 30 ns.
-is_compiling = torch.compiler.is_compiling
+traced_by_dynamo = torch.compiler.is_dynamo_compiling
 is_grad_enabled = torch.is_grad_enabled
 any_requires_grad = torch._C._any_requires_grad
+PLAIN = (Tensor, torch.nn.Parameter)  # of others, fakes among them, no address is to be read
 
 _SCHEMA_TYPES = {"fp32": "float", "i32": "int", "i64": "SymInt"}
 
@@ -486,7 +487,7 @@ def call(
         UnsupportedProblem: operands that pose no problem, gradients together with ``out``.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    if is_compiling():
+    if traced_by_dynamo():
         refuse_others(op, inputs, out, (*options, *scalars))
         text = None if config is None else str(config)
         if out is None:
@@ -494,7 +495,7 @@ def call(
             return (results,) if len(op.results) == 1 else tuple(results)
     else:
         try:
-            if not is_grad_enabled() or not any_requires_grad(*inputs):
+            if type(inputs[0]) in PLAIN and not (is_grad_enabled() and any_requires_grad(*inputs)):
                 found = op.calls.replay(out, inputs, options, scalars, config)
                 if found is not None:
                     return found
