@@ -237,6 +237,12 @@ class _NormBackward(NormOp[N]):
         return tuple(found)
 
 
+def _flat(t: Tensor | None, like: Tensor) -> Tensor:
+    """What looks like ``t`` flattened, on the device of ``like``."""
+    assert t is not None
+    return like.new_empty(t.numel(), dtype=t.dtype)
+
+
 class _BothPasses:
     """``launch(*results, *inputs, *scalars)``: the first pass, which leaves parts, and the sums of those.
 
@@ -274,7 +280,8 @@ class _BothPasses:
         """Both passes by addresses, for operands that lie as these do, on the current device."""
         if not isinstance(self._first, Launch):
             return None
-        like, n, summed, shape = operands[0], self._results, self._summed, self._shape
+        n, summed, shape = self._results, self._summed, self._shape
+        like = operands[n]  # results may be placeholders without memory
         assert like is not None
         if not summed:
             alone = self._first.settled(self._places(operands, ()), scalars)
@@ -283,8 +290,8 @@ class _BothPasses:
         first = self._first.settled(self._places(operands, parts.unbind()), scalars)
         sums = []
         for op, written, part in self._sums(operands, parts):
-            results = [operands[i].view(-1) for i in written]  # type: ignore[union-attr]
-            fire = tensor_op.planned(op, (part,), tuple(results)).fire
+            results = tuple([_flat(operands[i], like) for i in written])
+            fire = tensor_op.planned(op, (part,), results).fire
             if fire is None:
                 return None
             sums.append((fire, written, part.data_ptr() - parts.data_ptr()))
