@@ -191,7 +191,7 @@ def _kernel(key: str) -> Callable[..., Any] | None:
     entry = _entry(key)
     try:
         return None if entry is None else _backend(entry.backend).load(entry.path)
-    except (CompileError, ImportError) as error:
+    except (CompileError, ImportError, OSError) as error:
         raise _Damaged(f"does not load ({error})") from error
 
 
@@ -216,7 +216,11 @@ def _obtained(
                 return found
         except _Damaged as error:
             _log.warning("the cached kernel %s %s; building it again", key, error)
-        return fresh(_built(op, p, c, gpu, key))
+        artifact = _built(op, p, c, gpu, key)
+        try:
+            return fresh(artifact)
+        except OSError as error:  # loading takes temporary files
+            raise _unwritable(error) from error
 
 
 def _built(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec, key: str) -> Artifact:

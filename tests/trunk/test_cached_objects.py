@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from cutekernels import compile as compiler
-from cutekernels.errors import CompileError
+from cutekernels.errors import CacheUnusable, CompileError
 from tests.trunk.test_compile import (
     CONFIG,
     FACTS,
@@ -165,7 +165,9 @@ def test_an_object_of_another_process_that_does_not_load_is_no_error(
     assert get().startswith("loaded")
 
 
-@pytest.mark.parametrize("failure", [CompileError("no such loader"), ImportError("no such module")])
+@pytest.mark.parametrize(
+    "failure", [CompileError("no such loader"), ImportError("no such module"), FileNotFoundError("it has just gone")]
+)
 def test_what_cannot_be_loaded_is_compiled(
     failure: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -178,6 +180,15 @@ def test_what_cannot_be_loaded_is_compiled(
     monkeypatch.setattr(TextArtifact, "load", refuse)
     assert get().startswith("fresh")
     assert str(failure) in caplog.text
+
+
+def test_where_no_temporary_file_can_be_made_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: TextArtifact) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(TextArtifact, "kernel", refuse)
+    with pytest.raises(CacheUnusable, match="No space left on device; .*TMPDIR"):
+        get()
 
 
 def test_a_long_compile_within_a_call_names_warmup_once(
