@@ -274,7 +274,7 @@ def warmup(problems: Iterable[tuple[str, str]], device: int | None = None, *, jo
         The plans, in order.
 
     Raises:
-        UnsupportedProblem: an op or a problem that does not exist.
+        UnsupportedProblem: an op or a problem that does not exist, or ``jobs`` that is no number of processes.
         UnknownGpu: no CUDA device is visible.
         CompileError: kernels do not compile, or their compilers crashed or took longer than two minutes each. All
             others are ready then.
@@ -284,7 +284,7 @@ def warmup(problems: Iterable[tuple[str, str]], device: int | None = None, *, jo
     import torch
 
     if jobs is not None and (type(jobs) is not int or jobs < 1):
-        raise ValueError(f"jobs is a number of processes, 1 or more; got {jobs!r}")
+        raise UnsupportedProblem(f"warmup takes a number of jobs, processes from 1 up; got {jobs!r}: leave it out")
     registry = import_module("cutekernels.ops.registry")
     index = torch.cuda.current_device() if device is None and torch.cuda.is_available() else device
     posed = []  # all are checked before any compiles

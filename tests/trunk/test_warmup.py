@@ -20,7 +20,7 @@ from cutekernels import compile as compiler
 from cutekernels import compilers, dispatch
 from cutekernels import gpu as gpus
 from cutekernels.backends import Facts
-from cutekernels.errors import CacheUnusable, CompileError, CompilerKilled
+from cutekernels.errors import CacheUnusable, CompileError, CompilerKilled, UnsupportedProblem
 from tests.trunk.test_isolate import gone
 
 ROOT = Path(__file__).parents[2]
@@ -146,7 +146,7 @@ def test_a_cache_that_cannot_be_written_says_so_at_once(orders: Path) -> None:
 
 @pytest.mark.parametrize("jobs", [0, -1, 2.0, True, "2"])
 def test_jobs_are_a_number_of_processes(jobs: Any, orders: Path) -> None:
-    with pytest.raises(ValueError, match="jobs is a number of processes"):
+    with pytest.raises(UnsupportedProblem, match="a number of jobs, processes from 1 up; .*leave it out"):
         dispatch.warmup(PROBLEMS, 0, jobs=jobs)
 
 
