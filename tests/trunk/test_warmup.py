@@ -249,6 +249,7 @@ def program(text: str, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_may_warm_up_from_a_daemon_thread(tmp_path: Path) -> None:
     with program(WORKS, tmp_path) as process:
         out, err = process.communicate(timeout=240)
