@@ -492,8 +492,10 @@ def _listen(fd: int, requests: queue.SimpleQueue[bytes]) -> None:
     with os.fdopen(fd, "rb") as stream:
         while True:
             header = stream.read(_HEADER.size)
-            if len(header) < _HEADER.size:
-                os._exit(0)  # the parent is gone, or has closed the pipe
+            if len(header) < _HEADER.size:  # the parent is gone, or has closed the pipe
+                if os.getpgrp() == os.getpid():
+                    os.killpg(0, signal.SIGKILL)  # and with this process the compilers that it started
+                os._exit(0)
             requests.put(stream.read(_HEADER.unpack(header)[0]))
 
 
