@@ -225,7 +225,7 @@ def _kept_in(folder: str) -> Iterator[None]:
     with _compiling:
         theirs = knobs.cache.manager_class or FileCacheManager
         values = vars(knobs.cache)
-        before = dict(values)
+        before = values.get("manager_class")
 
         def chosen(key: str, **role: bool) -> Any:  # of dumps and overrides, which users ask for by name, in any thread
             return Folder(key) if threading.get_ident() == own and not role else theirs(key, **role)
@@ -234,9 +234,9 @@ def _kept_in(folder: str) -> Iterator[None]:
         try:
             yield
         finally:
-            del values["manager_class"]
-            if "manager_class" in before:
-                values["manager_class"] = before["manager_class"]
+            values.pop("manager_class", None)
+            if before is not None:
+                values["manager_class"] = before
 
 
 def _compile(recipe: Recipe) -> Any:
@@ -298,7 +298,7 @@ def compile_kernel(
     facts = replace(static, smem_bytes=static.smem_bytes + compiled.metadata.shared)
     # As JSON, which Triton writes and reads its metadata as too.
     metadata = json.loads(json.dumps(compiled.metadata._asdict() | {"hash": _digest(cubin)}, default=vars))
-    return TritonArtifact(Binary(recipe, metadata, cubin), facts, str(compiled.asm["ptx"]))
+    return TritonArtifact(Binary(recipe, metadata, cubin), facts, compiled.asm.get("ptx", ""))
 
 
 def _digest(cubin: bytes) -> str:

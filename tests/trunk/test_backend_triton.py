@@ -92,6 +92,14 @@ def test_what_another_thread_compiles_meanwhile_goes_to_its_own_cache(
     assert Path(ours) == tmp_path / "k.cubin" and Path(ours).read_bytes() == b"ours"
 
 
+def test_what_users_ask_triton_for_they_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_STORE_BINARY_ONLY", "1")
+    monkeypatch.setenv("TRITON_KERNEL_DUMP", "1")
+    monkeypatch.setenv("TRITON_DUMP_DIR", str(tmp_path))
+    assert build().binary.cubin
+    assert list(tmp_path.rglob("glu.ptx"))
+
+
 def test_shared_memory_and_spills_are_counted(artifact: TritonArtifact) -> None:
     facts = resource_usage(artifact.binary.cubin)
     assert facts == {"glu": artifact.facts}
