@@ -21,8 +21,9 @@ from typing import Any, Protocol
 
 from cutekernels import environment
 from cutekernels.autotune.fleet import Seat, SeatUnfit, Slot, SlotLost
-from cutekernels.autotune.runtime import Compile, Measure, Outcome, Prepare
+from cutekernels.autotune.runtime import Measure, Outcome, Prepare
 from cutekernels.backends import Facts
+from cutekernels.compilers import Compile
 from cutekernels.db.store import Environment
 from cutekernels.errors import CacheUnusable, JobError
 from cutekernels.gpu import GpuSpec

@@ -11,23 +11,20 @@ import threading
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-from cutekernels import compile as compiler
+from cutekernels import compilers
 from cutekernels.autotune.turns import Turns
 from cutekernels.backends import Facts
-from cutekernels.backends.cute import WITHOUT_GPU
 from cutekernels.conditions import Conditions
-from cutekernels.errors import CacheUnusable
 from cutekernels.gpu import GpuSpec
-from cutekernels.isolate import Child, ChildFailure, Pool, StartFailed
+from cutekernels.isolate import Child, ChildFailure, StartFailed
 from cutekernels.op import Config, Op, Problem
 
-COMPILE_TARGET = "cutekernels.autotune.runtime:compile_candidate"
+COMPILE_TARGET = compilers.TARGET
 WORKER_TARGET = "cutekernels.autotune.worker:answer"
-COMPILE_DEADLINE_S = 120.0
 PREPARE_DEADLINE_S = 180.0
 MEASURE_DEADLINE_S = 30.0
 VENDOR = "vendor"  # the name of the vendor's call among the outcomes of a final
@@ -90,10 +87,6 @@ class NotPrepared(ChildFailure):
     """The inputs or the reference of a problem could not be made: no verdict on the configs to be measured."""
 
 
-Compile = tuple[str, str, str, GpuSpec]
-"""Request: op, problem, config, and the GPU, described whole: its table may lack it."""
-
-
 class Runtime(Protocol):
     """The compile and measurement services that a search uses."""
 
@@ -117,42 +110,11 @@ class Runtime(Protocol):
         ...
 
 
-class Compilers:
-    """Compiling processes, which the runtimes of one host may share. ``jobs`` of them, none of which sees a GPU.
-
-    Temporary files of all processes lie in one folder, removed at the end: those killed in their work leave some.
-
-    Raises:
-        CacheUnusable: no kernel could be compiled.
-    """
+class Compilers(compilers.Compilers):
+    """Compiling processes, which the runtimes of one host may share: the tuner's."""
 
     def __init__(self, jobs: int) -> None:
-        compiler.tidy()
-        self._open = ExitStack()
-        self.temporary = str(self._open.enter_context(compiler.scratch()))
-        self.width = jobs
-        # No visible GPU: otherwise each compiler would make a CUDA context of hundreds of megabytes.
-        self._pool = Pool(COMPILE_TARGET, jobs, env=WITHOUT_GPU | {"TMPDIR": self.temporary})
-
-    def env_of(self, device: str | None) -> dict[str, str]:
-        """The environment of a process that works beside them, on one GPU or on all that are visible."""
-        return {"TMPDIR": self.temporary} | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
-
-    def submit(self, request: Compile) -> Future[Facts]:
-        return self._pool.submit(request, COMPILE_DEADLINE_S)
-
-    def close(self) -> None:
-        """End the processes; compiles not yet begun are dropped."""
-        self._pool.close()
-        self._open.close()
-        with suppress(CacheUnusable):
-            compiler.tidy()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        super().__init__(jobs, COMPILE_TARGET)
 
 
 class Spares:
@@ -298,15 +260,3 @@ class LocalRuntime:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def compile_candidate(request: Compile) -> Facts:
-    """Inside a compiler process: put the kernel's object into the disk cache, unless it is there.
-
-    The request holds the whole GpuSpec: this process sees no GPU, and a GPU may be missing from the table.
-    """
-    from cutekernels.ops import registry
-
-    name, problem, config, gpu = request
-    op = registry.get(name)
-    return compiler.prepare(op, op.Problem.parse(problem), op.Config.parse(config), gpu)

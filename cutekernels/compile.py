@@ -6,8 +6,10 @@ source simply has another key.
 
 The cache directory is native code, so it must be the user's own: created 0700, its owner and mode checked before
 anything in it is loaded. An entry is two files, ``<key>.<backend>`` and ``<key>.json`` (facts and checksum), each
-written to ``<key>.new/`` and renamed into its place under a per-key lock, ``<key>.lock``; a truncated or damaged one
-is rebuilt. Lock and folder last as long as the build; those of a killed process are removed by :func:`tidy`.
+written to ``<key>.new/`` and renamed into its place under a per-key lock, ``<key>.lock``. What is no regular file is
+not read. An entry that is damaged or does not load is looked at again under the lock, since another process may be
+renaming its second file, and then rebuilt. Lock and folder last as long as the build; those of a killed process are
+removed by :func:`tidy`.
 
 A build that fails for want of space, rights or memory raises :class:`~cutekernels.errors.CacheUnusable` or
 :class:`~cutekernels.errors.CompilerKilled`, never a plain CompileError, which is a verdict on the config.
@@ -23,15 +25,17 @@ import json
 import os
 import re
 import shutil
+import stat
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from cutekernels import settings
 from cutekernels.backends import Artifact, Facts, own_directory
@@ -60,8 +64,13 @@ _NO_SPACE = re.compile(
 _PROBE_BYTES = 1 << 16  # about an object's size
 _TOOL_KILLED = re.compile(r"error code -(9|15)\b")  # Triton's words for a ptxas that a signal ended
 
+_LONG_S = 1.0  # a compile that one notices within a call
+
+T = TypeVar("T")
+
 _lock = threading.RLock()
 _loaded: dict[str, Callable[..., Any]] = {}
+_told = False  # of a long compile within a call
 _log = settings.logger("compile")
 
 
@@ -74,15 +83,38 @@ def get(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec) -> Callable[..., Any]:
     key = cache_key(op, p, c, gpu)
     with _lock:
         if key not in _loaded:
-            _loaded[key] = _load(key) or _build(op, p, c, gpu, key)[1]()
+            begin = time.monotonic()
+
+            def fresh(artifact: Artifact) -> Callable[..., Any]:
+                _tell(op, p, time.monotonic() - begin)
+                return artifact.kernel()
+
+            _loaded[key] = _obtained(op, p, c, gpu, key, _kernel, fresh)
         return _loaded[key]
 
 
 def prepare(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec) -> Facts:
     """Makes sure the object is in the disk cache, without loading it; needs no GPU. Raises CompileError."""
-    key = cache_key(op, p, c, gpu)
-    entry = _entry(key)
-    return entry[1] if entry is not None else _build(op, p, c, gpu, key)[0]
+    return _obtained(op, p, c, gpu, cache_key(op, p, c, gpu), _facts, lambda artifact: artifact.facts)
+
+
+def ready(key: str) -> bool:
+    """Whether :func:`get` finds the object of this key in memory or, undamaged, on disk."""
+    with suppress(_Damaged):
+        return key in _loaded or _entry(key) is not None
+    return False
+
+
+def _tell(op: Op[Any, Any], p: Any, seconds: float) -> None:
+    """Names the remedy for a long compile within a call, once per process."""
+    global _told
+    if seconds >= _LONG_S and not _told:
+        _told = True
+        _log.info(
+            "a call waited %.1f s for %s [%s] to compile; cutekernels.warmup([(%r, %r), ...]) compiles ahead of calls, "
+            "several kernels side by side (said once per process)",
+            *(seconds, op.name, p, op.name, str(p)),
+        )
 
 
 def cache_key(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec) -> str:
@@ -125,51 +157,83 @@ def _backend(name: str) -> type[Artifact]:
     return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
 
 
-def _entry(key: str) -> tuple[Path, Facts, str] | None:
-    """``(object, facts, backend)`` of an undamaged entry, else None."""
+class _Damaged(Exception):
+    """An entry is not as it was written, or does not load."""
+
+
+class _Entry(NamedTuple):
+    path: Path
+    facts: Facts
+    backend: str
+
+
+def _entry(key: str) -> _Entry | None:
+    """The entry of this key, None where there is none. Raises _Damaged."""
     root = directory()
     try:
-        record = json.loads((root / f"{key}.json").read_text())
+        record = json.loads(_read(root / f"{key}.json"))
         path = root / f"{key}.{record['backend']}"
         if record["backend"] not in _BACKENDS or _checksum(path, record["facts"]) != record["sha256"]:
             raise ValueError("its checksum differs")
-        return path, Facts(**record["facts"]), record["backend"]
+        return _Entry(path, Facts(**record["facts"]), record["backend"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        _log.warning("the cached kernel %s is damaged (%s); building it again", key, error)
-        return None
+        raise _Damaged(f"is damaged ({error})") from error
 
 
-def _load(key: str) -> Callable[..., Any] | None:
+def _facts(key: str) -> Facts | None:
     entry = _entry(key)
-    if entry is None:
-        return None
-    path, _, backend = entry
+    return None if entry is None else entry.facts
+
+
+def _kernel(key: str) -> Callable[..., Any] | None:
+    entry = _entry(key)
     try:
-        return _backend(backend).load(path)
-    except CompileError as error:
-        _log.warning("the cached kernel %s does not load (%s); building it again", key, error)
-        with suppress(OSError, CompileError), _locked(key):
-            (directory() / f"{key}.json").unlink(missing_ok=True)  # else the builder would find it sound
-        return None
+        return None if entry is None else _backend(entry.backend).load(entry.path)
+    except (CompileError, ImportError, OSError) as error:
+        raise _Damaged(f"does not load ({error})") from error
 
 
-def _build(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec, key: str) -> tuple[Facts, Callable[[], Callable[..., Any]]]:
+def _obtained(
+    op: Op[Any, Any],
+    p: Any,
+    c: Any,
+    gpu: GpuSpec,
+    key: str,
+    taken: Callable[[str], T | None],
+    fresh: Callable[[Artifact], T],
+) -> T:
+    """What is ``taken`` from the entry of this key; where that is missing or no good, from a ``fresh`` artifact."""
+    with suppress(_Damaged):
+        found = taken(key)
+        if found is not None:
+            return found
     with _locked(key):
-        entry = _entry(key)  # another process may have built it while this one waited
-        if entry is not None:
-            path, facts, backend = entry
-            return facts, lambda: _backend(backend).load(path)
-        made_from = {"op": op.name, "static": dict(p.static()), "config": str(c), "target": gpu.target}
         try:
-            artifact = op.build(p, c, gpu)
-            _keep(artifact, made_from, key)
-        except ImportError as error:
-            raise CompilerKilled(f"the compiler does not import: {error}; see `cutekernels doctor`") from error
-        except (CompileError, OSError, MemoryError) as error:
-            raise _blamed(error) from error
-    return artifact.facts, artifact.kernel
+            found = taken(key)  # another process may have built it while this one waited
+            if found is not None:
+                return found
+        except _Damaged as error:
+            _log.warning("the cached kernel %s %s; building it again", key, error)
+        artifact = _built(op, p, c, gpu, key)
+        try:
+            return fresh(artifact)
+        except OSError as error:  # loading takes temporary files
+            raise _unwritable(error) from error
+
+
+def _built(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec, key: str) -> Artifact:
+    """A fresh artifact, kept as the entry of this key, whose lock is held."""
+    made_from = {"op": op.name, "static": dict(p.static()), "config": str(c), "target": gpu.target}
+    try:
+        artifact = op.build(p, c, gpu)
+        _keep(artifact, made_from, key)
+    except ImportError as error:
+        raise CompilerKilled(f"the compiler does not import: {error}; see `cutekernels doctor`") from error
+    except (CompileError, OSError, MemoryError) as error:
+        raise _blamed(error) from error
+    return artifact
 
 
 def _blamed(error: BaseException) -> BaseException:
@@ -205,7 +269,7 @@ def _locked(key: str) -> Iterator[None]:
     lock, fresh = root / f"{key}.lock", root / f"{key}.new"
     try:
         held = _flock(lock)
-        shutil.rmtree(fresh, ignore_errors=True)  # of a process that was killed
+        _remove(fresh)  # of a process that was killed
         fresh.mkdir(mode=0o700)
     except OSError as error:
         raise _unwritable(error) from error
@@ -219,10 +283,14 @@ def _locked(key: str) -> Iterator[None]:
 def _flock(lock: Path, wait: bool = True) -> int | None:
     """A descriptor that holds the file ``lock``, made if missing; without ``wait``, None while another holds it.
 
-    The holder removes the file, so whoever waited for it must look whether what it holds is still there.
+    The holder removes the file, so whoever waited for it must look whether what it holds is still there. Whatever else
+    lies in its place is removed: it cannot be held.
     """
     while True:
-        held = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with suppress(FileNotFoundError):
+            if not stat.S_ISREG(os.lstat(lock).st_mode):
+                _remove(lock)
+        held = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(held, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             with suppress(FileNotFoundError):
@@ -284,7 +352,23 @@ def _keep(artifact: Artifact, made_from: dict[str, Any], key: str) -> None:
 
 def _checksum(path: Path, facts: Any) -> str:
     """Checksum of a compiled object and of the facts beside it."""
-    return hashlib.sha256(path.read_bytes() + json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(_read(path) + json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _read(path: Path) -> bytes:
+    """The content of a regular file. ValueError for anything else: opening a FIFO would wait for its writer."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError(f"{path.name} is no regular file")
+        return file.read()
+
+
+def _remove(path: Path) -> None:
+    """Removes whatever lies there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
@@ -293,6 +377,8 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
     write(fresh)
     with fresh.open("rb") as file:
         os.fsync(file.fileno())
+    if path.is_dir():  # anything else is replaced as it is
+        _remove(path)
     fresh.replace(path)
 
 

@@ -41,7 +41,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import IO, Any, NoReturn, Self
 
@@ -255,7 +255,8 @@ class Child:
         environment = {**os.environ, **{k: v for k, v in self._env.items() if v is not None}}
         for name in (k for k, v in self._env.items() if v is None):
             environment.pop(name, None)
-        arguments = [json.dumps(sys.path), str(child_in), str(child_out), self.target]
+        paths = [os.fspath(path) for path in sys.path]  # people put Path objects into it
+        arguments = [json.dumps(paths), str(child_in), str(child_out), self.target]
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOTSTRAP, *arguments],
@@ -399,26 +400,53 @@ class Pool:
         self._idle: queue.LifoQueue[Child] = queue.LifoQueue()
         for child in self._children:
             self._idle.put(child)
-        # One thread per child, each of which only waits for its process.
-        self._threads = ThreadPoolExecutor(size, thread_name_prefix="cutekernels-pool")
+        # One thread per child, each of which only waits for its process. They are daemons, which an executor's are not:
+        # a program that ends while a thread of its own compiles ahead does not wait for that.
+        self._threads: list[threading.Thread] = []
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], Any, float] | None] = queue.SimpleQueue()
+        self._submitting = threading.Lock()
+        self._closed = False
 
     def submit(self, task: Any, deadline_s: float) -> Future[Any]:
         """Queues one task; the future holds its reply or one of the :class:`ChildFailure` errors."""
-        return self._threads.submit(self._work, task, deadline_s)
+        future: Future[Any] = Future()
+        with self._submitting:
+            if self._closed:
+                raise RuntimeError("the pool was closed; it takes no more tasks")
+            self._tasks.put((future, task, deadline_s))
+            if len(self._threads) < self.size:
+                self._threads.append(threading.Thread(target=self._work, name="cutekernels-pool", daemon=True))
+                self._threads[-1].start()
+        return future
 
-    def _work(self, task: Any, deadline_s: float) -> Any:
-        child = self._idle.get()
-        try:
-            return child.ask(task, deadline_s)
-        finally:
-            self._idle.put(child)
+    def _work(self) -> None:
+        while (item := self._tasks.get()) is not None:
+            future, task, deadline_s = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            child = self._idle.get()
+            try:
+                answer = child.ask(task, deadline_s)
+            except BaseException as error:  # noqa: BLE001  whoever waits for the future gets it
+                self._idle.put(child)
+                future.set_exception(error)
+            else:
+                self._idle.put(child)
+                future.set_result(answer)
 
     def close(self) -> None:
         """Kills the children and drops the tasks not yet begun."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._submitting:
+            self._closed = True
+            with contextlib.suppress(queue.Empty):
+                while (item := self._tasks.get_nowait()) is not None:
+                    item[0].cancel()
+            for _ in self._threads:
+                self._tasks.put(None)
         for child in self._children:
             child.close()
-        self._threads.shutdown(wait=True)
+        for thread in self._threads:
+            thread.join()
 
     def __enter__(self) -> Self:
         return self
@@ -464,8 +492,10 @@ def _listen(fd: int, requests: queue.SimpleQueue[bytes]) -> None:
     with os.fdopen(fd, "rb") as stream:
         while True:
             header = stream.read(_HEADER.size)
-            if len(header) < _HEADER.size:
-                os._exit(0)  # the parent is gone, or has closed the pipe
+            if len(header) < _HEADER.size:  # the parent is gone, or has closed the pipe
+                if os.getpgrp() == os.getpid():
+                    os.killpg(0, signal.SIGKILL)  # and with this process the compilers that it started
+                os._exit(0)
             requests.put(stream.read(_HEADER.unpack(header)[0]))
 
 

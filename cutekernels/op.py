@@ -279,6 +279,10 @@ class Op(ABC, Generic[P, C]):
     def bind(self, p: P, c: C, kernel: Callable[..., Any]) -> Callable[..., Any]:
         """``launch(*outputs, *args)`` over the loaded ``kernel`` for this exact problem."""
 
+    def chained(self, p: P, c: C) -> Iterable[tuple[Op[Any, Any], Any]]:
+        """Other ops' problems whose plans ``bind`` takes, so that they are compiled ahead together with this one."""
+        return ()
+
     @abstractmethod
     def outputs(self, p: P, *args: Any) -> tuple[Tensor, ...]:
         """Allocates the results (meta tensors too: torch.compile's fake implementation uses it)."""

@@ -43,7 +43,8 @@ FLOORS = {
     "cutekernels/ops/optimizer.py": 8,
     "cutekernels/ops/sampling.py": 8,
     "cutekernels/ops/shared/": 7,
-    "cutekernels/dispatch.py": 5,
+    "cutekernels/dispatch.py": 6,
+    "cutekernels/compilers.py": 5,
     "cutekernels/compile.py": 4,
     "cutekernels/op.py": 3,
     "cutekernels/backends/": 3,
@@ -68,6 +69,7 @@ FLOORS = {
 UPWARDS = {
     ("cutekernels/__init__.py", "cutekernels.db"),  # found or not: a checkout that is not installed lacks it
     ("cutekernels/dispatch.py", "cutekernels.ops.registry"),
+    ("cutekernels/compilers.py", "cutekernels.ops.registry"),
     ("db/__init__.py", "cutekernels.catalog"),  # db.open(): what the fields of the stored texts mean
     ("cutekernels/cli.py", "bench.__main__"),  # the verb, from a table of text
 }

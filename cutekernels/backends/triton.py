@@ -1,11 +1,12 @@
-"""Triton backend: compiled for any GPU on any machine, saved as a recipe, launched with little overhead.
+"""Triton backend: compiled for any GPU on any machine, saved with its binary, launched with little overhead.
 
-The saved file is a *recipe* (JSON: function, signature, constexprs, target), not a binary: Triton keeps binaries in
-a disk cache of its own under our cache directory, keyed by source, options and version. Loading a recipe therefore
-recompiles only when one of those changed, or when what lies there has not the recipe's checksum.
+The saved file is one line of JSON (the recipe: function, signature, constexprs, target; and Triton's metadata of a
+launch), then the cubin. Loading it compiles nothing. Triton's own disk cache is not used: the hash it names a kernel by
+leaves out the constexpr globals of functions it calls that were not hashed before, so that hash, and nothing else of
+the metadata or of the binary, depends on what was compiled before it in the process. It is replaced by the cubin's.
 
-A recipe is untrusted text: its shape and types are checked, and it can name nothing but a ``@triton.jit``
-function of ``cutekernels.kernels.triton``.
+A saved file's recipe is checked nevertheless: shape and types, and it can name nothing but a ``@triton.jit`` function
+of ``cutekernels.kernels.triton``.
 
 Works with Triton 3.6 to 3.9, which agree on everything used here.
 """
@@ -16,16 +17,16 @@ import hashlib
 import json
 import os
 import re
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cutekernels import settings
-from cutekernels.backends import Artifact, Facts, own_directory
+from cutekernels.backends import Artifact, Facts
 from cutekernels.backends.cubin import resource_usage
 from cutekernels.errors import CompileError
 from cutekernels.gpu import ARCHITECTURES, GpuSpec
@@ -80,8 +81,6 @@ class Recipe:
     divisible: dict[str, int]
     options: dict[str, Constant]
     capability: int
-    facts: Facts | None = None
-    sha256: str = ""  # of the binary and its metadata, see _checksum
 
     def __post_init__(self) -> None:
         for rule, broken in self._rules():
@@ -112,9 +111,6 @@ class Recipe:
         yield f"options are {', '.join(_OPTIONS)}", wrong
         known = type(self.capability) is int and self.capability in _CAPABILITIES
         yield f"the target is one of {sorted(_CAPABILITIES)}", [] if known else [self.capability]
-        numbers = () if self.facts is None else (self.facts.registers, self.facts.stack_bytes, self.facts.smem_bytes)
-        yield "facts are whole numbers", [n for n in numbers if type(n) is not int or n < 0]
-        yield "the checksum is text", [] if isinstance(self.sha256, str) else [self.sha256]
 
     def jit_function(self) -> Any:
         """The ``@triton.jit`` function the recipe names. CompileError for anything else."""
@@ -133,83 +129,125 @@ class Recipe:
             )
         return fn
 
-    def dump(self) -> str:
-        facts = self.facts and [self.facts.registers, self.facts.stack_bytes, self.facts.smem_bytes]
-        return json.dumps({**vars(self), "facts": facts}, indent=1)
+    def source(self) -> Any:
+        """Triton's ``ASTSource``: what it compiles, and what its launcher asks for types. CompileError as above."""
+        from triton.compiler import ASTSource
+
+        fn = self.jit_function()
+        divisible = {(fn.arg_names.index(name),): [["tt.divisibility", n]] for name, n in self.divisible.items()}
+        return ASTSource(fn=fn, signature=self.signature, constexprs=self.constexprs, attrs=divisible)
+
+
+# ---- binaries -------------------------------------------------------------------------------------------
+
+_LAUNCHED: dict[str, type] = {"name": str, "shared": int, "num_warps": int, "target": dict}  # of all versions
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A compiled kernel: its recipe, Triton's metadata of a launch, the cubin."""
+
+    recipe: Recipe
+    metadata: dict[str, Any]
+    cubin: bytes
+
+    def dump(self) -> bytes:
+        header = {"recipe": asdict(self.recipe), "metadata": self.metadata}
+        return json.dumps(header).encode() + b"\n" + self.cubin
 
     @classmethod
-    def parse(cls, text: str) -> Recipe:
-        """The recipe in ``text``. CompileError unless every field is there and legal."""
+    def parse(cls, data: bytes) -> Binary:
+        """The binary in ``data``. CompileError unless every field is there and legal."""
+        header, _, cubin = data.partition(b"\n")
         try:
-            values = json.loads(text)
+            values = json.loads(header)
         except (ValueError, RecursionError) as error:
-            raise CompileError(f"a Triton recipe is JSON: {error}; rebuild the cached kernel") from error
-        expected = set(cls.__dataclass_fields__)
-        if not isinstance(values, dict) or set(values) != expected:
+            raise CompileError(f"a saved Triton kernel begins with JSON: {error}; rebuild the cached kernel") from error
+        if not isinstance(values, dict) or set(values) != {"recipe", "metadata"}:
+            raise CompileError("a saved Triton kernel has a recipe and metadata; rebuild the cached kernel")
+        recipe, metadata = values["recipe"], values["metadata"]
+        expected = set(Recipe.__dataclass_fields__)
+        if not isinstance(recipe, dict) or set(recipe) != expected:
             raise CompileError(
                 f"a Triton recipe has the fields {', '.join(sorted(expected))}; rebuild the cached kernel"
             )
-        facts = values.pop("facts")
-        if not isinstance(facts, list) or len(facts) != 3:
-            raise CompileError("a Triton recipe's facts are three numbers; rebuild the cached kernel")
-        return cls(**values, facts=Facts(*facts))
+        if not isinstance(metadata, dict) or any(type(metadata.get(n)) is not t for n, t in _LAUNCHED.items()):
+            raise CompileError(f"a kernel's metadata has {', '.join(_LAUNCHED)}; rebuild the cached kernel")
+        return cls(Recipe(**recipe), metadata, cubin)
+
+    def compiled(self) -> Any:
+        """A new ``CompiledKernel`` of Triton's, which belongs to one device once it is loaded; compiles nothing.
+
+        It reads files, as Triton's cache keeps them. CompileError for a recipe or a binary that Triton cannot take.
+        """
+        from triton.compiler import CompiledKernel
+
+        source = self.recipe.source()
+        with tempfile.TemporaryDirectory(prefix="cutekernels-") as folder:
+            group = {f"{source.name[:150]}{end}": Path(folder, f"kernel{end}") for end in (".json", ".cubin")}
+            (described, code) = group.values()
+            described.write_text(json.dumps(self.metadata))
+            code.write_bytes(self.cubin)
+            try:
+                return CompiledKernel(source, {name: str(path) for name, path in group.items()}, self.metadata["hash"])
+            except Exception as error:  # whatever Triton makes of metadata that is not its own
+                raise CompileError(f"Triton does not take the saved {self.recipe.function}: {error!r}") from error
 
 
 # ---- compiling ------------------------------------------------------------------------------------------
 
 
-def _directory() -> Path:
-    """Directory of Triton's binaries, created 0700. CompileError where another user could have written them."""
-    return own_directory(settings.load().cache_dir / "triton")
-
-
 @contextmanager
-def _triton_cache(anew: bool) -> Iterator[None]:
-    """Triton's disk cache under our own directory, for the duration of one compile; ``anew`` only writes to it."""
+def _kept_in(folder: str) -> Iterator[None]:
+    """What this thread compiles goes into ``folder``, and nothing is taken from any cache.
+
+    Other threads, in which torch.compile may be at work, keep their cache.
+    """
     from triton import knobs
+    from triton.runtime.cache import CacheManager, FileCacheManager
 
-    directory = _directory()
-    with _compiling, knobs.cache.scope(), knobs.compilation.scope():
-        vars(knobs.compilation)["always_compile"] = anew
-        # Like `knobs.cache.dir = ...`, which would also export TRITON_CACHE_DIR.
-        vars(knobs.cache)["dir"] = str(directory)
-        yield
+    class Folder(CacheManager):  # type: ignore[misc]
+        def get_file(self, filename: str) -> str | None:
+            return None
+
+        def get_group(self, filename: str) -> dict[str, str] | None:
+            return None
+
+        def put(self, data: Any, filename: str, binary: bool = True) -> str:
+            path = Path(folder, filename)
+            path.write_bytes(data if isinstance(data, bytes) else str(data).encode())
+            return str(path)
+
+        def put_group(self, filename: str, group: dict[str, str]) -> None:
+            pass
+
+    own = threading.get_ident()
+    with _compiling:
+        theirs = knobs.cache.manager_class or FileCacheManager
+        values = vars(knobs.cache)
+        before = values.get("manager_class")
+
+        def chosen(key: str, **role: bool) -> Any:  # of dumps and overrides, which users ask for by name, in any thread
+            return Folder(key) if threading.get_ident() == own and not role else theirs(key, **role)
+
+        values["manager_class"] = chosen  # like an assignment, which would also export TRITON_CACHE_MANAGER
+        try:
+            yield
+        finally:
+            values.pop("manager_class", None)
+            if before is not None:
+                values["manager_class"] = before
 
 
-def _checksum(compiled: Any) -> str:
-    """A hash of the binary and of the metadata that a launch reads: shared memory, warps, name."""
-    metadata = json.dumps(compiled.metadata._asdict(), sort_keys=True, default=str)
-    return hashlib.sha256(compiled.asm["cubin"] + metadata.encode()).hexdigest()
-
-
-def _verified(recipe: Recipe) -> Any:
-    """Triton's ``CompiledKernel`` with the recipe's checksum; a damaged one in its disk cache is compiled again."""
-    with suppress(CompileError):
-        compiled = _compile(recipe, anew=False)
-        if _checksum(compiled) == recipe.sha256:
-            return compiled
-    compiled = _compile(recipe, anew=True)
-    if _checksum(compiled) != recipe.sha256:
-        raise CompileError(f"{recipe.function} compiles to another binary than the recipe's; rebuild the cached kernel")
-    return compiled
-
-
-def _compile(recipe: Recipe, *, anew: bool) -> Any:
-    """Triton's ``CompiledKernel``, from its disk cache where that has it, unless ``anew``."""
+def _compile(recipe: Recipe) -> Any:
+    """Triton's ``CompiledKernel``, compiled anew."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    fn = recipe.jit_function()
-    source = ASTSource(
-        fn=fn,
-        signature=recipe.signature,
-        constexprs=recipe.constexprs,
-        attrs={(fn.arg_names.index(name),): [["tt.divisibility", n]] for name, n in recipe.divisible.items()},
-    )
+    source = recipe.source()
     # Explicit: Triton 3.9 warns where it is left out, and 3.10 changes the default.
     options = {"enable_fp_fusion": True, **recipe.options}
-    with _triton_cache(anew):
+    with tempfile.TemporaryDirectory(prefix="cutekernels-") as folder, _kept_in(folder):
         try:
             return triton.compile(source, target=GPUTarget("cuda", recipe.capability, WARP_SIZE), options=options)
         except Exception as error:
@@ -253,45 +291,43 @@ def compile_kernel(
         chosen,
         major * 10 + minor,
     )
-    compiled = _compile(recipe, anew=True)  # nothing vouches for what Triton's cache may hold
-    static = resource_usage(compiled.asm["cubin"])[compiled.metadata.name]
+    compiled = _compile(recipe)
+    cubin = compiled.asm["cubin"]
+    static = resource_usage(cubin)[compiled.metadata.name]
     # Triton requests all its shared memory at launch; the binary declares none.
     facts = replace(static, smem_bytes=static.smem_bytes + compiled.metadata.shared)
-    return TritonArtifact(replace(recipe, facts=facts, sha256=_checksum(compiled)), compiled)
+    # As JSON, which Triton writes and reads its metadata as too.
+    metadata = json.loads(json.dumps(compiled.metadata._asdict() | {"hash": _digest(cubin)}, default=vars))
+    return TritonArtifact(Binary(recipe, metadata, cubin), facts, compiled.asm.get("ptx", ""))
+
+
+def _digest(cubin: bytes) -> str:
+    return hashlib.sha256(cubin).hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
 class TritonArtifact(Artifact):
-    """One compiled Triton kernel and the recipe to rebuild it."""
+    """One compiled Triton kernel."""
 
     backend: ClassVar[str] = "triton"
-    recipe: Recipe
-    compiled: Any
-
-    @property
-    def facts(self) -> Facts:  # type: ignore[override]
-        assert self.recipe.facts is not None
-        return self.recipe.facts
-
-    @property
-    def ptx(self) -> str:
-        return str(self.compiled.asm["ptx"])
+    binary: Binary
+    facts: Facts
+    ptx: str
 
     def save(self, path: Path) -> None:
-        path.write_text(self.recipe.dump())
+        path.write_bytes(self.binary.dump())
 
     @classmethod
     def load(cls, path: Path) -> Kernel:
-        """The launchable kernel of the recipe in ``path``. CompileError for a damaged or hostile one."""
+        """The launchable kernel in ``path``. CompileError for a damaged or hostile one."""
         try:
-            text = path.read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise CompileError(f"{path} is not a readable Triton recipe: {error}") from error
-        recipe = Recipe.parse(text)
-        return launcher(recipe, _verified(recipe))
+            data = path.read_bytes()
+        except OSError as error:
+            raise CompileError(f"{path} is not a readable Triton kernel: {error}") from error
+        return TritonKernel(Binary.parse(data))
 
     def kernel(self) -> Kernel:
-        return launcher(self.recipe, self.compiled)
+        return TritonKernel(self.binary)
 
 
 # ---- launching ------------------------------------------------------------------------------------------
@@ -312,17 +348,17 @@ class TritonKernel:
     hooks are not called.
     """
 
-    def __init__(self, recipe: Recipe, compiled: Any) -> None:
+    def __init__(self, binary: Binary) -> None:
         import torch
 
-        self._recipe = recipe
+        self._binary = binary
+        self._unclaimed = [binary.compiled()]  # at once: what Triton cannot take is no kernel
         self._current_device: Callable[[], int] = torch._C._cuda_getDevice if torch.cuda.is_available() else _no_cuda
         self._current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _device: 0)
-        types = list(recipe.signature.values())
+        types = list(binary.recipe.signature.values())
         trailing = len(types) - max((i + 1 for i, t in enumerate(types) if t != "constexpr"), default=0)
         self._constants = (None,) * trailing
         self._needed = len(types) - trailing
-        self._unclaimed = [compiled]
         self._loaded: dict[int, _Loaded] = {}
         self._owners: list[Any] = []
         self._loading = threading.Lock()
@@ -363,16 +399,11 @@ class TritonKernel:
     def _load(self, device: int) -> _Loaded:
         with self._loading:
             if device not in self._loaded:
-                own = self._unclaimed.pop() if self._unclaimed else _verified(self._recipe)
+                own = self._unclaimed.pop() if self._unclaimed else self._binary.compiled()
                 run = own.run  # loads the binary, and on Triton 3.6 builds the launcher of this signature
                 self._owners.append(own)  # keeps the binary loaded
                 self._loaded[device] = _entry(run, own.function, own.packed_metadata)
             return self._loaded[device]
-
-
-def launcher(recipe: Recipe, compiled: Any) -> Kernel:
-    """The launchable kernel over Triton's ``compiled``."""
-    return TritonKernel(recipe, compiled)
 
 
 def _entry(run: Any, function: int, metadata: Any) -> _Loaded:

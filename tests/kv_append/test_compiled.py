@@ -76,7 +76,7 @@ def test_the_assembler_keeps_the_length_ahead_of_the_ticket(spec: gpu.GpuSpec) -
     config = KV_APPEND.default(problem, spec)
     assert config.warps == 1
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built(KV_APPEND, problem, config, spec).compiled.asm["cubin"])
+        file.write(built(KV_APPEND, problem, config, spec).binary.cubin)
         file.flush()
         code = subprocess.check_output([cuobjdump(), "--dump-sass", file.name], text=True)
     read, handed_on, ticket = (code.index(name) for name in (" LDG.E R", " REDUX.MAX", " ATOMG.E.ADD"))

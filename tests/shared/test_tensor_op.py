@@ -15,7 +15,6 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import cutekernels as ck
-from cutekernels.backends import triton as backend
 from cutekernels.backends.triton import Recipe, TritonKernel
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.activations.op import GELU_MUL, SILU_MUL
@@ -253,6 +252,12 @@ SIGNATURE = {"x_ptr": "*fp32", "n": "i64", "BLOCK": "constexpr", "eps": "fp32", 
 RECIPE = Recipe("cutekernels.kernels.triton.activations", "x", SIGNATURE, {"BLOCK": 1, "WIDE": 1}, {}, {}, 90)
 
 
+def kernel_of(*compiled: Any) -> TritonKernel:
+    """A kernel whose binaries are these, one for each device in the order of their first launches."""
+    left = iter(compiled)
+    return TritonKernel(SimpleNamespace(recipe=RECIPE, compiled=lambda: next(left)))  # type: ignore[arg-type]
+
+
 class CudaLauncher:
     """Triton's, as far as we look into it."""
 
@@ -301,7 +306,7 @@ def test_triton_s_own_function_is_called_where_its_form_is_known(
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr("triton.__version__", version)
     compiled = SimpleNamespace(run=CudaLauncher(seen, scratch), function=11, packed_metadata="metadata")
-    kernel = TritonKernel(RECIPE, compiled)
+    kernel = kernel_of(compiled)
     kernel((5, 1, 1), 64, 9, None, 0.5)
     kernel((5, 1, 1), 64, 9, None, 0.5, None)
     kernel.settled((5, 1, 1), (9, None), 2)([64], (0.5,))
@@ -315,8 +320,7 @@ def test_a_settled_kernel_stays_on_its_device_and_keeps_its_binary(
     binaries = [
         SimpleNamespace(run=lambda *args: seen.append(args), function=f, packed_metadata=(1, 1, 0)) for f in (11, 22)
     ]
-    monkeypatch.setattr(backend, "_verified", lambda recipe: binaries[1])
-    kernel = TritonKernel(RECIPE, binaries[0])
+    kernel = kernel_of(*binaries)
     fire = kernel.settled((1, 1, 1), (9, None), 2)
     cuda[0] = 5
     other = kernel.settled((1, 1, 1), (9, None), 2)

@@ -512,10 +512,14 @@ class TestDirectory:
         get()
         forget()
 
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            raise OSError(30, "Read-only file system")
+        real = os.open
 
-        monkeypatch.setattr(compiler.os, "open", refuse)  # what a read-only mount does first
+        def refuse(path: Any, flags: int, *rest: Any) -> int:  # what a read-only mount does first
+            if flags & os.O_CREAT:
+                raise OSError(30, "Read-only file system")
+            return real(path, flags, *rest)
+
+        monkeypatch.setattr(compiler.os, "open", refuse)
         assert get().startswith("loaded")
         with pytest.raises(CompileError, match="cannot be written: .*Read-only file system; .*CUTEKERNELS_CACHE"):
             get(config=CONFIG.replace(tile=64))

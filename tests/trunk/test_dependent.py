@@ -41,14 +41,14 @@ def test_nothing_is_read_or_written_before_the_wait(name: str) -> None:
     assert first is not None, "a kernel moves something"
     assert WAIT in ptx[: first.start()]
     assert "griddepcontrol.launch_dependents" in ptx[: first.start()]
-    assert artifact.recipe.options["launch_pdl"] is True
+    assert artifact.binary.recipe.options["launch_pdl"] is True
 
 
 @pytest.mark.parametrize("name", ["silu_mul", "rms_norm"])
 def test_gpus_without_dependent_launch_know_nothing_of_it(name: str) -> None:
     artifact = compiled(name, gpu.lookup("l40s"))
     assert "griddepcontrol" not in artifact.ptx
-    assert artifact.recipe.options["launch_pdl"] is False
+    assert artifact.binary.recipe.options["launch_pdl"] is False
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm"])

@@ -61,6 +61,11 @@ def obey(order: tuple[str, Any]) -> Any:
     if verb == "grandchild":  # leaves a process behind, then dies
         print("left", subprocess.Popen(["sleep", "60"]).pid, flush=True)
         os._exit(5)
+    if verb == "tool":  # like a compiler that runs ptxas
+        tool = subprocess.Popen(["sleep", "60"])
+        Path(value + ".half").write_text(f"{tool.pid} {os.getpid()}")
+        Path(value + ".half").rename(value)
+        tool.wait()
     raise AssertionError(verb)
 
 
@@ -374,3 +379,21 @@ def test_no_orphans_when_the_parent_goes(blow: signal.Signals) -> None:
     assert parent.wait(20) != 0
     parent.stdout.close()
     assert all(gone(pid) for pid in pids)
+
+
+ENDS = """
+import os, sys, threading, time
+from cutekernels.isolate import Child
+sys.path.insert(0, {here!r})
+threading.Thread(target=Child({target!r}).ask, args=(("tool", {place!r}), 100), daemon=True).start()
+while not os.path.exists({place!r}):
+    time.sleep(0.01)
+"""
+
+
+def test_what_a_child_started_goes_with_the_parent_too(tmp_path: Path) -> None:
+    place = tmp_path / "pids"
+    script = textwrap.dedent(ENDS.format(here=str(HERE), target=TARGET, place=str(place)))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    assert subprocess.run([sys.executable, "-c", script], env=env, timeout=60, check=False).returncode == 0
+    assert all(gone(int(pid)) for pid in place.read_text().split())

@@ -26,8 +26,9 @@ from cutekernels import compile as compiler
 from cutekernels import gpu as gpus
 from cutekernels.autotune import run as autotune_run
 from cutekernels.autotune.fleet import OneSlot
-from cutekernels.autotune.runtime import Measure, Outcome, Prepare, compile_candidate
+from cutekernels.autotune.runtime import Measure, Outcome, Prepare
 from cutekernels.backends import Artifact, Facts
+from cutekernels.compilers import compile_candidate
 from cutekernels.db import snapshot as snapshots
 from cutekernels.db.store import Store
 from cutekernels.errors import CompileError, InvalidConfig, UnsupportedProblem

@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from cutekernels import environment
-from cutekernels.autotune.runtime import Compile, Measure, Outcome, Prepare
+from cutekernels.autotune.runtime import Measure, Outcome, Prepare
 from cutekernels.autotune.turns import Turns
 from cutekernels.backends import Facts
+from cutekernels.compilers import Compile
 from cutekernels.db.store import Environment
 from cutekernels.gpu import lookup
 from cutekernels.isolate import ChildDied

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cutekernels import compile as compiler
+from cutekernels import compilers
 from cutekernels.autotune import runtime
 from cutekernels.autotune.runtime import Load, LocalRuntime, Measure, NotPrepared, Outcome, Prepare, Warm
 from cutekernels.backends import Facts
@@ -41,7 +42,7 @@ def counted_compile(request: tuple[str, str, str, Any]) -> int:
     for module, name in ((torch.cuda, "is_available"), (torch.cuda, "device_count"), (driver, "cuInit")):
         real = getattr(module, name)
         setattr(module, name, lambda *args, real=real, name=name: asked.append(name) or real(*args))
-    runtime.compile_candidate(request)
+    compilers.compile_candidate(request)
     return len(asked)
 
 

@@ -205,13 +205,17 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
             gpu=gpu,
         )
 
+    def chained(self, p: N, c: NormLinearConfig) -> list[Part]:
+        if c.path != "chain" or p.layout != "aligned" or 0 in (p.m, p.n):
+            return []  # in other layouts their problems are known at the call
+        return self.parts(p)
+
     def bind(self, p: N, c: NormLinearConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
         if 0 in (p.m, p.n):
             return _nothing
         if c.path == "chain":
-            if p.layout == "aligned":  # else their problems are known at the call
-                for op, part in self.parts(p):
-                    dispatch.plan(op, part, torch.cuda.current_device())  # compiled now, for graphs captured later
+            for op, part in self.chained(p, c):
+                dispatch.plan(op, part, torch.cuda.current_device())  # compiled now, for graphs captured later
             return self.chain(p)
         workspace = SCHEDULES[c.body].workspace(_product_of(self, p), c.product, p.extras)
 
