@@ -105,15 +105,6 @@ class Fused(Patched):
             self.views = tuple((x, kind, p, 0 if p is None else p.data_ptr()) for x, kind, p in kept)
         return reason
 
-    def unpack(self) -> None:
-        """Give each projection memory of its own again."""
-        if self.packed is not None:
-            self.packed = None
-            with torch.inference_mode(False), torch.no_grad():
-                for _, _, p, address in self.views:
-                    if p is not None and p.data_ptr() == address:
-                        p.data = p.data.clone()
-
     def fused(self) -> tuple[Tensor, Tensor | None] | None:
         """The packed parameters, where one product with them does what the projections would do."""
         if self.packed is None:

@@ -63,8 +63,10 @@ def patch(model: torch.nn.Module) -> Report:
 
     Outside a ``with`` the model stays patched until :func:`unpatch`. Parameters keep their names, values and identity:
     state dicts, optimizers and PEFT adapters are not touched. Weights that multiply one input (q, k and v; gate and
-    up) are moved side by side in memory, and multiplied as one where no gradient of them is taken. Modules keep their
-    hooks; those with hooks on their projections, quantized weights or adapters keep their own projections.
+    up) are moved side by side in memory, and multiplied as one where no gradient of them is taken. They move once,
+    here, and stay there: :func:`unpatch` and a second patch move nothing. A CUDA graph captured before the move reads
+    memory that is freed, so capture after it. Modules keep their hooks; those with hooks on their projections,
+    quantized weights or adapters keep their own projections.
 
     Args:
         model: of Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Gemma 2 or Gemma 3 (text), in fp16 or bf16 on a GPU,
@@ -122,7 +124,9 @@ def patch(model: torch.nn.Module) -> Report:
 
 
 def unpatch(model: torch.nn.Module) -> None:
-    """Undo :func:`patch`: every module has its class, memory and attention again. No-op where nothing is patched.
+    """Undo :func:`patch`: every module has its class and attention again. No-op where nothing is patched.
+
+    Weights that :func:`patch` moved side by side stay there, as a second :func:`patch` or a ``Decoder`` wants them.
 
     Args:
         model: the patched model, or what holds it: PEFT's model, a compiled one, any module.
@@ -137,8 +141,6 @@ def unpatch(model: torch.nn.Module) -> None:
     classes = {cls: modules.unswapped(cls) for cls in set(map(type, found))}  # raises before anything is changed
     for module in reversed(found):  # a model behind those inside it, so that its attention counts
         if isinstance(module, modules.Patched):
-            if isinstance(module, modules.Fused):
-                module.unpack()
             module.__class__ = classes[type(module)]
             for name in ("packed", "sources", "views", "shared"):
                 module.__dict__.pop(name, None)
