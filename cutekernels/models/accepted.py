@@ -56,6 +56,11 @@ def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
             raise UnsupportedProblem(
                 f"Decoder moves the weights of one input side by side; {path} belongs to another module too: {_PATCH}"
             )
+    if not getattr(model.config, "is_causal", True):
+        raise UnsupportedProblem(
+            "Decoder's tokens see earlier ones alone; this model's config has is_causal=False: set it to True, or call "
+            "the model itself under cutekernels.patch, which honours it"
+        )
     head_dim = model.model.layers[0].self_attn.head_dim
     if head_dim % WIDEST or not 0 < head_dim <= WIDEST_HEAD:
         raise UnsupportedProblem(
