@@ -184,14 +184,18 @@ def one_process() -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("one_process")
-def test_a_model_that_fsdp_shards_is_refused() -> None:
-    from torch.distributed.fsdp import fully_shard
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_model_that_fsdp_shards_is_refused(version: int) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     model = tiny.model("llama")
     engine = decoder(model)
-    fully_shard(model)
-    with pytest.raises(UnsupportedProblem, match="changed since this decoder was made.*forward hooks would not run"):
+    cpu = torch.device("cpu")
+    whole = FullyShardedDataParallel(model, device_id=cpu, use_orig_params=True) if version == 1 else fully_shard(model)
+    with pytest.raises(UnsupportedProblem, match="changed since this decoder was made.*FSDP shards.*full_state_dict"):
         engine.generate([PROMPT], max_new_tokens=4)
+    with pytest.raises(UnsupportedProblem, match="Decoder reads whole weights, and FSDP shards those of"):
+        decoder(whole)
 
 
 def test_a_default_device_does_not_slow_the_check_down() -> None:

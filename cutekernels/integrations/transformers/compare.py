@@ -89,7 +89,7 @@ def compare(model: torch.nn.Module, inputs: Tensor | Mapping[str, Tensor], *, la
 def _check_model(model: Any) -> None:
     """Refuses what has no logits for each position, and what a copy of the model would not compute by itself."""
     remedy = "pass a model for causal language modelling, loaded by from_pretrained"
-    family_of(model, "compare", remedy)
+    family_of(model, "compare", remedy, head=True)
     if not hasattr(model, "lm_head"):
         raise UnsupportedProblem(f"compare takes models with an lm_head; {type(model).__name__} has none: {remedy}")
     if any(p.is_meta for p in model.parameters()):
