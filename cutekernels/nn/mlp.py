@@ -215,7 +215,7 @@ def projected(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, name: st
             f"{name} multiplies {x.dtype} by a weight of {weight.dtype}: bring x and all its weights to one dtype"
         )
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
-        raise UnsupportedProblem(f"{name} takes (..., {weight.shape[1]}); got {tuple(x.shape)}")
+        raise UnsupportedProblem(f"{name} takes (..., {weight.shape[1]}); got {tuple(x.shape)}: project it first")
     return linear(x, weight, bias)
 
 

@@ -68,7 +68,9 @@ class RMSNorm(torch.nn.Module):
         check_number("RMSNorm", "weight_offset", weight_offset)
         check_flag("RMSNorm", "elementwise_affine", elementwise_affine)
         if rounding not in ("once", "huggingface"):
-            raise UnsupportedProblem(f"RMSNorm takes rounding as 'once' or 'huggingface'; got {said(rounding)}")
+            raise UnsupportedProblem(
+                f"RMSNorm takes rounding as 'once' or 'huggingface'; got {said(rounding)}: pass one"
+            )
         check_place(dtype, device, optional=True)
         self.normalized_shape = (size,)
         self.variance_epsilon = eps
@@ -147,7 +149,8 @@ class LayerNorm(torch.nn.LayerNorm):
         weight, bias = (None if t is None else t.flatten() for t in (self.weight, self.bias))
         if x.shape[max(0, x.dim() - len(self.normalized_shape)) :] != self.normalized_shape:
             raise UnsupportedProblem(
-                f"the last dimensions must be {self.normalized_shape}; the input is {tuple(x.shape)}"
+                f"the last dimensions must be {self.normalized_shape}; the input is {tuple(x.shape)}: make a "
+                "LayerNorm of its shape, or move what is normalized to the end"
             )
         rows = x if len(self.normalized_shape) == 1 else x.flatten(-len(self.normalized_shape))
         return layer_norm(rows, weight, bias, eps=self.eps).view(x.shape)
