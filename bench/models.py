@@ -134,11 +134,11 @@ def ours(model: Any, case: Case, effort: Effort) -> Callable[[], object]:
     if case.suite == "prefill":
         decoder = Decoder.from_transformers(model, max_batch=1, max_tokens=case.tokens + 1)
         prompt = _prompt(vocabulary, case.tokens)
-        return lambda: decoder.generate([prompt], max_new_tokens=1)
+        return lambda: decoder.generate([prompt], max_new_tokens=1, stop=())
     begin, most = _begin(case, effort), effort.total + 2
     decoder = Decoder.from_transformers(model, max_batch=case.batch, max_tokens=begin + most)
     for _ in range(case.batch):
-        decoder.add(_prompt(vocabulary, begin), max_new_tokens=most)
+        decoder.add(_prompt(vocabulary, begin), max_new_tokens=most, stop=())
     decoder.step()
     return decoder.step
 

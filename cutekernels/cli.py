@@ -297,9 +297,13 @@ def _gpu(facts: dict[str, str]) -> Finding:
         gpu = lookup("auto")
     except UnknownGpu as error:
         if facts["driver"]:
-            remedy = (
-                "install a CUDA build of torch" if not facts["cuda"] else "check CUDA_VISIBLE_DEVICES and the driver"
-            )
+            import torch
+
+            remedy = "install a CUDA build of torch"
+            if torch.cuda.is_available():  # one that no kernel is compiled for
+                remedy = "use another GPU; CPU tensors run the reference"
+            elif facts["cuda"]:
+                remedy = "check CUDA_VISIBLE_DEVICES and the driver"
             return Finding("gpu", "broken", str(error), remedy)
         return Finding("gpu", "absent", "none; kernels compile for a named GPU, and CPU tensors run the reference")
     except ImportError as error:

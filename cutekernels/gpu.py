@@ -236,7 +236,11 @@ def describe(properties: Any) -> GpuSpec:
         return row
     if capability not in ARCHITECTURES:
         known = ", ".join(f"{a}.{b}" for a, b in ARCHITECTURES)
-        raise UnknownGpu(f"{properties.name} has compute capability {capability[0]}.{capability[1]}; known: {known}")
+        older = " and is older than all of them" if capability < min(ARCHITECTURES) else ""
+        raise UnknownGpu(
+            f"kernels are compiled for GPUs of compute capability {known}; {properties.name} has {capability[0]}."
+            f"{capability[1]}{older}: use another GPU, or torch's own functions on this one"
+        )
     # Unknown product: scale the largest GPU of its capability by SM count; bandwidth from the bus if torch reports it.
     kin = max((g for g in GPUS if g.capability == capability), key=lambda g: g.sm_count)
     scale = properties.multi_processor_count / kin.sm_count

@@ -178,7 +178,7 @@ class KVCache:
         if page_table is not None and page_table.shape != (batch, entries):
             raise UnsupportedProblem(
                 f"{batch} sequences of {room} tokens in pages of {page_size} have a page_table {(batch, entries)}; got "
-                f"{tuple(page_table.shape)}"
+                f"{tuple(page_table.shape)}: pass one of that shape, or leave it out"
             )
         count = batch * entries if pages is None else pages
         shape = (count, page_size, heads, head_dim)
@@ -275,14 +275,16 @@ class KVCache:
         """The cache of one sequence or of several in a row, in the same memory and with the same lengths."""
         parts = (sequences.start, sequences.stop, sequences.step) if isinstance(sequences, slice) else (sequences,)
         if not all(_whole(n) or (n is None and isinstance(sequences, slice)) for n in parts):
-            raise UnsupportedProblem(f"sequences are an integer or a slice of integers; got {sequences!r}")
+            raise UnsupportedProblem(
+                f"sequences are an integer or a slice of integers; got {sequences!r}: pass i, or i:j"
+            )
         if not isinstance(sequences, slice):
             first = sequences + self.batch if sequences < 0 else sequences
             if not 0 <= first < self.batch:
-                raise IndexError(f"there are {self.batch} sequences; got {sequences}")
+                raise IndexError(f"there are {self.batch} sequences; got {sequences}: count from 0")
             sequences = slice(first, first + 1)
         if sequences.step not in (None, 1):
-            raise UnsupportedProblem(f"sequences of a part lie in a row; got a step of {sequences.step}")
+            raise UnsupportedProblem(f"sequences of a part lie in a row; got a step of {sequences.step}: pass i:j")
         part = object.__new__(type(self))
         table, pool, states = self.page_table, self._pool, self._states[..., sequences]
         if table is None:

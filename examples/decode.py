@@ -34,12 +34,14 @@ def main(name: str | None = None, *texts: str) -> None:
     model, tokenizer = load(name)
     decoder = Decoder.from_transformers(model, max_batch=8, max_tokens=512, tokenizer=tokenizer)
     prompts = list(texts) or (["The kernel of the matter is"] if tokenizer else [[1, 2, 3], [4, 5]])
-    result = decoder.generate(prompts, max_new_tokens=32, sampling=Sampling(temperature=0.7, top_p=0.9, seed=1))
+    drawn = Sampling(temperature=0.7, top_p=0.9, seed=1)
+    stop = None if tokenizer else ()  # a random model's end of a text means nothing
+    result = decoder.generate(prompts, max_new_tokens=32, sampling=drawn, stop=stop)
     for row in result.texts or result.tokens:
         print(row)
     print(f"{result.tokens_per_second:.0f} tokens a second, capturing graphs included on a GPU")
 
-    number = decoder.add(prompts[0], max_new_tokens=8)  # others may be added while it runs
+    number = decoder.add(prompts[0], max_new_tokens=8, stop=stop)  # others may be added while it runs
     while not decoder.idle:
         decoder.step()
     print(decoder.result(number))

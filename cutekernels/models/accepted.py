@@ -9,8 +9,9 @@ import torch
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.families import Family, family_of, shared_parameters
-from cutekernels.integrations.transformers.modules import kind_of
-from cutekernels.integrations.transformers.patching import WIDEST_HEAD, is_patched
+from cutekernels.integrations.transformers.modules import kind_of, sharded
+from cutekernels.integrations.transformers.patching import is_patched
+from cutekernels.integrations.transformers.rules import WIDEST_HEAD
 from cutekernels.ops.attention.problem import WIDEST
 
 REMEDY = "generate with the model itself, its attention by cutekernels.route_sdpa()"
@@ -28,7 +29,7 @@ def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
         UnsupportedProblem: a model of another family, one that is patched, wrapped or lies on several devices, modules
             with hooks, forwards or classes of their own, a head_dim or rotary tables that no op has.
     """
-    family = family_of(model, "Decoder", REMEDY)
+    family = family_of(model, "Decoder", REMEDY, head=True)
     if not hasattr(model, "lm_head"):
         raise UnsupportedProblem(
             f"Decoder takes models for causal language modelling; {type(model).__name__} has no lm_head: {REMEDY}"
@@ -56,6 +57,11 @@ def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
             raise UnsupportedProblem(
                 f"Decoder moves the weights of one input side by side; {path} belongs to another module too: {_PATCH}"
             )
+    if not getattr(model.config, "is_causal", True):
+        raise UnsupportedProblem(
+            "Decoder's tokens see earlier ones alone; this model's config has is_causal=False: set it to True, or call "
+            "the model itself under cutekernels.patch, which honours it"
+        )
     head_dim = model.model.layers[0].self_attn.head_dim
     if head_dim % WIDEST or not 0 < head_dim <= WIDEST_HEAD:
         raise UnsupportedProblem(
@@ -98,7 +104,12 @@ def _check_class(path: str, module: torch.nn.Module, family: Family) -> None:
 
 
 def _check_forward(path: str, module: torch.nn.Module) -> None:
-    """Refuses a module that does more or something else than its class does."""
+    """Refuses a module that does more or something else than its class does, or has its weights elsewhere."""
+    if sharded(module):
+        raise UnsupportedProblem(
+            f"Decoder reads whole weights, and FSDP shards those of {path}: load a plain model with "
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
+        )
     if hasattr(module, "_hf_hook"):
         raise UnsupportedProblem(
             f"Decoder takes a model on one device, without accelerate's hooks; {path} has one (of a device_map over "

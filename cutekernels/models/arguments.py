@@ -121,6 +121,21 @@ def chosen_sampling(sampling: Sampling | None) -> Sampling:
     return sampling
 
 
+def end_tokens(model: Any, tokenizer: Any, vocabulary: int) -> frozenset[int]:
+    """Tokens at which ``generate`` of transformers ends a sequence, and the tokenizer's end of a text.
+
+    A model has none where its ``generation_config`` has none; its ``config`` counts where there is no such. Ids beyond
+    the vocabulary, which no model generates, are left out.
+    """
+    own = getattr(model, "generation_config", None) or model.config
+    found: list[Any] = []
+    both: list[Any] = [own.eos_token_id, getattr(tokenizer, "eos_token_id", None)]
+    for given in both:
+        ids = given.tolist() if hasattr(given, "tolist") else given  # of an array or a tensor
+        found += ids if isinstance(ids, list | tuple) else [ids]
+    return frozenset(token for token in found if type(token) is int and 0 <= token < vocabulary)
+
+
 def stop_tokens(stop: object, vocabulary: int) -> frozenset[int]:
     """Stop tokens as a set. Raises UnsupportedProblem for what is no sequence or set of token ids."""
     listed = isinstance(stop, Sequence | Set) and not isinstance(stop, str | bytes | bytearray)
@@ -128,6 +143,6 @@ def stop_tokens(stop: object, vocabulary: int) -> frozenset[int]:
     if not all(type(token) is int and 0 <= token < vocabulary for token in found):
         raise UnsupportedProblem(
             f"stop is token ids in a list, a tuple or a set, integers from 0 to {vocabulary - 1}; got {said(stop)}: "
-            "pass (tokenizer.eos_token_id,)"
+            "pass (tokenizer.eos_token_id,), or None for the model's own"
         )
     return frozenset(found)

@@ -18,9 +18,11 @@ from torch import Tensor
 from cutekernels.kv_cache import KVCache
 from cutekernels.models import arguments
 from cutekernels.models.accepted import check_model
+from cutekernels.models.fair_lock import FairLock
 from cutekernels.models.requests import Request, Requests
 from cutekernels.models.sampling import Choices, Sampling
-from cutekernels.models.weights import Attention, Weights, read
+from cutekernels.models.source import Source
+from cutekernels.models.weights import Attention
 from cutekernels.ops.attention.decode_api import decode_attention
 from cutekernels.ops.shared.checks import check_flag
 
@@ -62,12 +64,19 @@ class Decoder:
         print(decoder.generate([[1, 2, 3], [4, 5]], max_new_tokens=64).tokens)
 
     or request by request, with ``add``, ``step`` until ``idle``, and ``result``.
+
+    Threads may share a decoder. ``step``, ``cancel`` and a whole ``generate`` run one at a time, in the order of their
+    calls; all else waits for none of them, so that other threads may ``add`` to the requests of a loop of steps.
+
+    Weights stay the model's: an optimizer's step counts at once, and where the memory of a parameter has moved or
+    another one has taken its place, the next step reads all of them anew (and captures its graphs again), or refuses
+    with what is in the way.
     """
 
     @torch.inference_mode(False)  # or its state could not be changed outside of it
     def __init__(
         self,
-        weights: Weights,
+        source: Source,
         *,
         max_batch: int,
         max_tokens: int,
@@ -76,7 +85,8 @@ class Decoder:
         chunk: int,
         tokenizer: Any = None,
     ) -> None:
-        w = self._w = weights
+        w = self._w = source.weights
+        self._source, self._alone = source, FairLock()
         device, dtype = w.head.weight.device, w.head.weight.dtype
         self._max_batch, self._chunk, self._tokenizer = max_batch, chunk, tokenizer
         self._caches = KVCache.layers(
@@ -108,7 +118,7 @@ class Decoder:
         """A decoder over the weights of a transformers model, in the model's own memory.
 
         The model stays usable. Projections that share an input are moved side by side, as :func:`cutekernels.patch`
-        moves them.
+        moves them: once, and again after something else has moved them apart.
 
         Args:
             model: Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Gemma 2 or Gemma 3 (text) for causal language
@@ -118,7 +128,7 @@ class Decoder:
             page_size: tokens in a page of the cache: 16, 32, 64, 128 or 256.
             pages: of the cache in each layer; by default enough for ``max_batch`` requests of ``max_tokens``.
             chunk: tokens of a prompt that are computed at a time.
-            tokenizer: to take prompts as text and give texts back.
+            tokenizer: to take prompts as text and give texts back; its ``eos_token_id`` ends a request too.
 
         Raises:
             UnsupportedProblem: a model that is not of these families, is patched, has hooks or options that no op has
@@ -131,9 +141,9 @@ class Decoder:
         arguments.check_tokenizer(tokenizer)
         check_model(model)
         arguments.check_memory(model, max_batch=max_batch, max_tokens=max_tokens, page_size=page_size, pages=pages)
-        weights = read(model, max_tokens)
+        source = Source(model, max_tokens)
         return cls(
-            weights, max_batch=max_batch, max_tokens=max_tokens, page_size=page_size, pages=pages, chunk=chunk,
+            source, max_batch=max_batch, max_tokens=max_tokens, page_size=page_size, pages=pages, chunk=chunk,
             tokenizer=tokenizer,
         )  # fmt: skip
 
@@ -145,16 +155,18 @@ class Decoder:
         *,
         max_new_tokens: int = 128,
         sampling: Sampling | None = None,
-        stop: Sequence[int] | Set[int] = (),
+        stop: Sequence[int] | Set[int] | None = None,
     ) -> int:
-        """Queue a request; it starts in the next :meth:`step` that has room for it.
+        """Queue a request; it starts in the next :meth:`step` that has room for it. Waits for no step.
 
         Args:
             prompt: token ids, in a list or in a tensor or array ``(S,)`` or ``(1, S)``; or text where the decoder has
                 a tokenizer.
             max_new_tokens: at most; room for the prompt and all of them is reserved when it starts.
             sampling: how tokens are chosen; greedy by default.
-            stop: token ids behind which the request ends; the token itself is part of the result.
+            stop: token ids behind which the request ends; the token itself is part of the result. None: those of the
+                model's ``generation_config.eos_token_id``, as ``generate`` of transformers takes them, and the
+                tokenizer's. ``()``: none.
 
         Returns:
             The request's number, for :meth:`result` and :meth:`cancel`.
@@ -164,22 +176,28 @@ class Decoder:
                 argument of another kind.
         """
         ids = arguments.ids_of(prompt, self._tokenizer)
-        return self._requests.add(ids, max_new_tokens, arguments.chosen_sampling(sampling), stop).number
+        return self._requests.add(ids, max_new_tokens, arguments.chosen_sampling(sampling), self._stop(stop)).number
 
     def step(self) -> None:
         """Start waiting requests, start one token of each running one, and take in the tokens of the step before.
 
         Where an exception leaves it (an interrupt, say), requests that are not finished start anew in the next step.
+
+        Raises:
+            UnsupportedProblem: the model has been changed into one that the decoder cannot read, or of another dtype,
+                device or shape.
         """
-        try:
-            with torch.autocast(self._tokens.device.type, enabled=False):  # weights, caches and graphs are of one type
-                self._step()
-        except BaseException:  # what the caches hold is unknown: one layer may be a token ahead of the next
-            self._launched.clear()
-            self._counts.zero_()
-            self._counted = set()
-            self._requests.restart()
-            raise
+        with self._alone:
+            try:
+                with torch.autocast(self._tokens.device.type, enabled=False):  # weights, caches, graphs have one type
+                    self._follow()
+                    self._step()
+            except BaseException:  # what the caches hold is unknown: one layer may be a token ahead of the next
+                self._launched.clear()
+                self._counts.zero_()
+                self._counted = set()
+                self._requests.restart()
+                raise
 
     def _step(self) -> None:
         for request in self._requests.admitted():
@@ -218,9 +236,14 @@ class Decoder:
             KeyError: no request has this number, or its result has been taken.
             UnsupportedProblem: ``number`` is no whole number.
         """
-        tokens = self._requests.cancel(number)
+        with self._alone:
+            tokens = self._requests.cancel(number)
+            self._drop_finished()
+            return tokens
+
+    def _drop_finished(self) -> None:
+        """Tokens on their way to the host that no request waits for."""
         self._launched = [step for step in self._launched if not all(r.done for r in step.requests)]
-        return tokens
 
     def generate(
         self,
@@ -228,32 +251,39 @@ class Decoder:
         *,
         max_new_tokens: int = 128,
         sampling: Sampling | None = None,
-        stop: Sequence[int] | Set[int] = (),
+        stop: Sequence[int] | Set[int] | None = None,
         progress: bool = False,
     ) -> Generated:
         """Tokens for every prompt; arguments as of :meth:`add`. ``progress`` shows a bar with tokens a second.
 
         ``prompts`` are in a list, or the rows of a tensor or array. With a seed, request ``i`` draws with ``seed + i``.
-        An exception (an interrupt, say) cancels the requests of this call.
+        An exception (an interrupt, say) cancels the requests of this call. Requests of others run on beside it, and
+        are left where they are when it returns.
         """
         begin = time.perf_counter()
         check_flag("generate", "progress", progress)
         chosen = arguments.chosen_sampling(sampling)
-        stop = arguments.stop_tokens(stop, self._requests.vocabulary)
+        stop = self._stop(stop)
         numbers: list[int] = []
-        try:
-            for i, prompt in enumerate(arguments.listed_prompts(prompts)):
-                own = replace(chosen, seed=chosen.seed + i)
-                numbers.append(self.add(prompt, max_new_tokens=max_new_tokens, sampling=own, stop=stop))
-            for _ in self._shown(numbers, max_new_tokens) if progress else iter(lambda: self.idle, True):
-                self.step()
-        except BaseException:
-            for number in numbers:
-                self.cancel(number)
-            raise
-        tokens = [self.result(number) for number in numbers]
+        with self._alone:
+            try:
+                for i, prompt in enumerate(arguments.listed_prompts(prompts)):
+                    own = replace(chosen, seed=chosen.seed + i)
+                    numbers.append(self.add(prompt, max_new_tokens=max_new_tokens, sampling=own, stop=stop))
+                for _ in self._shown(numbers, max_new_tokens) if progress else self._until_done(numbers):
+                    self.step()
+            except BaseException:
+                for number in numbers:
+                    self.cancel(number)
+                raise
+            self._drop_finished()
+            tokens = [self.result(number) for number in numbers]
         texts = None if self._tokenizer is None else self._tokenizer.batch_decode(tokens)
         return Generated(tokens, texts, time.perf_counter() - begin)
+
+    def _until_done(self, numbers: list[int]) -> Iterator[None]:
+        while not self._requests.all_done(numbers):
+            yield
 
     def _shown(self, numbers: list[int], most: int) -> Iterator[None]:
         """A step at a time, under a progress bar."""
@@ -263,12 +293,30 @@ class Decoder:
         with Progress(TextColumn("generate"), BarColumn(), TaskProgressColumn(), rate, transient=True) as bar:
             task = bar.add_task("", total=len(numbers) * most, rate=0.0)
             begin = time.perf_counter()
-            while not self.idle:
+            for _ in self._until_done(numbers):
                 yield
                 done = sum(len(self.tokens_of(n)) for n in numbers)
                 bar.update(task, completed=done, rate=done / (time.perf_counter() - begin))
 
+    def _stop(self, stop: Sequence[int] | Set[int] | None) -> frozenset[int]:
+        """The tokens that end a request."""
+        vocabulary = self._requests.vocabulary
+        if stop is None:
+            return arguments.end_tokens(self._source.model, self._tokenizer, vocabulary)
+        return arguments.stop_tokens(stop, vocabulary)
+
     # ---- steps
+
+    def _follow(self) -> None:
+        """Read the weights anew where the model's have moved or been replaced; captured steps know old addresses."""
+        if not self._source.moved():
+            return
+        if self._tokens.is_cuda:
+            torch.cuda.synchronize(self._tokens.device)  # a captured step may still run
+        self._graphs.clear()
+        self._pool = None
+        self._source.refresh()
+        self._w = self._source.weights
 
     def _begin(self, request: Request) -> None:
         """The prompt of a request, chunk by chunk, and its first token."""
@@ -327,7 +375,8 @@ class Decoder:
             with torch.inference_mode():
                 self._decode(batch, greedy)  # compiles kernels; appends nothing, since nobody counts
                 found = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(found, pool=self._pool):
+                # By this thread alone: another one may read a prompt from the device meanwhile.
+                with torch.cuda.graph(found, pool=self._pool, capture_error_mode="thread_local"):
                     self._decode(batch, greedy)
             for t, before in zip(state, kept, strict=True):
                 t.copy_(before)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from cutekernels.errors import UnsupportedProblem
@@ -32,7 +33,7 @@ class Requests:
     """Slots and pages for requests, first come first served.
 
     A request starts when a slot is free and pages for its prompt and all of its tokens are, so a running request never
-    runs out of room.
+    runs out of room. Any thread may add, take and look up requests; one at a time does what concerns slots and pages.
     """
 
     def __init__(self, cache: KVCache, most: int, vocabulary: int) -> None:
@@ -43,6 +44,7 @@ class Requests:
         self._slots: list[Request | None] = [None] * cache.batch
         self._known: dict[int, Request] = {}
         self._next = 0
+        self._lock = threading.Lock()  # of the four above, held for no more than their change
 
     def add(self, prompt: list[int], most: int, sampling: Sampling, stop: Sequence[int] | Set[int]) -> Request:
         """Queue a request. Raises UnsupportedProblem for one that could never run."""
@@ -58,29 +60,36 @@ class Requests:
                 f"a prompt of {len(prompt)} tokens and {most} new ones are {need}, and the cache holds {self._room} of "
                 "a request: shorten it, or make the decoder with more max_tokens or pages"
             )
-        request = Request(self._next, prompt, most, sampling, stop_tokens(stop, self.vocabulary))
-        self._next += 1
-        self._known[request.number] = request
-        self._waiting.append(request)
+        stop = stop_tokens(stop, self.vocabulary)
+        with self._lock:
+            request = Request(self._next, prompt, most, sampling, stop)
+            self._next += 1
+            self._known[request.number] = request
+            self._waiting.append(request)
         return request
 
     def cancel(self, number: int) -> list[int]:
         """Forget a request, waiting, running or finished; its tokens so far."""
-        request = self._request(number)
-        if request in self._waiting:
-            self._waiting.remove(request)
-        elif not request.done:
+        with self._lock:
+            request = self._request(number)
+            if request in self._waiting:
+                self._waiting.remove(request)
+        if request.slot >= 0 and not request.done:
             self._end(request)
-        return self._known.pop(number).tokens
+        request.done = True
+        with self._lock:
+            self._known.pop(number, None)
+        return request.tokens
 
     def restart(self) -> None:
         """Queue every request that is not done anew, in the order they came; all slots and pages are free."""
         self._cache.reset()
-        self._slots = [None] * len(self._slots)
-        self._waiting = deque(request for request in self._known.values() if not request.done)
-        for request in self._waiting:
-            request.slot, request.launched = -1, 0
-            request.tokens.clear()
+        with self._lock:
+            self._slots = [None] * len(self._slots)
+            self._waiting = deque(request for request in self._known.values() if not request.done)
+            for request in self._waiting:
+                request.slot, request.launched = -1, 0
+                request.tokens.clear()
 
     def admitted(self) -> Iterator[Request]:
         """Requests that can start now, each with its slot and pages."""
@@ -90,8 +99,9 @@ class Requests:
             if -(-(len(request.prompt) + request.most) // size) > self._cache.free_pages:
                 return
             self._cache[slot].reserve(len(request.prompt) + request.most)
-            self._waiting.popleft()
-            request.slot, self._slots[slot] = slot, request
+            with self._lock:
+                self._waiting.popleft()
+                request.slot, self._slots[slot] = slot, request
             yield request
 
     def running(self) -> list[Request]:
@@ -108,22 +118,29 @@ class Requests:
 
     def _end(self, request: Request) -> None:
         self._cache[request.slot].reset()
+        request.done = True  # before its place is free: who finds nothing running finds it finished
         self._slots[request.slot] = None
-        request.done = True
+
+    def all_done(self, numbers: Iterable[int]) -> bool:
+        with self._lock:
+            return all(self._known[number].done for number in numbers if number in self._known)
 
     @property
     def all_finished(self) -> bool:
-        return not self._waiting and all(r is None for r in self._slots)
+        with self._lock:
+            return not self._waiting and all(r is None for r in self._slots)
 
     @property
     def finished(self) -> list[int]:
-        return [number for number, request in self._known.items() if request.done]
+        with self._lock:
+            return [number for number, request in self._known.items() if request.done]
 
     def take(self, number: int) -> list[int]:
         """The tokens of a finished request, which is forgotten."""
-        if not self._request(number).done:
-            raise KeyError(f"request {number} is not finished: step until it is, or read tokens_of({number})")
-        return self._known.pop(number).tokens
+        with self._lock:
+            if not self._request(number).done:
+                raise KeyError(f"request {number} is not finished: step until it is, or read tokens_of({number})")
+            return self._known.pop(number).tokens
 
     def tokens_of(self, number: int) -> list[int]:
         return list(self._request(number).tokens)

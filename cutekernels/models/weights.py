@@ -198,7 +198,10 @@ def _attention(attention: Any, family: Family, tables: dict[str | None, tuple[Te
 
 def _mlp(mlp: Any) -> Mlp | MoE:
     if hasattr(mlp, "experts"):
-        return MoE.from_transformers(mlp)
+        try:
+            return MoE.from_transformers(mlp)
+        except UnsupportedProblem as error:
+            raise UnsupportedProblem(f"Decoder runs experts as nn.MoE does. {error}, and {REMEDY}") from error
     gate = gate_of(mlp.act_fn)
     if gate is None:
         raise UnsupportedProblem(

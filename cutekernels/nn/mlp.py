@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -88,6 +88,11 @@ class SwiGLU(torch.nn.Module):
             )
         return projected(hidden, down.weight, down.bias) if plain(down) else down(hidden)
 
+    def named_children(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The halves too: torch's distributed checkpoints send each rank what they find under the names of children."""
+        yield from super().named_children()
+        yield from zip(_HALVES, self._halves, strict=True)
+
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, {self.intermediate_size}, bias={self.down_proj.bias is not None}"
 
@@ -122,6 +127,12 @@ class _Half(torch.nn.Module):
                 f"{half}.{name} of SwiGLU is rows of {_PACKED}.{name}, or None with it, and cannot be replaced alone; "
                 f"got {said(value)}: write into it under torch.no_grad(), {half}.{name}.copy_(new)"
             )
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """What is saved under the half's name, for those who ask the half itself; a model's buffers are without it."""
+        yield "weight", self.weight
+        if self.bias is not None:
+            yield "bias", self.bias
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         if name in ("weight", "bias"):
@@ -204,7 +215,7 @@ def projected(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, name: st
             f"{name} multiplies {x.dtype} by a weight of {weight.dtype}: bring x and all its weights to one dtype"
         )
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
-        raise UnsupportedProblem(f"{name} takes (..., {weight.shape[1]}); got {tuple(x.shape)}")
+        raise UnsupportedProblem(f"{name} takes (..., {weight.shape[1]}); got {tuple(x.shape)}: project it first")
     return linear(x, weight, bias)
 
 
@@ -258,4 +269,7 @@ def _pack(
             shapes = " and ".join(str(tuple(t.shape)) for t in found)
             error_msgs.append(f"{' and '.join(names)} must be {wanted}; they are {shapes}")
         else:
-            state_dict[f"{prefix}{_PACKED}.{kind}"] = torch.cat(found)
+            packed: Any = torch.cat(found)
+            if hasattr(packed, "redistribute") and hasattr(own, "placements"):  # by FSDP: each rank keeps its own rows
+                packed = packed.redistribute(own.device_mesh, own.placements)
+            state_dict[f"{prefix}{_PACKED}.{kind}"] = packed

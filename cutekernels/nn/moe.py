@@ -14,6 +14,7 @@ from cutekernels.ops.moe.route import moe_route
 from cutekernels.ops.shared.checks import check_flag, check_number, check_place, check_tensor, check_whole, check_word
 
 _MOST_EXPERTS, _MOST_CHOSEN = 512, 32  # of moe_route
+_REMEDY = "call the block itself"
 _BLOCKS = ("Qwen3MoeSparseMoeBlock", "MixtralSparseMoeBlock", "DeepseekV3MoE")
 
 
@@ -66,12 +67,16 @@ class MoE(torch.nn.Module):
         check_flag("MoE", "renormalize", renormalize)
         check_number("MoE", "scaling", scaling)
         if scoring not in ("softmax", "sigmoid"):
-            raise UnsupportedProblem(f"MoE takes scoring as 'softmax' or 'sigmoid'; got {scoring!r}")
+            raise UnsupportedProblem(f"MoE takes scoring as 'softmax' or 'sigmoid'; got {scoring!r}: pass one")
         if not (isinstance(groups, tuple | list) and len(groups) == 2):
-            raise UnsupportedProblem(f"MoE takes groups as (how many, how many a token chooses from); got {groups!r}")
+            raise UnsupportedProblem(
+                f"MoE takes groups as (how many, how many a token chooses from); got {groups!r}: pass (1, 1) for none"
+            )
         check_place(dtype, device, optional=True)
         if scoring == "softmax" and (scaling != 1.0 or tuple(groups) != (1, 1)):
-            raise UnsupportedProblem(f"MoE takes scaling={scaling} and groups={groups} with scoring='sigmoid' only")
+            raise UnsupportedProblem(
+                f"MoE takes scaling={scaling} and groups={groups} with scoring='sigmoid' only: leave them out"
+            )
         of, among = groups
         check_whole("MoE", "groups[0]", of, 1, num_experts)
         check_whole("MoE", "groups[1]", among, 1, of)
@@ -100,9 +105,15 @@ class MoE(torch.nn.Module):
         """
         name = type(block).__name__
         if name not in _BLOCKS:
-            raise UnsupportedProblem(f"MoE.from_transformers takes {', '.join(_BLOCKS)}; got {name}")
+            raise UnsupportedProblem(
+                f"MoE.from_transformers takes {', '.join(_BLOCKS)}; got {name}: make an MoE and load its weights, or "
+                f"{_REMEDY}"
+            )
         if getattr(block, "jitter_noise", 0):
-            raise UnsupportedProblem(f"MoE has no noise in its router; {name} has jitter_noise={block.jitter_noise}")
+            raise UnsupportedProblem(
+                f"MoE has no noise in its router; {name} has jitter_noise={block.jitter_noise}: set it to 0, or "
+                f"{_REMEDY}"
+            )
         names = ("gate_up_proj", "down_proj")
         if any(type(getattr(block.experts, n, None)) is not torch.nn.Parameter for n in names):
             raise UnsupportedProblem(
@@ -111,9 +122,14 @@ class MoE(torch.nn.Module):
             )
         activation = type(block.experts.act_fn).__name__
         if not activation.startswith("SiLU"):
-            raise UnsupportedProblem(f"MoE's experts have the activation SiLU; {name} has {activation}")
+            raise UnsupportedProblem(f"MoE's experts have the activation SiLU; {name} has {activation}: {_REMEDY}")
         sigmoid = name == "DeepseekV3MoE"
         experts, rows, hidden = block.experts.gate_up_proj.shape
+        if experts > _MOST_EXPERTS or block.gate.top_k > _MOST_CHOSEN:
+            raise UnsupportedProblem(
+                f"MoE takes up to {_MOST_EXPERTS} experts, {_MOST_CHOSEN} of them for a token; {name} has {experts} "
+                f"and {block.gate.top_k}: {_REMEDY}"
+            )
         made = cls(
             hidden, rows // 2, experts, block.gate.top_k,
             scoring="sigmoid" if sigmoid else "softmax",
@@ -162,7 +178,9 @@ class MoE(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         check_tensor("MoE", "x", x)
         if x.dim() == 0 or x.shape[-1] != self.hidden_size:
-            raise UnsupportedProblem(f"MoE takes x (..., {self.hidden_size}), its hidden_size; got {tuple(x.shape)}")
+            raise UnsupportedProblem(
+                f"MoE takes x (..., {self.hidden_size}), its hidden_size; got {tuple(x.shape)}: project it first"
+            )
         weights, ids = self.route(x)
         out = moe_ffn(x, self.experts.gate_up_proj, self.experts.down_proj, ids, weights)
         return out if self.shared_experts is None else out + self.shared_experts(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -23,18 +24,21 @@ from cutekernels.ops.shared.checks import (
 class RMSNorm(torch.nn.Module):
     """:func:`cutekernels.rms_norm` with its weight; given a residual, :func:`cutekernels.add_rms_norm`.
 
-    The state dict is that of Hugging Face's ``LlamaRMSNorm`` and of ``torch.nn.RMSNorm``: ``weight``. Attributes are
-    those of both: ``variance_epsilon`` and ``eps``, ``normalized_shape``.
+    Takes the arguments of Hugging Face's ``LlamaRMSNorm`` and of ``torch.nn.RMSNorm``; its state dict is theirs,
+    ``weight``, and so are its attributes: ``variance_epsilon`` and ``eps``, ``normalized_shape``. ``eps`` defaults to
+    Hugging Face's.
 
     Args:
-        hidden_size: length of a row.
-        eps: added to the mean of squares.
-        heads: how many rows of weights, for inputs of ``(..., heads, hidden_size)``; None for one that all share.
-        weight_offset: what is added to the weight: 1.0 for Gemma's.
-        rounding: ``"once"``, or ``"huggingface"`` to round where ``LlamaRMSNorm`` does.
+        hidden_size: length of a row, or a shape of one dimension (a tuple, a list, ``x.shape[-1:]``).
+        eps: added to the mean of squares; None for torch's default, that of the type it computes in:
+            ``torch.finfo(torch.float32).eps``, for fp64 its own.
         elementwise_affine: whether there is a weight.
         device: of the weight.
         dtype: of the weight.
+        normalized_shape: torch's name for ``hidden_size``.
+        heads: how many rows of weights, for inputs of ``(..., heads, hidden_size)``; None for one that all share.
+        weight_offset: what is added to the weight: 1.0 for Gemma's.
+        rounding: ``"once"``, or ``"huggingface"`` to round where ``LlamaRMSNorm`` does.
 
     Shape: ``(..., hidden_size)`` to the same, or to a pair of the same. Differentiable in the inputs and the
     weight, once.
@@ -44,37 +48,41 @@ class RMSNorm(torch.nn.Module):
 
     def __init__(
         self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        *,
-        heads: int | None = None,
-        weight_offset: float = 0.0,
-        rounding: Literal["once", "huggingface"] = "once",
+        hidden_size: int | Sequence[int] | None = None,
+        eps: float | None = 1e-6,
         elementwise_affine: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        normalized_shape: int | Sequence[int] | None = None,
+        heads: int | None = None,
+        weight_offset: float = 0.0,
+        rounding: Literal["once", "huggingface"] = "once",
     ) -> None:
         super().__init__()
-        check_whole("RMSNorm", "hidden_size", hidden_size, 1, 2**31 - 1)
+        size = _row(hidden_size, normalized_shape)
         if heads is not None:
             check_whole("RMSNorm", "heads", heads, 1, 2**31 - 1)
-        check_eps("RMSNorm", eps)
+        if eps is not None:
+            check_eps("RMSNorm", eps)
         check_number("RMSNorm", "weight_offset", weight_offset)
         check_flag("RMSNorm", "elementwise_affine", elementwise_affine)
         if rounding not in ("once", "huggingface"):
-            raise UnsupportedProblem(f"RMSNorm takes rounding as 'once' or 'huggingface'; got {said(rounding)}")
+            raise UnsupportedProblem(
+                f"RMSNorm takes rounding as 'once' or 'huggingface'; got {said(rounding)}: pass one"
+            )
         check_place(dtype, device, optional=True)
-        self.normalized_shape = (hidden_size,)
+        self.normalized_shape = (size,)
         self.variance_epsilon = eps
         self.weight_offset = weight_offset
         self.rounding = rounding
-        shape = (hidden_size,) if heads is None else (heads, hidden_size)
+        shape = (size,) if heads is None else (heads, size)
         weight = torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if elementwise_affine else None
         self.register_parameter("weight", weight)
         self.reset_parameters()
 
     @property
-    def eps(self) -> float:
+    def eps(self) -> float | None:
         return self.variance_epsilon
 
     def reset_parameters(self) -> None:
@@ -84,11 +92,15 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """The norm of ``x``; with a residual, ``(norm of the sum, the sum)``."""
+        eps = self.variance_epsilon
+        if eps is None:
+            check_tensor("RMSNorm", "x", x)
+            eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
         if residual is None:
             return rms_norm(
                 x,
                 self.weight,
-                eps=self.variance_epsilon,
+                eps=eps,
                 weight_offset=self.weight_offset,
                 rounding=self.rounding,
             )
@@ -96,7 +108,7 @@ class RMSNorm(torch.nn.Module):
             x,
             residual,
             self.weight,
-            eps=self.variance_epsilon,
+            eps=eps,
             weight_offset=self.weight_offset,
             rounding=self.rounding,
         )
@@ -105,6 +117,25 @@ class RMSNorm(torch.nn.Module):
         shape = self.normalized_shape if self.weight is None else tuple(self.weight.shape)
         offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
         return f"{shape}, eps={self.variance_epsilon}{offset}, elementwise_affine={self.weight is not None}"
+
+
+def _row(hidden_size: object, normalized_shape: object) -> int:
+    """The length of a row, which has two names; a shape of one dimension is one."""
+    if (hidden_size is None) == (normalized_shape is None):
+        raise UnsupportedProblem(
+            f"RMSNorm takes either hidden_size or normalized_shape; got {said(hidden_size)} and "
+            f"{said(normalized_shape)}: pass one"
+        )
+    name, size = ("hidden_size", hidden_size) if normalized_shape is None else ("normalized_shape", normalized_shape)
+    if isinstance(size, tuple | list):
+        if len(size) != 1:
+            raise UnsupportedProblem(
+                f"RMSNorm takes {name} as the length of the last dimension; got {said(size)}: flatten what is "
+                "normalized into one dimension"
+            )
+        (size,) = size
+    check_whole("RMSNorm", name, size, 1, 2**31 - 1)
+    return size  # type: ignore[return-value]
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -118,7 +149,8 @@ class LayerNorm(torch.nn.LayerNorm):
         weight, bias = (None if t is None else t.flatten() for t in (self.weight, self.bias))
         if x.shape[max(0, x.dim() - len(self.normalized_shape)) :] != self.normalized_shape:
             raise UnsupportedProblem(
-                f"the last dimensions must be {self.normalized_shape}; the input is {tuple(x.shape)}"
+                f"the last dimensions must be {self.normalized_shape}; the input is {tuple(x.shape)}: make a "
+                "LayerNorm of its shape, or move what is normalized to the end"
             )
         rows = x if len(self.normalized_shape) == 1 else x.flatten(-len(self.normalized_shape))
         return layer_norm(rows, weight, bias, eps=self.eps).view(x.shape)

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-_WHOLES: WeakValueDictionary[tuple[torch.device, int], Tensor] = WeakValueDictionary()  # by device and address
+_WHOLE = "_cutekernels_whole"  # the attribute of a part's storage: the tensor that the part is rows of
 
 
 def side_by_side(parameters: Sequence[Tensor]) -> Tensor:
     """All rows in one tensor, whose memory each parameter then shares; their values stay.
 
-    Parameters that lie so already stay where they are: a second reader of a model takes no memory.
+    Parameters that lie so already stay where they are: they move once, and every later reader of a model finds them
+    together.
     """
     rows = [p.data for p in parameters]
     with torch.inference_mode(False), torch.no_grad():
         whole = _together(rows)
         if whole is None:
             whole = torch.cat(rows)
+            memory = whole.untyped_storage()
             for p, own in zip(parameters, split(whole, [len(t) for t in rows]), strict=True):
                 p.data = own
-            if not whole.is_meta:  # no addresses there
-                _WHOLES[whole.device, whole.data_ptr()] = whole
+                place = own.untyped_storage()
+                if place._cdata != memory._cdata:  # or the whole would hold itself
+                    setattr(place, _WHOLE, whole)
     return whole
 
 
@@ -48,13 +50,9 @@ def split(whole: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
 
 
 def _together(rows: list[Tensor]) -> Tensor | None:
-    """The tensor that :func:`side_by_side` made of ``rows``, while somebody holds it and they lie there, or None."""
-    first = rows[0]
-    whole = None if first.is_meta else _WHOLES.get((first.device, first.data_ptr()))
-    if whole is None:
-        return None
-    whole._fix_weakref()  # type: ignore[attr-defined]  # as torch.utils.weak does
-    if len(whole) != sum(map(len, rows)):
+    """The tensor that :func:`side_by_side` made of ``rows``, while they lie there, or None."""
+    whole: Tensor | None = getattr(rows[0].untyped_storage(), _WHOLE, None)
+    if whole is None or len(whole) != sum(map(len, rows)):
         return None
     for t, own in zip(rows, whole.split([len(t) for t in rows]), strict=True):
         place = t.data_ptr(), t.dtype, t.shape, t.stride()

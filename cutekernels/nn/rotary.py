@@ -64,7 +64,10 @@ class RotaryEmbedding(nn.Module):
         check_whole("RotaryEmbedding", "max_positions", max_positions, 1, MOST_POSITIONS)
         check_flag("RotaryEmbedding", "interleaved", interleaved)
         if rope_scaling is not None and not isinstance(rope_scaling, Mapping):
-            raise UnsupportedProblem(f"RotaryEmbedding takes rope_scaling as a dictionary; got {said(rope_scaling)}")
+            raise UnsupportedProblem(
+                f"RotaryEmbedding takes rope_scaling as a dictionary; got {said(rope_scaling)}: pass "
+                "config.rope_parameters"
+            )
         self.rope_scaling = dict(rope_scaling or {})
         self._kind = self.rope_scaling.get("rope_type", self.rope_scaling.get("type", "default"))
         if self._kind not in _KINDS:
@@ -83,10 +86,13 @@ class RotaryEmbedding(nn.Module):
         self.head_dim, self.rotary = head_dim, int(head_dim * partial_rotary_factor)
         if self.rotary % 2 or not 0 < self.rotary <= head_dim:
             raise UnsupportedProblem(
-                f"channels turn in pairs, 2 to head_dim of them; {partial_rotary_factor} of {head_dim} is {self.rotary}"
+                f"channels turn in pairs, 2 to head_dim of them; {partial_rotary_factor} of {head_dim} is "
+                f"{self.rotary}: pass a partial_rotary_factor that makes it even"
             )
         if not 0 < rope_theta < 2**127:
-            raise UnsupportedProblem(f"rope_theta is positive, and fp32 holds it; got {rope_theta}")
+            raise UnsupportedProblem(
+                f"rope_theta is positive, and fp32 holds it; got {rope_theta}: pass config.rope_theta"
+            )
         self.rope_theta, self.max_positions, self.interleaved = float(rope_theta), max_positions, interleaved
         self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
         self._tables: tuple[Tensor, Tensor] | None = None
@@ -100,7 +106,7 @@ class RotaryEmbedding(nn.Module):
         if q.dim() != 4 or (isinstance(positions, int) and positions < 0):
             raise UnsupportedProblem(
                 f"RotaryEmbedding takes q of (B, S, Hq, D) and positions from 0; got {tuple(q.shape)} and "
-                f"{said(positions)}"
+                f"{said(positions)}: transpose q, or leave positions out"
             )
         for name, t in (("q", q), ("k", k)):
             if t is not None and t.shape[-1:] != (self.head_dim,):
@@ -162,7 +168,7 @@ class RotaryEmbedding(nn.Module):
         low, high = self._positive("low_freq_factor"), self._positive("high_freq_factor")
         trained = self._positive("original_max_position_embeddings")
         if not high > low:
-            raise UnsupportedProblem(f"high_freq_factor is above low_freq_factor; got {high} and {low}")
+            raise UnsupportedProblem(f"high_freq_factor is above low_freq_factor; got {high} and {low}: swap them")
         # Waves that turn often within the trained length stay, those that turn about once or less are stretched,
         # with a smooth transition between the two.
         turns = trained * frequencies / (2 * math.pi)
@@ -182,5 +188,5 @@ class RotaryEmbedding(nn.Module):
     def _positive(self, name: str) -> float:
         value = self.rope_scaling.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise UnsupportedProblem(f"this rope_scaling needs {name}, a positive number; it is {value!r}")
+            raise UnsupportedProblem(f"this rope_scaling needs {name}, a positive number; it is {value!r}: add it")
         return float(value)

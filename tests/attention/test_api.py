@@ -124,6 +124,7 @@ def test_errors_name_rule_value_and_remedy() -> None:
     refused(r"q must be \(TOTAL, H, D\)", q, k, v, cu_seqlens_q=torch.zeros(2, dtype=torch.int32))
     refused("k must have q's dtype", q, k.float(), v.float())
     refused("k and v must have one shape", q, k, v[:, :-1])
+    refused(r"v_head_dim\), pad them with zeros and drop", q, k, v[..., :-1])
     refused("agree in head dim and batch", q, k[..., :8], v[..., :8])
     refused("multiple of 8 up to 256; it is 12", q[..., :12], k[..., :12], v[..., :12])
     refused("k's 3 heads must divide q's 4", q, *(t.repeat(1, 1, 3, 1)[:, :, :3] for t in (k, v)))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
@@ -38,6 +39,71 @@ def test_options_of_other_families_mean_nothing(stray: dict[str, Any]) -> None:
     plain, prompt = tiny.model("llama"), tokens(1, 12)[0].tolist()
     assert decoder(model).generate([prompt], max_new_tokens=12).tokens == [greedy(plain, prompt, 12)]
     assert decoder(model)._w.softcap is None
+
+
+def several_modes() -> Any:
+    text = {name: value for name, value in tiny.COMMON.items() if not name.endswith("_token_id")}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "part", "patched", "decoded"),
+    [
+        (lambda: torch.nn.DataParallel(tiny.model("llama")), "module", "pass model.module", "pass model.module"),
+        (
+            several_modes,
+            "model.language_model",
+            "pass model.model.language_model",
+            r"call the model itself, with cutekernels.patch\(model.model.language_model\)",
+        ),
+        (
+            lambda: torch.nn.Sequential(tiny.model("llama")),
+            "0",
+            r"pass model.get_submodule\('0'\)",
+            r"pass model.get_submodule\('0'\)",
+        ),
+    ],
+    ids=["wrapper", "multimodal", "list"],
+)
+def test_the_part_to_pass_is_named(make: Callable[[], Any], part: str, patched: str, decoded: str) -> None:
+    model = make()
+    with pytest.raises(UnsupportedProblem, match=f"patch takes models of transformers .*: {patched}$"):
+        ck.patch(model)
+    for verb in (decoder, lambda m: ck.compare(m, tokens())):
+        with pytest.raises(UnsupportedProblem, match=f"takes models of transformers .*: {decoded}$"):
+            verb(model)
+    assert ck.patch(model.get_submodule(part)).patched["attention"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"num_experts": 40, "num_experts_per_tok": 33}, "K from 1 to 32; K is 33"),
+        ({"num_experts": 1024, "moe_intermediate_size": 4}, "1 to 1023 experts; got 1024"),
+    ],
+    ids=["top-k", "experts"],
+)
+def test_experts_that_kernels_do_not_take_are_left_and_named(options: dict[str, Any], rule: str) -> None:
+    model = tiny.model("qwen3-moe", **options)
+    expected = logits(model)
+    with ck.patch(model) as report:
+        close(logits(model), expected)
+    assert "experts" not in report.patched and report.patched["attention"] == 2
+    assert [name for name, reason in report.left if rule in reason] == [f"model.layers.{i}.mlp.experts" for i in (0, 1)]
+    with pytest.raises(UnsupportedProblem, match=r"MoE takes .*: call the block itself"):
+        decoder(model)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_modules_of_a_type_that_kernels_do_not_take_are_left_and_named(family: str) -> None:
+    """On meta ops take what they take on a GPU."""
+    model = tiny.model(family, torch.float64).to("meta")
+    report = ck.patch(model)
+    assert model(tokens().to("meta")).logits.dtype is torch.float64
+    assert set(report.patched) == {"layer"}
+    assert any(name == "model.norm" and "rms_norm on meta takes" in reason for name, reason in report.left)
 
 
 # ---- weights of several modules -------------------------------------------------------------------------

@@ -118,7 +118,9 @@ def test_a_second_reader_moves_nothing() -> None:
     ck.patch(model)
     assert addresses(model) == before
     del decoder
+    ck.unpatch(model)
     gc.collect()
+    ck.patch(model)
     model.float()
     assert addresses(model) == before
     assert model.model.layers[0].mlp.packed[0].data_ptr() == model.model.layers[0].mlp.gate_proj.weight.data_ptr()

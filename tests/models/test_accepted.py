@@ -155,6 +155,18 @@ def test_head_dims_at_the_limits_are_taken(head_dim: int) -> None:
     assert decoder(model).generate([prompt], max_new_tokens=4).tokens == [greedy(model, prompt, 4)]
 
 
+def test_a_model_that_sees_later_tokens_is_refused() -> None:
+    """``patch`` keeps what ``is_causal`` says."""
+    model, causal = tiny.model("llama", is_causal=False), tiny.model("llama")
+    with pytest.raises(UnsupportedProblem, match=r"has is_causal=False: set it to True, or .*cutekernels\.patch"):
+        decoder(model)
+    with torch.no_grad():
+        expected = model(tiny.tokens()).logits
+        assert (expected - causal(tiny.tokens()).logits).abs().max() > 0.1
+        with ck.patch(model):
+            torch.testing.assert_close(model(tiny.tokens()).logits, expected, atol=1e-4, rtol=0)
+
+
 def test_fp32_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the decoder is made, before its weights move; on the CPU fp32 and fp64 run."""
     model = tiny.model("llama")

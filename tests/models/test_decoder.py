@@ -251,6 +251,31 @@ def test_stop_tokens_end_a_request() -> None:
     assert engine.generate([prompt], max_new_tokens=40).tokens == [whole], "its slot and pages are free again"
 
 
+@pytest.mark.parametrize("kind", ["one", "list", "config", "tokenizer"])
+def test_requests_end_where_transformers_ends_them(kind: str) -> None:
+    """At the model's end-of-sequence tokens and the tokenizer's, unless others are given, or none."""
+    model, (prompt,) = tiny.model("llama"), prompts(10)
+    whole = greedy(model, prompt, 40)
+    end = whole[17]
+    cut = whole[: whole.index(end) + 1]
+    assert len(cut) < 40
+    tokenizer = type("Tokenizer", (), {"eos_token_id": end, "batch_decode": list, "__call__": None})()
+    engine = decoder(model, tokenizer=tokenizer if kind == "tokenizer" else None)
+    if kind != "tokenizer":  # as users set it, after the decoder was made
+        model.generation_config.eos_token_id = {"one": end, "list": [end, 130, 10**6]}.get(kind)
+        assert greedy(model, prompt, 40) == (whole if kind == "config" else cut)
+    if kind == "config":
+        assert engine.generate([prompt], max_new_tokens=40).tokens == [whole]
+        model.generation_config, model.config.eos_token_id = None, end
+    assert engine.generate([prompt], max_new_tokens=40).tokens == [cut]
+    number = engine.add(prompt, max_new_tokens=40)
+    while not engine.idle:
+        engine.step()
+    assert engine.result(number) == cut
+    assert engine.generate([prompt], max_new_tokens=40, stop=()).tokens == [whole]
+    assert engine.generate([prompt], max_new_tokens=40, stop=(whole[2],)).tokens == [whole[: whole.index(whole[2]) + 1]]
+
+
 def test_seeds() -> None:
     engine, (prompt,) = decoder(tiny.model("qwen2")), prompts(10)
     results = [

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+import cutekernels as ck
 from cutekernels.models import Decoder, Sampling
 from cutekernels.models.sampling import uniform
 from tests.integrations import tiny
 from tests.models.near_ties import check_greedy, following, widened
+from tests.models.test_threads import at_once
 
 pytestmark = [
     pytest.mark.gpu,
@@ -166,6 +168,41 @@ def test_pages_are_used_again() -> None:
         check_greedy(model, exact, prompt, row)
     assert engine._caches[0].free_pages == 5
     assert engine.generate(given, max_new_tokens=20).tokens == tokens
+
+
+# ---- a model that changes -------------------------------------------------------------------------------
+
+
+def test_weights_that_move_are_followed_and_captured_again() -> None:
+    """A graph knows addresses: what moves nothing leaves it, and what moves weights replaces it."""
+    model, (prompt,) = made("llama"), prompts(10)
+    engine = decoder(model)
+    before = engine.generate([prompt], max_new_tokens=24).tokens
+    captured = dict(engine._graphs)
+    ck.compare(model, torch.tensor([prompt], device="cuda"))
+    with ck.patch(model):
+        pass
+    assert engine.generate([prompt], max_new_tokens=24).tokens == before and engine._graphs == captured
+    for scale in (-0.9, 1.1):
+        given = {name: scale * t for name, t in model.state_dict().items()}
+        model.load_state_dict(given, assign=True)
+        (tokens,) = engine.generate([prompt], max_new_tokens=24).tokens
+        check_greedy(model, widened(model), prompt, tokens)
+        assert engine._graphs.keys() == captured.keys() and not {*engine._graphs.values()} & {*captured.values()}
+
+
+def test_threads_generate_what_one_does() -> None:
+    """One captures while others wait; requests come from a tensor on the device meanwhile."""
+    engine, given = decoder(made("qwen2")), prompts(10, 20, 30)
+    rows = [torch.tensor(prompt, device="cuda") for prompt in given]
+    calls = [lambda i=i: engine.generate(given[i:] + given[:i], max_new_tokens=12).tokens for i in range(3)]
+    added = [lambda row=row: engine.add(row, max_new_tokens=4) for row in rows]
+    results = at_once(*calls, *added)
+    finish(engine)
+    for number in results[3:]:
+        assert len(engine.result(number)) == 4
+    assert [[len(row) for row in tokens] for tokens in results[:3]] == [[12] * 3] * 3
+    assert at_once(*calls) == [call() for call in calls]
 
 
 # ---- sampling -------------------------------------------------------------------------------------------

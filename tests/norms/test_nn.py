@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -49,6 +51,50 @@ def test_rms_norm_takes_its_twin_s_place(twin: torch.nn.Module, dtype: torch.dty
     for t, u in ((a.grad, b.grad), (twin.get_parameter("weight").grad, ours.get_parameter("weight").grad)):
         torch.testing.assert_close(u, t, rtol=tolerance, atol=tolerance)
     twin.zero_grad()
+
+
+X = torch.randn(2, 5, 16)
+SHAPES = [16, [16], (16,), X.shape[-1:]]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_arguments_are_those_of_the_twin(shape: Any) -> None:
+    """By place and by name, with torch's eps for None."""
+    for args, options in (
+        ((shape,), {"eps": None}),
+        ((shape, None, False), {}),
+        ((shape, 1e-3, True, "cpu", torch.float64), {}),
+        ((), {"normalized_shape": shape, "eps": 1e-3, "device": "meta"}),
+    ):
+        ours, twin = nn.RMSNorm(*args, **options), torch.nn.RMSNorm(*args, **options)
+        assert repr(ours) == repr(twin) and (ours.eps, ours.normalized_shape) == (twin.eps, twin.normalized_shape)
+        assert (ours.weight is None) == (twin.weight is None)
+        for a, b in zip(ours.parameters(), twin.parameters(), strict=True):
+            assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+    assert nn.RMSNorm(hidden_size=16).eps == 1e-6, "Hugging Face's name and default"
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        x = (X * 1e-4).to(dtype)
+        ours, twin = nn.RMSNorm(shape, None, dtype=dtype), torch.nn.RMSNorm(shape, None, dtype=dtype)
+        torch.testing.assert_close(ours(x), twin(x))
+        torch.testing.assert_close(ours(x, x)[0], twin(x + x))
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"hidden_size": (3, 16)}, r"hidden_size as the length of the last dimension; got \(3, 16\): flatten"),
+        ({"normalized_shape": []}, r"normalized_shape as the length of the last dimension; got \[\]"),
+        (
+            {"normalized_shape": 16, "hidden_size": 16},
+            "either hidden_size or normalized_shape; got 16 and 16: pass one",
+        ),
+        ({}, "got None and None: pass one"),
+        ({"normalized_shape": [2.0]}, r"normalized_shape as a whole number from 1 to .*; got 2\.0"),
+    ],
+)
+def test_shapes_of_no_row_are_refused(options: dict[str, Any], rule: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=rule):
+        nn.RMSNorm(**options)
 
 
 def test_a_residual_gives_a_pair() -> None:

@@ -42,6 +42,27 @@ def _full(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.named_parameters()}
 
 
+def _check_full_states(rank: int, whole: Model) -> None:
+    """A state dict of whole tensors, of rank 0 alone or of every rank, loads into sharded, empty and plain models."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    for kind in ("sharded", "meta", "plain"):
+        with torch.device("meta" if kind == "meta" else "cpu"):
+            model = Model()
+        if kind != "plain":
+            fully_shard(model.mlp)
+            fully_shard(model)
+        for sent in (True, False):
+            given = {name: t.clone() * (2 - sent) for name, t in whole.state_dict().items()}
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=sent)
+            set_model_state_dict(model, given if rank == 0 or not sent else {}, options=options)
+            full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+            for name, t in whole.state_dict().items():
+                torch.testing.assert_close(full[name], t * (2 - sent), msg=lambda text, n=name: f"{n}: {text}")
+        assert all(hasattr(p, "placements") == (kind != "plain") for p in model.parameters())
+
+
 def _shards(rank: int, port: int, folder: str) -> None:
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -81,6 +102,7 @@ def _shards(rank: int, port: int, folder: str) -> None:
                 its_optimizer.step()
             for name, value in _full(trained).items():
                 torch.testing.assert_close(value, whole.get_parameter(name), msg=lambda text, n=name: f"{n}: {text}")
+        _check_full_states(rank, whole)
     except Exception:
         Path(folder, f"error{rank}").write_text(traceback.format_exc())
         raise

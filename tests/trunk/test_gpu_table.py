@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from cutekernels import cli, dispatch
 from cutekernels import gpu as gpus
 from cutekernels.errors import CuteKernelsError, UnknownGpu
 from cutekernels.gpu import ALIASES, ARCHITECTURES, GPUS, KIB, GpuSpec, describe, lookup
+from cutekernels.ops import registry
 
 ASKED_FOR = {"rtx5090", "rtx4090", "rtx3090", "rtxpro6000", "l40s", "l4", "a10", "h100-sxm", "h100-pcie", "h200"} | {
     f"a100-{form}-{memory}" for form in ("sxm", "pcie") for memory in ("40gb", "80gb")
@@ -115,9 +118,28 @@ def test_a_slice_of_a_gpu_is_not_the_gpu() -> None:
     assert found.sm_count == 60
 
 
-def test_an_unknown_capability_is_refused() -> None:
-    with pytest.raises(UnknownGpu, match=r"has compute capability 7\.5; known: 8\.0"):
-        describe(properties(lookup("a10"), name="NVIDIA T4", major=7, minor=5))
+T4 = properties(lookup("a10"), name="Tesla T4", major=7, minor=5)
+B200 = properties(lookup("h200"), name="NVIDIA B200", major=10, minor=0)
+
+
+@pytest.mark.parametrize(("told", "rule"), [(T4, r"7\.5 and is older than all of them: use"), (B200, r"10\.0: use")])
+def test_an_unknown_capability_is_refused(told: Any, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By every op before anything compiles, and by the doctor."""
+    import torch
+
+    rule = rf"compiled for GPUs of compute capability 8\.0, .*; {told.name} has {rule} another GPU, or torch's own"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: told)
+    gpus.detect.cache_clear()
+    try:
+        for op in registry.OPS:
+            with pytest.raises(UnknownGpu, match=rule):
+                dispatch.plan(op, op.Problem.parse(op.suite[0]), 63)
+        found = cli._gpu({"driver": "550", "cuda": "12.4"})
+    finally:
+        gpus.detect.cache_clear()
+    assert found.state == "broken" and re.search(rule, found.value) and "use another GPU" in found.remedy
 
 
 def test_specs_are_values() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -41,8 +42,8 @@ class Comparison:
 def compare(model: torch.nn.Module, inputs: Tensor | Mapping[str, Tensor], *, layers: bool = False) -> Comparison:
     """Run a model patched, plain and in fp32 on the same inputs, and compare the results.
 
-    The fp32 model is a copy, which takes twice the memory of a 16-bit model for as long as this runs. The model is left
-    as it was, patched or not.
+    Two of the three runs are of a copy, which takes as much memory as the model, and twice that in fp32. The model is
+    left as it was, patched or not: none of its parameters moves, so graphs and decoders that read them stay valid.
 
     Args:
         model: as :func:`patch` takes it.
@@ -61,22 +62,16 @@ def compare(model: torch.nn.Module, inputs: Tensor | Mapping[str, Tensor], *, la
     check_flag("compare", "layers", layers)
     _check_model(model)
     given = _checked(model, inputs)
-    was_patched = is_patched(model)
-    training = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        if was_patched:
-            unpatch(model)
-        plain = _results(model, given, layers)
-        wide = {k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in given.items()}
-        exact = _results(copy.deepcopy(model).float(), wide, layers)
-        with patch(model):
-            ours = _results(model, given, layers)
-    finally:
-        for module, mode in training:
-            module.training = mode
-        if was_patched and not is_patched(model):
-            patch(model)
+    own = _results(model, given, layers)
+    twin = copy.deepcopy(model)
+    if is_patched(twin):
+        unpatch(twin)
+        plain, ours = _results(twin, given, layers), own
+    else:
+        with patch(twin):
+            plain, ours = own, _results(twin, given, layers)
+    wide = {k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in given.items()}
+    exact = _results(twin.float(), wide, layers)
     seen = given.get("attention_mask")
     seen = (
         torch.ones(exact["logits"].shape[:2], dtype=torch.bool, device=exact["logits"].device)
@@ -92,15 +87,21 @@ def compare(model: torch.nn.Module, inputs: Tensor | Mapping[str, Tensor], *, la
 
 
 def _check_model(model: Any) -> None:
-    """Refuses what has no logits for each position."""
+    """Refuses what has no logits for each position, and what a copy of the model would not compute by itself."""
     remedy = "pass a model for causal language modelling, loaded by from_pretrained"
-    family_of(model, "compare", remedy)
+    family_of(model, "compare", remedy, head=True)
     if not hasattr(model, "lm_head"):
         raise UnsupportedProblem(f"compare takes models with an lm_head; {type(model).__name__} has none: {remedy}")
     if any(p.is_meta for p in model.parameters()):
         raise UnsupportedProblem(
             f"compare takes a model with weights, and this one has some on the meta device: {remedy}"
         )
+    for name, module in model.named_modules():
+        if isinstance(module.__dict__.get("forward"), FunctionType) and "_orig_mod" not in module._modules:
+            raise UnsupportedProblem(
+                f"compare runs a copy of the model, and {name or 'the model'} has a function for its forward, which in "
+                "the copy would call the original: delete the attribute (del module.forward), compare, and put it back"
+            )
 
 
 def _checked(model: Any, inputs: Any) -> dict[str, Any]:
@@ -160,7 +161,7 @@ def _check_mask(mask: Any, shape: torch.Size) -> None:
 
 
 def _results(model: Any, given: dict[str, Any], layers: bool) -> dict[str, Tensor]:
-    """Logits, and the results of the decoder's layers, ``(B, S, ...)``."""
+    """Logits, and the results of the decoder's layers, ``(B, S, ...)``, in evaluation mode."""
     found: dict[str, Tensor] = {}
 
     def keeper(name: str) -> Callable[..., None]:
@@ -172,10 +173,14 @@ def _results(model: Any, given: dict[str, Any], layers: bool) -> dict[str, Tenso
     handles = []
     if layers:
         handles = [x.register_forward_hook(keeper(f"layer {i}")) for i, x in enumerate(model.get_decoder().layers)]
+    training = [(module, module.training) for module in model.modules()]
+    model.eval()
     try:
         with torch.no_grad():
             found["logits"] = model(**given).logits
     finally:
+        for module, mode in training:
+            module.training = mode
         for handle in handles:
             handle.remove()
     return found

@@ -105,21 +105,12 @@ class Fused(Patched):
             self.views = tuple((x, kind, p, 0 if p is None else p.data_ptr()) for x, kind, p in kept)
         return reason
 
-    def unpack(self) -> None:
-        """Give each projection memory of its own again."""
-        if self.packed is not None:
-            self.packed = None
-            with torch.inference_mode(False), torch.no_grad():
-                for _, _, p, address in self.views:
-                    if p is not None and p.data_ptr() == address:
-                        p.data = p.data.clone()
-
     def fused(self) -> tuple[Tensor, Tensor | None] | None:
         """The packed parameters, where one product with them does what the projections would do."""
         if self.packed is None:
             return None
         grads, traced = torch.is_grad_enabled(), torch.compiler.is_compiling()
-        if any(map(_sharded, self.sources)):
+        if any(map(sharded, self.sources)):
             return None if traced or self.pack() else self.packed  # lets go of the memory that FSDP has copied
         for name, source in zip(self.parts, self.sources, strict=True):
             if getattr(self, name) is not source or not unhooked(source):
@@ -156,7 +147,7 @@ def _apart(linears: list[Any]) -> str:
         return "its projections have hooks"
     if any(type(w) is not torch.nn.Parameter or w.is_meta or w.dim() != 2 for w in (x.weight for x in linears)):
         return "its weights are no plain parameters"
-    if any(map(_sharded, linears)):
+    if any(map(sharded, linears)):
         return "its projections are sharded by FSDP"
     if any(x.weight.device.type == "cpu" and x.weight.is_shared() for x in linears):
         return "its weights are in memory shared with other processes"
@@ -171,7 +162,7 @@ def kind_of(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _sharded(linear: Any) -> bool:
+def sharded(linear: Any) -> bool:
     """Whether FSDP puts a module's parameters in place for each call; torch.compile reads the same mark."""
     return "_is_fsdp_managed_module" in linear.__dict__
 
@@ -235,18 +226,6 @@ class Experts(Patched):
         if not multiplied(hidden_states, self.gate_up_proj) or gate_of(me.act_fn) != "silu":
             return super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc, no-any-return]
         return moe_ffn(hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights)
-
-
-def experts_left(module: Any) -> str:
-    """Why no kernel takes a module of experts, or ""."""
-    weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-    if any(type(w) is not torch.nn.Parameter or w.dim() != 3 for w in weights) or getattr(module, "has_bias", False):
-        return "its experts' weights are no plain parameters, or have biases"
-    if getattr(module, "is_transposed", False):
-        return "its experts' weights are transposed"
-    if gate_of(module.act_fn) != "silu":
-        return f"its experts have the gate of {type(module.act_fn).__name__}, and kernels that of SiLU"
-    return ""
 
 
 class Attention(Fused):

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.integrations.transformers import attention, modules
-from cutekernels.integrations.transformers.families import family_of, gate_of, shared_parameters
-from cutekernels.ops.attention.problem import WIDEST
+from cutekernels.integrations.transformers import attention, modules, rules
+from cutekernels.integrations.transformers.families import family_of, shared_parameters
 from cutekernels.ops.shared.checks import said
 
-WIDEST_HEAD = 256
 _BEFORE = "_cutekernels_attention"  # the attribute of a patched model: the attention it had
 
 
@@ -63,8 +61,10 @@ def patch(model: torch.nn.Module) -> Report:
 
     Outside a ``with`` the model stays patched until :func:`unpatch`. Parameters keep their names, values and identity:
     state dicts, optimizers and PEFT adapters are not touched. Weights that multiply one input (q, k and v; gate and
-    up) are moved side by side in memory, and multiplied as one where no gradient of them is taken. Modules keep their
-    hooks; those with hooks on their projections, quantized weights or adapters keep their own projections.
+    up) are moved side by side in memory, and multiplied as one where no gradient of them is taken. They move once,
+    here, and stay there: :func:`unpatch` and a second patch move nothing. A CUDA graph captured before the move reads
+    memory that is freed, so capture after it. Modules keep their hooks; those with hooks on their projections,
+    quantized weights or adapters keep their own projections.
 
     Args:
         model: of Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Gemma 2 or Gemma 3 (text), in fp16 or bf16 on a GPU,
@@ -92,10 +92,12 @@ def patch(model: torch.nn.Module) -> Report:
         "experts": modules.Experts,
     }  # fmt: skip
     report = Report(model)
+    routers: list[Any] = [m for m in model.modules() if hasattr(m, "experts") and hasattr(m, "gate")]
+    chosen = {id(m.experts): getattr(m.gate, "top_k", 1) for m in routers}
     try:
         for name, module in model.named_modules():
             role = "linear" if type(module) is torch.nn.Linear else roles.get(type(module))
-            reason = _other(module) if role is None else _refused(role, module)
+            reason = _other(module) if role is None else rules.why_not(role, module, family, chosen.get(id(module), 1))
             if reason:
                 report.left.append((name, reason))
             if role is None or reason:
@@ -122,7 +124,9 @@ def patch(model: torch.nn.Module) -> Report:
 
 
 def unpatch(model: torch.nn.Module) -> None:
-    """Undo :func:`patch`: every module has its class, memory and attention again. No-op where nothing is patched.
+    """Undo :func:`patch`: every module has its class and attention again. No-op where nothing is patched.
+
+    Weights that :func:`patch` moved side by side stay there, as a second :func:`patch` or a ``Decoder`` wants them.
 
     Args:
         model: the patched model, or what holds it: PEFT's model, a compiled one, any module.
@@ -137,8 +141,6 @@ def unpatch(model: torch.nn.Module) -> None:
     classes = {cls: modules.unswapped(cls) for cls in set(map(type, found))}  # raises before anything is changed
     for module in reversed(found):  # a model behind those inside it, so that its attention counts
         if isinstance(module, modules.Patched):
-            if isinstance(module, modules.Fused):
-                module.unpack()
             module.__class__ = classes[type(module)]
             for name in ("packed", "sources", "views", "shared"):
                 module.__dict__.pop(name, None)
@@ -161,17 +163,6 @@ def _other(module: Any) -> str:
     return f"it is no torch.nn.Linear but a {modules.kind_of(type(module))}"
 
 
-def _refused(role: str, module: Any) -> str:
-    """Why a module is left as it is, or ""."""
-    if "forward" in module.__dict__:
-        return "its forward has been replaced (by device_map's hooks, say)"
-    if role == "experts":
-        return modules.experts_left(module) or _not_multiplied(module.gate_up_proj)
-    if role == "mlp" and gate_of(module.act_fn) is None:
-        return f"no kernel has the gate of {type(module.act_fn).__name__}"
-    return _not_multiplied(module.weight) if role == "linear" else ""
-
-
 def _route(model: Any, report: Report) -> None:
     """Attention by name, where the model's options allow it."""
     model = next((m for m in model.modules() if hasattr(type(m), "set_attn_implementation")), model)  # in a wrapper
@@ -184,28 +175,13 @@ def _route(model: Any, report: Report) -> None:
             report.left.append(("attention's core", rule))
             return
     for name, module in model.named_modules():
-        rule = _core_refused(module) if isinstance(module, modules.Attention) else ""
+        rule = rules.why_no_core(module, module.family) if isinstance(module, modules.Attention) else ""
         if rule:
             report.left.append((f"{name}'s core", rule))
             return
     if config._attn_implementation != attention.NAME:
         model.__dict__[_BEFORE] = config._attn_implementation
         model.set_attn_implementation(attention.NAME)
-
-
-def _core_refused(module: Any) -> str:
-    """Why no kernel takes the queries, keys and values of an attention layer, or ""."""
-    if module.head_dim % WIDEST or module.head_dim > WIDEST_HEAD:
-        return f"kernels take a head_dim that is a multiple of {WIDEST} up to {WIDEST_HEAD}; it is {module.head_dim}"
-    return _not_multiplied(getattr(module.q_proj, "weight", None))
-
-
-def _not_multiplied(weight: object) -> str:
-    if not isinstance(weight, torch.Tensor):
-        return "its weights are no tensors (quantized, say)"
-    if modules.multiplied(weight, weight):
-        return ""
-    return f"on a GPU kernels multiply fp16 and bf16, and its weights are {weight.dtype}"
 
 
 def _some(names: list[str]) -> str:

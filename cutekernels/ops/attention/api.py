@@ -217,7 +217,10 @@ def check(
             )
     check_dtype("attention", q)
     if k.shape != v.shape:
-        raise UnsupportedProblem(f"k and v must have one shape; they have {tuple(k.shape)} and {tuple(v.shape)}")
+        raise UnsupportedProblem(
+            f"k and v must have one shape; they have {tuple(k.shape)} and {tuple(v.shape)}: where v's heads are "
+            "narrower (DeepSeek's v_head_dim), pad them with zeros and drop those channels of the result"
+        )
     head_dim = q.shape[-1]
     if k.shape[-1] != head_dim or (not packed and k.shape[0] != q.shape[0]):
         raise UnsupportedProblem(

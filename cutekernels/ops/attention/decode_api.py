@@ -209,7 +209,8 @@ def check(
     check_dtype("decode_attention", q)
     if k.shape != v.shape:
         raise UnsupportedProblem(
-            f"k_cache and v_cache must have one shape; they have {tuple(k.shape)} and {tuple(v.shape)}"
+            f"k_cache and v_cache must have one shape; they have {tuple(k.shape)} and {tuple(v.shape)}: where v's "
+            "heads are narrower (DeepSeek's v_head_dim), pad them with zeros and drop those channels of the result"
         )
     batch, seq_q, heads_q, head_dim = q.shape
     if not seq_q:

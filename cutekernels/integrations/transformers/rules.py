@@ -1,0 +1,167 @@
+"""Why a module is not patched: among others what its ops refuse, which are asked on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.integrations.transformers import modules
+from cutekernels.integrations.transformers.families import Family, gate_of
+from cutekernels.nn.mlp import Gate, gate_mul
+from cutekernels.ops.attention.api import attention
+from cutekernels.ops.attention.decode_api import decode_attention
+from cutekernels.ops.attention.problem import WIDEST
+from cutekernels.ops.gemm.api import linear
+from cutekernels.ops.moe.ffn import moe_ffn
+from cutekernels.ops.norms.api import rms_norm
+from cutekernels.ops.rope import rope
+
+WIDEST_HEAD = 256
+_COMPUTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def why_not(role: str, module: Any, family: Family, top_k: int) -> str:
+    """Why a module is left as it is, or "". ``top_k``: how many experts a token has."""
+    if "forward" in module.__dict__:
+        return "its forward has been replaced (by device_map's hooks, say)"
+    if role == "experts":
+        return _experts_left(module) or _not_multiplied(module.gate_up_proj) or _of_experts(module, top_k)
+    if role == "mlp":
+        gate = gate_of(module.act_fn)
+        if gate is None:
+            return f"no kernel has the gate of {type(module.act_fn).__name__}"
+        weight: Any = getattr(module.gate_proj, "weight", None)
+        return _of_gate(gate, len(weight), _dtype(weight)) if _has_shape(weight, 2) else ""
+    if role == "linear":
+        reason = _not_multiplied(module.weight)
+        return reason or (
+            _of_linear(*module.weight.shape, _dtype(module.weight)) if _has_shape(module.weight, 2) else ""
+        )
+    if role == "norm" and _has_shape(module.weight, 1):
+        return _of_norm(tuple(module.weight.shape), _dtype(module.weight), *family.norm_options(module).values())
+    return _of_rope(module.head_dim, *_heads(module), _dtype(_query(module))) if role == "attention" else ""
+
+
+def why_no_core(module: Any, family: Family) -> str:
+    """Why no kernel takes the queries, keys and values of an attention layer, or ""."""
+    if module.head_dim % WIDEST or module.head_dim > WIDEST_HEAD:
+        return f"kernels take a head_dim that is a multiple of {WIDEST} up to {WIDEST_HEAD}; it is {module.head_dim}"
+    window, weight = family.window_of(module), _query(module)
+    return _not_multiplied(weight) or _of_core(
+        module.head_dim, *_heads(module), _dtype(weight), module.scaling, family.softcap_of(module), window
+    )
+
+
+# ---- weights --------------------------------------------------------------------------------------------
+
+
+def _not_multiplied(weight: object) -> str:
+    if not isinstance(weight, Tensor):
+        return "its weights are no tensors (quantized, say)"
+    if modules.multiplied(weight, weight):
+        return ""
+    return f"on a GPU kernels multiply fp16 and bf16, and its weights are {weight.dtype}"
+
+
+def _experts_left(module: Any) -> str:
+    weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+    if any(type(w) is not torch.nn.Parameter or w.dim() != 3 for w in weights) or getattr(module, "has_bias", False):
+        return "its experts' weights are no plain parameters, or have biases"
+    if getattr(module, "is_transposed", False):
+        return "its experts' weights are transposed"
+    if gate_of(module.act_fn) != "silu":
+        return f"its experts have the gate of {type(module.act_fn).__name__}, and kernels that of SiLU"
+    return ""
+
+
+# ---- ops ------------------------------------------------------------------------------------------------
+
+
+def _has_shape(weight: Any, dimensions: int) -> bool:
+    """Whether a weight has its own shape: what is quantized or sharded may be packed, flat or empty."""
+    return isinstance(weight, Tensor) and weight.dim() == dimensions and weight.numel() > 0
+
+
+def _dtype(weight: object) -> torch.dtype:
+    """The type in which an op is asked: on the CPU, where it takes any, and for what is quantized, bf16."""
+    known = isinstance(weight, Tensor) and weight.dtype in _COMPUTED and weight.device.type != "cpu"
+    return weight.dtype if known else torch.bfloat16  # type: ignore[attr-defined]
+
+
+def _heads(module: Any) -> tuple[int, int]:
+    return module.config.num_attention_heads, module.config.num_key_value_heads
+
+
+def _query(module: Any) -> object:
+    return getattr(module.q_proj, "weight", None)
+
+
+def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _refusal(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except UnsupportedProblem as error:
+        return str(error)
+    return ""
+
+
+@cache
+def _of_norm(shape: tuple[int, ...], dtype: torch.dtype, eps: float, offset: float, rounding: Any) -> str:
+    x, weight = _meta(1, *shape, dtype=dtype), _meta(*shape, dtype=dtype)
+    return _refusal(lambda: rms_norm(x, weight, eps=eps, weight_offset=offset, rounding=rounding))
+
+
+@cache
+def _of_linear(n: int, k: int, dtype: torch.dtype) -> str:
+    return _refusal(lambda: linear(_meta(1, k, dtype=dtype), _meta(n, k, dtype=dtype)))
+
+
+@cache
+def _of_gate(gate: Gate, width: int, dtype: torch.dtype) -> str:
+    half = _meta(1, width, dtype=dtype)
+    return _refusal(lambda: gate_mul(gate, half, half))
+
+
+@cache
+def _of_rope(head_dim: int, heads_q: int, heads_kv: int, dtype: torch.dtype) -> str:
+    q, k = (_meta(1, 2, heads, head_dim, dtype=dtype) for heads in (heads_q, heads_kv))
+    table = _meta(1, 2, head_dim, dtype=dtype)
+    return _refusal(lambda: rope(q, k, table, table))
+
+
+@cache
+def _of_core(
+    head_dim: int,
+    heads_q: int,
+    heads_kv: int,
+    dtype: torch.dtype,
+    scale: float,
+    softcap: float | None,
+    last: int | None,
+) -> str:
+    q, k = (_meta(1, 2, heads, head_dim, dtype=dtype) for heads in (heads_q, heads_kv))
+    lengths = _meta(1, dtype=torch.int32)
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    if last is not None:
+        options["window"] = (last - 1, None)
+    whole = _refusal(lambda: attention(q, k, k, causal=True, **options))
+    return whole or _refusal(lambda: decode_attention(q[:, :1], k, k, lengths, **options))
+
+
+def _of_experts(module: Any, top_k: int) -> str:
+    gate_up, down = module.gate_up_proj, module.down_proj
+    return _of_shapes(tuple(gate_up.shape), tuple(down.shape), top_k, _dtype(gate_up))
+
+
+@cache
+def _of_shapes(gate_up: tuple[int, ...], down: tuple[int, ...], top_k: int, dtype: torch.dtype) -> str:
+    x, ids, weights = (_meta(1, n, dtype=kind) for n, kind in ((down[1], dtype), (top_k, torch.int64), (top_k, dtype)))
+    return _refusal(lambda: moe_ffn(x, _meta(*gate_up, dtype=dtype), _meta(*down, dtype=dtype), ids, weights))
