@@ -4,6 +4,8 @@
 #   make bench   gemm's main suites and silu_mul, with peers     (needs a GPU)
 #   make plots   every picture of recorded rows                  (no GPU needed)
 #   make docs    the site, into site/                            (no GPU needed)
+#   make test-versions   the lowest and the newest declared versions, half an hour
+#   make lock    requirements.lock, the hashes of what constraints.txt names
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,21 +15,34 @@ WORKERS ?= 2
 
 BIN := $(abspath $(VENV))/bin
 STAMP := $(VENV)/.installed
+TORCH_ALONE := torch cuda-toolkit $(addprefix nvidia-,cublas cuda-cupti cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile \
+    curand cusolver cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx)# what only torch's CUDA builds need
 TYPES := build/types
 DEMO_PROBLEM := m=4096 n=4096 k=4096
 
 export PATH := $(BIN):$(PATH)
 
-.PHONY: demo test lint format types plots docs bench install clean
+.PHONY: demo test test-versions lock lint format types plots docs bench install clean
 
 install: $(STAMP)
 
-# torch first and by itself: pip then takes the build that fits the machine, and the constraints accept either.
-$(STAMP): pyproject.toml constraints.txt
+# The lock is whole, down to setuptools, and has each file's hash: nothing else is resolved or fetched. torch comes apart,
+# with the CUDA libraries that it needs: pip takes the build that fits the machine, and each build has hashes of its own.
+$(STAMP): pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(VENV)
+	pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements.lock
 	pip install --quiet --disable-pip-version-check $(TORCH) -c constraints.txt
-	pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
+
+# The hashes of all files that PyPI has of the versions in constraints.txt, for Linux and Python 3.11 to 3.13.
+lock:
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip install --quiet --disable-pip-version-check uv
+	build/lock/bin/uv pip compile pyproject.toml --extra dev -c constraints.txt --universal --python-version 3.11 \
+	    --generate-hashes --no-annotate --quiet --custom-compile-command "make lock" \
+	    $(addprefix --no-emit-package ,$(TORCH_ALONE)) -o build/lock/requirements.txt
+	sed 's/ ; .* \\$$/ \\/' build/lock/requirements.txt >requirements.lock
 
 demo: $(STAMP)
 	@if python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
@@ -53,6 +68,10 @@ demo-cpu: $(STAMP)
 
 test: lint
 	OMP_NUM_THREADS=1 pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# torch's 2.11 with CUDA's libraries, and the newest: 10 GB in .venv-versions. WORKERS as in `make test`.
+test-versions: $(STAMP)
+	WORKERS=$(WORKERS) python -m tests.versions
 
 lint: $(STAMP)
 	ruff check .

@@ -29,7 +29,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from cutekernels import environment, settings, terminal
+from cutekernels import environment, installation, settings, terminal
 from cutekernels.backends import is_own
 from cutekernels.errors import (
     CompileError,
@@ -220,14 +220,14 @@ class Finding:
     """Result of one check. ``absent`` is no fault: a machine without a GPU compiles and predicts."""
 
     what: str
-    state: str  # ok | absent | broken
+    state: str  # ok | absent | untested | broken
     value: str
     remedy: str = ""
 
 
 _DSL_IMPORT = "import cutlass.cute"
 _DSL_IMPORT_DEADLINE_S = 120
-_STYLES = {"ok": "green", "absent": "yellow", "broken": "red"}
+_STYLES = {"ok": "green", "absent": "yellow", "untested": "yellow", "broken": "red"}
 
 
 @app.command()
@@ -249,10 +249,7 @@ def diagnose() -> list[Finding]:
         Finding("python", "ok", facts["python"]),
         *(_package(name, facts[name]) for name in ("torch", "triton", "dsl")),
         _dsl_import(),
-        Finding("driver", "ok", facts["driver"])
-        if facts["driver"]
-        else Finding("driver", "absent", "no NVIDIA driver"),
-        _gpu(facts),
+        *_driver_and_gpu(installation.this_machine()),
         _cache_dir(settings.load().cache_dir),
         _database(settings.load().database_url),
         _tool("ptxas", environment.ptxas()),
@@ -290,20 +287,30 @@ def _dsl_import() -> Finding:
     )
 
 
-def _gpu(facts: dict[str, str]) -> Finding:
+def _driver_and_gpu(machine: installation.Machine) -> list[Finding]:
+    """The driver, what does not go together with it, and the GPU unless that is why none is seen."""
+    misfits = [Finding(p.what, p.state, p.value, p.remedy) for p in installation.problems(machine)]
+    if not any(misfit.what == "driver" for misfit in misfits):
+        runs = f"{machine.driver} (CUDA {machine.driver_cuda or 'unknown'})"
+        driver = Finding("driver", "ok", runs) if machine.driver else Finding("driver", "absent", "no NVIDIA driver")
+        misfits.insert(0, driver)
+    gpu = _gpu(machine)
+    explained = gpu.state == "broken" and any(misfit.state == "broken" for misfit in misfits)
+    return misfits if explained else [*misfits, gpu]
+
+
+def _gpu(machine: installation.Machine) -> Finding:
     from cutekernels.gpu import lookup
 
     try:
         gpu = lookup("auto")
     except UnknownGpu as error:
-        if facts["driver"]:
+        if machine.driver:
             import torch
 
-            remedy = "install a CUDA build of torch"
+            remedy = "check CUDA_VISIBLE_DEVICES and the driver"
             if torch.cuda.is_available():  # one that no kernel is compiled for
                 remedy = "use another GPU; CPU tensors run the reference"
-            elif facts["cuda"]:
-                remedy = "check CUDA_VISIBLE_DEVICES and the driver"
             return Finding("gpu", "broken", str(error), remedy)
         return Finding("gpu", "absent", "none; kernels compile for a named GPU, and CPU tensors run the reference")
     except ImportError as error:

@@ -12,6 +12,7 @@ import importlib.util
 import platform
 import re
 import subprocess
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -61,19 +62,55 @@ def package_version(distribution: str) -> str:
         return ""
 
 
-def driver_version() -> str:
-    """The NVIDIA driver's version from NVML, which needs no CUDA context; ``""`` without a driver."""
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """What NVML says of the NVIDIA driver and its GPUs, without a CUDA context."""
+
+    version: str = ""  # "" where none answers
+    cuda: str = ""  # the newest CUDA it runs, e.g. "12.4"
+    capabilities: tuple[tuple[int, int], ...] = ()  # of its GPUs
+    error: int = 0  # NVML's code where the library is installed and does not start
+
+
+@cache
+def driver() -> Driver:
+    """The NVIDIA driver; an empty :class:`Driver` without one."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        return ""
-    if nvml.nvmlInit_v2() != 0:
-        return ""
+        return Driver()
+    if error := nvml.nvmlInit_v2():
+        return Driver(error=error)
     try:
-        text = ctypes.create_string_buffer(96)
-        return text.value.decode() if nvml.nvmlSystemGetDriverVersion(text, len(text)) == 0 else ""
+        text, number = ctypes.create_string_buffer(96), ctypes.c_int()
+        version = text.value.decode() if nvml.nvmlSystemGetDriverVersion(text, len(text)) == 0 else ""
+        known = nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(number)) == 0
+        cuda = f"{number.value // 1000}.{number.value % 1000 // 10}" if known else ""
+        return Driver(version, cuda, _capabilities(nvml))
     finally:
         nvml.nvmlShutdown()
+
+
+def _capabilities(nvml: ctypes.CDLL) -> tuple[tuple[int, int], ...]:
+    count, device, major, minor = ctypes.c_uint(), ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    found = []
+    if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0:
+        for index in range(count.value):
+            if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
+                continue  # one that this container or user may not see
+            if nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor)) == 0:
+                found.append((major.value, minor.value))
+    return tuple(found)
+
+
+def driver_version() -> str:
+    """The NVIDIA driver's version; ``""`` without a driver."""
+    return driver().version
+
+
+def kernel() -> str:
+    """The release of the operating system's kernel; WSL2's names Microsoft."""
+    return platform.release()
 
 
 def cuda_version() -> str:
@@ -93,9 +130,16 @@ def ptxas() -> Path | None:
     return tool if tool is not None and tool.is_file() else None
 
 
-def ptxas_version() -> str:
-    """The version that :func:`ptxas` prints, e.g. ``"12.9.86"``; ``""`` without one."""
+def ptxas_blackwell() -> Path | None:
+    """The assembler that Triton takes for compute capability 10.0 and above."""
     tool = ptxas()
+    newer = tool.with_name("ptxas-blackwell") if tool else None
+    return newer if newer is not None and newer.is_file() else tool
+
+
+def ptxas_version(tool: Path | None = None) -> str:
+    """The version that ``tool``, else :func:`ptxas`, prints, e.g. ``"12.9.86"``; ``""`` without one."""
+    tool = tool or ptxas()
     found = re.search(r"\bV(\d[\d.]*)", _output(str(tool), "--version")) if tool else None
     return found.group(1) if found else ""
 

@@ -56,6 +56,7 @@ FLOORS = {
     "cutekernels/verify.py": 2,
     "cutekernels/isolate.py": 2,
     "cutekernels/environment.py": 2,
+    "cutekernels/installation.py": 3,
     "db/": 2,
     "cutekernels/errors.py": 1,
     "cutekernels/settings.py": 1,

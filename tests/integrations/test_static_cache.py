@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from transformers import StaticCache
@@ -17,6 +18,11 @@ from tests.integrations import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's, where it compiles
 ROOM = 24
+# Before, transformers wrote a prompt's mask out, which costs time alone: generated tokens are compared on all versions.
+reads_no_mask = pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 14),
+    reason="from transformers 5.14 on a prompt over a static cache may have no mask",
+)
 
 
 @pytest.fixture
@@ -60,6 +66,7 @@ def close(ours: list[Tensor], theirs: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@reads_no_mask
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_later_tokens_count_keys(family: str, masks: list[Tensor | None]) -> None:
     model, ids = tiny.model(family), tokens()
@@ -73,6 +80,7 @@ def test_later_tokens_count_keys(family: str, masks: list[Tensor | None]) -> Non
     assert counted == [[n, n] for n in (18, 19, 20) for _ in range(layers)]
 
 
+@reads_no_mask
 def test_padding_and_gradients_keep_the_mask(masks: list[Tensor | None]) -> None:
     model, ids = tiny.model("llama"), tokens()
     seen = torch.ones_like(ids)
@@ -93,6 +101,7 @@ def test_padding_and_gradients_keep_the_mask(masks: list[Tensor | None]) -> None
         assert masks[-1] is not None and masks[-1].dtype == torch.bool
 
 
+@reads_no_mask
 def test_a_prompt_as_long_as_the_cache_reads_no_mask() -> None:
     """Traced, the cache's offset is a tensor; a step behind a prompt runs the decode kernel."""
     graphs: list[Any] = []

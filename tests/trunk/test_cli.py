@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from cutekernels import cli, environment
+from cutekernels import cli, environment, installation
+from cutekernels import gpu as gpus
 from cutekernels.errors import CuteKernelsError, InvalidConfig, JobError, StoreError, UnknownGpu, UnsupportedProblem
+from cutekernels.installation import Cuda, Machine
 
 VERBS = ("tune", "db", "bench", "explain", "gpus", "jobs", "doctor")
 
@@ -181,6 +183,15 @@ def states(findings: list[cli.Finding]) -> dict[str, str]:
     return {f.what: f.state for f in findings}
 
 
+def nothing_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No CUDA device, whatever this machine has."""
+
+    def unknown(name: str) -> Any:
+        raise UnknownGpu("no CUDA device is visible")
+
+    monkeypatch.setattr(gpus, "lookup", unknown)
+
+
 class TestDoctor:
     @pytest.fixture(autouse=True)
     def _no_dsl_import(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,21 +267,25 @@ class TestDoctor:
         assert found["ptxas"] == "broken"
 
     def test_a_driver_without_a_visible_gpu_is_broken(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from cutekernels import gpu as gpus
-        from cutekernels.errors import UnknownGpu
+        nothing_visible(monkeypatch)
+        assert cli._gpu(Machine()).state == "absent"
+        finding = cli._gpu(Machine(driver="580.1"))
+        assert finding.state == "broken"
+        assert "CUDA_VISIBLE_DEVICES" in finding.remedy
 
-        def none_visible(name: str) -> Any:
-            raise UnknownGpu("no CUDA device is visible")
-
-        monkeypatch.setattr(gpus, "lookup", none_visible)
-        for facts, state, remedy in (
-            ({"driver": "", "cuda": ""}, "absent", ""),
-            ({"driver": "580.1", "cuda": ""}, "broken", "CUDA build of torch"),
-            ({"driver": "580.1", "cuda": "13.0"}, "broken", "CUDA_VISIBLE_DEVICES"),
-        ):
-            finding = cli._gpu(facts)
-            assert finding.state == state
-            assert remedy in finding.remedy
+    def test_what_does_not_go_together_is_one_line_with_its_remedy(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """No second line, that no GPU is visible, beside the cause of it."""
+        nothing_visible(monkeypatch)
+        old = Machine(driver="550.54.15", driver_cuda=Cuda(12, 9), torch="2.13.0", torch_cuda=Cuda(13, 0), dsl=(12, 13))
+        monkeypatch.setattr(installation, "this_machine", lambda: old)
+        result = run("doctor", "--format", "json")
+        assert result.exit_code == 1
+        (broken,) = [row for row in json.loads(result.stdout) if row["state"] == "broken"]
+        assert broken["what"] == "torch and driver"
+        assert "CUDA 13.0" in broken["value"] and "550.54.15" in broken["value"]
+        assert "whl/cu126" in broken["remedy"]
+        told = {row["what"]: row["value"] for row in json.loads(result.stdout)}
+        assert told["driver"] == "550.54.15 (CUDA 12.9)"
 
 
 class TestDslImport:

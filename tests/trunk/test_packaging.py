@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tarfile
@@ -11,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests import versions
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -56,6 +59,54 @@ INSTALLED = imported("cutekernels", "autotune", "db")
 def test_every_dependency_is_imported(requirement: str) -> None:
     name = name_of(requirement)
     assert name in BY_NAME or MODULES.get(name, {name.replace("-", "_")}) & INSTALLED
+
+
+PINS = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text().replace("_", "-").lower(), re.M))
+LOCK = (ROOT / "requirements.lock").read_text()
+LOCKED = dict(re.findall(r"^([\w.-]+)==(\S+) \\$", LOCK, re.M))
+
+
+@pytest.mark.parametrize("requirement", versions.declared())
+def test_every_dependency_has_a_lower_bound_that_the_lock_keeps(requirement: str) -> None:
+    (pin,) = versions.lowest([requirement])
+    name, _, bound = pin.partition("==")
+    if name in PINS:  # pandas is for users alone
+        assert numbers(PINS[name]) >= numbers(bound)
+
+
+def numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".") if part.isdigit()]
+
+
+def test_a_dependency_without_a_lower_bound_is_refused() -> None:
+    assert versions.lowest(["typer>=0.20", "psycopg[binary]>=3.2,<4"]) == ["psycopg==3.2", "typer==0.20"]
+    for careless in ("typer", "typer<1", "typer==0.20"):
+        with pytest.raises(ValueError, match="no lower bound"):
+            versions.lowest([careless])
+
+
+def test_tests_of_versions_are_there() -> None:
+    assert [path for path in versions.TESTS if not (ROOT / path.split("::")[0]).exists()] == []
+
+
+def test_the_lock_has_what_constraints_name_and_hashes_alone() -> None:
+    assert {name: PINS.get(name) for name in LOCKED} == LOCKED, "`make lock` after a change of constraints.txt"
+    extras = PROJECT["optional-dependencies"]
+    needed = {name_of(row) for row in [*PROJECT["dependencies"], *extras["dev"]]}
+    assert needed - {"torch"} <= set(LOCKED), "`make lock` after a change of pyproject.toml"
+    builds = [name for name in LOCKED if name.startswith("nvidia-") and not name.startswith("nvidia-cutlass-dsl")]
+    assert "torch" not in LOCKED and not builds, "only torch's CUDA builds need them: TORCH_ALONE of the Makefile"
+    entries = re.split(r"^(?=\w)", LOCK, flags=re.M)[1:]
+    assert len(entries) == len(LOCKED)
+    assert all(re.fullmatch(r"\S+==\S+( \\\n    --hash=sha256:[0-9a-f]{64})+\n", entry) for entry in entries)
+
+
+def test_actions_are_pinned_by_commit() -> None:
+    uses = re.findall(r"uses: (\S+)(.*)", (ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert uses
+    for action, comment in uses:
+        assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action), action
+        assert re.fullmatch(r" # v\d+\.\d+\.\d+", comment), f"{action}: which release it is stands behind it"
 
 
 def test_every_import_is_declared() -> None:

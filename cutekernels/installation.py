@@ -1,0 +1,225 @@
+"""What goes together: the NVIDIA driver, the CUDA build of torch, the DSL's libraries, Triton's assembler and the GPU.
+
+``cutekernels doctor`` prints what :func:`problems` finds. A new rule is a row of :data:`RULES`.
+
+CUDA runs older minor versions on any driver of the same major version, and nothing built for a newer major one
+(docs.nvidia.com/deploy/cuda-compatibility). Wheels of torch: 2.11 has cu126, cu128 and cu130, 2.12 and 2.13 have cu126,
+cu130 and cu132; PyPI's are cu130. The DSL loads its newest libraries that the driver runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from cutekernels import environment
+
+_PCI = Path("/sys/bus/pci/devices")
+_NVIDIA, _DISPLAY = "0x10de", "0x03"  # a PCI vendor; a class of PCI devices, by its first digits
+_NVML_VERSIONS_DIFFER = 18
+BLACKWELL = (10, 0)
+
+
+class Cuda(NamedTuple):
+    """A version of CUDA, written ``12.4``."""
+
+    major: int
+    minor: int
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}"
+
+    @classmethod
+    def read(cls, text: str) -> Cuda | None:
+        """The version in ``"12.4"`` or ``"12.9.86"``; None for ``""``."""
+        parts = [int(part) for part in text.split(".")[:2]] if text else []
+        return cls(parts[0], parts[1] if len(parts) > 1 else 0) if parts else None
+
+
+OLDEST = Cuda(12, 4)  # driver that is supported
+DSL_CU12 = Cuda(12, 9)  # driver that NVIDIA asks for, 575.51.03, for the DSL's CUDA 12 libraries
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Facts that the rules compare. ``None``, ``""`` and ``()`` stand for absent ones."""
+
+    driver: str = ""
+    driver_cuda: Cuda | None = None  # the newest that it runs
+    nvml_error: int = 0  # its library is installed and does not start
+    torch: str = ""
+    torch_cuda: Cuda | None = None  # None: a CPU build
+    dsl: tuple[int, ...] = ()  # CUDA versions that the DSL has libraries for
+    triton: Cuda | None = None  # its assembler for compute capability 10.0 and above
+    capabilities: tuple[tuple[int, int], ...] = ()
+    has_device: bool = False  # whether the PCI bus has an NVIDIA GPU
+    wsl: bool = False
+
+    @property
+    def blackwell(self) -> bool:
+        return max(self.capabilities, default=(0, 0)) >= BLACKWELL
+
+    @property
+    def supported(self) -> bool:
+        """Whether there is a driver that is not too old, which rules about other parts presume."""
+        return self.driver_cuda is not None and self.driver_cuda >= OLDEST
+
+    def newer_than_driver(self, cuda: Cuda | None) -> bool:
+        """Whether code built for ``cuda`` is of a newer major version than the driver runs."""
+        return self.driver_cuda is not None and cuda is not None and cuda.major > self.driver_cuda.major
+
+    @property
+    def new_driver(self) -> str:
+        """How to install a driver that runs everything."""
+        if self.wsl:
+            return "install NVIDIA's driver 580 or newer in Windows, then `wsl --shutdown`; none inside WSL2"
+        return "install NVIDIA's driver 580 or newer"
+
+    @property
+    def fit_torch(self) -> str:
+        """How to install the build of torch that this driver and GPU run."""
+        if self.driver_cuda is not None and self.driver_cuda.major >= 13:
+            return "pip install --force-reinstall torch"
+        wanted, build = ('"torch==2.11.*"', "cu128") if self.blackwell else ("torch", "cu126")
+        return f"pip install --force-reinstall {wanted} --index-url https://download.pytorch.org/whl/{build}"
+
+
+def this_machine() -> Machine:
+    """The facts of the machine at hand; imports neither torch nor a DSL."""
+    driver = environment.driver()
+    return Machine(
+        driver=driver.version,
+        driver_cuda=Cuda.read(driver.cuda),
+        nvml_error=driver.error,
+        torch=environment.package_version("torch"),
+        torch_cuda=Cuda.read(environment.cuda_version()),
+        dsl=tuple(n for n in (12, 13) if environment.package_version(f"nvidia-cutlass-dsl-libs-cu{n}")),
+        triton=Cuda.read(environment.ptxas_version(environment.ptxas_blackwell())),
+        capabilities=driver.capabilities,
+        has_device=_has_device(_PCI),
+        wsl="microsoft" in environment.kernel().lower(),
+    )
+
+
+def _has_device(bus: Path) -> bool:
+    try:
+        return any(
+            (device / "vendor").read_text().strip() == _NVIDIA and (device / "class").read_text().startswith(_DISPLAY)
+            for device in bus.iterdir()
+        )
+    except OSError:  # no such bus, or one that a container hides
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One thing that must fit another. ``value`` and ``remedy`` are templates over a :class:`Machine`, ``{m}``."""
+
+    what: str
+    state: str  # absent: no fault; untested: may work; broken: cannot
+    fails: Callable[[Machine], bool]
+    value: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A rule that a machine breaks."""
+
+    what: str
+    state: str
+    value: str
+    remedy: str
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "driver",
+        "broken",
+        lambda m: m.nvml_error == _NVML_VERSIONS_DIFFER,
+        "its library is of another version than its kernel module (NVML error {m.nvml_error})",
+        "reboot (in Windows for WSL2: `wsl --shutdown`); in a container, start it again",
+    ),
+    Rule(
+        "driver",
+        "absent",
+        lambda m: not m.driver and m.nvml_error != _NVML_VERSIONS_DIFFER and m.has_device and not m.wsl,
+        "none, though the PCI bus has an NVIDIA GPU",
+        "{m.new_driver}; in a container: start it with --gpus all",
+    ),
+    Rule(
+        "driver",
+        "absent",
+        lambda m: not m.driver and m.nvml_error != _NVML_VERSIONS_DIFFER and m.wsl,
+        "none that Windows hands to WSL2",
+        "for an NVIDIA GPU: {m.new_driver}",
+    ),
+    Rule(
+        "driver",
+        "broken",
+        lambda m: m.driver_cuda is not None and not m.supported,
+        f"{{m.driver}} runs CUDA {{m.driver_cuda}} at most; {OLDEST} is the oldest supported",
+        "{m.new_driver}",
+    ),
+    Rule(
+        "torch and driver",
+        "broken",
+        lambda m: m.supported and bool(m.torch) and m.torch_cuda is None,
+        "torch {m.torch} is a CPU build; the driver, {m.driver}, runs CUDA {m.driver_cuda}",
+        "{m.fit_torch}",
+    ),
+    Rule(
+        "torch and driver",
+        "broken",
+        lambda m: m.supported and m.newer_than_driver(m.torch_cuda),
+        "torch {m.torch} is built for CUDA {m.torch_cuda}; the driver, {m.driver}, runs CUDA {m.driver_cuda} at most",
+        "{m.new_driver}, or: {m.fit_torch}",
+    ),
+    Rule(
+        "torch and gpu",
+        "broken",
+        lambda m: m.supported and m.blackwell and m.torch_cuda is not None and m.torch_cuda < (12, 8),
+        "torch {m.torch} is built for CUDA {m.torch_cuda}; compute capability 10.0 and above needs 12.8 or newer",
+        "{m.fit_torch}",
+    ),
+    Rule(
+        "triton and driver",
+        "broken",
+        lambda m: m.supported and m.blackwell and m.newer_than_driver(m.triton),
+        "Triton assembles for this GPU with CUDA {m.triton}; the driver, {m.driver}, runs CUDA {m.driver_cuda} at most",
+        "{m.new_driver}, or, for Triton 3.6: {m.fit_torch}",
+    ),
+    Rule(
+        "dsl and driver",
+        "broken",
+        lambda m: m.supported and bool(m.dsl) and all(m.newer_than_driver(Cuda(n, 0)) for n in m.dsl),
+        "the DSL has libraries for CUDA {m.dsl[0]} alone; the driver, {m.driver}, runs CUDA {m.driver_cuda} at most",
+        "pip install nvidia-cutlass-dsl, which brings those for CUDA 12, or {m.new_driver}",
+    ),
+    Rule(
+        "dsl and driver",
+        "untested",
+        lambda m: m.supported and m.driver_cuda is not None and m.driver_cuda.major >= 13 and m.dsl == (12,),
+        "the DSL has libraries for CUDA 12 alone; the driver, {m.driver}, runs CUDA {m.driver_cuda}",
+        'pip install "nvidia-cutlass-dsl[cu13]"',
+    ),
+    Rule(
+        "dsl and driver",
+        "untested",
+        lambda m: m.supported and m.driver_cuda is not None and m.driver_cuda < DSL_CU12 and 12 in m.dsl,
+        f"the DSL's libraries for CUDA 12 ask for driver 575.51.03 (CUDA {DSL_CU12}) or newer; this is {{m.driver}} "
+        "(CUDA {m.driver_cuda})",
+        "{m.new_driver}",
+    ),
+)
+
+
+def problems(machine: Machine, rules: Sequence[Rule] = RULES) -> list[Problem]:
+    """What does not fit on ``machine``, one entry for each rule that it breaks."""
+    return [
+        Problem(rule.what, rule.state, rule.value.format(m=machine), rule.remedy.format(m=machine))
+        for rule in rules
+        if rule.fails(machine)
+    ]
