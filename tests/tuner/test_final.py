@@ -22,6 +22,7 @@ from cutekernels.db import snapshot
 from cutekernels.db.certificate import Certificate
 from cutekernels.db.store import Environment, Store, Trial
 from cutekernels.errors import StoreError
+from cutekernels.measure import Samples
 from tests.tuner.toys import BEST, DEFAULT, H200, PROBLEM, SEEN, TOY, VALID, VENDOR_US, ToyConfig, ToyMachine, task
 
 ENVIRONMENT = Environment(driver="580.95", torch="2.11")
@@ -97,6 +98,17 @@ class TestVerdicts:
         verdict = final.decide(timed({DEFAULT: 10.0 * lead, C: 10.0}, 0.0005, 0), DEFAULT, [])
         assert verdict.winner == (C if crowned else DEFAULT)
         assert (DEFAULT in verdict.tied) != crowned
+
+    def test_a_lead_that_is_sure_alone_is_not_among_nine(self) -> None:
+        """The chance of an error is shared by all comparisons: seven more, which nobody confuses with the two."""
+        two = timed({DEFAULT: 10.25, A: 10.0}, 0.03, 14)
+        first, second = (Samples(two[c].us) for c in (A, DEFAULT))
+        assert first.ratio(second, 0.95).low > final.EFFECT > first.ratio(second, 1 - 0.05 / 8).low
+        assert final.decide(two, DEFAULT, []).tied == (A,)
+        slow = timed({c: 30.0 for c in VALID if c not in (A, DEFAULT)}, 0.03, 0)
+        nine = two | dict([*slow.items()][:7])
+        assert set(final.decide(nine, DEFAULT, []).tied) == {A, DEFAULT}
+        assert final.decide(nine, DEFAULT, []).winner == DEFAULT
 
     def test_what_serves_keeps_its_place_while_it_is_tied(self) -> None:
         alike = timed({DEFAULT: 13.0, A: 10.0, B: 10.01, C: 10.0}, 0.002, 1)
