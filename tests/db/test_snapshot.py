@@ -380,3 +380,30 @@ def test_the_reason_of_a_prediction_is_read_and_a_measurements_message_is_not(tm
     fill(tmp_path / "x.db", told, trial("a=2", problem="m=2", message="Xid 13"))
     table = snapshot.load("h200", str(tmp_path / "x.db")).table["gemm", 1]
     assert (table["m=1"].reason, table["m=2"].reason) == ("twice as fast", "")
+
+
+# ---- what is kept, and what is told -------------------------------------------------------------------------
+
+
+def test_a_prediction_has_its_reason_and_a_measurement_needs_none(tmp_path: Path) -> None:
+    told = trial("a=2", problem="m=1", origin="predicted", message="twice as fast")
+    fill(tmp_path / "x.db", trial("a=1", message="a remark"), told)
+    table = snapshot.load("h200", str(tmp_path / "x.db")).table["gemm", 1]
+    assert (table[PROBLEM].reason, table["m=1"].reason) == ("", "twice as fast")
+
+
+def test_what_was_read_is_kept_until_it_is_forgotten(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings.DB_VARIABLE, str(path))
+    snapshot.forget({})
+    first, other = snapshot.held("h200"), snapshot.held("l40s")
+    assert snapshot.held("h200") is first and snapshot.all_held() == {"h200": first, "l40s": other}
+    snapshot.forget({"l40s": other})
+    assert snapshot.held("l40s") is other and snapshot.held("h200") is not first
+    snapshot.forget({})
+
+
+def test_a_password_is_not_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Not where SQLAlchemy, which knows the parts of a URL, is missing either."""
+    monkeypatch.setitem(sys.modules, "cutekernels.db.engine", None)
+    snapshot.load("h200", "postgresql+psycopg://me:hunter2@nowhere/tuned")
+    assert "postgresql+psycopg://..." in caplog.text and "hunter2" not in caplog.text

@@ -66,6 +66,7 @@ class TestChallengers:
     def test_all_whose_interval_meets_the_best_ones(self, store: Store) -> None:
         close = [c for c in VALID if c != DEFAULT][:5]
         ratios = {c: (1.30 - i / 1000, 1.29, 1.31) for i, c in enumerate(close)}
+        ratios[close[-1]] = (1.27, 1.26, 1.295)  # its interval alone meets the best one's
         behind = {c: (1.10, 1.09, 1.11) for c in VALID if c not in (*close, DEFAULT)}
         assert final.challengers(self.known(store, ratios | behind), DEFAULT, []) == close
 
@@ -120,8 +121,16 @@ class TestVerdicts:
         assert final.decide(apart, DEFAULT, [C]).winner == A, "not measured"
 
     def test_wrong_results_decide_nothing(self) -> None:
-        outcomes = timed({DEFAULT: 10.0, A: 8.0}, 0.002, 0) | {C: Outcome(4.0)}
-        assert final.decide(outcomes, DEFAULT, [C]).winner == A
+        outcomes = timed({DEFAULT: 10.0, A: 8.0}, 0.002, 0)
+        for wrong in (Outcome(4.0), Outcome(4.0, (1.0,) * 60)):
+            assert final.decide(outcomes | {C: wrong}, DEFAULT, [C]).winner == A
+
+    def test_what_serves_precedes_a_default_that_is_tied(self) -> None:
+        alike = timed({DEFAULT: 10.0, A: 10.0, B: 10.0}, 0.01, 3)
+        verdict = final.decide(alike, DEFAULT, [A])
+        assert (verdict.winner, set(verdict.tied)) == (A, {DEFAULT, A, B})
+        assert final.decide(alike, DEFAULT, []).winner == DEFAULT
+        assert final.certificate(verdict, alike, DEFAULT).tied == tuple(sorted(map(str, (DEFAULT, A, B))))
 
     def test_re_tunes_stay_in_the_tied_set(self) -> None:
         """Winners of 60 tasks, five finals each, with six configs within 0.8 % of each other."""
