@@ -2,7 +2,7 @@
 
     python -m tests.mutants                   # the modules
     python -m tests.mutants final             # every bug of one, with the test that kills it
-    python -m tests.mutants final dispatch:7  # and the seventh of another
+    python -m tests.mutants final dispatch:7,9  # and two of another
 
 The tree is copied, a bug is put into the copy, and its module's tests run there until the first one fails, each time in
 a fork of a process that has loaded the libraries and nothing of ours. Exit code 1 where a bug stays alive.
@@ -237,13 +237,14 @@ def main(words: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = copied(Path(folder) / "tree")
         for word in words:
-            name, _, number = word.partition(":")
+            name, _, numbers = word.partition(":")
+            chosen = [int(n) for n in numbers.split(",")] if numbers else range(1, len(MODULES[name].bugs) + 1)
             module = MODULES[name]
-            if (broken := first_failure(copy, module.tests)) is not None:
+            if not numbers and (broken := first_failure(copy, module.tests)) is not None:
                 print(f"{name}: {broken} fails without any bug")
                 return 1
             for i, (old, new) in enumerate(module.bugs, 1):
-                if number in ("", str(i)):
+                if i in chosen:
                     begin = time.monotonic()
                     killer = killed_by(copy, module, old, new)
                     alive += killer is None

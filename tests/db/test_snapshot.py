@@ -385,13 +385,6 @@ def test_the_reason_of_a_prediction_is_read_and_a_measurements_message_is_not(tm
 # ---- what is kept, and what is told -------------------------------------------------------------------------
 
 
-def test_a_prediction_has_its_reason_and_a_measurement_needs_none(tmp_path: Path) -> None:
-    told = trial("a=2", problem="m=1", origin="predicted", message="twice as fast")
-    fill(tmp_path / "x.db", trial("a=1", message="a remark"), told)
-    table = snapshot.load("h200", str(tmp_path / "x.db")).table["gemm", 1]
-    assert (table[PROBLEM].reason, table["m=1"].reason) == ("", "twice as fast")
-
-
 def test_what_was_read_is_kept_until_it_is_forgotten(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(settings.DB_VARIABLE, str(path))
     snapshot.forget({})
@@ -407,3 +400,14 @@ def test_a_password_is_not_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     monkeypatch.setitem(sys.modules, "cutekernels.db.engine", None)
     snapshot.load("h200", "postgresql+psycopg://me:hunter2@nowhere/tuned")
     assert "postgresql+psycopg://..." in caplog.text and "hunter2" not in caplog.text
+
+
+def test_a_prediction_needs_no_time_and_a_problem_is_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "x.db"
+    fill(path, trial("a=1", problem="m=1", origin="predicted", median_us=None), trial("a=2", problem="m=2"))
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("UPDATE winner SET problem = x'00ff' WHERE problem = 'm=2'")
+        connection.commit()
+    table = snapshot.load("h200", str(path)).table["gemm", 1]
+    assert [(w.problem, w.median_us) for w in table.values()] == [("m=1", None)]
+    assert "1 broken rows skipped" in caplog.text

@@ -82,6 +82,13 @@ class TestChallengers:
         found = final.challengers(self.known(store, apart), DEFAULT, [last, DEFAULT])
         assert last in found and DEFAULT not in found
 
+    def test_a_failure_does_not_enter(self, store: Store) -> None:
+        apart = self.known(store, {c: (9 - i / 10,) * 3 for i, c in enumerate(VALID)})
+        best, second = [c for c in VALID if c != DEFAULT][:2]
+        apart[best] = replace(apart[best], status="wrong_result")
+        found = final.challengers(apart, DEFAULT, [best])
+        assert best not in found and found[0] == second
+
     def test_none(self) -> None:
         assert final.challengers({}, DEFAULT, []) == []
 
