@@ -132,6 +132,11 @@ class TestVerdicts:
         for wrong in (Outcome(4.0), Outcome(4.0, (1.0,) * 60)):
             assert final.decide(outcomes | {C: wrong}, DEFAULT, [C]).winner == A
 
+    def test_of_the_tied_the_first_in_text_order_wins_the_fastest_or_not(self) -> None:
+        first, *others = sorted((A, B, C), key=str)
+        law = {DEFAULT: 13.0, first: 10.02} | dict.fromkeys(others, 10.0)
+        assert final.decide(timed(law, 0.002, 1), DEFAULT, []).winner == first
+
     def test_what_serves_precedes_a_default_that_is_tied(self) -> None:
         alike = timed({DEFAULT: 10.0, A: 10.0, B: 10.0}, 0.01, 3)
         verdict = final.decide(alike, DEFAULT, [A])
