@@ -411,3 +411,12 @@ def test_a_prediction_needs_no_time_and_a_problem_is_text(tmp_path: Path, caplog
     table = snapshot.load("h200", str(path)).table["gemm", 1]
     assert [(w.problem, w.median_us) for w in table.values()] == [("m=1", None)]
     assert "1 broken rows skipped" in caplog.text
+
+
+def test_a_rate_of_no_speed_is_left_out(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        for name, value in (("good", 2.0), ("none", 0.0), ("negative", -1.0)):
+            row = ("h200", name, 1, value, "us", "2026-01-01 00:00:00", "", "")
+            connection.execute("INSERT INTO rate VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+        connection.commit()
+    assert dict(snapshot.load("h200", str(path)).rates) == {("good", 1): 2.0}
