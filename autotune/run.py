@@ -22,7 +22,6 @@ from cutekernels.autotune.predict import Prediction
 from cutekernels.autotune.report import TaskReport, TuneReport
 from cutekernels.autotune.runtime import LocalRuntime, Runtime
 from cutekernels.autotune.search import Search
-from cutekernels.catalog import Catalog
 from cutekernels.db.store import Environment, Store, Trial
 from cutekernels.errors import JobError
 from cutekernels.gpu import GpuSpec
@@ -134,7 +133,6 @@ def tune(
         else:
             assert wanted is not None
             reports = run.predict(store, wanted, runtime, jobs)
-    keep_work(loaded.tasks)
     kinds = list(dict.fromkeys(report.gpu for report in reports)) or [wanted.name if wanted is not None else "auto"]
     return TuneReport(
         loaded.name, ", ".join(kinds), "measured" if measured else "predicted", tuple(reports), clock() - begin
@@ -200,14 +198,6 @@ class _Run:
 
         hand_out(board, fleet, work, given_up=self.watch.end)
         return board.reports()
-
-
-def keep_work(tasks: Sequence[Task]) -> None:
-    """Keep the flops and bytes of the tuned problems, so that a listing of their rates loads no torch."""
-    catalog = Catalog()
-    for task in tasks:
-        catalog.rates("", task.op.name, str(task.problem), 1.0)
-    catalog.keep()
 
 
 def _compilers(runtime: Runtime | None, jobs: int | None) -> AbstractContextManager[Runtime]:

@@ -1,9 +1,9 @@
 """Catalog: what the command line needs to know of the ops, without importing torch.
 
 Fields, defaults and revisions are declared in ``cutekernels.ops``, whose import loads torch and takes seconds. They
-travel with the package in ``catalog.json``, written by ``python -m cutekernels.catalog``. Where the sources have
-changed since, they are written once to ``catalog-<fingerprint>.json`` in the cache directory and read from there.
-A missing, stale, unreadable or unwritable file costs time and nothing else.
+travel with the package in ``catalog.json``, which ``python -m cutekernels.catalog`` writes, with the work of every
+shipped winner's problem and a digest of every shipped winner that calls take. What is not there is asked of the ops: a
+missing, stale or unreadable file costs their import and nothing else. A query writes nothing.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
@@ -23,7 +21,6 @@ from typing import Any
 
 from cutekernels import gpu as gpus
 from cutekernels import op as declarations
-from cutekernels import settings
 from cutekernels.errors import InvalidConfig, UnknownGpu, UnsupportedProblem, near
 
 SHIPPED = Path(__file__).with_name("catalog.json")
@@ -97,13 +94,11 @@ class Condition:
 class Catalog:
     """Ops, GPUs and the meaning of the texts that a database stores."""
 
-    def __init__(self, path: Path | None = None) -> None:
-        fingerprint = _fingerprint()
-        self._path = path or settings.load().cache_dir / f"catalog-{fingerprint}.json"
-        kept = _read(self._path, fingerprint) or (None if path else _read(SHIPPED, fingerprint))
-        self._changed = self.fresh = kept is None  # fresh: torch is loaded, what else it can tell costs nothing now
-        self._kept: dict[str, Any] = kept or {"sources": fingerprint, "ops": _declare(), "work": {}}
-        self.ops = {name: _declared(row) for name, row in self._kept["ops"].items()}
+    def __init__(self) -> None:
+        found = _read(SHIPPED, _fingerprint()) or {"ops": _declare(), "work": {}, "taken": {}}
+        self.ops = {name: _declared(row) for name, row in found["ops"].items()}
+        self._known_work: dict[str, dict[str, Any]] = found["work"]
+        self._taken = frozenset(digest for digests in found["taken"].values() for digest in digests.split())
 
     # ---- names ----------------------------------------------------------------------------------------------
 
@@ -207,28 +202,16 @@ class Catalog:
         return {name: rate if rate is not None and math.isfinite(rate) else None for name, rate in found.items()}
 
     def _work(self, op: str, problem: str) -> tuple[float, float] | None:
-        known = self._kept["work"].setdefault(op, {})
+        known = self._known_work.setdefault(op, {})
         if problem not in known:
             known[problem] = _work(op, problem) if op in self.ops else None
-            self._changed = True
         return known[problem]  # type: ignore[no-any-return]
 
-    def keep(self) -> None:
-        """Write what was learned to the cache directory, where that is possible."""
-        if not self._changed:
-            return
-        try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self._path.parent, prefix=".catalog-")
-            with os.fdopen(handle, "w") as file:
-                json.dump(self._kept, file)
-            os.replace(temporary, self._path)
-            for old in self._path.parent.glob("catalog-*.json"):
-                if old != self._path:
-                    old.unlink(missing_ok=True)
-        except OSError:
-            return
-        self._changed = False
+    def refusal(self, gpu: str, op: str, problem: str, config: str) -> str:
+        """Why calls refuse a winner of the op's current revision, by the dispatcher's rule; "" where they take it."""
+        if op not in self.ops or _digest(gpu, op, problem, config) in self._taken:
+            return ""
+        return _refusal(gpu, op, problem, config)
 
 
 def _condition(word: str) -> Condition:
@@ -277,6 +260,7 @@ def _read(path: Path, fingerprint: str) -> dict[str, Any] | None:
         for row in kept["ops"].values():
             _declared(row)
         assert isinstance(kept["work"], dict)
+        assert all(isinstance(digests, str) for digests in kept["taken"].values())
         assert kept["sources"] == fingerprint
     except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
         return None
@@ -332,20 +316,45 @@ def _work(op: str, problem: str) -> tuple[float, float] | None:
     return float(work.flops), float(work.bytes)
 
 
+def _refusal(gpu: str, op: str, problem: str, config: str) -> str:
+    from cutekernels import dispatch
+
+    declared = import_module("cutekernels.ops.registry").get(op)
+    try:
+        posed, spec = declared.Problem.parse(problem), gpus.lookup(gpu)
+        found = dispatch.adopted(declared, posed, spec, config)
+    except UnsupportedProblem as error:
+        return f"its problem is not one of this version's: {error}"
+    except UnknownGpu:  # described on its own machine, not in the table: only the knobs can be looked at
+        try:
+            found = declared.Config.parse(config)
+        except InvalidConfig as error:
+            found = str(error)
+    return found if isinstance(found, str) else ""
+
+
+def _digest(gpu: str, op: str, problem: str, config: str) -> str:
+    return hashlib.sha256("\0".join((gpu, op, problem, config)).encode()).hexdigest()[:16]
+
+
 def ship() -> dict[str, Any]:
-    """What ``catalog.json`` holds: the declarations, and the work of every shipped winner's problem."""
+    """What ``catalog.json`` holds: the declarations, and the work and the digests of all shipped winners."""
     from cutekernels.db import snapshot
 
     work: dict[str, Any] = {}
+    taken: dict[str, list[str]] = {}
     for t in (t for gpu in snapshot.shipped_gpus() for t in snapshot.shipped(gpu)):
         work.setdefault(t.op, {})[t.problem] = _work(t.op, t.problem)
-    return {"sources": _fingerprint(), "ops": _declare(), "work": work}
+        if not _refusal(t.gpu.name, t.op, t.problem, t.config):
+            taken.setdefault(t.op, []).append(_digest(t.gpu.name, t.op, t.problem, t.config))
+    digests = {op: " ".join(sorted(found)) for op, found in taken.items()}
+    return {"sources": _fingerprint(), "ops": _declare(), "work": work, "taken": digests}
 
 
 def _text(kept: dict[str, Any]) -> str:
     """JSON with one line for each op, so that a change of one op is one changed line."""
     parts = [f'"sources": {json.dumps(kept["sources"])}']
-    for part in ("ops", "work"):
+    for part in ("ops", "work", "taken"):
         lines = ",\n".join(f"{json.dumps(op)}: {json.dumps(row)}" for op, row in kept[part].items())
         parts.append(f'"{part}": {{\n{lines}\n}}')
     return "{" + ",\n".join(parts) + "}\n"

@@ -341,14 +341,17 @@ def _database(url: str) -> Finding:
     path = settings.load().database_path
     if path is not None and not os.path.exists(path):
         return Finding("database", "ok", f"{path} (made on first use)")
+    from cutekernels import db
     from cutekernels.db.engine import shown
-    from cutekernels.db.store import Store
 
     try:
-        with Store(url, readonly=True) as store:
-            winners = sum(row.winners for row in store.stats())
+        with db.open(url, shipped=False) as opened:
+            winners, refused = len(opened.winners()), len(opened.refused())
     except StoreError as error:
         return Finding("database", "broken", str(error), f"set {settings.DB_VARIABLE}, or move the file away")
+    if refused:
+        told = f"{shown(url)} ({winners} winners, of which calls refuse {refused})"
+        return Finding("database", "ok", told, "`cutekernels db doctor` says why; tune their problems again")
     return Finding("database", "ok", f"{shown(url)} ({winners} winners)")
 
 

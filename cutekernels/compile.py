@@ -62,6 +62,7 @@ _NO_SPACE = re.compile(
     "|".join(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG))
 )
 _PROBE_BYTES = 1 << 16  # about an object's size
+_OURS = re.compile(r"[0-9a-f]{32}|run-[0-9]+-[0-9a-f]{8}")  # what locks and their folders are called for
 _TOOL_KILLED = re.compile(r"error code -(9|15)\b")  # Triton's words for a ptxas that a signal ended
 
 _LONG_S = 1.0  # a compile that one notices within a call
@@ -313,8 +314,10 @@ def _unlock(held: int, lock: Path, fresh: Path) -> None:
 
 
 def tidy() -> None:
-    """Removes locks and folders that killed processes left in the cache. Raises CacheUnusable."""
+    """Removes locks and folders that killed processes left in the cache, by their names. Raises CacheUnusable."""
     for lock in directory().glob("*.lock"):
+        if _OURS.fullmatch(lock.stem) is None:
+            continue
         with suppress(OSError):
             held = _flock(lock, wait=False)
             if held is not None:

@@ -456,14 +456,18 @@ def octaves(a: Problem, b: Problem) -> float:
     return sum(abs(_octave(x) - _octave(y)) for x, y in zip(a.extents(), b.extents(), strict=True))
 
 
-def _adopt(op: Op[Any, Any], p: Any, gpu: GpuSpec, row: Winner, origin: str, note: str) -> Choice | str:
-    """The row's config, if it parses and solves this exact problem; else the reason it does not."""
+def adopted(op: Op[Any, Any], p: Any, gpu: GpuSpec, text: str) -> Config | str:
+    """A stored config, if it parses and solves this exact problem; else the reason for which calls refuse it."""
     try:
-        config = op.Config.parse(row.config)
+        config = op.Config.parse(text)
     except InvalidConfig as error:
         return f"its config is not one of this version's: {error}"
-    reason = op.why_not(p, config, gpu)
-    return f"{note}, but {reason}" if reason is not None else Choice(config, origin, note, row)
+    return op.why_not(p, config, gpu) or config
+
+
+def _adopt(op: Op[Any, Any], p: Any, gpu: GpuSpec, row: Winner, origin: str, note: str) -> Choice | str:
+    found = adopted(op, p, gpu, row.config)
+    return f"{note}, but {found}" if isinstance(found, str) else Choice(found, origin, note, row)
 
 
 def _after_fork() -> None:

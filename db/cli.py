@@ -27,7 +27,7 @@ from cutekernels import db as database
 from cutekernels import settings, terminal
 from cutekernels.db import listing, sqlite
 from cutekernels.db.engine import file_errors
-from cutekernels.db.reader import Database, Winner, diff
+from cutekernels.db.reader import SHIPPED, Database, Winner, diff
 from cutekernels.db.store import ImportReport, Store, Trial, replace_file
 from cutekernels.errors import CuteKernelsError, UnknownGpu, UnsupportedProblem
 from cutekernels.terminal import As, Format
@@ -56,6 +56,7 @@ Columns = Annotated[str | None, typer.Option("--columns", help="These columns on
 Sort = Annotated[str | None, typer.Option("--sort", help="By this column; -NAME for descending.")]
 Wide = Annotated[bool, typer.Option("--wide", help="One line for each row, nothing shortened.")]
 
+_MOST_TOLD = 400  # characters of a row's text
 _LEAST_OF_AN_ID = 8  # characters: the listings show so many
 _TRIAL_COLUMNS = tuple(f.name for f in fields(Trial) if f.name != "environment")
 
@@ -271,7 +272,7 @@ def doctor(
     format: As = Format.table,
     db: Db = None,
 ) -> None:
-    """Check the database: schema, broken rows, winners of earlier revisions. Exit code 1 if something is broken."""
+    """Check the database: schema, broken rows, winners that no call uses. Exit code 1 if something is broken."""
     if fix:
         with _errors():
             path = sqlite.path_of(settings.load().database_url if db is None else settings.database_url(db))
@@ -286,15 +287,27 @@ def doctor(
         winners = opened.store.winners()
         stale = [t for t in winners if opened.catalog.revision(t.op) not in (None, t.revision)]
         unknown = [t for t in winners if opened.catalog.revision(t.op) is None]
+        refused = opened.refused()
         stats = opened.store.stats()
     rows.append({"what": "database", "state": "ok", "found": f"{sum(s.trials for s in stats)} trials"})
     rows += [{"what": "row", "state": "broken", "found": reason} for reason in broken]
     for found, why in ((stale, "of an earlier revision: tune again, or prune --stale"), (unknown, "of an unknown op")):
         if found:
             rows.append({"what": "winners", "state": "unused", "found": f"{len(found)} {why}"})
-    rows.append({"what": "winners", "state": "ok", "found": f"{len(winners) - len(stale) - len(unknown)} valid"})
+    for source in ("local", SHIPPED):
+        among = [(w, why) for w, why in refused if w.source == source]
+        if among:
+            w, why = among[0]
+            first = f"{w.gpu} {w.op} [{w.problem_text}]: {why}"
+            rows.append({"what": f"{source} winners", "state": "unused", "found": _refused(len(among), first)})
+    unused = len(stale) + len(unknown) + sum(w.source == "local" for w, _ in refused)
+    rows.append({"what": "winners", "state": "ok", "found": f"{len(winners) - unused} valid"})
     _write(rows, format, None, "", ("what", "state", "found"))
     raise typer.Exit(1 if broken else 0)
+
+
+def _refused(count: int, first: str) -> str:
+    return f"{count} that calls refuse: tune again. The first: {first[:_MOST_TOLD]}"
 
 
 # ---- opening ------------------------------------------------------------------------------------------------

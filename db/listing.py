@@ -12,7 +12,7 @@ from cutekernels.terminal import cell
 
 Rows = Sequence[Mapping[str, Any]]
 _WIDE = ("gpu", "op", "revision", "problem_text", "problem", "config_text", "config", "source", "serves", "origin")
-_WIDE_NUMBERS = ("status", "median_us", "ratio", "tflops", "gbps", "roofline", "id")
+_WIDE_NUMBERS = ("status", "median_us", "ratio", "tflops", "gbps", "roofline", "id", "reason")
 
 
 def wide(rows: Rows) -> list[str]:
@@ -25,12 +25,12 @@ def wide(rows: Rows) -> list[str]:
 
 
 def winners(rows: Rows) -> Table:
-    """Winners: ``*`` behind the source marks the row that calls use."""
+    """Winners: ``*`` behind the source marks the row that calls use; the others' reason stands below the config."""
     table = _table("op\ngpu", "problem\nconfig", "us", "x default", "from", "id")
     for row in rows:
         table.add_row(
             _pair(row["op"], row["gpu"]),
-            _pair(row["problem_text"], row["config_text"]),
+            _pair(*filter(None, (row["problem_text"], row["config_text"], row["reason"]))),
             cell(row["median_us"]),
             cell(row["ratio"]),
             Text(row["source"] + (" *" if row["serves"] else "")),

@@ -26,8 +26,6 @@ SHIPPED = "shipped"
 class Catalog(Protocol):
     """What the reader must be told of ops and GPUs; ``cutekernels/catalog.py`` has it."""
 
-    fresh: bool
-
     def gpu(self, name: str, also: Iterable[str] = ()) -> str: ...
     def op(self, name: str, also: Iterable[str] = ()) -> str: ...
     def revision(self, op: str) -> int | None: ...
@@ -37,7 +35,7 @@ class Catalog(Protocol):
     def conditions(self, text: str, op: str | None = None) -> list[Any]: ...
     def matches(self, op: str, problem: Mapping[str, Scalar], conditions: Iterable[Any]) -> bool: ...
     def rates(self, gpu: str, op: str, problem: str, us: float | None) -> dict[str, float | None]: ...
-    def keep(self) -> None: ...
+    def refusal(self, gpu: str, op: str, problem: str, config: str) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +46,9 @@ class Winner:
         problem: the fields of the problem, defaults written out; ``problem_text`` is the form that is stored.
         config: the knobs, likewise.
         source: ``"local"`` or ``"shipped"``.
-        serves: whether calls use this row. False where another source has a better one, the op's revision was raised
-            since, or a prediction gives no reason to leave the default.
+        serves: whether calls use this row.
+        reason: why they do not, ``""`` where they do: another source's row precedes it, the op's revision was
+            raised since, a prediction promises too little, or calls refuse its config.
         ratio: time of the default config over this one's, with its 95 % interval.
         tflops: achieved rate, like ``gbps``; ``roofline`` is the share of what the GPU can do, at most 1.
         vendor_us: the vendor library's time in the same run, where it was measured.
@@ -64,6 +63,7 @@ class Winner:
     revision: int
     source: str
     serves: bool
+    reason: str
     problem: Mapping[str, Scalar]
     config: Mapping[str, Scalar]
     origin: str
@@ -135,9 +135,6 @@ class Database:
         self.store = None if not local or (url is None and _absent()) else Store(url, readonly=True)
         self._shipped = shipped
         self._configs: dict[tuple[str, str], Mapping[str, Scalar]] = {}
-        if catalog.fresh:  # the ops are loaded: keep the rates of all shipped rows for later queries
-            for t in _shipped(None, None):
-                catalog.rates(t.gpu.name, t.op, t.problem, t.median_us)
 
     def __enter__(self) -> Self:
         return self
@@ -148,8 +145,7 @@ class Database:
         self.close()
 
     def close(self) -> None:
-        """Release the database, and keep what was learned of the ops for the next call."""
-        self.catalog.keep()
+        """Release the database."""
         if self.store is not None:
             self.store.close()
 
@@ -207,16 +203,15 @@ class Database:
         return not conditions or self.catalog.matches(t.op, self.catalog.problem(t.op, t.problem), conditions)
 
     def _winner(self, t: Trial, local: bool, here: Mapping[Any, str], below: Mapping[Any, str]) -> Winner:
-        wins = t.key in here and snapshot.serves_over(here[t.key], below.get(t.key))
+        reason = self._why_idle(t, local, t.key in here and snapshot.serves_over(here[t.key], below.get(t.key)))
         environment = {f.name: getattr(t.environment, f.name) for f in fields(t.environment)}
         return Winner(
             gpu=t.gpu.name,
             op=t.op,
             revision=t.revision,
             source="local" if local else SHIPPED,
-            serves=wins == local
-            and self.catalog.revision(t.op) == t.revision
-            and snapshot.may_serve(t.origin, t.message),
+            serves=not reason,
+            reason=reason,
             problem=self.catalog.problem(t.op, t.problem),
             config=self._config(t.op, t.config),
             origin=t.origin,
@@ -240,6 +235,25 @@ class Database:
             problem_text=t.problem,
             config_text=t.config,
         )
+
+    def _why_idle(self, t: Trial, local: bool, local_wins: bool) -> str:
+        """Why calls do not use a winner; ``""`` where they do."""
+        revision = self.catalog.revision(t.op)
+        if revision is None:
+            return "this version has no such op"
+        if revision != t.revision:
+            return f"calls use winners of revision {revision}"
+        if local_wins != local:
+            return "a shipped measurement precedes it" if local else "a local winner precedes it"
+        if not snapshot.may_serve(t.origin, t.message):
+            return "its predicted gain is too small"
+        return self.catalog.refusal(t.gpu.name, t.op, t.problem, t.config)
+
+    def refused(self) -> list[tuple[Winner, str]]:
+        """The winners of current revisions, local and shipped, that calls refuse, each with the reason."""
+        current = (w for w in self.winners() if self.catalog.revision(w.op) == w.revision)
+        found = ((w, self.catalog.refusal(w.gpu, w.op, w.problem_text, w.config_text)) for w in current)
+        return [(w, why) for w, why in found if why]
 
     def _config(self, op: str, text: str) -> Mapping[str, Scalar]:
         if (op, text) not in self._configs:  # a few hundred for thousands of winners

@@ -19,7 +19,7 @@ from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload,
 from bench.suites import Case, unless
 from cutekernels.op import Work
 from cutekernels.ops.moe.ffn import moe_ffn
-from cutekernels.ops.moe.grouped import GROUPED_GEMM, SPREADS, GroupedProblem
+from cutekernels.ops.moe.grouped import GROUPED_GEMM, SPREADS, GroupedProblem, expected_experts
 from cutekernels.ops.moe.grouped_api import grouped_gemm
 
 MODELS = {  # experts, top_k, hidden, intermediate
@@ -49,8 +49,14 @@ def _product_inputs(case: Case, problem: Any, device: str, seed: int) -> Inputs:
     first = _product_sample(problem, device)
     operands = first if seed == 0 else GROUPED_GEMM.variant(problem, first, seed * len(SPREADS))
     results = GROUPED_GEMM.outputs(problem, *operands)
-    read = int(GROUPED_GEMM.work(problem).bytes) - results[0].nbytes
-    return Inputs(operands[:3], results, read_bytes=read)
+    return Inputs(operands[:3], results, read_bytes=int(_product_work(case).bytes) - results[0].nbytes)
+
+
+def _product_work(case: Case) -> Work:
+    """The op's own, but that rows spread evenly alone."""
+    p = GroupedProblem.parse(case.problem)
+    moved = 2 * (p.rows * (p.n + p.k) + expected_experts(SPREADS[0], p.rows, p.experts) * p.n * p.k)
+    return dataclasses.replace(GROUPED_GEMM.work(p), bytes=moved)
 
 
 @lru_cache(maxsize=1)
@@ -127,9 +133,10 @@ def _layer_weights(p: Any, device: str) -> tuple[Tensor, Tensor]:
 
 
 def _layer_work(case: Case) -> Work:
-    p = GroupedProblem.parse(case.problem)
-    products, tokens = p.n * p.k * 3 // 2, p.rows // _top_k(case)
-    moved = 2 * (2 * tokens * p.k + p.hit * products)
+    p, top_k = GroupedProblem.parse(case.problem), _top_k(case)
+    products, tokens = p.n * p.k * 3 // 2, p.rows // top_k
+    hit = p.experts * (1 - (1 - top_k / p.experts) ** tokens)  # in expectation: a token's experts are different ones
+    moved = 2 * (2 * tokens * p.k + hit * products)
     return Work(2.0 * p.rows * products, float(moved), depth=float(max(p.k, p.n // 2)))
 
 
@@ -214,6 +221,7 @@ WORKLOADS = (
         inputs=_product_inputs,
         truth=_product_truth,
         ours=_product_ours,
+        work=_product_work,
         peers=(*_peers(_grouped, _loop), _on_cuda(Contender("triton", _triton), "Triton's kernels need a GPU")),
     ),
     Workload(

@@ -142,6 +142,8 @@ def test_errors_name_rule_value_and_remedy() -> None:
     refused("agree in head dim and batch.*pages need a page_table", q, k[:1], v[:1], n)
     refused("multiple of 8 up to 256; it is 12", q[..., :12], k[..., :12], v[..., :12], n)
     refused("k_cache's 2 heads must divide q's 3", q[:, :, :3], k, v, n)
+    refused("k_cache's 0 heads must divide q's 4", q, k[:, :, :0], v[:, :, :0], n)
+    refused("k_cache's 0 heads must divide q's 0", q[:, :, :0], k[:, :, :0], v[:, :, :0], n)
     refused("a token of each sequence at least", rows(2, 0, 4, 16), k, v, n)
     refused("scale must be above 0", q, k, v, n, scale=-1.0)
     refused("softcap must be above 0", q, k, v, n, softcap=0.0)

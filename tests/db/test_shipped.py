@@ -82,6 +82,17 @@ def test_predictions_are_of_the_four_models_jobs(name: str) -> None:
         assert departures.reason(op, problem, spec, op.default(problem, spec), config) == trial.message
 
 
+@pytest.mark.parametrize("name", SHIPPED)
+def test_none_is_faster_than_the_roofline(name: str) -> None:
+    """Rates are the data sheet's, which no clock exceeds: there is nothing to grant."""
+    spec = gpu.lookup(name.removesuffix(".jsonl"))
+    for t in trials(name):
+        assert t.median_us is not None
+        op = registry.get(t.op)
+        share = op.work(op.Problem.parse(t.problem)).floor_us(spec) / t.median_us
+        assert 0 < share <= 1, f"{t.op} [{t.problem}] at {share:.3f} of the roofline: its work counts too much"
+
+
 def test_predictions_are_small() -> None:
     sizes = [len((files("cutekernels.db") / "shipped" / name).read_bytes()) for name in PREDICTED]
     assert sum(sizes) < 300_000

@@ -380,3 +380,43 @@ def test_the_reason_of_a_prediction_is_read_and_a_measurements_message_is_not(tm
     fill(tmp_path / "x.db", told, trial("a=2", problem="m=2", message="Xid 13"))
     table = snapshot.load("h200", str(tmp_path / "x.db")).table["gemm", 1]
     assert (table["m=1"].reason, table["m=2"].reason) == ("twice as fast", "")
+
+
+# ---- what is kept, and what is told -------------------------------------------------------------------------
+
+
+def test_what_was_read_is_kept_until_it_is_forgotten(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings.DB_VARIABLE, str(path))
+    snapshot.forget({})
+    first, other = snapshot.held("h200"), snapshot.held("l40s")
+    assert snapshot.held("h200") is first and snapshot.all_held() == {"h200": first, "l40s": other}
+    snapshot.forget({"l40s": other})
+    assert snapshot.held("l40s") is other and snapshot.held("h200") is not first
+    snapshot.forget({})
+
+
+def test_a_password_is_not_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Not where SQLAlchemy, which knows the parts of a URL, is missing either."""
+    monkeypatch.setitem(sys.modules, "cutekernels.db.engine", None)
+    snapshot.load("h200", "postgresql+psycopg://me:hunter2@nowhere/tuned")
+    assert "postgresql+psycopg://..." in caplog.text and "hunter2" not in caplog.text
+
+
+def test_a_prediction_needs_no_time_and_a_problem_is_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "x.db"
+    fill(path, trial("a=1", problem="m=1", origin="predicted", median_us=None), trial("a=2", problem="m=2"))
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("UPDATE winner SET problem = x'00ff' WHERE problem = 'm=2'")
+        connection.commit()
+    table = snapshot.load("h200", str(path)).table["gemm", 1]
+    assert [(w.problem, w.median_us) for w in table.values()] == [("m=1", None)]
+    assert "1 broken rows skipped" in caplog.text
+
+
+def test_a_rate_of_no_speed_is_left_out(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        for name, value in (("good", 2.0), ("none", 0.0), ("negative", -1.0)):
+            row = ("h200", name, 1, value, "us", "2026-01-01 00:00:00", "", "")
+            connection.execute("INSERT INTO rate VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+        connection.commit()
+    assert dict(snapshot.load("h200", str(path)).rates) == {("good", 1): 2.0}

@@ -19,7 +19,13 @@ from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.gemm.multistage import MULTISTAGE
 from cutekernels.ops.gemm.problem import GemmConfig
-from cutekernels.ops.moe.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD, SPREADS, sample_offsets
+from cutekernels.ops.moe.grouped import (
+    GROUPED_GEMM,
+    GROUPED_GEMM_WGRAD,
+    SPREADS,
+    expected_experts,
+    sample_offsets,
+)
 from cutekernels.ops.moe.grouped import GroupedProblem as Problem
 from cutekernels.ops.shared import tensor_op
 from tests import compiled
@@ -178,6 +184,30 @@ def test_samples_spread_as_their_seed_says() -> None:
     assert all(int(c.sum()) == 1000 for c in counts.values())
     assert counts["one"].max() == 1000
     assert counts["uniform"].max() < 110 < counts["zipf"].max() < 500
+
+
+@pytest.mark.parametrize(("rows", "experts"), [(2, 8), (8, 128), (128, 128), (512, 64)])
+def test_the_least_bytes_are_of_the_experts_that_samples_hit(rows: int, experts: int) -> None:
+    """``work`` counts matrices that a timing's samples read: a roofline of more is above 1."""
+    draw, hit, samples = torch.Generator().manual_seed(0), [], 200
+    for spread in SPREADS:
+        drawn = [int((sample_offsets(rows, experts, spread, draw).diff() > 0).sum()) for _ in range(samples)]
+        hit.append(sum(drawn) / samples)
+        spared = max(1.0, (experts - hit[-1]) ** 0.5)  # over a sample's standard deviation
+        assert hit[-1] == pytest.approx(expected_experts(spread, rows, experts), abs=5 * spared / samples**0.5)
+    problem = Problem(rows, 64, 4096, experts)
+    weights = GROUPED_GEMM.work(problem).bytes - 2 * rows * (64 + 4096)
+    assert weights == pytest.approx(2 * 64 * 4096 * sum(hit) / 3, rel=0.04)
+    gradients = GROUPED_GEMM_WGRAD.work(problem).bytes - 2 * rows * (64 + 4096)
+    assert gradients == 2 * 64 * 4096 * experts, "those of experts without rows are written too, as zeros"
+
+
+def test_samples_that_share_weights_hit_another_expert_each() -> None:
+    """All rows to the same one would find it in the L2 cache."""
+    problem = Problem(40, 8, 8, 64)
+    args = GROUPED_GEMM.sample(problem, "cpu", 2)
+    chosen = {int(GROUPED_GEMM.variant(problem, args, seed)[2].diff().argmax()) for seed in range(2, 26, 3)}
+    assert len(chosen) > 4
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)

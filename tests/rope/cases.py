@@ -151,15 +151,16 @@ def numerics_cases() -> dict[str, dict[str, Any]]:
         cases[f"{kind} {interleaved=}"] = _BASE | {"kind": kind, "interleaved": interleaved}
     for rotary, interleaved in product((2, 6, 10, 22, 24), (False, True)):
         cases[f"{rotary} of 24 {interleaved=}"] = _BASE | {"rotary": rotary, "width": 24, "interleaved": interleaved}
-    for width, rotary in ((15, 6), (1030, 1024)):
+    for width, rotary in ((15, 6), (1030, 1024), (56, 16)):  # of the last, 40 channels stay: three blocks of 16
         cases[f"{rotary} of {width}"] = _BASE | {"rotary": rotary, "width": width, "seq": 2}
     for mode, index, kind in product(("start", "batch", "token"), ("i64", "i32"), ("dense", "every other")):
         if (mode, index) != ("start", "i32"):
             cases[f"{mode} {index} {kind}"] = _BASE | {"positions": mode, "index": index, "kind": kind}
     cases["a start"] = _BASE | {"start": 4}
     cases["a far start"] = _BASE | {"start": 131066, "rows": 131072}
-    cases["starts outside"] = _BASE | {"positions": "batch", "wild": [(1, 11)], "nan table": True}
+    cases["starts outside"] = _BASE | {"positions": "batch", "wild": [(1, 16)], "nan table": True}
     wild = [(0, -1), (3, 19), (4, 1 << 40), (7, -(1 << 40))]
+    cases["in place 16 of 56"] = _BASE | {"rotary": 16, "width": 56, "kind": "joint", "inplace": True}
     cases["positions outside"] = _BASE | {"positions": "token", "wild": wild, "nan table": True}
     for dtype, t, inverse in product(("fp16", "fp32", "bf16"), ("fp32", "same"), (False, True)):
         if (dtype, t) != ("fp32", "same"):
@@ -186,6 +187,8 @@ PLANTED = {
     "k read by q's pitch": _BASE | {"edit": {"k_seq": 16}},
     "a channel forgotten": _BASE | {"edit": {"half": -1}},
     "what does not turn forgotten": _BASE | {"edit": {"head_dim": -1}, "rotary": 8, "dense out": True},
+    "the last block of what stays forgotten": _BASE
+    | {"edit": {"parts": -1}, "rotary": 16, "width": 56, "seq": 1, "batch": 1, "dense out": True},
     "written past the tokens": _BASE | {"edit": {"seq": 1}},
     "the position of the next token": _BASE | {"planted": "_position"},
     "one sequence's start for all": _BASE | {"positions": "batch", "edit": {"positions_batch": -1}},

@@ -237,6 +237,16 @@ def test_refusals_say_the_rule(rule: str) -> None:
         refusals()[rule]()
 
 
+def test_the_first_position_past_the_table_is_refused_before_a_launch() -> None:
+    """On a GPU, whose kernel would give NaN: here tensors without data, which nothing else looks at."""
+    q, (cos, sin) = torch.empty(2, 5, 3, 16, device="meta"), (t.to("meta") for t in table(9, 8))
+    assert rope(q, None, cos, sin, positions=4)[0].shape == q.shape
+    with pytest.raises(UnsupportedProblem, match="positions 5 to 9 leave a table of 9 rows"):
+        rope(q, None, cos, sin, positions=5)
+    with pytest.raises(UnsupportedProblem, match="positions 0 to 4 leave a table of 4 rows"):
+        rope(q, None, cos[:4], sin[:4])
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_gradients(interleaved: bool) -> None:
     cos, sin = table(4, 2, torch.float64)

@@ -426,9 +426,9 @@ def test_a_full_disk_is_told_apart_by_the_real_compilers(order: str) -> None:
 
 def build_and_hang(config: str) -> None:
     compiler._BACKENDS["text"] = f"{__name__}:TextArtifact"
-    with compiler.scratch() as folder, compiler._locked("k" * 32):
+    with compiler.scratch() as folder, compiler._locked("c" * 32):
         (folder / "tmp.ptx").write_text("half")
-        (compiler.directory() / ("k" * 32 + ".new") / "half.text").write_text("half")
+        (compiler.directory() / ("c" * 32 + ".new") / "half.text").write_text("half")
         (compiler.directory() / "ready").touch()
         time.sleep(60)
 
@@ -446,6 +446,16 @@ def test_what_a_killed_build_leaves_is_removed_and_what_a_living_one_holds_is_no
     assert [f.name for f in files("*")] == held
     compiler.tidy()
     assert [f.name for f in files("*")] == ["ready"]
+
+
+def test_a_lock_of_another_name_is_somebody_elses() -> None:
+    lock, folder = compiler.directory() / "poetry.lock", compiler.directory() / "poetry.new"
+    lock.touch()
+    folder.mkdir()
+    abandoned = compiler.directory() / f"{'ab' * 16}.lock"
+    abandoned.touch()
+    compiler.tidy()
+    assert lock.exists() and folder.exists() and not abandoned.exists()
 
 
 def test_a_killed_build_does_not_spoil_the_next_of_its_key() -> None:

@@ -22,6 +22,7 @@ from cutekernels.db import snapshot
 from cutekernels.db.certificate import Certificate
 from cutekernels.db.store import Environment, Store, Trial
 from cutekernels.errors import StoreError
+from cutekernels.measure import Samples
 from tests.tuner.toys import BEST, DEFAULT, H200, PROBLEM, SEEN, TOY, VALID, VENDOR_US, ToyConfig, ToyMachine, task
 
 ENVIRONMENT = Environment(driver="580.95", torch="2.11")
@@ -65,6 +66,7 @@ class TestChallengers:
     def test_all_whose_interval_meets_the_best_ones(self, store: Store) -> None:
         close = [c for c in VALID if c != DEFAULT][:5]
         ratios = {c: (1.30 - i / 1000, 1.29, 1.31) for i, c in enumerate(close)}
+        ratios[close[-1]] = (1.27, 1.26, 1.295)  # its interval alone meets the best one's
         behind = {c: (1.10, 1.09, 1.11) for c in VALID if c not in (*close, DEFAULT)}
         assert final.challengers(self.known(store, ratios | behind), DEFAULT, []) == close
 
@@ -79,6 +81,13 @@ class TestChallengers:
         last = VALID[-1]
         found = final.challengers(self.known(store, apart), DEFAULT, [last, DEFAULT])
         assert last in found and DEFAULT not in found
+
+    def test_a_failure_does_not_enter(self, store: Store) -> None:
+        apart = self.known(store, {c: (9 - i / 10,) * 3 for i, c in enumerate(VALID)})
+        best, second = [c for c in VALID if c != DEFAULT][:2]
+        apart[best] = replace(apart[best], status="wrong_result")
+        found = final.challengers(apart, DEFAULT, [best])
+        assert best not in found and found[0] == second
 
     def test_none(self) -> None:
         assert final.challengers({}, DEFAULT, []) == []
@@ -98,6 +107,17 @@ class TestVerdicts:
         assert verdict.winner == (C if crowned else DEFAULT)
         assert (DEFAULT in verdict.tied) != crowned
 
+    def test_a_lead_that_is_sure_alone_is_not_among_nine(self) -> None:
+        """The chance of an error is shared by all comparisons: seven more, which nobody confuses with the two."""
+        two = timed({DEFAULT: 10.25, A: 10.0}, 0.03, 14)
+        first, second = (Samples(two[c].us) for c in (A, DEFAULT))
+        assert first.ratio(second, 0.95).low > final.EFFECT > first.ratio(second, 1 - 0.05 / 8).low
+        assert final.decide(two, DEFAULT, []).tied == (A,)
+        slow = timed({c: 30.0 for c in VALID if c not in (A, DEFAULT)}, 0.03, 0)
+        nine = two | dict([*slow.items()][:7])
+        assert set(final.decide(nine, DEFAULT, []).tied) == {A, DEFAULT}
+        assert final.decide(nine, DEFAULT, []).winner == DEFAULT
+
     def test_what_serves_keeps_its_place_while_it_is_tied(self) -> None:
         alike = timed({DEFAULT: 13.0, A: 10.0, B: 10.01, C: 10.0}, 0.002, 1)
         assert final.decide(alike, DEFAULT, []).winner == min((A, B, C), key=str)
@@ -108,8 +128,21 @@ class TestVerdicts:
         assert final.decide(apart, DEFAULT, [C]).winner == A, "not measured"
 
     def test_wrong_results_decide_nothing(self) -> None:
-        outcomes = timed({DEFAULT: 10.0, A: 8.0}, 0.002, 0) | {C: Outcome(4.0)}
-        assert final.decide(outcomes, DEFAULT, [C]).winner == A
+        outcomes = timed({DEFAULT: 10.0, A: 8.0}, 0.002, 0)
+        for wrong in (Outcome(4.0), Outcome(4.0, (1.0,) * 60)):
+            assert final.decide(outcomes | {C: wrong}, DEFAULT, [C]).winner == A
+
+    def test_of_the_tied_the_first_in_text_order_wins_the_fastest_or_not(self) -> None:
+        first, *others = sorted((A, B, C), key=str)
+        law = {DEFAULT: 13.0, first: 10.02} | dict.fromkeys(others, 10.0)
+        assert final.decide(timed(law, 0.002, 1), DEFAULT, []).winner == first
+
+    def test_what_serves_precedes_a_default_that_is_tied(self) -> None:
+        alike = timed({DEFAULT: 10.0, A: 10.0, B: 10.0}, 0.01, 3)
+        verdict = final.decide(alike, DEFAULT, [A])
+        assert (verdict.winner, set(verdict.tied)) == (A, {DEFAULT, A, B})
+        assert final.decide(alike, DEFAULT, []).winner == DEFAULT
+        assert final.certificate(verdict, alike, DEFAULT).tied == tuple(sorted(map(str, (DEFAULT, A, B))))
 
     def test_re_tunes_stay_in_the_tied_set(self) -> None:
         """Winners of 60 tasks, five finals each, with six configs within 0.8 % of each other."""

@@ -168,7 +168,7 @@ def warpgroup_us(p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: G
     """
     rate = rates.of(gpu)
     tiles, heads = -(-p.seq_own // c.tile_own), p.batch * (p.heads_kv if p.by_keys else p.heads_q)
-    if tiles * heads == 0 or p.seq_walked == 0:
+    if tiles * heads * p.heads_q == 0 or p.seq_walked == 0:
         return _LAUNCH * rate.launch_us
     uneven = p.limited_left or p.limited_right
     most = min(p.pairs / p.seq_own + (0.5 * c.tile_own if uneven else 0), p.seq_walked)

@@ -217,9 +217,14 @@ class _GroupedOp(TensorOp[GroupedProblem, GemmConfig]):
             return t.is_contiguous()
         return t.stride(-1) == 1 or (name == "weight" and t.stride(-2) == 1)
 
+    def moved_experts(self, p: GroupedProblem) -> float:
+        """Experts whose matrices a launch reads or writes, on the mean of its samples."""
+        raise NotImplementedError
+
     def work(self, p: GroupedProblem) -> Work:
-        moved = p.rows * (p.n + p.k) + p.hit * p.weight_rows * p.k
-        bias = 0 if p.bias == "none" else p.hit * p.weight_rows * (4 if p.bias == "fp32" else ELEMENT_BYTES)
+        experts = self.moved_experts(p)
+        moved = p.rows * (p.n + p.k) + experts * p.weight_rows * p.k
+        bias = 0.0 if p.bias == "none" else experts * p.weight_rows * (4 if p.bias == "fp32" else ELEMENT_BYTES)
         depth = float(p.k if self.along == "m" else max(1, p.rows))
         if p.gated:  # a chain rounds gate and up, as norm_linear's does its operand: the same grant
             depth = max(depth, rounded_operand_depth(p.dtype, gated=True))
@@ -286,6 +291,9 @@ class GroupedGemm(_GroupedOp):
             return MULTISTAGE.tiles_us(one, c, tiles, moved, gpu)
 
         return estimate_us
+
+    def moved_experts(self, p: GroupedProblem) -> float:
+        return sampled_experts(p.rows, p.experts)
 
     def blocks(self, p: GroupedProblem, c: GemmConfig) -> int:
         tokens, columns = (c.tile_n, c.tile_m) if c.swapped else (c.tile_m, c.tile_n)
@@ -398,6 +406,9 @@ class GroupedGemmWgrad(_GroupedOp):
             batched=True, wide=True,
         )  # fmt: skip
 
+    def moved_experts(self, p: GroupedProblem) -> float:
+        return float(p.experts)  # one without rows has its zeros written
+
     def blocks(self, p: GroupedProblem, c: GemmConfig) -> int:
         return p.experts * -(-p.n // c.tile_m) * -(-p.k // c.tile_n)
 
@@ -461,19 +472,33 @@ def groups_of(offsets: Tensor, rows: int) -> list[tuple[int, int]]:
     return list(pairwise(ends))
 
 
+def shares(spread: str, experts: int) -> list[float]:
+    """The experts' shares of a sample's rows, the largest first: all alike, by Zipf's law, or all to one expert."""
+    if spread == "one":
+        return [1.0] + [0.0] * (experts - 1)
+    parts = [1.0 if spread == "uniform" else 1 / place for place in range(1, experts + 1)]
+    total = math.fsum(parts)
+    return [part / total for part in parts]
+
+
 def sample_offsets(rows: int, experts: int, spread: str, draw: torch.Generator) -> Tensor:
-    """``(experts + 1,)``: rows spread evenly, by Zipf's law, or all to one expert."""
-    popularity = torch.ones(experts, device=draw.device)
-    if spread == "zipf":
-        popularity = 1 / torch.arange(1, experts + 1, device=draw.device, dtype=torch.float32)
-        popularity = popularity[torch.randperm(experts, generator=draw, device=draw.device)]
-    elif spread == "one":
-        popularity = torch.zeros_like(popularity)
-        popularity[experts // 2] = 1.0
-    drawn = torch.rand(rows, generator=draw, device=draw.device, dtype=torch.float64)
-    shares = popularity.double().cumsum(0) / popularity.double().sum()
-    counts = torch.bincount(torch.searchsorted(shares, drawn, right=True).clamp_(max=experts - 1), minlength=experts)
+    """``(experts + 1,)``: each row chooses its expert by :func:`shares`; which expert has which share is drawn too."""
+    edges = torch.tensor(shares(spread, experts), device=draw.device, dtype=torch.float64)
+    edges = edges[torch.randperm(experts, generator=draw, device=draw.device)].cumsum(0)
+    drawn = torch.rand(rows, generator=draw, device=draw.device, dtype=torch.float64) * edges[-1]
+    counts = torch.bincount(torch.searchsorted(edges, drawn, right=True).clamp_(max=experts - 1), minlength=experts)
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+
+
+@lru_cache(4096)
+def expected_experts(spread: str, rows: int, experts: int) -> float:
+    """Experts that have rows in a sample of this spread, in expectation."""
+    return math.fsum(1.0 - (1.0 - share) ** rows for share in shares(spread, experts))
+
+
+def sampled_experts(rows: int, experts: int) -> float:
+    """Experts that have rows, on the mean of the spreads: a timing takes as many samples of each."""
+    return math.fsum(expected_experts(spread, rows, experts) for spread in SPREADS) / len(SPREADS)
 
 
 def check_extents(rows: int, experts: int) -> None:

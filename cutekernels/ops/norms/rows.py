@@ -351,7 +351,7 @@ class NormOp(TritonOp[N, NormConfig]):
         programs = self._tiles(p, c)
         if c.per_sm:
             programs = min(programs, (sms_here() if sm_count is None else sm_count) * c.per_sm)
-            programs = max(p.heads, programs // p.heads * p.heads) if p.per_head else programs
+            programs = max(p.heads, programs // max(1, p.heads) * p.heads) if p.per_head else programs
         return programs, 1, 1
 
     def constants(self, p: N, c: NormConfig) -> dict[str, int | bool | str]:

@@ -1,0 +1,124 @@
+"""Which winners calls use, as queries and both doctors tell it; and that a query leaves every file as it was."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import cutekernels
+from cutekernels import catalog, cli, dispatch, settings
+from cutekernels import gpu as gpus
+from cutekernels.db.store import Store
+from cutekernels.db.uuid7 import uuid7
+from cutekernels.ops import registry
+from cutekernels.ops.gemm.problem import GemmProblem
+from tests.db.test_cli import GEMM, SILU, SKINNY, ok, rows
+from tests.db.trials import H200, trial
+
+HUGE = GEMM.config.replace("tile_m=128", "tile_m=999999999")
+WASTEFUL = GEMM.config.replace("ctas_per_sm=2", "ctas_per_sm=1")
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> Path:
+    """The database in the settings, with three winners, of which calls refuse SILU."""
+    path = tmp_path / "tuned.db"
+    with Store(path) as store:
+        store.record([GEMM, SKINNY, SILU])
+        for winner in (GEMM, SKINNY, SILU):
+            store.crown(winner.id)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (HUGE, "its config is not one of this version's: tile_m must be one of"),
+        (WASTEFUL, "ctas_per_sm=1 leaves room for one more CTA"),
+    ],
+    ids=["a value that no knob has", "a rule of the problem"],
+)
+@pytest.mark.parametrize("edited", ["local", "shipped"])
+def test_a_winner_that_calls_refuse_is_shown_so(edited: str, config: str, why: str, db: Path, shipped: Path) -> None:
+    """As the dispatcher refuses it, whose own words are the reason."""
+    if edited == "local":
+        with closing(sqlite3.connect(db)) as connection:
+            connection.execute("UPDATE trial SET config = ? WHERE id = ?", (config, GEMM.id))
+            connection.commit()
+    else:
+        db.unlink()
+        with Store(db) as store:
+            store.record([SKINNY])
+            store.crown(SKINNY.id)
+        (shipped / "h200.jsonl").write_text(replace(GEMM, config=config).as_line() + "\n")
+    dispatch.reload()
+    (row,) = rows("query", "--gpu", "h200", "--op", "gemm", "--problem", "m=4096")
+    assert (row["source"], row["serves"], row["config_text"]) == (edited, False, config)
+    assert row["reason"].startswith(why)
+    asked = dispatch.explain(registry.get("gemm"), GemmProblem.parse(GEMM.problem), gpus.lookup("h200"))
+    assert asked.choice.origin == "default" and row["reason"] in dict(asked.considered)["tuned"]
+    table = ok("query", "--gpu", "h200", "--op", "gemm", "--problem", "m=4096").stdout
+    assert why.split()[0] in table and f"{edited} *" not in table
+    (unused,) = [r for r in rows("doctor") if r["state"] == "unused" and r["what"] == f"{edited} winners"]
+    assert "that calls refuse" in unused["found"] and ("1 " if edited == "shipped" else "2 ") == unused["found"][:2]
+    if edited == "local":
+        assert "(3 winners, of which calls refuse 2)" in cli._database(f"sqlite:///{db}").value
+
+
+def test_rows_that_serve_nobody_say_why(db: Path, shipped: Path) -> None:
+    old = replace(GEMM, revision=0, id=uuid7(), problem="m=8192 n=64 k=64")
+    gone = trial("x=1", op="gone", problem="m=1")
+    with Store(db) as store:
+        store.record([old, gone])
+        store.crown(old.id)
+        store.crown(gone.id)
+    (shipped / "h200.jsonl").write_text(replace(GEMM, id=uuid7()).as_line() + "\n")
+    found = {(row["source"], row["id"][-6:]): row["reason"] for row in rows("query", "--gpu", "h200")}
+    assert found["local", GEMM.id[-6:]] == ""
+    assert "earlier" not in found["local", old.id[-6:]] and "revision 1" in found["local", old.id[-6:]]
+    assert found["local", gone.id[-6:]] == "this version has no such op"
+    assert found["local", SKINNY.id[-6:]] == "its predicted gain is too small"
+    assert [why for (source, _), why in found.items() if source == "shipped"] == ["a local winner precedes it"]
+
+
+def test_a_gpu_outside_the_table_has_its_knobs_looked_at(db: Path) -> None:
+    odd = [
+        trial(config, gpu=replace(H200, name="h300"), problem=f"m={m} n=64 k=64")
+        for m, config in ((64, GEMM.config), (128, HUGE))
+    ]
+    with Store(db) as store:
+        store.record(odd)
+        for t in odd:
+            store.crown(t.id)
+    found = {row["problem"]["m"]: (row["serves"], row["reason"][:14]) for row in rows("query", "--gpu", "h300")}
+    assert found == {64: (True, ""), 128: (False, "tile_m must be")}
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"ops": {"gemm": 1}, "work": {}, "taken": {}}', "[]"])
+def test_a_broken_catalog_costs_an_import_and_leaves_every_file(
+    content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever lies in the cache directory is neither read nor written, renamed or deleted."""
+    shipped = json.loads(catalog.SHIPPED.read_text())
+    broken = tmp_path / "shipped-catalog.json"
+    monkeypatch.setattr(catalog, "SHIPPED", broken)
+    if content is not None:
+        broken.write_text(content)
+    cache = settings.load().cache_dir
+    cache.mkdir(parents=True)
+    shipped["ops"]["gemm"]["revision"] = 99
+    planted = [cache / name for name in ("catalog-mine.json", f"catalog-{shipped['sources']}.json", "catalog.json")]
+    for file in planted:
+        file.write_text(json.dumps(shipped))
+    before = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in tmp_path.rglob("*") if file.is_file()}
+    with cutekernels.db.open(local=False) as opened:
+        found = opened.winners(gpu="h200", op="gemm", m=16)
+        assert found and all(w.serves for w in found if w.origin == "measured")
+        assert opened.catalog.revision("gemm") == registry.get("gemm").revision
+    after = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in tmp_path.rglob("*") if file.is_file()}
+    assert after == before
