@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 from cutekernels.autotune.runtime import Load, Measure, Prepare, Warm
@@ -30,6 +31,8 @@ def measure_slowly(request: Warm | Prepare | Load | Measure) -> Any:
         _log("context", CONTEXT_S)
         _context = True
     if isinstance(request, Prepare):
+        if "TOY_MEET" in os.environ:
+            _meet(Path(os.environ["TOY_LOG"] + ".preparing"))
         _log("prepare", PREPARE_S, request.problem)
     if isinstance(request, Load):
         _log("load", LOAD_S, request.measure.prepare.problem)
@@ -39,8 +42,18 @@ def measure_slowly(request: Warm | Prepare | Load | Measure) -> Any:
 
 
 def _log(what: str, seconds: float, text: str = "") -> None:
-    """A line of work done: what, its seconds, the process, when it began, on what."""
+    """A line of work done: what, the process, when it began and ended, on what."""
     began = time.monotonic()
     time.sleep(seconds)
     with open(os.environ["TOY_LOG"], "a") as file:
-        file.write(f"{what} {seconds} {os.getpid()} {began} {text}\n")
+        file.write(f"{what} {os.getpid()} {began} {time.monotonic()} {text}\n")
+
+
+def _meet(folder: Path) -> None:
+    """Waits until as many processes are here as ``TOY_MEET`` says, however slow the machine."""
+    count, end = int(os.environ["TOY_MEET"]), time.monotonic() + 60
+    folder.mkdir(exist_ok=True)
+    (folder / str(os.getpid())).touch()
+    while len(list(folder.iterdir())) < count:
+        assert time.monotonic() < end, "alone"
+        time.sleep(0.01)
