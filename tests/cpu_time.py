@@ -1,14 +1,14 @@
 """A pytest plugin: CPU seconds of each test, its fixtures and the child processes that it waited for.
 
-``pytest -p tests.cpu_time --cpu build/cpu.tsv`` writes one line a test, the dearest first. Unlike ``--durations`` the
-figures hold on a machine that others use. Workers of xdist report to the process that started them.
+``pytest -p tests.cpu_time --cpu build/cpu.tsv`` writes one line a test when it ends; ``sort -rn`` finds the dearest.
+Unlike ``--durations`` the figures hold on a machine that others use. Workers of xdist report to the process that
+started them.
 """
 
 from __future__ import annotations
 
 import resource
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(_Workers() if hasattr(config, "workerinput") else _Sums(), "cpu-sums")
+    sums = _Workers() if hasattr(config, "workerinput") else _Sums(config.getoption("--cpu"))
+    config.pluginmanager.register(sums, "cpu-sums")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -54,8 +55,9 @@ class _Workers:
 class _Sums:
     """In the process that prints: adds up and writes."""
 
-    def __init__(self) -> None:
-        self.tests: dict[str, float] = defaultdict(float)
+    def __init__(self, path: str | None) -> None:
+        self.file = Path(path).open("w", buffering=1) if path else None  # noqa: SIM115  closed at the end
+        self.tests: list[float] = []
         self.workers: list[float] = []
 
     @pytest.hookimpl(optionalhook=True)
@@ -65,14 +67,14 @@ class _Sums:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "teardown":
             properties = dict(report.user_properties)
-            self.tests[report.nodeid] += properties["cpu-end"] - properties["cpu-start"]
+            self.tests.append(properties["cpu-end"] - properties["cpu-start"])
+            if self.file:
+                self.file.write(f"{self.tests[-1]:.2f}\t{report.nodeid}\n")
 
-    def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
-        total = sum(self.workers) if self.workers else cpu_s()
-        tests = sum(self.tests.values())
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        total, tests = sum(self.workers) if self.workers else cpu_s(), sum(self.tests)
         terminalreporter.write_line(
             f"CPU: {total:.0f} s, of which {tests:.0f} s in {len(self.tests)} tests; the rest is imports and collection"
         )
-        if path := config.getoption("--cpu"):
-            rows = sorted(self.tests.items(), key=lambda row: -row[1])
-            Path(path).write_text("".join(f"{cpu:.2f}\t{name}\n" for name, cpu in rows))
+        if self.file:
+            self.file.close()

@@ -31,10 +31,10 @@ def measure_slowly(request: Warm | Prepare | Load | Measure) -> Any:
         _log("context", CONTEXT_S)
         _context = True
     if isinstance(request, Prepare):
-        if "TOY_MEET" in os.environ:
-            _meet(Path(os.environ["TOY_LOG"] + ".preparing"))
+        _meet("preparing")
         _log("prepare", PREPARE_S, request.problem)
     if isinstance(request, Load):
+        _meet("loading")
         _log("load", LOAD_S, request.measure.prepare.problem)
     if isinstance(request, Measure):
         _log("time", TIME_S * (2 if request.final else 1), request.prepare.problem)
@@ -49,9 +49,10 @@ def _log(what: str, seconds: float, text: str = "") -> None:
         file.write(f"{what} {os.getpid()} {began} {time.monotonic()} {text}\n")
 
 
-def _meet(folder: Path) -> None:
-    """Waits until as many processes are here as ``TOY_MEET`` says, however slow the machine."""
-    count, end = int(os.environ["TOY_MEET"]), time.monotonic() + 60
+def _meet(what: str) -> None:
+    """Waits until as many processes are at it as ``TOY_MEET`` says, however slow the machine."""
+    count, end = int(os.environ.get("TOY_MEET", "1")), time.monotonic() + 60
+    folder = Path(f"{os.environ['TOY_LOG']}.{what}")
     folder.mkdir(exist_ok=True)
     (folder / str(os.getpid())).touch()
     while len(list(folder.iterdir())) < count:

@@ -129,7 +129,6 @@ def test_closing_waits_for_no_request_of_another_lane(log: Path, monkeypatch: py
     request = Measure(Prepare("toy", str(PROBLEM), H200), (str(DEFAULT),), rounds=2)
     first.measure(request)
     monkeypatch.setenv("TOY_PREPARE_S", "600")
-    monkeypatch.setenv("TOY_MEET", "1")
     ends: list[str] = []
 
     def hang() -> None:
@@ -145,7 +144,7 @@ def test_closing_waits_for_no_request_of_another_lane(log: Path, monkeypatch: py
     assert isinstance(second, LocalRuntime)
     threads = [threading.Thread(target=hang), threading.Thread(target=wait_to_be_alone)]
     threads[0].start()
-    until(Path(f"{log}.preparing").exists)
+    until(lambda: len(list(Path(f"{log}.preparing").iterdir())) == 2)  # the first lane's, before, and now this one's
     threads[1].start()
     until(lambda: second._turns._waiting)
     two.close()
