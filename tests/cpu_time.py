@@ -18,8 +18,13 @@ import pytest
 
 def cpu_s() -> float:
     """CPU seconds of this process and of the children it has waited for."""
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
+    return time.process_time() + children_s()
+
+
+def children_s() -> float:
+    """CPU seconds of the child processes that this one has waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -206,13 +206,13 @@ def test_views_and_triggers_in_place_of_tables_are_refused(
 ) -> None:
     path = database(tmp_path / "hostile.db", trial())
     change(path, *statements)
-    begin = time.monotonic()
+    begin = time.process_time()
     for readonly in (True, False):
         with pytest.raises(StoreError, match=what):
             Store(path, readonly=readonly)
     with Store(tmp_path / "tuned.db") as store, pytest.raises(StoreError, match=what):
         store.merge(path)
-    assert time.monotonic() - begin < 10
+    assert time.process_time() - begin < 10
 
 
 def test_a_view_of_ones_own_is_no_harm(tmp_path: Path) -> None:
