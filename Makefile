@@ -1,6 +1,7 @@
 # Everything installs itself into $(VENV) on first use; a stamp makes the second run instant.
 #   make demo    tune, look into the database, call the winner   (with or without a GPU)
 #   make test    lint, types, tests                              (no GPU needed)
+#   make test-quick    tests without compile sweeps and slow ones, for the inner loop
 #   make bench   gemm's main suites and silu_mul, with peers     (needs a GPU)
 #   make plots   every picture of recorded rows                  (no GPU needed)
 #   make docs    the site, into site/                            (no GPU needed)
@@ -18,7 +19,7 @@ DEMO_PROBLEM := m=4096 n=4096 k=4096
 
 export PATH := $(BIN):$(PATH)
 
-.PHONY: demo test lint format types plots docs bench install clean
+.PHONY: demo test test-quick lint format types plots docs bench install clean
 
 install: $(STAMP)
 
@@ -53,6 +54,9 @@ demo-cpu: $(STAMP)
 
 test: lint
 	OMP_NUM_THREADS=1 pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test-quick: $(STAMP)
+	OMP_NUM_THREADS=1 pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not sweep"
 
 lint: $(STAMP)
 	ruff check .

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 
 import pytest
@@ -11,7 +10,6 @@ from cutekernels import gpu
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, WIDEST_IN_REGISTERS, DecodeConfig, DecodeProblem
 from tests.attention import compiled
 from tests.attention.compiled import H200, TARGETS, count
-from tests.attention.decode_cases import random_config
 from tests.compiled import area
 
 PROBLEMS = {
@@ -42,18 +40,14 @@ def loop(problem: DecodeProblem, config: DecodeConfig, target: str) -> Counter[s
 def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gpu.GpuSpec) -> None:
     problem = DecodeProblem.parse(PROBLEMS[name])
     default = DECODE_ATTENTION.default(problem, spec)
-    also = spec is compiled.drawn(list(PROBLEMS).index(name))
-    others = [random_config(random.Random(name), problem, spec)] if also else []
-    for config in (default, *others):
-        facts = compiled.facts(DECODE_ATTENTION, problem, config, spec, config.smem(problem).total_bytes)
-        assert facts.stack_bytes <= (LATE_SPILL_BYTES if name == "wide" and config.splits > 1 else 0), (
-            f"{config} spills"
-        )
+    facts = compiled.facts(DECODE_ATTENTION, problem, default, spec, default.smem(problem).total_bytes)
+    late = LATE_SPILL_BYTES if name == "wide" and default.splits > 1 else 0
+    assert facts.stack_bytes <= late, f"{default} spills"
 
 
 @pytest.mark.parametrize(
     ("name", "spec"),
-    [(name, spec) for name, specs in (("batch", TARGETS), ("wide", TARGETS[::2])) for spec in specs],
+    [(name, spec) for name, specs in (("batch", TARGETS[2:]), ("wide", [H200])) for spec in specs],
     ids=lambda x: getattr(x, "target", x),
 )
 def test_the_loop_has_copies_and_products_and_no_barrier(name: str, spec: gpu.GpuSpec) -> None:
@@ -97,7 +91,8 @@ def test_every_static_field_changes_the_code(change: str) -> None:
 
 @pytest.mark.parametrize("knob", list(DecodeConfig.space()))
 def test_every_knob_changes_the_code(knob: str) -> None:
-    compiled.knob_changes_the_code(DECODE_ATTENTION, DecodeProblem.parse(PROBLEMS["narrow"]), knob)
+    problem = DecodeProblem.parse(PROBLEMS["narrow"])
+    compiled.knob_changes_the_code(DECODE_ATTENTION, problem, knob, lambda config: config.smem(problem).total_bytes)
 
 
 def test_every_value_of_every_knob_is_reachable() -> None:
