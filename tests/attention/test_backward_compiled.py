@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from cutekernels import gpu
@@ -9,6 +11,7 @@ from cutekernels.ops.attention.backward import ATTENTION_BACKWARD
 from cutekernels.ops.attention.backward_config import AttentionBackwardConfig, AttentionBackwardProblem, passes
 from cutekernels.ops.attention.delta import ATTENTION_DELTA, DeltaProblem
 from tests.attention import compiled
+from tests.attention.backward_cases import random_config
 from tests.attention.compiled import H200, TARGETS, count
 
 FULL = "batch=4 seq_q=4096 seq_kv=4096 heads_q=16 heads_kv=16"
@@ -46,6 +49,9 @@ def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gp
     default = ATTENTION_BACKWARD.default(problem, spec)
     facts = compiled.facts(ATTENTION_BACKWARD, problem, default, spec, default.smem_bytes(problem))
     assert facts.stack_bytes <= SETUP_SPILL_BYTES, f"spills: {default}"
+    if name in list(PROBLEMS)[1::2]:
+        other = random_config(random.Random(name), problem, spec)
+        compiled.facts(ATTENTION_BACKWARD, problem, other, spec, other.smem_bytes(problem))
 
 
 @pytest.mark.parametrize("name", ["causal", "narrow of q"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
@@ -10,6 +11,7 @@ from cutekernels import gpu
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, WIDEST_IN_REGISTERS, DecodeConfig, DecodeProblem
 from tests.attention import compiled
 from tests.attention.compiled import H200, TARGETS, count
+from tests.attention.decode_cases import random_config
 from tests.compiled import area
 
 PROBLEMS = {
@@ -40,9 +42,11 @@ def loop(problem: DecodeProblem, config: DecodeConfig, target: str) -> Counter[s
 def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gpu.GpuSpec) -> None:
     problem = DecodeProblem.parse(PROBLEMS[name])
     default = DECODE_ATTENTION.default(problem, spec)
-    facts = compiled.facts(DECODE_ATTENTION, problem, default, spec, default.smem(problem).total_bytes)
-    late = LATE_SPILL_BYTES if name == "wide" and default.splits > 1 else 0
-    assert facts.stack_bytes <= late, f"{default} spills"
+    for config in (default, random_config(random.Random(name), problem, spec)):
+        facts = compiled.facts(DECODE_ATTENTION, problem, config, spec, config.smem(problem).total_bytes)
+        assert facts.stack_bytes <= (LATE_SPILL_BYTES if name == "wide" and config.splits > 1 else 0), (
+            f"{config} spills"
+        )
 
 
 @pytest.mark.parametrize(
