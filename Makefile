@@ -1,6 +1,7 @@
 # Everything installs itself into $(VENV) on first use; a stamp makes the second run instant.
 #   make demo    tune, look into the database, call the winner   (with or without a GPU)
 #   make test    lint, types, tests                              (no GPU needed)
+#   make test-quick    tests without compile sweeps and slow ones, for the inner loop
 #   make bench   gemm's main suites and silu_mul, with peers     (needs a GPU)
 #   make plots   every picture of recorded rows                  (no GPU needed)
 #   make docs    the site, into site/                            (no GPU needed)
@@ -22,7 +23,7 @@ DEMO_PROBLEM := m=4096 n=4096 k=4096
 
 export PATH := $(BIN):$(PATH)
 
-.PHONY: demo test test-versions lock lint format types plots docs bench install clean
+.PHONY: demo test test-quick test-versions lock lint format types plots docs bench install clean
 
 install: $(STAMP)
 
@@ -72,6 +73,9 @@ test: lint
 # torch's 2.11 with CUDA's libraries, and the newest: 10 GB in .venv-versions. WORKERS as in `make test`.
 test-versions: $(STAMP)
 	WORKERS=$(WORKERS) python -m tests.versions
+
+test-quick: $(STAMP)
+	OMP_NUM_THREADS=1 pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not sweep"
 
 lint: $(STAMP)
 	ruff check .

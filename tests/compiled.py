@@ -8,7 +8,7 @@ import struct
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -19,29 +19,30 @@ from cutekernels.op import Config
 
 H200 = gpu.lookup("h200")
 TARGETS = [gpu.lookup(name) for name in ("a100", "l40s", "h200", "rtx5090")]
-_TURNS = [(TARGETS[0], TARGETS[2]), (TARGETS[1],), (TARGETS[2], TARGETS[0]), (TARGETS[3],)]
 
 
 # ---- what to compile ------------------------------------------------------------------------------------
 
 
 def pairs(problems: Iterable[Any]) -> list[tuple[Any, gpu.GpuSpec]]:
-    """The first problem with every GPU; the others, in turns, with an A100 and an H200 or with one of the small GPUs.
+    """Each problem with one of the GPUs, in turns.
 
     What a kernel is built of changes with the GPU and with the problem, hardly ever with a pair of them.
     """
-    return [(p, spec) for i, p in enumerate(problems) for spec in (TARGETS if i == 0 else _TURNS[i % 4])]
-
-
-def drawn(index: int) -> gpu.GpuSpec:
-    """The one of the GPUs paired with problem ``index`` for which a random config is compiled too."""
-    return _TURNS[index % 4][0]
+    return [(p, TARGETS[i % len(TARGETS)]) for i, p in enumerate(problems)]
 
 
 def paired(names: Iterable[str]) -> Any:
     """Parameters ``(name, spec)``, as :func:`pairs` makes them."""
     made = [pytest.param(n, spec, id=f"{n}-{spec.target}") for n, spec in pairs(names)]
     return pytest.mark.parametrize(("name", "spec"), made)
+
+
+def in_turns(ops: Mapping[str, Any]) -> Any:
+    """Parameters ``(op, spec)``: each op with two of the GPUs, so that each GPU has every other op."""
+    pairs = [(name, op, TARGETS[(i + j) % 4]) for i, (name, op) in enumerate(ops.items()) for j in (0, 2)]
+    made = [pytest.param(op, spec, id=f"{name}-{spec.target}") for name, op, spec in pairs]
+    return pytest.mark.parametrize(("op", "spec"), made)
 
 
 def area(config: Config) -> int:

@@ -14,8 +14,12 @@ import pytest
 
 pytest.register_assert_rewrite("tests.interpreted", "tests.triton_compiled")
 
-# Files that take longest begin first, so that no worker is left with one at the end while the others idle.
-LONG = re.compile("compiled|warpgroup|test_(cached|sinks|skinny|specialized|transformers|ray|kills|fleet|kv_append)")
+# Files that compile many kernels, judge whole sweeps or start many processes. They begin first, so that no worker is
+# left with one at the end while the others idle; `make test-quick` leaves them out.
+LONG = re.compile(
+    "compiled|warpgroup|grouped|test_(cached|few_tiles|sinks|skinny|specialized|transformers|ray|kills|fleet|kv_append"
+    "|estimates|regret|backend_triton)"
+)
 
 
 @cache
@@ -25,9 +29,13 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects by these marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first. ``gpu`` tests are skipped where there is no CUDA device, whichever way they were selected."""
     items.sort(key=lambda item: LONG.search(item.path.name) is None)
+    for item in items:
+        if LONG.search(item.path.name):
+            item.add_marker(pytest.mark.sweep)
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
     if marked and _has_cuda():
         import cutekernels.ops  # noqa: F401  registers the torch ops

@@ -8,9 +8,9 @@ from functools import cache
 from typing import Any
 
 from cutekernels import gpu
-from tests.compiled import H200, TARGETS
+from tests.compiled import H200, TARGETS, in_turns
 
-__all__ = ["H200", "TARGETS"]
+__all__ = ["H200", "TARGETS", "in_turns"]
 
 
 @cache

@@ -14,11 +14,10 @@ from cutekernels import gpu
 from cutekernels.ops.activations.op import BIAS_GELU, BIAS_GELU_BACKWARD, GELU_MUL
 from cutekernels.ops.activations.tiles import TileConfig
 from tests.activations.gelu_cases import OPS
-from tests.triton_compiled import H200, TARGETS, accesses, built, check_knobs, check_resources
+from tests.triton_compiled import H200, accesses, built, check_knobs, check_resources, in_turns
 
 
-@pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
+@in_turns(OPS)
 def test_compiles_for_every_architecture(op: Any, spec: gpu.GpuSpec) -> None:
     rng = random.Random(spec.name + op.name)
     for text in ("rows=2048 cols=4096 approximate=none", "rows=64 cols=99 dtype=fp32 layout=strided approximate=tanh"):
@@ -43,7 +42,6 @@ def test_every_knob_changes_the_code_or_the_grid(op: Any) -> None:
     assert changed.keys() == {"", *TileConfig.space()}
 
 
-@pytest.mark.parametrize("target", ["a100", "h200"])
 @pytest.mark.parametrize(
     ("text", "widths"),
     [
@@ -53,11 +51,11 @@ def test_every_knob_changes_the_code_or_the_grid(op: Any) -> None:
         ("rows=2048 cols=4096 dtype=fp32", {"v4.b32", "b32"}),
     ],
 )
-def test_accesses_are_as_wide_as_alignment_allows(text: str, widths: set[str], target: str) -> None:
+def test_accesses_are_as_wide_as_alignment_allows(text: str, widths: set[str]) -> None:
     """Narrow accesses belong to the ragged end of a row, whatever its length, and to rows read or written once."""
     for op in (BIAS_GELU, BIAS_GELU_BACKWARD):
-        problem, spec = op.Problem.parse(text), gpu.lookup(target)
-        ptx = built(op, problem, op.default(problem, spec), spec).ptx
+        problem = op.Problem.parse(text)
+        ptx = built(op, problem, op.default(problem, H200)).ptx
         assert accesses(ptx) - {"b32", "v2.b32"} == widths - {"b32"}
         assert len(re.findall(r"ld\.global\S*?\.v2\.b32", ptx)) <= 1  # the bias's, of the backward pass
 

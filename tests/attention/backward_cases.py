@@ -94,7 +94,7 @@ def chosen(of: str, gradients: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, .
 
 # ---- attention_delta, interpreted -----------------------------------------------------------------------
 
-_BASE = {"shape": (2, 37, 3, 64), "dtype": "bf16"}
+_BASE = {"shape": (2, 19, 3, 64), "dtype": "bf16"}
 CASES: dict[str, dict[str, Any]] = {
     "dense": _BASE,
     "fp16": _BASE | {"dtype": "fp16"},

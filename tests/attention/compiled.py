@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
 from cutekernels import gpu
 from cutekernels.op import Config, Op, Problem
 from tests import compiled
-from tests.compiled import H200, TARGETS, drawn, paired
+from tests.compiled import H200, TARGETS, paired
 
-__all__ = ["H200", "TARGETS", "drawn", "paired"]
+__all__ = ["H200", "TARGETS", "paired"]
 _LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)([^;]*);", re.MULTILINE)
 
 
@@ -68,8 +68,10 @@ def changes_the_code(op: Op[Any, Any], base: Problem, change: str) -> None:
     assert code(op, base, config) != code(op, type(base).parse(f"{base} {change}"), config)
 
 
-def knob_changes_the_code(op: Op[Any, Any], problem: Problem, knob: str, others: tuple[str, ...] = ()) -> None:
-    """Two configs that differ in ``knob`` alone, or in ``others`` too that follow from it.
+def knob_changes_the_code(
+    op: Op[Any, Any], problem: Problem, knob: str, smem_bytes: Callable[[Any], int], others: tuple[str, ...] = ()
+) -> None:
+    """Two configs that differ in ``knob`` alone, or in ``others`` too that follow from it. Both are as predicted.
 
     Where the rules leave one value of ctas_per_sm, the one that fits, it is compared with one that does not.
     """
@@ -79,6 +81,9 @@ def knob_changes_the_code(op: Op[Any, Any], problem: Problem, knob: str, others:
         bounded = [c for c in op.valid(problem, H200) if getattr(c, "body", "warps") == "warps"]
         fits = max(bounded, key=lambda c: (c.threads, c.ctas_per_sm))
         pair = fits, fits.replace(ctas_per_sm=fits.ctas_per_sm % 3 + 1)
+    else:
+        for config in pair:
+            facts(op, problem, config, H200, smem_bytes(config))
     first, second = pair
     if knob in ("order", "grid"):  # of CTAs: numbers that the host computes for the kernel, and how many CTAs there are
         host = [str(built(op, problem, config)._function.ir_module) for config in (first, second)]

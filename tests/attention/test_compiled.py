@@ -17,7 +17,7 @@ from tests.compiled import area
 
 FULL = "batch=4 seq_q=4096 seq_kv=4096 heads_q=16 heads_kv=16"
 PROBLEMS = {
-    "causal": f"{FULL} causal=1 lse=1",  # first, so for every GPU: its loops are looked at below
+    "causal": f"{FULL} causal=1 lse=1",
     "full": FULL,
     "narrow": "batch=4 seq_q=2048 seq_kv=2048 heads_q=32 heads_kv=8 head_dim=64 causal=1 dtype=fp16",
     "window": "batch=2 seq_q=300 seq_kv=777 heads_q=4 heads_kv=1 head_dim=80 window=both window_left=30 window_right=9",
@@ -48,14 +48,14 @@ def of_warps(problem: AttentionProblem, spec: gpu.GpuSpec) -> AttentionConfig:
 def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gpu.GpuSpec) -> None:
     problem = AttentionProblem.parse(PROBLEMS[name])
     default = ATTENTION.default(problem, spec)
-    also = spec is compiled.drawn(list(PROBLEMS).index(name))
-    others = [random_config(random.Random(name), problem, spec)] if also else []
-    for config in (default, *others):
-        facts = compiled.facts(ATTENTION, problem, config, spec, config.smem(problem).total_bytes)
-        assert config != default or facts.stack_bytes <= MASKED_SPILL_BYTES, f"the default spills: {default}"
+    facts = compiled.facts(ATTENTION, problem, default, spec, default.smem(problem).total_bytes)
+    assert facts.stack_bytes <= MASKED_SPILL_BYTES, f"the default spills: {default}"
+    if name in list(PROBLEMS)[1::2]:
+        other = random_config(random.Random(name), problem, spec)
+        compiled.facts(ATTENTION, problem, other, spec, other.smem(problem).total_bytes)
 
 
-@pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
+@pytest.mark.parametrize("spec", TARGETS[2:], ids=lambda g: g.target)
 def test_blocks_between_the_edges_run_no_masking_code_and_hardly_spill(spec: gpu.GpuSpec) -> None:
     problem = AttentionProblem.parse(PROBLEMS["causal"])
     config = of_warps(problem, spec)
@@ -113,8 +113,8 @@ def test_every_static_field_changes_the_code(change: str) -> None:
 
 @pytest.mark.parametrize("knob", list(AttentionConfig.space()))
 def test_every_knob_changes_the_code(knob: str) -> None:
-    problem = PROBLEMS["few" if knob == "split" else "narrow"]
-    compiled.knob_changes_the_code(ATTENTION, AttentionProblem.parse(problem), knob)
+    problem = AttentionProblem.parse(PROBLEMS["few" if knob == "split" else "narrow"])
+    compiled.knob_changes_the_code(ATTENTION, problem, knob, lambda config: config.smem(problem).total_bytes)
 
 
 def test_every_value_of_every_knob_is_reachable() -> None:

@@ -42,9 +42,7 @@ def loop(problem: DecodeProblem, config: DecodeConfig, target: str) -> Counter[s
 def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gpu.GpuSpec) -> None:
     problem = DecodeProblem.parse(PROBLEMS[name])
     default = DECODE_ATTENTION.default(problem, spec)
-    also = spec is compiled.drawn(list(PROBLEMS).index(name))
-    others = [random_config(random.Random(name), problem, spec)] if also else []
-    for config in (default, *others):
+    for config in (default, random_config(random.Random(name), problem, spec)):
         facts = compiled.facts(DECODE_ATTENTION, problem, config, spec, config.smem(problem).total_bytes)
         assert facts.stack_bytes <= (LATE_SPILL_BYTES if name == "wide" and config.splits > 1 else 0), (
             f"{config} spills"
@@ -53,7 +51,7 @@ def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gp
 
 @pytest.mark.parametrize(
     ("name", "spec"),
-    [(name, spec) for name, specs in (("batch", TARGETS), ("wide", TARGETS[::2])) for spec in specs],
+    [(name, spec) for name, specs in (("batch", TARGETS[2:]), ("wide", [H200])) for spec in specs],
     ids=lambda x: getattr(x, "target", x),
 )
 def test_the_loop_has_copies_and_products_and_no_barrier(name: str, spec: gpu.GpuSpec) -> None:
@@ -97,7 +95,8 @@ def test_every_static_field_changes_the_code(change: str) -> None:
 
 @pytest.mark.parametrize("knob", list(DecodeConfig.space()))
 def test_every_knob_changes_the_code(knob: str) -> None:
-    compiled.knob_changes_the_code(DECODE_ATTENTION, DecodeProblem.parse(PROBLEMS["narrow"]), knob)
+    problem = DecodeProblem.parse(PROBLEMS["narrow"])
+    compiled.knob_changes_the_code(DECODE_ATTENTION, problem, knob, lambda config: config.smem(problem).total_bytes)
 
 
 def test_every_value_of_every_knob_is_reachable() -> None:

@@ -268,13 +268,12 @@ def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gp
     p = op.Problem.parse(text)
     config = op.default(p, spec)
     facts = compiled.facts(op, p, config, spec, config.smem(p).total_bytes)
-    plain = compiled.built(op, p.replace(sinks="none"), config, spec.name).facts
-    assert facts.stack_bytes <= max(16, plain.stack_bytes + 8)
+    if facts.stack_bytes > 16:
+        assert facts.stack_bytes <= compiled.built(op, p.replace(sinks="none"), config, spec.name).facts.stack_bytes + 8
 
 
-@pytest.mark.parametrize("body", ["warps", "warpgroup"])
-@pytest.mark.parametrize("change", ["sinks=same", "sinks=fp32"])
-def test_both_kinds_change_the_code_of_both_bodies(change: str, body: str) -> None:
+@pytest.mark.parametrize(("change", "body"), [("sinks=same", "warps"), ("sinks=fp32", "warpgroup")])
+def test_sinks_change_the_code_of_both_bodies(change: str, body: str) -> None:
     p = AttentionProblem.parse(PREFILL)
     valid = [c for c in ATTENTION.valid(p, H200) if c.body == body]
     config = min(valid, key=lambda c: (area(c), str(c)))  # compiles fast

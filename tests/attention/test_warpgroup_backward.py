@@ -67,7 +67,6 @@ OPTIONS = {
     "mask": "mask=1",
     "softcap": "softcap=1 dtype=fp16",
     "narrow": "head_dim=40",
-    "odd": "head_dim=80",
     "wide": "head_dim=256 causal=1",
 }
 

@@ -31,7 +31,7 @@ def test_a_lock_that_another_session_holds_is_not_waited_for_without_end(
         refused = pytest.raises(StoreError, match="lock timeout; another session of PostgreSQL holds its tables")
         with refused, engine.translated("db"), hasty.connect() as connection:
             connection.exec_driver_sql("SELECT count(*) FROM trial")
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 25, "30 s without the patience of its own"
     refused = pytest.raises(StoreError, match="statement timeout; PostgreSQL took longer")
     with refused, engine.translated("db"), hasty.connect() as connection:
         connection.exec_driver_sql("SELECT pg_sleep(30)")

@@ -21,7 +21,7 @@ from cutekernels.ops.embedding import EMBEDDING, EmbeddingConfig, EmbeddingProbl
 from tests.embedding import cases as embedding_cases
 from tests.embedding.cases import CASES, H200, KINDS, OPS, PLANTED, error_ratio, gradient, laid
 from tests.interpreted import kernel_tests
-from tests.triton_compiled import TARGETS, accesses, built, check_knobs, check_resources
+from tests.triton_compiled import accesses, built, check_knobs, check_resources, in_turns
 
 # ---- kernels, interpreted and compiled ------------------------------------------------------------------
 
@@ -29,8 +29,7 @@ from tests.triton_compiled import TARGETS, accesses, built, check_knobs, check_r
 interpreted, test_kernel_numerics, test_a_planted_bug_is_caught = kernel_tests(embedding_cases.__file__, CASES, PLANTED)
 
 
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
-@pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
+@in_turns(OPS)
 def test_compiles_for_every_architecture(op: Any, spec: gpu.GpuSpec) -> None:
     rng = random.Random(spec.name)
     for text in rng.sample(op.suite, 2):

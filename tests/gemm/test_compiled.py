@@ -51,8 +51,7 @@ def instructions(problem: GemmProblem, config: GemmConfig, target: str) -> set[s
 def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gpu.GpuSpec) -> None:
     problem = GemmProblem.parse(PROBLEMS[name])
     default = GEMM.default(problem, spec)
-    also = spec is compiled.drawn(list(PROBLEMS).index(name))
-    for config in (default, *([random_config(random.Random(name), problem, spec)] if also else [])):
+    for config in (default, random_config(random.Random(name), problem, spec)):
         facts = built(problem, config, spec.name).facts
         assert facts.smem_bytes == SCHEDULES[config.body].smem(config, extras_of(problem)).total_bytes, config
         assert facts.smem_bytes <= spec.smem_per_block_bytes

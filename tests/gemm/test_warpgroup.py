@@ -182,7 +182,6 @@ def test_a_batch_counts_its_tiles() -> None:
 # ---- kernels --------------------------------------------------------------------------------------------
 
 COMPILED = {
-    "cooperative": ("m=4096 n=4096 k=4096 b_major=k", "tile_m=128 tile_n=256 stages=4 raster=8"),
     "halves of 128 rows": ("m=4096 n=4096 k=4096", "tile_m=256 tile_n=128 stages=4 raster=8 cluster_m=2 pdl=1"),
     "three groups": ("m=4096 n=4096 k=4096 b_major=k bias=same", "tile_m=192 tile_n=160 stages=3 raster=1"),
     "one group": ("m=200 n=3584 k=3584 b_major=k", "tile_m=64 tile_n=112 stages=8 raster=1"),
@@ -196,10 +195,6 @@ COMPILED = {
     ),
     "pingpong": ("m=4096 n=4096 k=4096 a_major=m", "tile_m=128 tile_n=192 stages=4 raster=8 pingpong=1"),
     "most sums": ("m=4096 n=4096 k=4096 b_major=k", "tile_m=256 tile_n=192 stages=3 raster=8 cluster_n=2"),
-    "swapped": (
-        "m=1000 n=4096 k=4096 b_major=k bias=fp32 activation=silu",
-        "tile_m=128 tile_n=144 stages=5 raster=1 swapped=1 pingpong=1",
-    ),
     "c": ("m=4096 n=4096 k=4096 c=n bias=same activation=gelu", "tile_m=128 tile_n=256 stages=3 raster=8 cluster_m=2"),
     "out_major=m": (
         "m=512 n=512 k=512 batch=3 batched=1 out_major=m c=m dtype=fp16",

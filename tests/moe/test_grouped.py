@@ -316,8 +316,7 @@ def built(op: str, text: str, config: GemmConfig, target: str) -> Any:
     return OPS[op].build(Problem.parse(text), config, gpu.lookup(target))
 
 
-@pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
-@pytest.mark.parametrize("op", OPS)
+@compiled.in_turns({name: name for name in OPS})
 def test_compiles_for_every_architecture(op: str, spec: gpu.GpuSpec) -> None:
     for text in (OPS[op].suite[1], OPS[op].suite[-2]):
         config = OPS[op].default(Problem.parse(text), spec)

@@ -66,9 +66,7 @@ def opcodes(name: str, text: str, config: NormLinearConfig) -> Counter[str]:
 def test_compiles_for_every_architecture_as_predicted(case: tuple[str, str], spec: gpu.GpuSpec) -> None:
     name, text = case
     problem = OPS[name].Problem.parse(text)
-    also = spec is compiled.drawn(PROBLEMS.index(case))
-    chosen = [random.Random(text).choice(fused(name, text, spec.name))] if also else []
-    for config in (best(name, text, spec.name), *chosen):
+    for config in (best(name, text, spec.name), random.Random(text).choice(fused(name, text, spec.name))):
         facts = built(name, text, config, spec.name).facts
         assert facts.smem_bytes == SCHEDULES[config.body].smem(config.product, problem.extras).total_bytes, config
         assert facts.smem_bytes <= spec.smem_per_block_bytes
@@ -78,16 +76,14 @@ def test_compiles_for_every_architecture_as_predicted(case: tuple[str, str], spe
 @pytest.mark.parametrize("knob", [k for k in NormLinearConfig.space() if k != "path"])
 def test_every_knob_changes_the_code(knob: str) -> None:
     of_many = knob in ("raster", "pingpong", "cluster_m", "cluster_n")
-    for name, text in (MANY,) if of_many else (PROBLEMS[1], PROBLEMS[4]):
-        if knob in ("body", "ahead") and name == "linear_silu_mul":
-            continue  # has one body, which prefetches nothing
-        pair = compiled.one_knob_apart(fused(name, text), knob)
-        if pair is None:  # tied to the problem or to the other knobs
-            first = min(fused(name, text), key=lambda c: (compiled.area(c), str(c)))
-            values = [v for v in NormLinearConfig.space()[knob] if v not in (getattr(first, knob), "warpgroup")]
-            pair = first, first.replace(**{knob: values[0 if knob.startswith("tile") else -1]})
-        first, second = pair
-        assert code(name, text, first) != code(name, text, second), f"{knob}: [{first}] and [{second}]"
+    name, text = MANY if of_many else PROBLEMS[1]
+    pair = compiled.one_knob_apart(fused(name, text), knob)
+    if pair is None:  # tied to the problem or to the other knobs
+        first = min(fused(name, text), key=lambda c: (compiled.area(c), str(c)))
+        values = [v for v in NormLinearConfig.space()[knob] if v not in (getattr(first, knob), "warpgroup")]
+        pair = first, first.replace(**{knob: values[0 if knob.startswith("tile") else -1]})
+    first, second = pair
+    assert code(name, text, first) != code(name, text, second), f"{knob}: [{first}] and [{second}]"
 
 
 @pytest.mark.parametrize(

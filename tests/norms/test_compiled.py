@@ -15,14 +15,13 @@ from cutekernels import gpu
 from cutekernels.ops.norms.gradients import COLUMN_SUM, COLUMN_SUM_PAIR, ColumnSumConfig, ColumnSumProblem
 from cutekernels.ops.norms.rows import NormConfig
 from tests.norms.cases import OPS
-from tests.triton_compiled import H200, TARGETS, accesses, built, check_knobs, check_resources
+from tests.triton_compiled import H200, accesses, built, check_knobs, check_resources, in_turns
 
 NO_SPILL = 16  # bytes of stack that ptxas takes here and there with registers to spare
 ALL = {**OPS, "column_sum": COLUMN_SUM, "column_sum_pair": COLUMN_SUM_PAIR}
 
 
-@pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
-@pytest.mark.parametrize("op", ALL.values(), ids=ALL.keys())
+@in_turns(ALL)
 def test_compiles_for_every_architecture(op: Any, spec: gpu.GpuSpec) -> None:
     rng = random.Random(op.name + spec.name)
     for text in (op.suite[0], rng.choice(op.suite[1:])):
@@ -78,20 +77,17 @@ def test_every_knob_of_the_column_sum_changes_the_code_or_the_grid() -> None:
 )
 def test_accesses_are_as_wide_as_alignment_allows(text: str, widths: set[str]) -> None:
     problem = OPS["rms_norm"].Problem.parse(text)
-    for spec in map(gpu.lookup, ("a100", "h200")):
-        config = OPS["rms_norm"].default(problem, spec)
-        assert accesses(built(OPS["rms_norm"], problem, config, spec).ptx) == (
-            widths | {"v4.b32"} if "fp32" in text else widths
-        ), spec.name
+    config = OPS["rms_norm"].default(problem, H200)
+    found = accesses(built(OPS["rms_norm"], problem, config).ptx)
+    assert found == (widths | {"v4.b32"} if "fp32" in text else widths)
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("target", ["a100", "h200"])
-def test_programs_that_stay_copy_ahead(op: str, target: str) -> None:
+def test_programs_that_stay_copy_ahead(op: str) -> None:
     """cp.async of 16 bytes into shared memory, for each operand that is read row by row."""
     problem = OPS[op].Problem(32768, 4096)
     config = NormConfig(1, 4096, True, 8, 2, 3)
-    text = built(OPS[op], problem, config, gpu.lookup(target)).ptx
+    text = built(OPS[op], problem, config).ptx
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global .*?, 0x10|cp\.async\.cg\.shared\.global", text)
     per_thread = 2 * (1 if op in ("rms_norm", "layer_norm") else 2)
     assert len(copies) == 3 * per_thread  # two tiles before the loop, one in it

@@ -10,13 +10,12 @@ pytest.importorskip("triton")
 
 from cutekernels import gpu
 from cutekernels.ops.optimizer import ADAMW_STEP, ADAMW_TABLE, AdamWConfig, AdamWProblem
-from tests.triton_compiled import H200, TARGETS, accesses, built, check_knobs, check_resources
+from tests.triton_compiled import H200, accesses, built, check_knobs, check_resources, in_turns
 
 OPS = {op.name: op for op in (ADAMW_STEP, ADAMW_TABLE)}
 
 
-@pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
-@pytest.mark.parametrize("op", OPS)
+@in_turns({name: name for name in OPS})
 def test_compiles_for_every_architecture(op: str, spec: gpu.GpuSpec) -> None:
     rng = random.Random(spec.name)
     for text in ("elements=1000000", "elements=5 dtype=bf16 grad=fp32 master=1 maximize=1 rate=device align=2"):

@@ -18,7 +18,7 @@ PREFILL = RopeProblem(1, 2048, 32, 128, 128, 8)
 @pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)
 def test_compiles_for_every_architecture(spec: gpu.GpuSpec) -> None:
     rng = random.Random(spec.name)
-    for text in rng.sample(ROPE.suite, 4):
+    for text in rng.sample(ROPE.suite, 2):
         problem = RopeProblem.parse(text)
         for config in (ROPE.default(problem, spec), rng.choice(list(ROPE.valid(problem, spec)))):
             check_resources(ROPE, problem, config, spec)
@@ -54,7 +54,7 @@ def test_every_knob_changes_the_code_or_the_grid() -> None:
 )
 def test_accesses_are_as_wide_as_alignment_allows(words: str, widths: set[str]) -> None:
     problem = RopeProblem.parse(f"batch=1 seq=2048 heads_q=32 head_dim=128 rotary=128 heads_kv=8 {words}")
-    for spec in map(gpu.lookup, ("a100", "h200", "rtx5090")):
+    for spec in map(gpu.lookup, ("h200", "rtx5090")):
         artifact = built(ROPE, problem, ROPE.default(problem, spec), spec)
         found = accesses(artifact.ptx)
         assert found <= widths

@@ -476,7 +476,7 @@ class TestPlan:
         def hold() -> None:
             with dispatch._lock:
                 held.set()
-                release.wait(30)
+                release.wait(100)
 
         thread = threading.Thread(target=hold)
         thread.start()
@@ -491,7 +491,7 @@ class TestPlan:
         release.set()
         thread.join()
         deadline = threading.Event()
-        for _ in range(200):
+        for _ in range(1200):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 break

@@ -27,7 +27,10 @@ def service(jobs: int, lanes: int | None) -> ToyService:
 
 
 class ToyService:
-    """One logical GPU. The first process that finds ``$TOY_HOME/die`` at its fifth measurement takes it and dies."""
+    """One logical GPU. The first process that finds ``$TOY_HOME/die`` at its fifth measurement takes it and dies.
+
+    Where there is a folder ``$TOY_HOME/meet``, nothing is measured until four are about to.
+    """
 
     def __init__(self) -> None:
         self.home = Path(os.environ["TOY_HOME"])
@@ -60,6 +63,12 @@ class ToyService:
 
     def _timed(self, request: Measure) -> dict[str, Outcome]:
         time.sleep(float((self.home / "measure_s").read_text()))
+        if (meet := self.home / "meet").exists():
+            (meet / str(os.getpid())).touch()
+            end = time.monotonic() + 100
+            while len(list(meet.iterdir())) < 4:
+                assert time.monotonic() < end, "fewer than four GPUs are at work"
+                time.sleep(0.01)
         if len(self.machine.measured) == 4:
             try:
                 (self.home / "die").unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 from cutekernels.autotune.runtime import Load, Measure, Prepare, Warm
@@ -30,8 +31,10 @@ def measure_slowly(request: Warm | Prepare | Load | Measure) -> Any:
         _log("context", CONTEXT_S)
         _context = True
     if isinstance(request, Prepare):
+        _meet("preparing")
         _log("prepare", PREPARE_S, request.problem)
     if isinstance(request, Load):
+        _meet("loading")
         _log("load", LOAD_S, request.measure.prepare.problem)
     if isinstance(request, Measure):
         _log("time", TIME_S * (2 if request.final else 1), request.prepare.problem)
@@ -39,8 +42,19 @@ def measure_slowly(request: Warm | Prepare | Load | Measure) -> Any:
 
 
 def _log(what: str, seconds: float, text: str = "") -> None:
-    """A line of work done: what, its seconds, the process, when it began, on what."""
+    """A line of work done: what, the process, when it began and ended, on what."""
     began = time.monotonic()
     time.sleep(seconds)
     with open(os.environ["TOY_LOG"], "a") as file:
-        file.write(f"{what} {seconds} {os.getpid()} {began} {text}\n")
+        file.write(f"{what} {os.getpid()} {began} {time.monotonic()} {text}\n")
+
+
+def _meet(what: str) -> None:
+    """Waits until as many processes are at it as ``TOY_MEET`` says, however slow the machine."""
+    count, end = int(os.environ.get("TOY_MEET", "1")), time.monotonic() + 60
+    folder = Path(f"{os.environ['TOY_LOG']}.{what}")
+    folder.mkdir(exist_ok=True)
+    (folder / str(os.getpid())).touch()
+    while len(list(folder.iterdir())) < count:
+        assert time.monotonic() < end, "alone"
+        time.sleep(0.01)

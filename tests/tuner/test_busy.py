@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,6 @@ from cutekernels.autotune.run import tune
 from cutekernels.autotune.runtime import LocalRuntime, Measure, Prepare
 from cutekernels.autotune.turns import Turns
 from cutekernels.isolate import ChildFailure
-from tests.tuner.slow_start import CONTEXT_S, LOAD_S, PREPARE_S, START_S, TIME_S
 from tests.tuner.toys import DEFAULT, H200, PROBLEM, task
 
 TASKS = Job("busy", tuple(task(6, f"m={m} n=64") for m in (1, 2, 4, 8, 16, 32)))
@@ -28,14 +28,10 @@ TASKS = Job("busy", tuple(task(6, f"m={m} n=64") for m in (1, 2, 4, 8, 16, 32)))
 @dataclass(frozen=True)
 class Work:
     what: str
-    seconds: float
     pid: int
     began: float
+    ended: float
     on: str
-
-    @property
-    def ended(self) -> float:
-        return self.began + self.seconds
 
 
 @pytest.fixture
@@ -50,25 +46,25 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def done(log: Path) -> list[Work]:
     lines = [line.split(maxsplit=4) for line in log.read_text().splitlines()]
-    return [Work(w, float(s), int(p), float(b), *(on or [""])) for w, s, p, b, *on in lines]
+    return [Work(w, int(p), float(b), float(e), *(on or [""])) for w, p, b, e, *on in lines]
 
 
-def run(log: Path, db: Path, lanes: int) -> float:
-    """Seconds a task of a whole job."""
-    log.write_text("")
-    report = tune(TASKS, db=str(db), fleet=LocalFleet(None, 3, lanes))
-    assert report.ok and {t.state for t in report.tasks} == {"tuned"}
-    return report.seconds / len(TASKS.tasks)
+def until(true: Callable[[], object]) -> None:
+    """Waits for an event, however slow the machine is."""
+    limit = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
 
 
 def test_what_is_timed_has_the_gpu_alone(log: Path, tmp_path: Path) -> None:
-    run(log, tmp_path / "t.db", lanes=3)
+    report = tune(TASKS, db=str(tmp_path / "t.db"), fleet=LocalFleet(None, 3, 3))
+    assert report.ok and {t.state for t in report.tasks} == {"tuned"}
     on_gpu = sorted((w for w in done(log) if w.what != "compile"), key=lambda w: w.began)
     timed = [w for w in on_gpu if w.what == "time"]
     assert len({w.on for w in timed}) == len(TASKS.tasks)
     for w in timed:
-        # a hundredth of a second for the log's own writing
-        beside = [o for o in on_gpu if o is not w and o.began < w.ended - 0.01 and w.began < o.ended - 0.01]
+        beside = [o for o in on_gpu if o is not w and o.began < w.ended and w.began < o.ended]
         assert not beside, (w, beside)
     turns = [w.on for w in timed]
     assert any(a != b != c and a == c for a, b, c in zip(turns, turns[1:], turns[2:], strict=False)), (
@@ -76,13 +72,10 @@ def test_what_is_timed_has_the_gpu_alone(log: Path, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
-def test_three_lanes_take_less_time_than_one(log: Path, tmp_path: Path) -> None:
-    one_s = run(log, tmp_path / "one.db", 1)
-    three_s = run(log, tmp_path / "three.db", 3)
-    busy = sum(w.seconds for w in done(log) if w.what == "time") / (three_s * len(TASKS.tasks))
-    print(f"one lane {one_s:.2f} s a task; three {three_s:.2f} s, the GPU timing {busy:.0%} of it")
-    assert three_s < 0.8 * one_s, "more where there are cores to start processes"
+def test_three_lanes_prepare_side_by_side(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY_MEET", "3")
+    first = Job("busy", TASKS.tasks[:3])
+    assert tune(first, trials=1, db=str(tmp_path / "t.db"), fleet=LocalFleet(None, 1, 3)).ok
 
 
 def test_a_refresh_waits_for_no_start_and_no_context(log: Path) -> None:
@@ -93,13 +86,12 @@ def test_a_refresh_waits_for_no_start_and_no_context(log: Path) -> None:
     with LocalRuntime(1) as machine:
         pids = [ask(machine)]
         machine._spares.join()
-        began = time.monotonic()
+        ready = {w.pid for w in done(log) if w.what == "context"}
         for _ in range(2):
             machine.refresh()
             pids.append(ask(machine))
-        taken_s = time.monotonic() - began
     assert len(set(pids)) == 3, "a fresh process each time"
-    assert taken_s < 2 * (PREPARE_S + LOAD_S + TIME_S) + min(START_S, 2 * CONTEXT_S)
+    assert set(pids) == ready, "which had its context before"
 
 
 def test_closing_ends_workers_that_are_starting(log: Path) -> None:
@@ -136,7 +128,7 @@ def test_closing_waits_for_no_request_of_another_lane(log: Path, monkeypatch: py
     first, second = two.open(two.seats()[0]).lanes
     request = Measure(Prepare("toy", str(PROBLEM), H200), (str(DEFAULT),), rounds=2)
     first.measure(request)
-    monkeypatch.setenv("TOY_PREPARE_S", "60")
+    monkeypatch.setenv("TOY_PREPARE_S", "600")
     ends: list[str] = []
 
     def hang() -> None:
@@ -152,21 +144,18 @@ def test_closing_waits_for_no_request_of_another_lane(log: Path, monkeypatch: py
     assert isinstance(second, LocalRuntime)
     threads = [threading.Thread(target=hang), threading.Thread(target=wait_to_be_alone)]
     threads[0].start()
-    while not second._turns._inside:
-        time.sleep(0.01)
-    time.sleep(START_S)
+    until(lambda: len(list(Path(f"{log}.preparing").iterdir())) == 2)  # the first lane's, before, and now this one's
     threads[1].start()
-    time.sleep(0.2)
-    began = time.monotonic()
+    until(lambda: second._turns._waiting)
     two.close()
     for thread in threads:
-        thread.join(30)
-    assert time.monotonic() - began < 10 and ends == ["ChildDied"]
+        thread.join(60)
+    assert ends == ["ChildDied"] and not any(thread.is_alive() for thread in threads)
 
 
 class TestTurns:
     def test_many_prepare_at_a_time(self) -> None:
-        turns, both, met = Turns(), threading.Barrier(2, timeout=5), []
+        turns, both, met = Turns(), threading.Barrier(2, timeout=60), []
 
         def prepare() -> None:
             with turns.together():
@@ -193,13 +182,12 @@ class TestTurns:
         threads = [threading.Thread(target=alone), threading.Thread(target=newcomer)]
         with turns.together():
             threads[0].start()
-            while not turns._waiting:
-                time.sleep(0.001)
+            until(lambda: turns._waiting)
             threads[1].start()
             time.sleep(0.02)
             assert order == []
         for thread in threads:
-            thread.join(5)
+            thread.join(60)
         assert order == ["alone", "newcomer"]
 
     def test_a_failure_gives_the_turn_back(self) -> None:

@@ -58,7 +58,7 @@ def begin(home: Path, *words: str, terminal: int | None = None, **env: str) -> s
 
 
 def done(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=250)
     assert process.returncode == code, (process.returncode, out, err)
     return out, err
 
@@ -106,7 +106,7 @@ def test_sigterm_stores_everything_and_the_same_command_resumes(tmp_path: Path, 
         str(tmp_path / "log"),
     ]
     process = begin(tmp_path / "home", *words, TOY_MEASURE_S="0.1")
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 120
     while not (tmp_path / "log").exists() or "[1/8]" not in (tmp_path / "log").read_text():
         assert time.monotonic() < limit and process.poll() is None, process.communicate()
         time.sleep(0.05)
@@ -132,14 +132,14 @@ def test_a_closed_terminal_ends_the_run_and_keeps_what_was_measured(tmp_path: Pa
     process = begin(tmp_path / "home", *words, terminal=theirs, TOY_MEASURE_S="0.1")
     os.close(theirs)
     os.set_blocking(ours, False)
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 120
     while not (tmp_path / "log").exists() or "[1/8]" not in (tmp_path / "log").read_text():
         assert time.monotonic() < limit and process.poll() is None
         with suppress(BlockingIOError):  # or its output would fill the terminal
             os.read(ours, 65536)
         time.sleep(0.05)
     os.close(ours)
-    assert process.wait(60) == 128 + signal.SIGHUP
+    assert process.wait(120) == 128 + signal.SIGHUP
     assert stored(tmp_path / "t.db")[1]
 
 

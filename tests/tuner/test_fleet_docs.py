@@ -75,18 +75,18 @@ def test_the_sbatch_script_survives_a_sigterm_and_the_parts_merge(tmp_path: Path
         if "[1/2]" in line:
             break
     first.send_signal(signal.SIGTERM)  # to the batch shell alone, as --signal=B: says
-    said, _ = first.communicate(timeout=60)
+    said, _ = first.communicate(timeout=200)
     assert first.returncode == 143 and "scontrol requeue 77_1" in said, said
     with Store(tmp_path / "shared" / "1.db", readonly=True) as store:
         before = {t.id for t in store.trials()}
     assert before, "copied although it was ended"
     again = submitted(file, node, 1)  # on another node: its own folder is gone
     for process in (again, second):
-        told, _ = process.communicate(timeout=60)
+        told, _ = process.communicate(timeout=200)
         assert process.returncode == 0, told
     whole = tmp_path / "whole"
     whole.mkdir()
-    done = subprocess.run(["bash", "-c", merge], env=node, cwd=whole, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", merge], env=node, cwd=whole, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     with Store(whole / "tuned.db", readonly=True) as store:
         assert sorted(w.problem for w in store.winners()) == sorted(PROBLEMS)
@@ -103,7 +103,7 @@ def test_the_wheelhouse_installs_without_an_index(tmp_path: Path) -> None:
         assert subprocess.run(["bash", "-n", "-c", line], check=False).returncode == 0
     # The recipe's own lines, without dependencies: these are gigabytes.
     copy = tmp_path / "checkout"
-    subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{ROOT}", str(copy)], check=True, timeout=60)
+    subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{ROOT}", str(copy)], check=True, timeout=200)
     python = f"{sys.executable} -m pip --disable-pip-version-check -q"
     built = own.replace("python -m pip", python).replace("wheel --", "wheel --no-deps --no-build-isolation --", 1)
     put = install.strip().replace("python -m pip", python).replace("install", "install --no-deps --target out", 1)
@@ -148,7 +148,7 @@ def test_shards_write_to_one_postgresql_and_servers_pull_from_it(
         for i in (1, 2)
     ]
     for shard in shards:
-        said, _ = shard.communicate(timeout=100)
+        said, _ = shard.communicate(timeout=200)
         assert shard.returncode == 0, said
     with Store(postgres, readonly=True) as store:
         fleet = [t.id for t in store.winners()]

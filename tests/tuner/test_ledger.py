@@ -14,7 +14,8 @@ from tests.db.trials import trial
 
 
 @pytest.fixture
-def db(tmp_path: Path) -> Path:
+def db(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(ledger, "FLUSH_S", 1e9)  # no writing by time, however slow the machine
     return tmp_path / "t.db"
 
 

@@ -1,10 +1,9 @@
-"""Ray on logical GPUs of this machine, with a toy timer: speed, a killed actor, a killed node, a mixed cluster."""
+"""Ray on logical GPUs of this machine, with a toy timer: a killed actor, a killed node, a mixed cluster."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,6 @@ from tests.tuner.toys import task
 
 ray: Any = pytest.importorskip("ray")
 ROOT = Path(__file__).parents[2]
-JOB = Job("rays", tuple(task(4, f"m={m} n={n}") for m in (1, 2, 4, 8) for n in (64, 65)))
 SHORT = Job("short", tuple(task(4, f"m={m} n=64") for m in (1, 2, 4, 8, 16, 32, 64, 128)))
 
 
@@ -36,6 +34,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setattr(ray_fleet, "SERVICE", "tests.tuner.rays:service")
         patch.setenv("TOY_HOME", str(folder))
         patch.delenv("TOY_KIND", raising=False)
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # "" hides the logical GPUs too
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -57,24 +56,17 @@ def four(home: Path, cluster: None) -> Path:
 
 
 class Watch:
-    """Moments of a run."""
+    """How many tasks of a run have ended."""
 
     def __init__(self) -> None:
-        self.begun: list[float] = []
-        self.ended: list[float] = []
+        self.ended = 0
 
-    def begin(self, *rest: object) -> None:
-        self.begun.append(time.monotonic())
+    def begin(self, *rest: object) -> None: ...
 
     def trial(self, *rest: object) -> None: ...
 
     def end(self, report: TaskReport) -> None:
-        self.ended.append(time.monotonic())
-
-    @property
-    def seconds(self) -> float:
-        """From the first task to the last: actors start before it."""
-        return max(self.ended) - min(self.begun)
+        self.ended += 1
 
 
 def check(db: Path, report: TuneReport, job: Job, kinds: tuple[str, ...] = ("h200",)) -> None:
@@ -99,7 +91,8 @@ def _rows(trials: list[Any]) -> dict[tuple[str, str, str], Counter[str]]:
     return found
 
 
-def test_a_killed_actor_loses_nothing(four: Path, tmp_path: Path) -> None:
+def test_four_gpus_work_side_by_side_and_a_killed_actor_loses_nothing(four: Path, tmp_path: Path) -> None:
+    (four / "meet").mkdir()
     (four / "die").touch()
     report = tune(SHORT, db=str(tmp_path / "t.db"), fleet=RayFleet("auto"))
     assert not (four / "die").exists(), "one actor died in the middle of a task"
@@ -120,9 +113,9 @@ def test_a_driver_that_is_ended_goes_on(four: Path, tmp_path: Path) -> None:
         if "[1/6]" in line:
             break
     first.terminate()
-    said, _ = first.communicate(timeout=60)
+    said, _ = first.communicate(timeout=200)
     assert first.returncode == 143, said
-    again = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    again = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert again.returncode == 0, again.stderr
     with Store(tmp_path / "t.db") as store:
         assert len(store.winners()) == 6
@@ -136,27 +129,6 @@ def test_a_node_with_another_version_is_refused(four: Path, tmp_path: Path, monk
             tune(SHORT, db=str(tmp_path / "t.db"), fleet=RayFleet("auto"))
     finally:
         (four / "other version").unlink()
-
-
-@pytest.mark.slow
-def test_four_gpus_do_the_work_of_one_in_a_quarter_of_the_time(four: Path, tmp_path: Path) -> None:
-    (four / "measure_s").write_text("1.0")  # sleep, beside which the CPU's work between measurements is little
-
-    class One(RayFleet):
-        def seats(self) -> Any:
-            return super().seats()[:1]
-
-    def seconds(db: Path, fleet: RayFleet) -> float:
-        watch = Watch()
-        check(db, tune(JOB, db=str(db), fleet=fleet, watcher=watch), JOB)
-        return watch.seconds
-
-    one = seconds(tmp_path / "1.db", One("auto"))
-    ratios: list[float] = []
-    while not ratios or (ratios[-1] < 3.5 and len(ratios) < 3):  # a busy machine may need another try
-        ratios.append(one / seconds(tmp_path / f"4 {len(ratios)}.db", RayFleet("auto")))
-    print(f"one GPU {one:.1f} s, four in {', '.join(f'1/{r:.2f}' for r in ratios)} of it")
-    assert max(ratios) >= 3.5
 
 
 @pytest.mark.slow
@@ -183,7 +155,7 @@ def test_a_mixed_cluster_whose_node_dies(home: Path, tmp_path: Path, monkeypatch
 
         class Kills(Watch):
             def trial(self, *rest: object) -> None:
-                if len(self.ended) >= 2 and not removed:
+                if self.ended >= 2 and not removed:
                     removed.append(doomed)
                     cluster.remove_node(doomed, allow_graceful=False)
 
