@@ -1,7 +1,7 @@
 """Hashes of what kernels compile to, so that a change of their sources alone can be shown to change nothing.
 
     python -m tests.kernel_hashes --check                     # compiles every case again; names those that differ
-    python -m tests.kernel_hashes --check --match warpgroup   # only cases whose line contains the word (repeatable)
+    python -m tests.kernel_hashes --check --match warpgroup   # only cases whose line contains the word; !word: lacks it
     python -m tests.kernel_hashes --write                     # the same cases, with the hashes of these sources
     python -m tests.kernel_hashes --choose                    # new cases, from suites, defaults and shipped winners
 
@@ -189,17 +189,21 @@ def _run(cases: Iterable[Case], before: dict[Case, str], check: bool) -> dict[Ca
     return found
 
 
+def _matches(line: str, words: Iterable[str]) -> bool:
+    return all((word[1:] not in line) if word.startswith("!") else (word in line) for word in words)
+
+
 def main() -> None:
     """Reads the arguments and does what the module's docstring says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", nargs="?", const=FILE, type=Path, metavar="FILE", help=f"default: {FILE.name}")
     parser.add_argument("--write", nargs="?", const=FILE, type=Path, metavar="FILE", help="with --match, merges")
     parser.add_argument("--choose", action="store_true", help="choose the cases anew, then --write")
-    parser.add_argument("--match", action="append", default=[], help="words that a case's line contains")
+    parser.add_argument("--match", action="append", default=[], help="words that a case's line contains; !word: lacks")
     parser.add_argument("--list", action="store_true", help="the cases alone")
     chosen = parser.parse_args()
     before = {} if chosen.choose else read(chosen.check or FILE)
-    cases = [c for c in (choose() if chosen.choose else before) if all(word in str(c) for word in chosen.match)]
+    cases = [c for c in (choose() if chosen.choose else before) if _matches(str(c), chosen.match)]
     if chosen.list:
         print(*cases, sep="\n")
         return

@@ -8,6 +8,15 @@ from cutlass import Int32, const_expr
 
 
 @dataclass(frozen=True)
+class Tile:
+    """A tile of a batch of matrices: its row and column, counted in tiles, and the matrix."""
+
+    m: Int32
+    n: Int32
+    layer: Int32
+
+
+@dataclass(frozen=True)
 class Raster:
     """A walk over the tiles of C in bands of ``group`` tile rows, down each band's columns.
 
@@ -29,12 +38,11 @@ class Raster:
         return first + inside - column * rows, column
 
     @cute.jit
-    def place(self, block: Int32, tiles_m: Int32, tiles_n: Int32) -> tuple[Int32, Int32, Int32]:
-        """``(tile_m, tile_n, layer)`` of a batch of such matrices, one layer after the other."""
+    def place(self, block: Int32, tiles_m: Int32, tiles_n: Int32) -> Tile:
+        """The ``block``-th tile of a batch of such matrices, one layer after the other."""
         layer = block // (tiles_m * tiles_n)
-        tile = self.tile
-        at_m, at_n = tile(block - layer * (tiles_m * tiles_n), tiles_m, tiles_n)
-        return at_m, at_n, layer
+        m, n = self.tile(block - layer * (tiles_m * tiles_n), tiles_m, tiles_n)
+        return Tile(m, n, layer)
 
 
 @dataclass(frozen=True)
