@@ -33,12 +33,12 @@ Dependent launch (PDL): the producer prefetches the first ``ahead`` k-tiles of W
 still runs, and lets the next kernel start when its own last loads are under way (``ops/gemm/prefetch.py``).
 
 Ends: the TMA fills a ragged K with zeros. It is slow over rows that do not exist (docs/notes/gemm.md#boxes), so the
-last tile of either operand begins early enough to end where the operand does, and rows that another tile has too are not
-stored. X's ``rows`` come in two boxes, of which the second may overlap the first. Products of whatever lies behind them
-in shared memory, up to whole groups, are not stored either (``TileResults.row_of``).
+last tile of either operand begins early enough to end where the operand does, and rows that another tile has too are
+not stored. X's ``rows`` come in two boxes, of which the second may overlap the first. Products of whatever lies behind
+them in shared memory, up to whole groups, are not stored either (``TileResults.row_of``).
 
-Refuses (``ops/gemm/specialized.py``): GPUs without wgmma; operands that are not K-major with 16-byte aligned rows;
-K = 0.
+Refuses (``ops/gemm/specialized.py``): GPUs without wgmma; operands that are not K-major with 16-byte aligned rows; an
+out that is not N-major; a batch, 64-bit strides, fp16 accumulators; K = 0.
 
 Source:
     The pairing of full and empty barriers, and a producer warp beside consumer groups, are CUTLASS's "warp
