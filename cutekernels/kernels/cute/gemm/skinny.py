@@ -277,6 +277,7 @@ class SkinnyGemm:
             cute.recast_ptr(base + w_elements, layout_x.inner, dtype), layout_x.outer
         )  # (M, K, STAGE)
 
+        # What only a norm has: squares of rows, its weight's copies and fragments.
         sQ = tCsG = rG = squares = gamma = None
         if const_expr(self.squaring):
             sQ = cute.make_tensor(
@@ -366,6 +367,7 @@ class SkinnyGemm:
                 if k_tile == cutlass.max(first, end - stages + 1):
                     # PDL: our last loads are under way, and the next kernel's then follow them.
                     cute.arch.griddepcontrol_launch_dependents()
+            # Fragments of this group's k-blocks: every ``warps_k``-th, so that groups share a k-tile evenly.
             for block in cutlass.range_constexpr(blocks):
                 kb = block * self.warps_k + slice_k
                 cute.copy(to_w, tCsW[None, None, kb, read], tCrW[None, None, block])
@@ -373,6 +375,7 @@ class SkinnyGemm:
                 if const_expr(self.weighted):
                     cute.autovec_copy(tCsG[None, kb, read], rG[None, block])
             for block in cutlass.range_constexpr(blocks):
+                # gamma on the weight's fragments, in place; squares of the tokens by the same MMA.
                 if const_expr(self.weighted):
                     self.norm.weigh(rW[None, None, block], rG[None, block], rW[None, None, block])
                 if const_expr(self.squaring):
@@ -430,6 +433,7 @@ class SkinnyGemm:
                     (self.group, per_thread, self.split_k), stride=(1, self.group, self.group * per_thread)
                 ),
             )  # (THREAD, ACCUMULATOR, SPLIT)
+            # This CTA leaves the accumulators of its first group, and its sums of squares.
             flag = cute.make_tensor(cute.recast_ptr(storage + smem.flag_at, dtype=Int32), cute.make_layout(1))
             if slice_k == 0:
                 for i in cutlass.range_constexpr(per_thread):
@@ -456,6 +460,7 @@ class SkinnyGemm:
                     # Wait until the threads above have left rstd for all.
                     cute.arch.sync_threads()
                 if slice_k == 0:
+                    # In the order of the splits, this CTA's own among them: the same bits every time.
                     acc.fill(0.0)
                     for s in cutlass.range_constexpr(self.split_k):
                         for i in cutlass.range_constexpr(per_thread):
@@ -518,6 +523,7 @@ class SkinnyGemm:
             tCcG = tCcD[(None, 0), None, None]
             rG = cute.make_rmem_tensor(gate.shape, mD.element_type)
             rG.store((self.activation.apply(gate.load()) * up.load()).to(mD.element_type))
+            # Row r of gate and of up is row r // 16 * 8 + r % 8 of out.
             for i in cutlass.range_constexpr(cute.size(tCcG)):
                 if cute.elem_less(tCcG[i], (n, m)):
                     mD[tCcG[i][0] // 16 * 8 + tCcG[i][0] % 8, tCcG[i][1], 0] = rG[i]

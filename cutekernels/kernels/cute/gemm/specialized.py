@@ -240,6 +240,7 @@ class SpecializedGemm:
     ):
         dtype = mX.element_type
         mX, mW = self.pitched(mX), self.pitched(mW)
+        # W comes in one box, X in two: a power of two of its rows, then the others.
         op = cpasync.CopyBulkTensorTileG2SOp()
         tma_w, tW = self.boxed(op, mW, self.tile_n, self.tile_n)
         head = self.boxed(op, mX, self.rows, self.head)
@@ -348,6 +349,7 @@ class SpecializedGemm:
         row = cutlass.max(cutlass.min(own_m, m - self.rows), Int32(0))
         later = cutlass.min(own_m + self.head, m - (self.rows - self.head))  # the second box's
         column = cutlass.max(cutlass.min(own_n, n - self.tile_n), Int32(0))
+        # A stage's boxes: W, X's first rows, X's other rows, the norm's weight.
         at_x = shared.sX.iterator
         boxes = [self.load(tma_w, tW, shared.sW, column, self.tile_n)]
         at_head = cute.make_tensor(at_x, self.stages_of(self.rows, self.head))  # (M, K, STAGE)
@@ -393,16 +395,15 @@ class SpecializedGemm:
     @cute.jit
     def allocate(self, storage: cute.Pointer, dtype: cutlass.Constexpr[type[cutlass.Numeric]]) -> Shared:
         """Stages and barriers in the CTA's shared memory."""
-        smem = self.smem
         at_x = cute.recast_ptr(storage, swizzle(), dtype)
-        at_w = cute.recast_ptr(storage + smem.w_at, swizzle(), dtype)
+        at_w = cute.recast_ptr(storage + self.smem.w_at, swizzle(), dtype)
         sG = None
         if const_expr(self.weighted):
             sG = cute.make_tensor(
-                cute.recast_ptr(storage + smem.gamma_at, dtype=self.gamma_type(dtype)),
+                cute.recast_ptr(storage + self.smem.gamma_at, dtype=self.gamma_type(dtype)),
                 cute.make_layout((self.tile_k, self.stages)),
             )
-        full = cute.recast_ptr(storage + smem.barriers_at, dtype=Int64)
+        full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
         return Shared(
             storage=storage,
             sX=cute.make_tensor(at_x, self.stages_of(self.rows, self.tile_m)),
@@ -410,8 +411,8 @@ class SpecializedGemm:
             sG=sG,
             full=full,
             empty=full + self.stages,
-            inbox_full=cute.recast_ptr(storage + smem.inbox_barrier_at, dtype=Int64),
-            squared_full=cute.recast_ptr(storage + smem.squares_barrier_at, dtype=Int64),
+            inbox_full=cute.recast_ptr(storage + self.smem.inbox_barrier_at, dtype=Int64),
+            squared_full=cute.recast_ptr(storage + self.smem.squares_barrier_at, dtype=Int64),
         )
 
     # ---- producer
@@ -430,9 +431,11 @@ class SpecializedGemm:
     def prefetch_l2(self, boxes: list[BoxLoad], number: Int32, k_tiles: Int32, first: Int32, end: Int32):
         """Before pdl_wait: the first CTAs prefetch a k-tile each of what all read, and each CTA its first of W."""
         if const_expr(self.ahead > 0):
+            # X and gamma, which all CTAs read: a k-tile each of the first CTAs.
             if number < k_tiles:
                 for box in boxes[1:]:
                     cute.prefetch(box.tma, box.source[None, number])
+            # W, of which each CTA reads its own rows.
             for k_tile in cutlass.range(first, cutlass.min(first + self.ahead, end), unroll=1):
                 cute.prefetch(boxes[0].tma, boxes[0].source[None, k_tile])
 
@@ -457,6 +460,7 @@ class SpecializedGemm:
     @cute.jit
     def consume(self, tid: Int32, acc: cute.Tensor, tiled_mma: cute.TiledMma, shared: Shared, first: Int32, end: Int32):
         """The mainloop. A stage is released when the products of the next are under way, or where ``eager`` at once."""
+        # Descriptors are a group's, the same for its threads; fragments in registers are a thread's.
         of_group = tiled_mma.get_slice(cute.arch.make_warp_uniform(tid // GROUP) * GROUP)
         rX = None
         if const_expr(self.norm is None):
@@ -531,6 +535,7 @@ class SpecializedGemm:
             rG = cute.make_rmem_tensor(((2, 2), count), shared.sG.element_type)
         for half in cutlass.range_constexpr(2):
             begin = const_expr(half * count)
+            # Half a k-tile of X's fragments from the stage, by ldmatrix, beside the products that are under way.
             for i in cutlass.range_constexpr(count):
                 block, chunk = const_expr(divmod(begin + i, len(chunks)))
                 at = at_x + chunks[chunk] + block * (self.rows * SWIZZLED)

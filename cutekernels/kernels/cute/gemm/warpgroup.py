@@ -196,9 +196,8 @@ class WarpgroupGemm:
 
     @property
     def smem(self) -> WarpgroupSmem:
-        results = self.results
-        biased = results.bias != "none"
-        return WarpgroupSmem(self.tile_m, self.tile_n, self.tile_k, self.stages, self.groups, results.boxes, biased)
+        boxes, biased = self.results.boxes, self.results.bias != "none"
+        return WarpgroupSmem(self.tile_m, self.tile_n, self.tile_k, self.stages, self.groups, boxes, biased)
 
     @property
     def pipeline(self) -> StagePipeline:
@@ -256,6 +255,7 @@ class WarpgroupGemm:
     ):
         dtype = mA.element_type
         rows_contiguous = const_expr(self.results.rows_contiguous)
+        # Tile rows R and tile columns S: A and B, or, swapped, B and A.
         mR = self.prepared(
             mA if const_expr(not self.swapped) else mB, self.swapped, not self.rows_k_major
         )  # (M, K[, L])
@@ -267,12 +267,14 @@ class WarpgroupGemm:
         tma_r, tR = self.boxed(mR, layout_r, self.of_rows)
         tma_s, tS = self.boxed(mS, layout_s, self.of_columns)
         box, shape = self.results.layout(), self.results.shape
+        # Out leaves, and C comes in, by the same boxes of 64 x 64.
         tma_d, tD = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mD, box, shape)
         tma_c, tC = None, None
         if const_expr(mC is not None):
             mC = self.prepared(mC, self.swapped, rows_contiguous)
             tma_c, tC = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mC, box, shape)
         tiled_mma = self.mma(dtype)
+        # As many CTAs as are resident at once, whole clusters, or fewer where there are fewer tiles.
         layers = cute.size(mD, mode=[2]) if const_expr(cute.rank(mD) == 3) else Int32(1)
         tiles_m = cute.ceil_div(cute.size(mD, mode=[0]), self.tile_m * self.cluster_m)
         tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), self.results.columns * self.cluster_n)
@@ -350,10 +352,12 @@ class WarpgroupGemm:
         group = cute.arch.make_warp_uniform(tid // GROUP)
         warp = cute.arch.make_warp_uniform(tid // 32)
         producer = const_expr(self.groups)  # the warp group that loads
+        # -- setup
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
         shared = self.allocate(storage, layout_r, layout_s)
         self.set_up(warp, (tma_r, tma_s, outputs.tma_d), shared)
 
+        # -- the walk: a cluster's CTAs have neighbouring tiles, the next cluster-tile is a grid further
         rank = block % self.cluster
         first, step = block // self.cluster, blocks // self.cluster
         k_tiles = cute.ceil_div(cute.size(tR, mode=[1]), self.tile_k)
@@ -396,10 +400,10 @@ class WarpgroupGemm:
     @cute.jit
     def allocate(self, storage: cute.Pointer, layout_r: cute.ComposedLayout, layout_s: cute.ComposedLayout) -> Shared:
         """Stages and barriers in the CTA's shared memory."""
-        smem, dtype = self.smem, self.results.dtype
+        dtype = self.results.dtype
         at_r = cute.recast_ptr(storage, layout_r.inner, dtype)
-        at_s = cute.recast_ptr(storage + smem.columns_at, layout_s.inner, dtype)
-        full = cute.recast_ptr(storage + smem.barriers_at, dtype=Int64)
+        at_s = cute.recast_ptr(storage + self.smem.columns_at, layout_s.inner, dtype)
+        full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
         empty = full + self.stages
         c_full = empty + self.stages
         return Shared(
@@ -409,7 +413,7 @@ class WarpgroupGemm:
             full=full,
             empty=empty,
             c_full=c_full,
-            order=c_full + self.groups * smem.boxes,
+            order=c_full + self.groups * self.smem.boxes,
         )
 
     @cute.jit
@@ -448,6 +452,7 @@ class WarpgroupGemm:
             tile_m = tile_m * self.cluster_m + walk.rank
         else:
             tile_n = tile_n * self.cluster_n + walk.rank
+        # Gated, a tile has half as many columns of out as the MMA has.
         row, column = tile_m * self.tile_m, tile_n * self.results.columns
         if const_expr(not self.results.source):
             row = cutlass.max(cutlass.min(row, walk.rows - self.tile_m), Int32(0))
@@ -462,6 +467,7 @@ class WarpgroupGemm:
         for k_tile in cutlass.range(k_tiles, unroll=1):
             # Wait until the consumers, of both CTAs in a cluster, have read the stage; then announce its bytes.
             self.pipeline.acquire(shared.full, shared.empty, at.stage, at.phase)
+            # All boxes of the stage complete the same full barrier; multicast ones complete it in both CTAs.
             for i in cutlass.range_constexpr(len(loads)):
                 filled = at.stage if const_expr(loads[i].half is None) else 2 * at.stage + loads[i].half
                 cute.copy(
@@ -485,6 +491,7 @@ class WarpgroupGemm:
         if const_expr(not side.gated):
             return [BoxLoad(operand.tma, *self.partitioned(operand, side, first, layer, rank), mask, None)]
         loads = []
+        # Gated: gates into the stage's first half, what they multiply into its second. CTAs that share load one each.
         gates = cute.size(operand.tX, mode=[0]) // 2
         halves = Operand(operand.tma, operand.tX, cute.make_tensor(operand.sX.iterator, self.halves(side)))
         for i in cutlass.range_constexpr(2 // side.sharers):
@@ -534,6 +541,7 @@ class WarpgroupGemm:
                 first = first + walk.step
                 at = self.pipeline.after(at, k_tiles)
             stride = walk.step * 2
+        # -- tile after tile
         for index in cutlass.range(first, walk.count, stride, unroll=1):
             tile = self.place(walk, index)
             corner = self.results.corner(buffers, tile)
@@ -555,6 +563,7 @@ class WarpgroupGemm:
     def consumer(self, tid: Int32, group: Int32, shared: Shared, tiled_mma: cute.TiledMma) -> Consumer:
         """A group's descriptors of both operands' stages, and its accumulators."""
         thread = tid % GROUP
+        # Cooperative, the MMA's tile has the rows of all groups; in ping-pong each group's is its own.
         share = group * GROUP if const_expr(not self.pingpong) else Int32(0)
         of_group = tiled_mma.get_slice(share)
         rR = tiled_mma.make_fragment_A(of_group.partition_A(shared.sR))
@@ -566,15 +575,15 @@ class WarpgroupGemm:
     @cute.jit
     def buffers(self, consumer: Consumer, shared: Shared) -> BoxBuffers:
         """A group's boxes and biases in shared memory, and its first row of a tile."""
-        smem, group = self.smem, consumer.group
-        boxes = shared.storage + smem.boxes_at + group * (smem.boxes * smem.box_bytes)
-        bias = cute.recast_ptr(shared.storage + smem.biases_at + group * (smem.BIASES * 4), dtype=Float32)
+        group = consumer.group
+        boxes = shared.storage + self.smem.boxes_at + group * (self.smem.boxes * self.smem.box_bytes)
+        bias = cute.recast_ptr(shared.storage + self.smem.biases_at + group * (self.smem.BIASES * 4), dtype=Float32)
         return BoxBuffers(
             thread=consumer.thread,
             group=group,
             boxes=boxes,
             bias=bias,
-            c_full=shared.c_full + group * smem.boxes,
+            c_full=shared.c_full + group * self.smem.boxes,
             first_row=group * ROWS if const_expr(not self.pingpong) else Int32(0),
         )
 

@@ -64,8 +64,10 @@ class GroupedGemm:
         epilogue = self.product.epilogue
         groups = mEnds.shape[0] - 1
         if const_expr(self.along == "k"):
+            # Both operands lie along their rows: (K, M) and (K, N), seen as (M, K) and (N, K).
             mA, mB = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 0])) for t in (mA, mB)]
         tiles_n = cute.ceil_div(mD.shape[cute.rank(mD) - 1], epilogue.tile_n)
+        # Along M, as many tiles as there can be at most, whatever the ends; along K, every group's matrix.
         if const_expr(self.along == "m"):
             blocks = slots(mA.shape[0], groups, epilogue.tile_m) * tiles_n
         else:
@@ -162,6 +164,7 @@ class GroupedGemm:
                 low = rows
                 if mine <= groups:
                     low = cutlass.min(cutlass.max(mEnds[mine], Int32(0)), rows)
+            # An end before the group's begin makes it empty.
             if mine < groups:
                 high = cutlass.min(cutlass.max(mEnds[mine + 1], low), rows)
             tiles = (high - low + (tile - 1)) // tile
@@ -180,6 +183,7 @@ class GroupedGemm:
                 inside = slot - before - cute.arch.shuffle_sync(ends - tiles, passed)
                 searching = Int32(0)
             else:
+                # None of these 32: the next ones.
                 before = before + cute.arch.shuffle_sync(ends, WARP - 1)
                 first = first + WARP
                 if first > groups:

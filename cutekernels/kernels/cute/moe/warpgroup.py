@@ -109,6 +109,7 @@ class GroupedWarpgroup:
             mW, False, not (body.rows_k_major if const_expr(swapped) else body.columns_k_major)
         )  # (N, K, G)
         mTile = body.prepared(mD, body.swapped, body.results.rows_contiguous)
+        # T is tokens and W weights; R and S are the tile's rows and columns, T and W or the reverse.
         layout_r, layout_s = body.layouts(dtype)
         layout_t, layout_w = (layout_s, layout_r) if const_expr(swapped) else (layout_r, layout_s)
         tma_t, tX = body.boxed(mX, layout_t, self.tokens)
@@ -117,6 +118,7 @@ class GroupedWarpgroup:
             cpasync.CopyBulkTensorTileS2GOp(), mTile, body.results.layout(), body.results.shape
         )
         tiled_mma = body.mma(dtype)
+        # As many tiles as there can be at most bound the grid: the device alone knows how many there are.
         rows, groups = mX.shape[0], mEnds.shape[0] - 1
         tiles_o = cute.ceil_div(mD.shape[1], self.weights.box * self.cluster_o)
         most = (rows // self.walk.unit + cutlass.min(groups, rows)) * tiles_o * body.cluster
@@ -192,6 +194,7 @@ class GroupedWarpgroup:
         rows, columns = operands.mD.shape
         blocks, _, _ = cute.arch.grid_dim()
         rank, tile, step = block % body.cluster, block // body.cluster, blocks // body.cluster
+        # The walk's chunk of groups lies in the warp's registers: each lane has the ends of four.
         rHigh = cute.make_rmem_tensor(4, Int32)
         lead = cutlass.min(cutlass.max(mEnds[0], Int32(0)), rows)
         state = self.walk.start(mEnds, rows, rHigh, lead)
@@ -201,6 +204,7 @@ class GroupedWarpgroup:
             group = found.group
             if group >= 0:
                 tile_m, tile_n = found.m, found.n
+                # This CTA's tile of the cluster's.
                 if const_expr(self.cluster_t > 1):
                     tile_m = tile_m * self.cluster_t + rank
                 if const_expr(self.cluster_o > 1):
@@ -241,12 +245,14 @@ class GroupedWarpgroup:
             entry = group
             if group == 1:
                 at = body.pipeline.after(at, k_tiles)
+        # -- tile after tile, until an entry says that there is none
         tile = self.ring.receive(ring, entry)
         while tile.group >= 0:
             row, column = tile.row, tile.column
             if const_expr(body.swapped):
                 row, column = tile.column, tile.row
             corner = body.results.corner(buffers, Corner(row, column, Int32(0)))
+            # The tile's own outputs: its group's bias and end.
             bias = None
             if const_expr(outputs.mBias is not None):
                 bias = outputs.mBias[tile.group, None]
@@ -264,6 +270,7 @@ class GroupedWarpgroup:
             boxes_used = boxes_used + body.results.count
             entry = entry + const_expr(2 if body.pingpong else 1)
             tile = self.ring.receive(ring, entry)
+        # -- rows of no group, of which every CTA has a share
         body.results.drain(consumer.thread)
         self.blank(tid, outputs.mOut, tile.row, tile.column)
 
@@ -276,6 +283,7 @@ class GroupedWarpgroup:
         warps = const_expr(4 * self.product.groups)
         zeros = cute.make_rmem_tensor(8, mD.element_type)
         zeros.fill(0.0)
+        # A row to a warp, 16 bytes to a lane; the grid's warps take rows in turns.
         for i in cutlass.range(block * warps + tid // 32, lead + (rows - tail), blocks * warps, unroll=1):
             row = i if i < lead else i - lead + tail
             for column in cutlass.range(tid % 32 * 8, columns, 32 * 8, unroll=1):

@@ -66,6 +66,7 @@ class GroupedDepth:
         mS = body.prepared(mB if const_expr(not body.swapped) else mA, True, True)  # (N, T)
         mD = body.prepared(mD, body.swapped, body.results.rows_contiguous)  # (M, N, G)
         layout_r, layout_s = body.layouts(dtype)
+        # One descriptor serves all experts: a load moves its coordinates to the expert's first row.
         tma_r, tR = body.boxed(mR, layout_r, body.of_rows)
         tma_s, tS = body.boxed(mS, layout_s, body.of_columns)
         tma_d, tD = cpasync.make_tiled_tma_atom(
@@ -111,6 +112,7 @@ class GroupedDepth:
         shared = body.allocate(storage, layout_r, layout_s)
         body.set_up(warp, (tma_r, tma_s, tma_d), shared)
 
+        # -- the walk: every expert's tiles, one expert after the other
         walk = Walk(
             rank=block % body.cluster,
             first=block // body.cluster,
@@ -268,6 +270,7 @@ class GroupedDepth:
         """Zeros rows ``first`` to ``end`` of a stage of an operand, ``sX`` (extent, K, STAGE), whose stages begin at
         ``storage``. Groups that share a tile write the same zeros, each for itself.
         """
+        # 16 bytes a thread, at the swizzled address; sX's layout has no swizzle.
         pieces = const_expr(cute.size(sX, mode=[0]) // WIDEST)
         base = storage.toint().to(Int32)
         for i in cutlass.range(consumer.thread, (end - first) * pieces, GROUP, unroll=1):

@@ -132,6 +132,7 @@ class GemmEpilogue:
         repeats = cute.size(tCcD, mode=[2 if along == 1 else 1])
         rBias = cute.make_rmem_tensor(cute.make_layout((2, repeats)), Float32)
         rBias.fill(0.0)
+        # Along N two neighbours of each repeat are a thread's, along M rows r and r + 8.
         for j in cutlass.range_constexpr(repeats):
             for v in cutlass.range_constexpr(2):
                 at = (tCcD[(v, 0), 0, j] if along == 1 else tCcD[(0, v), j, 0])[along]
@@ -154,6 +155,7 @@ class GemmEpilogue:
             x = x + out.beta * rC.load().to(Float32)
         elif const_expr(self.source == "direct"):
             x = x + out.beta * self.gather(out.mC, tCcD, out.extents).load().to(Float32)
+        # Bias and activation in fp32, then one rounding.
         if const_expr(self.bias != "none"):
             x = x + self.spread_bias(out.mBias, tCcD, out.extents).load()
         rD = cute.make_fragment_like(acc, out.gD.element_type)

@@ -61,6 +61,7 @@ class OperandLoad:
         else:
             # cp.async moves 4 bytes at least: a lone 2-byte element is loaded and stored by the thread itself.
             atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=bits)
+        # A vector lies along the contiguous mode.
         along, across = load_threads(self.rows, self.tile_k, self.k_major, self.alignment, self.threads)
         if self.k_major:
             threads = cute.make_layout((across, along), stride=(along, 1))
@@ -108,6 +109,7 @@ class OperandLoad:
             cute.make_layout(vectors(tc), stride=(cute.size(tc, mode=[1]), 1, 0)),
             Boolean,
         )
+        # K is broadcast: all k-tiles but the first are whole along K.
         for v in cutlass.range_constexpr(mask.shape[0]):
             for i in cutlass.range_constexpr(mask.shape[1]):
                 mask[v, i, 0] = cute.elem_less(tc[(0, v), i, 0, 0][0], extent)

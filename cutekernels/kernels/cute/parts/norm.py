@@ -54,6 +54,7 @@ class NormWeight:
             g = g * rG.element_type(self.scale)
         scaled = cute.make_rmem_tensor(rG.shape, rG.element_type)
         scaled.store(g)
+        # gamma depends on k alone: rows 8 further on have the same.
         spread = cute.make_tensor(scaled.iterator, cute.make_layout(rA.shape, stride=((1, 0, 2), 0)))
         if const_expr(rG.element_type is dtype):
             weighed.store(rA.load() * spread.load())
@@ -118,6 +119,7 @@ class TokenNorm(NormWeight):
         """Thread ``tid``'s copies of gamma's k-tiles."""
         dtype = mG.element_type
         vector, k = self.vector(dtype), cute.size(mG)
+        # Shifted as the operands are, so that the first k-tile is the partial one.
         residue = k - cute.ceil_div(k, self.tile_k) * self.tile_k  # <= 0
         moved = cute.domain_offset((residue,), mG)
         moved = cute.make_tensor(moved.iterator.align(VECTOR_BITS // 8), moved.layout)

@@ -99,10 +99,10 @@ class TileResults:
     @cute.jit
     def exchange(self, tile: ResultTile, acc: cute.Tensor, factors: cute.Tensor | None, split: Int32):
         """Two CTAs halve a tile's columns between them: each sends the other its accumulators of that one's half."""
-        smem, tid = self.smem, tile.tid
-        count, share, threads = const_expr(cute.size(acc)), const_expr(smem.share), const_expr(smem.members)
-        inbox = cute.recast_ptr(tile.storage + smem.inbox_at, dtype=Float32)
-        full = cute.recast_ptr(tile.storage + smem.inbox_barrier_at, dtype=Int64)
+        tid = tile.tid
+        count, share, threads = const_expr(cute.size(acc)), const_expr(self.smem.share), const_expr(self.smem.members)
+        inbox = cute.recast_ptr(tile.storage + self.smem.inbox_at, dtype=Float32)
+        full = cute.recast_ptr(tile.storage + self.smem.inbox_barrier_at, dtype=Int64)
         bits = cute.recast_tensor(acc, Int32)
         # Wait until the other CTA has set up its barriers, since these stores arrive on its inbox_full.
         cute.arch.cluster_wait()

@@ -125,6 +125,7 @@ class GroupWalk:
             if inside >= count:
                 inside = inside - count
                 group, begin, end = first + lane * EACH + i, rHigh[i - 1], rHigh[i]
+        # From the lane that has it to all lanes.
         holder = cutlass.min(passed, Int32(WARP - 1))
         group = cute.arch.shuffle_sync(group, holder)
         begin = cute.arch.shuffle_sync(begin, holder)
