@@ -452,7 +452,7 @@ class WarpgroupGemm:
             tile_m = tile_m * self.cluster_m + walk.rank
         else:
             tile_n = tile_n * self.cluster_n + walk.rank
-        # Gated, a tile has half as many columns of out as the MMA has.
+        # With a gate along N a tile has half as many columns of out as the MMA has.
         row, column = tile_m * self.tile_m, tile_n * self.results.columns
         if const_expr(not self.results.source):
             row = cutlass.max(cutlass.min(row, walk.rows - self.tile_m), Int32(0))

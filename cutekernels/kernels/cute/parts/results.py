@@ -100,7 +100,11 @@ class TileResults:
     def exchange(self, tile: ResultTile, acc: cute.Tensor, factors: cute.Tensor | None, split: Int32):
         """Two CTAs halve a tile's columns between them: each sends the other its accumulators of that one's half."""
         tid = tile.tid
-        count, share, threads = const_expr(cute.size(acc)), const_expr(self.smem.share), const_expr(self.smem.members)
+        count, share, threads = (
+            const_expr(cute.size(acc)),
+            const_expr(self.smem.share),
+            const_expr(self.smem.consumer_threads),
+        )
         inbox = cute.recast_ptr(tile.storage + self.smem.inbox_at, dtype=Float32)
         full = cute.recast_ptr(tile.storage + self.smem.inbox_barrier_at, dtype=Int64)
         bits = cute.recast_tensor(acc, Int32)
@@ -160,9 +164,9 @@ class TileResults:
         own_n, first_column = tile.place.own_n, tile.place.column
         dtype = mD.element_type
         through_smem = const_expr(self.out_align == WIDEST)
-        threads, rows = const_expr(self.smem.members), const_expr(self.smem.tile_m)
-        width = const_expr(cute.size(acc) // self.smem.SUMS_PER_BLOCK * 8)
-        begin_column = const_expr(begin // self.smem.SUMS_PER_BLOCK * 8)
+        threads, rows = const_expr(self.smem.consumer_threads), const_expr(self.smem.tile_m)
+        width = const_expr(cute.size(acc) // self.smem.ACCUMULATORS_PER_BLOCK * 8)
+        begin_column = const_expr(begin // self.smem.ACCUMULATORS_PER_BLOCK * 8)
         sD = cute.make_tensor(
             cute.recast_ptr(tile.storage, dtype=dtype),
             cute.make_layout((rows, width), stride=(self.smem.out_pitch, 1)),
@@ -211,7 +215,7 @@ class TileResults:
         tid, mD = tile.tid, tile.operands.mD
         m, n = mD.shape
         own_n, first_column = tile.place.own_n, tile.place.column
-        rows, threads, dtype = const_expr(self.smem.tile_m), const_expr(self.smem.members), mD.element_type
+        rows, threads, dtype = const_expr(self.smem.tile_m), const_expr(self.smem.consumer_threads), mD.element_type
         across = const_expr(cute.size(sD, mode=[1]) // WIDEST)
         vectors = const_expr(rows * across)
         each = const_expr(-(-vectors // threads))

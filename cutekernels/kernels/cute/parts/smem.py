@@ -104,7 +104,7 @@ class SpecializedSmem:
     element_bytes: int = 2
     GROUP_ROWS = 64  # of the MMA; a tile_m that is no multiple is rounded up
     GROUP_THREADS = 128  # that share those rows
-    SUMS_PER_BLOCK = 4  # of a thread, in 8 columns
+    ACCUMULATORS_PER_BLOCK = 4  # of a thread, in 8 columns
     ALONE_BYTES = 114 * 1024  # of an SM's 228 KiB; a CTA's own reserve comes on top
     SQUARING_WARPS = 3  # beside the one that loads: registers are allocated for four
 
@@ -123,19 +123,19 @@ class SpecializedSmem:
     @property
     def share(self) -> int:
         """Accumulators of a thread that one CTA of the cluster adds up: whole blocks of 8 columns."""
-        return -(-self.tile_n // 8 // self.split) * self.SUMS_PER_BLOCK
+        return -(-self.tile_n // 8 // self.split) * self.ACCUMULATORS_PER_BLOCK
 
     @property
     def out_pitch(self) -> int:
         """Elements from one row of results to the next: 8 rows of a store lie in different banks."""
-        return self.share // self.SUMS_PER_BLOCK * 8 + 8
+        return self.share // self.ACCUMULATORS_PER_BLOCK * 8 + 8
 
     @property
     def inbox_at(self) -> int:
         return max(self.stages * self.stage_bytes, self.tile_m * self.out_pitch * self.element_bytes)
 
     @property
-    def members(self) -> int:
+    def consumer_threads(self) -> int:
         """Consumer threads."""
         return self.rows // self.GROUP_ROWS * self.GROUP_THREADS
 
@@ -146,7 +146,7 @@ class SpecializedSmem:
 
     @property
     def squares_at(self) -> int:
-        return self.inbox_at + (self.split - 1) * self.share * self.members * 4
+        return self.inbox_at + (self.split - 1) * self.share * self.consumer_threads * 4
 
     @property
     def barriers_at(self) -> int:
