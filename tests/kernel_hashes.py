@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,7 @@ def choose() -> list[Case]:
                     p, c, spec = op.Problem.parse(t.problem), op.Config.parse(t.config), gpu.lookup(name)
                     if op.why_not(p, c, spec) is None:
                         pool[spec, p, c] = None
+        pool |= dict.fromkeys(_fused(op, problems))
         for spec, p, c in list(pool)[:: 1 + len(pool) // 200]:
             for knob, values in op.Config.space().items():
                 for value in values if knob in STRUCTURE else ():
@@ -144,6 +146,19 @@ def choose() -> list[Case]:
                         pool[spec, p, changed] = None
         chosen += _covering(op, list(pool))
     return chosen
+
+
+def _fused(op: Any, problems: Sequence[Any]) -> Iterator[tuple[Any, Any, Any]]:
+    """Of an op whose default may be a chain of others: each static problem with the first fused configs it takes."""
+    from cutekernels import gpu
+
+    if "path" in op.Config.space():
+        for p in {p.static(): p for p in reversed(problems)}.values():
+            for spec in map(gpu.lookup, GPUS):
+                valid = (c for c in op.Config.every() if c.path == "fused" and op.why_not(p, c, spec) is None)
+                for c in islice(valid, 1):
+                    changed = (c, c.replace(split_k=2), c.replace(pdl=True), c.replace(pdl=True, ahead=2))
+                    yield from ((spec, p, found) for found in changed if op.why_not(p, found, spec) is None)
 
 
 def _features(op: Any, spec: Any, p: Any, c: Any) -> set[Any]:

@@ -136,8 +136,9 @@ class TokenNorm(NormWeight):
     @cute.jit
     def start(self, gamma: GammaCopies, copies: Boolean, k_tile: Int32, stage: Int32):
         """Starts the copy of ``k_tile`` into ``stage``, where this thread ``copies`` it."""
+        source, target = gamma.source[None, None, k_tile], gamma.target[None, None, stage]
         if copies:
-            cute.copy(gamma.copy, gamma.source[None, None, k_tile], gamma.target[None, None, stage])
+            cute.copy(gamma.copy, source, target)
 
     @cute.jit
     def clear(self, gamma: GammaCopies):
