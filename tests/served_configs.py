@@ -16,6 +16,7 @@ import os
 import random
 import sys
 import tempfile
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def drawn(op: Any, count: int) -> list[Any]:
     found: dict[Any, None] = {}
     for _ in range(100 * count):
         p = draw.choice(suite)
-        values = {name: draw.choice(op.Problem.__dataclass_fields__[name].metadata["values"]) for name, _ in p.static()}
+        values = {f.name: draw.choice(f.metadata["values"]) for f in fields(op.Problem) if "values" in f.metadata}
         values = {name: value for name, value in values.items() if draw.random() < 0.3}
         sizes = {name: getattr(p, name) for name in p.extent_names()}
         for name, size in sizes.items():
