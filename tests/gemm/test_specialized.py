@@ -145,7 +145,7 @@ def test_a_norm_s_sums_lie_behind_the_others() -> None:
     """Rows' sums by each CTA of the cluster, whole groups of rows, and three barriers more than stages have."""
     for tile_m, split in ((8, 1), (48, 2), (64, 1), (96, 2), (128, 2)):
         frame = SpecializedSmem(tile_m, 56, 128, 4, split, gamma_bytes=2, squares=True)
-        assert frame.squares_at >= frame.inbox_at + (split - 1) * frame.share * frame.members * 4
+        assert frame.squares_at >= frame.inbox_at + (split - 1) * frame.share * frame.consumer_threads * 4
         assert frame.barriers_at == frame.squares_at + 4 * split * -(-tile_m // 64) * 64
         assert frame.barriers_at % 8 == 0
         assert frame.inbox_barrier_at == frame.barriers_at + 2 * 8 * frame.stages

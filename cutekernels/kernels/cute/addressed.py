@@ -47,15 +47,14 @@ class Addressed:
         beta: Float32,
         stream: cuda.CUstream,
     ):
+        # What the body was compiled for: the launch's numbers are promised to have these divisors.
         m = cute.assume(m, divby=self.divisors[0])
         n = cute.assume(n, divby=self.divisors[1])
         k = cute.assume(k, divby=self.divisors[2])
-        matrix = self.matrix
-        mD = matrix(out, m, n, out_pitch, self.out)
-        mA = matrix(a, m, k, a_pitch, self.a)
-        mB = matrix(b, k, n, b_pitch, self.b)
-        body = self.body
-        body(mD, mA, mB, None, None, alpha, beta, stream)
+        mD = self.matrix(out, m, n, out_pitch, self.out)
+        mA = self.matrix(a, m, k, a_pitch, self.a)
+        mB = self.matrix(b, k, n, b_pitch, self.b)
+        self.body(mD, mA, mB, None, None, alpha, beta, stream)
 
     @cute.jit
     def matrix(self, address: cute.Pointer, rows: Int32, columns: Int32, pitch: Int32, lies: Operand):

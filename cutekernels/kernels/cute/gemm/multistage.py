@@ -1,12 +1,33 @@
 """GEMM, multistage schedule: ``out = act(alpha * A @ B + beta * C + bias)`` on any GPU with cp.async and mma.sync.
 
-Schedule:
-    Every warp copies and every warp multiplies. ``stages`` buffers of A and B in shared memory are filled by
-    cp.async ``stages - 1`` tiles ahead; one barrier per k-tile hands a buffer over. Within a k-tile, the
-    fragments of k-block i+1 travel from shared memory by ldmatrix while block i multiplies. A partial k-tile
-    comes *first*, zero-filled, so the mainloop needs no bounds along K. The result leaves through the same
-    shared memory, 16 bytes a thread. A *persistent* grid takes one tile after the other, keeps the output tile's
-    shared memory apart, and starts the next tile's loads before the result leaves: docs/notes/gemm.md#persistent.
+Roles:
+    There are none apart: every warp copies and every warp multiplies, ``warps_m x warps_n`` of them on a tile. A CTA
+    has one tile; a *persistent* one takes a tile after the other, a grid apart, in the raster's order.
+
+Pipeline:
+    ``stages`` buffers of A and B in shared memory, filled ``stages - 1`` k-tiles ahead by cp.async. It has no mbarrier:
+    a thread waits for its own copies (one commit group a k-tile, empty groups at the end keep the count), then one
+    CTA-wide barrier a k-tile says that everyone's copies have landed, and that everyone has read the buffer before.
+
+One k-tile of the mainloop:
+    1. k-block 0: load the fragments of block 1 (ldmatrix), start the copies of k-tile + ``stages - 1`` into the buffer
+       that the k-tile before has left, multiply block 0.
+    2. k-block i: load the fragments of block i + 1, multiply block i.
+    3. Last k-block: wait for the next k-tile and for all warps, load its block 0, multiply the last block.
+
+Ends:
+    A ragged K comes *first*: k-tiles are shifted so that the first is partial. ``fill`` zeros its buffer and masks it
+    along K (``OperandLoad.first_mask``), so the mainloop needs no bounds along K. Rows beyond M or N are masked in each
+    copy (``row_mask``); their products are whatever lay in shared memory, and the epilogue does not store them.
+
+Epilogue:
+    Through a tile in shared memory, 16 bytes a thread (``parts/epilogue.py``): in the place of the buffers, or, in a
+    persistent grid, apart from them, because there the next tile's copies start before the result leaves:
+    docs/notes/gemm.md#persistent. An M-major out is computed as its transpose, ``B^T A^T``.
+
+Refuses:
+    Nothing: any layout, any alignment, 64-bit strides, K = 0. ``ops/gemm/multistage.py`` says which tiles fit which
+    problem.
 
 Source:
     The cp.async pipeline is the classic Ampere one (CUTLASS 2.x "multistage"; NVIDIA's CuTe DSL
@@ -23,12 +44,34 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from cutekernels.kernels.cute.parts.epilogue import GemmEpilogue
+from cutekernels.kernels.cute.parts.epilogue import GemmEpilogue, TileOutput
 from cutekernels.kernels.cute.parts.load import OperandLoad
 from cutekernels.kernels.cute.parts.mma import WarpMma
 from cutekernels.kernels.cute.parts.ptx import instruction
-from cutekernels.kernels.cute.parts.schedule import Raster
+from cutekernels.kernels.cute.parts.schedule import Raster, Tile
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Both operands, in global memory and their buffers in shared memory."""
+
+    mA: cute.Tensor  # (M, K, L)
+    mB: cute.Tensor  # (N, K, L)
+    sA: cute.Tensor  # (M, K, STAGE)
+    sB: cute.Tensor  # (N, K, STAGE)
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where results go, and what the epilogue adds to them."""
+
+    mD: cute.Tensor  # (M, N, L)
+    sD: cute.Tensor  # (tile_m, tile_n)
+    mC: cute.Tensor | None  # (M, N, L)
+    mBias: cute.Tensor | None  # (N,), or (M,) where the product is transposed
+    alpha: Float32
+    beta: Float32
 
 
 @dataclass(frozen=True)
@@ -95,122 +138,84 @@ class MultistageGemm:
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        load_a, load_b, epilogue = self.load_a, self.load_b, self.epilogue
-        tile_m, tile_n = epilogue.tile_m, epilogue.tile_n
+        tile_m, tile_n = self.epilogue.tile_m, self.epilogue.tile_n
         dtype = mA.element_type
 
-        # -- setup: shared memory and fragments
-        layout_a, layout_b, layout_d = load_a.smem_layout(dtype), load_b.smem_layout(dtype), epilogue.smem_layout(dtype)
+        # -- setup: shared memory and accumulators
+        layout_a, layout_b = self.load_a.smem_layout(dtype), self.load_b.smem_layout(dtype)
+        layout_d = self.epilogue.smem_layout(dtype)
         a_elements, b_elements = cute.cosize(layout_a), cute.cosize(layout_b)
         staged, d_elements = a_elements + b_elements, cute.cosize(layout_d)
-        at_d = const_expr(staged if self.persistent else 0)  # where the output tile begins
-        storage = SmemAllocator().allocate_array(dtype, max(staged, at_d + d_elements), byte_alignment=ALIGNMENT)
-        sA = cute.make_tensor(cute.recast_ptr(storage, layout_a.inner, dtype), layout_a.outer)  # (M, K, STAGE)
-        sB = cute.make_tensor(
-            cute.recast_ptr(storage + a_elements, layout_b.inner, dtype), layout_b.outer
-        )  # (N, K, STAGE)
-        sD = cute.make_tensor(cute.recast_ptr(storage + at_d, layout_d.inner, dtype), layout_d.outer)  # (M, N)
-        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((tile_m, tile_n)), self.mma.accumulate)
+        d_offset = const_expr(staged if self.persistent else 0)
+        storage = SmemAllocator().allocate_array(dtype, max(staged, d_offset + d_elements), byte_alignment=ALIGNMENT)
+        operands = Operands(
+            mA,
+            mB,
+            cute.make_tensor(cute.recast_ptr(storage, layout_a.inner, dtype), layout_a.outer),
+            cute.make_tensor(cute.recast_ptr(storage + a_elements, layout_b.inner, dtype), layout_b.outer),
+        )
+        sD = cute.make_tensor(cute.recast_ptr(storage + d_offset, layout_d.inner, dtype), layout_d.outer)  # (M, N)
+        out = Output(mD, sD, mC, mBias, alpha, beta)
+        shape = tiled_mma.partition_shape_C((tile_m, tile_n))
+        acc = cute.make_rmem_tensor(shape, self.mma.accumulate)  # ((2, 2), MMA_M, MMA_N)
 
-        # -- tile after tile; the next one's first loads are under way while this one's result leaves
         m, n = cute.size(mA, mode=[0]), cute.size(mB, mode=[0])
         tiles_m, tiles_n = cute.ceil_div(m, tile_m), cute.ceil_div(n, tile_n)
         tiles = tiles_m * tiles_n * cute.size(mD, mode=[2])
-        place, fill, multiply, leave = self.raster.place, self.fill, self.multiply, self.leave
-        fill(tid, mA, mB, sA, sB, place(block, tiles_m, tiles_n))
+        self.fill(tid, operands, self.raster.place(block, tiles_m, tiles_n))
         if const_expr(self.persistent):
-            for tile in cutlass.range(block, tiles, blocks, unroll=1):
-                at = place(tile, tiles_m, tiles_n)
-                multiply(opaque(tid), mA, mB, sA, sB, at, tiled_mma, acc)
-                if tile + blocks < tiles:
-                    fill(opaque(tid), mA, mB, sA, sB, place(tile + blocks, tiles_m, tiles_n))
-                leave(opaque(tid), at, tiled_mma, acc, mD, sD, mC, mBias, alpha, beta)
+            # -- tile after tile: the next one's first copies are under way while this one's result leaves
+            for index in cutlass.range(block, tiles, blocks, unroll=1):
+                tile = self.raster.place(index, tiles_m, tiles_n)
+                self.multiply(opaque(tid), operands, tile, tiled_mma, acc)
+                if index + blocks < tiles:
+                    self.fill(opaque(tid), operands, self.raster.place(index + blocks, tiles_m, tiles_n))
+                self.store(opaque(tid), tile, tiled_mma, acc, out)
         else:
-            at = place(block, tiles_m, tiles_n)
-            multiply(tid, mA, mB, sA, sB, at, tiled_mma, acc)
-            leave(tid, at, tiled_mma, acc, mD, sD, mC, mBias, alpha, beta)
+            # -- one tile
+            tile = self.raster.place(block, tiles_m, tiles_n)
+            self.multiply(tid, operands, tile, tiled_mma, acc)
+            self.store(tid, tile, tiled_mma, acc, out)
 
     @cute.jit
-    def leave(
-        self,
-        tid: Int32,
-        at: tuple[Int32, Int32, Int32],
-        tiled_mma: cute.TiledMma,
-        acc: cute.Tensor,
-        mD: cute.Tensor,
-        sD: cute.Tensor,
-        mC: cute.Tensor | None,
-        mBias: cute.Tensor | None,
-        alpha: Float32,
-        beta: Float32,
-    ):
-        """The epilogue of tile ``at``."""
-        tile_m, tile_n = self.epilogue.tile_m, self.epilogue.tile_n
-        m, n = cute.size(mD, mode=[0]), cute.size(mD, mode=[1])
-        gD = cute.local_tile(mD[None, None, at[2]], (tile_m, tile_n), (at[0], at[1]))
-        cD = cute.local_tile(cute.make_identity_tensor((m, n)), (tile_m, tile_n), (at[0], at[1]))
-        gC = None
-        mC_layer = None
-        if const_expr(mC is not None):
-            mC_layer = mC[None, None, at[2]]
-            gC = cute.local_tile(mC_layer, (tile_m, tile_n), (at[0], at[1]))
-        finish = self.epilogue.finish
-        finish(acc, tiled_mma.get_slice(tid), tid, gD, cD, sD, (m, n), mC_layer, gC, mBias, alpha, beta)
+    def fill(self, tid: Int32, operands: Operands, tile: Tile):
+        """Starts the copies of the first ``stages - 1`` k-tiles of ``tile``, the partial one first.
 
-    @cute.jit
-    def fill(
-        self,
-        tid: Int32,
-        mA: cute.Tensor,
-        mB: cute.Tensor,
-        sA: cute.Tensor,
-        sB: cute.Tensor,
-        at: tuple[Int32, Int32, Int32],
-    ):
-        """The loads of the first ``stages - 1`` k-tiles of tile ``at``, the partial one first."""
-        load_a, load_b = self.load_a, self.load_b
+        Nobody may read the buffers any more. Each k-tile is one commit group, those that do not exist too.
+        """
+        mA, mB = operands.mA, operands.mB
         m, n, k = cute.size(mA, mode=[0]), cute.size(mB, mode=[0]), cute.size(mA, mode=[1])
-        k_tiles = cute.ceil_div(k, load_a.tile_k)
-        a_copies, b_copies = load_a.copies, load_b.copies
-        copy_a, tAgA, tAsA, tAcA, pA = a_copies(tid, mA, sA, at[0], at[2])
-        copy_b, tBgB, tBsB, tBcB, pB = b_copies(tid, mB, sB, at[1], at[2])
-        if k_tiles * load_a.tile_k > k:
-            tAsA[None, None, None, 0].fill(0.0)
-            tBsB[None, None, None, 0].fill(0.0)
+        k_tiles = cute.ceil_div(k, self.load_a.tile_k)
+        a = self.load_a.copies(tid, mA, operands.sA, tile.m, tile.layer)
+        b = self.load_b.copies(tid, mB, operands.sB, tile.n, tile.layer)
+        if k_tiles * self.load_a.tile_k > k:
+            # The partial k-tile: masked along K over zeros, so that what lies before K adds nothing.
+            self.load_a.clear(a, 0)
+            self.load_b.clear(b, 0)
+            # The zeros of all threads are written before any copy lands among them.
             cute.arch.sync_threads()
-            first_of_a, first_of_b = load_a.first_mask, load_b.first_mask
-            cute.copy(copy_a, tAgA[None, None, None, 0], tAsA[None, None, None, 0], pred=first_of_a(tAcA, m))
-            cute.copy(copy_b, tBgB[None, None, None, 0], tBsB[None, None, None, 0], pred=first_of_b(tBcB, n))
+            self.load_a.start(a, 0, 0, self.load_a.first_mask(a, m))
+            self.load_b.start(b, 0, 0, self.load_b.first_mask(b, n))
         else:
+            # K is whole k-tiles: the first is like the others.
             if k_tiles > 0:
-                cute.copy(copy_a, tAgA[None, None, None, 0], tAsA[None, None, None, 0], pred=pA)
-                cute.copy(copy_b, tBgB[None, None, None, 0], tBsB[None, None, None, 0], pred=pB)
+                self.load_a.start(a, 0, 0, a.mask)
+                self.load_b.start(b, 0, 0, b.mask)
         cute.arch.cp_async_commit_group()
-        for stage in cutlass.range_constexpr(1, load_a.stages - 1):
+        for stage in cutlass.range_constexpr(1, self.load_a.stages - 1):
             if stage < k_tiles:
-                cute.copy(copy_a, tAgA[None, None, None, stage], tAsA[None, None, None, stage], pred=pA)
-                cute.copy(copy_b, tBgB[None, None, None, stage], tBsB[None, None, None, stage], pred=pB)
+                self.load_a.start(a, stage, stage, a.mask)
+                self.load_b.start(b, stage, stage, b.mask)
             cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def multiply(
-        self,
-        tid: Int32,
-        mA: cute.Tensor,
-        mB: cute.Tensor,
-        sA: cute.Tensor,
-        sB: cute.Tensor,
-        at: tuple[Int32, Int32, Int32],
-        tiled_mma: cute.TiledMma,
-        acc: cute.Tensor,
-    ):
-        """The mainloop of tile ``at``, whose first loads :meth:`fill` has started. All buffers are free afterwards."""
-        load_a, load_b = self.load_a, self.load_b
-        stages = const_expr(load_a.stages)
-        k_tiles = cute.ceil_div(cute.size(mA, mode=[1]), load_a.tile_k)
-        a_copies, b_copies = load_a.copies, load_b.copies
-        copy_a, tAgA, tAsA, _, pA = a_copies(tid, mA, sA, at[0], at[2])
-        copy_b, tBgB, tBsB, _, pB = b_copies(tid, mB, sB, at[1], at[2])
+    def multiply(self, tid: Int32, operands: Operands, tile: Tile, tiled_mma: cute.TiledMma, acc: cute.Tensor):
+        """The mainloop of ``tile``, whose first copies :meth:`fill` has started. All buffers are free afterwards."""
+        mA, mB, sA, sB = operands.mA, operands.mB, operands.sA, operands.sB
+        stages = const_expr(self.load_a.stages)
+        k_tiles = cute.ceil_div(cute.size(mA, mode=[1]), self.load_a.tile_k)
+        a = self.load_a.copies(tid, mA, sA, tile.m, tile.layer)
+        b = self.load_b.copies(tid, mB, sB, tile.n, tile.layer)
         thr_mma = tiled_mma.get_slice(tid)
         rA = thr_mma.make_fragment_A(thr_mma.partition_A(sA)[None, None, None, 0])  # (MMA, MMA_M, MMA_K)
         rB = thr_mma.make_fragment_B(thr_mma.partition_B(sB)[None, None, None, 0])  # (MMA, MMA_N, MMA_K)
@@ -222,10 +227,13 @@ class MultistageGemm:
 
         acc.fill(0.0)
         read, write = Int32(0), Int32(stages - 1)
+        # Wait for this thread's copies of k-tile 0 (the ``stages - 2`` groups behind it may be under way), then for
+        # everyone's.
         cute.arch.cp_async_wait_group(stages - 2)
         cute.arch.sync_threads()
         cute.copy(to_a, tCsA[None, None, 0, 0], tCrA[None, None, 0])
         cute.copy(to_b, tCsB[None, None, 0, 0], tCrB[None, None, 0])
+        # All k-tiles alike: none is masked along K, the partial one being zero-filled.
         for k_tile in cutlass.range(k_tiles, unroll=1):
             for kb in cutlass.range_constexpr(k_blocks):
                 nxt = (kb + 1) % k_blocks
@@ -233,22 +241,41 @@ class MultistageGemm:
                     read = read + 1
                     if read == stages:
                         read = Int32(0)
+                    # The next k-tile has landed, for this thread and then for all; and all warps have this k-tile's
+                    # fragments in registers, so its buffer may be filled again in the next round.
                     cute.arch.cp_async_wait_group(stages - 2)
                     cute.arch.sync_threads()
+                # Fragments one k-block ahead. Behind the last k-tile they are stale, and not multiplied.
                 cute.copy(to_a, tCsA[None, None, nxt, read], tCrA[None, None, nxt])
                 cute.copy(to_b, tCsB[None, None, nxt, read], tCrB[None, None, nxt])
                 if const_expr(kb == 0):
+                    # Into the buffer of the k-tile before, which all warps have left at the barrier above.
                     ahead = k_tile + (stages - 1)
                     if ahead < k_tiles:
-                        cute.copy(copy_a, tAgA[None, None, None, ahead], tAsA[None, None, None, write], pred=pA)
-                        cute.copy(copy_b, tBgB[None, None, None, ahead], tBsB[None, None, None, write], pred=pB)
+                        self.load_a.start(a, ahead, write, a.mask)
+                        self.load_b.start(b, ahead, write, b.mask)
                     cute.arch.cp_async_commit_group()
                     write = write + 1
                     if write == stages:
                         write = Int32(0)
                 cute.gemm(tiled_mma, acc, rA[None, None, kb], rB[None, None, kb], acc)
-        cute.arch.cp_async_wait_group(0)  # every copy has landed,
-        cute.arch.sync_threads()  # and every warp has read
+        # No copy is on its way and every warp has read: the epilogue, or the next tile's copies, may take the buffers.
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def store(self, tid: Int32, tile: Tile, tiled_mma: cute.TiledMma, acc: cute.Tensor, out: Output):
+        """The epilogue of ``tile``."""
+        shape, at = (self.epilogue.tile_m, self.epilogue.tile_n), (tile.m, tile.n)
+        m, n = cute.size(out.mD, mode=[0]), cute.size(out.mD, mode=[1])
+        gD = cute.local_tile(out.mD[None, None, tile.layer], shape, at)  # (tile_m, tile_n)
+        cD = cute.local_tile(cute.make_identity_tensor((m, n)), shape, at)  # (tile_m, tile_n), coordinates
+        mC = gC = None
+        if const_expr(out.mC is not None):
+            mC = out.mC[None, None, tile.layer]
+            gC = cute.local_tile(mC, shape, at)  # (tile_m, tile_n)
+        tile_out = TileOutput(gD, cD, out.sD, (m, n), mC, gC, out.mBias, out.alpha, out.beta)
+        self.epilogue.finish(tid, tiled_mma.get_slice(tid), acc, tile_out)
 
 
 def opaque(x: Int32) -> Int32:

@@ -2,18 +2,36 @@
 
 At decode sizes a linear layer is limited by reading the weight, so the kernel keeps many of its bytes in flight.
 
-Schedule:
+Roles:
     Operands are swapped: weight rows take the m16 side of the MMA, tokens the n8 side, so that 8 tokens waste nothing.
-    A CTA takes ``tile_m`` weight rows; cp.async fills ``stages`` buffers of W and X. Within a k-tile, the k-blocks of
-    16 are dealt out to ``warps_k`` groups of warps, whose sums are added in shared memory at the end. ``split_k`` CTAs
-    share a tile's K: each leaves its partial sums in a workspace, and the last to arrive adds all of them in their
-    order, so the result is the same each time. Results go straight from registers to memory: they are few.
-    With programmatic dependent launch, CTAs are set up while the kernel ahead still runs, and prefetch ``ahead``
-    k-tiles of the weight into the L2; loads to shared memory would be wrong where the kernel ahead writes the weight.
-    The next kernel is released when the last loads are under way: docs/notes/gemm.md#dependent-launch.
-    With a norm of the tokens in front (``parts/norm.py``) its weight travels in the same stages; sums of squares are
-    added as the products' are, in shared memory and in the workspace, and rstd multiplies the fp32 sums. With a gate
+    A CTA has ``load_w.rows`` weight rows and ``load_x.rows`` tokens. Its first threads copy (``load_w.threads``,
+    ``load_x.threads`` and the norm's may be fewer than the CTA's); every warp multiplies. Within a k-tile, the k-blocks
+    of 16 are dealt out to ``warps_k`` groups of warps. ``split_k`` CTAs share a tile's K.
+
+Pipeline:
+    ``stages`` buffers of W, X and the norm's weight, filled ``stages - 1`` k-tiles ahead by cp.async. No mbarrier: a
+    thread waits for its own copies (one commit group a k-tile), then one CTA-wide barrier a k-tile says that everyone's
+    have landed, and that everyone has read the buffer before.
+
+One k-tile: wait and barrier; start the copies of k-tile + ``stages - 1``; load this group's fragments of all its
+    k-blocks (ldmatrix); multiply them.
+Tile's end: groups of warps leave their accumulators in shared memory and the first adds them up; with ``split_k`` > 1
+    each CTA leaves its own in a workspace, draws a ticket, and the last to arrive adds all of them in their order, so
+    the result is the same each time. Results go straight from registers to memory: they are few.
+
+Ends: a ragged K comes *first*, in the first split's first k-tile, zero-filled and masked (``OperandLoad.first_mask``).
+    Rows of W and tokens that do not exist are masked in each copy, and not stored (``finish``).
+
+Dependent launch (PDL): CTAs are set up while the previous kernel still runs, and prefetch ``ahead`` k-tiles of the
+    weight into the L2; loads to shared memory would be wrong where the previous kernel writes the weight. The next may
+    start when the last loads are under way: docs/notes/gemm.md#dependent-launch.
+
+With a norm of the tokens in front (``parts/norm.py``) its weight travels in the same stages; sums of squares are added
+    as accumulators are, in shared memory and in the workspace, and rstd multiplies the fp32 accumulators. With a gate
     behind, 8 rows of the gate's weight and the same 8 of up's make an MMA's 16, so one thread has both of an output.
+
+Refuses (``ops/gemm/skinny.py``): many tokens; operands that are not K-major with 16-byte aligned rows; an out that is
+    not N-major; a batch, 64-bit strides, fp16 accumulators.
 
 Source:
     Swapped operands and split-K with a ticket are common practice (CUTLASS "stream-K" and "split-K semaphore"); the
@@ -26,16 +44,48 @@ from dataclasses import dataclass
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.gemm.multistage import columns_first, rows_first
 from cutekernels.kernels.cute.parts.epilogue import Activation
-from cutekernels.kernels.cute.parts.load import OperandLoad
+from cutekernels.kernels.cute.parts.load import OperandLoad, TileCopies
 from cutekernels.kernels.cute.parts.mma import WarpMma
-from cutekernels.kernels.cute.parts.norm import TokenNorm
+from cutekernels.kernels.cute.parts.norm import GammaCopies, TokenNorm
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SkinnySmem
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What the CTAs that share a tile leave for the last of them, for ``split_k > 1``."""
+
+    mPartials: cute.Tensor | None
+    mTickets: cute.Tensor | None  # (tiles,), zero before and after
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where results go, and what they are scaled by and added to."""
+
+    mD: cute.Tensor  # (N, M, 1)
+    mC: cute.Tensor | None  # (N, M, 1)
+    mBias: cute.Tensor | None  # (N,)
+    alpha: Float32
+    beta: Float32
+    mRstd: cute.Tensor | None  # (M,)
+    eps: Float32 | None
+
+
+@dataclass(frozen=True)
+class Loads:
+    """One thread's copies of a tile's operands, and which of them it has a part in."""
+
+    w: TileCopies
+    x: TileCopies
+    copies_w: Boolean
+    copies_x: Boolean
+    gamma: GammaCopies | None
 
 
 @dataclass(frozen=True)
@@ -51,7 +101,7 @@ class SkinnyGemm:
     activation: Activation
     ctas_per_sm: int
     norm: TokenNorm | None = None  # of the tokens, in front
-    ahead: int = 0  # k-tiles of W prefetched before the turn
+    ahead: int = 0  # k-tiles of W prefetched before pdl_wait
     gated: bool = False  # W is (2 * I, K), the gate's rows before up's; out (M, I) is activation(gate) * up
 
     @property
@@ -95,8 +145,7 @@ class SkinnyGemm:
         stream: cuda.CUstream,
     ):
         """For ``split_k = 1``."""
-        shared = self.shared
-        shared(mD, mX, mW, mC, mBias, alpha, beta, None, None, stream)
+        self.shared(mD, mX, mW, mC, mBias, alpha, beta, None, None, stream)
 
     @cute.jit
     def shared(
@@ -114,9 +163,9 @@ class SkinnyGemm:
     ):
         """With a workspace, for ``split_k > 1``."""
         mC = columns_first(mC) if const_expr(mC is not None) else None
-        start = self.start
         mD, mW = columns_first(mD), columns_first(mW)
-        start(mD, mX, mW, mC, mBias, alpha, beta, mPartials, mTickets, None, None, None, stream)
+        out = Output(mD, mC, mBias, alpha, beta, None, None)
+        self.start(out, mX, mW, Workspace(mPartials, mTickets), None, stream)
 
     @cute.jit
     def normed(
@@ -134,32 +183,38 @@ class SkinnyGemm:
     ):
         """With ``norm`` in front or ``gated`` behind; the workspace for ``split_k > 1``."""
         alpha = Float32(const_expr(1.0 if self.norm is None else 1.0 / self.norm.scale))
-        beta, interleave, start = Float32(0.0), self.interleaved, self.start
-        mW = interleave(mW) if const_expr(self.gated) else rows_first(mW)
-        start(columns_first(mD), mX, mW, None, mBias, alpha, beta, mPartials, mTickets, mGamma, mRstd, eps, stream)
+        beta = Float32(0.0)
+        mW = self.interleaved(mW) if const_expr(self.gated) else rows_first(mW)
+        out = Output(columns_first(mD), None, mBias, alpha, beta, mRstd, eps)
+        self.start(out, mX, mW, Workspace(mPartials, mTickets), mGamma, stream)
 
     @cute.jit
     def start(
         self,
-        mD: cute.Tensor,  # (N, M, 1)
+        out: Output,
         mX: cute.Tensor,  # (M, K)
         mW: cute.Tensor,  # (N, K, 1)
-        mC: cute.Tensor | None,  # (N, M, 1)
-        mBias: cute.Tensor | None,
-        alpha: Float32,
-        beta: Float32,
-        mPartials: cute.Tensor | None,
-        mTickets: cute.Tensor | None,
+        workspace: Workspace,
         mGamma: cute.Tensor | None,
-        mRstd: cute.Tensor | None,
-        eps: Float32 | None,
         stream: cuda.CUstream,
     ):
         tiles_n = cute.ceil_div(cute.size(mW, mode=[0]), self.load_w.rows)
-        tiles_m = cute.ceil_div(cute.size(mD, mode=[1]), self.load_x.rows)
+        tiles_m = cute.ceil_div(cute.size(out.mD, mode=[1]), self.load_x.rows)
         tiled_mma = self.mma.tiled_mma(mX.element_type)
         self.kernel(
-            mD, rows_first(mX), mW, mC, mBias, alpha, beta, mPartials, mTickets, mGamma, mRstd, eps, tiled_mma
+            out.mD,
+            rows_first(mX),
+            mW,
+            out.mC,
+            out.mBias,
+            out.alpha,
+            out.beta,
+            workspace.mPartials,
+            workspace.mTickets,
+            mGamma,
+            out.mRstd,
+            out.eps,
+            tiled_mma,
         ).launch(
             grid=[self.split_k, tiles_m, tiles_n],
             block=[self.threads, 1, 1],
@@ -200,17 +255,16 @@ class SkinnyGemm:
         tiled_mma: cute.TiledMma,
     ):
         tid, _, _ = cute.arch.thread_idx()
-        split, at_m, at_n = cute.arch.block_idx()
-        load_w, load_x = self.load_w, self.load_x
-        tile_n, tile_m, tile_k = load_w.rows, load_x.rows, load_w.tile_k
-        stages = const_expr(load_w.stages)
+        split, index_m, index_n = cute.arch.block_idx()
+        tile_n, tile_m, tile_k = self.load_w.rows, self.load_x.rows, self.load_w.tile_k
+        stages = const_expr(self.load_w.stages)
         dtype = mX.element_type
         n, m, k = cute.size(mW, mode=[0]), cute.size(mX, mode=[0]), cute.size(mX, mode=[1])
         k_tiles = cute.ceil_div(k, tile_k)
-        first, end = split * k_tiles // self.split_k, (split + 1) * k_tiles // self.split_k
+        first, end = split * k_tiles // self.split_k, (split + 1) * k_tiles // self.split_k  # this CTA's k-tiles
 
         # -- setup
-        layout_w, layout_x = load_w.smem_layout(dtype), load_x.smem_layout(dtype)
+        layout_w, layout_x = self.load_w.smem_layout(dtype), self.load_x.smem_layout(dtype)
         w_elements = cute.cosize(layout_w)
         shape_acc = tiled_mma.partition_shape_C((tile_n, tile_m))
         acc = cute.make_rmem_tensor(shape_acc, Float32)  # ((2, 2), MMA_N, MMA_M)
@@ -223,72 +277,62 @@ class SkinnyGemm:
             cute.recast_ptr(base + w_elements, layout_x.inner, dtype), layout_x.outer
         )  # (M, K, STAGE)
 
-        sQ = copy_g = tGgG = tGsG = tCsG = rG = squares = None
-        g_exists = loads_g = False
+        # What only a norm has: squares of rows, its weight's copies and fragments.
+        sQ = tCsG = rG = squares = gamma = None
         if const_expr(self.squaring):
             sQ = cute.make_tensor(
                 cute.recast_ptr(storage + smem.squares_at, dtype=Float32),
                 cute.make_layout((tile_m, self.threads // 32)),
-            )
+            )  # (M, WARP)
 
         if const_expr(self.dependent):
             if const_expr(self.ahead > 0):
-                row = at_n * tile_n + tid
+                # PDL: before the wait only prefetches, a row of W to a thread, right whatever is written meanwhile.
+                row = index_n * tile_n + tid
                 column = first * tile_k
                 if tid < tile_n and row < n and column < k:
                     count = cutlass.min(k - column, cutlass.min(self.ahead, end - first) * tile_k)
                     prefetch_bulk((mW.iterator + cute.crd2idx((row, column, 0), mW.layout)).toint(), count * 2)
+            # PDL: all threads wait until the previous kernel has ended and its writes are visible.
             cute.arch.griddepcontrol_wait()
 
-        copies_w, copies_x = load_w.copies, load_x.copies
-        copy_w, tWgW, tWsW, tWcW, pW = copies_w(tid, mW, sW, at_n, Int32(0))
-        copy_x, tXgX, tXsX, tXcX, pX = copies_x(tid % load_x.threads, mX, sX, at_m, Int32(0))
-        loads_x = tid < load_x.threads
-        loads_w = tid < load_w.threads
+        copies_w = self.load_w.copies(tid, mW, sW, index_n, Int32(0))
+        copies_x = self.load_x.copies(tid % self.load_x.threads, mX, sX, index_m, Int32(0))
+        has_x = tid < self.load_x.threads
+        has_w = tid < self.load_w.threads
         if const_expr(self.weighted):
             kind = mGamma.element_type
             sG = cute.make_tensor(
                 cute.recast_ptr(storage + smem.gamma_at, dtype=kind), cute.make_layout((tile_k, stages))
-            )
-            copies_g, of_fragments = self.norm.copies, self.norm.of_fragments
-            fetch, clear = self.norm.fetch, self.norm.clear
-            copy_g, tGgG, tGsG, g_exists = copies_g(tid, mGamma, sG)
-            loads_g = tid < self.norm.load_threads(kind)
-            tCsG = of_fragments(tid, sG)  # ((2, 2), MMA_K, STAGE)
+            )  # (K, STAGE)
+            gamma = self.norm.copies(tid, mGamma, sG)
+            tCsG = self.norm.of_fragments(tid, sG)  # ((2, 2), MMA_K, STAGE)
+        loads = Loads(copies_w, copies_x, has_w, has_x, gamma)
 
-        # -- prologue: the partial k-tile comes first, zero-filled
+        # -- prologue: the first stages - 1 k-tiles, a commit group each
         if first == 0 and k_tiles * tile_k > k:
-            if loads_w:
-                tWsW[None, None, None, 0].fill(0.0)
-            if loads_x:
-                tXsX[None, None, None, 0].fill(0.0)
+            # The partial k-tile comes first: masked along K over zeros, so that what lies before K adds nothing.
+            if has_w:
+                self.load_w.clear(copies_w, 0)
+            if has_x:
+                self.load_x.clear(copies_x, 0)
             if const_expr(self.weighted):
-                clear(loads_g, tGsG[None, None, 0])
+                self.norm.clear(gamma)
+            # The zeros of all threads are written before any copy lands among them.
             cute.arch.sync_threads()
-            first_of_w, first_of_x = load_w.first_mask, load_x.first_mask
-            if loads_w:
-                cute.copy(copy_w, tWgW[None, None, None, 0], tWsW[None, None, None, 0], pred=first_of_w(tWcW, n))
-            if loads_x:
-                cute.copy(copy_x, tXgX[None, None, None, 0], tXsX[None, None, None, 0], pred=first_of_x(tXcX, m))
+            if has_w:
+                self.load_w.start(copies_w, 0, 0, self.load_w.first_mask(copies_w, n))
+            if has_x:
+                self.load_x.start(copies_x, 0, 0, self.load_x.first_mask(copies_x, m))
             if const_expr(self.weighted):
-                fetch(loads_g and g_exists, copy_g, tGgG[None, None, 0], tGsG[None, None, 0])
+                self.norm.start(gamma, gamma.copies and gamma.exists, 0, 0)
         else:
             if first < end:
-                if loads_w:
-                    cute.copy(copy_w, tWgW[None, None, None, first], tWsW[None, None, None, 0], pred=pW)
-                if loads_x:
-                    cute.copy(copy_x, tXgX[None, None, None, first], tXsX[None, None, None, 0], pred=pX)
-                if const_expr(self.weighted):
-                    fetch(loads_g, copy_g, tGgG[None, None, first], tGsG[None, None, 0])
+                self.start_loads(loads, first, 0)
         cute.arch.cp_async_commit_group()
         for stage in cutlass.range_constexpr(1, stages - 1):
             if first + stage < end:
-                if loads_w:
-                    cute.copy(copy_w, tWgW[None, None, None, first + stage], tWsW[None, None, None, stage], pred=pW)
-                if loads_x:
-                    cute.copy(copy_x, tXgX[None, None, None, first + stage], tXsX[None, None, None, stage], pred=pX)
-                if const_expr(self.weighted):
-                    fetch(loads_g, copy_g, tGgG[None, None, first + stage], tGsG[None, None, stage])
+                self.start_loads(loads, first + stage, stage)
             cute.arch.cp_async_commit_group()
 
         # -- mainloop: this warp's k-blocks of each k-tile
@@ -304,29 +348,26 @@ class SkinnyGemm:
         blocks = const_expr(tile_k // 16 // self.warps_k)
         if const_expr(self.weighted):
             rG = cute.make_rmem_tensor(((2, 2), blocks), mGamma.element_type)
-            weigh = self.norm.weigh
         if const_expr(self.squaring):
             squares = cute.make_rmem_tensor(((2, 2), cute.size(rX, mode=[1])), Float32)
             squares.fill(0.0)
-            square, leave = self.norm.square, self.norm.leave
 
         acc.fill(0.0)
         read, write = Int32(0), Int32(stages - 1)
         for k_tile in cutlass.range(first, end, unroll=1):
+            # This k-tile has landed, for this thread and then for all; and all warps have the fragments of the one
+            # before in registers, so its buffer, ``write``, may be filled again.
             cute.arch.cp_async_wait_group(stages - 2)
             cute.arch.sync_threads()
             coming = k_tile + (stages - 1)
             if coming < end:
-                if loads_w:
-                    cute.copy(copy_w, tWgW[None, None, None, coming], tWsW[None, None, None, write], pred=pW)
-                if loads_x:
-                    cute.copy(copy_x, tXgX[None, None, None, coming], tXsX[None, None, None, write], pred=pX)
-                if const_expr(self.weighted):
-                    fetch(loads_g, copy_g, tGgG[None, None, coming], tGsG[None, None, write])
+                self.start_loads(loads, coming, write)
             cute.arch.cp_async_commit_group()
             if const_expr(self.dependent):  # noqa: SIM102  known when compiled
                 if k_tile == cutlass.max(first, end - stages + 1):
-                    cute.arch.griddepcontrol_launch_dependents()  # their loads then follow ours
+                    # PDL: our last loads are under way, and the next kernel's then follow them.
+                    cute.arch.griddepcontrol_launch_dependents()
+            # Fragments of this group's k-blocks: every ``warps_k``-th, so that groups share a k-tile evenly.
             for block in cutlass.range_constexpr(blocks):
                 kb = block * self.warps_k + slice_k
                 cute.copy(to_w, tCsW[None, None, kb, read], tCrW[None, None, block])
@@ -334,10 +375,11 @@ class SkinnyGemm:
                 if const_expr(self.weighted):
                     cute.autovec_copy(tCsG[None, kb, read], rG[None, block])
             for block in cutlass.range_constexpr(blocks):
+                # gamma on the weight's fragments, in place; squares of the tokens by the same MMA.
                 if const_expr(self.weighted):
-                    weigh(rW[None, None, block], rG[None, block], rW[None, None, block])
+                    self.norm.weigh(rW[None, None, block], rG[None, block], rW[None, None, block])
                 if const_expr(self.squaring):
-                    square(tiled_mma, lane // 32, k_tile * blocks + block, squares, rX[None, None, block])
+                    self.norm.square(tiled_mma, lane // 32, k_tile * blocks + block, squares, rX[None, None, block])
                 cute.gemm(tiled_mma, acc, rW[None, None, block], rX[None, None, block], acc)
             read = read + 1
             if read == stages:
@@ -346,112 +388,126 @@ class SkinnyGemm:
             if write == stages:
                 write = Int32(0)
         if const_expr(self.squaring):
-            leave(tid, squares, sQ)
+            self.norm.leave(tid, squares, sQ)
+        # No copy is on its way and every warp has read: accumulators may take the stages' place. Squares are left.
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
 
-        # -- the first group adds the sums of all
+        # -- the first group of warps adds the accumulators of all
         if const_expr(self.warps_k > 1):
-            sums = cute.make_tensor(
+            left = cute.make_tensor(
                 cute.recast_ptr(storage, dtype=Float32),
                 cute.make_layout(
                     (self.group, per_thread, self.warps_k - 1), stride=(1, self.group, self.group * per_thread)
                 ),
-            )
+            )  # (THREAD, ACCUMULATOR, GROUP)
             if slice_k > 0:
                 for i in cutlass.range_constexpr(per_thread):
-                    sums[lane, i, slice_k - 1] = acc[i]
+                    left[lane, i, slice_k - 1] = acc[i]
+            # The first group waits until all others have left theirs.
             cute.arch.sync_threads()
             if slice_k == 0:
                 for s in cutlass.range_constexpr(self.warps_k - 1):
                     for i in cutlass.range_constexpr(per_thread):
-                        acc[i] = acc[i] + sums[lane, i, s]
+                        acc[i] = acc[i] + left[lane, i, s]
 
-        # -- the last CTA to arrive adds the sums of all splits
-        finish = self.finish
-        if const_expr(self.squaring):
-            total = self.norm.total
+        out = Output(mD, mC, mBias, alpha, beta, mRstd, eps)
         if const_expr(self.split_k == 1):
+            # -- this CTA has the whole K
             if const_expr(self.squaring):
                 if tid < tile_m:
-                    sQ[tid, 0] = cute.math.rsqrt(total(sQ, tid) / k + eps)
+                    sQ[tid, 0] = cute.math.rsqrt(self.norm.total(sQ, tid) / k + eps)
+                # Wait until the threads above have left rstd for all.
                 cute.arch.sync_threads()
             if slice_k == 0:
-                finish(acc, thr_mma, at_n, at_m, mD, mC, mBias, alpha, beta, mRstd, sQ)
+                self.finish(acc, thr_mma, index_n, index_m, out, sQ)
         else:
+            # -- the last CTA to arrive adds the accumulators of all splits
             _, tiles_m, _ = cute.arch.grid_dim()
-            tile = at_n * tiles_m + at_m
+            tile = index_n * tiles_m + index_m
             squares_left = const_expr(tile_m if self.squaring else 0)
-            left = mPartials.iterator + Int64(tile) * (self.split_k * (self.group * per_thread + squares_left))
+            of_tile = mPartials.iterator + Int64(tile) * (self.split_k * (self.group * per_thread + squares_left))
             partials = cute.make_tensor(
-                left,
+                of_tile,
                 cute.make_layout(
                     (self.group, per_thread, self.split_k), stride=(1, self.group, self.group * per_thread)
                 ),
-            )
+            )  # (THREAD, ACCUMULATOR, SPLIT)
+            # This CTA leaves the accumulators of its first group, and its sums of squares.
             flag = cute.make_tensor(cute.recast_ptr(storage + smem.flag_at, dtype=Int32), cute.make_layout(1))
             if slice_k == 0:
                 for i in cutlass.range_constexpr(per_thread):
                     partials[lane, i, split] = acc[i]
             if const_expr(self.squaring):
                 gQ = cute.make_tensor(
-                    left + self.split_k * self.group * per_thread, cute.make_layout((tile_m, self.split_k))
-                )
+                    of_tile + self.split_k * self.group * per_thread, cute.make_layout((tile_m, self.split_k))
+                )  # (M, SPLIT)
                 if tid < tile_m:
-                    gQ[tid, split] = total(sQ, tid)
+                    gQ[tid, split] = self.norm.total(sQ, tid)
+            # Each thread's partials are visible to the GPU before thread 0, behind the barrier, draws the ticket.
             cute.arch.fence_acq_rel_gpu()
             cute.arch.sync_threads()
             if tid == 0:
                 flag[0] = cute.arch.atomic_add(mTickets.iterator + tile, Int32(1), sem="acq_rel", scope="gpu")
+            # All threads wait for the ticket.
             cute.arch.sync_threads()
             if flag[0] == self.split_k - 1:
+                # Last to arrive: all others' partials, released before their tickets, are visible from here on.
                 cute.arch.fence_acq_rel_gpu()
                 if const_expr(self.squaring):
                     if tid < tile_m:
-                        sQ[tid, 0] = cute.math.rsqrt(total(gQ, tid) / k + eps)
+                        sQ[tid, 0] = cute.math.rsqrt(self.norm.total(gQ, tid) / k + eps)
+                    # Wait until the threads above have left rstd for all.
                     cute.arch.sync_threads()
                 if slice_k == 0:
+                    # In the order of the splits, this CTA's own among them: the same bits every time.
                     acc.fill(0.0)
                     for s in cutlass.range_constexpr(self.split_k):
                         for i in cutlass.range_constexpr(per_thread):
                             acc[i] = acc[i] + partials[lane, i, s]
-                    finish(acc, thr_mma, at_n, at_m, mD, mC, mBias, alpha, beta, mRstd, sQ)
+                    self.finish(acc, thr_mma, index_n, index_m, out, sQ)
                 if tid == 0:
-                    mTickets[tile] = Int32(0)
+                    mTickets[tile] = Int32(0)  # for the next launch
+
+    @cute.jit
+    def start_loads(self, loads: Loads, k_tile: Int32, stage: Int32):
+        """Starts this thread's part of a k-tile's copies into ``stage``; the caller commits the group."""
+        if loads.copies_w:
+            self.load_w.start(loads.w, k_tile, stage, loads.w.mask)
+        if loads.copies_x:
+            self.load_x.start(loads.x, k_tile, stage, loads.x.mask)
+        if const_expr(self.weighted):
+            self.norm.start(loads.gamma, loads.gamma.copies, k_tile, stage)
 
     @cute.jit
     def finish(
         self,
         acc: cute.Tensor,  # ((2, 2), MMA_N, MMA_M)
         thr_mma: cute.TiledMma,
-        at_n: Int32,
-        at_m: Int32,
-        mD: cute.Tensor,  # (N, M, 1)
-        mC: cute.Tensor | None,
-        mBias: cute.Tensor | None,
-        alpha: Float32,
-        beta: Float32,
-        mRstd: cute.Tensor | None,  # (M,)
+        index_n: Int32,
+        index_m: Int32,
+        out: Output,
         sQ: cute.Tensor | None,  # (tile_m, warps): rstd in its first column
     ):
+        """Scales, adds, activates and stores the tile, element by element; those outside are masked here."""
+        mD, mC, mBias = out.mD, out.mC, out.mBias
         n, m = cute.size(mD, mode=[0]) * (2 if const_expr(self.gated) else 1), cute.size(mD, mode=[1])
         tile = (self.load_w.rows, self.load_x.rows)
-        cD = cute.local_tile(cute.make_identity_tensor((n, m)), tile, (at_n, at_m))
+        cD = cute.local_tile(cute.make_identity_tensor((n, m)), tile, (index_n, index_m))
         tCcD = thr_mma.partition_C(cD)  # ((2, 2), MMA_N, MMA_M)
-        x = alpha * acc.load()
+        x = out.alpha * acc.load()
         if const_expr(self.norm is not None):
-            spread = self.norm.spread
             if const_expr(self.squaring):
-                x = x * spread(tCcD, at_m * tile[1], Int32(tile[1]), sQ[None, 0]).load()
+                x = x * self.norm.spread(tCcD, index_m * tile[1], Int32(tile[1]), sQ[None, 0]).load()
             else:
-                x = x * spread(tCcD, Int32(0), m, mRstd).load()
+                x = x * self.norm.spread(tCcD, Int32(0), m, out.mRstd).load()
         if const_expr(mC is not None):
             rC = cute.make_rmem_tensor(tCcD.shape, Float32)
             rC.fill(0.0)
             for i in cutlass.range_constexpr(cute.size(tCcD)):
                 if cute.elem_less(tCcD[i], (n, m)):
                     rC[i] = mC[tCcD[i][0], tCcD[i][1], 0].to(Float32)
-            x = x + beta * rC.load()
+            x = x + out.beta * rC.load()
         if const_expr(mBias is not None):
             rBias = cute.make_rmem_tensor(tCcD.shape, Float32)
             rBias.fill(0.0)
@@ -459,20 +515,21 @@ class SkinnyGemm:
                 if tCcD[i][0] < n:
                     rBias[i] = mBias[tCcD[i][0]].to(Float32)
             x = x + rBias.load()
-        activate = self.activation.apply
         if const_expr(self.gated):
+            # Rows r and r + 8 of an MMA's 16 are the gate and up of one output.
             rY = cute.make_rmem_tensor(tCcD.shape, Float32)
             rY.store(x)
             gate, up = rY[(None, 0), None, None], rY[(None, 1), None, None]  # (2, MMA_N, MMA_M)
             tCcG = tCcD[(None, 0), None, None]
             rG = cute.make_rmem_tensor(gate.shape, mD.element_type)
-            rG.store((activate(gate.load()) * up.load()).to(mD.element_type))
+            rG.store((self.activation.apply(gate.load()) * up.load()).to(mD.element_type))
+            # Row r of gate and of up is row r // 16 * 8 + r % 8 of out.
             for i in cutlass.range_constexpr(cute.size(tCcG)):
                 if cute.elem_less(tCcG[i], (n, m)):
                     mD[tCcG[i][0] // 16 * 8 + tCcG[i][0] % 8, tCcG[i][1], 0] = rG[i]
         else:
             rD = cute.make_rmem_tensor(tCcD.shape, mD.element_type)
-            rD.store(activate(x).to(mD.element_type))
+            rD.store(self.activation.apply(x).to(mD.element_type))
             for i in cutlass.range_constexpr(cute.size(tCcD)):
                 if cute.elem_less(tCcD[i], (n, m)):
                     mD[tCcD[i][0], tCcD[i][1], 0] = rD[i]

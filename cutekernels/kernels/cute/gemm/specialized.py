@@ -1,24 +1,44 @@
 """GEMM, specialized schedule: ``out = act(alpha * X @ W^T + beta * C + bias)`` by TMA and warpgroup MMA.
 
-Schedule:
-    One warp only issues TMA loads of X and W, ``stages`` ahead; ``groups`` warp groups multiply 64 rows of X (tokens)
-    by ``tile_n`` rows of W each, straight from shared memory. They synchronise on two barriers a stage (full, empty),
-    so no CTA-wide barrier is in the loop, and no instruction is spent on copies or fragments. ``tile_n`` is any
-    multiple of 8 up to 256, whichever deals N out evenly: docs/notes/gemm.md#tiles.
-    With ``split`` = 2 the two CTAs of a cluster share a tile's K. Each sends the other its sums of that one's half of
-    the columns, into shared memory there, and adds up its own half, so the result is the same each time. The stores
-    arrive on the receiver's barrier, without barriers of the cluster: docs/notes/gemm.md#clusters.
+For few tokens. A CTA has one tile: ``rows`` of X (tokens, the MMA's side of 64) by ``tile_n`` rows of W, any multiple
+of 8 up to 256, whichever deals N out evenly: docs/notes/gemm.md#tiles. There is no CTA-wide barrier in the loop, and no
+instruction is spent on copies or fragments.
+
+Roles:
+    Consumer warp groups, ``groups`` of them: 64 rows of X each, straight from shared memory, then the results.
+    Producer warp, behind them: only issues TMA loads of X, W and a norm's weight, ``stages`` ahead.
+    Three squaring warps, behind it, where a norm sums squares: they read the same stages (``parts/statistics.py``).
+
+Barriers (mbarriers; one phase bit each):
+    full[stage]: 1 arrival, the producer's with the stage's bytes; TMA completes it. Consumers and squaring warps wait.
+    empty[stage]: 1 arrival of each consumer group and of each squaring warp. The producer waits.
+    inbox_full: 1 arrival, of the receiving CTA's thread 0 with the bytes that the other CTA sends (``split`` = 2).
+    squared_full: 1 arrival of each squaring warp, the first one's with the bytes that the other CTA sends.
+    Named barrier 1: all consumer threads, around results in shared memory.
+
+One k-tile, producer: wait empty[stage]; arrive on full[stage] with the bytes; TMA each box; next stage.
+One k-tile, consumer: wait full[stage]; issue the wgmmas, commit; wait for those of the k-tile before; arrive on its
+    empty. Where ``eager``: wait for these at once, arrive on this stage's.
     With a ``norm`` X's fragments go through registers, where they are multiplied by the norm's weight, half a k-tile
-    while the products of the other half run; rstd multiplies the sums. Squares of rows are summed by warps beside, from
-    the stages (``parts/statistics.py``).
-    A dependent launch prefetches its first ``ahead`` k-tiles of W into the L2 while the kernel ahead still runs, and
-    releases the next kernel when its own last loads are under way (``ops/gemm/prefetch.py``).
-    Where rows of out are aligned, results go through shared memory, in the place of the stages, and leave as whole
-    lines: docs/notes/gemm.md#whole-lines.
-    The TMA fills K's end with zeros. It is slow over rows that do not exist (docs/notes/gemm.md#boxes), so the last
-    tile of either operand begins early enough to end where the operand does, and rows that another tile has too are not
-    stored. X's ``rows`` come in two boxes, of which the second may overlap the first. Products of whatever lies behind
-    them in shared memory, up to whole groups, are not stored either.
+    while the products of the other half run; rstd multiplies the accumulators.
+Tile's end, consumer (``parts/results.py``): exchange with the other CTA; scale, add, activate, round; store. Where rows
+    of out are aligned, by way of shared memory, in the place of the stages, as whole lines:
+    docs/notes/gemm.md#whole-lines.
+
+Cluster: with ``split`` = 2 the two CTAs of a cluster share a tile's K. Each sends the other its accumulators of that
+one's half of the columns, into shared memory there, and adds up its own half, so the result is the same each time. The
+stores arrive on the receiver's barrier, without barriers of the cluster: docs/notes/gemm.md#clusters.
+
+Dependent launch (PDL): the producer prefetches the first ``ahead`` k-tiles of W into the L2 while the previous kernel
+still runs, and lets the next kernel start when its own last loads are under way (``ops/gemm/prefetch.py``).
+
+Ends: the TMA fills a ragged K with zeros. It is slow over rows that do not exist (docs/notes/gemm.md#boxes), so the
+last tile of either operand begins early enough to end where the operand does, and rows that another tile has too are
+not stored. X's ``rows`` come in two boxes, of which the second may overlap the first. Products of whatever lies behind
+them in shared memory, up to whole groups, are not stored either (``TileResults.row_of``).
+
+Refuses (``ops/gemm/specialized.py``): GPUs without wgmma; operands that are not K-major with 16-byte aligned rows; an
+out that is not N-major; a batch, 64-bit strides, fp16 accumulators; K = 0.
 
 Source:
     The pairing of full and empty barriers, and a producer warp beside consumer groups, are CUTLASS's "warp
@@ -38,7 +58,8 @@ from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.parts.epilogue import Activation
 from cutekernels.kernels.cute.parts.norm import RowNorm
-from cutekernels.kernels.cute.parts.results import TileResults
+from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
+from cutekernels.kernels.cute.parts.results import Place, ResultOperands, ResultTile, TileResults
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, SpecializedSmem
 from cutekernels.kernels.cute.parts.statistics import StageSquares
 
@@ -51,6 +72,40 @@ Box = tuple[cute.CopyAtom | None, cute.Tensor | None]
 def swizzle() -> cute.Swizzle:
     """The 128-byte pattern: 8 rows' chunks of 16 bytes lie in different banks."""
     return cute.make_swizzle(3, 4, 3)
+
+
+@dataclass(frozen=True)
+class BoxLoad:
+    """The loads of a box's k-tiles."""
+
+    tma: cute.CopyAtom
+    source: cute.Tensor  # (TMA, k)
+    target: cute.Tensor  # (TMA, STAGE)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Stages and mbarriers of a CTA in shared memory."""
+
+    storage: cute.Pointer
+    sX: cute.Tensor  # (M, K, STAGE)
+    sW: cute.Tensor  # (N, K, STAGE)
+    sG: cute.Tensor | None  # (K, STAGE), the norm's weight
+    full: cute.Pointer  # of each stage
+    empty: cute.Pointer  # of each stage
+    inbox_full: cute.Pointer
+    squared_full: cute.Pointer
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """What a consumer thread holds in the mainloop."""
+
+    tid: Int32
+    tiled_mma: cute.TiledMma
+    acc: cute.Tensor  # ((2, 2, N / 8), 1, 1)
+    rX: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, STAGE); with a norm fragments ((2, 2, 2), 1, MMA_K)
+    rW: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K, STAGE)
 
 
 @dataclass(frozen=True)
@@ -69,7 +124,7 @@ class SpecializedGemm:
     out_align: int
     ctas_per_sm: int
     alone: bool  # on its SM, whatever would fit
-    ahead: int  # k-tiles of W prefetched before the turn
+    ahead: int  # k-tiles of W prefetched before pdl_wait
     norm: RowNorm | None = None  # of X's rows
     gamma_bytes: int = 0  # an element of its weight
 
@@ -116,6 +171,18 @@ class SpecializedGemm:
             self.rows, self.tile_n, self.tile_k, self.stages, self.split, self.gamma_bytes, self.squaring, self.alone
         )
 
+    @property
+    def pipeline(self) -> StagePipeline:
+        return StagePipeline(self.stages, self.smem.stage_bytes, self.groups + SQUARING_WARPS * self.squaring, 1)
+
+    @property
+    def squares(self) -> StageSquares:
+        return StageSquares(self.smem)
+
+    @property
+    def results(self) -> TileResults:
+        return TileResults(self.smem, self.head, self.activation, self.out_align)
+
     def stages_of(self, rows: int, taken: int = 0) -> cute.Layout:
         """The stages of an operand of ``rows``, ``(rows, tile_k, STAGE)``, without the swizzle; ``taken`` of the rows,
         where that is given.
@@ -143,9 +210,8 @@ class SpecializedGemm:
         beta: Float32,
         stream: cuda.CUstream,
     ):
-        start = self.start
         mW = cute.make_tensor(mW.iterator, cute.select(mW.layout, mode=[1, 0]))  # (N, K)
-        start(mD, mX, mW, mC, mBias, alpha, beta, None, None, None, stream)
+        self.start(ResultOperands(mD, mC, mBias, None, alpha, beta, None, None), mX, mW, None, stream)
 
     @cute.jit
     def normed(
@@ -160,42 +226,55 @@ class SpecializedGemm:
         stream: cuda.CUstream,
     ):
         """With ``norm`` in front of X."""
-        start = self.start
-        start(mD, mX, mW, None, mBias, Float32(1.0), Float32(0.0), mGamma, mRstd, eps, stream)
+        operands = ResultOperands(mD, None, mBias, mRstd, Float32(1.0), Float32(0.0), None, eps)
+        self.start(operands, mX, mW, mGamma, stream)
 
     @cute.jit
     def start(
         self,
-        mD: cute.Tensor,
-        mX: cute.Tensor,
+        operands: ResultOperands,
+        mX: cute.Tensor,  # (M, K)
         mW: cute.Tensor,  # (N, K)
-        mC: cute.Tensor | None,
-        mBias: cute.Tensor | None,
-        alpha: Float32,
-        beta: Float32,
         mGamma: cute.Tensor | None,
-        mRstd: cute.Tensor | None,
-        eps: Float32 | None,
         stream: cuda.CUstream,
     ):
         dtype = mX.element_type
-        pitched = self.pitched
-        mX, mW = pitched(mX), pitched(mW)
+        mX, mW = self.pitched(mX), self.pitched(mW)
+        # W comes in one box, X in two: a power of two of its rows, then the others.
         op = cpasync.CopyBulkTensorTileG2SOp()
         tma_w, tW = self.boxed(op, mW, self.tile_n, self.tile_n)
         head = self.boxed(op, mX, self.rows, self.head)
         tail = self.boxed(op, mX, self.rows, self.rows - self.head)
         tiled_mma = hopper_helpers.make_trivial_tiled_mma(
-            dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (self.groups, 1, 1), (ROWS, self.tile_n),
+            dtype,
+            dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            Float32,
+            (self.groups, 1, 1),
+            (ROWS, self.tile_n),
             warpgroup.OperandSource.SMEM if const_expr(self.norm is None) else warpgroup.OperandSource.RMEM,
-        )  # fmt: skip
+        )
         gamma = (None, None)
         if const_expr(self.weighted):
             gamma = cpasync.make_tiled_tma_atom(op, mGamma, cute.make_layout(self.tile_k), (self.tile_k,))
-        tiles_m = cute.ceil_div(cute.size(mD, mode=[0]), self.tile_m)
-        tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), self.tile_n)
-        epilogue = mD, tW, mC, mBias, alpha, beta
-        self.kernel(*epilogue, tma_w, *head, *tail, tiled_mma, *gamma, mRstd, eps).launch(
+        tiles_m = cute.ceil_div(cute.size(operands.mD, mode=[0]), self.tile_m)
+        tiles_n = cute.ceil_div(cute.size(operands.mD, mode=[1]), self.tile_n)
+        self.kernel(
+            operands.mD,
+            tW,
+            operands.mC,
+            operands.mBias,
+            operands.alpha,
+            operands.beta,
+            tma_w,
+            *head,
+            *tail,
+            tiled_mma,
+            *gamma,
+            operands.mRstd,
+            operands.eps,
+        ).launch(
             grid=[self.split, tiles_m, tiles_n],
             block=[self.threads, 1, 1],
             cluster=[self.split, 1, 1],
@@ -234,201 +313,194 @@ class SpecializedGemm:
         mRstd: cute.Tensor | None,
         eps: Float32 | None,
     ):
-        operands = (mD, mC, mBias, mRstd, alpha, beta, cute.size(tW, mode=[1]), eps)
-        split, at_m, at_n = cute.arch.block_idx()
+        operands = ResultOperands(mD, mC, mBias, mRstd, alpha, beta, cute.size(tW, mode=[1]), eps)
+        split, tile_m, tile_n = cute.arch.block_idx()
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
         tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(tid // 32)
         producer = const_expr(self.groups * 4)
-        stages = const_expr(self.stages)
         dtype = mD.element_type
         k_tiles = cute.ceil_div(cute.size(tW, mode=[1]), self.tile_k)
-        first, end = split * k_tiles // self.split, (split + 1) * k_tiles // self.split
+        first, end = split * k_tiles // self.split, (split + 1) * k_tiles // self.split  # this CTA's k-tiles
 
         # -- setup
-        smem = self.smem
-        at_x = cute.recast_ptr(storage, swizzle(), dtype)
-        at_w = cute.recast_ptr(storage + smem.w_at, swizzle(), dtype)
-        sX = cute.make_tensor(at_x, self.stages_of(self.rows, self.tile_m))  # (M, K, STAGE)
-        sW = cute.make_tensor(at_w, self.stages_of(self.tile_n))  # (N, K, STAGE)
-        sG = None
-        if const_expr(self.weighted):
-            sG = cute.make_tensor(
-                cute.recast_ptr(storage + smem.gamma_at, dtype=self.gamma_type(dtype)),
-                cute.make_layout((self.tile_k, stages)),
-            )
-        full = cute.recast_ptr(storage + smem.barriers_at, dtype=Int64)
-        empty = full + stages
-        inbox_full = cute.recast_ptr(storage + smem.inbox_barrier_at, dtype=Int64)
-        squared_full = cute.recast_ptr(storage + smem.squares_barrier_at, dtype=Int64)
+        shared = self.allocate(storage, dtype)
         if warp == producer:
             cpasync.prefetch_descriptor(tma_head)
             cpasync.prefetch_descriptor(tma_w)
             with cute.arch.elect_one():
-                for stage in cutlass.range_constexpr(stages):
-                    cute.arch.mbarrier_init(full + stage, 1)
-                    cute.arch.mbarrier_init(empty + stage, self.groups + SQUARING_WARPS * self.squaring)
+                self.pipeline.init(shared.full, shared.empty)
                 if const_expr(self.split > 1):
-                    cute.arch.mbarrier_init(inbox_full, 1)
+                    cute.arch.mbarrier_init(shared.inbox_full, 1)
                 if const_expr(self.squaring):
-                    cute.arch.mbarrier_init(squared_full, SQUARING_WARPS)
+                    cute.arch.mbarrier_init(shared.squared_full, SQUARING_WARPS)
+            # Initialized barriers become visible to the cluster and to the TMA, ...
             cute.arch.mbarrier_init_fence()
+        # ... and no thread of this CTA touches them before.
         cute.arch.sync_threads()
         if const_expr(self.split > 1):
+            # Tells the other CTA that this one's barriers are set up. Each role waits for the other's word before it
+            # sends there; nobody waits here.
             cute.arch.cluster_arrive_relaxed()
 
         # -- this tile's beginning: the last tiles begin early, to end where the operands do
         m, n = mD.shape
-        own_m, own_n = at_m * self.rows, at_n * self.tile_n
+        own_m, own_n = tile_m * self.rows, tile_n * self.tile_n
         row = cutlass.max(cutlass.min(own_m, m - self.rows), Int32(0))
         later = cutlass.min(own_m + self.head, m - (self.rows - self.head))  # the second box's
         column = cutlass.max(cutlass.min(own_n, n - self.tile_n), Int32(0))
-        loads = self.loads
-        boxes = [loads(tma_w, tW, sW, column, self.tile_n)]
-        at_head = cute.make_tensor(at_x, self.stages_of(self.rows, self.head))
-        boxes += [loads(tma_head, tHead, at_head, row, self.head)]
+        # A stage's boxes: W, X's first rows, X's other rows, the norm's weight.
+        at_x = shared.sX.iterator
+        boxes = [self.load(tma_w, tW, shared.sW, column, self.tile_n)]
+        at_head = cute.make_tensor(at_x, self.stages_of(self.rows, self.head))  # (M, K, STAGE)
+        boxes += [self.load(tma_head, tHead, at_head, row, self.head)]
         if const_expr(tma_tail is not None):
             tail = const_expr(self.rows - self.head)
-            at_tail = cute.make_tensor(at_x + self.head * SWIZZLED, self.stages_of(self.rows, tail))
-            boxes += [loads(tma_tail, tTail, at_tail, later, tail)]
+            at_tail = cute.make_tensor(at_x + self.head * SWIZZLED, self.stages_of(self.rows, tail))  # (M, K, STAGE)
+            boxes += [self.load(tma_tail, tTail, at_tail, later, tail)]
         if const_expr(self.weighted):
             gG = cute.local_tile(tGamma, (self.tile_k,), (None,))  # (tile_k, k)
-            target, source = cpasync.tma_partition(tma_gamma, 0, cute.make_layout(1), sG, gG)
-            boxes += [(tma_gamma, source, target)]
-        if const_expr(self.dependent):
-            prefetch = self.prefetch
+            target, source = cpasync.tma_partition(tma_gamma, 0, cute.make_layout(1), shared.sG, gG)
+            boxes += [BoxLoad(tma_gamma, source, target)]
+        if const_expr(self.dependent):  # noqa: SIM102  known when compiled
+            # PDL: before the wait only prefetches, which are right whatever the previous kernel still writes: they
+            # bring lines to the L2, where its writes go too.
             if warp == producer:
-                prefetch(boxes, at_n * self.split + split, k_tiles, first, end)
+                self.prefetch_l2(boxes, tile_n * self.split + split, k_tiles, first, end)
         if const_expr(self.dependent):
+            # PDL: all threads wait until the previous kernel has ended and its writes are visible.
             cute.arch.griddepcontrol_wait()
 
         if warp == producer:
-            produce = self.produce
-            produce(boxes, full, empty, first, end)
+            # -- producer
+            self.produce(boxes, shared, first, end)
             if const_expr(self.dependent):
-                cute.arch.griddepcontrol_launch_dependents()  # their loads then follow ours
+                cute.arch.griddepcontrol_launch_dependents()  # PDL: the next kernel's loads then follow ours
             if const_expr(self.split > 1):
-                cute.arch.cluster_wait()
+                cute.arch.cluster_wait()  # pairs this warp's arrival
         if const_expr(self.squaring):  # noqa: SIM102  known when compiled
             if warp > producer:
-                squares = StageSquares(smem)
-                run = squares.run
-                run(tid - (GROUP * self.groups + 32), dtype, storage, split, first, end)
+                # -- squaring warps
+                self.squares.run(tid - (GROUP * self.groups + 32), dtype, storage, split, first, end)
         if warp < producer:
+            # -- consumers
             shape = tiled_mma.partition_shape_C((self.tile_m, self.tile_n))
             acc = cute.make_rmem_tensor(shape, Float32)  # ((2, 2, N / 8), 1, 1)
-            consume = self.consume
-            consume(tid, acc, tiled_mma, sX, sW, sG, full, empty, first, end)
+            self.consume(tid, acc, tiled_mma, shared, first, end)
             cD = cute.make_identity_tensor((self.tile_m, self.tile_n))
             tCcD = tiled_mma.get_slice(tid).partition_C(cD)  # ((2, 2, N / 8), 1, 1)
-            place = (own_m, row, later, own_n, column)
-            results = TileResults(smem, self.head, self.activation, self.out_align)
-            deliver = results.deliver
-            deliver(tid, acc, tCcD, split, storage, place, operands)
+            place = Place(own_m, row, later, own_n, column)
+            self.results.store_tile(ResultTile(tid, tCcD, storage, place, operands), acc, split)
 
     @cute.jit
-    def loads(self, tma: cute.CopyAtom, tX: cute.Tensor, sX: cute.Tensor, row: Int32, rows: cutlass.Constexpr[int]):
-        """The loads of ``rows`` from ``row`` on: ``(copy, source (TMA, k), target (TMA, STAGE))``."""
+    def allocate(self, storage: cute.Pointer, dtype: cutlass.Constexpr[type[cutlass.Numeric]]) -> Shared:
+        """Stages and barriers in the CTA's shared memory."""
+        at_x = cute.recast_ptr(storage, swizzle(), dtype)
+        at_w = cute.recast_ptr(storage + self.smem.w_at, swizzle(), dtype)
+        sG = None
+        if const_expr(self.weighted):
+            sG = cute.make_tensor(
+                cute.recast_ptr(storage + self.smem.gamma_at, dtype=self.gamma_type(dtype)),
+                cute.make_layout((self.tile_k, self.stages)),
+            )
+        full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
+        return Shared(
+            storage=storage,
+            sX=cute.make_tensor(at_x, self.stages_of(self.rows, self.tile_m)),
+            sW=cute.make_tensor(at_w, self.stages_of(self.tile_n)),
+            sG=sG,
+            full=full,
+            empty=full + self.stages,
+            inbox_full=cute.recast_ptr(storage + self.smem.inbox_barrier_at, dtype=Int64),
+            squared_full=cute.recast_ptr(storage + self.smem.squares_barrier_at, dtype=Int64),
+        )
+
+    # ---- producer
+
+    @cute.jit
+    def load(
+        self, tma: cute.CopyAtom, tX: cute.Tensor, sX: cute.Tensor, row: Int32, rows: cutlass.Constexpr[int]
+    ) -> BoxLoad:
+        """The loads of ``rows`` from ``row`` on."""
         gX = cute.local_tile(cute.domain_offset((row, 0), tX), (rows, self.tile_k), (0, None))  # (rows, K, k)
-        alone = cute.make_layout(1)
-        target, source = cpasync.tma_partition(tma, 0, alone, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
-        return tma, source, target
+        one = cute.make_layout(1)
+        target, source = cpasync.tma_partition(tma, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
+        return BoxLoad(tma, source, target)
 
     @cute.jit
-    def prefetch(
-        self,
-        boxes: list[tuple[cute.CopyAtom, cute.Tensor, cute.Tensor]],
-        number: Int32,
-        k_tiles: Int32,
-        first: Int32,
-        end: Int32,
-    ):
-        """Before the turn: the first CTAs prefetch a k-tile each of what all read, and each CTA its first of W."""
+    def prefetch_l2(self, boxes: list[BoxLoad], number: Int32, k_tiles: Int32, first: Int32, end: Int32):
+        """Before pdl_wait: the first CTAs prefetch a k-tile each of what all read, and each CTA its first of W."""
         if const_expr(self.ahead > 0):
+            # X and gamma, which all CTAs read: a k-tile each of the first CTAs.
             if number < k_tiles:
-                for tma, source, _ in boxes[1:]:
-                    cute.prefetch(tma, source[None, number])
-            tma, source, _ = boxes[0]
+                for box in boxes[1:]:
+                    cute.prefetch(box.tma, box.source[None, number])
+            # W, of which each CTA reads its own rows.
             for k_tile in cutlass.range(first, cutlass.min(first + self.ahead, end), unroll=1):
-                cute.prefetch(tma, source[None, k_tile])
+                cute.prefetch(boxes[0].tma, boxes[0].source[None, k_tile])
 
     @cute.jit
-    def produce(
-        self,
-        boxes: list[tuple[cute.CopyAtom, cute.Tensor, cute.Tensor]],
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        first: Int32,
-        end: Int32,
-    ):
-        """The producer: keeps the stages full."""
-        stage, phase = Int32(0), Int32(1)  # the phase before a fresh barrier's first counts as complete
+    def produce(self, boxes: list[BoxLoad], shared: Shared, first: Int32, end: Int32):
+        """Keeps the stages full."""
+        at = Position(Int32(0), Int32(1))  # a fresh empty barrier counts as complete at phase 1
         for k_tile in cutlass.range(first, end, unroll=1):
-            cute.arch.mbarrier_wait(empty + stage, phase)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.smem.stage_bytes)
-            for tma, source, target in boxes:
-                cute.copy(tma, source[None, k_tile], target[None, stage], tma_bar_ptr=full + stage)
-            stage = stage + 1
-            if stage == self.stages:
-                stage = Int32(0)
-                phase = phase ^ 1
+            # Wait until all consumer groups and squaring warps have read the stage; then announce its bytes.
+            self.pipeline.acquire(shared.full, shared.empty, at.stage, at.phase)
+            for box in boxes:
+                cute.copy(
+                    box.tma,
+                    box.source[None, k_tile],
+                    box.target[None, at.stage],
+                    tma_bar_ptr=shared.full + at.stage,
+                )
+            at = self.pipeline.next(at)
+
+    # ---- consumers
 
     @cute.jit
-    def consume(
-        self,
-        tid: Int32,
-        acc: cute.Tensor,
-        tiled_mma: cute.TiledMma,
-        sX: cute.Tensor,
-        sW: cute.Tensor,
-        sG: cute.Tensor | None,
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        first: Int32,
-        end: Int32,
-    ):
-        """The consumers' mainloop; a stage is released when the products of the next are under way, or where
-        ``eager`` at once.
-        """
+    def consume(self, tid: Int32, acc: cute.Tensor, tiled_mma: cute.TiledMma, shared: Shared, first: Int32, end: Int32):
+        """The mainloop. A stage is released when the products of the next are under way, or where ``eager`` at once."""
+        # Descriptors are a group's, the same for its threads; fragments in registers are a thread's.
         of_group = tiled_mma.get_slice(cute.arch.make_warp_uniform(tid // GROUP) * GROUP)
         rX = None
         if const_expr(self.norm is None):
-            rX = tiled_mma.make_fragment_A(of_group.partition_A(sX))  # descriptors: (MMA, MMA_M, MMA_K, STAGE)
+            rX = tiled_mma.make_fragment_A(of_group.partition_A(shared.sX))  # descriptors: (MMA, MMA_M, MMA_K, STAGE)
         else:
             thr_mma = tiled_mma.get_slice(tid)
-            rX = thr_mma.make_fragment_A(thr_mma.partition_A(sX)[None, None, None, 0])  # ((2, 2, 2), 1, MMA_K)
-        rW = tiled_mma.make_fragment_B(of_group.partition_B(sW))  # descriptors
+            rX = thr_mma.make_fragment_A(thr_mma.partition_A(shared.sX)[None, None, None, 0])  # ((2, 2, 2), 1, MMA_K)
+        rW = tiled_mma.make_fragment_B(of_group.partition_B(shared.sW))  # descriptors: (MMA, MMA_N, MMA_K, STAGE)
         acc.fill(0.0)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-        multiply_weighed = self.multiply_weighed
         chunks = None
         if const_expr(self.norm is not None):
             chunks = self.chunks(tid)
-        stage, before, phase = Int32(0), Int32(0), Int32(0)
+        consumer = Consumer(tid, tiled_mma, acc, rX, rW)
+        at, before = Position(Int32(0), Int32(0)), Int32(0)
         for k_tile in cutlass.range(first, end, unroll=1):
-            cute.arch.mbarrier_wait(full + stage, phase)
+            # Wait until the TMA has filled the stage.
+            cute.arch.mbarrier_wait(shared.full + at.stage, at.phase)
             releases = k_tile > first and tid % GROUP == 0
             if const_expr(self.norm is None):
+                # Accumulators in registers are ordered before the products that read them.
                 warpgroup.fence()
                 for kb in cutlass.range_constexpr(self.tile_k // 16):
-                    cute.gemm(tiled_mma, acc, rX[None, None, kb, stage], rW[None, None, kb, stage], acc)
+                    cute.gemm(tiled_mma, acc, rX[None, None, kb, at.stage], rW[None, None, kb, at.stage], acc)
                 warpgroup.commit_group()
                 if const_expr(self.eager):
+                    # These products are done, so the producer may refill this stage.
                     warpgroup.wait_group(0)
                     if tid % GROUP == 0:
-                        cute.arch.mbarrier_arrive(empty + stage)
+                        cute.arch.mbarrier_arrive(shared.empty + at.stage)
                 else:
+                    # The products of the k-tile before are done, so the producer may refill its stage; these go on.
                     warpgroup.wait_group(1)
                     if releases:
-                        cute.arch.mbarrier_arrive(empty + before)
+                        cute.arch.mbarrier_arrive(shared.empty + before)
             else:
-                multiply_weighed(tid, acc, tiled_mma, sX, chunks, rX, rW, sG, stage, empty + before, releases)
-            before = stage
-            stage = stage + 1
-            if stage == self.stages:
-                stage = Int32(0)
-                phase = phase ^ 1
+                self.multiply_weighed(consumer, shared, chunks, at.stage, shared.empty + before, releases)
+            before = at.stage
+            at = self.pipeline.next(at)
+        # The last products are done. Their stages stay: this CTA loads nothing more.
         warpgroup.wait_group(0)
 
     @cute.jit
@@ -444,31 +516,26 @@ class SpecializedGemm:
     @cute.jit
     def multiply_weighed(
         self,
-        tid: Int32,
-        acc: cute.Tensor,
-        tiled_mma: cute.TiledMma,
-        sX: cute.Tensor,
+        consumer: Consumer,
+        shared: Shared,
         chunks: list[Int32],
-        rX: cute.Tensor,  # ((2, 2, 2), 1, MMA_K)
-        rW: cute.Tensor,
-        sG: cute.Tensor | None,
         stage: Int32,
         before: cute.Pointer,  # the empty barrier of the stage before, which is released if ``releases``
         releases: Boolean,
     ):
         """One stage with X's fragments weighed in registers, half of it while the products of the other half run."""
+        rX, sX = consumer.rX, shared.sX
         dtype = sX.element_type
         blocks = const_expr(self.tile_k // 16)
         ldmatrix = cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), dtype)
         count = const_expr(blocks // 2)
         raw = cute.make_rmem_tensor(((2, 2, 2), 1, count), dtype)
         at_x = cute.recast_ptr(sX.iterator, dtype=dtype) + stage * (self.rows * self.tile_k)
-        weigh = self.norm.weigh
         if const_expr(self.weighted):
-            fetch = self.norm.fetch
-            rG = cute.make_rmem_tensor(((2, 2), count), sG.element_type)
+            rG = cute.make_rmem_tensor(((2, 2), count), shared.sG.element_type)
         for half in cutlass.range_constexpr(2):
             begin = const_expr(half * count)
+            # Half a k-tile of X's fragments from the stage, by ldmatrix, beside the products that are under way.
             for i in cutlass.range_constexpr(count):
                 block, chunk = const_expr(divmod(begin + i, len(chunks)))
                 at = at_x + chunks[chunk] + block * (self.rows * SWIZZLED)
@@ -476,17 +543,25 @@ class SpecializedGemm:
                 target = cute.make_tensor(raw.iterator + 8 * i, cute.make_layout(8))
                 cute.copy(ldmatrix, cute.make_tensor(at, cute.make_layout(8)), target)
             if const_expr(self.weighted):
-                fetch(tid % 32, sG, stage, begin, rG)
+                self.norm.fetch(consumer.tid % 32, shared.sG, stage, begin, rG)
             if const_expr(half == 0):
+                # The products of the k-tile before are done: its fragments may be overwritten, its stage refilled.
                 warpgroup.wait_group(0)
                 if releases:
                     cute.arch.mbarrier_arrive(before)
             for i in cutlass.range_constexpr(count):
                 if const_expr(self.weighted):
-                    weigh(raw[None, None, i], rG[None, i], rX[None, None, begin + i])
+                    self.norm.weigh(raw[None, None, i], rG[None, i], rX[None, None, begin + i])
                 else:
                     rX[None, None, begin + i].store(raw[None, None, i].load())
+            # Fragments and accumulators in registers are ordered before the products that read them.
             warpgroup.fence()
             for i in cutlass.range_constexpr(begin, begin + count):
-                cute.gemm(tiled_mma, acc, rX[None, None, i], rW[None, None, i, stage], acc)
+                cute.gemm(
+                    consumer.tiled_mma,
+                    consumer.acc,
+                    rX[None, None, i],
+                    consumer.rW[None, None, i, stage],
+                    consumer.acc,
+                )
             warpgroup.commit_group()

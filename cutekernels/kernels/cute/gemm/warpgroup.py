@@ -1,19 +1,41 @@
 """GEMM, warpgroup schedule: ``out = act(alpha * A @ B + beta * C + bias)`` in any layout, by TMA and warpgroup MMA.
 
-Schedule:
-    A persistent grid walks over the tiles. In each CTA one warp loads by TMA, ``stages`` ahead, across the ends of
-    tiles; warp groups multiply straight from shared memory, whichever extent is contiguous there. Full and empty
-    barriers (``parts/pipeline.py``) are all that they share. Two arrangements of the groups:
-    *cooperative*: the groups share a tile, 64 or 128 rows each.
-    *pingpong*: each of two groups has a tile of its own, and they multiply in turns, so that one's epilogue runs
-    behind the other's mainloop.
-    With a cluster of two CTAs, along rows or columns, each loads half of the operand that both need and multicasts it.
-    A dependent launch sets up its barriers while the kernel ahead still runs.
-    Registers go from the loading warp group to the others (setmaxnreg). Results leave by boxes of 64 x 64 through
-    swizzled shared memory (stmatrix) and TMA stores, which clip at the ends of out; C comes in by the same boxes.
-    ``swapped`` computes ``out^T = B^T A^T``, so that out's columns are the side that advances by 64.
-    *Gated* (``results.gate``), B's columns are gates and, behind all of them, what they multiply. A tile has equally
-    many of both, in two boxes to a stage, one behind the other, so that a pair's sums meet in one thread.
+Roles:
+    A persistent grid walks over the tiles. In a CTA the last warp group is the producer: its first warp issues TMA
+    loads of both operands, ``stages`` ahead and across the ends of tiles; its other three warps are idle. The
+    other ``groups`` are consumer warp groups: they multiply straight from shared memory, whichever extent is
+    contiguous there, and store. setmaxnreg moves registers from the producer to them (``registers``). Two arrangements:
+    *cooperative*: the consumer groups share a tile; group g has rows 64 * g to 64 * g + 63 of every 64 * groups.
+    *ping-pong*: two consumer groups have every second tile of the CTA each. The second group starts with the CTA's
+    second tile, passes over the stages of the first, and waits until the first group has issued all its products; from
+    then on the groups issue their mainloops in turns, so that one's epilogue runs behind the other's products.
+
+Barriers (all mbarriers but the last; one phase bit each):
+    full[stage]: 1 arrival, the producer's with the stage's bytes; TMA completes it. The consumers wait.
+    empty[stage]: 1 arrival for each consumer group that reads the stage, of each CTA in the cluster. The producer
+        waits; with a cluster its multicast writes to both CTAs' stages, so the readers of both must be done.
+    c_full[group, box]: 1 arrival with a box's bytes: a box of C has landed. The group that asked for it waits.
+    order[group]: 1 arrival, from the other group: its products are all issued (ping-pong alone).
+    Named barriers 1, 2, ...: the 128 threads of a consumer group, around its boxes (``parts/boxes.py``).
+
+One k-tile, producer: wait empty[stage]; arrive on full[stage] with the bytes; TMA both operands; next stage.
+One k-tile, consumer: wait full[stage]; issue ``tile_k / 16`` wgmmas, commit; wait for those of the k-tile before;
+    arrive on its empty; next stage. One k-tile's products are always under way.
+One tile, consumer: start C's first boxes and fetch the bias; in ping-pong wait for order; mainloop; arrive on the
+    other's order; wait for the last products; boxes of 64 x 64 through swizzled shared memory, by stmatrix and TMA.
+
+Ends:
+    The TMA fills a ragged K with zeros, and clips stores at the ends of out; nothing is masked in the kernel. The last
+    tiles of rows and columns begin early, to end where out does (``place``).
+
+Cluster of two CTAs, along rows or columns: each loads half of the operand that both need and multicasts it.
+Dependent launch (PDL): barriers are set up while the previous kernel still runs.
+``swapped`` computes ``out^T = B^T A^T``, so that out's columns are the side that advances by 64.
+*Gated* (``results.gate``), B's columns are gates and, behind all of them, what they multiply. A tile has equally many
+of both, in two boxes to a stage, one behind the other, so that a pair's accumulators meet in one thread.
+
+Refuses (``ops/gemm/warpgroup.py``): GPUs without wgmma, rows that are not 16-byte aligned, 64-bit strides, K = 0, fewer
+than 32 rows or columns, a C whose contiguous extent is not out's.
 
 Source:
     CUTLASS's warp-specialized mainloops for Hopper, cooperative and pingpong, and QuACK's arrangement of them in
@@ -32,8 +54,8 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
-from cutekernels.kernels.cute.parts.boxes import ResultBoxes
-from cutekernels.kernels.cute.parts.pipeline import StagePipeline
+from cutekernels.kernels.cute.parts.boxes import BoxBuffers, BoxOperands, Corner, ResultBoxes
+from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.schedule import Raster
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, WarpgroupSmem
 
@@ -61,6 +83,65 @@ class Side:
 
 
 @dataclass(frozen=True)
+class Operand:
+    """An operand's TMA load, its coordinates in global memory and its stages in shared memory."""
+
+    tma: cute.CopyAtom
+    tX: cute.Tensor  # (rows, K[, L]), coordinates
+    sX: cute.Tensor  # (rows, K, STAGE)
+
+
+@dataclass(frozen=True)
+class BoxLoad:
+    """The loads of a box's k-tiles. A gated operand has two boxes in a stage: ``half`` says which."""
+
+    tma: cute.CopyAtom
+    source: cute.Tensor  # (TMA, k)
+    target: cute.Tensor  # (TMA, STAGE), or (TMA, 2 * STAGE) of halves
+    mask: Int16 | None  # CTAs of the cluster that get it
+    half: Int32 | None
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Stages and mbarriers of a CTA in shared memory."""
+
+    storage: cute.Pointer
+    sR: cute.Tensor  # (M, K, STAGE)
+    sS: cute.Tensor  # (N, K, STAGE)
+    full: cute.Pointer  # of each stage
+    empty: cute.Pointer  # of each stage
+    c_full: cute.Pointer  # of each box of each group
+    order: cute.Pointer  # of each group
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The tiles of out, and those of this CTA's cluster: ``first``, ``first + step``, ... below ``count``."""
+
+    rank: Int32  # of this CTA in its cluster
+    first: Int32
+    count: Int32
+    step: Int32
+    tiles_m: Int32  # of clusters
+    tiles_n: Int32
+    rows: Int32  # of out
+    columns: Int32
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """What a consumer warp group holds from its first tile to its last."""
+
+    thread: Int32  # 0 to 127, in the group
+    group: Int32
+    tiled_mma: cute.TiledMma
+    rR: cute.Tensor  # descriptors (MMA, MMA_M, MMA_K, STAGE)
+    rS: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K, STAGE)
+    acc: cute.Tensor  # ((2, 2, N / 8), MMA_M, 1)
+
+
+@dataclass(frozen=True)
 class WarpgroupGemm:
     """The body. ``rows_k_major`` and ``columns_k_major`` say how the operands of tile rows and columns lie."""
 
@@ -82,19 +163,19 @@ class WarpgroupGemm:
 
     @property
     def sharing(self) -> int:
-        """Groups that share a tile."""
+        """Consumer groups that share a tile."""
         if self.pingpong:
             return 1
         return self.tile_m // ROWS if self.tile_m <= 3 * ROWS else 2
 
     @property
     def groups(self) -> int:
-        """Groups that multiply."""
+        """Consumer warp groups."""
         return 2 if self.pingpong else self.sharing
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a thread that loads and of one that multiplies."""
+        """Registers of a producer's thread and of a consumer's."""
         return {1: (40, 232), 2: (40, 232), 3: (32, 160)}[self.groups]
 
     @property
@@ -115,9 +196,8 @@ class WarpgroupGemm:
 
     @property
     def smem(self) -> WarpgroupSmem:
-        results = self.results
-        biased = results.bias != "none"
-        return WarpgroupSmem(self.tile_m, self.tile_n, self.tile_k, self.stages, self.groups, results.boxes, biased)
+        boxes, biased = self.results.boxes, self.results.bias != "none"
+        return WarpgroupSmem(self.tile_m, self.tile_n, self.tile_k, self.stages, self.groups, boxes, biased)
 
     @property
     def pipeline(self) -> StagePipeline:
@@ -137,9 +217,14 @@ class WarpgroupGemm:
         """The product of a tile by the groups that share it."""
         k_major, other = OperandMajorMode.K, OperandMajorMode.MN
         return hopper_helpers.make_trivial_tiled_mma(
-            dtype, dtype, k_major if self.rows_k_major else other, k_major if self.columns_k_major else other,
-            self.accumulate, (self.sharing, 1, 1), (ROWS, self.tile_n),
-        )  # fmt: skip
+            dtype,
+            dtype,
+            k_major if self.rows_k_major else other,
+            k_major if self.columns_k_major else other,
+            self.accumulate,
+            (self.sharing, 1, 1),
+            (ROWS, self.tile_n),
+        )
 
     def halves(self, side: Side) -> cute.Layout:
         """A gated side's stages as gates, then what they multiply: ``(rows / 2, K, 2 * STAGE)``, without the swizzle.
@@ -169,27 +254,40 @@ class WarpgroupGemm:
         stream: cuda.CUstream,
     ):
         dtype = mA.element_type
-        prepared = self.prepared
         rows_contiguous = const_expr(self.results.rows_contiguous)
-        mR = prepared(mA if const_expr(not self.swapped) else mB, self.swapped, not self.rows_k_major)  # (M, K[, L])
-        mS = prepared(mB if const_expr(not self.swapped) else mA, not self.swapped, not self.columns_k_major)  # (N, K)
-        mD = prepared(mD, self.swapped, rows_contiguous)  # (M, N[, L])
+        # Tile rows R and tile columns S: A and B, or, swapped, B and A.
+        mR = self.prepared(
+            mA if const_expr(not self.swapped) else mB, self.swapped, not self.rows_k_major
+        )  # (M, K[, L])
+        mS = self.prepared(
+            mB if const_expr(not self.swapped) else mA, not self.swapped, not self.columns_k_major
+        )  # (N, K)
+        mD = self.prepared(mD, self.swapped, rows_contiguous)  # (M, N[, L])
         layout_r, layout_s = self.layouts(dtype)
         tma_r, tR = self.boxed(mR, layout_r, self.of_rows)
         tma_s, tS = self.boxed(mS, layout_s, self.of_columns)
         box, shape = self.results.layout(), self.results.shape
+        # Out leaves, and C comes in, by the same boxes of 64 x 64.
         tma_d, tD = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mD, box, shape)
         tma_c, tC = None, None
         if const_expr(mC is not None):
-            mC = prepared(mC, self.swapped, rows_contiguous)
+            mC = self.prepared(mC, self.swapped, rows_contiguous)
             tma_c, tC = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mC, box, shape)
         tiled_mma = self.mma(dtype)
+        # As many CTAs as are resident at once, whole clusters, or fewer where there are fewer tiles.
         layers = cute.size(mD, mode=[2]) if const_expr(cute.rank(mD) == 3) else Int32(1)
         tiles_m = cute.ceil_div(cute.size(mD, mode=[0]), self.tile_m * self.cluster_m)
         tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), self.results.columns * self.cluster_n)
         blocks = cutlass.min(tiles_m * tiles_n * layers * self.cluster, Int32(self.resident))
         self.kernel(
-            tma_r, tR, tma_s, tS, tma_d, tD, tma_c, tC, mBias, alpha, beta, tiled_mma, layout_r, layout_s,
+            tma_r,
+            tR,
+            tma_s,
+            tS,
+            BoxOperands(tma_d, tD, tma_c, tC, mBias, alpha, beta),
+            tiled_mma,
+            layout_r,
+            layout_s,
             (tiles_m, tiles_n, layers),
         ).launch(
             grid=[blocks, 1, 1],
@@ -199,7 +297,7 @@ class WarpgroupGemm:
             preferred_smem_carveout=100,  # percent
             use_pdl=self.dependent,
             stream=stream,
-        )  # fmt: skip
+        )
 
     @cute.jit
     def normed(
@@ -242,13 +340,7 @@ class WarpgroupGemm:
         tR: cute.Tensor,  # (M, K[, L]), coordinates
         tma_s: cute.CopyAtom,
         tS: cute.Tensor,  # (N, K[, L]), coordinates
-        tma_d: cute.CopyAtom,
-        tD: cute.Tensor,  # (M, N[, L]), coordinates
-        tma_c: cute.CopyAtom | None,
-        tC: cute.Tensor | None,
-        mBias: cute.Tensor | None,
-        alpha: Float32,
-        beta: Float32,
+        outputs: BoxOperands,
         tiled_mma: cute.TiledMma,
         layout_r: cute.ComposedLayout,
         layout_s: cute.ComposedLayout,
@@ -259,262 +351,270 @@ class WarpgroupGemm:
         blocks, _, _ = cute.arch.grid_dim()
         group = cute.arch.make_warp_uniform(tid // GROUP)
         warp = cute.arch.make_warp_uniform(tid // 32)
-        loading = const_expr(self.groups)  # the group that loads
-        furnish, ready = self.furnish, self.ready
+        producer = const_expr(self.groups)  # the warp group that loads
+        # -- setup
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
-        sR, sS, full, empty, landed, turns = furnish(storage, layout_r, layout_s)
-        ready(warp, (tma_r, tma_s, tma_d), full, empty, landed)
+        shared = self.allocate(storage, layout_r, layout_s)
+        self.set_up(warp, (tma_r, tma_s, outputs.tma_d), shared)
 
+        # -- the walk: a cluster's CTAs have neighbouring tiles, the next cluster-tile is a grid further
         rank = block % self.cluster
         first, step = block // self.cluster, blocks // self.cluster
-        place, load, produce, consume = self.place, self.load, self.produce, self.consume
         k_tiles = cute.ceil_div(cute.size(tR, mode=[1]), self.tile_k)
-        count = tiles[0] * tiles[1] * tiles[2]
-        extents = cute.size(tD, mode=[0]), cute.size(tD, mode=[1])
-        if group == loading:
+        walk = Walk(
+            rank=rank,
+            first=first,
+            count=tiles[0] * tiles[1] * tiles[2],
+            step=step,
+            tiles_m=tiles[0],
+            tiles_n=tiles[1],
+            rows=cute.size(outputs.tD, mode=[0]),
+            columns=cute.size(outputs.tD, mode=[1]),
+        )
+        if group == producer:
+            # -- producer: one warp loads tile after tile, without regard to where one ends
             cute.arch.setmaxregister_decrease(self.registers[0])
-            if warp == 4 * loading:
-                stage, phase = Int32(0), Int32(1)
-                for tile in cutlass.range(first, count, step, unroll=1):
-                    at = place(tile, rank, tiles, extents)
+            if warp == 4 * producer:
+                at = Position(Int32(0), Int32(1))  # a fresh empty barrier counts as complete at phase 1
+                for index in cutlass.range(walk.first, walk.count, walk.step, unroll=1):
+                    corner = self.place(walk, index)
                     loads = [
-                        *load((tma_r, tR, sR), self.of_rows, at[0], at[2], rank),
-                        *load((tma_s, tS, sS), self.of_columns, at[1], at[2], rank),
+                        *self.load(Operand(tma_r, tR, shared.sR), self.of_rows, corner.row, corner.layer, walk.rank),
+                        *self.load(
+                            Operand(tma_s, tS, shared.sS), self.of_columns, corner.column, corner.layer, walk.rank
+                        ),
                     ]
-                    stage, phase = produce(loads, full, empty, stage, phase, k_tiles)
+                    at = self.produce(shared, loads, at, k_tiles)
                 if const_expr(self.dependent):
-                    cute.arch.griddepcontrol_launch_dependents()  # their setup then runs behind the last products
+                    # PDL: the next kernel's CTAs may be placed; their setup then runs behind our last products.
+                    cute.arch.griddepcontrol_launch_dependents()
         else:
+            # -- consumers
             cute.arch.setmaxregister_increase(self.registers[1])
-            consume(
-                tid, group, rank, (first, count, step), tiles, tiled_mma, sR, sS, full, empty, landed, turns, k_tiles,
-                storage, (tma_d, tD, tma_c, tC, mBias, alpha, beta),
-            )  # fmt: skip
-        if const_expr(self.cluster > 1):  # the other CTA's copies and arrivals need this one's shared memory
+            self.consume(tid, group, shared, walk, tiled_mma, k_tiles, outputs)
+        if const_expr(self.cluster > 1):
+            # Both CTAs wait for each other's end: the other's multicasts and arrivals need this one's shared memory.
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
 
     @cute.jit
-    def furnish(self, storage: cute.Pointer, layout_r: cute.ComposedLayout, layout_s: cute.ComposedLayout):
-        """Stages and barriers in shared memory: ``(sR, sS, full, empty, landed, turns)``."""
-        smem, dtype = self.smem, self.results.dtype
+    def allocate(self, storage: cute.Pointer, layout_r: cute.ComposedLayout, layout_s: cute.ComposedLayout) -> Shared:
+        """Stages and barriers in the CTA's shared memory."""
+        dtype = self.results.dtype
         at_r = cute.recast_ptr(storage, layout_r.inner, dtype)
-        at_s = cute.recast_ptr(storage + smem.columns_at, layout_s.inner, dtype)
-        sR = cute.make_tensor(at_r, layout_r.outer)  # (M, K, STAGE)
-        sS = cute.make_tensor(at_s, layout_s.outer)  # (N, K, STAGE)
-        full = cute.recast_ptr(storage + smem.barriers_at, dtype=Int64)
+        at_s = cute.recast_ptr(storage + self.smem.columns_at, layout_s.inner, dtype)
+        full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
         empty = full + self.stages
-        landed = empty + self.stages  # a barrier for each box of C
-        turns = landed + self.groups * smem.boxes
-        return sR, sS, full, empty, landed, turns
+        c_full = empty + self.stages
+        return Shared(
+            storage=storage,
+            sR=cute.make_tensor(at_r, layout_r.outer),
+            sS=cute.make_tensor(at_s, layout_s.outer),
+            full=full,
+            empty=empty,
+            c_full=c_full,
+            order=c_full + self.groups * self.smem.boxes,
+        )
 
     @cute.jit
-    def ready(
-        self,
-        warp: Int32,
-        tmas: tuple[cute.CopyAtom, cute.CopyAtom, cute.CopyAtom],
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        landed: cute.Pointer,
-    ):
-        """Barriers initialized for every thread of the cluster, and the kernel ahead at its end."""
+    def set_up(self, warp: Int32, tmas: tuple[cute.CopyAtom, cute.CopyAtom, cute.CopyAtom], shared: Shared):
+        """Initializes the mbarriers, makes them visible to the cluster, then waits for the previous kernel (PDL)."""
         if warp == 4 * self.groups:
             cpasync.prefetch_descriptor(tmas[0])
             cpasync.prefetch_descriptor(tmas[1])
             cpasync.prefetch_descriptor(tmas[2])
             with cute.arch.elect_one():
-                init = self.pipeline.init
-                init(full, empty)
+                self.pipeline.init(shared.full, shared.empty)
+                # One arrival each: c_full of all boxes, then order of all groups.
                 for i in cutlass.range_constexpr(self.groups * (self.smem.boxes + 1)):
-                    cute.arch.mbarrier_init(landed + i, 1)
+                    cute.arch.mbarrier_init(shared.c_full + i, 1)
+            # Initialized barriers become visible to the cluster and to the TMA, ...
             cute.arch.mbarrier_init_fence()
+        # ... and nobody touches them before: neither this CTA's threads nor the other CTA's multicasts.
         if const_expr(self.cluster > 1):
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
         if const_expr(self.dependent):
+            # PDL: all threads wait until the previous kernel has ended and its writes are visible.
             cute.arch.griddepcontrol_wait()
 
     @cute.jit
-    def place(
-        self, tile: Int32, rank: Int32, tiles: tuple[Int32, Int32, Int32], extents: tuple[Int32, Int32]
-    ) -> tuple[Int32, Int32, Int32]:
-        """``(first row, first column, layer)`` of the CTA ``rank`` of a cluster in its ``tile``. The last tiles begin
-        early, to end where out does: docs/notes/gemm.md#boxes. With C they do not, since out may be C, and what another
-        tile has stored would be added again.
+    def place(self, walk: Walk, index: Int32) -> Corner:
+        """Where this CTA's part of the cluster's tile ``index`` begins. The last tiles begin early, to end where out
+        does: docs/notes/gemm.md#boxes. With C they do not, since out may be C, and what another tile has stored would
+        be added again.
         """
-        locate = self.raster.place
-        at_m, at_n, layer = locate(tile, tiles[0], tiles[1])
+        tile = self.raster.place(index, walk.tiles_m, walk.tiles_n)
+        tile_m, tile_n = tile.m, tile.n
         if const_expr(self.cluster_m > 1):
-            at_m = at_m * self.cluster_m + rank
+            tile_m = tile_m * self.cluster_m + walk.rank
         else:
-            at_n = at_n * self.cluster_n + rank
-        row, column = at_m * self.tile_m, at_n * self.results.columns
+            tile_n = tile_n * self.cluster_n + walk.rank
+        # With a gate along N a tile has half as many columns of out as the MMA has.
+        row, column = tile_m * self.tile_m, tile_n * self.results.columns
         if const_expr(not self.results.source):
-            row = cutlass.max(cutlass.min(row, extents[0] - self.tile_m), Int32(0))
-            column = cutlass.max(cutlass.min(column, extents[1] - self.results.columns), Int32(0))
-        return row, column, layer
+            row = cutlass.max(cutlass.min(row, walk.rows - self.tile_m), Int32(0))
+            column = cutlass.max(cutlass.min(column, walk.columns - self.results.columns), Int32(0))
+        return Corner(row, column, tile.layer)
+
+    # ---- producer
 
     @cute.jit
-    def produce(
-        self, loads: list, full: cute.Pointer, empty: cute.Pointer, stage: Int32, phase: Int32, k_tiles: Int32
-    ) -> tuple[Int32, Int32]:
-        """The loads of one tile, each ``(copy, source (TMA, k), target (TMA, STAGE), mask of CTAs, half or None)``. Of
-        halves a target has ``2 * STAGE``.
-        """
-        acquire, advance = self.pipeline.acquire, self.pipeline.advance
+    def produce(self, shared: Shared, loads: list, at: Position, k_tiles: Int32) -> Position:
+        """The loads of one tile, :class:`BoxLoad` each. Returns the position behind."""
         for k_tile in cutlass.range(k_tiles, unroll=1):
-            acquire(full, empty, stage, phase)
+            # Wait until the consumers, of both CTAs in a cluster, have read the stage; then announce its bytes.
+            self.pipeline.acquire(shared.full, shared.empty, at.stage, at.phase)
+            # All boxes of the stage complete the same full barrier; multicast ones complete it in both CTAs.
             for i in cutlass.range_constexpr(len(loads)):
-                tma, source, target, mask, half = loads[i]
-                filled = stage if const_expr(half is None) else 2 * stage + half
-                cute.copy(tma, source[None, k_tile], target[None, filled], tma_bar_ptr=full + stage, mcast_mask=mask)
-            stage, phase = advance(stage, phase)
-        return stage, phase
+                filled = at.stage if const_expr(loads[i].half is None) else 2 * at.stage + loads[i].half
+                cute.copy(
+                    loads[i].tma,
+                    loads[i].source[None, k_tile],
+                    loads[i].target[None, filled],
+                    tma_bar_ptr=shared.full + at.stage,
+                    mcast_mask=loads[i].mask,
+                )
+            at = self.pipeline.next(at)
+        return at
 
     @cute.jit
     def load(
-        self,
-        operand: tuple[cute.CopyAtom, cute.Tensor, cute.Tensor],
-        side: cutlass.Constexpr[Side],
-        at: Int32,
-        layer: Int32,
-        rank: Int32,
-    ) -> list:
-        """What :meth:`produce` takes for an operand's rows from ``at`` on. Gated, those are two boxes, the other one as
-        many rows further as there are gates; CTAs that share them load one each.
+        self, operand: Operand, side: cutlass.Constexpr[Side], first: Int32, layer: Int32, rank: Int32
+    ) -> list[BoxLoad]:
+        """The loads of an operand's rows from ``first`` on. Gated, those are two boxes, the other one as many rows
+        further as there are gates; CTAs that share them load one each.
         """
-        tma, tX, sX = operand
-        partitioned = self.partitioned
         mask = Int16((1 << self.cluster) - 1) if const_expr(side.sharers > 1) else None
         if const_expr(not side.gated):
-            return [(tma, *partitioned(operand, side, at, layer, rank), mask, None)]
+            return [BoxLoad(operand.tma, *self.partitioned(operand, side, first, layer, rank), mask, None)]
         loads = []
-        gates = cute.size(tX, mode=[0]) // 2
-        halves = tma, tX, cute.make_tensor(sX.iterator, self.halves(side))
+        # Gated: gates into the stage's first half, what they multiply into its second. CTAs that share load one each.
+        gates = cute.size(operand.tX, mode=[0]) // 2
+        halves = Operand(operand.tma, operand.tX, cute.make_tensor(operand.sX.iterator, self.halves(side)))
         for i in cutlass.range_constexpr(2 // side.sharers):
             half = rank if const_expr(side.sharers > 1) else Int32(i)
-            loads.append((tma, *partitioned(halves, side, at + half * gates, layer, rank), mask, half))
+            boxes = self.partitioned(halves, side, first + half * gates, layer, rank)
+            loads.append(BoxLoad(operand.tma, *boxes, mask, half))
         return loads
 
     @cute.jit
     def partitioned(
-        self,
-        operand: tuple[cute.CopyAtom, cute.Tensor, cute.Tensor],
-        side: cutlass.Constexpr[Side],
-        at: Int32,
-        layer: Int32,
-        rank: Int32,
+        self, operand: Operand, side: cutlass.Constexpr[Side], first: Int32, layer: Int32, rank: Int32
     ) -> tuple[cute.Tensor, cute.Tensor]:
-        """Source ``(TMA, k)`` and target ``(TMA, STAGE)`` of a box from ``at`` on: this CTA's part of it."""
-        tma, tX, sX = operand
-        tX = tX[None, None, layer] if const_expr(cute.rank(tX) == 3) else tX
-        gX = cute.local_tile(cute.domain_offset((at, 0), tX), (side.box, self.tile_k), (0, None))  # (rows, K, k)
+        """Source ``(TMA, k)`` and target ``(TMA, STAGE)`` of a box from row ``first`` on: this CTA's part of it."""
+        tX = operand.tX[None, None, layer] if const_expr(cute.rank(operand.tX) == 3) else operand.tX
+        gX = cute.local_tile(cute.domain_offset((first, 0), tX), (side.box, self.tile_k), (0, None))  # (rows, K, k)
         part = rank if const_expr(side.parts > 1) else Int32(0)
         target, source = cpasync.tma_partition(
-            tma, part, cute.make_layout(side.parts), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+            operand.tma,
+            part,
+            cute.make_layout(side.parts),
+            cute.group_modes(operand.sX, 0, 2),
+            cute.group_modes(gX, 0, 2),
         )
         return source, target
+
+    # ---- consumers
 
     @cute.jit
     def consume(
         self,
         tid: Int32,
         group: Int32,
-        rank: Int32,
-        walk: tuple[Int32, Int32, Int32],
-        tiles: tuple[Int32, Int32, Int32],
+        shared: Shared,
+        walk: Walk,
         tiled_mma: cute.TiledMma,
-        sR: cute.Tensor,
-        sS: cute.Tensor,
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        landed: cute.Pointer,
-        turns: cute.Pointer,
         k_tiles: Int32,
-        storage: cute.Pointer,
-        operands: tuple,
+        outputs: BoxOperands,
     ):
-        """A multiplying group's tiles, one after the other."""
-        first, count, step = walk
-        smem, pipeline, results = self.smem, self.pipeline, self.results
-        member = tid % GROUP
-        fragments = self.fragments
-        rR, rS, acc = fragments(group, tiled_mma, sR, sS)
-        at_boxes = storage + smem.boxes_at + group * (smem.boxes * smem.box_bytes)
-        at_bias = cute.recast_ptr(storage + smem.biases_at + group * (smem.BIASES * 4), dtype=Float32)
-        landed = landed + group * smem.boxes
-        extents = cute.size(operands[1], mode=[0]), cute.size(operands[1], mode=[1])
-        below = group * ROWS if const_expr(not self.pingpong) else Int32(0)  # this group's first row of a tile
-        skip, multiply, place = pipeline.skip, self.multiply, self.place
-        begin, deliver, finish = results.begin, results.deliver, results.finish
-
-        stage, phase, used, turn = Int32(0), Int32(0), Int32(0), Int32(1) - group
-        stride = step
+        """A consumer group's tiles, one after the other."""
+        consumer = self.consumer(tid, group, shared, tiled_mma)
+        buffers = self.buffers(consumer, shared)
+        at, boxes_used, order_phase = Position(Int32(0), Int32(0)), Int32(0), Int32(1) - group
+        first, stride = walk.first, walk.step
         if const_expr(self.pingpong):
+            # Ping-pong: every second tile of the CTA. The second group passes over the stages of the CTA's first tile.
             if group == 1:
-                first = first + step
-                stage, phase = skip(stage, phase, k_tiles)
-            stride = step * 2
-        for tile in cutlass.range(first, count, stride, unroll=1):
-            row, column, layer = place(tile, rank, tiles, extents)
-            corner = (row + below, column, layer)
-            begin(member, corner, row, at_boxes, at_bias, landed, used, operands)
+                first = first + walk.step
+                at = self.pipeline.after(at, k_tiles)
+            stride = walk.step * 2
+        # -- tile after tile
+        for index in cutlass.range(first, walk.count, stride, unroll=1):
+            tile = self.place(walk, index)
+            corner = self.results.corner(buffers, tile)
+            self.results.load_inputs(buffers, outputs, tile, corner, boxes_used)
             if const_expr(self.pingpong):
-                cute.arch.mbarrier_wait(turns + group, turn)
-                turn = turn ^ 1
-            acc.fill(0.0)
-            stage, phase = multiply(member, tiled_mma, acc, rR, rS, full, empty, stage, phase, k_tiles, turns, group)
+                # Wait until the other group has issued all products of its tile. The first group's first wait passes:
+                # its order barrier is fresh, and it begins at phase 1.
+                cute.arch.mbarrier_wait(shared.order + group, order_phase)
+                order_phase = order_phase ^ 1
+            consumer.acc.fill(0.0)
+            at = self.multiply(consumer, shared, at, k_tiles)
             if const_expr(self.pingpong):
-                stage, phase = skip(stage, phase, k_tiles)
-            deliver(member, group, acc, corner, below, at_boxes, at_bias, landed, used, operands)
-            used = used + results.count
-        finish(member)
+                at = self.pipeline.after(at, k_tiles)  # the other group's stages
+            self.results.store_tile(buffers, outputs, consumer.acc, corner, boxes_used)
+            boxes_used = boxes_used + self.results.count
+        self.results.drain(consumer.thread)
 
     @cute.jit
-    def fragments(self, group: Int32, tiled_mma: cute.TiledMma, sR: cute.Tensor, sS: cute.Tensor):
-        """A group's descriptors ``(MMA, MMA_M, MMA_K, STAGE)`` of both operands, and its sums."""
+    def consumer(self, tid: Int32, group: Int32, shared: Shared, tiled_mma: cute.TiledMma) -> Consumer:
+        """A group's descriptors of both operands' stages, and its accumulators."""
+        thread = tid % GROUP
+        # Cooperative, the MMA's tile has the rows of all groups; in ping-pong each group's is its own.
         share = group * GROUP if const_expr(not self.pingpong) else Int32(0)
         of_group = tiled_mma.get_slice(share)
-        rR = tiled_mma.make_fragment_A(of_group.partition_A(sR))
-        rS = tiled_mma.make_fragment_B(of_group.partition_B(sS))
+        rR = tiled_mma.make_fragment_A(of_group.partition_A(shared.sR))
+        rS = tiled_mma.make_fragment_B(of_group.partition_B(shared.sS))
         acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((self.tile_m, self.tile_n)), self.accumulate)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-        return rR, rS, acc
+        return Consumer(thread, group, tiled_mma, rR, rS, acc)
 
     @cute.jit
-    def multiply(
-        self,
-        member: Int32,
-        tiled_mma: cute.TiledMma,
-        acc: cute.Tensor,
-        rR: cute.Tensor,
-        rS: cute.Tensor,
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        stage: Int32,
-        phase: Int32,
-        k_tiles: Int32,
-        turns: cute.Pointer,
-        group: Int32,
-    ) -> tuple[Int32, Int32]:
-        """The mainloop of one tile; a stage is released when the products of the next are under way."""
-        advance, release = self.pipeline.advance, self.pipeline.release
+    def buffers(self, consumer: Consumer, shared: Shared) -> BoxBuffers:
+        """A group's boxes and biases in shared memory, and its first row of a tile."""
+        group = consumer.group
+        boxes = shared.storage + self.smem.boxes_at + group * (self.smem.boxes * self.smem.box_bytes)
+        bias = cute.recast_ptr(shared.storage + self.smem.biases_at + group * (self.smem.BIASES * 4), dtype=Float32)
+        return BoxBuffers(
+            thread=consumer.thread,
+            group=group,
+            boxes=boxes,
+            bias=bias,
+            c_full=shared.c_full + group * self.smem.boxes,
+            first_row=group * ROWS if const_expr(not self.pingpong) else Int32(0),
+        )
+
+    @cute.jit
+    def multiply(self, consumer: Consumer, shared: Shared, at: Position, k_tiles: Int32) -> Position:
+        """The mainloop of one tile. Returns the position behind its last k-tile."""
         before = Int32(0)
         for k_tile in cutlass.range(k_tiles, unroll=1):
-            cute.arch.mbarrier_wait(full + stage, phase)
+            # Wait until the TMA has filled the stage.
+            cute.arch.mbarrier_wait(shared.full + at.stage, at.phase)
+            # Accumulators in registers are ordered before the products that read them.
             warpgroup.fence()
             for kb in cutlass.range_constexpr(self.tile_k // 16):
-                cute.gemm(tiled_mma, acc, rR[None, None, kb, stage], rS[None, None, kb, stage], acc)
+                cute.gemm(
+                    consumer.tiled_mma,
+                    consumer.acc,
+                    consumer.rR[None, None, kb, at.stage],
+                    consumer.rS[None, None, kb, at.stage],
+                    consumer.acc,
+                )
             warpgroup.commit_group()
+            # The products of the k-tile before are done, so the producer may refill its stage; these go on.
             warpgroup.wait_group(1)
-            release(member, empty, before, k_tile > 0)
-            before = stage
-            stage, phase = advance(stage, phase)
+            self.pipeline.release(consumer.thread, shared.empty, before, k_tile > 0)
+            before = at.stage
+            at = self.pipeline.next(at)
         if const_expr(self.pingpong):  # noqa: SIM102  known when compiled
-            if member == 0:
-                cute.arch.mbarrier_arrive(turns + (group ^ 1))
+            if consumer.thread == 0:
+                # All products of this tile are issued: the other group may issue its own behind them.
+                cute.arch.mbarrier_arrive(shared.order + (consumer.group ^ 1))
+        # The last products are done: accumulators may be read, and the producer may refill the last stage.
         warpgroup.wait_group(0)
-        release(member, empty, before, Boolean(True))
-        return stage, phase
+        self.pipeline.release(consumer.thread, shared.empty, before, Boolean(True))
+        return at

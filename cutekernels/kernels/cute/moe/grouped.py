@@ -1,9 +1,18 @@
 """Grouped GEMM, multistage schedule: a product for each group of rows, whose ends are known to the device alone.
 
-Schedule:
-    A CTA takes one tile and runs :class:`MultistageGemm`'s loads, mainloop and epilogue on views of its group, which
-    end where the group does: what lies outside is neither read nor written. The grid holds as many tiles as there can
-    be at most; each warp finds its CTA's tile among the ends, 32 groups at a time, and surplus CTAs return.
+Roles and pipeline:
+    Those of :class:`MultistageGemm`, whose ``fill``, ``multiply`` and ``store`` run on views of the CTA's group. A view
+    ends where the group does: what lies outside is neither read nor written, so a ragged group is masked by the same
+    row masks (along M) or by the same partial first k-tile (along K) as a ragged matrix.
+
+One CTA:
+    1. Each warp finds the CTA's tile among the groups' ends, without a barrier (``find``).
+    2. A tile of a group is filled, multiplied and stored; one of rows of no group gets zeros; a surplus one returns.
+
+    The grid holds as many tiles as there can be at most, whatever the ends (``slots``). Along K it is exact.
+
+Refuses:
+    A persistent product (``ops/moe/grouped.py`` asks for persistent=0) and C; along K a bias too.
 
 Source:
     The tile search stands in for the host's sorted tile list of Triton's fused MoE (vLLM ``moe_align_block_size``),
@@ -18,10 +27,21 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
-from cutekernels.kernels.cute.gemm.multistage import MultistageGemm
+from cutekernels.kernels.cute.gemm.multistage import MultistageGemm, Operands, Output
+from cutekernels.kernels.cute.parts.schedule import Tile
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
 
 WARP = 32
+
+
+@dataclass(frozen=True)
+class GroupTile:
+    """A tile of rows: its group, its number in the group, and the group's first row and rows."""
+
+    group: Int32  # -1: rows before the first group; the number of groups: rows behind the last
+    tile: Int32
+    begin: Int32
+    extent: Int32
 
 
 @dataclass(frozen=True)
@@ -44,8 +64,10 @@ class GroupedGemm:
         epilogue = self.product.epilogue
         groups = mEnds.shape[0] - 1
         if const_expr(self.along == "k"):
+            # Both operands lie along their rows: (K, M) and (K, N), seen as (M, K) and (N, K).
             mA, mB = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 0])) for t in (mA, mB)]
         tiles_n = cute.ceil_div(mD.shape[cute.rank(mD) - 1], epilogue.tile_n)
+        # Along M, as many tiles as there can be at most, whatever the ends; along K, every group's matrix.
         if const_expr(self.along == "m"):
             blocks = slots(mA.shape[0], groups, epilogue.tile_m) * tiles_n
         else:
@@ -70,12 +92,13 @@ class GroupedGemm:
     ):
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        load_a, load_b, epilogue = self.product.load_a, self.product.load_b, self.product.epilogue
-        tile_m, tile_n, raster = epilogue.tile_m, epilogue.tile_n, self.product.raster
+        body = self.product
+        tile_m, tile_n = body.epilogue.tile_m, body.epilogue.tile_n
         dtype = mA.element_type
 
-        # -- setup: shared memory and accumulators
-        layout_a, layout_b, layout_d = load_a.smem_layout(dtype), load_b.smem_layout(dtype), epilogue.smem_layout(dtype)
+        # -- setup: shared memory and accumulators; the output tile takes the place of the buffers
+        layout_a, layout_b = body.load_a.smem_layout(dtype), body.load_b.smem_layout(dtype)
+        layout_d = body.epilogue.smem_layout(dtype)
         a_elements, b_elements = cute.cosize(layout_a), cute.cosize(layout_b)
         elements = max(a_elements + b_elements, cute.cosize(layout_d))
         storage = SmemAllocator().allocate_array(dtype, elements, byte_alignment=ALIGNMENT)
@@ -84,66 +107,74 @@ class GroupedGemm:
             cute.recast_ptr(storage + a_elements, layout_b.inner, dtype), layout_b.outer
         )  # (N, K, STAGE)
         sD = cute.make_tensor(cute.recast_ptr(storage, layout_d.inner, dtype), layout_d.outer)  # (M, N)
-        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((tile_m, tile_n)), self.product.mma.accumulate)
+        shape = tiled_mma.partition_shape_C((tile_m, tile_n))
+        acc = cute.make_rmem_tensor(shape, body.mma.accumulate)  # ((2, 2), MMA_M, MMA_N)
 
-        # -- the tile, and views of its group
         groups = mEnds.shape[0] - 1
         tiles_n = cute.ceil_div(mD.shape[cute.rank(mD) - 1], tile_n)
-        find, blank, place, tile_of = self.find, self.blank, raster.place, raster.tile
-        fill, multiply, leave = self.product.fill, self.product.multiply, self.product.leave
         if const_expr(self.along == "m"):
+            # -- rows of A in groups: find the tile's group, and multiply views that end where the group does
             rows = mA.shape[0]
-            slot, column = tile_of(block, slots(rows, groups, tile_m), tiles_n)
-            group, tile, begin, extent = find(mEnds, rows, slot, tile_m)
-            own = cutlass.min(cutlass.max(group, Int32(0)), groups - 1)
-            vA, vD = part(mA, 0, begin, extent), part(mD, 0, begin, extent)
-            vB, bias = layer(mB, own), None
+            slot, column = body.raster.tile(block, slots(rows, groups, tile_m), tiles_n)
+            own = self.find(mEnds, rows, slot, tile_m)
+            expert = cutlass.min(cutlass.max(own.group, Int32(0)), groups - 1)
+            vA, vD = part(mA, 0, own.begin, own.extent), part(mD, 0, own.begin, own.extent)
+            vB, bias = layer(mB, expert), None
             if const_expr(mBias is not None):
-                bias = mBias[own, None]
-            at = (tile, column, Int32(0))
-            if tile * tile_m < extent:
-                if group >= 0 and group < groups:
-                    fill(tid, vA, vB, sA, sB, at)
-                    multiply(tid, vA, vB, sA, sB, at, tiled_mma, acc)
-                    leave(tid, at, tiled_mma, acc, vD, sD, None, bias, Float32(1.0), Float32(0.0))
+                bias = mBias[expert, None]
+            operands = Operands(vA, vB, sA, sB)
+            out = Output(vD, sD, None, bias, Float32(1.0), Float32(0.0))
+            tile = Tile(own.tile, column, Int32(0))
+            # A surplus CTA has no rows and returns. Rows before the first group or behind the last get zeros.
+            if own.tile * tile_m < own.extent:
+                if own.group >= 0 and own.group < groups:
+                    body.fill(tid, operands, tile)
+                    body.multiply(tid, operands, tile, tiled_mma, acc)
+                    body.store(tid, tile, tiled_mma, acc, out)
                 else:
-                    blank(tid, vD, at)
+                    self.blank(tid, vD, tile)
         else:
-            tile, column, group = place(block, cute.ceil_div(mA.shape[0], tile_m), tiles_n)
+            # -- the depth in groups: each CTA reads its group's two ends, and its K is as deep as the group
+            own_tile = body.raster.place(block, cute.ceil_div(mA.shape[0], tile_m), tiles_n)
             depth = mA.shape[1]
-            begin = cutlass.min(cutlass.max(mEnds[group], Int32(0)), depth)
-            extent = cutlass.min(cutlass.max(mEnds[group + 1], begin), depth) - begin
-            vA, vB = part(mA, 1, begin, extent), part(mB, 1, begin, extent)
-            at = (tile, column, Int32(0))
-            fill(tid, vA, vB, sA, sB, at)
-            multiply(tid, vA, vB, sA, sB, at, tiled_mma, acc)
-            leave(tid, at, tiled_mma, acc, layer(mD, group), sD, None, None, Float32(1.0), Float32(0.0))
+            begin = cutlass.min(cutlass.max(mEnds[own_tile.layer], Int32(0)), depth)
+            extent = cutlass.min(cutlass.max(mEnds[own_tile.layer + 1], begin), depth) - begin
+            operands = Operands(part(mA, 1, begin, extent), part(mB, 1, begin, extent), sA, sB)
+            tile = Tile(own_tile.m, own_tile.n, Int32(0))
+            body.fill(tid, operands, tile)
+            body.multiply(tid, operands, tile, tiled_mma, acc)
+            out = Output(layer(mD, own_tile.layer), sD, None, None, Float32(1.0), Float32(0.0))
+            body.store(tid, tile, tiled_mma, acc, out)
 
     @cute.jit
-    def find(self, mEnds: cute.Tensor, rows: Int32, slot: Int32, tile: int) -> tuple[Int32, Int32, Int32, Int32]:
-        """``(group, tile in it, its begin, its rows)`` of the ``slot``-th tile; surplus tiles lie behind the rows.
+    def find(self, mEnds: cute.Tensor, rows: Int32, slot: Int32, tile: int) -> GroupTile:
+        """The ``slot``-th tile, of ``tile`` rows; surplus tiles lie behind the rows and have an extent of 0.
 
-        Ends may be anything and are clamped. Group -1 are the rows before the first, and that behind the last the rest.
+        Ends may be anything and are clamped. Each warp searches for itself, 32 groups at a time, one to a lane.
         """
         lane = cute.arch.lane_idx()
         groups = mEnds.shape[0] - 1
         group, inside, begin, length = Int32(-1), Int32(0), rows, Int32(0)
         first, before, searching = Int32(-1), Int32(0), Int32(1)
         while searching > 0:
+            # This lane's group: its rows [low, high). Group -1 are the rows before the first, ``groups`` the rest.
             mine = first + lane
             low, high = Int32(0), rows
             if mine >= 0:
                 low = rows
                 if mine <= groups:
                     low = cutlass.min(cutlass.max(mEnds[mine], Int32(0)), rows)
+            # An end before the group's begin makes it empty.
             if mine < groups:
                 high = cutlass.min(cutlass.max(mEnds[mine + 1], low), rows)
             tiles = (high - low + (tile - 1)) // tile
+            # Inclusive prefix sum over the warp: tiles up to the end of this lane's group.
             ends = tiles
             for distance in cutlass.range_constexpr(5):
                 lower = cute.arch.shuffle_sync_up(ends, 1 << distance, mask_and_clamp=0)
                 if lane >= (1 << distance):
                     ends = ends + lower
+            # Groups that end before the slot; the next one has it, if it is among these 32.
             passed = cute.arch.popc(cute.arch.vote_ballot_sync(before + ends <= slot))
             if passed < WARP:
                 group = first + passed
@@ -152,21 +183,22 @@ class GroupedGemm:
                 inside = slot - before - cute.arch.shuffle_sync(ends - tiles, passed)
                 searching = Int32(0)
             else:
+                # None of these 32: the next ones.
                 before = before + cute.arch.shuffle_sync(ends, WARP - 1)
                 first = first + WARP
                 if first > groups:
                     searching = Int32(0)
         if inside < 0 or inside >= (length + (tile - 1)) // tile:  # sums of wrong ends may overflow
             inside, length = Int32(0), Int32(0)
-        return group, inside, begin, length
+        return GroupTile(group, inside, begin, length)
 
     @cute.jit
-    def blank(self, tid: Int32, vD: cute.Tensor, at: tuple[Int32, Int32, Int32]):
+    def blank(self, tid: Int32, vD: cute.Tensor, tile: Tile):
         """Zeros for a tile of rows that belong to no group."""
         tile_m, tile_n = self.product.epilogue.tile_m, self.product.epilogue.tile_n
         m, n = cute.size(vD, mode=[0]), cute.size(vD, mode=[1])
         for i in cutlass.range(tid, tile_m * tile_n, self.product.epilogue.threads, unroll=1):
-            row, column = at[0] * tile_m + i // tile_n, at[1] * tile_n + i % tile_n
+            row, column = tile.m * tile_m + i // tile_n, tile.n * tile_n + i % tile_n
             if row < m and column < n:
                 vD[row, column, 0] = vD.element_type(0.0)
 

@@ -1,14 +1,26 @@
 """Grouped GEMM, warpgroup schedule: a product for each group of rows by TMA and warpgroup MMA.
 
-Schedule:
-    :class:`WarpgroupGemm`'s loads, mainloop and results over tiles that the device finds. In each CTA of a persistent
-    grid the loading warp looks for the next tile among the groups' ends (``parts/walk.py``), passes it on through a
-    ring in shared memory (``parts/schedule.py``) and starts its loads; the groups that multiply take tiles from the
-    ring. The last entry says that there is none, and which rows belong to no group: those get zeros.
+Roles, pipeline and steps are :class:`WarpgroupGemm`'s (``gemm/warpgroup.py``), over tiles that the device finds:
+    Producer warp: finds the CTA's next tile among the groups' ends (``parts/walk.py``), passes it on through a ring in
+        shared memory, then issues its loads.
+    Consumer warp groups: take tiles from the ring, in ping-pong every second entry; multiply; store what belongs to the
+        group (``GroupBoxes``). Behind the last tile they write zeros to the rows of no group.
+
+Ring (``parts/schedule.py``): ``PLACES`` places ahead. full[place]: 1 arrival, the producer's; the consumers wait.
+    empty[place]: 1 arrival of each warp that reads it, 4 times the groups that share a tile; the producer waits. The
+    last entry (the last two in ping-pong, one for each group) says that there is none, and which rows have no group.
+
+One tile, producer: find; publish; for each k-tile wait empty[stage], announce, load both operands.
+One tile, consumer: receive; the bias; (ping-pong: wait for order;) mainloop; boxes.
+
+Order and ends:
     Tiles run group by group, so that CTAs at work share an expert's weights in the L2. An expert is a coordinate of the
     weights' TMA. The tile at a group's end begins early, where the group has so many rows; else it reads rows of the
-    next group, which spoil only rows of the product that are not stored (``GroupBoxes``).
-    ``swapped`` puts weight rows on the MMA's side of 64, and tokens on that of 16 to 256.
+    next group, which spoil only rows of the product that are not stored. Nothing is masked in the mainloop; a ragged K
+    is filled with zeros by the TMA.
+``swapped`` puts weight rows on the MMA's side of 64, and tokens on that of 16 to 256.
+
+Refuses (``ops/moe/warpgroup.py``): what ``gemm``'s does; a gate with a bias or a weight that is not K-major.
 
 Source:
     CUTLASS's grouped GEMM finds tiles by a warp that scans the problems' sizes; here sizes are prefix sums already and
@@ -24,10 +36,23 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutekernels.kernels.cute.gemm.warpgroup import GROUP, ROWS, Side, WarpgroupGemm
-from cutekernels.kernels.cute.parts.schedule import TileRing
+from cutekernels.kernels.cute.gemm.warpgroup import GROUP, Operand, Shared, Side, WarpgroupGemm
+from cutekernels.kernels.cute.parts.boxes import BoxOperands, Corner
+from cutekernels.kernels.cute.parts.pipeline import Position
+from cutekernels.kernels.cute.parts.schedule import RingTile, TileRing
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, WarpgroupSmem
 from cutekernels.kernels.cute.parts.walk import GroupWalk
+
+
+@dataclass(frozen=True)
+class GroupOperands:
+    """What the producer reads: both operands, the groups' ends, and out for its extents."""
+
+    tokens: Operand
+    weights: Operand
+    mD: cute.Tensor  # (T, N)
+    mEnds: cute.Tensor  # (G + 1,)
+    tiles_o: Int32  # of clusters, along out's columns
 
 
 @dataclass(frozen=True)
@@ -78,26 +103,26 @@ class GroupedWarpgroup:
         stream: cuda.CUstream,
     ):
         body, dtype = self.product, mX.element_type
-        prepared, boxed = body.prepared, body.boxed
         swapped = const_expr(body.swapped)
-        mX = prepared(mX, False, False)
-        mW = prepared(mW, False, not (body.rows_k_major if const_expr(swapped) else body.columns_k_major))  # (N, K, G)
-        mTile = prepared(mD, body.swapped, body.results.rows_contiguous)
+        mX = body.prepared(mX, False, False)
+        mW = body.prepared(
+            mW, False, not (body.rows_k_major if const_expr(swapped) else body.columns_k_major)
+        )  # (N, K, G)
+        mTile = body.prepared(mD, body.swapped, body.results.rows_contiguous)
+        # T is tokens and W weights; R and S are the tile's rows and columns, T and W or the reverse.
         layout_r, layout_s = body.layouts(dtype)
         layout_t, layout_w = (layout_s, layout_r) if const_expr(swapped) else (layout_r, layout_s)
-        tma_t, tX = boxed(mX, layout_t, self.tokens)
-        tma_w, tW = boxed(mW, layout_w, self.weights)
-        results = body.results
+        tma_t, tX = body.boxed(mX, layout_t, self.tokens)
+        tma_w, tW = body.boxed(mW, layout_w, self.weights)
         tma_d, tD = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), mTile, results.layout(), results.shape
+            cpasync.CopyBulkTensorTileS2GOp(), mTile, body.results.layout(), body.results.shape
         )
         tiled_mma = body.mma(dtype)
+        # As many tiles as there can be at most bound the grid: the device alone knows how many there are.
         rows, groups = mX.shape[0], mEnds.shape[0] - 1
         tiles_o = cute.ceil_div(mD.shape[1], self.weights.box * self.cluster_o)
         most = (rows // self.walk.unit + cutlass.min(groups, rows)) * tiles_o * body.cluster
-        self.kernel(
-            tma_t, tX, tma_w, tW, tma_d, tD, mD, mEnds, mBias, tiled_mma, layout_r, layout_s, tiles_o,
-        ).launch(
+        self.kernel(tma_t, tX, tma_w, tW, tma_d, tD, mD, mEnds, mBias, tiled_mma, layout_r, layout_s, tiles_o).launch(
             grid=[cutlass.min(most, Int32(body.resident)), 1, 1],
             block=[body.threads, 1, 1],
             cluster=[body.cluster, 1, 1],
@@ -105,7 +130,7 @@ class GroupedWarpgroup:
             preferred_smem_carveout=100,  # percent
             use_pdl=body.dependent,
             stream=stream,
-        )  # fmt: skip
+        )
 
     @cute.kernel
     def kernel(
@@ -124,153 +149,130 @@ class GroupedWarpgroup:
         layout_s: cute.ComposedLayout,
         tiles_o: Int32,
     ):
-        body, smem, ring = self.product, self.smem, self.ring
+        body = self.product
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         group = cute.arch.make_warp_uniform(tid // GROUP)
         warp = cute.arch.make_warp_uniform(tid // 32)
-        loading = const_expr(body.groups)  # the group that loads
+        producer = const_expr(body.groups)  # the warp group that loads
 
         # -- setup
-        storage = SmemAllocator().allocate(smem.total_bytes, byte_alignment=ALIGNMENT)
-        furnish, ready, init = body.furnish, body.ready, ring.init
-        sR, sS, full, empty, landed, turns = furnish(storage, layout_r, layout_s)
-        at_ring = cute.recast_ptr(storage + smem.ring_at, dtype=Int64)
-        if warp == 4 * loading:
+        storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
+        shared = body.allocate(storage, layout_r, layout_s)
+        ring = cute.recast_ptr(storage + self.smem.ring_at, dtype=Int64)
+        if warp == 4 * producer:
             with cute.arch.elect_one():
-                init(at_ring)
-        ready(warp, (tma_t, tma_w, tma_d), full, empty, landed)
+                self.ring.init(ring)
+        # Makes the ring's barriers visible with the others, and waits for the previous kernel.
+        body.set_up(warp, (tma_t, tma_w, tma_d), shared)
 
         k_tiles = cute.ceil_div(cute.size(tX, mode=[1]), body.tile_k)
-        search, consume = self.search, self.consume
-        if group == loading:
+        if group == producer:
             cute.arch.setmaxregister_decrease(body.registers[0])
-            if warp == 4 * loading:
-                search(
-                    block, (tma_t, tX, sS if const_expr(body.swapped) else sR),
-                    (tma_w, tW, sR if const_expr(body.swapped) else sS), mD, mEnds, tiles_o, at_ring, full, empty,
-                    k_tiles,
-                )  # fmt: skip
+            if warp == 4 * producer:
+                tokens = Operand(tma_t, tX, shared.sS if const_expr(body.swapped) else shared.sR)
+                weights = Operand(tma_w, tW, shared.sR if const_expr(body.swapped) else shared.sS)
+                self.produce(GroupOperands(tokens, weights, mD, mEnds, tiles_o), block, shared, ring, k_tiles)
                 if const_expr(body.dependent):
-                    cute.arch.griddepcontrol_launch_dependents()  # their setup then runs behind the last products
+                    # PDL: the next kernel's CTAs may be placed; their setup then runs behind our last products.
+                    cute.arch.griddepcontrol_launch_dependents()
         else:
             cute.arch.setmaxregister_increase(body.registers[1])
-            consume(
-                tid, group, tiled_mma, sR, sS, full, empty, landed, turns, at_ring, k_tiles, storage,
-                (tma_d, tD, mD, mBias),
-            )  # fmt: skip
-        if const_expr(body.cluster > 1):  # the other CTA's copies and arrivals need this one's shared memory
+            outputs = BoxOperands(tma_d, tD, None, None, mBias, Float32(1.0), Float32(0.0), mD, None)
+            self.consume(tid, group, shared, tiled_mma, ring, k_tiles, outputs)
+        if const_expr(body.cluster > 1):
+            # Both CTAs wait for each other's end: the other's multicasts and arrivals need this one's shared memory.
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
 
     @cute.jit
-    def search(
-        self,
-        block: Int32,
-        tokens: tuple[cute.CopyAtom, cute.Tensor, cute.Tensor],
-        weights: tuple[cute.CopyAtom, cute.Tensor, cute.Tensor],
-        mD: cute.Tensor,
-        mEnds: cute.Tensor,
-        tiles_o: Int32,
-        at_ring: cute.Pointer,
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        k_tiles: Int32,
-    ):
-        """The loading warp's work: finds the CTA's tiles, passes them on, loads them."""
-        body, walk = self.product, self.walk
-        chunk, find, publish = walk.chunk, walk.find, self.ring.publish
-        load, produce = body.load, body.produce
+    def produce(self, operands: GroupOperands, block: Int32, shared: Shared, ring: cute.Pointer, k_tiles: Int32):
+        """The producer warp's work: finds the CTA's tiles, passes them on, loads them."""
+        body = self.product
         tile_t, tile_o = const_expr(self.tokens.rows), const_expr(self.weights.box)
-        rows, columns = mD.shape
+        mEnds = operands.mEnds
+        rows, columns = operands.mD.shape
         blocks, _, _ = cute.arch.grid_dim()
         rank, tile, step = block % body.cluster, block // body.cluster, blocks // body.cluster
+        # The walk's chunk of groups lies in the warp's registers: each lane has the ends of four.
         rHigh = cute.make_rmem_tensor(4, Int32)
         lead = cutlass.min(cutlass.max(mEnds[0], Int32(0)), rows)
-        low, total, top = chunk(mEnds, rows, rHigh, Int32(0), lead)
-        first, before = Int32(0), Int32(0)
-        entry, stage, phase, group = Int32(0), Int32(0), Int32(1), Int32(0)
+        state = self.walk.start(mEnds, rows, rHigh, lead)
+        entry, at, group = Int32(0), Position(Int32(0), Int32(1)), Int32(0)
         while group >= 0:
-            state, group, begin, end, at_t, at_o = find(
-                mEnds, rows, rHigh, (first, low, total, top, before), tile, tiles_o
-            )
-            first, low, total, top, before = state
+            state, found = self.walk.find(mEnds, rows, rHigh, state, tile, operands.tiles_o)
+            group = found.group
             if group >= 0:
+                tile_m, tile_n = found.m, found.n
+                # This CTA's tile of the cluster's.
                 if const_expr(self.cluster_t > 1):
-                    at_t = at_t * self.cluster_t + rank
+                    tile_m = tile_m * self.cluster_t + rank
                 if const_expr(self.cluster_o > 1):
-                    at_o = at_o * self.cluster_o + rank
-                token = cutlass.max(cutlass.min(begin + at_t * tile_t, end - tile_t), begin)
-                column = cutlass.max(cutlass.min(at_o * tile_o, columns - tile_o), Int32(0))
-                publish(at_ring, entry, token, column, group, end)
+                    tile_n = tile_n * self.cluster_o + rank
+                # The last tiles of a group and of out's columns begin early, where there are so many.
+                token = cutlass.max(cutlass.min(found.begin + tile_m * tile_t, found.end - tile_t), found.begin)
+                column = cutlass.max(cutlass.min(tile_n * tile_o, columns - tile_o), Int32(0))
+                self.ring.publish(ring, entry, RingTile(token, column, group, found.end))
                 loads = [
-                    *load(tokens, self.tokens, token, group, rank),
-                    *load(weights, self.weights, column, group, rank),
+                    *body.load(operands.tokens, self.tokens, token, group, rank),
+                    *body.load(operands.weights, self.weights, column, group, rank),
                 ]
-                stage, phase = produce(loads, full, empty, stage, phase, k_tiles)
+                at = body.produce(shared, loads, at, k_tiles)
                 entry, tile = entry + 1, tile + step
+        # No more tiles, for each group that takes entries of its own.
         for i in cutlass.range_constexpr(2 if body.pingpong else 1):
-            publish(at_ring, entry + i, lead, top, Int32(-1), Int32(0))
+            self.ring.publish(ring, entry + i, RingTile(lead, state.top, Int32(-1), Int32(0)))
 
     @cute.jit
     def consume(
         self,
         tid: Int32,
         group: Int32,
+        shared: Shared,
         tiled_mma: cute.TiledMma,
-        sR: cute.Tensor,
-        sS: cute.Tensor,
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        landed: cute.Pointer,
-        turns: cute.Pointer,
-        at_ring: cute.Pointer,
+        ring: cute.Pointer,
         k_tiles: Int32,
-        storage: cute.Pointer,
-        operands: tuple,
+        outputs: BoxOperands,
     ):
-        """A multiplying group's tiles, one after the other, then its share of the rows of no group."""
-        tma_d, tD, mD, mBias = operands
-        body, smem, results = self.product, self.smem, self.product.results
-        member = tid % GROUP
-        fragments, skip, multiply = body.fragments, body.pipeline.skip, body.multiply
-        begin, deliver, finish = results.begin, results.deliver, results.finish
-        receive, blank = self.ring.receive, self.blank
-        rR, rS, acc = fragments(group, tiled_mma, sR, sS)
-        at_boxes = storage + smem.boxes_at + group * (smem.boxes * smem.box_bytes)
-        at_bias = cute.recast_ptr(storage + smem.biases_at + group * (smem.BIASES * 4), dtype=Float32)
-        landed = landed + group * smem.boxes
-        below = group * ROWS if const_expr(not body.pingpong) else Int32(0)  # this group's first row of a tile
+        """A consumer group's tiles, one after the other, then its share of the rows of no group."""
+        body = self.product
+        consumer = body.consumer(tid, group, shared, tiled_mma)
+        buffers = body.buffers(consumer, shared)
 
-        stage, phase, used, turn, entry = Int32(0), Int32(0), Int32(0), Int32(1) - group, Int32(0)
+        at, boxes_used, order_phase, entry = Position(Int32(0), Int32(0)), Int32(0), Int32(1) - group, Int32(0)
         if const_expr(body.pingpong):
+            # Ping-pong: every second entry. The second group passes over the stages of the first tile.
             entry = group
             if group == 1:
-                stage, phase = skip(stage, phase, k_tiles)
-        token, column, expert, end = receive(at_ring, entry)
-        while expert >= 0:
-            row, across = token, column
+                at = body.pipeline.after(at, k_tiles)
+        # -- tile after tile, until an entry says that there is none
+        tile = self.ring.receive(ring, entry)
+        while tile.group >= 0:
+            row, column = tile.row, tile.column
             if const_expr(body.swapped):
-                row, across = column, token
-            corner = (row + below, across, Int32(0))
+                row, column = tile.column, tile.row
+            corner = body.results.corner(buffers, Corner(row, column, Int32(0)))
+            # The tile's own outputs: its group's bias and end.
             bias = None
-            if const_expr(mBias is not None):
-                bias = mBias[expert, None]
-            outgoing = (tma_d, tD, None, None, bias, Float32(1.0), Float32(0.0), mD, end)
-            begin(member, corner, row, at_boxes, at_bias, landed, used, outgoing)
+            if const_expr(outputs.mBias is not None):
+                bias = outputs.mBias[tile.group, None]
+            own = replace(outputs, mBias=bias, end=tile.end)
+            body.results.load_inputs(buffers, own, Corner(row, column, Int32(0)), corner, boxes_used)
             if const_expr(body.pingpong):
-                cute.arch.mbarrier_wait(turns + group, turn)
-                turn = turn ^ 1
-            acc.fill(0.0)
-            stage, phase = multiply(member, tiled_mma, acc, rR, rS, full, empty, stage, phase, k_tiles, turns, group)
+                # Wait until the other group has issued all products of its tile.
+                cute.arch.mbarrier_wait(shared.order + group, order_phase)
+                order_phase = order_phase ^ 1
+            consumer.acc.fill(0.0)
+            at = body.multiply(consumer, shared, at, k_tiles)
             if const_expr(body.pingpong):
-                stage, phase = skip(stage, phase, k_tiles)
-            deliver(member, group, acc, corner, below, at_boxes, at_bias, landed, used, outgoing)
-            used = used + results.count
+                at = body.pipeline.after(at, k_tiles)  # the other group's stages
+            body.results.store_tile(buffers, own, consumer.acc, corner, boxes_used)
+            boxes_used = boxes_used + body.results.count
             entry = entry + const_expr(2 if body.pingpong else 1)
-            token, column, expert, end = receive(at_ring, entry)
-        finish(member)
-        blank(tid, mD, token, column)
+            tile = self.ring.receive(ring, entry)
+        # -- rows of no group, of which every CTA has a share
+        body.results.drain(consumer.thread)
+        self.blank(tid, outputs.mOut, tile.row, tile.column)
 
     @cute.jit
     def blank(self, tid: Int32, mD: cute.Tensor, lead: Int32, tail: Int32):
@@ -281,6 +283,7 @@ class GroupedWarpgroup:
         warps = const_expr(4 * self.product.groups)
         zeros = cute.make_rmem_tensor(8, mD.element_type)
         zeros.fill(0.0)
+        # A row to a warp, 16 bytes to a lane; the grid's warps take rows in turns.
         for i in cutlass.range(block * warps + tid // 32, lead + (rows - tail), blocks * warps, unroll=1):
             row = i if i < lead else i - lead + tail
             for column in cutlass.range(tid % 32 * 8, columns, 32 * 8, unroll=1):

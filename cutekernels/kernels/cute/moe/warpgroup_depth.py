@@ -1,13 +1,18 @@
 """Weight gradients of grouped products, warpgroup schedule: ``out[e] = a[rows of e].T @ b[rows of e]``.
 
-Schedule:
-    :class:`WarpgroupGemm`'s persistent grid over the tiles of every expert's matrix, one expert after the other. Both
-    operands lie along their rows, and a tile is as deep as its expert has rows, so each tile has its own number of
-    k-tiles; an expert without rows gets zeros. Loads begin at the expert's first row, wherever that is. Warps that load
-    and that multiply read the ends for themselves: offsets that change while the kernel runs may hang it.
-    The last k-tile reaches into the next expert's rows. Of those the MMA's step of 16 rows that is partly the expert's
-    own is zeroed in shared memory by each group that reads it, in both operands, and later steps are not multiplied: a
-    NaN stays with its expert.
+Roles, barriers and the order of steps are :class:`WarpgroupGemm`'s (``gemm/warpgroup.py``): one producer warp, consumer
+warp groups, cooperative or in ping-pong, over the tiles of every expert's matrix, one expert after the other. Both
+operands lie along their rows, and a tile is as deep as its expert has rows, so each tile has its own number of k-tiles;
+an expert without rows gets zeros. Producer and consumers read the ends for themselves (``span``): offsets that change
+while the kernel runs may hang it. In ping-pong a group passes over the other's stages by that tile's own depth.
+
+Ends:
+    Loads begin at the expert's first row, wherever that is, so an expert's *last* k-tile is the ragged one, and reaches
+    into the next expert's rows. ``multiply`` treats it apart, behind the whole k-tiles: of its steps of 16 rows the one
+    that is partly the expert's own is zeroed in shared memory behind the expert's end, by each group that reads it, in
+    both operands (a NaN stays with its expert), and later steps are not multiplied.
+
+Refuses (``ops/moe/warpgroup.py``): what ``gemm``'s does; matrices of fewer than 32 rows or columns.
 
 Source:
     CUTLASS's grouped GEMM of ragged depth writes a descriptor for each group on the device; here one serves all.
@@ -22,13 +27,22 @@ from cutlass import Float32, Int16, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cutekernels.kernels.cute.gemm.warpgroup import GROUP, ROWS, WarpgroupGemm
-from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER
+from cutekernels.kernels.cute.gemm.warpgroup import GROUP, Consumer, Operand, Shared, Walk, WarpgroupGemm
+from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxOperands
 from cutekernels.kernels.cute.parts.fragments import swizzled
 from cutekernels.kernels.cute.parts.heads import WIDEST, shared_vector
+from cutekernels.kernels.cute.parts.pipeline import Position
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
 
 STEP = 16  # rows of both operands that an MMA multiplies
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The groups' ends, as the device has them, and the rows that there are."""
+
+    mEnds: cute.Tensor  # (G + 1,)
+    depth: Int32
 
 
 @dataclass(frozen=True)
@@ -48,16 +62,18 @@ class GroupedDepth:
         stream: cuda.CUstream,
     ):
         body, dtype = self.product, mA.element_type
-        prepared, results = body.prepared, body.results
-        mR = prepared(mA if const_expr(not body.swapped) else mB, True, True)  # (M, T)
-        mS = prepared(mB if const_expr(not body.swapped) else mA, True, True)  # (N, T)
-        mD = prepared(mD, body.swapped, results.rows_contiguous)  # (M, N, G)
+        mR = body.prepared(mA if const_expr(not body.swapped) else mB, True, True)  # (M, T)
+        mS = body.prepared(mB if const_expr(not body.swapped) else mA, True, True)  # (N, T)
+        mD = body.prepared(mD, body.swapped, body.results.rows_contiguous)  # (M, N, G)
         layout_r, layout_s = body.layouts(dtype)
+        # One descriptor serves all experts: a load moves its coordinates to the expert's first row.
         tma_r, tR = body.boxed(mR, layout_r, body.of_rows)
         tma_s, tS = body.boxed(mS, layout_s, body.of_columns)
-        tma_d, tD = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mD, results.layout(), results.shape)
+        tma_d, tD = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(), mD, body.results.layout(), body.results.shape
+        )
         tiles_m = cute.ceil_div(cute.size(mD, mode=[0]), body.tile_m * body.cluster_m)
-        tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), results.columns * body.cluster_n)
+        tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), body.results.columns * body.cluster_n)
         tiles = (tiles_m, tiles_n, mEnds.shape[0] - 1)
         blocks = cutlass.min(tiles[0] * tiles[1] * tiles[2] * body.cluster, Int32(body.resident))
         self.kernel(tma_r, tR, tma_s, tS, tma_d, tD, mEnds, body.mma(dtype), layout_r, layout_s, tiles).launch(
@@ -91,179 +107,172 @@ class GroupedDepth:
         blocks, _, _ = cute.arch.grid_dim()
         group = cute.arch.make_warp_uniform(tid // GROUP)
         warp = cute.arch.make_warp_uniform(tid // 32)
-        loading = const_expr(body.groups)  # the group that loads
-        furnish, ready = body.furnish, body.ready
+        producer = const_expr(body.groups)  # the warp group that loads
         storage = SmemAllocator().allocate(body.smem.total_bytes, byte_alignment=ALIGNMENT)
-        sR, sS, full, empty, landed, turns = furnish(storage, layout_r, layout_s)
-        ready(warp, (tma_r, tma_s, tma_d), full, empty, landed)
+        shared = body.allocate(storage, layout_r, layout_s)
+        body.set_up(warp, (tma_r, tma_s, tma_d), shared)
 
-        rank = block % body.cluster
-        walk = (block // body.cluster, tiles[0] * tiles[1] * tiles[2], blocks // body.cluster)
-        place, load, produce, span, consume = body.place, body.load, body.produce, self.span, self.consume
-        extents = cute.size(tD, mode=[0]), cute.size(tD, mode=[1])
-        depth = cute.size(tR, mode=[1])
-        if group == loading:
+        # -- the walk: every expert's tiles, one expert after the other
+        walk = Walk(
+            rank=block % body.cluster,
+            first=block // body.cluster,
+            count=tiles[0] * tiles[1] * tiles[2],
+            step=blocks // body.cluster,
+            tiles_m=tiles[0],
+            tiles_n=tiles[1],
+            rows=cute.size(tD, mode=[0]),
+            columns=cute.size(tD, mode=[1]),
+        )
+        ends = Ends(mEnds, cute.size(tR, mode=[1]))
+        if group == producer:
             cute.arch.setmaxregister_decrease(body.registers[0])
-            if warp == 4 * loading:
-                stage, phase = Int32(0), Int32(1)
-                for tile in cutlass.range(walk[0], walk[1], walk[2], unroll=1):
-                    at = place(tile, rank, tiles, extents)
-                    begin, rows = span(mEnds, at[2], depth)
+            if warp == 4 * producer:
+                at = Position(Int32(0), Int32(1))  # a fresh empty barrier counts as complete at phase 1
+                for index in cutlass.range(walk.first, walk.count, walk.step, unroll=1):
+                    corner = body.place(walk, index)
+                    begin, rows = self.span(ends, corner.layer)
+                    of_rows = Operand(tma_r, cute.domain_offset((0, begin), tR), shared.sR)
+                    of_columns = Operand(tma_s, cute.domain_offset((0, begin), tS), shared.sS)
                     loads = [
-                        *load((tma_r, cute.domain_offset((0, begin), tR), sR), body.of_rows, at[0], at[2], rank),
-                        *load((tma_s, cute.domain_offset((0, begin), tS), sS), body.of_columns, at[1], at[2], rank),
+                        *body.load(of_rows, body.of_rows, corner.row, corner.layer, walk.rank),
+                        *body.load(of_columns, body.of_columns, corner.column, corner.layer, walk.rank),
                     ]
-                    stage, phase = produce(loads, full, empty, stage, phase, cute.ceil_div(rows, body.tile_k))
+                    at = body.produce(shared, loads, at, cute.ceil_div(rows, body.tile_k))
                 if const_expr(body.dependent):
-                    cute.arch.griddepcontrol_launch_dependents()  # their setup then runs behind the last products
+                    # PDL: the next kernel's CTAs may be placed; their setup then runs behind our last products.
+                    cute.arch.griddepcontrol_launch_dependents()
         else:
             cute.arch.setmaxregister_increase(body.registers[1])
-            consume(
-                tid, group, rank, walk, tiles, tiled_mma, sR, sS, (full, empty, landed, turns), storage, mEnds, depth,
-                (tma_d, tD, None, None, None, Float32(1.0), Float32(0.0)),
-            )  # fmt: skip
-        if const_expr(body.cluster > 1):  # the other CTA's copies and arrivals need this one's shared memory
+            outputs = BoxOperands(tma_d, tD, None, None, None, Float32(1.0), Float32(0.0))
+            self.consume(tid, group, shared, walk, tiled_mma, ends, outputs)
+        if const_expr(body.cluster > 1):
+            # Both CTAs wait for each other's end: the other's multicasts and arrivals need this one's shared memory.
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
 
     @cute.jit
-    def span(self, mEnds: cute.Tensor, group: Int32, depth: Int32) -> tuple[Int32, Int32]:
+    def span(self, ends: Ends, group: Int32) -> tuple[Int32, Int32]:
         """Where the rows of ``group`` begin, and how many there are; ends may be anything and are clamped."""
-        begin = cutlass.min(cutlass.max(mEnds[group], Int32(0)), depth)
-        end = cutlass.min(cutlass.max(mEnds[group + 1], begin), depth)
+        begin = cutlass.min(cutlass.max(ends.mEnds[group], Int32(0)), ends.depth)
+        end = cutlass.min(cutlass.max(ends.mEnds[group + 1], begin), ends.depth)
         return begin, end - begin
+
+    @cute.jit
+    def pass_over(self, walk: Walk, ends: Ends, index: Int32, at: Position) -> Position:
+        """The position behind the stages of tile ``index``, which is the other group's."""
+        other = self.product.place(walk, index)
+        _, rows = self.span(ends, other.layer)
+        return self.product.pipeline.after(at, cute.ceil_div(rows, self.product.tile_k))
 
     @cute.jit
     def consume(
         self,
         tid: Int32,
         group: Int32,
-        rank: Int32,
-        walk: tuple[Int32, Int32, Int32],
-        tiles: tuple[Int32, Int32, Int32],
+        shared: Shared,
+        walk: Walk,
         tiled_mma: cute.TiledMma,
-        sR: cute.Tensor,
-        sS: cute.Tensor,
-        barriers: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
-        storage: cute.Pointer,
-        mEnds: cute.Tensor,
-        depth: Int32,
-        operands: tuple,
+        ends: Ends,
+        outputs: BoxOperands,
     ):
-        """A multiplying group's tiles, one after the other."""
-        body, smem, results = self.product, self.product.smem, self.product.results
-        first, count, step = walk
-        full, empty, landed, turns = barriers
-        member = tid % GROUP
-        fragments, place, skip, span = body.fragments, body.place, body.pipeline.skip, self.span
-        begin, deliver, finish, multiply = results.begin, results.deliver, results.finish, self.multiply
-        rR, rS, acc = fragments(group, tiled_mma, sR, sS)
-        at_boxes = storage + smem.boxes_at + group * (smem.boxes * smem.box_bytes)
-        at_bias = cute.recast_ptr(storage + smem.biases_at, dtype=Float32)
-        landed = landed + group * smem.boxes
-        extents = cute.size(operands[1], mode=[0]), cute.size(operands[1], mode=[1])
-        below = group * ROWS if const_expr(not body.pingpong) else Int32(0)  # this group's first row of a tile
+        """A consumer group's tiles, one after the other."""
+        body = self.product
+        consumer = body.consumer(tid, group, shared, tiled_mma)
+        buffers = body.buffers(consumer, shared)
 
-        stage, phase, used, turn = Int32(0), Int32(0), Int32(0), Int32(1) - group
-        stride = step
+        at, boxes_used, order_phase = Position(Int32(0), Int32(0)), Int32(0), Int32(1) - group
+        first, stride = walk.first, walk.step
         if const_expr(body.pingpong):
+            # Ping-pong: every second tile of the CTA. The second group passes over the stages of the CTA's first tile.
             if group == 1:
-                _, _, other = place(first, rank, tiles, extents)
-                _, rows = span(mEnds, other, depth)
-                stage, phase = skip(stage, phase, cute.ceil_div(rows, body.tile_k))
-                first = first + step
-            stride = step * 2
-        for tile in cutlass.range(first, count, stride, unroll=1):
-            row, column, layer = place(tile, rank, tiles, extents)
-            corner = (row + below, column, layer)
-            begin(member, corner, row, at_boxes, at_bias, landed, used, operands)
+                at = self.pass_over(walk, ends, first, at)
+                first = first + walk.step
+            stride = walk.step * 2
+        for index in cutlass.range(first, walk.count, stride, unroll=1):
+            tile = body.place(walk, index)
+            corner = body.results.corner(buffers, tile)
+            body.results.load_inputs(buffers, outputs, tile, corner, boxes_used)
             if const_expr(body.pingpong):
-                cute.arch.mbarrier_wait(turns + group, turn)
-                turn = turn ^ 1
-            acc.fill(0.0)
-            _, rows = span(mEnds, layer, depth)
-            stage, phase = multiply(
-                member, group, tiled_mma, acc, rR, rS, sR, sS, storage, full, empty, turns, stage, phase, rows
-            )
+                # Wait until the other group has issued all products of its tile.
+                cute.arch.mbarrier_wait(shared.order + group, order_phase)
+                order_phase = order_phase ^ 1
+            consumer.acc.fill(0.0)
+            _, rows = self.span(ends, tile.layer)
+            at = self.multiply(consumer, shared, at, rows)
             if const_expr(body.pingpong):
-                _, _, other = place(cutlass.min(tile + step, count - 1), rank, tiles, extents)
-                _, rows = span(mEnds, other, depth)
-                stage, phase = skip(stage, phase, cute.ceil_div(rows, body.tile_k))
-            deliver(member, group, acc, corner, below, at_boxes, at_bias, landed, used, operands)
-            used = used + results.count
-        finish(member)
+                at = self.pass_over(walk, ends, cutlass.min(index + walk.step, walk.count - 1), at)
+            body.results.store_tile(buffers, outputs, consumer.acc, corner, boxes_used)
+            boxes_used = boxes_used + body.results.count
+        body.results.drain(consumer.thread)
 
     @cute.jit
-    def multiply(
-        self,
-        member: Int32,
-        group: Int32,
-        tiled_mma: cute.TiledMma,
-        acc: cute.Tensor,
-        rR: cute.Tensor,
-        rS: cute.Tensor,
-        sR: cute.Tensor,
-        sS: cute.Tensor,
-        storage: cute.Pointer,
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        turns: cute.Pointer,
-        stage: Int32,
-        phase: Int32,
-        rows: Int32,
-    ) -> tuple[Int32, Int32]:
-        """The mainloop of a tile ``rows`` deep."""
+    def multiply(self, consumer: Consumer, shared: Shared, at: Position, rows: Int32) -> Position:
+        """The mainloop of a tile ``rows`` deep. Returns the position behind its last k-tile."""
         body = self.product
-        advance, release, clear = body.pipeline.advance, body.pipeline.release, self.clear
         whole = rows // body.tile_k
         rest = rows - whole * body.tile_k
         before = Int32(0)
+        # Whole k-tiles: all rows are the expert's.
         for k_tile in cutlass.range(whole, unroll=1):
-            cute.arch.mbarrier_wait(full + stage, phase)
+            # Wait until the TMA has filled the stage.
+            cute.arch.mbarrier_wait(shared.full + at.stage, at.phase)
             warpgroup.fence()
             for kb in cutlass.range_constexpr(body.tile_k // STEP):
-                cute.gemm(tiled_mma, acc, rR[None, None, kb, stage], rS[None, None, kb, stage], acc)
+                cute.gemm(
+                    consumer.tiled_mma,
+                    consumer.acc,
+                    consumer.rR[None, None, kb, at.stage],
+                    consumer.rS[None, None, kb, at.stage],
+                    consumer.acc,
+                )
             warpgroup.commit_group()
+            # The products of the k-tile before are done, so the producer may refill its stage; these go on.
             warpgroup.wait_group(1)
-            release(member, empty, before, k_tile > 0)
-            before = stage
-            stage, phase = advance(stage, phase)
+            body.pipeline.release(consumer.thread, shared.empty, before, k_tile > 0)
+            before = at.stage
+            at = body.pipeline.next(at)
         if rest > 0:
-            cute.arch.mbarrier_wait(full + stage, phase)
+            # The ragged k-tile: its first ``rest`` rows are the expert's, the others the next one's.
+            cute.arch.mbarrier_wait(shared.full + at.stage, at.phase)
             steps = cute.ceil_div(rest, STEP)
-            clear(member, storage, sR, body.tile_m, stage, rest, steps * STEP)
-            clear(member, storage + body.smem.columns_at, sS, body.tile_n, stage, rest, steps * STEP)
+            self.clear(consumer, shared.storage, shared.sR, at.stage, rest, steps * STEP)
+            columns = shared.storage + body.smem.columns_at
+            self.clear(consumer, columns, shared.sS, at.stage, rest, steps * STEP)
+            # The tensor cores see this thread's zeros, and the group multiplies when all of its threads have written.
             cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=FIRST_BARRIER + group, number_of_threads=GROUP)
+            cute.arch.barrier(barrier_id=FIRST_BARRIER + consumer.group, number_of_threads=GROUP)
+            # The last whole k-tile's products are done: its stage goes back to the producer.
             warpgroup.wait_group(0)
-            release(member, empty, before, whole > 0)
-            before = stage
+            body.pipeline.release(consumer.thread, shared.empty, before, whole > 0)
+            before = at.stage
             warpgroup.fence()
             for kb in cutlass.range(steps, unroll=1):
-                cute.gemm(tiled_mma, acc, rR[None, None, kb, stage], rS[None, None, kb, stage], acc)
+                cute.gemm(
+                    consumer.tiled_mma,
+                    consumer.acc,
+                    consumer.rR[None, None, kb, at.stage],
+                    consumer.rS[None, None, kb, at.stage],
+                    consumer.acc,
+                )
             warpgroup.commit_group()
-            stage, phase = advance(stage, phase)
+            at = body.pipeline.next(at)
         if const_expr(body.pingpong):  # noqa: SIM102  known when compiled
-            if member == 0:
-                cute.arch.mbarrier_arrive(turns + (group ^ 1))
+            if consumer.thread == 0:
+                # All products of this tile are issued: the other group may issue its own behind them.
+                cute.arch.mbarrier_arrive(shared.order + (consumer.group ^ 1))
+        # The last products are done: accumulators may be read. An expert without rows has no stage to give back.
         warpgroup.wait_group(0)
-        release(member, empty, before, rows > 0)
-        return stage, phase
+        body.pipeline.release(consumer.thread, shared.empty, before, rows > 0)
+        return at
 
     @cute.jit
-    def clear(
-        self,
-        member: Int32,
-        storage: cute.Pointer,
-        sX: cute.Tensor,
-        extent: cutlass.Constexpr[int],
-        stage: Int32,
-        first: Int32,
-        end: Int32,
-    ):
-        """Zeros rows ``first`` to ``end`` of a stage of an operand, ``extent`` wide: ``sX`` (extent, K, STAGE)."""
-        pieces = const_expr(extent // WIDEST)
+    def clear(self, consumer: Consumer, storage: cute.Pointer, sX: cute.Tensor, stage: Int32, first: Int32, end: Int32):
+        """Zeros rows ``first`` to ``end`` of a stage of an operand, ``sX`` (extent, K, STAGE), whose stages begin at
+        ``storage``. Groups that share a tile write the same zeros, each for itself.
+        """
+        # 16 bytes a thread, at the swizzled address; sX's layout has no swizzle.
+        pieces = const_expr(cute.size(sX, mode=[0]) // WIDEST)
         base = storage.toint().to(Int32)
-        for i in cutlass.range(member, (end - first) * pieces, GROUP, unroll=1):
+        for i in cutlass.range(consumer.thread, (end - first) * pieces, GROUP, unroll=1):
             at = cute.crd2idx((i % pieces * WIDEST, first + i // pieces, stage), sX.layout) * 2
             shared_vector(Int16, base + swizzled(at, 128)).fill(0)

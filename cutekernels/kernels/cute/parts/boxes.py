@@ -1,4 +1,19 @@
-"""From a warp group's accumulators to out: boxes of 64 x 64 through swizzled shared memory and TMA stores."""
+"""From a warp group's accumulators to out: boxes of 64 x 64 through swizzled shared memory and TMA stores.
+
+A consumer group has ``boxes`` buffers and uses them in turn, over all of its tiles: box i of a tile takes buffer
+``(boxes_used + i) % boxes``. Its first warp issues all TMA copies; the group's named barrier is between that warp and
+the other three. Without C, a box in order:
+
+1. The first warp waits until the store that last used the buffer has read it (bulk group); named barrier.
+2. Each warp writes its 16 rows by stmatrix; fence to the async proxy; named barrier.
+3. The first warp starts the TMA store and commits it as a bulk group.
+
+With C, ``load_inputs`` starts the loads of the first boxes before the mainloop. In place of 1 the group waits on the
+buffer's ``c_full`` mbarrier and reads C where it will write the result, and behind 3 the first warp waits for its
+stores and starts the load of the box that comes ``boxes`` later.
+
+Ends: TMA stores clip at the ends of out. Rows that belong to another group are not stored by TMA (``GroupBoxes``).
+"""
 
 from dataclasses import dataclass
 
@@ -17,21 +32,57 @@ FIRST_BARRIER = 1  # named barriers of the groups, one each; 0 is the CTA's
 
 
 @cute.jit
-def wide(sums: cute.Tensor, i: cutlass.Constexpr[int]) -> Float32:
-    """One of a thread's sums in fp32. Fp16 ones are unpacked by an instruction of ours: seeing through it, the compiler
-    would keep them unpacked in the mainloop too.
+def as_fp32(acc: cute.Tensor, i: cutlass.Constexpr[int]) -> Float32:
+    """One of a thread's accumulators in fp32. Fp16 ones are unpacked by an instruction of ours: seeing through it, the
+    compiler would keep them unpacked in the mainloop too.
     """
-    if const_expr(sums.element_type is Float32):
-        return sums[i]
+    if const_expr(acc.element_type is Float32):
+        return acc[i]
     text = "{ .reg .b16 h<2>; mov.b32 {h0, h1}, $1; cvt.f32.f16 $0, h" + str(i % 2) + "; }"
-    word = cute.recast_tensor(sums, Int32)[i // 2]
+    word = cute.recast_tensor(acc, Int32)[i // 2]
     return Float32(instruction(text, "=f,r", word, result=Float32.mlir_type))
 
 
 @cute.jit
-def kept(x: Float32) -> Float32:
-    """``x``, in its place among instructions with effects."""
+def pin(x: Float32) -> Float32:
+    """``x``, held in its place among instructions with effects."""
     return Float32(instruction("mov.f32 $0, $1;", "=f,f", x, result=Float32.mlir_type))
+
+
+@dataclass(frozen=True)
+class Corner:
+    """The first row and column of a tile, and its layer, in the tile's own orientation."""
+
+    row: Int32
+    column: Int32
+    layer: Int32
+
+
+@dataclass(frozen=True)
+class BoxBuffers:
+    """What a consumer group has in shared memory for its results."""
+
+    thread: Int32  # 0 to 127, in the group
+    group: Int32
+    boxes: cute.Pointer
+    bias: cute.Pointer  # fp32, as many as the tile's side has
+    c_full: cute.Pointer  # mbarrier of each box
+    first_row: Int32  # of the group, in a tile
+
+
+@dataclass(frozen=True)
+class BoxOperands:
+    """Where results go, and what is added to them."""
+
+    tma_d: cute.CopyAtom
+    tD: cute.Tensor  # (M, N[, L]), coordinates
+    tma_c: cute.CopyAtom | None
+    tC: cute.Tensor | None  # (M, N[, L]), coordinates
+    mBias: cute.Tensor | None
+    alpha: Float32
+    beta: Float32
+    mOut: cute.Tensor | None = None  # (T, N), of rows in groups
+    end: Int32 | None = None  # of the tile's group of rows
 
 
 @dataclass(frozen=True)
@@ -59,14 +110,14 @@ class ResultBoxes:
     gate: str = "none"
 
     @property
-    def sums(self) -> int:
-        """A thread's sums of a panel."""
+    def panel_accumulators(self) -> int:
+        """A thread's accumulators of a panel."""
         return self.columns // 2 * (2 if self.gate == "n" else 1)
 
     @property
-    def apart(self) -> int:
-        """How far behind a gate's sum a thread holds that of what it multiplies."""
-        return self.panels * self.sums if self.gate == "m" else self.columns // 2
+    def gate_distance(self) -> int:
+        """How far behind a gate's accumulator a thread holds that of what it multiplies."""
+        return self.panels * self.panel_accumulators if self.gate == "m" else self.columns // 2
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -80,10 +131,12 @@ class ResultBoxes:
 
     @property
     def across(self) -> int:
+        """Boxes side by side."""
         return -(-self.columns // BOX)
 
     @property
     def count(self) -> int:
+        """A group's boxes of a tile."""
         return self.panels * self.across
 
     def layout(self) -> cute.ComposedLayout:
@@ -97,19 +150,24 @@ class ResultBoxes:
         return panel * self.pitch, min(across * BOX, self.columns - self.shape[1])
 
     @cute.jit
-    def copies(self, tma: cute.CopyAtom, tX: cute.Tensor, at_boxes: cute.Pointer, corner: tuple[Int32, Int32, Int32]):
+    def corner(self, buffers: BoxBuffers, tile: Corner) -> Corner:
+        """Where the group's rows of a tile begin."""
+        return Corner(tile.row + buffers.first_row, tile.column, tile.layer)
+
+    @cute.jit
+    def copies(self, tma: cute.CopyAtom, tX: cute.Tensor, buffers: BoxBuffers, corner: Corner):
         """Box by box, ``(shared (TMA, box), global (TMA))`` of this group's part of a tile."""
-        tX = tX[None, None, corner[2]] if const_expr(cute.rank(tX) == 3) else tX
+        tX = tX[None, None, corner.layer] if const_expr(cute.rank(tX) == 3) else tX
         layout = self.layout()
-        at = cute.recast_ptr(at_boxes, layout.inner, self.dtype)
+        at = cute.recast_ptr(buffers.boxes, layout.inner, self.dtype)
         shape = (*self.shape, self.boxes)
         stride = (1, BOX, BOX * BOX) if const_expr(self.rows_contiguous) else (BOX, 1, BOX * BOX)
-        sX = cute.make_tensor(at, cute.make_layout(shape, stride=stride))
+        sX = cute.make_tensor(at, cute.make_layout(shape, stride=stride))  # (64, N, box)
         pairs = []
         for box in cutlass.range_constexpr(self.count):
             down, right = self.offset(box)
-            moved = cute.domain_offset((corner[0] + down, corner[1] + right), tX)
-            gX = cute.local_tile(moved, self.shape, (0, 0))
+            moved = cute.domain_offset((corner.row + down, corner.column + right), tX)
+            gX = cute.local_tile(moved, self.shape, (0, 0))  # (64, N)
             pairs.append(
                 cpasync.tma_partition(
                     tma, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
@@ -118,63 +176,53 @@ class ResultBoxes:
         return pairs
 
     @cute.jit
-    def begin(
-        self,
-        member: Int32,
-        corner: tuple[Int32, Int32, Int32],
-        top: Int32,
-        at_boxes: cute.Pointer,
-        at_bias: cute.Pointer,
-        landed: cute.Pointer,
-        used: Int32,
-        operands: tuple,
-    ):
-        """Before the mainloop: the first loads of C, and the bias into shared memory."""
-        _, tD, tma_c, tC, mBias, _, _ = operands[:7]
+    def load_inputs(self, buffers: BoxBuffers, operands: BoxOperands, tile: Corner, corner: Corner, boxes_used: Int32):
+        """Before the mainloop of ``tile``, of which the group has the rows from ``corner`` on: starts the first loads
+        of C, and puts the bias into shared memory.
+        """
         if const_expr(self.source):  # noqa: SIM102  known when compiled
-            if member < 32:
+            if buffers.thread < 32:
+                # The first warp waits until its stores of the tile before have read all boxes: C comes into them.
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-                pairs = self.copies(tma_c, tC, at_boxes, corner)
-                fetch = self.fetch
+                pairs = self.copies(operands.tma_c, operands.tC, buffers, corner)
                 for box in cutlass.range_constexpr(min(self.boxes, self.count)):
-                    fetch(tma_c, pairs, box, landed, used)
+                    self.load_c(buffers, operands, pairs, box, boxes_used)
         if const_expr(self.bias != "none"):
+            # Nobody reads the bias of the tile before: all threads have passed the last box's barrier.
             along = const_expr(1 if self.bias == "n" else 0)
-            extent = cute.size(tD, mode=[along])
-            start = corner[1] if const_expr(self.bias == "n") else top
+            extent = cute.size(operands.tD, mode=[along])
+            start = tile.column if const_expr(self.bias == "n") else tile.row
             for i in cutlass.range_constexpr(2):
-                at = start + i * 128 + member
+                at = start + i * 128 + buffers.thread
                 value = Float32(0.0)
                 if at < extent:
-                    value = mBias[at].to(Float32)
-                at_bias[i * 128 + member] = value
+                    value = operands.mBias[at].to(Float32)
+                buffers.bias[i * 128 + buffers.thread] = value
 
     @cute.jit
-    def fetch(self, tma_c: cute.CopyAtom, pairs: list, box: cutlass.Constexpr[int], landed: cute.Pointer, used: Int32):
-        """The load of a box of C."""
-        buffer = (used + box) % self.boxes
+    def load_c(
+        self,
+        buffers: BoxBuffers,
+        operands: BoxOperands,
+        pairs: list,
+        box: cutlass.Constexpr[int],
+        boxes_used: Int32,
+    ):
+        """Starts the load of a box of C; the first warp's work."""
+        buffer = (boxes_used + box) % self.boxes
         shared, there = pairs[box]
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(landed + buffer, BOX * BOX * 2)
-        cute.copy(tma_c, there, shared[None, buffer], tma_bar_ptr=landed + buffer)
+            # The only arrival on c_full, with the box's bytes: the whole group waits for them in store_tile.
+            cute.arch.mbarrier_arrive_and_expect_tx(buffers.c_full + buffer, BOX * BOX * 2)
+        cute.copy(operands.tma_c, there, shared[None, buffer], tma_bar_ptr=buffers.c_full + buffer)
 
     @cute.jit
-    def deliver(
-        self,
-        member: Int32,
-        group: Int32,
-        acc: cute.Tensor,  # ((2, 2, N / 8), panels, 1)
-        corner: tuple[Int32, Int32, Int32],
-        below: Int32,
-        at_boxes: cute.Pointer,
-        at_bias: cute.Pointer,
-        landed: cute.Pointer,
-        used: Int32,
-        operands: tuple,
+    def store_tile(
+        self, buffers: BoxBuffers, operands: BoxOperands, acc: cute.Tensor, corner: Corner, boxes_used: Int32
     ):
-        """The end of a tile."""
-        tma_d, tD, tma_c, tC, _, alpha, beta = operands[:7]
-        lane, warp = member % 32, member // 32
+        """The end of a tile: ``acc`` ((2, 2, N / 8), panels, 1) to out, box by box, from ``corner`` on."""
+        thread = buffers.thread
+        lane, warp = thread % 32, thread // 32
         half, right = lane // 8 % 2, lane // 16
         # The 16 bytes that this lane gives stmatrix: a row of one of four 8 x 8 blocks, swizzled.
         if const_expr(self.rows_contiguous):
@@ -183,114 +231,123 @@ class ResultBoxes:
             line, chunk = warp * 16 + half * 8 + lane % 8, right
         store = cute.make_copy_atom(StMatrix8x8x16bOp(self.rows_contiguous, 4), self.dtype)
         load = cute.make_copy_atom(LdMatrix8x8x16bOp(self.rows_contiguous, 4), self.dtype)
-        pairs = self.copies(tma_d, tD, at_boxes, corner)
+        pairs = self.copies(operands.tma_d, operands.tD, buffers, corner)
         sources = None
         if const_expr(self.source):
-            sources = self.copies(tma_c, tC, at_boxes, corner)
-        at_plain = cute.recast_ptr(at_boxes, dtype=self.dtype)
+            sources = self.copies(operands.tma_c, operands.tC, buffers, corner)
+        plain = cute.recast_ptr(buffers.boxes, dtype=self.dtype)
         values = cute.make_rmem_tensor((2, 2, self.blocks), Float32)
         rC = cute.make_rmem_tensor((2, 2, self.blocks), self.dtype)
         rD = cute.make_rmem_tensor((2, 2, self.blocks), self.dtype)
-        activate, fetch, spread = self.activation.apply, self.fetch, self.spread
-        take, send = self.take, self.send
         for box in cutlass.range_constexpr(self.count):
             panel = const_expr(box // self.across)
             down, column = self.offset(box)
-            buffer = (used + box) % self.boxes
+            buffer = (boxes_used + box) % self.boxes
+            # This lane's 16 bytes of each two 8-column blocks of the box.
             pieces = []
             for i in cutlass.range_constexpr(self.blocks // 2):
                 if const_expr(self.rows_contiguous):
                     at = (line + 16 * i) * BOX + (chunk ^ (line % 8)) * 8
                 else:
                     at = line * BOX + ((chunk + 2 * i) ^ (line % 8)) * 8
-                piece = at_plain + (buffer * (BOX * BOX) + at)
+                piece = plain + (buffer * (BOX * BOX) + at)
                 piece = cute.make_ptr(self.dtype, piece.toint(), cute.AddressSpace.smem, assumed_align=16)
                 pieces.append(cute.make_tensor(piece, cute.make_layout(8)))
             if const_expr(self.source):
-                cute.arch.mbarrier_wait(landed + buffer, ((used + box) // self.boxes) & 1)
+                # All threads wait for the box of C; a warp reads the rows that it alone will overwrite.
+                cute.arch.mbarrier_wait(buffers.c_full + buffer, ((boxes_used + box) // self.boxes) & 1)
                 for i in cutlass.range_constexpr(self.blocks // 2):
                     cute.copy(load, pieces[i], cute.make_tensor(rC.iterator + 8 * i, cute.make_layout(8)))
             else:
-                if member < 32:
+                if thread < 32:
+                    # The first warp waits until the store that last used this buffer has read it, ...
                     cute.arch.cp_async_bulk_wait_group(self.boxes - 1, read=True)
-                cute.arch.barrier(barrier_id=FIRST_BARRIER + group, number_of_threads=128)
-            take(acc, values, panel, column)
-            x = values.load() if const_expr(self.gate != "none") else alpha * values.load()
+                # ... and the other three wait for the first. Biases of all threads are in shared memory, too.
+                cute.arch.barrier(barrier_id=FIRST_BARRIER + buffers.group, number_of_threads=128)
+            self.read_accumulators(acc, values, panel, column)
+            x = values.load() if const_expr(self.gate != "none") else operands.alpha * values.load()
             if const_expr(self.source):
-                x = x + beta * rC.load().to(Float32)
+                x = x + operands.beta * rC.load().to(Float32)
             if const_expr(self.bias != "none"):
                 if const_expr(self.source and box == 0):
-                    cute.arch.barrier(barrier_id=FIRST_BARRIER + group, number_of_threads=128)
-                x = x + spread(lane, warp, at_bias, below + down, column).load()
-            rD.store(activate(x).to(self.dtype))
+                    # Biases of all threads are in shared memory; without C the barrier above says so.
+                    cute.arch.barrier(barrier_id=FIRST_BARRIER + buffers.group, number_of_threads=128)
+                x = x + self.bias_of(lane, warp, buffers, buffers.first_row + down, column).load()
+            rD.store(self.activation.apply(x).to(self.dtype))
             for i in cutlass.range_constexpr(self.blocks // 2):
                 cute.copy(store, cute.make_tensor(rD.iterator + 8 * i, cute.make_layout(8)), pieces[i])
+            # The TMA sees what this thread has written, ...
             cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=FIRST_BARRIER + group, number_of_threads=128)
-            send(member, box, buffer, pairs, corner, at_plain, operands)
-            if member < 32:
+            # ... and the first warp stores the box when all four have written their rows.
+            cute.arch.barrier(barrier_id=FIRST_BARRIER + buffers.group, number_of_threads=128)
+            self.store_box(buffers, operands, pairs, corner, box, buffer)
+            if thread < 32:
                 cute.arch.cp_async_bulk_commit_group()
                 if const_expr(self.source and box + self.boxes < self.count):
+                    # The first warp waits until this box's store has read it: another box of C comes into its place.
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    fetch(tma_c, sources, box + self.boxes, landed, used)
+                    self.load_c(buffers, operands, sources, box + self.boxes, boxes_used)
 
     @cute.jit
-    def take(
+    def read_accumulators(
         self, acc: cute.Tensor, values: cute.Tensor, panel: cutlass.Constexpr[int], column: cutlass.Constexpr[int]
     ):
-        """A thread's results of a box, or its sums: ``values`` (2, 2, N / 8)."""
+        """A thread's accumulators of a box, or gated results: ``values`` (2, 2, N / 8)."""
         for j in cutlass.range_constexpr(self.blocks):
             for v in cutlass.range_constexpr(4):
-                at = const_expr(panel * self.sums + column // 2 + 4 * j + v)
-                x = wide(acc, at)
+                at = const_expr(panel * self.panel_accumulators + column // 2 + 4 * j + v)
+                x = as_fp32(acc, at)
                 if const_expr(self.gate != "none"):
-                    x = silu_mul(x, wide(acc, at + self.apart))
+                    x = silu_mul(x, as_fp32(acc, at + self.gate_distance))
                 elif const_expr(self.columns < BOX):
-                    x = kept(x)  # so few sums LLVM would round before the wait for them, and ptxas serialize products
+                    # With so few accumulators LLVM hoists the rounding above the wait for the products, and ptxas then
+                    # serializes the wgmmas.
+                    x = pin(x)
                 values[v % 2, v // 2, j] = x
 
     @cute.jit
-    def send(
+    def store_box(
         self,
-        member: Int32,
+        buffers: BoxBuffers,
+        operands: BoxOperands,
+        pairs: list,
+        corner: Corner,
         box: cutlass.Constexpr[int],
         buffer: Int32,
-        pairs: list,
-        corner: tuple[Int32, Int32, Int32],
-        at_plain: cute.Pointer,
-        operands: tuple,
     ):
         """Starts the store of a box."""
-        if member < 32:
+        if buffers.thread < 32:
             shared, there = pairs[box]
-            cute.copy(operands[0], shared[None, buffer], there)
+            cute.copy(operands.tma_d, shared[None, buffer], there)
 
     @cute.jit
-    def spread(
-        self, lane: Int32, warp: Int32, at_bias: cute.Pointer, down: Int32, column: cutlass.Constexpr[int]
+    def bias_of(
+        self, lane: Int32, warp: Int32, buffers: BoxBuffers, down: Int32, column: cutlass.Constexpr[int]
     ) -> cute.Tensor:
-        """The bias of a thread's results in a box: ``(2, 2, N / 8)``, broadcast."""
+        """The bias of a thread's results in a box that begins ``down`` rows and ``column`` columns into the tile:
+        ``(2, 2, N / 8)``, broadcast.
+        """
         if const_expr(self.bias == "n"):
             biases = cute.make_rmem_tensor((2, self.blocks), Float32)
             for j in cutlass.range_constexpr(self.blocks):
                 for v in cutlass.range_constexpr(2):
-                    biases[v, j] = at_bias[column + 8 * j + 2 * (lane % 4) + v]
+                    biases[v, j] = buffers.bias[column + 8 * j + 2 * (lane % 4) + v]
             return cute.make_tensor(biases.iterator, cute.make_layout((2, 2, self.blocks), stride=(1, 0, 2)))
         biases = cute.make_rmem_tensor(2, Float32)
         for v in cutlass.range_constexpr(2):
-            biases[v] = at_bias[down + warp * 16 + v * 8 + lane // 4]
+            biases[v] = buffers.bias[down + warp * 16 + v * 8 + lane // 4]
         return cute.make_tensor(biases.iterator, cute.make_layout((2, 2, self.blocks), stride=(0, 1, 0)))
 
     @cute.jit
-    def finish(self, member: Int32):
+    def drain(self, thread: Int32):
         """After the last tile: shared memory must outlive the stores that read it."""
-        if member < 32:
+        if thread < 32:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 @dataclass(frozen=True)
 class GroupBoxes(ResultBoxes):
-    """Boxes of rows that belong to one of many groups: ``operands`` end with out ``(T, N)`` and the group's end.
+    """Boxes of rows that belong to one of many groups: ``operands`` have out and the group's end.
 
     A box whose rows all lie in front of that end leaves by TMA, another by 16 bytes a thread, row by row.
     ``swapped``: out's rows are columns of the tile.
@@ -299,36 +356,40 @@ class GroupBoxes(ResultBoxes):
     swapped: bool = False
 
     @cute.jit
-    def send(
+    def store_box(
         self,
-        member: Int32,
+        buffers: BoxBuffers,
+        operands: BoxOperands,
+        pairs: list,
+        corner: Corner,
         box: cutlass.Constexpr[int],
         buffer: Int32,
-        pairs: list,
-        corner: tuple[Int32, Int32, Int32],
-        at_plain: cute.Pointer,
-        operands: tuple,
     ):
-        mOut, end = operands[7:]
+        """Starts the store of a box, or stores what of it belongs to the group."""
+        mOut, end = operands.mOut, operands.end
         down, right = self.offset(box)
         lines = const_expr(self.shape[1 if self.swapped else 0])  # rows of out in a box, each 64 columns
-        row, column = corner[0] + down, corner[1] + right
+        row, column = corner.row + down, corner.column + right
         if const_expr(self.swapped):
             row, column = column, row
         if row + lines <= end:
-            if member < 32:
+            # All rows are the group's: by TMA, which clips at out's last column.
+            if buffers.thread < 32:
                 shared, there = pairs[box]
-                cute.copy(operands[0], shared[None, buffer], there)
+                cute.copy(operands.tma_d, shared[None, buffer], there)
         else:
+            # The group's last rows: 16 bytes a thread, up to its end. The named barrier before the buffer's next use
+            # keeps it until all threads have read.
             columns = mOut.shape[1]
+            plain = cute.recast_ptr(buffers.boxes, dtype=self.dtype)
             for i in cutlass.range_constexpr(lines * BOX // 8 // 128):
-                piece = member + i * 128
+                piece = buffers.thread + i * 128
                 line, chunk = piece // (BOX // 8), piece % (BOX // 8)
                 if row + line < end and column + chunk * 8 < columns:
                     at = buffer * (BOX * BOX) + line * BOX + (chunk ^ (line % 8)) * 8
                     to = Int64(row + line) * mOut.stride[0] + (column + chunk * 8)
                     eight = cute.make_layout(8)
                     cute.autovec_copy(
-                        cute.make_tensor((at_plain + at).align(16), eight),
+                        cute.make_tensor((plain + at).align(16), eight),
                         cute.make_tensor((mOut.iterator + to).align(16), eight),
                     )

@@ -1,4 +1,9 @@
-"""From accumulators to the result: scale, add C, add bias, activate, round once, store 16 bytes a thread."""
+"""From accumulators to the result: scale, add C, add bias, activate, round once, store 16 bytes a thread.
+
+The accumulators of an MMA lie two neighbours to a thread. They pass through a tile in shared memory, from which each
+thread then takes up to 16 contiguous bytes of a row; C comes in by the same tile where its contiguous extent is out's.
+Vectors beyond the ends of out are masked when C is read and when the result is stored, nowhere else.
+"""
 
 from dataclasses import dataclass
 
@@ -38,6 +43,21 @@ class Activation:
 def silu_mul(gate: Float32, up: Float32) -> Float32:
     """``silu(gate) * up``, by the approximate reciprocal: a division is ten instructions, and a branch."""
     return gate * cute.arch.rcp_approx(1.0 + cute.math.exp(-gate, fastmath=True)) * up
+
+
+@dataclass(frozen=True)
+class TileOutput:
+    """Where a tile's result goes, and what is added to it on the way."""
+
+    gD: cute.Tensor  # (tile_m, tile_n)
+    cD: cute.Tensor  # (tile_m, tile_n), coordinates in out
+    sD: cute.Tensor  # (tile_m, tile_n)
+    extents: tuple  # (M, N)
+    mC: cute.Tensor | None  # (M, N)
+    gC: cute.Tensor | None  # (tile_m, tile_n)
+    mBias: cute.Tensor | None  # (N,), or (M,)
+    alpha: Float32
+    beta: Float32
 
 
 @dataclass(frozen=True)
@@ -84,14 +104,15 @@ class GemmEpilogue:
         return inside
 
     @cute.jit
-    def stage_source(self, tid: cutlass.Int32, gC: cute.Tensor, cD: cute.Tensor, sD: cute.Tensor, extents: cute.Shape):
-        """C's tile into ``sD``, where each thread reads the elements it will overwrite."""
-        thr = self.tiled_copy(gC.element_type, self.source_alignment).get_slice(tid)
-        tCgC, tCsD = thr.partition_S(gC), thr.partition_D(sD)  # (CPY, CPY_M, CPY_N)
+    def stage_source(self, tid: cutlass.Int32, out: TileOutput):
+        """C's tile into shared memory, where each thread then reads the elements that it will overwrite."""
+        thr = self.tiled_copy(out.gC.element_type, self.source_alignment).get_slice(tid)
+        tCgC, tCsD = thr.partition_S(out.gC), thr.partition_D(out.sD)  # (CPY, CPY_M, CPY_N)
         rC = cute.make_fragment_like(tCsD)
-        inside = self.mask(thr.partition_S(cD), extents)
+        inside = self.mask(thr.partition_S(out.cD), out.extents)
         cute.copy(thr, tCgC, rC, pred=inside)
         cute.copy(thr, rC, tCsD)
+        # All threads wait until C is whole in shared memory: they read it in the MMA's layout, not in that of the copy.
         cute.arch.sync_threads()
 
     @cute.jit
@@ -111,6 +132,7 @@ class GemmEpilogue:
         repeats = cute.size(tCcD, mode=[2 if along == 1 else 1])
         rBias = cute.make_rmem_tensor(cute.make_layout((2, repeats)), Float32)
         rBias.fill(0.0)
+        # Along N two neighbours of each repeat are a thread's, along M rows r and r + 8.
         for j in cutlass.range_constexpr(repeats):
             for v in cutlass.range_constexpr(2):
                 at = (tCcD[(v, 0), 0, j] if along == 1 else tCcD[(0, v), j, 0])[along]
@@ -120,49 +142,35 @@ class GemmEpilogue:
         return cute.make_tensor(rBias.iterator, cute.make_layout(tCcD.shape, stride=stride))
 
     @cute.jit
-    def finish(
-        self,
-        acc: cute.Tensor,  # ((2, 2), MMA_M, MMA_N)
-        thr_mma: cute.TiledMma,
-        tid: cutlass.Int32,
-        gD: cute.Tensor,  # (tile_m, tile_n)
-        cD: cute.Tensor,  # (tile_m, tile_n), coordinates
-        sD: cute.Tensor,  # (tile_m, tile_n)
-        extents: cute.Shape,  # (M, N)
-        mC: cute.Tensor | None,
-        gC: cute.Tensor | None,
-        mBias: cute.Tensor | None,
-        alpha: Float32,
-        beta: Float32,
-    ):
-        tCcD = thr_mma.partition_C(cD)  # ((2, 2), MMA_M, MMA_N)
-        tCsD = thr_mma.partition_C(sD)
+    def finish(self, tid: cutlass.Int32, thr_mma: cute.TiledMma, acc: cute.Tensor, out: TileOutput):
+        """Finishes and stores a tile: ``acc`` ((2, 2), MMA_M, MMA_N). Nobody may read ``out.sD`` any more."""
+        tCcD = thr_mma.partition_C(out.cD)  # ((2, 2), MMA_M, MMA_N)
+        tCsD = thr_mma.partition_C(out.sD)  # ((2, 2), MMA_M, MMA_N)
         if const_expr(self.source == "staged"):
-            stage_source = self.stage_source
-            stage_source(tid, gC, cD, sD, extents)
-        x = alpha * acc.load().to(Float32)
+            self.stage_source(tid, out)
+        x = out.alpha * acc.load().to(Float32)
         if const_expr(self.source == "staged"):
-            rC = cute.make_fragment_like(acc, gC.element_type)
+            rC = cute.make_fragment_like(acc, out.gC.element_type)
             cute.autovec_copy(tCsD, rC)
-            x = x + beta * rC.load().to(Float32)
+            x = x + out.beta * rC.load().to(Float32)
         elif const_expr(self.source == "direct"):
-            gather = self.gather
-            x = x + beta * gather(mC, tCcD, extents).load().to(Float32)
+            x = x + out.beta * self.gather(out.mC, tCcD, out.extents).load().to(Float32)
+        # Bias and activation in fp32, then one rounding.
         if const_expr(self.bias != "none"):
-            spread = self.spread_bias
-            x = x + spread(mBias, tCcD, extents).load()
-        activate = self.activation.apply
-        rD = cute.make_fragment_like(acc, gD.element_type)
-        rD.store(activate(x).to(gD.element_type))
+            x = x + self.spread_bias(out.mBias, tCcD, out.extents).load()
+        rD = cute.make_fragment_like(acc, out.gD.element_type)
+        rD.store(self.activation.apply(x).to(out.gD.element_type))
         cute.autovec_copy(rD, tCsD)
+        # All threads wait until the tile is whole in shared memory: each stores rows that others have computed.
         cute.arch.sync_threads()
-        self._store(tid, gD, cD, sD, extents)
+        self._store(tid, out)
 
     @cute.jit
-    def _store(self, tid: cutlass.Int32, gD: cute.Tensor, cD: cute.Tensor, sD: cute.Tensor, extents: cute.Shape):
-        thr = self.tiled_copy(gD.element_type, self.alignment).get_slice(tid)
-        tDsD, tDgD = thr.partition_S(sD), thr.partition_D(gD)  # (CPY, CPY_M, CPY_N)
+    def _store(self, tid: cutlass.Int32, out: TileOutput):
+        thr = self.tiled_copy(out.gD.element_type, self.alignment).get_slice(tid)
+        tDsD, tDgD = thr.partition_S(out.sD), thr.partition_D(out.gD)  # (CPY, CPY_M, CPY_N)
         rD = cute.make_fragment_like(tDsD)
+        # All of a thread's vectors are read before the first is stored, so that the reads overlap.
         cute.copy(thr, tDsD, rD)
-        inside = self.mask(thr.partition_D(cD), extents)
+        inside = self.mask(thr.partition_D(out.cD), out.extents)
         cute.copy(thr, rD, tDgD, pred=inside)

@@ -1,4 +1,11 @@
-"""RMSNorm within a GEMM for few tokens: its weight on fragments, sums of squares on the way, rstd in the epilogue."""
+"""RMSNorm within a GEMM for few tokens: its weight on fragments, sums of squares on the way, rstd in the epilogue.
+
+``rstd[token] * sum_k (x[token, k] * gamma[k]) * weight[n, k]``: gamma multiplies one operand's fragments between shared
+memory and the MMA, rstd the fp32 accumulators. Two arrangements, one for each GEMM that takes a norm:
+
+- :class:`RowNorm` (specialized): gamma multiplies the tokens; other warps sum their squares (``statistics.py``).
+- :class:`TokenNorm` (skinny): gamma multiplies the weight; the MMA itself sums the tokens' squares.
+"""
 
 from dataclasses import dataclass
 
@@ -9,6 +16,17 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 
 VECTOR_BITS = 128
+
+
+@dataclass(frozen=True)
+class GammaCopies:
+    """One thread's copies of gamma's k-tiles."""
+
+    copy: cute.TiledCopy
+    source: cute.Tensor  # (CPY, 1, k)
+    target: cute.Tensor  # (CPY, 1, STAGE)
+    exists: Boolean  # whether this thread's vector of the first k-tile, which starts before K does, is inside
+    copies: Boolean  # whether this thread copies at all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +54,7 @@ class NormWeight:
             g = g * rG.element_type(self.scale)
         scaled = cute.make_rmem_tensor(rG.shape, rG.element_type)
         scaled.store(g)
+        # gamma depends on k alone: rows 8 further on have the same.
         spread = cute.make_tensor(scaled.iterator, cute.make_layout(rA.shape, stride=((1, 0, 2), 0)))
         if const_expr(rG.element_type is dtype):
             weighed.store(rA.load() * spread.load())
@@ -96,14 +115,11 @@ class TokenNorm(NormWeight):
         return self.tile_k // self.vector(dtype)
 
     @cute.jit
-    def copies(self, tid: Int32, mG: cute.Tensor, sG: cute.Tensor):
-        """Thread ``tid``'s copies of gamma's k-tiles: ``(copy, tGgG, tGsG, exists)``.
-
-        Source ``(CPY, 1, k)``, destination ``(CPY, 1, STAGE)``; ``exists``: whether there is a vector of this thread in
-        the first k-tile, which starts before K does.
-        """
+    def copies(self, tid: Int32, mG: cute.Tensor, sG: cute.Tensor) -> GammaCopies:
+        """Thread ``tid``'s copies of gamma's k-tiles."""
         dtype = mG.element_type
         vector, k = self.vector(dtype), cute.size(mG)
+        # Shifted as the operands are, so that the first k-tile is the partial one.
         residue = k - cute.ceil_div(k, self.tile_k) * self.tile_k  # <= 0
         moved = cute.domain_offset((residue,), mG)
         moved = cute.make_tensor(moved.iterator.align(VECTOR_BITS // 8), moved.layout)
@@ -114,17 +130,21 @@ class TokenNorm(NormWeight):
         thr = copy.get_slice(tid % self.load_threads(dtype))
         tiles = cute.local_tile(moved, (self.tile_k,), (None,))  # (tile_k, k)
         exists = (tid % self.load_threads(dtype)) * vector + residue >= 0
-        return copy, thr.partition_S(tiles), thr.partition_D(sG), exists
+        source, target = thr.partition_S(tiles), thr.partition_D(sG)  # (CPY, 1, k), (CPY, 1, STAGE)
+        return GammaCopies(copy, source, target, exists, tid < self.load_threads(dtype))
 
     @cute.jit
-    def fetch(self, loads: Boolean, copy: cute.TiledCopy, source: cute.Tensor, target: cute.Tensor):
-        if loads:
-            cute.copy(copy, source, target)
+    def start(self, gamma: GammaCopies, copies: Boolean, k_tile: Int32, stage: Int32):
+        """Starts the copy of ``k_tile`` into ``stage``, where this thread ``copies`` it."""
+        source, target = gamma.source[None, None, k_tile], gamma.target[None, None, stage]
+        if copies:
+            cute.copy(gamma.copy, source, target)
 
     @cute.jit
-    def clear(self, loads: Boolean, target: cute.Tensor):
-        if loads:
-            target.fill(0.0)
+    def clear(self, gamma: GammaCopies):
+        """Zeros the first stage: what lies before K must add nothing, and no NaN."""
+        if gamma.copies:
+            gamma.target[None, None, 0].fill(0.0)
 
     @cute.jit
     def square(self, tiled_mma: cute.TiledMma, warp: Int32, block: Int32, squares: cute.Tensor, rX: cute.Tensor):
@@ -134,6 +154,7 @@ class TokenNorm(NormWeight):
         """
         if block % self.warps_m == warp:
             for j in cutlass.range_constexpr(cute.size(rX, mode=[1])):
+                # The B fragment of 8 tokens, as A (rows 8 to 15 repeat them) and as B.
                 x, d = rX[None, j].iterator, squares[None, j].iterator
                 rA = cute.make_tensor(x, cute.make_layout(((2, 2, 2), 1), stride=((1, 0, 2), 0)))
                 rB = cute.make_tensor(x, cute.make_layout(((2, 2), 1), stride=((1, 2), 0)))
@@ -141,23 +162,24 @@ class TokenNorm(NormWeight):
                 cute.gemm(tiled_mma, rD, rA, rB, rD)
 
     @cute.jit
-    def leave(self, tid: Int32, squares: cute.Tensor, sums: cute.Tensor):
-        """Diagonals, which some lanes of each warp hold, into shared memory: sums (tokens, warps)."""
+    def leave(self, tid: Int32, squares: cute.Tensor, sQ: cute.Tensor):
+        """Diagonals, which some lanes of each warp hold, into shared memory: sQ (tokens, warps)."""
         warp, lane = tid // 32, tid % 32
         row = lane // 4
+        # Of row r's products the lane that holds columns r and r + 1, or r - 1 and r, has the diagonal.
         if lane % 4 == row // 2:
             for j in cutlass.range_constexpr(cute.size(squares, mode=[1])):
                 diagonal = squares[0, j]
                 if row % 2 == 1:
                     diagonal = squares[1, j]
-                sums[8 * j + row, warp] = diagonal
+                sQ[8 * j + row, warp] = diagonal
 
     @cute.jit
-    def total(self, sums: cute.Tensor, token: Int32) -> Float32:
-        """The sum of a row of ``sums``, in a fixed order."""
-        whole = sums[token, 0]
-        for i in cutlass.range_constexpr(1, cute.size(sums, mode=[1])):
-            whole = whole + sums[token, i]
+    def total(self, sQ: cute.Tensor, token: Int32) -> Float32:
+        """The sum of a row of ``sQ``, in a fixed order."""
+        whole = sQ[token, 0]
+        for i in cutlass.range_constexpr(1, cute.size(sQ, mode=[1])):
+            whole = whole + sQ[token, i]
         return whole
 
     @cute.jit
@@ -171,7 +193,7 @@ class TokenNorm(NormWeight):
         rF.fill(0.0)
         for j in cutlass.range_constexpr(repeats):
             for v in cutlass.range_constexpr(2):
-                token = tCcD[(v, 0), 0, j][1] - first
+                token = tCcD[(v, 0), 0, j][1] - first  # beyond the last token: factor 0, not stored
                 if token < end:
                     rF[v, j] = factors[token]
         return cute.make_tensor(rF.iterator, cute.make_layout(tCcD.shape, stride=((1, 0), 0, 2)))

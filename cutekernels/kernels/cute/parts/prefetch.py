@@ -1,6 +1,6 @@
-"""Prefetches into the L2 cache by a kernel that still waits for its turn.
+"""Prefetches into the L2 cache by a kernel that has not passed ``pdl_wait`` (griddepcontrol.wait).
 
-All SMs share the L2, so a later write of the kernel ahead is seen by a later read: a prefetch is always safe.
+All SMs share the L2, so a later write of the previous kernel is seen by a later read: a prefetch is always safe.
 """
 
 from cutlass import Int32, Int64

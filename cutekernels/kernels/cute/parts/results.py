@@ -1,4 +1,14 @@
-"""From a specialized GEMM's sums in registers to rows of out: two CTAs' shares, the epilogue, whole lines."""
+"""From a specialized GEMM's accumulators to rows of out: two CTAs' shares, the epilogue, whole lines.
+
+1. With ``split`` = 2: each CTA sends the other its accumulators of that one's half of the columns (``exchange``), and
+   waits on its ``inbox_full`` for those of its own half.
+2. Factors of rows: alpha times rstd, given or from sums of squares (``scale`` waits on ``squared_full``).
+3. Scale, add C and bias, activate, round (``finish``).
+4. Store: pairs from registers, or, where out is aligned, through shared memory in the place of the stages, between two
+   named barriers of the consumer threads.
+
+Rows and columns that another tile has too, or that do not exist, are masked here and nowhere else (``row_of``).
+"""
 
 from dataclasses import dataclass
 
@@ -23,12 +33,44 @@ def store_16(target: cute.Pointer, words: cute.Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class TileResults:
-    """The end of a tile, once all of its stages are read.
+class Place:
+    """Where a tile lies. The last tiles begin early, to end where out does."""
 
-    ``place``: the tile's own first row, the beginnings of its two boxes of rows, its own first column, the first column
-    it computes. ``operands``: out, C, bias, rstd (or None), alpha, beta, K and eps (or None).
-    """
+    own_m: Int32  # the first row that this tile is to store
+    row: Int32  # the first row of its first box
+    later: Int32  # the first row of its second box, which may overlap the first
+    own_n: Int32  # the first column that this tile is to store
+    column: Int32  # the first column that it computes
+
+
+@dataclass(frozen=True)
+class ResultOperands:
+    """Where results go, and what they are scaled by and added to."""
+
+    mD: cute.Tensor  # (M, N)
+    mC: cute.Tensor | None  # (M, N)
+    mBias: cute.Tensor | None  # (N,)
+    mRstd: cute.Tensor | None  # (M,)
+    alpha: Float32
+    beta: Float32
+    k: Int32 | None
+    eps: Float32 | None
+
+
+@dataclass(frozen=True)
+class ResultTile:
+    """One consumer thread's part of a tile, but for its accumulators."""
+
+    tid: Int32
+    tCcD: cute.Tensor  # ((2, 2, N / 8), 1, 1), coordinates in the tile
+    storage: cute.Pointer
+    place: Place
+    operands: ResultOperands
+
+
+@dataclass(frozen=True)
+class TileResults:
+    """The end of a tile, once all of its stages are read."""
 
     smem: SpecializedSmem
     head: int  # rows of X's first box
@@ -36,130 +78,105 @@ class TileResults:
     out_align: int
 
     @cute.jit
-    def deliver(
-        self,
-        tid: Int32,
-        acc: cute.Tensor,
-        tCcD: cute.Tensor,
-        split: Int32,
-        storage: cute.Pointer,
-        place: tuple[Int32, ...],
-        operands: tuple,
-    ):
-        mD, _, _, mRstd, *_ = operands
+    def store_tile(self, tile: ResultTile, acc: cute.Tensor, split: Int32):
+        """Finishes and stores ``acc`` ((2, 2, N / 8), 1, 1) of CTA ``split`` of a cluster that shares the tile."""
+        mD, mRstd, tCcD = tile.operands.mD, tile.operands.mRstd, tile.tCcD
         factors = None  # of this thread's two rows
         if const_expr(mRstd is not None or self.smem.squares):
             factors = cute.make_rmem_tensor(2, Float32)
         if const_expr(mRstd is not None):
             factors.fill(0.0)
-            row_of = self.row_of
             for half in cutlass.range_constexpr(2):
-                row, mine = row_of(tCcD[2 * half][0], place, cute.size(mD, mode=[0]))
+                row, mine = self.row_of(tCcD[2 * half][0], tile.place, cute.size(mD, mode=[0]))
                 if mine:
                     factors[half] = mRstd[row]
-        scale = self.scale
         if const_expr(self.smem.split == 1):
-            scale(factors, tCcD, storage, operands)
-            finish = self.finish
-            finish(tid, acc, factors, tCcD, 0, storage, place, operands)
+            self.scale(tile, factors)
+            self.finish(tile, acc, factors, 0)
         else:
-            exchange = self.exchange
-            exchange(tid, acc, factors, tCcD, split, storage, place, operands)
+            self.exchange(tile, acc, factors, split)
 
     @cute.jit
-    def exchange(
-        self,
-        tid: Int32,
-        acc: cute.Tensor,
-        factors: cute.Tensor | None,
-        tCcD: cute.Tensor,
-        split: Int32,
-        storage: cute.Pointer,
-        place: tuple[Int32, ...],
-        operands: tuple,
-    ):
-        """Two CTAs halve a tile's columns between them: each sends the other its sums of that one's half."""
-        smem = self.smem
-        count, share, members = const_expr(cute.size(acc)), const_expr(smem.share), const_expr(smem.members)
-        inbox = cute.recast_ptr(storage + smem.inbox_at, dtype=Float32)
-        full = cute.recast_ptr(storage + smem.inbox_barrier_at, dtype=Int64)
+    def exchange(self, tile: ResultTile, acc: cute.Tensor, factors: cute.Tensor | None, split: Int32):
+        """Two CTAs halve a tile's columns between them: each sends the other its accumulators of that one's half."""
+        tid = tile.tid
+        count, share, threads = (
+            const_expr(cute.size(acc)),
+            const_expr(self.smem.share),
+            const_expr(self.smem.consumer_threads),
+        )
+        inbox = cute.recast_ptr(tile.storage + self.smem.inbox_at, dtype=Float32)
+        full = cute.recast_ptr(tile.storage + self.smem.inbox_barrier_at, dtype=Int64)
         bits = cute.recast_tensor(acc, Int32)
-        cute.arch.cluster_wait()  # both have set up their barriers
+        # Wait until the other CTA has set up its barriers, since these stores arrive on its inbox_full.
+        cute.arch.cluster_wait()
         for part in cutlass.range_constexpr(2):
             if split != part:
                 for i in cutlass.range_constexpr(0, min(share, count - part * share), 4):
                     four = tuple([bits[part * share + i + j] for j in range(4)])
-                    cute.arch.store_async_dsmem((inbox + members * i + 4 * tid).align(16), four, full, part)
-        scale, finish = self.scale, self.finish
-        scale(factors, tCcD, storage, operands)  # while the other's sums are on their way
+                    cute.arch.store_async_dsmem((inbox + threads * i + 4 * tid).align(16), four, full, part)
+        self.scale(tile, factors)  # while the other's are on their way
         for part in cutlass.range_constexpr(2):
             if split == part:
                 begin, size = const_expr(part * share), const_expr(min(share, count - part * share))
                 if tid == 0:
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * size * members)
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, 4 * size * threads)
+                # Wait for all that the other CTA sends to this one: its only phase, as a CTA has one tile.
                 cute.arch.mbarrier_wait(full, 0)
-                some = cute.make_rmem_tensor(size, Float32)
+                own = cute.make_rmem_tensor(size, Float32)
                 for i in cutlass.range_constexpr(0, size, 4):
                     theirs = cute.make_rmem_tensor(4, Float32)
-                    left = (inbox + members * i + 4 * tid).align(16)
+                    left = (inbox + threads * i + 4 * tid).align(16)
                     cute.autovec_copy(cute.make_tensor(left, cute.make_layout(4)), theirs)
                     for j in cutlass.range_constexpr(4):
-                        some[i + j] = acc[begin + i + j] + theirs[j]
-                finish(tid, some, factors, tCcD, begin, storage, place, operands)
+                        own[i + j] = acc[begin + i + j] + theirs[j]
+                self.finish(tile, own, factors, begin)
 
     @cute.jit
-    def scale(self, factors: cute.Tensor | None, tCcD: cute.Tensor, storage: cute.Pointer, operands: tuple):
+    def scale(self, tile: ResultTile, factors: cute.Tensor | None):
         """The factors of this thread's rows: alpha times rstd, from sums of squares where those are computed."""
-        _, _, _, _, alpha, _, k, eps = operands
+        operands = tile.operands
         if const_expr(self.smem.squares):
-            cute.arch.mbarrier_wait(cute.recast_ptr(storage + self.smem.squares_barrier_at, dtype=Int64), 0)
-            kept = cute.make_tensor(
-                cute.recast_ptr(storage + self.smem.squares_at, dtype=Float32),
+            # Wait until the squaring warps, of both CTAs where K is split, have left the rows' sums.
+            cute.arch.mbarrier_wait(cute.recast_ptr(tile.storage + self.smem.squares_barrier_at, dtype=Int64), 0)
+            squares = cute.make_tensor(
+                cute.recast_ptr(tile.storage + self.smem.squares_at, dtype=Float32),
                 cute.make_layout((self.smem.rows, self.smem.split)),
             )
             for half in cutlass.range_constexpr(2):
                 total = Float32(0.0)
                 for part in cutlass.range_constexpr(self.smem.split):
-                    total = total + kept[tCcD[2 * half][0], part]
-                factors[half] = cute.math.rsqrt(total / k + eps)
+                    total = total + squares[tile.tCcD[2 * half][0], part]
+                factors[half] = cute.math.rsqrt(total / operands.k + operands.eps)
         if const_expr(factors is not None):
             for half in cutlass.range_constexpr(2):
-                factors[half] = alpha * factors[half]
+                factors[half] = operands.alpha * factors[half]
 
     @cute.jit
-    def finish(
-        self,
-        tid: Int32,
-        acc: cute.Tensor,
-        factors: cute.Tensor | None,
-        tCcD: cute.Tensor,
-        begin: cutlass.Constexpr[int],
-        storage: cute.Pointer,
-        place: tuple[Int32, ...],
-        operands: tuple,
-    ):
-        """Scales, adds, activates, rounds and stores ``acc``, this thread's sums from number ``begin`` on.
+    def finish(self, tile: ResultTile, acc: cute.Tensor, factors: cute.Tensor | None, begin: cutlass.Constexpr[int]):
+        """Scales, adds, activates, rounds and stores ``acc``, this thread's accumulators from number ``begin`` on.
 
         Stores are pairs, as in the MMA's layout; where out is aligned, 16 bytes by way of shared memory.
         """
-        mD, mC, mBias, _, alpha, beta, _, _ = operands
+        mD, mC, mBias = tile.operands.mD, tile.operands.mC, tile.operands.mBias
+        alpha, beta = tile.operands.alpha, tile.operands.beta
         n = cute.size(mD, mode=[1])
-        _, _, _, own_n, first_column = place
+        own_n, first_column = tile.place.own_n, tile.place.column
         dtype = mD.element_type
-        activate, row_of = self.activation.apply, self.row_of
-        through = const_expr(self.out_align == WIDEST)
-        members, rows = const_expr(self.smem.members), const_expr(self.smem.tile_m)
-        width = const_expr(cute.size(acc) // self.smem.SUMS_PER_BLOCK * 8)
-        begin_column = const_expr(begin // self.smem.SUMS_PER_BLOCK * 8)
+        through_smem = const_expr(self.out_align == WIDEST)
+        threads, rows = const_expr(self.smem.consumer_threads), const_expr(self.smem.tile_m)
+        width = const_expr(cute.size(acc) // self.smem.ACCUMULATORS_PER_BLOCK * 8)
+        begin_column = const_expr(begin // self.smem.ACCUMULATORS_PER_BLOCK * 8)
         sD = cute.make_tensor(
-            cute.recast_ptr(storage, dtype=dtype),
+            cute.recast_ptr(tile.storage, dtype=dtype),
             cute.make_layout((rows, width), stride=(self.smem.out_pitch, 1)),
-        )
-        if const_expr(through):
-            cute.arch.barrier(barrier_id=1, number_of_threads=members)  # all have read their stages
+        )  # (M, N)
+        if const_expr(through_smem):
+            # All consumer threads have read their stages, whose place the results take.
+            cute.arch.barrier(barrier_id=1, number_of_threads=threads)
         for i in cutlass.range_constexpr(0, cute.size(acc), 2):
-            at, across = tCcD[begin + i]
-            row, mine = row_of(at, place, cute.size(mD, mode=[0]))
+            at, across = tile.tCcD[begin + i]
+            row, mine = self.row_of(at, tile.place, cute.size(mD, mode=[0]))
             column = first_column + across
             pair = cute.make_rmem_tensor(2, Float32)
             for j in cutlass.range_constexpr(2):
@@ -171,64 +188,59 @@ class TileResults:
                         if const_expr(mBias is not None):
                             pair[j] = pair[j] + mBias[column + j].to(Float32)
             rounded = cute.make_rmem_tensor(2, dtype)
-            rounded.store(activate(pair.load()).to(dtype))
-            if const_expr(through):
+            rounded.store(self.activation.apply(pair.load()).to(dtype))
+            if const_expr(through_smem):
+                # Into shared memory: all rows of the tile, those of whole groups beyond it left out.
                 if at < rows:
                     left = (sD.iterator + cute.crd2idx((at, across - begin_column), sD.layout)).align(4)
                     cute.autovec_copy(rounded, cute.make_tensor(left, cute.make_layout(2)))
             elif const_expr(self.out_align > 1):
+                # A pair is aligned, and wholly inside or outside.
                 if mine and column >= own_n and column < n:
                     target = (mD.iterator + cute.crd2idx((row, column), mD.layout)).align(4)
                     cute.autovec_copy(rounded, cute.make_tensor(target, cute.make_layout(2)))
             else:
+                # Element by element.
                 for j in cutlass.range_constexpr(2):
                     if mine and column + j >= own_n and column + j < n:
                         mD[row, column + j] = rounded[j]
-        if const_expr(through):
-            cute.arch.barrier(barrier_id=1, number_of_threads=members)
-            store_lines = self.store_lines
-            store_lines(tid, sD, mD, begin_column, place)
+        if const_expr(through_smem):
+            # All results are in shared memory: a thread stores what others have computed.
+            cute.arch.barrier(barrier_id=1, number_of_threads=threads)
+            self.store_lines(tile, sD, begin_column)
 
     @cute.jit
-    def store_lines(
-        self,
-        tid: Int32,
-        sD: cute.Tensor,
-        mD: cute.Tensor,
-        begin_column: cutlass.Constexpr[int],
-        place: tuple[Int32, ...],
-    ):
+    def store_lines(self, tile: ResultTile, sD: cute.Tensor, begin_column: cutlass.Constexpr[int]):
         """Results in shared memory, 16 bytes a store; all of a thread's are read before the first is stored."""
+        tid, mD = tile.tid, tile.operands.mD
         m, n = mD.shape
-        _, _, _, own_n, first_column = place
-        rows, members, dtype = const_expr(self.smem.tile_m), const_expr(self.smem.members), mD.element_type
+        own_n, first_column = tile.place.own_n, tile.place.column
+        rows, threads, dtype = const_expr(self.smem.tile_m), const_expr(self.smem.consumer_threads), mD.element_type
         across = const_expr(cute.size(sD, mode=[1]) // WIDEST)
         vectors = const_expr(rows * across)
-        each = const_expr(-(-vectors // members))
-        row_of = self.row_of
+        each = const_expr(-(-vectors // threads))
         taken = cute.make_rmem_tensor((WIDEST, each), dtype)
         for i in cutlass.range_constexpr(each):
-            vector = tid + i * members
-            if const_expr(vectors % members != 0 and i == each - 1):
+            vector = tid + i * threads
+            if const_expr(vectors % threads != 0 and i == each - 1):
                 vector = cutlass.min(vector, vectors - 1)  # stored twice, by another thread too
             left = sD.iterator + cute.crd2idx((vector // across, vector % across * WIDEST), sD.layout)
             left = cute.make_ptr(dtype, left.toint(), cute.AddressSpace.smem, assumed_align=16)
             cute.autovec_copy(cute.make_tensor(left, cute.make_layout(WIDEST)), taken[None, i])
         for i in cutlass.range_constexpr(each):
-            vector = tid + i * members
-            if const_expr(vectors % members != 0 and i == each - 1):
+            vector = tid + i * threads
+            if const_expr(vectors % threads != 0 and i == each - 1):
                 vector = cutlass.min(vector, vectors - 1)
-            row, mine = row_of(vector // across, place, m)
+            row, mine = self.row_of(vector // across, tile.place, m)
             column = first_column + begin_column + vector % across * WIDEST
             if mine and column >= own_n and column < n:
                 target = mD.iterator + cute.crd2idx((row, column), mD.layout)
                 store_16(target, cute.recast_tensor(taken[None, i], Int32))
 
     @cute.jit
-    def row_of(self, at: Int32, place: tuple[Int32, ...], m: Int32) -> tuple[Int32, cutlass.Boolean]:
+    def row_of(self, at: Int32, place: Place, m: Int32) -> tuple[Int32, cutlass.Boolean]:
         """The row of out that is this tile's ``at``-th, and whether this tile stores it."""
-        own_m, first_row, later, _, _ = place
-        row, least = first_row + at, own_m
+        row, least = place.row + at, place.own_m
         if at >= self.head:  # the second box, without the rows of the first
-            row, least = later + at - self.head, cutlass.max(own_m, first_row + self.head)
+            row, least = place.later + at - self.head, cutlass.max(place.own_m, place.row + self.head)
         return row, at < self.smem.tile_m and row >= least and row < m

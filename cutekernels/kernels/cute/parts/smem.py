@@ -45,9 +45,10 @@ class GemmSmem:
 
 @dataclass(frozen=True, slots=True)
 class SkinnySmem:
-    """Shared memory of a skinny GEMM: stages of weight rows and tokens, later sums of warps in their place; a flag.
+    """Shared memory of a skinny GEMM: stages of weight rows and tokens, later accumulators of warps in their place; a
+    flag.
 
-    With a norm in front, ``squaring`` warps each have a sum of squares for each token, and the stages hold the norm's
+    With a norm in front, ``squaring`` warps have each a sum of squares for each token, and the stages hold the norm's
     weight too, ``gamma_bytes`` an element.
     """
 
@@ -85,11 +86,11 @@ class SkinnySmem:
 
 @dataclass(frozen=True, slots=True)
 class SpecializedSmem:
-    """Shared memory of a specialized GEMM: stages of X and W, later the results in their place; an inbox for the sums
-    that the other CTA of a split tile's cluster sends; sums of rows' squares; barriers.
+    """Shared memory of a specialized GEMM: stages of X and W, later the results in their place; an inbox for the
+    accumulators that the other CTA of a split tile's cluster sends; sums of rows' squares; barriers.
 
     With a norm in front, stages hold its weight too, ``gamma_bytes`` an element, and ``squares`` of rows have a sum for
-    each CTA of the cluster. ``alone`` takes more than half of an SM's, so that no second CTA fits.
+    each CTA of the cluster. ``alone`` is exclusive: it takes more than half of an SM's, so that no second CTA fits.
     """
 
     tile_m: int
@@ -103,7 +104,7 @@ class SpecializedSmem:
     element_bytes: int = 2
     GROUP_ROWS = 64  # of the MMA; a tile_m that is no multiple is rounded up
     GROUP_THREADS = 128  # that share those rows
-    SUMS_PER_BLOCK = 4  # of a thread, in 8 columns
+    ACCUMULATORS_PER_BLOCK = 4  # of a thread, in 8 columns
     ALONE_BYTES = 114 * 1024  # of an SM's 228 KiB; a CTA's own reserve comes on top
     SQUARING_WARPS = 3  # beside the one that loads: registers are allocated for four
 
@@ -121,31 +122,31 @@ class SpecializedSmem:
 
     @property
     def share(self) -> int:
-        """Sums of a thread that one CTA of the cluster adds up: whole blocks of 8 columns."""
-        return -(-self.tile_n // 8 // self.split) * self.SUMS_PER_BLOCK
+        """Accumulators of a thread that one CTA of the cluster adds up: whole blocks of 8 columns."""
+        return -(-self.tile_n // 8 // self.split) * self.ACCUMULATORS_PER_BLOCK
 
     @property
     def out_pitch(self) -> int:
         """Elements from one row of results to the next: 8 rows of a store lie in different banks."""
-        return self.share // self.SUMS_PER_BLOCK * 8 + 8
+        return self.share // self.ACCUMULATORS_PER_BLOCK * 8 + 8
 
     @property
     def inbox_at(self) -> int:
         return max(self.stages * self.stage_bytes, self.tile_m * self.out_pitch * self.element_bytes)
 
     @property
-    def members(self) -> int:
-        """Threads that multiply."""
+    def consumer_threads(self) -> int:
+        """Consumer threads."""
         return self.rows // self.GROUP_ROWS * self.GROUP_THREADS
 
     @property
     def rows(self) -> int:
-        """Rows that they multiply: whole groups'."""
+        """Rows that they multiply: whole consumer warp groups'."""
         return -(-self.tile_m // self.GROUP_ROWS) * self.GROUP_ROWS
 
     @property
     def squares_at(self) -> int:
-        return self.inbox_at + (self.split - 1) * self.share * self.members * 4
+        return self.inbox_at + (self.split - 1) * self.share * self.consumer_threads * 4
 
     @property
     def barriers_at(self) -> int:
@@ -167,8 +168,8 @@ class SpecializedSmem:
 
 @dataclass(frozen=True, slots=True)
 class WarpgroupSmem:
-    """Shared memory of a warpgroup GEMM: stages of both operands, then boxes of results and bias for each group, then
-    barriers, then a ring of ``places`` for tiles that are found on the device.
+    """Shared memory of a warpgroup GEMM: stages of both operands, then boxes of results and bias for each consumer warp
+    group, then barriers, then a ring of ``places`` for tiles that are found on the device.
 
     A box is 64 x 64 results on their way out; with C in front, a box brings its part of C first.
     """
@@ -214,7 +215,7 @@ class WarpgroupSmem:
 
     @property
     def barriers_at(self) -> int:
-        """Full and empty for each stage, then one for each box, then a turn for each group."""
+        """Full and empty for each stage, then ``c_full`` for each box of each group, then ``order`` for each group."""
         return self.biases_at + self.groups * self.BIASES * 4 * self.biased
 
     @property

@@ -1,4 +1,9 @@
-"""Sums of the squares of a product's rows, by warps beside those that multiply."""
+"""Sums of the squares of a product's rows, by warps beside those that multiply.
+
+One stage, squaring warp: wait full[stage], as the consumers do; read its rows; arrive on empty[stage], one of the
+arrivals that the producer waits for. At the end each warp leaves its rows' sums in shared memory and arrives on
+``squared_full``, where the consumers wait for them (``results.py``, ``scale``).
+"""
 
 from dataclasses import dataclass
 
@@ -6,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
+from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.smem import SWIZZLED, SpecializedSmem
 
 WARPS = SpecializedSmem.SQUARING_WARPS
@@ -44,9 +50,14 @@ class StageSquares:
     smem: SpecializedSmem
 
     @property
-    def fours(self) -> int:
+    def rows4(self) -> int:
         """Groups of four rows that a warp has."""
         return -(-self.smem.tile_m // (_TOGETHER * WARPS))
+
+    @property
+    def pipeline(self) -> StagePipeline:
+        """The product's stages, of which these warps are readers."""
+        return StagePipeline(self.smem.stages, self.smem.stage_bytes, WARPS, 1)
 
     @cute.jit
     def run(
@@ -58,36 +69,35 @@ class StageSquares:
         first: Int32,  # k-tile
         end: Int32,
     ):
+        """These warps' work: the squares of k-tiles ``first`` to ``end``, then the rows' sums."""
         warp, lane = cute.arch.make_warp_uniform(tid // 32), tid % 32
         full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
         empty = full + self.smem.stages
-        sums = cute.make_rmem_tensor((self.fours, self.smem.tile_k // SWIZZLED), Float32)
+        sums = cute.make_rmem_tensor((self.rows4, self.smem.tile_k // SWIZZLED), Float32)
         sums.fill(0.0)
         begin = storage + (warp * _TOGETHER * SWIZZLED * self.smem.element_bytes + lane * 16)
         pitch = const_expr(self.smem.tile_m * self.smem.tile_k * self.smem.element_bytes)
-        add, leave = self.add, self.leave
-        stage, phase = Int32(0), Int32(0)
+        at = Position(Int32(0), Int32(0))
         for _ in cutlass.range(first, end, unroll=1):
-            cute.arch.mbarrier_wait(full + stage, phase)
-            add(begin + stage * pitch, dtype, sums)
+            # Wait until the TMA has filled the stage.
+            cute.arch.mbarrier_wait(full + at.stage, at.phase)
+            self.add(begin + at.stage * pitch, dtype, sums)
+            # All lanes have read; then one says so to the producer.
             cute.arch.sync_warp()
             if lane == 0:
-                cute.arch.mbarrier_arrive(empty + stage)
-            stage = stage + 1
-            if stage == self.smem.stages:
-                stage = Int32(0)
-                phase = phase ^ 1
-        leave(warp, lane, storage, split, sums)
+                cute.arch.mbarrier_arrive(empty + at.stage)
+            at = self.pipeline.next(at)
+        self.leave(warp, lane, storage, split, sums)
 
     @cute.jit
     def add(self, begin: cute.Pointer, dtype: cutlass.Constexpr[type[cutlass.Numeric]], sums: cute.Tensor):
-        """``sums`` ``(fours, blocks)`` of this lane's share of its warp's rows ``+=`` a stage's squares.
+        """``sums`` ``(rows4, blocks)`` of this lane's share of its warp's rows ``+=`` a stage's squares.
 
         Bytes behind the last row are summed with the rest, and not kept.
         """
         blocks = const_expr(cute.size(sums, mode=[1]))
-        x = cute.make_rmem_tensor((_VECTOR, self.fours, blocks), dtype)
-        for i in cutlass.range_constexpr(self.fours):
+        x = cute.make_rmem_tensor((_VECTOR, self.rows4, blocks), dtype)
+        for i in cutlass.range_constexpr(self.rows4):
             for block in cutlass.range_constexpr(blocks):
                 at = begin + (i * WARPS * _TOGETHER + block * self.smem.tile_m) * SWIZZLED * self.smem.element_bytes
                 at = cute.make_ptr(dtype, at.toint(), cute.AddressSpace.smem, assumed_align=16)
@@ -96,32 +106,36 @@ class StageSquares:
 
     @cute.jit
     def leave(self, warp: Int32, lane: Int32, storage: cute.Pointer, split: Int32, sums: cute.Tensor):
-        """Rows' sums into shared memory. Lane ``i`` of those that share a row stores the ``i``-th four's."""
+        """Rows' sums into shared memory. Lane ``i`` of those that share a row stores the ``i``-th of ``rows4``."""
         full = cute.recast_ptr(storage + self.smem.squares_barrier_at, dtype=Int64)
-        kept = cute.recast_ptr(storage + self.smem.squares_at, dtype=Float32) + split * self.smem.rows
-        own = cute.make_tensor(kept, cute.make_layout(self.smem.rows))
-        totals = cute.make_rmem_tensor(self.fours, Float32)
-        for i in cutlass.range_constexpr(self.fours):
+        squares = cute.recast_ptr(storage + self.smem.squares_at, dtype=Float32) + split * self.smem.rows
+        own = cute.make_tensor(squares, cute.make_layout(self.smem.rows))
+        # A row's eight lanes have eight vectors of each 64 elements: add over blocks, then over lanes.
+        totals = cute.make_rmem_tensor(self.rows4, Float32)
+        for i in cutlass.range_constexpr(self.rows4):
             totals[i] = sums[i, 0]
             for block in cutlass.range_constexpr(1, cute.size(sums, mode=[1])):
                 totals[i] = totals[i] + sums[i, block]
         for step in cutlass.range_constexpr(_LANES.bit_length() - 1):
-            for i in cutlass.range_constexpr(self.fours):
+            for i in cutlass.range_constexpr(self.rows4):
                 totals[i] = totals[i] + cute.arch.shuffle_sync_bfly(totals[i], offset=1 << step)
         if const_expr(self.smem.split > 1):
-            cute.arch.cluster_wait()  # the other has set up its barriers
-        for first in cutlass.range_constexpr(0, self.fours, _LANES):
+            # Wait until the other CTA has set up its barriers, since these stores arrive on its squared_full.
+            cute.arch.cluster_wait()
+        for first in cutlass.range_constexpr(0, self.rows4, _LANES):
             mine, number = totals[first], first + lane % _LANES
-            for i in cutlass.range_constexpr(first + 1, min(first + _LANES, self.fours)):
+            for i in cutlass.range_constexpr(first + 1, min(first + _LANES, self.rows4)):
                 if number == i:
                     mine = totals[i]
             row = (number * WARPS + warp) * _TOGETHER + lane // _LANES
-            if number < self.fours and row < self.smem.tile_m:
+            if number < self.rows4 and row < self.smem.tile_m:
                 own[row] = mine
                 if const_expr(self.smem.split > 1):
                     sent = cute.make_rmem_tensor(1, Float32)
                     sent[0] = mine
-                    cute.arch.store_async_dsmem(kept + row, cute.recast_tensor(sent, Int32)[0], full, 1 - split)
+                    cute.arch.store_async_dsmem(squares + row, cute.recast_tensor(sent, Int32)[0], full, 1 - split)
+        # All lanes have stored; then one says so to this CTA's consumers. The first warp's arrival also announces the
+        # bytes that the other CTA sends, so the consumers wait for those too.
         cute.arch.sync_warp()
         if lane == 0:
             if warp == 0 and const_expr(self.smem.split > 1):

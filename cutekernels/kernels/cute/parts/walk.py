@@ -14,6 +14,28 @@ CHUNK = WARP * EACH  # groups that a warp looks at together
 
 
 @dataclass(frozen=True)
+class WalkState:
+    """Where a walk stands: the chunk of groups that the warp holds, and this lane's part of it."""
+
+    first: Int32  # group of the chunk
+    low: Int32  # where the lane's first group begins
+    total: Int32  # tiles of the chunk up to the end of the lane's last group
+    top: Int32  # where the chunk's last group ends
+    before: Int32  # tiles of all groups before the chunk
+
+
+@dataclass(frozen=True)
+class GroupTile:
+    """A tile of a group; of none, ``group`` is -1."""
+
+    group: Int32
+    begin: Int32  # row of the group
+    end: Int32
+    m: Int32  # row of tiles in the group
+    n: Int32  # column of tiles
+
+
+@dataclass(frozen=True)
 class GroupWalk:
     """Tiles group by group, for a warp that asks for them in rising order and keeps ``CHUNK`` groups in registers.
 
@@ -30,16 +52,18 @@ class GroupWalk:
         return (end - begin + (self.unit - 1)) // self.unit
 
     @cute.jit
-    def chunk(
-        self, mEnds: cute.Tensor, rows: Int32, rHigh: cute.Tensor, first: Int32, top: Int32
-    ) -> tuple[Int32, Int32, Int32]:
-        """Reads the groups from ``first`` on, behind row ``top``: each lane's ends go to ``rHigh``.
+    def start(self, mEnds: cute.Tensor, rows: Int32, rHigh: cute.Tensor, lead: Int32) -> WalkState:
+        """The state before the first tile; ``lead`` rows belong to no group."""
+        return self.chunk(mEnds, rows, rHigh, Int32(0), lead, Int32(0))
 
-        Returns where the lane's first group begins, tiles up to the end of its last one, and the end of the chunk.
-        """
+    @cute.jit
+    def chunk(
+        self, mEnds: cute.Tensor, rows: Int32, rHigh: cute.Tensor, first: Int32, top: Int32, before: Int32
+    ) -> WalkState:
+        """Reads the groups from ``first`` on, behind row ``top`` and ``before`` tiles; a lane's ends to ``rHigh``."""
         lane = cute.arch.lane_idx()
         groups = mEnds.shape[0] - 1
-        tiles = self.tiles
+        # This lane's ends, each the largest so far; groups behind the last one are empty.
         peak = top
         for i in cutlass.range_constexpr(EACH):
             behind = first + lane * EACH + (i + 1)
@@ -48,41 +72,37 @@ class GroupWalk:
                 high = mEnds[behind]
             peak = cutlass.max(peak, cutlass.min(high, rows))
             rHigh[i] = peak
+        # Prefix maximum over the warp: an end that falls counts as the largest before it.
         for distance in cutlass.range_constexpr(5):
             lower = cute.arch.shuffle_sync_up(peak, 1 << distance, mask_and_clamp=0)
             peak = cutlass.max(peak, lower)  # a lane with none below gets its own
         low = cute.arch.shuffle_sync_up(peak, 1, mask_and_clamp=0)
         if lane == 0:
             low = top
+        # Prefix sum over the warp: tiles up to the end of this lane's last group.
         total, begin = Int32(0), low
         for i in cutlass.range_constexpr(EACH):
             rHigh[i] = cutlass.max(rHigh[i], low)
-            total = total + tiles(begin, rHigh[i])
+            total = total + self.tiles(begin, rHigh[i])
             begin = rHigh[i]
         for distance in cutlass.range_constexpr(5):
             lower = cute.arch.shuffle_sync_up(total, 1 << distance, mask_and_clamp=0)
             if lane >= (1 << distance):
                 total = total + lower
-        return low, total, cute.arch.shuffle_sync(peak, WARP - 1)
+        return WalkState(first, low, total, cute.arch.shuffle_sync(peak, WARP - 1), before)
 
     @cute.jit
     def find(
-        self,
-        mEnds: cute.Tensor,
-        rows: Int32,
-        rHigh: cute.Tensor,
-        state: tuple[Int32, Int32, Int32, Int32, Int32],  # first, low, total, top; tiles before the chunk
-        tile: Int32,
-        tiles_n: Int32,
-    ) -> tuple[tuple[Int32, Int32, Int32, Int32, Int32], Int32, Int32, Int32, Int32, Int32]:
-        """``(state, group, begin, end, row of tiles, column of tiles)`` of ``tile``; group -1 where there is none, and
-        then state's top is the end of the last group.
+        self, mEnds: cute.Tensor, rows: Int32, rHigh: cute.Tensor, state: WalkState, tile: Int32, tiles_n: Int32
+    ) -> tuple[WalkState, GroupTile]:
+        """The group's tile that is number ``tile`` of all. Where there is none, the state's ``top`` is the end of the
+        last group.
         """
-        first, low, total, top, before = state
+        first, low, total, top, before = state.first, state.low, state.total, state.top, state.before
         lane = cute.arch.lane_idx()
         groups = mEnds.shape[0] - 1
-        chunk, tiles, place = self.chunk, self.tiles, self.raster.tile
         slot = tile // tiles_n
+        # Chunk after chunk, until one has the slot or the groups are at their end.
         passed, searching = Int32(WARP), Int32(1)
         while searching > 0:
             passed = cute.arch.popc(cute.arch.vote_ballot_sync(before + total <= slot))
@@ -91,27 +111,29 @@ class GroupWalk:
             else:
                 before = before + cute.arch.shuffle_sync(total, WARP - 1)
                 first = first + CHUNK
-                low, total, top = chunk(mEnds, rows, rHigh, first, top)
+                following = self.chunk(mEnds, rows, rHigh, first, top, before)
+                low, total, top = following.low, following.total, following.top
         # Every lane looks through its groups; the result of the lane that has the tile counts.
         own, at = Int32(0), low
         for i in cutlass.range_constexpr(EACH):
-            own = own + tiles(at, rHigh[i])
+            own = own + self.tiles(at, rHigh[i])
             at = rHigh[i]
         inside = slot - before - (total - own)
         group, begin, end = first + lane * EACH, low, rHigh[0]
         for i in cutlass.range_constexpr(1, EACH):
-            count = tiles(begin, end)
+            count = self.tiles(begin, end)
             if inside >= count:
                 inside = inside - count
                 group, begin, end = first + lane * EACH + i, rHigh[i - 1], rHigh[i]
+        # From the lane that has it to all lanes.
         holder = cutlass.min(passed, Int32(WARP - 1))
         group = cute.arch.shuffle_sync(group, holder)
         begin = cute.arch.shuffle_sync(begin, holder)
         end = cute.arch.shuffle_sync(end, holder)
         inside = cute.arch.shuffle_sync(inside, holder)
-        at_m, at_n = Int32(0), Int32(0)
+        m, n = Int32(0), Int32(0)
         if passed == WARP:
             group = Int32(-1)
         else:
-            at_m, at_n = place(inside * tiles_n + tile - slot * tiles_n, tiles(begin, end), tiles_n)
-        return (first, low, total, top, before), group, begin, end, at_m, at_n
+            m, n = self.raster.tile(inside * tiles_n + tile - slot * tiles_n, self.tiles(begin, end), tiles_n)
+        return WalkState(first, low, total, top, before), GroupTile(group, begin, end, m, n)

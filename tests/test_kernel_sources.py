@@ -1,0 +1,92 @@
+"""How kernel bodies are written: what STYLE asks of them that a tree can show. Whether comments are true, it cannot."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+KERNELS = Path(__file__).parents[1] / "cutekernels" / "kernels"
+CUTE = KERNELS / "cute"
+# Not yet rewritten: attention's bodies, and the parts that they alone use.
+_PARTS = ("cache", "cluster_", "group", "head_loads", "score_gradients", "sequences", "softmax")
+PENDING = ("attention/", *(f"parts/{name}" for name in _PARTS))
+FILES = sorted(f for f in CUTE.rglob("*.py") if not str(f.relative_to(CUTE)).startswith(PENDING))
+BODIES = [file for file in FILES if file.parent.name in ("gemm", "moe", "attention") and file.stem != "__init__"]
+LEAST_COMMENTS = 6.0  # own-line comments to a hundred lines of code, in a body
+MANY, MOST_OF_MANY = 10, 20  # parameters of a function, and functions that have so many
+ENTRIES = ("__call__", "kernel", "normed", "shared")  # a launch's arguments, one by one
+
+
+def aliases(tree: ast.AST) -> Iterator[str]:
+    """Names that stand for an attribute of ``self``: bound to ``self.<name>`` itself, or to what hangs on ``self`` and
+    only ever called. ``tile_m = self.epilogue.tile_m`` is none: it shortens a path to a value.
+    """
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        called = {id(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)}
+        loads = [node for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+        for target, value in pairs(function):
+            uses = [id(node) for node in loads if node.id == target]
+            only_called = bool(uses) and all(use in called for use in uses)
+            if value == f"self.{target}" or (value.startswith("self.") and only_called):
+                yield f"{function.name}: {target} = {value}"
+
+
+def pairs(function: ast.FunctionDef) -> Iterator[tuple[str, str]]:
+    """``(name, dotted path)`` of each assignment of a path to a name, those in tuples too."""
+    for node in ast.walk(function):
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+            continue
+        left, right = node.targets[0], node.value
+        both = isinstance(left, ast.Tuple) and isinstance(right, ast.Tuple)
+        targets = left.elts if both else [left]  # type: ignore[attr-defined]
+        values = right.elts if both else [right]  # type: ignore[attr-defined]
+        for target, value in zip(targets, values, strict=False):
+            if isinstance(target, ast.Name) and isinstance(value, ast.Attribute):
+                yield target.id, ast.unparse(value)
+
+
+def comments_per_hundred(source: str) -> float:
+    """Own-line comments to a hundred lines of code, docstrings and empty lines left out."""
+    lines = [line.strip() for line in source.splitlines()]
+    comments = sum(line.startswith("#") for line in lines)
+    described = sum(len(node.body[0].value.value.splitlines()) for node in documented(source))
+    return 100 * comments / (sum(bool(line) for line in lines) - comments - described)
+
+
+def documented(source: str) -> Iterator[ast.Module]:
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, kinds) and ast.get_docstring(node):
+            yield node  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CUTE)))
+def test_calls_go_through_self_and_the_formatter_lays_out(file: Path) -> None:
+    source = file.read_text()
+    assert not list(aliases(ast.parse(source)))
+    assert "fmt: skip" not in source
+
+
+@pytest.mark.parametrize("file", BODIES, ids=lambda file: str(file.relative_to(CUTE)))
+def test_bodies_speak(file: Path) -> None:
+    assert comments_per_hundred(file.read_text()) >= LEAST_COMMENTS
+
+
+def test_only_entries_have_many_parameters() -> None:
+    wide = [
+        (str(file.relative_to(CUTE)), node.name)
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef) and len(node.args.args) - 1 >= MANY
+    ]
+    assert not [found for found in wide if found[1] not in ENTRIES]
+    assert len(wide) <= MOST_OF_MANY
+
+
+def test_the_checks_see_what_they_are_for() -> None:
+    planted = "def f(self):\n    go, n = self.part.go, self.part.n\n    mma = self.mma\n    return go(n, mma)\n"
+    assert list(aliases(ast.parse(planted))) == ["f: go = self.part.go", "f: mma = self.mma"]
+    assert comments_per_hundred('"""Two\nlines."""\n\n# why\nx = 1\ny = 2\n') == 50.0
