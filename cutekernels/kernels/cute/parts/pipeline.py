@@ -8,6 +8,14 @@ from cutlass import Int32, const_expr
 
 
 @dataclass(frozen=True)
+class Position:
+    """A stage of a pipeline and the phase of its barriers; the same ring may be walked at several positions."""
+
+    stage: Int32
+    phase: Int32
+
+
+@dataclass(frozen=True)
 class StagePipeline:
     """``stages`` buffers with two barriers each: full (bytes have landed) and empty (readers are done).
 
@@ -41,6 +49,21 @@ class StagePipeline:
         """The position ``count`` stages on."""
         end = stage + count
         return end % self.stages, phase ^ ((end // self.stages) & 1)
+
+    @cute.jit
+    def next(self, at: Position) -> Position:
+        """The position behind ``at``; the phase changes where the ring begins anew."""
+        stage, phase = at.stage + 1, at.phase
+        if stage == self.stages:
+            stage = Int32(0)
+            phase = phase ^ 1
+        return Position(stage, phase)
+
+    @cute.jit
+    def after(self, at: Position, count: Int32) -> Position:
+        """The position ``count`` stages behind ``at``, for a reader that passes stages over."""
+        end = at.stage + count
+        return Position(end % self.stages, at.phase ^ ((end // self.stages) & 1))
 
     @cute.jit
     def acquire(self, full: cute.Pointer, empty: cute.Pointer, stage: Int32, phase: Int32):
