@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MAX_LINES = 600
+MAX_BODY_LINES = 800  # of a kernel body, whose header and comments are part of it
 MOST_FLOORS = 6  # inside a family
 
 # A file's floor; a folder stands for all files in it, and is one room. The longest match counts.
@@ -182,7 +183,9 @@ def test_the_snapshot_needs_only_the_standard_library() -> None:
 def test_files_are_short_and_well_named() -> None:
     for file in [*FILES, *(str(p.relative_to(ROOT)) for p in (ROOT / "tests").rglob("*.py"))]:
         lines = len((ROOT / file).read_text().splitlines())
-        assert lines <= MAX_LINES, f"{file} has {lines} lines, {MAX_LINES} at most: split it where two ideas meet"
+        body = re.match(r"cutekernels/kernels/cute/(?!parts/)\w+/", file) is not None
+        most = MAX_BODY_LINES if body else MAX_LINES
+        assert lines <= most, f"{file} has {lines} lines, {most} at most: split it where two ideas meet"
         assert Path(file).stem not in ("utils", "helpers", "util", "common", "misc"), f"{file}: say what is in it"
         assert not re.search(r"sm_?\d{2}|_v\d$", Path(file).stem), f"{file}: bodies per schedule, not per GPU"
 
