@@ -82,6 +82,16 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Place:
+    """A tile of one head of K and V."""
+
+    batch: Int32
+    head: Int32  # of K and V
+    tile: Int32  # of the head
+    group: Int32  # query heads that share the head
+
+
+@dataclass(frozen=True)
 class Rows:
     """A tile of 16 rows of one head of K and V: query by query, and of each query its group's heads."""
 
@@ -288,9 +298,8 @@ class DecodeAttention:
             tiled_mma,
         )
         if split < active:
-            rows = Rows(batch, head, tile, group, cutlass.min(seq_q * group - tile * TILE_Q, Int32(TILE_Q)))
             keys = Keys(first, begin, end, blocks, active, split)
-            self.walk(launch, rows, keys, tiles, storage, full)
+            self.walk(launch, Place(batch, head, tile, group), keys, tiles, storage, full)
 
         # ---- a cluster's results: each CTA's own columns
 
@@ -298,17 +307,22 @@ class DecodeAttention:
             lane = tid % 32
             # Waits for the messages of all active CTAs.
             acc, states = self.reduction.collect(warp, lane, active, storage, full)
-            valid = cutlass.min(seq_q * group - tile * TILE_Q, Int32(TILE_Q))
+            rows_of = self.rows_of(launch, Place(batch, head, tile, group))
             columns = StoredGroups(
                 warp * self.splits + split, const_expr(self.warps * self.splits), split == 0 and warp == 0
             )
-            self.store(lane, launch, acc, states, Rows(batch, head, tile, group, valid), columns)
+            self.store(lane, launch, acc, states, rows_of, columns)
+
+    def rows_of(self, launch: Launch, place: Place) -> Rows:
+        """The rows of a tile; the last tile of a head may have fewer than 16 that exist."""
+        valid = cutlass.min(launch.mQ.shape[1] * place.group - place.tile * TILE_Q, Int32(TILE_Q))
+        return Rows(place.batch, place.head, place.tile, place.group, valid)
 
     @cute.jit
     def walk(
         self,
         launch: Launch,
-        rows_of: Rows,
+        place: Place,
         keys: Keys,
         tiles: Int32,
         storage: cute.Pointer,
@@ -316,13 +330,15 @@ class DecodeAttention:
     ):
         """One CTA's blocks of keys; then its accumulators combined with other splits', or sent to the cluster."""
         mK, mV, tiled_mma = launch.mK, launch.mV, launch.tiled_mma
-        tile, group, valid, end = rows_of.tile, rows_of.group, rows_of.valid, keys.end
+        tile, group, end = place.tile, place.group, keys.end
         padded, rows, stages = self.rows_kv.padded, self.rows_kv.rows, const_expr(self.rows_kv.stages)
         dtype = launch.mQ.element_type
         tid, _, _ = cute.arch.thread_idx()
         lane = tid % 32
         warp = cute.arch.make_warp_uniform(tid // 32)
         seq_q = launch.mQ.shape[1]
+        rows_of = self.rows_of(launch, place)
+        valid = rows_of.valid
         at, stop = keys.split * keys.blocks // keys.active, (keys.split + 1) * keys.blocks // keys.active
         seen = SeenKeys(keys.first, cutlass.max(end - 1, Int32(0)))
 
