@@ -20,7 +20,7 @@ from bench.baselines import Contender, Inputs, Launch
 from bench.suites import Case
 from bench.workloads import work
 from cutekernels.gpu import GpuSpec
-from cutekernels.kernels.triton.dependent import await_turn
+from cutekernels.kernels.triton.dependent import pdl_wait
 
 NAME = "streaming"
 _UNIT = 16  # words: Triton keeps masked accesses 16 bytes wide where the size is a multiple of 16
@@ -60,7 +60,7 @@ def stream(  # type: ignore[no-untyped-def]
 
     Schedule: programs take blocks of BLOCK words in turns; all inputs of a block are loaded before its stores.
     """
-    await_turn(DEPENDENT)
+    pdl_wait(DEPENDENT)
     block = tl.program_id(0).to(tl.int64)
     pitch = words.to(tl.int64)
     while block < blocks:

@@ -21,7 +21,7 @@ from cutlass import Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.kernels.cute.parts.sequences import Sequences
+from cutekernels.kernels.cute.parts.sequences import Ends, Sequences
 from cutekernels.ops import registry
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.op import ATTENTION
@@ -98,15 +98,14 @@ def _locate(
 ):  # fmt: skip
     tiles, _ = sequences.grid(mX, mCuX, TILE)
     mFound[0, 0] = tiles
-    locate = sequences.locate
     for i in cutlass.range(tiles):
-        batch, _, tile, begin_x, begin_y, seq_x, seq_y = locate(i, Int32(0), TILE, mX, mY, mCuX, mCuY)
-        mFound[i + 1, 0] = batch
-        mFound[i + 1, 1] = tile
-        mFound[i + 1, 2] = begin_x
-        mFound[i + 1, 3] = begin_y
-        mFound[i + 1, 4] = seq_x
-        mFound[i + 1, 5] = seq_y
+        at = sequences.locate(i, Int32(0), TILE, mX, mY, Ends(mCuX, mCuY))
+        mFound[i + 1, 0] = at.batch
+        mFound[i + 1, 1] = at.tile
+        mFound[i + 1, 2] = at.begin_x
+        mFound[i + 1, 3] = at.begin_y
+        mFound[i + 1, 4] = at.seq_x
+        mFound[i + 1, 5] = at.seq_y
 
 
 @cache

@@ -1,8 +1,9 @@
 """Activations: gated (``out = act(gate) * up``) and with a bias (``out = gelu(x + bias)``), and their gradients.
 
-Every kernel walks a (rows, cols) matrix in tiles of BLOCK_ROWS x BLOCK_COLS; programs run through a row's tiles
-first. Every operand has its own two strides. Promises of the op are constexprs: element strides of 1, and for gated
-operands that are dense throughout (DENSE) one single row of ``cols`` elements.
+Grid: two axes that count as one, since the first ends at 2^31 - 1. Every kernel walks a (rows, cols) matrix in tiles of
+BLOCK_ROWS x BLOCK_COLS; programs run through a row's tiles first. Every operand has its own two strides. Promises of
+the op are constexprs: element strides of 1, and for gated operands that are dense throughout (DENSE) one single row of
+``cols`` elements.
 
 Width: VEC elements are one access. A tile's edge is masked in units of VEC, which keeps every access wide
 whatever ``cols`` is; the at most VEC - 1 elements beyond the last whole unit of a row follow one by one.
@@ -14,7 +15,7 @@ per result. PRECISE is for fp32 results; without it the functions are good to 2^
 import triton
 import triton.language as tl
 
-from cutekernels.kernels.triton.dependent import await_turn
+from cutekernels.kernels.triton.dependent import pdl_wait
 
 # ---- functions of one element ---------------------------------------------------------------------------
 
@@ -113,6 +114,7 @@ def _tile(rows, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, DENSE:
     """
     pid = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     if DENSE:
+        # One long row.
         row = pid * 0
         col = pid * BLOCK_COLS
     else:
@@ -138,6 +140,7 @@ def _at(ptr, row, col, row_stride, col_stride, r, c):
 def _glu_part(ptrs, row_strides, col_strides, row, col, r, c, inside, ACT: tl.constexpr, PRECISE: tl.constexpr, EVICT):
     """Rows r and columns c of a tile: forward with (out, gate, up), backward with (dgate, dup, dout, gate, up)."""
     first = _at(ptrs[0], row, col, row_strides[0], col_strides[0], r, c)
+    # All loads, then the arithmetic, then all stores: a result may be an operand's memory.
     if len(ptrs) == 3:
         gate = _at(ptrs[1], row, col, row_strides[1], col_strides[1], r, c)
         up = _at(ptrs[2], row, col, row_strides[2], col_strides[2], r, c)
@@ -173,11 +176,13 @@ def _glu(
     PRECISE: tl.constexpr,
     EVICT: tl.constexpr,
 ):
+    """One tile, forward or backward by the number of ``ptrs``: whole units of VEC columns, then the ragged tail."""
     row, col, rows_left, cols_left = _tile(rows, cols, BLOCK_ROWS, BLOCK_COLS, DENSE)
     r = tl.arange(0, BLOCK_ROWS)
     c = tl.arange(0, BLOCK_COLS)
     inside = (r < rows_left)[:, None] & (c // VEC < cols_left // VEC)[None, :]
     _glu_part(ptrs, row_strides, col_strides, row, col, r, c, inside, ACT, PRECISE, EVICT)
+    # Ragged tail: columns beyond the last whole unit.
     if VEC > 1:
         whole = cols_left // VEC * VEC
         if whole < cols_left:
@@ -210,9 +215,9 @@ def glu(
 ):
     """``out = act(gate) * up``.
 
-    Schedule: one program per tile: load both operands, compute in registers, store.
+    Grid: one program per tile: load both operands, compute in registers, store.
     """
-    await_turn(DEPENDENT)
+    pdl_wait(DEPENDENT)
     ptrs, row_strides, col_strides = (
         (out_ptr, gate_ptr, up_ptr),
         (out_row, gate_row, up_row),
@@ -251,9 +256,9 @@ def glu_backward(
 ):
     """``dgate = dout * up * act'(gate)`` and ``dup = dout * act(gate)``.
 
-    Schedule: as :func:`glu`. The activation is recomputed from the inputs of the forward pass.
+    Grid: as :func:`glu`. The activation is recomputed from the inputs of the forward pass.
     """
-    await_turn(DEPENDENT)
+    pdl_wait(DEPENDENT)
     ptrs = (dgate_ptr, dup_ptr, dout_ptr, gate_ptr, up_ptr)
     row_strides = (dgate_row, dup_row, dout_row, gate_row, up_row)
     col_strides = (dgate_col, dup_col, dout_col, gate_col, up_col)
@@ -265,6 +270,7 @@ def glu_backward(
 
 @triton.jit
 def _bias_at(ptr, col, col_stride, c):
+    """Pointers to columns ``col + c`` of a vector."""
     return ptr + col * col_stride + c.to(tl.int64) * col_stride
 
 
@@ -290,9 +296,10 @@ def bias_gelu(
 ):
     """``out = gelu(x + bias)``.
 
-    Schedule: one program per tile; the bias is loaded once for all its rows.
+    Grid: one program per tile; the bias is loaded once for all its rows.
     """
-    await_turn(DEPENDENT)
+    pdl_wait(DEPENDENT)
+    # Whole units of VEC columns.
     row, col, rows_left, cols_left = _tile(rows, cols, BLOCK_ROWS, BLOCK_COLS, False)
     r = tl.arange(0, BLOCK_ROWS)
     c = tl.arange(0, BLOCK_COLS)
@@ -306,6 +313,7 @@ def bias_gelu(
         PRECISE,
         EVICT,
     )
+    # Ragged tail: columns beyond the last whole unit.
     if VEC > 1:
         whole = cols_left // VEC * VEC
         if whole < cols_left:
@@ -324,6 +332,7 @@ def bias_gelu(
 
 @triton.jit
 def _bias_gelu(out, x, bias, rows_inside, cols_inside, ACT: tl.constexpr, PRECISE: tl.constexpr, EVICT: tl.constexpr):
+    """The elements that the pointers are at."""
     inside = rows_inside[:, None] & cols_inside[None, :]
     b = tl.load(bias, mask=cols_inside, other=0.0).to(tl.float32)
     z = tl.load(x, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32) + b[None, :]
@@ -357,10 +366,11 @@ def bias_gelu_backward(
 ):
     """``dx = dout * gelu'(x + bias)``, and its sum over each slab of rows in ``partials``, in fp32.
 
-    Schedule: one program per block of columns and slab of ``slab`` rows, which it walks BLOCK_ROWS at a time. Each
-    sum is of fp32 gradients, before they are rounded, and always taken in the same order.
+    Grid: one program per block of columns and slab of ``slab`` rows, which it walks BLOCK_ROWS at a time. Each sum is
+    of fp32 gradients, before they are rounded, and always taken in the same order. ``partials``: dense, (slabs, cols).
     """
-    await_turn(DEPENDENT)
+    pdl_wait(DEPENDENT)
+    # This program's columns and slab; a surplus program of the grid's second axis has no rows.
     col_blocks = tl.cdiv(cols, BLOCK_COLS)
     pid = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     col = pid % col_blocks * BLOCK_COLS
@@ -371,6 +381,7 @@ def bias_gelu_backward(
     r = tl.arange(0, BLOCK_ROWS)
     c = tl.arange(0, BLOCK_COLS)
     if rows_left > 0:
+        # Whole units of VEC columns.
         _bias_gelu_slab(
             partials_ptr + index * cols + col + c,
             _at(dx_ptr, row, col, dx_row, dx_col, r, c),
@@ -387,6 +398,7 @@ def bias_gelu_backward(
             PRECISE,
             EVICT,
         )
+        # Ragged tail: columns beyond the last whole unit.
         if VEC > 1:
             whole = cols_left // VEC * VEC
             if whole < cols_left:

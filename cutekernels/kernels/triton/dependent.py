@@ -1,6 +1,6 @@
-"""Programmatic dependent launch: how a kernel starts while the one ahead of it still runs.
+"""Programmatic dependent launch (PDL): how a kernel starts while the one ahead of it still runs.
 
-Every kernel of this package has DEPENDENT as its last parameter and begins with :func:`await_turn`; the backend sets
+Every kernel of this package has DEPENDENT as its last parameter and begins with :func:`pdl_wait`; the backend sets
 DEPENDENT and the launch attribute where the GPU knows them (``GpuSpec.has_pdl``).
 """
 
@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def await_turn(DEPENDENT: tl.constexpr):
+def pdl_wait(DEPENDENT: tl.constexpr):
     """Lets the next kernel's programs be placed as soon as SMs have room, then waits until the kernel ahead is done.
 
     Nothing may touch memory before it, in any program: a kernel is done when its programs are, so that the next one's
@@ -20,20 +20,24 @@ def await_turn(DEPENDENT: tl.constexpr):
     silu_mul of 16 x 14336 2.25 -> 1.60, of 256 x 14336 7.16 -> 6.88 (2026-11-21).
     """
     if DEPENDENT:
+        # griddepcontrol.launch_dependents first: the next kernel's wait does not depend on when this one signals.
         gdc_launch_dependents()
+        # griddepcontrol.wait: all programs of the kernel ahead have ended, and their stores are visible.
         gdc_wait()
 
 
 @triton.jit
-def ask(pointer, elements):
-    """Asks memory for ``elements`` from ``pointer`` on, before the turn has come. For sm_90 on.
+def prefetch_l2(pointer, elements):
+    """Prefetches ``elements`` from ``pointer`` on into the L2 cache, ahead of :func:`pdl_wait`. For sm_90 on.
 
-    A prefetch brings lines to the L2 cache, which is where all SMs meet: right whatever the kernel ahead writes there.
+    All SMs meet in the L2 cache: the prefetch is right whatever the kernel ahead still writes there.
     """
+    # The instruction takes whole units of 16 bytes: from the one that holds the first byte to the one after the last.
     begin = pointer.to(tl.int64)
     end = begin + elements * (pointer.dtype.element_ty.primitive_bitwidth // 8)
     begin = begin // 16 * 16
     count = ((end - begin + 15) // 16 * 16).to(tl.int32)
+    # One thread's work. The result is not used: an inline instruction has one.
     tl.inline_asm_elementwise(
         """{
         .reg .pred first; .reg .u32 thread;

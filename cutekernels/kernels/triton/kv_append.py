@@ -1,15 +1,44 @@
 """New tokens into a cache of keys and values: where each sequence ends, and its end with them.
 
-The grid's first axis walks tokens (a tile never crosses a sequence), the second blocks of heads, those of q, of k, of
-v, the third blocks of channels, those that turn before those that do not. Where a program takes all heads (WHOLE) the
-first axis walks blocks of channels of one tile of tokens after the other, as in ``rope``: neighbours in time are
-neighbours in memory. A cache is walked by page, slot and head; without pages a sequence is one page.
+Grid:
+    The first axis walks tokens (a tile never crosses a sequence), the second blocks of heads, those of q, of k, of v,
+    the third blocks of channels, those that rotate before those that do not. Where a program takes all heads (WHOLE)
+    the first axis walks blocks of channels of one tile of tokens after the other, as in ``rope``: neighbours in time
+    are neighbours in memory. A cache is walked by page, slot and head; without pages a sequence is one page.
+
+Arguments of :func:`kv_append` (strides in elements, channels always dense):
+    ==============================  ===================================================================================
+    ``out_q``, ``q``                (B, SEQ, HQ, D), rotated; may be the same memory; strides batch, seq, head
+    ``k_cache``, ``v_cache``        (PAGES, PAGE_SIZE, HKV, D), or (B, ROOM, HKV, D); strides page, slot, head
+    ``k``, ``v``                    (B, SEQ, HKV, D), new tokens; strides batch, seq, head
+    ``state``, ``out_state``        (3, B) int32, may be the same memory; stride row. Lengths, lost tokens, tickets
+    ``page_table``                  (B, ENTRIES) int32, where PAGE_SIZE > 0; strides batch, entry
+    ``counts``                      (B,) int32, how many of the SEQ tokens are real, where COUNTED; stride step
+    ``cos``, ``sin``                (ANGLES, half) of positions, or (B, SEQ, half) where GATHERED, where TURNING
+    ``seq``, ``seq_blocks``         tokens of a sequence, and tiles of TOKENS of them
+    ``heads_q``, ``heads_kv``       heads; of q there may be none
+    ``half``, ``head_dim``          pairs of channels that rotate, and channels
+    ``half_blocks``, ``parts``      blocks of channels that rotate, and all blocks of channels
+    ``room``                        tokens that a sequence's cache holds
+    ``pages``, ``angles``           pages of the cache, rows of the tables of cosines and sines
+    TOKENS, HEADS, BLOCK            a tile: tokens, heads, pairs of channels
+    SPREAD                          cosines and sines are loaded for each head (see ``rope``)
+    WHOLE                           a program takes all heads, one block of HEADS after the other
+    THREADS                         of a program
+    PAGE_SIZE                       slots of a page; 0: no pages
+    COUNTED, TURNING, GATHERED      which of the operands above there are
+    INTERLEAVED                     a pair is two neighbouring channels, else channels i and i + half
+    DEPENDENT                       the launch is a programmatic dependent one
+    ==============================  ===================================================================================
+Inside, an operand is a tuple (pointer, outer, inner and head stride); ``sizes`` are (blocks of q, blocks of k or v,
+heads_q, heads_kv); ``widths`` are (half, head_dim, half_blocks, whether out_q is q); ``tile`` is (batch, tokens, which
+exist, page, slot, which are kept).
 """
 
 import triton
 import triton.language as tl
 
-from cutekernels.kernels.triton.dependent import await_turn
+from cutekernels.kernels.triton.dependent import pdl_wait
 
 _ENTRIES = tl.constexpr(64)  # entries of a page table examined together
 
@@ -49,6 +78,7 @@ def _channels(block, part, sizes, widths, BLOCK: tl.constexpr, TURNING: tl.const
     """
     q_blocks, kv_blocks, _, _ = sizes
     half, head_dim, half_blocks, stays = widths
+    # Channels that do not rotate: two runs of BLOCK, one behind the other.
     first = part * (2 * BLOCK)
     second = first + BLOCK
     first_end = head_dim
@@ -57,6 +87,7 @@ def _channels(block, part, sizes, widths, BLOCK: tl.constexpr, TURNING: tl.const
         rotary = block < q_blocks + kv_blocks
         if rotary:
             if part < half_blocks:
+                # Pairs: neighbours, or channels ``half`` apart.
                 if INTERLEAVED:
                     first_end = 2 * half
                 else:
@@ -65,6 +96,7 @@ def _channels(block, part, sizes, widths, BLOCK: tl.constexpr, TURNING: tl.const
                     first_end = half
                     second_end = 2 * half
             else:
+                # Behind the rotating channels; where q stays in its memory nothing is to be copied.
                 first = 2 * half + (part - half_blocks) * (2 * BLOCK)
                 second = first + BLOCK
                 if stays & (block < q_blocks):
@@ -104,7 +136,7 @@ def _store(rows, there, channels, x1, x2, BLOCK: tl.constexpr, INTERLEAVED: tl.c
 
 
 @triton.jit
-def _turn(x1, x2, cos, sin, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _rotate(x1, x2, cos, sin, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
     """``(x1 cos - x2 sin, x2 cos + x1 sin)`` of BLOCK pairs of channels, in fp32, rounded once."""
     if INTERLEAVED:
         even, odd = tl.split(tl.reshape(x1, (x1.shape[0], x1.shape[1], BLOCK, 2)))
@@ -136,7 +168,8 @@ def _fetch(
     TURNING: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Loads tokens ``s`` of a block of heads, not turned."""
+    """Loads tokens ``s`` of a block of heads, as they are."""
+    # A surplus block, which WHOLE fetches behind its last, has no heads and loads nothing.
     pointer, outer, inner, head = _of(block, sizes, q, k, v)
     h, real = _heads(block, sizes, HEADS)
     rows = pointer + batch * outer + s[:, None] * inner + h[None, :] * head
@@ -163,16 +196,17 @@ def _put(
     TURNING: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Turns and stores a fetched tile: q to its tokens' rows, k and v to the slots of the tokens that are kept."""
+    """Rotates and stores a fetched tile: q to its tokens' rows, k and v to the slots of the tokens that are kept."""
     batch, s, there, page, slot, kept = tile
     q_blocks, kv_blocks, _, _ = sizes
     half_blocks = widths[2]
     if TURNING:
         turns = (block < q_blocks + kv_blocks) & (part < half_blocks)
         if turns:
-            x1, x2 = _turn(x1, x2, cos, sin, BLOCK, INTERLEAVED)
+            x1, x2 = _rotate(x1, x2, cos, sin, BLOCK, INTERLEAVED)
     pointer, outer, inner, head = _of(block, sizes, q, k, v)
     h, real = _heads(block, sizes, HEADS)
+    # k and v go to the tokens' pages and slots, q to their batch entry and row.
     outermost = page.to(tl.int64)
     innermost = slot.to(tl.int64)
     if block < q_blocks:
@@ -193,6 +227,7 @@ def _legal(page, pages):
 @triton.jit
 def _end(table_row, table_entry, start, end, pages, PAGE_SIZE: tl.constexpr):
     """The first position from ``start`` on without a page; ``end`` if there is none before."""
+    # A sequence's entries, _ENTRIES at a time: the first hole is where the sequence ends.
     found = end
     for begin in range(start // PAGE_SIZE, tl.cdiv(end, PAGE_SIZE), _ENTRIES):
         entry = begin + tl.arange(0, _ENTRIES).to(tl.int64)
@@ -268,13 +303,13 @@ def kv_append(
     INTERLEAVED: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):
-    """Appends tokens of k and v behind each sequence's end, k and q turned by their positions, and moves the end.
+    """Appends tokens of k and v behind each sequence's end, k and q rotated by their positions, and moves the end.
 
-    ``state``: (3, B) int32, the sequences' lengths, the tokens that found no room, and tickets, which are zero
-    between launches.
+    Arguments and grid: the module's header. ``state``: (3, B) int32, the sequences' lengths, the tokens that found no
+    room, and tickets, which are zero between launches.
 
     Schedule: a program loads a tile's rows and the sequence's length, and, once the length is there, what follows from
-    it: pages, cosines and sines, a ticket. It turns or copies the rows and stores them where length and page table
+    it: pages, cosines and sines, a ticket. It rotates or copies the rows and stores them where length and page table
     say. A program of all heads (WHOLE) does so for one block of heads after the other, prefetching the next.
     All programs of a sequence read its length, and the last to have read it, by its ticket, writes the new one. One
     thread reads the length and broadcasts it; no program reads it twice, so the ticket is taken early and without a
@@ -283,7 +318,9 @@ def kv_append(
     A token without a page, or behind the last one there is room for, is written nowhere. A position outside of
     the table of angles makes its token NaN; nothing is read out of bounds.
     """
-    await_turn(DEPENDENT)
+    pdl_wait(DEPENDENT)
+    # ---- this program's block of channels (part), tile of tokens (pid) and first block of heads
+
     q_blocks = tl.cdiv(heads_q, HEADS)
     kv_blocks = tl.cdiv(heads_kv, HEADS)
     if WHOLE:
@@ -296,9 +333,12 @@ def kv_append(
         pid = tl.program_id(0)
         block = tl.program_id(1)
         shares = seq_blocks * tl.num_programs(1) * tl.num_programs(2)
+    # ---- loads that need nothing but the grid: the sequence's length, the tile's rows
+
     batch = (pid // seq_blocks).to(tl.int64)
     lane = tl.arange(0, THREADS)
-    words = tl.load(state_ptr + lane * state_row + batch, mask=lane < 2, other=0)  # the length, the lost tokens
+    # Words 0 and 1 of the sequence's state, by the first two threads; nothing else reads the length.
+    words = tl.load(state_ptr + lane * state_row + batch, mask=lane < 2, other=0)
     count = tl.full((), 0, tl.int64) + seq
     if COUNTED:
         count = tl.minimum(tl.maximum(tl.load(counts_ptr + batch * counts_step).to(tl.int64), 0), count)
@@ -315,9 +355,12 @@ def kv_append(
     there = s < seq
     x1, x2 = _fetch(block, part, sizes, widths, x_q, x_k, x_v, batch, s, there, HEADS, BLOCK, TURNING, INTERLEAVED)
 
+    # ---- what follows from the length: positions, pages and slots, cosines and sines, a ticket
+
     start = tl.minimum(tl.max(tl.where(lane == 0, words, 0), axis=0).to(tl.int64), room)
     position = start + s
     kept = (s < count) & (position < room)
+    # Where the tokens go; one whose entry names no page goes nowhere.
     if PAGE_SIZE == 0:
         page = tl.zeros_like(s) + batch
         slot = position
@@ -329,6 +372,7 @@ def kv_append(
     cos = 0.0
     sin = 0.0
     if TURNING:
+        # A row of the table for each token; NaN where there is none.
         place = position
         if GATHERED:
             place = s
@@ -345,10 +389,15 @@ def kv_append(
         cos = tl.load(cos_at, mask=legal, other=nan).to(tl.float32)
         sin = tl.load(sin_at, mask=legal, other=nan).to(tl.float32)
     tile = (batch, s, there, page, slot, kept)
+    # The program with the sequence's last ticket writes the new length: all others have read the old one. Early and
+    # relaxed: see above.
     last = shares == 1
     if shares > 1:
         last = tl.atomic_add(state_ptr + 2 * state_row + batch, 1, sem="relaxed") == shares - 1
+    # ---- rotate and store, block of heads by block of heads
+
     if WHOLE:
+        # The next block is loaded before this one is stored.
         for i in range(q_blocks + 2 * kv_blocks):
             next1, next2 = _fetch(
                 i + 1, part, sizes, widths, x_q, x_k, x_v, batch, s, there, HEADS, BLOCK, TURNING, INTERLEAVED
@@ -363,14 +412,18 @@ def kv_append(
             block, part, sizes, widths, out_q, out_k, out_v, tile, x1, x2, cos, sin, HEADS, BLOCK, TURNING, INTERLEAVED
         )
 
+    # ---- the sequence's new length, by the last of its programs
+
     if last:
         end = tl.minimum(start + count, room)
         if PAGE_SIZE > 0:
+            # The sequence ends at the first token without a page.
             if seq_blocks == 1:  # every token is in this tile
                 end = tl.min(tl.where((s < count) & ~kept, tl.minimum(position, end), end), axis=0)
             else:
                 row = page_table_ptr + batch * page_table_batch
                 end = _end(row, page_table_entry, start, end, pages, PAGE_SIZE)
+        # Tokens beyond the end are lost; the ticket is zero again for the next launch.
         lost = tl.sum(tl.where(lane == 1, words, 0), axis=0)
         tl.store(out_state_ptr + batch, end.to(tl.int32))
         tl.store(out_state_ptr + out_state_row + batch, lost + (start + count - end).to(tl.int32))

@@ -1,6 +1,9 @@
 """AdamW's update, of one tensor or of all tensors in a table.
 
-Everything is elementwise over memory that is dense, so tensors are runs of elements. Width: VEC elements are one
+Everything is elementwise over memory that is dense, so tensors are runs of elements, and there are no strides. Names:
+``avg`` and ``sq`` are the moments (exp_avg, exp_avg_sq), ``master`` the fp32 copy of a parameter in 16 bits; ``out_x``
+is where x goes, often x itself. ``w1 = 1 - beta1``, ``w2 = 1 - beta2``, ``decay = 1 - lr * weight_decay``, ``size`` is
+lr over its bias correction, ``root`` the square root of the second moment's. Width: VEC elements are one
 access, 16 bytes of fp32. The end of a run is masked in units of VEC, which keeps accesses wide whatever its length is;
 the at most VEC - 1 elements beyond the last whole unit follow one by one.
 """
@@ -8,7 +11,7 @@ the at most VEC - 1 elements beyond the last whole unit follow one by one.
 import triton
 import triton.language as tl
 
-from cutekernels.kernels.triton.dependent import await_turn
+from cutekernels.kernels.triton.dependent import pdl_wait
 
 ROW = tl.constexpr(
     8
@@ -18,6 +21,7 @@ ROW = tl.constexpr(
 @triton.jit
 def _one_minus_exp(x):
     """``1 - e^x`` in fp32 for x <= 0, to the last bit or two near 0 too, where 1 - 0.999^1 would lose 4 digits."""
+    # Near 0 the series of e^x - 1, by Horner's rule.
     series = 1.0 + x / 10.0
     for n in tl.static_range(9, 1, -1):
         series = 1.0 + x / n * series
@@ -57,7 +61,10 @@ def _update(
     MAXIMIZE: tl.constexpr,
     EVICT: tl.constexpr,
 ):
+    """One AdamW update of the elements that the pointers are at."""
+    # All loads before any store: a result may be its operand's memory.
     g = tl.load(grad, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    # The update is of the fp32 copy where there is one; the parameter is its rounding.
     if MASTER:
         p = tl.load(master, mask=inside, other=0.0, eviction_policy=EVICT)
     else:
@@ -66,6 +73,7 @@ def _update(
     v = tl.load(sq, mask=inside, other=0.0, eviction_policy=EVICT)
     if MAXIMIZE:
         g = -g
+    # Moments, weight decay, step; then all stores.
     m += w1 * (g - m)
     v = v * beta2 + (w2 * g) * g
     p = p * decay - size * (m / (tl.sqrt_rn(v) / root + eps))
@@ -102,6 +110,7 @@ def _chunk(
     EVICT: tl.constexpr,
 ):
     """Updates up to BLOCK elements from where the pointers point; ``left`` says how many there are."""
+    # Whole units of VEC elements.
     i = tl.arange(0, BLOCK)
     _update(
         out_param + i,
@@ -125,6 +134,7 @@ def _chunk(
         MAXIMIZE,
         EVICT,
     )
+    # Ragged tail: elements beyond the last whole unit.
     if VEC > 1:
         whole = left // VEC * VEC
         if whole < left:
@@ -186,13 +196,15 @@ def adamw_step(
 ):
     """``p <- p (1 - lr wd) - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)`` with the moments m and v of g.
 
-    Schedule: one block of elements per program: all loads, the arithmetic in fp32, all stores.
+    Grid: one block of BLOCK elements per program: all loads, the arithmetic in fp32, all stores.
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, in the order of torch.optim.AdamW.
     """
-    await_turn(DEPENDENT)
+    pdl_wait(DEPENDENT)
+    # A learning rate and a step count on the device keep a captured graph valid.
     if LR_ON_DEVICE:
         lr = tl.load(lr_ptr).to(tl.float32)
     bias1, root = _corrections(step_ptr, c1, c2, STEP_ON_DEVICE)
+    # Without a master copy its pointers are never used; the parameter's stand in.
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     master = param_ptr
     out_master = out_param_ptr
@@ -264,12 +276,15 @@ def adamw_table(
     ``table``: ROW numbers a tensor. ``chunks``: for each program which tensor it works on and where it begins there,
     in blocks. Steps are on the device, one per tensor; c1 and c2 are the logarithms of the betas.
 
-    Schedule: as :func:`adamw_step`, behind two dependent loads of addresses that all programs share through the cache.
+    Grid: one chunk per program. As :func:`adamw_step`, behind two dependent loads of addresses that all programs share
+    through the cache.
     """
-    await_turn(DEPENDENT)
+    pdl_wait(DEPENDENT)
+    # This program's chunk: which tensor, and from which element on.
     pid = tl.program_id(0).to(tl.int64)
     tensor = tl.load(chunks_ptr + 2 * pid).to(tl.int64)
     begin = tl.load(chunks_ptr + 2 * pid + 1).to(tl.int64) * BLOCK
+    # The tensor's addresses; VEC says how they are aligned.
     row = table_ptr + tensor * ROW
     param = _typed(tl.load(row), PARAM, VEC) + begin
     grad = _typed(tl.load(row + 1), GRAD, VEC) + begin
@@ -280,6 +295,7 @@ def adamw_table(
         master = _typed(tl.load(row + 4), "fp32", VEC) + begin
     if LR_ON_DEVICE:
         lr = tl.load(lr_ptr).to(tl.float32)
+    # Each tensor has its own step count.
     step = tl.load(row + 5).to(tl.pointer_type(tl.float32))
     bias1, root = _corrections(step, c1, c2, True)
     _chunk(

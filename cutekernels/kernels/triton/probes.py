@@ -3,19 +3,22 @@
 import triton
 import triton.language as tl
 
-from cutekernels.kernels.triton.dependent import await_turn
+from cutekernels.kernels.triton.dependent import pdl_wait
 
 
 @triton.jit
 def alone(target_ptr):
-    """Starts and ends, not before the kernel ahead has ended: what a launch, and a block, cost by themselves."""
+    """Starts and ends, not before the kernel ahead has ended: what a launch, and a block, cost by themselves.
+
+    Grid: any number of programs, as for all probes but :func:`exchange`.
+    """
     tl.program_id(0)
 
 
 @triton.jit
 def dependent(target_ptr, DEPENDENT: tl.constexpr):
     """Starts while the kernel ahead still runs, waits for its end, and ends."""
-    await_turn(DEPENDENT)
+    pdl_wait(DEPENDENT)
 
 
 @triton.jit
@@ -27,12 +30,14 @@ def walk(source_ptr, target_ptr, steps, stride, span, BLOCK: tl.constexpr, CHAIN
     CHAINED: the words are zeros, and each thread's address is that of its next word plus the word before: a step takes
     the time from a load to its data, whatever could be loaded at once.
     """
+    # The program's place in the source, taken modulo ``span``; 16 words divide it, so that loads stay wide.
     own = tl.arange(0, BLOCK)
     base = tl.program_id(0).to(tl.int64) * BLOCK
     mixed = tl.zeros((BLOCK,), tl.int32)
     for _ in range(steps):
         at = source_ptr + tl.multiple_of(base % span, 16) + own
         if CHAINED:
+            # Plus zero, which only the load before can tell.
             at += mixed
         mixed ^= tl.load(at, cache_modifier=".cg")
         base += stride
@@ -57,6 +62,7 @@ def exchange(boxes_ptr, rounds, most):
     mine = boxes_ptr + 32 * tl.program_id(0)
     other = boxes_ptr + 32 * (1 - tl.program_id(0))
     for _ in range(rounds):
+        # The other program's box counts what this one has sent; its own box shows what the other has.
         sent = tl.atomic_add(other, 1, sem="release", scope="gpu") + 1
         looks = 0
         while (tl.atomic_add(mine, 0, sem="acquire", scope="gpu") < sent) & (looks < most):

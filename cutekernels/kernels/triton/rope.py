@@ -1,20 +1,42 @@
-"""Rotary position embedding: pairs of a head's channels, turned by the angle of their token's position.
+"""Rotary position embedding: pairs of a head's channels, rotated by the angle of their token's position.
 
-The grid's first axis walks blocks of channels, those that rotate before those that a partial rotation only copies, of
-one tile of tokens after the other (a tile never crosses a batch entry); the second walks blocks of heads, those of q
-before those of k. A tile is (TOKENS, HEADS, BLOCK) pairs. Neighbours in time are thus neighbours in memory:
-docs/notes/rope.md (H200, 2026-11-22). Every operand has its own strides; promises about them are constexprs.
+Grid:
+    The first axis walks blocks of channels, those that rotate before those that a partial rotation only copies, of one
+    tile of tokens after the other (a tile never crosses a batch entry); the second walks blocks of heads, those of q
+    before those of k. A tile is (TOKENS, HEADS, BLOCK) pairs. Neighbours in time are thus neighbours in memory:
+    docs/notes/rope.md (H200, 2026-11-22).
+
+Arguments of :func:`rope` (every operand has its own strides, in elements; promises about them are constexprs):
+    ==========================  =======================================================================================
+    ``out_q``, ``q``            (B, SEQ, HQ, D), may be the same memory; strides batch, seq, head, dim
+    ``out_k``, ``k``            (B, SEQ, HKV, D), may be the same memory; strides batch, seq, head, dim
+    ``cos``, ``sin``            (TABLE_ROWS, half) or (B, TABLE_ROWS, half); strides batch (0 for one table), row, col
+    ``positions``               of the first token (B,), or of each (B, SEQ), by POSITIONS; strides batch, seq
+    ``start``                   the first token's position in all sequences, where POSITIONS is "start"
+    ``seq``, ``seq_blocks``     tokens of a sequence, and tiles of TOKENS of them
+    ``heads_q``, ``heads_kv``   heads
+    ``half``, ``head_dim``      pairs of channels that rotate, and channels
+    ``half_blocks``, ``parts``  blocks of channels that rotate, and all blocks of channels
+    ``table_rows``              positions in the tables
+    TOKENS, HEADS, BLOCK        a tile: tokens, heads, pairs of channels
+    SPREAD                      cosines and sines are loaded for each head
+    POSITIONS                   "start", "batch" or "token"
+    INTERLEAVED                 a pair is two neighbouring channels, else channels i and i + half
+    INVERSE                     rotate back: the gradient
+    DEPENDENT                   the launch is a programmatic dependent one
+    ==========================  =======================================================================================
 """
 
 import triton
 import triton.language as tl
 
-from cutekernels.kernels.triton.dependent import await_turn
+from cutekernels.kernels.triton.dependent import pdl_wait
 
 
 @triton.jit
 def _position(positions_ptr, start, s, at, inside, POSITIONS: tl.constexpr):
     """The positions of tokens ``s`` of one sequence: from ``start``, from a start per sequence, or one per token."""
+    # Positions need no table lookup of their own where they are consecutive.
     if POSITIONS == "start":
         return start + s
     elif POSITIONS == "batch":
@@ -43,10 +65,14 @@ def _rotate(
     BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """One tile: ``(x1 cos - x2 sin, x2 cos + x1 sin)``. Pointers and results, (TOKENS, HEADS, channels)."""
+    """One tile: ``(x1 cos - x2 sin, x2 cos + x1 sin)``. Pointers and results are (TOKENS, HEADS, channels).
+
+    ``inside``: tokens and heads that exist; channels beyond the last pair are masked here.
+    """
     x_rows = x_ptr + s.to(tl.int64)[:, None, None] * x_seq + h.to(tl.int64)[None, :, None] * x_head
     out_rows = out_ptr + s.to(tl.int64)[:, None, None] * out_seq + h.to(tl.int64)[None, :, None] * out_head
     if INTERLEAVED:
+        # Pairs are neighbours: one run of channels, split and joined in registers.
         d = 2 * column + tl.arange(0, 2 * BLOCK)
         mask = inside[:, :, None] & (d < 2 * half)[None, None, :]
         x = tl.load(x_rows + d.to(tl.int64)[None, None, :] * x_dim, mask=mask, other=0.0)
@@ -57,6 +83,7 @@ def _rotate(
         y = tl.reshape(y, (s.shape[0], h.shape[0], 2 * BLOCK))
         tl.store(out_rows + d.to(tl.int64)[None, None, :] * out_dim, y, mask=mask)
     else:
+        # Pairs are ``half`` apart: two runs of channels.
         d = column + tl.arange(0, BLOCK)
         mask = inside[:, :, None] & (d < half)[None, None, :]
         x_first = x_rows + d.to(tl.int64)[None, None, :] * x_dim
@@ -132,14 +159,16 @@ def rope(
     INVERSE: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):
-    """Turns q and k by the angles of their tokens' positions, or back by them (INVERSE). fp32, one rounding.
+    """Rotates q and k by the angles of their tokens' positions, or back by them (INVERSE). fp32, one rounding.
 
+    Arguments and grid: the module's header.
     Schedule: a program loads its tokens' cosines and sines once for all its heads. Where they are fewer than the
     threads, Triton distributes them; else (SPREAD) each head loads them again, from the L1 cache, which avoids an
     exchange through shared memory.
     A position outside of the table makes its token NaN; nothing is read out of bounds.
     """
-    await_turn(DEPENDENT)
+    pdl_wait(DEPENDENT)
+    # This program's block of channels, tile of tokens, and block of heads.
     part = tl.program_id(0) % parts
     pid = tl.program_id(0) // parts
     batch = (pid // seq_blocks).to(tl.int64)
@@ -149,6 +178,7 @@ def rope(
     s = first + tl.arange(0, TOKENS)
     there = s < seq
     if part < half_blocks:
+        # Channels that rotate: cosines and sines of the tile's tokens, NaN where the table has no such row.
         column = part * BLOCK
         d = column + tl.arange(0, BLOCK)
         at = batch * positions_batch + s.to(tl.int64) * positions_seq
@@ -161,14 +191,17 @@ def rope(
         nan = float("nan")
         cos_at = cos_ptr + batch * cos_batch + (place * cos_row + d * cos_col)
         sin_at = sin_ptr + batch * sin_batch + (place * sin_row + d * sin_col)
+        # One element for each thread that needs it, by redundant loads instead of an exchange.
         if SPREAD:
             legal = tl.broadcast_to(legal, (TOKENS, HEADS, BLOCK))
             cos_at = tl.broadcast_to(cos_at, (TOKENS, HEADS, BLOCK))
             sin_at = tl.broadcast_to(sin_at, (TOKENS, HEADS, BLOCK))
         cos = tl.load(cos_at, mask=legal, other=nan).to(tl.float32)
         sin = tl.load(sin_at, mask=legal, other=nan).to(tl.float32)
+        # The inverse of a rotation is that by the opposite angle.
         if INVERSE:
             sin = -sin
+        # Heads of q, then those of k.
         if block < q_blocks:
             h = block * HEADS + tl.arange(0, HEADS)
             _rotate(
@@ -212,6 +245,7 @@ def rope(
                 INTERLEAVED,
             )
     else:
+        # Channels behind those that rotate are copied.
         begin = 2 * half + (part - half_blocks) * (2 * BLOCK)
         if block < q_blocks:
             h = block * HEADS + tl.arange(0, HEADS)

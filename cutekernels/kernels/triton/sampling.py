@@ -7,12 +7,17 @@ BITS bits of the key at a time, from the top: one pass over the row measures all
 Masses are whole numbers, exp(x - max) in units of 2^-40, so that their sums are exact: the tokens that are kept depend
 neither on the order of summation nor on the config. They are made from fp32 additions and multiplications alone, each
 rounded by itself (the kernel is compiled without fused multiply-add): any machine gets the same ones.
+
+Arguments of :func:`sample_filter`: out and logits (rows, cols) with two strides each; temperature, top-k, top-p and
+min-p as a number for all rows or (TEMPERATURES, TOP_KS, TOP_PS, MIN_PS) a dense vector of one for each row; BY_K, BY_P
+and BY_MIN_P say which filters there are. KEY_BITS is 16 or 32, as the logits' type has. ``state``, where SPLIT: for
+each row the maximum, then FAN counts and FAN masses of each phase, zero before the first launch.
 """
 
 import triton
 import triton.language as tl
 
-from cutekernels.kernels.triton.dependent import await_turn
+from cutekernels.kernels.triton.dependent import pdl_wait
 from cutekernels.kernels.triton.moe.route import LOWEST, ordered, valued
 
 ONE = tl.constexpr(1 << 40)
@@ -22,6 +27,7 @@ _ALL = tl.constexpr(1 << 62)  # above any sum, so a search for it keeps everythi
 @triton.jit
 def mass(d):
     """exp(d) for d <= 0 in units of 2^-40, an int64. 0 below -28, and for NaN."""
+    # e^d = 2^n e^r, the latter by a polynomial of degree 6.
     d = tl.where(d > -64.0, d, -64.0)
     n = tl.floor(d * 1.4426950408889634 + 0.5)
     r = (d - n * 0.693115234375) - n * 3.194618494528623e-05  # in [-0.35, 0.35]; n * the first part is exact
@@ -47,6 +53,7 @@ def _keys(logits, at, cols, col, BLOCK: tl.constexpr):
 @triton.jit
 def _most(logits, begin, end, cols, col, BLOCK: tl.constexpr):
     """The row's largest key and its first column, as one number that is never negative."""
+    # The key above, shifted to be positive; below it the column, counted down, so that the first of equal keys wins.
     best = tl.zeros([BLOCK], tl.int64)
     for at in range(begin, end, BLOCK):
         c, there, _, key = _keys(logits, at, cols, col, BLOCK)
@@ -57,6 +64,7 @@ def _most(logits, begin, end, cols, col, BLOCK: tl.constexpr):
 
 @triton.jit
 def _candidates(low, phase, BITS: tl.constexpr, KEY_BITS: tl.constexpr):
+    """The keys ``low`` with every value of the BITS bits that ``phase`` fixes."""
     return low + (tl.arange(0, 1 << BITS) << (KEY_BITS - BITS * (phase + 1)))
 
 
@@ -75,6 +83,7 @@ def _masses(
     logits, begin, end, cols, col, candidates, floor, most, temperature, BLOCK: tl.constexpr, FAN: tl.constexpr
 ):
     """The mass of the keys that reach each candidate, and ``floor`` too."""
+    # A block whose keys all lie below the floor and the least candidate needs no exponentials.
     found = tl.zeros([FAN, BLOCK], tl.int64)
     top = tl.div_rn(valued(most, logits.dtype.element_ty), temperature)
     useful = tl.maximum(floor, tl.min(candidates, axis=0))
@@ -120,6 +129,7 @@ def _write(
     out, out_col, logits, begin, end, cols, col, floor, best, temperature, greedy, least, BY_MIN_P, BLOCK: tl.constexpr
 ):
     """Writes what is kept, scaled, and -inf for the rest."""
+    # The largest key and its first column, as ``_most`` joined them; greedy rows keep that column alone.
     most = (best // 2147483648 - 2147483648).to(tl.int32)
     first = (2147483647 - best % 2147483648).to(tl.int32)
     top = tl.div_rn(valued(most, logits.dtype.element_ty), temperature)
@@ -170,12 +180,13 @@ def sample_filter(
 ):
     """One row of ``sample_filter``; what is kept is described where the op is declared.
 
+    Grid: rows, by chunks of ``chunk`` columns (one chunk without SPLIT).
     Schedule: without SPLIT a program does all of a row, pass after pass. With it, each pass is a launch, and each
     program of a row takes ``chunk`` columns: the sums meet in ``state`` by integer atomics, whose order changes
     nothing, and each program of the next launch reads the search so far off them. ``stage`` says which pass: 0 the
     maximum, 1 counts, 2 masses, 3 the result.
     """
-    await_turn(DEPENDENT)
+    pdl_wait(DEPENDENT)
     FAN: tl.constexpr = 1 << BITS
     PHASES: tl.constexpr = KEY_BITS // BITS
     LOW: tl.constexpr = -(1 << (KEY_BITS - 1))
@@ -189,6 +200,7 @@ def sample_filter(
     top_k = tl.load(top_ks_ptr + row) if TOP_KS else tl.full([], top_k, tl.int32)
     top_p = tl.load(top_ps_ptr + row) if TOP_PS else tl.full([], top_p, tl.float32)
     min_p = tl.load(min_ps_ptr + row) if MIN_PS else tl.full([], min_p, tl.float32)
+    # A temperature of 0, below, or NaN is greedy: the first of the largest logits. Such rows skip the searches.
     greedy = ~(temperature > 0.0)
     temperature = tl.where(greedy, 1.0, temperature)
     searched_k = (top_k > 0) & (top_k < cols) & ~greedy
@@ -196,26 +208,32 @@ def sample_filter(
     # min-p: a share of the largest mass, which is ONE.
     least = tl.where(min_p > 0.0, _share(tl.minimum(min_p, 1.0) * 0.5, tl.full([], ONE * 2, tl.int64)), 0)
 
+    # ---- with SPLIT: one pass of the search, of one chunk
+
     if SPLIT:
         state = state_ptr + row * (1 + 2 * PHASES * FAN)
         counted = state + 1
         weighed = counted + PHASES * FAN
         if stage == 0:
+            # The maximum of the row: the programs' own meet in the first word.
             best = _most(logits, begin, end, cols, logits_col, BLOCK)
             tl.atomic_max(state, best, sem="relaxed")
         else:
             best = tl.load(state)
             most = (best // 2147483648 - 2147483648).to(tl.int32)
             floor = tl.full([], LOW, tl.int32)
+            # The floor that top-k has fixed so far: all phases are done where masses are measured.
             if BY_K:
                 done = tl.where(stage == 1, phase, PHASES)
                 floor = _found(counted, tl.where(searched_k, top_k.to(tl.int64), _ALL), done, LOW, BITS, KEY_BITS)
             if stage == 1:
+                # Counts of this phase's candidates, added to those of the row's other programs.
                 if searched_k:
                     candidates = _candidates(floor, phase, BITS, KEY_BITS)
                     sums = _counts(logits, begin, end, cols, logits_col, candidates, BLOCK, FAN)
                     tl.atomic_add(counted + phase * FAN + tl.arange(0, FAN), sums, sem="relaxed")
             else:
+                # The floor that top-p has fixed so far, from the masses of the phases before.
                 low = tl.full([], LOW, tl.int32)
                 if BY_P:
                     wanted = tl.where(searched_p, _share(top_p, tl.load(weighed)), _ALL)
@@ -245,16 +263,20 @@ def sample_filter(
                         BY_MIN_P,
                         BLOCK,
                     )
+    # ---- without SPLIT: all passes of a row, one after another
+
     else:
         best = _most(logits, 0, cols, cols, logits_col, BLOCK)
         most = (best // 2147483648 - 2147483648).to(tl.int32)
         floor = tl.full([], LOW, tl.int32)
+        # top-k: BITS bits of the floor a pass, by counts.
         if BY_K:  # noqa: SIM102 - known at compile time, unlike what follows
             if searched_k:
                 for i in range(PHASES):
                     candidates = _candidates(floor, i, BITS, KEY_BITS)
                     sums = _counts(logits, 0, cols, cols, logits_col, candidates, BLOCK, FAN)
                     floor = _advance(floor, sums, top_k.to(tl.int64), i, BITS, KEY_BITS)
+        # top-p: the same by masses, of what top-k has left.
         if BY_P:  # noqa: SIM102
             if searched_p:
                 low = tl.full([], LOW, tl.int32)

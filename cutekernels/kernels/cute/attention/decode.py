@@ -1,20 +1,38 @@
 """Attention, decode schedule: few queries against a long cache, ``out = softmax(scale * q K^T) V``, on any GPU.
 
-Reading K and V bounds decode, so the schedule keeps many of their bytes in flight.
+Reading K and V bounds decode, so the schedule keeps many of their bytes in flight. The rows of a tile of 16 are the
+query heads that share a head of K and V, by all queries of the sequence: one m16 tile serves a group of 16 and one
+query, or a group of 4 and four. ``splits`` CTAs share a tile's keys.
 
-Schedule:
-    The rows of a tile of 16 are the query heads that share a head of K and V, by all queries of the sequence: one m16
-    tile serves a group of 16 and one query, or a group of 4 and four. ``splits`` CTAs share a tile's keys.
-    Each warp has ``rows`` keys of each block of ``warps * rows``, a ring of ``stages`` buffers of its own and its own
-    sums, so that no barrier of the CTA is in the loop: a warp waits for its own cp.async copies alone. Warps' sums are
-    added up once, in shared memory. With several splits, each CTA stores its sums in a workspace, and the last to
-    arrive (an atomic ticket) adds all of them in their order, so the result is the same whichever CTA was last. Two to
-    eight splits may be a cluster instead: each CTA owns some columns, and adds up what all CTAs send it of these
-    (``parts/cluster_rows.py``).
-    Lengths are read on the device. The grid follows from the longest sequence the cache has room for; a sequence with
-    fewer blocks than splits uses as many as it has: CTAs beyond return at once, or in a cluster only receive. So a
-    captured graph serves all lengths, which must not change while a launch runs: CTAs would count each other wrongly.
-    Keys outside a sequence are never read (``parts/cache.py``), and their scores are masked.
+Roles:
+    All warps do the same, each for itself: warp w has ``rows`` keys of each block of ``warps * rows``, a ring of
+    ``stages`` buffers of its own, and its own accumulators, references and totals for all 16 rows of the tile. So no
+    barrier of the CTA is in the loop. Q alone is copied by all threads together.
+
+Pipeline: no mbarriers. Each warp's ring has ``stages`` buffers of K and as many of V; one cp.async group of each lane
+for each block (a group without copies where the walk is over).
+One block, each warp:
+    wait until all copies but the newest ``stages - 2`` blocks' have arrived (each lane for its own; the warp's barrier
+    for the others'), start the copies of the block ``stages - 1`` ahead into the buffer read last, look up the pages of
+    the one behind it; S = Q K^T, mask, softmax, O += P V.
+    Blocks with a key that some row does not see are masked (a branch of the warp), the others are not.
+One tile:
+    1. Q and ``stages - 1`` blocks are copied ahead; the CTA waits for Q.
+    2. Each warp walks the CTA's blocks from the first to the last.
+    3. The warps' accumulators are added up in shared memory, in the place of the rings (``merge_warps``).
+    4. The splits' accumulators are added up. With one split they are the result. With a cluster (two to eight splits)
+       each CTA owns some columns, and adds up what all CTAs send it of these (``parts/decode_reduction.py``). Otherwise
+       each CTA leaves its accumulators in a workspace and takes a ticket (an atomic), and the CTA with the last ticket
+       adds up all of them, in their order: the same bits whichever CTA was last.
+
+Lengths are read on the device. The grid follows from the longest sequence the cache has room for; a sequence with fewer
+blocks than splits uses as many as it has: CTAs beyond return at once, or in a cluster only receive. So a captured graph
+serves all lengths, which must not change while a launch runs: CTAs would count each other wrongly.
+Keys outside a sequence are never read (``parts/cache.py``), and their scores are masked. A row that sees no key gets 0,
+and -inf as log-sum-exp (its sink's, where it has one).
+
+Refuses (``ops/attention/decode.py``): clusters on GPUs without them; more registers or shared memory than
+``ctas_per_sm`` CTAs have.
 
 Source:
     FlashDecoding (Dao and others 2023) splits keys among CTAs; rows packed from a group of heads are FlashAttention's
@@ -26,26 +44,91 @@ from dataclasses import dataclass
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.parts.attention_smem import DecodeSmem
-from cutekernels.kernels.cute.parts.cache import GRAIN, CacheRows
-from cutekernels.kernels.cute.parts.cluster_rows import ClusterRows
+from cutekernels.kernels.cute.parts.cache import GRAIN, CacheHead, CacheRows, SeenKeys
+from cutekernels.kernels.cute.parts.decode_reduction import DecodeReduction
 from cutekernels.kernels.cute.parts.fragments import span_bytes, swizzled
 from cutekernels.kernels.cute.parts.heads import WIDEST, shared_vector, vector
 from cutekernels.kernels.cute.parts.products import Products
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
-from cutekernels.kernels.cute.parts.softmax import LN_2, NO_REFERENCE, OnlineSoftmax, by_rows, quad_sum
+from cutekernels.kernels.cute.parts.softmax import LN_2, NO_REFERENCE, OnlineSoftmax, RowStates, by_rows, quad_sum
 
 TILE_Q = DecodeSmem.ROWS
 AT_ONCE = 16  # groups of 8 columns that are read from the workspace together
 
 
 @dataclass(frozen=True)
+class Launch:
+    """What the launch's arguments are to every function."""
+
+    mO: cute.Tensor
+    mLse: cute.Tensor | None
+    mQ: cute.Tensor
+    mK: cute.Tensor
+    mV: cute.Tensor
+    mTable: cute.Tensor | None
+    mSinks: cute.Tensor | None
+    scale: Float32
+    cap_inner: Float32
+    cap_outer: Float32
+    left: Int32
+    mPartials: cute.Tensor | None
+    mTickets: cute.Tensor | None
+    tiled_mma: cute.TiledMma
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tile of one head of K and V."""
+
+    batch: Int32
+    head: Int32  # of K and V
+    tile: Int32  # of the head
+    group: Int32  # query heads that share the head
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tile of 16 rows of one head of K and V: query by query, and of each query its group's heads."""
+
+    batch: Int32
+    head: Int32  # of K and V
+    tile: Int32  # of the head
+    group: Int32  # query heads that share the head
+    valid: Int32  # rows that exist
+
+
+@dataclass(frozen=True)
+class Keys:
+    """A sequence's keys, and which CTAs walk them."""
+
+    first: Int32  # the first key that some query sees
+    begin: Int32  # of block 0: a multiple of GRAIN, at most ``first``
+    end: Int32  # the sequence's length
+    blocks: Int32
+    active: Int32  # splits that have a block
+    split: Int32  # this CTA
+
+
+@dataclass(frozen=True)
+class StoredGroups:
+    """Which groups of 8 columns a thread stores, ``own + k * step``, and whether its warp stores log-sum-exps."""
+
+    own: Int32
+    step: int
+    leads: Boolean
+
+
+@dataclass(frozen=True)
 class DecodeAttention:
-    """The body. ``ops/attention/decode.py`` chooses the parts; ``limited``: by a window on the left side."""
+    """The body; its header is the module's.
+
+    ``ops/attention/decode.py`` chooses the parts; ``limited``: by a window on the left side.
+    """
 
     rows_kv: CacheRows
     products: Products
@@ -67,23 +150,23 @@ class DecodeAttention:
         return self.warps * self.rows_kv.rows
 
     @property
-    def eighths(self) -> int:
+    def n8_groups(self) -> int:
         """Groups of 8 columns in an accumulator."""
         return self.rows_kv.padded // 8
 
     @property
     def share(self) -> int:
         """Groups that a warp adds up over all warps."""
-        return -(-self.eighths // self.warps)
+        return -(-self.n8_groups // self.warps)
 
     @property
     def smem(self) -> DecodeSmem:
-        meeting = self.splits if self.clustered else 0
-        return DecodeSmem(self.tile_kv, self.rows_kv.head_dim, self.rows_kv.stages, self.warps, meeting)
+        clustered = self.splits if self.clustered else 0
+        return DecodeSmem(self.tile_kv, self.rows_kv.head_dim, self.rows_kv.stages, self.warps, clustered)
 
     @property
-    def meeting(self) -> ClusterRows:
-        return ClusterRows(self.smem, self.eighths)
+    def reduction(self) -> DecodeReduction:
+        return DecodeReduction(self.smem, self.n8_groups)
 
     @cute.jit
     def __call__(
@@ -107,8 +190,23 @@ class DecodeAttention:
         group = mQ.shape[2] // mK.shape[2]
         tiles = cute.ceil_div(mQ.shape[1] * group, TILE_Q)
         self.kernel(
-            mO, mLse, mQ, mK, mV, mLengths, mTable, mSinks, scale, cap_inner, cap_outer, left, mPartials, mTickets,
-            group, tiles, self.products.tiled_mma(mQ.element_type),
+            mO,
+            mLse,
+            mQ,
+            mK,
+            mV,
+            mLengths,
+            mTable,
+            mSinks,
+            scale,
+            cap_inner,
+            cap_outer,
+            left,
+            mPartials,
+            mTickets,
+            group,
+            tiles,
+            self.products.tiled_mma(mQ.element_type),
         ).launch(
             grid=[tiles * mK.shape[2] * self.splits * mQ.shape[0], 1, 1],
             block=[self.threads, 1, 1],
@@ -117,26 +215,43 @@ class DecodeAttention:
             preferred_smem_carveout=100,  # percent
             use_pdl=self.dependent,
             stream=stream,
-        )  # fmt: skip
+        )
 
     @cute.kernel
     def kernel(
-        self, mO: cute.Tensor, mLse: cute.Tensor | None, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor,
-        mLengths: cute.Tensor, mTable: cute.Tensor | None, mSinks: cute.Tensor | None, scale: Float32,
-        cap_inner: Float32, cap_outer: Float32, left: Int32, mPartials: cute.Tensor | None,
-        mTickets: cute.Tensor | None, group: Int32, tiles: Int32, tiled_mma: cute.TiledMma,
-    ):  # fmt: skip
+        self,
+        mO: cute.Tensor,
+        mLse: cute.Tensor | None,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mLengths: cute.Tensor,
+        mTable: cute.Tensor | None,
+        mSinks: cute.Tensor | None,
+        scale: Float32,
+        cap_inner: Float32,
+        cap_outer: Float32,
+        left: Int32,
+        mPartials: cute.Tensor | None,
+        mTickets: cute.Tensor | None,
+        group: Int32,
+        tiles: Int32,
+        tiled_mma: cute.TiledMma,
+    ):
         tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(tid // 32)
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
-        meeting = self.meeting
         full = None
         if const_expr(self.clustered):
-            init = meeting.init
-            full = init(warp, storage)
-        if const_expr(self.dependent):  # before any read: lengths, caches and tickets may be the last kernel's
+            full = self.reduction.init(warp, storage)
+        if const_expr(self.dependent):
+            # PDL: the next kernel may set up behind this one; this one waits for the kernel before, ahead of any read:
+            # lengths, caches and tickets may be that kernel's.
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
+
+        # ---- this CTA's tile and share of its keys
+
         block, _, _ = cute.arch.block_idx()
         heads_kv = mK.shape[2]
         # Neighbours share keys, then lines of memory: tiles of a head, heads of a token, splits, sequences.
@@ -161,111 +276,139 @@ class DecodeAttention:
         blocks = (end - begin + self.tile_kv - 1) // self.tile_kv
         active = cutlass.max(cutlass.min(blocks, Int32(self.splits)), Int32(1))
         if const_expr(self.clustered):
-            expect = meeting.expect
-            expect(tid, split, active, full)
+            # Waits until all CTAs of the cluster can receive.
+            self.reduction.announce(tid, split, active, full)
+
+        # ---- walk; without a cluster, results too
+
+        launch = Launch(
+            mO,
+            mLse,
+            mQ,
+            mK,
+            mV,
+            mTable,
+            mSinks,
+            scale,
+            cap_inner,
+            cap_outer,
+            left,
+            mPartials,
+            mTickets,
+            tiled_mma,
+        )
         if split < active:
-            work = self.work
-            work(
-                mO, mLse, mQ, mK, mV, mTable, mSinks, (scale, cap_inner, cap_outer), left, mPartials, mTickets,
-                (group, tiles, tile, head, split, batch), (first, begin, end, blocks, active), tiled_mma, storage, full,
-            )  # fmt: skip
+            keys = Keys(first, begin, end, blocks, active, split)
+            self.walk(launch, Place(batch, head, tile, group), keys, tiles, storage, full)
+
+        # ---- a cluster's results: each CTA's own columns
+
         if const_expr(self.clustered):
-            collect, store = meeting.collect, self.store
             lane = tid % 32
-            sums, reference, total = collect(warp, lane, active, storage, full)
-            alive = cutlass.min(seq_q * group - tile * TILE_Q, Int32(TILE_Q))
-            groups = (warp * self.splits + split, const_expr(self.warps * self.splits), split == 0 and warp == 0)
-            store(lane, mO, mLse, sums, reference, total, (batch, head, tile, group, alive), groups)
+            # Waits for the messages of all active CTAs.
+            acc, states = self.reduction.collect(warp, lane, active, storage, full)
+            rows_of = self.rows_of(launch, Place(batch, head, tile, group))
+            columns = StoredGroups(
+                warp * self.splits + split, const_expr(self.warps * self.splits), split == 0 and warp == 0
+            )
+            self.store(lane, launch, acc, states, rows_of, columns)
+
+    def rows_of(self, launch: Launch, place: Place) -> Rows:
+        """The rows of a tile; the last tile of a head may have fewer than 16 that exist."""
+        valid = cutlass.min(launch.mQ.shape[1] * place.group - place.tile * TILE_Q, Int32(TILE_Q))
+        return Rows(place.batch, place.head, place.tile, place.group, valid)
 
     @cute.jit
-    def work(
-        self, mO: cute.Tensor, mLse: cute.Tensor | None, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor,
-        mTable: cute.Tensor | None, mSinks: cute.Tensor | None, factors: tuple[Float32, Float32, Float32], left: Int32,
-        mPartials: cute.Tensor | None, mTickets: cute.Tensor | None,
-        place: tuple[Int32, Int32, Int32, Int32, Int32, Int32], keys: tuple[Int32, Int32, Int32, Int32, Int32],
-        tiled_mma: cute.TiledMma, storage: cute.Pointer, full: cute.Pointer | None,
-    ):  # fmt: skip
-        """One CTA's blocks of keys, and its sums combined with other splits', or sent to the cluster."""
-        group, tiles, tile, head, split, batch = place
-        first, begin, end, blocks, active = keys
-        scale, cap_inner, cap_outer = factors
-        rows_kv, softmax = self.rows_kv, self.softmax
-        padded, rows, stages = rows_kv.padded, rows_kv.rows, const_expr(rows_kv.stages)
-        dtype = mQ.element_type
+    def walk(
+        self,
+        launch: Launch,
+        place: Place,
+        keys: Keys,
+        tiles: Int32,
+        storage: cute.Pointer,
+        full: cute.Pointer | None,
+    ):
+        """One CTA's blocks of keys; then its accumulators combined with other splits', or sent to the cluster."""
+        mK, mV, tiled_mma = launch.mK, launch.mV, launch.tiled_mma
+        tile, group, end = place.tile, place.group, keys.end
+        padded, rows, stages = self.rows_kv.padded, self.rows_kv.rows, const_expr(self.rows_kv.stages)
+        dtype = launch.mQ.element_type
         tid, _, _ = cute.arch.thread_idx()
         lane = tid % 32
         warp = cute.arch.make_warp_uniform(tid // 32)
-        seq_q = mQ.shape[1]
-        alive = cutlass.min(seq_q * group - tile * TILE_Q, Int32(TILE_Q))  # rows of the tile that exist
-        at, stop = split * blocks // active, (split + 1) * blocks // active
-        last = cutlass.max(end - 1, Int32(0))
+        seq_q = launch.mQ.shape[1]
+        rows_of = self.rows_of(launch, place)
+        valid = rows_of.valid
+        at, stop = keys.split * keys.blocks // keys.active, (keys.split + 1) * keys.blocks // keys.active
+        seen = SeenKeys(keys.first, cutlass.max(end - 1, Int32(0)))
 
-        # -- setup: shared memory, Q's and this warp's
-        smem = self.smem
+        # ---- setup: shared memory, Q's and this warp's
+
         stage_bytes = const_expr(rows * padded * dtype.width // 8)  # one warp's
-        layout_kv = rows_kv.smem_layout(dtype)
-        of_warp = smem.q_bytes + warp * (stages * stage_bytes)
+        layout_kv = self.rows_kv.smem_layout(dtype)
+        of_warp = self.smem.q_bytes + warp * (stages * stage_bytes)
         at_q = cute.recast_ptr(storage, dtype=dtype)
         at_k = cute.recast_ptr(storage + of_warp, dtype=dtype)
-        at_v = cute.recast_ptr(storage + (of_warp + stages * smem.stage_bytes), dtype=dtype)
-        into = rows_kv.address
-        to_k, to_v = into(lane, at_k), into(lane, at_v)
-        clear = rows_kv.clear_padding
+        at_v = cute.recast_ptr(storage + (of_warp + stages * self.smem.stage_bytes), dtype=dtype)
+        to_k, to_v = self.rows_kv.address(lane, at_k), self.rows_kv.address(lane, at_v)
+        # K's columns between head_dim and padded are zeros; V's only reach columns that are not stored.
         for stage in cutlass.range_constexpr(stages):
-            clear(lane, dtype, to_k + stage * stage_bytes)  # V's padding only reaches columns that are not stored
+            self.rows_kv.clear_padding(lane, dtype, to_k + stage * stage_bytes)
 
-        # -- prologue: Q, and all stages but one
-        fetch_q = self.fetch_q
-        fetch_q(tid, mQ, at_q, (batch, head, tile, group, alive))
+        # ---- prologue: Q, and all stages but one
+
+        # First group of copies: Q; then one for each block.
+        self.fetch_q(tid, launch.mQ, at_q, rows_of)
         cute.arch.cp_async_commit_group()
-        page_of_k, page_of_v = Int64(batch), Int64(batch)
-        if const_expr(rows_kv.paged):
+        page_of_k, page_of_v = Int64(rows_of.batch), Int64(rows_of.batch)
+        if const_expr(self.rows_kv.paged):
             page_of_k, page_of_v = Int64(0), Int64(0)
         stride_k, stride_v = mK.layout.stride, mV.layout.stride
-        k_head = mK.iterator + (page_of_k * Int64(stride_k[0]) + Int64(head) * Int64(stride_k[2]))
-        v_head = mV.iterator + (page_of_v * Int64(stride_v[0]) + Int64(head) * Int64(stride_v[2]))
-        k_strides, v_strides = (Int64(stride_k[0]), Int64(stride_k[1])), (Int64(stride_v[0]), Int64(stride_v[1]))
+        k_rows = mK.iterator + (page_of_k * Int64(stride_k[0]) + Int64(rows_of.head) * Int64(stride_k[2]))
+        v_rows = mV.iterator + (page_of_v * Int64(stride_v[0]) + Int64(rows_of.head) * Int64(stride_v[2]))
+        k = CacheHead(k_rows, Int64(stride_k[0]), Int64(stride_k[1]))
+        v = CacheHead(v_rows, Int64(stride_v[0]), Int64(stride_v[1]))
         gTable = None
-        if const_expr(rows_kv.paged):
-            gTable = mTable[batch, None]
-        look_up, confine, fetch = rows_kv.look_up, rows_kv.confine, rows_kv.fetch
-        own = begin + warp * rows  # this warp's keys of block 0
-        pages = [cute.make_rmem_tensor(rows_kv.grains, Int32) for _ in range(stages)]
+        if const_expr(self.rows_kv.paged):
+            gTable = launch.mTable[rows_of.batch, None]
+        own = keys.begin + warp * rows  # this warp's keys of block 0
+        pages = [cute.make_rmem_tensor(self.rows_kv.grains, Int32) for _ in range(stages)]
+        # All pages are looked up before any is used, so that these loads wait together.
         for stage in cutlass.range_constexpr(stages):
-            look_up(pages[stage], gTable, own + (at + stage) * self.tile_kv, last)
+            self.rows_kv.look_up(pages[stage], gTable, own + (at + stage) * self.tile_kv, seen.last)
         for stage in cutlass.range_constexpr(stages - 1):
             if at + stage < stop:
                 token = own + (at + stage) * self.tile_kv
-                confine(pages[stage], mK.shape[0])
-                fetch(lane, k_head, k_strides, pages[stage], token, first, last, to_k + stage * stage_bytes)
-                fetch(lane, v_head, v_strides, pages[stage], token, first, last, to_v + stage * stage_bytes)
+                self.rows_kv.confine(pages[stage], mK.shape[0])
+                self.rows_kv.fetch(lane, k, pages[stage], token, seen, to_k + stage * stage_bytes)
+                self.rows_kv.fetch(lane, v, pages[stage], token, seen, to_v + stage * stage_bytes)
             cute.arch.cp_async_commit_group()
         ahead = pages[stages - 1]  # pages of the block that is fetched next
 
-        # -- fragments
+        # ---- fragments
+
         thr_mma = tiled_mma.get_slice(lane)
         acc_o = cute.make_rmem_tensor(tiled_mma.partition_shape_C((TILE_Q, padded)), Float32)  # ((2, 2), 1, MMA_D)
-        reference, total = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        states = RowStates(cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32))
         acc_o.fill(0.0)
-        start, start_with = softmax.start, softmax.start_with
-        start(reference, total)
-        if const_expr(mSinks is not None):
+        self.softmax.start(states)
+        if const_expr(launch.mSinks is not None):
             for r in cutlass.range_constexpr(2):
-                row = tile * TILE_Q + cutlass.min(lane // 4 + 8 * r, alive - 1)
-                if split == 0 and warp == 0:  # once among all whose sums are added up
-                    start_with(r, mSinks[head * group + row % group].to(Float32), reference, total)
-        layout_q = CacheRows(TILE_Q, rows_kv.head_dim, padded, 1, 0).smem_layout(dtype)
-        products = self.products
-        sources = products.sources(lane, tiled_mma, at_q, layout_q, at_k, at_v, layout_kv)
+                row = tile * TILE_Q + cutlass.min(lane // 4 + 8 * r, valid - 1)
+                if keys.split == 0 and warp == 0:  # once among all warps and splits that are added up
+                    self.softmax.start_with(r, launch.mSinks[rows_of.head * group + row % group].to(Float32), states)
+        layout_q = CacheRows(TILE_Q, self.rows_kv.head_dim, padded, 1, 0).smem_layout(dtype)
+        sources = self.products.sources(lane, tiled_mma, at_q, layout_q, at_k, at_v, layout_kv)
         rQ = thr_mma.make_fragment_A(thr_mma.partition_A(sources.x.tensor))  # (MMA, 1, MMA_D)
+        # This thread's part of Q has arrived; the barrier waits for everybody's.
         cute.arch.cp_async_wait_group(stages - 1)
         cute.arch.sync_threads()
-        if const_expr(products.x_in_registers):
-            load = products.load
-            load(lane, (rQ,), sources.x, 0)
+        if const_expr(self.products.x_in_registers):
+            self.products.load(lane, (rQ,), sources.x, 0)
 
-        # -- keys that this lane's two rows see, and the range that every row sees
-        places = by_rows(thr_mma.partition_C(cute.make_identity_tensor((TILE_Q, rows))))
+        # ---- keys that this lane's two rows see, and the range that every row sees
+
+        places = by_rows(thr_mma.partition_C(cute.make_identity_tensor((TILE_Q, rows))))  # ((2, 1), (2, MMA_KV))
         constant = by_rows(tiled_mma.get_slice(0).partition_C(cute.make_identity_tensor((TILE_Q, rows))))
         sees_from, sees_to = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Int32)
         for r in cutlass.range_constexpr(2):
@@ -273,32 +416,35 @@ class DecodeAttention:
             sees_to[r] = cutlass.min(end - seq_q + query + 1, end)
             sees_from[r] = Int32(0)
             if const_expr(self.limited):
-                sees_from[r] = end - seq_q + query - left
+                sees_from[r] = end - seq_q + query - launch.left
         whole_from, whole_to = Int32(0), end - seq_q + 1
         if const_expr(self.limited):
-            whole_from = end - 1 - left
+            whole_from = end - 1 - launch.left
 
-        # -- this warp's keys, block by block
-        multiply, add = products.multiply, products.add
+        # ---- this warp's keys, block by block
+
         slot, free = Int32(0), Int32(stages - 1)
         for i in cutlass.range(at, stop, unroll=1):
+            # This lane's copies of the block have arrived; the warp's barrier waits for all lanes', and until all have
+            # read the block before, whose buffer is filled next.
             cute.arch.cp_async_wait_group(stages - 2)
-            cute.arch.sync_warp()  # all lanes' copies have arrived, and all lanes have read the block before
+            cute.arch.sync_warp()
             token = own + i * self.tile_kv
             if i + (stages - 1) < stop:
                 late = token + (stages - 1) * self.tile_kv
-                confine(ahead, mK.shape[0])
-                fetch(lane, k_head, k_strides, ahead, late, first, last, to_k + free * stage_bytes)
-                fetch(lane, v_head, v_strides, ahead, late, first, last, to_v + free * stage_bytes)
-                look_up(ahead, gTable, late + self.tile_kv, last)
+                self.rows_kv.confine(ahead, mK.shape[0])
+                self.rows_kv.fetch(lane, k, ahead, late, seen, to_k + free * stage_bytes)
+                self.rows_kv.fetch(lane, v, ahead, late, seen, to_v + free * stage_bytes)
+                self.rows_kv.look_up(ahead, gTable, late + self.tile_kv, seen.last)
+            # A group even without copies, so that the wait above counts blocks.
             cute.arch.cp_async_commit_group()
 
             acc_s = cute.make_rmem_tensor(tiled_mma.partition_shape_C((TILE_Q, rows)), Float32)  # ((2, 2), 1, MMA_KV)
             acc_s.fill(0.0)
-            multiply(lane, acc_s, rQ, sources, Int32(0), slot * stage_bytes, tiled_mma)
-            if const_expr(softmax.capped):
-                cap = softmax.cap
-                cap(acc_s, cap_inner, cap_outer)
+            self.products.multiply(lane, acc_s, rQ, sources, Int32(0), slot * stage_bytes, tiled_mma)
+            if const_expr(self.softmax.capped):
+                self.softmax.cap(acc_s, launch.cap_inner, launch.cap_outer)
+            # Masked blocks: some row does not see all their keys (the window, later queries' keys, the last key).
             if token < whole_from or token + rows > whole_to:
                 scores = by_rows(acc_s)
                 for r in cutlass.range_constexpr(2):
@@ -309,58 +455,61 @@ class DecodeAttention:
                         if const_expr(self.limited):
                             hidden = hidden or key < sees_from[r]
                         scores[r, c] = -Float32.inf if hidden else scores[r, c]
-            step = softmax.step
-            step(acc_s, acc_o, reference, total, scale)
+            self.softmax.step(acc_s, acc_o, states, launch.scale)
             rP = cute.make_fragment_like(acc_s, dtype)
             rP.store(acc_s.load().to(dtype))
-            add(lane, acc_o, rP, sources, slot * stage_bytes, tiled_mma)
+            self.products.add(lane, acc_o, rP, sources, slot * stage_bytes, tiled_mma)
             slot = slot + 1
             if slot == stages:
                 slot = Int32(0)
             free = free + 1
             if free == stages:
                 free = Int32(0)
+        # No copy is on its way into the rings, whose bytes the merge takes.
         cute.arch.cp_async_wait_group(0)
 
-        # -- the warps' sums are added up, then the splits'
+        # ---- the warps' accumulators are added up, then the splits'
+
         for r in cutlass.range_constexpr(2):
-            total[r] = quad_sum(total[r])
-        sums = cute.make_rmem_tensor((2, 2, self.share), Float32)  # a pair of columns, two rows, own groups
-        meet, store = self.meet, self.store
-        meet(warp, lane, acc_o, reference, total, sums, storage + smem.q_bytes)
-        rows_of = (batch, head, tile, group, alive)
-        groups = (warp, self.warps, warp == 0)
+            states.total[r] = quad_sum(states.total[r])
+        acc = cute.make_rmem_tensor((2, 2, self.share), Float32)  # a pair of columns, two rows, own groups
+        self.merge_warps(warp, lane, acc_o, states, acc, storage + self.smem.q_bytes)
+        columns = StoredGroups(warp, self.warps, warp == 0)
         if const_expr(self.clustered):
-            send = self.meeting.send
-            send(warp, lane, split, sums, reference, total, storage, full)
+            self.reduction.send((warp, lane), keys.split, acc, states, storage, full)
         elif const_expr(self.splits == 1):
-            store(lane, mO, mLse, sums, reference, total, rows_of, groups)
+            self.store(lane, launch, acc, states, rows_of, columns)
         else:
-            if active == 1:
-                store(lane, mO, mLse, sums, reference, total, rows_of, groups)
+            if keys.active == 1:
+                self.store(lane, launch, acc, states, rows_of, columns)
             else:
-                number = (batch * mK.shape[2] + head) * tiles + tile
-                left_at = mPartials.iterator + Int64(number) * (self.splits * TILE_Q * (padded + 2))
-                leave, gather = self.leave, self.gather
-                leave(warp, lane, sums, reference, total, left_at, split, alive)
-                flag = cute.make_tensor(cute.recast_ptr(storage + smem.flag_at, dtype=Int32), cute.make_layout(1))
+                number = (rows_of.batch * mK.shape[2] + rows_of.head) * tiles + tile
+                partials = launch.mPartials.iterator + Int64(number) * (self.splits * TILE_Q * (padded + 2))
+                self.leave(warp, lane, acc, states, partials, keys.split, valid)
+                flag = cute.make_tensor(cute.recast_ptr(storage + self.smem.flag_at, dtype=Int32), cute.make_layout(1))
+                # Each thread's partials are visible to the GPU, and all threads have left theirs,
                 cute.arch.fence_acq_rel_gpu()
                 cute.arch.sync_threads()
                 if tid == 0:
-                    flag[0] = cute.arch.atomic_add(mTickets.iterator + number, Int32(1), sem="acq_rel", scope="gpu")
+                    # before this CTA takes its ticket.
+                    tickets = launch.mTickets.iterator
+                    flag[0] = cute.arch.atomic_add(tickets + number, Int32(1), sem="acq_rel", scope="gpu")
+                # All threads wait for the ticket.
                 cute.arch.sync_threads()
-                if flag[0] == active - 1:
+                if flag[0] == keys.active - 1:
+                    # The last CTA: the others' partials, ordered before their tickets, are read after this fence.
                     cute.arch.fence_acq_rel_gpu()
-                    gather(warp, lane, acc_o, reference, total, left_at, active, alive)
-                    meet(warp, lane, acc_o, reference, total, sums, storage + smem.q_bytes)
-                    store(lane, mO, mLse, sums, reference, total, rows_of, groups)
+                    self.gather(warp, lane, acc_o, states, partials, keys.active, valid)
+                    self.merge_warps(warp, lane, acc_o, states, acc, storage + self.smem.q_bytes)
+                    self.store(lane, launch, acc, states, rows_of, columns)
                     if tid == 0:
-                        mTickets[number] = Int32(0)
+                        # Zero again for the next launch.
+                        launch.mTickets[number] = Int32(0)
 
     @cute.jit
-    def fetch_q(self, tid: Int32, mQ: cute.Tensor, at_q: cute.Pointer, rows_of: tuple[Int32, ...]):
+    def fetch_q(self, tid: Int32, mQ: cute.Tensor, at_q: cute.Pointer, rows_of: Rows):
         """Starts the copy of the tile of queries; rows and columns that do not exist become zeros."""
-        batch, head, tile, group, alive = rows_of
+        tile, valid = rows_of.tile, rows_of.valid
         padded, head_dim = self.rows_kv.padded, self.rows_kv.head_dim
         span = const_expr(span_bytes(padded))
         along = const_expr(span // 16)
@@ -370,54 +519,60 @@ class DecodeAttention:
         )
         own, column = tid // along, tid % along * WIDEST
         address = swizzled(at_q.toint().to(Int32) + tid * 16, span)
-        element = self.element
         for i in cutlass.range_constexpr(0, TILE_Q, across):
             row = own + i
             if row < TILE_Q:
-                source = element(mQ, batch, head, tile * TILE_Q + cutlass.min(row, alive - 1), group) + column
+                source = self.element(mQ, rows_of, tile * TILE_Q + cutlass.min(row, valid - 1)) + column
                 for j in cutlass.range_constexpr(0, padded, along * WIDEST):
                     sX = shared_vector(mQ.element_type, address + (j // (along * WIDEST) * TILE_Q + i) * span)
-                    if row < alive and column + j < head_dim:
+                    if row < valid and column + j < head_dim:
                         cute.copy(atom, vector(source + j), sX)
                     else:
                         sX.fill(0.0)
 
     @cute.jit
-    def element(self, mX: cute.Tensor, batch: Int32, head: Int32, row: Int32, group: Int32) -> cute.Pointer:
+    def element(self, mX: cute.Tensor, rows_of: Rows, row: Int32) -> cute.Pointer:
         """The begin of row ``row`` of a head of K and V in (B, SQ, HQ, D): query ``row // group``, head by head."""
         stride = mX.layout.stride
-        query = row // group
-        at = head * group + row - query * group
+        query = row // rows_of.group
+        head_q = rows_of.head * rows_of.group + row - query * rows_of.group
         return mX.iterator + (
-            Int64(batch) * Int64(stride[0]) + Int64(query) * Int64(stride[1]) + Int64(at) * Int64(stride[2])
+            Int64(rows_of.batch) * Int64(stride[0]) + Int64(query) * Int64(stride[1]) + Int64(head_q) * Int64(stride[2])
         )
 
     @cute.jit
-    def meet(
-        self, warp: Int32, lane: Int32, acc_o: cute.Tensor, reference: cute.Tensor, total: cute.Tensor,
-        sums: cute.Tensor, storage: cute.Pointer,
-    ):  # fmt: skip
-        """Adds up the warps' ``acc_o`` into ``sums``, each warp its own groups; all get references and totals.
+    def merge_warps(
+        self,
+        warp: Int32,
+        lane: Int32,
+        acc_o: cute.Tensor,
+        states: RowStates,
+        acc: cute.Tensor,
+        storage: cute.Pointer,
+    ):
+        """Adds up the warps' ``acc_o`` into ``acc``, each warp its own groups; all get references and totals.
 
         The layout of accumulators is [warp][group][row half][lane][column], so that lanes are neighbours in memory.
         """
-        each = const_expr(128 * self.eighths)
+        each = const_expr(128 * self.n8_groups)
         base = cute.recast_ptr(storage, dtype=Float32)
-        sO = cute.make_tensor(
-            base, cute.make_layout((2, 2, self.eighths, 32, self.warps), stride=(1, 64, 128, 2, each))
+        sO = cute.make_tensor(  # (column, row half, group, lane, warp)
+            base, cute.make_layout((2, 2, self.n8_groups, 32, self.warps), stride=(1, 64, 128, 2, each))
         )
-        sR = cute.make_tensor(
+        sR = cute.make_tensor(  # (row, statistic, warp)
             base + self.warps * each, cute.make_layout((TILE_Q, 2, self.warps), stride=(1, TILE_Q, 2 * TILE_Q))
         )
+        # Every warp has read its rings (or what was merged here before), whose bytes are written now.
         cute.arch.sync_threads()
-        for n in cutlass.range_constexpr(self.eighths):
+        for n in cutlass.range_constexpr(self.n8_groups):
             for r in cutlass.range_constexpr(2):
                 for c in cutlass.range_constexpr(2):
                     sO[c, r, n, lane, warp] = acc_o[(c, r), 0, n]
         if lane % 4 == 0:
             for r in cutlass.range_constexpr(2):
-                sR[lane // 4 + 8 * r, 0, warp] = reference[r]
-                sR[lane // 4 + 8 * r, 1, warp] = total[r]
+                sR[lane // 4 + 8 * r, 0, warp] = states.reference[r]
+                sR[lane // 4 + 8 * r, 1, warp] = states.total[r]
+        # All warps' accumulators are in shared memory.
         cute.arch.sync_threads()
         weight = cute.make_rmem_tensor((2, self.warps), Float32)
         for r in cutlass.range_constexpr(2):
@@ -428,105 +583,116 @@ class DecodeAttention:
             for w in cutlass.range_constexpr(self.warps):
                 weight[r, w] = cute.math.exp2(sR[row, 0, w] - most, fastmath=True)
                 whole = whole + weight[r, w] * sR[row, 1, w]
-            reference[r], total[r] = most, whole
-        sums.fill(0.0)
+            states.reference[r], states.total[r] = most, whole
+        acc.fill(0.0)
         for k in cutlass.range_constexpr(self.share):
             n = k * self.warps + warp
-            if n < self.eighths:
+            if n < self.n8_groups:
                 for w in cutlass.range_constexpr(self.warps):
                     for r in cutlass.range_constexpr(2):
                         for c in cutlass.range_constexpr(2):
-                            sums[c, r, k] = sums[c, r, k] + weight[r, w] * sO[c, r, n, lane, w]
+                            acc[c, r, k] = acc[c, r, k] + weight[r, w] * sO[c, r, n, lane, w]
 
     @cute.jit
-    def partial(self, left_at: cute.Pointer, split: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-        """A split's place in the workspace: sums ``(2, 2, group, lane)`` as in ``meet``, ``(row, statistic)``."""
-        base = (left_at + split * (TILE_Q * (self.rows_kv.padded + 2))).align(16)
-        sums = cute.make_tensor(base, cute.make_layout((2, 2, self.eighths, 32), stride=(1, 64, 128, 2)))
-        return sums, cute.make_tensor(base + 128 * self.eighths, cute.make_layout((TILE_Q, 2)))
+    def partial(self, partials: cute.Pointer, split: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+        """A split's place in the workspace: ``(2, 2, group, lane)`` as in ``merge_warps``, and ``(row, statistic)``."""
+        base = (partials + split * (TILE_Q * (self.rows_kv.padded + 2))).align(16)
+        gO = cute.make_tensor(base, cute.make_layout((2, 2, self.n8_groups, 32), stride=(1, 64, 128, 2)))
+        return gO, cute.make_tensor(base + 128 * self.n8_groups, cute.make_layout((TILE_Q, 2)))
 
     @cute.jit
     def leave(
-        self, warp: Int32, lane: Int32, sums: cute.Tensor, reference: cute.Tensor, total: cute.Tensor,
-        left_at: cute.Pointer, split: Int32, alive: Int32,
-    ):  # fmt: skip
-        """Stores this split's sums of rows that exist in the workspace."""
-        partial = self.partial
-        gO, gR = partial(left_at, split)
+        self,
+        warp: Int32,
+        lane: Int32,
+        acc: cute.Tensor,
+        states: RowStates,
+        partials: cute.Pointer,
+        split: Int32,
+        valid: Int32,
+    ):
+        """Stores this split's accumulators of rows that exist in the workspace."""
+        gO, gR = self.partial(partials, split)
         for r in cutlass.range_constexpr(2):
             row = lane // 4 + 8 * r
-            if row < alive:
+            if row < valid:
                 for k in cutlass.range_constexpr(self.share):
                     n = k * self.warps + warp
-                    if n < self.eighths:
-                        cute.autovec_copy(sums[None, r, k], gO[None, r, n, lane])
+                    if n < self.n8_groups:
+                        cute.autovec_copy(acc[None, r, k], gO[None, r, n, lane])
                 if warp == 0 and lane % 4 == 0:
-                    gR[row, 0] = reference[r]
-                    gR[row, 1] = total[r]
+                    gR[row, 0] = states.reference[r]
+                    gR[row, 1] = states.total[r]
 
     @cute.jit
     def gather(
-        self, warp: Int32, lane: Int32, acc_o: cute.Tensor, reference: cute.Tensor, total: cute.Tensor,
-        left_at: cute.Pointer, active: Int32, alive: Int32,
-    ):  # fmt: skip
-        """Adds up the sums of splits ``warp, warp + warps, ...``, as if they had been this warp's blocks.
+        self,
+        warp: Int32,
+        lane: Int32,
+        acc_o: cute.Tensor,
+        states: RowStates,
+        partials: cute.Pointer,
+        active: Int32,
+        valid: Int32,
+    ):
+        """Adds up the accumulators of splits ``warp, warp + warps, ...``, as if they had been this warp's blocks.
 
         Columns shared out among warps were slower: docs/notes/attention.md#decode-gather (H200, 2026-11-22).
         """
-        partial, start = self.partial, self.softmax.start
         acc_o.fill(0.0)
-        start(reference, total)
+        self.softmax.start(states)
         for split in cutlass.range(warp, active, self.warps, unroll=1):
-            gO, gR = partial(left_at, split)
+            gO, gR = self.partial(partials, split)
             for r in cutlass.range_constexpr(2):
                 row = lane // 4 + 8 * r
                 shrink, grow = Float32(1.0), Float32(0.0)
-                if row < alive:
-                    raised = cute.arch.fmax(reference[r], gR[row, 0])
-                    shrink = cute.math.exp2(reference[r] - raised, fastmath=True)
+                if row < valid:
+                    raised = cute.arch.fmax(states.reference[r], gR[row, 0])
+                    shrink = cute.math.exp2(states.reference[r] - raised, fastmath=True)
                     grow = cute.math.exp2(gR[row, 0] - raised, fastmath=True)
-                    reference[r] = raised
-                    total[r] = total[r] * shrink + gR[row, 1] * grow
-                for some in cutlass.range_constexpr(0, self.eighths, AT_ONCE):
-                    if row < alive:
-                        for n in cutlass.range_constexpr(some, min(some + AT_ONCE, self.eighths)):
+                    states.reference[r] = raised
+                    states.total[r] = states.total[r] * shrink + gR[row, 1] * grow
+                for some in cutlass.range_constexpr(0, self.n8_groups, AT_ONCE):
+                    if row < valid:
+                        for n in cutlass.range_constexpr(some, min(some + AT_ONCE, self.n8_groups)):
                             pair = cute.make_rmem_tensor(2, Float32)
                             cute.autovec_copy(gO[None, r, n, lane], pair)
                             for c in cutlass.range_constexpr(2):
                                 acc_o[(c, r), 0, n] = acc_o[(c, r), 0, n] * shrink + pair[c] * grow
-                    if const_expr(self.eighths > AT_ONCE):
-                        cute.arch.sync_warp()  # else all loads are hoisted together, and spill
+                    if const_expr(self.n8_groups > AT_ONCE):
+                        # Nobody waits for data: without it all loads are hoisted together, and spill.
+                        cute.arch.sync_warp()
 
     @cute.jit
     def store(
-        self, lane: Int32, mO: cute.Tensor, mLse: cute.Tensor | None, sums: cute.Tensor, reference: cute.Tensor,
-        total: cute.Tensor, rows_of: tuple[Int32, ...], groups: tuple,
-    ):  # fmt: skip
-        """Divides by the totals, rounds and stores; a row that sees nothing has 0, and -inf as lse.
-
-        ``groups``: the first group of 8 columns in ``sums``, the step to the next, and whether this warp stores lse.
-        """
-        batch, head, tile, group, alive = rows_of
-        own, step, leads = groups
-        element = self.element
+        self,
+        lane: Int32,
+        launch: Launch,
+        acc: cute.Tensor,
+        states: RowStates,
+        rows_of: Rows,
+        columns: StoredGroups,
+    ):
+        """Divides by the totals, rounds and stores; a row that sees nothing has 0, and -inf as log-sum-exp."""
+        mO, mLse, tile, group = launch.mO, launch.mLse, rows_of.tile, rows_of.group
         for r in cutlass.range_constexpr(2):
             row = lane // 4 + 8 * r
-            if row < alive:
+            if row < rows_of.valid:
                 at = tile * TILE_Q + row
                 inverse, lse = Float32(0.0), -Float32.inf
-                if total[r] != 0.0:
-                    inverse = 1.0 / total[r]
-                    lse = (reference[r] + cute.math.log2(total[r])) * LN_2
-                target = element(mO, batch, head, at, group) + lane % 4 * 2
-                for k in cutlass.range_constexpr(cute.size(sums, mode=[2])):
-                    n = own + k * step
+                if states.total[r] != 0.0:
+                    inverse = 1.0 / states.total[r]
+                    lse = (states.reference[r] + cute.math.log2(states.total[r])) * LN_2
+                target = self.element(mO, rows_of, at) + lane % 4 * 2
+                for k in cutlass.range_constexpr(cute.size(acc, mode=[2])):
+                    n = columns.own + k * columns.step
                     if n * 8 < self.rows_kv.head_dim:
                         pair = cute.make_rmem_tensor(2, mO.element_type)
                         for c in cutlass.range_constexpr(2):
-                            pair[c] = (sums[c, r, k] * inverse).to(mO.element_type)
+                            pair[c] = (acc[c, r, k] * inverse).to(mO.element_type)
                         cute.autovec_copy(pair, cute.make_tensor((target + n * 8).align(4), cute.make_layout(2)))
                 if const_expr(mLse is not None):
                     query = at // group
-                    over = batch * mO.shape[2] + head * group + at - query * group
-                    if leads and lane % 4 == 0:
-                        mLse[Int64(over) * mO.shape[1] + query] = lse
+                    head_q = rows_of.batch * mO.shape[2] + rows_of.head * group + at - query * group
+                    if columns.leads and lane % 4 == 0:
+                        mLse[Int64(head_q) * mO.shape[1] + query] = lse

@@ -1,20 +1,38 @@
 """Attention, prefill schedule: ``out = softmax(scale * Q K^T) V`` on any GPU with cp.async and mma.sync.
 
-Schedule:
-    Each CTA computes ``tile_q`` queries of one head over the blocks of keys they see, from the last to the first. Warps
-    share the keys and divide the queries, so a row's softmax stays within four threads. Probabilities become the A
-    operand of ``P V`` in registers. Blocks at the edges of the band run masking code, those between have none.
-    All threads load, by cp.async. With ``stages = 1``, K and V have one buffer each: V is copied during ``Q K^T``, the
-    next K during the softmax and ``P V``; two barriers per block. With ``stages = 2`` the next block's K and V are
-    copied during a whole block, with one barrier.
-    K and V may be in a cache, contiguous or in pages, with lengths and page table on the device; a thread looks up the
-    pages of its rows a block ahead. Nothing behind a length or before a window is read.
-    A row's reference score moves only where a block exceeds it by far (``parts/softmax.py``), so most blocks do not
-    rescale the output accumulators.
+Each CTA computes ``tile_q`` queries of one head over all blocks of ``tile_kv`` keys that some of them see, from the
+last block to the first.
+
+Roles:
+    All ``threads / 32`` warps do the same: they copy global to shared memory together (cp.async, 16 bytes a thread),
+    and each multiplies its own rows of the tile with all keys. So a row's softmax stays within four threads, and P
+    becomes the A operand of ``P V`` in registers.
+
+Pipelines: no mbarriers. A thread waits for its own copies (cp.async groups), then the CTA's barrier makes everybody's
+visible and says that every warp has read the buffer that is filled next.
+    ``stages = 1``: one buffer of K and one of V.      ``stages = 2``: two of each.
+        prologue: copy Q and K, then V; wait for K         prologue: copy Q, K and V; wait for all
+        S = Q K^T                                          copy the next block's K and V into the other buffers
+        wait for V; barrier: every warp has read K         S = Q K^T
+        copy the next K                                    softmax, O += P V
+        softmax, O += P V                                  wait for the next K and V; barrier: every warp has read
+        wait for the next K; barrier: all have read V          this block
+        copy the next V
+
+Regions of the walk, in this order: blocks that the right edge cuts (causal, window, the last key), masked; blocks that
+every row sees whole, unmasked; blocks that the window's left edge cuts, masked. With a given mask all are masked.
+A row that sees no key gets 0, and -inf as log-sum-exp (its sink's, where it has one): ``parts/softmax.py``.
+A row's reference score moves only where a block exceeds it by far, so most blocks do not rescale O.
+
+K and V may be in a cache, contiguous or in pages, with lengths and page table on the device; a thread looks up the
+pages of its rows a block ahead. Nothing behind a length or before a window is read.
+
+Refuses (``ops/attention/op.py``): tiles whose accumulators or buffers do not fit the registers or shared memory of
+``ctas_per_sm`` CTAs.
 
 Source:
     FlashAttention-2 (Dao 2023); rescaling on demand is FlashAttention-4's. NVIDIA's CuTe DSL ``flash_attention_v2``
-    example has the one-buffer pipeline.
+    example has the one-buffer pipeline. Different here: caches in pages, blocks at the edges apart from whole ones.
 """
 
 from dataclasses import dataclass
@@ -25,18 +43,52 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
-from cutekernels.kernels.cute.parts.cache import CacheTiles
+from cutekernels.kernels.cute.parts.cache import CacheSteps, CacheTiles
 from cutekernels.kernels.cute.parts.heads import HeadRows
-from cutekernels.kernels.cute.parts.mask import BandMask
-from cutekernels.kernels.cute.parts.products import Products
-from cutekernels.kernels.cute.parts.sequences import HeadOrder, Sequences
+from cutekernels.kernels.cute.parts.mask import Band, BandMask
+from cutekernels.kernels.cute.parts.products import Products, Sources
+from cutekernels.kernels.cute.parts.sequences import Ends, HeadOrder, Sequences
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
-from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax, by_rows
+from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax, RowStates, by_rows
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Where the tile's keys and values come from, and where they go."""
+
+    k: cute.Pointer  # the head's first row
+    k_step: Int32 | CacheSteps  # from row to row
+    v: cute.Pointer
+    v_step: Int32 | CacheSteps
+    to_k: Int32  # this thread's first vector in the first buffer of K; V's buffers follow K's
+    first: Int32  # the first block that is seen
+    gTable: cute.Tensor | None  # the sequence's row of the page table
+    last: Int32  # the last key
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a thread holds for the whole walk."""
+
+    tid: Int32
+    tiled_mma: cute.TiledMma
+    sources: Sources
+    rQ: cute.Tensor  # (MMA, MMA_M, MMA_D)
+    acc_o: cute.Tensor  # ((2, 2), MMA_M, MMA_D)
+    states: RowStates
+    scale: Float32
+    cap_inner: Float32
+    cap_outer: Float32
+    row: Int32  # the tile's first one
+    band: Band  # what the tile's rows see
 
 
 @dataclass(frozen=True)
 class PrefillAttention:
-    """The body. ``ops/attention/op.py`` chooses the parts; ``ctas_per_sm`` bounds registers so that as many fit."""
+    """The body; its header is the module's.
+
+    ``ops/attention/op.py`` chooses the parts; ``ctas_per_sm`` bounds registers so that as many fit.
+    """
 
     rows_q: HeadRows
     rows_kv: HeadRows | CacheTiles
@@ -76,225 +128,255 @@ class PrefillAttention:
         bytes_per_head = Int64(self.sequences.length(mK, mCuKv, mTable)) * (4 * self.rows_kv.head_dim)
         band = self.order.band(layers, mQ.shape[at + 1] // mK.shape[at + 1], bytes_per_head)
         self.kernel(
-            mO, mLse, mQ, mK, mV, mMask, mCuQ, mCuKv, mTable, mSinks, scale, cap_inner, cap_outer, left, right,
-            tiles, layers, band, self.products.tiled_mma(mQ.element_type),
+            mO,
+            mLse,
+            mQ,
+            mK,
+            mV,
+            mMask,
+            mCuQ,
+            mCuKv,
+            mTable,
+            mSinks,
+            scale,
+            cap_inner,
+            cap_outer,
+            left,
+            right,
+            tiles,
+            layers,
+            band,
+            self.products.tiled_mma(mQ.element_type),
         ).launch(
             grid=[tiles * layers, 1, 1],
             block=[self.threads, 1, 1],
             min_blocks_per_mp=self.ctas_per_sm,
             preferred_smem_carveout=100,  # percent
             stream=stream,
-        )  # fmt: skip
+        )
 
     @cute.kernel
     def kernel(
-        self, mO: cute.Tensor, mLse: cute.Tensor | None, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor,
-        mMask: cute.Tensor | None, mCuQ: cute.Tensor | None, mCuKv: cute.Tensor | None, mTable: cute.Tensor | None,
-        mSinks: cute.Tensor | None, scale: Float32, cap_inner: Float32, cap_outer: Float32, left: Int32, right: Int32,
-        tiles: Int32, layers: Int32, band: Int32, tiled_mma: cute.TiledMma,
-    ):  # fmt: skip
+        self,
+        mO: cute.Tensor,
+        mLse: cute.Tensor | None,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mMask: cute.Tensor | None,
+        mCuQ: cute.Tensor | None,
+        mCuKv: cute.Tensor | None,
+        mTable: cute.Tensor | None,
+        mSinks: cute.Tensor | None,
+        scale: Float32,
+        cap_inner: Float32,
+        cap_outer: Float32,
+        left: Int32,
+        right: Int32,
+        tiles: Int32,
+        layers: Int32,
+        band: Int32,
+        tiled_mma: cute.TiledMma,
+    ):
         tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        number, _, _ = cute.arch.block_idx()
         dtype = mQ.element_type
-        rows_q, rows_kv, mask, softmax = self.rows_q, self.rows_kv, self.mask, self.softmax
-        tile_q, tile_kv, padded = rows_q.rows, rows_kv.rows, rows_q.padded
-        stages = const_expr(rows_kv.stages)
+        tile_q, tile_kv, padded = self.rows_q.rows, self.rows_kv.rows, self.rows_q.padded
+        stages = const_expr(self.rows_kv.stages)
 
-        # -- this CTA's queries
-        place, locate, pointer = self.order.place, self.sequences.locate, self.sequences.pointer
-        tile, layer = place(block, layers, tiles, band)
-        batch, head, tile, begin_q, begin_kv, seq_q, seq_kv = locate(tile, layer, tile_q, mQ, mK, mCuQ, mCuKv, mTable)
+        # ---- this CTA's queries
+
+        tile, layer = self.order.place(number, layers, tiles, band)
+        place = self.sequences.locate(tile, layer, tile_q, mQ, mK, Ends(mCuQ, mCuKv, mTable))
+        batch, head, seq_q, seq_kv = place.batch, place.head, place.seq_x, place.seq_y
         at = const_expr(self.sequences.rows_mode)
         head_kv = head // (mQ.shape[at + 1] // mK.shape[at + 1])
-        row = tile * tile_q
-        alive = cutlass.min(cutlass.max(seq_q - row, Int32(0)), Int32(tile_q))  # rows of the tile that exist
-        q_head, q_stride, _ = pointer(mQ, batch, begin_q, head)
+        row = place.tile * tile_q
+        valid = cutlass.min(cutlass.max(seq_q - row, Int32(0)), Int32(tile_q))  # rows of the tile that exist
+        q = self.sequences.head(mQ, batch, place.begin_x, head)
         paged = const_expr(bool(self.sequences.page_size))
         first_page = Int32(0) if const_expr(paged) else batch
-        k_head, k_stride, _ = pointer(mK, first_page, begin_kv, head_kv)
-        v_head, v_stride, _ = pointer(mV, first_page, begin_kv, head_kv)
+        k = self.sequences.head(mK, first_page, place.begin_y, head_kv)
+        v = self.sequences.head(mV, first_page, place.begin_y, head_kv)
+        k_step, v_step = k.stride, v.stride
 
-        # -- their keys
-        shift = seq_kv - seq_q
+        # ---- their keys
+
+        shift = seq_kv - seq_q  # the last query is aligned with the last key
         left, right = left - shift, right + shift
-        seen = mask.blocks
-        first, open_, closed, end = seen(row, seq_q, seq_kv, left, right)
-        if alive <= 0:
-            open_, closed, end = first, first, first
+        blocks = self.mask.blocks(row, Band(seq_q, seq_kv, left, right))
+        first, whole_first, whole_end, end = blocks.first, blocks.whole_first, blocks.whole_end, blocks.end
+        if valid <= 0:
+            whole_first, whole_end, end = first, first, first
         gTable, last = None, cutlass.max(seq_kv - 1, Int32(0))
         if const_expr(self.sequences.cached):
-            k_stride, v_stride = self.steps(mK, mV, cutlass.max(row - left, Int32(0)))
+            k_step, v_step = self.steps(mK, mV, cutlass.max(row - left, Int32(0)))
             if const_expr(paged):
                 gTable = mTable[batch, None]
         gMask = None
-        if const_expr(mask.given):
-            gMask = mMask[batch, head, None, None]
+        if const_expr(self.mask.given):
+            gMask = mMask[batch, head, None, None]  # (SQ, SKV)
 
-        # -- setup: shared memory and fragments
-        layout_q, layout_kv = rows_q.smem_layout(dtype), rows_kv.smem_layout(dtype)
+        # ---- setup: shared memory
+
+        layout_q, layout_kv = self.rows_q.smem_layout(dtype), self.rows_kv.smem_layout(dtype)
         q_elements, kv_elements = cute.cosize(layout_q), cute.cosize(layout_kv)
         storage = SmemAllocator().allocate_array(dtype, q_elements + 2 * kv_elements, byte_alignment=ALIGNMENT)
         at_k, at_v = storage + q_elements, storage + (q_elements + kv_elements)
-        sQ = cute.make_tensor(cute.recast_ptr(storage, layout_q.inner, dtype), layout_q.outer)[None, None, 0]
+        sQ = cute.make_tensor(cute.recast_ptr(storage, layout_q.inner, dtype), layout_q.outer)  # (tile_q, D, 1)
+        sQ = sQ[None, None, 0]
 
-        # -- prologue: Q and the last block, where rows may be missing
-        clear_q, clear_kv, fetch_q, fetch_kv = rows_q.clear_padding, rows_kv.clear_padding, rows_q.fetch, rows_kv.fetch
-        into_q, into_kv = rows_q.address, rows_kv.address
+        # ---- prologue: Q and the last block, the only one where rows may be missing
+
         stage_bytes = const_expr(tile_kv * padded * dtype.width // 8)
-        to_q, to_k = into_q(tid, storage), into_kv(tid, at_k)
+        to_q, to_k = self.rows_q.address(tid, storage), self.rows_kv.address(tid, at_k)
         to_v = to_k + stages * stage_bytes
-        clear_q(tid, dtype, to_q)
+        # Columns between head_dim and padded are zeros once and for all: no copy writes them.
+        self.rows_q.clear_padding(tid, dtype, to_q)
         for stage in cutlass.range_constexpr(stages):
-            clear_kv(tid, dtype, to_k + stage * stage_bytes)
-        fetch_q(tid, q_head, q_stride, row, to_q, alive)
+            self.rows_kv.clear_padding(tid, dtype, to_k + stage * stage_bytes)
+        self.rows_q.fetch(tid, q.rows, q.stride, row, to_q, valid)
         column = (end - 1) * tile_kv
         if const_expr(paged):
-            look_up = rows_kv.look_up
-            look_up(tid, k_stride, gTable, column, last)
+            self.rows_kv.look_up(tid, k_step, gTable, column, last)
+        # First group of copies: Q and K; second: V.
         if end > first:
-            fetch_kv(tid, k_head, k_stride, column, to_k, seq_kv - column)
+            self.rows_kv.fetch(tid, k.rows, k_step, column, to_k, seq_kv - column)
         cute.arch.cp_async_commit_group()
         if end > first:
-            fetch_kv(tid, v_head, v_stride, column, to_v, seq_kv - column)
+            self.rows_kv.fetch(tid, v.rows, v_step, column, to_v, seq_kv - column)
         cute.arch.cp_async_commit_group()
         if const_expr(paged):
-            look_up(tid, k_stride, gTable, column - tile_kv, last)
+            self.rows_kv.look_up(tid, k_step, gTable, column - tile_kv, last)
         thr_mma = tiled_mma.get_slice(tid)
         acc_o = cute.make_rmem_tensor(tiled_mma.partition_shape_C((tile_q, padded)), Float32)  # ((2, 2), MMA_M, MMA_D)
         own_rows = const_expr(acc_o.shape[0][1] * acc_o.shape[1])
-        reference, total = cute.make_rmem_tensor(own_rows, Float32), cute.make_rmem_tensor(own_rows, Float32)
+        states = RowStates(cute.make_rmem_tensor(own_rows, Float32), cute.make_rmem_tensor(own_rows, Float32))
         acc_o.fill(0.0)
-        start, start_with = softmax.start, softmax.start_with
-        start(reference, total)
+        self.softmax.start(states)
         if const_expr(mSinks is not None):
             for r in cutlass.range_constexpr(own_rows):
-                start_with(r, mSinks[head].to(Float32), reference, total)
+                self.softmax.start_with(r, mSinks[head].to(Float32), states)
+        # This thread's Q and K have arrived (with two stages its V too: the walk does not wait for it);
         cute.arch.cp_async_wait_group(1 if stages == 1 else 0)
+        # the barrier waits for everybody's.
         cute.arch.sync_threads()
         rQ = thr_mma.make_fragment_A(thr_mma.partition_A(sQ))  # (MMA, MMA_M, MMA_D)
-        products = self.products
-        sources = products.sources(tid, tiled_mma, storage, layout_q, at_k, at_v, layout_kv)
-        if const_expr(products.x_in_registers):
-            load = products.load
-            load(tid, (rQ,), sources.x, 0)
+        sources = self.products.sources(tid, tiled_mma, storage, layout_q, at_k, at_v, layout_kv)
+        if const_expr(self.products.x_in_registers):
+            self.products.load(tid, (rQ,), sources.x, 0)
 
-        # -- blocks of keys, from the last: those with the right edge, whole ones, those with the left edge
-        attend = self.attend
+        # ---- blocks of keys, from the last to the first
+
         slot = Int32(0)
-        keys = (k_head, k_stride, v_head, v_stride, to_k, first, gTable, last)
-        tensors = (rQ, acc_o, reference, total)
-        factors = (scale, cap_inner, cap_outer)
-        edges = (row, seq_q, seq_kv, left, right, gMask)
-        for i in cutlass.range(end - closed, unroll=1):
-            slot = attend(tid, end - 1 - i, slot, True, keys, sources, tensors, factors, edges, tiled_mma)
-        if const_expr(not mask.given):
-            for i in cutlass.range(closed - open_, unroll=1):
-                slot = attend(tid, closed - 1 - i, slot, False, keys, sources, tensors, factors, edges, tiled_mma)
-            if const_expr(mask.limited_left):
-                for i in cutlass.range(open_ - first, unroll=1):
-                    slot = attend(tid, open_ - 1 - i, slot, True, keys, sources, tensors, factors, edges, tiled_mma)
+        keys = Keys(k.rows, k_step, v.rows, v_step, to_k, first, gTable, last)
+        band_seen = Band(seq_q, seq_kv, left, right, gMask)
+        held = Held(tid, tiled_mma, sources, rQ, acc_o, states, scale, cap_inner, cap_outer, row, band_seen)
+        # Masked blocks: the right edge (causal, window, the last key) cuts them; with a given mask, all.
+        for i in cutlass.range(end - whole_end, unroll=1):
+            slot = self.attend(held, keys, end - 1 - i, slot, True)
+        if const_expr(not self.mask.given):
+            # Unmasked blocks: every row sees all their keys.
+            for i in cutlass.range(whole_end - whole_first, unroll=1):
+                slot = self.attend(held, keys, whole_end - 1 - i, slot, False)
+            if const_expr(self.mask.limited_left):
+                # Masked blocks: the window's left edge cuts them.
+                for i in cutlass.range(whole_first - first, unroll=1):
+                    slot = self.attend(held, keys, whole_first - 1 - i, slot, True)
 
-        # -- epilogue: out through the queries' shared memory, 16 bytes a thread
+        # ---- epilogue: out through the queries' shared memory, 16 bytes a thread
+
+        # No copy is on its way (without a walk, V's has not been waited for), and every warp has read Q.
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
-        finish = softmax.finish
-        finish(acc_o, reference, total)
+        self.softmax.finish(acc_o, states)
         rO = cute.make_fragment_like(acc_o, dtype)
         rO.store(acc_o.load().to(dtype))
         cute.autovec_copy(rO, thr_mma.partition_C(sQ))
+        # All results are in shared memory.
         cute.arch.sync_threads()
-        o_head, o_stride, _ = pointer(mO, batch, begin_q, head)
-        store = rows_q.store
-        store(tid, o_head, o_stride, row, to_q, alive)
+        out = self.sequences.head(mO, batch, place.begin_x, head)
+        self.rows_q.store(tid, out.rows, out.stride, row, to_q, valid)
         if const_expr(mLse is not None):
             lse_at = Int64(layer) * seq_q + row
             if const_expr(self.sequences.packed):
-                lse_at = Int64(head) * mQ.shape[0] + (begin_q + row)
+                lse_at = Int64(head) * mQ.shape[0] + (place.begin_x + row)
+            # The thread of column 0, among the four of a row, stores its log-sum-exp.
             places = by_rows(thr_mma.partition_C(cute.make_identity_tensor((tile_q, padded))))
             if places[0, 0][1] == 0:
-                for r in cutlass.range_constexpr(cute.size(reference)):
+                for r in cutlass.range_constexpr(cute.size(states.reference)):
                     own = places[r, 0][0]
-                    if own < alive:
-                        mLse[lse_at + own] = reference[r]
+                    if own < valid:
+                        mLse[lse_at + own] = states.reference[r]
 
     @cute.jit
-    def attend(
-        self, tid: Int32, block: Int32, slot: Int32, masked: cutlass.Constexpr,
-        keys: tuple, sources: cutlass.Constexpr, tensors: tuple[cute.Tensor, ...],
-        factors: tuple[Float32, Float32, Float32],
-        edges: tuple[Int32, Int32, Int32, Int32, Int32, cute.Tensor | None], tiled_mma: cute.TiledMma,
-    ) -> Int32:  # fmt: skip
+    def attend(self, held: Held, keys: Keys, block: Int32, slot: Int32, masked: cutlass.Constexpr) -> Int32:
         """One block of keys, whose K is in ``slot``; its V is there too, or being copied (one stage).
 
         Returns the slot of ``block - 1``, if there is one, in the same state.
         """
-        k_head, k_stride, v_head, v_stride, to_k, first, gTable, last = keys
-        rQ, acc_o, reference, total = tensors
-        scale, cap_inner, cap_outer = factors
-        row, *seen = edges
-        rows_kv, mask, softmax = self.rows_kv, self.mask, self.softmax
-        multiply, add = self.products.multiply, self.products.add
-        tile_q, tile_kv = self.rows_q.rows, rows_kv.rows
-        dtype = rQ.element_type
-        one = const_expr(rows_kv.stages == 1)
-        fetch = rows_kv.fetch
+        tid = held.tid
+        tile_q, tile_kv = self.rows_q.rows, self.rows_kv.rows
+        dtype = held.rQ.element_type
+        one = const_expr(self.rows_kv.stages == 1)
         paged = const_expr(bool(self.sequences.page_size))
         ahead = (block - 1) * tile_kv
-        stage_bytes = const_expr(tile_kv * rows_kv.padded * dtype.width // 8)
-        to_v = to_k + rows_kv.stages * stage_bytes
+        stage_bytes = const_expr(tile_kv * self.rows_kv.padded * dtype.width // 8)
+        to_v = keys.to_k + self.rows_kv.stages * stage_bytes
         nxt = slot
         if const_expr(not one):
+            # Two stages: the next block's K and V into the buffers that the barrier of the block before has freed.
             nxt = 1 - slot
-            if block > first:
-                fetch(tid, k_head, k_stride, ahead, to_k + nxt * stage_bytes, None)
-                fetch(tid, v_head, v_stride, ahead, to_v + nxt * stage_bytes, None)
+            if block > keys.first:
+                self.rows_kv.fetch(tid, keys.k, keys.k_step, ahead, keys.to_k + nxt * stage_bytes, None)
+                self.rows_kv.fetch(tid, keys.v, keys.v_step, ahead, to_v + nxt * stage_bytes, None)
                 if const_expr(paged):
-                    look_up = rows_kv.look_up
-                    look_up(tid, k_stride, gTable, ahead - tile_kv, last)
+                    self.rows_kv.look_up(tid, keys.k_step, keys.gTable, ahead - tile_kv, keys.last)
             cute.arch.cp_async_commit_group()
 
-        # -- scores; ptxas itself loads fragments ahead of the products, as far as registers allow
-        acc_s = cute.make_rmem_tensor(
-            tiled_mma.partition_shape_C((tile_q, tile_kv)), Float32
-        )  # ((2, 2), MMA_M, MMA_KV)
+        # Scores; ptxas itself loads fragments ahead of the products, as far as registers allow.
+        shape_s = held.tiled_mma.partition_shape_C((tile_q, tile_kv))
+        acc_s = cute.make_rmem_tensor(shape_s, Float32)  # ((2, 2), MMA_M, MMA_KV)
         acc_s.fill(0.0)
-        multiply(tid, acc_s, rQ, sources, Int32(0), slot * stage_bytes, tiled_mma)
+        self.products.multiply(tid, acc_s, held.rQ, held.sources, Int32(0), slot * stage_bytes, held.tiled_mma)
 
         if const_expr(one):
-            cute.arch.cp_async_wait_group(0)  # V has arrived,
-            cute.arch.sync_threads()  # and every warp has read K
-            if block > first:
-                fetch(tid, k_head, k_stride, ahead, to_k, None)
+            # One stage: this thread's V has arrived; the barrier waits for everybody's, and until all have read K.
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_threads()
+            if block > keys.first:
+                self.rows_kv.fetch(tid, keys.k, keys.k_step, ahead, keys.to_k, None)
             cute.arch.cp_async_commit_group()
 
-        # -- softmax
-        step = softmax.step
-        if const_expr(softmax.capped):
-            cap = softmax.cap
-            cap(acc_s, cap_inner, cap_outer)
+        # Softmax, then O += P V; O is rescaled in between where a reference moved.
+        if const_expr(self.softmax.capped):
+            self.softmax.cap(acc_s, held.cap_inner, held.cap_outer)
         if const_expr(masked):
-            hide = mask.apply
-            hide(tid, acc_s, row, block * tile_kv, seen, tiled_mma)
-        step(acc_s, acc_o, reference, total, scale)
+            self.mask.apply(tid, acc_s, held.row, block * tile_kv, held.band, held.tiled_mma)
+        self.softmax.step(acc_s, held.acc_o, held.states, held.scale)
         rP = cute.make_fragment_like(acc_s, dtype)
         rP.store(acc_s.load().to(dtype))
-        add(tid, acc_o, rP, sources, slot * stage_bytes, tiled_mma)
+        self.products.add(tid, held.acc_o, rP, held.sources, slot * stage_bytes, held.tiled_mma)
 
-        cute.arch.cp_async_wait_group(0)  # the next block's operands have arrived,
-        cute.arch.sync_threads()  # and every warp has read this one
+        # This thread's part of the next block (one stage: of its K) has arrived; the barrier waits for everybody's, and
+        # until all have read this block (its V).
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
         if const_expr(one):
-            if block > first:
-                fetch(tid, v_head, v_stride, ahead, to_v, None)
+            # One stage: the next V, copied during the next S = Q K^T.
+            if block > keys.first:
+                self.rows_kv.fetch(tid, keys.v, keys.v_step, ahead, to_v, None)
                 if const_expr(paged):
-                    look_up = rows_kv.look_up
-                    look_up(tid, k_stride, gTable, ahead - tile_kv, last)
+                    self.rows_kv.look_up(tid, keys.k_step, keys.gTable, ahead - tile_kv, keys.last)
             cute.arch.cp_async_commit_group()
         return nxt
 
     @cute.jit
-    def steps(self, mK: cute.Tensor, mV: cute.Tensor, least: Int32) -> tuple[tuple, tuple]:
+    def steps(self, mK: cute.Tensor, mV: cute.Tensor, least: Int32) -> tuple[CacheSteps, CacheSteps]:
         """The way from row to row of K's cache and of V's (``parts/cache.py``), which share their pages."""
-        rows_kv = self.rows_kv
-        pages = cute.make_rmem_tensor(rows_kv.rows // rows_kv.apart, Int32)
-        ways = [(Int64(mX.layout.stride[0]), Int64(mX.layout.stride[1]), pages, mX.shape[0], least) for mX in (mK, mV)]
+        pages = cute.make_rmem_tensor(self.rows_kv.rows // self.rows_kv.rows_per_page, Int32)
+        ways = [
+            CacheSteps(Int64(mX.layout.stride[0]), Int64(mX.layout.stride[1]), pages, mX.shape[0], least)
+            for mX in (mK, mV)
+        ]
         return ways[0], ways[1]

@@ -1,26 +1,64 @@
-"""Attention, warpgroup schedule: ``out = softmax(scale * Q K^T) V`` by TMA and warpgroup MMA.
+"""Attention, warpgroup schedule: ``out = softmax(scale * Q K^T) V`` by TMA and warpgroup MMA (sm_90).
 
-Schedule:
-    A tile is 64 queries of one head for each of ``groups`` warp groups; they share the tile's blocks of keys, walked
-    from the last to the first. One warp loads by TMA: Q, then K one block ahead of V, ``stages`` blocks of each.
-    A group starts the scores of the next block, then the product of the last block's probabilities with V, and computes
-    the softmax of those scores while that product runs. With ``turns`` the groups start their products one after
-    another, so that one's softmax runs behind the other's products.
-    Probabilities stay in registers. A row's reference score moves only where a block exceeds it by far
-    (``parts/softmax.py``), so most blocks do not rescale the output accumulators.
-    K and V may be in a cache, contiguous or in pages, with lengths and page table on the device: the loading warp looks
-    pages up, and rows of V behind a length or before a window are zeroed in shared memory.
-    Results leave through the queries' shared memory. Registers go from the loading warp group to the others.
-    CTAs take one tile each, or walk over the tiles in a persistent grid, where the next tile's keys are loaded behind
-    the last products of this one; its queries too where results have shared memory of their own (``apart``).
-    For few tiles: ``split`` CTAs of a cluster share the keys of a tile and send each other sums
-    (``parts/cluster_sums.py``); ``folded`` gives a CTA the i-th and the i-th last 64 rows, one to each of its groups.
+A tile is 64 queries of one head for each of ``groups`` consumer warp groups, over all blocks of ``tile_kv`` keys that
+some of its rows see. Blocks are walked from the last to the first.
+
+Roles:
+    Consumer warp groups 0 .. groups - 1 (128 threads each): group g owns rows ``64 g .. 64 g + 63`` of the tile, their
+        scores, probabilities, accumulators and results. All groups read the same K and V. The second group does what
+        the first does, for the next 64 rows (with ``paired_tiles``: for the rows that lie as far from the end of the
+        head as the first group's from its beginning).
+    Producer warp group (the last 128 threads): its first warp issues all TMA loads and passes tiles on; the other three
+        warps idle. It gives registers to the consumers (setmaxnreg).
+
+Pipelines (mbarriers in shared memory; the producer waits on ``empty``, consumers wait on ``full``):
+    ============  ===========  =====================================  =============================================
+    barriers      stages       full: arrivals                         empty: arrivals
+    ============  ===========  =====================================  =============================================
+    ``*_q``       ``groups``   1 and a group's 64 rows of bytes       1: the group whose queries they are
+    ``*_k``       ``stages``   1 and a block of K in bytes            ``groups``: each when its ``Q K^T`` has read it
+    ``*_v``       ``stages``   1 and a block of V in bytes            ``groups``: each when its ``P V`` has read it
+    queue         1            1: a tile's number (dynamic_scheduler) 128 ``groups``: every consumer thread has read it
+    ============  ===========  =====================================  =============================================
+    So the producer waits on ``empty_k`` before it loads a block of K over an older one, until the product of every
+    group with the older one is done. The first round over fresh stages passes at once.
+    Named barriers: one for each group's 128 threads, one for each group of the ping-pong (256 threads).
+
+One tile, producer:
+    K of the last block; each group's Q, once the group has released the tile before; then, block by block towards the
+    first, K of the next block and V of this one: K runs one block ahead of V.
+One tile, consumer group:
+    1. Wait for Q and K of the last block: scores ``S = Q K^T``, mask, softmax; P stays in registers.
+    2. For each further block: wait for its K, start ``S = Q K^T``; wait for V of the block before, start ``O += P V``;
+       wait for S, release K, mask and softmax while ``P V`` runs; wait for ``P V``, release V, rescale O where a row's
+       reference moved, and only then overwrite P.
+       Regions, in this order: blocks that the right edge cuts (causal, window, the last key), masked; blocks that all
+       rows see whole, unmasked; blocks that the window's left edge cuts, masked. The last block is always masked; with
+       a given mask all blocks are.
+    3. ``O += P V`` of the first block; divide by the totals; results leave through shared memory (``group_results``).
+    With ``turns`` (ping-pong) a group starts its two products only after the group before has, so that one group's
+    softmax runs behind the other's products.
+
+The next tile's Q is loaded behind the next tile's first K, once ``empty_q`` has the group's arrival: after its results
+have left, since they use the queries' bytes; with ``separate_output_smem`` already after its last ``Q K^T``.
+A row that sees no key gets 0, and -inf as log-sum-exp (its sink's, where it has one): ``parts/softmax.py``.
+
+K and V may be in a cache, contiguous or in pages, with lengths and page table on the device: the producer looks pages
+up, and consumers zero rows of V behind a length or before a window in shared memory, since they may be NaN.
+CTAs take one tile each, or walk over the tiles in a persistent grid, where the next tile's keys are loaded behind the
+last products of this one. For few tiles: ``split`` CTAs of a cluster share the keys of a tile and add up their parts
+(``parts/cluster_reduction.py``); ``paired_tiles`` gives a CTA the i-th and the i-th last 64 rows, one to each group.
+
+Refuses (``ops/attention/config.py``): GPUs without wgmma; ``split`` or ``paired_tiles`` with packed sequences, a given
+mask or a cache; ``paired_tiles`` unless there are two groups and rows see more keys the later they are; pages that are
+neither part nor multiple of ``tile_kv``; tiles whose accumulators do not fit the registers.
 
 Source:
-    FlashAttention-3 (Shah 2024) has both overlaps; rescaling on demand is FlashAttention-4's.
+    FlashAttention-3 (Shah 2024) has both overlaps; rescaling on demand is FlashAttention-4's. Different here:
+    one body for all orders of tiles, results in the queries' bytes, clusters that split keys.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -32,26 +70,110 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.parts.attention_smem import WarpgroupAttentionSmem
-from cutekernels.kernels.cute.parts.cluster_sums import ClusterSums
-from cutekernels.kernels.cute.parts.group_results import GroupResults
-from cutekernels.kernels.cute.parts.groups import ROWS, THREADS, GroupProducts, Turns, as_warps, round_to
-from cutekernels.kernels.cute.parts.head_loads import HeadLoads
+from cutekernels.kernels.cute.parts.cluster_reduction import ClusterReduction
+from cutekernels.kernels.cute.parts.group_results import GroupResults, ResultTile
+from cutekernels.kernels.cute.parts.groups import (
+    ROWS,
+    THREADS,
+    ConsumerThread,
+    GroupProducts,
+    PingPong,
+    as_warps,
+    round_to,
+)
+from cutekernels.kernels.cute.parts.head_loads import HeadLoads, Pages, TmaOperand
 from cutekernels.kernels.cute.parts.heads import HeadRows
-from cutekernels.kernels.cute.parts.mask import BandMask
+from cutekernels.kernels.cute.parts.mask import Band, BandMask, Blocks
 from cutekernels.kernels.cute.parts.mma import WarpMma
-from cutekernels.kernels.cute.parts.pipeline import StagePipeline
+from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.schedule import TileQueue
-from cutekernels.kernels.cute.parts.sequences import HeadOrder, Sequences
+from cutekernels.kernels.cute.parts.sequences import Ends, HeadOrder, Sequences
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
-from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax
+from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax, RowStates
 
-FIRST_GROUP_BARRIER, FIRST_TURN_BARRIER = 1, 4  # named barriers; 0 is the CTA's
+FIRST_GROUP_BARRIER, FIRST_PING_PONG_BARRIER = 1, 4  # named barriers; 0 is the CTA's
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What both roles read of the launch's arguments."""
+
+    mO: cute.Tensor
+    mK: cute.Tensor
+    ends: Ends
+    left: Int32
+    right: Int32
+    tiles: Int32  # of a head
+    layers: Int32  # heads, counted over the batch too
+    band: Int32  # heads of a band of the tiles' order
+    mCounter: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class Barriers:
+    """mbarriers in shared memory, one for each stage (``parts/pipeline.py``), and the queue of tiles."""
+
+    full_q: cute.Pointer
+    empty_q: cute.Pointer
+    full_k: cute.Pointer
+    empty_k: cute.Pointer
+    full_v: cute.Pointer
+    empty_v: cute.Pointer
+    queue: cute.Pointer
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A CTA's tile of queries, and the keys that it sees."""
+
+    layer: Int32
+    batch: Int32
+    head: Int32
+    head_kv: Int32
+    row: Int32  # the first one, in its sequence
+    valid: Int32  # rows that exist
+    begin_q: Int32  # of the sequence, in packed tensors
+    begin_kv: Int32
+    band: Band
+    blocks: Blocks  # that the producer loads
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """What a thread of a consumer warp group holds from its first tile to its last."""
+
+    own: ConsumerThread
+    qk_mma: cute.TiledMma
+    pv_mma: cute.TiledMma
+    rQ: cute.Tensor  # descriptors (MMA, M, D) of the group's rows
+    rK: cute.Tensor  # descriptors (MMA, N, D, STAGE)
+    rV: cute.Tensor  # descriptors (MMA, D, KV, STAGE)
+    rP: cute.Tensor  # (MMA, M, KV), 16 bits
+    acc_s: cute.Tensor  # (MMA, M, N)
+    acc_o: cute.Tensor  # (MMA, M, D)
+    states: RowStates  # of this thread's two rows
+    scale: Float32
+    cap_inner: Float32
+    cap_outer: Float32
+    barriers: Barriers
+
+
+@dataclass(frozen=True)
+class GroupTile:
+    """What one group's 64 rows of a tile see."""
+
+    row: Int32  # the group's first one
+    band: Band
 
 
 @dataclass(frozen=True)
 class WarpgroupAttention:
-    """The body. ``resident``: most CTAs of a persistent grid, 0 for one CTA a tile. ``counted``: CTAs of a persistent
-    grid draw their tiles from a counter.
+    """The body; its header is the module's.
+
+    ``resident``: most CTAs of a persistent grid, 0 for one CTA a tile. ``dynamic_scheduler``: CTAs of a persistent grid
+    draw their tiles from a counter. ``dependent``: launched under programmatic dependent launch. A config says
+    ``grid=counted`` for ``dynamic_scheduler``, ``grid=ahead`` for that and ``separate_output_smem``, ``order=folded``
+    for ``paired_tiles``.
     """
 
     groups: int
@@ -59,17 +181,17 @@ class WarpgroupAttention:
     head_dim: int
     padded: int
     stages: int
-    turns: bool
+    turns: bool  # ping-pong: groups start their products one after another
     mask: BandMask  # of a CTA's tile
     softmax: OnlineSoftmax
     order: HeadOrder
     sequences: Sequences
     resident: int
-    counted: bool
-    apart: bool = False
+    dynamic_scheduler: bool
+    separate_output_smem: bool = False
     ctas_per_sm: int = 1
     split: int = 1
-    folded: bool = False
+    paired_tiles: bool = False
     dependent: bool = False
 
     @property
@@ -89,7 +211,9 @@ class WarpgroupAttention:
 
     @property
     def smem(self) -> WarpgroupAttentionSmem:
-        return WarpgroupAttentionSmem(self.groups, self.tile_kv, self.head_dim, self.stages, self.apart, self.split)
+        return WarpgroupAttentionSmem(
+            self.groups, self.tile_kv, self.head_dim, self.stages, self.separate_output_smem, self.split
+        )
 
     @property
     def rows_q(self) -> HeadRows:
@@ -102,12 +226,12 @@ class WarpgroupAttention:
 
     @property
     def queries(self) -> StagePipeline:
-        """A stage for each group, refilled for each tile."""
+        """A stage for each group, refilled for each tile and read by that group alone."""
         return StagePipeline(self.groups, self.smem.group_bytes, 1, 1)
 
     @property
     def keys(self) -> StagePipeline:
-        """The stages of K, and those of V."""
+        """The stages of K, and those of V, read by all groups."""
         return StagePipeline(self.stages, self.smem.stage_bytes, self.groups, 1)
 
     @property
@@ -119,27 +243,25 @@ class WarpgroupAttention:
         return GroupProducts(self.tile_kv, self.padded)
 
     @property
-    def turn(self) -> Turns:
-        return Turns(self.groups if self.turns else 1, FIRST_TURN_BARRIER)
+    def products_order(self) -> PingPong:
+        return PingPong(self.groups if self.turns else 1, FIRST_PING_PONG_BARRIER)
 
     @property
     def queue(self) -> TileQueue:
-        return TileQueue(self.counted, THREADS * self.groups)
+        return TileQueue(self.dynamic_scheduler, THREADS * self.groups)
 
     @property
-    def cluster(self) -> ClusterSums:
-        return ClusterSums(self.smem, self.padded, self.head_dim)
+    def cluster(self) -> ClusterReduction:
+        return ClusterReduction(self.smem, self.padded, self.head_dim)
 
     @property
     def results(self) -> GroupResults:
-        smem, queries = self.smem, self.queries
-        return GroupResults(smem, self.rows_q, self.softmax, self.sequences, queries, FIRST_GROUP_BARRIER)
+        return GroupResults(self.smem, self.rows_q, self.softmax, self.sequences, self.queries, FIRST_GROUP_BARRIER)
 
     @property
     def group_mask(self) -> BandMask:
         """The mask of one group's rows."""
-        mask = self.mask
-        return BandMask(ROWS, self.tile_kv, mask.limited_left, mask.limited_right, mask.given)
+        return replace(self.mask, tile_q=ROWS)
 
     def layouts(self, dtype: type[cutlass.Numeric], keys: int) -> tuple[cute.ComposedLayout, ...]:
         """Q ``(64, D, groups)``, K ``(keys, D, STAGE)`` and V ``(D, keys, STAGE)`` in shared memory."""
@@ -176,18 +298,43 @@ class WarpgroupAttention:
         bytes_per_head = Int64(self.sequences.length(mK, mCuKv, mTable)) * (4 * self.head_dim)
         band = self.order.band(layers, mQ.shape[at + 1] // mK.shape[at + 1], bytes_per_head)
         layout_q, layout_k, layout_v = self.layouts(dtype, self.tile_kv)
+        # A block of keys is one TMA box, or one of each page that it spans.
         _, box_k, box_v = self.layouts(dtype, self.loads.box)
-        boxed = self.loads.boxed
-        tma_q, tQ = boxed(mQ, layout_q, False)
-        tma_k, tK = boxed(mK, box_k, False)
-        tma_v, tV = boxed(mV, box_v, True)
+        tma_q, tQ = self.loads.make_tma(mQ, layout_q, False)
+        tma_k, tK = self.loads.make_tma(mK, box_k, False)
+        tma_v, tV = self.loads.make_tma(mV, box_v, True)
         count = tiles * layers
         blocks = count * self.split if const_expr(self.resident == 0) else cutlass.min(count, Int32(self.resident))
         self.kernel(
-            mO, mLse, mK, mMask, mCuQ, mCuKv, mTable, mSinks, mCounter, tma_q, tQ, tma_k, tK, tma_v, tV,
-            (scale, cap_inner, cap_outer), left, right, (tiles, layers, band), self.products.scores_mma(dtype),
-            self.products.sums_mma(dtype), WarpMma(THREADS // 32, 1, Float32, True, True).tiled_mma(dtype), layout_q,
-            layout_k, layout_v,
+            mO,
+            mLse,
+            mK,
+            mMask,
+            mCuQ,
+            mCuKv,
+            mTable,
+            mSinks,
+            mCounter,
+            tma_q,
+            tQ,
+            tma_k,
+            tK,
+            tma_v,
+            tV,
+            scale,
+            cap_inner,
+            cap_outer,
+            left,
+            right,
+            tiles,
+            layers,
+            band,
+            self.products.xy_mma(dtype),
+            self.products.py_mma(dtype),
+            WarpMma(THREADS // 32, 1, Float32, True, True).tiled_mma(dtype),
+            layout_q,
+            layout_k,
+            layout_v,
         ).launch(
             grid=[blocks, 1, 1],
             block=[self.threads, 1, 1],
@@ -196,388 +343,390 @@ class WarpgroupAttention:
             preferred_smem_carveout=100,  # percent
             use_pdl=self.dependent,
             stream=stream,
-        )  # fmt: skip
+        )
 
     @cute.kernel
     def kernel(
-        self, mO: cute.Tensor, mLse: cute.Tensor | None, mK: cute.Tensor, mMask: cute.Tensor | None,
-        mCuQ: cute.Tensor | None, mCuKv: cute.Tensor | None, mTable: cute.Tensor | None, mSinks: cute.Tensor | None,
-        mCounter: cute.Tensor | None, tma_q: cute.CopyAtom, tQ: cute.Tensor,
-        tma_k: cute.CopyAtom, tK: cute.Tensor, tma_v: cute.CopyAtom, tV: cute.Tensor,
-        factors: tuple[Float32, Float32, Float32], left: Int32, right: Int32, walk: tuple[Int32, Int32, Int32],
-        scores_mma: cute.TiledMma, sums_mma: cute.TiledMma, warp_mma: cute.TiledMma, layout_q: cute.ComposedLayout,
-        layout_k: cute.ComposedLayout, layout_v: cute.ComposedLayout,
-    ):  # fmt: skip
+        self,
+        mO: cute.Tensor,
+        mLse: cute.Tensor | None,
+        mK: cute.Tensor,
+        mMask: cute.Tensor | None,
+        mCuQ: cute.Tensor | None,
+        mCuKv: cute.Tensor | None,
+        mTable: cute.Tensor | None,
+        mSinks: cute.Tensor | None,
+        mCounter: cute.Tensor | None,
+        tma_q: cute.CopyAtom,
+        tQ: cute.Tensor,  # coordinates (S, D, H[, B])
+        tma_k: cute.CopyAtom,
+        tK: cute.Tensor,  # coordinates (S, D, H[, B])
+        tma_v: cute.CopyAtom,
+        tV: cute.Tensor,  # coordinates (D, S, H[, B])
+        scale: Float32,
+        cap_inner: Float32,
+        cap_outer: Float32,
+        left: Int32,
+        right: Int32,
+        tiles: Int32,
+        layers: Int32,
+        band: Int32,
+        qk_mma: cute.TiledMma,
+        pv_mma: cute.TiledMma,
+        warp_mma: cute.TiledMma,
+        layout_q: cute.ComposedLayout,
+        layout_k: cute.ComposedLayout,
+        layout_v: cute.ComposedLayout,
+    ):
         tid, _, _ = cute.arch.thread_idx()
         group = cute.arch.make_warp_uniform(tid // THREADS)
         warp = cute.arch.make_warp_uniform(tid // 32)
-        loading = const_expr(self.groups)  # the group that loads
+        producer = const_expr(self.groups)  # the number of the producer warp group
         dtype = mO.element_type
-        smem, queries, keys = self.smem, self.queries, self.keys
 
-        # -- setup
-        storage = SmemAllocator().allocate(smem.total_bytes, byte_alignment=ALIGNMENT)
+        # ---- setup: shared memory, barriers
+
+        storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
         at_q = cute.recast_ptr(storage, layout_q.inner, dtype)
-        at_k = cute.recast_ptr(storage + smem.k_at, layout_k.inner, dtype)
-        at_v = cute.recast_ptr(storage + smem.v_at, layout_v.inner, dtype)
+        at_k = cute.recast_ptr(storage + self.smem.k_at, layout_k.inner, dtype)
+        at_v = cute.recast_ptr(storage + self.smem.v_at, layout_v.inner, dtype)
         sQ = cute.make_tensor(at_q, layout_q.outer)  # (64, D, groups)
         sK = cute.make_tensor(at_k, layout_k.outer)  # (tile_kv, D, STAGE)
         sV = cute.make_tensor(at_v, layout_v.outer)  # (D, tile_kv, STAGE)
-        full_q = cute.recast_ptr(storage + smem.barriers_at, dtype=Int64)
+        full_q = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
         empty_q = full_q + self.groups
         full_k = empty_q + self.groups
         empty_k = full_k + self.stages
         full_v = empty_k + self.stages
         empty_v = full_v + self.stages
         queue = empty_v + self.stages
-        barriers = (full_q, empty_q, full_k, empty_k, full_v, empty_v)
-        if warp == 4 * loading:
+        if warp == 4 * producer:
             cpasync.prefetch_descriptor(tma_q)
             cpasync.prefetch_descriptor(tma_k)
             cpasync.prefetch_descriptor(tma_v)
             with cute.arch.elect_one():
-                init_queries, init_keys, init_queue = queries.init, keys.init, self.queue.init
-                init_queue(queue)
+                self.queue.init(queue)
                 if const_expr(self.split > 1):
-                    init_cluster = self.cluster.init
-                    init_cluster(cute.recast_ptr(storage + smem.inbox_barriers_at, dtype=Int64))
-                init_queries(full_q, empty_q)
-                init_keys(full_k, empty_k)
-                init_keys(full_v, empty_v)
+                    self.cluster.init(cute.recast_ptr(storage + self.smem.inbox_barriers_at, dtype=Int64))
+                self.queries.init(full_q, empty_q)
+                self.keys.init(full_k, empty_k)
+                self.keys.init(full_v, empty_v)
+            # Initialized barriers become visible to TMA and to the cluster's other CTAs,
             cute.arch.mbarrier_init_fence()
+        # and to all threads of the CTA, which wait for the thread that initialized them.
         cute.arch.sync_threads()
         if const_expr(self.split > 1):
+            # This CTA's barriers are ready; ClusterReduction.send waits for all CTAs' before it stores into theirs.
             cute.arch.cluster_arrive_relaxed()
         if const_expr(self.dependent):
-            cute.arch.griddepcontrol_launch_dependents()  # their setup then runs behind this launch
+            # PDL: the next kernel may set up behind this one; this one waits until the kernel before has written its
+            # results, before any role reads global memory.
+            cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
 
-        place = (mO, mK, mCuQ, (mCuKv, mTable), left, right, walk)
-        produce, consume = self.produce, self.consume
-        if group == loading:
+        # ---- roles
+
+        launch = Launch(mO, mK, Ends(mCuQ, mCuKv, mTable), left, right, tiles, layers, band, mCounter)
+        barriers = Barriers(full_q, empty_q, full_k, empty_k, full_v, empty_v, queue)
+        if group == producer:
             cute.arch.setmaxregister_decrease(self.registers[0])
-            if warp == 4 * loading:
-                produce(place, (tma_q, tQ, sQ), (tma_k, tK, sK), (tma_v, tV, sV), barriers, queue, mCounter)
+            if warp == 4 * producer:
+                self.produce(
+                    launch, TmaOperand(tma_q, tQ, sQ), TmaOperand(tma_k, tK, sK), TmaOperand(tma_v, tV, sV), barriers
+                )
             if const_expr(self.split > 1):
+                # A thread that has arrived at the cluster's barrier waits there too; consumers do before they send.
                 cute.arch.cluster_wait()
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
-            consume(
-                tid % THREADS, group, place, (mLse, mMask, mSinks), factors, (scores_mma, sums_mma, warp_mma),
-                (sQ, sK, sV), storage, barriers, queue,
-            )  # fmt: skip
+            own = ConsumerThread(tid % THREADS, group, warp_mma, storage)
+            qk_slice, pv_slice = qk_mma.get_slice(0), pv_mma.get_slice(0)
+            held = Consumer(
+                own=own,
+                qk_mma=qk_mma,
+                pv_mma=pv_mma,
+                rQ=qk_mma.make_fragment_A(qk_slice.partition_A(sQ))[None, None, None, group],  # (MMA, M, D)
+                rK=qk_mma.make_fragment_B(qk_slice.partition_B(sK)),  # (MMA, N, D, STAGE)
+                rV=pv_mma.make_fragment_B(pv_slice.partition_B(sV)),  # (MMA, D, KV, STAGE)
+                acc_s=cute.make_rmem_tensor(qk_mma.partition_shape_C((ROWS, self.tile_kv)), Float32),  # (MMA, M, N)
+                acc_o=cute.make_rmem_tensor(pv_mma.partition_shape_C((ROWS, self.padded)), Float32),  # (MMA, M, D)
+                rP=cute.make_rmem_tensor(pv_mma.partition_shape_A((ROWS, self.tile_kv)), dtype),  # (MMA, M, KV)
+                states=RowStates(*[cute.make_rmem_tensor(2, Float32) for _ in range(3)]),
+                scale=scale,
+                cap_inner=cap_inner,
+                cap_outer=cap_outer,
+                barriers=barriers,
+            )
+            self.consume(held, launch, mLse, mMask, mSinks)
 
     def first_tile(self) -> Int32:
         index, _, _ = cute.arch.block_idx()
         return index // self.split if self.split > 1 else index
 
     @cute.jit
-    def located(self, index: Int32, place: tuple):
-        """Tile ``index``: ``(layer, batch, head, kv head, first row, rows that exist)``, begins of queries and keys,
-        and ``(seq_q, seq_kv, left, right)`` and blocks ``(first, open, closed, end)`` of keys.
-        """
-        mO, mK, mCuQ, (mCuKv, mTable), left, right, (tiles, layers, band) = place
-        order, locate, seen = self.order.place, self.sequences.locate, self.mask.blocks
+    def locate(self, index: Int32, launch: Launch) -> Tile:
+        """Where tile ``index`` lies, and the blocks of keys that its CTA loads."""
         at = const_expr(self.sequences.rows_mode)
-        tile, layer = order(index, layers, tiles, band)
-        batch, head, tile, begin_q, begin_kv, seq_q, seq_kv = locate(
-            tile, layer, self.tile_q, mO, mK, mCuQ, mCuKv, mTable
-        )
-        head_kv = head // (mO.shape[at + 1] // mK.shape[at + 1])
-        row = tile * const_expr(ROWS if self.folded else self.tile_q)
-        alive = cutlass.min(cutlass.max(seq_q - row, Int32(0)), Int32(self.tile_q))
-        shift = seq_kv - seq_q
-        left, right = left - shift, right + shift
-        if const_expr(self.folded):  # the last group's rows see all that the others do
-            row_of, seen = self.row_of, self.group_mask.blocks
-            blocks = seen(row_of(row, Int32(self.groups - 1), seq_q), seq_q, seq_kv, left, right)
+        tile, layer = self.order.place(index, launch.layers, launch.tiles, launch.band)
+        place = self.sequences.locate(tile, layer, self.tile_q, launch.mO, launch.mK, launch.ends)
+        head_kv = place.head // (launch.mO.shape[at + 1] // launch.mK.shape[at + 1])
+        row = place.tile * const_expr(ROWS if self.paired_tiles else self.tile_q)
+        valid = cutlass.min(cutlass.max(place.seq_x - row, Int32(0)), Int32(self.tile_q))
+        # The last query is aligned with the last key.
+        shift = place.seq_y - place.seq_x
+        band = Band(place.seq_x, place.seq_y, launch.left - shift, launch.right + shift)
+        if const_expr(self.paired_tiles):  # the last group's rows see all that the others do
+            blocks = self.group_mask.blocks(self.row_of(row, Int32(self.groups - 1), place.seq_x), band)
         else:
-            blocks = seen(row, seq_q, seq_kv, left, right)
+            blocks = self.mask.blocks(row, band)
         if const_expr(self.split > 1):
-            share = self.cluster.blocks
-            blocks = share(cute.arch.block_idx_in_cluster(), *blocks)
-        return (
-            (layer, batch, head, head_kv, row, alive), (begin_q, begin_kv), (seq_q, seq_kv, left, right), blocks,
-        )  # fmt: skip
+            blocks = self.cluster.blocks(cute.arch.block_idx_in_cluster(), blocks)
+        return Tile(layer, place.batch, place.head, head_kv, row, valid, place.begin_x, place.begin_y, band, blocks)
 
     @cute.jit
     def row_of(self, row: Int32, group: Int32, seq_q: Int32) -> Int32:
         """The first row of ``group`` in the tile at ``row``."""
-        if const_expr(self.folded):  # the tile is that of rows, and of as many from the last ones on
+        if const_expr(self.paired_tiles):  # group 0 has the 64 rows at ``row``, group 1 as many as far from the end
             return row + group * ((seq_q + (ROWS - 1)) // ROWS * ROWS - ROWS - 2 * row)
         return row + group * ROWS
 
-    # ---- loads
+    # ---- producer
 
     @cute.jit
-    def produce(
-        self, place: tuple, query: tuple, key: tuple, value: tuple, barriers: tuple, queue: cute.Pointer,
-        mCounter: cute.Tensor | None,
-    ):  # fmt: skip
-        """The loads of this CTA's tiles."""
-        full_q, empty_q, full_k, empty_k, full_v, empty_v = barriers
+    def produce(self, launch: Launch, query: TmaOperand, key: TmaOperand, value: TmaOperand, barriers: Barriers):
+        """The loads of this CTA's tiles, by one warp."""
         index = self.first_tile()
-        _, mK, _, (_, mTable), _, _, (tiles, layers, _) = place
-        located, load_queries = self.located, self.load_queries
-        keys_of, load = self.loads.keys_of, self.loads.load
-        acquire, advance = self.keys.acquire, self.keys.advance
-        draw, publish = self.queue.draw, self.queue.publish
-        stage, phase, turn, drawn = Int32(0), Int32(1), Int32(1), Int32(1)
-        while index < tiles * layers:
-            following = draw(index, tiles * layers, mCounter)
-            (_, batch, head, head_kv, row, alive), (begin_q, begin_kv), edges, (first, _, _, end) = located(
-                index, place
-            )
-            if alive > 0:
-                source_k, target_k = keys_of(key, begin_kv, head_kv, batch, False)
-                source_v, target_v = keys_of(value, begin_kv, head_kv, batch, True)
-                pages = (None, Int32(0), Int32(0))
+        # Phase 1: fresh stages count as released, so the first round waits for nobody.
+        at, q_phase, queue_phase = Position(Int32(0), Int32(1)), Int32(1), Int32(1)
+        while index < launch.tiles * launch.layers:
+            following = self.queue.draw(index, launch.tiles * launch.layers, launch.mCounter)
+            tile = self.locate(index, launch)
+            # Surplus tiles of packed sequences have no rows; consumers skip them by the same test.
+            if tile.valid > 0:
+                keys = self.loads.keys_of(key, tile.begin_kv, tile.head_kv, tile.batch, False)
+                values = self.loads.keys_of(value, tile.begin_kv, tile.head_kv, tile.batch, True)
+                pages = Pages(None, Int32(0), Int32(0))
                 if const_expr(self.sequences.page_size):
-                    pages = (mTable[batch, None], edges[1] - 1, mK.shape[0])
+                    pages = Pages(launch.ends.mTable[tile.batch, None], tile.band.seq_kv - 1, launch.mK.shape[0])
+                first, end = tile.blocks.first, tile.blocks.end
                 if end <= first:
-                    load_queries(query, begin_q, row, edges[0], head, batch, full_q, empty_q, turn)
-                behind, behind_phase = stage, phase
+                    # No row sees a key. Groups wait for their queries nevertheless.
+                    self.load_queries(query, tile, barriers, q_phase)
+                before = at
                 for i in cutlass.range(end - first, unroll=1):
-                    acquire(full_k, empty_k, stage, phase)
-                    load(key[0], source_k, target_k, end - 1 - i, stage, full_k, pages)
+                    # Waits on empty_k until every group's Q K^T has read the block that was in this stage.
+                    self.keys.acquire(barriers.full_k, barriers.empty_k, at.stage, at.phase)
+                    self.loads.load(keys, end - 1 - i, at.stage, barriers.full_k, pages)
                     if i == 0:
-                        load_queries(query, begin_q, row, edges[0], head, batch, full_q, empty_q, turn)
+                        # Behind the first K: a group's queries may have to wait for its last tile's results.
+                        self.load_queries(query, tile, barriers, q_phase)
                     else:
-                        acquire(full_v, empty_v, behind, behind_phase)
-                        load(value[0], source_v, target_v, end - i, behind, full_v, pages)
-                    behind, behind_phase = stage, phase
-                    stage, phase = advance(stage, phase)
+                        # Waits on empty_v until every group's P V has read the block that was in this stage.
+                        self.keys.acquire(barriers.full_v, barriers.empty_v, before.stage, before.phase)
+                        self.loads.load(values, end - i, before.stage, barriers.full_v, pages)
+                    before = at
+                    at = self.keys.next(at)
                 if end > first:
-                    acquire(full_v, empty_v, behind, behind_phase)
-                    load(value[0], source_v, target_v, first, behind, full_v, pages)
-                turn = turn ^ 1
-            publish(queue, following, drawn)
-            drawn = drawn ^ 1
+                    # The first block's V, one block behind its K.
+                    self.keys.acquire(barriers.full_v, barriers.empty_v, before.stage, before.phase)
+                    self.loads.load(values, first, before.stage, barriers.full_v, pages)
+                q_phase = q_phase ^ 1
+            # Waits until all consumer threads have read the tile's number before.
+            self.queue.publish(barriers.queue, following, queue_phase)
+            queue_phase = queue_phase ^ 1
             index = following
 
     @cute.jit
-    def load_queries(
-        self, query: tuple, begin: Int32, row: Int32, seq_q: Int32, head: Int32, batch: Int32, full: cute.Pointer,
-        empty: cute.Pointer, turn: Int32,
-    ):  # fmt: skip
-        """Each group's queries of the tile at ``row`` of a sequence that begins at ``begin``."""
-        acquire, rows_of, row_of = self.queries.acquire, self.loads.rows_of, self.row_of
-        if const_expr(not self.folded):
-            source, target = rows_of(query, ROWS, begin + row, head, batch, False)
+    def load_queries(self, query: TmaOperand, tile: Tile, barriers: Barriers, phase: Int32):
+        """Each group's queries of ``tile``, once the group has released those of its tile before."""
+        if const_expr(not self.paired_tiles):
+            blocks = self.loads.rows_of(query, ROWS, tile.begin_q + tile.row, tile.head, tile.batch, False)
         else:
-            source, target = rows_of(query, ROWS, begin, head, batch, False)
+            blocks = self.loads.rows_of(query, ROWS, tile.begin_q, tile.head, tile.batch, False)
         for group in cutlass.range_constexpr(self.groups):
-            at = group
-            if const_expr(self.folded):
-                at = row_of(row, Int32(group), seq_q) // ROWS
-            acquire(full, empty, Int32(group), turn)
-            cute.copy(query[0], source[None, at], target[None, group], tma_bar_ptr=full + group)
+            block = group
+            if const_expr(self.paired_tiles):
+                block = self.row_of(tile.row, Int32(group), tile.band.seq_q) // ROWS
+            # Waits on empty_q until this group no longer needs the bytes, for queries or for results.
+            self.queries.acquire(barriers.full_q, barriers.empty_q, Int32(group), phase)
+            full = barriers.full_q + group
+            cute.copy(blocks.tma, blocks.source[None, block], blocks.target[None, group], tma_bar_ptr=full)
 
-    # ---- products
+    # ---- consumers
 
     @cute.jit
     def consume(
-        self, member: Int32, group: Int32, place: tuple, extra: tuple, factors: tuple, mmas: tuple, shared: tuple,
-        storage: cute.Pointer, barriers: tuple, queue: cute.Pointer,
-    ):  # fmt: skip
-        """A multiplying group's rows of this CTA's tiles."""
-        mO, _, _, _, _, _, (tiles, layers, _) = place
-        mLse, mMask, mSinks = extra
-        scores_mma, sums_mma, _ = mmas
-        sQ, sK, sV = shared
-        full_q, empty_q, *_ = barriers
-        dtype = mO.element_type
+        self,
+        held: Consumer,
+        launch: Launch,
+        mLse: cute.Tensor | None,
+        mMask: cute.Tensor | None,
+        mSinks: cute.Tensor | None,
+    ):
+        """A consumer warp group's 64 rows of each of this CTA's tiles."""
+        own, barriers = held.own, held.barriers
         index = self.first_tile()
-        located, begin, attend, finish = self.located, self.begin, self.attend, self.finish
-        deliver, release = self.results.deliver, self.queries.release
-        start, start_with = self.softmax.start, self.softmax.start_with
-        start_turns, receive = self.turn.start, self.queue.receive
-        row_of, pass_over, own_blocks = self.row_of, self.pass_over, self.group_mask.blocks
-        scores, sums = scores_mma.get_slice(0), sums_mma.get_slice(0)
-        rQ = scores_mma.make_fragment_A(scores.partition_A(sQ))[None, None, None, group]  # descriptors (MMA, M, D)
-        rK = scores_mma.make_fragment_B(scores.partition_B(sK))  # (MMA, N, D, STAGE)
-        rV = sums_mma.make_fragment_B(sums.partition_B(sV))  # (MMA, D, KV, STAGE)
-        acc_s = cute.make_rmem_tensor(scores_mma.partition_shape_C((ROWS, self.tile_kv)), Float32)
-        acc_o = cute.make_rmem_tensor(sums_mma.partition_shape_C((ROWS, self.padded)), Float32)
-        rP = cute.make_rmem_tensor(sums_mma.partition_shape_A((ROWS, self.tile_kv)), dtype)
-        reference, total, shrink = [cute.make_rmem_tensor(2, Float32) for _ in range(3)]  # of this thread's two rows
-        fragments = (rQ, rK, rV, acc_s, acc_o, rP)
-        state = (reference, total, shrink)
-        start_turns(group)
-        stage, phase, turn, drawn = Int32(0), Int32(0), Int32(0), Int32(0)
-        while index < tiles * layers:
-            (layer, batch, head, _, row, alive), (begin_q, _), edges, (first, open_, closed, end) = located(
-                index, place
-            )
-            row = row_of(row, group, edges[0])
-            loaded = end
-            if const_expr(self.folded):
-                first, open_, closed, end = own_blocks(row, *edges)
-            if alive > 0:
-                gMask = mMask[batch, head, None, None] if const_expr(self.mask.given) else None
-                seen = (*edges, gMask)
-                acc_o.fill(0.0)
-                start(reference, total)
-                if const_expr(mSinks is not None):
-                    for r in cutlass.range_constexpr(2):
-                        logit = mSinks[head].to(Float32)
-                        if const_expr(self.split > 1):  # noqa: SIM102  known when compiled
-                            if cute.arch.block_idx_in_cluster() > 0:  # the first CTA counts it
-                                logit = -Float32.inf
-                        start_with(r, logit, reference, total)
-                cute.arch.mbarrier_wait(full_q + group, turn)
-                if const_expr(self.folded):
-                    stage, phase = pass_over(member, loaded - end, stage, phase, barriers)
+        self.products_order.start(own.group)
+        at, q_phase, queue_phase = Position(Int32(0), Int32(0)), Int32(0), Int32(0)
+        while index < launch.tiles * launch.layers:
+            tile = self.locate(index, launch)
+            row = self.row_of(tile.row, own.group, tile.band.seq_q)
+            blocks = tile.blocks
+            if const_expr(self.paired_tiles):
+                blocks = self.group_mask.blocks(row, tile.band)
+            if tile.valid > 0:
+                band = tile.band
+                if const_expr(self.mask.given):
+                    gMask = mMask[tile.batch, tile.head, None, None]
+                    band = Band(band.seq_q, band.seq_kv, band.left, band.right, gMask)
+                seen = GroupTile(row, band)
+                self.start_rows(held, mSinks, tile.head)
+                # Waits for this group's queries.
+                cute.arch.mbarrier_wait(barriers.full_q + own.group, q_phase)
+                if const_expr(self.paired_tiles):
+                    # Blocks that only the other group's rows see.
+                    at = self.skip_blocks(held, tile.blocks.end - blocks.end, at)
+                first, end = blocks.first, blocks.end
                 if end > first:
-                    begin(member, group, end - 1, row, stage, phase, fragments, state, factors, seen, mmas, barriers)
-                    for i in cutlass.range(1, end - closed, unroll=1):
-                        stage, phase = attend(
-                            member, group, end - 1 - i, row, stage, phase, True, fragments, state, factors, seen, mmas,
-                            storage, barriers,
-                        )  # fmt: skip
+                    # Last block, masked: scores and softmax; its P V runs beside the next block's softmax.
+                    self.attend_last(held, seen, end - 1, at)
+                    # Masked blocks: the right edge (causal, window, the last key) cuts them; with a given mask, all.
+                    for i in cutlass.range(1, end - blocks.whole_end, unroll=1):
+                        at = self.attend(held, seen, end - 1 - i, at, True)
                     if const_expr(not self.mask.given):
-                        after = cutlass.min(closed, end - 1)
-                        for i in cutlass.range(after - open_, unroll=1):
-                            stage, phase = attend(
-                                member, group, after - 1 - i, row, stage, phase, False, fragments, state, factors, seen,
-                                mmas, storage, barriers,
-                            )  # fmt: skip
+                        # Unmasked blocks: every row sees all their keys.
+                        after = cutlass.min(blocks.whole_end, end - 1)
+                        for i in cutlass.range(after - blocks.whole_first, unroll=1):
+                            at = self.attend(held, seen, after - 1 - i, at, False)
                         if const_expr(self.mask.limited_left):
-                            after = cutlass.min(open_, end - 1)
+                            # Masked blocks: the window's left edge cuts them.
+                            after = cutlass.min(blocks.whole_first, end - 1)
                             for i in cutlass.range(after - first, unroll=1):
-                                stage, phase = attend(
-                                    member, group, after - 1 - i, row, stage, phase, True, fragments, state, factors,
-                                    seen, mmas, storage, barriers,
-                                )  # fmt: skip
-                    if const_expr(self.apart):
-                        release(member, empty_q, group, Boolean(True))
-                    stage, phase = finish(
-                        member, group, first, row, stage, phase, fragments, edges, mmas, storage, barriers
-                    )
+                                at = self.attend(held, seen, after - 1 - i, at, True)
+                    if const_expr(self.separate_output_smem):
+                        # The last Q K^T is done: the producer, waiting on empty_q, may load the next tile's Q.
+                        self.queries.release(own.thread, barriers.empty_q, own.group, Boolean(True))
+                    # First block: its P V.
+                    at = self.accumulate_first(held, seen, first, at)
                 else:
-                    if const_expr(self.apart):
-                        release(member, empty_q, group, Boolean(True))
-                deliver(
-                    member, group, (layer, batch, head, row, begin_q, edges[0]), mO, mLse, acc_o, state, mmas,
-                    storage, empty_q,
-                )  # fmt: skip
-                turn = turn ^ 1
-            index = receive(queue, index, drawn)
-            drawn = drawn ^ 1
+                    # No row of the tile sees a key: accumulators and totals stay 0.
+                    if const_expr(self.separate_output_smem):
+                        self.queries.release(own.thread, barriers.empty_q, own.group, Boolean(True))
+                result = ResultTile(tile.layer, tile.batch, tile.head, row, tile.begin_q, band.seq_q)
+                self.results.store(own, result, launch.mO, mLse, held.acc_o, held.states, barriers.empty_q)
+                q_phase = q_phase ^ 1
+            # Waits for the number of the next tile, where tiles are drawn from a counter.
+            index = self.queue.receive(barriers.queue, index, queue_phase)
+            queue_phase = queue_phase ^ 1
 
     @cute.jit
-    def pass_over(self, member: Int32, count: Int32, stage: Int32, phase: Int32, barriers: tuple):
-        """Passes over ``count`` blocks that other rows see. Returns the next position."""
-        _, _, full_k, empty_k, full_v, empty_v = barriers
-        advance, release = self.keys.advance, self.keys.release
+    def start_rows(self, held: Consumer, mSinks: cute.Tensor | None, head: Int32):
+        """Empty accumulators; with sinks, each row starts at its head's logit."""
+        held.acc_o.fill(0.0)
+        self.softmax.start(held.states)
+        if const_expr(mSinks is not None):
+            for r in cutlass.range_constexpr(2):
+                logit = mSinks[head].to(Float32)
+                if const_expr(self.split > 1):  # noqa: SIM102  known when compiled
+                    if cute.arch.block_idx_in_cluster() > 0:  # the cluster counts it once, in its first CTA
+                        logit = -Float32.inf
+                self.softmax.start_with(r, logit, held.states)
+
+    @cute.jit
+    def skip_blocks(self, held: Consumer, count: Int32, at: Position) -> Position:
+        """Passes over ``count`` blocks that no row of this group sees. Returns the next position."""
+        barriers = held.barriers
         for _ in cutlass.range(count, unroll=1):
-            cute.arch.mbarrier_wait(full_k + stage, phase)
-            release(member, empty_k, stage, Boolean(True))
-            cute.arch.mbarrier_wait(full_v + stage, phase)
-            release(member, empty_v, stage, Boolean(True))
-            stage, phase = advance(stage, phase)
-        return stage, phase
+            # A stage is released only once it is full: the producer counts one arrival of each group for each load.
+            cute.arch.mbarrier_wait(barriers.full_k + at.stage, at.phase)
+            self.keys.release(held.own.thread, barriers.empty_k, at.stage, Boolean(True))
+            cute.arch.mbarrier_wait(barriers.full_v + at.stage, at.phase)
+            self.keys.release(held.own.thread, barriers.empty_v, at.stage, Boolean(True))
+            at = self.keys.next(at)
+        return at
 
     @cute.jit
-    def begin(
-        self, member: Int32, group: Int32, block: Int32, row: Int32, stage: Int32, phase: Int32, fragments: tuple,
-        state: tuple, factors: tuple, seen: tuple, mmas: tuple, barriers: tuple,
-    ):  # fmt: skip
-        """The last block of keys: scores and softmax alone."""
-        rQ, rK, _, acc_s, _, rP = fragments
-        _, _, full_k, empty_k, _, _ = barriers
-        multiply, weigh, release = self.products.multiply, self.weigh, self.keys.release
-        cute.arch.mbarrier_wait(full_k + stage, phase)
-        multiply(mmas[0], acc_s, rQ, rK[None, None, None, stage], True)
+    def attend_last(self, held: Consumer, seen: GroupTile, block: Int32, at: Position):
+        """The last ``block`` of keys, the first to be walked: scores and softmax alone."""
+        barriers = held.barriers
+        # Waits for the block's K; S = Q K^T, then K's stage is free.
+        cute.arch.mbarrier_wait(barriers.full_k + at.stage, at.phase)
+        self.products.multiply(held.qk_mma, held.acc_s, held.rQ, held.rK[None, None, None, at.stage], True)
         warpgroup.wait_group(0)
-        release(member, empty_k, stage, Boolean(True))
-        weigh(member, block, row, True, acc_s, state, factors, seen, mmas[2])
-        round_to(acc_s, rP)
+        self.keys.release(held.own.thread, barriers.empty_k, at.stage, Boolean(True))
+        # O is 0 still, so that nothing is rescaled.
+        self.probabilities(held, seen, block, True)
+        round_to(held.acc_s, held.rP)
 
     @cute.jit
     def attend(
-        self, member: Int32, group: Int32, block: Int32, row: Int32, stage: Int32, phase: Int32,
-        masked: cutlass.Constexpr, fragments: tuple, state: tuple, factors: tuple, seen: tuple, mmas: tuple,
-        storage: cute.Pointer, barriers: tuple,
-    ) -> tuple[Int32, Int32]:  # fmt: skip
-        """One more ``block``: its scores and softmax, and the products of the block behind it, which is at
-        ``(stage, phase)``, with V. Returns the block's own position.
-        """
-        rQ, rK, rV, acc_s, acc_o, rP = fragments
-        _, _, full_k, empty_k, full_v, empty_v = barriers
-        multiply, weigh, clear = self.products.multiply, self.weigh, self.clear_ends
-        advance, release = self.keys.advance, self.keys.release
-        take, give, rescale = self.turn.take, self.turn.give, self.softmax.rescale
-        behind, behind_phase = stage, phase
-        stage, phase = advance(stage, phase)
-        cute.arch.mbarrier_wait(full_k + stage, phase)
-        take(group)
-        multiply(mmas[0], acc_s, rQ, rK[None, None, None, stage], True)
-        cute.arch.mbarrier_wait(full_v + behind, behind_phase)
-        clear(member, group, block + 1, row, behind, seen, storage)
-        multiply(mmas[1], acc_o, rP, rV[None, None, None, behind], False)
-        give(group)
+        self, held: Consumer, seen: GroupTile, block: Int32, before: Position, masked: cutlass.Constexpr
+    ) -> Position:
+        """One more ``block``: its scores and softmax, and P V of the block at ``before``. Returns its own position."""
+        barriers, thread = held.barriers, held.own.thread
+        at = self.keys.next(before)
+        # Waits for this block's K, then (ping-pong) for the group before to start its products; S = Q K^T starts.
+        cute.arch.mbarrier_wait(barriers.full_k + at.stage, at.phase)
+        self.products_order.wait(held.own.group)
+        self.products.multiply(held.qk_mma, held.acc_s, held.rQ, held.rK[None, None, None, at.stage], True)
+        # Waits for V of the block before; O += P V starts behind S.
+        cute.arch.mbarrier_wait(barriers.full_v + before.stage, before.phase)
+        self.clear_outside(held, seen, block + 1, before.stage)
+        self.products.multiply(held.pv_mma, held.acc_o, held.rP, held.rV[None, None, None, before.stage], False)
+        # Both products are on their way: the next group may start its own.
+        self.products_order.signal(held.own.group)
+        # Waits for S alone: K's stage is free, and the softmax runs while P V multiplies.
         warpgroup.wait_group(1)
-        release(member, empty_k, stage, Boolean(True))
-        moved = weigh(member, block, row, masked, acc_s, state, factors, seen, mmas[2])
+        self.keys.release(thread, barriers.empty_k, at.stage, Boolean(True))
+        moved = self.probabilities(held, seen, block, masked)
+        # Waits for P V: V's stage is free, and only now O may be rescaled and P, which the product reads, replaced.
         warpgroup.wait_group(0)
-        release(member, empty_v, behind, Boolean(True))
+        self.keys.release(thread, barriers.empty_v, before.stage, Boolean(True))
         if moved:
-            rescale(as_warps(acc_o), state[2])
-        round_to(acc_s, rP)
-        return stage, phase
+            self.softmax.rescale(as_warps(held.acc_o), held.states.shrink)
+        round_to(held.acc_s, held.rP)
+        return at
 
     @cute.jit
-    def finish(
-        self, member: Int32, group: Int32, block: Int32, row: Int32, stage: Int32, phase: Int32, fragments: tuple,
-        edges: tuple, mmas: tuple, storage: cute.Pointer, barriers: tuple,
-    ) -> tuple[Int32, Int32]:  # fmt: skip
-        """The product of the first block's probabilities with V. Returns the next tile's first position."""
-        _, _, rV, _, acc_o, rP = fragments
-        _, _, _, _, full_v, empty_v = barriers
-        multiply, clear = self.products.multiply, self.clear_ends
-        advance, release = self.keys.advance, self.keys.release
-        cute.arch.mbarrier_wait(full_v + stage, phase)
-        clear(member, group, block, row, stage, edges, storage)
-        multiply(mmas[1], acc_o, rP, rV[None, None, None, stage], False)
+    def accumulate_first(self, held: Consumer, seen: GroupTile, block: Int32, at: Position) -> Position:
+        """P V of the first ``block``, the last to be walked. Returns the next tile's first position."""
+        barriers = held.barriers
+        # Waits for the block's V; O += P V, then V's stage is free.
+        cute.arch.mbarrier_wait(barriers.full_v + at.stage, at.phase)
+        self.clear_outside(held, seen, block, at.stage)
+        self.products.multiply(held.pv_mma, held.acc_o, held.rP, held.rV[None, None, None, at.stage], False)
         warpgroup.wait_group(0)
-        release(member, empty_v, stage, Boolean(True))
-        return advance(stage, phase)
+        self.keys.release(held.own.thread, barriers.empty_v, at.stage, Boolean(True))
+        return self.keys.next(at)
 
     @cute.jit
-    def weigh(
-        self, member: Int32, block: Int32, row: Int32, masked: cutlass.Constexpr, acc_s: cute.Tensor, state: tuple,
-        factors: tuple, seen: tuple, warp_mma: cute.TiledMma,
-    ) -> Boolean:  # fmt: skip
-        """Scores to unnormalised probabilities. Returns whether the sums must be rescaled by ``state``'s shrink."""
-        scale, cap_inner, cap_outer = factors
-        reference, total, shrink = state
-        softmax, mask = self.softmax, self.group_mask
-        cap, hide, weigh = softmax.cap, mask.apply, softmax.weigh
-        if const_expr(softmax.capped):
-            cap(acc_s, cap_inner, cap_outer)
+    def probabilities(self, held: Consumer, seen: GroupTile, block: Int32, masked: cutlass.Constexpr) -> Boolean:
+        """Scores to unnormalised probabilities. Returns whether O must be rescaled by ``held.states.shrink``."""
+        if const_expr(self.softmax.capped):
+            self.softmax.cap(held.acc_s, held.cap_inner, held.cap_outer)
         if const_expr(masked):
-            hide(member, as_warps(acc_s), row, block * self.tile_kv, seen, warp_mma)
-        return weigh(as_warps(acc_s), reference, total, shrink, scale)
+            acc_s, column = as_warps(held.acc_s), block * self.tile_kv
+            self.group_mask.apply(held.own.thread, acc_s, seen.row, column, seen.band, held.own.warp_mma)
+        return self.softmax.probabilities(as_warps(held.acc_s), held.states, held.scale)
 
     @cute.jit
-    def clear_ends(
-        self, member: Int32, group: Int32, block: Int32, row: Int32, stage: Int32, edges: tuple, storage: cute.Pointer
-    ):
+    def clear_outside(self, held: Consumer, seen: GroupTile, block: Int32, stage: Int32):
         """Zeros the rows of V behind a packed sequence's end or a cache's length, which might be NaN; and those of a
         cache before the window of the CTA's first row, whose pages may be gone.
 
-        Behind the tensor's end the TMA has written zeros. Each group clears them for itself.
+        Their probabilities are 0, and 0 * NaN is NaN. Behind the tensor's end TMA has written zeros.
         """
+        own = held.own
         if const_expr(self.sequences.packed or self.sequences.cached):
-            _, seq_kv, left, *_ = edges
-            rows = seq_kv - block * self.tile_kv
+            rows = seen.band.seq_kv - block * self.tile_kv
             outside, first = rows < self.tile_kv, None
             if const_expr(self.sequences.cached and self.mask.limited_left):
-                first = row - group * ROWS - left - block * self.tile_kv
+                first = seen.row - own.group * ROWS - seen.band.left - block * self.tile_kv
                 outside = outside or first > 0
             if outside:
-                clear, into = self.rows_kv.clear_rows, self.rows_kv.address
-                clear(member, into(member, storage + (self.smem.v_at + stage * self.smem.stage_bytes)), rows, first)
+                at_v = own.storage + (self.smem.v_at + stage * self.smem.stage_bytes)
+                self.rows_kv.clear_rows(own.thread, self.rows_kv.address(own.thread, at_v), rows, first)
+                # wgmma reads shared memory by the async proxy: these writes become visible to it,
                 cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + group, number_of_threads=THREADS)
+                # and the group waits until all its threads have written. Each group clears the rows for itself.
+                cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + own.group, number_of_threads=THREADS)

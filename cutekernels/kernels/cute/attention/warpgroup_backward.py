@@ -1,24 +1,64 @@
-"""Gradients of attention, warpgroup schedule, by TMA and warpgroup MMA: no atomics, one order of sums.
+"""Gradients of attention, warpgroup schedule, by TMA and warpgroup MMA (sm_90): no atomics, one order of summation.
 
-The mathematics are those of ``backward.py``: with ``P = exp(S - lse)``, ``dP = dO V^T`` and ``dS = P * (dP - delta)``,
-``dV = P^T dO``, ``dK = scale * dS^T Q`` and ``dQ = scale * dS K``.
+With ``P = exp(S - lse)``, ``dP = dO V^T`` and ``dS = P * (dP - delta)``, where ``delta`` is a query's sum of dO * O::
 
-Schedule:
-    A CTA owns 64 rows of one head for each of ``groups`` warp groups, and walks tiles of the other side's rows: keys
-    walk the queries of all heads of their group, queries walk keys. S and dP of ``owned x walked`` come from shared
-    memory; P and dS stay in registers as the A operands of the sums. A walked tile is read twice, with its columns
-    contiguous along k for S and dP and along n for the sums.
-    A group starts S and dP, computes P while dP runs, starts the sum of P, computes dS while it runs, and starts the
-    sum of dS. One group computes exponentials while another multiplies.
-    One warp loads by TMA, the owned rows once and walked tiles ``stages`` ahead. A second one fetches the statistics of
-    walked queries. Registers go from the loading warp group to the others.
+    dV = P^T dO        dK = scale * dS^T Q        dQ = scale * dS K
+
+A CTA owns 64 rows of one head for each of ``groups`` consumer warp groups, and walks tiles of the other side's rows:
+keys walk the queries of all heads of their group, queries walk keys. With owned operands X and walked ones Y::
+
+    of           X1   X2   Y1   Y2   S = X1 Y1^T   dP = X2 Y2^T   first result: dS Y1   second result: P Y2
+    q            Q    dO   K    V    Q K^T         dO V^T         dQ                    -
+    k, v, kv     K    V    Q    dO   K Q^T         V dO^T         dK                    dV
+
+so P and dS are accumulators of the owned rows, and become A operands from registers. A walked tile is read twice, with
+its columns contiguous along k for S and dP and along n for the results.
+
+Roles:
+    Consumer warp groups 0 .. groups - 1 (128 threads each): group g owns rows ``64 g .. 64 g + 63`` of the tile. The
+        second group does what the first does, for the next 64 rows, with the same walked tiles.
+    Producer warp group (the last 128 threads), which gives registers to the consumers (setmaxnreg): its first warp
+        issues all TMA loads and passes tiles on. Where queries are walked, its second warp loads their statistics, lse
+        and delta, into shared memory. The others idle.
+
+Pipelines (mbarriers in shared memory; producer warps wait on ``empty``, consumers wait on ``full``):
+    ==============  ==========  ================================================  =====================================
+    barriers        stages      full: arrivals                                    empty: arrivals
+    ==============  ==========  ================================================  =====================================
+    ``*_x``         1           1 and the bytes of all owned rows                 ``groups``: results have left, which
+                                                                                  use the owned rows' bytes
+    ``full_1``      ``stages``  1 and the bytes of Y1; where queries are walked,  (``empty``)
+                                1 more of the warp that writes their statistics
+    ``full_2``      ``stages``  1 and the bytes of Y2                             (``empty``)
+    ``empty``       ``stages``  (``full_1``, ``full_2``)                          ``groups``: Y1, Y2 and statistics
+                                                                                  have been read
+    queue           1           1: a tile's number                                every consumer thread, and 32 of the
+                                                                                  statistics' warp: it has been read
+    ==============  ==========  ================================================  =====================================
+    Named barriers: one for each group's 128 threads.
+
+One tile, producer:
+    Y1 and Y2 of the first walked tile; the owned rows, once all groups have delivered the tile before; further walked
+    tiles, head by head.
+One step, consumer group:
+    Wait for Y1 (and statistics): start S. Wait for Y2: start dP. Wait for S: P by exponentials, while dP runs. Start
+    ``P Y2``; wait for dP: dS, while ``P Y2`` runs. Start ``dS Y1``, wait for it, release the stage. One group computes
+    exponentials while another multiplies.
+    Regions of each head, in this order: tiles that the band's left edge cuts, masked; tiles seen whole, unmasked; tiles
+    that its right edge or the last key cuts, masked. With a given mask all tiles are masked.
+
+The next tile's owned rows are loaded behind its first walked tile, once ``empty_x`` has every group's arrival: after
+its results have been read from shared memory. A query that sees no key has inf as log-sum-exp (``BLIND``), so its
+probabilities are 0, and with them its gradients; keys that no query sees get 0.
+
+Refuses (``ops/attention/backward_config.py``): GPUs without wgmma, tiles whose accumulators do not fit the registers.
 
 Source:
     FlashAttention-3 (Shah 2024) keeps P and dS of transposed scores in registers; it computes dQ in the same kernel and
-    adds it up by atomics. Here dQ has a kernel of its own: 7 products instead of 5, and one order of sums.
+    adds it up by atomics. Here dQ has a kernel of its own: 7 products instead of 5, and one order of summation.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -30,15 +70,23 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.parts.attention_smem import WarpgroupBackwardSmem
-from cutekernels.kernels.cute.parts.groups import ROWS, THREADS, GroupProducts, round_to, store_rows
-from cutekernels.kernels.cute.parts.head_loads import HeadLoads
+from cutekernels.kernels.cute.parts.groups import (
+    ROWS,
+    THREADS,
+    ConsumerThread,
+    GroupProducts,
+    as_warps,
+    round_to,
+    store_rows,
+)
+from cutekernels.kernels.cute.parts.head_loads import HeadLoads, TmaBlocks, TmaOperand
 from cutekernels.kernels.cute.parts.heads import HeadRows
-from cutekernels.kernels.cute.parts.mask import BandMask
+from cutekernels.kernels.cute.parts.mask import Band, BandMask, Blocks
 from cutekernels.kernels.cute.parts.mma import WarpMma
-from cutekernels.kernels.cute.parts.pipeline import StagePipeline
+from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.schedule import TileQueue
-from cutekernels.kernels.cute.parts.score_gradients import BLIND, ScoreGradients
-from cutekernels.kernels.cute.parts.sequences import HeadOrder, Sequences
+from cutekernels.kernels.cute.parts.score_gradients import BLIND, QueryStatistics, ScoreFactors, ScoreGradients
+from cutekernels.kernels.cute.parts.sequences import Ends, HeadOrder, Sequences
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
 from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax
 
@@ -46,11 +94,93 @@ FIRST_GROUP_BARRIER = 1  # named barriers; 0 is the CTA's
 
 
 @dataclass(frozen=True)
-class WarpgroupAttentionBackward:
-    """The body. ``of``: the gradients, ``"q"``, ``"k"``, ``"v"`` or ``"kv"``; the owned rows follow from it.
+class Launch:
+    """What all roles read of the launch's arguments."""
 
-    The rows of ``mask`` are a CTA's owned ones, its columns the walked ones. ``resident``: most CTAs of a persistent
-    grid, which draw their tiles from a counter; 0 for one CTA a tile.
+    mQ: cute.Tensor
+    mK: cute.Tensor
+    mStats: cute.Tensor
+    mCuQ: cute.Tensor | None
+    mCuKv: cute.Tensor | None
+    left: Int32
+    right: Int32
+    tiles: Int32  # of a head
+    layers: Int32  # heads, counted over the batch too
+    band: Int32  # heads of a band of the tiles' order
+    mCounter: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class Barriers:
+    """mbarriers in shared memory, one for each stage, and the queue of tiles."""
+
+    full_x: cute.Pointer
+    empty_x: cute.Pointer
+    full_1: cute.Pointer
+    full_2: cute.Pointer
+    empty: cute.Pointer
+    queue: cute.Pointer
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A CTA's tile of owned rows, and the walked rows that it meets."""
+
+    batch: Int32
+    head: Int32
+    row: Int32  # the first one, in its sequence
+    valid: Int32  # rows that exist
+    head_q: Int32  # the first query head that it meets
+    head_y: Int32  # the first walked head
+    heads: Int32  # to walk; 0 where no walked row is seen
+    begin_x: Int32  # of the sequences, in packed tensors
+    begin_y: Int32
+    band: Band  # rows are owned, columns walked
+    blocks: Blocks  # of walked rows, of each head
+    statistics: QueryStatistics  # from the first query of ``head_q`` on
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """What a consumer thread holds from its first tile to its last; None what its results do not need."""
+
+    own: ConsumerThread
+    xy_mma: cute.TiledMma
+    py_mma: cute.TiledMma
+    rX1: cute.Tensor  # descriptors (MMA, M, D) of the group's rows
+    rX2: cute.Tensor
+    rY1: cute.Tensor  # descriptors (MMA, N, D, STAGE)
+    rY2: cute.Tensor
+    rY1t: cute.Tensor  # descriptors (MMA, D, WALKED, STAGE)
+    rY2t: cute.Tensor
+    acc_s: cute.Tensor  # (MMA, M, N)
+    acc_dp: cute.Tensor | None
+    acc_1: cute.Tensor | None  # dQ or dK (MMA, M, D)
+    acc_2: cute.Tensor | None  # dV
+    rP: cute.Tensor | None  # (MMA, M, WALKED), 16 bits
+    rDs: cute.Tensor | None
+    rLse: cute.Tensor  # of this thread's two rows, where these are queries
+    rDelta: cute.Tensor
+    factors: ScoreFactors
+    factor: Float32  # of dQ and dK
+    barriers: Barriers
+
+
+@dataclass(frozen=True)
+class GroupTile:
+    """What one group's 64 rows of a tile see of one walked head."""
+
+    row: Int32  # the group's first one
+    band: Band
+
+
+@dataclass(frozen=True)
+class WarpgroupAttentionBackward:
+    """The body; its header is the module's.
+
+    ``of``: the gradients, ``"q"``, ``"k"``, ``"v"`` or ``"kv"``; the owned rows follow from it. The rows of ``mask``
+    are a CTA's owned ones, its columns the walked ones. ``resident``: most CTAs of a persistent grid, which draw their
+    tiles from a counter; 0 for one CTA a tile.
     """
 
     of: str
@@ -84,12 +214,12 @@ class WarpgroupAttentionBackward:
 
     @property
     def wants_ds(self) -> bool:
-        """Whether dS is needed: for dQ or dK, the first sum."""
+        """Whether dS is needed: for dQ or dK, the first result."""
         return self.of != "v"
 
     @property
     def wants_p(self) -> bool:
-        """Whether P is needed: for dV, the second sum."""
+        """Whether P is needed: for dV, the second result."""
         return self.of in ("v", "kv")
 
     @property
@@ -137,9 +267,7 @@ class WarpgroupAttentionBackward:
     @property
     def scores(self) -> ScoreGradients:
         """The elementwise work on one group's rows."""
-        mask = self.mask
-        rows = BandMask(ROWS, self.tile_walked, mask.limited_left, mask.limited_right, mask.given)
-        return ScoreGradients(rows, self.softmax, self.by_keys, self.wants_ds)
+        return ScoreGradients(replace(self.mask, tile_q=ROWS), self.softmax, self.by_keys, self.wants_ds)
 
     def layouts(self, dtype: type[cutlass.Numeric]) -> tuple[cute.ComposedLayout, ...]:
         """Owned rows ``(64, D, groups)``, walked ones ``(tile, D, STAGE)`` and the same as ``(D, tile, STAGE)``."""
@@ -181,409 +309,489 @@ class WarpgroupAttentionBackward:
         if const_expr(self.by_keys):
             mX1, mX2, mY1, mY2, mCu = mK, mV, mQ, mDo, mCuKv
         tiles, layers = self.sequences.grid(mX1, mCu, self.tile_own)
-        group = mQ.shape[at + 1] // mK.shape[at + 1]
+        heads_per_kv = mQ.shape[at + 1] // mK.shape[at + 1]
         bytes_per_head = Int64(self.sequences.length(mY1, mCu)) * (4 * self.head_dim)
         if const_expr(self.by_keys):
-            bytes_per_head = bytes_per_head * group
-            group = Int32(1)  # no two heads share the rows they walk
-        band = self.order.band(layers, group, bytes_per_head)
+            bytes_per_head = bytes_per_head * heads_per_kv
+            heads_per_kv = Int32(1)  # no two heads share the rows they walk
+        band = self.order.band(layers, heads_per_kv, bytes_per_head)
         layout_x, layout_y, layout_yt = self.layouts(dtype)
-        sources = ((mX1, layout_x), (mX2, layout_x), (mY1, layout_y), (mY2, layout_y))
-        loads = [part for mX, layout in sources for part in self.loads.boxed(mX, layout, False)]
+        operands = ((mX1, layout_x), (mX2, layout_x), (mY1, layout_y), (mY2, layout_y))
+        loads = [part for mX, layout in operands for part in self.loads.make_tma(mX, layout, False)]
         count = tiles * layers
         blocks = count if const_expr(self.resident == 0) else cutlass.min(count, Int32(self.resident))
         self.kernel(
-            mFirst, mSecond, mQ, mK, mStats, mMask, mCuQ, mCuKv, mCounter, *loads,
-            (scale, cap_inner, cap_outer, factor), left, right, (tiles, layers, band),
-            self.products.scores_mma(dtype), self.products.sums_mma(dtype),
-            WarpMma(THREADS // 32, 1, Float32, True, True).tiled_mma(dtype), layout_x, layout_y, layout_yt,
+            mFirst,
+            mSecond,
+            mQ,
+            mK,
+            mStats,
+            mMask,
+            mCuQ,
+            mCuKv,
+            mCounter,
+            *loads,
+            scale,
+            cap_inner,
+            cap_outer,
+            factor,
+            left,
+            right,
+            tiles,
+            layers,
+            band,
+            self.products.xy_mma(dtype),
+            self.products.py_mma(dtype),
+            WarpMma(THREADS // 32, 1, Float32, True, True).tiled_mma(dtype),
+            layout_x,
+            layout_y,
+            layout_yt,
         ).launch(
             grid=[blocks, 1, 1],
             block=[self.threads, 1, 1],
             min_blocks_per_mp=1,
             preferred_smem_carveout=100,  # percent
             stream=stream,
-        )  # fmt: skip
+        )
 
     @cute.kernel
     def kernel(
-        self, mFirst: cute.Tensor | None, mSecond: cute.Tensor | None, mQ: cute.Tensor, mK: cute.Tensor,
-        mStats: cute.Tensor, mMask: cute.Tensor | None, mCuQ: cute.Tensor | None, mCuKv: cute.Tensor | None,
-        mCounter: cute.Tensor | None, tma_x1: cute.CopyAtom, tX1: cute.Tensor, tma_x2: cute.CopyAtom, tX2: cute.Tensor,
-        tma_y1: cute.CopyAtom, tY1: cute.Tensor, tma_y2: cute.CopyAtom, tY2: cute.Tensor,
-        factors: tuple[Float32, Float32, Float32, Float32], left: Int32, right: Int32,
-        walk: tuple[Int32, Int32, Int32], scores_mma: cute.TiledMma, sums_mma: cute.TiledMma, warp_mma: cute.TiledMma,
-        layout_x: cute.ComposedLayout, layout_y: cute.ComposedLayout, layout_yt: cute.ComposedLayout,
-    ):  # fmt: skip
+        self,
+        mFirst: cute.Tensor | None,
+        mSecond: cute.Tensor | None,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mStats: cute.Tensor,
+        mMask: cute.Tensor | None,
+        mCuQ: cute.Tensor | None,
+        mCuKv: cute.Tensor | None,
+        mCounter: cute.Tensor | None,
+        tma_x1: cute.CopyAtom,
+        tX1: cute.Tensor,  # coordinates (S, D, H[, B]), as all of these
+        tma_x2: cute.CopyAtom,
+        tX2: cute.Tensor,
+        tma_y1: cute.CopyAtom,
+        tY1: cute.Tensor,
+        tma_y2: cute.CopyAtom,
+        tY2: cute.Tensor,
+        scale: Float32,
+        cap_inner: Float32,
+        cap_outer: Float32,
+        factor: Float32,
+        left: Int32,
+        right: Int32,
+        tiles: Int32,
+        layers: Int32,
+        band: Int32,
+        xy_mma: cute.TiledMma,
+        py_mma: cute.TiledMma,
+        warp_mma: cute.TiledMma,
+        layout_x: cute.ComposedLayout,
+        layout_y: cute.ComposedLayout,
+        layout_yt: cute.ComposedLayout,
+    ):
         tid, _, _ = cute.arch.thread_idx()
-        team = cute.arch.make_warp_uniform(tid // THREADS)
+        group = cute.arch.make_warp_uniform(tid // THREADS)
         warp = cute.arch.make_warp_uniform(tid // 32)
-        loading = const_expr(self.groups)  # the warp group that loads
+        producer = const_expr(self.groups)  # the number of the producer warp group
         dtype = mQ.element_type
-        smem = self.smem
 
-        # -- setup
-        storage = SmemAllocator().allocate(smem.total_bytes, byte_alignment=ALIGNMENT)
-        at_x2 = storage + (self.owned - 1) * self.groups * smem.group_bytes
-        at_y1 = storage + smem.walked_at
-        at_y2 = at_y1 + self.stages * smem.stage_bytes
-        buffers = []
-        for at, layout in (
-            (storage, layout_x), (at_x2, layout_x), (at_y1, layout_y), (at_y2, layout_y), (at_y1, layout_yt),
-            (at_y2, layout_yt),
-        ):  # fmt: skip
-            buffers.append(cute.make_tensor(cute.recast_ptr(at, layout.inner, dtype), layout.outer))
-        sX1, sX2, sY1, sY2, sY1t, sY2t = buffers
-        full_x = cute.recast_ptr(storage + smem.barriers_at, dtype=Int64)
+        # ---- setup: shared memory, barriers
+
+        storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
+        at_x2 = storage + (self.owned - 1) * self.groups * self.smem.group_bytes
+        at_y1 = storage + self.smem.walked_at
+        at_y2 = at_y1 + self.stages * self.smem.stage_bytes
+        sX1 = self.buffer(storage, layout_x, dtype)  # (64, D, groups)
+        sX2 = self.buffer(at_x2, layout_x, dtype)
+        sY1 = self.buffer(at_y1, layout_y, dtype)  # (tile_walked, D, STAGE)
+        sY2 = self.buffer(at_y2, layout_y, dtype)
+        sY1t = self.buffer(at_y1, layout_yt, dtype)  # (D, tile_walked, STAGE)
+        sY2t = self.buffer(at_y2, layout_yt, dtype)
+        full_x = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
         empty_x = full_x + 1
         full_1 = empty_x + 1
         full_2 = full_1 + self.stages
         empty = full_2 + self.stages
         queue = empty + self.stages
-        barriers = (full_x, empty_x, full_1, full_2, empty)
-        if warp == 4 * loading:
+        if warp == 4 * producer:
             cpasync.prefetch_descriptor(tma_x1)
             cpasync.prefetch_descriptor(tma_x2)
             cpasync.prefetch_descriptor(tma_y1)
             cpasync.prefetch_descriptor(tma_y2)
             with cute.arch.elect_one():
-                init_owners, init_queue = self.owners.init, self.queue.init
-                init_owners(full_x, empty_x)
-                init_queue(queue)
+                self.owners.init(full_x, empty_x)
+                self.queue.init(queue)
                 for stage in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(full_1 + stage, 2 if self.by_keys else 1)  # the bytes, and statistics
                     cute.arch.mbarrier_init(full_2 + stage, 1)
                     cute.arch.mbarrier_init(empty + stage, self.groups)
+            # Initialized barriers become visible to TMA,
             cute.arch.mbarrier_init_fence()
+        # and to all threads, which wait for the thread that initialized them.
         cute.arch.sync_threads()
 
-        load, fetch, consume = self.load, self.fetch, self.consume
-        place = (mQ, mK, mStats, mCuQ, mCuKv, left, right, walk)
-        if team == loading:
+        # ---- roles
+
+        launch = Launch(mQ, mK, mStats, mCuQ, mCuKv, left, right, tiles, layers, band, mCounter)
+        barriers = Barriers(full_x, empty_x, full_1, full_2, empty, queue)
+        if group == producer:
             cute.arch.setmaxregister_decrease(self.registers[0])
-            if warp == 4 * loading:
-                load(
-                    place, (tma_x1, tX1, sX1), (tma_x2, tX2, sX2), (tma_y1, tY1, sY1), (tma_y2, tY2, sY2), barriers,
-                    queue, mCounter,
-                )  # fmt: skip
+            if warp == 4 * producer:
+                owned = (TmaOperand(tma_x1, tX1, sX1), TmaOperand(tma_x2, tX2, sX2))
+                walked = (TmaOperand(tma_y1, tY1, sY1), TmaOperand(tma_y2, tY2, sY2))
+                self.produce(launch, owned[: self.owned], walked, barriers)
             if const_expr(self.by_keys):  # noqa: SIM102  known when compiled
-                if warp == 4 * loading + 1:
-                    fetch(tid % 32, place, storage, barriers, queue)
+                if warp == 4 * producer + 1:
+                    self.produce_statistics(tid % 32, launch, storage, barriers)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
-            consume(
-                tid % THREADS, team, place, (mFirst, mSecond, mMask), factors, (scores_mma, sums_mma, warp_mma),
-                (sX1, sX2, sY1, sY2, sY1t, sY2t), storage, barriers, queue,
-            )  # fmt: skip
+            own = ConsumerThread(tid % THREADS, group, warp_mma, storage)
+            xy_slice, py_slice = xy_mma.get_slice(0), py_mma.get_slice(0)
+            rX1 = xy_mma.make_fragment_A(xy_slice.partition_A(sX1))[None, None, None, group]  # (MMA, M, D)
+            rX2 = xy_mma.make_fragment_A(xy_slice.partition_A(sX2))[None, None, None, group]
+            rY1 = xy_mma.make_fragment_B(xy_slice.partition_B(sY1))  # (MMA, N, D, STAGE)
+            rY2 = xy_mma.make_fragment_B(xy_slice.partition_B(sY2))
+            rY1t = py_mma.make_fragment_B(py_slice.partition_B(sY1t))  # (MMA, D, WALKED, STAGE)
+            rY2t = py_mma.make_fragment_B(py_slice.partition_B(sY2t))
+            shape_s = xy_mma.partition_shape_C((ROWS, self.tile_walked))  # (MMA, M, N)
+            shape_x = py_mma.partition_shape_C((ROWS, self.padded))  # (MMA, M, D)
+            shape_p = py_mma.partition_shape_A((ROWS, self.tile_walked))  # (MMA, M, WALKED)
+            acc_s = cute.make_rmem_tensor(shape_s, Float32)
+            acc_dp, acc_1, acc_2, rP, rDs = None, None, None, None, None
+            if const_expr(self.wants_ds):
+                acc_dp = cute.make_rmem_tensor(shape_s, Float32)
+                acc_1 = cute.make_rmem_tensor(shape_x, Float32)
+                rDs = cute.make_rmem_tensor(shape_p, dtype)
+            if const_expr(self.wants_p):
+                acc_2 = cute.make_rmem_tensor(shape_x, Float32)
+                rP = cute.make_rmem_tensor(shape_p, dtype)
+            held = Consumer(
+                own=own,
+                xy_mma=xy_mma,
+                py_mma=py_mma,
+                rX1=rX1,
+                rX2=rX2,
+                rY1=rY1,
+                rY2=rY2,
+                rY1t=rY1t,
+                rY2t=rY2t,
+                acc_s=acc_s,
+                acc_dp=acc_dp,
+                acc_1=acc_1,
+                acc_2=acc_2,
+                rP=rP,
+                rDs=rDs,
+                rLse=cute.make_rmem_tensor(2, Float32),
+                rDelta=cute.make_rmem_tensor(2, Float32),
+                factors=ScoreFactors(scale, cap_inner, cap_outer),
+                factor=factor,
+                barriers=barriers,
+            )
+            self.consume(held, launch, mFirst, mSecond, mMask)
+
+    def buffer(self, at: cute.Pointer, layout: cute.ComposedLayout, dtype: type[cutlass.Numeric]) -> cute.Tensor:
+        """The swizzled buffer at ``at``."""
+        return cute.make_tensor(cute.recast_ptr(at, layout.inner, dtype), layout.outer)
 
     @cute.jit
-    def located(self, index: Int32, place: tuple):
-        """Tile ``index``: ``(batch, head, first row, rows that exist)``, ``(first query head, first walked head)``,
-        begins of owned and walked rows, ``(owned rows, walked rows, left, right)`` of their sequences, ``(first, open,
-        closed, end)`` blocks of walked rows and heads to walk, ``(statistics, apart by head, from lse to delta)``.
-        """
-        mQ, mK, mStats, mCuQ, mCuKv, left, right, (tiles, layers, band) = place
-        order, locate, seen = self.order.place, self.sequences.locate, self.mask.blocks
+    def locate(self, index: Int32, launch: Launch) -> Tile:
+        """Where tile ``index`` of owned rows lies, and what it walks."""
         at = const_expr(self.sequences.rows_mode)
-        mX, mY, mCuX, mCuY = mQ, mK, mCuQ, mCuKv
+        mX, mY, ends = launch.mQ, launch.mK, Ends(launch.mCuQ, launch.mCuKv)
         if const_expr(self.by_keys):
-            mX, mY, mCuX, mCuY = mK, mQ, mCuKv, mCuQ
-        tile, layer = order(index, layers, tiles, band)
+            mX, mY, ends = launch.mK, launch.mQ, Ends(launch.mCuKv, launch.mCuQ)
+        number, layer = self.order.place(index, launch.layers, launch.tiles, launch.band)
         if const_expr(self.by_keys):
-            tile = tiles - 1 - tile  # under a causal mask the first keys are seen by most
-        heads_q, heads_kv = mQ.shape[at + 1], mK.shape[at + 1]
-        batch, head, tile, begin_x, begin_y, seq_x, seq_y = locate(tile, layer, self.tile_own, mX, mY, mCuX, mCuY)
-        row = tile * self.tile_own
-        alive = cutlass.min(cutlass.max(seq_x - row, Int32(0)), Int32(self.tile_own))
-        group = heads_q // heads_kv
-        head_q, head_y, turns, begin_q = head, head // group, Int32(1), begin_x
+            number = launch.tiles - 1 - number  # under a causal mask the first keys are seen by most
+        heads_q, heads_kv = launch.mQ.shape[at + 1], launch.mK.shape[at + 1]
+        place = self.sequences.locate(number, layer, self.tile_own, mX, mY, ends)
+        row = place.tile * self.tile_own
+        valid = cutlass.min(cutlass.max(place.seq_x - row, Int32(0)), Int32(self.tile_own))
+        heads_per_kv = heads_q // heads_kv
+        head_q, head_y, heads, begin_q = place.head, place.head // heads_per_kv, Int32(1), place.begin_x
         if const_expr(self.by_keys):
-            head_q, head_y, turns, begin_q = head * group, head * group, group, begin_y
-        between = Int64(mQ.shape[at])
+            head_q, head_y = place.head * heads_per_kv, place.head * heads_per_kv
+            heads, begin_q = heads_per_kv, place.begin_y
+        # Statistics are (B, HQ, SQ), or (HQ, TOTAL_Q) of packed sequences.
+        between = Int64(launch.mQ.shape[at])
         stats_at = Int64(head_q) * between + begin_q
         if const_expr(not self.sequences.packed):
-            stats_at = (Int64(batch) * heads_q + head_q) * between
-        shift = seq_y - seq_x
-        left_x, right_x, whole_y = left - shift, right + shift, seq_y
+            stats_at = (Int64(place.batch) * heads_q + head_q) * between
+        shift = place.seq_y - place.seq_x
+        left_x, right_x, whole_y = launch.left - shift, launch.right + shift, place.seq_y
         if const_expr(self.by_keys):  # a key is seen by queries right before it and left behind it
-            left_x, right_x = right - shift, left + shift
+            left_x, right_x = launch.right - shift, launch.left + shift
             # Queries that do not exist are blind: their statistics leave nothing.
-            whole_y = (seq_y + self.tile_walked - 1) // self.tile_walked * self.tile_walked
-        first, open_, closed, end = seen(row, seq_x, whole_y, left_x, right_x)
-        if alive <= 0:
-            open_, closed, end = first, first, first
+            whole_y = (place.seq_y + self.tile_walked - 1) // self.tile_walked * self.tile_walked
+        blocks = self.mask.blocks(row, Band(place.seq_x, whole_y, left_x, right_x))
+        first, whole_first, whole_end, end = blocks.first, blocks.whole_first, blocks.whole_end, blocks.end
+        if valid <= 0:
+            whole_first, whole_end, end = first, first, first
         if end <= first:
-            turns = Int32(0)
-        return (
-            (batch, head, row, alive), (head_q, head_y), (begin_x, begin_y), (seq_x, seq_y, left_x, right_x),
-            (first, open_, closed, end, turns), (mStats.iterator + stats_at, between, Int64(cute.size(mStats)) // 2),
-        )  # fmt: skip
+            heads = Int32(0)
+        return Tile(
+            batch=place.batch,
+            head=place.head,
+            row=row,
+            valid=valid,
+            head_q=head_q,
+            head_y=head_y,
+            heads=heads,
+            begin_x=place.begin_x,
+            begin_y=place.begin_y,
+            band=Band(place.seq_x, place.seq_y, left_x, right_x),
+            blocks=Blocks(first, whole_first, whole_end, end),
+            statistics=QueryStatistics(
+                launch.mStats.iterator + stats_at, between, Int64(cute.size(launch.mStats)) // 2
+            ),
+        )
 
-    # ---- loads
+    # ---- producer warps
 
     @cute.jit
-    def load(
-        self, place: tuple, own_1: tuple, own_2: tuple, walked_1: tuple, walked_2: tuple, barriers: tuple,
-        queue: cute.Pointer, mCounter: cute.Tensor | None,
-    ):  # fmt: skip
-        """The loads of this CTA's tiles: walked rows head by head, owned ones behind the first of them."""
-        full_x, empty_x, full_1, full_2, empty = barriers
+    def produce(self, launch: Launch, owned: tuple, walked: tuple, barriers: Barriers):
+        """The loads of this CTA's tiles, by one warp: walked rows head by head, owned ones behind the first of them."""
         index, _, _ = cute.arch.block_idx()
-        *_, (tiles, layers, _) = place
-        located, rows_of, load_owned = self.located, self.loads.rows_of, self.load_owned
-        acquire, advance = self.pipeline.acquire, self.pipeline.advance
-        draw, publish = self.queue.draw, self.queue.publish
-        stage, phase, refill, drawn = Int32(0), Int32(1), Int32(1), Int32(1)
-        while index < tiles * layers:
-            following = draw(index, tiles * layers, mCounter)
-            (batch, head, row, alive), (_, head_y), (begin_x, begin_y), _, (first, _, _, end, turns), _ = located(
-                index, place
-            )
-            if alive > 0:
-                at = (begin_x + row, head, batch)
-                if turns == 0:
-                    load_owned(own_1, own_2, at, full_x, empty_x, refill)
-                for turn in cutlass.range(turns, unroll=1):
-                    source_1, target_1 = rows_of(walked_1, self.tile_walked, begin_y, head_y + turn, batch, False)
-                    source_2, target_2 = rows_of(walked_2, self.tile_walked, begin_y, head_y + turn, batch, False)
+        # Phase 1: fresh stages count as released, so the first round waits for nobody.
+        at, x_phase, queue_phase = Position(Int32(0), Int32(1)), Int32(1), Int32(1)
+        while index < launch.tiles * launch.layers:
+            following = self.queue.draw(index, launch.tiles * launch.layers, launch.mCounter)
+            tile = self.locate(index, launch)
+            if tile.valid > 0:
+                first, end, row = tile.blocks.first, tile.blocks.end, tile.begin_x + tile.row
+                if tile.heads == 0:
+                    # Nothing is walked. Groups wait for their owned rows nevertheless.
+                    self.load_owned(owned, tile, row, barriers, x_phase)
+                for h in cutlass.range(tile.heads, unroll=1):
+                    head = tile.head_y + h
+                    y1 = self.loads.rows_of(walked[0], self.tile_walked, tile.begin_y, head, tile.batch, False)
+                    y2 = self.loads.rows_of(walked[1], self.tile_walked, tile.begin_y, head, tile.batch, False)
                     for i in cutlass.range(end - first, unroll=1):
-                        acquire(full_1, empty, stage, phase)
-                        cute.copy(
-                            walked_1[0], source_1[None, first + i], target_1[None, stage], tma_bar_ptr=full_1 + stage
-                        )
+                        # Waits on empty until every group has read both tiles that were in this stage; announces Y1.
+                        self.pipeline.acquire(barriers.full_1, barriers.empty, at.stage, at.phase)
+                        self.load_walked(y1, first + i, at.stage, barriers.full_1)
+                        # Y2's bytes have a barrier of their own, so that S starts before they have arrived.
                         with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(full_2 + stage, self.smem.stage_bytes)
-                        cute.copy(
-                            walked_2[0], source_2[None, first + i], target_2[None, stage], tma_bar_ptr=full_2 + stage
-                        )
-                        if turn + i == 0:
-                            load_owned(own_1, own_2, at, full_x, empty_x, refill)
-                        stage, phase = advance(stage, phase)
-                refill = refill ^ 1
-            publish(queue, following, drawn)
-            drawn = drawn ^ 1
+                            cute.arch.mbarrier_arrive_and_expect_tx(barriers.full_2 + at.stage, self.smem.stage_bytes)
+                        self.load_walked(y2, first + i, at.stage, barriers.full_2)
+                        if h + i == 0:
+                            self.load_owned(owned, tile, row, barriers, x_phase)
+                        at = self.pipeline.next(at)
+                x_phase = x_phase ^ 1
+            # Waits until all readers have read the tile's number before.
+            self.queue.publish(barriers.queue, following, queue_phase)
+            queue_phase = queue_phase ^ 1
             index = following
 
     @cute.jit
-    def load_owned(self, own_1: tuple, own_2: tuple, at: tuple, full: cute.Pointer, empty: cute.Pointer, refill: Int32):
-        """A tile's rows of the owned operands, once the groups have delivered the tile before."""
-        row, head, batch = at
-        acquire, rows_of = self.owners.acquire, self.loads.rows_of
-        acquire(full, empty, Int32(0), refill)
-        for own in (own_1, own_2)[: self.owned]:
-            source, target = rows_of(own, ROWS, row, head, batch, False)
-            for group in cutlass.range_constexpr(self.groups):
-                cute.copy(own[0], source[None, group], target[None, group], tma_bar_ptr=full)
+    def load_walked(self, rows: TmaBlocks, block: Int32, stage: Int32, full: cute.Pointer):
+        """Starts the load of a walked tile into ``stage``; its bytes arrive on ``full``."""
+        cute.copy(rows.tma, rows.source[None, block], rows.target[None, stage], tma_bar_ptr=full + stage)
 
     @cute.jit
-    def fetch(self, lane: Int32, place: tuple, storage: cute.Pointer, barriers: tuple, queue: cute.Pointer):
-        """lse and delta of the walked queries, tile by tile; those that do not exist leave no probability."""
-        _, _, full_1, _, empty = barriers
+    def load_owned(self, owned: tuple, tile: Tile, row: Int32, barriers: Barriers, phase: Int32):
+        """A tile's rows of the owned operands, from ``row`` of their tensors on."""
+        # Waits on empty_x until all groups have stored the results of the tile before, which use these bytes.
+        self.owners.acquire(barriers.full_x, barriers.empty_x, Int32(0), phase)
+        for operand in owned:
+            rows = self.loads.rows_of(operand, ROWS, row, tile.head, tile.batch, False)
+            for group in cutlass.range_constexpr(self.groups):
+                source, target = rows.source[None, group], rows.target[None, group]
+                cute.copy(rows.tma, source, target, tma_bar_ptr=barriers.full_x)
+
+    @cute.jit
+    def produce_statistics(self, lane: Int32, launch: Launch, storage: cute.Pointer, barriers: Barriers):
+        """lse and delta of the walked queries, by one warp; those that do not exist leave no probability."""
         index, _, _ = cute.arch.block_idx()
-        *_, (tiles, layers, _) = place
-        located, receive, advance = self.located, self.queue.receive, self.pipeline.advance
         columns = const_expr(self.tile_walked)
         each = const_expr((columns + 31) // 32)
         shared = cute.recast_ptr(storage + self.smem.stats_at, dtype=Float32)
-        stage, phase, drawn = Int32(0), Int32(1), Int32(0)
-        while index < tiles * layers:
-            _, _, _, (_, seq_y, _, _), (first, _, _, end, turns), (begin, between, to_delta) = located(index, place)
-            for turn in cutlass.range(turns, unroll=1):
+        at, queue_phase = Position(Int32(0), Int32(1)), Int32(0)
+        while index < launch.tiles * launch.layers:
+            tile = self.locate(index, launch)
+            first, end, seq_y = tile.blocks.first, tile.blocks.end, tile.band.seq_kv
+            for h in cutlass.range(tile.heads, unroll=1):
                 for i in cutlass.range(end - first, unroll=1):
+                    # Global memory to registers, before the stage is free.
                     row = (first + i) * columns
-                    source = begin + (Int64(turn) * between + row)
+                    source = tile.statistics.begin + (Int64(h) * tile.statistics.between + row)
                     values = cute.make_rmem_tensor((2, each), Float32)
                     for j in cutlass.range_constexpr(each):
                         own = lane + 32 * j
                         values[0, j], values[1, j] = Float32(BLIND), Float32(0.0)
                         if own < columns and row + own < seq_y:
                             values[0, j] = (source + own).load()
-                            values[1, j] = (source + (to_delta + own)).load()
-                    cute.arch.mbarrier_wait(empty + stage, phase)
-                    target = shared + stage * (2 * columns)
+                            values[1, j] = (source + (tile.statistics.to_delta + own)).load()
+                    # Waits on empty, as the warp that loads Y does: every group has read the statistics in this stage.
+                    cute.arch.mbarrier_wait(barriers.empty + at.stage, at.phase)
+                    target = shared + at.stage * (2 * columns)
                     for j in cutlass.range_constexpr(each):
                         own = lane + 32 * j
                         if own < columns:
                             target[own] = values[0, j]
                             target[columns + own] = values[1, j]
+                    # All lanes have written; one arrives on full_1, where consumers wait for Y1 and for these.
                     cute.arch.sync_warp()
                     if lane == 0:
-                        cute.arch.mbarrier_arrive(full_1 + stage)
-                    stage, phase = advance(stage, phase)
-            index = receive(queue, index, drawn)
-            drawn = drawn ^ 1
+                        cute.arch.mbarrier_arrive(barriers.full_1 + at.stage)
+                    at = self.pipeline.next(at)
+            index = self.queue.receive(barriers.queue, index, queue_phase)
+            queue_phase = queue_phase ^ 1
 
-    # ---- products
+    # ---- consumers
 
     @cute.jit
     def consume(
-        self, member: Int32, team: Int32, place: tuple, tensors: tuple, factors: tuple, mmas: tuple, shared: tuple,
-        storage: cute.Pointer, barriers: tuple, queue: cute.Pointer,
-    ):  # fmt: skip
-        """A multiplying group's rows of this CTA's tiles."""
-        *_, (tiles, layers, _) = place
-        mFirst, mSecond, mMask = tensors
-        scores_mma, sums_mma, _ = mmas
-        sX1, sX2, sY1, sY2, sY1t, sY2t = shared
-        full_x, empty_x, *_ = barriers
-        dtype = sX1.element_type
+        self,
+        held: Consumer,
+        launch: Launch,
+        mFirst: cute.Tensor | None,
+        mSecond: cute.Tensor | None,
+        mMask: cute.Tensor | None,
+    ):
+        """A consumer warp group's 64 rows of each of this CTA's tiles."""
+        own, barriers = held.own, held.barriers
         index, _, _ = cute.arch.block_idx()
-        mask, located, step, deliver = self.mask, self.located, self.step, self.deliver
-        row_stats, receive, release = self.scores.row_stats, self.queue.receive, self.owners.release
-        scores, sums = scores_mma.get_slice(0), sums_mma.get_slice(0)
-        rX1 = scores_mma.make_fragment_A(scores.partition_A(sX1))[None, None, None, team]  # descriptors (MMA, M, D)
-        rX2 = scores_mma.make_fragment_A(scores.partition_A(sX2))[None, None, None, team]
-        rY1 = scores_mma.make_fragment_B(scores.partition_B(sY1))  # (MMA, N, D, STAGE)
-        rY2 = scores_mma.make_fragment_B(scores.partition_B(sY2))
-        rY1t = sums_mma.make_fragment_B(sums.partition_B(sY1t))  # (MMA, D, WALKED, STAGE)
-        rY2t = sums_mma.make_fragment_B(sums.partition_B(sY2t))
-        shape_s = scores_mma.partition_shape_C((ROWS, self.tile_walked))
-        shape_x = sums_mma.partition_shape_C((ROWS, self.padded))
-        shape_p = sums_mma.partition_shape_A((ROWS, self.tile_walked))
-        acc_s = cute.make_rmem_tensor(shape_s, Float32)
-        acc_dp, acc_1, acc_2, rP, rDs = None, None, None, None, None
-        if const_expr(self.wants_ds):
-            acc_dp = cute.make_rmem_tensor(shape_s, Float32)
-            acc_1 = cute.make_rmem_tensor(shape_x, Float32)
-            rDs = cute.make_rmem_tensor(shape_p, dtype)
-        if const_expr(self.wants_p):
-            acc_2 = cute.make_rmem_tensor(shape_x, Float32)
-            rP = cute.make_rmem_tensor(shape_p, dtype)
-        rLse, rDelta = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-        operands = (rX1, rX2, rY1, rY2, rY1t, rY2t)
-        values = (acc_s, acc_dp, acc_1, acc_2, rP, rDs, rLse, rDelta)
-        stage, phase, filled, drawn = Int32(0), Int32(0), Int32(0), Int32(0)
-        while index < tiles * layers:
-            (batch, head, row, alive), (head_q, _), (begin_x, _), edges, blocks, stats = located(index, place)
-            first, open_, closed, end, turns = blocks
-            row = row + team * ROWS
-            if alive > 0:
+        at, x_phase, queue_phase = Position(Int32(0), Int32(0)), Int32(0), Int32(0)
+        while index < launch.tiles * launch.layers:
+            tile = self.locate(index, launch)
+            first, whole_first = tile.blocks.first, tile.blocks.whole_first
+            whole_end, end = tile.blocks.whole_end, tile.blocks.end
+            row = tile.row + own.group * ROWS
+            if tile.valid > 0:
                 if const_expr(self.wants_ds):
-                    acc_1.fill(0.0)
+                    held.acc_1.fill(0.0)
                 if const_expr(self.wants_p):
-                    acc_2.fill(0.0)
+                    held.acc_2.fill(0.0)
                 if const_expr(not self.by_keys):
-                    row_stats(member, row, edges[0], stats, rLse, rDelta, mmas[2])
-                cute.arch.mbarrier_wait(full_x, filled)
-                for turn in cutlass.range(turns, unroll=1):
+                    self.scores.row_stats(own, row, tile.band.seq_q, tile.statistics, held.rLse, held.rDelta)
+                # Waits for the owned rows.
+                cute.arch.mbarrier_wait(barriers.full_x, x_phase)
+                for h in cutlass.range(tile.heads, unroll=1):
                     gMask = None
-                    if const_expr(mask.given):
-                        gMask = mMask[batch, head_q + turn, None, None]
+                    if const_expr(self.mask.given):
+                        gMask = mMask[tile.batch, tile.head_q + h, None, None]  # (SQ, SKV)
                         if const_expr(self.by_keys):
                             gMask = cute.make_tensor(gMask.iterator, cute.select(gMask.layout, mode=[1, 0]))
-                    seen = (row, *edges, gMask)
-                    if const_expr(not mask.given):
-                        if const_expr(mask.limited_left):
-                            for i in cutlass.range(open_ - first, unroll=1):
-                                stage, phase = step(
-                                    member, team, first + i, stage, phase, True, operands, values, factors, seen, mmas,
-                                    storage, barriers,
-                                )  # fmt: skip
-                        for i in cutlass.range(closed - open_, unroll=1):
-                            stage, phase = step(
-                                member, team, open_ + i, stage, phase, False, operands, values, factors, seen, mmas,
-                                storage, barriers,
-                            )  # fmt: skip
-                    if const_expr(mask.given or mask.limited_right or not self.by_keys):
-                        for i in cutlass.range(end - closed, unroll=1):
-                            stage, phase = step(
-                                member, team, closed + i, stage, phase, True, operands, values, factors, seen, mmas,
-                                storage, barriers,
-                            )  # fmt: skip
-                at = (batch, head, row, begin_x, edges[0])
+                    band = tile.band
+                    seen = GroupTile(row, Band(band.seq_q, band.seq_kv, band.left, band.right, gMask))
+                    if const_expr(not self.mask.given):
+                        if const_expr(self.mask.limited_left):
+                            # Masked tiles: the band's left edge cuts them.
+                            for i in cutlass.range(whole_first - first, unroll=1):
+                                at = self.step(held, seen, first + i, at, True)
+                        # Unmasked tiles: every owned row meets all their rows.
+                        for i in cutlass.range(whole_end - whole_first, unroll=1):
+                            at = self.step(held, seen, whole_first + i, at, False)
+                    if const_expr(self.mask.given or self.mask.limited_right or not self.by_keys):
+                        # Masked tiles: the band's right edge or the last key cuts them; with a given mask, all.
+                        for i in cutlass.range(end - whole_end, unroll=1):
+                            at = self.step(held, seen, whole_end + i, at, True)
                 if const_expr(self.wants_ds):
-                    for i in cutlass.range_constexpr(cute.size(acc_1)):
-                        acc_1[i] = acc_1[i] * factors[3]
-                    deliver(member, team, 0, at, mFirst, acc_1, storage)
+                    for i in cutlass.range_constexpr(cute.size(held.acc_1)):
+                        held.acc_1[i] = held.acc_1[i] * held.factor
+                    self.store(own, 0, tile, row, mFirst, held.acc_1)
                 if const_expr(self.wants_p):
-                    deliver(member, team, self.owned - 1, at, mSecond, acc_2, storage)
-                cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + team, number_of_threads=THREADS)  # results are read
-                release(member, empty_x, Int32(0), Boolean(True))
-                filled = filled ^ 1
-            index = receive(queue, index, drawn)
-            drawn = drawn ^ 1
+                    self.store(own, self.owned - 1, tile, row, mSecond, held.acc_2)
+                # The group waits until its results are read from shared memory; then it releases the owned rows' bytes
+                # to the producer, which waits on empty_x for all groups.
+                cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + own.group, number_of_threads=THREADS)
+                self.owners.release(own.thread, barriers.empty_x, Int32(0), Boolean(True))
+                x_phase = x_phase ^ 1
+            # Waits for the number of the next tile, where tiles are drawn from a counter.
+            index = self.queue.receive(barriers.queue, index, queue_phase)
+            queue_phase = queue_phase ^ 1
 
     @cute.jit
-    def step(
-        self, member: Int32, team: Int32, block: Int32, stage: Int32, phase: Int32,
-        masked: cutlass.Constexpr, operands: tuple, values: tuple, factors: tuple, seen: tuple, mmas: tuple,
-        storage: cute.Pointer, barriers: tuple,
-    ) -> tuple[Int32, Int32]:  # fmt: skip
-        """One walked tile, at ``(stage, phase)``. Returns the next tile's position."""
-        rX1, rX2, rY1, rY2, rY1t, rY2t = operands
-        acc_s, acc_dp, acc_1, acc_2, rP, rDs, rLse, rDelta = values
-        _, _, full_1, full_2, empty = barriers
-        multiply, clear, advance, release = (
-            self.products.multiply, self.clear_ends, self.pipeline.advance, self.pipeline.release,
-        )  # fmt: skip
-        column_stats, weigh, slope = self.scores.column_stats, self.scores.weigh, self.scores.slope
-        statistics = cute.recast_ptr(storage + self.smem.stats_at, dtype=Float32)
-        cute.arch.mbarrier_wait(full_1 + stage, phase)
+    def step(self, held: Consumer, seen: GroupTile, block: Int32, at: Position, masked: cutlass.Constexpr) -> Position:
+        """One walked tile, ``block``, which is at ``at``. Returns the next tile's position."""
+        own, barriers, stage = held.own, held.barriers, at.stage
+        statistics = cute.recast_ptr(own.storage + self.smem.stats_at, dtype=Float32)
+        # Waits for Y1, and where queries are walked for their statistics.
+        cute.arch.mbarrier_wait(barriers.full_1 + stage, at.phase)
         if const_expr(self.sequences.packed or not self.wants_ds):
-            cute.arch.mbarrier_wait(full_2 + stage, phase)
+            # Y2 too where its rows may have to be cleared, or where no dP waits for it below.
+            cute.arch.mbarrier_wait(barriers.full_2 + stage, at.phase)
         if const_expr(self.sequences.packed):
-            clear(member, team, block, stage, seen[2], storage)
-        multiply(mmas[0], acc_s, rX1, rY1[None, None, None, stage], True)
+            self.clear_outside(own, block, stage, seen.band.seq_kv)
+        # S = X1 Y1^T starts, then dP = X2 Y2^T as soon as Y2 is there.
+        self.products.multiply(held.xy_mma, held.acc_s, held.rX1, held.rY1[None, None, None, stage], True)
         if const_expr(self.wants_ds):
-            cute.arch.mbarrier_wait(full_2 + stage, phase)
-            multiply(mmas[0], acc_dp, rX2, rY2[None, None, None, stage], True)
-        warpgroup.wait_group(const_expr(int(self.wants_ds)))  # S is there
-        cLse = rLse
+            cute.arch.mbarrier_wait(barriers.full_2 + stage, at.phase)
+            self.products.multiply(held.xy_mma, held.acc_dp, held.rX2, held.rY2[None, None, None, stage], True)
+        # Waits for S alone: P is computed while dP runs.
+        warpgroup.wait_group(const_expr(int(self.wants_ds)))
+        rLse = held.rLse
         if const_expr(self.by_keys):
-            cLse = column_stats(member, 0, stage, statistics)
-        slopes = weigh(member, block, masked, acc_s, cLse, factors, seen, mmas[2])
+            rLse = self.scores.column_stats(own.thread, 0, stage, statistics)
+        self.scores.cap(held.acc_s, held.factors)
+        if const_expr(masked):
+            acc_s, column = as_warps(held.acc_s), block * self.tile_walked
+            self.scores.mask.apply(own.thread, acc_s, seen.row, column, seen.band, own.warp_mma)
+        slopes = self.scores.probabilities(held.acc_s, rLse, held.factors)
         if const_expr(self.wants_ds and self.wants_p):
-            round_to(acc_s, rP)
-            multiply(mmas[1], acc_2, rP, rY2t[None, None, None, stage], False)
+            # acc_2 += P Y2 starts; waits for dP alone, which was started before it.
+            round_to(held.acc_s, held.rP)
+            self.products.multiply(held.py_mma, held.acc_2, held.rP, held.rY2t[None, None, None, stage], False)
             warpgroup.wait_group(1)
         else:
+            # Waits for dP; with P alone nothing runs.
             warpgroup.wait_group(0)
         if const_expr(self.wants_ds):
-            cDelta = rDelta
+            # dS while P Y2 runs; acc_1 += dS Y1 starts.
+            rDelta = held.rDelta
             if const_expr(self.by_keys):
-                cDelta = column_stats(member, 1, stage, statistics)
-            slope(acc_s, acc_dp, cDelta, slopes)
-            round_to(acc_dp, rDs)
-            multiply(mmas[1], acc_1, rDs, rY1t[None, None, None, stage], False)
+                rDelta = self.scores.column_stats(own.thread, 1, stage, statistics)
+            self.scores.gradients(held.acc_s, held.acc_dp, rDelta, slopes)
+            round_to(held.acc_dp, held.rDs)
+            self.products.multiply(held.py_mma, held.acc_1, held.rDs, held.rY1t[None, None, None, stage], False)
         else:
-            round_to(acc_s, rP)
-            multiply(mmas[1], acc_2, rP, rY2t[None, None, None, stage], False)
+            round_to(held.acc_s, held.rP)
+            self.products.multiply(held.py_mma, held.acc_2, held.rP, held.rY2t[None, None, None, stage], False)
+        # Waits for all products, which read the stage, P and dS; both producer warps wait on empty for this arrival.
         warpgroup.wait_group(0)
-        release(member, empty, stage, Boolean(True))
-        return advance(stage, phase)
+        self.pipeline.release(own.thread, barriers.empty, stage, Boolean(True))
+        return self.pipeline.next(at)
 
     @cute.jit
-    def clear_ends(self, member: Int32, team: Int32, block: Int32, stage: Int32, seq_y: Int32, storage: cute.Pointer):
+    def clear_outside(self, own: ConsumerThread, block: Int32, stage: Int32, seq_y: Int32):
         """Zeros the walked rows behind a packed sequence's end: they are the next sequence's, and might be NaN.
 
-        Behind the tensor's end the TMA has written zeros. Each group clears them for itself.
+        Behind the tensor's end TMA has written zeros.
         """
         rows = seq_y - block * self.tile_walked
         if rows < self.tile_walked:
-            clear, into, smem = self.rows_walked.clear_rows, self.rows_walked.address, self.smem
-            at = storage + (smem.walked_at + stage * smem.stage_bytes)
-            clear(member, into(member, at), rows)
-            clear(member, into(member, at + self.stages * smem.stage_bytes), rows)
+            at = own.storage + (self.smem.walked_at + stage * self.smem.stage_bytes)
+            self.rows_walked.clear_rows(own.thread, self.rows_walked.address(own.thread, at), rows)
+            at_2 = at + self.stages * self.smem.stage_bytes
+            self.rows_walked.clear_rows(own.thread, self.rows_walked.address(own.thread, at_2), rows)
+            # wgmma reads shared memory by the async proxy: these writes become visible to it,
             cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + team, number_of_threads=THREADS)
-
-    # ---- results
+            # and the group waits until all its threads have written. Each group clears the rows for itself.
+            cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + own.group, number_of_threads=THREADS)
 
     @cute.jit
-    def deliver(
-        self, member: Int32, team: Int32, operand: cutlass.Constexpr[int], at: tuple, mX: cute.Tensor,
-        acc: cute.Tensor, storage: cute.Pointer,
-    ):  # fmt: skip
+    def store(
+        self,
+        own: ConsumerThread,
+        operand: cutlass.Constexpr[int],
+        tile: Tile,
+        row: Int32,
+        mX: cute.Tensor,
+        acc: cute.Tensor,
+    ):
         """A group's gradients to ``mX``, through its rows of an owned operand, which it no longer reads."""
-        batch, head, row, begin_x, seq_x = at
-        pointer, store, into = self.sequences.pointer, self.rows_own.store, self.rows_own.address
-        alive = cutlass.min(cutlass.max(seq_x - row, Int32(0)), Int32(ROWS))
+        valid = cutlass.min(cutlass.max(tile.band.seq_q - row, Int32(0)), Int32(ROWS))
         rG = cute.make_fragment_like(acc, mX.element_type)
         round_to(acc, rG)
-        buffer = storage + (operand * self.groups + team) * self.smem.group_bytes
-        cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + team, number_of_threads=THREADS)  # all have read it
-        store_rows(member, rG, buffer.toint().to(Int32), self.padded)
+        buffer = own.storage + (operand * self.groups + own.group) * self.smem.group_bytes
+        # The group waits until all its threads' products have read the operand, whose bytes the gradients replace.
+        cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + own.group, number_of_threads=THREADS)
+        store_rows(own.thread, rG, buffer.toint().to(Int32), self.padded)
+        # Orders these writes before those of TMA, which loads the next tile's rows into the same bytes.
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + team, number_of_threads=THREADS)
-        x_head, x_stride, _ = pointer(mX, batch, begin_x, head)
-        store(member, x_head, x_stride, row, into(member, buffer), alive)
+        # The group waits until all its gradients are in shared memory; then whole rows leave, 16 bytes a thread.
+        cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + own.group, number_of_threads=THREADS)
+        out = self.sequences.head(mX, tile.batch, tile.begin_x, tile.head)
+        self.rows_own.store(own.thread, out.rows, out.stride, row, self.rows_own.address(own.thread, buffer), valid)

@@ -38,14 +38,14 @@ class PrefillSmem:
 @dataclass(frozen=True, slots=True)
 class WarpgroupAttentionSmem:
     """Shared memory of attention by warp groups: each group's queries, later its results, the stages of K, those of V,
-    results where they lie ``apart``, the parts that a cluster's ``split`` CTAs send, then barriers.
+    results where they have a ``separate_output``, the parts that a cluster's ``split`` CTAs send, then barriers.
     """
 
     groups: int
     tile_kv: int
     head_dim: int
     stages: int
-    apart: bool = False
+    separate_output: bool = False
     split: int = 1
     element_bytes: int = 2
     GROUP_ROWS = 64
@@ -74,15 +74,15 @@ class WarpgroupAttentionSmem:
 
     @property
     def results_at(self) -> int:
-        return self.behind_v if self.apart else 0
+        return self.behind_v if self.separate_output else 0
 
     @property
     def inbox_at(self) -> int:
-        return self.behind_v + (self.groups * self.group_bytes if self.apart else 0)
+        return self.behind_v + (self.groups * self.group_bytes if self.separate_output else 0)
 
     @property
     def inbox_bytes(self) -> int:
-        """fp32 sums of each group's rows, and four statistics of each thread from each CTA; none without a split."""
+        """fp32 parts of each group's rows, and four statistics of each thread from each CTA; none without a split."""
         if self.split == 1:
             return 0
         return 4 * self.groups * (self.GROUP_ROWS * padded(self.head_dim) + 4 * self.GROUP_THREADS * self.split)
@@ -106,21 +106,21 @@ class WarpgroupAttentionSmem:
 class DecodeSmem:
     """Shared memory of attention's decode: a tile of queries, then the warps' stages of K and of V, a flag.
 
-    The warps' sums in fp32, with their references and totals, later replace the stages. Where the ``meeting`` CTAs of
-    a cluster send each other their sums, the flag is a barrier and the inbox of their messages follows; it shares no
-    bytes with the stages, since a peer may send while this CTA still multiplies.
+    The warps' accumulators in fp32, with their references and totals, later replace the stages. Where the ``clustered``
+    CTAs of a cluster send each other theirs, the flag is a barrier and the inbox of their messages follows; it shares
+    no bytes with the stages, since a peer may send while this CTA still multiplies.
     """
 
     tile_kv: int
     head_dim: int
     stages: int
     warps: int
-    meeting: int = 0
+    clustered: int = 0  # CTAs of a cluster, 0 without one
     element_bytes: int = 2
     ROWS = 16  # queries
     FLAG_BYTES = 16
     STATISTICS_BYTES = 2 * 4 * ROWS  # references and totals of the rows
-    GROUP_BYTES = 8 * 4 * ROWS  # sums of 8 columns
+    GROUP_BYTES = 8 * 4 * ROWS  # accumulators of 8 columns
 
     @property
     def q_bytes(self) -> int:
@@ -136,17 +136,18 @@ class DecodeSmem:
         return 2 * self.stage_bytes * self.stages
 
     @property
-    def summed_bytes(self) -> int:
+    def merge_bytes(self) -> int:
+        """What the warps add up at the end: accumulators, references and totals of each."""
         return self.warps * self.ROWS * (padded(self.head_dim) + 2) * 4
 
     @property
     def flag_at(self) -> int:
-        return self.q_bytes + max(self.kv_bytes, self.summed_bytes)
+        return self.q_bytes + max(self.kv_bytes, self.merge_bytes)
 
     @property
     def owned(self) -> int:
-        """Groups of 8 columns that a CTA of a meeting adds up, at most."""
-        return -(-padded(self.head_dim) // (8 * self.meeting)) if self.meeting else 0
+        """Groups of 8 columns that a CTA of a cluster adds up, at most."""
+        return -(-padded(self.head_dim) // (8 * self.clustered)) if self.clustered else 0
 
     @property
     def inbox_at(self) -> int:
@@ -155,7 +156,7 @@ class DecodeSmem:
     @property
     def total_bytes(self) -> int:
         each = self.STATISTICS_BYTES + self.owned * self.GROUP_BYTES
-        return self.inbox_at + self.meeting * each
+        return self.inbox_at + self.clustered * each
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""Rows of a K or V cache, contiguous or in pages, into shared memory that belongs to one warp or to a CTA."""
+"""Rows of a K or V cache, contiguous or in pages, into shared memory that belongs to one warp or to a CTA.
+
+Nothing here waits: fetches start cp.async copies, which the caller commits, waits for and makes visible by a barrier.
+"""
 
 from dataclasses import dataclass
 
@@ -14,13 +17,29 @@ GRAIN = 16  # keys per entry of the page table at least: the smallest page
 
 
 @dataclass(frozen=True)
+class CacheHead:
+    """A head of a cache: its first row (of the sequence, where there are no pages), and strides in elements."""
+
+    rows: cute.Pointer
+    between_pages: Int64
+    between_rows: Int64  # of a page
+
+
+@dataclass(frozen=True)
+class SeenKeys:
+    """The keys of a sequence that some query sees."""
+
+    first: Int32
+    last: Int32
+
+
+@dataclass(frozen=True)
 class CacheRows(SwizzledRows):
     """Tiles of one head and sequence, copied and read by one warp.
 
-    A head is a pointer to its first row and two strides (elements): between pages and between rows of a page. Without
-    pages (``page_size = 0``) a sequence is one page, and the pointer is at its beginning already. Tiles begin at
-    multiples of ``GRAIN`` keys. Keys before ``first`` and behind ``last`` are never read: the nearest key between them
-    is read in their place, so that the rest of the cache reaches no sum.
+    Without pages (``page_size = 0``) a sequence is one page. Tiles begin at multiples of ``GRAIN`` keys. Keys that no
+    query sees are never read: the nearest key that is seen is read in their place, so that the rest of the cache
+    reaches no accumulator.
     """
 
     page_size: int
@@ -46,6 +65,7 @@ class CacheRows(SwizzledRows):
 
         Four rows on, half a pattern of 128 bytes, the swizzle's XOR changes one bit; eight rows on, none.
         """
+        # The swizzle's XOR of a row's number, then patterns of columns, each with all rows.
         span = span_bytes(self.padded)
         offset = (column // (self.along * WIDEST) * self.rows + row) * span
         return ((row * span) >> 3) & (span - 16), offset
@@ -54,6 +74,7 @@ class CacheRows(SwizzledRows):
     def look_up(self, pages: cute.Tensor, gTable: cute.Tensor | None, token: Int32, last: Int32):
         """Fills ``pages`` (grains,) with those of the tile at ``token``, from the sequence's row of the page table."""
         if const_expr(self.paged):
+            # A page has at least GRAIN keys, so that one entry serves as many.
             for g in cutlass.range_constexpr(self.grains):
                 pages[g] = gTable[cutlass.min(token + g * GRAIN, last) // self.page_size]
 
@@ -68,24 +89,22 @@ class CacheRows(SwizzledRows):
                 pages[g] = Int32(cutlass.min(Uint32(pages[g]), Uint32(count - 1)))
 
     @cute.jit
-    def fetch(
-        self, lane: Int32, head: cute.Pointer, strides: tuple[Int64, Int64], pages: cute.Tensor, token: Int32,
-        first: Int32, last: Int32, address: Int32,
-    ):  # fmt: skip
+    def fetch(self, lane: Int32, head: CacheHead, pages: cute.Tensor, token: Int32, seen: SeenKeys, address: Int32):
         """Starts the copy of the tile at ``token`` into the buffer of ``address``."""
-        atom = cute.make_copy_atom(cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), head.dtype, num_bits_per_copy=128)
-        between_pages, between_rows = strides
+        dtype = head.rows.dtype
+        atom = cute.make_copy_atom(cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=128)
         own, column = lane // self.along, lane % self.along * WIDEST
         for i in cutlass.range_constexpr(0, self.rows, self.across):
-            key = cutlass.min(cutlass.max(token + own + i, first), last)
+            # Keys that are not seen are never read; the nearest one that is takes their place.
+            key = cutlass.min(cutlass.max(token + own + i, seen.first), seen.last)
             if const_expr(self.paged):
-                page = Int64(pages[i // GRAIN]) * between_pages
-                source = head + (page + Int64(key % self.page_size) * between_rows + column)
+                page = Int64(pages[i // GRAIN]) * head.between_pages
+                source = head.rows + (page + Int64(key % self.page_size) * head.between_rows + column)
             else:
-                source = head + (Int64(key) * between_rows + column)
+                source = head.rows + (Int64(key) * head.between_rows + column)
             for j in self.columns():
                 flip, offset = self.place(i, j)
-                sX = shared_vector(head.dtype, (address ^ flip) + offset)
+                sX = shared_vector(dtype, (address ^ flip) + offset)
                 if const_expr(self.ragged(j)):
                     if column + j < self.head_dim:
                         cute.copy(atom, vector(source + j), sX)
@@ -106,13 +125,22 @@ class CacheRows(SwizzledRows):
 
 
 @dataclass(frozen=True)
-class CacheTiles(HeadRows):
-    """Tiles of one head and sequence, copied by ``threads`` as :class:`HeadRows` are.
+class CacheSteps:
+    """The way from row to row of a cache, in the place of a stride; strides are in elements."""
 
-    In the place of a stride are ``steps``: strides between pages and between rows of a page (elements), this thread's
-    pages of the tile, the cache's number of pages, and the first key that is seen. Where a window limits the left side
-    (``clipped``), that key is read in the place of those before it, whose pages may be gone. Tiles begin at multiples
-    of ``rows``; pages and tiles are powers of two.
+    between_pages: Int64
+    between_rows: Int64  # of a page
+    pages: cute.Tensor  # this thread's pages of a tile, in registers
+    count: Int32  # the cache's pages
+    first: Int32  # the first key that is seen
+
+
+@dataclass(frozen=True)
+class CacheTiles(HeadRows):
+    """Tiles of one head and sequence, copied by ``threads`` as :class:`HeadRows` are, with ``CacheSteps`` for a stride.
+
+    Where a window limits the left side (``clipped``), the first key that is seen is read in the place of those before
+    it, whose pages may be gone. Tiles begin at multiples of ``rows``; pages and tiles are powers of two.
     """
 
     page_size: int
@@ -123,41 +151,43 @@ class CacheTiles(HeadRows):
         return self.page_size > 0
 
     @property
-    def apart(self) -> int:
+    def rows_per_page(self) -> int:
         """Rows of the tile from one entry of a thread's pages to the next."""
         return min(self.rows, max(self.across, self.page_size)) if self.paged else self.rows
 
     @cute.jit
-    def look_up(self, tid: Int32, steps: tuple, gTable: cute.Tensor | None, token: Int32, last: Int32):
+    def look_up(self, tid: Int32, steps: CacheSteps, gTable: cute.Tensor | None, token: Int32, last: Int32):
         """Has ``steps`` hold the pages of the tile at ``token``, from the sequence's row of the page table."""
-        _, _, pages, _, least = steps
         if const_expr(self.paged):
+            # Where a page has fewer rows than a step of the threads, each thread has pages of its own.
             own = tid // self.along if const_expr(self.page_size < self.across) else Int32(0)
-            for e in cutlass.range_constexpr(self.rows // self.apart):
-                key = cutlass.min(cutlass.max(token + own + e * self.apart, least), last)
-                pages[e] = gTable[key // self.page_size]
+            for e in cutlass.range_constexpr(self.rows // self.rows_per_page):
+                key = cutlass.min(cutlass.max(token + own + e * self.rows_per_page, steps.first), last)
+                steps.pages[e] = gTable[key // self.page_size]
 
     @cute.jit
-    def fetch(self, tid: Int32, head: cute.Pointer, steps: tuple, token: Int32, address: Int32, rows: Int32 | None):
+    def fetch(
+        self, tid: Int32, head: cute.Pointer, steps: CacheSteps, token: Int32, address: Int32, rows: Int32 | None
+    ):
         """Starts the copy of the tile at ``token``, whose pages ``steps`` hold, into the buffer of ``address``.
 
         The first ``rows`` rows of the tile exist (None: all do); the others become zeros. Entries that name no page
         become the last page.
         """
-        between_pages, between_rows, pages, count, least = steps
         dtype = head.dtype
         atom = cute.make_copy_atom(cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=128)
         own, column = tid // self.along, tid % self.along * WIDEST
         for i in cutlass.range_constexpr(0, self.rows, self.across):
             key = token + own + i
             if const_expr(self.clipped):
-                key = cutlass.max(key, least)
+                key = cutlass.max(key, steps.first)
             source = head + column
             if const_expr(self.paged):
-                page = Int32(cutlass.min(Uint32(pages[i // self.apart]), Uint32(count - 1)))
-                source = source + Int64(page) * between_pages
+                page = Int32(cutlass.min(Uint32(steps.pages[i // self.rows_per_page]), Uint32(steps.count - 1)))
+                source = source + Int64(page) * steps.between_pages
                 key = key % self.page_size
-            source = source + Int64(key) * between_rows
+            source = source + Int64(key) * steps.between_rows
+            # This thread's vectors of the row: none beyond the head, zeros for a row that does not exist.
             for j, offset in self.columns(i):
                 sX = shared_vector(dtype, address + offset)
                 exists = own + i < rows if const_expr(rows is not None) else Boolean(True)

@@ -1,4 +1,4 @@
-"""The end of a tile of attention by warp groups: a group's sums in registers become rows of out and their lse."""
+"""The end of a tile of attention by warp groups: a group's accumulators become rows of out and their log-sum-exp."""
 
 from dataclasses import dataclass
 
@@ -7,17 +7,29 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
 from cutekernels.kernels.cute.parts.attention_smem import WarpgroupAttentionSmem
-from cutekernels.kernels.cute.parts.cluster_sums import ClusterSums
-from cutekernels.kernels.cute.parts.groups import ROWS, THREADS, as_warps, round_to, store_rows
+from cutekernels.kernels.cute.parts.cluster_reduction import ClusterReduction, ResultRows
+from cutekernels.kernels.cute.parts.groups import ROWS, THREADS, ConsumerThread, as_warps, round_to, store_rows
 from cutekernels.kernels.cute.parts.heads import HeadRows
 from cutekernels.kernels.cute.parts.pipeline import StagePipeline
 from cutekernels.kernels.cute.parts.sequences import Sequences
-from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax, by_rows
+from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax, RowStates, by_rows
+
+
+@dataclass(frozen=True)
+class ResultTile:
+    """Where a group's 64 rows belong."""
+
+    layer: Int32  # head, counted over the batch too
+    batch: Int32
+    head: Int32
+    row: Int32  # the first one, in its sequence
+    begin_q: Int32  # of the sequence, in packed tensors
+    seq_q: Int32
 
 
 @dataclass(frozen=True)
 class GroupResults:
-    """``rows`` of a group; ``first_barrier`` is the named barrier of group 0."""
+    """Stores ``rows`` of a group; ``first_barrier`` is the named barrier of group 0."""
 
     smem: WarpgroupAttentionSmem
     rows: HeadRows
@@ -27,47 +39,60 @@ class GroupResults:
     first_barrier: int
 
     @cute.jit
-    def deliver(
-        self, member: Int32, group: Int32, tile: tuple, mO: cute.Tensor, mLse: cute.Tensor | None, acc_o: cute.Tensor,
-        state: tuple, mmas: tuple, storage: cute.Pointer, empty_q: cute.Pointer,
-    ):  # fmt: skip
-        """Results by way of the queries' shared memory, or of their own, or added up with those of the cluster."""
-        layer, batch, head, row, begin_q, seq_q = tile
-        reference, total, _ = state
-        warp_mma = mmas[2]
+    def store(
+        self,
+        own: ConsumerThread,
+        tile: ResultTile,
+        mO: cute.Tensor,
+        mLse: cute.Tensor | None,
+        acc_o: cute.Tensor,
+        states: RowStates,
+        empty_q: cute.Pointer,
+    ):
+        """Results by way of the queries' shared memory, or of their own, or added up with those of the cluster.
+
+        Rows that do not exist are not stored. Unless results have shared memory of their own, the group's queries are
+        released here, at the very end: their bytes hold results until these are read. (A split tile has no next one.)
+        """
         dtype = mO.element_type
-        divide, release, pointer = self.softmax.finish, self.queries.release, self.sequences.pointer
-        store, into = self.rows.store, self.rows.address
-        alive = cutlass.min(cutlass.max(seq_q - row, Int32(0)), Int32(ROWS))
+        valid = cutlass.min(cutlass.max(tile.seq_q - tile.row, Int32(0)), Int32(ROWS))
         if const_expr(self.smem.split > 1):
-            add_up = ClusterSums(self.smem, self.rows.padded, self.rows.head_dim).deliver
-            o_head, o_stride, _ = pointer(mO, batch, begin_q, head)
-            place = (o_head + Int64(row) * Int64(o_stride), o_stride, alive, Int64(layer) * seq_q + row)
-            add_up(member, group, cute.arch.block_idx_in_cluster(), place, mLse, acc_o, state, storage)
+            reduction = ClusterReduction(self.smem, self.rows.padded, self.rows.head_dim)
+            out = self.sequences.head(mO, tile.batch, tile.begin_q, tile.head)
+            first = out.rows + Int64(tile.row) * Int64(out.stride)
+            place = ResultRows(first, out.stride, valid, Int64(tile.layer) * tile.seq_q + tile.row)
+            reduction.store(own, cute.arch.block_idx_in_cluster(), place, mLse, acc_o, states)
         else:
-            sums = as_warps(acc_o)
-            divide(sums, reference, total)
+            # Registers: divide by the totals, round.
+            self.softmax.finish(as_warps(acc_o), states)
             rO = cute.make_fragment_like(acc_o, dtype)
             round_to(acc_o, rO)
-            thr_mma = warp_mma.get_slice(member)
-            if const_expr(not self.smem.apart):
-                cute.arch.barrier(barrier_id=self.first_barrier + group, number_of_threads=THREADS)  # all have read Q
-            buffer = storage + (self.smem.results_at + group * self.smem.group_bytes)
-            store_rows(member, rO, buffer.toint().to(Int32), self.rows.padded)
+            thr_mma = own.warp_mma.get_slice(own.thread)
+            barrier = self.first_barrier + own.group
+            if const_expr(not self.smem.separate_output):
+                # The group's threads wait for one another: all have read Q, whose bytes results replace.
+                cute.arch.barrier(barrier_id=barrier, number_of_threads=THREADS)
+            buffer = own.storage + (self.smem.results_at + own.group * self.smem.group_bytes)
+            store_rows(own.thread, rO, buffer.toint().to(Int32), self.rows.padded)
+            # Orders these writes before those of TMA, which loads the next tile's queries into the same bytes.
             cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=self.first_barrier + group, number_of_threads=THREADS)
-            o_head, o_stride, _ = pointer(mO, batch, begin_q, head)
-            store(member, o_head, o_stride, row, into(member, buffer), alive)
+            # The group waits until all its results are in shared memory; then whole rows leave, 16 bytes a thread.
+            cute.arch.barrier(barrier_id=barrier, number_of_threads=THREADS)
+            out = self.sequences.head(mO, tile.batch, tile.begin_q, tile.head)
+            self.rows.store(own.thread, out.rows, out.stride, tile.row, self.rows.address(own.thread, buffer), valid)
             if const_expr(mLse is not None):
-                lse_at = Int64(layer) * seq_q + row
+                lse_at = Int64(tile.layer) * tile.seq_q + tile.row
                 if const_expr(self.sequences.packed):
-                    lse_at = Int64(head) * mO.shape[0] + (begin_q + row)
+                    lse_at = Int64(tile.head) * mO.shape[0] + (tile.begin_q + tile.row)
+                # The thread of column 0, among the four of a row, stores its log-sum-exp.
                 places = by_rows(thr_mma.partition_C(cute.make_identity_tensor((ROWS, self.rows.padded))))
                 if places[0, 0][1] == 0:
                     for r in cutlass.range_constexpr(2):
-                        own = places[r, 0][0]
-                        if own < alive:
-                            mLse[lse_at + own] = reference[r]
-            cute.arch.barrier(barrier_id=self.first_barrier + group, number_of_threads=THREADS)  # results are read
-            if const_expr(not self.smem.apart):
-                release(member, empty_q, group, Boolean(True))
+                        row = places[r, 0][0]
+                        if row < valid:
+                            mLse[lse_at + row] = states.reference[r]
+            # The group waits until results are read from shared memory, before the next tile's replace them,
+            cute.arch.barrier(barrier_id=barrier, number_of_threads=THREADS)
+            if const_expr(not self.smem.separate_output):
+                # or before the producer, which waits for this arrival, loads the next tile's queries there.
+                self.queries.release(own.thread, empty_q, own.group, Boolean(True))

@@ -1,4 +1,4 @@
-"""Products of attention by warp groups: 128 threads multiply 64 rows by wgmma, and take turns with other groups."""
+"""Products of attention by consumer warp groups: 128 threads multiply 64 rows by wgmma, in ping-pong with others."""
 
 from dataclasses import dataclass
 
@@ -11,31 +11,47 @@ from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.parts.fragments import span_bytes, swizzled
 
-ROWS = 64  # that a group multiplies at once
-THREADS = 128  # of a group
+ROWS = 64  # that a warp group multiplies at once
+THREADS = 128  # of a warp group
 
 
 @dataclass(frozen=True)
-class Turns:
-    """``groups`` take turns by a named barrier each, from ``first_barrier`` on; where there are none, nobody waits."""
+class ConsumerThread:
+    """A thread of a consumer warp group, for as long as the kernel runs."""
+
+    thread: Int32  # in the group, 0 .. 127
+    group: Int32  # among the consumer warp groups
+    warp_mma: cute.TiledMma  # mma.sync's layout of four warps along M: where this thread's accumulators lie
+    storage: cute.Pointer  # the CTA's shared memory
+
+
+@dataclass(frozen=True)
+class PingPong:
+    """``groups`` start their products one after another, so that one's softmax runs behind another's products.
+
+    Each group has a named barrier, from ``first_barrier`` on, of 256 threads: its own 128 wait for the 128 that arrive
+    when the group before has started its products. With one group nobody waits.
+    """
 
     groups: int
     first_barrier: int
 
     @cute.jit
     def start(self, group: Int32):
-        """The first turn is group 0's."""
+        """Group 0's threads arrive at group 0's barrier themselves: nobody has gone before."""
         if const_expr(self.groups > 1):  # noqa: SIM102  known when compiled
             if group == 0:
                 cute.arch.barrier_arrive(barrier_id=self.first_barrier, number_of_threads=2 * THREADS)
 
     @cute.jit
-    def take(self, group: Int32):
+    def wait(self, group: Int32):
+        """Waits until the group before has started its products."""
         if const_expr(self.groups > 1):
             cute.arch.barrier(barrier_id=self.first_barrier + group, number_of_threads=2 * THREADS)
 
     @cute.jit
-    def give(self, group: Int32):
+    def signal(self, group: Int32):
+        """Tells the next group that this one's products have started; does not wait."""
         if const_expr(self.groups > 1):
             following = group + 1
             if following == self.groups:
@@ -45,7 +61,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class GroupProducts:
-    """A group's ``S = X Y^T`` from shared memory and ``O += P Y`` with P in registers, for 64 rows of X.
+    """A warp group's ``S = X Y^T`` from shared memory and ``O += P Y`` with P in registers, for 64 rows of X.
 
     Y has ``tile`` rows of ``padded`` columns.
     """
@@ -53,47 +69,56 @@ class GroupProducts:
     tile: int
     padded: int
 
-    def scores_mma(self, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
+    def xy_mma(self, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
+        """``X Y^T``: both operands K-major in shared memory."""
         return hopper_helpers.make_trivial_tiled_mma(
             dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (ROWS, self.tile)
         )
 
-    def sums_mma(self, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
+    def py_mma(self, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
+        """``P Y``: P in registers, Y with its columns along N."""
         return hopper_helpers.make_trivial_tiled_mma(
-            dtype, dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32, (1, 1, 1), (ROWS, self.padded),
+            dtype,
+            dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.MN,
+            Float32,
+            (1, 1, 1),
+            (ROWS, self.padded),
             warpgroup.OperandSource.RMEM,
-        )  # fmt: skip
+        )
 
     @cute.jit
     def multiply(
         self, tiled_mma: cute.TiledMma, acc: cute.Tensor, rA: cute.Tensor, rB: cute.Tensor, fresh: cutlass.Constexpr
     ):
-        """Starts ``acc = A B^T`` where ``fresh``, else ``acc += A B^T``, as one group of wgmma."""
+        """Starts ``acc = A B^T`` where ``fresh``, else ``acc += A B^T``, as one wgmma group; the caller waits."""
+        # Orders this thread's writes of registers (accumulators, P) before the wgmmas that read them.
         warpgroup.fence()
         atom = cute.make_mma_atom(tiled_mma.op)  # one of its own: its field changes within the product
         atom.set(warpgroup.Field.ACCUMULATE, not fresh)
         for kb in cutlass.range_constexpr(cute.size(rA, mode=[2])):
             cute.gemm(atom, acc, rA[None, None, kb], rB[None, None, kb], acc)
             atom.set(warpgroup.Field.ACCUMULATE, True)
+        # wait_group(n) waits until at most the last n groups committed here are still running.
         warpgroup.commit_group()
 
 
 @cute.jit
-def store_rows(member: Int32, rows: cute.Tensor, address: Int32, columns: cutlass.Constexpr[int]):
-    """A group's 16-bit results, ((2, 2), 1, N / 8), to the swizzled buffer ``(64, columns)`` at ``address``."""
+def store_rows(thread: Int32, rows: cute.Tensor, address: Int32, columns: cutlass.Constexpr[int]):
+    """A warp group's 16-bit results, ((2, 2), 1, N / 8), to the swizzled buffer ``(64, columns)`` at ``address``."""
     span = const_expr(span_bytes(columns))
-    lane, warp = member % 32, member // 32
+    lane, warp = thread % 32, thread // 32
     store = cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), rows.element_type)
     # This lane's row of one of four 8 x 8 blocks, and its 16 bytes.
     address = swizzled(address + (warp * 16 + lane % 16) * span + lane // 16 * 16, span)
     for i in cutlass.range_constexpr(columns // 16):
+        # 16 columns a step: the chunk in the swizzle pattern by an XOR, the pattern by an offset.
         offset = const_expr(i * 32)
         target = (address ^ (offset % span)) + (offset // span * ROWS * span)
         piece = cute.make_ptr(rows.element_type, target, cute.AddressSpace.smem, assumed_align=16)
-        cute.copy(
-            store, cute.make_tensor(rows.iterator + 8 * i, cute.make_layout(8)),
-            cute.make_tensor(piece, cute.make_layout(8)),
-        )  # fmt: skip
+        source = cute.make_tensor(rows.iterator + 8 * i, cute.make_layout(8))
+        cute.copy(store, source, cute.make_tensor(piece, cute.make_layout(8)))
 
 
 def as_warps(acc: cute.Tensor) -> cute.Tensor:

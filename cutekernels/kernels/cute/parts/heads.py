@@ -1,4 +1,8 @@
-"""Rows of one attention head between global and shared memory, 16 bytes a thread; only shared memory pads head dims."""
+"""Rows of one attention head between global and shared memory, 16 bytes a thread; only shared memory pads head dims.
+
+Nothing here waits: :meth:`HeadRows.fetch` starts cp.async copies, which the caller commits, waits for and makes visible
+by a barrier.
+"""
 
 from dataclasses import dataclass
 
@@ -67,6 +71,7 @@ class HeadRows(SwizzledRows):
 
     def vectors(self) -> list[tuple[int, int, int]]:
         """This thread's vectors, relative to its first: ``(row, column, offset in the buffer in bytes)``."""
+        # A swizzle pattern of columns is a block of all rows; patterns follow one another.
         span = span_bytes(self.padded)
         return [
             (i, j * self.along * WIDEST, (j * self.rows + i) * span)
@@ -86,6 +91,7 @@ class HeadRows(SwizzledRows):
         source = head + (Int64(row + own) * Int64(stride) + column)
         for i, j, offset in self.vectors():
             gX, sX = vector(source + (i * stride + j)), shared_vector(dtype, address + offset)
+            # A row that does not exist is zeros; columns beyond the head are left to clear_padding.
             if const_expr(rows is not None):
                 if own + i < rows:
                     if const_expr(self.ragged(j)):
@@ -114,6 +120,7 @@ class HeadRows(SwizzledRows):
     @cute.jit
     def clear_rows(self, tid: Int32, address: Int32, rows: Int32, first: Int32 | None = None):
         """Zeros a buffer's rows from ``rows`` on, and those before ``first``."""
+        # Zeros of 16 bits have the same bits in all types.
         own = tid // self.along
         for i, _, offset in self.vectors():
             dead = own + i >= rows

@@ -38,21 +38,6 @@ class StagePipeline:
             cute.arch.mbarrier_init(empty + stage, self.readers * self.ctas)
 
     @cute.jit
-    def advance(self, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
-        """The next position."""
-        stage = stage + 1
-        if stage == self.stages:
-            stage = Int32(0)
-            phase = phase ^ 1
-        return stage, phase
-
-    @cute.jit
-    def skip(self, stage: Int32, phase: Int32, count: Int32) -> tuple[Int32, Int32]:
-        """The position ``count`` stages on."""
-        end = stage + count
-        return end % self.stages, phase ^ ((end // self.stages) & 1)
-
-    @cute.jit
     def next(self, at: Position) -> Position:
         """The position behind ``at``; the phase changes where the ring begins anew."""
         stage, phase = at.stage + 1, at.phase

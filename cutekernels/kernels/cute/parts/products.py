@@ -1,4 +1,7 @@
-"""The two products of attention's loops, with fragments that ldmatrix reads by one address per thread."""
+"""The two products of attention's loops by mma.sync, with fragments that ldmatrix reads by one address per thread.
+
+Nothing here waits: the caller's cp.async waits and barriers make a buffer complete before its products.
+"""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -46,6 +49,7 @@ class Products:
         self, tid: Int32, tiled_mma: cute.TiledMma, x: Any, layout_x: Any, y: Any, yt: Any, layout_y: Any
     ) -> Sources:
         """The buffers at pointers ``x``, ``y`` (for ``X Y^T``) and ``yt`` (for ``P Y``), of ``(rows, D, STAGE)``."""
+        # Buffers without their swizzle: layouts alone, since load_fragments swizzles addresses.
         dtype = x.dtype
         uX, uY, uYt = [
             cute.make_tensor(at, of.outer)[None, None, 0] for at, of in ((x, layout_x), (y, layout_y), (yt, layout_y))
@@ -60,12 +64,12 @@ class Products:
         return Sources(*map(Source, copies, tensors, layouts, addresses, (span,) * 3))
 
     @cute.jit
-    def load(self, tid: Int32, fragments: tuple[cute.Tensor, ...], source: cutlass.Constexpr, apart: int):
-        """All fragments of the source's buffer and of those ``apart`` bytes behind one another."""
+    def load(self, tid: Int32, fragments: tuple[cute.Tensor, ...], source: cutlass.Constexpr, pitch: int):
+        """All fragments of the source's buffer, and of those that follow it ``pitch`` bytes after one another."""
         for kb in cutlass.range_constexpr(cute.size(fragments[0], mode=[2])):
             for i in cutlass.range_constexpr(len(fragments)):
                 tSrX = source.copy.get_slice(tid).retile(fragments[i])
-                load_fragments(source.copy, source.address + i * apart, source.layout, source.span, tSrX, kb)
+                load_fragments(source.copy, source.address + i * pitch, source.layout, source.span, tSrX, kb)
 
     @cute.jit
     def multiply(
@@ -79,15 +83,16 @@ class Products:
         tiled_mma: cute.TiledMma,
     ):
         """``acc += X Y^T``, of buffers ``at_x`` and ``at_y`` bytes behind the sources'."""
-        x, y, _ = sources
-        from_x, from_y = x.address + at_x, y.address + at_y
+        from_x, from_y = sources.x.address + at_x, sources.y.address + at_y
         thr_mma = tiled_mma.get_slice(tid)
-        rY = thr_mma.make_fragment_B(thr_mma.partition_B(y.tensor))  # (MMA, MMA_Y, MMA_D)
-        tSrX, tSrY = x.copy.get_slice(tid).retile(rX), y.copy.get_slice(tid).retile(rY)
+        rY = thr_mma.make_fragment_B(thr_mma.partition_B(sources.y.tensor))  # (MMA, MMA_Y, MMA_D)
+        tSrX = sources.x.copy.get_slice(tid).retile(rX)  # (CPY, CPY_X, CPY_D)
+        tSrY = sources.y.copy.get_slice(tid).retile(rY)  # (CPY, CPY_Y, CPY_D)
         for kb in cutlass.range_constexpr(cute.size(rY, mode=[2])):
+            # 16 columns of the head dim a step; X's are read again unless they stay in registers.
             if const_expr(not self.x_in_registers):
-                load_fragments(x.copy, from_x, x.layout, x.span, tSrX, kb)
-            load_fragments(y.copy, from_y, y.layout, y.span, tSrY, kb)
+                load_fragments(sources.x.copy, from_x, sources.x.layout, sources.x.span, tSrX, kb)
+            load_fragments(sources.y.copy, from_y, sources.y.layout, sources.y.span, tSrY, kb)
             cute.gemm(tiled_mma, acc, rX[None, None, kb], rY[None, None, kb], acc)
 
     @cute.jit
@@ -101,14 +106,14 @@ class Products:
         tiled_mma: cute.TiledMma,
     ):
         """``acc += P Y``, of a buffer ``at_y`` bytes behind the source's."""
-        yt = sources.yt
-        from_yt = yt.address + at_y
+        from_yt = sources.yt.address + at_y
         thr_mma = tiled_mma.get_slice(tid)
-        rY = thr_mma.make_fragment_B(thr_mma.partition_B(yt.tensor))  # (MMA, MMA_D, MMA_Y)
-        tOrY = yt.copy.get_slice(tid).retile(rY)
+        rY = thr_mma.make_fragment_B(thr_mma.partition_B(sources.yt.tensor))  # (MMA, MMA_D, MMA_Y)
+        tOrY = sources.yt.copy.get_slice(tid).retile(rY)  # (CPY, CPY_D, CPY_Y)
         tOrP = as_operand(rP)  # ((2, 2, 2), MMA_M, MMA_Y / 2)
+        # P's accumulators are A's fragments already; Y is read transposed, 16 rows of it a step.
         for kb in cutlass.range_constexpr(cute.size(rY, mode=[2])):
-            load_fragments(yt.copy, from_yt, yt.layout, yt.span, tOrY, kb)
+            load_fragments(sources.yt.copy, from_yt, sources.yt.layout, sources.yt.span, tOrY, kb)
             cute.gemm(tiled_mma, acc, tOrP[None, None, kb], rY[None, None, kb], acc)
 
 

@@ -32,11 +32,43 @@ class HeadOrder:
     @cute.jit
     def place(self, block: Int32, heads: Int32, tiles: Int32, band: Int32) -> tuple[Int32, Int32]:
         """``(tile, head)`` of a CTA; every block below ``heads * tiles`` has its own."""
+        # Within a band the last tiles of all its heads come first; the last band may have fewer heads.
         at = block // (band * tiles)
         first = at * band
         width = cutlass.min(band, heads - first)
         inside = block - first * tiles
         return tiles - 1 - inside // width, first + inside % width
+
+
+@dataclass(frozen=True)
+class Head:
+    """The rows of one head in global memory; strides are in elements."""
+
+    rows: cute.Pointer  # the first one
+    stride: Int32  # from row to row
+    between: Int64  # from head to head
+
+
+@dataclass(frozen=True)
+class HeadTile:
+    """A tile of X's rows of one head: its sequence, and where the sequence's rows of X and of Y lie."""
+
+    batch: Int32
+    head: Int32
+    tile: Int32  # in the sequence
+    begin_x: Int32  # of the sequence, in a packed tensor
+    begin_y: Int32
+    seq_x: Int32
+    seq_y: Int32
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Where sequences end, in global memory; what a kind of sequences does not have is None."""
+
+    mCuX: cute.Tensor | None  # (B + 1,) of packed X
+    mCuY: cute.Tensor | None  # (B + 1,) of packed Y, or a cache's lengths (B,)
+    mTable: cute.Tensor | None = None  # (B, MAX_PAGES) of a cache in pages
 
 
 @dataclass(frozen=True)
@@ -82,41 +114,40 @@ class Sequences:
         return mX.shape[1]
 
     @cute.jit
-    def locate(
-        self, tile: Int32, layer: Int32, rows: int, mX: cute.Tensor, mY: cute.Tensor, mCuX: cute.Tensor | None,
-        mCuY: cute.Tensor | None, mTable: cute.Tensor | None = None,
-    ) -> tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32]:  # fmt: skip
-        """``(batch, head, tile in the sequence, begin of X, of Y, length of X, of Y)`` of a tile of X's rows."""
+    def locate(self, tile: Int32, layer: Int32, rows: int, mX: cute.Tensor, mY: cute.Tensor, ends: Ends) -> HeadTile:
+        """Where ``tile`` of ``rows`` of X lies; ``layer`` counts heads, of all sequences unless they are packed."""
         batch, head = Int32(0), layer
         begin_x, begin_y = Int32(0), Int32(0)
         if const_expr(self.packed):
-            find = self.find
-            batch, tile, begin_x, seq_x = find(mCuX, mX.shape[0], tile, rows)
+            batch, tile, begin_x, seq_x = self.find(ends.mCuX, mX.shape[0], tile, rows)
             seq_y = Int32(0)
-            if batch >= 0 and batch < mCuY.shape[0] - 1:
-                begin_y = cutlass.min(cutlass.max(mCuY[batch], Int32(0)), mY.shape[0])
-                seq_y = cutlass.min(cutlass.max(mCuY[batch + 1], begin_y), mY.shape[0]) - begin_y
+            # Rows before the first sequence and behind the last have no keys.
+            if batch >= 0 and batch < ends.mCuY.shape[0] - 1:
+                begin_y = cutlass.min(cutlass.max(ends.mCuY[batch], Int32(0)), mY.shape[0])
+                seq_y = cutlass.min(cutlass.max(ends.mCuY[batch + 1], begin_y), mY.shape[0]) - begin_y
         else:
+            # Layers count heads, batch by batch.
             heads = mX.shape[2]
             batch = layer // heads
             head = layer - batch * heads
             seq_x, seq_y = mX.shape[1], mY.shape[1]
             if const_expr(self.cached):
-                seq_y = cutlass.min(cutlass.max(mCuY[batch], Int32(0)), self.room(mY, mTable))
-        return batch, head, tile, begin_x, begin_y, seq_x, seq_y
+                seq_y = cutlass.min(cutlass.max(ends.mCuY[batch], Int32(0)), self.room(mY, ends.mTable))
+        return HeadTile(batch, head, tile, begin_x, begin_y, seq_x, seq_y)
 
     @cute.jit
-    def pointer(self, mX: cute.Tensor, batch: Int32, begin: Int32, head: Int32) -> tuple[cute.Pointer, Int32, Int64]:
-        """A head's first row, the stride between its rows, and that between heads (elements)."""
+    def head(self, mX: cute.Tensor, batch: Int32, begin: Int32, head: Int32) -> Head:
+        """The rows of one head, from row ``begin`` of a packed tensor on, else of batch ``batch``."""
         stride = mX.layout.stride
         at = const_expr(self.rows_mode)
+        # Offsets of sequences and heads have 64 bits; those between rows of a tile have 32 (HeadRows).
         if const_expr(self.packed):
             offset = Int64(begin) * Int64(stride[0])
         else:
             offset = Int64(batch) * Int64(stride[0])
         heads = Int64(stride[at + 1])
         rows = cute.assume(Int32(stride[at]), divby=WIDEST)
-        return mX.iterator + (offset + Int64(head) * heads), rows, cute.assume(heads, divby=WIDEST)
+        return Head(mX.iterator + (offset + Int64(head) * heads), rows, cute.assume(heads, divby=WIDEST))
 
     @cute.jit
     def find(self, mCu: cute.Tensor, total: Int32, tile: Int32, rows: int) -> tuple[Int32, Int32, Int32, Int32]:
@@ -124,6 +155,7 @@ class Sequences:
 
         Sequence -1 are the rows before the first, and that behind the last the rest; surplus tiles lie behind its end.
         """
+        # Every CTA searches for itself, sequence by sequence: a tile's number falls by the tiles of those passed.
         sequences = mCu.shape[0] - 1
         sequence, begin = Int32(-1), Int32(0)
         end = cutlass.min(cutlass.max(mCu[0], Int32(0)), total)

@@ -14,33 +14,48 @@ SINK_BITS = 24.0  # a row's reference begins so far below its sink: fp16 probabi
 
 
 @dataclass(frozen=True)
-class OnlineSoftmax:
-    """State of a row: a ``reference`` (a score, base 2) and a ``total`` of ``2^(score - reference)``, in thread shares.
+class RowStates:
+    """The state of a thread's rows, in registers: one number a row in each.
 
-    ``slack`` (base 2): the excess of a score over its row's reference above which the reference moves and the sums are
-    rescaled; the result is the same, since sums and totals share the reference. A warp in which no row needs it skips
-    that work. With 0 every block rescales, without a branch. 16-bit probabilities grow up to ``2^slack``: 8 is far
-    from where fp16 overflows. ``capped`` scores are ``cap * tanh(score / cap)``.
+    The four threads that share an accumulator's row hold the same ``reference``; each has its own share of ``total``.
+    """
+
+    reference: cute.Tensor  # a score, base 2, that the row's exponentials are relative to
+    total: cute.Tensor  # this thread's share of the sum of 2^(score - reference)
+    shrink: cute.Tensor | None = None  # what accumulators are multiplied by where the reference moved last
+
+
+@dataclass(frozen=True)
+class OnlineSoftmax:
+    """A row keeps a reference score and the total of ``2^(score - reference)``; accumulators share the reference.
+
+    ``slack`` (base 2): the excess of a score over its row's reference above which the reference moves and accumulators
+    are rescaled; the result is the same, since accumulators and totals share the reference. A warp in which no row
+    needs it skips that work. With 0 every block rescales, without a branch. 16-bit probabilities grow up to
+    ``2^slack``: 8 is far from where fp16 overflows. ``capped`` scores are ``cap * tanh(score / cap)``.
+
+    A row that sees no key keeps ``NO_REFERENCE`` and a total of 0: hidden scores are -inf, so they neither move the
+    reference nor add to the total. :meth:`finish` then gives 0, and -inf as log-sum-exp (its sink's, where it has one).
     """
 
     slack: float
     capped: bool
 
     @cute.jit
-    def start(self, reference: cute.Tensor, total: cute.Tensor):
-        reference.fill(NO_REFERENCE)
-        total.fill(0.0)
+    def start(self, rows: RowStates):
+        rows.reference.fill(NO_REFERENCE)
+        rows.total.fill(0.0)
 
     @cute.jit
-    def start_with(self, row: int, sink: Float32, reference: cute.Tensor, total: cute.Tensor):
+    def start_with(self, row: int, sink: Float32, rows: RowStates):
         """Has row ``row`` begin with the natural logit ``sink`` of no value, in equal shares of four threads.
 
         ``-inf`` is no sink; NaN passes through.
         """
         logit = sink * LOG2_E
         if not logit <= NO_REFERENCE:
-            reference[row] = logit - SINK_BITS
-            total[row] = Float32(0.25 * 2.0**SINK_BITS)
+            rows.reference[row] = logit - SINK_BITS
+            rows.total[row] = Float32(0.25 * 2.0**SINK_BITS)
 
     @cute.jit
     def cap(self, acc: cute.Tensor, inner: Float32, outer: Float32):
@@ -48,54 +63,54 @@ class OnlineSoftmax:
 
         MUFU.TANH's error of 2^-11 would be 0.02 of a score at a cap of 50; this one's is 2^-22.
         """
+        # tanh(x / 2) = 1 - 2 / (e^x + 1)
         for i in cutlass.range_constexpr(cute.size(acc)):
             grown = cute.math.exp2(acc[i] * inner, fastmath=True)
             acc[i] = outer - 2.0 * outer * cute.arch.rcp_approx(grown + 1.0)
 
     @cute.jit
-    def step(self, acc_s: cute.Tensor, acc_o: cute.Tensor, reference: cute.Tensor, total: cute.Tensor, scale: Float32):
-        """Turns scores ``acc_s`` into unnormalised probabilities, and moves the references where needed.
+    def step(self, acc_s: cute.Tensor, acc_o: cute.Tensor, rows: RowStates, scale: Float32):
+        """Turns scores ``acc_s`` into unnormalised probabilities, and rescales ``acc_o`` where references moved.
 
         ``acc_s`` ((2, 2), MMA_M, MMA_KV) and ``acc_o`` ((2, 2), MMA_M, MMA_D) are accumulators; ``scale`` (> 0) is the
         factor from ``acc_s`` to scores of base 2. Masked scores are -inf.
         """
         scores = by_rows(acc_s)
-        greatest, exceeds, move, rescale, exponentials = (
-            self.greatest, self.exceeds, self.move, self.rescale, self.exponentials,
-        )  # fmt: skip
-        most = greatest(scores)
-        shrink = cute.make_fragment_like(most)
+        most = self.greatest(scores)
+        moving = RowStates(rows.reference, rows.total, cute.make_fragment_like(most))
         if const_expr(self.slack > 0):
-            if exceeds(most, reference, scale):
-                move(most, reference, total, shrink, scale)
-                rescale(acc_o, shrink)
+            # One branch for the warp: its votes agree, so the shuffles inside are taken by all lanes or by none.
+            if self.exceeds(most, rows.reference, scale):
+                self.move(most, moving, scale)
+                self.rescale(acc_o, moving.shrink)
         else:
-            move(most, reference, total, shrink, scale)
-            rescale(acc_o, shrink)
-        exponentials(scores, reference, total, scale)
+            self.move(most, moving, scale)
+            self.rescale(acc_o, moving.shrink)
+        self.exponentials(scores, rows, scale)
 
     @cute.jit
-    def weigh(
-        self, acc_s: cute.Tensor, reference: cute.Tensor, total: cute.Tensor, shrink: cute.Tensor, scale: Float32
-    ) -> Boolean:
-        """As :meth:`step`; where it returns True, the caller rescales its sums by ``shrink``."""
+    def probabilities(self, acc_s: cute.Tensor, rows: RowStates, scale: Float32) -> Boolean:
+        """As :meth:`step`, for accumulators that a product still writes.
+
+        Where it returns True, the caller rescales them by ``rows.shrink`` once that product is done.
+        """
         scores = by_rows(acc_s)
-        greatest, exceeds, move, exponentials = self.greatest, self.exceeds, self.move, self.exponentials
-        most = greatest(scores)
+        most = self.greatest(scores)
         moved = Boolean(True)
         if const_expr(self.slack > 0):
-            moved = exceeds(most, reference, scale)
+            moved = self.exceeds(most, rows.reference, scale)
             if moved:
-                move(most, reference, total, shrink, scale)
+                self.move(most, rows, scale)
         else:
-            move(most, reference, total, shrink, scale)
-        exponentials(scores, reference, total, scale)
+            self.move(most, rows, scale)
+        self.exponentials(scores, rows, scale)
         return moved
 
     @cute.jit
     def greatest(self, scores: cute.Tensor) -> cute.Tensor:
         """The greatest of this thread's scores in each of its rows."""
         most = cute.make_rmem_tensor(cute.size(scores, mode=[0]), Float32)
+        # No shuffle yet: the four threads of a row compare theirs only where the reference moves.
         for r in cutlass.range_constexpr(cute.size(most)):
             high = scores[r, 0]
             for c in cutlass.range_constexpr(1, cute.size(scores, mode=[1])):
@@ -105,57 +120,60 @@ class OnlineSoftmax:
 
     @cute.jit
     def exceeds(self, most: cute.Tensor, reference: cute.Tensor, scale: Float32) -> Boolean:
-        """Whether a row of the warp exceeds its reference by more than the slack."""
+        """Whether a row of the warp exceeds its reference by more than the slack; the same answer in all lanes."""
         excess = most[0] * scale - reference[0]
         for r in cutlass.range_constexpr(1, cute.size(most)):
             excess = cute.arch.fmax(excess, most[r] * scale - reference[r])
         return cute.arch.vote_any_sync(excess > self.slack)
 
     @cute.jit
-    def move(self, most: cute.Tensor, reference: cute.Tensor, total: cute.Tensor, shrink: cute.Tensor, scale: Float32):
-        """Raises the references to the rows' greatest scores so far; sums shrink by ``shrink``."""
+    def move(self, most: cute.Tensor, rows: RowStates, scale: Float32):
+        """Raises the references to the rows' greatest scores so far, and says by what accumulators shrink."""
+        # All four threads of a row get the same reference; accumulators of blocks before are relative to the old one.
         for r in cutlass.range_constexpr(cute.size(most)):
-            raised = cute.arch.fmax(reference[r], quad_max(most[r]) * scale)
-            shrink[r] = cute.math.exp2(reference[r] - raised, fastmath=True)
-            reference[r] = raised
-            total[r] = total[r] * shrink[r]
+            raised = cute.arch.fmax(rows.reference[r], quad_max(most[r]) * scale)
+            rows.shrink[r] = cute.math.exp2(rows.reference[r] - raised, fastmath=True)
+            rows.reference[r] = raised
+            rows.total[r] = rows.total[r] * rows.shrink[r]
 
     @cute.jit
     def rescale(self, acc_o: cute.Tensor, shrink: cute.Tensor):
         """Rows of ``acc_o`` times ``shrink``."""
-        sums = by_rows(acc_o)
+        acc = by_rows(acc_o)
         for r in cutlass.range_constexpr(cute.size(shrink)):
-            for c in cutlass.range_constexpr(cute.size(sums, mode=[1])):
-                sums[r, c] = sums[r, c] * shrink[r]
+            for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+                acc[r, c] = acc[r, c] * shrink[r]
 
     @cute.jit
-    def exponentials(self, scores: cute.Tensor, reference: cute.Tensor, total: cute.Tensor, scale: Float32):
+    def exponentials(self, scores: cute.Tensor, rows: RowStates, scale: Float32):
         """``2^(scale * score - reference)`` in place of scores, added to the totals."""
-        for r in cutlass.range_constexpr(cute.size(reference)):
+        # Totals stay shares of the four threads until finish().
+        for r in cutlass.range_constexpr(cute.size(rows.reference)):
             added = Float32(0.0)
             for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-                p = cute.math.exp2(scores[r, c] * scale - reference[r], fastmath=True)
+                p = cute.math.exp2(scores[r, c] * scale - rows.reference[r], fastmath=True)
                 scores[r, c] = p
                 added = added + p
-            total[r] = total[r] + added
+            rows.total[r] = rows.total[r] + added
 
     @cute.jit
-    def finish(self, acc_o: cute.Tensor, reference: cute.Tensor, total: cute.Tensor):
-        """Divides by the totals, and puts each row's log-sum-exp (natural) into ``reference``.
+    def finish(self, acc_o: cute.Tensor, rows: RowStates):
+        """Divides by the totals, and puts each row's log-sum-exp (natural) into ``rows.reference``.
 
         A row that sees nothing has 0 and -inf; NaN passes through.
         """
-        sums = by_rows(acc_o)
-        for r in cutlass.range_constexpr(cute.size(total)):
-            whole = quad_sum(total[r])
+        acc = by_rows(acc_o)
+        for r in cutlass.range_constexpr(cute.size(rows.total)):
+            # The row's threads hold shares of its total.
+            whole = quad_sum(rows.total[r])
             inverse = Float32(0.0)
             lse = -Float32.inf
             if whole != 0.0:
                 inverse = 1.0 / whole
-                lse = (reference[r] + cute.math.log2(whole)) * LN_2
-            reference[r] = lse
-            for c in cutlass.range_constexpr(cute.size(sums, mode=[1])):
-                sums[r, c] = sums[r, c] * inverse
+                lse = (rows.reference[r] + cute.math.log2(whole)) * LN_2
+            rows.reference[r] = lse
+            for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+                acc[r, c] = acc[r, c] * inverse
 
 
 def by_rows(acc: cute.Tensor) -> cute.Tensor:

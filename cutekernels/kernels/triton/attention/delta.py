@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from cutekernels.kernels.triton.dependent import await_turn
+from cutekernels.kernels.triton.dependent import pdl_wait
 
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -34,9 +34,13 @@ def attention_delta(
 
     A query that saw nothing has inf instead of -inf, so that its probabilities are 0, and a delta of 0.
 
-    Schedule: one program per BLOCK_ROWS queries of one head; programs are in the order of ``lse``, head by head.
+    Grid: one axis. A program has BLOCK_ROWS queries of one head; programs are in the order of ``lse``, head by head.
+    out and dout are (batch, row, head, HEAD_DIM) with strides of their own and dense channels; lse, dlse and each half
+    of stats are dense, (batch, head, row).
+    Masks: rows beyond ``seq`` belong to the next head and are left out; channels beyond HEAD_DIM do not exist.
     """
-    await_turn(DEPENDENT)
+    pdl_wait(DEPENDENT)
+    # This program's head, and its queries there.
     blocks = tl.cdiv(seq, BLOCK_ROWS)
     layer = tl.program_id(0) // blocks
     r = tl.program_id(0) % blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -44,10 +48,12 @@ def attention_delta(
     there = r < seq
     inside = there[:, None] & (c < HEAD_DIM)[None, :]
     batch, head = (layer // heads).to(tl.int64), (layer % heads).to(tl.int64)
+    # delta: a row's product of out and dout.
     wide = r.to(tl.int64)[:, None]
     o = tl.load(out_ptr + batch * out_batch + head * out_head + wide * out_row + c[None, :], mask=inside, other=0.0)
     d = tl.load(dout_ptr + batch * dout_batch + head * dout_head + wide * dout_row + c[None, :], mask=inside, other=0.0)
     delta = tl.sum(o.to(tl.float32) * d.to(tl.float32), axis=1)
+    # Statistics are dense; the second half of stats begins behind all rows of the first.
     at = layer.to(tl.int64) * seq + r
     lse = tl.load(lse_ptr + at, mask=there, other=0.0)
     if DLSE:

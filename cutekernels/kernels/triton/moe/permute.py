@@ -3,12 +3,16 @@
 A counting sort, stable and without atomics: programs take consecutive runs of the pairs, in order. Each counts its
 runs per expert; a program's place in the output follows from the counts of all; inside a block of pairs a
 bitonic sort of ``id * BLOCK + place`` keeps equal ids in order.
+
+Strides: ids, order, inverse (when written) and counts are dense; rows and tokens of :func:`moe_gather` and what follows
+have a row and a column stride each. ``inverse``, read by these, is (tokens, TOP_K). A place of ``inverse`` that is no
+row is neither read nor written.
 """
 
 import triton
 import triton.language as tl
 
-from cutekernels.kernels.triton.dependent import await_turn
+from cutekernels.kernels.triton.dependent import pdl_wait
 
 
 @triton.jit
@@ -26,6 +30,7 @@ def _bins(ids_ptr, begin, end, experts, BLOCK: tl.constexpr):
 @triton.jit
 def _count(counts_ptr, ids_ptr, begin, end, experts, BINS: tl.constexpr, BLOCK: tl.constexpr):
     """Writes how many of the pairs from ``begin`` to ``end`` go to each bin, as this program's row."""
+    # Counts stay in registers until the run has ended.
     counts = tl.zeros([BINS], tl.int32)
     for at in range(begin, end, BLOCK):
         here, bin = _bins(ids_ptr, at, end, experts, BLOCK)
@@ -43,6 +48,7 @@ def _counts_of_all(counts_ptr, BINS: tl.constexpr):
         rows = row + tl.arange(0, TILE)
         at = rows[:, None] * BINS + tl.arange(0, BINS)[None, :]
         counts = tl.load(counts_ptr + at, mask=(rows < tl.num_programs(0))[:, None], other=0)
+        # Programs before this one have placed their pairs of each bin ahead of its own.
         total += tl.sum(counts, axis=0)
         before += tl.sum(tl.where((rows < tl.program_id(0))[:, None], counts, 0), axis=0)
     return total, before
@@ -75,6 +81,7 @@ def _place(
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Places the pairs from ``begin`` to ``end``; program 0 writes where the groups begin."""
     bins = tl.arange(0, BINS)
     lane = tl.arange(0, BLOCK)
     starts = tl.cumsum(total, 0) - total
@@ -82,12 +89,14 @@ def _place(
         tl.store(offsets_ptr + bins, starts, mask=bins <= experts)
     goal = starts + before  # where this program's next pair of each bin goes
     for at in range(begin, end, BLOCK):
+        # A block of pairs in the order of their bins; pairs that do not exist sort behind all.
         here, bin = _bins(ids_ptr, at, end, experts, BLOCK)
         key = tl.sort(tl.where(here, bin * BLOCK + lane, BINS * BLOCK))
         bin = key // BLOCK
         there = bin < BINS
         pair = at + key % BLOCK
         counts = tl.histogram(bin, BINS, mask=there)
+        # Pair i of the sorted block goes to its bin's goal, plus its place among those of its bin.
         first = tl.cumsum(counts, 0) - counts  # of each bin, in the sorted block
         to = tl.gather(goal - first, tl.where(there, bin, 0), 0) + lane
         tl.store(order_ptr + to, pair, mask=there)
@@ -113,12 +122,13 @@ def moe_permute(
 ):
     """``order``: pairs grouped by expert; ``offsets``: where each group begins; ``inverse``: where each pair went.
 
-    Schedule: program p owns pairs [p * run, (p + 1) * run). With two PASSES it is launched twice: phase 0 writes the
-    counts of each program, phase 1 reads those of all and places. With one, each program counts all pairs itself.
+    Grid: one axis. Program p owns pairs [p * run, (p + 1) * run). With two PASSES it is launched twice: phase 0 writes
+    the counts of each program, phase 1 reads those of all and places. With one, each program counts all pairs itself.
     """
-    await_turn(DEPENDENT)
+    pdl_wait(DEPENDENT)
     begin = tl.program_id(0) * run
     end = tl.minimum(begin + run, pairs)
+    # One pass: every program counts everything. Two launches: counts meet in memory, between kernels.
     if PASSES == 1:
         total, before = _own(ids_ptr, begin, pairs, experts, BINS, BLOCK)
         _place(order_ptr, offsets_ptr, inverse_ptr, ids_ptr, begin, end, experts, total, before, BINS, BLOCK)
@@ -149,9 +159,10 @@ def moe_gather(
 ):
     """``rows[inverse[t, j]] = x[t]``: each row is read once and written TOP_K times.
 
-    Schedule: a program per token and BLOCK columns.
+    Grid: a program per token and BLOCK columns.
     """
-    await_turn(DEPENDENT)
+    pdl_wait(DEPENDENT)
+    # The token's columns, in registers; then one store for each slot.
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < cols
@@ -186,13 +197,14 @@ def moe_combine(
 ):
     """``out[t] = sum_j weights[t, j] * rows[inverse[t, j]]``, in fp32, in the order of j, rounded once.
 
-    Schedule: a program per token and BLOCK columns; the loads of all TOP_K rows are in flight together.
+    Grid: a program per token and BLOCK columns; the loads of all TOP_K rows are in flight together.
     """
-    await_turn(DEPENDENT)
+    pdl_wait(DEPENDENT)
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < cols
     c = c.to(tl.int64)
+    # Slot by slot; one that is no row adds 0.
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOP_K):
         at = tl.load(inverse_ptr + t * inverse_row + j * inverse_col).to(tl.int64)
@@ -232,15 +244,16 @@ def moe_combine_backward(
 ):
     """``drows[inverse[t, j]] = weights[t, j] * dout[t]`` and ``dweights[t, j] = <dout[t], rows[inverse[t, j]]>``.
 
-    Schedule: a program per (token, slot), through the columns in BLOCKs; a token's slots are neighbours, so that
+    Grid: a program per (token, slot), through the columns in BLOCKs; a token's slots are neighbours, so that
     dout comes from L2 for all but the first. fp32 arithmetic; each gradient is rounded once.
     """
-    await_turn(DEPENDENT)
+    pdl_wait(DEPENDENT)
     t = (tl.program_id(0) // TOP_K).to(tl.int64)
     j = (tl.program_id(0) % TOP_K).to(tl.int64)
     at = tl.load(inverse_ptr + t * inverse_row + j * inverse_col).to(tl.int64)
     known = (at >= 0) & (at < tokens * TOP_K)
     w = tl.load(weights_ptr + t * weights_row + j * weights_col)
+    # Columns in blocks: drows as they pass, the slot's product of dout and rows at the end.
     dot = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, cols, BLOCK):
         c = begin + tl.arange(0, BLOCK)

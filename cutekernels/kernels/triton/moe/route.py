@@ -3,12 +3,15 @@
 Logits are ranked as integers: :func:`ordered` maps a float to an int32 whose order is that of torch.sort (-0 equals 0,
 NaN above everything), so one integer comparison ranks any two, and the lowest int32 is left for columns that are not
 there or taken already.
+
+Grid: one axis of blocks of TOKENS rows. Logits and their gradients are (tokens, experts) with two strides; weights and
+ids are (tokens, TOP_K), dense as results, with two strides as operands. WIDTH, a power of two, holds all experts.
 """
 
 import triton
 import triton.language as tl
 
-from cutekernels.kernels.triton.dependent import await_turn
+from cutekernels.kernels.triton.dependent import pdl_wait
 
 LOWEST = tl.constexpr(-(1 << 31))
 _HIGHEST = tl.constexpr((1 << 31) - 1)
@@ -46,6 +49,7 @@ def valued(key, dtype: tl.constexpr):
 @triton.jit
 def _exp(x):
     """e^x for x <= 0, to a few ulp of fp32 (``tl.exp`` alone loses ``|x|`` of them). NaN stays NaN."""
+    # e^x = 2^n e^rest; ln 2 in two parts, so that n times the first is exact.
     x = tl.where(x < -1000.0, -1000.0, x)  # keeps inf - inf out of the reduction
     n = tl.floor(x * 1.4426950408889634)
     rest = (x - n * 0.693115234375) - n * 3.194618494528623e-05
@@ -84,7 +88,9 @@ def moe_route(
     maximum, which is then struck out. "sort": a bitonic sort that keeps SLOTS candidates per run. A half logit shares
     an int32 with its column, so that a maximum finds both; an fp32 logit takes a second reduction, or an int64.
     """
-    await_turn(DEPENDENT)
+    pdl_wait(DEPENDENT)
+    # ---- this program's rows of logits, as keys
+
     first, r, here = _rows(tokens, TOKENS)
     c = tl.arange(0, WIDTH)
     col = tl.broadcast_to(c[None, :], [TOKENS, WIDTH])
@@ -97,7 +103,10 @@ def moe_route(
     half: tl.constexpr = dtype.primitive_bitwidth == 16
     key = ordered(x)
 
+    # ---- the TOP_K largest of each row
+
     # Ranked: the key above, WIDTH - 1 - column below.
+    # The lower column wins among equal keys.
     if METHOD == "sort":
         if half:
             ranked = tl.where(there, key * 65536 + (WIDTH - 1 - col), LOWEST)
@@ -137,6 +146,8 @@ def moe_route(
                     most = best
         slot = c
 
+    # ---- their weights
+
     # The row's maximum is NaN if there is any: as in torch's softmax, the whole row is then NaN.
     most = valued(most, dtype)
     e = _exp(valued(top, dtype) - most)
@@ -145,6 +156,7 @@ def moe_route(
     else:
         total = tl.sum(tl.where(there, _exp(x.to(tl.float32) - most), 0.0), axis=1, keep_dims=True)
     w = tl.div_rn(e, tl.broadcast_to(total, e.shape))
+    # Slots beyond TOP_K are the tile's width alone.
     inside = here[:, None] & (slot < TOP_K)[None, :]
     to = first * TOP_K + (r * TOP_K)[:, None] + slot[None, :]
     tl.store(weights_ptr + to, w, mask=inside)
@@ -182,7 +194,7 @@ def moe_route_backward(
 
     Schedule: a program spreads the TOP_K slots of TOKENS rows over a tile in registers and writes it: no atomics.
     """
-    await_turn(DEPENDENT)
+    pdl_wait(DEPENDENT)
     first, r, here = _rows(tokens, TOKENS)
     c = tl.arange(0, WIDTH)
     row = first + r.to(tl.int64)
@@ -190,6 +202,7 @@ def moe_route_backward(
     p = tl.full([TOKENS, WIDTH], 0.0, tl.float32)
     d = tl.full([TOKENS, WIDTH], 0.0, tl.float32)
     dot = tl.full([TOKENS], 0.0, tl.float32)
+    # Slot by slot: its gradient to its expert's column, and the product of weights and gradients.
     for j in tl.static_range(TOP_K):
         w = tl.load(weights_ptr + row * weights_row + j * weights_col, mask=here, other=0.0)
         dw = tl.load(dweights_ptr + row * dweights_row + j * dweights_col, mask=here, other=0.0)

@@ -5,19 +5,20 @@ head. Where rows fit in registers (RESIDENT) a tile is as wide as a row, and eve
 are walked in chunks of BLOCK_COLS: once for the statistics, twice where they are centred, and once more for the
 results, when the row is in the L2 cache.
 
-A program takes one tile, or (STAGES > 0) stays and strides over the tiles: Triton then copies the operands of the
-next STAGES - 1 tiles into shared memory while this one is reduced. With weights for each head (PER_HEAD) the stride
-is a multiple of the heads, so that all tiles of a program have the same weights, which it loads once.
+Grid: one axis. A program takes one tile, or (STAGES > 0) stays and strides over the tiles: Triton then copies the
+operands of the next STAGES - 1 tiles into shared memory while this one is reduced. With weights for each head
+(PER_HEAD) the stride is a multiple of the heads, so that all tiles of a program have the same weights, which it loads
+once.
 
 Inside the kernels an operand is a tuple: pointer, then the strides of rows, heads and columns. Weights and biases are
 contiguous: pointer, then the stride of heads, 0 where all share them. Arithmetic is in fp32, results are rounded once,
-offsets are 64 bits wide.
+offsets are 64 bits wide. Masks: rows and columns that do not exist are read as 0 and not stored.
 """
 
 import triton
 import triton.language as tl
 
-from cutekernels.kernels.triton.dependent import ask, await_turn
+from cutekernels.kernels.triton.dependent import pdl_wait, prefetch_l2
 
 FEW = tl.constexpr(128)  # programs that all SMs hold at once
 
@@ -37,12 +38,13 @@ def _prefetch(operand, weight, cols, WEIGHT: tl.constexpr, NESTED: tl.constexpr,
 
     With more programs the prefetch would only repeat the loads that follow. docs/notes/norms.md#prefetch
     """
+    # Only rows whose columns are contiguous: a bulk prefetch is of one run of bytes.
     if not NESTED:  # noqa: SIM102  known when compiled
         if operand[3] == 1:  # noqa: SIM102
             if tl.num_programs(0) <= FEW:
-                ask(operand[0] + tl.program_id(0).to(tl.int64) * BLOCK_ROWS * operand[1], cols)
+                prefetch_l2(operand[0] + tl.program_id(0).to(tl.int64) * BLOCK_ROWS * operand[1], cols)
                 if WEIGHT:
-                    ask(weight[0], cols)
+                    prefetch_l2(weight[0], cols)
 
 
 @triton.jit
@@ -90,7 +92,9 @@ def _scaled(
     BIAS: tl.constexpr,
     ROUND_TWICE: tl.constexpr,
 ):
+    """Normalised values times the weight, plus the bias."""
     y = x * rstd[:, None]
+    # As modules do that normalise in fp32 and multiply in the operands' type.
     if ROUND_TWICE:
         y = y.to(result[0].dtype.element_ty).to(tl.float32)
     if WEIGHT:
@@ -130,9 +134,11 @@ def _resident(
     r = tl.arange(0, BLOCK_ROWS)
     c = tl.arange(0, BLOCK_COLS)
     inside = (r < rows - row)[:, None] & (c < cols)[None, :]
+    # One read of each element; the sum with the residual is a result of its own.
     value = _summed(x, residual, row, head, r, c, inside, RESIDUAL, "")
     if RESIDUAL:
         _store(u, value, row, head, r, c, inside)
+    # Statistics; centred columns that do not exist are put back to 0.
     if CENTRED:
         value = tl.where(inside, value - (tl.sum(value, axis=1) / cols)[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(value * value, axis=1) / cols + eps)
@@ -163,6 +169,7 @@ def _chunked(
 ):
     """One row, walked in chunks. A result may be an operand itself: only the last pass writes, behind what it reads."""
     r = tl.arange(0, 1)
+    # First pass, where centred: the mean.
     mean = tl.zeros([1], tl.float32)
     if CENTRED:
         total = tl.zeros([1, BLOCK_COLS], tl.float32)
@@ -170,6 +177,7 @@ def _chunked(
             c = start + tl.arange(0, BLOCK_COLS)
             total += _summed(x, residual, row, head, r, c, (c < cols)[None, :], RESIDUAL, "evict_last")
         mean = tl.sum(total, axis=1) / cols
+    # Next pass: squares. The row stays in the L2 cache for the last one.
     squares = tl.zeros([1, BLOCK_COLS], tl.float32)
     for start in range(0, cols, BLOCK_COLS):
         c = start + tl.arange(0, BLOCK_COLS)
@@ -179,12 +187,14 @@ def _chunked(
             value = tl.where(inside, value - mean[:, None], 0.0)
         squares += value * value
     rstd = tl.rsqrt(tl.sum(squares, axis=1) / cols + eps)
+    # Last pass: results.
     for start in range(0, cols, BLOCK_COLS):
         c = start + tl.arange(0, BLOCK_COLS)
         inside = (c < cols)[None, :]
         value = _summed(x, residual, row, head, r, c, inside, RESIDUAL, "evict_first")
         if RESIDUAL:
             _store(u, value, row, head, r, c, inside)
+        # Weights are read again with each chunk, unlike those of whole rows.
         w = _affine(weight, head, c, c < cols, WEIGHT)
         b = _affine(bias, head, c, c < cols, BIAS)
         scaled = _scaled(value - mean[:, None], rstd, w, weight_offset, b, y, WEIGHT, SHIFTED, BIAS, ROUND_TWICE)
@@ -216,6 +226,7 @@ def _forward(
     RESIDENT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """This program's tiles."""
     if RESIDENT:
         row, head = _place(tl.program_id(0).to(tl.int64), heads, BLOCK_ROWS, NESTED)
         # Weights are loaded ahead of the first row, so that they arrive together.
@@ -223,25 +234,80 @@ def _forward(
         w = _affine(weight, head, c, c < cols, WEIGHT)
         b = _affine(bias, head, c, c < cols, BIAS)
         if STAGES > 0:
+            # A persistent program: tiles a grid apart, the next ones being copied behind this one.
             first = tl.program_id(0).to(tl.int64)
             step = tl.num_programs(0).to(tl.int64)
             for index in tl.range(first, tl.cdiv(rows, BLOCK_ROWS) * heads, step, num_stages=STAGES):
                 row, head = _place(index, heads, BLOCK_ROWS, NESTED)
                 _resident(
-                    y, u, x, residual, w, b, row, head, rows, cols, eps, weight_offset,
-                    WEIGHT, SHIFTED, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, BLOCK_ROWS, BLOCK_COLS,
-                )  # fmt: skip
+                    y,
+                    u,
+                    x,
+                    residual,
+                    w,
+                    b,
+                    row,
+                    head,
+                    rows,
+                    cols,
+                    eps,
+                    weight_offset,
+                    WEIGHT,
+                    SHIFTED,
+                    BIAS,
+                    RESIDUAL,
+                    CENTRED,
+                    ROUND_TWICE,
+                    BLOCK_ROWS,
+                    BLOCK_COLS,
+                )
         else:
+            # One tile for each program.
             _resident(
-                y, u, x, residual, w, b, row, head, rows, cols, eps, weight_offset,
-                WEIGHT, SHIFTED, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, BLOCK_ROWS, BLOCK_COLS,
-            )  # fmt: skip
+                y,
+                u,
+                x,
+                residual,
+                w,
+                b,
+                row,
+                head,
+                rows,
+                cols,
+                eps,
+                weight_offset,
+                WEIGHT,
+                SHIFTED,
+                BIAS,
+                RESIDUAL,
+                CENTRED,
+                ROUND_TWICE,
+                BLOCK_ROWS,
+                BLOCK_COLS,
+            )
     else:
+        # One row, chunk by chunk.
         row, head = _place(tl.program_id(0).to(tl.int64), heads, BLOCK_ROWS, NESTED)
         _chunked(
-            y, u, x, residual, weight, bias, row, head, cols, eps, weight_offset,
-            WEIGHT, SHIFTED, BIAS, RESIDUAL, CENTRED, ROUND_TWICE, BLOCK_COLS,
-        )  # fmt: skip
+            y,
+            u,
+            x,
+            residual,
+            weight,
+            bias,
+            row,
+            head,
+            cols,
+            eps,
+            weight_offset,
+            WEIGHT,
+            SHIFTED,
+            BIAS,
+            RESIDUAL,
+            CENTRED,
+            ROUND_TWICE,
+            BLOCK_COLS,
+        )
 
 
 @triton.jit
@@ -278,13 +344,35 @@ def rms_norm(
     x = (x_ptr, x_row, x_head, x_col)
     y = (y_ptr, y_row, y_head, y_col)
     weight = (weight_ptr, cols if PER_HEAD else 0)
+    # Ahead of the wait only prefetches are allowed: the L2 cache is coherent with the kernel ahead.
     if DEPENDENT:
         _prefetch(x, weight, cols, WEIGHT, NESTED, BLOCK_ROWS)
-    await_turn(DEPENDENT)
+    pdl_wait(DEPENDENT)
+    # No residual, no bias, not centred.
     _forward(
-        y, y, x, x, weight, weight, rows, heads, cols, eps, weight_offset,
-        WEIGHT, SHIFTED, False, False, False, ROUND_TWICE, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
-    )  # fmt: skip
+        y,
+        y,
+        x,
+        x,
+        weight,
+        weight,
+        rows,
+        heads,
+        cols,
+        eps,
+        weight_offset,
+        WEIGHT,
+        SHIFTED,
+        False,
+        False,
+        False,
+        ROUND_TWICE,
+        NESTED,
+        BLOCK_ROWS,
+        BLOCK_COLS,
+        RESIDENT,
+        STAGES,
+    )
 
 
 @triton.jit
@@ -328,14 +416,36 @@ def add_rms_norm(
     y = (y_ptr, y_row, y_head, y_col)
     u = (u_ptr, u_row, u_head, u_col)
     weight = (weight_ptr, cols if PER_HEAD else 0)
+    # Ahead of the wait only prefetches are allowed: the L2 cache is coherent with the kernel ahead.
     if DEPENDENT:
         _prefetch(x, weight, cols, WEIGHT, NESTED, BLOCK_ROWS)
         _prefetch(residual, weight, cols, False, NESTED, BLOCK_ROWS)
-    await_turn(DEPENDENT)
+    pdl_wait(DEPENDENT)
+    # With a residual, whose sum goes to u; no bias, not centred.
     _forward(
-        y, u, x, residual, weight, weight, rows, heads, cols, eps, weight_offset,
-        WEIGHT, SHIFTED, False, True, False, ROUND_TWICE, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
-    )  # fmt: skip
+        y,
+        u,
+        x,
+        residual,
+        weight,
+        weight,
+        rows,
+        heads,
+        cols,
+        eps,
+        weight_offset,
+        WEIGHT,
+        SHIFTED,
+        False,
+        True,
+        False,
+        ROUND_TWICE,
+        NESTED,
+        BLOCK_ROWS,
+        BLOCK_COLS,
+        RESIDENT,
+        STAGES,
+    )
 
 
 @triton.jit
@@ -365,12 +475,33 @@ def layer_norm(
     DEPENDENT: tl.constexpr = False,
 ):
     """``y = (x - mean) * rstd * weight + bias`` with ``rstd = 1 / sqrt(mean((x - mean)^2) + eps)``."""
-    await_turn(DEPENDENT)
+    pdl_wait(DEPENDENT)
     x = (x_ptr, x_row, x_head, x_col)
     y = (y_ptr, y_row, y_head, y_col)
     weight = (weight_ptr, cols if PER_HEAD else 0)
     bias = (bias_ptr, cols if PER_HEAD else 0)
+    # Centred, with a bias; no residual.
     _forward(
-        y, y, x, x, weight, bias, rows, heads, cols, eps, 0.0,
-        WEIGHT, False, BIAS, False, True, False, NESTED, BLOCK_ROWS, BLOCK_COLS, RESIDENT, STAGES,
-    )  # fmt: skip
+        y,
+        y,
+        x,
+        x,
+        weight,
+        bias,
+        rows,
+        heads,
+        cols,
+        eps,
+        0.0,
+        WEIGHT,
+        False,
+        BIAS,
+        False,
+        True,
+        False,
+        NESTED,
+        BLOCK_ROWS,
+        BLOCK_COLS,
+        RESIDENT,
+        STAGES,
+    )
