@@ -96,7 +96,7 @@ def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
     def bound(dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Launch:
         left = attention(q, k, v, causal=problem.causal, return_lse=True)
         op = torch.ops.cutekernels.attention_backward
-        bound = partial(op, dout, None, q, k, v, *left, None, None, None, *options)
+        bound = partial(op, dout, None, q, k, v, *left, None, None, None, None, *options)
         return lambda: bound()[:3]  # without the sinks' gradient
 
     return [bound(*i.operands) for i in sets]

@@ -196,7 +196,8 @@ def embedding(ids: Tensor, table: Tensor, *, config: EmbeddingConfig | str | Non
         UnsupportedProblem: a type no kernel takes, a table that is no matrix, two devices, an id outside the table.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    check_tensor("embedding", "ids", ids)
+    if not isinstance(ids, Tensor) or ids.dim() != 1:
+        check_tensor("embedding", "ids", ids)
     if ids.dim() == 1:
         return call(EMBEDDING, (ids, table), config=config)[0]
     (rows,) = call(EMBEDDING, (ids.reshape(-1), table), config=config)

@@ -27,7 +27,7 @@ _FAMILIES = [import_module(f"cutekernels.ops.{name}") for name in FAMILIES]
 OPS: tuple[Op[Any, Any], ...] = tuple(op for family in _FAMILIES for op in family.OPS)
 
 # torch.ops.cutekernels.*: how torch.compile, autograd and CPU tensors reach the ops. Lives as long as this module.
-LIBRARY = torch.library.Library("cutekernels", "FRAGMENT")  # type: ignore[no-untyped-call]
+LIBRARY = torch.library.Library("cutekernels", "FRAGMENT")
 for family in _FAMILIES:
     family.register(LIBRARY)
 

@@ -181,7 +181,7 @@ def refused(message: str, *args: Any) -> None:
 def test_errors_name_rule_value_and_remedy() -> None:
     q, k, v = (t.detach() for t in qkv())
     out, lse = attention(q, k, v, return_lse=True)
-    rest = (None, None, None, False, -1, -1, 0.25, 0.0)
+    rest = (None, None, None, None, False, -1, -1, 0.25, 0.0)
     torch.ops.cutekernels.attention_backward(out, lse, q, k, v, out, lse, *rest)
     refused("dout must be as q", out[:, :-1], None, q, k, v, out, lse, *rest)
     refused("out must be as q", out, None, q, k, v, out.float(), lse, *rest)
@@ -212,7 +212,7 @@ def test_opcheck() -> None:
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(
         torch.ops.cutekernels.attention_backward,
-        (out, None, *given, out, lse, None, None, None, *options),
+        (out, None, *given, out, lse, None, None, None, None, *options),
         test_utils=tests,
     )
     torch.library.opcheck(

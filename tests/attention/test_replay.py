@@ -90,7 +90,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
         for name, module, inputs in (("attention", attend, 7), ("decode_attention", attend_decode, 6)):
             for results, suffix in enumerate(("", "_out")):
                 run = with_results(made.count(module._cuda), inputs, results)
-                library.impl(f"{name}{suffix}", run, "CPU", allow_override=True)
+                library.impl(f"{name}{suffix}" if results else f"_{name}", run, "CPU", allow_override=True)
+                if not results:
+                    path = attend.ATTENTION_PATH if module is attend else attend_decode.DECODE_PATH
+                    monkeypatch.setattr(path, "_cpu", run)
     dispatch.reload()
     yield made
     library._destroy()

@@ -66,7 +66,7 @@ def test_wrong_ends_are_refused_on_the_cpu(side: str, wrong: str, check: bool) -
     lse = rows(2, 40, seed=4)
     options = (False, -1, -1, 0.25, 0.0)
     with pytest.raises(UnsupportedProblem, match=rf"{side} must run from 0 to 40"):
-        torch.ops.cutekernels.attention_backward(qkv[0], None, *qkv, qkv[0], lse, None, *given.values(), *options)
+        torch.ops.cutekernels.attention_backward(qkv[0], None, *qkv, qkv[0], lse, None, *given.values(), None, *options)
 
 
 def test_right_ends_are_taken_with_a_check_too() -> None:

@@ -206,7 +206,7 @@ def test_opcheck(grad: bool) -> None:
         with torch.no_grad():
             out, lse = attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
         bare = [t.detach() for t in (q, k, v)]
-        rest = (None, None, None, True, -1, -1, 0.25, 0.0, None, sinks.detach())
+        rest = (None, None, None, sinks.detach(), True, -1, -1, 0.25, 0.0)
         torch.library.opcheck(
             torch.ops.cutekernels.attention_backward, (out, lse, *bare, out, lse, *rest), test_utils=TESTS
         )

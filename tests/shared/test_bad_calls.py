@@ -30,12 +30,13 @@ LEGAL: dict[str, set[str]] = {
     "embedding.table": {"extent"}, "moe_permute.ids": SHAPES | {"0-d"}, "moe_route.logits": SHAPES,
     "moe_gather.x": {"extent"}, "moe_gather.inverse": {"extent"}, "moe_combine.rows": {"extent"},
     "sample_filter.logits": SHAPES, "sample_filter, rows.logits": {"extent"}, "silu_mul, packed.gate": SHAPES,
+    "RMSNorm.hidden_size": {"list"}, "RMSNorm.eps": FINITE | {"None"},
     "layer_norm.x": {"rank"}, "SwiGLU.forward.x": {"rank"}, "LayerNorm.forward.x": {"rank"},
 }  # fmt: skip
 OPTIONAL = {
     "activation", "bias", "out", "norm", "norm_weight", "rstd", "residual", "k", "positions", "heads", "rope_scaling",
     "weights", "master", "rms_norm.weight", "add_rms_norm.weight", "layer_norm.weight",
-    "gate_up_bias", "down_bias", "rope_theta", "partial_rotary_factor",
+    "gate_up_bias", "down_bias", "rope_theta", "partial_rotary_factor", "RMSNorm.eps",
 }  # fmt: skip
 NEEDED = {"fold.norm_weight", "bias_gelu.bias", "add_rms_norm.residual", "SwiGLU.bias", "moe_ffn.weights"}
 FLAGS = {

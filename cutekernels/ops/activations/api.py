@@ -190,18 +190,19 @@ PACKED_BACKWARD: dict[str, Path] = {}
 
 def _register_packed(library: torch.library.Library, op: Gated[Any], backward: Gated[Any]) -> None:
     """Defines ``<op>_packed`` and ``<op>_packed_backward``: one tensor, one gradient, by the launches of the halves."""
+    options = len(op.options)  # behind them config, which torch leaves out where it is None
 
     def forward(packed: Tensor, *rest: Any) -> Tensor:
-        return op.path(*_halves(op.name, packed), *rest)  # type: ignore[no-any-return]
+        return op.path(*_halves(op.name, packed), *(*rest, None)[: options + 1])  # type: ignore[no-any-return]
 
-    def gradient(dout: Tensor, packed: Tensor, *options: Any) -> Tensor:
+    def gradient(dout: Tensor, packed: Tensor, *rest: Any) -> Tensor:
         gate, up = _halves(op.name, packed)
         dpacked = packed.new_empty(packed.shape)
         places = _halves(op.name, dpacked)
         if tensor_op.direct(dout, packed):
-            tensor_op.run(backward, places, (dout, gate, up), options=options[:-1])
+            tensor_op.run(backward, places, (dout, gate, up), options=rest[:options])
         else:
-            getattr(torch.ops.cutekernels, f"{backward.name}_out")(dout, gate, up, *places, *options)
+            getattr(torch.ops.cutekernels, f"{backward.name}_out")(dout, gate, up, *places, *rest[:options])
         return dpacked
 
     words = "".join(f", str {option}" for option in op.options)

@@ -69,7 +69,7 @@ def _launch(
         made = _CALLS.replay(*given) or _CALLS.recall(*given)
         if made is not None:
             return made
-    _check(*inputs, scale)  # type: ignore[arg-type]
+    _check(*(*inputs, scale))  # type: ignore[arg-type]
     _, _, q, k, v, *_, sinks = inputs
     assert q is not None and k is not None and v is not None
     fresh = _fresh(q, k, v, sinks)
@@ -165,13 +165,13 @@ def _cuda(*args: Any) -> tuple[Tensor, ...]:
 
 def _fake(*args: Any) -> Results:
     inputs, *options = _split(args)
-    _check(*inputs, options[3])
-    return _fresh(*inputs[2:5], inputs[10])
+    _check(*(*inputs, options[3]))
+    return _fresh(*(*inputs[2:5], inputs[10]))
 
 
 def _cpu(*args: Any) -> Results:
     inputs, causal, left, right, scale, softcap, _ = _split(args)
-    _check(*inputs, scale)
+    _check(*(*inputs, scale))
     dout, dlse, q, k, v, out, lse, mask, cu_q, cu_kv, sinks = inputs
     if cu_q is not None:
         check_ends(q, k, cu_q, cu_kv)

@@ -17,8 +17,10 @@ from torch.autograd import forward_ad
 from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.gemm.launch import AddressedLaunch
+from cutekernels.ops.gemm.layouts import alignment, canonical, k_contiguous, worth_copying
 from cutekernels.ops.gemm.op import ACTIVATIONS, DTYPES, GEMM, WIDEST, GemmConfig, GemmProblem, reference
 from cutekernels.ops.gemm.problem import Activation
+from cutekernels.ops.gemm.slopes import through_activation
 from cutekernels.ops.shared import call_cache
 from cutekernels.ops.shared.call_cache import Call, CallCache
 from cutekernels.ops.shared.checks import check_arguments, check_tensor, check_word, kinds_of, refuse_gradient
@@ -259,52 +261,6 @@ def pose(
     )
 
 
-def alignment(t: Tensor) -> int:
-    """Elements in the widest vector that address, strides and contiguous extent allow: 8, 4, 2 or 1."""
-    along = -1 if t.stride(-1) == 1 else -2
-    bits = WIDEST | (t.data_ptr() // t.element_size()) | t.shape[along]
-    for i in range(t.dim()):
-        if i != t.dim() + along:
-            bits |= t.stride(i)
-    return bits & -bits
-
-
-# Copies make large products of unaligned operands up to 5 times faster: docs/notes/host.md#copies (H200, 2026-11).
-_COPY_FROM = 2**28  # products M*N*K from which copies pay
-_COPY_EXTENT = 128  # and the least M and N: below, the operands are most of the traffic
-
-
-def worth_copying(a: Tensor, b: Tensor) -> tuple[bool, bool]:
-    """Whether to copy canonical a, and b, into aligned rows first, because their own rows slow a large product."""
-    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
-    narrow = alignment(a) <= 2, alignment(b) <= 2
-    if not any(narrow) or m * n * k < _COPY_FROM or min(m, n) < _COPY_EXTENT:
-        return False, False
-    return (True, True) if k % WIDEST else narrow  # a K that grows, grows in both
-
-
-def k_contiguous(t: Tensor) -> Tensor:
-    """A copy of ``([B,] rows, K)`` with K contiguous and grown to a multiple of 8 with zeros, which change no sum."""
-    if t.dim() == 3 and t.stride(0) == 0:
-        return k_contiguous(t[0]).expand(t.shape[0], -1, -1)
-    k = t.shape[-1]
-    copy = t.new_empty((*t.shape[:-1], -(-k // WIDEST) * WIDEST))
-    copy[..., :k] = t
-    copy[..., k:] = 0
-    return copy
-
-
-def canonical(t: Tensor) -> Tensor:
-    """``t`` itself where one of its last two strides is 1; else a view or a copy of which that is true."""
-    if t.stride(-1) == 1 or t.stride(-2) == 1:
-        return t
-    if t.shape[-1] == 1:  # a stride never taken
-        return t.as_strided(t.shape, (*t.stride()[:-1], 1))
-    if t.shape[-2] == 1:
-        return t.as_strided(t.shape, (*t.stride()[:-2], 1, t.stride(-1)))
-    return t.contiguous()
-
-
 def _check(
     a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, beta: float, activation: str, accumulate: str
 ) -> tuple[int, ...]:
@@ -450,7 +406,9 @@ def _linear_launch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: s
         made = _CALLS.replay(None, (a, b), options, (1.0, 0.0))
     else:
         made = _FUSED_CALLS.replay(None, (a, b, None, bias), options, (1.0, 0.0))
-    y = made[0] if made is not None else _cuda(None, (a, b, None, bias), 1.0, 0.0, *options, None)
+    if made is None:
+        made = (_general(None, (a, b, None, bias), 1.0, 0.0, *options, None),)
+    y = made[0]
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -463,11 +421,15 @@ def _gemm_launch(
         made = _CALLS.replay(None, (a, b), (activation, accumulate), (alpha, beta), config)
         if made is not None:
             return made[0]
-    return _cuda(None, (a, b, c, bias), alpha, beta, activation, accumulate, config)  # type: ignore[no-any-return]
+    return _general(None, (a, b, c, bias), alpha, beta, activation, accumulate, config)  # type: ignore[no-any-return]
 
 
-def _compute(a, b, c, bias, *options):  # type: ignore[no-untyped-def]
-    return _cpu(None, (a, b, c, bias), *options)
+def _general(*args: Any) -> Any:
+    return _cuda(*args)  # type: ignore[no-untyped-call]
+
+
+def _compute(a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, *options: Any) -> Any:
+    return _cpu(None, (a, b, c, bias), *options)  # type: ignore[no-untyped-call]
 
 
 def _flattened(
@@ -549,7 +511,7 @@ def _gemm_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         z = output
         if z is None:
             z = GEMM_PATH(a, b, c, bias, alpha, beta, "none", accumulate, None)
-        dz = _through_activation(grad, z, activation)
+        dz = through_activation(grad, z, activation)
     da = db = dc = dbias = None
     if ctx.needs_input_grad[0]:
         da = _product(dz, b.mT, alpha) if a.dim() == dz.dim() else _summed(dz, b.mT, alpha)
@@ -582,7 +544,7 @@ def _linear_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, output = ctx.saved_tensors
         bias_dtype = None if bias is None else bias.dtype
         z = LINEAR_PATH(x, weight, bias, "none") if output is None else output
-        dz = _through_activation(grad, z, ctx.activation)
+        dz = through_activation(grad, z, ctx.activation)
     needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
     flat = dz if dz.dim() == 2 else dz.reshape(-1, dz.shape[-1])
     dx = dweight = dbias = None
@@ -600,14 +562,6 @@ def _product(a: Tensor, b: Tensor, alpha: float) -> Tensor:
     return GEMM_PATH(a, b, None, None, alpha, 0.0, "none", "fp32", None)  # type: ignore[no-any-return]
 
 
-def _through_activation(grad: Tensor, z: Tensor, activation: str) -> Tensor:
-    """``grad`` times the slope of the activation at ``z``; for ReLU its value does for ``z``."""
-    if activation == "relu":
-        return torch.where(z > 0, grad, torch.zeros_like(grad))
-    wide = torch.float64 if z.dtype == torch.float64 else torch.float32
-    return (grad.to(wide) * SLOPES[activation](z.to(wide))).to(grad.dtype)
-
-
 def _column_sums(dz: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum over all dimensions but the last, in fp32 or better, rounded once."""
     return dz.sum(tuple(range(dz.dim() - 1)), dtype=dtype)  # torch accumulates halves in fp32
@@ -621,21 +575,3 @@ def _summed(x: Tensor, y: Tensor, alpha: float) -> Tensor:
     joint_x = x.permute(1, 0, 2).reshape(x.shape[1], batch * x.shape[2])
     joint_y = y.reshape(batch * y.shape[1], y.shape[2])
     return _product(joint_x, joint_y, alpha)
-
-
-def _silu_slope(z: Tensor) -> Tensor:
-    s = torch.sigmoid(z)
-    return s * (1 + z * (1 - s))
-
-
-def _gelu_slope(z: Tensor) -> Tensor:
-    return 0.5 * (1 + torch.erf(z * math.sqrt(0.5))) + z * torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
-
-
-def _gelu_tanh_slope(z: Tensor) -> Tensor:
-    k = math.sqrt(2 / math.pi)
-    t = torch.tanh(k * (z + 0.044715 * z**3))
-    return 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * k * (1 + 3 * 0.044715 * z * z)
-
-
-SLOPES = {"silu": _silu_slope, "gelu": _gelu_slope, "gelu_tanh": _gelu_tanh_slope}

@@ -21,7 +21,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Problem, Work, extent, ladder, plain
 from cutekernels.ops.activations.api import silu_mul
 from cutekernels.ops.activations.op import SILU_MUL, GluProblem
-from cutekernels.ops.gemm.api import alignment
+from cutekernels.ops.gemm.layouts import alignment
 from cutekernels.ops.gemm.multistage import MULTISTAGE
 from cutekernels.ops.gemm.problem import ACTIVATIONS, DTYPES, ELEMENT_BYTES, GemmConfig, GemmProblem, foreign, spanned
 from cutekernels.ops.gemm.schedule import Extras, Schedule, extras_of

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from cutekernels.ops.activations.api import PACKED_BACKWARD
-from cutekernels.ops.gemm.api import SLOPES
 from cutekernels.ops.gemm.problem import Activation, GemmConfig
+from cutekernels.ops.gemm.slopes import SLOPES
 from cutekernels.ops.moe.grouped import GATED, GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from cutekernels.ops.shared import tensor_op
 from cutekernels.ops.shared.checks import check_arguments, check_tensor, check_word, refuse_gradient

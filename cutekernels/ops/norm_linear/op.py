@@ -22,7 +22,7 @@ from cutekernels import dispatch, rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op, Problem, Work
 from cutekernels.ops.activations.op import SILU_MUL, GluProblem
-from cutekernels.ops.gemm.api import alignment
+from cutekernels.ops.gemm.layouts import alignment
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES, takes
 from cutekernels.ops.gemm.problem import ACTIVATIONS, DTYPES, ELEMENT_BYTES, MOST_TOKENS, WIDEST, GemmProblem
 from cutekernels.ops.gemm.specialized import SPECIALIZED, weighing_us

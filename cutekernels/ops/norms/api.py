@@ -164,10 +164,14 @@ def _add_then_norm(x: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Ten
 
 
 def _remember_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
-    *summed, weight, _, _, eps, offset, _ = inputs
-    ctx.save_for_backward(output[1] if len(summed) == 2 else summed[0], weight)
-    ctx.summands, ctx.scalars = len(summed), (eps, offset)
-    ctx.set_materialize_grads(False)
+    if len(inputs) == 7:  # x, weight, rounding, offset, eps, weight_offset, config
+        ctx.save_for_backward(inputs[0], inputs[1])
+        ctx.summands = 1
+    else:
+        ctx.save_for_backward(output[1], inputs[2])
+        ctx.summands = 2
+        ctx.set_materialize_grads(False)
+    ctx.scalars = inputs[-3:-1]
 
 
 def _rms_norm_gradient(ctx: Any, dy: Tensor | None, du: Tensor | None = None) -> tuple[Tensor | None, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 LAUNCHES: dict[str, Callable[..., Any]] = {}
@@ -50,7 +51,8 @@ def lowered(
 def _tell(op: Any, into: Any, inputs: int) -> None:
     """Registers the lowering of ``op``: an extern kernel called by its name in :data:`LAUNCHES`."""
     try:
-        from torch._inductor import ir, lowering
+        ir: Any = import_module("torch._inductor.ir")
+        lowering: Any = import_module("torch._inductor.lowering")
         from torch._inductor.virtualized import V
         from torch.utils import _pytree as pytree
 

@@ -56,8 +56,8 @@ def plain(tensors: Sequence[Tensor | None]) -> bool | None:
     for t in tensors:
         if t is not None:
             kind = type(t)
-            if kind is not Tensor and kind is not _Parameter:
-                return None
+            if (kind is not Tensor and kind is not _Parameter) or t.is_neg() or t._is_zerotensor():
+                return None  # values that memory does not hold, or somebody else's
             if gpu is None:
                 gpu = t.is_cuda or (False if t.is_cpu else None)
     if forward_ad._current_level >= 0 or _included().raw_repr() not in _QUIET:
@@ -112,7 +112,7 @@ class Path:
         self._gpu, self._cpu = kernels[0], without_autocast(kernels[1])
         self.op = op
         self._rule, self._kept = autocast, kept
-        library.define(schema)  # type: ignore[no-untyped-call]
+        library.define(schema)
         library.impl(self.name, self._composite, "CompositeImplicitAutograd")
         self.node = getattr(torch.ops.cutekernels, self.name).default
         arguments = self.node._schema.arguments
@@ -132,10 +132,10 @@ class Path:
                 keep(ctx, inputs, output)
 
         Traced.__name__ = Traced.__qualname__ = self.name
-        Traced.backward = staticmethod(backward)  # type: ignore[method-assign,assignment]
-        self._traced = Traced.apply
-        self._gpu_differentiated = _eager(self.name, self._gpu, keep, backward)
-        self._cpu_differentiated = _eager(self.name, self._cpu, keep, backward)
+        Traced.backward = staticmethod(backward)  # type: ignore[method-assign]
+        self._traced: Callable[..., Any] = Traced.apply
+        self.differentiated = _eager(self.name, self._gpu, keep, backward)
+        self._differentiated_on_cpu = _eager(self.name, self._cpu, keep, backward)
 
     def __call__(self, *args: Any) -> Any:
         """The results for all of the op's arguments, differentiable where gradients are enabled."""
@@ -146,7 +146,7 @@ class Path:
         if gpu is None or (self._rule is not None and autocasting()):
             return self.node(*args) if _is_compiling() else self.through_ops(*args)
         if _is_grad_enabled() and _any_requires_grad(*tensors):
-            return self._gpu_differentiated(*args) if gpu else self._cpu_differentiated(*args)
+            return self.differentiated(*args) if gpu else self._differentiated_on_cpu(*args)
         return self._gpu(*args) if gpu else self._cpu(*args)
 
     def through_ops(self, *args: Any) -> Any:
@@ -190,7 +190,7 @@ def _eager(name: str, kernel: Callable[..., Any], keep: Remember, backward: Grad
             return made
 
     Eager.__name__ = Eager.__qualname__ = name
-    Eager.backward = staticmethod(backward)  # type: ignore[method-assign,assignment]
+    Eager.backward = staticmethod(backward)  # type: ignore[method-assign]
     return super(Function, Eager).apply  # Function.apply adds 1 us for torch.func
 
 

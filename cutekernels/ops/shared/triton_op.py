@@ -30,6 +30,7 @@ from cutekernels.ops.shared.operands import (
     shape_of,
     sizes_of,
 )
+from cutekernels.ops.shared.registration import autocasting, plain
 from cutekernels.ops.shared.strides import overlaps_itself
 from cutekernels.ops.shared.tensor_op import (
     DTYPE_NAMES,
@@ -495,7 +496,11 @@ def call(
             return (results,) if len(op.results) == 1 else tuple(results)
     else:
         try:
-            if type(inputs[0]) in PLAIN and not (is_grad_enabled() and any_requires_grad(*inputs)):
+            if is_grad_enabled() and any_requires_grad(*inputs):
+                if out is None and config is None and plain(inputs) and not autocasting():
+                    results = op.path.differentiated(*inputs, *options, *scalars, None)
+                    return (results,) if len(op.results) == 1 else results
+            elif type(inputs[0]) in PLAIN:
                 found = op.calls.replay(out, inputs, options, scalars, config)
                 if found is not None:
                     return found
