@@ -315,7 +315,7 @@ def _compile_ahead(posed: Sequence[_Posed], gpu: GpuSpec, jobs: int | None) -> d
         links = [pair]
         for op, p in links:  # grows by what these launch
             config = resolve(op, p, gpu).config
-            links += op.chained(p, config)
+            links += op.chained(p, config, gpu)
             key = compiler.cache_key(op, p, config, gpu)
             if key not in wanted and compilers.known(op) and not compiler.ready(key):
                 wanted[key] = op.name, str(p), str(config), gpu

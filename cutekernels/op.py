@@ -279,8 +279,8 @@ class Op(ABC, Generic[P, C]):
     def bind(self, p: P, c: C, kernel: Callable[..., Any]) -> Callable[..., Any]:
         """``launch(*outputs, *args)`` over the loaded ``kernel`` for this exact problem."""
 
-    def chained(self, p: P, c: C) -> Iterable[tuple[Op[Any, Any], Any]]:
-        """Other ops' problems whose plans ``bind`` takes, so that they are compiled ahead together with this one."""
+    def chained(self, p: P, c: C, gpu: GpuSpec) -> Iterable[tuple[Op[Any, Any], Any]]:
+        """Other ops' problems whose plans a launch takes on ``gpu``, so that they are compiled ahead together with this one."""
         return ()
 
     @abstractmethod

@@ -59,3 +59,16 @@ def arguments(p: DecodeProblem, lengths: torch.Tensor, seed: int) -> tuple[Any, 
 
 def left_of(p: DecodeProblem) -> int | None:
     return p.window_left if p.window else None
+
+
+class Workspace:
+    """Workspace of split launches, numbered by calls of :meth:`get`."""
+
+    asked = 0
+
+    def __init__(self, partials: int, tickets: int) -> None:
+        pass
+
+    def get(self) -> tuple[str, int]:
+        Workspace.asked += 1
+        return "workspace", Workspace.asked

@@ -31,24 +31,13 @@ from cutekernels.ops.attention import decode_api as attend_decode
 from cutekernels.ops.attention.problem import score_factors
 from cutekernels.ops.shared import call_cache
 from cutekernels.ops.shared.registration import with_results
+from tests.attention.decode_cases import Workspace
 from tests.host_cost import direct_anywhere, host_cost
 
 assert registry.OPS  # registers torch.ops.cutekernels
 BF16, INT32 = torch.bfloat16, torch.int32
 where = Tensor.data_ptr
-
-
-class Workspace:
-    """Workspace of split launches, numbered by calls of :meth:`get`."""
-
-    asked = 0
-
-    def __init__(self, partials: int, tickets: int) -> None:
-        pass
-
-    def get(self) -> tuple[str, int]:
-        Workspace.asked += 1
-        return "workspace", Workspace.asked
+PATHS = {"attention": attend.ATTENTION_PATH, "decode_attention": attend_decode.DECODE_PATH}
 
 
 def facts(t: Tensor) -> tuple[Any, ...]:
@@ -92,8 +81,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
                 run = with_results(made.count(module._cuda), inputs, results)
                 library.impl(f"{name}{suffix}" if results else f"_{name}", run, "CPU", allow_override=True)
                 if not results:
-                    path = attend.ATTENTION_PATH if module is attend else attend_decode.DECODE_PATH
-                    monkeypatch.setattr(path, "_cpu", run)
+                    monkeypatch.setattr(PATHS[name], "_cpu", run)
     dispatch.reload()
     yield made
     library._destroy()

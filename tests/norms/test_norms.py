@@ -20,9 +20,10 @@ from cutekernels import gpu, verify
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops import registry
 from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm
-from cutekernels.ops.norms.gradients import COLUMN_SUM, ColumnSumProblem
+from cutekernels.ops.norms.gradients import COLUMN_SUM, LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD, ColumnSumProblem
 from cutekernels.ops.norms.op import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from cutekernels.ops.shared import tensor_op
+from tests.gpu_path import recorded
 from tests.interpreted import H200, kernel_tests
 from tests.norms import cases as norm_cases
 from tests.norms.cases import CASES, DTYPES, OPS, PLANTED, SPECIAL, error_ratio, truth
@@ -474,3 +475,19 @@ def test_nothing_is_launched_for_nothing(launches: list[str]) -> None:
 def test_half_only_on_a_gpu() -> None:
     with pytest.raises(UnsupportedProblem, match="takes bf16, fp16, fp32"):
         LAYER_NORM.problem(torch.randn(4, 4).double(), torch.randn(4, 4).double(), None, None)
+
+
+@pytest.mark.parametrize("op", [RMS_NORM_BACKWARD, LAYER_NORM_BACKWARD], ids=lambda op: op.name)
+def test_the_sums_compiled_ahead_are_those_that_a_launch_plans(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cutekernels.ops.norms.rows.sms_here", lambda: H200.sm_count)
+    for text in op.suite:
+        p = op.Problem.parse(text)
+        if p.rows * p.cols > 2**20:
+            continue
+        inputs = op.sample(p, "cpu", 0)
+        options = {name: getattr(p, name) for name in op.options}
+        n = len(op.inputs)
+        with recorded() as seen:
+            tensor_op.run(op, None, inputs[:n], options=tuple(options.values()), scalars=inputs[n:])
+        planned = {f"{one.name} {problem}" for one, problem in op.chained(p, op.default(p, H200), H200)}
+        assert planned == {each for each in seen if each.startswith("column_sum")}

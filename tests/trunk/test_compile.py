@@ -24,13 +24,7 @@ from cutekernels import compile as compiler
 from cutekernels import gpu as gpus
 from cutekernels.autotune import runtime
 from cutekernels.backends import Artifact, Facts
-from cutekernels.errors import (
-    CacheUnusable,
-    CompileError,
-    CompilerKilled,
-    InvalidConfig,
-    UnsupportedProblem,
-)
+from cutekernels.errors import CacheUnusable, CompileError, CompilerKilled, InvalidConfig, UnsupportedProblem
 from cutekernels.isolate import Child, Pool, RemoteError
 from cutekernels.ops import registry
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES, GemmProblem

@@ -148,7 +148,10 @@ def prepared(request: Launches) -> None:
     for name, text in request.problems:
         op = registry.get(name)
         p = op.Problem.parse(text)
-        compile_candidate((name, text, str(dispatch.resolve(op, p, request.gpu).config), request.gpu))
+        config = dispatch.resolve(op, p, request.gpu).config
+        for one, problem in ((op, p), *op.chained(p, config, request.gpu)):
+            chosen = dispatch.resolve(one, problem, request.gpu).config
+            compile_candidate((one.name, str(problem), str(chosen), request.gpu))
 
 
 def launched(request: Launches) -> dict[str, float]:

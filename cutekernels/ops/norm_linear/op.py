@@ -205,7 +205,7 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
             gpu=gpu,
         )
 
-    def chained(self, p: N, c: NormLinearConfig) -> list[Part]:
+    def chained(self, p: N, c: NormLinearConfig, gpu: GpuSpec | None = None) -> list[Part]:
         if c.path != "chain" or p.layout != "aligned" or 0 in (p.m, p.n):
             return []  # in other layouts their problems are known at the call
         return self.parts(p)

@@ -205,6 +205,19 @@ class _NormBackward(NormOp[N]):
         found = super().kind(p, name)
         return "fp32" if found is not None and name in ("dweight", "dbias") else found  # parts
 
+    def chained(self, p: N, c: NormConfig, gpu: GpuSpec) -> list[tuple[ColumnSum, ColumnSumProblem]]:
+        """The sums that the second pass adds up."""
+        if not p.rows * p.heads * p.cols:
+            return []
+        per_head = p.heads if p.per_head else 1
+        lines, cols = self.grid(p, c, gpu.sm_count)[0] // per_head, per_head * p.cols
+        kinds = [getattr(p, self.operands[name].dtype) for name in self.results[1:] if self.kind(p, name) is not None]
+        kinds = ["fp32" if kind == "fp32" else p.dtype for kind in kinds]
+        align = (bits := WIDEST_BYTES | cols * 4) & -bits
+        if len(kinds) == 2 and kinds[0] == kinds[1]:
+            return [(COLUMN_SUM_PAIR, ColumnSumProblem(lines, cols, kinds[0], align))]
+        return [(COLUMN_SUM, ColumnSumProblem(lines, cols, kind, align)) for kind in dict.fromkeys(kinds)]
+
     def bind(self, p: N, c: NormConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
         n = len(self.results)
 
