@@ -280,7 +280,7 @@ class Op(ABC, Generic[P, C]):
         """``launch(*outputs, *args)`` over the loaded ``kernel`` for this exact problem."""
 
     def chained(self, p: P, c: C, gpu: GpuSpec) -> Iterable[tuple[Op[Any, Any], Any]]:
-        """Other ops' problems whose plans a launch takes on ``gpu``, so that they are compiled ahead together with this one."""
+        """Other ops' problems whose plans a launch takes on ``gpu``: compiled ahead together with this one."""
         return ()
 
     @abstractmethod

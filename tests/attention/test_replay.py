@@ -441,8 +441,8 @@ def test_gradients_go_through_torch(seen: Seen, name: str) -> None:
     if name != "out":
         wanting.pop("out")
         for _ in range(2):
-            assert ck.attention(**wanting).requires_grad
-        assert seen.general == 4
+            assert ck.attention(**wanting).requires_grad  # by the path's Function, whose kernel here is the CPU's
+        assert seen.general == 2
     general = seen.general
     with torch.no_grad():
         ck.attention(**wanting)
@@ -509,7 +509,7 @@ def test_torch_s_tracers_record_the_op(seen: Seen) -> None:
     given = prefill()
     ck.attention(**given)
     traced = torch.jit.trace(lambda q: ck.attention(q, given["k"], given["v"]), given["q"], check_trace=False)
-    assert "cutekernels::attention" in str(traced.graph)
+    assert "cutekernels::_attention" in str(traced.graph)
     graph = torch.fx.experimental.proxy_tensor.make_fx(lambda q: ck.attention(q, given["k"], given["v"]))(given["q"])
     assert "cutekernels.attention" in graph.code
 
