@@ -148,7 +148,7 @@ def test_a_compiled_prompt_reads_no_mask(family: str) -> None:
             torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=kept))(ids)
             ours = torch.compile(model, fullgraph=True, backend="aot_eager")
             close(ours(ids, attention_mask=LEFT).logits[LEFT.bool()], padded[LEFT.bool()])
-    op = torch.ops.cutekernels.attention.default
+    op = torch.ops.cutekernels._attention.default
     assert [n.args[3] for n in graphs[0].graph.nodes if n.target is op] == [None] * model.config.num_hidden_layers
 
 
