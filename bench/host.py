@@ -379,7 +379,7 @@ def run(
 def command(
     match: Annotated[list[str] | None, typer.Option(help="Only ops with one of these in their name.")] = None,
     rounds: Annotated[int, typer.Option(min=5, help="Samples of each contender.")] = 15,
-    out: Annotated[Path | None, typer.Option(help="Folder; default bench/results/<gpu>.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder; default bench/results/<gpu>/host.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cases and contenders; time nothing.")] = False,
     commit: Annotated[str | None, typer.Option(help="The commit under test, where .git was left behind.")] = None,
 ) -> None:
@@ -395,7 +395,7 @@ def command(
         gpu = gpus.lookup("auto")
     except UnknownGpu:
         terminal.fail("no CUDA device is visible, and launches are part of a call; --dry-run lists what would be timed")
-    path = (out or HERE / "results" / gpu.name) / "host.jsonl"
+    path = (out or HERE / "results" / gpu.name / "host") / "host.jsonl"
     rows: list[Row] = []
     for row in run(some, rounds, torch.device("cuda"), torch.bfloat16, environment.stamp(gpu.name, commit)):
         rows.append(row)

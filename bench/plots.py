@@ -58,6 +58,7 @@ _COLORS = {  # by the first word or words of a contender's name; the longest mat
     "transformers": "#9aa0a6",
     "transformers compiled": "#1a73e8",
     "eager": "#9aa0a6",
+    "torch": "#9aa0a6",
     "eager (": "#5f6368",
     "naive": "#9aa0a6",
     "rope + index_put": "#12b5cb",

@@ -118,11 +118,11 @@ def test_a_prompt_as_long_as_the_cache_reads_no_mask() -> None:
     with ck.patch(model):
         traced = torch.compile(model, fullgraph=True, dynamic=False, backend=aot_autograd(fw_compiler=kept))
         close(parts(model, ids, ROOM, forward=traced), expected[0])
-        whole = [n.args[3] for n in graphs[-1].graph.nodes if n.target is torch.ops.cutekernels.attention.default]
+        whole = [n.args[3] for n in graphs[-1].graph.nodes if n.target is torch.ops.cutekernels._attention.default]
         assert whole == [None] * layers
         close(parts(model, ids, 12, 13, 20, forward=traced), expected[1])
         for graph in graphs[1:]:
-            nodes = [n for n in graph.graph.nodes if n.target is torch.ops.cutekernels.decode_attention.default]
+            nodes = [n for n in graph.graph.nodes if n.target is torch.ops.cutekernels._decode_attention.default]
             assert len(nodes) == layers
 
 

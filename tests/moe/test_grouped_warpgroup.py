@@ -135,7 +135,7 @@ def test_swapped_gates_and_ups_meet_in_a_thread(knobs: str) -> None:
     config = GemmConfig.parse(f"{knobs} raster=8 swapped=1 {COMMON}")
     problem, extras = GROUPED_GEMM.one(GATE, most=True), GROUPED_GEMM.extras(GATE)
     body = GROUPED_WARPGROUP.body(problem, config, H200, extras).product
-    half, apart = config.tile_m // 2, body.results.apart
+    half, apart = config.tile_m // 2, body.results.gate_distance
     lies, held = [], []
 
     def collect() -> None:  # plain Python: all of it is static
