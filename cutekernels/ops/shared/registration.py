@@ -58,6 +58,8 @@ def plain(tensors: Sequence[Tensor | None]) -> bool | None:
             kind = type(t)
             if (kind is not Tensor and kind is not _Parameter) or t.is_neg() or t._is_zerotensor():
                 return None  # values that memory does not hold, or somebody else's
+            if not t.is_cuda and (t.layout is not torch.strided or t.is_nested or t.is_quantized):
+                return None  # references would take it; launches find that it has no address
             if gpu is None:
                 gpu = t.is_cuda or (False if t.is_cpu else None)
     if forward_ad._current_level >= 0 or _included().raw_repr() not in _QUIET:
