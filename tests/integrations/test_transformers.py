@@ -131,8 +131,9 @@ def test_compiled_without_graph_breaks(family: str) -> None:
         close(model(ids).logits, expected)
 
 
+@pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])
-def test_a_compiled_prompt_reads_no_mask(family: str) -> None:
+def test_a_compiled_prompt_reads_no_mask(family: str, cached: bool) -> None:
     """transformers writes out the causal band of every traced call."""
     graphs: list[Any] = []
 
@@ -145,11 +146,26 @@ def test_a_compiled_prompt_reads_no_mask(family: str) -> None:
     with torch.no_grad():
         padded = model(ids, attention_mask=LEFT).logits
         with ck.patch(model):
-            torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=kept))(ids)
+            torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=kept))(ids, use_cache=cached)
             ours = torch.compile(model, fullgraph=True, backend="aot_eager")
             close(ours(ids, attention_mask=LEFT).logits[LEFT.bool()], padded[LEFT.bool()])
     op = torch.ops.cutekernels._attention.default
     assert [n.args[3] for n in graphs[0].graph.nodes if n.target is op] == [None] * model.config.num_hidden_layers
+
+
+def test_compiled_sequences_in_one_row_stay_apart() -> None:
+    """Positions that a caller gives may begin anew: the mask is written out."""
+    torch.compiler.reset()
+    model, ids = tiny.model("llama"), tokens()[:1]
+    positions = torch.cat([torch.arange(5), torch.arange(ids.shape[1] - 5)])[None]
+    with torch.no_grad():
+        expected = model(ids, position_ids=positions, use_cache=False).logits
+        assert not torch.allclose(expected, model(ids, use_cache=False).logits, atol=1e-3)
+        with ck.patch(model):
+            ours = torch.compile(model, fullgraph=True, backend="aot_eager")
+            for _ in range(2):
+                close(ours(ids, position_ids=positions, use_cache=False).logits, expected)
+                close(ours(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
 
 
 def test_compiled_for_any_length() -> None:

@@ -134,7 +134,7 @@ def test_halves_of_a_stage_and_pairs_of_sums(tile_n: int) -> None:
         LINEAR_SILU_MUL.epilogue(PREFILL), BASE.replace(tile_n=tile_n, stages=3).product, H200, PREFILL.extras
     )
     assert body.results.columns == tile_n // 2
-    half, sums = tile_n // 2, body.results.sums
+    half, sums = tile_n // 2, body.results.panel_accumulators
     lies, held = [], []
 
     def collect() -> None:  # plain Python: all of it is static

@@ -13,6 +13,7 @@ from cutekernels import cli, dispatch
 from cutekernels import gpu as gpus
 from cutekernels.errors import CuteKernelsError, UnknownGpu
 from cutekernels.gpu import ALIASES, ARCHITECTURES, GPUS, KIB, GpuSpec, describe, lookup
+from cutekernels.installation import Machine
 from cutekernels.ops import registry
 
 ASKED_FOR = {"rtx5090", "rtx4090", "rtx3090", "rtxpro6000", "l40s", "l4", "a10", "h100-sxm", "h100-pcie", "h200"} | {
@@ -136,7 +137,7 @@ def test_an_unknown_capability_is_refused(told: Any, rule: str, monkeypatch: pyt
         for op in registry.OPS:
             with pytest.raises(UnknownGpu, match=rule):
                 dispatch.plan(op, op.Problem.parse(op.suite[0]), 63)
-        found = cli._gpu({"driver": "550", "cuda": "12.4"})
+        found = cli._gpu(Machine(driver="580.65"))
     finally:
         gpus.detect.cache_clear()
     assert found.state == "broken" and re.search(rule, found.value) and "use another GPU" in found.remedy

@@ -84,6 +84,37 @@ def attend(
     return attention(q, k, v, causal=causal, **options), None
 
 
+class _Traced:
+    """What a traced call of a patched model says of its mask. Traces run one at a time."""
+
+    own_positions = False
+    """Whether the model made ``position_ids`` itself: tokens of one sequence, whatever a graph can see of them."""
+
+
+def watch(body: torch.nn.Module) -> None:
+    """Has masks learn, while the text part of a model is traced, whether its positions are its own."""
+    body.register_forward_pre_hook(_begin, with_kwargs=True)
+    body.register_forward_hook(_end, always_call=True)
+
+
+def unwatch(body: torch.nn.Module) -> None:
+    for hooks, own in ((body._forward_pre_hooks, _begin), (body._forward_hooks, _end)):
+        for key in [key for key, hook in hooks.items() if hook is own]:
+            for table in (hooks, body._forward_pre_hooks_with_kwargs, body._forward_hooks_always_called):
+                table.pop(key, None)
+
+
+def _begin(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_compiling():
+        given = ("position_ids", "attention_mask", "past_key_values")
+        _Traced.own_positions = len(args) <= 1 and all(kwargs.get(name) is None for name in given)
+
+
+def _end(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    if torch.compiler.is_compiling():
+        _Traced.own_positions = False
+
+
 def make_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
     """The mask of a batch, as transformers' own for SDPA: None where the causal band and the window say it all.
 
@@ -148,11 +179,14 @@ def _is_band(
     **_: Any,
 ) -> bool:
     """Whether a traced call's mask is the causal band of a prompt: transformers writes that one out, since SDPA would
-    align the band of an exported program with the first key. Ours ends at the last one.
+    align the band of an exported program with the first key. Ours ends at the last one. Without a cache it also looks
+    for packed sequences in ``position_ids``, which a graph cannot see to be a plain range.
 
     A static cache has its offset on the device; a prompt as long as the cache can only begin at its first token.
     """
-    if not torch.compiler.is_compiling() or not allow_is_causal_skip or attention_mask is not None:
+    if not torch.compiler.is_compiling() or attention_mask is not None:
+        return False
+    if not allow_is_causal_skip and not _Traced.own_positions:
         return False
     begins = not windowed if isinstance(q_offset, Tensor) else q_offset == 0
     return bool(begins and kv_offset == 0 and q_length == kv_length)

@@ -29,6 +29,7 @@ class Family:
         windowed: attention has the config's ``sliding_window``, or its layer's.
         softcap: attention has the config's ``attn_logit_softcapping``.
         logit_softcap: logits have the config's ``final_logit_softcapping``.
+        causal: masks are the causal band, a window and padding, and nothing else that a config may ask for.
     """
 
     module: str
@@ -40,6 +41,7 @@ class Family:
     windowed: bool = True
     softcap: bool = False
     logit_softcap: bool = False
+    causal: bool = True
 
     def classes(self) -> dict[str, type]:
         """The classes by role: norm, mlp, attention, layer, experts."""
@@ -79,7 +81,7 @@ FAMILIES = {
     "qwen3": Family("qwen3", "Qwen3"),
     "qwen3_moe": Family("qwen3_moe", "Qwen3Moe", experts=True),
     "gemma2": Family("gemma2", "Gemma2", softcap=True, **_GEMMA),
-    "gemma3_text": Family("gemma3", "Gemma3", **_GEMMA),
+    "gemma3_text": Family("gemma3", "Gemma3", causal=False, **_GEMMA),
 }
 
 

@@ -97,7 +97,13 @@ def patch(model: torch.nn.Module) -> Report:
     try:
         for name, module in model.named_modules():
             role = "linear" if type(module) is torch.nn.Linear else roles.get(type(module))
-            reason = _other(module) if role is None else rules.why_not(role, module, family, chosen.get(id(module), 1))
+            reason = (
+                ""
+                if role == "body"
+                else _other(module)
+                if role is None
+                else rules.why_not(role, module, family, chosen.get(id(module), 1))
+            )
             if reason:
                 report.left.append((name, reason))
             if role is None or reason:
@@ -117,6 +123,8 @@ def patch(model: torch.nn.Module) -> Report:
                 else:
                     report.fused["attention" if isinstance(module, modules.Attention) else "mlp"] += 1
         _route(model, report)
+        for module in _bodies(model) if family.causal else ():
+            attention.watch(module)
     except BaseException:
         unpatch(model)
         raise
@@ -139,6 +147,8 @@ def unpatch(model: torch.nn.Module) -> None:
         raise UnsupportedProblem(f"unpatch takes a torch.nn.Module; got {said(model)}: pass the model that was patched")
     found: list[Any] = list(model.modules())  # Any: a patched module is of both its classes
     classes = {cls: modules.unswapped(cls) for cls in set(map(type, found))}  # raises before anything is changed
+    for module in _bodies(model):
+        attention.unwatch(module)
     for module in reversed(found):  # a model behind those inside it, so that its attention counts
         if isinstance(module, modules.Patched):
             module.__class__ = classes[type(module)]
@@ -161,6 +171,11 @@ def _other(module: Any) -> str:
     if not hasattr(module, "in_features") or any(type(x) is torch.nn.Linear for x in module.modules()):
         return ""
     return f"it is no torch.nn.Linear but a {modules.kind_of(type(module))}"
+
+
+def _bodies(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The text parts in ``model``: what has layers between an embedding and a last norm."""
+    return [m for m in model.modules() if hasattr(m, "embed_tokens") and hasattr(m, "layers") and hasattr(m, "norm")]
 
 
 def _route(model: Any, report: Report) -> None:

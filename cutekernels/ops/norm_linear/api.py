@@ -22,7 +22,7 @@ from cutekernels.ops.norm_linear.problem import NormLinearConfig
 from cutekernels.ops.norms.api import rms_norm
 from cutekernels.ops.shared import tensor_op
 from cutekernels.ops.shared.checks import INFINITE, check_eps, check_flag, check_tensor, check_word
-from cutekernels.ops.shared.registration import autocasting
+from cutekernels.ops.shared.registration import autocasting, transformed
 from cutekernels.ops.shared.triton_op import call
 
 
@@ -290,6 +290,8 @@ def _gradient(name: str, chain: Any) -> Any:
         if torch.is_grad_enabled():  # for a second derivative, within vmap: elsewhere the chain itself is recorded
             raise UnsupportedProblem(f"{name} within vmap is differentiable once: call its parts one after the other")
         wanted = [*ctx.needs_input_grad, *[False] * len(ctx.others)][: len(ctx.others)]  # no entry for omitted defaults
+        if transformed():
+            return _within_transform(chain, ctx, wanted, dy)
         leaves = [
             None if t is None else t.detach().requires_grad_(w) for t, w in zip(ctx.saved_tensors, wanted, strict=True)
         ]
@@ -300,3 +302,17 @@ def _gradient(name: str, chain: Any) -> Any:
         return tuple([next(grads) if w else None for w in wanted])
 
     return backward
+
+
+def _within_transform(chain: Any, ctx: Any, wanted: list[bool], dy: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients by ``torch.func.vjp``, which transforms take; autograd's own way they refuse."""
+    args = [other if t is None else t for t, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
+    places = [i for i, want in enumerate(wanted) if want]
+
+    def of(*leaves: Tensor) -> Tensor:
+        given = dict(zip(places, leaves, strict=True))
+        return chain(*[given.get(i, arg) for i, arg in enumerate(args)])  # type: ignore[no-any-return]
+
+    _, pull = torch.func.vjp(of, *[args[i] for i in places])
+    grads = iter(pull(dy))
+    return tuple([next(grads) if want else None for want in wanted])
