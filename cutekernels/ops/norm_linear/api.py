@@ -313,6 +313,6 @@ def _within_transform(chain: Any, ctx: Any, wanted: list[bool], dy: Tensor) -> t
         given = dict(zip(places, leaves, strict=True))
         return chain(*[given.get(i, arg) for i, arg in enumerate(args)])  # type: ignore[no-any-return]
 
-    _, pull = torch.func.vjp(of, *[args[i] for i in places])
+    pull: Any = torch.func.vjp(of, *[args[i] for i in places])[1]
     grads = iter(pull(dy))
     return tuple([next(grads) if want else None for want in wanted])
