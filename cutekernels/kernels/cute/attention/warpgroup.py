@@ -609,10 +609,11 @@ class WarpgroupAttention:
                     # First block: its P V.
                     at = self.accumulate_first(held, seen, first, at)
                 else:
-                    # No row of the tile sees a key: accumulators and totals stay 0.
+                    # No row of the group sees a key here: accumulators and totals stay as start_rows left them.
                     if const_expr(self.separate_output_smem):
                         self.queries.release(own.thread, barriers.empty_q, own.group, Boolean(True))
                 result = ResultTile(tile.layer, tile.batch, tile.head, row, tile.begin_q, band.seq_q)
+                # Without separate_output_smem this arrives on empty_q too, once results have left the queries' bytes.
                 self.results.store(own, result, launch.mO, mLse, held.acc_o, held.states, barriers.empty_q)
                 q_phase = q_phase ^ 1
             # Waits for the number of the next tile, where tiles are drawn from a counter.

@@ -26,7 +26,7 @@ One tile, consumer: start C's first boxes and fetch the bias; in ping-pong wait 
 
 Ends:
     The TMA fills a ragged K with zeros, and clips stores at the ends of out; nothing is masked in the kernel. The last
-    tiles of rows and columns begin early, to end where out does (``place``).
+    tiles of rows and columns begin early, to end where out does (``place``), but not with C.
 
 Cluster of two CTAs, along rows or columns: each loads half of the operand that both need and multicasts it.
 Dependent launch (PDL): barriers are set up while the previous kernel still runs.
@@ -533,6 +533,7 @@ class WarpgroupGemm:
         """A consumer group's tiles, one after the other."""
         consumer = self.consumer(tid, group, shared, tiled_mma)
         buffers = self.buffers(consumer, shared)
+        # In ping-pong the first group finds its order at once (phase 1 of a fresh barrier); the second waits for it.
         at, boxes_used, order_phase = Position(Int32(0), Int32(0)), Int32(0), Int32(1) - group
         first, stride = walk.first, walk.step
         if const_expr(self.pingpong):
