@@ -16,9 +16,9 @@ One k-tile of the mainloop:
     3. Last k-block: wait for the next k-tile and for all warps, load its block 0, multiply the last block.
 
 Ends:
-    A ragged K comes *first*: ``OperandLoad.copies`` shifts k-tiles so that the first is partial. ``fill`` zeros its buffer and masks it
-    along K (``OperandLoad.first_mask``), so the mainloop needs no bounds along K. Rows beyond M or N are masked in each
-    copy (``OperandLoad.mask``); their products are whatever lay in shared memory, and the epilogue does not store them.
+    A ragged K comes *first*: ``OperandLoad.copies`` shifts k-tiles so that the first is partial. ``fill`` zeros its
+    buffer and masks it along K (``OperandLoad.first_mask``), so the mainloop needs no bounds along K. Rows beyond M or
+    N are masked in each copy (``OperandLoad.mask``); their products are whatever lay in shared memory, and the epilogue does not store them.
 
 Epilogue:
     Through a tile in shared memory, 16 bytes a thread (``parts/epilogue.py``): in the place of the buffers, or, in a
