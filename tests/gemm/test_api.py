@@ -482,3 +482,27 @@ def test_linear_refuses_batches_that_are_not_dense() -> None:
     for bad in (x.to_sparse(), torch.nested.nested_tensor(list(x))):
         with pytest.raises(UnsupportedProblem, match="linear takes x as a dense tensor"):
             ck.linear(bad, w)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8), (8,)])
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_results_of_linear_may_be_modified_in_place(shape: tuple[int, ...], backend: str | None) -> None:
+    def changed(x: Tensor, w: Tensor) -> Tensor:
+        y = ck.linear(x, w)
+        y += 1
+        return y * y
+
+    function: Any = changed if backend is None else torch.compile(changed, backend=backend, fullgraph=True)
+    x, w = randn(*shape), randn(4, 8).requires_grad_()
+    wanted = torch.autograd.grad((torch.nn.functional.linear(x, w) + 1).square().sum(), w)
+    torch.testing.assert_close(torch.autograd.grad(function(x, w).sum(), w), wanted)
+
+
+@pytest.mark.parametrize(("k", "n"), [(0, 4), (8, 0)])
+def test_linear_without_elements_has_gradients(k: int, n: int) -> None:
+    x, w = randn(2, 3, k).requires_grad_(), randn(n, k).requires_grad_()
+    y = ck.linear(x, w)
+    assert (y.shape, y.sum().item()) == ((2, 3, n), 0)
+    dx, dw = torch.autograd.grad(y.sum(), (x, w))
+    assert (dx.shape, dw.shape, dx.abs().sum().item(), dw.abs().sum().item()) == (x.shape, w.shape, 0, 0)
+    assert torch.compile(ck.linear, backend="aot_eager")(x.detach(), w.detach()).shape == (2, 3, n)

@@ -168,6 +168,24 @@ def test_compiled_sequences_in_one_row_stay_apart() -> None:
                 close(ours(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
 
 
+@pytest.mark.parametrize("way", ["hook", "wrapper"])
+def test_positions_that_come_late_are_seen(way: str) -> None:
+    torch.compiler.reset()
+    model, ids = tiny.model("llama"), tokens()[:1]
+    positions = torch.cat([torch.arange(5), torch.arange(ids.shape[1] - 5)])[None]
+    with torch.no_grad():
+        expected = model(ids, position_ids=positions, use_cache=False).logits
+        with ck.patch(model):
+            body = model.model
+            if way == "hook":
+                body.register_forward_pre_hook(lambda m, a, k: (a, k | {"position_ids": positions}), with_kwargs=True)
+            else:
+                inner = body.forward
+                body.forward = lambda *a, **k: inner(*a, **k | {"position_ids": positions})
+            close(torch.compile(model, backend="aot_eager")(ids, use_cache=False).logits, expected)
+            body.__dict__.pop("forward", None)
+
+
 def test_compiled_for_any_length() -> None:
     with compiled("gemma2", dynamic=True) as (model, ids, expected):
         for length in (9, 20):

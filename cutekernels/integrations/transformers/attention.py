@@ -107,7 +107,9 @@ def unwatch(body: torch.nn.Module) -> None:
 def _begin(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling():
         given = ("position_ids", "attention_mask", "past_key_values")
-        _Traced.own_positions = len(args) <= 1 and all(kwargs.get(name) is None for name in given)
+        plain = len(args) <= 1 and all(kwargs.get(name) is None for name in given)
+        last = list(module._forward_pre_hooks.values())[-1] is _begin  # later ones may add positions, as may a wrapper
+        _Traced.own_positions = plain and last and "forward" not in module.__dict__
 
 
 def _end(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -176,6 +178,7 @@ def _is_band(
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     windowed: bool = False,
+    use_vmap: bool = False,
     **_: Any,
 ) -> bool:
     """Whether a traced call's mask is the causal band of a prompt: transformers writes that one out, since SDPA would
@@ -186,7 +189,7 @@ def _is_band(
     """
     if not torch.compiler.is_compiling() or attention_mask is not None:
         return False
-    if not allow_is_causal_skip and not _Traced.own_positions:
+    if not allow_is_causal_skip and (use_vmap or not _Traced.own_positions):  # use_vmap: with a mask of the caller's
         return False
     begins = not windowed if isinstance(q_offset, Tensor) else q_offset == 0
     return bool(begins and kv_offset == 0 and q_length == kv_length)

@@ -398,9 +398,18 @@ def register(library: torch.library.Library) -> None:
     )
 
 
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 is ambiguous without elements
+
+
+def _shaped(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """``y`` in the shape of the result. A view made within a Function could not be modified in place; this can."""
+    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))  # type: ignore[no-any-return]
+
+
 def _linear_launch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """``linear`` on a GPU: a call like one before at once."""
-    a, b = x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight.t()
+    a, b = x if x.dim() == 2 else _rows(x), weight.t()
     options = activation, "fp32"
     if bias is None:
         made = _CALLS.replay(None, (a, b), options, (1.0, 0.0))
@@ -409,7 +418,7 @@ def _linear_launch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: s
     if made is None:
         made = (_general(None, (a, b, None, bias), 1.0, 0.0, *options, None),)
     y = made[0]
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+    return y if x.dim() == 2 else _shaped(y, x, weight)
 
 
 def _gemm_launch(
@@ -438,8 +447,8 @@ def _flattened(
     """``product`` of the rows of ``x``."""
     if x.dim() == 2:
         return product(x, weight.t(), None, bias, 1.0, 0.0, activation, "fp32", None)
-    made = product(x.reshape(-1, x.shape[-1]), weight.t(), None, bias, 1.0, 0.0, activation, "fp32", None)
-    return made.view(*x.shape[:-1], weight.shape[0])
+    made = product(_rows(x), weight.t(), None, bias, 1.0, 0.0, activation, "fp32", None)
+    return _shaped(made, x, weight)
 
 
 def _cuda(results, inputs, alpha=1.0, beta=0.0, activation="none", accumulate="fp32", config=None):  # type: ignore[no-untyped-def]
@@ -546,13 +555,13 @@ def _linear_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         z = LINEAR_PATH(x, weight, bias, "none") if output is None else output
         dz = through_activation(grad, z, ctx.activation)
     needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-    flat = dz if dz.dim() == 2 else dz.reshape(-1, dz.shape[-1])
+    flat = dz if dz.dim() == 2 else _rows(dz)
     dx = dweight = dbias = None
     if needs_x:
         dx = _product(flat, weight, 1.0)
         dx = dx if x.dim() == 2 else dx.view(x.shape)
     if needs_weight:
-        dweight = _product(flat.t(), x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), 1.0)
+        dweight = _product(flat.t(), x if x.dim() == 2 else _rows(x), 1.0)
     if needs_bias and bias_dtype is not None:
         dbias = _column_sums(flat, bias_dtype)
     return dx, dweight, dbias, None

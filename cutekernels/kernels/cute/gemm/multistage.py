@@ -18,7 +18,8 @@ One k-tile of the mainloop:
 Ends:
     A ragged K comes *first*: ``OperandLoad.copies`` shifts k-tiles so that the first is partial. ``fill`` zeros its
     buffer and masks it along K (``OperandLoad.first_mask``), so the mainloop needs no bounds along K. Rows beyond M or
-    N are masked in each copy (``OperandLoad.mask``); their products are whatever lay in shared memory, and the epilogue does not store them.
+    N are masked in each copy (``OperandLoad.mask``); their products are whatever lay in shared memory, and the epilogue
+    does not store them.
 
 Epilogue:
     Through a tile in shared memory, 16 bytes a thread (``parts/epilogue.py``): in the place of the buffers, or, in a
