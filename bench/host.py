@@ -50,7 +50,7 @@ class Case:
     op: str
     operands: Callable[[int, torch.device, torch.dtype], Operands]
     contenders: dict[str, Callable[[], Function]]
-    """By name, a function without arguments that gives the contender or raises ImportError."""
+    """Contenders by name: a function without arguments gives each, or raises ImportError."""
     ways: tuple[str, ...] = ("no_grad", "forward", "backward")
     chained: Callable[..., Any] | None = None
     """``(function, operands) -> result`` of the same shape as the first operand, for the way ``graph``."""

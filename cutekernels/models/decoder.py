@@ -375,7 +375,7 @@ class Decoder:
             with torch.inference_mode():
                 self._decode(batch, greedy)  # compiles kernels; appends nothing, since nobody counts
                 found = torch.cuda.CUDAGraph()
-                # By this thread alone: another one may read a prompt from the device meanwhile.
+                # Capture concerns this thread alone: another one may read a prompt from the device meanwhile.
                 with torch.cuda.graph(found, pool=self._pool, capture_error_mode="thread_local"):
                     self._decode(batch, greedy)
             for t, before in zip(state, kept, strict=True):

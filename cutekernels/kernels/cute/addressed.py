@@ -47,7 +47,7 @@ class Addressed:
         beta: Float32,
         stream: cuda.CUstream,
     ):
-        # What the body was compiled for: the launch's numbers are promised to have these divisors.
+        # Divisors that the body was compiled for, promised of the launch's numbers.
         m = cute.assume(m, divby=self.divisors[0])
         n = cute.assume(n, divby=self.divisors[1])
         k = cute.assume(k, divby=self.divisors[2])

@@ -24,7 +24,7 @@ from cutekernels.ops.gemm.slopes import through_activation
 from cutekernels.ops.shared import call_cache
 from cutekernels.ops.shared.call_cache import Call, CallCache
 from cutekernels.ops.shared.checks import check_arguments, check_tensor, check_word, kinds_of, refuse_gradient
-from cutekernels.ops.shared.registration import Path, define_with_out, direct
+from cutekernels.ops.shared.registration import PLAIN, Path, define_with_out, direct
 from cutekernels.ops.shared.strides import overlaps_itself, pairs, relation, span_bytes
 
 _INPUTS = "Tensor a, Tensor b, Tensor? c, Tensor? bias"
@@ -39,7 +39,6 @@ _increment_version = torch._C._increment_version
 _is_grad_enabled = torch.is_grad_enabled
 _any_requires_grad = torch._C._any_requires_grad
 _is_compiling = torch.compiler.is_compiling
-_PLAIN = (Tensor, torch.nn.Parameter)
 GEMM_PATH: Path
 LINEAR_PATH: Path
 
@@ -125,7 +124,7 @@ def gemm(
         if _is_grad_enabled() and out is None and not _is_compiling() and _any_requires_grad(a, b, c, bias):
             return GEMM_PATH(a, b, c, bias, alpha, beta, name, accumulate, text)  # type: ignore[no-any-return]
         if not _is_compiling():
-            made = calls.replay(*call_of) if type(b) in _PLAIN else None  # a fake's address is not to be read
+            made = calls.replay(*call_of) if type(b) in PLAIN else None  # a fake's address is not to be read
             if made is None and direct(a, b, c, bias, out):
                 made = calls.recall(*call_of)
             if made is not None:

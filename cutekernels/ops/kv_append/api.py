@@ -11,6 +11,7 @@ from cutekernels.ops.kv_append.op import KV_APPEND, KvAppendConfig
 from cutekernels.ops.rope import refuse_table_gradient
 from cutekernels.ops.shared import tensor_op
 from cutekernels.ops.shared.checks import check_tensor, refuse_duals
+from cutekernels.ops.shared.registration import PLAIN
 from cutekernels.ops.shared.triton_op import refuse_others
 
 
@@ -59,6 +60,8 @@ def kv_append(
     try:
         _refuse_gradient(queries, k, v, cos, sin)
         refuse_duals("kv_append", (k_cache, v_cache))
+        if type(k) in PLAIN and KV_APPEND.calls.replay(results, operands, (interleaved,), (), config) is not None:
+            return
         if tensor_op.direct(*operands, *results):
             tensor_op.run(KV_APPEND, results, operands, options=(interleaved,), config=config)
             return

@@ -33,6 +33,7 @@ _is_grad_enabled = torch.is_grad_enabled
 _any_requires_grad = torch._C._any_requires_grad
 autocasting = torch._C._is_any_autocast_enabled
 _Parameter = torch.nn.Parameter
+PLAIN = (Tensor, _Parameter)  # of other types, fakes among them, no address is to be read
 
 # The dispatch keys that a thread includes where nobody intercepts: modes, vmap, tracers and jit each add one.
 _Key, _Keys = torch._C.DispatchKey, torch._C.DispatchKeySet

@@ -30,7 +30,7 @@ from cutekernels.ops.shared.operands import (
     shape_of,
     sizes_of,
 )
-from cutekernels.ops.shared.registration import autocasting, plain
+from cutekernels.ops.shared.registration import PLAIN, autocasting, plain
 from cutekernels.ops.shared.strides import overlaps_itself
 from cutekernels.ops.shared.tensor_op import (
     DTYPE_NAMES,
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 traced_by_dynamo = torch.compiler.is_dynamo_compiling
 is_grad_enabled = torch.is_grad_enabled
 any_requires_grad = torch._C._any_requires_grad
-PLAIN = (Tensor, torch.nn.Parameter)  # of others, fakes among them, no address is to be read
 
 _SCHEMA_TYPES = {"fp32": "float", "i32": "int", "i64": "SymInt"}
 
