@@ -12,7 +12,8 @@ from cutekernels.ops.gemm.problem import Activation, GemmConfig
 from cutekernels.ops.gemm.slopes import SLOPES
 from cutekernels.ops.moe.grouped import GATED, GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from cutekernels.ops.shared import tensor_op
-from cutekernels.ops.shared.checks import check_arguments, check_tensor, check_word, refuse_gradient
+from cutekernels.ops.shared.checks import check_arguments, check_tensor, check_word
+from cutekernels.ops.shared.triton_op import call
 
 _BIAS_COLUMNS = 8  # of ones, whose product with dout is the bias's gradient: 16-byte rows
 
@@ -57,16 +58,7 @@ def grouped_gemm(
     inputs = (x, weight, offsets, bias)
     check_arguments("grouped_gemm", GROUPED_GEMM.kinds, (*inputs, activation))
     check_tensor("grouped_gemm", "out", out, optional=True)
-    text = None if config is None else str(config)
-    if out is not None:
-        refuse_gradient(x, weight, bias, out)
-    if out is None:
-        return GROUPED_GEMM.path(*inputs, activation, text)  # type: ignore[no-any-return]
-    if tensor_op.direct(*inputs, out):
-        tensor_op.run(GROUPED_GEMM, (out,), inputs, options=(activation,), config=text)
-        return out
-    torch.ops.cutekernels.grouped_gemm_out(*inputs, out, activation, text)
-    return out
+    return call(GROUPED_GEMM, inputs, (activation,), config=config, out=None if out is None else (out,))[0]
 
 
 def register(library: torch.library.Library) -> None:
