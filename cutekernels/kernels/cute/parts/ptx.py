@@ -3,6 +3,7 @@
 from typing import Any
 
 from cutlass._mlir.dialects import llvm
+from cutlass import Int32, Int64
 from cutlass.cutlass_dsl import dsl_user_op
 
 
@@ -26,3 +27,55 @@ def instruction(
         loc=loc,
         ip=ip,
     )
+
+
+@dsl_user_op
+def pure(text: str, *operands: Any, loc: object = None, ip: object = None) -> Any:
+    """One instruction of 32-bit registers that only computes: ``$0`` is the result, ``$1, $2...`` the operands."""
+    made = llvm.inline_asm(
+        Int32.mlir_type,
+        [operand.ir_value(loc=loc, ip=ip) for operand in operands],
+        text,
+        ",".join(["=r"] + ["r"] * len(operands)),
+        has_side_effects=False,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+    return Int32(made)
+
+
+@dsl_user_op
+def load_matrices(address: Int32, *, loc: object = None, ip: object = None) -> list[Int32]:
+    """ldmatrix.x4: four 8 x 8 matrices of 16-bit elements; lane i gives the shared address of row i % 8 of i // 8."""
+    four = llvm.StructType.get_literal([Int32.mlir_type] * 4)
+    made = llvm.inline_asm(
+        four,
+        [address.ir_value(loc=loc, ip=ip)],
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];",
+        "=r,=r,=r,=r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+    return [Int32(llvm.extractvalue(Int32.mlir_type, made, [i], loc=loc, ip=ip)) for i in range(4)]
+
+
+def copy_async(shared: Int32, source: Int64, bytes_: int) -> None:
+    """cp.async of 4 or 16 bytes, those past L1 where 16."""
+    cache = "cg" if bytes_ == 16 else "ca"
+    instruction(f"cp.async.{cache}.shared.global [$0], [$1], {bytes_};", "r,l", shared, source)
+
+
+def copy_async_or_zero(shared: Int32, source: Int64, bytes_: int, read: Int32) -> None:
+    """cp.async of ``read`` bytes, and zeros up to ``bytes_``."""
+    cache = "cg" if bytes_ == 16 else "ca"
+    instruction(f"cp.async.{cache}.shared.global [$0], [$1], {bytes_}, $2;", "r,l,r", shared, source, read)
+
+
+def held(value: int, count: Int32) -> Int32:
+    """A constant in a register: ``count`` is a number that is not negative, which ptxas cannot know."""
+    return pure(f"{{ .reg .b32 t; shr.u32 t, $1, 31; add.u32 $0, t, {value}; }}", count)

@@ -227,3 +227,73 @@ class WarpgroupSmem:
     @property
     def total_bytes(self) -> int:
         return self.ring_at + self.places * self.PLACE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSkinnySmem:
+    """Shared memory of a skinny product with a packed weight: stages of weight, tokens, scales and zero points; then
+    accumulators of groups of warps; a flag.
+    """
+
+    tile_m: int  # tokens
+    tile_n: int  # weight rows
+    tile_k: int
+    stages: int
+    warps_k: int
+    bits: int
+    scale_bytes: int
+    group: int  # elements of K that share a scale; 0: all
+    scale_rows: int  # rows that share a scale: 1, or 128
+    zeros: bool
+    TILE = 64  # rows, and elements of K, of a packed tile
+    VECTOR = 16
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of a packed tile of 64 x 64."""
+        return self.TILE * self.TILE * self.bits // 8
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of the CTA's rows of a packed tile."""
+        return self.tile_bytes * min(self.tile_n, self.TILE) // self.TILE
+
+    @property
+    def run_bytes(self) -> int:
+        """Bytes of up to 64 rows of a stage's weight; of all 64 contiguous in memory too."""
+        return self.tile_k // self.TILE * self.part_bytes
+
+    @property
+    def x_at(self) -> int:
+        return max(1, self.tile_n // self.TILE) * self.run_bytes
+
+    @property
+    def groups(self) -> int:
+        """Groups that a stage's scales belong to."""
+        return max(1, self.tile_k // self.group) if self.group else 0
+
+    @property
+    def scales_at(self) -> int:
+        return self.x_at + self.tile_m * self.tile_k * 2
+
+    @property
+    def zeros_at(self) -> int:
+        per_group = self.tile_n * self.scale_bytes if self.scale_rows == 1 else 4
+        return self.scales_at + -(-self.groups * per_group // self.VECTOR) * self.VECTOR
+
+    @property
+    def stage_bytes(self) -> int:
+        end = self.zeros_at + self.groups * self.tile_n * self.zeros
+        return -(-end // 128) * 128  # a swizzled line of tokens
+
+    @property
+    def sums_at(self) -> int:
+        return self.stages * self.stage_bytes
+
+    @property
+    def flag_at(self) -> int:
+        return self.sums_at + (self.warps_k - 1) * self.tile_m * self.tile_n * 4
+
+    @property
+    def total_bytes(self) -> int:
+        return self.flag_at + self.VECTOR

@@ -1,0 +1,154 @@
+"""Packed weights of 4 and 8 bits: from 32-bit words to fragments of the activations' type, in registers.
+
+A weight lies in the order in which a thread of an MMA holds it (``quant/layout.py``), so that 16 bytes are a lane's own.
+A word of 4-bit codes is one k-block of 16: pair p (p = 0..3, as the registers of an A fragment) in nibbles p and p + 4.
+Of 8-bit codes two words are one k-block: word i has pair 2i in bytes 0 and 2, pair 2i + 1 in bytes 1 and 3.
+
+Decoding is exact: integers and e4m3 are numbers of both 16-bit types. Only nf4's table is rounded to them, once.
+Instructions for 8 weights: int4 11 (fp16 9), int8 14, e4m3 18, nf4 about 30.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from cutekernels.kernels.cute.parts.ptx import held, pure
+
+# bitsandbytes' table of 4-bit normal floats.
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """How elements are coded, and the type they become. ``code``: ``"int4" | "int8" | "e4m3" | "nf4"``."""
+
+    code: str
+    dtype: type[cutlass.Numeric]
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.code in ("int4", "nf4") else 8
+
+    @property
+    def words(self) -> int:
+        """Words of a lane's k-block of 16."""
+        return self.bits // 4
+
+    @property
+    def halves(self) -> bool:
+        return self.dtype is cutlass.Float16
+
+    @cute.jit
+    def shift(self, zero: Int32) -> Int32:
+        """What ``decode`` adds to an int4 code with the magic exponent, twice in a word: minus (magic + zero)."""
+        if const_expr(self.halves):
+            return (zero | 0xE400) * 0x10001  # -(1024 + z)
+        return (zero | 0xC300) * 0x10001  # -(128 + z)
+
+    @property
+    def magic(self) -> int:
+        """An exponent, twice in a word, in whose mantissa's low bits an integer is that integer more."""
+        return 0x64006400 if self.halves else 0x43004300
+
+    @cute.jit
+    def constant(self, count: Int32) -> Int32:
+        """A constant in a register of its own: an instruction takes one immediate operand, and a second would be moved
+        to a register each time. ``count`` is any number that is not negative.
+        """
+        return held(0x000F000F if self.code == "int4" else self.magic, count)
+
+    @cute.jit
+    def decode(self, words: cute.Tensor, shifts: cute.Tensor | None, constant: Int32, pairs: cute.Tensor):
+        """One k-block: ``words`` (words,) to ``pairs`` (4,), both Int32. ``shifts`` (2,): of rows r and r + 8."""
+        if const_expr(self.code == "int4"):
+            self.decode_int4(words[0], shifts, constant, pairs)
+        elif const_expr(self.code == "nf4"):
+            self.decode_nf4(words[0], pairs)
+        else:
+            for i in cutlass.range_constexpr(2):
+                if const_expr(self.code == "int8"):
+                    pairs[2 * i] = self.signed(words[i], constant)
+                    pairs[2 * i + 1] = self.signed(words[i] >> 8, constant)
+                else:
+                    pairs[2 * i] = self.float8(words[i] << 8)
+                    pairs[2 * i + 1] = self.float8(words[i])
+
+    @cute.jit
+    def decode_int4(self, word: Int32, shifts: cute.Tensor, mask: Int32, pairs: cute.Tensor):
+        # A nibble in the low mantissa bits of a number with a magic exponent: 128 + q, or 1024 + q; then minus that
+        # and the zero point, exact.
+        for p in cutlass.range_constexpr(4):
+            integer = ((word >> (4 * p)) & mask) | self.magic
+            if const_expr(self.halves):
+                pairs[p] = pure("add.rn.f16x2 $0, $1, $2;", integer, shifts[p % 2])
+            else:
+                pairs[p] = pure("fma.rn.bf16x2 $0, $1, $2, $3;", integer, Int32(0x3F803F80), shifts[p % 2])
+
+    @cute.jit
+    def signed(self, word: Int32, magic: Int32) -> Int32:
+        """Two's complement bytes 0 and 2 of ``word``."""
+        if const_expr(self.halves):
+            integer = ((word ^ 0x00800080) & 0x00FF00FF) | magic  # 1024 + 128 + b
+            return pure("add.rn.f16x2 $0, $1, $2;", integer, Int32(-0x1B7F1B80))  # 0xE480E480: -(1024 + 128)
+        # bf16 has 8 bits: 128 + the low seven, minus 128 or, for a negative one, 256.
+        low = (word & 0x007F007F) | magic
+        sign = (word & 0x00800080) | magic
+        return pure("fma.rn.bf16x2 $0, $1, $2, $3;", sign, Int32(-0x407F4080), low)  # 0xBF80BF80: -1
+
+    @cute.jit
+    def float8(self, word: Int32) -> Int32:
+        """e4m3 in bytes 1 and 3 of ``word``: sign, then exponent and mantissa moved to their places; the exponent's
+        bias is made up for by a power of two, exact, subnormal numbers too.
+        """
+        zero = Int32(-0x7FFF8000)  # -0.0 twice: keeps the sign of zero
+        if const_expr(self.halves):
+            moved = ((word >> 1) & 0x3F803F80) | (word & -0x7FFF8000)
+            return pure("fma.rn.f16x2 $0, $1, $2, $3;", moved, Int32(0x5C005C00), zero)  # 2^8
+        moved = ((word >> 4) & 0x07F007F0) | (word & -0x7FFF8000)
+        return pure("fma.rn.bf16x2 $0, $1, $2, $3;", moved, Int32(0x7B807B80), zero)  # 2^120
+
+    @cute.jit
+    def decode_nf4(self, word: Int32, pairs: cute.Tensor):
+        """A byte permutation looks 4 nibbles up among 8 bytes: twice for 16 values, for low and high bytes."""
+        table = [bits16(value, self.halves) for value in NF4]
+        planes = [
+            [int_of([(table[4 * i + j] >> (8 * byte)) & 0xFF for j in range(4)]) for i in range(4)] for byte in range(2)
+        ]
+        halves = []
+        for s in cutlass.range_constexpr(2):
+            nibbles = word >> (16 * s)
+            low3 = nibbles & 0x7777
+            upper = ((nibbles >> 1) & 0x4444) | 0x3210  # byte i of values 0..7, or of 8..15
+            found = []
+            for byte in cutlass.range_constexpr(2):
+                t = planes[byte]
+                first = pure("prmt.b32 $0, $1, $2, $3;", Int32(t[0]), Int32(t[1]), low3)
+                second = pure("prmt.b32 $0, $1, $2, $3;", Int32(t[2]), Int32(t[3]), low3)
+                found.append(pure("prmt.b32 $0, $1, $2, $3;", first, second, upper))
+            # Elements 0, 1 and 2, 3 of this half as 16-bit numbers.
+            halves.append([pure("prmt.b32 $0, $1, $2, $3;", found[0], found[1], Int32(c)) for c in (0x5140, 0x7362)])
+        for p in cutlass.range_constexpr(4):
+            choice = Int32(0x5410 if p % 2 == 0 else 0x7632)
+            pairs[p] = pure("prmt.b32 $0, $1, $2, $3;", halves[0][p // 2], halves[1][p // 2], choice)
+
+
+def bits16(value: float, halves: bool) -> int:
+    """The 16 bits of ``value`` as fp16, or as bf16 rounded to nearest even."""
+    import struct
+
+    if halves:
+        return int(struct.unpack("<H", struct.pack("<e", value))[0])
+    bits = struct.unpack("<I", struct.pack("<f", value))[0]
+    return int((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+
+
+def int_of(four: list[int]) -> int:
+    """Four bytes as a signed 32-bit number."""
+    return int.from_bytes(bytes(four), "little", signed=True)

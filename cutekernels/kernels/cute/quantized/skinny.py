@@ -1,0 +1,626 @@
+"""Product of a few tokens with a packed weight: ``out = act(X @ dequantized(W)^T + bias + C)``.
+
+At decode sizes a linear layer is limited by reading the weight, so the kernel keeps many of its bytes in flight, and
+decodes them in registers: shared memory and DRAM see packed bytes alone.
+
+Roles:
+    Weight rows take the m16 side of the MMA, tokens the n8 side. A CTA has ``tile_n`` weight rows and ``tile_m`` tokens
+    at a time. All threads copy, all warps multiply: ``warps_n`` of them divide the rows, and ``warps_k`` groups divide
+    each k-tile.
+
+Work:
+    A unit is one k-tile of one tile of out. All units, tile after tile, are dealt out to the CTAs in equal runs, so one
+    full wave reads the weight whatever its shape ("stream-K"). A tile whose k-tiles lie in several CTAs is added up by
+    the last of them to arrive, in their order, so the result is the same each time.
+
+Pipeline:
+    ``stages`` buffers of packed weight, tokens, scales and zero points, filled ``stages - 1`` units ahead by cp.async,
+    across the ends of tiles. No mbarrier: a thread waits for its own copies (one commit group a unit), then one
+    CTA-wide barrier a unit says that everyone's have landed, and that everyone has read the buffer before.
+
+One unit: wait and barrier; start the copies of unit + ``stages - 1``; then for 64 of K at a time: a lane's 16 or 32
+    packed bytes of each strip of 16 rows (they lie in its order), the tokens' fragments by ldmatrix; decode a k-block,
+    multiply it; at the end of a group of the scales, add its accumulators times its scales to the tile's.
+Tile's end: groups of warps leave accumulators in shared memory and the first adds them up; a tile of several CTAs by
+    way of a workspace and a ticket. Results go straight from registers to memory: they are few.
+
+Numbers: codes less their zero points are exact in the activations' type, products and sums are fp32, and scales
+    multiply fp32 sums, a group of K at a time: a weight is never rounded. (nf4's table is, to the activations' type.)
+
+Ends: a K that no k-tile divides reads zeros for tokens, weight and scales behind K. Tokens beyond the last are not
+    copied: their columns of the accumulators are never stored.
+
+Dependent launch (PDL): CTAs are set up while the previous kernel still runs, and prefetch ``ahead`` units of the weight
+    into the L2. The next may start when the last loads are under way.
+
+Refuses (``ops/quantized/skinny.py``): tokens whose rows are not 16-byte aligned, K no multiple of 8.
+
+Source:
+    Packing weights in the order of MMA fragments and striped partitioning are Marlin's ideas; scales on the sums
+    rather than on the weights are DeepGEMM's promotion. Here both serve int4, int8, e4m3 and nf4.
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import warp
+from cutlass.memory import SmemAllocator
+
+from cutekernels.kernels.cute.parts.epilogue import Activation
+from cutekernels.kernels.cute.parts.packed import PackedWeights
+from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
+from cutekernels.kernels.cute.parts.ptx import copy_async, copy_async_or_zero, load_matrices
+from cutekernels.kernels.cute.parts.smem import PackedSkinnySmem
+
+TILE = 64  # rows, and elements of K, of a packed tile
+STRIP = 16  # rows of an MMA
+VECTOR = 16  # bytes
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What the kernel reads and writes."""
+
+    mD: cute.Tensor  # (M, N)
+    mX: cute.Tensor  # (M, K)
+    mW: cute.Tensor  # (bytes,)
+    mS: cute.Tensor  # (groups * N padded to 64,), or of 128 x 128 blocks
+    mZ: cute.Tensor | None  # bytes, as the scales
+    mBias: cute.Tensor | None  # (N,)
+    mC: cute.Tensor | None  # (M, N)
+    mPartials: cute.Tensor  # two tiles of accumulators a CTA
+    mTickets: cute.Tensor  # (tiles,), zero before and after
+
+
+@dataclass(frozen=True)
+class Extents:
+    """Sizes of the product in the kernel's units."""
+
+    m: Int32
+    n: Int32
+    k: Int32
+    tiles_k: Int32  # packed tiles along K
+    k_tiles: Int32  # of a tile of out
+    tiles_m: Int32
+    units: Int32
+    share: Int32  # units of a CTA
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One k-tile of one tile of out, which is ``n``-th along weight rows and ``m``-th along tokens."""
+
+    n: Int32
+    m: Int32
+    k_tile: Int32
+
+
+@dataclass(frozen=True)
+class PackedSkinny:
+    """The body."""
+
+    weights: PackedWeights
+    scale: type[cutlass.Numeric]
+    group: int  # elements of K that share a scale: 32, 64, 128; 0: all
+    scale_rows: int  # rows that share a scale: 1, or 128
+    zeros: bool
+    tile_m: int  # tokens
+    tile_n: int  # weight rows
+    tile_k: int
+    warps_n: int
+    warps_k: int
+    stages: int
+    activation: Activation
+    dependent: bool
+    ahead: int  # units of W prefetched before pdl_wait
+    ctas_per_sm: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_n * self.warps_k
+
+    @property
+    def group_threads(self) -> int:
+        """Threads that share a part of K."""
+        return 32 * self.warps_n
+
+    @property
+    def strips(self) -> int:
+        """Strips of 16 rows of a warp."""
+        return self.tile_n // STRIP // self.warps_n
+
+    @property
+    def chunk(self) -> int:
+        """Elements of K of a warp in a unit."""
+        return self.tile_k // self.warps_k
+
+    @property
+    def interval(self) -> int:
+        """Elements of K between two additions to the tile's accumulators; 0: scales multiply at the tile's end."""
+        return min(self.group, self.chunk)
+
+    @property
+    def smem(self) -> PackedSkinnySmem:
+        return PackedSkinnySmem(
+            self.tile_m, self.tile_n, self.tile_k, self.stages, self.warps_k, self.weights.bits,
+            self.scale.width // 8, self.group, self.scale_rows, self.zeros,
+        )  # fmt: skip
+
+    @cute.jit
+    def __call__(
+        self,
+        mD: cute.Tensor,  # (M, N)
+        mX: cute.Tensor,  # (M, K)
+        mW: cute.Tensor,  # (bytes,)
+        mS: cute.Tensor,  # (scales,)
+        mZ: cute.Tensor | None,  # (scales,), bytes
+        mBias: cute.Tensor | None,  # (N,)
+        mC: cute.Tensor | None,  # (M, N)
+        mPartials: cute.Tensor,
+        mTickets: cute.Tensor,
+        ctas: Int32,
+        share: Int32,  # units of each
+        stream: cuda.CUstream,
+    ):
+        self.kernel(mD, mX, mW, mS, mZ, mBias, mC, mPartials, mTickets, share).launch(
+            grid=[ctas, 1, 1],
+            block=[self.threads, 1, 1],
+            min_blocks_per_mp=self.ctas_per_sm,
+            preferred_smem_carveout=100,  # percent
+            use_pdl=self.dependent,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mD: cute.Tensor,
+        mX: cute.Tensor,
+        mW: cute.Tensor,
+        mS: cute.Tensor,
+        mZ: cute.Tensor | None,
+        mBias: cute.Tensor | None,
+        mC: cute.Tensor | None,
+        mPartials: cute.Tensor,
+        mTickets: cute.Tensor,
+        share: Int32,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        given = Operands(mD, mX, mW, mS, mZ, mBias, mC, mPartials, mTickets)
+        m, k = cute.size(mX, mode=[0]), cute.size(mX, mode=[1])
+        n = cute.size(mD, mode=[1])
+        k_tiles = cute.ceil_div(k, self.tile_k)
+        tiles_m = cute.ceil_div(m, self.tile_m)
+        units = cute.ceil_div(n, self.tile_n) * tiles_m * k_tiles
+        of = Extents(m, n, k, cute.ceil_div(k, TILE), k_tiles, tiles_m, units, share)
+        first = cta * share
+        end = cutlass.min(first + share, units)
+
+        # -- setup
+        storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=128)
+        base = storage.toint().to(Int32)
+        strips, tokens = const_expr(self.strips), const_expr(self.tile_m // 8)
+        tiled_mma = cute.make_tiled_mma(warp.MmaF16BF16Op(self.weights.dtype, Float32, (STRIP, 8, 16)))
+        acc = cute.make_rmem_tensor(((2, 2), strips, tokens), Float32)
+        acc.fill(0.0)
+        constant = self.weights.constant(share)
+        warp_n = cute.arch.make_warp_uniform(tid // 32 % self.warps_n)
+        warp_k = cute.arch.make_warp_uniform(tid // self.group_threads)
+
+        at = self.unit(of, first)
+        if const_expr(self.dependent):
+            if const_expr(self.ahead > 0):
+                # PDL: before the wait only prefetches, right whatever is written meanwhile.
+                if tid < self.ahead and at.k_tile + tid < k_tiles:
+                    self.prefetch(given, of, Unit(at.n, at.m, at.k_tile + tid))
+            # PDL: all threads wait until the previous kernel has ended and its writes are visible.
+            cute.arch.griddepcontrol_wait()
+
+        # -- prologue: the first stages - 1 units, a commit group each; unrolled, since a load is on its way the sooner
+        coming = at
+        for stage in cutlass.range_constexpr(self.stages - 1):
+            if first + stage < end:
+                self.start_loads(tid, given, of, coming, base + stage * self.smem.stage_bytes)
+            cute.arch.cp_async_commit_group()
+            coming = self.following(of, coming)
+
+        # -- mainloop
+        read, write = Int32(0), Int32(self.stages - 1)
+        for number in cutlass.range(first, end, unroll=1):
+            # This unit has landed, for this thread and then for all; and all warps have read the one before, so its
+            # buffer, ``write``, may be filled again.
+            cute.arch.cp_async_wait_group(self.stages - 2)
+            cute.arch.sync_threads()
+            if number + (self.stages - 1) < end:
+                self.start_loads(tid, given, of, coming, base + write * self.smem.stage_bytes)
+            cute.arch.cp_async_commit_group()
+            if const_expr(self.dependent):  # noqa: SIM102  known when compiled
+                if number == cutlass.max(first, end - (self.stages - 1)):
+                    # PDL: our last loads are under way, and the next kernel's then follow them.
+                    cute.arch.griddepcontrol_launch_dependents()
+            self.multiply(tid, warp_n, warp_k, tiled_mma, base + read * self.smem.stage_bytes, constant, acc)
+            if at.k_tile == k_tiles - 1 or number == end - 1:
+                # -- the end of a tile, or of this CTA's part of it
+                self.finish(tid, warp_n, warp_k, cta, storage, given, of, at, acc)
+                acc.fill(0.0)
+            coming = self.following(of, coming)
+            at = self.following(of, at)
+            read = read + 1
+            if read == self.stages:
+                read = Int32(0)
+            write = write + 1
+            if write == self.stages:
+                write = Int32(0)
+
+    @cute.jit
+    def unit(self, of: Extents, number: Int32) -> Unit:
+        """Tiles are counted along tokens first, so that those of the same weight rows follow one another."""
+        tile = number // of.k_tiles
+        return Unit(tile // of.tiles_m, tile % of.tiles_m, number % of.k_tiles)
+
+    @cute.jit
+    def following(self, of: Extents, unit: Unit) -> Unit:
+        """The unit behind ``unit``."""
+        n, m, k_tile = unit.n, unit.m, unit.k_tile + 1
+        if k_tile == of.k_tiles:
+            k_tile = Int32(0)
+            m = m + 1
+            if m == of.tiles_m:
+                m = Int32(0)
+                n = n + 1
+        return Unit(n, m, k_tile)
+
+    # ---- loads
+
+    @cute.jit
+    def start_loads(self, tid: Int32, given: Operands, of: Extents, unit: Unit, stage: Int32):
+        """Starts this thread's copies of a unit into ``stage``; the caller commits the group."""
+        first_k = unit.k_tile * self.tile_k
+        if first_k + self.tile_k <= of.k:
+            self.load_weight(tid, given, of, unit, stage, None)
+            self.load_tokens(tid, given.mX, of, unit, stage + self.smem.x_at, False)
+        else:
+            # The last k-tile: nothing is read behind K, and tokens are zeros there. What the buffer of the weight holds
+            # then adds nothing: every code is a finite number.
+            self.load_weight(tid, given, of, unit, stage, (of.tiles_k - first_k // TILE) * self.smem.tile_bytes)
+            self.load_tokens(tid, given.mX, of, unit, stage + self.smem.x_at, True)
+        if const_expr(self.group > 0):
+            self.load_scales(tid, given, of, unit.n, first_k, stage)
+
+    @cute.jit
+    def load_weight(self, tid: Int32, given: Operands, of: Extents, unit: Unit, stage: Int32, limit: Int32 | None):
+        """A run along K of packed tiles, or of the CTA's strips in them, for each 64 rows; up to ``limit`` bytes of it."""
+        smem = self.smem
+        # A step of all threads covers whole tiles, or a part of one: either way a constant and a thread's own offset.
+        step, part = const_expr(VECTOR * self.threads), const_expr(smem.part_bytes)
+        own_tile, own = tid * VECTOR // part, tid * VECTOR % part
+        for block in cutlass.range_constexpr(max(1, self.tile_n // TILE)):
+            row = unit.n * self.tile_n + block * TILE
+            first = Int64(row // TILE) * of.tiles_k + unit.k_tile * (self.tile_k // TILE)
+            source = given.mW.iterator.toint() + first * smem.tile_bytes
+            if const_expr(self.tile_n < TILE):
+                source = source + row % TILE // STRIP * (smem.tile_bytes // 4)
+            source = source + (own_tile * smem.tile_bytes + own)
+            if const_expr(block == 0) or row < of.n:
+                for i in cutlass.range_constexpr(-(-smem.run_bytes // step)):
+                    ahead = const_expr(i * step // part * smem.tile_bytes + i * step % part)
+                    target = stage + (block * smem.run_bytes + i * step) + tid * VECTOR
+                    inside = const_expr((i + 1) * step <= smem.run_bytes) or i * step + tid * VECTOR < smem.run_bytes
+                    if const_expr(limit is not None):
+                        inside = inside and own_tile * smem.tile_bytes + own + ahead < limit
+                    if inside:
+                        copy_async(target, source + ahead, VECTOR)
+
+    @cute.jit
+    def load_tokens(
+        self, tid: Int32, mX: cute.Tensor, of: Extents, unit: Unit, target: Int32, ends: cutlass.Constexpr[bool]
+    ):
+        """Tokens, their 16-byte chunks swizzled by an XOR with the row so that ldmatrix meets no bank twice."""
+        chunks = const_expr(self.tile_k // 8)
+        first_k = unit.k_tile * self.tile_k
+        for i in cutlass.range_constexpr(-(-self.tile_m * chunks // self.threads)):
+            at = i * self.threads + tid
+            row, chunk = at // chunks, at % chunks
+            token = unit.m * self.tile_m + row
+            exists = token < of.m
+            if const_expr((i + 1) * self.threads > self.tile_m * chunks):
+                exists = exists and row < self.tile_m
+            if exists:
+                source = mX.iterator.toint() + (Int64(token) * mX.stride[0] + (first_k + chunk * 8)) * 2
+                place = target + row * (self.tile_k * 2) + ((chunk ^ (row & 7)) * VECTOR)
+                if const_expr(ends):
+                    if first_k + chunk * 8 < of.k:
+                        copy_async(place, source, VECTOR)
+                    else:
+                        copy_async_or_zero(place, mX.iterator.toint(), VECTOR, Int32(0))
+                else:
+                    copy_async(place, source, VECTOR)
+
+    @cute.jit
+    def load_scales(self, tid: Int32, given: Operands, of: Extents, index_n: Int32, first_k: Int32, stage: Int32):
+        """Scales, and zero points, of the unit's groups: ``(group, row)``."""
+        smem = self.smem
+        first = first_k // self.group
+        count = cute.ceil_div(of.k, self.group)
+        if const_expr(self.scale_rows > 1):
+            # One scale for the tile's rows; groups behind K are read as the last.
+            blocks = cute.ceil_div(of.n, self.scale_rows)
+            if tid < smem.groups:
+                group = cutlass.min(first + tid, count - 1)
+                at = Int64(group) * blocks + index_n * self.tile_n // self.scale_rows
+                source = given.mS.iterator.toint() + at * (self.scale.width // 8)
+                copy_async(stage + smem.scales_at + tid * 4, source, 4)
+        else:
+            rows = cute.ceil_div(of.n, TILE) * TILE
+            self.load_strip(tid, given.mS, self.scale.width // 8, index_n, rows, (first, count), stage + smem.scales_at)
+            if const_expr(self.zeros):
+                self.load_strip(tid, given.mZ, 1, index_n, rows, (first, count), stage + smem.zeros_at)
+
+    @cute.jit
+    def load_strip(
+        self,
+        tid: Int32,
+        mT: cute.Tensor,
+        element_bytes: cutlass.Constexpr[int],
+        index_n: Int32,
+        rows: Int32,  # of all tiles
+        groups: tuple[Int32, Int32],  # the first, and all of K
+        target: Int32,
+    ):
+        """``(groups, tile_n)`` elements of a ``(groups, rows)`` tensor; groups behind K are read as the last."""
+        vectors = const_expr(self.tile_n * element_bytes // VECTOR)
+        total = const_expr(vectors * self.smem.groups)
+        for i in cutlass.range_constexpr(-(-total // self.threads)):
+            at = i * self.threads + tid
+            group, vector = at // vectors, at % vectors
+            row = index_n * self.tile_n + vector * (VECTOR // element_bytes)
+            exists = const_expr((i + 1) * self.threads <= total) or at < total
+            if const_expr(self.tile_n > TILE):
+                exists = exists and row < rows
+            if exists:
+                source_group = cutlass.min(groups[0] + group, groups[1] - 1)
+                source = mT.iterator.toint() + (Int64(source_group) * rows + row) * element_bytes
+                copy_async(target + at * VECTOR, source, VECTOR)
+
+    @cute.jit
+    def prefetch(self, given: Operands, of: Extents, unit: Unit):
+        """The unit's packed tiles into the L2, by one thread."""
+        first = unit.k_tile * (self.tile_k // TILE)
+        count = cutlass.min(of.tiles_k - first, self.tile_k // TILE) * self.smem.tile_bytes
+        for block in cutlass.range_constexpr(max(1, self.tile_n // TILE)):
+            row = unit.n * self.tile_n + block * TILE
+            if row < of.n:
+                at = (Int64(row // TILE) * of.tiles_k + first) * self.smem.tile_bytes
+                prefetch_bulk(given.mW.iterator.toint() + at, count)
+
+    # ---- products
+
+    @cute.jit
+    def multiply(
+        self,
+        tid: Int32,
+        warp_n: Int32,
+        warp_k: Int32,
+        tiled_mma: cute.TiledMma,
+        stage: Int32,
+        constant: Int32,
+        acc: cute.Tensor,  # ((2, 2), STRIP, TOKENS)
+    ):
+        """A unit's products of this warp: its strips of rows, its chunk of K."""
+        smem, lane = self.smem, tid % 32
+        strips, tokens = const_expr(self.strips), const_expr(self.tile_m // 8)
+        strip_bytes = const_expr(smem.tile_bytes // 4)
+        # The lane's bytes of the warp's first strip: strips of a tile lie one behind the other, and so do tiles.
+        strip = warp_n * strips
+        first_tile = warp_k * (self.chunk // TILE)
+        weights_at = stage + (strip // 4) * smem.run_bytes + (strip % 4) * strip_bytes + first_tile * smem.part_bytes
+        weights_at = weights_at + lane * VECTOR
+        # ldmatrix: lane i has row i % 8 of the matrix of k-chunk i // 8; chunks 0-3 and 4-7 of a swizzled line.
+        row = lane % 8
+        x_line = stage + smem.x_at + row * (self.tile_k * 2) + warp_k * (self.chunk * 2)
+        x_at = [x_line + (((lane // 8) + 4 * half) ^ row) * VECTOR for half in range(2)]
+        part = acc
+        if const_expr(self.interval > 0):
+            part = cute.make_rmem_tensor(acc.shape, Float32)
+            part.fill(0.0)
+        rA = cute.make_rmem_tensor(((2, 2, 2), strips, 1), self.weights.dtype)
+        rB = cute.make_rmem_tensor(((2, 2), tokens, 2), self.weights.dtype)
+        pairs, matrices = cute.recast_tensor(rA, Int32), cute.recast_tensor(rB, Int32)
+        words = cute.make_rmem_tensor((4, strips), Int32)
+        shifts = cute.make_rmem_tensor((2, strips), Int32)
+        if const_expr(self.weights.code == "int4" and not self.zeros):
+            shifts.fill(const_expr(-0x1BF71BF8 if self.weights.halves else -0x3CF73CF8))
+        for kb in cutlass.range_constexpr(self.chunk // 16):
+            # -- a lane's packed bytes: 4 k-blocks of 4 bits to 16 bytes, or 2 of 8 bits
+            of_run = const_expr(16 * 8 // (8 * self.weights.bits))
+            if const_expr(kb % of_run == 0):
+                for s in cutlass.range_constexpr(strips):
+                    offset = const_expr(
+                        (s // 4) * smem.run_bytes + (s % 4) * strip_bytes
+                        + (kb // 4) * smem.part_bytes + (kb % 4) // of_run * (32 * VECTOR)
+                    )  # fmt: skip
+                    self.load_words(weights_at + offset, words[None, s])
+            if const_expr(self.zeros and kb * 16 % self.interval == 0):
+                self.load_shifts(stage + smem.zeros_at, lane, warp_k * self.chunk + kb * 16, strip, shifts)
+            if const_expr(kb % 2 == 0):
+                # -- tokens of two k-blocks: four matrices of 8 x 8 for each 8 tokens
+                for t in cutlass.range_constexpr(tokens):
+                    offset = const_expr(t * 8 * self.tile_k * 2 + kb // 4 * 128)
+                    four = load_matrices(x_at[kb // 2 % 2] + offset)
+                    for i in cutlass.range_constexpr(4):
+                        matrices[i % 2, t, i // 2] = four[i]
+            for s in cutlass.range_constexpr(strips):
+                of_block = cute.make_tensor(
+                    words.iterator + (4 * s + kb % of_run * self.weights.words), cute.make_layout(self.weights.words)
+                )
+                of_pairs = cute.make_tensor(pairs.iterator + 4 * s, cute.make_layout(4))
+                self.weights.decode(of_block, shifts[None, s], constant, of_pairs)
+            cute.gemm(tiled_mma, part, rA[None, None, 0], rB[None, None, kb % 2], part)
+            if const_expr(self.interval > 0 and (kb + 1) * 16 % self.interval == 0):
+                # -- the end of a group: its accumulators times its scales
+                self.promote(stage + smem.scales_at, lane, warp_k * self.chunk + kb * 16, strip, part, acc)
+                part.fill(0.0)
+
+    @cute.jit
+    def load_words(self, address: Int32, words: cute.Tensor):
+        """16 bytes of shared memory."""
+        place = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=VECTOR)
+        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(4)), words)
+
+    @cute.jit
+    def load_shifts(self, zeros: Int32, lane: Int32, k: Int32, strip: Int32, shifts: cute.Tensor):
+        """What is added to codes of rows r and r + 8 of each strip, from zero points."""
+        first = zeros + k // self.group * self.tile_n + strip * STRIP + lane // 4
+        for s in cutlass.range_constexpr(self.strips):
+            for r in cutlass.range_constexpr(2):
+                place = cute.make_ptr(
+                    cutlass.Uint8, first + (s * STRIP + 8 * r), cute.AddressSpace.smem, assumed_align=1
+                )
+                shifts[r, s] = self.weights.shift(cute.make_tensor(place, cute.make_layout(1))[0].to(Int32))
+
+    @cute.jit
+    def promote(self, scales: Int32, lane: Int32, k: Int32, strip: Int32, part: cute.Tensor, acc: cute.Tensor):
+        """``acc += scale * part``; a thread has rows r and r + 8 of each strip."""
+        size = const_expr(self.scale.width // 8)
+        for s in cutlass.range_constexpr(self.strips):
+            for r in cutlass.range_constexpr(2):
+                at = scales + k // self.group * 4
+                if const_expr(self.scale_rows == 1):
+                    at = scales + (k // self.group * self.tile_n + (strip + s) * STRIP + lane // 4 + 8 * r) * size
+                place = cute.make_ptr(self.scale, at, cute.AddressSpace.smem, assumed_align=size)
+                factor = cute.make_tensor(place, cute.make_layout(1))[0].to(Float32)
+                for t in cutlass.range_constexpr(self.tile_m // 8):
+                    for i in cutlass.range_constexpr(2):
+                        acc[(i, r), s, t] = acc[(i, r), s, t] + factor * part[(i, r), s, t]
+
+    # ---- the end of a tile
+
+    @cute.jit
+    def finish(
+        self,
+        tid: Int32,
+        warp_n: Int32,
+        warp_k: Int32,
+        cta: Int32,
+        storage: cute.Pointer,
+        given: Operands,
+        of: Extents,
+        at: Unit,
+        acc: cute.Tensor,
+    ):
+        """Adds the accumulators of all groups of warps, and of all CTAs that have a part of the tile; stores them."""
+        per_thread = cute.size(acc)
+        lane = tid % self.group_threads
+        if const_expr(self.warps_k > 1):
+            left = cute.make_tensor(
+                cute.recast_ptr(storage + self.smem.sums_at, dtype=Float32),
+                cute.make_layout(
+                    (self.group_threads, per_thread, self.warps_k - 1),
+                    stride=(1, self.group_threads, self.group_threads * per_thread),
+                ),
+            )  # (THREAD, ACCUMULATOR, GROUP)
+            if warp_k > 0:
+                for i in cutlass.range_constexpr(per_thread):
+                    left[lane, i, warp_k - 1] = acc[i]
+            # The first group waits until all others have left theirs. These leave the next tile's behind the next
+            # unit's barrier, so after the first group has read.
+            cute.arch.sync_threads()
+            if warp_k == 0:
+                for s in cutlass.range_constexpr(self.warps_k - 1):
+                    for i in cutlass.range_constexpr(per_thread):
+                        acc[i] = acc[i] + left[lane, i, s]
+        if at.k_tile == of.k_tiles - 1 and cta * of.share <= (at.n * of.tiles_m + at.m) * of.k_tiles:
+            # This CTA has had the whole tile.
+            if warp_k == 0:
+                self.store(tid % 32, warp_n, given, of, at, acc)
+        else:
+            self.share_tile(tid, warp_n, warp_k, cta, storage, given, of, at, acc)
+
+    @cute.jit
+    def share_tile(
+        self,
+        tid: Int32,
+        warp_n: Int32,
+        warp_k: Int32,
+        cta: Int32,
+        storage: cute.Pointer,
+        given: Operands,
+        of: Extents,
+        at: Unit,
+        acc: cute.Tensor,
+    ):
+        """Leaves this CTA's part of a tile in memory; the last CTA to arrive adds up all parts and stores them."""
+        per_thread, of_part = cute.size(acc), const_expr(self.group_threads * cute.size(acc))
+        lane = tid % self.group_threads
+        tile = at.n * of.tiles_m + at.m
+        begin = tile * of.k_tiles
+        first_cta, last_cta = begin // of.share, (begin + of.k_tiles - 1) // of.share
+        # A CTA has at most two such parts: that of a tile which began before it, and that of its last tile.
+        layout = cute.make_layout(
+            (self.group_threads, per_thread, 2, 1 << 16), stride=(1, self.group_threads, of_part, 2 * of_part)
+        )
+        sums = cute.make_tensor(given.mPartials.iterator, layout)  # (THREAD, ACCUMULATOR, PART, CTA)
+        flag = cute.make_tensor(cute.recast_ptr(storage + self.smem.flag_at, dtype=Int32), cute.make_layout(1))
+        own = Int32(1) if cta == first_cta else Int32(0)
+        if warp_k == 0:
+            for i in cutlass.range_constexpr(per_thread):
+                sums[lane, i, own, cta] = acc[i]
+        # All threads' partials, written before the barrier, become visible to the GPU with thread 0's ticket.
+        cute.arch.sync_threads()
+        if tid == 0:
+            cute.arch.fence_acq_rel_gpu()
+            flag[0] = cute.arch.atomic_add(given.mTickets.iterator + tile, Int32(1), sem="acq_rel", scope="gpu")
+        # All threads wait for the ticket.
+        cute.arch.sync_threads()
+        if flag[0] == last_cta - first_cta:
+            # Last to arrive: all others' partials, released before their tickets, are visible from here on.
+            cute.arch.fence_acq_rel_gpu()
+            if warp_k == 0:
+                # In the order of the CTAs, this one's own among them: the same bits every time.
+                for i in cutlass.range_constexpr(per_thread):
+                    acc[i] = sums[lane, i, 1, first_cta]
+                for other in cutlass.range(first_cta + 1, last_cta + 1, unroll=1):
+                    for i in cutlass.range_constexpr(per_thread):
+                        acc[i] = acc[i] + sums[lane, i, 0, other]
+                self.store(tid % 32, warp_n, given, of, at, acc)
+            if tid == 0:
+                given.mTickets[tile] = Int32(0)  # for the next launch
+
+    @cute.jit
+    def store(self, lane: Int32, warp_n: Int32, given: Operands, of: Extents, at: Unit, acc: cute.Tensor):
+        """Scales (where they are K's), adds, activates, rounds once and stores; those outside are masked here."""
+        mD = given.mD
+        first_row = at.n * self.tile_n + warp_n * (self.strips * STRIP) + lane // 4
+        first_token = at.m * self.tile_m + lane % 4 * 2
+        x = cute.make_rmem_tensor(acc.shape, Float32)
+        for s in cutlass.range_constexpr(self.strips):
+            for r in cutlass.range_constexpr(2):
+                row = first_row + (s * STRIP + 8 * r)
+                factor, bias = Float32(1.0), Float32(0.0)
+                if row < of.n:
+                    if const_expr(self.group == 0):
+                        factor = given.mS[row].to(Float32)
+                    if const_expr(given.mBias is not None):
+                        bias = given.mBias[row].to(Float32)
+                for t in cutlass.range_constexpr(self.tile_m // 8):
+                    for i in cutlass.range_constexpr(2):
+                        value = factor * acc[(i, r), s, t] + bias
+                        if const_expr(given.mC is not None):
+                            token = first_token + (t * 8 + i)
+                            if row < of.n and token < of.m:
+                                value = value + given.mC[token, row].to(Float32)
+                        x[(i, r), s, t] = value
+        y = cute.make_rmem_tensor(acc.shape, mD.element_type)
+        y.store(self.activation.apply(x.load()).to(mD.element_type))
+        for s in cutlass.range_constexpr(self.strips):
+            for r in cutlass.range_constexpr(2):
+                row = first_row + (s * STRIP + 8 * r)
+                for t in cutlass.range_constexpr(self.tile_m // 8):
+                    for i in cutlass.range_constexpr(2):
+                        token = first_token + (t * 8 + i)
+                        if row < of.n and token < of.m:
+                            mD[token, row] = y[(i, r), s, t]
