@@ -45,6 +45,11 @@ class PackedWeights:
     def halves(self) -> bool:
         return self.dtype is cutlass.Float16
 
+    @property
+    def symmetric(self) -> int:
+        """``shift`` of the zero point 8."""
+        return -0x1BF71BF8 if self.halves else -0x3CF73CF8
+
     @cute.jit
     def shift(self, zero: Int32) -> Int32:
         """What ``decode`` adds to an int4 code with the magic exponent, twice in a word: minus (magic + zero)."""
@@ -79,6 +84,22 @@ class PackedWeights:
                 else:
                     pairs[2 * i] = self.float8(words[i] << 8)
                     pairs[2 * i + 1] = self.float8(words[i])
+
+    @cute.jit
+    def scale(self, factors: cute.Tensor, pairs: cute.Tensor):
+        """A k-block times the fp32 scales of its rows r and r + 8, each product rounded once."""
+        bits = cute.recast_tensor(factors, Int32)
+        if const_expr(self.halves):
+            widen = "mov.b32 {a, b}, $1; cvt.f32.f16 lo, a; cvt.f32.f16 hi, b;"
+        else:
+            widen = "shl.b32 t, $1, 16; mov.b32 lo, t; and.b32 t, $1, 0xffff0000; mov.b32 hi, t;"
+        kind = const_expr("f16" if self.halves else "bf16")
+        text = (
+            f"{{ .reg .b16 a, b; .reg .b32 t; .reg .f32 lo, hi, s; {widen} mov.b32 s, $2; "
+            f"mul.rn.f32 lo, lo, s; mul.rn.f32 hi, hi, s; cvt.rn.{kind}x2.f32 $0, hi, lo; }}"
+        )
+        for p in cutlass.range_constexpr(4):
+            pairs[p] = pure(text, pairs[p], bits[p % 2])
 
     @cute.jit
     def decode_int4(self, word: Int32, shifts: cute.Tensor, mask: Int32, pairs: cute.Tensor):

@@ -79,3 +79,14 @@ def copy_async_or_zero(shared: Int32, source: Int64, bytes_: int, read: Int32) -
 def held(value: int, count: Int32) -> Int32:
     """A constant in a register: ``count`` is a number that is not negative, which ptxas cannot know."""
     return pure(f"{{ .reg .b32 t; shr.u32 t, $1, 31; add.u32 $0, t, {value}; }}", count)
+
+
+def copy_bulk(shared: Int32, source: Int64, bytes_: Int32, barrier: Int32) -> None:
+    """A bulk copy of a multiple of 16 bytes, which completes so many bytes on the mbarrier; one thread's work."""
+    text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
+    instruction(text, "r,l,r,r", shared, source, bytes_, barrier)
+
+
+def kept_move(word: Int32) -> Int32:
+    """``word`` in another virtual register, from this place among instructions with effects on."""
+    return Int32(instruction("mov.b32 $0, $1;", "=r,r", word, result=Int32.mlir_type))

@@ -297,3 +297,95 @@ class PackedSkinnySmem:
     @property
     def total_bytes(self) -> int:
         return self.flag_at + self.VECTOR
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWarpgroupSmem:
+    """Shared memory of a warpgroup product with a packed weight: stages of tokens; stages of packed weight, scales and
+    zero points; boxes of results and bias for each consumer group; barriers; a flag for each group.
+    """
+
+    groups: int  # consumer warp groups, 64 weight rows each
+    tile_n: int  # tokens
+    tile_k: int
+    stages: int
+    boxes: int  # of a group
+    biased: bool
+    bits: int
+    scale_bytes: int
+    group: int  # elements of K that share a scale; 0: all
+    scale_rows: int
+    zeros: bool
+    TILE = 64
+    BIASES = 256
+    BOX_BYTES = 64 * 64 * 2
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of a packed tile of 64 x 64."""
+        return self.TILE * self.TILE * self.bits // 8
+
+    @property
+    def x_bytes(self) -> int:
+        return self.tile_n * self.tile_k * 2
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of one group's rows in a stage."""
+        return self.tile_k // self.TILE * self.tile_bytes
+
+    @property
+    def strips(self) -> int:
+        """Groups of K in a stage whose scales travel with it."""
+        return max(1, self.tile_k // self.group) if self.group and self.scale_rows == 1 else 0
+
+    @property
+    def scales_bytes(self) -> int:
+        """Of one group's rows in a stage."""
+        return self.strips * self.TILE * self.scale_bytes
+
+    @property
+    def zeros_bytes(self) -> int:
+        return self.strips * self.TILE * self.zeros
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.x_bytes + self.groups * (self.weight_bytes + self.scales_bytes + self.zeros_bytes)
+
+    @property
+    def packed_at(self) -> int:
+        return self.stages * self.x_bytes
+
+    @property
+    def scales_at(self) -> int:
+        """From the beginning of a stage's packed weight."""
+        return self.groups * self.weight_bytes
+
+    @property
+    def zeros_at(self) -> int:
+        return self.scales_at + self.groups * self.scales_bytes
+
+    @property
+    def packed_bytes(self) -> int:
+        return -(-(self.zeros_at + self.groups * self.zeros_bytes) // 128) * 128
+
+    @property
+    def boxes_at(self) -> int:
+        at = self.packed_at + self.stages * self.packed_bytes
+        return -(-at // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def biases_at(self) -> int:
+        return self.boxes_at + self.groups * self.boxes * self.BOX_BYTES
+
+    @property
+    def barriers_at(self) -> int:
+        return self.biases_at + self.groups * self.BIASES * 4 * self.biased
+
+    @property
+    def flags_at(self) -> int:
+        return self.barriers_at + 16 * self.stages
+
+    @property
+    def total_bytes(self) -> int:
+        return self.flags_at + 16

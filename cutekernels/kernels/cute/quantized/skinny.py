@@ -433,7 +433,7 @@ class PackedSkinny:
         words = cute.make_rmem_tensor((4, strips), Int32)
         shifts = cute.make_rmem_tensor((2, strips), Int32)
         if const_expr(self.weights.code == "int4" and not self.zeros):
-            shifts.fill(const_expr(-0x1BF71BF8 if self.weights.halves else -0x3CF73CF8))
+            shifts.fill(self.weights.symmetric)
         for kb in cutlass.range_constexpr(self.chunk // 16):
             # -- a lane's packed bytes: 4 k-blocks of 4 bits to 16 bytes, or 2 of 8 bits
             of_run = const_expr(16 * 8 // (8 * self.weights.bits))

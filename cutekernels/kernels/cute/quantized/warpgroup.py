@@ -1,0 +1,661 @@
+"""Product of many tokens with a packed weight, warpgroup schedule: ``out = act(X @ dequantized(W)^T + bias)``.
+
+Roles:
+    A tile has ``64 * groups`` weight rows and ``tile_n`` tokens. In a CTA the last warp group is the producer: its first
+    warp loads, ``stages`` ahead and across the ends of tiles, tokens by TMA and packed weights, scales and zero points
+    by bulk copies; its other three warps are idle. The other ``groups`` are consumers, 64 weight rows each: they decode
+    packed weights into the registers of wgmma's A operand, and multiply with tokens from shared memory. setmaxnreg
+    moves registers from the producer to them.
+
+Work:
+    Whole tiles, dealt out round robin in bands of rows (``raster``). With ``split`` only ``rounds`` of them, as many as
+    all CTAs have; the k-tiles of the others are dealt out in equal runs, so no CTA waits for another's last tile. A
+    tile whose k-tiles lie in several CTAs is added up by the last of them to arrive, in their order, so the result is
+    the same each time.
+
+Barriers (mbarriers, one phase bit each):
+    full[stage]: 1 arrival, the producer's with the stage's bytes; the copies complete it. The consumers wait.
+    empty[stage]: 1 arrival of each consumer group. The producer waits.
+    Named barriers 1, 2, ...: the 128 threads of a consumer group, around its boxes and its ticket.
+
+One k-tile, consumer, for 64 of K at a time: wait full[stage]; read packed words and scales; decode them into fresh
+    registers, behind the products of the 64 before; wait for those, arrive on their stage's empty; add their group's
+    accumulators times its scales to the tile's; issue four wgmmas, commit.
+    Two consumer groups alternate: one's products run behind the other's decoding.
+
+Numbers, ``scaled="sums"``: codes less their zero points are exact, and scales multiply fp32 accumulators, a group of K
+    at a time. ``scaled="weights"``: a weight is its code times its scale, rounded once to the activations' type, as
+    dequantizing does; half the registers, so tiles of 256 tokens. Scales of all of K multiply at the tile's end.
+
+Ends: the TMA fills tokens behind K with zeros and clips stores at the ends of out. The packed weight is padded to 64.
+
+Refuses (``ops/quantized/warpgroup.py``): GPUs without wgmma; rows of tokens and of out that are not 16-byte aligned.
+
+Source:
+    Mixed-input products with the decoded operand in registers are CUTLASS's (example 55) and QuACK's; promotion of
+    accumulators is DeepGEMM's; boxes of results are ``parts/boxes.py``.
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers
+
+from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxBuffers, BoxOperands, Corner, ResultBoxes
+from cutekernels.kernels.cute.parts.packed import PackedWeights
+from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
+from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
+from cutekernels.kernels.cute.parts.ptx import copy_bulk, kept_move
+from cutekernels.kernels.cute.parts.schedule import Raster
+from cutekernels.kernels.cute.parts.smem import ALIGNMENT, PackedWarpgroupSmem
+
+GROUP = 128  # threads of a warp group
+ROWS = 64  # that it multiplies at once
+TILE = 64  # rows, and elements of K, of a packed tile
+BLOCKS = TILE // 16  # k-blocks of a packed tile
+VECTOR = 16  # bytes
+
+
+@dataclass(frozen=True)
+class Weight:
+    """The packed weight in memory."""
+
+    mW: cute.Tensor  # (bytes,)
+    mS: cute.Tensor  # (groups * N padded to 64,), or of 128 x 128 blocks
+    mZ: cute.Tensor | None  # bytes, as the scales
+
+
+@dataclass(frozen=True)
+class Extents:
+    """Sizes of the product in the kernel's units."""
+
+    n: Int32
+    m: Int32
+    k: Int32
+    k_tiles: Int32
+    tiles_n: Int32  # along weight rows
+    tiles_m: Int32  # along tokens
+    ctas: Int32
+    rounds: Int32  # whole tiles of each CTA, where CTAs share the others
+    share: Int32  # k-tiles of each CTA in those
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The k-tiles of a tile that are this CTA's."""
+
+    tile: Int32
+    corner: Corner
+    begin: Int32
+    end: Int32
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Stages and mbarriers of a CTA in shared memory."""
+
+    storage: cute.Pointer
+    sX: cute.Tensor  # (tokens, K, STAGE)
+    full: cute.Pointer
+    empty: cute.Pointer
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """What a consumer warp group holds from its first tile to its last."""
+
+    thread: Int32  # 0 to 127, in the group
+    group: Int32
+    tiled_mma: cute.TiledMma
+    rX: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K, STAGE)
+    rW: cute.Tensor  # decoded weights of 64 of K (MMA, 1, 4)
+    acc: cute.Tensor  # ((2, 2, N / 8), 1, 1)
+    part: cute.Tensor  # accumulators of a group of K; or those of the tile
+    constant: Int32  # of the decoder
+
+
+@dataclass(frozen=True)
+class PackedWarpgroup:
+    """The body. ``tile_n`` counts tokens: they are the columns of the MMA."""
+
+    weights: PackedWeights
+    scale: type[cutlass.Numeric]
+    group: int  # elements of K that share a scale: 32, 64, 128; 0: all
+    scale_rows: int  # rows that share a scale: 1, or 128
+    zeros: bool
+    scaled: str  # "sums" or "weights"
+    groups: int  # consumer warp groups
+    tile_n: int
+    tile_k: int
+    stages: int
+    split: bool
+    raster: Raster
+    results: ResultBoxes
+    dependent: bool  # launched under programmatic dependent launch
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a producer's thread and of a consumer's."""
+        return {1: (40, 232), 2: (40, 232), 3: (32, 160)}[self.groups]
+
+    @property
+    def threads(self) -> int:
+        return GROUP * (self.groups + 1)
+
+    @property
+    def interval(self) -> int:
+        """Elements of K between two additions to the tile's accumulators; 0: none, its products add up there."""
+        return min(self.group, self.tile_k) if self.scaled == "sums" else 0
+
+    @property
+    def smem(self) -> PackedWarpgroupSmem:
+        return PackedWarpgroupSmem(
+            self.groups, self.tile_n, self.tile_k, self.stages, self.results.boxes, self.results.bias != "none",
+            self.weights.bits, self.scale.width // 8, self.group, self.scale_rows, self.zeros,
+        )  # fmt: skip
+
+    @property
+    def pipeline(self) -> StagePipeline:
+        return StagePipeline(self.stages, self.smem.stage_bytes, self.groups, 1)
+
+    def layout(self, dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
+        """The stages of tokens, ``(tokens, K, STAGE)``."""
+        tile = (ROWS, self.tile_n, self.tile_k)
+        return hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, dtype, self.stages)
+
+    def mma(self, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
+        """The product of one group: weights in registers, tokens in shared memory."""
+        return hopper_helpers.make_trivial_tiled_mma(
+            dtype,
+            dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            Float32,
+            (1, 1, 1),
+            (ROWS, self.tile_n),
+            warpgroup.OperandSource.RMEM,
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        mD: cute.Tensor,  # (M, N)
+        mX: cute.Tensor,  # (M, K)
+        mW: cute.Tensor,  # (bytes,)
+        mS: cute.Tensor,  # (scales,)
+        mZ: cute.Tensor | None,  # (scales,), bytes
+        mBias: cute.Tensor | None,  # (N,)
+        mPartials: cute.Tensor,
+        mTickets: cute.Tensor,  # (tiles * groups,), zero before and after
+        ctas: Int32,
+        rounds: Int32,  # whole tiles of each, where they share the others
+        share: Int32,  # k-tiles of each in those
+        stream: cuda.CUstream,
+    ):
+        dtype = mX.element_type
+        layout = self.layout(dtype)
+        pitch_x, pitch_d = cute.assume(mX.stride[0], divby=8), cute.assume(mD.stride[0], divby=8)
+        mX = cute.make_tensor(mX.iterator, cute.make_layout((mX.shape[0], mX.shape[1]), stride=(pitch_x, 1)))
+        mD = cute.make_tensor(mD.iterator, cute.make_layout((mD.shape[1], mD.shape[0]), stride=(1, pitch_d)))  # (N, M)
+        stage = cute.make_composed_layout(layout.inner, 0, cute.select(layout.outer, mode=[0, 1]))
+        tma_x, tX = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), mX, stage, (self.tile_n, self.tile_k)
+        )
+        box, shape = self.results.layout(), self.results.shape
+        tma_d, tD = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mD, box, shape)
+        outputs = BoxOperands(tma_d, tD, None, None, mBias, Float32(1.0), Float32(0.0))
+        self.kernel(
+            tma_x, tX, outputs, Weight(mW, mS, mZ), mPartials, mTickets, self.mma(dtype), layout, rounds, share
+        ).launch(
+            grid=[ctas, 1, 1],
+            block=[self.threads, 1, 1],
+            min_blocks_per_mp=1,
+            preferred_smem_carveout=100,  # percent
+            use_pdl=self.dependent,
+            stream=stream,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_x: cute.CopyAtom,
+        tX: cute.Tensor,  # (M, K), coordinates
+        outputs: BoxOperands,
+        weight: Weight,
+        mPartials: cute.Tensor,
+        mTickets: cute.Tensor,
+        tiled_mma: cute.TiledMma,
+        layout: cute.ComposedLayout,
+        rounds: Int32,
+        share: Int32,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        group = cute.arch.make_warp_uniform(tid // GROUP)
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        producer = const_expr(self.groups)  # the warp group that loads
+        # -- setup
+        storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
+        dtype = self.results.dtype
+        full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
+        at_x = cute.recast_ptr(storage, layout.inner, dtype)
+        shared = Shared(storage, cute.make_tensor(at_x, layout.outer), full, full + self.stages)
+        if warp == 4 * producer:
+            cpasync.prefetch_descriptor(tma_x)
+            cpasync.prefetch_descriptor(outputs.tma_d)
+            with cute.arch.elect_one():
+                self.pipeline.init(shared.full, shared.empty)
+            # Initialized barriers become visible to the TMA, ...
+            cute.arch.mbarrier_init_fence()
+        # ... and nobody touches them before.
+        cute.arch.sync_threads()
+        m, k, n = cute.size(tX, mode=[0]), cute.size(tX, mode=[1]), cute.size(outputs.tD, mode=[0])
+        of = Extents(
+            n=n,
+            m=m,
+            k=k,
+            k_tiles=cute.ceil_div(k, self.tile_k),
+            tiles_n=cute.ceil_div(n, ROWS * self.groups),
+            tiles_m=cute.ceil_div(m, self.tile_n),
+            ctas=ctas,
+            rounds=rounds,
+            share=share,
+        )
+        count = self.segments(of, cta)
+        if const_expr(self.dependent):
+            if tid < self.stages * self.groups and count > 0:
+                # PDL: before the wait only prefetches, right whatever is written meanwhile.
+                self.prefetch(weight, of, self.segment(of, cta, Int32(0)), tid)
+            # PDL: all threads wait until the previous kernel has ended and its writes are visible.
+            cute.arch.griddepcontrol_wait()
+        if group == producer:
+            # -- producer: one warp loads segment after segment, without regard to where one ends
+            cute.arch.setmaxregister_decrease(self.registers[0])
+            if warp == 4 * producer:
+                at = Position(Int32(0), Int32(1))  # a fresh empty barrier counts as complete at phase 1
+                for i in cutlass.range(count, unroll=1):
+                    at = self.produce(tma_x, tX, weight, shared, of, self.segment(of, cta, i), at)
+                if const_expr(self.dependent):
+                    # PDL: the next kernel's CTAs may be placed; their setup then runs behind our last products.
+                    cute.arch.griddepcontrol_launch_dependents()
+        else:
+            # -- consumers
+            cute.arch.setmaxregister_increase(self.registers[1])
+            consumer = self.consumer(tid, group, shared, tiled_mma, share)
+            buffers = self.buffers(consumer, shared)
+            at, boxes_used = Position(Int32(0), Int32(0)), Int32(0)
+            for i in cutlass.range(count, unroll=1):
+                segment = self.segment(of, cta, i)
+                corner = self.results.corner(buffers, segment.corner)
+                self.results.load_inputs(buffers, outputs, segment.corner, corner, boxes_used)
+                consumer.acc.fill(0.0)
+                at = self.multiply(consumer, weight, shared, of, segment, at)
+                whole = Boolean(True)
+                if const_expr(self.split):
+                    whole = self.share_tile(consumer, storage, mPartials, mTickets, of, segment, cta)
+                if whole:
+                    if const_expr(self.group == 0):
+                        self.scale_rows_of(consumer, weight, of, corner.row)
+                    self.results.store_tile(buffers, outputs, consumer.acc, corner, boxes_used)
+                    boxes_used = boxes_used + self.results.count
+            self.results.drain(consumer.thread)
+
+    # ---- work
+
+    @cute.jit
+    def segments(self, of: Extents, cta: Int32) -> Int32:
+        """How many tiles this CTA has a part of."""
+        if const_expr(not self.split):
+            return cutlass.max((of.tiles_n * of.tiles_m - cta + of.ctas - 1) // of.ctas, Int32(0))
+        begin, end = self.run(of, cta)
+        parts = Int32(0)
+        if end > begin:
+            parts = (end - 1) // of.k_tiles - begin // of.k_tiles + 1
+        return of.rounds + parts
+
+    @cute.jit
+    def run(self, of: Extents, cta: Int32) -> tuple[Int32, Int32]:
+        """This CTA's k-tiles of the tiles that are shared, counted from the first one's."""
+        shared = of.tiles_n * of.tiles_m - of.rounds * of.ctas
+        begin = cta * of.share
+        return begin, cutlass.min(begin + of.share, shared * of.k_tiles)
+
+    @cute.jit
+    def segment(self, of: Extents, cta: Int32, i: Int32) -> Segment:
+        """The ``i``-th segment of this CTA: its whole tiles come first."""
+        tile, begin, end = cta + i * of.ctas, Int32(0), of.k_tiles
+        if const_expr(self.split):  # noqa: SIM102  known when compiled
+            if i >= of.rounds:
+                first, last = self.run(of, cta)
+                shared = first // of.k_tiles + (i - of.rounds)
+                tile = of.rounds * of.ctas + shared
+                begin = cutlass.max(first - shared * of.k_tiles, Int32(0))
+                end = cutlass.min(last - shared * of.k_tiles, of.k_tiles)
+        place = self.raster.place(tile, of.tiles_n, of.tiles_m)
+        corner = Corner(place.m * (ROWS * self.groups), place.n * self.tile_n, Int32(0))
+        return Segment(tile, corner, begin, end)
+
+    # ---- producer
+
+    @cute.jit
+    def prefetch(self, weight: Weight, of: Extents, segment: Segment, i: Int32):
+        """The ``i``-th of the packed weights of the first stages, of one group each, into the L2."""
+        tiles_k = cute.ceil_div(of.k, TILE)
+        row = segment.corner.row + i % self.groups * ROWS
+        first = (segment.begin + i // self.groups) * (self.tile_k // TILE)
+        count = cutlass.min(tiles_k - first, Int32(self.tile_k // TILE))
+        if row < of.n and count > 0:
+            at = (Int64(row // TILE) * tiles_k + first) * self.smem.tile_bytes
+            prefetch_bulk(weight.mW.iterator.toint() + at, count * self.smem.tile_bytes)
+
+    @cute.jit
+    def produce(
+        self,
+        tma_x: cute.CopyAtom,
+        tX: cute.Tensor,
+        weight: Weight,
+        shared: Shared,
+        of: Extents,
+        segment: Segment,
+        at: Position,
+    ) -> Position:
+        """The loads of one segment. Returns the position behind."""
+        smem = self.smem
+        gX = cute.local_tile(
+            cute.domain_offset((segment.corner.column, 0), tX), (self.tile_n, self.tile_k), (0, None)
+        )  # (tokens, K, k)
+        to_x, from_x = cpasync.tma_partition(
+            tma_x, 0, cute.make_layout(1), cute.group_modes(shared.sX, 0, 2), cute.group_modes(gX, 0, 2)
+        )
+        base, full = shared.storage.toint().to(Int32), shared.full.toint().to(Int32)
+        tiles_k = cute.ceil_div(of.k, TILE)
+        padded = cute.ceil_div(of.n, TILE) * TILE
+        # Rows of the tile that the packed weight has, in 64s.
+        row = segment.corner.row
+        present = cutlass.min((padded - row) // TILE, Int32(self.groups))
+        for k_tile in cutlass.range(segment.begin, segment.end, unroll=1):
+            # Wait until the consumers have read the stage; then announce its bytes, those of tiles that exist.
+            cute.arch.mbarrier_wait(shared.empty + at.stage, at.phase)
+            first = k_tile * (self.tile_k // TILE)
+            halves = cutlass.min(tiles_k - first, Int32(self.tile_k // TILE))
+            weight_bytes = halves * smem.tile_bytes
+            bytes_ = smem.x_bytes + present * (weight_bytes + smem.scales_bytes + smem.zeros_bytes)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(shared.full + at.stage, bytes_)
+            cute.copy(tma_x, from_x[None, k_tile], to_x[None, at.stage], tma_bar_ptr=shared.full + at.stage)
+            barrier = full + at.stage * 8
+            stage = base + at.stage * smem.packed_bytes + smem.packed_at
+            with cute.arch.elect_one():
+                for g in cutlass.range_constexpr(self.groups):
+                    if g < present:
+                        source = (
+                            weight.mW.iterator.toint() + (Int64(row // TILE + g) * tiles_k + first) * smem.tile_bytes
+                        )
+                        copy_bulk(stage + g * smem.weight_bytes, source, weight_bytes, barrier)
+                        if const_expr(smem.strips > 0):
+                            self.load_strips(weight, of, padded, row + g * TILE, k_tile, stage, g, barrier)
+            at = self.pipeline.next(at)
+        return at
+
+    @cute.jit
+    def load_strips(
+        self,
+        weight: Weight,
+        of: Extents,
+        padded: Int32,
+        row: Int32,
+        k_tile: Int32,
+        stage: Int32,
+        g: cutlass.Constexpr[int],
+        barrier: Int32,
+    ):
+        """Scales and zero points of 64 rows, a strip for each group of K in the k-tile; behind K the last again."""
+        smem = self.smem
+        last = cute.ceil_div(of.k, self.group) - 1
+        for i in cutlass.range_constexpr(smem.strips):
+            group = cutlass.min(k_tile * self.tile_k // self.group + i, last)
+            at = Int64(group) * padded + row
+            size = const_expr(TILE * self.scale.width // 8)
+            source = weight.mS.iterator.toint() + at * (self.scale.width // 8)
+            copy_bulk(stage + smem.scales_at + (g * smem.strips + i) * size, source, Int32(size), barrier)
+            if const_expr(self.zeros):
+                source = weight.mZ.iterator.toint() + at
+                copy_bulk(stage + smem.zeros_at + (g * smem.strips + i) * TILE, source, Int32(TILE), barrier)
+
+    # ---- consumers
+
+    @cute.jit
+    def consumer(self, tid: Int32, group: Int32, shared: Shared, tiled_mma: cute.TiledMma, share: Int32) -> Consumer:
+        """A group's descriptors of the tokens' stages, its decoded weights and accumulators."""
+        of_group = tiled_mma.get_slice(0)
+        rX = tiled_mma.make_fragment_B(of_group.partition_B(shared.sX))
+        rW = cute.make_rmem_tensor(tiled_mma.partition_shape_A((ROWS, TILE)), self.weights.dtype)
+        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((ROWS, self.tile_n)), Float32)
+        part = acc
+        if const_expr(self.interval > 0):
+            part = cute.make_rmem_tensor(acc.shape, Float32)
+        return Consumer(tid % GROUP, group, tiled_mma, rX, rW, acc, part, self.weights.constant(share))
+
+    @cute.jit
+    def buffers(self, consumer: Consumer, shared: Shared) -> BoxBuffers:
+        """A group's boxes and biases in shared memory, and its first row of a tile."""
+        group = consumer.group
+        boxes = shared.storage + self.smem.boxes_at + group * (self.results.boxes * self.smem.BOX_BYTES)
+        bias = cute.recast_ptr(shared.storage + self.smem.biases_at + group * (self.smem.BIASES * 4), dtype=Float32)
+        return BoxBuffers(
+            thread=consumer.thread, group=group, boxes=boxes, bias=bias, c_full=shared.full, first_row=group * ROWS
+        )
+
+    @cute.jit
+    def multiply(
+        self, consumer: Consumer, weight: Weight, shared: Shared, of: Extents, segment: Segment, at: Position
+    ) -> Position:
+        """The mainloop of one segment. Returns the position behind its last k-tile."""
+        smem, lane = self.smem, consumer.thread % 32
+        before = Int32(0)
+        halves = const_expr(self.tile_k // TILE)
+        words = cute.make_rmem_tensor((4, self.weights.bits // 4), Int32)
+        fresh = cute.make_rmem_tensor((4, BLOCKS), Int32)
+        held = cute.recast_tensor(consumer.rW, Int32)
+        shifts = cute.make_rmem_tensor(2, Int32)
+        if const_expr(self.weights.code == "int4" and not self.zeros):
+            shifts.fill(self.weights.symmetric)
+        strips = const_expr(max(1, smem.strips))
+        factors, next_factors = [cute.make_rmem_tensor((2, strips), Float32) for _ in range(2)]
+        factors.fill(0.0)
+        atom = cute.make_mma_atom(consumer.tiled_mma.op)
+        base = shared.storage.toint().to(Int32) + smem.packed_at
+        row = segment.corner.row + consumer.group * ROWS
+        coming = Float32(0.0)
+        if const_expr(self.scale_rows > 1):
+            coming = self.block_scale(weight, of, row, segment.begin)
+        for k_tile in cutlass.range(segment.begin, segment.end, unroll=1):
+            if const_expr(self.scale_rows > 1):
+                # The scale of this k-tile's block was asked for a k-tile ago.
+                next_factors.fill(coming)
+                coming = self.block_scale(weight, of, row, cutlass.min(k_tile + 1, of.k_tiles - 1))
+            # Wait until the copies have filled the stage.
+            cute.arch.mbarrier_wait(shared.full + at.stage, at.phase)
+            stage = base + at.stage * smem.packed_bytes
+            packed = stage + consumer.group * smem.weight_bytes + consumer.thread // 32 * (smem.tile_bytes // 4)
+            packed = packed + lane * VECTOR
+            if const_expr(smem.strips > 0):
+                self.load_factors(consumer, stage, next_factors)
+            for half in cutlass.range_constexpr(halves):
+                # -- packed words of 64 of K, decoded while the products of the 64 before run
+                if const_expr(self.zeros and half * TILE % self.group == 0):
+                    self.load_shifts(consumer, stage, half * TILE // self.group, shifts)
+                for w in cutlass.range_constexpr(self.weights.bits // 4):
+                    self.load_words(packed + (half * smem.tile_bytes + w * 32 * VECTOR), words[None, w])
+                for kb in cutlass.range_constexpr(BLOCKS):
+                    of_block = cute.make_tensor(
+                        words.iterator + kb * self.weights.words, cute.make_layout(self.weights.words)
+                    )
+                    if const_expr(self.zeros and self.group == 32 and kb == 2):
+                        self.load_shifts(consumer, stage, (half * TILE + 32) // self.group, shifts)
+                    self.weights.decode(of_block, shifts, consumer.constant, fresh[None, kb])
+                    if const_expr(self.scaled == "weights"):
+                        strip = const_expr((half * TILE + kb * 16) // self.group if smem.strips > 1 else 0)
+                        self.weights.scale(next_factors[None, strip], fresh[None, kb])
+                # The products of the 64 before are done: their weights' registers are free, and their stage.
+                warpgroup.wait_group(0)
+                if const_expr(half == 0):
+                    self.pipeline.release(consumer.thread, shared.empty, before, k_tile > segment.begin)
+                    if const_expr(self.interval > 0):
+                        if k_tile > segment.begin:
+                            self.promote(consumer, factors[None, strips - 1])
+                        for i in cutlass.range_constexpr(cute.size(factors)):
+                            factors[i] = next_factors[i]
+                elif const_expr(self.interval > 0 and half * TILE % self.interval == 0):
+                    self.promote(consumer, factors[None, half * TILE // self.interval - 1])
+                for i in cutlass.range_constexpr(4 * BLOCKS):
+                    # A move that LLVM must keep: products under way read registers of their own.
+                    held[i] = kept_move(fresh[i])
+                # Registers written above, weights and accumulators, are ordered before the products that read them.
+                warpgroup.fence()
+                for kb in cutlass.range_constexpr(BLOCKS):
+                    at_k = const_expr(half * TILE + kb * 16)
+                    new = const_expr(self.interval > 0 and at_k % self.interval == 0)
+                    if const_expr(new and kb > 0):
+                        # A group of 32 ends within the 64: its products are waited for at once.
+                        warpgroup.commit_group()
+                        warpgroup.wait_group(0)
+                        self.promote(consumer, factors[None, at_k // self.interval - 1])
+                        warpgroup.fence()
+                    atom.set(warpgroup.Field.ACCUMULATE, not new)
+                    cute.gemm(
+                        atom,
+                        consumer.part,
+                        consumer.rW[None, None, kb],
+                        consumer.rX[None, None, half * BLOCKS + kb, at.stage],
+                        consumer.part,
+                    )
+                warpgroup.commit_group()
+            before = at.stage
+            at = self.pipeline.next(at)
+        # The last products are done: accumulators may be read, and the producer may refill the last stage.
+        warpgroup.wait_group(0)
+        self.pipeline.release(consumer.thread, shared.empty, before, Boolean(True))
+        if const_expr(self.interval > 0):
+            self.promote(consumer, factors[None, strips - 1])
+        return at
+
+    @cute.jit
+    def load_words(self, address: Int32, words: cute.Tensor):
+        """16 bytes of shared memory."""
+        place = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=VECTOR)
+        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(4)), words)
+
+    @cute.jit
+    def own_row(self, consumer: Consumer) -> Int32:
+        """A thread's first row of its group's 64; the other is 8 further."""
+        return consumer.thread // 32 * 16 + consumer.thread % 32 // 4
+
+    @cute.jit
+    def load_factors(self, consumer: Consumer, stage: Int32, factors: cute.Tensor):
+        """Scales of rows r and r + 8, for each group of K in the stage."""
+        size = const_expr(self.scale.width // 8)
+        first = stage + self.smem.scales_at + consumer.group * (self.smem.strips * TILE * size)
+        for i in cutlass.range_constexpr(self.smem.strips):
+            for r in cutlass.range_constexpr(2):
+                at = first + (i * TILE + self.own_row(consumer) + 8 * r) * size
+                place = cute.make_ptr(self.scale, at, cute.AddressSpace.smem, assumed_align=size)
+                factors[r, i] = cute.make_tensor(place, cute.make_layout(1))[0].to(Float32)
+
+    @cute.jit
+    def block_scale(self, weight: Weight, of: Extents, row: Int32, k_tile: Int32) -> Float32:
+        """The scale of a 128 x 128 block, from memory: the same for all threads of a group."""
+        blocks = cute.ceil_div(of.n, self.scale_rows)
+        group = k_tile * self.tile_k // self.group
+        block = cutlass.min(row // self.scale_rows, blocks - 1)
+        return weight.mS[group * blocks + block].to(Float32)
+
+    @cute.jit
+    def load_shifts(self, consumer: Consumer, stage: Int32, strip: cutlass.Constexpr[int], shifts: cute.Tensor):
+        """What is added to codes of rows r and r + 8, from zero points."""
+        first = stage + self.smem.zeros_at + (consumer.group * self.smem.strips + strip) * TILE
+        for r in cutlass.range_constexpr(2):
+            at = first + self.own_row(consumer) + 8 * r
+            place = cute.make_ptr(cutlass.Uint8, at, cute.AddressSpace.smem, assumed_align=1)
+            shifts[r] = self.weights.shift(cute.make_tensor(place, cute.make_layout(1))[0].to(Int32))
+
+    @cute.jit
+    def promote(self, consumer: Consumer, factors: cute.Tensor):
+        """``acc += scale * part``."""
+        for j in cutlass.range_constexpr(self.tile_n // 8):
+            for r in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(2):
+                    at = const_expr(4 * j + 2 * r + i)
+                    consumer.acc[at] = consumer.acc[at] + factors[r] * consumer.part[at]
+
+    @cute.jit
+    def scale_rows_of(self, consumer: Consumer, weight: Weight, of: Extents, first: Int32):
+        """Scales of all of K on the tile's accumulators, whose first row is ``first``."""
+        for r in cutlass.range_constexpr(2):
+            row = first + self.own_row(consumer) + 8 * r
+            factor = Float32(0.0)
+            if row < of.n:
+                factor = weight.mS[row].to(Float32)
+            for j in cutlass.range_constexpr(self.tile_n // 8):
+                for i in cutlass.range_constexpr(2):
+                    at = const_expr(4 * j + 2 * r + i)
+                    consumer.acc[at] = consumer.acc[at] * factor
+
+    @cute.jit
+    def share_tile(
+        self,
+        consumer: Consumer,
+        storage: cute.Pointer,
+        mPartials: cute.Tensor,
+        mTickets: cute.Tensor,
+        of: Extents,
+        segment: Segment,
+        cta: Int32,
+    ) -> Boolean:
+        """Whether this group's accumulators are now the whole tile's: it had all of K, or was the last to arrive."""
+        whole = segment.end - segment.begin == of.k_tiles
+        if not whole:
+            per_thread, of_part = cute.size(consumer.acc), const_expr(GROUP * cute.size(consumer.acc))
+            shared = segment.tile - of.rounds * of.ctas  # among those that are shared
+            begin = shared * of.k_tiles
+            first_cta, last_cta = begin // of.share, (begin + of.k_tiles - 1) // of.share
+            # A CTA has at most two such parts: that of a tile which began before it, and that of its last tile.
+            layout = cute.make_layout(
+                (GROUP, per_thread, self.groups, 2, 1 << 12),
+                stride=(1, GROUP, of_part, self.groups * of_part, 2 * self.groups * of_part),
+            )
+            sums = cute.make_tensor(mPartials.iterator, layout)  # (THREAD, ACCUMULATOR, GROUP, PART, CTA)
+            flag_at = cute.recast_ptr(storage + self.smem.flags_at, dtype=Int32)
+            flag = cute.make_tensor(flag_at + consumer.group, cute.make_layout(1))
+            ticket = mTickets.iterator + shared * self.groups + consumer.group
+            own = Int32(1) if cta == first_cta else Int32(0)
+            thread, group, barrier = consumer.thread, consumer.group, FIRST_BARRIER + consumer.group
+            for i in cutlass.range_constexpr(per_thread):
+                sums[thread, i, group, own, cta] = consumer.acc[i]
+            # All threads' partials, written before the barrier, become visible to the GPU with thread 0's ticket.
+            cute.arch.barrier(barrier_id=barrier, number_of_threads=GROUP)
+            if thread == 0:
+                cute.arch.fence_acq_rel_gpu()
+                flag[0] = cute.arch.atomic_add(ticket, Int32(1), sem="acq_rel", scope="gpu")
+            # All threads wait for the ticket.
+            cute.arch.barrier(barrier_id=barrier, number_of_threads=GROUP)
+            whole = flag[0] == last_cta - first_cta
+            if whole:
+                # Last to arrive: all others' partials, released before their tickets, are visible from here on.
+                cute.arch.fence_acq_rel_gpu()
+                # In the order of the CTAs, this one's own among them: the same bits every time.
+                for i in cutlass.range_constexpr(per_thread):
+                    consumer.acc[i] = sums[thread, i, group, 1, first_cta]
+                for other in cutlass.range(first_cta + 1, last_cta + 1, unroll=1):
+                    for i in cutlass.range_constexpr(per_thread):
+                        consumer.acc[i] = consumer.acc[i] + sums[thread, i, group, 0, other]
+                if thread == 0:
+                    mTickets[shared * self.groups + group] = Int32(0)  # for the next launch
+        return whole
