@@ -88,6 +88,17 @@ def unpack(packed: Tensor, bits: int, n: int, k: int) -> Tensor:
     return codes
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """``tensor`` with the strides of a new one: ``contiguous()`` leaves any in extents of 1, which ``view`` refuses."""
+    stride, strides = 1, []
+    for extent in reversed(tensor.shape):
+        strides.append(stride)
+        stride *= max(extent, 1)
+    return (
+        tensor if tensor.stride() == tuple(reversed(strides)) else tensor.clone(memory_format=torch.contiguous_format)
+    )
+
+
 def _check_bits(bits: int) -> None:
     if bits not in TILE_BYTES:
         raise UnsupportedProblem(f"elements are packed in 4 or 8 bits, not {bits}; quantize to int4, int8, e4m3 or nf4")
@@ -109,7 +120,8 @@ def _pack_tiles(codes: Tensor, rows: int, columns: int, bits: int) -> Tensor:
     split = codes.reshape(rows, *_SPLIT[:3], columns, *_SPLIT[3:])
     if bits == 4:
         nibbles = split.permute(2, 0, 4, 1, 3, 7, 5, 8, 6)  # (h, tile_n, tile_k, strip, lane, k-block, e, c)
-        return (nibbles[0] | (nibbles[1] << 4)).reshape(rows, columns, TILE_BYTES[4])
+        data: Tensor = nibbles[0] | (nibbles[1] << 4)
+        return data.reshape(rows, columns, TILE_BYTES[4])
     split = split.unflatten(5, (2, 2))  # the k-block as (half, b)
     return split.permute(0, 4, 1, 5, 3, 8, 6, 7, 9, 2).reshape(rows, columns, TILE_BYTES[8])
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cutekernels.quant.assembly import assemble, groups_of, unassemble
 from cutekernels.quant.formats.nibbles import expect, matrix, of_words, to_words
-from cutekernels.quant.weight import QuantizedWeight, assemble, groups_of, unassemble
+from cutekernels.quant.weight import QuantizedWeight
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the row, of eight, that nibble i holds
 NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble that holds row i of eight
