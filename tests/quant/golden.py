@@ -91,5 +91,6 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype, name
         assert found[name].shape == tensor.shape, name
-        as_bytes = [t.contiguous().flatten().view(torch.uint8) for t in (found[name], tensor)]
+        assert found[name].is_contiguous(), name  # safetensors asks for that
+        as_bytes = [t.clone().reshape(-1).view(torch.uint8) for t in (found[name], tensor)]
         assert torch.equal(*as_bytes), name

@@ -14,6 +14,7 @@ from cutekernels.quant import QuantizedWeight, assembly, layout
 from cutekernels.quant.formats import awq, gptq, nibbles
 from tests.quant import golden
 
+COMPRESSED = [(1, 64, 32), (17, 100, -1), (100, 256, 64), (192, 256, 128), (3, 4096, 128)]
 SHAPES = [(8, 64, 32), (24, 256, 64), (104, 256, 128), (192, 128, -1), (8, 4096, 128), (16, 512, 256), (64, 64, 128)]
 
 
@@ -37,9 +38,8 @@ def test_awq(n: int, k: int, group: int, zeros: str) -> None:
 def test_gptq(n: int, k: int, group: int, version: int, act_order: bool) -> None:
     case = golden.case(n, k, group, zeros="all" if version == 1 else "v2", act_order=act_order)
     tensors = golden.gptq(case, version)
-    weight = quant.from_gptq(
-        *(tensors[name] for name in ("qweight", "qzeros", "scales")), group, tensors["g_idx"], version
-    )
+    *three, g_idx = tensors.values()
+    weight = quant.from_gptq(*three, group, g_idx, version)
     assert (weight.order is not None) == (act_order and 0 < group < k)
     assert torch.equal(weight.dequantize(), case.values(torch.float16))
     golden.same(weight.tensors(), tensors)
@@ -59,7 +59,7 @@ def test_gptq_without_g_idx_and_with_zeros_of_8() -> None:
 def test_the_packed_weight_is_the_contract_s_with_act_order() -> None:
     """``packed[:, j] * x[order[j]]``, groups in runs of the packed columns."""
     case = golden.case(8, 128, 32, zeros="all", act_order=True)
-    weight = quant.from_gptq(*golden.gptq(case, 1).values(), 32) if False else _gptq(case)
+    weight = _gptq(case)
     assert weight.order is not None
     assert weight.zeros is not None
     assert weight.order.dtype == torch.int32
@@ -82,9 +82,7 @@ def _gptq(case: golden.Case) -> QuantizedWeight:
     return quant.from_gptq(tensors["qweight"], tensors["qzeros"], tensors["scales"], 32, tensors["g_idx"])
 
 
-@pytest.mark.parametrize(
-    ("n", "k", "group"), [(1, 64, 32), (17, 100, -1), (100, 256, 64), (192, 256, 128), (3, 4096, 128)]
-)
+@pytest.mark.parametrize(("n", "k", "group"), COMPRESSED)
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_compressed_tensors(n: int, k: int, group: int, symmetric: bool, dtype: torch.dtype) -> None:
