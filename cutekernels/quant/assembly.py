@@ -103,8 +103,8 @@ def assemble(
         zeros = None
         kept["zeros"] = True
     if offsets is not None and not bool(offsets.any()):
+        kept["offsets"] = offsets.cpu() if bool(offsets.signbit().any()) else True  # -0 is written back as -0
         offsets = None
-        kept["offsets"] = True
     fill: int | Tensor = NF4_ZERO if code == "nf4" else 0
     if code == "int4":
         fill = 8 if zeros is None else zeros[-1].clamp(max=15)
@@ -151,6 +151,7 @@ def unassemble(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None, 
     assert scales is not None
     if zeros is None and details.get("zeros"):
         zeros = torch.full_like(scales, 8, dtype=torch.uint8)
-    if offsets is None and details.get("offsets"):
-        offsets = torch.zeros_like(scales)
+    if offsets is None and "offsets" in details:
+        said = details["offsets"]
+        offsets = said.to(weight.device) if isinstance(said, Tensor) else torch.zeros_like(scales)
     return codes, scales, zeros, offsets

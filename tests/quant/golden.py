@@ -92,5 +92,7 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         assert found[name].dtype == tensor.dtype, name
         assert found[name].shape == tensor.shape, name
         assert found[name].is_contiguous(), name  # safetensors asks for that
-        as_bytes = [t.clone().reshape(-1).view(torch.uint8) for t in (found[name], tensor)]
+        as_bytes = [
+            t.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8) for t in (found[name], tensor)
+        ]
         assert torch.equal(*as_bytes), name
