@@ -18,7 +18,7 @@ COMPRESSED = [(1, 64, 32), (17, 100, -1), (100, 256, 64), (192, 256, 128), (3, 4
 SHAPES = [(8, 64, 32), (24, 256, 64), (104, 256, 128), (192, 128, -1), (8, 4096, 128), (16, 512, 256), (64, 64, 128)]
 
 
-@pytest.mark.parametrize(("n", "k", "group"), [*SHAPES, (8, 100, 64), (8, 100, -1), (16, 100, 32)])
+@pytest.mark.parametrize(("n", "k", "group"), [*SHAPES, (8, 100, -1), (16, 100, 128), (16, 96, 32)])
 @pytest.mark.parametrize("zeros", ["v2", "none"])
 def test_awq(n: int, k: int, group: int, zeros: str) -> None:
     case = golden.case(n, k, group, zeros=zeros)

@@ -81,7 +81,8 @@ def test_one_scale_for_all(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize(
     ("kind", "strategy"),
-    [(kind, strategy) for kind in ("float", "int") for strategy in ("channel", "tensor", "group")] + [("float", "block")],
+    [(kind, strategy) for kind in ("float", "int") for strategy in ("channel", "tensor", "group")]
+    + [("float", "block")],
 )
 def test_compressed_tensors(kind: str, n: int, k: int, strategy: str) -> None:
     values = e4m3(n, k) if kind == "float" else torch.randint(-128, 128, (n, k), dtype=torch.int8)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cutekernels.errors import UnsupportedProblem
 from cutekernels.quant.assembly import assemble, groups_of, unassemble
 from cutekernels.quant.formats.nibbles import expect, matrix, of_words, to_words
 from cutekernels.quant.weight import QuantizedWeight
@@ -32,6 +33,11 @@ def from_awq(
     """
     k, words = matrix("qweight", qweight, (torch.int32,), by="AWQ")
     n, groups = 8 * words, groups_of(group, k)
+    if 0 < group < k and k % group:
+        raise UnsupportedProblem(
+            f"AWQ's groups of {group} divide K, and qweight has {k} rows; "
+            "check the group size of the config, or download the checkpoint again"
+        )
     why = f"K={k}, N={n} and groups of {group}"
     expect("qzeros", qzeros, (torch.int32,), (groups, words), why, by="AWQ")
     expect("scales", scales, (torch.float16, torch.bfloat16, torch.float32), (groups, n), why, by="AWQ")
