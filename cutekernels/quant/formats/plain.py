@@ -81,6 +81,8 @@ def read_plain(
         wanted, group, block = tuple(scale.shape), 0, None
         values = values.reshape(1, 1).expand(1, n)
         stored["one"] = True
+    elif tuple(scale.shape) == (1, n) and group <= 0:  # as transformers' modules of compressed-tensors hold it
+        wanted, block = (1, n), None
     else:
         wanted = (n, groups_of(group, k)) if scale.dim() == 2 else (n,)
         block = None
@@ -129,7 +131,12 @@ def exponents(scale: Tensor, *, by: str) -> Tensor:
 
 def kept(extra: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """Small tensors that stay on the CPU until ``tensors()``."""
-    return {} if extra is None else {name: tensor.detach().cpu() for name, tensor in extra.items()}
+    return {} if extra is None else {name: copied(tensor) for name, tensor in extra.items()}
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy on the CPU, which holds no file open."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 def extras(weight: QuantizedWeight) -> dict[str, Tensor]:
