@@ -51,6 +51,16 @@ def test_larger_blocks_are_repeated() -> None:
     golden.same(weight.tensors(), tensors)
 
 
+def test_blocks_of_one_row_are_groups() -> None:
+    bytes_ = torch.randint(100, 140, (17, 4), dtype=torch.uint8)
+    tensors = {"weight": e4m3(17, 128), "weight_scale_inv": bytes_}
+    weight = quant.from_fp8(*tensors.values(), (1, 32))
+    assert (weight.group, weight.scale_rows) == (32, 1)
+    expected = tensors["weight"].float() * spread(2.0 ** (bytes_.float() - 127), 17, 128, 1, 32)
+    assert torch.equal(weight.dequantize(torch.float32), expected)
+    golden.same(weight.tensors(), tensors)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
 def test_exponents(dtype: torch.dtype) -> None:
     """Byte 0 is 2 ** -127, byte 254 is 2 ** 127."""

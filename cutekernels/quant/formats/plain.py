@@ -75,6 +75,8 @@ def read_plain(
     n, k = matrix("weight", weight, tuple(DTYPES[code] for code in codes), by=by)
     values = exponents(scale, by=by) if scale.dtype in _EXPONENTS else scale
     stored = {**details, "scale_shape": tuple(scale.shape), "scale_dtype": scale.dtype}
+    if block is not None and block[0] == 1:  # groups of one row, by another name
+        group, block = block[1], None
     if block is not None and scale.dim() == 2:
         wanted: tuple[int, ...] = (-(-n // block[0]), -(-k // block[1]))
     elif scale.numel() == 1:
