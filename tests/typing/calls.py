@@ -23,6 +23,15 @@ def tensors(x: Tensor, flag: bool, maybe: Tensor | None) -> None:
     assert_type(ck.linear(x, x, activation="silu"), Tensor)
 
 
+def quantized(x: Tensor) -> None:
+    weight = ck.quant.quantize(x, "int4_g128", symmetric=False)
+    assert_type(weight, ck.quant.QuantizedWeight)
+    assert_type(weight.dequantize(), Tensor)
+    assert_type(weight.tensors(), dict[str, Tensor])
+    assert_type(ck.quant.read({"qweight": x}, {"quant_method": "awq"}), ck.quant.QuantizedWeight)
+    assert_type(ck.quant.why_not(weight), str | None)
+
+
 def words_that_do_not_exist(x: Tensor) -> None:
     ck.linear(x, x, activation="swish")  # type: ignore[arg-type]
     ck.gemm(x, x, accumulate="bf16")  # type: ignore[arg-type]
