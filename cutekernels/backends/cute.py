@@ -47,6 +47,13 @@ def dtype_of(name: str) -> Any:
     return {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[name]
 
 
+def float_of(name: str) -> Any:
+    """The DSL's type: ``"bf16"``, ``"fp16"`` or ``"fp32"``."""
+    import cutlass
+
+    return cutlass.Float32 if name == "fp32" else dtype_of(name)
+
+
 class CuteArtifact(Artifact):
     """One compiled kernel, in memory."""
 

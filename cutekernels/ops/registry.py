@@ -22,6 +22,7 @@ FAMILIES = (
     "norms",
     "moe",
     "sampling",
+    "quantized",
 )
 _FAMILIES = [import_module(f"cutekernels.ops.{name}") for name in FAMILIES]
 OPS: tuple[Op[Any, Any], ...] = tuple(op for family in _FAMILIES for op in family.OPS)

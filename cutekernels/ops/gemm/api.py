@@ -26,6 +26,7 @@ from cutekernels.ops.shared.call_cache import Call, CallCache
 from cutekernels.ops.shared.checks import check_arguments, check_tensor, check_word, kinds_of, refuse_gradient
 from cutekernels.ops.shared.registration import PLAIN, Path, define_with_out, direct
 from cutekernels.ops.shared.strides import overlaps_itself, pairs, relation, span_bytes
+from cutekernels.quant.weight import QuantizedWeight
 
 _INPUTS = "Tensor a, Tensor b, Tensor? c, Tensor? bias"
 _OPTIONS = "float alpha=1.0, float beta=0.0, str activation='none', str accumulate='fp32', str? config=None"
@@ -139,7 +140,7 @@ def gemm(
 
 def linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantizedWeight,
     bias: Tensor | None = None,
     *,
     activation: Activation | None = None,
@@ -150,7 +151,8 @@ def linear(
     Args:
         x: ``(..., K)``, fp16 or bf16 (on the CPU fp32 and fp64 too). Any strides; K contiguous and 16-byte
             aligned rows are fastest. Leading dimensions that no single stride walks cost a copy.
-        weight: ``(N, K)``, dtype of ``x``: the layout of ``nn.Linear.weight``.
+        weight: ``(N, K)``, dtype of ``x``: the layout of ``nn.Linear.weight``. Or a
+            :class:`~cutekernels.quant.QuantizedWeight` of four or eight bits, decoded in the product, without gradient.
         bias: ``(N,)``, dtype of ``x`` or fp32.
         activation: ``"relu" | "gelu" | "gelu_tanh" | "silu"``; None for identity.
         out: where to write, ``(..., N)``; must not overlap an input. Not differentiable.
@@ -163,6 +165,10 @@ def linear(
             overlaps an input or itself, ``out`` together with gradients.
     """
     if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or weight.is_nested:
+        if type(weight) is QuantizedWeight:
+            from cutekernels.ops.quantized.api import quantized_linear
+
+            return quantized_linear(x, weight, bias, activation=activation, out=out)
         check_tensor("linear", "x", x)
         check_tensor("linear", "weight", weight)
     if weight.dim() != 2:

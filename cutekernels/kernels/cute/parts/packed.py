@@ -1,6 +1,6 @@
 """Packed weights of 4 and 8 bits: from 32-bit words to fragments of the activations' type, in registers.
 
-A weight lies in the order in which a thread of an MMA holds it (``quant/layout.py``), so that 16 bytes are a lane's own.
+A weight lies in the order in which a thread of an MMA holds it (``quant/layout.py``): 16 bytes are a lane's own.
 A word of 4-bit codes is one k-block of 16: pair p (p = 0..3, as the registers of an A fragment) in nibbles p and p + 4.
 Of 8-bit codes two words are one k-block: word i has pair 2i in bytes 0 and 2, pair 2i + 1 in bytes 1 and 3.
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from cutlass._mlir.dialects import llvm
 from cutlass import Int32, Int64
+from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
 

@@ -1,4 +1,4 @@
-"""Product of a few tokens with a packed weight: ``out = act(X @ dequantized(W)^T + bias + C)``.
+"""Product of a few tokens with a packed weight: ``out = act(X @ dequantized(W)^T + bias)``.
 
 At decode sizes a linear layer is limited by reading the weight, so the kernel keeps many of its bytes in flight, and
 decodes them in registers: shared memory and DRAM see packed bytes alone.
@@ -66,11 +66,10 @@ class Operands:
 
     mD: cute.Tensor  # (M, N)
     mX: cute.Tensor  # (M, K)
-    mW: cute.Tensor  # (bytes,)
-    mS: cute.Tensor  # (groups * N padded to 64,), or of 128 x 128 blocks
+    mW: cute.Tensor  # (N / 64, K / 64, bytes)
+    mS: cute.Tensor  # (groups, N padded to 64), or of 128 x 128 blocks
     mZ: cute.Tensor | None  # bytes, as the scales
     mBias: cute.Tensor | None  # (N,)
-    mC: cute.Tensor | None  # (M, N)
     mPartials: cute.Tensor  # two tiles of accumulators a CTA
     mTickets: cute.Tensor  # (tiles,), zero before and after
 
@@ -154,18 +153,17 @@ class PackedSkinny:
         self,
         mD: cute.Tensor,  # (M, N)
         mX: cute.Tensor,  # (M, K)
-        mW: cute.Tensor,  # (bytes,)
-        mS: cute.Tensor,  # (scales,)
-        mZ: cute.Tensor | None,  # (scales,), bytes
+        mW: cute.Tensor,  # (N / 64, K / 64, bytes)
+        mS: cute.Tensor,  # (groups, N padded to 64), or of 128 x 128 blocks
+        mZ: cute.Tensor | None,  # bytes, as the scales
         mBias: cute.Tensor | None,  # (N,)
-        mC: cute.Tensor | None,  # (M, N)
         mPartials: cute.Tensor,
         mTickets: cute.Tensor,
         ctas: Int32,
         share: Int32,  # units of each
         stream: cuda.CUstream,
     ):
-        self.kernel(mD, mX, mW, mS, mZ, mBias, mC, mPartials, mTickets, share).launch(
+        self.kernel(mD, mX, mW, mS, mZ, mBias, mPartials, mTickets, share).launch(
             grid=[ctas, 1, 1],
             block=[self.threads, 1, 1],
             min_blocks_per_mp=self.ctas_per_sm,
@@ -183,14 +181,13 @@ class PackedSkinny:
         mS: cute.Tensor,
         mZ: cute.Tensor | None,
         mBias: cute.Tensor | None,
-        mC: cute.Tensor | None,
         mPartials: cute.Tensor,
         mTickets: cute.Tensor,
         share: Int32,
     ):
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        given = Operands(mD, mX, mW, mS, mZ, mBias, mC, mPartials, mTickets)
+        given = Operands(mD, mX, mW, mS, mZ, mBias, mPartials, mTickets)
         m, k = cute.size(mX, mode=[0]), cute.size(mX, mode=[1])
         n = cute.size(mD, mode=[1])
         k_tiles = cute.ceil_div(k, self.tile_k)
@@ -213,7 +210,7 @@ class PackedSkinny:
 
         at = self.unit(of, first)
         if const_expr(self.dependent):
-            if const_expr(self.ahead > 0):
+            if const_expr(self.ahead > 0):  # noqa: SIM102  known when compiled
                 # PDL: before the wait only prefetches, right whatever is written meanwhile.
                 if tid < self.ahead and at.k_tile + tid < k_tiles:
                     self.prefetch(given, of, Unit(at.n, at.m, at.k_tile + tid))
@@ -293,7 +290,7 @@ class PackedSkinny:
 
     @cute.jit
     def load_weight(self, tid: Int32, given: Operands, of: Extents, unit: Unit, stage: Int32, limit: Int32 | None):
-        """A run along K of packed tiles, or of the CTA's strips in them, for each 64 rows; up to ``limit`` bytes of it."""
+        """A run along K of packed tiles, or of the CTA's strips in them, for each 64 rows; up to ``limit`` bytes."""
         smem = self.smem
         # A step of all threads covers whole tiles, or a part of one: either way a constant and a thread's own offset.
         step, part = const_expr(VECTOR * self.threads), const_expr(smem.part_bytes)
@@ -603,16 +600,12 @@ class PackedSkinny:
                 factor, bias = Float32(1.0), Float32(0.0)
                 if row < of.n:
                     if const_expr(self.group == 0):
-                        factor = given.mS[row].to(Float32)
+                        factor = given.mS[0, row].to(Float32)
                     if const_expr(given.mBias is not None):
                         bias = given.mBias[row].to(Float32)
                 for t in cutlass.range_constexpr(self.tile_m // 8):
                     for i in cutlass.range_constexpr(2):
                         value = factor * acc[(i, r), s, t] + bias
-                        if const_expr(given.mC is not None):
-                            token = first_token + (t * 8 + i)
-                            if row < of.n and token < of.m:
-                                value = value + given.mC[token, row].to(Float32)
                         x[(i, r), s, t] = value
         y = cute.make_rmem_tensor(acc.shape, mD.element_type)
         y.store(self.activation.apply(x.load()).to(mD.element_type))

@@ -1,8 +1,8 @@
 """Product of many tokens with a packed weight, warpgroup schedule: ``out = act(X @ dequantized(W)^T + bias)``.
 
 Roles:
-    A tile has ``64 * groups`` weight rows and ``tile_n`` tokens. In a CTA the last warp group is the producer: its first
-    warp loads, ``stages`` ahead and across the ends of tiles, tokens by TMA and packed weights, scales and zero points
+    A tile has ``64 * groups`` weight rows and ``tile_n`` tokens. In a CTA the last warp group is the producer: its
+    first warp loads, ``stages`` ahead and across the ends of tiles, tokens by TMA and packed weights, scales and zeros
     by bulk copies; its other three warps are idle. The other ``groups`` are consumers, 64 weight rows each: they decode
     packed weights into the registers of wgmma's A operand, and multiply with tokens from shared memory. setmaxnreg
     moves registers from the producer to them.
@@ -66,8 +66,8 @@ VECTOR = 16  # bytes
 class Weight:
     """The packed weight in memory."""
 
-    mW: cute.Tensor  # (bytes,)
-    mS: cute.Tensor  # (groups * N padded to 64,), or of 128 x 128 blocks
+    mW: cute.Tensor  # (N / 64, K / 64, bytes)
+    mS: cute.Tensor  # (groups, N padded to 64), or of 128 x 128 blocks
     mZ: cute.Tensor | None  # bytes, as the scales
 
 
@@ -187,9 +187,9 @@ class PackedWarpgroup:
         self,
         mD: cute.Tensor,  # (M, N)
         mX: cute.Tensor,  # (M, K)
-        mW: cute.Tensor,  # (bytes,)
-        mS: cute.Tensor,  # (scales,)
-        mZ: cute.Tensor | None,  # (scales,), bytes
+        mW: cute.Tensor,  # (N / 64, K / 64, bytes)
+        mS: cute.Tensor,  # (groups, N padded to 64), or of 128 x 128 blocks
+        mZ: cute.Tensor | None,  # bytes, as the scales
         mBias: cute.Tensor | None,  # (N,)
         mPartials: cute.Tensor,
         mTickets: cute.Tensor,  # (tiles * groups,), zero before and after
@@ -575,7 +575,7 @@ class PackedWarpgroup:
         blocks = cute.ceil_div(of.n, self.scale_rows)
         group = k_tile * self.tile_k // self.group
         block = cutlass.min(row // self.scale_rows, blocks - 1)
-        return weight.mS[group * blocks + block].to(Float32)
+        return weight.mS[group, block].to(Float32)
 
     @cute.jit
     def load_shifts(self, consumer: Consumer, stage: Int32, strip: cutlass.Constexpr[int], shifts: cute.Tensor):
@@ -602,7 +602,7 @@ class PackedWarpgroup:
             row = first + self.own_row(consumer) + 8 * r
             factor = Float32(0.0)
             if row < of.n:
-                factor = weight.mS[row].to(Float32)
+                factor = weight.mS[0, row].to(Float32)
             for j in cutlass.range_constexpr(self.tile_n // 8):
                 for i in cutlass.range_constexpr(2):
                     at = const_expr(4 * j + 2 * r + i)

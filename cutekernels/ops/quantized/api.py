@@ -1,0 +1,123 @@
+"""``linear`` with a :class:`~cutekernels.quant.QuantizedWeight`: the call, its gradient, its registration."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.gemm import api as gemm
+from cutekernels.ops.gemm.slopes import through_activation
+from cutekernels.ops.quantized.decode import DEQUANTIZE
+from cutekernels.ops.quantized.op import QUANTIZED_LINEAR
+from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared.checks import DTYPE_NAMES, check_tensor, check_word
+from cutekernels.ops.shared.triton_op import call
+from cutekernels.quant.layout import TILE
+from cutekernels.quant.support import why_not
+from cutekernels.quant.weight import QuantizedWeight
+
+_DECODED_BYTES = 24 << 20  # of a weight's columns that a gradient decodes at a time: they stay in the L2
+
+
+def quantized_linear(
+    x: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    out: Tensor | None = None,
+    config: Any = None,
+) -> Tensor:
+    """:func:`cutekernels.linear` of a packed weight; arguments as there."""
+    check_word("linear", "activation", activation, optional=True)
+    check_tensor("linear", "x", x)
+    check_tensor("linear", "out", out, optional=True)
+    n, k = weight.shape
+    if x.dim() == 0 or x.shape[-1] != k:
+        raise UnsupportedProblem(f"x must be (..., K) with weight's K={k}; its shape is {tuple(x.shape)}")
+    reason = why_not(weight) if x.is_cuda or weight.offsets is not None else None
+    if reason is not None:
+        raise UnsupportedProblem(reason)
+    if weight.order is not None:
+        x = x.index_select(-1, weight.order)
+    rows = math.prod(x.shape[:-1])
+    flat = x if x.dim() == 2 else x.reshape(rows, k)
+    inputs = (flat, weight.packed, weight.scales, weight.zeros, bias)
+    options = (weight.code, weight.group, n, "none" if activation is None else activation)
+    if out is None:
+        made = call(QUANTIZED_LINEAR, inputs, options, config=config)[0]
+        return made if x.dim() == 2 else made.view(*x.shape[:-1], n)
+    if out.shape != (*x.shape[:-1], n):
+        raise UnsupportedProblem(f"out must be {(*x.shape[:-1], n)}; its shape is {tuple(out.shape)}")
+    try:
+        flat_out = out if x.dim() == 2 else out.view(rows, n)
+    except RuntimeError:  # no single stride walks out's rows
+        out.copy_(call(QUANTIZED_LINEAR, inputs, options, config=config)[0].view(out.shape))
+        return out
+    call(QUANTIZED_LINEAR, inputs, options, config=config, out=(flat_out,))
+    return out
+
+
+def register(library: torch.library.Library) -> None:
+    """Defines the ops in ``library``, with their gradients."""
+    tensor_op.register(library, DEQUANTIZE)
+    tensor_op.register(library, QUANTIZED_LINEAR, gradient=_gradient, remember=_remember, autocast="lower", kept=(2, 4))
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, packed, scales, zeros, bias, *ctx.options, _ = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    activation = ctx.options[-1]
+    ctx.x_like = (x.shape, x.dtype)
+    saved = (x, bias) if activation not in ("none", "relu") else (output if activation == "relu" else None, None)
+    ctx.save_for_backward(packed, scales, zeros, *saved)
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """dz = grad * activation'(z); dx = dz weight, some of whose columns are decoded at a time; dbias = sum of dz.
+
+    The weight has no gradient. z, which the fused forward never stored, is computed again.
+    """
+    packed, scales, zeros, first, bias = ctx.saved_tensors
+    code, group, n, activation = ctx.options
+    dz = grad
+    if activation != "none":
+        z = first
+        if activation != "relu":
+            z = QUANTIZED_LINEAR.path(first, packed, scales, zeros, bias, code, group, n, "none", None)
+        dz = through_activation(grad, z, activation)
+    dx = dbias = None
+    if ctx.needs_input_grad[0]:
+        dx = _input_gradient(dz, packed, scales, zeros, code, group, n, ctx.x_like[0][1])
+    if ctx.needs_input_grad[4] and ctx.bias_dtype is not None:
+        dbias = dz.sum(0, dtype=ctx.bias_dtype)
+    return dx, None, None, None, dbias, None, None, None, None, None
+
+
+def _input_gradient(
+    dz: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, code: str, group: int, n: int, k: int
+) -> Tensor:
+    """``dz @ weight``: each part of K decodes its columns of the weight, and multiplies while they are in the L2."""
+    dtype = DTYPE_NAMES.get(dz.dtype)
+    if dtype not in ("bf16", "fp16"):  # references on the CPU
+        weight = QuantizedWeight(
+            code=code, group=group, scale_rows=1 if scales.shape[1] == packed.shape[0] * TILE else 128, shape=(n, k),
+            packed=packed, scales=scales, zeros=zeros,
+        )  # fmt: skip
+        return dz @ weight.dequantize(torch.float32).to(dz.dtype)
+    parts = -(-n * k * 2 // _DECODED_BYTES)
+    step = -(-k // parts // TILE) * TILE if parts > 1 else k
+    step = min(max(TILE, step), k)
+    if step >= k:
+        decoded = DEQUANTIZE.path(packed, scales, zeros, code, group, n, k, k, dtype, 0, None)
+        return gemm.GEMM_PATH(dz, decoded, None, None, 1.0, 0.0, "none", "fp32", None)  # type: ignore[no-any-return]
+    made = []
+    for begin in range(0, k, step):
+        columns = min(step, k - begin)
+        decoded = DEQUANTIZE.path(packed, scales, zeros, code, group, n, k, columns, dtype, begin, None)
+        made.append(gemm.GEMM_PATH(dz, decoded, None, None, 1.0, 0.0, "none", "fp32", None))
+    return torch.cat(made, 1)

@@ -1,0 +1,226 @@
+"""``dequantize``: columns of a packed weight as a matrix, for products that no packed body computes (gradients)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cutekernels import rates
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.op import Config, Problem, Work, extent, knob, plain
+from cutekernels.ops.gemm.problem import DTYPES, ELEMENT_BYTES
+from cutekernels.ops.quantized.problem import BITS, SCALE_BYTES
+from cutekernels.ops.shared.checks import check_results
+from cutekernels.ops.shared.tensor_op import Launch, TensorOp
+from cutekernels.quant import layout
+from cutekernels.quant.weight import QuantizedWeight
+
+if TYPE_CHECKING:
+    from cutekernels.backends import Artifact
+    from cutekernels.gpu import GpuSpec
+
+SCALES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+BLOCK = 128  # rows and columns of a block that shares a scale
+_L2_BYTES_PER_US = 2.5e6  # of a tile's bytes, by an H200
+
+
+@dataclass(frozen=True)
+class DequantizeProblem(Problem):
+    """``columns`` of a weight of ``n`` rows and ``k`` columns; the other fields as of ``quantized_linear``."""
+
+    n: int = extent()
+    columns: int = extent()
+    k: int = extent()
+    dtype: str = plain("bf16", "fp16")
+    code: str = plain("int4", "int8", "e4m3", "nf4")
+    group: int = plain(128, 64, 32, 0)
+    scale_rows: int = plain(1, 128)
+    scale: str = plain("fp16", "bf16", "fp32")
+    zeros: bool = plain(False, True)
+
+
+@dataclass(frozen=True)
+class DequantizeConfig(Config):
+    """A program has one packed tile of 64 x 64."""
+
+    warps: int = knob(2, 4, 8)
+
+
+class Dequantize(TensorOp[DequantizeProblem, DequantizeConfig]):
+    """Arguments: packed, scales, zeros or None of a QuantizedWeight, and the first column, a multiple of 64."""
+
+    name = "dequantize"
+    revision = 1
+    Problem = DequantizeProblem
+    Config = DequantizeConfig
+    suite = (
+        "n=4096 columns=4096 k=4096",
+        "n=1000 columns=128 k=1096 code=e4m3 scale_rows=128 scale=fp32",
+        "n=200 columns=72 k=200 group=64 zeros=1 scale=bf16 dtype=fp16",
+        "n=130 columns=64 k=64 code=int8 group=0 scale=fp32",
+        "n=64 columns=256 k=256 code=nf4 group=64 scale=fp32",
+    )
+    results = ("out",)
+    inputs = ("packed", "scales", "zeros")
+    options = ("code", "group", "n", "k", "columns", "dtype")
+    scalars = ("first",)
+    schema = (
+        "Tensor packed, Tensor scales, Tensor? zeros, "
+        "str code, int group, int n, int k, int columns, str dtype, int first"
+    )
+    in_place = False
+    flattens = False
+
+    def why_not(self, p: DequantizeProblem, c: DequantizeConfig, gpu: GpuSpec) -> str | None:
+        if c.warps == 8 and p.columns < 128:
+            return "warps=8 is for many columns: take 4"
+        return None
+
+    def default(self, p: DequantizeProblem, gpu: GpuSpec) -> DequantizeConfig:
+        return DequantizeConfig(4)
+
+    def estimate_us(self, p: DequantizeProblem, c: DequantizeConfig, gpu: GpuSpec) -> float:
+        busy = self.work(p).bytes / (gpu.dram_gbps * 1e3)
+        return float(rates.of(gpu).launch_us + 1.5 * busy * (1.0 + 0.02 * abs(c.warps - 4)))
+
+    def build(self, p: DequantizeProblem, c: DequantizeConfig, gpu: GpuSpec) -> Artifact:
+        from cutekernels.backends.triton import compile_kernel
+        from cutekernels.kernels.triton.dequantize import dequantize
+
+        constants: dict[str, Any] = {
+            "CODE": p.code, "GROUP": p.group, "SCALE_ROWS": p.scale_rows, "ZEROS": p.zeros,
+        }  # fmt: skip
+        if not p.zeros:
+            constants = {"zeros_ptr": 0, **constants}
+        signature = {
+            "out_ptr": f"*{p.dtype}", "packed_ptr": "*u8", "scales_ptr": f"*{p.scale}", "zeros_ptr": "*u8",
+            "rows": "i32", "columns": "i32", "groups": "i32", "scale_pitch": "i64", "tiles_k": "i64",
+            "out_pitch": "i64", "first": "i32",
+        }  # fmt: skip
+        return compile_kernel(
+            dequantize,
+            signature=signature | dict.fromkeys(constants, "constexpr"),
+            constexprs=constants,
+            divisible={"packed_ptr": 16},
+            options={"num_warps": c.warps},
+            gpu=gpu,
+        )
+
+    def bind(self, p: DequantizeProblem, c: DequantizeConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        grid = (-(-p.columns // layout.TILE), -(-p.n // layout.TILE), 1)
+
+        def numbers(out: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None) -> Sequence[int]:
+            pitch = out.stride(0) if out.shape[0] > 1 else 0
+            return p.n, p.columns, scales.shape[0], scales.shape[1], packed.shape[1], pitch
+
+        return Launch(kernel, grid, 4, numbers)
+
+    def takes(self, name: str, t: Tensor) -> bool:
+        return t.stride(-1) == 1 if name == "out" else t.is_contiguous()
+
+    def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
+        packed, scales, zeros = inputs
+        assert packed is not None and scales is not None
+        check_weight(packed, scales, zeros, options["code"], options["group"], options["n"], options["k"])
+        if options["dtype"] not in DTYPES:
+            raise UnsupportedProblem(f"dtype must be {' or '.join(DTYPES)}; it is {options['dtype']!r}")
+        if not 0 < options["columns"] <= packed.shape[1] * layout.TILE:
+            raise UnsupportedProblem(f"columns must be 1 to {options['k']}; they are {options['columns']}")
+        for out in results:
+            if tuple(out.shape) != (options["n"], options["columns"]) or out.dtype != DTYPES[options["dtype"]]:
+                raise UnsupportedProblem(f"out must be {(options['n'], options['columns'])} {options['dtype']}")
+        check_results(results)
+
+    def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
+        packed = inputs[0]
+        assert packed is not None
+        return (packed.new_empty((options["n"], options["columns"]), dtype=DTYPES[options["dtype"]]),)
+
+    def problem(self, *operands: Tensor | None, **options: Any) -> DequantizeProblem:
+        _, packed, scales, zeros = operands
+        assert packed is not None and scales is not None
+        return DequantizeProblem(
+            n=options["n"], columns=options["columns"], k=options["k"], dtype=options["dtype"], code=options["code"],
+            group=options["group"], scale_rows=rows_of_scale(scales, options["n"]), scale=SCALES[scales.dtype],
+            zeros=zeros is not None,
+        )  # fmt: skip
+
+    def outputs(self, p: DequantizeProblem, *args: Any) -> tuple[Tensor, ...]:
+        return (args[0].new_empty((p.n, p.columns), dtype=DTYPES[p.dtype]),)
+
+    def sample(self, p: DequantizeProblem, device: str, seed: int) -> tuple[Any, ...]:
+        packed, scales, zeros = random_weight(p, device, seed)
+        last = max(0, (p.k - p.columns) // layout.TILE)
+        return packed, scales, zeros, seed % (last + 1) * layout.TILE
+
+    def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        packed, scales, zeros, first = args
+        n, k = options["n"], options["k"]
+        weight = QuantizedWeight(
+            code=options["code"], group=options["group"], scale_rows=rows_of_scale(scales, n), shape=(n, k),
+            packed=packed, scales=scales, zeros=zeros,
+        )  # fmt: skip
+        first = int(first)
+        whole = weight.dequantize(torch.float32)[:, first : first + options["columns"]]
+        return (whole.to(DTYPES[options["dtype"]]),)
+
+    def work(self, p: DequantizeProblem) -> Work:
+        share = p.columns / max(1, p.k)
+        groups = -(-p.k // p.group) if p.group else 1
+        scales = groups * p.n / p.scale_rows * (SCALE_BYTES[p.scale] + p.zeros)
+        moved = p.n * p.columns * (BITS[p.code] / 8 + ELEMENT_BYTES) + share * scales
+        return Work(2.0 * p.n * p.columns, float(moved), 1.0)
+
+
+DEQUANTIZE = Dequantize()
+
+
+def rows_of_scale(scales: Tensor, n: int) -> int:
+    """Rows that share a scale: 1, or 128."""
+    return 1 if scales.shape[1] == -(-n // layout.TILE) * layout.TILE else BLOCK
+
+
+def check_weight(packed: Tensor, scales: Tensor, zeros: Tensor | None, code: str, group: int, n: int, k: int) -> None:
+    """Raises UnsupportedProblem for tensors that are no packed weight of ``(n, k)``."""
+    if code not in BITS:
+        raise UnsupportedProblem(f"code must be one of {', '.join(BITS)}; it is {code!r}")
+    expected = layout.packed_shape((n, k), BITS[code])
+    if packed.dtype != torch.uint8 or tuple(packed.shape) != expected:
+        raise UnsupportedProblem(
+            f"packed must be uint8 {expected} for a weight of {n} x {k}; it is {packed.dtype} {tuple(packed.shape)}"
+        )
+    groups = -(-k // group) if group else 1
+    columns = (expected[0] * layout.TILE, -(-n // BLOCK))
+    if scales.dtype not in SCALES or scales.dim() != 2 or scales.shape[0] != groups or scales.shape[1] not in columns:
+        raise UnsupportedProblem(
+            f"scales must be ({groups}, {columns[0]}), fp16, bf16 or fp32, for {n} x {k} in groups of {group}; "
+            f"they are {tuple(scales.shape)} {scales.dtype}"
+        )
+    if zeros is not None and (zeros.dtype != torch.uint8 or zeros.shape != scales.shape):
+        raise UnsupportedProblem(
+            f"zeros must be uint8 of the scales' shape; they are {tuple(zeros.shape)} {zeros.dtype}"
+        )
+    for name, t in (("scales", scales), ("zeros", zeros)):
+        if t is not None and t.device != packed.device:
+            raise UnsupportedProblem(f"{name} must be on packed's device {packed.device}; it is on {t.device}")
+
+
+def random_weight(p: Any, device: str, seed: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Random packed, scales and zeros that pose ``p``; a product with standard normal tokens is near 1."""
+    draw = torch.Generator(device=device).manual_seed(seed)
+    packed = torch.randint(0, 256, layout.packed_shape((p.n, p.k), BITS[p.code]), generator=draw, device=device)
+    if p.code == "e4m3":
+        packed = torch.where(packed % 128 == 127, packed - 1, packed)  # those codes are NaN
+    groups = -(-p.k // p.group) if p.group else 1
+    shape = (groups, -(-p.n // 64) * 64) if p.scale_rows == 1 else (groups, -(-p.n // BLOCK))
+    size = {"int4": 5.0, "int8": 74.0, "e4m3": 130.0, "nf4": 0.5}[p.code] * max(1, p.k) ** 0.5
+    types = {name: dtype for dtype, name in SCALES.items()}
+    scales = ((torch.rand(shape, generator=draw, device=device) + 0.5) / size).to(types[p.scale])
+    zeros = None
+    if p.zeros:
+        zeros = torch.randint(0, 17, shape, generator=draw, device=device).to(torch.uint8)
+    return packed.to(torch.uint8), scales, zeros

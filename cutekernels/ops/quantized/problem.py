@@ -1,0 +1,141 @@
+"""Problems and configs of ``quantized_linear``: ``out = activation(x @ dequantized(weight)^T + bias)``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.op import Config, Problem, extent, knob, ladder, plain
+from cutekernels.ops.gemm.problem import ACTIVATIONS
+
+BITS = {"int4": 4, "int8": 8, "e4m3": 8, "nf4": 4}
+SCALE_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class QuantizedProblem(Problem):
+    """``m`` tokens of ``k`` elements times a packed weight of ``n`` rows.
+
+    ``code``, ``group`` (0: all of K) and ``scale_rows`` are those of :class:`cutekernels.quant.QuantizedWeight`;
+    ``scale`` is the type of its scales, ``zeros`` whether it has zero points. ``out_align``: elements that divide the
+    address, the pitch and the columns of out.
+    """
+
+    m: int = extent(ladder)
+    n: int = extent()
+    k: int = extent()
+    dtype: str = plain("bf16", "fp16")
+    code: str = plain("int4", "int8", "e4m3", "nf4")
+    group: int = plain(128, 64, 32, 0)
+    scale_rows: int = plain(1, 128)
+    scale: str = plain("fp16", "bf16", "fp32")
+    zeros: bool = plain(False, True)
+    bias: str = plain("none", "same", "fp32")
+    activation: str = plain(*ACTIVATIONS)
+    out_align: int = plain(8, 1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.zeros and self.code != "int4":
+            raise UnsupportedProblem(f"zero points are of int4 weights; code={self.code}")
+        if self.scale_rows > 1 and (self.group != 128 or self.zeros):
+            raise UnsupportedProblem(
+                f"scale_rows={self.scale_rows} are blocks of 128 x 128: they take group=128 zeros=0"
+            )
+        if self.k % 8 or self.n % self.out_align:
+            raise UnsupportedProblem(f"8 must divide k={self.k}, and out_align={self.out_align} n={self.n}")
+
+    def bucket(self) -> QuantizedProblem:
+        """One tuning serves every bias and activation, both dtypes, and both 16-bit types of scales."""
+        scale = "fp32" if self.scale == "fp32" else "fp16"
+        return super().bucket().replace(bias="none", activation="none", dtype="bf16", scale=scale)
+
+    @property
+    def bits(self) -> int:
+        """Of an element."""
+        return BITS[self.code]
+
+    @property
+    def weight_bytes(self) -> float:
+        """Codes, scales and zero points."""
+        groups = -(-self.k // self.group) if self.group else 1
+        rows = self.n if self.scale_rows == 1 else -(-self.n // self.scale_rows)
+        return self.n * self.k * self.bits / 8 + groups * rows * (SCALE_BYTES[self.scale] + self.zeros)
+
+
+@dataclass(frozen=True)
+class QuantizedConfig(Config):
+    """The knobs of both schedules; ``body`` names the one that gives them a meaning.
+
+    ``tile_m`` are tokens, ``tile_n`` weight rows. ``stream_k``: CTAs share the k-tiles of tiles that would not fill
+    the GPU's last wave. ``scaled``: scales multiply fp32 accumulators (``sums``) or decoded weights (``weights``).
+    """
+
+    body: str = knob("skinny", "warpgroup")
+    tile_m: int = knob(8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+    tile_n: int = knob(16, 32, 64, 128, 192)
+    tile_k: int = knob(64, 128, 256, 512)
+    stages: int = knob(2, 3, 4, 5, 6, 7, 8)
+    stream_k: bool = knob(False, True)
+    pdl: bool = knob(False, True)
+    warps_n: int = knob(1, 2, 4)
+    warps_k: int = knob(1, 2, 4, 8)
+    ctas_per_sm: int = knob(1, 2, 3, 4)
+    ahead: int = knob(0, 2, 4)
+    scaled: str = knob("sums", "weights")
+    raster: int = knob(1, 8)
+
+    @classmethod
+    def every(cls) -> Iterator[QuantizedConfig]:
+        for body in BODIES:
+            yield from spanned(body)
+
+
+# What each schedule searches; a knob that is missing keeps its first value.
+BODIES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "skinny": {
+        "tile_m": (8, 16, 24, 32, 48, 64),
+        "tile_n": (16, 32, 64, 128),
+        "tile_k": (64, 128, 256, 512),
+        "stages": (3, 4, 6, 8),
+        "stream_k": (False, True),
+        "pdl": (False, True),
+        "warps_n": (1, 2, 4),
+        "warps_k": (1, 2, 4, 8),
+        "ctas_per_sm": (1, 2, 3, 4),
+        "ahead": (0, 2, 4),
+    },
+    "warpgroup": {
+        "tile_m": (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256),
+        "tile_n": (64, 128, 192),
+        "tile_k": (64, 128),
+        "stages": (2, 3, 4, 5, 6, 7, 8),
+        "stream_k": (False, True),
+        "pdl": (False, True),
+        "scaled": ("sums", "weights"),
+        "raster": (1, 8),
+    },
+}
+_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
+    body: {name: own.get(name, values[:1]) for name, values in QuantizedConfig.space().items()} | {"body": (body,)}
+    for body, own in BODIES.items()
+}
+
+
+def foreign(c: QuantizedConfig) -> Iterator[str]:
+    """The knobs of ``c`` whose values belong to the other body."""
+    for name, allowed in _VALUES[c.body].items():
+        if getattr(c, name) not in allowed:
+            yield f"body={c.body} takes {name} from {', '.join(map(str, allowed))}; it is {getattr(c, name)}"
+
+
+def spanned(body: str, **among: tuple[Any, ...]) -> Iterator[QuantizedConfig]:
+    """Every config of ``body``, some knobs confined to ``among``; ``ahead`` is for ``pdl`` alone."""
+    values = _VALUES[body] | among
+    for chosen in product(*values.values()):
+        c = QuantizedConfig.drawn(zip(values, chosen, strict=True))
+        if c.pdl or not c.ahead:
+            yield c

@@ -1,0 +1,143 @@
+"""The skinny schedule of packed weights, for few tokens: rules, model, body, grid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from cutekernels import rates
+from cutekernels.kernels.cute.parts.smem import PackedSkinnySmem
+from cutekernels.ops.quantized.problem import SCALE_BYTES, QuantizedConfig, QuantizedProblem, spanned
+
+if TYPE_CHECKING:
+    from cutekernels.gpu import GpuSpec
+
+NAME = "skinny"
+TILES_M = (8, 16, 24, 32, 48, 64)
+_MOST_ACCUMULATORS = 64  # of a thread; as many again where scales have groups
+_MOST_WARPS = {16: 24, 32: 20, 64: 16}  # of an SM, by a thread's accumulators: registers
+_LEAST_IN_FLIGHT = 32 * 1024  # bytes of an SM's stages
+# Instructions that decode 8 weights of a lane, beside 4 of loads and loops; and an MMA's share of a scheduler's cycles.
+_DECODE = {"int4": 11, "int8": 14, "e4m3": 18, "nf4": 30}
+_BESIDE, _MMA_CYCLES, _ISSUE = 4.0, 6.3, 0.75
+_FIXED_US, _SHARED_US = 2.2, 1.3  # of launch_us and of exchange_us: docs/notes/quantized.md#models (H200, 2026-11-26)
+
+
+def fitting_tiles(p: QuantizedProblem) -> tuple[int, ...]:
+    """Values of ``tile_m`` that suit the tokens of ``p``: the least that holds them, and the largest."""
+    least = next((tile for tile in TILES_M if tile >= p.m), TILES_M[-1])
+    return (least,) if p.m <= 32 else tuple(sorted({least, 32, 64}))
+
+
+def smem(p: QuantizedProblem, c: QuantizedConfig) -> PackedSkinnySmem:
+    return PackedSkinnySmem(
+        c.tile_m, c.tile_n, c.tile_k, c.stages, c.warps_k, p.bits, SCALE_BYTES[p.scale], p.group, p.scale_rows, p.zeros
+    )
+
+
+def accumulators(c: QuantizedConfig) -> int:
+    """Of a thread."""
+    return c.tile_n // 16 // c.warps_n * c.tile_m // 2
+
+
+def broken(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Iterator[str]:
+    """The rules that are broken."""
+    warps = c.warps_n * c.warps_k
+    if warps not in (4, 8):
+        yield f"{c.warps_n}x{c.warps_k} warps: take 4 or 8"
+    if c.tile_k // c.warps_k < 64:
+        yield f"tile_k={c.tile_k} leaves less than 64 to each of {c.warps_k} groups of warps"
+    if c.tile_n // 16 % c.warps_n or c.tile_n // 16 < c.warps_n:
+        yield f"tile_n={c.tile_n} does not divide among {c.warps_n} warps of 16 rows"
+    sums = accumulators(c)
+    if sums > _MOST_ACCUMULATORS or c.tile_n // 16 // c.warps_n > 4:
+        yield f"a thread holds {sums} sums of {c.tile_n // 16 // c.warps_n} strips: take more warps along the rows"
+    most = next((warps for limit, warps in _MOST_WARPS.items() if sums <= limit), 16)
+    if warps * c.ctas_per_sm > min(most, gpu.max_warps):
+        yield f"{c.ctas_per_sm} CTAs of {warps} warps with {sums} sums a thread: take {most} warps an SM or fewer"
+    frame = smem(p, c)
+    if frame.total_bytes > gpu.smem_per_block_bytes:
+        yield f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
+    elif c.ctas_per_sm * (frame.total_bytes + gpu.SMEM_RESERVED_BYTES) > gpu.smem_per_sm_bytes:
+        yield f"{c.ctas_per_sm} CTAs of {frame.total_bytes} bytes do not fit in an SM's shared memory"
+    if c.ctas_per_sm * frame.sums_at < _LEAST_IN_FLIGHT:
+        yield f"{frame.sums_at} bytes of stages keep too few in flight: take {_LEAST_IN_FLIGHT} an SM or more"
+    if c.pdl and not gpu.has_pdl:
+        yield f"pdl=1 needs programmatic dependent launch, which {gpu.name} lacks"
+    fitting = fitting_tiles(p)
+    if c.tile_m not in fitting:
+        yield f"tile_m={c.tile_m} does not suit {p.m} tokens: take {' or '.join(map(str, fitting))}"
+    if c.stream_k and tiles(p, c) % (gpu.sm_count * c.ctas_per_sm) == 0:
+        yield f"stream_k=1: {tiles(p, c)} tiles fill whole waves without"
+
+
+def tiles(p: QuantizedProblem, c: QuantizedConfig) -> int:
+    return -(-p.n // c.tile_n) * -(-p.m // c.tile_m)
+
+
+def grid(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, int]:
+    """CTAs, and the units (k-tiles) of each."""
+    k_tiles, resident = -(-p.k // c.tile_k), gpu.sm_count * c.ctas_per_sm
+    units = tiles(p, c) * k_tiles
+    share = -(-units // resident) if c.stream_k else k_tiles * -(-tiles(p, c) // resident)
+    return -(-units // share), share
+
+
+@cache
+def shortlist(tile_m: int, gpu: GpuSpec) -> tuple[QuantizedConfig, ...]:
+    """What the default is chosen among."""
+    pdl = (gpu.has_pdl,)
+    return tuple(spanned(NAME, tile_m=(tile_m,), pdl=pdl, ahead=(2 if gpu.has_pdl else 0,)))
+
+
+def estimate_us(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> float:
+    """The slowest of DRAM, an SM's loads, its instructions and its MMAs for the busiest SM; fixed costs."""
+    rate = rates.of(gpu)
+    ctas, share = grid(p, c, gpu)
+    frame = smem(p, c)
+    per_sm = -(-ctas // gpu.sm_count)
+    units = per_sm * share
+    tokens = min(p.m, c.tile_m)
+    unit_bytes = frame.x_at + tokens * c.tile_k * 2 + (frame.stage_bytes - frame.scales_at)
+    in_flight = min(per_sm, c.ctas_per_sm) * (c.stages - 1) * unit_bytes
+    port = min(0.6 * rate.sm_bytes_per_us, in_flight / (0.9 * rate.dram_latency_us))
+    lanes = units * c.tile_n * c.tile_k / 256  # MMAs of 8 tokens, of all warps
+    columns = c.tile_m / 8
+    issue = lanes / 4 * (_DECODE[p.code] + _BESIDE + 2.0 * columns) / (_ISSUE * rate.clock_mhz)
+    multiply = lanes / 4 * columns * _MMA_CYCLES / rate.clock_mhz
+    load = units * unit_bytes / port + rate.barrier_us * 0.1 * units / per_sm
+    dram = p.weight_bytes / (0.93 * rate.dram_share * gpu.dram_gbps * 1e3)
+    busy = (dram**4 + load**4 + issue**4 + multiply**4) ** 0.25
+    shared = _SHARED_US * rate.exchange_us if c.stream_k and share % -(-p.k // c.tile_k) else 0.0
+    return float(_FIXED_US * rate.launch_us + rate.dram_latency_us + busy + shared - rate.dependent_us * c.pdl)
+
+
+def preference(c: QuantizedConfig) -> tuple[object, ...]:
+    """Among configs of one estimate."""
+    return c.stream_k, -c.tile_k, c.tile_n, -c.stages, str(c)
+
+
+def body(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
+    from cutekernels.backends import cute as backend
+    from cutekernels.kernels.cute.parts.epilogue import Activation
+    from cutekernels.kernels.cute.parts.packed import PackedWeights
+    from cutekernels.kernels.cute.quantized.skinny import PackedSkinny
+
+    return PackedSkinny(
+        weights=PackedWeights(p.code, backend.dtype_of(p.dtype)),
+        scale=backend.float_of(p.scale),
+        group=p.group,
+        scale_rows=p.scale_rows,
+        zeros=p.zeros,
+        tile_m=c.tile_m,
+        tile_n=c.tile_n,
+        tile_k=c.tile_k,
+        warps_n=c.warps_n,
+        warps_k=c.warps_k,
+        stages=c.stages,
+        activation=Activation(p.activation),
+        dependent=c.pdl,
+        ahead=c.ahead,
+        ctas_per_sm=c.ctas_per_sm,
+    )

@@ -1,0 +1,168 @@
+"""The warpgroup schedule of packed weights, for many tokens: rules, model, body, grid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from cutekernels import rates
+from cutekernels.kernels.cute.parts.smem import PackedWarpgroupSmem
+from cutekernels.ops.quantized.problem import SCALE_BYTES, QuantizedConfig, QuantizedProblem, spanned
+
+if TYPE_CHECKING:
+    from cutekernels.gpu import GpuSpec
+
+NAME = "warpgroup"
+ROWS = 64  # of a consumer group
+_REGISTERS = {1: 232, 2: 232, 3: 160}  # of a consumer's thread, by groups
+_BESIDE_REGISTERS = 76  # decoded weights twice, addresses, scales
+_DECODE = {"int4": 11, "int8": 14, "e4m3": 18, "nf4": 30}
+_SCALED = 20  # instructions that multiply 8 weights by their scales
+_FIXED_US, _SHARED_US, _TILE_US = 2.6, 4.0, 1.2  # of launch_us, of exchange_us; of a tile's end
+
+
+def groups(c: QuantizedConfig) -> int:
+    """Consumer warp groups."""
+    return c.tile_n // ROWS
+
+
+def boxes(c: QuantizedConfig) -> int:
+    """Buffers of results of a group."""
+    return 1
+
+
+def smem(p: QuantizedProblem, c: QuantizedConfig) -> PackedWarpgroupSmem:
+    return PackedWarpgroupSmem(
+        groups(c), c.tile_m, c.tile_k, c.stages, boxes(c), p.bias != "none", p.bits, SCALE_BYTES[p.scale], p.group,
+        p.scale_rows, p.zeros,
+    )  # fmt: skip
+
+
+def registers(p: QuantizedProblem, c: QuantizedConfig) -> int:
+    """Of a consumer's thread, about."""
+    twice = p.group > 0 and c.scaled == "sums"
+    return c.tile_m // 2 * (2 if twice else 1) + _BESIDE_REGISTERS
+
+
+def refused(p: QuantizedProblem, gpu: GpuSpec) -> Iterator[str]:
+    """The rules that ``p`` breaks, whatever the config."""
+    if not gpu.has_wgmma:
+        yield f"warpgroup needs warpgroup MMA, which {gpu.name} lacks"
+    if p.out_align < 8:
+        yield "warpgroup stores 16 bytes at a time: it takes an out of 16-byte aligned rows, n divisible by 8"
+
+
+def broken(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Iterator[str]:
+    """The rules that are broken."""
+    yield from refused(p, gpu)
+    need, most = registers(p, c), _REGISTERS[groups(c)]
+    if need > most:
+        yield f"tile_m={c.tile_m} scaled={c.scaled} needs about {need} registers of a thread's {most}"
+    if c.scaled == "weights" and p.group == 0:
+        yield "scaled=weights is for scales of groups: those of all of K multiply results"
+    if c.scaled == "sums" and p.group == 128 and c.tile_k == 64 and c.tile_m > 64:
+        yield "tile_k=64 adds sums twice a group: take 128"
+    if p.group in (32, 64) and c.scaled == "sums" and c.tile_k == 128 and p.scale_rows > 1:
+        yield "blocks have groups of 128"
+    frame = smem(p, c)
+    if frame.total_bytes > gpu.smem_per_block_bytes:
+        yield f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
+    elif c.stages < 8 and frame.total_bytes + frame.x_bytes + frame.packed_bytes <= gpu.smem_per_block_bytes:
+        yield f"stages={c.stages} leaves room for {c.stages + 1}"
+    if c.tile_m > max(16, 2 * p.m):
+        yield f"tile_m={c.tile_m} idles most of a tile over {p.m} tokens"
+    if 4 * c.tile_m < min(p.m, 64):
+        yield f"tile_m={c.tile_m} reads the weight too often for {p.m} tokens"
+    if c.stream_k and tiles(p, c) % gpu.sm_count == 0:
+        yield f"stream_k=1: {tiles(p, c)} tiles fill whole waves without"
+    if c.raster > 1 and p.m <= c.tile_m:
+        yield f"raster={c.raster} does not suit one column of tiles: take 1"
+
+
+def tiles(p: QuantizedProblem, c: QuantizedConfig) -> int:
+    return -(-p.n // c.tile_n) * -(-p.m // c.tile_m)
+
+
+def grid(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, int, int]:
+    """CTAs, the whole tiles of each where they share the others, and each one's k-tiles of those."""
+    count, k_tiles = tiles(p, c), -(-p.k // c.tile_k)
+    if not c.stream_k:
+        return min(count, gpu.sm_count), 0, 0
+    rounds, rest = divmod(count, gpu.sm_count)
+    if rounds:
+        return gpu.sm_count, rounds, -(-rest * k_tiles // gpu.sm_count)
+    share = -(-count * k_tiles // gpu.sm_count)
+    return -(-count * k_tiles // share), 0, share
+
+
+@cache
+def shortlist(gpu: GpuSpec) -> tuple[QuantizedConfig, ...]:
+    """What the default is chosen among."""
+    return tuple(spanned(NAME, pdl=(True,)))
+
+
+def estimate_us(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> float:
+    """Tiles of the busiest SM, a k-tile bound by MMAs, decoding or loads; DRAM beside; fixed costs."""
+    rate, count = rates.of(gpu), groups(c)
+    ctas, rounds, share = grid(p, c, gpu)
+    k_tiles = -(-p.k // c.tile_k)
+    steps = float(rounds * k_tiles + share) if c.stream_k else float(-(-tiles(p, c) // ctas) * k_tiles)
+    multiply = 2.0 * c.tile_n * c.tile_m * c.tile_k / (0.92 * rate.warpgroup_flops_per_us)
+    instructions = c.tile_k / 64 * 4 * (_DECODE[p.code] + 4 + (_SCALED if c.scaled == "weights" else 0))
+    if p.group and c.scaled == "sums":
+        instructions += c.tile_k / min(p.group, c.tile_k) * c.tile_m / 2
+    decode = instructions / (0.8 * rate.clock_mhz)  # of one group
+    loaded = c.tile_m * c.tile_k * 2 + c.tile_n * c.tile_k * p.bits / 8
+    fetch = loaded / (0.75 * rate.sm_bytes_per_us)
+    alone = 0.7 * decode if count == 1 else 0.0  # nobody multiplies meanwhile
+    step = ((multiply + alone) ** 4 + (count * decode) ** 4 + fetch**4) ** 0.25 + 0.02
+    moved = p.weight_bytes + 2.0 * p.m * (p.k + p.n)
+    dram = moved / (0.95 * rate.dram_share * gpu.dram_gbps * 1e3)
+    ends = (rounds + 1 if c.stream_k else -(-tiles(p, c) // ctas)) * _TILE_US * c.tile_m / 128
+    shared = _SHARED_US * rate.exchange_us * c.tile_m / 128 + rate.exchange_us if c.stream_k else 0.0
+    fixed = _FIXED_US * rate.launch_us + rate.dram_latency_us
+    return float(fixed + ((steps * step) ** 4 + dram**4) ** 0.25 + ends + shared - rate.dependent_us * c.pdl)
+
+
+def preference(c: QuantizedConfig) -> tuple[object, ...]:
+    """Among configs of one estimate."""
+    return c.stream_k, -c.stages, c.raster != 8, str(c)
+
+
+def body(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
+    from cutekernels.backends import cute as backend
+    from cutekernels.kernels.cute.parts.boxes import ResultBoxes
+    from cutekernels.kernels.cute.parts.epilogue import Activation
+    from cutekernels.kernels.cute.parts.packed import PackedWeights
+    from cutekernels.kernels.cute.parts.schedule import Raster
+    from cutekernels.kernels.cute.quantized.warpgroup import PackedWarpgroup
+
+    dtype = backend.dtype_of(p.dtype)
+    results = ResultBoxes(
+        dtype=dtype,
+        columns=c.tile_m,
+        panels=1,
+        pitch=ROWS,
+        boxes=boxes(c),
+        rows_contiguous=True,
+        source=False,
+        bias="none" if p.bias == "none" else "m",
+        activation=Activation(p.activation),
+    )
+    return PackedWarpgroup(
+        weights=PackedWeights(p.code, dtype),
+        scale=backend.float_of(p.scale),
+        group=p.group,
+        scale_rows=p.scale_rows,
+        zeros=p.zeros,
+        scaled=c.scaled,
+        groups=groups(c),
+        tile_n=c.tile_m,
+        tile_k=c.tile_k,
+        stages=c.stages,
+        split=c.stream_k,
+        raster=Raster(c.raster),
+        results=results,
+        dependent=c.pdl,
+    )
