@@ -8,43 +8,31 @@ from typing import Any
 import torch
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.integrations.transformers.families import Family, family_of, shared_parameters
+from cutekernels.integrations.transformers.families import FAMILIES, Family, family_of, shared_parameters
 from cutekernels.integrations.transformers.modules import kind_of, sharded
 from cutekernels.integrations.transformers.patching import is_patched
 from cutekernels.integrations.transformers.rules import WIDEST_HEAD
+from cutekernels.models.loaded import LoadedModel
+from cutekernels.models.ropes import KINDS
 from cutekernels.ops.attention.problem import WIDEST
 
 REMEDY = "generate with the model itself, its attention by cutekernels.route_sdpa()"
 _PATCH = "generate with the model itself under cutekernels.patch, which honours it"
-_ROPES = ("default", "linear", "llama3", "yarn")  # their tables do not depend on the length
 _JOINED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _COMPILED = "_orig_mod"  # the submodule of what torch.compile returns for a module
 _RECORDERS = "transformers.utils.output_capturing"  # its hooks stay after output_hidden_states, and change nothing
 
 
 def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
-    """The family and the rotary parameters of a model whose weights can be read.
+    """The family and the rotary parameters of a model whose weights can be read: transformers' own, or ``load``'s.
 
     Raises:
         UnsupportedProblem: a model of another family, one that is patched, wrapped or lies on several devices, modules
             with hooks, forwards or classes of their own, a head_dim or rotary tables that no op has.
     """
-    family = family_of(model, "Decoder", REMEDY, head=True)
-    if not hasattr(model, "lm_head"):
-        raise UnsupportedProblem(
-            f"Decoder takes models for causal language modelling; {type(model).__name__} has no lm_head: {REMEDY}"
-        )
-    if is_patched(model):
-        raise UnsupportedProblem("Decoder reads a plain model, and this one is patched: call cutekernels.unpatch first")
+    family = FAMILIES[model.config.model_type] if isinstance(model, LoadedModel) else _check_transformers(model)
     for path, module in model.named_modules():
-        path = path.replace(f"{_COMPILED}.", "")
-        _check_class(path, module, family)
-        _check_forward(path or "the model", module)
-    if not hasattr(type(getattr(model, _COMPILED, model)), "set_attn_implementation"):
-        raise UnsupportedProblem(
-            f"Decoder takes a model of transformers itself; this is a {kind_of(type(model))} around one: merge its "
-            f"adapters (merge_and_unload), or {_PATCH}"
-        )
+        _check_forward(path.replace(f"{_COMPILED}.", "") or "the model", module)
     if len({(p.device, p.dtype) for p in model.parameters()}) != 1:
         raise UnsupportedProblem("Decoder takes a model on one device and of one dtype: move it with model.to(...)")
     if model.device.type == "cuda" and model.dtype not in (torch.float16, torch.bfloat16):
@@ -71,11 +59,30 @@ def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
     ropes = _ropes(model.config)
     for parameters in ropes.values():
         kind = parameters.get("rope_type", "default")
-        if kind not in _ROPES:
+        if kind not in KINDS:
             raise UnsupportedProblem(
                 f"Decoder takes rotary tables that do not depend on the length; rope_type is {kind}: {REMEDY}"
             )
     return family, ropes
+
+
+def _check_transformers(model: Any) -> Family:
+    """The family of a model of transformers itself, made of that family's own classes."""
+    family = family_of(model, "Decoder", REMEDY, head=True)
+    if not hasattr(model, "lm_head"):
+        raise UnsupportedProblem(
+            f"Decoder takes models for causal language modelling; {type(model).__name__} has no lm_head: {REMEDY}"
+        )
+    if is_patched(model):
+        raise UnsupportedProblem("Decoder reads a plain model, and this one is patched: call cutekernels.unpatch first")
+    for path, module in model.named_modules():
+        _check_class(path.replace(f"{_COMPILED}.", ""), module, family)
+    if not hasattr(type(getattr(model, _COMPILED, model)), "set_attn_implementation"):
+        raise UnsupportedProblem(
+            f"Decoder takes a model of transformers itself; this is a {kind_of(type(model))} around one: merge its "
+            f"adapters (merge_and_unload), or {_PATCH}"
+        )
+    return family
 
 
 def _ropes(config: Any) -> dict[str | None, Any]:

@@ -7,6 +7,7 @@ captured again. The host reads tokens back one step late, so it never waits for 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from cutekernels.kv_cache import KVCache
 from cutekernels.models import arguments
 from cutekernels.models.accepted import check_model
 from cutekernels.models.fair_lock import FairLock
+from cutekernels.models.loading import load
 from cutekernels.models.requests import Request, Requests
 from cutekernels.models.sampling import Choices, Sampling
 from cutekernels.models.source import Source
@@ -56,7 +58,8 @@ class _Launched:
 
 
 class Decoder:
-    """Generates tokens for up to ``max_batch`` requests at a time; make one with :meth:`from_transformers`.
+    """Generates tokens for up to ``max_batch`` requests at a time; make one with
+    :meth:`from_transformers` or :meth:`from_pretrained`.
 
     ::
 
@@ -115,7 +118,7 @@ class Decoder:
         chunk: int = 2048,
         tokenizer: Any = None,
     ) -> Decoder:
-        """A decoder over the weights of a transformers model, in the model's own memory.
+        """A decoder over the weights of a transformers model (or of :func:`load`'s), in the model's own memory.
 
         The model stays usable. Projections that share an input are moved side by side, as :func:`cutekernels.patch`
         moves them: once, and again after something else has moved them apart.
@@ -146,6 +149,35 @@ class Decoder:
             source, max_batch=max_batch, max_tokens=max_tokens, page_size=page_size, pages=pages, chunk=chunk,
             tokenizer=tokenizer,
         )  # fmt: skip
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        progress: bool = True,
+        max_batch: int = 8,
+        max_tokens: int = 4096,
+        page_size: int = 64,
+        pages: int | None = None,
+        chunk: int = 2048,
+        tokenizer: Any = None,
+    ) -> Decoder:
+        """A decoder over the weights of a checkpoint, without transformers: :func:`load`, then as from its model.
+
+        Args:
+            path, device, dtype, progress: of :func:`load`. All others: of :meth:`from_transformers`.
+
+        Raises:
+            UnsupportedProblem: what either refuses; sizes out of range before anything is read.
+        """
+        sizes = {"max_batch": max_batch, "max_tokens": max_tokens, "page_size": page_size, "chunk": chunk}
+        arguments.check_sizes(pages=pages, **sizes)
+        arguments.check_tokenizer(tokenizer)
+        model = load(path, device=device, dtype=dtype, progress=progress)
+        return cls.from_transformers(model, pages=pages, tokenizer=tokenizer, **sizes)
 
     # ---- requests
 

@@ -1,4 +1,4 @@
-"""The weights of a model, as the decoder multiplies them: read off a transformers model, in its memory.
+"""The weights of a model, as the decoder multiplies them: read off transformers' or ``load``'s, in its memory.
 
 What a family has of its own (other norms, gates, windows, experts, rotary tables) is data here; nothing that computes
 asks which family a model is of.
@@ -123,7 +123,7 @@ class Weights:
 
 
 def read(model: Any, positions: int) -> Weights:
-    """The weights of a transformers model, with rotary tables for ``positions`` tokens.
+    """The weights of a transformers or loaded model, with rotary tables for ``positions`` tokens.
 
     q, k and v projections, and gate and up, are moved side by side: the model's parameters become views of one tensor
     each, so that nothing is in memory twice. Experts stay where they are.
@@ -182,7 +182,7 @@ def _attention(attention: Any, family: Family, tables: dict[str | None, tuple[Te
     window = family.window_of(attention)
     cos, sin = tables[None if None in tables else attention.layer_type]
     return Attention(
-        qkv=_joined(attention.q_proj, attention.k_proj, attention.v_proj),
+        qkv=_joined(attention, "qkv_proj", "q_proj", "k_proj", "v_proj"),
         q_norm=_norm(attention.q_norm, family) if hasattr(attention, "q_norm") else None,
         k_norm=_norm(attention.k_norm, family) if hasattr(attention, "k_norm") else None,
         out=_projection(attention.o_proj),
@@ -207,7 +207,7 @@ def _mlp(mlp: Any) -> Mlp | MoE:
         raise UnsupportedProblem(
             f"Decoder has the gates of SiLU and GELU; one is {type(mlp.act_fn).__name__}: {REMEDY}"
         )
-    return Mlp(_joined(mlp.gate_proj, mlp.up_proj), gate, _projection(mlp.down_proj))
+    return Mlp(_joined(mlp, "gate_up_proj", "gate_proj", "up_proj"), gate, _projection(mlp.down_proj))
 
 
 def _norm(norm: Any, family: Family) -> Norm:
@@ -218,7 +218,11 @@ def _projection(linear: Any) -> Projection:
     return Projection(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
 
 
-def _joined(*linears: Any) -> Projection:
-    parts = [_projection(linear) for linear in linears]
+def _joined(module: Any, whole: str, *names: str) -> Projection:
+    """The projections of one input: those of ``names`` side by side, or ``whole`` where they are joined already."""
+    if hasattr(module, whole):
+        return _projection(getattr(module, whole))
+    linears = [getattr(module, name) for name in names]
     weight = side_by_side([linear.weight for linear in linears])
-    return Projection(weight, None if parts[0].bias is None else side_by_side([linear.bias for linear in linears]))
+    bias = None if linears[0].bias is None else side_by_side([linear.bias for linear in linears])
+    return Projection(weight.detach(), None if bias is None else bias.detach())
