@@ -15,7 +15,8 @@ from cutekernels.nn.mlp import Gate
 from cutekernels.ops.shared.checks import check_number, check_whole, said
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-_MOST = 2**31 - 1
+_MOST, _MOST_LAYERS = 2**31 - 1, 2000
+_Bias = bool | str  # of a part
 _GATES: dict[str, Gate] = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh",
 }  # fmt: skip
@@ -37,14 +38,14 @@ class Part:
     stored: tuple[str, ...]
     rows: tuple[str, ...]
     columns: str | None = "hidden"
-    bias: bool | str = False
+    bias: _Bias = False
 
 
 def _norm(path: str, size: str = "hidden") -> Part:
     return Part(path, (path,), (size,), None)
 
 
-def _layer(qkv_bias: bool | str, out_bias: bool | str, mlp_bias: bool | str, norms: tuple[Part, ...]) -> tuple[Part, ...]:
+def _layer(norms: tuple[Part, ...], qkv_bias: _Bias, out_bias: _Bias, mlp_bias: _Bias) -> tuple[Part, ...]:
     """A layer of the common names."""
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     return (
@@ -107,20 +108,20 @@ _GEMMA = {
 }  # fmt: skip
 ARCHITECTURES = {
     "llama": Architecture(
-        _layer("attention_bias", "attention_bias", "mlp_bias", _PRE_NORMS), {"max_position_embeddings": 2048}
+        _layer(_PRE_NORMS, "attention_bias", "attention_bias", "mlp_bias"), {"max_position_embeddings": 2048}
     ),
     "mistral": Architecture(
-        _layer(False, False, False, _PRE_NORMS),
+        _layer(_PRE_NORMS, False, False, False),
         {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
     ),
-    "qwen2": Architecture(_layer(True, False, False, _PRE_NORMS), _QWEN, _layers_after),
+    "qwen2": Architecture(_layer(_PRE_NORMS, True, False, False), _QWEN, _layers_after),
     "qwen3": Architecture(
-        _layer("attention_bias", "attention_bias", False, (*_PRE_NORMS, *_HEAD_NORMS)),
+        _layer((*_PRE_NORMS, *_HEAD_NORMS), "attention_bias", "attention_bias", False),
         {**_QWEN, "head_dim": 128},
         _layers_after,
     ),
     "gemma2": Architecture(
-        _layer("attention_bias", "attention_bias", False, _SANDWICH),
+        _layer(_SANDWICH, "attention_bias", "attention_bias", False),
         {
             **_GEMMA, "sliding_window_pattern": 2, "max_position_embeddings": 8192,
             "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
@@ -129,7 +130,7 @@ ARCHITECTURES = {
         scaled=True,
     ),
     "gemma3_text": Architecture(
-        _layer("attention_bias", "attention_bias", False, (*_SANDWICH, *_HEAD_NORMS)),
+        _layer((*_SANDWICH, *_HEAD_NORMS), "attention_bias", "attention_bias", False),
         {**_GEMMA, "sliding_window_pattern": 6, "max_position_embeddings": 131072, "rope_theta": 1e6},
         _layers_by_pattern,
         local_theta=1e4,
@@ -206,7 +207,7 @@ def read_config(given: dict[str, Any]) -> Config:
     architecture = ARCHITECTURES[kind]
     raw = _COMMON | architecture.defaults | given
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-        check_whole("config.json", name, raw.get(name), 1, _MOST)
+        check_whole("config.json", name, raw.get(name), 1, _MOST_LAYERS if name == "num_hidden_layers" else _MOST)
     heads = raw["num_attention_heads"]
     heads_kv = heads if raw["num_key_value_heads"] is None else raw["num_key_value_heads"]
     head_dim = raw["head_dim"] or raw["hidden_size"] // heads

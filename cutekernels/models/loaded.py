@@ -13,7 +13,11 @@ from cutekernels.models.architectures import ARCHITECTURES, Config, Part
 from cutekernels.models.ropes import frequencies
 from cutekernels.nn.mlp import Gate
 
-_ACTIVATIONS = {"silu": nn.SiLU, "gelu": nn.GELU, "gelu_tanh": lambda: nn.GELU("tanh")}
+_ACTIVATIONS: dict[Gate, Callable[[], nn.Module]] = {
+    "silu": nn.SiLU,
+    "gelu": nn.GELU,
+    "gelu_tanh": lambda: nn.GELU("tanh"),
+}
 
 
 class Weighted(nn.Module):
@@ -94,7 +98,7 @@ class LoadedModel(nn.Module):
             setattr(self.get_submodule(parent), name, module)
         if config.embed_scale is not None:
             scale = torch.tensor(config.embed_scale, dtype=dtype, device="cpu")
-            self.model.embed_tokens.register_buffer("embed_scale", scale, persistent=False)  # type: ignore[union-attr,operator]
+            self.model.embed_tokens.register_buffer("embed_scale", scale, persistent=False)  # type: ignore[union-attr]
 
     @property
     def parts(self) -> dict[str, Part]:
@@ -134,10 +138,6 @@ class LoadedModel(nn.Module):
         }
         for name, value in own.items():
             setattr(attention, name, value)
-        mlp.act_fn = activation(config.gate)
+        mlp.act_fn = _ACTIVATIONS[config.gate]()
         layer.self_attn, layer.mlp = attention, mlp
         return layer
-
-
-def activation(gate: Gate) -> nn.Module:
-    return _ACTIVATIONS[gate]()

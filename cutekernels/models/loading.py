@@ -6,10 +6,8 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.models.accepted import check_model
@@ -80,7 +78,9 @@ def _own_dtype(folder: Folder) -> torch.dtype:
     return table.dtype if table is not None and table.dtype in _PLAIN else torch.bfloat16
 
 
-def _filled(model: LoadedModel, folder: Folder, device: torch.device, dtype: torch.dtype, progress: bool) -> LoadedModel:
+def _filled(
+    model: LoadedModel, folder: Folder, device: torch.device, dtype: torch.dtype, progress: bool
+) -> LoadedModel:
     """``model`` with the weights of ``folder``, all of whose names and shapes are checked before the first is read."""
     stored = _by_module(folder, model)
     tied = _tied(model, folder, stored)
@@ -95,8 +95,7 @@ def _filled(model: LoadedModel, folder: Folder, device: torch.device, dtype: tor
             assert isinstance(module, Weighted)
             read(module, device, dtype, advance)
     if tied is not None:
-        head, table = model.lm_head, model.model.embed_tokens  # type: ignore[union-attr]
-        head.weight = table.weight  # type: ignore[union-attr]
+        model.lm_head.weight = model.model.embed_tokens.weight  # type: ignore[union-attr]
     return model.to(device).eval()  # tables of one number
 
 
@@ -135,8 +134,8 @@ def _stored(path: str, part: Part) -> list[str]:
 def _tied(model: LoadedModel, folder: Folder, stored: dict[str, dict[str, str]]) -> str | None:
     """The head's path, where its weight is the embedding's.
 
-    As in transformers, what is stored apart and differs is not tied. A config that does not say and a checkpoint without
-    a head leave nothing else.
+    As in transformers, what is stored apart and differs is not tied. A config that does not say and a checkpoint
+    without a head leave nothing else.
     """
     head, table = stored["lm_head"], stored["model.embed_tokens"]
     said_so = model.config.tied
@@ -160,9 +159,7 @@ def _tied(model: LoadedModel, folder: Folder, stored: dict[str, dict[str, str]])
 _Reader = Callable[[Weighted, torch.device, torch.dtype, Callable[[int], None]], None]
 
 
-def _reader(
-    model: LoadedModel, path: str, part: Part, folder: Folder, stored: dict[str, dict[str, str]]
-) -> _Reader:
+def _reader(model: LoadedModel, path: str, part: Part, folder: Folder, stored: dict[str, dict[str, str]]) -> _Reader:
     """What puts the weights of the module at ``path`` in place. Raises UnsupportedProblem for what is not its."""
     sizes, bias = model.config.sizes(), model.config.has_bias(part)
     modules = _stored(path, part)
@@ -188,7 +185,7 @@ def _reader(
 
 
 def _check(folder: Folder, name: str, stored: str | None, shape: tuple[int, ...] | None) -> None:
-    """Refuses a tensor that is missing, or another one than the config asks for; ``shape`` None: there is to be none."""
+    """Refuses a tensor that is missing, or another one than the config asks for; no ``shape``: there is to be none."""
     if stored is None and shape is not None:
         raise UnsupportedProblem(f"{folder.path} lacks {name}, of shape {shape}: download the checkpoint again")
     if stored is None:
