@@ -90,7 +90,7 @@ class Decoder:
     ) -> None:
         w = self._w = source.weights
         self._source, self._alone = source, FairLock()
-        device, dtype = w.head.weight.device, w.head.weight.dtype
+        device, dtype = w.embedding.weight.device, w.embedding.weight.dtype
         self._max_batch, self._chunk, self._tokenizer = max_batch, chunk, tokenizer
         self._caches = KVCache.layers(
             len(w.layers), max_batch, max_tokens, w.heads_kv, w.head_dim, page_size=page_size, pages=pages,
@@ -98,7 +98,7 @@ class Decoder:
         )  # fmt: skip
         self._parts: dict[tuple[int, int], list[KVCache]] = {}
         self._requests = Requests(self._caches[0], max_tokens, len(w.embedding.weight))
-        self._choices = Choices(max_batch, len(w.head.weight), device)
+        self._choices = Choices(max_batch, w.head.weight.shape[0], device)
         self._tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)  # each slot's last one
         self._counts = torch.zeros(max_batch, dtype=torch.int32, device=device)  # 1 where a step appends a token
         self._counted: set[int] = set()  # the slots where it is 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +50,14 @@ class Weighted(nn.Module):
             probe = fn(torch.empty(0, dtype=self.weight.dtype, device=self.weight.device))
             self.weight = self.weight.to(probe.device, probe.dtype)
         return self
+
+
+class Apart(nn.Module):
+    """Projections of one input that one product cannot serve: quantized in different ways, say."""
+
+    def __init__(self, parts: Sequence[Weighted]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
 
 
 class Rotary(nn.Module):

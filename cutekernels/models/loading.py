@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.models.accepted import check_model
-from cutekernels.models.architectures import Part, read_config
+from cutekernels.models import architectures
+from cutekernels.models.architectures import Part
 from cutekernels.models.arguments import free_bytes
 from cutekernels.models.folder import Folder
-from cutekernels.models.loaded import LoadedModel, Weighted
+from cutekernels.models.loaded import Apart, LoadedModel, Weighted
 from cutekernels.ops.shared.checks import check_flag, check_place, said
+from cutekernels.quant import QuantizedWeight, Scheme, read, read_config
+from cutekernels.quant.join import concatenate
 
 _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DTYPES = {str(one).removeprefix("torch."): one for one in _PLAIN}
@@ -55,7 +60,7 @@ def load(
     check_flag("load", "progress", progress)
     check_place(dtype, device, optional=True)
     folder = Folder(path)
-    config = read_config(folder.config)
+    config = architectures.read_config(folder.config)
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     dtype = dtype or _own_dtype(folder)
     if dtype not in _PLAIN or (place.type == "cuda" and dtype.itemsize != 2):
@@ -82,18 +87,19 @@ def _filled(
     model: LoadedModel, folder: Folder, device: torch.device, dtype: torch.dtype, progress: bool
 ) -> LoadedModel:
     """``model`` with the weights of ``folder``, all of whose names and shapes are checked before the first is read."""
+    scheme = read_config(folder.config["quantization_config"]) if folder.config.get("quantization_config") else None
     stored = _by_module(folder, model)
     tied = _tied(model, folder, stored)
-    readers = {path: _reader(model, path, part, folder, stored) for path, part in model.parts.items() if path != tied}
+    modules = [_module(model, path, part, stored, scheme) for path, part in model.parts.items() if path != tied]
+    for module in modules:
+        module.check(folder)
     room, need = free_bytes(device), sum(_bytes(folder, names, dtype) for names in stored.values())
     if need > room:
         raise UnsupportedProblem(f"the weights of {folder.path} take {need} bytes, and {device} has {room}: see dtype=")
     total = sum(folder.entries[name].bytes for names in stored.values() for name in names.values())
     with _bar(progress, total) as advance:
-        for path, read in readers.items():
-            module = model.get_submodule(path)
-            assert isinstance(module, Weighted)
-            read(module, device, dtype, advance)
+        for module in modules:
+            module.put(model, _Reading(folder, device, dtype, advance))
     if tied is not None:
         model.lm_head.weight = model.model.embed_tokens.weight  # type: ignore[union-attr]
     return model.to(device).eval()  # tables of one number
@@ -131,6 +137,15 @@ def _stored(path: str, part: Part) -> list[str]:
     return [f"{front}{name}" for name in part.stored]
 
 
+def _module(
+    model: LoadedModel, path: str, part: Part, stored: dict[str, dict[str, str]], scheme: Scheme | None
+) -> _Module:
+    sizes, names = model.config.sizes(), _stored(path, part)
+    columns = () if part.columns is None else (sizes[part.columns],)
+    rows = [sizes[one] for one in part.rows]
+    return _Module(path, names, [stored[n] for n in names], rows, columns, model.config.has_bias(part), scheme)
+
+
 def _tied(model: LoadedModel, folder: Folder, stored: dict[str, dict[str, str]]) -> str | None:
     """The head's path, where its weight is the embedding's.
 
@@ -156,32 +171,124 @@ def _tied(model: LoadedModel, folder: Folder, stored: dict[str, dict[str, str]])
 
 # ---- weights --------------------------------------------------------------------------------------------
 
-_Reader = Callable[[Weighted, torch.device, torch.dtype, Callable[[int], None]], None]
+
+@dataclass(frozen=True)
+class _Reading:
+    """Where weights come from and go to. ``advance`` takes each number of bytes that has been read."""
+
+    folder: Folder
+    device: torch.device
+    dtype: torch.dtype
+    advance: Callable[[int], None]
+
+    def into(self, out: Tensor, name: str) -> None:
+        """Copy a tensor, and convert it on the way."""
+        out.copy_(self.folder.read(name))
+        self._done(name)
+
+    def as_stored(self, name: str) -> Tensor:
+        """A tensor on the device, of its own type."""
+        found = self.folder.read(name)
+        found = found.clone() if self.device.type == "cpu" else found.to(self.device)
+        self._done(name)
+        return found
+
+    def _done(self, name: str) -> None:
+        self.folder.forget(name)
+        self.advance(self.folder.entries[name].bytes)
 
 
-def _reader(model: LoadedModel, path: str, part: Part, folder: Folder, stored: dict[str, dict[str, str]]) -> _Reader:
-    """What puts the weights of the module at ``path`` in place. Raises UnsupportedProblem for what is not its."""
-    sizes, bias = model.config.sizes(), model.config.has_bias(part)
-    modules = _stored(path, part)
-    tensors = [stored[module] for module in modules]
-    rows = [sizes[one] for one in part.rows]
-    columns = [] if part.columns is None else [sizes[part.columns]]
-    for module, found, count in zip(modules, tensors, rows, strict=True):
-        _check(folder, f"{module}.weight", found.get("weight"), (count, *columns))
-        _check(folder, f"{module}.bias", found.get("bias"), (count,) if bias else None)
-        for suffix in found.keys() - {"weight", "bias"}:
-            raise UnsupportedProblem(f"{folder.path} has {said(found[suffix])}, and no module has a {suffix}")
+@dataclass(frozen=True)
+class _Module:
+    """What is stored of one module of ``LoadedModel``; its shapes are checked before anything is read.
 
-    def read(module: Weighted, device: torch.device, dtype: torch.dtype, advance: Callable[[int], None]) -> None:
-        for kind in ("weight", "bias") if bias else ("weight",):
-            whole = torch.empty(getattr(module, kind).shape, dtype=dtype, device=device)
-            for own, found in zip(whole.split(rows), tensors, strict=True):
-                own.copy_(folder.read(found[kind]))
-                folder.forget(found[kind])
-                advance(folder.entries[found[kind]].bytes)
-            module.put(kind, whole)
+    Attributes:
+        path: of the module.
+        names: of the stored modules whose rows it has.
+        tensors: of each, by what stands behind the module's name.
+        rows: of each.
+        columns: none for a vector.
+        bias: whether the config has one.
+        scheme: of a quantized model.
+    """
 
-    return read
+    path: str
+    names: list[str]
+    tensors: list[dict[str, str]]
+    rows: list[int]
+    columns: tuple[int, ...]
+    bias: bool
+    scheme: Scheme | None
+
+    def packed(self, i: int) -> bool:
+        """Whether the ``i``-th stored module is quantized."""
+        return self.scheme is not None and self.scheme.holds(self.tensors[i])
+
+    def check(self, folder: Folder) -> None:
+        """Raises UnsupportedProblem for tensors that are missing, too many, or not those of the config."""
+        for i, (name, found, rows) in enumerate(zip(self.names, self.tensors, self.rows, strict=True)):
+            if self.bias or not self.packed(i):
+                _check(folder, f"{name}.bias", found.get("bias"), (rows,) if self.bias else None)
+            if not self.packed(i):
+                _check(folder, f"{name}.weight", found.get("weight"), (rows, *self.columns))
+            elif len(self.columns) != 1 or self.path == "model.embed_tokens":
+                raise UnsupportedProblem(f"{name} is quantized, and load takes projections that are: load it dequantized")
+            unknown = found.keys() - {"weight", "bias"}
+            if unknown and not self.packed(i):
+                raise UnsupportedProblem(
+                    f"{found[min(unknown)]} is none of {name}'s as config.json has it: check its quantization_config, and "
+                    "that both are of one checkpoint"
+                )
+
+    def put(self, model: LoadedModel, reading: _Reading) -> None:
+        """Read all of it, in its place in ``model``."""
+        module = model.get_submodule(self.path)
+        assert isinstance(module, Weighted)
+        packed = [self.packed(i) for i in range(len(self.names))]
+        if not any(packed):
+            for kind in ("weight", "bias") if self.bias else ("weight",):
+                module.put(kind, self._rows(kind, range(len(self.names)), reading))
+            return
+        weights = [self._read(i, reading) if one else None for i, one in enumerate(packed)]
+        whole = concatenate([w for w in weights if w is not None]) if all(packed) else None
+        if whole is not None:
+            module.put("weight", whole)
+            if self.bias:
+                module.put("bias", self._rows("bias", range(len(self.names)), reading))
+            return
+        parts = []
+        for i, (rows, weight) in enumerate(zip(self.rows, weights, strict=True)):
+            part = Weighted((rows, *self.columns), self.bias, reading.dtype)
+            part.put("weight", self._rows("weight", [i], reading) if weight is None else weight)
+            if self.bias:
+                part.put("bias", self._rows("bias", [i], reading))
+            parts.append(part)
+        parent, _, name = self.path.rpartition(".")
+        setattr(model.get_submodule(parent), name, Apart(parts))
+
+    def _rows(self, kind: str, which: Sequence[int], reading: _Reading) -> Tensor:
+        """Plain weights or biases of some of the stored modules, in one tensor."""
+        rows, columns = [self.rows[i] for i in which], self.columns if kind == "weight" else ()
+        whole = torch.empty((sum(rows), *columns), dtype=reading.dtype, device=reading.device)
+        for own, i in zip(whole.split(rows), which, strict=True):
+            reading.into(own, self.tensors[i][kind])
+        return whole
+
+    def _read(self, i: int, reading: _Reading) -> QuantizedWeight:
+        """The quantized weight of the ``i``-th stored module."""
+        assert self.scheme is not None
+        name, expected = self.names[i], (self.rows[i], *self.columns)
+        tensors = {suffix: reading.as_stored(full) for suffix, full in self.tensors[i].items() if suffix != "bias"}
+        bias = None if self.bias else self.tensors[i].get("bias")
+        if bias is not None and bool(reading.as_stored(bias).any()):  # some quantizers store zeros where there is none
+            raise UnsupportedProblem(f"{name} has a bias, and config.json says that it has none: check both")
+        try:
+            weight = read(tensors, self.scheme, dtype=reading.dtype, module=name)
+        except UnsupportedProblem as error:
+            raise UnsupportedProblem(f"{name}: {error}") from error
+        if weight.shape != expected:
+            raise UnsupportedProblem(f"{name} is quantized from {weight.shape}, and config.json asks for {expected}")
+        return weight
 
 
 def _check(folder: Folder, name: str, stored: str | None, shape: tuple[int, ...] | None) -> None:

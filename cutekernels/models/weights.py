@@ -15,11 +15,13 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.families import Family, gate_of
 from cutekernels.models.accepted import REMEDY, check_model
-from cutekernels.nn.mlp import Gate, gated, projected
+from cutekernels.models.loaded import Apart
+from cutekernels.nn.mlp import Gate, gate_mul, gated, projected
 from cutekernels.nn.moe import MoE
 from cutekernels.nn.packing import side_by_side
 from cutekernels.ops.embedding import embedding
 from cutekernels.ops.norms.api import add_rms_norm, rms_norm
+from cutekernels.quant import QuantizedWeight
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,34 @@ class Embedding:
 class Projection:
     """``x @ weight.T + bias``."""
 
-    weight: Tensor
+    weight: Tensor | QuantizedWeight
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return projected(x, self.weight, self.bias, name="Decoder")
+        if isinstance(self.weight, Tensor):
+            return projected(x, self.weight, self.bias, name="Decoder")
+        return projected(x, self.weight.dequantize(x.dtype), self.bias, name="Decoder")
+
+    def gated(self, x: Tensor, gate: Gate) -> Tensor:
+        """``act(first half) * second half`` of the product."""
+        if isinstance(self.weight, Tensor):
+            return gated(x, self.weight, self.bias, gate, name="Decoder")
+        return gate_mul(gate, self(x))
+
+
+@dataclass(frozen=True)
+class Projections:
+    """Products of one input, side by side in the result, whose weights cannot be."""
+
+    parts: tuple[Projection, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+    def gated(self, x: Tensor, gate: Gate) -> Tensor:
+        """``act(first) * second``."""
+        first, second = self.parts
+        return gate_mul(gate, first(x), second(x))
 
 
 @dataclass(frozen=True)
@@ -64,12 +89,12 @@ class Norm:
 class Mlp:
     """``down(act(gate(x)) * up(x))``."""
 
-    gate_up: Projection
+    gate_up: Projection | Projections
     gate: Gate
     down: Projection
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(gated(x, self.gate_up.weight, self.gate_up.bias, self.gate, name="Decoder"))
+        return self.down(self.gate_up.gated(x, self.gate))
 
 
 @dataclass(frozen=True)
@@ -82,7 +107,7 @@ class Attention:
         options: ``scale``, ``softcap`` and ``window``, as :func:`cutekernels.attention` takes them.
     """
 
-    qkv: Projection
+    qkv: Projection | Projections
     q_norm: Norm | None
     k_norm: Norm | None
     out: Projection
@@ -215,13 +240,17 @@ def _norm(norm: Any, family: Family) -> Norm:
 
 
 def _projection(linear: Any) -> Projection:
-    return Projection(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
+    weight = linear.weight.detach() if isinstance(linear.weight, Tensor) else linear.weight
+    return Projection(weight, None if linear.bias is None else linear.bias.detach())
 
 
-def _joined(module: Any, whole: str, *names: str) -> Projection:
+def _joined(module: Any, whole: str, *names: str) -> Projection | Projections:
     """The projections of one input: those of ``names`` side by side, or ``whole`` where they are joined already."""
-    if hasattr(module, whole):
-        return _projection(getattr(module, whole))
+    found = getattr(module, whole, None)
+    if isinstance(found, Apart):
+        return Projections(tuple(map(_projection, found.parts)))
+    if found is not None:
+        return _projection(found)
     linears = [getattr(module, name) for name in names]
     weight = side_by_side([linear.weight for linear in linears])
     bias = None if linears[0].bias is None else side_by_side([linear.bias for linear in linears])
