@@ -1,0 +1,126 @@
+"""The packed layout of quantized weights: tiles of 64 rows x 64 of K in the order of tensor core fragments.
+
+A tile is four strips of 16 rows. Lane ``l`` of a warp holds, for each of a strip's four k-blocks of 16, the eight
+elements that it has of an A fragment of mma.m16n8k16 (wgmma m64k16: the strip is the warp): row ``l // 4 + 8 h``,
+k ``2 (l % 4) + 8 c + e``, where ``h``, ``c`` and ``e`` are 0 or 1. Bytes of a tile, slowest index first::
+
+    4 bits   [strip 4][lane 32][k-block 4][e 2][c 2]                 h = 0 in the low nibble, h = 1 in the high one
+    8 bits   [strip 4][half 2][lane 32][k-block 2][c 2][e 2][h 2]    k-block ``2 half + b``
+
+So a lane's share of a strip (4 bits) or of half a strip (8 bits) is one run of 16 bytes, and a warp reads 512 in a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+
+TILE = 64  # rows and elements of K
+TILE_BYTES = {4: 2048, 8: 4096}
+_CHUNK_ELEMENTS = 32 << 20  # a chunk has up to four byte-sized temporaries
+
+# Indices of a tile's elements within (rows, K) as (strip, h, lane // 4) x (k-block, c, lane % 4, e).
+_SPLIT = (4, 2, 8, 4, 2, 4, 2)
+
+
+def tiles(shape: tuple[int, int]) -> tuple[int, int]:
+    """The number of tiles along N and along K of a weight of ``shape``."""
+    return -(-shape[0] // TILE), -(-shape[1] // TILE)
+
+
+def packed_shape(shape: tuple[int, int], bits: int) -> tuple[int, int, int]:
+    """The shape of ``pack``'s result for a weight of ``shape``."""
+    return *tiles(shape), TILE_BYTES[bits]
+
+
+def pack(codes: Tensor, bits: int, fill: int | Tensor = 0) -> Tensor:
+    """``codes`` in the packed layout: uint8 ``(ceil(N / 64), ceil(K / 64), 2048 or 4096)``, on the same device.
+
+    Args:
+        codes: ``(N, K)``, uint8, one element a byte. Any strides.
+        bits: 4 (codes of 0 to 15) or 8.
+        fill: the code of the padding along K: one for all, or one per row, uint8 ``(N,)``. Rows are padded with 0.
+
+    Raises:
+        UnsupportedProblem: codes of another type or shape, or beyond ``bits``.
+    """
+    _check(codes, bits)
+    n, k = codes.shape
+    rows, columns = tiles((n, k))
+    packed = torch.empty(packed_shape((n, k), bits), dtype=torch.uint8, device=codes.device)
+    step = max(1, _CHUNK_ELEMENTS // (columns * TILE * TILE))
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        chunk = codes[first * TILE : last * TILE]
+        if chunk.shape != ((last - first) * TILE, columns * TILE):
+            padded = torch.zeros((last - first) * TILE, columns * TILE, dtype=torch.uint8, device=codes.device)
+            padded[: chunk.shape[0], :k] = chunk
+            if k < columns * TILE:
+                edge = fill[first * TILE : last * TILE, None] if isinstance(fill, Tensor) else fill
+                padded[: chunk.shape[0], k:] = edge
+            chunk = padded
+        packed[first:last] = _pack_tiles(chunk, last - first, columns, bits)
+    return packed
+
+
+def unpack(packed: Tensor, bits: int, n: int, k: int) -> Tensor:
+    """The codes that ``pack`` was given: uint8 ``(n, k)``, contiguous, on the same device.
+
+    Raises:
+        UnsupportedProblem: ``packed`` is not of the shape or type that ``pack`` gives for ``(n, k)``.
+    """
+    _check_bits(bits)
+    expected = packed_shape((n, k), bits)
+    if packed.dtype != torch.uint8 or packed.shape != expected:
+        raise UnsupportedProblem(
+            f"a packed weight of {n} x {k} elements of {bits} bits is uint8 {expected}, "
+            f"not {packed.dtype} {tuple(packed.shape)}; pass what `pack` returned"
+        )
+    rows, columns = tiles((n, k))
+    codes = torch.empty(n, k, dtype=torch.uint8, device=packed.device)
+    step = max(1, _CHUNK_ELEMENTS // (columns * TILE * TILE))
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        chunk = _unpack_tiles(packed[first:last], last - first, columns, bits)
+        codes[first * TILE : last * TILE] = chunk[: n - first * TILE, :k]
+    return codes
+
+
+def _check_bits(bits: int) -> None:
+    if bits not in TILE_BYTES:
+        raise UnsupportedProblem(f"elements are packed in 4 or 8 bits, not {bits}; quantize to int4, int8, e4m3 or nf4")
+
+
+def _check(codes: Tensor, bits: int) -> None:
+    _check_bits(bits)
+    if codes.dtype != torch.uint8 or codes.dim() != 2 or 0 in codes.shape:
+        raise UnsupportedProblem(
+            f"codes are uint8 of shape (N, K), not {codes.dtype} {tuple(codes.shape)}; "
+            "view int8 and e4m3 as torch.uint8, and pass a weight's matrix"
+        )
+    if bits == 4 and int(codes.amax()) > 15:
+        raise UnsupportedProblem(f"codes of 4 bits are 0 to 15, not {int(codes.amax())}; pack them with bits=8")
+
+
+def _pack_tiles(codes: Tensor, rows: int, columns: int, bits: int) -> Tensor:
+    # (tile_n, strip, h, lane // 4, tile_k, k-block, c, lane % 4, e)
+    split = codes.reshape(rows, *_SPLIT[:3], columns, *_SPLIT[3:])
+    if bits == 4:
+        nibbles = split.permute(2, 0, 4, 1, 3, 7, 5, 8, 6)  # (h, tile_n, tile_k, strip, lane, k-block, e, c)
+        return (nibbles[0] | (nibbles[1] << 4)).reshape(rows, columns, TILE_BYTES[4])
+    split = split.unflatten(5, (2, 2))  # the k-block as (half, b)
+    return split.permute(0, 4, 1, 5, 3, 8, 6, 7, 9, 2).reshape(rows, columns, TILE_BYTES[8])
+
+
+def _unpack_tiles(packed: Tensor, rows: int, columns: int, bits: int) -> Tensor:
+    if bits == 4:
+        # (tile_n, tile_k, strip, lane // 4, lane % 4, k-block, e, c), then h
+        data = packed.reshape(rows, columns, 4, 8, 4, 4, 2, 2)
+        split = torch.stack((data & 15, data >> 4)).permute(1, 3, 0, 4, 2, 6, 8, 5, 7)
+    else:
+        # (tile_n, tile_k, strip, half, lane // 4, lane % 4, b, c, e, h)
+        data = packed.reshape(rows, columns, 4, 2, 8, 4, 2, 2, 2, 2)
+        split = data.permute(0, 2, 9, 4, 1, 3, 6, 7, 5, 8)
+    return split.reshape(rows * TILE, columns * TILE)
