@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.models.accepted import check_model
 from cutekernels.models import architectures
+from cutekernels.models.accepted import check_model
 from cutekernels.models.architectures import Part
 from cutekernels.models.arguments import free_bytes
 from cutekernels.models.folder import Folder
@@ -26,6 +26,7 @@ _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DTYPES = {str(one).removeprefix("torch."): one for one in _PLAIN}
 # Nothing that a decoder computes: tables of old checkpoints, and scales of caches in FP8, which ours are not.
 _IGNORED = re.compile(r"\.(rotary_emb\.inv_freq|[kqv]_scale|kv_scale|[kv]_zero_point|output_scale)$")
+_MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv", "weight.absmax", "_weight_qdata")  # of layers
 
 
 def load(
@@ -229,15 +230,22 @@ class _Module:
         for i, (name, found, rows) in enumerate(zip(self.names, self.tensors, self.rows, strict=True)):
             if self.bias or not self.packed(i):
                 _check(folder, f"{name}.bias", found.get("bias"), (rows,) if self.bias else None)
+            packed = next((suffix for suffix in _MARKS if suffix in found), None)
+            if self.scheme is None and packed is not None:
+                raise UnsupportedProblem(
+                    f"{found[packed]} is quantized, and config.json has no quantization_config: add its quantizer's"
+                )
             if not self.packed(i):
                 _check(folder, f"{name}.weight", found.get("weight"), (rows, *self.columns))
             elif len(self.columns) != 1 or self.path == "model.embed_tokens":
-                raise UnsupportedProblem(f"{name} is quantized, and load takes projections that are: load it dequantized")
+                raise UnsupportedProblem(
+                    f"{name} is quantized, and load takes projections that are: load it dequantized"
+                )
             unknown = found.keys() - {"weight", "bias"}
             if unknown and not self.packed(i):
                 raise UnsupportedProblem(
-                    f"{found[min(unknown)]} is none of {name}'s as config.json has it: check its quantization_config, and "
-                    "that both are of one checkpoint"
+                    f"{found[min(unknown)]} is none of {name}'s tensors, as config.json has it: check its "
+                    "quantization_config, and that both are of one checkpoint"
                 )
 
     def put(self, model: LoadedModel, reading: _Reading) -> None:

@@ -44,15 +44,14 @@ class Projection:
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if isinstance(self.weight, Tensor):
-            return projected(x, self.weight, self.bias, name="Decoder")
-        return projected(x, self.weight.dequantize(x.dtype), self.bias, name="Decoder")
+        return projected(x, self._plain(x), self.bias, name="Decoder")
 
     def gated(self, x: Tensor, gate: Gate) -> Tensor:
         """``act(first half) * second half`` of the product."""
-        if isinstance(self.weight, Tensor):
-            return gated(x, self.weight, self.bias, gate, name="Decoder")
-        return gate_mul(gate, self(x))
+        return gated(x, self._plain(x), self.bias, gate, name="Decoder")
+
+    def _plain(self, x: Tensor) -> Tensor:
+        return self.weight if isinstance(self.weight, Tensor) else self.weight.dequantize(x.dtype)
 
 
 @dataclass(frozen=True)

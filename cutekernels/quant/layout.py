@@ -109,7 +109,8 @@ def _pack_tiles(codes: Tensor, rows: int, columns: int, bits: int) -> Tensor:
     split = codes.reshape(rows, *_SPLIT[:3], columns, *_SPLIT[3:])
     if bits == 4:
         nibbles = split.permute(2, 0, 4, 1, 3, 7, 5, 8, 6)  # (h, tile_n, tile_k, strip, lane, k-block, e, c)
-        return (nibbles[0] | (nibbles[1] << 4)).reshape(rows, columns, TILE_BYTES[4])
+        data: Tensor = nibbles[0] | (nibbles[1] << 4)
+        return data.reshape(rows, columns, TILE_BYTES[4])
     split = split.unflatten(5, (2, 2))  # the k-block as (half, b)
     return split.permute(0, 4, 1, 5, 3, 8, 6, 7, 9, 2).reshape(rows, columns, TILE_BYTES[8])
 
