@@ -3,6 +3,7 @@ from cutekernels import db as db
 from cutekernels import models as models
 from cutekernels import nn as nn
 from cutekernels import optim as optim
+from cutekernels import quant as quant
 from cutekernels.dispatch import reload as reload
 from cutekernels.dispatch import warmup as warmup
 from cutekernels.integrations.transformers import compare as compare

@@ -1,2 +1,14 @@
+from cutekernels.quant.checkpoint import read as read
+from cutekernels.quant.formats.awq import from_awq as from_awq
+from cutekernels.quant.formats.bitsandbytes import from_bitsandbytes as from_bitsandbytes
+from cutekernels.quant.formats.compressed_tensors import from_compressed_tensors as from_compressed_tensors
+from cutekernels.quant.formats.gptq import from_gptq as from_gptq
+from cutekernels.quant.formats.plain import from_fp8 as from_fp8
+from cutekernels.quant.formats.torchao import from_torchao as from_torchao
 from cutekernels.quant.layout import pack as pack
 from cutekernels.quant.layout import unpack as unpack
+from cutekernels.quant.rounding import quantize as quantize
+from cutekernels.quant.scheme import Scheme as Scheme
+from cutekernels.quant.scheme import read_config as read_config
+from cutekernels.quant.support import why_not as why_not
+from cutekernels.quant.weight import QuantizedWeight as QuantizedWeight

@@ -1,0 +1,79 @@
+"""Words and bytes of four-bit elements, and the checks that all readers make of a checkpoint's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+
+
+def of_words(words: Tensor) -> Tensor:
+    """The nibbles of int32 ``words``, lowest first: uint8 ``(..., 8)``."""
+    return of_bytes(words.contiguous().view(torch.uint8)).reshape(*words.shape, 8)
+
+
+def to_words(nibbles: Tensor) -> Tensor:
+    """int32 words of uint8 ``nibbles`` ``(..., 8)``, lowest first."""
+    return to_bytes(nibbles).contiguous().view(torch.int32).squeeze(-1)
+
+
+def of_bytes(data: Tensor) -> Tensor:
+    """The nibbles of uint8 ``data``, low before high: the last extent doubles."""
+    return torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
+
+
+def to_bytes(nibbles: Tensor) -> Tensor:
+    """Bytes of uint8 ``nibbles``, low before high: the last extent halves."""
+    return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
+
+
+def expect(
+    name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], shape: tuple[int, ...], why: str, *, by: str
+) -> None:
+    """Refuses a ``tensor`` of another type or shape, in one sentence: ``why`` says where ``shape`` comes from."""
+    if tensor.dtype not in dtypes:
+        kinds = " or ".join(short(dtype) for dtype in dtypes)
+        raise UnsupportedProblem(
+            f"{by}'s {name} is {kinds}, not {short(tensor.dtype)}; check that the checkpoint is of this format"
+        )
+    if tuple(tensor.shape) != shape:
+        raise UnsupportedProblem(
+            f"{by}'s {name} has shape {shape} for {why}, not {tuple(tensor.shape)}; "
+            "check the group size of the config, or download the checkpoint again"
+        )
+
+
+def matrix(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], *, by: str) -> tuple[int, int]:
+    """The shape of ``tensor``, refused where it is no matrix, is empty or is of another type."""
+    if tensor.dim() != 2 or 0 in tensor.shape:
+        raise UnsupportedProblem(
+            f"{by}'s {name} is a matrix, not of shape {tuple(tensor.shape)}; pass the tensors of one linear layer"
+        )
+    expect(name, tensor, dtypes, tuple(tensor.shape), "it", by=by)
+    return tensor.shape[0], tensor.shape[1]
+
+
+def take(tensors: Mapping[str, Tensor], name: str, *, by: str) -> Tensor:
+    """``tensors[name]``, or one sentence that says what is there."""
+    if name not in tensors:
+        found = ", ".join(sorted(tensors)) or "nothing"
+        raise UnsupportedProblem(
+            f"a layer of {by} has {name}, and this one has {found}; pass all tensors of the layer, without its prefix"
+        )
+    return tensors[name]
+
+
+def known_only(tensors: Mapping[str, Tensor], names: Sequence[str], *, by: str) -> None:
+    """Refuses tensors that the format does not have; a bias and KV-cache scales are the layer's own."""
+    for name in sorted(set(tensors) - set(names) - {"bias", "k_scale", "v_scale"}):
+        raise UnsupportedProblem(
+            f"a layer of {by} has no {name}; pass the tensors of one layer, and check quantization_config"
+        )
+
+
+def short(dtype: torch.dtype) -> str:
+    """``float16`` of ``torch.float16``."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,77 @@
+"""This package's own format: the packed tensors as they are, of weights that ``quantize`` made.
+
+``quantization_config`` is ``{"quant_method": "cutekernels", "scheme": "int4_g128"}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.quant.formats.nibbles import known_only, take
+from cutekernels.quant.weight import FLOATS, QuantizedWeight, check_scales
+
+PREFIX = "weight."
+NAMES = tuple(PREFIX + name for name in ("packed", "scales", "zeros", "order", "shape"))
+SCHEMES = {  # code, group, scale_rows
+    "int4": ("int4", 0, 1),
+    "int4_g32": ("int4", 32, 1),
+    "int4_g64": ("int4", 64, 1),
+    "int4_g128": ("int4", 128, 1),
+    "fp8_channel": ("e4m3", 0, 1),
+    "fp8_block": ("e4m3", 128, 128),
+    "int8_channel": ("int8", 0, 1),
+}
+
+
+def from_own(tensors: Mapping[str, Tensor], scheme: str, *, dtype: torch.dtype | None = None) -> QuantizedWeight:
+    """A weight from the tensors that ``tensors()`` of a weight of ``quantize`` gave.
+
+    Raises:
+        UnsupportedProblem: an unknown scheme, and tensors that contradict it.
+    """
+    if scheme not in SCHEMES:
+        raise UnsupportedProblem(f"a scheme is one of {', '.join(SCHEMES)}, not {scheme!r}; check the config's scheme")
+    code, group, scale_rows = SCHEMES[scheme]
+    known_only(tensors, NAMES, by="cutekernels")
+    packed, scales, shape = (take(tensors, PREFIX + name, by="cutekernels") for name in ("packed", "scales", "shape"))
+    check_scales(scales)
+    said = shape.flatten().tolist()
+    if len(said) != 2:
+        raise UnsupportedProblem(f"weight.shape is (N, K), not {said}; download the checkpoint again")
+    n, k = int(said[0]), int(said[1])
+    group = 0 if scale_rows == 1 and group >= k else group
+    weight = QuantizedWeight(
+        code,
+        group,
+        scale_rows,
+        (n, k),
+        packed,
+        scales,
+        tensors.get(PREFIX + "zeros"),
+        tensors.get(PREFIX + "order"),
+        dtype or (scales.dtype if scales.dtype in FLOATS[:2] else torch.bfloat16),
+        "cutekernels",
+        {"scheme": scheme},
+    )
+    if weight.order is not None and not torch.equal(
+        weight.order.long().sort().values, torch.arange(k, device=weight.order.device)
+    ):
+        raise UnsupportedProblem(f"weight.order is a permutation of {k} columns, and here it is not; download it again")
+    if weight.zeros is not None and int(weight.zeros.amax()) > 16:
+        raise UnsupportedProblem(f"zeros are 0 to 16, not {int(weight.zeros.amax())}; download the checkpoint again")
+    if code == "e4m3" and bool(((packed & 0x7F) == 0x7F).any()):
+        raise UnsupportedProblem(
+            "e4m3 weights hold numbers, not the NaN codes 0x7f and 0xff; download the checkpoint again or quantize anew"
+        )
+    return weight
+
+
+def write(weight: QuantizedWeight) -> dict[str, Tensor]:
+    """The packed tensors."""
+    tensors = {"packed": weight.packed, "scales": weight.scales, "shape": torch.tensor(weight.shape)}
+    tensors |= {name: t for name, t in (("zeros", weight.zeros), ("order", weight.order)) if t is not None}
+    return {PREFIX + name: tensor for name, tensor in tensors.items()}

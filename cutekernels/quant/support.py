@@ -1,0 +1,94 @@
+"""Which elements have kernels on which GPUs, and which formats are read, as data.
+
+A GPU is a compute capability here, never a name. Everything that is refused has its remedy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from cutekernels.quant.weight import QuantizedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """Kernels for a kind of element. ``since``: the lowest compute capability that has them."""
+
+    code: str
+    since: tuple[int, int]
+    remedy: str
+
+
+_BF16 = "use the weight's dequantize() there"
+SUPPORT = (
+    Support("int4", (8, 0), _BF16),
+    Support("int8", (8, 0), _BF16),
+    Support("e4m3", (8, 0), _BF16),  # below sm_89 without a converting instruction, by shifts
+    Support("nf4", (8, 0), _BF16),
+)
+_BY_CODE = {row.code: row for row in SUPPORT}
+
+_OTHER = "convert it with llm-compressor to W4A16 or FP8, or load the model in bf16"
+REFUSED = {  # quant_method of a config, or format of compressed-tensors: what to do instead
+    "aqlm": _OTHER,
+    "auto-round": 'export it from AutoRound as "auto_gptq" or "auto_awq"',
+    "bitnet": _OTHER,
+    "eetq": _OTHER,
+    "fbgemm_fp8": _OTHER,
+    "fp_quant": _OTHER,
+    "gguf": "take the safetensors checkpoint that the GGUF file was made from",
+    "higgs": _OTHER,
+    "hqq": _OTHER,
+    "marlin-24": "decompress it with compressed-tensors, and quantize anew",
+    "modelopt": "take the same model in compressed-tensors or FP8",
+    "mxfp4": "load the model with transformers' Mxfp4Config(dequantize=True)",
+    "mxfp4-pack-quantized": _OTHER,
+    "mxfp6-pack-quantized": _OTHER,
+    "mxfp8-quantized": _OTHER,
+    "nvfp4": _OTHER,
+    "nvfp4-pack-quantized": _OTHER,
+    "quanto": _OTHER,
+    "quark": _OTHER,
+    "quip": _OTHER,
+    "spqr": _OTHER,
+    "vptq": _OTHER,
+}
+
+
+class Coded(Protocol):
+    """A ``QuantizedWeight`` or a ``Scheme``."""
+
+    @property
+    def code(self) -> str: ...
+
+
+def why_not(weight_or_scheme: Coded, capability: tuple[int, int] | None = None) -> str | None:
+    """Why no kernel multiplies such a weight on a GPU, with the remedy; None where one does.
+
+    Args:
+        weight_or_scheme: a ``QuantizedWeight``, or the ``Scheme`` of a model.
+        capability: of the GPU; None: that of the weight's GPU, or of this machine's. Without one, kernels are assumed.
+    """
+    row = _BY_CODE.get(weight_or_scheme.code)
+    if row is None:
+        return f"elements are {', '.join(_BY_CODE)}, not {weight_or_scheme.code}; {_OTHER}"
+    if isinstance(weight_or_scheme, QuantizedWeight):
+        if weight_or_scheme.offsets is not None:
+            return (
+                "torchao's float zero points are added behind the product, which no kernel does; quantize the weight's "
+                'dequantize() anew with cutekernels.quant.quantize(weight, "int4_g128", symmetric=False)'
+            )
+        if capability is None and weight_or_scheme.device.type == "cuda":
+            capability = torch.cuda.get_device_capability(weight_or_scheme.device)
+    if capability is None and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+    if capability is not None and capability < row.since:
+        major, minor = row.since
+        return (
+            f"kernels for {row.code} need compute capability {major}.{minor}, not {capability[0]}.{capability[1]}; "
+            f"{row.remedy}"
+        )
+    return None

@@ -1,0 +1,384 @@
+"""``QuantizedWeight``: the weight of a linear layer as kernels read it, and as its format defines it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.quant import layout
+
+BITS = {"int4": 4, "nf4": 4, "int8": 8, "e4m3": 8}
+FORMATS = ("awq", "gptq", "compressed-tensors", "fp8", "int8", "bitsandbytes", "torchao", "cutekernels")
+GROUPS = (0, 32, 64, 128)  # 0: all of K
+SCALE_ROWS = (1, 128)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+NF4 = (  # bitsandbytes' sixteen values, which are fp32
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+NF4_ZERO = NF4.index(0.0)
+_CHUNK_ELEMENTS = 8 << 20  # fp32 temporaries of dequantize: 32 MB each
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class QuantizedWeight:
+    """The weight of a linear layer, ``(N, K)``, in codes of four or eight bits and scales.
+
+    An element is worth ``s * (q - z)`` (int4), ``s * q`` (int8 and e4m3) or ``s * NF4[q]``, computed in fp32 and
+    rounded once to ``dtype``: with fp16 and bf16 scales of integers and of e4m3, the exact product rounded.
+
+    Attributes:
+        code: what an element is: ``"int4"``, ``"int8"``, ``"e4m3"`` or ``"nf4"``.
+        group: the elements along K that share a scale: 32, 64, 128, or 0 for all of K.
+        scale_rows: the rows that share a scale: 1, or 128 with groups of 128 (blocks).
+        shape: ``(N, K)``.
+        packed: the codes, as :func:`cutekernels.quant.layout.pack` lays them out.
+        scales: ``(groups, N rounded up to 64)``, or ``(ceil(K / 128), ceil(N / 128))`` for blocks, in the format's own
+            dtype. Of rows that are padding: 0.
+        zeros: of int4: z, 0 to 16, uint8, of the shape of ``scales``. None: 8 everywhere.
+        order: int32 ``(K,)``: column j of ``packed`` is column ``order[j]`` of the weight (GPTQ's act-order).
+        offsets: of int4 from torchao: added behind the product, of shape and dtype of ``scales``. None: 0 everywhere.
+        dtype: what :meth:`dequantize` returns: fp16, bf16 or fp32.
+        format: where the weight came from, one of ``FORMATS``.
+        details: what :meth:`tensors` needs to write the format back; its tensors are small and stay on the CPU.
+
+    Raises:
+        UnsupportedProblem: fields that contradict each other. Values of tensors are not looked at here: readers do.
+    """
+
+    code: str
+    group: int
+    scale_rows: int
+    shape: tuple[int, int]
+    packed: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    order: Tensor | None = None
+    dtype: torch.dtype = torch.bfloat16
+    format: str = "cutekernels"
+    details: Mapping[str, Any] = field(default_factory=dict)
+    offsets: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+    @property
+    def bits(self) -> int:
+        """Of an element: 4 or 8."""
+        return BITS[self.code]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.packed.device
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of all tensors that a product reads."""
+        return sum(t.nbytes for t in (self.packed, self.scales, self.zeros, self.order, self.offsets) if t is not None)
+
+    def __repr__(self) -> str:
+        group = "channel" if self.group == 0 else f"g{self.group}" if self.scale_rows == 1 else "block 128x128"
+        extra = "".join(f", {name}" for name in ("zeros", "order", "offsets") if getattr(self, name) is not None)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"QuantizedWeight({self.format} {self.code} {group}{extra}, {self.shape[0]} x {self.shape[1]}, {dtype}, "
+            f"{self.nbytes / 1e6:.3g} MB on {self.device})"
+        )
+
+    def to(
+        self,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        non_blocking: bool = False,
+    ) -> QuantizedWeight:
+        """This weight on ``device``; ``dtype`` changes what :meth:`dequantize` returns, and nothing that is stored."""
+        changed: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+        if device is not None:
+            for name in ("packed", "scales", "zeros", "order", "offsets"):
+                tensor = getattr(self, name)
+                if tensor is not None:
+                    changed[name] = tensor.to(device, non_blocking=non_blocking)
+        return replace(self, **changed)
+
+    @torch.no_grad()
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weight of the checkpoint, ``(N, K)``: in ``self.dtype`` as its format defines it, bit for bit.
+
+        Args:
+            dtype: fp16, bf16 or fp32 instead: the same fp32 values, rounded once to it.
+        """
+        out_dtype = self.dtype if dtype is None else dtype
+        if out_dtype not in FLOATS:
+            raise UnsupportedProblem(f"weights are dequantized to fp16, bf16 or fp32, not {out_dtype}; cast the result")
+        n, k = self.shape
+        out = torch.empty(n, k, dtype=out_dtype, device=self.device)
+        table = torch.tensor(NF4, device=self.device) if self.code == "nf4" else None
+        step = max(128, _CHUNK_ELEMENTS // k // 128 * 128)
+        for first in range(0, n, step):
+            rows = min(step, n - first)
+            tile = first // layout.TILE
+            part = self.packed[tile : tile + -(-rows // layout.TILE)]
+            values = _values(self.code, layout.unpack(part, self.bits, rows, k), table)
+            if self.code == "int4":
+                values -= 8.0 if self.zeros is None else self._spread(self.zeros, first, rows)
+            values *= self._spread(self.scales, first, rows)
+            if self.offsets is not None:  # torchao rounds the product too
+                values = values.to(out_dtype).float() + self._spread(self.offsets, first, rows)
+            if self.order is None:
+                out[first : first + rows] = values
+            else:
+                out[first : first + rows, self.order.long()] = values.to(out_dtype)
+        return out
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The checkpoint's tensors in the format that the weight came from, by their names there, bit for bit.
+
+        Raises:
+            UnsupportedProblem: the format is saved by its own library alone.
+        """
+        from cutekernels.quant.formats import write
+
+        return write(self)
+
+    def _spread(self, table: Tensor, first: int, rows: int) -> Tensor:
+        """``table`` for each element of ``rows`` rows from ``first``, fp32: ``(rows, K)`` or ``(rows, 1)``."""
+        if self.scale_rows == 1:
+            part = table[:, first : first + rows]
+        else:
+            part = table[:, first // 128 : -(-(first + rows) // 128)].repeat_interleave(128, 1)[:, :rows]
+        part = part.t().float()
+        return part if self.group == 0 else part.repeat_interleave(self.group, 1)[:, : self.shape[1]]
+
+
+def _values(code: str, codes: Tensor, table: Tensor | None) -> Tensor:
+    """What ``codes`` stand for before zeros and scales, fp32."""
+    if table is not None:
+        return table[codes.int()]
+    if code == "int4":
+        return codes.float()
+    return codes.view(torch.int8 if code == "int8" else torch.float8_e4m3fn).float()
+
+
+def scales_shape(group: int, scale_rows: int, shape: tuple[int, int]) -> tuple[int, int]:
+    """The shape of ``scales`` for a weight of ``shape``."""
+    n, k = shape
+    if scale_rows == 128:
+        return -(-k // 128), -(-n // 128)
+    return (1 if group == 0 else -(-k // group)), -(-n // layout.TILE) * layout.TILE
+
+
+def _check_fields(w: QuantizedWeight) -> None:
+    """One sentence for the first rule that ``w`` breaks."""
+    for name, value, known in (
+        ("code", w.code, tuple(BITS)),
+        ("group", w.group, GROUPS),
+        ("scale_rows", w.scale_rows, SCALE_ROWS),
+        ("format", w.format, FORMATS),
+        ("dtype", w.dtype, FLOATS),
+    ):
+        if value not in known:
+            raise UnsupportedProblem(
+                f"{name} of a QuantizedWeight is one of {', '.join(map(str, known))}, not {value!r}; "
+                "use a reader of cutekernels.quant, or quantize()"
+            )
+    if len(w.shape) != 2 or min(w.shape) < 1:
+        raise UnsupportedProblem(
+            f"shape is (N, K), both at least 1, not {tuple(w.shape)}; pass a linear layer's weight"
+        )
+    if w.scale_rows == 128 and (w.group != 128 or w.code != "e4m3"):
+        raise UnsupportedProblem(
+            f"scales of 128 rows are those of 128 x 128 blocks of e4m3, not of {w.code} in groups of {w.group}; "
+            "repeat them to rows"
+        )
+    table = scales_shape(w.group, w.scale_rows, w.shape)
+    expected: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
+        "packed": (layout.packed_shape(w.shape, w.bits), (torch.uint8,)),
+        "scales": (table, FLOATS),
+        "zeros": (table, (torch.uint8,)),
+        "order": ((w.shape[1],), (torch.int32,)),
+        "offsets": (table, (w.scales.dtype,)),
+    }
+    for name, (shape, dtypes) in expected.items():
+        tensor = getattr(w, name)
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
+            kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            found = f"{'' if tensor.is_contiguous() else 'strided '}{str(tensor.dtype).removeprefix('torch.')}"
+            raise UnsupportedProblem(
+                f"{name} of a {w.shape[0]} x {w.shape[1]} weight in {w.code} is contiguous {kinds} of shape {shape}, "
+                f"not {found} {tuple(tensor.shape)}; use a reader of cutekernels.quant"
+            )
+        if tensor.device != w.packed.device:
+            raise UnsupportedProblem(
+                f"the tensors of a weight are on one device, not packed on {w.packed.device} and {name} on "
+                f"{tensor.device}; move the weight with .to()"
+            )
+    if w.code != "int4" and (w.zeros is not None or w.offsets is not None):
+        raise UnsupportedProblem(f"zeros and offsets are of int4, not of {w.code}; pass None")
+    if w.zeros is not None and w.offsets is not None:
+        raise UnsupportedProblem("a weight has zeros or offsets, not both; pass None for one of them")
+
+
+def packed_group(group: int, k: int) -> tuple[int, int]:
+    """``(group, repeats)`` of the packed weight for a format's ``group`` along ``k`` elements.
+
+    Raises:
+        UnsupportedProblem: a group that is none of 32, 64, multiples of 128 and all of K.
+    """
+    if group <= 0 or group >= k:
+        return 0, 1
+    if group in GROUPS:
+        return group, 1
+    if group % 128 == 0:
+        return 128, group // 128
+    raise UnsupportedProblem(
+        f"groups are of 32, 64 or a multiple of 128 elements, or of all of K, not {group} of K={k}; "
+        "quantize the dequantized weight anew with cutekernels.quant.quantize"
+    )
+
+
+def groups_of(group: int, k: int) -> int:
+    """How many groups of ``group`` elements cover ``k``; 0 and -1 stand for all of K."""
+    return 1 if group <= 0 else -(-k // group)
+
+
+@torch.no_grad()
+def assemble(
+    codes: Tensor,
+    code: str,
+    scales: Tensor,
+    *,
+    group: int,
+    zeros: Tensor | None = None,
+    offsets: Tensor | None = None,
+    order: Tensor | None = None,
+    block: tuple[int, int] | None = None,
+    dtype: torch.dtype,
+    format: str,
+    details: Mapping[str, Any],
+) -> QuantizedWeight:
+    """A ``QuantizedWeight`` of what a reader has unpacked, with all values looked at.
+
+    Args:
+        codes: uint8 ``(N, K)``, columns as packed (permuted already where there is an ``order``).
+        scales: ``(groups, N)``, or ``(blocks along N, blocks along K)`` where there is a ``block``.
+        group: of the format: any size that :func:`packed_group` takes, 0 or -1 for all of K.
+        zeros, offsets: ``(groups, N)``.
+        block: ``(rows, columns)`` that share a scale, multiples of 128.
+    """
+    n, k = codes.shape
+    shape = (n, k)
+    check_scales(scales)
+    if code == "e4m3" and bool(((codes & 0x7F) == 0x7F).any()):
+        raise UnsupportedProblem(
+            "e4m3 weights hold numbers, not the NaN codes 0x7f and 0xff; download the checkpoint again or quantize anew"
+        )
+    kept: dict[str, Any] = {**details, "group": group}
+    if block is not None:
+        kept["block"] = block
+        rows, columns = block
+        if rows % 128 or columns % 128:
+            raise UnsupportedProblem(
+                f"blocks of scales have multiples of 128 rows and columns, not {rows} x {columns}; quantize the "
+                'dequantized weight anew with cutekernels.quant.quantize(weight, "fp8_block")'
+            )
+        table = scales.repeat_interleave(rows // 128, 0)[: -(-n // 128)]
+        table = table.repeat_interleave(columns // 128, 1)[:, : -(-k // 128)]
+        return QuantizedWeight(
+            code,
+            128,
+            128,
+            shape,
+            layout.pack(codes, BITS[code]),
+            table.t().contiguous(),
+            None,
+            None,
+            dtype,
+            format,
+            kept,
+        )
+    size, repeats = packed_group(group, k)
+    count = scales_shape(size, 1, shape)[0]
+
+    def strip(table: Tensor) -> Tensor:
+        """``table`` repeated to the packed groups, rows padded to 64 with 0."""
+        table = table if repeats == 1 else table.repeat_interleave(repeats, 0)[:count]
+        return torch.nn.functional.pad(table, (0, -n % layout.TILE)).contiguous()
+
+    if zeros is not None and bool((zeros == 8).all()):
+        zeros = None
+        kept["zeros"] = True
+    if offsets is not None and not bool(offsets.any()):
+        offsets = None
+        kept["offsets"] = True
+    fill: int | Tensor = NF4_ZERO if code == "nf4" else 0
+    if code == "int4":
+        fill = 8 if zeros is None else zeros[-1].clamp(max=15)
+    return QuantizedWeight(
+        code,
+        size,
+        1,
+        shape,
+        layout.pack(codes, BITS[code], fill),
+        strip(scales),
+        None if zeros is None else strip(zeros),
+        None if order is None else order.to(torch.int32).contiguous(),
+        dtype,
+        format,
+        kept,
+        None if offsets is None else strip(offsets),
+    )
+
+
+def check_scales(scales: Tensor) -> None:
+    """Scales are finite fp16, bf16 or fp32."""
+    if scales.dtype not in FLOATS:
+        raise UnsupportedProblem(f"scales are fp16, bf16 or fp32, not {scales.dtype}; convert the checkpoint's scales")
+    if not bool(torch.isfinite(scales).all()):
+        raise UnsupportedProblem("scales are finite, and some here are NaN or infinite; download the checkpoint again")
+
+
+def unassemble(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """``(codes, scales, zeros, offsets)`` as :func:`assemble` was given them; columns stay as packed."""
+    n, k = weight.shape
+    codes = layout.unpack(weight.packed, weight.bits, n, k)
+    details = weight.details
+    if weight.scale_rows == 128:
+        rows, columns = details.get("block", (128, 128))
+        return codes, weight.scales.t()[:: rows // 128, :: columns // 128].contiguous(), None, None
+    group = details.get("group", weight.group)
+    repeats = packed_group(group, k)[1]
+
+    def strip(table: Tensor | None) -> Tensor | None:
+        return None if table is None else table[::repeats, :n].contiguous()
+
+    zeros, offsets = strip(weight.zeros), strip(weight.offsets)
+    scales = strip(weight.scales)
+    assert scales is not None
+    if zeros is None and details.get("zeros"):
+        zeros = torch.full_like(scales, 8, dtype=torch.uint8)
+    if offsets is None and details.get("offsets"):
+        offsets = torch.zeros_like(scales)
+    return codes, scales, zeros, offsets
