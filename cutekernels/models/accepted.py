@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.integrations.transformers.checkpoints import REMEDY as QUANTIZED
+from cutekernels.integrations.transformers.checkpoints import is_quantized, layout_of, said_kind
 from cutekernels.integrations.transformers.families import FAMILIES, Family, family_of, shared_parameters
 from cutekernels.integrations.transformers.modules import kind_of, sharded
 from cutekernels.integrations.transformers.patching import is_patched
@@ -20,7 +22,8 @@ REMEDY = "generate with the model itself, its attention by cutekernels.route_sdp
 _PATCH = "generate with the model itself under cutekernels.patch, which honours it"
 _JOINED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _COMPILED = "_orig_mod"  # the submodule of what torch.compile returns for a module
-_RECORDERS = "transformers.utils.output_capturing"  # its hooks stay after output_hidden_states, and change nothing
+# Hooks that stay after output_hidden_states and change nothing, and those that decompress before a model's first call.
+_HARMLESS = ("transformers.utils.output_capturing", "compressed_tensors.")
 
 
 def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
@@ -33,7 +36,8 @@ def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
     family = FAMILIES[model.config.model_type] if isinstance(model, LoadedModel) else _check_transformers(model)
     for path, module in model.named_modules():
         _check_forward(path.replace(f"{_COMPILED}.", "") or "the model", module)
-    if len({(p.device, p.dtype) for p in model.parameters()}) != 1:
+    plain = {p.dtype for m in model.modules() if not layout_of(m) for p in m._parameters.values() if p is not None}
+    if len({p.device for p in model.parameters()}) != 1 or len(plain) != 1:
         raise UnsupportedProblem("Decoder takes a model on one device and of one dtype: move it with model.to(...)")
     if model.device.type == "cuda" and model.dtype not in (torch.float16, torch.bfloat16):
         raise UnsupportedProblem(
@@ -101,12 +105,18 @@ def _check_class(path: str, module: torch.nn.Module, family: Family) -> None:
         expected = family.classes()["norm"]
     elif name == "embed_tokens":
         expected = torch.nn.Embedding  # Gemma's scale theirs
+    if expected is torch.nn.Linear and layout_of(module):
+        return
+    if expected is not None and is_quantized(module):
+        raise UnsupportedProblem(
+            f"Decoder cannot read {path} as it has been loaded, quantized ({said_kind(module)}): {QUANTIZED}"
+        )
     if expected is None or type(module) is expected:
         return
     if name != "embed_tokens" or not isinstance(module, torch.nn.Embedding):
         raise UnsupportedProblem(
             f"Decoder reads {path} as a {kind_of(expected)}; it is a {kind_of(type(module))}: merge adapters "
-            f"(merge_and_unload) and dequantize weights, or {_PATCH}"
+            f"(merge_and_unload), or {_PATCH}"
         )
 
 
@@ -124,14 +134,14 @@ def _check_forward(path: str, module: torch.nn.Module) -> None:
             "accelerate.hooks.remove_hook_from_module(model, recurse=True)"
         )
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    own = [hook for hook in hooks if getattr(hook, "__module__", "") != _RECORDERS]
+    own = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith(_HARMLESS)]
     if own:
         called = getattr(own[0], "__qualname__", type(own[0]).__qualname__)
         raise UnsupportedProblem(
             f"Decoder calls no module, so forward hooks would not run; {path} has one, {called}: remove the hook, or "
             f"{_PATCH}"
         )
-    if "forward" not in module.__dict__ or _COMPILED in module._modules:
+    if "forward" not in module.__dict__ or _COMPILED in module._modules or layout_of(module) == "compressed-tensors":
         return
     forward = getattr(module.forward, "_torchdynamo_orig_callable", module.forward)
     if forward != MethodType(type(module).forward, module):

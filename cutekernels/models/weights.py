@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.integrations.transformers.checkpoints import layout_of, quantized_weight
 from cutekernels.integrations.transformers.families import Family, gate_of
 from cutekernels.models.accepted import REMEDY, check_model
 from cutekernels.models.loaded import Apart
@@ -22,6 +23,7 @@ from cutekernels.nn.packing import side_by_side
 from cutekernels.ops.embedding import embedding
 from cutekernels.ops.norms.api import add_rms_norm, rms_norm
 from cutekernels.quant import QuantizedWeight
+from cutekernels.quant.join import concatenate
 
 
 @dataclass(frozen=True)
@@ -159,14 +161,14 @@ def read(model: Any, positions: int) -> Weights:
     config = model.config
     with torch.no_grad():
         tables = _tables(model, ropes, positions)
-        layers = tuple(_layer(layer, family, tables) for layer in model.model.layers)
+        layers = tuple(_layer(layer, family, tables, model.dtype) for layer in model.model.layers)
     table = model.model.embed_tokens
     scale = getattr(table, "embed_scale", None)
     return Weights(
         embedding=Embedding(table.weight.detach(), None if scale is None else float(scale.to(table.weight.dtype))),
         layers=layers,
         norm=_norm(model.model.norm, family),
-        head=_projection(model.lm_head),
+        head=_projection(model.lm_head, model.dtype),
         softcap=family.logit_softcap_of(config),
         heads_q=config.num_attention_heads,
         heads_kv=config.num_key_value_heads,
@@ -186,19 +188,21 @@ def _tables(model: Any, ropes: dict[str | None, Any], positions: int) -> dict[st
     return found
 
 
-def _layer(layer: Any, family: Family, tables: dict[str | None, tuple[Tensor, Tensor]]) -> Layer:
+def _layer(layer: Any, family: Family, tables: dict[str | None, tuple[Tensor, Tensor]], dtype: torch.dtype) -> Layer:
     attended = layer.post_attention_layernorm  # before the residual is added in Gemma's layers, behind that in others
     return Layer(
         attention_norm=_norm(layer.input_layernorm, family),
-        attention=_attention(layer.self_attn, family, tables),
+        attention=_attention(layer.self_attn, family, tables, dtype),
         attention_out_norm=_norm(attended, family) if family.sandwich else None,
         mlp_norm=_norm(layer.pre_feedforward_layernorm if family.sandwich else attended, family),
-        mlp=_mlp(layer.mlp),
+        mlp=_mlp(layer.mlp, dtype),
         mlp_out_norm=_norm(layer.post_feedforward_layernorm, family) if family.sandwich else None,
     )
 
 
-def _attention(attention: Any, family: Family, tables: dict[str | None, tuple[Tensor, Tensor]]) -> Attention:
+def _attention(
+    attention: Any, family: Family, tables: dict[str | None, tuple[Tensor, Tensor]], dtype: torch.dtype
+) -> Attention:
     if not attention.is_causal:
         raise UnsupportedProblem(
             f"Decoder's tokens see earlier ones alone; this model has use_bidirectional_attention: {REMEDY}"
@@ -206,10 +210,10 @@ def _attention(attention: Any, family: Family, tables: dict[str | None, tuple[Te
     window = family.window_of(attention)
     cos, sin = tables[None if None in tables else attention.layer_type]
     return Attention(
-        qkv=_joined(attention, "qkv_proj", "q_proj", "k_proj", "v_proj"),
+        qkv=_joined(attention, dtype, "qkv_proj", "q_proj", "k_proj", "v_proj"),
         q_norm=_norm(attention.q_norm, family) if hasattr(attention, "q_norm") else None,
         k_norm=_norm(attention.k_norm, family) if hasattr(attention, "k_norm") else None,
-        out=_projection(attention.o_proj),
+        out=_projection(attention.o_proj, dtype),
         cos=cos,
         sin=sin,
         options={
@@ -220,7 +224,7 @@ def _attention(attention: Any, family: Family, tables: dict[str | None, tuple[Te
     )
 
 
-def _mlp(mlp: Any) -> Mlp | MoE:
+def _mlp(mlp: Any, dtype: torch.dtype) -> Mlp | MoE:
     if hasattr(mlp, "experts"):
         try:
             return MoE.from_transformers(mlp)
@@ -231,26 +235,36 @@ def _mlp(mlp: Any) -> Mlp | MoE:
         raise UnsupportedProblem(
             f"Decoder has the gates of SiLU and GELU; one is {type(mlp.act_fn).__name__}: {REMEDY}"
         )
-    return Mlp(_joined(mlp, "gate_up_proj", "gate_proj", "up_proj"), gate, _projection(mlp.down_proj))
+    return Mlp(_joined(mlp, dtype, "gate_up_proj", "gate_proj", "up_proj"), gate, _projection(mlp.down_proj, dtype))
 
 
 def _norm(norm: Any, family: Family) -> Norm:
     return Norm(norm.weight.detach(), family.norm_options(norm))
 
 
-def _projection(linear: Any) -> Projection:
-    weight = linear.weight.detach() if isinstance(linear.weight, Tensor) else linear.weight
+def _projection(linear: Any, dtype: torch.dtype) -> Projection:
+    weight = quantized_weight(linear, dtype)
+    if weight is None:
+        weight = linear.weight.detach() if isinstance(linear.weight, Tensor) else linear.weight
     return Projection(weight, None if linear.bias is None else linear.bias.detach())
 
 
-def _joined(module: Any, whole: str, *names: str) -> Projection | Projections:
+def _joined(module: Any, dtype: torch.dtype, whole: str, *names: str) -> Projection | Projections:
     """The projections of one input: those of ``names`` side by side, or ``whole`` where they are joined already."""
     found = getattr(module, whole, None)
     if isinstance(found, Apart):
-        return Projections(tuple(map(_projection, found.parts)))
+        return Projections(tuple(_projection(part, dtype) for part in found.parts))
     if found is not None:
-        return _projection(found)
+        return _projection(found, dtype)
     linears = [getattr(module, name) for name in names]
-    weight = side_by_side([linear.weight for linear in linears])
-    bias = None if linears[0].bias is None else side_by_side([linear.bias for linear in linears])
-    return Projection(weight.detach(), None if bias is None else bias.detach())
+    if not any(map(layout_of, linears)):
+        weight = side_by_side([linear.weight for linear in linears])
+        bias = None if linears[0].bias is None else side_by_side([linear.bias for linear in linears])
+        return Projection(weight.detach(), None if bias is None else bias.detach())
+    parts = [_projection(linear, dtype) for linear in linears]
+    weights = [part.weight for part in parts if isinstance(part.weight, QuantizedWeight)]
+    biases = [part.bias for part in parts if part.bias is not None]
+    joined = concatenate(weights) if len(weights) == len(parts) and len(biases) in (0, len(parts)) else None
+    if joined is None:
+        return Projections(tuple(parts))
+    return Projection(joined, torch.cat(biases) if biases else None)

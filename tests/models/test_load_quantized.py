@@ -75,7 +75,7 @@ FORMATS: dict[str, tuple[Callable[[int, int], Tensors], dict[str, Any]]] = {
     "compressed-tensors": (
         compressed,
         {
-            "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+            "quant_method": "compressed-tensors", "quantization_status": "compressed", "format": "pack-quantized", "ignore": ["lm_head"],
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": _WEIGHTS}},
         },
     ),
