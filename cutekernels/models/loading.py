@@ -19,8 +19,7 @@ from cutekernels.models.arguments import free_bytes
 from cutekernels.models.folder import Folder
 from cutekernels.models.loaded import Apart, LoadedModel, Weighted
 from cutekernels.ops.shared.checks import check_flag, check_place, said
-from cutekernels.quant import QuantizedWeight, Scheme, read, read_config
-from cutekernels.quant.join import concatenate
+from cutekernels.quant import QuantizedWeight, Scheme, concatenate, read, read_config
 
 _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DTYPES = {str(one).removeprefix("torch."): one for one in _PLAIN}

@@ -22,8 +22,7 @@ from cutekernels.nn.moe import MoE
 from cutekernels.nn.packing import side_by_side
 from cutekernels.ops.embedding import embedding
 from cutekernels.ops.norms.api import add_rms_norm, rms_norm
-from cutekernels.quant import QuantizedWeight
-from cutekernels.quant.join import concatenate
+from cutekernels.quant import QuantizedWeight, concatenate
 
 
 @dataclass(frozen=True)

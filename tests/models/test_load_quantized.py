@@ -16,7 +16,6 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.models import Decoder, load
 from cutekernels.models.loaded import Apart
 from cutekernels.models.weights import Projection
-from cutekernels.quant.join import concatenate
 from tests.integrations import tiny
 from tests.models.test_load import SIZES, edit, logits, one_thread
 
@@ -75,7 +74,8 @@ FORMATS: dict[str, tuple[Callable[[int, int], Tensors], dict[str, Any]]] = {
     "compressed-tensors": (
         compressed,
         {
-            "quant_method": "compressed-tensors", "quantization_status": "compressed", "format": "pack-quantized", "ignore": ["lm_head"],
+            "quant_method": "compressed-tensors", "quantization_status": "compressed", "format": "pack-quantized",
+            "ignore": ["lm_head"],
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": _WEIGHTS}},
         },
     ),
@@ -172,7 +172,7 @@ def test_a_model_moves_with_its_quantized_weights(tmp_path: Path) -> None:
 def test_joined_weights_are_the_rows_of_all(name: str, rows: tuple[int, ...]) -> None:
     make, config = FORMATS[name]
     weights = [quant.read(make(n, 128), config, dtype=torch.bfloat16) for n in rows]
-    whole = concatenate(weights)
+    whole = quant.concatenate(weights)
     if name == "gptq-orders" or (name == "fp8" and rows[0] == 64):
         assert whole is None
         return
@@ -184,13 +184,13 @@ def test_weights_that_differ_are_not_joined() -> None:
     w = torch.randn(64, 128)
     first = quant.quantize(w, "int4_g32")
     zeros = quant.quantize(w, "int4_g32", symmetric=False)
-    both = concatenate([first, zeros])
+    both = quant.concatenate([first, zeros])
     assert both is not None and torch.equal(both.dequantize(), torch.cat([first.dequantize(), zeros.dequantize()]))
     for other in ("int4_g64", "fp8_channel"):
-        assert concatenate([first, quant.quantize(w, other)]) is None
-    assert concatenate([first, first.to(dtype=torch.float16)]) is None
-    assert concatenate([first, quant.quantize(torch.randn(64, 64), "int4_g32")]) is None
-    assert concatenate([first]) is first
+        assert quant.concatenate([first, quant.quantize(w, other)]) is None
+    assert quant.concatenate([first, first.to(dtype=torch.float16)]) is None
+    assert quant.concatenate([first, quant.quantize(torch.randn(64, 64), "int4_g32")]) is None
+    assert quant.concatenate([first]) is first
 
 
 # ---- refusals -------------------------------------------------------------------------------------------
