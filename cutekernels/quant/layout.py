@@ -88,6 +88,17 @@ def unpack(packed: Tensor, bits: int, n: int, k: int) -> Tensor:
     return codes
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """``tensor`` with the strides of a new one: ``contiguous()`` leaves any in extents of 1, which ``view`` refuses."""
+    stride, strides = 1, []
+    for extent in reversed(tensor.shape):
+        strides.append(stride)
+        stride *= max(extent, 1)
+    return (
+        tensor if tensor.stride() == tuple(reversed(strides)) else tensor.clone(memory_format=torch.contiguous_format)
+    )
+
+
 def _check_bits(bits: int) -> None:
     if bits not in TILE_BYTES:
         raise UnsupportedProblem(f"elements are packed in 4 or 8 bits, not {bits}; quantize to int4, int8, e4m3 or nf4")

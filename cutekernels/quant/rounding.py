@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem, near
+from cutekernels.quant.assembly import assemble, groups_of
 from cutekernels.quant.formats.own import SCHEMES
-from cutekernels.quant.weight import FLOATS, QuantizedWeight, assemble, groups_of
+from cutekernels.quant.weight import FLOATS, QuantizedWeight
 
 _E4M3_MAX = 448.0
 _FP16 = torch.finfo(torch.float16)

@@ -68,7 +68,8 @@ class Scheme:
 
     def holds(self, names: Iterable[str]) -> bool:
         """Whether a layer with tensors of these ``names``, without its prefix, is quantized: the file's own word."""
-        return not set(self.marks).isdisjoint(names)
+        found = set(names)
+        return any(not found.isdisjoint(scheme.marks) for scheme in (self, *self.others))
 
 
 def _matches(pattern: str, module: str) -> bool:

@@ -81,6 +81,12 @@ def why_not(weight_or_scheme: Coded, capability: tuple[int, int] | None = None) 
                 "torchao's float zero points are added behind the product, which no kernel does; quantize the weight's "
                 'dequantize() anew with cutekernels.quant.quantize(weight, "int4_g128", symmetric=False)'
             )
+        if weight_or_scheme.shape[1] % 8:
+            return (
+                "kernels read activations 16 bytes at a time, so K is a multiple of 8, not "
+                f"{weight_or_scheme.shape[1]}; "
+                "use the weight's dequantize() there, or pad K before quantizing"
+            )
         if capability is None and weight_or_scheme.device.type == "cuda":
             capability = torch.cuda.get_device_capability(weight_or_scheme.device)
     if capability is None and torch.cuda.is_available():

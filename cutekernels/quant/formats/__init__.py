@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.quant.formats import awq, bitsandbytes, compressed_tensors, gptq, own, plain, torchao
+from cutekernels.quant.layout import dense
 from cutekernels.quant.weight import QuantizedWeight
 
 _WRITERS: dict[str, Callable[[QuantizedWeight], dict[str, Tensor]]] = {
@@ -32,4 +33,4 @@ def write(weight: QuantizedWeight) -> dict[str, Tensor]:
             f"a weight is written in the format that a reader of cutekernels.quant read, and this one of "
             f'{weight.format} was put together by hand; give it format="cutekernels"'
         )
-    return _WRITERS[weight.format](weight)
+    return {name: dense(tensor) for name, tensor in _WRITERS[weight.format](weight).items()}

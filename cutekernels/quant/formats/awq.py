@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.quant.assembly import assemble, groups_of, unassemble
 from cutekernels.quant.formats.nibbles import expect, matrix, of_words, to_words
-from cutekernels.quant.weight import QuantizedWeight, assemble, groups_of, unassemble
+from cutekernels.quant.weight import QuantizedWeight
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the row, of eight, that nibble i holds
 NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble that holds row i of eight
@@ -31,6 +33,11 @@ def from_awq(
     """
     k, words = matrix("qweight", qweight, (torch.int32,), by="AWQ")
     n, groups = 8 * words, groups_of(group, k)
+    if 0 < group < k and k % group:
+        raise UnsupportedProblem(
+            f"AWQ's groups of {group} divide K, and qweight has {k} rows; "
+            "check the group size of the config, or download the checkpoint again"
+        )
     why = f"K={k}, N={n} and groups of {group}"
     expect("qzeros", qzeros, (torch.int32,), (groups, words), why, by="AWQ")
     expect("scales", scales, (torch.float16, torch.bfloat16, torch.float32), (groups, n), why, by="AWQ")

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.quant.assembly import assemble, unassemble
 from cutekernels.quant.formats.nibbles import expect, take, to_bytes
-from cutekernels.quant.weight import NF4, QuantizedWeight, assemble, unassemble
+from cutekernels.quant.layout import dense
+from cutekernels.quant.weight import NF4, QuantizedWeight
 
 STATE = "quant_state.bitsandbytes__nf4"
 NAMES = (
@@ -60,7 +62,7 @@ def from_bitsandbytes(
             f"blocks of {block} elements end with a row of K={k} only if they divide it; "
             "quantize the dequantized weight anew with cutekernels.quant.quantize"
         )
-    flat = data.contiguous().reshape(-1).view(torch.uint8)
+    flat = dense(dense(data).reshape(-1)).view(torch.uint8)
     if flat.numel() * 2 != n * k:
         raise UnsupportedProblem(
             f"bitsandbytes's weight has {n * k // 2} bytes for shape ({n}, {k}), not {flat.numel()}; "

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.quant.assembly import assemble, groups_of, unassemble
 from cutekernels.quant.formats.gptq import order_of, unordered
 from cutekernels.quant.formats.nibbles import expect, known_only, matrix, of_words, take, to_words
 from cutekernels.quant.formats.plain import ACTIVATIONS, extras, kept, read_plain, write_plain
-from cutekernels.quant.weight import FLOATS, QuantizedWeight, assemble, groups_of, unassemble
+from cutekernels.quant.layout import dense
+from cutekernels.quant.weight import FLOATS, QuantizedWeight
 
 PACKED = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
 PLAIN = ("weight", "weight_scale", "weight_zero_point")
@@ -105,7 +107,7 @@ def _packed(
         expect("weight_zero_point", stored, (torch.int32,), (-(-n // 8), groups), why, by=_BY)
         zeros = of_words(stored.t()).flatten(-2)[:, :n]
         details["asymmetric"] = True
-    codes = of_words(words).flatten(-2) if bits == 4 else words.contiguous().view(torch.uint8) ^ 0x80
+    codes = of_words(words).flatten(-2) if bits == 4 else dense(words).view(torch.uint8) ^ 0x80
     codes = codes[:, :k]
     index = tensors.get("weight_g_idx")
     if index is not None:
@@ -149,13 +151,13 @@ def write(weight: QuantizedWeight) -> dict[str, Tensor]:
     codes, index = unordered(codes, weight)
     lanes = 32 // details["bits"]
     padded = torch.nn.functional.pad(codes if lanes == 8 else codes ^ 0x80, (0, -codes.shape[1] % lanes))
-    words = to_words(padded.unflatten(-1, (-1, 8))) if lanes == 8 else padded.contiguous().view(torch.int32)
+    words = to_words(padded.unflatten(-1, (-1, 8))) if lanes == 8 else dense(padded).view(torch.int32)
     scales = scales[:1, :1] if details["one"] else scales.t()
-    tensors = {"weight_packed": words, "weight_scale": scales.reshape(details["scale_shape"]).contiguous()}
+    tensors = {"weight_packed": words, "weight_scale": scales.reshape(details["scale_shape"])}
     if details.get("asymmetric"):
         assert zeros is not None
         padded = torch.nn.functional.pad(zeros, (0, -zeros.shape[1] % 8))
-        tensors["weight_zero_point"] = to_words(padded.unflatten(-1, (-1, 8))).t().contiguous()
+        tensors["weight_zero_point"] = to_words(padded.unflatten(-1, (-1, 8))).t()
     if "g_idx" in details:
         dtype, unset = details["g_idx"]
         tensors["weight_g_idx"] = (torch.full_like(index, -1) if unset else index).to(dtype)

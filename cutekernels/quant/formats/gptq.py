@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.quant.assembly import assemble, groups_of, unassemble
 from cutekernels.quant.formats.nibbles import expect, matrix, of_words, to_words
-from cutekernels.quant.weight import QuantizedWeight, assemble, groups_of, unassemble
+from cutekernels.quant.weight import QuantizedWeight
 
 NAMES = ("qweight", "qzeros", "scales", "g_idx")
 

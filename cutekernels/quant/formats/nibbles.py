@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.quant.layout import dense
 
 
 def of_words(words: Tensor) -> Tensor:
     """The nibbles of int32 ``words``, lowest first: uint8 ``(..., 8)``."""
-    return of_bytes(words.contiguous().view(torch.uint8)).reshape(*words.shape, 8)
+    return of_bytes(dense(words).view(torch.uint8)).reshape(*words.shape, 8)
 
 
 def to_words(nibbles: Tensor) -> Tensor:
     """int32 words of uint8 ``nibbles`` ``(..., 8)``, lowest first."""
-    return to_bytes(nibbles).contiguous().view(torch.int32).squeeze(-1)
+    return dense(to_bytes(nibbles)).view(torch.int32).squeeze(-1)
 
 
 def of_bytes(data: Tensor) -> Tensor:

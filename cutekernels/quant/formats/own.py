@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.quant.assembly import check_scales
 from cutekernels.quant.formats.nibbles import known_only, take
-from cutekernels.quant.weight import FLOATS, QuantizedWeight, check_scales
+from cutekernels.quant.weight import FLOATS, QuantizedWeight
 
 PREFIX = "weight."
 NAMES = tuple(PREFIX + name for name in ("packed", "scales", "zeros", "order", "shape"))

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.quant.assembly import assemble, groups_of, unassemble
 from cutekernels.quant.formats.nibbles import matrix
-from cutekernels.quant.weight import QuantizedWeight, assemble, groups_of, unassemble
+from cutekernels.quant.layout import dense
+from cutekernels.quant.weight import QuantizedWeight
 
 CODES = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
 DTYPES = {code: dtype for dtype, code in CODES.items()}
@@ -90,7 +92,7 @@ def read_plain(
     if block is None and not stored.get("one"):
         values = values.reshape(n, -1).t()
     return assemble(
-        weight.contiguous().view(torch.uint8),
+        dense(weight).view(torch.uint8),
         CODES[weight.dtype],
         values,
         group=group,
@@ -113,13 +115,13 @@ def write_plain(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
     stored = details["scale_dtype"]
     if stored in _EXPONENTS:
         # The exponent field of 2 ** -127, a subnormal, is 0 as well.
-        scales = (scales.view(torch.int32) >> 23).to(torch.uint8).view(stored)
-    return codes.view(DTYPES[weight.code]), scales.contiguous()
+        scales = (dense(scales).view(torch.int32) >> 23).to(torch.uint8).view(stored)
+    return codes.view(DTYPES[weight.code]), dense(scales)
 
 
 def exponents(scale: Tensor, *, by: str) -> Tensor:
     """``2 ** (b - 127)`` of e8m0 bytes, fp32."""
-    bits = scale.view(torch.uint8).int()
+    bits = dense(scale).view(torch.uint8).int()
     if bool((bits == 255).any()):
         raise UnsupportedProblem(f"{by}'s e8m0 scales hold byte 255, which is NaN; download the checkpoint again")
     return torch.where(bits == 0, 1 << 22, bits << 23).view(torch.float32)

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.quant.assembly import assemble, groups_of, unassemble
 from cutekernels.quant.formats.nibbles import expect, matrix, of_bytes, of_words, take, to_bytes, to_words
 from cutekernels.quant.formats.plain import read_plain, write_plain
-from cutekernels.quant.weight import FLOATS, QuantizedWeight, assemble, groups_of, unassemble
+from cutekernels.quant.layout import dense
+from cutekernels.quant.weight import FLOATS, QuantizedWeight
 
 CLASSES = ("Int4Tensor", "Int4TilePackedTo4dTensor", "Float8Tensor")
 PREFIX = "_weight_"  # of flattened attributes in a safetensors file
@@ -65,7 +67,7 @@ def from_torchao(tensor: Any, *, dtype: torch.dtype | None = None) -> QuantizedW
 def from_flattened(tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> QuantizedWeight:
     """A weight from the attributes that a safetensors file holds, whose shapes say what the class was.
 
-    ``Int4TilePackedTo4dTensor`` is taken to be as large as its padding: its true shape stands in the file's header alone.
+    ``Int4TilePackedTo4dTensor`` is taken to be as large as its padding: its true shape stands in the header alone.
     """
     data = take(tensors, PREFIX + "qdata", by="torchao")
     both = tensors.get(PREFIX + "scale_and_zero")
@@ -107,7 +109,7 @@ def _int4(data: Tensor, scale: Tensor, zero: Tensor, group: int, dtype: torch.dt
     for name, table in (("scale", scale), ("zero_point", zero)):
         expect(name, table, FLOATS, (groups_of(group, k), n), why, by="torchao")
     return assemble(
-        of_bytes(data.contiguous().view(torch.uint8)) ^ 8,
+        of_bytes(dense(data).view(torch.uint8)) ^ 8,
         "int4",
         scale,
         group=group,
