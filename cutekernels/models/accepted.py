@@ -33,9 +33,18 @@ def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
         UnsupportedProblem: a model of another family, one that is patched, wrapped or lies on several devices, modules
             with hooks, forwards or classes of their own, a head_dim or rotary tables that no op has.
     """
-    family = FAMILIES[model.config.model_type] if isinstance(model, LoadedModel) else _check_transformers(model)
+    loaded = isinstance(model, LoadedModel)
+    family = FAMILIES[model.config.model_type] if loaded else _family_of(model)
     for path, module in model.named_modules():
-        _check_forward(path.replace(f"{_COMPILED}.", "") or "the model", module)
+        path = path.replace(f"{_COMPILED}.", "")
+        if not loaded:
+            _check_class(path, module, family)
+        _check_forward(path or "the model", module)
+    if not loaded and not hasattr(type(getattr(model, _COMPILED, model)), "set_attn_implementation"):
+        raise UnsupportedProblem(
+            f"Decoder takes a model of transformers itself; this is a {kind_of(type(model))} around one: merge its "
+            f"adapters (merge_and_unload), or {_PATCH}"
+        )
     plain = {p.dtype for m in model.modules() if not layout_of(m) for p in m._parameters.values() if p is not None}
     if len({p.device for p in model.parameters()}) != 1 or len(plain) != 1:
         raise UnsupportedProblem("Decoder takes a model on one device and of one dtype: move it with model.to(...)")
@@ -70,8 +79,8 @@ def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
     return family, ropes
 
 
-def _check_transformers(model: Any) -> Family:
-    """The family of a model of transformers itself, made of that family's own classes."""
+def _family_of(model: Any) -> Family:
+    """The family of a model of transformers for causal language modelling."""
     family = family_of(model, "Decoder", REMEDY, head=True)
     if not hasattr(model, "lm_head"):
         raise UnsupportedProblem(
@@ -79,13 +88,6 @@ def _check_transformers(model: Any) -> Family:
         )
     if is_patched(model):
         raise UnsupportedProblem("Decoder reads a plain model, and this one is patched: call cutekernels.unpatch first")
-    for path, module in model.named_modules():
-        _check_class(path.replace(f"{_COMPILED}.", ""), module, family)
-    if not hasattr(type(getattr(model, _COMPILED, model)), "set_attn_implementation"):
-        raise UnsupportedProblem(
-            f"Decoder takes a model of transformers itself; this is a {kind_of(type(model))} around one: merge its "
-            f"adapters (merge_and_unload), or {_PATCH}"
-        )
     return family
 
 

@@ -242,9 +242,10 @@ def _norm(norm: Any, family: Family) -> Norm:
 
 
 def _projection(linear: Any, dtype: torch.dtype) -> Projection:
-    weight = quantized_weight(linear, dtype)
+    weight: Tensor | QuantizedWeight | None = quantized_weight(linear, dtype)
     if weight is None:
         weight = linear.weight.detach() if isinstance(linear.weight, Tensor) else linear.weight
+    assert weight is not None
     return Projection(weight, None if linear.bias is None else linear.bias.detach())
 
 

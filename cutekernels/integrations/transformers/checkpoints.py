@@ -18,7 +18,7 @@ _TORCHAO = ("Int4Tensor", "Int4TilePackedTo4dTensor", "Float8Tensor")
 _PACKED = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
 _LIBRARIES = {  # parts of the module's name of a class whose weights are quantized
     "aqlm", "auto_gptq", "autoawq", "awq", "bitnet", "bitsandbytes", "compressed_tensors", "eetq", "fbgemm_fp8",
-    "finegrained_fp8", "fp_quant", "ggml", "gguf", "gptqmodel", "higgs", "hqq", "mxfp4", "quantized", "quanto",
+    "finegrained_fp8", "fp_quant", "ggml", "gguf", "gptqmodel", "higgs", "hqq", "mxfp4", "quanto",
     "torchao", "vptq",
 }  # fmt: skip
 
