@@ -68,6 +68,8 @@ class TensorFile:
         entry = self.entries[name]
         if not entry.bytes:
             return torch.empty(entry.shape, dtype=entry.dtype)
+        first = entry.begin // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_WILLNEED, first, entry.end - first)  # read ahead, more than a fault at a time
         raw = torch.frombuffer(self._map, dtype=torch.uint8, count=entry.bytes, offset=entry.begin)
         if entry.begin % entry.dtype.itemsize:
             raw = raw.clone()  # no type lies at an odd address
