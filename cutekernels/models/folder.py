@@ -76,7 +76,7 @@ class Folder:
         absent = [name for name in names if not (self.path / name).exists()]
         if absent:
             raise UnsupportedProblem(
-                f"{self.path} lacks {', '.join(absent[:8])}{f' and {len(absent) - 8} more' * (len(absent) > 8)} of "
+                f"{self.path} lacks {', '.join(map(said, absent[:8]))}{f' and {len(absent) - 8} more' * (len(absent) > 8)} of "
                 f"{len(names)} shards: download the checkpoint again"
             )
         files = {name: TensorFile(self.path / name) for name in names}

@@ -355,8 +355,13 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "shard elsewhere": (index(lambda p: p.update({NORM: "../a.safetensors"})), r"names the shard '../a.safetensors'"),
     "shard by a path": (index(lambda p: p.update({NORM: "/etc/a.safetensors"})), "names the shard '/etc/a.safet"),
     "shard no name": (index(lambda p: p.update({NORM: 3})), "names the shard 3"),
-    "shard missing": (index(lambda p: p.update({NORM: "b.safetensors"})), r"lacks b.safetensors of 2 shards"),
+    "shard missing": (index(lambda p: p.update({NORM: "b.safetensors"})), r"lacks 'b.safetensors' of 2 shards"),
     "shard without it": (index(lambda p: p.update(other="a.safetensors")), "'other' in a.safetensors, which does not"),
+    "characters that act on a terminal": (
+        index(lambda p: p.update({NORM: "\x1b[2J\n.safetensors"})), r"lacks '\\x1b\[2J\\n.safetensors' of 2 shards"
+    ),
+    "of a name": (header(lambda h: h.update({f"{NORM}\n\x1b": h.pop(NORM)})), r"a tensor 'model.norm.weight\\n\\x1b'"),
+    "behind a name": (header(lambda h: h.update({"model.norm.\n": h.pop(NORM)})), "lacks model.norm.weight"),
     "in two shards": (index(lambda p: p.update({NORM: "b.safetensors"}), "b.safetensors"), "is both in b.safetensors"),
     "no map": (index(dict.clear), "has no weight_map"),
 }  # fmt: skip
