@@ -75,10 +75,8 @@ class Folder:
         names = sorted(set(places.values()))
         absent = [name for name in names if not (self.path / name).exists()]
         if absent:
-            raise UnsupportedProblem(
-                f"{self.path} lacks {', '.join(map(said, absent[:8]))}{f' and {len(absent) - 8} more' * (len(absent) > 8)} of "
-                f"{len(names)} shards: download the checkpoint again"
-            )
+            shown = ", ".join(map(said, absent[:8])) + f" and {len(absent) - 8} more" * (len(absent) > 8)
+            raise UnsupportedProblem(f"{self.path} lacks {shown} of {len(names)} shards: download the checkpoint again")
         files = {name: TensorFile(self.path / name) for name in names}
         for tensor, name in places.items():
             if tensor not in files[name].entries:
