@@ -63,7 +63,7 @@ def test_generated_pages_are_current(name: str) -> None:
 def test_the_reference_has_every_public_name() -> None:
     import cutekernels
 
-    modules = {"autotune", "db", "models", "nn", "optim"}
+    modules = {"autotune", "db", "models", "nn", "optim", "quant"}
     assert set(cutekernels.__all__) - modules <= set(generate.public_names())
 
 

@@ -122,8 +122,8 @@ def _pack_tiles(codes: Tensor, rows: int, columns: int, bits: int) -> Tensor:
         nibbles = split.permute(2, 0, 4, 1, 3, 7, 5, 8, 6)  # (h, tile_n, tile_k, strip, lane, k-block, e, c)
         data: Tensor = nibbles[0] | (nibbles[1] << 4)
         return data.reshape(rows, columns, TILE_BYTES[4])
-    split = split.unflatten(5, (2, 2))  # the k-block as (half, b)
-    return split.permute(0, 4, 1, 5, 3, 8, 6, 7, 9, 2).reshape(rows, columns, TILE_BYTES[8])
+    halves: Tensor = split.unflatten(5, (2, 2))  # the k-block as (half, b)
+    return halves.permute(0, 4, 1, 5, 3, 8, 6, 7, 9, 2).reshape(rows, columns, TILE_BYTES[8])
 
 
 def _unpack_tiles(packed: Tensor, rows: int, columns: int, bits: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cutekernels.errors import UnsupportedProblem, near
@@ -46,7 +46,7 @@ class Scheme:
     skipped: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
     others: tuple[Scheme, ...] = ()
-    detail: Mapping[str, Any] | None = None
+    detail: Mapping[str, Any] | None = field(default=None, hash=False)
 
     @property
     def bits(self) -> int:

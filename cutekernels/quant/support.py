@@ -5,11 +5,13 @@ A GPU is a compute capability here, never a name. Everything that is refused has
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from cutekernels.gpu import ARCHITECTURES
 from cutekernels.quant.weight import QuantizedWeight
 
 
@@ -58,6 +60,47 @@ REFUSED = {  # quant_method of a config, or format of compressed-tensors: what t
 }
 
 
+READS = {  # format: the elements that its weights may have
+    "awq": ("int4",),
+    "gptq": ("int4",),
+    "compressed-tensors": ("int4", "int8", "e4m3"),
+    "fp8": ("e4m3",),
+    "bitsandbytes": ("nf4",),
+    "torchao": ("int4", "e4m3"),
+    "cutekernels": ("int4", "int8", "e4m3"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of :func:`table`. ``reason``: why not, with the remedy; None: there are kernels."""
+
+    format: str
+    code: str
+    capability: tuple[int, int]
+    reason: str | None
+
+
+def table(capabilities: Iterable[tuple[int, int]] = tuple(ARCHITECTURES)) -> list[Row]:
+    """Every format that is read, on every compute capability: has it kernels, or what to do instead."""
+    return [
+        Row(format, code, capability, _too_old(_BY_CODE[code], capability))
+        for format, codes in READS.items()
+        for code in codes
+        for capability in capabilities
+    ]
+
+
+def _too_old(row: Support, capability: tuple[int, int]) -> str | None:
+    if capability >= row.since:
+        return None
+    major, minor = row.since
+    return (
+        f"kernels for {row.code} need compute capability {major}.{minor}, not {capability[0]}.{capability[1]}; "
+        f"{row.remedy}"
+    )
+
+
 class Coded(Protocol):
     """A ``QuantizedWeight`` or a ``Scheme``."""
 
@@ -91,10 +134,4 @@ def why_not(weight_or_scheme: Coded, capability: tuple[int, int] | None = None) 
             capability = torch.cuda.get_device_capability(weight_or_scheme.device)
     if capability is None and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
-    if capability is not None and capability < row.since:
-        major, minor = row.since
-        return (
-            f"kernels for {row.code} need compute capability {major}.{minor}, not {capability[0]}.{capability[1]}; "
-            f"{row.remedy}"
-        )
-    return None
+    return None if capability is None else _too_old(row, capability)

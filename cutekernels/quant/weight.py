@@ -39,7 +39,7 @@ NF4_ZERO = NF4.index(0.0)
 _CHUNK_ELEMENTS = 8 << 20  # fp32 temporaries of dequantize: 32 MB each
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False, repr=False)
 class QuantizedWeight:
     """The weight of a linear layer, ``(N, K)``, in codes of four or eight bits and scales.
 
@@ -107,12 +107,14 @@ class QuantizedWeight:
 
     def to(
         self,
-        device: torch.device | str | int | None = None,
+        device: torch.device | str | int | torch.dtype | None = None,
         dtype: torch.dtype | None = None,
         *,
         non_blocking: bool = False,
     ) -> QuantizedWeight:
         """This weight on ``device``; ``dtype`` changes what :meth:`dequantize` returns, and nothing that is stored."""
+        if isinstance(device, torch.dtype):  # .to(torch.bfloat16), as of a Tensor
+            device, dtype = None, device
         changed: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
         if device is not None:
             for name in ("packed", "scales", "zeros", "order", "offsets"):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cutekernels import quant
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.quant.formats import bitsandbytes
 from cutekernels.quant.weight import NF4
 from tests.quant import golden
 
@@ -60,6 +61,23 @@ def test_nf4(n: int, k: int, block: int, nested: bool) -> None:
     assert torch.equal(weight.dequantize(), values.bfloat16())
     assert torch.equal(weight.dequantize(torch.float32), values)
     golden.same(weight.tensors(), tensors)
+
+
+@pytest.mark.parametrize("name", ["of_nibbles", "_absmax"])
+def test_a_planted_bug_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Low nibble first, and scales of the neighbouring block."""
+    if name == "_absmax":
+        right = bitsandbytes._absmax
+        monkeypatch.setattr(bitsandbytes, name, lambda *a: right(*a).roll(1))
+    else:
+        assemble = bitsandbytes.assemble
+        monkeypatch.setattr(
+            bitsandbytes,
+            "assemble",
+            lambda codes, *a, **o: assemble(codes.unflatten(1, (-1, 2)).flip(-1).flatten(1), *a, **o),
+        )
+    with pytest.raises(AssertionError):
+        test_nf4(17, 128, 64, False)
 
 
 def test_other_storage() -> None:

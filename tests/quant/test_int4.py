@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cutekernels import quant
+from cutekernels.errors import UnsupportedProblem
 from cutekernels.quant import QuantizedWeight, assembly, layout
 from cutekernels.quant.formats import awq, gptq, nibbles
 from tests.quant import golden
@@ -104,6 +105,18 @@ def test_compressed_tensors_with_act_order() -> None:
     assert weight.order is not None
     assert torch.equal(weight.dequantize(), case.values(torch.float16))
     golden.same(weight.tensors(), tensors)
+
+
+def test_compressed_tensors_with_zeros_that_are_not_packed() -> None:
+    case = golden.case(17, 128, 32, zeros="v2")
+    zero = (torch.tensor(case.z) - 8).to(torch.int8).t().contiguous()
+    tensors = golden.packed(case, symmetric=True) | {"weight_zero_point": zero}
+    weight = quant.from_compressed_tensors(tensors, {"num_bits": 4, "strategy": "group", "group_size": 32})
+    assert torch.equal(weight.dequantize(), case.values(torch.float16))
+    golden.same(weight.tensors(), tensors)
+    zero[3, 2] = -9
+    with pytest.raises(UnsupportedProblem, match="-8 to 7"):
+        quant.from_compressed_tensors(tensors, {"num_bits": 4, "strategy": "group", "group_size": 32})
 
 
 def test_compressed_tensors_of_eight_bits_packed() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cutekernels import quant
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.quant import layout
 from cutekernels.quant.formats import plain
 from tests.quant import golden
 
@@ -46,6 +47,16 @@ def test_larger_blocks_are_repeated() -> None:
     tensors = {"weight": e4m3(300, 700), "weight_scale_inv": scale}
     weight = quant.from_fp8(*tensors.values(), (256, 256))
     expected = tensors["weight"].float() * spread(scale, 300, 700, 256, 256)
+    assert torch.equal(weight.dequantize(torch.float32), expected)
+    golden.same(weight.tensors(), tensors)
+
+
+def test_blocks_of_one_row_are_groups() -> None:
+    bytes_ = torch.randint(100, 140, (17, 4), dtype=torch.uint8)
+    tensors = {"weight": e4m3(17, 128), "weight_scale_inv": bytes_}
+    weight = quant.from_fp8(*tensors.values(), (1, 32))
+    assert (weight.group, weight.scale_rows) == (32, 1)
+    expected = tensors["weight"].float() * spread(2.0 ** (bytes_.float() - 127), 17, 128, 1, 32)
     assert torch.equal(weight.dequantize(torch.float32), expected)
     golden.same(weight.tensors(), tensors)
 
@@ -117,6 +128,14 @@ def test_zero_points_of_zero_are_kept_and_others_refused() -> None:
         quant.from_compressed_tensors(tensors, args)
 
 
+def test_a_row_of_scales_is_a_scale_per_row() -> None:
+    """As a loaded module of compressed-tensors holds them."""
+    tensors = {"weight": e4m3(17, 64), "weight_scale": torch.rand(1, 17)}
+    weight = quant.from_compressed_tensors(tensors, {"num_bits": 8, "type": "float", "strategy": "channel"})
+    assert torch.equal(weight.dequantize(), tensors["weight"].float() * tensors["weight_scale"].t())
+    golden.same(weight.tensors(), tensors)
+
+
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 def test_nan_codes_are_found(code: int) -> None:
     weight = e4m3(130, 260)
@@ -136,6 +155,28 @@ def test_a_planted_bug_of_exponents_is_seen(bug: str, value: Any, monkeypatch: p
     monkeypatch.setattr(plain, bug, value)
     with pytest.raises(AssertionError):
         test_exponents(torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda table: table.flip(0), lambda table: table.flip(1), lambda table: table.roll(1, 1)],
+    ids=["rows of blocks", "columns of blocks", "a block's edge"],
+)
+def test_a_planted_bug_of_blocks_is_seen(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_blocks(192, 300)
+    assemble = plain.assemble
+    monkeypatch.setattr(plain, "assemble", lambda codes, code, scales, **o: assemble(codes, code, wrong(scales), **o))
+    with pytest.raises(AssertionError):
+        test_blocks(192, 300)
+
+
+def test_a_swapped_byte_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes 1 and 2 of a word of eight bits hold the second pair's low and the first pair's high element."""
+    test_blocks(130, 256)
+    swapped = layout.pack
+    monkeypatch.setattr(layout, "pack", lambda *a: swapped(*a).unflatten(-1, (-1, 4))[..., [0, 2, 1, 3]].flatten(-2))
+    with pytest.raises(AssertionError):
+        test_blocks(130, 256)
 
 
 @dataclass

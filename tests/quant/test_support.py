@@ -10,8 +10,9 @@ import torch
 
 from cutekernels import quant
 from cutekernels.gpu import ARCHITECTURES
+from cutekernels.quant import support
 from cutekernels.quant.support import REFUSED, SUPPORT
-from cutekernels.quant.weight import BITS
+from cutekernels.quant.weight import BITS, FORMATS
 
 
 def test_every_element_has_kernels_on_every_target() -> None:
@@ -19,6 +20,14 @@ def test_every_element_has_kernels_on_every_target() -> None:
     for scheme in ("int4_g128", "fp8_block", "int8_channel"):
         weight = quant.quantize(torch.randn(4, 64), scheme)
         assert all(quant.why_not(weight, capability) is None for capability in ARCHITECTURES)
+
+
+def test_the_table_has_every_format_on_every_target() -> None:
+    rows = support.table()
+    assert {row.format for row in rows} == set(FORMATS) - {"int8"}  # which no reader makes
+    assert {row.capability for row in rows} == set(ARCHITECTURES)
+    assert all(row.reason is None for row in rows)
+    assert all(row.reason is not None for row in support.table([(7, 0), (7, 5)]))
 
 
 @pytest.mark.parametrize("scheme", ["int4_g128", "fp8_block"])

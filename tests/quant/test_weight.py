@@ -54,6 +54,7 @@ def test_to_changes_the_device_of_what_is_stored_and_the_dtype_of_what_is_return
     assert two.scales.dtype == torch.float16
     assert two.dequantize().dtype == torch.bfloat16
     assert torch.equal(two.dequantize(torch.float16), one.dequantize())
+    assert one.to(torch.float32).dequantize().dtype == torch.float32
     golden.same(two.tensors(), one.tensors())
     there = one.to("meta")
     tensors = (there.packed, there.scales, there.zeros, there.order)

@@ -30,6 +30,15 @@ def models(path: Path) -> None:
     assert_type(ck.models.Decoder.from_transformers(ck.models.load("folder", progress=False)), ck.models.Decoder)
 
 
+def quantized(x: Tensor) -> None:
+    weight = ck.quant.quantize(x, "int4_g128", symmetric=False)
+    assert_type(weight, ck.quant.QuantizedWeight)
+    assert_type(weight.dequantize(), Tensor)
+    assert_type(weight.tensors(), dict[str, Tensor])
+    assert_type(ck.quant.read({"qweight": x}, {"quant_method": "awq"}), ck.quant.QuantizedWeight)
+    assert_type(ck.quant.why_not(weight), str | None)
+
+
 def words_that_do_not_exist(x: Tensor) -> None:
     ck.linear(x, x, activation="swish")  # type: ignore[arg-type]
     ck.gemm(x, x, accumulate="bf16")  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.quant.assembly import assemble, unassemble
 from cutekernels.quant.formats.nibbles import expect, take, to_bytes
+from cutekernels.quant.formats.plain import copied
 from cutekernels.quant.layout import dense
 from cutekernels.quant.weight import NF4, QuantizedWeight
 
@@ -74,11 +75,7 @@ def from_bitsandbytes(
             "quant_map holds the sixteen values of nf4, and here it does not; quantize anew as nf4"
         )
     pairs = torch.stack((flat >> 4, flat & 15), dim=-1)
-    small = {
-        name: tensor.detach().cpu()
-        for name, tensor in tensors.items()
-        if name != "absmax" or "nested_absmax" in tensors
-    }
+    small = {name: copied(tensor) for name, tensor in tensors.items() if name != "absmax" or "nested_absmax" in tensors}
     return assemble(
         pairs.reshape(n, k),
         "nf4",

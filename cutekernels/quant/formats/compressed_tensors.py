@@ -104,9 +104,13 @@ def _packed(
             raise UnsupportedProblem(
                 "8-bit weights are symmetric, and this layer has weight_zero_point; quantize with symmetric=True"
             )
-        expect("weight_zero_point", stored, (torch.int32,), (-(-n // 8), groups), why, by=_BY)
-        zeros = of_words(stored.t()).flatten(-2)[:, :n]
-        details["asymmetric"] = True
+        if stored.dtype == torch.int8:  # of versions that did not pack them
+            expect("weight_zero_point", stored, (torch.int8,), (n, groups), why, by=_BY)
+            zeros = _nibbles(stored.t())
+        else:
+            expect("weight_zero_point", stored, (torch.int32, torch.int8), (-(-n // 8), groups), why, by=_BY)
+            zeros = of_words(stored.t()).flatten(-2)[:, :n]
+        details["zero_dtype"] = stored.dtype
     codes = of_words(words).flatten(-2) if bits == 4 else dense(words).view(torch.uint8) ^ 0x80
     codes = codes[:, :k]
     index = tensors.get("weight_g_idx")
@@ -127,6 +131,15 @@ def _packed(
         format="compressed-tensors",
         details=details,
     )
+
+
+def _nibbles(zero: Tensor) -> Tensor:
+    """Zero points -8 to 7, as they are stored: 0 to 15."""
+    if bool(((zero < -8) | (zero > 7)).any()):
+        raise UnsupportedProblem(
+            "zero points of four bits are -8 to 7, and some here are beyond; check num_bits in the config"
+        )
+    return (zero + 8).to(torch.uint8)
 
 
 def _columns(tensors: Mapping[str, Tensor], n: int, columns: int, lanes: int) -> int:
@@ -154,7 +167,10 @@ def write(weight: QuantizedWeight) -> dict[str, Tensor]:
     words = to_words(padded.unflatten(-1, (-1, 8))) if lanes == 8 else dense(padded).view(torch.int32)
     scales = scales[:1, :1] if details["one"] else scales.t()
     tensors = {"weight_packed": words, "weight_scale": scales.reshape(details["scale_shape"])}
-    if details.get("asymmetric"):
+    if details.get("zero_dtype") == torch.int8:
+        assert zeros is not None
+        tensors["weight_zero_point"] = (zeros.to(torch.int8) - 8).t()
+    elif "zero_dtype" in details:
         assert zeros is not None
         padded = torch.nn.functional.pad(zeros, (0, -zeros.shape[1] % 8))
         tensors["weight_zero_point"] = to_words(padded.unflatten(-1, (-1, 8))).t()

@@ -75,12 +75,16 @@ def read_plain(
     n, k = matrix("weight", weight, tuple(DTYPES[code] for code in codes), by=by)
     values = exponents(scale, by=by) if scale.dtype in _EXPONENTS else scale
     stored = {**details, "scale_shape": tuple(scale.shape), "scale_dtype": scale.dtype}
+    if block is not None and block[0] == 1:  # groups of one row, by another name
+        group, block = block[1], None
     if block is not None and scale.dim() == 2:
         wanted: tuple[int, ...] = (-(-n // block[0]), -(-k // block[1]))
     elif scale.numel() == 1:
         wanted, group, block = tuple(scale.shape), 0, None
         values = values.reshape(1, 1).expand(1, n)
         stored["one"] = True
+    elif tuple(scale.shape) == (1, n) and group <= 0:  # as transformers' modules of compressed-tensors hold it
+        wanted, block = (1, n), None
     else:
         wanted = (n, groups_of(group, k)) if scale.dim() == 2 else (n,)
         block = None
@@ -129,7 +133,12 @@ def exponents(scale: Tensor, *, by: str) -> Tensor:
 
 def kept(extra: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """Small tensors that stay on the CPU until ``tensors()``."""
-    return {} if extra is None else {name: tensor.detach().cpu() for name, tensor in extra.items()}
+    return {} if extra is None else {name: copied(tensor) for name, tensor in extra.items()}
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy on the CPU, which holds no file open."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 def extras(weight: QuantizedWeight) -> dict[str, Tensor]:
