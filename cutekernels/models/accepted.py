@@ -45,8 +45,14 @@ def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
             f"Decoder takes a model of transformers itself; this is a {kind_of(type(model))} around one: merge its "
             f"adapters (merge_and_unload), or {_PATCH}"
         )
-    plain = {p.dtype for m in model.modules() if not layout_of(m) for p in m._parameters.values() if p is not None}
-    if len({p.device for p in model.parameters()}) != 1 or len(plain) != 1:
+    plain = [(path, p) for path, p in model.named_parameters() if not layout_of(_owner(model, path))]
+    packed = [path for path, p in plain if p.dtype.itemsize < 2 or not p.is_floating_point()]
+    if packed:
+        raise UnsupportedProblem(
+            f"Decoder cannot read {packed[0]} as it has been loaded, quantized: load the model dequantized (of its "
+            f"experts kernels take fp16 and bf16), or, if it has none, {QUANTIZED}"
+        )
+    if len({p.device for p in model.parameters()}) != 1 or len({p.dtype for _, p in plain}) != 1:
         raise UnsupportedProblem("Decoder takes a model on one device and of one dtype: move it with model.to(...)")
     if model.device.type == "cuda" and model.dtype not in (torch.float16, torch.bfloat16):
         raise UnsupportedProblem(
@@ -77,6 +83,11 @@ def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
                 f"Decoder takes rotary tables that do not depend on the length; rope_type is {kind}: {REMEDY}"
             )
     return family, ropes
+
+
+def _owner(model: Any, path: str) -> Any:
+    """The module that has the parameter at ``path``."""
+    return model.get_submodule(path.rpartition(".")[0])
 
 
 def _family_of(model: Any) -> Family:

@@ -25,6 +25,7 @@ DTYPES = {
     "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
+_NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python 3.11 has no name for
 _LENGTH = 8  # bytes that hold the header's length
 _MOST_HEADER = 100_000_000  # bytes, as the format has it
 _MOST_ELEMENTS = 2**60  # with zeros counted as ones: beyond it strides would overflow
@@ -59,8 +60,9 @@ class TensorFile:
             size = file.seek(0, 2)
             if size < _LENGTH:
                 raise self._broken(f"it has {size} bytes, and a header begins with {_LENGTH}")
-            # Private pages that are never written: torch has no tensors over memory that it may not write.
-            self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+            # Private pages that are never written, and that no memory is set aside for: torch has no tensors over
+            # memory that it may not write.
+            self._map = mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
         self.entries = self._read_header(size)
 
     def read(self, name: str) -> Tensor:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.integrations.compressed_tensors import CompressedTensorsFP8Linear
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 import cutekernels as ck
@@ -42,7 +41,8 @@ def fp8_tensor(n: int, k: int) -> Made:
 
 
 def fp8_rows(n: int, k: int) -> Made:
-    made = CompressedTensorsFP8Linear(k, n)
+    newer = pytest.importorskip("transformers.integrations.compressed_tensors")
+    made = newer.CompressedTensorsFP8Linear(k, n)
     made.weight.data = torch.randn(n, k).to(torch.float8_e4m3fn)
     made.weight_scale.data = torch.rand(1, n) * 0.1
     return made, made.weight.float() * made.weight_scale.t()
@@ -172,3 +172,12 @@ def test_a_weight_of_a_strange_class() -> None:
         Decoder.from_transformers(model, **SIZES)
     with ck.patch(model) as report:
         assert "torchao.dtypes.AffineQuantizedTensor" in dict(report.left)["model.layers.0.self_attn.o_proj"]
+
+
+def test_quantized_experts_are_refused_with_the_remedy() -> None:
+    """In transformers they are one parameter of all experts, beside their scales."""
+    model = tiny.model("qwen3-moe")
+    experts = model.model.layers[0].mlp.experts
+    experts.gate_up_proj = torch.nn.Parameter(experts.gate_up_proj.to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(UnsupportedProblem, match=r"experts\.gate_up_proj as .*quantized: load the model dequantized"):
+        Decoder.from_transformers(model, **SIZES)
