@@ -220,7 +220,7 @@ def read_config(given: dict[str, Any]) -> Config:
         if raw.get(name) is not None:
             check_number("config.json", name, raw[name], 0.0)
     act = raw.get("hidden_activation") or raw["hidden_act"]
-    if act not in _GATES:
+    if not isinstance(act, str) or act not in _GATES:
         raise UnsupportedProblem(f"load has the gates {', '.join(_GATES)}; config.json has {said(act)}")
     if architecture.scaled:
         check_number("config.json", "query_pre_attn_scalar", raw["query_pre_attn_scalar"], 1e-30)

@@ -43,6 +43,11 @@ class Weighted(nn.Module):
         self._parameters.pop(kind, None)
         setattr(self, kind, nn.Parameter(value, requires_grad=False) if isinstance(value, Tensor) else value)
 
+    def extra_repr(self) -> str:
+        bias = "" if self.bias is None else ", bias"
+        shown = f"{tuple(self.weight.shape)}" if isinstance(self.weight, Tensor) else f"{self.weight}"
+        return f"{shown}{bias}"
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Weighted:
         """Moves a quantized weight too; another type is that of its products, and nothing that is stored changes."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -12,6 +12,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.shared.checks import said
 
 _TRAINED = "original_max_position_embeddings"
+_TYPES = ("full_attention", "sliding_attention")
 _NEEDED = {
     "default": (),
     "linear": ("factor",),
@@ -28,13 +29,10 @@ def read_ropes(raw: dict[str, Any], local: float | None) -> dict[str, Any]:
         raw: of ``config.json``, with ``rope_theta`` and ``max_position_embeddings`` in any case.
         local: the base of layers with a window, for a family whose layers differ: the result is then by type of layer.
     """
-    given = raw.get("rope_scaling"), raw.get("rope_parameters")
-    if not all(one is None or isinstance(one, dict) for one in given):
-        raise UnsupportedProblem(f"rope_scaling of config.json is an object; it is {said(given)}: mend config.json")
-    scaling, parameters = (dict(one or {}) for one in given)
+    scaling, parameters = _object(raw, "rope_scaling"), _object(raw, "rope_parameters")
     if local is None:
         return _completed(scaling or parameters, raw, raw["rope_theta"])
-    full, window = (dict(parameters.get(kind) or {}) for kind in ("full_attention", "sliding_attention"))
+    full, window = (_object(parameters, kind) for kind in _TYPES)
     found = {
         "full_attention": _completed(full | scaling, raw, raw["rope_theta"]),
         "sliding_attention": _completed(window, raw, raw.get("rope_local_base_freq", local)),
@@ -44,8 +42,20 @@ def read_ropes(raw: dict[str, Any], local: float | None) -> dict[str, Any]:
     return found
 
 
+def _object(holder: dict[str, Any], name: str) -> dict[str, Any]:
+    """A copy of an object in the config; empty where there is none."""
+    found = holder.get(name)
+    if found is not None and not isinstance(found, dict):
+        raise UnsupportedProblem(f"{name} of config.json is an object; it is {said(found)}: mend config.json")
+    return dict(found or {})
+
+
 def _completed(given: dict[str, Any], raw: dict[str, Any], theta: object) -> dict[str, Any]:
     """Parameters with all that their kind needs."""
+    if {*_TYPES} & given.keys():
+        raise UnsupportedProblem(
+            "config.json has rotary embeddings by type of layer, as Gemma 3 alone has them: load it with transformers"
+        )
     kind = given.get("rope_type", given.get("type", "default"))
     found = {"rope_theta": theta} | given | {"rope_type": kind}
     if kind not in KINDS:
@@ -68,6 +78,8 @@ def _completed(given: dict[str, Any], raw: dict[str, Any], theta: object) -> dic
                 f"rotary embeddings of type {kind} need {name}, a positive number; config.json has "
                 f"{said(found.get(name))}: mend config.json"
             )
+    if kind == "yarn" and found["rope_theta"] <= 1:
+        raise UnsupportedProblem(f"rope_theta of yarn is above 1; config.json has {found['rope_theta']}: mend it")
     for name in ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"):
         if kind == "yarn" and found.get(name) is not None and not _positive(found, name):
             raise UnsupportedProblem(f"{name} of config.json is a positive number; it is {said(found[name])}: mend it")

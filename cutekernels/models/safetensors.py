@@ -99,6 +99,9 @@ class TensorFile:
         if not isinstance(header, dict):
             raise self._broken("its header is no JSON object")
         header.pop("__metadata__", None)
+        odd = [name for name in header if not name.isprintable()]  # it would act on a terminal in a message
+        if odd:
+            raise self._broken(f"it names a tensor {said(odd[0])}")
         entries = {name: self._entry(name, given, first) for name, given in header.items()}
         at = first
         for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):

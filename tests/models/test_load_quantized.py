@@ -62,6 +62,13 @@ def fp8(n: int, k: int) -> Tensors:
     return {"weight": torch.randn(n, k).to(torch.float8_e4m3fn), "weight_scale_inv": scale}
 
 
+def fp8_rows(n: int, k: int) -> Tensors:
+    return {
+        "weight": torch.randn(n, k).to(torch.float8_e4m3fn), "weight_scale": small(n, 1, dtype=torch.bfloat16),
+        "input_scale": torch.ones(1),
+    }  # fmt: skip
+
+
 def own(n: int, k: int) -> Tensors:
     return dict(quant.quantize(torch.randn(n, k) * 0.1, "int4_g32").tensors())
 
@@ -77,6 +84,15 @@ FORMATS: dict[str, tuple[Callable[[int, int], Tensors], dict[str, Any]]] = {
             "quant_method": "compressed-tensors", "quantization_status": "compressed", "format": "pack-quantized",
             "ignore": ["lm_head"],
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": _WEIGHTS}},
+        },
+    ),
+    "compressed-tensors-fp8": (
+        fp8_rows,
+        {
+            "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+            "config_groups": {
+                "group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+            },
         },
     ),
     "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}),
@@ -218,6 +234,10 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config at all": (
         lambda f: edit(f / "config.json", lambda c: c.update(quantization_config=[1])),
         "quantization_config is a dict, not list",
+    ),
+    "a config of other types": (
+        lambda f: edit(f / "config.json", lambda c: c["quantization_config"].update(group_size=1e400)),
+        "quantization_config of awq has an entry of another type",
     ),
     "lacking scales": (tensors(lambda t: t.pop(f"{Q}.scales")), rf"{Q}: .* has scales, and this one has"),
     "short": (tensors(lambda t: t.update({f"{Q}.qweight": words(64, 4)})), rf"{Q}: AWQ's qzeros has shape"),
