@@ -206,6 +206,10 @@ def layers() -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
         "awq": (AWQ, golden.awq(case)),
         "gptq": (GPTQ, golden.gptq(golden.case(16, 128, 32), 1)),
         "packed": (PACKED, golden.packed(case, symmetric=False)),
+        "asymmetric": (
+            PACKED | {"config_groups": {"a": group(["Linear"], **W4["weights"] | {"symmetric": False})}},
+            golden.packed(case, symmetric=False),
+        ),
         "fp8": (FP8, {"weight": data, "weight_scale_inv": torch.ones(2, 2)}),
         "own": (
             {"quant_method": "cutekernels", "scheme": "int4_g32"},
@@ -257,6 +261,7 @@ CORRUPT = [
     ("packed", typed("weight_packed", torch.int64), "weight_packed is int32, not int64"),
     ("packed", filled("weight_scale", float("nan")), "NaN or infinite"),
     ("packed", lambda t: t.pop("weight_shape"), "has weight_shape, and this one has"),
+    ("asymmetric", lambda t: t.pop("weight_zero_point"), "has weight_zero_point, and this one has not"),
     ("fp8", cut("weight_scale_inv"), "scales have shape \\(2, 2\\) for a weight of 130 x 256, not \\(1, 2\\)"),
     ("fp8", lambda t: t.update(weight_scale_inv=torch.ones(2)), "FP8's scales have shape"),
     ("fp8", cut_last("weight_scale_inv"), "FP8's scales have shape"),

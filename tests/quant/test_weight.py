@@ -28,6 +28,7 @@ def test_copies_are_equal(duplicate: Any) -> None:
     one = sample()
     two = duplicate(one)
     assert two is not one
+    assert (two.packed is one.packed) == (duplicate is copy.copy)
     assert torch.equal(two.dequantize(), one.dequantize())
     assert repr(two) == repr(one)
     golden.same(two.tensors(), one.tensors())

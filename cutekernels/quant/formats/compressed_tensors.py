@@ -99,6 +99,11 @@ def _packed(
     scales = scale.reshape(1, 1).expand(groups, n) if one else scale.t()
     zeros, order = None, None
     stored = tensors.get("weight_zero_point")
+    if stored is None and weights.get("symmetric") is False:
+        raise UnsupportedProblem(
+            "an asymmetric layer of compressed-tensors has weight_zero_point, and this one has not; "
+            "check symmetric in the config, or download the checkpoint again"
+        )
     if stored is not None:
         if bits == 8:
             raise UnsupportedProblem(
