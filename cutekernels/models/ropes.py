@@ -57,7 +57,7 @@ def _completed(given: dict[str, Any], raw: dict[str, Any], theta: object) -> dic
             "config.json has rotary embeddings by type of layer, as Gemma 3 alone has them: load it with transformers"
         )
     kind = given.get("rope_type", given.get("type", "default"))
-    found = {"rope_theta": theta} | given | {"rope_type": kind}
+    found: dict[str, Any] = {"rope_theta": theta} | given | {"rope_type": kind}
     if kind not in KINDS:
         return found  # for the decoder to refuse
     if kind != "default" and found.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
