@@ -8,44 +8,51 @@ from typing import Any
 import torch
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.integrations.transformers.families import Family, family_of, shared_parameters
+from cutekernels.integrations.transformers.checkpoints import REMEDY as QUANTIZED
+from cutekernels.integrations.transformers.checkpoints import is_quantized, layout_of, said_kind
+from cutekernels.integrations.transformers.families import FAMILIES, Family, family_of, shared_parameters
 from cutekernels.integrations.transformers.modules import kind_of, sharded
 from cutekernels.integrations.transformers.patching import is_patched
 from cutekernels.integrations.transformers.rules import WIDEST_HEAD
+from cutekernels.models.loaded import LoadedModel
+from cutekernels.models.ropes import KINDS
 from cutekernels.ops.attention.problem import WIDEST
 
 REMEDY = "generate with the model itself, its attention by cutekernels.route_sdpa()"
 _PATCH = "generate with the model itself under cutekernels.patch, which honours it"
-_ROPES = ("default", "linear", "llama3", "yarn")  # their tables do not depend on the length
 _JOINED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _COMPILED = "_orig_mod"  # the submodule of what torch.compile returns for a module
-_RECORDERS = "transformers.utils.output_capturing"  # its hooks stay after output_hidden_states, and change nothing
+# Hooks that stay after output_hidden_states and change nothing, and those that decompress before a model's first call.
+_HARMLESS = ("transformers.utils.output_capturing", "compressed_tensors.")
 
 
 def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
-    """The family and the rotary parameters of a model whose weights can be read.
+    """The family and the rotary parameters of a model whose weights can be read: transformers' own, or ``load``'s.
 
     Raises:
         UnsupportedProblem: a model of another family, one that is patched, wrapped or lies on several devices, modules
             with hooks, forwards or classes of their own, a head_dim or rotary tables that no op has.
     """
-    family = family_of(model, "Decoder", REMEDY, head=True)
-    if not hasattr(model, "lm_head"):
-        raise UnsupportedProblem(
-            f"Decoder takes models for causal language modelling; {type(model).__name__} has no lm_head: {REMEDY}"
-        )
-    if is_patched(model):
-        raise UnsupportedProblem("Decoder reads a plain model, and this one is patched: call cutekernels.unpatch first")
+    loaded = isinstance(model, LoadedModel)
+    family = FAMILIES[model.config.model_type] if loaded else _family_of(model)
     for path, module in model.named_modules():
         path = path.replace(f"{_COMPILED}.", "")
-        _check_class(path, module, family)
+        if not loaded:
+            _check_class(path, module, family)
         _check_forward(path or "the model", module)
-    if not hasattr(type(getattr(model, _COMPILED, model)), "set_attn_implementation"):
+    if not loaded and not hasattr(type(getattr(model, _COMPILED, model)), "set_attn_implementation"):
         raise UnsupportedProblem(
             f"Decoder takes a model of transformers itself; this is a {kind_of(type(model))} around one: merge its "
             f"adapters (merge_and_unload), or {_PATCH}"
         )
-    if len({(p.device, p.dtype) for p in model.parameters()}) != 1:
+    plain = [(path, p) for path, p in model.named_parameters() if not layout_of(_owner(model, path))]
+    packed = [path for path, p in plain if p.dtype.itemsize < 2 or not p.is_floating_point()]
+    if packed:
+        raise UnsupportedProblem(
+            f"Decoder cannot read {packed[0]} as it has been loaded, quantized: load the model dequantized (of its "
+            f"experts kernels take fp16 and bf16), or, if it has none, {QUANTIZED}"
+        )
+    if len({p.device for p in model.parameters()}) != 1 or len({p.dtype for _, p in plain}) != 1:
         raise UnsupportedProblem("Decoder takes a model on one device and of one dtype: move it with model.to(...)")
     if model.device.type == "cuda" and model.dtype not in (torch.float16, torch.bfloat16):
         raise UnsupportedProblem(
@@ -71,11 +78,28 @@ def check_model(model: Any) -> tuple[Family, dict[str | None, Any]]:
     ropes = _ropes(model.config)
     for parameters in ropes.values():
         kind = parameters.get("rope_type", "default")
-        if kind not in _ROPES:
+        if kind not in KINDS:
             raise UnsupportedProblem(
                 f"Decoder takes rotary tables that do not depend on the length; rope_type is {kind}: {REMEDY}"
             )
     return family, ropes
+
+
+def _owner(model: Any, path: str) -> Any:
+    """The module that has the parameter at ``path``."""
+    return model.get_submodule(path.rpartition(".")[0])
+
+
+def _family_of(model: Any) -> Family:
+    """The family of a model of transformers for causal language modelling."""
+    family = family_of(model, "Decoder", REMEDY, head=True)
+    if not hasattr(model, "lm_head"):
+        raise UnsupportedProblem(
+            f"Decoder takes models for causal language modelling; {type(model).__name__} has no lm_head: {REMEDY}"
+        )
+    if is_patched(model):
+        raise UnsupportedProblem("Decoder reads a plain model, and this one is patched: call cutekernels.unpatch first")
+    return family
 
 
 def _ropes(config: Any) -> dict[str | None, Any]:
@@ -94,12 +118,18 @@ def _check_class(path: str, module: torch.nn.Module, family: Family) -> None:
         expected = family.classes()["norm"]
     elif name == "embed_tokens":
         expected = torch.nn.Embedding  # Gemma's scale theirs
+    if expected is torch.nn.Linear and layout_of(module):
+        return
+    if expected is not None and is_quantized(module):
+        raise UnsupportedProblem(
+            f"Decoder cannot read {path} as it has been loaded, quantized ({said_kind(module)}): {QUANTIZED}"
+        )
     if expected is None or type(module) is expected:
         return
     if name != "embed_tokens" or not isinstance(module, torch.nn.Embedding):
         raise UnsupportedProblem(
             f"Decoder reads {path} as a {kind_of(expected)}; it is a {kind_of(type(module))}: merge adapters "
-            f"(merge_and_unload) and dequantize weights, or {_PATCH}"
+            f"(merge_and_unload), or {_PATCH}"
         )
 
 
@@ -117,14 +147,14 @@ def _check_forward(path: str, module: torch.nn.Module) -> None:
             "accelerate.hooks.remove_hook_from_module(model, recurse=True)"
         )
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    own = [hook for hook in hooks if getattr(hook, "__module__", "") != _RECORDERS]
+    own = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith(_HARMLESS)]
     if own:
         called = getattr(own[0], "__qualname__", type(own[0]).__qualname__)
         raise UnsupportedProblem(
             f"Decoder calls no module, so forward hooks would not run; {path} has one, {called}: remove the hook, or "
             f"{_PATCH}"
         )
-    if "forward" not in module.__dict__ or _COMPILED in module._modules:
+    if "forward" not in module.__dict__ or _COMPILED in module._modules or layout_of(module) == "compressed-tensors":
         return
     forward = getattr(module.forward, "_torchdynamo_orig_callable", module.forward)
     if forward != MethodType(type(module).forward, module):

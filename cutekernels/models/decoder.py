@@ -7,6 +7,7 @@ captured again. The host reads tokens back one step late, so it never waits for 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from cutekernels.kv_cache import KVCache
 from cutekernels.models import arguments
 from cutekernels.models.accepted import check_model
 from cutekernels.models.fair_lock import FairLock
+from cutekernels.models.loading import load
 from cutekernels.models.requests import Request, Requests
 from cutekernels.models.sampling import Choices, Sampling
 from cutekernels.models.source import Source
@@ -56,7 +58,8 @@ class _Launched:
 
 
 class Decoder:
-    """Generates tokens for up to ``max_batch`` requests at a time; make one with :meth:`from_transformers`.
+    """Generates tokens for up to ``max_batch`` requests at a time; make one with
+    :meth:`from_transformers` or :meth:`from_pretrained`.
 
     ::
 
@@ -87,7 +90,7 @@ class Decoder:
     ) -> None:
         w = self._w = source.weights
         self._source, self._alone = source, FairLock()
-        device, dtype = w.head.weight.device, w.head.weight.dtype
+        device, dtype = w.embedding.weight.device, w.embedding.weight.dtype
         self._max_batch, self._chunk, self._tokenizer = max_batch, chunk, tokenizer
         self._caches = KVCache.layers(
             len(w.layers), max_batch, max_tokens, w.heads_kv, w.head_dim, page_size=page_size, pages=pages,
@@ -95,7 +98,7 @@ class Decoder:
         )  # fmt: skip
         self._parts: dict[tuple[int, int], list[KVCache]] = {}
         self._requests = Requests(self._caches[0], max_tokens, len(w.embedding.weight))
-        self._choices = Choices(max_batch, len(w.head.weight), device)
+        self._choices = Choices(max_batch, w.head.weight.shape[0], device)
         self._tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)  # each slot's last one
         self._counts = torch.zeros(max_batch, dtype=torch.int32, device=device)  # 1 where a step appends a token
         self._counted: set[int] = set()  # the slots where it is 1
@@ -115,7 +118,7 @@ class Decoder:
         chunk: int = 2048,
         tokenizer: Any = None,
     ) -> Decoder:
-        """A decoder over the weights of a transformers model, in the model's own memory.
+        """A decoder over the weights of a transformers model (or of :func:`load`'s), in the model's own memory.
 
         The model stays usable. Projections that share an input are moved side by side, as :func:`cutekernels.patch`
         moves them: once, and again after something else has moved them apart.
@@ -146,6 +149,35 @@ class Decoder:
             source, max_batch=max_batch, max_tokens=max_tokens, page_size=page_size, pages=pages, chunk=chunk,
             tokenizer=tokenizer,
         )  # fmt: skip
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        progress: bool = True,
+        max_batch: int = 8,
+        max_tokens: int = 4096,
+        page_size: int = 64,
+        pages: int | None = None,
+        chunk: int = 2048,
+        tokenizer: Any = None,
+    ) -> Decoder:
+        """A decoder over the weights of a checkpoint, without transformers: :func:`load`, then as from its model.
+
+        Args:
+            path, device, dtype, progress: of :func:`load`. All others: of :meth:`from_transformers`.
+
+        Raises:
+            UnsupportedProblem: what either refuses; sizes out of range before anything is read.
+        """
+        sizes = {"max_batch": max_batch, "max_tokens": max_tokens, "page_size": page_size, "chunk": chunk}
+        arguments.check_sizes(pages=pages, **sizes)
+        arguments.check_tokenizer(tokenizer)
+        model = load(path, device=device, dtype=dtype, progress=progress)
+        return cls.from_transformers(model, pages=pages, tokenizer=tokenizer, **sizes)
 
     # ---- requests
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.models.weights import Weights, read
+from cutekernels.quant import QuantizedWeight
 
 
 class Source:
@@ -30,9 +31,11 @@ class Source:
         self._children = [module._modules for module in modules if module._modules]
         self._children_then = [dict(children) for children in self._children]
         held = [(owner, name) for owner in (module._parameters for module in modules) for name in owner]
+        # A quantized weight is no parameter, and frozen: where it moves, another one is in its place.
+        held += [(own, "weight") for own in map(vars, modules) if isinstance(own.get("weight"), QuantizedWeight)]
         self._owners, self._names = [owner for owner, _ in held], [name for _, name in held]
         self._held = [owner[name] for owner, name in held]  # None where there is no bias
-        self._parameters = [p for p in self._held if p is not None]
+        self._parameters = [p for p in self._held if isinstance(p, Tensor)]
         self._addresses = [*map(Tensor.data_ptr, self._parameters)]
         return found
 
@@ -72,8 +75,8 @@ class Source:
 
 def _shape(w: Weights) -> str:
     """All that a decoder's caches and graphs depend on."""
-    head = w.head.weight
+    table = w.embedding.weight
     return (
-        f"{len(w.layers)} layers of {w.heads_q} and {w.heads_kv} heads of {w.head_dim}, {len(w.embedding.weight)} and "
-        f"{len(head)} tokens, {head.dtype} on {head.device}"
+        f"{len(w.layers)} layers of {w.heads_q} and {w.heads_kv} heads of {w.head_dim}, {len(table)} and "
+        f"{w.head.weight.shape[0]} tokens, {table.dtype} on {table.device}"
     )

@@ -1,4 +1,4 @@
-"""The weights of a model, as the decoder multiplies them: read off a transformers model, in its memory.
+"""The weights of a model, as the decoder multiplies them: read off transformers' or ``load``'s, in its memory.
 
 What a family has of its own (other norms, gates, windows, experts, rotary tables) is data here; nothing that computes
 asks which family a model is of.
@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.integrations.transformers.checkpoints import layout_of, quantized_weight
 from cutekernels.integrations.transformers.families import Family, gate_of
 from cutekernels.models.accepted import REMEDY, check_model
-from cutekernels.nn.mlp import Gate, gated, projected
+from cutekernels.models.loaded import Apart
+from cutekernels.nn.mlp import Gate, gate_mul, gated, projected
 from cutekernels.nn.moe import MoE
 from cutekernels.nn.packing import side_by_side
 from cutekernels.ops.embedding import embedding
 from cutekernels.ops.norms.api import add_rms_norm, rms_norm
+from cutekernels.quant import QuantizedWeight, concatenate
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,33 @@ class Embedding:
 class Projection:
     """``x @ weight.T + bias``."""
 
-    weight: Tensor
+    weight: Tensor | QuantizedWeight
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return projected(x, self.weight, self.bias, name="Decoder")
+        return projected(x, self._plain(x), self.bias, name="Decoder")
+
+    def gated(self, x: Tensor, gate: Gate) -> Tensor:
+        """``act(first half) * second half`` of the product."""
+        return gated(x, self._plain(x), self.bias, gate, name="Decoder")
+
+    def _plain(self, x: Tensor) -> Tensor:
+        return self.weight if isinstance(self.weight, Tensor) else self.weight.dequantize(x.dtype)
+
+
+@dataclass(frozen=True)
+class Projections:
+    """Products of one input, side by side in the result, whose weights cannot be."""
+
+    parts: tuple[Projection, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+    def gated(self, x: Tensor, gate: Gate) -> Tensor:
+        """``act(first) * second``."""
+        first, second = self.parts
+        return gate_mul(gate, first(x), second(x))
 
 
 @dataclass(frozen=True)
@@ -64,12 +89,12 @@ class Norm:
 class Mlp:
     """``down(act(gate(x)) * up(x))``."""
 
-    gate_up: Projection
+    gate_up: Projection | Projections
     gate: Gate
     down: Projection
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(gated(x, self.gate_up.weight, self.gate_up.bias, self.gate, name="Decoder"))
+        return self.down(self.gate_up.gated(x, self.gate))
 
 
 @dataclass(frozen=True)
@@ -82,7 +107,7 @@ class Attention:
         options: ``scale``, ``softcap`` and ``window``, as :func:`cutekernels.attention` takes them.
     """
 
-    qkv: Projection
+    qkv: Projection | Projections
     q_norm: Norm | None
     k_norm: Norm | None
     out: Projection
@@ -123,7 +148,7 @@ class Weights:
 
 
 def read(model: Any, positions: int) -> Weights:
-    """The weights of a transformers model, with rotary tables for ``positions`` tokens.
+    """The weights of a transformers or loaded model, with rotary tables for ``positions`` tokens.
 
     q, k and v projections, and gate and up, are moved side by side: the model's parameters become views of one tensor
     each, so that nothing is in memory twice. Experts stay where they are.
@@ -135,14 +160,14 @@ def read(model: Any, positions: int) -> Weights:
     config = model.config
     with torch.no_grad():
         tables = _tables(model, ropes, positions)
-        layers = tuple(_layer(layer, family, tables) for layer in model.model.layers)
+        layers = tuple(_layer(layer, family, tables, model.dtype) for layer in model.model.layers)
     table = model.model.embed_tokens
     scale = getattr(table, "embed_scale", None)
     return Weights(
         embedding=Embedding(table.weight.detach(), None if scale is None else float(scale.to(table.weight.dtype))),
         layers=layers,
         norm=_norm(model.model.norm, family),
-        head=_projection(model.lm_head),
+        head=_projection(model.lm_head, model.dtype),
         softcap=family.logit_softcap_of(config),
         heads_q=config.num_attention_heads,
         heads_kv=config.num_key_value_heads,
@@ -162,19 +187,21 @@ def _tables(model: Any, ropes: dict[str | None, Any], positions: int) -> dict[st
     return found
 
 
-def _layer(layer: Any, family: Family, tables: dict[str | None, tuple[Tensor, Tensor]]) -> Layer:
+def _layer(layer: Any, family: Family, tables: dict[str | None, tuple[Tensor, Tensor]], dtype: torch.dtype) -> Layer:
     attended = layer.post_attention_layernorm  # before the residual is added in Gemma's layers, behind that in others
     return Layer(
         attention_norm=_norm(layer.input_layernorm, family),
-        attention=_attention(layer.self_attn, family, tables),
+        attention=_attention(layer.self_attn, family, tables, dtype),
         attention_out_norm=_norm(attended, family) if family.sandwich else None,
         mlp_norm=_norm(layer.pre_feedforward_layernorm if family.sandwich else attended, family),
-        mlp=_mlp(layer.mlp),
+        mlp=_mlp(layer.mlp, dtype),
         mlp_out_norm=_norm(layer.post_feedforward_layernorm, family) if family.sandwich else None,
     )
 
 
-def _attention(attention: Any, family: Family, tables: dict[str | None, tuple[Tensor, Tensor]]) -> Attention:
+def _attention(
+    attention: Any, family: Family, tables: dict[str | None, tuple[Tensor, Tensor]], dtype: torch.dtype
+) -> Attention:
     if not attention.is_causal:
         raise UnsupportedProblem(
             f"Decoder's tokens see earlier ones alone; this model has use_bidirectional_attention: {REMEDY}"
@@ -182,10 +209,10 @@ def _attention(attention: Any, family: Family, tables: dict[str | None, tuple[Te
     window = family.window_of(attention)
     cos, sin = tables[None if None in tables else attention.layer_type]
     return Attention(
-        qkv=_joined(attention.q_proj, attention.k_proj, attention.v_proj),
+        qkv=_joined(attention, dtype, "qkv_proj", "q_proj", "k_proj", "v_proj"),
         q_norm=_norm(attention.q_norm, family) if hasattr(attention, "q_norm") else None,
         k_norm=_norm(attention.k_norm, family) if hasattr(attention, "k_norm") else None,
-        out=_projection(attention.o_proj),
+        out=_projection(attention.o_proj, dtype),
         cos=cos,
         sin=sin,
         options={
@@ -196,7 +223,7 @@ def _attention(attention: Any, family: Family, tables: dict[str | None, tuple[Te
     )
 
 
-def _mlp(mlp: Any) -> Mlp | MoE:
+def _mlp(mlp: Any, dtype: torch.dtype) -> Mlp | MoE:
     if hasattr(mlp, "experts"):
         try:
             return MoE.from_transformers(mlp)
@@ -207,18 +234,37 @@ def _mlp(mlp: Any) -> Mlp | MoE:
         raise UnsupportedProblem(
             f"Decoder has the gates of SiLU and GELU; one is {type(mlp.act_fn).__name__}: {REMEDY}"
         )
-    return Mlp(_joined(mlp.gate_proj, mlp.up_proj), gate, _projection(mlp.down_proj))
+    return Mlp(_joined(mlp, dtype, "gate_up_proj", "gate_proj", "up_proj"), gate, _projection(mlp.down_proj, dtype))
 
 
 def _norm(norm: Any, family: Family) -> Norm:
     return Norm(norm.weight.detach(), family.norm_options(norm))
 
 
-def _projection(linear: Any) -> Projection:
-    return Projection(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
+def _projection(linear: Any, dtype: torch.dtype) -> Projection:
+    weight: Tensor | QuantizedWeight | None = quantized_weight(linear, dtype)
+    if weight is None:
+        weight = linear.weight.detach() if isinstance(linear.weight, Tensor) else linear.weight
+    assert weight is not None
+    return Projection(weight, None if linear.bias is None else linear.bias.detach())
 
 
-def _joined(*linears: Any) -> Projection:
-    parts = [_projection(linear) for linear in linears]
-    weight = side_by_side([linear.weight for linear in linears])
-    return Projection(weight, None if parts[0].bias is None else side_by_side([linear.bias for linear in linears]))
+def _joined(module: Any, dtype: torch.dtype, whole: str, *names: str) -> Projection | Projections:
+    """The projections of one input: those of ``names`` side by side, or ``whole`` where they are joined already."""
+    found = getattr(module, whole, None)
+    if isinstance(found, Apart):
+        return Projections(tuple(_projection(part, dtype) for part in found.parts))
+    if found is not None:
+        return _projection(found, dtype)
+    linears = [getattr(module, name) for name in names]
+    if not any(map(layout_of, linears)):
+        weight = side_by_side([linear.weight for linear in linears])
+        bias = None if linears[0].bias is None else side_by_side([linear.bias for linear in linears])
+        return Projection(weight.detach(), None if bias is None else bias.detach())
+    parts = [_projection(linear, dtype) for linear in linears]
+    weights = [part.weight for part in parts if isinstance(part.weight, QuantizedWeight)]
+    biases = [part.bias for part in parts if part.bias is not None]
+    joined = concatenate(weights) if len(weights) == len(parts) and len(biases) in (0, len(parts)) else None
+    if joined is None:
+        return Projections(tuple(parts))
+    return Projection(joined, torch.cat(biases) if biases else None)

@@ -5,6 +5,7 @@ from cutekernels.quant.formats.compressed_tensors import from_compressed_tensors
 from cutekernels.quant.formats.gptq import from_gptq as from_gptq
 from cutekernels.quant.formats.plain import from_fp8 as from_fp8
 from cutekernels.quant.formats.torchao import from_torchao as from_torchao
+from cutekernels.quant.join import concatenate as concatenate
 from cutekernels.quant.layout import pack as pack
 from cutekernels.quant.layout import unpack as unpack
 from cutekernels.quant.rounding import quantize as quantize

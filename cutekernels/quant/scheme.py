@@ -124,7 +124,7 @@ def read_config(quantization_config: Mapping[str, Any] | Any) -> Scheme:
             f"names of modules in quantization_config are regular expressions, and one is not ({error}); "
             "mend config.json"
         ) from None
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError, OverflowError) as error:
         raise UnsupportedProblem(
             f"quantization_config of {method} has an entry of another type than the format's ({error!r}); "
             "mend config.json"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import assert_type
 
+import torch
 from torch import Tensor
 
 import cutekernels as ck
@@ -21,6 +23,11 @@ def tensors(x: Tensor, flag: bool, maybe: Tensor | None) -> None:
     assert_type(ck.rope(x, None, x, x), tuple[Tensor, None])
     assert_type(ck.rope(x, maybe, x, x), tuple[Tensor, Tensor | None])
     assert_type(ck.linear(x, x, activation="silu"), Tensor)
+
+
+def models(path: Path) -> None:
+    assert_type(ck.models.Decoder.from_pretrained(path, dtype=torch.bfloat16, max_batch=2), ck.models.Decoder)
+    assert_type(ck.models.Decoder.from_transformers(ck.models.load("folder", progress=False)), ck.models.Decoder)
 
 
 def quantized(x: Tensor) -> None:

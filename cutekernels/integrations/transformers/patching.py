@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.integrations.transformers import attention, modules, rules
+from cutekernels.integrations.transformers import attention, checkpoints, modules, rules
 from cutekernels.integrations.transformers.families import family_of, shared_parameters
 from cutekernels.ops.shared.checks import said
 
@@ -98,8 +98,8 @@ def patch(model: torch.nn.Module) -> Report:
         for name, module in model.named_modules():
             role = "linear" if type(module) is torch.nn.Linear else roles.get(type(module))
             reason = (
-                ""
-                if role == "body"
+                checkpoints.why_left(module)
+                if role in ("linear", None) and checkpoints.is_quantized(module)
                 else _other(module)
                 if role is None
                 else rules.why_not(role, module, family, chosen.get(id(module), 1))

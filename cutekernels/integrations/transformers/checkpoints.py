@@ -1,0 +1,97 @@
+"""Quantized projections as transformers has loaded them: which are read in their place, and what to do about others.
+
+Classes and attributes are told by name, so that none of the libraries they come from is needed. Machete, Marlin and
+Exllama repack a weight when it is loaded, and others keep it in a layout of their own: those are not taken over.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutekernels.quant import QuantizedWeight, from_bitsandbytes, from_compressed_tensors, from_fp8, from_torchao
+
+REMEDY = "load the checkpoint itself by cutekernels.models.load(path)"
+_TORCHAO = ("Int4Tensor", "Int4TilePackedTo4dTensor", "Float8Tensor")
+_PACKED = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+_LIBRARIES = {  # parts of the module's name of a class whose weights are quantized
+    "aqlm", "auto_gptq", "autoawq", "awq", "bitnet", "bitsandbytes", "compressed_tensors", "eetq", "fbgemm_fp8",
+    "finegrained_fp8", "fp_quant", "ggml", "gguf", "gptqmodel", "higgs", "hqq", "mxfp4", "quanto",
+    "torchao", "vptq",
+}  # fmt: skip
+
+
+def layout_of(module: Any) -> str:
+    """In which layout a projection holds a quantized weight that :func:`quantized_weight` reads, or ""."""
+    kind, weight = type(module).__name__, getattr(module, "weight", None)
+    if kind == "FP8Linear" and hasattr(module, "weight_scale_inv"):
+        return "fp8"
+    if kind == "CompressedTensorsFP8Linear":
+        return "fp8-rows"
+    if kind == "Linear4bit" and getattr(weight, "quant_state", None) is not None:
+        return "bitsandbytes"
+    if type(module) is torch.nn.Linear and "weight_packed" in module._parameters:
+        return "compressed-tensors"
+    return "torchao" if type(module) is torch.nn.Linear and type(weight).__name__ in _TORCHAO else ""
+
+
+def quantized_weight(module: Any, dtype: torch.dtype | None = None) -> QuantizedWeight | None:
+    """The weight of a projection, packed anew; None where it is not quantized, or in no layout that is read.
+
+    The module keeps its own, so that until it goes there are two.
+
+    Args:
+        module: of a model that transformers has loaded. One of compressed-tensors must not have been called: it then
+            holds the decompressed weight.
+        dtype: of activations; the format's own by default.
+
+    Raises:
+        UnsupportedProblem: tensors that contradict each other, options that are not read.
+    """
+    layout = layout_of(module)
+    if layout == "fp8":
+        block = module.block_size
+        return from_fp8(_data(module.weight), _data(module.weight_scale_inv), block and tuple(block), dtype=dtype)
+    if layout == "fp8-rows":
+        scale = _data(module.weight_scale)
+        scale = scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(1)
+        weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+        return from_compressed_tensors({"weight": _data(module.weight), "weight_scale": scale}, weights, dtype=dtype)
+    if layout == "bitsandbytes":
+        return from_bitsandbytes(module.weight, dtype=dtype)
+    if layout == "compressed-tensors":
+        own = module._parameters | module._buffers
+        tensors = {name: _data(own[name]) for name in _PACKED if own.get(name) is not None}
+        weights = module.quantization_scheme.weights
+        plain = weights if isinstance(weights, dict) else weights.model_dump(mode="json")
+        return from_compressed_tensors(tensors, plain, dtype=dtype)
+    return from_torchao(module.weight, dtype=dtype) if layout == "torchao" else None
+
+
+def is_quantized(module: Any) -> bool:
+    """Whether a projection's weight is quantized, in whatever layout."""
+    if layout_of(module) or hasattr(module, "quantization_scheme"):
+        return True
+    kinds = type(module), type(getattr(module, "weight", None))
+    return any(set(kind.__module__.split(".")) & _LIBRARIES for kind in kinds)
+
+
+def why_left(module: Any) -> str:
+    """Why ``patch`` leaves a quantized module as it is, and the remedy; "" for one that is no projection."""
+    if not hasattr(module, "in_features"):
+        return ""
+    return f"it is quantized ({said_kind(module)}), and patch takes plain weights: {REMEDY} for a models.Decoder"
+
+
+def said_kind(module: Any) -> str:
+    """Which library's class a projection or its weight is of."""
+    if hasattr(module, "quantization_scheme"):
+        return "by compressed_tensors"
+    kind = type(module.weight if type(module).__module__.startswith("torch.nn.") else module)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _data(t: Tensor) -> Tensor:
+    return t.detach()

@@ -1,0 +1,263 @@
+"""Families as their checkpoints have them: names and shapes of tensors, and what ``config.json`` may leave out.
+
+A family is a row of ``ARCHITECTURES``; what it computes by stands in ``integrations/transformers/families.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.models.ropes import read_ropes
+from cutekernels.nn.mlp import Gate
+from cutekernels.ops.shared.checks import check_number, check_whole, said
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+_MOST, _MOST_LAYERS = 2**31 - 1, 2000
+_Bias = bool | str  # of a part
+_GATES: dict[str, Gate] = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module with weights.
+
+    Attributes:
+        path: where the decoder reads it: ``"self_attn.qkv_proj"``.
+        stored: its name in a checkpoint, or several whose rows are put together.
+        rows: of each of ``stored``, by the names of :meth:`Config.sizes`.
+        columns: likewise; None for a vector, a norm's weight.
+        bias: whether it has one; a key of ``config.json`` says so where it is text.
+    """
+
+    path: str
+    stored: tuple[str, ...]
+    rows: tuple[str, ...]
+    columns: str | None = "hidden"
+    bias: _Bias = False
+
+
+def _norm(path: str, size: str = "hidden") -> Part:
+    return Part(path, (path,), (size,), None)
+
+
+def _layer(norms: tuple[Part, ...], qkv_bias: _Bias, out_bias: _Bias, mlp_bias: _Bias) -> tuple[Part, ...]:
+    """A layer of the common names."""
+    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    return (
+        *norms,
+        Part("self_attn.qkv_proj", qkv, ("query", "key", "key"), bias=qkv_bias),
+        Part("self_attn.o_proj", ("self_attn.o_proj",), ("hidden",), "query", out_bias),
+        Part("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"), ("intermediate",) * 2, bias=mlp_bias),
+        Part("mlp.down_proj", ("mlp.down_proj",), ("hidden",), "intermediate", mlp_bias),
+    )
+
+
+_PRE_NORMS = _norm("input_layernorm"), _norm("post_attention_layernorm")
+_SANDWICH = *_PRE_NORMS, _norm("pre_feedforward_layernorm"), _norm("post_feedforward_layernorm")
+_HEAD_NORMS = _norm("self_attn.q_norm", "head"), _norm("self_attn.k_norm", "head")
+
+
+def _layers_after(raw: dict[str, Any], count: int) -> list[str]:
+    """Full attention up to ``max_window_layers``, and windows from there on."""
+    first = raw["max_window_layers"] if raw["sliding_window"] is not None else count
+    return [SLIDING if i >= first else FULL for i in range(count)]
+
+
+def _layers_by_pattern(raw: dict[str, Any], count: int) -> list[str]:
+    """Each ``sliding_window_pattern``-th layer has full attention."""
+    return [SLIDING if (i + 1) % raw["sliding_window_pattern"] else FULL for i in range(count)]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a checkpoint of one ``model_type`` holds.
+
+    Attributes:
+        layer: the parts of each layer, ``model.layers.0.`` in front of their names.
+        defaults: of keys that ``config.json`` may leave out, as transformers has them.
+        types: the types of layers where the config has no ``layer_types``; None where all are alike.
+        local_theta: the base of rotary embeddings of layers with windows, where it is another.
+        scaled: embeddings are multiplied by the root of their width, scores by ``query_pre_attn_scalar``'s.
+    """
+
+    layer: tuple[Part, ...]
+    defaults: dict[str, Any] = field(default_factory=dict)
+    types: Callable[[dict[str, Any], int], list[str]] | None = None
+    local_theta: float | None = None
+    scaled: bool = False
+    body: tuple[Part, ...] = (
+        Part("model.embed_tokens", ("model.embed_tokens",), ("vocabulary",)),
+        _norm("model.norm"),
+        Part("lm_head", ("lm_head",), ("vocabulary",)),
+    )
+
+
+_COMMON: dict[str, Any] = {
+    "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "max_position_embeddings": 32768, "sliding_window": None, "attention_bias": False, "mlp_bias": False,
+}  # fmt: skip
+_QWEN = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
+_GEMMA = {
+    "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096,
+    "query_pre_attn_scalar": 256, "tie_word_embeddings": True, "use_bidirectional_attention": False,
+}  # fmt: skip
+ARCHITECTURES = {
+    "llama": Architecture(
+        _layer(_PRE_NORMS, "attention_bias", "attention_bias", "mlp_bias"), {"max_position_embeddings": 2048}
+    ),
+    "mistral": Architecture(
+        _layer(_PRE_NORMS, False, False, False),
+        {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+    ),
+    "qwen2": Architecture(_layer(_PRE_NORMS, True, False, False), _QWEN, _layers_after),
+    "qwen3": Architecture(
+        _layer((*_PRE_NORMS, *_HEAD_NORMS), "attention_bias", "attention_bias", False),
+        {**_QWEN, "head_dim": 128},
+        _layers_after,
+    ),
+    "gemma2": Architecture(
+        _layer(_SANDWICH, "attention_bias", "attention_bias", False),
+        {
+            **_GEMMA, "sliding_window_pattern": 2, "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        },
+        _layers_by_pattern,
+        scaled=True,
+    ),
+    "gemma3_text": Architecture(
+        _layer((*_SANDWICH, *_HEAD_NORMS), "attention_bias", "attention_bias", False),
+        {**_GEMMA, "sliding_window_pattern": 6, "max_position_embeddings": 131072, "rope_theta": 1e6},
+        _layers_by_pattern,
+        local_theta=1e4,
+        scaled=True,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config:
+    """What of ``config.json`` decides what a decoder computes, under the names of transformers.
+
+    Attributes:
+        layer_types: of each layer, or None where all are alike.
+        gate: of the MLP.
+        scaling: of attention's scores.
+        embed_scale: of embeddings, or None.
+        tied: whether the head is the embedding's table; None where the config does not say.
+        raw: the config itself, with what it leaves out.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    gate: Gate
+    layer_types: tuple[str, ...] | None
+    sliding_window: int | None
+    rope_parameters: dict[str, Any]
+    scaling: float
+    embed_scale: float | None
+    attn_logit_softcapping: float | None
+    final_logit_softcapping: float | None
+    is_causal: bool
+    tied: bool | None
+    eos_token_id: Any
+    raw: dict[str, Any]
+
+    def sizes(self) -> dict[str, int]:
+        """Rows and columns by the names of :class:`Part`."""
+        return {
+            "hidden": self.hidden_size,
+            "intermediate": self.intermediate_size,
+            "vocabulary": self.vocab_size,
+            "head": self.head_dim,
+            "query": self.num_attention_heads * self.head_dim,
+            "key": self.num_key_value_heads * self.head_dim,
+        }
+
+    def has_bias(self, part: Part) -> bool:
+        return bool(self.raw[part.bias]) if isinstance(part.bias, str) else part.bias
+
+    def is_sliding(self, layer: int) -> bool:
+        return self.layer_types is None or self.layer_types[layer] == SLIDING
+
+
+def read_config(given: dict[str, Any]) -> Config:
+    """The config of a family in ``ARCHITECTURES``.
+
+    Raises:
+        UnsupportedProblem: another family, sizes that are none, options that no op has.
+    """
+    kind = given.get("model_type")
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
+        raise UnsupportedProblem(
+            f"load takes checkpoints whose model_type is one of {', '.join(ARCHITECTURES)}; config.json has "
+            f"{said(kind)}: load it with transformers, and see whether Decoder.from_transformers takes the model"
+        )
+    architecture = ARCHITECTURES[kind]
+    raw = _COMMON | architecture.defaults | given
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        check_whole("config.json", name, raw.get(name), 1, _MOST_LAYERS if name == "num_hidden_layers" else _MOST)
+    heads = raw["num_attention_heads"]
+    heads_kv = heads if raw["num_key_value_heads"] is None else raw["num_key_value_heads"]
+    head_dim = raw["head_dim"] or raw["hidden_size"] // heads
+    check_whole("config.json", "num_key_value_heads", heads_kv, 1, heads)
+    check_whole("config.json", "head_dim", head_dim, 1, _MOST)
+    if heads % heads_kv:
+        raise UnsupportedProblem(f"config.json has {heads} heads for {heads_kv} of keys, which do not divide them")
+    check_number("config.json", "rms_norm_eps", raw["rms_norm_eps"], 0.0)
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if raw.get(name) is not None:
+            check_number("config.json", name, raw[name], 0.0)
+    act = raw.get("hidden_activation") or raw["hidden_act"]
+    if not isinstance(act, str) or act not in _GATES:
+        raise UnsupportedProblem(f"load has the gates {', '.join(_GATES)}; config.json has {said(act)}")
+    if architecture.scaled:
+        check_number("config.json", "query_pre_attn_scalar", raw["query_pre_attn_scalar"], 1e-30)
+    if raw.get("use_sliding_window") is False:
+        raw["sliding_window"] = None
+    types = _types(raw, architecture)
+    return Config(
+        model_type=kind, vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"],
+        intermediate_size=raw["intermediate_size"], num_hidden_layers=raw["num_hidden_layers"],
+        num_attention_heads=heads, num_key_value_heads=heads_kv, head_dim=head_dim,
+        rms_norm_eps=raw["rms_norm_eps"], gate=_GATES[act], layer_types=types, sliding_window=raw["sliding_window"],
+        rope_parameters=read_ropes(raw, architecture.local_theta),
+        scaling=(raw["query_pre_attn_scalar"] if architecture.scaled else head_dim) ** -0.5,
+        embed_scale=raw["hidden_size"] ** 0.5 if architecture.scaled else None,
+        attn_logit_softcapping=raw.get("attn_logit_softcapping"),
+        final_logit_softcapping=raw.get("final_logit_softcapping"),
+        is_causal=bool(raw.get("is_causal", True)) and not raw.get("use_bidirectional_attention"),
+        tied=raw.get("tie_word_embeddings"), eos_token_id=raw.get("eos_token_id"), raw=raw,
+    )  # fmt: skip
+
+
+def _types(raw: dict[str, Any], architecture: Architecture) -> tuple[str, ...] | None:
+    """The type of each layer, checked with the window that it asks for."""
+    window, count = raw["sliding_window"], raw["num_hidden_layers"]
+    if window is not None:
+        check_whole("config.json", "sliding_window", window, 1, _MOST)
+    if architecture.types is None:
+        return None
+    for name in ("max_window_layers", "sliding_window_pattern"):
+        if name in raw:
+            check_whole("config.json", name, raw[name], int(name == "sliding_window_pattern"), _MOST)
+    types = raw.get("layer_types")
+    types = architecture.types(raw, count) if types is None else types
+    if not isinstance(types, list) or len(types) != count or not all(one in (SLIDING, FULL) for one in types):
+        raise UnsupportedProblem(
+            f"layer_types of config.json is {SLIDING} or {FULL} for each of {count} layers; it is {said(types)}"
+        )
+    if window is None and SLIDING in types:
+        raise UnsupportedProblem("config.json has layers with a window, and no sliding_window: mend config.json")
+    return tuple(types)

@@ -1,0 +1,156 @@
+"""``LoadedModel``: a checkpoint's weights under the names by which the decoder reads a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cutekernels.models.architectures import ARCHITECTURES, Config, Part
+from cutekernels.models.ropes import frequencies
+from cutekernels.nn.mlp import Gate
+
+_ACTIVATIONS: dict[Gate, Callable[[], nn.Module]] = {
+    "silu": nn.SiLU,
+    "gelu": nn.GELU,
+    "gelu_tanh": lambda: nn.GELU("tanh"),
+}
+
+
+class Weighted(nn.Module):
+    """A projection, a norm or an embedding: ``weight``, and ``bias`` or None. Nothing calls it.
+
+    ``weight`` is a parameter, or a :class:`cutekernels.quant.QuantizedWeight`.
+    """
+
+    weight: Any
+    bias: Tensor | None
+    embed_scale: Tensor | None
+    variance_epsilon: float
+
+    def __init__(self, shape: tuple[int, ...], bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.bias = None
+        self.put("weight", torch.empty(shape, dtype=dtype, device="meta"))
+        if bias:
+            self.put("bias", torch.empty(shape[:1], dtype=dtype, device="meta"))
+
+    def put(self, kind: str, value: Any) -> None:
+        """Take ``value`` in the place of what was here; ``kind`` is "weight" or "bias"."""
+        self._parameters.pop(kind, None)
+        setattr(self, kind, nn.Parameter(value, requires_grad=False) if isinstance(value, Tensor) else value)
+
+    def extra_repr(self) -> str:
+        bias = "" if self.bias is None else ", bias"
+        shown = f"{tuple(self.weight.shape)}" if isinstance(self.weight, Tensor) else f"{self.weight}"
+        return f"{shown}{bias}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Weighted:
+        """Moves a quantized weight too; another type is that of its products, and nothing that is stored changes."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if not isinstance(self.weight, Tensor):
+            probe = fn(torch.empty(0, dtype=self.weight.dtype, device=self.weight.device))
+            self.weight = self.weight.to(probe.device, probe.dtype)
+        return self
+
+
+class Apart(nn.Module):
+    """Projections of one input that one product cannot serve: quantized in different ways, say."""
+
+    def __init__(self, parts: Sequence[Weighted]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+
+class Rotary(nn.Module):
+    """Cosines and sines, called as transformers' modules are: ``(x, positions)``, or with a type of layer behind."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self._ropes, self._head_dim = config.rope_parameters, config.head_dim
+
+    def forward(self, x: Tensor, positions: Tensor, kind: str | None = None) -> tuple[Tensor, Tensor]:
+        own = self._ropes if kind is None else self._ropes[kind]
+        turns, factor = frequencies(own, self._head_dim)
+        angles = positions[..., None].float() * turns.to(x.device)
+        angles = torch.cat((angles, angles), dim=-1)
+        return (angles.cos() * factor).to(x.dtype), (angles.sin() * factor).to(x.dtype)
+
+
+class LoadedModel(nn.Module):
+    """What :func:`load` returns: a model that a ``Decoder`` takes, and that nothing calls.
+
+    Attributes:
+        config: what of ``config.json`` decides what is computed; ``config.raw`` has all of it.
+        generation_config: ``eos_token_id``, or None where there was no ``generation_config.json``.
+    """
+
+    def __init__(self, config: Config, generation: dict[str, Any] | None, dtype: torch.dtype) -> None:
+        """Its weights are on the meta device, to be put in place one by one."""
+        super().__init__()
+        self.config = config
+        self.generation_config = None
+        if generation is not None:
+            self.generation_config = SimpleNamespace(eos_token_id=generation.get("eos_token_id"))
+        architecture = ARCHITECTURES[config.model_type]
+        self.model, sizes = nn.Module(), config.sizes()
+        self.model.layers = nn.ModuleList(self._layer(i) for i in range(config.num_hidden_layers))
+        self.model.rotary_emb = Rotary(config)
+        self._parts: dict[str, Part] = {part.path: part for part in architecture.body}
+        for i in range(config.num_hidden_layers):
+            self._parts |= {f"model.layers.{i}.{part.path}": part for part in architecture.layer}
+        for path, part in self._parts.items():
+            shape = (sum(sizes[one] for one in part.rows), *([] if part.columns is None else [sizes[part.columns]]))
+            module = Weighted(shape, config.has_bias(part), dtype)
+            if part.columns is None:
+                module.variance_epsilon = config.rms_norm_eps
+            parent, _, name = path.rpartition(".")
+            setattr(self.get_submodule(parent), name, module)
+        if config.embed_scale is not None:
+            scale = torch.tensor(config.embed_scale, dtype=dtype, device="cpu")
+            self.model.embed_tokens.register_buffer("embed_scale", scale, persistent=False)  # type: ignore[union-attr]
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """Every module with weights, by its path."""
+        return self._parts
+
+    @property
+    def device(self) -> torch.device:
+        return self._table.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations, and of every weight that is not quantized."""
+        return self._table.dtype
+
+    @property
+    def _table(self) -> Tensor:
+        found = self.model.embed_tokens.weight  # type: ignore[union-attr]
+        assert isinstance(found, Tensor)
+        return found
+
+    def extra_repr(self) -> str:
+        c = self.config
+        return f"{c.model_type}, {c.num_hidden_layers} layers of {c.hidden_size}, {self.dtype} on {self.device}"
+
+    def _layer(self, index: int) -> nn.Module:
+        """One layer without its weights."""
+        config = self.config
+        attention, mlp, layer = nn.Module(), nn.Module(), nn.Module()
+        own: dict[str, Any] = {
+            "is_causal": config.is_causal,
+            "head_dim": config.head_dim,
+            "layer_type": None if config.layer_types is None else config.layer_types[index],
+            "sliding_window": config.sliding_window if config.is_sliding(index) else None,
+            "scaling": config.scaling,
+            "attn_logit_softcapping": config.attn_logit_softcapping,
+        }
+        for name, value in own.items():
+            setattr(attention, name, value)
+        mlp.act_fn = _ACTIVATIONS[config.gate]()
+        layer.self_attn, layer.mlp = attention, mlp
+        return layer

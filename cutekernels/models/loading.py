@@ -1,0 +1,185 @@
+"""``load``: a checkpoint from its folder into a model that a ``Decoder`` takes, by this library and torch alone."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.models import architectures
+from cutekernels.models.accepted import check_model
+from cutekernels.models.architectures import Part
+from cutekernels.models.arguments import free_bytes
+from cutekernels.models.folder import Folder
+from cutekernels.models.loaded import LoadedModel
+from cutekernels.models.stored import PLAIN, Reading, Stored
+from cutekernels.ops.shared.checks import check_flag, check_place, said
+from cutekernels.quant import Scheme, read_config
+
+_DTYPES = {str(one).removeprefix("torch."): one for one in PLAIN}
+# Nothing that a decoder computes: tables of old checkpoints, and scales of caches in FP8, which ours are not.
+_IGNORED = re.compile(r"\.(rotary_emb\.inv_freq|[kqv]_scale|kv_scale|[kv]_zero_point|output_scale)$")
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    progress: bool = True,
+) -> LoadedModel:
+    """A checkpoint in Hugging Face's layout, for :class:`Decoder`. Needs neither transformers nor safetensors.
+
+    ::
+
+        model = ck.models.load("Qwen2.5-7B-Instruct", dtype=torch.bfloat16)
+        decoder = ck.models.Decoder.from_transformers(model)
+
+    Files are mapped, checked as a whole, and copied to the device a tensor at a time: beside the model itself no more
+    than one layer's projection is in memory. Quantized projections stay packed.
+
+    Args:
+        path: a folder with ``config.json`` and ``model.safetensors``, or shards and their index, of Llama, Mistral,
+            Qwen2, Qwen3, Gemma 2 or Gemma 3 (text). Nothing is downloaded.
+        device: of the weights; the current GPU where there is one, else the CPU.
+        dtype: of the weights and of what is computed; the config's own by default.
+        progress: a bar with bytes, where stderr is a terminal.
+
+    Raises:
+        UnsupportedProblem: no such folder; a file that is missing, truncated or broken; a model of another family, with
+            options that no op has, or with tensors that its config does not ask for; more than the device has memory
+            for; fp32 on a GPU.
+    """
+    check_flag("load", "progress", progress)
+    check_place(dtype, device, optional=True)
+    folder = Folder(path)
+    config = architectures.read_config(folder.config)
+    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
+    dtype = dtype or _own_dtype(folder)
+    if dtype not in PLAIN or (place.type == "cuda" and dtype.itemsize != 2):
+        raise UnsupportedProblem(
+            f"load takes fp16 and bf16 on a GPU, on the CPU fp32 and fp64 too; this would be {dtype} on {place}: pass "
+            "dtype=torch.bfloat16"
+        )
+    with torch.inference_mode(False), torch.no_grad():
+        model = LoadedModel(config, folder.generation, dtype)
+        check_model(model)
+        return _filled(model, folder, place, dtype, progress)
+
+
+def _own_dtype(folder: Folder) -> torch.dtype:
+    """What the config says, or the checkpoint's embeddings are."""
+    said_one = folder.config.get("dtype", folder.config.get("torch_dtype"))
+    if isinstance(said_one, str) and said_one in _DTYPES:
+        return _DTYPES[said_one]
+    table = folder.entries.get("model.embed_tokens.weight")
+    return table.dtype if table is not None and table.dtype in PLAIN else torch.bfloat16
+
+
+def _filled(
+    model: LoadedModel, folder: Folder, device: torch.device, dtype: torch.dtype, progress: bool
+) -> LoadedModel:
+    """``model`` with the weights of ``folder``, all of whose names and shapes are checked before the first is read."""
+    scheme = read_config(folder.config["quantization_config"]) if folder.config.get("quantization_config") else None
+    stored = _by_module(folder, model)
+    tied = _tied(model, folder, stored)
+    modules = [_module(model, path, part, stored, scheme) for path, part in model.parts.items() if path != tied]
+    for module in modules:
+        module.check(folder)
+    room, need = free_bytes(device), sum(module.bytes(folder, dtype) for module in modules)
+    if need > room:
+        raise UnsupportedProblem(f"the weights of {folder.path} take {need} bytes, and {device} has {room}: see dtype=")
+    total = sum(folder.entries[name].bytes for names in stored.values() for name in names.values())
+    with _bar(progress, total) as advance:
+        for module in modules:
+            module.put(model, Reading(folder, device, dtype, advance))
+    if tied is not None:
+        model.lm_head.weight = model.model.embed_tokens.weight  # type: ignore[union-attr]
+    return model.to(device).eval()  # tables of one number
+
+
+# ---- names ----------------------------------------------------------------------------------------------
+
+
+def _by_module(folder: Folder, model: LoadedModel) -> dict[str, dict[str, str]]:
+    """The names of each stored module's tensors, by what stands behind the module's own: ``{"weight": ...}``.
+
+    Raises:
+        UnsupportedProblem: a tensor of no module: the model is not what its config says.
+    """
+    stored: dict[str, dict[str, str]] = {one: {} for path, part in model.parts.items() for one in _stored(path, part)}
+    for name in folder.entries:
+        if _IGNORED.search(name):
+            continue
+        module, suffix = name, ""
+        while module and module not in stored:
+            module, _, last = module.rpartition(".")
+            suffix = f"{last}.{suffix}" if suffix else last
+        if not module or not suffix:
+            raise UnsupportedProblem(
+                f"{folder.path} has a tensor {said(name)}, of no module of a {model.config.model_type} for causal "
+                "language modelling: load it with transformers"
+            )
+        stored[module][suffix] = name
+    return stored
+
+
+def _stored(path: str, part: Part) -> list[str]:
+    """Names in the checkpoint of what is at ``path``."""
+    front = path.removesuffix(part.path)
+    return [f"{front}{name}" for name in part.stored]
+
+
+def _module(
+    model: LoadedModel, path: str, part: Part, stored: dict[str, dict[str, str]], scheme: Scheme | None
+) -> Stored:
+    """What is stored of the module at ``path``."""
+    sizes, names = model.config.sizes(), _stored(path, part)
+    columns = () if part.columns is None else (sizes[part.columns],)
+    rows = [sizes[one] for one in part.rows]
+    return Stored(path, names, [stored[n] for n in names], rows, columns, model.config.has_bias(part), scheme)
+
+
+def _tied(model: LoadedModel, folder: Folder, stored: dict[str, dict[str, str]]) -> str | None:
+    """The head's path, where its weight is the embedding's.
+
+    As in transformers, what is stored apart and differs is not tied. A config that does not say and a checkpoint
+    without a head leave nothing else.
+    """
+    head, table = stored["lm_head"], stored["model.embed_tokens"]
+    said_so = model.config.tied
+    if said_so is None:
+        said_so = not head
+    if not said_so:
+        return None
+    if not head:
+        return "lm_head"
+    if head.keys() != {"weight"} or table.keys() != {"weight"}:
+        return None
+    names = head["weight"], table["weight"]
+    if len({(folder.entries[name].shape, folder.entries[name].dtype) for name in names}) > 1:
+        return None
+    if not torch.equal(*map(folder.read, names)):
+        return None
+    head.clear()
+    return "lm_head"
+
+
+# ---- progress -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _bar(shown: bool, total: int) -> Iterator[Callable[[int], None]]:
+    """What takes each number of bytes that has been read, under a bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = TextColumn("load"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda n: bar.advance(task, n)

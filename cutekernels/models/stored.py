@@ -1,0 +1,166 @@
+"""What a checkpoint stores of a module, plain or quantized, and how it comes into its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.models.folder import Folder
+from cutekernels.models.loaded import Apart, LoadedModel, Weighted
+from cutekernels.ops.shared.checks import said
+from cutekernels.quant import QuantizedWeight, Scheme, concatenate, read, why_not
+
+PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv", "weight.absmax", "_weight_qdata")  # of layers
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Where weights come from and go to. ``advance`` takes each number of bytes that has been read."""
+
+    folder: Folder
+    device: torch.device
+    dtype: torch.dtype
+    advance: Callable[[int], None]
+
+    def into(self, out: Tensor, name: str) -> None:
+        """Copy a tensor, and convert it on the way."""
+        out.copy_(self.folder.read(name))
+        self._done(name)
+
+    def as_stored(self, name: str) -> Tensor:
+        """A tensor on the device, of its own type."""
+        found = self.folder.read(name)
+        found = found.clone() if self.device.type == "cpu" else found.to(self.device)
+        self._done(name)
+        return found
+
+    def _done(self, name: str) -> None:
+        self.folder.forget(name)
+        self.advance(self.folder.entries[name].bytes)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a checkpoint has of one module of ``LoadedModel``.
+
+    Attributes:
+        path: of the module.
+        names: of the stored modules whose rows it has.
+        tensors: of each, by what stands behind the module's name.
+        rows: of each.
+        columns: none for a vector.
+        bias: whether the config has one.
+        scheme: of a quantized model.
+    """
+
+    path: str
+    names: list[str]
+    tensors: list[dict[str, str]]
+    rows: list[int]
+    columns: tuple[int, ...]
+    bias: bool
+    scheme: Scheme | None
+
+    def packed(self, i: int) -> bool:
+        """Whether the ``i``-th stored module is quantized."""
+        return self.scheme is not None and self.scheme.holds(self.tensors[i])
+
+    def bytes(self, folder: Folder, dtype: torch.dtype) -> int:
+        """Of memory that it takes."""
+        entries = [folder.entries[name] for found in self.tensors for name in found.values()]
+        return sum(e.bytes // e.dtype.itemsize * dtype.itemsize if e.dtype in PLAIN else e.bytes for e in entries)
+
+    def check(self, folder: Folder) -> None:
+        """Raises UnsupportedProblem for tensors that are missing, too many, or not those of the config."""
+        for i, (name, found, rows) in enumerate(zip(self.names, self.tensors, self.rows, strict=True)):
+            if self.bias or not self.packed(i):
+                _check(folder, f"{name}.bias", found.get("bias"), (rows,) if self.bias else None)
+            packed = next((suffix for suffix in _MARKS if suffix in found), None)
+            if self.scheme is None and packed is not None:
+                raise UnsupportedProblem(
+                    f"{found[packed]} is quantized, and config.json has no quantization_config: add its quantizer's"
+                )
+            if not self.packed(i):
+                _check(folder, f"{name}.weight", found.get("weight"), (rows, *self.columns))
+            elif len(self.columns) != 1 or self.path == "model.embed_tokens":
+                raise UnsupportedProblem(
+                    f"{name} is quantized, and load takes projections that are: load it dequantized"
+                )
+            unknown = found.keys() - {"weight", "bias"}
+            if unknown and not self.packed(i):
+                raise UnsupportedProblem(
+                    f"{said(found[min(unknown)])} is none of {name}'s tensors, as config.json has it: check its "
+                    "quantization_config, and that both are of one checkpoint"
+                )
+
+    def put(self, model: LoadedModel, reading: Reading) -> None:
+        """Read all of it, in its place in ``model``."""
+        module = model.get_submodule(self.path)
+        assert isinstance(module, Weighted)
+        packed = [self.packed(i) for i in range(len(self.names))]
+        if not any(packed):
+            for kind in ("weight", "bias") if self.bias else ("weight",):
+                module.put(kind, self._rows(kind, range(len(self.names)), reading))
+            return
+        weights = [self._read(i, reading) if one else None for i, one in enumerate(packed)]
+        whole = concatenate([w for w in weights if w is not None]) if all(packed) else None
+        if whole is not None:
+            module.put("weight", whole)
+            if self.bias:
+                module.put("bias", self._rows("bias", range(len(self.names)), reading))
+            return
+        parts = []
+        for i, (rows, weight) in enumerate(zip(self.rows, weights, strict=True)):
+            part = Weighted((rows, *self.columns), self.bias, reading.dtype)
+            part.put("weight", self._rows("weight", [i], reading) if weight is None else weight)
+            if self.bias:
+                part.put("bias", self._rows("bias", [i], reading))
+            parts.append(part)
+        parent, _, name = self.path.rpartition(".")
+        setattr(model.get_submodule(parent), name, Apart(parts))
+
+    def _rows(self, kind: str, which: Sequence[int], reading: Reading) -> Tensor:
+        """Plain weights or biases of some of the stored modules, in one tensor."""
+        rows, columns = [self.rows[i] for i in which], self.columns if kind == "weight" else ()
+        whole = torch.empty((sum(rows), *columns), dtype=reading.dtype, device=reading.device)
+        for own, i in zip(whole.split(rows), which, strict=True):
+            reading.into(own, self.tensors[i][kind])
+        return whole
+
+    def _read(self, i: int, reading: Reading) -> QuantizedWeight:
+        """The quantized weight of the ``i``-th stored module."""
+        assert self.scheme is not None
+        name, expected = self.names[i], (self.rows[i], *self.columns)
+        tensors = {suffix: reading.as_stored(full) for suffix, full in self.tensors[i].items() if suffix != "bias"}
+        bias = None if self.bias else self.tensors[i].get("bias")
+        if bias is not None and bool(reading.as_stored(bias).any()):  # some quantizers store zeros where there is none
+            raise UnsupportedProblem(f"{name} has a bias, and config.json says that it has none: check both")
+        try:
+            weight = read(tensors, self.scheme, dtype=reading.dtype, module=name)
+        except UnsupportedProblem as error:
+            raise UnsupportedProblem(f"{name}: {error}") from error
+        if weight.shape != expected:
+            raise UnsupportedProblem(f"{name} is quantized from {weight.shape}, and config.json asks for {expected}")
+        reason = why_not(weight) if reading.device.type == "cuda" else None
+        if reason is not None:
+            raise UnsupportedProblem(f"{name}: {reason}")
+        return weight
+
+
+def _check(folder: Folder, name: str, stored: str | None, shape: tuple[int, ...] | None) -> None:
+    """Refuses a tensor that is missing, or another one than the config asks for; no ``shape``: there is to be none."""
+    if stored is None and shape is not None:
+        raise UnsupportedProblem(f"{folder.path} lacks {name}, of shape {shape}: download the checkpoint again")
+    if stored is None:
+        return
+    entry = folder.entries[stored]
+    if shape is None or entry.shape != shape or entry.dtype not in PLAIN:
+        raise UnsupportedProblem(
+            f"{stored} is {entry.dtype} of shape {entry.shape}, and config.json asks for "
+            f"{'none' if shape is None else f'a float of {shape}'}: check that both are of one checkpoint"
+        )
