@@ -45,14 +45,11 @@ class Projection:
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return projected(x, self._plain(x), self.bias, name="Decoder")
+        return projected(x, self.weight, self.bias, name="Decoder")
 
     def gated(self, x: Tensor, gate: Gate) -> Tensor:
         """``act(first half) * second half`` of the product."""
-        return gated(x, self._plain(x), self.bias, gate, name="Decoder")
-
-    def _plain(self, x: Tensor) -> Tensor:
-        return self.weight if isinstance(self.weight, Tensor) else self.weight.dequantize(x.dtype)
+        return gated(x, self.weight, self.bias, gate, name="Decoder")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from cutekernels.ops.activations.api import gelu_mul, silu_mul
 from cutekernels.ops.gemm.api import linear
 from cutekernels.ops.norm_linear.api import linear_silu_mul
 from cutekernels.ops.shared.checks import check_flag, check_tensor, check_whole, said
+from cutekernels.quant.weight import QuantizedWeight
 
 Gate = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -207,10 +208,13 @@ def swiglu(
     return projected(silu_mul(projected(x, gate_up, gate_up_bias), config=config), down, down_bias)
 
 
-def projected(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, name: str = "SwiGLU") -> Tensor:
+def projected(
+    x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, *, name: str = "SwiGLU"
+) -> Tensor:
     """``x @ weight.T + bias`` for module ``name``."""
     check_tensor(name, "x", x)
-    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+    plain = isinstance(weight, Tensor)
+    if plain and x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         raise UnsupportedProblem(
             f"{name} multiplies {x.dtype} by a weight of {weight.dtype}: bring x and all its weights to one dtype"
         )
@@ -219,12 +223,14 @@ def projected(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, name: st
     return linear(x, weight, bias)
 
 
-def gated(x: Tensor, gate_up: Tensor, bias: Tensor | None = None, gate: Gate = "silu", *, name: str) -> Tensor:
+def gated(
+    x: Tensor, gate_up: Tensor | QuantizedWeight, bias: Tensor | None = None, gate: Gate = "silu", *, name: str
+) -> Tensor:
     """``act(x @ w_gate.T) * (x @ w_up.T)`` over the joint projection ``gate_up`` ``(2 * I, H)``, for module ``name``.
 
     One op where SiLU and no bias allow it, else the product and the gate.
     """
-    if gate == "silu" and bias is None:
+    if gate == "silu" and bias is None and isinstance(gate_up, Tensor):
         return linear_silu_mul(x, gate_up)
     return gate_mul(gate, projected(x, gate_up, bias, name=name))
 

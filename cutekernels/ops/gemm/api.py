@@ -164,11 +164,11 @@ def linear(
         UnsupportedProblem: a dtype no kernel takes, mismatched extents, dtypes or devices, an ``out`` that
             overlaps an input or itself, ``out`` together with gradients.
     """
-    if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or weight.is_nested:
-        if type(weight) is QuantizedWeight:
-            from cutekernels.ops.quantized.api import quantized_linear
+    if isinstance(weight, QuantizedWeight):
+        from cutekernels.ops.quantized.api import quantized_linear
 
-            return quantized_linear(x, weight, bias, activation=activation, out=out)
+        return quantized_linear(x, weight, bias, activation=activation, out=out)
+    if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or weight.is_nested:
         check_tensor("linear", "x", x)
         check_tensor("linear", "weight", weight)
     if weight.dim() != 2:
