@@ -169,7 +169,7 @@ class Dequantize(TensorOp[DequantizeProblem, DequantizeConfig]):
         return (whole.to(DTYPES[options["dtype"]]),)
 
     def work(self, p: DequantizeProblem) -> Work:
-        share = p.columns / max(1, p.k)
+        share = min(1.0, p.columns / max(1, p.k))
         groups = -(-p.k // p.group) if p.group else 1
         scales = groups * p.n / p.scale_rows * (SCALE_BYTES[p.scale] + p.zeros)
         moved = p.n * p.columns * (BITS[p.code] / 8 + ELEMENT_BYTES) + share * scales

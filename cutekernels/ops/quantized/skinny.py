@@ -78,9 +78,9 @@ def tiles(p: QuantizedProblem, c: QuantizedConfig) -> int:
 
 def grid(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, int]:
     """CTAs, and the units (k-tiles) of each."""
-    k_tiles, resident = -(-p.k // c.tile_k), gpu.sm_count * c.ctas_per_sm
-    units = tiles(p, c) * k_tiles
-    share = -(-units // resident) if c.stream_k else k_tiles * -(-tiles(p, c) // resident)
+    k_tiles, resident = max(1, -(-p.k // c.tile_k)), gpu.sm_count * c.ctas_per_sm
+    units = max(1, tiles(p, c) * k_tiles)
+    share = -(-units // resident) if c.stream_k else k_tiles * max(1, -(-tiles(p, c) // resident))
     return -(-units // share), share
 
 

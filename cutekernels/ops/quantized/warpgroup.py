@@ -86,7 +86,7 @@ def tiles(p: QuantizedProblem, c: QuantizedConfig) -> int:
 
 def grid(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, int, int]:
     """CTAs, the whole tiles of each where they share the others, and each one's k-tiles of those."""
-    count, k_tiles = tiles(p, c), -(-p.k // c.tile_k)
+    count, k_tiles = max(1, tiles(p, c)), max(1, -(-p.k // c.tile_k))
     if not c.stream_k:
         return min(count, gpu.sm_count), 0, 0
     rounds, rest = divmod(count, gpu.sm_count)
