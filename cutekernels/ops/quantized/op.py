@@ -114,7 +114,7 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
             dense(cutlass.Uint8, sym(), sym()) if p.zeros else None,
             bias,
             dense(cutlass.Float32, sym()),
-            dense(cutlass.Int32, sym()),
+            make_fake_tensor(cutlass.Int32, (sym(),), stride=(1,), assumed_align=4),
             *numbers,
             gpu=gpu,
         )
