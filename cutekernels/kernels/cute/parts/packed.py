@@ -102,6 +102,20 @@ class PackedWeights:
             pairs[p] = pure(text, pairs[p], bits[p % 2])
 
     @cute.jit
+    def scale16(self, factors: cute.Tensor, pairs: cute.Tensor):
+        """:meth:`scale` by scales that are numbers of the activations' type: the same results, two products at once."""
+        bits = cute.recast_tensor(factors, Int32)
+        kind = const_expr("f16" if self.halves else "bf16")
+        zero = Int32(-0x7FFF8000)  # -0.0 twice: keeps the sign of zero
+        for r in cutlass.range_constexpr(2):
+            if const_expr(self.halves):
+                twice = pure("{ .reg .f32 s; mov.b32 s, $1; cvt.rn.f16x2.f32 $0, s, s; }", bits[r])
+            else:
+                twice = pure("prmt.b32 $0, $1, $1, 0x3232;", bits[r])
+            for p in cutlass.range_constexpr(r, 4, 2):
+                pairs[p] = pure(f"fma.rn.{kind}x2 $0, $1, $2, $3;", pairs[p], twice, zero)
+
+    @cute.jit
     def decode_int4(self, word: Int32, shifts: cute.Tensor, mask: Int32, pairs: cute.Tensor):
         # A nibble in the low mantissa bits of a number with a magic exponent: 128 + q, or 1024 + q; then minus that
         # and the zero point, exact.

@@ -115,6 +115,7 @@ class Consumer:
     tiled_mma: cute.TiledMma
     rX: cute.Tensor  # descriptors (MMA, MMA_N, MMA_K, STAGE)
     rW: cute.Tensor  # decoded weights of 64 of K (MMA, 1, 4)
+    rV: cute.Tensor  # those of the next 64
     acc: cute.Tensor  # ((2, 2, N / 8), 1, 1)
     part: cute.Tensor  # accumulators of a group of K; or those of the tile
     constant: Int32  # of the decoder
@@ -436,12 +437,13 @@ class PackedWarpgroup:
         """A group's descriptors of the tokens' stages, its decoded weights and accumulators."""
         of_group = tiled_mma.get_slice(0)
         rX = tiled_mma.make_fragment_B(of_group.partition_B(shared.sX))
-        rW = cute.make_rmem_tensor(tiled_mma.partition_shape_A((ROWS, TILE)), self.weights.dtype)
+        shape_w = tiled_mma.partition_shape_A((ROWS, TILE))
+        rW, rV = [cute.make_rmem_tensor(shape_w, self.weights.dtype) for _ in range(2)]
         acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((ROWS, self.tile_n)), Float32)
         part = acc
         if const_expr(self.interval > 0):
             part = cute.make_rmem_tensor(acc.shape, Float32)
-        return Consumer(tid % GROUP, group, tiled_mma, rX, rW, acc, part, self.weights.constant(share))
+        return Consumer(tid % GROUP, group, tiled_mma, rX, rW, rV, acc, part, self.weights.constant(share))
 
     @cute.jit
     def buffers(self, consumer: Consumer, shared: Shared) -> BoxBuffers:
@@ -458,20 +460,120 @@ class PackedWarpgroup:
         self, consumer: Consumer, weight: Weight, shared: Shared, of: Extents, segment: Segment, at: Position
     ) -> Position:
         """The mainloop of one segment. Returns the position behind its last k-tile."""
+        if const_expr(self.interval > 0):
+            at = self.multiply_in_groups(consumer, weight, shared, of, segment, at)
+        else:
+            at = self.multiply_ahead(consumer, weight, shared, of, segment, at)
+        return at
+
+    @cute.jit
+    def multiply_ahead(
+        self, consumer: Consumer, weight: Weight, shared: Shared, of: Extents, segment: Segment, at: Position
+    ) -> Position:
+        """The mainloop without sums of groups. Weights of 64 of K take two sets of registers in turn, so that a batch
+        of products is issued while the one before runs.
+        """
+        factors = cute.make_rmem_tensor((2, max(1, self.smem.strips)), Float32)
+        row = segment.corner.row + consumer.group * ROWS
+        coming = Float32(0.0)
+        if const_expr(self.scale_rows > 1):
+            coming = self.block_scale(weight, of, row, segment.begin)
+        count = segment.end - segment.begin
+        # Stages of the two batches in front, which are released when their products are done.
+        before, last = Int32(0), Int32(0)
+        of_pair = const_expr(2 if self.tile_k == TILE else 1)  # k-tiles
+        for pair in cutlass.range(cute.ceil_div(count, of_pair), unroll=1):
+            for i in cutlass.range_constexpr(2):
+                half = const_expr(0 if of_pair == 2 else i)
+                done = pair * of_pair + (i if const_expr(of_pair == 2) else 0)  # k-tiles in front of this one
+                if done < count:
+                    if const_expr(half == 0):
+                        if const_expr(self.scale_rows > 1):
+                            # The scale of this k-tile's block was asked for a k-tile ago.
+                            factors.fill(coming)
+                            following = cutlass.min(segment.begin + done + 1, of.k_tiles - 1)
+                            coming = self.block_scale(weight, of, row, following)
+                        # Wait until the copies have filled the stage.
+                        cute.arch.mbarrier_wait(shared.full + at.stage, at.phase)
+                    stage = shared.storage.toint().to(Int32) + self.smem.packed_at + at.stage * self.smem.packed_bytes
+                    if const_expr(half == 0 and self.smem.strips > 0):
+                        self.load_factors(consumer, stage, factors)
+                    fresh = self.decoded(consumer, stage, half, factors)
+                    # At most the batch in front still runs: the one that last had these registers is done.
+                    warpgroup.wait_group(1)
+                    if const_expr(of_pair == 2):
+                        self.pipeline.release(consumer.thread, shared.empty, before, done > 1)
+                    elif const_expr(half == 1):
+                        self.pipeline.release(consumer.thread, shared.empty, last, done > 0)
+                    self.issue(consumer, fresh, consumer.rW if const_expr(i == 0) else consumer.rV, half, at.stage)
+                    if const_expr(of_pair == 2 or half == 1):
+                        before, last = last, at.stage
+                        at = self.pipeline.next(at)
+        # The last products are done: accumulators may be read, and the producer may refill the last stages.
+        warpgroup.wait_group(0)
+        if const_expr(of_pair == 2):
+            self.pipeline.release(consumer.thread, shared.empty, before, count > 1)
+        self.pipeline.release(consumer.thread, shared.empty, last, Boolean(True))
+        return at
+
+    @cute.jit
+    def issue(
+        self, consumer: Consumer, fresh: cute.Tensor, rW: cute.Tensor, half: cutlass.Constexpr[int], stage: Int32
+    ):
+        """Starts the products of 64 of K, with decoded weights moved to ``rW``."""
+        held = cute.recast_tensor(rW, Int32)
+        for i in cutlass.range_constexpr(4 * BLOCKS):
+            # A move that LLVM must keep: products under way read registers of their own.
+            held[i] = kept_move(fresh[i])
+        # Registers written above are ordered before the products that read them.
+        warpgroup.fence()
+        atom = cute.make_mma_atom(consumer.tiled_mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+        for kb in cutlass.range_constexpr(BLOCKS):
+            operand = consumer.rX[None, None, half * BLOCKS + kb, stage]
+            cute.gemm(atom, consumer.acc, rW[None, None, kb], operand, consumer.acc)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def decoded(
+        self, consumer: Consumer, stage: Int32, half: cutlass.Constexpr[int], factors: cute.Tensor
+    ) -> cute.Tensor:
+        """A thread's weights of 64 of K: ``(pair, block)``, times their scales where those multiply weights."""
         smem, lane = self.smem, consumer.thread % 32
-        before = Int32(0)
-        halves = const_expr(self.tile_k // TILE)
         words = cute.make_rmem_tensor((4, self.weights.bits // 4), Int32)
         fresh = cute.make_rmem_tensor((4, BLOCKS), Int32)
-        held = cute.recast_tensor(consumer.rW, Int32)
         shifts = cute.make_rmem_tensor(2, Int32)
         if const_expr(self.weights.code == "int4" and not self.zeros):
             shifts.fill(self.weights.symmetric)
+        packed = stage + consumer.group * smem.weight_bytes + consumer.thread // 32 * (smem.tile_bytes // 4)
+        packed = packed + (lane * VECTOR + half * smem.tile_bytes)
+        for w in cutlass.range_constexpr(self.weights.bits // 4):
+            self.load_words(packed + w * 32 * VECTOR, words[None, w])
+        for kb in cutlass.range_constexpr(BLOCKS):
+            k = const_expr(half * TILE + kb * 16)
+            strip = const_expr(k // self.group if smem.strips > 1 else 0)
+            if const_expr(self.zeros and (kb == 0 or (smem.strips > 1 and k % self.group == 0))):
+                self.load_shifts(consumer, stage, strip, shifts)
+            of_block = cute.make_tensor(words.iterator + kb * self.weights.words, cute.make_layout(self.weights.words))
+            self.weights.decode(of_block, shifts, consumer.constant, fresh[None, kb])
+            if const_expr(self.scaled == "weights" and self.scale is self.weights.dtype):
+                self.weights.scale16(factors[None, strip], fresh[None, kb])
+            elif const_expr(self.scaled == "weights"):
+                self.weights.scale(factors[None, strip], fresh[None, kb])
+        return fresh
+
+    @cute.jit
+    def multiply_in_groups(
+        self, consumer: Consumer, weight: Weight, shared: Shared, of: Extents, segment: Segment, at: Position
+    ) -> Position:
+        """The mainloop with sums of groups, which are added to the tile's at each group's end."""
+        smem = self.smem
+        before = Int32(0)
         strips = const_expr(max(1, smem.strips))
         factors, next_factors = [cute.make_rmem_tensor((2, strips), Float32) for _ in range(2)]
         factors.fill(0.0)
         atom = cute.make_mma_atom(consumer.tiled_mma.op)
-        base = shared.storage.toint().to(Int32) + smem.packed_at
+        held = cute.recast_tensor(consumer.rW, Int32)
         row = segment.corner.row + consumer.group * ROWS
         coming = Float32(0.0)
         if const_expr(self.scale_rows > 1):
@@ -483,37 +585,21 @@ class PackedWarpgroup:
                 coming = self.block_scale(weight, of, row, cutlass.min(k_tile + 1, of.k_tiles - 1))
             # Wait until the copies have filled the stage.
             cute.arch.mbarrier_wait(shared.full + at.stage, at.phase)
-            stage = base + at.stage * smem.packed_bytes
-            packed = stage + consumer.group * smem.weight_bytes + consumer.thread // 32 * (smem.tile_bytes // 4)
-            packed = packed + lane * VECTOR
+            stage = shared.storage.toint().to(Int32) + smem.packed_at + at.stage * smem.packed_bytes
             if const_expr(smem.strips > 0):
                 self.load_factors(consumer, stage, next_factors)
-            for half in cutlass.range_constexpr(halves):
+            for half in cutlass.range_constexpr(self.tile_k // TILE):
                 # -- packed words of 64 of K, decoded while the products of the 64 before run
-                if const_expr(self.zeros and half * TILE % self.group == 0):
-                    self.load_shifts(consumer, stage, half * TILE // self.group, shifts)
-                for w in cutlass.range_constexpr(self.weights.bits // 4):
-                    self.load_words(packed + (half * smem.tile_bytes + w * 32 * VECTOR), words[None, w])
-                for kb in cutlass.range_constexpr(BLOCKS):
-                    of_block = cute.make_tensor(
-                        words.iterator + kb * self.weights.words, cute.make_layout(self.weights.words)
-                    )
-                    if const_expr(self.zeros and self.group == 32 and kb == 2):
-                        self.load_shifts(consumer, stage, (half * TILE + 32) // self.group, shifts)
-                    self.weights.decode(of_block, shifts, consumer.constant, fresh[None, kb])
-                    if const_expr(self.scaled == "weights"):
-                        strip = const_expr((half * TILE + kb * 16) // self.group if smem.strips > 1 else 0)
-                        self.weights.scale(next_factors[None, strip], fresh[None, kb])
+                fresh = self.decoded(consumer, stage, half, factors)
                 # The products of the 64 before are done: their weights' registers are free, and their stage.
                 warpgroup.wait_group(0)
                 if const_expr(half == 0):
                     self.pipeline.release(consumer.thread, shared.empty, before, k_tile > segment.begin)
-                    if const_expr(self.interval > 0):
-                        if k_tile > segment.begin:
-                            self.promote(consumer, factors[None, strips - 1])
-                        for i in cutlass.range_constexpr(cute.size(factors)):
-                            factors[i] = next_factors[i]
-                elif const_expr(self.interval > 0 and half * TILE % self.interval == 0):
+                    if k_tile > segment.begin:
+                        self.promote(consumer, factors[None, strips - 1])
+                    for i in cutlass.range_constexpr(cute.size(factors)):
+                        factors[i] = next_factors[i]
+                elif const_expr(half * TILE % self.interval == 0):
                     self.promote(consumer, factors[None, half * TILE // self.interval - 1])
                 for i in cutlass.range_constexpr(4 * BLOCKS):
                     # A move that LLVM must keep: products under way read registers of their own.
@@ -522,7 +608,7 @@ class PackedWarpgroup:
                 warpgroup.fence()
                 for kb in cutlass.range_constexpr(BLOCKS):
                     at_k = const_expr(half * TILE + kb * 16)
-                    new = const_expr(self.interval > 0 and at_k % self.interval == 0)
+                    new = const_expr(at_k % self.interval == 0)
                     if const_expr(new and kb > 0):
                         # A group of 32 ends within the 64: its products are waited for at once.
                         warpgroup.commit_group()
@@ -543,8 +629,7 @@ class PackedWarpgroup:
         # The last products are done: accumulators may be read, and the producer may refill the last stage.
         warpgroup.wait_group(0)
         self.pipeline.release(consumer.thread, shared.empty, before, Boolean(True))
-        if const_expr(self.interval > 0):
-            self.promote(consumer, factors[None, strips - 1])
+        self.promote(consumer, factors[None, strips - 1])
         return at
 
     @cute.jit
