@@ -113,12 +113,12 @@ def rms_norm_linear(
         raise UnsupportedProblem(
             f"norm_weight must be (K,) = ({x.shape[-1]},); its shape is {tuple(norm_weight.shape)}"
         )
-    composed = residual is not None or exact or isinstance(weight, QuantizedWeight)
-    if config is not None and composed:
+    composed = residual is not None or exact
+    if config is not None and (composed or isinstance(weight, QuantizedWeight)):
         raise UnsupportedProblem(
             "config= is for one kernel; with residual=, exact=True or a packed weight several run: leave it out"
         )
-    if composed or _as_chain(config, x, norm_weight, weight, bias):
+    if composed or isinstance(weight, QuantizedWeight) or _as_chain(config, x, norm_weight, weight, bias):
         with _uncast(x, out):
             y, u = norm_then_linear(
                 x, norm_weight, weight, bias, rstd, eps, activation, residual=residual, exact=exact, out=out
