@@ -59,7 +59,7 @@ class Weighted(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         if isinstance(self.weight, QuantizedWeight):
             quantized.save(self.weight, destination, prefix)
 

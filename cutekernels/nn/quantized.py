@@ -133,7 +133,7 @@ class QuantizedLinear(torch.nn.Module):
             self._buffers[name] = getattr(weight, name)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         save(self.weight, destination, prefix)
 
     def _load_from_state_dict(

@@ -56,7 +56,7 @@ def quantized_weight(module: Any, dtype: torch.dtype | None = None) -> Quantized
     layout = layout_of(module)
     if layout == "cutekernels":
         found: QuantizedWeight = module.weight
-        return found if dtype is None else found.to(dtype=dtype)
+        return found if dtype in (None, found.dtype) else found.to(dtype=dtype)
     if layout == "fp8":
         block = module.block_size
         return from_fp8(_data(module.weight), _data(module.weight_scale_inv), block and tuple(block), dtype=dtype)
@@ -85,8 +85,8 @@ def is_quantized(module: Any) -> bool:
 
 
 def why_left(module: Any) -> str:
-    """Why ``patch`` leaves a quantized module as it is, and the remedy; "" for one that is no projection."""
-    if not hasattr(module, "in_features"):
+    """Why ``patch`` leaves a quantized module as it is, and the remedy; "" for one that is no projection, or runs on kernels already."""
+    if not hasattr(module, "in_features") or layout_of(module) == "cutekernels":
         return ""
     return f"it is quantized ({said_kind(module)}), and patch takes plain weights: {REMEDY} for a models.Decoder"
 
