@@ -177,9 +177,8 @@ class _Shifted(Made):
         assert self.order is None
         n, k = self.shape
         column = (torch.arange(k, device=self.codes.device) + self.by).clamp(max=k - 1)
-        codes = torch.empty_like(self.codes).index_copy_(1, column, self.codes)
-        moved = replace(Made(self.kind, codes, self.scales, self.zeros, None))
-        values = moved.exact()[:, column]
+        codes = self.codes.clone().index_copy_(1, column, self.codes)
+        values = Made(self.kind, codes, self.scales, self.zeros, None).exact()[:, column]
         plain = Made(self.kind, self.codes, self.scales, self.zeros, None).exact()
         whole = torch.arange(k, device=self.codes.device) < k - self.by  # the clamped columns share a place
         return torch.where(whole[None].expand(n, k), values, plain)
