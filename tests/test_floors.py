@@ -33,6 +33,7 @@ FLOORS = {
     "cutekernels/ops/__init__.py": 12,
     "cutekernels/ops/registry.py": 11,
     "cutekernels/ops/norm_linear/": 9,
+    "cutekernels/ops/quantized/": 9,
     "cutekernels/ops/kv_append/": 9,
     "cutekernels/ops/moe/": 9,
     "cutekernels/ops/attention/": 8,
@@ -73,6 +74,7 @@ UPWARDS = {
     ("cutekernels/__init__.py", "cutekernels.db"),  # found or not: a checkout that is not installed lacks it
     ("cutekernels/dispatch.py", "cutekernels.ops.registry"),
     ("cutekernels/compilers.py", "cutekernels.ops.registry"),
+    ("cutekernels/ops/gemm/api.py", "cutekernels.ops.quantized.api.quantized_linear"),  # linear's, of packed weights
     ("db/__init__.py", "cutekernels.catalog"),  # db.open(): what the fields of the stored texts mean
     ("cutekernels/cli.py", "bench.__main__"),  # the verb, from a table of text
 }

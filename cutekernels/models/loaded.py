@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from cutekernels.models.architectures import ARCHITECTURES, Config, Part
 from cutekernels.models.ropes import frequencies
+from cutekernels.nn import quantized
 from cutekernels.nn.mlp import Gate
+from cutekernels.quant import QuantizedWeight
 
 _ACTIVATIONS: dict[Gate, Callable[[], nn.Module]] = {
     "silu": nn.SiLU,
@@ -23,7 +25,8 @@ _ACTIVATIONS: dict[Gate, Callable[[], nn.Module]] = {
 class Weighted(nn.Module):
     """A projection, a norm or an embedding: ``weight``, and ``bias`` or None. Nothing calls it.
 
-    ``weight`` is a parameter, or a :class:`cutekernels.quant.QuantizedWeight`.
+    ``weight`` is a parameter, or a :class:`cutekernels.quant.QuantizedWeight`, which is moved, saved and loaded as
+    :class:`cutekernels.nn.QuantizedLinear` does it: of several that were joined, in this package's own format.
     """
 
     weight: Any
@@ -51,10 +54,32 @@ class Weighted(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Weighted:
         """Moves a quantized weight too; another type is that of its products, and nothing that is stored changes."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if not isinstance(self.weight, Tensor):
-            probe = fn(torch.empty(0, dtype=self.weight.dtype, device=self.weight.device))
-            self.weight = self.weight.to(probe.device, probe.dtype)
+        if isinstance(self.weight, QuantizedWeight):
+            self.weight = quantized.applied(self.weight, fn)
         return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if isinstance(self.weight, QuantizedWeight):
+            quantized.save(self.weight, destination, prefix)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        if isinstance(self.weight, QuantizedWeight):
+            assign = bool(local_metadata.get("assign_to_params_buffers", False))
+            found = quantized.loaded(self.weight, state_dict, prefix, assign, strict, missing_keys, error_msgs)
+            self.weight = self.weight if found is None else found
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
 
 class Apart(nn.Module):

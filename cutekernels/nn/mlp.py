@@ -230,7 +230,7 @@ def gated(
 
     One op where SiLU and no bias allow it, else the product and the gate.
     """
-    if gate == "silu" and bias is None and isinstance(gate_up, Tensor):
+    if gate == "silu" and bias is None:
         return linear_silu_mul(x, gate_up)
     return gate_mul(gate, projected(x, gate_up, bias, name=name))
 

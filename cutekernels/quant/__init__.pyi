@@ -1,4 +1,5 @@
 from cutekernels.quant.checkpoint import read as read
+from cutekernels.quant.config import write_config as write_config
 from cutekernels.quant.formats.awq import from_awq as from_awq
 from cutekernels.quant.formats.bitsandbytes import from_bitsandbytes as from_bitsandbytes
 from cutekernels.quant.formats.compressed_tensors import from_compressed_tensors as from_compressed_tensors

@@ -140,9 +140,35 @@ def test_a_decoder_multiplies_by_what_the_format_defines(
     assert isinstance(layer.self_attn.qkv_proj, Apart) == (apart or name == "fp8"), "64 rows are half a block"
     assert type(layer.self_attn.o_proj.weight) is quant.QuantizedWeight
     assert isinstance(ours._w.head, Projection) and isinstance(ours._w.head.weight, torch.Tensor)
+    assert torch.equal(layer.self_attn.o_proj.weight.dequantize(), model.model.layers[1].self_attn.o_proj.weight)
+    # Weights are alike in every bit; here they are multiplied packed, by a reference that sums in fp64, there in fp32.
     assert tokens == expected[0]
-    assert apart or name == "fp8" or torch.equal(found, expected[1])
     torch.testing.assert_close(found, expected[1])
+
+
+def test_a_decoder_follows_what_is_loaded_into_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state dict of a quantized model is whole: another model takes it, and so does its decoder."""
+    folder = quantized("gptq", tmp_path, llama())
+    first, second = load(folder), load(folder)
+    state = {name: t.clone() for name, t in first.state_dict().items()}
+    assert {name.removeprefix("model.layers.0.self_attn.o_proj.") for name in state if "0.self_attn.o_proj" in name} == {
+        "qweight", "qzeros", "scales", "g_idx"
+    }  # fmt: skip
+    assert all(f"model.layers.1.mlp.gate_up_proj.weight.{name}" in state for name in ("packed", "scales", "zeros"))
+    expected = logits(Decoder.from_transformers(first, **SIZES), monkeypatch)
+    with torch.no_grad():
+        for layer in second.model.layers:
+            for module in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj):
+                module.weight.packed.zero_()
+    decoder = Decoder.from_transformers(second, **SIZES)
+    assert not torch.equal(logits(decoder, monkeypatch)[1], expected[1])
+    packed = second.model.layers[0].self_attn.o_proj.weight.packed
+    second.load_state_dict(state)
+    assert second.model.layers[0].self_attn.o_proj.weight.packed is packed
+    assert torch.equal(logits(decoder, monkeypatch)[1], expected[1])
+    del state["model.layers.0.self_attn.o_proj.qweight"]
+    with pytest.raises(RuntimeError, match="o_proj.weight: .*qweight"):
+        second.load_state_dict(state)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])

@@ -26,6 +26,8 @@ _LIBRARIES = {  # parts of the module's name of a class whose weights are quanti
 def layout_of(module: Any) -> str:
     """In which layout a projection holds a quantized weight that :func:`quantized_weight` reads, or ""."""
     kind, weight = type(module).__name__, getattr(module, "weight", None)
+    if isinstance(weight, QuantizedWeight):  # nn.QuantizedLinear
+        return "cutekernels"
     if kind == "FP8Linear" and hasattr(module, "weight_scale_inv"):
         return "fp8"
     if kind == "CompressedTensorsFP8Linear":
@@ -40,7 +42,8 @@ def layout_of(module: Any) -> str:
 def quantized_weight(module: Any, dtype: torch.dtype | None = None) -> QuantizedWeight | None:
     """The weight of a projection, packed anew; None where it is not quantized, or in no layout that is read.
 
-    The module keeps its own, so that until it goes there are two.
+    The module keeps its own, so that until it goes there are two; but for :class:`cutekernels.nn.QuantizedLinear`,
+    whose weight it is.
 
     Args:
         module: of a model that transformers has loaded. One of compressed-tensors must not have been called: it then
@@ -51,6 +54,9 @@ def quantized_weight(module: Any, dtype: torch.dtype | None = None) -> Quantized
         UnsupportedProblem: tensors that contradict each other, options that are not read.
     """
     layout = layout_of(module)
+    if layout == "cutekernels":
+        found: QuantizedWeight = module.weight
+        return found if dtype in (None, found.dtype) else found.to(dtype=dtype)
     if layout == "fp8":
         block = module.block_size
         return from_fp8(_data(module.weight), _data(module.weight_scale_inv), block and tuple(block), dtype=dtype)
@@ -79,8 +85,8 @@ def is_quantized(module: Any) -> bool:
 
 
 def why_left(module: Any) -> str:
-    """Why ``patch`` leaves a quantized module as it is, and the remedy; "" for one that is no projection."""
-    if not hasattr(module, "in_features"):
+    """Why ``patch`` leaves a quantized module as it is, and the remedy; "" for one that is no projection, or runs on kernels already."""
+    if not hasattr(module, "in_features") or layout_of(module) == "cutekernels":
         return ""
     return f"it is quantized ({said_kind(module)}), and patch takes plain weights: {REMEDY} for a models.Decoder"
 

@@ -1,8 +1,9 @@
 """``rms_norm_linear`` and ``linear_silu_mul``: the public functions around the projections of a transformer block.
 
 Up to 128 tokens both are ops of their own (``op.py``), and the tuner times one kernel against a chain of the ops they
-are made of. Beyond, with a residual, with ``exact`` and where gradients are wanted, they are that chain, which keeps
-what a gradient needs (``chain.py``). On a GPU ``linear_silu_mul`` is an op of its own beyond too, behind the norm's.
+are made of. Beyond, with a residual, with ``exact``, with a packed weight and where gradients are wanted, they are that
+chain, which keeps what a gradient needs (``chain.py``). On a GPU ``linear_silu_mul`` is an op of its own beyond too,
+behind the norm's.
 """
 
 from __future__ import annotations
@@ -24,24 +25,28 @@ from cutekernels.ops.shared import tensor_op
 from cutekernels.ops.shared.checks import INFINITE, check_eps, check_flag, check_tensor, check_word
 from cutekernels.ops.shared.registration import autocasting, transformed
 from cutekernels.ops.shared.triton_op import call
+from cutekernels.quant.weight import QuantizedWeight
 
 
 # fmt: off
 @overload
 def rms_norm_linear(
-    x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = ..., *, eps: float = ...,
+    x: Tensor, norm_weight: Tensor | None, weight: Tensor | QuantizedWeight, bias: Tensor | None = ..., *,
+    eps: float = ...,
     residual: None = ..., rstd: Tensor | None = ..., activation: Activation | None = ..., exact: bool = ...,
     out: Tensor | None = ..., config: NormLinearConfig | str | None = ...,
 ) -> Tensor: ...
 @overload
 def rms_norm_linear(
-    x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = ..., *, eps: float = ...,
+    x: Tensor, norm_weight: Tensor | None, weight: Tensor | QuantizedWeight, bias: Tensor | None = ..., *,
+    eps: float = ...,
     residual: Tensor, rstd: Tensor | None = ..., activation: Activation | None = ..., exact: bool = ...,
     out: Tensor | None = ..., config: NormLinearConfig | str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def rms_norm_linear(
-    x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = ..., *, eps: float = ...,
+    x: Tensor, norm_weight: Tensor | None, weight: Tensor | QuantizedWeight, bias: Tensor | None = ..., *,
+    eps: float = ...,
     residual: Tensor | None, rstd: Tensor | None = ..., activation: Activation | None = ..., exact: bool = ...,
     out: Tensor | None = ..., config: NormLinearConfig | str | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -49,7 +54,7 @@ def rms_norm_linear(
 def rms_norm_linear(
     x: Tensor,
     norm_weight: Tensor | None,
-    weight: Tensor,
+    weight: Tensor | QuantizedWeight,
     bias: Tensor | None = None,
     *,
     eps: float = 1e-6,
@@ -70,7 +75,9 @@ def rms_norm_linear(
     Args:
         x: ``(..., K)``, fp16 or bf16 (on the CPU fp32 and fp64 too), any strides.
         norm_weight: ``(K,)``, dtype of ``x`` or fp32; None for ones, say where :func:`fold` has put it into ``weight``.
-        weight: ``(N, K)``, dtype of ``x``: the layout of ``nn.Linear.weight``.
+        weight: ``(N, K)``, dtype of ``x``: the layout of ``nn.Linear.weight``. Or a
+            :class:`~cutekernels.quant.QuantizedWeight`, which has no gradient: the norm and the product one after the
+            other.
         bias: ``(N,)``, dtype of ``x`` or fp32.
         eps: added to the mean of squares. Not used with ``rstd``.
         residual: shape, dtype and device of ``x``.
@@ -86,17 +93,19 @@ def rms_norm_linear(
 
     Raises:
         UnsupportedProblem: a dtype no kernel takes, mismatched extents, dtypes or devices, an ``out`` that overlaps an
-            input or itself, ``out`` together with gradients, ``config`` with a residual or ``exact``.
+            input or itself, ``out`` together with gradients, ``config`` with a residual, ``exact`` or a packed weight.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    _check_tensors("rms_norm_linear", x=x, weight=weight)
+    _check_tensors("rms_norm_linear", x=x)
+    if not isinstance(weight, QuantizedWeight):
+        _check_tensors("rms_norm_linear", weight=weight)
     _check_tensors("rms_norm_linear", optional=True, norm_weight=norm_weight, bias=bias, residual=residual, rstd=rstd)
     check_word("rms_norm_linear", "activation", activation, optional=True)
     if type(eps) is not float or not 0.0 <= eps < INFINITE:
         check_eps("rms_norm_linear", eps)
     if exact is not False:
         check_flag("rms_norm_linear", "exact", exact)
-    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+    if len(weight.shape) != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise UnsupportedProblem(
             f"x must be (..., K) and weight (N, K); their shapes are {tuple(x.shape)} and {tuple(weight.shape)}"
         )
@@ -105,9 +114,11 @@ def rms_norm_linear(
             f"norm_weight must be (K,) = ({x.shape[-1]},); its shape is {tuple(norm_weight.shape)}"
         )
     composed = residual is not None or exact
-    if config is not None and composed:
-        raise UnsupportedProblem("config= is for one kernel; with residual= or exact=True several run: leave it out")
-    if composed or _as_chain(config, x, norm_weight, weight, bias):
+    if config is not None and (composed or isinstance(weight, QuantizedWeight)):
+        raise UnsupportedProblem(
+            "config= is for one kernel; with residual=, exact=True or a packed weight several run: leave it out"
+        )
+    if composed or isinstance(weight, QuantizedWeight) or _as_chain(config, x, norm_weight, weight, bias):
         with _uncast(x, out):
             y, u = norm_then_linear(
                 x, norm_weight, weight, bias, rstd, eps, activation, residual=residual, exact=exact, out=out
@@ -125,7 +136,7 @@ def rms_norm_linear(
 
 def linear_silu_mul(
     x: Tensor,
-    w_gate_up: Tensor,
+    w_gate_up: Tensor | QuantizedWeight,
     *,
     norm_weight: Tensor | None = None,
     eps: float = 1e-6,
@@ -140,7 +151,8 @@ def linear_silu_mul(
 
     Args:
         x: ``(..., K)``, fp16 or bf16 (on the CPU fp32 and fp64 too), any strides.
-        w_gate_up: ``(2 * I, K)``, dtype of ``x``: the rows of the gate's weight, then those of up's.
+        w_gate_up: ``(2 * I, K)``, dtype of ``x``: the rows of the gate's weight, then those of up's. Or a
+            :class:`~cutekernels.quant.QuantizedWeight`, without gradient: the ops one after the other.
         norm_weight: ``(K,)``, dtype of ``x`` or fp32; selects the norm in front.
         eps: of the norm.
         norm: True for the norm in front without a weight (say after :func:`fold`); by default as ``norm_weight`` says.
@@ -151,23 +163,30 @@ def linear_silu_mul(
         ``(..., I)``, dtype of ``x``. Differentiable in x, w_gate_up and norm_weight.
 
     Raises:
-        UnsupportedProblem: an odd number of weight rows, ``norm=False`` with a ``norm_weight``, and what
-            :func:`rms_norm_linear` and ``silu_mul`` refuse.
+        UnsupportedProblem: an odd number of weight rows, ``norm=False`` with a ``norm_weight``, ``config`` with a
+            packed weight, and what :func:`rms_norm_linear` and ``silu_mul`` refuse.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    _check_tensors("linear_silu_mul", x=x, w_gate_up=w_gate_up)
+    _check_tensors("linear_silu_mul", x=x)
+    if not isinstance(w_gate_up, QuantizedWeight):
+        _check_tensors("linear_silu_mul", w_gate_up=w_gate_up)
     _check_tensors("linear_silu_mul", optional=True, norm_weight=norm_weight)
     if type(eps) is not float or not 0.0 <= eps < INFINITE:
         check_eps("linear_silu_mul", eps)
     if norm is not None:
         check_flag("linear_silu_mul", "norm", norm)
-    if w_gate_up.dim() != 2 or w_gate_up.shape[0] % 2:
+    if len(w_gate_up.shape) != 2 or w_gate_up.shape[0] % 2:
         raise UnsupportedProblem(
             f"w_gate_up must be (2 * I, K), the gate's rows before up's; its shape is {tuple(w_gate_up.shape)}"
         )
     if norm is False and norm_weight is not None:
         raise UnsupportedProblem("norm=False takes no norm_weight: leave one of them out")
     norm = bool(norm) or norm_weight is not None
+    if isinstance(w_gate_up, QuantizedWeight):
+        if config is not None:
+            raise UnsupportedProblem("config= is for one kernel; with a packed weight several run: leave it out")
+        with _uncast(x, out):
+            return linear_then_gate(x, w_gate_up, norm_weight, eps, norm, out=out)
     if _as_chain(config, x, norm_weight, w_gate_up):
         with _uncast(x, out):
             if not x.is_cuda or _differentiates(x, norm_weight, w_gate_up):

@@ -1,4 +1,7 @@
-"""``rms_norm_linear`` and ``linear_silu_mul`` as a chain of the ops they are made of, each as it is tuned."""
+"""``rms_norm_linear`` and ``linear_silu_mul`` as a chain of the ops they are made of, each as it is tuned.
+
+``linear`` takes packed weights too: for those there is no other way.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,13 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.activations.api import silu_mul
 from cutekernels.ops.gemm.api import linear
 from cutekernels.ops.norms.api import add_rms_norm, rms_norm
+from cutekernels.quant.weight import QuantizedWeight
 
 
 def norm_then_linear(
     x: Tensor,
     norm_weight: Tensor | None,
-    weight: Tensor,
+    weight: Tensor | QuantizedWeight,
     bias: Tensor | None,
     rstd: Tensor | None,
     eps: float,
@@ -39,7 +43,13 @@ def norm_then_linear(
 
 
 def linear_then_gate(
-    x: Tensor, w_gate_up: Tensor, norm_weight: Tensor | None, eps: float, norm: bool, *, out: Tensor | None = None
+    x: Tensor,
+    w_gate_up: Tensor | QuantizedWeight,
+    norm_weight: Tensor | None,
+    eps: float,
+    norm: bool,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The norm's kernel where there is a norm, one product for gate and up, rounded, then the gate's kernel."""
     h = rms_norm(x, norm_weight, eps=eps) if norm else x

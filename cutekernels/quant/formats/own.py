@@ -16,7 +16,7 @@ from cutekernels.quant.formats.nibbles import known_only, take
 from cutekernels.quant.weight import FLOATS, QuantizedWeight
 
 PREFIX = "weight."
-NAMES = tuple(PREFIX + name for name in ("packed", "scales", "zeros", "order", "shape"))
+NAMES = tuple(PREFIX + name for name in ("packed", "scales", "zeros", "order", "offsets", "shape"))
 SCHEMES = {  # code, group, scale_rows
     "int4": ("int4", 0, 1),
     "int4_g32": ("int4", 32, 1),
@@ -57,22 +57,29 @@ def from_own(tensors: Mapping[str, Tensor], scheme: str, *, dtype: torch.dtype |
         dtype or (scales.dtype if scales.dtype in FLOATS[:2] else torch.bfloat16),
         "cutekernels",
         {"scheme": scheme},
+        tensors.get(PREFIX + "offsets"),
     )
-    if weight.order is not None and not torch.equal(
-        weight.order.long().sort().values, torch.arange(k, device=weight.order.device)
-    ):
+    check_values(weight)
+    return weight
+
+
+def check_values(weight: QuantizedWeight) -> None:
+    """Raises UnsupportedProblem for values that no weight has."""
+    check_scales(weight.scales)
+    order, k = weight.order, weight.shape[1]
+    if order is not None and not torch.equal(order.long().sort().values, torch.arange(k, device=order.device)):
         raise UnsupportedProblem(f"weight.order is a permutation of {k} columns, and here it is not; download it again")
     if weight.zeros is not None and int(weight.zeros.amax()) > 16:
         raise UnsupportedProblem(f"zeros are 0 to 16, not {int(weight.zeros.amax())}; download the checkpoint again")
-    if code == "e4m3" and bool(((packed & 0x7F) == 0x7F).any()):
+    if weight.code == "e4m3" and bool(((weight.packed & 0x7F) == 0x7F).any()):
         raise UnsupportedProblem(
             "e4m3 weights hold numbers, not the NaN codes 0x7f and 0xff; download the checkpoint again or quantize anew"
         )
-    return weight
 
 
 def write(weight: QuantizedWeight) -> dict[str, Tensor]:
     """The packed tensors."""
     tensors = {"packed": weight.packed, "scales": weight.scales, "shape": torch.tensor(weight.shape)}
-    tensors |= {name: t for name, t in (("zeros", weight.zeros), ("order", weight.order)) if t is not None}
+    held = {name: getattr(weight, name) for name in ("zeros", "order", "offsets")}
+    tensors |= {name: t for name, t in held.items() if t is not None}
     return {PREFIX + name: tensor for name, tensor in tensors.items()}

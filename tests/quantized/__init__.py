@@ -1,0 +1,1 @@
+"""``linear`` with packed weights, its chains, ``nn.QuantizedLinear``."""

@@ -1,0 +1,233 @@
+"""Shared by the tests of packed weights: weights with a truth that no layout goes into, cases for Triton's interpreter.
+
+This file is also the script of the child process that runs the cases (see ``tests/interpreted.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutekernels.ops.gemm.op import ACTIVATIONS
+from cutekernels.ops.quantized.decode import DEQUANTIZE
+from cutekernels.ops.shared.tolerance import rounded_operand_depth
+from cutekernels.quant import QuantizedWeight, layout
+from cutekernels.quant.weight import BITS, NF4, scales_shape
+from cutekernels.verify import worst_error
+from tests.interpreted import DTYPES, interpret, nan_outside, serve
+from tests.tolerance import worst_ratio
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+_SIZE = {"int4": 5.0, "int8": 74.0, "e4m3": 130.0, "nf4": 0.5}  # the root mean square of codes
+
+
+@dataclass(frozen=True)
+class Kind:
+    """All of a weight but its extents."""
+
+    code: str = "int4"
+    group: int = 128
+    scale_rows: int = 1
+    zeros: bool = False
+    scale: torch.dtype = FP16
+    order: bool = False
+
+    def __str__(self) -> str:
+        rows = "" if self.scale_rows == 1 else f"x{self.scale_rows}"
+        extras = "".join(f" {name}" for name in ("zeros", "order") if getattr(self, name))
+        return f"{self.code} g{self.group}{rows}{extras} {str(self.scale).removeprefix('torch.')}"
+
+
+_INT4 = [Kind("int4", g, zeros=z, scale=s) for g, z, s in product((0, 32, 64, 128), (False, True), (FP16, BF16, FP32))]
+_OTHERS = [
+    Kind(code, g, scale=s) for code, g, s in product(("int8", "e4m3", "nf4"), (0, 32, 64, 128), (FP16, BF16, FP32))
+]
+_BLOCKS = [Kind("e4m3", 128, 128, scale=s) for s in (FP32, BF16, FP16)]
+KINDS = {str(kind): kind for kind in (*_INT4, *_OTHERS, *_BLOCKS)}
+COMMON = {  # one of each code and way of scaling
+    str(kind): kind
+    for kind in (
+        Kind(), Kind(group=32, zeros=True, scale=FP32), Kind("e4m3", 0, scale=FP32), Kind("e4m3", 128, 128, scale=FP32),
+        Kind("int8", 64, scale=BF16), Kind("nf4", 64, scale=FP32),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Made:
+    """A weight as its codes, zeros and scales, columns as packed: ``(N, K)`` codes, others ``scales_shape``."""
+
+    kind: Kind
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    order: Tensor | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, k = self.codes.shape
+        return n, k
+
+    def weight(self) -> QuantizedWeight:
+        """As kernels take it."""
+        kind = self.kind
+        fill = 0 if kind.code != "int4" else 8
+        return QuantizedWeight(
+            kind.code, kind.group, kind.scale_rows, self.shape, layout.pack(self.codes, BITS[kind.code], fill),
+            self.scales, self.zeros, self.order,
+        )  # fmt: skip
+
+    def exact(self) -> Tensor:
+        """The values in fp64, as the definition of each code has them; columns as the weight's."""
+        n, k = self.shape
+        device, kind = self.codes.device, self.kind
+        if kind.code in ("int4", "nf4"):
+            table = torch.tensor(NF4 if kind.code == "nf4" else range(16), dtype=torch.float64, device=device)
+            values = table[self.codes.long()]
+        else:
+            own = torch.int8 if kind.code == "int8" else torch.float8_e4m3fn
+            values = self.codes.view(own).float().double()
+        row = torch.arange(n, device=device)[:, None] // kind.scale_rows
+        group = (
+            torch.arange(k, device=device)[None] // kind.group if kind.group else torch.zeros(1, k).long().to(device)
+        )
+        if kind.code == "int4":
+            values = values - (8 if self.zeros is None else self.zeros[group, row].double())
+        values = values * self.scales[group, row].double()
+        if self.order is None:
+            return values
+        return torch.empty_like(values).index_copy_(1, self.order.long(), values)
+
+
+def make(n: int, k: int, kind: Kind = Kind(), device: str = "cpu", seed: int = 0) -> Made:
+    """Random codes, of which a product with standard normal tokens is near 1."""
+    draw = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 1 << BITS[kind.code], (n, k), generator=draw, dtype=torch.int32)
+    if kind.code == "e4m3":
+        codes = torch.where(codes % 128 == 127, codes - 1, codes)  # no NaN
+    shape = scales_shape(kind.group, kind.scale_rows, (n, k))
+    scales = ((torch.rand(shape, generator=draw) + 0.5) / (_SIZE[kind.code] * k**0.5)).to(kind.scale)
+    zeros = torch.randint(0, 17, shape, generator=draw).to(torch.uint8) if kind.zeros else None
+    order = torch.randperm(k, generator=draw).to(torch.int32) if kind.order else None
+    if kind.scale_rows == 1:  # rows that are padding
+        scales[:, n:] = 0
+    return Made(
+        kind,
+        codes.to(torch.uint8).to(device),
+        scales.to(device),
+        None if zeros is None else zeros.to(device),
+        None if order is None else order.to(device),
+    )
+
+
+def product_of(x: Tensor, exact: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
+    """The truth: in fp64, rounded once to the type of ``x``."""
+    y = x.double() @ exact.t()
+    if bias is not None:
+        y = y + bias.double()
+    return ACTIVATIONS["none" if activation is None else activation](y).to(x.dtype)
+
+
+def error(y: Tensor, expected: Tensor, k: int) -> float:
+    """Over the tolerance that the op's declaration derives; up to 1 is right."""
+    kind = {BF16: "bf16", FP16: "fp16"}.get(y.dtype)
+    depth = float(k) if kind is None else max(float(k), rounded_operand_depth(kind, gated=False))
+    return worst_error((y,), (expected,), 2.0 * y.numel() * k, depth=depth)
+
+
+# ---- planted bugs ---------------------------------------------------------------------------------------
+
+
+def wrong_nibble(made: Made, row: int, column: int) -> Made:
+    """One code off by half its range: of e4m3 its sign."""
+    codes = made.codes.clone()
+    codes[row, column] ^= 1 << BITS[made.kind.code] - 1
+    return replace(made, codes=codes)
+
+
+def wrong_zero(made: Made, row: int, group: int) -> Made:
+    """One zero point off by one."""
+    assert made.zeros is not None
+    zeros = made.zeros.clone()
+    zeros[group, row] += 1 if zeros[group, row] < 16 else 255
+    return replace(made, zeros=zeros)
+
+
+def swapped_scales(made: Made, row: int) -> Made:
+    """Two rows (of blocks) with one another's scales."""
+    scales = made.scales.clone()
+    scales[:, [row, row + 1]] = scales[:, [row + 1, row]]
+    return replace(made, scales=scales)
+
+
+def shifted_edge(made: Made, by: int) -> Made:
+    """Every element of the last ``by`` columns of a group decoded with the next group's scale and zero, in fp64."""
+    return _Shifted(made.kind, made.codes, made.scales, made.zeros, made.order, by)
+
+
+@dataclass(frozen=True)
+class _Shifted(Made):
+    by: int = 0
+
+    def exact(self) -> Tensor:
+        assert self.order is None
+        n, k = self.shape
+        column = (torch.arange(k, device=self.codes.device) + self.by).clamp(max=k - 1)
+        codes = self.codes.clone().index_copy_(1, column, self.codes)
+        values = Made(self.kind, codes, self.scales, self.zeros, None).exact()[:, column]
+        plain = Made(self.kind, self.codes, self.scales, self.zeros, None).exact()
+        whole = torch.arange(k, device=self.codes.device) < k - self.by  # the clamped columns share a place
+        return torch.where(whole[None].expand(n, k), values, plain)
+
+
+# ---- dequantize under the interpreter -------------------------------------------------------------------
+
+
+def child_case(case: dict[str, Any]) -> dict[str, Any]:
+    kind = Kind(case["code"], case["group"], case["scale_rows"], case["zeros"], DTYPES[case["scale"]])
+    n, k, first, columns = case["n"], case["k"], case["first"], case["columns"]
+    made, dtype = make(n, k, kind, seed=3), DTYPES[case["dtype"]]
+    weight = made.weight()
+    memory = torch.full((n + 2, columns + 8), float("nan"), dtype=dtype)
+    out = memory[1:-1, 8:] if case.get("sliced") else memory[1:-1, :columns]
+    inputs = weight.packed, weight.scales, weight.zeros
+    problem = interpret(
+        DEQUANTIZE, (out,), inputs, (first,), config=case.get("config"), edit=case.get("edit"),
+        code=kind.code, group=kind.group, n=n, k=k, columns=columns, dtype=case["dtype"],
+    )  # fmt: skip
+    exact = made.exact()[:, first : first + columns]
+    slack = exact.abs() * 2.0**-22  # a product in fp32
+    return {"ratio": worst_ratio(out, exact, slack), "outside": nan_outside(out, memory), "problem": problem}
+
+
+def _case(kind: Kind, **changes: Any) -> dict[str, Any]:
+    scale = {FP16: "fp16", BF16: "bf16", FP32: "fp32"}[kind.scale]
+    base = {"code": kind.code, "group": kind.group, "scale_rows": kind.scale_rows, "zeros": kind.zeros, "scale": scale}
+    return base | {"n": 129, "k": 200, "first": 0, "columns": 200, "dtype": "bf16"} | changes
+
+
+CASES = {
+    **{name: _case(kind, dtype="fp16" if i % 2 else "bf16") for i, (name, kind) in enumerate(KINDS.items())},
+    **{f"{name}, columns from 64": _case(kind, first=64, columns=72) for name, kind in COMMON.items()},
+    **{f"{name}, a slice": _case(kind, n=1, sliced=True) for name, kind in COMMON.items()},
+    "one element": _case(Kind(), n=1, k=8, columns=8),
+    "two warps": _case(Kind(), config="warps=2"),
+}
+_ZEROS = Kind(group=32, zeros=True)
+PLANTED = {
+    "a column forgotten": _case(_ZEROS, edit={"columns": -1}),
+    "a row forgotten": _case(_ZEROS, edit={"rows": -1}),
+    "written past the rows": _case(_ZEROS, edit={"rows": 1}),
+    "scales of the next row": _case(_ZEROS, n=100, edit={"scale_pitch": 1}),
+    "the last group's scales missing": _case(_ZEROS, edit={"groups": -1}),
+    "another tile": _case(_ZEROS, edit={"tiles_k": 1}, n=100, k=72, columns=64),
+    "other columns": _case(_ZEROS, edit={"first": 64}, columns=64),
+}
+
+
+if __name__ == "__main__":
+    serve(child_case)
