@@ -18,10 +18,16 @@ TILES_M = (8, 16, 24, 32, 48, 64)
 _MOST_ACCUMULATORS = 64  # of a thread; as many again where scales have groups
 _MOST_WARPS = {16: 24, 32: 20, 64: 16}  # of an SM, by a thread's accumulators: registers
 _LEAST_IN_FLIGHT = 32 * 1024  # bytes of an SM's stages
-# Instructions that decode 8 weights of a lane, beside 4 of loads and loops; and an MMA's share of a scheduler's cycles.
-_DECODE = {"int4": 11, "int8": 14, "e4m3": 18, "nf4": 30}
-_BESIDE, _MMA_CYCLES, _ISSUE = 4.0, 6.3, 0.75
-_FIXED_US, _SHARED_US = 2.2, 1.3  # of launch_us and of exchange_us: docs/notes/quantized.md#models (H200, 2026-11-26)
+# Coefficients of the model: docs/notes/quantized.md#models (H200, 2026-11-26).
+_DECODE = {"int4": 11, "int8": 14, "e4m3": 18, "nf4": 30}  # instructions for 8 weights of a lane
+_BESIDE, _COLUMN, _FRAGMENT = 3.7, 1.4, 0.65  # others: always; for 8 tokens; for 8 tokens, shared by a warp's strips
+_ISSUE, _FEW = 0.61, 2.0  # of a scheduler's cycles; and how much less where an SM has few warps
+_MMA_CYCLES = 15.6  # of a scheduler, for 8 weights of a lane and 8 tokens
+_PORT, _LATENCY = 0.48, 1.48  # of sm_bytes_per_us, of dram_latency_us
+_DRAM = 1.04  # of dram_share
+_UNIT, _END, _GROUPS = 0.044, 0.3, 0.07  # us: between units, at a tile's end, for each further group of warps
+_FIXED, _SHARED = 1.65, 8.2  # of launch_us, of exchange_us
+_SHARPNESS = 7.3
 
 
 def fitting_tiles(p: QuantizedProblem) -> tuple[int, ...]:
@@ -97,20 +103,23 @@ def estimate_us(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> float:
     ctas, share = grid(p, c, gpu)
     frame = smem(p, c)
     per_sm = -(-ctas // gpu.sm_count)
+    resident = min(per_sm, c.ctas_per_sm)
     units = per_sm * share
-    tokens = min(p.m, c.tile_m)
-    unit_bytes = frame.x_at + tokens * c.tile_k * 2 + (frame.stage_bytes - frame.scales_at)
-    in_flight = min(per_sm, c.ctas_per_sm) * (c.stages - 1) * unit_bytes
-    port = min(0.6 * rate.sm_bytes_per_us, in_flight / (0.9 * rate.dram_latency_us))
-    lanes = units * c.tile_n * c.tile_k / 256  # MMAs of 8 tokens, of all warps
-    columns = c.tile_m / 8
-    issue = lanes / 4 * (_DECODE[p.code] + _BESIDE + 2.0 * columns) / (_ISSUE * rate.clock_mhz)
-    multiply = lanes / 4 * columns * _MMA_CYCLES / rate.clock_mhz
-    load = units * unit_bytes / port + rate.barrier_us * 0.1 * units / per_sm
-    dram = p.weight_bytes / (0.93 * rate.dram_share * gpu.dram_gbps * 1e3)
-    busy = (dram**4 + load**4 + issue**4 + multiply**4) ** 0.25
-    shared = _SHARED_US * rate.exchange_us if c.stream_k and share % -(-p.k // c.tile_k) else 0.0
-    return float(_FIXED_US * rate.launch_us + rate.dram_latency_us + busy + shared - rate.dependent_us * c.pdl)
+    unit_bytes = frame.x_at + min(p.m, c.tile_m) * c.tile_k * 2 + (frame.stage_bytes - frame.scales_at)
+    in_flight = resident * (c.stages - 1) * unit_bytes
+    port = min(_PORT * rate.sm_bytes_per_us, in_flight / (_LATENCY * rate.dram_latency_us))
+    lanes = units * c.tile_n * c.tile_k / 256 / 4  # of a scheduler: MMAs of 8 tokens
+    columns, strips = c.tile_m / 8, c.tile_n // 16 // c.warps_n
+    instructions = _DECODE[p.code] + _BESIDE + (_COLUMN + _FRAGMENT / strips) * columns
+    issue = lanes * instructions / (_ISSUE * rate.clock_mhz) * (1 + _FEW / (c.warps_n * c.warps_k * resident))
+    multiply = lanes * columns * _MMA_CYCLES / rate.clock_mhz
+    dram = p.weight_bytes / (_DRAM * rate.dram_share * gpu.dram_gbps * 1e3)
+    busy = sum(us**_SHARPNESS for us in (dram, units * unit_bytes / port, issue, multiply)) ** (1 / _SHARPNESS)
+    k_tiles = max(1, -(-p.k // c.tile_k))
+    fixed = _FIXED * rate.launch_us + _UNIT * share + _END * per_sm * -(-share // k_tiles) + _GROUPS * (c.warps_k - 1)
+    if c.stream_k and share % k_tiles:
+        fixed += _SHARED * rate.exchange_us
+    return float(fixed + busy + (0.0 if c.pdl else rate.dependent_us))
 
 
 def preference(c: QuantizedConfig) -> tuple[object, ...]:

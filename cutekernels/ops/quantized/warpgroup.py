@@ -17,9 +17,15 @@ NAME = "warpgroup"
 ROWS = 64  # of a consumer group
 _REGISTERS = {1: 232, 2: 232, 3: 160}  # of a consumer's thread, by groups
 _BESIDE_REGISTERS = 76  # decoded weights twice, addresses, scales
-_DECODE = {"int4": 11, "int8": 14, "e4m3": 18, "nf4": 30}
-_SCALED = 20  # instructions that multiply 8 weights by their scales
-_FIXED_US, _SHARED_US, _TILE_US = 2.6, 4.0, 1.2  # of launch_us, of exchange_us; of a tile's end
+# Coefficients of the model: docs/notes/quantized.md#models (H200, 2026-11-26).
+_DECODE = {"int4": 11, "int8": 14, "e4m3": 18, "nf4": 30}  # instructions for 8 weights of a thread
+_BESIDE, _SCALED, _SCALED_EXACT = 3.0, 9.0, 3.6  # others: always; scales of weights; those of the activations' type
+_ISSUE, _ALONE = 0.47, 0.43  # of a scheduler's cycles; the share of decoding that one group alone does not hide
+_MMA, _PORT = 0.92, 0.93  # of warpgroup_flops_per_us, of sm_bytes_per_us
+_DRAM = 1.14  # of dram_share
+_HALF, _GROUP = 0.014, 0.013  # us: for each 64 of K, at a group's end
+_FIXED, _SHARED, _PARTS = 3.7, 1.4, 8.1  # of launch_us; of exchange_us: a shared tile, and its 128 x 128 partial sums
+_SHARPNESS, _HIDDEN = 4.8, 2.8
 
 
 def groups(c: QuantizedConfig) -> int:
@@ -108,21 +114,27 @@ def estimate_us(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> float:
     ctas, rounds, share = grid(p, c, gpu)
     k_tiles = -(-p.k // c.tile_k)
     steps = float(rounds * k_tiles + share) if c.stream_k else float(-(-tiles(p, c) // ctas) * k_tiles)
-    multiply = 2.0 * c.tile_n * c.tile_m * c.tile_k / (0.92 * rate.warpgroup_flops_per_us)
-    instructions = c.tile_k / 64 * 4 * (_DECODE[p.code] + 4 + (_SCALED if c.scaled == "weights" else 0))
+    instructions = float(_DECODE[p.code]) + _BESIDE
+    if c.scaled == "weights":
+        instructions += _SCALED_EXACT if p.scale == p.dtype else _SCALED
+    instructions *= c.tile_k / 64 * 4
+    ends = 0.0
     if p.group and c.scaled == "sums":
-        instructions += c.tile_k / min(p.group, c.tile_k) * c.tile_m / 2
-    decode = instructions / (0.8 * rate.clock_mhz)  # of one group
-    loaded = c.tile_m * c.tile_k * 2 + c.tile_n * c.tile_k * p.bits / 8
-    fetch = loaded / (0.75 * rate.sm_bytes_per_us)
-    alone = 0.7 * decode if count == 1 else 0.0  # nobody multiplies meanwhile
-    step = ((multiply + alone) ** 4 + (count * decode) ** 4 + fetch**4) ** 0.25 + 0.02
+        ends = c.tile_k / min(p.group, c.tile_k)
+        instructions += ends * c.tile_m / 2
+    decode = instructions / (_ISSUE * rate.clock_mhz)  # of one group
+    multiply = 2.0 * c.tile_n * c.tile_m * c.tile_k / (_MMA * rate.warpgroup_flops_per_us) + _GROUP * ends
+    if count == 1:
+        multiply += _ALONE * decode
+    fetch = (c.tile_m * c.tile_k * 2 + c.tile_n * c.tile_k * p.bits / 8) / (_PORT * rate.sm_bytes_per_us)
+    step = sum(us**_SHARPNESS for us in (multiply, count * decode, fetch)) ** (1 / _SHARPNESS)
+    busy = steps * (step + _HALF * c.tile_k / 64)
     moved = p.weight_bytes + 2.0 * p.m * (p.k + p.n)
-    dram = moved / (0.95 * rate.dram_share * gpu.dram_gbps * 1e3)
-    ends = (rounds + 1 if c.stream_k else -(-tiles(p, c) // ctas)) * _TILE_US * c.tile_m / 128
-    shared = _SHARED_US * rate.exchange_us * c.tile_m / 128 + rate.exchange_us if c.stream_k else 0.0
-    fixed = _FIXED_US * rate.launch_us + rate.dram_latency_us
-    return float(fixed + ((steps * step) ** 4 + dram**4) ** 0.25 + ends + shared - rate.dependent_us * c.pdl)
+    dram = moved / (_DRAM * rate.dram_share * gpu.dram_gbps * 1e3)
+    fixed = _FIXED * rate.launch_us + (0.0 if c.pdl else rate.dependent_us)
+    if c.stream_k:
+        fixed += (_SHARED + _PARTS * c.tile_m * count / 256) * rate.exchange_us
+    return float(fixed + (busy**_HIDDEN + dram**_HIDDEN) ** (1 / _HIDDEN))
 
 
 def preference(c: QuantizedConfig) -> tuple[object, ...]:

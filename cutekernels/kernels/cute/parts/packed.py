@@ -87,19 +87,33 @@ class PackedWeights:
 
     @cute.jit
     def scale(self, factors: cute.Tensor, pairs: cute.Tensor):
-        """A k-block times the fp32 scales of its rows r and r + 8, each product rounded once."""
+        """A k-block times the fp32 scales of its rows r and r + 8.
+
+        bf16: a scale is the sum of two bf16 numbers, ``high + low``, but for 2^-17 of it, and exactly where it is fp16.
+        ``rn(q * high + rn(q * low))`` takes two instructions for two weights; through fp32 it would be five. fp16: by
+        fp32, since ``low`` may be too small a number; each product is rounded once.
+        """
         bits = cute.recast_tensor(factors, Int32)
-        if const_expr(self.halves):
-            widen = "mov.b32 {a, b}, $1; cvt.f32.f16 lo, a; cvt.f32.f16 hi, b;"
-        else:
-            widen = "shl.b32 t, $1, 16; mov.b32 lo, t; and.b32 t, $1, 0xffff0000; mov.b32 hi, t;"
-        kind = const_expr("f16" if self.halves else "bf16")
-        text = (
-            f"{{ .reg .b16 a, b; .reg .b32 t; .reg .f32 lo, hi, s; {widen} mov.b32 s, $2; "
-            f"mul.rn.f32 lo, lo, s; mul.rn.f32 hi, hi, s; cvt.rn.{kind}x2.f32 $0, hi, lo; }}"
-        )
-        for p in cutlass.range_constexpr(4):
-            pairs[p] = pure(text, pairs[p], bits[p % 2])
+        zero = Int32(-0x7FFF8000)  # -0.0 twice: keeps the sign of zero
+        for r in cutlass.range_constexpr(2):
+            if const_expr(self.halves):
+                text = (
+                    "{ .reg .b16 a, b; .reg .f32 lo, hi, s; mov.b32 {a, b}, $1; cvt.f32.f16 lo, a; cvt.f32.f16 hi, b; "
+                    "mov.b32 s, $2; mul.rn.f32 lo, lo, s; mul.rn.f32 hi, hi, s; cvt.rn.f16x2.f32 $0, hi, lo; }"
+                )
+                for p in cutlass.range_constexpr(r, 4, 2):
+                    pairs[p] = pure(text, pairs[p], bits[r])
+            else:
+                high = pure("{ .reg .f32 s; mov.b32 s, $1; cvt.rn.bf16x2.f32 $0, s, s; }", bits[r])
+                low = pure(
+                    "{ .reg .f32 s, h; .reg .b32 t; mov.b32 s, $1; and.b32 t, $2, 0xffff0000; mov.b32 h, t; "
+                    "sub.rn.f32 s, s, h; cvt.rn.bf16x2.f32 $0, s, s; }",
+                    bits[r],
+                    high,
+                )
+                for p in cutlass.range_constexpr(r, 4, 2):
+                    rest = pure("fma.rn.bf16x2 $0, $1, $2, $3;", pairs[p], low, zero)
+                    pairs[p] = pure("fma.rn.bf16x2 $0, $1, $2, $3;", pairs[p], high, rest)
 
     @cute.jit
     def scale16(self, factors: cute.Tensor, pairs: cute.Tensor):
