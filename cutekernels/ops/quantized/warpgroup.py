@@ -162,8 +162,9 @@ def body(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
         bias="none" if p.bias == "none" else "m",
         activation=Activation(p.activation),
     )
+    folded = (p.code, p.dtype, c.scaled) == ("e4m3", "bf16", "weights") and p.scale != p.dtype
     return PackedWarpgroup(
-        weights=PackedWeights(p.code, dtype),
+        weights=PackedWeights(p.code, dtype, folded=folded),
         scale=backend.float_of(p.scale),
         group=p.group,
         scale_rows=p.scale_rows,

@@ -31,6 +31,12 @@ class PackedWeights:
 
     code: str
     dtype: type[cutlass.Numeric]
+    folded: bool = False  # e4m3 in bf16, times scales: the power of two that its exponent wants is part of the scale
+
+    @property
+    def undone(self) -> float:
+        """What products of folded weights are multiplied by at the end: a part of the power, so scales may be large."""
+        return 2.0**24 if self.folded else 1.0
 
     @property
     def bits(self) -> int:
@@ -104,10 +110,11 @@ class PackedWeights:
                 for p in cutlass.range_constexpr(r, 4, 2):
                     pairs[p] = pure(text, pairs[p], bits[r])
             else:
-                high = pure("{ .reg .f32 s; mov.b32 s, $1; cvt.rn.bf16x2.f32 $0, s, s; }", bits[r])
+                fold = const_expr("mul.rn.f32 s, s, 0f6F800000; " if self.folded else "")  # 2^96
+                high = pure("{ .reg .f32 s; mov.b32 s, $1; " + fold + "cvt.rn.bf16x2.f32 $0, s, s; }", bits[r])
                 low = pure(
-                    "{ .reg .f32 s, h; .reg .b32 t; mov.b32 s, $1; and.b32 t, $2, 0xffff0000; mov.b32 h, t; "
-                    "sub.rn.f32 s, s, h; cvt.rn.bf16x2.f32 $0, s, s; }",
+                    "{ .reg .f32 s, h; .reg .b32 t; mov.b32 s, $1; " + fold + "and.b32 t, $2, 0xffff0000; "
+                    "mov.b32 h, t; sub.rn.f32 s, s, h; cvt.rn.bf16x2.f32 $0, s, s; }",
                     bits[r],
                     high,
                 )
@@ -161,6 +168,8 @@ class PackedWeights:
             moved = ((word >> 1) & 0x3F803F80) | (word & -0x7FFF8000)
             return pure("fma.rn.f16x2 $0, $1, $2, $3;", moved, Int32(0x5C005C00), zero)  # 2^8
         moved = ((word >> 4) & 0x07F007F0) | (word & -0x7FFF8000)
+        if const_expr(self.folded):
+            return moved
         return pure("fma.rn.bf16x2 $0, $1, $2, $3;", moved, Int32(0x7B807B80), zero)  # 2^120
 
     @cute.jit

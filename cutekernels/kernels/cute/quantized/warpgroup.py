@@ -210,7 +210,8 @@ class PackedWarpgroup:
         )
         box, shape = self.results.layout(), self.results.shape
         tma_d, tD = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mD, box, shape)
-        outputs = BoxOperands(tma_d, tD, None, None, mBias, Float32(1.0), Float32(0.0))
+        alpha = Float32(self.weights.undone if const_expr(self.scaled == "weights") else 1.0)
+        outputs = BoxOperands(tma_d, tD, None, None, mBias, alpha, Float32(0.0))
         self.kernel(
             tma_x, tX, outputs, Weight(mW, mS, mZ), mPartials, mTickets, self.mma(dtype), layout, rounds, share
         ).launch(
@@ -498,14 +499,19 @@ class PackedWarpgroup:
                     stage = shared.storage.toint().to(Int32) + self.smem.packed_at + at.stage * self.smem.packed_bytes
                     if const_expr(half == 0 and self.smem.strips > 0):
                         self.load_factors(consumer, stage, factors)
-                    fresh = self.decoded(consumer, stage, half, factors)
+                    words = self.packed_words(consumer, stage, half)
                     # At most the batch in front still runs: the one that last had these registers is done.
                     warpgroup.wait_group(1)
                     if const_expr(of_pair == 2):
                         self.pipeline.release(consumer.thread, shared.empty, before, done > 1)
                     elif const_expr(half == 1):
                         self.pipeline.release(consumer.thread, shared.empty, last, done > 0)
-                    self.issue(consumer, fresh, consumer.rW if const_expr(i == 0) else consumer.rV, half, at.stage)
+                    rW = consumer.rW if const_expr(i == 0) else consumer.rV
+                    for w in cutlass.range_constexpr(cute.size(words)):
+                        # A move that LLVM must keep here: what follows from it may not come before the wait.
+                        words[w] = kept_move(words[w])
+                    self.decode(consumer, stage, half, words, factors, cute.recast_tensor(rW, Int32))
+                    self.issue(consumer, rW, half, at.stage)
                     if const_expr(of_pair == 2 or half == 1):
                         before, last = last, at.stage
                         at = self.pipeline.next(at)
@@ -517,14 +523,8 @@ class PackedWarpgroup:
         return at
 
     @cute.jit
-    def issue(
-        self, consumer: Consumer, fresh: cute.Tensor, rW: cute.Tensor, half: cutlass.Constexpr[int], stage: Int32
-    ):
-        """Starts the products of 64 of K, with decoded weights moved to ``rW``."""
-        held = cute.recast_tensor(rW, Int32)
-        for i in cutlass.range_constexpr(4 * BLOCKS):
-            # A move that LLVM must keep: products under way read registers of their own.
-            held[i] = kept_move(fresh[i])
+    def issue(self, consumer: Consumer, rW: cute.Tensor, half: cutlass.Constexpr[int], stage: Int32):
+        """Starts the products of 64 of K, with decoded weights in ``rW``."""
         # Registers written above are ordered before the products that read them.
         warpgroup.fence()
         atom = cute.make_mma_atom(consumer.tiled_mma.op)
@@ -535,32 +535,42 @@ class PackedWarpgroup:
         warpgroup.commit_group()
 
     @cute.jit
-    def decoded(
-        self, consumer: Consumer, stage: Int32, half: cutlass.Constexpr[int], factors: cute.Tensor
-    ) -> cute.Tensor:
-        """A thread's weights of 64 of K: ``(pair, block)``, times their scales where those multiply weights."""
+    def packed_words(self, consumer: Consumer, stage: Int32, half: cutlass.Constexpr[int]) -> cute.Tensor:
+        """A thread's packed weights of 64 of K, from shared memory."""
         smem, lane = self.smem, consumer.thread % 32
+        packed = stage + consumer.group * smem.weight_bytes + consumer.thread // 32 * (smem.tile_bytes // 4)
+        packed = packed + (lane * VECTOR + half * smem.tile_bytes)
         words = cute.make_rmem_tensor((4, self.weights.bits // 4), Int32)
-        fresh = cute.make_rmem_tensor((4, BLOCKS), Int32)
+        for w in cutlass.range_constexpr(self.weights.bits // 4):
+            self.load_words(packed + w * 32 * VECTOR, words[None, w])
+        return words
+
+    @cute.jit
+    def decode(
+        self,
+        consumer: Consumer,
+        stage: Int32,
+        half: cutlass.Constexpr[int],
+        words: cute.Tensor,
+        factors: cute.Tensor,
+        pairs: cute.Tensor,
+    ):
+        """A thread's weights of 64 of K into ``pairs`` (16,), times their scales where those multiply weights."""
         shifts = cute.make_rmem_tensor(2, Int32)
         if const_expr(self.weights.code == "int4" and not self.zeros):
             shifts.fill(self.weights.symmetric)
-        packed = stage + consumer.group * smem.weight_bytes + consumer.thread // 32 * (smem.tile_bytes // 4)
-        packed = packed + (lane * VECTOR + half * smem.tile_bytes)
-        for w in cutlass.range_constexpr(self.weights.bits // 4):
-            self.load_words(packed + w * 32 * VECTOR, words[None, w])
         for kb in cutlass.range_constexpr(BLOCKS):
             k = const_expr(half * TILE + kb * 16)
-            strip = const_expr(k // self.group if smem.strips > 1 else 0)
-            if const_expr(self.zeros and (kb == 0 or (smem.strips > 1 and k % self.group == 0))):
+            strip = const_expr(k // self.group if self.smem.strips > 1 else 0)
+            if const_expr(self.zeros and (kb == 0 or (self.smem.strips > 1 and k % self.group == 0))):
                 self.load_shifts(consumer, stage, strip, shifts)
             of_block = cute.make_tensor(words.iterator + kb * self.weights.words, cute.make_layout(self.weights.words))
-            self.weights.decode(of_block, shifts, consumer.constant, fresh[None, kb])
+            four = cute.make_tensor(pairs.iterator + 4 * kb, cute.make_layout(4))
+            self.weights.decode(of_block, shifts, consumer.constant, four)
             if const_expr(self.scaled == "weights" and self.scale is self.weights.dtype):
-                self.weights.scale16(factors[None, strip], fresh[None, kb])
+                self.weights.scale16(factors[None, strip], four)
             elif const_expr(self.scaled == "weights"):
-                self.weights.scale(factors[None, strip], fresh[None, kb])
-        return fresh
+                self.weights.scale(factors[None, strip], four)
 
     @cute.jit
     def multiply_in_groups(
@@ -590,7 +600,8 @@ class PackedWarpgroup:
                 self.load_factors(consumer, stage, next_factors)
             for half in cutlass.range_constexpr(self.tile_k // TILE):
                 # -- packed words of 64 of K, decoded while the products of the 64 before run
-                fresh = self.decoded(consumer, stage, half, factors)
+                fresh = cute.make_rmem_tensor(4 * BLOCKS, Int32)
+                self.decode(consumer, stage, half, self.packed_words(consumer, stage, half), factors, fresh)
                 # The products of the 64 before are done: their weights' registers are free, and their stage.
                 warpgroup.wait_group(0)
                 if const_expr(half == 0):
