@@ -120,7 +120,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_every_public_function_is_in_the_readme() -> None:
-    for name in set(cutekernels.__all__) - {"autotune", "db", "models", "nn", "optim", "quant", "fold"}:
+    for name in set(cutekernels.__all__) - {"autotune", "db", "models", "nn", "optim", "fold"}:
         assert re.search(rf"`(ck\.)?{name}\b", README), f"the README does not mention {name}"
 
 
