@@ -273,6 +273,11 @@ class PackedSkinnySmem:
         return max(1, self.tile_k // self.group) if self.group else 0
 
     @property
+    def zero_groups(self) -> int:
+        """Groups that a stage's zero points belong to: one where all of K has the same."""
+        return max(1, self.groups) if self.zeros else 0
+
+    @property
     def scales_at(self) -> int:
         return self.x_at + self.tile_m * self.tile_k * 2
 
@@ -283,7 +288,7 @@ class PackedSkinnySmem:
 
     @property
     def stage_bytes(self) -> int:
-        end = self.zeros_at + self.groups * self.tile_n * self.zeros
+        end = self.zeros_at + self.zero_groups * self.tile_n
         return -(-end // 128) * 128  # a swizzled line of tokens
 
     @property
@@ -345,8 +350,13 @@ class PackedWarpgroupSmem:
         return self.strips * self.TILE * self.scale_bytes
 
     @property
+    def zero_strips(self) -> int:
+        """Groups of K in a stage whose zero points travel with it: one where all of K has the same."""
+        return max(1, self.strips) if self.zeros else 0
+
+    @property
     def zeros_bytes(self) -> int:
-        return self.strips * self.TILE * self.zeros
+        return self.zero_strips * self.TILE
 
     @property
     def stage_bytes(self) -> int:

@@ -285,7 +285,7 @@ class PackedSkinny:
             # then adds nothing: every code is a finite number.
             self.load_weight(tid, given, of, unit, stage, (of.tiles_k - first_k // TILE) * self.smem.tile_bytes)
             self.load_tokens(tid, given.mX, of, unit, stage + self.smem.x_at, True)
-        if const_expr(self.group > 0):
+        if const_expr(self.group > 0 or self.zeros):
             self.load_scales(tid, given, of, unit.n, first_k, stage)
 
     @cute.jit
@@ -341,21 +341,33 @@ class PackedSkinny:
     def load_scales(self, tid: Int32, given: Operands, of: Extents, index_n: Int32, first_k: Int32, stage: Int32):
         """Scales, and zero points, of the unit's groups: ``(group, row)``."""
         smem = self.smem
-        first = first_k // self.group
-        count = cute.ceil_div(of.k, self.group)
+        first, count = Int32(0), Int32(1)  # groups: the unit's first, and all of K
+        if const_expr(self.group > 0):
+            first = first_k // self.group
+            count = cute.ceil_div(of.k, self.group)
         if const_expr(self.scale_rows > 1):
             # One scale for the tile's rows; groups behind K are read as the last.
             blocks = cute.ceil_div(of.n, self.scale_rows)
             if tid < smem.groups:
                 group = cutlass.min(first + tid, count - 1)
                 at = Int64(group) * blocks + index_n * self.tile_n // self.scale_rows
-                source = given.mS.iterator.toint() + at * (self.scale.width // 8)
-                copy_async(stage + smem.scales_at + tid * 4, source, 4)
+                if const_expr(self.scale.width == 32):
+                    copy_async(stage + smem.scales_at + tid * 4, given.mS.iterator.toint() + at * 4, 4)
+                else:
+                    # cp.async moves 4 bytes at least, which the next scale may begin between.
+                    place = cute.make_ptr(
+                        self.scale, stage + smem.scales_at + tid * 4, cute.AddressSpace.smem, assumed_align=4
+                    )
+                    slot = cute.make_tensor(place, cute.make_layout(1))
+                    slot[0] = given.mS[group, index_n * self.tile_n // self.scale_rows]
         else:
             rows = cute.ceil_div(of.n, TILE) * TILE
-            self.load_strip(tid, given.mS, self.scale.width // 8, index_n, rows, (first, count), stage + smem.scales_at)
+            groups = (first, count)
+            if const_expr(self.group > 0):
+                size = const_expr(self.scale.width // 8)
+                self.load_strip(tid, given.mS, size, smem.groups, index_n, rows, groups, stage + smem.scales_at)
             if const_expr(self.zeros):
-                self.load_strip(tid, given.mZ, 1, index_n, rows, (first, count), stage + smem.zeros_at)
+                self.load_strip(tid, given.mZ, 1, smem.zero_groups, index_n, rows, groups, stage + smem.zeros_at)
 
     @cute.jit
     def load_strip(
@@ -363,14 +375,15 @@ class PackedSkinny:
         tid: Int32,
         mT: cute.Tensor,
         element_bytes: cutlass.Constexpr[int],
+        count: cutlass.Constexpr[int],
         index_n: Int32,
         rows: Int32,  # of all tiles
         groups: tuple[Int32, Int32],  # the first, and all of K
         target: Int32,
     ):
-        """``(groups, tile_n)`` elements of a ``(groups, rows)`` tensor; groups behind K are read as the last."""
+        """``(count, tile_n)`` elements of a ``(groups, rows)`` tensor; groups behind K are read as the last."""
         vectors = const_expr(self.tile_n * element_bytes // VECTOR)
-        total = const_expr(vectors * self.smem.groups)
+        total = const_expr(vectors * count)
         for i in cutlass.range_constexpr(-(-total // self.threads)):
             at = i * self.threads + tid
             group, vector = at // vectors, at % vectors
@@ -441,7 +454,7 @@ class PackedSkinny:
                         + (kb // 4) * smem.part_bytes + (kb % 4) // of_run * (32 * VECTOR)
                     )  # fmt: skip
                     self.load_words(weights_at + offset, words[None, s])
-            if const_expr(self.zeros and kb * 16 % self.interval == 0):
+            if const_expr(self.zeros and (kb == 0 or (self.interval > 0 and kb * 16 % self.interval == 0))):
                 self.load_shifts(stage + smem.zeros_at, lane, warp_k * self.chunk + kb * 16, strip, shifts)
             if const_expr(kb % 2 == 0):
                 # -- tokens of two k-blocks: four matrices of 8 x 8 for each 8 tokens
@@ -471,7 +484,8 @@ class PackedSkinny:
     @cute.jit
     def load_shifts(self, zeros: Int32, lane: Int32, k: Int32, strip: Int32, shifts: cute.Tensor):
         """What is added to codes of rows r and r + 8 of each strip, from zero points."""
-        first = zeros + k // self.group * self.tile_n + strip * STRIP + lane // 4
+        group = k // self.group if const_expr(self.group > 0) else Int32(0)
+        first = zeros + group * self.tile_n + strip * STRIP + lane // 4
         for s in cutlass.range_constexpr(self.strips):
             for r in cutlass.range_constexpr(2):
                 place = cute.make_ptr(

@@ -401,7 +401,7 @@ class PackedWarpgroup:
                             weight.mW.iterator.toint() + (Int64(row // TILE + g) * tiles_k + first) * smem.tile_bytes
                         )
                         copy_bulk(stage + g * smem.weight_bytes, source, weight_bytes, barrier)
-                        if const_expr(smem.strips > 0):
+                        if const_expr(smem.strips > 0 or self.zeros):
                             self.load_strips(weight, of, padded, row + g * TILE, k_tile, stage, g, barrier)
             at = self.pipeline.next(at)
         return at
@@ -420,16 +420,19 @@ class PackedWarpgroup:
     ):
         """Scales and zero points of 64 rows, a strip for each group of K in the k-tile; behind K the last again."""
         smem = self.smem
-        last = cute.ceil_div(of.k, self.group) - 1
-        for i in cutlass.range_constexpr(smem.strips):
-            group = cutlass.min(k_tile * self.tile_k // self.group + i, last)
+        last = cute.ceil_div(of.k, self.group) - 1 if const_expr(self.group > 0) else Int32(0)
+        for i in cutlass.range_constexpr(max(smem.strips, smem.zero_strips)):
+            group = Int32(0)
+            if const_expr(self.group > 0):
+                group = cutlass.min(k_tile * self.tile_k // self.group + i, last)
             at = Int64(group) * padded + row
             size = const_expr(TILE * self.scale.width // 8)
-            source = weight.mS.iterator.toint() + at * (self.scale.width // 8)
-            copy_bulk(stage + smem.scales_at + (g * smem.strips + i) * size, source, Int32(size), barrier)
+            if const_expr(smem.strips > 0):
+                source = weight.mS.iterator.toint() + at * (self.scale.width // 8)
+                copy_bulk(stage + smem.scales_at + (g * smem.strips + i) * size, source, Int32(size), barrier)
             if const_expr(self.zeros):
                 source = weight.mZ.iterator.toint() + at
-                copy_bulk(stage + smem.zeros_at + (g * smem.strips + i) * TILE, source, Int32(TILE), barrier)
+                copy_bulk(stage + smem.zeros_at + (g * smem.zero_strips + i) * TILE, source, Int32(TILE), barrier)
 
     # ---- consumers
 
@@ -676,7 +679,7 @@ class PackedWarpgroup:
     @cute.jit
     def load_shifts(self, consumer: Consumer, stage: Int32, strip: cutlass.Constexpr[int], shifts: cute.Tensor):
         """What is added to codes of rows r and r + 8, from zero points."""
-        first = stage + self.smem.zeros_at + (consumer.group * self.smem.strips + strip) * TILE
+        first = stage + self.smem.zeros_at + (consumer.group * self.smem.zero_strips + strip) * TILE
         for r in cutlass.range_constexpr(2):
             at = first + self.own_row(consumer) + 8 * r
             place = cute.make_ptr(cutlass.Uint8, at, cute.AddressSpace.smem, assumed_align=1)
