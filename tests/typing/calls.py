@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import assert_type
+from typing import Any, assert_type
 
 import torch
 from torch import Tensor
@@ -37,6 +37,13 @@ def quantized(x: Tensor) -> None:
     assert_type(weight.tensors(), dict[str, Tensor])
     assert_type(ck.quant.read({"qweight": x}, {"quant_method": "awq"}), ck.quant.QuantizedWeight)
     assert_type(ck.quant.why_not(weight), str | None)
+    assert_type(ck.quant.write_config(weight), dict[str, Any])
+    assert_type(ck.linear(x, weight, x, activation="silu"), Tensor)
+    assert_type(ck.rms_norm_linear(x, None, weight), Tensor)
+    assert_type(ck.rms_norm_linear(x, x, weight, x, residual=x), tuple[Tensor, Tensor])
+    assert_type(ck.linear_silu_mul(x, weight, norm_weight=x), Tensor)
+    assert_type(ck.nn.QuantizedLinear(weight).weight, ck.quant.QuantizedWeight)
+    assert_type(ck.nn.QuantizedLinear.from_linear(torch.nn.Linear(8, 8)), ck.nn.QuantizedLinear)
 
 
 def words_that_do_not_exist(x: Tensor) -> None:

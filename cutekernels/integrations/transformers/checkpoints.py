@@ -85,10 +85,7 @@ def is_quantized(module: Any) -> bool:
 
 
 def why_left(module: Any) -> str:
-    """Why ``patch`` leaves a quantized module as it is, and the remedy.
-
-    "" for one that is no projection, or runs on kernels already.
-    """
+    """Why ``patch`` leaves a quantized module as it is, and the remedy; "" for no projection, and for our own."""
     if not hasattr(module, "in_features") or layout_of(module) == "cutekernels":
         return ""
     return f"it is quantized ({said_kind(module)}), and patch takes plain weights: {REMEDY} for a models.Decoder"
