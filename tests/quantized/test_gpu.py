@@ -521,8 +521,7 @@ def test_the_module() -> None:
     back.load_state_dict(moved.state_dict())
     assert torch.equal(back(x), y)
     assert torch.equal(moved.cuda()(x), y)
-    layer.half()
-    assert layer(x.half()).dtype == FP16
+    assert copy.deepcopy(layer).half()(x.half()).dtype == FP16
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
         out = back(x)
@@ -535,6 +534,7 @@ def test_the_module() -> None:
 
 @on_gpu
 @shared
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled() -> None:
     layer = QuantizedLinear.from_linear(torch.nn.Linear(K, 1000, device="cuda", dtype=BF16), "int4_g128")
     x = tokens(8, K)

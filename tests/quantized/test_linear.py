@@ -331,3 +331,13 @@ def test_an_odd_number_of_rows_is_no_gate() -> None:
 def test_config_is_ignored_on_the_cpu() -> None:
     weight = make(72, 136).weight()
     assert torch.equal(quantized_linear(X, weight, config="body=skinny"), ck.linear(X, weight))
+
+
+def test_what_is_contiguous_but_begins_where_no_kernel_reads_is_copied() -> None:
+    """``Tensor.contiguous`` would return it as it is, misaligned."""
+    from cutekernels.ops.shared.tensor_op import _dense_copy
+
+    misaligned = torch.arange(17.0)[1:]
+    copied = _dense_copy(misaligned)
+    assert copied.data_ptr() != misaligned.data_ptr() and torch.equal(copied, misaligned)
+    assert _dense_copy(torch.randn(4, 6)[:, ::2]).is_contiguous()

@@ -223,11 +223,16 @@ def _planned(
     with torch.cuda.device(device):
         launch = dispatch.plan(op, problem, device, config).launch
         if any(copied):
-            ways = [(empty_copy if i < n else Tensor.contiguous) if copy else None for i, copy in enumerate(copied)]
+            ways = [(empty_copy if i < n else _dense_copy) if copy else None for i, copy in enumerate(copied)]
             launch = stand_ins(launch, ways, [i for i in range(n) if copied[i]])
         settle = getattr(launch, "settled", None)
         fire = None if settle is None else settle(operands, scalars)
     return Call.of(launch, inputs, fresh, pairs, fire)
+
+
+def _dense_copy(t: Tensor) -> Tensor:
+    """``t`` contiguous in memory of its own: what is contiguous already may begin where no kernel takes it."""
+    return t.clone(memory_format=torch.contiguous_format)
 
 
 def _dense(t: Tensor) -> Tensor:
