@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import stat
 import sys
 import time
@@ -132,6 +133,28 @@ class TestHits:
                 assert compiler.prepare(OP, PROBLEM, CONFIG, H200) == FACTS
         assert get().startswith("loaded")
         assert builds() == 1
+
+    def test_a_long_wait_is_said_once_and_names_warmup(
+        self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(compiler, "_told", False)
+        other, third = replace(CONFIG, tile=64), replace(CONFIG, warps=4)
+        with caplog.at_level(logging.INFO, logger="cutekernels"):
+            get()
+            assert caplog.messages == [], "a short one goes unsaid"
+            monkeypatch.setattr(compiler, "_LONG_S", 0.01)
+            get()
+            forget()
+            get()
+            compiler.prepare(OP, PROBLEM, third, H200)
+            assert caplog.messages == [], "what is in memory or on disk took no time, and no call waited for the third"
+            get(config=other)
+            (message,) = caplog.messages
+            get(replace(PROBLEM, dtype="fp16"))
+        assert caplog.messages == [message]
+        assert caplog.records[0].levelno == logging.INFO
+        assert re.match(r"a call waited 0\.\d s for toy \[", message)
+        assert f"cutekernels.warmup([('toy', '{PROBLEM}'), ...]) compiles ahead of calls" in message
 
     def test_an_entry_says_what_it_was_made_from(self) -> None:
         compiler.prepare(OP, PROBLEM, CONFIG, H200)
