@@ -40,7 +40,13 @@ class Module:
 MODULES = {
     "dispatch": Module(
         "cutekernels/dispatch.py",
-        ("tests/trunk/test_dispatch.py", "tests/db/test_serving.py", "tests/trunk/test_vendor.py"),
+        (
+            "tests/trunk/test_dispatch.py",
+            "tests/db/test_serving.py",
+            "tests/trunk/test_vendor.py",
+            "tests/trunk/test_loop.py",
+            "tests/trunk/test_rates.py",
+        ),
         (
             ("MAX_OCTAVES = 1.5", "MAX_OCTAVES = 1.0"),
             ("MOST_TRIED = 4", "MOST_TRIED = 1"),
@@ -104,7 +110,7 @@ MODULES = {
             ("    if message in _said:\n        return\n", ""),
             ("    if not path.is_file():", "    if False:"),
             ("    if found not in READABLE:", "    if found is None:"),
-            ("    connection.text_factory = str\n", ""),
+            ('if "UTF-8" not in str(error):', "if True:"),
             ('return url.partition("://")[0] + "://..."', "return url"),
         ),
     ),

@@ -231,6 +231,7 @@ class TestForced:
             ("tile=128 warps=1 fast=0", "a tile of 128 needs 4 warps"),
             (ToyConfig(128, 2, False), "a tile of 128 needs 4 warps"),
             (7, "toy takes a ToyConfig or its text; got 7"),
+            ("", "ToyConfig needs tile, warps, fast; got ''"),
         ],
     )
     def test_a_bad_one_is_refused_not_replaced(self, forced: Any, said: str) -> None:
