@@ -67,7 +67,7 @@ MODULES = {
             ("elif snapshots.may_serve(at_bucket.origin, at_bucket.reason):", "elif at_bucket.reason is not None:"),
             ("if isinstance(outcome, Choice) and outcome.config.vendors:", "if False:"),
             ("/ max(1.0, _behind(op, other, outcome.config, gpu))", ""),
-            ("if distance <= MAX_OCTAVES:", "if distance < MAX_OCTAVES:"),
+            ("if distance <= MAX_OCTAVES:", "if True:"),
             ("for distance, text, row in sorted(near, key=lambda n: n[:2]):", "for distance, text, row in near:"),
             ("if problem.static() == own.static() and problem != own:", "if problem.static() == own.static():"),
             ("        if not snapshots.may_serve(row.origin, row.reason):\n", "        if False:\n"),

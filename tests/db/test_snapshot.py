@@ -358,6 +358,15 @@ def test_rows_of_the_wrong_type_are_skipped_with_one_line(path: Path, caplog: py
     assert "4 broken rows skipped" in caplog.text
 
 
+def test_a_text_that_is_no_utf8_hides_no_other(path: Path) -> None:
+    bad = trial("bad=1", problem="m=4 n=64 k=32")
+    fill(path, bad)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("UPDATE trial SET config = CAST(x'ff' AS TEXT) WHERE id = ?", (bad.id,))
+        connection.commit()
+    assert configs(path) == ["a=1", "\udcff"], "which is no config of any op"
+
+
 def test_the_known_schema_is_a_number_that_sorts() -> None:
     assert migrations.HEAD.isdigit()
     assert len(migrations.HEAD) == 4
