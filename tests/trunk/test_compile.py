@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import pickle
-import re
 import stat
 import sys
 import time
@@ -134,28 +133,6 @@ class TestHits:
         assert get().startswith("loaded")
         assert builds() == 1
 
-    def test_a_long_wait_is_said_once_and_names_warmup(
-        self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(compiler, "_told", False)
-        other, third = replace(CONFIG, tile=64), replace(CONFIG, warps=4)
-        with caplog.at_level(logging.INFO, logger="cutekernels"):
-            get()
-            assert caplog.messages == [], "a short one goes unsaid"
-            monkeypatch.setattr(compiler, "_LONG_S", 0.01)
-            get()
-            forget()
-            get()
-            compiler.prepare(OP, PROBLEM, third, H200)
-            assert caplog.messages == [], "what is in memory or on disk took no time, and no call waited for the third"
-            get(config=other)
-            (message,) = caplog.messages
-            get(replace(PROBLEM, dtype="fp16"))
-        assert caplog.messages == [message]
-        assert caplog.records[0].levelno == logging.INFO
-        assert re.match(r"a call waited 0\.\d s for toy \[", message)
-        assert f"cutekernels.warmup([('toy', '{PROBLEM}'), ...]) compiles ahead of calls" in message
-
     def test_an_entry_says_what_it_was_made_from(self) -> None:
         compiler.prepare(OP, PROBLEM, CONFIG, H200)
         key = compiler.cache_key(OP, PROBLEM, CONFIG, H200)
@@ -246,7 +223,7 @@ class TestKey:
         del sys.modules[own.stem]
 
     def test_every_file_that_an_op_imports_is_in_its_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        reached = {file for op in registry.OPS for file in imported(str(file_of(type(op).__module__)))}
+        reached = imported({str(file_of(type(op).__module__)) for op in registry.OPS})
         ours = {file for file in reached if file.startswith("cutekernels/")}
         assert {"cutekernels/ops/gemm/specialized.py", "cutekernels/kernels/cute/gemm/skinny.py"} < ours
         read: set[str] = set()
@@ -274,9 +251,9 @@ def fingerprint(op: type) -> str:
     return compiler.source_fingerprint.__wrapped__(op)
 
 
-def imported(file: str) -> set[str]:
-    """``file`` and all files of ours that it imports, directly or not."""
-    found, todo = {file}, [file]
+def imported(files: set[str]) -> set[str]:
+    """``files`` and all files of ours that they import, directly or not."""
+    found, todo = set(files), list(files)
     while todo:
         new = {target for module in imports(todo.pop()) if (target := file_of(module)) is not None} - found
         found |= new
