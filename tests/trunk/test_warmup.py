@@ -22,7 +22,6 @@ from cutekernels import compilers, dispatch
 from cutekernels import gpu as gpus
 from cutekernels.backends import Facts
 from cutekernels.errors import CacheUnusable, CompileError, CompilerKilled, UnsupportedProblem
-from tests.trunk import test_compile as toys
 from tests.trunk.test_isolate import gone
 
 ROOT = Path(__file__).parents[2]
@@ -149,6 +148,8 @@ def test_a_cache_that_cannot_be_written_says_so_at_once(orders: Path) -> None:
 def test_a_call_that_waits_for_a_compiler_names_it_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from tests.trunk import test_compile as toys  # here: compiling processes import this file
+
     monkeypatch.setitem(compiler._BACKENDS, "text", "tests.trunk.test_compile:TextArtifact")
     monkeypatch.setattr(compiler, "_loaded", {})
     monkeypatch.setattr(compiler, "_told", False)
