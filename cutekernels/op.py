@@ -124,7 +124,7 @@ class _Record:
 
 def _parse(f: Field[Any], raw: str, error: type[ValueError]) -> Scalar:
     if "values" not in f.metadata:
-        if not (raw.isascii() and raw.isdigit() and len(raw) <= 18):
+        if not (raw.isascii() and raw.isdigit() and len(raw) <= len(str(MOST_EXTENT))):
             raise error(f"{f.name} is an extent, a whole number from 0 up; got {raw!r}")
         return int(raw)
     for value in f.metadata["values"]:

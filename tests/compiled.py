@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 import struct
 import subprocess
@@ -48,6 +49,11 @@ def in_turns(ops: Mapping[str, Any]) -> Any:
 def area(config: Config) -> int:
     """The product of a config's tiles: the smaller, the faster it compiles."""
     return math.prod(getattr(config, name) for name in config.space() if name.startswith("tile"))
+
+
+def smaller(configs: Sequence[Any], rng: random.Random) -> Any:
+    """A random config of the half with the smaller tiles."""
+    return rng.choice(sorted(configs, key=area)[: (len(configs) + 1) // 2])
 
 
 def one_knob_apart(configs: Sequence[Any], knob: str, others: tuple[str, ...] = ()) -> tuple[Any, Any] | None:

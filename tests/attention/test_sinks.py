@@ -274,11 +274,12 @@ def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gp
 
 @pytest.mark.parametrize(("change", "body"), [("sinks=same", "warps"), ("sinks=fp32", "warpgroup")])
 def test_sinks_change_the_code_of_both_bodies(change: str, body: str) -> None:
-    p = AttentionProblem.parse(PREFILL)
+    prefill = f"{PREFILL} head_dim=64"
+    p = AttentionProblem.parse(prefill)
     valid = [c for c in ATTENTION.valid(p, H200) if c.body == body]
     config = min(valid, key=lambda c: (area(c), str(c)))  # compiles fast
     assert isinstance(config, AttentionConfig)
-    plain, other = (compiled.code(ATTENTION, q, config) for q in (p, AttentionProblem.parse(f"{PREFILL} {change}")))
+    plain, other = (compiled.code(ATTENTION, q, config) for q in (p, AttentionProblem.parse(f"{prefill} {change}")))
     assert plain != other
 
 

@@ -118,6 +118,18 @@ def test_broken_shipped_rows_are_skipped_with_one_line(
     assert configs(path, "../shipped/h200") == []
 
 
+def test_shipped_rows_come_in_the_order_of_their_file(shipped: Path) -> None:
+    found = [trial("a=1", problem=f"m={m} n=64 k=32") for m in (16, 4, 64)]
+    (shipped / "h200.jsonl").write_text("".join(t.as_line() + "\n" for t in found))
+    assert snapshot.shipped("h200") == found
+
+
+def test_a_gpu_that_is_a_path_names_no_file(shipped: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (shipped.parent / "h200.jsonl").write_text("somebody else's\n")
+    assert snapshot.shipped("../h200") == []
+    assert caplog.messages == [], "nothing was read"
+
+
 def test_every_shipped_row_of_the_package_is_sound() -> None:
     for file in (Path(snapshot.__file__).parent / "shipped").glob("*.jsonl"):
         trials = [trial for _, trial in lines.parsed(file.read_text(encoding="utf-8").splitlines())]
@@ -228,6 +240,16 @@ def test_a_directory(tmp_path: Path) -> None:
     load_twice(tmp_path)
 
 
+def test_a_fifo_is_not_opened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """SQLite would wait for somebody to write into it."""
+    os.mkfifo(tmp_path / "x.db")
+    held = os.open(tmp_path / "x.db", os.O_RDWR)  # so that this test fails rather than hangs
+    os.write(held, b"no database" * 1000)
+    assert configs(tmp_path / "x.db") == []
+    os.close(held)
+    assert "it is not a file" in caplog.text
+
+
 @pytest.mark.usefixtures("one_warning")
 def test_a_file_of_something_else(tmp_path: Path) -> None:
     (tmp_path / "x.db").write_bytes(b"hello, I am not a database at all" * 100)
@@ -334,6 +356,15 @@ def test_rows_of_the_wrong_type_are_skipped_with_one_line(path: Path, caplog: py
         assert configs(path) == ["a=1"]
     assert len(caplog.records) == 1
     assert "4 broken rows skipped" in caplog.text
+
+
+def test_a_text_that_is_no_utf8_hides_no_other(path: Path) -> None:
+    bad = trial("bad=1", problem="m=4 n=64 k=32")
+    fill(path, bad)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("UPDATE trial SET config = CAST(x'ff' AS TEXT) WHERE id = ?", (bad.id,))
+        connection.commit()
+    assert configs(path) == ["a=1", "\udcff"], "which is no config of any op"
 
 
 def test_the_known_schema_is_a_number_that_sorts() -> None:

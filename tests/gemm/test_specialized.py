@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -164,15 +163,14 @@ def test_default_beyond_a_few_tokens() -> None:
 
 
 def test_compiles_without_spills() -> None:
-    """The model's choice beside random configs and the widest tiles, in both types, with every epilogue."""
-    rng = random.Random(0)
+    """The model's choice beside the widest tiles, in both types, with every epilogue."""
     words = ["", "dtype=fp16", "bias=fp32 activation=gelu", "c=n bias=same activation=silu out_align=1"]
     for i, (m, n) in enumerate([(40, 3584), (48, 1000), (64, 18944), (96, 3584), (300, 4096), (4096, 4096)]):
         problem = linear(m, n, words=words[i % len(words)])
         found = valid(problem)
         chosen = min(found, key=lambda c: (GEMM.estimate_us(problem, c, H200), SPECIALIZED.preference(c)))
-        other = rng.choice(found) if i % 2 else max(found, key=lambda c: (c.tile_m, c.tile_n))
-        for config in {other, chosen}:
+        widest = max(found, key=lambda c: (c.tile_m, c.tile_n))
+        for config in {chosen} if i % 2 else {widest, chosen}:
             facts = GEMM.build(problem, config, H200).facts
             assert facts.stack_bytes == 0, config
             assert facts.smem_bytes == SPECIALIZED.smem(config).total_bytes, config

@@ -84,6 +84,35 @@ def test_several_tokens_over_a_cache(family: str) -> None:
     close(second.logits, whole[:, 11:])
 
 
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])  # before transformers 5.24, and since
+def test_either_name_of_the_cache_is_taken(name: str) -> None:
+    model = tiny.model("llama")
+    x, turn = torch.randn(1, 3, 64), (torch.ones(1, 3, 16), torch.zeros(1, 3, 16))
+    with torch.no_grad(), ck.patch(model):
+        cache = DynamicCache(config=model.config)
+        for length in (3, 6):
+            model.model.layers[0].self_attn(x, turn, None, **{name: cache})
+            assert cache.get_seq_length() == length
+
+
+def test_attention_with_arguments_of_another_version_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An argument that is not known would be dropped without a word, as the cache was when it had another name."""
+    model = tiny.model("llama")
+    kind, ids = type(model.model.layers[0].self_attn), tokens()
+    forward = kind.forward
+    expected = model(ids).logits
+
+    def renamed(self: Any, hidden_states: Tensor, position_embeddings: Any, kv: Any = None, **kwargs: Any) -> Any:
+        return forward(self, hidden_states, position_embeddings, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", renamed)
+    with ck.patch(model) as report:
+        left = dict(report.left)
+        close(model(ids).logits, expected)
+    assert "calls it with kv, which no kernel knows" in left["model.layers.0.self_attn"]
+    assert report.patched["mlp"] and not report.patched["attention"]
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_those_of_transformers(family: str, checkpointing: bool) -> None:
@@ -464,7 +493,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "mask": ({"input_ids": tokens(), "attention_mask": [1]}, r"attention_mask as a tensor \(2, 20\).*got \[1\]"),
     "mask-shape": ({"input_ids": tokens(), "attention_mask": RIGHT[:1]}, "got a tensor of shape"),
     "mask-zero": ({"input_ids": tokens(), "attention_mask": 0 * RIGHT}, "that count, one at least"),
-    "cache": ({"input_ids": tokens(), "past_key_values": ()}, "past_key_values grow"),
+    "cache": ({"input_ids": tokens(), "past_key_values": ()}, "a cache grows"),
+    "new cache": ({"input_ids": tokens(), "cache": ()}, "a cache grows"),
 }  # fmt: skip
 
 

@@ -73,8 +73,12 @@ def test_compiles_for_every_architecture_as_predicted(case: tuple[str, str], spe
         assert facts.stack_bytes == 0, f"spills: {config}"
 
 
-@pytest.mark.parametrize("knob", [k for k in NormLinearConfig.space() if k != "path"])
-def test_every_knob_changes_the_code(knob: str) -> None:
+# The product's own, whose shared memory and instructions the tests around this one count; gemm's tests change each.
+COUNTED = ("path", "tile_m", "tile_n", "tile_k", "warps_m", "warps_n", "warps_k", "stages")
+
+
+@pytest.mark.parametrize("knob", [k for k in NormLinearConfig.space() if k not in COUNTED])
+def test_every_other_knob_changes_the_code(knob: str) -> None:
     of_many = knob in ("raster", "pingpong", "cluster_m", "cluster_n")
     name, text = MANY if of_many else PROBLEMS[1]
     pair = compiled.one_knob_apart(fused(name, text), knob)
@@ -146,7 +150,7 @@ def test_a_chain_has_no_kernel_of_its_own(tmp_path: Any) -> None:
 # ---- where things lie -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokens", [8, 16, 24, 64])
+@pytest.mark.parametrize("tokens", [8, 24, 32])  # tiles of 8: one and three; of 16: two
 def test_fragments_lie_where_the_norm_looks(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """B fragments: token 8j + lane/4, k = lane%4*2 + {0, 1} and 8 more. Accumulators: rows 8 apart in one thread."""
     import cutlass

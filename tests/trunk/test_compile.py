@@ -223,7 +223,7 @@ class TestKey:
         del sys.modules[own.stem]
 
     def test_every_file_that_an_op_imports_is_in_its_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        reached = {file for op in registry.OPS for file in imported(str(file_of(type(op).__module__)))}
+        reached = imported({str(file_of(type(op).__module__)) for op in registry.OPS})
         ours = {file for file in reached if file.startswith("cutekernels/")}
         assert {"cutekernels/ops/gemm/specialized.py", "cutekernels/kernels/cute/gemm/skinny.py"} < ours
         read: set[str] = set()
@@ -251,9 +251,9 @@ def fingerprint(op: type) -> str:
     return compiler.source_fingerprint.__wrapped__(op)
 
 
-def imported(file: str) -> set[str]:
-    """``file`` and all files of ours that it imports, directly or not."""
-    found, todo = {file}, [file]
+def imported(files: set[str]) -> set[str]:
+    """``files`` and all files of ours that they import, directly or not."""
+    found, todo = set(files), list(files)
     while todo:
         new = {target for module in imports(todo.pop()) if (target := file_of(module)) is not None} - found
         found |= new

@@ -161,6 +161,12 @@ class TestNearest:
             parsed.clear()
             tried.clear()
 
+    def test_a_problem_is_no_neighbour_of_its_own(self) -> None:
+        """Its own row was refused already; the fourth neighbour is the last one tried."""
+        broken = [winner(f"m=16 n={n}", "no config") for n in (64, 65, 66, 67)]
+        assert origin(*broken, winner("m=16 n=68", B)) == ("nearest", B)
+        assert origin(*broken, winner("m=16 n=68", "no config"), winner("m=16 n=69", B))[0] == "default"
+
     @pytest.mark.parametrize(
         "text", ["m=16", "m=x n=64", "m=-1 n=64", "nonsense", "m=1 n=64 m=2", "m=99999 n=64 gone=1", ""]
     )
@@ -231,6 +237,7 @@ class TestForced:
             ("tile=128 warps=1 fast=0", "a tile of 128 needs 4 warps"),
             (ToyConfig(128, 2, False), "a tile of 128 needs 4 warps"),
             (7, "toy takes a ToyConfig or its text; got 7"),
+            ("", "ToyConfig needs tile, warps, fast; got ''"),
         ],
     )
     def test_a_bad_one_is_refused_not_replaced(self, forced: Any, said: str) -> None:
@@ -437,6 +444,12 @@ class TestPlan:
         assert introspection.report_misses(database) == 1
         with Store(database) as store:
             assert store.requests()[0].hits == 3
+
+    def test_what_could_not_be_reported_joins_what_came_meanwhile(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        miss = ("h200", "toy", 3, "m=16 n=64")
+        monkeypatch.setattr(dispatch, "_missed", {miss: 1})
+        dispatch.give_back_missed({miss: 2})
+        assert dispatch.take_missed() == {miss: 3}
 
     def test_reload_forgets_plans_and_tells_the_ops(self, built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         told: list[int] = []

@@ -86,6 +86,7 @@ class TestText:
             ("rows=1_000 cols=5", "got '1_000'"),
             ("rows=٤ cols=5", "got '٤'"),
             (f"rows={'9' * 5000} cols=5", "whole number"),
+            (f"rows={'0' * 19}4 cols=5", "whole number"),
             ("rows=4 cols=5 dtype=fp32", "must be one of bf16, fp16; got 'fp32'"),
             ("rows=4 cols=5 causal=True", "must be one of"),
             ("rows=4 cols=5 causal=2", "must be one of"),
@@ -181,11 +182,14 @@ class TestSpace:
         assert Work(gpu.peak_tflops * 1e6, 0).floor_us(gpu) == pytest.approx(1)
         assert Work(0, gpu.dram_gbps * 1e3).floor_us(gpu) == pytest.approx(1)
         assert Work(gpu.peak_tflops * 1e6, gpu.dram_gbps * 2e3).floor_us(gpu) == pytest.approx(2)
+        assert not Work(gpu.peak_tflops * 1e6, gpu.dram_gbps * 2e3).by_arithmetic(gpu)
+        assert Work(gpu.peak_tflops * 2e6, gpu.dram_gbps * 1e3).by_arithmetic(gpu)
 
 
 def test_an_extent_fits_into_an_int64_and_so_does_its_bucket() -> None:
     most = ToyProblem(2**62, 1)
     assert most.bucket().m == 2**62
+    assert ToyProblem.parse(str(most)) == most
     for value in (2**62 + 1, 2**63, 2**64, 10**5000):
         with pytest.raises(UnsupportedProblem, match=r"m is at most 2\*\*62; it has \d+ bits"):
             ToyProblem(value, 1)

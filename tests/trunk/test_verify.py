@@ -198,6 +198,7 @@ def test_zeros_subnormals_integers_and_empty() -> None:
     verify.poison([whole, None])
     assert int(whole.max()) == torch.iinfo(torch.int64).min
     assert verify.worst_error([torch.empty(0, 3)], [torch.empty(0, 3)], 0.0) == 0
+    assert verify.worst_error([zero, None], [None, zero], 0.0) == 0, "nothing to compare"
 
 
 def test_a_wrong_shape_or_type_says_so() -> None:
@@ -226,6 +227,7 @@ def test_a_judge_keeps_what_a_single_judgement_makes(
     wrong = right.clone()
     wrong[0, 0] = math.nan
     one = verify.Judge([truth, None], FLOPS)
+    assert (one._references[0]._tolerances is not None) is (kept > 0)  # type: ignore[union-attr]
     for out in (right, wrong, right):
         assert one.worst_error([out, None]) == verify.worst_error([out, None], [truth, None], FLOPS)
     assert one.worst_error([wrong, None]) == math.inf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -142,6 +143,32 @@ def test_a_cache_that_cannot_be_written_says_so_at_once(orders: Path) -> None:
     compiler.directory().chmod(0o777)
     with pytest.raises(CacheUnusable, match="mode 777"):
         dispatch.warmup(PROBLEMS, 0)
+
+
+def test_a_call_that_waits_for_a_compiler_names_it_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.trunk import test_compile as toys  # here: compiling processes import this file
+
+    monkeypatch.setitem(compiler._BACKENDS, "text", "tests.trunk.test_compile:TextArtifact")
+    monkeypatch.setattr(compiler, "_loaded", {})
+    monkeypatch.setattr(compiler, "_told", False)
+    caplog.set_level(logging.INFO, logger="cutekernels")
+    toys.get()
+    assert caplog.messages == [], "a short one goes unsaid"
+    monkeypatch.setattr(compiler, "_LONG_S", 0.01)
+    toys.get()
+    toys.forget()
+    toys.get()
+    compiler.prepare(toys.OP, toys.PROBLEM, toys.CONFIG.replace(warps=4), H200)
+    assert caplog.messages == [], "what is in memory or on disk took no time, and no call waited for the other"
+    toys.get(config=toys.CONFIG.replace(tile=64))
+    (record,) = caplog.records
+    toys.get(toys.PROBLEM.replace(dtype="fp16"))
+    assert caplog.records == [record]
+    assert record.levelno == logging.INFO
+    assert re.match(r"a call waited 0\.\d s for toy \[", record.getMessage())
+    assert f"cutekernels.warmup([('toy', '{toys.PROBLEM}'), ...]) compiles ahead of calls" in record.getMessage()
 
 
 @pytest.mark.parametrize("jobs", [0, -1, 2.0, True, "2"])

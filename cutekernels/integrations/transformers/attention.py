@@ -91,6 +91,9 @@ class _Traced:
     """Whether the model made ``position_ids`` itself: tokens of one sequence, whatever a graph can see of them."""
 
 
+_traced = _Traced()  # an object: torch 2.11 traces no assignment to a class
+
+
 def watch(body: torch.nn.Module) -> None:
     """Has masks learn, while the text part of a model is traced, whether its positions are its own."""
     body.register_forward_pre_hook(_begin, with_kwargs=True)
@@ -106,15 +109,15 @@ def unwatch(body: torch.nn.Module) -> None:
 
 def _begin(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling():
-        given = ("position_ids", "attention_mask", "past_key_values")
+        given = ("position_ids", "attention_mask", "past_key_values", "cache")
         plain = len(args) <= 1 and all(kwargs.get(name) is None for name in given)
         last = list(module._forward_pre_hooks.values())[-1] is _begin  # later ones may add positions, as may a wrapper
-        _Traced.own_positions = plain and last and "forward" not in module.__dict__
+        _traced.own_positions = plain and last and "forward" not in module.__dict__
 
 
 def _end(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
     if torch.compiler.is_compiling():
-        _Traced.own_positions = False
+        _traced.own_positions = False
 
 
 def make_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
@@ -189,7 +192,7 @@ def _is_band(
     """
     if not torch.compiler.is_compiling() or attention_mask is not None:
         return False
-    if not allow_is_causal_skip and (use_vmap or not _Traced.own_positions):  # use_vmap: with a mask of the caller's
+    if not allow_is_causal_skip and (use_vmap or not _traced.own_positions):  # use_vmap: with a mask of the caller's
         return False
     begins = not windowed if isinstance(q_offset, Tensor) else q_offset == 0
     return bool(begins and kv_offset == 0 and q_length == kv_length)

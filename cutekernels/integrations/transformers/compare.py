@@ -124,10 +124,8 @@ def _checked(model: Any, inputs: Any) -> dict[str, Any]:
                     f"compare takes inputs on the model's device, {table.device}; {name} is on {value.device}: "
                     "move it with .to(model.device)"
                 )
-    if given.get("past_key_values") is not None:
-        raise UnsupportedProblem(
-            "compare runs the model three times, and past_key_values grow each time: pass all tokens"
-        )
+    if given.get("past_key_values") is not None or given.get("cache") is not None:
+        raise UnsupportedProblem("compare runs the model three times, and a cache grows each time: pass all tokens")
     _check_tokens(tokens, table, embedded=ids is None)
     _check_mask(given.get("attention_mask"), tokens.shape[:2])
     return dict(given)

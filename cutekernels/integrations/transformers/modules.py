@@ -238,9 +238,13 @@ class Attention(Fused):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Projections, norms of q and k, rotary embedding, cache, attention, output projection."""
+        """Projections, norms of q and k, rotary embedding, cache, attention, output projection.
+
+        The cache is called ``past_key_values`` before transformers 5.24.
+        """
         me: Any = self
         names: Any = sys.modules[self.original.__module__]
         shape = hidden_states.shape[:-1]
@@ -256,8 +260,9 @@ class Attention(Fused):
         cos, sin = position_embeddings
         turned = rope(q, k, cos.detach(), sin.detach())
         q, k, v = (t.transpose(1, 2) for t in (*turned, v) if t is not None)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, me.layer_idx)
+        cache = past_key_values if cache is None else cache
+        if cache is not None:
+            k, v = cache.update(k, v, me.layer_idx)
         attend = names.ALL_ATTENTION_FUNCTIONS.get_interface(
             me.config._attn_implementation, names.eager_attention_forward
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -44,7 +45,17 @@ def why_not(role: str, module: Any, family: Family, top_k: int) -> str:
         )
     if role == "norm" and _has_shape(module.weight, 1):
         return _of_norm(tuple(module.weight.shape), _dtype(module.weight), *family.norm_options(module).values())
-    return _of_rope(module.head_dim, *_heads(module), _dtype(_query(module))) if role == "attention" else ""
+    if role == "attention":
+        return _asks_for_more(type(module)) or _of_rope(module.head_dim, *_heads(module), _dtype(_query(module)))
+    return ""
+
+
+def _asks_for_more(original: type[Any]) -> str:
+    """Why an attention layer's arguments are not ours, as in a version of transformers that has renamed some."""
+    taken = inspect.signature(modules.Attention.forward).parameters
+    asked = inspect.signature(original.forward).parameters
+    unknown = sorted(asked.keys() - taken.keys())
+    return f"this version of transformers calls it with {', '.join(unknown)}, which no kernel knows" if unknown else ""
 
 
 def why_no_core(module: Any, family: Family) -> str:
