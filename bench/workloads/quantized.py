@@ -1,8 +1,7 @@
-"""Linear layers with weights of four and eight bits: ten weights of four models, and others that nothing was fitted to.
+"""Linear layers with weights of four and eight bits: ten weights of four models, and eleven of four others ("heldout").
 
-The baseline is cuBLAS with the weight in bf16 (fp16), decoded beforehand, which "our ops in bf16" have too. Packed
-products
-of other projects are in ``quantized_peers``.
+The baseline is cuBLAS with the weight in bf16 (fp16), decoded beforehand, as "our ops in bf16" have it. Packed products of
+other projects are in ``quantized_peers``.
 """
 
 from __future__ import annotations
@@ -174,8 +173,8 @@ def _ours_decoded(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[L
     p = posed(case)[1]
     options = (p.code, p.group, p.n, p.k, p.columns, p.dtype)
 
-    def decode(i: Inputs) -> Tensor:
-        return call(DEQUANTIZE, (*i.operands, None), options, (0,), config=config, out=i.results)[0]
+    def decode(i: Inputs) -> tuple[Tensor, ...]:
+        return call(DEQUANTIZE, (*i.operands, None), options, (0,), config=config, out=i.results)
 
     return [partial(decode, i) for i in sets]
 
@@ -211,20 +210,20 @@ class _Plain:
             values = codes.view(torch.float8_e4m3fn).float()
         rows, group = codes.shape[0] // scales.shape[0], self.columns // scales.shape[1]
         blocks = values.unflatten(1, (-1, group)).unflatten(0, (-1, rows))
-        scaled = blocks * scales.float()[:, None, :, None]
+        scaled: Tensor = blocks * scales.float()[:, None, :, None]
         return scaled.flatten(2).flatten(0, 1).to(self.dtype)
 
 
 def _plain(case: Case, sets: Sequence[Inputs], wrap: Callable[[_Plain], Callable[..., Tensor]]) -> Sequence[Launch]:
     p = posed(case)[1]
-    decode = wrap(_Plain(p.columns, DTYPES[p.dtype], p.bits == 4))
+    decode = wrap(_Plain(p.columns, DTYPES[p.dtype], p.code == "int4"))
 
     def bound(i: Inputs) -> Launch:
         rows = quantized_peers.rows_of(p, *i.operands)
         codes, scales = rows.codes[:, : p.columns], rows.scales
         if p.group:
             scales = scales[:, : p.columns // p.group].contiguous()
-        return partial(decode, quantized_peers.nibbles(codes) if p.bits == 4 else codes.contiguous(), scales)
+        return partial(decode, quantized_peers.nibbles(codes) if p.code == "int4" else codes.contiguous(), scales)
 
     return [bound(i) for i in sets]
 
