@@ -89,6 +89,8 @@ class Workload:
     memory is not the limit."""
     poses: str | None = None
     """The registered op whose problems the cases pose, where ``op`` is not registered itself: a chain of several."""
+    configured: bool = True
+    """Whether ``ours`` takes a config of the op that is posed; else it calls several, each by the dispatcher."""
     work: Callable[[Case], Work] | None = None
     """Least flops and bytes of a case; by default those of the op's problem."""
     example: Callable[[Path], Contender] | None = None

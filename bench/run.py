@@ -88,6 +88,16 @@ def contenders(case: Case, plan: Plan) -> list[Contender | Ours]:
     where that differs, and the best config within ``plan.max_smem_kib``. A winner that is the vendor's call is none of
     our kernels: the default takes its place.
     """
+    workload = workloads.get(case.op)
+    found = _configured(case, plan) if workload.configured else [Ours(ours("cutekernels"), "", "")]
+    if plan.alone:
+        return list(found)
+    example = [workload.example(plan.example)] if plan.example is not None and workload.example is not None else []
+    streams = [] if workload.streams is None else stream.contenders(*workload.streams(case), plan.gpu)
+    return [*workload.peers, *example, *streams, *found]
+
+
+def _configured(case: Case, plan: Plan) -> list[Ours]:
     op, problem = posed(case)
     choice = dispatch.resolve(op, problem, plan.gpu)
     default = op.default(problem, plan.gpu)
@@ -100,12 +110,7 @@ def contenders(case: Case, plan: Plan) -> list[Contender | Ours]:
     if plan.max_smem_kib is not None:
         config, origin = within_smem(op, problem, plan.gpu, plan.max_smem_kib)
         found.append(_forced(f"cutekernels (<= {plan.max_smem_kib} KiB smem)", config, origin))
-    if plan.alone:
-        return list(found)
-    workload = workloads.get(case.op)
-    example = [workload.example(plan.example)] if plan.example is not None and workload.example is not None else []
-    streams = [] if workload.streams is None else stream.contenders(*workload.streams(case), plan.gpu)
-    return [*workload.peers, *example, *streams, *found]
+    return found
 
 
 def ours(name: str, config: Any = None) -> Contender:

@@ -58,6 +58,8 @@ def stream(  # type: ignore[no-untyped-def]
 ):
     """Fill each of WRITES arrays with the exclusive or of READS arrays, all of ``words`` words.
 
+    Without WRITES: only that of each block's words is stored, or no load would be needed.
+
     Schedule: programs take blocks of BLOCK words in turns; all inputs of a block are loaded before its stores.
     """
     pdl_wait(DEPENDENT)
@@ -71,15 +73,17 @@ def stream(  # type: ignore[no-untyped-def]
             mixed ^= tl.load(source_ptr + i * pitch + at, mask=inside)
         for i in tl.static_range(WRITES):
             tl.store(target_ptr + i * pitch + at, mixed, mask=inside)
+        if WRITES == 0:
+            tl.store(target_ptr + block, tl.xor_sum(tl.where(inside, mixed, 0), 0))
         block += tl.num_programs(0)
 
 
 def move(variant: Variant, source: Tensor, target: Tensor, programs: int, dependent: bool) -> Tensor:
-    """Stream ``source`` (reads, words) into ``target`` (writes, words), both int32.
+    """Stream ``source`` (reads, words) into ``target`` (writes, words), both int32; or (blocks,), a word for each.
 
     ``programs``: number of persistent programs. ``dependent``: launched while the preceding kernel still runs.
     """
-    (reads, words), writes = source.shape, target.shape[0]
+    (reads, words), writes = source.shape, target.shape[0] if target.dim() == 2 else 0
     blocks = -(-words // variant.block)
     grid = (min(blocks, programs) if variant.per_sm else blocks,)
     options = {"num_warps": variant.warps, "launch_pdl": dependent}
@@ -88,7 +92,10 @@ def move(variant: Variant, source: Tensor, target: Tensor, programs: int, depend
 
 
 def contenders(reads: int, writes: int, gpu: GpuSpec) -> list[Contender]:
-    """One contender per variant: ``reads`` arrays in and ``writes`` out, together the least bytes a case moves."""
+    """One contender per variant: ``reads`` arrays in and ``writes`` out, together the least bytes a case moves.
+
+    ``writes`` may be 0: a weight's bytes are nearly all that few tokens times it move.
+    """
     drawn: list[tuple[Tensor, Tensor]] = []  # made by the first variant that is bound, shared by all
 
     def bind(variant: Variant, case: Case, sets: Sequence[Inputs]) -> Sequence[Launch]:
@@ -102,7 +109,7 @@ def contenders(reads: int, writes: int, gpu: GpuSpec) -> list[Contender]:
 
 
 def arrays(case: Case, reads: int, writes: int, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
-    """Random words ``(reads, n)``, each a pair of 16-bit floats, and room for ``(writes, n)``.
+    """Random words ``(reads, n)``, each a pair of 16-bit floats, and room for ``(writes, n)``, or a word a block.
 
     Together they have the least number of bytes that ``case`` moves, and up to 64 more for each array.
     """
@@ -110,4 +117,5 @@ def arrays(case: Case, reads: int, writes: int, device: torch.device, seed: int)
     draw = torch.Generator(device).manual_seed(seed)
     halves = torch.randn((reads, 2 * words), generator=draw, device=device, dtype=torch.bfloat16)
     source = halves.view(torch.int32)
-    return source, source.new_empty((writes, words))
+    shape = (writes, words) if writes else (-(-words // min(v.block for v in VARIANTS)),)
+    return source, source.new_empty(shape)

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "gemm": "gemm",
+    "quantized_linear": "quantized",
+    "quantized_linear_backward": "quantized",
+    "dequantize": "quantized",
     "attention": "attention",
     "attention_backward": "attention_backward",
     "decode_attention": "attention_decode",

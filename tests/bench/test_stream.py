@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from functools import reduce
+from operator import xor
 from typing import Any
 
 import pytest
@@ -29,10 +31,13 @@ MOVES = [
     (1, 8, 1008, 1),
     (8, 1, 1008, 1),
 ]
+READS = [(1, 0, 16, 4), (1, 0, 8192, 4), (2, 0, 4096 * 5 + 16, 2)]
 
 
 def _move(reads: int, writes: int, words: int, programs: int) -> list[bool]:
     """Whether each variant's results are the exclusive or of its sources, and nothing else is written."""
+    if not writes:
+        return _read(reads, words, programs)
     found = []
     for variant in stream.VARIANTS:
         draw = torch.Generator().manual_seed(words)
@@ -47,10 +52,34 @@ def _move(reads: int, writes: int, words: int, programs: int) -> list[bool]:
     return found
 
 
+def _read(reads: int, words: int, programs: int) -> list[bool]:
+    """Whether the exclusive or of what each variant leaves is that of all words, and nothing else is written."""
+    found = []
+    for variant in stream.VARIANTS:
+        draw = torch.Generator().manual_seed(words)
+        source = torch.randint(-(1 << 31), 1 << 31, (reads, words), generator=draw, dtype=torch.int32)
+        blocks = -(-words // variant.block)
+        memory = torch.full((blocks + 64,), 77, dtype=torch.int32)
+        stream.move(variant, source, memory[:blocks], programs, dependent=False)
+        made = [reduce(xor, some.tolist()) for some in (source.flatten(), memory[:blocks])]
+        found.append(made[0] == made[1] and bool((memory[blocks:] == 77).all()))
+    return found
+
+
 def test_every_variant_moves_everything_once() -> None:
     from tests.interpreted import replies
 
-    assert replies(__file__, MOVES) == [[True] * len(stream.VARIANTS)] * len(MOVES)
+    cases = [*MOVES, *READS]
+    assert replies(__file__, cases) == [[True] * len(stream.VARIANTS)] * len(cases)
+
+
+def test_what_is_read_alone_has_all_bytes_of_the_case_and_a_word_for_each_block() -> None:
+    case = workloads.cases("quantized_linear", "decode")[0]
+    work = workloads.work(case)
+    source, target = stream.arrays(case, 1, 0, torch.device("cpu"), 0)
+    assert 0 <= source.nbytes - work.bytes <= 64
+    assert target.dim() == 1
+    assert target.numel() >= -(-source.shape[1] // min(v.block for v in stream.VARIANTS))
 
 
 def test_the_arrays_hold_the_bytes_of_the_case_in_its_proportion() -> None:
