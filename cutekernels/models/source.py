@@ -34,7 +34,9 @@ class Source:
         held = [(owner, name) for owner in (module._parameters for module in modules) for name in owner]
         # A quantized weight is no parameter, and frozen: where it moves, another one is in its place.
         held += [(own, "weight") for own in map(vars, modules) if isinstance(own.get("weight"), QuantizedWeight)]
-        held += [(own, name) for own in (m._buffers for m in modules if isinstance(m, QuantizedLinear)) for name in own]
+        packed = [m for m in modules if isinstance(m, QuantizedLinear)]
+        held += [(module._buffers, name) for module in packed for name in module._buffers]
+        held += [(vars(module), "_whole") for module in packed]  # another one where a state dict was loaded in place
         self._owners, self._names = [owner for owner, _ in held], [name for _, name in held]
         self._held = [owner[name] for owner, name in held]  # None where there is no bias
         self._parameters = [p for p in self._held if isinstance(p, Tensor)]

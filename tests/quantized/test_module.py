@@ -356,13 +356,32 @@ def test_configs_of_one_model_agree() -> None:
         quant.write_config(make(72, 136, Kind("nf4", 64)).weight())
 
 
+def quantized_model(scheme: str, seed: int = 0) -> Any:
+    """Of transformers; q, k and v can be one, and gate and up."""
+    model = tiny.model("llama", num_key_value_heads=4, intermediate_size=128)
+    torch.manual_seed(seed)
+    for path, linear in [*model.named_modules()]:
+        if type(linear) is torch.nn.Linear and path != "lm_head":
+            torch.nn.init.normal_(linear.weight)
+            model.set_submodule(path, QuantizedLinear.from_linear(linear, scheme))
+    return model
+
+
+def test_a_decoder_follows_what_is_loaded_in_place() -> None:
+    """Into copies of weights too, which lie side by side for one product."""
+    model, other = quantized_model("int4_g32"), quantized_model("int4_g32", seed=1)
+    decoders = [ck.models.Decoder.from_transformers(m, max_batch=1, max_tokens=64) for m in (model, other)]
+    first, expected = (d.generate([[1, 2, 3]], max_new_tokens=16, stop=()).tokens for d in decoders)
+    assert first != expected
+    assert not decoders[0]._source.moved()
+    model.load_state_dict(other.state_dict())
+    assert decoders[0].generate([[1, 2, 3]], max_new_tokens=16, stop=()).tokens == expected
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("scheme", ["int4_g32", "fp8_block"])
 def test_a_model_with_such_layers_is_saved_and_loaded(scheme: str, tmp_path: Path) -> None:
-    model = tiny.model("llama")
-    for path, linear in [*model.named_modules()]:
-        if type(linear) is torch.nn.Linear and path != "lm_head":
-            model.set_submodule(path, QuantizedLinear.from_linear(linear, scheme))
+    model = quantized_model(scheme)
     model.config.quantization_config = quant.write_config(model)
     ids = torch.tensor([[1, 2, 3, 4]])
     expected = model.generate(ids, max_new_tokens=6, do_sample=False)[0, 4:].tolist()
