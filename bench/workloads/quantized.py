@@ -1,7 +1,7 @@
 """Linear layers with weights of four and eight bits: ten weights of four models, and eleven of four others ("heldout").
 
-The baseline is cuBLAS with the weight in bf16 (fp16), decoded beforehand; "our ops in bf16" have it too. Packed products
-of other projects are in ``quantized_peers``.
+The baseline is cuBLAS with the weight in bf16 (fp16), decoded beforehand; "our ops in bf16" have it too. Other projects
+are in ``quantized_peers``.
 """
 
 from __future__ import annotations
