@@ -1,7 +1,7 @@
 """Linear layers with weights of four and eight bits: ten weights of four models, and eleven of four others ("heldout").
 
-The baseline is cuBLAS with the weight in bf16 (fp16), decoded beforehand, as "our ops in bf16" have it. Packed products of
-other projects are in ``quantized_peers``.
+The baseline is cuBLAS with the weight in bf16 (fp16), decoded beforehand; "our ops in bf16" have it too. Other projects
+are in ``quantized_peers``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _linear(
     op: str, models: dict[str, dict[str, tuple[int, int]]], tokens: Sequence[int], dtype: str, accumulate: str
 ) -> list[Case]:
     return [
-        Case(op, str(QuantizedProblem(m=m, n=n, k=k, dtype=dtype, **words)), f"{name}, {label} m={m}")
+        Case(op, str(QuantizedProblem(m=m, n=n, k=k, dtype=str(dtype), **words)), f"{name}, {label} m={m}")
         for name, words in FORMATS.items()
         for label, n, k in _weights(models)
         for m in tokens
@@ -72,7 +72,7 @@ def _linear(
 def _decoded(dtype: str, accumulate: str) -> list[Case]:
     """Whole weights."""
     return [
-        Case("dequantize", str(DequantizeProblem(n=n, columns=k, k=k, dtype=dtype, **words)), f"{name}, {label}")
+        Case("dequantize", str(DequantizeProblem(n=n, columns=k, k=k, dtype=str(dtype), **words)), f"{name}, {label}")
         for name, words in FORMATS.items()
         for label, n, k in _weights(WEIGHTS)
     ]
@@ -81,7 +81,7 @@ def _decoded(dtype: str, accumulate: str) -> list[Case]:
 def _decoded_parts(dtype: str, accumulate: str) -> list[Case]:
     """The columns that a gradient decodes at a time, about."""
     return [
-        Case("dequantize", str(DequantizeProblem(n=n, columns=512, k=k, dtype=dtype, **words)), f"{name}, {label}")
+        Case("dequantize", str(DequantizeProblem(n=n, columns=512, k=k, dtype=str(dtype), **words)), f"{name}, {label}")
         for name, words in FORMATS.items()
         for label, n, k in _weights(WEIGHTS)
     ]

@@ -56,6 +56,18 @@ def test_ours_and_plain_torch_agree_with_the_truth(op: str, form: str) -> None:
         check(case, i, contender.bind)
 
 
+def test_the_suites_are_ten_weights_of_four_models_in_three_formats() -> None:
+    assert len(quantized.WEIGHTS) == 4
+    for suite, tokens in (("decode", (1, 4, 8, 16)), ("tokens", (1, 8, 32, 64, 128, 256))):
+        problems = [run.posed(case)[1] for case in workloads.cases("quantized_linear", suite)]
+        assert {p.m for p in problems} == set(tokens)
+        weights = {(p.n, p.k) for p in problems}
+        assert len(weights) == 10
+        assert len(problems) == 10 * len(tokens) * len(FORMATS)
+    held = {(p.n, p.k) for p in (run.posed(c)[1] for c in workloads.cases("quantized_linear", "heldout"))}
+    assert not held & weights
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_operands_pose_the_case(form: str) -> None:
     _, p, i = small("quantized_linear", form)

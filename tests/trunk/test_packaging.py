@@ -25,6 +25,7 @@ MODULES = {  # distributions whose modules are called otherwise
     "quack-kernels": {"quack"},
     "liger-kernel": {"liger_kernel"},
     "flash-attn-4": {"flash_attn"},
+    "humming-kernels": {"humming"},
 }
 # Loaded by name: SQLAlchemy loads psycopg for a URL of PostgreSQL, and the DSL the runtime of its compiled objects.
 BY_NAME = {"psycopg", "apache-tvm-ffi"}
