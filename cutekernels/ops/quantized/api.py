@@ -33,15 +33,15 @@ def quantized_linear(
     config: Any = None,
 ) -> Tensor:
     """:func:`cutekernels.linear` of a packed weight; arguments as there."""
-    check_word("linear", "activation", activation, optional=True)
-    check_tensor("linear", "x", x)
-    check_tensor("linear", "out", out, optional=True)
+    if activation is not None:
+        check_word("linear", "activation", activation)
+    if not isinstance(x, Tensor):
+        check_tensor("linear", "x", x)
     n, k = weight.shape
     if x.dim() == 0 or x.shape[-1] != k:
         raise UnsupportedProblem(f"x must be (..., K) with weight's K={k}; its shape is {tuple(x.shape)}")
-    reason = why_not(weight) if x.is_cuda or weight.offsets is not None else None
-    if reason is not None:
-        raise UnsupportedProblem(reason)
+    if weight.offsets is not None or k % 8:
+        check_kernels(x, weight)
     if weight.order is not None:
         x = x.index_select(-1, weight.order)
     rows = math.prod(x.shape[:-1])
@@ -51,6 +51,7 @@ def quantized_linear(
     if out is None:
         made = call(QUANTIZED_LINEAR, inputs, options, config=config)[0]
         return made if x.dim() == 2 else made.view(*x.shape[:-1], n)
+    check_tensor("linear", "out", out)
     if out.shape != (*x.shape[:-1], n):
         raise UnsupportedProblem(f"out must be {(*x.shape[:-1], n)}; its shape is {tuple(out.shape)}")
     try:
@@ -60,6 +61,13 @@ def quantized_linear(
         return out
     call(QUANTIZED_LINEAR, inputs, options, config=config, out=(flat_out,))
     return out
+
+
+def check_kernels(x: Tensor, weight: QuantizedWeight) -> None:
+    """Raises UnsupportedProblem for a weight that no kernel multiplies by ``x``, with the remedy."""
+    reason = why_not(weight) if x.is_cuda or weight.offsets is not None else None
+    if reason is not None:
+        raise UnsupportedProblem(reason)
 
 
 def register(library: torch.library.Library) -> None:
