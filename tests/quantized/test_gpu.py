@@ -22,7 +22,7 @@ from cutekernels.nn import QuantizedLinear
 from cutekernels.ops.quantized.api import quantized_linear
 from cutekernels.ops.quantized.op import QUANTIZED_LINEAR
 from cutekernels.ops.quantized.problem import QuantizedConfig, QuantizedProblem
-from cutekernels.quant import QuantizedWeight, quantize
+from cutekernels.quant import QuantizedWeight, layout, quantize
 from tests.quantized.cases import (
     BF16,
     COMMON,
@@ -478,7 +478,8 @@ def test_gradients_through_activations(activation: Any) -> None:
 def test_a_backward_decodes_no_whole_weight() -> None:
     """QLoRA: beside the packed weight there are parts of it decoded, of 24 MB each, and activations."""
     n, k, m = 8192, 8192, 64
-    weight = make(n, k, Kind(), "cuda").weight()
+    packed = torch.randint(0, 256, layout.packed_shape((n, k), 4), dtype=torch.uint8, device="cuda")
+    weight = QuantizedWeight("int4", 128, 1, (n, k), packed, torch.rand(k // 128, n, device="cuda").half())
     x = tokens(m, k).requires_grad_()
     ck.linear(x, weight).sum().backward()  # compiles
     x.grad = None
@@ -517,7 +518,9 @@ def test_the_module() -> None:
     assert torch.equal(y, ck.linear(x, quantize(linear.weight.detach(), "int4_g128"), linear.bias))
     moved = copy.deepcopy(layer).cpu()
     assert moved.weight.device.type == "cpu"
-    back = QuantizedLinear(quantize(torch.randn(1000, K, device="cuda").to(BF16), "int4_g128"), linear.bias)
+    back = QuantizedLinear(
+        quantize(torch.randn(1000, K, device="cuda").to(BF16), "int4_g128"), linear.bias.detach().clone()
+    )
     back.load_state_dict(moved.state_dict())
     assert torch.equal(back(x), y)
     assert torch.equal(moved.cuda()(x), y)

@@ -236,6 +236,26 @@ def test_autocast_lowers_activations(into: torch.dtype) -> None:
     assert x.grad is not None and x.grad.dtype == FP32
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of jvp
+def test_transforms() -> None:
+    made = make(72, 136, Kind(group=32, zeros=True, order=True))
+    weight, dense, x = made.weight(), made.exact().float(), torch.randn(5, 136)
+    pairs: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
+        (lambda t: ck.linear(t, weight, activation="silu"), lambda t: F.silu(t @ dense.t())),
+        (lambda t: ck.rms_norm_linear(t, None, weight), lambda t: F.rms_norm(t, (136,), eps=1e-6) @ dense.t()),
+    ]
+    for ours, theirs in pairs:
+        for transform in (
+            lambda f: torch.func.grad(lambda t: f(t).square().sum()),
+            lambda f: torch.func.vmap(f),
+            lambda f: torch.func.vmap(torch.func.grad(lambda t: f(t).square().sum())),
+            lambda f: lambda t: torch.func.jacrev(f)(t[0]),
+        ):
+            torch.testing.assert_close(transform(ours)(x), transform(theirs)(x), rtol=1e-4, atol=1e-4)
+    with pytest.raises(UnsupportedProblem, match="no forward-mode derivative"):
+        torch.func.jvp(lambda t: ck.linear(t, weight), (x,), (x,))
+
+
 # ---- graphs ---------------------------------------------------------------------------------------------
 
 
