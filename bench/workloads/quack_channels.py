@@ -25,8 +25,8 @@ def _channel_scale(acc, cs):
 def channels(x: Tensor, blob: Tensor, scales: Tensor, out: Tensor) -> Launch:
     """``x`` (M, K) times the weight in ``blob``, channels times ``scales`` (1, N), into ``out``: as ``gemm_w4a16``."""
     m, n, k_tiles = x.shape[0], blob.shape[0] * 64, blob.shape[1]
-    blackwell = get_device_capacity(x.device)[0] == 12
-    tile_m, tile_n, split_k = pick_w4_cfg(m, n, k_tiles, sm120=blackwell, device=x.device)
+    # Their least tile, then whether the GPU is a GeForce Blackwell.
+    tile_m, tile_n, split_k = pick_w4_cfg(m, n, k_tiles, 16, get_device_capacity(x.device)[0] == 12, device=x.device)
     shared = None
     if split_k > 1:
         shared = _split_k_buffers(out.t()[None], SplitKMode.SERIAL, tile_m, tile_n, 1, 1, False)
