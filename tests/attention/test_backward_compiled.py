@@ -49,7 +49,7 @@ def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gp
     default = ATTENTION_BACKWARD.default(problem, spec)
     facts = compiled.facts(ATTENTION_BACKWARD, problem, default, spec, default.smem_bytes(problem))
     assert facts.stack_bytes <= SETUP_SPILL_BYTES, f"spills: {default}"
-    if problem.head_dim <= 96:  # which compile fast
+    if problem.head_dim in (40, 80, 96):  # which compile fast
         other = smaller(list(ATTENTION_BACKWARD.valid(problem, spec)), random.Random(name))
         compiled.facts(ATTENTION_BACKWARD, problem, other, spec, other.smem_bytes(problem))
 

@@ -49,7 +49,7 @@ def test_compiles_for_every_architecture_as_why_not_predicts(name: str, spec: gp
     default = ATTENTION.default(problem, spec)
     facts = compiled.facts(ATTENTION, problem, default, spec, default.smem(problem).total_bytes)
     assert facts.stack_bytes <= MASKED_SPILL_BYTES, f"the default spills: {default}"
-    if problem.head_dim <= 96:  # which compile fast
+    if problem.head_dim in (40, 80, 96):  # which compile fast
         other = smaller(list(ATTENTION.valid(problem, spec)), random.Random(name))
         compiled.facts(ATTENTION, problem, other, spec, other.smem(problem).total_bytes)
 
