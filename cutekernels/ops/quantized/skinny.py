@@ -20,14 +20,14 @@ _MOST_WARPS = {16: 24, 32: 20, 64: 16}  # of an SM, by a thread's accumulators: 
 _LEAST_IN_FLIGHT = 32 * 1024  # bytes of an SM's stages
 # Coefficients of the model: docs/notes/quantized.md#models (H200, 2026-11-26).
 _DECODE = {"int4": 11, "int8": 14, "e4m3": 18, "nf4": 30}  # instructions for 8 weights of a lane
-_BESIDE, _COLUMN, _FRAGMENT = 3.7, 1.4, 0.65  # others: always; for 8 tokens; for 8 tokens, shared by a warp's strips
-_ISSUE, _FEW = 0.61, 2.0  # of a scheduler's cycles; and how much less where an SM has few warps
-_MMA_CYCLES, _MMA = 15.6, 0.85  # of a scheduler, for 8 weights of a lane and 8 tokens; of mma_flops_per_us
-_PORT, _LATENCY = 0.48, 1.48  # of sm_bytes_per_us, of dram_latency_us
-_DRAM = 1.04  # of dram_share
-_UNIT, _END, _GROUPS = 0.044, 0.3, 0.07  # us: between units, at a tile's end, for each further group of warps
-_FIXED, _SHARED = 1.65, 8.2  # of launch_us, of exchange_us
-_SHARPNESS = 7.3
+_BESIDE, _COLUMN, _FRAGMENT = 2.9, 1.6, 0.66  # others: always; for 8 tokens; for 8 tokens, shared by a warp's strips
+_ISSUE, _FEW = 0.63, 2.1  # of a scheduler's cycles; and how much less where an SM has few warps
+_MMA_CYCLES, _MMA = 15.3, 0.85  # of a scheduler, for 8 weights of a lane and 8 tokens; of mma_flops_per_us
+_PORT, _LATENCY = 0.56, 1.65  # of sm_bytes_per_us, of dram_latency_us
+_DRAM = 0.9  # of dram_share
+_UNIT, _END, _GROUPS = 0.048, 0.45, 0.063  # us: between units, at a tile's end, for each further group of warps
+_FIXED, _SHARED = 1.03, 8.3  # of launch_us, of exchange_us
+_SHARPNESS = 8.0
 
 
 def fitting_tiles(p: QuantizedProblem) -> tuple[int, ...]:

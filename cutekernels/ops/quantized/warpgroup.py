@@ -19,13 +19,13 @@ _REGISTERS = {1: 232, 2: 232, 3: 160}  # of a consumer's thread, by groups
 _BESIDE_REGISTERS = 76  # decoded weights twice, addresses, scales
 # Coefficients of the model: docs/notes/quantized.md#models (H200, 2026-11-26).
 _DECODE = {"int4": 11, "int8": 14, "e4m3": 18, "nf4": 30}  # instructions for 8 weights of a thread
-_BESIDE, _SCALED, _SCALED_EXACT = 3.0, 9.0, 3.6  # others: always; scales of weights; those of the activations' type
-_ISSUE, _ALONE = 0.47, 0.43  # of a scheduler's cycles; the share of decoding that one group alone does not hide
-_MMA, _PORT = 0.92, 0.93  # of warpgroup_flops_per_us, of sm_bytes_per_us
-_DRAM = 1.14  # of dram_share
-_HALF, _GROUP = 0.014, 0.013  # us: for each 64 of K, at a group's end
-_FIXED, _SHARED, _PARTS = 3.7, 1.4, 8.1  # of launch_us; of exchange_us: a shared tile, and its 128 x 128 partial sums
-_SHARPNESS, _HIDDEN = 4.8, 2.8
+_BESIDE, _SCALED, _SCALED_EXACT = 1.8, 11.3, 6.5  # others: always; scales of weights; those of the activations' type
+_ISSUE, _ALONE = 0.41, 0.4  # of a scheduler's cycles; the share of decoding that one group alone does not hide
+_MMA, _PORT = 1.01, 0.93  # of warpgroup_flops_per_us, of sm_bytes_per_us
+_DRAM = 1.5  # of dram_share
+_HALF, _GROUP = 0.023, 0.011  # us: for each 64 of K, at a group's end
+_FIXED, _SHARED, _PARTS = 2.6, 4.1, 7.7  # of launch_us; of exchange_us: a shared tile, and its 128 x 128 partial sums
+_SHARPNESS, _HIDDEN = 4.9, 3.3
 
 
 def groups(c: QuantizedConfig) -> int:
