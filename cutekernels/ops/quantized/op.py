@@ -15,7 +15,7 @@ from cutekernels.ops.gemm.layouts import alignment
 from cutekernels.ops.gemm.problem import ACTIVATIONS, DTYPES, ELEMENT_BYTES
 from cutekernels.ops.quantized import skinny, warpgroup
 from cutekernels.ops.quantized.decode import SCALES, check_weight, random_weight, rows_of_scale
-from cutekernels.ops.quantized.problem import QuantizedConfig, QuantizedProblem, foreign, spanned
+from cutekernels.ops.quantized.problem import GATED, QuantizedConfig, QuantizedProblem, foreign, spanned
 from cutekernels.ops.shared.checks import DTYPE_NAMES, check_dtype, check_results
 from cutekernels.ops.shared.per_stream import Workspace
 from cutekernels.ops.shared.tensor_op import TensorOp
@@ -45,6 +45,7 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
         "m=64 n=4096 k=4096 zeros=1",
         "m=200 n=3584 k=3584 code=int8 group=0 scale=bf16 activation=silu",
         "m=1024 n=4096 k=4096",
+        "m=4 n=7168 k=3584 activation=silu_mul",
         "m=33 n=1000 k=1096 group=32 zeros=1 dtype=fp16 scale=bf16 bias=fp32",
         "m=5 n=129 k=200 group=64 code=nf4 scale=fp32 out_align=1",
         "m=300 n=1160 k=520 group=64 scale=bf16 activation=relu",
@@ -143,21 +144,22 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
         x, packed, scales, zeros, bias = inputs
         assert x is not None and packed is not None and scales is not None
         check_dtype(self, x)
-        if options["activation"] not in ACTIVATIONS:
-            known = ", ".join(name for name in ACTIVATIONS if name != "none")
+        if options["activation"] not in (*ACTIVATIONS, GATED):
+            known = ", ".join(name for name in (*ACTIVATIONS, GATED) if name != "none")
             raise UnsupportedProblem(f"activation must be one of {known}; it is {options['activation']!r}")
         if x.dim() != 2:
             raise UnsupportedProblem(f"x must be (M, K); its shape is {tuple(x.shape)}")
         n = options["n"]
+        columns = columns_of(n, options["activation"])
         check_weight(packed, scales, zeros, options["code"], options["group"], n, x.shape[1])
         if bias is not None and (tuple(bias.shape) != (n,) or bias.dtype not in (x.dtype, torch.float32)):
             raise UnsupportedProblem(
                 f"bias must be ({n},) of x's dtype {x.dtype} or fp32; it is {tuple(bias.shape)} {bias.dtype}"
             )
         for out in results:
-            if tuple(out.shape) != (x.shape[0], n) or out.dtype != x.dtype:
+            if tuple(out.shape) != (x.shape[0], columns) or out.dtype != x.dtype:
                 raise UnsupportedProblem(
-                    f"out must be {(x.shape[0], n)} {x.dtype}; it is {tuple(out.shape)} {out.dtype}"
+                    f"out must be {(x.shape[0], columns)} {x.dtype}; it is {tuple(out.shape)} {out.dtype}"
                 )
         for name, t in (("packed", packed), ("bias", bias), *(("out", out) for out in results)):
             if t is not None and t.device != x.device:
@@ -167,7 +169,7 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
     def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
         x = inputs[0]
         assert x is not None
-        return (x.new_empty((x.shape[0], options["n"])),)
+        return (x.new_empty((x.shape[0], columns_of(options["n"], options["activation"]))),)
 
     def problem(self, *operands: Tensor | None, **options: Any) -> QuantizedProblem:
         out, x, _, scales, zeros, bias = operands
@@ -195,8 +197,8 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
     def outputs(self, p: QuantizedProblem, *args: Any) -> tuple[Tensor, ...]:
         x = args[0]
         if p.out_align == 8:
-            return (x.new_empty((p.m, p.n)),)
-        return (x.new_empty((p.m, -(-p.n // 8) * 8 + 1))[:, : p.n],)
+            return (x.new_empty((p.m, p.columns)),)
+        return (x.new_empty((p.m, -(-p.columns // 8) * 8 + 1))[:, : p.columns],)
 
     def sample(self, p: QuantizedProblem, device: str, seed: int) -> tuple[Any, ...]:
         packed, scales, zeros = random_weight(p, device, seed)
@@ -222,17 +224,29 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
         y = x.double() @ weight.dequantize(torch.float32).double().t()
         if bias is not None:
             y = y + bias.double()
+        if options["activation"] == GATED:
+            gate, up = y.chunk(2, dim=-1)
+            return ((torch.nn.functional.silu(gate) * up).to(x.dtype),)
         return (ACTIVATIONS[options["activation"]](y).to(x.dtype),)
 
     def work(self, p: QuantizedProblem) -> Work:
         bias = 0 if p.bias == "none" else p.n * (4 if p.bias == "fp32" else ELEMENT_BYTES)
-        moved = p.weight_bytes + ELEMENT_BYTES * p.m * (p.k + p.n) + bias
+        moved = p.weight_bytes + ELEMENT_BYTES * p.m * (p.k + p.columns) + bias
         # nf4's table and scaled weights are rounded to the activations' type.
-        depth = max(float(p.k), rounded_operand_depth(p.dtype, gated=False))
+        depth = max(float(p.k), rounded_operand_depth(p.dtype, gated=p.gated))
         return Work(2.0 * p.m * p.n * p.k, float(moved), depth)
 
 
 QUANTIZED_LINEAR = QuantizedLinear()
+
+
+def columns_of(n: int, activation: str) -> int:
+    """Columns of out, of a weight of ``n`` rows."""
+    if activation != GATED:
+        return n
+    if n % 2:
+        raise UnsupportedProblem(f"activation={GATED} takes the gate's rows and as many of up's; there are {n}")
+    return n // 2
 
 
 def _rows_aligned(x: Tensor) -> bool:

@@ -11,6 +11,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, extent, knob, ladder, plain
 from cutekernels.ops.gemm.problem import ACTIVATIONS
 
+GATED = "silu_mul"  # the activation of a weight that has a gate's rows before up's: out has half as many columns
 BITS = {"int4": 4, "int8": 8, "e4m3": 8, "nf4": 4}
 SCALE_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 
@@ -34,7 +35,7 @@ class QuantizedProblem(Problem):
     scale: str = plain("fp16", "bf16", "fp32")
     zeros: bool = plain(False, True)
     bias: str = plain("none", "same", "fp32")
-    activation: str = plain(*ACTIVATIONS)
+    activation: str = plain(*ACTIVATIONS, GATED)
     out_align: int = plain(8, 1)
 
     def __post_init__(self) -> None:
@@ -45,13 +46,25 @@ class QuantizedProblem(Problem):
             raise UnsupportedProblem(
                 f"scale_rows={self.scale_rows} are blocks of 128 x 128: they take group=128 zeros=0"
             )
-        if self.k % 8 or self.n % self.out_align:
-            raise UnsupportedProblem(f"8 must divide k={self.k}, and out_align={self.out_align} n={self.n}")
+        if self.k % 8 or self.columns % self.out_align:
+            raise UnsupportedProblem(f"8 must divide k={self.k}, and out_align={self.out_align} n={self.columns}")
+        if self.gated and (self.n % 128 or self.bias != "none"):
+            raise UnsupportedProblem(f"activation={GATED} takes n divisible by 128, not {self.n}, and no bias")
 
     def bucket(self) -> QuantizedProblem:
         """One tuning serves every bias and activation, both dtypes, and both 16-bit types of scales."""
         scale = "fp32" if self.scale == "fp32" else "fp16"
-        return super().bucket().replace(bias="none", activation="none", dtype="bf16", scale=scale)
+        activation = GATED if self.gated else "none"
+        return super().bucket().replace(bias="none", activation=activation, dtype="bf16", scale=scale)
+
+    @property
+    def gated(self) -> bool:
+        return self.activation == GATED
+
+    @property
+    def columns(self) -> int:
+        """Of out."""
+        return self.n // 2 if self.gated else self.n
 
     @property
     def bits(self) -> int:

@@ -38,8 +38,9 @@ def fitting_tiles(p: QuantizedProblem) -> tuple[int, ...]:
 
 def smem(p: QuantizedProblem, c: QuantizedConfig) -> PackedSkinnySmem:
     return PackedSkinnySmem(
-        c.tile_m, c.tile_n, c.tile_k, c.stages, c.warps_k, p.bits, SCALE_BYTES[p.scale], p.group, p.scale_rows, p.zeros
-    )
+        c.tile_m, c.tile_n, c.tile_k, c.stages, c.warps_k, p.bits, SCALE_BYTES[p.scale], p.group, p.scale_rows,
+        p.zeros, 2 if p.gated else 1,
+    )  # fmt: skip
 
 
 def accumulators(c: QuantizedConfig) -> int:
@@ -56,6 +57,8 @@ def broken(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Iterator[st
         yield f"tile_k={c.tile_k} leaves less than 64 to each of {c.warps_k} groups of warps"
     if c.tile_n // 16 % c.warps_n or c.tile_n // 16 < c.warps_n:
         yield f"tile_n={c.tile_n} does not divide among {c.warps_n} warps of 16 rows"
+    if p.gated and (c.tile_n < 32 or c.tile_n // 16 // c.warps_n % 2):
+        yield f"tile_n={c.tile_n} of {c.warps_n} warps has no strip of gates and one of up for each: take more rows"
     sums = accumulators(c)
     if sums > _MOST_ACCUMULATORS or c.tile_n // 16 // c.warps_n > 4:
         yield f"a thread holds {sums} sums of {c.tile_n // 16 // c.warps_n} strips: take more warps along the rows"
@@ -146,8 +149,9 @@ def body(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
         warps_n=c.warps_n,
         warps_k=c.warps_k,
         stages=c.stages,
-        activation=Activation(p.activation),
+        activation=Activation("none" if p.gated else p.activation),
         dependent=c.pdl,
         ahead=c.ahead,
         ctas_per_sm=c.ctas_per_sm,
+        gated=p.gated,
     )

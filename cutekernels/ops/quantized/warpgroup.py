@@ -55,6 +55,8 @@ def refused(p: QuantizedProblem, gpu: GpuSpec) -> Iterator[str]:
     """The rules that ``p`` breaks, whatever the config."""
     if not gpu.has_wgmma:
         yield f"warpgroup needs warpgroup MMA, which {gpu.name} lacks"
+    if p.gated:
+        yield "warpgroup has no gate behind the product: activation=silu_mul is skinny's"
     if p.out_align < 8:
         yield "warpgroup stores 16 bytes at a time: it takes an out of 16-byte aligned rows, n divisible by 8"
 

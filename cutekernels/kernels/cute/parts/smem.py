@@ -245,8 +245,19 @@ class PackedSkinnySmem:
     group: int  # elements of K that share a scale; 0: all
     scale_rows: int  # rows that share a scale: 1, or 128
     zeros: bool
+    halves: int = 1  # 2 where half of the rows are gates
     TILE = 64  # rows, and elements of K, of a packed tile
     VECTOR = 16
+
+    @property
+    def half_rows(self) -> int:
+        """Weight rows of a half: neighbours in memory."""
+        return self.tile_n // self.halves
+
+    @property
+    def half_blocks(self) -> int:
+        """Runs of up to 64 rows of a half."""
+        return max(1, self.half_rows // self.TILE)
 
     @property
     def tile_bytes(self) -> int:
@@ -256,7 +267,7 @@ class PackedSkinnySmem:
     @property
     def part_bytes(self) -> int:
         """Bytes of the CTA's rows of a packed tile."""
-        return self.tile_bytes * min(self.tile_n, self.TILE) // self.TILE
+        return self.tile_bytes * min(self.half_rows, self.TILE) // self.TILE
 
     @property
     def run_bytes(self) -> int:
@@ -265,7 +276,7 @@ class PackedSkinnySmem:
 
     @property
     def x_at(self) -> int:
-        return max(1, self.tile_n // self.TILE) * self.run_bytes
+        return self.halves * self.half_blocks * self.run_bytes
 
     @property
     def groups(self) -> int:
@@ -283,7 +294,7 @@ class PackedSkinnySmem:
 
     @property
     def zeros_at(self) -> int:
-        per_group = self.tile_n * self.scale_bytes if self.scale_rows == 1 else 4
+        per_group = self.tile_n * self.scale_bytes if self.scale_rows == 1 else 4 * self.halves
         return self.scales_at + -(-self.groups * per_group // self.VECTOR) * self.VECTOR
 
     @property

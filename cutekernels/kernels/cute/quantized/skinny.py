@@ -1,4 +1,4 @@
-"""Product of a few tokens with a packed weight: ``out = act(X @ dequantized(W)^T + bias)``.
+"""Product of a few tokens with a packed weight: ``out = act(X @ dequantized(W)^T + bias)``, or of a gate and up.
 
 At decode sizes a linear layer is limited by reading the weight, so the kernel keeps many of its bytes in flight, and
 decodes them in registers: shared memory and DRAM see packed bytes alone.
@@ -27,6 +27,9 @@ Tile's end: groups of warps leave accumulators in shared memory and the first ad
 Numbers: codes less their zero points are exact in the activations' type, products and sums are fp32, and scales
     multiply fp32 sums, a group of K at a time: a weight is never rounded. (nf4's table is, to the activations' type.)
 
+Gated, W has the gates' rows before up's, half of a CTA's rows are gates and half what they multiply, and a warp has
+    equally many strips of both, so that one thread holds a pair: ``out = silu(gate) * up``.
+
 Ends: a K that no k-tile divides reads zeros for tokens, weight and scales behind K. Tokens beyond the last are not
     copied: their columns of the accumulators are never stored.
 
@@ -49,7 +52,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
-from cutekernels.kernels.cute.parts.epilogue import Activation
+from cutekernels.kernels.cute.parts.epilogue import Activation, silu_mul
 from cutekernels.kernels.cute.parts.packed import PackedWeights
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.ptx import copy_async, copy_async_or_zero, load_matrices
@@ -116,6 +119,17 @@ class PackedSkinny:
     dependent: bool
     ahead: int  # units of W prefetched before pdl_wait
     ctas_per_sm: int
+    gated: bool = False
+
+    @property
+    def halves(self) -> int:
+        """Parts of a tile's rows: gates and what they multiply, or all."""
+        return 2 if self.gated else 1
+
+    @property
+    def rows(self) -> int:
+        """Columns of out in a tile."""
+        return self.tile_n // self.halves
 
     @property
     def threads(self) -> int:
@@ -145,7 +159,7 @@ class PackedSkinny:
     def smem(self) -> PackedSkinnySmem:
         return PackedSkinnySmem(
             self.tile_m, self.tile_n, self.tile_k, self.stages, self.warps_k, self.weights.bits,
-            self.scale.width // 8, self.group, self.scale_rows, self.zeros,
+            self.scale.width // 8, self.group, self.scale_rows, self.zeros, self.halves,
         )  # fmt: skip
 
     @cute.jit
@@ -192,7 +206,7 @@ class PackedSkinny:
         n = cute.size(mD, mode=[1])
         k_tiles = cute.ceil_div(k, self.tile_k)
         tiles_m = cute.ceil_div(m, self.tile_m)
-        units = cute.ceil_div(n, self.tile_n) * tiles_m * k_tiles
+        units = cute.ceil_div(n, self.rows) * tiles_m * k_tiles
         of = Extents(m, n, k, cute.ceil_div(k, TILE), k_tiles, tiles_m, units, share)
         first = cta * share
         end = cutlass.min(first + share, units)
@@ -295,14 +309,16 @@ class PackedSkinny:
         # A step of all threads covers whole tiles, or a part of one: either way a constant and a thread's own offset.
         step, part = const_expr(VECTOR * self.threads), const_expr(smem.part_bytes)
         own_tile, own = tid * VECTOR // part, tid * VECTOR % part
-        for block in cutlass.range_constexpr(max(1, self.tile_n // TILE)):
-            row = unit.n * self.tile_n + block * TILE
+        for block in cutlass.range_constexpr(self.halves * smem.half_blocks):
+            half = const_expr(block // smem.half_blocks)
+            in_half = unit.n * self.rows + block % smem.half_blocks * TILE
+            row = in_half + half * of.n
             first = Int64(row // TILE) * of.tiles_k + unit.k_tile * (self.tile_k // TILE)
             source = given.mW.iterator.toint() + first * smem.tile_bytes
-            if const_expr(self.tile_n < TILE):
+            if const_expr(self.rows < TILE):
                 source = source + row % TILE // STRIP * (smem.tile_bytes // 4)
             source = source + (own_tile * smem.tile_bytes + own)
-            if const_expr(block == 0) or row < of.n:
+            if const_expr(block % smem.half_blocks == 0) or in_half < of.n:
                 for i in cutlass.range_constexpr(-(-smem.run_bytes // step)):
                     ahead = const_expr(i * step // part * smem.tile_bytes + i * step % part)
                     target = stage + (block * smem.run_bytes + i * step) + tid * VECTOR
@@ -347,10 +363,11 @@ class PackedSkinny:
             count = cute.ceil_div(of.k, self.group)
         if const_expr(self.scale_rows > 1):
             # One scale for the tile's rows; groups behind K are read as the last.
-            blocks = cute.ceil_div(of.n, self.scale_rows)
-            if tid < smem.groups:
-                group = cutlass.min(first + tid, count - 1)
-                at = Int64(group) * blocks + index_n * self.tile_n // self.scale_rows
+            blocks = cute.ceil_div(of.n * self.halves, self.scale_rows)
+            if tid < smem.groups * self.halves:
+                group = cutlass.min(first + tid // self.halves, count - 1)
+                block = (index_n * self.rows + tid % self.halves * of.n) // self.scale_rows
+                at = Int64(group) * blocks + block
                 if const_expr(self.scale.width == 32):
                     copy_async(stage + smem.scales_at + tid * 4, given.mS.iterator.toint() + at * 4, 4)
                 else:
@@ -359,15 +376,15 @@ class PackedSkinny:
                         self.scale, stage + smem.scales_at + tid * 4, cute.AddressSpace.smem, assumed_align=4
                     )
                     slot = cute.make_tensor(place, cute.make_layout(1))
-                    slot[0] = given.mS[group, index_n * self.tile_n // self.scale_rows]
+                    slot[0] = given.mS[group, block]
         else:
-            rows = cute.ceil_div(of.n, TILE) * TILE
-            groups = (first, count)
+            rows = cute.ceil_div(of.n * self.halves, TILE) * TILE
+            groups, first_row = (first, count), (index_n * self.rows, of.n)
             if const_expr(self.group > 0):
                 size = const_expr(self.scale.width // 8)
-                self.load_strip(tid, given.mS, size, smem.groups, index_n, rows, groups, stage + smem.scales_at)
+                self.load_strip(tid, given.mS, size, smem.groups, first_row, rows, groups, stage + smem.scales_at)
             if const_expr(self.zeros):
-                self.load_strip(tid, given.mZ, 1, smem.zero_groups, index_n, rows, groups, stage + smem.zeros_at)
+                self.load_strip(tid, given.mZ, 1, smem.zero_groups, first_row, rows, groups, stage + smem.zeros_at)
 
     @cute.jit
     def load_strip(
@@ -376,7 +393,7 @@ class PackedSkinny:
         mT: cute.Tensor,
         element_bytes: cutlass.Constexpr[int],
         count: cutlass.Constexpr[int],
-        index_n: Int32,
+        first: tuple[Int32, Int32],  # the tile's first row, and, gated, the rows from a gate to what it multiplies
         rows: Int32,  # of all tiles
         groups: tuple[Int32, Int32],  # the first, and all of K
         target: Int32,
@@ -387,9 +404,12 @@ class PackedSkinny:
         for i in cutlass.range_constexpr(-(-total // self.threads)):
             at = i * self.threads + tid
             group, vector = at // vectors, at % vectors
-            row = index_n * self.tile_n + vector * (VECTOR // element_bytes)
+            row = vector * (VECTOR // element_bytes)
+            if const_expr(self.gated):
+                row = row + (first[1] - self.rows if row >= self.rows else Int32(0))
+            row = row + first[0]
             exists = const_expr((i + 1) * self.threads <= total) or at < total
-            if const_expr(self.tile_n > TILE):
+            if const_expr(self.tile_n > TILE or self.gated):
                 exists = exists and row < rows
             if exists:
                 source_group = cutlass.min(groups[0] + group, groups[1] - 1)
@@ -401,9 +421,10 @@ class PackedSkinny:
         """The unit's packed tiles into the L2, by one thread."""
         first = unit.k_tile * (self.tile_k // TILE)
         count = cutlass.min(of.tiles_k - first, self.tile_k // TILE) * self.smem.tile_bytes
-        for block in cutlass.range_constexpr(max(1, self.tile_n // TILE)):
-            row = unit.n * self.tile_n + block * TILE
-            if row < of.n:
+        for block in cutlass.range_constexpr(self.halves * self.smem.half_blocks):
+            in_half = unit.n * self.rows + block % self.smem.half_blocks * TILE
+            if in_half < of.n:
+                row = in_half + block // self.smem.half_blocks * of.n
                 at = (Int64(row // TILE) * of.tiles_k + first) * self.smem.tile_bytes
                 prefetch_bulk(given.mW.iterator.toint() + at, count)
 
@@ -425,7 +446,7 @@ class PackedSkinny:
         strips, tokens = const_expr(self.strips), const_expr(self.tile_m // 8)
         strip_bytes = const_expr(smem.tile_bytes // 4)
         # The lane's bytes of the warp's first strip: strips of a tile lie one behind the other, and so do tiles.
-        strip = warp_n * strips
+        strip = warp_n * (strips // self.halves)  # of its half
         first_tile = warp_k * (self.chunk // TILE)
         weights_at = stage + (strip // 4) * smem.run_bytes + (strip % 4) * strip_bytes + first_tile * smem.part_bytes
         weights_at = weights_at + lane * VECTOR
@@ -449,10 +470,10 @@ class PackedSkinny:
             of_run = const_expr(16 * 8 // (8 * self.weights.bits))
             if const_expr(kb % of_run == 0):
                 for s in cutlass.range_constexpr(strips):
-                    offset = const_expr(
-                        (s // 4) * smem.run_bytes + (s % 4) * strip_bytes
-                        + (kb // 4) * smem.part_bytes + (kb % 4) // of_run * (32 * VECTOR)
-                    )  # fmt: skip
+                    half, own = self.half_of(s)
+                    within = const_expr((kb // 4) * smem.part_bytes + (kb % 4) // of_run * (32 * VECTOR))
+                    before = const_expr(half * smem.half_blocks + own // 4)  # runs
+                    offset = const_expr(before * smem.run_bytes + own % 4 * strip_bytes + within)
                     self.load_words(weights_at + offset, words[None, s])
             if const_expr(self.zeros and (kb == 0 or (self.interval > 0 and kb * 16 % self.interval == 0))):
                 self.load_shifts(stage + smem.zeros_at, lane, warp_k * self.chunk + kb * 16, strip, shifts)
@@ -475,6 +496,10 @@ class PackedSkinny:
                 self.promote(stage + smem.scales_at, lane, warp_k * self.chunk + kb * 16, strip, part, acc)
                 part.fill(0.0)
 
+    def half_of(self, s: int) -> tuple[int, int]:
+        """The half of a tile's rows that a warp's strip ``s`` belongs to, and its number among the warp's there."""
+        return s // (self.strips // self.halves), s % (self.strips // self.halves)
+
     @cute.jit
     def load_words(self, address: Int32, words: cute.Tensor):
         """16 bytes of shared memory."""
@@ -487,10 +512,10 @@ class PackedSkinny:
         group = k // self.group if const_expr(self.group > 0) else Int32(0)
         first = zeros + group * self.tile_n + strip * STRIP + lane // 4
         for s in cutlass.range_constexpr(self.strips):
+            half, own = self.half_of(s)
             for r in cutlass.range_constexpr(2):
-                place = cute.make_ptr(
-                    cutlass.Uint8, first + (s * STRIP + 8 * r), cute.AddressSpace.smem, assumed_align=1
-                )
+                at = first + (half * self.rows + own * STRIP + 8 * r)
+                place = cute.make_ptr(cutlass.Uint8, at, cute.AddressSpace.smem, assumed_align=1)
                 shifts[r, s] = self.weights.shift(cute.make_tensor(place, cute.make_layout(1))[0].to(Int32))
 
     @cute.jit
@@ -498,10 +523,12 @@ class PackedSkinny:
         """``acc += scale * part``; a thread has rows r and r + 8 of each strip."""
         size = const_expr(self.scale.width // 8)
         for s in cutlass.range_constexpr(self.strips):
+            half, own = self.half_of(s)
             for r in cutlass.range_constexpr(2):
-                at = scales + k // self.group * 4
+                at = scales + (k // self.group * self.halves + half) * 4
                 if const_expr(self.scale_rows == 1):
-                    at = scales + (k // self.group * self.tile_n + (strip + s) * STRIP + lane // 4 + 8 * r) * size
+                    row = half * self.rows + (strip + own) * STRIP + lane // 4 + 8 * r
+                    at = scales + (k // self.group * self.tile_n + row) * size
                 place = cute.make_ptr(self.scale, at, cute.AddressSpace.smem, assumed_align=size)
                 factor = cute.make_tensor(place, cute.make_layout(1))[0].to(Float32)
                 for t in cutlass.range_constexpr(self.tile_m // 8):
@@ -605,25 +632,34 @@ class PackedSkinny:
     def store(self, lane: Int32, warp_n: Int32, given: Operands, of: Extents, at: Unit, acc: cute.Tensor):
         """Scales (where they are K's), adds, activates, rounds once and stores; those outside are masked here."""
         mD = given.mD
-        first_row = at.n * self.tile_n + warp_n * (self.strips * STRIP) + lane // 4
+        strips = const_expr(self.strips // self.halves)
+        first_row = at.n * self.rows + warp_n * (strips * STRIP) + lane // 4
         first_token = at.m * self.tile_m + lane % 4 * 2
         x = cute.make_rmem_tensor(acc.shape, Float32)
         for s in cutlass.range_constexpr(self.strips):
+            half, own = self.half_of(s)
             for r in cutlass.range_constexpr(2):
-                row = first_row + (s * STRIP + 8 * r)
+                row = first_row + (own * STRIP + 8 * r)
                 factor, bias = Float32(1.0), Float32(0.0)
                 if row < of.n:
                     if const_expr(self.group == 0):
-                        factor = given.mS[0, row].to(Float32)
+                        factor = given.mS[0, row + half * of.n].to(Float32)
                     if const_expr(given.mBias is not None):
                         bias = given.mBias[row].to(Float32)
                 for t in cutlass.range_constexpr(self.tile_m // 8):
                     for i in cutlass.range_constexpr(2):
-                        value = factor * acc[(i, r), s, t] + bias
-                        x[(i, r), s, t] = value
+                        x[(i, r), s, t] = factor * acc[(i, r), s, t] + bias
         y = cute.make_rmem_tensor(acc.shape, mD.element_type)
-        y.store(self.activation.apply(x.load()).to(mD.element_type))
-        for s in cutlass.range_constexpr(self.strips):
+        if const_expr(self.gated):
+            for s in cutlass.range_constexpr(strips):
+                for t in cutlass.range_constexpr(self.tile_m // 8):
+                    for r in cutlass.range_constexpr(2):
+                        for i in cutlass.range_constexpr(2):
+                            both = silu_mul(x[(i, r), s, t], x[(i, r), strips + s, t])
+                            y[(i, r), s, t] = both.to(mD.element_type)
+        else:
+            y.store(self.activation.apply(x.load()).to(mD.element_type))
+        for s in cutlass.range_constexpr(strips):
             for r in cutlass.range_constexpr(2):
                 row = first_row + (s * STRIP + 8 * r)
                 for t in cutlass.range_constexpr(self.tile_m // 8):
