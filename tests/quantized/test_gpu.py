@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -19,6 +20,7 @@ import cutekernels as ck
 from cutekernels import gpu
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.nn import QuantizedLinear
+from cutekernels.ops.quantized import backward
 from cutekernels.ops.quantized.api import quantized_linear
 from cutekernels.ops.quantized.op import QUANTIZED_LINEAR
 from cutekernels.ops.quantized.problem import QuantizedConfig, QuantizedProblem
@@ -460,6 +462,23 @@ def test_the_gradient_is_that_of_the_dequantized_weight(kind: Kind, m: int) -> N
 
 @on_gpu
 @shared
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("m, n, k", [(64, 8192, 3336), (1, 4096, 8192), (300, 5000, 4104)])
+def test_a_gradient_of_several_parts(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    """Parts, the last narrower, share a workspace: each product reads its own; the same bits every time."""
+    assert len(list(backward.parts(n, k))) > 1
+    made, dy = make(n, k, ASYMMETRIC, "cuda"), tokens(m, n, dtype=dtype)
+    weight = made.weight()
+    given = weight.packed, weight.scales, weight.zeros, "int4", 64, n, k
+    dx = backward.BACKWARD_PATH(dy, *given)
+    assert error(dx, (dy.double() @ made.exact().to(dtype).double()).to(dtype), n) <= 1
+    assert all(torch.equal(backward.BACKWARD_PATH(dy, *given), dx) for _ in range(5))
+    turned = dy.t().contiguous().t()
+    assert error(backward.BACKWARD_PATH(turned, *given), dx, n) <= 1
+
+
+@on_gpu
+@shared
 @pytest.mark.parametrize("activation", ["relu", "silu"])
 def test_gradients_through_activations(activation: Any) -> None:
     made = make(1000, K, ASYMMETRIC, "cuda")
@@ -567,3 +586,45 @@ def test_dequantize(kind: Kind) -> None:
             weight.packed, weight.scales, weight.zeros, kind.code, kind.group, 129, 200, columns, "bf16", first
         )
         assert torch.equal(found, weight.dequantize(FP32)[:, first : first + columns].to(BF16))
+
+
+@on_gpu
+@shared
+@pytest.mark.parametrize("tiles", [1, 2, 4])
+@pytest.mark.parametrize("kind", COMMON.values(), ids=str)
+def test_dequantize_into_slices(kind: Kind, tiles: int) -> None:
+    """Each config and both types, aligned and not; nothing beside out is written."""
+    n, k = 200, 456
+    places = (0, 456, 8, False), (64, 392, 8, True), (128, 261, 1, True), (0, 328, 3, False)
+    weight = make(n, k, kind, "cuda").weight()
+    for dtype, name in ((BF16, "bf16"), (FP16, "fp16")):
+        for first, columns, at, pdl in (
+            (0, 456, 8, False),
+            (64, 392, 8, True),
+            (128, 261, 1, True),
+            (0, 328, 3, False),
+        ):
+            memory = torch.full((n + 2, 480), math.nan, device="cuda", dtype=dtype)
+            out = memory[1:-1, at : at + columns]
+            torch.ops.cutekernels.dequantize_out(
+                weight.packed, weight.scales, weight.zeros, out, kind.code, kind.group, n, k, columns, name, first,
+                f"tiles={tiles} pdl={int(pdl and gpu.detect().has_pdl)}",
+            )  # fmt: skip
+            assert torch.equal(out, weight.dequantize(FP32)[:, first : first + columns].to(dtype))
+            out.fill_(math.nan)
+            assert bool(memory.isnan().all())
+
+
+@on_gpu
+@shared
+@pytest.mark.parametrize("code", ["int8", "e4m3", "nf4"])
+def test_dequantize_small_and_large_numbers(code: str) -> None:
+    """Every code, e4m3's subnormal numbers too, by scales whose products are subnormal, or beyond out's largest."""
+    made = make(64, 256, Kind(code, 0, scale=FP32), "cuda")
+    codes = torch.arange(256, device="cuda", dtype=torch.uint8).repeat(64, 1)
+    codes = codes % 16 if code == "nf4" else codes - (codes % 128 == 127).to(torch.uint8) * (code == "e4m3")
+    scales = torch.logspace(-44, 38, 64, device="cuda")[None].to(FP32)
+    weight = replace(made, codes=codes, scales=scales).weight()
+    for dtype, name in ((BF16, "bf16"), (FP16, "fp16")):
+        found = torch.ops.cutekernels.dequantize(weight.packed, weight.scales, None, code, 0, 64, 256, 256, name, 0)
+        assert torch.equal(found, weight.dequantize(FP32).to(dtype))

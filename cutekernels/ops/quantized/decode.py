@@ -53,7 +53,7 @@ class DequantizeProblem(Problem):
 
 @dataclass(frozen=True)
 class DequantizeConfig(Config):
-    """``tiles``: packed tiles of 64 x 64 of a CTA, neighbours along K. ``pdl``: starts before the previous kernel ends."""
+    """``tiles``: packed tiles of 64 x 64 that a CTA has, neighbours along K."""
 
     tiles: int = knob(1, 2, 4)
     pdl: bool = knob(False, True)

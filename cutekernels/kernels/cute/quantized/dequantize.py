@@ -134,7 +134,7 @@ class Dequantize:
         shifts.fill(self.weights.symmetric)
         tile_bytes = const_expr(self.smem.tile_bytes(self.weights.bits))
         for t in cutlass.range_constexpr(self.tiles):
-            tile = cutlass.min(first // TILE + cta_k * self.tiles + t, tiles_k - 1)
+            tile = cutlass.min((first >> 6) + (cta_k * self.tiles + t), tiles_k - 1)
             source = mW.iterator.toint() + (Int64(cta_n) * tiles_k + tile) * tile_bytes
             source = source + (warp * (tile_bytes // 4) + lane * VECTOR)
             for i in cutlass.range_constexpr(self.runs):
@@ -142,12 +142,10 @@ class Dequantize:
                 own = cute.make_tensor(words[None, t].iterator + 4 * i, cute.make_layout(4))
                 cute.autovec_copy(cute.make_tensor(place, cute.make_layout(4)), own)
             for g in cutlass.range_constexpr(self.tile_groups):
-                group = Int32(0)
-                if const_expr(self.group > 0):
-                    group = cutlass.min((tile * TILE + g * 32) // self.group, groups - 1)
+                group = self.group_of(tile, g, groups)
                 # A lane has rows r and r + 8.
                 for h in cutlass.range_constexpr(2):
-                    at = (row + lane // 4 + 8 * h) // self.scale_rows
+                    at = (row + lane // 4 + 8 * h) >> (self.scale_rows.bit_length() - 1)
                     factors[h, g, t] = mS[group, at].to(Float32)
                     if const_expr(self.zeros):
                         shifts[h, g, t] = self.weights.shift(mZ[group, at].to(Int32))
@@ -169,6 +167,16 @@ class Dequantize:
                     self.store_lines(lane, strip, mD)
                 else:
                     self.store_elements(lane, strip, mD)
+
+    @cute.jit
+    def group_of(self, tile: Int32, number: cutlass.Constexpr[int], groups: Int32) -> Int32:
+        """The group of K that the tile's ``number``-th belongs to, without a division."""
+        group = Int32(0)
+        if const_expr(self.group == 32):
+            group = cutlass.min(2 * tile + number, groups - 1)
+        elif const_expr(self.group > 0):
+            group = cutlass.min(tile >> (self.group // TILE - 1), groups - 1)  # of 64, or of 128
+        return group
 
     @cute.jit
     def decode(
@@ -258,6 +266,8 @@ def nf4_of(lane: Int32) -> Int32:
     """The bits of nf4's value number ``lane % 16``: each bit of the lane halves the candidates."""
     values = [Int32(unpack("<i", pack("<f", value))[0]) for value in NF4]
     for bit in range(4):
-        text = f"{{ .reg .pred p; .reg .b32 t; and.b32 t, $3, {1 << bit}; setp.ne.u32 p, t, 0; selp.b32 $0, $2, $1, p; }}"
+        text = (
+            f"{{ .reg .pred p; .reg .b32 t; and.b32 t, $3, {1 << bit}; setp.ne.u32 p, t, 0; selp.b32 $0, $2, $1, p; }}"
+        )
         values = [pure(text, values[2 * i], values[2 * i + 1], lane) for i in range(len(values) // 2)]
     return values[0]
