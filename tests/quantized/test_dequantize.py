@@ -8,7 +8,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
+import cutekernels as ck
 from cutekernels import gpu
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.smem import DequantizeSmem
@@ -172,6 +174,17 @@ def test_opcheck_of_the_gradient() -> None:
     weight = make(40, 136, cases.Kind("e4m3", 128, 128)).weight()
     given = torch.randn(3, 40).bfloat16(), weight.packed, weight.scales, None
     torch.library.opcheck(torch.ops.cutekernels.quantized_linear_backward.default, (*given, "e4m3", 128, 40, 136))
+
+
+def test_a_graph_sees_one_op() -> None:
+    weight = make(40, 136).weight()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(ck.linear(x, weight).sum(), x)[0]
+
+    graph = make_fx(step)(torch.randn(3, 136).requires_grad_()).graph
+    names = [str(node.target) for node in graph.nodes if "cutekernels" in str(node.target)]
+    assert names == ["cutekernels._quantized_linear.default", "cutekernels._quantized_linear_backward.default"]
 
 
 def test_refusals_of_the_gradient() -> None:

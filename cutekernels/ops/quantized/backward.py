@@ -109,7 +109,7 @@ def _cpu(given: tuple[Tensor, ...] | None, inputs: tuple[Any, ...], *options: An
     )  # fmt: skip
     decoded = weight.dequantize(torch.float32).to(dout.dtype)
     wide = torch.float32 if dout.dtype in _HALVES else dout.dtype
-    dx = (dout.to(wide) @ decoded.to(wide)).to(dout.dtype)
+    dx: Tensor = (dout.to(wide) @ decoded.to(wide)).to(dout.dtype)
     if given is None:
         return dx
     given[0].copy_(dx)
@@ -118,4 +118,5 @@ def _cpu(given: tuple[Tensor, ...] | None, inputs: tuple[Any, ...], *options: An
 
 def _fake(given: tuple[Tensor, ...] | None, inputs: tuple[Any, ...], *options: Any) -> Tensor | None:
     _check(given, inputs, *options)
-    return inputs[0].new_empty((inputs[0].shape[0], options[3])) if given is None else None
+    dout: Tensor = inputs[0]
+    return dout.new_empty((dout.shape[0], options[3])) if given is None else None
