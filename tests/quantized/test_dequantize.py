@@ -16,7 +16,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.smem import DequantizeSmem
 from cutekernels.ops.quantized import backward
 from cutekernels.ops.quantized.decode import DEQUANTIZE, DequantizeConfig, DequantizeProblem
-from tests.compiled import H200, TARGETS, opcodes
+from tests.compiled import H200, TARGETS, cubin, opcodes, sass
 from tests.quantized import cases
 from tests.quantized.cases import BF16, FP16, FP32, KINDS, error, make
 
@@ -122,6 +122,14 @@ def test_memory_is_read_and_written_16_bytes_at_a_time(code: str) -> None:
             assert DEQUANTIZE.build(base, DequantizeConfig(1, True), H200).facts.registers <= 32
     unaligned = opcodes(DEQUANTIZE.build(replace(base, out_align=1), DequantizeConfig(1, True), H200))
     assert not any(name.startswith("STG") and name.endswith("128") for name in unaligned)
+
+
+def test_nothing_is_read_before_the_previous_kernel_has_ended() -> None:
+    text = sass(cubin(DEQUANTIZE.build(SUITE[2], DequantizeConfig(1, True), H200)))
+    assert text.index("ACQBULK") < text.index("LDG.E") < text.index("PREEXIT") < text.index("STG.E")
+    alone = sass(cubin(DEQUANTIZE.build(SUITE[2], DequantizeConfig(1, False), H200)))
+    assert "ACQBULK" not in alone
+    assert "PREEXIT" not in alone
 
 
 def test_a_knob_that_a_gpu_or_a_problem_lacks_is_refused() -> None:
