@@ -54,7 +54,7 @@ _BACKENDS = {
 }
 _COMPILERS = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "triton")
 _PACKAGE = Path(__file__).parent
-_REACHED = ("ops", "kernels", "backends")
+_REACHED = ("ops", "kernels", "backends", "quant")
 
 _STARVED = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO)
@@ -128,7 +128,7 @@ def cache_key(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec) -> str:
 def source_fingerprint(op: type) -> str:
     """A hash of every source that ``build`` of an ``op`` can reach, and of the compilers' versions.
 
-    That is all of the package below its users (ops, kernels, backends, and the modules beside this one), and the files
+    That is all of the package below its users (ops, kernels, backends, quant, the modules beside this one), and the files
     of the op's classes where they lie elsewhere. It is coarse on purpose: a key that misses one file serves a wrong
     kernel, one that has too many compiles again.
     """

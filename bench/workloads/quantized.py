@@ -20,7 +20,8 @@ from bench.workloads import posed, quantized_peers
 from cutekernels.op import Work
 from cutekernels.ops.gemm.api import gemm, linear
 from cutekernels.ops.gemm.problem import ELEMENT_BYTES
-from cutekernels.ops.quantized.api import _input_gradient, quantized_linear
+from cutekernels.ops.quantized import backward
+from cutekernels.ops.quantized.api import quantized_linear
 from cutekernels.ops.quantized.decode import DEQUANTIZE, DequantizeProblem, random_weight, rows_of_scale
 from cutekernels.ops.quantized.op import QUANTIZED_LINEAR
 from cutekernels.ops.quantized.problem import QuantizedProblem
@@ -164,7 +165,7 @@ def _ours_gradient(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[
 
     def gradient(i: Inputs) -> Launch:
         dy, packed, scales = i.operands
-        return partial(_input_gradient, dy, packed, scales, None, p.code, p.group, p.n, p.k)
+        return partial(backward.BACKWARD_PATH, dy, packed, scales, None, p.code, p.group, p.n, p.k)
 
     return [gradient(i) for i in sets]
 

@@ -1,25 +1,18 @@
-"""Shared by the tests of packed weights: weights with a truth that no layout goes into, cases for Triton's interpreter.
-
-This file is also the script of the child process that runs the cases (see ``tests/interpreted.py``).
-"""
+"""Shared by the tests of packed weights: weights with a truth that no layout goes into, and planted bugs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cutekernels.ops.gemm.op import ACTIVATIONS
-from cutekernels.ops.quantized.decode import DEQUANTIZE
 from cutekernels.ops.shared.tolerance import rounded_operand_depth
 from cutekernels.quant import QuantizedWeight, layout
 from cutekernels.quant.weight import BITS, NF4, scales_shape
 from cutekernels.verify import worst_error
-from tests.interpreted import DTYPES, interpret, nan_outside, serve
-from tests.tolerance import worst_ratio
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 _SIZE = {"int4": 5.0, "int8": 74.0, "e4m3": 130.0, "nf4": 0.5}  # the root mean square of codes
@@ -182,52 +175,3 @@ class _Shifted(Made):
         plain = Made(self.kind, self.codes, self.scales, self.zeros, None).exact()
         whole = torch.arange(k, device=self.codes.device) < k - self.by  # the clamped columns share a place
         return torch.where(whole[None].expand(n, k), values, plain)
-
-
-# ---- dequantize under the interpreter -------------------------------------------------------------------
-
-
-def child_case(case: dict[str, Any]) -> dict[str, Any]:
-    kind = Kind(case["code"], case["group"], case["scale_rows"], case["zeros"], DTYPES[case["scale"]])
-    n, k, first, columns = case["n"], case["k"], case["first"], case["columns"]
-    made, dtype = make(n, k, kind, seed=3), DTYPES[case["dtype"]]
-    weight = made.weight()
-    memory = torch.full((n + 2, columns + 8), float("nan"), dtype=dtype)
-    out = memory[1:-1, 8:] if case.get("sliced") else memory[1:-1, :columns]
-    inputs = weight.packed, weight.scales, weight.zeros
-    problem = interpret(
-        DEQUANTIZE, (out,), inputs, (first,), config=case.get("config"), edit=case.get("edit"),
-        code=kind.code, group=kind.group, n=n, k=k, columns=columns, dtype=case["dtype"],
-    )  # fmt: skip
-    exact = made.exact()[:, first : first + columns]
-    slack = exact.abs() * 2.0**-22  # a product in fp32
-    return {"ratio": worst_ratio(out, exact, slack), "outside": nan_outside(out, memory), "problem": problem}
-
-
-def _case(kind: Kind, **changes: Any) -> dict[str, Any]:
-    scale = {FP16: "fp16", BF16: "bf16", FP32: "fp32"}[kind.scale]
-    base = {"code": kind.code, "group": kind.group, "scale_rows": kind.scale_rows, "zeros": kind.zeros, "scale": scale}
-    return base | {"n": 129, "k": 200, "first": 0, "columns": 200, "dtype": "bf16"} | changes
-
-
-CASES = {
-    **{name: _case(kind, dtype="fp16" if i % 2 else "bf16") for i, (name, kind) in enumerate(KINDS.items())},
-    **{f"{name}, columns from 64": _case(kind, first=64, columns=72) for name, kind in COMMON.items()},
-    **{f"{name}, a slice": _case(kind, n=1, sliced=True) for name, kind in COMMON.items()},
-    "one element": _case(Kind(), n=1, k=8, columns=8),
-    "two warps": _case(Kind(), config="warps=2"),
-}
-_ZEROS = Kind(group=32, zeros=True)
-PLANTED = {
-    "a column forgotten": _case(_ZEROS, edit={"columns": -1}),
-    "a row forgotten": _case(_ZEROS, edit={"rows": -1}),
-    "written past the rows": _case(_ZEROS, edit={"rows": 1}),
-    "scales of the next row": _case(_ZEROS, n=100, edit={"scale_pitch": 1}),
-    "the last group's scales missing": _case(_ZEROS, edit={"groups": -1}),
-    "another tile": _case(_ZEROS, edit={"tiles_k": 1}, n=100, k=72, columns=64),
-    "other columns": _case(_ZEROS, edit={"first": 64}, columns=64),
-}
-
-
-if __name__ == "__main__":
-    serve(child_case)

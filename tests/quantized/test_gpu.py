@@ -1,4 +1,4 @@
-"""Packed weights on a GPU, over the public calls: both bodies of ``quantized_linear``, its gradient, its module.
+"""Packed weights on a GPU, over the public calls: both bodies of ``quantized_linear``, its module.
 
 ``chosen`` names one config of a body for each number of tokens, so that tests of one kind of weight share a kernel:
 extents are no part of what is compiled.
@@ -22,7 +22,7 @@ from cutekernels.nn import QuantizedLinear
 from cutekernels.ops.quantized.api import quantized_linear
 from cutekernels.ops.quantized.op import QUANTIZED_LINEAR
 from cutekernels.ops.quantized.problem import QuantizedConfig, QuantizedProblem
-from cutekernels.quant import QuantizedWeight, layout, quantize
+from cutekernels.quant import QuantizedWeight, quantize
 from tests.quantized.cases import (
     BF16,
     COMMON,
@@ -431,60 +431,7 @@ def test_dependent_launches_see_what_came_before(body: str) -> None:
         assert torch.equal(out, want)
 
 
-# ---- gradients, chains, the module ----------------------------------------------------------------------
-
-
-def _memory_of(call: Any) -> int:
-    """The bytes that ``call`` had allocated at its peak beyond what there was."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-@on_gpu
-@shared
-@pytest.mark.parametrize("m", [5, 300])
-@pytest.mark.parametrize("kind", [*COMMON.values(), Kind(group=64, zeros=True, order=True)], ids=str)
-def test_the_gradient_is_that_of_the_dequantized_weight(kind: Kind, m: int) -> None:
-    made = make(1000, K, kind, "cuda")
-    x, b, dy = tokens(m, K).requires_grad_(), tokens(1000).requires_grad_(), tokens(m, 1000)
-    ck.linear(x, made.weight(), b).backward(dy)
-    assert x.grad is not None and b.grad is not None
-    dense = made.exact().to(BF16).double()  # the gradient's product reads decoded weights in x's type
-    assert error(x.grad, (dy.double() @ dense).to(BF16), 1000) <= 1
-    torch.testing.assert_close(b.grad.double(), dy.double().sum(0), rtol=2**-7, atol=1e-2)
-
-
-@on_gpu
-@shared
-@pytest.mark.parametrize("activation", ["relu", "silu"])
-def test_gradients_through_activations(activation: Any) -> None:
-    made = make(1000, K, ASYMMETRIC, "cuda")
-    x, dy = tokens(40, K).requires_grad_(), tokens(40, 1000)
-    ck.linear(x, made.weight(), activation=activation).backward(dy)
-    wide = x.detach().double().requires_grad_()
-    z = wide @ made.exact().t()
-    (z.relu() if activation == "relu" else torch.nn.functional.silu(z)).backward(dy.double())
-    assert x.grad is not None and wide.grad is not None
-    distance = (x.grad.double() - wide.grad).norm() / wide.grad.norm()
-    assert distance < 0.01, "dz is rounded to bf16 between the slope and the product"
-
-
-@on_gpu
-@shared
-def test_a_backward_decodes_no_whole_weight() -> None:
-    """QLoRA: beside the packed weight there are parts of it decoded, of 24 MB each, and activations."""
-    n, k, m = 8192, 8192, 64
-    packed = torch.randint(0, 256, layout.packed_shape((n, k), 4), dtype=torch.uint8, device="cuda")
-    weight = QuantizedWeight("int4", 128, 1, (n, k), packed, torch.rand(k // 128, n, device="cuda").half())
-    x = tokens(m, k).requires_grad_()
-    ck.linear(x, weight).sum().backward()  # compiles
-    x.grad = None
-    used = _memory_of(lambda: ck.linear(x, weight).sum().backward())
-    assert used < n * k * 2 / 2, f"{used / 1e6:.0f} MB, of a weight of {n * k * 2 / 1e6:.0f} decoded"
+# ---- chains, the module ---------------------------------------------------------------------------------
 
 
 @on_gpu
@@ -556,17 +503,3 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.cutekernels.quantized_linear.default, given)
     options = weight.code, weight.group, 136, 200, 72, "bf16", 64
     torch.library.opcheck(torch.ops.cutekernels.dequantize.default, (*held_by, *options))
-
-
-@on_gpu
-@shared
-@pytest.mark.parametrize("kind", KINDS.values(), ids=str)
-def test_dequantize(kind: Kind) -> None:
-    """The gradient's kernel: fp32 values rounded once, in every bit, at an offset and at the ends."""
-    made = make(129, 200, kind, "cuda")
-    weight = made.weight()
-    for first, columns in ((0, 200), (64, 72), (192, 8)):
-        found = torch.ops.cutekernels.dequantize(
-            weight.packed, weight.scales, weight.zeros, kind.code, kind.group, 129, 200, columns, "bf16", first
-        )
-        assert torch.equal(found, weight.dequantize(FP32)[:, first : first + columns].to(BF16))

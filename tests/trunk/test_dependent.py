@@ -17,7 +17,12 @@ PREFETCH = re.compile(r"cp\.async\.bulk\.prefetch\.L2\.global \[[^;]*;")
 WAIT = "griddepcontrol.wait"
 
 
-CUTE = ("grouped_gemm", "grouped_gemm_wgrad", "quantized_linear")  # tensor ops whose kernels are not Triton's
+CUTE = (
+    "grouped_gemm",
+    "grouped_gemm_wgrad",
+    "quantized_linear",
+    "dequantize",
+)  # tensor ops whose kernels are not Triton's
 TRITON = [
     op.name
     for op in registry.OPS

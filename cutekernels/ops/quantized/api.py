@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.gemm import api as gemm
+from cutekernels.ops.activations.api import PACKED_BACKWARD
 from cutekernels.ops.gemm.slopes import through_activation
+from cutekernels.ops.quantized import backward
 from cutekernels.ops.quantized.decode import DEQUANTIZE
 from cutekernels.ops.quantized.op import QUANTIZED_LINEAR
+from cutekernels.ops.quantized.problem import GATED
 from cutekernels.ops.shared import tensor_op
-from cutekernels.ops.shared.checks import DTYPE_NAMES, check_tensor, check_word
+from cutekernels.ops.shared.checks import check_tensor, check_word
 from cutekernels.ops.shared.triton_op import call
-from cutekernels.quant.layout import TILE
 from cutekernels.quant.support import why_not
 from cutekernels.quant.weight import QuantizedWeight
 
-_DECODED_BYTES = 24 << 20  # of a weight's columns that a gradient decodes at a time: they stay in the L2
+MOST_GATED = 32  # tokens of a gate behind the product
 
 
 def quantized_linear(
@@ -35,8 +36,7 @@ def quantized_linear(
     """:func:`cutekernels.linear` of a packed weight; arguments as there."""
     if activation is not None:
         check_word("linear", "activation", activation)
-    if not isinstance(x, Tensor):
-        check_tensor("linear", "x", x)
+    check_tensor("linear", "x", x)
     n, k = weight.shape
     if x.dim() == 0 or x.shape[-1] != k:
         raise UnsupportedProblem(f"x must be (..., K) with weight's K={k}; its shape is {tuple(x.shape)}")
@@ -63,6 +63,29 @@ def quantized_linear(
     return out
 
 
+def gated(x: Tensor, weight: QuantizedWeight, *, out: Tensor | None = None) -> Tensor | None:
+    """``silu(gate) * up`` of a packed weight with the gate's rows before up's, as one op, rounded once.
+
+    None where two do better or must: many tokens, rows that are no multiple of 128.
+    """
+    n, k = weight.shape
+    rows = math.prod(x.shape[:-1])
+    if n % 128 or k % 8 or rows > MOST_GATED or x.dim() == 0 or x.shape[-1] != k or weight.offsets is not None:
+        return None
+    if weight.order is not None:
+        x = x.index_select(-1, weight.order)
+    flat = x if x.dim() == 2 else x.reshape(rows, k)
+    inputs = (flat, weight.packed, weight.scales, weight.zeros, None)
+    options = (weight.code, weight.group, n, GATED)
+    if out is None:
+        made = call(QUANTIZED_LINEAR, inputs, options)[0]
+        return made if x.dim() == 2 else made.view(*x.shape[:-1], n // 2)
+    if out.shape != (*x.shape[:-1], n // 2) or not out.is_contiguous():
+        return None
+    call(QUANTIZED_LINEAR, inputs, options, out=(out.view(rows, n // 2),))
+    return out
+
+
 def check_kernels(x: Tensor, weight: QuantizedWeight) -> None:
     """Raises UnsupportedProblem for a weight that no kernel multiplies by ``x``, with the remedy."""
     reason = why_not(weight) if x.is_cuda or weight.offsets is not None else None
@@ -73,6 +96,7 @@ def check_kernels(x: Tensor, weight: QuantizedWeight) -> None:
 def register(library: torch.library.Library) -> None:
     """Defines the ops in ``library``, with their gradients."""
     tensor_op.register(library, DEQUANTIZE)
+    backward.register(library)
     tensor_op.register(library, QUANTIZED_LINEAR, gradient=_gradient, remember=_remember, autocast="lower", kept=(2, 4))
 
 
@@ -86,7 +110,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """dz = grad * activation'(z); dx = dz weight, some of whose columns are decoded at a time; dbias = sum of dz.
+    """dz = grad * activation'(z); dx = dz weight, an op of its own (``backward.py``); dbias = sum of dz.
 
     The weight has no gradient. z, which the fused forward never stored, is computed again.
     """
@@ -97,35 +121,13 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         z = first
         if activation != "relu":
             z = QUANTIZED_LINEAR.path(first, packed, scales, zeros, bias, code, group, n, "none", None)
-        dz = through_activation(grad, z, activation)
+        if activation == GATED:
+            dz = PACKED_BACKWARD["silu_mul"](grad, z, None)
+        else:
+            dz = through_activation(grad, z, activation)
     dx = dbias = None
     if ctx.needs_input_grad[0]:
-        dx = _input_gradient(dz, packed, scales, zeros, code, group, n, ctx.x_like[0][1])
+        dx = backward.BACKWARD_PATH(dz, packed, scales, zeros, code, group, n, ctx.x_like[0][1])
     if ctx.needs_input_grad[4] and ctx.bias_dtype is not None:
         dbias = dz.sum(0, dtype=ctx.bias_dtype)
     return dx, None, None, None, dbias, None, None, None, None, None
-
-
-def _input_gradient(
-    dz: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, code: str, group: int, n: int, k: int
-) -> Tensor:
-    """``dz @ weight``: each part of K decodes its columns of the weight, and multiplies while they are in the L2."""
-    dtype = DTYPE_NAMES.get(dz.dtype)
-    if dtype not in ("bf16", "fp16"):  # references on the CPU
-        weight = QuantizedWeight(
-            code=code, group=group, scale_rows=1 if scales.shape[1] == packed.shape[0] * TILE else 128, shape=(n, k),
-            packed=packed, scales=scales, zeros=zeros,
-        )  # fmt: skip
-        return dz @ weight.dequantize(torch.float32).to(dz.dtype)
-    parts = -(-n * k * 2 // _DECODED_BYTES)
-    step = -(-k // parts // TILE) * TILE if parts > 1 else k
-    step = min(max(TILE, step), k)
-    if step >= k:
-        decoded = DEQUANTIZE.path(packed, scales, zeros, code, group, n, k, k, dtype, 0, None)
-        return gemm.GEMM_PATH(dz, decoded, None, None, 1.0, 0.0, "none", "fp32", None)  # type: ignore[no-any-return]
-    made = []
-    for begin in range(0, k, step):
-        columns = min(step, k - begin)
-        decoded = DEQUANTIZE.path(packed, scales, zeros, code, group, n, k, columns, dtype, begin, None)
-        made.append(gemm.GEMM_PATH(dz, decoded, None, None, 1.0, 0.0, "none", "fp32", None))
-    return torch.cat(made, 1)

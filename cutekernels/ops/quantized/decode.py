@@ -12,10 +12,11 @@ from torch import Tensor
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, extent, knob, plain
+from cutekernels.ops.gemm.layouts import alignment
 from cutekernels.ops.gemm.problem import DTYPES, ELEMENT_BYTES
-from cutekernels.ops.quantized.problem import BITS, SCALE_BYTES
+from cutekernels.ops.quantized.problem import BITS, SCALE_BYTES, check_scaling
 from cutekernels.ops.shared.checks import check_results
-from cutekernels.ops.shared.tensor_op import Launch, TensorOp
+from cutekernels.ops.shared.tensor_op import TensorOp
 from cutekernels.quant import layout
 from cutekernels.quant.weight import QuantizedWeight
 
@@ -41,20 +42,28 @@ class DequantizeProblem(Problem):
     scale_rows: int = plain(1, 128)
     scale: str = plain("fp16", "bf16", "fp32")
     zeros: bool = plain(False, True)
+    out_align: int = plain(8, 1)  # elements that divide the address, the pitch and the columns of out
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_scaling(self.code, self.group, self.scale_rows, self.zeros)
+        if self.columns % self.out_align:
+            raise UnsupportedProblem(f"out_align={self.out_align} must divide columns={self.columns}")
 
 
 @dataclass(frozen=True)
 class DequantizeConfig(Config):
-    """A program has one packed tile of 64 x 64."""
+    """``tiles``: packed tiles of 64 x 64 that a CTA has, neighbours along K."""
 
-    warps: int = knob(2, 4, 8)
+    tiles: int = knob(1, 2, 4)
+    pdl: bool = knob(False, True)
 
 
 class Dequantize(TensorOp[DequantizeProblem, DequantizeConfig]):
     """Arguments: packed, scales, zeros or None of a QuantizedWeight, and the first column, a multiple of 64."""
 
     name = "dequantize"
-    revision = 1
+    revision = 2
     Problem = DequantizeProblem
     Config = DequantizeConfig
     suite = (
@@ -62,6 +71,7 @@ class Dequantize(TensorOp[DequantizeProblem, DequantizeConfig]):
         "n=1000 columns=128 k=1096 code=e4m3 scale_rows=128 scale=fp32",
         "n=200 columns=72 k=200 group=64 zeros=1 scale=bf16 dtype=fp16",
         "n=130 columns=64 k=64 code=int8 group=0 scale=fp32",
+        "n=100 columns=100 k=164 group=32 zeros=1 out_align=1",
         "n=64 columns=256 k=256 code=nf4 group=64 scale=fp32",
     )
     results = ("out",)
@@ -76,51 +86,62 @@ class Dequantize(TensorOp[DequantizeProblem, DequantizeConfig]):
     flattens = False
 
     def why_not(self, p: DequantizeProblem, c: DequantizeConfig, gpu: GpuSpec) -> str | None:
-        if c.warps == 8 and p.columns < 128:
-            return "warps=8 is for many columns: take 4"
+        if c.tiles > 1 and p.columns <= (c.tiles - 1) * layout.TILE:
+            return f"tiles={c.tiles} are more than {p.columns} columns have: take fewer"
+        if c.pdl and not gpu.has_pdl:
+            return f"pdl=1 needs programmatic dependent launch, which {gpu.name} lacks"
         return None
 
     def default(self, p: DequantizeProblem, gpu: GpuSpec) -> DequantizeConfig:
-        return DequantizeConfig(4)
+        return DequantizeConfig(2 if p.columns > layout.TILE else 1, gpu.has_pdl)
 
     def estimate_us(self, p: DequantizeProblem, c: DequantizeConfig, gpu: GpuSpec) -> float:
         busy = self.work(p).bytes / (gpu.dram_gbps * 1e3)
-        return float(rates.of(gpu).launch_us + 1.5 * busy * (1.0 + 0.02 * abs(c.warps - 4)))
+        odds = 0.02 * abs(c.tiles - 2) + 0.02 * (not c.pdl)
+        return float(rates.of(gpu).launch_us + 1.3 * busy * (1.0 + odds))
 
     def build(self, p: DequantizeProblem, c: DequantizeConfig, gpu: GpuSpec) -> Artifact:
-        from cutekernels.backends.triton import compile_kernel
-        from cutekernels.kernels.triton.dequantize import dequantize
+        import cutlass
+        from cutlass.cute.runtime import make_fake_tensor
 
-        constants: dict[str, Any] = {
-            "CODE": p.code, "GROUP": p.group, "SCALE_ROWS": p.scale_rows, "ZEROS": p.zeros,
-        }  # fmt: skip
-        if not p.zeros:
-            constants = {"zeros_ptr": 0, **constants}
-        signature = {
-            "out_ptr": f"*{p.dtype}", "packed_ptr": "*u8", "scales_ptr": f"*{p.scale}", "zeros_ptr": "*u8",
-            "rows": "i32", "columns": "i32", "groups": "i32", "scale_pitch": "i64", "tiles_k": "i64",
-            "out_pitch": "i64", "first": "i32",
-        }  # fmt: skip
-        return compile_kernel(
-            dequantize,
-            signature=signature | dict.fromkeys(constants, "constexpr"),
-            constexprs=constants,
-            divisible={"packed_ptr": 16},
-            options={"num_warps": c.warps},
+        from cutekernels.backends import cute as backend
+        from cutekernels.kernels.cute.quantized.dequantize import Dequantize as Body
+
+        sym = cutlass.cute.sym_int
+        scale = backend.float_of(p.scale)
+        body = Body(p.code, scale, p.group, p.scale_rows, p.zeros, c.tiles, p.out_align, c.pdl)
+
+        def dense(kind: Any, *shape: Any) -> Any:
+            """A contiguous tensor."""
+            strides = (*[sym() for _ in shape[1:]], 1)
+            return make_fake_tensor(kind, shape, stride=strides, assumed_align=16)
+
+        out = make_fake_tensor(
+            backend.dtype_of(p.dtype),
+            (sym(), sym(divisibility=p.out_align)),
+            stride=(sym(divisibility=p.out_align), 1),
+            assumed_align=p.out_align * ELEMENT_BYTES,
+        )
+        return backend.compile(
+            body,
+            out,
+            dense(cutlass.Uint8, sym(), sym(), layout.TILE_BYTES[BITS[p.code]]),
+            dense(scale, sym(), sym()),
+            dense(cutlass.Uint8, sym(), sym()) if p.zeros else None,
+            cutlass.Int32(64),
             gpu=gpu,
         )
 
     def bind(self, p: DequantizeProblem, c: DequantizeConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        grid = (-(-p.columns // layout.TILE), -(-p.n // layout.TILE), 1)
+        def launch(*args: Any) -> None:
+            kernel(*args)
 
-        def numbers(out: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None) -> Sequence[int]:
-            pitch = out.stride(0) if out.shape[0] > 1 else 0
-            return p.n, p.columns, scales.shape[0], scales.shape[1], packed.shape[1], pitch
-
-        return Launch(kernel, grid, 4, numbers)
+        return launch
 
     def takes(self, name: str, t: Tensor) -> bool:
-        return t.stride(-1) == 1 if name == "out" else t.is_contiguous()
+        if name == "out":
+            return t.stride(-1) == 1
+        return t.is_contiguous() and (t.device.type == "meta" or t.data_ptr() % 16 == 0)
 
     def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
         packed, scales, zeros = inputs
@@ -141,16 +162,17 @@ class Dequantize(TensorOp[DequantizeProblem, DequantizeConfig]):
         return (packed.new_empty((options["n"], options["columns"]), dtype=DTYPES[options["dtype"]]),)
 
     def problem(self, *operands: Tensor | None, **options: Any) -> DequantizeProblem:
-        _, packed, scales, zeros = operands
-        assert packed is not None and scales is not None
+        out, packed, scales, zeros = operands
+        assert out is not None and packed is not None and scales is not None
         return DequantizeProblem(
             n=options["n"], columns=options["columns"], k=options["k"], dtype=options["dtype"], code=options["code"],
             group=options["group"], scale_rows=rows_of_scale(scales, options["n"]), scale=SCALES[scales.dtype],
-            zeros=zeros is not None,
+            zeros=zeros is not None, out_align=8 if alignment(out) == 8 else 1,
         )  # fmt: skip
 
     def outputs(self, p: DequantizeProblem, *args: Any) -> tuple[Tensor, ...]:
-        return (args[0].new_empty((p.n, p.columns), dtype=DTYPES[p.dtype]),)
+        pitch = p.columns if p.out_align == 8 else -(-p.columns // 8) * 8 + 1
+        return (args[0].new_empty((p.n, pitch), dtype=DTYPES[p.dtype])[:, : p.columns],)
 
     def sample(self, p: DequantizeProblem, device: str, seed: int) -> tuple[Any, ...]:
         packed, scales, zeros = random_weight(p, device, seed)

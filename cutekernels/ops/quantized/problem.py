@@ -16,6 +16,14 @@ BITS = {"int4": 4, "int8": 8, "e4m3": 8, "nf4": 4}
 SCALE_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 
+def check_scaling(code: str, group: int, scale_rows: int, zeros: bool) -> None:
+    """Raises UnsupportedProblem for scales and zero points that no weight has."""
+    if zeros and code != "int4":
+        raise UnsupportedProblem(f"zero points are of int4 weights; code={code}")
+    if scale_rows > 1 and (group != 128 or zeros):
+        raise UnsupportedProblem(f"scale_rows={scale_rows} are blocks of 128 x 128: they take group=128 zeros=0")
+
+
 @dataclass(frozen=True)
 class QuantizedProblem(Problem):
     """``m`` tokens of ``k`` elements times a packed weight of ``n`` rows.
@@ -40,12 +48,7 @@ class QuantizedProblem(Problem):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.zeros and self.code != "int4":
-            raise UnsupportedProblem(f"zero points are of int4 weights; code={self.code}")
-        if self.scale_rows > 1 and (self.group != 128 or self.zeros):
-            raise UnsupportedProblem(
-                f"scale_rows={self.scale_rows} are blocks of 128 x 128: they take group=128 zeros=0"
-            )
+        check_scaling(self.code, self.group, self.scale_rows, self.zeros)
         if self.k % 8 or self.columns % self.out_align:
             raise UnsupportedProblem(f"8 must divide k={self.k}, and out_align={self.out_align} n={self.columns}")
         if self.gated and (self.n % 128 or self.bias != "none"):

@@ -316,6 +316,23 @@ class PackedSkinnySmem:
 
 
 @dataclass(frozen=True, slots=True)
+class DequantizeSmem:
+    """Shared memory of decoding a packed weight: a buffer of 64 x 64 decoded numbers for each tile of the CTA."""
+
+    tiles: int
+    TILE = 64
+    ELEMENT_BYTES = 2
+
+    def tile_bytes(self, bits: int) -> int:
+        """Bytes of a packed tile."""
+        return self.TILE * self.TILE * bits // 8
+
+    @property
+    def total_bytes(self) -> int:
+        return self.tiles * self.TILE * self.TILE * self.ELEMENT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
 class PackedWarpgroupSmem:
     """Shared memory of a warpgroup product with a packed weight: stages of tokens; stages of packed weight, scales and
     zero points; boxes of results and bias for each consumer group; barriers; a flag for each group.

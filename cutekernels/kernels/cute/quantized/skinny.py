@@ -158,9 +158,18 @@ class PackedSkinny:
     @property
     def smem(self) -> PackedSkinnySmem:
         return PackedSkinnySmem(
-            self.tile_m, self.tile_n, self.tile_k, self.stages, self.warps_k, self.weights.bits,
-            self.scale.width // 8, self.group, self.scale_rows, self.zeros, self.halves,
-        )  # fmt: skip
+            self.tile_m,
+            self.tile_n,
+            self.tile_k,
+            self.stages,
+            self.warps_k,
+            self.weights.bits,
+            self.scale.width // 8,
+            self.group,
+            self.scale_rows,
+            self.zeros,
+            self.halves,
+        )
 
     @cute.jit
     def __call__(

@@ -157,9 +157,18 @@ class PackedWarpgroup:
     @property
     def smem(self) -> PackedWarpgroupSmem:
         return PackedWarpgroupSmem(
-            self.groups, self.tile_n, self.tile_k, self.stages, self.results.boxes, self.results.bias != "none",
-            self.weights.bits, self.scale.width // 8, self.group, self.scale_rows, self.zeros,
-        )  # fmt: skip
+            self.groups,
+            self.tile_n,
+            self.tile_k,
+            self.stages,
+            self.results.boxes,
+            self.results.bias != "none",
+            self.weights.bits,
+            self.scale.width // 8,
+            self.group,
+            self.scale_rows,
+            self.zeros,
+        )
 
     @property
     def pipeline(self) -> StagePipeline:
@@ -221,7 +230,7 @@ class PackedWarpgroup:
             preferred_smem_carveout=100,  # percent
             use_pdl=self.dependent,
             stream=stream,
-        )  # fmt: skip
+        )
 
     @cute.kernel
     def kernel(

@@ -1,0 +1,122 @@
+"""``quantized_linear_backward``: the gradient of ``quantized_linear``'s tokens, ``dx = dout @ weight``.
+
+Columns of the weight are decoded into one workspace, a part at a time, and multiplied while they are in the L2, into
+their columns of dx. Launches follow one another on the current stream, so parts share the workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.gemm.api import gemm
+from cutekernels.ops.quantized.decode import DEQUANTIZE, check_weight, rows_of_scale
+from cutekernels.ops.shared.checks import DTYPE_NAMES, check_results
+from cutekernels.ops.shared.registration import Path, define_with_out
+from cutekernels.ops.shared.tensor_op import run
+from cutekernels.quant.layout import TILE
+from cutekernels.quant.weight import QuantizedWeight
+
+NAME = "quantized_linear_backward"
+DECODED_BYTES = 24 << 20  # of decoded columns at a time: they stay in the L2
+_MULTIPLE = 256  # of a part's columns: whole tiles of the product
+_HALVES = (torch.bfloat16, torch.float16)
+BACKWARD_PATH: Path
+
+
+def register(library: torch.library.Library) -> None:
+    """Defines the op in ``library``; it has no gradient of its own."""
+    global BACKWARD_PATH
+    BACKWARD_PATH = define_with_out(
+        library,
+        NAME,
+        "Tensor dout, Tensor packed, Tensor scales, Tensor? zeros",
+        "str code, int group, int n, int k",
+        (_cuda, _cpu, _fake),
+        results=("dx",),
+    )
+
+
+def parts(n: int, k: int) -> Iterator[tuple[int, int]]:
+    """``(begin, end)`` of the columns that are decoded at a time: one part where all fit, else about equal ones.
+
+    A part is a multiple of 256 columns, or of 64 where a weight has too many rows for that.
+    """
+    if n * k * 2 <= DECODED_BYTES:
+        most = k
+    else:
+        fitting = DECODED_BYTES // (2 * n)
+        unit = _MULTIPLE if fitting >= _MULTIPLE else TILE
+        most = max(unit, fitting // unit * unit)
+        count = -(-k // most)
+        most = -(-k // (count * unit)) * unit
+    for begin in range(0, k, most):
+        yield begin, min(begin + most, k)
+
+
+def _check(given: tuple[Tensor, ...] | None, inputs: tuple[Any, ...], code: str, group: int, n: int, k: int) -> None:
+    dout, packed, scales, zeros = inputs
+    check_weight(packed, scales, zeros, code, group, n, k)
+    if dout.dim() != 2 or dout.shape[1] != n:
+        raise UnsupportedProblem(f"dout must be (M, {n}); its shape is {tuple(dout.shape)}")
+    if not dout.is_floating_point() or (dout.is_cuda and dout.dtype not in _HALVES):
+        raise UnsupportedProblem(f"dout must be fp16 or bf16 (on the CPU fp32 and fp64 too); it is {dout.dtype}")
+    for dx in given or ():
+        if tuple(dx.shape) != (dout.shape[0], k) or dx.dtype != dout.dtype:
+            raise UnsupportedProblem(
+                f"dx must be {(dout.shape[0], k)} {dout.dtype}; it is {tuple(dx.shape)} {dx.dtype}"
+            )
+    for t in (packed, *(given or ())):
+        if t.device != dout.device:
+            raise UnsupportedProblem(f"all tensors must be on dout's device {dout.device}; one is on {t.device}")
+    check_results(given or ())
+
+
+@torch.no_grad()
+def _cuda(given: tuple[Tensor, ...] | None, inputs: tuple[Any, ...], *options: Any) -> Tensor | None:
+    _check(given, inputs, *options)
+    dout, packed, scales, zeros = inputs
+    code, group, n, k = options
+    dx = dout.new_empty((dout.shape[0], k)) if given is None else given[0]
+    if dx.numel():
+        if dout.stride(1) != 1:
+            dout = dout.contiguous()  # once, not for each part
+        dtype = DTYPE_NAMES[dout.dtype]
+        ranges = list(parts(n, k))
+        workspace = dout.new_empty((n, ranges[0][1]))
+        for begin, end in ranges:
+            width = end - begin
+            decoded = workspace if width == workspace.shape[1] else workspace[:, :width]
+            run(
+                DEQUANTIZE, (decoded,), (packed, scales, zeros), options=(code, group, n, k, width, dtype),
+                scalars=(begin,),
+            )  # fmt: skip
+            gemm(dout, decoded, out=dx if width == k else dx[:, begin:end])
+    return dx if given is None else None
+
+
+def _cpu(given: tuple[Tensor, ...] | None, inputs: tuple[Any, ...], *options: Any) -> Tensor | None:
+    _check(given, inputs, *options)
+    dout, packed, scales, zeros = inputs
+    code, group, n, k = options
+    weight = QuantizedWeight(
+        code=code, group=group, scale_rows=rows_of_scale(scales, n), shape=(n, k), packed=packed, scales=scales,
+        zeros=zeros,
+    )  # fmt: skip
+    decoded = weight.dequantize(torch.float32).to(dout.dtype)
+    wide = torch.float32 if dout.dtype in _HALVES else dout.dtype
+    dx: Tensor = (dout.to(wide) @ decoded.to(wide)).to(dout.dtype)
+    if given is None:
+        return dx
+    given[0].copy_(dx)
+    return None
+
+
+def _fake(given: tuple[Tensor, ...] | None, inputs: tuple[Any, ...], *options: Any) -> Tensor | None:
+    _check(given, inputs, *options)
+    dout: Tensor = inputs[0]
+    return dout.new_empty((dout.shape[0], options[3])) if given is None else None
