@@ -128,7 +128,7 @@ def cache_key(op: Op[Any, Any], p: Any, c: Any, gpu: GpuSpec) -> str:
 def source_fingerprint(op: type) -> str:
     """A hash of every source that ``build`` of an ``op`` can reach, and of the compilers' versions.
 
-    That is all of the package below its users (ops, kernels, backends, quant, the modules beside this one), and the files
+    That is all of the package below its users (ops, kernels, backends, quant and the modules beside), and the files
     of the op's classes where they lie elsewhere. It is coarse on purpose: a key that misses one file serves a wrong
     kernel, one that has too many compiles again.
     """

@@ -1,7 +1,7 @@
 """``quantized_linear_backward``: the gradient of ``quantized_linear``'s tokens, ``dx = dout @ weight``.
 
-Columns of the weight are decoded into one workspace, a part at a time, and multiplied while they are in the L2, into
-their columns of dx. Launches follow one another on the current stream, so parts share the workspace.
+Columns of the weight are decoded into one workspace, a part at a time, and multiplied while they are in the L2 (of many
+tokens), into their columns of dx. Launches follow one another on the current stream, so parts share the workspace.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from cutekernels.quant.weight import QuantizedWeight
 
 NAME = "quantized_linear_backward"
 DECODED_BYTES = 24 << 20  # of decoded columns at a time: they stay in the L2
+MOST_DECODED_BYTES = 256 << 20  # where few tokens need more columns for a product that fills a GPU
+_FILLING = 132 * 128 * 128  # elements of dx in such a product
 _MULTIPLE = 256  # of a part's columns: whole tiles of the product
 _HALVES = (torch.bfloat16, torch.float16)
 BACKWARD_PATH: Path
@@ -41,15 +43,19 @@ def register(library: torch.library.Library) -> None:
     )
 
 
-def parts(n: int, k: int) -> Iterator[tuple[int, int]]:
+def parts(n: int, k: int, m: int) -> Iterator[tuple[int, int]]:
     """``(begin, end)`` of the columns that are decoded at a time: one part where all fit, else about equal ones.
+
+    Few tokens make few tiles of dx: their parts are larger, so that a product still fills a GPU.
 
     A part is a multiple of 256 columns, or of 64 where a weight has too many rows for that.
     """
-    if n * k * 2 <= DECODED_BYTES:
+    filling = -(-_FILLING // max(1, m)) * n * 2
+    held = min(max(DECODED_BYTES, filling), MOST_DECODED_BYTES)
+    if n * k * 2 <= held:
         most = k
     else:
-        fitting = DECODED_BYTES // (2 * n)
+        fitting = held // (2 * n)
         unit = _MULTIPLE if fitting >= _MULTIPLE else TILE
         most = max(unit, fitting // unit * unit)
         count = -(-k // most)
@@ -86,7 +92,7 @@ def _cuda(given: tuple[Tensor, ...] | None, inputs: tuple[Any, ...], *options: A
         if dout.stride(1) != 1:
             dout = dout.contiguous()  # once, not for each part
         dtype = DTYPE_NAMES[dout.dtype]
-        ranges = list(parts(n, k))
+        ranges = list(parts(n, k, dout.shape[0]))
         workspace = dout.new_empty((n, ranges[0][1]))
         for begin, end in ranges:
             width = end - begin

@@ -314,26 +314,28 @@ class PackedSkinny:
     @cute.jit
     def load_weight(self, tid: Int32, given: Operands, of: Extents, unit: Unit, stage: Int32, limit: Int32 | None):
         """A run along K of packed tiles, or of the CTA's strips in them, for each 64 rows; up to ``limit`` bytes."""
-        smem = self.smem
         # A step of all threads covers whole tiles, or a part of one: either way a constant and a thread's own offset.
-        step, part = const_expr(VECTOR * self.threads), const_expr(smem.part_bytes)
+        step, part = const_expr(VECTOR * self.threads), const_expr(self.smem.part_bytes)
         own_tile, own = tid * VECTOR // part, tid * VECTOR % part
-        for block in cutlass.range_constexpr(self.halves * smem.half_blocks):
-            half = const_expr(block // smem.half_blocks)
-            in_half = unit.n * self.rows + block % smem.half_blocks * TILE
+        for block in cutlass.range_constexpr(self.halves * self.smem.half_blocks):
+            half = const_expr(block // self.smem.half_blocks)
+            in_half = unit.n * self.rows + block % self.smem.half_blocks * TILE
             row = in_half + half * of.n
             first = Int64(row // TILE) * of.tiles_k + unit.k_tile * (self.tile_k // TILE)
-            source = given.mW.iterator.toint() + first * smem.tile_bytes
+            source = given.mW.iterator.toint() + first * self.smem.tile_bytes
             if const_expr(self.rows < TILE):
-                source = source + row % TILE // STRIP * (smem.tile_bytes // 4)
-            source = source + (own_tile * smem.tile_bytes + own)
-            if const_expr(block % smem.half_blocks == 0) or in_half < of.n:
-                for i in cutlass.range_constexpr(-(-smem.run_bytes // step)):
-                    ahead = const_expr(i * step // part * smem.tile_bytes + i * step % part)
-                    target = stage + (block * smem.run_bytes + i * step) + tid * VECTOR
-                    inside = const_expr((i + 1) * step <= smem.run_bytes) or i * step + tid * VECTOR < smem.run_bytes
+                source = source + row % TILE // STRIP * (self.smem.tile_bytes // 4)
+            source = source + (own_tile * self.smem.tile_bytes + own)
+            if const_expr(block % self.smem.half_blocks == 0) or in_half < of.n:
+                for i in cutlass.range_constexpr(-(-self.smem.run_bytes // step)):
+                    ahead = const_expr(i * step // part * self.smem.tile_bytes + i * step % part)
+                    target = stage + (block * self.smem.run_bytes + i * step) + tid * VECTOR
+                    inside = (
+                        const_expr((i + 1) * step <= self.smem.run_bytes)
+                        or i * step + tid * VECTOR < self.smem.run_bytes
+                    )
                     if const_expr(limit is not None):
-                        inside = inside and own_tile * smem.tile_bytes + own + ahead < limit
+                        inside = inside and own_tile * self.smem.tile_bytes + own + ahead < limit
                     if inside:
                         copy_async(target, source + ahead, VECTOR)
 
@@ -365,7 +367,6 @@ class PackedSkinny:
     @cute.jit
     def load_scales(self, tid: Int32, given: Operands, of: Extents, index_n: Int32, first_k: Int32, stage: Int32):
         """Scales, and zero points, of the unit's groups: ``(group, row)``."""
-        smem = self.smem
         first, count = Int32(0), Int32(1)  # groups: the unit's first, and all of K
         if const_expr(self.group > 0):
             first = first_k // self.group
@@ -373,16 +374,16 @@ class PackedSkinny:
         if const_expr(self.scale_rows > 1):
             # One scale for the tile's rows; groups behind K are read as the last.
             blocks = cute.ceil_div(of.n * self.halves, self.scale_rows)
-            if tid < smem.groups * self.halves:
+            if tid < self.smem.groups * self.halves:
                 group = cutlass.min(first + tid // self.halves, count - 1)
                 block = (index_n * self.rows + tid % self.halves * of.n) // self.scale_rows
                 at = Int64(group) * blocks + block
                 if const_expr(self.scale.width == 32):
-                    copy_async(stage + smem.scales_at + tid * 4, given.mS.iterator.toint() + at * 4, 4)
+                    copy_async(stage + self.smem.scales_at + tid * 4, given.mS.iterator.toint() + at * 4, 4)
                 else:
                     # cp.async moves 4 bytes at least, which the next scale may begin between.
                     place = cute.make_ptr(
-                        self.scale, stage + smem.scales_at + tid * 4, cute.AddressSpace.smem, assumed_align=4
+                        self.scale, stage + self.smem.scales_at + tid * 4, cute.AddressSpace.smem, assumed_align=4
                     )
                     slot = cute.make_tensor(place, cute.make_layout(1))
                     slot[0] = given.mS[group, block]
@@ -391,9 +392,13 @@ class PackedSkinny:
             groups, first_row = (first, count), (index_n * self.rows, of.n)
             if const_expr(self.group > 0):
                 size = const_expr(self.scale.width // 8)
-                self.load_strip(tid, given.mS, size, smem.groups, first_row, rows, groups, stage + smem.scales_at)
+                self.load_strip(
+                    tid, given.mS, size, self.smem.groups, first_row, rows, groups, stage + self.smem.scales_at
+                )
             if const_expr(self.zeros):
-                self.load_strip(tid, given.mZ, 1, smem.zero_groups, first_row, rows, groups, stage + smem.zeros_at)
+                self.load_strip(
+                    tid, given.mZ, 1, self.smem.zero_groups, first_row, rows, groups, stage + self.smem.zeros_at
+                )
 
     @cute.jit
     def load_strip(
@@ -451,17 +456,19 @@ class PackedSkinny:
         acc: cute.Tensor,  # ((2, 2), STRIP, TOKENS)
     ):
         """A unit's products of this warp: its strips of rows, its chunk of K."""
-        smem, lane = self.smem, tid % 32
+        lane = tid % 32
         strips, tokens = const_expr(self.strips), const_expr(self.tile_m // 8)
-        strip_bytes = const_expr(smem.tile_bytes // 4)
+        strip_bytes = const_expr(self.smem.tile_bytes // 4)
         # The lane's bytes of the warp's first strip: strips of a tile lie one behind the other, and so do tiles.
         strip = warp_n * (strips // self.halves)  # of its half
         first_tile = warp_k * (self.chunk // TILE)
-        weights_at = stage + (strip // 4) * smem.run_bytes + (strip % 4) * strip_bytes + first_tile * smem.part_bytes
+        weights_at = (
+            stage + (strip // 4) * self.smem.run_bytes + (strip % 4) * strip_bytes + first_tile * self.smem.part_bytes
+        )
         weights_at = weights_at + lane * VECTOR
         # ldmatrix: lane i has row i % 8 of the matrix of k-chunk i // 8; chunks 0-3 and 4-7 of a swizzled line.
         row = lane % 8
-        x_line = stage + smem.x_at + row * (self.tile_k * 2) + warp_k * (self.chunk * 2)
+        x_line = stage + self.smem.x_at + row * (self.tile_k * 2) + warp_k * (self.chunk * 2)
         x_at = [x_line + (((lane // 8) + 4 * half) ^ row) * VECTOR for half in range(2)]
         part = acc
         if const_expr(self.interval > 0):
@@ -480,12 +487,12 @@ class PackedSkinny:
             if const_expr(kb % of_run == 0):
                 for s in cutlass.range_constexpr(strips):
                     half, own = self.half_of(s)
-                    within = const_expr((kb // 4) * smem.part_bytes + (kb % 4) // of_run * (32 * VECTOR))
-                    before = const_expr(half * smem.half_blocks + own // 4)  # runs
-                    offset = const_expr(before * smem.run_bytes + own % 4 * strip_bytes + within)
+                    within = const_expr((kb // 4) * self.smem.part_bytes + (kb % 4) // of_run * (32 * VECTOR))
+                    before = const_expr(half * self.smem.half_blocks + own // 4)  # runs
+                    offset = const_expr(before * self.smem.run_bytes + own % 4 * strip_bytes + within)
                     self.load_words(weights_at + offset, words[None, s])
             if const_expr(self.zeros and (kb == 0 or (self.interval > 0 and kb * 16 % self.interval == 0))):
-                self.load_shifts(stage + smem.zeros_at, lane, warp_k * self.chunk + kb * 16, strip, shifts)
+                self.load_shifts(stage + self.smem.zeros_at, lane, warp_k * self.chunk + kb * 16, strip, shifts)
             if const_expr(kb % 2 == 0):
                 # -- tokens of two k-blocks: four matrices of 8 x 8 for each 8 tokens
                 for t in cutlass.range_constexpr(tokens):
@@ -502,7 +509,7 @@ class PackedSkinny:
             cute.gemm(tiled_mma, part, rA[None, None, 0], rB[None, None, kb % 2], part)
             if const_expr(self.interval > 0 and (kb + 1) * 16 % self.interval == 0):
                 # -- the end of a group: its accumulators times its scales
-                self.promote(stage + smem.scales_at, lane, warp_k * self.chunk + kb * 16, strip, part, acc)
+                self.promote(stage + self.smem.scales_at, lane, warp_k * self.chunk + kb * 16, strip, part, acc)
                 part.fill(0.0)
 
     def half_of(self, s: int) -> tuple[int, int]:

@@ -378,7 +378,6 @@ class PackedWarpgroup:
         at: Position,
     ) -> Position:
         """The loads of one segment. Returns the position behind."""
-        smem = self.smem
         gX = cute.local_tile(
             cute.domain_offset((segment.corner.column, 0), tX), (self.tile_n, self.tile_k), (0, None)
         )  # (tokens, K, k)
@@ -396,21 +395,22 @@ class PackedWarpgroup:
             cute.arch.mbarrier_wait(shared.empty + at.stage, at.phase)
             first = k_tile * (self.tile_k // TILE)
             halves = cutlass.min(tiles_k - first, Int32(self.tile_k // TILE))
-            weight_bytes = halves * smem.tile_bytes
-            bytes_ = smem.x_bytes + present * (weight_bytes + smem.scales_bytes + smem.zeros_bytes)
+            weight_bytes = halves * self.smem.tile_bytes
+            bytes_ = self.smem.x_bytes + present * (weight_bytes + self.smem.scales_bytes + self.smem.zeros_bytes)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(shared.full + at.stage, bytes_)
             cute.copy(tma_x, from_x[None, k_tile], to_x[None, at.stage], tma_bar_ptr=shared.full + at.stage)
             barrier = full + at.stage * 8
-            stage = base + at.stage * smem.packed_bytes + smem.packed_at
+            stage = base + at.stage * self.smem.packed_bytes + self.smem.packed_at
             with cute.arch.elect_one():
                 for g in cutlass.range_constexpr(self.groups):
                     if g < present:
                         source = (
-                            weight.mW.iterator.toint() + (Int64(row // TILE + g) * tiles_k + first) * smem.tile_bytes
+                            weight.mW.iterator.toint()
+                            + (Int64(row // TILE + g) * tiles_k + first) * self.smem.tile_bytes
                         )
-                        copy_bulk(stage + g * smem.weight_bytes, source, weight_bytes, barrier)
-                        if const_expr(smem.strips > 0 or self.zeros):
+                        copy_bulk(stage + g * self.smem.weight_bytes, source, weight_bytes, barrier)
+                        if const_expr(self.smem.strips > 0 or self.zeros):
                             self.load_strips(weight, of, padded, row + g * TILE, k_tile, stage, g, barrier)
             at = self.pipeline.next(at)
         return at
@@ -428,20 +428,21 @@ class PackedWarpgroup:
         barrier: Int32,
     ):
         """Scales and zero points of 64 rows, a strip for each group of K in the k-tile; behind K the last again."""
-        smem = self.smem
         last = cute.ceil_div(of.k, self.group) - 1 if const_expr(self.group > 0) else Int32(0)
-        for i in cutlass.range_constexpr(max(smem.strips, smem.zero_strips)):
+        for i in cutlass.range_constexpr(max(self.smem.strips, self.smem.zero_strips)):
             group = Int32(0)
             if const_expr(self.group > 0):
                 group = cutlass.min(k_tile * self.tile_k // self.group + i, last)
             at = Int64(group) * padded + row
             size = const_expr(TILE * self.scale.width // 8)
-            if const_expr(smem.strips > 0):
+            if const_expr(self.smem.strips > 0):
                 source = weight.mS.iterator.toint() + at * (self.scale.width // 8)
-                copy_bulk(stage + smem.scales_at + (g * smem.strips + i) * size, source, Int32(size), barrier)
+                copy_bulk(stage + self.smem.scales_at + (g * self.smem.strips + i) * size, source, Int32(size), barrier)
             if const_expr(self.zeros):
                 source = weight.mZ.iterator.toint() + at
-                copy_bulk(stage + smem.zeros_at + (g * smem.zero_strips + i) * TILE, source, Int32(TILE), barrier)
+                copy_bulk(
+                    stage + self.smem.zeros_at + (g * self.smem.zero_strips + i) * TILE, source, Int32(TILE), barrier
+                )
 
     # ---- consumers
 
@@ -549,9 +550,9 @@ class PackedWarpgroup:
     @cute.jit
     def packed_words(self, consumer: Consumer, stage: Int32, half: cutlass.Constexpr[int]) -> cute.Tensor:
         """A thread's packed weights of 64 of K, from shared memory."""
-        smem, lane = self.smem, consumer.thread % 32
-        packed = stage + consumer.group * smem.weight_bytes + consumer.thread // 32 * (smem.tile_bytes // 4)
-        packed = packed + (lane * VECTOR + half * smem.tile_bytes)
+        lane = consumer.thread % 32
+        packed = stage + consumer.group * self.smem.weight_bytes + consumer.thread // 32 * (self.smem.tile_bytes // 4)
+        packed = packed + (lane * VECTOR + half * self.smem.tile_bytes)
         words = cute.make_rmem_tensor((4, self.weights.bits // 4), Int32)
         for w in cutlass.range_constexpr(self.weights.bits // 4):
             self.load_words(packed + w * 32 * VECTOR, words[None, w])
@@ -589,9 +590,8 @@ class PackedWarpgroup:
         self, consumer: Consumer, weight: Weight, shared: Shared, of: Extents, segment: Segment, at: Position
     ) -> Position:
         """The mainloop with sums of groups, which are added to the tile's at each group's end."""
-        smem = self.smem
         before = Int32(0)
-        strips = const_expr(max(1, smem.strips))
+        strips = const_expr(max(1, self.smem.strips))
         factors, next_factors = [cute.make_rmem_tensor((2, strips), Float32) for _ in range(2)]
         factors.fill(0.0)
         atom = cute.make_mma_atom(consumer.tiled_mma.op)
@@ -607,8 +607,8 @@ class PackedWarpgroup:
                 coming = self.block_scale(weight, of, row, cutlass.min(k_tile + 1, of.k_tiles - 1))
             # Wait until the copies have filled the stage.
             cute.arch.mbarrier_wait(shared.full + at.stage, at.phase)
-            stage = shared.storage.toint().to(Int32) + smem.packed_at + at.stage * smem.packed_bytes
-            if const_expr(smem.strips > 0):
+            stage = shared.storage.toint().to(Int32) + self.smem.packed_at + at.stage * self.smem.packed_bytes
+            if const_expr(self.smem.strips > 0):
                 self.load_factors(consumer, stage, next_factors)
             for half in cutlass.range_constexpr(self.tile_k // TILE):
                 # -- packed words of 64 of K, decoded while the products of the 64 before run
