@@ -75,6 +75,7 @@ UPWARDS = {
     ("cutekernels/dispatch.py", "cutekernels.ops.registry"),
     ("cutekernels/compilers.py", "cutekernels.ops.registry"),
     ("cutekernels/ops/gemm/api.py", "cutekernels.ops.quantized.api.quantized_linear"),  # linear's, of packed weights
+    ("cutekernels/ops/norm_linear/api.py", "cutekernels.ops.quantized.api.gated"),  # likewise, of a gate
     ("db/__init__.py", "cutekernels.catalog"),  # db.open(): what the fields of the stored texts mean
     ("cutekernels/cli.py", "bench.__main__"),  # the verb, from a table of text
 }

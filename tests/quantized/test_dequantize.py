@@ -146,7 +146,7 @@ def test_a_knob_that_a_gpu_or_a_problem_lacks_is_refused() -> None:
     "n, k", [(64, 64), (4096, 3072), (4096, 3080), (4096, 14336), (14336, 4096), (8192, 8192), (57344, 8200), (1, 1)]
 )
 def test_parts_of_a_weight(n: int, k: int) -> None:
-    found = list(backward.parts(n, k, 8192))
+    found = list(backward.parts(n, k, 1 << 20))
     assert found[0][0] == 0
     assert found[-1][1] == k
     assert all(end == begin for (_, end), (begin, _) in pairwise(found))

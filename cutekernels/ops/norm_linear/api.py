@@ -21,7 +21,6 @@ from cutekernels.ops.norm_linear.chain import linear_then_gate, norm_then_linear
 from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from cutekernels.ops.norm_linear.problem import NormLinearConfig
 from cutekernels.ops.norms.api import rms_norm
-from cutekernels.ops.quantized.api import gated as quantized_gated
 from cutekernels.ops.shared import tensor_op
 from cutekernels.ops.shared.checks import INFINITE, check_eps, check_flag, check_tensor, check_word
 from cutekernels.ops.shared.registration import autocasting, transformed
@@ -188,9 +187,11 @@ def linear_silu_mul(
             raise UnsupportedProblem("config= is for one kernel; with a packed weight several run: leave it out")
         with _uncast(x, out):
             if not _differentiates(x, norm_weight):
+                from cutekernels.ops.quantized.api import gated
+
                 if norm:
                     x, norm_weight, norm = rms_norm(x, norm_weight, eps=eps), None, False
-                made = quantized_gated(x, w_gate_up, out=out)
+                made = gated(x, w_gate_up, out=out)
                 if made is not None:
                     return made
             return linear_then_gate(x, w_gate_up, norm_weight, eps, norm, out=out)
