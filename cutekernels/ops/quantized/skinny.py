@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 NAME = "skinny"
 TILES_M = (8, 16, 24, 32, 48, 64)
 _MOST_ACCUMULATORS = 64  # of a thread; as many again where scales have groups
-_MOST_WARPS = {16: 24, 32: 20, 64: 16}  # of an SM, by a thread's accumulators: registers
+_MOST_WARPS = {16: 24, 24: 16, 48: 12, 64: 8}  # of an SM, by a thread's accumulators: registers
+_MOST_CHUNK = {32: 512, 64: 128}  # elements of K that a warp multiplies at a time, likewise
 _LEAST_IN_FLIGHT = 32 * 1024  # bytes of an SM's stages
 # Coefficients of the model: docs/notes/quantized.md#models (H200, 2026-11-26).
 _DECODE = {"int4": 11, "int8": 14, "e4m3": 18, "nf4": 30}  # instructions for 8 weights of a lane
@@ -65,6 +66,9 @@ def broken(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Iterator[st
     most = next((warps for limit, warps in _MOST_WARPS.items() if sums <= limit), 16)
     if warps * c.ctas_per_sm > min(most, gpu.max_warps):
         yield f"{c.ctas_per_sm} CTAs of {warps} warps with {sums} sums a thread: take {most} warps an SM or fewer"
+    longest = next((k for limit, k in _MOST_CHUNK.items() if sums <= limit), 128)
+    if c.tile_k // c.warps_k > longest:
+        yield f"a warp has {c.tile_k // c.warps_k} of K at a time with {sums} sums a thread: take {longest} or less"
     frame = smem(p, c)
     if frame.total_bytes > gpu.smem_per_block_bytes:
         yield f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
