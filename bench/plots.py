@@ -41,7 +41,7 @@ _COLORS = {  # by the first word or words of a contender's name; the longest mat
     f"{OURS} patched": "#4b7a00",
     f"{OURS} patched, compiled": "#b7dd79",
     "our ops one by one": "#b7dd79",
-    "our ops in bf16": "#b7dd79",
+    "our ops in bf16": "#4b7a00",
     "cublas": "#1a73e8",
     "humming": "#b80672",
     "tinygemm": "#12b5cb",
