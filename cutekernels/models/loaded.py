@@ -149,7 +149,7 @@ class LoadedModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations, and of every weight that is not quantized."""
+        """The type of activations, and of every weight that is not quantized."""
         return self._table.dtype
 
     @property

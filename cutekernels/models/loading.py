@@ -174,7 +174,7 @@ def _tied(model: LoadedModel, folder: Folder, stored: dict[str, dict[str, str]])
 
 @contextmanager
 def _bar(shown: bool, total: int) -> Iterator[Callable[[int], None]]:
-    """What takes each number of bytes that has been read, under a bar on a terminal."""
+    """A callback for each number of bytes that has been read: it moves a bar on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 

@@ -46,7 +46,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Stored:
-    """What a checkpoint has of one module of ``LoadedModel``.
+    """The tensors that a checkpoint has of one module of ``LoadedModel``.
 
     Attributes:
         path: of the module.
@@ -71,7 +71,7 @@ class Stored:
         return self.scheme is not None and self.scheme.holds(self.tensors[i])
 
     def bytes(self, folder: Folder, dtype: torch.dtype) -> int:
-        """Of memory that it takes."""
+        """Bytes of memory that it takes."""
         entries = [folder.entries[name] for found in self.tensors for name in found.values()]
         return sum(e.bytes // e.dtype.itemsize * dtype.itemsize if e.dtype in PLAIN else e.bytes for e in entries)
 

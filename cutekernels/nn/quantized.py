@@ -241,7 +241,7 @@ def _read(weight: QuantizedWeight, tensors: dict[str, Tensor], scheme: Scheme) -
 
 
 def _own(weight: QuantizedWeight, tensors: dict[str, Tensor]) -> QuantizedWeight:
-    """Of this package's own format, whose weights may be several joined."""
+    """A weight of this package's own format, maybe several weights joined."""
     held = {name.removeprefix(own.PREFIX): t for name, t in tensors.items()}
     shape = tuple(held.pop("shape", torch.tensor(weight.shape)).flatten().tolist())
     if shape != weight.shape:

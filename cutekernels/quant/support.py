@@ -28,7 +28,7 @@ _BF16 = "use the weight's dequantize() there"
 SUPPORT = (
     Support("int4", (8, 0), _BF16),
     Support("int8", (8, 0), _BF16),
-    Support("e4m3", (8, 0), _BF16),  # below sm_89 without a converting instruction, by shifts
+    Support("e4m3", (8, 0), _BF16),  # decoded by shifts: no converting instruction is needed
     Support("nf4", (8, 0), _BF16),
 )
 _BY_CODE = {row.code: row for row in SUPPORT}

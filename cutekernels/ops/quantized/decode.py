@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 SCALES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 BLOCK = 128  # rows and columns of a block that shares a scale
-_L2_BYTES_PER_US = 2.5e6  # of a tile's bytes, by an H200
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
 from cutekernels.kernels.cute.parts.smem import PackedSkinnySmem
-from cutekernels.ops.quantized.problem import SCALE_BYTES, QuantizedConfig, QuantizedProblem, spanned
+from cutekernels.ops.quantized.problem import (
+    DECODE_INSTRUCTIONS,
+    SCALE_BYTES,
+    QuantizedConfig,
+    QuantizedProblem,
+    spanned,
+)
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -20,7 +26,6 @@ _MOST_WARPS = {16: 24, 24: 16, 48: 12, 64: 8}  # of an SM, by a thread's accumul
 _MOST_CHUNK = {32: 512, 64: 128}  # elements of K that a warp multiplies at a time, likewise
 _LEAST_IN_FLIGHT = 32 * 1024  # bytes of an SM's stages
 # Coefficients of the model: docs/notes/quantized.md#models (H200, 2026-11-26).
-_DECODE = {"int4": 11, "int8": 14, "e4m3": 18, "nf4": 30}  # instructions for 8 weights of a lane
 _BESIDE, _COLUMN, _FRAGMENT = 2.9, 1.6, 0.66  # others: always; for 8 tokens; for 8 tokens, shared by a warp's strips
 _ISSUE, _FEW = 0.63, 2.1  # of a scheduler's cycles; and how much less where an SM has few warps
 _MMA_CYCLES, _MMA = 15.3, 0.85  # of a scheduler, for 8 weights of a lane and 8 tokens; of mma_flops_per_us
@@ -117,7 +122,7 @@ def estimate_us(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> float:
     port = min(_PORT * rate.sm_bytes_per_us, in_flight / (_LATENCY * rate.dram_latency_us))
     lanes = units * c.tile_n * c.tile_k / 256 / 4  # of a scheduler: MMAs of 8 tokens
     columns, strips = c.tile_m / 8, c.tile_n // 16 // c.warps_n
-    instructions = _DECODE[p.code] + _BESIDE + (_COLUMN + _FRAGMENT / strips) * columns
+    instructions = DECODE_INSTRUCTIONS[p.code] + _BESIDE + (_COLUMN + _FRAGMENT / strips) * columns
     issue = lanes * instructions / (_ISSUE * rate.clock_mhz) * (1 + _FEW / (c.warps_n * c.warps_k * resident))
     flops = 2.0 * units * c.tile_n * c.tile_k * c.tile_m
     multiply = max(lanes * columns * _MMA_CYCLES / rate.clock_mhz, flops / (_MMA * rate.mma_flops_per_us))

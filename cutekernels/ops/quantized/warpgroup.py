@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from cutekernels import rates
 from cutekernels.kernels.cute.parts.smem import PackedWarpgroupSmem
-from cutekernels.ops.quantized.problem import SCALE_BYTES, QuantizedConfig, QuantizedProblem, spanned
+from cutekernels.ops.quantized.problem import (
+    DECODE_INSTRUCTIONS,
+    SCALE_BYTES,
+    QuantizedConfig,
+    QuantizedProblem,
+    spanned,
+)
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -16,9 +22,9 @@ if TYPE_CHECKING:
 NAME = "warpgroup"
 ROWS = 64  # of a consumer group
 _REGISTERS = {1: 232, 2: 232, 3: 160}  # of a consumer's thread, by groups
+_BOXES = 1  # buffers of results of a consumer group
 _BESIDE_REGISTERS = 76  # decoded weights twice, addresses, scales
 # Coefficients of the model: docs/notes/quantized.md#models (H200, 2026-11-26).
-_DECODE = {"int4": 11, "int8": 14, "e4m3": 18, "nf4": 30}  # instructions for 8 weights of a thread
 _BESIDE, _SCALED, _SCALED_EXACT = 1.8, 11.3, 6.5  # others: always; scales of weights; those of the activations' type
 _ISSUE, _ALONE = 0.41, 0.4  # of a scheduler's cycles; the share of decoding that one group alone does not hide
 _MMA, _PORT = 1.01, 0.93  # of warpgroup_flops_per_us, of sm_bytes_per_us
@@ -33,14 +39,9 @@ def groups(c: QuantizedConfig) -> int:
     return c.tile_n // ROWS
 
 
-def boxes(c: QuantizedConfig) -> int:
-    """Buffers of results of a group."""
-    return 1
-
-
 def smem(p: QuantizedProblem, c: QuantizedConfig) -> PackedWarpgroupSmem:
     return PackedWarpgroupSmem(
-        groups(c), c.tile_m, c.tile_k, c.stages, boxes(c), p.bias != "none", p.bits, SCALE_BYTES[p.scale], p.group,
+        groups(c), c.tile_m, c.tile_k, c.stages, _BOXES, p.bias != "none", p.bits, SCALE_BYTES[p.scale], p.group,
         p.scale_rows, p.zeros,
     )  # fmt: skip
 
@@ -71,8 +72,6 @@ def broken(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Iterator[st
         yield "scaled=weights is for scales of groups: those of all of K multiply results"
     if c.scaled == "sums" and p.group == 128 and c.tile_k == 64 and c.tile_m > 64:
         yield "tile_k=64 adds sums twice a group: take 128"
-    if p.group in (32, 64) and c.scaled == "sums" and c.tile_k == 128 and p.scale_rows > 1:
-        yield "blocks have groups of 128"
     frame = smem(p, c)
     if frame.total_bytes > gpu.smem_per_block_bytes:
         yield f"{frame.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
@@ -116,7 +115,7 @@ def estimate_us(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> float:
     ctas, rounds, share = grid(p, c, gpu)
     k_tiles = -(-p.k // c.tile_k)
     steps = float(rounds * k_tiles + share) if c.stream_k else float(-(-tiles(p, c) // ctas) * k_tiles)
-    instructions = float(_DECODE[p.code]) + _BESIDE
+    instructions = float(DECODE_INSTRUCTIONS[p.code]) + _BESIDE
     if c.scaled == "weights":
         instructions += _SCALED_EXACT if p.scale == p.dtype else _SCALED
     instructions *= c.tile_k / 64 * 4
@@ -158,7 +157,7 @@ def body(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
         columns=c.tile_m,
         panels=1,
         pitch=ROWS,
-        boxes=boxes(c),
+        boxes=_BOXES,
         rows_contiguous=True,
         source=False,
         bias="none" if p.bias == "none" else "m",

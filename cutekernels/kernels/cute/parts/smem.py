@@ -364,7 +364,7 @@ class PackedWarpgroupSmem:
 
     @property
     def weight_bytes(self) -> int:
-        """Of one group's rows in a stage."""
+        """Bytes of one group's packed rows in a stage."""
         return self.tile_k // self.TILE * self.tile_bytes
 
     @property
@@ -374,7 +374,7 @@ class PackedWarpgroupSmem:
 
     @property
     def scales_bytes(self) -> int:
-        """Of one group's rows in a stage."""
+        """Bytes of the scales of one group's rows in a stage."""
         return self.strips * self.TILE * self.scale_bytes
 
     @property

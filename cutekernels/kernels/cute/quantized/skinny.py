@@ -30,8 +30,9 @@ Numbers: codes less their zero points are exact in the activations' type, produc
 Gated, W has the gates' rows before up's, half of a CTA's rows are gates and half what they multiply, and a warp has
     equally many strips of both, so that one thread holds a pair: ``out = silu(gate) * up``.
 
-Ends: a K that no k-tile divides reads zeros for tokens, weight and scales behind K. Tokens beyond the last are not
-    copied: their columns of the accumulators are never stored.
+Ends: behind K, where no k-tile divides it, tokens are zeros, the buffer keeps what it held of packed weight (any byte
+    decodes to a finite number), and scales are those of the last group. Tokens beyond the last are not copied: their
+    columns of the accumulators are never stored.
 
 Dependent launch (PDL): CTAs are set up while the previous kernel still runs, and prefetch ``ahead`` units of the weight
     into the L2. The next may start when the last loads are under way.

@@ -18,10 +18,12 @@ Barriers (mbarriers, one phase bit each):
     empty[stage]: 1 arrival of each consumer group. The producer waits.
     Named barriers 1, 2, ...: the 128 threads of a consumer group, around its boxes and its ticket.
 
-One k-tile, consumer, for 64 of K at a time: wait full[stage]; read packed words and scales; decode them into fresh
-    registers, behind the products of the 64 before; wait for those, arrive on their stage's empty; add their group's
-    accumulators times its scales to the tile's; issue four wgmmas, commit.
+One k-tile, consumer, with sums of groups (``multiply_in_groups``), for 64 of K at a time: wait full[stage]; read packed
+    words and scales; decode them into fresh registers, behind the products of the 64 before; wait for those, arrive on
+    their stage's empty; add their group's accumulators times its scales to the tile's; issue four wgmmas, commit.
     Two consumer groups alternate: one's products run behind the other's decoding.
+Without sums of groups (``multiply_ahead``): two sets of registers in turn, so two batches of products are under way;
+    before a set is written again, the wait for the batch that reads it, and that batch's arrival on empty.
 
 Numbers, ``scaled="sums"``: codes less their zero points are exact, and scales multiply fp32 accumulators, a group of K
     at a time. ``scaled="weights"``: a weight is its code times its scale, rounded once to the activations' type, as
