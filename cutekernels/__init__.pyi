@@ -20,6 +20,9 @@ from cutekernels.ops.attention.decode_api import decode_attention as decode_atte
 from cutekernels.ops.embedding import embedding as embedding
 from cutekernels.ops.gemm.api import gemm as gemm
 from cutekernels.ops.gemm.api import linear as linear
+from cutekernels.ops.loss.cross_entropy import linear_cross_entropy as linear_cross_entropy
+from cutekernels.ops.loss.logprob import linear_logprob as linear_logprob
+from cutekernels.ops.loss.logprob import linear_logprob_shard as linear_logprob_shard
 from cutekernels.ops.moe.ffn import moe_ffn as moe_ffn
 from cutekernels.ops.moe.grouped_api import grouped_gemm as grouped_gemm
 from cutekernels.ops.moe.permute import moe_permute as moe_permute

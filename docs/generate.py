@@ -29,6 +29,7 @@ SECTIONS = {
     "Norms": ("ops.norms",),
     "Activations": ("ops.activations",),
     "Rotary embedding and embedding": ("ops.rope", "ops.embedding"),
+    "Losses": ("ops.loss",),
     "Mixture of experts": ("ops.moe",),
     "Sampling": ("ops.sampling",),
     "Optimizer": ("ops.optimizer", "optim"),

@@ -57,6 +57,16 @@ def calls() -> dict[str, Made]:
         "gelu_mul": (ck.gelu_mul, {"gate": x, "up": _randn(4, 8), "approximate": "tanh", "out": _randn(4, 8)}),
         "bias_gelu": (ck.bias_gelu, {"x": x, "bias": w, "approximate": "none", "out": _randn(4, 8)}),
         "embedding": (ck.embedding, {"ids": _ints(1, 2), "table": square}),
+        "linear_cross_entropy": (ck.linear_cross_entropy, {
+            "x": x, "weight": _randn(6, 8), "targets": _ints(1, 0, 5, -100), "bias": _randn(6), "reduction": "mean",
+            "ignore_index": -100, "label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0, "temperature": 0.5,
+            "class_weight": _randn(6).abs(), "num_items_in_batch": 4, "accumulate": torch.float32}),
+        "linear_logprob": (ck.linear_logprob, {
+            "x": x, "weight": _randn(6, 8), "targets": _ints(1, 0, 5, -100), "bias": _randn(6), "temperature": 0.5,
+            "softcap": 3.0, "ignore_index": -100, "entropy": True}),
+        "linear_logprob_shard": (ck.linear_logprob_shard, {
+            "x": x, "weight": _randn(6, 8), "targets": _ints(1, 0, 9, -100), "first": 3, "bias": _randn(6),
+            "temperature": 0.5, "softcap": 3.0, "ignore_index": -100}),
         "moe_route": (ck.moe_route, {"logits": x, "top_k": 2, "renormalize": True}),
         "moe_permute": (ck.moe_permute, {"ids": inverse % 3, "num_experts": 3}),
         "moe_ffn": (ck.moe_ffn, {
@@ -90,6 +100,9 @@ def calls() -> dict[str, Made]:
             "q": _randn(2, 4, 8), **caches, "cache_seqlens": _ints(3, 4), "scale": 0.5, "sinks": _randn(4)}),
         "kv_append": (kv_append, {
             "k": _randn(2, 1, 2, 8), "v": _randn(2, 1, 2, 8), **caches, "state": torch.zeros(3, 2).int()}),
+        "LinearCrossEntropy": (nn.LinearCrossEntropy, {"in_features": 8, "out_features": 6, "bias": True}),
+        "LinearCrossEntropy.forward": (nn.LinearCrossEntropy(8, 6), {
+            "x": x, "targets": _ints(1, 0, 5, -100), "class_weight": _randn(6).abs(), "num_items_in_batch": 4}),
         "SwiGLU": (nn.SwiGLU, {"hidden_size": 8, "intermediate_size": 4, "bias": True}),
         "RMSNorm": (nn.RMSNorm, {
             "hidden_size": 8, "eps": 1e-6, "heads": 2, "weight_offset": 0.0, "rounding": "once",

@@ -33,6 +33,7 @@ FLOORS = {
     "cutekernels/ops/__init__.py": 12,
     "cutekernels/ops/registry.py": 11,
     "cutekernels/ops/norm_linear/": 9,
+    "cutekernels/ops/loss/": 9,
     "cutekernels/ops/quantized/": 9,
     "cutekernels/ops/kv_append/": 9,
     "cutekernels/ops/moe/": 9,

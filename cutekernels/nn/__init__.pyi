@@ -1,3 +1,4 @@
+from cutekernels.nn.loss import LinearCrossEntropy as LinearCrossEntropy
 from cutekernels.nn.mlp import SwiGLU as SwiGLU
 from cutekernels.nn.moe import MoE as MoE
 from cutekernels.nn.norms import LayerNorm as LayerNorm

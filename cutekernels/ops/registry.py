@@ -23,6 +23,7 @@ FAMILIES = (
     "moe",
     "sampling",
     "quantized",
+    "loss",
 )
 _FAMILIES = [import_module(f"cutekernels.ops.{name}") for name in FAMILIES]
 OPS: tuple[Op[Any, Any], ...] = tuple(op for family in _FAMILIES for op in family.OPS)

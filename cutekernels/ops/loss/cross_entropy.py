@@ -1,0 +1,276 @@
+"""``linear_cross_entropy``: the loss of a classifier over a vocabulary, without its logits.
+
+For the mean and the sum, gradients are formed in the forward pass (three products); the backward scales them. Each
+token's own loss (``reduction="none"``) may meet any upstream gradient: its backward forms the logits again, as
+:mod:`cutekernels.ops.loss.logprob` does (four products).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.loss import arguments, logprob
+from cutekernels.ops.loss.products import (
+    Classifier,
+    Gradients,
+    chunks,
+    differentiate,
+    fresh_state,
+    log_sum_exp,
+    read,
+)
+from cutekernels.ops.loss.rows import SCALE_GRADIENT, TARGET, TERMS, TOTAL
+from cutekernels.ops.shared.checks import check_number, check_tensor
+from cutekernels.ops.shared.registration import Path, define, transformed
+from cutekernels.ops.shared.triton_op import call
+
+REDUCTIONS = ("mean", "sum", "none")
+_TENSORS = "Tensor x, Tensor weight, Tensor targets, Tensor? bias, Tensor? class_weight, Tensor? items"
+_OPTIONS = (
+    "bool mean, SymInt ignore_index, float label_smoothing, float z_loss, float softcap, float scale, "
+    "bool wide, bool wants_x, bool wants_weight, bool wants_bias"
+)
+PATH: Path
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    class_weight: Tensor | None = None,
+    num_items_in_batch: int | Tensor | None = None,
+    accumulate: torch.dtype | None = None,
+) -> Tensor:
+    """``F.cross_entropy(x @ weight.T + bias, targets)``, without the logits: they are formed a block at a time.
+
+    Of a token with logits z, target t and class weights w (1 where there are none), over V classes::
+
+        loss = (1 - label_smoothing) * w[t] * (lse(z) - z[t])
+             + label_smoothing / V * sum_c w[c] * (lse(z) - z[c]) + z_loss * lse(z)^2
+
+    Args:
+        x: ``(..., K)``, fp16 or bf16 (on the CPU fp32 and fp64 too).
+        weight: ``(V, K)``, dtype of ``x``: the layout of ``nn.Linear.weight``.
+        targets: ``(...)``, int64 or int32: classes from 0 to V - 1, or ``ignore_index``. Others are refused on the
+            CPU; on a GPU their loss is NaN, as are the gradients. Nothing is read outside the row.
+        bias: ``(V,)``, dtype of ``x`` or fp32.
+        reduction: ``"mean"`` over the tokens that count (weighted by ``w[t]``, as torch does), ``"sum"``, or
+            ``"none"`` for ``(...)``. Where no token counts the mean is NaN, as torch's is, and gradients are 0.
+        ignore_index: target of tokens that do not count. Their loss and gradients are 0.
+        label_smoothing: share of the target that is spread over all classes, 0 to 1.
+        z_loss: factor of the squared log-sum-exp; its mean is over the number of tokens that count.
+        softcap: logits become ``softcap * tanh(logits / softcap)`` first; None for no cap.
+        temperature: divides the logits, after the cap.
+        class_weight: ``(V,)``, fp32 or dtype of ``x``; w above, without gradient.
+        num_items_in_batch: with ``"mean"``, what the sum is divided by in the place of the number of tokens: a number
+            or a tensor of one, as transformers passes it under gradient accumulation.
+        accumulate: the type in which weight's gradient is added up over chunks of 2048 tokens: ``torch.float32``, or
+            None for weight's own. The gradient itself has weight's type.
+
+    Returns:
+        fp32 (fp64 for fp64): a scalar, or ``(...)``. Differentiable in x, weight and bias. For ``"mean"`` and
+        ``"sum"`` gradients are formed here and scaled by the backward, which runs once. Same bits each time.
+
+    Raises:
+        UnsupportedProblem: a dtype no kernel takes, mismatched extents or devices, a target outside the classes on
+            the CPU, an option out of its range.
+    """
+    name = "linear_cross_entropy"
+    x, targets, lead = arguments.flattened(name, x, weight, targets, bias)
+    scale, cap = arguments.shape(name, temperature, softcap)
+    if reduction not in REDUCTIONS:
+        raise UnsupportedProblem(f"{name} takes reduction as mean, sum or none; got {reduction!r}")
+    arguments.check_index(name, "ignore_index", ignore_index)
+    check_number(name, "label_smoothing", label_smoothing, 0.0, 1.0)
+    check_number(name, "z_loss", z_loss, 0.0, arguments.GREATEST)
+    label_smoothing, z_loss = float(label_smoothing), float(z_loss)
+    if accumulate not in (None, torch.float32, weight.dtype):
+        raise UnsupportedProblem(f"{name} takes accumulate as torch.float32 or None; got {accumulate}")
+    if class_weight is not None:
+        check_tensor(name, "class_weight", class_weight)
+        if class_weight.shape != weight.shape[:1] or class_weight.dtype not in (x.dtype, torch.float32):
+            raise UnsupportedProblem(
+                f"{name} takes class_weight as ({weight.shape[0]},) in fp32 or x's type; got "
+                f"{tuple(class_weight.shape)} in {class_weight.dtype}"
+            )
+        if class_weight.requires_grad:
+            raise UnsupportedProblem(f"{name} has no gradient with respect to class_weight: pass class_weight.detach()")
+        class_weight = class_weight.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+    items = _items(num_items_in_batch, reduction, x)
+    if reduction == "none":
+        losses = logprob.token_losses(
+            x, weight, targets, bias, class_weight, ignore_index, label_smoothing, z_loss, cap, scale
+        )
+        return losses.view(lead)
+    wide = accumulate == torch.float32 and weight.dtype != torch.float32
+    if transformed():  # wrappers do not say what is wanted below
+        wants = [True, True, bias is not None]
+    else:
+        recording = torch.is_grad_enabled()
+        wants = [recording and t is not None and t.requires_grad for t in (x, weight, bias)]
+    options = (reduction == "mean", ignore_index, label_smoothing, z_loss, cap, scale, wide)
+    loss: Tensor = PATH(x, weight, targets, bias, class_weight, items, *options, *wants)[0]
+    return loss
+
+
+def _items(given: int | Tensor | None, reduction: str, x: Tensor) -> Tensor | None:
+    """``num_items_in_batch`` as a tensor of one number beside ``x``."""
+    if given is None:
+        return None
+    name = "linear_cross_entropy"
+    if reduction != "mean":
+        raise UnsupportedProblem(
+            f"{name} divides by num_items_in_batch for reduction='mean' alone; it is {reduction!r}"
+        )
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if isinstance(given, Tensor):
+        if given.numel() != 1:
+            raise UnsupportedProblem(f"{name} takes num_items_in_batch as one number; got {tuple(given.shape)}")
+        return given.detach().reshape(()).to(device=x.device, dtype=wide)
+    check_number(name, "num_items_in_batch", given, 0.0, arguments.GREATEST)
+    return torch.full((), float(given), dtype=wide, device=x.device)
+
+
+# ---- forward and backward -------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _computed(
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, class_weight: Tensor | None, items: Tensor | None,
+    mean: bool, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
+    wide: bool, wants_x: bool, wants_weight: bool, wants_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The loss and its gradients by x, weight and bias: empty tensors for those nobody wants."""
+    arguments.check(
+        "linear_cross_entropy", x, weight, targets, bias, class_weight, ignore_index=ignore_index, first=None
+    )
+    x, weight, targets = x.contiguous(), arguments.rows_contiguous(weight), targets.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    smoothed = label_smoothing != 0.0
+    of = Classifier(
+        weight, bias, class_weight if smoothed else None, 0, ignore_index, scale, softcap, moments=False,
+        totals=smoothed,
+    )  # fmt: skip
+    counted = targets != ignore_index
+    sums = torch.promote_types(x.dtype, torch.float32)
+    of_class = arguments.class_weights(class_weight, targets, len(weight), sums)  # w[t]; NaN outside the classes
+    number = counted.sum()
+    divisor = items
+    if divisor is None:
+        divisor = number if class_weight is None else torch.where(counted, of_class, 0.0).sum()
+    factor = divisor.to(sums).reciprocal() if mean else of_class.new_ones(())
+    factor_z = (number if items is None else items).to(factor.dtype).reciprocal() if mean else factor
+    every = class_weight.sum() if class_weight is not None else float(len(weight))
+    share = label_smoothing / max(1, len(weight))
+    shift = _shift(x, mean)
+    grown = factor * shift
+
+    into = Gradients(
+        torch.empty_like(x) if wants_x else None,
+        torch.empty_like(weight, dtype=sums if wide else weight.dtype) if wants_weight else None,
+        torch.zeros_like(bias, dtype=sums) if wants_bias and bias is not None else None,
+    )
+    state = fresh_state(x, len(x))
+    for begin, end in chunks(len(x)):
+        some, own, its_state = x[begin:end], targets[begin:end], state[begin:end]
+        kept = read(some, own, of, its_state, into.wanted)
+        if not into.wanted:
+            continue
+        lse = log_sum_exp(its_state)
+        of_target = (1 - label_smoothing) * grown * of_class[begin:end]
+        a = of_target + share * grown * every
+        if z_loss != 0.0:
+            a = a + 2 * z_loss * shift * factor_z * lse
+        factors = state.new_zeros((end - begin, TERMS))
+        where = counted[begin:end]
+        factors[:, 0] = lse
+        factors[:, 1] = torch.where(where, a, 0.0)
+        factors[:, 3] = torch.where(where, -of_target, 0.0)
+        if smoothed:
+            factors[:, 4] = torch.where(where, -share * grown, 0.0)
+        dx = None if into.dx is None else into.dx[begin:end]
+        differentiate(some, own, of, factors, Gradients(dx, into.dweight, into.dbias), begin == 0, kept)
+    if into.dweight is not None and not len(x):
+        into.dweight.zero_()
+
+    lse = log_sum_exp(state)
+    losses = (1 - label_smoothing) * of_class * (lse - state[:, TARGET])
+    if smoothed:
+        losses = losses + share * (every * lse - state[:, TOTAL])
+    loss = torch.where(counted, losses, 0.0).sum() * factor
+    if z_loss != 0.0:
+        loss = loss + z_loss * factor_z * torch.where(counted, lse * lse, 0.0).sum()
+    empty = x.new_empty(0)
+    dweight = empty if into.dweight is None else into.dweight.to(weight.dtype)
+    dbias = empty if into.dbias is None or bias is None else into.dbias.to(bias.dtype)
+    return loss, empty if into.dx is None else into.dx, dweight, dbias
+
+
+def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, weight, targets, bias, class_weight, _, _, ignore_index = args[:8]
+    arguments.check(
+        "linear_cross_entropy", x, weight, targets, bias, class_weight, ignore_index=ignore_index, first=None
+    )
+    made = [x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))]
+    for t, wanted in zip((x, weight, bias), args[-3:], strict=True):
+        made.append(torch.empty_like(t, memory_format=torch.contiguous_format) if wanted else x.new_empty(0))
+    return made[0], made[1], made[2], made[3]
+
+
+def _shift(x: Tensor, mean: bool) -> float:
+    """What gradients of fp16 are multiplied by until the backward: a mean's would vanish below fp16's range."""
+    return 2.0 ** min(15, max(0, len(x)).bit_length()) if mean and x.dtype == torch.float16 else 1.0
+
+
+def _remember(ctx: Any, args: tuple[Any, ...], made: tuple[Tensor, ...]) -> None:
+    ctx.wants = args[-3:]
+    ctx.inverse = 1.0 / _shift(args[0], args[6])
+    ctx.spent = False
+    ctx.save_for_backward(*made[1:])
+    ctx.mark_non_differentiable(*made[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    """The gradients of the forward times the loss's own, in place: the memory of a weight is not taken twice."""
+    found: list[Tensor | None] = [None, None, None]
+    if dloss is not None:
+        in_place = not (torch.compiler.is_compiling() or transformed())
+        if in_place and ctx.spent:
+            raise RuntimeError(
+                "linear_cross_entropy runs backward once: its gradients, formed in the forward, have been handed out. "
+                "Call it again, or with reduction='none', which forms them in each backward"
+            )
+        ctx.spent = in_place
+        for i, (t, wanted) in enumerate(zip(ctx.saved_tensors, ctx.wants, strict=True)):
+            if wanted:
+                out = (t,) if in_place else None
+                found[i] = call(SCALE_GRADIENT, (t, dloss.reshape(1)), (), (ctx.inverse,), out=out)[0]
+    return found[0], found[1], None, found[2], *[None] * 12
+
+
+def register(library: torch.library.Library) -> None:
+    global PATH
+    schema = f"linear_cross_entropy({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
+    PATH = Path(
+        library,
+        schema,
+        (_computed, _computed),
+        define(library, f"_{schema}", _computed, _computed, _fake),
+        remember=_remember,
+        gradient=_gradient,
+        autocast="lower",
+        kept=(3, 4, 5),
+    )

@@ -1,0 +1,287 @@
+"""``linear_logprob``: the log-probability of each token's target, without the logits; and of a shard of a vocabulary.
+
+One op gives for each row the target's logit, the log-sum-exp and, where they are wanted, the mean logit under the
+softmax and the sum of all logits. All four may meet any upstream gradient per row; the backward forms the logits again
+(four products). What losses make of them is plain torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, overload
+from typing import Literal as L
+
+import torch
+from torch import Tensor
+
+from cutekernels.ops.loss import arguments
+from cutekernels.ops.loss.products import (
+    Classifier,
+    Gradients,
+    chunks,
+    differentiate,
+    fresh_state,
+    log_sum_exp,
+    read,
+)
+from cutekernels.ops.loss.rows import SUM, TARGET, TERMS, TOTAL, WEIGHED
+from cutekernels.ops.shared.checks import check_flag, check_whole
+from cutekernels.ops.shared.registration import Path, define
+
+_TENSORS = "Tensor x, Tensor weight, Tensor targets, Tensor? bias, Tensor? class_weight"
+_OPTIONS = "SymInt first, SymInt ignore_index, float softcap, float scale, bool moments, bool totals, bool shard"
+SUMS: Path
+BACKWARD: Path
+
+
+class LogProb(NamedTuple):
+    """Of each row, in fp32: the target's log-probability, the log-sum-exp of the logits, the softmax's entropy."""
+
+    logp: Tensor
+    lse: Tensor
+    entropy: Tensor
+
+
+class ShardSums(NamedTuple):
+    """Of each row and one rank's classes, in fp32: the target's logit (0 where another rank has it), log-sum-exp, and
+    the mean logit under the shard's own softmax.
+    """
+
+    target_logit: Tensor
+    lse: Tensor
+    mean_logit: Tensor
+
+
+@overload
+def linear_logprob(
+    x: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0,
+    softcap: float | None = None, ignore_index: int = -100, entropy: L[False] = False,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def linear_logprob(
+    x: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0,
+    softcap: float | None = None, ignore_index: int = -100, entropy: L[True],
+) -> LogProb: ...  # fmt: skip
+
+
+def linear_logprob(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    entropy: bool = False,
+) -> Tensor | LogProb:
+    """``log_softmax(softcap(x @ weight.T + bias) / temperature)[targets]``, without the logits.
+
+    Args:
+        x: ``(..., K)``, fp16 or bf16 (on the CPU fp32 and fp64 too).
+        weight: ``(V, K)``, dtype of ``x``.
+        targets: ``(...)``, int64 or int32: classes from 0 to V - 1, or ``ignore_index``. Others are refused on the
+            CPU and give NaN on a GPU.
+        bias: ``(V,)``, dtype of ``x`` or fp32.
+        temperature: divides the logits, after the cap.
+        softcap: logits become ``softcap * tanh(logits / softcap)`` first; None for no cap.
+        ignore_index: target of rows that do not count: their results and gradients are 0.
+        entropy: whether to return a :class:`LogProb` of log-probability, log-sum-exp and entropy.
+
+    Returns:
+        ``(...)`` in fp32 (fp64 for fp64), or three of those. Differentiable in x, weight and bias by any upstream
+        gradients; memory is that of 64 MB of logits and the gradients. Same bits each time.
+
+    Raises:
+        UnsupportedProblem: a dtype no kernel takes, mismatched extents or devices, a target outside the classes on
+            the CPU, an option out of its range.
+    """
+    name = "linear_logprob"
+    x, targets, lead = arguments.flattened(name, x, weight, targets, bias)
+    scale, cap = arguments.shape(name, temperature, softcap)
+    arguments.check_index(name, "ignore_index", ignore_index)
+    check_flag(name, "entropy", entropy)
+    target, lse, mean, _ = SUMS(
+        x, weight, targets, bias, None, 0, ignore_index, cap, scale, bool(entropy), False, False
+    )
+    logp = (target - lse).view(lead)
+    return LogProb(logp, lse.view(lead), (lse - mean).view(lead)) if entropy else logp
+
+
+def linear_logprob_shard(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    first: int,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+) -> ShardSums:
+    """What one rank of a sharded vocabulary contributes to :func:`linear_logprob`.
+
+    With one :class:`ShardSums` of each rank, ``lse = logsumexp(lses)``, ``logp = sum(target_logits) - lse`` and
+    ``entropy = lse - sum(exp(lses - lse) * mean_logits)``.
+
+    Args:
+        x: ``(..., K)``, the same on all ranks.
+        weight: ``(V / ranks, K)``: classes ``first``, ``first + 1``, ...
+        targets: ``(...)``, classes of the whole vocabulary. Those of other ranks give a target's logit of 0.
+        first: this rank's first class.
+        bias: of this rank's classes.
+        temperature, softcap, ignore_index: as :func:`linear_logprob` takes them.
+
+    Returns:
+        Three ``(...)`` in fp32, each differentiable in x, weight and bias. x's gradient is this rank's part.
+
+    Raises:
+        UnsupportedProblem: as :func:`linear_logprob`; a negative ``first``.
+    """
+    name = "linear_logprob_shard"
+    x, targets, lead = arguments.flattened(name, x, weight, targets, bias)
+    scale, cap = arguments.shape(name, temperature, softcap)
+    arguments.check_index(name, "ignore_index", ignore_index)
+    check_whole(name, "first", first, 0)
+    sums = SUMS(x, weight, targets, bias, None, first, ignore_index, cap, scale, True, False, True)
+    return ShardSums(*[t.view(lead) for t in sums[:3]])
+
+
+def token_losses(
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, class_weight: Tensor | None, ignore_index: int,
+    label_smoothing: float, z_loss: float, cap: float, scale: float,
+) -> Tensor:  # fmt: skip
+    """:func:`linear_cross_entropy` of each row by itself, for checked arguments."""
+    smoothed = label_smoothing != 0
+    shares = class_weight if smoothed else None
+    target, lse, _, total = SUMS(x, weight, targets, bias, shares, 0, ignore_index, cap, scale, False, smoothed, False)
+    of_class = arguments.class_weights(class_weight, targets, len(weight), lse.dtype)
+    losses = (1 - label_smoothing) * of_class * (lse - target)
+    if smoothed:
+        every = class_weight.sum() if class_weight is not None else len(weight)
+        losses = losses + label_smoothing / len(weight) * (every * lse - total)
+    if z_loss != 0:
+        losses = losses + z_loss * lse * lse
+    return torch.where(targets != ignore_index, losses, 0.0)
+
+
+# ---- forward and backward -------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _computed(
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, class_weight: Tensor | None, first: int,
+    ignore_index: int, softcap: float, scale: float, moments: bool, totals: bool, shard: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Each row's target logit, log-sum-exp, mean logit and sum of logits: zeros for what is not wanted."""
+    _check(x, weight, targets, bias, class_weight, ignore_index, first if shard else None)
+    x, weight, targets = x.contiguous(), arguments.rows_contiguous(weight), targets.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    of = Classifier(weight, bias, class_weight, first, ignore_index, scale, softcap, moments, totals)
+    state = fresh_state(x, len(x))
+    for begin, end in chunks(len(x)):
+        read(x[begin:end], targets[begin:end], of, state[begin:end], keep=False)
+    counted = targets != ignore_index
+    lse = torch.where(counted, log_sum_exp(state), 0.0)
+    target = state[:, TARGET]
+    if not shard:
+        known = ~counted | ((targets >= 0) & (targets < len(weight)))
+        target = torch.where(known, target, torch.nan)
+    mean = torch.where(counted, state[:, WEIGHED] / state[:, SUM], 0.0) if moments else torch.zeros_like(lse)
+    return target.clone(), lse, mean, state[:, TOTAL].clone()
+
+
+@torch.no_grad()
+def _differentiated(
+    dtarget: Tensor, dlse: Tensor, dmean: Tensor, dtotal: Tensor, lse: Tensor, mean: Tensor, x: Tensor, weight: Tensor,
+    targets: Tensor, bias: Tensor | None, class_weight: Tensor | None, first: int, ignore_index: int, softcap: float,
+    scale: float, moments: bool, totals: bool, wants_x: bool, wants_weight: bool, wants_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients by x, weight and bias: empty tensors for those nobody wants."""
+    x, weight, targets = x.contiguous(), arguments.rows_contiguous(weight), targets.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    of = Classifier(weight, bias, class_weight, first, ignore_index, scale, softcap, moments, totals)
+    into = Gradients(
+        torch.empty_like(x) if wants_x else None,
+        torch.empty_like(weight) if wants_weight else None,
+        torch.zeros_like(bias, dtype=lse.dtype) if wants_bias and bias is not None else None,
+    )
+    counted = targets != ignore_index
+    factors = lse.new_zeros((len(x), TERMS))
+    factors[:, 0] = lse
+    factors[:, 1] = torch.where(counted, dlse + dmean * (1 - mean) if moments else dlse, 0.0)
+    factors[:, 3] = torch.where(counted, dtarget, 0.0)
+    if moments:
+        factors[:, 2] = torch.where(counted, dmean, 0.0)
+    if totals:
+        factors[:, 4] = torch.where(counted, dtotal, 0.0)
+    for begin, end in chunks(len(x)):
+        dx = None if into.dx is None else into.dx[begin:end]
+        rows = Gradients(dx, into.dweight, into.dbias)
+        differentiate(x[begin:end], targets[begin:end], of, factors[begin:end], rows, begin == 0, [])
+    if into.dweight is not None and not len(x):
+        into.dweight.zero_()
+    empty = x.new_empty(0)
+    return (
+        empty if into.dx is None else into.dx,
+        empty if into.dweight is None else into.dweight,
+        empty if into.dbias is None or bias is None else into.dbias.to(bias.dtype),
+    )
+
+
+def _check(
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, class_weight: Tensor | None, ignore_index: int,
+    first: int | None,
+) -> None:  # fmt: skip
+    arguments.check("linear_logprob", x, weight, targets, bias, class_weight, ignore_index=ignore_index, first=first)
+
+
+def _fake(*args: Any) -> tuple[Tensor, ...]:
+    x, weight, targets, bias, class_weight, first, ignore_index = args[:7]
+    _check(x, weight, targets, bias, class_weight, ignore_index, first)
+    kind = torch.promote_types(x.dtype, torch.float32)
+    return tuple([x.new_empty(x.shape[:1], dtype=kind) for _ in range(4)])
+
+
+def _fake_gradient(*args: Any) -> tuple[Tensor, ...]:
+    x, weight, _, bias = args[6:10]
+    found = zip((x, weight, bias), args[-3:], strict=True)
+    return tuple(
+        [torch.empty_like(t, memory_format=torch.contiguous_format) if w else x.new_empty(0) for t, w in found]
+    )
+
+
+def _remember(ctx: Any, args: tuple[Any, ...], made: tuple[Tensor, ...]) -> None:
+    ctx.options = args[5:11]
+    ctx.save_for_backward(made[1], made[2], *args[:5])
+
+
+def _gradient(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+    lse, mean, x, weight, targets, bias, class_weight = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    wants = needs[0], needs[1], bias is not None and needs[3]
+    made = BACKWARD(*upstream, lse, mean, x, weight, targets, bias, class_weight, *ctx.options, *wants)
+    dx, dweight, dbias = [t if wanted else None for t, wanted in zip(made, wants, strict=True)]
+    return dx, dweight, None, dbias, *[None] * 8
+
+
+def register(library: torch.library.Library) -> None:
+    global SUMS, BACKWARD
+    shared = _OPTIONS.rpartition(", ")[0]
+    words = "Tensor dtarget, Tensor dlse, Tensor dmean, Tensor dtotal, Tensor lse, Tensor mean"
+    wants = "bool wants_x, bool wants_weight, bool wants_bias"
+    schema = f"linear_logprob_backward({words}, {_TENSORS}, {shared}, {wants}) -> (Tensor, Tensor, Tensor)"
+    op = define(library, f"_{schema}", _differentiated, _differentiated, _fake_gradient)
+    BACKWARD = Path(library, schema, (_differentiated, _differentiated), op)
+    schema = f"linear_logprob({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
+    SUMS = Path(
+        library,
+        schema,
+        (_computed, _computed),
+        define(library, f"_{schema}", _computed, _computed, _fake),
+        remember=_remember,
+        gradient=_gradient,
+        autocast="lower",
+        kept=(3, 4),
+    )

@@ -1,0 +1,1 @@
+"""Tests of losses over a vocabulary."""

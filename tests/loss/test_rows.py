@@ -1,0 +1,140 @@
+"""The kernels over blocks of logits: interpreted, compiled, their declarations; and on a GPU."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from cutekernels import compile as compiler
+from cutekernels import gpu
+from cutekernels.errors import InvalidConfig, UnsupportedProblem
+from cutekernels.ops.loss.rows import (
+    LOGIT_GRADIENT,
+    LOGIT_STATISTICS,
+    SCALE_GRADIENT,
+    LogitConfig,
+    LogitProblem,
+    ScaleConfig,
+    ScaleProblem,
+)
+from tests.interpreted import kernel_tests
+from tests.loss import cases as loss_cases
+from tests.loss.cases import CASES, OPS, PLANTED
+from tests.tolerance import FP32_ULP, worst_ratio
+from tests.triton_compiled import H200, accesses, built, check_knobs, check_resources, in_turns
+
+interpreted, test_kernel_numerics, test_a_planted_bug_is_caught = kernel_tests(loss_cases.__file__, CASES, PLANTED)
+
+
+@in_turns(OPS)
+def test_compiles_for_every_architecture(op: Any, spec: gpu.GpuSpec) -> None:
+    rng = random.Random(spec.name)
+    for text in rng.sample(op.suite, 2):
+        problem = op.Problem.parse(text)
+        for config in (op.default(problem, spec), rng.choice(list(op.valid(problem, spec)))):
+            check_resources(op, problem, config, spec)
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
+def test_accesses_are_wide(op: Any) -> None:
+    problem = op.Problem.parse(op.suite[0] if op is not SCALE_GRADIENT else op.suite[2])
+    ptx = built(op, problem, op.default(problem, H200)).ptx
+    kinds = ("ld",) if op is LOGIT_STATISTICS else ("ld", "st")
+    assert all("v4.b32" in accesses(ptx, kind) for kind in kinds)
+
+
+@pytest.mark.parametrize(
+    ("op", "problem", "config"),
+    [
+        (LOGIT_STATISTICS, LogitProblem(2048, 15232), LogitConfig(2048, 4)),
+        (LOGIT_GRADIENT, LogitProblem(2048, 15232), LogitConfig(2048, 4)),
+        (SCALE_GRADIENT, ScaleProblem(1 << 22), ScaleConfig(2048, 4, 1024)),
+    ],
+    ids=str,
+)
+def test_every_knob_changes_the_code_or_the_grid(op: Any, problem: Any, config: Any) -> None:
+    assert check_knobs(op, problem, config).keys() == {"", *type(config).space()}
+
+
+@given(
+    rows=st.integers(0, 70) | st.integers(0, (1 << 31) - 1),
+    cols=st.integers(0, 70) | st.integers(0, 300000),
+    dtype=st.sampled_from(["bf16", "fp16", "fp32"]),
+    flags=st.tuples(*[st.booleans()] * 4),
+    layout=st.sampled_from(["rows", "strided"]),
+    spec=st.sampled_from(gpu.GPUS),
+)
+@settings(deadline=None, max_examples=100)
+def test_default_is_valid_and_everything_round_trips(
+    spec: gpu.GpuSpec, rows: int, cols: int, dtype: str, flags: tuple[bool, ...], layout: str
+) -> None:
+    row = cols * (4 if dtype == "fp32" else 2) | 16
+    align = 16 if layout == "strided" else max(row & -row, 4 if dtype == "fp32" else 2)
+    problem = LogitProblem(rows, cols, dtype, "i64", *flags, layout=layout, align=align)
+    assert LogitProblem.parse(str(problem)) == problem
+    for op in (LOGIT_STATISTICS, LOGIT_GRADIENT):
+        config = op.default(problem, spec)
+        assert op.why_not(problem, config, spec) is None, (problem, config)
+        assert op.estimate_us(problem, config, spec) > 0
+
+
+@pytest.mark.parametrize(("op", "text"), [(op, text) for op in OPS.values() for text in op.suite], ids=str)
+def test_suite_samples_pose_their_problem(op: Any, text: str) -> None:
+    problem = op.Problem.parse(text)
+    small = {name: min(getattr(problem, name), 48 if name == "rows" else 1 << 20) for name in problem.extent_names()}
+    problem = problem.replace(**small)
+    args = op.sample(problem, "cpu", 3)
+    inputs, options = args[: len(op.inputs)], {name: getattr(problem, name) for name in op.options}
+    outputs = op.outputs(problem, *args)
+    assert op.problem(*outputs, *inputs, **options) == problem
+    assert op.reference(problem, *args)[0].shape == outputs[0].shape
+
+
+def test_rules_say_what_is_wrong() -> None:
+    problem = LogitProblem(3, 2000)
+    for text, rule in (
+        ("block=1024 warps=8", "need a block of 2048"),
+        ("block=4096 warps=2", "at most 32 elements"),
+        ("block=4096 warps=8", "block of 2000 columns"),
+    ):
+        with pytest.raises(InvalidConfig, match=rule):
+            LOGIT_GRADIENT.check(problem, LogitConfig.parse(text), H200)
+    with pytest.raises(InvalidConfig, match="need a block of 2048"):
+        SCALE_GRADIENT.check(ScaleProblem(4096), ScaleConfig(1024, 8, 256), H200)
+    with pytest.raises(UnsupportedProblem, match="align covers one element"):
+        ScaleProblem(10, "fp32", 2)
+    with pytest.raises(UnsupportedProblem, match="8 numbers"):
+        state = torch.zeros(3, 7)
+        LOGIT_STATISTICS.admit(
+            (torch.zeros(3, 5), torch.zeros(3, dtype=torch.long), None, state),
+            capped=False,
+            moments=False,
+            totals=False,
+        )
+    with pytest.raises(UnsupportedProblem, match="one number on the device"):
+        SCALE_GRADIENT.admit((torch.zeros(3), torch.zeros(2)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("op", "text"), [(op, text) for op in OPS.values() for text in op.suite], ids=str)
+def test_every_suite_with_default_and_random_configs(op: Any, text: str) -> None:
+    problem, spec = op.Problem.parse(text), gpu.detect()
+    args = op.sample(problem, "cuda", 11)
+    (expected,) = op.reference(problem, *args)
+    size = expected.double().abs() + 1
+    if op is LOGIT_STATISTICS:  # its sums have terms of either sign
+        size = size + args[0].double().abs().sum(1, keepdim=True)
+    terms = problem.cols if op is LOGIT_STATISTICS else 64
+    valid = list(op.valid(problem, spec))
+    for config in (op.default(problem, spec), *random.Random(text).sample(valid, min(4, len(valid)))):
+        (out,) = op.outputs(problem, *args)
+        out.fill_(float("nan"))
+        op.bind(problem, config, compiler.get(op, problem, config, spec))(out, *args)
+        assert worst_ratio(out, expected, terms**0.5 * 4 * FP32_ULP * size) <= 1, config
