@@ -31,14 +31,15 @@ LEGAL: dict[str, set[str]] = {
     "moe_gather.x": {"extent"}, "moe_gather.inverse": {"extent"}, "moe_combine.rows": {"extent"},
     "sample_filter.logits": SHAPES, "sample_filter, rows.logits": {"extent"}, "silu_mul, packed.gate": SHAPES,
     "RMSNorm.hidden_size": {"list"}, "RMSNorm.eps": FINITE | {"None"},
-    "z_loss": FINITE, "softcap": FINITE | {"None"}, "num_items_in_batch": FINITE | {"None"}, 
+    "z_loss": FINITE, "softcap": FINITE | {"None"}, "num_items_in_batch": FINITE | {"None"},
     "class_weight": {"None"}, "linear_logprob_shard.ignore_index": {"-1"},
     "layer_norm.x": {"rank"}, "SwiGLU.forward.x": {"rank"}, "LayerNorm.forward.x": {"rank"},
 }  # fmt: skip
 OPTIONAL = {
     "activation", "bias", "out", "norm", "norm_weight", "rstd", "residual", "k", "positions", "heads", "rope_scaling",
     "weights", "master", "rms_norm.weight", "add_rms_norm.weight", "layer_norm.weight",
-    "gate_up_bias", "down_bias", "rope_theta", "partial_rotary_factor", "RMSNorm.eps", "linear_cross_entropy.accumulate",
+    "gate_up_bias", "down_bias", "rope_theta", "partial_rotary_factor", "RMSNorm.eps",
+    "linear_cross_entropy.accumulate",
 }  # fmt: skip
 NEEDED = {
     "fold.norm_weight",

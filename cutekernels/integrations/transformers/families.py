@@ -44,9 +44,15 @@ class Family:
     causal: bool = True
 
     def classes(self) -> dict[str, type]:
-        """The classes by role: norm, mlp, attention, layer, experts."""
+        """The classes by role: norm, mlp, attention, layer, experts, and the model with its head."""
         found = import_module(f"transformers.models.{self.module}.modeling_{self.module}")
-        suffixes = {"norm": "RMSNorm", "mlp": "MLP", "attention": "Attention", "layer": "DecoderLayer"}
+        suffixes = {
+            "norm": "RMSNorm",
+            "mlp": "MLP",
+            "attention": "Attention",
+            "layer": "DecoderLayer",
+            "causal": "ForCausalLM",
+        }
         if self.experts:
             suffixes["experts"] = "Experts"
         named = {role: getattr(found, f"{self.prefix}{suffix}", None) for role, suffix in suffixes.items()}

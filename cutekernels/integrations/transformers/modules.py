@@ -5,6 +5,8 @@ A patched module keeps its parameters, buffers, hooks and name; only its class c
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from functools import cache
 from typing import Any
@@ -15,9 +17,11 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.attention import register
 from cutekernels.integrations.transformers.families import Family, gate_of
+from cutekernels.nn import packed_training
 from cutekernels.nn.mlp import gate_mul, gated, projected, unhooked
 from cutekernels.nn.packing import side_by_side
 from cutekernels.ops.gemm.problem import DTYPES
+from cutekernels.ops.loss.cross_entropy import linear_cross_entropy
 from cutekernels.ops.moe.ffn import moe_ffn
 from cutekernels.ops.norms.api import add_rms_norm, rms_norm
 from cutekernels.ops.rope import rope
@@ -40,7 +44,21 @@ class Patched:
 @cache
 def swapped(mixin: Any, original: type, family: Family) -> Any:
     """The class of a patched ``original``."""
-    return type(original.__name__, (mixin, original), {"original": original, "family": family, "__module__": __name__})
+    own: dict[str, Any] = {"original": original, "family": family, "__module__": __name__}
+    if issubclass(mixin, CausalLM):
+        own["forward"] = _signed(mixin.forward, original.forward)
+        own["taken"] = tuple(inspect.signature(original.forward).parameters)[1:]
+    return type(original.__name__, (mixin, original), own)
+
+
+def _signed(forward: Any, original: Any) -> Any:
+    """``forward`` under the signature of ``original``, off which trainers read what a model takes."""
+
+    @functools.wraps(original, assigned=("__doc__", "__annotations__"))
+    def signed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    return signed
 
 
 def unswapped(cls: Any) -> Any:
@@ -106,10 +124,14 @@ class Fused(Patched):
         return reason
 
     def fused(self) -> tuple[Tensor, Tensor | None] | None:
-        """The packed parameters, where one product with them does what the projections would do."""
+        """The packed parameters, where one product with them does what the projections would do.
+
+        Where gradients of parameters are taken, that is a product of ``packed_training``, which graphs cannot have.
+        """
         if self.packed is None:
             return None
-        grads, traced = torch.is_grad_enabled(), torch.compiler.is_compiling()
+        traced = torch.compiler.is_compiling()
+        grads = torch.is_grad_enabled() and (traced or torch.is_autocast_enabled(self.packed[0].device.type))
         if any(map(sharded, self.sources)):
             return None if traced or self.pack() else self.packed  # lets go of the memory that FSDP has copied
         for name, source in zip(self.parts, self.sources, strict=True):
@@ -122,6 +144,13 @@ class Fused(Patched):
             if getattr(source, kind) is not p or moved:  # it has been replaced
                 return None if traced or self.pack() else self.fused()
         return self.packed
+
+    def trained(self) -> tuple[list[Tensor], list[Tensor]] | None:
+        """The packed weights and biases as parameters, where a gradient of one is taken."""
+        if not torch.is_grad_enabled() or not any(p is not None and p.requires_grad for _, _, p, _ in self.views):
+            return None
+        weights = [p for _, kind, p, _ in self.views if p is not None and kind == "weight"]
+        return weights, [p for _, kind, p, _ in self.views if p is not None and kind == "bias"]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``to``, ``half`` and their like give each parameter memory of its own."""
@@ -180,6 +209,12 @@ def multiplied(x: Tensor, weight: Tensor) -> bool:
     return x.dtype == weight.dtype and (x.device.type == "cpu" or x.dtype in DTYPES.values())
 
 
+def whole(linear: Any, x: Tensor) -> bool:
+    """Whether a projection is its weight alone, and multiplies what has the type of ``x``."""
+    own = getattr(type(linear), "original", None) is torch.nn.Linear and unhooked(linear)
+    return own and linear.bias is None and multiplied(x, linear.weight) and not sharded(linear)
+
+
 class Norm(Patched):
     weight: Tensor
 
@@ -211,8 +246,12 @@ class Mlp(Fused):
             return super().forward(x)  # type: ignore[misc, no-any-return]
         if fused is None or not multiplied(x, fused[0]):
             hidden = gate_mul(gate, me.gate_proj(x), me.up_proj(x))
-        else:
+        elif (trained := self.trained()) is None:
             hidden = gated(x, *fused, gate, name="Mlp")
+        elif not trained[1] and whole(me.down_proj, x):
+            return packed_training.mlp(x, gate, fused[0], *trained[0], me.down_proj.weight)  # type: ignore[no-any-return]
+        else:
+            hidden = gate_mul(gate, *packed_training.projections(x, *fused, *trained))
         return me.down_proj(hidden)  # type: ignore[no-any-return]
 
 
@@ -251,9 +290,11 @@ class Attention(Fused):
         fused = self.fused()
         if fused is None or not multiplied(hidden_states, fused[0]):
             q, k, v = (getattr(me, name)(hidden_states) for name in self.parts)
-        else:
+        elif (trained := self.trained()) is None:
             sizes = [getattr(me, name).out_features for name in self.parts]
             q, k, v = projected(hidden_states, *fused, name="Attention").split(sizes, dim=-1)
+        else:
+            q, k, v = packed_training.projections(hidden_states, *fused, *trained)
         q, k, v = (t.view(*shape, -1, me.head_dim) for t in (q, k, v))
         if hasattr(me, "q_norm"):
             q, k = me.q_norm(q), me.k_norm(k)
@@ -292,6 +333,74 @@ class SandwichLayer(Patched):
         attended = me.post_attention_layernorm(attended)
         normed, residual = added(attended, hidden_states, me.pre_feedforward_layernorm)
         return residual + me.post_feedforward_layernorm(me.mlp(normed))  # type: ignore[no-any-return]
+
+
+class CausalLM(Patched):
+    """A language model that trains without logits: with labels, its loss is ``linear_cross_entropy`` of the head.
+
+    ``taken``: the names of its forward's arguments.
+    """
+
+    taken: tuple[str, ...]
+
+    def forward(self, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
+        """The original's results. ``skip_logits``: whether they come without logits where there are labels; by default
+        in training.
+        """
+        me: Any = self
+        kwargs.update(zip(self.taken, args, strict=False))
+        skips = me.training if skip_logits is None else skip_logits
+        if kwargs.get("labels") is None or not skips or self._why_logits(kwargs):
+            return super().forward(**kwargs)  # type: ignore[misc]
+        labels, as_dict = kwargs.pop("labels"), kwargs.pop("return_dict", None)
+        kwargs.pop("logits_to_keep", None)
+        routed = kwargs.get("output_router_logits")
+        if self.family.experts:
+            routed = kwargs["output_router_logits"] = me.config.output_router_logits if routed is None else routed
+        outputs = me.model(**kwargs)
+        shifted = kwargs.get("shift_labels")
+        if shifted is None:  # the target of each token is the next one's label
+            shifted = torch.nn.functional.pad(labels, (0, 1), value=kwargs.get("ignore_index", -100))[..., 1:]
+        head, x = me.lm_head, outputs.last_hidden_state
+        items = kwargs.get("num_items_in_batch")
+        loss = linear_cross_entropy(
+            x, head.weight, shifted.to(x.device), head.bias, softcap=self.family.logit_softcap_of(me.config),
+            ignore_index=kwargs.get("ignore_index", -100), num_items_in_batch=items,
+        )  # fmt: skip
+        names: Any = sys.modules[self.original.__module__]
+        own: dict[str, Any] = {}
+        if self.family.experts:
+            own = {"router_logits": outputs.router_logits}
+            if routed:
+                own["aux_loss"] = names.load_balancing_loss_func(
+                    outputs.router_logits, me.num_experts, me.num_experts_per_tok, kwargs.get("attention_mask")
+                )
+                loss = loss + me.router_aux_loss_coef * own["aux_loss"].to(loss.device)
+        kind = names.MoeCausalLMOutputWithPast if self.family.experts else names.CausalLMOutputWithPast
+        made = kind(
+            loss=loss, logits=None, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions, **own,
+        )  # fmt: skip
+        return made if (me.config.return_dict if as_dict is None else as_dict) else made.to_tuple()
+
+    def _why_logits(self, given: dict[str, Any]) -> str:
+        """Why the loss needs logits, or ""."""
+        me: Any = self
+        head = me.lm_head
+        keep = given.get("logits_to_keep", 0)
+        if not isinstance(keep, int) or keep:
+            return "some logits are asked for"
+        if getattr(me.loss_function, "__name__", "") != "ForCausalLMLoss":
+            return "the model has a loss of its own"
+        if getattr(type(head), "original", None) is not torch.nn.Linear or not unhooked(head):
+            return "its head is no plain Linear, or has hooks"
+        if type(head.weight) is not torch.nn.Parameter or head.weight.dim() != 2:
+            return "its head's weight is no plain parameter (sharded, say)"
+        body = next(me.model.parameters())
+        lowered = torch.is_autocast_enabled(body.device.type)
+        if not lowered and (body.dtype != head.weight.dtype or not multiplied(head.weight, head.weight)):
+            return "no kernel multiplies its head's type"
+        return ""
 
 
 def added(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:

@@ -89,7 +89,7 @@ def patch(model: torch.nn.Module) -> Report:
     layer = modules.SandwichLayer if family.sandwich else modules.Layer
     mixins: dict[str, Any] = {
         "norm": modules.Norm, "mlp": modules.Mlp, "attention": modules.Attention, "layer": layer,
-        "experts": modules.Experts,
+        "experts": modules.Experts, "causal": modules.CausalLM,
     }  # fmt: skip
     report = Report(model)
     routers: list[Any] = [m for m in model.modules() if hasattr(m, "experts") and hasattr(m, "gate")]

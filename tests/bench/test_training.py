@@ -1,0 +1,36 @@
+"""``python -m bench training`` without a GPU: what it lists, refuses and shows."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from bench import training
+from bench.rows import Row
+
+runner = CliRunner()
+
+
+def test_a_dry_run_lists_cases_and_contenders() -> None:
+    listed = runner.invoke(training.app, ["--dry-run"]).output.splitlines()
+    assert len(listed) == len(training.CASES)
+    some = runner.invoke(training.app, ["--dry-run", "--match", "loss"]).output
+    assert some.count("\n") == 3
+    assert "liger" in some
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--match", "nothing"], 2), ([], 1)])
+def test_what_cannot_run_is_said(arguments: list[str], code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(name: str) -> None:
+        raise training.UnknownGpu(name)
+
+    monkeypatch.setattr(training.gpus, "lookup", none)
+    result = runner.invoke(training.app, arguments)
+    assert result.exit_code == code
+    assert "--dry-run" in result.output
+
+
+def test_the_table_has_failed_rows_too() -> None:
+    common = ("training", "step", "a", "a", 1.0, 0.0)
+    shown = training.table([Row(*common, "plain", "ok", median_us=2e3), Row(*common, "liger", "absent", "not here")])
+    assert shown.row_count == 2

@@ -1,0 +1,190 @@
+"""Patched models in training: the loss without logits, and projections whose packed weights train."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import cutekernels as ck
+from cutekernels.errors import UnsupportedProblem
+from tests.integrations import tiny
+
+
+def both(family: str, **changes: Any) -> tuple[Any, Any]:
+    """The same model twice, in training: plain, and patched."""
+    plain = tiny.model(family, **changes).train()
+    patched = copy.deepcopy(plain)
+    ck.patch(patched)
+    return plain, patched
+
+
+def labelled() -> tuple[torch.Tensor, torch.Tensor]:
+    ids = tiny.tokens()
+    labels = ids.clone()
+    labels[:, :5] = -100
+    return ids, labels
+
+
+def close(plain: Any, patched: Any) -> None:
+    """Whether both models have the same gradients, but for rounding."""
+    for (name, p), (_, q) in zip(plain.named_parameters(), patched.named_parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            assert (p.grad - q.grad).norm() <= 1e-5 * p.grad.norm() + 1e-9, name
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_loss_is_transformers_own_without_logits(family: str) -> None:
+    plain, patched = both(family)
+    ids, labels = labelled()
+    routed = {"output_router_logits": True} if family in ("mixtral", "qwen3-moe") else {}
+    for more in ({}, {"num_items_in_batch": torch.tensor(17)}):
+        results = [model(ids, labels=labels, **routed, **more) for model in (plain, patched)]
+        assert results[1].logits is None
+        assert type(results[0]) is type(results[1])
+        assert torch.allclose(results[0].loss, results[1].loss, rtol=1e-5)
+        for result in results:
+            result.loss.backward()  # the second time gradients are added to those of the first
+        if routed:
+            assert torch.allclose(results[0].aux_loss, results[1].aux_loss, rtol=1e-5)
+    close(plain, patched)
+
+
+def test_who_wants_logits_gets_them() -> None:
+    plain, patched = both("qwen2")
+    ids, labels = labelled()
+    expected = plain(ids, labels=labels)
+
+    def same(result: Any) -> None:
+        assert torch.allclose(result.logits, expected.logits, atol=1e-4)
+        assert torch.allclose(result.loss, expected.loss, rtol=1e-5)
+
+    same(patched(ids, labels=labels, skip_logits=False))
+    same(patched.eval()(ids, labels=labels))
+    assert patched(ids, labels=labels, skip_logits=True).logits is None
+    patched.train()
+    assert patched(ids).logits is not None
+    assert patched(ids, labels=labels, logits_to_keep=20).logits.shape[1] == 20
+    seen: list[Any] = []
+    hook = patched.lm_head.register_forward_hook(lambda *args: seen.append(args))
+    same(patched(ids, labels=labels))
+    assert seen
+    hook.remove()
+    patched.loss_function = lambda logits, labels, **_: logits.sum()
+    assert torch.allclose(patched(ids, labels=labels).loss, expected.logits.sum(), rtol=1e-4)
+
+
+def test_arguments_of_all_kinds() -> None:
+    plain, patched = both("llama")
+    ids, labels = labelled()
+    assert inspect.signature(patched.forward) == inspect.signature(plain.forward)  # trainers drop what is not in it
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    expected = plain(ids, mask, labels=labels, return_dict=False)
+    found = patched(ids, mask, labels=labels, return_dict=False)
+    assert isinstance(found, tuple)
+    assert torch.allclose(found[0], expected[0], rtol=1e-5)
+    shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    assert torch.allclose(patched(ids, mask, labels=labels, shift_labels=shifted).loss, expected[0], rtol=1e-5)
+    hidden = patched(ids, labels=labels, output_hidden_states=True).hidden_states
+    assert len(hidden) == len(plain(ids, output_hidden_states=True).hidden_states)
+
+
+def test_a_step_between_forward_and_backward_is_seen() -> None:
+    _, patched = both("llama")
+    ids, labels = labelled()
+    for part in ("q_proj", "up_proj"):
+        loss = patched(ids, labels=labels).loss
+        weight = next(p for name, p in patched.named_parameters() if part in name)
+        with torch.no_grad():
+            weight.add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_second_derivatives_are_refused() -> None:
+    _, patched = both("llama")
+    ids, labels = labelled()
+    for part in ("mlp.gate_proj", "self_attn.k_proj"):
+        weight = dict(patched.named_parameters())[f"model.layers.0.{part}.weight"]
+        with pytest.raises((UnsupportedProblem, RuntimeError), match="second derivative|derivative|once"):
+            torch.autograd.grad(patched(ids, labels=labels, skip_logits=False).loss, weight, create_graph=True)
+
+
+@pytest.mark.parametrize("trained", ["q_proj", "gate_proj", "down_proj", "lm_head", "embed_tokens"])
+def test_partly_frozen_models(trained: str) -> None:
+    plain, patched = both("qwen2")
+    ids, labels = labelled()
+    for model in (plain, patched):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained in name)
+        model(ids, labels=labels).loss.backward()
+    close(plain, patched)
+
+
+def test_tied_embeddings_and_checkpointing() -> None:
+    plain, patched = both("qwen2", tie_word_embeddings=True)
+    ids, labels = labelled()
+    for model in (plain, patched):
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+        model(ids, labels=labels).loss.backward()
+    close(plain, patched)
+
+
+def test_what_down_multiplies_is_not_saved() -> None:
+    plain, patched = both("llama")
+    ids, labels = labelled()
+    wide = plain.config.intermediate_size
+
+    class Widths(torch.autograd.graph.saved_tensors_hooks):
+        """The bytes of saved activations as wide as the MLP."""
+
+        def __init__(self) -> None:
+            self.kept: dict[int, int] = {}
+            super().__init__(self.keep, lambda t: t)
+
+        def keep(self, t: torch.Tensor) -> torch.Tensor:
+            if t.shape[-1] in (wide, 2 * wide) and not t.requires_grad:  # no weight
+                self.kept[t.data_ptr()] = t.numel()
+            return t
+
+    widths = Widths()
+    with widths:
+        patched(ids, labels=labels)
+    layers = plain.config.num_hidden_layers
+    assert sum(widths.kept.values()) == layers * 2 * wide * ids.numel()  # gate and up, not their product
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_in_training() -> None:
+    plain, patched = both("qwen2")
+    ids, labels = labelled()
+    compiled = torch.compile(patched, backend="aot_eager", fullgraph=True)
+    result = compiled(ids, labels=labels)
+    assert result.logits is None
+    result.loss.backward()
+    plain(ids, labels=labels).loss.backward()
+    close(plain, patched)
+
+
+def test_an_optimizer_of_before_trains_what_patch_packed() -> None:
+    plain, patched = tiny.model("llama").train(), tiny.model("llama").train()
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (plain, patched)]
+    ck.patch(patched)
+    ids, labels = labelled()
+    for _ in range(3):
+        for model, optimizer in zip((plain, patched), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(ids, labels=labels).loss.backward()
+            optimizer.step()
+    for p, q in zip(plain.parameters(), patched.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-3)
+    ck.unpatch(patched)
+    assert torch.allclose(patched(ids, labels=labels).loss, plain(ids, labels=labels).loss, rtol=1e-2)
