@@ -1,4 +1,4 @@
-"""``adamw_step``: one AdamW update of one tensor, in place; and the kernel that updates all tensors in a table.
+"""``adamw_step``: one AdamW update of one tensor, in place; and kernels that update all tensors in a table.
 
 The op writes results of its own, which the public function lets be the inputs. ``cutekernels.optim`` drives the table.
 """
@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AdamWProblem(Problem):
-    """``elements`` that lie densely in every operand. Moments and master copies are fp32.
+    """``elements`` that lie densely in every operand. Master copies are fp32.
 
     ``grad``: the gradient's type, "same" as the parameter's or fp32. ``step`` and ``rate``: where the number of the
-    step and the learning rate come from. ``align``: bytes that divide every address.
+    step and the learning rate come from. ``align``: bytes that divide every address. ``moments``: both moments' type.
     """
 
     elements: int = extent(ladder)
@@ -45,6 +45,7 @@ class AdamWProblem(Problem):
     step: str = plain("host", "device")
     rate: str = plain("host", "device")
     align: int = plain(16, 4, 2)
+    moments: str = plain("fp32", "bf16", "fp16")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,8 +66,11 @@ class AdamWProblem(Problem):
 
     @property
     def vec(self) -> int:
-        """Elements in one access: 16 bytes of fp32. More of a half type would have fp32 stores cross threads."""
-        return 4 if self.align == WIDEST_BYTES else 1
+        """Elements in one access: 16 bytes of the widest operand. More would have its stores cross threads."""
+        if self.align != WIDEST_BYTES:
+            return 1
+        kinds = self.dtype, self.grad_dtype, self.moments, "fp32" if self.master else self.dtype
+        return WIDEST_BYTES // max(TYPES[kind].itemsize for kind in kinds)
 
 
 @dataclass(frozen=True)
@@ -135,13 +139,13 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
     kernel = "optimizer:adamw_step"
     options = ("maximize",)
     out_param = Array("*elements", strides=(), result=True, laid=False)
-    out_exp_avg = Array("*elements", dtype="wide", strides=(), result=True)
-    out_exp_avg_sq = Array("*elements", dtype="wide", strides=(), result=True)
+    out_exp_avg = Array("*elements", dtype="moments", strides=(), result=True)
+    out_exp_avg_sq = Array("*elements", dtype="moments", strides=(), result=True)
     out_master = Array("*elements", dtype="wide", strides=(), result=True, given="master")
     param = Array("*elements", strides=(), laid=False)
     grad = Array("*elements", dtype="grad", strides=())
-    exp_avg = Array("*elements", dtype="wide", strides=())
-    exp_avg_sq = Array("*elements", dtype="wide", strides=())
+    exp_avg = Array("*elements", dtype="moments", strides=())
+    exp_avg_sq = Array("*elements", dtype="moments", strides=())
     master = Array("*elements", dtype="wide", strides=(), given="master")
     step = Array("*one", dtype="fp32", strides=(), optional=True)
     lr = Array("*one", dtype="fp32", strides=(), optional=True)
@@ -164,6 +168,11 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
         param, master = named["param"], named["master"]
         if master is not None and param is not None and param.dtype == master.dtype:
             raise UnsupportedProblem(f"{param.dtype} parameters are their own master copy: leave master out")
+        exp_avg, exp_avg_sq = named["exp_avg"], named["exp_avg_sq"]
+        if exp_avg is not None and exp_avg_sq is not None and exp_avg.dtype != exp_avg_sq.dtype:
+            raise UnsupportedProblem(
+                f"both moments have one dtype; got {exp_avg.dtype} and {exp_avg_sq.dtype}: convert one of them"
+            )
 
     def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
         super().admit(inputs, **options)
@@ -215,7 +224,7 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
         v = exp_avg_sq.double() * hyper.beta2 + hyper.w2 * g * g
         p = p * (1 - lr * hyper.weight_decay) - lr / bias1 * (m / (v.sqrt() / root + hyper.eps))
         kept = param.new_empty(0) if master is None else p.to(master.dtype)
-        return p.to(param.dtype), m.to(exp_avg.dtype), v.to(exp_avg.dtype), kept
+        return p.to(param.dtype), m.to(exp_avg.dtype), v.to(exp_avg_sq.dtype), kept
 
     # -- configs
 
@@ -246,7 +255,7 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
     def work(self, p: AdamWProblem) -> Work:
         # Moments in and out, the gradient; the parameter in and out, or its copy in and out and itself out.
         item = p.itemsize
-        each = 16 + TYPES[p.grad_dtype].itemsize + (8 + item if p.master else 2 * item)
+        each = 4 * TYPES[p.moments].itemsize + TYPES[p.grad_dtype].itemsize + (8 + item if p.master else 2 * item)
         return Work(flops=float(15 * p.elements), bytes=float(each * p.elements), depth=_DEPTH)
 
     # -- kernels
@@ -277,6 +286,7 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
         param = normal(p.dtype) if master is None else _skewed(lambda t: t.to(TYPES[p.dtype]), master, p.align)
         grad, exp_avg, exp_avg_sq = normal(p.grad_dtype), normal("fp32", 0.1), normal("fp32", 0.05)
         exp_avg_sq.abs_().add_(0.05).square_()
+        exp_avg, exp_avg_sq = (_skewed(lambda t: t.to(TYPES[p.moments]), t, p.align) for t in (exp_avg, exp_avg_sq))
         step = torch.full((), 3.0, device=device) if p.step == "device" else None
         lr = torch.full((), 0.01, device=device) if p.rate == "device" else None
         hyper = Hyper.of(0.01, (0.9, 0.999), 1e-8, 0.1, 3 if step is None else None)
@@ -286,24 +296,32 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
 class AdamWTable(AdamW):
     """:class:`AdamW` of all tensors in a table, in place. It borrows the config of one tensor of as many elements.
 
-    Its launch takes (table, chunks, lr) and the numbers of :class:`Hyper`, and has no grid before it sees the chunks.
+    A launch takes the grid and ``arguments``, tensors by their addresses.
     """
 
     name = "adamw_table"
+    kernel = "optimizer:adamw_table"
+    arguments: ClassVar[dict[str, str]] = {
+        "table_ptr": "*i64",
+        "grads_ptr": "*i64",
+        "chunks_ptr": "*i32",
+        "lr_ptr": "*fp32",
+        "norm": "i64",
+        "max_norm": "fp32",
+    } | dict.fromkeys(Hyper._fields, "fp32")
+
+    def constants(self, p: AdamWProblem, c: AdamWConfig) -> Mapping[str, int | bool | str]:
+        kinds = {"PARAM": p.dtype, "GRAD": p.grad_dtype, "MOMENTS": p.moments}
+        return _common(p, c) | kinds | ({} if p.rate == "device" else {"lr_ptr": 0})
 
     def build(self, p: AdamWProblem, c: AdamWConfig, gpu: GpuSpec) -> Artifact:
         from cutekernels.backends.triton import compile_kernel
         from cutekernels.kernels.triton import optimizer as kernels
 
-        signature = {"table_ptr": "*i64", "chunks_ptr": "*i32", "lr_ptr": "*fp32"} | dict.fromkeys(
-            Hyper._fields, "fp32"
-        )
-        constants = _common(p, c) | {"PARAM": p.dtype, "GRAD": p.grad_dtype}
-        if p.rate == "host":
-            constants["lr_ptr"] = 0
+        constants = self.constants(p, c)
         return compile_kernel(
-            kernels.adamw_table,
-            signature=signature | dict.fromkeys(constants, "constexpr"),
+            getattr(kernels, self.name),
+            signature=self.arguments | dict.fromkeys(constants, "constexpr"),
             constexprs=constants,
             divisible={},
             options={"num_warps": c.warps},
@@ -311,11 +329,36 @@ class AdamWTable(AdamW):
         )
 
     def bind(self, p: AdamWProblem, c: AdamWConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
-        def launch(table: Tensor, chunks: Tensor, lr: Tensor | None, *hyper: float) -> None:
-            rate = 0 if lr is None else lr.data_ptr()
-            kernel((chunks.shape[0], 1, 1), table.data_ptr(), chunks.data_ptr(), rate, *hyper)
+        return kernel
 
-        return launch
+
+class AdamWSquares(AdamWTable):
+    """Sums of squares of a table's gradients, one per program."""
+
+    name = "adamw_squares"
+    kernel = "optimizer:adamw_squares"
+    arguments: ClassVar[dict[str, str]] = {
+        "table_ptr": "*i64",
+        "grads_ptr": "*i64",
+        "chunks_ptr": "*i32",
+        "sums_ptr": "*fp32",
+        "chunks": "i64",
+    }
+
+    def constants(self, p: AdamWProblem, c: AdamWConfig) -> Mapping[str, int | bool | str]:
+        vec = WIDEST_BYTES // TYPES[p.grad_dtype].itemsize if p.align == WIDEST_BYTES else 1
+        return {"BLOCK": c.block, "VEC": vec, "GRAD": p.grad_dtype}
+
+
+class AdamWCount(AdamWTable):
+    """One more step of every tensor in a table that has a gradient."""
+
+    name = "adamw_count"
+    kernel = "optimizer:adamw_count"
+    arguments: ClassVar[dict[str, str]] = {"table_ptr": "*i64", "grads_ptr": "*i64", "tensors": "i32"}
+
+    def constants(self, p: AdamWProblem, c: AdamWConfig) -> Mapping[str, int | bool | str]:
+        return {"BLOCK": c.block}
 
 
 def _common(p: AdamWProblem, c: AdamWConfig) -> dict[str, int | bool | str]:
@@ -338,7 +381,7 @@ def _skewed(make: Callable[[Tensor], Tensor], t: Tensor, align: int) -> Tensor:
 
 ADAMW_STEP = AdamW()
 OPS = (ADAMW_STEP,)
-ADAMW_TABLE = AdamWTable()
+ADAMW_TABLE, ADAMW_SQUARES, ADAMW_COUNT = AdamWTable(), AdamWSquares(), AdamWCount()
 _MOST_STEPS = int(sys.float_info.max)  # the corrections are computed in floats
 
 
@@ -364,7 +407,8 @@ def adamw_step(
         param: any shape, fp32, bf16 or fp16 (on the CPU fp64 too). Dense operands of equal strides are fast; others
             cost copies.
         grad: shape of ``param``, its dtype or fp32.
-        exp_avg: the first moment m, shape of ``param``, fp32.
+        exp_avg: the first moment m, shape of ``param``: fp32, or bf16 or fp16 for half the memory. It is rounded once,
+            when it is stored; ``param`` takes its update from the unrounded value.
         exp_avg_sq: the second moment v, likewise.
         step: which step this is, counted from 1: an int, or one fp32 number on the device, which is not waited for (a
             number below 1 there counts as 1).

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cutekernels.kernels.triton import optimizer as kernels
-from cutekernels.ops.optimizer import ADAMW_STEP, ADAMW_TABLE, AdamWProblem, Hyper
+from cutekernels.ops.optimizer import ADAMW_COUNT, ADAMW_SQUARES, ADAMW_STEP, ADAMW_TABLE, AdamWProblem, Hyper
 from tests.interpreted import DTYPES, H200, build_arguments, interpret, serve
 from tests.tolerance import FP32_ULP, worst_ratio
 
@@ -70,7 +70,13 @@ def worst(results: Any, exact: list[tuple[Tensor, Tensor]]) -> float:
 
 
 def operands(
-    n: int, dtype: str, grad: str = "same", master: bool = False, skew: int = 0, device: str = "cpu"
+    n: int,
+    dtype: str,
+    grad: str = "same",
+    master: bool = False,
+    skew: int = 0,
+    device: str = "cpu",
+    moments: str = "fp32",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Operands (param, grad, exp_avg, exp_avg_sq, master) after some steps with gradients of many sizes."""
 
@@ -82,8 +88,8 @@ def operands(
     g = torch.randn(n, device=device) * sizes
     copy = placed(torch.randn(n, device=device), torch.float32) if master else None
     param = placed(torch.randn(n, device=device) if copy is None else copy, DTYPES[dtype])
-    moments = placed(torch.randn(n, device=device) * sizes, torch.float32), placed(sizes**2, torch.float32)
-    return param, placed(g, DTYPES[dtype] if grad == "same" else torch.float32), *moments, copy
+    avg, sq = placed(torch.randn(n, device=device) * sizes, DTYPES[moments]), placed(sizes**2, DTYPES[moments])
+    return param, placed(g, DTYPES[dtype] if grad == "same" else torch.float32), avg, sq, copy
 
 
 # ---- the child process ----------------------------------------------------------------------------------
@@ -96,7 +102,8 @@ def child_case(case: dict[str, Any]) -> dict[str, Any]:
     maximize = bool(case.get("maximize"))
     if "sizes" in case:
         return table_case(case, step, settings, maximize)
-    given = operands(case["n"], case["dtype"], case.get("grad", "same"), bool(case.get("master")), case.get("skew", 0))
+    kinds = {name: case[name] for name in ("dtype", "grad", "master", "skew", "moments") if name in case}
+    given = operands(case["n"], **kinds)
     if case.get("zero"):
         for t in given:
             if t is not None:
@@ -125,38 +132,59 @@ def child_case(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def table_case(case: dict[str, Any], step: int, settings: dict[str, Any], maximize: bool) -> dict[str, Any]:
-    """Tensors of several sizes, each at a step of its own, through the kernel that reads a table."""
-    sizes = case["sizes"]
-    kinds = case["dtype"], case.get("grad", "same"), bool(case.get("master"))
-    every = [operands(n, *kinds, case.get("skew", 0)) for n in sizes]
-    steps = [torch.tensor(float(step + i)) for i in range(len(sizes))]
+    """Tensors of several sizes, each at a step of its own, through the kernels that read a table, in their order."""
+    sizes, missing, max_norm = case["sizes"], case.get("missing", ()), case.get("max_norm")
+    kinds = {"dtype": case["dtype"], "grad": case.get("grad", "same"), "master": bool(case.get("master"))}
+    kinds["moments"] = case.get("moments", "fp32")
+    every = [operands(n, **kinds, skew=case.get("skew", 0)) for n in sizes]
+    steps = [torch.tensor(float(step + i - (i not in missing))) for i in range(len(sizes))]
+    if "poison" in case:
+        every[0][1][0] = float(case["poison"])
+    used = [o[1].double() for i, o in enumerate(every) if i not in missing]
+    norm = torch.cat([torch.zeros(1).double(), *used]).norm()
+    scale = 1.0 if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    before = [[None if t is None else t.clone() for t in o] for o in every]
     exact = [
-        truth(o[0] if o[4] is None else o[4], *o[1:4], step + i, maximize=maximize, **settings)
+        truth(o[0] if o[4] is None else o[4], o[1].double() * scale, *o[2:4], step + i, maximize=maximize, **settings)
         for i, o in enumerate(every)
     ]
-    align = 16 if not case.get("skew") else 2 if kinds[0] != "fp32" else 4
-    names = dict(zip(("dtype", "grad", "master"), kinds, strict=True))
-    problem = AdamWProblem(sum(sizes), **names, maximize=maximize, step="device", align=align)
+    align = 16 if not case.get("skew") else 2 if kinds["dtype"] != "fp32" else 4
+    problem = AdamWProblem(sum(sizes), **kinds, maximize=maximize, step="device", align=align)
     config = ADAMW_TABLE.Config.parse(case["config"]) if "config" in case else ADAMW_TABLE.default(problem, H200)
-    built = build_arguments(ADAMW_TABLE, problem, config)
     rows = [
-        [*(0 if t is None else t.data_ptr() for t in (*o, s)), o[0].numel(), 0]
+        [*(0 if t is None else t.data_ptr() for t in (o[0], *o[2:], s)), o[0].numel(), 0, 0]
         for o, s in zip(every, steps, strict=True)
     ]
     chunks = [[i, j] for i, n in enumerate(sizes) for j in range(-(-n // config.block))]
     table, where = torch.tensor(rows), torch.tensor(chunks, dtype=torch.int32)
+    grads = torch.tensor([0 if i in missing else o[1].data_ptr() or 1 for i, o in enumerate(every)])
+    sums, found = torch.full((min(3, len(chunks)),), float("nan")), torch.zeros(())
 
-    def kernel(grid: tuple[int, int, int], *args: Any) -> None:
-        named = dict(zip(built["signature"], args, strict=False)) | built["constexprs"]
-        built["fn"][grid](**(named | {"table_ptr": table, "chunks_ptr": where, "lr_ptr": 0}))
+    def launch(op: Any, programs: int, **given: Any) -> None:
+        built = build_arguments(op, problem, config)
+        constants = built["constexprs"]
+        assert list(built["signature"])[: len(given)] == list(given)
+        built["fn"][(programs, 1, 1)](**(given | constants))
 
-    ADAMW_TABLE.bind(problem, config, kernel)(table, where, None, *Hyper.of(**settings))
-    ratios = [
-        worst((o[0], o[2], o[3], *([] if o[4] is None else [o[4]])), e)
-        for o, e in zip(every, exact, strict=True)
-        if o[0].numel()
-    ]
-    return {"ratio": max(ratios), "outside": True, "problem": str(problem)}
+    tables = {"table_ptr": table, "grads_ptr": grads}
+    launch(ADAMW_COUNT, -(-len(sizes) // config.block), **tables, tensors=len(sizes))
+    tables["chunks_ptr"] = where
+    launch(ADAMW_SQUARES, len(sums), **tables, sums_ptr=sums, chunks=len(chunks) - case.get("chunks forgotten", 0))
+    found.copy_(sums.sum().sqrt())
+    ratios = [float((found - norm).abs() / (norm * 1e-6 + 1e-30))] if norm.isfinite() else [0.0]
+    assert norm.isfinite() or torch.equal(found.double().nan_to_num(1.5), norm.nan_to_num(1.5))
+    found += case.get("norm is off", 0.0)
+    clip = {"norm": 0 if max_norm is None else found.data_ptr(), "max_norm": max_norm or 0.0}
+    launch(ADAMW_TABLE, len(chunks), **tables, lr_ptr=0, **clip, **Hyper.of(**settings)._asdict())
+    outside = [float(s) for s in steps] == [step + i for i in range(len(sizes))]
+    for i, (o, e) in enumerate(zip(every, exact, strict=True)):
+        if i in missing:
+            outside &= all(a is None or torch.equal(a, b) for a, b in zip(o, before[i], strict=True))
+        elif "poison" in case:
+            outside &= torch.equal(o[0].isnan(), e[0][0].isnan())
+        elif o[0].numel():
+            ratios.append(worst((o[0], o[2], o[3], *([] if o[4] is None else [o[4]])), e))
+    return {"ratio": max(ratios), "outside": outside, "problem": str(problem)}
 
 
 @triton.jit
@@ -172,6 +200,18 @@ def numerics_cases() -> dict[str, dict[str, Any]]:
         kind = {"dtype": dtype, "grad": grad, "master": master, "skew": skew}
         cases[f"{dtype} {grad=} {master=} {skew=}"] = {"n": 1029, **kind}
         cases[f"table {dtype} {grad=} {master=} {skew=}"] = {"sizes": [5, 1029, 256], **kind}
+    for dtype, moments, skew in product(DTYPES, ("bf16", "fp16"), (0, 1)):
+        kind = {"dtype": dtype, "moments": moments, "skew": skew, "master": dtype == "fp16"}
+        cases[f"{dtype} {moments=} {skew=}"] = {"n": 1029, **kind}
+        cases[f"table {dtype} {moments=} {skew=}"] = {"sizes": [5, 1029], "max_norm": 0.5, **kind}
+    tables = {"sizes": [5, 1029, 0, 700, 256], "dtype": "bf16"}
+    for max_norm in (0.0, 1.0, 1e9, float("inf")):
+        cases[f"clipped to {max_norm}"] = tables | {"max_norm": max_norm}
+        cases[f"clipped to {max_norm}, fp32"] = tables | {"max_norm": max_norm, "dtype": "fp32", "skew": 1}
+    for poison in ("nan", "inf"):
+        cases[f"clipped with {poison}"] = tables | {"poison": poison, "max_norm": 1.0}
+    cases["some are missing"] = tables | {"missing": [1, 2], "max_norm": 2.0}
+    cases["all but one are missing"] = tables | {"missing": [0, 1, 2, 3], "master": True}
     for n in (1, 3, 255, 256, 257, 3000):
         cases[f"n={n}"] = {"n": n, "dtype": "fp32"}
     for step in (1, 2, 10, 1000, 100000):
@@ -203,6 +243,8 @@ PLANTED = {
     "no bias correction": {"n": 301, "dtype": "fp32", "planted": "_corrections"},
     "no bias correction in a table": {"sizes": [301], "dtype": "fp32", "planted": "_corrections"},
     "a beta of 1": {"n": 301, "dtype": "fp32", "edit": {"w1": -0.1}},
+    "another norm": {"sizes": [301, 9], "dtype": "fp32", "max_norm": 1.0, "norm is off": 0.1},
+    "a sum forgotten": {"sizes": [301, 9], "dtype": "fp32", "max_norm": 1e9, "chunks forgotten": 1},
     "decay forgotten": {"n": 301, "dtype": "fp32", "edit": {"weight_decay": -0.1}},
 }
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
 from cutekernels import gpu
-from cutekernels.ops.optimizer import ADAMW_STEP, ADAMW_TABLE, AdamWConfig, AdamWProblem
+from cutekernels.ops.optimizer import ADAMW_COUNT, ADAMW_SQUARES, ADAMW_STEP, ADAMW_TABLE, AdamWConfig, AdamWProblem
 from tests.triton_compiled import H200, accesses, built, check_knobs, check_resources, in_turns
 
 OPS = {op.name: op for op in (ADAMW_STEP, ADAMW_TABLE)}
@@ -22,6 +23,17 @@ def test_compiles_for_every_architecture(op: str, spec: gpu.GpuSpec) -> None:
         problem = AdamWProblem.parse(text).replace(step="device" if op == "adamw_table" else "host")
         for config in (ADAMW_STEP.default(problem, spec), rng.choice(list(ADAMW_STEP.valid(problem, spec)))):
             assert check_resources(OPS[op], problem, config, spec).smem_bytes == 0
+
+
+@in_turns({op.name: op for op in (ADAMW_SQUARES, ADAMW_COUNT)})
+def test_what_goes_before_compiles_for_every_architecture(op: Any, spec: gpu.GpuSpec) -> None:
+    for text in ("elements=1000000 dtype=bf16", "elements=5 dtype=bf16 grad=fp32 align=2"):
+        problem = AdamWProblem.parse(text)
+        largest = max((c for c in ADAMW_STEP.valid(problem, spec)), key=lambda c: (c.block, c.warps))
+        for config in (ADAMW_STEP.default(problem, spec), largest):
+            check_resources(op, problem, config, spec)
+    if op is ADAMW_SQUARES:
+        assert "v4.b32" in accesses(built(op, AdamWProblem(9, "bf16"), largest).ptx, "ld")
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -43,6 +55,9 @@ def test_every_knob_changes_the_code_or_the_grid() -> None:
         ("align=4", {"b32"}),
         ("dtype=bf16", {"v4.b32", "v2.b32", "b32", "b16"}),
         ("dtype=bf16 align=2", {"b32", "b16"}),
+        ("dtype=bf16 moments=bf16", {"v4.b32", "b32", "b16"}),
+        ("dtype=fp16 moments=fp16 align=2", {"b32", "b16"}),
+        ("moments=bf16", {"v4.b32", "v2.b32", "b32", "b16"}),
     ],
 )
 def test_accesses_are_as_wide_as_alignment_allows(words: str, widths: set[str]) -> None:

@@ -21,7 +21,11 @@ from tests.optimizer.cases import SETTINGS, operands, truth, worst
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
 
-AWKWARD = ["elements=1", "elements=7 dtype=bf16 align=2", "elements=131073 dtype=fp16 master=1 grad=fp32 rate=device"]
+AWKWARD = [
+    "elements=1", "elements=7 dtype=bf16 align=2", "elements=131073 dtype=fp16 master=1 grad=fp32 rate=device",
+    "elements=131073 dtype=bf16 moments=bf16", "elements=131073 moments=bf16 align=4",
+    "elements=131073 dtype=fp16 moments=fp16 align=2 master=1",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", [*ADAMW_STEP.suite, *AWKWARD])
@@ -259,7 +263,6 @@ def test_a_capture_needs_a_step_before() -> None:
     params = model()[:2]
     optimizer = FusedAdamW(params)
     grads(params, 1)
-    optimizer._operands(params[0], optimizer.param_groups[0])
-    optimizer._operands(params[1], optimizer.param_groups[0])
     with pytest.raises(UnsupportedProblem, match="run one step"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         optimizer.step()
+    assert not optimizer.state

@@ -71,7 +71,7 @@ def _shards(rank: int, port: int, folder: str) -> None:
 
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     try:
-        options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
+        options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "max_grad_norm": 0.5}
         whole = _model()
         alone = FusedAdamW(whole.parameters(), **options)
         _train(whole, alone, 4)
@@ -100,6 +100,7 @@ def _shards(rank: int, port: int, folder: str) -> None:
                 its_optimizer.zero_grad()
                 trained(x).square().sum().backward()
                 its_optimizer.step()
+            torch.testing.assert_close(its_optimizer.grad_norm, alone.grad_norm)
             for name, value in _full(trained).items():
                 torch.testing.assert_close(value, whole.get_parameter(name), msg=lambda text, n=name: f"{n}: {text}")
         _check_full_states(rank, whole)

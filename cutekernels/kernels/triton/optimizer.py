@@ -1,4 +1,4 @@
-"""AdamW's update, of one tensor or of all tensors in a table.
+"""AdamW's update, of one tensor or of all tensors in a table; and what goes before it: step counts, sums of squares.
 
 Everything is elementwise over memory that is dense, so tensors are runs of elements, and there are no strides. Names:
 ``avg`` and ``sq`` are the moments (exp_avg, exp_avg_sq), ``master`` the fp32 copy of a parameter in 16 bits; ``out_x``
@@ -6,6 +6,9 @@ is where x goes, often x itself. ``w1 = 1 - beta1``, ``w2 = 1 - beta2``, ``decay
 lr over its bias correction, ``root`` the square root of the second moment's. Width: VEC elements are one
 access, 16 bytes of fp32. The end of a run is masked in units of VEC, which keeps accesses wide whatever its length is;
 the at most VEC - 1 elements beyond the last whole unit follow one by one.
+
+A table has one row of ROW numbers per tensor, which stay; addresses of gradients are a column of their own, sent at
+each step. Address 0: the tensor has no gradient this time, and is left alone.
 """
 
 import triton
@@ -13,9 +16,8 @@ import triton.language as tl
 
 from cutekernels.kernels.triton.dependent import pdl_wait
 
-ROW = tl.constexpr(
-    8
-)  # 64-bit numbers per tensor in a table: param, grad, exp_avg, exp_avg_sq, master, step, elements, 0
+# 64-bit numbers per tensor in a table: param, exp_avg, exp_avg_sq, master, step, elements, 0, 0
+ROW = tl.constexpr(8)
 
 
 @triton.jit
@@ -57,11 +59,13 @@ def _update(
     eps,
     size,
     root,
+    scale,
     MASTER: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     EVICT: tl.constexpr,
+    CLIP: tl.constexpr,
 ):
-    """One AdamW update of the elements that the pointers are at."""
+    """One AdamW update of the elements that the pointers are at: in fp32, each result rounded once, when stored."""
     # All loads before any store: a result may be its operand's memory.
     g = tl.load(grad, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
     # The update is of the fp32 copy where there is one; the parameter is its rounding.
@@ -69,16 +73,18 @@ def _update(
         p = tl.load(master, mask=inside, other=0.0, eviction_policy=EVICT)
     else:
         p = tl.load(param, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
-    m = tl.load(avg, mask=inside, other=0.0, eviction_policy=EVICT)
-    v = tl.load(sq, mask=inside, other=0.0, eviction_policy=EVICT)
+    m = tl.load(avg, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    v = tl.load(sq, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
+    if CLIP:
+        g = g * scale
     if MAXIMIZE:
         g = -g
     # Moments, weight decay, step; then all stores.
     m += w1 * (g - m)
     v = v * beta2 + (w2 * g) * g
     p = p * decay - size * (m / (tl.sqrt_rn(v) / root + eps))
-    tl.store(out_avg, m, mask=inside, eviction_policy=EVICT)
-    tl.store(out_sq, v, mask=inside, eviction_policy=EVICT)
+    tl.store(out_avg, m.to(out_avg.dtype.element_ty), mask=inside, eviction_policy=EVICT)
+    tl.store(out_sq, v.to(out_sq.dtype.element_ty), mask=inside, eviction_policy=EVICT)
     tl.store(out_param, p.to(out_param.dtype.element_ty), mask=inside, eviction_policy=EVICT)
     if MASTER:
         tl.store(out_master, p, mask=inside, eviction_policy=EVICT)
@@ -103,11 +109,13 @@ def _chunk(
     eps,
     size,
     root,
+    scale,
     BLOCK: tl.constexpr,
     VEC: tl.constexpr,
     MASTER: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     EVICT: tl.constexpr,
+    CLIP: tl.constexpr,
 ):
     """Updates up to BLOCK elements from where the pointers point; ``left`` says how many there are."""
     # Whole units of VEC elements.
@@ -130,9 +138,11 @@ def _chunk(
         eps,
         size,
         root,
+        scale,
         MASTER,
         MAXIMIZE,
         EVICT,
+        CLIP,
     )
     # Ragged tail: elements beyond the last whole unit.
     if VEC > 1:
@@ -157,9 +167,11 @@ def _chunk(
                 eps,
                 size,
                 root,
+                scale,
                 MASTER,
                 MAXIMIZE,
                 EVICT,
+                CLIP,
             )
 
 
@@ -229,11 +241,13 @@ def adamw_step(
         eps,
         lr / bias1,
         root,
+        1.0,
         BLOCK,
         VEC,
         MASTER,
         MAXIMIZE,
         EVICT,
+        False,
     )
 
 
@@ -249,10 +263,24 @@ def _typed(address, TYPE: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
+def _place(chunk, table_ptr, grads_ptr, chunks_ptr, BLOCK: tl.constexpr):
+    """Where ``chunk`` is: its tensor's row, its gradient's address, its first element, and how many elements it has."""
+    tensor = tl.load(chunks_ptr + 2 * chunk).to(tl.int64)
+    begin = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * BLOCK
+    row = table_ptr + tensor * ROW
+    grad = tl.load(grads_ptr + tensor)
+    left = tl.minimum(tl.load(row + 5) - begin, BLOCK).to(tl.int32)
+    return row, grad, begin, tl.where(grad == 0, 0, left)
+
+
+@triton.jit
 def adamw_table(
     table_ptr,
+    grads_ptr,
     chunks_ptr,
     lr_ptr,
+    norm,
+    max_norm,
     lr,
     weight_decay,
     w1,
@@ -269,34 +297,37 @@ def adamw_table(
     EVICT: tl.constexpr,
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
+    MOMENTS: tl.constexpr,
     DEPENDENT: tl.constexpr = False,
 ):
-    """:func:`adamw_step` in place, of every tensor in a table.
+    """:func:`adamw_step` in place, of every tensor in a table that has a gradient.
 
-    ``table``: ROW numbers a tensor. ``chunks``: for each program which tensor it works on and where it begins there,
-    in blocks. Steps are on the device, one per tensor; c1 and c2 are the logarithms of the betas.
+    ``chunks``: for each program which tensor it works on and where it begins there, in blocks. Steps are on the device,
+    one per tensor; c1 and c2 are the logarithms of the betas. ``norm``: the address of the gradients' norm, by which
+    they are clipped to ``max_norm``, or 0.
 
     Grid: one chunk per program. As :func:`adamw_step`, behind two dependent loads of addresses that all programs share
     through the cache.
     """
     pdl_wait(DEPENDENT)
-    # This program's chunk: which tensor, and from which element on.
-    pid = tl.program_id(0).to(tl.int64)
-    tensor = tl.load(chunks_ptr + 2 * pid).to(tl.int64)
-    begin = tl.load(chunks_ptr + 2 * pid + 1).to(tl.int64) * BLOCK
-    # The tensor's addresses; VEC says how they are aligned.
-    row = table_ptr + tensor * ROW
+    # This program's chunk; VEC says how its addresses are aligned.
+    row, gradient, begin, left = _place(tl.program_id(0).to(tl.int64), table_ptr, grads_ptr, chunks_ptr, BLOCK)
     param = _typed(tl.load(row), PARAM, VEC) + begin
-    grad = _typed(tl.load(row + 1), GRAD, VEC) + begin
-    avg = _typed(tl.load(row + 2), "fp32", VEC) + begin
-    sq = _typed(tl.load(row + 3), "fp32", VEC) + begin
+    grad = _typed(gradient, GRAD, VEC) + begin
+    avg = _typed(tl.load(row + 1), MOMENTS, VEC) + begin
+    sq = _typed(tl.load(row + 2), MOMENTS, VEC) + begin
     master = param
     if MASTER:
-        master = _typed(tl.load(row + 4), "fp32", VEC) + begin
+        master = _typed(tl.load(row + 3), "fp32", VEC) + begin
     if LR_ON_DEVICE:
         lr = tl.load(lr_ptr).to(tl.float32)
+    # Clipping, as torch.nn.utils.clip_grad_norm_ does it. NaN is not above 1, and stays.
+    scale = 1.0
+    if norm != 0:
+        scale = max_norm / (tl.load(norm.to(tl.pointer_type(tl.float32))) + 1e-6)
+        scale = tl.where(scale > 1.0, 1.0, scale)
     # Each tensor has its own step count.
-    step = tl.load(row + 5).to(tl.pointer_type(tl.float32))
+    step = tl.load(row + 4).to(tl.pointer_type(tl.float32))
     bias1, root = _corrections(step, c1, c2, True)
     _chunk(
         param,
@@ -308,7 +339,7 @@ def adamw_table(
         avg,
         sq,
         master,
-        tl.minimum(tl.load(row + 6) - begin, BLOCK).to(tl.int32),
+        left,
         1.0 - lr * weight_decay,
         w1,
         beta2,
@@ -316,9 +347,59 @@ def adamw_table(
         eps,
         lr / bias1,
         root,
+        scale,
         BLOCK,
         VEC,
         MASTER,
         MAXIMIZE,
         EVICT,
+        True,
     )
+
+
+@triton.jit
+def adamw_squares(
+    table_ptr,
+    grads_ptr,
+    chunks_ptr,
+    sums_ptr,
+    chunks,
+    BLOCK: tl.constexpr,
+    VEC: tl.constexpr,
+    GRAD: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
+):
+    """``sums[program]``: the sum of squares of the gradients in one run of the chunks, in fp32.
+
+    Grid: as many programs as the caller has sums. Each adds up its run in order: the same bits each time. Neighbouring
+    chunks are mostly of one tensor, whose row is then in the L1 cache.
+    """
+    pdl_wait(DEPENDENT)
+    i, j = tl.arange(0, BLOCK), tl.arange(0, VEC)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    tails = tl.zeros((VEC,), tl.float32)
+    program = tl.program_id(0).to(tl.int64)
+    run = tl.cdiv(chunks, tl.num_programs(0))
+    # Unrolled, so that loads of four chunks are in flight at a time.
+    for chunk in tl.range(program * run, tl.minimum(program * run + run, chunks), loop_unroll_factor=4):
+        _row, address, begin, left = _place(chunk, table_ptr, grads_ptr, chunks_ptr, BLOCK)
+        grad = _typed(address, GRAD, VEC) + begin
+        # Whole units of VEC elements, then those beyond the last one.
+        g = tl.load(grad + i, mask=i // VEC < left // VEC, other=0.0).to(tl.float32)
+        sums += g * g
+        if VEC > 1:
+            whole = left // VEC * VEC
+            g = tl.load(grad + whole + j, mask=whole + j < left, other=0.0).to(tl.float32)
+            tails += g * g
+    tl.store(sums_ptr + program, tl.sum(sums, 0) + tl.sum(tails, 0))
+
+
+@triton.jit
+def adamw_count(table_ptr, grads_ptr, tensors, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False):
+    """Adds 1 to the step count of every tensor that has a gradient. Grid: BLOCK tensors per program."""
+    pdl_wait(DEPENDENT)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < tensors
+    there = tl.load(grads_ptr + i, mask=inside, other=0) != 0
+    step = tl.load(table_ptr + i * ROW + 4, mask=inside, other=0).to(tl.pointer_type(tl.float32))
+    tl.store(step, tl.load(step, mask=there, other=0.0) + 1.0, mask=there)
