@@ -223,9 +223,10 @@ def _sampled(step: Step, rounds: int) -> list[float]:
     return found
 
 
-def run(case: Case, rounds: int, turns: int, stamp: dict[str, str]) -> Iterator[Row]:
-    """A row of each contender."""
-    contenders = LOSSES if case.suite == "loss" else MODELS
+def run(case: Case, rounds: int, turns: int, stamp: dict[str, str], skip: str = "") -> Iterator[Row]:
+    """A row of each contender but those with ``skip`` in their name."""
+    every = LOSSES if case.suite == "loss" else MODELS
+    contenders = {name: make for name, make in every.items() if not skip or skip not in name}
     times: dict[str, list[float]] = {}
     memory: dict[str, float] = {}
     failed: dict[str, tuple[str, str]] = {}
@@ -282,6 +283,7 @@ def command(
     match: Annotated[list[str] | None, typer.Option(help="Only cases with one of these in suite or sizes.")] = None,
     rounds: Annotated[int, typer.Option(min=5, help="Samples of each contender in each turn.")] = 10,
     turns: Annotated[int, typer.Option(min=1, help="How often contenders take turns.")] = 2,
+    skip: Annotated[str, typer.Option(help="Leave out contenders with this in their name: compiled, say.")] = "",
     out: Annotated[Path | None, typer.Option(help="Folder; default bench/results/<gpu>/training.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cases and contenders; time nothing.")] = False,
     commit: Annotated[str | None, typer.Option(help="The commit under test, where .git was left behind.")] = None,
@@ -302,7 +304,7 @@ def command(
     rows: list[Row] = []
     stamp = environment.stamp(gpu.name, commit)
     for case in some:
-        for row in curves(case, stamp) if case.suite == "curve" else run(case, rounds, turns, stamp):
+        for row in curves(case, stamp) if case.suite == "curve" else run(case, rounds, turns, stamp, skip):
             rows.append(row)
             write(path, rows)
             terminal.say(f"{row.suite} {row.label}: {row.contender} {row.median_us or row.reason}")

@@ -57,19 +57,19 @@ def main() -> None:
     reference.load_state_dict(policy.state_dict())
     for model in (policy, reference):
         ck.patch(model)
-    pairs = torch.randint(0, 512, (2, 4, 16), device=where)
+    pairs = torch.randint(0, 512, (2, 2, 12), device=where)
     masked = pairs.clone()
     masked[:, :, :6] = -100  # the prompt
     chosen, rejected = (torch.stack([pairs[i], masked[i]]) for i in range(2))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
-    for step in range(5):
+    for step in range(3):
         loss = dpo_loss(policy, reference, chosen, rejected)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         print(f"dpo step {step}: loss {loss.item():.3f}")
     before = logps(policy, *chosen).detach()
-    loss = grpo_loss(policy, *chosen, torch.randn(4, device=where), before)
+    loss = grpo_loss(policy, *chosen, torch.randn(2, device=where), before)
     loss.backward()
     print(f"grpo: loss {loss.item():.3f}")
 
