@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -131,10 +132,12 @@ def _compiled(case: Case) -> Step:
 
 
 def _liger(case: Case) -> Step:
-    patching = importlib.import_module("liger_kernel.transformers")
+    monkey_patch = importlib.import_module("liger_kernel.transformers.monkey_patch")
     model = build(case)
-    kind = model.config.model_type
-    getattr(patching, f"apply_liger_kernel_to_{kind}")(model=model)
+    names = vars(sys.modules[type(model).__module__])
+    before = dict(names)
+    monkey_patch._apply_liger_kernel_to_instance(model)
+    names.update(before)  # it puts its classes into transformers' module too
     return _stepping(model, model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), case)
 
 

@@ -366,7 +366,7 @@ def test_the_report_names_what_is_left() -> None:
     model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *_: None)
     with ck.patch(model) as report:
         text = str(report)
-    assert report.patched == {"layer": 2, "attention": 2, "linear": 9, "norm": 5, "experts": 1}
+    assert report.patched == {"layer": 2, "attention": 2, "linear": 9, "norm": 5, "experts": 1, "causal": 1}
     assert report.fused == {"attention": 1}
     assert "its experts have the gate of GELU, and kernels that of SiLU: model.layers.0.mlp.experts" in text
     assert "its projections have hooks: model.layers.1.self_attn.q_proj/k_proj/v_proj" in text

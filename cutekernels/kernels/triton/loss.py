@@ -34,6 +34,52 @@ def _squashed(x, cap):
 
 
 @triton.jit
+def _logits(logits, c, cols, logits_col, scale, cap, CAPPED: tl.constexpr):
+    """The loss's logits of columns ``c``: -inf past the block."""
+    there = c < cols
+    z = tl.load(logits + c.to(tl.int64) * logits_col, mask=there, other=0.0).to(tl.float32)
+    if CAPPED:
+        z = cap * _squashed(z, cap)
+    return tl.where(there, z * scale, float("-inf"))
+
+
+@triton.jit
+def _sums(
+    logits,
+    class_weight_ptr,
+    cols,
+    logits_col,
+    scale,
+    cap,
+    anchor,
+    CAPPED: tl.constexpr,
+    MOMENTS: tl.constexpr,
+    TOTALS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Of a row of a block: the largest logit, the sums of exp(z - anchor) and of that times z, the sum of w * z."""
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    mass = tl.zeros([BLOCK], tl.float32)
+    weight = tl.zeros([BLOCK], tl.float32)
+    plain = tl.zeros([BLOCK], tl.float32)
+    anchor = tl.where(anchor == float("-inf"), 0.0, anchor)
+    for at in range(0, cols, BLOCK):
+        c = at + tl.arange(0, BLOCK)
+        z = _logits(logits, c, cols, logits_col, scale, cap, CAPPED)
+        e = _exp(z - anchor)
+        top = tl.maximum(top, z)
+        mass += e
+        if MOMENTS:
+            weight += tl.where(e > 0.0, e * z, 0.0)
+        if TOTALS:
+            there = c < cols
+            w = tl.load(class_weight_ptr + c, mask=there, other=0.0) if WEIGHTED else 1.0
+            plain += tl.where(there, w * z, 0.0)
+    return tl.max(top, axis=0), tl.sum(mass, axis=0), tl.sum(weight, axis=0), tl.sum(plain, axis=0)
+
+
+@triton.jit
 def logit_statistics(
     out_state_ptr,
     logits_ptr,
@@ -57,7 +103,7 @@ def logit_statistics(
     """Adds a block of the vocabulary, whose first class is ``first``, to the state of its rows.
 
     Grid: rows.
-    Schedule: a program walks over its row BLOCK columns at a time and keeps a running maximum; sums are scaled to it.
+    Schedule: a program walks over its row BLOCK columns at a time; each lane keeps sums of its own until the end.
     Masks: columns past the block count as logits of -inf. Rows whose target is ``ignore`` are not read.
     """
     pdl_wait(DEPENDENT)
@@ -72,34 +118,38 @@ def logit_statistics(
     summed = tl.load(state + 4)
     if target != ignore:
         logits = logits_ptr + row * logits_row
-        for at in range(0, cols, BLOCK):
-            c = at + tl.arange(0, BLOCK)
-            there = c < cols
-            z = tl.load(logits + c.to(tl.int64) * logits_col, mask=there, other=0.0).to(tl.float32)
-            if CAPPED:
-                z = cap * _squashed(z, cap)
-            z = z * scale
-            known = tl.where(there, z, float("-inf"))
-            top = tl.maximum(maximum, tl.max(known, axis=0))
-            # Where all logits so far are -inf, exp(-inf - 0) is the 0 that exp(-inf + inf) is not.
-            anchor = tl.where(top == float("-inf"), 0.0, top)
-            grown = _exp(maximum - anchor)
-            mass = _exp(known - anchor)
-            total = total * grown + tl.sum(mass, axis=0)
-            if MOMENTS:
-                weighed = weighed * grown + tl.sum(tl.where(mass > 0.0, mass * z, 0.0), axis=0)
-            if TOTALS:
-                if WEIGHTED:
-                    z = z * tl.load(class_weight_ptr + c, mask=there, other=0.0)
-                summed += tl.sum(tl.where(there, z, 0.0), axis=0)
-            maximum = top
+        # Exponentials are taken from an anchor, the largest logit of the blocks before and of the first columns here,
+        # so that sums meet once. Where a later logit is far above it, a second pass takes that for the anchor.
+        c = tl.arange(0, BLOCK)
+        z = _logits(logits, c, cols, logits_col, scale, cap, CAPPED)
+        anchor = tl.maximum(maximum, tl.max(z, axis=0))
+        top, mass, weight, plain = _sums(
+            logits, class_weight_ptr, cols, logits_col, scale, cap, anchor, CAPPED, MOMENTS, TOTALS, WEIGHTED, BLOCK
+        )
+        top = tl.maximum(maximum, top)
+        if top - anchor > 40.0:
+            anchor = top
+            _, mass, weight, plain = _sums(
+                logits, class_weight_ptr, cols, logits_col, scale, cap, anchor, CAPPED, MOMENTS, TOTALS, WEIGHTED, BLOCK
+            )
+        # From the anchor to the maximum. Where all logits so far are -inf, exp(-inf - 0) is the 0 that
+        # exp(-inf + inf) is not.
+        finite = tl.where(top == float("-inf"), 0.0, top)
+        moved = _exp(tl.where(anchor == float("-inf"), 0.0, anchor) - finite)
+        grown = _exp(maximum - finite)
+        total = total * grown + mass * moved
+        if MOMENTS:
+            weighed = weighed * grown + weight * moved
+        if TOTALS:
+            summed += plain
+        maximum = top
         # The target's logit, if it is in this block.
         own = target - first
         if (own >= 0) & (own < cols):
-            z = tl.load(logits + own * logits_col).to(tl.float32)
+            its = tl.load(logits + own * logits_col).to(tl.float32)
             if CAPPED:
-                z = cap * _squashed(z, cap)
-            of_target = z * scale
+                its = cap * _squashed(its, cap)
+            of_target = its * scale
     k = tl.arange(0, 8)
     found = tl.where(k == 0, maximum, tl.where(k == 1, total, tl.where(k == 2, of_target, 0.0)))
     tl.store(out + k, tl.where(k == 3, weighed, tl.where(k == 4, summed, found)))

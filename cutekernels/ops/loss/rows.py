@@ -141,9 +141,8 @@ class LogitStatistics(_LogitOp):
         return p.rows, 1, 1
 
     def default(self, p: LogitProblem, gpu: GpuSpec) -> LogitConfig:
-        # Few warps, whose sums meet soon, with many elements each: docs/notes/loss.md#passes (H200, 2026-11-26).
         block = min(2048, max(256, power_of_two(p.cols)))
-        return LogitConfig(block, max(1, block // 1024))
+        return LogitConfig(block, max(1, min(8, block // (32 * max(8, p.vec)))))
 
     def estimate_us(self, p: LogitProblem, c: LogitConfig, gpu: GpuSpec) -> float:
         item = 4 if p.dtype == "fp32" else 2
