@@ -15,7 +15,7 @@ from cutekernels.db import lines, snapshot
 from cutekernels.db.trial import Trial
 from cutekernels.ops import registry
 
-PREDICTED = ("a100-sxm-80gb.jsonl", "l40s.jsonl", "rtx5090.jsonl")
+PREDICTED = ("rtx5090.jsonl",)
 MODELS = ("llama-3-8b", "mistral-7b", "qwen2.5-7b", "qwen3-8b")
 SHIPPED = sorted(f.name for f in (files("cutekernels.db") / "shipped").iterdir() if f.name.endswith(".jsonl"))
 
@@ -62,21 +62,19 @@ def test_the_dispatcher_takes_them(name: str) -> None:
         choice = dispatch.resolve(op, problem, spec, known)
         if trial.origin == "measured":
             assert (choice.origin, str(choice.config)) == ("tuned", trial.config)
-        elif trial.message:
+        else:
             assert (choice.origin, str(choice.config)) == ("predicted", trial.config)
-            assert trial.message in choice.note
-        else:  # what calls took before predictions were shipped, unless a neighbour has its reason
-            assert choice.origin == "default" or (choice.origin == "predicted" and "times as fast" in choice.note)
+            assert trial.message and trial.message in choice.note
 
 
 @pytest.mark.parametrize("name", PREDICTED)
-def test_predictions_are_of_the_four_models_jobs(name: str) -> None:
+def test_predictions_that_serve_are_shipped(name: str) -> None:
     """Each reason is one that holds today: the model's gain is that much."""
     wanted = {(t.op.name, str(t.problem)) for job in MODELS for t in load(job).tasks}
     rows = trials(name)
-    assert {(t.op, t.problem) for t in rows} == wanted
+    assert {(t.op, t.problem) for t in rows} <= wanted
     spec = gpu.lookup(name.removesuffix(".jsonl"))
-    for trial in (t for t in rows if t.message):
+    for trial in rows:
         op = registry.get(trial.op)
         problem, config = op.Problem.parse(trial.problem), op.Config.parse(trial.config)
         assert departures.reason(op, problem, spec, op.default(problem, spec), config) == trial.message
@@ -95,7 +93,7 @@ def test_none_is_faster_than_the_roofline(name: str) -> None:
 
 def test_predictions_are_small() -> None:
     sizes = [len((files("cutekernels.db") / "shipped" / name).read_bytes()) for name in PREDICTED]
-    assert sum(sizes) < 300_000
+    assert sum(sizes) < 10_000
 
 
 def test_what_bf16_was_tuned_for_serves_fp16() -> None:
