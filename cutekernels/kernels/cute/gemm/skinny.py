@@ -54,6 +54,7 @@ from cutekernels.kernels.cute.parts.mma import WarpMma
 from cutekernels.kernels.cute.parts.norm import GammaCopies, TokenNorm
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SkinnySmem
+from cutekernels.kernels.cute.parts.tile_share import LastArrival, Others, Ticket, WarpSums, add_up, leave
 
 
 @dataclass(frozen=True)
@@ -395,21 +396,7 @@ class SkinnyGemm:
 
         # -- the first group of warps adds the accumulators of all
         if const_expr(self.warps_k > 1):
-            left = cute.make_tensor(
-                cute.recast_ptr(storage, dtype=Float32),
-                cute.make_layout(
-                    (self.group, per_thread, self.warps_k - 1), stride=(1, self.group, self.group * per_thread)
-                ),
-            )  # (THREAD, ACCUMULATOR, GROUP)
-            if slice_k > 0:
-                for i in cutlass.range_constexpr(per_thread):
-                    left[lane, i, slice_k - 1] = acc[i]
-            # The first group waits until all others have left theirs.
-            cute.arch.sync_threads()
-            if slice_k == 0:
-                for s in cutlass.range_constexpr(self.warps_k - 1):
-                    for i in cutlass.range_constexpr(per_thread):
-                        acc[i] = acc[i] + left[lane, i, s]
+            WarpSums(self.group, self.warps_k).add_up(storage, lane, slice_k, acc)
 
         out = Output(mD, mC, mBias, alpha, beta, mRstd, eps)
         if const_expr(self.split_k == 1):
@@ -434,40 +421,27 @@ class SkinnyGemm:
                 ),
             )  # (THREAD, ACCUMULATOR, SPLIT)
             # This CTA leaves the accumulators of its first group, and its sums of squares.
-            flag = cute.make_tensor(cute.recast_ptr(storage + smem.flag_at, dtype=Int32), cute.make_layout(1))
             if slice_k == 0:
-                for i in cutlass.range_constexpr(per_thread):
-                    partials[lane, i, split] = acc[i]
+                leave(acc, partials, lane, (split,))
             if const_expr(self.squaring):
                 gQ = cute.make_tensor(
                     of_tile + self.split_k * self.group * per_thread, cute.make_layout((tile_m, self.split_k))
                 )  # (M, SPLIT)
                 if tid < tile_m:
                     gQ[tid, split] = self.norm.total(sQ, tid)
-            # Each thread's partials are visible to the GPU before thread 0, behind the barrier, draws the ticket.
-            cute.arch.fence_acq_rel_gpu()
-            cute.arch.sync_threads()
-            if tid == 0:
-                flag[0] = cute.arch.atomic_add(mTickets.iterator + tile, Int32(1), sem="acq_rel", scope="gpu")
-            # All threads wait for the ticket.
-            cute.arch.sync_threads()
-            if flag[0] == self.split_k - 1:
-                # Last to arrive: all others' partials, released before their tickets, are visible from here on.
-                cute.arch.fence_acq_rel_gpu()
+            flag = cute.recast_ptr(storage + smem.flag_at, dtype=Int32)
+            ticket = Ticket(mTickets.iterator + tile, flag)
+            if LastArrival().draw(ticket, tid, Int32(0), self.split_k):
+                # Last to arrive: rstd comes from the squares of all splits.
                 if const_expr(self.squaring):
                     if tid < tile_m:
                         sQ[tid, 0] = cute.math.rsqrt(self.norm.total(gQ, tid) / k + eps)
                     # Wait until the threads above have left rstd for all.
                     cute.arch.sync_threads()
                 if slice_k == 0:
-                    # In the order of the splits, this CTA's own among them: the same bits every time.
-                    acc.fill(0.0)
-                    for s in cutlass.range_constexpr(self.split_k):
-                        for i in cutlass.range_constexpr(per_thread):
-                            acc[i] = acc[i] + partials[lane, i, s]
+                    # Their accumulators in the order of the splits, this CTA's own read back among them.
+                    add_up(acc, partials, lane, (0,), Others((), 1, self.split_k))
                     self.finish(acc, thr_mma, index_n, index_m, out, sQ)
-                if tid == 0:
-                    mTickets[tile] = Int32(0)  # for the next launch
 
     @cute.jit
     def start_loads(self, loads: Loads, k_tile: Int32, stage: Int32):

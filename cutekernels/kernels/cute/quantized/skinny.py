@@ -58,6 +58,7 @@ from cutekernels.kernels.cute.parts.packed import PackedWeights
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.ptx import copy_async, copy_async_or_zero, load_matrices
 from cutekernels.kernels.cute.parts.smem import PackedSkinnySmem
+from cutekernels.kernels.cute.parts.tile_share import LastArrival, Others, Ticket, WarpSums, add_up, leave
 
 TILE = 64  # rows, and elements of K, of a packed tile
 STRIP = 16  # rows of an MMA
@@ -568,26 +569,10 @@ class PackedSkinny:
         acc: cute.Tensor,
     ):
         """Adds the accumulators of all groups of warps, and of all CTAs that have a part of the tile; stores them."""
-        per_thread = cute.size(acc)
         lane = tid % self.group_threads
         if const_expr(self.warps_k > 1):
-            left = cute.make_tensor(
-                cute.recast_ptr(storage + self.smem.sums_at, dtype=Float32),
-                cute.make_layout(
-                    (self.group_threads, per_thread, self.warps_k - 1),
-                    stride=(1, self.group_threads, self.group_threads * per_thread),
-                ),
-            )  # (THREAD, ACCUMULATOR, GROUP)
-            if warp_k > 0:
-                for i in cutlass.range_constexpr(per_thread):
-                    left[lane, i, warp_k - 1] = acc[i]
-            # The first group waits until all others have left theirs. These leave the next tile's behind the next
-            # unit's barrier, so after the first group has read.
-            cute.arch.sync_threads()
-            if warp_k == 0:
-                for s in cutlass.range_constexpr(self.warps_k - 1):
-                    for i in cutlass.range_constexpr(per_thread):
-                        acc[i] = acc[i] + left[lane, i, s]
+            # The groups leave the next tile's behind the next unit's barrier, so after the first group has read.
+            WarpSums(self.group_threads, self.warps_k).add_up(storage + self.smem.sums_at, lane, warp_k, acc)
         if at.k_tile == of.k_tiles - 1 and cta * of.share <= (at.n * of.tiles_m + at.m) * of.k_tiles:
             # This CTA has had the whole tile.
             if warp_k == 0:
@@ -619,31 +604,15 @@ class PackedSkinny:
             (self.group_threads, per_thread, 2, 1 << 16), stride=(1, self.group_threads, of_part, 2 * of_part)
         )
         sums = cute.make_tensor(given.mPartials.iterator, layout)  # (THREAD, ACCUMULATOR, PART, CTA)
-        flag = cute.make_tensor(cute.recast_ptr(storage + self.smem.flag_at, dtype=Int32), cute.make_layout(1))
         own = Int32(1) if cta == first_cta else Int32(0)
         if warp_k == 0:
-            for i in cutlass.range_constexpr(per_thread):
-                sums[lane, i, own, cta] = acc[i]
-        # All threads' partials, written before the barrier, become visible to the GPU with thread 0's ticket.
-        cute.arch.sync_threads()
-        if tid == 0:
-            cute.arch.fence_acq_rel_gpu()
-            flag[0] = cute.arch.atomic_add(given.mTickets.iterator + tile, Int32(1), sem="acq_rel", scope="gpu")
-        # All threads wait for the ticket.
-        cute.arch.sync_threads()
-        if flag[0] == last_cta - first_cta:
-            # Last to arrive: all others' partials, released before their tickets, are visible from here on.
-            cute.arch.fence_acq_rel_gpu()
-            if warp_k == 0:
-                # In the order of the CTAs, this one's own among them: the same bits every time.
-                for i in cutlass.range_constexpr(per_thread):
-                    acc[i] = sums[lane, i, 1, first_cta]
-                for other in cutlass.range(first_cta + 1, last_cta + 1, unroll=1):
-                    for i in cutlass.range_constexpr(per_thread):
-                        acc[i] = acc[i] + sums[lane, i, 0, other]
-                self.store(tid % 32, warp_n, given, of, at, acc)
-            if tid == 0:
-                given.mTickets[tile] = Int32(0)  # for the next launch
+            leave(acc, sums, lane, (own, cta))
+        flag = cute.recast_ptr(storage + self.smem.flag_at, dtype=Int32)
+        ticket = Ticket(given.mTickets.iterator + tile, flag)
+        last = LastArrival().draw(ticket, tid, Int32(0), last_cta - first_cta + 1)
+        if last and warp_k == 0:
+            add_up(acc, sums, lane, (1, first_cta), Others((0,), first_cta + 1, last_cta + 1))
+            self.store(tid % 32, warp_n, given, of, at, acc)
 
     @cute.jit
     def store(self, lane: Int32, warp_n: Int32, given: Operands, of: Extents, at: Unit, acc: cute.Tensor):

@@ -56,6 +56,7 @@ from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.ptx import copy_bulk, kept_move
 from cutekernels.kernels.cute.parts.schedule import Raster
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, PackedWarpgroupSmem
+from cutekernels.kernels.cute.parts.tile_share import LastArrival, Others, Ticket, add_up, leave
 
 GROUP = 128  # threads of a warp group
 ROWS = 64  # that it multiplies at once
@@ -742,30 +743,13 @@ class PackedWarpgroup:
                 stride=(1, GROUP, of_part, self.groups * of_part, 2 * self.groups * of_part),
             )
             sums = cute.make_tensor(mPartials.iterator, layout)  # (THREAD, ACCUMULATOR, GROUP, PART, CTA)
-            flag_at = cute.recast_ptr(storage + self.smem.flags_at, dtype=Int32)
-            flag = cute.make_tensor(flag_at + consumer.group, cute.make_layout(1))
-            ticket = mTickets.iterator + shared * self.groups + consumer.group
+            flags = cute.recast_ptr(storage + self.smem.flags_at, dtype=Int32)
+            thread, group = consumer.thread, consumer.group
+            ticket = Ticket(mTickets.iterator + shared * self.groups + group, flags + group)
             own = Int32(1) if cta == first_cta else Int32(0)
-            thread, group, barrier = consumer.thread, consumer.group, FIRST_BARRIER + consumer.group
-            for i in cutlass.range_constexpr(per_thread):
-                sums[thread, i, group, own, cta] = consumer.acc[i]
-            # All threads' partials, written before the barrier, become visible to the GPU with thread 0's ticket.
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=GROUP)
-            if thread == 0:
-                cute.arch.fence_acq_rel_gpu()
-                flag[0] = cute.arch.atomic_add(ticket, Int32(1), sem="acq_rel", scope="gpu")
-            # All threads wait for the ticket.
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=GROUP)
-            whole = flag[0] == last_cta - first_cta
+            leave(consumer.acc, sums, thread, (group, own, cta))
+            whole = LastArrival(GROUP, FIRST_BARRIER).draw(ticket, thread, group, last_cta - first_cta + 1)
             if whole:
-                # Last to arrive: all others' partials, released before their tickets, are visible from here on.
-                cute.arch.fence_acq_rel_gpu()
-                # In the order of the CTAs, this one's own among them: the same bits every time.
-                for i in cutlass.range_constexpr(per_thread):
-                    consumer.acc[i] = sums[thread, i, group, 1, first_cta]
-                for other in cutlass.range(first_cta + 1, last_cta + 1, unroll=1):
-                    for i in cutlass.range_constexpr(per_thread):
-                        consumer.acc[i] = consumer.acc[i] + sums[thread, i, group, 0, other]
-                if thread == 0:
-                    mTickets[shared * self.groups + group] = Int32(0)  # for the next launch
+                others = Others((group, 0), first_cta + 1, last_cta + 1)
+                add_up(consumer.acc, sums, thread, (group, 1, first_cta), others)
         return whole
