@@ -273,6 +273,7 @@ class DecodeAttention:
         first = Int32(0)
         if const_expr(self.limited):
             first = cutlass.max(end - seq_q - left, Int32(0))
+        # Blocks begin where a grain of the cache does; a split without one returns, but the first, which has no keys.
         begin = first // GRAIN * GRAIN
         blocks = (end - begin + self.tile_kv - 1) // self.tile_kv
         active = cutlass.max(cutlass.min(blocks, Int32(self.splits)), Int32(1))
@@ -476,6 +477,7 @@ class DecodeAttention:
 
         # ---- the warps' accumulators are added up, then the splits'
 
+        # A row's four lanes have a part of its total each.
         for r in cutlass.range_constexpr(2):
             states.total[r] = quad_sum(states.total[r])
         acc = cute.make_rmem_tensor((2, 2, self.share), Float32)  # a pair of columns, two rows, own groups
@@ -486,6 +488,7 @@ class DecodeAttention:
         elif const_expr(self.splits == 1):
             self.store(lane, launch, acc, states, rows_of, columns)
         else:
+            # A short sequence has keys for fewer CTAs than there are; the others have returned.
             if keys.active == 1:
                 self.store(lane, launch, acc, states, rows_of, columns)
             else:

@@ -51,10 +51,9 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 from cutlass.memory import SmemAllocator
-from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.parts.epilogue import Activation
 from cutekernels.kernels.cute.parts.norm import RowNorm
@@ -62,6 +61,7 @@ from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.results import Place, ResultOperands, ResultTile, TileResults
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, SpecializedSmem
 from cutekernels.kernels.cute.parts.statistics import StageSquares
+from cutekernels.kernels.cute.parts.warp_groups import wgmma
 
 GROUP = SpecializedSmem.GROUP_THREADS  # a warp group
 SQUARING_WARPS = SpecializedSmem.SQUARING_WARPS
@@ -245,16 +245,8 @@ class SpecializedGemm:
         tma_w, tW = self.boxed(op, mW, self.tile_n, self.tile_n)
         head = self.boxed(op, mX, self.rows, self.head)
         tail = self.boxed(op, mX, self.rows, self.rows - self.head)
-        tiled_mma = hopper_helpers.make_trivial_tiled_mma(
-            dtype,
-            dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            Float32,
-            (self.groups, 1, 1),
-            (ROWS, self.tile_n),
-            warpgroup.OperandSource.SMEM if const_expr(self.norm is None) else warpgroup.OperandSource.RMEM,
-        )
+        source = warpgroup.OperandSource.SMEM if const_expr(self.norm is None) else warpgroup.OperandSource.RMEM
+        tiled_mma = wgmma(dtype, self.tile_n, groups=self.groups, source=source)
         gamma = (None, None)
         if const_expr(self.weighted):
             gamma = cpasync.make_tiled_tma_atom(op, mGamma, cute.make_layout(self.tile_k), (self.tile_k,))

@@ -58,9 +58,7 @@ from cutekernels.kernels.cute.parts.boxes import BoxBuffers, BoxOperands, Corner
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.schedule import Raster
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, WarpgroupSmem
-
-GROUP = 128  # threads of a warp group
-ROWS = 64  # that it multiplies at once
+from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, WarpGroupBody, wgmma
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ class Consumer:
 
 
 @dataclass(frozen=True)
-class WarpgroupGemm:
+class WarpgroupGemm(WarpGroupBody):
     """The body. ``rows_k_major`` and ``columns_k_major`` say how the operands of tile rows and columns lie."""
 
     tile_m: int
@@ -172,15 +170,6 @@ class WarpgroupGemm:
     def groups(self) -> int:
         """Consumer warp groups."""
         return 2 if self.pingpong else self.sharing
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a producer's thread and of a consumer's."""
-        return {1: (40, 232), 2: (40, 232), 3: (32, 160)}[self.groups]
-
-    @property
-    def threads(self) -> int:
-        return GROUP * (self.groups + 1)
 
     @property
     def cluster(self) -> int:
@@ -216,15 +205,8 @@ class WarpgroupGemm:
     def mma(self, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
         """The product of a tile by the groups that share it."""
         k_major, other = OperandMajorMode.K, OperandMajorMode.MN
-        return hopper_helpers.make_trivial_tiled_mma(
-            dtype,
-            dtype,
-            k_major if self.rows_k_major else other,
-            k_major if self.columns_k_major else other,
-            self.accumulate,
-            (self.sharing, 1, 1),
-            (ROWS, self.tile_n),
-        )
+        majors = (k_major if self.rows_k_major else other, k_major if self.columns_k_major else other)
+        return wgmma(dtype, self.tile_n, majors, self.sharing, self.accumulate)
 
     def halves(self, side: Side) -> cute.Layout:
         """A gated side's stages as gates, then what they multiply: ``(rows / 2, K, 2 * STAGE)``, without the swizzle.
@@ -346,11 +328,9 @@ class WarpgroupGemm:
         layout_s: cute.ComposedLayout,
         tiles: tuple[Int32, Int32, Int32],  # of clusters: along M, along N, layers
     ):
-        tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        group = cute.arch.make_warp_uniform(tid // GROUP)
-        warp = cute.arch.make_warp_uniform(tid // 32)
+        tid, group, warp = self.role()
         producer = const_expr(self.groups)  # the warp group that loads
         # -- setup
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
@@ -419,18 +399,8 @@ class WarpgroupGemm:
     @cute.jit
     def set_up(self, warp: Int32, tmas: tuple[cute.CopyAtom, cute.CopyAtom, cute.CopyAtom], shared: Shared):
         """Initializes the mbarriers, makes them visible to the cluster, then waits for the previous kernel (PDL)."""
-        if warp == 4 * self.groups:
-            cpasync.prefetch_descriptor(tmas[0])
-            cpasync.prefetch_descriptor(tmas[1])
-            cpasync.prefetch_descriptor(tmas[2])
-            with cute.arch.elect_one():
-                self.pipeline.init(shared.full, shared.empty)
-                # One arrival each: c_full of all boxes, then order of all groups.
-                for i in cutlass.range_constexpr(self.groups * (self.smem.boxes + 1)):
-                    cute.arch.mbarrier_init(shared.c_full + i, 1)
-            # Initialized barriers become visible to the cluster and to the TMA, ...
-            cute.arch.mbarrier_init_fence()
-        # ... and nobody touches them before: neither this CTA's threads nor the other CTA's multicasts.
+        self.initialize(warp, tmas, lambda: self.init_barriers(shared))
+        # Nobody touches barriers before they are initialized: neither this CTA's threads nor the other's multicasts.
         if const_expr(self.cluster > 1):
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
@@ -439,6 +409,14 @@ class WarpgroupGemm:
         if const_expr(self.dependent):
             # PDL: all threads wait until the previous kernel has ended and its writes are visible.
             cute.arch.griddepcontrol_wait()
+
+    @cute.jit
+    def init_barriers(self, shared: Shared):
+        """One thread's work."""
+        self.pipeline.init(shared.full, shared.empty)
+        # One arrival each: c_full of all boxes, then order of all groups.
+        for i in cutlass.range_constexpr(self.groups * (self.smem.boxes + 1)):
+            cute.arch.mbarrier_init(shared.c_full + i, 1)
 
     @cute.jit
     def place(self, walk: Walk, index: Int32) -> Corner:

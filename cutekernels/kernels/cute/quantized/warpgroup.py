@@ -44,7 +44,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
@@ -57,9 +57,8 @@ from cutekernels.kernels.cute.parts.ptx import copy_bulk, kept_move
 from cutekernels.kernels.cute.parts.schedule import Raster
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, PackedWarpgroupSmem
 from cutekernels.kernels.cute.parts.tile_share import LastArrival, Others, Ticket, add_up, leave
+from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, WarpGroupBody, wgmma
 
-GROUP = 128  # threads of a warp group
-ROWS = 64  # that it multiplies at once
 TILE = 64  # rows, and elements of K, of a packed tile
 BLOCKS = TILE // 16  # k-blocks of a packed tile
 VECTOR = 16  # bytes
@@ -125,7 +124,7 @@ class Consumer:
 
 
 @dataclass(frozen=True)
-class PackedWarpgroup:
+class PackedWarpgroup(WarpGroupBody):
     """The body. ``tile_n`` counts tokens: they are the columns of the MMA."""
 
     weights: PackedWeights
@@ -142,15 +141,6 @@ class PackedWarpgroup:
     raster: Raster
     results: ResultBoxes
     dependent: bool  # launched under programmatic dependent launch
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a producer's thread and of a consumer's."""
-        return {1: (40, 232), 2: (40, 232), 3: (32, 160)}[self.groups]
-
-    @property
-    def threads(self) -> int:
-        return GROUP * (self.groups + 1)
 
     @property
     def interval(self) -> int:
@@ -184,16 +174,7 @@ class PackedWarpgroup:
 
     def mma(self, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
         """The product of one group: weights in registers, tokens in shared memory."""
-        return hopper_helpers.make_trivial_tiled_mma(
-            dtype,
-            dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            Float32,
-            (1, 1, 1),
-            (ROWS, self.tile_n),
-            warpgroup.OperandSource.RMEM,
-        )
+        return wgmma(dtype, self.tile_n, source=warpgroup.OperandSource.RMEM)
 
     @cute.jit
     def __call__(
@@ -249,11 +230,9 @@ class PackedWarpgroup:
         rounds: Int32,
         share: Int32,
     ):
-        tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        group = cute.arch.make_warp_uniform(tid // GROUP)
-        warp = cute.arch.make_warp_uniform(tid // 32)
+        tid, group, warp = self.role()
         producer = const_expr(self.groups)  # the warp group that loads
         # -- setup
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
@@ -261,14 +240,8 @@ class PackedWarpgroup:
         full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
         at_x = cute.recast_ptr(storage, layout.inner, dtype)
         shared = Shared(storage, cute.make_tensor(at_x, layout.outer), full, full + self.stages)
-        if warp == 4 * producer:
-            cpasync.prefetch_descriptor(tma_x)
-            cpasync.prefetch_descriptor(outputs.tma_d)
-            with cute.arch.elect_one():
-                self.pipeline.init(shared.full, shared.empty)
-            # Initialized barriers become visible to the TMA, ...
-            cute.arch.mbarrier_init_fence()
-        # ... and nobody touches them before.
+        self.initialize(warp, (tma_x, outputs.tma_d), lambda: self.pipeline.init(shared.full, shared.empty))
+        # Nobody touches the barriers before they are initialized.
         cute.arch.sync_threads()
         m, k, n = cute.size(tX, mode=[0]), cute.size(tX, mode=[1]), cute.size(outputs.tD, mode=[0])
         of = Extents(
