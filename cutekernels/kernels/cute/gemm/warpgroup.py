@@ -55,6 +55,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.parts.boxes import BoxBuffers, BoxOperands, Corner, ResultBoxes
+from cutekernels.kernels.cute.parts.epilogue import EpilogueOperands
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.schedule import Raster
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, WarpgroupSmem
@@ -185,7 +186,7 @@ class WarpgroupGemm(WarpGroupBody):
 
     @property
     def smem(self) -> WarpgroupSmem:
-        boxes, biased = self.results.boxes, self.results.bias != "none"
+        boxes, biased = self.results.boxes, self.results.biased
         return WarpgroupSmem(self.tile_m, self.tile_n, self.tile_k, self.stages, self.groups, boxes, biased)
 
     @property
@@ -235,6 +236,14 @@ class WarpgroupGemm(WarpGroupBody):
         beta: Float32,
         stream: cuda.CUstream,
     ):
+        self.extended(mD, mA, mB, EpilogueOperands(mC, mBias, alpha, beta), stream)
+
+    @cute.jit
+    def extended(
+        self, mD: cute.Tensor, mA: cute.Tensor, mB: cute.Tensor, operands: EpilogueOperands, stream: cuda.CUstream
+    ):
+        """With the operands of any epilogue."""
+        mC = operands.mC
         dtype = mA.element_type
         rows_contiguous = const_expr(self.results.rows_contiguous)
         # Tile rows R and tile columns S: A and B, or, swapped, B and A.
@@ -266,7 +275,7 @@ class WarpgroupGemm(WarpGroupBody):
             tR,
             tma_s,
             tS,
-            BoxOperands(tma_d, tD, tma_c, tC, mBias, alpha, beta),
+            BoxOperands(tma_d, tD, tma_c, tC, operands.mBias, operands.alpha, operands.beta, own=operands.own),
             tiled_mma,
             layout_r,
             layout_s,

@@ -155,7 +155,7 @@ class PackedWarpgroup(WarpGroupBody):
             self.tile_k,
             self.stages,
             self.results.boxes,
-            self.results.bias != "none",
+            self.results.biased,
             self.weights.bits,
             self.scale.width // 8,
             self.group,
