@@ -14,6 +14,7 @@ FILES = sorted(CUTE.rglob("*.py"))
 BODIES = [file for file in FILES if file.parent.name in ("gemm", "moe", "attention") and file.stem != "__init__"]
 LEAST_COMMENTS = 6.0  # own-line comments to a hundred lines of code, in a body
 MANY, MOST_OF_MANY = 10, 20  # parameters of a function, and functions that have so many
+ADDENDS = {"beta", "mC", "gC", "sC", "tC", "rC", "mBias", "rBias", "sBias", "bias", "biases"}
 ENTRIES = ("__call__", "kernel", "normed", "shared")  # a launch's arguments, one by one
 
 
@@ -45,6 +46,31 @@ def pairs(function: ast.FunctionDef) -> Iterator[tuple[str, str]]:
                 yield target.id, ast.unparse(value)
 
 
+def additions(tree: ast.AST) -> Iterator[str]:
+    """Sums and products with C, its factor or a bias, and activations: what the epilogue alone does."""
+    for node in ast.walk(tree):
+        sides: tuple[ast.AST, ...] = ()
+        if isinstance(node, ast.BinOp):
+            sides = (node.left, node.right)
+        elif isinstance(node, ast.AugAssign):
+            sides = (node.target, node.value)
+        if sides and isinstance(node.op, ast.Add | ast.Mult) and any(operand(side) in ADDENDS for side in sides):  # type: ignore[attr-defined]
+            yield ast.unparse(node)
+        if isinstance(node, ast.Call) and operand(node.func) == "activation":
+            yield ast.unparse(node)
+
+
+def operand(node: ast.AST) -> str:
+    """The name that an operand comes from, whatever is loaded, converted or indexed of it: ``rC.load().to(x)``, rC."""
+    if isinstance(node, ast.Call):
+        return operand(node.func)
+    if isinstance(node, ast.Subscript):
+        return operand(node.value)
+    if isinstance(node, ast.Attribute):
+        return operand(node.value) if node.attr in ("load", "to", "apply") else node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def comments_per_hundred(source: str) -> float:
     """Own-line comments to a hundred lines of code, docstrings and empty lines left out."""
     lines = [line.strip() for line in source.splitlines()]
@@ -72,6 +98,11 @@ def test_bodies_speak(file: Path) -> None:
     assert comments_per_hundred(file.read_text()) >= LEAST_COMMENTS
 
 
+def test_one_epilogue() -> None:
+    found = {file.name for file in FILES if list(additions(ast.parse(file.read_text())))}
+    assert found == {"epilogue.py"}
+
+
 def test_only_entries_have_many_parameters() -> None:
     wide = [
         (str(file.relative_to(CUTE)), node.name)
@@ -86,4 +117,10 @@ def test_only_entries_have_many_parameters() -> None:
 def test_the_checks_see_what_they_are_for() -> None:
     planted = "def f(self):\n    go, n = self.part.go, self.part.n\n    mma = self.mma\n    return go(n, mma)\n"
     assert list(aliases(ast.parse(planted))) == ["f: go = self.part.go", "f: mma = self.mma"]
+    planted = "x = a * acc + out.beta * rC.load().to(Float32)\nx += self.mBias[at]\ny = self.activation.apply(x)\n"
+    assert sorted(additions(ast.parse(planted))) == [
+        "out.beta * rC.load().to(Float32)",
+        "self.activation.apply(x)",
+        "x += self.mBias[at]",
+    ]
     assert comments_per_hundred('"""Two\nlines."""\n\n# why\nx = 1\ny = 2\n') == 50.0

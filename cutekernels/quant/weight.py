@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.kernels.cute.parts.nf4 import NF4
 from cutekernels.quant import layout
 
 BITS = {"int4": 4, "nf4": 4, "int8": 8, "e4m3": 8}
@@ -17,24 +18,6 @@ FORMATS = ("awq", "gptq", "compressed-tensors", "fp8", "int8", "bitsandbytes", "
 GROUPS = (0, 32, 64, 128)  # 0: all of K
 SCALE_ROWS = (1, 128)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-NF4 = (  # bitsandbytes' sixteen values, which are fp32
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
-)
 NF4_ZERO = NF4.index(0.0)
 _CHUNK_ELEMENTS = 8 << 20  # fp32 temporaries of dequantize: 32 MB each
 

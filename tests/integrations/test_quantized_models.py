@@ -14,9 +14,9 @@ from transformers.integrations.finegrained_fp8 import FP8Linear
 import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.checkpoints import layout_of, quantized_weight
+from cutekernels.kernels.cute.parts.nf4 import NF4
 from cutekernels.models import Decoder
 from cutekernels.models.weights import Projection, Projections
-from cutekernels.quant.weight import NF4
 from tests.integrations import tiny
 from tests.models.test_load import SIZES, logits, one_thread
 from tests.models.test_load_quantized import compressed, fp8

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from cutekernels import quant
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.kernels.cute.parts.nf4 import NF4
 from cutekernels.quant.formats import bitsandbytes
-from cutekernels.quant.weight import NF4
 from tests.quant import golden
 
 STATE = "quant_state.bitsandbytes__nf4"

@@ -8,10 +8,11 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from cutekernels.kernels.cute.parts.nf4 import NF4
 from cutekernels.ops.gemm.op import ACTIVATIONS
 from cutekernels.ops.shared.tolerance import rounded_operand_depth
 from cutekernels.quant import QuantizedWeight, layout
-from cutekernels.quant.weight import BITS, NF4, scales_shape
+from cutekernels.quant.weight import BITS, scales_shape
 from cutekernels.verify import worst_error
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

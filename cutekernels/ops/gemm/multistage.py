@@ -161,23 +161,23 @@ class Multistage(Schedule):
         import cutlass
 
         from cutekernels.kernels.cute.gemm.multistage import MultistageGemm
-        from cutekernels.kernels.cute.parts.epilogue import Activation, GemmEpilogue
+        from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
         from cutekernels.kernels.cute.parts.load import OperandLoad
         from cutekernels.kernels.cute.parts.mma import WarpMma
         from cutekernels.kernels.cute.parts.schedule import Raster
+        from cutekernels.kernels.cute.parts.tile_output import TileStore
 
         rows, columns = p.sides()
         threads = self.threads(c)
         accumulate = cutlass.Float16 if p.accumulate == "fp16" else cutlass.Float32
-        bias_axis = "none" if p.bias == "none" else "m" if p.transposed else "n"
+        out_columns = 0 if p.transposed else 1
+        epilogue = Epilogue(Activation(p.activation))
         return MultistageGemm(
             load_a=OperandLoad(c.tile_m, c.tile_k, c.stages, threads, rows.k_major, rows.align),
             load_b=OperandLoad(c.tile_n, c.tile_k, c.stages, threads, columns.k_major, columns.align),
             mma=WarpMma(c.warps_m, c.warps_n, accumulate, rows.k_major, columns.k_major),
             raster=Raster(c.raster),
-            epilogue=GemmEpilogue(
-                c.tile_m, c.tile_n, threads, p.out_align, source(p), p.c_align, bias_axis, Activation(p.activation)
-            ),
+            results=TileStore(c.tile_m, c.tile_n, threads, p.out_align, source(p), p.c_align, out_columns, epilogue),
             ctas_per_sm=c.ctas_per_sm,
             transposed=p.transposed,
             resident=gpu.sm_count * c.ctas_per_sm if c.persistent else 0,

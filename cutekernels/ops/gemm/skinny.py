@@ -158,7 +158,7 @@ class Skinny(Schedule):
         import cutlass
 
         from cutekernels.kernels.cute.gemm.skinny import SkinnyGemm
-        from cutekernels.kernels.cute.parts.epilogue import Activation
+        from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
         from cutekernels.kernels.cute.parts.load import OperandLoad
         from cutekernels.kernels.cute.parts.mma import WarpMma
         from cutekernels.kernels.cute.parts.norm import TokenNorm
@@ -178,7 +178,7 @@ class Skinny(Schedule):
             warps_k=c.warps_k,
             split_k=c.split_k,
             dependent=c.pdl,
-            activation=Activation("silu" if extras.gated else p.activation),
+            epilogue=Epilogue(Activation("silu" if extras.gated else p.activation)),
             ctas_per_sm=c.ctas_per_sm,
             ahead=c.ahead,
             norm=norm,

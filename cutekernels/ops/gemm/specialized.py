@@ -199,7 +199,7 @@ class Specialized(Schedule):
 
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
         from cutekernels.kernels.cute.gemm.specialized import SpecializedGemm
-        from cutekernels.kernels.cute.parts.epilogue import Activation
+        from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
         from cutekernels.kernels.cute.parts.norm import RowNorm
 
         norm = None
@@ -212,7 +212,7 @@ class Specialized(Schedule):
             stages=c.stages,
             split=c.split_k,
             dependent=c.pdl,
-            activation=Activation(p.activation),
+            epilogue=Epilogue(Activation(p.activation)),
             out_align=p.out_align,
             ctas_per_sm=c.ctas_per_sm,
             alone=alone(c),

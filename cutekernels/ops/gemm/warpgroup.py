@@ -211,11 +211,10 @@ class Warpgroup(Schedule):
         from cutekernels.backends import cute as backend
         from cutekernels.kernels.cute.gemm.warpgroup import WarpgroupGemm
         from cutekernels.kernels.cute.parts.boxes import ResultBoxes
-        from cutekernels.kernels.cute.parts.epilogue import Activation
+        from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
         from cutekernels.kernels.cute.parts.schedule import Raster
 
         rows, columns = sides(p, c)
-        bias = "none" if p.bias == "none" else "m" if c.swapped else "n"
         pitch = GROUP_ROWS * sharing(c)
         gate = "none" if not extras.gated else "m" if c.swapped else "n"
         results = ResultBoxes(
@@ -226,8 +225,9 @@ class Warpgroup(Schedule):
             boxes=self.smem(c, extras_of(p)).boxes,
             rows_contiguous=(p.out_major == "m") != c.swapped,
             source=p.c != "none",
-            bias=bias,
-            activation=Activation(p.activation),
+            biased=p.bias != "none",
+            out_columns=0 if c.swapped else 1,
+            epilogue=Epilogue(Activation("silu_approx" if extras.gated else p.activation)),
             gate=gate,
         )
         return WarpgroupGemm(

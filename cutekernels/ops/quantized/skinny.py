@@ -142,10 +142,12 @@ def preference(c: QuantizedConfig) -> tuple[object, ...]:
 
 def body(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
     from cutekernels.backends import cute as backend
-    from cutekernels.kernels.cute.parts.epilogue import Activation
+    from cutekernels.kernels.cute.parts.column_scale import ColumnScale
+    from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
     from cutekernels.kernels.cute.parts.packed import PackedWeights
     from cutekernels.kernels.cute.quantized.skinny import PackedSkinny
 
+    epilogue = ColumnScale if p.group == 0 else Epilogue
     return PackedSkinny(
         weights=PackedWeights(p.code, backend.dtype_of(p.dtype)),
         scale=backend.float_of(p.scale),
@@ -158,7 +160,7 @@ def body(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
         warps_n=c.warps_n,
         warps_k=c.warps_k,
         stages=c.stages,
-        activation=Activation("none" if p.gated else p.activation),
+        epilogue=epilogue(Activation("silu_approx" if p.gated else p.activation)),
         dependent=c.pdl,
         ahead=c.ahead,
         ctas_per_sm=c.ctas_per_sm,

@@ -146,7 +146,7 @@ def preference(c: QuantizedConfig) -> tuple[object, ...]:
 def body(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
     from cutekernels.backends import cute as backend
     from cutekernels.kernels.cute.parts.boxes import ResultBoxes
-    from cutekernels.kernels.cute.parts.epilogue import Activation
+    from cutekernels.kernels.cute.parts.epilogue import Activation, Epilogue
     from cutekernels.kernels.cute.parts.packed import PackedWeights
     from cutekernels.kernels.cute.parts.schedule import Raster
     from cutekernels.kernels.cute.quantized.warpgroup import PackedWarpgroup
@@ -160,8 +160,9 @@ def body(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
         boxes=_BOXES,
         rows_contiguous=True,
         source=False,
-        bias="none" if p.bias == "none" else "m",
-        activation=Activation(p.activation),
+        biased=p.bias != "none",
+        out_columns=0,
+        epilogue=Epilogue(Activation(p.activation)),
     )
     folded = (p.code, p.dtype, c.scaled) == ("e4m3", "bf16", "weights") and p.scale != p.dtype
     return PackedWarpgroup(

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.kernels.cute.parts.nf4 import NF4
 from cutekernels.quant.assembly import assemble, unassemble
 from cutekernels.quant.formats.nibbles import expect, take, to_bytes
 from cutekernels.quant.formats.plain import copied
 from cutekernels.quant.layout import dense
-from cutekernels.quant.weight import NF4, QuantizedWeight
+from cutekernels.quant.weight import QuantizedWeight
 
 STATE = "quant_state.bitsandbytes__nf4"
 NAMES = (

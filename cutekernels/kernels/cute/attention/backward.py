@@ -218,7 +218,6 @@ class AttentionBackward:
         tid, _, _ = cute.arch.thread_idx()
         number, _, _ = cute.arch.block_idx()
         dtype = mQ.element_type
-        rows, columns, padded = self.own.rows, self.walked.rows, self.own.padded
         stages = const_expr(self.walked.stages)
         two = const_expr(self.wants_ds)  # owned operands
         mX1, mX2, mY1, mY2, ends = mQ, mDo, mK, mV, Ends(mCuQ, mCuKv)
@@ -232,10 +231,10 @@ class AttentionBackward:
             tile = tiles - 1 - tile  # under a causal mask the first keys are seen by most
         at = const_expr(self.sequences.rows_mode)
         heads_q, heads_kv = mQ.shape[at + 1], mK.shape[at + 1]
-        place = self.sequences.locate(tile, layer, rows, mX1, mY1, ends)
+        place = self.sequences.locate(tile, layer, self.own.rows, mX1, mY1, ends)
         batch, head, seq_x, seq_y = place.batch, place.head, place.seq_x, place.seq_y
-        row = place.tile * rows
-        valid = cutlass.min(cutlass.max(seq_x - row, Int32(0)), Int32(rows))  # rows of the tile that exist
+        row = place.tile * self.own.rows
+        valid = cutlass.min(cutlass.max(seq_x - row, Int32(0)), Int32(self.own.rows))  # rows of the tile that exist
         heads_per_kv = heads_q // heads_kv
         head_q, head_y, heads = head, head // heads_per_kv, Int32(1)
         if const_expr(self.by_keys):
@@ -260,7 +259,8 @@ class AttentionBackward:
         left_x, right_x, whole_y = left - shift, right + shift, seq_y
         if const_expr(self.by_keys):  # a key is seen by queries right before it and left behind it
             left_x, right_x = right - shift, left + shift
-            whole_y = (seq_y + columns - 1) // columns * columns  # queries that do not exist are blind
+            # Queries that do not exist are blind.
+            whole_y = (seq_y + self.walked.rows - 1) // self.walked.rows * self.walked.rows
         blocks = self.mask.blocks(row, Band(seq_x, whole_y, left_x, right_x))
         first, whole_first, whole_end, end = blocks.first, blocks.whole_first, blocks.whole_end, blocks.end
         if valid <= 0:
@@ -277,7 +277,7 @@ class AttentionBackward:
         storage = allocator.allocate_array(dtype, owned * x_elements + 2 * y_elements, byte_alignment=ALIGNMENT)
         sStats = storage
         if const_expr(self.by_keys):
-            sStats = allocator.allocate_array(Float32, 2 * columns * stages, byte_alignment=16)
+            sStats = allocator.allocate_array(Float32, 2 * self.walked.rows * stages, byte_alignment=16)
         at_x2, at_y = storage + (owned - 1) * x_elements, storage + owned * x_elements
         sX = cute.make_tensor(cute.recast_ptr(storage, layout_x.inner, dtype), layout_x.outer)  # (rows, D, 1)
         sX = sX[None, None, 0]
@@ -286,8 +286,8 @@ class AttentionBackward:
 
         # ---- prologue: the owned operands and the first walked tile
 
-        x_bytes = const_expr(rows * padded * dtype.width // 8)
-        stage_bytes = const_expr(columns * padded * dtype.width // 8)
+        x_bytes = const_expr(self.own.rows * self.own.padded * dtype.width // 8)
+        stage_bytes = const_expr(self.walked.rows * self.own.padded * dtype.width // 8)
         to_x, to_y = self.own.address(tid, storage), self.walked.address(tid, at_y)
         to_x2 = to_x + (owned - 1) * x_bytes
         # Columns between head_dim and padded are zeros once and for all: no copy writes them.
@@ -303,7 +303,7 @@ class AttentionBackward:
             self.fetch_walked(tid, walk, Int32(0), first, Int32(0))
         cute.arch.cp_async_commit_group()
         thr_mma = tiled_mma.get_slice(tid)
-        shape_x = tiled_mma.partition_shape_C((rows, padded))  # ((2, 2), MMA_M, MMA_D)
+        shape_x = tiled_mma.partition_shape_C((self.own.rows, self.own.padded))  # ((2, 2), MMA_M, MMA_D)
         acc_1, acc_2 = None, None
         if const_expr(self.wants_ds):
             acc_1 = cute.make_rmem_tensor(shape_x, Float32)
@@ -314,7 +314,7 @@ class AttentionBackward:
         own_rows = const_expr(shape_x[0][1] * shape_x[1])
         rLse, rDelta = cute.make_rmem_tensor(own_rows, Float32), cute.make_rmem_tensor(own_rows, Float32)
         if const_expr(not self.by_keys):
-            places = by_rows(thr_mma.partition_C(cute.make_identity_tensor((rows, padded))))
+            places = by_rows(thr_mma.partition_C(cute.make_identity_tensor((self.own.rows, self.own.padded))))
             for r in cutlass.range_constexpr(own_rows):
                 mine = places[r, 0][0]
                 rLse[r], rDelta[r] = Float32(BLIND), Float32(0.0)
@@ -388,26 +388,25 @@ class AttentionBackward:
         """One walked tile, which is in ``slot``. Returns the slot of the next tile, if there is one."""
         block, h = tile
         tid, tiled_mma, sources = held.tid, held.tiled_mma, held.sources
-        rows, columns, stages = self.own.rows, self.walked.rows, self.walked.stages
         dtype = held.rX1.element_type
-        x_bytes = const_expr(rows * self.own.padded * dtype.width // 8)
-        stage_bytes = const_expr(columns * self.own.padded * dtype.width // 8)
+        x_bytes = const_expr(self.own.rows * self.own.padded * dtype.width // 8)
+        stage_bytes = const_expr(self.walked.rows * self.own.padded * dtype.width // 8)
         # The next tile: of this head, or the first one of the next.
         ahead, ahead_h = block + 1, h
         if ahead == walk.end:
             ahead, ahead_h = walk.first, h + 1
         nxt = slot
-        if const_expr(stages > 1):
+        if const_expr(self.walked.stages > 1):
             # Two stages: copied into the buffers that the barrier of the step before has freed.
             nxt = 1 - slot
             if ahead_h < walk.heads:
                 self.fetch_walked(tid, walk, ahead_h, ahead, nxt)
             cute.arch.cp_async_commit_group()
         at_1 = slot * stage_bytes
-        at_2 = at_1 + stages * stage_bytes
+        at_2 = at_1 + self.walked.stages * stage_bytes
 
         # S = X1 Y1^T: owned rows by walked columns.
-        shape_s = tiled_mma.partition_shape_C((rows, columns))
+        shape_s = tiled_mma.partition_shape_C((self.own.rows, self.walked.rows))
         acc_s = cute.make_rmem_tensor(shape_s, Float32)  # ((2, 2), MMA_M, MMA_WALKED)
         acc_s.fill(0.0)
         self.products.multiply(tid, acc_s, held.rX1, sources, Int32(0), at_1, tiled_mma)
@@ -416,7 +415,7 @@ class AttentionBackward:
         if const_expr(self.softmax.capped):
             self.softmax.cap(acc_s, held.cap_inner, held.cap_outer)
         if const_expr(masked):
-            self.mask.apply(tid, acc_s, held.row, block * columns, band, tiled_mma)
+            self.mask.apply(tid, acc_s, held.row, block * self.walked.rows, band, tiled_mma)
         scores = by_rows(acc_s)  # ((2, MMA_M), (2, MMA_WALKED))
         many, wide = const_expr(cute.size(scores, mode=[0])), const_expr(cute.size(scores, mode=[1]))
         cLse, cDelta = held.rLse, held.rDelta  # one value per row, or per column
@@ -456,7 +455,7 @@ class AttentionBackward:
             rDs.store((acc_s.load() * acc_dp.load()).to(dtype))
             self.products.add(tid, held.acc_1, rDs, sources, at_1, tiled_mma)
 
-        if const_expr(stages == 1):
+        if const_expr(self.walked.stages == 1):
             # One stage: waits until every warp has read this tile, whose buffers the next one takes.
             cute.arch.sync_threads()
             if ahead_h < walk.heads:

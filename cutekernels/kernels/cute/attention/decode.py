@@ -56,6 +56,7 @@ from cutekernels.kernels.cute.parts.heads import WIDEST, shared_vector, vector
 from cutekernels.kernels.cute.parts.products import Products
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
 from cutekernels.kernels.cute.parts.softmax import LN_2, NO_REFERENCE, OnlineSoftmax, RowStates, by_rows, quad_sum
+from cutekernels.kernels.cute.parts.tile_share import LastArrival, Ticket
 
 TILE_Q = DecodeSmem.ROWS
 AT_ONCE = 16  # groups of 8 columns that are read from the workspace together
@@ -272,6 +273,7 @@ class DecodeAttention:
         first = Int32(0)
         if const_expr(self.limited):
             first = cutlass.max(end - seq_q - left, Int32(0))
+        # Blocks begin where a grain of the cache does; a split without one returns, but the first, which has no keys.
         begin = first // GRAIN * GRAIN
         blocks = (end - begin + self.tile_kv - 1) // self.tile_kv
         active = cutlass.max(cutlass.min(blocks, Int32(self.splits)), Int32(1))
@@ -331,7 +333,6 @@ class DecodeAttention:
         """One CTA's blocks of keys; then its accumulators combined with other splits', or sent to the cluster."""
         mK, mV, tiled_mma = launch.mK, launch.mV, launch.tiled_mma
         tile, group, end = place.tile, place.group, keys.end
-        padded, rows, stages = self.rows_kv.padded, self.rows_kv.rows, const_expr(self.rows_kv.stages)
         dtype = launch.mQ.element_type
         tid, _, _ = cute.arch.thread_idx()
         lane = tid % 32
@@ -344,15 +345,15 @@ class DecodeAttention:
 
         # ---- setup: shared memory, Q's and this warp's
 
-        stage_bytes = const_expr(rows * padded * dtype.width // 8)  # one warp's
+        stage_bytes = const_expr(self.rows_kv.rows * self.rows_kv.padded * dtype.width // 8)  # one warp's
         layout_kv = self.rows_kv.smem_layout(dtype)
-        of_warp = self.smem.q_bytes + warp * (stages * stage_bytes)
+        of_warp = self.smem.q_bytes + warp * (self.rows_kv.stages * stage_bytes)
         at_q = cute.recast_ptr(storage, dtype=dtype)
         at_k = cute.recast_ptr(storage + of_warp, dtype=dtype)
-        at_v = cute.recast_ptr(storage + (of_warp + stages * self.smem.stage_bytes), dtype=dtype)
+        at_v = cute.recast_ptr(storage + (of_warp + self.rows_kv.stages * self.smem.stage_bytes), dtype=dtype)
         to_k, to_v = self.rows_kv.address(lane, at_k), self.rows_kv.address(lane, at_v)
         # K's columns between head_dim and padded are zeros; V's only reach columns that are not stored.
-        for stage in cutlass.range_constexpr(stages):
+        for stage in cutlass.range_constexpr(self.rows_kv.stages):
             self.rows_kv.clear_padding(lane, dtype, to_k + stage * stage_bytes)
 
         # ---- prologue: Q, and all stages but one
@@ -371,24 +372,26 @@ class DecodeAttention:
         gTable = None
         if const_expr(self.rows_kv.paged):
             gTable = launch.mTable[rows_of.batch, None]
-        own = keys.begin + warp * rows  # this warp's keys of block 0
-        pages = [cute.make_rmem_tensor(self.rows_kv.grains, Int32) for _ in range(stages)]
+        own = keys.begin + warp * self.rows_kv.rows  # this warp's keys of block 0
+        pages = [cute.make_rmem_tensor(self.rows_kv.grains, Int32) for _ in range(self.rows_kv.stages)]
         # All pages are looked up before any is used, so that these loads wait together.
-        for stage in cutlass.range_constexpr(stages):
+        for stage in cutlass.range_constexpr(self.rows_kv.stages):
             self.rows_kv.look_up(pages[stage], gTable, own + (at + stage) * self.tile_kv, seen.last)
-        for stage in cutlass.range_constexpr(stages - 1):
+        for stage in cutlass.range_constexpr(self.rows_kv.stages - 1):
             if at + stage < stop:
                 token = own + (at + stage) * self.tile_kv
                 self.rows_kv.confine(pages[stage], mK.shape[0])
                 self.rows_kv.fetch(lane, k, pages[stage], token, seen, to_k + stage * stage_bytes)
                 self.rows_kv.fetch(lane, v, pages[stage], token, seen, to_v + stage * stage_bytes)
             cute.arch.cp_async_commit_group()
-        ahead = pages[stages - 1]  # pages of the block that is fetched next
+        ahead = pages[self.rows_kv.stages - 1]  # pages of the block that is fetched next
 
         # ---- fragments
 
         thr_mma = tiled_mma.get_slice(lane)
-        acc_o = cute.make_rmem_tensor(tiled_mma.partition_shape_C((TILE_Q, padded)), Float32)  # ((2, 2), 1, MMA_D)
+        acc_o = cute.make_rmem_tensor(
+            tiled_mma.partition_shape_C((TILE_Q, self.rows_kv.padded)), Float32
+        )  # ((2, 2), 1, MMA_D)
         states = RowStates(cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32))
         acc_o.fill(0.0)
         self.softmax.start(states)
@@ -397,19 +400,21 @@ class DecodeAttention:
                 row = tile * TILE_Q + cutlass.min(lane // 4 + 8 * r, valid - 1)
                 if keys.split == 0 and warp == 0:  # once among all warps and splits that are added up
                     self.softmax.start_with(r, launch.mSinks[rows_of.head * group + row % group].to(Float32), states)
-        layout_q = CacheRows(TILE_Q, self.rows_kv.head_dim, padded, 1, 0).smem_layout(dtype)
+        layout_q = CacheRows(TILE_Q, self.rows_kv.head_dim, self.rows_kv.padded, 1, 0).smem_layout(dtype)
         sources = self.products.sources(lane, tiled_mma, at_q, layout_q, at_k, at_v, layout_kv)
         rQ = thr_mma.make_fragment_A(thr_mma.partition_A(sources.x.tensor))  # (MMA, 1, MMA_D)
         # This thread's part of Q has arrived; the barrier waits for everybody's.
-        cute.arch.cp_async_wait_group(stages - 1)
+        cute.arch.cp_async_wait_group(self.rows_kv.stages - 1)
         cute.arch.sync_threads()
         if const_expr(self.products.x_in_registers):
             self.products.load(lane, (rQ,), sources.x, 0)
 
         # ---- keys that this lane's two rows see, and the range that every row sees
 
-        places = by_rows(thr_mma.partition_C(cute.make_identity_tensor((TILE_Q, rows))))  # ((2, 1), (2, MMA_KV))
-        constant = by_rows(tiled_mma.get_slice(0).partition_C(cute.make_identity_tensor((TILE_Q, rows))))
+        places = by_rows(
+            thr_mma.partition_C(cute.make_identity_tensor((TILE_Q, self.rows_kv.rows)))
+        )  # ((2, 1), (2, MMA_KV))
+        constant = by_rows(tiled_mma.get_slice(0).partition_C(cute.make_identity_tensor((TILE_Q, self.rows_kv.rows))))
         sees_from, sees_to = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Int32)
         for r in cutlass.range_constexpr(2):
             query = (tile * TILE_Q + places[r, 0][0]) // group
@@ -423,15 +428,15 @@ class DecodeAttention:
 
         # ---- this warp's keys, block by block
 
-        slot, free = Int32(0), Int32(stages - 1)
+        slot, free = Int32(0), Int32(self.rows_kv.stages - 1)
         for i in cutlass.range(at, stop, unroll=1):
             # This lane's copies of the block have arrived; the warp's barrier waits for all lanes', and until all have
             # read the block before, whose buffer is filled next.
-            cute.arch.cp_async_wait_group(stages - 2)
+            cute.arch.cp_async_wait_group(self.rows_kv.stages - 2)
             cute.arch.sync_warp()
             token = own + i * self.tile_kv
-            if i + (stages - 1) < stop:
-                late = token + (stages - 1) * self.tile_kv
+            if i + (self.rows_kv.stages - 1) < stop:
+                late = token + (self.rows_kv.stages - 1) * self.tile_kv
                 self.rows_kv.confine(ahead, mK.shape[0])
                 self.rows_kv.fetch(lane, k, ahead, late, seen, to_k + free * stage_bytes)
                 self.rows_kv.fetch(lane, v, ahead, late, seen, to_v + free * stage_bytes)
@@ -439,13 +444,15 @@ class DecodeAttention:
             # A group even without copies, so that the wait above counts blocks.
             cute.arch.cp_async_commit_group()
 
-            acc_s = cute.make_rmem_tensor(tiled_mma.partition_shape_C((TILE_Q, rows)), Float32)  # ((2, 2), 1, MMA_KV)
+            acc_s = cute.make_rmem_tensor(
+                tiled_mma.partition_shape_C((TILE_Q, self.rows_kv.rows)), Float32
+            )  # ((2, 2), 1, MMA_KV)
             acc_s.fill(0.0)
             self.products.multiply(lane, acc_s, rQ, sources, Int32(0), slot * stage_bytes, tiled_mma)
             if const_expr(self.softmax.capped):
                 self.softmax.cap(acc_s, launch.cap_inner, launch.cap_outer)
             # Masked blocks: some row does not see all their keys (the window, later queries' keys, the last key).
-            if token < whole_from or token + rows > whole_to:
+            if token < whole_from or token + self.rows_kv.rows > whole_to:
                 scores = by_rows(acc_s)
                 for r in cutlass.range_constexpr(2):
                     edge = token + places[r, 0][1]
@@ -460,16 +467,17 @@ class DecodeAttention:
             rP.store(acc_s.load().to(dtype))
             self.products.add(lane, acc_o, rP, sources, slot * stage_bytes, tiled_mma)
             slot = slot + 1
-            if slot == stages:
+            if slot == self.rows_kv.stages:
                 slot = Int32(0)
             free = free + 1
-            if free == stages:
+            if free == self.rows_kv.stages:
                 free = Int32(0)
         # No copy is on its way into the rings, whose bytes the merge takes.
         cute.arch.cp_async_wait_group(0)
 
         # ---- the warps' accumulators are added up, then the splits'
 
+        # A row's four lanes have a part of its total each.
         for r in cutlass.range_constexpr(2):
             states.total[r] = quad_sum(states.total[r])
         acc = cute.make_rmem_tensor((2, 2, self.share), Float32)  # a pair of columns, two rows, own groups
@@ -480,38 +488,29 @@ class DecodeAttention:
         elif const_expr(self.splits == 1):
             self.store(lane, launch, acc, states, rows_of, columns)
         else:
+            # A short sequence has keys for fewer CTAs than there are; the others have returned.
             if keys.active == 1:
                 self.store(lane, launch, acc, states, rows_of, columns)
             else:
                 number = (rows_of.batch * mK.shape[2] + rows_of.head) * tiles + tile
-                partials = launch.mPartials.iterator + Int64(number) * (self.splits * TILE_Q * (padded + 2))
+                partials = launch.mPartials.iterator + Int64(number) * (
+                    self.splits * TILE_Q * (self.rows_kv.padded + 2)
+                )
+                # This CTA leaves its accumulators and statistics, for the last of the tile's CTAs.
                 self.leave(warp, lane, acc, states, partials, keys.split, valid)
-                flag = cute.make_tensor(cute.recast_ptr(storage + self.smem.flag_at, dtype=Int32), cute.make_layout(1))
-                # Each thread's partials are visible to the GPU, and all threads have left theirs,
-                cute.arch.fence_acq_rel_gpu()
-                cute.arch.sync_threads()
-                if tid == 0:
-                    # before this CTA takes its ticket.
-                    tickets = launch.mTickets.iterator
-                    flag[0] = cute.arch.atomic_add(tickets + number, Int32(1), sem="acq_rel", scope="gpu")
-                # All threads wait for the ticket.
-                cute.arch.sync_threads()
-                if flag[0] == keys.active - 1:
-                    # The last CTA: the others' partials, ordered before their tickets, are read after this fence.
-                    cute.arch.fence_acq_rel_gpu()
+                flag = cute.recast_ptr(storage + self.smem.flag_at, dtype=Int32)
+                ticket = Ticket(launch.mTickets.iterator + number, flag)
+                if LastArrival().draw(ticket, tid, Int32(0), keys.active):
+                    # It weighs all splits' by their references, then adds up its warps' as before.
                     self.gather(warp, lane, acc_o, states, partials, keys.active, valid)
                     self.merge_warps(warp, lane, acc_o, states, acc, storage + self.smem.q_bytes)
                     self.store(lane, launch, acc, states, rows_of, columns)
-                    if tid == 0:
-                        # Zero again for the next launch.
-                        launch.mTickets[number] = Int32(0)
 
     @cute.jit
     def fetch_q(self, tid: Int32, mQ: cute.Tensor, at_q: cute.Pointer, rows_of: Rows):
         """Starts the copy of the tile of queries; rows and columns that do not exist become zeros."""
         tile, valid = rows_of.tile, rows_of.valid
-        padded, head_dim = self.rows_kv.padded, self.rows_kv.head_dim
-        span = const_expr(span_bytes(padded))
+        span = const_expr(span_bytes(self.rows_kv.padded))
         along = const_expr(span // 16)
         across = const_expr(self.threads // along)
         atom = cute.make_copy_atom(
@@ -523,9 +522,9 @@ class DecodeAttention:
             row = own + i
             if row < TILE_Q:
                 source = self.element(mQ, rows_of, tile * TILE_Q + cutlass.min(row, valid - 1)) + column
-                for j in cutlass.range_constexpr(0, padded, along * WIDEST):
+                for j in cutlass.range_constexpr(0, self.rows_kv.padded, along * WIDEST):
                     sX = shared_vector(mQ.element_type, address + (j // (along * WIDEST) * TILE_Q + i) * span)
-                    if row < valid and column + j < head_dim:
+                    if row < valid and column + j < self.rows_kv.head_dim:
                         cute.copy(atom, vector(source + j), sX)
                     else:
                         sX.fill(0.0)

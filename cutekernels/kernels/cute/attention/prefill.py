@@ -181,18 +181,17 @@ class PrefillAttention:
         tid, _, _ = cute.arch.thread_idx()
         number, _, _ = cute.arch.block_idx()
         dtype = mQ.element_type
-        tile_q, tile_kv, padded = self.rows_q.rows, self.rows_kv.rows, self.rows_q.padded
         stages = const_expr(self.rows_kv.stages)
 
         # ---- this CTA's queries
 
         tile, layer = self.order.place(number, layers, tiles, band)
-        place = self.sequences.locate(tile, layer, tile_q, mQ, mK, Ends(mCuQ, mCuKv, mTable))
+        place = self.sequences.locate(tile, layer, self.rows_q.rows, mQ, mK, Ends(mCuQ, mCuKv, mTable))
         batch, head, seq_q, seq_kv = place.batch, place.head, place.seq_x, place.seq_y
         at = const_expr(self.sequences.rows_mode)
         head_kv = head // (mQ.shape[at + 1] // mK.shape[at + 1])
-        row = place.tile * tile_q
-        valid = cutlass.min(cutlass.max(seq_q - row, Int32(0)), Int32(tile_q))  # rows of the tile that exist
+        row = place.tile * self.rows_q.rows
+        valid = cutlass.min(cutlass.max(seq_q - row, Int32(0)), Int32(self.rows_q.rows))  # rows of the tile that exist
         q = self.sequences.head(mQ, batch, place.begin_x, head)
         paged = const_expr(bool(self.sequences.page_size))
         first_page = Int32(0) if const_expr(paged) else batch
@@ -228,7 +227,7 @@ class PrefillAttention:
 
         # ---- prologue: Q and the last block, the only one where rows may be missing
 
-        stage_bytes = const_expr(tile_kv * padded * dtype.width // 8)
+        stage_bytes = const_expr(self.rows_kv.rows * self.rows_q.padded * dtype.width // 8)
         to_q, to_k = self.rows_q.address(tid, storage), self.rows_kv.address(tid, at_k)
         to_v = to_k + stages * stage_bytes
         # Columns between head_dim and padded are zeros once and for all: no copy writes them.
@@ -236,7 +235,7 @@ class PrefillAttention:
         for stage in cutlass.range_constexpr(stages):
             self.rows_kv.clear_padding(tid, dtype, to_k + stage * stage_bytes)
         self.rows_q.fetch(tid, q.rows, q.stride, row, to_q, valid)
-        column = (end - 1) * tile_kv
+        column = (end - 1) * self.rows_kv.rows
         if const_expr(paged):
             self.rows_kv.look_up(tid, k_step, gTable, column, last)
         # First group of copies: Q and K; second: V.
@@ -247,9 +246,11 @@ class PrefillAttention:
             self.rows_kv.fetch(tid, v.rows, v_step, column, to_v, seq_kv - column)
         cute.arch.cp_async_commit_group()
         if const_expr(paged):
-            self.rows_kv.look_up(tid, k_step, gTable, column - tile_kv, last)
+            self.rows_kv.look_up(tid, k_step, gTable, column - self.rows_kv.rows, last)
         thr_mma = tiled_mma.get_slice(tid)
-        acc_o = cute.make_rmem_tensor(tiled_mma.partition_shape_C((tile_q, padded)), Float32)  # ((2, 2), MMA_M, MMA_D)
+        acc_o = cute.make_rmem_tensor(
+            tiled_mma.partition_shape_C((self.rows_q.rows, self.rows_q.padded)), Float32
+        )  # ((2, 2), MMA_M, MMA_D)
         own_rows = const_expr(acc_o.shape[0][1] * acc_o.shape[1])
         states = RowStates(cute.make_rmem_tensor(own_rows, Float32), cute.make_rmem_tensor(own_rows, Float32))
         acc_o.fill(0.0)
@@ -302,7 +303,7 @@ class PrefillAttention:
             if const_expr(self.sequences.packed):
                 lse_at = Int64(head) * mQ.shape[0] + (place.begin_x + row)
             # The thread of column 0, among the four of a row, stores its log-sum-exp.
-            places = by_rows(thr_mma.partition_C(cute.make_identity_tensor((tile_q, padded))))
+            places = by_rows(thr_mma.partition_C(cute.make_identity_tensor((self.rows_q.rows, self.rows_q.padded))))
             if places[0, 0][1] == 0:
                 for r in cutlass.range_constexpr(cute.size(states.reference)):
                     own = places[r, 0][0]
@@ -316,12 +317,11 @@ class PrefillAttention:
         Returns the slot of ``block - 1``, if there is one, in the same state.
         """
         tid = held.tid
-        tile_q, tile_kv = self.rows_q.rows, self.rows_kv.rows
         dtype = held.rQ.element_type
         one = const_expr(self.rows_kv.stages == 1)
         paged = const_expr(bool(self.sequences.page_size))
-        ahead = (block - 1) * tile_kv
-        stage_bytes = const_expr(tile_kv * self.rows_kv.padded * dtype.width // 8)
+        ahead = (block - 1) * self.rows_kv.rows
+        stage_bytes = const_expr(self.rows_kv.rows * self.rows_kv.padded * dtype.width // 8)
         to_v = keys.to_k + self.rows_kv.stages * stage_bytes
         nxt = slot
         if const_expr(not one):
@@ -331,11 +331,11 @@ class PrefillAttention:
                 self.rows_kv.fetch(tid, keys.k, keys.k_step, ahead, keys.to_k + nxt * stage_bytes, None)
                 self.rows_kv.fetch(tid, keys.v, keys.v_step, ahead, to_v + nxt * stage_bytes, None)
                 if const_expr(paged):
-                    self.rows_kv.look_up(tid, keys.k_step, keys.gTable, ahead - tile_kv, keys.last)
+                    self.rows_kv.look_up(tid, keys.k_step, keys.gTable, ahead - self.rows_kv.rows, keys.last)
             cute.arch.cp_async_commit_group()
 
         # Scores; ptxas itself loads fragments ahead of the products, as far as registers allow.
-        shape_s = held.tiled_mma.partition_shape_C((tile_q, tile_kv))
+        shape_s = held.tiled_mma.partition_shape_C((self.rows_q.rows, self.rows_kv.rows))
         acc_s = cute.make_rmem_tensor(shape_s, Float32)  # ((2, 2), MMA_M, MMA_KV)
         acc_s.fill(0.0)
         self.products.multiply(tid, acc_s, held.rQ, held.sources, Int32(0), slot * stage_bytes, held.tiled_mma)
@@ -352,7 +352,7 @@ class PrefillAttention:
         if const_expr(self.softmax.capped):
             self.softmax.cap(acc_s, held.cap_inner, held.cap_outer)
         if const_expr(masked):
-            self.mask.apply(tid, acc_s, held.row, block * tile_kv, held.band, held.tiled_mma)
+            self.mask.apply(tid, acc_s, held.row, block * self.rows_kv.rows, held.band, held.tiled_mma)
         self.softmax.step(acc_s, held.acc_o, held.states, held.scale)
         rP = cute.make_fragment_like(acc_s, dtype)
         rP.store(acc_s.load().to(dtype))
@@ -367,7 +367,7 @@ class PrefillAttention:
             if block > keys.first:
                 self.rows_kv.fetch(tid, keys.v, keys.v_step, ahead, to_v, None)
                 if const_expr(paged):
-                    self.rows_kv.look_up(tid, keys.k_step, keys.gTable, ahead - tile_kv, keys.last)
+                    self.rows_kv.look_up(tid, keys.k_step, keys.gTable, ahead - self.rows_kv.rows, keys.last)
             cute.arch.cp_async_commit_group()
         return nxt
 

@@ -59,12 +59,13 @@ Source:
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
@@ -73,8 +74,6 @@ from cutekernels.kernels.cute.parts.attention_smem import WarpgroupAttentionSmem
 from cutekernels.kernels.cute.parts.cluster_reduction import ClusterReduction
 from cutekernels.kernels.cute.parts.group_results import GroupResults, ResultTile
 from cutekernels.kernels.cute.parts.groups import (
-    ROWS,
-    THREADS,
     ConsumerThread,
     GroupProducts,
     PingPong,
@@ -90,6 +89,7 @@ from cutekernels.kernels.cute.parts.schedule import TileQueue
 from cutekernels.kernels.cute.parts.sequences import Ends, HeadOrder, Sequences
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
 from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax, RowStates
+from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, WarpGroupBody
 
 FIRST_GROUP_BARRIER, FIRST_PING_PONG_BARRIER = 1, 4  # named barriers; 0 is the CTA's
 
@@ -167,7 +167,7 @@ class GroupTile:
 
 
 @dataclass(frozen=True)
-class WarpgroupAttention:
+class WarpgroupAttention(WarpGroupBody):
     """The body; its header is the module's.
 
     ``resident``: most CTAs of a persistent grid, 0 for one CTA a tile. ``dynamic_scheduler``: CTAs of a persistent grid
@@ -194,20 +194,17 @@ class WarpgroupAttention:
     paired_tiles: bool = False
     dependent: bool = False
 
+    REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+
     @property
     def tile_q(self) -> int:
         return ROWS * self.groups
 
     @property
-    def threads(self) -> int:
-        return THREADS * (self.groups + 1)
-
-    @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a thread that loads and of one that multiplies."""
         if self.ctas_per_sm == 2:  # of one group
             return 24, 232
-        return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.groups]
+        return self.REGISTERS[self.groups]
 
     @property
     def smem(self) -> WarpgroupAttentionSmem:
@@ -218,11 +215,11 @@ class WarpgroupAttention:
     @property
     def rows_q(self) -> HeadRows:
         """A group's rows of Q and of results."""
-        return HeadRows(ROWS, self.head_dim, self.padded, self.groups, THREADS)
+        return HeadRows(ROWS, self.head_dim, self.padded, self.groups, GROUP)
 
     @property
     def rows_kv(self) -> HeadRows:
-        return HeadRows(self.tile_kv, self.head_dim, self.padded, self.stages, THREADS)
+        return HeadRows(self.tile_kv, self.head_dim, self.padded, self.stages, GROUP)
 
     @property
     def queries(self) -> StagePipeline:
@@ -248,7 +245,7 @@ class WarpgroupAttention:
 
     @property
     def queue(self) -> TileQueue:
-        return TileQueue(self.dynamic_scheduler, THREADS * self.groups)
+        return TileQueue(self.dynamic_scheduler, GROUP * self.groups)
 
     @property
     def cluster(self) -> ClusterReduction:
@@ -331,7 +328,7 @@ class WarpgroupAttention:
             band,
             self.products.xy_mma(dtype),
             self.products.py_mma(dtype),
-            WarpMma(THREADS // 32, 1, Float32, True, True).tiled_mma(dtype),
+            WarpMma(GROUP // 32, 1, Float32, True, True).tiled_mma(dtype),
             layout_q,
             layout_k,
             layout_v,
@@ -378,9 +375,7 @@ class WarpgroupAttention:
         layout_k: cute.ComposedLayout,
         layout_v: cute.ComposedLayout,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        group = cute.arch.make_warp_uniform(tid // THREADS)
-        warp = cute.arch.make_warp_uniform(tid // 32)
+        tid, group, warp = self.role()
         producer = const_expr(self.groups)  # the number of the producer warp group
         dtype = mO.element_type
 
@@ -400,20 +395,9 @@ class WarpgroupAttention:
         full_v = empty_k + self.stages
         empty_v = full_v + self.stages
         queue = empty_v + self.stages
-        if warp == 4 * producer:
-            cpasync.prefetch_descriptor(tma_q)
-            cpasync.prefetch_descriptor(tma_k)
-            cpasync.prefetch_descriptor(tma_v)
-            with cute.arch.elect_one():
-                self.queue.init(queue)
-                if const_expr(self.split > 1):
-                    self.cluster.init(cute.recast_ptr(storage + self.smem.inbox_barriers_at, dtype=Int64))
-                self.queries.init(full_q, empty_q)
-                self.keys.init(full_k, empty_k)
-                self.keys.init(full_v, empty_v)
-            # Initialized barriers become visible to TMA and to the cluster's other CTAs,
-            cute.arch.mbarrier_init_fence()
-        # and to all threads of the CTA, which wait for the thread that initialized them.
+        barriers = Barriers(full_q, empty_q, full_k, empty_k, full_v, empty_v, queue)
+        self.initialize(warp, (tma_q, tma_k, tma_v), lambda: self.init_barriers(barriers, storage))
+        # All threads of the CTA wait for the thread that initializes the barriers.
         cute.arch.sync_threads()
         if const_expr(self.split > 1):
             # This CTA's barriers are ready; ClusterReduction.send waits for all CTAs' before it stores into theirs.
@@ -427,7 +411,6 @@ class WarpgroupAttention:
         # ---- roles
 
         launch = Launch(mO, mK, Ends(mCuQ, mCuKv, mTable), left, right, tiles, layers, band, mCounter)
-        barriers = Barriers(full_q, empty_q, full_k, empty_k, full_v, empty_v, queue)
         if group == producer:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 4 * producer:
@@ -439,7 +422,7 @@ class WarpgroupAttention:
                 cute.arch.cluster_wait()
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
-            own = ConsumerThread(tid % THREADS, group, warp_mma, storage)
+            own = ConsumerThread(tid % GROUP, group, warp_mma, storage)
             qk_slice, pv_slice = qk_mma.get_slice(0), pv_mma.get_slice(0)
             held = Consumer(
                 own=own,
@@ -458,6 +441,16 @@ class WarpgroupAttention:
                 barriers=barriers,
             )
             self.consume(held, launch, mLse, mMask, mSinks)
+
+    @cute.jit
+    def init_barriers(self, barriers: Barriers, storage: cute.Pointer):
+        """One thread's work."""
+        self.queue.init(barriers.queue)
+        if const_expr(self.split > 1):
+            self.cluster.init(cute.recast_ptr(storage + self.smem.inbox_barriers_at, dtype=Int64))
+        self.queries.init(barriers.full_q, barriers.empty_q)
+        self.keys.init(barriers.full_k, barriers.empty_k)
+        self.keys.init(barriers.full_v, barriers.empty_v)
 
     def first_tile(self) -> Int32:
         index, _, _ = cute.arch.block_idx()
@@ -730,4 +723,4 @@ class WarpgroupAttention:
                 # wgmma reads shared memory by the async proxy: these writes become visible to it,
                 cute.arch.fence_proxy("async.shared", space="cta")
                 # and the group waits until all its threads have written. Each group clears the rows for itself.
-                cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + own.group, number_of_threads=THREADS)
+                cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + own.group, number_of_threads=GROUP)

@@ -59,20 +59,19 @@ Source:
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.parts.attention_smem import WarpgroupBackwardSmem
 from cutekernels.kernels.cute.parts.groups import (
-    ROWS,
-    THREADS,
     ConsumerThread,
     GroupProducts,
     as_warps,
@@ -89,6 +88,7 @@ from cutekernels.kernels.cute.parts.score_gradients import BLIND, QueryStatistic
 from cutekernels.kernels.cute.parts.sequences import Ends, HeadOrder, Sequences
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
 from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax
+from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, WarpGroupBody
 
 FIRST_GROUP_BARRIER = 1  # named barriers; 0 is the CTA's
 
@@ -175,7 +175,7 @@ class GroupTile:
 
 
 @dataclass(frozen=True)
-class WarpgroupAttentionBackward:
+class WarpgroupAttentionBackward(WarpGroupBody):
     """The body; its header is the module's.
 
     ``of``: the gradients, ``"q"``, ``"k"``, ``"v"`` or ``"kv"``; the owned rows follow from it. The rows of ``mask``
@@ -195,18 +195,11 @@ class WarpgroupAttentionBackward:
     sequences: Sequences
     resident: int
 
+    REGISTERS: ClassVar[dict[int, tuple[int, int]]] = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
+
     @property
     def tile_own(self) -> int:
         return ROWS * self.groups
-
-    @property
-    def threads(self) -> int:
-        return THREADS * (self.groups + 1)
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a thread that loads and of one that multiplies."""
-        return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.groups]
 
     @property
     def by_keys(self) -> bool:
@@ -236,11 +229,11 @@ class WarpgroupAttentionBackward:
     @property
     def rows_own(self) -> HeadRows:
         """A group's rows of results."""
-        return HeadRows(ROWS, self.head_dim, self.padded, self.groups, THREADS)
+        return HeadRows(ROWS, self.head_dim, self.padded, self.groups, GROUP)
 
     @property
     def rows_walked(self) -> HeadRows:
-        return HeadRows(self.tile_walked, self.head_dim, self.padded, self.stages, THREADS)
+        return HeadRows(self.tile_walked, self.head_dim, self.padded, self.stages, GROUP)
 
     @property
     def loads(self) -> HeadLoads:
@@ -262,7 +255,7 @@ class WarpgroupAttentionBackward:
 
     @property
     def queue(self) -> TileQueue:
-        return TileQueue(self.resident > 0, THREADS * self.groups + (32 if self.by_keys else 0))
+        return TileQueue(self.resident > 0, GROUP * self.groups + (32 if self.by_keys else 0))
 
     @property
     def scores(self) -> ScoreGradients:
@@ -342,7 +335,7 @@ class WarpgroupAttentionBackward:
             band,
             self.products.xy_mma(dtype),
             self.products.py_mma(dtype),
-            WarpMma(THREADS // 32, 1, Float32, True, True).tiled_mma(dtype),
+            WarpMma(GROUP // 32, 1, Float32, True, True).tiled_mma(dtype),
             layout_x,
             layout_y,
             layout_yt,
@@ -390,9 +383,7 @@ class WarpgroupAttentionBackward:
         layout_y: cute.ComposedLayout,
         layout_yt: cute.ComposedLayout,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        group = cute.arch.make_warp_uniform(tid // THREADS)
-        warp = cute.arch.make_warp_uniform(tid // 32)
+        tid, group, warp = self.role()
         producer = const_expr(self.groups)  # the number of the producer warp group
         dtype = mQ.element_type
 
@@ -414,27 +405,14 @@ class WarpgroupAttentionBackward:
         full_2 = full_1 + self.stages
         empty = full_2 + self.stages
         queue = empty + self.stages
-        if warp == 4 * producer:
-            cpasync.prefetch_descriptor(tma_x1)
-            cpasync.prefetch_descriptor(tma_x2)
-            cpasync.prefetch_descriptor(tma_y1)
-            cpasync.prefetch_descriptor(tma_y2)
-            with cute.arch.elect_one():
-                self.owners.init(full_x, empty_x)
-                self.queue.init(queue)
-                for stage in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(full_1 + stage, 2 if self.by_keys else 1)  # the bytes, and statistics
-                    cute.arch.mbarrier_init(full_2 + stage, 1)
-                    cute.arch.mbarrier_init(empty + stage, self.groups)
-            # Initialized barriers become visible to TMA,
-            cute.arch.mbarrier_init_fence()
-        # and to all threads, which wait for the thread that initialized them.
+        barriers = Barriers(full_x, empty_x, full_1, full_2, empty, queue)
+        self.initialize(warp, (tma_x1, tma_x2, tma_y1, tma_y2), lambda: self.init_barriers(barriers))
+        # All threads wait for the thread that initializes the barriers.
         cute.arch.sync_threads()
 
         # ---- roles
 
         launch = Launch(mQ, mK, mStats, mCuQ, mCuKv, left, right, tiles, layers, band, mCounter)
-        barriers = Barriers(full_x, empty_x, full_1, full_2, empty, queue)
         if group == producer:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp == 4 * producer:
@@ -446,7 +424,7 @@ class WarpgroupAttentionBackward:
                     self.produce_statistics(tid % 32, launch, storage, barriers)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
-            own = ConsumerThread(tid % THREADS, group, warp_mma, storage)
+            own = ConsumerThread(tid % GROUP, group, warp_mma, storage)
             xy_slice, py_slice = xy_mma.get_slice(0), py_mma.get_slice(0)
             rX1 = xy_mma.make_fragment_A(xy_slice.partition_A(sX1))[None, None, None, group]  # (MMA, M, D)
             rX2 = xy_mma.make_fragment_A(xy_slice.partition_A(sX2))[None, None, None, group]
@@ -493,6 +471,17 @@ class WarpgroupAttentionBackward:
     def buffer(self, at: cute.Pointer, layout: cute.ComposedLayout, dtype: type[cutlass.Numeric]) -> cute.Tensor:
         """The swizzled buffer at ``at``."""
         return cute.make_tensor(cute.recast_ptr(at, layout.inner, dtype), layout.outer)
+
+    @cute.jit
+    def init_barriers(self, barriers: Barriers):
+        """One thread's work."""
+        self.owners.init(barriers.full_x, barriers.empty_x)
+        self.queue.init(barriers.queue)
+        for stage in cutlass.range_constexpr(self.stages):
+            # The bytes; of a walk of queries their statistics too.
+            cute.arch.mbarrier_init(barriers.full_1 + stage, 2 if self.by_keys else 1)
+            cute.arch.mbarrier_init(barriers.full_2 + stage, 1)
+            cute.arch.mbarrier_init(barriers.empty + stage, self.groups)
 
     @cute.jit
     def locate(self, index: Int32, launch: Launch) -> Tile:
@@ -696,7 +685,7 @@ class WarpgroupAttentionBackward:
                     self.store(own, self.owned - 1, tile, row, mSecond, held.acc_2)
                 # The group waits until its results are read from shared memory; then it releases the owned rows' bytes
                 # to the producer, which waits on empty_x for all groups.
-                cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + own.group, number_of_threads=THREADS)
+                cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + own.group, number_of_threads=GROUP)
                 self.owners.release(own.thread, barriers.empty_x, Int32(0), Boolean(True))
                 x_phase = x_phase ^ 1
             # Waits for the number of the next tile, where tiles are drawn from a counter.
@@ -769,7 +758,7 @@ class WarpgroupAttentionBackward:
             # wgmma reads shared memory by the async proxy: these writes become visible to it,
             cute.arch.fence_proxy("async.shared", space="cta")
             # and the group waits until all its threads have written. Each group clears the rows for itself.
-            cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + own.group, number_of_threads=THREADS)
+            cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + own.group, number_of_threads=GROUP)
 
     @cute.jit
     def store(
@@ -787,11 +776,11 @@ class WarpgroupAttentionBackward:
         round_to(acc, rG)
         buffer = own.storage + (operand * self.groups + own.group) * self.smem.group_bytes
         # The group waits until all its threads' products have read the operand, whose bytes the gradients replace.
-        cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + own.group, number_of_threads=THREADS)
+        cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + own.group, number_of_threads=GROUP)
         store_rows(own.thread, rG, buffer.toint().to(Int32), self.padded)
         # Orders these writes before those of TMA, which loads the next tile's rows into the same bytes.
         cute.arch.fence_proxy("async.shared", space="cta")
         # The group waits until all its gradients are in shared memory; then whole rows leave, 16 bytes a thread.
-        cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + own.group, number_of_threads=THREADS)
+        cute.arch.barrier(barrier_id=FIRST_GROUP_BARRIER + own.group, number_of_threads=GROUP)
         out = self.sequences.head(mX, tile.batch, tile.begin_x, tile.head)
         self.rows_own.store(own.thread, out.rows, out.stride, row, self.rows_own.address(own.thread, buffer), valid)

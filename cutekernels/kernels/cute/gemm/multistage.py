@@ -22,7 +22,7 @@ Ends:
     does not store them.
 
 Epilogue:
-    Through a tile in shared memory, 16 bytes a thread (``parts/epilogue.py``): in the place of the buffers, or, in a
+    Through a tile in shared memory, 16 bytes a thread (``parts/tile_output.py``): in the place of the buffers, or, in a
     persistent grid, apart from them, because there the next tile's copies start before the result leaves:
     docs/notes/gemm.md#persistent. An M-major out is computed as its transpose, ``B^T A^T``.
 
@@ -37,7 +37,7 @@ Source:
     64 bits wide.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -45,12 +45,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from cutekernels.kernels.cute.parts.epilogue import GemmEpilogue, TileOutput
+from cutekernels.kernels.cute.parts.epilogue import EpilogueOperands
 from cutekernels.kernels.cute.parts.load import OperandLoad
 from cutekernels.kernels.cute.parts.mma import WarpMma
 from cutekernels.kernels.cute.parts.ptx import instruction
 from cutekernels.kernels.cute.parts.schedule import Raster, Tile
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
+from cutekernels.kernels.cute.parts.tile_output import TileOutput, TileStore
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,11 @@ class Operands:
 
 @dataclass(frozen=True)
 class Output:
-    """Where results go, and what the epilogue adds to them."""
+    """Where results go, and what the epilogue makes them of."""
 
     mD: cute.Tensor  # (M, N, L)
     sD: cute.Tensor  # (tile_m, tile_n)
-    mC: cute.Tensor | None  # (M, N, L)
-    mBias: cute.Tensor | None  # (N,), or (M,) where the product is transposed
-    alpha: Float32
-    beta: Float32
+    operands: EpilogueOperands  # C (M, N, L)
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class MultistageGemm:
     load_b: OperandLoad
     mma: WarpMma
     raster: Raster
-    epilogue: GemmEpilogue
+    results: TileStore
     ctas_per_sm: int
     transposed: bool  # out is M-major: compute its transpose, B^T A^T, instead
     resident: int  # most CTAs in the grid; 0 for one a tile
@@ -104,6 +102,14 @@ class MultistageGemm:
         beta: Float32,
         stream: cuda.CUstream,
     ):
+        self.extended(mD, mA, mB, EpilogueOperands(mC, mBias, alpha, beta), stream)
+
+    @cute.jit
+    def extended(
+        self, mD: cute.Tensor, mA: cute.Tensor, mB: cute.Tensor, operands: EpilogueOperands, stream: cuda.CUstream
+    ):
+        """With the operands of any epilogue."""
+        mC = operands.mC
         if const_expr(self.transposed):
             mA, mB, mD = columns_first(mB), rows_first(mA), columns_first(mD)
             mC = columns_first(mC) if const_expr(mC is not None) else None
@@ -111,14 +117,14 @@ class MultistageGemm:
             mA, mB, mD = rows_first(mA), columns_first(mB), rows_first(mD)
             mC = rows_first(mC) if const_expr(mC is not None) else None
         # mA (M, K, L), mB (N, K, L), mC and mD (M, N, L)
-        tiles_m = cute.ceil_div(cute.size(mD, mode=[0]), self.epilogue.tile_m)
-        tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), self.epilogue.tile_n)
+        tiles_m = cute.ceil_div(cute.size(mD, mode=[0]), self.results.tile_m)
+        tiles_n = cute.ceil_div(cute.size(mD, mode=[1]), self.results.tile_n)
         blocks = tiles_m * tiles_n * cute.size(mD, mode=[2])
         if const_expr(self.persistent):
             blocks = cutlass.min(blocks, Int32(self.resident))
-        self.kernel(mD, mA, mB, mC, mBias, alpha, beta, self.mma.tiled_mma(mA.element_type)).launch(
+        self.kernel(mD, mA, mB, replace(operands, mC=mC), self.mma.tiled_mma(mA.element_type)).launch(
             grid=[blocks, 1, 1],
-            block=[self.epilogue.threads, 1, 1],
+            block=[self.results.threads, 1, 1],
             min_blocks_per_mp=self.ctas_per_sm,
             preferred_smem_carveout=100,  # percent; without it the DSL needs the driver, which may be absent
             stream=stream,
@@ -130,52 +136,49 @@ class MultistageGemm:
         mD: cute.Tensor,
         mA: cute.Tensor,
         mB: cute.Tensor,
-        mC: cute.Tensor | None,
-        mBias: cute.Tensor | None,
-        alpha: Float32,
-        beta: Float32,
+        operands: EpilogueOperands,
         tiled_mma: cute.TiledMma,
     ):
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        tile_m, tile_n = self.epilogue.tile_m, self.epilogue.tile_n
+        tile_m, tile_n = self.results.tile_m, self.results.tile_n
         dtype = mA.element_type
 
         # -- setup: shared memory and accumulators
         layout_a, layout_b = self.load_a.smem_layout(dtype), self.load_b.smem_layout(dtype)
-        layout_d = self.epilogue.smem_layout(dtype)
+        layout_d = self.results.smem_layout(dtype)
         a_elements, b_elements = cute.cosize(layout_a), cute.cosize(layout_b)
         staged, d_elements = a_elements + b_elements, cute.cosize(layout_d)
         d_offset = const_expr(staged if self.persistent else 0)
         storage = SmemAllocator().allocate_array(dtype, max(staged, d_offset + d_elements), byte_alignment=ALIGNMENT)
-        operands = Operands(
+        factors = Operands(
             mA,
             mB,
             cute.make_tensor(cute.recast_ptr(storage, layout_a.inner, dtype), layout_a.outer),
             cute.make_tensor(cute.recast_ptr(storage + a_elements, layout_b.inner, dtype), layout_b.outer),
         )
         sD = cute.make_tensor(cute.recast_ptr(storage + d_offset, layout_d.inner, dtype), layout_d.outer)  # (M, N)
-        out = Output(mD, sD, mC, mBias, alpha, beta)
+        out = Output(mD, sD, operands)
         shape = tiled_mma.partition_shape_C((tile_m, tile_n))
         acc = cute.make_rmem_tensor(shape, self.mma.accumulate)  # ((2, 2), MMA_M, MMA_N)
 
         m, n = cute.size(mA, mode=[0]), cute.size(mB, mode=[0])
         tiles_m, tiles_n = cute.ceil_div(m, tile_m), cute.ceil_div(n, tile_n)
         tiles = tiles_m * tiles_n * cute.size(mD, mode=[2])
-        self.fill(tid, operands, self.raster.place(block, tiles_m, tiles_n))
+        self.fill(tid, factors, self.raster.place(block, tiles_m, tiles_n))
         if const_expr(self.persistent):
             # -- tile after tile: the next one's first copies are under way while this one's result leaves
             for index in cutlass.range(block, tiles, blocks, unroll=1):
                 tile = self.raster.place(index, tiles_m, tiles_n)
-                self.multiply(opaque(tid), operands, tile, tiled_mma, acc)
+                self.multiply(opaque(tid), factors, tile, tiled_mma, acc)
                 if index + blocks < tiles:
-                    self.fill(opaque(tid), operands, self.raster.place(index + blocks, tiles_m, tiles_n))
+                    self.fill(opaque(tid), factors, self.raster.place(index + blocks, tiles_m, tiles_n))
                 self.store(opaque(tid), tile, tiled_mma, acc, out)
         else:
             # -- one tile
             tile = self.raster.place(block, tiles_m, tiles_n)
-            self.multiply(tid, operands, tile, tiled_mma, acc)
+            self.multiply(tid, factors, tile, tiled_mma, acc)
             self.store(tid, tile, tiled_mma, acc, out)
 
     @cute.jit
@@ -267,16 +270,16 @@ class MultistageGemm:
     @cute.jit
     def store(self, tid: Int32, tile: Tile, tiled_mma: cute.TiledMma, acc: cute.Tensor, out: Output):
         """The epilogue of ``tile``."""
-        shape, at = (self.epilogue.tile_m, self.epilogue.tile_n), (tile.m, tile.n)
+        shape, at = (self.results.tile_m, self.results.tile_n), (tile.m, tile.n)
         m, n = cute.size(out.mD, mode=[0]), cute.size(out.mD, mode=[1])
         gD = cute.local_tile(out.mD[None, None, tile.layer], shape, at)  # (tile_m, tile_n)
         cD = cute.local_tile(cute.make_identity_tensor((m, n)), shape, at)  # (tile_m, tile_n), coordinates
         mC = gC = None
-        if const_expr(out.mC is not None):
-            mC = out.mC[None, None, tile.layer]
+        if const_expr(out.operands.mC is not None):
+            mC = out.operands.mC[None, None, tile.layer]
             gC = cute.local_tile(mC, shape, at)  # (tile_m, tile_n)
-        tile_out = TileOutput(gD, cD, out.sD, (m, n), mC, gC, out.mBias, out.alpha, out.beta)
-        self.epilogue.finish(tid, tiled_mma.get_slice(tid), acc, tile_out)
+        tile_out = TileOutput(gD, cD, out.sD, (m, n), gC, replace(out.operands, mC=mC))
+        self.results.finish(tid, tiled_mma.get_slice(tid), acc, tile_out)
 
 
 def opaque(x: Int32) -> Int32:

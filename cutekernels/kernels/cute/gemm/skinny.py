@@ -39,7 +39,7 @@ Source:
     projection.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -48,12 +48,13 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.gemm.multistage import columns_first, rows_first
-from cutekernels.kernels.cute.parts.epilogue import Activation
+from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands, FragmentCoordinates
 from cutekernels.kernels.cute.parts.load import OperandLoad, TileCopies
 from cutekernels.kernels.cute.parts.mma import WarpMma
 from cutekernels.kernels.cute.parts.norm import GammaCopies, TokenNorm
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SkinnySmem
+from cutekernels.kernels.cute.parts.tile_share import LastArrival, Others, Ticket, WarpSums, add_up, leave
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,15 @@ class Workspace:
     mTickets: cute.Tensor | None  # (tiles,), zero before and after
 
 
+NO_WORKSPACE = Workspace(None, None)
+
+
 @dataclass(frozen=True)
 class Output:
-    """Where results go, and what they are scaled by and added to."""
+    """Where results go, and what the epilogue makes them of."""
 
     mD: cute.Tensor  # (N, M, 1)
-    mC: cute.Tensor | None  # (N, M, 1)
-    mBias: cute.Tensor | None  # (N,)
-    alpha: Float32
-    beta: Float32
-    mRstd: cute.Tensor | None  # (M,)
+    operands: EpilogueOperands  # C (N, M), row factors (M,): rstd, where it is given
     eps: Float32 | None
 
 
@@ -98,7 +98,7 @@ class SkinnyGemm:
     warps_k: int
     split_k: int
     dependent: bool  # launched under programmatic dependent launch
-    activation: Activation
+    epilogue: Epilogue
     ctas_per_sm: int
     norm: TokenNorm | None = None  # of the tokens, in front
     ahead: int = 0  # k-tiles of W prefetched before pdl_wait
@@ -145,7 +145,7 @@ class SkinnyGemm:
         stream: cuda.CUstream,
     ):
         """For ``split_k = 1``."""
-        self.shared(mD, mX, mW, mC, mBias, alpha, beta, None, None, stream)
+        self.extended(mD, mX, mW, EpilogueOperands(mC, mBias, alpha, beta), stream)
 
     @cute.jit
     def shared(
@@ -162,10 +162,22 @@ class SkinnyGemm:
         stream: cuda.CUstream,
     ):
         """With a workspace, for ``split_k > 1``."""
-        mC = columns_first(mC) if const_expr(mC is not None) else None
-        mD, mW = columns_first(mD), columns_first(mW)
-        out = Output(mD, mC, mBias, alpha, beta, None, None)
-        self.start(out, mX, mW, Workspace(mPartials, mTickets), None, stream)
+        self.extended(mD, mX, mW, EpilogueOperands(mC, mBias, alpha, beta), stream, Workspace(mPartials, mTickets))
+
+    @cute.jit
+    def extended(
+        self,
+        mD: cute.Tensor,
+        mX: cute.Tensor,
+        mW: cute.Tensor,
+        operands: EpilogueOperands,
+        stream: cuda.CUstream,
+        workspace: Workspace = NO_WORKSPACE,
+    ):
+        """With the operands of any epilogue."""
+        if const_expr(operands.mC is not None):
+            operands = replace(operands, mC=columns_first(operands.mC)[None, None, 0])
+        self.start(Output(columns_first(mD), operands, None), mX, columns_first(mW), workspace, None, stream)
 
     @cute.jit
     def normed(
@@ -183,9 +195,9 @@ class SkinnyGemm:
     ):
         """With ``norm`` in front or ``gated`` behind; the workspace for ``split_k > 1``."""
         alpha = Float32(const_expr(1.0 if self.norm is None else 1.0 / self.norm.scale))
-        beta = Float32(0.0)
         mW = self.interleaved(mW) if const_expr(self.gated) else rows_first(mW)
-        out = Output(columns_first(mD), None, mBias, alpha, beta, mRstd, eps)
+        operands = EpilogueOperands(None, mBias, alpha, Float32(0.0), row_factors=mRstd)
+        out = Output(columns_first(mD), operands, eps)
         self.start(out, mX, mW, Workspace(mPartials, mTickets), mGamma, stream)
 
     @cute.jit
@@ -205,14 +217,11 @@ class SkinnyGemm:
             out.mD,
             rows_first(mX),
             mW,
-            out.mC,
-            out.mBias,
-            out.alpha,
-            out.beta,
+            replace(out.operands, row_factors=None),
             workspace.mPartials,
             workspace.mTickets,
             mGamma,
-            out.mRstd,
+            out.operands.row_factors,
             out.eps,
             tiled_mma,
         ).launch(
@@ -243,10 +252,7 @@ class SkinnyGemm:
         mD: cute.Tensor,
         mX: cute.Tensor,
         mW: cute.Tensor,
-        mC: cute.Tensor | None,
-        mBias: cute.Tensor | None,
-        alpha: Float32,
-        beta: Float32,
+        operands: EpilogueOperands,
         mPartials: cute.Tensor | None,
         mTickets: cute.Tensor | None,
         mGamma: cute.Tensor | None,
@@ -395,23 +401,13 @@ class SkinnyGemm:
 
         # -- the first group of warps adds the accumulators of all
         if const_expr(self.warps_k > 1):
-            left = cute.make_tensor(
-                cute.recast_ptr(storage, dtype=Float32),
-                cute.make_layout(
-                    (self.group, per_thread, self.warps_k - 1), stride=(1, self.group, self.group * per_thread)
-                ),
-            )  # (THREAD, ACCUMULATOR, GROUP)
-            if slice_k > 0:
-                for i in cutlass.range_constexpr(per_thread):
-                    left[lane, i, slice_k - 1] = acc[i]
-            # The first group waits until all others have left theirs.
-            cute.arch.sync_threads()
-            if slice_k == 0:
-                for s in cutlass.range_constexpr(self.warps_k - 1):
-                    for i in cutlass.range_constexpr(per_thread):
-                        acc[i] = acc[i] + left[lane, i, s]
+            WarpSums(self.group, self.warps_k).add_up(storage, lane, slice_k, acc)
 
-        out = Output(mD, mC, mBias, alpha, beta, mRstd, eps)
+        # rstd of each token: given, or, where squares are summed, left in shared memory before the tile's end.
+        row_factors = mRstd
+        if const_expr(self.squaring):
+            row_factors = sQ[None, 0]
+        out = Output(mD, replace(operands, row_factors=row_factors), eps)
         if const_expr(self.split_k == 1):
             # -- this CTA has the whole K
             if const_expr(self.squaring):
@@ -420,7 +416,7 @@ class SkinnyGemm:
                 # Wait until the threads above have left rstd for all.
                 cute.arch.sync_threads()
             if slice_k == 0:
-                self.finish(acc, thr_mma, index_n, index_m, out, sQ)
+                self.finish(acc, thr_mma, index_n, index_m, out)
         else:
             # -- the last CTA to arrive adds the accumulators of all splits
             _, tiles_m, _ = cute.arch.grid_dim()
@@ -434,40 +430,27 @@ class SkinnyGemm:
                 ),
             )  # (THREAD, ACCUMULATOR, SPLIT)
             # This CTA leaves the accumulators of its first group, and its sums of squares.
-            flag = cute.make_tensor(cute.recast_ptr(storage + smem.flag_at, dtype=Int32), cute.make_layout(1))
             if slice_k == 0:
-                for i in cutlass.range_constexpr(per_thread):
-                    partials[lane, i, split] = acc[i]
+                leave(acc, partials, lane, (split,))
             if const_expr(self.squaring):
                 gQ = cute.make_tensor(
                     of_tile + self.split_k * self.group * per_thread, cute.make_layout((tile_m, self.split_k))
                 )  # (M, SPLIT)
                 if tid < tile_m:
                     gQ[tid, split] = self.norm.total(sQ, tid)
-            # Each thread's partials are visible to the GPU before thread 0, behind the barrier, draws the ticket.
-            cute.arch.fence_acq_rel_gpu()
-            cute.arch.sync_threads()
-            if tid == 0:
-                flag[0] = cute.arch.atomic_add(mTickets.iterator + tile, Int32(1), sem="acq_rel", scope="gpu")
-            # All threads wait for the ticket.
-            cute.arch.sync_threads()
-            if flag[0] == self.split_k - 1:
-                # Last to arrive: all others' partials, released before their tickets, are visible from here on.
-                cute.arch.fence_acq_rel_gpu()
+            flag = cute.recast_ptr(storage + smem.flag_at, dtype=Int32)
+            ticket = Ticket(mTickets.iterator + tile, flag)
+            if LastArrival().draw(ticket, tid, Int32(0), self.split_k):
+                # Last to arrive: rstd comes from the squares of all splits.
                 if const_expr(self.squaring):
                     if tid < tile_m:
                         sQ[tid, 0] = cute.math.rsqrt(self.norm.total(gQ, tid) / k + eps)
                     # Wait until the threads above have left rstd for all.
                     cute.arch.sync_threads()
                 if slice_k == 0:
-                    # In the order of the splits, this CTA's own among them: the same bits every time.
-                    acc.fill(0.0)
-                    for s in cutlass.range_constexpr(self.split_k):
-                        for i in cutlass.range_constexpr(per_thread):
-                            acc[i] = acc[i] + partials[lane, i, s]
-                    self.finish(acc, thr_mma, index_n, index_m, out, sQ)
-                if tid == 0:
-                    mTickets[tile] = Int32(0)  # for the next launch
+                    # Their accumulators in the order of the splits, this CTA's own read back among them.
+                    add_up(acc, partials, lane, (0,), Others((), 1, self.split_k))
+                    self.finish(acc, thr_mma, index_n, index_m, out)
 
     @cute.jit
     def start_loads(self, loads: Loads, k_tile: Int32, stage: Int32):
@@ -487,49 +470,23 @@ class SkinnyGemm:
         index_n: Int32,
         index_m: Int32,
         out: Output,
-        sQ: cute.Tensor | None,  # (tile_m, warps): rstd in its first column
     ):
-        """Scales, adds, activates and stores the tile, element by element; those outside are masked here."""
-        mD, mC, mBias = out.mD, out.mC, out.mBias
+        """The epilogue; stores the tile, element by element. Those outside are masked here."""
+        mD = out.mD
         n, m = cute.size(mD, mode=[0]) * (2 if const_expr(self.gated) else 1), cute.size(mD, mode=[1])
         tile = (self.load_w.rows, self.load_x.rows)
         cD = cute.local_tile(cute.make_identity_tensor((n, m)), tile, (index_n, index_m))
         tCcD = thr_mma.partition_C(cD)  # ((2, 2), MMA_N, MMA_M)
-        x = out.alpha * acc.load()
-        if const_expr(self.norm is not None):
-            if const_expr(self.squaring):
-                x = x * self.norm.spread(tCcD, index_m * tile[1], Int32(tile[1]), sQ[None, 0]).load()
-            else:
-                x = x * self.norm.spread(tCcD, Int32(0), m, out.mRstd).load()
-        if const_expr(mC is not None):
-            rC = cute.make_rmem_tensor(tCcD.shape, Float32)
-            rC.fill(0.0)
-            for i in cutlass.range_constexpr(cute.size(tCcD)):
-                if cute.elem_less(tCcD[i], (n, m)):
-                    rC[i] = mC[tCcD[i][0], tCcD[i][1], 0].to(Float32)
-            x = x + out.beta * rC.load()
-        if const_expr(mBias is not None):
-            rBias = cute.make_rmem_tensor(tCcD.shape, Float32)
-            rBias.fill(0.0)
-            for i in cutlass.range_constexpr(cute.size(tCcD)):
-                if tCcD[i][0] < n:
-                    rBias[i] = mBias[tCcD[i][0]].to(Float32)
-            x = x + rBias.load()
-        if const_expr(self.gated):
-            # Rows r and r + 8 of an MMA's 16 are the gate and up of one output.
-            rY = cute.make_rmem_tensor(tCcD.shape, Float32)
-            rY.store(x)
-            gate, up = rY[(None, 0), None, None], rY[(None, 1), None, None]  # (2, MMA_N, MMA_M)
-            tCcG = tCcD[(None, 0), None, None]
-            rG = cute.make_rmem_tensor(gate.shape, mD.element_type)
-            rG.store((self.activation.apply(gate.load()) * up.load()).to(mD.element_type))
-            # Row r of gate and of up is row r // 16 * 8 + r % 8 of out.
-            for i in cutlass.range_constexpr(cute.size(tCcG)):
-                if cute.elem_less(tCcG[i], (n, m)):
-                    mD[tCcG[i][0] // 16 * 8 + tCcG[i][0] % 8, tCcG[i][1], 0] = rG[i]
-        else:
-            rD = cute.make_rmem_tensor(tCcD.shape, mD.element_type)
-            rD.store(self.activation.apply(x).to(mD.element_type))
-            for i in cutlass.range_constexpr(cute.size(tCcD)):
-                if cute.elem_less(tCcD[i], (n, m)):
-                    mD[tCcD[i][0], tCcD[i][1], 0] = rD[i]
+        origin = (index_n * tile[0], index_m * tile[1])
+        # Rows r and r + 8 of an MMA's 16 are the gate and up of one output.
+        coordinates = FragmentCoordinates(tCcD, (n, m), 0, origin, gated=self.gated)
+        x = self.epilogue.apply(acc.load(), coordinates, out.operands)
+        cOut = tCcD[(None, 0), None, None] if const_expr(self.gated) else tCcD
+        rD = cute.make_rmem_tensor(cOut.shape, mD.element_type)
+        rD.store(x.to(mD.element_type))
+        for i in cutlass.range_constexpr(cute.size(cOut)):
+            row, token = cOut[i]
+            if cute.elem_less(cOut[i], (n, m)):
+                if const_expr(self.gated):
+                    row = row // 16 * 8 + row % 8  # of gates and up alike
+                mD[row, token, 0] = rD[i]

@@ -51,17 +51,17 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp
 from cutlass.memory import SmemAllocator
-from cutlass.utils import hopper_helpers
 
-from cutekernels.kernels.cute.parts.epilogue import Activation
+from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands
 from cutekernels.kernels.cute.parts.norm import RowNorm
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.results import Place, ResultOperands, ResultTile, TileResults
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, SpecializedSmem
 from cutekernels.kernels.cute.parts.statistics import StageSquares
+from cutekernels.kernels.cute.parts.warp_groups import wgmma
 
 GROUP = SpecializedSmem.GROUP_THREADS  # a warp group
 SQUARING_WARPS = SpecializedSmem.SQUARING_WARPS
@@ -120,7 +120,7 @@ class SpecializedGemm:
     stages: int
     split: int
     dependent: bool  # launched under programmatic dependent launch
-    activation: Activation
+    epilogue: Epilogue
     out_align: int
     ctas_per_sm: int
     alone: bool  # on its SM, whatever would fit
@@ -181,7 +181,7 @@ class SpecializedGemm:
 
     @property
     def results(self) -> TileResults:
-        return TileResults(self.smem, self.head, self.activation, self.out_align)
+        return TileResults(self.smem, self.head, self.epilogue, self.out_align)
 
     def stages_of(self, rows: int, taken: int = 0) -> cute.Layout:
         """The stages of an operand of ``rows``, ``(rows, tile_k, STAGE)``, without the swizzle; ``taken`` of the rows,
@@ -210,8 +210,15 @@ class SpecializedGemm:
         beta: Float32,
         stream: cuda.CUstream,
     ):
+        self.extended(mD, mX, mW, EpilogueOperands(mC, mBias, alpha, beta), stream)
+
+    @cute.jit
+    def extended(
+        self, mD: cute.Tensor, mX: cute.Tensor, mW: cute.Tensor, operands: EpilogueOperands, stream: cuda.CUstream
+    ):
+        """With the operands of any epilogue."""
         mW = cute.make_tensor(mW.iterator, cute.select(mW.layout, mode=[1, 0]))  # (N, K)
-        self.start(ResultOperands(mD, mC, mBias, None, alpha, beta, None, None), mX, mW, None, stream)
+        self.start(ResultOperands(mD, operands, None, None, None), mX, mW, None, stream)
 
     @cute.jit
     def normed(
@@ -226,7 +233,8 @@ class SpecializedGemm:
         stream: cuda.CUstream,
     ):
         """With ``norm`` in front of X."""
-        operands = ResultOperands(mD, None, mBias, mRstd, Float32(1.0), Float32(0.0), None, eps)
+        epilogue = EpilogueOperands(None, mBias, Float32(1.0), Float32(0.0))
+        operands = ResultOperands(mD, epilogue, mRstd, None, eps)
         self.start(operands, mX, mW, mGamma, stream)
 
     @cute.jit
@@ -245,16 +253,8 @@ class SpecializedGemm:
         tma_w, tW = self.boxed(op, mW, self.tile_n, self.tile_n)
         head = self.boxed(op, mX, self.rows, self.head)
         tail = self.boxed(op, mX, self.rows, self.rows - self.head)
-        tiled_mma = hopper_helpers.make_trivial_tiled_mma(
-            dtype,
-            dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            Float32,
-            (self.groups, 1, 1),
-            (ROWS, self.tile_n),
-            warpgroup.OperandSource.SMEM if const_expr(self.norm is None) else warpgroup.OperandSource.RMEM,
-        )
+        source = warpgroup.OperandSource.SMEM if const_expr(self.norm is None) else warpgroup.OperandSource.RMEM
+        tiled_mma = wgmma(dtype, self.tile_n, groups=self.groups, source=source)
         gamma = (None, None)
         if const_expr(self.weighted):
             gamma = cpasync.make_tiled_tma_atom(op, mGamma, cute.make_layout(self.tile_k), (self.tile_k,))
@@ -263,10 +263,7 @@ class SpecializedGemm:
         self.kernel(
             operands.mD,
             tW,
-            operands.mC,
-            operands.mBias,
-            operands.alpha,
-            operands.beta,
+            operands.epilogue,
             tma_w,
             *head,
             *tail,
@@ -298,10 +295,7 @@ class SpecializedGemm:
         self,
         mD: cute.Tensor,
         tW: cute.Tensor,  # (N, K), coordinates
-        mC: cute.Tensor | None,
-        mBias: cute.Tensor | None,
-        alpha: Float32,
-        beta: Float32,
+        epilogue: EpilogueOperands,
         tma_w: cute.CopyAtom,
         tma_head: cute.CopyAtom,
         tHead: cute.Tensor,  # (M, K), coordinates
@@ -313,7 +307,7 @@ class SpecializedGemm:
         mRstd: cute.Tensor | None,
         eps: Float32 | None,
     ):
-        operands = ResultOperands(mD, mC, mBias, mRstd, alpha, beta, cute.size(tW, mode=[1]), eps)
+        operands = ResultOperands(mD, epilogue, mRstd, cute.size(tW, mode=[1]), eps)
         split, tile_m, tile_n = cute.arch.block_idx()
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
         tid, _, _ = cute.arch.thread_idx()

@@ -55,12 +55,11 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.parts.boxes import BoxBuffers, BoxOperands, Corner, ResultBoxes
+from cutekernels.kernels.cute.parts.epilogue import EpilogueOperands
 from cutekernels.kernels.cute.parts.pipeline import Position, StagePipeline
 from cutekernels.kernels.cute.parts.schedule import Raster
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, SWIZZLED, SWIZZLED_ROWS, WarpgroupSmem
-
-GROUP = 128  # threads of a warp group
-ROWS = 64  # that it multiplies at once
+from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, WarpGroupBody, wgmma
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ class Consumer:
 
 
 @dataclass(frozen=True)
-class WarpgroupGemm:
+class WarpgroupGemm(WarpGroupBody):
     """The body. ``rows_k_major`` and ``columns_k_major`` say how the operands of tile rows and columns lie."""
 
     tile_m: int
@@ -174,15 +173,6 @@ class WarpgroupGemm:
         return 2 if self.pingpong else self.sharing
 
     @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a producer's thread and of a consumer's."""
-        return {1: (40, 232), 2: (40, 232), 3: (32, 160)}[self.groups]
-
-    @property
-    def threads(self) -> int:
-        return GROUP * (self.groups + 1)
-
-    @property
     def cluster(self) -> int:
         return self.cluster_m * self.cluster_n
 
@@ -196,7 +186,7 @@ class WarpgroupGemm:
 
     @property
     def smem(self) -> WarpgroupSmem:
-        boxes, biased = self.results.boxes, self.results.bias != "none"
+        boxes, biased = self.results.boxes, self.results.biased
         return WarpgroupSmem(self.tile_m, self.tile_n, self.tile_k, self.stages, self.groups, boxes, biased)
 
     @property
@@ -216,15 +206,8 @@ class WarpgroupGemm:
     def mma(self, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
         """The product of a tile by the groups that share it."""
         k_major, other = OperandMajorMode.K, OperandMajorMode.MN
-        return hopper_helpers.make_trivial_tiled_mma(
-            dtype,
-            dtype,
-            k_major if self.rows_k_major else other,
-            k_major if self.columns_k_major else other,
-            self.accumulate,
-            (self.sharing, 1, 1),
-            (ROWS, self.tile_n),
-        )
+        majors = (k_major if self.rows_k_major else other, k_major if self.columns_k_major else other)
+        return wgmma(dtype, self.tile_n, majors, self.sharing, self.accumulate)
 
     def halves(self, side: Side) -> cute.Layout:
         """A gated side's stages as gates, then what they multiply: ``(rows / 2, K, 2 * STAGE)``, without the swizzle.
@@ -253,6 +236,14 @@ class WarpgroupGemm:
         beta: Float32,
         stream: cuda.CUstream,
     ):
+        self.extended(mD, mA, mB, EpilogueOperands(mC, mBias, alpha, beta), stream)
+
+    @cute.jit
+    def extended(
+        self, mD: cute.Tensor, mA: cute.Tensor, mB: cute.Tensor, operands: EpilogueOperands, stream: cuda.CUstream
+    ):
+        """With the operands of any epilogue."""
+        mC = operands.mC
         dtype = mA.element_type
         rows_contiguous = const_expr(self.results.rows_contiguous)
         # Tile rows R and tile columns S: A and B, or, swapped, B and A.
@@ -284,7 +275,7 @@ class WarpgroupGemm:
             tR,
             tma_s,
             tS,
-            BoxOperands(tma_d, tD, tma_c, tC, mBias, alpha, beta),
+            BoxOperands(tma_d, tD, tma_c, tC, operands.mBias, operands.alpha, operands.beta, own=operands.own),
             tiled_mma,
             layout_r,
             layout_s,
@@ -346,11 +337,9 @@ class WarpgroupGemm:
         layout_s: cute.ComposedLayout,
         tiles: tuple[Int32, Int32, Int32],  # of clusters: along M, along N, layers
     ):
-        tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        group = cute.arch.make_warp_uniform(tid // GROUP)
-        warp = cute.arch.make_warp_uniform(tid // 32)
+        tid, group, warp = self.role()
         producer = const_expr(self.groups)  # the warp group that loads
         # -- setup
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
@@ -419,18 +408,8 @@ class WarpgroupGemm:
     @cute.jit
     def set_up(self, warp: Int32, tmas: tuple[cute.CopyAtom, cute.CopyAtom, cute.CopyAtom], shared: Shared):
         """Initializes the mbarriers, makes them visible to the cluster, then waits for the previous kernel (PDL)."""
-        if warp == 4 * self.groups:
-            cpasync.prefetch_descriptor(tmas[0])
-            cpasync.prefetch_descriptor(tmas[1])
-            cpasync.prefetch_descriptor(tmas[2])
-            with cute.arch.elect_one():
-                self.pipeline.init(shared.full, shared.empty)
-                # One arrival each: c_full of all boxes, then order of all groups.
-                for i in cutlass.range_constexpr(self.groups * (self.smem.boxes + 1)):
-                    cute.arch.mbarrier_init(shared.c_full + i, 1)
-            # Initialized barriers become visible to the cluster and to the TMA, ...
-            cute.arch.mbarrier_init_fence()
-        # ... and nobody touches them before: neither this CTA's threads nor the other CTA's multicasts.
+        self.initialize(warp, tmas, lambda: self.init_barriers(shared))
+        # Nobody touches barriers before they are initialized: neither this CTA's threads nor the other's multicasts.
         if const_expr(self.cluster > 1):
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
@@ -439,6 +418,14 @@ class WarpgroupGemm:
         if const_expr(self.dependent):
             # PDL: all threads wait until the previous kernel has ended and its writes are visible.
             cute.arch.griddepcontrol_wait()
+
+    @cute.jit
+    def init_barriers(self, shared: Shared):
+        """One thread's work."""
+        self.pipeline.init(shared.full, shared.empty)
+        # One arrival each: c_full of all boxes, then order of all groups.
+        for i in cutlass.range_constexpr(self.groups * (self.smem.boxes + 1)):
+            cute.arch.mbarrier_init(shared.c_full + i, 1)
 
     @cute.jit
     def place(self, walk: Walk, index: Int32) -> Corner:

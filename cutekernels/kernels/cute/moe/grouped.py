@@ -28,6 +28,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from cutekernels.kernels.cute.gemm.multistage import MultistageGemm, Operands, Output
+from cutekernels.kernels.cute.parts.epilogue import EpilogueOperands
 from cutekernels.kernels.cute.parts.schedule import Tile
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
 
@@ -61,20 +62,20 @@ class GroupedGemm:
         mBias: cute.Tensor | None,  # (G, N)
         stream: cuda.CUstream,
     ):
-        epilogue = self.product.epilogue
+        results = self.product.results
         groups = mEnds.shape[0] - 1
         if const_expr(self.along == "k"):
             # Both operands lie along their rows: (K, M) and (K, N), seen as (M, K) and (N, K).
             mA, mB = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 0])) for t in (mA, mB)]
-        tiles_n = cute.ceil_div(mD.shape[cute.rank(mD) - 1], epilogue.tile_n)
+        tiles_n = cute.ceil_div(mD.shape[cute.rank(mD) - 1], results.tile_n)
         # Along M, as many tiles as there can be at most, whatever the ends; along K, every group's matrix.
         if const_expr(self.along == "m"):
-            blocks = slots(mA.shape[0], groups, epilogue.tile_m) * tiles_n
+            blocks = slots(mA.shape[0], groups, results.tile_m) * tiles_n
         else:
-            blocks = cute.ceil_div(mA.shape[0], epilogue.tile_m) * tiles_n * groups
+            blocks = cute.ceil_div(mA.shape[0], results.tile_m) * tiles_n * groups
         self.kernel(mD, mA, mB, mEnds, mBias, self.product.mma.tiled_mma(mA.element_type)).launch(
             grid=[blocks, 1, 1],
-            block=[epilogue.threads, 1, 1],
+            block=[results.threads, 1, 1],
             min_blocks_per_mp=self.product.ctas_per_sm,
             preferred_smem_carveout=100,  # percent; without it the DSL needs the driver, which may be absent
             stream=stream,
@@ -93,12 +94,12 @@ class GroupedGemm:
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         body = self.product
-        tile_m, tile_n = body.epilogue.tile_m, body.epilogue.tile_n
+        tile_m, tile_n = body.results.tile_m, body.results.tile_n
         dtype = mA.element_type
 
         # -- setup: shared memory and accumulators; the output tile takes the place of the buffers
         layout_a, layout_b = body.load_a.smem_layout(dtype), body.load_b.smem_layout(dtype)
-        layout_d = body.epilogue.smem_layout(dtype)
+        layout_d = body.results.smem_layout(dtype)
         a_elements, b_elements = cute.cosize(layout_a), cute.cosize(layout_b)
         elements = max(a_elements + b_elements, cute.cosize(layout_d))
         storage = SmemAllocator().allocate_array(dtype, elements, byte_alignment=ALIGNMENT)
@@ -123,7 +124,7 @@ class GroupedGemm:
             if const_expr(mBias is not None):
                 bias = mBias[expert, None]
             operands = Operands(vA, vB, sA, sB)
-            out = Output(vD, sD, None, bias, Float32(1.0), Float32(0.0))
+            out = Output(vD, sD, EpilogueOperands(mBias=bias, alpha=Float32(1.0)))
             tile = Tile(own.tile, column, Int32(0))
             # A surplus CTA has no rows and returns. Rows before the first group or behind the last get zeros.
             if own.tile * tile_m < own.extent:
@@ -143,7 +144,7 @@ class GroupedGemm:
             tile = Tile(own_tile.m, own_tile.n, Int32(0))
             body.fill(tid, operands, tile)
             body.multiply(tid, operands, tile, tiled_mma, acc)
-            out = Output(layer(mD, own_tile.layer), sD, None, None, Float32(1.0), Float32(0.0))
+            out = Output(layer(mD, own_tile.layer), sD, EpilogueOperands(alpha=Float32(1.0)))
             body.store(tid, tile, tiled_mma, acc, out)
 
     @cute.jit
@@ -195,9 +196,9 @@ class GroupedGemm:
     @cute.jit
     def blank(self, tid: Int32, vD: cute.Tensor, tile: Tile):
         """Zeros for a tile of rows that belong to no group."""
-        tile_m, tile_n = self.product.epilogue.tile_m, self.product.epilogue.tile_n
+        tile_m, tile_n = self.product.results.tile_m, self.product.results.tile_n
         m, n = cute.size(vD, mode=[0]), cute.size(vD, mode=[1])
-        for i in cutlass.range(tid, tile_m * tile_n, self.product.epilogue.threads, unroll=1):
+        for i in cutlass.range(tid, tile_m * tile_n, self.product.results.threads, unroll=1):
             row, column = tile.m * tile_m + i // tile_n, tile.n * tile_n + i % tile_n
             if row < m and column < n:
                 vD[row, column, 0] = vD.element_type(0.0)

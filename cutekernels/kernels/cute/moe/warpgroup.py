@@ -36,7 +36,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from cutekernels.kernels.cute.gemm.warpgroup import GROUP, Operand, Shared, Side, WarpgroupGemm
+from cutekernels.kernels.cute.gemm.warpgroup import Operand, Shared, Side, WarpgroupGemm
 from cutekernels.kernels.cute.parts.boxes import BoxOperands, Corner
 from cutekernels.kernels.cute.parts.pipeline import Position
 from cutekernels.kernels.cute.parts.schedule import RingTile, TileRing
@@ -150,10 +150,8 @@ class GroupedWarpgroup:
         tiles_o: Int32,
     ):
         body = self.product
-        tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        group = cute.arch.make_warp_uniform(tid // GROUP)
-        warp = cute.arch.make_warp_uniform(tid // 32)
+        tid, group, warp = body.role()
         producer = const_expr(body.groups)  # the warp group that loads
 
         # -- setup

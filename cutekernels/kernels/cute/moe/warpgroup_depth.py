@@ -27,12 +27,13 @@ from cutlass import Float32, Int16, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from cutekernels.kernels.cute.gemm.warpgroup import GROUP, Consumer, Operand, Shared, Walk, WarpgroupGemm
+from cutekernels.kernels.cute.gemm.warpgroup import Consumer, Operand, Shared, Walk, WarpgroupGemm
 from cutekernels.kernels.cute.parts.boxes import FIRST_BARRIER, BoxOperands
 from cutekernels.kernels.cute.parts.fragments import swizzled
 from cutekernels.kernels.cute.parts.heads import WIDEST, shared_vector
 from cutekernels.kernels.cute.parts.pipeline import Position
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT
+from cutekernels.kernels.cute.parts.warp_groups import GROUP
 
 STEP = 16  # rows of both operands that an MMA multiplies
 
@@ -102,11 +103,9 @@ class GroupedDepth:
         tiles: tuple[Int32, Int32, Int32],  # of clusters: along M, along N, groups
     ):
         body = self.product
-        tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        group = cute.arch.make_warp_uniform(tid // GROUP)
-        warp = cute.arch.make_warp_uniform(tid // 32)
+        tid, group, warp = body.role()
         producer = const_expr(body.groups)  # the warp group that loads
         storage = SmemAllocator().allocate(body.smem.total_bytes, byte_alignment=ALIGNMENT)
         shared = body.allocate(storage, layout_r, layout_s)

@@ -15,7 +15,8 @@ stores and starts the load of the box that comes ``boxes`` later.
 Ends: TMA stores clip at the ends of out. Rows that belong to another group are not stored by TMA (``GroupBoxes``).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -23,8 +24,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, StMatrix8x8x16bOp
 
-from cutekernels.kernels.cute.parts.epilogue import Activation, silu_mul
-from cutekernels.kernels.cute.parts.ptx import instruction
+from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands, is_shared
+from cutekernels.kernels.cute.parts.ptx import instruction, pin
 from cutekernels.kernels.cute.parts.smem import WarpgroupSmem
 
 BOX = WarpgroupSmem.BOX
@@ -41,12 +42,6 @@ def as_fp32(acc: cute.Tensor, i: cutlass.Constexpr[int]) -> Float32:
     text = "{ .reg .b16 h<2>; mov.b32 {h0, h1}, $1; cvt.f32.f16 $0, h" + str(i % 2) + "; }"
     word = cute.recast_tensor(acc, Int32)[i // 2]
     return Float32(instruction(text, "=f,r", word, result=Float32.mlir_type))
-
-
-@cute.jit
-def pin(x: Float32) -> Float32:
-    """``x``, held in its place among instructions with effects."""
-    return Float32(instruction("mov.f32 $0, $1;", "=f,f", x, result=Float32.mlir_type))
 
 
 @dataclass(frozen=True)
@@ -83,19 +78,79 @@ class BoxOperands:
     beta: Float32
     mOut: cute.Tensor | None = None  # (T, N), of rows in groups
     end: Int32 | None = None  # of the tile's group of rows
+    own: Any = None  # of a further epilogue
+
+
+@dataclass(frozen=True)
+class BoxCoordinates:
+    """Of a thread's results of a box: (2, 2, N / 8)."""
+
+    boxes: "ResultBoxes"
+    buffers: BoxBuffers
+    tD: cute.Tensor  # coordinates of out
+    corner: Corner  # of the group's rows in out
+    offset: tuple[int, int]  # of the box from there: rows, columns
+    rC: cute.Tensor  # the box of C
+
+    @property
+    def gated(self) -> bool:
+        return self.boxes.gate != "none"
+
+    @cute.jit
+    def columns(self, vector: cute.Tensor) -> cute.TensorSSA:
+        return self.along(self.boxes.out_columns, vector)
+
+    @cute.jit
+    def rows(self, vector: cute.Tensor) -> cute.TensorSSA:
+        return self.along(1 - self.boxes.out_columns, vector)
+
+    @cute.jit
+    def along(self, mode: cutlass.Constexpr[int], vector: cute.Tensor) -> cute.TensorSSA:
+        """Values by row (mode 0) or column, each loaded once: of the tile from shared memory, or of all of out."""
+        blocks = const_expr(self.boxes.blocks)
+        lane, warp = self.buffers.thread % 32, self.buffers.thread // 32
+        found = cute.make_rmem_tensor((2, blocks if mode == 1 else 1), Float32)
+        if const_expr(not is_shared(vector)):
+            found.fill(0.0)
+        for j in cutlass.range_constexpr(found.shape[1]):
+            for v in cutlass.range_constexpr(2):
+                if const_expr(mode == 1):
+                    at = self.offset[1] + 8 * j + 2 * (lane % 4) + v
+                else:
+                    at = self.offset[0] + warp * 16 + v * 8 + lane // 4
+                if const_expr(is_shared(vector)):
+                    first = Int32(0) if const_expr(mode == 1) else self.buffers.first_row
+                    found[v, j] = vector[first + at].to(Float32)
+                else:
+                    place = at + (self.corner.column if const_expr(mode == 1) else self.corner.row)
+                    if place < cute.size(self.tD, mode=[mode]):
+                        found[v, j] = vector[place].to(Float32)
+        stride = (1, 0, 2) if mode == 1 else (0, 1, 0)
+        return cute.make_tensor(found.iterator, cute.make_layout((2, 2, blocks), stride=stride)).load()
+
+    @cute.jit
+    def elements(self, tC: cute.Tensor) -> cute.TensorSSA:
+        """The box of C, which the caller has read from shared memory."""
+        return self.rC.load().to(Float32)
+
+    @cute.jit
+    def halves(self, x: cute.TensorSSA) -> tuple[cute.TensorSSA, cute.TensorSSA]:
+        rX = cute.make_rmem_tensor(x.shape, Float32)
+        rX.store(x)
+        return rX[None, None, None, 0].load(), rX[None, None, None, 1].load()
 
 
 @dataclass(frozen=True)
 class ResultBoxes:
-    """``out = activation(alpha * acc + beta * c + bias)`` for one group's rows of a tile, ``boxes`` buffers.
+    """``epilogue`` of one group's rows of a tile, then their way through ``boxes`` buffers.
 
     A group has ``count`` boxes of a tile: ``panels`` of 64 rows, ``pitch`` apart, by ``columns``. Where 64 does not
     divide ``columns``, the last box begins early and writes some results twice; never with C, which out may be.
     Fewer columns than 64 are one narrow box.
     ``rows_contiguous``: out's rows are its contiguous extent, so boxes are transposed on their way (stmatrix.trans).
-    ``bias`` runs along ``"n"`` or ``"m"``, or is ``"none"``.
-    ``gate`` likewise: along it a tile has gates, then as many that they multiply, and out is ``silu(gate) * up``
-    instead; ``columns`` and ``panels`` are out's.
+    ``out_columns``: the mode of the tile that runs along out's columns, 0 where it is transposed.
+    ``gate``: along ``"n"`` or ``"m"`` a tile has gates, then as many that they multiply; ``columns`` and ``panels`` are
+    out's, and neither alpha, C nor bias apply.
     """
 
     dtype: type[cutlass.Numeric]
@@ -105,8 +160,9 @@ class ResultBoxes:
     boxes: int
     rows_contiguous: bool
     source: bool
-    bias: str
-    activation: Activation
+    biased: bool
+    out_columns: int
+    epilogue: Epilogue
     gate: str = "none"
 
     @property
@@ -128,6 +184,11 @@ class ResultBoxes:
     def blocks(self) -> int:
         """Blocks of 8 columns in a box."""
         return self.shape[1] // 8
+
+    @property
+    def values_shape(self) -> tuple[int, ...]:
+        """A thread's accumulators of a box: gates, then what they multiply, or results."""
+        return (2, 2, self.blocks) if self.gate == "none" else (2, 2, self.blocks, 2)
 
     @property
     def across(self) -> int:
@@ -187,11 +248,10 @@ class ResultBoxes:
                 pairs = self.copies(operands.tma_c, operands.tC, buffers, corner)
                 for box in cutlass.range_constexpr(min(self.boxes, self.count)):
                     self.load_c(buffers, operands, pairs, box, boxes_used)
-        if const_expr(self.bias != "none"):
+        if const_expr(self.biased):
             # Nobody reads the bias of the tile before: all threads have passed the last box's barrier.
-            along = const_expr(1 if self.bias == "n" else 0)
-            extent = cute.size(operands.tD, mode=[along])
-            start = tile.column if const_expr(self.bias == "n") else tile.row
+            extent = cute.size(operands.tD, mode=[self.out_columns])
+            start = tile.column if const_expr(self.out_columns == 1) else tile.row
             for i in cutlass.range_constexpr(2):
                 at = start + i * 128 + buffers.thread
                 value = Float32(0.0)
@@ -236,7 +296,13 @@ class ResultBoxes:
         if const_expr(self.source):
             sources = self.copies(operands.tma_c, operands.tC, buffers, corner)
         plain = cute.recast_ptr(buffers.boxes, dtype=self.dtype)
-        values = cute.make_rmem_tensor((2, 2, self.blocks), Float32)
+        values = cute.make_rmem_tensor(self.values_shape, Float32)
+        of_boxes = EpilogueOperands(own=operands.own)
+        if const_expr(self.gate == "none"):
+            of_boxes = replace(of_boxes, mC=operands.tC, alpha=operands.alpha, beta=operands.beta)
+        if const_expr(self.biased):
+            sBias = cute.make_tensor(buffers.bias, cute.make_layout(WarpgroupSmem.BIASES))  # of the tile
+            of_boxes = replace(of_boxes, mBias=sBias)
         rC = cute.make_rmem_tensor((2, 2, self.blocks), self.dtype)
         rD = cute.make_rmem_tensor((2, 2, self.blocks), self.dtype)
         for box in cutlass.range_constexpr(self.count):
@@ -265,15 +331,11 @@ class ResultBoxes:
                 # ... and the other three wait for the first. Biases of all threads are in shared memory, too.
                 cute.arch.barrier(barrier_id=FIRST_BARRIER + buffers.group, number_of_threads=128)
             self.read_accumulators(acc, values, panel, column)
-            x = values.load() if const_expr(self.gate != "none") else operands.alpha * values.load()
-            if const_expr(self.source):
-                x = x + operands.beta * rC.load().to(Float32)
-            if const_expr(self.bias != "none"):
-                if const_expr(self.source and box == 0):
-                    # Biases of all threads are in shared memory; without C the barrier above says so.
-                    cute.arch.barrier(barrier_id=FIRST_BARRIER + buffers.group, number_of_threads=128)
-                x = x + self.bias_of(lane, warp, buffers, buffers.first_row + down, column).load()
-            rD.store(self.activation.apply(x).to(self.dtype))
+            coordinates = BoxCoordinates(self, buffers, operands.tD, corner, (down, column), rC)
+            if const_expr(self.biased and self.source and box == 0):
+                # Biases of all threads are in shared memory; without C the barrier above says so.
+                cute.arch.barrier(barrier_id=FIRST_BARRIER + buffers.group, number_of_threads=128)
+            rD.store(self.epilogue.apply(values.load(), coordinates, of_boxes).to(self.dtype))
             for i in cutlass.range_constexpr(self.blocks // 2):
                 cute.copy(store, cute.make_tensor(rD.iterator + 8 * i, cute.make_layout(8)), pieces[i])
             # The TMA sees what this thread has written, ...
@@ -292,18 +354,17 @@ class ResultBoxes:
     def read_accumulators(
         self, acc: cute.Tensor, values: cute.Tensor, panel: cutlass.Constexpr[int], column: cutlass.Constexpr[int]
     ):
-        """A thread's accumulators of a box, or gated results: ``values`` (2, 2, N / 8)."""
+        """A thread's accumulators of a box: ``values`` (2, 2, N / 8), or gates and what they multiply (.., 2)."""
         for j in cutlass.range_constexpr(self.blocks):
             for v in cutlass.range_constexpr(4):
                 at = const_expr(panel * self.panel_accumulators + column // 2 + 4 * j + v)
-                x = as_fp32(acc, at)
-                if const_expr(self.gate != "none"):
-                    x = silu_mul(x, as_fp32(acc, at + self.gate_distance))
-                elif const_expr(self.columns < BOX):
-                    # With so few accumulators LLVM hoists the rounding above the wait for the products, and ptxas then
-                    # serializes the wgmmas.
-                    x = pin(x)
-                values[v % 2, v // 2, j] = x
+                for half in cutlass.range_constexpr(2 if self.gate != "none" else 1):
+                    x = as_fp32(acc, const_expr(at + half * self.gate_distance))
+                    if const_expr(self.gate == "none" and self.columns < BOX):
+                        # With so few accumulators LLVM hoists the rounding above the wait for the products, and ptxas
+                        # then serializes the wgmmas.
+                        x = pin(x)
+                    values[v + 4 * j + 4 * self.blocks * half] = x
 
     @cute.jit
     def store_box(
@@ -319,24 +380,6 @@ class ResultBoxes:
         if buffers.thread < 32:
             shared, there = pairs[box]
             cute.copy(operands.tma_d, shared[None, buffer], there)
-
-    @cute.jit
-    def bias_of(
-        self, lane: Int32, warp: Int32, buffers: BoxBuffers, down: Int32, column: cutlass.Constexpr[int]
-    ) -> cute.Tensor:
-        """The bias of a thread's results in a box that begins ``down`` rows and ``column`` columns into the tile:
-        ``(2, 2, N / 8)``, broadcast.
-        """
-        if const_expr(self.bias == "n"):
-            biases = cute.make_rmem_tensor((2, self.blocks), Float32)
-            for j in cutlass.range_constexpr(self.blocks):
-                for v in cutlass.range_constexpr(2):
-                    biases[v, j] = buffers.bias[column + 8 * j + 2 * (lane % 4) + v]
-            return cute.make_tensor(biases.iterator, cute.make_layout((2, 2, self.blocks), stride=(1, 0, 2)))
-        biases = cute.make_rmem_tensor(2, Float32)
-        for v in cutlass.range_constexpr(2):
-            biases[v] = buffers.bias[down + warp * 16 + v * 8 + lane // 4]
-        return cute.make_tensor(biases.iterator, cute.make_layout((2, 2, self.blocks), stride=(0, 1, 0)))
 
     @cute.jit
     def drain(self, thread: Int32):

@@ -17,9 +17,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cutekernels.kernels.cute.parts.attention_smem import WarpgroupAttentionSmem
-from cutekernels.kernels.cute.parts.groups import THREADS, ConsumerThread
+from cutekernels.kernels.cute.parts.groups import ConsumerThread
 from cutekernels.kernels.cute.parts.mask import Blocks
 from cutekernels.kernels.cute.parts.softmax import LN_2, NO_REFERENCE, RowStates, quad_sum
+from cutekernels.kernels.cute.parts.warp_groups import GROUP
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class ClusterReduction:
     @cute.jit
     def inbox(self, own: ConsumerThread, source: Int32, vector: int) -> cute.Pointer:
         """Four numbers of a thread from CTA ``source``: statistics (``vector`` 0), or accumulators of one block."""
-        at = ((own.group * self.ctas + source) * (1 + self.vectors) + vector) * THREADS + own.thread
+        at = ((own.group * self.ctas + source) * (1 + self.vectors) + vector) * GROUP + own.thread
         return cute.recast_ptr(own.storage + self.smem.inbox_at, dtype=Float32).align(16) + 4 * at
 
     @cute.jit
@@ -114,7 +115,7 @@ class ClusterReduction:
         full = cute.recast_ptr(own.storage + self.smem.inbox_barriers_at, dtype=Int64)
         if own.thread == 0:
             # The one arrival on this group's barrier: the bytes that its threads in all CTAs send here.
-            bytes_ = const_expr(16 * THREADS * self.ctas * (1 + self.vectors))
+            bytes_ = const_expr(16 * GROUP * self.ctas * (1 + self.vectors))
             cute.arch.mbarrier_arrive_and_expect_tx(full + own.group, bytes_)
         self.send(own, rank, acc, states, full)
         # The group waits for the parts of all CTAs.

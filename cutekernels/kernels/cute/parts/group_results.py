@@ -8,11 +8,12 @@ from cutlass import Boolean, Int32, Int64, const_expr
 
 from cutekernels.kernels.cute.parts.attention_smem import WarpgroupAttentionSmem
 from cutekernels.kernels.cute.parts.cluster_reduction import ClusterReduction, ResultRows
-from cutekernels.kernels.cute.parts.groups import ROWS, THREADS, ConsumerThread, as_warps, round_to, store_rows
+from cutekernels.kernels.cute.parts.groups import ConsumerThread, as_warps, round_to, store_rows
 from cutekernels.kernels.cute.parts.heads import HeadRows
 from cutekernels.kernels.cute.parts.pipeline import StagePipeline
 from cutekernels.kernels.cute.parts.sequences import Sequences
 from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax, RowStates, by_rows
+from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,13 @@ class GroupResults:
             barrier = self.first_barrier + own.group
             if const_expr(not self.smem.separate_output):
                 # The group's threads wait for one another: all have read Q, whose bytes results replace.
-                cute.arch.barrier(barrier_id=barrier, number_of_threads=THREADS)
+                cute.arch.barrier(barrier_id=barrier, number_of_threads=GROUP)
             buffer = own.storage + (self.smem.results_at + own.group * self.smem.group_bytes)
             store_rows(own.thread, rO, buffer.toint().to(Int32), self.rows.padded)
             # Orders these writes before those of TMA, which loads the next tile's queries into the same bytes.
             cute.arch.fence_proxy("async.shared", space="cta")
             # The group waits until all its results are in shared memory; then whole rows leave, 16 bytes a thread.
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=THREADS)
+            cute.arch.barrier(barrier_id=barrier, number_of_threads=GROUP)
             out = self.sequences.head(mO, tile.batch, tile.begin_q, tile.head)
             self.rows.store(own.thread, out.rows, out.stride, tile.row, self.rows.address(own.thread, buffer), valid)
             if const_expr(mLse is not None):
@@ -92,7 +93,7 @@ class GroupResults:
                         if row < valid:
                             mLse[lse_at + row] = states.reference[r]
             # The group waits until results are read from shared memory, before the next tile's replace them,
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=THREADS)
+            cute.arch.barrier(barrier_id=barrier, number_of_threads=GROUP)
             if const_expr(not self.smem.separate_output):
                 # or before the producer, which waits for this arrival, loads the next tile's queries there.
                 self.queries.release(own.thread, empty_q, own.group, Boolean(True))

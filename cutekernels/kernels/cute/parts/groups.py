@@ -4,15 +4,12 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
-from cutlass.utils import hopper_helpers
 
 from cutekernels.kernels.cute.parts.fragments import span_bytes, swizzled
-
-ROWS = 64  # that a warp group multiplies at once
-THREADS = 128  # of a warp group
+from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, wgmma
 
 
 @dataclass(frozen=True)
@@ -41,13 +38,13 @@ class PingPong:
         """Group 0's threads arrive at group 0's barrier themselves: nobody has gone before."""
         if const_expr(self.groups > 1):  # noqa: SIM102  known when compiled
             if group == 0:
-                cute.arch.barrier_arrive(barrier_id=self.first_barrier, number_of_threads=2 * THREADS)
+                cute.arch.barrier_arrive(barrier_id=self.first_barrier, number_of_threads=2 * GROUP)
 
     @cute.jit
     def wait(self, group: Int32):
         """Waits until the group before has started its products."""
         if const_expr(self.groups > 1):
-            cute.arch.barrier(barrier_id=self.first_barrier + group, number_of_threads=2 * THREADS)
+            cute.arch.barrier(barrier_id=self.first_barrier + group, number_of_threads=2 * GROUP)
 
     @cute.jit
     def signal(self, group: Int32):
@@ -56,7 +53,7 @@ class PingPong:
             following = group + 1
             if following == self.groups:
                 following = Int32(0)
-            cute.arch.barrier_arrive(barrier_id=self.first_barrier + following, number_of_threads=2 * THREADS)
+            cute.arch.barrier_arrive(barrier_id=self.first_barrier + following, number_of_threads=2 * GROUP)
 
 
 @dataclass(frozen=True)
@@ -71,22 +68,12 @@ class GroupProducts:
 
     def xy_mma(self, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
         """``X Y^T``: both operands K-major in shared memory."""
-        return hopper_helpers.make_trivial_tiled_mma(
-            dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (ROWS, self.tile)
-        )
+        return wgmma(dtype, self.tile)
 
     def py_mma(self, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
         """``P Y``: P in registers, Y with its columns along N."""
-        return hopper_helpers.make_trivial_tiled_mma(
-            dtype,
-            dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.MN,
-            Float32,
-            (1, 1, 1),
-            (ROWS, self.padded),
-            warpgroup.OperandSource.RMEM,
-        )
+        majors = (OperandMajorMode.K, OperandMajorMode.MN)
+        return wgmma(dtype, self.padded, majors, source=warpgroup.OperandSource.RMEM)
 
     @cute.jit
     def multiply(

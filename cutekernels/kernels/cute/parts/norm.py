@@ -181,19 +181,3 @@ class TokenNorm(NormWeight):
         for i in cutlass.range_constexpr(1, cute.size(sQ, mode=[1])):
             whole = whole + sQ[token, i]
         return whole
-
-    @cute.jit
-    def spread(self, tCcD: cute.Tensor, first: Int32, end: Int32, factors: cute.Tensor) -> cute.Tensor:
-        """``factors`` (by token) of this thread's accumulators: ((2, 2), MMA_N, MMA_M), broadcast along N.
-
-        ``first`` is the tile's first token, ``end`` the number of tokens in ``factors``.
-        """
-        repeats = cute.size(tCcD, mode=[2])
-        rF = cute.make_rmem_tensor(cute.make_layout((2, repeats)), Float32)
-        rF.fill(0.0)
-        for j in cutlass.range_constexpr(repeats):
-            for v in cutlass.range_constexpr(2):
-                token = tCcD[(v, 0), 0, j][1] - first  # beyond the last token: factor 0, not stored
-                if token < end:
-                    rF[v, j] = factors[token]
-        return cute.make_tensor(rF.iterator, cute.make_layout(tCcD.shape, stride=((1, 0), 0, 2)))

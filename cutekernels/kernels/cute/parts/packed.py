@@ -14,27 +14,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from cutekernels.kernels.cute.parts.nf4 import NF4
 from cutekernels.kernels.cute.parts.ptx import held, pure
-
-# bitsandbytes' table of 4-bit normal floats.
-NF4 = (
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
-)
 
 
 @dataclass(frozen=True)
@@ -115,12 +96,8 @@ class PackedWeights:
         zero = Int32(-0x7FFF8000)  # -0.0 twice: keeps the sign of zero
         for r in cutlass.range_constexpr(2):
             if const_expr(self.halves):
-                text = (
-                    "{ .reg .b16 a, b; .reg .f32 lo, hi, s; mov.b32 {a, b}, $1; cvt.f32.f16 lo, a; cvt.f32.f16 hi, b; "
-                    "mov.b32 s, $2; mul.rn.f32 lo, lo, s; mul.rn.f32 hi, hi, s; cvt.rn.f16x2.f32 $0, hi, lo; }"
-                )
                 for p in cutlass.range_constexpr(r, 4, 2):
-                    pairs[p] = pure(text, pairs[p], bits[r])
+                    pairs[p] = product16(pairs[p], bits[r], self.dtype)
             else:
                 fold = const_expr("mul.rn.f32 s, s, 0f6F800000; " if self.folded else "")  # 2^96
                 high = pure("{ .reg .f32 s; mov.b32 s, $1; " + fold + "cvt.rn.bf16x2.f32 $0, s, s; }", bits[r])
@@ -138,7 +115,7 @@ class PackedWeights:
     def scale16(self, factors: cute.Tensor, pairs: cute.Tensor):
         """:meth:`scale` by scales that are numbers of the activations' type: the same results, two products at once."""
         bits = cute.recast_tensor(factors, Int32)
-        kind = const_expr("f16" if self.halves else "bf16")
+        kind = kind_of(self.dtype)
         zero = Int32(-0x7FFF8000)  # -0.0 twice: keeps the sign of zero
         for r in cutlass.range_constexpr(2):
             if const_expr(self.halves):
@@ -207,6 +184,21 @@ class PackedWeights:
         for p in cutlass.range_constexpr(4):
             choice = Int32(0x5410 if p % 2 == 0 else 0x7632)
             pairs[p] = pure("prmt.b32 $0, $1, $2, $3;", halves[0][p // 2], halves[1][p // 2], choice)
+
+
+def kind_of(dtype: type[cutlass.Numeric]) -> str:
+    """The type in PTX."""
+    return "f16" if dtype is cutlass.Float16 else "bf16"
+
+
+def product16(pair: Int32, factor: Int32, dtype: type[cutlass.Numeric]) -> Int32:
+    """Two fp16 numbers times the bits of an fp32 factor, in fp32, rounded once to a pair of ``dtype``."""
+    return pure(
+        "{ .reg .b16 a, b; .reg .f32 lo, hi, s; mov.b32 {a, b}, $1; cvt.f32.f16 lo, a; cvt.f32.f16 hi, b; "
+        f"mov.b32 s, $2; mul.rn.f32 lo, lo, s; mul.rn.f32 hi, hi, s; cvt.rn.{kind_of(dtype)}x2.f32 $0, hi, lo; }}",
+        pair,
+        factor,
+    )
 
 
 def bits16(value: float, halves: bool) -> int:

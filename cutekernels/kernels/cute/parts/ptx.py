@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
@@ -90,3 +90,25 @@ def copy_bulk(shared: Int32, source: Int64, bytes_: Int32, barrier: Int32) -> No
 def kept_move(word: Int32) -> Int32:
     """``word`` in another virtual register, from this place among instructions with effects on."""
     return Int32(instruction("mov.b32 $0, $1;", "=r,r", word, result=Int32.mlir_type))
+
+
+def pin(x: Float32) -> Float32:
+    """``x``, held in its place among instructions with effects."""
+    return Float32(instruction("mov.f32 $0, $1;", "=f,f", x, result=Float32.mlir_type))
+
+
+@dsl_user_op
+def mul_rn(x: Float32, y: Float32, *, loc: object = None, ip: object = None) -> Float32:
+    """``x * y``, rounded: unlike ``*``, never contracted with a sum that follows."""
+    made = llvm.inline_asm(
+        Float32.mlir_type,
+        [x.ir_value(loc=loc, ip=ip), y.ir_value(loc=loc, ip=ip)],
+        "mul.rn.f32 $0, $1, $2;",
+        "=f,f,f",
+        has_side_effects=False,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+    return Float32(made)

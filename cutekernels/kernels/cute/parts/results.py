@@ -10,14 +10,14 @@
 Rows and columns that another tile has too, or that do not exist, are masked here and nowhere else (``row_of``).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from cutekernels.kernels.cute.parts.epilogue import Activation
-from cutekernels.kernels.cute.parts.ptx import instruction
+from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands
+from cutekernels.kernels.cute.parts.ptx import instruction, mul_rn
 from cutekernels.kernels.cute.parts.smem import SpecializedSmem
 
 WIDEST = 8  # elements in 16 bytes
@@ -45,14 +45,11 @@ class Place:
 
 @dataclass(frozen=True)
 class ResultOperands:
-    """Where results go, and what they are scaled by and added to."""
+    """Where results go, and what the epilogue makes them of."""
 
     mD: cute.Tensor  # (M, N)
-    mC: cute.Tensor | None  # (M, N)
-    mBias: cute.Tensor | None  # (N,)
+    epilogue: EpilogueOperands
     mRstd: cute.Tensor | None  # (M,)
-    alpha: Float32
-    beta: Float32
     k: Int32 | None
     eps: Float32 | None
 
@@ -69,12 +66,44 @@ class ResultTile:
 
 
 @dataclass(frozen=True)
+class PairCoordinates:
+    """Of two neighbours in a row, which a thread's accumulators are."""
+
+    row: Int32
+    column: Int32  # the first one's
+    half: int  # 0: the first of the thread's two rows, 1: the other
+    mine: Boolean  # the row is this tile's to store
+    own: tuple[Int32, Int32]  # the columns that are: from, to
+    gated: bool = False
+
+    @cute.jit
+    def columns(self, vector: cute.Tensor) -> cute.TensorSSA:
+        found = cute.make_rmem_tensor(2, Float32)
+        found.fill(0.0)
+        for j in cutlass.range_constexpr(2):
+            if self.mine and self.column + j >= self.own[0] and self.column + j < self.own[1]:
+                found[j] = vector[self.column + j].to(Float32)
+        return found.load()
+
+    @cute.jit
+    def rows(self, factors: cute.Tensor) -> cute.TensorSSA:
+        """``factors`` of the thread's two rows."""
+        found = cute.make_rmem_tensor(2, Float32)
+        found.fill(factors[self.half])
+        return found.load()
+
+    @cute.jit
+    def elements(self, mC: cute.Tensor) -> cute.TensorSSA:
+        return self.columns(mC[self.row, None])
+
+
+@dataclass(frozen=True)
 class TileResults:
     """The end of a tile, once all of its stages are read."""
 
     smem: SpecializedSmem
     head: int  # rows of X's first box
-    activation: Activation
+    epilogue: Epilogue
     out_align: int
 
     @cute.jit
@@ -150,7 +179,7 @@ class TileResults:
                 factors[half] = cute.math.rsqrt(total / operands.k + operands.eps)
         if const_expr(factors is not None):
             for half in cutlass.range_constexpr(2):
-                factors[half] = operands.alpha * factors[half]
+                factors[half] = operands.epilogue.alpha * factors[half]
 
     @cute.jit
     def finish(self, tile: ResultTile, acc: cute.Tensor, factors: cute.Tensor | None, begin: cutlass.Constexpr[int]):
@@ -158,8 +187,14 @@ class TileResults:
 
         Stores are pairs, as in the MMA's layout; where out is aligned, 16 bytes by way of shared memory.
         """
-        mD, mC, mBias = tile.operands.mD, tile.operands.mC, tile.operands.mBias
-        alpha, beta = tile.operands.alpha, tile.operands.beta
+        mD, operands = tile.operands.mD, tile.operands.epilogue
+        alpha = operands.alpha
+        added = const_expr(operands.mC is not None or operands.mBias is not None)
+        if const_expr(added):
+            # The product is rounded before C and the bias are added: contracting them is not left to ptxas.
+            operands = replace(operands, alpha=None)
+        elif const_expr(factors is not None):
+            operands = replace(operands, alpha=None, row_factors=factors)  # alpha times rstd
         n = cute.size(mD, mode=[1])
         own_n, first_column = tile.place.own_n, tile.place.column
         dtype = mD.element_type
@@ -180,15 +215,12 @@ class TileResults:
             column = first_column + across
             pair = cute.make_rmem_tensor(2, Float32)
             for j in cutlass.range_constexpr(2):
-                pair[j] = acc[i + j] * (alpha if const_expr(factors is None) else factors[(i + j) % 4 // 2])
-                if const_expr(mC is not None or mBias is not None):  # noqa: SIM102  known when compiled
-                    if mine and column + j >= own_n and column + j < n:
-                        if const_expr(mC is not None):
-                            pair[j] = pair[j] + beta * mC[row, column + j].to(Float32)
-                        if const_expr(mBias is not None):
-                            pair[j] = pair[j] + mBias[column + j].to(Float32)
+                pair[j] = acc[i + j]
+                if const_expr(added):
+                    pair[j] = mul_rn(pair[j], alpha if const_expr(factors is None) else factors[i % 4 // 2])
+            coordinates = PairCoordinates(row, column, const_expr(i % 4 // 2), mine, (own_n, n))
             rounded = cute.make_rmem_tensor(2, dtype)
-            rounded.store(self.activation.apply(pair.load()).to(dtype))
+            rounded.store(self.epilogue.apply(pair.load(), coordinates, operands).to(dtype))
             if const_expr(through_smem):
                 # Into shared memory: all rows of the tile, those of whole groups beyond it left out.
                 if at < rows:

@@ -6,9 +6,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cutekernels.kernels.cute.parts.groups import ROWS, ConsumerThread, as_warps
+from cutekernels.kernels.cute.parts.groups import ConsumerThread, as_warps
 from cutekernels.kernels.cute.parts.mask import BandMask
 from cutekernels.kernels.cute.parts.softmax import OnlineSoftmax, by_rows
+from cutekernels.kernels.cute.parts.warp_groups import ROWS
 
 BLIND = float("inf")  # the log-sum-exp of a query that sees no key: every probability is exp2(-inf), 0
 

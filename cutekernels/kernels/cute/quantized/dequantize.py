@@ -34,7 +34,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
-from cutekernels.kernels.cute.parts.packed import NF4, PackedWeights
+from cutekernels.kernels.cute.parts.nf4 import NF4
+from cutekernels.kernels.cute.parts.packed import PackedWeights, kind_of, product16
 from cutekernels.kernels.cute.parts.ptx import pure
 from cutekernels.kernels.cute.parts.results import store_16
 from cutekernels.kernels.cute.parts.smem import DequantizeSmem
@@ -234,21 +235,6 @@ class Dequantize:
                 if strip.row + row < n and column < columns:
                     target = mD.iterator + (Int64(strip.row + row) * mD.stride[0] + column)
                     cute.make_tensor(target, cute.make_layout(1))[0] = cute.make_tensor(place, cute.make_layout(1))[0]
-
-
-def kind_of(dtype: type[cutlass.Numeric]) -> str:
-    """The type in PTX."""
-    return "f16" if dtype is cutlass.Float16 else "bf16"
-
-
-def product16(pair: Int32, factor: Int32, dtype: type[cutlass.Numeric]) -> Int32:
-    """Two fp16 numbers times the bits of an fp32 factor, in fp32, rounded once to a pair of ``dtype``."""
-    return pure(
-        "{ .reg .b16 a, b; .reg .f32 lo, hi, s; mov.b32 {a, b}, $1; cvt.f32.f16 lo, a; cvt.f32.f16 hi, b; "
-        f"mov.b32 s, $2; mul.rn.f32 lo, lo, s; mul.rn.f32 hi, hi, s; cvt.rn.{kind_of(dtype)}x2.f32 $0, hi, lo; }}",
-        pair,
-        factor,
-    )
 
 
 def product32(low: Int32, high: Int32, factor: Int32, dtype: type[cutlass.Numeric]) -> Int32:

@@ -53,11 +53,12 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp
 from cutlass.memory import SmemAllocator
 
-from cutekernels.kernels.cute.parts.epilogue import Activation, silu_mul
+from cutekernels.kernels.cute.parts.epilogue import Epilogue, EpilogueOperands, FragmentCoordinates
 from cutekernels.kernels.cute.parts.packed import PackedWeights
 from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.ptx import copy_async, copy_async_or_zero, load_matrices
 from cutekernels.kernels.cute.parts.smem import PackedSkinnySmem
+from cutekernels.kernels.cute.parts.tile_share import LastArrival, Others, Ticket, WarpSums, add_up, leave
 
 TILE = 64  # rows, and elements of K, of a packed tile
 STRIP = 16  # rows of an MMA
@@ -102,6 +103,26 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class StripCoordinates(FragmentCoordinates):
+    """Of a warp's accumulators ((2, 2), (STRIP, HALF), TOKENS); gated, the first half of the strips are gates."""
+
+    half: Int32 | None = None  # weight rows of a half
+
+    def coordinate(self, of: tuple, mode: int) -> Int32:
+        """From row, token and half."""
+        return of[0] + of[2] * self.half if mode == 0 else of[1]
+
+    @cute.jit
+    def halves(self, x: cute.TensorSSA) -> tuple[cute.TensorSSA, cute.TensorSSA]:
+        rX = cute.make_rmem_tensor(x.shape, Float32)
+        rX.store(x)
+        strips = const_expr(rX.shape[1] // 2)
+        layout = cute.make_layout(((2, 2), strips, rX.shape[2]), stride=((1, 2), 4, 8 * strips))
+        gate, up = [cute.make_tensor(rX.iterator + 4 * strips * half, layout) for half in range(2)]
+        return gate.load(), up.load()
+
+
+@dataclass(frozen=True)
 class PackedSkinny:
     """The body."""
 
@@ -116,7 +137,7 @@ class PackedSkinny:
     warps_n: int
     warps_k: int
     stages: int
-    activation: Activation
+    epilogue: Epilogue  # with scales of all of K a ColumnScale
     dependent: bool
     ahead: int  # units of W prefetched before pdl_wait
     ctas_per_sm: int
@@ -568,26 +589,10 @@ class PackedSkinny:
         acc: cute.Tensor,
     ):
         """Adds the accumulators of all groups of warps, and of all CTAs that have a part of the tile; stores them."""
-        per_thread = cute.size(acc)
         lane = tid % self.group_threads
         if const_expr(self.warps_k > 1):
-            left = cute.make_tensor(
-                cute.recast_ptr(storage + self.smem.sums_at, dtype=Float32),
-                cute.make_layout(
-                    (self.group_threads, per_thread, self.warps_k - 1),
-                    stride=(1, self.group_threads, self.group_threads * per_thread),
-                ),
-            )  # (THREAD, ACCUMULATOR, GROUP)
-            if warp_k > 0:
-                for i in cutlass.range_constexpr(per_thread):
-                    left[lane, i, warp_k - 1] = acc[i]
-            # The first group waits until all others have left theirs. These leave the next tile's behind the next
-            # unit's barrier, so after the first group has read.
-            cute.arch.sync_threads()
-            if warp_k == 0:
-                for s in cutlass.range_constexpr(self.warps_k - 1):
-                    for i in cutlass.range_constexpr(per_thread):
-                        acc[i] = acc[i] + left[lane, i, s]
+            # The groups leave the next tile's behind the next unit's barrier, so after the first group has read.
+            WarpSums(self.group_threads, self.warps_k).add_up(storage + self.smem.sums_at, lane, warp_k, acc)
         if at.k_tile == of.k_tiles - 1 and cta * of.share <= (at.n * of.tiles_m + at.m) * of.k_tiles:
             # This CTA has had the whole tile.
             if warp_k == 0:
@@ -619,68 +624,43 @@ class PackedSkinny:
             (self.group_threads, per_thread, 2, 1 << 16), stride=(1, self.group_threads, of_part, 2 * of_part)
         )
         sums = cute.make_tensor(given.mPartials.iterator, layout)  # (THREAD, ACCUMULATOR, PART, CTA)
-        flag = cute.make_tensor(cute.recast_ptr(storage + self.smem.flag_at, dtype=Int32), cute.make_layout(1))
         own = Int32(1) if cta == first_cta else Int32(0)
         if warp_k == 0:
-            for i in cutlass.range_constexpr(per_thread):
-                sums[lane, i, own, cta] = acc[i]
-        # All threads' partials, written before the barrier, become visible to the GPU with thread 0's ticket.
-        cute.arch.sync_threads()
-        if tid == 0:
-            cute.arch.fence_acq_rel_gpu()
-            flag[0] = cute.arch.atomic_add(given.mTickets.iterator + tile, Int32(1), sem="acq_rel", scope="gpu")
-        # All threads wait for the ticket.
-        cute.arch.sync_threads()
-        if flag[0] == last_cta - first_cta:
-            # Last to arrive: all others' partials, released before their tickets, are visible from here on.
-            cute.arch.fence_acq_rel_gpu()
-            if warp_k == 0:
-                # In the order of the CTAs, this one's own among them: the same bits every time.
-                for i in cutlass.range_constexpr(per_thread):
-                    acc[i] = sums[lane, i, 1, first_cta]
-                for other in cutlass.range(first_cta + 1, last_cta + 1, unroll=1):
-                    for i in cutlass.range_constexpr(per_thread):
-                        acc[i] = acc[i] + sums[lane, i, 0, other]
-                self.store(tid % 32, warp_n, given, of, at, acc)
-            if tid == 0:
-                given.mTickets[tile] = Int32(0)  # for the next launch
+            leave(acc, sums, lane, (own, cta))
+        flag = cute.recast_ptr(storage + self.smem.flag_at, dtype=Int32)
+        ticket = Ticket(given.mTickets.iterator + tile, flag)
+        last = LastArrival().draw(ticket, tid, Int32(0), last_cta - first_cta + 1)
+        if last and warp_k == 0:
+            add_up(acc, sums, lane, (1, first_cta), Others((0,), first_cta + 1, last_cta + 1))
+            self.store(tid % 32, warp_n, given, of, at, acc)
 
     @cute.jit
     def store(self, lane: Int32, warp_n: Int32, given: Operands, of: Extents, at: Unit, acc: cute.Tensor):
-        """Scales (where they are K's), adds, activates, rounds once and stores; those outside are masked here."""
-        mD = given.mD
-        strips = const_expr(self.strips // self.halves)
+        """The epilogue; stores the tile, element by element. Those outside are masked here."""
+        mD, strips = given.mD, const_expr(self.strips // self.halves)
         first_row = at.n * self.rows + warp_n * (strips * STRIP) + lane // 4
         first_token = at.m * self.tile_m + lane % 4 * 2
-        x = cute.make_rmem_tensor(acc.shape, Float32)
-        for s in cutlass.range_constexpr(self.strips):
-            half, own = self.half_of(s)
-            for r in cutlass.range_constexpr(2):
-                row = first_row + (own * STRIP + 8 * r)
-                factor, bias = Float32(1.0), Float32(0.0)
-                if row < of.n:
-                    if const_expr(self.group == 0):
-                        factor = given.mS[0, row + half * of.n].to(Float32)
-                    if const_expr(given.mBias is not None):
-                        bias = given.mBias[row].to(Float32)
-                for t in cutlass.range_constexpr(self.tile_m // 8):
-                    for i in cutlass.range_constexpr(2):
-                        x[(i, r), s, t] = factor * acc[(i, r), s, t] + bias
-        y = cute.make_rmem_tensor(acc.shape, mD.element_type)
-        if const_expr(self.gated):
-            for s in cutlass.range_constexpr(strips):
-                for t in cutlass.range_constexpr(self.tile_m // 8):
-                    for r in cutlass.range_constexpr(2):
-                        for i in cutlass.range_constexpr(2):
-                            both = silu_mul(x[(i, r), s, t], x[(i, r), strips + s, t])
-                            y[(i, r), s, t] = both.to(mD.element_type)
-        else:
-            y.store(self.activation.apply(x.load()).to(mD.element_type))
+        # Of the lane's accumulators: two tokens, rows r and r + 8; strips of 16 rows, in each half; 8 tokens apart.
+        row, token, half = cute.E(0), cute.E(1), cute.E(2)
+        layout = cute.make_layout(
+            ((2, 2), (strips, self.halves), self.tile_m // 8),
+            stride=((token, 8 * row), (STRIP * row, half), 8 * token),
+        )
+        everywhere = cute.make_identity_tensor((of.n, of.m, self.halves))
+        cD = cute.make_tensor(cute.domain_offset((first_row, first_token, 0), everywhere).iterator, layout)
+        extents = (of.n * self.halves, of.m)
+        coordinates = StripCoordinates(cD, extents, 0, gated=self.gated, half=of.n)
+        # Where all of K has one scale, scales are factors of out's columns.
+        operands = EpilogueOperands(mBias=given.mBias, own=given.mS[0, None] if const_expr(self.group == 0) else None)
+        x = self.epilogue.apply(acc.load(), coordinates, operands)
+        cOut = cD[None, (None, 0), None]  # ((2, 2), STRIP, TOKENS)
+        rD = cute.make_rmem_tensor(cOut.shape, mD.element_type)
+        rD.store(x.to(mD.element_type))
+        # Row by row, as the factors and biases of rows are used.
         for s in cutlass.range_constexpr(strips):
             for r in cutlass.range_constexpr(2):
-                row = first_row + (s * STRIP + 8 * r)
                 for t in cutlass.range_constexpr(self.tile_m // 8):
                     for i in cutlass.range_constexpr(2):
-                        token = first_token + (t * 8 + i)
+                        row, token, _ = cOut[(i, r), s, t]
                         if row < of.n and token < of.m:
-                            mD[token, row] = y[(i, r), s, t]
+                            mD[token, row] = rD[(i, r), s, t]

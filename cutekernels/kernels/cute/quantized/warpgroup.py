@@ -44,7 +44,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers
@@ -56,9 +56,9 @@ from cutekernels.kernels.cute.parts.prefetch import prefetch_bulk
 from cutekernels.kernels.cute.parts.ptx import copy_bulk, kept_move
 from cutekernels.kernels.cute.parts.schedule import Raster
 from cutekernels.kernels.cute.parts.smem import ALIGNMENT, PackedWarpgroupSmem
+from cutekernels.kernels.cute.parts.tile_share import LastArrival, Others, Ticket, add_up, leave
+from cutekernels.kernels.cute.parts.warp_groups import GROUP, ROWS, WarpGroupBody, wgmma
 
-GROUP = 128  # threads of a warp group
-ROWS = 64  # that it multiplies at once
 TILE = 64  # rows, and elements of K, of a packed tile
 BLOCKS = TILE // 16  # k-blocks of a packed tile
 VECTOR = 16  # bytes
@@ -124,7 +124,7 @@ class Consumer:
 
 
 @dataclass(frozen=True)
-class PackedWarpgroup:
+class PackedWarpgroup(WarpGroupBody):
     """The body. ``tile_n`` counts tokens: they are the columns of the MMA."""
 
     weights: PackedWeights
@@ -143,15 +143,6 @@ class PackedWarpgroup:
     dependent: bool  # launched under programmatic dependent launch
 
     @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a producer's thread and of a consumer's."""
-        return {1: (40, 232), 2: (40, 232), 3: (32, 160)}[self.groups]
-
-    @property
-    def threads(self) -> int:
-        return GROUP * (self.groups + 1)
-
-    @property
     def interval(self) -> int:
         """Elements of K between two additions to the tile's accumulators; 0: none, its products add up there."""
         return min(self.group, self.tile_k) if self.scaled == "sums" else 0
@@ -164,7 +155,7 @@ class PackedWarpgroup:
             self.tile_k,
             self.stages,
             self.results.boxes,
-            self.results.bias != "none",
+            self.results.biased,
             self.weights.bits,
             self.scale.width // 8,
             self.group,
@@ -183,16 +174,7 @@ class PackedWarpgroup:
 
     def mma(self, dtype: type[cutlass.Numeric]) -> cute.TiledMma:
         """The product of one group: weights in registers, tokens in shared memory."""
-        return hopper_helpers.make_trivial_tiled_mma(
-            dtype,
-            dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            Float32,
-            (1, 1, 1),
-            (ROWS, self.tile_n),
-            warpgroup.OperandSource.RMEM,
-        )
+        return wgmma(dtype, self.tile_n, source=warpgroup.OperandSource.RMEM)
 
     @cute.jit
     def __call__(
@@ -248,11 +230,9 @@ class PackedWarpgroup:
         rounds: Int32,
         share: Int32,
     ):
-        tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        group = cute.arch.make_warp_uniform(tid // GROUP)
-        warp = cute.arch.make_warp_uniform(tid // 32)
+        tid, group, warp = self.role()
         producer = const_expr(self.groups)  # the warp group that loads
         # -- setup
         storage = SmemAllocator().allocate(self.smem.total_bytes, byte_alignment=ALIGNMENT)
@@ -260,14 +240,8 @@ class PackedWarpgroup:
         full = cute.recast_ptr(storage + self.smem.barriers_at, dtype=Int64)
         at_x = cute.recast_ptr(storage, layout.inner, dtype)
         shared = Shared(storage, cute.make_tensor(at_x, layout.outer), full, full + self.stages)
-        if warp == 4 * producer:
-            cpasync.prefetch_descriptor(tma_x)
-            cpasync.prefetch_descriptor(outputs.tma_d)
-            with cute.arch.elect_one():
-                self.pipeline.init(shared.full, shared.empty)
-            # Initialized barriers become visible to the TMA, ...
-            cute.arch.mbarrier_init_fence()
-        # ... and nobody touches them before.
+        self.initialize(warp, (tma_x, outputs.tma_d), lambda: self.pipeline.init(shared.full, shared.empty))
+        # Nobody touches the barriers before they are initialized.
         cute.arch.sync_threads()
         m, k, n = cute.size(tX, mode=[0]), cute.size(tX, mode=[1]), cute.size(outputs.tD, mode=[0])
         of = Extents(
@@ -742,30 +716,13 @@ class PackedWarpgroup:
                 stride=(1, GROUP, of_part, self.groups * of_part, 2 * self.groups * of_part),
             )
             sums = cute.make_tensor(mPartials.iterator, layout)  # (THREAD, ACCUMULATOR, GROUP, PART, CTA)
-            flag_at = cute.recast_ptr(storage + self.smem.flags_at, dtype=Int32)
-            flag = cute.make_tensor(flag_at + consumer.group, cute.make_layout(1))
-            ticket = mTickets.iterator + shared * self.groups + consumer.group
+            flags = cute.recast_ptr(storage + self.smem.flags_at, dtype=Int32)
+            thread, group = consumer.thread, consumer.group
+            ticket = Ticket(mTickets.iterator + shared * self.groups + group, flags + group)
             own = Int32(1) if cta == first_cta else Int32(0)
-            thread, group, barrier = consumer.thread, consumer.group, FIRST_BARRIER + consumer.group
-            for i in cutlass.range_constexpr(per_thread):
-                sums[thread, i, group, own, cta] = consumer.acc[i]
-            # All threads' partials, written before the barrier, become visible to the GPU with thread 0's ticket.
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=GROUP)
-            if thread == 0:
-                cute.arch.fence_acq_rel_gpu()
-                flag[0] = cute.arch.atomic_add(ticket, Int32(1), sem="acq_rel", scope="gpu")
-            # All threads wait for the ticket.
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=GROUP)
-            whole = flag[0] == last_cta - first_cta
+            leave(consumer.acc, sums, thread, (group, own, cta))
+            whole = LastArrival(GROUP, FIRST_BARRIER).draw(ticket, thread, group, last_cta - first_cta + 1)
             if whole:
-                # Last to arrive: all others' partials, released before their tickets, are visible from here on.
-                cute.arch.fence_acq_rel_gpu()
-                # In the order of the CTAs, this one's own among them: the same bits every time.
-                for i in cutlass.range_constexpr(per_thread):
-                    consumer.acc[i] = sums[thread, i, group, 1, first_cta]
-                for other in cutlass.range(first_cta + 1, last_cta + 1, unroll=1):
-                    for i in cutlass.range_constexpr(per_thread):
-                        consumer.acc[i] = consumer.acc[i] + sums[thread, i, group, 0, other]
-                if thread == 0:
-                    mTickets[shared * self.groups + group] = Int32(0)  # for the next launch
+                others = Others((group, 0), first_cta + 1, last_cta + 1)
+                add_up(consumer.acc, sums, thread, (group, 1, first_cta), others)
         return whole

@@ -1,0 +1,123 @@
+"""A tile whose K several groups of warps, or several CTAs, have parts of: accumulators are added up, in a fixed order.
+
+Groups of warps leave theirs in shared memory, and the first adds them up (:class:`WarpSums`). CTAs leave theirs in a
+workspace, and the last to arrive adds them up (:class:`LastArrival`). Nobody waits for another CTA, which may not be
+running. One CTA:
+
+1. Every thread that holds accumulators leaves them (``leave``).
+2. Every thread: barrier, so all are written. Thread 0: a fence, which makes them visible to the GPU, then the ticket,
+   whose number it leaves in shared memory. Barrier.
+3. The last CTA of the tile: a fence, behind which the others' are visible; ``add_up``; the ticket is zero again.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+
+
+@dataclass(frozen=True)
+class WarpSums:
+    """``groups`` of ``threads`` each, which have multiplied different k-blocks."""
+
+    threads: int
+    groups: int
+
+    @cute.jit
+    def add_up(self, storage: cute.Pointer, thread: Int32, group: Int32, acc: cute.Tensor):
+        """The first group's ``acc`` is all groups' sum; for ``thread`` of ``group``, with shared memory at ``storage``
+        that nobody reads any more.
+        """
+        count = const_expr(cute.size(acc))
+        left = cute.make_tensor(
+            cute.recast_ptr(storage, dtype=Float32),
+            cute.make_layout((self.threads, count, self.groups - 1), stride=(1, self.threads, self.threads * count)),
+        )  # (THREAD, ACCUMULATOR, GROUP)
+        if group > 0:
+            leave(acc, left, thread, (group - 1,))
+        # The first group waits until all others have left theirs.
+        cute.arch.sync_threads()
+        if group == 0:
+            for s in cutlass.range_constexpr(self.groups - 1):
+                for i in cutlass.range_constexpr(count):
+                    acc[i] = acc[i] + left[thread, i, s]
+
+
+@dataclass(frozen=True)
+class Others:
+    """Parts at the places ``(*place, begin)`` to ``(*place, end - 1)``."""
+
+    place: tuple
+    begin: int | Int32
+    end: int | Int32
+
+
+@cute.jit
+def leave(acc: cute.Tensor, parts: cute.Tensor, thread: Int32, place: tuple):
+    """A thread's accumulators to ``parts`` (THREAD, ACCUMULATOR, *PLACE)."""
+    for i in cutlass.range_constexpr(cute.size(acc)):
+        parts[(thread, i, *place)] = acc[i]
+
+
+@cute.jit
+def add_up(acc: cute.Tensor, parts: cute.Tensor, thread: Int32, first: tuple, others: Others):
+    """``acc`` = the part at place ``first`` plus ``others``.
+
+    The order is that of the CTAs, the adding one's own part among them: the same bits every time.
+    """
+    for i in cutlass.range_constexpr(cute.size(acc)):
+        acc[i] = parts[(thread, i, *first)]
+    if const_expr(isinstance(others.end, int)):
+        for other in cutlass.range_constexpr(others.begin, others.end):
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                acc[i] = acc[i] + parts[(thread, i, *others.place, other)]
+    else:
+        for other in cutlass.range(others.begin, others.end, unroll=1):
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                acc[i] = acc[i] + parts[(thread, i, *others.place, other)]
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Where the CTAs of a tile are counted."""
+
+    drawn: cute.Pointer  # in global memory; zero before and after
+    flag: cute.Pointer  # a word of shared memory
+
+
+@dataclass(frozen=True)
+class LastArrival:
+    """Finds the last CTA of a tile, for all threads of each, or for a warp group's ``threads`` with a barrier of their
+    own: number ``first_barrier`` + their group's.
+    """
+
+    threads: int = 0
+    first_barrier: int = 0
+
+    @cute.jit
+    def draw(self, ticket: Ticket, thread: Int32, group: Int32, ctas: int | Int32) -> Boolean:
+        """Whether this CTA is the last of ``ctas``; for all threads, which have left what the last one reads."""
+        flag = cute.make_tensor(ticket.flag, cute.make_layout(1))
+        # All threads' parts, written before the barrier, become visible to the GPU with thread 0's ticket.
+        self.wait(group)
+        if thread == 0:
+            cute.arch.fence_acq_rel_gpu()
+            flag[0] = cute.arch.atomic_add(ticket.drawn, Int32(1), sem="acq_rel", scope="gpu")
+        # All threads wait for the ticket.
+        self.wait(group)
+        last = flag[0] == ctas - 1
+        if last:
+            # All others' parts, released before their tickets, are visible from here on.
+            cute.arch.fence_acq_rel_gpu()
+            if thread == 0:
+                cute.make_tensor(ticket.drawn, cute.make_layout(1))[0] = Int32(0)  # for the next launch
+        return last
+
+    @cute.jit
+    def wait(self, group: Int32):
+        """The threads wait for one another."""
+        if const_expr(self.threads == 0):
+            cute.arch.sync_threads()
+        else:
+            cute.arch.barrier(barrier_id=self.first_barrier + group, number_of_threads=self.threads)
