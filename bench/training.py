@@ -213,41 +213,54 @@ def _forget() -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
-def _sampled(step: Step, rounds: int) -> list[float]:
-    for _ in range(3):
-        step()
-    found = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        step()
-        torch.cuda.synchronize()
-        found.append((time.perf_counter() - begin) * 1e6)
-    return found
+def _timed(step: Step) -> float:
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) * 1e6
 
 
-def run(case: Case, rounds: int, turns: int, stamp: dict[str, str], skip: str = "") -> Iterator[Row]:
-    """A row of each contender but those with ``skip`` in their name."""
+def run(case: Case, rounds: int, stamp: dict[str, str], skip: str = "") -> Iterator[Row]:
+    """A row of each contender but those with ``skip`` in their name.
+
+    Contenders live side by side and take their samples in turns, as far as memory allows; those that it has no room
+    for come after the others are gone.
+    """
     every = LOSSES if case.suite == "loss" else MODELS
-    contenders = {name: make for name, make in every.items() if not skip or skip not in name}
+    waiting = {name: make for name, make in every.items() if not skip or skip not in name}
     times: dict[str, list[float]] = {}
     memory: dict[str, float] = {}
     failed: dict[str, tuple[str, str]] = {}
-    for _ in range(turns):
-        for name, make in contenders.items():
-            if name in failed:
-                continue
-            _forget()
+    names = list(waiting)
+    while waiting:
+        gc.collect()
+        torch.cuda.empty_cache()
+        steps: dict[str, Step] = {}
+        for name, make in list(waiting.items()):
+            before = torch.cuda.memory_allocated()
+            free = torch.cuda.get_device_properties(0).total_memory - before
+            if steps and 2.5 * max(memory[other] for other in steps) * 2**30 > free:
+                break
+            del waiting[name]
+            torch.cuda.reset_peak_memory_stats()
             try:
-                step = make(case)
-                times.setdefault(name, []).extend(_sampled(step, rounds))
-                memory[name] = torch.cuda.max_memory_allocated() / 2**30
+                steps[name] = make(case)
+                for _ in range(3):
+                    steps[name]()
+                torch.cuda.synchronize()
+                memory[name] = (torch.cuda.max_memory_allocated() - before) / 2**30
             except Exception as error:  # noqa: BLE001 - another project's failure is a row
+                steps.pop(name, None)
                 status = "absent" if isinstance(error, ImportError) else "failed"
                 failed[name] = status, f"{type(error).__name__}: {error}"[:200]
-            step = None  # type: ignore[assignment]
+        for _ in range(rounds):
+            for name, step in steps.items():
+                times.setdefault(name, []).append(_timed(step))
+        steps.clear()
+    torch.compiler.reset()
     base = times.get("plain" if case.suite == "step" else "plain, compiled")
-    for name in contenders:
+    for name in names:
         common = ("training", case.suite, str(case), str(case), 1.0, 0.0, name)
         if name in failed:
             yield Row(*common, *failed[name], stamp=stamp)
@@ -284,8 +297,7 @@ def curves(case: Case, stamp: dict[str, str]) -> Iterator[Row]:
 @app.command()
 def command(
     match: Annotated[list[str] | None, typer.Option(help="Only cases with one of these in suite or sizes.")] = None,
-    rounds: Annotated[int, typer.Option(min=5, help="Samples of each contender in each turn.")] = 10,
-    turns: Annotated[int, typer.Option(min=1, help="How often contenders take turns.")] = 2,
+    rounds: Annotated[int, typer.Option(min=5, help="Samples of each contender.")] = 20,
     skip: Annotated[str, typer.Option(help="Leave out contenders with this in their name: compiled, say.")] = "",
     out: Annotated[Path | None, typer.Option(help="Folder; default bench/results/<gpu>/training.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cases and contenders; time nothing.")] = False,
@@ -307,7 +319,7 @@ def command(
     rows: list[Row] = []
     stamp = environment.stamp(gpu.name, commit)
     for case in some:
-        for row in curves(case, stamp) if case.suite == "curve" else run(case, rounds, turns, stamp, skip):
+        for row in curves(case, stamp) if case.suite == "curve" else run(case, rounds, stamp, skip):
             rows.append(row)
             write(path, rows)
             terminal.say(f"{row.suite} {row.label}: {row.contender} {row.median_us or row.reason}")

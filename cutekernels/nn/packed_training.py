@@ -26,14 +26,14 @@ def projections(
 
     ``bias`` are the ``biases`` side by side, or None and no biases.
     """
-    return _Projections.apply(x, packed, bias, len(weights), *weights, *biases)
+    return _project(x, packed, bias, len(weights), *weights, *biases)
 
 
 def mlp(x: Tensor, gate: Gate, packed: Tensor, gate_weight: Tensor, up_weight: Tensor, down: Tensor) -> Any:
     """``(act(x @ gate.T) * (x @ up.T)) @ down.T``. The backward computes what ``down`` multiplies again, from the
     gate and up that it needs anyway, so that it is not saved.
     """
-    return _Mlp.apply(x, gate, packed, gate_weight, up_weight, down)
+    return _multiply(x, gate, packed, gate_weight, up_weight, down)
 
 
 class _Projections(Function):
@@ -83,6 +83,10 @@ class _Mlp(Function):
         if needs_gate or needs_up:
             dgate, dup = gemm(dgate_up.t(), _rows(x)).split(len(gate_weight))
         return dx, None, None, dgate if needs_gate else None, dup if needs_up else None, ddown
+
+
+_project: Any = _Projections.apply
+_multiply: Any = _Mlp.apply
 
 
 def _through_gate(gate: Gate, dhidden: Tensor, gate_up: Tensor) -> Tensor:

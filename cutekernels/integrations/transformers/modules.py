@@ -46,8 +46,9 @@ def swapped(mixin: Any, original: type, family: Family) -> Any:
     """The class of a patched ``original``."""
     own: dict[str, Any] = {"original": original, "family": family, "__module__": __name__}
     if issubclass(mixin, CausalLM):
-        own["forward"] = _signed(mixin.forward, original.forward)
-        own["taken"] = tuple(inspect.signature(original.forward).parameters)[1:]
+        theirs: Any = original
+        own["forward"] = _signed(mixin.forward, theirs.forward)
+        own["taken"] = tuple(inspect.signature(theirs.forward).parameters)[1:]
     return type(original.__name__, (mixin, original), own)
 
 
@@ -249,7 +250,8 @@ class Mlp(Fused):
         elif (trained := self.trained()) is None:
             hidden = gated(x, *fused, gate, name="Mlp")
         elif not trained[1] and whole(me.down_proj, x):
-            return packed_training.mlp(x, gate, fused[0], *trained[0], me.down_proj.weight)  # type: ignore[no-any-return]
+            (gate_weight, up_weight), down = trained[0], me.down_proj.weight
+            return packed_training.mlp(x, gate, fused[0], gate_weight, up_weight, down)  # type: ignore[no-any-return]
         else:
             hidden = gate_mul(gate, *packed_training.projections(x, *fused, *trained))
         return me.down_proj(hidden)  # type: ignore[no-any-return]
