@@ -141,8 +141,8 @@ class LogitStatistics(_LogitOp):
         return p.rows, 1, 1
 
     def default(self, p: LogitProblem, gpu: GpuSpec) -> LogitConfig:
-        block = min(2048, max(256, power_of_two(p.cols)))
-        return LogitConfig(block, max(1, min(8, block // (32 * max(8, p.vec)))))
+        # A warp a row, with as many elements in flight as registers hold: docs/notes/loss.md#passes (H200, 2026-11-26).
+        return LogitConfig(min(512 if p.moments or p.totals else 1024, max(256, power_of_two(p.cols))), 1)
 
     def estimate_us(self, p: LogitProblem, c: LogitConfig, gpu: GpuSpec) -> float:
         item = 4 if p.dtype == "fp32" else 2
