@@ -80,7 +80,6 @@ test-quick: $(STAMP)
 lint: $(STAMP)
 	ruff check .
 	ruff format --check .
-	python -m cutekernels.catalog --check
 	@$(MAKE) --no-print-directory types
 
 # mypy does not see through the mapping of autotune/ and db/ to cutekernels.*; a tree of links lays it out.
@@ -94,7 +93,6 @@ types: $(STAMP)
 format: $(STAMP)
 	ruff check --fix .
 	ruff format .
-	python -m cutekernels.catalog
 
 plots: $(STAMP)
 	python -m bench.plots

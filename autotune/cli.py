@@ -87,7 +87,6 @@ def command(
 
     An interrupted run resumes when started again.
     """
-    from cutekernels.autotune.run import check, tune
     from cutekernels.errors import CuteKernelsError, JobError, UnknownGpu
     from cutekernels.gpu import lookup, present
 
@@ -98,11 +97,15 @@ def command(
             devices = _devices(gpus, device, ray)
             if list_ or dry_run:
                 if dry_run:  # what the run would refuse
+                    from cutekernels.autotune.run import check
+
                     check(budget_s, confirm=confirm, measured=bool(devices or ray) or present(lookup(gpu)))
                 _show(wanted, gpu, db, limit, format, dry=dry_run, force=force)
                 raise typer.Exit
             if not wanted.tasks:
                 terminal.say(f"{wanted.name}: this part of the job has no task")
+            from cutekernels.autotune.run import tune
+
             fleet = _fleet(devices, ray, jobs, lanes)
             if fleet is not None:
                 stack.callback(fleet.close)
@@ -146,8 +149,6 @@ def _job(
     from cutekernels import gpu as known
     from cutekernels.autotune import shards
     from cutekernels.autotune.job import load
-    from cutekernels.autotune.outlook import stored
-    from cutekernels.db.engine import url_of
     from cutekernels.errors import JobError
 
     if (name is None) != requests:
@@ -155,6 +156,9 @@ def _job(
             "name one job file or bundled job, or give --requests in its place; `cutekernels jobs` lists them"
         )
     if name is None:
+        from cutekernels.autotune.outlook import stored
+        from cutekernels.db.engine import url_of
+
         spec = known.lookup(gpu)
         store = stored(url_of(db))
         found = shards.requested(store.requests(gpu=spec.name) if store else (), spec, trials)
@@ -203,10 +207,11 @@ def _show(job: Job, gpu: str, db: str | None, limit: int | None, format: Format,
     from cutekernels import gpu as known
     from cutekernels.autotune import outlook, shards
     from cutekernels.autotune.progress import duration
-    from cutekernels.db.engine import url_of
 
     spec = known.lookup(gpu) if dry or not known.is_auto(gpu) else None  # a list needs no GPU, but no false name
     if dry and spec is not None:
+        from cutekernels.db.engine import url_of
+
         rows = outlook.planned(job, spec, outlook.stored(url_of(db)), limit, force=force)
     else:
         rows = outlook.listed(job)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cutekernels import environment
 from cutekernels import gpu as gpus
-from cutekernels.autotune.history import ATTEMPTS, TaskHistory
 from cutekernels.autotune.job import Job, Task
 from cutekernels.autotune.shards import expected_s
-from cutekernels.autotune.suggest import space
 from cutekernels.db import sqlite
-from cutekernels.db.store import Environment, Store
 from cutekernels.gpu import GpuSpec
+
+if TYPE_CHECKING:
+    from cutekernels.db.store import Store
 
 
 def listed(job: Job) -> list[dict[str, Any]]:
@@ -36,6 +36,8 @@ def planned(
 
 def stored(url: str) -> Store | None:
     """The database at ``url`` for reading; None where there is none yet."""
+    from cutekernels.db.store import Store
+
     path = sqlite.path_of(url)
     return None if path is not None and not os.path.lexists(path) else Store(url, readonly=True)
 
@@ -43,6 +45,10 @@ def stored(url: str) -> Store | None:
 def _left(
     task: Task, spec: GpuSpec, store: Store | None, limit: int | None, *, measured: bool, force: bool
 ) -> dict[str, Any]:
+    from cutekernels.autotune.history import ATTEMPTS, TaskHistory
+    from cutekernels.autotune.suggest import space
+    from cutekernels.db.store import Environment
+
     origin = "measured" if measured else "predicted"
     valid = sum(measured or not c.vendors for c in space(task.op, task.problem, spec).valid)
     wanted = min(valid, task.trials if measured else limit or valid)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cutekernels import terminal
-from cutekernels.db.store import Trial
+
+if TYPE_CHECKING:
+    from cutekernels.db.store import Trial
 
 if TYPE_CHECKING:
     from rich.table import Table

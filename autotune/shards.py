@@ -9,12 +9,15 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from cutekernels import gpu as gpus
 from cutekernels.autotune.job import DEFAULT_TRIALS, Job, Task, checked_trials, is_empty
-from cutekernels.db.store import Request
 from cutekernels.errors import JobError, UnsupportedProblem
 from cutekernels.gpu import GpuSpec
+
+if TYPE_CHECKING:
+    from cutekernels.db.store import Request
 
 MOST_SHARDS = 10_000
 # Only proportions count. 0.55 s an attempt: docs/fleet.md#expected-cost (H200, 16 cores, 2026-11).

@@ -17,27 +17,27 @@ from cutekernels.ops.activations.api import gelu_mul as gelu_mul
 from cutekernels.ops.activations.api import silu_mul as silu_mul
 from cutekernels.ops.attention.api import attention as attention
 from cutekernels.ops.attention.decode_api import decode_attention as decode_attention
-from cutekernels.ops.embedding import embedding as embedding
+from cutekernels.ops.embedding.api import embedding as embedding
 from cutekernels.ops.gemm.api import gemm as gemm
 from cutekernels.ops.gemm.api import linear as linear
 from cutekernels.ops.loss.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from cutekernels.ops.loss.logprob import linear_logprob as linear_logprob
 from cutekernels.ops.loss.logprob import linear_logprob_shard as linear_logprob_shard
+from cutekernels.ops.moe.api import moe_combine as moe_combine
+from cutekernels.ops.moe.api import moe_gather as moe_gather
+from cutekernels.ops.moe.api import moe_permute as moe_permute
+from cutekernels.ops.moe.api import moe_route as moe_route
 from cutekernels.ops.moe.ffn import moe_ffn as moe_ffn
 from cutekernels.ops.moe.grouped_api import grouped_gemm as grouped_gemm
-from cutekernels.ops.moe.permute import moe_permute as moe_permute
-from cutekernels.ops.moe.route import moe_route as moe_route
-from cutekernels.ops.moe.rows import moe_combine as moe_combine
-from cutekernels.ops.moe.rows import moe_gather as moe_gather
 from cutekernels.ops.norm_linear.api import fold as fold
 from cutekernels.ops.norm_linear.api import linear_silu_mul as linear_silu_mul
 from cutekernels.ops.norm_linear.api import rms_norm_linear as rms_norm_linear
 from cutekernels.ops.norms.api import add_rms_norm as add_rms_norm
 from cutekernels.ops.norms.api import layer_norm as layer_norm
 from cutekernels.ops.norms.api import rms_norm as rms_norm
-from cutekernels.ops.optimizer import adamw_step as adamw_step
-from cutekernels.ops.rope import rope as rope
-from cutekernels.ops.sampling import sample_filter as sample_filter
+from cutekernels.ops.optimizer.api import adamw_step as adamw_step
+from cutekernels.ops.rope.api import rope as rope
+from cutekernels.ops.sampling.api import sample_filter as sample_filter
 from cutekernels.sdpa import route_sdpa as route_sdpa
 
 __version__: str

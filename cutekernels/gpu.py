@@ -6,9 +6,11 @@ rooflines use them, correctness never depends on them.
 
 from __future__ import annotations
 
+import ctypes
 import re
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from cutekernels.errors import UnknownGpu, near
@@ -189,9 +191,9 @@ def detect(device: int | None = None) -> GpuSpec:
     Raises:
         UnknownGpu: no CUDA device is visible, or its compute capability has no compile target here.
     """
-    import torch
-
-    if not torch.cuda.is_available():
+    # Without a driver there is none, and torch, whose import takes seconds, need not be asked.
+    torch = None if _driver() is None else import_module("torch")
+    if torch is None or not torch.cuda.is_available():
         raise UnknownGpu('no CUDA device is visible; name a GPU, e.g. --gpu a100 (in Python gpu_name="a100")')
     return describe(torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device))
 
@@ -211,19 +213,24 @@ def stands_for(spec: GpuSpec, own: GpuSpec) -> bool:
 
 def one_process(device: int | None = None) -> bool:
     """Whether the driver lets one process alone use a GPU of this machine: compute mode ``EXCLUSIVE_PROCESS``."""
-    import ctypes
-
     import torch
 
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:  # no driver, no GPU
+    driver = _driver()
+    if driver is None:
         return False
     mode = ctypes.c_int()
     index = torch.cuda.current_device() if device is None else device
     if driver.cuInit(0) or driver.cuDeviceGetAttribute(ctypes.byref(mode), _COMPUTE_MODE, index):
         return False
     return mode.value == _EXCLUSIVE_PROCESS
+
+
+def _driver() -> ctypes.CDLL | None:
+    """CUDA's driver library, if the machine has one."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
 
 
 def describe(properties: Any) -> GpuSpec:

@@ -16,7 +16,8 @@ from torch.nn.functional import multi_head_attention_forward, scaled_dot_product
 from torch.overrides import TorchFunctionMode
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.attention.api import attention, check
+from cutekernels.ops.attention.api import attention
+from cutekernels.ops.attention.calls import check
 
 DEVICES = ("cuda",)  # calls on other devices are passed on, since no kernel of ours runs there
 _PLAIN = (Tensor, torch.nn.Parameter)

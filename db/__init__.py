@@ -13,6 +13,7 @@ Where a line belongs::
     engine.py     opening a database: checked, migrated, ready for transactions
     store.py      reading and writing, for the tuner and the command line
     statements.py the statements of the store, in batches
+    query.py      what queries ask, and what stored texts mean, as the ops declare it
     reader.py     winners as people ask for them: typed, local and shipped side by side
     snapshot.py   winners that a dispatcher loads once: read-only, standard library only, never raises
     shipped/      winners that travel with the package, one JSON-lines file per GPU
@@ -20,8 +21,8 @@ Where a line belongs::
     listing.py    its tables, within 80 columns
     html_report.py  ``cutekernels db report``
 
-This package knows neither ops nor torch: problems and configs are text here, whose meaning a catalog from above tells
-the reader. Nothing heavy is imported in this file, so that a dispatcher's snapshot loads no SQLAlchemy.
+Nothing here imports torch. All but the query, the reader and what prints them know no ops either: problems and configs
+are text to them. Nothing heavy is imported in this file, so that a dispatcher's snapshot loads no SQLAlchemy.
 """
 
 from __future__ import annotations
@@ -46,6 +47,5 @@ def open(url: str | os.PathLike[str] | None = None, *, local: bool = True, shipp
     Raises:
         StoreError: the database named by ``url`` does not exist or cannot be read.
     """
-    catalog = import_module("cutekernels.catalog").Catalog()
-    database: Database = import_module("cutekernels.db.reader").Database(url, catalog, local=local, shipped=shipped)
+    database: Database = import_module("cutekernels.db.reader").Database(url, local=local, shipped=shipped)
     return database

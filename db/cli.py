@@ -27,6 +27,7 @@ from cutekernels import db as database
 from cutekernels import settings, terminal
 from cutekernels.db import listing, sqlite
 from cutekernels.db.engine import file_errors
+from cutekernels.db.query import is_default, revision
 from cutekernels.db.reader import SHIPPED, Database, Winner, diff
 from cutekernels.db.store import ImportReport, Store, Trial, replace_file
 from cutekernels.errors import CuteKernelsError, UnknownGpu, UnsupportedProblem
@@ -259,7 +260,7 @@ def prune(
         gpu, op = opened.gpu(gpu), opened.op(op)
         assert opened.store is not None
         ops = {row.op for row in opened.store.stats()} if stale else ()
-        current = {name: found for name in ops if (found := opened.catalog.revision(name)) is not None}
+        current = {name: found for name in ops if (found := revision(name)) is not None}
     with _store(db, writing=yes) as store:
         older = None if days is None else timedelta(days=days)
         count = store.prune(older_than=older, stale=current, gpu=gpu, op=op, count_only=not yes)
@@ -285,8 +286,8 @@ def doctor(
         assert opened.store is not None
         broken = opened.store.broken_rows()
         winners = opened.store.winners()
-        stale = [t for t in winners if opened.catalog.revision(t.op) not in (None, t.revision)]
-        unknown = [t for t in winners if opened.catalog.revision(t.op) is None]
+        stale = [t for t in winners if revision(t.op) not in (None, t.revision)]
+        unknown = [t for t in winners if revision(t.op) is None]
         refused = opened.refused()
         stats = opened.store.stats()
     rows.append({"what": "database", "state": "ok", "found": f"{sum(s.trials for s in stats)} trials"})
@@ -361,7 +362,7 @@ def _pick(opened: Database, what: str, gpu: str | None, op: str | None) -> list[
     found = opened.winners(gpu=gpu, op=op, problem=what)
     asked = {word.partition("=")[0] for word in what.split()}
     # A field that is not named has its default, if some row is so: "m=16 n=64 k=32" is not the one with b_major=k.
-    exact = [w for w in found if all(n in asked or opened.catalog.is_default(w.op, n, v) for n, v in w.problem.items())]
+    exact = [w for w in found if all(n in asked or is_default(w.op, n, v) for n, v in w.problem.items())]
     found = exact or list(found)  # type: ignore[assignment]
     serving = {(w.gpu, w.op, w.problem_text) for w in found if w.serves}
     shown = [w for w in found if w.serves or (w.gpu, w.op, w.problem_text) not in serving]

@@ -1,41 +1,25 @@
 """Database: the winners as people ask for them, typed, local and shipped ones side by side. Read-only.
 
-The fields of problems and configs are declared by the ops, which this package does not know: a :class:`Catalog` from
-above tells them.
+The fields of problems and configs are those that the ops declare (``query.py``).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from cutekernels import settings
-from cutekernels.db import snapshot, sqlite
+from cutekernels.db import query, snapshot, sqlite
 from cutekernels.db.store import Store
 from cutekernels.db.trial import ORIGINS, Trial
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.op import Scalar
 
-Scalar = int | str | bool
 SHIPPED = "shipped"
-
-
-class Catalog(Protocol):
-    """What the reader must be told of ops and GPUs; ``cutekernels/catalog.py`` has it."""
-
-    def gpu(self, name: str, also: Iterable[str] = ()) -> str: ...
-    def op(self, name: str, also: Iterable[str] = ()) -> str: ...
-    def revision(self, op: str) -> int | None: ...
-    def problem(self, op: str, text: str) -> dict[str, Scalar]: ...
-    def config(self, op: str, text: str) -> dict[str, Scalar]: ...
-    def is_default(self, op: str, name: str, value: Scalar) -> bool: ...
-    def conditions(self, text: str, op: str | None = None) -> list[Any]: ...
-    def matches(self, op: str, problem: Mapping[str, Scalar], conditions: Iterable[Any]) -> bool: ...
-    def rates(self, gpu: str, op: str, problem: str, us: float | None) -> dict[str, float | None]: ...
-    def refusal(self, gpu: str, op: str, problem: str, config: str) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +112,7 @@ class Database:
     The database in the settings need not exist: then only shipped winners are found.
     """
 
-    def __init__(
-        self, url: str | os.PathLike[str] | None, catalog: Catalog, *, local: bool = True, shipped: bool = True
-    ) -> None:
-        self.catalog = catalog
+    def __init__(self, url: str | os.PathLike[str] | None, *, local: bool = True, shipped: bool = True) -> None:
         self.store = None if not local or (url is None and _absent()) else Store(url, readonly=True)
         self._shipped = shipped
         self._configs: dict[tuple[str, str], Mapping[str, Scalar]] = {}
@@ -151,15 +132,17 @@ class Database:
 
     def gpu(self, name: str | None) -> str | None:
         """The name under which rows of this GPU are stored: ``"A100"`` is ``"a100-sxm-80gb"``."""
-        return None if name is None else self.catalog.gpu(name, {gpu for gpu, _ in self._held()})
+        stored = {row.gpu for row in self._stats()}
+        return None if name is None else query.gpu_name(name, stored.union(snapshot.shipped_gpus()))
 
     def op(self, name: str | None) -> str | None:
         """``name``, where an op or a stored row is called so."""
-        return None if name is None else self.catalog.op(name, {op for _, op in self._held()})
+        if name is None or query.revision(name) is not None:
+            return name
+        return query.op_name(name, {row.op for row in (*self._stats(), *_shipped(None, None))})
 
-    def _held(self) -> set[tuple[str, str]]:
-        held = set() if self.store is None else {(row.gpu, row.op) for row in self.store.stats()}
-        return held | {(t.gpu.name, t.op) for t in _shipped(None, None)}
+    def _stats(self) -> Sequence[Any]:
+        return () if self.store is None else self.store.stats()
 
     def winners(
         self,
@@ -187,7 +170,7 @@ class Database:
             raise UnsupportedProblem(f"origin must be one of {', '.join(ORIGINS)}; it is {origin[:40]!r}")
         gpu, op = self.gpu(gpu), self.op(op)
         words = [problem or "", *(_word(name, value) for name, value in values.items())]
-        conditions = self.catalog.conditions(" ".join(words), op)
+        conditions = query.conditions(" ".join(words), op)
         local = [] if self.store is None else self.store.winners(gpu=gpu, op=op)
         shipped = [] if not self._shipped else _shipped(gpu, op)
         here = {t.key: t.origin for t in local}
@@ -199,8 +182,8 @@ class Database:
                 found.append(self._winner(t, is_local, here, below))
         return found
 
-    def _matches(self, t: Trial, conditions: Sequence[Any]) -> bool:
-        return not conditions or self.catalog.matches(t.op, self.catalog.problem(t.op, t.problem), conditions)
+    def _matches(self, t: Trial, conditions: Sequence[query.Condition]) -> bool:
+        return not conditions or query.matches(t.op, query.problem(t.op, t.problem), conditions)
 
     def _winner(self, t: Trial, local: bool, here: Mapping[Any, str], below: Mapping[Any, str]) -> Winner:
         reason = self._why_idle(t, local, t.key in here and snapshot.serves_over(here[t.key], below.get(t.key)))
@@ -212,13 +195,13 @@ class Database:
             source="local" if local else SHIPPED,
             serves=not reason,
             reason=reason,
-            problem=self.catalog.problem(t.op, t.problem),
+            problem=query.problem(t.op, t.problem),
             config=self._config(t.op, t.config),
             origin=t.origin,
             median_us=t.median_us,
             p20_us=t.p20_us,
             p80_us=t.p80_us,
-            **self.catalog.rates(t.gpu.name, t.op, t.problem, t.median_us),
+            **query.rates(t.gpu.name, t.op, t.problem, t.median_us),
             ratio=t.ratio,
             ratio_low=t.ratio_low,
             ratio_high=t.ratio_high,
@@ -238,7 +221,7 @@ class Database:
 
     def _why_idle(self, t: Trial, local: bool, local_wins: bool) -> str:
         """Why calls do not use a winner; ``""`` where they do."""
-        revision = self.catalog.revision(t.op)
+        revision = query.revision(t.op)
         if revision is None:
             return "this version has no such op"
         if revision != t.revision:
@@ -247,17 +230,17 @@ class Database:
             return "a shipped measurement precedes it" if local else "a local winner precedes it"
         if not snapshot.may_serve(t.origin, t.message):
             return "its predicted gain is too small"
-        return self.catalog.refusal(t.gpu.name, t.op, t.problem, t.config)
+        return query.refusal(t.gpu.name, t.op, t.problem, t.config)
 
     def refused(self) -> list[tuple[Winner, str]]:
         """The winners of current revisions, local and shipped, that calls refuse, each with the reason."""
-        current = (w for w in self.winners() if self.catalog.revision(w.op) == w.revision)
-        found = ((w, self.catalog.refusal(w.gpu, w.op, w.problem_text, w.config_text)) for w in current)
+        current = (w for w in self.winners() if query.revision(w.op) == w.revision)
+        found = ((w, query.refusal(w.gpu, w.op, w.problem_text, w.config_text)) for w in current)
         return [(w, why) for w, why in found if why]
 
     def _config(self, op: str, text: str) -> Mapping[str, Scalar]:
         if (op, text) not in self._configs:  # a few hundred for thousands of winners
-            self._configs[op, text] = self.catalog.config(op, text)
+            self._configs[op, text] = query.config(op, text)
         return self._configs[op, text]
 
     def trials(
@@ -265,7 +248,7 @@ class Database:
     ) -> list[Trial]:
         """Trials of the database, oldest first; ``part`` is the start or the end of an id, shipped trials too."""
         gpu, op = self.gpu(gpu), self.op(op)
-        conditions = self.catalog.conditions(problem or "", op)
+        conditions = query.conditions(problem or "", op)
         found: Sequence[Trial] = []
         if part is not None:
             part = part.lower().removeprefix("..")  # as listings shorten it

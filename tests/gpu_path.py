@@ -1,6 +1,6 @@
 """The path of a Triton op's call on a GPU, walked by CPU tensors: a stand-in launch takes the kernel's place.
 
-Calls reach it through :func:`cutekernels.ops.shared.tensor_op.run`; public functions send CPU tensors to the reference.
+Calls reach it through :func:`cutekernels.ops.shared.calls.run`; public functions send CPU tensors to the reference.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cutekernels import gpu
-from cutekernels.ops.shared import call_cache, tensor_op
+from cutekernels.ops.shared import call_cache, calls
 
 H200 = gpu.lookup("h200")
 
@@ -27,15 +27,15 @@ def launching(launch_of: Callable[[Any, Any], Callable[..., None]]) -> Iterator[
         return SimpleNamespace(launch=launch_of(op, problem))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_op.dispatch, "plan", plan)
+        patch.setattr(calls.dispatch, "plan", plan)
         patch.setattr(call_cache, "_current_device", lambda: -1)  # the index of CPU tensors
         patch.setattr(torch.cuda, "device_count", lambda: 2)
         patch.setattr(torch.cuda, "device", lambda index: nullcontext())
-        tensor_op.forget()
+        call_cache.forget()
         try:
             yield
         finally:
-            tensor_op.forget()
+            call_cache.forget()
 
 
 @contextmanager

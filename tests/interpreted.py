@@ -193,17 +193,17 @@ def interpret(
         }
         built["fn"][grid](**names, num_warps=built["options"].get("num_warps", 4))
 
-    from cutekernels.ops.shared import tensor_op
+    from cutekernels.ops.norms import passes
 
     def scratch(like: Tensor, *shape: int) -> Tensor:
         return torch.full(shape, float("nan"))
 
-    healthy = tensor_op.scratch, tensor_op.run, gpu.detect
-    tensor_op.scratch, gpu.detect = scratch, lambda device=None: spec  # type: ignore[assignment]
+    healthy = passes.scratch, passes.run, gpu.detect
+    passes.scratch, gpu.detect = scratch, lambda device=None: spec  # type: ignore[assignment]
     then = {name.removeprefix("then."): n for name, n in (edit or {}).items() if name.startswith("then.")}
-    tensor_op.run = lambda op, results, inputs: interpret(op, results, inputs, edit=then)  # type: ignore[assignment]
+    passes.run = lambda op, results, inputs: interpret(op, results, inputs, edit=then)  # type: ignore[assignment]
     try:
         op.bind(problem, chosen, kernel)(*results, *inputs, *scalars)
     finally:
-        tensor_op.scratch, tensor_op.run, gpu.detect = healthy  # type: ignore[assignment]
+        passes.scratch, passes.run, gpu.detect = healthy  # type: ignore[assignment]
     return str(problem)

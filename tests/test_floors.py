@@ -23,7 +23,6 @@ FLOORS = {
     "cutekernels/cli.py": 18,
     "cutekernels/integrations/": 18,
     "cutekernels/introspection.py": 17,
-    "cutekernels/catalog.py": 16,
     "cutekernels/optim/": 17,
     "cutekernels/kv_cache.py": 17,
     "cutekernels/sdpa.py": 17,
@@ -31,6 +30,7 @@ FLOORS = {
     "autotune/": 17,
     # Inside ops/ each family's floor; between a family's own files, see below.
     "cutekernels/ops/__init__.py": 12,
+    "cutekernels/ops/library.py": 12,
     "cutekernels/ops/registry.py": 11,
     "cutekernels/ops/norm_linear/": 9,
     "cutekernels/ops/loss/": 9,
@@ -39,12 +39,12 @@ FLOORS = {
     "cutekernels/ops/moe/": 9,
     "cutekernels/ops/attention/": 8,
     "cutekernels/ops/gemm/": 8,
-    "cutekernels/ops/rope.py": 8,
+    "cutekernels/ops/rope/": 8,
     "cutekernels/ops/norms/": 8,
     "cutekernels/ops/activations/": 8,
-    "cutekernels/ops/embedding.py": 8,
-    "cutekernels/ops/optimizer.py": 8,
-    "cutekernels/ops/sampling.py": 8,
+    "cutekernels/ops/embedding/": 8,
+    "cutekernels/ops/optimizer/": 8,
+    "cutekernels/ops/sampling/": 8,
     "cutekernels/ops/shared/": 7,
     "cutekernels/dispatch.py": 6,
     "cutekernels/compilers.py": 5,
@@ -62,6 +62,10 @@ FLOORS = {
     "cutekernels/environment.py": 2,
     "cutekernels/installation.py": 3,
     "db/": 2,
+    "db/query.py": 12,  # this and the next three read declarations
+    "db/reader.py": 13,
+    "db/html_report.py": 14,
+    "db/cli.py": 15,
     "cutekernels/errors.py": 1,
     "cutekernels/settings.py": 1,
     "cutekernels/lazy.py": 1,
@@ -77,7 +81,8 @@ UPWARDS = {
     ("cutekernels/compilers.py", "cutekernels.ops.registry"),
     ("cutekernels/ops/gemm/api.py", "cutekernels.ops.quantized.api.quantized_linear"),  # linear's, of packed weights
     ("cutekernels/ops/norm_linear/api.py", "cutekernels.ops.quantized.api.gated"),  # likewise, of a gate
-    ("db/__init__.py", "cutekernels.catalog"),  # db.open(): what the fields of the stored texts mean
+    ("db/__init__.py", "cutekernels.db.reader.Database"),
+    ("db/__init__.py", "cutekernels.db.reader"),  # db.open(), the package's own name for it
     ("cutekernels/cli.py", "bench.__main__"),  # the verb, from a table of text
 }
 FOLDERS = {"cutekernels.autotune": "autotune", "cutekernels.db": "db"}
@@ -175,10 +180,10 @@ def test_every_exception_is_in_use() -> None:
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if f.startswith("db/")])
-def test_the_database_knows_neither_ops_nor_torch(file: str) -> None:
+def test_the_database_knows_no_torch_and_its_store_no_ops(file: str) -> None:
     for module in imports(file):
         assert module.split(".")[0] not in HEAVY_IN_DB, f"{file} imports {module}"
-        assert not module.startswith("cutekernels.op"), f"{file} imports {module}"
+        assert room(file) != "db/" or not module.startswith("cutekernels.op"), f"{file} imports {module}"
 
 
 def test_the_snapshot_needs_only_the_standard_library() -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload, compiled, eager
 from bench.suites import Case
-from cutekernels.ops.embedding import EmbeddingProblem, embedding, grouped
+from cutekernels.ops.embedding.api import embedding
+from cutekernels.ops.embedding.op import EmbeddingProblem, grouped
 
 TABLES = {"mistral-7b": (32000, 4096), "llama-3-8b": (128256, 4096), "qwen2.5-7b": (152064, 3584)}  # (V, D)
 

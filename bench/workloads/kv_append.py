@@ -13,8 +13,8 @@ from bench.baselines import DTYPES, Contender, Inputs, Launch, Workload, compile
 from bench.suites import Case
 from bench.workloads.rope import HEADS
 from cutekernels.ops.kv_append.op import KV_APPEND, LENGTHS, KvAppendProblem
-from cutekernels.ops.rope import rope
-from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.rope.api import rope
+from cutekernels.ops.shared import calls
 
 _SPARE = 64  # tokens that a sequence has room for beyond its new ones
 
@@ -97,7 +97,7 @@ def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
 
         def launch() -> tuple[Tensor, ...]:
             if q.is_cuda:
-                tensor_op.run(KV_APPEND, results, inputs, options=(interleaved,), config=config)
+                calls.run(KV_APPEND, results, inputs, options=(interleaved,), config=config)
             else:
                 KV_APPEND.update(results, inputs, interleaved=interleaved)
             return results[:3]

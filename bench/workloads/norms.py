@@ -15,7 +15,7 @@ from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload,
 from bench.suites import Case, unless
 from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm
 from cutekernels.ops.norms.gradients import COLUMN_SUM, LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD, ColumnSumProblem
-from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared import calls
 
 EPS = 1e-6
 _AFFINE = {"layer_norm": 2, "layer_norm_backward": 1}  # vectors beside the matrices; else one
@@ -141,7 +141,7 @@ def _ours(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
         operands = (*i.operands, *[None] * absent)
 
         def launch() -> tuple[Tensor, ...]:
-            return tensor_op.run(op, i.results, operands, options=options, scalars=scalars, config=config)
+            return calls.run(op, i.results, operands, options=options, scalars=scalars, config=config)
 
         return launch
 
@@ -275,7 +275,7 @@ def _summed(case: Case) -> Callable[..., Any]:
 
 
 def _column_sums(case: Case, sets: Sequence[Inputs], config: Any) -> Sequence[Launch]:
-    return [partial(tensor_op.run, COLUMN_SUM, i.results, i.operands, config=config) for i in sets]
+    return [partial(calls.run, COLUMN_SUM, i.results, i.operands, config=config) for i in sets]
 
 
 WORKLOADS = (

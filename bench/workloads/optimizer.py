@@ -11,7 +11,8 @@ from torch import Tensor
 
 from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload
 from bench.suites import Case
-from cutekernels.ops.optimizer import AdamWProblem, adamw_step
+from cutekernels.ops.optimizer.api import adamw_step
+from cutekernels.ops.optimizer.op import AdamWProblem
 from cutekernels.optim import FusedAdamW
 
 MANY = 200  # tensors, in cases whose label says so

@@ -25,7 +25,7 @@ from cutekernels.ops.quantized.api import quantized_linear
 from cutekernels.ops.quantized.decode import DEQUANTIZE, DequantizeProblem, random_weight, rows_of_scale
 from cutekernels.ops.quantized.op import QUANTIZED_LINEAR
 from cutekernels.ops.quantized.problem import QuantizedProblem
-from cutekernels.ops.shared.triton_op import call
+from cutekernels.ops.shared.calls import call
 from cutekernels.quant.weight import QuantizedWeight
 
 # ---- cases ----------------------------------------------------------------------------------------------

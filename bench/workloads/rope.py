@@ -11,7 +11,8 @@ from torch import Tensor
 
 from bench.baselines import DTYPES, Absent, Contender, Inputs, Launch, Workload, compiled, eager
 from bench.suites import Case
-from cutekernels.ops.rope import RopeProblem, rope
+from cutekernels.ops.rope.api import rope
+from cutekernels.ops.rope.op import RopeProblem
 
 HEADS = {"llama-3-8b": (32, 8), "qwen2.5-7b": (28, 4)}
 HEADS_FIRST = "heads first"  # in a label: operands lie as (B, H, S, D)

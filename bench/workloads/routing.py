@@ -13,9 +13,10 @@ from torch import Tensor
 from bench.baselines import DTYPES, Inputs, Launch, Workload, compiled, eager
 from bench.suites import Case
 from bench.workloads import posed
-from cutekernels.ops.moe.permute import MOE_PERMUTE, MoePermuteProblem, moe_permute
-from cutekernels.ops.moe.route import MOE_ROUTE, MOE_ROUTE_BACKWARD, MoeRouteProblem, moe_route
-from cutekernels.ops.moe.rows import MOE_COMBINE_BACKWARD, MoeMoveProblem, moe_combine, moe_gather
+from cutekernels.ops.moe.api import moe_combine, moe_gather, moe_permute, moe_route
+from cutekernels.ops.moe.permute import MOE_PERMUTE, MoePermuteProblem
+from cutekernels.ops.moe.route import MOE_ROUTE, MOE_ROUTE_BACKWARD, MoeRouteProblem
+from cutekernels.ops.moe.rows import MOE_COMBINE_BACKWARD, MoeMoveProblem
 
 ROUTERS = {
     "8 top 2": (8, 2),

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from bench.baselines import DTYPES, Contender, Inputs, Launch, Workload, compiled, eager
 from bench.suites import Case
-from cutekernels.ops.sampling import SAMPLE_FILTER, SampleFilterProblem, sample_filter
+from cutekernels.ops.sampling.api import sample_filter
+from cutekernels.ops.sampling.op import SAMPLE_FILTER, SampleFilterProblem
 
 VOCABULARIES = {"llama-3": 128256, "qwen2.5": 152064, "gemma-3": 262144}
 FILTERS = {

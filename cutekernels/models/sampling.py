@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from cutekernels.ops.sampling import check_temperature, sample_filter
+from cutekernels.ops.sampling.api import check_temperature, sample_filter
 from cutekernels.ops.shared.checks import check_number, check_whole
 
 _MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # of splitmix64, as signed numbers

@@ -20,7 +20,7 @@ from cutekernels.models.loaded import Apart
 from cutekernels.nn.mlp import Gate, gate_mul, gated, projected
 from cutekernels.nn.moe import MoE
 from cutekernels.nn.packing import side_by_side
-from cutekernels.ops.embedding import embedding
+from cutekernels.ops.embedding.api import embedding
 from cutekernels.ops.norms.api import add_rms_norm, rms_norm
 from cutekernels.quant import QuantizedWeight, concatenate
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.nn.mlp import SwiGLU, plain, projected
+from cutekernels.ops.moe.api import moe_route
 from cutekernels.ops.moe.ffn import moe_ffn
-from cutekernels.ops.moe.route import moe_route
 from cutekernels.ops.shared.checks import check_flag, check_number, check_place, check_tensor, check_whole, check_word
 
 _MOST_EXPERTS, _MOST_CHOSEN = 512, 32  # of moe_route

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.rope import rope
+from cutekernels.ops.rope.api import rope
 from cutekernels.ops.shared.checks import check_flag, check_number, check_tensor, check_whole, said
 
 _KINDS = ("default", "linear", "llama3")

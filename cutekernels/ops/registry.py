@@ -1,43 +1,80 @@
-"""The families of ops. A family is a module or package of this folder with ``OPS`` and ``register(library)``."""
+"""The families of ops, and the ops of each. A family is a package of this folder, with its ops in ``OPS``.
+
+Nothing here imports torch, and an op that is asked for by name imports its own family alone.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
 
-import torch
-
 from cutekernels.errors import UnsupportedProblem, near
 from cutekernels.op import Op
 
-FAMILIES = (
-    "gemm",
-    "attention",
-    "norm_linear",
-    "activations",
-    "rope",
-    "kv_append",
-    "optimizer",
-    "embedding",
-    "norms",
-    "moe",
-    "sampling",
-    "quantized",
-    "loss",
-)
-_FAMILIES = [import_module(f"cutekernels.ops.{name}") for name in FAMILIES]
-OPS: tuple[Op[Any, Any], ...] = tuple(op for family in _FAMILIES for op in family.OPS)
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "gemm": ("gemm",),
+    "attention": ("attention", "attention_delta", "attention_backward", "decode_attention", "cache_attention"),
+    "norm_linear": ("rms_norm_linear", "linear_silu_mul"),
+    "activations": (
+        "silu_mul",
+        "silu_mul_backward",
+        "gelu_mul",
+        "gelu_mul_backward",
+        "bias_gelu",
+        "bias_gelu_backward",
+    ),
+    "rope": ("rope",),
+    "kv_append": ("kv_append",),
+    "optimizer": ("adamw_step",),
+    "embedding": ("embedding", "embedding_backward"),
+    "norms": (
+        "rms_norm",
+        "rms_norm_backward",
+        "add_rms_norm",
+        "layer_norm",
+        "layer_norm_backward",
+        "column_sum",
+        "column_sum_pair",
+    ),
+    "moe": (
+        "moe_route",
+        "moe_route_backward",
+        "moe_permute",
+        "moe_gather",
+        "moe_combine",
+        "moe_combine_backward",
+        "grouped_gemm",
+        "grouped_gemm_wgrad",
+    ),
+    "sampling": ("sample_filter",),
+    "quantized": ("quantized_linear", "dequantize"),
+    "loss": ("logit_statistics", "logit_gradient", "scale_gradient"),
+}
+_HOMES = {op: family for family, ops in FAMILIES.items() for op in ops}
+_loaded: dict[str, Op[Any, Any]] = {}
 
-# torch.ops.cutekernels.*: how torch.compile, autograd and CPU tensors reach the ops. Lives as long as this module.
-LIBRARY = torch.library.Library("cutekernels", "FRAGMENT")
-for family in _FAMILIES:
-    family.register(LIBRARY)
+OPS: tuple[Op[Any, Any], ...]
+"""All ops, whose families are imported at first use."""
 
-_BY_NAME = {op.name: op for op in OPS}
+
+def __getattr__(name: str) -> Any:
+    if name != "OPS":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = tuple([get(op) for op in _HOMES])
+    return globals()[name]
+
+
+def find(name: str) -> Op[Any, Any] | None:
+    """The op called ``name``, if there is one."""
+    if name not in _loaded and name in _HOMES:
+        _loaded.update({op.name: op for op in import_module(f"cutekernels.ops.{_HOMES[name]}").OPS})
+    return _loaded.get(name)
 
 
 def get(name: str) -> Op[Any, Any]:
     """The op called ``name``. Raises UnsupportedProblem for any other."""
-    if name not in _BY_NAME:
-        raise UnsupportedProblem(f"no op is called {name[:60]!r}. {near(name, _BY_NAME)}The ops: {', '.join(_BY_NAME)}")
-    return _BY_NAME[name]
+    found = find(name)
+    if found is None:
+        known = dict.fromkeys((*_HOMES, *_loaded))
+        raise UnsupportedProblem(f"no op is called {name[:60]!r}. {near(name, known)}The ops: {', '.join(known)}")
+    return found

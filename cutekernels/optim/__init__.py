@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.optimizer import Hyper, adamw_step, check_hyper
+from cutekernels.ops.optimizer.api import adamw_step, check_hyper
+from cutekernels.ops.optimizer.op import Hyper
 from cutekernels.ops.shared.checks import check_flag, check_number, said
 from cutekernels.optim.operands import (
     MOMENTS,

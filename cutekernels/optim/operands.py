@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.optimizer import ADAMW_STEP, AdamWProblem
+from cutekernels.ops.optimizer.op import ADAMW_STEP, AdamWProblem
 from cutekernels.ops.shared.strides import is_dense, walk
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -22,7 +22,7 @@ from cutekernels import compile as compiler
 from cutekernels import dispatch
 from cutekernels import gpu as gpus
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.optimizer import (
+from cutekernels.ops.optimizer.op import (
     ADAMW_COUNT,
     ADAMW_SQUARES,
     ADAMW_STEP,

@@ -12,10 +12,12 @@ So a lane's share of a strip (4 bits) or of half a strip (8 bits) is one run of 
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from cutekernels.errors import UnsupportedProblem
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TILE = 64  # rows and elements of K
 TILE_BYTES = {4: 2048, 8: 4096}
@@ -46,6 +48,9 @@ def pack(codes: Tensor, bits: int, fill: int | Tensor = 0) -> Tensor:
     Raises:
         UnsupportedProblem: codes of another type or shape, or beyond ``bits``.
     """
+    import torch
+    from torch import Tensor
+
     _check(codes, bits)
     n, k = codes.shape
     rows, columns = tiles((n, k))
@@ -71,6 +76,8 @@ def unpack(packed: Tensor, bits: int, n: int, k: int) -> Tensor:
     Raises:
         UnsupportedProblem: ``packed`` is not of the shape or type that ``pack`` gives for ``(n, k)``.
     """
+    import torch
+
     _check_bits(bits)
     expected = packed_shape((n, k), bits)
     if packed.dtype != torch.uint8 or packed.shape != expected:
@@ -90,6 +97,8 @@ def unpack(packed: Tensor, bits: int, n: int, k: int) -> Tensor:
 
 def dense(tensor: Tensor) -> Tensor:
     """``tensor`` with the strides of a new one: ``contiguous()`` leaves any in extents of 1, which ``view`` refuses."""
+    import torch
+
     stride, strides = 1, []
     for extent in reversed(tensor.shape):
         strides.append(stride)
@@ -105,6 +114,8 @@ def _check_bits(bits: int) -> None:
 
 
 def _check(codes: Tensor, bits: int) -> None:
+    import torch
+
     _check_bits(bits)
     if codes.dtype != torch.uint8 or codes.dim() != 2 or 0 in codes.shape:
         raise UnsupportedProblem(
@@ -127,6 +138,8 @@ def _pack_tiles(codes: Tensor, rows: int, columns: int, bits: int) -> Tensor:
 
 
 def _unpack_tiles(packed: Tensor, rows: int, columns: int, bits: int) -> Tensor:
+    import torch
+
     if bits == 4:
         # (tile_n, tile_k, strip, lane // 4, lane % 4, k-block, e, c), then h
         data = packed.reshape(rows, columns, 4, 8, 4, 4, 2, 2)

@@ -26,7 +26,7 @@ from cutekernels.ops.activations.op import (
     BiasGeluProblem,
     GeluProblem,
 )
-from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared import calls
 from tests.activations import gelu_cases
 from tests.activations.gelu_cases import APPROXIMATE, CASES, OPS, PLANTED, SPECIAL, VALUES, error_ratio, truth
 from tests.activations.silu_mul_cases import DTYPES, H200
@@ -271,14 +271,14 @@ def test_traced_whole() -> None:
 def test_launches_pose_what_they_launch(launches: list[str]) -> None:
     x, bias = torch.randn(2, 300, 8, dtype=torch.bfloat16), torch.randn(8)
     expected = bias_gelu(x, bias, approximate="tanh")
-    (out,) = tensor_op.run(BIAS_GELU, None, (x, bias), options=("tanh",))
+    (out,) = calls.run(BIAS_GELU, None, (x, bias), options=("tanh",))
     assert torch.equal(out, expected)
-    dx, partials = tensor_op.run(BIAS_GELU_BACKWARD, None, (x[:1].expand(2, 300, 8), x, bias), options=("none",))
+    dx, partials = calls.run(BIAS_GELU_BACKWARD, None, (x[:1].expand(2, 300, 8), x, bias), options=("none",))
     assert (dx.shape, partials.shape) == (x.shape, (19, 8))
-    tensor_op.run(BIAS_GELU, None, (x[..., ::2], bias[::2]), options=("none",))
-    tensor_op.run(GELU_MUL, None, (x, x), options=("none",))
-    tensor_op.run(GELU_MUL, None, (x, x), options=("tanh",))
-    tensor_op.run(BIAS_GELU_BACKWARD, None, (x[:0], x[:0], bias), options=("none",))
+    calls.run(BIAS_GELU, None, (x[..., ::2], bias[::2]), options=("none",))
+    calls.run(GELU_MUL, None, (x, x), options=("none",))
+    calls.run(GELU_MUL, None, (x, x), options=("tanh",))
+    calls.run(BIAS_GELU_BACKWARD, None, (x[:0], x[:0], bias), options=("none",))
     assert launches == [
         "bias_gelu rows=600 cols=8 bias=fp32 approximate=tanh",
         "bias_gelu_backward rows=600 cols=8 bias=fp32",
@@ -292,6 +292,6 @@ def test_a_packed_gradient_is_written_in_halves(launches: list[str]) -> None:
     packed, dout = torch.randn(6, 16), torch.randn(6, 8)
     place = torch.empty_like(packed)
     halves = place.chunk(2, dim=-1)
-    tensor_op.run(SILU_MUL_BACKWARD, (halves[0], halves[1]), (dout, *packed.chunk(2, dim=-1)))
+    calls.run(SILU_MUL_BACKWARD, (halves[0], halves[1]), (dout, *packed.chunk(2, dim=-1)))
     assert torch.equal(place, torch.ops.cutekernels.silu_mul_packed_backward(dout, packed))
     assert launches == ["silu_mul_backward rows=6 cols=8 dtype=fp32 layout=rows"]

@@ -19,7 +19,7 @@ from cutekernels.ops import registry
 from cutekernels.ops.activations.api import silu_mul
 from cutekernels.ops.activations.op import SILU_MUL, SILU_MUL_BACKWARD, GluProblem
 from cutekernels.ops.activations.tiles import TileConfig
-from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared import calls
 from tests.activations import silu_mul_cases
 from tests.activations.silu_mul_cases import (
     AT_THE_ROOT,
@@ -265,7 +265,7 @@ def test_traced_whole() -> None:
 
 
 def run(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
-    return tensor_op.run(SILU_MUL, None if out is None else (out,), (gate, up))[0]
+    return calls.run(SILU_MUL, None if out is None else (out,), (gate, up))[0]
 
 
 def test_launch_poses_what_it_launches(launches: list[str]) -> None:

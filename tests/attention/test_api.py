@@ -11,18 +11,15 @@ import torch
 
 from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
-from cutekernels.ops import registry
 from cutekernels.ops.attention import api
-from cutekernels.ops.attention.api import attention, canonical
+from cutekernels.ops.attention.api import attention
+from cutekernels.ops.attention.calls import canonical
 from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import AttentionProblem
 from cutekernels.ops.attention.reference import band
 from cutekernels.ops.shared.call_cache import CallCache
 from tests.attention.cases import qkv, random_problem, rows, torch_attention, wide
-
-assert registry.OPS  # registers torch.ops.cutekernels
-
 
 # ---- mathematics ----------------------------------------------------------------------------------------
 

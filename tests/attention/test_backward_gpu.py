@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from cutekernels import dispatch, gpu, verify
-from cutekernels.ops import registry
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.backward import ATTENTION_BACKWARD
 from cutekernels.ops.attention.backward_config import AttentionBackwardProblem, passes
@@ -22,7 +21,6 @@ from tests.attention.backward_cases import chosen, random_backward, random_confi
 from tests.attention.cases import ROUNDING, row_errors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]
-assert registry.OPS  # registers torch.ops.cutekernels
 
 
 launched = partial(cases.launched, ATTENTION_BACKWARD)

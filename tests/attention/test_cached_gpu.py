@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from cutekernels import KVCache, gpu
-from cutekernels.ops import registry
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.cached import CACHE_ATTENTION, CacheProblem
 from cutekernels.ops.attention.decode_api import decode_attention
@@ -20,7 +19,6 @@ from tests.attention import cases
 from tests.attention.cached_cases import arguments, lengths_of, random_config, random_problem, without_unseen_pages
 
 pytestmark = pytest.mark.gpu
-assert registry.OPS  # registers torch.ops.cutekernels
 launched = partial(cases.launched, CACHE_ATTENTION)
 
 

@@ -14,14 +14,11 @@ from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.kernels.cute.parts.cache import CacheRows
 from cutekernels.kernels.cute.parts.fragments import span_bytes, swizzled
-from cutekernels.ops import registry
 from cutekernels.ops.attention.cached import CACHE_ATTENTION
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeConfig, DecodeProblem
 from cutekernels.ops.attention.decode_api import decode_attention, readable
 from tests.attention.cases import rows, wide
 from tests.attention.decode_cases import arguments, left_of, lengths_of, random_problem
-
-assert registry.OPS  # registers torch.ops.cutekernels
 
 
 def call(seq_q: int = 3, room: int = 20, batch: int = 2) -> Any:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from cutekernels import gpu
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops import registry
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeConfig, DecodeProblem
 from cutekernels.ops.attention.decode_api import decode_attention
 from cutekernels.ops.attention.reference import decode
@@ -21,7 +20,6 @@ from tests.attention import cases
 from tests.attention.decode_cases import GROUPS, arguments, left_of, lengths_of, random_config, random_problem
 
 pytestmark = pytest.mark.gpu
-assert registry.OPS  # registers torch.ops.cutekernels
 
 
 SHARED = [(1, False), (3, False), (8, False), (2, True), (3, True), (8, True)]  # splits, and whether by a cluster

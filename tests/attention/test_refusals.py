@@ -14,12 +14,10 @@ pytest.importorskip("triton")
 
 from cutekernels import KVCache
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
-from cutekernels.ops import registry
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.decode_api import decode_attention
 from cutekernels.ops.kv_append.api import kv_append
 
-assert registry.OPS  # registers torch.ops.cutekernels
 BF16 = torch.bfloat16
 
 Change = Callable[[Any], Any]

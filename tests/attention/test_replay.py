@@ -24,17 +24,15 @@ from torch.utils._python_dispatch import BaseTorchDispatchMode
 import cutekernels as ck
 from cutekernels import dispatch, gpu, sdpa
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
-from cutekernels.ops import registry
 from cutekernels.ops.attention import api as attend
-from cutekernels.ops.attention import decode as attention_decode
+from cutekernels.ops.attention import calls as attend_calls
 from cutekernels.ops.attention import decode_api as attend_decode
 from cutekernels.ops.attention.problem import score_factors
-from cutekernels.ops.shared import call_cache
+from cutekernels.ops.shared import call_cache, per_stream
 from cutekernels.ops.shared.registration import with_results
 from tests.attention.decode_cases import Workspace
 from tests.host_cost import direct_anywhere, host_cost
 
-assert registry.OPS  # registers torch.ops.cutekernels
 BF16, INT32 = torch.bfloat16, torch.int32
 where = Tensor.data_ptr
 PATHS = {"attention": attend.ATTENTION_PATH, "decode_attention": attend_decode.DECODE_PATH}
@@ -71,8 +69,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     monkeypatch.setattr(call_cache, "_current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(attend, "direct", direct_anywhere())
-    monkeypatch.setattr(attention_decode, "Workspace", Workspace)
+    monkeypatch.setattr(attend_calls, "direct", direct_anywhere())
+    monkeypatch.setattr(per_stream, "Workspace", Workspace)
     library = torch.library.Library("cutekernels", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the CPU's are overridden

@@ -12,7 +12,6 @@ from torch import Tensor
 from cutekernels import gpu
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op
-from cutekernels.ops import registry
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.backward import AttentionBackwardProblem
 from cutekernels.ops.attention.config import AttentionConfig
@@ -24,9 +23,6 @@ from tests.attention import compiled
 from tests.attention.cases import qkv, rows, written_out
 from tests.attention.compiled import H200
 from tests.compiled import area
-
-assert registry.OPS  # registers torch.ops.cutekernels
-
 
 # ---- mathematics ----------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from cutekernels import gpu
-from cutekernels.ops import registry
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.decode import DECODE_ATTENTION, DecodeProblem
 from cutekernels.ops.attention.op import ATTENTION
@@ -19,7 +18,6 @@ from cutekernels.ops.attention.problem import AttentionProblem
 from tests.attention import cases, decode_cases
 
 pytestmark = pytest.mark.gpu
-assert registry.OPS  # registers torch.ops.cutekernels
 KINDS = ("same", "fp32")
 
 

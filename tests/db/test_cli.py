@@ -19,9 +19,8 @@ from alembic import command
 from typer.testing import CliRunner
 
 import cutekernels
-from cutekernels import catalog, settings
-from cutekernels.catalog import Catalog
-from cutekernels.db import engine, snapshot
+from cutekernels import settings
+from cutekernels.db import engine, query, snapshot
 from cutekernels.db.cli import app
 from cutekernels.db.store import Store, Trial
 from cutekernels.db.uuid7 import uuid7
@@ -259,12 +258,6 @@ def test_the_python_api(db: Path) -> None:
         assert len(opened.winners()) == 3
 
 
-def test_the_shipped_catalog_is_current() -> None:
-    assert json.loads(catalog.SHIPPED.read_text()) == json.loads(json.dumps(catalog.ship())), (
-        "the ops changed: run `python -m cutekernels.catalog`"
-    )
-
-
 @pytest.mark.parametrize(
     "verb", [("query", "--gpu", "h200", "--problem", "m=16"), ("show", "m=16"), ("stats",), ("history",)]
 )
@@ -280,14 +273,13 @@ def test_the_first_call_after_an_installation_loads_no_torch(db: Path, verb: tup
 
 
 def test_values_that_share_a_tuning_are_found_as_the_dispatcher_finds_them() -> None:
-    """The catalog folds field by field; an op's own ``bucket`` decides for the whole problem."""
-    known = Catalog()
+    """A query folds field by field; an op's own ``bucket`` decides for the whole problem."""
     for op in registry.OPS:
         for text in op.suite:
             problem = op.Problem.parse(text)
-            stored = known.problem(op.name, str(problem.bucket()))
-            assert known.matches(op.name, stored, known.conditions(text, op.name)), (op.name, text)
-            assert known.problem(op.name, text) == {f.name: getattr(problem, f.name) for f in fields(op.Problem)}
+            stored = query.problem(op.name, str(problem.bucket()))
+            assert query.matches(op.name, stored, query.conditions(text, op.name)), (op.name, text)
+            assert query.problem(op.name, text) == {f.name: getattr(problem, f.name) for f in fields(op.Problem)}
 
 
 def test_diff(db: Path, tmp_path: Path) -> None:

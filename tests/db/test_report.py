@@ -16,8 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cutekernels import db as database
-from cutekernels.catalog import Catalog
-from cutekernels.db import cli, html_report
+from cutekernels.db import cli, html_report, query
 from cutekernels.db.store import Store
 from cutekernels.errors import StoreError
 from tests.db.trials import trial
@@ -32,7 +31,7 @@ PROBLEMS = ("m=16 n=4096 k=4096", "m=4096 n=4096 k=4096", "m=256 n=1024 k=8192")
 @pytest.fixture
 def filled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches of three problems: failures, predictions of the same configs, a winner with the vendor's time."""
-    monkeypatch.setattr(Catalog, "refusal", lambda *row: "")  # these configs are invented
+    monkeypatch.setattr(query, "refusal", lambda *row: "")  # these configs are invented
     configs = [f"tile_m={m} tile_n={n}" for m in (64, 128, 256) for n in (64, 128)]
     with Store() as store:
         for number, problem in enumerate(PROBLEMS):

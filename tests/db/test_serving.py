@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
@@ -10,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import cutekernels
-from cutekernels import catalog, cli, dispatch, settings
+from cutekernels import cli, dispatch
 from cutekernels import gpu as gpus
 from cutekernels.db.store import Store
 from cutekernels.db.uuid7 import uuid7
@@ -97,28 +95,3 @@ def test_a_gpu_outside_the_table_has_its_knobs_looked_at(db: Path) -> None:
             store.crown(t.id)
     found = {row["problem"]["m"]: (row["serves"], row["reason"][:14]) for row in rows("query", "--gpu", "h300")}
     assert found == {64: (True, ""), 128: (False, "tile_m must be")}
-
-
-@pytest.mark.parametrize("content", [None, "{", '{"ops": {"gemm": 1}, "work": {}, "taken": {}}', "[]"])
-def test_a_broken_catalog_costs_an_import_and_leaves_every_file(
-    content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever lies in the cache directory is neither read nor written, renamed or deleted."""
-    shipped = json.loads(catalog.SHIPPED.read_text())
-    broken = tmp_path / "shipped-catalog.json"
-    monkeypatch.setattr(catalog, "SHIPPED", broken)
-    if content is not None:
-        broken.write_text(content)
-    cache = settings.load().cache_dir
-    cache.mkdir(parents=True)
-    shipped["ops"]["gemm"]["revision"] = 99
-    planted = [cache / name for name in ("catalog-mine.json", f"catalog-{shipped['sources']}.json", "catalog.json")]
-    for file in planted:
-        file.write_text(json.dumps(shipped))
-    before = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in tmp_path.rglob("*") if file.is_file()}
-    with cutekernels.db.open(local=False) as opened:
-        found = opened.winners(gpu="h200", op="gemm", m=16)
-        assert found and all(w.serves for w in found if w.origin == "measured")
-        assert opened.catalog.revision("gemm") == registry.get("gemm").revision
-    after = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in tmp_path.rglob("*") if file.is_file()}
-    assert after == before

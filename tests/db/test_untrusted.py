@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from cutekernels import terminal
-from cutekernels.catalog import Catalog
 from cutekernels.db import engine, snapshot, sqlite
 from cutekernels.db.certificate import Certificate
 from cutekernels.db.reader import Database
@@ -267,7 +266,7 @@ def test_show_looks_among_the_trials_of_the_op_that_is_named(tmp_path: Path) -> 
     old = [trial(id=id_, created_at=datetime(2026, 1, 1, tzinfo=UTC)) for id_ in ids[:11]]
     wanted = trial(id=ids[11], gpu=L40S, op="silu_mul", problem="rows=16 cols=64")
     path = database(tmp_path / "tuned.db", *old, wanted)
-    with Database(path, Catalog()) as opened:
+    with Database(path) as opened:
         assert opened.trials(part=start, op="silu_mul") == opened.trials(part=start, gpu="l40s") == [wanted]
         assert len(opened.trials(part=start)) == 10
 

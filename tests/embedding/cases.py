@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutekernels.ops.embedding import EMBEDDING, EMBEDDING_BACKWARD, EmbeddingProblem, grouped
+from cutekernels.ops.embedding.op import EMBEDDING, EMBEDDING_BACKWARD, EmbeddingProblem, grouped
 from tests.interpreted import DTYPES, H200, interpret, serve
 from tests.tolerance import FP32_ULP, worst_ratio
 

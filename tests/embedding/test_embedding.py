@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from cutekernels import compile as compiler
 from cutekernels import embedding, gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
-from cutekernels.ops.embedding import EMBEDDING, EmbeddingConfig, EmbeddingProblem, grouped
+from cutekernels.ops.embedding.op import EMBEDDING, EmbeddingConfig, EmbeddingProblem, grouped
 from tests.embedding import cases as embedding_cases
 from tests.embedding.cases import CASES, H200, KINDS, OPS, PLANTED, error_ratio, gradient, laid
 from tests.interpreted import kernel_tests

@@ -16,7 +16,8 @@ import pytest
 from cutekernels import gpu
 from cutekernels.ops.gemm import specialized
 from cutekernels.ops.gemm.multistage import MULTISTAGE
-from cutekernels.ops.gemm.op import GEMM, SCHEDULES, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.op import GEMM, SCHEDULES
+from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
 from cutekernels.ops.gemm.schedule import extras_of
 from tests import compiled
 from tests.compiled import H200, TARGETS

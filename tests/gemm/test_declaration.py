@@ -16,8 +16,9 @@ from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops import registry
 from cutekernels.ops.gemm.api import pose
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES
-from cutekernels.ops.gemm.problem import ACTIVATIONS, DTYPES, WIDEST, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.problem import ACTIVATIONS, WIDEST, GemmConfig, GemmProblem
 from cutekernels.ops.gemm.schedule import extras_of
+from cutekernels.ops.shared.dtypes import DTYPES
 from tests.gemm.cases import random_problem
 
 GPUS = gpu.GPUS

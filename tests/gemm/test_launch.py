@@ -14,7 +14,7 @@ from cutekernels import gpu
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.gemm import api as matmul
 from cutekernels.ops.gemm import launch as gemm_launch
-from cutekernels.ops.gemm.launch import AddressedLaunch, addressed, contiguous
+from cutekernels.ops.gemm.launch import AddressedLaunch
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES
 from cutekernels.ops.shared import call_cache
 from cutekernels.ops.shared.call_cache import Call
@@ -42,7 +42,7 @@ def posed(out: Tensor, a: Tensor, b: Tensor) -> Any:
 )
 def test_which_kernels_take_addresses(text: str, expected: bool) -> None:
     p = GEMM.Problem.parse(text)
-    assert addressed(p) is expected
+    assert p.addressed is expected
     assert not SCHEDULES[GEMM.default(p, H200).body].shares_tiles(GEMM.default(p, H200))
 
 
@@ -64,7 +64,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
 
 
 def launch_of(told: list[tuple[Any, ...]], out: Tensor, a: Tensor, b: Tensor) -> AddressedLaunch:
-    return AddressedLaunch(lambda *args: told.append(args), contiguous(posed(out, a, b)))
+    return AddressedLaunch(lambda *args: told.append(args), posed(out, a, b).along)
 
 
 def matrix(rows: int, columns: int, along: int, pitch: int) -> Tensor:

@@ -13,7 +13,8 @@ from cutekernels.autotune.search import prune_reason
 from cutekernels.autotune.suggest import MODEL_SEEDS
 from cutekernels.op import ladder
 from cutekernels.ops.gemm import skinny, specialized
-from cutekernels.ops.gemm.op import GEMM, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.op import GEMM
+from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
 from cutekernels.ops.gemm.skinny import SKINNY
 from tests.compiled import area, pairs
 from tests.gemm.test_compiled import built, code

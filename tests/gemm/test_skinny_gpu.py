@@ -10,7 +10,8 @@ import torch
 
 import cutekernels as ck
 from cutekernels import gpu
-from cutekernels.ops.gemm.op import ACTIVATIONS, GEMM, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.op import GEMM
+from cutekernels.ops.gemm.problem import ACTIVATIONS, GemmConfig, GemmProblem
 from cutekernels.ops.gemm.skinny import SKINNY
 from tests.gemm.test_gpu import assert_right, launch
 

@@ -13,7 +13,8 @@ from cutekernels.db import snapshot
 from cutekernels.kernels.cute.parts.smem import SpecializedSmem
 from cutekernels.op import ladder
 from cutekernels.ops.gemm import prefetch, specialized
-from cutekernels.ops.gemm.op import GEMM, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.op import GEMM
+from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
 from cutekernels.ops.gemm.specialized import SPECIALIZED
 
 H200 = gpu.lookup("h200")

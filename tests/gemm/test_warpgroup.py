@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from cutekernels import gpu
-from cutekernels.ops.gemm.op import GEMM, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.op import GEMM
+from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
 from cutekernels.ops.gemm.schedule import Extras, extras_of
 from cutekernels.ops.gemm.warpgroup import WARPGROUP, cluster_tiles, groups, sharing
 from tests import compiled

@@ -17,7 +17,7 @@ from cutekernels.kv_cache import NO_PAGE, KVCache
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.decode_api import decode_attention
 from cutekernels.ops.kv_append.op import LENGTHS, LOST
-from cutekernels.ops.rope import rope
+from cutekernels.ops.rope.api import rope
 from tests.rope.cases import table
 
 SMALL: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}

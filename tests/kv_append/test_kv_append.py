@@ -19,7 +19,7 @@ from cutekernels.ops import registry
 from cutekernels.ops.attention.decode import PAGE_SIZES
 from cutekernels.ops.kv_append.api import kv_append
 from cutekernels.ops.kv_append.op import KV_APPEND, LENGTHS, LOST, KvAppendConfig, KvAppendProblem
-from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared import calls
 from tests.interpreted import H200, kernel_tests
 from tests.kv_append import cases as kv_append_cases
 from tests.kv_append.cases import CASES, PLANTED, judge, posed, right
@@ -330,7 +330,7 @@ def test_launch_poses_what_it_launches(launches: list[str]) -> None:
     def run(k: Any, v: Any, k_cache: Any, v_cache: Any, state: Any, **rest: Any) -> None:
         queries = k[:, :, :0] if rest["q"] is None else rest["q"]
         inputs = (queries, k, v, state, rest["page_table"], rest["counts"], rest["cos"], rest["sin"])
-        tensor_op.run(KV_APPEND, (queries, k_cache, v_cache, state), inputs, options=(rest["interleaved"],))
+        calls.run(KV_APPEND, (queries, k_cache, v_cache, state), inputs, options=(rest["interleaved"],))
 
     base = CASES["joint 16 interleaved=False"]
     for kind in ("joint", "every other", "transposed channels", "misaligned"):

@@ -12,12 +12,12 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.moe.permute import MOE_PERMUTE
 from cutekernels.ops.moe.route import MOE_ROUTE
 from cutekernels.ops.moe.rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_GATHER
-from cutekernels.ops.sampling import SAMPLE_FILTER
-from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.sampling.op import SAMPLE_FILTER
+from cutekernels.ops.shared import calls
 
 
 def route(logits: Tensor, top_k: int = 3) -> tuple[Tensor, ...]:
-    return tensor_op.run(MOE_ROUTE, None, (logits,), options=(top_k, True))
+    return calls.run(MOE_ROUTE, None, (logits,), options=(top_k, True))
 
 
 def test_logits_of_any_strides(launches: list[str]) -> None:
@@ -46,17 +46,17 @@ def test_logits_of_any_strides(launches: list[str]) -> None:
 
 def test_ids_and_rows_of_any_strides(launches: list[str]) -> None:
     ids = torch.randint(0, 9, (2, 5, 3)).transpose(0, 1)
-    order, offsets, inverse = tensor_op.run(MOE_PERMUTE, None, (ids,), options=(9,))
+    order, offsets, inverse = calls.run(MOE_PERMUTE, None, (ids,), options=(9,))
     expected = MOE_PERMUTE.evaluate(ids, experts=9)
     assert all(torch.equal(a, b) for a, b in zip((order, offsets, inverse), expected, strict=True))
     x, places = torch.randn(2, 5, 16).transpose(0, 1), inverse.transpose(0, 1).contiguous().transpose(0, 1)
-    (rows,) = tensor_op.run(MOE_GATHER, None, (x, places))
+    (rows,) = calls.run(MOE_GATHER, None, (x, places))
     assert torch.equal(rows, x.reshape(10, 16)[order.long() // 3])
     weights = torch.rand(3, 5, 2).permute(1, 2, 0)
     for given in (None, weights):
-        (out,) = tensor_op.run(MOE_COMBINE, None, (rows.t().contiguous().t(), places, given))
+        (out,) = calls.run(MOE_COMBINE, None, (rows.t().contiguous().t(), places, given))
         assert torch.equal(out, MOE_COMBINE.evaluate(rows, places, given)[0])
-    drows, dweights = tensor_op.run(MOE_COMBINE_BACKWARD, None, (x, rows, places, weights))
+    drows, dweights = calls.run(MOE_COMBINE_BACKWARD, None, (x, rows, places, weights))
     assert drows.shape == rows.shape
     assert dweights.shape == weights.shape
     assert launches == [
@@ -69,7 +69,7 @@ def test_ids_and_rows_of_any_strides(launches: list[str]) -> None:
 
 
 def test_no_pairs_still_have_offsets(launches: list[str]) -> None:
-    order, offsets, _ = tensor_op.run(MOE_PERMUTE, None, (torch.empty(0, 2, dtype=torch.int32),), options=(4,))
+    order, offsets, _ = calls.run(MOE_PERMUTE, None, (torch.empty(0, 2, dtype=torch.int32),), options=(4,))
     assert order.shape == (0,)
     assert offsets.tolist() == [0] * 5
     assert route(torch.empty(0, 8))[0].shape == (0, 3)
@@ -81,7 +81,7 @@ def test_filtered_logits_of_any_strides(launches: list[str]) -> None:
     options, scalars = (True, True, False), (0.8, 5, 1.0, 0.0)
     for logits in (whole, whole.transpose(0, 1).contiguous().transpose(0, 1), whole[..., ::2], whole[..., 1:]):
         inputs = (logits, None, None, top_p, None)
-        (out,) = tensor_op.run(SAMPLE_FILTER, None, inputs, options=options, scalars=scalars)
+        (out,) = calls.run(SAMPLE_FILTER, None, inputs, options=options, scalars=scalars)
         (expected,) = SAMPLE_FILTER.evaluate(*inputs, *scalars, by_k=True, by_p=True, by_min_p=False)
         assert torch.equal(out, expected)
         assert out.is_contiguous()
@@ -91,7 +91,7 @@ def test_filtered_logits_of_any_strides(launches: list[str]) -> None:
 def test_results_do_not_overlap_the_logits(launches: list[str]) -> None:
     logits = torch.randn(4, 40)
     with pytest.raises(UnsupportedProblem, match="overlaps an operand"):
-        tensor_op.run(
+        calls.run(
             SAMPLE_FILTER,
             (logits,),
             (logits, None, None, None, None),

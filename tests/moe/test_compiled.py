@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from cutekernels import gpu
 from cutekernels.ops.moe.route import MOE_ROUTE
-from cutekernels.ops.sampling import SAMPLE_FILTER
+from cutekernels.ops.sampling.op import SAMPLE_FILTER
 from tests.moe.cases import OPS
 from tests.triton_compiled import H200, TARGETS, accesses, built, check_knobs, check_resources, in_turns
 

@@ -27,7 +27,7 @@ from cutekernels.ops.moe.grouped import (
     sample_offsets,
 )
 from cutekernels.ops.moe.grouped import GroupedProblem as Problem
-from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared import calls
 from tests import compiled
 from tests.gpu_path import recorded
 
@@ -165,8 +165,8 @@ def test_a_call_on_a_gpu_poses_what_its_operands_are() -> None:
     x, w = torch.cat([x, x[:, :2]], 1), torch.cat([w, w[..., :2]], 2)  # K = 8, N = 7
     with recorded() as seen:
         for weight in (w, w.mT.contiguous().mT, w[:, :, ::2].repeat_interleave(2, 2)[..., ::2]):
-            tensor_op.run(GROUPED_GEMM, None, (x[:, : weight.shape[2]], weight, OFFSETS, b), options=("none",))
-        tensor_op.run(GROUPED_GEMM_WGRAD, None, (x, x.T.contiguous().T, OFFSETS))
+            calls.run(GROUPED_GEMM, None, (x[:, : weight.shape[2]], weight, OFFSETS, b), options=("none",))
+        calls.run(GROUPED_GEMM_WGRAD, None, (x, x.T.contiguous().T, OFFSETS))
     assert seen == [
         "grouped_gemm rows=13 n=7 k=8 experts=5 bias=same align=1",
         "grouped_gemm rows=13 n=7 k=8 experts=5 weight=n bias=same align=1",

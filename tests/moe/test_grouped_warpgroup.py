@@ -90,7 +90,8 @@ def test_a_gradient_of_weights_has_rules_of_its_own(words: str, change: dict[str
 
 
 def test_dense_products_keep_their_tiles() -> None:
-    from cutekernels.ops.gemm.op import GEMM, GemmProblem
+    from cutekernels.ops.gemm.op import GEMM
+    from cutekernels.ops.gemm.problem import GemmProblem
 
     problem = GemmProblem.parse("m=4096 n=4096 k=4096")
     assert "takes tile_n from 64" in str(GEMM.why_not(problem, NARROW, H200))

@@ -22,7 +22,7 @@ from cutekernels.ops import registry
 from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm
 from cutekernels.ops.norms.gradients import COLUMN_SUM, LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD, ColumnSumProblem
 from cutekernels.ops.norms.op import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
-from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared import calls
 from tests.gpu_path import recorded
 from tests.interpreted import H200, kernel_tests
 from tests.norms import cases as norm_cases
@@ -421,7 +421,7 @@ def test_traced_numbers(dynamic: bool | None) -> None:
 
 def run(x: Tensor, weight: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     results = None if out is None else (out,)
-    return tensor_op.run(RMS_NORM, results, (x, weight), options=("once", False), scalars=(1e-6, 0.0))[0]
+    return calls.run(RMS_NORM, results, (x, weight), options=("once", False), scalars=(1e-6, 0.0))[0]
 
 
 def test_launch_poses_what_it_launches(launches: list[str]) -> None:
@@ -466,7 +466,7 @@ def test_nothing_is_launched_for_nothing(launches: list[str]) -> None:
     assert run(torch.empty(0, 8)).shape == (0, 8)
     assert run(torch.empty(8, 0)).shape == (8, 0)
     assert launches == []
-    y, u = tensor_op.run(
+    y, u = calls.run(
         ADD_RMS_NORM, None, (torch.empty(0, 8), torch.empty(0, 8), None), options=("once", False), scalars=(0.0, 0.0)
     )
     assert y.shape == u.shape == (0, 8)
@@ -488,6 +488,6 @@ def test_the_sums_compiled_ahead_are_those_that_a_launch_plans(op: Any, monkeypa
         options = {name: getattr(p, name) for name in op.options}
         n = len(op.inputs)
         with recorded() as seen:
-            tensor_op.run(op, None, inputs[:n], options=tuple(options.values()), scalars=inputs[n:])
+            calls.run(op, None, inputs[:n], options=tuple(options.values()), scalars=inputs[n:])
         planned = {f"{one.name} {problem}" for one, problem in op.chained(p, op.default(p, H200), H200)}
         assert planned == {each for each in seen if each.startswith("column_sum")}

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cutekernels.kernels.triton import optimizer as kernels
-from cutekernels.ops.optimizer import ADAMW_COUNT, ADAMW_SQUARES, ADAMW_STEP, ADAMW_TABLE, AdamWProblem, Hyper
+from cutekernels.ops.optimizer.op import ADAMW_COUNT, ADAMW_SQUARES, ADAMW_STEP, ADAMW_TABLE, AdamWProblem, Hyper
 from tests.interpreted import DTYPES, H200, build_arguments, interpret, serve
 from tests.tolerance import FP32_ULP, worst_ratio
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from cutekernels.ops.optimizer import ADAMW_STEP, AdamWConfig, AdamWProblem
+from cutekernels.ops.optimizer.op import ADAMW_STEP, AdamWConfig, AdamWProblem
 from cutekernels.optim.operands import clip_scale
 from tests.optimizer.cases import DTYPES, H200
 

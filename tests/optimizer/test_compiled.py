@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 from cutekernels import gpu
-from cutekernels.ops.optimizer import ADAMW_COUNT, ADAMW_SQUARES, ADAMW_STEP, ADAMW_TABLE, AdamWConfig, AdamWProblem
+from cutekernels.ops.optimizer.op import ADAMW_COUNT, ADAMW_SQUARES, ADAMW_STEP, ADAMW_TABLE, AdamWConfig, AdamWProblem
 from tests.triton_compiled import H200, accesses, built, check_knobs, check_resources, in_turns
 
 OPS = {op.name: op for op in (ADAMW_STEP, ADAMW_TABLE)}

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from cutekernels import adamw_step, gpu
 from cutekernels import compile as compiler
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
-from cutekernels.ops.optimizer import ADAMW_STEP, AdamWProblem
+from cutekernels.ops.optimizer.op import ADAMW_STEP, AdamWProblem
 from cutekernels.optim import FusedAdamW
 from tests.optimizer.cases import SETTINGS, operands, truth, worst
 

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from cutekernels import adamw_step, gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops import registry
-from cutekernels.ops.optimizer import ADAMW_STEP, AdamWConfig, AdamWProblem, Hyper
+from cutekernels.ops.optimizer.op import ADAMW_STEP, AdamWConfig, AdamWProblem, Hyper
 from cutekernels.optim import FusedAdamW
 from tests.interpreted import kernel_tests
 from tests.optimizer import cases as optimizer_cases

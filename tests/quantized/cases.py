@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.kernels.cute.parts.nf4 import NF4
-from cutekernels.ops.gemm.op import ACTIVATIONS
+from cutekernels.ops.gemm.problem import activated
 from cutekernels.ops.shared.tolerance import rounded_operand_depth
 from cutekernels.quant import QuantizedWeight, layout
 from cutekernels.quant.weight import BITS, scales_shape
@@ -123,7 +123,7 @@ def product_of(x: Tensor, exact: Tensor, bias: Tensor | None = None, activation:
     y = x.double() @ exact.t()
     if bias is not None:
         y = y + bias.double()
-    return ACTIVATIONS["none" if activation is None else activation](y).to(x.dtype)
+    return activated(y, "none" if activation is None else activation).to(x.dtype)
 
 
 def error(y: Tensor, expected: Tensor, k: int) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import cutekernels as ck
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
-from cutekernels.ops.gemm.op import ACTIVATIONS
+from cutekernels.ops.gemm.problem import ACTIVATIONS, activated
 from cutekernels.ops.quantized.api import quantized_linear
 from cutekernels.quant import QuantizedWeight
 from tests.quantized.cases import (
@@ -143,7 +143,7 @@ def test_gradients_through_activations(activation: Any, order: bool) -> None:
     x, b = torch.randn(5, 136).double().requires_grad_(), torch.randn(72).double().requires_grad_()
     found = torch.autograd.grad(ck.linear(x, weight, b, activation=activation), (x, b), dy)
     dense = weight.dequantize(FP32).double()
-    expected = torch.autograd.grad(ACTIVATIONS[activation](F.linear(x, dense, b)), (x, b), dy)
+    expected = torch.autograd.grad(activated(F.linear(x, dense, b), activation), (x, b), dy)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -356,7 +356,7 @@ def test_config_is_ignored_on_the_cpu() -> None:
 
 def test_what_is_contiguous_but_begins_where_no_kernel_reads_is_copied() -> None:
     """``Tensor.contiguous`` would return it as it is, misaligned."""
-    from cutekernels.ops.shared.tensor_op import _dense_copy
+    from cutekernels.ops.shared.calls import _dense_copy
 
     misaligned = torch.arange(17.0)[1:]
     copied = _dense_copy(misaligned)

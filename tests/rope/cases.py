@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cutekernels.kernels.triton import rope as kernels
-from cutekernels.ops.rope import ROPE, RopeProblem
+from cutekernels.ops.rope.op import ROPE, RopeProblem
 from tests.interpreted import DTYPES, H200, interpret, serve
 from tests.tolerance import FP32_ULP, worst_ratio
 

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton")
 
 from cutekernels import gpu
-from cutekernels.ops.rope import ROPE, RopeConfig, RopeProblem
+from cutekernels.ops.rope.op import ROPE, RopeConfig, RopeProblem
 from tests.triton_compiled import H200, TARGETS, accesses, built, check_knobs, check_resources
 
 PREFILL = RopeProblem(1, 2048, 32, 128, 128, 8)

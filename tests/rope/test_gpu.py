@@ -15,7 +15,7 @@ import cutekernels
 from cutekernels import compile as compiler
 from cutekernels import gpu, rope
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
-from cutekernels.ops.rope import ROPE, RopeProblem
+from cutekernels.ops.rope.op import ROPE, RopeProblem
 from tests.rope.cases import DTYPES, error_ratio, rows_of, table, truth, worst
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.nn import RotaryEmbedding
-from cutekernels.ops.rope import rope
+from cutekernels.ops.rope.api import rope
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.rope import rope
+from cutekernels.ops.rope.api import rope
 
 WRONG: dict[str, Callable[[Tensor], Any]] = {
     "list": lambda t: t.tolist(),

@@ -16,8 +16,9 @@ pytest.importorskip("triton")
 from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops import registry
-from cutekernels.ops.rope import ROPE, RopeConfig, RopeProblem, rope
-from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.rope.api import rope
+from cutekernels.ops.rope.op import ROPE, RopeConfig, RopeProblem
+from cutekernels.ops.shared import calls
 from tests.interpreted import kernel_tests
 from tests.rope import cases as rope_cases
 from tests.rope.cases import CASES, H200, KINDS, PLANTED, arrange, error_ratio, rows_of, table, truth, worst
@@ -305,7 +306,7 @@ def test_traced_whole() -> None:
 def run(*args: Any, inplace: bool = False, interleaved: bool = False) -> tuple[Tensor, ...]:
     *inputs, start = args
     results = tuple(inputs[:2]) if inplace else None
-    return tensor_op.run(ROPE, results, tuple(inputs), options=(interleaved, False), scalars=(start,))
+    return calls.run(ROPE, results, tuple(inputs), options=(interleaved, False), scalars=(start,))
 
 
 def test_launch_poses_what_it_launches(launches: list[str]) -> None:

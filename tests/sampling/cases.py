@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cutekernels.kernels.triton import sampling as kernels
-from cutekernels.ops.sampling import SAMPLE_FILTER
+from cutekernels.ops.sampling.op import SAMPLE_FILTER
 from tests.interpreted import DTYPES, interpret, serve
 
 FILTERS = ("by_k", "by_p", "by_min_p")

@@ -14,7 +14,7 @@ import cutekernels
 from cutekernels import compile as compiler
 from cutekernels import gpu, verify
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
-from cutekernels.ops.sampling import SAMPLE_FILTER, SampleFilterProblem
+from cutekernels.ops.sampling.op import SAMPLE_FILTER, SampleFilterProblem
 from tests.sampling.cases import ALL, BY_ROW, CASES, DTYPES, FILTERS, fault, logits_of, numbers_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_cache_one_seed")]

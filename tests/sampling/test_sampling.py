@@ -17,7 +17,7 @@ import cutekernels
 from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops import registry
-from cutekernels.ops.sampling import SAMPLE_FILTER, SampleFilterConfig, SampleFilterProblem, _masses
+from cutekernels.ops.sampling.op import SAMPLE_FILTER, SampleFilterConfig, SampleFilterProblem, _masses
 from tests.interpreted import H200, kernel_tests
 from tests.sampling import cases as sampling_cases
 from tests.sampling.cases import ALL, BY_ROW, CASES, DTYPES, FILTERS, PLANTED, fault, logits_of, numbers_of

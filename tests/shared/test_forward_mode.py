@@ -13,7 +13,8 @@ import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.activations.op import SILU_MUL
 from cutekernels.ops.gemm import api as matmul
-from cutekernels.ops.shared import call_cache, tensor_op
+from cutekernels.ops.shared import call_cache
+from cutekernels.ops.shared.calls import run
 from tests.gpu_path import launching
 from tests.host_cost import direct_anywhere
 from tests.public_calls import calls
@@ -74,7 +75,7 @@ def test_repeated_calls_are_not_replayed() -> None:
     out, gate, up = torch.empty(4, 8), torch.randn(4, 8), torch.randn(4, 8)
     with launching(lambda op, problem: lambda *args: None):
         for _ in range(2):
-            tensor_op.run(SILU_MUL, (out,), (gate, up))
+            run(SILU_MUL, (out,), (gate, up))
         assert SILU_MUL.calls.replay((out,), (gate, up), ()) is not None
         with forward_ad.dual_level():
             assert SILU_MUL.calls.replay((out,), (gate, up), ()) is None

@@ -1,4 +1,4 @@
-"""``examples/new_op.py`` joins a copy of the package by two files and one line, and works: the README's promise."""
+"""``examples/new_op`` joins a copy of the package by a folder, a kernel and one line, and works."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ import cutekernels
 from cutekernels import dispatch, gpu, verify
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops import registry
-from cutekernels.ops.softcap import SOFTCAP, softcap
+from cutekernels.ops.softcap.api import softcap
+from cutekernels.ops.softcap.op import SOFTCAP
 from tests.interpreted import interpret
 
 assert cutekernels.__file__.startswith(sys.argv[1]), cutekernels.__file__
@@ -59,12 +60,13 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for folder in ("autotune", "db"):  # as setuptools installs them
         shutil.copytree(ROOT / folder, package / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (tree / "tests").symlink_to(ROOT / "tests")
-    shutil.copy(ROOT / "examples/new_op.py", package / "ops/softcap.py")
-    shutil.copy(ROOT / "examples/new_op_kernel.py", package / "kernels/triton/softcap.py")
+    family = shutil.copytree(ROOT / "examples/new_op", package / "ops/softcap")
+    (family / "kernel.py").rename(package / "kernels/triton/softcap.py")
     registry = package / "ops/registry.py"
     text = registry.read_text()
-    assert text.count('    "sampling",\n') == 1
-    registry.write_text(text.replace('    "sampling",\n', '    "sampling",\n    "softcap",\n'))
+    line = '    "sampling": ("sample_filter",),\n'
+    assert text.count(line) == 1
+    registry.write_text(text.replace(line, f'{line}    "softcap": ("softcap",),\n'))
     done = subprocess.run(
         [sys.executable, "-c", USE, str(tree)],
         capture_output=True,

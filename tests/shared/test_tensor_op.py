@@ -19,7 +19,7 @@ from cutekernels.backends.triton import Recipe, TritonKernel
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.activations.op import GELU_MUL, SILU_MUL
 from cutekernels.ops.norms.op import LAYER_NORM
-from cutekernels.ops.shared import call_cache, tensor_op
+from cutekernels.ops.shared import call_cache, calls
 from cutekernels.ops.shared.tensor_op import Launch
 from tests.gpu_path import H200, launching
 from tests.host_cost import host_cost
@@ -54,7 +54,7 @@ def kernel() -> Iterator[Kernel]:
 
 
 def run(gate: Tensor, up: Tensor, out: Tensor | None = None) -> Tensor:
-    return tensor_op.run(SILU_MUL, None if out is None else (out,), (gate, up))[0]
+    return calls.run(SILU_MUL, None if out is None else (out,), (gate, up))[0]
 
 
 @pytest.fixture
@@ -92,8 +92,8 @@ def test_the_last_call_at_an_address_is_confirmed_by_a_guard(kernel: Kernel, rec
         lambda: run(wide[:, :32], x),
         lambda: run(wide[:, 2:34], x),
         lambda: run(*halves),
-        lambda: tensor_op.run(GELU_MUL, None, (x, y), options=("none",)),
-        lambda: tensor_op.run(GELU_MUL, None, (x, y), options=("tanh",)),
+        lambda: calls.run(GELU_MUL, None, (x, y), options=("none",)),
+        lambda: calls.run(GELU_MUL, None, (x, y), options=("tanh",)),
     ]
     for way in (*ways, *ways):
         way()
@@ -151,7 +151,7 @@ def test_absent_operands_are_part_of_a_call(
     for turn in range(3):  # the calls take turns, and each keeps its guard
         for weight, bias in ways:
             made = len(recalled)
-            (y,) = tensor_op.run(LAYER_NORM, None, (x, weight, bias), scalars=(1e-5,))
+            (y,) = calls.run(LAYER_NORM, None, (x, weight, bias), scalars=(1e-5,))
             addresses = [0 if t is None else t.data_ptr() for t in (y, x, weight, bias)]
             assert kernel.fired[-1][:4] == tuple(addresses)
             assert (len(recalled) > made) is (turn == 0)
@@ -240,7 +240,7 @@ def test_a_warm_call_costs_the_host_less_than_4_5_keys(kernel: Kernel, monkeypat
     """All but the launch itself. 2.9 on 2026-11-22, on a box where a key takes 1.1 us."""
     monkeypatch.setattr(kernel, "settled", lambda grid, numbers, others: lambda addresses, scalars: None)
     gate, up, out = (torch.randn(16, 4096, dtype=BF16) for _ in range(3))
-    results, inputs, call = (out,), (gate, up), tensor_op.run
+    results, inputs, call = (out,), (gate, up), calls.run
     call(SILU_MUL, results, inputs)
     found = host_cost(partial(call, SILU_MUL, results, inputs), calls=50, chunks=100)
     assert found < 4.5

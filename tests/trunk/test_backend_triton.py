@@ -147,7 +147,7 @@ def test_what_triton_calls_a_kernel_does_not_depend_on_what_was_compiled_before(
     from triton.runtime.jit import JITFunction
 
     from cutekernels.kernels.triton.moe import route
-    from cutekernels.ops.sampling import SAMPLE_FILTER
+    from cutekernels.ops.sampling.op import SAMPLE_FILTER
 
     problem = SAMPLE_FILTER.Problem.parse("rows=1 cols=1024")
     config = SAMPLE_FILTER.default(problem, gpu.lookup("h200"))

@@ -516,7 +516,7 @@ class TestPlan:
         assert os.waitstatus_to_exitcode(status) == 0
 
     def test_warmup_compiles_ahead(self, built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(registry, "_BY_NAME", {"toy": TOY})
+        monkeypatch.setattr(registry, "_loaded", {"toy": TOY})
         plans = dispatch.warmup([("toy", "m=16 n=64"), ("toy", "m=500 n=64 dtype=fp16")], 0)
         assert [p.origin for p in plans] == ["default", "default"]
         assert len(built) == 2

@@ -129,6 +129,7 @@ def test_an_unknown_capability_is_refused(told: Any, rule: str, monkeypatch: pyt
     import torch
 
     rule = rf"compiled for GPUs of compute capability 8\.0, .*; {told.name} has {rule} another GPU, or torch's own"
+    monkeypatch.setattr(gpus, "_driver", object)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: told)

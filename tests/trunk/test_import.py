@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+
+import pytest
 
 from tests.cpu_time import children_s
 
@@ -23,6 +26,45 @@ def test_import_loads_nothing_heavy() -> None:
 def test_the_rooms_below_the_ops_load_nothing_heavy() -> None:
     rooms = "errors settings gpu op measure verify isolate environment backends dispatch compile db.snapshot"
     assert _loaded("import " + ", ".join(f"cutekernels.{room}" for room in rooms.split())) == []
+
+
+EVERY_DECLARATION = """
+from cutekernels import gpu
+from cutekernels.ops import registry
+h200 = gpu.lookup('h200')
+for op in registry.OPS:
+    p = op.Problem.parse(op.suite[0])
+    c = op.default(p.bucket(), h200)
+    op.why_not(p, c, h200), op.estimate_us(p, c, h200), op.work(p), p.static(), list(op.chained(p, c, h200))
+"""
+
+
+def test_declarations_their_rules_and_models_need_no_torch() -> None:
+    assert _loaded(f"exec({EVERY_DECLARATION!r})") == []
+
+
+@pytest.mark.parametrize(
+    ("verb", "may_load"),
+    [
+        (["explain", "gemm", "m=16 n=4096 k=4096", "--gpu", "h200"], {"typer", "rich"}),
+        (["tune", "llama-3-8b", "--list", "--gpu", "h200"], {"typer", "rich"}),
+        (["db", "query", "--gpu", "h200", "--op", "gemm"], {"typer", "rich", "sqlalchemy"}),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_verb_that_reads_declarations_loads_those_it_needs_and_is_quick(verb: list[str], may_load: set[str]) -> None:
+    code = (
+        "import sys\nfrom cutekernels.cli import main\nsys.argv[0] = 'cutekernels'\n"
+        "try:\n    main()\nexcept SystemExit as ended:\n    assert not ended.code\n"
+        f"print([m for m in {(*HEAVY, 'cutekernels.ops.attention')!r} if m in sys.modules], file=sys.stderr)"
+    )
+    times = []
+    for _ in range(3):
+        begin = children_s()
+        done = subprocess.run([sys.executable, "-c", code, *verb], capture_output=True, text=True, check=True)
+        times.append(children_s() - begin)
+    assert set(ast.literal_eval(done.stderr.splitlines()[-1])) <= may_load
+    assert min(times) < 1.5, "0.3 to 0.7 s of CPU time on an idle core"
 
 
 def test_import_is_fast() -> None:

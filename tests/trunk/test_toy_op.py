@@ -180,7 +180,7 @@ class Here:
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registers the toy op on a machine with an H200."""
     monkeypatch.setattr(registry, "OPS", (*registry.OPS, SCALE))
-    monkeypatch.setattr(registry, "_BY_NAME", {op.name: op for op in registry.OPS})
+    monkeypatch.setattr(registry, "_loaded", {op.name: op for op in registry.OPS})
     monkeypatch.setitem(compiler._BACKENDS, "listing", f"{__name__}:Listing")
     monkeypatch.setattr(gpus, "detect", lambda device=None: H200)
     monkeypatch.setattr(snapshots, "_held", {})
@@ -300,7 +300,7 @@ def test_the_bench_reads_its_suite_as_cases(text: str) -> None:
 
 
 def test_without_its_line_in_the_registry_nobody_knows_it(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_BY_NAME", {op.name: op for op in registry.OPS if op is not SCALE})
+    monkeypatch.setattr(registry, "_loaded", {op.name: op for op in registry.OPS if op is not SCALE})
     result = run("explain", "scale", "rows=1 cols=1", "--gpu", "h200")
     assert isinstance(result.exception, UnsupportedProblem)
     assert "no op is called 'scale'" in str(result.exception)

@@ -18,7 +18,8 @@ from cutekernels.autotune.predict import Prediction
 from cutekernels.db.snapshot import Snapshot, Winner
 from cutekernels.db.store import Environment, Store
 from cutekernels.ops.attention.op import ATTENTION, AttentionProblem
-from cutekernels.ops.gemm.op import GEMM, GemmConfig, GemmProblem
+from cutekernels.ops.gemm.op import GEMM
+from cutekernels.ops.gemm.problem import GemmConfig, GemmProblem
 from cutekernels.verify import worst_error
 from tests.tuner.toys import ToyMachine
 

@@ -305,7 +305,7 @@ class TestCommandLine:
 
 
 def test_the_first_query_after_a_tune_knows_its_rates(tmp_path: Path) -> None:
-    """What the catalog lacks is asked of the ops, and nothing is written for later queries."""
+    """The ops say what work a problem is; nothing is written for later queries."""
     from cutekernels.autotune.job import parse
     from cutekernels.autotune.run import tune
 

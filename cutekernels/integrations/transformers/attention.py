@@ -13,7 +13,7 @@ from cutekernels.integrations.transformers.families import FAMILIES
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.decode import MOST_QUERIES
 from cutekernels.ops.attention.decode_api import decode_attention
-from cutekernels.ops.gemm.problem import DTYPES
+from cutekernels.ops.shared.dtypes import DTYPES
 
 NAME = "cutekernels"
 

@@ -20,11 +20,11 @@ from cutekernels.integrations.transformers.families import Family, gate_of
 from cutekernels.nn import packed_training
 from cutekernels.nn.mlp import gate_mul, gated, projected, unhooked
 from cutekernels.nn.packing import side_by_side
-from cutekernels.ops.gemm.problem import DTYPES
 from cutekernels.ops.loss.cross_entropy import linear_cross_entropy
 from cutekernels.ops.moe.ffn import moe_ffn
 from cutekernels.ops.norms.api import add_rms_norm, rms_norm
-from cutekernels.ops.rope import rope
+from cutekernels.ops.rope.api import rope
+from cutekernels.ops.shared.dtypes import DTYPES
 
 # ---- classes that change places -------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from cutekernels.ops.attention.problem import WIDEST
 from cutekernels.ops.gemm.api import linear
 from cutekernels.ops.moe.ffn import moe_ffn
 from cutekernels.ops.norms.api import rms_norm
-from cutekernels.ops.rope import rope
+from cutekernels.ops.rope.api import rope
 
 WIDEST_HEAD = 256
 _COMPUTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

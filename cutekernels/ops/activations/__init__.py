@@ -2,5 +2,4 @@
 
 from __future__ import annotations
 
-from cutekernels.ops.activations.api import register as register
 from cutekernels.ops.activations.op import OPS as OPS

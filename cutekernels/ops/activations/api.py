@@ -23,9 +23,8 @@ from cutekernels.ops.activations.op import (
     Gated,
 )
 from cutekernels.ops.activations.tiles import TileConfig
-from cutekernels.ops.shared import tensor_op
-from cutekernels.ops.shared.registration import Path
-from cutekernels.ops.shared.triton_op import call, refuse_others
+from cutekernels.ops.shared.calls import call, refuse_others, register, run
+from cutekernels.ops.shared.registration import Path, define, direct, refuse_gradient
 
 # ---- the functions --------------------------------------------------------------------------------------
 
@@ -126,10 +125,10 @@ def _gated(
     """``op`` of two tensors, or of the halves of one."""
     if up is None:
         refuse_others(op, (gate, gate), None, options)
-        if out is None and not tensor_op.direct(gate):
+        if out is None and not direct(gate):
             text = None if config is None else str(config)
             return PACKED[op.name](gate, *options, text)  # type: ignore[no-any-return]
-        tensor_op.refuse_gradient(None if out is None else gate)
+        refuse_gradient(None if out is None else gate)
         gate, up = _halves(op.name, gate)
     elif isinstance(gate, Tensor) and isinstance(up, Tensor) and not gate.dim():  # one element is a row of one
         row = _gated(op, gate[None], up[None], options, None if out is None else out[None], config)
@@ -148,16 +147,6 @@ def _halves(name: str, packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # ---- torch.library --------------------------------------------------------------------------------------
-
-
-def register(library: torch.library.Library) -> None:
-    """Defines the family's torch ops in ``library``, with their gradients."""
-    for op, backward in ((SILU_MUL, SILU_MUL_BACKWARD), (GELU_MUL, GELU_MUL_BACKWARD)):
-        tensor_op.register(library, backward)
-        tensor_op.register(library, op, gradient=_gradient(backward.path), remember=_remember)
-        _register_packed(library, op, backward)
-    tensor_op.register(library, BIAS_GELU, gradient=_bias_gelu_gradient, remember=_remember)
-    tensor_op.register(library, BIAS_GELU_BACKWARD)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -188,7 +177,7 @@ PACKED: dict[str, Path] = {}
 PACKED_BACKWARD: dict[str, Path] = {}
 
 
-def _register_packed(library: torch.library.Library, op: Gated[Any], backward: Gated[Any]) -> None:
+def _register_packed(op: Gated[Any], backward: Gated[Any]) -> None:
     """Defines ``<op>_packed`` and ``<op>_packed_backward``: one tensor, one gradient, by the launches of the halves."""
     options = len(op.options)  # behind them config, which torch leaves out where it is None
 
@@ -199,23 +188,28 @@ def _register_packed(library: torch.library.Library, op: Gated[Any], backward: G
         gate, up = _halves(op.name, packed)
         dpacked = packed.new_empty(packed.shape)
         places = _halves(op.name, dpacked)
-        if tensor_op.direct(dout, packed):
-            tensor_op.run(backward, places, (dout, gate, up), options=rest[:options])
+        if direct(dout, packed):
+            run(backward, places, (dout, gate, up), options=rest[:options])
         else:
             getattr(torch.ops.cutekernels, f"{backward.name}_out")(dout, gate, up, *places, *rest[:options])
         return dpacked
 
     words = "".join(f", str {option}" for option in op.options)
     schema = f"{op.name}_packed_backward(Tensor dout, Tensor packed{words}, str? config=None) -> Tensor"
-    PACKED_BACKWARD[op.name] = Path(
-        library, schema, (gradient, gradient), tensor_op.define(library, f"_{schema}", gradient, gradient, gradient)
-    )
+    PACKED_BACKWARD[op.name] = Path(schema, (gradient, gradient), define(f"_{schema}", gradient, gradient, gradient))
     schema = f"{op.name}_packed(Tensor packed{words}, str? config=None) -> Tensor"
     PACKED[op.name] = Path(
-        library,
         schema,
         (forward, forward),
-        tensor_op.define(library, f"_{schema}", forward, forward, forward),
+        define(f"_{schema}", forward, forward, forward),
         remember=_remember,
         gradient=_gradient(PACKED_BACKWARD[op.name]),
     )
+
+
+for op, backward in ((SILU_MUL, SILU_MUL_BACKWARD), (GELU_MUL, GELU_MUL_BACKWARD)):
+    register(backward)
+    register(op, gradient=_gradient(backward.path), remember=_remember)
+    _register_packed(op, backward)
+register(BIAS_GELU, gradient=_bias_gelu_gradient, remember=_remember)
+register(BIAS_GELU_BACKWARD)

@@ -6,15 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from cutekernels.op import plain, power_of_two
 from cutekernels.ops.activations.tiles import TileConfig, TiledOp, TileProblem
 from cutekernels.ops.shared.operands import Matrix, Sizes, Vector
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from cutekernels.gpu import GpuSpec
 
 
@@ -115,6 +113,9 @@ class SiluMul(_Forward[GluProblem]):
     flops_per_element = 5
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        import torch
+        import torch.nn.functional as F
+
         wide = [t.to(torch.float32 if t.dtype.itemsize == 2 else torch.float64) for t in args]
         return ((F.silu(wide[0]) * wide[1]).to(args[0].dtype),)
 
@@ -137,6 +138,8 @@ class SiluMulBackward(_Backward[GluProblem]):
     flops_per_element = 11
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        import torch
+
         # fp64 throughout: dgate crosses zero near gate = -1.278, where fp32 would leave nothing but its own error.
         d, g, u = (t.double() for t in args)
         s = torch.sigmoid(g)
@@ -164,6 +167,8 @@ class GeluMul(_Forward[GeluProblem]):
     flops_per_element = 20
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        import torch.nn.functional as F
+
         gate, up = args
         # In fp64: 1 + erf cancels left of 0, where fp32 would leave little but its own error.
         return ((F.gelu(gate.double(), **options) * up.double()).to(gate.dtype),)
@@ -228,6 +233,8 @@ class BiasGelu(_BiasGelu):
     flops_per_element = 20
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        import torch.nn.functional as F
+
         x, bias = args
         return (F.gelu(x.double() + bias, **options).to(x.dtype),)  # fp64: 1 + erf cancels left of 0
 
@@ -279,6 +286,8 @@ class BiasGeluBackward(_BiasGelu):
         return -(-p.cols // c.block_cols) * slabs(p.rows)
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        import torch
+
         dout, x, bias = args
         dx = dout.double() * gelu_and_slope(x.double() + bias.double(), **options)[1]
         flat = dx.reshape(-1, x.shape[-1]) if dx.numel() else dx.new_empty((0, x.shape[-1]))
@@ -302,6 +311,8 @@ def slabs(rows: int) -> int:
 
 def gelu_and_slope(x: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
     """GELU of ``x`` and its derivative, in the type of ``x``."""
+    import torch
+
     if approximate == "none":
         cdf = 0.5 * torch.special.erfc(-x * math.sqrt(0.5))
         return x * cdf, cdf + x * torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))

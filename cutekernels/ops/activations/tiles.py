@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from torch import Tensor
-
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.shared import streaming
-from cutekernels.ops.shared.tensor_op import WIDEST_BYTES
+from cutekernels.ops.shared.dtypes import WIDEST_BYTES
 from cutekernels.ops.shared.triton_op import LaidOut, TritonOp, placed
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from cutekernels.gpu import GpuSpec
 
 _MAX_OPERAND_REGISTERS = 160

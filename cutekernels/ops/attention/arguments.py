@@ -16,8 +16,9 @@ from torch import Tensor
 
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.op import Config
-from cutekernels.ops.attention.problem import DTYPES, UNLIMITED
+from cutekernels.ops.attention.problem import UNLIMITED
 from cutekernels.ops.shared.checks import check_tensor, said
+from cutekernels.ops.shared.dtypes import DTYPES
 
 # What torch raises for arguments that fit no schema or backend, and Python for those that are no tensors.
 FOREIGN = (AttributeError, TypeError, RuntimeError)

@@ -9,11 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from cutekernels.op import Work
-from cutekernels.ops.attention import problem, reference
+from cutekernels.ops.attention import problem
 from cutekernels.ops.attention.backward_config import (
     AttentionBackwardConfig,
     AttentionBackwardProblem,
@@ -25,9 +22,10 @@ from cutekernels.ops.attention.config import GROUP_ROWS
 from cutekernels.ops.attention.delta import ATTENTION_DELTA
 from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.attention.problem import TilesOp, score_factors
-from cutekernels.ops.shared.per_stream import Workspace
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
@@ -154,6 +152,10 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
     def bind(
         self, p: AttentionBackwardProblem, c: AttentionBackwardConfig, kernel: Callable[..., Any]
     ) -> Callable[..., Any]:
+        import torch
+
+        from cutekernels.ops.shared.per_stream import Workspace
+
         limits, results = p.limits, len(p.of)
         empty = p.seq_q == 0 or p.seq_kv == 0
         counter = Workspace(0, 1) if c.grid == "counted" else None  # one ticket, no partial sums
@@ -182,6 +184,8 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
 
     def sample(self, p: AttentionBackwardProblem, device: str, seed: int) -> tuple[Any, ...]:
         """The forward pass's sample, a random dout, and statistics of what the forward pass would have left."""
+        import torch
+
         whole = p.forward()
         q, *rest = ATTENTION.sample(whole, device, seed)
         generator = torch.Generator(device=device).manual_seed(seed + 1)
@@ -192,6 +196,8 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
         return (dout, q, k, v, stats, mask, cu_q, cu_kv, *factors)
 
     def reference(self, p: AttentionBackwardProblem, *args: Any) -> tuple[Tensor, ...]:
+        from cutekernels.ops.attention import reference
+
         dout, q, k, v, _, *options = args
         named = dict(zip("qkv", reference.gradients(dout, None, q, k, v, *options, **p.sides), strict=True))
         return tuple([named[name] for name in p.of])

@@ -10,17 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from cutekernels.op import Work, plain
-from cutekernels.ops.attention import reference
 from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.decode import PAGE_SIZES, check_room, results, sampled
 from cutekernels.ops.attention.op import PrefillOp
 from cutekernels.ops.attention.problem import AttentionProblem, depth, launch_blind, score_factors
-from cutekernels.ops.shared.per_stream import Workspace
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
@@ -91,6 +89,8 @@ class CacheAttention(PrefillOp[CacheProblem]):
         )
 
     def bind(self, p: CacheProblem, c: AttentionConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        from cutekernels.ops.shared.per_stream import Workspace
+
         if p.seq_kv == 0:
             return launch_blind(p.lse)
         limits = p.limits
@@ -116,6 +116,8 @@ class CacheAttention(PrefillOp[CacheProblem]):
         return sampled(p, p.pairs / max(1, p.seq_q), device, seed)
 
     def reference(self, p: CacheProblem, *args: Any) -> tuple[Tensor, ...]:
+        from cutekernels.ops.attention import reference
+
         return reference.decode(*args, left=p.sides["left"])[: 1 + p.lse]
 
     def work(self, p: CacheProblem) -> Work:

@@ -12,16 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import DecodeSmem
 from cutekernels.op import Work, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops.attention import reference
 from cutekernels.ops.attention.problem import (
-    DTYPES,
     HEAD_DIMS,
     SINKS,
     SLACK,
@@ -35,10 +30,13 @@ from cutekernels.ops.attention.problem import (
     sample_sinks,
     score_factors,
 )
+from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.occupancy import occupancy_rules
-from cutekernels.ops.shared.per_stream import Workspace
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
@@ -276,6 +274,8 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
         )
 
     def bind(self, p: DecodeProblem, c: DecodeConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        from cutekernels.ops.shared.per_stream import Workspace
+
         if p.seq_kv == 0:
             return launch_blind(p.lse)
         left = min(p.window_left, UNLIMITED) if p.window else UNLIMITED
@@ -302,6 +302,8 @@ class DecodeAttention(AttentionOp[DecodeProblem, DecodeConfig]):
         return sampled(p, p.keys, device, seed)
 
     def reference(self, p: DecodeProblem, *args: Any) -> tuple[Tensor, ...]:
+        from cutekernels.ops.attention import reference
+
         return reference.decode(*args, left=p.window_left if p.window else None)[: 1 + p.lse]
 
     def work(self, p: DecodeProblem) -> Work:
@@ -339,6 +341,8 @@ def check_page_size(size: int) -> None:
 
 def results(p: Any, q: Tensor) -> tuple[Tensor, ...]:
     """``out`` like ``q``, and with ``lse`` fp32 ``(B, HQ, SQ)``."""
+    import torch
+
     out = q.new_empty(q.shape)
     return (out, q.new_empty((p.batch, p.heads_q, p.seq_q), dtype=torch.float32)) if p.lse else (out,)
 
@@ -348,6 +352,8 @@ def sampled(p: Any, keys: float, device: str, seed: int) -> tuple[Any, ...]:
 
     ``keys``: how many a query sees, for sinks that have a share of the softmax.
     """
+    import torch
+
     generator = torch.Generator(device=device).manual_seed(seed)
     spare = torch.randint(0, min(16, p.seq_kv // 2) + 1, (p.batch,), generator=generator, device=device)
     lengths = (p.seq_kv - spare).to(torch.int32)
@@ -360,6 +366,8 @@ def posed(p: Any, lengths: Tensor, generator: torch.Generator) -> tuple[Any, ...
 
     Pages lie in a random order. Entries of the table that a sequence does not need name a page of NaN.
     """
+    import torch
+
     device = lengths.device
 
     def normal(*shape: int) -> Tensor:

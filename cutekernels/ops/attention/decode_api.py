@@ -11,7 +11,6 @@ from torch import Tensor
 from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention import reference
-from cutekernels.ops.attention.api import add, canonical, check_out, check_out_shape, dense, replayed
 from cutekernels.ops.attention.arguments import (
     FOREIGN,
     cap_of,
@@ -28,6 +27,7 @@ from cutekernels.ops.attention.arguments import (
     text_of,
 )
 from cutekernels.ops.attention.cached import CACHE_ATTENTION, CacheAttention, CacheProblem
+from cutekernels.ops.attention.calls import add, canonical, check_out, check_out_shape, dense, replayed
 from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.decode import (
     DECODE_ATTENTION,
@@ -37,14 +37,13 @@ from cutekernels.ops.attention.decode import (
     DecodeProblem,
     check_page_size,
 )
-from cutekernels.ops.attention.problem import DTYPES, WIDEST, sinks_of
+from cutekernels.ops.attention.problem import WIDEST, sinks_of
 from cutekernels.ops.shared.call_cache import CallCache, empty_copy
-from cutekernels.ops.shared.checks import refuse_gradient
-from cutekernels.ops.shared.registration import Path, define_with_out
+from cutekernels.ops.shared.dtypes import DTYPES
+from cutekernels.ops.shared.registration import define_with_out, refuse_gradient
 
 _CALLS = CallCache()
-DECODE_PATH: Path
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = DTYPES.names
 _WIDEST_HEAD = 256
 
 
@@ -339,18 +338,6 @@ def fresh_lse(q: Tensor, wanted: bool) -> Tensor:
 # ---- torch.library --------------------------------------------------------------------------------------
 
 
-def register(library: torch.library.Library) -> None:
-    """Defines the ops in ``library`` (namespace "cutekernels"): schemas, GPU and CPU, fakes, no gradient."""
-    inputs = "Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? page_table, Tensor? sinks"
-    options = "int window_left, float scale, float softcap, bool return_lse, str? config=None"
-    returns = ("(Tensor, Tensor)", "Tensor")
-    implementations = _cuda, _cpu, _fake
-    global DECODE_PATH
-    DECODE_PATH = define_with_out(
-        library, "decode_attention", inputs, options, implementations, returns=returns, autocast="lower", kept=(5,)
-    )
-
-
 def _cuda(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) -> Any:
     left, scale, softcap, return_lse, *forced = options
     config = forced[0] if forced else None
@@ -392,3 +379,14 @@ def _fake(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any)
         return q.new_empty(q.shape), lse
     check_out_shape(results[0], q)
     return lse
+
+
+DECODE_PATH = define_with_out(
+    "decode_attention",
+    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? page_table, Tensor? sinks",
+    "int window_left, float scale, float softcap, bool return_lse, str? config=None",
+    (_cuda, _cpu, _fake),
+    returns=("(Tensor, Tensor)", "Tensor"),
+    autocast="lower",
+    kept=(5,),
+)

@@ -6,17 +6,17 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Problem, Work, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops.attention.problem import DTYPES, HEAD_DIMS, LOG2_E, WIDEST, WarpsConfig
+from cutekernels.ops.attention.problem import HEAD_DIMS, LOG2_E, WIDEST, WarpsConfig
+from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.operands import Array, Matrix, Named, Sizes
 from cutekernels.ops.shared.triton_op import TritonOp
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from cutekernels.gpu import GpuSpec
 
 _MAX_ELEMENTS = 64  # elements of out, and of dout, per thread
@@ -107,6 +107,8 @@ class AttentionDelta(TritonOp[DeltaProblem, DeltaConfig]):
         return _steps(t)
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        import torch
+
         out, dout, lse, dlse = args
         delta = (out.double() * dout.double()).sum(-1).transpose(-1, -2)
         if dlse is not None:

@@ -16,14 +16,14 @@ from torch import Tensor
 from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention import reference
-from cutekernels.ops.attention.api import GRADIENT_PATH, canonical, check, pose, way
 from cutekernels.ops.attention.arguments import check_ends
 from cutekernels.ops.attention.backward import ATTENTION_BACKWARD
 from cutekernels.ops.attention.backward_config import AttentionBackwardProblem, passes
+from cutekernels.ops.attention.calls import canonical, check, pose, way
 from cutekernels.ops.attention.delta import ATTENTION_DELTA
 from cutekernels.ops.attention.problem import LOG2_E, AttentionProblem
-from cutekernels.ops.shared import tensor_op
 from cutekernels.ops.shared.call_cache import Call, CallCache, Inputs
+from cutekernels.ops.shared.calls import planned
 from cutekernels.ops.shared.registration import Path, define
 
 _CALLS = CallCache()
@@ -86,7 +86,7 @@ def _planned(
     if q.numel() == 0 or k.numel() == 0:
         return _of_nothing
     with torch.cuda.device(q.device):
-        statistics = tensor_op.planned(ATTENTION_DELTA, (out, dout, lse, dlse))
+        statistics = planned(ATTENTION_DELTA, (out, dout, lse, dlse))
         posed = _problems(pose(q, k, mask, cu_q, causal, left, right, softcap, False))
         passed = []
         for problem in posed:
@@ -145,15 +145,6 @@ _SCHEMA = (
 _INPUTS = _SCHEMA.count("Tensor ") + _SCHEMA.count("Tensor? ")
 
 
-def register(library: torch.library.Library) -> None:
-    """Defines the op in ``library`` (namespace "cutekernels"): schema, GPU and CPU, fake. It has no gradient itself.
-
-    ``config`` is for the kernel that gives dK; the dispatcher chooses for the others.
-    """
-    op = define(library, f"_{_SCHEMA}", _cuda, _cpu, _fake)
-    GRADIENT_PATH.append(Path(library, _SCHEMA, (_cuda, _cpu), op))
-
-
 def _split(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """``(inputs, causal, left, right, scale, softcap, config)``; torch leaves out a default at the end."""
     return args[:_INPUTS], *(*args[_INPUTS:], None)[:6]
@@ -184,3 +175,7 @@ def _cpu(*args: Any) -> Results:
     )  # fmt: skip
     dsinks = q.new_empty((0,)) if sinks is None else reference.sink_gradients(dout, dlse, out, lse, sinks)
     return dq, dk, dv, dsinks
+
+
+# The op has no gradient itself. ``config`` is for the kernel that gives dK; the dispatcher chooses for the others.
+BACKWARD_PATH = Path(_SCHEMA, (_cuda, _cpu), define(f"_{_SCHEMA}", _cuda, _cpu, _fake))

@@ -9,12 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-
 from cutekernels.op import Work
-from cutekernels.ops.attention import reference
 from cutekernels.ops.attention.config import (
     GROUP_ROWS,
     AttentionConfig,
@@ -23,7 +18,6 @@ from cutekernels.ops.attention.config import (
     warpgroup_us,
 )
 from cutekernels.ops.attention.problem import (
-    DTYPES,
     EAGER,
     EXPONENTS,
     SLACK,
@@ -35,9 +29,12 @@ from cutekernels.ops.attention.problem import (
     sample_sinks,
     score_factors,
 )
-from cutekernels.ops.shared.per_stream import Workspace
+from cutekernels.ops.shared.dtypes import DTYPES
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
@@ -167,6 +164,10 @@ class Attention(PrefillOp[AttentionProblem]):
         )
 
     def bind(self, p: AttentionProblem, c: AttentionConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        import torch
+
+        from cutekernels.ops.shared.per_stream import Workspace
+
         if p.seq_kv == 0:
             return launch_blind(p.lse)
         limits = p.limits
@@ -188,6 +189,8 @@ class Attention(PrefillOp[AttentionProblem]):
     # -- mathematics
 
     def outputs(self, p: AttentionProblem, *args: Any) -> tuple[Tensor, ...]:
+        import torch
+
         q = args[0]
         out = q.new_empty(q.shape)
         if not p.lse:
@@ -196,6 +199,8 @@ class Attention(PrefillOp[AttentionProblem]):
         return out, q.new_empty(rows, dtype=torch.float32)
 
     def sample(self, p: AttentionProblem, device: str, seed: int) -> tuple[Any, ...]:
+        import torch
+
         generator = torch.Generator(device=device).manual_seed(seed)
 
         def rows(seq: int, heads: int) -> Tensor:
@@ -215,6 +220,8 @@ class Attention(PrefillOp[AttentionProblem]):
         return q, k, v, mask, cu_q, cu_kv, sinks, p.head_dim**-0.5, 2.0 if p.softcap else 0.0
 
     def reference(self, p: AttentionProblem, *args: Any) -> tuple[Tensor, ...]:
+        from cutekernels.ops.attention import reference
+
         return reference.attention(*args, **p.sides)[: 1 + p.lse]
 
     def work(self, p: AttentionProblem) -> Work:
@@ -223,6 +230,8 @@ class Attention(PrefillOp[AttentionProblem]):
 
     def vendor(self, p: AttentionProblem) -> Callable[..., object] | None:
         """torch's SDPA, which chooses the backend, where it has what ``p`` asks."""
+        from torch.nn.functional import scaled_dot_product_attention
+
         shifted = p.causal and p.seq_q != p.seq_kv  # torch aligns the first query with the first key
         limited = p.window != "none" or shifted or (p.causal and p.mask)
         if p.varlen or p.softcap or p.lse or p.sinks != "none" or limited:
@@ -249,6 +258,8 @@ def registers_per_thread(p: AttentionProblem, c: AttentionConfig) -> int:
 
 def _ends(sequences: int, mean: int, generator: torch.Generator, device: str) -> Tensor:
     """Ends of ``sequences`` random lengths whose mean is ``mean``, from 0: ``(sequences + 1,)``."""
+    import torch
+
     total = sequences * mean
     cuts = torch.randint(0, total + 1, (max(0, sequences - 1),), generator=generator, device=device)
     edges = [torch.zeros(1, device=device), cuts.sort().values, torch.full((1,), total, device=device)]

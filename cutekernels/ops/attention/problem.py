@@ -10,19 +10,19 @@ from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, TypeVar
 
-import torch
-from torch import Tensor
-
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import padded
 from cutekernels.op import C, Config, Op, P, Problem, extent, ladder, plain, power_of_two
+from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.occupancy import occupancy_rules
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from cutekernels.gpu import GpuSpec
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WIDEST = 8  # elements in 16 bytes
 HEAD_DIMS = (128, *range(8, 128, 8), *range(136, 264, 8))
 UNLIMITED = 2**30  # a window's side that reaches to the end
@@ -225,6 +225,8 @@ def sinks_of(sinks: Tensor | None, q: Tensor) -> str:
 
 def sample_sinks(kind: str, dtype: str, heads: int, keys: float, generator: torch.Generator) -> Tensor | None:
     """Sinks that weigh as much as a row of ``keys`` scores, on average; None where ``kind`` is none."""
+    import torch
+
     if kind == "none":
         return None
     sinks = torch.randn(heads, generator=generator, device=generator.device) + math.log(max(1.0, keys))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,20 +19,21 @@ from cutekernels import dispatch
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.gemm.launch import AddressedLaunch
 from cutekernels.ops.gemm.layouts import alignment, canonical, k_contiguous, worth_copying
-from cutekernels.ops.gemm.op import ACTIVATIONS, DTYPES, GEMM, WIDEST, GemmConfig, GemmProblem, reference
-from cutekernels.ops.gemm.problem import Activation
+from cutekernels.ops.gemm.op import GEMM, reference
+from cutekernels.ops.gemm.problem import ACTIVATIONS, WIDEST, Activation, GemmConfig, GemmProblem
 from cutekernels.ops.gemm.slopes import through_activation
 from cutekernels.ops.shared import call_cache
 from cutekernels.ops.shared.call_cache import Call, CallCache
-from cutekernels.ops.shared.checks import check_arguments, check_tensor, check_word, kinds_of, refuse_gradient
-from cutekernels.ops.shared.registration import PLAIN, Path, define_with_out, direct
+from cutekernels.ops.shared.checks import check_arguments, check_tensor, check_word, kinds_of
+from cutekernels.ops.shared.dtypes import DTYPES
+from cutekernels.ops.shared.registration import PLAIN, Path, define_with_out, direct, refuse_gradient
 from cutekernels.ops.shared.strides import overlaps_itself, pairs, relation, span_bytes
 from cutekernels.quant.weight import QuantizedWeight
 
 _INPUTS = "Tensor a, Tensor b, Tensor? c, Tensor? bias"
 _OPTIONS = "float alpha=1.0, float beta=0.0, str activation='none', str accumulate='fp32', str? config=None"
 _KINDS = kinds_of(f"{_INPUTS}, {_OPTIONS}")
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = DTYPES.names
 _CALLS = CallCache()  # a and b alone: a guard takes one number of tensors
 _FUSED_CALLS = CallCache()  # with C or a bias
 _recent = _CALLS.recent.get
@@ -40,8 +42,6 @@ _increment_version = torch._C._increment_version
 _is_grad_enabled = torch.is_grad_enabled
 _any_requires_grad = torch._C._any_requires_grad
 _is_compiling = torch.compiler.is_compiling
-GEMM_PATH: Path
-LINEAR_PATH: Path
 
 
 def gemm(
@@ -370,39 +370,6 @@ def _launched(
 # ---- torch.library --------------------------------------------------------------------------------------
 
 
-def register(library: torch.library.Library) -> None:
-    """Defines the ops in ``library`` (namespace "cutekernels"): schemas, GPU and CPU, fakes, autograd."""
-    global GEMM_PATH, LINEAR_PATH
-    GEMM_PATH = define_with_out(
-        library,
-        "gemm",
-        _INPUTS,
-        _OPTIONS,
-        (_cuda, _cpu, _fake),
-        launches=(_gemm_launch, None),
-        gradient=_gemm_gradient,
-        remember=_remember_gemm,
-        autocast="lower",
-    )
-    product = torch.ops.cutekernels._gemm.default
-
-    def by_ops(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        return _flattened(product, x, weight, bias, activation)
-
-    def computed(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        return _flattened(_compute, x, weight, bias, activation)
-
-    LINEAR_PATH = Path(
-        library,
-        "linear(Tensor x, Tensor weight, Tensor? bias, str activation='none') -> Tensor",
-        (_linear_launch, computed),
-        by_ops,
-        gradient=_linear_gradient,
-        remember=_remember_linear,
-        autocast="lower",
-    )
-
-
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 is ambiguous without elements
 
@@ -589,3 +556,23 @@ def _summed(x: Tensor, y: Tensor, alpha: float) -> Tensor:
     joint_x = x.permute(1, 0, 2).reshape(x.shape[1], batch * x.shape[2])
     joint_y = y.reshape(batch * y.shape[1], y.shape[2])
     return _product(joint_x, joint_y, alpha)
+
+
+GEMM_PATH = define_with_out(
+    "gemm",
+    _INPUTS,
+    _OPTIONS,
+    (_cuda, _cpu, _fake),
+    launches=(_gemm_launch, None),
+    gradient=_gemm_gradient,
+    remember=_remember_gemm,
+    autocast="lower",
+)
+LINEAR_PATH = Path(
+    "linear(Tensor x, Tensor weight, Tensor? bias, str activation='none') -> Tensor",
+    (_linear_launch, partial(_flattened, _compute)),
+    partial(_flattened, torch.ops.cutekernels._gemm.default),
+    gradient=_linear_gradient,
+    remember=_remember_linear,
+    autocast="lower",
+)

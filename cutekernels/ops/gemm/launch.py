@@ -8,22 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cutekernels.ops.gemm.problem import GemmProblem
-
 if TYPE_CHECKING:
     from cutekernels.ops.shared.call_cache import Fire
 
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
-
-
-def addressed(p: GemmProblem) -> bool:
-    """Whether addresses, extents and pitches say all of ``p``, as ``kernels/cute/addressed.py`` takes them."""
-    return p.c == "none" and p.bias == "none" and not p.batched and not p.wide
-
-
-def contiguous(p: GemmProblem) -> tuple[int, int, int]:
-    """The contiguous extents of out, a and b, 0 or 1."""
-    return int(p.out_major == "n"), int(p.a_major == "k"), int(p.b_major == "n")
 
 
 class AddressedLaunch:

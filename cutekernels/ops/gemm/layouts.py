@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from cutekernels.ops.gemm.problem import WIDEST
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def alignment(t: Tensor) -> int:

@@ -6,24 +6,19 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from cutekernels import rates
 from cutekernels.op import Op, Work
 from cutekernels.ops.gemm import skinny, specialized
-from cutekernels.ops.gemm.launch import AddressedLaunch, addressed, contiguous
 from cutekernels.ops.gemm.multistage import MULTISTAGE
 from cutekernels.ops.gemm.problem import (
-    ACTIVATIONS,
     BODIES,
-    DTYPES,
     ELEMENT_BYTES,
     MOST_TOKENS,
     VENDOR,
     WIDEST,
     GemmConfig,
     GemmProblem,
+    activated,
     foreign,
     spanned,
 )
@@ -31,12 +26,13 @@ from cutekernels.ops.gemm.schedule import Extras, Schedule, summed
 from cutekernels.ops.gemm.skinny import SKINNY
 from cutekernels.ops.gemm.specialized import SPECIALIZED
 from cutekernels.ops.gemm.warpgroup import WARPGROUP
+from cutekernels.ops.shared.dtypes import DTYPES
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
-
-__all__ = ["ACTIVATIONS", "DTYPES", "GEMM", "SCHEDULES", "WIDEST", "Gemm", "GemmConfig", "GemmProblem", "reference"]
 
 SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in (MULTISTAGE, SKINNY, SPECIALIZED, WARPGROUP)}
 
@@ -111,7 +107,7 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         schedule = SCHEDULES[c.body]
         body = schedule.body(p, c, gpu)
         dtype = backend.dtype_of(p.dtype)
-        if addressed(p) and not schedule.shares_tiles(c):
+        if p.addressed and not schedule.shares_tiles(c):
             return self._addressed(p, body, dtype, gpu)
         cute = cutlass.cute
         extents = {name: cute.sym_int(divisibility=p.divisibility(name)) for name in "mnk"}
@@ -152,7 +148,7 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         from cutekernels.kernels.cute.addressed import Addressed, Operand
 
         aligns = (p.out_align, p.a_align, p.b_align)
-        out, a, b = (Operand(along, align) for along, align in zip(contiguous(p), aligns, strict=True))
+        out, a, b = (Operand(along, align) for along, align in zip(p.along, aligns, strict=True))
         m, n, k = (p.divisibility(name) for name in "mnk")
         return backend.compile(
             Addressed(body, out, a, b, (m, n, k)),
@@ -171,7 +167,11 @@ class Gemm(Op[GemmProblem, GemmConfig]):
             return _vendor
         schedule = SCHEDULES[c.body]
         if not schedule.shares_tiles(c):  # a kernel's arguments are out, a, b, c, bias, alpha, beta already
-            return AddressedLaunch(kernel, contiguous(p)) if addressed(p) else kernel
+            if not p.addressed:
+                return kernel
+            from cutekernels.ops.gemm.launch import AddressedLaunch
+
+            return AddressedLaunch(kernel, p.along)
         workspace = schedule.workspace(p, c)
 
         def launch(*args: Any) -> None:
@@ -190,6 +190,8 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         return (a.new_empty(padded(swapped, p.out_align))[..., : p.m].mT,)
 
     def sample(self, p: GemmProblem, device: str, seed: int) -> tuple[Any, ...]:
+        import torch
+
         generator = torch.Generator(device=device).manual_seed(seed)
         lead = (p.batch,) if p.batched else ()
 
@@ -229,15 +231,17 @@ class Gemm(Op[GemmProblem, GemmConfig]):
 GEMM = Gemm()
 
 
-@torch.no_grad()
 def _vendor(
     out: Tensor, a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, alpha: float, beta: float
 ) -> None:
+    import torch
+
     multiply = torch.baddbmm if out.dim() == 3 else torch.addmm
-    if bias is not None:
-        multiply(bias, a, b, alpha=alpha, out=out)
-    else:  # with beta=0 the first operand is not read
-        multiply(out if c is None else c, a, b, alpha=alpha, beta=0.0 if c is None else beta, out=out)
+    with torch.no_grad():
+        if bias is not None:
+            multiply(bias, a, b, alpha=alpha, out=out)
+        else:  # with beta=0 the first operand is not read
+            multiply(out if c is None else c, a, b, alpha=alpha, beta=0.0 if c is None else beta, out=out)
 
 
 def reference(
@@ -249,7 +253,7 @@ def reference(
         x = x + beta * c.double()
     if bias is not None:
         x = x + bias.double()
-    return ACTIVATIONS[activation](x).to(a.dtype)
+    return activated(x, activation).to(a.dtype)
 
 
 def takes(schedule: Schedule, p: GemmProblem, gpu: GpuSpec) -> bool:

@@ -7,30 +7,32 @@ Operands are as the caller has them: a ``([B,] M, K)``, b ``([B,] K, N)``, c and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, extent, knob, ladder, plain
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+if TYPE_CHECKING:
+    from torch import Tensor
+
 ELEMENT_BYTES = 2
 WIDEST = 8  # elements in 16 bytes
 MOST_TOKENS = 128  # of the skinny schedule, and of a product with a norm in its kernel
 Activation = Literal["none", "relu", "gelu", "gelu_tanh", "silu"]
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda x: x,
-    "relu": torch.relu,
-    "gelu": torch.nn.functional.gelu,
-    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-    "silu": torch.nn.functional.silu,
-}
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+
+
+def activated(x: Tensor, activation: str) -> Tensor:
+    """``activation`` of ``x``, by torch."""
+    import torch.nn.functional as F
+
+    if activation == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    return x if activation == "none" else getattr(F, activation)(x)
 
 
 # ---- problems -------------------------------------------------------------------------------------------
@@ -102,6 +104,16 @@ class GemmProblem(Problem):
     def transposed(self) -> bool:
         """Computed as ``out^T = b^T a^T``, so that the kernel's output rows are contiguous."""
         return self.out_major == "m"
+
+    @property
+    def addressed(self) -> bool:
+        """Whether addresses, extents and pitches say all of it, as ``kernels/cute/addressed.py`` takes them."""
+        return self.c == "none" and self.bias == "none" and not self.batched and not self.wide
+
+    @property
+    def along(self) -> tuple[int, int, int]:
+        """The contiguous extents of out, a and b, 0 or 1."""
+        return int(self.out_major == "n"), int(self.a_major == "k"), int(self.b_major == "n")
 
     def sides(self) -> tuple[Side, Side]:
         """The kernel's two operands: that of its tile rows and that of its tile columns."""

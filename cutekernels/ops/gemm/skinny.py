@@ -16,7 +16,6 @@ from cutekernels.op import ladder, power_of_two
 from cutekernels.ops.gemm import prefetch
 from cutekernels.ops.gemm.problem import ELEMENT_BYTES, MOST_TOKENS, WIDEST, GemmConfig, GemmProblem, spanned
 from cutekernels.ops.gemm.schedule import GRID_AXIS, PLAIN, Extras, Schedule, refused_layout, vector_type
-from cutekernels.ops.shared.per_stream import Workspace
 
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
@@ -197,6 +196,8 @@ class Skinny(Schedule):
         return [vector_type(cutlass.Float32, 16), vector_type(cutlass.Int32, 4)]
 
     def workspace(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> Callable[[], tuple[Any, ...]]:
+        from cutekernels.ops.shared.per_stream import Workspace
+
         if c.split_k == 1:
             return tuple if extras == PLAIN else lambda: (None, None)
         count = tiles(p, c)

@@ -2,5 +2,4 @@
 
 from __future__ import annotations
 
-from cutekernels.ops.kv_append.api import register as register
 from cutekernels.ops.kv_append.op import OPS as OPS

@@ -8,11 +8,10 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.attention.arguments import check_config, check_flags
 from cutekernels.ops.kv_append.op import KV_APPEND, KvAppendConfig
-from cutekernels.ops.rope import refuse_table_gradient
-from cutekernels.ops.shared import tensor_op
-from cutekernels.ops.shared.checks import check_tensor, refuse_duals
-from cutekernels.ops.shared.registration import PLAIN
-from cutekernels.ops.shared.triton_op import refuse_others
+from cutekernels.ops.rope.api import refuse_table_gradient
+from cutekernels.ops.shared.calls import refuse_others, register_updating, run
+from cutekernels.ops.shared.checks import check_tensor
+from cutekernels.ops.shared.registration import PLAIN, direct, refuse_duals
 
 
 def kv_append(
@@ -62,8 +61,8 @@ def kv_append(
         refuse_duals("kv_append", (k_cache, v_cache))
         if type(k) in PLAIN and KV_APPEND.calls.replay(results, operands, (interleaved,), (), config) is not None:
             return
-        if tensor_op.direct(*operands, *results):
-            tensor_op.run(KV_APPEND, results, operands, options=(interleaved,), config=config)
+        if direct(*operands, *results):
+            run(KV_APPEND, results, operands, options=(interleaved,), config=config)
             return
     except (AttributeError, TypeError):
         refuse_others(KV_APPEND, operands, results)
@@ -93,7 +92,4 @@ def _split(
     return (queries, k_cache, v_cache, state), (queries, k, v, state, *rest)
 
 
-def register(library: torch.library.Library) -> None:
-    """Defines ``kv_append`` in ``library``, which updates q, the caches and the state, for GPU, CPU and fakes."""
-    tensors = KV_APPEND.schema.count("Tensor")
-    tensor_op.register_updating(library, KV_APPEND, f"({KV_APPEND.schema}, str? config=None)", tensors, _split)
+register_updating(KV_APPEND, f"({KV_APPEND.schema}, str? config=None)", KV_APPEND.schema.count("Tensor"), _split)

@@ -10,19 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Scalar, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.attention.decode import PAGE_SIZES, check_page_size
-from cutekernels.ops.rope import ROPE
+from cutekernels.ops.rope.op import ROPE
 from cutekernels.ops.shared.operands import Array, Sizes, Vector, sizes_of
 from cutekernels.ops.shared.rotary import DEPTH, MAX_PROGRAMS, Heads, RotaryConfig, RotaryOp, RotaryProblem, Table
 from cutekernels.ops.shared.triton_op import placed
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from cutekernels.gpu import GpuSpec
 
 LENGTHS, LOST, _ = range(STATE_ROWS := 3)  # the rows of a state; the last are tickets
@@ -189,12 +189,16 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         """The rows to place: q and k, turned, and v."""
+        import torch
+
         q, k, v, state, _, counts, cos, sin = args
         number = torch.full_like(state[LENGTHS], k.shape[1]) if counts is None else counts
         return _turned(q, k, v, state[LENGTHS].long(), number, cos, sin, **options)
 
     def update(self, results: Sequence[Tensor], args: Sequence[Any], **options: Any) -> None:
         """A launch in plain PyTorch. Raises UnsupportedProblem for positions without a row of ``cos``."""
+        import torch
+
         out_q, *caches, out_state = results
         q, k, v, state, table, counts, cos, sin = args
         (batch, seq), (pages, size) = k.shape[:2], caches[0].shape[:2]
@@ -295,6 +299,8 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
         return sizes | {"words": 3, "entries": -(-p.seq // p.page_size) + 1 if p.page_size else 0}
 
     def draw(self, p: KvAppendProblem, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
+        import torch
+
         device = generator.device
         first = torch.arange(p.batch, device=device) * p.seq
         if name == "state":
@@ -315,6 +321,8 @@ class KvAppend(RotaryOp[KvAppendProblem, KvAppendConfig]):
 
     def outputs(self, p: KvAppendProblem, *args: Any) -> tuple[Tensor, ...]:
         """New caches. Those without pages show the new tokens' rows alone, so that all that is visible is written."""
+        import torch
+
         q, k, _, state, table, *_ = args
         pages = p.batch if table is None else int(table.max()) + 1 if table.numel() else 0
         slots = p.seq + _SPARE if table is None else p.page_size
@@ -336,6 +344,8 @@ def _turned(
     interleaved: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """q and k turned by positions from ``starts`` on, and v. Only the first ``number`` tokens' must be in the table."""
+    import torch
+
     if cos is None or sin is None:
         return q, k, v
     places = None

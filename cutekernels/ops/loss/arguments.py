@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.gemm.problem import DTYPES
 from cutekernels.ops.shared.checks import check_number, check_tensor, check_whole
+from cutekernels.ops.shared.dtypes import DTYPES
 
 _GPU_TYPES = tuple(DTYPES.values())
 _INDICES = (torch.int64, torch.int32)

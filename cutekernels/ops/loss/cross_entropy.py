@@ -24,9 +24,9 @@ from cutekernels.ops.loss.products import (
     read,
 )
 from cutekernels.ops.loss.rows import SCALE_GRADIENT, TARGET, TERMS, TOTAL
+from cutekernels.ops.shared.calls import call, register
 from cutekernels.ops.shared.checks import check_number, check_tensor
 from cutekernels.ops.shared.registration import Path, define, transformed
-from cutekernels.ops.shared.triton_op import call
 
 REDUCTIONS = ("mean", "sum", "none")
 _TENSORS = "Tensor x, Tensor weight, Tensor targets, Tensor? bias, Tensor? class_weight, Tensor? items"
@@ -34,7 +34,6 @@ _OPTIONS = (
     "bool mean, SymInt ignore_index, float label_smoothing, float z_loss, float softcap, float scale, "
     "bool wide, bool wants_x, bool wants_weight, bool wants_bias"
 )
-PATH: Path
 
 
 def linear_cross_entropy(
@@ -261,16 +260,14 @@ def _gradient(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     return found[0], found[1], None, found[2], *[None] * 12
 
 
-def register(library: torch.library.Library) -> None:
-    global PATH
-    schema = f"linear_cross_entropy({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
-    PATH = Path(
-        library,
-        schema,
-        (_computed, _computed),
-        define(library, f"_{schema}", _computed, _computed, _fake),
-        remember=_remember,
-        gradient=_gradient,
-        autocast="lower",
-        kept=(3, 4, 5),
-    )
+register(SCALE_GRADIENT)
+_SCHEMA = f"linear_cross_entropy({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
+PATH = Path(
+    _SCHEMA,
+    (_computed, _computed),
+    define(f"_{_SCHEMA}", _computed, _computed, _fake),
+    remember=_remember,
+    gradient=_gradient,
+    autocast="lower",
+    kept=(3, 4, 5),
+)

@@ -28,9 +28,12 @@ from cutekernels.ops.shared.checks import check_flag, check_whole
 from cutekernels.ops.shared.registration import Path, define
 
 _TENSORS = "Tensor x, Tensor weight, Tensor targets, Tensor? bias, Tensor? class_weight"
-_OPTIONS = "SymInt first, SymInt ignore_index, float softcap, float scale, bool moments, bool totals, bool shard"
-SUMS: Path
-BACKWARD: Path
+_SHAPE = "SymInt first, SymInt ignore_index, float softcap, float scale, bool moments, bool totals"
+_SUMS = f"linear_logprob({_TENSORS}, {_SHAPE}, bool shard) -> (Tensor, Tensor, Tensor, Tensor)"
+_BACKWARD = (
+    "linear_logprob_backward(Tensor dtarget, Tensor dlse, Tensor dmean, Tensor dtotal, Tensor lse, Tensor mean, "
+    f"{_TENSORS}, {_SHAPE}, bool wants_x, bool wants_weight, bool wants_bias) -> (Tensor, Tensor, Tensor)"
+)
 
 
 class LogProb(NamedTuple):
@@ -266,22 +269,17 @@ def _gradient(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
     return dx, dweight, None, dbias, *[None] * 8
 
 
-def register(library: torch.library.Library) -> None:
-    global SUMS, BACKWARD
-    shared = _OPTIONS.rpartition(", ")[0]
-    words = "Tensor dtarget, Tensor dlse, Tensor dmean, Tensor dtotal, Tensor lse, Tensor mean"
-    wants = "bool wants_x, bool wants_weight, bool wants_bias"
-    schema = f"linear_logprob_backward({words}, {_TENSORS}, {shared}, {wants}) -> (Tensor, Tensor, Tensor)"
-    op = define(library, f"_{schema}", _differentiated, _differentiated, _fake_gradient)
-    BACKWARD = Path(library, schema, (_differentiated, _differentiated), op)
-    schema = f"linear_logprob({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
-    SUMS = Path(
-        library,
-        schema,
-        (_computed, _computed),
-        define(library, f"_{schema}", _computed, _computed, _fake),
-        remember=_remember,
-        gradient=_gradient,
-        autocast="lower",
-        kept=(3, 4),
-    )
+BACKWARD = Path(
+    _BACKWARD,
+    (_differentiated, _differentiated),
+    define(f"_{_BACKWARD}", _differentiated, _differentiated, _fake_gradient),
+)
+SUMS = Path(
+    _SUMS,
+    (_computed, _computed),
+    define(f"_{_SUMS}", _computed, _computed, _fake),
+    remember=_remember,
+    gradient=_gradient,
+    autocast="lower",
+    kept=(3, 4),
+)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cutekernels.ops.gemm.api import gemm
 from cutekernels.ops.loss.rows import LOGIT_GRADIENT, LOGIT_STATISTICS, MAXIMUM, SUM, TERMS
-from cutekernels.ops.shared.triton_op import call
+from cutekernels.ops.shared.calls import call, register
 
 MOST_BYTES = 64_000_000  # of a block of logits
 MOST_ROWS = 2048  # of a chunk: its products are as fast as those of more rows, and dweight is added up that often
@@ -175,3 +175,7 @@ def _add_product(dz: Tensor, x: Tensor, dweight: Tensor, first_chunk: bool) -> N
         dweight.copy_(gemm(dz.t(), x))
     else:
         dweight += gemm(dz.t(), x)
+
+
+register(LOGIT_STATISTICS)
+register(LOGIT_GRADIENT)

@@ -10,17 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.shared import streaming
-from cutekernels.ops.shared.operands import TYPES, Array, Matrix, Sizes
-from cutekernels.ops.shared.tensor_op import WIDEST_BYTES
+from cutekernels.ops.shared.dtypes import BYTES, WIDEST_BYTES
+from cutekernels.ops.shared.operands import Array, Matrix, Sizes
 from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from cutekernels.gpu import GpuSpec
 
 TERMS = 8  # numbers of a row's state, and of its factors
@@ -87,6 +87,8 @@ class _LogitOp(TritonOp[LogitProblem, LogitConfig]):
         return None
 
     def draw(self, p: LogitProblem, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
+        import torch
+
         where = generator.device
         if name == "targets":
             return torch.randint(0, max(1, p.cols), shape, generator=generator, device=where)
@@ -104,6 +106,8 @@ class _LogitOp(TritonOp[LogitProblem, LogitConfig]):
 
     def z(self, logits: Tensor, scale: float, cap: float, capped: bool) -> tuple[Tensor, Tensor]:
         """The loss's logits in fp64, and their derivative."""
+        import torch
+
         x = logits.double()
         slope = torch.full_like(x, scale)
         if capped:
@@ -152,6 +156,8 @@ class LogitStatistics(_LogitOp):
         return streaming.estimate_us(gpu, moved, self.grid(p, c), c.warps, c.block * item, coalesced=coalesced)
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        import torch
+
         logits, targets, class_weight, state, first, ignore, scale, cap = args
         z, _ = self.z(logits, scale, cap, options["capped"])
         made = state.double()
@@ -221,6 +227,8 @@ class LogitGradient(_LogitOp):
         )
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        import torch
+
         logits, targets, class_weight, factors, first, scale, cap = args
         z, slope = self.z(logits, scale, cap, options["capped"])
         lse, a, b, t, u = factors.double()[:, :5, None].unbind(1)
@@ -251,14 +259,14 @@ class ScaleProblem(Problem):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        item = TYPES[self.dtype].itemsize
+        item = BYTES[self.dtype]
         if self.align < item:
             raise UnsupportedProblem(f"align covers one element of {self.dtype}, {item} bytes; it is {self.align}")
 
     @property
     def vec(self) -> int:
         """Elements in one access."""
-        return self.align // TYPES[self.dtype].itemsize
+        return self.align // BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -321,7 +329,7 @@ class ScaleGradient(TritonOp[ScaleProblem, ScaleConfig]):
         return min(-(-p.elements // c.block), c.programs), 1, 1
 
     def estimate_us(self, p: ScaleProblem, c: ScaleConfig, gpu: GpuSpec) -> float:
-        tile = c.block * TYPES[p.dtype].itemsize
+        tile = c.block * BYTES[p.dtype]
         return streaming.estimate_us(gpu, self.work(p).bytes, self.grid(p, c), c.warps, tile)
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
@@ -329,10 +337,9 @@ class ScaleGradient(TritonOp[ScaleProblem, ScaleConfig]):
         return ((grad.double() * (factor.double() * inverse)).to(grad.dtype),)
 
     def work(self, p: ScaleProblem) -> Work:
-        return Work(flops=0.0, bytes=2.0 * p.elements * TYPES[p.dtype].itemsize, depth=1.0)
+        return Work(flops=0.0, bytes=2.0 * p.elements * BYTES[p.dtype], depth=1.0)
 
 
 LOGIT_STATISTICS = LogitStatistics()
 LOGIT_GRADIENT = LogitGradient()
 SCALE_GRADIENT = ScaleGradient()
-OPS = (LOGIT_STATISTICS, LOGIT_GRADIENT, SCALE_GRADIENT)

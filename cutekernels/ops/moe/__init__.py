@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from cutekernels.op import Op
-from cutekernels.ops.moe import grouped_api, permute, route, rows
 from cutekernels.ops.moe.grouped import GROUPED_GEMM, GROUPED_GEMM_WGRAD
 from cutekernels.ops.moe.permute import MOE_PERMUTE
 from cutekernels.ops.moe.route import MOE_ROUTE, MOE_ROUTE_BACKWARD
@@ -23,11 +20,3 @@ OPS: tuple[Op[Any, Any], ...] = (
     GROUPED_GEMM,
     GROUPED_GEMM_WGRAD,
 )
-
-
-def register(library: torch.library.Library) -> None:
-    """Defines the family's torch ops in ``library``."""
-    route.register(library)
-    permute.register(library)
-    rows.register(library)
-    grouped_api.register(library)

@@ -7,10 +7,9 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.activations.api import silu_mul
+from cutekernels.ops.moe.api import moe_combine, moe_gather, moe_permute
 from cutekernels.ops.moe.grouped import GATED
 from cutekernels.ops.moe.grouped_api import grouped_gemm
-from cutekernels.ops.moe.permute import moe_permute
-from cutekernels.ops.moe.rows import moe_combine, moe_gather
 from cutekernels.ops.shared.checks import check_tensor
 
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

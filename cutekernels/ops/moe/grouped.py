@@ -13,17 +13,21 @@ from itertools import chain, pairwise
 from operator import or_
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-import torch
-from torch import Tensor
-
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Problem, Work, extent, ladder, plain
-from cutekernels.ops.activations.api import silu_mul
 from cutekernels.ops.activations.op import SILU_MUL, GluProblem
 from cutekernels.ops.gemm.layouts import alignment
 from cutekernels.ops.gemm.multistage import MULTISTAGE
-from cutekernels.ops.gemm.problem import ACTIVATIONS, DTYPES, ELEMENT_BYTES, GemmConfig, GemmProblem, foreign, spanned
+from cutekernels.ops.gemm.problem import (
+    ACTIVATIONS,
+    ELEMENT_BYTES,
+    GemmConfig,
+    GemmProblem,
+    activated,
+    foreign,
+    spanned,
+)
 from cutekernels.ops.gemm.schedule import Extras, Schedule, extras_of
 from cutekernels.ops.moe.permute import MAX_GROUPS, MAX_PAIRS
 from cutekernels.ops.moe.warpgroup import (
@@ -35,14 +39,17 @@ from cutekernels.ops.moe.warpgroup import (
     tile_rows,
 )
 from cutekernels.ops.shared.checks import check_dtype, check_results, present
+from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.tensor_op import TensorOp
 from cutekernels.ops.shared.tolerance import rounded_operand_depth
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _GRID = 2**31 - 1
 GATED: Final = "silu_mul"  # the activation that takes a gate's rows and up's
 SPREADS = ("uniform", "zipf", "one")  # how a sample's rows spread over experts, by its seed
@@ -300,6 +307,8 @@ class GroupedGemm(_GroupedOp):
         return (p.rows // tokens + min(p.experts + 2, p.rows)) * -(-p.weight_rows // columns)
 
     def bind(self, p: GroupedProblem, c: GemmConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        from cutekernels.ops.activations.api import silu_mul
+
         if not p.gated or c.body != MULTISTAGE.name:
             return kernel
 
@@ -311,6 +320,8 @@ class GroupedGemm(_GroupedOp):
         return chain_of_two
 
     def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
+        import torch
+
         x, weight, offsets, bias = inputs
         assert x is not None and weight is not None and offsets is not None
         check_dtype(self, x)
@@ -338,6 +349,8 @@ class GroupedGemm(_GroupedOp):
         return self.fresh(*args, activation=p.activation)
 
     def problem(self, *operands: Tensor | None, **options: Any) -> GroupedProblem:
+        import torch
+
         out, x, weight, _, bias = operands
         assert out is not None and x is not None and weight is not None
         kind = "none" if bias is None else "fp32" if bias.dtype == torch.float32 else "same"
@@ -345,9 +358,11 @@ class GroupedGemm(_GroupedOp):
         major = "k" if weight.stride(-1) == 1 else "n"
         align = _align(out, x, weight)
         n, activation = _columns(weight, **options), options["activation"]
-        return GroupedProblem(x.shape[0], n, k, experts, _NAMES[x.dtype], major, kind, activation, align)
+        return GroupedProblem(x.shape[0], n, k, experts, DTYPES.names[x.dtype], major, kind, activation, align)
 
     def sample(self, p: GroupedProblem, device: str, seed: int) -> tuple[Any, ...]:
+        import torch
+
         draw = torch.Generator(device=device).manual_seed(seed)
         x = _normal(draw, DTYPES[p.dtype], p.align, p.rows, p.k)
         shape = (p.weight_rows, p.k) if p.weight == "k" else (p.k, p.weight_rows)
@@ -360,12 +375,16 @@ class GroupedGemm(_GroupedOp):
         return x, weight if p.weight == "k" else weight.mT, offsets, bias
 
     def variant(self, p: GroupedProblem, args: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
+        import torch
+
         x, weight, _, bias = args
         draw = torch.Generator(device=x.device).manual_seed(seed)
         other = _normal(draw, DTYPES[p.dtype], p.align, p.rows, p.k)
         return other, weight, sample_offsets(p.rows, p.experts, SPREADS[seed % len(SPREADS)], draw), bias
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        import torch
+
         x, weight, offsets, bias = args
         out = x.new_zeros((x.shape[0], _columns(weight, **options)))
         for e, (begin, end) in enumerate(groups_of(offsets, x.shape[0])):
@@ -376,7 +395,7 @@ class GroupedGemm(_GroupedOp):
                 gate, up = y.chunk(2, -1)
                 y = torch.nn.functional.silu(gate) * up
             else:
-                y = ACTIVATIONS[options["activation"]](y)
+                y = activated(y, options["activation"])
             out[begin:end] = y.to(x.dtype)
         return (out,)
 
@@ -431,11 +450,12 @@ class GroupedGemmWgrad(_GroupedOp):
 
     def problem(self, *operands: Tensor | None, **options: Any) -> GroupedProblem:
         dweight, dout, x, _ = present(operands)
-        return GroupedProblem(
-            x.shape[0], dout.shape[1], x.shape[1], dweight.shape[0], _NAMES[x.dtype], align=_align(dweight, dout, x)
-        )
+        dtype, align = DTYPES.names[x.dtype], _align(dweight, dout, x)
+        return GroupedProblem(x.shape[0], dout.shape[1], x.shape[1], dweight.shape[0], dtype, align=align)
 
     def sample(self, p: GroupedProblem, device: str, seed: int) -> tuple[Any, ...]:
+        import torch
+
         draw = torch.Generator(device=device).manual_seed(seed)
         dout, x = (_normal(draw, DTYPES[p.dtype], p.align, p.rows, width) for width in (p.n, p.k))
         return dout, x, sample_offsets(p.rows, p.experts, SPREADS[seed % len(SPREADS)], draw)
@@ -483,6 +503,8 @@ def shares(spread: str, experts: int) -> list[float]:
 
 def sample_offsets(rows: int, experts: int, spread: str, draw: torch.Generator) -> Tensor:
     """``(experts + 1,)``: each row chooses its expert by :func:`shares`; which expert has which share is drawn too."""
+    import torch
+
     edges = torch.tensor(shares(spread, experts), device=draw.device, dtype=torch.float64)
     edges = edges[torch.randperm(experts, generator=draw, device=draw.device)].cumsum(0)
     drawn = torch.rand(rows, generator=draw, device=draw.device, dtype=torch.float64) * edges[-1]
@@ -509,6 +531,8 @@ def check_extents(rows: int, experts: int) -> None:
 
 
 def _check_offsets(offsets: Tensor, x: Tensor, experts: int | None) -> None:
+    import torch
+
     if offsets.dim() != 1 or offsets.dtype != torch.int32 or offsets.device != x.device:
         raise UnsupportedProblem(
             f"offsets must be int32 (E + 1,) on {x.device}; it is {offsets.dtype} {tuple(offsets.shape)} on "
@@ -530,7 +554,7 @@ def _check_alike(x: Tensor, *others: Tensor) -> None:
             raise UnsupportedProblem(
                 f"operands must have one dtype and device; got {x.dtype} on {x.device} and {t.dtype} on {t.device}"
             )
-    if x.device.type == "cuda" and x.dtype not in _NAMES:
+    if x.device.type == "cuda" and x.dtype not in DTYPES.names:
         raise UnsupportedProblem(f"grouped products take fp16 and bf16; got {x.dtype}: cast it")
 
 
@@ -552,5 +576,7 @@ def _align(*operands: Tensor) -> int:
 
 def _normal(draw: torch.Generator, dtype: torch.dtype, align: int, *shape: int) -> Tensor:
     """Standard normal rows whose pitch divides by ``align`` and, where that is less than 8, by no more."""
+    import torch
+
     pitch = -(-shape[-1] // 8) * 8 + (0 if align == 8 else align)
     return torch.randn((*shape[:-1], pitch), generator=draw, device=draw.device).to(dtype)[..., : shape[-1]]

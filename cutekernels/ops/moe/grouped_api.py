@@ -11,9 +11,8 @@ from cutekernels.ops.activations.api import PACKED_BACKWARD
 from cutekernels.ops.gemm.problem import Activation, GemmConfig
 from cutekernels.ops.gemm.slopes import SLOPES
 from cutekernels.ops.moe.grouped import GATED, GROUPED_GEMM, GROUPED_GEMM_WGRAD
-from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared.calls import call, register
 from cutekernels.ops.shared.checks import check_arguments, check_tensor, check_word
-from cutekernels.ops.shared.triton_op import call
 
 _BIAS_COLUMNS = 8  # of ones, whose product with dout is the bias's gradient: 16-byte rows
 
@@ -61,12 +60,6 @@ def grouped_gemm(
     return call(GROUPED_GEMM, inputs, (activation,), config=config, out=None if out is None else (out,))[0]
 
 
-def register(library: torch.library.Library) -> None:
-    """Defines the ops in ``library``, with their gradients."""
-    tensor_op.register(library, GROUPED_GEMM, gradient=_gradient, remember=_remember, autocast="lower", kept=(3,))
-    tensor_op.register(library, GROUPED_GEMM_WGRAD, gradient=_wgrad_gradient, remember=_remember_wgrad)
-
-
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, offsets, bias, ctx.activation, _ = inputs
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -112,3 +105,7 @@ def _wgrad_gradient(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
     ddout = GROUPED_GEMM.path(x, d, offsets, None, "none", None) if needs[0] else None
     dx = GROUPED_GEMM.path(dout, d.mT, offsets, None, "none", None) if needs[1] else None
     return ddout, dx, None, None
+
+
+register(GROUPED_GEMM, gradient=_gradient, remember=_remember, autocast="lower", kept=(3,))
+register(GROUPED_GEMM_WGRAD, gradient=_wgrad_gradient, remember=_remember_wgrad)

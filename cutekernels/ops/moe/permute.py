@@ -23,17 +23,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops.shared import tensor_op
-from cutekernels.ops.shared.operands import TYPES, Array, Sizes
-from cutekernels.ops.shared.triton_op import TritonOp, call
+from cutekernels.ops.shared.dtypes import TYPES
+from cutekernels.ops.shared.operands import Array, Sizes
+from cutekernels.ops.shared.triton_op import TritonOp
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from cutekernels.gpu import GpuSpec
 
 MAX_GROUPS = 1023
@@ -186,11 +186,15 @@ class MoePermute(TritonOp[MoePermuteProblem, MoePermuteConfig]):
     def draw(
         self, p: MoePermuteProblem, name: str, shape: tuple[int, ...], generator: torch.Generator
     ) -> Tensor | None:
+        import torch
+
         # Some experts are more popular than others.
         popularity = torch.randn(shape, generator=generator, device=generator.device).sigmoid()
         return (popularity * p.experts).to(TYPES[p.index]).clamp_(0, p.experts - 1)
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        import torch
+
         (ids,) = args
         experts = options["experts"]
         bins = torch.where((ids >= 0) & (ids < experts), ids, experts).flatten().long()
@@ -211,35 +215,3 @@ def _check_groups(experts: int) -> None:
 
 
 MOE_PERMUTE = MoePermute()
-
-
-def moe_permute(
-    ids: Tensor, num_experts: int, *, config: MoePermuteConfig | str | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Groups (token, slot) pairs by expert, stably: what a grouped GEMM needs.
-
-    ``moe_gather(x, inverse)`` brings tokens into the grouped order, ``moe_combine(y, inverse, weights)`` back. Row r of
-    that order holds pair ``order[r]``, numbered ``t * K + j`` for a token and its slot.
-
-    Args:
-        ids: ``(..., K)``, int32 or int64, any strides: the expert of each pair, pairs numbered front to back. An id
-            that names no expert (-1, say, for one on another device) is grouped behind all others.
-        num_experts: E, from 1 to 1023.
-        config: overrides the tuned choice, as a :class:`MoePermuteConfig` or its text. Ignored on the CPU.
-
-    Returns:
-        ``(order, offsets, inverse)``, int32. ``order`` ``(T*K,)``: the pairs, grouped. ``offsets`` ``(E+1,)``: expert
-        e has rows ``offsets[e]`` to ``offsets[e+1]`` of the grouped order. ``inverse``, shaped as ``ids``: the row
-        of each pair. ``order`` and ``inverse`` are permutations of ``range(T*K)`` whatever the ids are.
-
-    Raises:
-        UnsupportedProblem: another dtype, more than 1023 experts, more than 2^31 - 2^20 pairs.
-        InvalidConfig: ``config`` breaks a rule of the op.
-    """
-    order, offsets, inverse = call(MOE_PERMUTE, (ids,), (num_experts,), config=config)
-    return order, offsets, inverse
-
-
-def register(library: torch.library.Library) -> None:
-    """Defines the op of this file in ``library``."""
-    tensor_op.register(library, MOE_PERMUTE)

@@ -12,18 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
-import torch
-from torch import Tensor
-
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import C, Config, Problem, Scalar, Work, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared.dtypes import WIDEST_BYTES
 from cutekernels.ops.shared.operands import Matrix, Sizes
-from cutekernels.ops.shared.tensor_op import WIDEST_BYTES
-from cutekernels.ops.shared.triton_op import LaidOut, TritonOp, call
+from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from cutekernels.gpu import GpuSpec
 
 MAX_EXPERTS = 512
@@ -171,6 +169,8 @@ class MoeRoute(_RouteOp[MoeRouteConfig]):
         return self._model_us(p, c.tokens, c.warps, 100 + each * 20 + steps, gpu)
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        import torch
+
         (logits,) = args
         top_k, kind = options["top_k"], torch.promote_types(logits.dtype, torch.float32)
         # A stable sort takes ties from the left; torch.topk promises no order among them.
@@ -214,6 +214,8 @@ class MoeRouteBackward(_RouteOp[MoeRouteBackwardConfig]):
         return dweights, *MOE_ROUTE.reference(p, logits), logits
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        import torch
+
         dweights, weights, ids, logits = args
         d, w, index = dweights.double(), weights.double(), ids.long()
         zeros = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
@@ -239,49 +241,3 @@ def _check_experts(experts: int, top_k: int) -> None:
 
 MOE_ROUTE = MoeRoute()
 MOE_ROUTE_BACKWARD = MoeRouteBackward()
-
-
-def moe_route(
-    logits: Tensor, top_k: int, *, renormalize: bool = True, config: MoeRouteConfig | str | None = None
-) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` largest of ``softmax(logits)`` over all experts, in descending order, and whose they are.
-
-    Experts are ranked by their logits, ties to the lower expert (-0 equals 0). Computed in fp32 and never rounded:
-    weights are fp32 whatever the logits are, since they multiply what experts return. A row with NaN or +inf, or of
-    -inf alone, has weights NaN as ``torch.softmax`` has; its ids are distinct and in range all the same, NaN ranking
-    first as in ``torch.topk``.
-
-    Args:
-        logits: ``(..., E)``, fp16, bf16 or fp32 (on the CPU fp64 too), E from 1 to 512; any strides.
-        top_k: experts per token, from 1 to ``min(E, 32)``.
-        renormalize: divides the weights of a token by their sum, so that they sum to 1.
-        config: overrides the tuned choice, as a :class:`MoeRouteConfig` or its text. Ignored on the CPU.
-
-    Returns:
-        ``(weights, ids)``, each ``(..., top_k)`` and contiguous. ``weights`` in fp32 (fp64 for fp64 logits),
-        differentiable in ``logits``, once. ``ids`` in int32, which is what kernels index experts with at half the
-        traffic; ``ids.long()`` is what ``torch.topk`` returns.
-
-    Raises:
-        UnsupportedProblem: a dtype no kernel takes, too many experts, ``top_k`` out of range.
-        InvalidConfig: ``config`` breaks a rule of the op.
-    """
-    weights, ids = call(MOE_ROUTE, (logits,), (top_k, renormalize), config=config)
-    return weights, ids
-
-
-def register(library: torch.library.Library) -> None:
-    """Defines the ops of this file in ``library``, with their gradients."""
-    tensor_op.register(library, MOE_ROUTE, gradient=_gradient, remember=_remember)
-    tensor_op.register(library, MOE_ROUTE_BACKWARD)
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    logits, ctx.top_k, ctx.renormalize, _ = inputs
-    ctx.save_for_backward(*output, logits)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _gradient(ctx: Any, dweights: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
-    dlogits = MOE_ROUTE_BACKWARD.path(dweights, *ctx.saved_tensors, ctx.top_k, ctx.renormalize, None)
-    return dlogits, None, None, None

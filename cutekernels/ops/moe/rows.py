@@ -10,18 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.moe.permute import MAX_PAIRS
 from cutekernels.ops.moe.route import MAX_TOP_K
-from cutekernels.ops.shared import streaming, tensor_op
+from cutekernels.ops.shared import streaming
 from cutekernels.ops.shared.operands import Matrix, Sizes
-from cutekernels.ops.shared.triton_op import LaidOut, TritonOp, call
+from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from cutekernels.gpu import GpuSpec
 
 _MAX_PER_THREAD = 32
@@ -107,6 +107,8 @@ class _MoveOp(TritonOp[MoeMoveProblem, MoeMoveConfig]):
         return Work(2.0 * p.tokens * p.top_k * p.cols, self.bytes(p), depth=terms)
 
     def draw(self, p: MoeMoveProblem, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
+        import torch
+
         if name != "inverse":
             return None
         return torch.randperm(p.tokens * p.top_k, generator=generator, device=generator.device).view(shape)
@@ -142,6 +144,8 @@ class MoeGather(_MoveOp):
     inverse = Matrix("*tokens", "top_k", "i32")
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        import torch
+
         x, inverse = args
         copies = x.unsqueeze(-2).expand(*inverse.shape, x.shape[-1]).reshape(inverse.numel(), x.shape[-1])
         return (torch.empty_like(copies).index_copy_(0, _checked(inverse).flatten(), copies),)
@@ -213,6 +217,8 @@ class MoeCombineBackward(_MoveOp):
         return p.tokens * p.top_k, 1, 1
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        import torch
+
         dout, rows, inverse, weights = args
         at, d = _checked(inverse), dout.double().unsqueeze(-2)
         terms = (weights.double().unsqueeze(-1) * d).to(rows.dtype).reshape(rows.shape)
@@ -223,79 +229,3 @@ class MoeCombineBackward(_MoveOp):
 MOE_GATHER = MoeGather()
 MOE_COMBINE = MoeCombine()
 MOE_COMBINE_BACKWARD = MoeCombineBackward()
-
-
-def moe_gather(x: Tensor, inverse: Tensor, *, config: MoeMoveConfig | str | None = None) -> Tensor:
-    """``rows[inverse[t, j]] = x[t]``: a copy of each token for each of its experts, grouped by expert.
-
-    Args:
-        x: ``(..., H)``, fp16, bf16 or fp32 (on the CPU fp64 too); any strides, contiguous rows are fast.
-        inverse: ``(..., K)`` int32 from :func:`moe_permute`: a permutation of ``range(T*K)``. Rows that it leaves
-            out are undefined; an entry that names no row is skipped on a GPU, and raises on the CPU.
-        config: overrides the tuned choice, as a :class:`MoeMoveConfig` or its text. Ignored on the CPU.
-
-    Returns:
-        ``(T*K, H)``, dtype of ``x``, contiguous. Differentiable in ``x``; its gradient is summed in fp32 over a
-        token's slots in their order.
-
-    Raises:
-        UnsupportedProblem: a dtype no kernel takes, shapes that do not fit, other devices.
-        InvalidConfig: ``config`` breaks a rule of the op.
-    """
-    return call(MOE_GATHER, (x, inverse), config=config)[0]
-
-
-def moe_combine(
-    rows: Tensor, inverse: Tensor, weights: Tensor | None = None, *, config: MoeMoveConfig | str | None = None
-) -> Tensor:
-    """``out[t] = sum_j weights[t, j] * rows[inverse[t, j]]``: in fp32, in the order of j, rounded once.
-
-    Args:
-        rows: ``(T*K, H)``, fp16, bf16 or fp32 (on the CPU fp64 too), grouped by expert; any strides.
-        inverse: ``(..., K)`` int32 from :func:`moe_permute`. An entry that names no row adds nothing on a GPU, and
-            raises on the CPU.
-        weights: ``(..., K)`` fp32 from :func:`moe_route` (fp64 beside fp64 rows); None for ones.
-        config: overrides the tuned choice, as a :class:`MoeMoveConfig` or its text. Ignored on the CPU.
-
-    Returns:
-        ``(..., H)``, dtype of ``rows``, contiguous. Differentiable in ``rows`` and ``weights``, deterministically;
-        with ``weights`` once.
-
-    Raises:
-        UnsupportedProblem: a dtype no kernel takes, shapes that do not fit, other devices.
-        InvalidConfig: ``config`` breaks a rule of the op.
-    """
-    return call(MOE_COMBINE, (rows, inverse, weights), config=config)[0]
-
-
-def register(library: torch.library.Library) -> None:
-    """Defines the ops of this file in ``library``, with their gradients."""
-    tensor_op.register(library, MOE_GATHER, gradient=_gather_gradient, remember=_remember_inverse)
-    tensor_op.register(library, MOE_COMBINE, gradient=_combine_gradient, remember=_remember)
-    tensor_op.register(library, MOE_COMBINE_BACKWARD)
-
-
-def _remember_inverse(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
-
-
-def _gather_gradient(ctx: Any, drows: Tensor) -> tuple[Tensor, None, None]:
-    (inverse,) = ctx.saved_tensors
-    return MOE_COMBINE.path(drows, inverse, None, None), None, None
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rows, inverse, weights, _ = inputs
-    if weights is None:
-        ctx.save_for_backward(inverse)
-    else:
-        ctx.save_for_backward(inverse, rows, weights)
-
-
-def _combine_gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
-    inverse, *saved = ctx.saved_tensors
-    if not saved:
-        return MOE_GATHER.path(dout, inverse, None), None, None, None
-    rows, weights = saved
-    drows, dweights = MOE_COMBINE_BACKWARD.path(dout, rows, inverse, weights, None)
-    return drows, None, dweights, None

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from cutekernels.op import Op
-from cutekernels.ops.norm_linear import api
 from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR
 
 OPS: tuple[Op[Any, Any], ...] = (
     RMS_NORM_LINEAR,
     LINEAR_SILU_MUL,
 )
-
-
-def register(library: torch.library.Library) -> None:
-    """Defines the family's torch ops in ``library``."""
-    api.register(library)

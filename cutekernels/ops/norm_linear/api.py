@@ -21,10 +21,9 @@ from cutekernels.ops.norm_linear.chain import linear_then_gate, norm_then_linear
 from cutekernels.ops.norm_linear.op import LINEAR_SILU_MUL, RMS_NORM_LINEAR, NormLinear
 from cutekernels.ops.norm_linear.problem import NormLinearConfig
 from cutekernels.ops.norms.api import rms_norm
-from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared.calls import call, register
 from cutekernels.ops.shared.checks import INFINITE, check_eps, check_flag, check_tensor, check_word
 from cutekernels.ops.shared.registration import autocasting, transformed
-from cutekernels.ops.shared.triton_op import call
 from cutekernels.quant.weight import QuantizedWeight
 
 
@@ -275,22 +274,6 @@ def _call(
 # ---- torch.library --------------------------------------------------------------------------------------
 
 
-def register(library: torch.library.Library) -> None:
-    """Defines both ops in ``library``. Their backward recomputes the chain and differentiates it."""
-    for op, chain, kept in (
-        (RMS_NORM_LINEAR, _norm_then_linear, ("norm_weight", "rstd")),
-        (LINEAR_SILU_MUL, _linear_then_gate, ("norm_weight",)),
-    ):
-        tensor_op.register(
-            library,
-            op,
-            gradient=_gradient(op.name, chain),
-            remember=_remember,
-            autocast="lower",
-            kept=[op.inputs.index(name) for name in kept],
-        )
-
-
 def _norm_then_linear(
     x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None, rstd: Tensor | None,
     activation: str, eps: float, config: str | None = None,
@@ -343,3 +326,17 @@ def _within_transform(chain: Any, ctx: Any, wanted: list[bool], dy: Tensor) -> t
     pull: Any = torch.func.vjp(of, *[args[i] for i in places])[1]
     grads = iter(pull(dy))
     return tuple([next(grads) if want else None for want in wanted])
+
+
+# The backward of both recomputes the chain and differentiates it.
+for op, chain, kept in (
+    (RMS_NORM_LINEAR, _norm_then_linear, ("norm_weight", "rstd")),
+    (LINEAR_SILU_MUL, _linear_then_gate, ("norm_weight",)),
+):
+    register(
+        op,
+        gradient=_gradient(op.name, chain),
+        remember=_remember,
+        autocast="lower",
+        kept=[op.inputs.index(name) for name in kept],
+    )

@@ -15,19 +15,15 @@ from functools import cache, lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-import torch
-from torch import Tensor
-
 from cutekernels import dispatch, rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op, Problem, Work
 from cutekernels.ops.activations.op import SILU_MUL, GluProblem
 from cutekernels.ops.gemm.layouts import alignment
 from cutekernels.ops.gemm.op import GEMM, SCHEDULES, takes
-from cutekernels.ops.gemm.problem import ACTIVATIONS, DTYPES, ELEMENT_BYTES, MOST_TOKENS, WIDEST, GemmProblem
+from cutekernels.ops.gemm.problem import ACTIVATIONS, ELEMENT_BYTES, MOST_TOKENS, WIDEST, GemmProblem, activated
 from cutekernels.ops.gemm.specialized import SPECIALIZED, weighing_us
 from cutekernels.ops.gemm.warpgroup import WARPGROUP, shortlist
-from cutekernels.ops.norm_linear.chain import check_rstd, linear_then_gate, norm_then_linear
 from cutekernels.ops.norm_linear.problem import (
     CHAIN,
     FUSED,
@@ -39,17 +35,21 @@ from cutekernels.ops.norm_linear.problem import (
     spanned,
 )
 from cutekernels.ops.norms.op import RMS_NORM, RmsNormProblem
+from cutekernels.ops.shared.checks import check_results
+from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.strides import span_bytes
-from cutekernels.ops.shared.tensor_op import TensorOp, check_results
+from cutekernels.ops.shared.tensor_op import TensorOp
 from cutekernels.ops.shared.tolerance import rounded_operand_depth
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
     from cutekernels.ops.gemm.problem import GemmConfig
     from cutekernels.ops.gemm.schedule import Extras
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _GATE_ROWS = 8  # weight rows of the gate, then as many of up, in an MMA's 16
 # Cost of the norm's kernel in front of a product, and of the norm within it where it is hidden, as multiples of rates:
 # docs/notes/norm_linear.md#fused-or-chain (H200, 2026-11-22).
@@ -211,6 +211,8 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         return self.parts(p)
 
     def bind(self, p: N, c: NormLinearConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        import torch
+
         if 0 in (p.m, p.n):
             return _nothing
         if c.path == "chain":
@@ -248,6 +250,8 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
 
     def _admit(self, x: Tensor, weight: Tensor, norm_weight: Tensor | None, results: Sequence[Tensor]) -> None:
         """The requirements of both ops on their operands."""
+        import torch
+
         allowed = [*DTYPES.values(), *([torch.float32, torch.float64] if x.device.type == "cpu" else [])]
         if x.dtype not in allowed:
             names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
@@ -358,7 +362,7 @@ def _posed(y: Tensor, x: Tensor, weight: Tensor, norm_weight: Tensor | None) -> 
     n = y.shape[-1]
     whole = n % WIDEST > 0 or alignment(y) == WIDEST
     layout = "any" if not aligned else "aligned" if whole else "inputs"
-    return {"m": m, "n": n, "k": k, "dtype": _NAMES[x.dtype], "layout": layout}
+    return {"m": m, "n": n, "k": k, "dtype": DTYPES.names[x.dtype], "layout": layout}
 
 
 class RmsNormLinear(NormLinear[RmsNormLinearProblem]):
@@ -385,6 +389,10 @@ class RmsNormLinear(NormLinear[RmsNormLinearProblem]):
     gates = False
 
     def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
+        import torch
+
+        from cutekernels.ops.norm_linear.chain import check_rstd
+
         x, norm_weight, weight, bias, rstd = inputs
         assert x is not None and weight is not None
         self._admit(x, weight, norm_weight, results)
@@ -418,6 +426,8 @@ class RmsNormLinear(NormLinear[RmsNormLinearProblem]):
         return [*norm, _product(self.epilogue(p))]
 
     def chain(self, p: RmsNormLinearProblem) -> Callable[..., None]:
+        from cutekernels.ops.norm_linear.chain import norm_then_linear
+
         activation = None if p.activation == "none" else p.activation
 
         def launch(
@@ -442,9 +452,11 @@ class RmsNormLinear(NormLinear[RmsNormLinearProblem]):
         z = _normed(x, norm_weight, rstd, eps) @ weight.double().t()
         if bias is not None:
             z = z + bias.double()
-        return (ACTIVATIONS[options["activation"]](z).to(x.dtype),)
+        return (activated(z, options["activation"]).to(x.dtype),)
 
     def sample(self, p: RmsNormLinearProblem, device: str, seed: int) -> tuple[Any, ...]:
+        import torch
+
         x, norm_weight, weight, draw = _sampled(p, device, seed)
         bias = None if p.bias == "none" else draw(p.n).to(x.dtype if p.bias == "same" else torch.float32)
         rstd = None if p.rstd == "computed" else (1 + 0.2 * draw(p.m)).abs()  # differs from a computed one
@@ -527,6 +539,8 @@ class LinearSiluMul(NormLinear[LinearSiluMulProblem]):
         return [*([_norm(p)] if p.norm else []), _product(p.product), (SILU_MUL, halves)]
 
     def chain(self, p: LinearSiluMulProblem) -> Callable[..., None]:
+        from cutekernels.ops.norm_linear.chain import linear_then_gate
+
         def launch(y: Tensor, x: Tensor, w_gate_up: Tensor, norm_weight: Tensor | None, eps: float) -> None:
             linear_then_gate(x, w_gate_up, norm_weight, eps, p.norm, out=y)
 
@@ -537,6 +551,8 @@ class LinearSiluMul(NormLinear[LinearSiluMulProblem]):
         return x, norm_weight, w_gate_up, None, None, eps
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        import torch
+
         x, w_gate_up, norm_weight, eps = args
         h = _normed(x, norm_weight, None, eps) if options["norm"] else x.double()
         gate, up = (h @ w_gate_up.double().t()).chunk(2, -1)
@@ -549,6 +565,8 @@ class LinearSiluMul(NormLinear[LinearSiluMulProblem]):
 
 def _normed(x: Tensor, norm_weight: Tensor | None, rstd: Tensor | None, eps: float) -> Tensor:
     """The RMS norm of ``x``, in fp64."""
+    import torch
+
     u = x.double()
     scale = torch.rsqrt(u.square().mean(-1) + eps) if rstd is None else rstd.double()
     h = u * scale.unsqueeze(-1)
@@ -559,6 +577,8 @@ def _sampled(
     p: NormLinearProblem, device: str, seed: int
 ) -> tuple[Tensor, Tensor | None, Tensor, Callable[..., Tensor]]:
     """x, the norm's weight, the linear layer's with outputs near 1, and a source of more numbers."""
+    import torch
+
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:

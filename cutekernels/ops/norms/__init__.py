@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from cutekernels.op import Op
-from cutekernels.ops.norms import api, gradients
 from cutekernels.ops.norms.gradients import COLUMN_SUM, COLUMN_SUM_PAIR, LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD
 from cutekernels.ops.norms.op import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 
@@ -20,9 +17,3 @@ OPS: tuple[Op[Any, Any], ...] = (
     COLUMN_SUM,
     COLUMN_SUM_PAIR,
 )
-
-
-def register(library: torch.library.Library) -> None:
-    """Defines the family's torch ops in ``library``."""
-    api.register(library)
-    gradients.register(library)

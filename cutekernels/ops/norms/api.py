@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from cutekernels.ops.norms.gradients import LAYER_NORM_BACKWARD, RMS_NORM_BACKWARD
 from cutekernels.ops.norms.op import ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from cutekernels.ops.norms.rows import NormConfig
-from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared.calls import call, register
 from cutekernels.ops.shared.checks import INFINITE, check_eps, check_number
-from cutekernels.ops.shared.triton_op import call
 
 
 def rms_norm(
@@ -148,16 +146,6 @@ def layer_norm(
 # ---- torch.library --------------------------------------------------------------------------------------
 
 
-def register(library: torch.library.Library) -> None:
-    """Defines the ops of this file in ``library``, with their gradients and the autocast rules of torch's norms."""
-    norm: dict[str, Any] = {"gradient": _rms_norm_gradient, "remember": _remember_rms_norm}
-    tensor_op.register(library, RMS_NORM, autocast="fp32", **norm)
-    tensor_op.register(library, ADD_RMS_NORM, autocast=_add_then_norm, **norm)
-    tensor_op.register(
-        library, LAYER_NORM, gradient=_layer_norm_gradient, remember=_remember_layer_norm, autocast="fp32"
-    )
-
-
 def _add_then_norm(x: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     u = x + residual  # the sum promotes its operands, and the norm has a rule of its own
     return RMS_NORM.path(u, *rest), u
@@ -195,3 +183,11 @@ def _layer_norm_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     bias = ctx.bias if ctx.needs_input_grad[2] else "none"
     dx, dweight, dbias = LAYER_NORM_BACKWARD.path(dy, x, weight, wanted, bias, ctx.eps, None)
     return dx, dweight if wanted else None, None if bias == "none" else dbias, None, None
+
+
+# Autocast rules are those of torch's norms.
+register(RMS_NORM, gradient=_rms_norm_gradient, remember=_remember_rms_norm, autocast="fp32")
+register(ADD_RMS_NORM, gradient=_rms_norm_gradient, remember=_remember_rms_norm, autocast=_add_then_norm)
+register(LAYER_NORM, gradient=_layer_norm_gradient, remember=_remember_layer_norm, autocast="fp32")
+register(RMS_NORM_BACKWARD)
+register(LAYER_NORM_BACKWARD)

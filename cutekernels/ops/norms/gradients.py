@@ -6,25 +6,23 @@ the parts up, in a fixed order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
-
-import torch
-from torch import Tensor
 
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.norms.rows import SUITE, N, NormConfig, NormOp, NormProblem, columns, rows
-from cutekernels.ops.shared import tensor_op
-from cutekernels.ops.shared.operands import TYPES, Array, Leads, Looks, Named, Sizes
-from cutekernels.ops.shared.tensor_op import WIDEST_BYTES, Launch
+from cutekernels.ops.shared.dtypes import TYPES, WIDEST_BYTES
+from cutekernels.ops.shared.operands import Array, Leads, Looks, Named, Sizes
 from cutekernels.ops.shared.triton_op import TritonOp
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from cutekernels.gpu import GpuSpec
-    from cutekernels.ops.shared.call_cache import Fire
 
 
 # ---- the second pass ------------------------------------------------------------------------------------
@@ -107,10 +105,11 @@ class ColumnSum(TritonOp[ColumnSumProblem, ColumnSumConfig]):
     def reference(self, p: ColumnSumProblem, *args: Any) -> tuple[Tensor, ...]:
         return self.evaluate(*args, dtype=TYPES[p.dtype])
 
-    def evaluate(self, *args: Any, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Tensor, ...]:
+    def evaluate(self, *args: Any, dtype: torch.dtype | None = None, **options: Any) -> tuple[Tensor, ...]:
         lines, cols = args[0].shape
         each = args[0].view(len(self.results), lines // len(self.results), cols)
-        return tuple(each.double().sum(1).to(dtype))
+        total = each.double().sum(1)
+        return tuple(total.float() if dtype is None else total.to(dtype))
 
     def why_not(self, p: ColumnSumProblem, c: ColumnSumConfig, gpu: GpuSpec) -> str | None:
         per_thread = c.block_parts * c.block_cols // (32 * c.warps)
@@ -188,6 +187,8 @@ class _NormBackward(NormOp[N]):
     centred: ClassVar[bool]
 
     def result(self, name: str, named: Named, sizes: Sizes, leads: Leads, **options: Any) -> Looks:
+        import torch
+
         shape, types = super().result(name, named, sizes, leads, **options)
         weight = named["weight"]
         if name == "dweight":
@@ -219,6 +220,8 @@ class _NormBackward(NormOp[N]):
         return [(COLUMN_SUM, ColumnSumProblem(lines, cols, kind, align)) for kind in dict.fromkeys(kinds)]
 
     def bind(self, p: N, c: NormConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
+        from cutekernels.ops.norms.passes import BothPasses
+
         n = len(self.results)
 
         def sums_of_nothing(*args: Any) -> None:
@@ -231,9 +234,12 @@ class _NormBackward(NormOp[N]):
         programs, _, _ = self.grid(p, c)
         summed = [i for i, name in enumerate(self.results) if i and self.kind(p, name) is not None]
         per_head = p.heads if p.per_head else 1
-        return _BothPasses(launch, n, summed, (len(summed), programs // per_head, per_head * p.cols))
+        shape = len(summed), programs // per_head, per_head * p.cols
+        return BothPasses(launch, (COLUMN_SUM, COLUMN_SUM_PAIR), n, summed, shape)
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        import torch
+
         named = dict(zip((*self.inputs, *self.scalars), args, strict=True))
         d, v, weight, du = named["dy"].double(), named["x"].double(), named["weight"], named.get("du")
         if self.centred:
@@ -248,79 +254,6 @@ class _NormBackward(NormOp[N]):
             shape, types = self.result(name, named, {}, {}, **options)
             found.append((terms.new_zeros(shape) if 0 in shape else terms.reshape(-1, *shape).sum(0)).to(types[0]))
         return tuple(found)
-
-
-def _flat(t: Tensor | None, like: Tensor) -> Tensor:
-    """What looks like ``t`` flattened, on the device of ``like``."""
-    assert t is not None
-    return like.new_empty(t.numel(), dtype=t.dtype)
-
-
-class _BothPasses:
-    """``launch(*results, *inputs, *scalars)``: the first pass, which leaves parts, and the sums of those.
-
-    ``summed``: which results are sums. ``shape``: of all their parts, one matrix for each.
-    """
-
-    def __init__(
-        self, first: Callable[..., None], results: int, summed: Sequence[int], shape: tuple[int, int, int]
-    ) -> None:
-        self._first, self._results, self._summed, self._shape = first, results, summed, shape
-
-    def _places(self, args: Sequence[Any], parts: Sequence[Any]) -> list[Any]:
-        """The operands of the first pass, whose results are the parts."""
-        places = [args[0], *[None] * (self._results - 1), *args[self._results :]]
-        for i, part in zip(self._summed, parts, strict=True):
-            places[i] = part
-        return places
-
-    def _sums(self, args: Sequence[Any], parts: Tensor) -> list[tuple[TritonOp[Any, Any], list[int], Tensor]]:
-        """The second pass: ops, which results each writes, and what it adds up. Alike results take one launch."""
-        if len(self._summed) == 2 and args[1].dtype == args[2].dtype:
-            return [(COLUMN_SUM_PAIR, [1, 2], parts.flatten(0, 1))]
-        return [(COLUMN_SUM, [i], part) for i, part in zip(self._summed, parts.unbind(), strict=True)]
-
-    def __call__(self, *args: Any) -> None:
-        if not self._summed:
-            self._first(*self._places(args, ()))
-            return
-        parts = tensor_op.scratch(args[0], *self._shape)
-        self._first(*self._places(args, parts.unbind()))
-        for op, written, part in self._sums(args, parts):
-            tensor_op.run(op, tuple([args[i].view(-1) for i in written]), (part,))
-
-    def settled(self, operands: Sequence[Tensor | None], scalars: int) -> Fire | None:
-        """Both passes by addresses, for operands that lie as these do, on the current device."""
-        if not isinstance(self._first, Launch):
-            return None
-        n, summed, shape = self._results, self._summed, self._shape
-        like = operands[n]  # results may be placeholders without memory
-        assert like is not None
-        if not summed:
-            alone = self._first.settled(self._places(operands, ()), scalars)
-            return lambda addresses, scalars: alone([addresses[0], *[0] * (n - 1), *addresses[n:]], scalars)
-        parts, device = tensor_op.scratch(like, *shape), like.device
-        first = self._first.settled(self._places(operands, parts.unbind()), scalars)
-        sums = []
-        for op, written, part in self._sums(operands, parts):
-            results = tuple([_flat(operands[i], like) for i in written])
-            fire = tensor_op.planned(op, (part,), results).fire
-            if fire is None:
-                return None
-            sums.append((fire, written, part.data_ptr() - parts.data_ptr()))
-        size = parts[0].numel() * parts.element_size()
-
-        def fire_both(addresses: list[int], scalars: tuple[Any, ...]) -> None:
-            base = torch.empty(shape, dtype=torch.float32, device=device)
-            begin = base.data_ptr()
-            places = [addresses[0], *[0] * (n - 1), *addresses[n:]]
-            for k, i in enumerate(summed):
-                places[i] = begin + k * size
-            first(places, scalars)
-            for fire, written, offset in sums:
-                fire([*[addresses[i] for i in written], begin + offset], ())
-
-        return fire_both
 
 
 class RmsNormBackward(_NormBackward[RmsNormBackwardProblem]):
@@ -386,9 +319,3 @@ COLUMN_SUM = ColumnSum()
 COLUMN_SUM_PAIR = ColumnSumPair()
 RMS_NORM_BACKWARD = RmsNormBackward()
 LAYER_NORM_BACKWARD = LayerNormBackward()
-
-
-def register(library: torch.library.Library) -> None:
-    """Defines the ops of this file in ``library``. They have no gradients of their own."""
-    tensor_op.register(library, RMS_NORM_BACKWARD)
-    tensor_op.register(library, LAYER_NORM_BACKWARD)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutekernels.op import plain
 from cutekernels.ops.norms.rows import SUITE, N, NormConfig, NormOp, NormProblem, columns, rows, wide
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ class _RmsNorms(_Norm[RmsNormProblem]):
         return (*args, offset if p.shifted else 0.0)
 
     def normalise(self, x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str) -> Tensor:
+        import torch
+
         v = wide(x)
         y = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
         if rounding == "huggingface":
@@ -144,6 +146,8 @@ class LayerNorm(_Norm[LayerNormProblem]):
     flops_per_element = 7
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        import torch
+
         x, weight, bias, eps = args
         v = wide(x)
         v = v - v.mean(-1, keepdim=True)

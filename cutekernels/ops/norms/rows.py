@@ -9,20 +9,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-import torch
-from torch import Tensor
-
 from cutekernels import gpu as gpus
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.shared import streaming
-from cutekernels.ops.shared.operands import TYPES, Leads, Looks, Named, Operand, Sizes, misfit
+from cutekernels.ops.shared.dtypes import BYTES, WIDEST_BYTES
+from cutekernels.ops.shared.operands import Leads, Looks, Named, Operand, Sizes, misfit
 from cutekernels.ops.shared.strides import cube, matrix
-from cutekernels.ops.shared.tensor_op import WIDEST_BYTES
 from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from cutekernels.gpu import GpuSpec
 
 
@@ -193,7 +193,7 @@ class NormOp(TritonOp[N, NormConfig]):
             return laid
         bits = int(laid["align"])
         for t in [t for name in self.affine if (t := named[name]) is not None]:
-            bits |= t.data_ptr() % WIDEST_BYTES * TYPES[found["dtype"]].itemsize // t.element_size()
+            bits |= t.data_ptr() % WIDEST_BYTES * BYTES[found["dtype"]] // t.element_size()
         return {"layout": "rows" if found["heads"] == 1 else "heads", "align": bits & -bits}
 
     def strides(self, p: N, name: str, t: Tensor) -> Sequence[int]:
@@ -372,7 +372,7 @@ class NormOp(TritonOp[N, NormConfig]):
 
     def divisible(self, p: N, c: NormConfig) -> dict[str, int]:
         kinds = {name: self.kind(p, name) for name, o in self.operands.items() if isinstance(o, Columns)}
-        return {f"{n}_ptr": min(WIDEST_BYTES, p.vec * TYPES[k].itemsize) for n, k in kinds.items() if k is not None}
+        return {f"{n}_ptr": min(WIDEST_BYTES, p.vec * BYTES[k]) for n, k in kinds.items() if k is not None}
 
     # -- what a problem looks like
 
@@ -393,9 +393,13 @@ class NormOp(TritonOp[N, NormConfig]):
 
 
 def sms_here() -> int:
+    import torch
+
     return gpus.detect(torch.cuda.current_device() if torch.cuda.is_available() else None).sm_count
 
 
 def wide(t: Tensor) -> Tensor:
     """In fp32, or fp64 where it is that already."""
+    import torch
+
     return t.to(torch.float32 if t.dtype.itemsize == 2 else torch.float64)

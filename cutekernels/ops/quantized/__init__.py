@@ -1,9 +1,6 @@
 """Linear layers whose weights have four or eight bits."""
 
-from cutekernels.ops.quantized.api import register
 from cutekernels.ops.quantized.decode import DEQUANTIZE
 from cutekernels.ops.quantized.op import QUANTIZED_LINEAR
 
 OPS = (QUANTIZED_LINEAR, DEQUANTIZE)
-
-__all__ = ["OPS", "register"]

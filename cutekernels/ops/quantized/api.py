@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
@@ -15,9 +14,8 @@ from cutekernels.ops.quantized import backward
 from cutekernels.ops.quantized.decode import DEQUANTIZE
 from cutekernels.ops.quantized.op import QUANTIZED_LINEAR
 from cutekernels.ops.quantized.problem import GATED
-from cutekernels.ops.shared import tensor_op
+from cutekernels.ops.shared.calls import call, register
 from cutekernels.ops.shared.checks import check_tensor, check_word
-from cutekernels.ops.shared.triton_op import call
 from cutekernels.quant.support import why_not
 from cutekernels.quant.weight import QuantizedWeight
 
@@ -93,13 +91,6 @@ def check_kernels(x: Tensor, weight: QuantizedWeight) -> None:
         raise UnsupportedProblem(reason)
 
 
-def register(library: torch.library.Library) -> None:
-    """Defines the ops in ``library``, with their gradients."""
-    tensor_op.register(library, DEQUANTIZE)
-    backward.register(library)
-    tensor_op.register(library, QUANTIZED_LINEAR, gradient=_gradient, remember=_remember, autocast="lower", kept=(2, 4))
-
-
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, packed, scales, zeros, bias, *ctx.options, _ = inputs
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -131,3 +122,7 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[4] and ctx.bias_dtype is not None:
         dbias = dz.sum(0, dtype=ctx.bias_dtype)
     return dx, None, None, None, dbias, None, None, None, None, None
+
+
+register(DEQUANTIZE)
+register(QUANTIZED_LINEAR, gradient=_gradient, remember=_remember, autocast="lower", kept=(2, 4))

@@ -15,9 +15,10 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.gemm.api import gemm
 from cutekernels.ops.quantized.decode import DEQUANTIZE, check_weight, rows_of_scale
-from cutekernels.ops.shared.checks import DTYPE_NAMES, check_results
-from cutekernels.ops.shared.registration import Path, define_with_out
-from cutekernels.ops.shared.tensor_op import run
+from cutekernels.ops.shared.calls import run
+from cutekernels.ops.shared.checks import check_results
+from cutekernels.ops.shared.dtypes import GPU_DTYPES
+from cutekernels.ops.shared.registration import define_with_out
 from cutekernels.quant.layout import TILE
 from cutekernels.quant.weight import QuantizedWeight
 
@@ -27,20 +28,6 @@ MOST_DECODED_BYTES = 256 << 20  # where few tokens need more columns for a produ
 _FILLING = 132 * 128 * 128  # elements of dx in such a product
 _MULTIPLE = 256  # of a part's columns: whole tiles of the product
 _HALVES = (torch.bfloat16, torch.float16)
-BACKWARD_PATH: Path
-
-
-def register(library: torch.library.Library) -> None:
-    """Defines the op in ``library``; it has no gradient of its own."""
-    global BACKWARD_PATH
-    BACKWARD_PATH = define_with_out(
-        library,
-        NAME,
-        "Tensor dout, Tensor packed, Tensor scales, Tensor? zeros",
-        "str code, int group, int n, int k",
-        (_cuda, _cpu, _fake),
-        results=("dx",),
-    )
 
 
 def parts(n: int, k: int, m: int) -> Iterator[tuple[int, int]]:
@@ -91,7 +78,7 @@ def _cuda(given: tuple[Tensor, ...] | None, inputs: tuple[Any, ...], *options: A
     if dx.numel():
         if dout.stride(1) != 1:
             dout = dout.contiguous()  # once, not for each part
-        dtype = DTYPE_NAMES[dout.dtype]
+        dtype = GPU_DTYPES.names[dout.dtype]
         ranges = list(parts(n, k, dout.shape[0]))
         workspace = dout.new_empty((n, ranges[0][1]))
         for begin, end in ranges:
@@ -126,3 +113,12 @@ def _fake(given: tuple[Tensor, ...] | None, inputs: tuple[Any, ...], *options: A
     _check(given, inputs, *options)
     dout: Tensor = inputs[0]
     return dout.new_empty((dout.shape[0], options[3])) if given is None else None
+
+
+BACKWARD_PATH = define_with_out(
+    NAME,
+    "Tensor dout, Tensor packed, Tensor scales, Tensor? zeros",
+    "str code, int group, int n, int k",
+    (_cuda, _cpu, _fake),
+    results=("dx",),
+)

@@ -6,25 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, extent, knob, plain
 from cutekernels.ops.gemm.layouts import alignment
-from cutekernels.ops.gemm.problem import DTYPES, ELEMENT_BYTES
+from cutekernels.ops.gemm.problem import ELEMENT_BYTES
 from cutekernels.ops.quantized.problem import BITS, SCALE_BYTES, check_scaling
 from cutekernels.ops.shared.checks import check_results
+from cutekernels.ops.shared.dtypes import DTYPES, GPU_DTYPES
 from cutekernels.ops.shared.tensor_op import TensorOp
-from cutekernels.quant import layout
-from cutekernels.quant.weight import QuantizedWeight
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
-SCALES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 BLOCK = 128  # rows and columns of a block that shares a scale
 
 
@@ -85,6 +82,8 @@ class Dequantize(TensorOp[DequantizeProblem, DequantizeConfig]):
     flattens = False
 
     def why_not(self, p: DequantizeProblem, c: DequantizeConfig, gpu: GpuSpec) -> str | None:
+        from cutekernels.quant import layout
+
         if c.tiles > 1 and p.columns <= (c.tiles - 1) * layout.TILE:
             return f"tiles={c.tiles} are more than {p.columns} columns have: take fewer"
         if c.pdl and not gpu.has_pdl:
@@ -92,6 +91,8 @@ class Dequantize(TensorOp[DequantizeProblem, DequantizeConfig]):
         return None
 
     def default(self, p: DequantizeProblem, gpu: GpuSpec) -> DequantizeConfig:
+        from cutekernels.quant import layout
+
         return DequantizeConfig(2 if p.columns > layout.TILE else 1, gpu.has_pdl)
 
     def estimate_us(self, p: DequantizeProblem, c: DequantizeConfig, gpu: GpuSpec) -> float:
@@ -105,6 +106,7 @@ class Dequantize(TensorOp[DequantizeProblem, DequantizeConfig]):
 
         from cutekernels.backends import cute as backend
         from cutekernels.kernels.cute.quantized.dequantize import Dequantize as Body
+        from cutekernels.quant import layout
 
         sym = cutlass.cute.sym_int
         scale = backend.float_of(p.scale)
@@ -143,6 +145,8 @@ class Dequantize(TensorOp[DequantizeProblem, DequantizeConfig]):
         return t.is_contiguous() and (t.device.type == "meta" or t.data_ptr() % 16 == 0)
 
     def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
+        from cutekernels.quant import layout
+
         packed, scales, zeros = inputs
         assert packed is not None and scales is not None
         check_weight(packed, scales, zeros, options["code"], options["group"], options["n"], options["k"])
@@ -164,21 +168,29 @@ class Dequantize(TensorOp[DequantizeProblem, DequantizeConfig]):
         out, packed, scales, zeros = operands
         assert out is not None and packed is not None and scales is not None
         return DequantizeProblem(
-            n=options["n"], columns=options["columns"], k=options["k"], dtype=options["dtype"], code=options["code"],
-            group=options["group"], scale_rows=rows_of_scale(scales, options["n"]), scale=SCALES[scales.dtype],
-            zeros=zeros is not None, out_align=8 if alignment(out) == 8 else 1,
-        )  # fmt: skip
+            **options,
+            scale_rows=rows_of_scale(scales, options["n"]),
+            scale=GPU_DTYPES.names[scales.dtype],
+            zeros=zeros is not None,
+            out_align=8 if alignment(out) == 8 else 1,
+        )
 
     def outputs(self, p: DequantizeProblem, *args: Any) -> tuple[Tensor, ...]:
         pitch = p.columns if p.out_align == 8 else -(-p.columns // 8) * 8 + 1
         return (args[0].new_empty((p.n, pitch), dtype=DTYPES[p.dtype])[:, : p.columns],)
 
     def sample(self, p: DequantizeProblem, device: str, seed: int) -> tuple[Any, ...]:
+        from cutekernels.quant import layout
+
         packed, scales, zeros = random_weight(p, device, seed)
         last = max(0, (p.k - p.columns) // layout.TILE)
         return packed, scales, zeros, seed % (last + 1) * layout.TILE
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        import torch
+
+        from cutekernels.quant.weight import QuantizedWeight
+
         packed, scales, zeros, first = args
         n, k = options["n"], options["k"]
         weight = QuantizedWeight(
@@ -202,11 +214,17 @@ DEQUANTIZE = Dequantize()
 
 def rows_of_scale(scales: Tensor, n: int) -> int:
     """Rows that share a scale: 1, or 128."""
+    from cutekernels.quant import layout
+
     return 1 if scales.shape[1] == -(-n // layout.TILE) * layout.TILE else BLOCK
 
 
 def check_weight(packed: Tensor, scales: Tensor, zeros: Tensor | None, code: str, group: int, n: int, k: int) -> None:
     """Raises UnsupportedProblem for tensors that are no packed weight of ``(n, k)``."""
+    import torch
+
+    from cutekernels.quant import layout
+
     if code not in BITS:
         raise UnsupportedProblem(f"code must be one of {', '.join(BITS)}; it is {code!r}")
     expected = layout.packed_shape((n, k), BITS[code])
@@ -216,7 +234,12 @@ def check_weight(packed: Tensor, scales: Tensor, zeros: Tensor | None, code: str
         )
     groups = -(-k // group) if group else 1
     columns = (expected[0] * layout.TILE, -(-n // BLOCK))
-    if scales.dtype not in SCALES or scales.dim() != 2 or scales.shape[0] != groups or scales.shape[1] not in columns:
+    if (
+        scales.dtype not in GPU_DTYPES.values()
+        or scales.dim() != 2
+        or scales.shape[0] != groups
+        or scales.shape[1] not in columns
+    ):
         raise UnsupportedProblem(
             f"scales must be ({groups}, {columns[0]}), fp16, bf16 or fp32, for {n} x {k} in groups of {group}; "
             f"they are {tuple(scales.shape)} {scales.dtype}"
@@ -232,6 +255,10 @@ def check_weight(packed: Tensor, scales: Tensor, zeros: Tensor | None, code: str
 
 def random_weight(p: Any, device: str, seed: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Random packed, scales and zeros that pose ``p``; a product with standard normal tokens is near 1."""
+    import torch
+
+    from cutekernels.quant import layout
+
     draw = torch.Generator(device=device).manual_seed(seed)
     packed = torch.randint(0, 256, layout.packed_shape((p.n, p.k), BITS[p.code]), generator=draw, device=device)
     if p.code == "e4m3":
@@ -239,8 +266,7 @@ def random_weight(p: Any, device: str, seed: int) -> tuple[Tensor, Tensor, Tenso
     groups = -(-p.k // p.group) if p.group else 1
     shape = (groups, -(-p.n // 64) * 64) if p.scale_rows == 1 else (groups, -(-p.n // BLOCK))
     size = {"int4": 5.0, "int8": 74.0, "e4m3": 130.0, "nf4": 0.5}[p.code] * max(1, p.k) ** 0.5
-    types = {name: dtype for dtype, name in SCALES.items()}
-    scales = ((torch.rand(shape, generator=draw, device=device) + 0.5) / size).to(types[p.scale])
+    scales = ((torch.rand(shape, generator=draw, device=device) + 0.5) / size).to(GPU_DTYPES[p.scale])
     zeros = None
     if p.zeros:
         zeros = torch.randint(0, 17, shape, generator=draw, device=device).to(torch.uint8)

@@ -5,25 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Work
 from cutekernels.ops.gemm.layouts import alignment
-from cutekernels.ops.gemm.problem import ACTIVATIONS, DTYPES, ELEMENT_BYTES
+from cutekernels.ops.gemm.problem import ACTIVATIONS, ELEMENT_BYTES, activated
 from cutekernels.ops.quantized import skinny, warpgroup
-from cutekernels.ops.quantized.decode import SCALES, check_weight, random_weight, rows_of_scale
+from cutekernels.ops.quantized.decode import check_weight, random_weight, rows_of_scale
 from cutekernels.ops.quantized.problem import GATED, QuantizedConfig, QuantizedProblem, foreign, spanned
-from cutekernels.ops.shared.checks import DTYPE_NAMES, check_dtype, check_results
-from cutekernels.ops.shared.per_stream import Workspace
+from cutekernels.ops.shared.checks import check_dtype, check_results
+from cutekernels.ops.shared.dtypes import DTYPES, GPU_DTYPES
 from cutekernels.ops.shared.tensor_op import TensorOp
 from cutekernels.ops.shared.tolerance import rounded_operand_depth
-from cutekernels.quant import layout
-from cutekernels.quant.weight import QuantizedWeight
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
@@ -85,6 +82,7 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
         from cutlass.cute.runtime import make_fake_tensor
 
         from cutekernels.backends import cute as backend
+        from cutekernels.quant import layout
 
         sym = cutlass.cute.sym_int
         dtype, scale = backend.dtype_of(p.dtype), backend.float_of(p.scale)
@@ -122,6 +120,7 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
 
     def bind(self, p: QuantizedProblem, c: QuantizedConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
         from cutekernels.gpu import detect
+        from cutekernels.ops.shared.per_stream import Workspace
 
         numbers = SCHEDULES[c.body].grid(p, c, detect())
         count, shared = SCHEDULES[c.body].tiles(p, c), c.tile_m * c.tile_n if c.stream_k else 0
@@ -141,6 +140,8 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
         return t.is_contiguous() and t.data_ptr() % 16 == 0 if t.device.type != "meta" else True
 
     def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
+        import torch
+
         x, packed, scales, zeros, bias = inputs
         assert x is not None and packed is not None and scales is not None
         check_dtype(self, x)
@@ -172,6 +173,8 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
         return (x.new_empty((x.shape[0], columns_of(options["n"], options["activation"]))),)
 
     def problem(self, *operands: Tensor | None, **options: Any) -> QuantizedProblem:
+        import torch
+
         out, x, _, scales, zeros, bias = operands
         assert out is not None and x is not None and scales is not None
         n, code, group = options["n"], options["code"], options["group"]
@@ -181,11 +184,11 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
             m=x.shape[0],
             n=n,
             k=x.shape[1],
-            dtype=DTYPE_NAMES[x.dtype],
+            dtype=GPU_DTYPES.names[x.dtype],
             code=code,
             group=group,
             scale_rows=rows_of_scale(scales, n),
-            scale=SCALES[scales.dtype],
+            scale=GPU_DTYPES.names[scales.dtype],
             zeros=zeros is not None,
             bias="none" if bias is None else "fp32" if bias.dtype == torch.float32 else "same",
             activation=options["activation"],
@@ -201,6 +204,8 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
         return (x.new_empty((p.m, -(-p.columns // 8) * 8 + 1))[:, : p.columns],)
 
     def sample(self, p: QuantizedProblem, device: str, seed: int) -> tuple[Any, ...]:
+        import torch
+
         packed, scales, zeros = random_weight(p, device, seed)
         draw = torch.Generator(device=device).manual_seed(seed + 1)
         x = torch.randn((p.m, p.k), generator=draw, device=device).to(DTYPES[p.dtype])
@@ -211,6 +216,10 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
         return x, packed, scales, zeros, bias
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        import torch
+
+        from cutekernels.quant.weight import QuantizedWeight
+
         x, packed, scales, zeros, bias = args
         weight = QuantizedWeight(
             code=options["code"],
@@ -227,7 +236,7 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
         if options["activation"] == GATED:
             gate, up = y.chunk(2, dim=-1)
             return ((torch.nn.functional.silu(gate) * up).to(x.dtype),)
-        return (ACTIVATIONS[options["activation"]](y).to(x.dtype),)
+        return (activated(y, options["activation"]).to(x.dtype),)
 
     def work(self, p: QuantizedProblem) -> Work:
         bias = 0 if p.bias == "none" else p.n * (4 if p.bias == "fp32" else ELEMENT_BYTES)

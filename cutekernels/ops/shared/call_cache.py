@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cutekernels import dispatch
-from cutekernels.ops.shared.checks import WIDEST_BYTES
+from cutekernels.ops.shared.dtypes import WIDEST_BYTES
 from cutekernels.ops.shared.strides import Pair, collide
 
 TensorGuards: Any

@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any
-
-import torch
-from torch import Tensor
-from torch.autograd import forward_ad
+from typing import TYPE_CHECKING, Any
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op
+from cutekernels.ops.shared.dtypes import GPU_DTYPES
 from cutekernels.ops.shared.strides import Pair, collide, overlaps_itself, pairs
 
-GPU_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-DTYPE_NAMES = {dtype: name for name, dtype in GPU_DTYPES.items()}
-WIDEST_BYTES = 16  # one thread's widest access; alignment beyond it gains nothing
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 _OVERLAP = {
     True: "out= overlaps an operand other than element upon element, so that inputs would be overwritten before they "
@@ -26,13 +23,15 @@ _OVERLAP = {
 }
 
 
-_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 INFINITE = math.inf
 _GREATEST = sys.float_info.max
 
 
 def check_tensor(op: str, name: str, t: object, *, optional: bool = False) -> None:
     """Refuses what is no dense tensor."""
+    import torch
+    from torch import Tensor
+
     if t is None and optional:
         return
     if not isinstance(t, Tensor):
@@ -49,7 +48,9 @@ def check_number(
     op: str, name: str, value: object, low: float = -math.inf, high: float = math.inf, *, finite: bool = True
 ) -> None:
     """Refuses what is no number from ``low`` to ``high``. A bool is none, nor is an int beyond every float."""
-    fits = isinstance(value, _NUMBERS) and not isinstance(value, bool)
+    import torch
+
+    fits = isinstance(value, int | float | torch.SymInt | torch.SymFloat) and not isinstance(value, bool)
     if isinstance(value, int):
         fits = fits and -_GREATEST <= value <= _GREATEST
     if fits and finite:
@@ -65,6 +66,8 @@ def check_number(
 
 def check_whole(op: str, name: str, value: object, low: int = -(2**63), high: int = 2**63 - 1) -> None:
     """Refuses what is no whole number from ``low`` to ``high``. A bool is none, nor is a float."""
+    import torch
+
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or not low <= value <= high:
         limits = f" of at least {low}" if high >= 2**62 else f" from {low} to {high}"
         raise UnsupportedProblem(f"{op} takes {name} as a whole number{limits}; got {said(value)}: pass an int")
@@ -72,6 +75,8 @@ def check_whole(op: str, name: str, value: object, low: int = -(2**63), high: in
 
 def check_flag(op: str, name: str, value: object) -> None:
     """Refuses what is neither True nor False (nor 1 nor 0)."""
+    import torch
+
     if not isinstance(value, bool | int | torch.SymBool) or value not in (0, 1):
         raise UnsupportedProblem(f"{op} takes {name} as True or False; got {said(value)}")
 
@@ -88,6 +93,8 @@ def check_eps(op: str, eps: object) -> None:
 
 def check_place(dtype: object, device: object, *, optional: bool = False) -> None:
     """Refuses a type that is no floating-point one (``optional``: None is one too), and a device that torch lacks."""
+    import torch
+
     if not (optional and dtype is None) and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise UnsupportedProblem(f"dtype must be a floating-point type of torch; it is {dtype!r}: take torch.bfloat16")
     try:
@@ -98,6 +105,8 @@ def check_place(dtype: object, device: object, *, optional: bool = False) -> Non
 
 def said(value: object) -> str:
     """``value`` in an error message: short, and never a tensor's elements."""
+    from torch import Tensor
+
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, int) and value.bit_length() > 1024:  # Python may refuse to write it out
@@ -136,6 +145,8 @@ def present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
 
 def check_dtype(op: Op[Any, Any], t: Tensor) -> None:
     """Refuses a type that no kernel takes."""
+    import torch
+
     allowed = [*GPU_DTYPES.values(), torch.float64] if t.device.type == "cpu" else list(GPU_DTYPES.values())
     if t.dtype not in allowed:
         names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
@@ -177,22 +188,3 @@ def check_overlap(op: Any, results: Sequence[Tensor], inputs: Sequence[Tensor | 
     addresses = [0 if t is None else t.data_ptr() for t in operands]
     if collide(pairs_of(op, results, inputs), operands, addresses):
         raise UnsupportedProblem(_OVERLAP[op.in_place])
-
-
-def refuse_duals(name: str, args: Sequence[object]) -> None:
-    """Refuses tensors with a tangent, which the op would drop."""
-    if forward_ad._current_level < 0:
-        return
-    for t in args:
-        if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
-            raise UnsupportedProblem(
-                f"{name} has no forward-mode derivative (jvp, jacfwd, forward_ad); got a tensor with a tangent: "
-                "use reverse mode (torch.autograd.grad), or write the op out in torch"
-            )
-
-
-def refuse_gradient(*tensors: Tensor | None) -> None:
-    """Refuses a call with ``out=`` that autograd would differentiate, in either mode."""
-    refuse_duals("out=", tensors)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        raise UnsupportedProblem("out= is not differentiable: leave it out, or call under torch.no_grad()")

@@ -18,24 +18,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.shared.strides import matrix
 
-TYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "i32": torch.int32,
-    "i64": torch.int64,
-}
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 Sizes = dict[str, int]  # extents by name
 Leads = Mapping[str, tuple[int, ...]]  # leading dimensions by flattened axis
-Named = Mapping[str, Tensor | None]  # tensors by operand
-Looks = tuple[tuple[int, ...], tuple[torch.dtype, ...]]  # a shape, and the types it may have
+Named = Mapping[str, "Tensor | None"]  # tensors by operand
+Looks = tuple[tuple[int, ...], "tuple[torch.dtype, ...]"]  # a shape, and the types it may have
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,8 @@ from torch.autograd import Function, forward_ad
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.shared import inductor
-from cutekernels.ops.shared.checks import refuse_duals
+
+LIBRARY = torch.library.Library("cutekernels", "FRAGMENT")  # torch.ops.cutekernels.*
 
 # Looked up once: each dotted name costs a call 30 ns.
 _is_compiling = torch.compiler.is_compiling
@@ -101,7 +102,6 @@ class Path:
 
     def __init__(
         self,
-        library: torch.library.Library,
         schema: str,
         kernels: tuple[Callable[..., Any], Callable[..., Any]],
         op: Callable[..., Any],
@@ -115,8 +115,8 @@ class Path:
         self._gpu, self._cpu = kernels[0], without_autocast(kernels[1])
         self.op = op
         self._rule, self._kept = autocast, kept
-        library.define(schema)
-        library.impl(self.name, self._composite, "CompositeImplicitAutograd")
+        LIBRARY.define(schema)
+        LIBRARY.impl(self.name, self._composite, "CompositeImplicitAutograd")
         self.node = getattr(torch.ops.cutekernels, self.name).default
         arguments = self.node._schema.arguments
         self._defaults = tuple([a.default_value for a in arguments])
@@ -217,8 +217,26 @@ def refuse_functional(name: str, args: Sequence[object]) -> None:
         )
 
 
+def refuse_duals(name: str, args: Sequence[object]) -> None:
+    """Refuses tensors with a tangent, which the op would drop."""
+    if forward_ad._current_level < 0:
+        return
+    for t in args:
+        if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
+            raise UnsupportedProblem(
+                f"{name} has no forward-mode derivative (jvp, jacfwd, forward_ad); got a tensor with a tangent: "
+                "use reverse mode (torch.autograd.grad), or write the op out in torch"
+            )
+
+
+def refuse_gradient(*tensors: Tensor | None) -> None:
+    """Refuses a call with ``out=`` that autograd would differentiate, in either mode."""
+    refuse_duals("out=", tensors)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise UnsupportedProblem("out= is not differentiable: leave it out, or call under torch.no_grad()")
+
+
 def define(
-    library: torch.library.Library,
     schema: str,
     cuda: Callable[..., Any],
     cpu: Callable[..., Any],
@@ -234,8 +252,8 @@ def define(
     all arguments, where torch leaves out defaults at the end. ``into``: the op that does the same with
     its results given behind that many ``inputs``.
     """
-    declare: Callable[[str], object] = library.define  # torch leaves both untyped
-    implement: Callable[[str, Callable[..., object], str], object] = library.impl
+    declare: Callable[[str], object] = LIBRARY.define  # torch leaves both untyped
+    implement: Callable[[str, Callable[..., object], str], object] = LIBRARY.impl
     name = schema.partition("(")[0]
     declare(schema)
     cpu = without_autocast(cpu)
@@ -243,9 +261,9 @@ def define(
     implement(name, cpu, "CPU")
     op = getattr(torch.ops.cutekernels, name).default
     telling = inductor.lowered(op, quick or cuda, cpu, fake, into, inputs)
-    torch.library.register_fake(f"cutekernels::{name}", telling, lib=library)
+    torch.library.register_fake(f"cutekernels::{name}", telling, lib=LIBRARY)
     if "!)" not in schema:
-        torch.library.register_vmap(f"cutekernels::{name}", _one_by_one(op), lib=library)
+        torch.library.register_vmap(f"cutekernels::{name}", _one_by_one(op), lib=LIBRARY)
     else:
         written = [a.name if a.is_write else None for a in op._schema.arguments]
 
@@ -294,7 +312,6 @@ def without_autocast(cpu: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def define_with_out(
-    library: torch.library.Library,
     name: str,
     inputs: str,
     options: str,
@@ -320,11 +337,10 @@ def define_with_out(
     schema = f"{name}({inputs}, {options}) -> {returns[0]}"
     quick, quick_out = launches or (None, None)
     schema_out = f"{name}_out({inputs}, {places}, {options}) -> {returns[1]}"
-    out = define(library, schema_out, *writing, quick=quick_out)
+    out = define(schema_out, *writing, quick=quick_out)
     into = out if returns[1] == "()" else None
-    op = define(library, f"_{schema}", *functional, quick=quick, into=into, inputs=n)
+    op = define(f"_{schema}", *functional, quick=quick, into=into, inputs=n)
     return Path(
-        library,
         schema,
         (quick or functional[0], functional[1]),
         op,

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.gpu import GpuSpec
@@ -18,6 +15,10 @@ from cutekernels.op import Config, Problem, Scalar, knob, power_of_two
 from cutekernels.ops.shared import streaming
 from cutekernels.ops.shared.operands import Array, Operand, Sizes
 from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 MAX_PROGRAMS = (1 << 31) - 1  # along a grid's first axis
 MOST = (1 << 16) - 1  # along its others
@@ -266,6 +267,8 @@ class RotaryOp(TritonOp[P, C]):
     # -- samples
 
     def draw(self, p: P, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
+        import torch
+
         if name not in ("cos", "sin"):
             return None
         same = torch.Generator(generator.device).manual_seed(generator.initial_seed())  # one angle for both
@@ -280,6 +283,8 @@ def turning(table: Tensor) -> int:
 
 def turned(x: Tensor, c: Tensor, s: Tensor, interleaved: bool) -> Tensor:
     """``x`` (B, S, H, D) with its first channels turned by cosines and sines of the same dimensions, in their type."""
+    import torch
+
     half = c.shape[-1]
     head, rest = x[..., : 2 * half].to(c.dtype), x[..., 2 * half :]
     x1, x2 = (head[..., ::2], head[..., 1::2]) if interleaved else (head[..., :half], head[..., half:])

@@ -12,14 +12,11 @@ from dataclasses import fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import C, P, Scalar, Work
-from cutekernels.ops.shared.checks import check_arguments, check_tensor
+from cutekernels.ops.shared.checks import check_dtype, check_tensor
+from cutekernels.ops.shared.dtypes import BYTES, GPU_DTYPES, TYPES, WIDEST_BYTES
 from cutekernels.ops.shared.operands import (
-    TYPES,
     Leads,
     Looks,
     Named,
@@ -30,28 +27,15 @@ from cutekernels.ops.shared.operands import (
     shape_of,
     sizes_of,
 )
-from cutekernels.ops.shared.registration import PLAIN, autocasting, plain
 from cutekernels.ops.shared.strides import overlaps_itself
-from cutekernels.ops.shared.tensor_op import (
-    DTYPE_NAMES,
-    GPU_DTYPES,
-    WIDEST_BYTES,
-    Launch,
-    TensorOp,
-    check_dtype,
-    direct,
-    refuse_gradient,
-    run,
-)
+from cutekernels.ops.shared.tensor_op import Launch, TensorOp
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
-
-# Looked up once: each dotted name costs a call 30 ns.
-traced_by_dynamo = torch.compiler.is_dynamo_compiling
-is_grad_enabled = torch.is_grad_enabled
-any_requires_grad = torch._C._any_requires_grad
 
 _SCHEMA_TYPES = {"fp32": "float", "i32": "int", "i64": "SymInt"}
 
@@ -93,7 +77,7 @@ class LaidOut:
 
     @property
     def itemsize(self) -> int:
-        return GPU_DTYPES[self.dtype].itemsize
+        return BYTES[self.dtype]
 
     @property
     def vec(self) -> int:
@@ -222,6 +206,8 @@ class TritonOp(TensorOp[P, C]):
 
     def _type(self, operand: Operand, main: torch.dtype) -> tuple[torch.dtype, ...]:
         """What the type of ``operand`` may be."""
+        import torch
+
         if operand.dtype in TYPES:
             return (TYPES[operand.dtype],)
         if operand.dtype == "dtype":
@@ -292,11 +278,11 @@ class TritonOp(TensorOp[P, C]):
         declared = self.Problem.__dataclass_fields__
         found: dict[str, Any] = {name: sizes[name] for name in declared if name in sizes}
         if "dtype" in declared:
-            if main.dtype not in DTYPE_NAMES:
+            if main.dtype not in GPU_DTYPES.names:
                 raise UnsupportedProblem(
-                    f"{self.name} on a GPU takes {', '.join(DTYPE_NAMES.values())}; got {main.dtype}"
+                    f"{self.name} on a GPU takes {', '.join(GPU_DTYPES.names.values())}; got {main.dtype}"
                 )
-            found["dtype"] = DTYPE_NAMES[main.dtype]
+            found["dtype"] = GPU_DTYPES.names[main.dtype]
         for name, operand in self.operands.items():
             t = named[name]
             if operand.given is not None:
@@ -327,7 +313,7 @@ class TritonOp(TensorOp[P, C]):
             bits = WIDEST_BYTES
             aligned = getattr(self.Problem, "aligns_rows", None)
             if aligned is not None:
-                bits |= sizes[aligned] * TYPES[found["dtype"]].itemsize
+                bits |= sizes[aligned] * BYTES[found["dtype"]]
             for operand, t in laid:
                 bits |= bits_of(operand, t, pitches=not dense)
             layout["align"] = bits & -bits
@@ -375,7 +361,7 @@ class TritonOp(TensorOp[P, C]):
                     elif getattr(p, "layout", "") == "dense":
                         constants[f"{name}_{step}"] = 0
                     else:
-                        divisible[f"{name}_{step}"] = max(1, promised // TYPES[kind].itemsize)
+                        divisible[f"{name}_{step}"] = max(1, promised // BYTES[kind])
         signature |= dict(self.scalar_types) | dict(self.extras)
         constants |= self.constants(p, c)
         module, _, function = self.kernel.partition(":")
@@ -424,6 +410,8 @@ class TritonOp(TensorOp[P, C]):
         return tuple(placed)
 
     def sample(self, p: P, device: str, seed: int) -> tuple[Any, ...]:
+        import torch
+
         generator = torch.Generator(device).manual_seed(seed)
         sizes, leads = self.sizes_in(p), self.leads_in(p)
         args: list[Any] = []
@@ -446,7 +434,7 @@ class TritonOp(TensorOp[P, C]):
         for name, operand in self.operands.items():
             kind = self.kind(p, name)
             if kind is not None:
-                total += math.prod(shape_of(operand, sizes, leads)) * TYPES[kind].itemsize
+                total += math.prod(shape_of(operand, sizes, leads)) * BYTES[kind]
         return float(total)
 
     def work(self, p: P) -> Work:
@@ -467,70 +455,3 @@ def placed(values: Tensor, p: Any, rows_apart: int = 1) -> Tensor:
     skew = p.align % WIDEST_BYTES // item
     memory = values.new_empty(rows * pitch + skew)[skew:].view(*values.shape[:-1], pitch)[..., :n]
     return memory.copy_(values)
-
-
-def call(
-    op: TensorOp[Any, Any],
-    inputs: tuple[Tensor | None, ...],
-    options: tuple[Scalar, ...] = (),
-    scalars: tuple[float, ...] = (),
-    *,
-    config: object = None,
-    out: tuple[Tensor, ...] | None = None,
-    in_place: bool = False,
-) -> tuple[Tensor, ...]:
-    """What a public function does: replays a call, or takes the op's path.
-
-    ``in_place``: ``out`` are inputs, which torch's op ``<name>_inplace`` updates.
-
-    Raises:
-        UnsupportedProblem: operands that pose no problem, gradients together with ``out``.
-        InvalidConfig: ``config`` breaks a rule of the op.
-    """
-    if traced_by_dynamo():
-        refuse_others(op, inputs, out, (*options, *scalars))
-        text = None if config is None else str(config)
-        if out is None:
-            results = getattr(torch.ops.cutekernels, op.name)(*inputs, *options, *scalars, text)
-            return (results,) if len(op.results) == 1 else tuple(results)
-    else:
-        try:
-            if is_grad_enabled() and any_requires_grad(*inputs):
-                if out is None and config is None and plain(inputs) and not autocasting():
-                    results = op.path.differentiated(*inputs, *options, *scalars, None)
-                    return (results,) if len(op.results) == 1 else results
-            elif type(inputs[0]) in PLAIN:
-                found = op.calls.replay(out, inputs, options, scalars, config)
-                if found is not None:
-                    return found
-            if not inputs[0].is_cuda:  # type: ignore[union-attr]
-                refuse_others(op, inputs, out, (*options, *scalars))
-            text = None if config is None else str(config)
-            if out is None:
-                results = op.path(*inputs, *options, *scalars, text)
-                return (results,) if len(op.results) == 1 else results
-            if direct(*inputs, *out):
-                return run(op, out, inputs, options=options, scalars=scalars, config=config)
-        except UnsupportedProblem:
-            raise
-        except (AttributeError, TypeError, RuntimeError):
-            refuse_others(op, inputs, out, (*options, *scalars))
-            raise
-        refuse_others(op, inputs, out, (*options, *scalars))
-    refuse_gradient(*inputs, *out)
-    if in_place:
-        getattr(torch.ops.cutekernels, f"{op.name}_inplace")(*inputs, *options, *scalars, text)
-    else:
-        getattr(torch.ops.cutekernels, f"{op.name}_out")(*inputs, *out, *options, *scalars, text)
-    return out
-
-
-def refuse_others(
-    op: TensorOp[Any, Any], inputs: Sequence[object], out: Sequence[object] | None, rest: Sequence[object] = ()
-) -> None:
-    """Refuses arguments of another kind than ``op`` declares, before torch does so in words of its own."""
-    declared = getattr(op, "operands", {})
-    for name, t in (*zip(op.inputs, inputs, strict=True), *zip(op.results, out or (), strict=False)):
-        optional = ("Tensor?", name) in op.kinds or (name in declared and declared[name].optional)
-        check_tensor(op.name, name, t, optional=optional)
-    check_arguments(op.name, [kind for kind in op.kinds if not kind[0].startswith("Tensor")], rest)

@@ -21,18 +21,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, extent, knob, ladder, plain
-from cutekernels.ops.shared import tensor_op
-from cutekernels.ops.shared.checks import said
 from cutekernels.ops.shared.operands import Array, Matrix
-from cutekernels.ops.shared.triton_op import LaidOut, TritonOp, call
+from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from cutekernels.gpu import GpuSpec
 
 MAX_COLS = 1 << 30
@@ -192,6 +190,8 @@ class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
         return rate.launch_us + total
 
     def bind(self, p: SampleFilterProblem, c: SampleFilterConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
+        import torch
+
         launch, passes = super().bind(p, c, kernel), self.passes(p, c)
         state_size = p.rows * (1 + 2 * (8 * p.itemsize // c.bits << c.bits))
         if c.splits == 1:
@@ -207,12 +207,16 @@ class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
     def draw(
         self, p: SampleFilterProblem, name: str, shape: tuple[int, ...], generator: torch.Generator
     ) -> Tensor | None:
+        import torch
+
         if name == "logits":
             return torch.randn(shape, generator=generator, device=generator.device).mul_(4)
         low, high = {"temperatures": (0.5, 1.5), "top_ks": (1, 100), "top_ps": (0.5, 1), "min_ps": (0, 0.1)}[name]
         return torch.rand(shape, generator=generator, device=generator.device).mul_(high - low).add_(low)
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        import torch
+
         logits = args[0]
         given = [_by_row(t, number, logits) for t, number in zip(args[1:5], args[5:], strict=True)]
         temperature, top_k, top_p, min_p = given
@@ -250,6 +254,8 @@ class SampleFilter(TritonOp[SampleFilterProblem, SampleFilterConfig]):
 
 def _by_row(t: Tensor | None, number: float, logits: Tensor) -> Tensor:
     """A parameter as a column beside the logits, in the type that kernels take."""
+    import torch
+
     if t is not None:
         return t.unsqueeze(-1)
     kind = torch.int32 if isinstance(number, int) else torch.float32
@@ -258,6 +264,8 @@ def _by_row(t: Tensor | None, number: float, logits: Tensor) -> Tensor:
 
 def _keys(x: Tensor) -> Tensor:
     """Integers in the order of torch.sort: -0 equals 0, NaN is the largest."""
+    import torch
+
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     highest = torch.iinfo(kind).max
     bits = x.contiguous().view(kind).long()
@@ -267,6 +275,8 @@ def _keys(x: Tensor) -> Tensor:
 
 def _masses(d: Tensor) -> Tensor:
     """exp(d) in units of 2^-40, by the same fp32 operations as the kernel's, each rounded by itself."""
+    import torch
+
     d = torch.where(d > -64, d, -64.0)
     n = torch.floor(d * 1.4426950408889634 + 0.5)
     r = (d - n * 0.693115234375) - n * 3.194618494528623e-05
@@ -277,87 +287,3 @@ def _masses(d: Tensor) -> Tensor:
 
 
 SAMPLE_FILTER = SampleFilter()
-OPS = (SAMPLE_FILTER,)
-
-
-def sample_filter(
-    logits: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    top_k: int | Tensor = 0,
-    top_p: float | Tensor = 1.0,
-    min_p: float | Tensor = 0.0,
-    config: SampleFilterConfig | str | None = None,
-) -> Tensor:
-    """Logits scaled by temperature, with -inf for each token that top-k, top-p or min-p rules out.
-
-    Filters come in the order of Hugging Face's: temperature; the k largest logits; of what is left, the most probable
-    tokens whose masses reach ``top_p``; of all, those at least ``min_p`` times as probable as the first. What all keep
-    stays, ties together. ``softmax`` of the result is what to sample from.
-
-    Args:
-        logits: ``(..., V)``, fp16, bf16 or fp32 (on the CPU fp64 too), V up to 2^30; any strides.
-        temperature: divides the logits; 0 keeps the first of the largest logits alone. The least other number is
-            1e-30, so that quotients are finite in fp32 and bf16; in fp16 those beyond 65504 are infinite.
-        top_k: how many to keep; 0, or V and more, for all.
-        top_p: the share of the mass to keep, from 0 to 1; 1 for all.
-        min_p: the least probability, as a share of the largest, from 0 to 1; 0 for none.
-            Each of the four is a number or one for each row: a tensor of the logits' leading shape and device, int32
-            for ``top_k`` and fp32 for the others, with numbers as above (not checked: that would wait for the GPU; a
-            temperature that is not positive is greedy, with one from 0 to 1e-30 quotients may be infinite).
-        config: overrides the tuned choice, as a :class:`SampleFilterConfig` or its text. Ignored on the CPU.
-
-    Returns:
-        ``(..., V)``, dtype of ``logits``, contiguous; the quotient is rounded once. Not differentiable.
-
-    Raises:
-        UnsupportedProblem: a dtype no kernel takes, a number out of range, a tensor of another shape or type.
-        InvalidConfig: ``config`` breaks a rule of the op.
-    """
-    tensors: list[Tensor | None] = []
-    numbers: list[float] = []
-    for name, given, neutral, high in (
-        ("temperature", temperature, 1.0, _INFINITE),
-        ("top_k", top_k, 0, _INT32),
-        ("top_p", top_p, 1.0, 1.0),
-        ("min_p", min_p, 0.0, 1.0),
-    ):
-        if isinstance(given, Tensor):
-            tensors.append(given)
-            numbers.append(neutral)
-        elif (
-            isinstance(given, type(neutral) if name == "top_k" else int | float)
-            and type(given) is not bool
-            and 0 <= given <= high
-        ):
-            tensors.append(None)
-            numbers.append(type(neutral)(given))
-        else:
-            kind = "whole number" if name == "top_k" else "number"
-            raise UnsupportedProblem(f"{name} is a {kind} from 0 to {high:g}, or a tensor of them; it is {said(given)}")
-    check_temperature(numbers[0])
-    # Branches make bools of comparisons, which are traced where the numbers are.
-    by_k = True if tensors[1] is not None or numbers[1] > 0 else False  # noqa: SIM210
-    by_p = True if tensors[2] is not None or numbers[2] < 1 else False  # noqa: SIM210
-    by_min_p = True if tensors[3] is not None or numbers[3] > 0 else False  # noqa: SIM210
-    options, scalars = (by_k, by_p, by_min_p), tuple(numbers)
-    return call(SAMPLE_FILTER, (logits, *tensors), options, scalars, config=config)[0]
-
-
-_INFINITE = 3.4e38
-_LEAST = 1e-30  # logits up to 3e8 over it are finite in fp32
-_INT32 = (1 << 31) - 1
-
-
-def check_temperature(temperature: float) -> None:
-    """Refuses a number that logits in fp32 cannot be divided by."""
-    if temperature != 0 and not _LEAST <= temperature <= _INFINITE:
-        raise UnsupportedProblem(
-            f"temperature is a number from {_LEAST:g} to {_INFINITE:g}, which divides the logits within the range of "
-            f"fp32, or 0, which is greedy; it is {temperature!r}: pass 0"
-        )
-
-
-def register(library: torch.library.Library) -> None:
-    """Defines the op of this file in ``library``. It has no gradient: what is sampled is not differentiated."""
-    tensor_op.register(library, SAMPLE_FILTER)

@@ -1,4 +1,4 @@
-"""The kernel of ``new_op.py``: elementwise, a block of a row per program."""
+"""The kernel: elementwise, a block of a row per program."""
 
 import triton
 import triton.language as tl

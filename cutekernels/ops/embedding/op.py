@@ -1,21 +1,21 @@
-"""``embedding``: rows of a table by id, and the gradient of the table, which is deterministic."""
+"""Rows of a table by id, and the gradient of the table, which is deterministic: the declarations."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops.shared import streaming, tensor_op
-from cutekernels.ops.shared.checks import check_tensor
-from cutekernels.ops.shared.operands import TYPES, Matrix, Vector
-from cutekernels.ops.shared.triton_op import LaidOut, TritonOp, call
+from cutekernels.ops.shared import streaming
+from cutekernels.ops.shared.dtypes import BYTES
+from cutekernels.ops.shared.operands import Matrix, Vector
+from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from cutekernels.gpu import GpuSpec
 
 _MAX_REGISTERS = 96
@@ -106,11 +106,15 @@ class Embedding(_EmbeddingOp):
         return -(-p.rows // c.block_rows), -(-p.cols // c.block_cols), 1
 
     def draw(self, p: EmbeddingProblem, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
+        import torch
+
         if name != "ids":
             return None
         return torch.randint(0, max(1, p.vocabulary), shape, generator=generator, device=generator.device)
 
     def variant(self, p: EmbeddingProblem, args: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
+        import torch
+
         ids, table = args
         draw = torch.Generator(device=ids.device).manual_seed(seed)
         other = ids.new_empty_strided(ids.shape, ids.stride())
@@ -123,7 +127,7 @@ class Embedding(_EmbeddingOp):
         return (table[ids.long()],)
 
     def work(self, p: EmbeddingProblem) -> Work:
-        return Work(flops=0.0, bytes=float(p.rows * (2 * p.cols * p.itemsize + TYPES[p.index].itemsize)))
+        return Work(flops=0.0, bytes=float(p.rows * (2 * p.cols * p.itemsize + BYTES[p.index])))
 
 
 class EmbeddingBackward(_EmbeddingOp):
@@ -149,12 +153,16 @@ class EmbeddingBackward(_EmbeddingOp):
         return p.vocabulary, -(-p.cols // c.block_cols), 1
 
     def sample(self, p: EmbeddingProblem, device: str, seed: int) -> tuple[Any, ...]:
+        import torch
+
         dout, *_ = super().sample(p, device, seed)
         draw = torch.Generator(device).manual_seed(seed + 1)
         ids = torch.randint(0, max(1, p.vocabulary), (p.rows,), generator=draw, device=device)
         return dout, *grouped(ids, p.vocabulary)
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        import torch
+
         dout, order, starts = args
         counts = starts.diff()
         rows = torch.repeat_interleave(torch.arange(len(counts), device=dout.device), counts)
@@ -168,7 +176,6 @@ class EmbeddingBackward(_EmbeddingOp):
 
 EMBEDDING = Embedding()
 EMBEDDING_BACKWARD = EmbeddingBackward()
-OPS = (EMBEDDING, EMBEDDING_BACKWARD)
 
 
 def grouped(ids: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
@@ -176,45 +183,7 @@ def grouped(ids: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
 
     Ids outside the vocabulary lie before the first start or behind the last.
     """
+    import torch
+
     by_id, order = torch.sort(ids.long(), stable=True)
     return order, torch.searchsorted(by_id, torch.arange(vocabulary + 1, device=ids.device))
-
-
-def embedding(ids: Tensor, table: Tensor, *, config: EmbeddingConfig | str | None = None) -> Tensor:
-    """``out[..., :] = table[ids[...]]``.
-
-    Args:
-        ids: any shape, int32 or int64. One outside the table gives a row of NaN on a GPU, and raises on the CPU.
-        table: ``(V, D)``, fp16, bf16 or fp32 (on the CPU fp64 too). Any strides; contiguous rows are fast.
-        config: overrides the tuned choice, as an :class:`EmbeddingConfig` or its text. Ignored on the CPU.
-
-    Returns:
-        ``(..., D)``, contiguous. Differentiable once, in ``table``: summed in fp32 in the order of ``ids``, bitwise
-        reproducible.
-
-    Raises:
-        UnsupportedProblem: a type no kernel takes, a table that is no matrix, two devices, an id outside the table.
-        InvalidConfig: ``config`` breaks a rule of the op.
-    """
-    if not isinstance(ids, Tensor) or ids.dim() != 1:
-        check_tensor("embedding", "ids", ids)
-    if ids.dim() == 1:
-        return call(EMBEDDING, (ids, table), config=config)[0]
-    (rows,) = call(EMBEDDING, (ids.reshape(-1), table), config=config)
-    return rows.view(*ids.shape, table.shape[-1])
-
-
-def register(library: torch.library.Library) -> None:
-    """Defines the ops of this file in ``library``, with their gradients."""
-    tensor_op.register(library, EMBEDDING, gradient=_gradient, remember=_remember)
-    tensor_op.register(library, EMBEDDING_BACKWARD)
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.vocabulary = inputs[1].shape[0]
-    ctx.save_for_backward(inputs[0])
-
-
-def _gradient(ctx: Any, dout: Tensor) -> tuple[None, Tensor, None]:
-    order, starts = grouped(ctx.saved_tensors[0], ctx.vocabulary)
-    return None, EMBEDDING_BACKWARD.path(dout, order, starts, None), None

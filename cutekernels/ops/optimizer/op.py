@@ -1,30 +1,27 @@
-"""``adamw_step``: one AdamW update of one tensor, in place; and kernels that update all tensors in a table.
+"""One AdamW update of one tensor, and the kernels that update all tensors in a table: the declarations.
 
-The op writes results of its own, which the public function lets be the inputs. ``cutekernels.optim`` drives the table.
+``cutekernels.optim`` drives the table.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import torch
-from torch import Tensor
-
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain
-from cutekernels.ops.shared import streaming, tensor_op
-from cutekernels.ops.shared.checks import check_flag, check_number, check_tensor, refuse_duals, said
-from cutekernels.ops.shared.operands import TYPES, Array, Sizes
-from cutekernels.ops.shared.registration import transformed
+from cutekernels.ops.shared import streaming
+from cutekernels.ops.shared.checks import check_alike, check_results
+from cutekernels.ops.shared.dtypes import BYTES, TYPES, WIDEST_BYTES
+from cutekernels.ops.shared.operands import Array, Sizes
 from cutekernels.ops.shared.strides import is_dense, walk
-from cutekernels.ops.shared.tensor_op import WIDEST_BYTES, present, register_inplace
 from cutekernels.ops.shared.triton_op import TritonOp
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from cutekernels.backends import Artifact
     from cutekernels.gpu import GpuSpec
 
@@ -58,7 +55,7 @@ class AdamWProblem(Problem):
 
     @property
     def itemsize(self) -> int:
-        return TYPES[self.dtype].itemsize
+        return BYTES[self.dtype]
 
     @property
     def grad_dtype(self) -> str:
@@ -70,7 +67,7 @@ class AdamWProblem(Problem):
         if self.align != WIDEST_BYTES:
             return 1
         kinds = self.dtype, self.grad_dtype, self.moments, "fp32" if self.master else self.dtype
-        return WIDEST_BYTES // max(TYPES[kind].itemsize for kind in kinds)
+        return WIDEST_BYTES // max(BYTES[kind] for kind in kinds)
 
 
 @dataclass(frozen=True)
@@ -177,10 +174,12 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
     def admit(self, inputs: Sequence[Tensor | None], results: Sequence[Tensor] = (), **options: Any) -> None:
         super().admit(inputs, **options)
         for t, out in zip([t for i in UPDATED if (t := inputs[i]) is not None], results, strict=False):
-            tensor_op.check_alike(self, t, [out])
-        tensor_op.check_results(results)
+            check_alike(self, t, [out])
+        check_results(results)
 
     def fresh(self, *inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
+        import torch
+
         param = inputs[0]
         assert param is not None
         return tuple([param.new_empty(0) if (t := inputs[i]) is None else torch.empty_like(t) for i in UPDATED])
@@ -209,6 +208,8 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
         return super().kind(p, name)
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        import torch
+
         param, grad, exp_avg, exp_avg_sq, master, step, lr_tensor, *numbers = args
         hyper = Hyper(*numbers)
         lr: Any = hyper.lr if lr_tensor is None else lr_tensor.double()
@@ -255,7 +256,7 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
     def work(self, p: AdamWProblem) -> Work:
         # Moments in and out, the gradient; the parameter in and out, or its copy in and out and itself out.
         item = p.itemsize
-        each = 4 * TYPES[p.moments].itemsize + TYPES[p.grad_dtype].itemsize + (8 + item if p.master else 2 * item)
+        each = 4 * BYTES[p.moments] + BYTES[p.grad_dtype] + (8 + item if p.master else 2 * item)
         return Work(flops=float(15 * p.elements), bytes=float(each * p.elements), depth=_DEPTH)
 
     # -- kernels
@@ -265,17 +266,21 @@ class AdamW(TritonOp[AdamWProblem, AdamWConfig]):
 
     def divisible(self, p: AdamWProblem, c: AdamWConfig) -> dict[str, int]:
         kinds = {name: self.kind(p, name) for name in self.operands if name not in ("step", "lr")}
-        return {f"{name}_ptr": p.vec * TYPES[kind].itemsize for name, kind in kinds.items() if kind is not None}
+        return {f"{name}_ptr": p.vec * BYTES[kind] for name, kind in kinds.items() if kind is not None}
 
     # -- samples
 
     def outputs(self, p: AdamWProblem, *args: Any) -> tuple[Tensor, ...]:
+        import torch
+
         return tuple(
             args[0].new_empty(0) if args[i] is None else _skewed(torch.empty_like, args[i], p.align) for i in UPDATED
         )
 
     def sample(self, p: AdamWProblem, device: str, seed: int) -> tuple[Any, ...]:
         """The third step of a parameter, its moments as two gradients of its kind would have left them."""
+        import torch
+
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(dtype: str, scale: float = 1.0) -> Tensor:
@@ -346,7 +351,7 @@ class AdamWSquares(AdamWTable):
     }
 
     def constants(self, p: AdamWProblem, c: AdamWConfig) -> Mapping[str, int | bool | str]:
-        vec = WIDEST_BYTES // TYPES[p.grad_dtype].itemsize if p.align == WIDEST_BYTES else 1
+        vec = WIDEST_BYTES // BYTES[p.grad_dtype] if p.align == WIDEST_BYTES else 1
         return {"BLOCK": c.block, "VEC": vec, "GRAD": p.grad_dtype}
 
 
@@ -380,115 +385,4 @@ def _skewed(make: Callable[[Tensor], Tensor], t: Tensor, align: int) -> Tensor:
 
 
 ADAMW_STEP = AdamW()
-OPS = (ADAMW_STEP,)
 ADAMW_TABLE, ADAMW_SQUARES, ADAMW_COUNT = AdamWTable(), AdamWSquares(), AdamWCount()
-_MOST_STEPS = int(sys.float_info.max)  # the corrections are computed in floats
-
-
-def adamw_step(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    *,
-    step: int | Tensor,
-    lr: float | Tensor = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 1e-2,
-    maximize: bool = False,
-    master: Tensor | None = None,
-    config: AdamWConfig | str | None = None,
-) -> Tensor:
-    """One AdamW update in place: ``m += (1 - b1)(g - m)``, ``v = b2 v + (1 - b2) g^2``, then
-    ``p = p (1 - lr wd) - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)``, as :class:`torch.optim.AdamW` does.
-
-    Args:
-        param: any shape, fp32, bf16 or fp16 (on the CPU fp64 too). Dense operands of equal strides are fast; others
-            cost copies.
-        grad: shape of ``param``, its dtype or fp32.
-        exp_avg: the first moment m, shape of ``param``: fp32, or bf16 or fp16 for half the memory. It is rounded once,
-            when it is stored; ``param`` takes its update from the unrounded value.
-        exp_avg_sq: the second moment v, likewise.
-        step: which step this is, counted from 1: an int, or one fp32 number on the device, which is not waited for (a
-            number below 1 there counts as 1).
-        lr: the learning rate, a float or one fp32 number on the device.
-        betas: decay rates of the moments, from 0 to below 1.
-        eps: added to the denominator.
-        weight_decay: decoupled from the gradient.
-        maximize: ascend.
-        master: an fp32 copy of a bf16 or fp16 ``param``: it is updated, and ``param`` is its rounding.
-        config: overrides the tuned choice, as a :class:`AdamWConfig` or its text. Ignored on the CPU.
-
-    Returns:
-        ``param``. Not differentiable.
-
-    Raises:
-        UnsupportedProblem: shapes, dtypes or devices that do not fit, betas or a step out of range, sparse or complex
-            tensors, operands that overlap, a call that asks for gradients.
-        InvalidConfig: ``config`` breaks a rule of the op.
-    """
-    steps, count = (step, None) if isinstance(step, Tensor) else (None, step)
-    rates, rate = (lr, 0.0) if isinstance(lr, Tensor) else (None, lr)
-    check_hyper(rate, betas, eps, weight_decay)
-    check_flag("adamw_step", "maximize", maximize)
-    if steps is None and (not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= _MOST_STEPS):
-        raise UnsupportedProblem(
-            f"steps are whole numbers counted from 1, as far as floats go, or a tensor; step is {said(count)}"
-        )
-    hyper = Hyper.of(rate, betas, eps, weight_decay, count)
-    inputs = (param, grad, exp_avg, exp_avg_sq, master, steps, rates)
-    for name, t in zip(ADAMW_STEP.inputs, inputs, strict=True):
-        check_tensor("adamw_step", name, t, optional=ADAMW_STEP.operands[name].optional)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in present(inputs)):
-        raise UnsupportedProblem("adamw_step is not differentiable: call it under torch.no_grad()")
-    refuse_duals("adamw_step", inputs)
-    runs = [t for t in inputs[:5] if t is not None]
-    if not all(walk(t) == walk(param) and is_dense(t) for t in runs):
-        results = tensor_op.places(inputs, UPDATED)
-        tensor_op.check_results(results)
-        if not (torch.compiler.is_compiling() or transformed() or any(map(_placeless, present(inputs)))):
-            tensor_op.check_overlap(ADAMW_STEP, results, inputs)  # copies would hide it
-        copies = [None if t is None else t.contiguous() for t in inputs[:5]]
-        _launched((*copies, steps, rates), maximize, hyper, config)
-        for i in UPDATED:
-            target, source = inputs[i], copies[i]
-            if target is not None and source is not None and target is not source:
-                target.copy_(source)
-        return param
-    _launched(inputs, maximize, hyper, config)
-    return param
-
-
-def _placeless(t: Tensor) -> bool:
-    """Whether ``t`` may have no address: on meta, or a fake."""
-    return t.is_meta or type(t) not in (Tensor, torch.nn.Parameter)
-
-
-def _launched(inputs: tuple[Tensor | None, ...], maximize: bool, hyper: Hyper, config: Any) -> None:
-    if tensor_op.direct(*inputs):
-        results = tuple([inputs[0].new_empty(0) if inputs[i] is None else inputs[i] for i in UPDATED])  # type: ignore[union-attr]
-        tensor_op.run(ADAMW_STEP, results, inputs, options=(maximize,), scalars=hyper, config=config)  # type: ignore[arg-type]
-    else:
-        text = None if config is None else str(config)
-        torch.ops.cutekernels.adamw_step_inplace(*inputs, maximize, *hyper, text)
-
-
-def check_hyper(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    """Refuses what torch.optim.AdamW refuses."""
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        check_number("AdamW", name, value, finite=False)
-        if not 0.0 <= value < math.inf:
-            raise UnsupportedProblem(f"{name} is 0 or more; it is {value}: pass a finite number")
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise UnsupportedProblem(f"AdamW takes betas as two numbers (beta1, beta2); got {said(betas)}")
-    for beta in betas:
-        check_number("AdamW", "each of betas", beta, 0.0)
-        if not beta < 1.0:
-            raise UnsupportedProblem(f"betas are from 0 to below 1; got {betas}")
-
-
-def register(library: torch.library.Library) -> None:
-    """Defines the ops of this file in ``library``."""
-    tensor_op.register(library, ADAMW_STEP)
-    register_inplace(library, ADAMW_STEP, UPDATED)

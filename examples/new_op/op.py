@@ -1,24 +1,18 @@
-"""A new op, whole: ``softcap(x, cap) = cap * tanh(x / cap)``. Copy it to add your own.
-
-Two files and one line: this one goes to ``cutekernels/ops/softcap.py``, its kernel (``new_op_kernel.py``) to
-``cutekernels/kernels/triton/softcap.py``, and ``"softcap"`` joins ``FAMILIES`` in ``cutekernels/ops/registry.py``. Then
-it is dispatched, tuned, benched, seen by torch.compile, and refuses bad operands.
-"""
+"""What softcap is: problem, config, rules, mathematics. Nothing here imports torch before it is needed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from cutekernels.op import Config, Problem, Work, exact, extent, knob, ladder, plain, power_of_two
-from cutekernels.ops.shared import streaming, tensor_op
+from cutekernels.ops.shared import streaming
 from cutekernels.ops.shared.operands import Matrix
-from cutekernels.ops.shared.triton_op import LaidOut, TritonOp, call
+from cutekernels.ops.shared.triton_op import LaidOut, TritonOp
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from cutekernels.gpu import GpuSpec
 
 
@@ -87,32 +81,10 @@ class Softcap(TritonOp[SoftcapProblem, SoftcapConfig]):
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         x, cap = args
-        return ((cap * torch.tanh(x.double() / cap)).to(x.dtype),)
+        return ((cap * (x.double() / cap).tanh()).to(x.dtype),)
 
     def work(self, p: SoftcapProblem) -> Work:
         return Work(flops=10.0 * p.rows * p.cols, bytes=self.bytes(p))
 
 
 SOFTCAP = Softcap()
-OPS = (SOFTCAP,)
-
-
-def softcap(x: Tensor, cap: float, *, out: Tensor | None = None, config: SoftcapConfig | str | None = None) -> Tensor:
-    """``cap * tanh(x / cap)``, in fp32, rounded once.
-
-    Args:
-        x: ``(..., N)``, fp16, bf16 or fp32, any strides.
-        cap: the bound of the result's absolute value.
-        out: where to write: shape, dtype and device of ``x``. Not differentiable.
-        config: overrides the tuned choice. Ignored on the CPU.
-
-    Raises:
-        UnsupportedProblem: operands that no kernel takes.
-        InvalidConfig: ``config`` breaks a rule of the op.
-    """
-    return call(SOFTCAP, (x,), (), (cap,), config=config, out=None if out is None else (out,))[0]
-
-
-def register(library: torch.library.Library) -> None:
-    """Defines ``torch.ops.cutekernels.softcap`` in ``library``."""
-    tensor_op.register(library, SOFTCAP)

@@ -1,0 +1,7 @@
+"""Rows of a table by id: ``embedding``."""
+
+from __future__ import annotations
+
+from cutekernels.ops.embedding.op import EMBEDDING, EMBEDDING_BACKWARD
+
+OPS = (EMBEDDING, EMBEDDING_BACKWARD)

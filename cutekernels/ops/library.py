@@ -1,0 +1,15 @@
+"""Every op as an op of torch's: importing this defines all of ``torch.ops.cutekernels``.
+
+Public functions define their own family's when they are first used. Loading an exported program needs those it names.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from cutekernels.ops.registry import FAMILIES
+
+_MODULES = {"attention": ("api", "decode_api"), "moe": ("api", "grouped_api"), "loss": ("logprob", "cross_entropy")}
+for family in FAMILIES:
+    for module in _MODULES.get(family, ("api",)):
+        import_module(f"cutekernels.ops.{family}.{module}")

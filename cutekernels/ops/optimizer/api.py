@@ -1,0 +1,137 @@
+"""``adamw_step``: the public function, and its registration with torch.
+
+The op writes results of its own, which the public function lets be the inputs.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops.optimizer.op import ADAMW_STEP, UPDATED, AdamWConfig, Hyper
+from cutekernels.ops.shared.calls import places, register, register_inplace, run
+from cutekernels.ops.shared.checks import (
+    check_flag,
+    check_number,
+    check_overlap,
+    check_results,
+    check_tensor,
+    present,
+    said,
+)
+from cutekernels.ops.shared.registration import direct, refuse_duals, transformed
+from cutekernels.ops.shared.strides import is_dense, walk
+
+_MOST_STEPS = int(sys.float_info.max)  # the corrections are computed in floats
+
+
+def adamw_step(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int | Tensor,
+    lr: float | Tensor = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    maximize: bool = False,
+    master: Tensor | None = None,
+    config: AdamWConfig | str | None = None,
+) -> Tensor:
+    """One AdamW update in place: ``m += (1 - b1)(g - m)``, ``v = b2 v + (1 - b2) g^2``, then
+    ``p = p (1 - lr wd) - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)``, as :class:`torch.optim.AdamW` does.
+
+    Args:
+        param: any shape, fp32, bf16 or fp16 (on the CPU fp64 too). Dense operands of equal strides are fast; others
+            cost copies.
+        grad: shape of ``param``, its dtype or fp32.
+        exp_avg: the first moment m, shape of ``param``: fp32, or bf16 or fp16 for half the memory. It is rounded once,
+            when it is stored; ``param`` takes its update from the unrounded value.
+        exp_avg_sq: the second moment v, likewise.
+        step: which step this is, counted from 1: an int, or one fp32 number on the device, which is not waited for (a
+            number below 1 there counts as 1).
+        lr: the learning rate, a float or one fp32 number on the device.
+        betas: decay rates of the moments, from 0 to below 1.
+        eps: added to the denominator.
+        weight_decay: decoupled from the gradient.
+        maximize: ascend.
+        master: an fp32 copy of a bf16 or fp16 ``param``: it is updated, and ``param`` is its rounding.
+        config: overrides the tuned choice, as a :class:`AdamWConfig` or its text. Ignored on the CPU.
+
+    Returns:
+        ``param``. Not differentiable.
+
+    Raises:
+        UnsupportedProblem: shapes, dtypes or devices that do not fit, betas or a step out of range, sparse or complex
+            tensors, operands that overlap, a call that asks for gradients.
+        InvalidConfig: ``config`` breaks a rule of the op.
+    """
+    steps, count = (step, None) if isinstance(step, Tensor) else (None, step)
+    rates, rate = (lr, 0.0) if isinstance(lr, Tensor) else (None, lr)
+    check_hyper(rate, betas, eps, weight_decay)
+    check_flag("adamw_step", "maximize", maximize)
+    if steps is None and (not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= _MOST_STEPS):
+        raise UnsupportedProblem(
+            f"steps are whole numbers counted from 1, as far as floats go, or a tensor; step is {said(count)}"
+        )
+    hyper = Hyper.of(rate, betas, eps, weight_decay, count)
+    inputs = (param, grad, exp_avg, exp_avg_sq, master, steps, rates)
+    for name, t in zip(ADAMW_STEP.inputs, inputs, strict=True):
+        check_tensor("adamw_step", name, t, optional=ADAMW_STEP.operands[name].optional)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in present(inputs)):
+        raise UnsupportedProblem("adamw_step is not differentiable: call it under torch.no_grad()")
+    refuse_duals("adamw_step", inputs)
+    runs = [t for t in inputs[:5] if t is not None]
+    if not all(walk(t) == walk(param) and is_dense(t) for t in runs):
+        results = places(inputs, UPDATED)
+        check_results(results)
+        if not (torch.compiler.is_compiling() or transformed() or any(map(_placeless, present(inputs)))):
+            check_overlap(ADAMW_STEP, results, inputs)  # copies would hide it
+        copies = [None if t is None else t.contiguous() for t in inputs[:5]]
+        _launched((*copies, steps, rates), maximize, hyper, config)
+        for i in UPDATED:
+            target, source = inputs[i], copies[i]
+            if target is not None and source is not None and target is not source:
+                target.copy_(source)
+        return param
+    _launched(inputs, maximize, hyper, config)
+    return param
+
+
+def _placeless(t: Tensor) -> bool:
+    """Whether ``t`` may have no address: on meta, or a fake."""
+    return t.is_meta or type(t) not in (Tensor, torch.nn.Parameter)
+
+
+def _launched(inputs: tuple[Tensor | None, ...], maximize: bool, hyper: Hyper, config: Any) -> None:
+    if direct(*inputs):
+        results = tuple([inputs[0].new_empty(0) if inputs[i] is None else inputs[i] for i in UPDATED])  # type: ignore[union-attr]
+        run(ADAMW_STEP, results, inputs, options=(maximize,), scalars=hyper, config=config)  # type: ignore[arg-type]
+    else:
+        text = None if config is None else str(config)
+        torch.ops.cutekernels.adamw_step_inplace(*inputs, maximize, *hyper, text)
+
+
+def check_hyper(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Refuses what torch.optim.AdamW refuses."""
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        check_number("AdamW", name, value, finite=False)
+        if not 0.0 <= value < math.inf:
+            raise UnsupportedProblem(f"{name} is 0 or more; it is {value}: pass a finite number")
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise UnsupportedProblem(f"AdamW takes betas as two numbers (beta1, beta2); got {said(betas)}")
+    for beta in betas:
+        check_number("AdamW", "each of betas", beta, 0.0)
+        if not beta < 1.0:
+            raise UnsupportedProblem(f"betas are from 0 to below 1; got {betas}")
+
+
+register(ADAMW_STEP)
+register_inplace(ADAMW_STEP, UPDATED)

@@ -1,0 +1,7 @@
+"""Rotary position embedding: ``rope``."""
+
+from __future__ import annotations
+
+from cutekernels.ops.rope.op import ROPE
+
+OPS = (ROPE,)
