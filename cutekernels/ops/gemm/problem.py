@@ -28,11 +28,11 @@ ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 def activated(x: Tensor, activation: str) -> Tensor:
     """``activation`` of ``x``, by torch."""
+    if activation == "none":
+        return x
     import torch.nn.functional as F
 
-    if activation == "gelu_tanh":
-        return F.gelu(x, approximate="tanh")
-    return x if activation == "none" else getattr(F, activation)(x)
+    return F.gelu(x, approximate="tanh") if activation == "gelu_tanh" else getattr(F, activation)(x)
 
 
 # ---- problems -------------------------------------------------------------------------------------------

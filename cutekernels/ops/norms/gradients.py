@@ -238,13 +238,12 @@ class _NormBackward(NormOp[N]):
         return BothPasses(launch, (COLUMN_SUM, COLUMN_SUM_PAIR), n, summed, shape)
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        import torch
 
         named = dict(zip((*self.inputs, *self.scalars), args, strict=True))
         d, v, weight, du = named["dy"].double(), named["x"].double(), named["weight"], named.get("du")
         if self.centred:
             v = v - v.mean(-1, keepdim=True)
-        rstd = torch.rsqrt(v.square().mean(-1, keepdim=True) + named["eps"])
+        rstd = (v.square().mean(-1, keepdim=True) + named["eps"]).rsqrt()
         v = v * rstd
         g = d if weight is None else d * (weight.double() + named.get("weight_offset", 0.0))
         slope = v * (g * v).mean(-1, keepdim=True)

@@ -51,10 +51,8 @@ class _RmsNorms(_Norm[RmsNormProblem]):
         return (*args, offset if p.shifted else 0.0)
 
     def normalise(self, x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: str) -> Tensor:
-        import torch
-
         v = wide(x)
-        y = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
+        y = v * (v.square().mean(-1, keepdim=True) + eps).rsqrt()
         if rounding == "huggingface":
             y = y.to(x.dtype).to(v.dtype)
         return (y if weight is None else y * (weight.to(v.dtype) + offset)).to(x.dtype)
@@ -146,12 +144,11 @@ class LayerNorm(_Norm[LayerNormProblem]):
     flops_per_element = 7
 
     def evaluate(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        import torch
 
         x, weight, bias, eps = args
         v = wide(x)
         v = v - v.mean(-1, keepdim=True)
-        y = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
+        y = v * (v.square().mean(-1, keepdim=True) + eps).rsqrt()
         y = y if weight is None else y * weight.to(v.dtype)
         return ((y if bias is None else y + bias.to(v.dtype)).to(x.dtype),)
 

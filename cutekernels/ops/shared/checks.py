@@ -30,11 +30,10 @@ _GREATEST = sys.float_info.max
 def check_tensor(op: str, name: str, t: object, *, optional: bool = False) -> None:
     """Refuses what is no dense tensor."""
     import torch
-    from torch import Tensor
 
     if t is None and optional:
         return
-    if not isinstance(t, Tensor):
+    if not isinstance(t, torch.Tensor):
         kind = "None" if t is None else f"{type(t).__module__}.{type(t).__qualname__}"
         raise UnsupportedProblem(f"{op} takes {name} as a torch.Tensor; got {kind}: convert it")
     if t.layout is not torch.strided:
@@ -105,9 +104,9 @@ def check_place(dtype: object, device: object, *, optional: bool = False) -> Non
 
 def said(value: object) -> str:
     """``value`` in an error message: short, and never a tensor's elements."""
-    from torch import Tensor
+    import torch
 
-    if isinstance(value, Tensor):
+    if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, int) and value.bit_length() > 1024:  # Python may refuse to write it out
         return f"an int of {value.bit_length()} bits"
@@ -147,7 +146,9 @@ def check_dtype(op: Op[Any, Any], t: Tensor) -> None:
     """Refuses a type that no kernel takes."""
     import torch
 
-    allowed = [*GPU_DTYPES.values(), torch.float64] if t.device.type == "cpu" else list(GPU_DTYPES.values())
+    if t.dtype in GPU_DTYPES.names:
+        return
+    allowed = [*GPU_DTYPES.values(), *([torch.float64] if t.device.type == "cpu" else [])]
     if t.dtype not in allowed:
         names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
         raise UnsupportedProblem(f"{op.name} on {t.device.type} takes {names}; got {t.dtype}")

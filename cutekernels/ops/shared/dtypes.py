@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, ValuesView
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,9 @@ class Dtypes(Mapping[str, "torch.dtype"]):
 
     def __getitem__(self, name: str) -> torch.dtype:
         return self._types[name]
+
+    def values(self) -> ValuesView[torch.dtype]:
+        return self._types.values()
 
     def __contains__(self, name: object) -> bool:
         return name in self._known

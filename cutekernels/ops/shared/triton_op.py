@@ -206,12 +206,12 @@ class TritonOp(TensorOp[P, C]):
 
     def _type(self, operand: Operand, main: torch.dtype) -> tuple[torch.dtype, ...]:
         """What the type of ``operand`` may be."""
-        import torch
-
         if operand.dtype in TYPES:
             return (TYPES[operand.dtype],)
         if operand.dtype == "dtype":
             return (main,)
+        import torch
+
         wide = torch.float64 if main == torch.float64 else torch.float32
         if operand.dtype == "wide":
             return (wide,)
