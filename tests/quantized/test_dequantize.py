@@ -146,7 +146,7 @@ def test_a_knob_that_a_gpu_or_a_problem_lacks_is_refused() -> None:
     "n, k", [(64, 64), (4096, 3072), (4096, 3080), (4096, 14336), (14336, 4096), (8192, 8192), (57344, 8200), (1, 1)]
 )
 def test_parts_of_a_weight(n: int, k: int) -> None:
-    found = list(backward.parts(n, k, 1 << 20))
+    found = list(backward.parts(n, k, 1 << 20, gpu.lookup("h200")))
     assert found[0][0] == 0
     assert found[-1][1] == k
     assert all(end == begin for (_, end), (begin, _) in pairwise(found))
@@ -158,8 +158,14 @@ def test_parts_of_a_weight(n: int, k: int) -> None:
         assert end == k or (end - begin) % unit == 0
 
 
+def test_parts_of_few_tokens_fill_the_gpu_at_hand() -> None:
+    widths = {name: next(iter(backward.parts(4096, 1 << 20, 128, gpu.lookup(name))))[1] for name in ("h200", "l40s")}
+    assert all(width * 128 >= gpu.lookup(name).sm_count * 128 * 128 * 0.95 for name, width in widths.items())
+    assert widths["l40s"] > widths["h200"], "142 SMs against 132"
+
+
 def test_a_weight_of_very_many_rows_is_decoded_a_tile_at_a_time() -> None:
-    assert list(backward.parts(1 << 20, 136, 1 << 20)) == [(0, 64), (64, 128), (128, 136)]
+    assert list(backward.parts(1 << 20, 136, 1 << 20, gpu.lookup("h200"))) == [(0, 64), (64, 128), (128, 136)]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, torch.float64])

@@ -109,7 +109,7 @@ def test_a_gradient_of_several_parts(
 ) -> None:
     """Parts, the last narrower, share a workspace: each product reads its own; the same bits every time."""
     monkeypatch.setattr(backward, "MOST_DECODED_BYTES", backward.DECODED_BYTES)  # as of many tokens
-    assert len(list(backward.parts(n, k, m))) > 1
+    assert len(list(backward.parts(n, k, m, gpu.detect()))) > 1
     made, dy = make(n, k, ASYMMETRIC, "cuda"), tokens(m, n, dtype=dtype)
     weight = made.weight()
     given = weight.packed, weight.scales, weight.zeros, "int4", 64, n, k

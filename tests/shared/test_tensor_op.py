@@ -15,10 +15,14 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import cutekernels as ck
+import cutekernels.ops.library
 from cutekernels.backends.triton import Recipe, TritonKernel
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops.activations.op import GELU_MUL, SILU_MUL
+from cutekernels.ops.moe.permute import MOE_PERMUTE
+from cutekernels.ops.moe.route import MOE_ROUTE
 from cutekernels.ops.norms.op import LAYER_NORM
+from cutekernels.ops.rope.op import ROPE
 from cutekernels.ops.shared import call_cache, calls
 from cutekernels.ops.shared.tensor_op import Launch
 from tests.gpu_path import H200, launching
@@ -328,3 +332,33 @@ def test_a_settled_kernel_stays_on_its_device_and_keeps_its_binary(
     fire([64], (0.5,))
     other([64], (0.5,))
     assert [(args[3], args[4]) for args in seen] == [(7002, 11), (7005, 22)]
+
+
+LOGITS, IDS = torch.randn(4, 16), torch.randint(0, 1, (4, 2), dtype=torch.int32)
+HEADS, TABLE = torch.randn(1, 3, 2, 16, dtype=BF16), torch.randn(9, 8)
+EQUAL = {  # a warm call, and the same with an equal value of another kind
+    "renormalize": (lambda flag: ck.moe_route(LOGITS, 2, renormalize=flag), True, 1),
+    "top_k": (lambda number: ck.moe_route(LOGITS, number), 2, 2.0),
+    "num_experts": (lambda number: ck.moe_permute(IDS, number), 1, True),
+    "interleaved": (lambda flag: ck.rope(HEADS, None, TABLE, TABLE, interleaved=flag), True, 1),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_what_is_refused_cold_is_refused_warm(name: str, kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and guards take 1 for True."""
+    function, value, equal = EQUAL[name]
+    for op in (MOE_ROUTE, MOE_PERMUTE, ROPE):
+        monkeypatch.setattr(op.path, "_cpu", partial(_launched, op))
+    for _ in range(2):
+        function(value)
+    assert len(kernel.fired) + len(kernel.called) == 2
+    with pytest.raises(UnsupportedProblem, match=name):
+        function(equal)
+    assert len(kernel.fired) + len(kernel.called) == 2
+
+
+def _launched(op: Any, *args: Any) -> Any:
+    n, m = len(op.inputs), len(op.inputs) + len(op.options)
+    made = calls.run(op, None, args[:n], options=args[n:m], scalars=args[m:-1])
+    return made[0] if len(made) == 1 else made

@@ -14,7 +14,6 @@ from cutekernels.ops.attention import reference
 from cutekernels.ops.attention.arguments import (
     FOREIGN,
     cap_of,
-    check_flags,
     default_scale,
     number,
     refuse_others,
@@ -37,6 +36,7 @@ from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.gradient import BACKWARD_PATH
 from cutekernels.ops.attention.op import ATTENTION
 from cutekernels.ops.shared.call_cache import CallCache
+from cutekernels.ops.shared.checks import check_flag
 from cutekernels.ops.shared.registration import define_with_out, transformed
 
 _CALLS = CallCache()
@@ -132,6 +132,9 @@ def attention(
         InvalidConfig: ``config`` breaks a rule of the op.
     """
     try:
+        if type(causal) is not bool or type(return_lse) is not bool:  # keys take 1 for True
+            check_flag("attention", "causal", causal)
+            check_flag("attention", "return_lse", return_lse)
         left, right = (-1, -1) if window is None else sides_of(window)
         if causal:
             right = -1
@@ -140,12 +143,11 @@ def attention(
         text = None if config is None else text_of(config, AttentionConfig)
         operands = (q, k, v, mask, cu_seqlens_q, cu_seqlens_kv, sinks)
         if check is not False:
-            check_flags("attention", check=check)
+            check_flag("attention", "check", check)
             check_values(*operands, factor)
         made = replayed(_CALLS, out, operands, (causal, left, right, cap > 0.0, return_lse), (factor, cap), text)
         if made is not None:
             return made if return_lse else made[0]  # type: ignore[return-value]
-        check_flags("attention", causal=causal, return_lse=return_lse)
         leaves = (q, k, v) if sinks is None else (q, k, v, sinks)
         differentiates = torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
         if out is None:

@@ -111,13 +111,6 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
         )
 
 
-def check_flags(op: str, **flags: object) -> None:
-    """Refuses what torch would take for a bool."""
-    for name, flag in flags.items():
-        if flag is not True and flag is not False:
-            raise UnsupportedProblem(f"{op} takes {name} as a bool; got {flag!r}: pass True or False")
-
-
 def refuse_others(op: str, tensors: Mapping[str, object], optional: Mapping[str, object]) -> None:
     """Refuses what is no dense tensor."""
     for names, absent in ((tensors, False), (optional, True)):

@@ -15,7 +15,6 @@ from cutekernels.ops.attention.arguments import (
     FOREIGN,
     cap_of,
     check_dtype,
-    check_flags,
     check_lengths,
     check_pages,
     check_scale,
@@ -39,6 +38,7 @@ from cutekernels.ops.attention.decode import (
 )
 from cutekernels.ops.attention.problem import WIDEST, sinks_of
 from cutekernels.ops.shared.call_cache import CallCache, empty_copy
+from cutekernels.ops.shared.checks import check_flag
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.registration import define_with_out, refuse_gradient
 
@@ -138,6 +138,8 @@ def decode_attention(
         InvalidConfig: ``config`` breaks a rule of the op.
     """
     try:
+        if type(return_lse) is not bool:  # keys take 1 for True
+            check_flag("decode_attention", "return_lse", return_lse)
         single = q.dim() == 3
         queries = q.unsqueeze(1) if single else q
         factor = default_scale(q) if scale is None else scale if type(scale) is float else number("scale", scale)
@@ -149,7 +151,7 @@ def decode_attention(
             raise UnsupportedProblem(f"out must have q's shape {tuple(q.shape)}; it has {tuple(out.shape)}")
         target = out.unsqueeze(1) if single and out is not None else out
         if check is not False:
-            check_flags("decode_attention", check=check)
+            check_flag("decode_attention", "check", check)
             _check_values(*operands, factor, left)
         made = replayed(_CALLS, target, operands, (left, cap > 0.0, return_lse), (factor, cap), text)
         result: Tensor
@@ -157,14 +159,12 @@ def decode_attention(
         if made is not None:
             result, lse = made[0], made[-1]
         elif target is None:
-            check_flags("decode_attention", return_lse=return_lse)
             arguments = (*operands, left, factor, cap, return_lse, text)
             if torch.compiler.is_compiling():
                 result, lse = torch.ops.cutekernels.decode_attention(*arguments)
             else:
                 result, lse = DECODE_PATH(*arguments)
         else:
-            check_flags("decode_attention", return_lse=return_lse)
             refuse_gradient(q, k_cache, v_cache, target, *([] if sinks is None else [sinks]))
             lse = torch.ops.cutekernels.decode_attention_out(*operands, target, left, factor, cap, return_lse, text)
         if out is not None:

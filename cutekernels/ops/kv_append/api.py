@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.attention.arguments import check_config, check_flags
+from cutekernels.ops.attention.arguments import check_config
 from cutekernels.ops.kv_append.op import KV_APPEND, KvAppendConfig
 from cutekernels.ops.rope.api import refuse_table_gradient
 from cutekernels.ops.shared.calls import refuse_others, register_updating, run
-from cutekernels.ops.shared.checks import check_tensor
+from cutekernels.ops.shared.checks import check_flag, check_tensor
 from cutekernels.ops.shared.registration import PLAIN, direct, refuse_duals
 
 
@@ -51,6 +51,8 @@ def kv_append(
         InvalidConfig: ``config`` breaks a rule of the op.
     """
     check_tensor("kv_append", "k", k)
+    if type(interleaved) is not bool:  # keys take 1 for True
+        check_flag("kv_append", "interleaved", interleaved)
     if config is not None:
         check_config(config, KvAppendConfig)
     queries = k.new_empty((*k.shape[:2], 0, *k.shape[3:])) if q is None else q
@@ -68,7 +70,6 @@ def kv_append(
         refuse_others(KV_APPEND, operands, results)
         raise
     refuse_others(KV_APPEND, operands, results)
-    check_flags("kv_append", interleaved=interleaved)
     text = None if config is None else str(config)
     torch.ops.cutekernels.kv_append(q, k, v, k_cache, v_cache, state, page_table, counts, cos, sin, interleaved, text)
 

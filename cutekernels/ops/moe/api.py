@@ -10,6 +10,7 @@ from cutekernels.ops.moe.permute import MOE_PERMUTE, MoePermuteConfig
 from cutekernels.ops.moe.route import MOE_ROUTE, MOE_ROUTE_BACKWARD, MoeRouteConfig
 from cutekernels.ops.moe.rows import MOE_COMBINE, MOE_COMBINE_BACKWARD, MOE_GATHER, MoeMoveConfig
 from cutekernels.ops.shared.calls import call, register
+from cutekernels.ops.shared.checks import check_flag, check_whole
 
 
 def moe_route(
@@ -37,6 +38,9 @@ def moe_route(
         UnsupportedProblem: a dtype no kernel takes, too many experts, ``top_k`` out of range.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
+    if type(top_k) is not int or type(renormalize) is not bool:  # keys take 1 for True, and 8.0 for 8
+        check_whole("moe_route", "top_k", top_k)
+        check_flag("moe_route", "renormalize", renormalize)
     weights, ids = call(MOE_ROUTE, (logits,), (top_k, renormalize), config=config)
     return weights, ids
 
@@ -64,6 +68,8 @@ def moe_permute(
         UnsupportedProblem: another dtype, more than 1023 experts, more than 2^31 - 2^20 pairs.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
+    if type(num_experts) is not int:
+        check_whole("moe_permute", "num_experts", num_experts)
     order, offsets, inverse = call(MOE_PERMUTE, (ids,), (num_experts,), config=config)
     return order, offsets, inverse
 

@@ -40,24 +40,17 @@ def quantized_linear(
         raise UnsupportedProblem(f"x must be (..., K) with weight's K={k}; its shape is {tuple(x.shape)}")
     if weight.offsets is not None or k % 8:
         check_kernels(x, weight)
-    if weight.order is not None:
-        x = x.index_select(-1, weight.order)
-    rows = math.prod(x.shape[:-1])
-    flat = x if x.dim() == 2 else x.reshape(rows, k)
-    inputs = (flat, weight.packed, weight.scales, weight.zeros, bias)
-    options = (weight.code, weight.group, n, "none" if activation is None else activation)
+    activation = "none" if activation is None else activation
     if out is None:
-        made = call(QUANTIZED_LINEAR, inputs, options, config=config)[0]
-        return made if x.dim() == 2 else made.view(*x.shape[:-1], n)
+        return _called(x, weight, bias, activation, config)
     check_tensor("linear", "out", out)
     if out.shape != (*x.shape[:-1], n):
         raise UnsupportedProblem(f"out must be {(*x.shape[:-1], n)}; its shape is {tuple(out.shape)}")
     try:
-        flat_out = out if x.dim() == 2 else out.view(rows, n)
+        flat_out = out.view(math.prod(x.shape[:-1]), n)
     except RuntimeError:  # no single stride walks out's rows
-        out.copy_(call(QUANTIZED_LINEAR, inputs, options, config=config)[0].view(out.shape))
-        return out
-    call(QUANTIZED_LINEAR, inputs, options, config=config, out=(flat_out,))
+        return out.copy_(_called(x, weight, bias, activation, config))
+    _called(x, weight, bias, activation, config, flat_out)
     return out
 
 
@@ -70,18 +63,31 @@ def gated(x: Tensor, weight: QuantizedWeight, *, out: Tensor | None = None) -> T
     rows = math.prod(x.shape[:-1])
     if n % 128 or k % 8 or rows > MOST_GATED or x.dim() == 0 or x.shape[-1] != k or weight.offsets is not None:
         return None
-    if weight.order is not None:
-        x = x.index_select(-1, weight.order)
-    flat = x if x.dim() == 2 else x.reshape(rows, k)
-    inputs = (flat, weight.packed, weight.scales, weight.zeros, None)
-    options = (weight.code, weight.group, n, GATED)
     if out is None:
-        made = call(QUANTIZED_LINEAR, inputs, options)[0]
-        return made if x.dim() == 2 else made.view(*x.shape[:-1], n // 2)
+        return _called(x, weight, None, GATED)
     if out.shape != (*x.shape[:-1], n // 2) or not out.is_contiguous():
         return None
-    call(QUANTIZED_LINEAR, inputs, options, out=(out.view(rows, n // 2),))
+    _called(x, weight, None, GATED, out=out.view(rows, n // 2))
     return out
+
+
+def _called(
+    x: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    activation: str,
+    config: Any = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The op of the rows of ``x``, in the weight's order of K: new, in the shape of ``x``, or written to ``out``."""
+    n, k = weight.shape
+    if weight.order is not None:
+        x = x.index_select(-1, weight.order)
+    flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), k)
+    inputs = (flat, weight.packed, weight.scales, weight.zeros, bias)
+    options = (weight.code, weight.group, n, activation)
+    made = call(QUANTIZED_LINEAR, inputs, options, config=config, out=None if out is None else (out,))[0]
+    return made if x.dim() == 2 or out is not None else made.view(*x.shape[:-1], made.shape[-1])
 
 
 def check_kernels(x: Tensor, weight: QuantizedWeight) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cutekernels import gpu as gpus
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.gpu import GpuSpec
 from cutekernels.ops.gemm.api import gemm
 from cutekernels.ops.quantized.decode import DEQUANTIZE, check_weight, rows_of_scale
 from cutekernels.ops.shared.calls import run
@@ -25,19 +27,19 @@ from cutekernels.quant.weight import QuantizedWeight
 NAME = "quantized_linear_backward"
 DECODED_BYTES = 24 << 20  # of decoded columns at a time: they stay in the L2
 MOST_DECODED_BYTES = 256 << 20  # where few tokens need more columns for a product that fills a GPU
-_FILLING = 132 * 128 * 128  # elements of dx in such a product
+_TILE = 128 * 128  # elements of dx that an SM takes at a time in such a product
 _MULTIPLE = 256  # of a part's columns: whole tiles of the product
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-def parts(n: int, k: int, m: int) -> Iterator[tuple[int, int]]:
+def parts(n: int, k: int, m: int, gpu: GpuSpec) -> Iterator[tuple[int, int]]:
     """``(begin, end)`` of the columns that are decoded at a time: one part where all fit, else about equal ones.
 
-    Few tokens make few tiles of dx: their parts are larger, so that a product still fills a GPU.
+    Few tokens make few tiles of dx: their parts are larger, so that a product still fills ``gpu``.
 
     A part is a multiple of 256 columns, or of 64 where a weight has too many rows for that.
     """
-    filling = -(-_FILLING // max(1, m)) * n * 2
+    filling = -(-gpu.sm_count * _TILE // max(1, m)) * n * 2
     held = min(max(DECODED_BYTES, filling), MOST_DECODED_BYTES)
     if n * k * 2 <= held:
         most = k
@@ -79,7 +81,7 @@ def _cuda(given: tuple[Tensor, ...] | None, inputs: tuple[Any, ...], *options: A
         if dout.stride(1) != 1:
             dout = dout.contiguous()  # once, not for each part
         dtype = GPU_DTYPES.names[dout.dtype]
-        ranges = list(parts(n, k, dout.shape[0]))
+        ranges = list(parts(n, k, dout.shape[0], gpus.detect(dout.get_device())))
         workspace = dout.new_empty((n, ranges[0][1]))
         for begin, end in ranges:
             width = end - begin

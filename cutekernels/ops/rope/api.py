@@ -77,7 +77,8 @@ def rope(
         refuse_others(ROPE, (q, q if k is None else k, cos, sin, None), None)  # type: ignore[unreachable]
     if q.is_nested or cos.is_nested:
         refuse_others(ROPE, (q, q, cos, cos, None), None)
-    if inplace is not False:
+    if type(interleaved) is not bool or inplace is not False:  # keys take 1 for True
+        check_flag("rope", "interleaved", interleaved)
         check_flag("rope", "inplace", inplace)
     start, places = (0, positions) if positions is None or isinstance(positions, Tensor) else (positions, None)
     if not isinstance(start, int | torch.SymInt) or isinstance(start, bool):

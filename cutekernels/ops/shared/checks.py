@@ -73,11 +73,11 @@ def check_whole(op: str, name: str, value: object, low: int = -(2**63), high: in
 
 
 def check_flag(op: str, name: str, value: object) -> None:
-    """Refuses what is neither True nor False (nor 1 nor 0)."""
+    """Refuses what is neither True nor False: 1 equals True, but not in a problem."""
     import torch
 
-    if not isinstance(value, bool | int | torch.SymBool) or value not in (0, 1):
-        raise UnsupportedProblem(f"{op} takes {name} as True or False; got {said(value)}")
+    if not isinstance(value, bool | torch.SymBool):
+        raise UnsupportedProblem(f"{op} takes {name} as a bool; got {said(value)}: pass True or False")
 
 
 def check_word(op: str, name: str, value: object, *, optional: bool = False) -> None:
