@@ -133,7 +133,7 @@ def attention(
     """
     try:
         if type(causal) is not bool or type(return_lse) is not bool:  # keys take 1 for True
-            check_flag("attention", "causal", causal)
+            check_flag("attention", "causal", causal)  # type: ignore[unreachable]
             check_flag("attention", "return_lse", return_lse)
         left, right = (-1, -1) if window is None else sides_of(window)
         if causal:

@@ -139,7 +139,7 @@ def decode_attention(
     """
     try:
         if type(return_lse) is not bool:  # keys take 1 for True
-            check_flag("decode_attention", "return_lse", return_lse)
+            check_flag("decode_attention", "return_lse", return_lse)  # type: ignore[unreachable]
         single = q.dim() == 3
         queries = q.unsqueeze(1) if single else q
         factor = default_scale(q) if scale is None else scale if type(scale) is float else number("scale", scale)

@@ -52,7 +52,7 @@ def kv_append(
     """
     check_tensor("kv_append", "k", k)
     if type(interleaved) is not bool:  # keys take 1 for True
-        check_flag("kv_append", "interleaved", interleaved)
+        check_flag("kv_append", "interleaved", interleaved)  # type: ignore[unreachable]
     if config is not None:
         check_config(config, KvAppendConfig)
     queries = k.new_empty((*k.shape[:2], 0, *k.shape[3:])) if q is None else q
