@@ -10,7 +10,9 @@ from cutekernels.ops.activations.api import silu_mul
 from cutekernels.ops.moe.api import moe_combine, moe_gather, moe_permute
 from cutekernels.ops.moe.grouped import GATED
 from cutekernels.ops.moe.grouped_api import grouped_gemm
+from cutekernels.ops.shared.calls import any_requires_grad, is_grad_enabled
 from cutekernels.ops.shared.checks import check_tensor
+from cutekernels.ops.shared.registration import PLAIN
 
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -47,9 +49,11 @@ def moe_ffn(
     """
     given = {"x": x, "w_gate_up": w_gate_up, "w_down": w_down, "ids": ids, "weights": weights}
     for name, t in given.items():
-        check_tensor("moe_ffn", name, t)
+        if type(t) not in PLAIN or t.layout is not torch.strided or t.is_nested or t.is_quantized:
+            check_tensor("moe_ffn", name, t)
     for name, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)):
-        check_tensor("moe_ffn", name, bias, optional=True)
+        if bias is not None:
+            check_tensor("moe_ffn", name, bias)
     experts, width = w_gate_up.shape[0] if w_gate_up.dim() == 3 else 0, x.shape[-1] if x.dim() else 0
     fits = w_gate_up.dim() == 3 and w_gate_up.shape[1] % 2 == 0 and w_gate_up.shape[2] == width
     if not fits or w_down.shape != (experts, width, w_gate_up.shape[1] // 2):
@@ -68,7 +72,7 @@ def moe_ffn(
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     _, offsets, inverse = moe_permute(ids, experts)
     rows = moe_gather(x, inverse)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (rows, w_gate_up, gate_up_bias)):
+    if is_grad_enabled() and any_requires_grad(rows, w_gate_up, gate_up_bias):
         hidden = silu_mul(grouped_gemm(rows, w_gate_up, offsets, gate_up_bias))  # backward reads gate and up
     else:
         hidden = grouped_gemm(rows, w_gate_up, offsets, gate_up_bias, activation=GATED)

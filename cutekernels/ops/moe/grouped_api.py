@@ -11,8 +11,8 @@ from cutekernels.ops.activations.api import PACKED_BACKWARD
 from cutekernels.ops.gemm.problem import Activation, GemmConfig
 from cutekernels.ops.gemm.slopes import SLOPES
 from cutekernels.ops.moe.grouped import GATED, GROUPED_GEMM, GROUPED_GEMM_WGRAD
-from cutekernels.ops.shared.calls import call, register
-from cutekernels.ops.shared.checks import check_arguments, check_tensor, check_word
+from cutekernels.ops.shared.calls import call, refuse_others, register
+from cutekernels.ops.shared.registration import PLAIN
 
 _BIAS_COLUMNS = 8  # of ones, whose product with dout is the bias's gradient: 16-byte rows
 
@@ -52,12 +52,11 @@ def grouped_gemm(
         UnsupportedProblem: a dtype no kernel takes, shapes that do not fit, other devices, more than 1023 experts.
         InvalidConfig: ``config`` breaks a rule of the op.
     """
-    check_word("grouped_gemm", "activation", activation, optional=True)
-    activation = "none" if activation is None else activation
-    inputs = (x, weight, offsets, bias)
-    check_arguments("grouped_gemm", GROUPED_GEMM.kinds, (*inputs, activation))
-    check_tensor("grouped_gemm", "out", out, optional=True)
-    return call(GROUPED_GEMM, inputs, (activation,), config=config, out=None if out is None else (out,))[0]
+    inputs, results = (x, weight, offsets, bias), None if out is None else (out,)
+    options = ("none" if activation is None else activation,)
+    if type(x) not in PLAIN or type(weight) not in PLAIN or type(offsets) not in PLAIN:
+        refuse_others(GROUPED_GEMM, inputs, results, options)
+    return call(GROUPED_GEMM, inputs, options, config=config, out=results)[0]
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

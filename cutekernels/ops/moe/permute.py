@@ -28,6 +28,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Config, Problem, Scalar, Work, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.shared.dtypes import TYPES
 from cutekernels.ops.shared.operands import Array, Sizes
+from cutekernels.ops.shared.tensor_op import Launch
 from cutekernels.ops.shared.triton_op import TritonOp
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ class MoePermute(TritonOp[MoePermuteProblem, MoePermuteConfig]):
     def bind(self, p: MoePermuteProblem, c: MoePermuteConfig, kernel: Callable[..., Any]) -> Callable[..., None]:
         launch = super().bind(p, c, kernel)
         if c.passes == 1:
-            return lambda *operands: launch(*operands, 0, 1)
+            return launch.ending(0, 1) if isinstance(launch, Launch) else launch
         size = self.grid(p, c)[0] * p.bins
 
         def counted(*operands: Any) -> None:

@@ -122,6 +122,11 @@ class Launch:
         addresses = [0 if t is None else t.data_ptr() for t in operands]
         self._kernel(self._grid, *addresses, *self._numbers(*operands), *args[self._operands :])
 
+    def ending(self, *extras: int) -> Launch:
+        """The same with ``extras`` behind the numbers, of an op without scalars."""
+        numbers = self._numbers
+        return Launch(self._kernel, self._grid, self._operands, lambda *operands: [*numbers(*operands), *extras])
+
     def settled(self, operands: Sequence[Tensor | None], scalars: int) -> Fire:
         """The launch by addresses, for operands that lie as these do, on the current device."""
         numbers = self._numbers(*operands)
