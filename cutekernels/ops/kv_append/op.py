@@ -15,8 +15,8 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Scalar, Work, exact, extent, knob, ladder, plain, power_of_two
 from cutekernels.ops.attention.decode import PAGE_SIZES, check_page_size
 from cutekernels.ops.rope.op import ROPE
+from cutekernels.ops.rope.rotary import DEPTH, MAX_PROGRAMS, Heads, RotaryConfig, RotaryOp, RotaryProblem, Table
 from cutekernels.ops.shared.operands import Array, Sizes, Vector, sizes_of
-from cutekernels.ops.shared.rotary import DEPTH, MAX_PROGRAMS, Heads, RotaryConfig, RotaryOp, RotaryProblem, Table
 from cutekernels.ops.shared.triton_op import placed
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class KvAppendProblem(RotaryProblem):
 
     ``gathered``: tables have a row per token, not per position. ``counted``: each sequence has its own number of new
     tokens. ``page_size=0`` is a contiguous cache. Channels are contiguous. The rest:
-    :class:`~cutekernels.ops.shared.rotary.RotaryProblem`.
+    :class:`~cutekernels.ops.rope.rotary.RotaryProblem`.
     """
 
     batch: int = extent(ladder)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Scalar, Work, exact, extent, ladder, plain
-from cutekernels.ops.shared.operands import Array, Sizes
-from cutekernels.ops.shared.rotary import (
+from cutekernels.ops.rope.rotary import (
     DEPTH,
     Heads,
     RotaryConfig,
@@ -18,6 +17,7 @@ from cutekernels.ops.shared.rotary import (
     Table,
     turned,
 )
+from cutekernels.ops.shared.operands import Array, Sizes
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ class RopeProblem(RotaryProblem):
     """q of (batch, seq, heads_q, head_dim) and k of heads_kv heads; the first ``rotary`` channels of a head turn.
 
     ``positions``: from one start, from a start per batch entry, or one per token, in integers of type ``index``.
-    The rest: :class:`~cutekernels.ops.shared.rotary.RotaryProblem`.
+    The rest: :class:`~cutekernels.ops.rope.rotary.RotaryProblem`.
     """
 
     batch: int = extent(ladder)
