@@ -146,7 +146,7 @@ def _posed(
         raise UnsupportedProblem("not for heads that are broadcast")
     mask = None if attn_mask is None else _mask(attn_mask, q.shape[1], k.shape[1])
     factor = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
-    check(q, k, v, mask, None, None, factor)
+    check(q, k, v, mask, None, None, None, factor)
     options: dict[str, Any] = {"scale": factor, "mask": mask}
     if is_causal is not False and is_causal is not True:
         raise UnsupportedProblem("not for an is_causal that is no bool")

@@ -12,6 +12,7 @@ import torch
 from cutekernels import gpu
 from cutekernels.errors import InvalidConfig, UnsupportedProblem
 from cutekernels.ops.attention import api
+from cutekernels.ops.attention import calls as attend_calls
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.calls import canonical
 from cutekernels.ops.attention.config import AttentionConfig
@@ -271,7 +272,7 @@ def test_torchs_op_looks_a_call_up_before_it_checks_it(monkeypatch: pytest.Monke
     q, k, v = qkv()
     known = q.clone(), q.new_empty(0)
     monkeypatch.setattr(CallCache, "recall", lambda *args: known)
-    monkeypatch.setattr(api, "check", unwanted)
+    monkeypatch.setattr(attend_calls, "check_dtype", unwanted)
     inputs = (q, k, v, None, None, None, None)
     assert api._cuda(None, inputs, True, -1, -1, 0.25, 0.0, True) == known
     for scale in (math.nan, math.inf, 0.0, -1.0):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -14,6 +13,7 @@ from cutekernels.ops.attention import reference
 from cutekernels.ops.attention.arguments import (
     FOREIGN,
     cap_of,
+    check_ends,
     default_scale,
     number,
     refuse_others,
@@ -24,10 +24,9 @@ from cutekernels.ops.attention.calls import (
     add,
     canonical,
     check,
-    check_out,
-    check_out_shape,
     check_values,
     dense,
+    implementations,
     is_canonical,
     pose,
     replayed,
@@ -35,7 +34,8 @@ from cutekernels.ops.attention.calls import (
 from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.gradient import BACKWARD_PATH
 from cutekernels.ops.attention.op import ATTENTION
-from cutekernels.ops.shared.call_cache import CallCache
+from cutekernels.ops.attention.problem import Sides
+from cutekernels.ops.shared.call_cache import CallCache, Inputs
 from cutekernels.ops.shared.checks import check_flag
 from cutekernels.ops.shared.registration import define_with_out, transformed
 
@@ -176,7 +176,7 @@ def _launched(
     """Poses, plans and launches for checked GPU tensors: ``(into or a new tensor[, lse])``."""
     q, k, v, mask, cu_q, cu_kv, sinks = operands
     out = q.new_empty(q.shape) if into is None else into
-    more = (fresh_lse(q, cu_q, True),) if return_lse else ()
+    more = (_fresh_lse(operands, True),) if return_lse else ()
     if out.numel() == 0:
         return out, *more
     with torch.cuda.device(q.device):
@@ -191,11 +191,12 @@ def _launched(
     return add(_CALLS, launch, into, operands, options, (scale, softcap), config, (out, *more), (target, *more, *posed))
 
 
-def fresh_lse(q: Tensor, cu_q: Tensor | None, wanted: bool) -> Tensor:
+def _fresh_lse(inputs: Inputs, wanted: bool) -> Tensor:
+    q: Tensor = inputs[0]  # type: ignore[assignment]
     kind = torch.promote_types(q.dtype, torch.float32)
     if not wanted:
         return q.new_empty((0,), dtype=kind)
-    shape = (q.shape[0], q.shape[2], q.shape[1]) if cu_q is None else (q.shape[1], q.shape[0])
+    shape = (q.shape[0], q.shape[2], q.shape[1]) if inputs[4] is None else (q.shape[1], q.shape[0])
     return q.new_empty(shape, dtype=kind)
 
 
@@ -220,53 +221,20 @@ def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     return *grads, None, None, None, None if sinks is None else dsinks, *(None,) * 7
 
 
-def _cuda(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) -> Any:
-    causal, left, right, scale, softcap, return_lse, *forced = options
-    config = forced[0] if forced else None
-    key = (causal, left, right, softcap > 0.0, return_lse)
-    made = None
-    if 0.0 < scale < math.inf:  # keys do not hold it
-        given = results, inputs, key, (scale, softcap), config
-        made = _CALLS.replay(*given) or _CALLS.recall(*given)
-    if made is None:
-        check(*(*inputs[:6], scale, inputs[6]))
-        if results is not None:
-            check_out(results[0], *inputs[:4], inputs[6])
-        made = _launched(*(results and results[0], inputs, *options[:6], config))
-    lse = made[1] if return_lse else fresh_lse(inputs[0], inputs[4], False)
-    return (made[0], lse) if results is None else lse
-
-
-def _cpu(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) -> Any:
-    q, k, v, mask, cu_q, cu_kv, sinks = inputs
-    causal, left, right, scale, softcap, return_lse = options[:6]
-    check_values(*(*inputs, scale))
-    if results is not None:
-        check_out(results[0], *inputs[:4], sinks)
+def _computed(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: Tensor | None, cu_kv: Tensor | None,
+    sinks: Tensor | None, causal: bool, left: int, right: int, scale: float, softcap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The reference, of ends whose values are right."""
+    if cu_q is not None and cu_kv is not None:
+        check_ends(q, k, cu_q, cu_kv)
     if mask is not None:
         mask = mask.expand(q.shape[0], q.shape[2], -1, -1)
-    reach = 0 if causal else right
-    out, lse = reference.attention(
-        q, k, v, mask, cu_q, cu_kv, sinks, scale, softcap,
-        left=None if left < 0 else left, right=None if reach < 0 else reach,
-    )  # fmt: skip
-    lse = lse if return_lse else fresh_lse(q, cu_q, False)
-    if results is None:
-        return out, lse
-    results[0].copy_(out)
-    return lse
+    sides: Sides = {"left": None if left < 0 else left, "right": 0 if causal else None if right < 0 else right}
+    return reference.attention(q, k, v, mask, cu_q, cu_kv, sinks, scale, softcap, **sides)
 
 
-def _fake(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) -> Any:
-    q = inputs[0]
-    check(*(*inputs[:6], options[3], inputs[6]))
-    lse = fresh_lse(q, inputs[4], options[5])
-    if results is None:
-        return q.new_empty(q.shape), lse
-    check_out_shape(results[0], q)
-    return lse
-
-
+_cuda, _cpu, _fake = implementations(_CALLS, 3, check, _launched, _computed, _fresh_lse)
 ATTENTION_PATH = define_with_out(
     "attention",
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? sinks",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from cutekernels.ops.attention.arguments import check_dtype, check_ends, check_s
 from cutekernels.ops.attention.problem import WIDEST, AttentionProblem, sinks_of
 from cutekernels.ops.shared.call_cache import Call, CallCache, Inputs, empty_copy, stand_ins
 from cutekernels.ops.shared.dtypes import DTYPES
-from cutekernels.ops.shared.registration import direct
+from cutekernels.ops.shared.registration import Implementation, direct
 from cutekernels.ops.shared.strides import overlaps_itself, pairs, relation
 
 _is_compiling = torch.compiler.is_compiling
@@ -44,19 +45,76 @@ def replayed(
     return made
 
 
+def implementations(
+    calls: CallCache,
+    sides: int,
+    check: Callable[..., None],
+    launch: Callable[..., tuple[Tensor, ...]],
+    compute: Callable[..., tuple[Tensor, Tensor]],
+    fresh_lse: Callable[[Inputs, bool], Tensor],
+) -> tuple[Implementation, Implementation, Implementation]:
+    """An op of ``(*inputs, *sides, scale, softcap, return_lse, config)`` on a GPU, on the CPU and of fakes.
+
+    Args:
+        calls: what repeats.
+        sides: the number of options that say which keys a query sees.
+        check: ``(*inputs, scale)``, refuses what poses no problem.
+        launch: ``(into, inputs, *options, config)`` for checked tensors: ``(into or a new tensor[, lse])``.
+        compute: ``(*inputs, *sides, scale, softcap)``: out and lse.
+        fresh_lse: memory for lse, or an empty tensor.
+    """
+
+    def returned(given: tuple[Tensor] | None, inputs: Inputs, wanted: bool, made: tuple[Tensor, ...]) -> Any:
+        lse = made[1] if wanted else fresh_lse(inputs, False)
+        return (made[0], lse) if given is None else lse
+
+    def cuda(given: tuple[Tensor] | None, inputs: Any, *options: Any) -> Any:
+        *seen, scale, softcap, wanted, config = (*options, None)[: sides + 4]
+        made = None
+        if 0.0 < scale < math.inf:  # neither guards nor keys hold it
+            call = given, inputs, (*seen, softcap > 0.0, wanted), (scale, softcap), config
+            made = calls.replay(*call) or calls.recall(*call)
+        if made is None:
+            check(*inputs, scale)
+            if given is not None:
+                check_out(given[0], *inputs)
+            made = launch(given and given[0], inputs, *seen, scale, softcap, wanted, config)
+        return returned(given, inputs, wanted, made)
+
+    def cpu(given: tuple[Tensor] | None, inputs: Any, *options: Any) -> Any:
+        *seen, scale, softcap, wanted = options[: sides + 3]
+        check(*inputs, scale)
+        if given is not None:
+            check_out(given[0], *inputs)
+        made = compute(*inputs, *seen, scale, softcap)
+        if given is not None:
+            given[0].copy_(made[0])
+        return returned(given, inputs, wanted, made)
+
+    def fake(given: tuple[Tensor] | None, inputs: Any, *options: Any) -> Any:
+        q, wanted = inputs[0], options[sides + 2]
+        check(*inputs, options[sides])
+        if given is not None:
+            check_out_shape(given[0], q)
+        out = q.new_empty(q.shape) if given is None else given[0]
+        return returned(given, inputs, wanted, (out, fresh_lse(inputs, wanted)))
+
+    return cuda, cpu, fake
+
+
 def check_values(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: Tensor | None, cu_kv: Tensor | None,
     sinks: Tensor | None, scale: float,
 ) -> None:  # fmt: skip
     """:func:`check`, and the values of the sequences' ends."""
-    check(q, k, v, mask, cu_q, cu_kv, scale, sinks)
+    check(q, k, v, mask, cu_q, cu_kv, sinks, scale)
     if cu_q is not None and cu_kv is not None:
         check_ends(q, k, cu_q, cu_kv)
 
 
 def check(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: Tensor | None, cu_kv: Tensor | None, scale: float,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_q: Tensor | None, cu_kv: Tensor | None,
+    sinks: Tensor | None, scale: float,
 ) -> None:  # fmt: skip
     """Raises UnsupportedProblem for arguments that pose no problem."""
     packed = cu_q is not None or cu_kv is not None

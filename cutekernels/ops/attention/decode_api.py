@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -26,7 +25,7 @@ from cutekernels.ops.attention.arguments import (
     text_of,
 )
 from cutekernels.ops.attention.cached import CACHE_ATTENTION, CacheAttention, CacheProblem
-from cutekernels.ops.attention.calls import add, canonical, check_out, check_out_shape, dense, replayed
+from cutekernels.ops.attention.calls import add, canonical, dense, implementations, replayed
 from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.decode import (
     DECODE_ATTENTION,
@@ -37,7 +36,7 @@ from cutekernels.ops.attention.decode import (
     check_page_size,
 )
 from cutekernels.ops.attention.problem import WIDEST, sinks_of
-from cutekernels.ops.shared.call_cache import CallCache, empty_copy
+from cutekernels.ops.shared.call_cache import CallCache, Inputs, empty_copy
 from cutekernels.ops.shared.checks import check_flag
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.registration import define_with_out, refuse_gradient
@@ -316,7 +315,7 @@ def _launched(
     """Poses, plans and launches for checked GPU tensors: ``(into or a new tensor[, lse])``."""
     q, k, v, lengths, table, sinks = operands
     out = q.new_empty(q.shape) if into is None else into
-    more = (fresh_lse(q, True),) if return_lse else ()
+    more = (_fresh_lse(operands, True),) if return_lse else ()
     if out.numel() == 0:
         return out, *more
     with torch.cuda.device(q.device):
@@ -330,57 +329,27 @@ def _launched(
     return add(_CALLS, launch, into, operands, options, (scale, softcap), config, (out, *more), (target, *more, *posed))
 
 
-def fresh_lse(q: Tensor, wanted: bool) -> Tensor:
-    kind = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty((q.shape[0], q.shape[2], q.shape[1]) if wanted else (0,), dtype=kind)
+def _fresh_lse(inputs: Inputs, wanted: bool) -> Tensor:
+    q: Tensor = inputs[0]  # type: ignore[assignment]
+    shape = (q.shape[0], q.shape[2], q.shape[1]) if wanted else (0,)
+    return q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 # ---- torch.library --------------------------------------------------------------------------------------
 
 
-def _cuda(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) -> Any:
-    left, scale, softcap, return_lse, *forced = options
-    config = forced[0] if forced else None
-    made = None
-    if 0.0 < scale < math.inf:  # neither guards nor keys hold it
-        given = results, inputs, (left, softcap > 0.0, return_lse), (scale, softcap), config
-        made = _CALLS.replay(*given) or _CALLS.recall(*given)
-    if made is None:
-        check(*(*inputs, scale))
-        if results is not None:
-            check_out(results[0], *inputs)
-        made = _launched(*(results and results[0], inputs, *options[:4], config))
-    lse = made[1] if return_lse else fresh_lse(inputs[0], False)
-    return (made[0], lse) if results is None else lse
-
-
-def _cpu(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) -> Any:
-    q, k, v, lengths, table, sinks = inputs
-    left, scale, softcap, return_lse = options[:4]
-    check(*(*inputs, scale))
-    if results is not None:
-        check_out(results[0], *inputs)
+def _computed(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, sinks: Tensor | None, left: int,
+    scale: float, softcap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The reference, of pages that are there."""
     if table is not None:
         check_pages(table, lengths, k.shape[0], k.shape[1], q.shape[1], left)
     seen = lengths.clamp(0, room_of(k, table))  # as the kernel does, which cannot raise
-    out, lse = reference.decode(q, k, v, seen, table, sinks, scale, softcap, left=None if left < 0 else left)
-    lse = lse if return_lse else fresh_lse(q, False)
-    if results is None:
-        return out, lse
-    results[0].copy_(out)
-    return lse
+    return reference.decode(q, k, v, seen, table, sinks, scale, softcap, left=None if left < 0 else left)
 
 
-def _fake(results: tuple[Tensor] | None, inputs: tuple[Any, ...], *options: Any) -> Any:
-    q = inputs[0]
-    check(*(*inputs, options[1]))
-    lse = fresh_lse(q, options[3])
-    if results is None:
-        return q.new_empty(q.shape), lse
-    check_out_shape(results[0], q)
-    return lse
-
-
+_cuda, _cpu, _fake = implementations(_CALLS, 1, check, _launched, _computed, _fresh_lse)
 DECODE_PATH = define_with_out(
     "decode_attention",
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? page_table, Tensor? sinks",

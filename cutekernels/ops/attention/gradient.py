@@ -35,7 +35,7 @@ def _check(
     cu_q: Tensor | None, cu_kv: Tensor | None, sinks: Tensor | None, scale: float,
 ) -> None:  # fmt: skip
     """Raises UnsupportedProblem for arguments that pose no problem."""
-    check(q, k, v, mask, cu_q, cu_kv, scale, sinks)
+    check(q, k, v, mask, cu_q, cu_kv, sinks, scale)
     for name, t in (("dout", dout), ("out", out)):
         if t.shape != q.shape or t.dtype != q.dtype or t.device != q.device:
             raise UnsupportedProblem(
