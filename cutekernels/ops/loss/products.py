@@ -133,12 +133,15 @@ def differentiate(
     ``kept``: its blocks of logits, which are used up; computed again where there are none.
     """
     ranges = blocks(len(of.weight), len(x), x.element_size())
+    count = len(ranges) - (len(ranges) > 1 and ranges[-1][1] - ranges[-1][0] < _VECTOR)
     parts: Tensor | None = None
+    before: Tensor | None = None
     widest = max([end - begin for begin, end in ranges], default=0)
     buffer = None if kept else x.new_empty(len(x) * widest)
-    if into.dx is not None and len(ranges) > 1:
-        # A part of dx for each block, rounded once, then their sum in fp32: as exact as one product over all classes.
-        parts = x.new_empty((len(ranges), *x.shape))
+    if into.dx is not None and count > 1:
+        # A part of dx for each block, rounded once, then their sum in fp32: as exact as one product over all classes,
+        # but for one rounding.
+        parts = x.new_empty((count, *x.shape))
     for i in reversed(range(len(ranges))):  # the last blocks of logits may still be in the L2 cache
         begin, end = ranges[i]
         if buffer is None:
@@ -150,7 +153,13 @@ def differentiate(
         operands = (dz, targets, of.classes(begin, end), factors)
         call(LOGIT_GRADIENT, operands, of.options, (of.first + begin, *of.shape), out=(_alias(dz),))
         if into.dx is not None:
-            gemm(dz, of.weight[begin:end], out=into.dx if parts is None else parts[i])
+            weight = of.weight[begin:end]
+            if i == count:  # a ragged end's few classes, to which the block before adds its own
+                before = gemm(dz, weight)
+            else:
+                beta = 0.0 if before is None else 1.0
+                gemm(dz, weight, before, beta=beta, out=into.dx if parts is None else parts[i])
+                before = None
         if into.dweight is not None:
             _add_product(dz, x, into.dweight[begin:end], first_chunk)
         if into.dbias is not None:
