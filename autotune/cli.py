@@ -62,6 +62,9 @@ def command(
         bool,
         typer.Option("--confirm", help="Measure only the eight predicted best, what serves today and the default."),
     ] = False,
+    sampler: Annotated[
+        str, typer.Option(metavar="random|tpe|NAME", help="Optuna's sampler, which proposes what follows the seeds.")
+    ] = "random",
     op: Annotated[str | None, typer.Option("--op", help="Only the tasks of this op.")] = None,
     requests: Annotated[
         bool, typer.Option("--requests", help="No JOB: the problems that calls missed, most GPU time first.")
@@ -120,6 +123,7 @@ def command(
                 limit=limit,
                 force=force,
                 confirm=confirm,
+                sampler=sampler,
                 watcher=watcher,
                 fleet=fleet,
             )

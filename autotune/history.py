@@ -53,6 +53,11 @@ class TaskHistory:
         self.sources = source_fingerprint(type(op))
         self._key: dict[str, Any] = {"gpu": gpu.name, "op": op.name, "revision": op.revision, "problem": str(problem)}
 
+    @property
+    def name(self) -> str:
+        """Of the task, for people: its study is called so."""
+        return f"{self.gpu.name} {self.op.name} r{self.op.revision} [{self.problem}]"
+
     # -- reading
 
     def stored(self) -> list[Trial]:

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -21,7 +21,9 @@ from cutekernels.autotune.ledger import Ledger
 from cutekernels.autotune.predict import Prediction
 from cutekernels.autotune.report import TaskReport, TuneReport
 from cutekernels.autotune.runtime import LocalRuntime, Runtime
+from cutekernels.autotune.samplers import DEFAULT, checked
 from cutekernels.autotune.search import Search
+from cutekernels.autotune.studies import Studies, translated
 from cutekernels.db.store import Environment, Store, Trial
 from cutekernels.errors import JobError
 from cutekernels.gpu import GpuSpec
@@ -81,6 +83,7 @@ def tune(
     limit: int | None = None,
     force: bool = False,
     confirm: bool = False,
+    sampler: str = DEFAULT,
     watcher: Watcher | None = None,
     fleet: Fleet | None = None,
     runtime: Runtime | None = None,
@@ -102,13 +105,14 @@ def tune(
         limit: without the GPU, compile only the best ``limit`` by the model.
         force: repeat what earlier runs did.
         confirm: measure only what was predicted best, beside the default and what serves today.
+        sampler: Optuna's, which proposes what follows the seeds: ``"random"``, ``"tpe"``, or another's name.
         fleet: several GPUs that share the tasks: :class:`~cutekernels.autotune.fleet.LocalFleet`,
             :class:`~cutekernels.autotune.ray_fleet.RayFleet`. ``gpu="auto"`` then means every kind that it has.
         watcher, runtime, clock: progress, the processes to use, and time; for the command line and for tests.
 
     Raises:
-        JobError: the job file breaks a rule, ``trials`` is no number of attempts or ``budget_s`` none of seconds, or
-            ``confirm`` without the GPU.
+        JobError: the job file breaks a rule, ``trials`` is no number of attempts or ``budget_s`` none of seconds,
+            Optuna has no such sampler or it cannot take the configs, or ``confirm`` without the GPU.
         UnknownGpu: no such GPU, or ``auto`` without one.
         StoreError: the database cannot be opened or written.
     """
@@ -121,7 +125,7 @@ def tune(
     measured = fleet is not None or (wanted is not None and gpus.present(wanted))
     check(budget, confirm=confirm, measured=measured)
     end = None if budget is None else begin + budget
-    run = _Run(loaded.tasks, Watched(watcher or Silent()), end, limit, force, confirm, clock)
+    run = _Run(loaded.tasks, Watched(watcher or Silent()), end, limit, force, confirm, checked(sampler), clock)
     with Ledger(db) as store, nullcontext() if db is None else rates.read_from(db):
         if not loaded.tasks:  # more shards than tasks
             reports: list[TaskReport] = []
@@ -157,6 +161,7 @@ class _Run:
     limit: int | None
     force: bool
     confirm: bool
+    sampler: str
     clock: Callable[[], float]
 
     def predict(self, store: Store, spec: GpuSpec, runtime: Runtime | None, jobs: int | None) -> list[TaskReport]:
@@ -180,6 +185,7 @@ class _Run:
     def measure(self, store: Store, fleet: Fleet, wanted: GpuSpec | None, *, ranked: bool) -> list[TaskReport]:
         """The tasks on all GPUs of the fleet that are wanted; only this process writes."""
         board = Board(self.tasks, wanted, ranked=ranked)
+        studies = Studies(store.url)
         begun = count(1)
 
         def work(slot: Slot, lane: Runtime, kind: GpuSpec, position: int) -> TaskReport:
@@ -188,15 +194,17 @@ class _Run:
             deadline = None if self.end is None else now + board.share(kind, self.end - now)
             self.watch.begin(task, next(begun), board.total)
             history = TaskHistory(store, task.op, task.problem, kind, slot.environment, "measured")
-            report = Search(
-                task, kind, history, lane, deadline, self.force, self.confirm, self.end,
-                on_trial=self.watch.trial, clock=self.clock,
-            ).run()  # fmt: skip
+            with translated():
+                report = Search(
+                    task, kind, history, lane, deadline, self.force, self.confirm, self.end, studies, self.sampler,
+                    on_trial=self.watch.trial, clock=self.clock,
+                ).run()  # fmt: skip
             report = replace(report, gpu=kind.name)
             self.watch.end(report)
             return report
 
-        hand_out(board, fleet, work, given_up=self.watch.end)
+        with closing(studies):
+            hand_out(board, fleet, work, given_up=self.watch.end)
         return board.reports()
 
 
