@@ -28,7 +28,7 @@ from cutekernels.autotune.job import Task
 from cutekernels.autotune.report import TaskReport
 from cutekernels.autotune.runtime import SPARES, LocalRuntime, Runtime, Spares
 from cutekernels.autotune.shards import longest_first
-from cutekernels.autotune.turns import Turns
+from cutekernels.autotune.turns import Turns, shared_file
 from cutekernels.db.store import Environment
 from cutekernels.errors import CuteKernelsError, JobError, UnknownGpu
 from cutekernels.gpu import GpuSpec
@@ -38,7 +38,7 @@ MOST_LOSSES = 3  # losses of one task, or of one seat without a finished task in
 LANES = 8  # tasks in work on one GPU at a time
 _LANE_BYTES, _LANE_CPUS = 10 << 30, 2  # GPU memory for a lane; CPUs to compile for it and start its processes
 SWITCH_S = 0.0005  # threads that compute (a space, a regression) let those that pass the GPU on wait no longer
-_POLL_S = 0.5  # between looks for seats that came or went
+POLL_S = 0.5  # between looks for seats that came or went
 _SETTLE_S = 10.0  # longest wait for threads whose GPU was closed
 
 
@@ -131,7 +131,9 @@ class LocalFleet:
         device = self._devices[seat]
         spec = gpus.detect(device)
         name = None if device is None else self._names[device]
-        turns, cpus, alone = Turns(), (self._jobs + 1) // len(self._devices), gpus.one_process(device)
+        known = gpus.identity(device)
+        turns = Turns(None if known is None else shared_file(known))
+        cpus, alone = (self._jobs + 1) // len(self._devices), gpus.one_process(device)
         count = 1 if alone else self._lanes or lanes_of(spec, cpus)
         with self._lock:
             if self._closed:
@@ -196,9 +198,18 @@ class Board:
     Args:
         wanted: the only kind to tune for; None for every kind that the fleet has.
         ranked: begin tasks in their order; otherwise the longest first.
+        free: whether a task may begin now; one that another run has is asked for again.
     """
 
-    def __init__(self, tasks: Sequence[Task], wanted: GpuSpec | None, *, ranked: bool = False) -> None:
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        wanted: GpuSpec | None,
+        *,
+        ranked: bool = False,
+        free: Callable[[GpuSpec, int], bool] = lambda kind, position: True,
+    ) -> None:
+        self._free = free
         self._tasks = tasks
         self._wanted = wanted
         self._order = list(range(len(tasks))) if ranked else longest_first(tasks)
@@ -236,12 +247,15 @@ class Board:
         """The next task's position; waits while the last ones are in work elsewhere. None where all are done."""
         with self._changed:
             while self._error is None:
-                if self._waiting[kind.name]:
+                waiting = self._waiting[kind.name]
+                position = next((one for one in waiting if self._free(kind, one)), None)
+                if position is not None:
+                    waiting.remove(position)
                     self._running[kind.name] += 1
-                    return self._waiting[kind.name].popleft()
-                if not self._running[kind.name]:
+                    return position
+                if not waiting and not self._running[kind.name]:
                     return None
-                self._changed.wait(_POLL_S)
+                self._changed.wait(POLL_S)
             return None
 
     def put_back(self, kind: GpuSpec, position: int) -> None:
@@ -287,7 +301,7 @@ class Board:
         """Wait a moment for a change. Raises the error of a run that failed."""
         with self._changed:
             if self._error is None and not self.complete:
-                self._changed.wait(_POLL_S)
+                self._changed.wait(POLL_S)
             if self._error is not None:
                 raise self._error
 
@@ -379,7 +393,7 @@ class _Service:
                 continue
             alone_since = time.monotonic() if alone_since is None else alone_since
             if time.monotonic() - alone_since < self._fleet.patience_s:
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
             else:
                 what = self._board.kinds[0] if self._board.kinds else "GPU"
                 raise CuteKernelsError(

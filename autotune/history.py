@@ -38,6 +38,11 @@ _MACHINES = (
 )
 
 
+def name_of(gpu: GpuSpec, op: Op[Any, Any], problem: Problem) -> str:
+    """The name of a task: of its study and its lease."""
+    return f"{gpu.name} {op.name} r{op.revision} [{problem}]"
+
+
 class TaskHistory:
     """Trials of one (gpu, op, revision, problem): earlier ones, and those this run adds."""
 
@@ -55,8 +60,8 @@ class TaskHistory:
 
     @property
     def name(self) -> str:
-        """Of the task, for people: its study is called so."""
-        return f"{self.gpu.name} {self.op.name} r{self.op.revision} [{self.problem}]"
+        """Of the task."""
+        return name_of(self.gpu, self.op, self.problem)
 
     # -- reading
 

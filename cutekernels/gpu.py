@@ -233,6 +233,15 @@ def _driver() -> ctypes.CDLL | None:
         return None
 
 
+def identity(device: int | None = None) -> str | None:
+    """What tells a GPU of this machine from its twins, in every process; None where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device).uuid)
+
+
 def describe(properties: Any) -> GpuSpec:
     """The spec for ``torch.cuda.get_device_properties(...)``: the table's row, else built from its attributes."""
     row = _BY_PRODUCT.get(properties.name.lower())

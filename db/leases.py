@@ -46,25 +46,31 @@ def _number(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 2
 
 
-class _Bytes:
-    """Locks of the open file, not of the process: two that were opened in one process exclude each other too."""
+def lock_byte(file: int, kind: int, at: int, *, wait: bool = False) -> None:
+    """Set or end a lock on one byte of an open file. It is the file's as it was opened here, not the process's.
 
+    Raises:
+        BlockingIOError, PermissionError: another has it, and ``wait`` is false.
+    """
+    fcntl.fcntl(
+        file, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, struct.pack("hhqqi", kind, os.SEEK_SET, at, 1, 0)
+    )
+
+
+class _Bytes:
     def __init__(self, path: str) -> None:
         with engine.file_errors(path):
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def take(self, name: str) -> bool:
         try:
-            self._lock(fcntl.F_WRLCK, name)
+            lock_byte(self._file, fcntl.F_WRLCK, _number(name))
         except (BlockingIOError, PermissionError):
             return False
         return True
 
     def release(self, name: str) -> None:
-        self._lock(fcntl.F_UNLCK, name)
-
-    def _lock(self, kind: int, name: str) -> None:
-        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, struct.pack("hhqqi", kind, os.SEEK_SET, _number(name), 1, 0))
+        lock_byte(self._file, fcntl.F_UNLCK, _number(name))
 
     def close(self) -> None:
         os.close(self._file)

@@ -27,7 +27,7 @@ from tests.tuner.toys import BEST, ToyConfig, true_us
 KILLS = int(os.environ.get("CUTEKERNELS_KILLS", "4"))
 
 
-def begin(db: Path, home: Path) -> subprocess.Popen[str]:
+def begin(db: str | Path, home: Path) -> subprocess.Popen[str]:
     env = os.environ | {"CUTEKERNELS_CACHE": str(home / "cache"), "TMPDIR": str(home / "tmp"), "PYTHONHASHSEED": "0"}
     return subprocess.Popen(
         [sys.executable, "-m", "tests.tuner.kills", str(db)],
@@ -74,13 +74,13 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
         left = [p.name for p in (tmp_path / "cache").rglob("*") if p.suffix in (".lock", ".new")]
         assert left == [] and list((tmp_path / "tmp").iterdir()) == [], "left over after the next run"
         beside = {p.name for p in tmp_path.glob(f"{db.name}*")} - {
-            f"{db.name}{end}" for end in ("", "-wal", "-shm", ".lock", ".studies")
+            f"{db.name}{end}" for end in ("", "-wal", "-shm", ".lock", ".studies", ".leases")
         }
         assert beside == set(), "left beside the database, whose lock file stays"
     print(f"{kills} kills in {runs} runs; a whole run takes {whole_s:.1f} s")
 
 
-def check(db: Path) -> None:
+def check(db: str | Path) -> None:
     """Every row says what the toy GPU does, and each task's winner is its best config."""
     with Store(db) as store:
         assert store.broken_rows() == []
