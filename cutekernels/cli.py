@@ -44,6 +44,7 @@ from cutekernels.terminal import As, Format
 
 _MOUNTED = {  # verb: (its Typer app, its line in --help)
     "tune": ("cutekernels.autotune.cli:app", "Tune a job's problems for one GPU and store the winners."),
+    "studies": ("cutekernels.autotune.studies_cli:app", "Make Optuna's studies from stored rows, for its dashboard."),
     "calibrate": ("cutekernels.autotune.calibrate:app", "Measure this GPU's own rates, which the models then use."),
     "db": ("cutekernels.db.cli:app", "Look into the tuned-config database; export, import and merge winners."),
     "bench": ("bench.__main__:app", "Time an op's suites beside its peers (from a checkout)."),
@@ -165,6 +166,46 @@ def explain(
     for name, value in rows:
         table.add_row(Text(name, style="bold"), Text(value))
     terminal.show(table)
+
+
+# ---- lock ---------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def lock(
+    file: Annotated[str, typer.Argument(help="The lock to write; its name ends with .lock.")] = "winners.lock",
+    gpu: Annotated[
+        str | None, typer.Option(help="Only this GPU: auto, h200, a100; default: all that have winners.")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; read FILE and print its hash.")] = False,
+    db: Annotated[str | None, typer.Option("--db", metavar="URL", help="Path or URL; default: CUTEKERNELS_DB.")] = None,
+) -> None:
+    """Freeze the winners that calls use into a file with a hash, for CUTEKERNELS_DB; print the hash."""
+    from cutekernels import lock as locks
+    from cutekernels.db import lock as files
+
+    if check:
+        found = files.read(Path(file))
+        typer.echo(found.digest)
+        terminal.say(f"{file}: {len(found.rows)} rows, as they were written")
+        return
+    digest, count = locks.write(file, _gpus_with_winners(db) if gpu is None else [_gpu_name(gpu)], db)
+    typer.echo(digest)
+    terminal.say(f"{file}: {count} rows; {settings.DB_VARIABLE}={file} makes calls read it and nothing else")
+
+
+def _gpu_name(name: str) -> str:
+    from cutekernels.gpu import lookup
+
+    return lookup(name).name
+
+
+def _gpus_with_winners(db: str | None) -> list[str]:
+    from cutekernels import db as database
+    from cutekernels.db.snapshot import shipped_gpus
+
+    with database.open(db) as opened:
+        return sorted({*shipped_gpus(), *(w.gpu for w in opened.winners())})
 
 
 # ---- what is known ------------------------------------------------------------------------------------------
@@ -338,13 +379,16 @@ def _cache_dir(path: Path) -> Finding:
 
 
 def _database(url: str) -> Finding:
-    path = settings.load().database_path
-    if path is not None and not os.path.exists(path):
-        return Finding("database", "ok", f"{path} (made on first use)")
     from cutekernels import db
+    from cutekernels.db import lock
     from cutekernels.db.engine import shown
 
+    path = settings.load().database_path
     try:
+        if lock.is_one(url):
+            return Finding("database", "ok", f"{path} (a lock of {len(lock.read(lock.path_of(url)).rows)} rows)")
+        if path is not None and not os.path.exists(path):
+            return Finding("database", "ok", f"{path} (made on first use)")
         with db.open(url, shipped=False) as opened:
             winners, refused = len(opened.winners()), len(opened.refused())
     except StoreError as error:

@@ -26,7 +26,7 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from cutekernels import settings
-from cutekernels.db import sqlite
+from cutekernels.db import lock, sqlite
 from cutekernels.db.migrations import HEAD
 from cutekernels.errors import StoreError
 
@@ -58,6 +58,8 @@ def open_engine(
     Raises:
         StoreError: unreachable, locked for too long, of a newer schema, not ours, or not writable here.
     """
+    if lock.is_one(url):
+        raise StoreError(f"{shown(url)} is a lock, which calls read and nothing writes; name a database with --db")
     path = sqlite.path_of(url)
     with translated(shown(url)):
         if path is None:

@@ -16,7 +16,7 @@ import secrets
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
@@ -47,6 +47,16 @@ class Request:
     problem: str
     hits: int
     last_seen: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class TaskKey:
+    """A tuning key that has trials. ``gpu`` is the GPU's name."""
+
+    gpu: str
+    op: str
+    revision: int
+    problem: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +151,14 @@ class Store:
                 where.append(column == value)
         with self._reading() as session:
             return statements.select_trials(session, where, limit=limit)
+
+    def tasks(self, *, gpu: str | None = None, op: str | None = None, origin: str | None = None) -> list[TaskKey]:
+        """The tuning keys that have trials with these values."""
+        t, g = models.Trial, models.Gpu
+        query = select(g.name, t.op, t.revision, t.problem).join(g, g.id == t.gpu_id).distinct()
+        query = query.where(*statements.where(gpu, op, None, None, origin))
+        with self._reading() as session:
+            return sorted((TaskKey(*row) for row in session.execute(query)), key=astuple)
 
     def trial(self, trial_id: str) -> Trial | None:
         """The trial with this id, or None."""

@@ -11,17 +11,20 @@ from typing import Any
 import optuna
 import pytest
 from optuna.trial import TrialState
+from typer.testing import CliRunner
 
-from cutekernels.autotune import samplers, studies
+from cutekernels.autotune import samplers, studies, studies_cli
 from cutekernels.autotune.history import TaskHistory
 from cutekernels.autotune.search import Search
 from cutekernels.autotune.space import Space, space
 from cutekernels.autotune.studies import Studies, place
 from cutekernels.autotune.study import PATIENCE, Attempt, Study
+from cutekernels.db.engine import url_of
 from cutekernels.db.store import Environment, Store
 from cutekernels.errors import JobError
+from cutekernels.ops import registry
 from tests.db.test_store import postgres  # noqa: F401  a fixture
-from tests.tuner.toys import BEST, DEFAULT, H200, PROBLEM, TOY, VALID, ToyConfig, ToyMachine, task, true_us
+from tests.tuner.toys import BEST, DEFAULT, H200, PROBLEM, TOY, VALID, ToyConfig, ToyMachine, find, task, true_us
 
 SPACE = space(TOY, PROBLEM, H200)
 # Two bodies with knobs of their own; thin's third value of b needs a=1.
@@ -274,3 +277,24 @@ class TestJournal:
             kept.close()
             lines = Path(place(store.url)).read_text().splitlines()
             assert all("op_code" in json.loads(line) for line in lines)
+
+
+def test_the_command_brings_back_the_studies_of_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "get", find)
+    url = url_of(tmp_path / "t.db")
+    with Store(url) as store:
+        histories = []
+        for text in ("m=16 n=64", "m=32 n=64"):
+            machine = ToyMachine()
+            job = task(8, text)
+            histories.append(TaskHistory(store, TOY, job.problem, H200, Environment(), "measured"))
+            Search(job, H200, histories[-1], machine, clock=machine.clock).run()
+        assert not Path(place(url)).exists()
+        shown = CliRunner().invoke(studies_cli.app, ["--db", url, "--format", "json"])
+        assert shown.exit_code == 0 and f"2 studies; optuna-dashboard {place(url)}" in shown.stderr
+        assert [row["trials"] for row in json.loads(shown.stdout)] == [len(h.stored()) for h in histories]
+        for history in histories:
+            agrees(url, history)
+        CliRunner().invoke(studies_cli.app, ["--db", url, "--op", "toy", "--gpu", "h200"])
+        for history in histories:
+            agrees(url, history)
