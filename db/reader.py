@@ -20,6 +20,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Scalar
 
 SHIPPED = "shipped"
+_MOST_ASKED = 1000  # problems in one statement
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,11 +254,22 @@ class Database:
         if part is not None:
             part = part.lower().removeprefix("..")  # as listings shorten it
         if self.store is not None:
-            found = self.store.find(part, gpu=gpu, op=op) if part is not None else self.store.trials(gpu=gpu, op=op)
+            if part is not None:
+                found = self.store.find(part, gpu=gpu, op=op)
+            else:
+                found = self.store.trials(gpu=gpu, op=op, problems=self._problems(gpu, op, conditions))
         if part is not None and not found:
             found = [t for t in _shipped(gpu, op) if t.id.startswith(part) or t.id.endswith(part)]
         mine = (t for t in found if gpu in (None, t.gpu.name) and op in (None, t.op))
         return [t for t in mine if self._matches(t, conditions)]
+
+    def _problems(self, gpu: str | None, op: str | None, conditions: Sequence[Any]) -> list[str] | None:
+        """The texts of the stored problems that meet the conditions; None where all trials may as well be read."""
+        if not conditions or self.store is None:
+            return None
+        tasks = {(key.op, key.problem) for key in self.store.tasks(gpu=gpu, op=op)}
+        met = {text for name, text in tasks if self.catalog.matches(name, self.catalog.problem(name, text), conditions)}
+        return sorted(met) if len(met) <= _MOST_ASKED else None
 
 
 def diff(a: Database, b: Database, *, gpu: str | None = None, op: str | None = None) -> list[Difference]:
