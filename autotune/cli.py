@@ -51,7 +51,7 @@ def command(
     ] = None,
     lanes: Annotated[
         int | None,
-        typer.Option(min=1, max=16, help="Tasks in work on a GPU at a time; default: up to 4, by memory and CPUs."),
+        typer.Option(min=1, max=16, help="Tasks in work on a GPU at a time; default: up to 8, by memory and CPUs."),
     ] = None,
     limit: Annotated[
         int | None,

@@ -57,6 +57,10 @@ class _Verbs(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return [*_MOUNTED, *super().list_commands(ctx)]
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _refuse_repeats(self, ctx, args)
+        return list(super().parse_args(ctx, args))
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in _MOUNTED:
             return TyperCommand(cmd_name, help=_MOUNTED[cmd_name][1])
@@ -68,6 +72,21 @@ class _Verbs(TyperGroup):
             ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")  # Typer's own knows no mounted verb
         name, command, rest = super().resolve_command(ctx, args)
         return name, _mounted(name) if name in _MOUNTED else command, rest
+
+
+def _refuse_repeats(command: Any, ctx: Any, words: list[str]) -> None:
+    """Refuse an option that stands twice: the parser would silently take the last."""
+    rest = words[: words.index("--")] if "--" in words else words
+    while hasattr(command, "list_commands"):
+        at = next((i for i, word in enumerate(rest) if word in command.list_commands(ctx)), None)
+        if at is None:
+            return
+        command = _mounted(rest[at]) if rest[at] in _MOUNTED else command.get_command(ctx, rest[at])
+        rest = rest[at + 1 :]
+    for option in (p for p in command.params if p.param_type_name == "option" and not p.multiple):
+        given = [word for word in rest if word.partition("=")[0] in (*option.opts, *option.secondary_opts)]
+        if len(given) > 1:
+            ctx.fail(f"{option.opts[0]} stands {len(given)} times: give it once")
 
 
 app = typer.Typer(
@@ -153,12 +172,15 @@ def explain(
     problem: Annotated[str, typer.Argument(help='A problem as text, e.g. "m=4096 n=4096 k=4096 dtype=bf16".')],
     gpu: Annotated[str, typer.Option(help="auto, or a name such as a100, l40s, rtx5090, h200.")] = "auto",
     config: Annotated[str | None, typer.Option(help="Explain this config, as text, instead of the chosen one.")] = None,
+    db: Annotated[
+        str | None, typer.Option("--db", metavar="URL", help="Path or URL, or a lock; default: CUTEKERNELS_DB.")
+    ] = None,
     format: As = Format.table,
 ) -> None:
     """Show which config a call takes on a GPU, its source, and what else was considered. Compiles nothing."""
     from cutekernels import introspection
 
-    rows = introspection.explain(op, problem, gpu_name=gpu, config=config).rows
+    rows = introspection.explain(op, problem, gpu_name=gpu, config=config, database=db).rows
     if format is not Format.table:
         terminal.write([dict(rows)], format)
         return

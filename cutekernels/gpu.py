@@ -155,7 +155,7 @@ _BY_PRODUCT = {gpu.product.lower(): gpu for gpu in GPUS}
 
 
 def lookup(name: str) -> GpuSpec:
-    """The GPU called ``name`` (``"h200"``, ``"a100"``, ...), or the machine's own for ``"auto"``.
+    """The GPU called ``name`` (``"h200"``, or torch's ``"NVIDIA H200"``), or the machine's own for ``"auto"``.
 
     ``"h200-99kib"`` is an H200 confined to 99 KiB of shared memory on an SM (:meth:`GpuSpec.limited`).
 
@@ -169,8 +169,9 @@ def lookup(name: str) -> GpuSpec:
     if cap is not None:
         return lookup(cap[1]).limited(int(cap[2]))
     key = ALIASES.get(key, key)
-    if key in _BY_NAME:
-        return _BY_NAME[key]
+    found = _BY_NAME.get(key) or _BY_PRODUCT.get(key)
+    if found is not None:
+        return found
     names = sorted([*_BY_NAME, *ALIASES])
     known = ", ".join(names)
     raise UnknownGpu(

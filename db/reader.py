@@ -20,6 +20,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Scalar
 
 SHIPPED = "shipped"
+TRIAL_COLUMNS = tuple("vendor_us" if f.name == "baseline_us" else f.name for f in fields(Trial))
 _MOST_ASKED = 1000  # problems in one statement
 
 
@@ -262,6 +263,15 @@ class Database:
             found = [t for t in _shipped(gpu, op) if t.id.startswith(part) or t.id.endswith(part)]
         mine = (t for t in found if gpu in (None, t.gpu.name) and op in (None, t.op))
         return [t for t in mine if self._matches(t, conditions)]
+
+    def columns(self, t: Trial) -> dict[str, Any]:
+        """A trial's plain values under the names that a winner's have."""
+        row = t.as_row()
+        row |= {"gpu": t.gpu.name, "problem_text": t.problem, "config_text": t.config, "vendor_us": t.baseline_us}
+        row |= {"problem": self.catalog.problem(t.op, t.problem), "config": self._config(t.op, t.config)}
+        return {
+            name: row[name] for name in (*TRIAL_COLUMNS, "problem_text", "config_text") if row.get(name) is not None
+        }
 
     def _problems(self, gpu: str | None, op: str | None, conditions: Sequence[Any]) -> list[str] | None:
         """The texts of the stored problems that meet the conditions; None where all trials may as well be read."""
