@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -93,6 +94,7 @@ def command(
     from cutekernels.errors import CuteKernelsError, JobError, UnknownGpu
     from cutekernels.gpu import lookup, present
 
+    began = time.monotonic()
     with ExitStack() as stack:
         try:
             stack.enter_context(_signals_raise())  # the first to enter: a second one spoils no closing
@@ -126,6 +128,7 @@ def command(
                 sampler=sampler,
                 watcher=watcher,
                 fleet=fleet,
+                began=began,
             )
         except (JobError, UnknownGpu) as error:
             stack.close()

@@ -37,6 +37,7 @@ from cutekernels.isolate import ChildFailure
 MOST_LOSSES = 3  # losses of one task, or of one seat without a finished task in between
 LANES = 8  # tasks in work on one GPU at a time
 _LANE_BYTES, _LANE_CPUS = 10 << 30, 2  # GPU memory for a lane; CPUs to compile for it and start its processes
+FIRST_S = 5.0  # longest wait for a first GPU where the fleet has none that is of use
 SWITCH_S = 0.0005  # threads that compute (a space, a regression) let those that pass the GPU on wait no longer
 POLL_S = 0.5  # between looks for seats that came or went
 _SETTLE_S = 10.0  # longest wait for threads whose GPU was closed
@@ -76,7 +77,7 @@ class Fleet(Protocol):
     """The GPUs of one host, or of a cluster."""
 
     patience_s: float
-    """Seconds to wait for a GPU while there is none."""
+    """Seconds to wait for a GPU while there is none any more; for the first one :data:`FIRST_S` at most."""
 
     def seats(self) -> Sequence[Seat]:
         """Where a GPU is now; a machine may join or leave."""
@@ -341,13 +342,16 @@ def hand_out(
     work: DoTask,
     *,
     given_up: Callable[[TaskReport], None] = lambda report: None,
+    late: Callable[[], bool] = lambda: False,
 ) -> None:
     """Work through the board's tasks on all GPUs of the fleet; ``work`` does one task in a lane's thread.
+
+    ``late``: whether the time has passed, after which no first GPU of a fleet that waits for some is waited for.
 
     Raises:
         CuteKernelsError: no GPU is left that could do a task, or what ``work`` raised.
     """
-    service = _Service(board, fleet, work, given_up)
+    service = _Service(board, fleet, work, given_up, late)
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
     try:
@@ -364,8 +368,16 @@ def hand_out(
 class _Service:
     """The threads of :func:`hand_out`: one for each seat, which starts one for each lane."""
 
-    def __init__(self, board: Board, fleet: Fleet, work: DoTask, given_up: Callable[[TaskReport], None]) -> None:
-        self._board, self._fleet, self._work, self._given_up = board, fleet, work, given_up
+    def __init__(
+        self,
+        board: Board,
+        fleet: Fleet,
+        work: DoTask,
+        given_up: Callable[[TaskReport], None],
+        late: Callable[[], bool],
+    ) -> None:
+        self._board, self._fleet, self._work, self._given_up, self._late = board, fleet, work, given_up, late
+        self._served = False  # whether a GPU has been of use
         self._threads: dict[Seat, threading.Thread] = {}
         self._failures: Counter[Seat] = Counter()
         self._useless: set[Seat] = set()
@@ -378,6 +390,10 @@ class _Service:
             if self._threads:
                 self._board.wait()
             seats = [s for s in self._fleet.seats() if s not in self._useless and self._failures[s] < MOST_LOSSES]
+            if self._fleet.patience_s and not self._served and self._late():
+                raise CuteKernelsError(
+                    f"the time ended before a GPU was ready{self._last}; give it a larger --budget-s"
+                )
             known = self._board.settled or (bool(self._labels) and all(s.label in self._labels for s in seats))
             if known and self._board.complete:  # in this order: a kind is on the board before its label is known
                 return
@@ -392,7 +408,8 @@ class _Service:
                 alone_since = None
                 continue
             alone_since = time.monotonic() if alone_since is None else alone_since
-            if time.monotonic() - alone_since < self._fleet.patience_s:
+            patience_s = self._fleet.patience_s if self._served else min(self._fleet.patience_s, FIRST_S)
+            if time.monotonic() - alone_since < patience_s:
                 time.sleep(POLL_S)
             else:
                 what = self._board.kinds[0] if self._board.kinds else "GPU"
@@ -423,6 +440,7 @@ class _Service:
             self._last = f": {seat.name} is a {slot.gpu.name}"
             slot.close()
             return
+        self._served = True
         lost: list[SlotLost] = []
         lanes = [
             threading.Thread(target=self._work_in, args=(seat, slot, lane, kind, lost), name=seat.name, daemon=True)

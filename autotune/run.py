@@ -89,6 +89,7 @@ def tune(
     fleet: Fleet | None = None,
     runtime: Runtime | None = None,
     clock: Callable[[], float] = time.monotonic,
+    began: float | None = None,
 ) -> TuneReport:
     """Tune every task of ``job`` for ``gpu`` and store the winners in the database.
 
@@ -109,7 +110,8 @@ def tune(
         sampler: Optuna's, which proposes what follows the seeds: ``"random"``, ``"tpe"``, or another's name.
         fleet: several GPUs that share the tasks: :class:`~cutekernels.autotune.fleet.LocalFleet`,
             :class:`~cutekernels.autotune.ray_fleet.RayFleet`. ``gpu="auto"`` then means every kind that it has.
-        watcher, runtime, clock: progress, the processes to use, and time; for the command line and for tests.
+        watcher, runtime, clock, began: progress, the processes to use, time, and when the budget began on it; for the
+            command line and for tests.
 
     Raises:
         JobError: the job file breaks a rule, ``trials`` is no number of attempts or ``budget_s`` none of seconds,
@@ -119,7 +121,7 @@ def tune(
     """
     loaded = job if isinstance(job, Job) else load(job)
     wanted = gpus.lookup(gpu) if fleet is None or not gpus.is_auto(gpu) else None
-    begin = clock()
+    begin = clock() if began is None else began
     budget = loaded.budget_s if budget_s is None else budget_s
     if trials is not None:
         loaded = loaded.with_trials(trials)
@@ -214,7 +216,7 @@ class _Run:
             return report
 
         with closing(studies):
-            hand_out(board, fleet, work, given_up=self.watch.end)
+            hand_out(board, fleet, work, given_up=self.watch.end, late=self._over)
         return board.reports()
 
     # -- leases
@@ -224,7 +226,10 @@ class _Run:
         name = name_of(kind, self.tasks[position].op, self.tasks[position].problem)
         if name not in self._held and self.leases.take(name):
             self._held.add(name)
-        return name in self._held or (self.end is not None and self.clock() >= self.end)
+        return name in self._held or self._over()
+
+    def _over(self) -> bool:
+        return self.end is not None and self.clock() >= self.end
 
     def _leased(self, store: Ledger, kind: GpuSpec, task: Task, run: Callable[[], TaskReport]) -> TaskReport:
         """``run`` under the task's lease, which ends when its rows are stored."""
