@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from bench import replay, sweep
 from cutekernels.autotune import samplers
 from cutekernels.errors import CuteKernelsError
+from cutekernels.ops import registry
 from tests.tuner.toys import DEFAULT, H200, PROBLEM, TOY, VALID, ToyConfig, ToyMachine
 
 
@@ -94,6 +95,18 @@ def test_half_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "toy.jsonl.gz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CuteKernelsError, match=r"toy\.jsonl\.gz, line \d+"):
         list(replay.recorded(tmp_path))
+
+
+def test_a_slim_sweep_is_replayed_like_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "LocalRuntime", lambda jobs: nullcontext(ToyMachine()))
+    monkeypatch.setattr(sweep.gpus, "lookup", lambda name: H200)
+    monkeypatch.setattr(registry, "get", lambda name: TOY)
+    for words in ([], ["--slim"]):
+        out = str(tmp_path / f"{len(words)}.jsonl.gz")
+        assert CliRunner().invoke(sweep.app, ["toy", "--problem", str(PROBLEM), "--out", out, *words]).exit_code == 0
+    whole, slim = (replay.load(tmp_path / f"{n}.jsonl.gz") for n in (0, 1))
+    assert slim == whole and len(slim[0].rows) == len(VALID)
+    assert (tmp_path / "1.jsonl.gz").stat().st_size < (tmp_path / "0.jsonl.gz").stat().st_size / 2
 
 
 def test_a_sweep_that_is_stopped_keeps_the_problems_that_were_done(
