@@ -22,6 +22,7 @@ from typing import Annotated, Any
 import optuna
 import typer
 
+from bench.process import Chooser
 from cutekernels import terminal
 from cutekernels.autotune import samplers
 from cutekernels.autotune.space import Space
@@ -34,7 +35,7 @@ from cutekernels.terminal import As, Format
 SWEEPS = Path(__file__).parent / "sweeps"
 READS = ("op", "problem", "config", "default", "us", "p20", "p80", "model_us")
 MARKS = (16, 32)
-ORDERS = "chance,model,random,tpe"
+ORDERS = "chance,model,process,random,tpe"
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,14 @@ def by_model(sweep: Sweep, dice: random.Random) -> Iterator[int]:
     yield from [sweep.default, *sorted(rest, key=lambda i: (sweep.model_us[i], i))]
 
 
+def by_process(sweep: Sweep, dice: random.Random) -> Iterator[int]:
+    """The seeds, then the expected improvement of a Gaussian process: the tuner's until 2026-11-26."""
+    chooser = Chooser(sweep.rows, sweep.model_us, sweep.space.openers([sweep.default]))
+    while (row := chooser.next()) is not None:
+        yield row
+        chooser.observe(row, sweep.draw(row, dice))
+
+
 def by_sampler(name: str) -> Order:
     """The tuner's: the seeds, then what a sampler of Optuna's proposes, and what it leaves out at the end."""
 
@@ -174,8 +183,9 @@ def by_sampler(name: str) -> Order:
 
 
 def order_of(name: str) -> Order:
-    """``chance``, ``model``, or a sampler of Optuna's. Raises JobError for no such name."""
-    return {"chance": by_chance, "model": by_model}.get(name) or by_sampler(samplers.checked(name))
+    """``chance``, ``model``, ``process``, or a sampler of Optuna's. Raises JobError for no such name."""
+    own = {"chance": by_chance, "model": by_model, "process": by_process}
+    return own.get(name) or by_sampler(samplers.checked(name))
 
 
 @dataclass(frozen=True)
@@ -214,7 +224,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def command(
     folder: Annotated[Path, typer.Option(help="Where the sweeps are.")] = SWEEPS,
-    orders: Annotated[str, typer.Option(help="chance, model, samplers of Optuna's, with commas between.")] = ORDERS,
+    orders: Annotated[str, typer.Option(help="chance, model, process, samplers of Optuna's; with commas.")] = ORDERS,
     seeds: Annotated[int, typer.Option(min=1, help="Tunes of each sweep and order.")] = 10,
     least: Annotated[int, typer.Option(min=1, help="Only sweeps of so many configs.")] = 12,
     format: As = Format.table,

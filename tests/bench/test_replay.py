@@ -26,7 +26,7 @@ def sweeps() -> list[replay.Sweep]:
     return replay.load()
 
 
-@pytest.mark.parametrize("order", ["chance", "model", "random", "tpe"])
+@pytest.mark.parametrize("order", ["chance", "model", "process", "random", "tpe"])
 def test_every_order_tries_each_config_once(order: str, sweeps: list[replay.Sweep]) -> None:
     sweep = min(sweeps, key=lambda s: len(s.rows))
     tried = list(replay.order_of(order)(sweep, random.Random(1)))
