@@ -10,7 +10,7 @@ from typing import Any
 
 import optuna
 import pytest
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 from typer.testing import CliRunner
 
 from cutekernels.autotune import samplers, studies, studies_cli
@@ -144,19 +144,19 @@ def searched(store: Store, kept: Studies, **more: Any) -> TaskHistory:
     return history
 
 
-def agrees(url: str, history: TaskHistory) -> optuna.Study:
-    """The stored study, whose trials with a row are the rows: the same ids, states and values."""
+def agrees(url: str, history: TaskHistory) -> list[FrozenTrial]:
+    """The trials of the stored study. Those with a row are the rows: the same ids, states and values."""
     kept = Studies(url)
-    study = optuna.load_study(study_name=history.name, storage=kept.storage)
+    trials = optuna.load_study(study_name=history.name, storage=kept.storage).trials
     kept.close()
     stored = {row.id: studies.attempt_of(row) for row in history.stored()}
-    found = [t for t in study.trials if "row" in t.user_attrs]
+    found = [t for t in trials if "row" in t.user_attrs]
     assert len(found) == len(stored) and {t.user_attrs["row"] for t in found} == set(stored)
     for trial in found:
         attempt = stored[trial.user_attrs["row"]]
         assert (trial.state, trial.value, trial.user_attrs["status"]) == (attempt.state, attempt.value, attempt.status)
-    assert all(t.state.is_finished() for t in study.trials)
-    return study
+    assert all(t.state.is_finished() for t in trials)
+    return trials
 
 
 class TestStored:
@@ -170,13 +170,12 @@ class TestStored:
                 kept = Studies(store.url)
                 history = searched(store, kept)
                 kept.close()
-                study = agrees(store.url, history)
-                assert study.study_name == "h200 toy r3 [m=16 n=64]"
-            count = len(study.trials)
+                trials = agrees(store.url, history)
+                assert history.name == "h200 toy r3 [m=16 n=64]"
             kept = Studies(store.url)
             searched(store, kept)
             kept.close()
-            assert len(agrees(store.url, history).trials) == count, "a task that is done adds nothing"
+            assert len(agrees(store.url, history)) == len(trials), "a task that is done adds nothing"
 
     def test_rows_rebuild_a_study(self, tmp_path: Path) -> None:
         with Store(tmp_path / "t.db") as store:
