@@ -268,7 +268,7 @@ class Database:
         """A trial's plain values under the names that a winner's have."""
         row = t.as_row()
         row |= {"gpu": t.gpu.name, "problem_text": t.problem, "config_text": t.config, "vendor_us": t.baseline_us}
-        row |= {"problem": self.catalog.problem(t.op, t.problem), "config": self._config(t.op, t.config)}
+        row |= {"problem": query.problem(t.op, t.problem), "config": self._config(t.op, t.config)}
         return {
             name: row[name] for name in (*TRIAL_COLUMNS, "problem_text", "config_text") if row.get(name) is not None
         }
@@ -278,7 +278,7 @@ class Database:
         if not conditions or self.store is None:
             return None
         tasks = {(key.op, key.problem) for key in self.store.tasks(gpu=gpu, op=op)}
-        met = {text for name, text in tasks if self.catalog.matches(name, self.catalog.problem(name, text), conditions)}
+        met = {text for name, text in tasks if query.matches(name, query.problem(name, text), conditions)}
         return sorted(met) if len(met) <= _MOST_ASKED else None
 
 
