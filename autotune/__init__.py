@@ -3,7 +3,11 @@
 Where a line belongs::
 
     job.py        a job file (TOML) -> tasks: reading and checking input, nothing else
-    suggest.py    which config next: seeds, Optuna's sampler, what was tried before
+    space.py      the valid configs of a task as parameters of an Optuna study, and the model's seeds
+    study.py      which config next, and when to end: one task's Optuna study, ask and tell
+    studies.py    Optuna's storage beside the database, kept equal to its rows
+    studies_cli.py  ``cutekernels studies``: all of them, from the rows
+    samplers.py   Optuna's samplers by name; what each cannot take
     search.py     one task on a GPU that is present: compile ahead, measure, race, final round, winner
     predict.py    one task for a GPU that is absent: compile the space, prune, rank by the op's model
     history.py    one task's rows in the database: earlier attempts, how an outcome becomes a trial

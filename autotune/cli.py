@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -51,7 +52,7 @@ def command(
     ] = None,
     lanes: Annotated[
         int | None,
-        typer.Option(min=1, max=16, help="Tasks in work on a GPU at a time; default: up to 4, by memory and CPUs."),
+        typer.Option(min=1, max=16, help="Tasks in work on a GPU at a time; default: up to 8, by memory and CPUs."),
     ] = None,
     limit: Annotated[
         int | None,
@@ -62,6 +63,9 @@ def command(
         bool,
         typer.Option("--confirm", help="Measure only the eight predicted best, what serves today and the default."),
     ] = False,
+    sampler: Annotated[
+        str, typer.Option(metavar="random|tpe|NAME", help="Optuna's sampler, which proposes what follows the seeds.")
+    ] = "random",
     op: Annotated[str | None, typer.Option("--op", help="Only the tasks of this op.")] = None,
     requests: Annotated[
         bool, typer.Option("--requests", help="No JOB: the problems that calls missed, most GPU time first.")
@@ -90,6 +94,7 @@ def command(
     from cutekernels.errors import CuteKernelsError, JobError, UnknownGpu
     from cutekernels.gpu import lookup, present
 
+    began = time.monotonic()
     with ExitStack() as stack:
         try:
             stack.enter_context(_signals_raise())  # the first to enter: a second one spoils no closing
@@ -120,8 +125,10 @@ def command(
                 limit=limit,
                 force=force,
                 confirm=confirm,
+                sampler=sampler,
                 watcher=watcher,
                 fleet=fleet,
+                began=began,
             )
         except (JobError, UnknownGpu) as error:
             stack.close()

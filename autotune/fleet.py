@@ -28,7 +28,7 @@ from cutekernels.autotune.job import Task
 from cutekernels.autotune.report import TaskReport
 from cutekernels.autotune.runtime import SPARES, LocalRuntime, Runtime, Spares
 from cutekernels.autotune.shards import longest_first
-from cutekernels.autotune.turns import Turns
+from cutekernels.autotune.turns import Turns, shared_file
 from cutekernels.db.store import Environment
 from cutekernels.errors import CuteKernelsError, JobError, UnknownGpu
 from cutekernels.gpu import GpuSpec
@@ -37,8 +37,9 @@ from cutekernels.isolate import ChildFailure
 MOST_LOSSES = 3  # losses of one task, or of one seat without a finished task in between
 LANES = 8  # tasks in work on one GPU at a time
 _LANE_BYTES, _LANE_CPUS = 10 << 30, 2  # GPU memory for a lane; CPUs to compile for it and start its processes
+FIRST_S = 5.0  # longest wait for a first GPU where the fleet has none that is of use
 SWITCH_S = 0.0005  # threads that compute (a space, a regression) let those that pass the GPU on wait no longer
-_POLL_S = 0.5  # between looks for seats that came or went
+POLL_S = 0.5  # between looks for seats that came or went
 _SETTLE_S = 10.0  # longest wait for threads whose GPU was closed
 
 
@@ -76,7 +77,7 @@ class Fleet(Protocol):
     """The GPUs of one host, or of a cluster."""
 
     patience_s: float
-    """Seconds to wait for a GPU while there is none."""
+    """Seconds to wait for a GPU while there is none any more; for the first one :data:`FIRST_S` at most."""
 
     def seats(self) -> Sequence[Seat]:
         """Where a GPU is now; a machine may join or leave."""
@@ -131,7 +132,9 @@ class LocalFleet:
         device = self._devices[seat]
         spec = gpus.detect(device)
         name = None if device is None else self._names[device]
-        turns, cpus, alone = Turns(), (self._jobs + 1) // len(self._devices), gpus.one_process(device)
+        known = gpus.identity(device)
+        turns = Turns(None if known is None else shared_file(known))
+        cpus, alone = (self._jobs + 1) // len(self._devices), gpus.one_process(device)
         count = 1 if alone else self._lanes or lanes_of(spec, cpus)
         with self._lock:
             if self._closed:
@@ -196,9 +199,18 @@ class Board:
     Args:
         wanted: the only kind to tune for; None for every kind that the fleet has.
         ranked: begin tasks in their order; otherwise the longest first.
+        free: whether a task may begin now; one that another run has is asked for again.
     """
 
-    def __init__(self, tasks: Sequence[Task], wanted: GpuSpec | None, *, ranked: bool = False) -> None:
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        wanted: GpuSpec | None,
+        *,
+        ranked: bool = False,
+        free: Callable[[GpuSpec, int], bool] = lambda kind, position: True,
+    ) -> None:
+        self._free = free
         self._tasks = tasks
         self._wanted = wanted
         self._order = list(range(len(tasks))) if ranked else longest_first(tasks)
@@ -236,12 +248,15 @@ class Board:
         """The next task's position; waits while the last ones are in work elsewhere. None where all are done."""
         with self._changed:
             while self._error is None:
-                if self._waiting[kind.name]:
+                waiting = self._waiting[kind.name]
+                position = next((one for one in waiting if self._free(kind, one)), None)
+                if position is not None:
+                    waiting.remove(position)
                     self._running[kind.name] += 1
-                    return self._waiting[kind.name].popleft()
-                if not self._running[kind.name]:
+                    return position
+                if not waiting and not self._running[kind.name]:
                     return None
-                self._changed.wait(_POLL_S)
+                self._changed.wait(POLL_S)
             return None
 
     def put_back(self, kind: GpuSpec, position: int) -> None:
@@ -287,7 +302,7 @@ class Board:
         """Wait a moment for a change. Raises the error of a run that failed."""
         with self._changed:
             if self._error is None and not self.complete:
-                self._changed.wait(_POLL_S)
+                self._changed.wait(POLL_S)
             if self._error is not None:
                 raise self._error
 
@@ -327,13 +342,16 @@ def hand_out(
     work: DoTask,
     *,
     given_up: Callable[[TaskReport], None] = lambda report: None,
+    late: Callable[[], bool] = lambda: False,
 ) -> None:
     """Work through the board's tasks on all GPUs of the fleet; ``work`` does one task in a lane's thread.
+
+    ``late``: whether the time has passed, after which no first GPU of a fleet that waits for some is waited for.
 
     Raises:
         CuteKernelsError: no GPU is left that could do a task, or what ``work`` raised.
     """
-    service = _Service(board, fleet, work, given_up)
+    service = _Service(board, fleet, work, given_up, late)
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
     try:
@@ -350,8 +368,16 @@ def hand_out(
 class _Service:
     """The threads of :func:`hand_out`: one for each seat, which starts one for each lane."""
 
-    def __init__(self, board: Board, fleet: Fleet, work: DoTask, given_up: Callable[[TaskReport], None]) -> None:
-        self._board, self._fleet, self._work, self._given_up = board, fleet, work, given_up
+    def __init__(
+        self,
+        board: Board,
+        fleet: Fleet,
+        work: DoTask,
+        given_up: Callable[[TaskReport], None],
+        late: Callable[[], bool],
+    ) -> None:
+        self._board, self._fleet, self._work, self._given_up, self._late = board, fleet, work, given_up, late
+        self._served = False  # whether a GPU has been of use
         self._threads: dict[Seat, threading.Thread] = {}
         self._failures: Counter[Seat] = Counter()
         self._useless: set[Seat] = set()
@@ -364,6 +390,10 @@ class _Service:
             if self._threads:
                 self._board.wait()
             seats = [s for s in self._fleet.seats() if s not in self._useless and self._failures[s] < MOST_LOSSES]
+            if self._fleet.patience_s and not self._served and self._late():
+                raise CuteKernelsError(
+                    f"the time ended before a GPU was ready{self._last}; give it a larger --budget-s"
+                )
             known = self._board.settled or (bool(self._labels) and all(s.label in self._labels for s in seats))
             if known and self._board.complete:  # in this order: a kind is on the board before its label is known
                 return
@@ -378,8 +408,9 @@ class _Service:
                 alone_since = None
                 continue
             alone_since = time.monotonic() if alone_since is None else alone_since
-            if time.monotonic() - alone_since < self._fleet.patience_s:
-                time.sleep(_POLL_S)
+            patience_s = self._fleet.patience_s if self._served else min(self._fleet.patience_s, FIRST_S)
+            if time.monotonic() - alone_since < patience_s:
+                time.sleep(POLL_S)
             else:
                 what = self._board.kinds[0] if self._board.kinds else "GPU"
                 raise CuteKernelsError(
@@ -409,6 +440,7 @@ class _Service:
             self._last = f": {seat.name} is a {slot.gpu.name}"
             slot.close()
             return
+        self._served = True
         lost: list[SlotLost] = []
         lanes = [
             threading.Thread(target=self._work_in, args=(seat, slot, lane, kind, lost), name=seat.name, daemon=True)

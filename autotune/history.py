@@ -38,6 +38,11 @@ _MACHINES = (
 )
 
 
+def name_of(gpu: GpuSpec, op: Op[Any, Any], problem: Problem) -> str:
+    """The name of a task: of its study and its lease."""
+    return f"{gpu.name} {op.name} r{op.revision} [{problem}]"
+
+
 class TaskHistory:
     """Trials of one (gpu, op, revision, problem): earlier ones, and those this run adds."""
 
@@ -52,6 +57,11 @@ class TaskHistory:
         self._environment = environment
         self.sources = source_fingerprint(type(op))
         self._key: dict[str, Any] = {"gpu": gpu.name, "op": op.name, "revision": op.revision, "problem": str(problem)}
+
+    @property
+    def name(self) -> str:
+        """Of the task."""
+        return name_of(self.gpu, self.op, self.problem)
 
     # -- reading
 

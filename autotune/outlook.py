@@ -46,7 +46,7 @@ def _left(
     task: Task, spec: GpuSpec, store: Store | None, limit: int | None, *, measured: bool, force: bool
 ) -> dict[str, Any]:
     from cutekernels.autotune.history import ATTEMPTS, TaskHistory
-    from cutekernels.autotune.suggest import space
+    from cutekernels.autotune.space import space
     from cutekernels.db.store import Environment
 
     origin = "measured" if measured else "predicted"

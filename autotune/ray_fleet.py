@@ -10,6 +10,8 @@ one of 80 GB no more than the GeForce cards from each other. They only say that 
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import socket
 import threading
@@ -25,13 +27,14 @@ from cutekernels.autotune.runtime import Measure, Outcome, Prepare
 from cutekernels.backends import Facts
 from cutekernels.compilers import Compile
 from cutekernels.db.store import Environment
-from cutekernels.errors import CacheUnusable, JobError
+from cutekernels.errors import CacheUnusable, CuteKernelsError, JobError
 from cutekernels.gpu import GpuSpec
 from cutekernels.isolate import ChildFailure, StartFailed
 from cutekernels.op import Config, Op, Problem
 
 SERVICE = "cutekernels.autotune.ray_fleet:local"
 """What an actor serves: a function of the numbers of compilers and of lanes that gives a :class:`Service`."""
+_PORT = 6379  # of a head, unless it says otherwise
 _TOGETHER = 256  # requests that an actor takes at once; its compilers queue them
 
 
@@ -78,10 +81,16 @@ class _Actor:
 
     def __init__(self, service: str, jobs: int, lanes: int | None) -> None:
         module, _, name = service.partition(":")
-        self._service: Service = getattr(import_module(module), name)(jobs, lanes)
+        self._unfit = ""
+        try:
+            self._service: Service = getattr(import_module(module), name)(jobs, lanes)
+        except CuteKernelsError as error:
+            self._unfit = str(error)
 
-    def hello(self) -> tuple[GpuSpec, Environment, int, int]:
-        """The GPU, its machine's versions, how many compilers and lanes it has."""
+    def hello(self) -> tuple[GpuSpec, Environment, int, int] | str:
+        """The GPU, its machine's versions, how many compilers and lanes it has; or why it is of no use."""
+        if self._unfit:
+            return self._unfit
         s = self._service
         return s.gpu, s.environment, s.width, len(s.lanes)
 
@@ -121,6 +130,8 @@ class RayFleet:
         except ImportError as error:
             raise JobError("--ray needs Ray, of the cluster's version: pip install 'cutekernels[fleet]'") from error
         if not self._ray.is_initialized():
+            if ":" not in address and address not in ("auto", "local"):
+                address = f"{address}:{_PORT}"
             try:
                 _reach(address)
                 with _own_sigterm():
@@ -128,10 +139,7 @@ class RayFleet:
                         address=address, log_to_driver=False, logging_level="warning", include_dashboard=False
                     )
             except (OSError, ValueError, RuntimeError) as error:
-                reason = str(error).partition("\n")[0]
-                raise JobError(
-                    f"no Ray cluster at {address[:80]!r}: {reason}; `ray start --head` begins one"
-                ) from error
+                raise JobError(f"no Ray cluster at {address[:80]!r}: {_why(error)}") from error
         self._lost: type[Exception] = self._ray.exceptions.RayError
         self._own = Environment.of(environment.collect())
         self._jobs, self._lanes = jobs, lanes
@@ -166,9 +174,13 @@ class RayFleet:
                     raise SlotLost(f"{seat.name}: the run is over")
                 made = self._ray.remote(_Actor).options(**options)
                 actor = self._actors[seat] = made.remote(SERVICE, jobs, self._lanes)
-            spec, versions, width, lanes = self._ray.get(actor.hello.remote())
+            told = self._ray.get(actor.hello.remote())
         except self._lost as error:
             raise SlotLost(_reason(error)) from error
+        if isinstance(told, str):
+            self._end(seat)
+            raise SeatUnfit(told)
+        spec, versions, width, lanes = told
         theirs, mine = (versions.version, versions.commit), (self._own.version, self._own.commit)
         if theirs != mine:  # its kernels may be others
             self._end(seat)
@@ -257,5 +269,24 @@ def _reach(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
+def _why(error: Exception) -> str:
+    """What Ray says when it cannot join, and what to do: where a cluster asks for a token, only its log names it."""
+    told = str(error).partition("\n")[0]
+    if not isinstance(error, ConnectionError) or "Failed to connect to Ray" not in told:
+        return f"{told}; `ray start --head` begins one"
+    if os.environ.get("RAY_AUTH_MODE") == "token":
+        return (
+            f"{told}; it takes neither this token nor, perhaps, this version of Ray: set RAY_AUTH_TOKEN as on its head"
+        )
+    return (
+        f"{told}; something answers there: where it asks for a token, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
+        "RAY_AUTH_TOKEN_PATH, as on its head"
+    )
+
+
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    """Ray's message in one line: without escapes, and of a traceback the last line, which says what was raised."""
+    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(error)).strip()
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    told = lines[-1] if "Traceback" in text else " ".join(lines)
+    return f"{type(error).__name__}: {told[:300]}"

@@ -6,23 +6,26 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Protocol
 
 from cutekernels import environment, rates
 from cutekernels import gpu as gpus
-from cutekernels.autotune.fleet import Board, Fleet, LocalFleet, OneSlot, Slot, hand_out
-from cutekernels.autotune.history import TaskHistory
+from cutekernels.autotune.fleet import POLL_S, Board, Fleet, LocalFleet, OneSlot, Slot, hand_out
+from cutekernels.autotune.history import TaskHistory, name_of
 from cutekernels.autotune.job import MOST_SECONDS, Job, Task, load
 from cutekernels.autotune.ledger import Ledger
 from cutekernels.autotune.predict import Prediction
 from cutekernels.autotune.report import TaskReport, TuneReport
 from cutekernels.autotune.runtime import LocalRuntime, Runtime
+from cutekernels.autotune.samplers import DEFAULT, checked
 from cutekernels.autotune.search import Search
-from cutekernels.db.store import Environment, Store, Trial
+from cutekernels.autotune.studies import Studies, translated
+from cutekernels.db.leases import Leases, of
+from cutekernels.db.store import Environment, Trial
 from cutekernels.errors import JobError
 from cutekernels.gpu import GpuSpec
 
@@ -81,10 +84,12 @@ def tune(
     limit: int | None = None,
     force: bool = False,
     confirm: bool = False,
+    sampler: str = DEFAULT,
     watcher: Watcher | None = None,
     fleet: Fleet | None = None,
     runtime: Runtime | None = None,
     clock: Callable[[], float] = time.monotonic,
+    began: float | None = None,
 ) -> TuneReport:
     """Tune every task of ``job`` for ``gpu`` and store the winners in the database.
 
@@ -102,27 +107,30 @@ def tune(
         limit: without the GPU, compile only the best ``limit`` by the model.
         force: repeat what earlier runs did.
         confirm: measure only what was predicted best, beside the default and what serves today.
+        sampler: Optuna's, which proposes what follows the seeds: ``"random"``, ``"tpe"``, or another's name.
         fleet: several GPUs that share the tasks: :class:`~cutekernels.autotune.fleet.LocalFleet`,
             :class:`~cutekernels.autotune.ray_fleet.RayFleet`. ``gpu="auto"`` then means every kind that it has.
-        watcher, runtime, clock: progress, the processes to use, and time; for the command line and for tests.
+        watcher, runtime, clock, began: progress, the processes to use, time, and when the budget began on it; for the
+            command line and for tests.
 
     Raises:
-        JobError: the job file breaks a rule, ``trials`` is no number of attempts or ``budget_s`` none of seconds, or
-            ``confirm`` without the GPU.
+        JobError: the job file breaks a rule, ``trials`` is no number of attempts or ``budget_s`` none of seconds,
+            Optuna has no such sampler or it cannot take the configs, or ``confirm`` without the GPU.
         UnknownGpu: no such GPU, or ``auto`` without one.
         StoreError: the database cannot be opened or written.
     """
     loaded = job if isinstance(job, Job) else load(job)
     wanted = gpus.lookup(gpu) if fleet is None or not gpus.is_auto(gpu) else None
-    begin = clock()
+    begin = clock() if began is None else began
     budget = loaded.budget_s if budget_s is None else budget_s
     if trials is not None:
         loaded = loaded.with_trials(trials)
     measured = fleet is not None or (wanted is not None and gpus.present(wanted))
     check(budget, confirm=confirm, measured=measured)
     end = None if budget is None else begin + budget
-    run = _Run(loaded.tasks, Watched(watcher or Silent()), end, limit, force, confirm, clock)
-    with Ledger(db) as store, nullcontext() if db is None else rates.read_from(db):
+    run = _Run(loaded.tasks, Watched(watcher or Silent()), end, limit, force, confirm, checked(sampler), clock)
+    with Ledger(db) as store, nullcontext() if db is None else rates.read_from(db), closing(of(store.url)) as leases:
+        run.leases = leases
         if not loaded.tasks:  # more shards than tasks
             reports: list[TaskReport] = []
         elif measured:
@@ -157,29 +165,39 @@ class _Run:
     limit: int | None
     force: bool
     confirm: bool
+    sampler: str
     clock: Callable[[], float]
+    leases: Leases = field(init=False)
+    _held: set[str] = field(default_factory=set)
 
-    def predict(self, store: Store, spec: GpuSpec, runtime: Runtime | None, jobs: int | None) -> list[TaskReport]:
+    def predict(self, store: Ledger, spec: GpuSpec, runtime: Runtime | None, jobs: int | None) -> list[TaskReport]:
         """All tasks in turn, for a GPU that is elsewhere."""
         versions = Environment.of(environment.collect())
-        reports = []
+        reports: dict[int, TaskReport] = {}
+        waiting = list(range(len(self.tasks)))
         with _compilers(runtime, jobs) as processes:
-            for number, task in enumerate(self.tasks, 1):
-                turns = len(self.tasks) - number + 1
-                deadline = None if self.end is None else self.clock() + max(0.0, self.end - self.clock()) / turns
-                self.watch.begin(task, number, len(self.tasks))
+            while waiting:
+                position = next((one for one in waiting if self._free(spec, one)), None)
+                if position is None:
+                    time.sleep(POLL_S)
+                    continue
+                deadline = None if self.end is None else self.clock() + max(0.0, self.end - self.clock()) / len(waiting)
+                waiting.remove(position)
+                task = self.tasks[position]
+                self.watch.begin(task, len(self.tasks) - len(waiting), len(self.tasks))
                 history = TaskHistory(store, task.op, task.problem, spec, versions, "predicted")
-                report = Prediction(
+                prediction = Prediction(
                     task, spec, history, processes, self.limit, deadline, self.force,
                     on_trial=self.watch.trial, clock=self.clock,
-                ).run()  # fmt: skip
-                reports.append(replace(report, gpu=spec.name))
-                self.watch.end(reports[-1])
-        return reports
+                )  # fmt: skip
+                reports[position] = self._leased(store, spec, task, prediction.run)
+                self.watch.end(reports[position])
+        return [reports[position] for position in sorted(reports)]
 
-    def measure(self, store: Store, fleet: Fleet, wanted: GpuSpec | None, *, ranked: bool) -> list[TaskReport]:
+    def measure(self, store: Ledger, fleet: Fleet, wanted: GpuSpec | None, *, ranked: bool) -> list[TaskReport]:
         """The tasks on all GPUs of the fleet that are wanted; only this process writes."""
-        board = Board(self.tasks, wanted, ranked=ranked)
+        board = Board(self.tasks, wanted, ranked=ranked, free=self._free)
+        studies = Studies(store.url)
         begun = count(1)
 
         def work(slot: Slot, lane: Runtime, kind: GpuSpec, position: int) -> TaskReport:
@@ -188,16 +206,46 @@ class _Run:
             deadline = None if self.end is None else now + board.share(kind, self.end - now)
             self.watch.begin(task, next(begun), board.total)
             history = TaskHistory(store, task.op, task.problem, kind, slot.environment, "measured")
-            report = Search(
-                task, kind, history, lane, deadline, self.force, self.confirm, self.end,
+            search = Search(
+                task, kind, history, lane, deadline, self.force, self.confirm, self.end, studies, self.sampler,
                 on_trial=self.watch.trial, clock=self.clock,
-            ).run()  # fmt: skip
-            report = replace(report, gpu=kind.name)
+            )  # fmt: skip
+            with translated():
+                report = self._leased(store, kind, task, search.run)
             self.watch.end(report)
             return report
 
-        hand_out(board, fleet, work, given_up=self.watch.end)
+        with closing(studies):
+            hand_out(board, fleet, work, given_up=self.watch.end, late=self._over)
         return board.reports()
+
+    # -- leases
+
+    def _free(self, kind: GpuSpec, position: int) -> bool:
+        """Whether a task may begin: no other run is at it, or no time is left to wait for that run."""
+        name = name_of(kind, self.tasks[position].op, self.tasks[position].problem)
+        if name not in self._held and self.leases.take(name):
+            self._held.add(name)
+        return name in self._held or self._over()
+
+    def _over(self) -> bool:
+        return self.end is not None and self.clock() >= self.end
+
+    def _leased(self, store: Ledger, kind: GpuSpec, task: Task, run: Callable[[], TaskReport]) -> TaskReport:
+        """``run`` under the task's lease, which ends when its rows are stored."""
+        name = name_of(kind, task.op, task.problem)
+        if name not in self._held:
+            default = str(task.op.default(task.problem, kind))
+            message = "another run was at it until no time was left"
+            return TaskReport(
+                task.op.name, str(task.problem), "unfinished", None, default, message=message, gpu=kind.name
+            )
+        try:
+            return replace(run(), gpu=kind.name)
+        finally:
+            store.flush()
+            self._held.discard(name)
+            self.leases.release(name)
 
 
 def _compilers(runtime: Runtime | None, jobs: int | None) -> AbstractContextManager[Runtime]:

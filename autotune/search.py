@@ -3,10 +3,10 @@
 A search is one thread of the coordinator. It keeps a few candidates compiling while the GPU measures those that are
 ready, one at a time::
 
-    suggest -> why_not -> compile pool -> static facts -> worker: verify, time beside default and incumbent -> row
+    Optuna's study -> compile pool -> static facts -> worker: verify, time beside default and incumbent -> row
 
-``why_not`` and the static facts cost no GPU time; only attempts that reached the compiler count against ``trials``.
-Earlier rows of the same (gpu, op, revision, problem) are attempts too: the sampler observes them, none is repeated.
+What breaks a rule, and the static facts, cost no GPU time; only attempts that reached the compiler count against
+``trials``. Earlier rows of the same (gpu, op, revision, problem) are trials of the study too, and none is repeated.
 
 The final round (``final.py``) times the candidates that may be the fastest beside the default, in fresh processes, and
 crowns one; it is held again where the kernels' sources or the versions of their compilers and driver have changed.
@@ -15,20 +15,22 @@ crowns one; it is held again where the kernels' sources or the versions of their
 from __future__ import annotations
 
 import contextlib
-import math
 import time
+import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from cutekernels.autotune import final
+from cutekernels.autotune import final, samplers
 from cutekernels.autotune.history import ATTEMPTS, TaskHistory, status_of
 from cutekernels.autotune.job import Task
 from cutekernels.autotune.report import TaskReport
 from cutekernels.autotune.runtime import VENDOR, Measure, Outcome, Prepare, Runtime
-from cutekernels.autotune.suggest import MODEL_SEEDS, Suggester, space
+from cutekernels.autotune.space import MODEL_SEEDS, space
+from cutekernels.autotune.studies import Studies, attempt_of
+from cutekernels.autotune.study import Study
 from cutekernels.backends import Facts
 from cutekernels.db.store import Trial
 from cutekernels.errors import CuteKernelsError
@@ -61,6 +63,8 @@ class Search:
         force: forget earlier attempts (their rows stay) and measure anew.
         confirm: try no more than the default, what serves today and the eight that were predicted best; where nothing
             was predicted, the eight that the model likes best.
+        studies: where Optuna keeps them; None: in memory.
+        sampler: Optuna's, by the name that ``samplers.py`` knows.
         end: of the whole job, on ``clock``. The default may compile until then, since a process's first kernels take
             long; ``deadline`` moves by that time.
     """
@@ -73,6 +77,8 @@ class Search:
     force: bool = False
     confirm: bool = False
     end: float | None = None
+    studies: Studies | None = None
+    sampler: str = samplers.DEFAULT
     on_trial: OnTrial = lambda trial, done, wanted: None
     clock: Callable[[], float] = time.monotonic
     _attempts: Counter[str] = field(default_factory=Counter)
@@ -80,6 +86,7 @@ class Search:
     _spoiled: dict[Config, str] = field(default_factory=dict)  # attempts that the machine spoiled, and how
     _again: deque[Config] = field(default_factory=deque)  # of these, those to be tried once more
     _default: Config = field(init=False)
+    _study: Study = field(init=False)
     _small: bool = field(init=False, default=True)
     _wanted: int = field(init=False, default=0)  # attempts
 
@@ -88,21 +95,21 @@ class Search:
         op, problem = self.task.op, self.task.problem
         begin = self.clock()
         self._default = op.check(problem, op.default(problem, self.gpu), self.gpu)
-        if not self.force:
-            self._known = self._remembered()
+        earlier = [] if self.force else self.history.earlier()
+        self._known = self._remembered(earlier)
         resumed = len(self._known)
         message = ""
-        suggester = self._suggester()
+        self._study = self._begun(earlier)
         winner = self.history.winner()
         crowned = winner is not None and winner.origin == "measured" and self.history.holds(winner) and not self.force
-        enough = self._spent() >= self.task.trials or self._enough(suggester)
+        enough = self._spent() >= self.task.trials or self._enough()
         if crowned and enough and self._is_latest(winner):
             state = "done"
         elif self._late():
             state, message = "unfinished", "no time was left to begin"
         else:
             try:
-                state = "tuned" if self._explore(suggester) else "unfinished"
+                state = "tuned" if self._explore() else "unfinished"
                 winner = self._final() or winner
                 if self._spoiled:
                     state, message = "unfinished", self._told_spoiled()
@@ -110,6 +117,8 @@ class Search:
                 state, message = "unfinished", str(error)
             except _DefaultFailed as error:
                 state, winner, message = "failed", self.history.winner(), str(error)
+            finally:
+                self._study.close()
         return TaskReport(
             op=op.name,
             problem=str(problem),
@@ -124,10 +133,10 @@ class Search:
 
     # -- before the first measurement
 
-    def _remembered(self) -> dict[Config, Trial]:
+    def _remembered(self, earlier: Iterable[Trial]) -> dict[Config, Trial]:
         """Earlier attempts by config. The latest row counts: the final round may have rejected a candidate."""
         known: dict[Config, Trial] = {}
-        for trial in self.history.earlier():
+        for trial in earlier:
             config = self.history.config_of(trial)
             if config is not None and trial.status in ATTEMPTS:
                 known[config] = trial
@@ -144,37 +153,42 @@ class Search:
         config, why = next(iter(self._spoiled.items()))
         return f"{len(self._spoiled)} configs without a verdict, tried again by the next run; [{config}]: {why}"
 
-    def _suggester(self) -> Suggester:
-        op, problem = self.task.op, self.task.problem
-        found = space(op, problem, self.gpu)
+    def _begun(self, earlier: Sequence[Trial]) -> Study:
+        """The task's study. A space no larger than the attempts is tried whole: all of it is seeds."""
+        found = space(self.task.op, self.task.problem, self.gpu)
+        seeds = found.openers([self._default, *self.history.seeds()])
+        to_try: Sequence[Config] = found.valid
         if self.confirm:
-            favourites = self.history.predicted(MODEL_SEEDS) or found.openers([])
-            found = found.only([self._default, *self.history.serving(), *favourites])
-        self._small = len(found.valid) <= self.task.trials
-        self._wanted = min(len(found.valid), self.task.trials)
-        suggester = Suggester(op.Config, found.valid, found.estimates_us, [self._default, *self.history.seeds()])
-        for config, trial in self._known.items():
-            suggester.observe(config, _value(trial))
-        return suggester
+            likely = self.history.predicted(MODEL_SEEDS) or found.openers([])
+            to_try = [self._default, *self.history.serving(), *likely]
+            to_try = list(dict.fromkeys(c for c in to_try if c in found.params))
+        self._small = self.confirm or len(to_try) <= self.task.trials
+        self._wanted = min(len(to_try), self.task.trials)
+        if self._small:
+            seeds = [*(c for c in seeds if c in to_try), *to_try]
+        study = (self.studies or Studies()).study(self.history, found, earlier)
+        seed = zlib.crc32(f"{self.history.name} {len(study.get_trials(deepcopy=False))}".encode())
+        sampler = samplers.make(self.sampler, seed, found.branches)
+        return Study(study, sampler, found, seeds, {c: attempt_of(trial) for c, trial in self._known.items()})
 
-    def _enough(self, suggester: Suggester) -> bool:
-        """Whether no untried config is expected to gain; a space no larger than the attempts is tried whole."""
-        return not suggester.untried if self._small else suggester.converged()
+    def _enough(self) -> bool:
+        """Whether no untried config is expected to gain."""
+        return self._study.seeded if self._small else self._study.converged()
 
     # -- the search
 
-    def _explore(self, suggester: Suggester) -> bool:
+    def _explore(self) -> bool:
         """Try candidates until there are enough attempts or none is left. False where the deadline came first."""
         compiling: dict[Future[Facts], Config] = {}
         try:
             if self._default not in self._known:
-                self._measure_default(suggester, compiling)
+                self._measure_default(compiling)
             while not self._late():
-                self._fill(suggester, compiling)
+                self._fill(compiling)
                 if not compiling:
                     return True
                 for future in self._ready(compiling):
-                    self._attempt(compiling.pop(future), future, suggester)
+                    self._attempt(compiling.pop(future), future)
                     if self._late():
                         break
             return False
@@ -182,9 +196,9 @@ class Search:
             for future in compiling:
                 future.cancel()
 
-    def _fill(self, suggester: Suggester, compiling: dict[Future[Facts], Config]) -> None:
+    def _fill(self, compiling: dict[Future[Facts], Config]) -> None:
         while len(compiling) < min(self.runtime.width, AHEAD) and self._spent() + len(compiling) < self.task.trials:
-            config = None if self._enough(suggester) else suggester.next()
+            config = None if self._enough() else self._study.next()
             if config is None:
                 break
             compiling[self._compile(config)] = config
@@ -199,19 +213,19 @@ class Search:
     def _compile(self, config: Config) -> Future[Facts]:
         return self.runtime.compile(self.task.op, self.task.problem, config, self.gpu)
 
-    def _measure_default(self, suggester: Suggester, compiling: dict[Future[Facts], Config]) -> None:
-        first = suggester.next()  # the first seed
+    def _measure_default(self, compiling: dict[Future[Facts], Config]) -> None:
+        first = self._study.next()  # the first seed
         assert first == self._default
         future = self._compile(self._default)  # before the others, so that it waits for none of them
-        self._fill(suggester, compiling)
+        self._fill(compiling)
         with contextlib.suppress(ChildFailure):  # a repeated failure becomes the row of the default's measurement
             self.runtime.prepare(self._prepare(0))  # inputs and reference, while they compile
         self._await(future)
-        self._attempt(self._default, future, suggester)
+        self._attempt(self._default, future)
         if self._again:
             future = self._compile(self._again.popleft())
             self._await(future)
-            self._attempt(self._default, future, suggester)
+            self._attempt(self._default, future)
         if self._default in self._spoiled:
             raise _DefaultFailed(f"the default config [{self._default}]: {self._spoiled[self._default]}")
         trial = self._known[self._default]
@@ -226,15 +240,14 @@ class Search:
         if self.deadline is not None and until is not None:
             self.deadline = min(until, self.deadline + self.clock() - begin)
 
-    def _attempt(self, config: Config, future: Future[Facts], suggester: Suggester) -> None:
+    def _attempt(self, config: Config, future: Future[Facts]) -> None:
         """One candidate from its compile to its row; what the machine spoiled has none and is tried once more."""
         trial = self._outcome(config, future)
         if trial is None:
             return
         self._spoiled.pop(config, None)
         self._known[config] = trial
-        self._note(trial)
-        suggester.observe(config, _value(trial))
+        self._note(config, trial)
 
     def _failed(
         self, config: Config, error: ChildFailure, *, compiling: bool, facts: Facts | None = None
@@ -285,7 +298,7 @@ class Search:
 
     def _incumbent(self) -> Config:
         """The fastest so far by ratio to the default; absolute times of different hours are not comparable."""
-        ok = [(v, str(c), c) for c, trial in self._known.items() if (v := _value(trial)) is not None]
+        ok = [(-t.ratio, str(c), c) for c, t in self._known.items() if t.status == "ok" and t.ratio]
         return min(ok)[2] if ok else self._default
 
     # -- the final round
@@ -310,7 +323,7 @@ class Search:
             if str(config) in outcomes:
                 rows[config] = self._judge(config, outcomes, self._facts(config))
                 if rows[self._default].status != "ok":
-                    self._note(rows[config])
+                    self._note(config, rows[config])
                     raise _DefaultFailed(f"the default config [{self._default}] was wrong in the final")
         by_config = {config: outcomes[str(config)] for config in rows}
         verdict = final.decide(by_config, self._default, serving)
@@ -320,8 +333,8 @@ class Search:
             vendor_us=Samples(outcomes[VENDOR].us).median if VENDOR in outcomes else None,
             certificate=final.certificate(verdict, by_config, self._default),
         )  # fmt: skip
-        for trial in rows.values():
-            self._note(trial)
+        for config, trial in rows.items():
+            self._note(config, trial)
         self.history.crown(winner)
         return winner
 
@@ -349,7 +362,7 @@ class Search:
                 self._spoiled[last] = str(error).partition("\n")[0]
             elif status is not None and blame:
                 self._known[last] = self.history.row(last, status, message=str(error))
-                self._note(self._known[last])
+                self._note(last, self._known[last])
             return None
 
     def _facts(self, config: Config) -> Facts | None:
@@ -363,8 +376,9 @@ class Search:
     def _prepare(self, seed: int) -> Prepare:
         return Prepare(self.task.op.name, str(self.task.problem), self.gpu, seed)
 
-    def _note(self, trial: Trial) -> None:
+    def _note(self, config: Config, trial: Trial) -> None:
         self.history.record([trial])
+        self._study.observe(config, attempt_of(trial))
         self._attempts[trial.status] += 1
         self.on_trial(trial, min(self._spent(), self._wanted), self._wanted)
 
@@ -384,8 +398,3 @@ class _DefaultFailed(CuteKernelsError):
 
 class _NoTime(CuteKernelsError):
     """The deadline passed before there was a baseline."""
-
-
-def _value(trial: Trial) -> Any:
-    """What the sampler minimises: the logarithm of time over the default's time; None without a time."""
-    return -math.log(trial.ratio) if trial.status == "ok" and trial.ratio else None

@@ -1,4 +1,4 @@
-"""Tunes simulated on recorded sweeps: how many attempts an order of trying needs to 97 % and 99 % of the best.
+"""Tunes simulated on recorded sweeps: what an order of trying has found after 16 and 32 attempts.
 
 A sweep is a JSON line for each config of a problem, with at least ``op``, ``problem``, ``config``, ``us``,
 ``model_us`` and ``default``; ``p20`` and ``p80`` give its noise, and a line without ``us`` is a config that failed.
@@ -13,21 +13,29 @@ import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, stdev
 from typing import Annotated, Any
 
+import optuna
 import typer
 
+from bench.process import Chooser
 from cutekernels import terminal
-from cutekernels.autotune.chooser import Chooser, spread
-from cutekernels.autotune.suggest import MODEL_SEEDS, is_shape
-from cutekernels.errors import CuteKernelsError
+from cutekernels.autotune import samplers
+from cutekernels.autotune.space import Space
+from cutekernels.autotune.studies import Studies
+from cutekernels.autotune.study import PATIENCE, Attempt, Study, since_improved
+from cutekernels.errors import CuteKernelsError, JobError
 from cutekernels.op import Scalar
 from cutekernels.terminal import As, Format
 
 SWEEPS = Path(__file__).parent / "sweeps"
-SHARES = (0.97, 0.99)
+READS = ("op", "problem", "config", "default", "us", "p20", "p80", "model_us")
+MARKS = (16, 32)
+ORDERS = "chance,model,process,random,tpe"
 
 
 @dataclass(frozen=True)
@@ -43,10 +51,9 @@ class Sweep:
     model_us: tuple[float, ...]
     default: int
 
-    def reached(self, share: float) -> set[int]:
-        """Configs that run at ``share`` of the best's speed or more."""
-        best = min(us for us in self.us if us is not None)
-        return {i for i, us in enumerate(self.us) if us is not None and best / us >= share}
+    @cached_property
+    def space(self) -> Space:
+        return Space(tuple(range(len(self.rows))), self.knobs, self.rows, self.model_us)
 
     def draw(self, row: int, dice: random.Random) -> float | None:
         """One measured value of a config: the logarithm of its time over the default's, with noise."""
@@ -131,10 +138,11 @@ Order = Callable[[Sweep, random.Random], Iterator[int]]
 
 
 def by_chance(sweep: Sweep, dice: random.Random) -> Iterator[int]:
-    """The default, then any."""
-    rest = [i for i in range(len(sweep.rows)) if i != sweep.default]
+    """The seeds, then any."""
+    first = sweep.space.openers([sweep.default])
+    rest = [i for i in range(len(sweep.rows)) if i not in set(first)]
     dice.shuffle(rest)
-    yield from [sweep.default, *rest]
+    yield from [*first, *rest]
 
 
 def by_model(sweep: Sweep, dice: random.Random) -> Iterator[int]:
@@ -143,60 +151,69 @@ def by_model(sweep: Sweep, dice: random.Random) -> Iterator[int]:
     yield from [sweep.default, *sorted(rest, key=lambda i: (sweep.model_us[i], i))]
 
 
-def ours(sweep: Sweep, dice: random.Random) -> Iterator[int]:
-    """The tuner's: spread seeds, then expected improvement."""
-    shapes = [i for i, name in enumerate(sweep.knobs) if is_shape(name)]
-    first = [sweep.default, *spread(sweep.rows, shapes, sweep.model_us, MODEL_SEEDS)]
-    chooser = Chooser(sweep.rows, sweep.model_us, first)
+def by_process(sweep: Sweep, dice: random.Random) -> Iterator[int]:
+    """The seeds, then the expected improvement of a Gaussian process: the tuner's until 2026-11-26."""
+    chooser = Chooser(sweep.rows, sweep.model_us, sweep.space.openers([sweep.default]))
     while (row := chooser.next()) is not None:
         yield row
         chooser.observe(row, sweep.draw(row, dice))
 
 
-def by_tpe(sweep: Sweep, dice: random.Random) -> Iterator[int]:
-    """The tuner's before: the model's eight best, then Optuna's TPE, moved to the nearest untried config."""
-    import optuna
+def by_sampler(name: str) -> Order:
+    """The tuner's: the seeds, then what a sampler of Optuna's proposes, and what it leaves out at the end."""
 
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    values = {name: sorted({row[i] for row in sweep.rows}, key=str) for i, name in enumerate(sweep.knobs)}
-    space: dict[str, Any] = {n: optuna.distributions.CategoricalDistribution(v) for n, v in values.items()}
-    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=dice.randrange(1 << 30)))
-    untried = dict.fromkeys(range(len(sweep.rows)))
-    first = [sweep.default, *list(by_model(sweep, dice))[1:9]]
-    while untried:
-        if first:
-            row = first.pop(0)
-        else:
-            trial = study.ask(space)
-            study.tell(trial, state=optuna.trial.TrialState.FAIL)
-            wanted = tuple(trial.params[name] for name in sweep.knobs)
-            row = min(untried, key=lambda i: sum(a != b for a, b in zip(sweep.rows[i], wanted, strict=True)))
-        del untried[row]
-        yield row
-        value = sweep.draw(row, dice)
-        state = optuna.trial.TrialState.PRUNED if value is None else optuna.trial.TrialState.COMPLETE
-        params = dict(zip(sweep.knobs, sweep.rows[row], strict=True))
-        study.add_trial(optuna.trial.create_trial(state=state, value=value, params=params, distributions=space))
+    def order(sweep: Sweep, dice: random.Random) -> Iterator[int]:
+        sampler = samplers.make(name, dice.randrange(1 << 30), sweep.space.branches)
+        study = Study(
+            optuna.create_study(storage=Studies().storage),
+            sampler,
+            sweep.space,
+            sweep.space.openers([sweep.default]),
+            {},
+        )
+        left = dict.fromkeys(range(len(sweep.rows)))
+        while (row := study.next()) is not None:
+            del left[row]
+            yield row
+            value = sweep.draw(row, dice)
+            study.observe(row, Attempt(None if value is None else math.exp(value)))
+        yield from left
+
+    return order
 
 
-ORDERS: dict[str, Order] = {"random": by_chance, "model": by_model, "tpe": by_tpe, "ours": ours}
+def order_of(name: str) -> Order:
+    """``chance``, ``model``, ``process``, or a sampler of Optuna's. Raises JobError for no such name."""
+    own = {"chance": by_chance, "model": by_model, "process": by_process}
+    return own.get(name) or by_sampler(samplers.checked(name))
 
 
-def attempts(sweep: Sweep, order: Order, seed: int, shares: Sequence[float] = SHARES) -> list[int]:
-    """Attempts until a config of each share of the best's speed was tried."""
-    goals = [sweep.reached(share) for share in shares]
-    found = [0] * len(shares)
-    for number, row in enumerate(order(sweep, random.Random(seed)), 1):
-        found = [n or (number if row in goal else 0) for n, goal in zip(found, goals, strict=True)]
-        if all(found):
-            break
-    return found
+@dataclass(frozen=True)
+class Tune:
+    """A simulated tune: true times over the best one's, of the config that looked best so far."""
+
+    found: tuple[float, ...]  # after each attempt
+    ended: int  # attempts after which the tuner would have ended
+
+    def at(self, attempts: int) -> float:
+        return self.found[min(attempts, len(self.found)) - 1]
 
 
-def medians(sweeps: Sequence[Sweep], order: Order, seeds: int) -> list[float]:
-    """Median over sweeps of the median over seeds, for each share."""
-    each = [[attempts(sweep, order, seed) for seed in range(seeds)] for sweep in sweeps]
-    return [median(median(run[share] for run in runs) for runs in each) for share in range(len(SHARES))]
+def tune(sweep: Sweep, order: Order, seed: int, most: int = max(MARKS)) -> Tune:
+    """The first ``most`` attempts, each measured with the sweep's own noise."""
+    best = min(us for us in sweep.us if us is not None)
+    noise, seeds = random.Random(~seed), len(sweep.space.openers([sweep.default]))
+    values: list[float | None] = []
+    found: list[float] = []
+    leader, ended = (math.inf, sweep.default), 0
+    for row in islice(order(sweep, random.Random(seed)), most):
+        value = sweep.draw(row, noise)
+        values.append(None if value is None else math.exp(value))
+        leader = leader if value is None else min(leader, (value, row))
+        found.append((sweep.us[leader[1]] or math.inf) / best)
+        if not ended and len(values) >= seeds and since_improved(values) >= PATIENCE:
+            ended = len(values)
+    return Tune(tuple(found), ended or len(found))
 
 
 # ---- the command line ---------------------------------------------------------------------------------------
@@ -207,29 +224,39 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def command(
     folder: Annotated[Path, typer.Option(help="Where the sweeps are.")] = SWEEPS,
-    orders: Annotated[str, typer.Option(help="Which orders, with commas between.")] = ",".join(ORDERS),
+    orders: Annotated[str, typer.Option(help="chance, model, process, samplers of Optuna's; with commas.")] = ORDERS,
     seeds: Annotated[int, typer.Option(min=1, help="Tunes of each sweep and order.")] = 10,
+    least: Annotated[int, typer.Option(min=1, help="Only sweeps of so many configs.")] = 12,
     format: As = Format.table,
 ) -> None:
-    """Replay tunes on recorded sweeps; print the attempts to 97 % and 99 % of the best for each order."""
+    """Replay tunes on recorded sweeps: what each order has found after 16 and 32 attempts, over the best.
+
+    The last column is the difference to chance, with its 95 % interval over sweeps.
+    """
     try:
-        sweeps = load(folder)
+        chosen = {name: order_of(name) for name in orders.split(",")}
+        sweeps = [sweep for sweep in load(folder) if len(sweep.rows) >= least]
     except CuteKernelsError as error:
-        terminal.fail(str(error))
-    unknown = set(orders.split(",")) - ORDERS.keys()
-    if unknown or not sweeps:
-        terminal.fail(
-            f"no order is called {min(unknown)!r}; known: {', '.join(ORDERS)}" if unknown else f"no sweep in {folder}",
-            code=2,
-        )
+        terminal.fail(str(error), code=2 if isinstance(error, JobError) else 1)
+    if not sweeps:
+        terminal.fail(f"no sweep of {least} configs or more in {folder}", code=2)
+    every = {name: [[tune(s, order, seed) for seed in range(seeds)] for s in sweeps] for name, order in chosen.items()}
     rows = []
-    for name in orders.split(","):
-        each = [[attempts(sweep, ORDERS[name], seed) for seed in range(seeds)] for sweep in sweeps]
+    for name, each in every.items():
         row: dict[str, Any] = {"order": name, "sweeps": len(sweeps), "tunes": len(sweeps) * seeds}
-        for i, share in enumerate(SHARES):
-            found = sorted(median(run[i] for run in runs) for runs in each)
-            row[f"median to {share:.0%}"] = median(found)
-            row[f"90 % to {share:.0%}"] = found[int(0.9 * len(found))]
-            row[f"mean to {share:.0%}"] = round(mean(run[i] for runs in each for run in runs), 2)
+        for mark in MARKS:
+            row[f"found at {mark}"] = f"{mean(t.at(mark) for tunes in each for t in tunes):.4f}"
+        row["attempts"] = round(mean(t.ended for tunes in each for t in tunes), 1)
+        row["found at end"] = f"{mean(t.at(t.ended) for tunes in each for t in tunes):.4f}"
+        row["behind chance at 16"] = _behind(each, every["chance"]) if "chance" in every else None
         rows.append(row)
     terminal.write(rows, format, pipe_width=terminal.PIPE_WIDTH)
+
+
+def _behind(mine: Sequence[Sequence[Tune]], chance: Sequence[Sequence[Tune]]) -> str:
+    """The mean difference at the first mark, and half of its 95 % interval over sweeps."""
+    gaps = [
+        mean(t.at(MARKS[0]) for t in a) - mean(t.at(MARKS[0]) for t in b) for a, b in zip(mine, chance, strict=True)
+    ]
+    half = 1.96 * stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.inf
+    return f"{mean(gaps):+.2%} ± {half:.2%}"

@@ -39,6 +39,7 @@ def command(
     out: Annotated[Path | None, typer.Option(help="File; default bench/sweeps/<gpu>/<op>.jsonl.gz, added to.")] = None,
     most: Annotated[int, typer.Option(min=2, help="Configs of a problem at most, evenly drawn.")] = 400,
     rounds: Annotated[int, typer.Option(min=5, help="Samples of each config.")] = 20,
+    slim: Annotated[bool, typer.Option("--slim", help="Leave out what `bench replay` does not read.")] = False,
     deadline_s: Annotated[float, typer.Option(min=1, help="Seconds for all problems; the rest is left out.")] = 540.0,
 ) -> None:
     """Measure the configs of some problems and add a line for each to a compressed file."""
@@ -58,7 +59,12 @@ def command(
             for number, one in enumerate(problems):
                 until = time.monotonic() + (end - time.monotonic()) / (len(problems) - number)
                 lines = list(sweep(runtime, found, one, gpu, most=most, rounds=rounds, until=until))
-                text = "".join(json.dumps(line | {"stamp": stamp}) + "\n" for line in lines)
+                if slim:
+                    lines = [{name: line[name] for name in replay.READS if name in line} for line in lines]
+                    lines[:1] = [line | {"stamp": stamp} for line in lines[:1]]
+                else:
+                    lines = [line | {"stamp": stamp} for line in lines]
+                text = "".join(json.dumps(line) + "\n" for line in lines)
                 with path.open("ab") as file:  # each problem is a gzip member of its own, in one write
                     file.write(gzip.compress(text.encode()))
                 terminal.say(f"{op} [{one}]: {len(lines)} configs in {path}")

@@ -1,5 +1,6 @@
 from cutekernels import autotune as autotune
 from cutekernels import db as db
+from cutekernels import lock as lock
 from cutekernels import models as models
 from cutekernels import nn as nn
 from cutekernels import optim as optim

@@ -44,6 +44,7 @@ from cutekernels.terminal import As, Format
 
 _MOUNTED = {  # verb: (its Typer app, its line in --help)
     "tune": ("cutekernels.autotune.cli:app", "Tune a job's problems for one GPU and store the winners."),
+    "studies": ("cutekernels.autotune.studies_cli:app", "Make Optuna's studies from stored rows, for its dashboard."),
     "calibrate": ("cutekernels.autotune.calibrate:app", "Measure this GPU's own rates, which the models then use."),
     "db": ("cutekernels.db.cli:app", "Look into the tuned-config database; export, import and merge winners."),
     "bench": ("bench.__main__:app", "Time an op's suites beside its peers (from a checkout)."),
@@ -56,6 +57,10 @@ class _Verbs(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return [*_MOUNTED, *super().list_commands(ctx)]
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _refuse_repeats(self, ctx, args)
+        return list(super().parse_args(ctx, args))
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in _MOUNTED:
             return TyperCommand(cmd_name, help=_MOUNTED[cmd_name][1])
@@ -67,6 +72,21 @@ class _Verbs(TyperGroup):
             ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")  # Typer's own knows no mounted verb
         name, command, rest = super().resolve_command(ctx, args)
         return name, _mounted(name) if name in _MOUNTED else command, rest
+
+
+def _refuse_repeats(command: Any, ctx: Any, words: list[str]) -> None:
+    """Refuse an option that stands twice: the parser would silently take the last."""
+    rest = words[: words.index("--")] if "--" in words else words
+    while hasattr(command, "list_commands"):
+        at = next((i for i, word in enumerate(rest) if word in command.list_commands(ctx)), None)
+        if at is None:
+            return
+        command = _mounted(rest[at]) if rest[at] in _MOUNTED else command.get_command(ctx, rest[at])
+        rest = rest[at + 1 :]
+    for option in (p for p in command.params if p.param_type_name == "option" and not p.multiple):
+        given = [word for word in rest if word.partition("=")[0] in (*option.opts, *option.secondary_opts)]
+        if len(given) > 1:
+            ctx.fail(f"{option.opts[0]} stands {len(given)} times: give it once")
 
 
 app = typer.Typer(
@@ -152,12 +172,15 @@ def explain(
     problem: Annotated[str, typer.Argument(help='A problem as text, e.g. "m=4096 n=4096 k=4096 dtype=bf16".')],
     gpu: Annotated[str, typer.Option(help="auto, or a name such as a100, l40s, rtx5090, h200.")] = "auto",
     config: Annotated[str | None, typer.Option(help="Explain this config, as text, instead of the chosen one.")] = None,
+    db: Annotated[
+        str | None, typer.Option("--db", metavar="URL", help="Path or URL, or a lock; default: CUTEKERNELS_DB.")
+    ] = None,
     format: As = Format.table,
 ) -> None:
     """Show which config a call takes on a GPU, its source, and what else was considered. Compiles nothing."""
     from cutekernels import introspection
 
-    rows = introspection.explain(op, problem, gpu_name=gpu, config=config).rows
+    rows = introspection.explain(op, problem, gpu_name=gpu, config=config, database=db).rows
     if format is not Format.table:
         terminal.write([dict(rows)], format)
         return
@@ -165,6 +188,46 @@ def explain(
     for name, value in rows:
         table.add_row(Text(name, style="bold"), Text(value))
     terminal.show(table)
+
+
+# ---- lock ---------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def lock(
+    file: Annotated[str, typer.Argument(help="The lock to write; its name ends with .lock.")] = "winners.lock",
+    gpu: Annotated[
+        str | None, typer.Option(help="Only this GPU: auto, h200, a100; default: all that have winners.")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; read FILE and print its hash.")] = False,
+    db: Annotated[str | None, typer.Option("--db", metavar="URL", help="Path or URL; default: CUTEKERNELS_DB.")] = None,
+) -> None:
+    """Freeze the winners that calls use into a file with a hash, for CUTEKERNELS_DB; print the hash."""
+    from cutekernels import lock as locks
+    from cutekernels.db import lock as files
+
+    if check:
+        found = files.read(Path(file))
+        typer.echo(found.digest)
+        terminal.say(f"{file}: {len(found.rows)} rows, as they were written")
+        return
+    digest, count = locks.write(file, _gpus_with_winners(db) if gpu is None else [_gpu_name(gpu)], db)
+    typer.echo(digest)
+    terminal.say(f"{file}: {count} rows; {settings.DB_VARIABLE}={file} makes calls read it and nothing else")
+
+
+def _gpu_name(name: str) -> str:
+    from cutekernels.gpu import lookup
+
+    return lookup(name).name
+
+
+def _gpus_with_winners(db: str | None) -> list[str]:
+    from cutekernels import db as database
+    from cutekernels.db.snapshot import shipped_gpus
+
+    with database.open(db) as opened:
+        return sorted({*shipped_gpus(), *(w.gpu for w in opened.winners())})
 
 
 # ---- what is known ------------------------------------------------------------------------------------------
@@ -338,13 +401,16 @@ def _cache_dir(path: Path) -> Finding:
 
 
 def _database(url: str) -> Finding:
-    path = settings.load().database_path
-    if path is not None and not os.path.exists(path):
-        return Finding("database", "ok", f"{path} (made on first use)")
     from cutekernels import db
+    from cutekernels.db import lock
     from cutekernels.db.engine import shown
 
+    path = settings.load().database_path
     try:
+        if lock.is_one(url):
+            return Finding("database", "ok", f"{path} (a lock of {len(lock.read(lock.path_of(url)).rows)} rows)")
+        if path is not None and not os.path.exists(path):
+            return Finding("database", "ok", f"{path} (made on first use)")
         with db.open(url, shipped=False) as opened:
             winners, refused = len(opened.winners()), len(opened.refused())
     except StoreError as error:

@@ -136,12 +136,17 @@ def plan(op: Op[Any, Any], p: Any, device: int | None = None, forced: Config | s
     return made
 
 
-def explain(op: Op[Any, Any], p: Any, gpu: GpuSpec, config: Config | str | None = None) -> Explanation:
-    """The config that a call with ``p`` would run on ``gpu``, its source and those tried before. Compiles nothing."""
+def explain(
+    op: Op[Any, Any], p: Any, gpu: GpuSpec, config: Config | str | None = None, known: Snapshot | None = None
+) -> Explanation:
+    """The config that a call with ``p`` would run on ``gpu``, its source and those tried before. Compiles nothing.
+
+    ``known``: winners in place of those that calls use.
+    """
     considered = []
     choice = None if config is None else _forced(op, p, gpu, config)
     if choice is None:
-        for name, outcome in _sources(op, p, gpu, winners(gpu)):
+        for name, outcome in _sources(op, p, gpu, known or winners(gpu)):
             considered.append((name, outcome.note if isinstance(outcome, Choice) else outcome))
             if isinstance(outcome, Choice):
                 choice = outcome

@@ -64,5 +64,6 @@ class StoreError(CuteKernelsError):
 
 def near(name: str, known: Iterable[str]) -> str:
     """``"Did you mean 'gemm'? "``, or nothing where no known name is close."""
-    found = get_close_matches(name[:100], sorted(set(known)), n=1, cutoff=0.6)
-    return f"Did you mean {found[0]!r}? " if found else ""
+    lower = {word.lower(): word for word in sorted(set(known), reverse=True)}
+    found = get_close_matches(name[:100].lower(), lower, n=1, cutoff=0.6)
+    return f"Did you mean {lower[found[0]]!r}? " if found else ""

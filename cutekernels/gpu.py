@@ -155,7 +155,7 @@ _BY_PRODUCT = {gpu.product.lower(): gpu for gpu in GPUS}
 
 
 def lookup(name: str) -> GpuSpec:
-    """The GPU called ``name`` (``"h200"``, ``"a100"``, ...), or the machine's own for ``"auto"``.
+    """The GPU called ``name`` (``"h200"``, or torch's ``"NVIDIA H200"``), or the machine's own for ``"auto"``.
 
     ``"h200-99kib"`` is an H200 confined to 99 KiB of shared memory on an SM (:meth:`GpuSpec.limited`).
 
@@ -169,8 +169,9 @@ def lookup(name: str) -> GpuSpec:
     if cap is not None:
         return lookup(cap[1]).limited(int(cap[2]))
     key = ALIASES.get(key, key)
-    if key in _BY_NAME:
-        return _BY_NAME[key]
+    found = _BY_NAME.get(key) or _BY_PRODUCT.get(key)
+    if found is not None:
+        return found
     names = sorted([*_BY_NAME, *ALIASES])
     known = ", ".join(names)
     raise UnknownGpu(
@@ -231,6 +232,15 @@ def _driver() -> ctypes.CDLL | None:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
+
+
+def identity(device: int | None = None) -> str | None:
+    """What tells a GPU of this machine from its twins, in every process; None where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device).uuid)
 
 
 def describe(properties: Any) -> GpuSpec:

@@ -6,14 +6,17 @@ import atexit
 import os
 from importlib import import_module
 
-from cutekernels import dispatch, gpu, settings
+from cutekernels import dispatch, gpu, rates, settings
+from cutekernels.db import snapshot
 from cutekernels.errors import StoreError
 from cutekernels.interval import Interval
 from cutekernels.ops import registry
 from cutekernels.ops.shared.checks import check_word
 
 
-def explain(op: str, problem: str, *, gpu_name: str = "auto", config: str | None = None) -> dispatch.Explanation:
+def explain(
+    op: str, problem: str, *, gpu_name: str = "auto", config: str | None = None, database: str | None = None
+) -> dispatch.Explanation:
     """The reason for a call's config: ``print(cutekernels.explain("gemm", "m=16 n=4096 k=4096"))``.
 
     Args:
@@ -21,6 +24,7 @@ def explain(op: str, problem: str, *, gpu_name: str = "auto", config: str | None
         problem: the problem in text form; fields left out hold their defaults.
         gpu_name: a GPU of the table (``"a100"``), or ``"auto"`` for the machine's own.
         config: explain this config instead of the chosen one.
+        database: a path or URL, or a lock, to read in place of the database in the settings.
 
     Returns:
         The choice, its origin, every source that was tried, the roofline floor; ``str()`` of it is a table.
@@ -29,11 +33,17 @@ def explain(op: str, problem: str, *, gpu_name: str = "auto", config: str | None
         UnsupportedProblem: no such op, or not a problem of it.
         UnknownGpu: no such GPU.
         InvalidConfig: ``config`` breaks a rule of the op.
+        StoreError: ``database`` cannot be read.
     """
     check_word("explain", "op", op)
     check_word("explain", "problem", problem)
     declared = registry.get(op)
-    return dispatch.explain(declared, declared.Problem.parse(problem), gpu.lookup(gpu_name), config)
+    spec, posed = gpu.lookup(gpu_name), declared.Problem.parse(problem)
+    if database is None:
+        return dispatch.explain(declared, posed, spec, config)
+    known = snapshot.load(spec.name, database, strict=True)
+    with rates.read_from(database):
+        return dispatch.explain(declared, posed, spec, config, known)
 
 
 def report_misses(database: str | None = None, *, every_s: float | None = None) -> int:

@@ -28,8 +28,8 @@ from cutekernels import settings, terminal
 from cutekernels.db import listing, sqlite
 from cutekernels.db.engine import file_errors
 from cutekernels.db.query import is_default, revision
-from cutekernels.db.reader import SHIPPED, Database, Winner, diff
-from cutekernels.db.store import ImportReport, Store, Trial, replace_file
+from cutekernels.db.reader import SHIPPED, TRIAL_COLUMNS, Database, Winner, diff
+from cutekernels.db.store import ImportReport, Store, replace_file
 from cutekernels.errors import CuteKernelsError, UnknownGpu, UnsupportedProblem
 from cutekernels.terminal import As, Format
 
@@ -59,7 +59,7 @@ Wide = Annotated[bool, typer.Option("--wide", help="One line for each row, nothi
 
 _MOST_TOLD = 400  # characters of a row's text
 _LEAST_OF_AN_ID = 8  # characters: the listings show so many
-_TRIAL_COLUMNS = tuple(f.name for f in fields(Trial) if f.name != "environment")
+_TRIAL_COLUMNS = (*TRIAL_COLUMNS, "problem_text", "config_text")
 
 
 # ---- verbs --------------------------------------------------------------------------------------------------
@@ -71,6 +71,7 @@ def query(
     op: OpName = None,
     problem: Conditions = None,
     origin: Annotated[Origin | None, typer.Option(help="Only winners of this origin.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first this many, after --sort.")] = None,
     local: Annotated[bool, typer.Option("--local", help="Only what was tuned here, no shipped winners.")] = False,
     columns: Columns = None,
     sort: Sort = None,
@@ -83,7 +84,7 @@ def query(
         found = opened.winners(gpu=gpu, op=op, problem=problem, origin=origin)
         if opened.store is None:
             terminal.say("no database yet, only shipped winners; `cutekernels tune` makes one")
-    rows = _sorted([w.as_row() for w in found], sort, _names(Winner))
+    rows = _sorted([w.as_row() for w in found], sort, _names(Winner))[:limit]
     _write(rows, format, columns, "no winner matches", _names(Winner), wide, listing.winners)
 
 
@@ -102,9 +103,7 @@ def history(
     """List every trial, oldest first, failed ones with the reason."""
     with _opened(db, needed=True) as opened:
         found = opened.trials(gpu=gpu, op=op, problem=problem)
-    rows = [t.as_row() for t in (found[-limit:] if limit else found)]
-    if format is not Format.json:
-        rows = [row | {"gpu": row["gpu"]["name"]} for row in rows]
+        rows = [opened.columns(t) for t in (found[-limit:] if limit else found)]
     _write(
         _sorted(rows, sort, _TRIAL_COLUMNS), format, columns, "no trial matches", _TRIAL_COLUMNS, wide, listing.trials
     )

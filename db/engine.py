@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from sqlalchemy import Connection, Engine, create_engine, event, inspect, make_url, text
+from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, make_url, text
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from cutekernels import settings
-from cutekernels.db import sqlite
+from cutekernels.db import lock, sqlite
 from cutekernels.db.migrations import HEAD
 from cutekernels.errors import StoreError
 
@@ -58,6 +58,8 @@ def open_engine(
     Raises:
         StoreError: unreachable, locked for too long, of a newer schema, not ours, or not writable here.
     """
+    if lock.is_one(url):
+        raise StoreError(f"{shown(url)} is a lock, which calls read and nothing writes; name a database with --db")
     path = sqlite.path_of(url)
     with translated(shown(url)):
         if path is None:
@@ -144,23 +146,31 @@ def _remedy(cause: str) -> str:
 # ---- engines ------------------------------------------------------------------------------------------------
 
 
-def _postgres(url: str, patience_s: tuple[int, int] = _PATIENCE_S) -> Engine:
+def postgres_url(url: str) -> URL:
+    """``url`` with its driver. Raises StoreError for a URL that is none of PostgreSQL."""
     scheme, _, rest = url.partition("://")
     if scheme in ("postgres", "postgresql"):  # the URL names no driver: use psycopg
         url = f"postgresql+psycopg://{rest}"
     elif not scheme.startswith("postgresql+"):
         raise StoreError(f"a database is an SQLite file or PostgreSQL; {shown(url)!r} is neither")
     try:
-        if "@" in (make_url(url).host or ""):
+        found = make_url(url)
+        if "@" in (found.host or ""):
             raise ValueError("an @ in the host")
-        engine = create_engine(url, poolclass=NullPool, connect_args={"connect_timeout": _CONNECT_TIMEOUT_S})
-    except (ImportError, NoSuchModuleError) as error:
-        raise StoreError(f"no driver for {shown(url)}: {error}; pip install 'cutekernels[postgres]'") from error
     except (ArgumentError, ValueError) as error:  # which may quote the password
         raise StoreError(
             f"not a database URL: {shown(url)}; one is postgresql://user:password@host:port/name, "
             "an @, / or : in the password written as %40, %2F or %3A"
         ) from error
+    return found
+
+
+def _postgres(url: str, patience_s: tuple[int, int] = _PATIENCE_S) -> Engine:
+    parsed = postgres_url(url)
+    try:
+        engine = create_engine(parsed, poolclass=NullPool, connect_args={"connect_timeout": _CONNECT_TIMEOUT_S})
+    except (ImportError, NoSuchModuleError) as error:
+        raise StoreError(f"no driver for {shown(url)}: {error}; pip install 'cutekernels[postgres]'") from error
     lock_s, statement_s = patience_s
 
     @event.listens_for(engine, "begin")
@@ -170,6 +180,22 @@ def _postgres(url: str, patience_s: tuple[int, int] = _PATIENCE_S) -> Engine:
         connection.exec_driver_sql(f"SELECT {both}")
 
     return engine
+
+
+@contextmanager
+def making_schema(url: str, schema: str) -> Iterator[None]:
+    """For making tables in ``schema`` of a PostgreSQL database, one process at a time; makes the schema itself."""
+    engine = _postgres(url)
+    with translated(shown(url)), engine.connect() as connection:
+        connection.execute(text("SELECT pg_advisory_lock(:lock)"), {"lock": _MIGRATION_LOCK})
+        connection.execute(text(f"CREATE SCHEMA IF NOT EXISTS {schema}"))
+        connection.commit()  # the lock is the session's, and stays
+        yield
+
+
+def session(url: str) -> Connection:
+    """A connection to a PostgreSQL database that stays open, for locks of its session; each statement is its own."""
+    return _postgres(url).execution_options(isolation_level="AUTOCOMMIT").connect()
 
 
 def queue(connection: Connection, *, alone: bool) -> None:

@@ -306,7 +306,10 @@ def _line(
 
 
 def _coloured(names: Mapping[str, object]) -> list[tuple[str, str]]:
-    return [(name, _COLOURS[i % len(_COLOURS)]) for i, name in enumerate(sorted(names))]
+    """A colour of its own for each op: the first few well told apart, further ones around the colour circle."""
+    more = max(1, len(names) - len(_COLOURS))
+    others = [f"hsl({360 * i // more} 70% {(45, 62)[i % 2]}%)" for i in range(more)]
+    return list(zip(sorted(names), [*_COLOURS, *others], strict=False))
 
 
 # ---- text ---------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def trials(rows: Rows) -> Table:
     """Trials: a failed one's reason stands below its config."""
     table = _table("op\ngpu", "problem\nconfig", "status", "us", "x default", "id")
     for row in rows:
-        told = [row["problem"], row["config"], row.get("message", "").strip().split("\n")[0][:120]]
+        told = [row["problem_text"], row["config_text"], row.get("message", "").strip().split("\n")[0][:120]]
         table.add_row(
             _pair(row["op"], row["gpu"]),
             _pair(*filter(None, told)),

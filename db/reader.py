@@ -20,6 +20,8 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Scalar
 
 SHIPPED = "shipped"
+TRIAL_COLUMNS = tuple("vendor_us" if f.name == "baseline_us" else f.name for f in fields(Trial))
+_MOST_ASKED = 1000  # problems in one statement
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,11 +255,31 @@ class Database:
         if part is not None:
             part = part.lower().removeprefix("..")  # as listings shorten it
         if self.store is not None:
-            found = self.store.find(part, gpu=gpu, op=op) if part is not None else self.store.trials(gpu=gpu, op=op)
+            if part is not None:
+                found = self.store.find(part, gpu=gpu, op=op)
+            else:
+                found = self.store.trials(gpu=gpu, op=op, problems=self._problems(gpu, op, conditions))
         if part is not None and not found:
             found = [t for t in _shipped(gpu, op) if t.id.startswith(part) or t.id.endswith(part)]
         mine = (t for t in found if gpu in (None, t.gpu.name) and op in (None, t.op))
         return [t for t in mine if self._matches(t, conditions)]
+
+    def columns(self, t: Trial) -> dict[str, Any]:
+        """A trial's plain values under the names that a winner's have."""
+        row = t.as_row()
+        row |= {"gpu": t.gpu.name, "problem_text": t.problem, "config_text": t.config, "vendor_us": t.baseline_us}
+        row |= {"problem": query.problem(t.op, t.problem), "config": self._config(t.op, t.config)}
+        return {
+            name: row[name] for name in (*TRIAL_COLUMNS, "problem_text", "config_text") if row.get(name) is not None
+        }
+
+    def _problems(self, gpu: str | None, op: str | None, conditions: Sequence[Any]) -> list[str] | None:
+        """The texts of the stored problems that meet the conditions; None where all trials may as well be read."""
+        if not conditions or self.store is None:
+            return None
+        tasks = {(key.op, key.problem) for key in self.store.tasks(gpu=gpu, op=op)}
+        met = {text for name, text in tasks if query.matches(name, query.problem(name, text), conditions)}
+        return sorted(met) if len(met) <= _MOST_ASKED else None
 
 
 def diff(a: Database, b: Database, *, gpu: str | None = None, op: str | None = None) -> list[Difference]:

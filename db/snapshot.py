@@ -1,8 +1,9 @@
 """Snapshot for the dispatcher: the winners and calibrated rates of one GPU, read once into immutable tables.
 
 Shipped rows are overlaid by the user's database, but a prediction never replaces a measurement. Reading writes
-nothing, creates nothing and waits a second at most. :func:`load` never raises: a broken database is logged once per
-process, and only shipped rows are used. Standard library only (SQLAlchemy is imported for a PostgreSQL URL).
+nothing, creates nothing and waits a second at most. :func:`load` raises for a lock alone (``lock.py``), which is read
+in place of both: a broken database is logged once per process, and only shipped rows are used. Standard library only
+(SQLAlchemy is imported for a PostgreSQL URL).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from cutekernels import settings
-from cutekernels.db import lines, sqlite
+from cutekernels.db import lines, lock, sqlite
 from cutekernels.db.migrations import HEAD, RATES_SINCE, READABLE
 from cutekernels.db.trial import ORIGINS, Trial, gpu_name_rule
 from cutekernels.errors import StoreError
@@ -46,7 +47,7 @@ _said: set[str] = set()
 
 
 class Winner(NamedTuple):
-    """A tuned config. ``reason`` says why a predicted one is better; ``source`` is ``"shipped"`` or ``"database"``."""
+    """A tuned config. ``reason`` says why a predicted one is better; ``source``: shipped, database or lock."""
 
     problem: str
     config: str
@@ -81,10 +82,14 @@ class Table(Mapping[str, Winner]):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Per (op, revision), the winner of each problem bucket; calibrated rates by (name, revision). Immutable."""
+    """Per (op, revision), the winner of each problem bucket; calibrated rates by (name, revision). Immutable.
+
+    ``digest``: of the lock that they are from; else empty.
+    """
 
     table: Mapping[tuple[str, int], Mapping[str, Winner]]
     rates: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    digest: str = ""
 
 
 _lock = threading.RLock()
@@ -113,9 +118,16 @@ def forget(known: Mapping[str, Snapshot]) -> None:
         _held.update(known)
 
 
-def load(gpu: str, url: str | None = None) -> Snapshot:
-    """The winners for the GPU called ``gpu``; ``url`` is a path or URL, None for the database in the settings."""
-    rows, rates = _database(gpu, url)
+def load(gpu: str, url: str | None = None, *, strict: bool = False) -> Snapshot:
+    """The winners for the GPU called ``gpu``; ``url`` is a path or URL, None for the database in the settings.
+
+    Raises:
+        StoreError: a lock is missing or not as it was written; with ``strict``, a database cannot be read.
+    """
+    place = _named_lock(url)
+    if place is not None:
+        return _locked(gpu, lock.read(lock.path_of(place)))
+    rows, rates = _database(gpu, url, strict=strict)
     tables: dict[tuple[str, int], dict[str, _Row]] = {}
     for key, group in groupby(rows, itemgetter(0, 1)):
         tables.setdefault(key, {}).update({row[2]: row for row in group})
@@ -126,6 +138,25 @@ def load(gpu: str, url: str | None = None) -> Snapshot:
             reason = t.message if t.origin == "predicted" else ""
             table[t.problem] = Winner(t.problem, t.config, t.origin, t.median_us, t.ratio, "shipped", reason)
     return Snapshot(MappingProxyType({key: Table(table) for key, table in tables.items()}), MappingProxyType(rates))
+
+
+def _named_lock(url: str | None) -> str | None:
+    try:
+        place = settings.load().database_url if url is None else settings.database_url(url)
+    except (ValueError, RuntimeError):  # told where the database is read
+        return None
+    return place if lock.is_one(place) else None
+
+
+def _locked(gpu: str, frozen: lock.Lock) -> Snapshot:
+    tables: dict[tuple[str, int], dict[str, _Row]] = {}
+    for op, revision, problem, config, origin, median_us, ratio, reason in frozen.of("winner", gpu):
+        found = Winner(problem, config, origin, median_us, ratio, "lock", reason)
+        tables.setdefault((op, revision), {})[problem] = found
+    rates = {(name, revision): value for name, revision, value in frozen.of("rate", gpu)}
+    return Snapshot(
+        MappingProxyType({key: Table(t) for key, t in tables.items()}), MappingProxyType(rates), frozen.digest
+    )
 
 
 def shipped_gpus() -> list[str]:
@@ -172,17 +203,20 @@ def shipped(gpu: str) -> list[Trial]:
 _Read = tuple[list[_Row], dict[tuple[str, int], float]]
 
 
-def _database(gpu: str, url: str | None) -> _Read:
+def _database(gpu: str, url: str | None, *, strict: bool = False) -> _Read:
     shown = "from the settings"
     try:
         place = settings.load().database_url if url is None else settings.database_url(url)
         path = sqlite.path_of(place)
         shown = _shown(place) if path is None else place
-        if url is None and path is not None and not path.exists() and not settings.load().database_named:
+        named = settings.load().database_named and not strict
+        if url is None and path is not None and not path.exists() and not named:
             return [], {}  # nothing has been tuned yet: no reason to warn
         rows, rates = _read_postgres(place, gpu) if path is None else _read_sqlite(path, gpu)
     except (StoreError, sqlite3.Error, OSError, ValueError, RuntimeError, ImportError) as error:
         # ValueError: a bad setting or URL; RuntimeError: no home directory; ImportError: no PostgreSQL driver.
+        if strict:
+            raise StoreError(f"tuned-config database {shown}: {error}") from error
         say(f"tuned-config database {shown}: {error}; only shipped winners and defaults are used")
         return [], {}
     if not _sound(rows):

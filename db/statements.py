@@ -5,6 +5,7 @@ Rows go in and out through SQLAlchemy Core in batches: with the ORM, mixed rows 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
@@ -18,7 +19,17 @@ from sqlalchemy.orm import Session
 
 from cutekernels import settings
 from cutekernels.db import models
-from cutekernels.db.trial import INT64_MAX, PROVENANCE, REQUEST_RULES, Environment, Gpu, Trial, broken_request
+from cutekernels.db.trial import (
+    INT64_MAX,
+    MEASUREMENTS,
+    PROVENANCE,
+    REQUEST_RULES,
+    TRIAL_RULES,
+    Environment,
+    Gpu,
+    Trial,
+    broken_request,
+)
 from cutekernels.errors import StoreError
 
 _BATCH = 500  # ids per IN (...); SQLite takes 32,766 variables, 999 in old builds
@@ -181,7 +192,10 @@ def broken_rows(session: Session) -> list[str]:
     found: list[str] = []
     broken = set()
     gpu, environment = Gpu("none", "none", 1, 0, 0, 0), Environment()
-    for row in session.execute(query):
+    suspects = _suspects(session)
+    for row in session.execute(query) if suspects else ():
+        if row.id not in suspects:
+            continue
         try:
             Trial(gpu=gpu, environment=environment, **dict(zip(names, row, strict=True)))
         except StoreError as error:
@@ -201,6 +215,21 @@ def broken_rows(session: Session) -> list[str]:
         if reason is not None:
             found.append(f"request {tuple(row[:4])!r:.120}: {reason}")
     return found
+
+
+def _suspects(session: Session) -> set[Any]:
+    """Ids of the rows with a value that breaks its rule. A value that many rows have is looked at once."""
+    broken: set[Any] = set()
+    for name in _TRIAL_FIELDS:
+        column, rule = _trial.c[name], TRIAL_RULES[name]
+        query = select(_trial.c.id, column)
+        if name in MEASUREMENTS:  # SQLite compares any text or blob as greater than a number, PostgreSQL NaN
+            query = query.where(or_(column < 0, column > sys.float_info.max))
+        elif name not in ("id", "created_at"):
+            seen = session.execute(select(column).distinct()).scalars().all()
+            query = query.where(false()) if all(rule(value) is None for value in seen) else query
+        broken |= {id_ for id_, value in session.execute(query).all() if rule(value) is not None}
+    return broken
 
 
 def _orphans(session: Session, broken: set[Any]) -> list[str]:

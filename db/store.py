@@ -14,9 +14,9 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
@@ -47,6 +47,16 @@ class Request:
     problem: str
     hits: int
     last_seen: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class TaskKey:
+    """A tuning key that has trials. ``gpu`` is the GPU's name."""
+
+    gpu: str
+    op: str
+    revision: int
+    problem: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +142,27 @@ class Store:
         config: str | None = None,
         origin: str | None = None,
         status: str | None = None,
+        problems: Collection[str] | None = None,
         limit: int | None = None,
     ) -> list[Trial]:
-        """Trials with these values, oldest first."""
+        """Trials with these values, oldest first; ``problems``: of one of these, a thousand at most."""
         where = statements.where(gpu, op, revision, problem, origin)
+        if problems is not None:
+            where.append(models.Trial.problem.in_(problems))
         for column, value in ((models.Trial.config, config), (models.Trial.status, status)):
             if value is not None:
                 where.append(column == value)
         with self._reading() as session:
             return statements.select_trials(session, where, limit=limit)
+
+    def tasks(self, *, gpu: str | None = None, op: str | None = None, origin: str | None = None) -> list[TaskKey]:
+        """The tuning keys that have trials with these values; malformed ones are left out."""
+        t, g = models.Trial, models.Gpu
+        query = select(g.name, t.op, t.revision, t.problem).join(g, g.id == t.gpu_id).distinct()
+        query = query.where(*statements.where(gpu, op, None, None, origin))
+        with self._reading() as session:
+            found = [TaskKey(*row) for row in session.execute(query) if trial.problem_rule(row[3]) is None]
+        return sorted((k for k in found if trial.op_rule(k.op) is None and type(k.revision) is int), key=astuple)
 
     def trial(self, trial_id: str) -> Trial | None:
         """The trial with this id, or None."""

@@ -209,7 +209,7 @@ class Trial:
     certificate: Certificate | None = None
 
     def __post_init__(self) -> None:
-        _require_all(self, _TRIAL_RULES)
+        _require_all(self, TRIAL_RULES)
 
     @classmethod
     def new(cls, *, message: str = "", **values: Any) -> Self:
@@ -218,7 +218,7 @@ class Trial:
         Values are made storable: control characters and the middle of a long message are removed, and a measurement
         that is NaN or infinite (a kernel wrote one) is stored as absent.
         """
-        for name in _MEASUREMENTS:
+        for name in MEASUREMENTS:
             if isinstance(values.get(name), float) and not math.isfinite(values[name]):
                 values[name] = None
         return cls(message=storable(message), **values)
@@ -285,8 +285,8 @@ _GPU_RULES: dict[str, Rule] = {
 _version = text(r"[ -~]{0,100}", "a version in printable ASCII, at most 100 characters")
 _ENVIRONMENT_RULES: dict[str, Rule] = {f.name: _version for f in fields(Environment)}
 _count = _whole(0, INT64_MAX, optional=True)
-_MEASUREMENTS = ("median_us", "p20_us", "p80_us", "ratio", "ratio_low", "ratio_high", "baseline_us", "error")
-_TRIAL_RULES: dict[str, Rule] = {
+MEASUREMENTS = ("median_us", "p20_us", "p80_us", "ratio", "ratio_low", "ratio_high", "baseline_us", "error")
+TRIAL_RULES: dict[str, Rule] = {
     "id": _id,
     "created_at": moment,
     "gpu": _instance(Gpu),
@@ -297,7 +297,7 @@ _TRIAL_RULES: dict[str, Rule] = {
     "config": text(_WORDS, _WORDS_MEANING),
     "origin": _one_of(ORIGINS),
     "status": _one_of(STATUSES),
-    **dict.fromkeys(_MEASUREMENTS, _number),
+    **dict.fromkeys(MEASUREMENTS, _number),
     **dict.fromkeys(("samples", "registers", "stack_bytes", "smem_bytes"), _count),
     "message": text(
         rf"[^{_CONTROL}]{{0,{MESSAGE_LIMIT}}}", f"text without control characters, at most {MESSAGE_LIMIT} characters"

@@ -36,7 +36,7 @@ SECTIONS = {
     "Modules": ("nn",),
     "Quantized weights": ("quant",),
     "Models": ("integrations", "models"),
-    "Tuned configurations": ("dispatch", "introspection"),
+    "Tuned configurations": ("dispatch", "introspection", "lock"),
 }
 
 
@@ -45,7 +45,7 @@ COMMON = ("--help", "--install-completion", "--show-completion")  # options of e
 
 def public_names() -> dict[str, str]:
     """Full path of each public function and class, by the name users write."""
-    found = {"optim.FusedAdamW": "cutekernels.optim.FusedAdamW"}
+    found = {"optim.FusedAdamW": "cutekernels.optim.FusedAdamW", "lock.verify": "cutekernels.lock.verify"}
     for place in ("", "nn", "models", "quant"):
         here = _names(f"cutekernels.{place}".rstrip("."))
         found |= {f"{place}.{name}".lstrip("."): path for name, path in here.items()}

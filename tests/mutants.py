@@ -101,7 +101,7 @@ MODULES = {
             ("    if gpu_name_rule(gpu) is not None:", "    if False:"),
             ("if isinstance(trial, Trial) and trial.gpu.name != gpu:", "if False:"),
             ("            found.append(trial)\n", "            found.insert(0, trial)\n"),
-            ("and not path.exists() and not settings.load().database_named:", "and not path.exists():"),
+            ("and not path.exists() and not named:", "and not path.exists():"),
             ("if type(value) is float and value > 0}", "if type(value) is float}"),
             ("        rows = [row for row in rows if _sound([row])]\n", ""),
             ("not rows or set(columns[4]) <= set(ORIGINS)", "True"),

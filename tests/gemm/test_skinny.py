@@ -10,7 +10,7 @@ import pytest
 
 from cutekernels import gpu
 from cutekernels.autotune.search import prune_reason
-from cutekernels.autotune.suggest import MODEL_SEEDS
+from cutekernels.autotune.space import MODEL_SEEDS
 from cutekernels.op import ladder
 from cutekernels.ops.gemm import skinny, specialized
 from cutekernels.ops.gemm.op import GEMM

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from cutekernels.backends import Facts
 from tests.tuner.toys import H200, TOY, VALID, ToyConfig, ToyProblem, true_us
 
 JOB = Job("kills", tuple(Task(TOY, ToyProblem(m, 64), len(VALID)) for m in (16, 32)))
+TIMED = os.environ.get("TOY_TIMED", "")  # a file for the begin and the end of each measurement
 WRONG = ToyConfig(128, 8, True)
 BAD = ToyConfig(32, 1, False)  # does not compile
 
@@ -40,7 +42,11 @@ def fake_worker(request: Any) -> Any:
     """A timer: the toy GPU's law with noise; one config is wrong."""
     if not isinstance(request, Measure):
         return None
+    begin = time.monotonic()
     time.sleep(0.01)
+    if TIMED:
+        with open(TIMED, "a") as timed:
+            timed.write(f"{begin} {time.monotonic()}\n")
     noise = random.Random(time.time_ns())
     found = {}
     for text in request.configs:
@@ -55,6 +61,7 @@ if __name__ == "__main__":
     from cutekernels.autotune.run import tune  # here: the processes it starts import this module too
 
     gpus.detect = lambda device=None: H200  # type: ignore[assignment]
+    gpus.identity = lambda device=None: "toy"
     runtime.COMPILE_TARGET = "tests.tuner.kills:fake_compile"
     runtime.WORKER_TARGET = "tests.tuner.kills:fake_worker"
     tempfile.tempdir = None

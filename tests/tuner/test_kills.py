@@ -1,4 +1,5 @@
-"""A whole run killed at random moments and resumed: no false row, no false winner, nothing locked, nothing left over.
+"""A whole run killed at random moments and resumed: no false row, no false winner, each study the rows of its task,
+nothing locked, nothing left over.
 
 ``CUTEKERNELS_KILLS=40`` kills more often; four kills take about 30 s.
 """
@@ -11,10 +12,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
+import optuna
 import pytest
 
+from cutekernels.autotune.studies import Studies
+from cutekernels.db.engine import url_of
 from cutekernels.db.store import Store
 from tests.tuner.kills import BAD, WRONG
 from tests.tuner.toys import BEST, ToyConfig, true_us
@@ -22,7 +27,7 @@ from tests.tuner.toys import BEST, ToyConfig, true_us
 KILLS = int(os.environ.get("CUTEKERNELS_KILLS", "4"))
 
 
-def begin(db: Path, home: Path) -> subprocess.Popen[str]:
+def begin(db: str | Path, home: Path) -> subprocess.Popen[str]:
     env = os.environ | {"CUTEKERNELS_CACHE": str(home / "cache"), "TMPDIR": str(home / "tmp"), "PYTHONHASHSEED": "0"}
     return subprocess.Popen(
         [sys.executable, "-m", "tests.tuner.kills", str(db)],
@@ -69,17 +74,24 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
         left = [p.name for p in (tmp_path / "cache").rglob("*") if p.suffix in (".lock", ".new")]
         assert left == [] and list((tmp_path / "tmp").iterdir()) == [], "left over after the next run"
         beside = {p.name for p in tmp_path.glob(f"{db.name}*")} - {
-            f"{db.name}{end}" for end in ("", "-wal", "-shm", ".lock")
+            f"{db.name}{end}" for end in ("", "-wal", "-shm", ".lock", ".studies", ".leases")
         }
         assert beside == set(), "left beside the database, whose lock file stays"
     print(f"{kills} kills in {runs} runs; a whole run takes {whole_s:.1f} s")
 
 
-def check(db: Path) -> None:
+def check(db: str | Path) -> None:
     """Every row says what the toy GPU does, and each task's winner is its best config."""
     with Store(db) as store:
         assert store.broken_rows() == []
         trials, winners = store.trials(), store.winners()
+    kept = Studies(url_of(db))
+    for problem in {t.problem for t in trials}:
+        study = optuna.load_study(study_name=f"h200 toy r3 [{problem}]", storage=kept.storage)
+        told = Counter(t.user_attrs["row"] for t in study.trials if "row" in t.user_attrs)
+        assert told == Counter(t.id for t in trials if t.problem == problem)
+        assert all(t.state.is_finished() for t in study.trials)
+    kept.close()
     wanted = {str(WRONG): "wrong_result", str(BAD): "compile_error"}
     for trial in trials:
         config = ToyConfig.parse(trial.config)

@@ -10,7 +10,7 @@ from cutekernels import gpu as gpus
 from cutekernels.autotune import departures
 from cutekernels.autotune.job import Job, load
 from cutekernels.autotune.run import tune
-from cutekernels.autotune.suggest import space
+from cutekernels.autotune.space import space
 from cutekernels.db.store import Store
 from cutekernels.errors import UnknownGpu
 from tests.tuner.toys import DEFAULT, ToyConfig, ToyMachine, task

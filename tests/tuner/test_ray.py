@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from cutekernels.autotune.ray_fleet import RayFleet
 from cutekernels.autotune.report import TaskReport, TuneReport
 from cutekernels.autotune.run import tune
 from cutekernels.db.store import Store
-from cutekernels.errors import CuteKernelsError, JobError
+from cutekernels.errors import CuteKernelsError, JobError, UnknownGpu
 from tests.tuner.rays import CRASHES
 from tests.tuner.toys import task
 
@@ -131,6 +132,39 @@ def test_a_node_with_another_version_is_refused(four: Path, tmp_path: Path, monk
         (four / "other version").unlink()
 
 
+class Unusable:
+    """A service on a machine whose GPU Ray has, and CUDA has not."""
+
+    def __init__(self, jobs: int, lanes: int | None) -> None:
+        raise UnknownGpu("no CUDA device is visible")
+
+
+@pytest.mark.parametrize("gpus", ["unusable", "none"])
+def test_a_cluster_without_a_usable_gpu_ends_the_run_in_one_line(
+    gpus: str, four: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_fleet, "SERVICE", f"{__name__}:Unusable")
+    if gpus == "none":
+        monkeypatch.setattr(RayFleet, "seats", lambda self: [])
+    begin = time.monotonic()
+    with pytest.raises(CuteKernelsError) as raised:
+        tune(SHORT, db=str(tmp_path / "t.db"), fleet=RayFleet("auto"))
+    words = str(raised.value)
+    assert "there is no GPU to tune on" in words and "\n" not in words and "\x1b" not in words
+    assert gpus == "none" or "no CUDA device is visible" in words
+    assert time.monotonic() - begin < 60, "120 s are for a GPU that was lost"
+
+
+def test_the_budget_holds_while_a_gpu_is_waited_for(
+    four: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RayFleet, "open", lambda self, seat: time.sleep(120))
+    begin = time.monotonic()
+    with pytest.raises(CuteKernelsError, match="the time ended before a GPU was ready; give it a larger --budget-s"):
+        tune(SHORT, db=str(tmp_path / "t.db"), fleet=RayFleet("auto"), budget_s=30, began=begin - 29)
+    assert time.monotonic() - begin < 60
+
+
 @pytest.mark.slow
 def test_a_mixed_cluster_whose_node_dies(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three nodes, two kinds of GPU; a node of the kind that has two is removed in the middle."""
@@ -165,6 +199,35 @@ def test_a_mixed_cluster_whose_node_dies(home: Path, tmp_path: Path, monkeypatch
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def test_the_last_line_of_a_traceback_is_told() -> None:
+    error = RuntimeError(
+        "\x1b[36mray::_Actor\x1b[39m died\nTraceback (most recent call last):\n  File x\nValueError: no room\n"
+    )
+    assert ray_fleet._reason(error) == "RuntimeError: ValueError: no room"
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"), [("", "asks for a token, set RAY_AUTH_MODE=token"), ("token", "RAY_AUTH_TOKEN as")]
+)
+def test_a_cluster_that_takes_no_client_may_ask_for_a_token(
+    mode: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray 2.60 tells a missing token in its log alone; what it raises names only the address."""
+    ray.shutdown()
+    monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    monkeypatch.setattr(ray_fleet, "_reach", lambda address: None)
+    joined: list[str] = []
+
+    def init(address: str, **rest: object) -> None:
+        joined.append(address)
+        raise ConnectionError(f"Failed to connect to Ray cluster at {address}")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(JobError, match=f"Failed to connect.*{words}"):
+        RayFleet("head")
+    assert joined == ["head:6379"]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "auto"])

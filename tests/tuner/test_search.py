@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections import Counter
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as waited
@@ -19,7 +17,6 @@ from cutekernels.autotune.history import TaskHistory
 from cutekernels.autotune.report import TaskReport
 from cutekernels.autotune.runtime import NotPrepared
 from cutekernels.autotune.search import Search, prune_reason
-from cutekernels.autotune.suggest import Suggester
 from cutekernels.backends import Facts
 from cutekernels.db.store import Environment, Store, Trial
 from cutekernels.errors import CacheUnusable
@@ -532,51 +529,6 @@ class TestSeeds:
             ToyConfig(64, 8, False),
             ToyConfig(32, 8, False),
         ]
-
-
-ESTIMATES = [TOY.estimate_us(PROBLEM, c, H200) for c in VALID]
-
-
-class TestSuggester:
-    def test_never_repeats_never_breaks_a_rule_and_ends(self) -> None:
-        suggester = Suggester(ToyConfig, VALID, ESTIMATES, [BEST, BEST, ToyConfig(128, 1, False)])
-        given = []
-        while (config := suggester.next()) is not None:
-            given.append(config)
-            suggester.observe(config, None if config.tile == 32 else true_us(config) / 100)
-        assert given[0] == BEST
-        assert Counter(given) == Counter(VALID)
-        assert suggester.untried == 0 and suggester.converged()
-
-    def test_what_was_observed_is_never_given(self) -> None:
-        suggester = Suggester(ToyConfig, VALID, ESTIMATES, [])
-        for config in VALID[:-2]:
-            suggester.observe(config, 1.0)
-        assert {suggester.next(), suggester.next()} == set(VALID[-2:])
-        assert suggester.next() is None
-
-    def test_is_deterministic(self) -> None:
-        def first(count: int) -> list[Config | None]:
-            suggester = Suggester(ToyConfig, VALID, ESTIMATES, [])
-            return [suggester.next() for _ in range(count)]
-
-        assert first(9) == first(9)
-
-    def test_seeds_are_of_different_shapes(self) -> None:
-        suggester = Suggester(ToyConfig, VALID, ESTIMATES, [])
-        seeds = [suggester.next() for _ in range(8)]
-        assert [c.tile for c in seeds if isinstance(c, ToyConfig)] == [128, 64, 32, 16] * 2
-
-    def test_learns_against_its_model(self) -> None:
-        """The best config is found within a third of the space, though the model prefers a tile that is slower."""
-        suggester = Suggester(ToyConfig, VALID, ESTIMATES, [DEFAULT])
-        tried = []
-        while BEST not in tried:
-            config = suggester.next()
-            assert config is not None
-            suggester.observe(config, math.log(true_us(config) / true_us(DEFAULT)))
-            tried.append(config)
-        assert len(tried) <= len(VALID) / 3
 
 
 def test_progress_is_told_row_by_row(store: Store) -> None:

@@ -1,9 +1,12 @@
-"""The order in which a list of configs is tried: seeds, then the largest expected improvement of a Gaussian process.
+"""The order in which the tuner tried configs before Optuna's samplers did, for ``bench replay`` to compare them with.
+
+Seeds, then the largest expected improvement of a Gaussian process over all valid configs. It is kept until sweeps of
+whole spaces are recorded, which decide whether it comes back as a sampler of the study (``DECISIONS.md``, 2026-11-26).
 
 A value is the logarithm of time over the default's time. The process models what the analytical model's estimate,
 scaled to the values seen, leaves unexplained: its inputs are the knobs' positions in their lists of values, and one
 coordinate for each value of a knob that is a name. A config being measured counts with its predicted value, so that
-several are chosen at a time. ``python -m bench replay`` compares it with other orders on recorded sweeps.
+several are chosen at a time.
 """
 
 from __future__ import annotations
@@ -102,28 +105,6 @@ class Chooser:
         density = np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
         below = 0.5 * (1 + np.vectorize(math.erf)(z / math.sqrt(2)))
         return np.where(free, gain * below + deviation * density, -np.inf)
-
-
-def spread(
-    rows: Sequence[Sequence[Scalar]], shapes: Sequence[int], estimates_us: Sequence[float], count: int
-) -> list[int]:
-    """The ``count`` best rows by estimate, each of another shape while there are shapes left, bodies in turn.
-
-    ``shapes``: positions of the knobs that make a shape. Knobs whose values are names make a body.
-    """
-    order = sorted(range(len(rows)), key=lambda i: (estimates_us[i], i))
-    bodies: dict[tuple[Scalar, ...], dict[tuple[Scalar, ...], list[int]]] = {}
-    for i in order:
-        body = tuple(v for v in rows[i] if isinstance(v, str))
-        bodies.setdefault(body, {}).setdefault(tuple(rows[i][s] for s in shapes), []).append(i)
-    found: list[int] = []
-    depth = 0
-    while len(found) < min(count, len(rows)):
-        level = [[group[depth] for group in groups.values() if depth < len(group)] for groups in bodies.values()]
-        for turn in range(max(map(len, level), default=0)):
-            found += [rank[turn] for rank in level if turn < len(rank)]
-        depth += 1
-    return found[:count]
 
 
 def _features(rows: Sequence[Sequence[Scalar]]) -> np.ndarray:

@@ -1,0 +1,99 @@
+"""Optuna's samplers by name, for a search among valid configs; one that cannot take the search's space is refused."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import optuna
+from optuna.samplers import BaseSampler
+
+from cutekernels.errors import JobError, near
+
+DEFAULT = "random"
+MOST_DRAWS = 64  # of one parameter, for a value that the ones before it allow
+_TAKEN_APART = ("gp", "nsgaii", "nsgaiii")  # they see the parameters that all trials have, and draw others by chance
+_REFUSED = {
+    "cmaes": "takes numbers alone, and a knob is a category",
+    "qmc": "takes numbers alone, and a knob is a category",
+    "bruteforce": "ends its study itself, which optimize() alone allows",
+}
+_OPTIONS: dict[str, dict[str, Any]] = {"tpe": {"multivariate": True, "group": True}}  # it learns each branch apart
+
+
+def names() -> dict[str, type[BaseSampler]]:
+    """The samplers that need no arguments, by the names that ``--sampler`` takes."""
+    kinds = (getattr(optuna.samplers, name) for name in optuna.samplers.__all__ if name.endswith("Sampler"))
+    return {kind.__name__.removesuffix("Sampler").lower(): kind for kind in kinds if _needs_nothing(kind)}
+
+
+def _needs_nothing(kind: type[BaseSampler]) -> bool:
+    required = [p for p in inspect.signature(kind).parameters.values() if p.default is p.empty]
+    return not inspect.isabstract(kind) and not required
+
+
+def checked(name: str) -> str:
+    """The canonical form of a sampler's name. Raises JobError where Optuna has none of that name."""
+    known = names()
+    short = name.lower().removesuffix("sampler").replace("-", "").replace("_", "")
+    if short not in known:
+        raise JobError(
+            f"Optuna has no sampler {name[:40]!r} that a search could use. {near(short, known)}"
+            f"Known: {', '.join(known)}"
+        )
+    if short in _REFUSED:
+        raise JobError(f"--sampler {short} {_REFUSED[short]}: use {DEFAULT} or tpe")
+    return short
+
+
+def make(name: str, seed: int, branches: Sequence[Any]) -> Valid:
+    """The sampler called ``name`` for a space of ``branches``. Raises JobError where it cannot take that space."""
+    short = checked(name)
+    if short in _TAKEN_APART and len(branches) > 1:
+        raise JobError(
+            f"--sampler {short} sees only parameters that all trials share, and each body has its own "
+            f"({', '.join(map(str, branches))}): use {DEFAULT} or tpe"
+        )
+    kind: Any = names()[short]
+    options = _OPTIONS.get(short, {})
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            inner = kind(seed=seed, **options) if "seed" in inspect.signature(kind).parameters else kind(**options)
+    except ImportError as error:
+        reason = str(error).partition("\n")[0]
+        raise JobError(f"--sampler {short} needs a library that is not installed: {reason}") from error
+    return Valid(inner)
+
+
+class Valid(BaseSampler):
+    """A sampler of Optuna's that draws a parameter again while the value breaks a rule.
+
+    ``allowed``: values of the next parameter that some valid config has, after those drawn so far; the study's walk
+    keeps it. What a sampler draws for all parameters together stands as it is.
+    """
+
+    def __init__(self, inner: BaseSampler) -> None:
+        self.inner = inner
+        self.allowed: Collection[Any] = ()
+
+    def infer_relative_search_space(self, study: Any, trial: Any) -> dict[str, Any]:
+        return self.inner.infer_relative_search_space(study, trial)
+
+    def sample_relative(self, study: Any, trial: Any, search_space: dict[str, Any]) -> dict[str, Any]:
+        return self.inner.sample_relative(study, trial, search_space)
+
+    def sample_independent(self, study: Any, trial: Any, param_name: str, param_distribution: Any) -> Any:
+        for _ in range(MOST_DRAWS):
+            value = self.inner.sample_independent(study, trial, param_name, param_distribution)
+            if value in self.allowed:
+                break
+        return value
+
+    def before_trial(self, study: Any, trial: Any) -> None:
+        self.inner.before_trial(study, trial)
+
+    def after_trial(self, study: Any, trial: Any, state: Any, values: Any) -> None:
+        self.inner.after_trial(study, trial, state, values)

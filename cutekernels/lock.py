@@ -1,0 +1,99 @@
+"""Locks for many processes: :func:`verify` that all of them read the same one. ``cutekernels lock`` writes it.
+
+Ranks of one job should choose the same configs, or their results differ in last bits and the slowest is waited for. A
+lock (``CUTEKERNELS_DB=winners.lock``) is a file of winners that nothing writes to; this module compares its hash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from cutekernels import settings
+from cutekernels.db import snapshot
+from cutekernels.db.lock import is_one, path_of, read, text
+from cutekernels.errors import StoreError
+
+__all__ = ["digest", "verify", "write"]
+
+
+def digest() -> str:
+    """The SHA-256 of the lock that this process reads, as its file has it now.
+
+    Raises:
+        StoreError: the settings name no lock, it is not whole, or it changed after calls had read it.
+    """
+    url = settings.load().database_url
+    if not is_one(url):
+        raise StoreError(f"{settings.DB_VARIABLE} names no lock: write one with `cutekernels lock` and name it there")
+    found = read(path_of(url)).digest
+    for gpu, held in snapshot.all_held().items():
+        if held.digest != found:
+            raise StoreError(
+                f"the lock changed after calls on {gpu} had read it ({held.digest[:12]}, now {found[:12]}): "
+                "call cutekernels.reload()"
+            )
+    return found
+
+
+def verify(group: Any = None) -> str:
+    """Raise on every rank unless all ranks of a process group read the same lock with the same package.
+
+    A collective: call it on all ranks, once, after ``torch.distributed`` is initialized. No op calls it.
+
+    Args:
+        group: a process group; None for the default one. Without ``torch.distributed`` this process alone is checked.
+
+    Returns:
+        The lock's SHA-256.
+
+    Raises:
+        StoreError: a rank has another lock or another version of this package, or one that is missing or not whole;
+            the message names the ranks.
+    """
+    import torch.distributed as dist
+
+    import cutekernels
+
+    try:
+        mine, error = digest(), ""
+    except StoreError as failed:  # told to the others, which would wait for this rank
+        mine, error = "", str(failed)
+    if not (dist.is_available() and dist.is_initialized()):
+        if error:
+            raise StoreError(error)
+        return mine
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, (mine, cutekernels.__version__, error), group=group)
+    broken = [f"rank {rank}: {why}" for rank, (_, _, why) in enumerate(told) if why]
+    if broken:
+        raise StoreError("; ".join(broken[:3]) + (f"; and {len(broken) - 3} more" if len(broken) > 3 else ""))
+    if len({one[:2] for one in told}) > 1:
+        by: dict[str, list[int]] = {}
+        for rank, (lock, version, _) in enumerate(told):
+            by.setdefault(f"lock {lock[:12]} with cutekernels {version}", []).append(rank)
+        each = "; ".join(f"{what} on ranks {', '.join(map(str, ranks[:8]))}" for what, ranks in by.items())
+        raise StoreError(f"ranks read different winners: {each}. Give all of them one lock and one version")
+    return mine
+
+
+def write(target: str, gpus: Iterable[str], database: str | None = None) -> tuple[str, int]:
+    """Freeze what calls on ``gpus`` use into the file ``target``; its hash, and how many rows it has."""
+    from cutekernels.db.engine import file_errors
+    from cutekernels.db.store import replace_file
+
+    if not is_one(target):
+        raise StoreError(f"a lock's name ends with .lock; {target!r} does not")
+    rows: list[tuple[Any, ...]] = []
+    for gpu in gpus:
+        known = snapshot.load(gpu, database, strict=True)
+        for (op, revision), table in known.table.items():
+            for w in table.values():
+                rows.append(
+                    ("winner", gpu, op, revision, w.problem, w.config, w.origin, w.median_us, w.ratio, w.reason)
+                )
+        rows += [("rate", gpu, name, revision, value) for (name, revision), value in known.rates.items()]
+    path = path_of(settings.database_url(target))
+    with file_errors(target):
+        replace_file(path, text(rows))
+    return read(path).digest, len(rows)

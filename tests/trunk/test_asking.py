@@ -1,0 +1,112 @@
+"""Asking the database and the models from the command line: names, columns, limits, hints."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cutekernels import cli, gpu
+from cutekernels.autotune import fleet
+from cutekernels.db import html_report
+from cutekernels.db.store import Store
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.ops import registry
+from tests.db.trials import trial
+
+ROOT = Path(__file__).parents[2]
+
+
+def shown(*words: str) -> str:
+    result = CliRunner().invoke(cli.app, list(words))
+    assert result.exit_code == 0, (result.stderr, result.exception)
+    return result.stdout
+
+
+def test_a_query_has_a_limit_after_its_order() -> None:
+    times = [row["median_us"] for row in json.loads(shown("db", "query", "--gpu", "h200", "--format", "json"))]
+    few = json.loads(shown("db", "query", "--gpu", "h200", "--sort", "-median_us", "--limit", "3", "--format", "json"))
+    assert [row["median_us"] for row in few] == sorted((t for t in times if t), reverse=True)[:3]
+
+
+def test_torchs_names_of_gpus_are_taken() -> None:
+    assert gpu.lookup("NVIDIA H200") == gpu.lookup("nvidia h200") == gpu.lookup("h200")
+    assert {gpu.lookup(g.product) for g in gpu.GPUS if g.smem_cap_bytes is None} <= set(gpu.GPUS)
+    assert shown("db", "query", "--gpu", "NVIDIA H200", "--limit", "1") == shown(
+        "db", "query", "--gpu", "h200", "--limit", "1"
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "db query --gpu h200 --gpu a100",
+        "tune demo --gpu h200 --gpu=a100",
+        "explain gemm m=16 --gpu h200 --gpu h200",
+        "db history --limit 3 --limit 4",
+    ],
+)
+def test_an_option_that_stands_twice_is_refused(line: str) -> None:
+    result = CliRunner().invoke(cli.app, line.split())
+    assert result.exit_code == 2 and re.search(r"--\w+ stands 2 times: give it once", result.stderr)
+
+
+def test_a_field_in_capitals_gets_a_hint() -> None:
+    with pytest.raises(UnsupportedProblem, match=r"'M=16' is not a field of GemmProblem. Did you mean 'm'\?"):
+        registry.get("gemm").Problem.parse("M=16 n=64 k=64")
+
+
+def test_another_database_is_explained(tmp_path: Path) -> None:
+    config = str(registry.get("gemm").default(registry.get("gemm").Problem.parse("m=48 n=80 k=80"), gpu.lookup("h200")))
+    with Store(tmp_path / "other.db") as store:
+        one = trial(config, problem="m=48 n=80 k=80", revision=registry.get("gemm").revision)
+        store.record([one])
+        store.crown(one.id)
+    asked = ("explain", "gemm", "m=48 n=80 k=80", "--gpu", one.gpu.name)
+    assert "(database)" in shown(*asked, "--db", str(tmp_path / "other.db")) and "(database)" not in shown(*asked)
+    result = CliRunner().invoke(cli.app, [*asked, "--db", str(tmp_path / "none.db")])
+    assert result.exit_code and "there is none" in str(result.exception)
+
+
+def test_queries_and_histories_have_the_same_columns(tmp_path: Path) -> None:
+    with Store(tmp_path / "t.db") as store:
+        one = trial(
+            "tile_m=128 tile_n=128 tile_k=64 warps_m=2 warps_n=2 stages=3 raster=1 ctas_per_sm=1", baseline_us=3.0
+        )
+        store.record([one])
+        store.crown(one.id)
+    at = ("--db", str(tmp_path / "t.db"), "--format", "csv")
+    winners = next(csv.DictReader(io.StringIO(shown("db", "query", "--local", *at))))
+    trials = next(csv.DictReader(io.StringIO(shown("db", "history", *at))))
+    assert set(trials) - set(winners) <= {"status", "samples", "registers", "stack_bytes", "smem_bytes", "message"} | {
+        f"environment_{name}" for name in ("version", "commit", "host")
+    }
+    both = set(trials) & set(winners)
+    assert {"gpu", "problem_text", "config_text", "vendor_us", "problem_m", "config_tile_m"} <= both
+    assert {name: trials[name] for name in both - {"created_at"}} == {
+        name: winners[name] for name in both - {"created_at"}
+    }
+
+
+def test_each_op_has_a_colour_of_its_own() -> None:
+    colours = dict(html_report._coloured({op.name: None for op in registry.OPS}))
+    assert len(set(colours.values())) == len(colours) == len(registry.OPS) > 30
+
+
+def test_help_and_docs_say_what_the_code_does_with_lanes() -> None:
+    told = subprocess.run(
+        [sys.executable, "-m", "cutekernels", "tune", "--help"], capture_output=True, text=True, check=True
+    )
+    words = {4: "four", 8: "eight"}[fleet.LANES]
+    assert f"up to {fleet.LANES}" in " ".join(told.stdout.replace("│", " ").split())
+    assert f"up to {words} tasks in progress (`--lanes`)" in (ROOT / "docs/tune.md").read_text()
+    assert f"up to {words} tasks in work (`--lanes`)" in (ROOT / "docs/fleet.md").read_text()
+    gib = fleet._LANE_BYTES >> 30
+    assert f"A lane takes {gib} GiB" in (ROOT / "docs/tune.md").read_text()
