@@ -18,7 +18,7 @@ from cutekernels.autotune.samplers import Valid
 from cutekernels.autotune.space import Space
 
 IMPROVEMENT = 0.005  # of the best value: a smaller one does not prolong a search
-PATIENCE = 16  # attempts in a row without an improvement that end a search
+PATIENCE = 12  # attempts in a row without an improvement that end a search
 MOST_REPEATS = 64  # proposals in a row that bring nothing new: the sampler has no more to say
 
 
