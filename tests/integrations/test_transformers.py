@@ -512,7 +512,7 @@ def test_compare_refuses_other_models_and_options() -> None:
             ck.compare(other, tokens())  # type: ignore[arg-type]
     with pytest.raises(UnsupportedProblem, match="LlamaModel has none"):
         ck.compare(model.model, tokens())
-    with pytest.raises(UnsupportedProblem, match="layers as True or False; got 'x'"):
+    with pytest.raises(UnsupportedProblem, match="layers as a bool; got 'x'"):
         ck.compare(model, tokens(), layers="x")  # type: ignore[arg-type]
     with pytest.raises(UnsupportedProblem, match="some on the meta device"):
         ck.compare(tiny.model("llama").to("meta"), tokens())
