@@ -412,7 +412,9 @@ def _database(url: str) -> Finding:
         if path is not None and not os.path.exists(path):
             return Finding("database", "ok", f"{path} (made on first use)")
         with db.open(url, shipped=False) as opened:
-            winners, refused = len(opened.winners()), len(opened.refused())
+            assert opened.store is not None
+            found = opened.store.winners()
+            winners, refused = len(found), len(opened.refused(found))
     except StoreError as error:
         return Finding("database", "broken", str(error), f"set {settings.DB_VARIABLE}, or move the file away")
     if refused:

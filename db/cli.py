@@ -287,20 +287,20 @@ def doctor(
         winners = opened.store.winners()
         stale = [t for t in winners if revision(t.op) not in (None, t.revision)]
         unknown = [t for t in winners if revision(t.op) is None]
-        refused = opened.refused()
-        stats = opened.store.stats()
-    rows.append({"what": "database", "state": "ok", "found": f"{sum(s.trials for s in stats)} trials"})
+        refused = opened.refused(winners)
+        count = opened.store.count()
+    rows.append({"what": "database", "state": "ok", "found": f"{count} trials"})
     rows += [{"what": "row", "state": "broken", "found": reason} for reason in broken]
     for found, why in ((stale, "of an earlier revision: tune again, or prune --stale"), (unknown, "of an unknown op")):
         if found:
             rows.append({"what": "winners", "state": "unused", "found": f"{len(found)} {why}"})
     for source in ("local", SHIPPED):
-        among = [(w, why) for w, why in refused if w.source == source]
+        among = [found for found in refused if found.source == source]
         if among:
-            w, why = among[0]
-            first = f"{w.gpu} {w.op} [{w.problem_text}]: {why}"
+            t = among[0].trial
+            first = f"{t.gpu.name} {t.op} [{t.problem}]: {among[0].reason}"
             rows.append({"what": f"{source} winners", "state": "unused", "found": _refused(len(among), first)})
-    unused = len(stale) + len(unknown) + sum(w.source == "local" for w, _ in refused)
+    unused = len(stale) + len(unknown) + sum(found.source == "local" for found in refused)
     rows.append({"what": "winners", "state": "ok", "found": f"{len(winners) - unused} valid"})
     _write(rows, format, None, "", ("what", "state", "found"))
     raise typer.Exit(1 if broken else 0)

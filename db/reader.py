@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from cutekernels import settings
 from cutekernels.db import query, snapshot, sqlite
@@ -92,6 +92,14 @@ class Winners(list[Winner]):
         return pandas.json_normalize([w.as_row() for w in self], sep="_")
 
 
+class Refused(NamedTuple):
+    """A winner that calls refuse, with its source, local or shipped, and the reason."""
+
+    source: str
+    trial: Trial
+    reason: str
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """Two databases' winners of one problem; None where one has none."""
@@ -134,8 +142,9 @@ class Database:
 
     def gpu(self, name: str | None) -> str | None:
         """The name under which rows of this GPU are stored: ``"A100"`` is ``"a100-sxm-80gb"``."""
-        stored = {row.gpu for row in self._stats()}
-        return None if name is None else query.gpu_name(name, stored.union(snapshot.shipped_gpus()))
+        if name is None:
+            return None
+        return query.gpu_name(name, {*(row.gpu for row in self._stats()), *snapshot.shipped_gpus()})
 
     def op(self, name: str | None) -> str | None:
         """``name``, where an op or a stored row is called so."""
@@ -234,11 +243,12 @@ class Database:
             return "its predicted gain is too small"
         return query.refusal(t.gpu.name, t.op, t.problem, t.config)
 
-    def refused(self) -> list[tuple[Winner, str]]:
-        """The winners of current revisions, local and shipped, that calls refuse, each with the reason."""
-        current = (w for w in self.winners() if query.revision(w.op) == w.revision)
-        found = ((w, query.refusal(w.gpu, w.op, w.problem_text, w.config_text)) for w in current)
-        return [(w, why) for w, why in found if why]
+    def refused(self, local: Sequence[Trial]) -> list[Refused]:
+        """Winners of current revisions that calls refuse: among ``local``, the store's, and the shipped ones."""
+        sources = (("local", local), (SHIPPED, _shipped(None, None) if self._shipped else []))
+        current = ((source, t) for source, found in sources for t in found if query.revision(t.op) == t.revision)
+        judged = (Refused(s, t, query.refusal(t.gpu.name, t.op, t.problem, t.config)) for s, t in current)
+        return [found for found in judged if found.reason]
 
     def _config(self, op: str, text: str) -> Mapping[str, Scalar]:
         if (op, text) not in self._configs:  # a few hundred for thousands of winners

@@ -261,6 +261,11 @@ class Store:
             found = [Request(*row) for row in statements.sound_requests(session, query)]
         return found[:limit]
 
+    def count(self) -> int:
+        """The number of trials."""
+        with self._reading() as session:
+            return session.scalar(select(func.count()).select_from(models.Trial)) or 0
+
     def stats(self) -> list[Stat]:
         """Numbers of trials, of trials with status ok and of winners, per GPU, op and origin."""
         t, g, w = models.Trial, models.Gpu, models.Winner

@@ -286,6 +286,7 @@ _version = text(r"[ -~]{0,100}", "a version in printable ASCII, at most 100 char
 _ENVIRONMENT_RULES: dict[str, Rule] = {f.name: _version for f in fields(Environment)}
 _count = _whole(0, INT64_MAX, optional=True)
 MEASUREMENTS = ("median_us", "p20_us", "p80_us", "ratio", "ratio_low", "ratio_high", "baseline_us", "error")
+COUNTS = ("samples", "registers", "stack_bytes", "smem_bytes")
 TRIAL_RULES: dict[str, Rule] = {
     "id": _id,
     "created_at": moment,
@@ -298,7 +299,7 @@ TRIAL_RULES: dict[str, Rule] = {
     "origin": _one_of(ORIGINS),
     "status": _one_of(STATUSES),
     **dict.fromkeys(MEASUREMENTS, _number),
-    **dict.fromkeys(("samples", "registers", "stack_bytes", "smem_bytes"), _count),
+    **dict.fromkeys(COUNTS, _count),
     "message": text(
         rf"[^{_CONTROL}]{{0,{MESSAGE_LIMIT}}}", f"text without control characters, at most {MESSAGE_LIMIT} characters"
     ),

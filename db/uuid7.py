@@ -49,7 +49,9 @@ def _start_afresh() -> None:
 os.register_at_fork(after_in_child=_start_afresh)
 
 
-_WRITTEN = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
+_HEX = "[0-9a-f]"
+UUID7 = f"{_HEX * 8}-{_HEX * 4}-7{_HEX * 3}-[89ab]{_HEX * 3}-{_HEX * 12}"  # for regular expressions and SQL's GLOB
+_WRITTEN = re.compile(UUID7)
 
 
 def uuid7() -> str:

@@ -72,3 +72,18 @@ def test_pruning_beside_writers_breaks_no_reference(postgres: Callable[[], str])
     for thread in threads:
         thread.join(60)
     assert errors == []
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [("id = upper(id)", "id must be"), ("error = 'NaN'", "error must be"), ("registers = -1", "registers must be")],
+)
+def test_doctor_finds_broken_rows(postgres: Callable[[], str], change: str, rule: str) -> None:  # noqa: F811
+    url = postgres()
+    with Store(url) as store:
+        store.record([trial("a=1"), trial("a=2")])
+        assert store.broken_rows() == []
+        with engine.open_engine(url).execution_options(**{engine.WRITING: True}).begin() as connection:
+            connection.exec_driver_sql(f"UPDATE trial SET {change} WHERE config = 'a=1'")
+        (found,) = store.broken_rows()
+        assert rule in found

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -14,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from cutekernels import terminal
-from cutekernels.db import engine, snapshot, sqlite
+from cutekernels.db import engine, snapshot, sqlite, statements
 from cutekernels.db.certificate import Certificate
 from cutekernels.db.reader import Database
 from cutekernels.db.store import Store, Trial
+from cutekernels.db.trial import TRIAL_RULES
 from cutekernels.db.uuid7 import uuid7
 from cutekernels.errors import StoreError
 from tests.db.test_cli import ok, refused
@@ -273,3 +275,52 @@ def test_show_looks_among_the_trials_of_the_op_that_is_named(tmp_path: Path) -> 
 
 def test_show_names_the_rule_for_ids(path: Path) -> None:
     assert "at least 8 characters of a trial's id" in refused("show", "abc", "--db", str(path), code=2)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        *(("median_us", v) for v in ("-1", "9e999", "'fast'", "x'00'", "1", "NULL")),
+        *(
+            ("registers", v)
+            for v in ("-1", "1.5", "'many'", "x'00'", "'7'", "NULL", str(2**63 - 1), "9223372036854775808")
+        ),
+        *(("revision", v) for v in ("-1", "1.5", "'one'", str(2**31))),
+        *(("id", v) for v in ("'x'", "upper(id)", "id || 'a'", "id || char(0)", "CAST(id AS BLOB)")),
+        ("id", "substr(id, 1, 14) || '4' || substr(id, 16)"),
+        *(("created_at", v) for v in ("'2026-02-30 10:00:00.000000'", "'2026-13-01 10:00:00.000000'", "5", "x'00'")),
+        *(("created_at", v) for v in ("'2026-01-01 24:00:00.000000'", "'0000-01-01 00:00:00.000000'", "'2026-01-01'")),
+        *(
+            ("created_at", v)
+            for v in ("created_at || char(0)", "CAST(created_at AS BLOB)", "substr(created_at, 1, 19)")
+        ),
+        *(("config", v) for v in ("config || char(0)", "config || char(7)", "CAST(x'80' AS TEXT)", "x'41'")),
+    ],
+)
+def test_doctor_finds_the_rows_that_listings_leave_out(path: Path, column: str, value: str) -> None:
+    change(path, "DELETE FROM winner", f"UPDATE trial SET {column} = {value}")
+    with Store(path) as store:
+        assert len(store.broken_rows()) == 1 - len(store.trials())
+
+
+def test_what_is_read_does_not_grow_with_the_trials(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = Counter[str]()
+
+    def counted(name: str, rule: Callable[[object], str | None]) -> Callable[[object], str | None]:
+        def count(value: object) -> str | None:
+            judged[name] += 1
+            return rule(value)
+
+        return count
+
+    with Store(path) as store:
+        before = len(store.trials())
+        store.record([trial(problem="m=32 n=64 k=32", median_us=1.0 + i, ratio=2.0 + i) for i in range(1000)])
+        assert store.count() == before + 1000
+        monkeypatch.setattr(statements, "TRIAL_RULES", {n: counted(n, rule) for n, rule in TRIAL_RULES.items()})
+        assert store.broken_rows() == []
+    assert judged["config"] and judged.total() < 50, "doctor judges each value once, and no sound number, id or moment"
+    made = list[Trial]()
+    monkeypatch.setattr(Trial, "__post_init__", lambda one: made.append(one))
+    with Database(path, shipped=False) as database:
+        assert len(database.trials(problem="m=16 n=64")) == before == len(made)
