@@ -144,9 +144,10 @@ def explain(
     ``known``: winners in place of those that calls use.
     """
     considered = []
+    known = known or winners(gpu)
     choice = None if config is None else _forced(op, p, gpu, config)
     if choice is None:
-        for name, outcome in _sources(op, p, gpu, known or winners(gpu)):
+        for name, outcome in _sources(op, p, gpu, known):
             considered.append((name, outcome.note if isinstance(outcome, Choice) else outcome))
             if isinstance(outcome, Choice):
                 choice = outcome
@@ -171,6 +172,9 @@ def explain(
         where = "its bucket" if choice.origin == "tuned" else choice.winner.problem
         rows.append(("measured", f"{choice.winner.median_us:.2f} us at {where}{against}"))
     rows += [(f"asked: {name}", said) for name, said in considered]
+    usable = (w for table in known.table.values() for w in table.values() if snapshots.may_serve(w.origin, w.reason))
+    note = snapshots.unmeasured(gpu.name, ((w.origin, w.source) for w in usable))
+    rows += [("note", note)] if note else []
     return Explanation(op.name, p, gpu.name, choice, tuple(considered), tuple(rows))
 
 

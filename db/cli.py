@@ -25,7 +25,7 @@ from rich.text import Text
 
 from cutekernels import db as database
 from cutekernels import settings, terminal
-from cutekernels.db import listing, sqlite
+from cutekernels.db import listing, snapshot, sqlite
 from cutekernels.db.engine import file_errors
 from cutekernels.db.query import is_default, revision
 from cutekernels.db.reader import SHIPPED, TRIAL_COLUMNS, Database, Winner, diff
@@ -84,8 +84,13 @@ def query(
         found = opened.winners(gpu=gpu, op=op, problem=problem, origin=origin)
         if opened.store is None:
             terminal.say("no database yet, only shipped winners; `cutekernels tune` makes one")
+        name, note = opened.gpu(gpu), ""
+        if name is not None and not local and not any(w.serves and w.origin == "measured" for w in found):
+            note = snapshot.unmeasured(name, ((w.origin, w.source) for w in opened.winners(gpu=name) if w.serves))
     rows = _sorted([w.as_row() for w in found], sort, _names(Winner))[:limit]
     _write(rows, format, columns, "no winner matches", _names(Winner), wide, listing.winners)
+    if note:
+        terminal.say(note)
 
 
 @app.command()

@@ -12,7 +12,7 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -173,6 +173,23 @@ def serves_over(winner: str, below: str | None) -> bool:
 def may_serve(origin: str, reason: str) -> bool:
     """Whether calls may use a winner: a prediction, which nobody measured, says why it should displace the default."""
     return origin == "measured" or bool(reason)
+
+
+def unmeasured(gpu: str, serving: Iterable[tuple[str, str]]) -> str:
+    """A sentence for a GPU that no measured winner serves: what calls do there, and how to tune for it. Else "".
+
+    ``serving``: origin and source of the winners that calls may use.
+    """
+    found = list(serving)
+    if any(origin == "measured" for origin, _ in found):
+        return ""
+    ours = sum(source == "shipped" for _, source in found)
+    no_other = "" if found else " and no prediction is shipped"
+    number = f"{len(found)} prediction{'s' * (len(found) > 1)}, of which {ours} shipped, and otherwise "
+    return (
+        f"no measured winner serves {gpu}{no_other}: calls there use {number if found else ''}each op's default; "
+        f"`cutekernels tune JOB` on such a GPU measures, `--gpu {gpu}` on a machine without one predicts"
+    )
 
 
 def shipped(gpu: str) -> list[Trial]:

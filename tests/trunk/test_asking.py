@@ -8,18 +8,20 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from cutekernels import cli, gpu
+from cutekernels import cli, dispatch, gpu
 from cutekernels.autotune import fleet
 from cutekernels.db import html_report
 from cutekernels.db.store import Store
+from cutekernels.db.uuid7 import uuid7
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.ops import registry
-from tests.db.trials import trial
+from tests.db.trials import L40S, trial
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,6 +75,31 @@ def test_another_database_is_explained(tmp_path: Path) -> None:
     assert "(database)" in shown(*asked, "--db", str(tmp_path / "other.db")) and "(database)" not in shown(*asked)
     result = CliRunner().invoke(cli.app, [*asked, "--db", str(tmp_path / "none.db")])
     assert result.exit_code and "there is none" in str(result.exception)
+
+
+def test_a_gpu_without_measured_winners_gets_one_sentence(shipped: Path, tmp_path: Path) -> None:
+    gemm, l40s = registry.get("gemm"), gpu.lookup("l40s")
+    p = "m=48 n=80 k=80"
+    config = str(gemm.default(gemm.Problem.parse(p), l40s))
+    one = trial(config, problem=p, revision=gemm.revision, gpu=L40S, origin="predicted", message="a better wave")
+
+    def told(*more: str) -> list[str]:
+        queried = CliRunner().invoke(cli.app, ["db", "query", "--gpu", "l40s", *more]).stderr
+        explained = CliRunner().invoke(cli.app, ["explain", "gemm", p, "--gpu", "l40s", "--format", "json", *more])
+        dispatch.reload()
+        return ["".join(queried.splitlines()[-1:]), json.loads(explained.stdout)[0].get("note", "")]
+
+    end = "each op's default; `cutekernels tune JOB` on such a GPU measures, "
+    end += "`--gpu l40s` on a machine without one predicts"
+    assert told() == [f"no measured winner serves l40s and no prediction is shipped: calls there use {end}"] * 2
+    (shipped / "l40s.jsonl").write_text(one.as_line())
+    some = f"no measured winner serves l40s: calls there use 1 prediction, of which 1 shipped, and otherwise {end}"
+    assert told() == [some] * 2
+    with Store(tmp_path / "t.db") as store:
+        measured = replace(one, id=uuid7(), origin="measured", median_us=2.0)
+        store.record([measured])
+        store.crown(measured.id)
+    assert told("--db", str(tmp_path / "t.db")) == ["", ""]
 
 
 def test_queries_and_histories_have_the_same_columns(tmp_path: Path) -> None:

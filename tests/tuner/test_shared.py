@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import threading
@@ -13,17 +14,19 @@ from pathlib import Path
 
 import pytest
 
+from cutekernels.autotune.search import RACE_ROUNDS
 from cutekernels.autotune.turns import Turns
 from cutekernels.db import leases
 from cutekernels.db.engine import url_of
 from cutekernels.db.store import Store
 from tests.db.test_store import postgres  # noqa: F401  a fixture
+from tests.tuner import test_fleet_cli
 from tests.tuner.test_kills import begin, check
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("kind", "kill"), [("sqlite", False), ("postgres", True)])
+@pytest.mark.parametrize(("kind", "kill"), [("sqlite", False), ("postgres", False), ("postgres", True)])
 def test_two_runs_of_one_job(
     kind: str, kill: bool, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -43,9 +46,28 @@ def test_two_runs_of_one_job(
     assert overlaps == 0, "timed beside the other run"
     if not kill:
         with Store(url) as store:
-            made = Counter((t.problem, t.config) for t in store.trials() if t.certificate is None)
-        finals = 4  # a task's final measures the default and three others again
-        assert sum(n - 1 for n in made.values()) <= 2 * finals and max(made.values()) == 2
+            searched = [t for t in store.trials() if (t.samples or 0) <= RACE_ROUNDS]  # a final times more rounds
+        assert len(searched) == len({(t.problem, t.config) for t in searched}) > 0, "made twice"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_shards_and_a_whole_run_share_one_postgres(postgres: Callable[[], str], tmp_path: Path) -> None:  # noqa: F811
+    """Each task is searched once, by whichever of the three runs has it first, and each run knows all its winners."""
+    url, job = postgres(), tmp_path / "toys.toml"
+    problems = [f"m={2**i} n=64" for i in range(6)]
+    job.write_text(f'name = "toys"\ntrials = 4\n[[tasks]]\nop = "toy"\nproblems = {json.dumps(problems)}\n')
+    words = [str(job), "--gpu", "auto", "--jobs", "1", "--format", "json", "--db", url]
+    parts = [["--shard", "1/2"], ["--shard", "2/2"], []]
+    runs = [test_fleet_cli.begin(tmp_path / str(i), *words, *part) for i, part in enumerate(parts)]
+    told = [json.loads(test_fleet_cli.done(run)[0])["tasks"] for run in runs]
+    assert sorted(t["problem"] for tasks in told[:2] for t in tasks) == sorted(problems) and len(told[2]) == 6
+    tuned = Counter(t["problem"] for tasks in told for t in tasks if t["state"] == "tuned")
+    assert tuned == dict.fromkeys(problems, 1) and {t["state"] for tasks in told for t in tasks} == {"tuned", "done"}
+    with Store(url) as store:
+        searched = [t for t in store.trials() if (t.samples or 0) <= RACE_ROUNDS]
+        assert len(searched) == len({(t.problem, t.config) for t in searched}) >= 4 * len(problems)
+        assert sorted(w.problem for w in store.winners()) == sorted(problems)
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
