@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import random
 import warnings
 from collections.abc import Collection, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import optuna
@@ -20,7 +22,7 @@ _REFUSED = {
     "qmc": "takes numbers alone, and a knob is a category",
     "bruteforce": "ends its study itself, which optimize() alone allows",
 }
-_OPTIONS: dict[str, dict[str, Any]] = {"tpe": {"multivariate": True, "group": True}}  # it learns each branch apart
+_LIBRARIES = {"gp": "scipy"}  # which Optuna imports in the middle of a search
 
 
 def names() -> dict[str, type[BaseSampler]]:
@@ -57,26 +59,29 @@ def make(name: str, seed: int, branches: Sequence[Any]) -> Valid:
             f"({', '.join(map(str, branches))}): use {DEFAULT} or tpe"
         )
     kind: Any = names()[short]
-    options = _OPTIONS.get(short, {})
+    library = _LIBRARIES.get(short)
+    if library is not None and find_spec(library) is None:
+        raise JobError(f"--sampler {short} needs {library}, which is not installed: pip install {library}, or use tpe")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            inner = kind(seed=seed, **options) if "seed" in inspect.signature(kind).parameters else kind(**options)
+            inner = kind(seed=seed) if "seed" in inspect.signature(kind).parameters else kind()
     except ImportError as error:
         reason = str(error).partition("\n")[0]
         raise JobError(f"--sampler {short} needs a library that is not installed: {reason}") from error
-    return Valid(inner)
+    return Valid(inner, seed)
 
 
 class Valid(BaseSampler):
-    """A sampler of Optuna's that draws a parameter again while the value breaks a rule.
+    """A sampler of Optuna's that draws a parameter again while the value breaks a rule, then takes one that does not.
 
     ``allowed``: values of the next parameter that some valid config has, after those drawn so far; the study's walk
     keeps it. What a sampler draws for all parameters together stands as it is.
     """
 
-    def __init__(self, inner: BaseSampler) -> None:
+    def __init__(self, inner: BaseSampler, seed: int = 0) -> None:
         self.inner = inner
+        self._chance = random.Random(seed)
         self.allowed: Collection[Any] = ()
 
     def infer_relative_search_space(self, study: Any, trial: Any) -> dict[str, Any]:
@@ -89,8 +94,9 @@ class Valid(BaseSampler):
         for _ in range(MOST_DRAWS):
             value = self.inner.sample_independent(study, trial, param_name, param_distribution)
             if value in self.allowed:
-                break
-        return value
+                return value
+        # It is sure of a value that the ones before rule out: without this it would propose that for ever.
+        return self._chance.choice(sorted(self.allowed, key=str)) if self.allowed else value
 
     def before_trial(self, study: Any, trial: Any) -> None:
         self.inner.before_trial(study, trial)

@@ -19,7 +19,7 @@ from cutekernels.autotune.space import Space
 
 IMPROVEMENT = 0.005  # of the best value: a smaller one does not prolong a search
 PATIENCE = 12  # attempts in a row without an improvement that end a search
-MOST_REPEATS = 64  # proposals in a row that bring nothing new: the sampler has no more to say
+MOST_REPEATS = 256  # proposals in a row that bring nothing new: the sampler has no more to say
 
 
 @dataclass(frozen=True)

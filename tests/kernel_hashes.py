@@ -5,8 +5,8 @@
     python -m tests.kernel_hashes --write                     # the same cases, with the hashes of these sources
     python -m tests.kernel_hashes --choose                    # new cases, from suites, defaults and shipped winners
 
-A line of ``kernel_hashes.txt`` is ``op | GPU | problem | config | device hash | host hash``. The device hash is of the
-machine code and of the sections a launch reads (registers, constants, shared memory); kernel names, which hold the
+A line of ``kernel_hashes.txt.gz`` is ``op | GPU | problem | config | device hash | host hash``. The device hash is of
+the machine code and of the sections a launch reads (registers, constants, shared memory); kernel names, which hold the
 names and fields of Python classes, are no part of it. The host hash is of the launcher, its grid, cluster, shared
 memory and tensor maps; for a Triton kernel, of the metadata of its launch. Line tables are off.
 """
@@ -14,6 +14,7 @@ memory and tensor maps; for a Triton kernel, of the metadata of its launch. Line
 from __future__ import annotations
 
 import argparse
+import gzip
 import hashlib
 import json
 import os
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 GPUS = ("a100", "l40s", "h200", "rtx5090")  # one for each compile target
-FILE = Path(__file__).with_suffix(".txt")
+FILE = Path(__file__).with_suffix(".txt.gz")
 # What decides how a kernel is built, rather than how large a tile is: one case for each value and GPU.
 STRUCTURE = ("body", "path", "method", "order", "grid", "lazy", "turns", "evict", "q_in_registers", "in_registers")
 
@@ -50,7 +51,7 @@ class Case:
 def read(file: Path) -> dict[Case, str]:
     """Cases of ``file`` with their hashes."""
     found = {}
-    for line in file.read_text().splitlines():
+    for line in gzip.decompress(file.read_bytes()).decode().splitlines():
         op, gpu, problem, config, device, host = (word.strip() for word in line.split("|"))
         found[Case(op, gpu, problem, config)] = f"{device} | {host}"
     return found
@@ -225,7 +226,7 @@ def main() -> None:
     made = _run(cases, before, check=chosen.check is not None)
     if chosen.write or chosen.choose:
         lines = [f"{case} | {hashes}\n" for case, hashes in (before | made).items()]
-        (chosen.write or FILE).write_text("".join(lines))
+        (chosen.write or FILE).write_bytes(gzip.compress("".join(lines).encode(), mtime=0))
 
 
 if __name__ == "__main__":

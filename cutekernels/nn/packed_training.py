@@ -52,8 +52,11 @@ class _Projections(Function):
         dx = gemm(d, ctx.packed).view(x.shape) if needs[0] else None
         dweights: Sequence[Tensor | None] = [None] * n
         dbiases: Sequence[Tensor | None] = [None] * (len(parameters) - n)
-        if any(needs[4 : 4 + n]):
+        if all(needs[4 : 4 + n]):
             dweights = gemm(d.t(), _rows(x)).split(ctx.sizes)
+        elif any(needs[4 : 4 + n]):  # each in memory of its own, and no other
+            parts = zip(d.split(ctx.sizes, dim=1), needs[4 : 4 + n], strict=True)
+            dweights = [gemm(part.t(), _rows(x)) if need else None for part, need in parts]
         if any(needs[4 + n :]):
             dbiases = d.sum(0, dtype=parameters[-1].dtype).split(ctx.sizes)
         wanted = [t if need else None for t, need in zip([*dweights, *dbiases], needs[4:], strict=True)]

@@ -188,3 +188,48 @@ def test_an_optimizer_of_before_trains_what_patch_packed() -> None:
         assert torch.allclose(p, q, atol=1e-3)
     ck.unpatch(patched)
     assert torch.allclose(patched(ids, labels=labels).loss, plain(ids, labels=labels).loss, rtol=1e-2)
+
+
+def test_a_frozen_weight_that_changes_before_the_backward_is_seen() -> None:
+    _, patched = both("llama")
+    patched.requires_grad_(False)
+    patched.model.embed_tokens.weight.requires_grad_(True)
+    ids, labels = labelled()
+    for part in ("gate_proj", "k_proj"):
+        loss = patched(ids, labels=labels).loss
+        with torch.no_grad():
+            next(p for name, p in patched.named_parameters() if part in name).mul_(2.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_weights_for_one_call_leave_the_packed_ones_packed() -> None:
+    _, patched = both("llama")
+    ids, _ = labelled()
+    doubled = {name: (p * 2).detach() for name, p in patched.named_parameters()}
+    other = torch.func.functional_call(patched, doubled, (ids,)).logits
+    assert not torch.allclose(other, patched(ids).logits)
+    assert all(layer.mlp.packed is not None for layer in patched.model.layers)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_hooks_on_an_activation_run(late: bool) -> None:
+    plain, patched = tiny.model("llama"), tiny.model("llama")
+    if late:
+        ck.patch(patched)
+    for model in (plain, patched):
+        for layer in model.model.layers:
+            layer.mlp.act_fn.register_forward_hook(lambda module, given, made: made * 1.5)
+    if not late:
+        assert any("activation has hooks" in why for _, why in ck.patch(patched).left)
+    ids, _ = labelled()
+    assert torch.allclose(plain(ids).logits, patched(ids).logits, atol=1e-4)
+
+
+def test_gradients_of_some_packed_weights_have_memory_of_their_own() -> None:
+    _, patched = both("llama")
+    patched.requires_grad_(False)
+    weight = patched.model.layers[0].self_attn.q_proj.weight.requires_grad_(True)
+    ids, labels = labelled()
+    patched(ids, labels=labels).loss.backward()
+    assert weight.grad.untyped_storage().nbytes() == weight.grad.nbytes

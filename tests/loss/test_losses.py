@@ -314,3 +314,35 @@ def test_the_module_holds_the_weight() -> None:
     loss.backward()
     assert module.weight.grad is not None
     assert module.bias.grad is not None
+
+
+def test_few_tokens_that_count_do_not_overflow_fp16() -> None:
+    torch.manual_seed(3)
+    x, weight = (
+        torch.randn(4096, 16).mul_(4).half().requires_grad_(),
+        torch.randn(40, 16).mul_(0.02).half().requires_grad_(),
+    )
+    targets = torch.full((4096,), -100)
+    targets[:4] = 5
+    ck.linear_cross_entropy(x, weight, targets).backward()
+    wide = weight.detach().double().requires_grad_()
+    cross_entropy(logits_of(x.detach().double(), wide), targets).backward()
+    assert torch.allclose(weight.grad.double(), wide.grad, rtol=0.01, atol=0.01)
+
+
+def test_second_derivatives_of_a_mean_are_refused() -> None:
+    x, weight, _, targets = operands()
+    with pytest.raises(UnsupportedProblem, match="second derivative"):
+        torch.autograd.grad(ck.linear_cross_entropy(x, weight, targets), x, create_graph=True)
+
+
+def test_accumulation_in_fp32_holds_under_autocast() -> None:
+    x, weight, _, targets = (t.detach().float() if t.is_floating_point() else t for t in operands(400, 40))
+    weight.requires_grad_()
+    exact = torch.autograd.grad(cross_entropy(logits_of(x.double(), weight.double()), targets), weight)[0]
+    errors = []
+    for kind in (None, torch.float32):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = ck.linear_cross_entropy(x, weight, targets, accumulate=kind)
+        errors.append((torch.autograd.grad(loss, weight)[0].double() - exact).norm())
+    assert errors[1] < 0.9 * errors[0]

@@ -142,13 +142,19 @@ class Fused(Patched):
             if grads and p is not None and p.requires_grad:
                 return None
             moved = p is not None and not traced and p.data_ptr() != address
-            if getattr(source, kind) is not p or moved:  # it has been replaced
-                return None if traced or self.pack() else self.fused()
+            now = getattr(source, kind)
+            if now is not p or moved:  # it has been replaced, for this call alone where it is no parameter
+                passing = now is not p and not isinstance(now, torch.nn.Parameter)
+                return None if traced or passing or self.pack() else self.fused()
         return self.packed
 
-    def trained(self) -> tuple[list[Tensor], list[Tensor]] | None:
-        """The packed weights and biases as parameters, where a gradient of one is taken."""
-        if not torch.is_grad_enabled() or not any(p is not None and p.requires_grad for _, _, p, _ in self.views):
+    def trained(self, x: Tensor) -> tuple[list[Tensor], list[Tensor]] | None:
+        """The packed weights and biases as parameters, where autograd records a product of ``x`` with them: frozen ones
+        too, whose memory it then watches for changes. None in graphs and under autocast, where no parameter trains.
+        """
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+            return None
+        if not x.requires_grad and not any(p is not None and p.requires_grad for _, _, p, _ in self.views):
             return None
         weights = [p for _, kind, p, _ in self.views if p is not None and kind == "weight"]
         return weights, [p for _, kind, p, _ in self.views if p is not None and kind == "bias"]
@@ -243,11 +249,11 @@ class Mlp(Fused):
         """``down(act(gate(x)) * up(x))``."""
         me: Any = self
         fused, gate = self.fused(), gate_of(me.act_fn)
-        if gate is None:  # act_fn has been replaced: patch leaves such modules alone
+        if gate is None or not unhooked(me.act_fn):  # replaced, or hooked since: patch leaves such modules alone
             return super().forward(x)  # type: ignore[misc, no-any-return]
         if fused is None or not multiplied(x, fused[0]):
             hidden = gate_mul(gate, me.gate_proj(x), me.up_proj(x))
-        elif (trained := self.trained()) is None:
+        elif (trained := self.trained(x)) is None:
             hidden = gated(x, *fused, gate, name="Mlp")
         elif not trained[1] and whole(me.down_proj, x):
             (gate_weight, up_weight), down = trained[0], me.down_proj.weight
@@ -292,7 +298,7 @@ class Attention(Fused):
         fused = self.fused()
         if fused is None or not multiplied(hidden_states, fused[0]):
             q, k, v = (getattr(me, name)(hidden_states) for name in self.parts)
-        elif (trained := self.trained()) is None:
+        elif (trained := self.trained(hidden_states)) is None:
             sizes = [getattr(me, name).out_features for name in self.parts]
             q, k, v = projected(hidden_states, *fused, name="Attention").split(sizes, dim=-1)
         else:

@@ -13,7 +13,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers import modules
 from cutekernels.integrations.transformers.families import Family, gate_of
-from cutekernels.nn.mlp import Gate, gate_mul
+from cutekernels.nn.mlp import Gate, gate_mul, unhooked
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.decode_api import decode_attention
 from cutekernels.ops.attention.problem import WIDEST
@@ -36,6 +36,8 @@ def why_not(role: str, module: Any, family: Family, top_k: int) -> str:
         gate = gate_of(module.act_fn)
         if gate is None:
             return f"no kernel has the gate of {type(module.act_fn).__name__}"
+        if not unhooked(module.act_fn):
+            return "its activation has hooks"
         weight: Any = getattr(module.gate_proj, "weight", None)
         return _of_gate(gate, len(weight), _dtype(weight)) if _has_shape(weight, 2) else ""
     if role == "linear":

@@ -76,7 +76,7 @@ def linear_cross_entropy(
         num_items_in_batch: with ``"mean"``, what the sum is divided by in the place of the number of tokens: a number
             or a tensor of one, as transformers passes it under gradient accumulation.
         accumulate: the type in which weight's gradient is added up over chunks of 2048 tokens: ``torch.float32``, or
-            None for weight's own. The gradient itself has weight's type.
+            None for that of the product (weight's own, or autocast's). The gradient itself has weight's type.
 
     Returns:
         fp32 (fp64 for fp64): a scalar, or ``(...)``. Differentiable in x, weight and bias. For ``"mean"`` and
@@ -113,7 +113,7 @@ def linear_cross_entropy(
             x, weight, targets, bias, class_weight, ignore_index, label_smoothing, z_loss, cap, scale
         )
         return losses.view(lead)
-    wide = accumulate == torch.float32 and weight.dtype != torch.float32
+    wide = accumulate == torch.float32
     if transformed():  # wrappers do not say what is wanted below
         wants = [True, True, bias is not None]
     else:
@@ -150,8 +150,10 @@ def _computed(
     x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, class_weight: Tensor | None, items: Tensor | None,
     mean: bool, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, scale: float,
     wide: bool, wants_x: bool, wants_weight: bool, wants_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The loss and its gradients by x, weight and bias: empty tensors for those nobody wants."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The loss, its gradients by x, weight and bias (empty tensors for those nobody wants), and the factor that those
+    of fp16 still want (else empty).
+    """
     arguments.check(
         "linear_cross_entropy", x, weight, targets, bias, class_weight, ignore_index=ignore_index, first=None
     )
@@ -173,8 +175,10 @@ def _computed(
     factor_z = (number if items is None else items).to(factor.dtype).reciprocal() if mean else factor
     every = class_weight.sum() if class_weight is not None else float(len(weight))
     share = label_smoothing / max(1, len(weight))
-    shift = _shift(x, mean)
-    grown = factor * shift
+    # Gradients of fp16 stay large until the backward: those of a mean over many tokens would vanish below its range.
+    shrunk = mean and x.dtype == torch.float16
+    shift = divisor.to(sums).clamp_min(1.0).log2().floor().exp2() if shrunk else None
+    grown = factor if shift is None else factor * shift
 
     into = Gradients(
         torch.empty_like(x) if wants_x else None,
@@ -191,7 +195,7 @@ def _computed(
         of_target = (1 - label_smoothing) * grown * of_class[begin:end]
         a = of_target + share * grown * every
         if z_loss != 0.0:
-            a = a + 2 * z_loss * shift * factor_z * lse
+            a = a + 2 * z_loss * (factor_z if shift is None else shift * factor_z) * lse
         factors = state.new_zeros((end - begin, TERMS))
         where = counted[begin:end]
         factors[:, 0] = lse
@@ -199,8 +203,8 @@ def _computed(
         factors[:, 3] = torch.where(where, -of_target, 0.0)
         if smoothed:
             factors[:, 4] = torch.where(where, -share * grown, 0.0)
-        dx = None if into.dx is None else into.dx[begin:end]
-        differentiate(some, own, of, factors, Gradients(dx, into.dweight, into.dbias), begin == 0, kept)
+        its_dx = None if into.dx is None else into.dx[begin:end]
+        differentiate(some, own, of, factors, Gradients(its_dx, into.dweight, into.dbias), begin == 0, kept)
     if into.dweight is not None and not len(x):
         into.dweight.zero_()
 
@@ -211,31 +215,26 @@ def _computed(
     loss = torch.where(counted, losses, 0.0).sum() * factor
     if z_loss != 0.0:
         loss = loss + z_loss * factor_z * torch.where(counted, lse * lse, 0.0).sum()
-    empty = x.new_empty(0)
-    dweight = empty if into.dweight is None else into.dweight.to(weight.dtype)
-    dbias = empty if into.dbias is None or bias is None else into.dbias.to(bias.dtype)
-    return loss, empty if into.dx is None else into.dx, dweight, dbias
+    dx = x.new_empty(0) if into.dx is None else into.dx
+    dweight = x.new_empty(0) if into.dweight is None else into.dweight.to(weight.dtype)
+    dbias = x.new_empty(0) if into.dbias is None or bias is None else into.dbias.to(bias.dtype)
+    return loss, dx, dweight, dbias, x.new_empty(0, dtype=sums) if shift is None else shift.reciprocal()
 
 
-def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake(*args: Any) -> tuple[Tensor, ...]:
     x, weight, targets, bias, class_weight, _, _, ignore_index = args[:8]
     arguments.check(
         "linear_cross_entropy", x, weight, targets, bias, class_weight, ignore_index=ignore_index, first=None
     )
-    made = [x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))]
+    wide, shrunk = torch.promote_types(x.dtype, torch.float32), args[6] and x.dtype == torch.float16
+    made = [x.new_empty((), dtype=wide)]
     for t, wanted in zip((x, weight, bias), args[-3:], strict=True):
         made.append(torch.empty_like(t, memory_format=torch.contiguous_format) if wanted else x.new_empty(0))
-    return made[0], made[1], made[2], made[3]
-
-
-def _shift(x: Tensor, mean: bool) -> float:
-    """What gradients of fp16 are multiplied by until the backward: a mean's would vanish below fp16's range."""
-    return 2.0 ** min(15, max(0, len(x)).bit_length()) if mean and x.dtype == torch.float16 else 1.0
+    return (*made, x.new_empty(() if shrunk else 0, dtype=wide))
 
 
 def _remember(ctx: Any, args: tuple[Any, ...], made: tuple[Tensor, ...]) -> None:
     ctx.wants = args[-3:]
-    ctx.inverse = 1.0 / _shift(args[0], args[6])
     ctx.spent = False
     ctx.save_for_backward(*made[1:])
     ctx.mark_non_differentiable(*made[1:])
@@ -247,21 +246,27 @@ def _gradient(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     found: list[Tensor | None] = [None, None, None]
     if dloss is not None:
         in_place = not (torch.compiler.is_compiling() or transformed())
+        if in_place and torch.is_grad_enabled():
+            raise UnsupportedProblem(
+                "linear_cross_entropy has no second derivative (create_graph=True): write the loss out in torch"
+            )
         if in_place and ctx.spent:
             raise RuntimeError(
                 "linear_cross_entropy runs backward once: its gradients, formed in the forward, have been handed out. "
                 "Call it again, or with reduction='none', which forms them in each backward"
             )
         ctx.spent = in_place
-        for i, (t, wanted) in enumerate(zip(ctx.saved_tensors, ctx.wants, strict=True)):
+        *gradients, unit = ctx.saved_tensors
+        factor = (dloss * unit if unit.numel() else dloss).reshape(1)
+        for i, (t, wanted) in enumerate(zip(gradients, ctx.wants, strict=True)):
             if wanted:
                 out = (t,) if in_place else None
-                found[i] = call(SCALE_GRADIENT, (t, dloss.reshape(1)), (), (ctx.inverse,), out=out)[0]
+                found[i] = call(SCALE_GRADIENT, (t, factor), (), (1.0,), out=out)[0]
     return found[0], found[1], None, found[2], *[None] * 12
 
 
 register(SCALE_GRADIENT)
-_SCHEMA = f"linear_cross_entropy({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
+_SCHEMA = f"linear_cross_entropy({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 PATH = Path(
     _SCHEMA,
     (_computed, _computed),

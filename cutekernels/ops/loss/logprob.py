@@ -126,7 +126,8 @@ def linear_logprob_shard(
     """What one rank of a sharded vocabulary contributes to :func:`linear_logprob`.
 
     With one :class:`ShardSums` of each rank, ``lse = logsumexp(lses)``, ``logp = sum(target_logits) - lse`` and
-    ``entropy = lse - sum(exp(lses - lse) * mean_logits)``.
+    ``entropy = lse - sum(exp(lses - lse) * mean_logits)``. Rows whose target is
+    ``ignore_index`` are zeros here and no part of that: give them 0 afterwards.
 
     Args:
         x: ``(..., K)``, the same on all ranks.
@@ -225,11 +226,10 @@ def _differentiated(
         differentiate(x[begin:end], targets[begin:end], of, factors[begin:end], rows, begin == 0, [])
     if into.dweight is not None and not len(x):
         into.dweight.zero_()
-    empty = x.new_empty(0)
     return (
-        empty if into.dx is None else into.dx,
-        empty if into.dweight is None else into.dweight,
-        empty if into.dbias is None or bias is None else into.dbias.to(bias.dtype),
+        x.new_empty(0) if into.dx is None else into.dx,
+        x.new_empty(0) if into.dweight is None else into.dweight,
+        x.new_empty(0) if into.dbias is None or bias is None else into.dbias.to(bias.dtype),
     )
 
 
