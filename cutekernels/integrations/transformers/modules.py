@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.integrations.transformers.attention import register
+from cutekernels.integrations.transformers.attention import register_attention
 from cutekernels.integrations.transformers.families import Family, gate_of
 from cutekernels.nn import packed_training
 from cutekernels.nn.mlp import gate_mul, gated, projected, unhooked
@@ -86,7 +86,7 @@ def unswapped(cls: Any) -> Any:
 
 
 def _rebuilt(mixin: type, original: type, family: Family) -> Any:
-    register()  # a model comes with its attention's name, maybe to another process
+    register_attention()  # a model comes with its attention's name, maybe to another process
     cls = swapped(mixin, original, family)
     return cls.__new__(cls)
 

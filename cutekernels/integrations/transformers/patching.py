@@ -80,11 +80,13 @@ def patch(model: torch.nn.Module) -> Report:
     family = family_of(
         model,
         "patch",
-        "replace its layers by cutekernels.nn modules, or its attention by cutekernels.route_sdpa()",
+        "run its attention here by cutekernels.register_attention() and "
+        'model.set_attn_implementation("cutekernels"), its experts by register_experts() and '
+        'set_experts_implementation("cutekernels"), or replace its layers by cutekernels.nn modules',
     )
     if is_patched(model):
         raise UnsupportedProblem("the model is patched already: call cutekernels.unpatch(model) first")
-    attention.register()
+    attention.register_attention()
     roles = {cls: role for role, cls in family.classes().items()}
     layer = modules.SandwichLayer if family.sandwich else modules.Layer
     mixins: dict[str, Any] = {

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers import modules
+from cutekernels.integrations.transformers.experts import why_not_experts
 from cutekernels.integrations.transformers.families import Family, gate_of
 from cutekernels.nn.mlp import Gate, gate_mul
 from cutekernels.ops.attention.api import attention
@@ -31,7 +32,7 @@ def why_not(role: str, module: Any, family: Family, top_k: int) -> str:
     if "forward" in module.__dict__:
         return "its forward has been replaced (by device_map's hooks, say)"
     if role == "experts":
-        return _experts_left(module) or _not_multiplied(module.gate_up_proj) or _of_experts(module, top_k)
+        return why_not_experts(module) or _not_multiplied(module.gate_up_proj) or _of_experts(module, top_k)
     if role == "mlp":
         gate = gate_of(module.act_fn)
         if gate is None:
@@ -77,17 +78,6 @@ def _not_multiplied(weight: object) -> str:
     if modules.multiplied(weight, weight):
         return ""
     return f"on a GPU kernels multiply fp16 and bf16, and its weights are {weight.dtype}"
-
-
-def _experts_left(module: Any) -> str:
-    weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-    if any(type(w) is not torch.nn.Parameter or w.dim() != 3 for w in weights) or getattr(module, "has_bias", False):
-        return "its experts' weights are no plain parameters, or have biases"
-    if getattr(module, "is_transposed", False):
-        return "its experts' weights are transposed"
-    if gate_of(module.act_fn) != "silu":
-        return f"its experts have the gate of {type(module.act_fn).__name__}, and kernels that of SiLU"
-    return ""
 
 
 # ---- ops ------------------------------------------------------------------------------------------------
