@@ -75,6 +75,17 @@ def test_attention_by_name(name: str, head: str, monkeypatch: pytest.MonkeyPatch
         assert torch.equal(found, model.generate(ids, **options))
 
 
+@pytest.mark.parametrize("family", ["qwen2-moe", "phi3", "smollm3"])
+def test_windows_by_name_alone(family: str) -> None:
+    """Of families that hand a window on, and of one whose mask alone holds it."""
+    model, ids = tiny.model(family), tokens()
+    with torch.no_grad():
+        expected = model(ids).logits
+        ck.register_attention()
+        model.set_attn_implementation("cutekernels")
+        close(model(ids).logits, expected)
+
+
 @pytest.mark.parametrize("name", ["Olmoe", "Qwen2Moe"])
 def test_experts_by_name(name: str) -> None:
     model, ids = made(name, **MOE), tokens()

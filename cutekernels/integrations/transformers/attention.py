@@ -151,7 +151,7 @@ def make_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tenso
 
     # Other models may mean chunks by local_size, or not pass their window on.
     known = not args and getattr(kwargs.get("config"), "model_type", None) in FAMILIES
-    windowed = local_size is not None and known
+    windowed = local_size is not None and known and FAMILIES[kwargs["config"].model_type].passes_window
     if (windowed or local_size is None) and not args and _is_band(windowed=windowed, **kwargs):
         return None
     skips = kwargs.get("allow_is_causal_skip", True)
