@@ -9,6 +9,8 @@ from cutekernels.dispatch import reload as reload
 from cutekernels.dispatch import warmup as warmup
 from cutekernels.integrations.transformers import compare as compare
 from cutekernels.integrations.transformers import patch as patch
+from cutekernels.integrations.transformers import register_attention as register_attention
+from cutekernels.integrations.transformers import register_experts as register_experts
 from cutekernels.integrations.transformers import unpatch as unpatch
 from cutekernels.introspection import explain as explain
 from cutekernels.introspection import report_misses as report_misses

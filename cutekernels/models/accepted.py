@@ -21,6 +21,7 @@ from cutekernels.ops.attention.problem import WIDEST
 REMEDY = "generate with the model itself, its attention by cutekernels.route_sdpa()"
 _PATCH = "generate with the model itself under cutekernels.patch, which honours it"
 _JOINED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_MULTIPLY = "self_attn", "mlp", "shared_expert"
 _COMPILED = "_orig_mod"  # the submodule of what torch.compile returns for a module
 # Hooks that stay after output_hidden_states and change nothing, and those that decompress before a model's first call.
 _HARMLESS = ("transformers.utils.output_capturing", "compressed_tensors.")
@@ -112,7 +113,7 @@ def _check_class(path: str, module: torch.nn.Module, family: Family) -> None:
     """Refuses a module with a weight whose class computes something else with it: quantized, or with an adapter."""
     parent, name = ["", *path.split(".")][-2:]
     expected: type | None = None
-    if name == "lm_head" or (parent in ("self_attn", "mlp") and name.endswith("_proj")):
+    if name in ("lm_head", "c_fc", "shared_expert_gate") or (parent in _MULTIPLY and name.endswith("_proj")):
         expected = torch.nn.Linear
     elif name == "norm" or name.endswith(("_norm", "_layernorm")):
         expected = family.classes()["norm"]

@@ -41,24 +41,36 @@ class Part:
     bias: _Bias = False
 
 
-def _norm(path: str, size: str = "hidden") -> Part:
-    return Part(path, (path,), (size,), None)
+def _norm(path: str, size: str = "hidden", bias: bool = False) -> Part:
+    return Part(path, (path,), (size,), None, bias)
+
+
+def _attention(qkv_bias: _Bias, out_bias: _Bias) -> tuple[Part, ...]:
+    """Projections of the common names."""
+    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    return (
+        Part("self_attn.qkv_proj", qkv, ("query", "key", "key"), bias=qkv_bias),
+        Part("self_attn.o_proj", ("self_attn.o_proj",), ("hidden",), "query", out_bias),
+    )
 
 
 def _layer(norms: tuple[Part, ...], qkv_bias: _Bias, out_bias: _Bias, mlp_bias: _Bias) -> tuple[Part, ...]:
     """A layer of the common names."""
-    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     return (
         *norms,
-        Part("self_attn.qkv_proj", qkv, ("query", "key", "key"), bias=qkv_bias),
-        Part("self_attn.o_proj", ("self_attn.o_proj",), ("hidden",), "query", out_bias),
+        *_attention(qkv_bias, out_bias),
         Part("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"), ("intermediate",) * 2, bias=mlp_bias),
         Part("mlp.down_proj", ("mlp.down_proj",), ("hidden",), "intermediate", mlp_bias),
     )
 
 
+_TABLE = Part("model.embed_tokens", ("model.embed_tokens",), ("vocabulary",))
+_HEAD = Part("lm_head", ("lm_head",), ("vocabulary",))
 _PRE_NORMS = _norm("input_layernorm"), _norm("post_attention_layernorm")
 _SANDWICH = *_PRE_NORMS, _norm("pre_feedforward_layernorm"), _norm("post_feedforward_layernorm")
+_BEHIND = _norm("post_attention_layernorm"), _norm("post_feedforward_layernorm")
+_WHOLE_NORMS = _norm("self_attn.q_norm", "query"), _norm("self_attn.k_norm", "key")
+_LAYER_NORMS = _norm("input_layernorm", bias=True), _norm("post_attention_layernorm", bias=True)
 _HEAD_NORMS = _norm("self_attn.q_norm", "head"), _norm("self_attn.k_norm", "head")
 
 
@@ -73,6 +85,26 @@ def _layers_by_pattern(raw: dict[str, Any], count: int) -> list[str]:
     return [SLIDING if (i + 1) % raw["sliding_window_pattern"] else FULL for i in range(count)]
 
 
+def _layers_without_rope(raw: dict[str, Any], count: int) -> list[str]:
+    """Windows, where there are any, in layers without rotary embedding."""
+    windowed = raw["sliding_window"] is not None
+    return [SLIDING if windowed and not turns else FULL for turns in _turning(raw, count)]
+
+
+def _turning(raw: dict[str, Any], count: int) -> list[bool]:
+    """Whether each layer has a rotary embedding."""
+    listed, interval = raw["no_rope_layers"], raw["no_rope_layer_interval"]
+    if listed is None:
+        check_whole("config.json", "no_rope_layer_interval", interval, 1, _MOST)
+        return [bool((i + 1) % interval) for i in range(count)]
+    if not isinstance(listed, list) or len(listed) < count or not all(one in (0, 1) for one in listed):
+        raise UnsupportedProblem(
+            f"no_rope_layers of config.json is 1 (rotary embedding) or 0 for each of {count} layers; it is "
+            f"{said(listed)}: mend config.json"
+        )
+    return [bool(one) for one in listed[:count]]
+
+
 @dataclass(frozen=True)
 class Architecture:
     """What a checkpoint of one ``model_type`` holds.
@@ -82,6 +114,8 @@ class Architecture:
         defaults: of keys that ``config.json`` may leave out, as transformers has them.
         types: the types of layers where the config has no ``layer_types``; None where all are alike.
         local_theta: the base of rotary embeddings of layers with windows, where it is another.
+        eps: the key of the norms' epsilon.
+        partial: the config's ``partial_rotary_factor`` counts.
         scaled: embeddings are multiplied by the root of their width, scores by ``query_pre_attn_scalar``'s.
     """
 
@@ -89,12 +123,10 @@ class Architecture:
     defaults: dict[str, Any] = field(default_factory=dict)
     types: Callable[[dict[str, Any], int], list[str]] | None = None
     local_theta: float | None = None
+    eps: str = "rms_norm_eps"
+    partial: bool = False
     scaled: bool = False
-    body: tuple[Part, ...] = (
-        Part("model.embed_tokens", ("model.embed_tokens",), ("vocabulary",)),
-        _norm("model.norm"),
-        Part("lm_head", ("lm_head",), ("vocabulary",)),
-    )
+    body: tuple[Part, ...] = (_TABLE, _norm("model.norm"), _HEAD)
 
 
 _COMMON: dict[str, Any] = {
@@ -119,6 +151,50 @@ ARCHITECTURES = {
         _layer((*_PRE_NORMS, *_HEAD_NORMS), "attention_bias", "attention_bias", False),
         {**_QWEN, "head_dim": 128},
         _layers_after,
+    ),
+    "phi3": Architecture(
+        (
+            *_PRE_NORMS,
+            Part("self_attn.qkv_proj", ("self_attn.qkv_proj",), ("query+2key",)),
+            Part("self_attn.o_proj", ("self_attn.o_proj",), ("hidden",), "query"),
+            Part("mlp.gate_up_proj", ("mlp.gate_up_proj",), ("2intermediate",)),
+            Part("mlp.down_proj", ("mlp.down_proj",), ("hidden",), "intermediate"),
+        ),
+        {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+        partial=True,
+    ),
+    "granite": Architecture(
+        _layer(_PRE_NORMS, "attention_bias", "attention_bias", "mlp_bias"),
+        {
+            "max_position_embeddings": 2048, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
+            "attention_multiplier": 1.0, "logits_scaling": 1.0,
+        },
+    ),
+    "olmo2": Architecture(
+        _layer((*_BEHIND, *_WHOLE_NORMS), "attention_bias", "attention_bias", False),
+        {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+    ),
+    "smollm3": Architecture(
+        _layer(_PRE_NORMS, "attention_bias", "attention_bias", "mlp_bias"),
+        {
+            "num_key_value_heads": 4, "rope_theta": 2e6, "use_sliding_window": False, "no_rope_layers": None,
+            "no_rope_layer_interval": 4, "tie_word_embeddings": True,
+        },
+        _layers_without_rope,
+    ),
+    "starcoder2": Architecture(
+        (
+            *_LAYER_NORMS,
+            *_attention("use_bias", "use_bias"),
+            Part("mlp.c_fc", ("mlp.c_fc",), ("intermediate",), bias="use_bias"),
+            Part("mlp.c_proj", ("mlp.c_proj",), ("hidden",), "intermediate", "use_bias"),
+        ),
+        {
+            "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 4096,
+            "norm_epsilon": 1e-5, "use_bias": True, "tie_word_embeddings": True,
+        },
+        eps="norm_epsilon",
+        body=(_TABLE, _norm("model.norm", bias=True), _HEAD),
     ),
     "gemma2": Architecture(
         _layer(_SANDWICH, "attention_bias", "attention_bias", False),
@@ -148,6 +224,8 @@ class Config:
         gate: of the MLP.
         scaling: of attention's scores.
         embed_scale: of embeddings, or None.
+        embedding_multiplier, residual_multiplier, logits_scaling: Granite's, else 1.
+        turning: whether each layer has a rotary embedding, or None for all.
         tied: whether the head is the embedding's table; None where the config does not say.
         raw: the config itself, with what it leaves out.
     """
@@ -167,6 +245,10 @@ class Config:
     rope_parameters: dict[str, Any]
     scaling: float
     embed_scale: float | None
+    embedding_multiplier: float
+    residual_multiplier: float
+    logits_scaling: float
+    turning: tuple[bool, ...] | None
     attn_logit_softcapping: float | None
     final_logit_softcapping: float | None
     is_causal: bool
@@ -183,6 +265,8 @@ class Config:
             "head": self.head_dim,
             "query": self.num_attention_heads * self.head_dim,
             "key": self.num_key_value_heads * self.head_dim,
+            "query+2key": (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim,
+            "2intermediate": 2 * self.intermediate_size,
         }
 
     def has_bias(self, part: Part) -> bool:
@@ -215,7 +299,10 @@ def read_config(given: dict[str, Any]) -> Config:
     check_whole("config.json", "head_dim", head_dim, 1, _MOST)
     if heads % heads_kv:
         raise UnsupportedProblem(f"config.json has {heads} heads for {heads_kv} of keys, which do not divide them")
-    check_number("config.json", "rms_norm_eps", raw["rms_norm_eps"], 0.0)
+    check_number("config.json", architecture.eps, raw[architecture.eps], 0.0)
+    for name in ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"):
+        if name in architecture.defaults:
+            check_number("config.json", name, raw[name], 1e-30)
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if raw.get(name) is not None:
             check_number("config.json", name, raw[name], 0.0)
@@ -227,14 +314,25 @@ def read_config(given: dict[str, Any]) -> Config:
     if raw.get("use_sliding_window") is False:
         raw["sliding_window"] = None
     types = _types(raw, architecture)
+    ropes = read_ropes(raw, architecture.local_theta)
+    if architecture.partial and ropes.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise UnsupportedProblem(
+            "load takes rotary embeddings of whole heads; this config.json has a partial_rotary_factor: load it with "
+            "transformers, and take Decoder.from_transformers"
+        )
+    scaling = raw["query_pre_attn_scalar"] ** -0.5 if architecture.scaled else head_dim**-0.5
     return Config(
         model_type=kind, vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"],
         intermediate_size=raw["intermediate_size"], num_hidden_layers=raw["num_hidden_layers"],
         num_attention_heads=heads, num_key_value_heads=heads_kv, head_dim=head_dim,
-        rms_norm_eps=raw["rms_norm_eps"], gate=_GATES[act], layer_types=types, sliding_window=raw["sliding_window"],
-        rope_parameters=read_ropes(raw, architecture.local_theta),
-        scaling=(raw["query_pre_attn_scalar"] if architecture.scaled else head_dim) ** -0.5,
+        rms_norm_eps=raw[architecture.eps], gate=_GATES[act], layer_types=types, sliding_window=raw["sliding_window"],
+        rope_parameters=ropes,
+        scaling=float(raw["attention_multiplier"]) if "attention_multiplier" in architecture.defaults else scaling,
         embed_scale=raw["hidden_size"] ** 0.5 if architecture.scaled else None,
+        embedding_multiplier=raw.get("embedding_multiplier", 1.0),
+        residual_multiplier=raw.get("residual_multiplier", 1.0),
+        logits_scaling=raw.get("logits_scaling", 1.0),
+        turning=tuple(_turning(raw, raw["num_hidden_layers"])) if "no_rope_layers" in raw else None,
         attn_logit_softcapping=raw.get("attn_logit_softcapping"),
         final_logit_softcapping=raw.get("final_logit_softcapping"),
         is_causal=bool(raw.get("is_causal", True)) and not raw.get("use_bidirectional_attention"),

@@ -124,8 +124,9 @@ class Decoder:
         moves them: once, and again after something else has moved them apart.
 
         Args:
-            model: Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Gemma 2 or Gemma 3 (text) for causal language
-                modelling, on one device, fp16 or bf16 on a GPU.
+            model: Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE, Phi-3, Granite, OLMo2, SmolLM3,
+                Starcoder2, Gemma 2 or Gemma 3 (text) for causal language modelling, on one device, fp16 or bf16 on a
+                GPU.
             max_batch: requests that run at a time; more wait.
             max_tokens: of a request, its prompt included.
             page_size: tokens in a page of the cache: 16, 32, 64, 128 or 256.
@@ -442,10 +443,14 @@ class Decoder:
                 out, residual = out[:, -1:], residual[:, -1:]
             if layer.attention_out_norm is not None:
                 out = layer.attention_out_norm(out)
+            if layer.multiplier is not None:
+                out = out * layer.multiplier
             x, residual = layer.mlp_norm.add(out, residual)
             out = layer.mlp(x)
             if layer.mlp_out_norm is not None:
                 out = layer.mlp_out_norm(out)
+            if layer.multiplier is not None:
+                out = out * layer.multiplier
             x, residual = norm.add(out, residual)
         return x
 
@@ -459,11 +464,15 @@ class Decoder:
     def _attend(self, a: Attention, x: Tensor, cache: KVCache, slots: slice, prompt: bool) -> Tensor:
         w = self._w
         heads = (w.heads_q, w.heads_kv, w.heads_kv)
-        parts = a.qkv(x).split([n * w.head_dim for n in heads], dim=-1)
+        parts = list(a.qkv(x).split([n * w.head_dim for n in heads], dim=-1))
+        if a.whole_norms and a.q_norm is not None and a.k_norm is not None:
+            parts[:2] = a.q_norm(parts[0]), a.k_norm(parts[1])
         q, k, v = (part.unflatten(-1, (n, w.head_dim)) for part, n in zip(parts, heads, strict=True))
-        if a.q_norm is not None and a.k_norm is not None:
+        if not a.whole_norms and a.q_norm is not None and a.k_norm is not None:
             q, k = a.q_norm(q), a.k_norm(k)
-        cache.append(k, v, q=q, cos=a.cos, sin=a.sin, counts=None if prompt else self._counts[slots])
+        cache.append(
+            k, v, q=None if a.cos is None else q, cos=a.cos, sin=a.sin, counts=None if prompt else self._counts[slots]
+        )
         out = decode_attention(q, **cache.view(), **a.options)
         assert isinstance(out, Tensor)
         return a.out(out.flatten(2))

@@ -172,6 +172,7 @@ class LoadedModel(nn.Module):
             "layer_type": None if config.layer_types is None else config.layer_types[index],
             "sliding_window": config.sliding_window if config.is_sliding(index) else None,
             "scaling": config.scaling,
+            "use_rope": config.turning is None or config.turning[index],
             "attn_logit_softcapping": config.attn_logit_softcapping,
         }
         for name, value in own.items():

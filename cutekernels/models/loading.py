@@ -44,7 +44,7 @@ def load(
 
     Args:
         path: a folder with ``config.json`` and ``model.safetensors``, or shards and their index, of Llama, Mistral,
-            Qwen2, Qwen3, Gemma 2 or Gemma 3 (text). Nothing is downloaded.
+            Qwen2, Qwen3, Phi-3, Granite, OLMo2, SmolLM3, Starcoder2, Gemma 2 or Gemma 3 (text). Nothing is downloaded.
         device: of the weights; the current GPU where there is one, else the CPU.
         dtype: of the weights and of what is computed; the config's own by default.
         progress: a bar with bytes, where stderr is a terminal.

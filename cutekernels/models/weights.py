@@ -14,14 +14,15 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.checkpoints import layout_of, quantized_weight
-from cutekernels.integrations.transformers.families import Family, gate_of
+from cutekernels.integrations.transformers.families import Family, activation_of, gate_of
 from cutekernels.models.accepted import REMEDY, check_model
 from cutekernels.models.loaded import Apart
 from cutekernels.nn.mlp import Gate, gate_mul, gated, projected
 from cutekernels.nn.moe import MoE
 from cutekernels.nn.packing import side_by_side
 from cutekernels.ops.embedding.api import embedding
-from cutekernels.ops.norms.api import add_rms_norm, rms_norm
+from cutekernels.ops.gemm.api import linear
+from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm
 from cutekernels.quant import QuantizedWeight, concatenate
 
 
@@ -83,6 +84,35 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class LayerNorm:
+    """A layer norm. ``options``: of :func:`cutekernels.layer_norm`."""
+
+    weight: Tensor
+    bias: Tensor
+    options: dict[str, Any]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, self.bias, **self.options)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """``(norm(x + residual), x + residual)``."""
+        total = x + residual
+        return self(total), total
+
+
+class NoNorm:
+    """Stands where a family has no norm."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """``x + residual``, twice."""
+        total = x + residual
+        return total, total
+
+
+@dataclass(frozen=True)
 class Mlp:
     """``down(act(gate(x)) * up(x))``."""
 
@@ -95,45 +125,77 @@ class Mlp:
 
 
 @dataclass(frozen=True)
+class PlainMlp:
+    """``down(act(up(x)))``."""
+
+    up: Projection
+    activation: Gate
+    down: Projection
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(linear(x, self.up.weight, self.up.bias, activation=self.activation))
+
+
+@dataclass(frozen=True)
+class SharedMoE:
+    """Experts, and one that every token has, times the sigmoid of ``gate``."""
+
+    routed: MoE
+    shared: Mlp
+    gate: Projection
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = self.routed(x)
+        return out + self.gate(x).sigmoid() * self.shared(x)
+
+
+@dataclass(frozen=True)
 class Attention:
     """Attention of one layer.
 
     Attributes:
-        q_norm, k_norm: of each head's queries and keys, or None.
-        cos, sin: ``(positions, head_dim / 2)``, fp32 at least; layers share them.
+        q_norm, k_norm: of queries and keys, or None: of each head's, or of all heads' together (``whole_norms``).
+        cos, sin: ``(positions, R / 2)`` with R up to head_dim, fp32 at least; layers share them. None: nothing turns.
         options: ``scale``, ``softcap`` and ``window``, as :func:`cutekernels.attention` takes them.
     """
 
     qkv: Projection | Projections
     q_norm: Norm | None
     k_norm: Norm | None
+    whole_norms: bool
     out: Projection
-    cos: Tensor
-    sin: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
     options: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer; ``attention_out_norm`` and ``mlp_out_norm`` are of results before the residual is added."""
+    """One decoder layer; ``attention_out_norm`` and ``mlp_out_norm`` are of results before the residual is added, and
+    ``multiplier`` multiplies them.
+    """
 
-    attention_norm: Norm
+    attention_norm: Norm | LayerNorm | NoNorm
     attention: Attention
     attention_out_norm: Norm | None
-    mlp_norm: Norm
-    mlp: Mlp | MoE
+    mlp_norm: Norm | LayerNorm | NoNorm
+    mlp: Mlp | PlainMlp | MoE | SharedMoE
     mlp_out_norm: Norm | None
+    multiplier: float | None
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A whole model. ``softcap``: logits become ``softcap * tanh(logit / softcap)``, where there is one."""
+    """A whole model. ``softcap``: logits become ``softcap * tanh(logit / softcap)``, where there is one. ``scaling``:
+    they are divided by it.
+    """
 
     embedding: Embedding
     layers: tuple[Layer, ...]
-    norm: Norm
+    norm: Norm | LayerNorm
     head: Projection
     softcap: float | None
+    scaling: float | None
     heads_q: int
     heads_kv: int
     head_dim: int
@@ -141,6 +203,8 @@ class Weights:
     def logits(self, hidden: Tensor) -> Tensor:
         """``(B, V)`` of ``(B, H)``, behind the last norm."""
         logits = self.head(hidden)
+        if self.scaling is not None:
+            logits = logits / self.scaling
         return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
 
 
@@ -157,15 +221,15 @@ def read(model: Any, positions: int) -> Weights:
     config = model.config
     with torch.no_grad():
         tables = _tables(model, ropes, positions)
-        layers = tuple(_layer(layer, family, tables, model.dtype) for layer in model.model.layers)
-    table = model.model.embed_tokens
-    scale = getattr(table, "embed_scale", None)
+        multiplier = family.residual_multiplier_of(config)
+        layers = tuple(_layer(layer, family, tables, model.dtype, multiplier) for layer in model.model.layers)
     return Weights(
-        embedding=Embedding(table.weight.detach(), None if scale is None else float(scale.to(table.weight.dtype))),
+        embedding=Embedding(model.model.embed_tokens.weight.detach(), family.embedding_multiplier_of(model)),
         layers=layers,
-        norm=_norm(model.model.norm, family),
+        norm=_any_norm(model.model.norm, family),
         head=_projection(model.lm_head, model.dtype),
         softcap=family.logit_softcap_of(config),
+        scaling=family.logits_scaling_of(config),
         heads_q=config.num_attention_heads,
         heads_kv=config.num_key_value_heads,
         head_dim=model.model.layers[0].self_attn.head_dim,
@@ -184,15 +248,24 @@ def _tables(model: Any, ropes: dict[str | None, Any], positions: int) -> dict[st
     return found
 
 
-def _layer(layer: Any, family: Family, tables: dict[str | None, tuple[Tensor, Tensor]], dtype: torch.dtype) -> Layer:
-    attended = layer.post_attention_layernorm  # before the residual is added in Gemma's layers, behind that in others
+def _layer(
+    layer: Any,
+    family: Family,
+    tables: dict[str | None, tuple[Tensor, Tensor]],
+    dtype: torch.dtype,
+    multiplier: float | None,
+) -> Layer:
+    attended = layer.post_attention_layernorm  # of attention's result where norms are around or behind it
+    before, behind = family.norms != "behind", family.norms != "before"
+    after = attended if not behind else layer.pre_feedforward_layernorm if before else None
     return Layer(
-        attention_norm=_norm(layer.input_layernorm, family),
+        attention_norm=_any_norm(layer.input_layernorm, family) if before else NoNorm(),
         attention=_attention(layer.self_attn, family, tables, dtype),
-        attention_out_norm=_norm(attended, family) if family.sandwich else None,
-        mlp_norm=_norm(layer.pre_feedforward_layernorm if family.sandwich else attended, family),
+        attention_out_norm=_norm(attended, family) if behind else None,
+        mlp_norm=NoNorm() if after is None else _any_norm(after, family),
         mlp=_mlp(layer.mlp, dtype),
-        mlp_out_norm=_norm(layer.post_feedforward_layernorm, family) if family.sandwich else None,
+        mlp_out_norm=_norm(layer.post_feedforward_layernorm, family) if behind else None,
+        multiplier=multiplier,
     )
 
 
@@ -204,11 +277,16 @@ def _attention(
             f"Decoder's tokens see earlier ones alone; this model has use_bidirectional_attention: {REMEDY}"
         )
     window = family.window_of(attention)
+    cos: Tensor | None
+    sin: Tensor | None
     cos, sin = tables[None if None in tables else attention.layer_type]
+    if not getattr(attention, "use_rope", True):
+        cos = sin = None
     return Attention(
         qkv=_joined(attention, dtype, "qkv_proj", "q_proj", "k_proj", "v_proj"),
         q_norm=_norm(attention.q_norm, family) if hasattr(attention, "q_norm") else None,
         k_norm=_norm(attention.k_norm, family) if hasattr(attention, "k_norm") else None,
+        whole_norms=family.whole_norms,
         out=_projection(attention.o_proj, dtype),
         cos=cos,
         sin=sin,
@@ -220,18 +298,38 @@ def _attention(
     )
 
 
-def _mlp(mlp: Any, dtype: torch.dtype) -> Mlp | MoE:
+def _mlp(mlp: Any, dtype: torch.dtype) -> Mlp | PlainMlp | MoE | SharedMoE:
     if hasattr(mlp, "experts"):
         try:
-            return MoE.from_transformers(mlp)
+            shared = hasattr(mlp, "shared_expert_gate")
+            routed = MoE.routed_part(mlp) if shared else MoE.from_transformers(mlp)
         except UnsupportedProblem as error:
             raise UnsupportedProblem(f"Decoder runs experts as nn.MoE does. {error}, and {REMEDY}") from error
-    gate = gate_of(mlp.act_fn)
+        if not shared:
+            return routed
+        return SharedMoE(routed, _gated(mlp.shared_expert, dtype), _projection(mlp.shared_expert_gate, dtype))
+    if hasattr(mlp, "c_fc"):
+        return PlainMlp(_projection(mlp.c_fc, dtype), _gate(mlp), _projection(mlp.c_proj, dtype))
+    return _gated(mlp, dtype)
+
+
+def _gated(mlp: Any, dtype: torch.dtype) -> Mlp:
+    gate_up = _joined(mlp, dtype, "gate_up_proj", "gate_proj", "up_proj")
+    return Mlp(gate_up, _gate(mlp), _projection(mlp.down_proj, dtype))
+
+
+def _gate(mlp: Any) -> Gate:
+    act = activation_of(mlp)
+    gate = gate_of(act)
     if gate is None:
-        raise UnsupportedProblem(
-            f"Decoder has the gates of SiLU and GELU; one is {type(mlp.act_fn).__name__}: {REMEDY}"
-        )
-    return Mlp(_joined(mlp, dtype, "gate_up_proj", "gate_proj", "up_proj"), gate, _projection(mlp.down_proj, dtype))
+        raise UnsupportedProblem(f"Decoder has the gates of SiLU and GELU; one is {type(act).__name__}: {REMEDY}")
+    return gate
+
+
+def _any_norm(norm: Any, family: Family) -> Norm | LayerNorm:
+    if not family.layer_norm:
+        return _norm(norm, family)
+    return LayerNorm(norm.weight.detach(), norm.bias.detach(), family.norm_options(norm))
 
 
 def _norm(norm: Any, family: Family) -> Norm:

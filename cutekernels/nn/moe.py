@@ -109,6 +109,12 @@ class MoE(torch.nn.Module):
                 f"MoE.from_transformers takes {', '.join(_BLOCKS)}; got {name}: make an MoE and load its weights, or "
                 f"{_REMEDY}"
             )
+        return cls.routed_part(block)
+
+    @classmethod
+    def routed_part(cls, block: Any) -> Self:
+        """The same of any block that routes as one of these does; what it shares under other names is left out."""
+        name = type(block).__name__
         if getattr(block, "jitter_noise", 0):
             raise UnsupportedProblem(
                 f"MoE has no noise in its router; {name} has jitter_noise={block.jitter_noise}: set it to 0, or "

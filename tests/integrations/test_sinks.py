@@ -9,14 +9,14 @@ transformers = pytest.importorskip("transformers")
 if not hasattr(transformers, "GptOssForCausalLM"):
     pytest.skip("a transformers without gpt-oss", allow_module_level=True)
 
-from cutekernels.integrations.transformers.attention import NAME, register  # noqa: E402
+from cutekernels.integrations.transformers.attention import NAME, register_attention  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_logits_are_those_of_eager_attention(padded: bool) -> None:
-    register()
+    register_attention()
     torch.manual_seed(0)
     config = transformers.GptOssConfig(
         hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -36,12 +36,12 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor | None]]:
         return attend(module, q, k, v, mask, **options)
 
     monkeypatch.setattr(integrated, "attend", kept)
-    integrated.register.cache_clear()
-    integrated.register()
+    integrated.register_attention.cache_clear()
+    integrated.register_attention()
     yield seen
     monkeypatch.undo()
-    integrated.register.cache_clear()
-    integrated.register()
+    integrated.register_attention.cache_clear()
+    integrated.register_attention()
 
 
 def tokens() -> Tensor:

@@ -43,7 +43,7 @@ def close(plain: Any, patched: Any) -> None:
 def test_the_loss_is_transformers_own_without_logits(family: str) -> None:
     plain, patched = both(family)
     ids, labels = labelled()
-    routed = {"output_router_logits": True} if family in ("mixtral", "qwen3-moe") else {}
+    routed = {"output_router_logits": True} if family in ("mixtral", "qwen3-moe", "qwen2-moe") else {}
     for more in ({}, {"num_items_in_batch": torch.tensor(17)}):
         results = [model(ids, labels=labels, **routed, **more) for model in (plain, patched)]
         assert results[1].logits is None
@@ -78,6 +78,15 @@ def test_who_wants_logits_gets_them() -> None:
     hook.remove()
     patched.loss_function = lambda logits, labels, **_: logits.sum()
     assert torch.allclose(patched(ids, labels=labels).loss, expected.logits.sum(), rtol=1e-4)
+
+
+def test_logits_divided_by_a_negative_number_are_formed() -> None:
+    """The loss without logits has a temperature, which is positive."""
+    plain, patched = both("granite", logits_scaling=-0.5)
+    ids, labels = labelled()
+    found, expected = patched(ids, labels=labels), plain(ids, labels=labels)
+    assert torch.allclose(found.logits, expected.logits, atol=1e-4)
+    assert torch.allclose(found.loss, expected.loss, rtol=1e-5)
 
 
 def test_arguments_of_all_kinds() -> None:

@@ -63,6 +63,15 @@ def test_logits_are_those_of_transformers(family: str) -> None:
         assert torch.equal(model(ids).logits, expected["none"])
 
 
+def test_a_part_of_each_head_turns() -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    model, ids = tiny.model("phi3", rope_parameters=rope), tokens()
+    with torch.no_grad():
+        expected = model(ids).logits
+        with ck.patch(model):
+            close(model(ids).logits, expected)
+
+
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(family: str, cache: str | None) -> None:
@@ -358,6 +367,46 @@ def test_lora(order: str) -> None:
 
 
 # ---- what is refused, and what is reported --------------------------------------------------------------
+
+WHOLE: dict[str, dict[str, int]] = {  # linear: in two layers, and the head
+    "phi3": {"layer": 2, "attention": 2, "mlp": 2, "norm": 5, "linear": 9},
+    "granite": {"layer": 2, "attention": 2, "mlp": 2, "norm": 5, "linear": 15},
+    "olmo2": {"attention": 2, "mlp": 2, "norm": 9, "linear": 15},
+    "smollm3": {"layer": 2, "attention": 2, "mlp": 2, "norm": 5, "linear": 15},
+    "starcoder2": {"layer": 2, "attention": 2, "mlp": 2, "norm": 5, "linear": 13},
+    "qwen2-moe": {"layer": 2, "attention": 2, "mlp": 2, "experts": 2, "norm": 5, "linear": 17},
+}
+
+
+@pytest.mark.parametrize("family", WHOLE)
+def test_a_family_is_patched_as_a_whole(family: str) -> None:
+    model = tiny.model(family)
+    with ck.patch(model) as report:
+        assert report.patched == {**WHOLE[family], "causal": 1}
+        assert not report.left
+        packed = 0 if family in ("phi3", "starcoder2") else 2
+        assert report.fused["mlp"] == packed
+        assert report.fused["attention"] == (0 if family == "phi3" else 2)
+    result = ck.compare(model.bfloat16(), {"input_ids": tokens(), "attention_mask": RIGHT})
+    assert 1e-4 < result.patched["logits"] <= 1.5 * result.plain["logits"] < 0.2
+
+
+@pytest.mark.parametrize(
+    ("family", "option", "left"),
+    [("phi3", "resid_pdrop", ["layers.0"]), ("starcoder2", "residual_dropout", ["layers.0.self_attn", "layers.0.mlp"])],
+)
+def test_layers_with_dropout_are_left(family: str, option: str, left: list[str]) -> None:
+    model, ids = tiny.model(family, **{option: 0.5}).train(), tokens()
+
+    def loss() -> Tensor:
+        torch.manual_seed(1)
+        return model(ids, labels=ids).loss  # type: ignore[no-any-return]
+
+    expected = loss()
+    with ck.patch(model) as report:
+        close(loss(), expected)
+    reasons = dict(report.left)
+    assert all(reasons[f"model.{name}"] == "it has dropout, which no kernel has" for name in left)
 
 
 def test_the_report_names_what_is_left() -> None:

@@ -22,7 +22,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
-}
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "use_sliding_window": True,
+            "shared_expert_intermediate_size": 80, "sliding_window": 8, "max_window_layers": 1,
+        },
+    ),
+    "phi3": ("Phi3", {"sliding_window": 8}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.2, "logits_scaling": 0.5,
+        },
+    ),
+    "olmo2": ("Olmo2", {}),
+    "smollm3": (
+        "SmolLM3",
+        {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 8, "tie_word_embeddings": False},
+    ),
+    "starcoder2": ("Starcoder2", {"sliding_window": 8, "tie_word_embeddings": False}),
+}  # fmt: skip
 COMMON = {
     "vocab_size": 131,
     "hidden_size": 64,
@@ -45,8 +65,10 @@ def model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> An
     torch.manual_seed(5)
     cls = "Gemma3ForCausalLM" if name == "Gemma3Text" else f"{name}ForCausalLM"
     made = getattr(transformers, cls)(config)
-    for parameter in made.parameters():
-        torch.nn.init.normal_(parameter, std=0.15)
+    for path, parameter in made.named_parameters():
+        torch.nn.init.normal_(
+            parameter, std=0.02 if path.endswith("norm.bias") else 0.15
+        )  # or tokens repeat themselves
     return made.to(dtype).eval()
 
 

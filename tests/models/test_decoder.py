@@ -22,10 +22,16 @@ from cutekernels.nn import MoE
 from tests.integrations import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+ADDED = ("phi3", "granite", "olmo2", "smollm3", "starcoder2", "qwen2-moe")
 # The family of tiny.py and what is changed, by name. Softcaps are small enough to count, and windows have 8 tokens.
 # Gemma's tied heads make tiny models repeat their last token, so that some here have heads of their own.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in ("llama", "llama-bias", "qwen2", "qwen3", "mistral", "mixtral", "qwen3-moe")},
+    **{name: (name, {}) for name in ADDED},
+    "phi3-partial": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
     "qwen3-window": ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
     "mixtral-window": ("mixtral", {"sliding_window": 8}),
     "qwen3-moe-dense": ("qwen3-moe", {"num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True}),
@@ -88,7 +94,9 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 # ---- tokens ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3-moe-sparse-step"])  # for logits of all of them see below
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "qwen3-moe-sparse-step", *ADDED]
+)  # for logits of all of them see below
 def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     """64 tokens for prompts shorter and longer than a window, a page and a chunk, more of them than slots."""
     model, given = made(name), prompts(1, 16, 50)
@@ -133,6 +141,10 @@ def of_attention(change: Callable[[Attention], dict[str, Any]]) -> Change:
     return of_layers(lambda x: {"attention": dataclasses.replace(x.attention, **change(x.attention))})
 
 
+def tables_of(a: Attention) -> dict[str, Any]:
+    return {"cos": a.cos, "sin": a.sin}
+
+
 def renormalized(w: Weights) -> Weights:
     for layer in w.layers:
         assert isinstance(layer.mlp, MoE) and not layer.mlp.renormalize
@@ -155,11 +167,25 @@ def renormalized(w: Weights) -> Weights:
         ("gemma3", of_attention(lambda a: {"q_norm": None, "k_norm": None})),
         ("gemma3", lambda w: of_attention(lambda a: {"cos": w.layers[0].attention.cos})(w)),
         ("qwen3-moe", renormalized),
+        ("phi3", of_attention(lambda a: {"options": a.options | {"window": None}})),
+        ("granite", lambda w: dataclasses.replace(w, embedding=dataclasses.replace(w.embedding, scale=None))),
+        ("granite", of_layers(lambda x: {"multiplier": None})),
+        ("granite", lambda w: dataclasses.replace(w, scaling=None)),
+        ("olmo2", of_layers(lambda x: {"mlp_out_norm": None})),
+        ("olmo2", of_attention(lambda a: {"q_norm": None, "k_norm": None})),
+        ("smollm3", lambda w: of_attention(lambda a: tables_of(w.layers[0].attention))(w)),
+        ("smollm3", of_attention(lambda a: {"options": a.options | {"window": None}})),
+        ("starcoder2", of_layers(lambda x: {"mlp": dataclasses.replace(x.mlp, activation="silu")})),
+        ("starcoder2", of_layers(lambda x: {"mlp_norm": dataclasses.replace(x.mlp_norm, bias=x.mlp_norm.bias * 0)})),
+        ("qwen2-moe", of_layers(lambda x: {"mlp": x.mlp.routed})),
+        ("qwen2-moe", of_attention(lambda a: {"options": a.options | {"window": None}})),
     ],
     ids=[
         "softcap-of-logits", "softcap-of-scores", "no-window", "window-everywhere", "norm-behind-attention",
         "norm-behind-mlp", "gate", "embedding-scale", "no-softcap-of-scores", "norms-of-heads", "one-rotary-table",
-        "weights-of-experts",
+        "weights-of-experts", "phi3-window", "embedding-multiplier", "residual-multiplier", "logits-scaling",
+        "norm-behind-alone", "whole-norms", "layers-without-rope", "smollm3-window", "activation", "bias-of-a-norm",
+        "shared-expert", "qwen2-moe-window",
     ],
 )  # fmt: skip
 def test_what_a_family_has_of_its_own_counts(name: str, change: Change, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from tests.models.test_decoder import MODELS, prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 SIZES: dict[str, Any] = {"max_batch": 2, "max_tokens": 96, "page_size": 16}
-DENSE = [name for name in MODELS if not name.startswith(("mixtral", "qwen3-moe"))]
+DENSE = [name for name in MODELS if not name.startswith(("mixtral", "qwen3-moe", "qwen2-moe", "phi3-partial"))]
 SCALED: dict[str, dict[str, Any]] = {
     "llama3": {
         "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -144,12 +144,27 @@ HUB: dict[str, dict[str, Any]] = {
         "head_dim": 16, "rope_theta": 1000000, "rope_local_base_freq": 10000, "sliding_window": 512,
         "sliding_window_pattern": 2, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
     },
+    "phi-3-mini": {
+        "model_type": "phi3", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "sliding_window": 2047, "rope_scaling": None,
+    },
+    "granite": {
+        "model_type": "granite", "hidden_size": 64, "num_attention_heads": 4, "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 16.0,
+    },
+    "olmo2": {"model_type": "olmo2", "hidden_size": 64, "num_attention_heads": 4, "rope_theta": 500000},
+    "smollm3": {"model_type": "smollm3", "hidden_size": 64, "num_attention_heads": 4},
+    "smollm3-window": {
+        "model_type": "smollm3", "hidden_size": 64, "num_attention_heads": 4, "no_rope_layer_interval": 2,
+        "use_sliding_window": True, "sliding_window": 16,
+    },
+    "starcoder2": {"model_type": "starcoder2", "hidden_size": 64, "num_attention_heads": 4, "sliding_window": 4096},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HUB)
 def test_configs_of_hubs_mean_what_transformers_reads(name: str) -> None:
-    raw = {"vocab_size": 131, "intermediate_size": 96, "num_hidden_layers": 4} | HUB[name]
+    raw = {"vocab_size": 131, "intermediate_size": 96, "num_hidden_layers": 4, "pad_token_id": None} | HUB[name]
     ours = read_config(json.loads(json.dumps(raw)))
     theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(raw)))
     with torch.device("meta"):
@@ -157,21 +172,47 @@ def test_configs_of_hubs_mean_what_transformers_reads(name: str) -> None:
     loaded = LoadedModel(ours, None, torch.float32)
     for mine, layer in zip(loaded.model.layers, model.model.layers, strict=True):
         attention = layer.self_attn
-        window = attention if hasattr(attention, "layer_type") else theirs
+        window = attention if hasattr(attention, "sliding_window") else theirs
         assert mine.self_attn.sliding_window == (
             getattr(window, "sliding_window", None) if name[:5] != "llama" else None
         )
+        assert mine.self_attn.use_rope == getattr(attention, "use_rope", True)
         assert mine.self_attn.scaling == attention.scaling and mine.self_attn.head_dim == attention.head_dim
-        assert mine.self_attn.qkv_proj.weight.shape[0] == sum(
-            getattr(attention, f"{part}_proj").weight.shape[0] for part in "qkv"
-        )
-        assert (mine.self_attn.qkv_proj.bias is None) == (attention.q_proj.bias is None)
+        joined = hasattr(attention, "qkv_proj")
+        parts = [getattr(attention, f"{part}_proj") for part in (["qkv"] if joined else "qkv")]
+        assert len(mine.self_attn.qkv_proj.weight) == sum(len(part.weight) for part in parts)
+        assert (mine.self_attn.qkv_proj.bias is None) == (parts[0].bias is None)
+        norm = layer.post_attention_layernorm
+        eps = getattr(norm, "variance_epsilon", None)
+        assert mine.post_attention_layernorm.variance_epsilon == (norm.eps if eps is None else eps)
+    for multiplier in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
+        assert getattr(ours, multiplier) == getattr(theirs, multiplier, 1.0)
     rotary, positions = type(model.model.rotary_emb)(theirs), torch.arange(3000)[None]
     for kind in (None,) if "rope_theta" in ours.rope_parameters else ours.rope_parameters:
         arguments = torch.zeros(()), positions, *(() if kind is None else (kind,))
         for mine, expected in zip(Rotary(ours)(*arguments), rotary(*arguments), strict=True):
             assert torch.equal(mine, expected)
-    assert ours.gate == ("gelu_tanh" if name.startswith("gemma") else "silu")
+    assert ours.gate == ("gelu_tanh" if name.startswith(("gemma", "starcoder2")) else "silu")
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "rule"),
+    [
+        ("phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type is longrope"),
+        ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers .* each of 2 layers; it is \[1\]"),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval as a whole number"),
+        ("granite", {"logits_scaling": 0.0}, "logits_scaling"),
+        ("starcoder2", {"norm_epsilon": "x"}, "norm_epsilon"),
+    ],
+)
+def test_options_of_a_family_are_read_or_refused(
+    family: str, values: dict[str, Any], rule: str, tmp_path: Path
+) -> None:
+    saved(tiny.model(family), tmp_path)
+    config(**values)(tmp_path)
+    with pytest.raises(UnsupportedProblem, match=rule):
+        load(tmp_path)
 
 
 def test_no_library_is_needed(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cpu_time import children_s
 
-HEAVY = ("torch", "cutlass", "triton", "sqlalchemy", "alembic", "optuna", "numpy", "typer", "rich")
+HEAVY = ("torch", "cutlass", "triton", "sqlalchemy", "alembic", "optuna", "numpy", "typer", "rich", "transformers")
 
 
 def _loaded(code: str) -> list[str]:
@@ -21,6 +21,11 @@ def _loaded(code: str) -> list[str]:
 
 def test_import_loads_nothing_heavy() -> None:
     assert _loaded("import cutekernels; dir(cutekernels); cutekernels.__version__") == []
+
+
+def test_the_way_into_transformers_is_no_import_of_it() -> None:
+    names = "ck.patch, ck.compare, ck.register_attention, ck.register_experts, ck.models.Decoder"
+    assert "transformers" not in _loaded(f"import cutekernels as ck; {names}")
 
 
 def test_the_rooms_below_the_ops_load_nothing_heavy() -> None:

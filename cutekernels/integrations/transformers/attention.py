@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,12 +20,32 @@ NAME = "cutekernels"
 
 
 @cache
-def register() -> None:
-    """Register attention and its masks with transformers, once."""
+def register_attention() -> None:
+    """Register attention and its masks with transformers under the name ``"cutekernels"``.
+
+    ::
+
+        ck.register_attention()
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="cutekernels")
+
+    or ``model.set_attn_implementation("cutekernels")``. A registered name holds for this process, in any model whose
+    attention transformers dispatches by name, which keeps all its other layers. :func:`patch` does it by itself.
+    Calling it again does nothing.
+
+    Raises:
+        ImportError: transformers is not installed.
+    """
+    require_transformers("register_attention")
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, make_mask)
+
+
+def require_transformers(verb: str) -> None:
+    """Raises ImportError where transformers is not installed."""
+    if find_spec("transformers") is None:
+        raise ImportError(f"{verb} needs transformers, which is not installed: pip install 'transformers>=5.4,<6'")
 
 
 def attend(
@@ -130,7 +151,7 @@ def make_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Tenso
 
     # Other models may mean chunks by local_size, or not pass their window on.
     known = not args and getattr(kwargs.get("config"), "model_type", None) in FAMILIES
-    windowed = local_size is not None and known
+    windowed = local_size is not None and known and FAMILIES[kwargs["config"].model_type].passes_window
     if (windowed or local_size is None) and not args and _is_band(windowed=windowed, **kwargs):
         return None
     skips = kwargs.get("allow_is_causal_skip", True)

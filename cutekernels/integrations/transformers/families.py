@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -25,8 +25,16 @@ class Family:
         prefix: of the classes' names.
         experts: whether it has mixtures of experts.
         weight_offset, rounding: of its norms, as :func:`cutekernels.rms_norm` takes them.
-        sandwich: layers have norms behind attention and MLP too, before the residual is added.
-        windowed: attention has the config's ``sliding_window``, or its layer's.
+        norms: where a layer norms: before attention and MLP, around them (behind them too, before the residual is
+            added), or behind alone.
+        layer_norm: norms are ``torch.nn.LayerNorm``, with biases.
+        whole_norms: norms of queries and keys are of all heads together, before these are told apart.
+        joined: checkpoints have q, k and v in one projection, and gate and up.
+        gated: MLPs have a gate; else ``c_proj(act(c_fc(x)))``.
+        multipliers: embeddings are multiplied by the config's ``embedding_multiplier``, what is added to the residual
+            by ``residual_multiplier``, and logits are divided by ``logits_scaling``.
+        windowed: attention has a ``sliding_window``: the config's in all layers of the model, or its own layer's.
+        passes_window: transformers' attention hands that on; where not, its mask holds it.
         softcap: attention has the config's ``attn_logit_softcapping``.
         logit_softcap: logits have the config's ``final_logit_softcapping``.
         causal: masks are the causal band, a window and padding, and nothing else that a config may ask for.
@@ -37,8 +45,14 @@ class Family:
     experts: bool = False
     weight_offset: float = 0.0
     rounding: str = "huggingface"
-    sandwich: bool = False
-    windowed: bool = True
+    norms: Literal["before", "around", "behind"] = "before"
+    layer_norm: bool = False
+    whole_norms: bool = False
+    joined: bool = False
+    gated: bool = True
+    multipliers: bool = False
+    windowed: Literal["model", "layer"] | None = "layer"
+    passes_window: bool = True
     softcap: bool = False
     logit_softcap: bool = False
     causal: bool = True
@@ -56,12 +70,16 @@ class Family:
         if self.experts:
             suffixes["experts"] = "Experts"
         named = {role: getattr(found, f"{self.prefix}{suffix}", None) for role, suffix in suffixes.items()}
+        if self.layer_norm:
+            named["norm"] = torch.nn.LayerNorm
         return {role: cls for role, cls in named.items() if cls is not None}
 
     def norm_options(self, norm: Any) -> dict[str, Any]:
-        """Options with which :func:`cutekernels.rms_norm` computes what the module ``norm`` does."""
+        """Options with which ``rms_norm``, or ``layer_norm``, computes what the module ``norm`` does."""
         eps = getattr(norm, "variance_epsilon", None)
         eps = norm.eps if eps is None else eps
+        if self.layer_norm:
+            return {"eps": eps}
         return {"eps": eps, "weight_offset": self.weight_offset, "rounding": self.rounding}
 
     def softcap_of(self, attention: Any) -> float | None:
@@ -72,20 +90,44 @@ class Family:
         """The softcap of a model's logits, or None."""
         return config.final_logit_softcapping if self.logit_softcap else None
 
+    def embedding_multiplier_of(self, model: Any) -> float | None:
+        """The factor of a model's embeddings, or None."""
+        if self.multipliers:
+            return float(model.config.embedding_multiplier)
+        table = model.model.embed_tokens
+        scale = getattr(table, "embed_scale", None)  # a tensor, of Gemma's
+        return None if scale is None else float(scale.to(table.weight.dtype))
+
+    def residual_multiplier_of(self, config: Any) -> float | None:
+        """The factor of what is added to a model's residual, or None."""
+        return float(config.residual_multiplier) if self.multipliers else None
+
+    def logits_scaling_of(self, config: Any) -> float | None:
+        """What a model's logits are divided by, or None."""
+        return float(config.logits_scaling) if self.multipliers else None
+
     def window_of(self, attention: Any) -> int | None:
         """How many tokens a query of an attention module sees, itself included, or None for all."""
-        own = attention if hasattr(attention, "layer_type") else attention.config
-        return getattr(own, "sliding_window", None) if self.windowed else None
+        if self.windowed is None:
+            return None
+        own = attention if self.windowed == "layer" or hasattr(attention, "sliding_window") else attention.config
+        return getattr(own, "sliding_window", None)
 
 
-_GEMMA: dict[str, Any] = {"weight_offset": 1.0, "rounding": "once", "sandwich": True, "logit_softcap": True}
+_GEMMA: dict[str, Any] = {"weight_offset": 1.0, "rounding": "once", "norms": "around", "logit_softcap": True}
 FAMILIES = {
-    "llama": Family("llama", "Llama", windowed=False),
-    "mistral": Family("mistral", "Mistral"),
-    "mixtral": Family("mixtral", "Mixtral", experts=True),
+    "llama": Family("llama", "Llama", windowed=None),
+    "mistral": Family("mistral", "Mistral", windowed="model"),
+    "mixtral": Family("mixtral", "Mixtral", experts=True, windowed="model"),
     "qwen2": Family("qwen2", "Qwen2"),
     "qwen3": Family("qwen3", "Qwen3"),
-    "qwen3_moe": Family("qwen3_moe", "Qwen3Moe", experts=True),
+    "qwen3_moe": Family("qwen3_moe", "Qwen3Moe", experts=True, windowed="model"),
+    "qwen2_moe": Family("qwen2_moe", "Qwen2Moe", experts=True, passes_window=False),
+    "phi3": Family("phi3", "Phi3", joined=True, windowed="model"),
+    "granite": Family("granite", "Granite", multipliers=True, windowed=None),
+    "olmo2": Family("olmo2", "Olmo2", rounding="once", norms="behind", whole_norms=True, windowed=None),
+    "smollm3": Family("smollm3", "SmolLM3"),
+    "starcoder2": Family("starcoder2", "Starcoder2", layer_norm=True, gated=False, windowed="model"),
     "gemma2": Family("gemma2", "Gemma2", softcap=True, **_GEMMA),
     "gemma3_text": Family("gemma3", "Gemma3", causal=False, **_GEMMA),
 }
@@ -131,6 +173,11 @@ def shared_parameters(model: torch.nn.Module) -> set[int]:
     children = [child for parent in model.modules() for child in parent._modules.values() if child is not None]
     places = Counter(id(p) for child in children for p in child._parameters.values() if p is not None)
     return {one for one, number in places.items() if number > 1}
+
+
+def activation_of(mlp: Any) -> Any:
+    """The activation module of an MLP, whatever its family calls it."""
+    return next(getattr(mlp, name) for name in ("act_fn", "activation_fn", "act") if hasattr(mlp, name))
 
 
 def gate_of(act: Any) -> Gate | None:

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.integrations.transformers.attention import register
-from cutekernels.integrations.transformers.families import Family, gate_of
+from cutekernels.integrations.transformers.attention import register_attention
+from cutekernels.integrations.transformers.families import Family, activation_of, gate_of
 from cutekernels.nn import packed_training
-from cutekernels.nn.mlp import gate_mul, gated, projected, unhooked
+from cutekernels.nn.mlp import Gate, gate_mul, gated, projected, unhooked
 from cutekernels.nn.packing import side_by_side
+from cutekernels.ops.gemm.api import linear
 from cutekernels.ops.loss.cross_entropy import linear_cross_entropy
 from cutekernels.ops.moe.ffn import moe_ffn
-from cutekernels.ops.norms.api import add_rms_norm, rms_norm
+from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm
 from cutekernels.ops.rope.api import rope
 from cutekernels.ops.shared.dtypes import DTYPES
 
@@ -86,7 +87,7 @@ def unswapped(cls: Any) -> Any:
 
 
 def _rebuilt(mixin: type, original: type, family: Family) -> Any:
-    register()  # a model comes with its attention's name, maybe to another process
+    register_attention()  # a model comes with its attention's name, maybe to another process
     cls = swapped(mixin, original, family)
     return cls.__new__(cls)
 
@@ -217,9 +218,9 @@ def multiplied(x: Tensor, weight: Tensor) -> bool:
 
 
 def whole(linear: Any, x: Tensor) -> bool:
-    """Whether a projection is its weight alone, and multiplies what has the type of ``x``."""
+    """Whether a projection is its parameters alone, and multiplies what has the type of ``x``."""
     own = getattr(type(linear), "original", None) is torch.nn.Linear and unhooked(linear)
-    return own and linear.bias is None and multiplied(x, linear.weight) and not sharded(linear)
+    return own and multiplied(x, linear.weight) and not sharded(linear)
 
 
 class Norm(Patched):
@@ -232,6 +233,16 @@ class Norm(Patched):
         return rms_norm(x, self.weight, **self.family.norm_options(self))
 
 
+class LayerNorm(Patched):
+    weight: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm, rounded once."""
+        if x.dtype != self.weight.dtype:
+            return super().forward(x)  # type: ignore[misc, no-any-return]
+        return layer_norm(x, self.weight, self.bias, **self.family.norm_options(self))  # type: ignore[attr-defined]
+
+
 class Linear(Patched):
     weight: Tensor
 
@@ -242,20 +253,56 @@ class Linear(Patched):
         return projected(x, self.weight, self.bias, name="Linear")  # type: ignore[attr-defined]
 
 
-class Mlp(Fused):
+def own_gate(mlp: Any) -> Gate | None:
+    """The gate that an MLP's activation is, unless it has been replaced by another or hooked."""
+    activation = activation_of(mlp)
+    return gate_of(activation) if unhooked(activation) else None
+
+
+class Mlp(Patched):
+    """A gated MLP whose gate and up are one projection."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``down(act(gate(x)) * up(x))``."""
+        me: Any = self
+        gate, gate_up = own_gate(me), me.gate_up_proj
+        if gate is None:  # the activation has been replaced: patch leaves such modules alone
+            return super().forward(x)  # type: ignore[misc, no-any-return]
+        if whole(gate_up, x):
+            hidden = gated(x, gate_up.weight, gate_up.bias, gate, name="Mlp")
+        else:
+            hidden = gate_mul(gate, gate_up(x))
+        return me.down_proj(hidden)  # type: ignore[no-any-return]
+
+
+class PlainMlp(Patched):
+    """An MLP without a gate."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``c_proj(act(c_fc(x)))``."""
+        me: Any = self
+        activation, up = own_gate(me), me.c_fc
+        if activation is None or not whole(up, x):
+            return super().forward(x)  # type: ignore[misc, no-any-return]
+        return me.c_proj(linear(x, up.weight, up.bias, activation=activation))  # type: ignore[no-any-return]
+
+
+class PackedMlp(Fused, Mlp):
+    """A gated MLP whose gate and up are projections of their own."""
+
     parts = ("gate_proj", "up_proj")
 
     def forward(self, x: Tensor) -> Tensor:
         """``down(act(gate(x)) * up(x))``."""
         me: Any = self
-        fused, gate = self.fused(), gate_of(me.act_fn)
-        if gate is None or not unhooked(me.act_fn):  # replaced, or hooked since: patch leaves such modules alone
-            return super().forward(x)  # type: ignore[misc, no-any-return]
+        fused, gate = self.fused(), own_gate(me)
+        if gate is None:
+            return super(Mlp, self).forward(x)  # type: ignore[misc, no-any-return]
         if fused is None or not multiplied(x, fused[0]):
             hidden = gate_mul(gate, me.gate_proj(x), me.up_proj(x))
         elif (trained := self.trained(x)) is None:
             hidden = gated(x, *fused, gate, name="Mlp")
-        elif not trained[1] and whole(me.down_proj, x):
+        elif not trained[1] and me.down_proj.bias is None and whole(me.down_proj, x):
             (gate_weight, up_weight), down = trained[0], me.down_proj.weight
             return packed_training.mlp(x, gate, fused[0], gate_weight, up_weight, down)  # type: ignore[no-any-return]
         else:
@@ -275,8 +322,9 @@ class Experts(Patched):
         return moe_ffn(hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights)
 
 
-class Attention(Fused):
-    parts = ("q_proj", "k_proj", "v_proj")
+class Attention(Patched):
+    """Attention whose q, k and v are one projection."""
+
     head_dim: int
 
     def forward(
@@ -295,20 +343,16 @@ class Attention(Fused):
         me: Any = self
         names: Any = sys.modules[self.original.__module__]
         shape = hidden_states.shape[:-1]
-        fused = self.fused()
-        if fused is None or not multiplied(hidden_states, fused[0]):
-            q, k, v = (getattr(me, name)(hidden_states) for name in self.parts)
-        elif (trained := self.trained(hidden_states)) is None:
-            sizes = [getattr(me, name).out_features for name in self.parts]
-            q, k, v = projected(hidden_states, *fused, name="Attention").split(sizes, dim=-1)
-        else:
-            q, k, v = packed_training.projections(hidden_states, *fused, *trained)
-        q, k, v = (t.view(*shape, -1, me.head_dim) for t in (q, k, v))
-        if hasattr(me, "q_norm"):
+        q, k, v = self.query_key_value(hidden_states)
+        if self.family.whole_norms:
             q, k = me.q_norm(q), me.k_norm(k)
-        cos, sin = position_embeddings
-        turned = rope(q, k, cos.detach(), sin.detach())
-        q, k, v = (t.transpose(1, 2) for t in (*turned, v) if t is not None)
+        q, k, v = (t.view(*shape, -1, me.head_dim) for t in (q, k, v))
+        if hasattr(me, "q_norm") and not self.family.whole_norms:
+            q, k = me.q_norm(q), me.k_norm(k)
+        if getattr(me, "use_rope", True):
+            cos, sin = position_embeddings
+            q, k = rope(q, k, cos.detach(), sin.detach())
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         cache = past_key_values if cache is None else cache
         if cache is not None:
             k, v = cache.update(k, v, me.layer_idx)
@@ -321,6 +365,28 @@ class Attention(Fused):
         )  # fmt: skip
         return me.o_proj(out.reshape(*shape, -1)), weights
 
+    def query_key_value(self, x: Tensor) -> Any:
+        """The projections of ``x`` ``(B, S, H)``."""
+        me: Any = self
+        query, key = (n * me.head_dim for n in (me.config.num_attention_heads, me.config.num_key_value_heads))
+        return me.qkv_proj(x).split((query, key, key), dim=-1)
+
+
+class PackedAttention(Fused, Attention):
+    """Attention whose q, k and v are projections of their own."""
+
+    parts = ("q_proj", "k_proj", "v_proj")
+
+    def query_key_value(self, x: Tensor) -> Any:
+        """The projections of ``x`` ``(B, S, H)``."""
+        fused = self.fused()
+        if fused is None or not multiplied(x, fused[0]):
+            return [getattr(self, name)(x) for name in self.parts]
+        if (trained := self.trained(x)) is None:
+            sizes = [getattr(self, name).out_features for name in self.parts]
+            return projected(x, *fused, name="Attention").split(sizes, dim=-1)
+        return packed_training.projections(x, *fused, *trained)
+
 
 class Layer(Patched):
     """A decoder layer that adds the residual and takes the norm before the MLP in one pass."""
@@ -330,6 +396,17 @@ class Layer(Patched):
         attended, _ = me.self_attn(hidden_states=me.input_layernorm(hidden_states), **kwargs)
         normed, residual = added(attended, hidden_states, me.post_attention_layernorm)
         return residual + me.mlp(normed)  # type: ignore[no-any-return]
+
+
+class ScaledLayer(Patched):
+    """The same where attention's and the MLP's results are multiplied before they are added."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        me: Any = self
+        attended, _ = me.self_attn(hidden_states=me.input_layernorm(hidden_states), **kwargs)
+        scaled = attended * me.residual_multiplier
+        normed, residual = added(scaled, hidden_states, me.post_attention_layernorm)
+        return residual + me.mlp(normed) * me.residual_multiplier  # type: ignore[no-any-return]
 
 
 class SandwichLayer(Patched):
@@ -370,10 +447,11 @@ class CausalLM(Patched):
         if shifted is None:  # the target of each token is the next one's label
             shifted = torch.nn.functional.pad(labels, (0, 1), value=kwargs.get("ignore_index", -100))[..., 1:]
         head, x = me.lm_head, outputs.last_hidden_state
-        items = kwargs.get("num_items_in_batch")
+        items, scaling = kwargs.get("num_items_in_batch"), self.family.logits_scaling_of(me.config)
         loss = linear_cross_entropy(
             x, head.weight, shifted.to(x.device), head.bias, softcap=self.family.logit_softcap_of(me.config),
             ignore_index=kwargs.get("ignore_index", -100), num_items_in_batch=items,
+            temperature=1.0 if scaling is None else scaling,
         )  # fmt: skip
         names: Any = sys.modules[self.original.__module__]
         own: dict[str, Any] = {}
@@ -404,6 +482,9 @@ class CausalLM(Patched):
             return "its head is no plain Linear, or has hooks"
         if type(head.weight) is not torch.nn.Parameter or head.weight.dim() != 2:
             return "its head's weight is no plain parameter (sharded, say)"
+        scaling = self.family.logits_scaling_of(me.config)
+        if scaling is not None and not scaling > 0:
+            return "its logits are divided by no positive number"
         body = next(me.model.parameters())
         lowered = torch.is_autocast_enabled(body.device.type)
         if not lowered and (body.dtype != head.weight.dtype or not multiplied(head.weight, head.weight)):

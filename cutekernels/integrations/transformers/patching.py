@@ -67,8 +67,9 @@ def patch(model: torch.nn.Module) -> Report:
     quantized weights or adapters keep their own projections.
 
     Args:
-        model: of Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Gemma 2 or Gemma 3 (text), in fp16 or bf16 on a GPU,
-            on the CPU of any type. Patch it before ``torch.compile``.
+        model: of Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE, Phi-3, Granite, OLMo2, SmolLM3,
+            Starcoder2, Gemma 2 or Gemma 3 (text), in fp16 or bf16 on a GPU, on the CPU of any type. Patch it before
+            ``torch.compile``.
 
     Returns:
         A :class:`Report` of what was patched, and what was not and why.
@@ -80,17 +81,30 @@ def patch(model: torch.nn.Module) -> Report:
     family = family_of(
         model,
         "patch",
-        "replace its layers by cutekernels.nn modules, or its attention by cutekernels.route_sdpa()",
+        "run its attention here by cutekernels.register_attention() and "
+        'model.set_attn_implementation("cutekernels"), its experts by register_experts() and '
+        'set_experts_implementation("cutekernels"), or replace its layers by cutekernels.nn modules',
     )
     if is_patched(model):
         raise UnsupportedProblem("the model is patched already: call cutekernels.unpatch(model) first")
-    attention.register()
+    attention.register_attention()
     roles = {cls: role for role, cls in family.classes().items()}
-    layer = modules.SandwichLayer if family.sandwich else modules.Layer
     mixins: dict[str, Any] = {
-        "norm": modules.Norm, "mlp": modules.Mlp, "attention": modules.Attention, "layer": layer,
-        "experts": modules.Experts, "causal": modules.CausalLM,
-    }  # fmt: skip
+        "norm": modules.LayerNorm if family.layer_norm else modules.Norm,
+        "mlp": modules.PlainMlp if not family.gated else modules.Mlp if family.joined else modules.PackedMlp,
+        "attention": modules.Attention if family.joined else modules.PackedAttention,
+        "layer": (
+            modules.SandwichLayer
+            if family.norms == "around"
+            else modules.ScaledLayer
+            if family.multipliers
+            else modules.Layer
+        ),
+        "experts": modules.Experts,
+        "causal": modules.CausalLM,
+    }
+    if family.norms == "behind":  # no residual is added in front of a norm: the layer's own forward is as good
+        roles.pop(family.classes()["layer"])
     report = Report(model)
     routers: list[Any] = [m for m in model.modules() if hasattr(m, "experts") and hasattr(m, "gate")]
     chosen = {id(m.experts): getattr(m.gate, "top_k", 1) for m in routers}

@@ -12,14 +12,15 @@ from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers import modules
-from cutekernels.integrations.transformers.families import Family, gate_of
+from cutekernels.integrations.transformers.experts import why_not_experts
+from cutekernels.integrations.transformers.families import Family, activation_of, gate_of
 from cutekernels.nn.mlp import Gate, gate_mul, unhooked
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.decode_api import decode_attention
 from cutekernels.ops.attention.problem import WIDEST
 from cutekernels.ops.gemm.api import linear
 from cutekernels.ops.moe.ffn import moe_ffn
-from cutekernels.ops.norms.api import rms_norm
+from cutekernels.ops.norms.api import layer_norm, rms_norm
 from cutekernels.ops.rope.api import rope
 
 WIDEST_HEAD = 256
@@ -31,25 +32,45 @@ def why_not(role: str, module: Any, family: Family, top_k: int) -> str:
     if "forward" in module.__dict__:
         return "its forward has been replaced (by device_map's hooks, say)"
     if role == "experts":
-        return _experts_left(module) or _not_multiplied(module.gate_up_proj) or _of_experts(module, top_k)
+        return why_not_experts(module) or _not_multiplied(module.gate_up_proj) or _of_experts(module, top_k)
+    if _drops(module):
+        return "it has dropout, which no kernel has"
     if role == "mlp":
-        gate = gate_of(module.act_fn)
-        if gate is None:
-            return f"no kernel has the gate of {type(module.act_fn).__name__}"
-        if not unhooked(module.act_fn):
-            return "its activation has hooks"
-        weight: Any = getattr(module.gate_proj, "weight", None)
-        return _of_gate(gate, len(weight), _dtype(weight)) if _has_shape(weight, 2) else ""
+        return _mlp_left(module, family)
     if role == "linear":
         reason = _not_multiplied(module.weight)
         return reason or (
             _of_linear(*module.weight.shape, _dtype(module.weight)) if _has_shape(module.weight, 2) else ""
         )
+    if role == "norm" and family.layer_norm:
+        return _of_layer_norm(len(module.weight), _dtype(module.weight), module.eps)
     if role == "norm" and _has_shape(module.weight, 1):
         return _of_norm(tuple(module.weight.shape), _dtype(module.weight), *family.norm_options(module).values())
     if role == "attention":
         return _asks_for_more(type(module)) or _of_rope(module.head_dim, *_heads(module), _dtype(_query(module)))
     return ""
+
+
+def _drops(module: Any) -> bool:
+    """Whether a layer or a part of one zeroes some of its results in training."""
+    inner = [child.p for child in module.children() if isinstance(child, torch.nn.Dropout)]
+    return any(p > 0 for p in [*inner, getattr(module, "residual_dropout", 0)])
+
+
+def _mlp_left(module: Any, family: Family) -> str:
+    act = activation_of(module)
+    gate = gate_of(act)
+    if gate is None:
+        return f"no kernel has the gate of {type(act).__name__}"
+    if not unhooked(act):
+        return "its activation has hooks"
+    name = "c_fc" if not family.gated else "gate_up_proj" if family.joined else "gate_proj"
+    weight: Any = getattr(getattr(module, name), "weight", None)
+    if not _has_shape(weight, 2):
+        return ""
+    if not family.gated:
+        return _not_multiplied(weight) or _of_linear(*weight.shape, _dtype(weight), gate)
+    return _of_gate(gate, len(weight) // (1 + family.joined), _dtype(weight))
 
 
 def _asks_for_more(original: type[Any]) -> str:
@@ -81,17 +102,6 @@ def _not_multiplied(weight: object) -> str:
     return f"on a GPU kernels multiply fp16 and bf16, and its weights are {weight.dtype}"
 
 
-def _experts_left(module: Any) -> str:
-    weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-    if any(type(w) is not torch.nn.Parameter or w.dim() != 3 for w in weights) or getattr(module, "has_bias", False):
-        return "its experts' weights are no plain parameters, or have biases"
-    if getattr(module, "is_transposed", False):
-        return "its experts' weights are transposed"
-    if gate_of(module.act_fn) != "silu":
-        return f"its experts have the gate of {type(module.act_fn).__name__}, and kernels that of SiLU"
-    return ""
-
-
 # ---- ops ------------------------------------------------------------------------------------------------
 
 
@@ -111,7 +121,7 @@ def _heads(module: Any) -> tuple[int, int]:
 
 
 def _query(module: Any) -> object:
-    return getattr(module.q_proj, "weight", None)
+    return getattr(module.qkv_proj if hasattr(module, "qkv_proj") else module.q_proj, "weight", None)
 
 
 def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -133,8 +143,14 @@ def _of_norm(shape: tuple[int, ...], dtype: torch.dtype, eps: float, offset: flo
 
 
 @cache
-def _of_linear(n: int, k: int, dtype: torch.dtype) -> str:
-    return _refusal(lambda: linear(_meta(1, k, dtype=dtype), _meta(n, k, dtype=dtype)))
+def _of_layer_norm(width: int, dtype: torch.dtype, eps: float) -> str:
+    x, weight = _meta(1, width, dtype=dtype), _meta(width, dtype=dtype)
+    return _refusal(lambda: layer_norm(x, weight, weight, eps=eps))
+
+
+@cache
+def _of_linear(n: int, k: int, dtype: torch.dtype, activation: Gate | None = None) -> str:
+    return _refusal(lambda: linear(_meta(1, k, dtype=dtype), _meta(n, k, dtype=dtype), activation=activation))
 
 
 @cache
