@@ -60,7 +60,7 @@ class TaskHistory:
 
     @property
     def name(self) -> str:
-        """Of the task."""
+        """The task's name, which its study has too."""
         return name_of(self.gpu, self.op, self.problem)
 
     # -- reading

@@ -41,7 +41,7 @@ def attempt_of(trial: Trial) -> Attempt:
 
 
 def place(url: str) -> str:
-    """What ``optuna-dashboard`` is given for the database at ``url``: a file, or a URL, whose password it needs."""
+    """The argument of ``optuna-dashboard`` for the database at ``url``: a file, or a URL with its password."""
     path = sqlite.path_of(url)
     return _with_schema(url) if path is None else f"{path}{SUFFIX}"
 

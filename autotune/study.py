@@ -39,7 +39,7 @@ class Attempt:
 
     @property
     def attributes(self) -> dict[str, str]:
-        """Of the trial."""
+        """User attributes of the attempt's trial."""
         return {"status": self.status} | ({"row": self.row} if self.row else {})
 
 

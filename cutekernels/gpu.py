@@ -235,7 +235,7 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def identity(device: int | None = None) -> str | None:
-    """What tells a GPU of this machine from its twins, in every process; None where there is none."""
+    """An identity that tells a GPU of this machine from its twins, in every process; None where there is no GPU."""
     import torch
 
     if not torch.cuda.is_available():

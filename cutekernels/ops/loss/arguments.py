@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.ops.shared.checks import check_number, check_tensor, check_whole
+from cutekernels.ops.shared.checks import check_number, check_tensor
 from cutekernels.ops.shared.dtypes import DTYPES
 
 _GPU_TYPES = tuple(DTYPES.values())
@@ -53,10 +53,6 @@ def shape(op: str, temperature: object, softcap: object) -> tuple[float, float]:
     if softcap is not None:
         check_number(op, "softcap", softcap, 1e-30, GREATEST)
     return 1.0 / float(temperature), 0.0 if softcap is None else float(softcap)  # type: ignore[arg-type]
-
-
-def check_index(op: str, name: str, value: object) -> None:
-    check_whole(op, name, value)
 
 
 def check(

@@ -25,7 +25,7 @@ from cutekernels.ops.loss.products import (
 )
 from cutekernels.ops.loss.rows import SCALE_GRADIENT, TARGET, TERMS, TOTAL
 from cutekernels.ops.shared.calls import call, register
-from cutekernels.ops.shared.checks import check_number, check_tensor
+from cutekernels.ops.shared.checks import check_number, check_tensor, check_whole
 from cutekernels.ops.shared.registration import Path, define, transformed
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -91,7 +91,7 @@ def linear_cross_entropy(
     scale, cap = arguments.shape(name, temperature, softcap)
     if reduction not in REDUCTIONS:
         raise UnsupportedProblem(f"{name} takes reduction as mean, sum or none; got {reduction!r}")
-    arguments.check_index(name, "ignore_index", ignore_index)
+    check_whole(name, "ignore_index", ignore_index)
     check_number(name, "label_smoothing", label_smoothing, 0.0, 1.0)
     check_number(name, "z_loss", z_loss, 0.0, arguments.GREATEST)
     label_smoothing, z_loss = float(label_smoothing), float(z_loss)

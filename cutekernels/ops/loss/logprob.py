@@ -103,7 +103,7 @@ def linear_logprob(
     name = "linear_logprob"
     x, targets, lead = arguments.flattened(name, x, weight, targets, bias)
     scale, cap = arguments.shape(name, temperature, softcap)
-    arguments.check_index(name, "ignore_index", ignore_index)
+    check_whole(name, "ignore_index", ignore_index)
     check_flag(name, "entropy", entropy)
     target, lse, mean, _ = SUMS(
         x, weight, targets, bias, None, 0, ignore_index, cap, scale, bool(entropy), False, False
@@ -146,7 +146,7 @@ def linear_logprob_shard(
     name = "linear_logprob_shard"
     x, targets, lead = arguments.flattened(name, x, weight, targets, bias)
     scale, cap = arguments.shape(name, temperature, softcap)
-    arguments.check_index(name, "ignore_index", ignore_index)
+    check_whole(name, "ignore_index", ignore_index)
     check_whole(name, "first", first, 0)
     sums = SUMS(x, weight, targets, bias, None, first, ignore_index, cap, scale, True, False, True)
     return ShardSums(*[t.view(lead) for t in sums[:3]])

@@ -60,6 +60,16 @@ class LogitConfig(Config):
 class _LogitOp(TritonOp[LogitProblem, LogitConfig]):
     Problem = LogitProblem
     Config = LogitConfig
+    suite = (
+        "rows=2048 cols=15232",
+        "rows=2048 cols=15232 capped=1 moments=1",
+        "rows=512 cols=62464 dtype=fp16",
+        "rows=16 cols=128256 totals=1 weighted=1",
+        "rows=333 cols=1001 align=2 moments=1 totals=1 index=i32",
+        "rows=57 cols=130 layout=strided",
+        "rows=100 cols=1 align=2",
+        "rows=64 cols=32000 dtype=fp32 capped=1 totals=1",
+    )
     options = ("capped", "moments", "totals")
     sizes = {"cols": "i32"}
 
@@ -121,16 +131,6 @@ class LogitStatistics(_LogitOp):
 
     name = "logit_statistics"
     revision = 1
-    suite = (
-        "rows=2048 cols=15232",
-        "rows=2048 cols=15232 capped=1 moments=1",
-        "rows=512 cols=62464 dtype=fp16",
-        "rows=16 cols=128256 totals=1 weighted=1",
-        "rows=333 cols=1001 align=2 moments=1 totals=1 index=i32",
-        "rows=57 cols=130 layout=strided",
-        "rows=100 cols=1 align=2",
-        "rows=64 cols=32000 dtype=fp32 capped=1 totals=1",
-    )
     kernel = "loss:logit_statistics"
     out_state = Array("rows", "terms", dtype="wide", strides=(), result=True)
     logits = Matrix("rows", "cols")
@@ -192,16 +192,6 @@ class LogitGradient(_LogitOp):
 
     name = "logit_gradient"
     revision = 1
-    suite = (
-        "rows=2048 cols=15232",
-        "rows=2048 cols=15232 capped=1 moments=1",
-        "rows=512 cols=62464 dtype=fp16",
-        "rows=16 cols=128256 totals=1 weighted=1",
-        "rows=333 cols=1001 align=2 moments=1 totals=1 index=i32",
-        "rows=57 cols=130 layout=strided",
-        "rows=100 cols=1 align=2",
-        "rows=64 cols=32000 dtype=fp32 capped=1 totals=1",
-    )
     kernel = "loss:logit_gradient"
     out = Matrix("rows", "cols", result=True)
     logits = Matrix("rows", "cols")

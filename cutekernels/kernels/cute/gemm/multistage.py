@@ -142,7 +142,6 @@ class MultistageGemm:
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        tile_m, tile_n = self.results.tile_m, self.results.tile_n
         dtype = mA.element_type
 
         # -- setup: shared memory and accumulators
@@ -160,11 +159,11 @@ class MultistageGemm:
         )
         sD = cute.make_tensor(cute.recast_ptr(storage + d_offset, layout_d.inner, dtype), layout_d.outer)  # (M, N)
         out = Output(mD, sD, operands)
-        shape = tiled_mma.partition_shape_C((tile_m, tile_n))
+        shape = tiled_mma.partition_shape_C((self.results.tile_m, self.results.tile_n))
         acc = cute.make_rmem_tensor(shape, self.mma.accumulate)  # ((2, 2), MMA_M, MMA_N)
 
         m, n = cute.size(mA, mode=[0]), cute.size(mB, mode=[0])
-        tiles_m, tiles_n = cute.ceil_div(m, tile_m), cute.ceil_div(n, tile_n)
+        tiles_m, tiles_n = cute.ceil_div(m, self.results.tile_m), cute.ceil_div(n, self.results.tile_n)
         tiles = tiles_m * tiles_n * cute.size(mD, mode=[2])
         self.fill(tid, factors, self.raster.place(block, tiles_m, tiles_n))
         if const_expr(self.persistent):

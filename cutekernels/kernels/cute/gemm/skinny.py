@@ -262,17 +262,16 @@ class SkinnyGemm:
     ):
         tid, _, _ = cute.arch.thread_idx()
         split, index_m, index_n = cute.arch.block_idx()
-        tile_n, tile_m, tile_k = self.load_w.rows, self.load_x.rows, self.load_w.tile_k
         stages = const_expr(self.load_w.stages)
         dtype = mX.element_type
         n, m, k = cute.size(mW, mode=[0]), cute.size(mX, mode=[0]), cute.size(mX, mode=[1])
-        k_tiles = cute.ceil_div(k, tile_k)
+        k_tiles = cute.ceil_div(k, self.load_w.tile_k)
         first, end = split * k_tiles // self.split_k, (split + 1) * k_tiles // self.split_k  # this CTA's k-tiles
 
         # -- setup
         layout_w, layout_x = self.load_w.smem_layout(dtype), self.load_x.smem_layout(dtype)
         w_elements = cute.cosize(layout_w)
-        shape_acc = tiled_mma.partition_shape_C((tile_n, tile_m))
+        shape_acc = tiled_mma.partition_shape_C((self.load_w.rows, self.load_x.rows))
         acc = cute.make_rmem_tensor(shape_acc, Float32)  # ((2, 2), MMA_N, MMA_M)
         per_thread = cute.size(acc)
         smem = self.smem(mGamma.element_type.width // 8 if const_expr(self.weighted) else 0)
@@ -288,16 +287,16 @@ class SkinnyGemm:
         if const_expr(self.squaring):
             sQ = cute.make_tensor(
                 cute.recast_ptr(storage + smem.squares_at, dtype=Float32),
-                cute.make_layout((tile_m, self.threads // 32)),
+                cute.make_layout((self.load_x.rows, self.threads // 32)),
             )  # (M, WARP)
 
         if const_expr(self.dependent):
             if const_expr(self.ahead > 0):
                 # PDL: before the wait only prefetches, a row of W to a thread, right whatever is written meanwhile.
-                row = index_n * tile_n + tid
-                column = first * tile_k
-                if tid < tile_n and row < n and column < k:
-                    count = cutlass.min(k - column, cutlass.min(self.ahead, end - first) * tile_k)
+                row = index_n * self.load_w.rows + tid
+                column = first * self.load_w.tile_k
+                if tid < self.load_w.rows and row < n and column < k:
+                    count = cutlass.min(k - column, cutlass.min(self.ahead, end - first) * self.load_w.tile_k)
                     prefetch_bulk((mW.iterator + cute.crd2idx((row, column, 0), mW.layout)).toint(), count * 2)
             # PDL: all threads wait until the previous kernel has ended and its writes are visible.
             cute.arch.griddepcontrol_wait()
@@ -309,14 +308,14 @@ class SkinnyGemm:
         if const_expr(self.weighted):
             kind = mGamma.element_type
             sG = cute.make_tensor(
-                cute.recast_ptr(storage + smem.gamma_at, dtype=kind), cute.make_layout((tile_k, stages))
+                cute.recast_ptr(storage + smem.gamma_at, dtype=kind), cute.make_layout((self.load_w.tile_k, stages))
             )  # (K, STAGE)
             gamma = self.norm.copies(tid, mGamma, sG)
             tCsG = self.norm.of_fragments(tid, sG)  # ((2, 2), MMA_K, STAGE)
         loads = Loads(copies_w, copies_x, has_w, has_x, gamma)
 
         # -- prologue: the first stages - 1 k-tiles, a commit group each
-        if first == 0 and k_tiles * tile_k > k:
+        if first == 0 and k_tiles * self.load_w.tile_k > k:
             # The partial k-tile comes first: masked along K over zeros, so that what lies before K adds nothing.
             if has_w:
                 self.load_w.clear(copies_w, 0)
@@ -351,7 +350,7 @@ class SkinnyGemm:
         ldm_w, ldm_x = to_w.get_slice(lane), to_x.get_slice(lane)
         tCsW, tCrW = ldm_w.partition_S(sW), ldm_w.retile(rW)  # (CPY, CPY_N, CPY_K, STAGE)
         tCsX, tCrX = ldm_x.partition_S(sX), ldm_x.retile(rX)  # (CPY, CPY_M, CPY_K, STAGE)
-        blocks = const_expr(tile_k // 16 // self.warps_k)
+        blocks = const_expr(self.load_w.tile_k // 16 // self.warps_k)
         if const_expr(self.weighted):
             rG = cute.make_rmem_tensor(((2, 2), blocks), mGamma.element_type)
         if const_expr(self.squaring):
@@ -411,7 +410,7 @@ class SkinnyGemm:
         if const_expr(self.split_k == 1):
             # -- this CTA has the whole K
             if const_expr(self.squaring):
-                if tid < tile_m:
+                if tid < self.load_x.rows:
                     sQ[tid, 0] = cute.math.rsqrt(self.norm.total(sQ, tid) / k + eps)
                 # Wait until the threads above have left rstd for all.
                 cute.arch.sync_threads()
@@ -421,7 +420,7 @@ class SkinnyGemm:
             # -- the last CTA to arrive adds the accumulators of all splits
             _, tiles_m, _ = cute.arch.grid_dim()
             tile = index_n * tiles_m + index_m
-            squares_left = const_expr(tile_m if self.squaring else 0)
+            squares_left = const_expr(self.load_x.rows if self.squaring else 0)
             of_tile = mPartials.iterator + Int64(tile) * (self.split_k * (self.group * per_thread + squares_left))
             partials = cute.make_tensor(
                 of_tile,
@@ -434,16 +433,16 @@ class SkinnyGemm:
                 leave(acc, partials, lane, (split,))
             if const_expr(self.squaring):
                 gQ = cute.make_tensor(
-                    of_tile + self.split_k * self.group * per_thread, cute.make_layout((tile_m, self.split_k))
+                    of_tile + self.split_k * self.group * per_thread, cute.make_layout((self.load_x.rows, self.split_k))
                 )  # (M, SPLIT)
-                if tid < tile_m:
+                if tid < self.load_x.rows:
                     gQ[tid, split] = self.norm.total(sQ, tid)
             flag = cute.recast_ptr(storage + smem.flag_at, dtype=Int32)
             ticket = Ticket(mTickets.iterator + tile, flag)
             if LastArrival().draw(ticket, tid, Int32(0), self.split_k):
                 # Last to arrive: rstd comes from the squares of all splits.
                 if const_expr(self.squaring):
-                    if tid < tile_m:
+                    if tid < self.load_x.rows:
                         sQ[tid, 0] = cute.math.rsqrt(self.norm.total(gQ, tid) / k + eps)
                     # Wait until the threads above have left rstd for all.
                     cute.arch.sync_threads()

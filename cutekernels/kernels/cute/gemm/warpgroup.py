@@ -186,8 +186,8 @@ class WarpgroupGemm(WarpGroupBody):
 
     @property
     def smem(self) -> WarpgroupSmem:
-        boxes, biased = self.results.boxes, self.results.biased
-        return WarpgroupSmem(self.tile_m, self.tile_n, self.tile_k, self.stages, self.groups, boxes, biased)
+        tile = (self.tile_m, self.tile_n, self.tile_k)
+        return WarpgroupSmem(*tile, self.stages, self.groups, self.results.boxes, self.results.biased)
 
     @property
     def pipeline(self) -> StagePipeline:

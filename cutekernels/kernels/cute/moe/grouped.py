@@ -196,10 +196,14 @@ class GroupedGemm:
     @cute.jit
     def blank(self, tid: Int32, vD: cute.Tensor, tile: Tile):
         """Zeros for a tile of rows that belong to no group."""
-        tile_m, tile_n = self.product.results.tile_m, self.product.results.tile_n
         m, n = cute.size(vD, mode=[0]), cute.size(vD, mode=[1])
-        for i in cutlass.range(tid, tile_m * tile_n, self.product.results.threads, unroll=1):
-            row, column = tile.m * tile_m + i // tile_n, tile.n * tile_n + i % tile_n
+        for i in cutlass.range(
+            tid, self.product.results.tile_m * self.product.results.tile_n, self.product.results.threads, unroll=1
+        ):
+            row, column = (
+                tile.m * self.product.results.tile_m + i // self.product.results.tile_n,
+                tile.n * self.product.results.tile_n + i % self.product.results.tile_n,
+            )
             if row < m and column < n:
                 vD[row, column, 0] = vD.element_type(0.0)
 

@@ -83,7 +83,7 @@ class BoxOperands:
 
 @dataclass(frozen=True)
 class BoxCoordinates:
-    """Of a thread's results of a box: (2, 2, N / 8)."""
+    """Coordinates of a thread's results of a box: (2, 2, N / 8)."""
 
     boxes: "ResultBoxes"
     buffers: BoxBuffers

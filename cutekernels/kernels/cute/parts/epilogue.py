@@ -55,7 +55,7 @@ class Activation:
 
 @dataclass(frozen=True)
 class EpilogueOperands:
-    """What results are made of beside accumulators; None is left out."""
+    """Operands of an epilogue beside the accumulators; None for those that are left out."""
 
     mC: cute.Tensor | None = None  # as out
     mBias: cute.Tensor | None = None  # along out's columns
@@ -96,7 +96,7 @@ def is_shared(t: cute.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class FragmentCoordinates:
-    """Of a thread's accumulators ((2, 2), MMA_M, MMA_N), as m16n8 MMAs hold them.
+    """Coordinates of a thread's accumulators ((2, 2), MMA_M, MMA_N), as m16n8 MMAs hold them.
 
     Rows r and r + 8 of each 16 are a thread's, and two neighbours of each 8 columns; so a vector along either has two
     values for each repeat, each loaded once.

@@ -67,7 +67,7 @@ class ResultTile:
 
 @dataclass(frozen=True)
 class PairCoordinates:
-    """Of two neighbours in a row, which a thread's accumulators are."""
+    """Coordinates of two neighbours in a row, which a thread's accumulators are."""
 
     row: Int32
     column: Int32  # the first one's
