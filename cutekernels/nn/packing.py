@@ -18,7 +18,7 @@ def side_by_side(parameters: Sequence[Tensor]) -> Tensor:
     """
     rows = [p.data for p in parameters]
     with torch.inference_mode(False), torch.no_grad():
-        whole = _together(rows)
+        whole = together(rows)
         if whole is None:
             whole = torch.cat(rows)
             memory = whole.untyped_storage()
@@ -49,13 +49,14 @@ def split(whole: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
     ]
 
 
-def _together(rows: list[Tensor]) -> Tensor | None:
+def together(rows: Sequence[Tensor]) -> Tensor | None:
     """The tensor that :func:`side_by_side` made of ``rows``, while they lie there, or None."""
     whole: Tensor | None = getattr(rows[0].untyped_storage(), _WHOLE, None)
     if whole is None or len(whole) != sum(map(len, rows)):
         return None
-    for t, own in zip(rows, whole.split([len(t) for t in rows]), strict=True):
-        place = t.data_ptr(), t.dtype, t.shape, t.stride()
-        if place != (own.data_ptr(), own.dtype, own.shape, own.stride()):
+    at = whole.data_ptr()
+    for t in rows:
+        if t.data_ptr() != at or t.dtype != whole.dtype or t.shape[1:] != whole.shape[1:] or not t.is_contiguous():
             return None
+        at += t.nbytes
     return whole

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 pytest.importorskip("transformers")
 
@@ -172,13 +174,41 @@ def test_what_down_multiplies_is_not_saved() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiled_in_training() -> None:
-    plain, patched = both("qwen2")
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_compiled_in_training(family: str) -> None:
+    torch.compiler.reset()
+    plain, patched = both(family)
     ids, labels = labelled()
-    compiled = torch.compile(patched, backend="aot_eager", fullgraph=True)
+    products: list[str] = []
+
+    def kept(graph: Any, inputs: Any) -> Any:
+        products.extend(str(node.target) for node in graph.graph.nodes if "projections" in str(node.target))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=kept, bw_compiler=kept)
+    compiled = torch.compile(patched, backend=backend, fullgraph=True)
     result = compiled(ids, labels=labels)
     assert result.logits is None
     result.loss.backward()
+    plain(ids, labels=labels).loss.backward()
+    close(plain, patched)
+    each = 2 * plain.config.num_hidden_layers  # of attention and of the MLP
+    ours = "cutekernels._projections.default", "cutekernels._projections_dx.default"
+    assert [products.count(name) for name in ours] == [each, each]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_graph_follows_parameters_that_move() -> None:
+    torch.compiler.reset()
+    plain, patched = both("qwen2")
+    ids, labels = labelled()
+    compiled = torch.compile(patched, backend="aot_eager", fullgraph=True)
+    compiled(ids, labels=labels).loss.backward()
+    patched.zero_grad()
+    for model in (plain, patched):  # as vector_to_parameters moves them
+        for p in model.parameters():
+            p.data = p.data * 1.5
+    compiled(ids, labels=labels).loss.backward()
     plain(ids, labels=labels).loss.backward()
     close(plain, patched)
 

@@ -128,12 +128,12 @@ class Fused(Patched):
     def fused(self) -> tuple[Tensor, Tensor | None] | None:
         """The packed parameters, where one product with them does what the projections would do.
 
-        Where gradients of parameters are taken, that is a product of ``packed_training``, which graphs cannot have.
+        Where gradients of parameters are taken, that is a product of ``packed_training``, which autocast cannot have.
         """
         if self.packed is None:
             return None
         traced = torch.compiler.is_compiling()
-        grads = torch.is_grad_enabled() and (traced or torch.is_autocast_enabled(self.packed[0].device.type))
+        grads = torch.is_grad_enabled() and torch.is_autocast_enabled(self.packed[0].device.type)
         if any(map(sharded, self.sources)):
             return None if traced or self.pack() else self.packed  # lets go of the memory that FSDP has copied
         for name, source in zip(self.parts, self.sources, strict=True):
@@ -151,9 +151,9 @@ class Fused(Patched):
 
     def trained(self, x: Tensor) -> tuple[list[Tensor], list[Tensor]] | None:
         """The packed weights and biases as parameters, where autograd records a product of ``x`` with them: frozen ones
-        too, whose memory it then watches for changes. None in graphs and under autocast, where no parameter trains.
+        too, whose memory it then watches for changes. None under autocast, where no parameter trains.
         """
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+        if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
             return None
         if not x.requires_grad and not any(p is not None and p.requires_grad for _, _, p, _ in self.views):
             return None

@@ -405,6 +405,17 @@ def _gemm_launch(
     return _general(None, (a, b, c, bias), alpha, beta, activation, accumulate, config)  # type: ignore[no-any-return]
 
 
+def _gemm_launch_out(
+    a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, out: Tensor, alpha: float = 1.0, beta: float = 0.0,
+    activation: str = "none", accumulate: str = "fp32", config: str | None = None,
+) -> None:  # fmt: skip
+    """The same into ``out``: what graphs call most."""
+    options, scalars = (activation, accumulate), (alpha, beta)
+    alone = bias is None and c is None and beta == 0.0
+    if not alone or _CALLS.replay((out,), (a, b), options, scalars, config) is None:
+        _general((out,), (a, b, c, bias), alpha, beta, activation, accumulate, config)
+
+
 def _general(*args: Any) -> Any:
     return _cuda(*args)  # type: ignore[no-untyped-call]
 
@@ -563,7 +574,7 @@ GEMM_PATH = define_with_out(
     _INPUTS,
     _OPTIONS,
     (_cuda, _cpu, _fake),
-    launches=(_gemm_launch, None),
+    launches=(_gemm_launch, _gemm_launch_out),
     gradient=_gemm_gradient,
     remember=_remember_gemm,
     autocast="lower",
