@@ -3,8 +3,8 @@
 The packed weight is memory that the parameters share (:mod:`cutekernels.nn.packing`), and no node of autograd's graph:
 a Function takes the parameters too, so that their gradients, rows of one product, and their versions are autograd's.
 
-In graphs (``torch.compile``) the Function is the body of a composite op, which AOTAutograd opens. It has the parameters
-alone, and its products are private ops that look where the parameters lie at each call: a graph does not see them move.
+In graphs (``torch.compile``) the Function is the body of a composite op, which AOTAutograd opens. Its products are
+private ops, which look at each call whether the parameters still lie in the packed weight: graphs do not see that.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from torch.autograd import Function
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.nn.mlp import Gate, gate_mul
-from cutekernels.nn.packing import together
 from cutekernels.ops.activations import api as activations
-from cutekernels.ops.gemm.api import gemm, linear
+from cutekernels.ops.gemm.api import gemm, launch_into, linear
 from cutekernels.ops.shared.registration import LIBRARY, define, transformed
 
 
@@ -32,8 +31,8 @@ def projections(
     ``bias`` are the ``biases`` side by side, or None and no biases.
     """
     if torch.compiler.is_compiling():
-        return torch.ops.cutekernels.projections(x, weights, biases)
-    return _project(x, packed, bias, len(weights), *weights, *biases)
+        return torch.ops.cutekernels.projections(x, packed, bias, weights, biases)
+    return _project(x, packed, bias, len(weights), False, *weights, *biases)
 
 
 def mlp(x: Tensor, gate: Gate, packed: Tensor, gate_weight: Tensor, up_weight: Tensor, down: Tensor) -> Any:
@@ -41,17 +40,20 @@ def mlp(x: Tensor, gate: Gate, packed: Tensor, gate_weight: Tensor, up_weight: T
     gate and up that it needs anyway, so that it is not saved.
     """
     if torch.compiler.is_compiling():
-        return torch.ops.cutekernels.trained_mlp(x, gate, gate_weight, up_weight, down)
-    return _multiply(x, gate, packed, gate_weight, up_weight, down)
+        return torch.ops.cutekernels.trained_mlp(x, gate, packed, gate_weight, up_weight, down)
+    return _multiply(x, gate, packed, gate_weight, up_weight, down, False)
 
 
 class _Projections(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor | None, bias: Tensor | None, n: int, *parameters: Tensor) -> Any:
-        ctx.packed, ctx.sizes = packed, [len(weight) for weight in parameters[:n]]
+    def forward(
+        ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, n: int, graph: bool, *parameters: Tensor
+    ) -> Any:
+        weights, biases = parameters[:n], parameters[n:]
+        ctx.packed, ctx.graph, ctx.sizes = packed, graph, [len(weight) for weight in weights]
         ctx.save_for_backward(x, *parameters)  # the parameters for their versions: packed has one of its own
-        y = _of_parts(x, parameters[:n], parameters[n:]) if packed is None else linear(x, packed, bias)
-        return y.split(ctx.sizes, dim=-1)
+        y = _product(_rows(x), packed, bias, weights, biases) if graph else linear(x, packed, bias)
+        return y.view(*x.shape[:-1], len(packed)).split(ctx.sizes, dim=-1)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
@@ -59,28 +61,35 @@ class _Projections(Function):
         x, *parameters = ctx.saved_tensors
         n, needs = len(ctx.sizes), ctx.needs_input_grad
         d = torch.cat([_rows(g) for g in upstream], dim=1)
-        dx = _dx(d, ctx.packed, parameters[:n]).view(x.shape) if needs[0] else None
+        dx = _back(ctx, d, parameters[:n]).view(x.shape) if needs[0] else None
         dweights: Sequence[Tensor | None] = [None] * n
         dbiases: Sequence[Tensor | None] = [None] * (len(parameters) - n)
-        if all(needs[4 : 4 + n]):
+        if all(needs[5 : 5 + n]):
             dweights = gemm(d.t(), _rows(x)).split(ctx.sizes)
-        elif any(needs[4 : 4 + n]):  # each in memory of its own, and no other
-            parts = zip(d.split(ctx.sizes, dim=1), needs[4 : 4 + n], strict=True)
+        elif any(needs[5 : 5 + n]):  # each in memory of its own, and no other
+            parts = zip(d.split(ctx.sizes, dim=1), needs[5 : 5 + n], strict=True)
             dweights = [gemm(part.t(), _rows(x)) if need else None for part, need in parts]
-        if any(needs[4 + n :]):
+        if any(needs[5 + n :]):
             dbiases = d.sum(0, dtype=parameters[-1].dtype).split(ctx.sizes)
-        wanted = [t if need else None for t, need in zip([*dweights, *dbiases], needs[4:], strict=True)]
-        return dx, None, None, None, *wanted
+        wanted = [t if need else None for t, need in zip([*dweights, *dbiases], needs[5:], strict=True)]
+        return dx, None, None, None, None, *wanted
 
 
 class _Mlp(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gate: Gate, packed: Tensor | None, gate_weight: Tensor, up_weight: Tensor, down: Tensor
+        ctx: Any,
+        x: Tensor,
+        gate: Gate,
+        packed: Tensor,
+        gate_weight: Tensor,
+        up_weight: Tensor,
+        down: Tensor,
+        graph: bool,
     ) -> Tensor:
         rows, weights = _rows(x), (gate_weight, up_weight)
-        gate_up = _of_parts(rows, weights, ()) if packed is None else linear(rows, packed)
-        ctx.gate, ctx.packed = gate, packed
+        gate_up = _product(rows, packed, None, weights, ()) if graph else linear(rows, packed)
+        ctx.gate, ctx.packed, ctx.graph = gate, packed, graph
         ctx.save_for_backward(x, gate_up, gate_weight, up_weight, down)
         return linear(gate_mul(gate, gate_up), down).view(*x.shape[:-1], len(down))
 
@@ -88,15 +97,15 @@ class _Mlp(Function):
     def backward(ctx: Any, upstream: Tensor) -> Any:
         _refuse_second("an MLP")
         x, gate_up, gate_weight, up_weight, down = ctx.saved_tensors
-        needs_x, _, _, needs_gate, needs_up, needs_down = ctx.needs_input_grad
+        needs_x, _, _, needs_gate, needs_up, needs_down, _ = ctx.needs_input_grad
         d = _rows(upstream)
         ddown = gemm(d.t(), gate_mul(ctx.gate, gate_up)) if needs_down else None
         dgate_up = _through_gate(ctx.gate, gemm(d, down), gate_up)
-        dx = _dx(dgate_up, ctx.packed, (gate_weight, up_weight)).view(x.shape) if needs_x else None
+        dx = _back(ctx, dgate_up, (gate_weight, up_weight)).view(x.shape) if needs_x else None
         dgate = dup = None
         if needs_gate or needs_up:
             dgate, dup = gemm(dgate_up.t(), _rows(x)).split(len(gate_weight))
-        return dx, None, None, dgate if needs_gate else None, dup if needs_up else None, ddown
+        return dx, None, None, dgate if needs_gate else None, dup if needs_up else None, ddown, None
 
 
 _project: Any = _Projections.apply
@@ -106,56 +115,84 @@ _multiply: Any = _Mlp.apply
 # ---- in graphs ------------------------------------------------------------------------------------------
 
 
-def _whole(parts: Sequence[Tensor]) -> Tensor:
-    found = together(parts)
-    return torch.cat(list(parts)) if found is None else found
+def _whole(packed: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """The parameters' values side by side: ``packed``, where they lie in it."""
+    at = packed.data_ptr()
+    for t in parts:
+        if t.data_ptr() != at:
+            return torch.cat(list(parts))
+        at += t.nbytes
+    return packed
 
 
-def _multiplied(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    with torch.no_grad():
-        return linear(x, _whole(weights), _whole(biases) if biases else None)
+def _multiply_into(
+    x: Tensor, packed: Tensor, bias: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor], out: Tensor
+) -> None:
+    whole = None if bias is None else _whole(bias, biases)
+    launch_into(x, _whole(packed, weights).t(), None, whole, out)
 
 
-def _multiplied_fake(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    return x.new_empty((*x.shape[:-1], sum([len(weight) for weight in weights])))
+def _multiplied(
+    x: Tensor, packed: Tensor, bias: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor]
+) -> Tensor:
+    return linear(x, _whole(packed, weights), None if bias is None else _whole(bias, biases))
 
 
-def _returned(d: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    with torch.no_grad():
-        return gemm(d, _whole(weights))
+def _return_into(d: Tensor, packed: Tensor, weights: Sequence[Tensor], out: Tensor) -> None:
+    launch_into(d, _whole(packed, weights), None, None, out)
 
 
-def _returned_fake(d: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    return d.new_empty((d.shape[0], weights[0].shape[1]))
+def _returned(d: Tensor, packed: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    return gemm(d, _whole(packed, weights))
 
 
-_of_parts: Any = define(
-    "_projections(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor", _multiplied, _multiplied, _multiplied_fake
-)
-_dx_of_parts: Any = define(
-    "_projections_dx(Tensor d, Tensor[] weights) -> Tensor", _returned, _returned, _returned_fake
-)
+def _product_of(inputs: str, into: Any, made: Any, width: int) -> Any:
+    """The private op with these ``inputs``, of which the second is the packed weight; ``width``: its dimension that
+    the result's columns are. Inductor plans the result's memory.
+    """
+    name, n = inputs.partition("(")[0], inputs.count(",") + 1
+
+    def made_into(*args: Any) -> None:
+        args[n].copy_(made(*args[:n]))
+
+    def fake(x: Tensor, packed: Tensor, *rest: Any) -> Tensor:
+        return x.new_empty((x.shape[0], packed.shape[width]))
+
+    written = define(f"{name}_out{inputs[len(name) :]}, Tensor(a!) out) -> ()", into, made_into, lambda *args: None)
+    return define(f"_{inputs}) -> Tensor", made, made, fake, into=written, inputs=n)
 
 
-def _dx(d: Tensor, packed: Tensor | None, weights: Sequence[Tensor]) -> Tensor:
-    return _dx_of_parts(d, weights) if packed is None else gemm(d, packed)
+_product: Any = _product_of(
+    "projections(Tensor x, Tensor packed, Tensor? bias, Tensor[] weights, Tensor[] biases",
+    _multiply_into, _multiplied, 0,
+)  # fmt: skip
+_product_back: Any = _product_of("projections_dx(Tensor d, Tensor packed, Tensor[] weights", _return_into, _returned, 1)
 
 
-def _projections(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Any:
+def _back(ctx: Any, d: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """The gradient of what was multiplied, of ``d``, that of all the results side by side."""
+    return _product_back(d, ctx.packed, weights) if ctx.graph else gemm(d, ctx.packed)
+
+
+def _projections(
+    x: Tensor, packed: Tensor, bias: Tensor | None, weights: Sequence[Tensor], biases: Sequence[Tensor]
+) -> Any:
     if transformed():  # the Function is not written for torch.func
         return [linear(x, w, biases[i] if biases else None) for i, w in enumerate(weights)]
-    return list(_project(x, None, None, len(weights), *weights, *biases))
+    return list(_project(x, packed, bias, len(weights), True, *weights, *biases))
 
 
-def _trained_mlp(x: Tensor, gate: Gate, gate_weight: Tensor, up_weight: Tensor, down: Tensor) -> Tensor:
+def _trained_mlp(x: Tensor, gate: Gate, packed: Tensor, gate_weight: Tensor, up_weight: Tensor, down: Tensor) -> Any:
     if transformed():
         return linear(gate_mul(gate, linear(x, gate_weight), linear(x, up_weight)), down)
-    return _multiply(x, gate, None, gate_weight, up_weight, down)  # type: ignore[no-any-return]
+    return _multiply(x, gate, packed, gate_weight, up_weight, down, True)
 
 
-LIBRARY.define("projections(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor[]")
+LIBRARY.define("projections(Tensor x, Tensor packed, Tensor? bias, Tensor[] weights, Tensor[] biases) -> Tensor[]")
 LIBRARY.impl("projections", _projections, "CompositeImplicitAutograd")
-LIBRARY.define("trained_mlp(Tensor x, str gate, Tensor gate_weight, Tensor up_weight, Tensor down) -> Tensor")
+LIBRARY.define(
+    "trained_mlp(Tensor x, str gate, Tensor packed, Tensor gate_weight, Tensor up_weight, Tensor down) -> Tensor"
+)
 LIBRARY.impl("trained_mlp", _trained_mlp, "CompositeImplicitAutograd")
 
 

@@ -18,7 +18,7 @@ def side_by_side(parameters: Sequence[Tensor]) -> Tensor:
     """
     rows = [p.data for p in parameters]
     with torch.inference_mode(False), torch.no_grad():
-        whole = together(rows)
+        whole = _together(rows)
         if whole is None:
             whole = torch.cat(rows)
             memory = whole.untyped_storage()
@@ -49,7 +49,7 @@ def split(whole: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
     ]
 
 
-def together(rows: Sequence[Tensor]) -> Tensor | None:
+def _together(rows: Sequence[Tensor]) -> Tensor | None:
     """The tensor that :func:`side_by_side` made of ``rows``, while they lie there, or None."""
     whole: Tensor | None = getattr(rows[0].untyped_storage(), _WHOLE, None)
     if whole is None or len(whole) != sum(map(len, rows)):

@@ -405,14 +405,18 @@ def _gemm_launch(
     return _general(None, (a, b, c, bias), alpha, beta, activation, accumulate, config)  # type: ignore[no-any-return]
 
 
-def _gemm_launch_out(
+def launch_into(
     a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, out: Tensor, alpha: float = 1.0, beta: float = 0.0,
     activation: str = "none", accumulate: str = "fp32", config: str | None = None,
 ) -> None:  # fmt: skip
-    """The same into ``out``: what graphs call most."""
-    options, scalars = (activation, accumulate), (alpha, beta)
-    alone = bias is None and c is None and beta == 0.0
-    if not alone or _CALLS.replay((out,), (a, b), options, scalars, config) is None:
+    """``gemm`` on a GPU into ``out``, which graphs call most: a product like one before at once."""
+    options, scalars, made = (activation, accumulate), (alpha, beta), None
+    if c is None and beta == 0.0:
+        if bias is None:
+            made = _CALLS.replay((out,), (a, b), options, scalars, config)
+        else:
+            made = _FUSED_CALLS.replay((out,), (a, b, None, bias), options, scalars, config)
+    if made is None:
         _general((out,), (a, b, c, bias), alpha, beta, activation, accumulate, config)
 
 
@@ -574,7 +578,7 @@ GEMM_PATH = define_with_out(
     _INPUTS,
     _OPTIONS,
     (_cuda, _cpu, _fake),
-    launches=(_gemm_launch, _gemm_launch_out),
+    launches=(_gemm_launch, launch_into),
     gradient=_gemm_gradient,
     remember=_remember_gemm,
     autocast="lower",
