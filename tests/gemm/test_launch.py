@@ -35,7 +35,8 @@ def posed(out: Tensor, a: Tensor, b: Tensor) -> Any:
         ("m=64 n=64 k=64", True),
         ("m=64 n=64 k=64 activation=silu a_major=m", True),
         ("m=64 n=64 k=64 c=n", False),
-        ("m=64 n=64 k=64 bias=same", False),
+        ("m=64 n=64 k=64 bias=same", True),
+        ("m=64 n=64 k=64 bias=fp32 a_align=1", True),
         ("m=64 n=64 k=64 batch=3 batched=1", False),
         ("m=64 n=64 k=64 wide=1", False),
     ],
@@ -85,6 +86,19 @@ def test_a_kernel_is_told_addresses_extents_and_pitches(
     assert told == [(out.data_ptr(), a.data_ptr(), b.data_ptr(), 8, 24, 16, 40, 48, 56, 0.5, 0.0, STREAM)]
 
 
+def test_a_bias_is_told_behind_b(told: list[tuple[Any, ...]]) -> None:
+    a, b, out = matrix(8, 16, 1, 48), matrix(16, 24, 0, 16), torch.empty(8, 24, dtype=BF16)
+    bias = torch.randn(24, dtype=BF16)
+    launch = launch_of(told, out, a, b)
+    launch(out, a, b, None, bias, 0.5, 0.0)
+    fire, rest = launch.settled(out, a, b, True), (("none", "fp32"), (0.5, 0.0))
+    inputs = (a, b, None, bias)
+    matmul._FUSED_CALLS.add(Call.of(launch, inputs, (), pairs(1, (out, *inputs)), fire), (out,), inputs, *rest)
+    ck.gemm(a, b, bias=bias, alpha=0.5, out=out)
+    addresses = [t.data_ptr() for t in (out, a, b, bias)]
+    assert told == [(*addresses, 8, 24, 16, 24, 48, 16, 0.5, 0.0, STREAM)] * 3
+
+
 def test_a_stride_that_is_never_taken_is_not_told(told: list[tuple[Any, ...]]) -> None:
     a = torch.randn(64, dtype=BF16).as_strided((1, 16), (2**40, 1))
     b, out = torch.randn(16, 24, dtype=BF16), torch.empty(1, 24, dtype=BF16)
@@ -96,7 +110,7 @@ def test_the_warm_path_tells_what_the_launch_tells(told: list[tuple[Any, ...]]) 
     """With out and without, through the same buffers and through others; other operands are other calls."""
     a, b, out = matrix(8, 16, 1, 48), matrix(16, 24, 0, 16), torch.empty(8, 24, dtype=BF16)
     launch = launch_of(told, out, a, b)
-    fire, rest = launch.settled(out, a, b), (("none", "fp32"), (1.0, 0.0))
+    fire, rest = launch.settled(out, a, b, False), (("none", "fp32"), (1.0, 0.0))
     matmul._CALLS.add(Call.of(launch, (a, b), (), pairs(1, (out, a, b)), fire), (out,), (a, b), *rest)
     matmul._CALLS.add(Call.of(launch, (a, b), (out,), (), fire), None, (a, b), *rest)
     told.clear()

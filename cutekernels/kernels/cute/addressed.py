@@ -23,7 +23,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Addressed:
-    """``body`` without C and bias. ``divisors`` divide m, n and k."""
+    """``body`` without C. ``divisors`` divide m, n and k."""
 
     body: Any
     out: Operand
@@ -47,6 +47,43 @@ class Addressed:
         beta: Float32,
         stream: cuda.CUstream,
     ):
+        mD, mA, mB, _ = self.matrices(out, a, b, m, n, k, out_pitch, a_pitch, b_pitch)
+        self.body(mD, mA, mB, None, None, alpha, beta, stream)
+
+    @cute.jit
+    def with_bias(
+        self,
+        out: cute.Pointer,
+        a: cute.Pointer,
+        b: cute.Pointer,
+        bias: cute.Pointer,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+        out_pitch: Int32,
+        a_pitch: Int32,
+        b_pitch: Int32,
+        alpha: Float32,
+        beta: Float32,
+        stream: cuda.CUstream,
+    ):
+        mD, mA, mB, n = self.matrices(out, a, b, m, n, k, out_pitch, a_pitch, b_pitch)
+        mBias = cute.make_tensor(bias, cute.make_layout((n,), stride=(1,)))
+        self.body(mD, mA, mB, None, mBias, alpha, beta, stream)
+
+    @cute.jit
+    def matrices(
+        self,
+        out: cute.Pointer,
+        a: cute.Pointer,
+        b: cute.Pointer,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+        out_pitch: Int32,
+        a_pitch: Int32,
+        b_pitch: Int32,
+    ):
         # Divisors that the body was compiled for, promised of the launch's numbers.
         m = cute.assume(m, divby=self.divisors[0])
         n = cute.assume(n, divby=self.divisors[1])
@@ -54,7 +91,7 @@ class Addressed:
         mD = self.matrix(out, m, n, out_pitch, self.out)
         mA = self.matrix(a, m, k, a_pitch, self.a)
         mB = self.matrix(b, k, n, b_pitch, self.b)
-        self.body(mD, mA, mB, None, None, alpha, beta, stream)
+        return mD, mA, mB, n
 
     @cute.jit
     def matrix(self, address: cute.Pointer, rows: Int32, columns: Int32, pitch: Int32, lies: Operand):

@@ -6,7 +6,7 @@ the same kernels write.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,7 +23,8 @@ from cutekernels.ops.activations.op import (
     Gated,
 )
 from cutekernels.ops.activations.tiles import TileConfig
-from cutekernels.ops.shared.calls import call, refuse_others, register, run
+from cutekernels.ops.shared.call_cache import Call, CallCache
+from cutekernels.ops.shared.calls import call, planned, refuse_others, register, run
 from cutekernels.ops.shared.registration import Path, define, direct, refuse_gradient
 
 # ---- the functions --------------------------------------------------------------------------------------
@@ -177,6 +178,50 @@ PACKED: dict[str, Path] = {}
 PACKED_BACKWARD: dict[str, Path] = {}
 
 
+def _replayed(
+    op: Gated[Any], halved: tuple[bool, ...], general: Callable[..., Tensor], empty: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    """``general(*tensors, *options, config)`` on a GPU, where a call like one before is one launch by addresses.
+
+    ``op`` is called with the halves of those of (result, *tensors) that are ``halved``. ``empty(*tensors)``: memory for
+    the result.
+    """
+    calls, n, options = CallCache(), len(halved) - 1, len(op.options)
+
+    def parts(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        pairs = zip(tensors, halved, strict=True)
+        return tuple([half for t, halves in pairs for half in (_halves(op.name, t) if halves else (t,))])
+
+    def first(tensors: tuple[Tensor, ...], chosen: tuple[str, ...]) -> Tensor:
+        out = empty(*tensors)
+        places = parts((out, *tensors))
+        call = planned(op, places[len(op.results) :], places[: len(op.results)], chosen)
+        if call.launch is None:
+            return out
+        launched, fire, ends = call.launch, call.fire, []
+        for i, t in enumerate((out, *tensors)):
+            ends += [(i, 0), (i, t.shape[-1] // 2 * t.element_size())] if halved[i] else [(i, 0)]
+
+        def by_addresses(addresses: list[int], scalars: tuple[Any, ...]) -> None:
+            fire([addresses[i] + offset for i, offset in ends], scalars)  # type: ignore[misc]
+
+        own = Call.of(
+            lambda *given: launched(*parts(given)), tensors, (out,), (), None if fire is None else by_addresses
+        )
+        return calls.add(own, None, tensors, chosen)[0]
+
+    def launch(*args: Any) -> Tensor:
+        tensors, chosen = args[:n], args[n : n + options]
+        made = calls.replay(None, tensors, chosen) or calls.recall(None, tensors, chosen)
+        if made is not None:
+            return made[0]
+        if len(chosen) < options or args[n + options :] not in ((), (None,)) or any(t.is_neg() for t in tensors):
+            return general(*args)
+        return first(tensors, chosen)
+
+    return launch
+
+
 def _register_packed(op: Gated[Any], backward: Gated[Any]) -> None:
     """Defines ``<op>_packed`` and ``<op>_packed_backward``: one tensor, one gradient, by the launches of the halves."""
     options = len(op.options)  # behind them config, which torch leaves out where it is None
@@ -196,12 +241,14 @@ def _register_packed(op: Gated[Any], backward: Gated[Any]) -> None:
 
     words = "".join(f", str {option}" for option in op.options)
     schema = f"{op.name}_packed_backward(Tensor dout, Tensor packed{words}, str? config=None) -> Tensor"
-    PACKED_BACKWARD[op.name] = Path(schema, (gradient, gradient), define(f"_{schema}", gradient, gradient, gradient))
+    on_gpu = _replayed(backward, (True, False, True), gradient, lambda dout, packed: packed.new_empty(packed.shape))
+    PACKED_BACKWARD[op.name] = Path(schema, (on_gpu, gradient), define(f"_{schema}", on_gpu, gradient, gradient))
     schema = f"{op.name}_packed(Tensor packed{words}, str? config=None) -> Tensor"
+    on_gpu = _replayed(op, (False, True), forward, lambda packed: packed.new_empty(_halves(op.name, packed)[0].shape))
     PACKED[op.name] = Path(
         schema,
-        (forward, forward),
-        define(f"_{schema}", forward, forward, forward),
+        (on_gpu, forward),
+        define(f"_{schema}", on_gpu, forward, forward),
         remember=_remember,
         gradient=_gradient(PACKED_BACKWARD[op.name]),
     )

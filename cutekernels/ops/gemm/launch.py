@@ -1,4 +1,4 @@
-"""Launches by addresses and numbers alone, for a GEMM without C, bias, batch or workspace."""
+"""Launches by addresses and numbers alone, for a GEMM without C, batch or workspace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 class AddressedLaunch:
     """``launch(out, a, b, c, bias, alpha, beta)`` over ``kernel(out, a, b, *numbers, alpha, beta, stream)``.
 
-    The kernel takes addresses, and the current stream's handle.
+    The kernel takes addresses, the bias's behind b's where there is one, and the current stream's handle.
     """
 
     __slots__ = ("_along", "kernel")
@@ -34,19 +34,27 @@ class AddressedLaunch:
         ]
         return (*out.shape, a.shape[1], *pitches)
 
-    def settled(self, out: Tensor, a: Tensor, b: Tensor) -> Fire:
-        """The launch by addresses, for operands that lie as these do."""
+    def settled(self, out: Tensor, a: Tensor, b: Tensor, biased: bool) -> Fire:
+        """The launch by addresses, for operands that lie as these do: of out, a and b, or of these, C and a bias."""
         kernel, device = self.kernel, out.get_device()
         m, n, k, pitch_out, pitch_a, pitch_b = self.numbers(out, a, b)
+
+        def fire_biased(addresses: list[int], scalars: tuple[Any, ...]) -> None:
+            at, at_a, at_b, _, at_bias = addresses
+            alpha, beta = scalars
+            stream = current_stream(device)
+            kernel(at, at_a, at_b, at_bias, m, n, k, pitch_out, pitch_a, pitch_b, alpha, beta, stream)
 
         def fire(addresses: list[int], scalars: tuple[Any, ...]) -> None:
             at, at_a, at_b = addresses
             alpha, beta = scalars
             kernel(at, at_a, at_b, m, n, k, pitch_out, pitch_a, pitch_b, alpha, beta, current_stream(device))
 
-        return fire
+        return fire_biased if biased else fire
 
-    def __call__(self, out: Tensor, a: Tensor, b: Tensor, c: None, bias: None, alpha: float, beta: float) -> None:
+    def __call__(
+        self, out: Tensor, a: Tensor, b: Tensor, c: None, bias: Tensor | None, alpha: float, beta: float
+    ) -> None:
         stream = current_stream(out.get_device())
-        addresses = out.data_ptr(), a.data_ptr(), b.data_ptr()
+        addresses = [t.data_ptr() for t in (out, a, b, bias) if t is not None]
         self.kernel(*addresses, *self.numbers(out, a, b), alpha, beta, stream)

@@ -108,7 +108,7 @@ class GemmProblem(Problem):
     @property
     def addressed(self) -> bool:
         """Whether addresses, extents and pitches say all of it, as ``kernels/cute/addressed.py`` takes them."""
-        return self.c == "none" and self.bias == "none" and not self.batched and not self.wide
+        return self.c == "none" and not self.batched and not self.wide
 
     @property
     def along(self) -> tuple[int, int, int]:

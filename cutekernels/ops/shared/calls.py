@@ -148,9 +148,14 @@ def _first(
     return op.calls.add(call, results, inputs, options, scalars, config)
 
 
-def planned(op: TensorOp[P, C], inputs: tuple[Tensor | None, ...], results: tuple[Tensor, ...] | None = None) -> Call:
-    """The call of ``inputs``, for an op without options and scalars; it allocates its results unless they are given."""
-    return _planned(op, results, inputs, {}, 0, None)
+def planned(
+    op: TensorOp[P, C],
+    inputs: tuple[Tensor | None, ...],
+    results: tuple[Tensor, ...] | None = None,
+    options: tuple[Scalar, ...] = (),
+) -> Call:
+    """The call of ``inputs``, for an op without scalars; it allocates its results unless they are given."""
+    return _planned(op, results, inputs, dict(zip(op.options, options, strict=True)), 0, None)
 
 
 def _planned(
