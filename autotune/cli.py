@@ -67,6 +67,10 @@ def command(
         str, typer.Option(metavar="random|tpe|NAME", help="Optuna's sampler, which proposes what follows the seeds.")
     ] = "random",
     op: Annotated[str | None, typer.Option("--op", help="Only the tasks of this op.")] = None,
+    guest: Annotated[
+        list[str] | None,
+        typer.Option("--guest", metavar="MODULE:FUNCTION", help="A kernel that is not ours, which JOB may name."),
+    ] = None,
     requests: Annotated[
         bool, typer.Option("--requests", help="No JOB: the problems that calls missed, most GPU time first.")
     ] = False,
@@ -98,13 +102,15 @@ def command(
     with ExitStack() as stack:
         try:
             stack.enter_context(_signals_raise())  # the first to enter: a second one spoils no closing
-            wanted = _job(job, requests=requests, gpu=gpu, db=db, op=op, trials=trials, shard=shard)
+            wanted = _job(job, guest or (), requests=requests, gpu=gpu, db=db, op=op, trials=trials, shard=shard)
             devices = _devices(gpus, device, ray)
             if list_ or dry_run:
                 if dry_run:  # what the run would refuse
-                    from cutekernels.autotune.run import check
+                    from cutekernels.autotune.run import check, check_guests
 
-                    check(budget_s, confirm=confirm, measured=bool(devices or ray) or present(lookup(gpu)))
+                    measured = bool(devices or ray) or present(lookup(gpu))
+                    check(budget_s, confirm=confirm, measured=measured)
+                    check_guests(wanted, measured=measured)
                 _show(wanted, gpu, db, limit, format, dry=dry_run, force=force)
                 raise typer.Exit
             if not wanted.tasks:
@@ -151,7 +157,15 @@ def command(
 
 
 def _job(
-    name: str | None, *, requests: bool, gpu: str, db: str | None, op: str | None, trials: int | None, shard: str | None
+    name: str | None,
+    guests: Sequence[str],
+    *,
+    requests: bool,
+    gpu: str,
+    db: str | None,
+    op: str | None,
+    trials: int | None,
+    shard: str | None,
 ) -> Job:
     from cutekernels import gpu as known
     from cutekernels.autotune import shards
@@ -172,7 +186,7 @@ def _job(
         if not found.tasks:
             raise JobError(f"no request is waiting for {spec.name}; `cutekernels db requests` lists all")
     else:
-        found = load(name)
+        found = load(name, guests=guests)
         if trials is not None:
             found = found.with_trials(trials)
     if op is not None:

@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
-from cutekernels import environment, rates
+from cutekernels import environment, guests, rates
 from cutekernels import gpu as gpus
 from cutekernels.autotune.fleet import POLL_S, Board, Fleet, LocalFleet, OneSlot, Slot, hand_out
 from cutekernels.autotune.history import TaskHistory, name_of
@@ -127,6 +127,7 @@ def tune(
         loaded = loaded.with_trials(trials)
     measured = fleet is not None or (wanted is not None and gpus.present(wanted))
     check(budget, confirm=confirm, measured=measured)
+    check_guests(loaded, measured=measured)
     end = None if budget is None else begin + budget
     run = _Run(loaded.tasks, Watched(watcher or Silent()), end, limit, force, confirm, checked(sampler), clock)
     with Ledger(db) as store, nullcontext() if db is None else rates.read_from(db), closing(of(store.url)) as leases:
@@ -153,6 +154,13 @@ def check(budget_s: float | None, *, confirm: bool, measured: bool) -> None:
         raise JobError(f"budget_s must be a number of seconds from 0 up, at most a year; it is {budget_s}")
     if confirm and not measured:
         raise JobError("--confirm measures what was predicted: run it on a machine with that GPU")
+
+
+def check_guests(job: Job, *, measured: bool) -> None:
+    """Raises JobError where a job's guests would have to be predicted: no model of theirs is known to be right."""
+    name = next((task.op.name for task in job.tasks if guests.is_guest(task.op.name)), None)
+    if name is not None and not measured:
+        raise JobError(f"{name} is a guest, which is measured, never predicted: run the job on a machine with that GPU")
 
 
 @dataclass
