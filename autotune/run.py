@@ -127,7 +127,7 @@ def tune(
         loaded = loaded.with_trials(trials)
     measured = fleet is not None or (wanted is not None and gpus.present(wanted))
     check(budget, confirm=confirm, measured=measured)
-    check_guests(loaded, measured=measured)
+    check_guests(loaded, measured=measured, here=runtime is None and (fleet is None or isinstance(fleet, LocalFleet)))
     end = None if budget is None else begin + budget
     run = _Run(loaded.tasks, Watched(watcher or Silent()), end, limit, force, confirm, checked(sampler), clock)
     with Ledger(db) as store, nullcontext() if db is None else rates.read_from(db), closing(of(store.url)) as leases:
@@ -156,11 +156,16 @@ def check(budget_s: float | None, *, confirm: bool, measured: bool) -> None:
         raise JobError("--confirm measures what was predicted: run it on a machine with that GPU")
 
 
-def check_guests(job: Job, *, measured: bool) -> None:
-    """Raises JobError where a job's guests would have to be predicted: no model of theirs is known to be right."""
-    name = next((task.op.name for task in job.tasks if guests.is_guest(task.op.name)), None)
-    if name is not None and not measured:
-        raise JobError(f"{name} is a guest, which is measured, never predicted: run the job on a machine with that GPU")
+def check_guests(job: Job, *, measured: bool, here: bool = False) -> None:
+    """Raises JobError where a job's guests would have to be predicted, or ``here``, where they run, lack a package."""
+    for guest in {task.op.name: task.op for task in job.tasks if isinstance(task.op, guests.Guest)}.values():
+        if not measured:
+            raise JobError(
+                f"{guest.name} is a guest, which is measured, never predicted: run the job on a machine with that GPU"
+            )
+        for name in guest.distributions if here else ():
+            if not environment.package_version(name):
+                raise JobError(f"{guest.name} needs {name}, which is not installed here: pip install {name}")
 
 
 @dataclass

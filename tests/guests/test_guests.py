@@ -108,6 +108,17 @@ def test_a_guest_is_never_predicted(tmp_path: Path) -> None:
     assert cutekernels("tune", str(file), "--guest", NAME, "--gpu", "l40s", "--dry-run").exit_code == 2
 
 
+def test_a_ready_guest_without_its_engine_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    problem = jobs.parse(
+        'name = "x"\n[[tasks]]\nop = "cutekernels.guests.vllm:fused_moe"\n'
+        'problems = ["m=4 experts=8 n=64 k=64 top_k=2"]\n',
+        "x.toml",
+    )
+    with pytest.raises(JobError, match="needs vllm, which is not installed here: pip install vllm"):
+        tune(problem, db=str(tmp_path / "tuned.db"))
+    assert not (tmp_path / "tuned.db").exists()
+
+
 def test_a_row_of_a_database_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stranger's row may name any module; only a user's word or a run's request loads one."""
     monkeypatch.setattr(guests, "import_module", lambda name: pytest.fail(f"{name} was imported"))
