@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,12 @@ def test_a_row_of_a_database_imports_nothing(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_is_no_guest_is_refused(name: str, why: str) -> None:
     with pytest.raises(UnsupportedProblem, match=why):
         guests.load(name)
+
+
+def test_the_page_s_job_is_one() -> None:
+    page = (ROOT / "docs" / "moe-tables.md").read_text()
+    (text,) = re.findall(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    found = jobs.parse(text, "page")
+    assert [task.problem.m for task in found.tasks][-1] == 4096 and len(found.tasks) == 18  # type: ignore[attr-defined]
+    fp8 = text + 'dtype = "fp8_w8a8"\nblock_n = 128\nblock_k = 128\n'
+    assert len(jobs.parse(fp8, "page").tasks) == 18
