@@ -29,6 +29,8 @@ from cutekernels.db.store import Environment, Trial
 from cutekernels.errors import JobError
 from cutekernels.gpu import GpuSpec
 
+_LEAST_S = 15.0  # what a task takes at least beside seven others
+
 
 class Watcher(Protocol):
     """Progress callbacks of a run; the command line draws them."""
@@ -101,7 +103,8 @@ def tune(
         gpu: a name of the GPU table, or ``"auto"`` for the one in this machine.
         db: path or URL of the database; None for the one in the settings.
         trials: attempts per task, overriding the job's.
-        budget_s: seconds for the whole job, overriding the job's; shared evenly among the tasks still to do.
+        budget_s: seconds for the whole job, overriding the job's; shared evenly among the tasks still to do, or, where
+            a job is ranked, given to its tasks in their order.
         jobs: compiling processes; default one per CPU, less one for the coordinator where a GPU measures.
         lanes: tasks in work on the GPU at a time, of which one is timed; default up to eight, by memory and CPUs.
         limit: without the GPU, compile only the best ``limit`` by the model.
@@ -129,7 +132,8 @@ def tune(
     check(budget, confirm=confirm, measured=measured)
     check_guests(loaded, measured=measured, here=runtime is None and (fleet is None or isinstance(fleet, LocalFleet)))
     end = None if budget is None else begin + budget
-    run = _Run(loaded.tasks, Watched(watcher or Silent()), end, limit, force, confirm, checked(sampler), clock)
+    least_s = min(_LEAST_S, (budget or 0.0) / 4) if loaded.ranked else None
+    run = _Run(loaded.tasks, Watched(watcher or Silent()), end, least_s, limit, force, confirm, checked(sampler), clock)
     with Ledger(db) as store, nullcontext() if db is None else rates.read_from(db), closing(of(store.url)) as leases:
         run.leases = leases
         if not loaded.tasks:  # more shards than tasks
@@ -175,6 +179,7 @@ class _Run:
     tasks: Sequence[Task]
     watch: Watched
     end: float | None
+    least_s: float | None  # of a ranked job: seconds with fewer of which left no task begins
     limit: int | None
     force: bool
     confirm: bool
@@ -215,8 +220,7 @@ class _Run:
 
         def work(slot: Slot, lane: Runtime, kind: GpuSpec, position: int) -> TaskReport:
             task = self.tasks[position]
-            now = self.clock()
-            deadline = None if self.end is None else now + board.share(kind, self.end - now)
+            deadline = self._deadline(board, kind)
             self.watch.begin(task, next(begun), board.total)
             history = TaskHistory(store, task.op, task.problem, kind, slot.environment, "measured")
             search = Search(
@@ -231,6 +235,15 @@ class _Run:
         with closing(studies):
             hand_out(board, fleet, work, given_up=self.watch.end, late=self._over)
         return board.reports()
+
+    def _deadline(self, board: Board, kind: GpuSpec) -> float | None:
+        """Of a task that begins now: its share of the time; in a ranked job all of it, unless too little is left."""
+        now = self.clock()
+        if self.end is None:
+            return None
+        if self.least_s is None:
+            return now + board.share(kind, self.end - now)
+        return now if self.end - now < self.least_s else self.end
 
     # -- leases
 
