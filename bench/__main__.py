@@ -92,6 +92,9 @@ def bench(
         try:
             for one in ops:
                 _reproduced(one, suite, out, warm=warm, plots=plots)
+            if op == "all":
+                for line in published.account(_folders(out), warm=warm):
+                    terminal.show(line)
         except (ValueError, OSError) as error:
             terminal.fail(str(error))
         return
@@ -170,7 +173,7 @@ def _reproduced(op: str, suite: str | None, out: Path | None, *, warm: bool, plo
             f"nothing is published of {' '.join(filter(None, (op, suite)))}; see bench/published.json", code=2
         )
     talk = Console(stderr=True, highlight=False)
-    folders = [out] if out is not None else sorted(p for p in (HERE / "results").iterdir() if p.is_dir())
+    folders = _folders(out)
     reproduced = {folder: published.reproduce(theirs, folder, warm=warm) for folder in folders}
     measured = [folder for folder, lines in reproduced.items() if any(line.ours is not None for line in lines)]
     for folder in measured or folders:
@@ -180,11 +183,18 @@ def _reproduced(op: str, suite: str | None, out: Path | None, *, warm: bool, plo
         for command in published.missing(lines):
             line = f"not measured in {folder}; measure with: {command}{' --warm' if warm else ''}"
             talk.print(line, soft_wrap=True)
+        for reason in dict.fromkeys(line.unmeasured for line in lines if line.unmeasured):
+            talk.print(f"no case here reproduces {op}: {reason}", soft_wrap=True)
         if plots and any(line.ours is not None for line in lines):
             from bench.plots import draw_reproduced
 
             draw_reproduced(lines, gpu, folder / published.picture(op, warm=warm))
     terminal.show(published.published_table(theirs))
+
+
+def _folders(out: Path | None) -> list[Path]:
+    """The folders of recorded rows, one for each GPU."""
+    return [out] if out is not None else sorted(p for p in (HERE / "results").iterdir() if p.is_dir())
 
 
 def _profiled(case: Case, folder: Path) -> None:
