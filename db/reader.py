@@ -148,8 +148,8 @@ class Database:
         return query.gpu_name(name, {*(row.gpu for row in self._stats()), *snapshot.shipped_gpus()})
 
     def op(self, name: str | None) -> str | None:
-        """``name``, where an op or a stored row is called so."""
-        if name is None or query.revision(name) is not None:
+        """``name``, where an op or a stored row is called so, or it is a guest's."""
+        if name is None or is_guest(name) or query.revision(name) is not None:
             return name
         return query.op_name(name, {row.op for row in (*self._stats(), *_shipped(None, None))})
 

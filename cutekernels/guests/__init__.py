@@ -47,6 +47,9 @@ class Guest(Op[P, C]):
         Legal in a CUDA graph's capture after a first call, which may compile.
         """
 
+    def begin(self) -> None:
+        """Imports and starts what :meth:`call` needs: in the measuring process, while a problem's inputs are made."""
+
     def compile(self, p: P, c: C, gpu: GpuSpec) -> Facts:
         """Compiles ahead into the kernel's own cache, in a process that sees no GPU; what the compiler says of it.
 

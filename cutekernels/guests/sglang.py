@@ -13,6 +13,7 @@ from cutekernels.guests.block_fp8 import BlockFp8Linear, BlockFp8Problem
 from cutekernels.guests.fused_moe import FusedMoe, FusedMoeConfig, FusedMoeProblem
 
 _LAYERS = "sglang.srt.layers"
+_PRODUCT = f"{_LAYERS}.quantization.fp8_kernel"
 _HOMES = (f"{_LAYERS}.moe.moe_runner.triton_utils", f"{_LAYERS}.moe.fused_moe_triton")  # of the MoE, the newest first
 
 
@@ -21,9 +22,12 @@ class SglangFusedMoe(FusedMoe):
 
     distributions = ("sglang", "triton")
 
+    def begin(self) -> None:
+        import_module(f"{_home()}.fused_moe")
+        _serving()
+
     def call(self, p: FusedMoeProblem, c: FusedMoeConfig, *tensors: Any) -> None:
         home = _home()
-        _serving()
         fused_experts = import_module(f"{home}.fused_moe").fused_experts
         out, x, w1, w2, weights, ids, s1, s2 = tensors
         more: dict[str, Any] = {}
@@ -60,10 +64,13 @@ class SglangBlockFp8Linear(BlockFp8Linear):
 
     distributions = ("sglang", "triton")
 
+    def begin(self) -> None:
+        import_module(_PRODUCT)
+
     def call(self, p: BlockFp8Problem, c: FusedMoeConfig, *tensors: Any) -> None:
         import torch
 
-        fp8_kernel = import_module(f"{_LAYERS}.quantization.fp8_kernel")
+        fp8_kernel = import_module(_PRODUCT)
         out, x, w, sx, sw = tensors
         multiply = getattr(fp8_kernel, "w8a8_block_fp8_matmul_triton", None) or fp8_kernel.w8a8_block_fp8_matmul
         with patch.object(fp8_kernel, "get_w8a8_block_fp8_configs", lambda *shape: {p.m: c.as_dict()}):

@@ -19,7 +19,10 @@ from cutekernels.gpu import GpuSpec
 
 @dataclass(frozen=True)
 class _Target:
-    """What Triton asks of a driver before it compiles: the GPU to compile for, and a device to remember it under."""
+    """What Triton asks of a driver before it compiles: the GPU to compile for, and a device to remember it under.
+
+    A number for each architecture: a kernel keeps its compiler's backend by the device.
+    """
 
     target: Any
 
@@ -27,7 +30,7 @@ class _Target:
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        return int(self.target.arch)
 
     def get_current_stream(self, device: int) -> int:
         return 0

@@ -19,6 +19,9 @@ class VllmFusedMoe(FusedMoe):
 
     distributions = ("vllm", "triton")
 
+    def begin(self) -> None:
+        import_module(f"{_MOE}.fused_moe")
+
     def call(self, p: FusedMoeProblem, c: FusedMoeConfig, *tensors: Any) -> None:
         fused_experts = import_module(f"{_MOE}.fused_moe").fused_experts
         out, x, w1, w2, weights, ids, s1, s2 = tensors
@@ -44,6 +47,9 @@ class VllmBlockFp8Linear(BlockFp8Linear):
     """vLLM's Triton product, which takes its config from a table alone: here from one of one entry."""
 
     distributions = ("vllm", "triton")
+
+    def begin(self) -> None:
+        import_module(_PRODUCT)
 
     def call(self, p: BlockFp8Problem, c: FusedMoeConfig, *tensors: Any) -> None:
         import torch

@@ -55,6 +55,7 @@ class Engine:
     def called(self, name: str, problem: Problem) -> Any:
         """The guest's output, after a call with its default config."""
         guest: Any = guests.load(name)
+        guest.begin()
         args = guest.sample(problem, "cpu", 0)
         outputs = guest.outputs(problem, *args)
         guest.bind(problem, guest.default(problem, H200), None)(*outputs, *args)

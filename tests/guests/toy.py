@@ -38,6 +38,7 @@ class Sums(Guest[SumsProblem, SumsConfig]):
     suite = ("m=4 k=8",)
     Problem = SumsProblem
     Config = SumsConfig
+    begun = False
 
     def why_not(self, p: SumsProblem, c: SumsConfig, gpu: gpus.GpuSpec) -> str | None:
         return None
@@ -50,7 +51,11 @@ class Sums(Guest[SumsProblem, SumsConfig]):
             os.abort()  # as LLVM does
         return Facts(32, 0, 1024)
 
+    def begin(self) -> None:
+        self.begun = True
+
     def call(self, p: SumsProblem, c: SumsConfig, *tensors: Any) -> float:
+        assert self.begun, "before any call"
         out, x = tensors
         if c.parts == GPU:
             os._exit(70)  # as the worker does where the CUDA context is lost
