@@ -27,13 +27,10 @@ from cutekernels.ops import registry
 
 NAME = "grid"
 TRIALS = 32
-LANES = 8  # tasks in work on a GPU at a time, of what a budget is expected to hold
+LANES = 8  # tasks in work on a GPU at a time, by which a budget's are counted
 _PRIOR = 2.0  # neighbours that the prior regret counts as
 _JITTER = 0.5  # of a cell's width, in which an extent is drawn
-_GOLDEN = (
-    0.7548776662,
-    0.5698402910,
-)  # powers of the inverse of the plastic number: a Kronecker sequence in two extents
+_PLASTIC = (0.7548776662, 0.5698402910)  # powers of its inverse: a Kronecker sequence in two extents
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ def _gemm() -> Iterator[str]:
     weights = _steps(low, high, count)
     for number, (layout, m, n, k) in enumerate(product(LAYOUTS, TOKENS, weights, weights), 1):
         if layout == LAYOUTS[0] or m >= TRAINING:
-            n, k = (_drawn(x, number * g % 1, low, high, count) for x, g in zip((n, k), _GOLDEN, strict=True))
+            n, k = (_drawn(x, number * g % 1, low, high, count) for x, g in zip((n, k), _PLASTIC, strict=True))
             yield f"m={m} n={n} k={k} {layout}".strip()
 
 
