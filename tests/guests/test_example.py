@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -10,11 +11,16 @@ from unittest import mock
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from cutekernels import cli, guests, verify
 from cutekernels import gpu as gpus
-from cutekernels import guests, verify
-from cutekernels.autotune import job
+from cutekernels.autotune import job, runtime
+from cutekernels.autotune.run import tune
+from cutekernels.autotune.runtime import LocalRuntime, Spares
 from cutekernels.autotune.space import space
+from cutekernels.autotune.turns import Turns
+from cutekernels.db.store import Store
 from cutekernels.errors import CompileError, UnsupportedProblem
 from cutekernels.guests import triton_ahead
 from cutekernels.guests.block_fp8 import BlockFp8Linear, BlockFp8Problem
@@ -79,6 +85,27 @@ def launched(kernel: Any, *args: Any, **options: Any) -> Any:
 def products(folder: Path) -> int:
     """Kernels called ``experts`` in Triton's cache."""
     return sum(file.name == "experts.cubin" for file in (folder / "triton").rglob("*.cubin"))
+
+
+@pytest.mark.slow
+def test_it_is_tuned_and_exported_whole(example: FusedMoe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real compilers, for an H200, beside a measuring process on the CPU, in Triton's interpreter."""
+    monkeypatch.setattr(gpus, "detect", lambda device=None: H200)
+    monkeypatch.setattr(runtime, "WORKER_TARGET", "tests.guests.toy:answer_interpreted")
+    db, problem = str(tmp_path / "tuned.db"), FusedMoeProblem.parse("m=5 experts=6 n=64 k=96 top_k=2 dtype=fp16")
+    with LocalRuntime(1, spares=Spares(0, {}, Turns())) as machine:
+        report = tune(job.Job("moe", (job.Task(example, problem, 3),)), db=db, runtime=machine)
+    assert report.ok, report.as_json()
+    with Store(db) as store:
+        rows = store.trials(op=example.name)
+    assert len({t.config for t in rows}) == 3 and {t.status for t in rows} == {"ok"}
+    assert all(t.registers and t.smem_bytes for t in rows), "facts of the compiler"
+    words = ["db", "export", str(tmp_path / "tables"), "--format", "sglang", "--op", example.name, "--db", db]
+    assert CliRunner().invoke(cli.app, [*words, "--device-name", "NVIDIA H200"]).exit_code == 0
+    (table,) = (tmp_path / "tables").rglob("*H200.json")
+    (winner,) = (task.winner for task in report.tasks)
+    assert winner is not None
+    assert json.loads(table.read_text()) == {"5": FusedMoeConfig.parse(winner.config).as_dict()}
 
 
 def test_a_config_that_triton_refuses_is_its_own_verdict(example: FusedMoe) -> None:

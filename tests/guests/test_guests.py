@@ -16,7 +16,8 @@ from cutekernels.autotune import job as jobs
 from cutekernels.autotune import runtime
 from cutekernels.autotune.job import Job, Task
 from cutekernels.autotune.run import tune
-from cutekernels.autotune.runtime import LocalRuntime
+from cutekernels.autotune.runtime import LocalRuntime, Spares
+from cutekernels.autotune.turns import Turns
 from cutekernels.db import snapshot
 from cutekernels.db.store import Store
 from cutekernels.errors import JobError, UnsupportedProblem
@@ -39,11 +40,12 @@ def cutekernels(*words: str) -> Any:
     return CliRunner().invoke(cli.app, list(words))
 
 
+@pytest.mark.slow
 def test_a_candidate_that_crashes_costs_itself_only(tmp_path: Path) -> None:
     """The compiler aborts on one, the GPU's process dies of another, two more are wrong or refused: four still race."""
     sums = guests.load(NAME)
     db = str(tmp_path / "tuned.db")
-    with LocalRuntime(1) as machine:
+    with LocalRuntime(1, spares=Spares(0, {}, Turns())) as machine:
         report = tune(Job("sums", (Task(sums, SumsProblem(4, 8), 8),)), db=db, runtime=machine)
     (task,) = report.tasks
     assert (report.ok, task.state) == (True, "tuned")
