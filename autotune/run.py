@@ -223,6 +223,11 @@ class _Run:
             deadline = self._deadline(board, kind)
             self.watch.begin(task, next(begun), board.total)
             history = TaskHistory(store, task.op, task.problem, kind, slot.environment, "measured")
+            if self.least_s is not None and deadline is not None and deadline <= self.clock():
+                report = self._left(history)  # a search would enumerate its space first, for seconds
+                self._drop(store, name_of(kind, task.op, task.problem))
+                self.watch.end(report)
+                return report
             search = Search(
                 task, kind, history, lane, deadline, self.force, self.confirm, self.end, studies, self.sampler,
                 on_trial=self.watch.trial, clock=self.clock,
@@ -244,6 +249,13 @@ class _Run:
         if self.least_s is None:
             return now + board.share(kind, self.end - now)
         return now if self.end - now < self.least_s else self.end
+
+    def _left(self, history: TaskHistory) -> TaskReport:
+        """Of a task that is left to the next run."""
+        op, problem, kind = history.op, history.problem, history.gpu
+        default, message = str(op.default(problem, kind)), "no time was left to begin"
+        winner = history.winner()
+        return TaskReport(op.name, str(problem), "unfinished", winner, default, message=message, gpu=kind.name)
 
     # -- leases
 
@@ -269,7 +281,11 @@ class _Run:
         try:
             return replace(run(), gpu=kind.name)
         finally:
-            store.flush()
+            self._drop(store, name)
+
+    def _drop(self, store: Ledger, name: str) -> None:
+        store.flush()
+        if name in self._held:
             self._held.discard(name)
             self.leases.release(name)
 

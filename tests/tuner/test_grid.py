@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from cutekernels import dispatch
 from cutekernels import gpu as gpus
-from cutekernels.autotune import cli, grid, run
+from cutekernels.autotune import cli, grid, run, search
 from cutekernels.autotune.fleet import OneSlot
 from cutekernels.autotune.grid import FAMILIES, Family, plan, points
 from cutekernels.autotune.run import tune
@@ -191,13 +191,17 @@ def test_runs_of_a_budget_add_up(tmp_path: Path) -> None:
     assert rest.known == len(seen) and set(texts(rest)) == set(_toys()) - set(seen)
 
 
-def test_a_task_begins_with_time_to_end(tmp_path: Path) -> None:
-    machine = ToyMachine()
+def test_a_task_begins_with_time_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, enumerated = ToyMachine(), []
+    real = search.space
+    monkeypatch.setattr(search, "space", lambda *task: enumerated.append(task) or real(*task))
     found = plan(NOTHING, families=[TOYS], trials=4)
     report = tune(found.job, db=str(tmp_path / "g.db"), budget_s=20, runtime=machine, clock=machine.clock)
     begun = [task for task in report.tasks if task.measured]
     assert begun and all(task.state == "tuned" for task in begun[:-1])
-    assert {task.message for task in report.tasks if not task.measured} == {"no time was left to begin"}
+    left = [task for task in report.tasks if not task.measured]
+    assert {task.message for task in left} == {"no time was left to begin"}
+    assert len(enumerated) == len(begun), "those left are not even looked at"
 
 
 class TestCommandLine:
