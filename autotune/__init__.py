@@ -15,6 +15,7 @@ Where a line belongs::
     worker.py     what runs inside the measuring process: load, verify, time
     ledger.py     rows gather for a second before they are written
     run.py        a whole job: ``tune()``, budgets, which path each task takes
+    grid.py       ``tune grid``: points of each family, ordered by the regret they remove
     shards.py     parts of a job: a shard of n, one op's tasks, the queue of missed problems; expected costs
     fleet.py      GPUs share a job, and tasks share a GPU: seats, slots, lanes, tasks handed out
     turns.py      whose turn it is on a GPU: one is timed, or many prepare

@@ -1,8 +1,8 @@
 """``cutekernels tune``: the command line of a tuning run. The result goes to stdout, progress and errors to stderr.
 
-Exit codes: 0 all tasks have a winner, 1 a task failed, the time ended before it had a winner, or the run was
-interrupted, 2 the request itself is wrong, 143 ended by SIGTERM, 129 by SIGHUP: all measurements are stored, and the
-same command resumes the run.
+Exit codes: 0 all tasks have a winner, 1 a task failed, the time ended before it had a winner (a grid goes on another
+day), or the run was interrupted, 2 the request itself is wrong, 143 ended by SIGTERM, 129 by SIGHUP: all measurements
+are stored, and the same command resumes the run.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from cutekernels.autotune.job import Job
     from cutekernels.autotune.report import TuneReport
     from cutekernels.autotune.run import Watcher
+    from cutekernels.db.snapshot import Snapshot
 
 app = typer.Typer(no_args_is_help=True)
 _RESUMES = "all measurements so far are stored, and the same command resumes the run"
@@ -36,7 +37,9 @@ _RESUMES = "all measurements so far are stored, and the same command resumes the
 def command(
     job: Annotated[
         str | None,
-        typer.Argument(metavar="[JOB]", help="A job file (TOML), or the name of a bundled one, as `jobs` lists them."),
+        typer.Argument(
+            metavar="[JOB]", help="A job file (TOML), or the name of a bundled one, as `jobs` lists them; or `grid`."
+        ),
     ] = None,
     gpu: Annotated[
         str, typer.Option(help="auto, or a name such as a100, l40s, rtx5090, h200. Absent ones are predicted.")
@@ -67,6 +70,10 @@ def command(
         str, typer.Option(metavar="random|tpe|NAME", help="Optuna's sampler, which proposes what follows the seeds.")
     ] = "random",
     op: Annotated[str | None, typer.Option("--op", help="Only the tasks of this op.")] = None,
+    guest: Annotated[
+        list[str] | None,
+        typer.Option("--guest", metavar="MODULE:FUNCTION", help="A kernel that is not ours, which JOB may name."),
+    ] = None,
     requests: Annotated[
         bool, typer.Option("--requests", help="No JOB: the problems that calls missed, most GPU time first.")
     ] = False,
@@ -89,8 +96,9 @@ def command(
 
     Where the GPU is present, candidates are measured on it; else they are compiled, ranked by a model, and predicted.
 
-    An interrupted run resumes when started again.
+    An interrupted run resumes when started again. `tune grid` takes the problems that remove most expected regret.
     """
+    from cutekernels.autotune import grid
     from cutekernels.errors import CuteKernelsError, JobError, UnknownGpu
     from cutekernels.gpu import lookup, present
 
@@ -98,14 +106,25 @@ def command(
     with ExitStack() as stack:
         try:
             stack.enter_context(_signals_raise())  # the first to enter: a second one spoils no closing
-            wanted = _job(job, requests=requests, gpu=gpu, db=db, op=op, trials=trials, shard=shard)
             devices = _devices(gpus, device, ray)
+            if job == grid.NAME and not requests:
+                winners, seconds = _known(gpu, db, force=force), None if list_ else budget_s
+                next_ones = grid.plan(winners, op=op, shard=shard, trials=trials, budget_s=seconds)
+                terminal.say(str(next_ones))
+                wanted = next_ones.job
+                if not (list_ or dry_run or devices or ray):
+                    grid.refuse_absent(lookup(gpu))
+            else:
+                wanted = _job(job, guest or (), requests=requests, gpu=gpu, db=db, op=op, trials=trials, shard=shard)
             if list_ or dry_run:
                 if dry_run:  # what the run would refuse
-                    from cutekernels.autotune.run import check
+                    from cutekernels.autotune.run import check, check_guests
 
-                    check(budget_s, confirm=confirm, measured=bool(devices or ray) or present(lookup(gpu)))
-                _show(wanted, gpu, db, limit, format, dry=dry_run, force=force)
+                    measured = bool(devices or ray) or present(lookup(gpu))
+                    check(budget_s, confirm=confirm, measured=measured)
+                    check_guests(wanted, measured=measured)
+                dry = dry_run and wanted.name != grid.NAME  # of a grid what is done is left out already
+                _show(wanted, gpu, db, limit, format, dry=dry, force=force)
                 raise typer.Exit
             if not wanted.tasks:
                 terminal.say(f"{wanted.name}: this part of the job has no task")
@@ -144,14 +163,23 @@ def command(
                 stack.close()
             terminal.fail(f"ended by {ended.signal.name}; {_RESUMES}", code=128 + ended.signal)
     _print(report, format)
-    raise typer.Exit(0 if report.ok else 1)
+    later = wanted.name == grid.NAME and all(task.state != "failed" for task in report.tasks)  # the next run goes on
+    raise typer.Exit(0 if report.ok or later else 1)
 
 
 # ---- what to tune, and on what ------------------------------------------------------------------------------
 
 
 def _job(
-    name: str | None, *, requests: bool, gpu: str, db: str | None, op: str | None, trials: int | None, shard: str | None
+    name: str | None,
+    guests: Sequence[str],
+    *,
+    requests: bool,
+    gpu: str,
+    db: str | None,
+    op: str | None,
+    trials: int | None,
+    shard: str | None,
 ) -> Job:
     from cutekernels import gpu as known
     from cutekernels.autotune import shards
@@ -172,12 +200,20 @@ def _job(
         if not found.tasks:
             raise JobError(f"no request is waiting for {spec.name}; `cutekernels db requests` lists all")
     else:
-        found = load(name)
+        found = load(name, guests=guests)
         if trials is not None:
             found = found.with_trials(trials)
     if op is not None:
         found = shards.only(found, op)
     return found if shard is None else shards.part(found, shard)
+
+
+def _known(gpu: str, db: str | None, *, force: bool) -> Snapshot:
+    """The winners that calls on a GPU use; none with ``force``, which measures everything again."""
+    from cutekernels import gpu as known
+    from cutekernels.db import snapshot
+
+    return snapshot.Snapshot({}) if force else snapshot.load(known.lookup(gpu).name, db)
 
 
 def _devices(gpus: str | None, device: int | None, ray: str | None) -> Sequence[int] | None:

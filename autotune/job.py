@@ -7,7 +7,7 @@
     budget_s = 900               # seconds for the whole job; default none
 
     [[tasks]]
-    op = "gemm"                  # a name of the ops' registry
+    op = "gemm"                  # a name of the ops' registry, or a guest's: "module:function"
     problems = ["m=4096 n=4096 k=4096", "m=16 n=11008 k=4096 dtype=fp16"]
 
     [[tasks]]
@@ -30,11 +30,13 @@ import errno
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from importlib import resources
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from cutekernels import guests as visitors
 from cutekernels.errors import JobError, UnsupportedProblem, near
 from cutekernels.op import Op, Problem
 
@@ -90,13 +92,17 @@ def bundled_text(name: str) -> str:
     return (resources.files("cutekernels.autotune") / "jobs" / f"{name}.toml").read_text(encoding="utf-8")
 
 
-def load(job: str | Path, *, find: FindOp | None = None) -> Job:
+def load(job: str | Path, *, find: FindOp | None = None, guests: Sequence[str] = ()) -> Job:
     """The job in a file, or the bundled one of that name (``"demo"``).
+
+    ``guests``: kernels that are not ours, ``module:function``, which the file may name beside the ready ones.
 
     Raises:
         JobError: no such file, or the file breaks a rule.
     """
     path = Path(job)
+    if find is None and guests:
+        find = partial(_registered, guests=tuple(guests))
     try:
         text = path.read_text(encoding="utf-8") if path.is_file() else None
     except UnicodeDecodeError as error:
@@ -154,10 +160,12 @@ def parse(text: str, source: str, *, find: FindOp | None = None) -> Job:
     return Job(name, tuple(tasks.values()), None if budget_s is None else float(budget_s), source)
 
 
-def _registered(name: str) -> Op[Any, Any]:
+def _registered(name: str, guests: tuple[str, ...] = ()) -> Op[Any, Any]:
     from cutekernels.ops import registry
 
-    return registry.get(name)
+    if visitors.is_guest(name):
+        visitors.allowed(name, guests)
+    return registry.trusted(name)
 
 
 def _bounded(data: Mapping[str, Any], source: str) -> None:

@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
-from cutekernels import environment, rates
+from cutekernels import environment, guests, rates
 from cutekernels import gpu as gpus
 from cutekernels.autotune.fleet import POLL_S, Board, Fleet, LocalFleet, OneSlot, Slot, hand_out
 from cutekernels.autotune.history import TaskHistory, name_of
@@ -28,6 +28,8 @@ from cutekernels.db.leases import Leases, of
 from cutekernels.db.store import Environment, Trial
 from cutekernels.errors import JobError
 from cutekernels.gpu import GpuSpec
+
+_LEAST_S = 15.0  # what a task takes at least beside seven others
 
 
 class Watcher(Protocol):
@@ -101,7 +103,8 @@ def tune(
         gpu: a name of the GPU table, or ``"auto"`` for the one in this machine.
         db: path or URL of the database; None for the one in the settings.
         trials: attempts per task, overriding the job's.
-        budget_s: seconds for the whole job, overriding the job's; shared evenly among the tasks still to do.
+        budget_s: seconds for the whole job, overriding the job's; shared evenly among the tasks still to do, or, where
+            a job is ranked, given to its tasks in their order.
         jobs: compiling processes; default one per CPU, less one for the coordinator where a GPU measures.
         lanes: tasks in work on the GPU at a time, of which one is timed; default up to eight, by memory and CPUs.
         limit: without the GPU, compile only the best ``limit`` by the model.
@@ -127,8 +130,10 @@ def tune(
         loaded = loaded.with_trials(trials)
     measured = fleet is not None or (wanted is not None and gpus.present(wanted))
     check(budget, confirm=confirm, measured=measured)
+    check_guests(loaded, measured=measured, here=runtime is None and (fleet is None or isinstance(fleet, LocalFleet)))
     end = None if budget is None else begin + budget
-    run = _Run(loaded.tasks, Watched(watcher or Silent()), end, limit, force, confirm, checked(sampler), clock)
+    least_s = min(_LEAST_S, (budget or 0.0) / 4) if loaded.ranked else None
+    run = _Run(loaded.tasks, Watched(watcher or Silent()), end, least_s, limit, force, confirm, checked(sampler), clock)
     with Ledger(db) as store, nullcontext() if db is None else rates.read_from(db), closing(of(store.url)) as leases:
         run.leases = leases
         if not loaded.tasks:  # more shards than tasks
@@ -155,6 +160,18 @@ def check(budget_s: float | None, *, confirm: bool, measured: bool) -> None:
         raise JobError("--confirm measures what was predicted: run it on a machine with that GPU")
 
 
+def check_guests(job: Job, *, measured: bool, here: bool = False) -> None:
+    """Raises JobError where a job's guests would have to be predicted, or ``here``, where they run, lack a package."""
+    for guest in {task.op.name: task.op for task in job.tasks if isinstance(task.op, guests.Guest)}.values():
+        if not measured:
+            raise JobError(
+                f"{guest.name} is a guest, which is measured, never predicted: run the job on a machine with that GPU"
+            )
+        for name in guest.distributions if here else ():
+            if not environment.package_version(name):
+                raise JobError(f"{guest.name} needs {name}, which is not installed here: pip install {name}")
+
+
 @dataclass
 class _Run:
     """Settings that the tasks of one call have in common."""
@@ -162,6 +179,7 @@ class _Run:
     tasks: Sequence[Task]
     watch: Watched
     end: float | None
+    least_s: float | None  # of a ranked job: seconds with fewer of which left no task begins
     limit: int | None
     force: bool
     confirm: bool
@@ -202,10 +220,14 @@ class _Run:
 
         def work(slot: Slot, lane: Runtime, kind: GpuSpec, position: int) -> TaskReport:
             task = self.tasks[position]
-            now = self.clock()
-            deadline = None if self.end is None else now + board.share(kind, self.end - now)
+            deadline = self._deadline(board, kind)
             self.watch.begin(task, next(begun), board.total)
             history = TaskHistory(store, task.op, task.problem, kind, slot.environment, "measured")
+            if self.least_s is not None and deadline is not None and deadline <= self.clock():
+                report = self._left(history)  # a search would enumerate its space first, for seconds
+                self._drop(store, name_of(kind, task.op, task.problem))
+                self.watch.end(report)
+                return report
             search = Search(
                 task, kind, history, lane, deadline, self.force, self.confirm, self.end, studies, self.sampler,
                 on_trial=self.watch.trial, clock=self.clock,
@@ -218,6 +240,22 @@ class _Run:
         with closing(studies):
             hand_out(board, fleet, work, given_up=self.watch.end, late=self._over)
         return board.reports()
+
+    def _deadline(self, board: Board, kind: GpuSpec) -> float | None:
+        """Of a task that begins now: its share of the time; in a ranked job all of it, unless too little is left."""
+        now = self.clock()
+        if self.end is None:
+            return None
+        if self.least_s is None:
+            return now + board.share(kind, self.end - now)
+        return now if self.end - now < self.least_s else self.end
+
+    def _left(self, history: TaskHistory) -> TaskReport:
+        """Of a task that is left to the next run."""
+        op, problem, kind = history.op, history.problem, history.gpu
+        default, message = str(op.default(problem, kind)), "no time was left to begin"
+        winner = history.winner()
+        return TaskReport(op.name, str(problem), "unfinished", winner, default, message=message, gpu=kind.name)
 
     # -- leases
 
@@ -243,7 +281,11 @@ class _Run:
         try:
             return replace(run(), gpu=kind.name)
         finally:
-            store.flush()
+            self._drop(store, name)
+
+    def _drop(self, store: Ledger, name: str) -> None:
+        store.flush()
+        if name in self._held:
             self._held.discard(name)
             self.leases.release(name)
 

@@ -5,7 +5,8 @@ where a CUDA device measured them; ``--dry-run`` lists the cases and contenders 
 ``python -m bench sweep OP`` records sweeps of configs, and ``python -m bench replay`` simulates tunes on them;
 ``python -m bench estimates`` compares the models with them, ``python -m bench regret`` what calls run.
 ``python -m bench models`` times whole models beside transformers, ``python -m bench host`` what calls cost the host,
-``python -m bench training`` steps of training and losses beside plain torch and Liger.
+``python -m bench training`` steps of training and losses beside plain torch and Liger; ``python -m bench guests`` a
+tuned table of a fused MoE beside the default it replaces.
 """
 
 from __future__ import annotations
@@ -91,6 +92,9 @@ def bench(
         try:
             for one in ops:
                 _reproduced(one, suite, out, warm=warm, plots=plots)
+            if op == "all":
+                for line in published.account(_folders(out), warm=warm):
+                    terminal.show(line)
         except (ValueError, OSError) as error:
             terminal.fail(str(error))
         return
@@ -169,7 +173,7 @@ def _reproduced(op: str, suite: str | None, out: Path | None, *, warm: bool, plo
             f"nothing is published of {' '.join(filter(None, (op, suite)))}; see bench/published.json", code=2
         )
     talk = Console(stderr=True, highlight=False)
-    folders = [out] if out is not None else sorted(p for p in (HERE / "results").iterdir() if p.is_dir())
+    folders = _folders(out)
     reproduced = {folder: published.reproduce(theirs, folder, warm=warm) for folder in folders}
     measured = [folder for folder, lines in reproduced.items() if any(line.ours is not None for line in lines)]
     for folder in measured or folders:
@@ -179,11 +183,18 @@ def _reproduced(op: str, suite: str | None, out: Path | None, *, warm: bool, plo
         for command in published.missing(lines):
             line = f"not measured in {folder}; measure with: {command}{' --warm' if warm else ''}"
             talk.print(line, soft_wrap=True)
+        for reason in dict.fromkeys(line.unmeasured for line in lines if line.unmeasured):
+            talk.print(f"no case here reproduces {op}: {reason}", soft_wrap=True)
         if plots and any(line.ours is not None for line in lines):
             from bench.plots import draw_reproduced
 
             draw_reproduced(lines, gpu, folder / published.picture(op, warm=warm))
     terminal.show(published.published_table(theirs))
+
+
+def _folders(out: Path | None) -> list[Path]:
+    """The folders of recorded rows, one for each GPU."""
+    return [out] if out is not None else sorted(p for p in (HERE / "results").iterdir() if p.is_dir())
 
 
 def _profiled(case: Case, folder: Path) -> None:
@@ -299,7 +310,7 @@ def _percent(value: float | None) -> str:
 def main() -> None:
     """``bench OP``, or a verb that is no op: ``estimates``, ``host``, ``models``, ``training`` and the like."""
     verb = sys.argv[1] if sys.argv[1:] else ""
-    if verb in ("estimates", "host", "models", "regret", "replay", "sweep", "training"):
+    if verb in ("estimates", "guests", "host", "models", "regret", "replay", "sweep", "training"):
         del sys.argv[1]
         cli.ended(partial(importlib.import_module(f"bench.{verb}").app, prog_name=f"python -m bench {verb}"))
     cli.ended(partial(app, prog_name="python -m bench"))

@@ -13,7 +13,7 @@ import gc
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -95,6 +95,7 @@ class Case:
         return f"batch={self.batch} tokens={self.tokens}"
 
 
+PUBLISHED = tuple(Case("prefill", 1, tokens) for tokens in (128, 256, 512, 1024, 2048))  # as others timed them, in fp16
 CASES = (
     *(Case("decode", batch, tokens) for tokens in (1024, 8192) for batch in (1, 4, 16, 64)),
     *(Case("prefill", 1, tokens) for tokens in (128, 512, 2048, 8192)),
@@ -201,15 +202,50 @@ def liger(model: Any) -> Iterator[Any]:
         names.update(before)
 
 
+@contextmanager
+def norms_and_mlps(model: Any) -> Iterator[Any]:
+    """Only norms, and the activation between an MLP's projections, are ours: what others patched and published."""
+    replaced = []
+    for module in model.modules():
+        kind = type(module).__name__
+        if kind.endswith("RMSNorm"):
+            module.forward = partial(_norm, module)
+        elif kind.endswith("MLP"):
+            module.forward = partial(_mlp, module)
+        else:
+            continue
+        replaced.append(module)
+    try:
+        yield model
+    finally:
+        for module in replaced:
+            del module.forward
+
+
+def _norm(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return cutekernels.rms_norm(x, module.weight, eps=module.variance_epsilon, rounding="huggingface")
+
+
+def _mlp(module: Any, x: torch.Tensor) -> torch.Tensor:
+    down: torch.Tensor = module.down_proj(cutekernels.silu_mul(module.gate_proj(x), module.up_proj(x)))
+    return down
+
+
 Make = Callable[[Any, Case, Effort], Callable[[], object]]
 _eager, _compiled = partial(theirs, compiled=False), partial(theirs, compiled=True)
-CONTENDERS: dict[str, tuple[Make, Callable[[Any], AbstractContextManager[Any]]]] = {
+Contender = tuple[Make, Callable[[Any], AbstractContextManager[Any]]]
+CONTENDERS: dict[str, Contender] = {
     "transformers": (_eager, nullcontext),
     "transformers compiled": (_compiled, nullcontext),
     "liger-kernel": (_eager, liger),
     "cutekernels": (ours, nullcontext),
     "cutekernels patched": (_eager, patched),
     "cutekernels patched, compiled": (_compiled, patched),
+}
+PUBLISHED_CONTENDERS: dict[str, Contender] = {
+    **{name: CONTENDERS[name] for name in ("transformers", "liger-kernel")},
+    "cutekernels, norms and MLPs": (_eager, norms_and_mlps),
+    **{name: CONTENDERS[name] for name in ("cutekernels", "cutekernels patched")},
 }
 
 
@@ -224,11 +260,19 @@ def _prompt(vocabulary: int, tokens: int) -> list[int]:
 # ---- timing ---------------------------------------------------------------------------------------------
 
 
-def run(name: str, model: Any, cases: list[Case], effort: Effort, path: Path, stamp: dict[str, str]) -> Iterator[Row]:
+def run(
+    name: str,
+    model: Any,
+    cases: list[Case],
+    effort: Effort,
+    path: Path,
+    stamp: dict[str, str],
+    contenders: Mapping[str, Contender] | None = None,
+) -> Iterator[Row]:
     """A row of each case and contender, all of them so far in ``path`` as each is given."""
     rows: list[Row] = []
     for case in cases:
-        for contender, (make, within) in CONTENDERS.items():
+        for contender, (make, within) in (contenders or CONTENDERS).items():
             common = (name, case.suite, str(case), str(case), 1.0, 0.0, contender)
             _forget()
             try:
@@ -293,28 +337,34 @@ def command(
     match: Annotated[list[str] | None, typer.Option(help="Only cases with one of these in suite or sizes.")] = None,
     rounds: Annotated[int, typer.Option(min=5, help="Samples of each contender.")] = 20,
     out: Annotated[Path | None, typer.Option(help="Folder; default bench/results/<gpu>/models.")] = None,
+    published: Annotated[
+        bool,
+        typer.Option("--published", help="The prompts that others timed, in fp16, with norms and MLPs alone ours."),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cases and contenders; time nothing.")] = False,
 ) -> None:
     """Time decode steps and prompts of a model, and record a row of each case and contender."""
     if model not in CONFIGS:
         terminal.fail(f"--model is one of {', '.join(CONFIGS)}; it is {model!r}", code=2)
-    cases = [case for case in CASES if not match or any(each in f"{case.suite} {case}" for each in match)]
+    contenders = PUBLISHED_CONTENDERS if published else CONTENDERS
+    known = PUBLISHED if published else CASES
+    cases = [case for case in known if not match or any(each in f"{case.suite} {case}" for each in match)]
     if not cases:
         terminal.fail(
             f"no case has {' or '.join(map(repr, match or ()))} in its suite or sizes; --dry-run lists them", code=2
         )
     if dry_run:
         for case in cases:
-            terminal.show(f"{model} {case.suite} {case}: {'; '.join(CONTENDERS)}")
+            terminal.show(f"{model} {case.suite} {case}: {'; '.join(contenders)}")
         return
     try:
         gpu = gpus.lookup("auto")
     except UnknownGpu:
         terminal.fail("no CUDA device is visible, and times are only taken on one; --dry-run lists what would be timed")
-    path = (out or HERE / "results" / gpu.name / "models") / f"{model}.jsonl"
-    built = build(model, torch.device("cuda"), torch.bfloat16, weights)
+    path = (out or HERE / "results" / gpu.name / "models") / f"{model}{'_published' if published else ''}.jsonl"
+    built = build(model, torch.device("cuda"), torch.float16 if published else torch.bfloat16, weights)
     rows = []
-    for row in run(model, built, cases, Effort(rounds), path, environment.stamp(gpu.name)):
+    for row in run(model, built, cases, Effort(rounds), path, environment.stamp(gpu.name), contenders):
         rows.append(row)
         terminal.say(f"{row.suite} {row.label}: {row.contender} {row.median_us or row.reason}")
     terminal.show(table(rows))

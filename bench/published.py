@@ -1,7 +1,8 @@
 """Numbers that others published, and the same cases measured here: their baseline, the strongest peer, ours.
 
-``published.json`` holds their numbers as published, each labelled with their GPU. Times from different GPUs are never
-compared; the speed-up of each over the same baseline, on its own GPU, is.
+``published.json`` holds their numbers as published, each labelled with their GPU: groups of rows that share all but
+the case, the baseline's number and the system's. Times from different GPUs are never compared; the speed-up of each
+over the same baseline, on its own GPU, is. Rows that no case here can reproduce say why.
 """
 
 from __future__ import annotations
@@ -19,26 +20,32 @@ from bench.rows import OURS, Row, is_ours
 
 FILE = Path(__file__).parent / "published.json"
 UNITS = {"us": -1, "tokens/s": 1}  # -1: less is faster; 1: more is faster
+MODELS = ("qwen2.5-7b",)  # whole models, which ``bench/models.py`` times; a case is a problem's text there
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """One published number of a system, and of a baseline on the same GPU; None where only a script was published."""
+    """One published number of a system, and of a baseline on the same GPU; None where only a script was published.
+
+    ``unmeasured``: why no case here reproduces it; empty where one does.
+    """
 
     system: str
     gpu: str
     op: str
     suite: str
     case: str  # label in the suite
-    dtype: str
-    accumulate: str
-    baseline: str  # their name for it
-    peer: str  # our contender that reproduces it
-    unit: str
     baseline_value: float | None
     system_value: float | None
-    variant: str
-    note: str
+    dtype: str
+    baseline: str  # their name for it
+    unit: str
+    peer: str = ""  # our contender that reproduces it
+    ours: str = OURS
+    accumulate: str = "fp32"
+    variant: str = ""
+    note: str = ""
+    unmeasured: str = ""
 
     @property
     def speedup(self) -> float | None:
@@ -54,6 +61,8 @@ class Published:
     @property
     def problem(self) -> str:
         """The case's problem in canonical text form."""
+        if self.unmeasured or self.op in MODELS:
+            return self.case
         cases = _labelled(self.op, self.suite, self.dtype, self.accumulate)
         if self.case not in cases:
             raise ValueError(f"{self.op} {self.suite} has no case {self.case!r}; it has {', '.join(cases)}")
@@ -62,6 +71,8 @@ class Published:
     @property
     def command(self) -> str:
         """The command line that measures the case here."""
+        if self.op in MODELS:
+            return f"python -m bench models --model {self.op} --published"
         words = ["python -m bench", self.op, "--suite", self.suite]
         words += ["--dtype", self.dtype] if self.dtype != "bf16" else []
         words += ["--accumulate", self.accumulate] if self.accumulate != "fp32" else []
@@ -78,6 +89,16 @@ class Reproduced:
     """The fastest of the peers, torch.compile among them."""
     ours: Row | None = None
 
+    @property
+    def measured(self) -> bool:
+        """Whether ours and their baseline were timed here."""
+        return self.baseline is not None and self.ours is not None
+
+    @property
+    def unmeasured(self) -> str:
+        """Why no case here reproduces it; empty where one does."""
+        return self.published.unmeasured
+
     def speedup(self, row: Row | None) -> float | None:
         """Speed-up of ``row`` over the baseline measured in the same run."""
         if row is None or self.baseline is None or not row.median_us or not self.baseline.median_us:
@@ -92,17 +113,22 @@ def _labelled(op: str, suite: str, dtype: str, accumulate: str) -> dict[str, str
 
 def load(op: str | None = None, suite: str | None = None) -> list[Published]:
     """Published numbers of ``op``, or of every op; for one of its suites, or all."""
-    found = [Published(**values) for values in json.loads(FILE.read_text())]
+    found = [
+        Published(**shared, case=case, baseline_value=baseline, system_value=system)
+        for group in json.loads(FILE.read_text())
+        for shared in [{name: value for name, value in group.items() if name != "rows"}]
+        for case, baseline, system in group["rows"]
+    ]
     return [p for p in found if op in (None, p.op) and suite in (None, p.suite)]
 
 
 def reproduce(published: Iterable[Published], folder: Path, *, warm: bool = False) -> list[Reproduced]:
     """``published`` beside the rows in ``folder`` taken under sustained load; the latest of several runs counts."""
     runs: dict[tuple[str, str, str], list[Row]] = {}
-    for path in sorted(folder.glob("*.jsonl")):
+    for path in (*sorted(folder.glob("*.jsonl")), *sorted(folder.glob("models/*_published.jsonl"))):
         of_file: dict[tuple[str, str, str], list[Row]] = {}
         for row in rows.read(path):
-            if row.l2 == ("warm" if warm else "cold") and not row.rest_ms:
+            if row.l2 == ("warm" if warm or row.op in MODELS else "cold") and not row.rest_ms:
                 of_file.setdefault((row.op, row.problem, row.label), []).append(row)
         for key, found in of_file.items():
             if key not in runs or _date(found) > _date(runs[key]):
@@ -116,10 +142,15 @@ def _date(found: Sequence[Row]) -> str:
 
 def _beside(published: Published, run: Sequence[Row]) -> Reproduced:
     of = {r.contender: r for r in run if r.status == "ok"}
-    peers = {peer.name for peer in workloads.get(published.op).peers if peer.judged and not is_ours(peer.name)}
+    if published.op in MODELS:
+        peers = {name for name in of if not is_ours(name)}
+    elif published.unmeasured:
+        peers = set()
+    else:
+        peers = {peer.name for peer in workloads.get(published.op).peers if peer.judged and not is_ours(peer.name)}
     timed = [r for name, r in of.items() if name in peers]
     strongest = min(timed, key=lambda r: r.median_us or float("inf"), default=None)
-    return Reproduced(published, of.get(published.peer), strongest, of.get(OURS))
+    return Reproduced(published, of.get(published.peer), strongest, of.get(published.ours))
 
 
 def picture(op: str, *, warm: bool = False) -> str:
@@ -129,7 +160,24 @@ def picture(op: str, *, warm: bool = False) -> str:
 
 def missing(lines: Iterable[Reproduced]) -> list[str]:
     """Commands that measure the missing cases."""
-    return list(dict.fromkeys(line.published.command for line in lines if line.baseline is None or line.ours is None))
+    return list(dict.fromkeys(line.published.command for line in lines if not line.measured and not line.unmeasured))
+
+
+def account(folders: Iterable[Path], *, warm: bool = False) -> list[str]:
+    """Sentences on all published rows: how many stand beside ours, wait for a run, or have no case here, and why."""
+    theirs = load()
+    seen = [reproduce(theirs, folder, warm=warm) for folder in folders]
+    best = [any(lines[i].measured for lines in seen) for i in range(len(theirs))]
+    without = [p for p in theirs if p.unmeasured]
+    found = [f"{len(theirs)} published rows: {sum(best)} beside ours here, {len(without)} that no case here reproduces"]
+    left = [p for p, measured in zip(theirs, best, strict=True) if not measured and not p.unmeasured]
+    found[0] += f", {len(left)} not measured yet"
+    for reason in dict.fromkeys(p.unmeasured for p in without):
+        mine = [p for p in without if p.unmeasured == reason]
+        found.append(f"{len(mine)} of {mine[0].system} ({mine[0].op}): {reason}")
+    for command in dict.fromkeys(p.command for p in left):
+        found.append(f"{sum(p.command == command for p in left)} wait for: {command}")
+    return found
 
 
 # ---- tables ---------------------------------------------------------------------------------------------
@@ -164,7 +212,7 @@ def reproduced_table(lines: Sequence[Reproduced], gpu: str) -> Table:
             "not published" if p.speedup is None else f"{p.speedup:.2f}",
             _us(line.baseline) + ("" if line.baseline is None else f" ({p.peer})"),
             _us(line.strongest) + strongest,
-            _us(line.ours),
+            "no case here" if line.unmeasured else _us(line.ours),
             _times(line.speedup(line.strongest)),
             _times(line.speedup(line.ours)),
         )

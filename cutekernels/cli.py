@@ -258,7 +258,8 @@ def gpus(format: As = Format.table) -> None:
 
 @app.command()
 def jobs(format: As = Format.table) -> None:
-    """List the bundled tuning jobs that `tune` takes by name."""
+    """List the bundled tuning jobs that `tune` takes by name, and the grid."""
+    from cutekernels.autotune import grid
     from cutekernels.autotune.job import bundled, bundled_text
 
     rows = []
@@ -268,6 +269,8 @@ def jobs(format: As = Format.table) -> None:
         ops = dict.fromkeys(task["op"] for task in tasks)
         count = sum(len(t.get("problems", ())) + _combinations(t.get("grid")) for t in tasks)
         rows.append({"job": name, "problems": count, "ops": " ".join(ops)})
+    count = sum(len(grid.points(family)) for family in grid.FAMILIES)
+    rows.append({"job": grid.NAME, "problems": count, "ops": " ".join(family.op for family in grid.FAMILIES)})
     terminal.write(rows, format, pipe_width=terminal.NARROW)
 
 

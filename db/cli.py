@@ -26,11 +26,13 @@ from rich.text import Text
 from cutekernels import db as database
 from cutekernels import settings, terminal
 from cutekernels.db import listing, snapshot, sqlite
+from cutekernels.db import query as query_
 from cutekernels.db.engine import file_errors
 from cutekernels.db.query import is_default, revision
 from cutekernels.db.reader import SHIPPED, TRIAL_COLUMNS, Database, Winner, diff
 from cutekernels.db.store import ImportReport, Store, replace_file
 from cutekernels.errors import CuteKernelsError, UnknownGpu, UnsupportedProblem
+from cutekernels.guests import is_guest
 from cutekernels.terminal import As, Format
 
 app = typer.Typer(
@@ -38,6 +40,14 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+class Exported(StrEnum):
+    """Form of an export."""
+
+    jsonl = "jsonl"
+    vllm = "vllm"
+    sglang = "sglang"
 
 
 class Origin(StrEnum):
@@ -199,19 +209,61 @@ def report(
 
 @app.command()
 def export(
-    file: Annotated[str, typer.Argument(help="Where to write; - for stdout.")] = "-",
+    file: Annotated[str, typer.Argument(help="Where to write; - for stdout. A folder for tables.")] = "-",
     gpu: GpuName = None,
     op: OpName = None,
     slim: Annotated[bool, typer.Option("--slim", help="What most rows share stands in the first line only.")] = False,
+    format: Annotated[
+        Exported, typer.Option(help="JSON lines; or tables of guests' winners, as an engine's loader reads them.")
+    ] = Exported.jsonl,
+    problem: Annotated[
+        str | None, typer.Option("--problem", help='Of tables: only these fields, "experts=128 k=2048".')
+    ] = None,
+    device_name: Annotated[
+        str | None, typer.Option(help="Of tables: the GPU's name as torch.cuda.get_device_name() has it.")
+    ] = None,
     db: Db = None,
 ) -> None:
-    """Write the local winners as JSON lines, each complete in itself unless --slim."""
+    """Write the local winners as JSON lines, each complete in itself unless --slim; or as tables of vLLM or SGLang."""
+    if format is not Exported.jsonl:
+        if slim or file == "-":
+            terminal.fail(f"--format {format} writes files into a folder: name it, without --slim", code=2)
+        _export_tables(Path(file), format.value, db, gpu=gpu, op=op, problem=problem, device=device_name)
+        return
+    if problem is not None or device_name is not None:
+        terminal.fail("--problem and --device-name choose tables: give --format vllm or sglang too", code=2)
     with _opened(db, needed=True) as opened:
         assert opened.store is not None
         target = sys.stdout if file == "-" else file
         count = opened.store.export(target, gpu=opened.gpu(gpu), op=opened.op(op), slim=slim)
     hint = "" if count else "; shipped ones, which every installation has, are not among them"
     terminal.say(f"{count} local winners written to {'stdout' if file == '-' else file}{hint}")
+
+
+def _export_tables(
+    folder: Path,
+    format: str,
+    db: str | None,
+    *,
+    gpu: str | None,
+    op: str | None,
+    problem: str | None,
+    device: str | None,
+) -> None:
+    from cutekernels.guests import tables
+
+    with _opened(db, needed=True) as opened:
+        assert opened.store is not None
+        asked = query_.conditions(problem or "", op or tables.ENGINES[format].guests)
+        found = opened.store.winners(gpu=opened.gpu(gpu), op=op)
+        winners = [t for t in found if query_.matches(t.op, query_.problem(t.op, t.problem), asked)]
+        made = tables.tables(format, winners, op=op, device=device)
+        with file_errors(str(folder)):
+            written = tables.write(folder, made)
+    engine = tables.ENGINES[format]
+    for table, path in zip(made, written, strict=True):
+        use = f"{engine.variable}={folder}" if table.kind == "moe" else f"copy it to {engine.linear}"
+        terminal.say(f"{len(table.rows)} batch sizes in {path}; {use}; the evidence is beside it")
 
 
 @app.command("import")
@@ -291,7 +343,7 @@ def doctor(
         broken = opened.store.broken_rows()
         winners = opened.store.winners()
         stale = [t for t in winners if revision(t.op) not in (None, t.revision)]
-        unknown = [t for t in winners if revision(t.op) is None]
+        unknown = [t for t in winners if revision(t.op) is None and not is_guest(t.op)]
         refused = opened.refused(winners)
         count = opened.store.count()
     rows.append({"what": "database", "state": "ok", "found": f"{count} trials"})

@@ -17,6 +17,7 @@ from cutekernels.db import query, snapshot, sqlite
 from cutekernels.db.store import Store
 from cutekernels.db.trial import ORIGINS, Trial
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.guests import is_guest
 from cutekernels.op import Scalar
 
 SHIPPED = "shipped"
@@ -34,7 +35,7 @@ class Winner:
         source: ``"local"`` or ``"shipped"``.
         serves: whether calls use this row.
         reason: why they do not, ``""`` where they do: another source's row precedes it, the op's revision was
-            raised since, a prediction promises too little, or calls refuse its config.
+            raised since, a prediction promises too little, calls refuse its config, or it is of a guest.
         ratio: time of the default config over this one's, with its 95 % interval.
         tflops: achieved rate, like ``gbps``; ``roofline`` is the share of what the GPU can do, at most 1.
         vendor_us: the vendor library's time in the same run, where it was measured.
@@ -147,8 +148,8 @@ class Database:
         return query.gpu_name(name, {*(row.gpu for row in self._stats()), *snapshot.shipped_gpus()})
 
     def op(self, name: str | None) -> str | None:
-        """``name``, where an op or a stored row is called so."""
-        if name is None or query.revision(name) is not None:
+        """``name``, where an op or a stored row is called so, or it is a guest's."""
+        if name is None or is_guest(name) or query.revision(name) is not None:
             return name
         return query.op_name(name, {row.op for row in (*self._stats(), *_shipped(None, None))})
 
@@ -232,6 +233,8 @@ class Database:
 
     def _why_idle(self, t: Trial, local: bool, local_wins: bool) -> str:
         """Why calls do not use a winner; ``""`` where they do."""
+        if is_guest(t.op):
+            return "it is a guest's: `db export --format` writes its table"
         revision = query.revision(t.op)
         if revision is None:
             return "this version has no such op"

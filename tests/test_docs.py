@@ -63,7 +63,7 @@ def parse(command: Any, words: list[str], parent: Any = None) -> None:
 
 @pytest.mark.parametrize("number", range(len(blocks("python"))))
 def test_python_examples_run(number: int) -> None:
-    exec(compile(blocks("python")[number], "example", "exec"), {"__name__": "example"})
+    exec(compile(blocks("python")[number], "example", "exec", dont_inherit=True), {"__name__": "example"})
 
 
 @pytest.mark.parametrize("line", commands())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -102,12 +103,30 @@ def test_ligers_classes_leave_transformers_again(model: Any, monkeypatch: pytest
         pass
 
 
+def test_norms_and_mlps_alone_are_ours(model: Any) -> None:
+    """Every norm and MLP, whose results stay; afterwards the model is as it was."""
+    ids = torch.randint(0, 256, (1, 9), generator=torch.Generator().manual_seed(0))
+    expected = model(ids).logits
+    with models.norms_and_mlps(model):
+        own = [type(m).__name__ for m in model.modules() if "forward" in vars(m)]
+        assert Counter(own) == {"Qwen3RMSNorm": 2 * 4 + 1, "Qwen3MLP": 2}, "queries and keys have norms here"
+        calls: list[str] = []
+        with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+            real = models.cutekernels.silu_mul
+            patch.setattr(models.cutekernels, "silu_mul", lambda *a: calls.append("silu_mul") or real(*a))
+            assert torch.allclose(model(ids).logits, expected, atol=1e-4)
+        assert calls == ["silu_mul"] * 2
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
 def test_the_command_line() -> None:
     runner = CliRunner()
     listed = runner.invoke(models.app, ["--model", "qwen2.5-7b", "--dry-run"])
     assert listed.exit_code == 0 and len(listed.output.splitlines()) == len(CASES)
     some = ["--match", "decode batch=1 tokens=1024", "--match", "prefill"]
     assert len(runner.invoke(models.app, ["--model", "qwen2.5-7b", "--dry-run", *some]).output.splitlines()) == 5
+    published = runner.invoke(models.app, ["--model", "qwen2.5-7b", "--published", "--dry-run"]).output.splitlines()
+    assert len(published) == 5 and all("cutekernels, norms and MLPs" in line for line in published)
     assert runner.invoke(models.app, ["--model", "qwen", "--dry-run"]).exit_code == 2
     assert runner.invoke(models.app, ["--model", "tiny", "--match", "none", "--dry-run"]).exit_code == 2
     if not torch.cuda.is_available():

@@ -15,7 +15,8 @@ from bench.published import Published
 from bench.rows import Row
 from cutekernels.ops import registry
 
-ALL = [p for op in workloads.OPS for p in published.load(op)]
+ALL = published.load()
+OF_OPS = [p for p in ALL if p.op in workloads.OPS]
 ADAMW = published.load("adamw_step")
 
 
@@ -32,8 +33,8 @@ def run(p: Published, baseline: float, strong: float, ours: float, **changes: An
 
 
 def test_every_row_is_a_fact_about_a_case_here() -> None:
-    assert len(ALL) == 122
-    for p in ALL:
+    assert (len(ALL), len(OF_OPS)) == (136, 122)
+    for p in OF_OPS:
         assert p.gpu
         assert p.baseline
         assert p.problem, "raises where no suite has the case"
@@ -42,6 +43,18 @@ def test_every_row_is_a_fact_about_a_case_here() -> None:
         assert p.speedup is None or p.speedup > 0
         assert p.peer in [peer.name for peer in workloads.get(p.op).peers]
         assert registry.get(workloads.get(p.op).poses or p.op).Problem.parse(p.problem).dtype == p.dtype
+
+
+def test_every_other_row_is_of_a_model_or_says_why_it_is_not_measured() -> None:
+    from bench import models
+
+    prompts = [p for p in ALL if p.op in published.MODELS]
+    assert [p.problem for p in prompts] == list(map(str, models.PUBLISHED)) and {p.dtype for p in prompts} == {"fp16"}
+    assert {p.op for p in prompts} <= models.CONFIGS.keys()
+    assert {name for p in prompts for name in (p.peer, p.ours)} <= models.PUBLISHED_CONTENDERS.keys()
+    others = [p for p in ALL if p not in OF_OPS and p not in prompts]
+    assert len(prompts) == 5 and len(others) == 9 and all(p.unmeasured for p in others)
+    assert not any(p.unmeasured for p in OF_OPS + prompts)
 
 
 def test_a_case_that_no_suite_has_is_named() -> None:
@@ -121,10 +134,33 @@ class TestCommand:
     def test_all_ops_and_what_is_not_measured_of_each(self, tmp_path: Path) -> None:
         result = self.run("all", "--published", "--out", str(tmp_path))
         assert result.exit_code == 0, result.output
-        for op in {p.op for p in published.load()}:
-            assert f"{op}, published by others" in " ".join(result.stdout.split()), op
+        told = " ".join(result.stdout.split())
+        for op in {p.op for p in ALL}:
+            assert f"{op}, published by others" in told, op
+        for op in {p.op for p in OF_OPS}:
             assert f"measure with: python -m bench {op} --suite" in result.stderr, op
+        assert "measure with: python -m bench models --model qwen2.5-7b --published" in result.stderr
+        assert "136 published rows: 0 beside ours here, 9 that no case here reproduces, 127 not measured yet" in told
+        assert "9 of minfer (tg-128): 128 tokens decoded on an Apple M2 Pro" in told
         assert self.run("all").exit_code == 2, "there is no suite of all ops"
+
+    def test_prompts_of_a_model_stand_beside_theirs_and_are_counted(self, tmp_path: Path) -> None:
+        from bench import models
+
+        def prompt(tokens: int, contender: str, us: float) -> Row:
+            text = f"batch=1 tokens={tokens}"
+            return Row("qwen2.5-7b", "prefill", text, text, 1.0, 0.0, contender, "ok", l2="warm", median_us=us)
+
+        first, second = (case.tokens for case in models.PUBLISHED[:2])
+        timed = [prompt(first, "transformers", 30.0), prompt(first, "cutekernels, norms and MLPs", 24.0)]
+        fast, alone = prompt(first, "cutekernels", 2.0), prompt(second, "transformers", 50.0)
+        rows.write(tmp_path / "models" / "qwen2.5-7b_published.jsonl", [*timed, fast, alone])
+        found = published.reproduce(published.load("qwen2.5-7b"), tmp_path)
+        assert [line.measured for line in found] == [True, False, False, False, False]
+        assert found[0].speedup(found[0].ours) == 1.25, "what others patched, not the whole decoder"
+        assert found[0].published.speedup == pytest.approx(19.85 / 18.03)
+        assert published.account([tmp_path])[0].startswith("136 published rows: 1 beside ours here, 9 that")
+        assert "4 wait for: python -m bench models --model qwen2.5-7b --published" in published.account([tmp_path])
 
     def test_an_op_of_which_nothing_is_published(self) -> None:
         result = self.run("moe_route", "--published")

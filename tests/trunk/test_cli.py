@@ -101,6 +101,7 @@ class TestRoot:
         jobs = {row["job"]: row for row in json.loads(run("jobs", "--format", "json").stdout)}
         assert jobs["demo"]["problems"] == 4
         assert jobs["demo"]["ops"] == "gemm silu_mul"
+        assert jobs["grid"]["problems"] > 2000 and "gemm" in jobs["grid"]["ops"].split()
         for verb in ("gpus", "jobs"):
             assert max(map(len, run(verb).stdout.splitlines())) <= 80
 

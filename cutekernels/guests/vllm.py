@@ -1,0 +1,71 @@
+"""vLLM's fused MoE and block FP8 product as guests. vLLM is imported where they are called."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from inspect import signature
+from typing import Any
+from unittest.mock import patch
+
+from cutekernels.guests.block_fp8 import BlockFp8Linear, BlockFp8Problem
+from cutekernels.guests.fused_moe import FusedMoe, FusedMoeConfig, FusedMoeProblem
+
+_MOE = "vllm.model_executor.layers.fused_moe"
+_PRODUCT = "vllm.model_executor.layers.quantization.utils.fp8_utils"
+
+
+class VllmFusedMoe(FusedMoe):
+    """``fused_experts`` of vLLM, with its ``override_config``."""
+
+    distributions = ("vllm", "triton")
+
+    def begin(self) -> None:
+        import_module(f"{_MOE}.fused_moe")
+
+    def call(self, p: FusedMoeProblem, c: FusedMoeConfig, *tensors: Any) -> None:
+        fused_experts = import_module(f"{_MOE}.fused_moe").fused_experts
+        out, x, w1, w2, weights, ids, s1, s2 = tensors
+        with import_module(_MOE).override_config(c.as_dict()):
+            out.copy_(fused_experts(x, w1, w2, weights, ids, **_quantization(p, fused_experts, s1, s2)))
+
+
+def _quantization(p: FusedMoeProblem, fused_experts: Any, s1: Any, s2: Any) -> dict[str, Any]:
+    """How this version's ``fused_experts`` is told about fp8: a config object, or flags in versions before 0.11."""
+    import torch
+
+    if not p.block_k:
+        return {}
+    shape = [p.block_n, p.block_k]
+    if "quant_config" in signature(fused_experts).parameters:
+        quant_config = import_module(f"{_MOE}.config").FusedMoEQuantConfig
+        made = quant_config.make(torch.float8_e4m3fn, w1_scale=s1, w2_scale=s2, block_shape=shape)
+        return {"quant_config": made}
+    return {"use_fp8_w8a8": True, "w1_scale": s1, "w2_scale": s2, "block_shape": shape}
+
+
+class VllmBlockFp8Linear(BlockFp8Linear):
+    """vLLM's Triton product, which takes its config from a table alone: here from one of one entry."""
+
+    distributions = ("vllm", "triton")
+
+    def begin(self) -> None:
+        import_module(_PRODUCT)
+
+    def call(self, p: BlockFp8Problem, c: FusedMoeConfig, *tensors: Any) -> None:
+        import torch
+
+        fp8_utils = import_module(_PRODUCT)
+        out, x, w, sx, sw = tensors
+        multiply = getattr(fp8_utils, "w8a8_triton_block_scaled_mm", None) or fp8_utils.w8a8_block_fp8_matmul
+        with patch.object(fp8_utils, "get_w8a8_block_fp8_configs", lambda *shape: {p.m: c.as_dict()}):
+            out.copy_(multiply(x, w, sx, sw, [p.block_n, p.block_k], torch.bfloat16))
+
+
+def fused_moe() -> FusedMoe:
+    """``cutekernels.guests.vllm:fused_moe``."""
+    return VllmFusedMoe()
+
+
+def block_fp8_linear() -> BlockFp8Linear:
+    """``cutekernels.guests.vllm:block_fp8_linear``."""
+    return VllmBlockFp8Linear()

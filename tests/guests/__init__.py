@@ -1,0 +1,1 @@
+"""Tests of guests: kernels that are not ours."""
