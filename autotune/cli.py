@@ -220,9 +220,10 @@ def _show(job: Job, gpu: str, db: str | None, limit: int | None, format: Format,
         from cutekernels.db.engine import url_of
 
         rows = outlook.planned(job, spec, outlook.stored(url_of(db)), limit, force=force)
+        columns = outlook.PLANNED
     else:
-        rows = outlook.listed(job)
-    terminal.write(rows, format, pipe_width=terminal.PIPE_WIDTH)
+        rows, columns = outlook.listed(job), outlook.LISTED
+    terminal.write(rows, format, columns if format is Format.table else ())
     left = [t for t, row in zip(job.tasks, rows, strict=True) if row.get("state") != "done"]
     cost = f"about {duration(sum(map(shards.expected_s, left)))} one task at a time on an H200"
     if spec is not None and not known.present(spec):
@@ -308,4 +309,4 @@ def _print(report: TuneReport, format: Format) -> None:
     elif format is Format.csv:
         typer.echo(report.as_csv(), nl=False)
     else:
-        terminal.show(report.as_table())
+        terminal.show(report.as_table(), terminal.NARROW)

@@ -50,6 +50,6 @@ def command(
             study = studies.study(history, space(declared, problem, spec), stored)
             best = min((t.value for t in study.get_trials(deepcopy=False) if t.value is not None), default=None)
             rows.append({"study": history.name, "trials": len(stored), "best over default": best})
-    terminal.write(rows, format, pipe_width=terminal.PIPE_WIDTH)
+    terminal.write(rows, format)
     found = place(store.url)
     terminal.say(f"{len(rows)} studies; optuna-dashboard {shown(found) if '://' in found else found}")

@@ -186,8 +186,8 @@ def explain(
         return
     table = Table.grid(padding=(0, 2))
     for name, value in rows:
-        table.add_row(Text(name, style="bold"), Text(value))
-    terminal.show(table)
+        table.add_row(Text(name, style="bold"), Text(value, overflow="fold"))
+    terminal.show(table, terminal.NARROW)
 
 
 # ---- lock ---------------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def gpus(format: As = Format.table) -> None:
         }
         for g in GPUS
     ]
-    terminal.write(rows, format, pipe_width=terminal.NARROW)
+    terminal.write(rows, format)
 
 
 @app.command()
@@ -268,7 +268,7 @@ def jobs(format: As = Format.table) -> None:
         ops = dict.fromkeys(task["op"] for task in tasks)
         count = sum(len(t.get("problems", ())) + _combinations(t.get("grid")) for t in tasks)
         rows.append({"job": name, "problems": count, "ops": " ".join(ops)})
-    terminal.write(rows, format, pipe_width=terminal.NARROW)
+    terminal.write(rows, format)
 
 
 def _combinations(grid: dict[str, Any] | None) -> int:
@@ -465,7 +465,7 @@ def _rates() -> list[Finding]:
 
 
 def _write_findings(findings: Iterable[Finding]) -> None:
-    table = Table("what", "state", "found", "remedy")
+    table = Table("what", "state", "found", "remedy", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for f in findings:
-        table.add_row(f.what, Text(f.state, style=_STYLES[f.state]), Text(f.value), Text(f.remedy))
-    terminal.show(table)
+        table.add_row(f.what, Text(f.state, style=_STYLES[f.state]), Text(f.value, overflow="fold"), Text(f.remedy))
+    terminal.show(table, terminal.NARROW)

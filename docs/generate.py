@@ -1,7 +1,7 @@
 """Pages written from the code by ``make docs``; ``tests/test_site.py`` compares them.
 
 ``command-line.md`` comes from the Typer app, ``reference.md`` from the public names in ``cutekernels/__init__.pyi``,
-and the overview in ``performance.md`` from the recorded rows.
+and ``performance.md`` and the README's table of speed from the recorded rows (``docs/measured.py``).
 """
 
 from __future__ import annotations
@@ -10,17 +10,14 @@ import ast
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any
 
 import typer
 
-from bench import plots, rows
 from cutekernels import cli
+from docs import measured
 
 DOCS = Path(__file__).parent
-MEASURED = plots.RESULTS / "h200"
-OVERVIEW = ("<!-- written by python -m docs.generate -->\n", "<!-- to here -->\n")
 
 # Titles of the reference and what stands below each, by name or by the module a name comes from.
 SECTIONS = {
@@ -109,32 +106,12 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def performance() -> str:
-    """The page with its overview of the recorded rows written anew."""
-    start, end = OVERVIEW
-    before, _, rest = (DOCS / "performance.md").read_text().partition(start)
-    _, _, after = rest.partition(end)
-    return "".join([before, start, *overview(), end, after])
-
-
-def overview() -> Iterator[str]:
-    """A line for each file of rows with peers: our speed over the fastest peer of each case."""
-    yield "| rows | cases | geometric mean | worst to best case | cases lost | date, commit |\n"
-    yield "|---|---|---|---|---|---|\n"
-    for path in sorted(MEASURED.glob("*.jsonl")):
-        found = rows.read(path)
-        ratios = list(plots.against_best_peer(found).values())
-        if ratios:
-            mean = geometric_mean(ratios)
-            lost = sum(ratio < 1 for ratio in ratios)
-            stamp, sign = found[0].stamp, plots.OF_WARPS if plots.by_warps(found) else ""
-            yield (
-                f"| `{path.stem}`{sign} | {len(ratios)} | {mean:.2f} | {min(ratios):.2f} to {max(ratios):.2f} | {lost} "
-                f"| {stamp['date'][:10]}, {stamp['commit'][:7]} |\n"
-            )
-
-
-PAGES = {"command-line.md": command_line, "reference.md": reference, "performance.md": performance}
+PAGES = {
+    "command-line.md": command_line,
+    "reference.md": reference,
+    "performance.md": measured.performance,
+    "../README.md": lambda: measured.readme(DOCS.parent / "README.md"),
+}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -20,8 +21,10 @@ from tests.test_floors import FLOORS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-README_LINES = 150
+README_LINES = 170
+WIDTH = 110  # columns of prose; tables and the lines of generated pages may be longer
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
+NOTES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "notes").glob("*.md"))
 HISTORY = ("DECISIONS.md", "CHANGELOG.md")
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *HISTORY, *PAGES)
 
@@ -61,9 +64,21 @@ def parse(command: Any, words: list[str], parent: Any = None) -> None:
         parse(found, [name, *rest], context)
 
 
-@pytest.mark.parametrize("number", range(len(blocks("python"))))
-def test_python_examples_run(number: int) -> None:
-    exec(compile(blocks("python")[number], "example", "exec"), {"__name__": "example"})
+def examples() -> list[tuple[str, str]]:
+    """Each Python block, and the text block behind it, which is what it prints."""
+    text = "\n".join((ROOT / name).read_text() for name in ("README.md", *PAGES))
+    found = re.findall(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", text, re.MULTILINE | re.DOTALL)
+    assert len(found) == len(blocks("python"))
+    return found
+
+
+@pytest.mark.parametrize("number", range(len(examples())))
+def test_python_examples_run_and_print_what_stands_below(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    code, expected = examples()[number]
+    exec(compile(code, "example", "exec"), {"__name__": "example"})
+    printed = capsys.readouterr().out
+    for line in expected.splitlines():
+        assert line in printed.splitlines(), f"{line!r} is not printed:\n{printed}"
 
 
 @pytest.mark.parametrize("line", commands())
@@ -117,6 +132,23 @@ def test_output_in_the_readme_is_what_the_command_prints() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= README_LINES
+
+
+@pytest.mark.parametrize("name", sorted({*DOCUMENTS, "SECURITY.md", *NOTES}))
+def test_lines_are_short_but_in_tables(name: str) -> None:
+    lines = (ROOT / name).read_text().splitlines()
+    assert [line for line in lines if len(line) > WIDTH and not line.startswith("|")] == []
+
+
+def test_the_readme_counts_the_winners_that_are_shipped() -> None:
+    from cutekernels.db import open as opened
+
+    names = {"h200": "| H200 |", "h100-sxm": "| H100 SXM |", "rtx5090": "| RTX 5090"}
+    with opened() as database:
+        counts = Counter(w.gpu for w in database.winners() if w.source == "shipped")
+    for gpu, count in counts.items():
+        row = next(line for line in README.splitlines() if line.startswith(names[gpu]))
+        assert re.search(rf"\| {count}\b", row), f"{count} winners of the {gpu} are shipped: {row}"
 
 
 def test_every_public_function_is_in_the_readme() -> None:
