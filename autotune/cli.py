@@ -87,7 +87,7 @@ def command(
 ) -> None:
     """Tune a job's problems for one GPU, or for those of a fleet, and store the winners in the database.
 
-    Where the GPU is present, candidates are measured on it; else they are compiled, ranked by a model, and predicted.
+    Where the GPU is present, candidates are measured on it; else they are compiled and ranked by a model.
 
     An interrupted run resumes when started again.
     """

@@ -22,7 +22,7 @@ def command(
 ) -> None:
     """Write the Optuna study of each measured task from its rows, and say where optuna-dashboard finds them.
 
-    A run keeps the studies of its own tasks; this brings back those of earlier runs, or of a journal that was removed.
+    A run keeps the studies of its own tasks; this brings back those of earlier runs or of a removed journal.
     """
     from cutekernels import gpu as gpus
     from cutekernels.autotune.history import TaskHistory

@@ -59,20 +59,20 @@ MODEL_WAYS = {  # contenders of a model, and their columns
 HOW = """\
 # Performance
 
-Each table compares `cutekernels` with the fastest correct peer of the same case. A ratio is the peer's time over
-ours: above 1 we are faster. Tables list the slowest ratio first.
+Each table compares cutekernels with the fastest correct peer of the same case. A ratio is the peer's time over
+ours: above 1 cutekernels is faster. Tables list the lowest ratio first.
 
 How it is measured:
 
-- All contenders of a case run interleaved, in rounds of a captured CUDA graph; a time is the median over rounds.
+- All contenders of a case run in turn, in rounds of a captured CUDA graph; a time is the median over rounds.
 - Inputs rotate through three times the L2 cache, so that they come from DRAM (`_warm`: one set of inputs).
-- The load is sustained, so that large products run at the clock that power allows (`_rested`: a pause per sample).
-- Each result is checked against fp64; each contender writes to memory of its own.
+- The load is sustained, so large products run at the clock that power allows (`_rested`: rest before a sample).
+- Each result is checked against fp64, and each contender writes to memory of its own.
 - Configs are what a call takes: shipped winners where there are some, else defaults.
-- Peers: cuBLAS and cuDNN of torch 2.11, FlashAttention-2 of torch, FlashAttention-4, Liger, QuACK, torch.compile.
-- † marks suites of the warp-MMA kernels: what GPUs without warpgroup MMA run, timed on an H200.
-- Each row has its card, date and commit; `python -m bench OP --suite SUITE` repeats it on your GPU, and
-  `python -m bench OP --published` sets it beside what others published.
+- Peers: cuBLAS, cuDNN and FlashAttention-2 of torch 2.11, FlashAttention-4, Liger, QuACK, torch.compile.
+- † marks suites of the warp-MMA kernels, which GPUs without warpgroup MMA run, timed on an H200.
+- Each row has its card, date and commit. `python -m bench OP --suite SUITE` repeats a suite on your GPU, and
+  `python -m bench OP --published` sets recorded rows beside what others published.
 """
 
 

@@ -124,7 +124,7 @@ def test_output_in_the_readme_is_what_the_command_prints() -> None:
     ]
     assert pairs
     for line, expected in pairs:
-        result = CliRunner().invoke(cli.app, shlex.split(line)[1:])
+        result = CliRunner().invoke(cli.app, shlex.split(line, comments=True)[1:])
         assert result.exit_code == 0, result.output
         printed = [text.split() for text in result.stdout.splitlines()]
         assert all(text.split() in printed for text in expected.splitlines()), f"{line} prints\n{result.stdout}"
