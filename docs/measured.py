@@ -59,14 +59,14 @@ MODEL_WAYS = {  # contenders of a model, and their columns
 HOW = """\
 # Performance
 
-Each table compares cutekernels with the fastest correct peer of the same case. A ratio is the peer's time over
-ours: above 1 cutekernels is faster. Tables list the lowest ratio first.
+Each table compares cutekernels with the fastest correct peer of the same case. A ratio is the peer's time
+over ours: above 1 cutekernels is faster. Tables list the lowest ratio first.
 
 How it is measured:
 
 - All contenders of a case run in turn, in rounds of a captured CUDA graph; a time is the median over rounds.
 - Inputs rotate through three times the L2 cache, so that they come from DRAM (`_warm`: one set of inputs).
-- The load is sustained, so large products run at the clock that power allows (`_rested`: rest before a sample).
+- The load is sustained, so large products run at the clock that power allows (`_rested`: pauses in between).
 - Each result is checked against fp64, and each contender writes to memory of its own.
 - Configs are what a call takes: shipped winners where there are some, else defaults.
 - Peers: cuBLAS, cuDNN and FlashAttention-2 of torch 2.11, FlashAttention-4, Liger, QuACK, torch.compile.
