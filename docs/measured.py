@@ -177,9 +177,9 @@ def performance() -> str:
             for name, cards in suites(starts).items()
             if not (others and name.startswith(tuple(others))) and not name.endswith("_warm")
         }
-        table = _family(found)
-        if table:
-            parts += [f"## {title}\n", table]
+        tables = [table for name, cards in found.items() if (table := _suite(name, cards))]
+        if tables:
+            parts += [f"## {title}\n", *tables]
     parts += ["## Models\n", _models(), "## Host time of a call\n", _host()]
     return "\n".join(parts)
 
@@ -192,8 +192,7 @@ def _pictures() -> Iterator[str]:
 
 
 def _overview() -> str:
-    heads = ("suite", "card", "cases", "mean", "worst", "best", "lost", "date, commit")
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines = ["| suite | card | mean | worst to best | cases, lost |", "|---|---|---|---|---|"]
     starts = [start for each in FAMILIES.values() for start in each]
     for name, cards in suites(starts).items():
         for card, rows in cards.items():
@@ -201,10 +200,9 @@ def _overview() -> str:
             if found:
                 ratios = [case.ratio for case in found]
                 sign = plots.OF_WARPS if plots.by_warps(rows) else ""
-                lost = sum(ratio < 1 for ratio in ratios)
                 lines.append(
-                    f"| `{name}`{sign} | {CARDS[card]} | {len(found)} | {geometric_mean(ratios):.2f} "
-                    f"| {ratios[0]:.2f} | {ratios[-1]:.2f} | {lost} | {_when(found[0].stamp)} |"
+                    f"| `{name}`{sign} | {CARDS[card]} | {geometric_mean(ratios):.2f} | {ratios[0]:.2f} to "
+                    f"{ratios[-1]:.2f} | {len(found)}, {sum(ratio < 1 for ratio in ratios)} |"
                 )
     return "\n".join(lines) + "\n"
 
@@ -213,21 +211,30 @@ def _when(stamp: dict[str, str]) -> str:
     return f"{stamp['date'][:10]}, {stamp['commit'][:7]}"
 
 
-def _family(found: dict[str, dict[str, list[Row]]]) -> str:
-    by_card = {name: {card: cases(rows) for card, rows in cards.items()} for name, cards in found.items()}
-    cards = [card for card in CARDS if any(each.get(card) for each in by_card.values())]
-    if not cards:
+def _suite(name: str, cards: dict[str, list[Row]]) -> str:
+    """A suite's caption and cases, the cards side by side; empty where nobody else was timed."""
+    by_card = {card: found for card, rows in cards.items() if (found := cases(rows))}
+    if not by_card:
         return ""
-    head = [f"{CARDS[c]}: ours, µs | peer | ratio" for c in cards]
-    lines = [f"| suite, case | {' | '.join(head)} |", "|---|" + "---|---|---|" * len(cards)]
-    for name, each in by_card.items():
-        sign = plots.OF_WARPS if any(plots.by_warps(rows) for rows in found[name].values()) else ""
-        for label in _shown(each):
-            cells = [f"`{name}`{sign}: {label.replace(' | ', ', ')}"]
-            for card in cards:
-                case = next((case for case in each.get(card, ()) if case.label == label), None)
-                cells += ["", "", ""] if case is None else [_time(case.ours_us), _peer(case), f"{case.ratio:.2f}"]
-            lines.append("| " + " | ".join(cells) + " |")
+    sign = plots.OF_WARPS if any(plots.by_warps(rows) for rows in cards.values()) else ""
+    taken = "; ".join(f"{CARDS[card]}, {_when(found[0].stamp)}" for card, found in by_card.items())
+    labels, count = _shown(by_card), len({case.label for found in by_card.values() for case in found})
+    some = f"; {len(labels)} of {count} cases" if len(labels) < count else ""
+    several = len(by_card) > 1
+    heads = [f"{CARDS[card]}: ours; peer, µs | ratio" if several else "ours, µs | peer, µs | ratio" for card in by_card]
+    lines = [f"**`{name}`**{sign} ({taken}{some})", "", f"| case | {' | '.join(heads)} |"]
+    lines.append("|---" * (1 + " | ".join(heads).count("|") + 1) + "|")
+    for label in labels:
+        cells = [label.replace(" | ", ", ")]
+        for found in by_card.values():
+            case = next((case for case in found if case.label == label), None)
+            if case is None:
+                cells += [""] * (2 if several else 3)
+            elif several:
+                cells += [f"{_time(case.ours_us)}; {_peer(case)}", f"{case.ratio:.2f}"]
+            else:
+                cells += [_time(case.ours_us), _peer(case), f"{case.ratio:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -247,7 +254,7 @@ def _time(us: float) -> str:
 
 
 def _peer(case: Case) -> str:
-    return f"{_time(case.peer_us)}, {case.peer}"
+    return f"{_time(case.peer_us)} {case.peer}"
 
 
 def _models() -> str:
@@ -256,22 +263,25 @@ def _models() -> str:
         "Random weights, bf16, milliseconds: a step with 1024 tokens in the cache, or a prompt. transformers has a\n"
         '`StaticCache` and is compiled with `mode="reduce-overhead"`. Eager times depend on the host.\n'
     )
-    heads = ("model, case", "card", *MODEL_WAYS.values(), "GiB", "date, commit")
-    lines = [intro, f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    parts = [intro]
     for card in CARDS:
         for path in sorted((plots.RESULTS / card / "models").glob("*.jsonl")):
             by_case: dict[tuple[str, str], dict[str, Row]] = {}
             for row in read(path):
                 if row.median_us is not None:
                     by_case.setdefault((row.suite, row.label), {})[row.contender] = row
+            ours = [timed[OURS] for timed in by_case.values()]
+            taken = ", ".join(dict.fromkeys(_when(row.stamp) for row in ours))
+            memory = min(row.memory_gib for row in ours if row.memory_gib is not None)
+            parts.append(f"**{path.stem}** ({CARDS[card]}, {taken}; from {memory:.1f} GiB of GPU memory)\n")
+            lines = [f"| case | {' | '.join(MODEL_WAYS.values())} |", "|---" * (1 + len(MODEL_WAYS)) + "|"]
             for (suite, label), timed in by_case.items():
-                batch, tokens = label.split()
-                case = f"{path.stem}, step, {batch}" if suite == "decode" else f"{path.stem}, prompt, {tokens}"
+                batch, tokens = (word.split("=")[1] for word in label.split())
+                case = f"step, batch {batch}" if suite == "decode" else f"prompt of {tokens}"
                 cells = [f"{_us(timed[name]) / 1e3:.3g}" if name in timed else "" for name in MODEL_WAYS]
-                ours = timed[OURS]
-                cells += [f"{ours.memory_gib:.1f}", _when(ours.stamp)]
-                lines.append(f"| {' | '.join([case, CARDS[card], *cells])} |")
-    return "\n".join(lines) + "\n"
+                lines.append(f"| {' | '.join([case, *cells])} |")
+            parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
 
 
 def _host() -> str:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 README_LINES = 170
 WIDTH = 110  # columns of prose; tables and the lines of generated pages may be longer
-PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
+PAGES = sorted(str(path.relative_to(ROOT)) for path in (*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "guides").glob("*.md")))
 NOTES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "notes").glob("*.md"))
 HISTORY = ("DECISIONS.md", "CHANGELOG.md")
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *HISTORY, *PAGES)
@@ -200,4 +200,4 @@ def test_decisions_are_short_and_dated() -> None:
 def test_the_changelog_has_a_line_a_change() -> None:
     lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
     assert len(lines) <= 120
-    assert [line for line in lines if line.startswith("## ")][0].startswith("## 0.3.0")
+    assert next(line for line in lines if line.startswith("## ")).startswith("## 0.3.0")
