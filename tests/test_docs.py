@@ -23,8 +23,10 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 README_LINES = 170
 WIDTH = 110  # columns of prose; tables and the lines of generated pages may be longer
-PAGES = sorted(str(path.relative_to(ROOT)) for path in (*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "guides").glob("*.md")))
-NOTES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "notes").glob("*.md"))
+PAGES = sorted(
+    str(path.relative_to(ROOT)) for path in (*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "guides").glob("*.md"))
+)
+NOTES = sorted(str(path.relative_to(ROOT)) for path in DOCS.glob("notes/*.md"))
 HISTORY = ("DECISIONS.md", "CHANGELOG.md")
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *HISTORY, *PAGES)
 
