@@ -23,9 +23,8 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 README_LINES = 170
 WIDTH = 110  # columns of prose; tables and the lines of generated pages may be longer
-PAGES = sorted(
-    str(path.relative_to(ROOT)) for path in (*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "guides").glob("*.md"))
-)
+DOCS = ROOT / "docs"
+PAGES = sorted(str(path.relative_to(ROOT)) for path in (*DOCS.glob("*.md"), *DOCS.glob("guides/*.md")))
 NOTES = sorted(str(path.relative_to(ROOT)) for path in DOCS.glob("notes/*.md"))
 HISTORY = ("DECISIONS.md", "CHANGELOG.md")
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *HISTORY, *PAGES)
@@ -203,3 +202,12 @@ def test_the_changelog_has_a_line_a_change() -> None:
     lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
     assert len(lines) <= 120
     assert next(line for line in lines if line.startswith("## ")).startswith("## 0.3.0")
+
+
+def test_notes_that_the_code_names_are_there() -> None:
+    for folder in ("cutekernels", "autotune", "db", "bench", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for name, anchor in re.findall(r"(docs/[\w/]+\.md)#?([\w-]*)", path.read_text()):
+                note = ROOT / name
+                assert note.is_file(), f"{path} names {name}"
+                assert not anchor or anchor in anchors(note.read_text()), f"{path} names {name}#{anchor}"
