@@ -15,11 +15,13 @@ from typing import Any
 import typer
 
 from cutekernels import cli
+from cutekernels.ops import registry
 from docs import measured
 
 DOCS = Path(__file__).parent
 
-# Titles of the reference and what stands below each, by name or by the module a name comes from.
+# Titles of the reference and what stands below each, by name or by the module a name comes from. A family of ops that
+# no title names has a section of its own.
 SECTIONS = {
     "Matrix products": ("ops.gemm", "ops.norm_linear"),
     "Attention": ("ops.attention", "kv_cache", "sdpa"),
@@ -66,7 +68,9 @@ def reference() -> str:
     about = "Public functions and classes, from their docstrings. [The ops](ops.md) is the guide."
     lines = ["# Reference", "", about, ""]
     left = public_names()
-    for title, places in SECTIONS.items():
+    placed = {place for places in SECTIONS.values() for place in places}
+    further = {f.replace("_", " ").capitalize(): (f"ops.{f}",) for f in registry.FAMILIES if f"ops.{f}" not in placed}
+    for title, places in (SECTIONS | further).items():
         prefixes = tuple(f"cutekernels.{place}." for place in places)
         here = {name: path for name, path in sorted(left.items()) if path.startswith(prefixes)}
         lines += [f"## {title}", ""] if here else []
