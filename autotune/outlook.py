@@ -15,8 +15,8 @@ from cutekernels.gpu import GpuSpec
 if TYPE_CHECKING:
     from cutekernels.db.store import Store
 
-LISTED = ("op", "problem", "trials", "expected_s")  # columns of the tables, which fit into 80
-PLANNED = ("op", "problem", "state", "stored", "to_do", "winner")
+LISTED: tuple[str, ...] = ("op", "problem", "trials", "expected_s")  # columns of the tables, which fit into 80
+PLANNED: tuple[str, ...] = ("op", "problem", "state", "stored", "to_do", "winner")
 
 
 def listed(job: Job) -> list[dict[str, Any]]:
