@@ -7,6 +7,7 @@ and ``performance.md`` and the README's table of speed from the recorded rows (`
 from __future__ import annotations
 
 import ast
+import html
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,8 +103,14 @@ def command_line() -> str:
         rows = [record for p in command.get_params(context) if (record := p.get_help_record(context))]
         rows = [(name, text) for name, text in rows if not name.startswith(COMMON)]
         if rows:
-            lines += ["| | |", "|---|---|", *(f"| `{_cell(name)}` | {_cell(text)} |" for name, text in rows), ""]
+            lines += ["| | |", "|---|---|", *(f"| {_code(name)} | {_cell(text)} |" for name, text in rows), ""]
     return "\n".join(lines)
+
+
+def _code(text: str) -> str:
+    """``text`` as code in a table, where a bar would end the cell and Python-Markdown shows an escaped one as it is."""
+    text = " ".join(text.split())
+    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
 
 
 def _cell(text: str) -> str:
