@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import cutekernels
 from cutekernels import cli
+from cutekernels.autotune import job
 from tests.test_floors import FLOORS, OWN_FLOOR
 
 ROOT = Path(__file__).parents[1]
@@ -118,18 +119,30 @@ def test_every_verb_has_an_example() -> None:
         assert re.search(rf"^cutekernels {' '.join(path)}\b", shown, re.MULTILINE), f"no example of {' '.join(path)}"
 
 
-def test_output_in_the_readme_is_what_the_command_prints() -> None:
-    """Lines of a console block that are no command stand in the output of the command above them."""
-    shown = [block.split("$ ")[1:] for block in re.findall(r"^```console\n(.*?)^```", README, re.MULTILINE | re.DOTALL)]
-    pairs = [
-        (line, rest) for block in shown for line, _, rest in (part.partition("\n") for part in block) if rest.strip()
-    ]
-    assert pairs
-    for line, expected in pairs:
-        result = CliRunner().invoke(cli.app, shlex.split(line, comments=True)[1:])
-        assert result.exit_code == 0, result.output
-        printed = [text.split() for text in result.stdout.splitlines()]
-        assert all(text.split() in printed for text in expected.splitlines()), f"{line} prints\n{result.stdout}"
+def shown() -> list[tuple[str, str]]:
+    """Commands of console blocks and what stands below them, where anything does."""
+    parts = [part for block in blocks("console") for part in block.split("$ ")[1:]]
+    return [(line, rest) for line, _, rest in (part.partition("\n") for part in parts) if rest.strip()]
+
+
+@pytest.mark.parametrize(("line", "expected"), shown())
+def test_output_on_a_page_is_what_the_command_prints(line: str, expected: str) -> None:
+    result = CliRunner().invoke(cli.app, shlex.split(line, comments=True)[1:])
+    assert result.exit_code == 0, result.output
+    printed = [text.split() for text in result.stdout.splitlines()]
+    assert all(text.split() in printed for text in expected.splitlines()), f"{line} prints\n{result.stdout}"
+
+
+def test_the_readme_shows_output_of_each_use() -> None:
+    for verb in ("tune", "db query", "explain"):
+        assert any(line.startswith(f"cutekernels {verb}") and line in README for line, _ in shown()), verb
+
+
+@pytest.mark.parametrize("number", range(len(blocks("toml"))))
+def test_job_files_on_pages_are_jobs(number: int, tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(blocks("toml")[number])
+    assert job.load(str(path)).tasks
 
 
 def test_the_readme_is_short() -> None:
@@ -171,9 +184,9 @@ def test_every_room_is_in_the_architecture_from_the_top_floor_down() -> None:
 
 
 def test_every_bundled_job_is_in_the_readme() -> None:
-    for job in (ROOT / "autotune" / "jobs").glob("*.toml"):
-        assert f"`{job.stem}`" in README
-        assert tomllib.loads(job.read_text())["name"] == job.stem
+    for path in (ROOT / "autotune" / "jobs").glob("*.toml"):
+        assert f"`{path.stem}`" in README
+        assert tomllib.loads(path.read_text())["name"] == path.stem
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

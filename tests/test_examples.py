@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted(path for path in ROOT.glob("examples/*.py") if "prints" in path.read_text())
 FIGURE = re.compile(r"-?\d[\d.]*(?:e[+-]?\d+)?")
 
 
@@ -41,5 +42,5 @@ def test_examples_print_what_they_promise(
 
 
 def test_there_are_some_and_another_output_would_be_seen() -> None:
-    assert 6 <= len(EXAMPLES) <= 8
+    assert len(EXAMPLES) >= 6
     assert shape("loss 0.5 -> 0.25\n[1, 2, 3]") == shape("loss 1e-3 ->  7\n[4]") != shape("loss 0.5\n[4]")
