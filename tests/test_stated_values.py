@@ -42,6 +42,8 @@ TABLES = [
     "gpus",
     "jobs",
     "doctor",
+    "bench attention --dry-run",
+    "bench gemm --suite alphabeta --dry-run",
     "tune demo --list",
     "tune llama-3-8b --op rope --dry-run --gpu rtx5090",
     "calibrate --dry-run --gpu l40s",
