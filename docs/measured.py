@@ -5,6 +5,7 @@ Every number comes from ``bench/results``; ``python -m docs.generate`` writes th
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ PEERS = {  # names of contenders as readers know them
     "torch AdamW(fused)": "torch's fused AdamW",
     "torch AdamW(foreach)": "torch's foreach AdamW",
 }
+WIDTH = 110  # columns of prose
 WHOLE = 8  # cases of a suite that are all shown; of a larger one the worst three, the median and the best
 NO_PEERS = ("naive",)
 
@@ -37,6 +39,14 @@ FAMILIES = {
     "Norms": ("rms_norm", "add_rms_norm", "layer_norm"),
     "Gates, rotary embedding, embedding": ("silu_mul", "gelu_mul", "bias_gelu", "swiglu", "rope", "embedding"),
     "Sampling and optimizer": ("sample_filter", "adamw_step"),
+}
+NOTES = {  # what a reader of a suite's rows should know
+    "decode_attention_decode": "The cases of one sequence with 28/4 heads ran winners from before clusters, which no "
+    "longer ship; today's defaults are faster.",
+    "gemm_decode": "Taken before three mechanisms that gained 0.1 to 0.5 % were deleted; not timed again.",
+    "moe_ffn_layers": "H200: one set of experts, of which few tokens find a part in the L2. H100: experts rotate, so "
+    "that they come from DRAM.",
+    "rms_norm_linear": "Taken before three mechanisms that gained 0.1 to 0.5 % were deleted; not timed again.",
 }
 # Rows of the README: what, file names (of all cards), or a model and a suite of its rows.
 SPEED: dict[str, tuple[str, ...]] = {
@@ -235,7 +245,8 @@ def _suite(name: str, cards: dict[str, list[Row]]) -> str:
             else:
                 cells += [_time(case.ours_us), _peer(case), f"{case.ratio:.2f}"]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    note = next((text for start, text in NOTES.items() if name.startswith(start)), "")
+    return "\n".join([*lines, *(["", *textwrap.wrap(note, WIDTH)] if note else [])]) + "\n"
 
 
 def _shown(each: dict[str, list[Case]]) -> list[str]:
