@@ -191,6 +191,41 @@ def test_the_wheel_alone_calls_queries_and_tunes(built: tuple[list[str], Path], 
     assert "predicted" in run("-m", "cutekernels", "db", "query", "--local", "--format", "csv")
 
 
+QUERYING = ("typer", "rich", "sqlalchemy", "alembic", "filelock")  # docs/quickstart.md, "Only to query"
+BLOCKED = """
+import importlib.abc, sys
+
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in BLOCKED_NAMES:
+            raise ImportError(f"{name} is not installed here")
+
+sys.meta_path.insert(0, Blocked())
+from cutekernels.cli import main
+main()
+"""
+
+
+def test_queries_need_few_packages(tmp_path: Path) -> None:
+    assert f"pip install {' '.join(QUERYING)}\n" in (ROOT / "docs/quickstart.md").read_text()
+    others = {name_of(requirement) for requirement in PROJECT["dependencies"]} - set(QUERYING)
+    blocked = {module for name in others for module in MODULES.get(name, {name})} | {"numpy", "transformers", "pandas"}
+    assert "torch" in blocked and "optuna" in blocked
+    code = BLOCKED.replace("BLOCKED_NAMES", repr(blocked))
+    for words in (
+        ["db", "query", "--gpu", "h200", "--limit", "1"],
+        ["explain", "gemm", "m=16 n=4096 k=4096", "--gpu", "h200"],
+        ["db", "import", str(ROOT / "db/shipped/rtx5090.jsonl")],
+        ["db", "export", str(tmp_path / "winners.jsonl"), "--gpu", "rtx5090"],
+        ["gpus"],
+        ["jobs"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, cwd=tmp_path
+        )
+        assert done.returncode == 0, f"{words}: {done.stderr[-1000:]}"
+
+
 def test_calling_a_kernel_loads_no_database_and_no_tuner() -> None:
     code = (
         "import sys, torch, cutekernels as ck\n"
