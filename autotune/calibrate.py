@@ -26,8 +26,10 @@ UNITS = {
     "_bytes_per_us": "bytes/us",
     "_flops_per_us": "flops/us",
     "_us": "us",
-    "_share": "of the data sheet",
+    "_share": "of data sheet",
 }
+PLANNED = ("rate", "unit", "scaled", "h200_reading", "what")  # columns of the tables, which fit into 80
+MEASURED = ("rate", "unit", "scaled", "reading", "calibrated", "note")
 
 
 @app.command("calibrate")
@@ -44,7 +46,7 @@ def command(
     try:
         spec = _spec(gpu, dry_run=dry_run)
         if dry_run:
-            _write([_row(spec, probe) for probe in _probes(spec)], format)
+            _write([_row(spec, probe) for probe in _probes(spec)], format, PLANNED)
             return
         from cutekernels.autotune.probes import Lab
         from cutekernels.db.store import Store
@@ -56,7 +58,7 @@ def command(
         terminal.fail(str(error), code=2)
     except CuteKernelsError as error:
         terminal.fail(str(error))
-    _write([{name: value for name, value in row.items() if name != "row"} for row in rows], format)
+    _write([{name: value for name, value in row.items() if name != "row"} for row in rows], format, MEASURED)
     stored = sum("row" in row for row in rows)
     terminal.say(f"{stored} of {len(rows)} rates of {spec.name} are stored; `cutekernels doctor` shows them all")
     raise typer.Exit(0 if stored else 1)
@@ -137,8 +139,8 @@ def _row(spec: GpuSpec, probe: Any) -> dict[str, Any]:
 
     scaled = getattr(rates.scaled(spec), probe.rate)
     shown = {"rate": probe.rate, "unit": unit_of(probe.rate), "scaled": scaled, "calibrated": None, "reading": None}
-    return shown | {"reading of an h200": ON_H200.get(probe.rate), "what": probe.what, "note": ""}
+    return shown | {"h200_reading": ON_H200.get(probe.rate), "what": probe.what, "note": ""}
 
 
-def _write(rows: list[dict[str, Any]], format: Format) -> None:
-    terminal.write(rows, format, pipe_width=terminal.PIPE_WIDTH)
+def _write(rows: list[dict[str, Any]], format: Format, columns: tuple[str, ...]) -> None:
+    terminal.write(rows, format, columns if format is Format.table else ())

@@ -94,7 +94,7 @@ def command(
 ) -> None:
     """Tune a job's problems for one GPU, or for those of a fleet, and store the winners in the database.
 
-    Where the GPU is present, candidates are measured on it; else they are compiled, ranked by a model, and predicted.
+    Where the GPU is present, candidates are measured on it; else they are compiled and ranked by a model.
 
     An interrupted run resumes when started again. `tune grid` takes the problems that remove most expected regret.
     """
@@ -256,9 +256,10 @@ def _show(job: Job, gpu: str, db: str | None, limit: int | None, format: Format,
         from cutekernels.db.engine import url_of
 
         rows = outlook.planned(job, spec, outlook.stored(url_of(db)), limit, force=force)
+        columns = outlook.PLANNED
     else:
-        rows = outlook.listed(job)
-    terminal.write(rows, format, pipe_width=terminal.PIPE_WIDTH)
+        rows, columns = outlook.listed(job), outlook.LISTED
+    terminal.write(rows, format, columns if format is Format.table else ())
     left = [t for t, row in zip(job.tasks, rows, strict=True) if row.get("state") != "done"]
     cost = f"about {duration(sum(map(shards.expected_s, left)))} one task at a time on an H200"
     if spec is not None and not known.present(spec):
@@ -344,4 +345,4 @@ def _print(report: TuneReport, format: Format) -> None:
     elif format is Format.csv:
         typer.echo(report.as_csv(), nl=False)
     else:
-        terminal.show(report.as_table())
+        terminal.show(report.as_table(), terminal.NARROW)

@@ -15,6 +15,9 @@ from cutekernels.gpu import GpuSpec
 if TYPE_CHECKING:
     from cutekernels.db.store import Store
 
+LISTED: tuple[str, ...] = ("op", "problem", "trials", "expected_s")  # columns of the tables, which fit into 80
+PLANNED: tuple[str, ...] = ("op", "problem", "state", "stored", "to_do", "winner")
+
 
 def listed(job: Job) -> list[dict[str, Any]]:
     """The job's tasks, with the seconds each is expected to take on one GPU."""

@@ -111,7 +111,7 @@ class TuneReport:
         from rich.table import Table
 
         several = len({task.gpu for task in self.tasks}) > 1
-        table = Table(title=self.headline(), title_justify="left", show_lines=True)
+        table = Table(title=self.headline(), title_justify="left", box=None, pad_edge=False, padding=(0, 2, 1, 0))
         table.add_column("problem and winner", overflow="fold")
         table.add_column("us", justify="right")
         compared = self.origin == "measured"

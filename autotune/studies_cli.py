@@ -22,7 +22,7 @@ def command(
 ) -> None:
     """Write the Optuna study of each measured task from its rows, and say where optuna-dashboard finds them.
 
-    A run keeps the studies of its own tasks; this brings back those of earlier runs, or of a journal that was removed.
+    A run keeps the studies of its own tasks; this brings back those of earlier runs or of a removed journal.
     """
     from cutekernels import gpu as gpus
     from cutekernels.autotune.history import TaskHistory
@@ -54,6 +54,6 @@ def command(
             study = studies.study(history, space(declared, problem, spec), stored)
             best = min((t.value for t in study.get_trials(deepcopy=False) if t.value is not None), default=None)
             rows.append({"study": history.name, "trials": len(stored), "best over default": best})
-    terminal.write(rows, format, pipe_width=terminal.PIPE_WIDTH)
+    terminal.write(rows, format)
     found = place(store.url)
     terminal.say(f"{len(rows)} studies; optuna-dashboard {shown(found) if '://' in found else found}")

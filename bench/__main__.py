@@ -282,14 +282,14 @@ def _conditions(row: Row) -> str:
 
 
 def _list(cases: list[Case], alone: bool) -> None:
-    shown = Table("op", "case", "problem", "alpha", "beta", "contenders")
+    """Cases to stdout in 80 columns, contenders to stderr: they are the same for all but for streaming kernels."""
+    rows = [{"case": c.label, "problem": c.problem, "alpha": c.alpha, "beta": c.beta} for c in cases]
+    scaled = any((case.alpha, case.beta) != (1.0, 0.0) for case in cases)
+    terminal.write(rows, terminal.Format.table, ("case", "problem", *(("alpha", "beta") if scaled else ())))
     workload = workloads.get(cases[0].op)
-    for case in cases:
-        streams = [] if workload.streams is None else ["streaming {}:{}".format(*workload.streams(case))]
-        peers = [] if alone else [*(peer.name for peer in workload.peers), *streams]
-        names = ", ".join([*peers, "cutekernels"])
-        shown.add_row(case.op, case.label, case.problem, f"{case.alpha:g}", f"{case.beta:g}", names)
-    terminal.show(shown)
+    streams = [] if workload.streams is None else ["streaming {}:{}".format(*workload.streams(cases[0]))]
+    peers = [] if alone else [*(peer.name for peer in workload.peers), *streams]
+    terminal.say(f"{cases[0].op}, {len(cases)} cases: {', '.join([*peers, 'cutekernels'])}")
 
 
 def _progress(talk: Console, rows: list[Row]) -> None:

@@ -1,7 +1,7 @@
 """The order in which the tuner tried configs before Optuna's samplers did, for ``bench replay`` to compare them with.
 
 Seeds, then the largest expected improvement of a Gaussian process over all valid configs. It is kept until sweeps of
-whole spaces are recorded, which decide whether it comes back as a sampler of the study (``DECISIONS.md``, 2026-11-26).
+whole spaces are recorded, which decide whether it comes back as a sampler of the study (``DECISIONS.md``).
 
 A value is the logarithm of time over the default's time. The process models what the analytical model's estimate,
 scaled to the values seen, leaves unexplained: its inputs are the knobs' positions in their lists of values, and one

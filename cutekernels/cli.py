@@ -186,8 +186,8 @@ def explain(
         return
     table = Table.grid(padding=(0, 2))
     for name, value in rows:
-        table.add_row(Text(name, style="bold"), Text(value))
-    terminal.show(table)
+        table.add_row(Text(name, style="bold"), Text(value, overflow="fold"))
+    terminal.show(table, terminal.NARROW)
 
 
 # ---- lock ---------------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def gpus(format: As = Format.table) -> None:
         }
         for g in GPUS
     ]
-    terminal.write(rows, format, pipe_width=terminal.NARROW)
+    terminal.write(rows, format)
 
 
 @app.command()
@@ -271,7 +271,7 @@ def jobs(format: As = Format.table) -> None:
         rows.append({"job": name, "problems": count, "ops": " ".join(ops)})
     count = sum(len(grid.points(family)) for family in grid.FAMILIES)
     rows.append({"job": grid.NAME, "problems": count, "ops": " ".join(family.op for family in grid.FAMILIES)})
-    terminal.write(rows, format, pipe_width=terminal.NARROW)
+    terminal.write(rows, format)
 
 
 def _combinations(grid: dict[str, Any] | None) -> int:
@@ -468,7 +468,7 @@ def _rates() -> list[Finding]:
 
 
 def _write_findings(findings: Iterable[Finding]) -> None:
-    table = Table("what", "state", "found", "remedy")
+    table = Table("what", "state", "found", "remedy", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for f in findings:
-        table.add_row(f.what, Text(f.state, style=_STYLES[f.state]), Text(f.value), Text(f.remedy))
-    terminal.show(table)
+        table.add_row(f.what, Text(f.state, style=_STYLES[f.state]), Text(f.value, overflow="fold"), Text(f.remedy))
+    terminal.show(table, terminal.NARROW)

@@ -24,8 +24,8 @@ from rich.errors import MarkupError
 from rich.table import Table
 from rich.text import Text
 
-PIPE_WIDTH = 220  # columns of a table on a pipe, which has no width of its own
-NARROW = 80  # columns that a listing fits into
+PIPE_WIDTH = 220  # columns of a benchmark's table on a pipe, which has no width of its own
+NARROW = 80  # columns of every other table on a pipe
 MOST_DRAWN = 2000  # rows that rich draws: it measures every cell, half a second for a thousand rows
 
 # C0 and C1 controls but tab and newline, marks that turn the direction of text, lone surrogates.
@@ -121,7 +121,7 @@ def fail(message: str, code: int = 1) -> NoReturn:
 
 
 def write(
-    rows: Sequence[Mapping[str, Any]], format: Format, columns: Sequence[str] = (), pipe_width: int = PIPE_WIDTH
+    rows: Sequence[Mapping[str, Any]], format: Format, columns: Sequence[str] = (), pipe_width: int = NARROW
 ) -> None:
     """Write rows to stdout. ``columns`` limits a table or CSV; without it, a table has those of the first row."""
     if format is Format.json:
@@ -130,7 +130,7 @@ def write(
         typer.echo(as_csv(rows, columns), nl=False)
     elif rows:
         names = columns or list(flat(rows[0]))
-        table = Table(*names)
+        table = Table(*names, box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for row in map(flat, rows):
             table.add_row(*(cell(row.get(name)) for name in names))
         show(table, pipe_width)

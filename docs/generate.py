@@ -1,28 +1,28 @@
 """Pages written from the code by ``make docs``; ``tests/test_site.py`` compares them.
 
 ``command-line.md`` comes from the Typer app, ``reference.md`` from the public names in ``cutekernels/__init__.pyi``,
-and the overview in ``performance.md`` from the recorded rows.
+and ``performance.md`` and the README's table of speed from the recorded rows (``docs/measured.py``).
 """
 
 from __future__ import annotations
 
 import ast
+import html
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any
 
 import typer
 
-from bench import plots, rows
 from cutekernels import cli
+from cutekernels.ops import registry
+from docs import measured
 
 DOCS = Path(__file__).parent
-MEASURED = plots.RESULTS / "h200"
-OVERVIEW = ("<!-- written by python -m docs.generate -->\n", "<!-- to here -->\n")
 
-# Titles of the reference and what stands below each, by name or by the module a name comes from.
+# Titles of the reference and what stands below each, by name or by the module a name comes from. A family of ops that
+# no title names has a section of its own.
 SECTIONS = {
     "Matrix products": ("ops.gemm", "ops.norm_linear"),
     "Attention": ("ops.attention", "kv_cache", "sdpa"),
@@ -69,7 +69,9 @@ def reference() -> str:
     about = "Public functions and classes, from their docstrings. [The ops](ops.md) is the guide."
     lines = ["# Reference", "", about, ""]
     left = public_names()
-    for title, places in SECTIONS.items():
+    placed = {place for places in SECTIONS.values() for place in places}
+    further = {f.replace("_", " ").capitalize(): (f"ops.{f}",) for f in registry.FAMILIES if f"ops.{f}" not in placed}
+    for title, places in (SECTIONS | further).items():
         prefixes = tuple(f"cutekernels.{place}." for place in places)
         here = {name: path for name, path in sorted(left.items()) if path.startswith(prefixes)}
         lines += [f"## {title}", ""] if here else []
@@ -101,40 +103,26 @@ def command_line() -> str:
         rows = [record for p in command.get_params(context) if (record := p.get_help_record(context))]
         rows = [(name, text) for name, text in rows if not name.startswith(COMMON)]
         if rows:
-            lines += ["| | |", "|---|---|", *(f"| `{_cell(name)}` | {_cell(text)} |" for name, text in rows), ""]
+            lines += ["| | |", "|---|---|", *(f"| {_code(name)} | {_cell(text)} |" for name, text in rows), ""]
     return "\n".join(lines)
+
+
+def _code(text: str) -> str:
+    """``text`` as code in a table, where a bar would end the cell and Python-Markdown shows an escaped one as it is."""
+    text = " ".join(text.split())
+    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
 
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def performance() -> str:
-    """The page with its overview of the recorded rows written anew."""
-    start, end = OVERVIEW
-    before, _, rest = (DOCS / "performance.md").read_text().partition(start)
-    _, _, after = rest.partition(end)
-    return "".join([before, start, *overview(), end, after])
-
-
-def overview() -> Iterator[str]:
-    """A line for each file of rows with peers: our speed over the fastest peer of each case."""
-    yield "| rows | cases | geometric mean | worst to best case | cases lost | date, commit |\n"
-    yield "|---|---|---|---|---|---|\n"
-    for path in sorted(MEASURED.glob("*.jsonl")):
-        found = rows.read(path)
-        ratios = list(plots.against_best_peer(found).values())
-        if ratios:
-            mean = geometric_mean(ratios)
-            lost = sum(ratio < 1 for ratio in ratios)
-            stamp, sign = found[0].stamp, plots.OF_WARPS if plots.by_warps(found) else ""
-            yield (
-                f"| `{path.stem}`{sign} | {len(ratios)} | {mean:.2f} | {min(ratios):.2f} to {max(ratios):.2f} | {lost} "
-                f"| {stamp['date'][:10]}, {stamp['commit'][:7]} |\n"
-            )
-
-
-PAGES = {"command-line.md": command_line, "reference.md": reference, "performance.md": performance}
+PAGES = {
+    "command-line.md": command_line,
+    "reference.md": reference,
+    "performance.md": measured.performance,
+    "../README.md": lambda: measured.readme(DOCS.parent / "README.md"),
+}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

@@ -1,6 +1,11 @@
 """Attention twice in plain torch: naive, and in blocks with an online softmax, as the kernels compute it.
 
-``python examples/attention_reference.py`` prints how far both are from torch's own.
+    python examples/attention_reference.py
+
+It prints how far both are from torch's own:
+
+    naive: largest error 1.6e-15
+    blocked: largest error 8.9e-16
 """
 
 from __future__ import annotations

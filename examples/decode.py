@@ -1,4 +1,14 @@
-"""Generate with the decoder: ``python examples/decode.py [MODEL] [PROMPT...]``, by default with a tiny random model."""
+"""Generate with the decoder, all prompts at once and then request by request.
+
+    python examples/decode.py [MODEL] [PROMPT...]    # a model of the Hub; without one a tiny random model
+
+It prints, with other tokens:
+
+    [222, 224, 382, 438]
+    [289, 382, 152, 173]
+    13 tokens a second, capturing graphs included on a GPU
+    [422, 73, 73, 73]
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,19 @@
 """Patch a transformers model, look at what changed and how exact it is, and take the patch off.
 
-Run with a model of the Hub, or without one for a tiny random model: ``python examples/patch_model.py [MODEL]``.
+    python examples/patch_model.py [MODEL]    # a model of the Hub; without one a tiny random model
+
+It prints:
+
+    causal: 1 patched
+    layer: 2 patched
+    attention: 2 patched, 2 fused
+    linear: 15 patched
+    mlp: 2 patched, 2 fused
+    norm: 5 patched
+    16 tokens in 0.83 s, the first call's compiling included
+    error against fp32            plain    patched
+    logits                     5.01e-03   4.95e-03
+    same most likely token      100.00%    100.00%
 """
 
 from __future__ import annotations

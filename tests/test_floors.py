@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from cutekernels.ops import registry
+
 ROOT = Path(__file__).parents[1]
 MAX_LINES = 600
 BODIES, MAX_BODY_LINES = "cutekernels/kernels/cute/", 800  # a body is one thing, read from top to bottom
@@ -38,14 +40,6 @@ FLOORS = {
     "cutekernels/ops/quantized/": 9,
     "cutekernels/ops/kv_append/": 9,
     "cutekernels/ops/moe/": 9,
-    "cutekernels/ops/attention/": 8,
-    "cutekernels/ops/gemm/": 8,
-    "cutekernels/ops/rope/": 8,
-    "cutekernels/ops/norms/": 8,
-    "cutekernels/ops/activations/": 8,
-    "cutekernels/ops/embedding/": 8,
-    "cutekernels/ops/optimizer/": 8,
-    "cutekernels/ops/sampling/": 8,
     "cutekernels/ops/shared/": 7,
     "cutekernels/dispatch.py": 6,
     "cutekernels/compilers.py": 5,
@@ -76,6 +70,9 @@ FLOORS = {
     "cutekernels/__init__.py": 2,
     "cutekernels/kernels/": 1,
 }
+FAMILY_FLOOR = 8  # of a family of ops that builds on no other
+OWN_FLOOR = {f"cutekernels/ops/{family}/" for family in registry.FAMILIES} - set(FLOORS)
+FLOORS |= dict.fromkeys(OWN_FLOOR, FAMILY_FLOOR)
 # Imports upwards, by name and at run time only: an op travels to a child process, or into warmup(), as text.
 UPWARDS = {
     ("cutekernels/__init__.py", "cutekernels.db"),  # found or not: a checkout that is not installed lacks it

@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from bench.rows import Row
+from docs import measured
 from tests.test_docs import anchors
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +45,9 @@ def test_links_stay_in_the_site(page: str) -> None:
         if target.startswith("http"):
             continue
         name, _, anchor = target.partition("#")
+        if roles.PICTURE.fullmatch(target):  # a hook puts it into the site
+            assert (DOCS / target).is_file(), f"{page} shows {target}"
+            continue
         found = (DOCS / page).parent / name if name else DOCS / page
         assert found.resolve().is_relative_to(DOCS), f"{page} links to {target}"
         assert found.is_file(), f"{page} links to {target}"
@@ -70,3 +75,23 @@ def test_the_reference_has_every_public_name() -> None:
 def test_sphinx_roles_do_not_reach_the_pages() -> None:
     html = "<p>As :func:<code>gemm</code> and\n:class:<code>KVCache</code>::</p>\n<p>::</p>\n<pre>a::b</pre>"
     assert roles.on_page_content(html) == ("<p>As <code>gemm</code> and\n<code>KVCache</code>:</p>\n<pre>a::b</pre>")
+
+
+def test_a_case_has_its_fastest_peer_and_the_worst_stands_first() -> None:
+    def row(label: str, contender: str, us: float) -> Row:
+        return Row("gemm", "planted", "m=1", label, 1.0, 0.0, contender, "ok", median_us=us, stamp={"date": "2026"})
+
+    times = {"cutekernels": 10.0, "cutekernels (default)": 5.0, "cublas": 12.0, "quack (untuned)": 11.0}
+    rows = [row("won", name, us) for name, us in times.items()]
+    rows += [row("lost", name, us) for name, us in {"cutekernels": 10.0, "cublas": 8.0, "naive": 1.0}.items()]
+    rows += [row("alone", "cutekernels", 10.0), row("lost", "streaming 1:1 (1024x4)", 2.0)]
+    lost, won = measured.cases(rows)
+    assert (lost.label, lost.peer, lost.ratio) == ("lost", "cuBLAS", 0.8)
+    assert (won.label, won.peer, won.ratio) == ("won", "QuACK", 1.1)
+
+
+def test_the_readme_has_the_speed_of_the_rows() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert measured.speed() in readme
+    with pytest.raises(ValueError, match="no place for speed"):
+        measured.fill(readme.replace("<!-- speed", "<!--"), "speed", "")

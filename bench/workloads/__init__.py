@@ -13,8 +13,8 @@ To benchmark another op, write its :class:`~bench.baselines.Workload` in the mod
 * ``peers``: the baseline first. ``baselines.compiled`` and ``baselines.eager`` wrap a plain function of the operands;
 * ``streams``, where memory is the limit: arrays that a call reads and writes, for the streaming contenders.
 
-Then give it a line in ``_HOMES``. A backward pass is an op of its own, with a Workload of its own. Modules are
-imported when one of their ops is asked for.
+Then give it a line in ``_HOMES``. An op without one is timed over its declaration's suite (``declared.py``). A backward
+pass is an op of its own, with a Workload of its own. Modules are imported when one of their ops is asked for.
 """
 
 from __future__ import annotations
@@ -72,6 +72,13 @@ OPS = tuple(_HOMES)
 def get(op: str) -> Workload:
     """How ``op`` is benchmarked. ValueError for one that is not."""
     if op not in _HOMES:
+        from bench.workloads import declared
+        from cutekernels.ops import registry
+        from cutekernels.ops.shared.triton_op import TritonOp
+
+        registered = registry.find(op)
+        if isinstance(registered, TritonOp):
+            return declared.workload(registered)
         raise ValueError(f"no suite for {op!r}; there are some for {', '.join(OPS)}")
     found: dict[str, Workload] = {w.op: w for w in import_module(f"{__name__}.{_HOMES[op]}").WORKLOADS}
     return found[op]

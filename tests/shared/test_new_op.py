@@ -1,4 +1,4 @@
-"""``examples/new_op`` joins a copy of the package by a folder, a kernel and one line, and works."""
+"""``examples/new_op`` joins a copy of the package by ``docs/add_op.py``, and works."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from docs import add_op
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,6 +51,15 @@ for bad in (None, [1.0], torch.ones(3, dtype=torch.int32), torch.ones(3).to_spar
     except UnsupportedProblem as error:
         refused.append(str(error))
 report["refused"] = refused
+report["public"] = cutekernels.softcap is softcap
+from bench import workloads
+from docs import generate
+(case, *_) = workloads.cases("softcap", "suite")
+work = workloads.get("softcap")
+i = work.inputs(case, SOFTCAP.Problem.parse(case.problem), "cpu", 0)
+(ours,) = work.ours(case, [i], None)
+report["benched"] = float((ours()[0].double() - work.truth(case, i)[0]).abs().max())
+report["sections"] = "softcap" in generate.reference()
 print(json.dumps(report))
 """
 
@@ -60,13 +72,11 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for folder in ("autotune", "db"):  # as setuptools installs them
         shutil.copytree(ROOT / folder, package / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (tree / "tests").symlink_to(ROOT / "tests")
-    family = shutil.copytree(ROOT / "examples/new_op", package / "ops/softcap")
-    (family / "kernel.py").rename(package / "kernels/triton/softcap.py")
-    registry = package / "ops/registry.py"
-    text = registry.read_text()
-    line = '    "sampling": ("sample_filter",),\n'
-    assert text.count(line) == 1
-    registry.write_text(text.replace(line, f'{line}    "softcap": ("softcap",),\n'))
+    for name in ("README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, tree / name)
+    for name in ("bench", "docs"):
+        (tree / name).symlink_to(ROOT / name)
+    assert add_op.join(ROOT / "examples/new_op", tree) == "softcap"
     done = subprocess.run(
         [sys.executable, "-c", USE, str(tree)],
         capture_output=True,
@@ -98,3 +108,21 @@ def test_bad_operands_are_refused_without_a_line_of_its_own(report: dict[str, An
     assert "got builtins.list" in numbers
     assert "takes bfloat16" in integers
     assert "call to_dense()" in sparse
+
+
+def test_it_is_public_benched_and_documented(report: dict[str, Any]) -> None:
+    assert report["public"] and report["sections"]
+    assert report["benched"] < 0.01
+
+
+def test_its_names_stand_where_they_must(tmp_path: Path) -> None:
+    for name in ("README.md", "pyproject.toml", "cutekernels/__init__.pyi", "cutekernels/ops/registry.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "cutekernels/kernels/triton").mkdir(parents=True)
+    add_op.join(ROOT / "examples/new_op", tmp_path)
+    assert "| `softcap`, `sample_filter`" in (tmp_path / "README.md").read_text()
+    packages = tomllib.loads((tmp_path / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert packages.index("cutekernels.ops.softcap") == packages.index("cutekernels.ops.shared") + 1
+    with pytest.raises(SystemExit, match="is there already"):
+        add_op.join(ROOT / "examples/new_op", tmp_path)

@@ -6,8 +6,6 @@ import csv
 import io
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +13,6 @@ import pytest
 from typer.testing import CliRunner
 
 from cutekernels import cli, dispatch, gpu
-from cutekernels.autotune import fleet
 from cutekernels.db import html_report
 from cutekernels.db.store import Store
 from cutekernels.db.uuid7 import uuid7
@@ -125,15 +122,3 @@ def test_queries_and_histories_have_the_same_columns(tmp_path: Path) -> None:
 def test_each_op_has_a_colour_of_its_own() -> None:
     colours = dict(html_report._coloured({op.name: None for op in registry.OPS}))
     assert len(set(colours.values())) == len(colours) == len(registry.OPS) > 30
-
-
-def test_help_and_docs_say_what_the_code_does_with_lanes() -> None:
-    told = subprocess.run(
-        [sys.executable, "-m", "cutekernels", "tune", "--help"], capture_output=True, text=True, check=True
-    )
-    words = {4: "four", 8: "eight"}[fleet.LANES]
-    assert f"up to {fleet.LANES}" in " ".join(told.stdout.replace("│", " ").split())
-    assert f"up to {words} tasks in progress (`--lanes`)" in (ROOT / "docs/tune.md").read_text()
-    assert f"up to {words} tasks in work (`--lanes`)" in (ROOT / "docs/fleet.md").read_text()
-    gib = fleet._LANE_BYTES >> 30
-    assert f"A lane takes {gib} GiB" in (ROOT / "docs/tune.md").read_text()

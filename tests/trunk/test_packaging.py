@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -118,33 +119,111 @@ def test_every_import_is_declared() -> None:
     assert foreign <= declared, f"not in pyproject.toml: {sorted(foreign - declared)}"
 
 
-def test_every_file_is_in_the_wheel(tmp_path: Path) -> None:
-    """The wheel and the sdist of a copy of the tracked files, built without a warning."""
+PLACES = {"cutekernels/": "", "autotune/": "cutekernels/", "db/": "cutekernels/"}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+    """Tracked files of the package, and a folder with the wheel and the sdist of a copy of them."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
-    source, places = tmp_path / "source", {"cutekernels/": "", "autotune/": "cutekernels/", "db/": "cutekernels/"}
-    names = [n for n in listed if n.startswith(tuple(places)) and (ROOT / n).exists()]
+    folder = tmp_path_factory.mktemp("built")
+    names = [n for n in listed if n.startswith(tuple(PLACES)) and (ROOT / n).exists()]
     if not names:
         pytest.skip("no git checkout")
     for name in (*names, "pyproject.toml", "README.md"):
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        (source / name).write_bytes((ROOT / name).read_bytes())
+        (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "source" / name).write_bytes((ROOT / name).read_bytes())
     for kind in ("sdist", "wheel"):
         code = f"import setuptools.build_meta as build, sys; build.build_{kind}(sys.argv[1])"
-        command = [sys.executable, "-W", "error", "-c", code, str(tmp_path)]
-        done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=120)
+        command = [sys.executable, "-W", "error", "-c", code, str(folder)]
+        done = subprocess.run(command, cwd=folder / "source", capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr[-2000:]
-    inside = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
-    expected = {places[name.split("/")[0] + "/"] + name for name in names if not name.endswith(".md")}
+    return names, folder
+
+
+def test_every_file_is_in_the_wheel(built: tuple[list[str], Path]) -> None:
+    names, folder = built
+    inside = set(zipfile.ZipFile(next(folder.glob("*.whl"))).namelist())
+    expected = {PLACES[name.split("/")[0] + "/"] + name for name in names if not name.endswith(".md")}
     assert expected <= inside, f"not in the wheel: {sorted(expected - inside)}"
-    zipfile.ZipFile(next(tmp_path.glob("*.whl"))).extractall(tmp_path / "installed")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'installed')!r}); from cutekernels.cli import app; app()"
-    command = [sys.executable, "-c", code, "jobs", "--format", "csv"]
-    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert "qwen2.5-7b" in told.stdout, f"an installed package lists its jobs: {told.stderr[-500:]}"
-    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+    with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
     missing = {name for name in names if not name.endswith(".md")} - packed
     assert not missing, f"not in the sdist: {sorted(missing)}"
+
+
+def test_the_dockerfile_copies_all_that_the_wheel_is_built_from() -> None:
+    """Nothing here runs Docker: a file that moved would only be missed in a build."""
+    text = (ROOT / "Dockerfile").read_text()
+    copied = {name for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for name in line.split()}
+    assert all((ROOT / name).exists() for name in copied)
+    assert {"pyproject.toml", *(place.rstrip("/") for place in PLACES), PROJECT["readme"]} <= copied
+    extras = re.search(r'"\.\[(.*)\]"', text)
+    assert extras and set(extras[1].split(",")) <= set(PROJECT["optional-dependencies"])
+
+
+def test_the_wheel_alone_calls_queries_and_tunes(built: tuple[list[str], Path], tmp_path: Path) -> None:
+    """Without the checkout: its files are nowhere on the path of these processes."""
+    wheel = next(built[1].glob("*.whl"))
+    assert wheel.stat().st_size < 1_500_000, "README and docs/quickstart.md say that it is 1 MB"
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    job = tmp_path / "job.toml"
+    job.write_text('name = "one"\n[[tasks]]\nop = "silu_mul"\nproblems = ["rows=16 cols=4096"]\n')
+    environment = os.environ | {
+        "PYTHONPATH": str(tmp_path / "installed"),
+        "CUTEKERNELS_DB": str(tmp_path / "tuned.db"),
+        "CUTEKERNELS_CACHE": str(tmp_path / "cache"),
+    }
+
+    def run(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    called = "import cutekernels as ck, torch; print(ck.__file__, *ck.linear(torch.ones(2, 8), torch.ones(3, 8)).shape)"
+    where, *shape = run("-c", called).split()
+    assert where.startswith(str(tmp_path)) and shape == ["2", "3"]
+    assert "qwen2.5-7b" in run("-m", "cutekernels", "jobs", "--format", "csv")
+    assert "tuned" in run("-m", "cutekernels", "explain", "gemm", "m=16 n=4096 k=4096", "--gpu", "h200")
+    run("-m", "cutekernels", "tune", str(job), "--gpu", "l40s", "--limit", "1", "--jobs", "1")
+    assert "predicted" in run("-m", "cutekernels", "db", "query", "--local", "--format", "csv")
+
+
+QUERYING = ("typer", "rich", "sqlalchemy", "alembic", "filelock")  # docs/quickstart.md, "Only to query"
+BLOCKED = """
+import importlib.abc, sys
+
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in BLOCKED_NAMES:
+            raise ImportError(f"{name} is not installed here")
+
+sys.meta_path.insert(0, Blocked())
+from cutekernels.cli import main
+main()
+"""
+
+
+def test_queries_need_few_packages(tmp_path: Path) -> None:
+    assert f"pip install {' '.join(QUERYING)}\n" in (ROOT / "docs/quickstart.md").read_text()
+    others = {name_of(requirement) for requirement in PROJECT["dependencies"]} - set(QUERYING)
+    blocked = {module for name in others for module in MODULES.get(name, {name})} | {"numpy", "transformers", "pandas"}
+    assert "torch" in blocked and "optuna" in blocked
+    code = BLOCKED.replace("BLOCKED_NAMES", repr(blocked))
+    for words in (
+        ["db", "query", "--gpu", "h200", "--limit", "1"],
+        ["explain", "gemm", "m=16 n=4096 k=4096", "--gpu", "h200"],
+        ["db", "import", str(ROOT / "db/shipped/rtx5090.jsonl")],
+        ["db", "export", str(tmp_path / "winners.jsonl"), "--gpu", "rtx5090"],
+        ["gpus"],
+        ["jobs"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, cwd=tmp_path
+        )
+        assert done.returncode == 0, f"{words}: {done.stderr[-1000:]}"
 
 
 def test_calling_a_kernel_loads_no_database_and_no_tuner() -> None:

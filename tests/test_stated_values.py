@@ -1,0 +1,85 @@
+"""Numbers and limits that help and pages state are those of the code; every table fits into 80 columns."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cutekernels import cli, dispatch, terminal
+from cutekernels.autotune import calibrate, final, fleet, space, study
+from cutekernels.db import sqlite
+from cutekernels.terminal import Format
+
+ROOT = Path(__file__).parents[1]
+WORDS = {2: "two", 3: "three", 8: "eight", 12: "twelve"}
+
+# (page, what it says with the value left out, the value in the code)
+STATED = [
+    ("docs/tune.md", "or after {} attempts in a row without an improvement", study.PATIENCE),
+    ("docs/tune.md", "of at least {:.1%}", study.IMPROVEMENT),
+    ("docs/tune.md", "the {} configs that the op's model likes best", WORDS[space.MODEL_SEEDS]),
+    ("docs/tune.md", "in {} fresh processes", WORDS[final.PROCESSES]),
+    ("docs/tune.md", "more than {:.1%} faster", final.EFFECT - 1),
+    ("docs/tune.md", "up to {} tasks in progress (`--lanes`)", WORDS[fleet.LANES]),
+    ("docs/tune.md", "A lane takes {} GiB", fleet._LANE_BYTES >> 30),
+    ("docs/tune.md", "at least {} times as fast as the default", dispatch.LEAST_GAIN),
+    ("docs/tune.md", "for up to {:.0f} s", calibrate.BUDGET_S),
+    ("docs/fleet.md", "up to {} tasks in progress (`--lanes`)", WORDS[fleet.LANES]),
+    ("docs/fleet.md", "that loses its GPU {} times fails", WORDS[fleet.MOST_LOSSES]),
+    ("docs/architecture.md", "within {} octaves", dispatch.MAX_OCTAVES),
+    ("docs/architecture.md", "more than {} times as far behind the default", dispatch.MOST_BEHIND),
+    ("docs/database.md", "at least {} times as fast as the default", dispatch.LEAST_GAIN),
+    ("docs/database.md", "ends after {:.0f} s", sqlite.READ_LIMIT_S),
+]
+HELP = [
+    (("tune",), "up to {}", fleet.LANES),
+    (("tune",), "the {} predicted best", WORDS[space.MODEL_SEEDS]),
+]
+TABLES = [
+    "gpus",
+    "jobs",
+    "doctor",
+    "bench attention --dry-run",
+    "bench gemm --suite alphabeta --dry-run",
+    "tune demo --list",
+    "tune llama-3-8b --op rope --dry-run --gpu rtx5090",
+    "calibrate --dry-run --gpu l40s",
+    'explain gemm "m=333 n=4096 k=4096 b_major=k" --gpu h200',
+    "db query --gpu h200 --op silu_mul",
+    'db show "rows=1 cols=18944" --gpu h200 --op silu_mul',
+]
+
+
+def unwrapped(text: str) -> str:
+    return " ".join(text.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(("page", "words", "value"), STATED)
+def test_pages_state_the_values_of_the_code(page: str, words: str, value: object) -> None:
+    assert words.format(value) in unwrapped((ROOT / page).read_text())
+
+
+@pytest.mark.parametrize(("verb", "words", "value"), HELP)
+def test_help_states_the_values_of_the_code(verb: tuple[str, ...], words: str, value: object) -> None:
+    told = CliRunner().invoke(cli.app, [*verb, "--help"], env={"COLUMNS": "200"})
+    assert words.format(value) in unwrapped(told.output)
+
+
+@pytest.mark.parametrize("line", TABLES)
+def test_tables_fit_into_80_columns(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    told = CliRunner().invoke(cli.app, shlex.split(line))
+    assert told.exit_code == 0, told.output
+    widest = max(told.stdout.splitlines(), key=len)
+    assert len(widest.rstrip()) <= terminal.NARROW, widest
+
+
+def test_rates_just_measured_fit_too(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"rate": "warpgroup_flops_per_us", "unit": "of data sheet", "scaled": 6220000.0, "reading": 1.0}
+    calibrate._write(
+        [row | {"calibrated": 1.0, "note": "no H200's reading is known " * 3}], Format.table, calibrate.MEASURED
+    )
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= terminal.NARROW
