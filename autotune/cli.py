@@ -96,7 +96,7 @@ def command(
 
     Where the GPU is present, candidates are measured on it; else they are compiled and ranked by a model.
 
-    An interrupted run resumes when started again. `tune grid` takes the problems that remove most expected regret.
+    An interrupted run resumes when started again. `tune grid` begins with what removes most expected regret.
     """
     from cutekernels.autotune import grid
     from cutekernels.errors import CuteKernelsError, JobError, UnknownGpu

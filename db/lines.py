@@ -1,7 +1,7 @@
 """Trials as JSON lines: full, each line complete in itself, or slim, after a line with what most of them share.
 
 A slim line has the values of the named columns in their order. Null, or a missing value at its end, stands for the
-shared one, or for none::
+shared one, or for none. Another line of shared values begins the next section::
 
     {"common": {"gpu": {"name": "l40s", ...}, "origin": "predicted", ...}, "columns": ["id", "problem", "config", ...]}
     ["019ab...", "m=16 n=4096 k=4096", "tile_m=64 ...", 43.84]
@@ -21,6 +21,7 @@ from cutekernels.errors import StoreError
 
 _COMMON, _COLUMNS = "common", "columns"
 _DIGITS = 5  # of a slim row's numbers
+_MADE = ("gpu", "environment", "sources")  # how a trial came about: long texts, of which few are different
 _NONE = object()
 
 
@@ -58,15 +59,21 @@ def _named(columns: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
 
 
 def slim(trials: Sequence[Trial]) -> list[str]:
-    """The trials as slim lines, numbers rounded, without the lines' ends."""
-    rows = [_rounded(t.as_row()) for t in trials]
+    """The trials as slim lines, numbers rounded, without the lines' ends: those made alike behind one line."""
+    sections: dict[str, list[dict[str, Any]]] = {}
+    for row in (_rounded(t.as_row()) for t in trials):
+        sections.setdefault(json.dumps([row.get(name) for name in _MADE]), []).append(row)
+    return [line for rows in sections.values() for line in _section(rows)]
+
+
+def _section(rows: Sequence[dict[str, Any]]) -> list[str]:
     names = list(dict.fromkeys(name for row in rows for name in row))
     common = {name: _usual([row[name] for row in rows]) for name in names if all(name in row for row in rows)}
     common = {name: value for name, value in common.items() if value is not _NONE}
     own = [{name: value for name, value in row.items() if common.get(name, _NONE) != value} for row in rows]
     columns = [name for name in names if any(name in row for row in own)]
     lines = [{_COMMON: common, _COLUMNS: columns}, *(trimmed([row.get(n) for n in columns]) for row in own)]
-    return [json.dumps(line, allow_nan=False, separators=(",", ":")) for line in lines] if rows else []
+    return [json.dumps(line, allow_nan=False, separators=(",", ":")) for line in lines]
 
 
 def trimmed(values: list[Any]) -> list[Any]:

@@ -137,8 +137,10 @@ def test_every_shipped_row_of_the_package_is_sound() -> None:
         assert not [t for t in trials if isinstance(t, StoreError)]
         assert {t.gpu.name for t in trials} == {file.stem}
         assert all(t.status == "ok" for t in trials)
-        keys = [t.key for t in trials]
-        assert keys == sorted(set(keys)), f"{file.name}: one row per key, ordered by key"
+        assert len({t.key for t in trials}) == len(trials), f"{file.name}: one row per key"
+        for section in {(str(t.environment), str(t.sources)) for t in trials}:
+            keys = [t.key for t in trials if (str(t.environment), str(t.sources)) == section]
+            assert keys == sorted(keys), f"{file.name}: a section is ordered by key"
 
 
 # ---- what it leaves alone -----------------------------------------------------------------------------------
