@@ -94,6 +94,11 @@ def _owner(model: Any, path: str) -> Any:
 def _family_of(model: Any) -> Family:
     """The family of a model of transformers for causal language modelling."""
     family = family_of(model, "Decoder", REMEDY, head=True)
+    if family.undecoded:
+        raise UnsupportedProblem(
+            f"Decoder does not take {type(model).__name__}: {family.undecoded}; generate with the model itself under "
+            "cutekernels.patch"
+        )
     if not hasattr(model, "lm_head"):
         raise UnsupportedProblem(
             f"Decoder takes models for causal language modelling; {type(model).__name__} has no lm_head: {REMEDY}"

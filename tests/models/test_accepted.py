@@ -66,7 +66,13 @@ def test_a_removed_hook_leaves_nothing() -> None:
     assert decoder(model).generate([prompt], max_new_tokens=8).tokens == [greedy(model, prompt, 8)]
 
 
-@pytest.mark.parametrize("name", tiny.FAMILIES)
+@pytest.mark.parametrize(("name", "rule"), [("gpt-oss", "a clamped gate"), ("deepseek-v2", r"latent vectors \(MLA\)")])
+def test_families_that_only_patch_takes(name: str, rule: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=rf"does not take .*ForCausalLM: .*{rule}.*cutekernels\.patch"):
+        decoder(tiny.model(name))
+
+
+@pytest.mark.parametrize("name", [name for name in tiny.FAMILIES if name not in ("gpt-oss", "deepseek-v2")])
 def test_hooks_by_which_transformers_records_are_accepted(name: str) -> None:
     """They stay on a model that was once called with ``output_hidden_states``."""
     model, (prompt,) = tiny.model(name), prompts(9)

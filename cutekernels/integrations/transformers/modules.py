@@ -24,7 +24,6 @@ from cutekernels.ops.gemm.api import linear
 from cutekernels.ops.loss.cross_entropy import linear_cross_entropy
 from cutekernels.ops.moe.ffn import moe_ffn
 from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm
-from cutekernels.ops.rope.api import rope
 from cutekernels.ops.shared.dtypes import DTYPES
 
 # ---- classes that change places -------------------------------------------------------------------------
@@ -240,7 +239,7 @@ class LayerNorm(Patched):
         """The norm, rounded once."""
         if x.dtype != self.weight.dtype:
             return super().forward(x)  # type: ignore[misc, no-any-return]
-        return layer_norm(x, self.weight, self.bias, **self.family.norm_options(self))  # type: ignore[attr-defined]
+        return layer_norm(x, self.weight, getattr(self, "bias", None), **self.family.norm_options(self))
 
 
 class Linear(Patched):
@@ -334,6 +333,7 @@ class Attention(Patched):
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         cache: Any = None,
+        position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Projections, norms of q and k, rotary embedding, cache, attention, output projection.
@@ -349,9 +349,9 @@ class Attention(Patched):
         q, k, v = (t.view(*shape, -1, me.head_dim) for t in (q, k, v))
         if hasattr(me, "q_norm") and not self.family.whole_norms:
             q, k = me.q_norm(q), me.k_norm(k)
-        if getattr(me, "use_rope", True):
-            cos, sin = position_embeddings
-            q, k = rope(q, k, cos.detach(), sin.detach())
+        family = self.family
+        if family.turns(me):
+            q, k = family.turned(q, k, *position_embeddings)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         cache = past_key_values if cache is None else cache
         if cache is not None:
@@ -359,9 +359,11 @@ class Attention(Patched):
         attend = names.ALL_ATTENTION_FUNCTIONS.get_interface(
             me.config._attn_implementation, names.eager_attention_forward
         )
+        if family.sinks:
+            kwargs["s_aux"] = me.sinks
         out, weights = attend(
             self, q, k, v, attention_mask, dropout=me.attention_dropout if me.training else 0.0, scaling=me.scaling,
-            sliding_window=self.family.window_of(me), softcap=self.family.softcap_of(me), **kwargs,
+            sliding_window=family.window_of(me), softcap=family.softcap_of(me), position_ids=position_ids, **kwargs,
         )  # fmt: skip
         return me.o_proj(out.reshape(*shape, -1)), weights
 
@@ -395,7 +397,8 @@ class Layer(Patched):
         me: Any = self
         attended, _ = me.self_attn(hidden_states=me.input_layernorm(hidden_states), **kwargs)
         normed, residual = added(attended, hidden_states, me.post_attention_layernorm)
-        return residual + me.mlp(normed)  # type: ignore[no-any-return]
+        out = me.mlp(normed)
+        return residual + (out[0] if type(out) is tuple else out)  # type: ignore[no-any-return]  # gpt-oss: router's
 
 
 class ScaledLayer(Patched):
@@ -414,10 +417,10 @@ class SandwichLayer(Patched):
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         me: Any = self
-        attended, _ = me.self_attn(hidden_states=me.input_layernorm(hidden_states), **kwargs)
-        attended = me.post_attention_layernorm(attended)
-        normed, residual = added(attended, hidden_states, me.pre_feedforward_layernorm)
-        return residual + me.post_feedforward_layernorm(me.mlp(normed))  # type: ignore[no-any-return]
+        before, of_attention, between, of_mlp = (getattr(me, str(name)) for name in self.family.norms)
+        attended, _ = me.self_attn(hidden_states=before(hidden_states), **kwargs)
+        normed, residual = added(of_attention(attended), hidden_states, between)
+        return residual + of_mlp(me.mlp(normed))  # type: ignore[no-any-return]
 
 
 class CausalLM(Patched):
@@ -457,7 +460,7 @@ class CausalLM(Patched):
         own: dict[str, Any] = {}
         if self.family.experts:
             own = {"router_logits": outputs.router_logits}
-            if routed:
+            if routed and hasattr(names, "load_balancing_loss_func"):
                 own["aux_loss"] = names.load_balancing_loss_func(
                     outputs.router_logits, me.num_experts, me.num_experts_per_tok, kwargs.get("attention_mask")
                 )

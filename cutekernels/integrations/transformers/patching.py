@@ -10,7 +10,7 @@ import torch
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers import attention, checkpoints, modules, rules
-from cutekernels.integrations.transformers.families import family_of, shared_parameters
+from cutekernels.integrations.transformers.families import Family, family_of, shared_parameters
 from cutekernels.ops.shared.checks import said
 
 _BEFORE = "_cutekernels_attention"  # the attribute of a patched model: the attention it had
@@ -67,9 +67,9 @@ def patch(model: torch.nn.Module) -> Report:
     quantized weights or adapters keep their own projections.
 
     Args:
-        model: of Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE, Phi-3, Granite, OLMo2, SmolLM3,
-            Starcoder2, Gemma 2 or Gemma 3 (text), in fp16 or bf16 on a GPU, on the CPU of any type. Patch it before
-            ``torch.compile``.
+        model: of Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE, Phi-3, Phi-4, Granite, OLMo2,
+            SmolLM3, Starcoder2, GLM4, Cohere2, gpt-oss, DeepSeek-V2, Gemma 2, or the text part of Gemma 3 or
+            Qwen2.5-VL, in fp16 or bf16 on a GPU, on the CPU of any type. Patch it before ``torch.compile``.
 
     Returns:
         A :class:`Report` of what was patched, and what was not and why.
@@ -91,11 +91,11 @@ def patch(model: torch.nn.Module) -> Report:
     roles = {cls: role for role, cls in family.classes().items()}
     mixins: dict[str, Any] = {
         "norm": modules.LayerNorm if family.layer_norm else modules.Norm,
-        "mlp": modules.PlainMlp if not family.gated else modules.Mlp if family.joined else modules.PackedMlp,
-        "attention": modules.Attention if family.joined else modules.PackedAttention,
+        "mlp": modules.PlainMlp if not family.gated else modules.Mlp if family.joined_mlp else modules.PackedMlp,
+        "attention": modules.Attention if family.joined_qkv else modules.PackedAttention,
         "layer": (
             modules.SandwichLayer
-            if family.norms == "around"
+            if family.norms[1] is not None
             else modules.ScaledLayer
             if family.multipliers
             else modules.Layer
@@ -103,7 +103,7 @@ def patch(model: torch.nn.Module) -> Report:
         "experts": modules.Experts,
         "causal": modules.CausalLM,
     }
-    if family.norms == "behind":  # no residual is added in front of a norm: the layer's own forward is as good
+    if family.norms[2] is None:  # no residual is added in front of a norm: the layer's own forward is as good
         roles.pop(family.classes()["layer"])
     report = Report(model)
     routers: list[Any] = [m for m in model.modules() if hasattr(m, "experts") and hasattr(m, "gate")]
@@ -136,7 +136,7 @@ def patch(model: torch.nn.Module) -> Report:
                     report.left.append((f"{name}.{'/'.join(module.parts)}", reason))
                 else:
                     report.fused["attention" if isinstance(module, modules.Attention) else "mlp"] += 1
-        _route(model, report)
+        _route(model, family, report)
         for module in _bodies(model) if family.causal else ():
             attention.watch(module)
     except BaseException:
@@ -192,8 +192,11 @@ def _bodies(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [m for m in model.modules() if hasattr(m, "embed_tokens") and hasattr(m, "layers") and hasattr(m, "norm")]
 
 
-def _route(model: Any, report: Report) -> None:
+def _route(model: Any, family: Family, report: Report) -> None:
     """Attention by name, where the model's options allow it."""
+    if family.attention_left:
+        report.left.append(("attention", family.attention_left))
+        return
     model = next((m for m in model.modules() if hasattr(type(m), "set_attn_implementation")), model)  # in a wrapper
     config = model.config
     for rule, broken in (

@@ -43,7 +43,8 @@ def why_not(role: str, module: Any, family: Family, top_k: int) -> str:
             _of_linear(*module.weight.shape, _dtype(module.weight)) if _has_shape(module.weight, 2) else ""
         )
     if role == "norm" and family.layer_norm:
-        return _of_layer_norm(len(module.weight), _dtype(module.weight), module.eps)
+        eps = family.norm_options(module)["eps"]
+        return _of_layer_norm(len(module.weight), _dtype(module.weight), eps) if _has_shape(module.weight, 1) else ""
     if role == "norm" and _has_shape(module.weight, 1):
         return _of_norm(tuple(module.weight.shape), _dtype(module.weight), *family.norm_options(module).values())
     if role == "attention":
@@ -64,13 +65,13 @@ def _mlp_left(module: Any, family: Family) -> str:
         return f"no kernel has the gate of {type(act).__name__}"
     if not unhooked(act):
         return "its activation has hooks"
-    name = "c_fc" if not family.gated else "gate_up_proj" if family.joined else "gate_proj"
+    name = "c_fc" if not family.gated else "gate_up_proj" if family.joined_mlp else "gate_proj"
     weight: Any = getattr(getattr(module, name), "weight", None)
     if not _has_shape(weight, 2):
         return ""
     if not family.gated:
         return _not_multiplied(weight) or _of_linear(*weight.shape, _dtype(weight), gate)
-    return _of_gate(gate, len(weight) // (1 + family.joined), _dtype(weight))
+    return _of_gate(gate, len(weight) // (1 + family.joined_mlp), _dtype(weight))
 
 
 def _asks_for_more(original: type[Any]) -> str:
