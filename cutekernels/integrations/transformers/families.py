@@ -55,6 +55,8 @@ class Family:
         logit_softcap: logits have the config's ``final_logit_softcapping``.
         causal: masks are the causal band, a window and padding, and nothing else that a config may ask for.
         renamed: ``(role, class)`` whose name is another, or None for one that no kernel has.
+        mlp: names of an MLP's projections, the last one behind the gate; () for the usual ones.
+        gate: of an MLP that has it in its code alone.
         attention_left: why attention stays transformers' own, or "".
         undecoded: why ``Decoder`` does not take the family, or "".
     """
@@ -83,6 +85,8 @@ class Family:
     logit_softcap: bool = False
     causal: bool = True
     renamed: tuple[tuple[str, str | None], ...] = ()
+    mlp: tuple[str, ...] = ()
+    gate: Gate | None = None
     attention_left: str = ""
     undecoded: str = ""
 
@@ -218,6 +222,11 @@ def family_of(model: Any, verb: str, remedy: str, *, head: bool = False) -> Fami
     return FAMILIES[kind]
 
 
+def is_listed(model: Any) -> bool:
+    """Whether a model of transformers is of one of ``FAMILIES``."""
+    return _is_whole(model) and getattr(getattr(model, "config", None), "model_type", None) in FAMILIES
+
+
 def _is_whole(model: Any) -> bool:
     """Whether ``model`` is a model of transformers, or a wrapper that passes for one, and no layer of it."""
     return isinstance(model, torch.nn.Module) and hasattr(model, "set_attn_implementation")
@@ -252,10 +261,10 @@ def activation_of(mlp: Any) -> Any:
 
 def gate_of(act: Any) -> Gate | None:
     """The gate that an activation module makes of an MLP, or None for one that no kernel has."""
-    if isinstance(act, torch.nn.SiLU) or type(act).__name__ == "SiLUActivation":
+    if act is torch.nn.functional.silu or isinstance(act, torch.nn.SiLU) or type(act).__name__ == "SiLUActivation":
         return "silu"
     if type(act).__name__ in ("GELUTanh", "PytorchGELUTanh"):
         return "gelu_tanh"
     if isinstance(act, torch.nn.GELU):
         return "gelu_tanh" if act.approximate == "tanh" else "gelu"
-    return "gelu" if type(act).__name__ == "GELUActivation" else None
+    return "gelu" if act is torch.nn.functional.gelu or type(act).__name__ == "GELUActivation" else None

@@ -9,6 +9,7 @@ import functools
 import inspect
 import sys
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -45,6 +46,12 @@ class Patched:
 def swapped(mixin: Any, original: type, family: Family) -> Any:
     """The class of a patched ``original``."""
     own: dict[str, Any] = {"original": original, "family": family, "__module__": __name__}
+    if family.mlp:
+        own["names"] = family.mlp
+        if issubclass(mixin, PackedMlp):
+            own["parts"] = family.mlp[:2]
+    if issubclass(mixin, Turned):
+        own["forward"] = _turning_forward(original, family)
     if issubclass(mixin, CausalLM):
         theirs: Any = original
         own["forward"] = _signed(mixin.forward, theirs.forward)
@@ -254,59 +261,69 @@ class Linear(Patched):
 
 def own_gate(mlp: Any) -> Gate | None:
     """The gate that an MLP's activation is, unless it has been replaced by another or hooked."""
+    if mlp.family.gate is not None:
+        return mlp.family.gate  # type: ignore[no-any-return]
     activation = activation_of(mlp)
-    return gate_of(activation) if unhooked(activation) else None
+    hooked = isinstance(activation, torch.nn.Module) and not unhooked(activation)
+    return None if hooked else gate_of(activation)
 
 
 class Mlp(Patched):
-    """A gated MLP whose gate and up are one projection."""
+    """A gated MLP whose gate and up are one projection. ``names``: of the projections."""
+
+    names: tuple[str, ...] = ("gate_up_proj", "down_proj")
 
     def forward(self, x: Tensor) -> Tensor:
         """``down(act(gate(x)) * up(x))``."""
         me: Any = self
-        gate, gate_up = own_gate(me), me.gate_up_proj
+        gate, gate_up = own_gate(me), getattr(me, self.names[0])
         if gate is None:  # the activation has been replaced: patch leaves such modules alone
             return super().forward(x)  # type: ignore[misc, no-any-return]
         if whole(gate_up, x):
             hidden = gated(x, gate_up.weight, gate_up.bias, gate, name="Mlp")
         else:
             hidden = gate_mul(gate, gate_up(x))
-        return me.down_proj(hidden)  # type: ignore[no-any-return]
+        return getattr(me, self.names[1])(hidden)  # type: ignore[no-any-return]
 
 
 class PlainMlp(Patched):
-    """An MLP without a gate."""
+    """An MLP without a gate. ``names``: of the projections."""
+
+    names: tuple[str, ...] = ("c_fc", "c_proj")
 
     def forward(self, x: Tensor) -> Tensor:
         """``c_proj(act(c_fc(x)))``."""
         me: Any = self
-        activation, up = own_gate(me), me.c_fc
+        activation, up = own_gate(me), getattr(me, self.names[0])
         if activation is None or not whole(up, x):
             return super().forward(x)  # type: ignore[misc, no-any-return]
-        return me.c_proj(linear(x, up.weight, up.bias, activation=activation))  # type: ignore[no-any-return]
+        hidden = linear(x, up.weight, up.bias, activation=activation)
+        return getattr(me, self.names[1])(hidden)  # type: ignore[no-any-return]
 
 
 class PackedMlp(Fused, Mlp):
     """A gated MLP whose gate and up are projections of their own."""
 
+    names = ("gate_proj", "up_proj", "down_proj")
     parts = ("gate_proj", "up_proj")
 
     def forward(self, x: Tensor) -> Tensor:
         """``down(act(gate(x)) * up(x))``."""
         me: Any = self
         fused, gate = self.fused(), own_gate(me)
+        first, second, last = (getattr(me, name) for name in self.names)
         if gate is None:
             return super(Mlp, self).forward(x)  # type: ignore[misc, no-any-return]
         if fused is None or not multiplied(x, fused[0]):
-            hidden = gate_mul(gate, me.gate_proj(x), me.up_proj(x))
+            hidden = gate_mul(gate, first(x), second(x))
         elif (trained := self.trained(x)) is None:
             hidden = gated(x, *fused, gate, name="Mlp")
-        elif not trained[1] and me.down_proj.bias is None and whole(me.down_proj, x):
-            (gate_weight, up_weight), down = trained[0], me.down_proj.weight
+        elif not trained[1] and last.bias is None and whole(last, x):
+            (gate_weight, up_weight), down = trained[0], last.weight
             return packed_training.mlp(x, gate, fused[0], gate_weight, up_weight, down)  # type: ignore[no-any-return]
         else:
             hidden = gate_mul(gate, *packed_training.projections(x, *fused, *trained))
-        return me.down_proj(hidden)  # type: ignore[no-any-return]
+        return last(hidden)  # type: ignore[no-any-return]
 
 
 class Experts(Patched):
@@ -388,6 +405,39 @@ class PackedAttention(Fused, Attention):
             sizes = [getattr(self, name).out_features for name in self.parts]
             return projected(x, *fused, name="Attention").split(sizes, dim=-1)
         return packed_training.projections(x, *fused, *trained)
+
+
+class Turned(Patched):
+    """An attention layer of which our kernels compute the rotary embedding alone, in its own forward."""
+
+
+TURN = "apply_rotary_pos_emb"  # the function of transformers' modules that turns queries and keys
+
+
+def turning(original: Any, family: Family) -> Any:
+    """``original``, which turns queries and keys, by ``rope`` where it is called as transformers calls it."""
+
+    @functools.wraps(original)
+    def turned(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, unsqueeze_dim: int = 1, **kwargs: Any
+    ) -> Any:
+        known = q.dim() == k.dim() == 4 and cos.dim() == 3 and cos.dtype in (q.dtype, torch.float32)
+        if args or kwargs or unsqueeze_dim != 1 or not known:
+            return original(q, k, cos, sin, *args, unsqueeze_dim=unsqueeze_dim, **kwargs)
+        q, k = family.turned(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    return turned
+
+
+def _turning_forward(original: Any, family: Family) -> Any:
+    """``original``'s forward, in whose code the function that turns is :func:`turning`'s."""
+    theirs = original.forward
+    names = theirs.__globals__ | {TURN: turning(theirs.__globals__[TURN], family)}
+    made = FunctionType(theirs.__code__, names, theirs.__name__, theirs.__defaults__, theirs.__closure__)
+    made.__kwdefaults__, made.__doc__ = theirs.__kwdefaults__, theirs.__doc__
+    made.__annotations__, made.__qualname__ = theirs.__annotations__, theirs.__qualname__
+    return made
 
 
 class Layer(Patched):

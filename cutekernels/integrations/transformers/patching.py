@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.integrations.transformers import attention, checkpoints, modules, rules
-from cutekernels.integrations.transformers.families import Family, family_of, shared_parameters
-from cutekernels.ops.shared.checks import said
+from cutekernels.integrations.transformers import attention, checkpoints, modules, rules, structure
+from cutekernels.integrations.transformers.families import Family, family_of, is_listed, shared_parameters
+from cutekernels.ops.shared.checks import check_flag, said
 
 _BEFORE = "_cutekernels_attention"  # the attribute of a patched model: the attention it had
 
@@ -50,7 +50,7 @@ class Report:
         return "\n".join(lines)
 
 
-def patch(model: torch.nn.Module) -> Report:
+def patch(model: torch.nn.Module, *, unlisted: bool = False) -> Report:
     """Put a transformers model's norms, projections, MLPs, rotary embeddings and attention onto our kernels.
 
     ::
@@ -70,23 +70,30 @@ def patch(model: torch.nn.Module) -> Report:
         model: of Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE, Phi-3, Phi-4, Granite, OLMo2,
             SmolLM3, Starcoder2, GLM4, Cohere2, gpt-oss, DeepSeek-V2, Gemma 2, or the text part of Gemma 3 or
             Qwen2.5-VL, in fp16 or bf16 on a GPU, on the CPU of any type. Patch it before ``torch.compile``.
+        unlisted: take any other model too: its norms, projections, MLPs and rotary embeddings are found by structure,
+            and each is compared with its own forward on random input before it is replaced. Attention, and whatever
+            differs, stays the model's own. In evaluation mode, which training may follow.
 
     Returns:
         A :class:`Report` of what was patched, and what was not and why.
 
     Raises:
-        UnsupportedProblem: another architecture, or a model that is patched already.
+        UnsupportedProblem: another architecture, or a model that is patched already; with ``unlisted`` what is no
+            module, or in training mode.
         ImportError: transformers is not installed.
     """
+    check_flag("patch", "unlisted", unlisted)
+    if unlisted and not is_listed(model):
+        return _patch_unlisted(model)
     family = family_of(
         model,
         "patch",
         "run its attention here by cutekernels.register_attention() and "
         'model.set_attn_implementation("cutekernels"), its experts by register_experts() and '
-        'set_experts_implementation("cutekernels"), or replace its layers by cutekernels.nn modules',
+        'set_experts_implementation("cutekernels"), let cutekernels.patch(model, unlisted=True) find what it can, or '
+        "replace its layers by cutekernels.nn modules",
     )
-    if is_patched(model):
-        raise UnsupportedProblem("the model is patched already: call cutekernels.unpatch(model) first")
+    _refuse_patched(model)
     attention.register_attention()
     roles = {cls: role for role, cls in family.classes().items()}
     mixins: dict[str, Any] = {
@@ -126,16 +133,7 @@ def patch(model: torch.nn.Module) -> Report:
             original: Any = type(module)
             module.__class__ = modules.swapped(mixin, original, family)
             report.patched[role] += 1
-        shared = shared_parameters(model)
-        for name, module in model.named_modules():
-            if isinstance(module, modules.Fused):
-                own = [p for part in module.parts for p in getattr(module, part).parameters()]
-                module.shared = any(id(p) in shared for p in own)
-                reason = module.pack()
-                if reason:
-                    report.left.append((f"{name}.{'/'.join(module.parts)}", reason))
-                else:
-                    report.fused["attention" if isinstance(module, modules.Attention) else "mlp"] += 1
+        _pack(model, report)
         _route(model, family, report)
         for module in _bodies(model) if family.causal else ():
             attention.watch(module)
@@ -143,6 +141,49 @@ def patch(model: torch.nn.Module) -> Report:
         unpatch(model)
         raise
     return report
+
+
+def _patch_unlisted(model: Any) -> Report:
+    """:func:`patch` of what structure tells."""
+    if not isinstance(model, torch.nn.Module):
+        raise UnsupportedProblem(f"patch takes a torch.nn.Module; got {said(model)}: pass the model")
+    _refuse_patched(model)
+    if any(module.training for module in model.modules()):
+        raise UnsupportedProblem(
+            "patch(unlisted=True) compares modules in evaluation mode, and this model is in training mode: call "
+            "model.eval() first, and model.train() behind it"
+        )
+    found = structure.find(model)
+    report = Report(model, left=found.left)
+    try:
+        for role, module, (mixin, family) in found.replaced:
+            original: Any = type(module)
+            module.__class__ = modules.swapped(mixin, original, family)
+            report.patched[role] += 1
+        _pack(model, report)
+    except BaseException:
+        unpatch(model)
+        raise
+    return report
+
+
+def _refuse_patched(model: Any) -> None:
+    if is_patched(model):
+        raise UnsupportedProblem("the model is patched already: call cutekernels.unpatch(model) first")
+
+
+def _pack(model: torch.nn.Module, report: Report) -> None:
+    """Move weights of one input side by side, where they can be."""
+    shared = shared_parameters(model)
+    for name, module in model.named_modules():
+        if isinstance(module, modules.Fused):
+            own = [p for part in module.parts for p in getattr(module, part).parameters()]
+            module.shared = any(id(p) in shared for p in own)
+            reason = module.pack()
+            if reason:
+                report.left.append((f"{name}.{'/'.join(module.parts)}", reason))
+            else:
+                report.fused["attention" if isinstance(module, modules.Attention) else "mlp"] += 1
 
 
 def unpatch(model: torch.nn.Module) -> None:
