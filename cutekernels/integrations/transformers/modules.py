@@ -38,8 +38,8 @@ class Patched:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles name the two classes that this one is made of."""
-        mixin = next(base for base in type(self).__mro__ if base.__module__ == __name__ and base is not type(self))
-        return _rebuilt, (mixin, self.original, self.family), self.__getstate__()
+        swapped_class = next(base for base in type(self).__mro__ if "original" in vars(base))
+        return _rebuilt, (swapped_class.__bases__[0], self.original, self.family), self.__getstate__()
 
 
 @cache
@@ -186,6 +186,8 @@ def _apart(linears: list[Any]) -> str:
         return f"its projections are of {', '.join(sorted({kind_of(type(x)) for x in linears}))}"
     if any(getattr(type(x), "original", type(x)) is not torch.nn.Linear for x in linears):
         return "its projections are subclasses of Linear"
+    if any(hasattr(x.weight, "placements") for x in linears):
+        return "its projections are sharded as DTensors, each a product of its own"
     if not all(map(unhooked, linears)):
         return "its projections have hooks"
     if any(type(w) is not torch.nn.Parameter or w.is_meta or w.dim() != 2 for w in (x.weight for x in linears)):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.integrations.transformers import attention, checkpoints, modules, rules, structure
+from cutekernels.integrations.transformers import attention, checkpoints, modules, rules, structure, tensor_parallel
 from cutekernels.integrations.transformers.families import Family, family_of, is_listed, shared_parameters
 from cutekernels.ops.shared.checks import check_flag, said
 
@@ -97,6 +97,7 @@ def patch(model: torch.nn.Module, *, unlisted: bool = False) -> Report:
     attention.register_attention()
     roles = {cls: role for role, cls in family.classes().items()}
     mixins: dict[str, Any] = {
+        "linear": modules.Linear,
         "norm": modules.LayerNorm if family.layer_norm else modules.Norm,
         "mlp": modules.PlainMlp if not family.gated else modules.Mlp if family.joined_mlp else modules.PackedMlp,
         "attention": modules.Attention if family.joined_qkv else modules.PackedAttention,
@@ -129,9 +130,12 @@ def patch(model: torch.nn.Module, *, unlisted: bool = False) -> Report:
                 report.left.append((name, reason))
             if role is None or reason:
                 continue
-            mixin: Any = modules.Linear if role == "linear" else mixins[role]
+            mixin: Any = mixins[role]
+            if role == "linear" and tensor_parallel.is_sharded(module.weight):
+                mixin = tensor_parallel.ShardedLinear
             original: Any = type(module)
             module.__class__ = modules.swapped(mixin, original, family)
+            tensor_parallel.rebind(module)
             report.patched[role] += 1
         _pack(model, report)
         _route(model, family, report)
@@ -207,6 +211,7 @@ def unpatch(model: torch.nn.Module) -> None:
     for module in reversed(found):  # a model behind those inside it, so that its attention counts
         if isinstance(module, modules.Patched):
             module.__class__ = classes[type(module)]
+            tensor_parallel.rebind(module)
             for name in ("packed", "sources", "views", "shared"):
                 module.__dict__.pop(name, None)
             for name, value in module.__dict__.items():  # what a wrapper has kept of the patched forward (accelerate's)

@@ -14,6 +14,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers import modules
 from cutekernels.integrations.transformers.experts import why_not_experts
 from cutekernels.integrations.transformers.families import Family, activation_of, gate_of
+from cutekernels.integrations.transformers.tensor_parallel import is_planned
 from cutekernels.nn.mlp import Gate, gate_mul, unhooked
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.decode_api import decode_attention
@@ -29,7 +30,7 @@ _COMPUTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 def why_not(role: str, module: Any, family: Family, top_k: int) -> str:
     """Why a module is left as it is, or "". ``top_k``: how many experts a token has."""
-    if "forward" in module.__dict__:
+    if "forward" in module.__dict__ and not is_planned(module):
         return "its forward has been replaced (by device_map's hooks, say)"
     if role == "experts":
         return why_not_experts(module) or _not_multiplied(module.gate_up_proj) or _of_experts(module, top_k)
