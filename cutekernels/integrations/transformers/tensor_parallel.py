@@ -58,7 +58,7 @@ class ShardedLinear(Linear):
             return super().forward(x)
         found = _shards(x, me.weight, me.bias)
         theirs: Any = super(Linear, self)
-        return theirs.forward(x) if found is None else found  # type: ignore[no-any-return]
+        return theirs.forward(x) if found is None else found
 
 
 # ---- placements -----------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def _shards(x: Any, weight: Any, bias: Any) -> Tensor | None:
         return None  # a bias is added once, behind the sum
     result, of_gradient = (last if placement.is_shard() else placement for placement in found)
     local = x.to_local(grad_placements=[of_gradient]), weight.to_local(), None if bias is None else bias.to_local()
-    shape = (*x.shape[:-1], weight.shape[0])
+    shape = torch.Size((*x.shape[:-1], weight.shape[0]))
     stride = torch.empty(shape, device="meta").stride()
     made = projected(*local, name="Linear")
     return DTensor.from_local(made, weight.device_mesh, [result], run_check=False, shape=shape, stride=stride)
