@@ -186,7 +186,7 @@ def _apart(linears: list[Any]) -> str:
         return f"its projections are of {', '.join(sorted({kind_of(type(x)) for x in linears}))}"
     if any(getattr(type(x), "original", type(x)) is not torch.nn.Linear for x in linears):
         return "its projections are subclasses of Linear"
-    if any(hasattr(x.weight, "placements") for x in linears):
+    if any(hasattr(getattr(x, "weight", None), "placements") for x in linears):
         return "its projections are sharded as DTensors, each a product of its own"
     if not all(map(unhooked, linears)):
         return "its projections have hooks"

@@ -79,7 +79,8 @@ def _asks_for_more(original: type[Any]) -> str:
     """Why an attention layer's arguments are not ours, as in a version of transformers that has renamed some."""
     taken = inspect.signature(modules.Attention.forward).parameters
     asked = inspect.signature(original.forward).parameters
-    unknown = sorted(asked.keys() - taken.keys())
+    nothing = {"use_cache", "output_attentions"}  # of old versions: the cache is given or not, weights never returned
+    unknown = sorted(asked.keys() - taken.keys() - nothing)
     return f"this version of transformers calls it with {', '.join(unknown)}, which no kernel knows" if unknown else ""
 
 
