@@ -81,7 +81,9 @@ def test_a_text_part_is_patched_by_itself(make: Any) -> None:
         expected, tokens = results(), generated()
         assert not torch.allclose(expected[0], expected[1], atol=1e-2), "the image counts"
         with ck.patch(model.model.language_model) as report:
-            assert report.patched["attention"] == report.patched["mlp"] == 2 and not report.left
+            assert report.patched["mlp"] == 2
+            old = "three tables" in str(report)  # Qwen2.5-VL's in 5.4
+            assert report.patched["attention"] == 2 * (not old) and bool(report.left) == old
             for ours, theirs in zip(results(), expected, strict=True):
                 close(ours, theirs)
             assert all(torch.equal(a, b) for a, b in zip(generated(), tokens, strict=True))

@@ -494,9 +494,11 @@ class CausalLM(Patched):
             return super().forward(**kwargs)  # type: ignore[misc]
         labels, as_dict = kwargs.pop("labels"), kwargs.pop("return_dict", None)
         kwargs.pop("logits_to_keep", None)
-        routed = kwargs.get("output_router_logits")
-        if self.family.experts:
-            routed = kwargs["output_router_logits"] = me.config.output_router_logits if routed is None else routed
+        names: Any = sys.modules[self.original.__module__]
+        routed, of_experts = kwargs.get("output_router_logits"), hasattr(names, "MoeCausalLMOutputWithPast")
+        if of_experts:
+            routed = getattr(me.config, "output_router_logits", False) if routed is None else routed
+            kwargs["output_router_logits"] = routed
         outputs = me.model(**kwargs)
         shifted = kwargs.get("shift_labels")
         if shifted is None:  # the target of each token is the next one's label
@@ -508,16 +510,15 @@ class CausalLM(Patched):
             ignore_index=kwargs.get("ignore_index", -100), num_items_in_batch=items,
             temperature=1.0 if scaling is None else scaling,
         )  # fmt: skip
-        names: Any = sys.modules[self.original.__module__]
         own: dict[str, Any] = {}
-        if self.family.experts:
+        if of_experts:
             own = {"router_logits": outputs.router_logits}
             if routed and hasattr(names, "load_balancing_loss_func"):
                 own["aux_loss"] = names.load_balancing_loss_func(
                     outputs.router_logits, me.num_experts, me.num_experts_per_tok, kwargs.get("attention_mask")
                 )
                 loss = loss + me.router_aux_loss_coef * own["aux_loss"].to(loss.device)
-        kind = names.MoeCausalLMOutputWithPast if self.family.experts else names.CausalLMOutputWithPast
+        kind = names.MoeCausalLMOutputWithPast if of_experts else names.CausalLMOutputWithPast
         made = kind(
             loss=loss, logits=None, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states,
             attentions=outputs.attentions, **own,

@@ -81,7 +81,11 @@ def _asks_for_more(original: type[Any]) -> str:
     asked = inspect.signature(original.forward).parameters
     nothing = {"use_cache", "output_attentions"}  # of old versions: the cache is given or not, weights never returned
     unknown = sorted(asked.keys() - taken.keys() - nothing)
-    return f"this version of transformers calls it with {', '.join(unknown)}, which no kernel knows" if unknown else ""
+    if unknown:
+        return f"this version of transformers calls it with {', '.join(unknown)}, which no kernel knows"
+    if "apply_multimodal_rotary_pos_emb" in getattr(getattr(original.forward, "__code__", None), "co_names", ()):
+        return "this version of transformers turns its queries and keys by three tables, which no kernel takes"
+    return ""
 
 
 def why_no_core(module: Any, family: Family) -> str:
