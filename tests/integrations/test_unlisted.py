@@ -160,6 +160,20 @@ class QuickGelu(Swiglu):
         return self.w2(gate * torch.sigmoid(1.702 * gate) * self.w3(x))  # type: ignore[no-any-return]
 
 
+class Turning(nn.Module):
+    """Its rotary embedding is a method, no function of its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+
+    def apply_rotary_pos_emb(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.apply_rotary_pos_emb(x)
+
+
 class Clamped(Swiglu):
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x).clamp(max=30.0)) * self.w3(x))  # type: ignore[no-any-return]
@@ -189,6 +203,7 @@ class Dropping(Swiglu):
         (lambda: nn.LayerNorm(32, bias=False), "norm"), (Swiglu, "mlp"), (lambda: Swiglu(True), "mlp"),
         (lambda: Swiglu(wide=32), "mlp"), (UpFirst, "mlp"), (Wide, ""), (Detached, ""), (OtherEpsilon, ""),
         (AcrossTokens, ""), (QuickGelu, ""), (Clamped, ""), (Scaled, ""), (Dropping, ""),
+        (Turning, ""),
     ],
     ids=lambda x: getattr(x, "__name__", x) or "left",
 )  # fmt: skip

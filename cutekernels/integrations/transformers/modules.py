@@ -9,7 +9,7 @@ import functools
 import inspect
 import sys
 from functools import cache
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -434,11 +434,41 @@ def turning(original: Any, family: Family) -> Any:
 
 def _turning_forward(original: Any, family: Family) -> Any:
     """``original``'s forward, in whose code the function that turns is :func:`turning`'s."""
-    theirs = original.forward
-    names = theirs.__globals__ | {TURN: turning(theirs.__globals__[TURN], family)}
-    made = FunctionType(theirs.__code__, names, theirs.__name__, theirs.__defaults__, theirs.__closure__)
-    made.__kwdefaults__, made.__doc__ = theirs.__kwdefaults__, theirs.__doc__
-    made.__annotations__, made.__qualname__ = theirs.__annotations__, theirs.__qualname__
+    inner = inspect.unwrap(original.forward)
+    return _with_inner(original.forward, _copied(inner, {TURN: turning(inner.__globals__[TURN], family)}))
+
+
+def within_reach(forward: Any) -> bool:
+    """Whether every decorator around a forward keeps what it wraps where :func:`_with_inner` finds it."""
+    inner = getattr(forward, "__wrapped__", None)
+    return inner is None or (any(_is_in(cell, inner) for cell in forward.__closure__ or ()) and within_reach(inner))
+
+
+def _with_inner(forward: Any, made: Any) -> Any:
+    """A decorated forward around ``made`` in the place of what it wraps in the end."""
+    inner = getattr(forward, "__wrapped__", None)
+    if inner is None:
+        return made
+    made = _with_inner(inner, made)
+    cells = tuple(CellType(made) if _is_in(cell, inner) else cell for cell in forward.__closure__)
+    return functools.update_wrapper(_copied(forward, {}, cells), made)
+
+
+def _is_in(cell: CellType, function: Any) -> bool:
+    try:
+        return cell.cell_contents is function
+    except ValueError:  # an empty one
+        return False
+
+
+def _copied(function: Any, names: dict[str, Any], cells: tuple[CellType, ...] | None = None) -> FunctionType:
+    """A function of the same code, for which other globals, or cells, stand under some names."""
+    known = function.__globals__ | names if names else function.__globals__
+    closure = function.__closure__ if cells is None else cells
+    made = FunctionType(function.__code__, known, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__annotations__, made.__doc__ = function.__annotations__, function.__doc__
+    made.__qualname__, made.__module__ = function.__qualname__, function.__module__
     return made
 
 

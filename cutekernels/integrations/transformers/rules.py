@@ -83,7 +83,9 @@ def _asks_for_more(original: type[Any]) -> str:
     unknown = sorted(asked.keys() - taken.keys() - nothing)
     if unknown:
         return f"this version of transformers calls it with {', '.join(unknown)}, which no kernel knows"
-    if "apply_multimodal_rotary_pos_emb" in getattr(getattr(original.forward, "__code__", None), "co_names", ()):
+    if "apply_multimodal_rotary_pos_emb" in getattr(
+        getattr(inspect.unwrap(original.forward), "__code__", None), "co_names", ()
+    ):
         return "this version of transformers turns its queries and keys by three tables, which no kernel takes"
     return ""
 

@@ -116,7 +116,9 @@ def _guesses(module: Any, tables: _Tables | None) -> tuple[str, Any]:
     """A module's role and what may compute it, or why nothing does; ``("", ())`` for one of no known structure."""
     if type(module) is torch.nn.Linear:
         return "linear", [(modules.Linear, _UNKNOWN)]
-    if modules.TURN in _names(module):
+    if modules.TURN in _names(module) and modules.TURN in inspect.unwrap(type(module).forward).__globals__:
+        if not modules.within_reach(type(module).forward):
+            return "rotary", "its forward is wrapped by code that keeps it out of reach"
         if tables is None:
             return "rotary", "the model has no rotary embedding whose cosines have a known form"
         return "rotary", [(modules.Turned, Family("", "", table=tables.form, interleaved=x)) for x in (False, True)]  # type: ignore[arg-type]
@@ -139,7 +141,7 @@ def _guesses(module: Any, tables: _Tables | None) -> tuple[str, Any]:
 
 def _names(module: Any) -> tuple[str, ...]:
     """Names in the code of a module's forward."""
-    return getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
+    return getattr(getattr(inspect.unwrap(type(module).forward), "__code__", None), "co_names", ())
 
 
 def _takes_one(module: Any) -> bool:
@@ -331,7 +333,7 @@ def _inputs(role: str, module: Any, family: Family) -> list[Tensor]:
 def _turned_distance(module: Any, family: Family, tables: _Tables | None) -> float:
     """As :func:`_distance`, of the function that turns queries and keys, in units of what is allowed."""
     assert tables is not None
-    own = type(module).forward.__globals__[modules.TURN]
+    own = inspect.unwrap(type(module).forward).__globals__[modules.TURN]
     ours, compared = modules.turning(own, family), list[float]()
     turned = tables.cos.shape[-1] * (2 if tables.form == "once" else 1)
     generator = torch.Generator().manual_seed(1)
