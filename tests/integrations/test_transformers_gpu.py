@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 import cutekernels as ck
+from tests.integrations import test_registered as registered
 from tests.integrations import tiny
 from tests.models.near_ties import check_greedy, widened
 
@@ -65,6 +66,23 @@ def test_no_further_from_fp32_than_transformers(family: str, length: int) -> Non
 def test_fp16_is_no_further_from_fp32_than_transformers(family: str) -> None:
     found = ck.compare(made(family, torch.float16), ids())
     assert 0 < found.patched["logits"] <= 1.25 * found.plain["logits"] < 0.02
+
+
+@pytest.mark.parametrize("name", ["Helium", "StableLm", "HunYuanDenseV1"])
+def test_unlisted_models_are_no_further_from_fp32_than_transformers(name: str) -> None:
+    sizes = {"num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 256}
+    model = registered.made(name, hidden_size=256, intermediate_size=384, **sizes)
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+    model, given = model.to("cuda", torch.bfloat16), ids()
+    with torch.no_grad():
+        expected, theirs = widened(model)(given).logits, model(given).logits.float()
+        with ck.patch(model, unlisted=True) as report:
+            ours = model(given).logits.float()
+        assert torch.equal(model(given).logits.float(), theirs)
+    assert report.patched["rotary"] == report.patched["mlp"] == report.fused["mlp"] == 2, report
+    assert {path for path, _ in report.left} == {"model.embed_tokens", "attention"}
+    assert 0 < (ours - expected).norm() <= 1.25 * (theirs - expected).norm() < 0.2 * expected.norm()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
