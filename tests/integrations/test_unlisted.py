@@ -219,6 +219,27 @@ def test_a_module_is_replaced_only_where_it_computes_the_same(make: Callable[[],
         close(model(x), expected)
 
 
+class Listed(Swiglu):
+    """Another activation, by an option that is no number."""
+
+    def __init__(self, acts: list[str]) -> None:
+        super().__init__()
+        self.acts = acts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(getattr(F, self.acts[0])(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+
+
+def test_modules_of_one_class_with_other_options_are_compared_anew() -> None:
+    model = nn.Sequential(Listed(["silu"]), Listed(["relu"]), Listed(["gelu"])).eval().half()
+    x = torch.randn(2, 3, 32).half()
+    expected = model(x)
+    with ck.patch(model, unlisted=True):
+        assert [isinstance(one, modules.Patched) for one in model] == [True, False, True]
+        assert [one.family.gate for one in model if isinstance(one, modules.Patched)] == ["silu", "gelu"]
+        torch.testing.assert_close(model(x), expected, atol=2**-9, rtol=2**-8)
+
+
 def hooked(model: Any) -> None:
     model.a.w1.register_forward_hook(lambda *_: None)
 

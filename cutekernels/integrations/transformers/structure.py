@@ -64,7 +64,7 @@ def _find(model: torch.nn.Module) -> Found:
         if reason:
             found.left.append((path, reason))
             continue
-        kind = _kind(module)
+        kind = type(module) if role == "rotary" else _kind(module)
         if kind not in known:
             known[kind] = _chosen(role, module, list(guesses), tables)
         chosen = known[kind]
@@ -99,13 +99,16 @@ def _why_not(role: str, module: Any, places: int) -> str:
     return ""
 
 
+_PLAIN = (bool, int, float, str, tuple, list, dict, torch.dtype, type(None))
+
+
 def _kind(module: Any) -> object:
     """What modules have in common that one comparison serves: classes, shapes, and all options."""
     parts = []
     for name, part in module.named_modules():
-        plain = {k: v for k, v in part.__dict__.items() if isinstance(v, bool | int | float | str) and k != "layer_idx"}
+        options = {k: repr(v) for k, v in part.__dict__.items() if isinstance(v, _PLAIN) and k[:1] != "_"}
         shapes = [(k, tuple(p.shape), p.dtype) for k, p in part.named_parameters(recurse=False)]
-        parts.append((name, type(part), tuple(sorted(plain.items())), tuple(shapes)))
+        parts.append((name, type(part), tuple(sorted(options.items())), tuple(shapes)))
     return tuple(parts)
 
 
