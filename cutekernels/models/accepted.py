@@ -14,6 +14,7 @@ from cutekernels.integrations.transformers.families import FAMILIES, Family, fam
 from cutekernels.integrations.transformers.modules import kind_of, sharded
 from cutekernels.integrations.transformers.patching import is_patched
 from cutekernels.integrations.transformers.rules import WIDEST_HEAD
+from cutekernels.integrations.transformers.tensor_parallel import is_planned
 from cutekernels.models.loaded import LoadedModel
 from cutekernels.models.ropes import KINDS
 from cutekernels.ops.attention.problem import WIDEST
@@ -145,6 +146,11 @@ def _check_forward(path: str, module: torch.nn.Module) -> None:
         raise UnsupportedProblem(
             f"Decoder reads whole weights, and FSDP shards those of {path}: load a plain model with "
             "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
+        )
+    if is_planned(module):
+        raise UnsupportedProblem(
+            f"Decoder reads whole weights, and tensor parallelism shards those of {path}: load the model without "
+            "tp_plan, or call it itself under cutekernels.patch"
         )
     if hasattr(module, "_hf_hook"):
         raise UnsupportedProblem(

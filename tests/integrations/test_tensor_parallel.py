@@ -14,8 +14,11 @@ import pytest
 import torch
 
 import cutekernels as ck
+from cutekernels.errors import UnsupportedProblem
+from cutekernels.integrations.transformers import modules
 from tests.integrations import tiny
 from tests.integrations.ranks import results
+from tests.models.test_decoder import decoder
 
 pytest.importorskip("transformers.distributed.tensor_parallel")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -79,6 +82,36 @@ def test_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
     text, ended = run(process), time.time()
     assert process.returncode and ended - (tmp_path / "killed").stat().st_mtime < 30
     assert sum("exitcode: -9) local_rank: 1" in line for line in text.splitlines()) == 1
+
+
+def planned(module: Any) -> None:
+    """A forward around the module's own, as transformers puts it there."""
+    original_forward = module.forward
+
+    def tp_forward(*args: Any) -> Any:
+        return original_forward(*args) * 2
+
+    tp_forward.__module__ = "transformers.distributed.tensor_parallel"
+    module.forward = tp_forward
+
+
+def test_a_planned_forward_stays_around_the_patched_one() -> None:
+    model, ids = tiny.model("llama"), tiny.tokens()
+    projection = model.model.layers[0].mlp.down_proj
+    planned(projection)
+    own, expected = projection.forward, model(ids).logits
+    with ck.patch(model) as report:
+        assert report.patched["linear"] == 15 and projection.forward is own
+        torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=1e-5)
+        assert isinstance(own.__closure__[0].cell_contents.__self__, modules.Linear)
+        assert own.__closure__[0].cell_contents.__func__ is modules.Linear.forward
+    assert torch.equal(model(ids).logits, expected)
+    for verb, rule in (
+        (decoder, "load the model without tp_plan, or"),
+        (lambda m: ck.compare(m, ids), "to compare it"),
+    ):
+        with pytest.raises(UnsupportedProblem, match=rule):
+            verb(model)
 
 
 def test_plans_are_told_from_other_forwards() -> None:
