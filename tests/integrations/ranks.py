@@ -19,13 +19,13 @@ from tests.integrations.tiny import tokens
 LEFT = torch.tensor([[0] * 7 + [1] * 13, [1] * 20])
 
 
-def loaded(folder: str) -> Any:
+def loaded(folder: str, dtype: torch.dtype = torch.float32) -> Any:
     """A model in shards, one for each process of a run; whole in a process by itself."""
     import transformers
 
     transformers.logging.set_verbosity_error()  # type: ignore[attr-defined]
     plan: dict[str, Any] = {"tp_plan": "auto"} if "RANK" in os.environ else {}
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **plan).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **plan).eval()
 
 
 def results(model: Any) -> dict[str, Any]:
@@ -55,6 +55,19 @@ def compare(folder: str) -> dict[str, Any]:
     apart = {name: float((ours[name] - t).abs().max() / t.abs().max().clamp_min(1e-3)) for name, t in expected.items()}
     assert ours.keys() == expected.keys()
     return {"apart": max(apart.values()), "patched": report.patched, "left": report.left}
+
+
+def near(folder: str) -> dict[str, Any]:
+    """How far bf16 logits are from those of one process in fp32, plain and patched."""
+    model = loaded(folder, torch.bfloat16)
+    expected = torch.load(Path(folder, "logits.pt")).to(model.device)
+    ids = tokens(4, 50).to(model.device)
+    with torch.no_grad():
+        plain = model(ids).logits.float()
+        report = ck.patch(model)
+        ours = model(ids).logits.float()
+    errors = {name: float((t - expected).norm() / expected.norm()) for name, t in (("plain", plain), ("ours", ours))}
+    return errors | {"patched": report.patched}
 
 
 def memory(folder: str) -> dict[str, Any]:
@@ -101,7 +114,7 @@ def killed(folder: str) -> dict[str, Any]:
 def main(*given: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    tasks = {"compare": compare, "memory": memory, "killed": killed}
+    tasks = {"compare": compare, "near": near, "memory": memory, "killed": killed}
     for task, folder in zip(given[::2], given[1::2], strict=True):
         Path(folder, f"{task}{os.environ.get('RANK', '')}.json").write_text(json.dumps(tasks[task](folder)))
     if torch.distributed.is_initialized():
