@@ -22,6 +22,7 @@ FLOORS = {
     "cutekernels/__main__.py": 20,
     "bench/": 20,
     "cutekernels/models/": 19,
+    "cutekernels/hub/": 19,
     "cutekernels/cli.py": 18,
     "cutekernels/integrations/": 18,
     "cutekernels/introspection.py": 17,

@@ -14,6 +14,7 @@ from cutekernels.integrations.transformers.families import FAMILIES, Family, fam
 from cutekernels.integrations.transformers.modules import kind_of, sharded
 from cutekernels.integrations.transformers.patching import is_patched
 from cutekernels.integrations.transformers.rules import WIDEST_HEAD
+from cutekernels.integrations.transformers.tensor_parallel import is_planned
 from cutekernels.models.loaded import LoadedModel
 from cutekernels.models.ropes import KINDS
 from cutekernels.ops.attention.problem import WIDEST
@@ -94,6 +95,11 @@ def _owner(model: Any, path: str) -> Any:
 def _family_of(model: Any) -> Family:
     """The family of a model of transformers for causal language modelling."""
     family = family_of(model, "Decoder", REMEDY, head=True)
+    if family.undecoded:
+        raise UnsupportedProblem(
+            f"Decoder does not take {type(model).__name__}: {family.undecoded}; generate with the model itself under "
+            "cutekernels.patch"
+        )
     if not hasattr(model, "lm_head"):
         raise UnsupportedProblem(
             f"Decoder takes models for causal language modelling; {type(model).__name__} has no lm_head: {REMEDY}"
@@ -140,6 +146,11 @@ def _check_forward(path: str, module: torch.nn.Module) -> None:
         raise UnsupportedProblem(
             f"Decoder reads whole weights, and FSDP shards those of {path}: load a plain model with "
             "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
+        )
+    if is_planned(module):
+        raise UnsupportedProblem(
+            f"Decoder reads whole weights, and tensor parallelism shards those of {path}: load the model without "
+            "tp_plan, or call it itself under cutekernels.patch"
         )
     if hasattr(module, "_hf_hook"):
         raise UnsupportedProblem(

@@ -196,6 +196,28 @@ ARCHITECTURES = {
         eps="norm_epsilon",
         body=(_TABLE, _norm("model.norm", bias=True), _HEAD),
     ),
+    "glm4": Architecture(
+        (
+            *_PRE_NORMS, _norm("post_self_attn_layernorm"), _norm("post_mlp_layernorm"),
+            *_attention("attention_bias", False),
+            Part("mlp.gate_up_proj", ("mlp.gate_up_proj",), ("2intermediate",)),
+            Part("mlp.down_proj", ("mlp.down_proj",), ("hidden",), "intermediate"),
+        ),
+        {
+            "num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, "rms_norm_eps": 1.5625e-7,
+            "max_position_embeddings": 131072, "partial_rotary_factor": 0.5,
+        },
+        partial=True,
+    ),
+    "cohere2": Architecture(
+        _layer((_norm("input_layernorm"),), "attention_bias", "attention_bias", False),
+        {
+            "layer_norm_eps": 1e-5, "max_position_embeddings": 8192, "sliding_window": 4096, "logit_scale": 0.0625,
+            "sliding_window_pattern": 4, "tie_word_embeddings": True,
+        },
+        _layers_by_pattern,
+        eps="layer_norm_eps",
+    ),
     "gemma2": Architecture(
         _layer(_SANDWICH, "attention_bias", "attention_bias", False),
         {
@@ -224,7 +246,8 @@ class Config:
         gate: of the MLP.
         scaling: of attention's scores.
         embed_scale: of embeddings, or None.
-        embedding_multiplier, residual_multiplier, logits_scaling: Granite's, else 1.
+        rotary_dim: channels of a head that turn.
+        embedding_multiplier, residual_multiplier, logits_scaling, logit_scale: of families that have them, else 1.
         turning: whether each layer has a rotary embedding, or None for all.
         tied: whether the head is the embedding's table; None where the config does not say.
         raw: the config itself, with what it leaves out.
@@ -243,11 +266,13 @@ class Config:
     layer_types: tuple[str, ...] | None
     sliding_window: int | None
     rope_parameters: dict[str, Any]
+    rotary_dim: int
     scaling: float
     embed_scale: float | None
     embedding_multiplier: float
     residual_multiplier: float
     logits_scaling: float
+    logit_scale: float
     turning: tuple[bool, ...] | None
     attn_logit_softcapping: float | None
     final_logit_softcapping: float | None
@@ -300,7 +325,13 @@ def read_config(given: dict[str, Any]) -> Config:
     if heads % heads_kv:
         raise UnsupportedProblem(f"config.json has {heads} heads for {heads_kv} of keys, which do not divide them")
     check_number("config.json", architecture.eps, raw[architecture.eps], 0.0)
-    for name in ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"):
+    for name in (
+        "embedding_multiplier",
+        "residual_multiplier",
+        "attention_multiplier",
+        "logits_scaling",
+        "logit_scale",
+    ):
         if name in architecture.defaults:
             check_number("config.json", name, raw[name], 1e-30)
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -315,23 +346,29 @@ def read_config(given: dict[str, Any]) -> Config:
         raw["sliding_window"] = None
     types = _types(raw, architecture)
     ropes = read_ropes(raw, architecture.local_theta)
-    if architecture.partial and ropes.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise UnsupportedProblem(
-            "load takes rotary embeddings of whole heads; this config.json has a partial_rotary_factor: load it with "
-            "transformers, and take Decoder.from_transformers"
-        )
+    rotary_dim = head_dim
+    if architecture.partial:
+        share = ropes.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+        check_number("config.json", "partial_rotary_factor", share, 0.0, 1.0)
+        rotary_dim = int(head_dim * share)
+        if rotary_dim < 2 or rotary_dim % 2:
+            raise UnsupportedProblem(
+                f"rotary embeddings turn pairs of channels; partial_rotary_factor {share} of config.json leaves "
+                f"{rotary_dim} of {head_dim}: mend config.json"
+            )
     scaling = raw["query_pre_attn_scalar"] ** -0.5 if architecture.scaled else head_dim**-0.5
     return Config(
         model_type=kind, vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"],
         intermediate_size=raw["intermediate_size"], num_hidden_layers=raw["num_hidden_layers"],
         num_attention_heads=heads, num_key_value_heads=heads_kv, head_dim=head_dim,
         rms_norm_eps=raw[architecture.eps], gate=_GATES[act], layer_types=types, sliding_window=raw["sliding_window"],
-        rope_parameters=ropes,
+        rope_parameters=ropes, rotary_dim=rotary_dim,
         scaling=float(raw["attention_multiplier"]) if "attention_multiplier" in architecture.defaults else scaling,
         embed_scale=raw["hidden_size"] ** 0.5 if architecture.scaled else None,
         embedding_multiplier=raw.get("embedding_multiplier", 1.0),
         residual_multiplier=raw.get("residual_multiplier", 1.0),
         logits_scaling=raw.get("logits_scaling", 1.0),
+        logit_scale=raw.get("logit_scale", 1.0),
         turning=tuple(_turning(raw, raw["num_hidden_layers"])) if "no_rope_layers" in raw else None,
         attn_logit_softcapping=raw.get("attn_logit_softcapping"),
         final_logit_softcapping=raw.get("final_logit_softcapping"),

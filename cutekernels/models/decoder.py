@@ -124,9 +124,9 @@ class Decoder:
         moves them: once, and again after something else has moved them apart.
 
         Args:
-            model: Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE, Phi-3, Granite, OLMo2, SmolLM3,
-                Starcoder2, Gemma 2 or Gemma 3 (text) for causal language modelling, on one device, fp16 or bf16 on a
-                GPU.
+            model: Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE, Phi-3, Phi-4, Granite, OLMo2,
+                SmolLM3, Starcoder2, GLM4, Cohere2, Gemma 2 or Gemma 3 (text) for causal language modelling, on one
+                device, fp16 or bf16 on a GPU.
             max_batch: requests that run at a time; more wait.
             max_tokens: of a request, its prompt included.
             page_size: tokens in a page of the cache: 16, 32, 64, 128 or 256.
@@ -440,7 +440,10 @@ class Decoder:
         for layer, cache, norm in zip(layers, self._of(slots), norms, strict=True):
             out = self._attend(layer.attention, x, cache, slots, prompt)
             if prompt and norm is self._w.norm:  # nobody reads what follows for the other tokens
-                out, residual = out[:, -1:], residual[:, -1:]
+                out, residual, x = out[:, -1:], residual[:, -1:], x[:, -1:]
+            if layer.parallel:
+                x, residual = norm.add(out + layer.mlp(x), residual)
+                continue
             if layer.attention_out_norm is not None:
                 out = layer.attention_out_norm(out)
             if layer.multiplier is not None:
@@ -471,8 +474,9 @@ class Decoder:
         if not a.whole_norms and a.q_norm is not None and a.k_norm is not None:
             q, k = a.q_norm(q), a.k_norm(k)
         cache.append(
-            k, v, q=None if a.cos is None else q, cos=a.cos, sin=a.sin, counts=None if prompt else self._counts[slots]
-        )
+            k, v, q=None if a.cos is None else q, cos=a.cos, sin=a.sin,
+            interleaved=a.interleaved and a.cos is not None, counts=None if prompt else self._counts[slots],
+        )  # fmt: skip
         out = decode_attention(q, **cache.view(), **a.options)
         assert isinstance(out, Tensor)
         return a.out(out.flatten(2))

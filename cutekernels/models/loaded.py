@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cutekernels.integrations.transformers.families import FAMILIES
 from cutekernels.models.architectures import ARCHITECTURES, Config, Part
 from cutekernels.models.ropes import frequencies
 from cutekernels.nn import quantized
@@ -95,13 +96,14 @@ class Rotary(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self._ropes, self._head_dim = config.rope_parameters, config.head_dim
+        self._ropes, self._dim = config.rope_parameters, config.rotary_dim
+        self._twice = FAMILIES[config.model_type].table == "twice"
 
     def forward(self, x: Tensor, positions: Tensor, kind: str | None = None) -> tuple[Tensor, Tensor]:
         own = self._ropes if kind is None else self._ropes[kind]
-        turns, factor = frequencies(own, self._head_dim)
+        turns, factor = frequencies(own, self._dim)
         angles = positions[..., None].float() * turns.to(x.device)
-        angles = torch.cat((angles, angles), dim=-1)
+        angles = angles.repeat_interleave(2, dim=-1) if self._twice else torch.cat((angles, angles), dim=-1)
         return (angles.cos() * factor).to(x.dtype), (angles.sin() * factor).to(x.dtype)
 
 

@@ -62,7 +62,7 @@ def _completed(given: dict[str, Any], raw: dict[str, Any], theta: object) -> dic
         return found  # for the decoder to refuse
     if kind != "default" and found.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UnsupportedProblem(
-            "load takes rotary embeddings of whole heads; this config.json has a partial_rotary_factor: generate with "
+            "load scales rotary embeddings of whole heads; this config.json has a partial_rotary_factor: generate with "
             "transformers itself"
         )
     if kind in ("llama3", "yarn"):

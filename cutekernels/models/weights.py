@@ -88,7 +88,7 @@ class LayerNorm:
     """A layer norm. ``options``: of :func:`cutekernels.layer_norm`."""
 
     weight: Tensor
-    bias: Tensor
+    bias: Tensor | None
     options: dict[str, Any]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -156,6 +156,7 @@ class Attention:
     Attributes:
         q_norm, k_norm: of queries and keys, or None: of each head's, or of all heads' together (``whole_norms``).
         cos, sin: ``(positions, R / 2)`` with R up to head_dim, fp32 at least; layers share them. None: nothing turns.
+        interleaved: channels that turn together are neighbours.
         options: ``scale``, ``softcap`` and ``window``, as :func:`cutekernels.attention` takes them.
     """
 
@@ -166,13 +167,14 @@ class Attention:
     out: Projection
     cos: Tensor | None
     sin: Tensor | None
+    interleaved: bool
     options: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Layer:
     """One decoder layer; ``attention_out_norm`` and ``mlp_out_norm`` are of results before the residual is added, and
-    ``multiplier`` multiplies them.
+    ``multiplier`` multiplies them. ``parallel``: the MLP has attention's input, and both results are added at once.
     """
 
     attention_norm: Norm | LayerNorm | NoNorm
@@ -181,6 +183,7 @@ class Layer:
     mlp_norm: Norm | LayerNorm | NoNorm
     mlp: Mlp | PlainMlp | MoE | SharedMoE
     mlp_out_norm: Norm | None
+    parallel: bool
     multiplier: float | None
 
 
@@ -220,7 +223,7 @@ def read(model: Any, positions: int) -> Weights:
     family, ropes = check_model(model)
     config = model.config
     with torch.no_grad():
-        tables = _tables(model, ropes, positions)
+        tables = _tables(model, family, ropes, positions)
         multiplier = family.residual_multiplier_of(config)
         layers = tuple(_layer(layer, family, tables, model.dtype, multiplier) for layer in model.model.layers)
     return Weights(
@@ -236,15 +239,16 @@ def read(model: Any, positions: int) -> Weights:
     )
 
 
-def _tables(model: Any, ropes: dict[str | None, Any], positions: int) -> dict[str | None, tuple[Tensor, Tensor]]:
+def _tables(
+    model: Any, family: Family, ropes: dict[str | None, Any], positions: int
+) -> dict[str | None, tuple[Tensor, Tensor]]:
     """cos and sin of each of ``ropes``."""
     probe = torch.zeros((), dtype=torch.promote_types(model.dtype, torch.float32), device=model.device)
     ids = torch.arange(positions, device=model.device)[None]
     found = {}
     for kind in ropes:
         cos, sin = model.model.rotary_emb(probe, ids, *(() if kind is None else (kind,)))
-        half = cos.shape[-1] // 2
-        found[kind] = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+        found[kind] = family.rotary_table(cos)[0].contiguous(), family.rotary_table(sin)[0].contiguous()
     return found
 
 
@@ -255,16 +259,15 @@ def _layer(
     dtype: torch.dtype,
     multiplier: float | None,
 ) -> Layer:
-    attended = layer.post_attention_layernorm  # of attention's result where norms are around or behind it
-    before, behind = family.norms != "behind", family.norms != "before"
-    after = attended if not behind else layer.pre_feedforward_layernorm if before else None
+    before, of_attention, between, of_mlp = (name and getattr(layer, name) for name in family.norms)
     return Layer(
-        attention_norm=_any_norm(layer.input_layernorm, family) if before else NoNorm(),
+        attention_norm=NoNorm() if before is None else _any_norm(before, family),
         attention=_attention(layer.self_attn, family, tables, dtype),
-        attention_out_norm=_norm(attended, family) if behind else None,
-        mlp_norm=NoNorm() if after is None else _any_norm(after, family),
+        attention_out_norm=None if of_attention is None else _norm(of_attention, family),
+        mlp_norm=NoNorm() if between is None else _any_norm(between, family),
         mlp=_mlp(layer.mlp, dtype),
-        mlp_out_norm=_norm(layer.post_feedforward_layernorm, family) if behind else None,
+        mlp_out_norm=None if of_mlp is None else _norm(of_mlp, family),
+        parallel=family.parallel,
         multiplier=multiplier,
     )
 
@@ -280,7 +283,7 @@ def _attention(
     cos: Tensor | None
     sin: Tensor | None
     cos, sin = tables[None if None in tables else attention.layer_type]
-    if not getattr(attention, "use_rope", True):
+    if not family.turns(attention):
         cos = sin = None
     return Attention(
         qkv=_joined(attention, dtype, "qkv_proj", "q_proj", "k_proj", "v_proj"),
@@ -290,6 +293,7 @@ def _attention(
         out=_projection(attention.o_proj, dtype),
         cos=cos,
         sin=sin,
+        interleaved=family.interleaved,
         options={
             "scale": attention.scaling,
             "softcap": family.softcap_of(attention),
@@ -329,7 +333,8 @@ def _gate(mlp: Any) -> Gate:
 def _any_norm(norm: Any, family: Family) -> Norm | LayerNorm:
     if not family.layer_norm:
         return _norm(norm, family)
-    return LayerNorm(norm.weight.detach(), norm.bias.detach(), family.norm_options(norm))
+    bias = getattr(norm, "bias", None)
+    return LayerNorm(norm.weight.detach(), None if bias is None else bias.detach(), family.norm_options(norm))
 
 
 def _norm(norm: Any, family: Family) -> Norm:

@@ -28,7 +28,7 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, 
 
 def made(name: str, head: str = "ForCausalLM", **options: Any) -> Any:
     torch.manual_seed(5)
-    model = getattr(transformers, name + head)(getattr(transformers, f"{name}Config")(**SIZES, **options))
+    model = getattr(transformers, name + head)(tiny.configured(name, **(SIZES | options)))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.15)
     return model.eval()

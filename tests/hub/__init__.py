@@ -1,0 +1,1 @@
+"""Tests of the kernel repository for Hugging Face's hub."""

@@ -1,0 +1,89 @@
+"""The text part of a model that sees images, patched by itself: the same logits and tokens of the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import cutekernels as ck
+from tests.integrations import tiny
+from tests.integrations.test_transformers import close
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+IMAGE, START, END = 128, 129, 130  # tokens
+
+
+def gemma3() -> tuple[Any, dict[str, Tensor]]:
+    """Tokens of an image see one another."""
+    text = {name: value for name, value in tiny.COMMON.items() if not name.endswith("_token_id")}
+    own = {"sliding_window": 8, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=text | own, vision_config=vision | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4, image_token_index=IMAGE, boi_token_index=START, eoi_token_index=END,
+    )  # fmt: skip
+    kinds = torch.zeros(1, 20, dtype=torch.long)
+    kinds[:, 5:9] = 1
+    return transformers.Gemma3ForConditionalGeneration(config), {
+        "pixel_values": torch.randn(1, 3, 28, 28), "token_type_ids": kinds,
+    }  # fmt: skip
+
+
+def qwen25_vl() -> tuple[Any, dict[str, Tensor]]:
+    """Positions of an image's tokens are of time, height and width."""
+    text = {name: value for name, value in tiny.COMMON.items() if name != "head_dim"}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    vision = {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4,
+        "window_size": 16, "fullatt_block_indexes": [0],
+    }  # fmt: skip
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text | {"rope_parameters": rope}, vision_config=vision, image_token_id=IMAGE,
+        vision_start_token_id=START, vision_end_token_id=END, video_token_id=127,
+    )  # fmt: skip
+    kinds = torch.zeros(1, 20, dtype=torch.long)
+    kinds[:, 5:9] = 1
+    return transformers.Qwen2_5_VLForConditionalGeneration(config), {
+        "pixel_values": torch.randn(16, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "mm_token_type_ids": kinds,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [gemma3, qwen25_vl])
+def test_a_text_part_is_patched_by_itself(make: Any) -> None:
+    torch.manual_seed(5)
+    model, image = make()
+    for path, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.02 if path.endswith("norm.bias") else 0.15)
+    model.eval()
+    ids = tiny.tokens(1, 20) % 127
+    seen = ids.clone()
+    seen[:, 4], seen[:, 5:9], seen[:, 9] = START, IMAGE, END
+    masks = torch.tensor([[0] * 3 + [1] * 17]), torch.ones(1, 20, dtype=torch.long)
+    greedy = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+
+    def results() -> list[Tensor]:
+        found = [model(ids).logits, model(seen, attention_mask=masks[1], **image).logits]
+        return [*found, model(ids, attention_mask=masks[0]).logits[:, 3:]]
+
+    def generated() -> list[Tensor]:
+        given = ({}, image)
+        return [
+            model.generate(x, attention_mask=masks[1], **own, **greedy)
+            for x, own in zip((ids, seen), given, strict=True)
+        ]
+
+    with torch.no_grad():
+        expected, tokens = results(), generated()
+        assert not torch.allclose(expected[0], expected[1], atol=1e-2), "the image counts"
+        with ck.patch(model.model.language_model) as report:
+            assert report.patched["mlp"] == 2
+            old = "three tables" in str(report)  # Qwen2.5-VL's in 5.4
+            assert report.patched["attention"] == 2 * (not old) and bool(report.left) == old
+            for ours, theirs in zip(results(), expected, strict=True):
+                close(ours, theirs)
+            assert all(torch.equal(a, b) for a, b in zip(generated(), tokens, strict=True))
