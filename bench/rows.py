@@ -76,7 +76,11 @@ _NAMES = tuple(f.name for f in fields(Row))
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
-    """Replace ``path`` with ``rows``, whole or not at all; numbers are rounded to ``DIGITS`` significant digits."""
+    """Replace ``path`` with ``rows``, whole or not at all; numbers are rounded to ``DIGITS`` significant digits.
+
+    A peer that is not installed has one row, the first, for all cases of a suite.
+    """
+    rows = list({_place(i, row): row for i, row in reversed([*enumerate(rows)])}.values())[::-1]
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = _lines([{name: rounded(getattr(row, name)) for name in _NAMES} for row in rows])
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
@@ -89,6 +93,11 @@ def write(path: Path, rows: Iterable[Row]) -> None:
         except BaseException:
             os.unlink(file.name)
             raise
+
+
+def _place(number: int, row: Row) -> object:
+    """What is one for rows of which one is kept."""
+    return (row.op, row.suite, row.contender, row.reason) if row.status == "absent" else number
 
 
 def rounded(value: Any) -> Any:

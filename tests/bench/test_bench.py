@@ -157,6 +157,14 @@ class TestRows:
         assert header["columns"] == ["status", "reason", "median_us"]
         assert [first, second] == [["ok", "", 1.0], ["absent", "not installed"]]
 
+    def test_an_absent_peer_has_one_row_of_a_suite(self, tmp_path: Path) -> None:
+        path = tmp_path / "rows.jsonl"
+        absent = [self.row(label=label, status="absent", median_us=None, reason="not installed") for label in "12"]
+        other = self.row(label="2", contender="y", status="absent", median_us=None, reason="not installed")
+        timed = [self.row(label=label, contender="z") for label in "12"]
+        rows.write(path, [absent[0], timed[0], absent[1], timed[1], other])
+        assert rows.read(path) == [absent[0], *timed, other]
+
     def test_a_reason_may_hold_any_text(self, tmp_path: Path) -> None:
         some = [self.row(status="failed", median_us=None, reason=text) for text in ("a\u2028b\x85c", "\ud800", "d")]
         rows.write(tmp_path / "rows.jsonl", some)
