@@ -80,7 +80,10 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
     A peer that is not installed has one row, the first, for all cases of a suite.
     """
-    rows = list({_place(i, row): row for i, row in reversed([*enumerate(rows)])}.values())[::-1]
+    kept: dict[object, Row] = {}
+    for number, row in enumerate(rows):
+        kept.setdefault(_place(number, row), row)
+    rows = [*kept.values()]
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = _lines([{name: rounded(getattr(row, name)) for name in _NAMES} for row in rows])
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:

@@ -371,7 +371,7 @@ class TestCase:
         found = run.run(cases, plan(), path, timer(Clock()), lambda some: lengths.append(len(rows.read(path))))
         rows.write(tmp_path / "all.jsonl", found)
         assert rows.read(path) == rows.read(tmp_path / "all.jsonl")
-        assert 0 < lengths[0] < lengths[1] == len(found)
+        assert 0 < lengths[0] < lengths[1] == len(rows.read(path))
 
 
 class TestOurs:
