@@ -107,6 +107,8 @@ def command(
         try:
             stack.enter_context(_signals_raise())  # the first to enter: a second one spoils no closing
             devices = _devices(gpus, device, ray)
+            if guest and (requests or job == grid.NAME):
+                raise JobError("--guest allows a kernel that a job file names; grid and --requests name none")
             if job == grid.NAME and not requests:
                 winners, seconds = _known(gpu, db, force=force), None if list_ else budget_s
                 next_ones = grid.plan(winners, op=op, shard=shard, trials=trials, budget_s=seconds)
@@ -201,6 +203,9 @@ def _job(
             raise JobError(f"no request is waiting for {spec.name}; `cutekernels db requests` lists all")
     else:
         found = load(name, guests=guests)
+        unnamed = [guest for guest in guests if guest not in {task.op.name for task in found.tasks}]
+        if unnamed:
+            raise JobError(f"--guest {unnamed[0]} allows a kernel that {name} does not name; leave it out")
         if trials is not None:
             found = found.with_trials(trials)
     if op is not None:

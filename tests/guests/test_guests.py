@@ -98,6 +98,9 @@ def test_a_job_file_names_ready_guests_and_those_that_its_user_allows(tmp_path: 
     assert task.op.name == "cutekernels.guests.vllm:fused_moe"
     refused = cutekernels("tune", str(file), "--gpu", "h200", "--list")
     assert refused.exit_code == 2 and "--guest" in refused.output
+    for words in ((str(file), "--guest", NAME), ("grid",), ("--requests",)):  # allowed, and named nowhere
+        unnamed = cutekernels("tune", *words, "--guest", "mine:other", "--gpu", "h200", "--list")
+        assert unnamed.exit_code == 2 and "allows a kernel that" in unnamed.output
     listed = cutekernels("tune", str(file), "--guest", NAME, "--gpu", "h200", "--list", "--format", "json")
     assert [row["op"] for row in json.loads(listed.stdout)] == [NAME]
 
@@ -137,11 +140,21 @@ def test_a_row_of_a_database_imports_nothing(monkeypatch: pytest.MonkeyPatch) ->
         ("tests.guests.toy:absent", "must be a function that returns a Guest; it gave NoneType"),
         ("tests.guests.nowhere:sums", "must be on Python's path"),
         ("tests/guests/toy.py:sums", "is named module:function"),
+        (f"a{'b' * 127}:c", "in at most 128 characters"),
+        ("tests.guests.toy:answer", r"cannot be described: TypeError at .*missing 1 required positional argument"),
+        ("cutekernels.guests:Guest", "cannot be described: TypeError at .*abstract"),
+        ("tests.guests.toy:unfinished", "has no revision: Unfinished must set it"),
     ],
 )
 def test_what_is_no_guest_is_refused(name: str, why: str) -> None:
     with pytest.raises(UnsupportedProblem, match=why):
         guests.load(name)
+
+
+def test_one_object_may_have_two_names() -> None:
+    """Rows of the first are not stored under the second's name."""
+    first, second = guests.load("tests.guests.toy:ONE"), guests.load("tests.guests.toy:same")
+    assert (first.name, second.name) == ("tests.guests.toy:ONE", "tests.guests.toy:same")
 
 
 def test_the_page_s_job_is_one() -> None:

@@ -86,6 +86,21 @@ def sums() -> Sums:
     return Sums()
 
 
+ONE = Sums()
+
+
+def same() -> Sums:
+    return ONE
+
+
+def unfinished() -> object:
+    class Unfinished(Guest[SumsProblem, SumsConfig]):
+        why_not, default, call, outputs = Sums.why_not, Sums.default, Sums.call, Sums.outputs  # type: ignore[assignment]
+        sample, reference, work = Sums.sample, Sums.reference, Sums.work  # type: ignore[assignment]
+
+    return Unfinished()
+
+
 def not_a_guest() -> str:
     return "a text"
 
