@@ -29,6 +29,8 @@ class BlockFp8Problem(Problem):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not min(self.m, self.n, self.k):
+            raise UnsupportedProblem(f"m, n and k are at least 1; they are {self.m}, {self.n} and {self.k}")
         if self.k % self.block_k:
             raise UnsupportedProblem(f"k is whole blocks of block_k={self.block_k}, which scale tokens; it is {self.k}")
 

@@ -36,7 +36,7 @@ class SglangFusedMoe(FusedMoe):
         if p.block_k:
             more |= {"use_fp8_w8a8": True, "w1_scale": s1, "w2_scale": s2, "block_shape": [p.block_n, p.block_k]}
         routed = import_module(f"{_LAYERS}.moe.topk").StandardTopKOutput(weights, ids, weights)
-        with import_module(home).override_config(c.as_dict()):
+        with c.handed() as config, import_module(home).override_config(config):
             out.copy_(fused_experts(x, w1, w2, routed, **more))
 
 
@@ -73,7 +73,8 @@ class SglangBlockFp8Linear(BlockFp8Linear):
         fp8_kernel = import_module(_PRODUCT)
         out, x, w, sx, sw = tensors
         multiply = getattr(fp8_kernel, "w8a8_block_fp8_matmul_triton", None) or fp8_kernel.w8a8_block_fp8_matmul
-        with patch.object(fp8_kernel, "get_w8a8_block_fp8_configs", lambda *shape: {p.m: c.as_dict()}):
+        read = "get_w8a8_block_fp8_configs"
+        with c.handed() as config, patch.object(fp8_kernel, read, lambda *shape: {p.m: config}):
             out.copy_(multiply(x, w, sx, sw, [p.block_n, p.block_k], torch.bfloat16))
 
 

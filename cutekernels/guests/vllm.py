@@ -25,7 +25,7 @@ class VllmFusedMoe(FusedMoe):
     def call(self, p: FusedMoeProblem, c: FusedMoeConfig, *tensors: Any) -> None:
         fused_experts = import_module(f"{_MOE}.fused_moe").fused_experts
         out, x, w1, w2, weights, ids, s1, s2 = tensors
-        with import_module(_MOE).override_config(c.as_dict()):
+        with c.handed() as config, import_module(_MOE).override_config(config):
             out.copy_(fused_experts(x, w1, w2, weights, ids, **_quantization(p, fused_experts, s1, s2)))
 
 
@@ -57,7 +57,8 @@ class VllmBlockFp8Linear(BlockFp8Linear):
         fp8_utils = import_module(_PRODUCT)
         out, x, w, sx, sw = tensors
         multiply = getattr(fp8_utils, "w8a8_triton_block_scaled_mm", None) or fp8_utils.w8a8_block_fp8_matmul
-        with patch.object(fp8_utils, "get_w8a8_block_fp8_configs", lambda *shape: {p.m: c.as_dict()}):
+        read = "get_w8a8_block_fp8_configs"
+        with c.handed() as config, patch.object(fp8_utils, read, lambda *shape: {p.m: config}):
             out.copy_(multiply(x, w, sx, sw, [p.block_n, p.block_k], torch.bfloat16))
 
 

@@ -145,6 +145,9 @@ def test_problems_that_are_none() -> None:
         ("m=1 experts=4 n=8 k=8 top_k=5", "top_k is from 1"),
         ("m=1 experts=4 n=8 k=8 top_k=2 dtype=fp8_w8a8", "comes with block_n and block_k"),
         ("m=1 experts=4 n=8 k=8 top_k=2 block_n=128 block_k=128", "no other dtype does"),
+        ("m=1 experts=4 n=8 k=8 top_k=2 block_n=128", "no other dtype does"),
+        ("m=0 experts=4 n=8 k=8 top_k=2", "at least 1"),
+        ("m=1 experts=4 n=192 k=256 top_k=2 dtype=fp8_w8a8 block_n=64 block_k=128", "n and k are whole blocks"),
     ):
         with pytest.raises(UnsupportedProblem, match=why):
             FusedMoeProblem.parse(text)
