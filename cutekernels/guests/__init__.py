@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 from cutekernels.backends import Artifact, Facts
 from cutekernels.backends.chained import Chained
-from cutekernels.errors import CompileError, UnsupportedProblem
+from cutekernels.errors import CompileError, InvalidConfig, UnsupportedProblem
 from cutekernels.gpu import GpuSpec
 from cutekernels.op import C, Op, P
 
@@ -116,10 +116,7 @@ def _described(name: str) -> Guest[Any, Any]:
             f"the guest {name} cannot be imported: {error}; its module must be on Python's path (PYTHONPATH=.)"
         ) from error
     except Exception as error:  # of code that is not ours
-        at = extract_tb(error.__traceback__)[-1]
-        raise UnsupportedProblem(
-            f"the guest {name} cannot be described: {type(error).__name__} at {at.filename}:{at.lineno}: {error}"
-        ) from error
+        raise UnsupportedProblem(f"the guest {name} cannot be described: {_located(error)}") from error
     if not isinstance(guest, Guest):
         raise UnsupportedProblem(f"{name} must be a function that returns a Guest; it gave {type(guest).__name__}")
     for attribute in ("revision", "Problem", "Config"):
@@ -128,6 +125,23 @@ def _described(name: str) -> Guest[Any, Any]:
     guest = copy(guest)  # one object may have two names
     guest.name = name
     return guest
+
+
+def fault(guest: Guest[Any, Any], p: Any, gpu: GpuSpec) -> str:
+    """Why no search of a problem can begin: its default breaks a rule, or the description raises; else empty."""
+    try:
+        default = guest.check(p, guest.default(p, gpu), gpu)
+        guest.estimate_us(p, default, gpu)
+    except InvalidConfig as error:
+        return f"its default config breaks a rule of its own: {error}"
+    except Exception as error:  # noqa: BLE001  # of code that is not ours
+        return f"its description raises {_located(error)}"
+    return ""
+
+
+def _located(error: Exception) -> str:
+    at = extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at {at.filename}:{at.lineno}: {error}"
 
 
 def allowed(name: str, named: tuple[str, ...]) -> None:

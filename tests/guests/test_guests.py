@@ -23,6 +23,7 @@ from cutekernels.db.store import Store
 from cutekernels.errors import JobError, UnsupportedProblem
 from cutekernels.ops import registry
 from tests.guests.toy import BEST, COMPILER, GPU, NAME, REFUSED, WRONG, SumsConfig, SumsProblem
+from tests.tuner.toys import ToyMachine
 
 ROOT = Path(__file__).parents[2]
 H200 = gpus.lookup("h200")
@@ -84,6 +85,16 @@ def test_a_candidate_that_crashes_costs_itself_only(tmp_path: Path) -> None:
 def _empty(folder: Path) -> Path:
     with Store(str(folder / "empty.db")):
         return folder / "empty.db"
+
+
+def test_a_faulty_description_costs_its_task_only(tmp_path: Path) -> None:
+    guest = guests.load("tests.guests.toy:faulty")
+    job = Job("sums", tuple(Task(guest, SumsProblem(m, 8), 8) for m in (5, 6)))
+    report = tune(job, db=str(tmp_path / "tuned.db"), runtime=ToyMachine())
+    assert [task.state for task in report.tasks] == ["failed", "failed"]
+    assert not guests.fault(guest, SumsProblem(7, 8), H200)
+    assert "breaks a rule of its own" in report.tasks[0].message and "m must not be 5" in report.tasks[0].message
+    assert "ZeroDivisionError at" in report.tasks[1].message and "toy.py:" in report.tasks[1].message
 
 
 def test_a_job_file_names_ready_guests_and_those_that_its_user_allows(tmp_path: Path) -> None:

@@ -101,6 +101,20 @@ def unfinished() -> object:
     return Unfinished()
 
 
+class Faulty(Sums):
+    """Whose default breaks a rule where m is 5, and whose model raises where it is 6."""
+
+    def why_not(self, p: SumsProblem, c: SumsConfig, gpu: gpus.GpuSpec) -> str | None:
+        return "m must not be 5" if p.m == 5 else None
+
+    def estimate_us(self, p: SumsProblem, c: SumsConfig, gpu: gpus.GpuSpec) -> float:
+        return 1.0 / (p.m - 6)
+
+
+def faulty() -> Faulty:
+    return Faulty()
+
+
 def not_a_guest() -> str:
     return "a text"
 
