@@ -114,6 +114,8 @@ def test_a_job_file_names_ready_guests_and_those_that_its_user_allows(tmp_path: 
         assert unnamed.exit_code == 2 and "allows a kernel that" in unnamed.output
     listed = cutekernels("tune", str(file), "--guest", NAME, "--gpu", "h200", "--list", "--format", "json")
     assert [row["op"] for row in json.loads(listed.stdout)] == [NAME]
+    absent = cutekernels("tune", str(file), "--guest", NAME, "--gpu", "l40s", "--list")
+    assert absent.exit_code == 0 and "predicted" not in absent.output, "a guest never is"
 
 
 def test_a_guest_is_never_predicted(tmp_path: Path) -> None:
