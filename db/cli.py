@@ -253,6 +253,8 @@ def _export_tables(
 ) -> None:
     from cutekernels.guests import tables
 
+    if op is not None and not is_guest(op):
+        terminal.fail(f"tables are of guests, which are named module:function; --op is {op[:60]!r}", code=2)
     with _opened(db, needed=True) as opened:
         assert opened.store is not None
         whose = op or tables.ENGINES[format].guests

@@ -42,13 +42,15 @@ class SglangFusedMoe(FusedMoe):
 
 def _home() -> str:
     """The package of the fused MoE in the SGLang that is installed."""
+    reasons = []
     for home in _HOMES:
         try:
             if hasattr(import_module(home), "override_config"):
                 return home
-        except ModuleNotFoundError as error:
-            missing = error
-    raise CompileError(f"no fused MoE is where SGLang keeps it, {' or '.join(_HOMES)}: {missing}")
+            reasons.append(f"{home} has no override_config")
+        except ModuleNotFoundError as error:  # of the home, or of what it imports
+            reasons.append(f"{home}: {error}")
+    raise CompileError(f"no fused MoE is where SGLang keeps it: {'; '.join(reasons)}")
 
 
 @cache

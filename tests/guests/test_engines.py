@@ -136,6 +136,12 @@ def test_sglang_in_either_home(engine: Engine, home: str) -> None:
     assert engine.seen["fp8"] is True and told == [{"model_path": "dummy"}]
 
 
+def test_a_sglang_without_its_moe_says_what_each_home_lacks(engine: Engine) -> None:
+    engine.module("sglang.srt.layers.moe.moe_runner.triton_utils")
+    with pytest.raises(CompileError, match=r"triton_utils has no override_config; .*fused_moe_triton: No module named"):
+        guests.load("cutekernels.guests.sglang:fused_moe").begin()
+
+
 @pytest.mark.parametrize(
     ("name", "module", "function"),
     [

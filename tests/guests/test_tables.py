@@ -241,6 +241,7 @@ def test_misuse_of_the_command_line(db: str, tmp_path: Path) -> None:
         (["-", "--format", "vllm"], 2),
         ([str(tmp_path / "t"), "--format", "vllm", "--slim"], 2),
         ([str(tmp_path / "t.jsonl"), "--device-name", "NVIDIA H200"], 2),
+        ([str(tmp_path / "t"), "--format", "vllm", "--op", "gemm"], 2),
         ([str(file), "--format", "vllm"], 1),
     ):
         done = CliRunner().invoke(cli.app, ["db", "export", *words, "--db", db])
