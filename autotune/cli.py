@@ -111,8 +111,11 @@ def command(
             if guest and (requests or of_grid):
                 raise JobError("--guest allows a kernel that a job file names; grid and --requests name none")
             if of_grid:
-                winners, seconds = _known(gpu, db, force=force), None if list_ else budget_s
-                next_ones = grid.plan(winners, lookup(gpu), op=op, shard=shard, trials=trials, budget_s=seconds)
+                # How many GPUs a cluster has is known later: all points, of which the run leaves the late ones.
+                winners, seconds = _known(gpu, db, force=force), None if list_ or ray else budget_s
+                next_ones = grid.plan(
+                    winners, lookup(gpu), op=op, shard=shard, trials=trials, budget_s=seconds, gpus=len(devices or (0,))
+                )
                 terminal.say(str(next_ones))
                 wanted = next_ones.job
                 if not (list_ or dry_run or devices or ray):

@@ -156,6 +156,7 @@ def plan(
     shard: str | None = None,
     trials: int | None = None,
     budget_s: float | None = None,
+    gpus: int = 1,
     families: Sequence[Family] = (),
 ) -> Plan:
     """The grid's next tasks.
@@ -165,7 +166,7 @@ def plan(
         gpu: whose rules decide which of them calls take; None to take all.
         op: only this op's.
         shard: only the I-th of N equal parts, ``"I/N"``, whatever is known.
-        budget_s: only as many as some GPU with eight lanes may begin in this time.
+        budget_s: only as many as ``gpus`` GPUs with eight lanes each may begin in this time.
         families: in place of :data:`FAMILIES`, for tests.
 
     Raises:
@@ -193,7 +194,7 @@ def plan(
     found.sort(key=lambda row: -row[0] / row[1])
     if budget_s is not None:
         costs, spent, most = [cost for _, cost, _ in found], 0.0, 0
-        while most < len(costs) and spent < budget_s * LANES:
+        while most < len(costs) and spent < budget_s * LANES * gpus:
             spent, most = spent + costs[most], most + 1
         found = found[:most]
     job = Job(NAME, tuple(task for _, _, task in found), ranked=True)

@@ -166,6 +166,8 @@ def test_parts_and_limits() -> None:
     assert (
         0 < len(short.job.tasks) < 16 and texts(short) == texts(plan(NOTHING, families=[TOYS]))[: len(short.job.tasks)]
     )
+    two = plan(NOTHING, families=[TOYS], budget_s=10, gpus=2)
+    assert len(short.job.tasks) < len(two.job.tasks) <= 2 * len(short.job.tasks), "two GPUs begin more"
     assert {task.trials for task in plan(NOTHING, families=[TOYS], trials=5).job.tasks} == {5}
 
 
@@ -243,6 +245,8 @@ class TestCommandLine:
         dry = self.invoke("--budget-s", "10", "--dry-run", "--format", "json")
         assert dry.exit_code == 0, dry.output
         assert 0 < len(json.loads(dry.stdout)) < 16
+        two = self.invoke("--budget-s", "10", "--dry-run", "--gpus", "0,1", "--format", "json")
+        assert len(json.loads(two.stdout)) > len(json.loads(dry.stdout))
 
     def test_a_job_that_is_called_so_is_a_job(self, tmp_path: Path) -> None:
         file = tmp_path / "mine.toml"
