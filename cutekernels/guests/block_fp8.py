@@ -64,7 +64,7 @@ class BlockFp8Linear(Guest[BlockFp8Problem, FusedMoeConfig]):
         return None
 
     def default(self, p: BlockFp8Problem, gpu: GpuSpec) -> FusedMoeConfig:
-        """What both engines run where they find no table."""
+        """What vLLM runs where it finds no table."""
         return FusedMoeConfig(64, p.block_n, p.block_k, 32, 4, 2)
 
     def sample(self, p: BlockFp8Problem, device: str, seed: int) -> tuple[Any, ...]:

@@ -152,7 +152,7 @@ class FusedMoe(Guest[FusedMoeProblem, FusedMoeConfig]):
         return None
 
     def default(self, p: FusedMoeProblem, gpu: GpuSpec) -> FusedMoeConfig:
-        """What both engines run where they find no table."""
+        """What SGLang runs where it finds no table."""
         if p.block_k:
             return FusedMoeConfig(64, p.block_n, p.block_k, 32, 4, 3)
         if p.m <= p.experts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from inspect import signature
@@ -9,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 from cutekernels.errors import CompileError
+from cutekernels.gpu import GpuSpec
 from cutekernels.guests.block_fp8 import BlockFp8Linear, BlockFp8Problem
 from cutekernels.guests.fused_moe import FusedMoe, FusedMoeConfig, FusedMoeProblem
 
@@ -65,6 +67,10 @@ class SglangBlockFp8Linear(BlockFp8Linear):
     """SGLang's Triton product, which takes its config from a table alone: here from one of one entry."""
 
     distributions = ("sglang", "triton")
+
+    def default(self, p: BlockFp8Problem, gpu: GpuSpec) -> FusedMoeConfig:
+        """What SGLang runs where it finds no table: a stage more than vLLM."""
+        return replace(super().default(p, gpu), num_stages=3)
 
     def begin(self) -> None:
         import_module(_PRODUCT)

@@ -7,6 +7,7 @@ from inspect import signature
 from typing import Any
 from unittest.mock import patch
 
+from cutekernels.gpu import GpuSpec
 from cutekernels.guests.block_fp8 import BlockFp8Linear, BlockFp8Problem
 from cutekernels.guests.fused_moe import FusedMoe, FusedMoeConfig, FusedMoeProblem
 
@@ -18,6 +19,15 @@ class VllmFusedMoe(FusedMoe):
     """``fused_experts`` of vLLM, with its ``override_config``."""
 
     distributions = ("vllm", "triton")
+
+    def default(self, p: FusedMoeProblem, gpu: GpuSpec) -> FusedMoeConfig:
+        """What vLLM runs where it finds no table, from its 0.17 on; before that it ran what SGLang runs."""
+        if p.block_k:
+            return FusedMoeConfig(16 if p.m <= 64 else 64, p.block_n, p.block_k, 1 if p.m <= 16 else 32, 4, 3)
+        rows = next((rows for most, rows in ((32, 16), (96, 32), (512, 64)) if p.m <= most), 128)
+        columns, step = (64, 128) if p.m <= 64 else (128, 64)
+        band = 16 if p.m // p.experts > 128 else 1
+        return FusedMoeConfig(rows, columns, step, band, 4 if p.m <= 128 else 8, 4 if p.m <= 32 else 3)
 
     def begin(self) -> None:
         import_module(f"{_MOE}.fused_moe")
