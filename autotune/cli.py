@@ -103,13 +103,19 @@ def command(
     from cutekernels.gpu import lookup, present
 
     began = time.monotonic()
+    of_grid = job == grid.NAME and not requests  # a job file may be called so too
     with ExitStack() as stack:
         try:
             stack.enter_context(_signals_raise())  # the first to enter: a second one spoils no closing
             devices = _devices(gpus, device, ray)
-            if job == grid.NAME and not requests:
-                winners, seconds = _known(gpu, db, force=force), None if list_ else budget_s
-                next_ones = grid.plan(winners, op=op, shard=shard, trials=trials, budget_s=seconds)
+            if guest and (requests or of_grid):
+                raise JobError("--guest allows a kernel that a job file names; grid and --requests name none")
+            if of_grid:
+                # How many GPUs a cluster has is known later: all points, of which the run leaves the late ones.
+                winners, seconds = _known(gpu, db, force=force), None if list_ or ray else budget_s
+                next_ones = grid.plan(
+                    winners, lookup(gpu), op=op, shard=shard, trials=trials, budget_s=seconds, gpus=len(devices or (0,))
+                )
                 terminal.say(str(next_ones))
                 wanted = next_ones.job
                 if not (list_ or dry_run or devices or ray):
@@ -123,8 +129,8 @@ def command(
                     measured = bool(devices or ray) or present(lookup(gpu))
                     check(budget_s, confirm=confirm, measured=measured)
                     check_guests(wanted, measured=measured)
-                dry = dry_run and wanted.name != grid.NAME  # of a grid what is done is left out already
-                _show(wanted, gpu, db, limit, format, dry=dry, force=force)
+                dry = dry_run and not of_grid  # of a grid what is done is left out already
+                _show(wanted, gpu, db, limit, format, dry=dry, force=force, measures=of_grid)
                 raise typer.Exit
             if not wanted.tasks:
                 terminal.say(f"{wanted.name}: this part of the job has no task")
@@ -163,7 +169,7 @@ def command(
                 stack.close()
             terminal.fail(f"ended by {ended.signal.name}; {_RESUMES}", code=128 + ended.signal)
     _print(report, format)
-    later = wanted.name == grid.NAME and all(task.state != "failed" for task in report.tasks)  # the next run goes on
+    later = of_grid and all(task.state != "failed" for task in report.tasks)  # the next run goes on
     raise typer.Exit(0 if report.ok or later else 1)
 
 
@@ -201,6 +207,9 @@ def _job(
             raise JobError(f"no request is waiting for {spec.name}; `cutekernels db requests` lists all")
     else:
         found = load(name, guests=guests)
+        unnamed = [guest for guest in guests if guest not in {task.op.name for task in found.tasks}]
+        if unnamed:
+            raise JobError(f"--guest {unnamed[0]} allows a kernel that {name} does not name; leave it out")
         if trials is not None:
             found = found.with_trials(trials)
     if op is not None:
@@ -246,10 +255,14 @@ def _fleet(devices: Sequence[int] | None, ray: str | None, jobs: int | None, lan
     return LocalFleet(devices, jobs, lanes)
 
 
-def _show(job: Job, gpu: str, db: str | None, limit: int | None, format: Format, *, dry: bool, force: bool) -> None:
+def _show(
+    job: Job, gpu: str, db: str | None, limit: int | None, format: Format, *, dry: bool, force: bool, measures: bool
+) -> None:
+    """``measures``: whether a run only measures; of guests one does."""
     from cutekernels import gpu as known
     from cutekernels.autotune import outlook, shards
     from cutekernels.autotune.progress import duration
+    from cutekernels.guests import is_guest
 
     spec = known.lookup(gpu) if dry or not known.is_auto(gpu) else None  # a list needs no GPU, but no false name
     if dry and spec is not None:
@@ -262,7 +275,8 @@ def _show(job: Job, gpu: str, db: str | None, limit: int | None, format: Format,
     terminal.write(rows, format, columns if format is Format.table else ())
     left = [t for t, row in zip(job.tasks, rows, strict=True) if row.get("state") != "done"]
     cost = f"about {duration(sum(map(shards.expected_s, left)))} one task at a time on an H200"
-    if spec is not None and not known.present(spec):
+    measures = measures or any(is_guest(task.op.name) for task in job.tasks)
+    if spec is not None and not known.present(spec) and not measures:
         cost = f"compiled and predicted, since no {spec.name} is here; --limit N compiles the best N of each"
     terminal.say(f"{job.name}: {len(rows)} tasks, {len(left)} to do, {cost}")
 

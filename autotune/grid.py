@@ -20,7 +20,7 @@ from itertools import product
 from cutekernels.autotune import shards
 from cutekernels.autotune.job import Job, Task, checked_trials
 from cutekernels.db.snapshot import Snapshot
-from cutekernels.dispatch import MAX_OCTAVES, octaves
+from cutekernels.dispatch import MAX_OCTAVES, adopted, octaves
 from cutekernels.errors import JobError, UnsupportedProblem
 from cutekernels.gpu import GpuSpec
 from cutekernels.ops import registry
@@ -117,6 +117,9 @@ FAMILIES = (
 )
 
 
+_Measured = Mapping[tuple[object, ...], Sequence[tuple[object, float]]]
+
+
 @dataclass(frozen=True)
 class Plan:
     """The grid's tasks in order. ``removed``: of each, the expected regret that it takes away, weighted by its share.
@@ -147,20 +150,23 @@ def points(family: Family) -> tuple[Task, ...]:
 
 def plan(
     known: Snapshot,
+    gpu: GpuSpec | None = None,
     *,
     op: str | None = None,
     shard: str | None = None,
     trials: int | None = None,
     budget_s: float | None = None,
+    gpus: int = 1,
     families: Sequence[Family] = (),
 ) -> Plan:
     """The grid's next tasks.
 
     Args:
         known: winners that calls use now.
+        gpu: whose rules decide which of them calls take; None to take all.
         op: only this op's.
         shard: only the I-th of N equal parts, ``"I/N"``, whatever is known.
-        budget_s: only as many as some GPU with eight lanes may begin in this time.
+        budget_s: only as many as ``gpus`` GPUs with eight lanes each may begin in this time.
         families: in place of :data:`FAMILIES`, for tests.
 
     Raises:
@@ -179,7 +185,7 @@ def plan(
         if shard is not None:
             tasks = shards.part(Job(NAME, tasks), shard).tasks
         if tasks:
-            order, expected, has = _ordered(family, tasks, known)
+            order, expected, has = _ordered(family, tasks, _measured(family, known, gpu))
             weight = family.share / whole / len(tasks)
             found += [(removed * weight, cost, task) for removed, cost, task in order]
             regret += expected * weight
@@ -188,7 +194,7 @@ def plan(
     found.sort(key=lambda row: -row[0] / row[1])
     if budget_s is not None:
         costs, spent, most = [cost for _, cost, _ in found], 0.0, 0
-        while most < len(costs) and spent < budget_s * LANES:
+        while most < len(costs) and spent < budget_s * LANES * gpus:
             spent, most = spent + costs[most], most + 1
         found = found[:most]
     job = Job(NAME, tuple(task for _, _, task in found), ranked=True)
@@ -196,10 +202,9 @@ def plan(
 
 
 def _ordered(
-    family: Family, tasks: Sequence[Task], known: Snapshot
+    family: Family, tasks: Sequence[Task], rows: _Measured
 ) -> tuple[list[tuple[float, float, Task]], float, int]:
     """What each task removes and costs, in the greedy order, but for those known; the regret before; how many these."""
-    rows = _measured(family, known)
     near = [_near(task, rows) for task in tasks]
     defaults = [_default_regret(family, n) for n in near]  # of the default at each point
     away = [min((d for d, _ in n), default=math.inf) for n in near]  # octaves to the nearest measured one
@@ -232,10 +237,9 @@ def _regret(distance: float, default: float) -> float:
     return default * min(1.0, distance / MAX_OCTAVES)
 
 
-_Measured = Mapping[tuple[object, ...], Sequence[tuple[object, float]]]
-
-
-def _measured(family: Family, known: Snapshot) -> dict[tuple[object, ...], list[tuple[object, float]]]:
+def _measured(
+    family: Family, known: Snapshot, gpu: GpuSpec | None
+) -> dict[tuple[object, ...], list[tuple[object, float]]]:
     """Problems with a measured winner by their static fields, each with the regret of its default."""
     op = registry.get(family.op)
     found: dict[tuple[object, ...], list[tuple[object, float]]] = {}
@@ -246,6 +250,8 @@ def _measured(family: Family, known: Snapshot) -> dict[tuple[object, ...], list[
             problem = op.Problem.parse(text)
         except UnsupportedProblem:
             continue  # stored before a field changed
+        if gpu is not None and isinstance(adopted(op, problem, gpu, winner.config), str):
+            continue  # stored before a rule changed
         found.setdefault(problem.static(), []).append((problem, max(0.0, (winner.ratio or 1.0) - 1)))
     return found
 

@@ -222,6 +222,12 @@ class _Run:
             task = self.tasks[position]
             deadline = self._deadline(board, kind)
             self.watch.begin(task, next(begun), board.total)
+            fault = guests.fault(task.op, task.problem, kind) if isinstance(task.op, guests.Guest) else ""
+            if fault:  # of this task alone
+                report = TaskReport(task.op.name, str(task.problem), "failed", None, "", message=fault, gpu=kind.name)
+                self._drop(store, name_of(kind, task.op, task.problem))
+                self.watch.end(report)
+                return report
             history = TaskHistory(store, task.op, task.problem, kind, slot.environment, "measured")
             if self.least_s is not None and deadline is not None and deadline <= self.clock():
                 report = self._left(history)  # a search would enumerate its space first, for seconds

@@ -10,6 +10,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from statistics import geometric_mean
 from typing import Annotated, Any
@@ -28,6 +29,14 @@ LAYER = "experts=128 n=768 k=2048 top_k=8"  # Qwen3-30B-A3B
 TUNED = tuple(1 << i for i in range(13))
 BETWEEN = (3, 12, 40, 200, 700, 3000)
 _MOST_SETS = 64
+
+
+class Form(StrEnum):
+    """Whose form of table."""
+
+    vllm = "vllm"
+    sglang = "sglang"
+
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -86,12 +95,13 @@ def _unused(*args: Any) -> None:
     """A guest's own call launches its kernel."""
 
 
-def table_of(format: str, db: str, op: str) -> tuple[str, dict[str, dict[str, int]]]:
-    """The only table of ``op`` in a database, with its name."""
+def table_of(format: str, db: str, op: str, gpu: str, layer: str) -> tuple[str, dict[str, dict[str, int]]]:
+    """The table of ``op`` for a layer, its problem's text without ``m``, on a GPU, with its name."""
     from cutekernels.db.store import Store
 
     with Store(db, readonly=True) as store:
-        (made,) = tables.tables(format, store.winners(op=op), op=op)
+        rows = [t for t in store.winners(gpu=gpu, op=op) if t.problem.partition(" ")[2] == layer]
+        (made,) = tables.tables(format, rows, op=op)
     return made.path, json.loads(made.text())
 
 
@@ -130,7 +140,7 @@ def command(
     layer: Annotated[str, typer.Option(help="Its problem without m.")] = LAYER,
     trials: Annotated[int, typer.Option(min=1, help="Attempts at each batch size.")] = 32,
     budget_s: Annotated[float, typer.Option(min=1, help="Seconds for the tune; comparing takes some 20 more.")] = 120,
-    table_format: Annotated[str, typer.Option("--table", help="vllm or sglang: whose form of table.")] = "vllm",
+    table_format: Annotated[Form, typer.Option("--table", help="Whose form of table.")] = Form.vllm,
     db: Annotated[str | None, typer.Option(help="Keep the rows in this database.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the tasks; needs no GPU.")] = False,
     format: As = Format.table,
@@ -152,7 +162,7 @@ def command(
         kept = db or f"{folder}/tuned.db"
         try:
             report = tune(job, db=kept, budget_s=budget_s)
-            name, table = table_of(table_format, kept, guest)
+            name, table = table_of(table_format, kept, guest, gpus.detect().name, str(problems[0]).partition(" ")[2])
             lines = compare(moe, layer, table, sorted({*map(int, table), *BETWEEN}))
         except CuteKernelsError as error:
             terminal.fail(str(error))

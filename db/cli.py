@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from cutekernels.db.engine import file_errors
 from cutekernels.db.query import is_default, revision
 from cutekernels.db.reader import SHIPPED, TRIAL_COLUMNS, Database, Winner, diff
 from cutekernels.db.store import ImportReport, Store, replace_file
-from cutekernels.errors import CuteKernelsError, UnknownGpu, UnsupportedProblem
+from cutekernels.errors import CuteKernelsError, StoreError, UnknownGpu, UnsupportedProblem
 from cutekernels.guests import is_guest
 from cutekernels.terminal import As, Format
 
@@ -252,17 +253,28 @@ def _export_tables(
 ) -> None:
     from cutekernels.guests import tables
 
+    if op is not None and not is_guest(op):
+        terminal.fail(f"tables are of guests, which are named module:function; --op is {op[:60]!r}", code=2)
     with _opened(db, needed=True) as opened:
         assert opened.store is not None
-        asked = query_.conditions(problem or "", op or tables.ENGINES[format].guests)
-        found = opened.store.winners(gpu=opened.gpu(gpu), op=op)
-        winners = [t for t in found if query_.matches(t.op, query_.problem(t.op, t.problem), asked)]
+        whose = op or tables.ENGINES[format].guests
+        asked = query_.conditions(problem or "", whose)
+        for condition in asked:
+            if condition.name not in tables.FIELDS:
+                known = ", ".join(tables.FIELDS)
+                raise UnsupportedProblem(f"{condition.name!r} is not a field of a table's problem. Its fields: {known}")
+        found = [t for t in opened.store.winners(gpu=opened.gpu(gpu), op=op) if t.op.startswith(whose)]
+        winners = [t for t in found if query_.matches(t.op, tables.fields(t), asked)]
+        if found and not winners:
+            layers = sorted({" ".join(w for w in t.problem.split() if not w.startswith("m=")) for t in found})
+            raise StoreError(f"no row of {whose} is of [{problem}]; there are some of [{'], ['.join(layers[:8])}]")
         made = tables.tables(format, winners, op=op, device=device)
         with file_errors(str(folder)):
             written = tables.write(folder, made)
     engine = tables.ENGINES[format]
     for table, path in zip(made, written, strict=True):
-        use = f"{engine.variable}={folder}" if table.kind == "moe" else f"copy it to {engine.linear}"
+        read = f"{engine.variable}={shlex.quote(str(folder.absolute()))}"  # the engine may start in another folder
+        use = read if table.kind == "moe" else f"copy it to {engine.linear}"
         terminal.say(f"{len(table.rows)} batch sizes in {path}; {use}; the evidence is beside it")
 
 

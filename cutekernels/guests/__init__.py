@@ -16,16 +16,19 @@ import re
 import sys
 from abc import abstractmethod
 from collections.abc import Callable
+from copy import copy
 from importlib import import_module
+from traceback import extract_tb
 from typing import Any, ClassVar
 
 from cutekernels.backends import Artifact, Facts
 from cutekernels.backends.chained import Chained
-from cutekernels.errors import CompileError, UnsupportedProblem
+from cutekernels.errors import CompileError, InvalidConfig, UnsupportedProblem
 from cutekernels.gpu import GpuSpec
 from cutekernels.op import C, Op, P
 
 READY = "cutekernels.guests."  # beginning of the modules that a job file may name without its user's leave
+MOST_NAMED = 128  # characters of a name, as in the database
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 _loaded: dict[str, Guest[Any, Any]] = {}
@@ -99,20 +102,46 @@ def load(name: str) -> Guest[Any, Any]:
 
 
 def _described(name: str) -> Guest[Any, Any]:
-    if not _NAME.fullmatch(name):
-        raise UnsupportedProblem(f"a guest is named module:function, as {READY}vllm:fused_moe; it is {name[:60]!r}")
+    if not _NAME.fullmatch(name) or len(name) > MOST_NAMED:
+        raise UnsupportedProblem(
+            f"a guest is named module:function, as {READY}vllm:fused_moe, in at most {MOST_NAMED} characters; "
+            f"it is {name[:60]!r}"
+        )
     module, _, function = name.partition(":")
     try:
         describe = getattr(import_module(module), function, None)
+        guest = describe() if callable(describe) else describe
     except ImportError as error:
         raise UnsupportedProblem(
             f"the guest {name} cannot be imported: {error}; its module must be on Python's path (PYTHONPATH=.)"
         ) from error
-    guest = describe() if callable(describe) else describe
+    except Exception as error:  # of code that is not ours
+        raise UnsupportedProblem(f"the guest {name} cannot be described: {_located(error)}") from error
     if not isinstance(guest, Guest):
         raise UnsupportedProblem(f"{name} must be a function that returns a Guest; it gave {type(guest).__name__}")
+    for attribute in ("revision", "Problem", "Config"):
+        if not hasattr(guest, attribute):
+            raise UnsupportedProblem(f"the guest {name} has no {attribute}: {type(guest).__name__} must set it")
+    guest = copy(guest)  # one object may have two names
     guest.name = name
     return guest
+
+
+def fault(guest: Guest[Any, Any], p: Any, gpu: GpuSpec) -> str:
+    """Why no search of a problem can begin: its default breaks a rule, or the description raises; else empty."""
+    try:
+        default = guest.check(p, guest.default(p, gpu), gpu)
+        guest.estimate_us(p, default, gpu)
+    except InvalidConfig as error:
+        return f"its default config breaks a rule of its own: {error}"
+    except Exception as error:  # noqa: BLE001  # of code that is not ours
+        return f"its description raises {_located(error)}"
+    return ""
+
+
+def _located(error: Exception) -> str:
+    at = extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at {at.filename}:{at.lineno}: {error}"
 
 
 def allowed(name: str, named: tuple[str, ...]) -> None:

@@ -29,6 +29,8 @@ class BlockFp8Problem(Problem):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not min(self.m, self.n, self.k):
+            raise UnsupportedProblem(f"m, n and k are at least 1; they are {self.m}, {self.n} and {self.k}")
         if self.k % self.block_k:
             raise UnsupportedProblem(f"k is whole blocks of block_k={self.block_k}, which scale tokens; it is {self.k}")
 
@@ -62,7 +64,7 @@ class BlockFp8Linear(Guest[BlockFp8Problem, FusedMoeConfig]):
         return None
 
     def default(self, p: BlockFp8Problem, gpu: GpuSpec) -> FusedMoeConfig:
-        """What both engines run where they find no table."""
+        """What vLLM runs where it finds no table."""
         return FusedMoeConfig(64, p.block_n, p.block_k, 32, 4, 2)
 
     def sample(self, p: BlockFp8Problem, device: str, seed: int) -> tuple[Any, ...]:

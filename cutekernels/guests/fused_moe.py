@@ -7,10 +7,12 @@ gate and up projections, applies SwiGLU, multiplies with its down projection, an
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cutekernels.errors import UnsupportedProblem
+from cutekernels.errors import CompileError, UnsupportedProblem
 from cutekernels.gpu import GpuSpec
 from cutekernels.guests import Guest
 from cutekernels.guests.roundings import BLOCKS, depth_of, dequantized, quantized
@@ -41,10 +43,17 @@ class FusedMoeProblem(Problem):
         super().__post_init__()
         if not 1 <= self.top_k <= self.experts:
             raise UnsupportedProblem(f"top_k is from 1 to the number of experts, {self.experts}; it is {self.top_k}")
-        if (self.dtype == "fp8_w8a8") != bool(self.block_n and self.block_k):
+        if not min(self.m, self.n, self.k):
+            raise UnsupportedProblem(f"m, n and k are at least 1; they are {self.m}, {self.n} and {self.k}")
+        if {self.dtype == "fp8_w8a8"} != {bool(self.block_n), bool(self.block_k)}:
             raise UnsupportedProblem(
                 f"dtype=fp8_w8a8 comes with block_n and block_k, the extents of a scale's block, no other dtype does; "
                 f"got dtype={self.dtype} block_n={self.block_n} block_k={self.block_k}"
+            )
+        if self.block_k and (self.n % self.block_k or self.k % self.block_k):
+            raise UnsupportedProblem(
+                f"n and k are whole blocks of block_k={self.block_k}, which scale tokens; "
+                f"they are {self.n} and {self.k}"
             )
 
     @property
@@ -82,6 +91,31 @@ class FusedMoeConfig(Config):
         """As the engines' functions take it."""
         return {name: getattr(self, name) for name in self.space()}
 
+    @contextmanager
+    def handed(self) -> Iterator[dict[str, Any]]:
+        """:meth:`as_dict` for an engine's call. Raises CompileError where the call left it unread: another one ran."""
+        config = _Handed(self.as_dict())
+        yield config
+        if not config.read:
+            raise CompileError(f"the engine did not read the config [{self}]: this version takes it in another place")
+
+
+class _Handed(dict[str, Any]):
+    """A dict that knows whether it was read."""
+
+    read = False
+
+    def __getitem__(self, key: str) -> Any:
+        self.read = True
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[str]:  # ``**config`` and dict(config) too, which then go by keys
+        self.read = True
+        return super().__iter__()
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self)
+
 
 class FusedMoe(Guest[FusedMoeProblem, FusedMoeConfig]):
     """``out[t] = sum_j weights[t, j] * down_e(silu(gate_e(x[t])) * up_e(x[t]))`` with ``e = ids[t, j]``.
@@ -118,7 +152,7 @@ class FusedMoe(Guest[FusedMoeProblem, FusedMoeConfig]):
         return None
 
     def default(self, p: FusedMoeProblem, gpu: GpuSpec) -> FusedMoeConfig:
-        """What both engines run where they find no table."""
+        """What SGLang runs where it finds no table."""
         if p.block_k:
             return FusedMoeConfig(64, p.block_n, p.block_k, 32, 4, 3)
         if p.m <= p.experts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from inspect import signature
@@ -9,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 from cutekernels.errors import CompileError
+from cutekernels.gpu import GpuSpec
 from cutekernels.guests.block_fp8 import BlockFp8Linear, BlockFp8Problem
 from cutekernels.guests.fused_moe import FusedMoe, FusedMoeConfig, FusedMoeProblem
 
@@ -36,19 +38,21 @@ class SglangFusedMoe(FusedMoe):
         if p.block_k:
             more |= {"use_fp8_w8a8": True, "w1_scale": s1, "w2_scale": s2, "block_shape": [p.block_n, p.block_k]}
         routed = import_module(f"{_LAYERS}.moe.topk").StandardTopKOutput(weights, ids, weights)
-        with import_module(home).override_config(c.as_dict()):
+        with c.handed() as config, import_module(home).override_config(config):
             out.copy_(fused_experts(x, w1, w2, routed, **more))
 
 
 def _home() -> str:
     """The package of the fused MoE in the SGLang that is installed."""
+    reasons = []
     for home in _HOMES:
         try:
             if hasattr(import_module(home), "override_config"):
                 return home
-        except ModuleNotFoundError as error:
-            missing = error
-    raise CompileError(f"no fused MoE is where SGLang keeps it, {' or '.join(_HOMES)}: {missing}")
+            reasons.append(f"{home} has no override_config")
+        except ModuleNotFoundError as error:  # of the home, or of what it imports
+            reasons.append(f"{home}: {error}")
+    raise CompileError(f"no fused MoE is where SGLang keeps it: {'; '.join(reasons)}")
 
 
 @cache
@@ -64,6 +68,10 @@ class SglangBlockFp8Linear(BlockFp8Linear):
 
     distributions = ("sglang", "triton")
 
+    def default(self, p: BlockFp8Problem, gpu: GpuSpec) -> FusedMoeConfig:
+        """What SGLang runs where it finds no table: a stage more than vLLM."""
+        return replace(super().default(p, gpu), num_stages=3)
+
     def begin(self) -> None:
         import_module(_PRODUCT)
 
@@ -73,7 +81,8 @@ class SglangBlockFp8Linear(BlockFp8Linear):
         fp8_kernel = import_module(_PRODUCT)
         out, x, w, sx, sw = tensors
         multiply = getattr(fp8_kernel, "w8a8_block_fp8_matmul_triton", None) or fp8_kernel.w8a8_block_fp8_matmul
-        with patch.object(fp8_kernel, "get_w8a8_block_fp8_configs", lambda *shape: {p.m: c.as_dict()}):
+        read = "get_w8a8_block_fp8_configs"
+        with c.handed() as config, patch.object(fp8_kernel, read, lambda *shape: {p.m: config}):
             out.copy_(multiply(x, w, sx, sw, [p.block_n, p.block_k], torch.bfloat16))
 
 

@@ -9,6 +9,7 @@ parsed here, and no module is imported for them.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -25,9 +26,14 @@ _SHAPES = {  # a kind of table: the fields of its problems, and the letters that
     "moe": ({"m", "experts", "n", "k", "top_k"}, {"E": "experts", "N": "n"}),
     "linear": ({"m", "n", "k"}, {"N": "n", "K": "k"}),
 }
-_OPTIONAL = {"dtype": "", "block_n": "0", "block_k": "0"}
+_DEFAULTS: dict[str, dict[str, str | int]] = {  # of fields that a row's text leaves out
+    "moe": {"dtype": "bf16", "block_n": 0, "block_k": 0},
+    "linear": {"dtype": "fp8_w8a8", "block_n": 128, "block_k": 128},
+}
+FIELDS = sorted({"dtype", "block_n", "block_k"}.union(*(needs for needs, _ in _SHAPES.values())))
 _UNNAMED = ("bf16", "fp16")  # types of tables whose name has none
-_FP8 = "fp8_w8a8"
+_NUMBER = re.compile(r"[1-9][0-9]{0,8}")
+_DEVICE = re.compile(r"[^\x00-\x20/\x7f]{1,100}")
 
 
 @dataclass(frozen=True)
@@ -48,22 +54,20 @@ class Engine:
     variable: str
     linear: str
 
-    def device(self, product: str) -> str:
+    def device(self, kind: str, product: str) -> str:
         """A GPU's name in a file's name."""
         if self.spaced:
             return product.replace(" ", "_")
         words = re.sub(r"[\s/]+", "_", product)
-        return "NVIDIA_H200" if "H200" in words.split("_") else words  # vLLM: one name for a family
+        # vLLM has one name for a family, for its MoE alone.
+        return "NVIDIA_H200" if kind == "moe" and "H200" in words.split("_") else words
 
-    def name(self, kind: str, problem: Mapping[str, str], product: str) -> str:
+    def name(self, kind: str, problem: Mapping[str, str | int], product: str) -> str:
         """The file's name."""
         words = [f"{letter}={problem[field]}" for letter, field in _SHAPES[kind][1].items()]
-        words.append(f"device_name={self.device(product)}")
-        dtype = problem.get("dtype", "") or (_FP8 if kind == "linear" else "")
-        words += [] if not dtype or dtype in _UNNAMED else [f"dtype={dtype}"]
-        n, k = (int(problem.get(f"block_{side}", "0")) for side in "nk")
-        if kind == "linear":
-            n, k = n or 128, k or 128
+        words.append(f"device_name={self.device(kind, product)}")
+        words += [] if problem["dtype"] in _UNNAMED else [f"dtype={problem['dtype']}"]
+        n, k = problem["block_n"], problem["block_k"]
         words += [f"block_shape=[{n},{' ' * self.spaced}{k}]"] if n and k else []
         return ",".join(words) + ".json"
 
@@ -114,17 +118,24 @@ def tables(format: str, winners: Iterable[Trial], *, op: str | None = None, devi
     for t in winners:
         if t.origin != "measured" or (t.op != op if op is not None else not t.op.startswith(engine.guests)):
             continue
-        problem = _problem(t)
-        kind = next((k for k, (needs, _) in _SHAPES.items() if needs | _OPTIONAL.keys() == problem.keys()), None)
-        if kind is None or _config(t) is None:
+        problem = fields(t)
+        kind = "moe" if "experts" in problem else "linear"
+        if not problem or _config(t) is None:
             if op is None:
                 continue
             raise StoreError(f"{t.op} [{t.problem}] with [{t.config}] is no row of a fused MoE or a block FP8 product")
-        name = engine.name(kind, problem, device or _product(t.gpu.name))
-        triton = t.environment.triton.replace(".", "_")
-        if "/" in triton + engine.device(device or ""):
-            raise StoreError(f"no file can be named for Triton {t.environment.triton!r} and the device {device!r}")
-        folder = engine.folder.format(triton=triton) if kind == "moe" else ""
+        product = _product(t.gpu.name) if device is None else device
+        name, folder = engine.name(kind, problem, product), ""
+        if not _DEVICE.fullmatch(engine.device(kind, product)):
+            raise StoreError(f"a device's name has 1 to 100 characters, none of them '/'; it is {product[:60]!r}")
+        if kind == "moe" and engine.folder:
+            triton = t.environment.triton
+            if not re.fullmatch(r"\d+(\.\d+)*", triton, re.ASCII):  # SGLang fails on a folder of any other version
+                raise StoreError(
+                    f"{format} finds tables by the version of Triton, numbers as 3.7.1; that of [{t.problem}] is "
+                    f"{triton!r}: tune it again with a release of Triton"
+                )
+            folder = engine.folder.format(triton=triton.replace(".", "_"))
         _, rows = found.setdefault(f"{folder}/{name}".lstrip("/"), (kind, {}))
         _add(rows, int(problem["m"]), t, name)
     if not found:
@@ -134,15 +145,29 @@ def tables(format: str, winners: Iterable[Trial], *, op: str | None = None, devi
 
 
 def write(folder: Path, made: Iterable[Table]) -> list[Path]:
-    """Writes each table, after its certificate; the paths of the tables. No file is ever half-written."""
-    written = []
+    """Writes each table, after its certificate; the paths of the tables. No file is ever half-written.
+
+    Raises:
+        StoreError: a table is there that lacks a certificate, the engine's own or another tuner's; nothing is written.
+    """
+    made, written = list(made), []
+    for table in made:
+        path = folder / table.path
+        if os.path.lexists(path) and not _certificate(path).exists():
+            raise StoreError(
+                f"{path} was not exported here, for it has no certificate: name another folder, or move it"
+            )
     for table in made:
         path = folder / table.path
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path.with_suffix(".certificate.json"), table.certificate())
+        replace_file(_certificate(path), table.certificate())
         replace_file(path, table.text())
         written.append(path)
     return written
+
+
+def _certificate(path: Path) -> Path:
+    return path.with_suffix(".certificate.json")
 
 
 def _add(rows: dict[int, Trial], m: int, t: Trial, name: str) -> None:
@@ -155,26 +180,40 @@ def _add(rows: dict[int, Trial], m: int, t: Trial, name: str) -> None:
             )
         sources = [f"{x.op} on {x.gpu.name} with Triton {x.environment.triton or 'unknown'}" for x in (other, t)]
         if len(set(sources)) > 1:
-            raise StoreError(f"{name} would hold rows of {' and of '.join(sources)}: name one, or tune the older again")
+            raise StoreError(
+                f"{name} would hold rows of {' and of '.join(sources)}: "
+                f"choose with --gpu or --op, or tune the older again"
+            )
     if m in rows and t.revision < rows[m].revision:
         return
     rows[m] = t
 
 
-def _problem(t: Trial) -> dict[str, str]:
-    """The fields of a row's problem as text; those that a table's name may leave out have their defaults."""
-    words = dict(word.partition("=")[::2] for word in t.problem.split())
-    numbers = all(value.isascii() and value.isdigit() for name, value in words.items() if name != "dtype")
-    sound = numbers and re.fullmatch(r"[a-z0-9_]*", words.get("dtype", ""))
-    return _OPTIONAL | words if sound else {}
+def fields(t: Trial) -> dict[str, str | int]:
+    """The fields of a row's problem, with their defaults; none for a problem that no table is of."""
+    words = _words(t.problem)
+    dtype = words.pop("dtype", "any")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", dtype) or not all(map(_NUMBER.fullmatch, words.values())):
+        return {}
+    named = {name: int(value) for name, value in words.items()} | ({} if dtype == "any" else {"dtype": dtype})
+    for kind, (needs, _) in _SHAPES.items():
+        if needs <= named.keys() <= needs | _DEFAULTS[kind].keys():
+            return _DEFAULTS[kind] | named
+    return {}
 
 
 def _config(t: Trial) -> dict[str, int] | None:
     """The entry of a row, None for a config that has other knobs."""
-    words = dict(word.partition("=")[::2] for word in t.config.split())
-    if words.keys() != set(KEYS) or not all(value.isascii() and value.isdigit() for value in words.values()):
+    words = _words(t.config)
+    if words.keys() != set(KEYS) or not all(map(_NUMBER.fullmatch, words.values())):
         return None
     return {key: int(words[key]) for key in KEYS}
+
+
+def _words(text: str) -> dict[str, str]:
+    """A problem's or a config's fields as text; none where one stands twice."""
+    pairs = [word.partition("=")[::2] for word in text.split()]
+    return dict(pairs) if len(dict(pairs)) == len(pairs) else {}
 
 
 def _product(name: str) -> str:

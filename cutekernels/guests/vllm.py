@@ -7,6 +7,7 @@ from inspect import signature
 from typing import Any
 from unittest.mock import patch
 
+from cutekernels.gpu import GpuSpec
 from cutekernels.guests.block_fp8 import BlockFp8Linear, BlockFp8Problem
 from cutekernels.guests.fused_moe import FusedMoe, FusedMoeConfig, FusedMoeProblem
 
@@ -19,13 +20,22 @@ class VllmFusedMoe(FusedMoe):
 
     distributions = ("vllm", "triton")
 
+    def default(self, p: FusedMoeProblem, gpu: GpuSpec) -> FusedMoeConfig:
+        """What vLLM runs where it finds no table, from its 0.17 on; before that it ran what SGLang runs."""
+        if p.block_k:
+            return FusedMoeConfig(16 if p.m <= 64 else 64, p.block_n, p.block_k, 1 if p.m <= 16 else 32, 4, 3)
+        rows = next((rows for most, rows in ((32, 16), (96, 32), (512, 64)) if p.m <= most), 128)
+        columns, step = (64, 128) if p.m <= 64 else (128, 64)
+        band = 16 if p.m // p.experts > 128 else 1
+        return FusedMoeConfig(rows, columns, step, band, 4 if p.m <= 128 else 8, 4 if p.m <= 32 else 3)
+
     def begin(self) -> None:
         import_module(f"{_MOE}.fused_moe")
 
     def call(self, p: FusedMoeProblem, c: FusedMoeConfig, *tensors: Any) -> None:
         fused_experts = import_module(f"{_MOE}.fused_moe").fused_experts
         out, x, w1, w2, weights, ids, s1, s2 = tensors
-        with import_module(_MOE).override_config(c.as_dict()):
+        with c.handed() as config, import_module(_MOE).override_config(config):
             out.copy_(fused_experts(x, w1, w2, weights, ids, **_quantization(p, fused_experts, s1, s2)))
 
 
@@ -57,7 +67,8 @@ class VllmBlockFp8Linear(BlockFp8Linear):
         fp8_utils = import_module(_PRODUCT)
         out, x, w, sx, sw = tensors
         multiply = getattr(fp8_utils, "w8a8_triton_block_scaled_mm", None) or fp8_utils.w8a8_block_fp8_matmul
-        with patch.object(fp8_utils, "get_w8a8_block_fp8_configs", lambda *shape: {p.m: c.as_dict()}):
+        read = "get_w8a8_block_fp8_configs"
+        with c.handed() as config, patch.object(fp8_utils, read, lambda *shape: {p.m: config}):
             out.copy_(multiply(x, w, sx, sw, [p.block_n, p.block_k], torch.bfloat16))
 
 

@@ -9,8 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from bench import guests as bench
+from cutekernels.db.store import Store
 from cutekernels.guests import load
 from cutekernels.guests.fused_moe import FusedMoe, FusedMoeConfig
+from tests.guests.test_tables import QWEN, VLLM, row
 
 ROOT = Path(__file__).parents[2]
 SMALL = FusedMoeConfig(16, 32, 64, 1, 4, 3)
@@ -47,3 +49,16 @@ def test_one_row_a_batch_and_a_line_that_tells_a_loss() -> None:
     assert bench.rows(lines)[2] | {"tuned at": "nearest", "default us": 9.0} == bench.rows(lines)[2]
     told = bench.summary(lines)
     assert told.startswith("1.100 times") and "worst 0.900 at m=100; 1 of 3 slower with confidence, 1 wrong" in told
+
+
+def test_a_database_that_is_kept_may_hold_other_layers_and_gpus(tmp_path: Path) -> None:
+    db, other = str(tmp_path / "kept.db"), "experts=128 n=768 k=4096 top_k=8"
+    kinds = ((1, QWEN, "h200"), (2, other, "h200"), (4, QWEN, "l40s"))
+    rows = [row(f"m={m} {layer}", gpu=gpu) for m, layer, gpu in kinds]
+    with Store(db) as store:
+        store.record(rows)
+        for t in rows:
+            store.crown(t.id)
+    name, table = bench.table_of("vllm", db, VLLM, "h200", QWEN)
+    assert (name, list(table)) == ("E=128,N=768,device_name=NVIDIA_H200.json", ["1"])
+    assert CliRunner().invoke(bench.app, ["--table", "nosuch", "--dry-run"]).exit_code == 2

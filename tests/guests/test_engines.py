@@ -13,6 +13,7 @@ import torch
 
 from cutekernels import gpu as gpus
 from cutekernels import guests
+from cutekernels.errors import CompileError
 from cutekernels.guests.block_fp8 import BlockFp8Problem
 from cutekernels.guests.fused_moe import FusedMoeProblem
 from cutekernels.op import Problem
@@ -49,7 +50,7 @@ class Engine:
         self.config = None
 
     def experts(self, **values: Any) -> Any:
-        self.seen = values | {"config": self.config}
+        self.seen = values | {"config": dict(**self.config)}
         return torch.full_like(values["x"], 7.0)
 
     def called(self, name: str, problem: Problem) -> Any:
@@ -135,6 +136,12 @@ def test_sglang_in_either_home(engine: Engine, home: str) -> None:
     assert engine.seen["fp8"] is True and told == [{"model_path": "dummy"}]
 
 
+def test_a_sglang_without_its_moe_says_what_each_home_lacks(engine: Engine) -> None:
+    engine.module("sglang.srt.layers.moe.moe_runner.triton_utils")
+    with pytest.raises(CompileError, match=r"triton_utils has no override_config; .*fused_moe_triton: No module named"):
+        guests.load("cutekernels.guests.sglang:fused_moe").begin()
+
+
 @pytest.mark.parametrize(
     ("name", "module", "function"),
     [
@@ -149,7 +156,8 @@ def test_the_block_fp8_product_reads_a_table_of_one_entry(
 
     def multiply(a: Any, b: Any, a_scale: Any, b_scale: Any, block_size: list[int], output_dtype: Any) -> Any:
         n, k = b.shape
-        (engine.seen,) = [home.get_w8a8_block_fp8_configs(n, k, *block_size)]
+        table = home.get_w8a8_block_fp8_configs(n, k, *block_size)
+        engine.seen = {m: dict(**config) for m, config in table.items()}
         return torch.full((a.shape[0], n), 7.0, dtype=output_dtype)
 
     def shipped(*shape: int) -> Any:
@@ -159,3 +167,27 @@ def test_the_block_fp8_product_reads_a_table_of_one_entry(
     config = engine.called(f"cutekernels.guests.{name}:block_fp8_linear", problem)
     assert engine.seen == {4: config}
     assert home.get_w8a8_block_fp8_configs is shipped
+
+    def moved(a: Any, b: Any, *rest: Any) -> Any:
+        return torch.full((a.shape[0], b.shape[0]), 7.0, dtype=torch.bfloat16)
+
+    vars(home)[function] = moved
+    with pytest.raises(CompileError, match="did not read the config"):
+        engine.called(f"cutekernels.guests.{name}:block_fp8_linear", problem)
+
+
+def test_a_moe_that_ignores_its_config_is_no_measurement(engine: Engine) -> None:
+    """Else every candidate would run, and be stored, as the default."""
+    engine.module("vllm.model_executor.layers.fused_moe", override_config=engine.override_config)
+    home = engine.module("vllm.model_executor.layers.fused_moe.fused_moe")
+    for read in (lambda c: c["num_warps"], list, dict, lambda c: dict(**c), lambda c: c.copy(), lambda c: None):
+
+        def fused_experts(x: Any, *rest: Any, read: Any = read) -> Any:
+            read(engine.config)
+            return torch.full_like(x, 7.0)
+
+        home.fused_experts = fused_experts  # type: ignore[attr-defined]
+        if read({"num_warps": 1}):
+            engine.called("cutekernels.guests.vllm:fused_moe", BF16)
+    with pytest.raises(CompileError, match="this version takes it in another place"):
+        engine.called("cutekernels.guests.vllm:fused_moe", BF16)

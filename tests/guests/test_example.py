@@ -140,11 +140,41 @@ def test_the_moes_space(text: str, spec: gpus.GpuSpec) -> None:
     assert moe.work(problem).floor_us(spec) <= best <= moe.estimate_us(problem, default, spec)
 
 
+@pytest.mark.parametrize(
+    ("m", "vllm", "sglang"),  # vLLM since 0.17; SGLang, and vLLM before
+    [
+        (8, (16, 64, 128, 1, 4, 4), (16, 32, 64, 1, 4, 3)),
+        (64, (32, 64, 128, 1, 4, 3), (16, 32, 64, 1, 4, 3)),
+        (129, (64, 128, 64, 1, 8, 3), (64, 64, 32, 8, 4, 3)),
+        (16512, (128, 128, 64, 16, 8, 3), (64, 64, 32, 8, 4, 3)),
+    ],
+)
+def test_a_tie_keeps_what_the_engine_runs_without_a_table(
+    m: int, vllm: tuple[int, ...], sglang: tuple[int, ...]
+) -> None:
+    problem = FusedMoeProblem(m, 128, 768, 2048, 8)
+    for engine, config in (("vllm", vllm), ("sglang", sglang)):
+        moe = guests.load(f"cutekernels.guests.{engine}:fused_moe")
+        assert moe.default(problem, H200) == FusedMoeConfig(*config)
+        assert moe.why_not(problem, moe.default(problem, H200), H200) is None
+    fp8 = problem.replace(dtype="fp8_w8a8", block_n=128, block_k=128)
+    products = [guests.load(f"cutekernels.guests.{engine}:block_fp8_linear") for engine in ("vllm", "sglang")]
+    linear = BlockFp8Problem(m, 4096, 7168)
+    assert [p.default(linear, H200).num_stages for p in products] == [2, 3]
+    in_blocks = {
+        m: guests.load("cutekernels.guests.vllm:fused_moe").default(fp8.replace(m=m), H200) for m in (16, 17, 65)
+    }
+    assert [(c.BLOCK_SIZE_M, c.GROUP_SIZE_M) for c in in_blocks.values()] == [(16, 1), (16, 32), (64, 32)]
+
+
 def test_problems_that_are_none() -> None:
     for text, why in (
         ("m=1 experts=4 n=8 k=8 top_k=5", "top_k is from 1"),
         ("m=1 experts=4 n=8 k=8 top_k=2 dtype=fp8_w8a8", "comes with block_n and block_k"),
         ("m=1 experts=4 n=8 k=8 top_k=2 block_n=128 block_k=128", "no other dtype does"),
+        ("m=1 experts=4 n=8 k=8 top_k=2 block_n=128", "no other dtype does"),
+        ("m=0 experts=4 n=8 k=8 top_k=2", "at least 1"),
+        ("m=1 experts=4 n=192 k=256 top_k=2 dtype=fp8_w8a8 block_n=64 block_k=128", "n and k are whole blocks"),
     ):
         with pytest.raises(UnsupportedProblem, match=why):
             FusedMoeProblem.parse(text)

@@ -23,6 +23,7 @@ from cutekernels.db.store import Store
 from cutekernels.errors import JobError, UnsupportedProblem
 from cutekernels.ops import registry
 from tests.guests.toy import BEST, COMPILER, GPU, NAME, REFUSED, WRONG, SumsConfig, SumsProblem
+from tests.tuner.toys import ToyMachine
 
 ROOT = Path(__file__).parents[2]
 H200 = gpus.lookup("h200")
@@ -86,6 +87,16 @@ def _empty(folder: Path) -> Path:
         return folder / "empty.db"
 
 
+def test_a_faulty_description_costs_its_task_only(tmp_path: Path) -> None:
+    guest = guests.load("tests.guests.toy:faulty")
+    job = Job("sums", tuple(Task(guest, SumsProblem(m, 8), 8) for m in (5, 6)))
+    report = tune(job, db=str(tmp_path / "tuned.db"), runtime=ToyMachine())
+    assert [task.state for task in report.tasks] == ["failed", "failed"]
+    assert not guests.fault(guest, SumsProblem(7, 8), H200)
+    assert "breaks a rule of its own" in report.tasks[0].message and "m must not be 5" in report.tasks[0].message
+    assert "ZeroDivisionError at" in report.tasks[1].message and "toy.py:" in report.tasks[1].message
+
+
 def test_a_job_file_names_ready_guests_and_those_that_its_user_allows(tmp_path: Path) -> None:
     file = tmp_path / "sums.toml"
     file.write_text(JOB)
@@ -98,8 +109,13 @@ def test_a_job_file_names_ready_guests_and_those_that_its_user_allows(tmp_path: 
     assert task.op.name == "cutekernels.guests.vllm:fused_moe"
     refused = cutekernels("tune", str(file), "--gpu", "h200", "--list")
     assert refused.exit_code == 2 and "--guest" in refused.output
+    for words in ((str(file), "--guest", NAME), ("grid",), ("--requests",)):  # allowed, and named nowhere
+        unnamed = cutekernels("tune", *words, "--guest", "mine:other", "--gpu", "h200", "--list")
+        assert unnamed.exit_code == 2 and "allows a kernel that" in unnamed.output
     listed = cutekernels("tune", str(file), "--guest", NAME, "--gpu", "h200", "--list", "--format", "json")
     assert [row["op"] for row in json.loads(listed.stdout)] == [NAME]
+    absent = cutekernels("tune", str(file), "--guest", NAME, "--gpu", "l40s", "--list")
+    assert absent.exit_code == 0 and "predicted" not in absent.output, "a guest never is"
 
 
 def test_a_guest_is_never_predicted(tmp_path: Path) -> None:
@@ -137,11 +153,21 @@ def test_a_row_of_a_database_imports_nothing(monkeypatch: pytest.MonkeyPatch) ->
         ("tests.guests.toy:absent", "must be a function that returns a Guest; it gave NoneType"),
         ("tests.guests.nowhere:sums", "must be on Python's path"),
         ("tests/guests/toy.py:sums", "is named module:function"),
+        (f"a{'b' * 127}:c", "in at most 128 characters"),
+        ("tests.guests.toy:answer", r"cannot be described: TypeError at .*missing 1 required positional argument"),
+        ("cutekernels.guests:Guest", "cannot be described: TypeError at .*abstract"),
+        ("tests.guests.toy:unfinished", "has no revision: Unfinished must set it"),
     ],
 )
 def test_what_is_no_guest_is_refused(name: str, why: str) -> None:
     with pytest.raises(UnsupportedProblem, match=why):
         guests.load(name)
+
+
+def test_one_object_may_have_two_names() -> None:
+    """Rows of the first are not stored under the second's name."""
+    first, second = guests.load("tests.guests.toy:ONE"), guests.load("tests.guests.toy:same")
+    assert (first.name, second.name) == ("tests.guests.toy:ONE", "tests.guests.toy:same")
 
 
 def test_the_page_s_job_is_one() -> None:

@@ -86,6 +86,9 @@ def test_vllm_finds_what_was_tuned(db: str, tmp_path: Path) -> None:
 
 def test_sglang_finds_it_below_the_version_of_triton(db: str, tmp_path: Path) -> None:
     fp8 = "experts=256 n=256 k=7168 top_k=8 dtype=fp8_w8a8 block_n=128 block_k=128"
+    for triton in ("", "3/../../../x", "3.5.1+git1a2b"):  # SGLang takes a folder's name for numbers, and fails
+        with pytest.raises(StoreError, match="tune it again with a release of Triton"):
+            tables.tables("sglang", [moe(1, op=SGLANG, triton=triton)])
     stored(db, moe(8, op=SGLANG), row(f"m=8 {fp8}", op=SGLANG))
     assert export(db, tmp_path, "--format", "sglang").exit_code == 0
     written = (p.name for p in (tmp_path / "configs" / "triton_3_7_1").iterdir())
@@ -129,6 +132,12 @@ def test_names_of_a_device_that_torch_calls_otherwise() -> None:
             tables.tables(f, [moe(1, op=op)], device=device)[0].path for f, op in (("vllm", VLLM), ("sglang", SGLANG))
         ]
         assert [path.partition("device_name=")[2] for path in made] == [f"{vllm}.json", f"{sglang}.json"]
+    # vLLM has one name for the family where it looks for a MoE's table, not where it looks for a product's.
+    product = row("m=1 n=4096 k=7168", op="cutekernels.guests.vllm:block_fp8_linear")
+    assert "=NVIDIA_H200_NVL," in tables.tables("vllm", [product], device="NVIDIA H200 NVL")[0].path
+    for bad in ("", "a\0b", "N" * 101):
+        with pytest.raises(StoreError, match="a device's name has 1 to 100 characters"):
+            tables.tables("vllm", [product], device=bad)
 
 
 def test_a_kernel_of_ones_own_is_named(db: str, tmp_path: Path) -> None:
@@ -146,9 +155,8 @@ def test_a_kernel_of_ones_own_is_named(db: str, tmp_path: Path) -> None:
         ([], "no measured winner"),
         ([moe(1, origin="predicted")], "no measured winner"),
         ([moe(1), row("m=2 experts=128 n=768 k=4096 top_k=8")], "rows of two layers.*choose one with --problem"),
-        ([moe(1), moe(2, triton="3.6.0")], r"Triton 3.7.1 and of .* 3.6.0: name one, or tune the older again"),
+        ([moe(1), moe(2, triton="3.6.0")], r"Triton 3.7.1 and of .* 3.6.0: choose with --gpu or --op"),
         ([moe(1), moe(2, op="cutekernels.guests.vllm:another")], "tune the older again"),
-        ([moe(1, triton="3/../../../x")], "no file can be named"),
     ],
 )
 def test_what_makes_no_table_is_refused_in_a_sentence(rows: list[Trial], why: str) -> None:
@@ -161,8 +169,13 @@ def test_rows_that_are_no_tables_are_refused_by_name_and_passed_over_otherwise()
     strange = row("m=1 cols=8", op="mine.moe:kernel", config="parts=2")
     with pytest.raises(StoreError, match="is no row of a fused MoE"):
         tables.tables("vllm", [strange], op="mine.moe:kernel")
-    for bad in (f"m=1 {QWEN} dtype=../x", "m=1 experts=a n=768 k=2048 top_k=8", "m=1 cols=8"):
-        assert len(tables.tables("vllm", [moe(1), row(bad)])) == 1
+    bad = ["m=1 experts=a n=768 k=2048 top_k=8", "m=1 cols=8"]
+    for bad_problem in [*(f"m=2 {QWEN} {word}" for word in ("dtype=../x", "dtype=", "m=3")), f"m=0 {QWEN}", *bad]:
+        (table,) = tables.tables("vllm", [moe(1), row(bad_problem)])
+        assert list(table.rows) == [1]
+    for word in ("num_warps=0", "num_warps=04", "num_warps=4 num_warps=8"):
+        with pytest.raises(StoreError, match="no measured winner"):
+            tables.tables("vllm", [moe(1, config=FAST.replace("num_warps=4", word))])
 
 
 def test_a_later_revision_replaces_a_row_and_one_layer_is_chosen(db: str, tmp_path: Path) -> None:
@@ -174,6 +187,30 @@ def test_a_later_revision_replaces_a_row_and_one_layer_is_chosen(db: str, tmp_pa
     assert export(db, tmp_path / "x", "--format", "vllm").exit_code == 1
     assert export(db, tmp_path / "x", "--format", "vllm", "--problem", "k=4096").exit_code == 0
     assert list(loaded(next(p for p in (tmp_path / "x").iterdir() if "cert" not in p.name))) == [2]
+
+
+def test_a_layer_is_chosen_by_fields_that_its_row_leaves_out(db: str, tmp_path: Path) -> None:
+    stored(db, moe(1), row(f"m=2 {QWEN} dtype=fp16"))
+    assert "of two layers" in export(db, tmp_path, "--format", "vllm").stderr
+    for dtype, m in (("bf16", 1), ("fp16", 2)):
+        assert export(db, tmp_path, "--format", "vllm", "--problem", f"dtype={dtype} block_k=0").exit_code == 0
+        assert list(loaded(tmp_path / "E=128,N=768,device_name=NVIDIA_H200.json")) == [m]
+    typo, none = (export(db, tmp_path, "--format", "vllm", "--problem", text) for text in ("kk=2048", "k=1"))
+    assert typo.exit_code == 2 and "'kk' is not a field" in typo.stderr
+    assert none.exit_code == 1 and f"[{QWEN}]" in " ".join(none.stderr.split())
+
+
+def test_a_table_of_others_is_never_replaced(db: str, tmp_path: Path) -> None:
+    """The folder may be the engine's own, whose tables nobody could bring back."""
+    layers = moe(1), row("m=1 experts=8 n=768 k=2048 top_k=8")
+    stored(db, *layers)
+    theirs = tmp_path / "E=8,N=768,device_name=NVIDIA_H200.json"
+    theirs.write_text("{}")
+    refused = export(db, tmp_path, "--format", "vllm")
+    assert refused.exit_code == 1 and "was not exported here" in " ".join(refused.stderr.split())
+    assert theirs.read_text() == "{}" and [p for p in tmp_path.iterdir() if p.suffix == ".json"] == [theirs]
+    theirs.unlink()
+    assert [export(db, tmp_path, "--format", "vllm").exit_code for _ in range(2)] == [0, 0]
 
 
 def test_a_table_is_written_whole_after_its_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +241,7 @@ def test_misuse_of_the_command_line(db: str, tmp_path: Path) -> None:
         (["-", "--format", "vllm"], 2),
         ([str(tmp_path / "t"), "--format", "vllm", "--slim"], 2),
         ([str(tmp_path / "t.jsonl"), "--device-name", "NVIDIA H200"], 2),
+        ([str(tmp_path / "t"), "--format", "vllm", "--op", "gemm"], 2),
         ([str(file), "--format", "vllm"], 1),
     ):
         done = CliRunner().invoke(cli.app, ["db", "export", *words, "--db", db])

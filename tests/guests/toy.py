@@ -86,6 +86,35 @@ def sums() -> Sums:
     return Sums()
 
 
+ONE = Sums()
+
+
+def same() -> Sums:
+    return ONE
+
+
+def unfinished() -> object:
+    class Unfinished(Guest[SumsProblem, SumsConfig]):
+        why_not, default, call, outputs = Sums.why_not, Sums.default, Sums.call, Sums.outputs  # type: ignore[assignment]
+        sample, reference, work = Sums.sample, Sums.reference, Sums.work  # type: ignore[assignment]
+
+    return Unfinished()
+
+
+class Faulty(Sums):
+    """Whose default breaks a rule where m is 5, and whose model raises where it is 6."""
+
+    def why_not(self, p: SumsProblem, c: SumsConfig, gpu: gpus.GpuSpec) -> str | None:
+        return "m must not be 5" if p.m == 5 else None
+
+    def estimate_us(self, p: SumsProblem, c: SumsConfig, gpu: gpus.GpuSpec) -> float:
+        return 1.0 / (p.m - 6)
+
+
+def faulty() -> Faulty:
+    return Faulty()
+
+
 def not_a_guest() -> str:
     return "a text"
 

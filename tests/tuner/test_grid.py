@@ -132,6 +132,14 @@ def test_a_measured_neighbourhood_waits() -> None:
     assert found.regret < plan(NOTHING, families=[TOYS]).regret
 
 
+def test_a_winner_that_calls_refuse_is_measured_again() -> None:
+    """A rule that came later, without a new revision: calls run the default at that point."""
+    one, four = (Winner("", f"tile=128 warps={w} fast=1", "measured", 10.0, 1.2, "database") for w in (1, 4))
+    rows = {"m=64 n=64": one, "m=64 n=128": four}
+    found = plan(Snapshot({(TOY.name, TOY.revision): rows}), H200, families=[TOYS])
+    assert found.known == 1 and "m=64 n=64" in texts(found) and "m=64 n=128" not in texts(found)
+
+
 def test_where_defaults_lose_comes_first() -> None:
     """Two measured corners: where the default was far behind its neighbours are expected to be, too."""
     rows = measured(TOY, "m=64 n=64", ratio=1.5).table[TOY.name, TOY.revision] | dict(
@@ -158,6 +166,8 @@ def test_parts_and_limits() -> None:
     assert (
         0 < len(short.job.tasks) < 16 and texts(short) == texts(plan(NOTHING, families=[TOYS]))[: len(short.job.tasks)]
     )
+    two = plan(NOTHING, families=[TOYS], budget_s=10, gpus=2)
+    assert len(short.job.tasks) < len(two.job.tasks) <= 2 * len(short.job.tasks), "two GPUs begin more"
     assert {task.trials for task in plan(NOTHING, families=[TOYS], trials=5).job.tasks} == {5}
 
 
@@ -227,6 +237,7 @@ class TestCommandLine:
     def test_its_order_is_listed_anywhere_and_measured_where_the_gpu_is(self) -> None:
         listed = self.invoke("--gpu", "l40s", "--list", "--format", "json")
         assert listed.exit_code == 0 and len(json.loads(listed.stdout)) == 16
+        assert "compiled and predicted" not in listed.stderr and "one task at a time" in " ".join(listed.stderr.split())
         refused = self.invoke("--gpu", "l40s")
         assert refused.exit_code == 2 and "run it on a machine with the l40s" in " ".join(refused.stderr.split())
 
@@ -234,6 +245,14 @@ class TestCommandLine:
         dry = self.invoke("--budget-s", "10", "--dry-run", "--format", "json")
         assert dry.exit_code == 0, dry.output
         assert 0 < len(json.loads(dry.stdout)) < 16
+        two = self.invoke("--budget-s", "10", "--dry-run", "--gpus", "0,1", "--format", "json")
+        assert len(json.loads(two.stdout)) > len(json.loads(dry.stdout))
+
+    def test_a_job_that_is_called_so_is_a_job(self, tmp_path: Path) -> None:
+        file = tmp_path / "mine.toml"
+        file.write_text('name = "grid"\n[[tasks]]\nop = "toy"\nproblems = ["m=64 n=64"]\n')
+        done = CliRunner().invoke(cli.app, [str(file), "--budget-s", "0"])
+        assert done.exit_code == 1, "its task has no winner yet"
 
     def test_an_end_of_the_time_is_no_failure(self) -> None:
         done = self.invoke("--budget-s", "0", "--format", "json")
