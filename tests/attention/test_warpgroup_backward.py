@@ -38,7 +38,7 @@ def test_the_base_is_valid_where_there_is_warpgroup_mma() -> None:
         ({"in_registers": True}, "takes in_registers from False"),
         ({"tile_walked": 80}, "a thread has 228 sums and probabilities"),
         ({"stages": 1}, "takes stages from 2, 3"),
-        ({"body": "warps"}, "takes stages from 1, 2"),
+        ({"body": "multistage"}, "takes stages from 1, 2"),
     ],
 )
 def test_a_config_breaks_a_rule(change: dict[str, object], rule: str) -> None:
@@ -49,7 +49,7 @@ def test_capped_scores_take_registers_and_wide_heads_shared_memory() -> None:
     assert "248 sums" in broken(LONG.replace(softcap=True), BASE)
     wide = LONG.replace(head_dim=256, of="q")
     assert "shared memory" in broken(wide, BASE)
-    assert "more tiles than SMs" in broken(LONG.replace(batch=1, seq_kv=512), BASE.replace(grid="counted"))
+    assert "more tiles than SMs" in broken(LONG.replace(batch=1, seq_kv=512), BASE.replace(grid="dynamic"))
 
 
 def test_warp_groups_are_the_default_for_long_sequences_up_to_256() -> None:
@@ -57,7 +57,7 @@ def test_warp_groups_are_the_default_for_long_sequences_up_to_256() -> None:
         for of in passes(head_dim):
             p = LONG.replace(head_dim=head_dim, of=of)
             assert ATTENTION_BACKWARD.default(p, H200).body == "warpgroup", p
-            assert ATTENTION_BACKWARD.default(p, gpu.lookup("a100")).body == "warps"
+            assert ATTENTION_BACKWARD.default(p, gpu.lookup("a100")).body == "multistage"
 
 
 OPTIONS = {

@@ -135,7 +135,7 @@ def valid(text: str) -> tuple[GemmConfig, ...]:
 
 def neighbours(text: str, knob: str) -> tuple[GemmConfig, GemmConfig] | None:
     """Two valid configs that differ in ``knob`` alone, if the rules leave any."""
-    configs = [c for c in valid(text) if (c.body, knob) != ("specialized", "ctas_per_sm") or c.tile_m >= 128]
+    configs = [c for c in valid(text) if (c.body, knob) != ("skinny_warpgroup", "ctas_per_sm") or c.tile_n >= 128]
     return compiled.one_knob_apart(configs, knob)
 
 

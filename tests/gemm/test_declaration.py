@@ -108,9 +108,9 @@ class TestDefault:
         h200 = gpu.lookup("h200")
         thin = GEMM.default(GemmProblem.parse("m=1 n=4096 k=4096 b_major=k"), h200)
         square = GEMM.default(GemmProblem.parse("m=4096 n=4096 k=4096"), h200)
-        assert (thin.body, thin.tile_n) == ("specialized", 8)
+        assert (thin.body, thin.tile_m) == ("skinny_warpgroup", 8)
         warps = GEMM.default(GemmProblem.parse("m=1 n=4096 k=4096 b_major=k"), gpu.lookup("a100"))
-        assert (warps.body, warps.tile_n) == ("skinny", 8)
+        assert (warps.body, warps.tile_m) == ("skinny", 8)
         assert square.tile_m * square.tile_n >= 128 * 128
 
 
@@ -120,10 +120,10 @@ class TestRules:
         many = GemmProblem.parse("m=1 n=1100000 k=1024 b_major=k")
         skinny = [c for c in GEMM.valid(many, h200) if c.body == "skinny"]
         assert skinny
-        assert all(-(-many.n // c.tile_m) <= 65535 for c in skinny)
+        assert all(-(-many.n // c.tile_n) <= 65535 for c in skinny)
         endless = GemmProblem.parse("m=1 n=9000000 k=64 b_major=k")
         assert GEMM.default(endless, gpu.lookup("a100")).body == "multistage"
-        assert GEMM.default(endless, h200).tile_m * 65535 >= endless.n
+        assert GEMM.default(endless, h200).tile_n * 65535 >= endless.n
         assert GEMM.default(endless.replace(n=90_000_000), h200).body == "multistage"
 
     @pytest.mark.parametrize("spec", TARGETS, ids=lambda g: g.target)

@@ -25,7 +25,7 @@ def linear(m: int, n: int = 3584, k: int = 3584, words: str = "") -> GemmProblem
 
 
 def valid(p: GemmProblem, spec: gpu.GpuSpec = H200) -> list[GemmConfig]:
-    return [c for c in GEMM.valid(p, spec) if c.body == "specialized"]
+    return [c for c in GEMM.valid(p, spec) if c.body == "skinny_warpgroup"]
 
 
 @pytest.mark.parametrize("name", ["a100", "l40s", "rtx5090"])
@@ -50,7 +50,7 @@ def test_refuses_what_the_tma_cannot_load(words: str, rule: str) -> None:
     problem, config = linear(64, words=words), valid(linear(64))[0]
     assert rule in str(GEMM.why_not(problem, config, H200))
     assert not valid(problem)
-    assert GEMM.default(problem, H200).body != "specialized"
+    assert GEMM.default(problem, H200).body != "skinny_warpgroup"
 
 
 def test_no_k_is_refused() -> None:
@@ -76,11 +76,11 @@ def test_tokens_choose_the_tile() -> None:
 
 def test_columns_are_dealt_out_evenly() -> None:
     """132 SMs: 144 columns each of 18944 are one wave; no tile makes as many waves with more."""
-    tiles = {c.tile_m for c in valid(linear(64, 18944)) if c.ctas_per_sm == 1}
+    tiles = {c.tile_n for c in valid(linear(64, 18944)) if c.ctas_per_sm == 1}
     assert 144 in tiles
     assert not tiles & {160, 176, 192, 208, 224, 240, 256}
-    one_wave = GemmConfig.parse(str(next(c for c in valid(linear(64, 18944)) if c.tile_m == 144)))
-    assert "as many waves" in str(GEMM.why_not(linear(64, 18944), one_wave.replace(tile_m=160), H200))
+    one_wave = GemmConfig.parse(str(next(c for c in valid(linear(64, 18944)) if c.tile_n == 144)))
+    assert "as many waves" in str(GEMM.why_not(linear(64, 18944), one_wave.replace(tile_n=160), H200))
 
 
 def test_a_neighbour_s_tile_is_not_taken_where_it_idles_the_gpu(shipped: Path) -> None:
@@ -91,12 +91,12 @@ def test_a_neighbour_s_tile_is_not_taken_where_it_idles_the_gpu(shipped: Path) -
     (one,) = [row for row in rows if str(linear(128, 18944)) in json.loads(row)]
     (shipped / "h200.jsonl").write_text(f"{header}\n{one}\n")
     tuned = dispatch.resolve(GEMM, linear(128, 18944), H200)
-    assert (tuned.origin, tuned.config.tile_m) == ("tuned", 144)
+    assert (tuned.origin, tuned.config.tile_n) == ("tuned", 144)
     for m in (48, 64, 96, 128):
         found = dispatch.resolve(GEMM, linear(m, 4608), H200)
-        assert (found.origin, found.config.tile_m, found.config.split_k) == ("default", 72, 2), found
+        assert (found.origin, found.config.tile_n, found.config.split_k) == ("default", 72, 2), found
     assert "as many waves of CTAs" in str(GEMM.why_not(linear(128, 4608), tuned.config, H200))
-    narrow = GEMM.default(linear(64, 4096), H200).replace(tile_m=32, split_k=1)
+    narrow = GEMM.default(linear(64, 4096), H200).replace(tile_n=32, split_k=1)
     assert GEMM.why_not(linear(64, 4096), narrow, H200) is None
     assert "of the GPU at work where" in str(GEMM.why_not(linear(64, 4608), narrow, H200))
 
@@ -104,13 +104,13 @@ def test_a_neighbour_s_tile_is_not_taken_where_it_idles_the_gpu(shipped: Path) -
 def test_sums_and_results_lie_within_the_shared_memory() -> None:
     """Results take the place of the stages; sums of the others, of whole groups of 64 rows, lie behind both."""
     split = [c for m in (64, 80, 96, 128) for c in valid(linear(m)) if c.split_k == 2]
-    assert any(c.tile_n == 96 and c.stages == 2 for c in split)
+    assert any(c.tile_m == 96 and c.stages == 2 for c in split)
     for c in split:
         frame = SPECIALIZED.smem(c)
         sums = 128 * specialized.groups(c) * frame.share * 4  # bytes: threads, sums of each
-        assert c.split_k * frame.share >= c.tile_m // 2, "all of a thread's sums are somebody's share"
+        assert c.split_k * frame.share >= c.tile_n // 2, "all of a thread's sums are somebody's share"
         assert frame.inbox_at >= c.stages * frame.stage_bytes
-        assert frame.inbox_at >= c.tile_n * frame.out_pitch * 2
+        assert frame.inbox_at >= c.tile_m * frame.out_pitch * 2
         assert frame.inbox_at % 16 == 0, "sums are sent 16 bytes at a time"
         assert frame.barriers_at >= frame.inbox_at + (c.split_k - 1) * sums
         assert frame.total_bytes >= frame.barriers_at + 8 * (2 * c.stages + 1)
@@ -119,13 +119,13 @@ def test_sums_and_results_lie_within_the_shared_memory() -> None:
 def test_prefetches_only_as_a_dependent_and_little() -> None:
     config = GEMM.default(linear(64), H200)
     assert config.pdl
-    assert config.ahead
+    assert config.prefetch_l2
     assert "is for pdl=1" in str(GEMM.why_not(linear(64), config.replace(pdl=False), H200))
-    much = GEMM.default(linear(64, 18944), H200).replace(tile_m=144, tile_k=128, stages=4, ahead=8)
+    much = GEMM.default(linear(64, 18944), H200).replace(tile_n=144, tile_k=128, stages=4, prefetch_l2=8)
     assert f"asks for {8 * 144 * 128 * 2} bytes" in str(GEMM.why_not(linear(64, 18944), much, H200))
-    assert all(c.pdl or not c.ahead for c in GemmConfig.every())
+    assert all(c.pdl or not c.prefetch_l2 for c in GemmConfig.every())
     by_ahead = {
-        a: prefetch.saved_us(config.replace(tile_m=32, ahead=a), H200, 1.0) for a in (0, 2, 4, 8)
+        a: prefetch.saved_us(config.replace(tile_n=32, prefetch_l2=a), H200, 1.0) for a in (0, 2, 4, 8)
     }  # of 8 KiB each
     assert by_ahead[0] == 0.0 < by_ahead[2] < by_ahead[8] < by_ahead[4], "64 KiB are more than pays"
 
@@ -143,10 +143,10 @@ def test_two_ctas_to_a_tile_have_their_sms_to_themselves() -> None:
 
 def test_a_norm_s_sums_lie_behind_the_others() -> None:
     """Rows' sums by each CTA of the cluster, whole groups of rows, and three barriers more than stages have."""
-    for tile_m, split in ((8, 1), (48, 2), (64, 1), (96, 2), (128, 2)):
-        frame = SpecializedSmem(tile_m, 56, 128, 4, split, gamma_bytes=2, squares=True)
+    for tile_n, split in ((8, 1), (48, 2), (64, 1), (96, 2), (128, 2)):
+        frame = SpecializedSmem(tile_n, 56, 128, 4, split, gamma_bytes=2, squares=True)
         assert frame.squares_at >= frame.inbox_at + (split - 1) * frame.share * frame.consumer_threads * 4
-        assert frame.barriers_at == frame.squares_at + 4 * split * -(-tile_m // 64) * 64
+        assert frame.barriers_at == frame.squares_at + 4 * split * -(-tile_n // 64) * 64
         assert frame.barriers_at % 8 == 0
         assert frame.inbox_barrier_at == frame.barriers_at + 2 * 8 * frame.stages
         assert frame.squares_barrier_at == frame.inbox_barrier_at + (8 if split > 1 else 0)
@@ -155,11 +155,11 @@ def test_a_norm_s_sums_lie_behind_the_others() -> None:
 
 def test_default_beyond_a_few_tokens() -> None:
     bodies = {m: GEMM.default(linear(m, 512), H200).body for m in (1, 7, 8, 33, 64, 128, 8192)}
-    assert bodies == dict.fromkeys((1, 7), "skinny") | dict.fromkeys((8, 33, 64, 128), "specialized") | {
+    assert bodies == dict.fromkeys((1, 7), "skinny") | dict.fromkeys((8, 33, 64, 128), "skinny_warpgroup") | {
         8192: "warpgroup"
     }
-    assert GEMM.default(linear(1), H200).body == "specialized"
-    assert GEMM.default(linear(1, 18944), H200).body == "specialized"
+    assert GEMM.default(linear(1), H200).body == "skinny_warpgroup"
+    assert GEMM.default(linear(1, 18944), H200).body == "skinny_warpgroup"
     assert GEMM.default(linear(64), gpu.lookup("l40s")).body == "multistage"
 
 
@@ -169,8 +169,8 @@ def test_compiles_without_spills() -> None:
     for i, (m, n) in enumerate([(40, 3584), (48, 1000), (64, 18944), (96, 3584), (300, 4096), (4096, 4096)]):
         problem = linear(m, n, words=words[i % len(words)])
         found = valid(problem)
-        chosen = min(found, key=lambda c: (GEMM.estimate_us(problem, c, H200), SPECIALIZED.preference(c)))
-        widest = max(found, key=lambda c: (c.tile_m, c.tile_n))
+        chosen = min(found, key=lambda c: (GEMM.estimate_us(problem, c, H200), SPECIALIZED.preference(problem, c)))
+        widest = max(found, key=lambda c: (c.tile_n, c.tile_m))
         for config in {chosen} if i % 2 else {widest, chosen}:
             facts = GEMM.build(problem, config, H200).facts
             assert facts.stack_bytes == 0, config

@@ -26,7 +26,7 @@ def _needs_warpgroups() -> None:
 
 
 def specialized(problem: GemmProblem, **values: Any) -> list[GemmConfig]:
-    valid = [c for c in GEMM.valid(problem, gpu.detect()) if c.body == "specialized"]
+    valid = [c for c in GEMM.valid(problem, gpu.detect()) if c.body == "skinny_warpgroup"]
     return [c for c in valid if all(getattr(c, name) == value for name, value in values.items())]
 
 
@@ -40,12 +40,12 @@ def test_random_problems_and_configs(m: int) -> None:
             assert_right(launch(problem, args, str(config)), problem, args, str(config))
 
 
-@pytest.mark.parametrize("tile_n", [8, 16, 32, 48, 64, 96, 128])
-def test_nothing_beyond_the_tokens_reaches_the_result(tile_n: int) -> None:
+@pytest.mark.parametrize("tile_m", [8, 16, 32, 48, 64, 96, 128])
+def test_nothing_beyond_the_tokens_reaches_the_result(tile_m: int) -> None:
     """The MMA multiplies 64 rows whatever lies in shared memory: NaN of a launch before, with more tokens, say."""
-    rng = random.Random(tile_n)
-    problem = GemmProblem.parse(f"m={tile_n} n=1000 k=1032 b_major=k")
-    for config in rng.sample(specialized(problem, tile_n=tile_n), 3):
+    rng = random.Random(tile_m)
+    problem = GemmProblem.parse(f"m={tile_m} n=1000 k=1032 b_major=k")
+    for config in rng.sample(specialized(problem, tile_m=tile_m), 3):
         x, w = (torch.full((rows, 1032), float("nan"), device="cuda", dtype=torch.bfloat16) for rows in (512, 1000))
         ck.gemm(x, w.t())
         args = GEMM.sample(problem, "cuda", 1)
@@ -62,7 +62,7 @@ def test_default_of_many_sizes() -> None:
     for m in (40, 64, 100, 128, 300, 1024, 2048):
         n, k = rng.choice((768, 3584, 4096, 11008)), rng.choice((896, 4096))
         problem = GemmProblem(m, n, k, b_major="k", dtype=rng.choice(("bf16", "fp16")))
-        assert GEMM.default(problem, gpu.detect()).body in ("specialized", "warpgroup")
+        assert GEMM.default(problem, gpu.detect()).body in ("skinny_warpgroup", "warpgroup")
         args = GEMM.sample(problem, "cuda", m)
         assert_right(launch(problem, args), problem, args, "default")
 

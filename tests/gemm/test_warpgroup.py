@@ -86,7 +86,7 @@ def test_fp16_sums_take_half_the_registers() -> None:
 
 def test_a_gate_takes_whole_boxes_of_both_and_rows_that_stay_rows() -> None:
     gated = Extras(gated=True)
-    for change in ({"tile_n": 112}, {"swapped": True}):
+    for change in ({"tile_n": 112}, {"swap_ab": True}):
         assert "a gate takes" in "; ".join(WARPGROUP.unfit(BASE.replace(**change), H200, gated))
         assert not list(WARPGROUP.unfit(BASE.replace(**change), H200))
     assert not list(WARPGROUP.unfit(BASE, H200, gated))
@@ -156,7 +156,7 @@ def test_it_is_the_default_of_large_products_in_every_layout(layout: str, extent
 @pytest.mark.parametrize("tokens", [1, 16, 64, 128])
 def test_few_tokens_go_to_the_other_schedules(tokens: int) -> None:
     assert GEMM.default(GemmProblem.parse(f"m={tokens} n=4096 k=4096 b_major=k"), H200).body in (
-        "specialized",
+        "skinny_warpgroup",
         "skinny",
     )
 
@@ -188,11 +188,11 @@ COMPILED = {
     "one group": ("m=200 n=3584 k=3584 b_major=k", "tile_m=64 tile_n=112 stages=8 raster=1"),
     "columns by eights": (
         "m=200 n=8192 k=8192 b_major=k",
-        "tile_m=128 tile_n=104 stages=7 raster=8 cluster_n=2 swapped=1",
+        "tile_m=104 tile_n=128 stages=7 raster=8 cluster_m=2 swap_ab=1",
     ),
     "an odd half each": (
         "m=333 n=4096 k=4096 b_major=k bias=same",
-        "tile_m=128 tile_n=168 stages=5 raster=8 cluster_m=2 swapped=1 pingpong=1",
+        "tile_m=168 tile_n=128 stages=5 raster=8 cluster_n=2 swap_ab=1 pingpong=1",
     ),
     "pingpong": ("m=4096 n=4096 k=4096 a_major=m", "tile_m=128 tile_n=192 stages=4 raster=8 pingpong=1"),
     "most sums": ("m=4096 n=4096 k=4096 b_major=k", "tile_m=256 tile_n=192 stages=3 raster=8 cluster_n=2"),
@@ -227,9 +227,10 @@ def test_compiles_as_it_says(name: str) -> None:
     assert built.facts.smem_bytes == WARPGROUP.smem(config, extras_of(problem)).total_bytes
     found = compiled.opcodes(built)
     products = {i: count for i, count in found.items() if i.startswith("HGMMA")}
-    panels = config.tile_m // (64 * sharing(config))
+    rows, columns = config.mma_tile
+    panels = rows // (64 * sharing(config))
     assert sum(products.values()) == panels * config.tile_k // 16
-    assert all(re.search(rf"64x{config.tile_n}x16", i) for i in products), products
+    assert all(re.search(rf"64x{columns}x16", i) for i in products), products
     assert all((".F32" in i) is (problem.accumulate == "fp32") for i in products), products
     assert found["WARPGROUP.DEPBAR.LE"] == 2, "no wait but ours: one in the loop, one behind it"
     if problem.accumulate == "fp16":

@@ -123,7 +123,7 @@ def test_tokens_are_squared_and_weighed_beside_warpgroup_mma() -> None:
     """
     text = "m=64 n=18944 k=3584"
     config = RMS_NORM_LINEAR.default(RMS_NORM_LINEAR.Problem.parse(text), gpu.lookup("h200"))
-    assert (config.body, config.tile_k) == ("specialized", 128)
+    assert (config.body, config.tile_k) == ("skinny_warpgroup", 128)
     found = {change: opcodes("rms_norm_linear", f"{text} {change}", config) for change in ("", "norm_weight=none")}
     blocks, reads = 128 // 16, 24 // 4 * 2
     for change, ops in found.items():

@@ -37,7 +37,7 @@ BASE = warpgroup("tile_m=128 tile_n=256 stages=4 raster=8 cluster_m=2 pdl=1")
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"m": 128}, "for body=specialized"),
+        ({"m": 128}, "for body=skinny_warpgroup"),
         ({"n": 14340}, "8 at a time"),
         ({"norm": True}, "no norm in front"),
         ({"layout": "any"}, "16-byte aligned"),
@@ -57,8 +57,8 @@ def test_problems_that_are_for_others(change: dict[str, Any], said: str) -> None
     [
         ({"tile_n": 112}, "half of them gates"),
         ({"tile_m": 256, "tile_n": 192, "stages": 3}, "or a gate it keeps 176"),
-        ({"warps_m": 2}, "takes warps_m from 1"),
-        ({"ahead": 2}, "takes ahead from 0"),
+        ({"warps_n": 2}, "takes warps_n from 1"),
+        ({"prefetch_l2": 2}, "takes prefetch_l2 from 0"),
         ({"stages": 6}, "shared memory"),
     ],
 )

@@ -44,7 +44,7 @@ def test_defaults_compile_without_spills_in_the_shared_memory_that_rules_count(n
 @pytest.mark.parametrize(("text", "knobs"), WARPGROUP)
 def test_ways_through_the_warpgroup_body_compile(text: str, knobs: str) -> None:
     spec, p = gpu.lookup("h200"), QuantizedProblem.parse(text)
-    c = QuantizedConfig.parse(f"body=warpgroup {knobs} pdl=1 warps_n=1 warps_k=1 ctas_per_sm=1 ahead=0")
+    c = QuantizedConfig.parse(f"body=warpgroup {knobs} pdl=1 warps_n=1 warps_k=1 ctas_per_sm=1 prefetch_l2=0")
     assert QUANTIZED_LINEAR.why_not(p, c, spec) is None
     facts = QUANTIZED_LINEAR.build(p, c, spec).facts
     assert facts.stack_bytes == 0

@@ -414,7 +414,7 @@ def test_dependent_launches_see_what_came_before(body: str) -> None:
         pytest.skip("no programmatic dependent launch")
 
     def chain(x: Tensor, pdl: bool) -> Tensor:
-        config = forced(body, 8, n, n, kind, pdl=pdl, **({"ahead": 2} if pdl and body == "skinny" else {}))
+        config = forced(body, 8, n, n, kind, pdl=pdl, **({"prefetch_l2": 2} if pdl and body == "skinny" else {}))
         for weight in weights * 4:
             x = quantized_linear(x, weight, config=config)
         return x

@@ -21,7 +21,7 @@ from cutekernels.ops.attention.backward_config import (
 from cutekernels.ops.attention.config import GROUP_ROWS
 from cutekernels.ops.attention.delta import ATTENTION_DELTA
 from cutekernels.ops.attention.op import ATTENTION
-from cutekernels.ops.attention.problem import TilesOp, score_factors
+from cutekernels.ops.attention.problem import TilesOp, score_factors, since_revision_1
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +47,8 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
     """
 
     name = "attention_backward"
-    revision = 1
+    revision = 2
+    earlier = {1: since_revision_1}
     Problem = AttentionBackwardProblem
     Config = AttentionBackwardConfig
     suite = (
@@ -98,7 +99,7 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
         from cutekernels.ops.attention import fakes
 
         batch, number, limit = fakes.Batch(p.dtype, p.head_dim, p.varlen), Float32(1.0), Int32(0)
-        counter = fakes.vector(Int32) if c.grid == "counted" else None
+        counter = fakes.vector(Int32) if c.grid == "dynamic" else None
         return backend.compile(
             self._body(p, c, gpu),
             None if p.of == "v" else batch.kv() if p.by_keys else batch.q(),
@@ -138,7 +139,7 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
                 head_dim=p.head_dim,
                 padded=p.width,
                 stages=c.stages,
-                resident=gpu.sm_count if c.grid == "counted" else 0,
+                resident=gpu.sm_count if c.grid == "dynamic" else 0,
                 **shared,
             )
         return AttentionBackward(
@@ -158,7 +159,7 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
 
         limits, results = p.limits, len(p.of)
         empty = p.seq_q == 0 or p.seq_kv == 0
-        counter = Workspace(0, 1) if c.grid == "counted" else None  # one ticket, no partial sums
+        counter = Workspace(0, 1) if c.grid == "dynamic" else None  # one ticket, no partial sums
 
         def launch(*args: Any) -> None:
             dout, q, k, v, stats, mask, cu_q, cu_kv, scale, softcap = args[results:]
@@ -171,7 +172,7 @@ class AttentionBackward(TilesOp[AttentionBackwardProblem, AttentionBackwardConfi
             first, second = {"kv": args[:2], "v": (None, args[0])}.get(p.of, (args[0], None))
             given = None if mask is None else mask.view(torch.uint8)
             factors = (*score_factors(scale, softcap), scale)
-            tickets = () if c.body == "warps" else (None if counter is None else counter.get()[1],)
+            tickets = () if c.body == "multistage" else (None if counter is None else counter.get()[1],)
             kernel(first, second, dout, q, k, v, stats.view(-1), given, cu_q, cu_kv, *tickets, *factors, *limits)
 
         return launch

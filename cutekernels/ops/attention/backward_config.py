@@ -66,16 +66,16 @@ def passes(head_dim: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class AttentionBackwardConfig(BodiesConfig):
-    """The knobs of both bodies: ``backward.py`` (warps) and ``warpgroup_backward.py`` in ``kernels/cute/attention/``.
+    """The knobs of both bodies in ``kernels/cute/attention/``.
 
     A CTA owns ``tile_own`` rows (keys for dK and dV, queries for dQ) and walks the others ``tile_walked`` at a time.
     ``in_registers``: the owned operands stay there. ``order`` is that of tiles. Of the warpgroup body alone: ``grid``
-    gives each tile a CTA ("tiles"), or lets the CTAs of a persistent grid draw them from a counter ("counted").
+    gives each tile a CTA ("tiles"), or lets the CTAs of a persistent grid draw them from a counter ("dynamic").
     """
 
     tiles: ClassVar = ("tile_own", "tile_walked")
     bodies: ClassVar = {
-        "warps": {
+        "multistage": {
             "tile_own": (64, 128, 256),
             "tile_walked": (32, 64, 128),
             "warps": (4, 8),
@@ -90,7 +90,7 @@ class AttentionBackwardConfig(BodiesConfig):
             "warps": (4, 8, 12),
             "stages": (2, 3),
             "order": ("rows", "l2", "heads"),
-            "grid": ("tiles", "counted"),
+            "grid": ("tiles", "dynamic"),
         },
     }
     tile_own: int = knob(64, 128, 192, 256)
@@ -100,8 +100,8 @@ class AttentionBackwardConfig(BodiesConfig):
     ctas_per_sm: int = knob(1, 2, 3)
     in_registers: bool = knob(False, True)
     order: str = knob("rows", "l2", "heads")
-    body: str = knob("warps", "warpgroup", added=True)
-    grid: str = knob("tiles", "counted", added=True)
+    body: str = knob("multistage", "warpgroup", added=True)
+    grid: str = knob("tiles", "dynamic", added=True)
 
     def smem_bytes(self, p: AttentionBackwardProblem) -> int:
         """A CTA's shared memory: the owned operands, the walked ones' stages, and walked queries' statistics."""
@@ -179,7 +179,7 @@ def warpgroup_us(p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: G
     step = multiply + _TILE * rate.barrier_us
     between = (_CTA if c.grid == "tiles" else _NEXT) * rate.dram_latency_us
     per_sm = tiles * heads / gpu.sm_count
-    smooth = uneven or c.grid == "counted" or per_sm > _MANY
+    smooth = uneven or c.grid == "dynamic" or per_sm > _MANY
     busy = (per_sm if smooth else math.ceil(per_sm)) * (steps * step + between)
     if uneven:
         if p.limited_left != p.limited_right:  # one triangle: some rows see all
@@ -189,7 +189,7 @@ def warpgroup_us(p: AttentionBackwardProblem, c: AttentionBackwardConfig, gpu: G
         band = {"rows": 1, "l2": min(heads, fitting), "heads": heads}[c.order]
         late = band < heads and per_sm > 1 and tiles * (heads % band or band) < _FULL * gpu.sm_count
         busy = max(busy, heaviest) + (_LATE * heaviest if late else 0.0)
-    busy *= ORDER[False][c.order] * (_DRAWN if c.grid == "counted" else 1.0) * (1.0 if c.stages > 2 else _TIGHT)
+    busy *= ORDER[False][c.order] * (_DRAWN if c.grid == "dynamic" else 1.0) * (1.0 if c.stages > 2 else _TIGHT)
     return float(_LAUNCH * rate.launch_us + busy)
 
 

@@ -14,7 +14,13 @@ from cutekernels.op import Work, plain
 from cutekernels.ops.attention.config import AttentionConfig
 from cutekernels.ops.attention.decode import PAGE_SIZES, check_room, results, sampled
 from cutekernels.ops.attention.op import PrefillOp
-from cutekernels.ops.attention.problem import AttentionProblem, depth, launch_blind, score_factors
+from cutekernels.ops.attention.problem import (
+    AttentionProblem,
+    depth,
+    launch_blind,
+    score_factors,
+    since_revision_1,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +55,8 @@ class CacheAttention(PrefillOp[CacheProblem]):
     """
 
     name = "cache_attention"
-    revision = 1
+    revision = 2
+    earlier = {1: since_revision_1}
     Problem = CacheProblem
     suite = (
         "batch=4 seq_q=2048 seq_kv=8192 heads_q=32 heads_kv=8 page_size=64",
@@ -101,7 +108,7 @@ class CacheAttention(PrefillOp[CacheProblem]):
             q, k, v, lengths, table, sinks, scale, softcap = args[2 if p.lse else 1 :]
             if out.numel() == 0:
                 return
-            tickets = () if c.body == "warps" else (None if counter is None else counter.get()[1],)
+            tickets = () if c.body == "multistage" else (None if counter is None else counter.get()[1],)
             factors = score_factors(scale, softcap)
             kernel(out, lse, q, k, v, None, None, lengths, table, sinks, *tickets, *factors, *limits)
 

@@ -44,19 +44,19 @@ _ROOM = {1: 1.0, 2: 1.0, 4: 0.95}  # share of the SMs that clusters find at once
 
 @dataclass(frozen=True)
 class AttentionConfig(BodiesConfig):
-    """The knobs of both bodies: ``prefill.py`` (warps) and ``warpgroup.py`` in ``kernels/cute/attention/``.
+    """The knobs of both bodies: ``prefill.py`` (multistage) and ``warpgroup.py`` in ``kernels/cute/attention/``.
 
     ``lazy`` rescales sums only where a block's scores exceed the row's reference by far. ``order`` is that of tiles.
     Of the warpgroup body alone: ``turns`` lets its groups multiply one after another, ``grid`` gives each tile a CTA
-    ("tiles"), walks over the tiles in a persistent grid ("persistent"), or draws them from a counter there ("counted"),
+    ("tiles"), walks over the tiles in a persistent grid ("persistent"), or draws them from a counter there ("dynamic"),
     which with "ahead" loads the next tile's queries behind this tile's last products.
     ``body="few"`` is the warpgroup body for few tiles: ``split`` CTAs of a cluster share a tile's keys, two CTAs of one
-    group share an SM, or the groups of a CTA have the i-th and the i-th last 64 rows of a head (``order="folded"``).
+    group share an SM, or the groups of a CTA have the i-th and the i-th last 64 rows of a head (``order="paired"``).
     """
 
     tiles: ClassVar = ("tile_q", "tile_kv")
     bodies: ClassVar = {
-        "warps": {
+        "multistage": {
             "tile_q": (64, 128, 256),
             "tile_kv": (32, 64, 128),
             "warps": (4, 8),
@@ -74,7 +74,7 @@ class AttentionConfig(BodiesConfig):
             "lazy": (True, False),
             "order": ("rows", "l2", "heads"),
             "turns": (False, True),
-            "grid": ("tiles", "persistent", "counted", "ahead"),
+            "grid": ("tiles", "persistent", "dynamic", "ahead"),
         },
         "few": {
             "tile_q": (64, 128),
@@ -83,7 +83,7 @@ class AttentionConfig(BodiesConfig):
             "stages": (1, 2),
             "ctas_per_sm": (1, 2),
             "lazy": (True, False),
-            "order": ("rows", "heads", "folded"),
+            "order": ("rows", "heads", "paired"),
             "split": (1, 2, 4),
         },
     }
@@ -94,21 +94,21 @@ class AttentionConfig(BodiesConfig):
     ctas_per_sm: int = knob(1, 2, 3)
     q_in_registers: bool = knob(False, True)
     lazy: bool = knob(True, False)
-    order: str = knob("rows", "l2", "heads", "folded")
-    body: str = knob("warps", "warpgroup", "few", added=True)
+    order: str = knob("rows", "l2", "heads", "paired")
+    body: str = knob("multistage", "warpgroup", "few", added=True)
     turns: bool = knob(False, True, added=True)
-    grid: str = knob("tiles", "persistent", "counted", "ahead", added=True)
+    grid: str = knob("tiles", "persistent", "dynamic", "ahead", added=True)
     split: int = knob(1, 2, 4, added=True)
 
     @property
     def by_groups(self) -> bool:
         """Whether warp groups multiply."""
-        return self.body != "warps"
+        return self.body != "multistage"
 
     @property
     def counted(self) -> bool:
         """Whether CTAs draw their tiles from a counter."""
-        return self.grid in ("counted", "ahead")
+        return self.grid in ("dynamic", "ahead")
 
     @property
     def dependent(self) -> bool:
@@ -151,17 +151,17 @@ def warpgroup_unfit(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> It
 
 def few_unfit(p: AttentionProblem, c: AttentionConfig, groups: int) -> Iterator[str]:
     """Those of ``body="few"``."""
-    folded = c.order == "folded"
+    folded = c.order == "paired"
     if p.varlen or p.mask or p.page is not None:
         yield "body=few takes batches of one length without a mask, and no cache"
     if c.split == 1 and c.ctas_per_sm == 1 and not folded:
-        yield "body=few without split, ctas_per_sm or order=folded is body=warpgroup"
+        yield "body=few without split, ctas_per_sm or order=paired is body=warpgroup"
     if c.ctas_per_sm > 1 and groups > 1:
         yield f"ctas_per_sm={c.ctas_per_sm} leaves registers for one group, tile_q={GROUP_ROWS}"
     if folded and (groups != 2 or c.split > 1):
-        yield "order=folded is for two groups that see the same keys: tile_q=128 split=1"
+        yield "order=paired is for two groups that see the same keys: tile_q=128 split=1"
     if folded and (p.limited_left or not p.limited_right):
-        yield "order=folded is for rows that see more keys the later they are: causal or window=right"
+        yield "order=paired is for rows that see more keys the later they are: causal or window=right"
 
 
 def warpgroup_unsuited(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> Iterator[str]:
@@ -169,9 +169,9 @@ def warpgroup_unsuited(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) ->
     for name, tile, seq, least in (("tile_q", c.tile_q, p.seq_q, 64), ("tile_kv", c.tile_kv, p.seq_kv, 64)):
         if tile > max(least, power_of_two(seq)):
             yield f"{name}={tile} idles most of a tile over {seq} rows"
-    if c.order != "rows" and p.seq_q <= (GROUP_ROWS if c.order == "folded" else c.tile_q):
+    if c.order != "rows" and p.seq_q <= (GROUP_ROWS if c.order == "paired" else c.tile_q):
         yield f"order={c.order} needs more than one tile of rows"
-    if c.body == "few" and c.split == 1 and c.order != "folded" and tiles(p, c) <= gpu.sm_count:
+    if c.body == "few" and c.split == 1 and c.order != "paired" and tiles(p, c) <= gpu.sm_count:
         yield f"ctas_per_sm={c.ctas_per_sm} without split is for more tiles than SMs"
     if c.split > 1 and p.seq_kv < c.split * c.tile_kv:
         yield f"split={c.split} leaves CTAs without one of {-(-p.seq_kv // c.tile_kv)} blocks of keys"
@@ -188,13 +188,13 @@ def tiles(p: AttentionProblem, c: AttentionConfig) -> int:
 
 def blocks_of(p: AttentionProblem, c: AttentionConfig) -> tuple[float, float]:
     """Blocks of keys that a tile walks, on average, and those of the longest walk; a folded CTA's are both groups'."""
-    rows = GROUP_ROWS if c.order == "folded" else c.tile_q
+    rows = GROUP_ROWS if c.order == "paired" else c.tile_q
     uneven = p.limited_left or p.limited_right
     seen = min(p.pairs / p.seq_q + (0.5 * rows if uneven else 0), p.seq_kv)
     most = min(p.most_seen + rows if uneven else p.seq_kv, p.seq_kv)
     shared = math.gcd(rows if uneven else p.seq_kv, c.tile_kv)  # the last block is half empty, on average
     blocks = max(1.0, seen / c.tile_kv + 0.5 * (1.0 - shared / c.tile_kv))
-    return blocks * (2 if c.order == "folded" else 1), max(blocks, most / c.tile_kv)
+    return blocks * (2 if c.order == "paired" else 1), max(blocks, most / c.tile_kv)
 
 
 def warpgroup_us(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float:
@@ -206,7 +206,7 @@ def warpgroup_us(p: AttentionProblem, c: AttentionConfig, gpu: GpuSpec) -> float
     count = tiles(p, c)
     if count == 0 or p.seq_kv == 0:
         return _LAUNCH * rate.launch_us
-    folded = c.order == "folded"
+    folded = c.order == "paired"
     uneven = (p.limited_left or p.limited_right) and not folded
     per_sm = count * c.split / (_ROOM[c.split] * gpu.sm_count)
     # CTAs of a cluster share an SM even where others are idle.

@@ -28,6 +28,7 @@ from cutekernels.ops.attention.problem import (
     launch_blind,
     sample_sinks,
     score_factors,
+    since_revision_1,
 )
 from cutekernels.ops.shared.dtypes import DTYPES
 
@@ -88,7 +89,7 @@ class PrefillOp(TilesOp[Q, AttentionConfig]):
         shared: dict[str, Any] = {
             "mask": BandMask(c.tile_q, c.tile_kv, p.limited_left, p.limited_right, p.mask),
             "softmax": OnlineSoftmax(SLACK if c.lazy else 0.0, p.softcap),
-            "order": HeadOrder("rows" if c.order == "folded" else c.order, gpu.l2_bytes // 2),
+            "order": HeadOrder("rows" if c.order == "paired" else c.order, gpu.l2_bytes // 2),
             "sequences": Sequences(p.varlen, p.page),
         }
         if c.by_groups:
@@ -104,7 +105,7 @@ class PrefillOp(TilesOp[Q, AttentionConfig]):
                 separate_output_smem=c.grid == "ahead",
                 ctas_per_sm=c.ctas_per_sm,
                 split=c.split,
-                paired_tiles=c.order == "folded",
+                paired_tiles=c.order == "paired",
                 dependent=c.dependent and gpu.has_pdl,
                 **shared,
             )
@@ -125,7 +126,8 @@ class Attention(PrefillOp[AttentionProblem]):
     """
 
     name = "attention"
-    revision = 1
+    revision = 2
+    earlier = {1: since_revision_1}
     Problem = AttentionProblem
     suite = (
         "batch=4 seq_q=4096 seq_kv=4096 heads_q=16 heads_kv=16",
@@ -179,7 +181,7 @@ class Attention(PrefillOp[AttentionProblem]):
             if out.numel() == 0:
                 return
             given = None if mask is None else mask.view(torch.uint8)
-            tickets = () if c.body == "warps" else (None if counter is None else counter.get()[1],)
+            tickets = () if c.body == "multistage" else (None if counter is None else counter.get()[1],)
             kernel(
                 out, lse, q, k, v, given, cu_q, cu_kv, None, sinks, *tickets, *score_factors(scale, softcap), *limits
             )

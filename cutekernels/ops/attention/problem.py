@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict, TypeVar
 from cutekernels import rates
 from cutekernels.errors import UnsupportedProblem
 from cutekernels.kernels.cute.parts.attention_smem import padded
-from cutekernels.op import C, Config, Op, P, Problem, extent, ladder, plain, power_of_two
+from cutekernels.op import C, Config, Op, P, Problem, extent, ladder, plain, power_of_two, respelled
 from cutekernels.ops.shared.dtypes import DTYPES
 from cutekernels.ops.shared.occupancy import occupancy_rules
 
@@ -346,6 +346,14 @@ class BodiesConfig(TilesConfig):
             if getattr(self, name) not in allowed:
                 took = ", ".join(map(str, allowed))
                 yield f"body={self.body} takes {name} from {took}; it is {getattr(self, name)}"
+
+
+_RENAMED = {"body=warps": "body=multistage", "order=folded": "order=paired", "grid=counted": "grid=dynamic"}
+
+
+def since_revision_1(problem: str, config: str) -> str:
+    """Revision 1 had other names for some values."""
+    return respelled(config, _RENAMED)
 
 
 @cache

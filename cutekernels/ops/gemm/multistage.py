@@ -1,4 +1,7 @@
-"""The multistage schedule: rules, model, body. It takes every problem, on every GPU."""
+"""The multistage schedule: rules, model, body. It takes every problem, on every GPU.
+
+Where rows of out are not contiguous the kernel computes ``out^T``; rules and model of both look at its own tile.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ class Multistage(Schedule):
         return iter(())
 
     def fitting_tiles(self, p: GemmProblem) -> Sequence[int]:
-        return BODIES[self.name]["tile_n"]
+        return BODIES[self.name]["tile_m"]
 
     def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> GemmSmem:
         return GemmSmem(c.tile_m, c.tile_n, c.tile_k, c.stages, c.persistent)
@@ -78,13 +81,14 @@ class Multistage(Schedule):
             yield "persistent=1 is for large tiles that have an SM to themselves: others hide each other's ends"
 
     def unsuited(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
-        threads = self.threads(c)
+        threads, names = self.threads(c), "nm" if p.transposed else "mn"
+        c = of_kernel(p, c)
         registers, smem = registers_per_thread(p, c), self.smem(c).total_bytes
         yield from occupancy_rules(
             gpu, ctas=c.ctas_per_sm, most=MAX_CTAS, warps=c.warps, registers=registers, smem=smem
         )
         rows, columns = p.sides()
-        for name, tile, side in (("m", c.tile_m, rows), ("n", c.tile_n, columns)):
+        for name, tile, side in zip(names, (c.tile_m, c.tile_n), (rows, columns), strict=True):
             if not divides(tile, c.tile_k, side.k_major, side.align, threads):
                 yield f"{threads} threads do not divide a {tile}x{c.tile_k} tile (alignment {side.align})"
             if tile > max(MIN_TILE, power_of_two(side.extent)):
@@ -105,11 +109,12 @@ class Multistage(Schedule):
             yield f"raster={c.raster} does not suit {tile_rows} tile rows: take one of {sorted(fitting)}"
 
     def shortlist(self, p: GemmProblem, gpu: GpuSpec) -> Iterable[GemmConfig]:
-        return _shortlist(gpu)
+        return (of_kernel(p, c) for c in _shortlist(gpu))
 
     def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
         rows, columns = p.sides()
-        tiles = -(-rows.extent // c.tile_m) * -(-columns.extent // c.tile_n) * p.batch
+        seen = of_kernel(p, c)
+        tiles = -(-rows.extent // seen.tile_m) * -(-columns.extent // seen.tile_n) * p.batch
         moved = ELEMENT_BYTES * p.batch * (p.m * p.k + p.k * p.n + p.m * p.n * (1 if p.c == "none" else 2))
         return self.tiles_us(p, c, tiles, moved, gpu)
 
@@ -127,6 +132,7 @@ class Multistage(Schedule):
             return 0.0
         rate = rates.of(gpu)
         rows, columns = p.sides()
+        c = of_kernel(p, c)
         warp_m, warp_n = c.warp_tile
         peak = rate.mma_fp16_flops_per_us if p.accumulate == "fp16" else rate.mma_flops_per_us
         flops_per_us = peak * _UNALIGNED_RATE[min(p.a_align, p.b_align)]
@@ -157,6 +163,9 @@ class Multistage(Schedule):
         dram = moved / bytes_per_us * _BY_ROW_BYTES.get(row_bytes, 1.0)
         return float(_LAUNCH * rate.launch_us + max(busy, dram) + _SHOWN * min(busy, dram))
 
+    def preference(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
+        return (str(of_kernel(p, c)),)
+
     def body(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Any:
         import cutlass
 
@@ -168,6 +177,7 @@ class Multistage(Schedule):
         from cutekernels.kernels.cute.parts.tile_output import TileStore
 
         rows, columns = p.sides()
+        c = of_kernel(p, c)
         threads = self.threads(c)
         accumulate = cutlass.Float16 if p.accumulate == "fp16" else cutlass.Float32
         out_columns = 0 if p.transposed else 1
@@ -204,13 +214,18 @@ def _shortlist(gpu: GpuSpec) -> tuple[GemmConfig, ...]:
 # ---- arithmetic of the rules ----------------------------------------------------------------------------
 
 
+def of_kernel(p: GemmProblem, c: GemmConfig) -> GemmConfig:
+    """The config of what the kernel computes, out or ``out^T``; and back."""
+    return c.transposed if p.transposed else c
+
+
 def source(p: GemmProblem) -> str:
     """How the epilogue reads C: through shared memory where C's contiguous extent is out's."""
     return "none" if p.c == "none" else "staged" if p.c == p.out_major else "direct"
 
 
 def registers_per_thread(p: GemmProblem, c: GemmConfig) -> int:
-    """An estimate: accumulators, two k-blocks of fragments, narrow loads, and the rest."""
+    """An estimate, of the kernel's config: accumulators, two k-blocks of fragments, narrow loads, and the rest."""
     warp_m, warp_n = c.warp_tile
     accumulators = warp_m * warp_n // 32 // (2 if p.accumulate == "fp16" else 1)
     fragments = 2 * (warp_m + warp_n) * 16 * ELEMENT_BYTES // 4 // 32

@@ -20,6 +20,7 @@ from cutekernels.ops.gemm.problem import (
     GemmProblem,
     activated,
     foreign,
+    since_revision_1,
     spanned,
 )
 from cutekernels.ops.gemm.schedule import Extras, Schedule, summed
@@ -45,7 +46,8 @@ class Gemm(Op[GemmProblem, GemmConfig]):
     """Arguments: a, b, c or None, bias or None, alpha, beta. Result: out."""
 
     name = "gemm"
-    revision = 1
+    revision = 2
+    earlier = {1: since_revision_1}
     Problem = GemmProblem
     Config = GemmConfig
     suite = (
@@ -76,7 +78,7 @@ class Gemm(Op[GemmProblem, GemmConfig]):
         for schedule in SCHEDULES.values():
             if takes(schedule, p, gpu):
                 fitting = schedule.fitting_tiles(p)
-                tiles = tuple(tile for tile in BODIES[schedule.name]["tile_n"] if tile in fitting)
+                tiles = tuple(tile for tile in BODIES[schedule.name]["tile_m"] if tile in fitting)
                 fit = _fit(schedule, tiles, gpu, summed(p))
                 yield from (c for c in fit if next(schedule.unsuited(p, c, gpu), None) is None)
         yield from (c for c in spanned(VENDOR) if self.why_not(p, c, gpu) is None)
@@ -162,7 +164,7 @@ class Gemm(Op[GemmProblem, GemmConfig]):
 
     def bind(self, p: GemmProblem, c: GemmConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
         if 0 in (p.m, p.n, p.batch):
-            return _nothing
+            return nothing
         if c.vendors:
             return _vendor
         schedule = SCHEDULES[c.body]
@@ -263,15 +265,15 @@ def takes(schedule: Schedule, p: GemmProblem, gpu: GpuSpec) -> bool:
 
 @cache
 def _fit(schedule: Schedule, tiles: tuple[int, ...], gpu: GpuSpec, extras: Extras) -> tuple[GemmConfig, ...]:
-    """All configs of a schedule, with ``tile_n`` among ``tiles``, that are not unfit for ``gpu``."""
-    among = spanned(schedule.name, tile_n=tiles)
+    """All configs of a schedule, with ``tile_m`` among ``tiles``, that are not unfit for ``gpu``."""
+    among = spanned(schedule.name, tile_m=tiles)
     return tuple(c for c in among if next(schedule.unfit(c, gpu, extras), None) is None)
 
 
 @rates.remembered
 def _default(op: Gemm, p: GemmProblem, gpu: GpuSpec) -> GemmConfig:
-    """The first choice that has a config: skinny for the fewest tokens, specialized up to MOST_TOKENS; beyond, and for
-    other layouts, warpgroup where its model is clearly ahead, else the schedule it would replace.
+    """The first choice that has a config: skinny for the fewest tokens, skinny_warpgroup up to MOST_TOKENS; beyond, and
+    for other layouts, warpgroup where its model is clearly ahead, else the schedule it would replace.
     """
     special = takes(SPECIALIZED, p, gpu)
     few = specialized.least_tokens(p, gpu) if special else skinny.DEFAULT_TOKENS + 1
@@ -297,7 +299,8 @@ def _best(op: Gemm, schedule: Schedule, p: GemmProblem, gpu: GpuSpec) -> tuple[f
         return None
     times = [schedule.estimate_us(p, c, gpu) for c in candidates]
     least = min(times)
-    return least, min((c for c, us in zip(candidates, times, strict=True) if us == least), key=schedule.preference)
+    tied = (c for c, us in zip(candidates, times, strict=True) if us == least)
+    return least, min(tied, key=lambda c: schedule.preference(p, c))
 
 
 def padded(shape: tuple[int, ...], align: int) -> tuple[int, ...]:
@@ -306,5 +309,5 @@ def padded(shape: tuple[int, ...], align: int) -> tuple[int, ...]:
     return (*shape[:-1], pitch)
 
 
-def _nothing(*args: Any) -> None:
+def nothing(*args: Any) -> None:
     """The launch of an empty problem."""

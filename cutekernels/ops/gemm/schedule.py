@@ -67,7 +67,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def fitting_tiles(self, p: GemmProblem) -> Sequence[int]:
-        """The values of ``tile_n`` that suit ``p``: the rule that most configs break."""
+        """The values of ``tile_m`` that suit ``p``, all where any may: the rule that most configs break."""
 
     @abstractmethod
     def unfit(self, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
@@ -91,7 +91,7 @@ class Schedule(ABC):
     def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
         """The model's time. Skinny's ranks its own configs only; the others' compare."""
 
-    def preference(self, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
+    def preference(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
         """Sort key among configs of one estimate; the least is preferred."""
         return (str(c),)
 

@@ -1,6 +1,7 @@
 """The skinny schedule, for few tokens: rules, model, body, workspace.
 
-Operands are swapped: ``tile_m`` are weight rows (of N) and ``tile_n`` tokens (of M). ``split_k`` CTAs share a tile.
+The body computes ``out^T``: weight rows, ``tile_n``, take the MMA's 16 rows, tokens, ``tile_m``, its 8 columns.
+``split_k`` CTAs share a tile.
 """
 
 from __future__ import annotations
@@ -68,16 +69,16 @@ class Skinny(Schedule):
     def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> SkinnySmem:
         squaring = c.warps if extras.squares else 0
         return SkinnySmem(
-            c.tile_m, c.tile_n, c.tile_k, c.stages, c.warps_k, squaring=squaring, gamma_bytes=extras.gamma_bytes
+            c.tile_n, c.tile_m, c.tile_k, c.stages, c.warps_k, squaring=squaring, gamma_bytes=extras.gamma_bytes
         )
 
     def unfit(self, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
-        if c.tile_k < 128 and c.tile_n <= 16:
-            yield f"tile_k={c.tile_k} is little between barriers for {c.tile_n} tokens: take 128 or more"
+        if c.tile_k < 128 and c.tile_m <= 16:
+            yield f"tile_k={c.tile_k} is little between barriers for {c.tile_m} tokens: take 128 or more"
         if c.warps not in (4, 8):
-            yield f"{c.warps_m}x{c.warps_k} warps: take 4 or 8"
-        if c.tile_m % (16 * c.warps_m):
-            yield f"tile_m={c.tile_m} does not divide among {c.warps_m} warps of 16"
+            yield f"{c.warps_n}x{c.warps_k} warps: take 4 or 8"
+        if c.tile_n % (16 * c.warps_n):
+            yield f"tile_n={c.tile_n} does not divide among {c.warps_n} warps of 16"
         if c.tile_k // 16 % c.warps_k:
             yield f"tile_k={c.tile_k} does not deal out among {c.warps_k} warps"
         frame = self.smem(c, extras)
@@ -94,29 +95,29 @@ class Skinny(Schedule):
             (c.split_k > 1 and sums * c.split_k > _MOST_SUMMED) or (c.warps_k > 2 and sums > _MOST_OF_MANY_WARPS)
         ):
             yield f"{c.split_k} splits and {c.warps_k} groups of warps sum {sums} accumulators: spills"
-        if c.tile_n > USUAL_TILES[-1] and c.warps < WIDE_WARPS:
-            yield f"tile_n={c.tile_n} takes {WIDE_WARPS} warps; there are {c.warps}"
+        if c.tile_m > USUAL_TILES[-1] and c.warps < WIDE_WARPS:
+            yield f"tile_m={c.tile_m} takes {WIDE_WARPS} warps; there are {c.warps}"
         yield from prefetch.broken(c, gpu)
 
     def unsuited(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
         fitting = self.fitting_tiles(p)
-        if c.tile_n not in fitting:
-            yield f"tile_n={c.tile_n} does not suit {p.m} tokens: take {' or '.join(map(str, fitting))}"
+        if c.tile_m not in fitting:
+            yield f"tile_m={c.tile_m} does not suit {p.m} tokens: take {' or '.join(map(str, fitting))}"
         if c.split_k > 1 and tiles(p, c) > 2 * gpu.sm_count:
             yield f"split_k={c.split_k}: {tiles(p, c)} tiles fill the GPU without"
         if c.split_k > 1 and c.split_k * 2 > -(-p.k // c.tile_k):
             yield f"split_k={c.split_k} leaves less than two k-tiles of {c.tile_k} to each"
-        if -(-p.n // c.tile_m) > GRID_AXIS:
-            yield f"{p.n} weight rows are more than {GRID_AXIS} tiles of {c.tile_m}"
-        if c.tile_m > max(32, p.n):
-            yield f"tile_m={c.tile_m} idles most of a tile over {p.n} weight rows"
+        if -(-p.n // c.tile_n) > GRID_AXIS:
+            yield f"{p.n} weight rows are more than {GRID_AXIS} tiles of {c.tile_n}"
+        if c.tile_n > max(32, p.n):
+            yield f"tile_n={c.tile_n} idles most of a tile over {p.n} weight rows"
 
     def shortlist(self, p: GemmProblem, gpu: GpuSpec) -> Iterable[GemmConfig]:
         return _shortlist(usual_tile(p), gpu)
 
-    def preference(self, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
+    def preference(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
         """Small tiles, then many warps, most of them along the rows: docs/notes/gemm.md#skinny-ties."""
-        return c.tile_m, -c.warps, -c.warps_m, str(c)
+        return c.tile_n, -c.warps, -c.warps_n, str(c)
 
     def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
         """The slowest of an SM's port, latency, DRAM and the L2, plus fixed costs."""
@@ -126,12 +127,12 @@ class Skinny(Schedule):
         ctas = tiles(p, c) * c.split_k
         fit = gpu.smem_per_sm_bytes // (self.smem(c, extras).total_bytes + gpu.SMEM_RESERVED_BYTES)
         resident = max(1, min(fit, gpu.max_warps // c.warps))
-        tokens = min(p.m, c.tile_n)
-        cta_bytes = (c.tile_m + tokens) * p.k * ELEMENT_BYTES / c.split_k
+        tokens = min(p.m, c.tile_m)
+        cta_bytes = (c.tile_n + tokens) * p.k * ELEMENT_BYTES / c.split_k
         k_tiles = -(-p.k // c.tile_k) / c.split_k
 
         def wave_us(together: int) -> float:
-            in_flight = together * (c.stages - 1) * (c.tile_m + tokens) * c.tile_k * ELEMENT_BYTES
+            in_flight = together * (c.stages - 1) * (c.tile_n + tokens) * c.tile_k * ELEMENT_BYTES
             bytes_per_us = min(_PORT * rate.sm_bytes_per_us, in_flight / (_LATENCY * rate.dram_latency_us))
             fixed = _CTA * rate.dram_latency_us + _K_TILE * rate.barrier_us * k_tiles / together
             return together * cta_bytes / bytes_per_us + fixed
@@ -166,20 +167,20 @@ class Skinny(Schedule):
         if extras.norm:
             weighted = extras.gamma_bytes > 0
             norm = TokenNorm(
-                tokens=c.tile_n, tile_k=c.tile_k, stages=c.stages, warps_m=c.warps_m, warps_k=c.warps_k,
+                tokens=c.tile_m, tile_k=c.tile_k, stages=c.stages, warps_m=c.warps_n, warps_k=c.warps_k,
                 weighted=weighted, statistics=extras.squares,
                 scale=FP16_SCALE if p.dtype == "fp16" and weighted else 1.0,
             )  # fmt: skip
         return SkinnyGemm(
-            load_w=OperandLoad(c.tile_m, c.tile_k, c.stages, loaders(c.tile_m, c), True, WIDEST),
-            load_x=OperandLoad(c.tile_n, c.tile_k, c.stages, loaders(c.tile_n, c), True, WIDEST),
-            mma=WarpMma(c.warps_m, 1, cutlass.Float32, True, True, 8 if c.tile_n % 16 else 16),
+            load_w=OperandLoad(c.tile_n, c.tile_k, c.stages, loaders(c.tile_n, c), True, WIDEST),
+            load_x=OperandLoad(c.tile_m, c.tile_k, c.stages, loaders(c.tile_m, c), True, WIDEST),
+            mma=WarpMma(c.warps_n, 1, cutlass.Float32, True, True, 8 if c.tile_m % 16 else 16),
             warps_k=c.warps_k,
             split_k=c.split_k,
             dependent=c.pdl,
             epilogue=Epilogue(Activation("silu" if extras.gated else p.activation)),
             ctas_per_sm=c.ctas_per_sm,
-            ahead=c.ahead,
+            ahead=c.prefetch_l2,
             norm=norm,
             gated=extras.gated,
         )
@@ -201,15 +202,15 @@ class Skinny(Schedule):
         if c.split_k == 1:
             return tuple if extras == PLAIN else lambda: (None, None)
         count = tiles(p, c)
-        return Workspace(count * c.split_k * (c.tile_m + extras.squares) * c.tile_n, count).get
+        return Workspace(count * c.split_k * (c.tile_n + extras.squares) * c.tile_m, count).get
 
 
 SKINNY = Skinny()
 
 
 @cache
-def _shortlist(tile_n: int, gpu: GpuSpec) -> tuple[GemmConfig, ...]:
-    among = spanned(SKINNY.name, tile_n=(tile_n,), tile_k=(128, 256), stages=(3, 5, 8), ahead=(0, 2, 4))
+def _shortlist(tile_m: int, gpu: GpuSpec) -> tuple[GemmConfig, ...]:
+    among = spanned(SKINNY.name, tile_m=(tile_m,), tile_k=(128, 256), stages=(3, 5, 8), prefetch_l2=(0, 2, 4))
     return tuple(c for c in among if next(SKINNY.unfit(c, gpu), None) is None)
 
 
@@ -223,23 +224,23 @@ def usual_tile(p: GemmProblem) -> int:
 
 def usual(c: GemmConfig) -> bool:
     """Whether the default could have the tile of ``c``."""
-    return c.tile_n in USUAL_TILES
+    return c.tile_m in USUAL_TILES
 
 
 def tiles(p: GemmProblem, c: GemmConfig) -> int:
-    return -(-p.n // c.tile_m) * -(-p.m // c.tile_n)
+    return -(-p.n // c.tile_n) * -(-p.m // c.tile_m)
 
 
 def accumulators(c: GemmConfig) -> int:
     """Fp32 sums of a thread."""
-    return c.tile_m * c.tile_n // (32 * c.warps_m)
+    return c.tile_n * c.tile_m // (32 * c.warps_n)
 
 
 def registers_per_thread(c: GemmConfig, extras: Extras = PLAIN) -> int:
     """An estimate. A compiler short of registers reads no more than two k-blocks ahead."""
     blocks = c.tile_k // 16 // c.warps_k
-    fragment = c.tile_m // c.warps_m // 4 + c.tile_n // 4
-    beside = c.tile_n * extras.squares + blocks * extras.gamma_bytes  # squares and their factors, gamma's fragments
+    fragment = c.tile_n // c.warps_n // 4 + c.tile_m // 4
+    beside = c.tile_m * extras.squares + blocks * extras.gamma_bytes  # squares and their factors, gamma's fragments
     if usual(c):
         return accumulators(c) + blocks * fragment + beside + _OTHER_REGISTERS
     return accumulators(c) + min(2, blocks) * fragment + beside + _OTHER_REGISTERS_CLOSE

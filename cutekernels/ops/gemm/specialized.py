@@ -1,7 +1,7 @@
-"""The specialized schedule: TMA and warpgroup MMA, for GPUs that have them. Rules, model, body.
+"""The skinny_warpgroup schedule, for few tokens: TMA and warpgroup MMA, for GPUs that have them. Rules, model, body.
 
-Operands are swapped as in ``skinny.py``: ``tile_m`` are columns of out (rows of a weight), ``tile_n`` its rows
-(tokens). ``split_k`` CTAs of a cluster share a tile's K.
+Tokens, ``tile_m``, take the MMA's 64 rows, weight rows, ``tile_n``, its columns. ``split_k`` CTAs of a cluster share a
+tile's K.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cutekernels.ops.shared.occupancy import no_warpgroups
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
-TILES, TOKEN_TILES = BODIES["specialized"]["tile_m"], BODIES["specialized"]["tile_n"]
+TILES, TOKEN_TILES = BODIES["skinny_warpgroup"]["tile_n"], BODIES["skinny_warpgroup"]["tile_m"]
 GROUP_TOKENS = SpecializedSmem.GROUP_ROWS  # multiplied by a warp group
 USUAL_TOKENS = 128  # of a tile, where there are more
 # The default from this many tokens on, where two CTAs to a tile of 32 columns keep less than _ENOUGH_AT_WORK of the
@@ -84,13 +84,13 @@ MANY = Coefficients(  # of more (H200, 2026-11-22)
 class Specialized(Schedule):
     """One warp loads by TMA, warp groups multiply; takes a norm in front of the product."""
 
-    name = "specialized"
+    name = "skinny_warpgroup"
 
     def refused(self, p: GemmProblem, gpu: GpuSpec) -> Iterator[str]:
         yield from no_warpgroups(gpu)
         yield from refused_layout(self.name, p)
         if p.k == 0:
-            yield "specialized takes a K of 8 or more"
+            yield f"{self.name} takes a K of 8 or more"
 
     def fitting_tiles(self, p: GemmProblem) -> Sequence[int]:
         """The least tile that covers the bucket of ``p``, whole groups; beyond, USUAL_TOKENS or twice as many, or one
@@ -107,7 +107,7 @@ class Specialized(Schedule):
 
     def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> SpecializedSmem:
         return SpecializedSmem(
-            c.tile_n, c.tile_m, c.tile_k, c.stages, c.split_k, extras.gamma_bytes, extras.squares, alone(c)
+            c.tile_m, c.tile_n, c.tile_k, c.stages, c.split_k, extras.gamma_bytes, extras.squares, alone(c)
         )
 
     def threads(self, c: GemmConfig) -> int:
@@ -134,21 +134,21 @@ class Specialized(Schedule):
 
     def unsuited(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
         fitting = self.fitting_tiles(p)
-        if c.tile_n not in fitting:
-            yield f"tile_n={c.tile_n} does not suit {p.m} tokens: take {' or '.join(map(str, fitting))}"
+        if c.tile_m not in fitting:
+            yield f"tile_m={c.tile_m} does not suit {p.m} tokens: take {' or '.join(map(str, fitting))}"
         by_tile = waves(p, c, gpu)
-        if c.tile_m in TILES:
-            count, busy = by_tile[c.tile_m]
+        if c.tile_n in TILES:
+            count, busy = by_tile[c.tile_n]
             least = next(tile for tile in TILES if by_tile[tile][0] == count)
-            if least < c.tile_m:
-                yield f"tile_m={c.tile_m} makes as many waves of CTAs as tile_m={least}"
+            if least < c.tile_n:
+                yield f"tile_n={c.tile_n} makes as many waves of CTAs as tile_n={least}"
             best = max(TILES, key=lambda tile: by_tile[tile][1])
             if busy < LEAST_BUSY * by_tile[best][1]:
                 best_busy = by_tile[best][1]
-                yield f"tile_m={c.tile_m} has {busy:.0%} of the GPU at work where tile_m={best} has {best_busy:.0%}"
-        if -(-p.n // c.tile_m) > GRID_AXIS or -(-p.m // GROUP_TOKENS) > GRID_AXIS:
+                yield f"tile_n={c.tile_n} has {busy:.0%} of the GPU at work where tile_n={best} has {best_busy:.0%}"
+        if -(-p.n // c.tile_n) > GRID_AXIS or -(-p.m // GROUP_TOKENS) > GRID_AXIS:
             yield f"{p.m} x {p.n} are more tiles than an axis of a grid has, {GRID_AXIS}"
-        if c.split_k > 1 and by_tile[c.tile_m][0] > 1:
+        if c.split_k > 1 and by_tile[c.tile_n][0] > 1:
             yield f"split_k={c.split_k}: the tiles fill the GPU without"
         if c.split_k * 2 > -(-p.k // c.tile_k) and c.split_k > 1:
             yield f"split_k={c.split_k} leaves less than two k-tiles of {c.tile_k} to each"
@@ -156,7 +156,7 @@ class Specialized(Schedule):
     def shortlist(self, p: GemmProblem, gpu: GpuSpec) -> Iterable[GemmConfig]:
         return chain.from_iterable(_shortlist(tile, gpu) for tile in self.fitting_tiles(p))
 
-    def preference(self, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
+    def preference(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
         """One CTA to an SM, two to a tile, most bytes in flight, long k-tiles; for two CTAs to a tile just enough
         bytes of W: docs/notes/gemm.md#specialized-ties (H200, 2026-11-22).
         """
@@ -164,8 +164,8 @@ class Specialized(Schedule):
         in_flight = c.stages * frame.stage_bytes
         if c.split_k == 1:
             return c.ctas_per_sm, -1, -in_flight, -c.tile_k, str(c)
-        weights = c.stages * c.tile_m * c.tile_k * frame.element_bytes
-        enough = _FEW_TOKENS_WEIGHTS if c.tile_n <= _FEW_TOKENS and not extras.weighs else _WEIGHTS
+        weights = c.stages * c.tile_n * c.tile_k * frame.element_bytes
+        enough = _FEW_TOKENS_WEIGHTS if c.tile_m <= _FEW_TOKENS and not extras.weighs else _WEIGHTS
         return c.ctas_per_sm, -c.split_k, -min(weights, enough), -c.tile_k, in_flight, str(c)
 
     def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
@@ -181,11 +181,11 @@ class Specialized(Schedule):
         def wave_us(together: int) -> float:
             step = max(
                 together * frame.stage_bytes / rate.sm_bytes_per_us,
-                together * 2 * rows * (c.tile_m + own.columns_lost) * c.tile_k / rate.warpgroup_flops_per_us,
+                together * 2 * rows * (c.tile_n + own.columns_lost) * c.tile_k / rate.warpgroup_flops_per_us,
                 own.latency * rate.l2_latency_us / (c.stages - 1),
                 together * weighed,
             )
-            sums = together * rows * c.tile_m * own.sum_bytes / rate.sm_bytes_per_us
+            sums = together * rows * c.tile_n * own.sum_bytes / rate.sm_bytes_per_us
             return k_tiles * step * (1.0 + own.shallow / c.stages) + sums
 
         room = gpu.sm_count * c.ctas_per_sm
@@ -206,8 +206,8 @@ class Specialized(Schedule):
         if extras.norm:
             norm = RowNorm(tile_k=c.tile_k, stages=c.stages, weighted=extras.gamma_bytes > 0, statistics=extras.squares)
         return SpecializedGemm(
-            rows=c.tile_n,
-            tile_n=c.tile_m,
+            rows=c.tile_m,
+            tile_n=c.tile_n,
             tile_k=c.tile_k,
             stages=c.stages,
             split=c.split_k,
@@ -216,7 +216,7 @@ class Specialized(Schedule):
             out_align=p.out_align,
             ctas_per_sm=c.ctas_per_sm,
             alone=alone(c),
-            ahead=c.ahead,
+            ahead=c.prefetch_l2,
             norm=norm,
             gamma_bytes=extras.gamma_bytes,
         )
@@ -226,8 +226,8 @@ SPECIALIZED = Specialized()
 
 
 @cache
-def _shortlist(tile_n: int, gpu: GpuSpec) -> tuple[GemmConfig, ...]:
-    among = spanned(SPECIALIZED.name, tile_n=(tile_n,), stages=(4, 5, 6, 8, 12), ahead=(0, 1, 2, 4))
+def _shortlist(tile_m: int, gpu: GpuSpec) -> tuple[GemmConfig, ...]:
+    among = spanned(SPECIALIZED.name, tile_m=(tile_m,), stages=(4, 5, 6, 8, 12), prefetch_l2=(0, 1, 2, 4))
     return tuple(c for c in among if next(SPECIALIZED.unfit(c, gpu), None) is None)
 
 
@@ -241,12 +241,12 @@ def least_tokens(p: GemmProblem, gpu: GpuSpec) -> int:
 
 def groups(c: GemmConfig) -> int:
     """Warp groups of a CTA."""
-    return -(-c.tile_n // GROUP_TOKENS)
+    return -(-c.tile_m // GROUP_TOKENS)
 
 
 def ctas(p: GemmProblem, c: GemmConfig) -> int:
     """CTAs that have a tile, or a share of one."""
-    return -(-p.n // c.tile_m) * -(-p.m // (GROUP_TOKENS * groups(c))) * c.split_k
+    return -(-p.n // c.tile_n) * -(-p.m // (GROUP_TOKENS * groups(c))) * c.split_k
 
 
 def alone(c: GemmConfig) -> bool:
@@ -270,7 +270,7 @@ def _waves(columns: int, ctas: int, room: int) -> dict[int, tuple[int, float]]:
 
 def registers_per_thread(c: GemmConfig) -> int:
     """An estimate; the compiler takes more where there are, to load a bias ahead of its use."""
-    return c.tile_m // 2 + _OTHER_REGISTERS
+    return c.tile_n // 2 + _OTHER_REGISTERS
 
 
 def weighing_us(p: GemmProblem, c: GemmConfig, gpu: GpuSpec) -> float:

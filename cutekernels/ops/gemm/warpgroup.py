@@ -1,7 +1,7 @@
 """The warpgroup schedule: TMA and warpgroup MMA in a persistent grid, for any layout. Rules, model, body.
 
-``tile_m`` advances by the MMA's 64 rows, ``tile_n`` by 8 columns; ``swapped`` puts columns of out on the side of
-``tile_m``.
+``tile_m`` advances by the MMA's 64 rows, ``tile_n`` by its 8 columns; with ``swap_ab``, which computes ``out^T``, the
+other way round.
 """
 
 from __future__ import annotations
@@ -98,15 +98,15 @@ class Warpgroup(Schedule):
         if p.k == 0:
             yield f"{self.name} takes a K of 1 or more"
         if p.m <= MOST_TOKENS and next(refused_layout(self.name, p), None) is None:
-            yield f"up to {MOST_TOKENS} tokens of a K-major weight are for body=specialized"
+            yield f"up to {MOST_TOKENS} tokens of a K-major weight are for body=skinny_warpgroup"
         if min(p.m, p.n) < LEAST_EXTENT:
             yield f"{self.name} takes {LEAST_EXTENT} rows and columns or more; they are {p.m} and {p.n}"
 
     def fitting_tiles(self, p: GemmProblem) -> Sequence[int]:
-        return BODIES[self.name]["tile_n"]
+        return BODIES[self.name]["tile_m"]
 
     def smem(self, c: GemmConfig, extras: Extras = PLAIN) -> WarpgroupSmem:
-        return frame(c.tile_m, c.tile_n, c.tile_k, c.stages, groups(c), extras.source, extras.biased, self.places)
+        return frame(*c.mma_tile, c.tile_k, c.stages, groups(c), extras.source, extras.biased, self.places)
 
     def threads(self, c: GemmConfig) -> int:
         """The groups that multiply, and the one that loads."""
@@ -115,8 +115,8 @@ class Warpgroup(Schedule):
     def unfit(self, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
         if c.cluster_m * c.cluster_n > 2:
             yield "a cluster has two CTAs at most: take cluster_m=1 or cluster_n=1"
-        if c.pingpong and c.tile_m > 2 * GROUP_ROWS:
-            yield f"pingpong=1 gives each group a tile of its own, of 64 or 128 rows; tile_m={c.tile_m}"
+        if c.pingpong and c.mma_tile[0] > 2 * GROUP_ROWS:
+            yield f"pingpong=1 gives each group a tile of its own, of 64 or 128 rows; {rows_knob(c)}={c.mma_tile[0]}"
         sums, most = sums_of(c, extras.half_sums), MOST_SUMS_OF_THREE if groups(c) == 3 else MOST_SUMS
         if sums > most:
             what = "pairs of fp16 sums" if extras.half_sums else "sums"
@@ -127,10 +127,10 @@ class Warpgroup(Schedule):
 
     def ungated(self, c: GemmConfig) -> Iterator[str]:
         """What keeps ``c`` from a gate."""
-        if c.swapped or c.tile_n < 2 * WarpgroupSmem.BOX or c.tile_n % (2 * COLUMNS):
+        if c.swap_ab or c.tile_n < 2 * WarpgroupSmem.BOX or c.tile_n % (2 * COLUMNS):
             yield (
-                f"a gate takes swapped=0, and tiles of {2 * WarpgroupSmem.BOX} columns or more in steps of "
-                f"{2 * COLUMNS}, half of them gates; swapped={int(c.swapped)}, tile_n={c.tile_n}"
+                f"a gate takes swap_ab=0, and tiles of {2 * WarpgroupSmem.BOX} columns or more in steps of "
+                f"{2 * COLUMNS}, half of them gates; swap_ab={int(c.swap_ab)}, tile_n={c.tile_n}"
             )
 
     def unsuited(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
@@ -138,14 +138,14 @@ class Warpgroup(Schedule):
         sums = sums_of(c, p.accumulate == "fp16")
         if not plain and sums > MOST_SUMS_FINISHED:
             yield f"{sums} sums a thread; with c, a bias, an activation or a gate it keeps {MOST_SUMS_FINISHED} at most"
-        rows, columns = sides(p, c)
-        for name, tile, side, shared in (("m", c.tile_m, rows, c.cluster_n), ("n", c.tile_n, columns, c.cluster_m)):
+        a, b = p.operands()
+        for name, tile, side, shared in (("m", c.tile_m, a, c.cluster_n), ("n", c.tile_n, b, c.cluster_m)):
             if not side.k_major and tile % (SWIZZLED * shared):
                 yield f"tile_{name}={tile} is loaded in {shared} parts, along M or N by {SWIZZLED} elements"
             if tile > 2 * max(GROUP_ROWS, side.extent):
                 yield f"tile_{name}={tile} idles most of a tile over an extent of {side.extent}"
-        if p.c != "none" and c.tile_n % WarpgroupSmem.BOX:
-            yield f"tile_n={c.tile_n}: with c, results leave by whole boxes of {WarpgroupSmem.BOX} columns"
+        if p.c != "none" and (width := c.mma_tile[1]) % WarpgroupSmem.BOX:
+            yield f"{columns_knob(c)}={width}: with c, results leave by whole boxes of {WarpgroupSmem.BOX} columns"
         smem = self.smem(c, extras_of(p))
         if smem.total_bytes > gpu.smem_per_block_bytes:
             yield f"{smem.total_bytes} bytes of shared memory are more than a block's {gpu.smem_per_block_bytes}"
@@ -160,9 +160,9 @@ class Warpgroup(Schedule):
     def shortlist(self, p: GemmProblem, gpu: GpuSpec) -> Iterable[GemmConfig]:
         return shortlist(gpu, extras_of(p))
 
-    def preference(self, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
+    def preference(self, p: GemmProblem, c: GemmConfig, extras: Extras = PLAIN) -> tuple[object, ...]:
         """More stages, bands of 8 tile rows, rows that stay rows."""
-        return -c.stages, c.raster != 8, c.raster, c.swapped, c.cluster_n, str(c)
+        return -c.stages, c.raster != 8, c.raster, c.swap_ab, c.mma_cluster[1], str(c)
 
     def estimate_us(self, p: GemmProblem, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
         """Tiles of the busiest SM, a k-tile bound by MMAs, shared memory, L2 or latency; DRAM beside; fixed costs.
@@ -183,25 +183,26 @@ class Warpgroup(Schedule):
         the side of the tile whose operand has more rows, ``"m"`` or ``"n"``.
         """
         rate, own = rates.of(gpu), self.coefficients
+        (tile_rows, tile_columns), (cluster_rows, cluster_columns) = c.mma_tile, c.mma_cluster
         tiles = -(-tiles // max(1, gpu.sm_count // (c.cluster_m * c.cluster_n)))
         multiply = 2.0 * c.tile_m * c.tile_n * c.tile_k / (own.mma * rate.warpgroup_flops_per_us)
-        loaded = (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m) * c.tile_k * ELEMENT_BYTES
+        loaded = (tile_rows / cluster_columns + tile_columns / cluster_rows) * c.tile_k * ELEMENT_BYTES
         arriving = (c.tile_m + c.tile_n) * c.tile_k * ELEMENT_BYTES
         fetch = loaded / ((own.port if tiles <= 1 else own.steady) * rate.sm_bytes_per_us)
-        read = c.tile_m / GROUP_ROWS * (GROUP_ROWS + c.tile_n) * c.tile_k * ELEMENT_BYTES
+        read = tile_rows / GROUP_ROWS * (GROUP_ROWS + tile_columns) * c.tile_k * ELEMENT_BYTES
         passed = (read + arriving) / (own.shared * rate.smem_bytes_per_us)
         awaited = own.latency * rate.exchange_us / (c.stages - 1)
         step = sum(us**own.sharpness for us in (multiply, fetch, passed, awaited)) ** (1 / own.sharpness)
         step = max(step, arriving / (own.arrival * rate.sm_bytes_per_us))
-        finished = c.tile_n * (own.gate / 2 if extras.gated else 1)
-        epilogue = own.epilogue / rate.sm_bytes_per_us * c.tile_m * finished
+        finished = tile_columns * (own.gate / 2 if extras.gated else 1)
+        epilogue = own.epilogue / rate.sm_bytes_per_us * tile_rows * finished
         ends = 1.0 if c.pingpong else float(tiles)
         if own.single and self.smem(c, extras).boxes == 1:
             ends += own.single * ((1 + tiles) / 2 if c.pingpong else tiles)
         busy = tiles * -(-k // c.tile_k) * step + epilogue * ends
         dram = moved / (rate.dram_share * gpu.dram_gbps * 1e3)
         fixed = own.fixed * rate.launch_us + (0.0 if c.pdl else _UNDEPENDENT * rate.dependent_us)
-        shared = {"m": c.cluster_n, "n": c.cluster_m}.get(more, 2)
+        shared = {"m": cluster_columns, "n": cluster_rows}.get(more, 2)
         apart = own.apart if c.cluster_m * c.cluster_n > 1 and shared == 1 else 1.0
         return float(fixed + (busy**_HIDDEN + dram**_HIDDEN) ** (1 / _HIDDEN)) * apart
 
@@ -216,34 +217,35 @@ class Warpgroup(Schedule):
 
         rows, columns = sides(p, c)
         pitch = GROUP_ROWS * sharing(c)
-        gate = "none" if not extras.gated else "m" if c.swapped else "n"
+        gate = "none" if not extras.gated else "m" if c.swap_ab else "n"
+        (tile_m, tile_n), (cluster_m, cluster_n) = c.mma_tile, c.mma_cluster
         results = ResultBoxes(
             dtype=backend.dtype_of(p.dtype),
-            columns=c.tile_n // 2 if gate == "n" else c.tile_n,
-            panels=c.tile_m // pitch // (2 if gate == "m" else 1),
+            columns=tile_n // 2 if gate == "n" else tile_n,
+            panels=tile_m // pitch // (2 if gate == "m" else 1),
             pitch=pitch,
             boxes=self.smem(c, extras_of(p)).boxes,
-            rows_contiguous=(p.out_major == "m") != c.swapped,
+            rows_contiguous=(p.out_major == "m") != c.swap_ab,
             source=p.c != "none",
             biased=p.bias != "none",
-            out_columns=0 if c.swapped else 1,
+            out_columns=0 if c.swap_ab else 1,
             epilogue=Epilogue(Activation("silu_approx" if extras.gated else p.activation)),
             gate=gate,
         )
         return WarpgroupGemm(
-            tile_m=c.tile_m,
-            tile_n=c.tile_n,
+            tile_m=tile_m,
+            tile_n=tile_n,
             tile_k=c.tile_k,
             stages=c.stages,
             pingpong=c.pingpong,
-            cluster_m=c.cluster_m,
-            cluster_n=c.cluster_n,
+            cluster_m=cluster_m,
+            cluster_n=cluster_n,
             raster=Raster(c.raster),
             rows_k_major=rows.k_major,
             columns_k_major=columns.k_major,
             accumulate=cutlass.Float16 if p.accumulate == "fp16" else cutlass.Float32,
             results=results,
-            swapped=c.swapped,
+            swapped=c.swap_ab,
             dependent=c.pdl,
             resident=gpu.sm_count // (c.cluster_m * c.cluster_n) * (c.cluster_m * c.cluster_n),
         )
@@ -289,7 +291,8 @@ def sharing(c: GemmConfig) -> int:
     """Groups that share a tile."""
     if c.pingpong:
         return 1
-    return c.tile_m // GROUP_ROWS if c.tile_m <= 3 * GROUP_ROWS else 2
+    rows, _ = c.mma_tile
+    return rows // GROUP_ROWS if rows <= 3 * GROUP_ROWS else 2
 
 
 def groups(c: GemmConfig) -> int:
@@ -303,13 +306,23 @@ def sums_of(c: GemmConfig, half: bool = False) -> int:
 
 
 def sides(p: GemmProblem, c: GemmConfig) -> tuple[Side, Side]:
-    """The operand of tile rows and that of tile columns."""
-    a = Side(p.m, p.a_major == "k", p.a_align)
-    b = Side(p.n, p.b_major == "k", p.b_align)
-    return (b, a) if c.swapped else (a, b)
+    """The operand of the MMA's rows and that of its columns."""
+    a, b = p.operands()
+    return (b, a) if c.swap_ab else (a, b)
+
+
+def rows_knob(c: GemmConfig) -> str:
+    """The knob of the tile along the MMA's rows."""
+    return "tile_n" if c.swap_ab else "tile_m"
+
+
+def columns_knob(c: GemmConfig) -> str:
+    """The knob of the tile along the MMA's columns."""
+    return "tile_m" if c.swap_ab else "tile_n"
 
 
 def cluster_tiles(p: GemmProblem, c: GemmConfig) -> tuple[int, int]:
-    """Tiles of whole clusters along rows and columns."""
+    """Tiles of whole clusters along the MMA's rows and columns."""
     rows, columns = sides(p, c)
-    return -(-rows.extent // (c.tile_m * c.cluster_m)), -(-columns.extent // (c.tile_n * c.cluster_n))
+    (tile_m, tile_n), (cluster_m, cluster_n) = c.mma_tile, c.mma_cluster
+    return -(-rows.extent // (tile_m * cluster_m)), -(-columns.extent // (tile_n * cluster_n))

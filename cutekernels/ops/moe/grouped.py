@@ -26,6 +26,7 @@ from cutekernels.ops.gemm.problem import (
     GemmProblem,
     activated,
     foreign,
+    since_revision_1,
     spanned,
 )
 from cutekernels.ops.gemm.schedule import Extras, Schedule, extras_of
@@ -249,7 +250,7 @@ def _default(op: _GroupedOp, p: GroupedProblem, gpu: GpuSpec) -> GemmConfig:
         valid = [c for c in schedule.shortlist(posed, gpu) if op.why_not(p, c, gpu) is None]
         if valid:
             break
-    return min(valid, key=lambda c: (estimate_us(c), schedule.preference(c, extras)))
+    return min(valid, key=lambda c: (estimate_us(c), schedule.preference(posed, c, extras)))
 
 
 @lru_cache(256)
@@ -262,7 +263,8 @@ class GroupedGemm(_GroupedOp):
     """Arguments: x ``(T, K)``, weight ``(E, N, K)``, offsets ``(E + 1,)``, bias ``(E, N)`` or None."""
 
     name = "grouped_gemm"
-    revision = 1
+    revision = 2
+    earlier = {1: since_revision_1}
     along = "m"
     warpgroup = GROUPED_WARPGROUP
     suite = (
@@ -303,8 +305,7 @@ class GroupedGemm(_GroupedOp):
         return sampled_experts(p.rows, p.experts)
 
     def blocks(self, p: GroupedProblem, c: GemmConfig) -> int:
-        tokens, columns = (c.tile_n, c.tile_m) if c.swapped else (c.tile_m, c.tile_n)
-        return (p.rows // tokens + min(p.experts + 2, p.rows)) * -(-p.weight_rows // columns)
+        return (p.rows // c.tile_m + min(p.experts + 2, p.rows)) * -(-p.weight_rows // c.tile_n)
 
     def bind(self, p: GroupedProblem, c: GemmConfig, kernel: Callable[..., Any]) -> Callable[..., Any]:
         from cutekernels.ops.activations.api import silu_mul
@@ -404,7 +405,8 @@ class GroupedGemmWgrad(_GroupedOp):
     """Arguments: dout ``(T, N)``, x ``(T, K)``, offsets ``(E + 1,)``. Result: dweight ``(E, N, K)``."""
 
     name = "grouped_gemm_wgrad"
-    revision = 1
+    revision = 2
+    earlier = {1: since_revision_1}
     along = "k"
     warpgroup = DEPTH_WARPGROUP
     suite = (

@@ -2,7 +2,7 @@
 
 ``grouped_gemm`` runs ``gemm``'s over tiles that the device finds; the gradient has a depth for each group.
 
-``swapped`` puts weight rows on the MMA's side of 64; tokens then come in tiles of 16 to 256. A gated product's weight
+``swap_ab`` puts weight rows on the MMA's side of 64; tokens then come in tiles of 16 to 256. A gated product's weight
 has the gate's rows before up's, and a tile has as many of each.
 """
 
@@ -32,7 +32,7 @@ from cutekernels.ops.shared.occupancy import no_warpgroups
 if TYPE_CHECKING:
     from cutekernels.gpu import GpuSpec
 
-TILES_N = (16, 32, 48, *BY_SIXTEENS)  # the narrow ones of tokens, where swapped; steps of 8 were not tried
+TILES_N = (16, 32, 48, *BY_SIXTEENS)  # the narrow ones of tokens, with swap_ab; steps of 8 were not tried
 _MOST_EXACT = 40.0  # mean rows of an expert up to which their spread is summed term by term
 
 
@@ -96,19 +96,17 @@ class GroupedWarpgroupSchedule(GroupsSchedule):
 
     def unfit(self, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> Iterator[str]:
         yield from super().unfit(c, gpu, extras)
-        if not c.swapped and c.tile_n < WarpgroupSmem.BOX:
-            yield f"tile_n={c.tile_n} is a tile of tokens: results leave by {WarpgroupSmem.BOX} columns; take swapped=1"
+        if not c.swap_ab and c.tile_n < WarpgroupSmem.BOX:
+            yield f"tile_n={c.tile_n} is a tile of tokens: results leave by {WarpgroupSmem.BOX} columns; take swap_ab=1"
 
     def ungated(self, c: GemmConfig) -> Iterator[str]:
-        if c.swapped and c.tile_m != 2 * GROUP_ROWS * sharing(c):
-            yield f"tile_m={c.tile_m}: gate and up are halves of a tile, and a group's 64 rows of each meet in a thread"
-        if not c.swapped:
+        if c.swap_ab and c.tile_n != 2 * GROUP_ROWS * sharing(c):
+            yield f"tile_n={c.tile_n}: gate and up are halves of a tile, and a group's 64 rows of each meet in a thread"
+        if not c.swap_ab:
             yield from super().ungated(c)
 
     def spread_us(self, p: GemmProblem, experts: int, c: GemmConfig, gpu: GpuSpec, extras: Extras = PLAIN) -> float:
-        tokens, weights = (c.tile_n, c.tile_m) if c.swapped else (c.tile_m, c.tile_n)
-        along, across = (c.cluster_n, c.cluster_m) if c.swapped else (c.cluster_m, c.cluster_n)
-        tiles = math.ceil(tile_rows(p.m, experts, tokens * along)) * -(-p.n // (weights * across))
+        tiles = math.ceil(tile_rows(p.m, experts, c.tile_m * c.cluster_m)) * -(-p.n // (c.tile_n * c.cluster_n))
         read = expected_hit(p.m, experts) * p.n * p.k
         moved = ELEMENT_BYTES * (p.m * (p.k + p.n // (2 if extras.gated else 1)) + read)
         return self.walk_us(c, tiles, p.k, moved, gpu, extras)
@@ -118,7 +116,7 @@ class GroupedWarpgroupSchedule(GroupsSchedule):
         from cutekernels.kernels.cute.parts.boxes import GroupBoxes
 
         product = super().body(p, c, gpu, extras)
-        results = GroupBoxes(**vars(product.results), swapped=c.swapped)
+        results = GroupBoxes(**vars(product.results), swapped=c.swap_ab)
         return GroupedWarpgroup(replace(product, results=results))
 
 
@@ -161,7 +159,7 @@ def _shortlist(schedule: GroupsSchedule, gpu: GpuSpec) -> tuple[GemmConfig, ...]
     """The two deepest pipelines of every tile. Clusters are for tiles of many tokens: others have little to share."""
     spanning = spanned(schedule.name, tile_n=schedule.tiles_n, raster=(1, 8), pdl=(True,))
     many = WarpgroupSmem.BOX
-    return deepest(schedule, (c for c in spanning if c.cluster_m * c.cluster_n == 1 or c.tile_n >= many), gpu)
+    return deepest(schedule, (c for c in spanning if c.cluster_m * c.cluster_n == 1 or c.mma_tile[1] >= many), gpu)
 
 
 # ---- arithmetic of the model ----------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 A config's ``path`` is ``fused``, one kernel, or ``chain``: the norm, the product and the gate as they are tuned
 themselves. The tuner times one against the other, so a call is never slower than our own ops one after the other. A
-fused kernel's ``body`` is ``gemm``'s skinny one, with a norm in front or a gate behind, its specialized one, with a
-norm in front, or its warpgroup one, with a gate behind.
+fused kernel's ``body`` is ``gemm``'s skinny one, with a norm in front or a gate behind, its skinny_warpgroup one, with
+a norm in front, or its warpgroup one, with a gate behind.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cutekernels.errors import UnsupportedProblem
 from cutekernels.op import Op, Problem, Work
 from cutekernels.ops.activations.op import SILU_MUL, GluProblem
 from cutekernels.ops.gemm.layouts import alignment
-from cutekernels.ops.gemm.op import GEMM, SCHEDULES, takes
+from cutekernels.ops.gemm.op import GEMM, SCHEDULES, nothing, takes
 from cutekernels.ops.gemm.problem import ACTIVATIONS, ELEMENT_BYTES, MOST_TOKENS, WIDEST, GemmProblem, activated
 from cutekernels.ops.gemm.specialized import SPECIALIZED, weighing_us
 from cutekernels.ops.gemm.warpgroup import WARPGROUP, shortlist
@@ -32,6 +32,7 @@ from cutekernels.ops.norm_linear.problem import (
     NormLinearConfig,
     NormLinearProblem,
     RmsNormLinearProblem,
+    since_revision_1,
     spanned,
 )
 from cutekernels.ops.norms.op import RMS_NORM, RmsNormProblem
@@ -56,7 +57,7 @@ _GATE_ROWS = 8  # weight rows of the gate, then as many of up, in an MMA's 16
 _NORM, _NORM_OF_PRODUCT = 0.8 / 1.5, 0.02  # of launch_us, of the product's time
 _NORM_CYCLES, _NORM_TOKENS = 8.5, 64  # per token, up to so many
 _WITHIN = 0.5 / 0.63  # of exchange_us
-_FEW = NormLinearConfig(path="fused", tile_m=16, tile_n=8, tile_k=256, warps_k=4)  # the skinny body
+_FEW = NormLinearConfig(path="fused", tile_m=8, tile_n=16, tile_k=256, warps_k=4)  # the skinny body
 # Most of the product's time that weighing may take and be hidden: docs/notes/norm_linear.md#weighing
 _HIDDEN = 0.55
 
@@ -103,7 +104,7 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
             yield "path=fused needs a K to sum over"
         if p.extras.gated and p.n % _GATE_ROWS:
             yield f"path=fused takes the gate's rows {_GATE_ROWS} at a time; there are {p.n}"
-        if body == "specialized":
+        if body == SPECIALIZED.name:
             yield from self._broken_specialized(p)
         if body == "warpgroup" and (p.extras.norm or not p.extras.gated):
             yield "body=warpgroup has a gate behind the product and no norm in front"
@@ -111,26 +112,26 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
             yield f"body=warpgroup stores {WIDEST} outputs at a time, aligned: layout={p.layout}"
 
     def _broken_specialized(self, p: N) -> Iterator[str]:
-        """The rules of the specialized body with a norm that ``p`` breaks."""
+        """The rules of the skinny_warpgroup body with a norm that ``p`` breaks."""
         if p.extras.gated or not p.extras.norm:
-            yield "body=specialized has a norm in front of the product and no gate behind it"
+            yield "body=skinny_warpgroup has a norm in front of the product and no gate behind it"
         if p.dtype == "fp16" and p.weight != "none":
-            yield "body=specialized multiplies x by norm_weight before rstd is known, which may leave the range of fp16"
+            yield "body=skinny_warpgroup scales x by norm_weight before rstd is known: it may leave the range of fp16"
         if p.m > MOST_TOKENS:
             yield f"path=fused takes {MOST_TOKENS} tokens or fewer; there are {p.m}"
         if p.n % WIDEST or p.layout == "inputs":
-            yield f"body=specialized stores {WIDEST} outputs at a time, aligned: n={p.n}, layout={p.layout}"
+            yield f"body=skinny_warpgroup stores {WIDEST} outputs at a time, aligned: n={p.n}, layout={p.layout}"
 
     def valid(self, p: N, gpu: GpuSpec) -> Iterator[NormLinearConfig]:
         if p.layout == "any" or not takes(SCHEDULES["skinny"], p.product, gpu):
             return iter([CHAIN])
         few = [body for body in FUSED if body != WARPGROUP.name]
         tiles = {(body, tile) for body in few for tile in SCHEDULES[body].fitting_tiles(p.product)}
-        likely = (c for c in NormLinearConfig.every() if c == CHAIN or (c.body, c.tile_n) in tiles)
+        likely = (c for c in NormLinearConfig.every() if c == CHAIN or (c.body, c.tile_m) in tiles)
         return (c for c in likely if self.why_not(p, c, gpu) is None)
 
     def default(self, p: N, gpu: GpuSpec) -> NormLinearConfig:
-        """The specialized body's best by its model, where that costs less than a kernel for the norm; else the chain.
+        """The skinny_warpgroup body's best by its model, where that costs less than a norm's kernel; else the chain.
 
         Candidates run all of their CTAs at once and hide the weighing of tokens behind their loads.
         """
@@ -142,7 +143,7 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         among = [
             c
             for c in _shortlist(tile, gpu, p.extras)
-            if -(-p.n // c.tile_m) * c.split_k <= gpu.sm_count
+            if -(-p.n // c.tile_n) * c.split_k <= gpu.sm_count
             and next(SPECIALIZED.unsuited(product, c.product, gpu, p.extras), None) is None
         ]
         alone_us = min((SPECIALIZED.estimate_us(product, c.product, gpu) for c in among), default=0.0)
@@ -150,7 +151,7 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         if not hidden:
             return CHAIN
         fused_us = {c: self.estimate_us(p, c, gpu) for c in hidden}
-        best = min(hidden, key=lambda c: (fused_us[c], SPECIALIZED.preference(c.product, p.extras)))
+        best = min(hidden, key=lambda c: (fused_us[c], SPECIALIZED.preference(product, c.product, p.extras)))
         rate = rates.of(gpu)
         norm_us = _NORM * rate.launch_us + _NORM_CYCLES / rate.clock_mhz * min(p.m, _NORM_TOKENS)
         chain_us = alone_us + norm_us + _NORM_OF_PRODUCT * alone_us
@@ -214,7 +215,7 @@ class NormLinear(TensorOp[N, NormLinearConfig]):
         import torch
 
         if 0 in (p.m, p.n):
-            return _nothing
+            return nothing
         if c.path == "chain":
             for op, part in self.chained(p, c):
                 dispatch.plan(op, part, torch.cuda.current_device())  # compiled now, for graphs captured later
@@ -309,8 +310,8 @@ def _product_of(op: NormLinear[Any], p: NormLinearProblem) -> GemmProblem:
 
 
 @cache
-def _shortlist(tile_n: int, gpu: GpuSpec, extras: Extras) -> tuple[NormLinearConfig, ...]:
-    among = spanned("specialized", tile_n=(tile_n,), pdl=(True,), stages=(4, 5, 6, 8, 12), ahead=(0, 1, 2, 4))
+def _shortlist(tile_m: int, gpu: GpuSpec, extras: Extras) -> tuple[NormLinearConfig, ...]:
+    among = spanned(SPECIALIZED.name, tile_m=(tile_m,), pdl=(True,), stages=(4, 5, 6, 8, 12), prefetch_l2=(0, 1, 2, 4))
     return tuple(c for c in among if next(SPECIALIZED.unfit(c.product, gpu, extras), None) is None)
 
 
@@ -318,10 +319,6 @@ def _shortlist(tile_n: int, gpu: GpuSpec, extras: Extras) -> tuple[NormLinearCon
 def _every_gated(gpu: GpuSpec, extras: Extras) -> tuple[GemmConfig, ...]:
     among = (c.product for c in spanned("warpgroup"))
     return tuple(c for c in among if next(WARPGROUP.unfit(c, gpu, extras), None) is None)
-
-
-def _nothing(*args: Any) -> None:
-    """The launch of an empty problem."""
 
 
 def _matrix(t: Tensor) -> Tensor:
@@ -369,7 +366,8 @@ class RmsNormLinear(NormLinear[RmsNormLinearProblem]):
     """``y = activation(rms_norm(x) @ weight.T + bias)``. Arguments: x, norm_weight, weight, bias, rstd, eps."""
 
     name = "rms_norm_linear"
-    revision = 1
+    revision = 2
+    earlier = {1: since_revision_1}
     suite = (
         "m=1 n=3584 k=3584",
         "m=16 n=3584 k=3584",
@@ -467,7 +465,8 @@ class LinearSiluMul(NormLinear[LinearSiluMulProblem]):
     """``silu(h @ w_gate.T) * (h @ w_up.T)``, h = x or its norm. Arguments: x, w_gate_up, norm_weight, eps."""
 
     name = "linear_silu_mul"
-    revision = 1
+    revision = 2
+    earlier = {1: since_revision_1}
     suite = (
         "m=1 n=18944 k=3584",
         "m=16 n=18944 k=3584 norm=1 norm_weight=same",
@@ -508,13 +507,14 @@ class LinearSiluMul(NormLinear[LinearSiluMulProblem]):
         Else the warpgroup body's best by its model, where that is ahead of the chain's; else the chain.
         """
         few = _FEW.replace(pdl=gpu.has_pdl)
-        if 0 < p.m <= few.tile_n and not p.norm and self.why_not(p, few, gpu) is None:
+        if 0 < p.m <= few.tile_m and not p.norm and self.why_not(p, few, gpu) is None:
             return few
         among = self._warpgroups(p, gpu, shortlist)
         if not among:
             return CHAIN
-        times = {c: WARPGROUP.estimate_us(_product_of(self, p), c, gpu, p.extras) for c in among}
-        best = min(among, key=lambda c: (times[c], WARPGROUP.preference(c, p.extras)))
+        product = _product_of(self, p)
+        times = {c: WARPGROUP.estimate_us(product, c, gpu, p.extras) for c in among}
+        best = min(among, key=lambda c: (times[c], WARPGROUP.preference(product, c, p.extras)))
         return NormLinearConfig.fused(best) if times[best] < self.estimate_us(p, CHAIN, gpu) else CHAIN
 
     def valid(self, p: LinearSiluMulProblem, gpu: GpuSpec) -> Iterator[NormLinearConfig]:

@@ -12,7 +12,14 @@ from cutekernels.ops.gemm.layouts import alignment
 from cutekernels.ops.gemm.problem import ACTIVATIONS, ELEMENT_BYTES, activated
 from cutekernels.ops.quantized import skinny, warpgroup
 from cutekernels.ops.quantized.decode import check_weight, random_weight, rows_of_scale
-from cutekernels.ops.quantized.problem import GATED, QuantizedConfig, QuantizedProblem, foreign, spanned
+from cutekernels.ops.quantized.problem import (
+    GATED,
+    QuantizedConfig,
+    QuantizedProblem,
+    foreign,
+    since_revision_1,
+    spanned,
+)
 from cutekernels.ops.shared.checks import check_dtype, check_results
 from cutekernels.ops.shared.dtypes import DTYPES, GPU_DTYPES
 from cutekernels.ops.shared.tensor_op import TensorOp
@@ -32,7 +39,8 @@ class QuantizedLinear(TensorOp[QuantizedProblem, QuantizedConfig]):
     """Arguments: x ``(M, K)``, then a QuantizedWeight's packed, scales, zeros or None, then bias or None."""
 
     name = "quantized_linear"
-    revision = 1
+    revision = 2
+    earlier = {1: since_revision_1}
     Problem = QuantizedProblem
     Config = QuantizedConfig
     suite = (

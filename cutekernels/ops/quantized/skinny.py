@@ -106,7 +106,7 @@ def grid(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> tuple[int, in
 def shortlist(tile_m: int, gpu: GpuSpec) -> tuple[QuantizedConfig, ...]:
     """What the default is chosen among."""
     pdl = (gpu.has_pdl,)
-    return tuple(spanned(NAME, tile_m=(tile_m,), pdl=pdl, ahead=(2 if gpu.has_pdl else 0,)))
+    return tuple(spanned(NAME, tile_m=(tile_m,), pdl=pdl, prefetch_l2=(2 if gpu.has_pdl else 0,)))
 
 
 def estimate_us(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> float:
@@ -162,7 +162,7 @@ def body(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Any:
         stages=c.stages,
         epilogue=epilogue(Activation("silu_approx" if p.gated else p.activation)),
         dependent=c.pdl,
-        ahead=c.ahead,
+        ahead=c.prefetch_l2,
         ctas_per_sm=c.ctas_per_sm,
         gated=p.gated,
     )

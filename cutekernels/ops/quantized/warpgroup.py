@@ -48,7 +48,7 @@ def smem(p: QuantizedProblem, c: QuantizedConfig) -> PackedWarpgroupSmem:
 
 def registers(p: QuantizedProblem, c: QuantizedConfig) -> int:
     """Of a consumer's thread, about."""
-    twice = p.group > 0 and c.scaled == "sums"
+    twice = p.group > 0 and c.scaled == "accumulators"
     return c.tile_m // 2 * (2 if twice else 1) + _BESIDE_REGISTERS
 
 
@@ -70,7 +70,7 @@ def broken(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> Iterator[st
         yield f"tile_m={c.tile_m} scaled={c.scaled} needs about {need} registers of a thread's {most}"
     if c.scaled == "weights" and p.group == 0:
         yield "scaled=weights is for scales of groups: those of all of K multiply results"
-    if c.scaled == "sums" and p.group == 128 and c.tile_k == 64 and c.tile_m > 64:
+    if c.scaled == "accumulators" and p.group == 128 and c.tile_k == 64 and c.tile_m > 64:
         yield "tile_k=64 adds sums twice a group: take 128"
     frame = smem(p, c)
     if frame.total_bytes > gpu.smem_per_block_bytes:
@@ -120,7 +120,7 @@ def estimate_us(p: QuantizedProblem, c: QuantizedConfig, gpu: GpuSpec) -> float:
         instructions += _SCALED_EXACT if p.scale == p.dtype else _SCALED
     instructions *= c.tile_k / 64 * 4
     ends = 0.0
-    if p.group and c.scaled == "sums":
+    if p.group and c.scaled == "accumulators":
         ends = c.tile_k / min(p.group, c.tile_k)
         instructions += ends * c.tile_m / 2
     decode = instructions / (_ISSUE * rate.clock_mhz)  # of one group
